@@ -58,20 +58,20 @@ def pack_tokens(samples: Sequence[Sample], micro_batch: MicroBatch) -> TokenBatc
         _expand_ranges(at.completion_starts, at.completion_lengths),
     )
 
-    def rows(of_prompts: Iterable[np.ndarray], of_completions: Iterable[np.ndarray]) -> np.ndarray:
-        laid_out = np.zeros(shape, np.int32)
-        laid_out.reshape(-1)[prompts] = _concatenate(of_prompts, np.int32)
-        laid_out.reshape(-1)[completions] = _concatenate(of_completions, np.int32)
-        return laid_out
+    def rows(prompt_values: Iterable[np.ndarray], completion_values: Iterable[np.ndarray]) -> np.ndarray:
+        packed = np.zeros(shape, np.int32)
+        packed.reshape(-1)[prompts] = _concatenate(prompt_values, np.int32)
+        packed.reshape(-1)[completions] = _concatenate(completion_values, np.int32)
+        return packed
 
-    of_completion = at.completion_segments
+    segment_indices = at.completion_segments
     zeros = np.zeros_like(at.prompt_lengths)
     numbers = at.segment_ids
     # The first token of a completion is predicted by the last of its prompt, wherever the completion is in the row.
     places = completions - 1
     written = at.completion_lengths > 0
     places[_exclusive_cumsum(at.completion_lengths)[written]] = (at.prompt_starts + at.prompt_lengths - 1)[
-        of_completion
+        segment_indices
     ][written]
     return TokenBatch(
         token_ids=rows(
@@ -80,10 +80,10 @@ def pack_tokens(samples: Sequence[Sample], micro_batch: MicroBatch) -> TokenBatc
         ),
         positions=rows(
             [_expand_ranges(zeros, at.prompt_lengths)],
-            [_expand_ranges(at.prompt_lengths[of_completion], at.completion_lengths)],
+            [_expand_ranges(at.prompt_lengths[segment_indices], at.completion_lengths)],
         ),
         segment_ids=rows(
-            [np.repeat(numbers, at.prompt_lengths)], [np.repeat(numbers[of_completion], at.completion_lengths)]
+            [np.repeat(numbers, at.prompt_lengths)], [np.repeat(numbers[segment_indices], at.completion_lengths)]
         ),
         branch_ids=rows([np.zeros(len(prompts), np.int32)], [np.repeat(at.branch_ids, at.completion_lengths)]),
         logits_indices=at.align_to_targets([places % shape[1]], np.int32, padding=NO_TARGET),
@@ -150,11 +150,11 @@ class _PackedLayout(NamedTuple):
         members = [i for segment in segments for i in segment]
         prompts = np.asarray([len(samples[i].prompt.token_ids) for i in owners], np.int64)
         lengths = np.asarray([len(samples[i].completion_ids) for i in members], np.int64)
-        of_completion = np.repeat(np.arange(len(segments)), sizes)
-        behind = np.bincount(of_completion, lengths, len(segments)).astype(np.int64)
-        _check_row_lengths(row, prompts + behind, behind, micro_batch.shape)
-        starts = row * micro_batch.shape.num_tokens + _offsets_within_owner(prompts + behind, row)
-        ordinals = _offsets_within_owner(np.ones_like(lengths), of_completion) + 1
+        segment_indices = np.repeat(np.arange(len(segments)), sizes)
+        completion_tokens = np.bincount(segment_indices, lengths, len(segments)).astype(np.int64)
+        _check_row_lengths(row, prompts + completion_tokens, completion_tokens, micro_batch.shape)
+        starts = row * micro_batch.shape.num_tokens + _offsets_within_owner(prompts + completion_tokens, row)
+        ordinals = _offsets_within_owner(np.ones_like(lengths), segment_indices) + 1
         return cls(
             shape=(len(micro_batch.rows), micro_batch.shape.num_completion_tokens),
             prompt_sources=owners,
@@ -162,19 +162,19 @@ class _PackedLayout(NamedTuple):
             prompt_lengths=prompts,
             segment_ids=_offsets_within_owner(np.ones_like(row), row) + 1,
             completion_sources=members,
-            completion_segments=of_completion,
-            branch_ids=np.where(sizes[of_completion] > 1, ordinals, 0),
-            completion_starts=(starts + prompts)[of_completion] + _offsets_within_owner(lengths, of_completion),
+            completion_segments=segment_indices,
+            branch_ids=np.where(sizes[segment_indices] > 1, ordinals, 0),
+            completion_starts=(starts + prompts)[segment_indices] + _offsets_within_owner(lengths, segment_indices),
             completion_lengths=lengths,
-            target_starts=row[of_completion] * micro_batch.shape.num_completion_tokens
-            + _offsets_within_owner(lengths, row[of_completion]),
+            target_starts=row[segment_indices] * micro_batch.shape.num_completion_tokens
+            + _offsets_within_owner(lengths, row[segment_indices]),
         )
 
     def align_to_targets(self, values: Iterable[np.ndarray], dtype: type, padding: float = 0) -> np.ndarray:
         """Returns [R, C] with the concatenated values of all completions at their targets."""
-        laid_out = np.full(self.shape, padding, dtype)
-        laid_out.reshape(-1)[_expand_ranges(self.target_starts, self.completion_lengths)] = _concatenate(values, dtype)
-        return laid_out
+        packed = np.full(self.shape, padding, dtype)
+        packed.reshape(-1)[_expand_ranges(self.target_starts, self.completion_lengths)] = _concatenate(values, dtype)
+        return packed
 
 
 def _check_row_lengths(row: np.ndarray, tokens: np.ndarray, targets: np.ndarray, shape: RowShape) -> None:

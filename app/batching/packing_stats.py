@@ -93,9 +93,9 @@ def _row_stats(
     row_of_segment = np.repeat(np.arange(len(rows)), [len(row) for row in rows])
     row_of_member = np.repeat(row_of_segment, [len(segment) for segment in segments])
 
-    def sums(of_prompts: np.ndarray, of_completions: np.ndarray) -> np.ndarray:
-        behind = np.bincount(row_of_member, of_completions[members], len(rows))
-        return np.bincount(row_of_segment, of_prompts[owners], len(rows)) + behind
+    def sums(prompt_values: np.ndarray, completion_values: np.ndarray) -> np.ndarray:
+        completion_sums = np.bincount(row_of_member, completion_values[members], len(rows))
+        return np.bincount(row_of_segment, prompt_values[owners], len(rows)) + completion_sums
 
     prompt_work = sequence_cost(host_lengths.prompts)
     return _RowStats(

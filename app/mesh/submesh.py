@@ -43,7 +43,7 @@ def assign_worker_devices(pools: dict[str, WorkerPoolSettings], *, num_devices: 
         return [(0,)] * sum(pool.count for pool in pools.values())
     free = [device for device in range(num_devices) if device not in named]
     num_unassigned = sum(pool.count for pool in pools.values() if pool.devices is None)
-    dealt = iter(_split_evenly(free, num_unassigned))
+    shared = iter(_split_evenly(free, num_unassigned))
     islands: list[tuple[int, ...]] = []
     for name, pool in pools.items():
         devices, num_workers = (free, num_unassigned) if pool.devices is None else (pool.devices, pool.count)
@@ -51,7 +51,7 @@ def assign_worker_devices(pools: dict[str, WorkerPoolSettings], *, num_devices: 
             raise InputError(
                 f"{name}.count: {num_workers} workers need a device each, but there are only {len(devices)}; lower it"
             )
-        shares = dealt if pool.devices is None else iter(_split_evenly(devices, num_workers))
+        shares = shared if pool.devices is None else iter(_split_evenly(devices, num_workers))
         islands += itertools.islice(shares, pool.count)
     return islands
 
@@ -74,9 +74,9 @@ def make_submesh(device_indices: Sequence[int], *, template: Mesh) -> Mesh:
             f"rollout.workers: a worker has {len(device_indices)} devices, but mesh.shape splits weights over {tp}; "
             f"give each worker a multiple of {tp}"
         )
-    own = local_devices()
+    local = local_devices()
     shape = (1, len(device_indices) // tp, tp)
-    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * 3, devices=[own[i] for i in device_indices])
+    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * 3, devices=[local[i] for i in device_indices])
 
 
 def host_submesh(mesh: Mesh) -> Mesh:
@@ -85,8 +85,8 @@ def host_submesh(mesh: Mesh) -> Mesh:
         return mesh
     groups = mesh.devices.reshape(-1, mesh.shape["tp"])
     assert all(len(set(map(host_index, group))) == 1 for group in groups), "`check_rows_per_host` keeps tp inside hosts"
-    own = np.stack([group for group in groups if host_index(group[0]) == jax.process_index()])
-    return Mesh(own[None], AXES, axis_types=(AxisType.Auto,) * 3)
+    local = np.stack([group for group in groups if host_index(group[0]) == jax.process_index()])
+    return Mesh(local[None], AXES, axis_types=(AxisType.Auto,) * 3)
 
 
 def to_host_submesh(arrays: Any, mesh: Mesh) -> Any:

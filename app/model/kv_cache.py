@@ -61,21 +61,21 @@ def make_decode_weights(
 ) -> DecodeWeights:
     """Unstacks, casts and lays out the weights; runs once per policy version, under jit."""
 
-    def laid_out(x: Array, dims: tuple[str, ...]) -> Array:
+    def constrain_param(x: Array, dims: tuple[str, ...]) -> Array:
         return constrain(x, *decode_dims(dims, layout))
 
-    def of_layer(layer: int) -> Params:
+    def layer_params(layer: int) -> Params:
         return jax.tree.map(
             lambda x, dims: constrain(x[layer], *decode_dims(dims[1:], layout)),
-            laid["blocks"],
+            constrained["blocks"],
             definition.dims["blocks"],
         )
 
-    laid = jax.tree.map(laid_out, _cast_params(params, dtype), definition.dims)
+    constrained = jax.tree.map(constrain_param, _cast_params(params, dtype), definition.dims)
     # The stacked blocks stay in the tree as empty leaves so that the graph still fits it.
-    rest = {**laid, "blocks": jax.tree.map(lambda x: x[:0], laid["blocks"])}
+    rest = {**constrained, "blocks": jax.tree.map(lambda x: x[:0], constrained["blocks"])}
     num_layers = jax.tree.leaves(params["blocks"])[0].shape[0]
-    return DecodeWeights(rest, tuple(of_layer(i) for i in range(num_layers)), layout)
+    return DecodeWeights(rest, tuple(layer_params(i) for i in range(num_layers)), layout)
 
 
 def _cast_params(params: Params, dtype: jnp.dtype) -> Params:
@@ -97,11 +97,11 @@ def make_merged_decode_weights(
     Works layer by layer: merged all at once, the weights would be in memory twice, in float32 and in the compute type.
     """
 
-    def of_layer(layer: int) -> DecodeWeights:
+    def layer_params(layer: int) -> DecodeWeights:
         block = jax.tree.map(lambda x: x[layer : layer + 1], params["blocks"])
         return make_decode_weights(definition, merge({**params, "blocks": block}), dtype, layout)
 
-    first, *others = map(of_layer, range(definition.architecture.num_layers))
+    first, *others = map(layer_params, range(definition.architecture.num_layers))
     return replace(first, blocks=(*first.blocks, *(other.blocks[0] for other in others)))
 
 
@@ -116,8 +116,8 @@ def abstract_decode_weights(
     """Returns the shapes and shardings of `make_decode_weights`."""
     shapes = jax.eval_shape(lambda params: make_decode_weights(definition, params, dtype, layout), definition.shapes)
     dims = jax.tree.map(lambda _, dims: decode_dims(dims, layout), definition.shapes, definition.dims)
-    of_layer = jax.tree.map(lambda _, dims: dims[1:], definition.shapes["blocks"], dims["blocks"])
-    tree = DecodeWeights(dims, (of_layer,) * len(shapes.blocks), layout)
+    layer_dims = jax.tree.map(lambda _, dims: dims[1:], definition.shapes["blocks"], dims["blocks"])
+    tree = DecodeWeights(dims, (layer_dims,) * len(shapes.blocks), layout)
     return abstract_arrays(shapes, sharding_tree(mesh, shapes, tree))
 
 

@@ -96,7 +96,7 @@ def block_pairs(layout: SegmentLayout, windows: Sequence[Window], size: int) -> 
     rows = ("rows", "tokens")
     widths = [UNREACHABLE if window is None else window for window in windows]
 
-    def of_rows(*layout: Array) -> tuple[Array, ...]:
+    def find_pairs(*layout: Array) -> tuple[Array, ...]:
         distance = _block_distances(SegmentLayout(*layout), size)
         num_rows, num_blocks, _ = distance.shape
         flat = distance.ravel()
@@ -109,7 +109,7 @@ def block_pairs(layout: SegmentLayout, windows: Sequence[Window], size: int) -> 
         pairs = first + query_block, first + key_block, flat[order]
         return tuple(x.astype(jnp.int32).reshape(num_rows, -1) for x in pairs)
 
-    return BlockPairs(*shard_map_by_dims(of_rows, in_dims=(rows,) * 3, out_dims=(rows,) * 3)(*layout))
+    return BlockPairs(*shard_map_by_dims(find_pairs, in_dims=(rows,) * 3, out_dims=(rows,) * 3)(*layout))
 
 
 def _block_distances(layout: SegmentLayout, size: int) -> Int32[Array, "R blocks blocks"]:

@@ -57,7 +57,7 @@ def token_logprobs(
         target_mask: True where there is a target; results elsewhere are finite and undefined.
     """
 
-    def of_chunk(hidden: Array, table: Array, targets: Array, temperature: Array) -> tuple[Array, Array]:
+    def compute_chunk(hidden: Array, table: Array, targets: Array, temperature: Array) -> tuple[Array, Array]:
         logits = scaled_logits(hidden, LMHead(table, head.soft_cap), temperature)
         logits = constrain(logits, "rows", "tokens", "vocab")
         log_normalizer = jax.nn.logsumexp(logits, axis=-1)
@@ -74,7 +74,7 @@ def token_logprobs(
     has_targets = target_mask.reshape(target_mask.shape[0], -1, chunk).any(axis=(0, 2))
     temperature = jnp.asarray(temperature, jnp.float32)
     # JAX has no return type for custom_vjp functions.
-    by_chunk: Any = _map_chunks(of_chunk, chunk, hidden, head.table, targets, has_targets, temperature)
+    by_chunk: Any = _map_chunks(compute_chunk, chunk, hidden, head.table, targets, has_targets, temperature)
     logprobs, entropies = by_chunk
     return logprobs[:, :num_tokens], entropies[:, :num_tokens]
 
@@ -124,17 +124,17 @@ def _map_chunks_backward(
     def add(i: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
         first = chunks[i] * chunk_size
 
-        def again(hidden: Array, table: Array) -> tuple[Array, Array]:
+        def recompute(hidden: Array, table: Array) -> tuple[Array, Array]:
             return chunk_fn(hidden, table, _slice_tokens(targets, first, chunk_size), temperature)
 
-        _, pull = jax.vjp(again, _slice_tokens(hidden, first, chunk_size), table)
-        by_part, by_table = pull(tuple(_slice_tokens(x, first, chunk_size) for x in result_grads))
-        return _update_tokens(sums[0], by_part, first), constrain(sums[1] + by_table, "vocab", "embed")
+        _, pull = jax.vjp(recompute, _slice_tokens(hidden, first, chunk_size), table)
+        hidden_grad, table_grad = pull(tuple(_slice_tokens(x, first, chunk_size) for x in result_grads))
+        return _update_tokens(sums[0], hidden_grad, first), constrain(sums[1] + table_grad, "vocab", "embed")
 
     chunks, num_chunks = _order_chunks(has_targets)
     none = jnp.zeros_like(hidden), jnp.zeros_like(table)
-    by_hidden, by_table = jax.lax.fori_loop(0, num_chunks, add, none)
-    return by_hidden, by_table, None, None, None
+    hidden_grads, table_grad = jax.lax.fori_loop(0, num_chunks, add, none)
+    return hidden_grads, table_grad, None, None, None
 
 
 _map_chunks.defvjp(_map_chunks_forward, _map_chunks_backward)
