@@ -280,7 +280,7 @@ def test_only_one_at_a_time_is_at_an_evaluation(tmp_path: Path, monkeypatch: pyt
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    with pytest.raises(InputError, match=r"part cannot be written or locked: No locks available; give an --out"):
+    with pytest.raises(InputError, match=r"part cannot be written or locked: No locks available; give another --out"):
         PartFile(out, subject)
 
 

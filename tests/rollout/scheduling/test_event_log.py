@@ -144,7 +144,7 @@ def test_a_disk_without_locks_is_called_so(tmp_path: Path, monkeypatch: pytest.M
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    with pytest.raises(InputError, match="cannot be written or locked: No locks available; give an --out"):
+    with pytest.raises(InputError, match="cannot be written or locked: No locks available; give another --out"):
         EventLog(tmp_path / "log", identity=MINE)
 
 
