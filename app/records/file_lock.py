@@ -53,5 +53,5 @@ def open_locked(path: Path, *, command: str) -> IO[bytes]:
         ) from None
     except OSError as error:
         raise InputError(
-            f"--out: {path} cannot be written or locked: {error.strerror}; give another --out, on a disk with file locks"
+            f"--out: {path} cannot be written or locked: {error.strerror}; give another --out on a disk with locks"
         ) from error
