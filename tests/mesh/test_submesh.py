@@ -49,7 +49,7 @@ def test_devices_that_do_not_exist_or_suffice_are_refused(fast, message) -> None
 
 def test_an_island_splits_weights_as_the_whole_mesh_does() -> None:
     assert dict(make_submesh((2, 3, 4, 5), template=make_mesh((1, 1, 2))).shape) == {"dp": 1, "fsdp": 2, "tp": 2}
-    with pytest.raises(InputError, match=r"has 3 devices, and mesh\.shape splits weights over 2"):
+    with pytest.raises(InputError, match=r"has 3 devices, but mesh\.shape splits weights over 2"):
         make_submesh((0, 1, 2), template=make_mesh((1, 1, 2)))
 
 

@@ -147,7 +147,7 @@ def test_a_host_that_expects_others_does_not_start_alone(address):
 def test_a_platform_with_another_number_of_hosts_than_expected_is_refused(monkeypatch, expected, said):
     monkeypatch.setattr(topology, "is_cloud_tpu_vm", lambda: True)
     monkeypatch.setattr(topology, "detect_cluster", lambda **_: ClusterMember("10.0.0.2:8482", 2, 0))
-    with pytest.raises(InputError, match=f"expected {expected} processes and {re.escape(said)}"):
+    with pytest.raises(InputError, match=f"expected {expected} processes, but {re.escape(said)}"):
         topology.initialize_distributed(Settings(expect_processes=expected))
     assert topology.expects_other_hosts(Settings())
     # With CPU devices it is nobody's pod.
@@ -193,13 +193,13 @@ FREED_ARRAYS = """
 import resource
 import numpy as np
 from app.mesh import topology
-from settings.schema.mesh import Mesh
+from settings.schema.mesh import MeshSettings
 
 def resident():
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * resource.getpagesize()
 
-topology.start(Mesh())
+topology.initialize_distributed(MeshSettings())
 del_first = np.ones(24 << 20, np.uint8)
 del del_first  # glibc now keeps arrays up to this size in its heap, unless told otherwise
 before = resident()

@@ -38,7 +38,7 @@ def refusal(hub_id: str = ID, revision: str | None = None) -> str:
         open_model(hub_id, revision=revision)
     message = str(caught.value)
     assert message.startswith(f"model.path: {hub_id!r} is not a local path")
-    assert message.endswith("or give the path of a local directory")
+    assert message.endswith("or set it to a local directory")
     assert "\n" not in message
     return message
 
@@ -83,7 +83,7 @@ def test_a_gated_model_says_how_to_get_in(hub, tmp_path):
     hub.commit(ID, write_files(tmp_path / "first"))
     hub.gated.add(ID)
     message = refusal(revision="main")
-    assert "revision 'main' of it" in message
+    assert "revision 'main' cannot be downloaded" in message
     assert "it is gated" in message
     assert f"accept its licence at https://huggingface.co/{ID} and log in with HF_TOKEN" in message
 
@@ -106,4 +106,4 @@ def test_a_hub_out_of_reach_is_one_plain_error(tmp_path, monkeypatch):
     use_hub(monkeypatch, gone, tmp_path / "cache")
     message = refusal()
     assert "this machine's cache does not have all its files. Try again with a network" in message
-    assert "licence accepted and HF_TOKEN" in message
+    assert "an accepted licence and HF_TOKEN" in message
