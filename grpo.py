@@ -6,6 +6,7 @@ a user's modules of these names are never imported in their place.
 
 from __future__ import annotations
 
+import importlib
 import sys
 from pathlib import Path
 
@@ -13,8 +14,11 @@ PROGRAM_FOLDER = str(Path(__file__).resolve().parent)
 
 
 def add_program_to_path() -> None:
-    """Makes `cli`, `app` and `settings` of this program importable, before any others."""
+    """Makes `cli`, `app` and `settings` of this program importable, and no others."""
     sys.path.insert(0, PROGRAM_FOLDER)
+    # Loaded at once: Ray puts the working directory in front of the path before a worker's first task.
+    for package in ("app", "settings"):
+        importlib.import_module(package)
 
 
 def main() -> None:
