@@ -40,7 +40,11 @@ for command in (
 
 def _show_version(is_requested: bool) -> None:
     if is_requested:
-        write(f"grpo {_version()}", sys.stdout)
+        try:
+            installed = version("grpo-jax")
+        except PackageNotFoundError:
+            installed = "(not installed)"
+        write(f"grpo {installed}", sys.stdout)
         raise typer.Exit
 
 
@@ -58,13 +62,6 @@ def main() -> None:
     # The tokenizer library recommends PyTorch, which this program does not use.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     app(prog_name="grpo")
-
-
-def _version() -> str:
-    try:
-        return version("grpo")
-    except PackageNotFoundError:
-        return "(not installed)"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What `pip install .` gives: everything the program needs, and nothing else."""
+"""What `pip install .` and `pip install -e .` install: everything that the program needs, and nothing else."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from dataclasses import dataclass
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
+
+from app.records.versions import code_digest, minimum_versions
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -29,8 +32,8 @@ def distribution(requirement: str) -> str:
 
 
 def program_files() -> list[Path]:
-    rooms = (path for room in ("app", "settings") for path in REPOSITORY.glob(f"{room}/**/*.py"))
-    return [REPOSITORY / "cli.py", *rooms]
+    paths = (path for package in ("app", "settings") for path in REPOSITORY.glob(f"{package}/**/*.py"))
+    return [REPOSITORY / "grpo.py", REPOSITORY / "cli.py", *paths]
 
 
 def imported_packages() -> set[str]:
@@ -42,7 +45,7 @@ def imported_packages() -> set[str]:
                 names |= {alias.name.split(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom):
                 names.add((node.module or "").split(".")[0])
-    return names - set(sys.stdlib_module_names) - {"app", "settings", "cli"}
+    return names - set(sys.stdlib_module_names) - {"app", "settings", "cli", "grpo"}
 
 
 @pytest.fixture(scope="module")
@@ -81,36 +84,89 @@ def test_torch_is_installed_for_tests_only() -> None:
     assert "torch" not in map(distribution, PROJECT["dependencies"])
 
 
-def test_the_wheel_holds_the_program_and_its_data_and_no_more(unpacked_wheel: Path) -> None:
-    def files(root: Path, *folders: str) -> set[str]:
-        found = [path for folder in folders for path in (root / folder).rglob("*") if path.is_file()]
-        return {str(path.relative_to(root)) for path in found if path.suffix != ".pyc"}
+def test_the_wheel_is_one_folder_with_the_program_and_its_data(unpacked_wheel: Path) -> None:
+    def files(root: Path) -> set[str]:
+        paths = (path for folder in ("app", "settings") for path in (root / folder).rglob("*") if path.is_file())
+        return {str(path.relative_to(root)) for path in paths if path.suffix != ".pyc"}
 
-    assert {path.name for path in unpacked_wheel.iterdir()} == {
-        "app",
-        "cli.py",
-        "settings",
-        f"grpo-{PROJECT['version']}.dist-info",
-    }
-    packed = files(unpacked_wheel, "app", "settings")
-    assert packed == files(REPOSITORY, "app", "settings")
+    metadata = f"{PROJECT['name'].replace('-', '_')}-{PROJECT['version']}.dist-info"
+    assert {path.name for path in unpacked_wheel.iterdir()} == {"grpo", metadata}
+    program = unpacked_wheel / "grpo"
+    assert {path.name for path in program.iterdir()} == {"__init__.py", "cli.py", "app", "settings"}
+    assert (program / "__init__.py").read_bytes() == (REPOSITORY / "grpo.py").read_bytes()
+    packed = files(program)
+    assert packed == files(REPOSITORY)
     assert {"app/py.typed", "settings/py.typed", "settings/presets/quickstart.yaml"} <= packed
 
 
-def test_an_installed_program_finds_its_presets_from_any_directory(unpacked_wheel: Path, tmp_path: Path) -> None:
-    name, function = PROJECT["scripts"]["grpo"].split(":")
-    presets = [path.stem for path in (unpacked_wheel / "settings" / "presets").glob("*.yaml")]
-    assert "quickstart" in presets
-    for preset in presets:
-        answer = subprocess.run(
-            [
-                *(sys.executable, "-c", f"import sys; from {name} import {function}; sys.exit({function}())"),
-                *("train", "--config", preset, "--print-config"),
-            ],
-            cwd=tmp_path,
-            env=os.environ | {"PYTHONPATH": str(unpacked_wheel)},
+@dataclass(frozen=True)
+class UserFolder:
+    """A working directory that is on PYTHONPATH, too, and has an `app.py` and a `settings.py` of the user's."""
+
+    path: Path
+    installed: Path
+    """The folder in which Python finds `grpo`."""
+
+    def run(self, script: str, *arguments: str) -> str:
+        """Runs a script that is in another folder, as a console script is; returns its output."""
+        (self.path / "bin").mkdir(exist_ok=True)
+        (self.path / "bin" / "script").write_text(script)
+        result = subprocess.run(
+            [sys.executable, self.path / "bin" / "script", *arguments],
+            cwd=self.path,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join((str(self.path), str(self.installed)))},
             capture_output=True,
             text=True,
         )
-        assert answer.returncode == 0, answer.stderr
-        assert "group_size" in answer.stdout
+        assert result.returncode == 0, result.stderr
+        return result.stdout
+
+    def run_program(self, *arguments: str) -> str:
+        module, function = PROJECT["scripts"]["grpo"].split(":")
+        return self.run(f"import sys\nfrom {module} import {function}\nsys.exit({function}())", *arguments)
+
+
+@pytest.fixture(params=["wheel", "checkout"])
+def user_folder(request: pytest.FixtureRequest, tmp_path: Path) -> UserFolder:
+    installed = request.getfixturevalue("unpacked_wheel") if request.param == "wheel" else REPOSITORY
+    (tmp_path / "app.py").write_text("REWARD = 2.0")
+    (tmp_path / "settings.py").write_text("FACTOR = 3.0")
+    return UserFolder(tmp_path, installed)
+
+
+def test_modules_of_the_user_do_not_replace_those_of_the_program(user_folder: UserFolder) -> None:
+    version = user_folder.run_program("--version")
+    assert version == f"grpo {PROJECT['version']}\n" or user_folder.installed == REPOSITORY
+    printed = user_folder.run_program("train", "--config", "quickstart", "--print-config")
+    assert "group_size" in printed and "presets/quickstart.yaml" in printed
+    facts = user_folder.run(
+        "import grpo; grpo.add_program_to_path()\n"
+        "from app.records.versions import code_digest, minimum_versions\n"
+        "print(code_digest(), minimum_versions()['jax'], minimum_versions('qlora')['qwix'])"
+    )
+    assert facts.split() == [code_digest(), minimum_versions()["jax"], minimum_versions("qlora")["qwix"]]
+
+
+@pytest.mark.parametrize("name", ["rewards.py:score", "rewards:score", "math_verify"])
+def test_a_reward_function_finds_the_modules_of_the_user(user_folder: UserFolder, name: str) -> None:
+    if name == "math_verify":
+        pytest.importorskip("math_verify", reason="math-verify is not installed: pip install -e '.[math]'")
+    (user_folder.path / "rewards.py").write_text(
+        "import app, settings\ndef score(completion): return app.REWARD * settings.FACTOR"
+    )
+    reward = user_folder.run(
+        "import sys; import grpo; grpo.add_program_to_path()\n"
+        "import numpy as np\n"
+        "from app.records.sample import Prompt, Sample\n"
+        "from app.reward.plugin import StepInfo\n"
+        "from app.reward.plugin_signature import DataColumns\n"
+        "from app.reward.reward_functions import RewardFunctions\n"
+        "from settings.schema.reward import RewardSettings\n"
+        "prompt = Prompt(uid='q', token_ids=np.zeros(1, np.int32), source='?', answer='6')\n"
+        "sample = Sample(prompt, 0, 0, np.zeros(1, np.int32), '6', np.zeros(1, np.float32), 'stop', 0)\n"
+        "settings = RewardSettings.model_validate({'functions': sys.argv[1:], 'workers': 1})\n"
+        "with RewardFunctions(settings, DataColumns.from_rows([prompt], source='q.jsonl')) as functions:\n"
+        "    print(functions.compute_rewards([sample], StepInfo(step=1, num_steps=1)).samples[0].reward)",
+        name,
+    )
+    assert float(reward) == (1.0 if name == "math_verify" else 6.0)

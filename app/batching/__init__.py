@@ -1,1 +1,1 @@
-"""Ragged samples -> static arrays: which sample in which micro-batch row, and the packing itself."""
+"""Conversion of ragged samples into static arrays: the plan of rows and micro-batches, and the packing."""

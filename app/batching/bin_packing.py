@@ -1,4 +1,4 @@
-"""Segments -> rows as full as possible, never over their length."""
+"""Packing of segments into rows that are as full as possible."""
 
 from __future__ import annotations
 
@@ -9,29 +9,30 @@ from typing import NamedTuple
 from app.batching.karmarkar_karp import karmarkar_karp
 
 MAX_GROUPS_TO_SPLIT = 8
-"""Groups that are looked at when one is to be split."""
+"""The number of groups that are tried when one is split."""
 
 
 class PackingItem(NamedTuple):
-    """A segment to be: samples behind one copy of their prompt. Sorts by size, then by sample."""
+    """Samples that share one copy of their prompt, and become a segment. Sorts by size, then by sample."""
 
     num_tokens: int
-    """Tokens of the prompt and of all completions."""
+    """The number of tokens of the prompt and all completions."""
     sample_indices: tuple[int, ...]
     num_prompt_tokens: int
-    """Tokens of the prompt."""
+    """The number of tokens of the prompt."""
 
 
 PackingRow = list[PackingItem]
 
 
 class RowPacker:
-    """The items of one host that have no row yet.
+    """The items of one host that are not in a row yet.
 
     Args:
-        completions: tokens of every sample's completion.
-        candidates: items among which the exact best completion of a row is sought; 0 takes the largest that fits.
-        splits: whether a row that no item fits into any more may have some of a group's samples.
+        completion_lengths: tokens of every sample's completion.
+        num_candidates: the number of items among which the best set to fill a row is searched; 0 takes the largest item
+            that fits.
+        split_groups: whether a row that no item fits into may get some of a group's samples.
     """
 
     def __init__(
@@ -54,12 +55,12 @@ class RowPacker:
         )
 
     def pack_row(self, length: int) -> PackingRow:
-        """Takes items for one row off the shelf: large ones first, and last those that leave the fewest tokens free."""
+        """Removes and returns the items of one row: large ones first, then those that leave the fewest tokens free."""
         row: PackingRow = []
         left = length
         while num_fitting := bisect_left(self.items, (left + 1,)):
             largest = self.items[num_fitting - 1].num_tokens
-            # An exact search pays for the last few items of a row only.
+            # An exact search pays off only for the last few items of a row.
             if self.num_candidates == 0 or largest == left or largest * 3 < left:
                 taken = [num_fitting - 1]
             else:
@@ -73,13 +74,13 @@ class RowPacker:
         return row
 
     def _best_items(self, num_fitting: int, capacity: int) -> list[int]:
-        """Items that fill the room best, last first; of very many, every so-manieth is looked at."""
+        """Returns the indices of items that fill the capacity best, last first; tries evenly spaced ones of many."""
         count = min(num_fitting, self.num_candidates)
-        looked_at = [i * (num_fitting - 1) // max(count - 1, 1) for i in range(count)]
-        return [looked_at[i] for i in best_subset([self.items[i].num_tokens for i in looked_at], capacity)]
+        candidates = [i * (num_fitting - 1) // max(count - 1, 1) for i in range(count)]
+        return [candidates[i] for i in best_subset([self.items[i].num_tokens for i in candidates], capacity)]
 
     def _split_group(self, capacity: int) -> PackingItem | None:
-        """Some samples of a group that has no room, if they bring at least as many tokens as their prompt repeats."""
+        """Removes and returns a part of a group that does not fit, if its completions outweigh the repeated prompt."""
         best: tuple[int, int, list[int]] = (0, -1, [])
         for i in range(len(self.items) - 1, max(-1, len(self.items) - 1 - MAX_GROUPS_TO_SPLIT), -1):
             _, members, prompt = self.items[i]
@@ -100,9 +101,9 @@ class RowPacker:
 
 
 def best_subset(sizes: Sequence[int], capacity: int) -> list[int]:
-    """Indices, last first, of the numbers whose sum is the largest up to `room`; the last numbers where several are.
+    """Returns the indices, last first, of the numbers with the largest sum up to `capacity`; of ties, the last numbers.
 
-    Bit s of an integer tells whether some of the numbers so far have the sum s.
+    Bit s of an integer is 1 if some of the numbers so far have the sum s.
     """
     reachable = (2 << capacity) - 1
     sums = 1
@@ -120,7 +121,7 @@ def best_subset(sizes: Sequence[int], capacity: int) -> list[int]:
 
 
 def split_group(item: PackingItem, completion_lengths: Sequence[int], max_tokens: int) -> Iterator[PackingItem]:
-    """A group in parts of at most `largest` tokens, or of one sample, each with a copy of the prompt."""
+    """Yields parts of a group with at most `max_tokens` tokens, or with one sample, each with a copy of the prompt."""
     size, members, prompt = item
     while size > max_tokens and len(members) > 1:
         lengths = [completion_lengths[i] for i in members]
@@ -134,7 +135,7 @@ def split_group(item: PackingItem, completion_lengths: Sequence[int], max_tokens
 
 
 def merge_shared_prompts(row: PackingRow, prompt_indices: Sequence[int]) -> PackingRow:
-    """The row with one copy of every prompt: parts of a group may have met again."""
+    """Returns the row with one copy of every prompt, since it may have several parts of a group."""
     numbers = [prompt_indices[item.sample_indices[0]] for item in row]
     if len(set(numbers)) == len(row):
         return row
@@ -146,18 +147,18 @@ def merge_shared_prompts(row: PackingRow, prompt_indices: Sequence[int]) -> Pack
 
 
 def pack_all(packer: RowPacker, *, num_rows: int, length: int) -> list[PackingRow] | None:
-    """Everything on the shelf in at most `num_rows` rows, or None. The shelf stays as it is."""
-    rest = packer.copy()
+    """Returns all items in at most `num_rows` rows, or None; does not change the packer."""
+    packer = packer.copy()
     rows = []
-    while rest.items:
-        if rest.num_tokens > (num_rows - len(rows)) * length:
+    while packer.items:
+        if packer.num_tokens > (num_rows - len(rows)) * length:
             return None
-        rows.append(rest.pack_row(length))
+        rows.append(packer.pack_row(length))
     return rows
 
 
 def pack_all_evenly(items: Sequence[PackingItem], *, num_rows: int, length: int) -> list[PackingRow] | None:
-    """The same in rows of even lengths, by Karmarkar-Karp; None where one would be over `length`."""
+    """Returns all items in rows of even lengths by Karmarkar-Karp; None if one would exceed `length`."""
     if sum(item.num_tokens for item in items) > num_rows * length:
         return None
     parts = karmarkar_karp([item.num_tokens for item in items], num_rows)

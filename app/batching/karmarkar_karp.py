@@ -1,4 +1,4 @@
-"""The largest differencing method: numbers into k parts whose sums are close.
+"""The largest differencing method, which splits numbers into k parts with close sums.
 
 Source: Karmarkar and Karp (1982), "The Differencing Method of Set Partitioning".
 """
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class _Part(NamedTuple):
-    """Compared by sum, then by count, then by members."""
+    """A part of a partition; ordered by sum, then by count, then by members."""
 
     sum: float
     count: int
@@ -20,22 +20,22 @@ class _Part(NamedTuple):
 
 
 def karmarkar_karp(weights: Sequence[float], num_parts: int, *, equal_sizes: bool = False) -> list[list[int]]:
-    """`num_parts` lists of indices, each sorted: every index once, sums close to each other, the largest first.
+    """Returns `num_parts` sorted lists of indices with close sums, the largest sum first.
 
-    Partial partitions start as one index each, or as `num_parts` neighbours of the sorted weights with `equal_sizes`;
-    the two with the largest spread are merged, the largest part of one with the smallest of the other, until one is
+    Partial partitions start with one index each, or with `num_parts` neighbours of the sorted weights if `equal_sizes`.
+    The two with the largest spread are merged, the largest part of one with the smallest of the other, until one is
     left.
 
     Args:
-        equal_sizes: parts of as many indices each; their number must be a multiple of `num_parts`.
+        equal_sizes: whether all parts have the same number of indices.
 
     Raises:
-        ValueError: `equal_sizes` where they do not divide.
+        ValueError: `equal_sizes`, and the number of weights is not a multiple of `num_parts`.
     """
     order = sorted(range(len(weights)), key=lambda i: (weights[i], i))
     step = num_parts if equal_sizes else 1
     if len(order) % step:
-        raise ValueError(f"{len(order)} weights are not {num_parts} parts of equal sizes")
+        raise ValueError(f"{len(order)} weights cannot be split into {num_parts} parts of equal sizes")
     heap = []
     for first in range(0, len(order), step):
         parts = [_Part(weights[i], 1, (i,)) for i in order[first : first + step]]
@@ -53,13 +53,13 @@ _Partition = list[_Part]
 
 
 def _entry(parts: _Partition, num_parts: int) -> tuple[float, float, tuple[int, ...], _Partition]:
-    """Sorts before others in a heap: by spread, then by the largest part's sum, then by its members."""
+    """Returns a heap entry that sorts by the largest spread, then by the largest part's sum, then by its members."""
     smallest = parts[0].sum if len(parts) == num_parts else 0
     return (smallest - parts[-1].sum, -parts[-1].sum, parts[-1].members, parts)
 
 
 def _merge_partitions(one: _Partition, other: _Partition, num_parts: int) -> _Partition:
-    """The i-th largest part of one with the i-th smallest of the other; may reuse their lists."""
+    """Merges the i-th largest part of one with the i-th smallest of the other; may change their lists."""
     both = max(0, len(one) + len(other) - num_parts)
     joined = [
         _Part(a.sum + b.sum, a.count + b.count, a.members + b.members)
@@ -67,7 +67,7 @@ def _merge_partitions(one: _Partition, other: _Partition, num_parts: int) -> _Pa
     ]
     if len(other) > 1:
         return sorted(one[both:] + other[both:] + joined)
-    # By far the most merges add one part to many: they need no sorting.
+    # Most merges add one part to many, which needs no sorting.
     del one[:both]
     insort(one, (joined or other)[0])
     return one

@@ -1,10 +1,10 @@
-"""Small fixed ladders of lengths, so that few shapes are ever compiled."""
+"""Length buckets, which keep the number of compiled shapes small."""
 
 from __future__ import annotations
 
 
 def bucket_length(length: int, *, min_bucket: int = 16) -> int:
-    """The first of 1, 1.5, 2, 3, 4, 6, 8, ... times `smallest` that holds `length`: at most a third is padding."""
+    """Returns the smallest of 1, 1.5, 2, 3, 4, 6, 8, ... times `min_bucket` that is at least `length`."""
     size = min_bucket
     while size < length:
         size *= 2

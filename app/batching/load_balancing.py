@@ -1,4 +1,4 @@
-"""Rows -> micro-batches and devices: as even in work as rows allow."""
+"""Assignment of rows to micro-batches and devices with balanced cost."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import numpy as np
 from app.batching.karmarkar_karp import karmarkar_karp
 
 EMPTY_SLOT = -1
-"""Where a device has no row."""
+"""The row number of a slot without a row."""
 
 
 def assign_rows_in_order(
     num_rows: int, *, num_micro_batches: int, num_devices: int, rows_per_device: int
 ) -> list[list[int]]:
-    """Row numbers of each micro-batch, its devices one after another: neighbours stay together, counts differ by 1."""
+    """Returns the row numbers of each micro-batch, device by device, in order; counts differ by at most 1."""
     slots = num_devices * rows_per_device
     blocks = np.array_split(np.arange(num_rows), num_micro_batches)
     return [block.tolist() + [EMPTY_SLOT] * (slots - len(block)) for block in blocks]
@@ -29,36 +29,36 @@ def assign_rows_balanced(
     rows_per_device: int,
     device_loads: Sequence[float],
 ) -> tuple[list[list[int]], list[float]]:
-    """The same counts, such that devices have even work in each micro-batch and over all of them.
+    """Assigns the same numbers of rows, with balanced cost on devices in each micro-batch and over all of them.
 
-    Rows of like work share a micro-batch; within it, devices get parts of even work, the heaviest part the device that
-    has had the least.
+    Rows of similar cost share a micro-batch. Within it, devices get parts of similar cost; the device with the smallest
+    load gets the largest part.
 
     Args:
-        works: of each row.
-        loads: work that each device already has.
+        row_costs: the cost of each row.
+        device_loads: the cost that each device already has.
 
     Returns:
-        Row numbers of each micro-batch, heaviest micro-batch first, and the loads afterwards.
+        Row numbers of each micro-batch, the most expensive first, and the new loads.
     """
     device_loads = list(device_loads)
     order = sorted(range(len(row_costs)), key=lambda row: (-row_costs[row], row))
     shape = {"num_micro_batches": num_micro_batches, "num_devices": num_devices, "rows_per_device": rows_per_device}
-    dealt = []
+    assigned = []
     for block in assign_rows_in_order(len(row_costs), **shape):
         rows = [order[i] if i != EMPTY_SLOT else EMPTY_SLOT for i in block]
         weights = [row_costs[row] if row != EMPTY_SLOT else 0 for row in rows]
         parts = _balanced_partition(weights, num_devices)
         sums = [sum(weights[i] for i in part) for part in parts]
-        of_device: list[list[int]] = [[]] * num_devices
+        rows_by_device: list[list[int]] = [[]] * num_devices
         heaviest_first = sorted(range(num_devices), key=lambda part: (-sums[part], part))
         for part, device in zip(
             heaviest_first, sorted(range(num_devices), key=lambda d: (device_loads[d], d)), strict=True
         ):
             device_loads[device] += sums[part]
-            of_device[device] = [rows[i] for i in parts[part]]
-        dealt.append([row for device in of_device for row in device])
-    return dealt, device_loads
+            rows_by_device[device] = [rows[i] for i in parts[part]]
+        assigned.append([row for device in rows_by_device for row in device])
+    return assigned, device_loads
 
 
 def _balanced_partition(weights: Sequence[float], num_parts: int) -> list[list[int]]:

@@ -1,7 +1,7 @@
-"""Which sample goes into which row of which micro-batch. numpy only: no JAX, no settings, no devices.
+"""The plan of micro-batches: the row of each sample. Uses numpy only, no JAX, settings or devices.
 
-Every host plans for all hosts from the same all-gathered lengths, so counts and shapes agree by construction.
-Samples stay on their host. Ties are broken by index: the same lengths always give the same plan.
+Every host plans for all hosts from the same all-gathered lengths, so that counts and shapes are equal. Samples stay on
+their host. Ties are broken by index: the same lengths always give the same plan.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from app.batching.micro_batch_shapes import (
 )
 
 PackedSegment = tuple[int, ...]
-"""Samples that stand behind one copy of their prompt; one sample where nothing is shared."""
+"""Samples that share one copy of their prompt; a single sample if nothing is shared."""
 PackedRow = tuple[PackedSegment, ...]
 SequenceCost = Callable[[np.ndarray], np.ndarray]
-"""Lengths -> forward FLOPs of a lone sequence of each length. Whole numbers, so that sums are exact in any order."""
+"""Lengths -> forward FLOPs of one sequence of each length; whole numbers, so that sums are exact in any order."""
 
 MAX_SAMPLES_FOR_SEARCH = 1024
-"""With more, one way of packing them is tried: it fills rows well by itself, and others would cost time."""
+"""With more samples, only one way of packing is tried: it fills rows well, and others would cost time."""
 MIN_ROW_LENGTH = 256
-"""Tokens of a packed row where the quota allows: many short samples end in less padding."""
+"""The smallest length of a packed row, if the quota allows it: many short samples leave less padding."""
 MAX_SHARED_ROW_LENGTH = 32_768
-"""Tokens of a row that no single sample asks for: what finds the visible blocks of a row grows with its square."""
+"""The largest length of a row that no single sample needs: the cost of finding visible blocks is quadratic in it."""
 MIN_COMPLETION_BUCKET = 4
-"""The smallest rung of completions of fixed rows, in tokens."""
+"""The smallest bucket of completions of fixed rows, in tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowShape:
-    """Static sizes of a packed row, in tokens."""
+    """The static sizes of a packed row, in tokens."""
 
     num_tokens: int
     num_completion_tokens: int
@@ -52,7 +52,7 @@ class RowShape:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """One host's rows of a micro-batch, its devices one after another; an empty row is padding."""
+    """One host's rows of a micro-batch, device by device; an empty row is padding."""
 
     rows: tuple[PackedRow, ...]
     shape: RowShape
@@ -60,7 +60,7 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchPlan:
-    """One host's micro-batches, in the order in which they are computed."""
+    """One host's micro-batches, in the order of their computation."""
 
     micro_batches: tuple[MicroBatch, ...]
 
@@ -71,12 +71,12 @@ class MicroBatchPlan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SequenceLengths:
-    """How long one host's samples are, in tokens, and which of them have the same prompt."""
+    """The lengths of one host's samples in tokens, and which samples have the same prompt."""
 
     prompts: Int64[np.ndarray, "N"]
     completions: Int64[np.ndarray, "N"]
     prompt_indices: Int64[np.ndarray, "N"]
-    """Equal where prompts are equal."""
+    """A number per prompt; equal prompts have equal numbers."""
 
     @property
     def totals(self) -> Int64[np.ndarray, "N"]:
@@ -85,30 +85,30 @@ class SequenceLengths:
 
 @dataclass(frozen=True, slots=True)
 class TokenBudget:
-    """How samples share micro-batches of at most `max_tokens_per_device` tokens on each device."""
+    """The rules for micro-batches of at most `max_tokens_per_device` tokens on each device."""
 
     max_tokens_per_device: int
     row_length: int
-    """See `row_length`."""
+    """See `choose_row_length`."""
     share_prompts: bool
     packing: Literal["best_fit", "karmarkar_karp"]
     balance: bool
-    """Deal rows so that devices have even work; else in packing order."""
+    """Whether rows are assigned to devices with balanced cost; otherwise in packing order."""
     min_num_micro_batches: int = 1
     num_micro_batches_divisible_by: int = 1
 
 
 def choose_row_length(max_tokens_per_device: int, max_sample_tokens: int, *, max_group_tokens: int = 0) -> int:
-    """Tokens of a full row: the quota, halved while two of the longest samples and one of the longest groups still fit.
+    """Returns the length of a full row: the quota, halved while two longest samples and one longest group still fit.
 
-    Longer rows cost next to nothing, since attention passes over what a token does not see, and end in less padding;
-    shorter ones are dealt more evenly. Rounded down to whole blocks of 128 where that still holds the longest sample.
+    Longer rows cost little, since attention skips invisible blocks, and have less padding; shorter rows balance better.
+    The length is rounded down to blocks of 128 if the longest sample still fits.
 
     Args:
-        longest_group: tokens of a shared prompt with all its completions, at most; 0 where none are known.
+        max_group_tokens: the largest number of tokens of a shared prompt with all its completions; 0 if unknown.
 
     Raises:
-        ValueError: the longest possible sample is over the quota.
+        ValueError: the longest possible sample exceeds the quota.
     """
     if max_sample_tokens > max_tokens_per_device:
         raise ValueError(f"a sample may have {max_sample_tokens} tokens, over the quota of {max_tokens_per_device}")
@@ -122,22 +122,22 @@ def choose_row_length(max_tokens_per_device: int, max_sample_tokens: int, *, max
 def plan_fixed_rows(
     lengths_by_host: Sequence[SequenceLengths], *, rows_per_device: int | None, devices_per_host: int, trim_tail: bool
 ) -> tuple[MicroBatchPlan, ...]:
-    """One sample a row, in order, `rows_per_device` rows on each device of a micro-batch.
+    """Plans one sample per row, in order, with `rows_per_device` rows on each device of a micro-batch.
 
-    As many micro-batches on every host as the fullest needs, at least one; never more rows than there are samples for.
-    All rows have the rungs that hold the longest sample and the longest completion of any host.
+    Every host has as many micro-batches as the host with the most samples needs, at least one. All rows have the
+    buckets of the longest sample and the longest completion of any host.
 
     Args:
-        rows_per_device: None puts everything into one micro-batch.
-        trim_tail: the last micro-batch has no more rows than its samples need: a second shape, less padding.
+        rows_per_device: None puts all samples into one micro-batch.
+        trim_tail: whether the last micro-batch has only the rows that its samples need: a second shape, less padding.
     """
-    most = max(len(host.prompts) for host in lengths_by_host)
-    enough = max(1, -(-most // devices_per_host))
-    rows = min(rows_per_device or enough, enough) * devices_per_host
-    count = max(1, -(-most // rows))
+    num_samples = max(len(host.prompts) for host in lengths_by_host)
+    max_rows = max(1, -(-num_samples // devices_per_host))
+    rows = min(rows_per_device or max_rows, max_rows) * devices_per_host
+    count = max(1, -(-num_samples // rows))
     tail = rows
     if trim_tail:
-        tail = max(1, -(-(most - (count - 1) * rows) // devices_per_host)) * devices_per_host
+        tail = max(1, -(-(num_samples - (count - 1) * rows) // devices_per_host)) * devices_per_host
     shape = bucketed_row_shape(
         max((int(host.totals.max(initial=1)) for host in lengths_by_host), default=1),
         max((int(host.completions.max(initial=1)) for host in lengths_by_host), default=1),
@@ -146,7 +146,7 @@ def plan_fixed_rows(
 
 
 def bucketed_row_shape(num_tokens: int, num_completion_tokens: int) -> RowShape:
-    """The rungs that hold a sample of so many tokens, so many of them its completion's."""
+    """Returns the buckets of a sample's tokens and of its completion's tokens."""
     return RowShape(bucket_length(num_tokens), bucket_length(num_completion_tokens, min_bucket=MIN_COMPLETION_BUCKET))
 
 
@@ -167,23 +167,23 @@ def plan_token_budget(
     *,
     devices_per_host: int,
 ) -> tuple[MicroBatchPlan, ...]:
-    """Micro-batches of packed rows, one plan per host: as many as the fullest host needs at best, at least one.
+    """Plans micro-batches of packed rows, one plan per host, each with the number that the fullest host needs.
 
-    All have the full shape but the last, the tail, which has the smallest of a few shapes that holds what is left.
-    Where more are asked for than are needed, all have the smallest of these shapes that holds rows of even lengths.
+    All have the full shape except the last, which has the smallest of a few shapes that holds the remaining samples. If
+    the budget requires more micro-batches, all have the smallest of these shapes that holds rows of even lengths.
 
     Args:
-        work: what a sequence costs; only used with `budget.balance`.
+        sequence_cost: the cost of a sequence; only used with `budget.balance`.
 
     Raises:
-        ValueError: a sample is longer than a row; named with its length and the quota.
+        ValueError: a sample is longer than a row.
     """
     for host in lengths_by_host:
         _check_lengths(host, budget)
     shapes = candidate_shapes(budget.max_tokens_per_device, budget.row_length)
     fit = _best_fit_packing if budget.packing == "best_fit" else _karmarkar_karp_packing
-    fits = [fit(shelves, shapes, budget, devices_per_host) for shelves in _packer_variants(lengths_by_host, budget)]
-    cheapest = min(fits, key=lambda fit: fit.cost)
+    packings = [fit(packers, shapes, budget, devices_per_host) for packers in _packer_variants(lengths_by_host, budget)]
+    cheapest = min(packings, key=lambda packing: packing.cost)
     return tuple(
         _assign_rows(cheapest, number, host, budget, sequence_cost, devices_per_host)
         for number, host in enumerate(lengths_by_host)
@@ -201,23 +201,25 @@ def _check_lengths(lengths: SequenceLengths, budget: TokenBudget) -> None:
 
 
 def _packer_variants(lengths_by_host: Sequence[SequenceLengths], budget: TokenBudget) -> Iterator[list[RowPacker]]:
-    """Ways to go about it, none of which is always the best: the caller keeps the cheapest."""
-    for longest, candidates, splits in _packing_options(sum(len(host.prompts) for host in lengths_by_host), budget):
+    """Yields packers with several options, since none is always the best; the caller keeps the cheapest result."""
+    for max_item_tokens, num_candidates, split_groups in _packing_options(
+        sum(len(host.prompts) for host in lengths_by_host), budget
+    ):
         yield [
             RowPacker(
-                _prompt_group_items(host, longest) if budget.share_prompts else _single_sample_items(host),
+                _prompt_group_items(host, max_item_tokens) if budget.share_prompts else _single_sample_items(host),
                 host.completions.tolist(),
-                num_candidates=candidates,
-                split_groups=splits,
+                num_candidates=num_candidates,
+                split_groups=split_groups,
             )
             for host in lengths_by_host
         ]
 
 
 def _packing_options(num_samples: int, budget: TokenBudget) -> list[tuple[int, int, bool]]:
-    """Tokens that an item may have, and how a `Shelf` fills rows."""
+    """Returns variants of (maximal tokens of an item, `num_candidates`, `split_groups`) of a `RowPacker`."""
     if budget.packing == "karmarkar_karp":
-        # Rows cannot be evened out by items that are nearly as long.
+        # Items that are nearly as long as rows cannot make rows even.
         longest = [budget.row_length, budget.row_length // 4] if budget.share_prompts else [budget.row_length]
         return [(tokens, 0, False) for tokens in longest]
     if num_samples > MAX_SAMPLES_FOR_SEARCH:
@@ -232,7 +234,7 @@ def _single_sample_items(lengths: SequenceLengths) -> list[PackingItem]:
 
 
 def _prompt_group_items(lengths: SequenceLengths, max_tokens: int) -> list[PackingItem]:
-    """Samples by prompt, in parts of at most `longest` tokens."""
+    """Returns the samples by prompt, in parts of at most `max_tokens` tokens."""
     groups: dict[int, list[int]] = {}
     for i, number in enumerate(lengths.prompt_indices.tolist()):
         groups.setdefault(number, []).append(i)
@@ -265,7 +267,7 @@ def _karmarkar_karp_packing(
 
 
 def _allowed_num_micro_batches(count: int, budget: TokenBudget) -> int:
-    """The smallest number of micro-batches from `count` on that the budget allows."""
+    """Returns the smallest number of micro-batches of at least `count` that the budget allows."""
     multiple = budget.num_micro_batches_divisible_by
     return -(-max(count, budget.min_num_micro_batches, 1) // multiple) * multiple
 
@@ -278,7 +280,7 @@ def _assign_rows(
     sequence_cost: SequenceCost,
     num_devices: int,
 ) -> MicroBatchPlan:
-    """One host's rows in micro-batches, and on devices. Never changes which samples share a row."""
+    """Assigns one host's rows to micro-batches and devices, without changing the rows."""
     micro_batches: list[MicroBatch] = []
     loads: list[float] = [0] * num_devices
     prompt_numbers = lengths.prompt_indices.tolist()
@@ -292,18 +294,20 @@ def _assign_rows(
             "rows_per_device": rows_per_device,
         }
         if budget.balance:
-            dealt, loads = assign_rows_balanced(_row_costs(rows, lengths, sequence_cost), device_loads=loads, **sizes)
+            assigned, loads = assign_rows_balanced(
+                _row_costs(rows, lengths, sequence_cost), device_loads=loads, **sizes
+            )
         else:
-            dealt = assign_rows_in_order(len(rows), **sizes)
+            assigned = assign_rows_in_order(len(rows), **sizes)
         segments = [tuple(item.sample_indices for item in row) for row in rows]
         shape = RowShape(num_tokens, num_tokens)
-        for numbers in dealt:
+        for numbers in assigned:
             micro_batches.append(MicroBatch(tuple(() if n == EMPTY_SLOT else segments[n] for n in numbers), shape))
     return MicroBatchPlan(tuple(micro_batches))
 
 
 def _row_costs(rows: Sequence[PackingRow], lengths: SequenceLengths, sequence_cost: SequenceCost) -> list[float]:
-    """Of each row: a prompt costs what it costs alone, once; each completion what it adds to that."""
+    """Returns the cost of each row: a prompt costs its own cost once, and each completion the cost that it adds."""
     prompts = sequence_cost(lengths.prompts)
     added = (sequence_cost(lengths.totals) - prompts).tolist()
     prompts = prompts.tolist()

@@ -1,4 +1,4 @@
-"""How a run cuts samples into micro-batches: every host cuts alike, from all-gathered lengths."""
+"""The ways of a run to split samples into micro-batches; all hosts make the same plans from all-gathered lengths."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ from app.records.sample import Sample
 
 @dataclass(frozen=True, slots=True)
 class GlobalPlan:
-    """Samples cut into micro-batches, on all hosts."""
+    """The micro-batches of all hosts."""
 
     plans: tuple[MicroBatchPlan, ...]
     lengths_by_host: tuple[SequenceLengths, ...]
     devices_per_host: int
     sequence_cost: SequenceCost
     max_tokens_per_device: int | None
-    """None without a quota."""
+    """The quota; None if there is none."""
 
     @property
     def local_plan(self) -> MicroBatchPlan:
-        """This host's."""
+        """The plan of this host."""
         return self.plans[jax.process_index()]
 
     def packing_stats(self) -> dict[str, float]:
-        """See `plan_figures`."""
+        """Returns the statistics of `app.batching.packing_stats`."""
         return packing_stats(
             self.plans,
             self.lengths_by_host,
@@ -54,23 +54,23 @@ class GlobalPlan:
 
 
 def token_count_cost(lengths: np.ndarray) -> np.ndarray:
-    """Work where every token costs the same."""
+    """Returns lengths as costs: every token costs the same."""
     return lengths.astype(np.float64)
 
 
 class MicroBatcher(ABC):
-    """A way to cut samples. Hosts gather all lengths, and each makes the plans of all."""
+    """A way to split samples. Hosts gather all lengths, and each host plans for all."""
 
     sequence_cost: SequenceCost
 
     @property
     @abstractmethod
     def max_tokens_per_device(self) -> int | None:
-        """None without a quota."""
+        """The quota; None if there is none."""
 
     @abstractmethod
     def plan(self, lengths_by_host: Sequence[SequenceLengths], *, devices_per_host: int) -> tuple[MicroBatchPlan, ...]:
-        """The plan of each host."""
+        """Returns the plan of each host."""
 
     def __call__(self, samples: Sequence[Sample], mesh: Mesh) -> GlobalPlan:
         lengths, devices = gather_lengths(samples), num_local_row_shards(mesh)
@@ -80,13 +80,13 @@ class MicroBatcher(ABC):
 
 @dataclass(frozen=True)
 class FixedRowBatcher(MicroBatcher):
-    """One sample a row, a fixed number of rows; see `plan_fixed`."""
+    """Splits samples into a fixed number of rows with one sample each; see `plan_fixed_rows`."""
 
     rows_per_device: int | None
     trim_tail: bool
     sequence_cost: SequenceCost = token_count_cost
     shape: RowShape | None = None
-    """Of every row, whatever the samples; None: as the longest of them asks."""
+    """The shape of all rows; None = the shape of the longest sample."""
 
     @property
     def max_tokens_per_device(self) -> None:
@@ -108,7 +108,7 @@ class FixedRowBatcher(MicroBatcher):
 
 @dataclass(frozen=True)
 class PackedRowBatcher(MicroBatcher):
-    """As many samples as a token budget allows, packed into rows; see `plan_token_budget`."""
+    """Packs samples into rows within a token budget; see `plan_token_budget`."""
 
     budget: TokenBudget
     sequence_cost: SequenceCost
@@ -123,9 +123,9 @@ class PackedRowBatcher(MicroBatcher):
 
 @dataclass(frozen=True)
 class EqualShapeBatcher(MicroBatcher):
-    """Cuts as another does, then fills the last micro-batch up to the shape of those before it, with empty rows.
+    """Splits like another batcher, then adds empty rows to the last micro-batch up to the shape of the others.
 
-    For all parts of a long file but the last: their tails would each have a shape of their own.
+    For all parts of a long file except the last: their last micro-batches would all have different shapes.
     """
 
     batcher: FixedRowBatcher | PackedRowBatcher
@@ -147,14 +147,14 @@ def _pad_tail_micro_batch(plan: MicroBatchPlan, num_devices: int) -> MicroBatchP
     *others, tail = plan.micro_batches
     if not others:
         return plan
-    held, wanted = len(tail.rows) // num_devices, len(others[0].rows) // num_devices
-    empty = ((),) * (wanted - held)
-    rows = [row for first in range(0, len(tail.rows), held) for row in (*tail.rows[first : first + held], *empty)]
+    count = len(tail.rows) // num_devices
+    empty = ((),) * (len(others[0].rows) // num_devices - count)
+    rows = [row for first in range(0, len(tail.rows), count) for row in (*tail.rows[first : first + count], *empty)]
     return MicroBatchPlan((*others, MicroBatch(tuple(rows), others[0].shape)))
 
 
 def sequence_lengths(samples: Sequence[Sample]) -> SequenceLengths:
-    """Prompts are the same where their token ids are."""
+    """Returns the lengths of samples; prompts with equal token ids get the same number."""
     numbers: dict[bytes, int] = {}
     prompt_numbers = [numbers.setdefault(s.prompt.token_ids.tobytes(), len(numbers)) for s in samples]
     return SequenceLengths(
@@ -165,10 +165,10 @@ def sequence_lengths(samples: Sequence[Sample]) -> SequenceLengths:
 
 
 def gather_lengths(samples: Sequence[Sample]) -> tuple[SequenceLengths, ...]:
-    """Every host's, in the order of processes."""
-    own = sequence_lengths(samples)
+    """Returns the lengths of every host, in the order of processes."""
+    local = sequence_lengths(samples)
     counts = gather_over_hosts(np.asarray(len(samples)))
     padded = np.zeros((3, max(1, counts.max())), np.int64)
-    padded[:, : len(samples)] = own.prompts, own.completions, own.prompt_indices
+    padded[:, : len(samples)] = local.prompts, local.completions, local.prompt_indices
     gathered = gather_over_hosts(padded)
     return tuple(SequenceLengths(*columns[:, :count]) for columns, count in zip(gathered, counts, strict=True))

@@ -1,8 +1,8 @@
-"""Samples <-> rows of static shape. The only place in the program that pads.
+"""Conversion of samples into rows of static shape and back: the only place in the program that pads.
 
-A row holds any number of segments one after another; segment ids keep them apart. A segment is a prompt with one
-completion or, where a prompt is shared, several behind it; branch ids keep those apart. Whatever a sample carries per
-completion token is laid out the same way, [R, C], beside the targets.
+A row is a sequence of segments, which segment ids distinguish. A segment is a prompt with one completion, or with
+several if the prompt is shared; branch ids distinguish those. Quantities per completion token are packed like the
+targets, as [R, C].
 """
 
 from __future__ import annotations
@@ -19,34 +19,34 @@ from app.batching.micro_batch_plan import MicroBatch, MicroBatchPlan, RowShape
 from app.records.sample import Sample
 
 HostOrDevice = Any
-"""numpy while it is packed, `jax.Array` once it is placed."""
+"""numpy before placement on devices, `jax.Array` after."""
 
 NO_TARGET = -1
-"""`score_index` of padding."""
+"""The value of `logits_indices` on padding."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TokenBatch:
-    """One micro-batch of packed rows: what a forward pass reads. numpy on the host, global arrays on devices."""
+    """One micro-batch of packed rows, the input of a forward pass: numpy on the host, global arrays on devices."""
 
     token_ids: Int32[HostOrDevice, "R T"]
     positions: Int32[HostOrDevice, "R T"]
-    """Within the segment: 0 .. S-1 on its prompt; every completion goes on from S."""
+    """Position in the segment: 0 .. S-1 on its prompt; every completion continues from S."""
     segment_ids: Int32[HostOrDevice, "R T"]
-    """1, 2, ... per segment of a row; 0 is padding."""
+    """1, 2, ... for the segments of a row; 0 is padding."""
     branch_ids: Int32[HostOrDevice, "R T"]
-    """1, 2, ... per completion behind a shared prompt; 0 on prompts and wherever nothing is shared."""
+    """1, 2, ... for the completions of a shared prompt; 0 on prompts and completions of unshared prompts."""
     logits_indices: Int32[HostOrDevice, "R C"]
-    """Where in the row the hidden state stands that predicts each target: the token before it, for the first of a
-    completion the last of its prompt. -1 where there is no target."""
+    """The index in the row of the hidden state that predicts each target: the token before it, or the last token of the
+    prompt for the first of a completion. -1 where there is no target."""
     targets: Int32[HostOrDevice, "R C"]
     loss_mask: Bool[HostOrDevice, "R C"]
     """True on completion tokens that the policy wrote."""
 
 
 def pack_tokens(samples: Sequence[Sample], micro_batch: MicroBatch) -> TokenBatch:
-    """Lays prompts and completions out in rows. Padding has segment 0, no score index and a False mask.
+    """Packs prompts and completions into rows. Padding has segment 0, logits index -1 and a False mask.
 
     Raises:
         ValueError: a row is too short for its samples.
@@ -58,20 +58,20 @@ def pack_tokens(samples: Sequence[Sample], micro_batch: MicroBatch) -> TokenBatc
         _expand_ranges(at.completion_starts, at.completion_lengths),
     )
 
-    def rows(of_prompts: Iterable[np.ndarray], of_completions: Iterable[np.ndarray]) -> np.ndarray:
-        laid_out = np.zeros(shape, np.int32)
-        laid_out.reshape(-1)[prompts] = _concatenate(of_prompts, np.int32)
-        laid_out.reshape(-1)[completions] = _concatenate(of_completions, np.int32)
-        return laid_out
+    def rows(prompt_values: Iterable[np.ndarray], completion_values: Iterable[np.ndarray]) -> np.ndarray:
+        packed = np.zeros(shape, np.int32)
+        packed.reshape(-1)[prompts] = _concatenate(prompt_values, np.int32)
+        packed.reshape(-1)[completions] = _concatenate(completion_values, np.int32)
+        return packed
 
-    of_completion = at.completion_segments
+    segment_indices = at.completion_segments
     zeros = np.zeros_like(at.prompt_lengths)
     numbers = at.segment_ids
-    # The first token of a completion is predicted where its prompt ends, wherever in the row the completion stands.
+    # The first token of a completion is predicted by the last of its prompt, wherever the completion is in the row.
     places = completions - 1
     written = at.completion_lengths > 0
     places[_exclusive_cumsum(at.completion_lengths)[written]] = (at.prompt_starts + at.prompt_lengths - 1)[
-        of_completion
+        segment_indices
     ][written]
     return TokenBatch(
         token_ids=rows(
@@ -80,10 +80,10 @@ def pack_tokens(samples: Sequence[Sample], micro_batch: MicroBatch) -> TokenBatc
         ),
         positions=rows(
             [_expand_ranges(zeros, at.prompt_lengths)],
-            [_expand_ranges(at.prompt_lengths[of_completion], at.completion_lengths)],
+            [_expand_ranges(at.prompt_lengths[segment_indices], at.completion_lengths)],
         ),
         segment_ids=rows(
-            [np.repeat(numbers, at.prompt_lengths)], [np.repeat(numbers[of_completion], at.completion_lengths)]
+            [np.repeat(numbers, at.prompt_lengths)], [np.repeat(numbers[segment_indices], at.completion_lengths)]
         ),
         branch_ids=rows([np.zeros(len(prompts), np.int32)], [np.repeat(at.branch_ids, at.completion_lengths)]),
         logits_indices=at.align_to_targets([places % shape[1]], np.int32, padding=NO_TARGET),
@@ -95,13 +95,13 @@ def pack_tokens(samples: Sequence[Sample], micro_batch: MicroBatch) -> TokenBatc
 def pack_per_token(
     samples: Sequence[Sample], micro_batch: MicroBatch, get_values: Callable[[Sample], np.ndarray]
 ) -> Float32[np.ndarray, "R C"]:
-    """Lays a per-completion-token quantity out beside the targets; 0 on padding."""
+    """Packs a quantity per completion token like the targets; 0 on padding."""
     at = _PackedLayout.from_samples(samples, micro_batch)
     return at.align_to_targets([get_values(samples[i]) for i in at.completion_sources], np.float32)
 
 
 def pack_last_target_indices(samples: Sequence[Sample], micro_batch: MicroBatch) -> Int32[np.ndarray, "R C"]:
-    """Beside each target, where in its row the last one of the same sample stands; -1 on padding."""
+    """Returns, for each target, the index in its row of the last target of the same sample; -1 on padding."""
     at = _PackedLayout.from_samples(samples, micro_batch)
     last = (at.target_starts + at.completion_lengths - 1) % at.shape[1]
     return at.align_to_targets([np.repeat(last, at.completion_lengths)], np.int32, padding=NO_TARGET)
@@ -110,7 +110,7 @@ def pack_last_target_indices(samples: Sequence[Sample], micro_batch: MicroBatch)
 def unpack_per_token(
     packed: Sequence[Float32[np.ndarray, "R C"]], samples: Sequence[Sample], plan: MicroBatchPlan
 ) -> list[Float32[np.ndarray, "C"]]:
-    """The inverse of `pack_per_token`: one array per sample, in sample order, padding gone."""
+    """Returns one array per sample, in sample order and without padding; the inverse of `pack_per_token`."""
     values: list[np.ndarray] = [np.zeros(0, np.float32)] * len(samples)
     for rows, micro_batch in zip(packed, plan.micro_batches, strict=True):
         at = _PackedLayout.from_samples(samples, micro_batch)
@@ -123,18 +123,18 @@ def unpack_per_token(
 
 
 class _PackedLayout(NamedTuple):
-    """Where the pieces of a micro-batch stand. Starts count over the flattened [R, T], or [R, C] for targets."""
+    """The places of prompts and completions in a micro-batch; starts index the flattened [R, T], or [R, C]."""
 
     shape: tuple[int, int]
-    """[R, C]."""
+    """The shape [R, C] of targets."""
     prompt_sources: list[int]
-    """Of each segment: the sample that brings its prompt."""
+    """The sample with the prompt of each segment."""
     prompt_starts: Int64[np.ndarray, "segments"]
     prompt_lengths: Int64[np.ndarray, "segments"]
     segment_ids: Int64[np.ndarray, "segments"]
-    """1, 2, ... within the row."""
+    """1, 2, ... in each row."""
     completion_sources: list[int]
-    """Of each completion: its sample."""
+    """The sample of each completion."""
     completion_segments: Int64[np.ndarray, "completions"]
     branch_ids: Int64[np.ndarray, "completions"]
     completion_starts: Int64[np.ndarray, "completions"]
@@ -150,11 +150,11 @@ class _PackedLayout(NamedTuple):
         members = [i for segment in segments for i in segment]
         prompts = np.asarray([len(samples[i].prompt.token_ids) for i in owners], np.int64)
         lengths = np.asarray([len(samples[i].completion_ids) for i in members], np.int64)
-        of_completion = np.repeat(np.arange(len(segments)), sizes)
-        behind = np.bincount(of_completion, lengths, len(segments)).astype(np.int64)
-        _check_row_lengths(row, prompts + behind, behind, micro_batch.shape)
-        starts = row * micro_batch.shape.num_tokens + _offsets_within_owner(prompts + behind, row)
-        ordinals = _offsets_within_owner(np.ones_like(lengths), of_completion) + 1
+        segment_indices = np.repeat(np.arange(len(segments)), sizes)
+        completion_tokens = np.bincount(segment_indices, lengths, len(segments)).astype(np.int64)
+        _check_row_lengths(row, prompts + completion_tokens, completion_tokens, micro_batch.shape)
+        starts = row * micro_batch.shape.num_tokens + _offsets_within_owner(prompts + completion_tokens, row)
+        ordinals = _offsets_within_owner(np.ones_like(lengths), segment_indices) + 1
         return cls(
             shape=(len(micro_batch.rows), micro_batch.shape.num_completion_tokens),
             prompt_sources=owners,
@@ -162,19 +162,19 @@ class _PackedLayout(NamedTuple):
             prompt_lengths=prompts,
             segment_ids=_offsets_within_owner(np.ones_like(row), row) + 1,
             completion_sources=members,
-            completion_segments=of_completion,
-            branch_ids=np.where(sizes[of_completion] > 1, ordinals, 0),
-            completion_starts=(starts + prompts)[of_completion] + _offsets_within_owner(lengths, of_completion),
+            completion_segments=segment_indices,
+            branch_ids=np.where(sizes[segment_indices] > 1, ordinals, 0),
+            completion_starts=(starts + prompts)[segment_indices] + _offsets_within_owner(lengths, segment_indices),
             completion_lengths=lengths,
-            target_starts=row[of_completion] * micro_batch.shape.num_completion_tokens
-            + _offsets_within_owner(lengths, row[of_completion]),
+            target_starts=row[segment_indices] * micro_batch.shape.num_completion_tokens
+            + _offsets_within_owner(lengths, row[segment_indices]),
         )
 
     def align_to_targets(self, values: Iterable[np.ndarray], dtype: type, padding: float = 0) -> np.ndarray:
-        """[R, C]: values of all completions, one after another, each at its target."""
-        laid_out = np.full(self.shape, padding, dtype)
-        laid_out.reshape(-1)[_expand_ranges(self.target_starts, self.completion_lengths)] = _concatenate(values, dtype)
-        return laid_out
+        """Returns [R, C] with the concatenated values of all completions at their targets."""
+        packed = np.full(self.shape, padding, dtype)
+        packed.reshape(-1)[_expand_ranges(self.target_starts, self.completion_lengths)] = _concatenate(values, dtype)
+        return packed
 
 
 def _check_row_lengths(row: np.ndarray, tokens: np.ndarray, targets: np.ndarray, shape: RowShape) -> None:
@@ -188,18 +188,18 @@ def _check_row_lengths(row: np.ndarray, tokens: np.ndarray, targets: np.ndarray,
 
 
 def _exclusive_cumsum(lengths: np.ndarray) -> np.ndarray:
-    """Sum of all lengths before each."""
+    """Returns the sum of all lengths before each."""
     return np.cumsum(lengths) - lengths
 
 
 def _offsets_within_owner(lengths: np.ndarray, owners: np.ndarray) -> np.ndarray:
-    """Sum of the lengths before each that have the same owner. Owners are sorted."""
+    """Returns the sum of the lengths before each with the same owner. Owners are sorted."""
     before = _exclusive_cumsum(lengths)
     return before - before[np.searchsorted(owners, owners)] if len(owners) else before
 
 
 def _expand_ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """start, start + 1, ... of each piece, as many as its length."""
+    """Returns start, start + 1, ... of each range, up to its length."""
     return np.repeat(starts - _exclusive_cumsum(lengths), lengths) + np.arange(lengths.sum())
 
 

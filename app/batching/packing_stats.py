@@ -1,4 +1,4 @@
-"""What the plans of all hosts amount to: how full, how even, what padding costs."""
+"""Statistics of the plans of all hosts: fill, balance and padding."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ def packing_stats(
     devices_per_host: int,
     max_tokens_per_device: int | None,
 ) -> dict[str, float]:
-    """Over all hosts; tokens unless said otherwise.
+    """Returns statistics over all hosts, in tokens unless noted otherwise.
 
     Args:
-        max_tokens_per_device: None where there is no quota.
+        max_tokens_per_device: the quota; None if there is none.
 
     Returns:
-        real_tokens, computed_tokens, fill: positions that hold a token, positions, and their ratio.
-        num_micro_batches; num_rows, num_dummy_rows, dummy_fraction: rows, those without a sample, and their share.
-        over_quota: rows over their length, and devices over the quota in a micro-batch. 0 unless the planner is wrong.
-        flops_imbalance: work of the device that has the most, over the mean.
-        seqlen_min, max, mean, minmax_diff: tokens that devices would have if they took the samples as they come, as
-            many each; balanced_min, balanced_max: that they have. Samples as they are alone: no prompt is shared.
+        real_tokens, computed_tokens, fill: positions with a token, all positions, and their ratio.
+        num_micro_batches; num_rows, num_dummy_rows, dummy_fraction: rows, rows without a sample, and their fraction.
+        over_quota: rows over their length, and devices over the quota in a micro-batch; 0 if the planner is correct.
+        flops_imbalance: the largest cost of a device, divided by the mean.
+        seqlen_min, max, mean, minmax_diff: tokens per device if samples were split in order; balanced_min,
+            balanced_max: tokens per device in the plan. Prompts count once per sample.
     """
     hosts = [
         _row_stats(plan, host, sequence_cost, first_device=number * devices_per_host, num_devices=devices_per_host)
@@ -67,7 +67,7 @@ def packing_stats(
 
 
 class _RowStats(NamedTuple):
-    """Of each row of all micro-batches."""
+    """Statistics of each row of all micro-batches."""
 
     num_real_tokens: Float64[np.ndarray, "rows"]
     length: Int64[np.ndarray, "rows"]
@@ -93,9 +93,9 @@ def _row_stats(
     row_of_segment = np.repeat(np.arange(len(rows)), [len(row) for row in rows])
     row_of_member = np.repeat(row_of_segment, [len(segment) for segment in segments])
 
-    def sums(of_prompts: np.ndarray, of_completions: np.ndarray) -> np.ndarray:
-        behind = np.bincount(row_of_member, of_completions[members], len(rows))
-        return np.bincount(row_of_segment, of_prompts[owners], len(rows)) + behind
+    def sums(prompt_values: np.ndarray, completion_values: np.ndarray) -> np.ndarray:
+        completion_sums = np.bincount(row_of_member, completion_values[members], len(rows))
+        return np.bincount(row_of_segment, prompt_values[owners], len(rows)) + completion_sums
 
     prompt_work = sequence_cost(host_lengths.prompts)
     return _RowStats(

@@ -1,4 +1,4 @@
-"""Packed rows -> logprobs: the forward pass that scoring, the update and the tiny model's script share."""
+"""Logprobs of packed rows: the forward pass of scoring, the update and the script of the tiny model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def row_logprobs(
     logits_chunk: int,
     entropy_fn: EntropyFn = detached_entropy,
 ) -> tuple[Float32[Array, "R C"], Float32[Array, "R C"]]:
-    """`completion_logprobs` of one micro-batch: logprob and entropy of each target, rubbish on padding."""
+    """Returns the logprob and entropy of each target of a micro-batch; undefined on padding."""
     return completion_logprobs(
         decoder,
         token_ids=rows.token_ids,

@@ -1,4 +1,4 @@
-"""Packed rows -> values: the forward pass of a critic that scoring and its update share."""
+"""Values of packed rows: the forward pass of a critic in scoring and in its update."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from app.model.token_logprobs import hidden_before_targets
 
 
 def row_values(decoder: ValueDecoder, rows: TokenBatch, *, dtype: jnp.dtype, remat: str) -> Float32[Array, "R C"]:
-    """The value of the state before each target, read where its logprob is; finite rubbish on padding."""
+    """Returns the value of the state before each target; finite and undefined on padding."""
     layout = SegmentLayout(rows.segment_ids, rows.branch_ids, rows.positions)
     hidden = decoder.hidden(rows.token_ids, layout, dtype=dtype, remat=remat)
     return decoder.values(hidden_before_targets(hidden, rows.logits_indices))

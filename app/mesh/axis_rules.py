@@ -1,7 +1,7 @@
-"""The one table from logical dims to mesh axes, and how it resolves for a given shape and mesh.
+"""The table from logical dims to mesh axes, and its application to a shape and a mesh.
 
-Weights name their dims once, beside their declaration (`app.model.decoder`); activations name
-theirs where they are constrained. Axis names appear in no other room.
+Weights name their dims in their declaration (`app.model.decoder`), and activations where they are constrained. No other
+package names mesh axes.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from jaxtyping import Array
 
 AXES = ("dp", "fsdp", "tp")
 ROW_AXES = ("dp", "fsdp")
-"""Rows of a batch (prompts, samples, slots, packed rows) are split over both."""
+"""The axes of rows of a batch (prompts, samples, slots, packed rows)."""
 
 Dims = Sequence[str]
-"""Logical dims of one array, by name."""
+"""The names of an array's logical dims."""
 
 LOGICAL_AXIS_RULES: dict[str, str | tuple[str, ...] | None] = {
     "rows": ROW_AXES,
@@ -32,23 +32,23 @@ LOGICAL_AXIS_RULES: dict[str, str | tuple[str, ...] | None] = {
     "head": None,
     "mlp": "tp",
     "lora_rank": None,
-    # An activation's model dim is whole on every device: its rows are what fsdp splits.
+    # The model dim of activations is not split: fsdp splits their rows.
     "activation": None,
 }
 
 
 def axis_size(mesh: Mesh | AbstractMesh, axes: str | tuple[str, ...] | None) -> int:
-    """Number of devices along one axis, or along several taken together; 1 for None."""
+    """Returns the number of devices along one axis, or along several together; 1 for None."""
     if axes is None:
         return 1
     return math.prod(mesh.shape[axis] for axis in ((axes,) if isinstance(axes, str) else axes))
 
 
 def partition_spec(dims: Sequence[str], shape: Sequence[int], mesh: Mesh | AbstractMesh) -> PartitionSpec:
-    """The PartitionSpec of an array. A dim that its axis does not divide is replicated.
+    """Returns the PartitionSpec of an array. A dim that its axis does not divide is replicated.
 
     Raises:
-        KeyError: a dim that the table does not know.
+        KeyError: a dim is not in the table.
     """
     assert len(dims) == len(shape), f"{dims} does not name the dims of {shape}"
     axes = [LOGICAL_AXIS_RULES[dim] for dim in dims]
@@ -56,7 +56,7 @@ def partition_spec(dims: Sequence[str], shape: Sequence[int], mesh: Mesh | Abstr
 
 
 def replicated_dims(dims: Sequence[str], shape: Sequence[int], mesh: Mesh) -> list[str]:
-    """Dims that should be split on this mesh and cannot be, for the report."""
+    """Returns the dims that the table splits but that are replicated, because their axis does not divide them."""
     return [
         dim
         for dim, size in zip(dims, shape, strict=True)
@@ -65,12 +65,12 @@ def replicated_dims(dims: Sequence[str], shape: Sequence[int], mesh: Mesh) -> li
 
 
 def sharding_tree(mesh: Mesh, shapes: Any, dims: Any) -> Any:
-    """NamedShardings for a tree of shaped leaves and the equally built tree of their dims."""
+    """Returns the NamedShardings of a tree of shaped leaves, given the tree of their dims."""
     return jax.tree.map(lambda leaf, d: NamedSharding(mesh, partition_spec(d, leaf.shape, mesh)), shapes, dims)
 
 
 def constrain(x: Array, *dims: str) -> Array:
-    """`x`, with the layout its dims ask for on the mesh in force; unchanged where there is none."""
+    """Returns `x` with the layout of its dims on the current mesh; unchanged if there is none."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return x
@@ -78,7 +78,7 @@ def constrain(x: Array, *dims: str) -> Array:
 
 
 def rows_per_device(num_rows: int) -> int:
-    """How many of an array's rows lie on each device of the mesh in force."""
+    """Returns the number of an array's rows on each device of the current mesh."""
     mesh = jax.sharding.get_abstract_mesh()
     num_shards = 1 if mesh.empty else axis_size(mesh, LOGICAL_AXIS_RULES["rows"])
     return num_rows // num_shards if num_rows % num_shards == 0 else num_rows
@@ -87,30 +87,30 @@ def rows_per_device(num_rows: int) -> int:
 def shard_map_by_dims(
     function: Callable[..., tuple[Array, ...]], *, in_dims: Any, out_dims: Sequence[Dims]
 ) -> Callable[..., tuple[Array, ...]]:
-    """`function` of what each device of the mesh in force holds, where no device needs another's part.
+    """Returns the function applied to each device's part on the current mesh, if no device needs another's part.
 
-    Each then runs loops of its own length. A dim is split where its axis divides it in every argument that has a dim
-    of that name, else whole everywhere, and computed by each. Not to be differentiated through.
+    Loops may have another length on each device. A dim is split if its axis divides it in every argument that has it;
+    otherwise it is replicated. The result cannot be differentiated.
 
     Args:
-        inputs: dims of each argument, which are trees of arrays; a tree of tuples of names.
-        outputs: dims of each result; all are names of the inputs.
+        in_dims: dims of each argument, a tree of arrays; a tree of tuples of names.
+        out_dims: dims of each result; all are among `in_dims`.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return function
 
     def split(*arguments: Any) -> tuple[Array, ...]:
-        whole: set[str] = set()
+        replicated: set[str] = set()
 
-        def find_whole(array: Array, dims: Dims) -> None:
+        def find_replicated(array: Array, dims: Dims) -> None:
             spec = partition_spec(dims, array.shape, mesh)
-            whole.update(dim for dim, axes in zip(dims, spec, strict=True) if axes is None)
+            replicated.update(dim for dim, axes in zip(dims, spec, strict=True) if axes is None)
 
         def spec(dims: Dims) -> PartitionSpec:
-            return PartitionSpec(*(None if dim in whole else LOGICAL_AXIS_RULES[dim] for dim in dims))
+            return PartitionSpec(*(None if dim in replicated else LOGICAL_AXIS_RULES[dim] for dim in dims))
 
-        jax.tree.map(find_whole, arguments, in_dims)
+        jax.tree.map(find_replicated, arguments, in_dims)
         in_specs = jax.tree.map(lambda _, dims: spec(dims), arguments, in_dims)
         out_specs = tuple(map(spec, out_dims))
         return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)(*arguments)

@@ -1,4 +1,4 @@
-"""Memory that devices and their host have, and the most that was in use."""
+"""The memory of devices and hosts, and its peak use."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from app.mesh import topology
 
 
 def peak_memory_bytes() -> int:
-    """Of the fullest local device; of the whole process where devices do not count (the CPU)."""
+    """Returns the peak memory of the fullest local device; of the process if devices do not report it (the CPU)."""
     stats = [device.memory_stats() for device in jax.local_devices()]
     if all(stats):
         return max(s["peak_bytes_in_use"] for s in stats)
-    # Linux counts in KiB, macOS in bytes.
+    # Linux reports KiB, macOS bytes.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def device_memory_bytes() -> int | None:
-    """What a local device may use; on a CPU its share of the host's memory; None where it is not told."""
-    if (pretended := topology.simulated_slice()) is not None:
-        return pretended.chip.hbm_bytes
+    """Returns the memory of a local device; on a CPU, its share of the host's; None if it is unknown."""
+    if (simulated := topology.simulated_slice()) is not None:
+        return simulated.chip.hbm_bytes
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
     if all("bytes_limit" in s for s in stats):
         return min(s["bytes_limit"] for s in stats)
@@ -34,7 +34,7 @@ def device_memory_bytes() -> int | None:
 
 
 def host_memory_bytes(limit: Path = Path("/sys/fs/cgroup/memory.max")) -> int:
-    """The machine's memory, or what its container may use of it."""
+    """Returns the memory of the machine, or of its container."""
     installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     allowed = limit.read_text().strip() if limit.is_file() else "max"
     return min(installed, int(allowed)) if allowed.isdigit() else installed

@@ -1,4 +1,4 @@
-"""Which links weights are gathered over, and how long that takes at best."""
+"""The links over which weights are gathered, and the least time that takes."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from app.mesh.topology import host_index
 
 
 def num_hosts_per_weight(mesh: Mesh) -> int:
-    """Over how many hosts the shards of one weight's model dim lie: 1 where none of them is gathered across hosts."""
+    """Returns the number of hosts with shards of one weight's model dim; 1 if no weight is gathered across hosts."""
     return max(len(set(group)) for group in _gather_groups(mesh).tolist())
 
 
 def all_gather_time_s(mesh: Mesh, num_bytes: float, chip: TpuChip) -> float:
-    """Seconds in which each device takes in so many bytes from those it shares weights with, nothing else going on.
+    """Returns the seconds in which each device receives this many bytes of weights, without other traffic.
 
-    Over all links of the chips where they are one slice; else over the network of the hosts, of which every ring of
-    devices that gathers across hosts leaves each host once.
+    The bytes pass over all links of the chips if they are one slice; otherwise over the network of the hosts, where
+    every ring of devices that gathers across hosts leaves each host once.
     """
     slices = {getattr(device, "slice_index", 0) for device in mesh.devices.flat}
     if len(slices) == 1:
@@ -30,7 +30,7 @@ def all_gather_time_s(mesh: Mesh, num_bytes: float, chip: TpuChip) -> float:
 
 
 def _gather_groups(mesh: Mesh) -> np.ndarray:
-    """[groups, devices of a group]: the host of each device, those together that hold the parts of one model dim."""
+    """Returns the host of each device as [groups, devices]; a group has the shards of one model dim."""
     axis = AXES.index(str(LOGICAL_AXIS_RULES["embed"]))
     hosts = np.vectorize(host_index, otypes=[int])(mesh.devices)
     return np.moveaxis(hosts, axis, -1).reshape(-1, mesh.devices.shape[axis])

@@ -1,6 +1,6 @@
-"""The one table of TPU chips, and the slices of them that virtual devices can stand for.
+"""The table of TPU chips, and the slices that virtual devices can simulate.
 
-`mesh.pretend: v4-16` shows where everything will lie on a slice before there is one. Imports no jax.
+`mesh.pretend: v4-16` shows the placement of a run on a slice that is not at hand. Imports no jax.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class TpuChip:
-    """One chip, which JAX has as one device.
+    """A chip, which is one JAX device.
 
     Source: the system architecture pages of Cloud TPU, https://cloud.google.com/tpu/docs/system-architecture-tpu-vm
     """
 
     name: str
     device_kind: str
-    """As JAX spells it; a device's own may go on behind it."""
+    """The prefix of JAX's `device_kind`."""
     hbm_bytes: int
     flops: float
-    """Dense bfloat16 peak, a second."""
+    """Dense bfloat16 peak per second."""
     hbm_bytes_per_s: float
     ici_bytes_per_s: float
-    """Out of a chip over all its links together; as much comes in at the same time."""
+    """Bandwidth out of a chip over all its links together; the same comes in at the same time."""
     dcn_bytes_per_s_per_host: float
-    """Out of a host of `chips_per_host` chips."""
+    """Bandwidth out of a host with `chips_per_host` chips."""
     chips_per_host: int
-    """Of a slice of several hosts."""
+    """Chips per host in slices of several hosts."""
     cores_in_name: int
-    """What a slice's name counts of each chip: v4-16 are 8 chips of two cores, v5e-16 are 16 chips."""
+    """Cores of a chip that slice names count: v4-16 is 8 chips with two cores each, v5e-16 is 16 chips."""
     max_chips_of_one_host: int
-    """A slice of so many chips or fewer is a single host."""
+    """The largest number of chips in a slice of one host."""
 
 
 TPU_CHIPS: Mapping[str, TpuChip] = MappingProxyType(
@@ -53,17 +53,17 @@ TPU_CHIPS: Mapping[str, TpuChip] = MappingProxyType(
         )
     }
 )
-"""By the name that slices of them begin with; v5e before v5p, whose kind its own begins with."""
+"""Chips by the prefix of slice names; v5e comes before v5p, since its kind starts with v5p's."""
 
 SLICE_SIZES: Mapping[int, tuple[int, ...]] = MappingProxyType(
     {1: (1, 4, 8, 16, 32, 64, 128, 256), 2: (8, 16, 32, 64, 128, 256, 512)}
 )
-"""What the number in a slice's name may be, by `Chip.cores_in_name`; no more than 256 chips."""
+"""The numbers in slice names by `TpuChip.cores_in_name`; at most 256 chips."""
 
 
 @dataclass(frozen=True)
 class TpuSlice:
-    """Chips that are linked with each other, on hosts of equally many. Chip i is on host i // chips_per_host."""
+    """Connected chips on hosts with equally many each. Chip i is on host i // chips_per_host."""
 
     name: str
     chip: TpuChip
@@ -76,39 +76,22 @@ class TpuSlice:
 
 
 def parse_slice(name: str) -> TpuSlice:
-    """The slice of a name such as `v4-16`; v5e's may be spelled as in `v5litepod-16`, too.
+    """Returns the slice of a name such as `v4-16`; also accepts `v5litepod-16` for v5e.
 
     Raises:
         InputError: there is no such slice.
     """
-    found = re.fullmatch(r"([a-z0-9]+)-([0-9]{1,6})", name.strip().lower().replace("v5litepod", "v5e"))
-    chip = TPU_CHIPS.get(found[1]) if found else None
-    if found is None or chip is None or int(found[2]) not in SLICE_SIZES[chip.cores_in_name]:
-        raise InputError(
-            f"mesh.pretend: got {name!r}{_suggest_slice_names(found, chip, name)}; known: {_known_slice_names()}"
-        )
-    num_chips = int(found[2]) // chip.cores_in_name
-    chips_per_host = num_chips if num_chips <= chip.max_chips_of_one_host else chip.chips_per_host
-    return TpuSlice(found[0], chip, num_chips, chips_per_host)
-
-
-def _known_slice_names() -> str:
-    return "; ".join(
-        f"{chip.name}-N with N {'cores' if chip.cores_in_name > 1 else 'chips'}, one of "
-        f"{', '.join(map(str, SLICE_SIZES[chip.cores_in_name]))}"
-        for chip in TPU_CHIPS.values()
-    )
-
-
-def _suggest_slice_names(match: re.Match[str] | None, chip: TpuChip | None, name: str) -> str:
-    if match is None or chip is None:
+    match = re.fullmatch(r"([a-z0-9]+)-([0-9]{1,6})", name.strip().lower().replace("v5litepod", "v5e"))
+    chip = TPU_CHIPS.get(match[1]) if match else None
+    if match is None or chip is None or int(match[2]) not in SLICE_SIZES[chip.cores_in_name]:
         names = [f"{chip.name}-{size}" for chip in TPU_CHIPS.values() for size in SLICE_SIZES[chip.cores_in_name]]
-        return did_you_mean(nearest_names(name, names)[:3])
-    sizes = SLICE_SIZES[chip.cores_in_name]
-    below, above = [n for n in sizes if n < int(match[2])][-1:], [n for n in sizes if n > int(match[2])][:1]
-    return did_you_mean([f"{chip.name}-{size}" for size in below + above])
+        suggestion = did_you_mean(nearest_names(name, names)[:3])
+        raise InputError(f"mesh.pretend: got {name!r}{suggestion}; known: {', '.join(names)}")
+    num_chips = int(match[2]) // chip.cores_in_name
+    chips_per_host = num_chips if num_chips <= chip.max_chips_of_one_host else chip.chips_per_host
+    return TpuSlice(match[0], chip, num_chips, chips_per_host)
 
 
 def find_chip(device_kind: str) -> TpuChip | None:
-    """The chip of a device, by what JAX calls its kind; None of any other device."""
+    """Returns the chip of a JAX device kind; None for other devices."""
     return next((chip for chip in TPU_CHIPS.values() if device_kind.startswith(chip.device_kind)), None)

@@ -1,7 +1,7 @@
-"""Islands: meshes of this host's devices alone. Programs on them wait for no other host.
+"""Submeshes of this host's devices, whose programs do not wait for other hosts.
 
-All devices of a host are one island, which takes weights over from the mesh of all hosts; disjoint parts of them are
-islands of the workers of a rollout.
+One submesh has all devices of a host, and takes weights over from the mesh of all hosts. Disjoint parts of it are the
+submeshes of rollout workers.
 """
 
 from __future__ import annotations
@@ -21,81 +21,79 @@ from settings.schema.rollout import WorkerPoolSettings
 
 
 def assign_worker_devices(pools: dict[str, WorkerPoolSettings], *, num_devices: int) -> list[tuple[int, ...]]:
-    """The devices of each worker, by their numbers on this host, pool after pool.
+    """Returns the devices of each worker by their index on this host, pool after pool.
 
-    Named devices are shared out evenly among the workers of their pool, all others among those of pools that name none.
-    On a single device all workers take turns.
+    The devices that a pool names are split evenly among its workers, and all other devices among the workers of pools
+    that name none. On a single device, all workers take turns.
 
     Args:
-        pools: dotted setting -> workers; no device is named twice.
+        pools: workers by dotted setting; no device is named twice.
 
     Raises:
-        InputError: devices that do not exist, or fewer of them than workers.
+        InputError: devices that do not exist, or fewer devices than workers.
     """
     named = [device for pool in pools.values() for device in pool.devices or ()]
     for name, pool in pools.items():
         if beyond := [device for device in pool.devices or () if device >= num_devices]:
             raise InputError(
-                f"{name}.devices: got {beyond[0]}, and this host has {num_devices} devices, 0 to {num_devices - 1}; "
-                "leave it null to share them out evenly"
+                f"{name}.devices: got {beyond[0]}, but this host has devices 0 to {num_devices - 1}; set it to null to "
+                "split them evenly"
             )
     if num_devices == 1:
         return [(0,)] * sum(pool.count for pool in pools.values())
     free = [device for device in range(num_devices) if device not in named]
-    num_dealt = sum(pool.count for pool in pools.values() if pool.devices is None)
-    dealt = iter(_split_evenly(free, num_dealt))
+    num_unassigned = sum(pool.count for pool in pools.values() if pool.devices is None)
+    shared = iter(_split_evenly(free, num_unassigned))
     islands: list[tuple[int, ...]] = []
     for name, pool in pools.items():
-        own, num_workers = (free, num_dealt) if pool.devices is None else (pool.devices, pool.count)
-        if pool.count and num_workers > len(own):
+        devices, num_workers = (free, num_unassigned) if pool.devices is None else (pool.devices, pool.count)
+        if pool.count and num_workers > len(devices):
             raise InputError(
-                f"{name}.count: {len(own)} devices are there for {num_workers} workers, and each needs one of its own; "
-                "lower it"
+                f"{name}.count: {num_workers} workers need a device each, but there are only {len(devices)}; lower it"
             )
-        shares = dealt if pool.devices is None else iter(_split_evenly(own, num_workers))
+        shares = shared if pool.devices is None else iter(_split_evenly(devices, num_workers))
         islands += itertools.islice(shares, pool.count)
     return islands
 
 
 def _split_evenly(devices: Sequence[int], num_workers: int) -> list[tuple[int, ...]]:
-    """As many for each worker; what is left over stays idle."""
+    """Returns equally many devices for each worker; the remaining devices stay idle."""
     each = len(devices) // max(num_workers, 1)
     return [tuple(devices[i * each : (i + 1) * each]) for i in range(num_workers)]
 
 
 def make_submesh(device_indices: Sequence[int], *, template: Mesh) -> Mesh:
-    """A mesh of some of this host's devices, weights split along tp as on another mesh.
+    """Returns a mesh of some of this host's devices, with the tp of another mesh.
 
     Raises:
-        InputError: too few devices for that.
+        InputError: the number of devices is not a multiple of tp.
     """
     tp = template.shape["tp"]
     if len(device_indices) % tp:
         raise InputError(
-            f"rollout.workers: a worker has {len(device_indices)} devices, and mesh.shape splits weights over {tp}; "
-            f"give each "
-            f"worker a multiple of {tp}"
+            f"rollout.workers: a worker has {len(device_indices)} devices, but mesh.shape splits weights over {tp}; "
+            f"give each worker a multiple of {tp}"
         )
-    own = local_devices()
+    local = local_devices()
     shape = (1, len(device_indices) // tp, tp)
-    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * 3, devices=[own[i] for i in device_indices])
+    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * 3, devices=[local[i] for i in device_indices])
 
 
 def host_submesh(mesh: Mesh) -> Mesh:
-    """This host's devices on a mesh: tp as there, rows split over all others. Of one host, the mesh itself."""
+    """Returns this host's part of a mesh, with the same tp; the mesh itself on one host."""
     if num_hosts(mesh) == 1:
         return mesh
     groups = mesh.devices.reshape(-1, mesh.shape["tp"])
     assert all(len(set(map(host_index, group))) == 1 for group in groups), "`check_rows_per_host` keeps tp inside hosts"
-    own = np.stack([group for group in groups if host_index(group[0]) == jax.process_index()])
-    return Mesh(own[None], AXES, axis_types=(AxisType.Auto,) * 3)
+    local = np.stack([group for group in groups if host_index(group[0]) == jax.process_index()])
+    return Mesh(local[None], AXES, axis_types=(AxisType.Auto,) * 3)
 
 
 def to_host_submesh(arrays: Any, mesh: Mesh) -> Any:
-    """Arrays that every host has whole, as arrays of this host's island: the same buffers, and no copy of any.
+    """Returns arrays that every host has whole as arrays on this host's submesh, without copying buffers.
 
     Args:
-        arrays: a tree of arrays on a mesh of which `mesh` is `host_island`, split along tp at most.
+        arrays: a tree of arrays on a mesh whose `host_submesh` is `mesh`, split over tp at most.
     """
 
     def take(array: jax.Array) -> jax.Array:

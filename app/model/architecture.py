@@ -1,4 +1,4 @@
-"""What the decoder needs to know of a network: its sizes, and a switch for each thing that families do differently."""
+"""The description of a network for the decoder: its sizes, and a switch for each difference between families."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from app.model.rope import RopeConfig
 
 @dataclass(frozen=True)
 class Architecture:
-    """One decoder-only transformer. Hashable, so it can be a static argument.
+    """The sizes and switches of a decoder-only transformer. Hashable, so it can be a static argument.
 
-    Switches are off by default: what is left is Llama.
+    With all switches at their defaults, the network is Llama.
     """
 
     family: str
@@ -28,31 +28,31 @@ class Architecture:
     norm_epsilon: float
     max_positions: int
     tied_embeddings: bool
-    """The LM head is the embedding matrix; the checkpoint then holds no `lm_head.weight`."""
+    """Whether the LM head is the embedding matrix; if so, the checkpoint has no `lm_head.weight`."""
     qkv_bias: bool = False
     attention_output_bias: bool = False
     mlp_bias: bool = False
     windows: tuple[int | None, ...] = ()
-    """Of each layer: how many tokens a token sees, itself included; None = all before it. Empty = None everywhere."""
+    """The attention window of each layer in tokens, query included; None = full attention. Empty = None everywhere."""
     windowed_rope: RopeConfig | None = None
-    """Of the layers with a window, where it is not `rope`."""
+    """The rope of layers with a window; None = `rope`."""
     query_scale: float | None = None
-    """Factor of the attention scores; 1 / sqrt(head_dim) when None."""
+    """Factor of the attention scores; None = 1 / sqrt(head_dim)."""
     attention_soft_cap: float | None = None
-    """Scores s become cap tanh(s / cap) before the mask."""
+    """Cap of attention scores s, which become cap tanh(s / cap) before the mask."""
     logit_soft_cap: float | None = None
-    """The same for logits, before any temperature."""
+    """Cap of the logits, applied before the temperature."""
     query_key_norms: bool = False
-    """Each head's queries and keys are normed before they are rotated."""
+    """Whether the queries and keys of each head are normed before rotation."""
     post_norms: bool = False
-    """What attention and MLP give is normed once more before it is added to the residual."""
+    """Whether the outputs of attention and MLP are normed before they are added to the residual."""
     centered_norms: bool = False
-    """Norms multiply by 1 + scale, in float32; else by scale, in the compute type."""
+    """Whether norms multiply by 1 + scale in float32; otherwise by scale in the compute type."""
     activation: Literal["silu", "gelu_tanh"] = "silu"
     scaled_embeddings: bool = False
-    """Embeddings are multiplied by sqrt(model_dim), rounded to the compute type."""
+    """Whether embeddings are multiplied by sqrt(model_dim), rounded to the compute type."""
 
     @property
     def layer_windows(self) -> tuple[int | None, ...]:
-        """One entry per layer, whatever the family."""
+        """The window of each layer, with one entry per layer for every family."""
         return self.windows or (None,) * self.num_layers

@@ -1,7 +1,7 @@
-"""Attention, behind functions, so that a backend's kernel can take their place.
+"""Attention over dense masks, packed rows and caches; a backend's kernel can replace each function.
 
-All scores, softmax and accumulation are float32: in bfloat16 the logits of long rows lose the
-digits that decide the softmax.
+Scores, softmax and accumulation are float32: in bfloat16 the logits of long rows lose the digits that determine the
+softmax.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ from app.model.block_attention import Blocking, block_attention
 from app.model.segment_layout import UNREACHABLE, BlockPairs, SegmentLayout, Window, attention_mask, block_pairs
 
 BLOCKING_BY_BACKEND = {"cpu": Blocking(block_size=64, pairs_per_iteration=1)}
-"""By backend: a CPU wants a pair in its cache, any other as many as keep its threads busy."""
+"""Blocking by backend: on a CPU a pair of blocks fits its cache; other backends need many pairs to be busy."""
 PARALLEL_BLOCKING = Blocking(block_size=128, pairs_per_iteration=128)
 
 
 def backend_blocking() -> Blocking:
+    """Returns the blocking of the default backend."""
     return BLOCKING_BY_BACKEND.get(jax.default_backend(), PARALLEL_BLOCKING)
 
 
 def apply_rope(x: Float[Array, "R T heads H"], angles: Float[Array, "R T half"]) -> Float[Array, "R T heads H"]:
-    """Rotary position embedding, halves convention: (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin).
+    """Applies rotary position embedding, halves convention: (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin).
 
     Source: Su et al. 2021, RoFormer, eq. 34, with dims paired (i, i + H/2).
     """
@@ -43,7 +44,7 @@ def dot_product_attention(
     visible_mask: Bool[Array, "R T S"],
     score_mod: ScoreMod = DEFAULT_SCORE_MOD,
 ) -> Float[Array, "R T Q H"]:
-    """softmax(cap(scale q k^T)) v over the visible keys; Q / K query heads share a key head.
+    """Returns softmax(cap(scale q k^T)) v over the visible keys; Q / K query heads share a key head.
 
     Source: Vaswani et al. 2017; grouped queries: Ainslie et al. 2023; soft caps: Riviere et al. 2024 (Gemma 2).
     """
@@ -54,16 +55,16 @@ def dot_product_attention(
     scores = apply_soft_cap(scores * (score_mod.scale or head_dim**-0.5), score_mod.soft_cap)
     scores = jnp.where(visible_mask[:, None, None], scores, MASK_VALUE)
     weights = jax.nn.softmax(scores, axis=-1).astype(values.dtype)
-    # Accumulated in float32 without asking; asking would also make the result float32, and that product of
-    # bfloat16 is one that XLA on CPU refuses to run when there are several rows and key heads.
+    # XLA accumulates in float32 anyway. Requesting it would also make the result float32, and XLA on CPU cannot run
+    # that product of bfloat16 arrays with several rows and key heads.
     mixed = jnp.einsum("rkgts,rksh->rtkgh", weights, values)
     return mixed.reshape(query.shape).astype(query.dtype)
 
 
 def make_block_pairs(layout: SegmentLayout, windows: Sequence[Window]) -> BlockPairs | None:
-    """What `packed_attention` over these rows needs to know, once for all layers with any of these windows.
+    """Returns the block pairs that `packed_attention` needs for these rows, shared by layers with any of these windows.
 
-    None for rows of a single block, which need nothing.
+    Returns None for rows of a single block, which need none.
     """
     size = backend_blocking().block_size
     if layout.segment_ids.shape[1] <= size:
@@ -81,15 +82,15 @@ def packed_attention(
     score_mod: ScoreMod = DEFAULT_SCORE_MOD,
     pairs: BlockPairs | None = None,
 ) -> Float[Array, "R T Q H"]:
-    """Causal attention inside each sample of packed rows. Padding sees nothing; what it gets is finite.
+    """Returns causal attention inside each sample of packed rows. The result is finite but meaningless on padding.
 
     Args:
-        pairs: `pairs_of_blocks` of these rows, this window among others; made here when None.
+        pairs: `make_block_pairs` of these rows for this window among others; computed here if None.
     """
     num_tokens, size = query.shape[1], backend_blocking().block_size
     if num_tokens <= size:
         return dot_product_attention(query, keys, values, attention_mask(layout, layout, 0, window), score_mod)
-    # JAX's own types say nothing of what it returns.
+    # JAX has no return type for custom_vjp functions.
     mixed: Any = block_attention(
         _pad_to_blocks(query, size, axis=1),
         _pad_to_blocks(keys, size, axis=2),
@@ -104,7 +105,7 @@ def packed_attention(
 
 
 def _pad_to_blocks(x: Array, size: int, *, axis: int) -> Array:
-    """With padding behind the tokens, up to a multiple of `size`."""
+    """Pads the tokens of an array at their end to a multiple of `size`."""
     widths = [(0, 0)] * x.ndim
     widths[axis] = (0, -x.shape[axis] % size)
     return jnp.pad(x, widths)
@@ -119,10 +120,10 @@ def cached_attention(
     window: int | None = None,
     score_mod: ScoreMod = DEFAULT_SCORE_MOD,
 ) -> Float[Array, "B 1 Q H"]:
-    """One new token per slot, at `positions`, over the cache entries up to and including its own.
+    """Returns attention of one new token per slot, at `positions`, over the cache up to and including its own entry.
 
     Args:
-        window: how many of them it sees, its own included; all when None.
+        window: the number of entries that are visible, its own included; None = all.
     """
     slots = jnp.arange(keys.shape[2])[None, :]
     visible = slots <= positions[:, None]

@@ -1,4 +1,4 @@
-"""How q k^T becomes the scores of a softmax."""
+"""Scaling and soft caps of attention scores and logits."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 MASK_VALUE = -0.7 * float(jnp.finfo(jnp.float32).max)
-"""Finite, so that a token with nothing to see gets a harmless softmax instead of NaN."""
+"""The score of an invisible key: finite, so that a token without visible keys does not get NaN from its softmax."""
 
 
 class ScoreMod(NamedTuple):
-    """Static: it is a part of the program."""
+    """Scale and soft cap of attention scores; static arguments of compiled functions."""
 
     scale: float | None = None
-    """1 / sqrt(H) when None."""
+    """Factor of q k^T; None = 1 / sqrt(H)."""
     soft_cap: float | None = None
-    """See `soft_capped`."""
+    """Cap for `apply_soft_cap`; None = no cap."""
 
 
 DEFAULT_SCORE_MOD = ScoreMod()
 
 
 def apply_soft_cap(x: Float[Array, "*dims"], cap: float | None) -> Float[Array, "*dims"]:
-    """Cap tanh(x / cap): close to x while it is small, never beyond the cap. x itself when there is none."""
+    """Returns cap tanh(x / cap), which is close to x for small x and never exceeds the cap; x if there is no cap."""
     return x if cap is None else cap * jnp.tanh(x / cap)

@@ -1,7 +1,7 @@
-"""Attention over long packed rows: block by block, and only over blocks that see something of each other.
+"""Attention over long packed rows, computed only for pairs of blocks with visible entries.
 
-A row's [T, T] scores are never held, neither forward nor backward, and nothing is computed for blocks that only
-foreign segments, sibling completions, the future or what lies beyond a window would fill.
+The [T, T] scores of a row are never stored, in neither pass. Pairs of blocks are skipped if all their entries are
+masked: by other segments, sibling completions, causality or a window.
 
 Source: Dao et al. 2022, FlashAttention, algorithms 1 and 4; here as one loop over pairs of blocks.
 """
@@ -20,7 +20,7 @@ from app.mesh.axis_rules import shard_map_by_dims
 from app.model.attention_scores import MASK_VALUE, ScoreMod, apply_soft_cap
 from app.model.segment_layout import BlockPairs, SegmentLayout, attention_mask
 
-# Query heads are split over devices only where the key heads that they share are.
+# Query heads are split over devices only if their shared key heads are.
 QUERY_DIMS = ("rows", "tokens", "kv_heads", "head")
 KEY_DIMS = ("rows", "kv_heads", "tokens", "head")
 NORMALIZER_DIMS = ("rows", "tokens", "kv_heads", "head")
@@ -35,16 +35,16 @@ INPUT_DIMS = (
 )
 
 ATTENTION_CHECKPOINT_NAME = "attention"
-"""Name for `jax.checkpoint` policies of what spares the backward pass a second walk through the forward loop."""
+"""The name in `jax.checkpoint` policies of results that save the backward pass a second forward loop."""
 
 
 class Blocking(NamedTuple):
-    """How rows are cut up, and how much of them is worked on at once. Static."""
+    """The split of rows into blocks, and the number of pairs computed at once; static."""
 
     block_size: int
-    """Tokens of a block."""
+    """Tokens per block."""
     pairs_per_iteration: int
-    """Pairs of blocks in one turn of the loop."""
+    """Pairs of blocks per iteration of the loop."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
@@ -58,10 +58,10 @@ def block_attention(
     score_mod: ScoreMod,
     blocking: Blocking,
 ) -> Float[Array, "R T Q H"]:
-    """softmax(cap(scale q k^T)) v over the visible keys; 0 on padding. T is a multiple of the size of a block.
+    """Returns softmax(cap(scale q k^T)) v over the visible keys, and 0 on padding. T is a multiple of the block size.
 
     Args:
-        pairs: `block_pairs` of these rows, for this window among others.
+        pairs: `block_pairs` of these rows for this window among others.
     """
     return _forward(query, keys, values, layout, pairs, window, score_mod, blocking)[0]
 
@@ -88,9 +88,9 @@ block_attention.defvjp(_forward, _backward)
 
 
 class BlockLoop(NamedTuple):
-    """What the loop reads, by number of the block, and which pairs in which turn.
+    """The inputs of the loop by block number, and the pairs of each iteration.
 
-    The G query heads that share a key head stand one below another: the scores of a pair are one product per key head.
+    The G query heads that share a key head are stacked: the scores of a pair are one product per key head.
     """
 
     query: Float[Array, "blocks K G*size H"]
@@ -98,10 +98,10 @@ class BlockLoop(NamedTuple):
     values: Float[Array, "blocks K size H"]
     layout: SegmentLayout
     window: Int32[Array, ""]
-    query_blocks: Int32[Array, "turns pairs_at_once"]
-    key_blocks: Int32[Array, "turns pairs_at_once"]
+    query_blocks: Int32[Array, "iterations pairs_at_once"]
+    key_blocks: Int32[Array, "iterations pairs_at_once"]
     num_pairs: Int32[Array, ""]
-    """Those that the window sees; they come first."""
+    """The number of pairs inside the window; they come first."""
 
     @classmethod
     def from_rows(
@@ -117,7 +117,7 @@ class BlockLoop(NamedTuple):
     ) -> BlockLoop:
         size, at_once = blocking
 
-        def by_turn(pairs: Array) -> Array:
+        def by_iteration(pairs: Array) -> Array:
             return jnp.pad(pairs.ravel(), (0, -pairs.size % at_once)).reshape(-1, at_once)
 
         return cls(
@@ -126,8 +126,8 @@ class BlockLoop(NamedTuple):
             _to_key_blocks(values, size),
             SegmentLayout(*(x.reshape(-1, size) for x in layout)),
             window,
-            by_turn(pairs.query_block),
-            by_turn(pairs.key_block),
+            by_iteration(pairs.query_block),
+            by_iteration(pairs.key_block),
             jnp.sum(pairs.distance < window, dtype=jnp.int32),
         )
 
@@ -137,30 +137,28 @@ class BlockLoop(NamedTuple):
         return (self.num_pairs + at_once - 1) // at_once
 
     def visible_mask(self, iteration: Array) -> Bool[Array, "pairs_at_once size size"]:
-        """Which entries of the turn's pairs are visible; none of those that fill up the last turn."""
+        """Returns which entries of an iteration's pairs are visible; none of the pairs that pad the last iteration."""
         at_once, size = self.query_blocks.shape[1], self.keys.shape[2]
         query_blocks, key_blocks = self.query_blocks[iteration], self.key_blocks[iteration]
-        of_queries, of_keys = (
-            SegmentLayout(*(x[blocks] for x in self.layout)) for blocks in (query_blocks, key_blocks)
-        )
+        queries, keys = (SegmentLayout(*(x[blocks] for x in self.layout)) for blocks in (query_blocks, key_blocks))
         offset = (query_blocks - key_blocks)[:, None] * size
-        wanted = iteration * at_once + jnp.arange(at_once) < self.num_pairs
-        return attention_mask(of_queries, of_keys, offset, self.window) & wanted[:, None, None]
+        is_pair = iteration * at_once + jnp.arange(at_once) < self.num_pairs
+        return attention_mask(queries, keys, offset, self.window) & is_pair[:, None, None]
 
 
 class PairScores(NamedTuple):
-    """Of the pairs of one turn; float32."""
+    """The inputs and scores of the pairs of one iteration; float32."""
 
     scaled_query: Float32[Array, "pairs K G*size H"]
     keys: Float32[Array, "pairs K size H"]
     values: Float32[Array, "pairs K size H"]
     scores: Float32[Array, "pairs K G*size size"]
-    """Soft-capped, MASKED where not visible."""
+    """Soft-capped scores, MASK_VALUE where the key is not visible."""
     soft_cap_slope: Float32[Array, "pairs K G*size size"] | None
-    """Of the soft cap; None without one."""
+    """The derivative of the soft cap; None without one."""
 
     def weights(self, normalizer: Float32[Array, "pairs K G*size"]) -> Float32[Array, "pairs K G*size size"]:
-        # A query with nothing visible so far has a MASKED normalizer.
+        # The normalizer of a query without visible keys is MASK_VALUE.
         return jnp.where(self.scores > MASK_VALUE, jnp.exp(self.scores - normalizer[..., None]), 0.0)
 
 
@@ -180,27 +178,27 @@ def _score_scale(score_mod: ScoreMod, query: Float[Array, "*dims H"]) -> float:
 
 
 def _attend_blocks(score_mod: ScoreMod, blocking: Blocking, *inputs: Any) -> tuple[Array, Array]:
-    """What `block_attention` gives, and the log of each softmax's normalizer, of one device's inputs."""
+    """Returns the attention of one device's inputs, and the log of each softmax's normalizer."""
     query = inputs[0]
-    turns = BlockLoop.from_rows(*inputs, blocking=blocking)
+    loop = BlockLoop.from_rows(*inputs, blocking=blocking)
 
-    def add(turn: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+    def add(iteration: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         mixed, highest, total = sums
-        blocks = turns.query_blocks[turn]
-        scores = _pair_scores(turns, turn, score_mod)
-        now_highest = highest.at[blocks].max(scores.scores.max(axis=-1))
-        # With several pairs at once, blocks may be twice among them.
+        blocks = loop.query_blocks[iteration]
+        scores = _pair_scores(loop, iteration, score_mod)
+        new_highest = highest.at[blocks].max(scores.scores.max(axis=-1))
+        # Several pairs at once may contain a block twice.
         touched = blocks if blocking.pairs_per_iteration == 1 else slice(None)
-        shrink = jnp.exp(highest[touched] - now_highest[touched])
-        weights = scores.weights(now_highest[blocks])
+        shrink = jnp.exp(highest[touched] - new_highest[touched])
+        weights = scores.weights(new_highest[blocks])
         mixed = mixed.at[touched].multiply(shrink[..., None])
         mixed = mixed.at[blocks].add(jnp.einsum("pkmn,pknh->pkmh", weights, scores.values))
         total = total.at[touched].multiply(shrink).at[blocks].add(weights.sum(axis=-1))
-        return mixed, now_highest, total
+        return mixed, new_highest, total
 
-    shape = turns.query.shape
+    shape = loop.query.shape
     none = jnp.zeros(shape, jnp.float32), jnp.full(shape[:-1], MASK_VALUE), jnp.zeros(shape[:-1], jnp.float32)
-    mixed, highest, total = jax.lax.fori_loop(0, turns.num_iterations, add, none)
+    mixed, highest, total = jax.lax.fori_loop(0, loop.num_iterations, add, none)
     total = jnp.where(total > 0, total, 1.0)
     normalizer = (highest + jnp.log(total)).reshape(query.shape[0], -1, *highest.shape[1:])
     return _from_query_blocks(mixed / total[..., None], query), normalizer
@@ -209,34 +207,38 @@ def _attend_blocks(score_mod: ScoreMod, blocking: Blocking, *inputs: Any) -> tup
 def _attention_grads(
     score_mod: ScoreMod, blocking: Blocking, *inputs_and_outputs: Any
 ) -> tuple[Float[Array, "R T Q H"], Float[Array, "R K T H"], Float[Array, "R K T H"]]:
-    """By query, keys and values, of what one device has. The scores are computed again, turn by turn."""
-    *inputs, mixed, normalizer, by_mixed = inputs_and_outputs
+    """Returns the gradients of one device's query, keys and values. The scores are recomputed in each iteration."""
+    *inputs, mixed, normalizer, mixed_grad = inputs_and_outputs
     query, keys, values, *_ = inputs
-    turns = BlockLoop.from_rows(*inputs, blocking=blocking)
-    mixed, by_mixed = (
-        _to_query_blocks(x, keys.shape[1], blocking.block_size).astype(jnp.float32) for x in (mixed, by_mixed)
+    loop = BlockLoop.from_rows(*inputs, blocking=blocking)
+    mixed, mixed_grad = (
+        _to_query_blocks(x, keys.shape[1], blocking.block_size).astype(jnp.float32) for x in (mixed, mixed_grad)
     )
     normalizer = normalizer.reshape(mixed.shape[:-1])
-    mean = jnp.sum(by_mixed * mixed, axis=-1)
+    mean = jnp.sum(mixed_grad * mixed, axis=-1)
 
-    def add(turn: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        by_query, by_keys, by_values = sums
-        query_blocks, key_blocks = turns.query_blocks[turn], turns.key_blocks[turn]
-        scores = _pair_scores(turns, turn, score_mod)
-        weights, by_output = scores.weights(normalizer[query_blocks]), by_mixed[query_blocks]
-        by_weights = jnp.einsum("pkmh,pknh->pkmn", by_output, scores.values)
-        by_scores = weights * (by_weights - mean[query_blocks][..., None])
-        by_scores = by_scores if scores.soft_cap_slope is None else by_scores * scores.soft_cap_slope
+    def add(iteration: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        query_grad, keys_grad, values_grad = sums
+        query_blocks, key_blocks = loop.query_blocks[iteration], loop.key_blocks[iteration]
+        scores = _pair_scores(loop, iteration, score_mod)
+        weights, output_grad = scores.weights(normalizer[query_blocks]), mixed_grad[query_blocks]
+        weights_grad = jnp.einsum("pkmh,pknh->pkmn", output_grad, scores.values)
+        scores_grad = weights * (weights_grad - mean[query_blocks][..., None])
+        scores_grad = scores_grad if scores.soft_cap_slope is None else scores_grad * scores.soft_cap_slope
         return (
-            by_query.at[query_blocks].add(jnp.einsum("pkmn,pknh->pkmh", by_scores, scores.keys)),
-            by_keys.at[key_blocks].add(jnp.einsum("pkmn,pkmh->pknh", by_scores, scores.scaled_query)),
-            by_values.at[key_blocks].add(jnp.einsum("pkmn,pkmh->pknh", weights, by_output)),
+            query_grad.at[query_blocks].add(jnp.einsum("pkmn,pknh->pkmh", scores_grad, scores.keys)),
+            keys_grad.at[key_blocks].add(jnp.einsum("pkmn,pkmh->pknh", scores_grad, scores.scaled_query)),
+            values_grad.at[key_blocks].add(jnp.einsum("pkmn,pkmh->pknh", weights, output_grad)),
         )
 
-    none = tuple(jnp.zeros(x.shape, jnp.float32) for x in (turns.query, turns.keys, turns.values))
-    by_query, by_keys, by_values = jax.lax.fori_loop(0, turns.num_iterations, add, none)
-    by_query = by_query * _score_scale(score_mod, query)
-    return _from_query_blocks(by_query, query), _from_key_blocks(by_keys, keys), _from_key_blocks(by_values, values)
+    none = tuple(jnp.zeros(x.shape, jnp.float32) for x in (loop.query, loop.keys, loop.values))
+    query_grad, keys_grad, values_grad = jax.lax.fori_loop(0, loop.num_iterations, add, none)
+    query_grad = query_grad * _score_scale(score_mod, query)
+    return (
+        _from_query_blocks(query_grad, query),
+        _from_key_blocks(keys_grad, keys),
+        _from_key_blocks(values_grad, values),
+    )
 
 
 def _to_query_blocks(x: Float[Array, "R T Q H"], num_kv_heads: int, size: int) -> Float[Array, "blocks K G*size H"]:

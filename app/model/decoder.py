@@ -1,8 +1,8 @@
-"""The network: one pre-norm decoder for every family, described with Flax NNX, run as plain pytrees.
+"""The network: one pre-norm decoder for every family, described with Flax NNX and run as plain pytrees.
 
-Each weight is declared once, with its shape and logical dims; `app.mesh.axis_rules` turns dims into
-shardings. Layers are stacked on a leading L dim and scanned, so compile time does not grow with
-depth. A family differs only in its `Architecture`.
+Each weight is declared once, with its shape and logical dims, which `app.mesh.axis_rules` maps to shardings. Layers are
+stacked on a leading L dim and scanned, so compile time does not grow with depth. Families differ only in their
+`Architecture`.
 """
 
 from __future__ import annotations
@@ -35,53 +35,51 @@ from app.model.segment_layout import UNREACHABLE, SegmentLayout
 from settings.schema.lora import Quantization
 
 Params = dict[str, Any]
-"""A nested dict of arrays: the form in which weights move between rooms."""
+"""A nested dict of arrays: the form in which packages pass weights to each other."""
 
 ParamPath = tuple[str, ...]
 
 INITIAL_STDDEV = 0.02
 
 NO_WINDOW = UNREACHABLE
-"""What a layer without a window gets where another one of the scan has one."""
+"""The window of a layer without one, in a scan that also has layers with a window."""
 
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True)}
 
 
 def flatten_by_path(tree: Params) -> dict[ParamPath, Any]:
-    """The leaves of a nested dict by their path of keys."""
+    """Returns the leaves of a nested dict by their path of keys."""
     return dict(flatten_dict(tree))
 
 
 def make_param(
     rngs: nnx.Rngs,
-    shape: tuple[int, ...],
-    dims: tuple[str, ...],
+    sizes: Mapping[str, int],
     *,
     init: str = "normal",
     param_class: type[nnx.Param] = nnx.Param,
     dtype: Any = jnp.float32,
 ) -> nnx.Param:
-    """A parameter that knows its logical dims."""
+    """Returns a parameter with these sizes by logical dim."""
     initializers = {
         "normal": nnx.initializers.normal(INITIAL_STDDEV),
         "ones": nnx.initializers.ones,
         "zeros": nnx.initializers.zeros,
     }
-    return param_class(initializers[init](rngs.params(), shape, dtype), dims=dims)
+    return param_class(initializers[init](rngs.params(), tuple(sizes.values()), dtype), dims=tuple(sizes))
 
 
 class RMSNorm(nnx.Module):
     """Root-mean-square layer norm over the last dim: x / sqrt(mean(x^2) + eps) * scale. Source: Zhang & Sennrich 2019.
 
-    Centered, it multiplies by 1 + scale, and rounds to the compute type only after that. The scale stays as the
-    checkpoint has it: adding the 1 beforehand would not come back bit for bit.
+    A centered norm multiplies by 1 + scale, and rounds to the compute type only after that. The scale is stored as in
+    the checkpoint: with the 1 added, an export would not reproduce it bit for bit.
     """
 
     def __init__(self, arch: Architecture, rngs: nnx.Rngs, size: dict[str, int], *, stack: dict[str, int]):
         self.epsilon = arch.norm_epsilon
         self.centered = arch.centered_norms
-        sizes = {**stack, **size}
-        self.scale = make_param(rngs, tuple(sizes.values()), tuple(sizes), init="zeros" if self.centered else "ones")
+        self.scale = make_param(rngs, {**stack, **size}, init="zeros" if self.centered else "ones")
 
     def __call__(self, x: Float[Array, "*dims"]) -> Float[Array, "*dims"]:
         x32 = x.astype(jnp.float32)
@@ -93,19 +91,19 @@ class RMSNorm(nnx.Module):
 
 
 def identity(x: Array) -> Array:
-    """Stands where another family has a norm."""
+    """Returns its argument: the norm of a family that has none at this place."""
     return x
 
 
 PROJECTION_CHECKPOINT_NAME = "product"
-"""Name for `jax.checkpoint` policies of what a projection's matrices give."""
+"""The name of a projection's products in `jax.checkpoint` policies."""
 
 
 class Projection(nnx.Module):
-    """A product with a kernel whose input dims come first, and a bias where the family has one.
+    """A product with a kernel, input dims first, and a bias if the family has one.
 
-    With an adapter x W + scale (x A) B, whose A and B have zeros here; see `app.model.lora.fresh_adapters`. A
-    quantized W is made float32 for each product anew, and so are the zeros that it has here.
+    With an adapter it is x W + scale (x A) B; A and B are zeros until `app.model.lora.init_adapters`. A quantized W,
+    also zeros at first, is dequantized to float32 for each product.
     """
 
     def __init__(
@@ -120,25 +118,22 @@ class Projection(nnx.Module):
         quantization: Quantization | None,
     ):
         self.num_input_dims = len(inputs)
+        sizes = {**inputs, **outputs}
         if quantization is None:
-            sizes = {**stack, **inputs, **outputs}
-            self.kernel = make_param(rngs, tuple(sizes.values()), tuple(sizes))
+            self.kernel = make_param(rngs, {**stack, **sizes})
         else:
-            held = KernelQuantizer.create(quantization, inputs=tuple(inputs), outputs=tuple(outputs))
-            codes = {**stack, **held.code_sizes({**inputs, **outputs})}
-            scales = {**stack, **held.scale_sizes({**inputs, **outputs})}
-            self.quantizer = held
-            self.codes = make_param(rngs, tuple(codes.values()), tuple(codes), init="zeros", dtype=held.code_dtype)
-            self.scales = make_param(rngs, tuple(scales.values()), tuple(scales), init="zeros")
+            quantizer = KernelQuantizer.create(quantization, inputs=tuple(inputs), outputs=tuple(outputs))
+            self.quantizer = quantizer
+            codes = {**stack, **quantizer.code_sizes(sizes)}
+            self.codes = make_param(rngs, codes, init="zeros", dtype=quantizer.code_dtype)
+            self.scales = make_param(rngs, {**stack, **quantizer.scale_sizes(sizes)}, init="zeros")
         if bias:
-            sizes = {**stack, **outputs}
-            self.bias = make_param(rngs, tuple(sizes.values()), tuple(sizes), init="zeros")
+            self.bias = make_param(rngs, {**stack, **outputs}, init="zeros")
         if lora is not None:
             self.lora_scale = lora.scale
             rank = {"lora_rank": lora.rank}
-            down, up = {**stack, **inputs, **rank}, {**stack, **rank, **outputs}
-            self.lora_a = make_param(rngs, tuple(down.values()), tuple(down), init="zeros", param_class=LoRAParam)
-            self.lora_b = make_param(rngs, tuple(up.values()), tuple(up), init="zeros", param_class=LoRAParam)
+            self.lora_a = make_param(rngs, {**stack, **inputs, **rank}, init="zeros", param_class=LoRAParam)
+            self.lora_b = make_param(rngs, {**stack, **rank, **outputs}, init="zeros", param_class=LoRAParam)
 
     def __call__(self, x: Float[Array, "R T *inputs"]) -> Float[Array, "R T *outputs"]:
         y = self._product(x)
@@ -152,31 +147,30 @@ class Projection(nnx.Module):
         if hasattr(self, "kernel"):
             return contract_dims(x, self.kernel[...], num_dims=self.num_input_dims)
 
-        def through(x: Array, codes: Array, scales: Array) -> Array:
-            return contract_dims(
-                x, self.quantizer.dequantize(codes, scales, depends_on=x), num_dims=self.num_input_dims
-            )
+        def dequantize_and_contract(x: Array, codes: Array, scales: Array) -> Array:
+            kernel = self.quantizer.dequantize(codes, scales, depends_on=x)
+            return contract_dims(x, kernel, num_dims=self.num_input_dims)
 
-        # The backward pass makes the kernel anew: kept from the forward pass, those of all layers would be floats.
-        return jax.checkpoint(through, prevent_cse=False)(x, self.codes[...], self.scales[...])
+        # Kernels are dequantized again in the backward pass: otherwise the floats of all layers would be kept for it.
+        return jax.checkpoint(dequantize_and_contract, prevent_cse=False)(x, self.codes[...], self.scales[...])
 
 
 def contract_dims(
     x: Float[Array, "R T *inputs"], matrix: Float[Array, "*inputs *outputs"], *, num_dims: int
 ) -> Float[Array, "R T *outputs"]:
-    """Their product over the last `num_dims` dims of `x`, which are the first of the matrix."""
+    """Returns the product over the last `num_dims` dims of `x`, which are the first of the matrix."""
     dims = tuple(range(x.ndim - num_dims, x.ndim)), tuple(range(num_dims))
     return jax.lax.dot_general(x, matrix.astype(x.dtype), (dims, ((), ())))
 
 
 AttentionFn = Callable[[Array, Array, Array], tuple[Array, Any]]
-"""(query [R,T,Q,H], keys [R,K,T,H], values [R,K,T,H]) -> (mixed [R,T,Q,H], whatever the caller keeps)."""
+"""(query [R,T,Q,H], keys [R,K,T,H], values [R,K,T,H]) -> (mixed [R,T,Q,H], data for the caller)."""
 
 
 class Block(nnx.Module):
     """One decoder layer: x + attention(norm(x)), then x + mlp(norm(x)).
 
-    Where the family has them, query and key are normed per head, and what is added is normed, too.
+    Some families also norm queries and keys per head, and the outputs of attention and MLP before they are added.
     """
 
     def __init__(self, arch: Architecture, rngs: nnx.Rngs, lora: LoRAConfig | None, quantization: Quantization | None):
@@ -213,7 +207,7 @@ class Block(nnx.Module):
         y = self.attention_norm(x)
         query = apply_rope(self.query_norm(self.query(y)), angles)
         key = apply_rope(self.key_norm(self.key(y)), angles)
-        # The cache and every attention kernel want heads before tokens.
+        # The cache and every attention kernel have heads before tokens.
         mixed, kept = attend(query, key.swapaxes(1, 2), self.value(y).swapaxes(1, 2))
         x = x + self.attention_post_norm(self.attention_output(mixed))
         y = self.mlp_norm(x)
@@ -232,29 +226,30 @@ REMAT_POLICIES: Mapping[str, Callable[[Callable], Callable]] = MappingProxyType(
         "block": functools.partial(jax.checkpoint, prevent_cse=False),
     }
 )
-"""What the backward pass computes anew in each layer: nothing; all but the products with weights, each with its
-adapter's share in it, and the attention of long rows, so that no [tokens, tokens] array is kept and none of the
-elementwise results; or everything but the layer's input. Common subexpressions cannot undo that, since the forward and
-the backward scan are loops of their own."""
+"""What the backward pass recomputes in each layer, by `remat`.
+
+`none`: nothing. `minimal`: everything except the products with weights, with the adapter's part, and the attention of
+long rows; so no [tokens, tokens] array and no elementwise result is kept. `block`: everything except the layer's input.
+`prevent_cse` is not needed, since the forward and the backward scan are separate loops."""
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["table"], meta_fields=["soft_cap"])
 @dataclass(frozen=True)
 class LMHead:
-    """From final hidden states to logits."""
+    """The map from final hidden states to logits."""
 
     table: Float[Array, "V D"]
     soft_cap: float | None = None
 
     def logits(self, hidden: Float[Array, "*rows D"]) -> Float32[Array, "*rows V"]:
-        """hidden @ table^T, soft-capped where the family does so; float32."""
+        """Returns hidden @ table^T in float32, soft-capped if the family caps its logits."""
         table = self.table.astype(hidden.dtype)
         logits = jnp.einsum("...d,vd->...v", hidden, table, preferred_element_type=jnp.float32)
         return apply_soft_cap(logits, self.soft_cap)
 
 
 class Trunk(nnx.Module):
-    """Token embedding, L blocks and final norm: what every network of a family shares."""
+    """Token embedding, L blocks and final norm, which all networks of a family share."""
 
     def __init__(
         self,
@@ -264,16 +259,20 @@ class Trunk(nnx.Module):
         quantization: Quantization | None = None,
     ):
         self.architecture = arch
-        self.embedding = make_param(rngs, (arch.vocab_size, arch.model_dim), ("vocab", "embed"))
+        self.embedding = make_param(rngs, {"vocab": arch.vocab_size, "embed": arch.model_dim})
         self.blocks = Block(arch, rngs, lora, quantization)
         self.final_norm = RMSNorm(arch, rngs, {"embed": arch.model_dim}, stack={})
+        self.make_head(arch, rngs)
+
+    def make_head(self, arch: Architecture, rngs: nnx.Rngs) -> None:
+        """Adds the parameters of the head."""
 
     @property
     def score_mod(self) -> ScoreMod:
         return ScoreMod(self.architecture.query_scale, self.architecture.attention_soft_cap)
 
     def embed(self, token_ids: Int32[Array, "R T"], dtype: jnp.dtype) -> Float[Array, "R T D"]:
-        # Whole along its model dim before the look-up: else the result would lie along fsdp twice.
+        # Gathered along the model dim before the look-up: otherwise the result would be split over fsdp twice.
         table = constrain(self.embedding[...].astype(dtype), "vocab", "activation")
         x = table[token_ids]
         if self.architecture.scaled_embeddings:
@@ -281,7 +280,7 @@ class Trunk(nnx.Module):
         return constrain(x, "rows", "tokens", "activation")
 
     def angles(self, positions: Int32[Array, "R T"]) -> tuple[Float[Array, "R T half"], Float[Array, "R T half"]]:
-        """Rotary angles of the layers that see everything before them, and of those with a window."""
+        """Returns the rotary angles of layers with full attention, and of those with a window."""
         arch = self.architecture
         ropes = (arch.rope,) if arch.windowed_rope is None else (arch.rope, arch.windowed_rope)
         angles = [positions[..., None].astype(jnp.float32) * rope_frequencies(rope, arch.head_dim) for rope in ropes]
@@ -295,17 +294,17 @@ class Trunk(nnx.Module):
         dtype: jnp.dtype,
         remat: str = "none",
     ) -> Float[Array, "R T D"]:
-        """Final hidden states of packed rows: what the head multiplies. hidden[:, t] predicts token t+1.
+        """Returns the final hidden states of packed rows, the head's input; hidden[:, t] predicts token t+1.
 
         Args:
-            dtype: compute type; softmax, norms and rotations stay float32.
-            remat: what the backward pass finds kept; see `REMATERIALISED`.
+            dtype: compute type; softmax, norms and rotations are float32.
+            remat: what the backward pass recomputes; see `REMAT_POLICIES`.
         """
         arch = self.architecture
         graph, stacked = nnx.split(self.blocks)
         whole, windowed = self.angles(layout.positions)
         pairs = make_block_pairs(layout, sorted({w or NO_WINDOW for w in arch.layer_windows}))
-        # Scanned beside the weights: one body serves the layers with a window and those without.
+        # Scanned together with the weights: one body serves layers with a window and layers without.
         windows = jnp.array([w or NO_WINDOW for w in arch.windows], jnp.int32) if arch.windows else None
 
         def layer(x: Array, one: tuple[nnx.State, Array | None]) -> tuple[Array, None]:
@@ -314,10 +313,8 @@ class Trunk(nnx.Module):
             angles = jnp.where(window == NO_WINDOW, whole, windowed) if two_ropes else whole
 
             def attend(query: Array, key: Array, value: Array) -> tuple[Array, None]:
-                mixed = packed_attention(
-                    query, key, value, layout, window=window, score_mod=self.score_mod, pairs=pairs
-                )
-                return mixed, None
+                mix = functools.partial(packed_attention, window=window, score_mod=self.score_mod, pairs=pairs)
+                return mix(query, key, value, layout), None
 
             x, _ = nnx.merge(graph, weights)(x, angles, attend)
             return constrain(x, "rows", "tokens", "activation"), None
@@ -327,18 +324,11 @@ class Trunk(nnx.Module):
 
 
 class Decoder(Trunk):
-    """A trunk and the LM head (the embedding itself where they are tied)."""
+    """A trunk and an LM head, which is the embedding itself if they are tied."""
 
-    def __init__(
-        self,
-        arch: Architecture,
-        rngs: nnx.Rngs,
-        lora: LoRAConfig | None = None,
-        quantization: Quantization | None = None,
-    ):
-        super().__init__(arch, rngs, lora, quantization)
+    def make_head(self, arch: Architecture, rngs: nnx.Rngs) -> None:
         if not arch.tied_embeddings:
-            self.output = make_param(rngs, (arch.vocab_size, arch.model_dim), ("vocab", "embed"))
+            self.output = make_param(rngs, {"vocab": arch.vocab_size, "embed": arch.model_dim})
 
     @property
     def head(self) -> LMHead:
@@ -347,20 +337,13 @@ class Decoder(Trunk):
 
 
 class ValueDecoder(Trunk):
-    """A trunk and one number per token: <hidden, value>. A fresh head is zeros, so that every value starts at 0."""
+    """A trunk and a value head, which gives one number per token. A new head is zeros, so every value starts at 0."""
 
-    def __init__(
-        self,
-        arch: Architecture,
-        rngs: nnx.Rngs,
-        lora: LoRAConfig | None = None,
-        quantization: Quantization | None = None,
-    ):
-        super().__init__(arch, rngs, lora, quantization)
-        self.value = make_param(rngs, (arch.model_dim,), ("embed",), init="zeros")
+    def make_head(self, arch: Architecture, rngs: nnx.Rngs) -> None:
+        self.value = make_param(rngs, {"embed": arch.model_dim}, init="zeros")
 
     def values(self, hidden: Float[Array, "*rows D"]) -> Float32[Array, "*rows"]:
-        """hidden · value; float32."""
+        """Returns the dot products of hidden states with the value head, in float32."""
         head = self.value[...].astype(hidden.dtype)
         return jnp.einsum("...d,d->...", hidden, head, preferred_element_type=jnp.float32)
 
@@ -369,7 +352,7 @@ class ValueDecoder(Trunk):
 class DecoderDefinition:
     """A network without weights: its graph, and the shape and dims of each parameter.
 
-    The one place that crosses between NNX modules and plain pytrees.
+    It is the only place that converts between NNX modules and plain pytrees.
     """
 
     architecture: Architecture
@@ -381,9 +364,9 @@ class DecoderDefinition:
     """The same tree, with a tuple of logical dims at each leaf."""
     lora: LoRAConfig | None = None
     adapter_paths: frozenset[ParamPath] = frozenset()
-    """Of the weights that alone learn; none where all do."""
+    """Paths of the adapters, the only trainable weights; empty if all weights are trainable."""
     quantization: Quantization | None = None
-    """Of the kernels; None where they are float32."""
+    """Quantization of the kernels; None if they are float32."""
 
     @classmethod
     def create(
@@ -402,36 +385,34 @@ class DecoderDefinition:
 
     @cached_property
     def unquantized(self) -> DecoderDefinition:
-        """The same network with float32 kernels, as files have them."""
+        """The same network with float32 kernels, as in files."""
         return self if self.quantization is None else self.create(self.architecture, self.network_class, lora=self.lora)
 
     @cached_property
     def without_adapters(self) -> DecoderDefinition:
         """The same network without adapters."""
-        return (
-            self
-            if self.lora is None
-            else self.create(self.architecture, self.network_class, quantization=self.quantization)
-        )
+        if self.lora is None:
+            return self
+        return self.create(self.architecture, self.network_class, quantization=self.quantization)
 
     def bind(self, params: Params) -> Any:
-        """The `network` over these weights; for use inside a jitted function."""
+        """Returns the network with these weights, for use inside a jitted function."""
         return nnx.merge(self.graph, params)
 
     def shardings(self, mesh: Mesh) -> Params:
         return sharding_tree(mesh, self.shapes, self.dims)
 
     def initialise(self, seed: int) -> Params:
-        """Random float32 weights; adapters and quantized kernels are zeros."""
+        """Returns random float32 weights; adapters and quantized kernels are zeros."""
         network = self.network_class(self.architecture, nnx.Rngs(seed), self.lora, self.quantization)
         return nnx.to_pure_dict(nnx.split(network)[1])
 
     def trainable(self, tree: Params) -> Params:
-        """Of a tree like `shapes`, the part that learns: the adapters, or all of it where there are none."""
+        """Returns the trainable part of a tree like `shapes`: the adapters, or all of it if there are none."""
         return self._select(tree, self.adapter_paths) if self.adapter_paths else tree
 
     def frozen(self, tree: Params) -> Params:
-        """The rest of it."""
+        """Returns the part of the tree that is not trainable."""
         return self._select(tree, flatten_by_path(tree).keys() - self.adapter_paths) if self.adapter_paths else {}
 
     def _select(self, tree: Params, paths: Set[ParamPath]) -> Params:
@@ -443,5 +424,5 @@ class DecoderDefinition:
 
     @property
     def num_trainable(self) -> int:
-        """Of them, those that learn."""
+        """The number of trainable parameters."""
         return sum(leaf.size for leaf in jax.tree.leaves(self.trainable(self.shapes)))

@@ -1,7 +1,8 @@
-"""What a forward pass costs, from the network's sizes alone."""
+"""The FLOPs of a forward pass, computed from the network's sizes."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 import numpy as np
@@ -11,11 +12,10 @@ from app.model.architecture import Architecture
 
 
 def forward_flops(architecture: Architecture) -> Callable[[np.ndarray], Int64[np.ndarray, "N"]]:
-    """Lengths in tokens -> FLOPs that the blocks spend on a lone sequence of each length, whole numbers.
+    """Returns a function from lengths in tokens to the FLOPs of the blocks for one sequence of each length.
 
-    2 x parameters of the blocks' matrices per token, and 4 x query heads x head size per layer and pair of a token with
-    a token that it sees (2 for the score, 2 for the value). The LM head is left out: it runs over completion tokens
-    only, which a length does not tell.
+    2 x parameters of the blocks' matrices per token, and 4 x query heads x head size per layer and visible pair of
+    tokens (2 for the score, 2 for the value). The LM head is left out: it runs over completion tokens only.
     """
     a = architecture
     attention = a.model_dim * a.head_dim * 2 * (a.num_query_heads + a.num_kv_heads)
@@ -24,15 +24,14 @@ def forward_flops(architecture: Architecture) -> Callable[[np.ndarray], Int64[np
 
     def flops(lengths: np.ndarray) -> Int64[np.ndarray, "N"]:
         lengths = np.asarray(lengths, np.int64)
-        # Layers have few different windows: count the pairs of each once.
-        windows = {window: a.layer_windows.count(window) for window in a.layer_windows}
-        pairs = sum(count * num_visible_pairs(lengths, window) for window, count in windows.items())
+        # Layers have few different windows: the pairs of each are counted once.
+        pairs = sum(n * num_visible_pairs(lengths, window) for window, n in Counter(a.layer_windows).items())
         return per_token * lengths + per_pair * pairs
 
     return flops
 
 
 def num_visible_pairs(lengths: Int64[np.ndarray, "N"], window: int | None) -> Int64[np.ndarray, "N"]:
-    """How many (query, key) pairs causal attention has in a sequence of each length."""
+    """Returns the number of visible (query, key) pairs of causal attention in a sequence of each length."""
     full = lengths if window is None else np.minimum(lengths, window)
     return full * (full + 1) // 2 + (lengths - full) * full

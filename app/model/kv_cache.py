@@ -1,8 +1,7 @@
-"""Incremental decoding: keys and values kept per layer, one new token per slot at a time.
+"""Incremental decoding with a cache of keys and values per layer, one new token per slot at a time.
 
-Cache slot s of a row holds the token at position s. A right-padded prompt leaves rubbish behind its
-last token; decoding overwrites it before it can be seen, because only slots up to a token's own
-position are visible.
+Cache slot s of a row has the token at position s. A right-padded prompt leaves undefined entries after its last token.
+Decoding overwrites them before they become visible, since a token sees only slots up to its own position.
 """
 
 from __future__ import annotations
@@ -28,12 +27,14 @@ from settings.schema.rollout import DecodeLayout
 
 
 class LayerCache(NamedTuple):
+    """The keys and values of one layer."""
+
     keys: Float[Array, "B K S H"]
     values: Float[Array, "B K S H"]
 
 
 KVCache = tuple[LayerCache, ...]
-"""One per layer: separate buffers that a decode step updates in place."""
+"""The caches of all layers: separate buffers, which a decode step updates in place."""
 
 
 CACHE_DIMS = ("rows", "kv_heads", "tokens", "head")
@@ -44,46 +45,43 @@ CACHE_DIMS = ("rows", "kv_heads", "tokens", "head")
 class DecodeWeights:
     """The policy's weights in the form that decodes fastest.
 
-    One array per layer, because slicing a stacked one copies it at every token, and already in the
-    compute type, because casting does too.
+    Each layer has its own arrays, already in the compute type: slicing stacked arrays and casting would copy them at
+    every token.
     """
 
     params: Params
-    """Everything but the blocks."""
+    """All weights except those of the blocks."""
     blocks: tuple[Params, ...]
     layout: DecodeLayout = field(default="gathered", metadata={"static": True})
-    """Whole along their model dim on every device, split over tp alone; or split over fsdp as they are in training, and
-    gathered again for every token."""
+    """`gathered`: split over tp only; `fsdp`: split over fsdp as in training, and gathered for every token."""
 
 
 def make_decode_weights(
     definition: DecoderDefinition, params: Params, dtype: jnp.dtype, layout: DecodeLayout = "gathered"
 ) -> DecodeWeights:
-    """Unstacks, casts and lays out; once per policy version, under jit."""
+    """Unstacks, casts and lays out the weights; runs once per policy version, under jit."""
 
-    def laid_out(x: Array, dims: tuple[str, ...]) -> Array:
+    def constrain_param(x: Array, dims: tuple[str, ...]) -> Array:
         return constrain(x, *decode_dims(dims, layout))
 
-    def of_layer(layer: int) -> Params:
+    def layer_params(layer: int) -> Params:
         return jax.tree.map(
             lambda x, dims: constrain(x[layer], *decode_dims(dims[1:], layout)),
-            laid["blocks"],
+            constrained["blocks"],
             definition.dims["blocks"],
         )
 
-    laid = jax.tree.map(laid_out, _cast_params(params, dtype), definition.dims)
+    constrained = jax.tree.map(constrain_param, _cast_params(params, dtype), definition.dims)
     # The stacked blocks stay in the tree as empty leaves so that the graph still fits it.
-    rest = {**laid, "blocks": jax.tree.map(lambda x: x[:0], laid["blocks"])}
+    rest = {**constrained, "blocks": jax.tree.map(lambda x: x[:0], constrained["blocks"])}
     num_layers = jax.tree.leaves(params["blocks"])[0].shape[0]
-    return DecodeWeights(rest, tuple(of_layer(i) for i in range(num_layers)), layout)
+    return DecodeWeights(rest, tuple(layer_params(i) for i in range(num_layers)), layout)
 
 
 def _cast_params(params: Params, dtype: jnp.dtype) -> Params:
-    """In the compute type; a quantized kernel as it is, so that the same floats are made of it as in training."""
-    as_they_are = (CODES, SCALES)
-    return unflatten_dict(
-        {path: x if path[-1] in as_they_are else x.astype(dtype) for path, x in flatten_by_path(params).items()}
-    )
+    """Casts weights to the compute type, except quantized kernels, which then dequantize as in training."""
+    flat = flatten_by_path(params)
+    return unflatten_dict({path: x if path[-1] in (CODES, SCALES) else x.astype(dtype) for path, x in flat.items()})
 
 
 def make_merged_decode_weights(
@@ -94,41 +92,42 @@ def make_merged_decode_weights(
     *,
     merge: Callable[[Params], Params],
 ) -> DecodeWeights:
-    """`decode_weights` of what `merge` makes of weights with adapters.
+    """Returns the decode weights of a network whose adapters `merge` adds to its kernels.
 
-    Layer by layer: merged all at once they would be in memory twice, in float32 and as they decode.
+    Works layer by layer: merged all at once, the weights would be in memory twice, in float32 and in the compute type.
     """
 
-    def of_layer(layer: int) -> DecodeWeights:
+    def layer_params(layer: int) -> DecodeWeights:
         block = jax.tree.map(lambda x: x[layer : layer + 1], params["blocks"])
         return make_decode_weights(definition, merge({**params, "blocks": block}), dtype, layout)
 
-    first, *others = map(of_layer, range(definition.architecture.num_layers))
+    first, *others = map(layer_params, range(definition.architecture.num_layers))
     return replace(first, blocks=(*first.blocks, *(other.blocks[0] for other in others)))
 
 
 def decode_dims(dims: tuple[str, ...], layout: DecodeLayout) -> tuple[str, ...]:
-    """A weight's logical dims while decoding."""
+    """Returns a weight's logical dims for decoding."""
     return tuple("activation" if dim == "embed" else dim for dim in dims) if layout == "gathered" else dims
 
 
 def abstract_decode_weights(
     definition: DecoderDefinition, mesh: Mesh, dtype: jnp.dtype, layout: DecodeLayout = "gathered"
 ) -> DecodeWeights:
-    """What `decode_weights` gives, as shapes on their shardings."""
+    """Returns the shapes and shardings of `make_decode_weights`."""
     shapes = jax.eval_shape(lambda params: make_decode_weights(definition, params, dtype, layout), definition.shapes)
     dims = jax.tree.map(lambda _, dims: decode_dims(dims, layout), definition.shapes, definition.dims)
-    of_layer = jax.tree.map(lambda _, dims: dims[1:], definition.shapes["blocks"], dims["blocks"])
-    tree = DecodeWeights(dims, (of_layer,) * len(shapes.blocks), layout)
+    layer_dims = jax.tree.map(lambda _, dims: dims[1:], definition.shapes["blocks"], dims["blocks"])
+    tree = DecodeWeights(dims, (layer_dims,) * len(shapes.blocks), layout)
     return abstract_arrays(shapes, sharding_tree(mesh, shapes, tree))
 
 
 def constrain_cache(cache: KVCache) -> KVCache:
+    """Returns the cache with the layout of `CACHE_DIMS`."""
     return jax.tree.map(lambda x: constrain(x, *CACHE_DIMS), cache)
 
 
 def abstract_cache(shapes: KVCache, mesh: Mesh) -> KVCache:
-    """A cache's shapes, on the shardings that `constrain_cache` asks for."""
+    """Returns a cache's shapes with the shardings of `constrain_cache`."""
     return abstract_arrays(shapes, sharding_tree(mesh, shapes, jax.tree.map(lambda _: CACHE_DIMS, shapes)))
 
 
@@ -156,7 +155,7 @@ def prefill(
     token_ids: Int32[Array, "P S"],
     lengths: Int32[Array, "P"],
 ) -> tuple[Float[Array, "P D"], KVCache]:
-    """Reads right-padded prompts. Returns the hidden state of each last token, and the cache."""
+    """Returns the hidden state of the last token of each right-padded prompt, and the cache."""
     decoder = definition.bind(weights.params)
     slots = jnp.arange(token_ids.shape[1])[None, :]
     layout = single_segment_layout(slots < lengths[:, None])
@@ -185,12 +184,12 @@ def decode_step(
     token_ids: Int32[Array, "B"],
     positions: Int32[Array, "B"],
 ) -> tuple[Float[Array, "B D"], KVCache]:
-    """Feeds one token per slot at its position. Returns its hidden state and the updated cache."""
+    """Decodes one token per slot at its position; returns its hidden state and the updated cache."""
     if weights.layout == "fsdp":
-        # Tied to what differs from token to token: else XLA gathers before the loop over tokens, and holds it all.
+        # Depends on the token: otherwise XLA gathers all weights before the loop over tokens, and keeps them.
         weights, token_ids = jax.lax.optimization_barrier((weights, token_ids))
     decoder = definition.bind(weights.params)
-    # vmap tells the partitioner that slots are independent, so no slot ever crosses a device.
+    # With vmap the partitioner knows that slots are independent, so no slot moves between devices.
     write = jax.vmap(lambda row, new, position: row.at[:, position].set(new))
 
     def attend_with(layer: LayerCache, window: int | None) -> AttentionFn:

@@ -1,7 +1,7 @@
-"""LoRA: adapters of low rank that learn beside weights that stay as they are.
+"""LoRA: trainable adapters of low rank next to frozen weights.
 
-A projection x W becomes x W + (alpha / rank) (x A) B, with A [in, rank] drawn and B [rank, out] zeros, so that a fresh
-adapter changes nothing. Adapters are float32 and stacked on L like the kernels that they stand beside.
+A projection x W becomes x W + (alpha / rank) (x A) B. A [in, rank] is random and B [rank, out] is zeros, so that a new
+adapter changes nothing. Adapters are float32 and stacked on L like the kernels.
 
 Source: Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models", section 4.1.
 """
@@ -20,49 +20,50 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array, Float32
 
 ParamTree = dict[str, Any]
-"""A nested dict of arrays, or of what stands for them."""
+"""A nested dict of arrays, or of their shapes or shardings."""
 
 LORA_A, LORA_B = "lora_a", "lora_b"
-"""Leaf names of A and B, which stand beside a `kernel` or its codes."""
+"""Leaf names of A and B, siblings of a `kernel` or its codes."""
 
 
 class LoRAParam(nnx.Param):
-    """A weight of an adapter: where a network has any, they alone learn."""
+    """A weight of an adapter. In a network with adapters, only they are trainable."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoRAConfig:
-    """Which projections have adapters, and of what size."""
+    """The projections with adapters, and the size of the adapters."""
 
     rank: int
     alpha: float
     projections: tuple[str, ...]
-    """Hugging Face's names: `q_proj`."""
+    """Hugging Face names, such as `q_proj`."""
 
     @property
     def scale(self) -> float:
-        """Of what an adapter adds."""
+        """The factor of an adapter's product, alpha / rank."""
         return self.alpha / self.rank
 
     def for_projection(self, projection: str) -> LoRAConfig | None:
-        """Of one projection; None where it has no adapter."""
+        """Returns the configuration of one projection; None if it has no adapter."""
         return self if projection in self.projections else None
 
     def to_text(self) -> str:
-        # In full: what is rounded alike here would pass for the same adapters.
+        """Returns a description that is equal only for equal configurations."""
+        # Not rounded: different values must give different texts.
         alpha = repr(float(self.alpha)).removesuffix(".0")
         return f"rank {self.rank}, alpha {alpha}, {' '.join(self.projections)}"
 
 
 def combine_params(trainable: ParamTree, frozen: ParamTree | None) -> ParamTree:
-    """Both parts of a network's weights as one tree; the arrays are the same ones."""
+    """Returns both parts of a network's weights as one tree, without copying arrays."""
     return unflatten_dict(_flat(frozen) | _flat(trainable)) if frozen else trainable
 
 
 def merge_adapters(params: ParamTree, lora: LoRAConfig | None) -> ParamTree:
-    """The weights without adapters that compute the same: W + (alpha / rank) A B in float32, all others as they are.
+    """Returns equivalent weights without adapters: W + (alpha / rank) A B in float32, other weights unchanged.
 
-    A tree that has no adapters stays as it is.
+    Returns a tree without adapters unchanged.
     """
     flat = _flat(params)
     kernels = {
@@ -84,17 +85,17 @@ def _merge_kernel(
     up: Float32[Array, "L rank *outputs"],
     lora: LoRAConfig | None,
 ) -> Float32[Array, "L *inputs *outputs"]:
-    assert lora is not None, "weights with adapters are those of a network that has some"
+    assert lora is not None, "weights with adapters belong to a network with adapters"
     contracted = (down.ndim - 1,), (1,)
     product = jax.lax.dot_general(down, up, (contracted, ((0,), (0,))), precision=jax.lax.Precision.HIGHEST)
     return kernel + lora.scale * product
 
 
 def init_adapters(shapes: ParamTree, shardings: ParamTree, *, seed: int) -> ParamTree:
-    """Adapters that change nothing yet, on their shardings. All hosts call it together.
+    """Returns new adapters with their shardings; all hosts call it together.
 
-    A is uniform in +-1 / sqrt(in), as PEFT draws it, keyed by seed and path: the same on any mesh, whatever else has
-    adapters. B is zeros.
+    A is uniform in +-1 / sqrt(in), as in PEFT. It is keyed by seed and path, so it does not depend on the mesh or on
+    other adapters. B is zeros.
     """
 
     def draw() -> ParamTree:

@@ -1,4 +1,4 @@
-"""Rotary position embedding: what `config.json` says about it, and the frequencies that follow."""
+"""Rotary position embedding: its fields in `config.json`, and its frequencies."""
 
 from __future__ import annotations
 
@@ -22,20 +22,21 @@ class RopeConfig:
     rope_type: str = "default"
     """`default`, `linear` or `llama3`."""
     factor: float = 1.0
-    """How many times longer than in pre-training the context became; unused by `default`."""
+    """The factor of the context's extension after pre-training; unused by `default`."""
     low_frequency_factor: float = 1.0
-    """`llama3` only, as the two below."""
+    """Used by `llama3` only, like the two fields below."""
     high_frequency_factor: float = 4.0
     original_max_positions: int = 8192
 
 
 def parse_rope(fields: HfConfig, *, max_positions: int, default_theta: float = DEFAULT_THETA) -> RopeConfig:
-    """The rope that an object with `rope_theta`, `rope_type` and that type's own fields describes.
+    """Returns the rope that an object with `rope_theta`, `rope_type` and the fields of that type describes.
 
     Args:
-        max_positions: stands in for the original context of `llama3` where the object does not name it.
+        max_positions: the original context of `llama3` if the object does not have it.
 
-    Raises: InputError for another type, and for fields that are missing or make no sense.
+    Raises:
+        InputError: another type, or fields that are missing or contradictory.
     """
     partial = fields.get("partial_rotary_factor")
     if partial not in (None, 1):
@@ -65,22 +66,23 @@ def parse_rope(fields: HfConfig, *, max_positions: int, default_theta: float = D
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> Float32[np.ndarray, " H/2"]:
-    """Radians per position of each rotated pair.
+    """Returns the radians per position of each rotated pair.
 
         default   f_i = theta^(-2i / H)
         linear    f_i / factor
-        llama3    f_i              where the wavelength 2 pi / f_i < original / high
-                  f_i / factor     where it is > original / low
+        llama3    f_i              if the wavelength 2 pi / f_i < original / high
+                  f_i / factor     if it is > original / low
                   (1 - s) f_i / factor + s f_i   between, s = (original f_i / (2 pi) - low) / (high - low)
 
-    Raises: InputError for another kind.
+    Raises:
+        InputError: another type.
 
     Source: Su et al. 2021 (RoFormer) eq. 15; Chen et al. 2023 (position interpolation);
     Llama 3.1 reference code, `apply_scaling`.
     """
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-    # float32 numpy powers differ in the last bit from those the models were trained with (torch);
-    # rounding a float64 power does not.
+    # numpy's float32 powers differ in the last bit from torch's, which the models were trained with. Rounded float64
+    # powers do not.
     powers = np.power(rope.theta, exponents.astype(np.float64)).astype(np.float32)
     frequencies = np.float32(1) / powers
     if rope.rope_type == "default":

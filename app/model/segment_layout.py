@@ -1,4 +1,4 @@
-"""What stands where in packed rows, who sees whom, and which blocks of a row have to meet for it."""
+"""The layout of packed rows, their attention mask, and the pairs of blocks with visible entries."""
 
 from __future__ import annotations
 
@@ -12,32 +12,35 @@ from jaxtyping import Array, Bool, Int32
 from app.mesh.axis_rules import shard_map_by_dims
 
 Window = Int32[Array, ""] | int | None
-"""How many positions a token sees, its own included; None = all before it."""
+"""The number of visible positions, the query's included; None = all before it."""
 
 HostOrDevice = Any
-"""numpy, or an array of jax's."""
+"""A numpy or JAX array."""
 
 UNREACHABLE = 2**30
-"""Farther than any window is wide: the distance of what is not seen at all."""
+"""The distance of keys that are not visible; larger than any window."""
 
 
 class SegmentLayout(NamedTuple):
-    """Of each token of packed rows: the sample or samples it belongs to, and its place there.
+    """The segment, branch and position of each token of packed rows.
 
-    A segment's tokens follow one another: its prompt, then its completions. Positions count from the start of the
+    The tokens of a segment are contiguous: its prompt, then its completions. Positions count from the start of the
     prompt; each completion of a shared prompt continues from the prompt's last position.
     """
 
     segment_ids: Int32[HostOrDevice, "R T"]
     """1, 2, ... along a row; 0 is padding."""
     branch_ids: Int32[HostOrDevice, "R T"]
-    """0 on a prompt, and on the completion of a prompt that has only that one; 1, 2, ... on the completions of a
-    prompt that they share."""
+    """0 on prompts and on the completion of an unshared prompt; 1, 2, ... on the completions of a shared prompt."""
     positions: Int32[HostOrDevice, "R T"]
 
 
 def single_segment_layout(mask: Bool[HostOrDevice, "R T"]) -> SegmentLayout:
-    """Rows of one sequence each, from the first token on; True where it has tokens."""
+    """Returns the layout of rows with one sequence each, which starts at the first token.
+
+    Args:
+        mask: True where the row has a token.
+    """
     segment_ids = jnp.asarray(mask, jnp.int32)
     positions = jnp.broadcast_to(jnp.arange(mask.shape[1], dtype=jnp.int32), mask.shape)
     return SegmentLayout(segment_ids, jnp.zeros_like(segment_ids), positions)
@@ -49,70 +52,71 @@ def attention_mask(
     offset: Int32[Array, "*R 1"] | int,
     window: Window,
 ) -> Bool[Array, "R T S"]:
-    """Whether a query sees a key.
+    """Returns whether each query sees each key.
 
-    It does if the key is of the same segment and no padding, stands no later in the row, belongs to the prompt or to
-    the query's own branch, and less than `window` positions back.
+    It does if the key is in the same segment, is not padding, is not later in the row, belongs to the prompt or to the
+    query's branch, and is less than `window` positions before the query.
 
     Args:
-        offset: how much farther along the row the first query stands than the first key.
+        offset: the index of the first query in the row, minus that of the first key.
     """
 
-    def pairwise(of_queries: Array, of_keys: Array) -> tuple[Array, Array]:
-        return of_queries[..., :, None], of_keys[..., None, :]
+    def pairwise(query_values: Array, key_values: Array) -> tuple[Array, Array]:
+        return query_values[..., :, None], key_values[..., None, :]
 
-    own, other = pairwise(queries.segment_ids, keys.segment_ids)
-    own_branch, branch = pairwise(queries.branch_ids, keys.branch_ids)
-    at, before = pairwise(jnp.arange(own.shape[-2]) + offset, jnp.arange(other.shape[-1]))
-    seen = (own == other) & (own != 0) & (before <= at) & ((branch == 0) | (branch == own_branch))
+    query_segment, key_segment = pairwise(queries.segment_ids, keys.segment_ids)
+    query_branch, key_branch = pairwise(queries.branch_ids, keys.branch_ids)
+    query_index, key_index = pairwise(jnp.arange(query_segment.shape[-2]) + offset, jnp.arange(key_segment.shape[-1]))
+    visible = (query_segment == key_segment) & (query_segment != 0) & (key_index <= query_index)
+    visible &= (key_branch == 0) | (key_branch == query_branch)
     if window is None:
-        return seen
-    position, earlier = pairwise(queries.positions, keys.positions)
-    return seen & (position - earlier < window)
+        return visible
+    query_position, key_position = pairwise(queries.positions, keys.positions)
+    return visible & (query_position - key_position < window)
 
 
 class BlockPairs(NamedTuple):
-    """Which blocks of queries meet which blocks of keys, as one list for all rows of a device.
+    """The pairs of query and key blocks with visible entries, as one list for all rows of a device.
 
-    Blocks are numbered along the first row, then along the next. The list lies in the shape of the rows, so that
-    it is split over devices as they are; it is read from the front, and its rest is never looked at.
+    Blocks are numbered along the first row, then along the next. The list has the shape of the rows, so that it is
+    split over devices like them. It is read from the front, and its rest is never read.
     """
 
     query_block: Int32[Array, "R pairs"]
     key_block: Int32[Array, "R pairs"]
     distance: Int32[Array, "R pairs"]
-    """Positions from the nearest visible key of the pair to its query. Pairs of the narrowest window come first."""
+    """Positions from the nearest visible key of the pair to its query. Pairs inside the narrowest window come first."""
 
 
 def block_pairs(layout: SegmentLayout, windows: Sequence[Window], size: int) -> BlockPairs:
-    """The pairs of blocks of `size` tokens that hold at least one visible entry in a layer with any such window.
+    """Returns the pairs of blocks of `size` tokens with a visible entry in a layer with any of these windows.
 
-    T is a multiple of `size`. Relies on what `RowLayout` says of the order of a row; costs T * T / size.
+    T is a multiple of `size`. Relies on the token order of `SegmentLayout`; costs T * T / size.
     """
     rows = ("rows", "tokens")
     widths = [UNREACHABLE if window is None else window for window in windows]
 
-    def of_rows(*layout: Array) -> tuple[Array, ...]:
+    def find_pairs(*layout: Array) -> tuple[Array, ...]:
         distance = _block_distances(SegmentLayout(*layout), size)
         num_rows, num_blocks, _ = distance.shape
         flat = distance.ravel()
-        # Stable: inside of a class, pairs of the same queries stay together.
+        # Stable, so that pairs of the same query block stay together.
         needs = sum((flat >= width).astype(jnp.int32) for width in widths)
-        # In a row with n blocks no more than n (n + 1) / 2 pairs are causal.
+        # A row of n blocks has at most n (n + 1) / 2 causal pairs.
         order = jnp.argsort(needs, stable=True)[: num_rows * num_blocks * (num_blocks + 1) // 2]
         row, query_block, key_block = jnp.unravel_index(order, distance.shape)
         first = row * num_blocks
         pairs = first + query_block, first + key_block, flat[order]
         return tuple(x.astype(jnp.int32).reshape(num_rows, -1) for x in pairs)
 
-    return BlockPairs(*shard_map_by_dims(of_rows, in_dims=(rows,) * 3, out_dims=(rows,) * 3)(*layout))
+    return BlockPairs(*shard_map_by_dims(find_pairs, in_dims=(rows,) * 3, out_dims=(rows,) * 3)(*layout))
 
 
 def _block_distances(layout: SegmentLayout, size: int) -> Int32[Array, "R blocks blocks"]:
-    """Of each block of queries and block of keys: positions between the closest two that see each other, or UNSEEN.
+    """Returns the smallest distance of a query to a visible key, for each pair of blocks; UNREACHABLE if there is none.
 
-    A run is a prompt or a completion: tokens of one segment and branch. They are numbered along the row, so the
-    keys of a block are of runs `first` to `last`, and a query sees those of its own run and of its prompt's.
+    A run is a prompt or a completion: the tokens of one segment and branch. Runs are numbered along the row, so the
+    keys of a block are in runs `first` to `last`. A query sees its own run and that of its prompt.
     """
     segment_ids, branch_ids, positions = layout
     num_rows, num_tokens = segment_ids.shape
@@ -125,15 +129,15 @@ def _block_distances(layout: SegmentLayout, size: int) -> Int32[Array, "R blocks
 
     first, last = run[:, None, ::size], run[:, None, size - 1 :: size]
     end = at[size - 1 :: size]
-    to_own = at[:, None] - end
-    sees_own = last == run[:, :, None]
-    # The prompt goes on to the block's end, or it ended right before the first position of the query's own run.
-    goes_on = last == prompt_run[:, :, None]
+    distance_to_run = at[:, None] - end
+    sees_own_run = last == run[:, :, None]
+    # The prompt continues to the block's end, or it ends right before the first position of the query's run.
+    continues = last == prompt_run[:, :, None]
     to_prompt = jnp.where(
-        goes_on, positions[:, :, None] - positions[:, None, size - 1 :: size], (at - run_start + 1)[:, :, None]
+        continues, positions[:, :, None] - positions[:, None, size - 1 :: size], (at - run_start + 1)[:, :, None]
     )
     sees_prompt = (first <= prompt_run[:, :, None]) & (prompt_run[:, :, None] <= last)
-    distance = jnp.where(sees_own, to_own, jnp.where(sees_prompt, to_prompt, UNREACHABLE))
+    distance = jnp.where(sees_own_run, distance_to_run, jnp.where(sees_prompt, to_prompt, UNREACHABLE))
     block = at // size
     blocks = at[::size] // size
     distance = jnp.where(block[:, None] == blocks, 0, distance)

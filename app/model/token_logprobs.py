@@ -1,4 +1,4 @@
-"""Hidden states -> logprobs and entropies of chosen tokens, without ever holding [tokens, vocab]."""
+"""Logprobs and entropies of target tokens from hidden states, computed without a [tokens, vocab] array."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from app.model.segment_layout import SegmentLayout
 def scaled_logits(
     hidden: Float[Array, "*rows D"], head: LMHead, temperature: Float32[Array, ""] | float
 ) -> Float32[Array, "*rows V"]:
-    """The head's logits / temperature, in float32: the one definition that sampler and scorer share."""
+    """Returns the head's logits / temperature in float32, for the sampler and the scorer."""
     return head.logits(hidden) / temperature
 
 
@@ -27,13 +27,13 @@ EntropyFn = Callable[[Array], Array]
 
 
 def entropy(log_softmax: Float32[Array, "*rows V"]) -> Float32[Array, "*rows"]:
-    """-sum(p log p)."""
-    # Not log_normalizer - sum(p * logits): that loses digits with the square of the logits.
+    """Returns -sum(p log p)."""
+    # log_normalizer - sum(p * logits) would lose digits in proportion to the square of the logits.
     return -jnp.sum(jnp.exp(log_softmax) * log_softmax, axis=-1)
 
 
 def detached_entropy(log_softmax: Float32[Array, "*rows V"]) -> Float32[Array, "*rows"]:
-    """`entropy` as a measurement: without a gradient, so that the backward pass holds nothing for it."""
+    """Returns `entropy` without a gradient, so that nothing is kept for the backward pass."""
     return entropy(jax.lax.stop_gradient(log_softmax))
 
 
@@ -47,17 +47,17 @@ def token_logprobs(
     chunk: int,
     entropy_fn: EntropyFn = detached_entropy,
 ) -> tuple[Float32[Array, "R C"], Float32[Array, "R C"]]:
-    """Natural logprob of each target, and the entropy in nats of the distribution it was drawn from.
+    """Returns the natural logprob of each target, and the entropy in nats of its distribution.
 
-    log_softmax(logits / temperature)[target] over the whole vocabulary. `chunk` tokens of every row pass the head at
-    once, forward and backward; the result does not depend on it. Nothing is computed for chunks without any target,
-    whose results are 0. No gradient flows to the temperature.
+    log_softmax(logits / temperature)[target] over the whole vocabulary. `chunk` tokens of every row pass through the
+    head at once, forward and backward; the result does not depend on it. Chunks without any target are skipped, and
+    their results are 0. The temperature gets no gradient.
 
     Args:
-        mask: True where there is a target; what stands elsewhere is finite and means nothing.
+        target_mask: True where there is a target; results elsewhere are finite and undefined.
     """
 
-    def of_chunk(hidden: Array, table: Array, targets: Array, temperature: Array) -> tuple[Array, Array]:
+    def compute_chunk(hidden: Array, table: Array, targets: Array, temperature: Array) -> tuple[Array, Array]:
         logits = scaled_logits(hidden, LMHead(table, head.soft_cap), temperature)
         logits = constrain(logits, "rows", "tokens", "vocab")
         log_normalizer = jax.nn.logsumexp(logits, axis=-1)
@@ -73,8 +73,8 @@ def token_logprobs(
     target_mask = jnp.pad(target_mask, ((0, 0), (0, -num_tokens % chunk)))
     has_targets = target_mask.reshape(target_mask.shape[0], -1, chunk).any(axis=(0, 2))
     temperature = jnp.asarray(temperature, jnp.float32)
-    # JAX's own types say nothing of what it returns.
-    by_chunk: Any = _map_chunks(of_chunk, chunk, hidden, head.table, targets, has_targets, temperature)
+    # JAX has no return type for custom_vjp functions.
+    by_chunk: Any = _map_chunks(compute_chunk, chunk, hidden, head.table, targets, has_targets, temperature)
     logprobs, entropies = by_chunk
     return logprobs[:, :num_tokens], entropies[:, :num_tokens]
 
@@ -93,9 +93,9 @@ def _map_chunks(
     has_targets: Bool[Array, "chunks"],
     temperature: Float32[Array, ""],
 ) -> tuple[Float32[Array, "R C"], Float32[Array, "R C"]]:
-    """`of_chunk` of the chunks that have targets, one after another; 0 for the others.
+    """Applies a function to the chunks with targets, one after another; the results of other chunks are 0.
 
-    Loops as long as there are such chunks, which only a derivative by hand allows. It keeps the inputs alone.
+    A loop whose length depends on data has no automatic derivative; this one keeps only the inputs for it.
     """
 
     def write(i: Array, results: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -124,17 +124,17 @@ def _map_chunks_backward(
     def add(i: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
         first = chunks[i] * chunk_size
 
-        def again(hidden: Array, table: Array) -> tuple[Array, Array]:
+        def recompute(hidden: Array, table: Array) -> tuple[Array, Array]:
             return chunk_fn(hidden, table, _slice_tokens(targets, first, chunk_size), temperature)
 
-        _, pull = jax.vjp(again, _slice_tokens(hidden, first, chunk_size), table)
-        by_part, by_table = pull(tuple(_slice_tokens(x, first, chunk_size) for x in result_grads))
-        return _update_tokens(sums[0], by_part, first), constrain(sums[1] + by_table, "vocab", "embed")
+        _, pull = jax.vjp(recompute, _slice_tokens(hidden, first, chunk_size), table)
+        hidden_grad, table_grad = pull(tuple(_slice_tokens(x, first, chunk_size) for x in result_grads))
+        return _update_tokens(sums[0], hidden_grad, first), constrain(sums[1] + table_grad, "vocab", "embed")
 
     chunks, num_chunks = _order_chunks(has_targets)
     none = jnp.zeros_like(hidden), jnp.zeros_like(table)
-    by_hidden, by_table = jax.lax.fori_loop(0, num_chunks, add, none)
-    return by_hidden, by_table, None, None, None
+    hidden_grads, table_grad = jax.lax.fori_loop(0, num_chunks, add, none)
+    return hidden_grads, table_grad, None, None, None
 
 
 _map_chunks.defvjp(_map_chunks_forward, _map_chunks_backward)
@@ -148,13 +148,13 @@ def _update_tokens(x: Array, part: Array, first: Array) -> Array:
     return jax.lax.dynamic_update_slice_in_dim(x, part, first, axis=1)
 
 
-def _order_chunks(wanted: Bool[Array, "n"]) -> tuple[Int32[Array, "n"], Int32[Array, ""]]:
-    """Indices with those wanted first, in order, and how many they are."""
-    return jnp.argsort(~wanted, stable=True), jnp.sum(wanted, dtype=jnp.int32)
+def _order_chunks(has_targets: Bool[Array, "n"]) -> tuple[Int32[Array, "n"], Int32[Array, ""]]:
+    """Returns the chunk indices, those with targets first, and the number of chunks with targets."""
+    return jnp.argsort(~has_targets, stable=True), jnp.sum(has_targets, dtype=jnp.int32)
 
 
 def hidden_before_targets(hidden: Float[Array, "R T D"], logits_indices: Int32[Array, "R C"]) -> Float[Array, "R C D"]:
-    """The hidden state that stands before each target; any where there is none."""
+    """Returns the hidden state before each target; undefined where there is no target."""
     return jnp.take_along_axis(hidden, jnp.maximum(logits_indices, 0)[:, :, None], axis=1)
 
 
@@ -172,13 +172,13 @@ def completion_logprobs(
     logits_chunk: int,
     entropy_fn: EntropyFn = detached_entropy,
 ) -> tuple[Float32[Array, "R C"], Float32[Array, "R C"]]:
-    """Logprob and entropy of each completion token of packed rows: one forward pass for every role.
+    """Returns the logprob and entropy of each completion token of packed rows; every role uses this forward pass.
 
-    Only the hidden states at `score_index` (the position before each target) meet the LM head.
+    Only the hidden states at `logits_indices` (the position before each target) pass through the LM head.
 
     Args:
-        mask: True where there is a target, whoever wrote it; what stands elsewhere is finite and means nothing.
-        logits_chunk: tokens of each device that pass the LM head at once, but at least one of each row.
+        target_mask: True where there is a target; results elsewhere are finite and undefined.
+        logits_chunk: tokens of each device that pass through the LM head at once, at least one per row.
     """
     hidden = decoder.hidden(token_ids, layout, dtype=dtype, remat=remat)
     return token_logprobs(

@@ -1,4 +1,4 @@
-"""Files and folders that are written whole or not at all."""
+"""Atomic writes of files and folders."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from typing import IO
 
 
 def write_atomic(path: Path, content: bytes) -> None:
-    """Writes a file; where that fails, or the program is killed, what was at `path` is still there."""
+    """Writes a file; if that fails or the program is killed, the old file stays at `path`."""
     with open_atomic(path) as file:
         file.write(content)
 
 
 @contextmanager
 def open_atomic(path: Path) -> Iterator[IO[bytes]]:
-    """A file with a temporary name in the same folder, renamed to `path` when the block has ended without an error.
+    """Opens a file with a temporary name in the same folder, and renames it to `path` if the block raises nothing.
 
-    Its content is on the disk by then: else a power failure could leave the new name with nothing in it.
+    Its content is synced to the disk before: otherwise a power failure could leave an empty file with the new name.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
@@ -36,24 +36,24 @@ def open_atomic(path: Path) -> Iterator[IO[bytes]]:
 
 @contextmanager
 def create_folder_atomic(path: Path) -> Iterator[Path]:
-    """A folder with a temporary name beside `path`, renamed to it when the block has ended without an error.
+    """Creates a folder with a temporary name next to `path`, and renames it to `path` if the block raises nothing.
 
-    Its files and their names are on the disk by then; where the block fails, nothing of it stays.
+    Its files and their names are synced to the disk before. If the block raises, the folder is deleted.
 
     Raises:
         OSError: `path` exists.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    # A program that was killed may have had this number, in a container always the same one.
+    # A killed program may have had the same process id; in a container it is always the same.
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     try:
         yield partial
         for written in (*partial.iterdir(), partial):
             _fsync(written)
-        # Not over an empty folder, which a rename would replace.
+        # A rename would replace an empty folder.
         if os.path.lexists(path):
-            raise FileExistsError(f"{path} has come into being meanwhile")
+            raise FileExistsError(f"{path} was created in the meantime")
         partial.rename(path)
         _fsync(path.parent)
     finally:
@@ -61,7 +61,7 @@ def create_folder_atomic(path: Path) -> Iterator[Path]:
 
 
 def _fsync(path: Path) -> None:
-    """A file's content, or the names in a folder."""
+    """Syncs a file's content, or the names in a folder, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -70,7 +70,7 @@ def _fsync(path: Path) -> None:
 
 
 def is_partial_file(path: Path, *, target: Path) -> bool:
-    """Whether a program that was killed left `path` while it was writing the file `of`."""
+    """Returns whether `path` is the temporary file of a killed program that was writing `target`."""
     return (
         path.parent == target.parent
         and re.fullmatch(rf"\.{re.escape(target.name)}\.\d+\.partial", path.name) is not None

@@ -1,49 +1,57 @@
-"""A file that one process at a time has."""
+"""Locks on files that only one process at a time may write."""
 
 from __future__ import annotations
 
-import fcntl
 import os
 from pathlib import Path
 from typing import IO
 
+from filelock import lock_descriptor
+
 from settings.errors import InputError
 
 
-def open_locked(path: Path, *, command: str) -> IO[bytes]:
-    """Opened for appending; until it is closed, whoever else asks for it is refused.
+class FileLockedError(Exception):
+    """Another process holds the lock."""
 
-    Args:
-        of: the work it belongs to, for errors: `rollout`.
+
+def lock_file(path: Path) -> IO[bytes]:
+    """Opens a file for appending and locks it until the file is closed.
 
     Raises:
-        InputError: another process has it, or it cannot be written or locked. It speaks of `--out`, which is beside it.
+        FileLockedError: another process holds the lock.
+        OSError: the file cannot be written or locked.
     """
     while True:
+        file = path.open("ab")
         try:
-            file = path.open("ab")
-        except OSError as error:
-            raise InputError(f"--out: {path} cannot be written: {error.strerror}; give another --out") from error
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            if not lock_descriptor(file.fileno(), blocking=False):
+                raise FileLockedError
+            # The process that held the lock may have removed the file in the meantime.
+            if os.fstat(file.fileno()).st_nlink:
+                return file
+        except (OSError, FileLockedError):
             file.close()
-            raise InputError(
-                f"--out: another process is at this {command} ({path}); wait for it, or give another --out"
-            ) from None
-        except OSError as error:
-            file.close()
-            raise InputError(
-                f"--out: {path} cannot be locked: {error.strerror}; give an --out on another disk"
-            ) from error
-        if _is_same_file(file, path):
-            return file
-        # Whoever had it has finished and removed it in between.
+            raise
         file.close()
 
 
-def _is_same_file(file: IO[bytes], path: Path) -> bool:
+def open_locked(path: Path, *, command: str) -> IO[bytes]:
+    """Opens the file of a command's `--out` for appending and locks it until the file is closed.
+
+    Args:
+        command: the name of the command for error messages, such as `rollout`.
+
+    Raises:
+        InputError: another process holds the lock, or the file cannot be written or locked.
+    """
     try:
-        return os.path.samestat(os.fstat(file.fileno()), path.stat())
-    except FileNotFoundError:
-        return False
+        return lock_file(path)
+    except FileLockedError:
+        raise InputError(
+            f"--out: another process is running this {command} ({path}); wait for it, or give another --out"
+        ) from None
+    except OSError as error:
+        raise InputError(
+            f"--out: {path} cannot be written or locked: {error.strerror}; give another --out on a disk with locks"
+        ) from error

@@ -1,4 +1,4 @@
-"""JSON Lines files: read with the line named in every error, written whole or not at all."""
+"""JSON Lines files: read with the line number in every error, and written atomically."""
 
 from __future__ import annotations
 
@@ -16,41 +16,44 @@ NUMBER_SHAPE_TABLE = bytes(
     ord("0") if chr(i) in "0123456789" else ord("e") if chr(i) in "eE" else i for i in range(256)
 )
 OVERFLOW_PATTERNS = (b"e000", b"e+000", b"0" * 309)
-"""One stands in the outline of every JSON number that is too large for a float64, which Python would read as an
-infinity. A translation and three searches: a pattern of `re` takes thirty times as long, more than the parsing."""
+"""Every JSON number that is too large for a float64, and that Python reads as an infinity, has one of these patterns
+after the translation. A regular expression would take thirty times as long, more than the parsing."""
 
 
 def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yields (line number from 1, object) for every line that is not blank.
 
-    A byte-order mark and CRLF line ends are accepted.
+    Accepts a byte-order mark and CRLF line ends.
 
     Raises:
-        InputError: the file cannot be read, or a line is not UTF-8, not JSON, not an object, or holds a number that is
-            none, such as NaN.
+        InputError: the file cannot be read, or a line is not UTF-8, not JSON, not an object, or has a number that is
+            not finite.
     """
     for number, _, value in read_jsonl_with_sizes(path):
         yield number, value
 
 
 def read_jsonl_with_sizes(path: str | Path) -> Iterator[tuple[int, int, dict[str, Any]]]:
-    """As `read_jsonl`, with the bytes of the line before the object."""
+    """Yields (line number, size of the line in bytes, object); otherwise like `read_jsonl`."""
     for number, raw in _nonblank_lines(path):
         yield number, len(raw), parse_object(raw, f"{path}:{number}")
 
 
 def read_jsonl_tolerant(path: str | Path) -> Iterator[tuple[int, dict[str, Any] | InputError]]:
-    """As `read_jsonl`, but a line that is no object yields the InputError that says why, and reading goes on.
+    """Yields like `read_jsonl`, but the InputError of an unusable line in place of its object.
 
     Raises:
         InputError: the file cannot be read.
     """
     for number, raw in _nonblank_lines(path):
-        yield number, _parse_or_error(raw, f"{path}:{number}")
+        try:
+            yield number, parse_object(raw, f"{path}:{number}")
+        except InputError as error:
+            yield number, error
 
 
 def _nonblank_lines(path: str | Path) -> Iterator[tuple[int, bytes]]:
-    """Those that are not blank."""
+    """Yields (line number, line) for every line that is not blank."""
     path = Path(path)
     try:
         with path.open("rb") as file:
@@ -65,18 +68,14 @@ def _nonblank_lines(path: str | Path) -> Iterator[tuple[int, bytes]]:
         raise InputError(f"{path.absolute()}: cannot be read: {error.strerror}") from error
 
 
-def _parse_or_error(raw: bytes, where: str) -> dict[str, Any] | InputError:
-    try:
-        return parse_object(raw, where)
-    except InputError as error:
-        return error
-
-
 def parse_object(raw: bytes, where: str) -> dict[str, Any]:
-    """One line's object. `where` opens every error.
+    """Returns the object of one line.
+
+    Args:
+        where: the start of error messages.
 
     Raises:
-        InputError: as `read_jsonl`.
+        InputError: see `read_jsonl`.
     """
     try:
         value = json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant)
@@ -90,27 +89,27 @@ def parse_object(raw: bytes, where: str) -> dict[str, Any]:
         raise InputError(f"{where}: not usable JSON: {error}") from None
     if not isinstance(value, dict):
         raise InputError(f"{where}: expected a JSON object, got {type(value).__name__}")
-    outline = raw.translate(NUMBER_SHAPE_TABLE)
-    if any(part in outline for part in OVERFLOW_PATTERNS) and (place := _find_non_finite(value)):
+    shape = raw.translate(NUMBER_SHAPE_TABLE)
+    if any(part in shape for part in OVERFLOW_PATTERNS) and (place := _find_non_finite(value)):
         raise InputError(f"{where}: {place} is too large for a float64")
     return value
 
 
 class _NonFiniteNumberError(ValueError):
-    """NaN, Infinity or -Infinity, which Python reads and JSON does not know."""
+    """NaN, Infinity or -Infinity, which Python reads but JSON does not have."""
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise _NonFiniteNumberError(f"{name}, which is no number")
+    raise _NonFiniteNumberError(f"{name}, which JSON does not have")
 
 
 def _find_non_finite(value: Any) -> str | None:
-    """Where the first NaN or infinity stands, such as `behavior_logprobs[3]`; None where there is none."""
+    """Returns the place of the first NaN or infinity, such as `behavior_logprobs[3]`; None if there is none."""
     waiting = [("", value)]
     while waiting:
         place, value = waiting.pop()
         if isinstance(value, float) and not math.isfinite(value):
-            return place or "it"
+            return place or "value"
         if isinstance(value, dict):
             waiting += [(f"{place}.{name}" if place else name, item) for name, item in reversed(value.items())]
         elif isinstance(value, list):
@@ -119,10 +118,10 @@ def _find_non_finite(value: Any) -> str | None:
 
 
 def check_output_path(path: str | Path) -> None:
-    """Passes when a file could be written at `path`; meant to be called before any long work.
+    """Checks that a file can be written at `path`; call it before any long work.
 
     Raises:
-        InputError: `path` is a folder or a device, or its folder is absent or not writable.
+        InputError: `path` is a folder or a device, or its folder does not exist or is not writable.
     """
     path = Path(path).absolute()
     if path.exists() and not path.is_file():
@@ -134,7 +133,7 @@ def check_output_path(path: str | Path) -> None:
 
 
 def check_distinct_paths(paths: Mapping[str, Path | None]) -> None:
-    """Raises InputError where two options of a command name the same file; `paths` by option, None where not given."""
+    """Raises InputError if two options of a command name the same file; an option that was not given is None."""
     named: dict[Path, str] = {}
     for option, path in paths.items():
         if path is None:
@@ -145,13 +144,13 @@ def check_distinct_paths(paths: Mapping[str, Path | None]) -> None:
 
 
 def write_jsonl(path: str | Path, records: Iterable[Mapping[str, Any]]) -> None:
-    """Writes one object a line, the file whole or not at all.
+    """Writes one object per line, atomically.
 
-    Floats are written with the digits that read back as the same float64.
+    Floats are written with enough digits to read back the same float64.
 
     Raises:
-        InputError: `path` cannot be a file (see `check_output`).
-        ValueError: a record holds NaN or an infinity, which JSON cannot say.
+        InputError: `path` cannot be written (see `check_output_path`).
+        ValueError: a record has NaN or an infinity, which JSON does not have.
     """
     check_output_path(path)
     path = Path(path).absolute()
@@ -161,10 +160,13 @@ def write_jsonl(path: str | Path, records: Iterable[Mapping[str, Any]]) -> None:
 
 
 def to_json_line(record: Mapping[str, Any], where: str) -> bytes:
-    """One object as its line. `where` opens the error.
+    """Returns an object as one line.
+
+    Args:
+        where: the start of error messages.
 
     Raises:
-        ValueError: it holds NaN or an infinity, which JSON cannot say.
+        ValueError: it has NaN or an infinity, which JSON does not have.
     """
     try:
         return json.dumps(record, allow_nan=False).encode("ascii") + b"\n"

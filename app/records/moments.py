@@ -1,4 +1,4 @@
-"""Mean, variance and whitening over the tokens of a mask, also where several hosts hold them; defined on none."""
+"""Mean, variance and whitening of masked values, also over several hosts; defined for no values, too."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ import numpy as np
 from jaxtyping import Bool, Float, Float32
 
 EPSILON = 1e-8
-"""Added to a variance that is divided by. Source: TRL's and verl's `masked_whiten`."""
+"""The number added to a variance before division by it. Source: TRL's and verl's `masked_whiten`."""
 
 
 class Moments(NamedTuple):
-    """What is kept of a set of numbers; sets are joined by `merged`. All 0 of none."""
+    """The count, mean and squared deviations of a set of numbers; all 0 for no numbers. See `merge_moments`."""
 
     count: float
     mean: float
     sum_squared_deviations: float
-    """Sum of the squared distances from the mean."""
+    """The sum of the squared distances from the mean."""
 
     @property
     def variance(self) -> float:
-        """Unbiased (ddof = 1); 0 of fewer than two."""
+        """The unbiased variance (ddof = 1); 0 for fewer than two numbers."""
         return self.sum_squared_deviations / max(self.count - 1, 1)
 
     @property
     def population_std(self) -> float:
-        """Of exactly these numbers (ddof = 0)."""
+        """The standard deviation of exactly these numbers (ddof = 0)."""
         return (self.sum_squared_deviations / max(self.count, 1)) ** 0.5
 
 
@@ -35,12 +35,12 @@ EMPTY_MOMENTS = Moments(0.0, 0.0, 0.0)
 
 
 def compute_moments(values: Float[np.ndarray, "*any"], mask: Bool[np.ndarray, "*any"]) -> Moments:
-    """Of the values where the mask is True, in float64. Of equal float32 numbers, `squares` is exactly 0."""
+    """Returns the moments of the values where the mask is True, in float64; equal numbers have a variance of 0."""
     kept = np.ravel(values) if mask.all() else values[mask]
     kept = kept.astype(np.float64)
     if not len(kept):
         return EMPTY_MOMENTS
-    # Not one pass over x and x^2: where the mean is large their difference is all rounding.
+    # Two passes: with a large mean, the difference of mean(x^2) and mean(x)^2 is only rounding error.
     mean = kept.sum() / len(kept)
     kept -= mean
     np.square(kept, out=kept)
@@ -48,7 +48,7 @@ def compute_moments(values: Float[np.ndarray, "*any"], mask: Bool[np.ndarray, "*
 
 
 def joint_moments(parts: Sequence[tuple[np.ndarray, np.ndarray]]) -> Moments:
-    """`moments` of all (values, mask) together."""
+    """Returns the moments of all (values, mask) together."""
     if not parts:
         return EMPTY_MOMENTS
     values, masks = zip(*parts, strict=True)
@@ -56,7 +56,7 @@ def joint_moments(parts: Sequence[tuple[np.ndarray, np.ndarray]]) -> Moments:
 
 
 def merge_moments(parts: Iterable[Moments]) -> Moments:
-    """Moments of the union of disjoint sets.
+    """Returns the moments of the union of disjoint sets.
 
     Source: Chan, Golub & LeVeque 1979, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances".
     """
@@ -65,11 +65,13 @@ def merge_moments(parts: Iterable[Moments]) -> Moments:
         count = total.count + part.count
         if not part.count:
             continue
-        apart = part.mean - total.mean
+        difference = part.mean - total.mean
         total = Moments(
             count,
-            total.mean + apart * part.count / count,
-            total.sum_squared_deviations + part.sum_squared_deviations + apart**2 * total.count * part.count / count,
+            total.mean + difference * part.count / count,
+            total.sum_squared_deviations
+            + part.sum_squared_deviations
+            + difference**2 * total.count * part.count / count,
         )
     return total
 
@@ -77,10 +79,10 @@ def merge_moments(parts: Iterable[Moments]) -> Moments:
 def whiten(
     values: Float[np.ndarray, "*any"], mask: Bool[np.ndarray, "*any"], statistics: Moments
 ) -> Float32[np.ndarray, "*any"]:
-    """(x - mean) / sqrt(variance + 1e-8) where the mask is True, 0 elsewhere.
+    """Returns (x - mean) / sqrt(variance + 1e-8) where the mask is True, and 0 elsewhere.
 
     Args:
-        over: of all the values that are whitened together. A single one becomes 0.
+        statistics: the moments of all values that are whitened together. A single value becomes 0.
 
     Source: TRL's and verl's `masked_whiten`; the variance has ddof = 1.
     """

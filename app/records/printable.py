@@ -20,7 +20,7 @@ def to_printable(text: str) -> str:
 def _escape_character(character: str) -> str:
     if character == "\n":
         return "↵ "
-    # isprintable: no control, format, surrogate or private-use character, and no space but the usual one.
+    # isprintable is False for control, format, surrogate and private-use characters, and for spaces other than " ".
     return character if character.isprintable() else character.encode("unicode_escape").decode("ascii")
 
 

@@ -1,14 +1,14 @@
-"""The folder of one run: who may claim it, and where its files lie."""
+"""The directory of a run: its files, its lock, and the checks before a run starts there."""
 
 from __future__ import annotations
 
-import fcntl
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Literal
 
 from app.records.atomic_write import is_partial_file, write_atomic
+from app.records.file_lock import FileLockedError, lock_file
 from settings import Resolved
 from settings.errors import InputError
 from settings.schema.run import RunSettings
@@ -18,13 +18,13 @@ Resume = Literal["auto", "never", "must"]
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """Paths of a run: `<run.dir>/<run.name>/`."""
+    """The paths of a run's files in `<run.dir>/<run.name>/`."""
 
     path: Path
 
     @classmethod
     def from_settings(cls, settings: RunSettings) -> RunDirectory:
-        assert settings.name is not None, "derived when null"
+        assert settings.name is not None, "null is replaced by a derived name"
         return cls(Path(settings.dir).expanduser() / settings.name)
 
     @property
@@ -37,7 +37,7 @@ class RunDirectory:
 
     @property
     def model_path(self) -> Path:
-        """Which commit of a hub model, or of several, this is a run of."""
+        """The commits of the run's hub models."""
         return self.path / "model.json"
 
     @property
@@ -50,7 +50,7 @@ class RunDirectory:
 
     @property
     def crash_dir(self) -> Path:
-        """Where the threads of each host were when the watchdog ended it."""
+        """The stack traces of each host's threads at the time when the watchdog ended it."""
         return self.path / "crash"
 
     def rollouts_path(self, step: int) -> Path:
@@ -63,19 +63,19 @@ class RunDirectory:
         return self.path / "profile" / f"step_{step:06d}"
 
     def write_settings(self, resolved: Resolved) -> None:
-        """The resolved settings with provenance; whole or not at all."""
+        """Writes the resolved settings with their sources, atomically."""
         write_atomic(self.settings_path, resolved.to_yaml().encode("utf-8"))
 
     @property
     def has_settings(self) -> bool:
-        """A run wrote its settings here."""
+        """Whether a run wrote its settings here."""
         return self.settings_path.exists()
 
     @property
     def checkpoint_steps(self) -> list[int]:
-        """Whose checkpoints lie here, in no order; whether they are good is for whoever reads them."""
-        found = self.checkpoints_dir.iterdir() if self.checkpoints_dir.is_dir() else ()
-        return [int(child.name) for child in found if child.name.isdigit()]
+        """The steps of the checkpoints, in no order and unverified."""
+        children = self.checkpoints_dir.iterdir() if self.checkpoints_dir.is_dir() else ()
+        return [int(child.name) for child in children if child.name.isdigit()]
 
     @property
     def has_checkpoint(self) -> bool:
@@ -83,7 +83,7 @@ class RunDirectory:
 
     @property
     def has_foreign_files(self) -> bool:
-        """Something lies here that no run left, not even one that failed before its settings were written."""
+        """Whether there are files that no run left, not even one that failed before it wrote its settings."""
         if self.has_settings or self.has_checkpoint or not self.path.is_dir():
             return False
         ours = {".lock", self.crash_dir.name}
@@ -95,11 +95,11 @@ class RunDirectory:
 
 
 def check_run_directory(run: RunDirectory, resume: Resume) -> None:
-    """Whether this process may run here; writes nothing.
+    """Checks that a run may start here; writes nothing.
 
     Raises:
-        InputError: occupied without leave to resume, nothing to resume where it is a must, not a run's, or not
-            readable and writable.
+        InputError: there is a run and `resume` is `never`, there is no checkpoint and it is `must`, there are other
+            files, or the directory is not readable and writable.
     """
     try:
         _check_content(run, resume)
@@ -107,7 +107,7 @@ def check_run_directory(run: RunDirectory, resume: Resume) -> None:
     except OSError as error:
         raise InputError(f"run.dir: cannot read {run.path}: {error.strerror}; choose another run.dir") from error
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-        raise InputError(f"run.dir: {parent} is not a folder that this user may write to; choose another run.dir")
+        raise InputError(f"run.dir: {parent} is not a directory that this user may write to; choose another run.dir")
 
 
 def _check_content(run: RunDirectory, resume: Resume) -> None:
@@ -115,28 +115,24 @@ def _check_content(run: RunDirectory, resume: Resume) -> None:
         raise InputError(f"run.dir / run.name: {run.path} is a file; choose another run.name")
     if resume == "never" and (run.has_settings or run.has_checkpoint):
         raise InputError(
-            f"run.name: {run.path} already holds a run. Choose another run.name, or continue it with --resume auto"
+            f"run.name: {run.path} already holds a run; choose another run.name, or continue it with --resume auto"
         )
     if resume == "must" and not run.has_checkpoint:
         raise InputError(f"--resume must: {run.path} has no checkpoint; use --resume auto to start there")
     if run.has_foreign_files:
-        raise InputError(f"run.name: {run.path} exists and is not empty, and is no run. Choose another run.name")
+        raise InputError(f"run.name: {run.path} exists and is not a run directory; choose another run.name")
 
 
-def lock_run_directory(run: RunDirectory) -> IO[str]:
-    """Makes the folder and locks it for the life of the returned handle.
+def lock_run_directory(run: RunDirectory) -> IO[bytes]:
+    """Creates the directory and locks it until the returned file is closed.
 
     Raises:
-        InputError: another process is running there.
+        InputError: another process has locked it, or it cannot be written.
     """
     try:
         run.path.mkdir(parents=True, exist_ok=True)
-        lock = (run.path / ".lock").open("a")
+        return lock_file(run.path / ".lock")
+    except FileLockedError:
+        raise InputError(f"run.name: another process is running in {run.path}; choose another run.name") from None
     except OSError as error:
         raise InputError(f"run.dir: cannot write to {run.path}: {error.strerror}; choose another run.dir") from error
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        lock.close()
-        raise InputError(f"run.name: another process is running in {run.path}; choose another run.name") from error
-    return lock

@@ -1,4 +1,4 @@
-"""What this program is made of, for processes that must run the same one."""
+"""Versions of the program and its dependencies, for processes that must run the same code."""
 
 from __future__ import annotations
 
@@ -11,23 +11,27 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
 SAMPLING_PACKAGES = ("jax", "jaxlib", "flax", "numpy")
-"""Packages that decide what is drawn from the same weights."""
-TRAINING_PACKAGES = ("grpo", *SAMPLING_PACKAGES, "libtpu", "optax", "orbax-checkpoint", "tokenizers", "transformers")
-"""Those that decide what a run becomes."""
+"""Packages that determine the samples drawn from given weights."""
+TRAINING_PACKAGES = (
+    "grpo-jax",
+    *SAMPLING_PACKAGES,
+    *("libtpu", "optax", "orbax-checkpoint", "tokenizers", "transformers"),
+)
+"""Packages that determine the result of a run."""
 QUANTIZATION_PACKAGE = "qwix"
-"""What decides it, too, where kernels are quantized."""
+"""The package that determines the samples, in addition, if kernels are quantized."""
 
 NOT_INSTALLED = "not installed"
 
 SOURCE_ROOT = Path(__file__).resolve().parents[2]
-"""Where `cli.py`, `verbs`, `app` and `settings` lie: a checkout or site-packages."""
+"""The folder of `cli.py`, `app` and `settings`: a checkout, or `grpo/` in site-packages."""
 
 
 def code_digest() -> str:
-    """Of the program's own source files, wherever they lie."""
+    """Returns a digest of the program's source files, the same for a checkout and an installation of it."""
     digest = hashlib.sha256()
-    rooms = (SOURCE_ROOT / room for room in ("app", "settings"))
-    files = [SOURCE_ROOT / "cli.py", *(path for room in rooms for path in sorted(room.rglob("*.py")))]
+    packages = (SOURCE_ROOT / name for name in ("app", "settings"))
+    files = [SOURCE_ROOT / "cli.py", *(path for package in packages for path in sorted(package.rglob("*.py")))]
     for path in files:
         digest.update(f"{path.relative_to(SOURCE_ROOT).as_posix()}\n".encode())
         digest.update(path.read_bytes())
@@ -35,7 +39,7 @@ def code_digest() -> str:
 
 
 def program_versions(packages: Iterable[str]) -> dict[str, str]:
-    """What it is -> which version or digest of it this process runs."""
+    """Returns the versions of Python and of packages, and the code digest, by a name for messages."""
     return {
         "version of Python": platform.python_version(),
         **{f"version of {name}": version_of(name) for name in packages},
@@ -44,12 +48,12 @@ def program_versions(packages: Iterable[str]) -> dict[str, str]:
 
 
 def sampling_packages(quantization: str | None) -> tuple[str, ...]:
-    """Packages that decide what is drawn from the same weights, quantized or not."""
+    """Returns the packages that determine the samples drawn from given weights, quantized or not."""
     return SAMPLING_PACKAGES if quantization is None else (*SAMPLING_PACKAGES, QUANTIZATION_PACKAGE)
 
 
 def version_of(package: str) -> str:
-    """Of an installed package, or that it is not."""
+    """Returns the version of a package, or `NOT_INSTALLED`."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -57,18 +61,18 @@ def version_of(package: str) -> str:
 
 
 def minimum_versions(extra: str | None = None) -> dict[str, str]:
-    """Package that the program, or one of its extras, cannot do without -> the oldest version it was tested with."""
+    """Returns the lowest tested version of each package that the program, or one of its extras, requires."""
     pyproject = SOURCE_ROOT / "pyproject.toml"
     if pyproject.is_file():
         project = tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"]
         needed = project["dependencies"] if extra is None else project["optional-dependencies"][extra]
     else:
-        of_extra = re.compile("extra ==" if extra is None else f"extra == ['\"]{extra}['\"]")
-        needed = [one for one in requires("grpo") or () if bool(of_extra.search(one)) == (extra is not None)]
+        marker = re.compile("extra ==" if extra is None else f"extra == ['\"]{extra}['\"]")
+        needed = [one for one in requires("grpo-jax") or () if bool(marker.search(one)) == (extra is not None)]
     bounds = (re.match(r"([\w.-]+)(?:\[[^]]*\])?>=([\w.]+)", one.replace(" ", "")) for one in needed)
     return {bound[1]: bound[2] for bound in bounds if bound}
 
 
 def parse_release(version: str) -> tuple[int, ...]:
-    """`0.10.2.dev1` as (0, 10, 2), to compare; nothing of what is not installed."""
+    """Returns (0, 10, 2) for `0.10.2.dev1`, for comparison; () for `NOT_INSTALLED`."""
     return tuple(map(int, re.findall(r"\d+", version)[:3]))

@@ -1,4 +1,4 @@
-"""One reward function in a process of its own, which may be killed: `python -m app.reward.worker_main`.
+"""One reward function in a process of its own, which may be killed: `python app/reward/worker_main.py`.
 
 It speaks JSON Lines with `app.reward.worker_process`, one answer to each line, and imports nothing but the
 standard library and the function:
@@ -28,6 +28,9 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from types import ModuleType, SimpleNamespace, TracebackType
 from typing import Any, NoReturn
+
+PROGRAM_MODULES = {"app.reward.math_answers"}
+"""Modules of this program that hold reward functions."""
 
 MAX_EXTRAS = 32
 """Further numbers kept of one sample."""
@@ -143,8 +146,9 @@ def load_function(function: str) -> Callable[..., Any]:
         RefusedError: there is no such file, module or name, its import fails, or it is no function.
     """
     place, _, attribute = function.rpartition(":")
-    # As for `python file.py`: what lies beside the file, and in the working directory, can be imported.
-    sys.path.insert(0, os.getcwd())
+    # As for `python file.py`, modules next to the file and in the working directory can be imported. The program's own
+    # functions are found even if the working directory has an `app`, too.
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]) if place in PROGRAM_MODULES else os.getcwd())
     module: Any = _import_file(Path(place)) if place.endswith(".py") else _import_module(place)
     target = module
     for name in attribute.split("."):

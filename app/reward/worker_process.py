@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import site
 import subprocess
 import sys
 import time
@@ -16,7 +15,7 @@ from typing import IO, Any
 
 from app.reward.reward_outcome import replace_control_characters
 
-WORKER_MODULE = "app.reward.worker_main"
+WORKER_FILE = str(Path(__file__).with_name("worker_main.py"))
 SOURCE_ROOT = str(Path(__file__).resolve().parents[2])
 """The folder that holds the `app` package."""
 
@@ -73,7 +72,7 @@ class WorkerProcess:
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-P", "-B", "-m", WORKER_MODULE],
+            [sys.executable, "-P", "-B", WORKER_FILE],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -155,10 +154,8 @@ def worker_environment(names: Sequence[str], environ: Mapping[str, str] = os.env
     """What workers see of our environment, and what makes them behave."""
     allowed = ALLOWED_ENVIRONMENT.union(names)
     passed = {name: value for name, value in environ.items() if name in allowed or name.startswith("LC_")}
-    folders = passed.get("PYTHONPATH", "").split(os.pathsep) if passed.get("PYTHONPATH") else []
-    if SOURCE_ROOT not in site.getsitepackages():
-        folders.append(SOURCE_ROOT)
-    ours = {"PYTHONPATH": os.pathsep.join(folders)} if folders else {}
+    # Last: a function finds the user's own `app` and `settings` before the program's.
+    ours = {"PYTHONPATH": os.pathsep.join(filter(None, (passed.get("PYTHONPATH"), SOURCE_ROOT)))}
     # Workers are the parallelism, so a library's threads would only compete; the devices are the trainer's.
     unless_passed = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     return {**unless_passed, **passed, **ours, "JAX_PLATFORMS": "cpu"}

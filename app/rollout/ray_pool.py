@@ -156,7 +156,10 @@ def connect(address: str | None, actor_options: Sequence[Mapping[str, Any]]) -> 
     """
     # Ray reads it when it starts a process.
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    arguments: dict[str, Any] = {"address": address or "local"}
+    arguments: dict[str, Any] = {
+        "address": address or "local",
+        "runtime_env": {"worker_process_setup_hook": "grpo.add_program_to_path"},
+    }
     if address is None:
         resources: Counter[str] = Counter()
         for options in actor_options:

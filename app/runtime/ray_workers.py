@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 def check_ray_installed(settings: Settings) -> None:
     """Raises InputError if Ray is configured and not installed."""
     if settings.rollout.pool == "ray" and importlib.util.find_spec("ray") is None:
-        raise InputError("rollout.pool: ray needs an optional package; pip install 'grpo[ray]', or set it to local")
+        raise InputError("rollout.pool: ray needs an optional package; pip install -e '.[ray]', or set it to local")
 
 
 def open_ray_workers(

@@ -63,7 +63,7 @@ def samples_to_jsonl(samples: Sequence[Sample]) -> bytes:
 def session_record(*, after_step: int) -> dict[str, Any]:
     """Returns versions and devices of this start, for `sessions.jsonl`; a run may be resumed elsewhere."""
     try:
-        own_version = version("grpo")
+        own_version = version("grpo-jax")
     except PackageNotFoundError:
         own_version = "not installed"
     return {

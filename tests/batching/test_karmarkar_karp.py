@@ -91,5 +91,5 @@ def test_parts_without_weights_are_empty():
 
 
 def test_parts_of_equal_sizes_that_do_not_divide_are_an_error():
-    with pytest.raises(ValueError, match="5 weights are not 2 parts of equal sizes"):
+    with pytest.raises(ValueError, match="5 weights cannot be split into 2 parts of equal sizes"):
         karmarkar_karp([1, 2, 3, 4, 5], 2, equal_sizes=True)

@@ -6,8 +6,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from app.batching.micro_batch_plan import (
     MicroBatch,
@@ -205,19 +203,6 @@ def test_forced_counts_of_rows_that_cannot_be_evened_out_keep_the_rows():
     assert [len(members(m.rows)) for m in plan.micro_batches] == [1, 1, 1, 1, 1, 0]
 
 
-def test_cases_of_slime():
-    # github.com/THUDM/slime, tests/test_dp_schedule.py
-    fives = planned(lone(*[5] * 8), make_budget(10), num_devices=2)
-    assert [len(m.rows) for m in fives.micro_batches] == [2, 2]
-    assert all(len(members([row])) == 2 for m in fives.micro_batches for row in m.rows)
-    fours = planned(lone(*[4] * 32), make_budget(8, num_micro_batches_divisible_by=2), num_devices=2)
-    assert fours.num_micro_batches == 8
-    (fixed,) = plan_fixed_rows([lone(*[10] * 16)], rows_per_device=2, devices_per_host=4, trim_tail=False)
-    assert fixed.num_micro_batches == 2
-    with pytest.raises(ValueError, match="15 tokens"):
-        planned(lone(15, *[3] * 7), make_budget(10))
-
-
 @pytest.mark.parametrize(
     ("lengths", "quota", "options", "expected"),
     [
@@ -319,21 +304,3 @@ def test_rows_of_like_work_share_a_micro_batch():
     host = lone(*[1000] * 4, *[100] * 40)
     work = device_work(planned(host, make_budget(1000, balance=True), num_devices=4), host, 4)
     assert [(w.min(), w.max()) for w in work] == [(2_000_000, 2_000_000), (1_100_000, 1_100_000)]
-
-
-@given(
-    st.lists(st.integers(1, 60), max_size=24),
-    st.integers(1, 4),
-    st.sampled_from(["best_fit", "karmarkar_karp"]),
-    st.booleans(),
-)
-def test_sharing_and_packing_never_change_which_samples_there_are(totals, num_devices, packing, balance):
-    numbers = np.arange(len(totals)) // 3
-    sizes = np.asarray(totals, np.int64)
-    prompts = np.asarray([min(totals[3 * n : 3 * n + 3]) // 2 for n in numbers], np.int64)
-    host = SequenceLengths(prompts, sizes - prompts, numbers)
-    for share_prompts in (False, True):
-        budget = make_budget(64, packing=packing, balance=balance, share_prompts=share_prompts)
-        plan = planned(host, budget, num_devices)
-        held = [i for micro_batch in plan.micro_batches for i in members(micro_batch.rows)]
-        assert sorted(held) == list(range(len(totals)))

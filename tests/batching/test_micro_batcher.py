@@ -65,4 +65,4 @@ def test_packed_rows_are_whole_on_every_device(mesh_shape):
 def test_a_host_without_samples_has_a_micro_batch_of_padding(rows):
     cut = rows([], make_mesh((2, 1, 1)))
     assert len(cut.local_plan.micro_batches) == 1
-    assert cut.figures()["dummy_fraction"] == 1.0
+    assert cut.packing_stats()["dummy_fraction"] == 1.0

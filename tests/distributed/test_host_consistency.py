@@ -269,5 +269,5 @@ def test_the_arithmetic_of_a_step_is_told_once_and_proxies_are_warned_of(config:
     )
     assert told.count(arithmetic) == 1
     assert "samples a step" not in told_by_second
-    assert stderr.count("warning: http_proxy set in the environment: the hosts reach 127.0.0.1 without a proxy") == 1
+    assert stderr.count("warning: http_proxy is set; hosts connect to 127.0.0.1 without a proxy") == 1
     assert not (config.parent / "runs").exists()

@@ -275,7 +275,7 @@ def test_only_one_at_a_time_is_at_an_evaluation(tmp_path: Path, monkeypatch: pyt
     out, subject = tmp_path / "out.jsonl", EvaluationMetadata("tiny", None, "rows.jsonl", {JUDGE: "arithmetic"})
     with (
         closing(open_part_file(out, subject)),
-        pytest.raises(InputError, match="another process is at this evaluation"),
+        pytest.raises(InputError, match="another process is running this evaluation"),
     ):
         open_part_file(out, subject)
 
@@ -283,7 +283,7 @@ def test_only_one_at_a_time_is_at_an_evaluation(tmp_path: Path, monkeypatch: pyt
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    with pytest.raises(InputError, match=r"part cannot be locked: No locks available; give an --out"):
+    with pytest.raises(InputError, match=r"part cannot be written or locked: No locks available; give another --out"):
         open_part_file(out, subject)
 
 

@@ -28,26 +28,17 @@ def test_a_slice_has_the_chips_hosts_and_memory_of_its_name(name, num_chips, num
     assert (found.num_chips, found.num_hosts, found.chip.hbm_bytes) == (num_chips, num_hosts, gib * 2**30)
 
 
-@pytest.mark.parametrize(
-    ("name", "meant"),
-    [
-        ("v4-17", "v4-16 or v4-32"),
-        ("v4-4", "v4-8"),
-        ("v5e-1024", "v5e-256"),
-        ("v4_16", "v4-16"),
-        ("v5-8", "v5e-8 or v5p-8"),
-    ],
-)
-def test_a_name_that_no_slice_has_is_refused_with_the_nearest_and_all_forms(name, meant):
-    message = f"mesh.pretend: got {name!r}; did you mean {meant}?; known: v4-N with N cores, one of 8, 16, "
-    with pytest.raises(InputError, match=re.escape(message)):
+@pytest.mark.parametrize("name", ["v4-17", "v5e-1024", "v4_16", "", "eight", "--4", "v4-16 v4-16", "h100-8"])
+def test_a_name_that_no_slice_has_is_refused_with_all_names(name):
+    with pytest.raises(
+        InputError, match=rf"^mesh\.pretend: got {re.escape(repr(name))}.*; known: v4-8, v4-16, .*v6e-256$"
+    ):
         parse_slice(name)
 
 
-@pytest.mark.parametrize("name", ["", "eight", "v4-", "--4", "v4-16 v4-16", "h100-8"])
-def test_what_is_like_no_slice_is_refused_with_all_forms(name):
-    with pytest.raises(InputError, match=r"^mesh\.pretend: got .*; known: v4-N .*v6e-N with N chips, one of 1, 4, 8"):
-        parse_slice(name)
+def test_a_misspelt_slice_is_refused_with_the_nearest_name():
+    with pytest.raises(InputError, match=r"did you mean .*v4-16"):
+        parse_slice("v4_16")
 
 
 def test_a_chip_is_known_by_what_jax_calls_it():

@@ -34,9 +34,12 @@ def test_on_a_single_device_all_workers_share_it() -> None:
 @pytest.mark.parametrize(
     ("fast", "message"),
     [
-        (WorkerPoolSettings(devices=(8,)), r"fast\.devices: got 8, and this host has 8 devices, 0 to 7"),
-        (WorkerPoolSettings(count=3, devices=(0, 1)), r"fast\.count: 2 devices are there for 3 workers"),
-        (WorkerPoolSettings(count=8), r"fast\.count: 8 devices are there for 9 workers"),
+        (WorkerPoolSettings(devices=(8,)), r"fast\.devices: got 8, but this host has devices 0 to 7"),
+        (
+            WorkerPoolSettings(count=3, devices=(0, 1)),
+            "fast.count: 3 workers need a device each, but there are only 2",
+        ),
+        (WorkerPoolSettings(count=8), r"fast\.count: 9 workers need a device each, but there are only 8"),
     ],
 )
 def test_devices_that_do_not_exist_or_suffice_are_refused(fast, message) -> None:
@@ -46,7 +49,7 @@ def test_devices_that_do_not_exist_or_suffice_are_refused(fast, message) -> None
 
 def test_an_island_splits_weights_as_the_whole_mesh_does() -> None:
     assert dict(make_submesh((2, 3, 4, 5), template=make_mesh((1, 1, 2))).shape) == {"dp": 1, "fsdp": 2, "tp": 2}
-    with pytest.raises(InputError, match=r"has 3 devices, and mesh\.shape splits weights over 2"):
+    with pytest.raises(InputError, match=r"has 3 devices, but mesh\.shape splits weights over 2"):
         make_submesh((0, 1, 2), template=make_mesh((1, 1, 2)))
 
 

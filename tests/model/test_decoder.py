@@ -134,9 +134,9 @@ def test_recomputing_changes_neither_logprobs_nor_gradients_and_saves_memory():
     batch: dict[str, Any] = {
         "token_ids": token_ids,
         "layout": single_segment_layout(np.ones(token_ids.shape, bool)),
-        "score_index": np.broadcast_to(np.arange(39), (2, 39)),
+        "logits_indices": np.broadcast_to(np.arange(39), (2, 39)),
         "targets": token_ids[:, 1:],
-        "mask": np.ones((2, 39), bool),
+        "target_mask": np.ones((2, 39), bool),
     }
 
     def compiled(remat: str) -> Any:

@@ -286,13 +286,13 @@ def test_completion_logprobs_and_entropy_equal_torch_log_softmax(tmp_path, model
     definition, params = load_ours(tmp_path)
     rows = packed_rows(*SHORT_ROWS)
     # The first token of a segment is its prompt, the others its completion.
-    score_index, targets = np.zeros((2, 3, 28), np.int32)
+    logits_indices, targets = np.zeros((2, 3, 28), np.int32)
     filled = [0, 0, 0]
     expected = []
     for row, first, token_ids in rows.segments:
         places = np.s_[row, filled[row] : filled[row] + len(token_ids) - 1]
         filled[row] += len(token_ids) - 1
-        score_index[places] = np.arange(first, first + len(token_ids) - 1)
+        logits_indices[places] = np.arange(first, first + len(token_ids) - 1)
         targets[places] = token_ids[1:]
         logits = torch.from_numpy(reference_logits(reference, token_ids)[:-1])
         logprobs = torch.log_softmax(logits / temperature, dim=-1).numpy()
@@ -302,9 +302,9 @@ def test_completion_logprobs_and_entropy_equal_torch_log_softmax(tmp_path, model
     batch: dict[str, Any] = {
         "token_ids": rows.token_ids,
         "layout": rows.layout,
-        "score_index": score_index,
+        "logits_indices": logits_indices,
         "targets": targets,
-        "mask": np.arange(28) < np.array(filled)[:, None],
+        "target_mask": np.arange(28) < np.array(filled)[:, None],
     }
     logprobs, entropy = jax.jit(
         lambda params: completion_logprobs(

@@ -128,7 +128,7 @@ def test_without_a_model_the_rest_is_still_looked_at(config: Path) -> None:
         **{"data": "ok", "held-out data": "ok", "template": "skip", "reward": "skip", "mesh": "skip"},
         **{"memory": "skip", "forward": "skip", "disk": "skip"},
     }
-    assert "mesh.platform: tpu was asked for and there is none" in checks["devices"]["found"]
+    assert "mesh.platform: tpu is not available" in checks["devices"]["found"]
     assert "nowhere' is neither an existing directory or file nor a hub id" in checks["model"]["found"]
     assert checks["held-out data"]["found"].endswith("without a tokenizer there are no prompts")
 
@@ -141,7 +141,7 @@ def judge(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_mesh_that_does_not_fit_is_found_and_the_rest_all_the_same(config: Path, judge: Path) -> None:
     code, checks, _ = examined("--config", config, *settings("mesh.shape='3,1,1'", f"reward.model={judge}", *QUIET))
     assert code == 2
-    assert "mesh.shape: '3,1,1' asks for 3 devices and there are 8" in checks["mesh"]["found"]
+    assert "mesh.shape: '3,1,1' needs 3 devices, but there are 8" in checks["mesh"]["found"]
     skipped = ("memory", "forward", "reward model", "disk")
     assert list(checks) == [
         *("devices", "settings", "versions", "run directory", "model", "data", "template", "reward"),

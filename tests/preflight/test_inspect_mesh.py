@@ -68,7 +68,7 @@ def test_it_speaks_to_people_and_programs(tiny_model: Path) -> None:
 def test_a_shape_that_does_not_fit_is_refused(tiny_model: Path) -> None:
     result = here("inspect-mesh", *of_tiny(tiny_model), *settings("mesh.shape=1,3,1"))
     assert result.exit_code == 2
-    assert "mesh.shape: '1,3,1' asks for 3 devices and there are 8" in result.stderr
+    assert "mesh.shape: '1,3,1' needs 3 devices, but there are 8" in result.stderr
 
 
 def test_a_configuration_is_all_of_a_model_that_is_read(tiny_model: Path, tmp_path: Path) -> None:

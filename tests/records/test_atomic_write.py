@@ -59,8 +59,8 @@ def test_a_file_that_cannot_take_its_name_leaves_nothing_else(tmp_path: Path) ->
 def test_a_program_that_is_killed_while_it_writes_keeps_the_old_file(path: Path) -> None:
     program = (
         "import os, signal, sys, pathlib\n"
-        "from app.records.atomic_write import replacing\n"
-        "with replacing(pathlib.Path(sys.argv[1])) as file:\n"
+        "from app.records.atomic_write import open_atomic\n"
+        "with open_atomic(pathlib.Path(sys.argv[1])) as file:\n"
         "    file.write(b'x' * 1_000_000)\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
     )

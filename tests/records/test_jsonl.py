@@ -1,9 +1,4 @@
 import json
-import os
-import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -37,7 +32,7 @@ def test_a_line_separator_inside_a_string_does_not_end_the_line(tmp_path):
         (b'"text"', "got str"),
         (b'{"a": NaN}', "NaN"),
         (b'{"a": -Infinity}', "-Infinity"),
-        (b'{"b": 1.0, "a": {"c": [0.5, NaN, NaN]}}', r"a\.c\[1\] is NaN, which is no number"),
+        (b'{"b": 1.0, "a": {"c": [0.5, NaN, NaN]}}', r"a\.c\[1\] is NaN, which JSON does not have"),
         (b'{"a": 1E+400}', "a is too large for a float64"),
         (b'{"a": [1, -1e400]}', r"a\[1\] is too large for a float64"),
         (b'{"a": ' + b"9" * 400 + b".0}", "a is too large"),
@@ -87,25 +82,6 @@ def test_a_failing_write_keeps_the_old_file_and_leaves_nothing_else(tmp_path):
         write_jsonl(path, [{"uid": "q6/s0"}, {"uid": "q7/s0", "reward": float("nan")}])
     assert path.read_text() == '{"old": 1}\n'
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_a_killed_write_keeps_the_old_file(tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"old": 1}\n')
-    program = (
-        "import os, signal, sys\n"
-        "from app.records.jsonl import write_jsonl\n"
-        "def records():\n"
-        "    yield {'text': 'x' * 1_000_000}\n"
-        "    os.kill(os.getpid(), signal.SIGKILL)\n"
-        "write_jsonl(sys.argv[1], records())\n"
-    )
-    root = Path(__file__).parents[2]
-    result = subprocess.run(
-        [sys.executable, "-c", program, str(path)], check=False, env={**os.environ, "PYTHONPATH": str(root)}
-    )
-    assert result.returncode == -signal.SIGKILL
-    assert path.read_text() == '{"old": 1}\n'
 
 
 def test_a_folder_is_refused_as_output(tmp_path):

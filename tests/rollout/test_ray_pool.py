@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("ray", reason="Ray is not installed: pip install 'grpo[ray]'")
+pytest.importorskip("ray", reason="Ray is not installed: pip install -e '.[ray]'")
 import ray
 from ray.cluster_utils import Cluster
 

@@ -29,7 +29,7 @@ from tests.training.test_slot_engine import SCHEDULED, texts
 
 ACTORS = (*SCHEDULED, "rollout.pool=ray")
 needs_ray = pytest.mark.skipif(
-    importlib.util.find_spec("ray") is None, reason="Ray is not installed: pip install 'grpo[ray]'"
+    importlib.util.find_spec("ray") is None, reason="Ray is not installed: pip install -e '.[ray]'"
 )
 
 
@@ -94,7 +94,7 @@ def test_ray_that_is_not_installed_is_named(
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     for result in (train_here(config, *ACTORS), here(*rollout_of(tiny_model, tmp_path / "samples.jsonl"))):
-        assert result.exit_code == 2 and "pip install 'grpo[ray]'" in result.stderr
+        assert result.exit_code == 2 and "pip install -e '.[ray]'" in result.stderr
     assert not (config.parent / "runs").exists()
 
 
@@ -108,7 +108,7 @@ def test_who_only_scores_needs_no_ray(
 
 
 def test_a_dry_run_starts_no_actors_and_sees_no_caches_of_theirs(config: Path) -> None:
-    pytest.importorskip("ray", reason="Ray is not installed: pip install 'grpo[ray]'")
+    pytest.importorskip("ray", reason="Ray is not installed: pip install -e '.[ray]'")
     memory = foreseen(config, *ACTORS).memory
     assert memory["rollout"].get("kv_cache", 0) == 0 < foreseen(config, *SCHEDULED).memory["rollout"]["kv_cache"]
     assert not ray_is_on()

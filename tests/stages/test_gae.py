@@ -241,7 +241,10 @@ BAD_LINES: list[tuple[dict[str, Any] | str, str]] = [
     ({"values": [1e39], "reward": 1.0}, "in.jsonl:2: values[0]: expected finite float32 numbers"),
     ({"values": [1.0], "reward": 1e39}, "in.jsonl:2: reward: expected a finite float32 number"),
     ({"values": [3e38], "reward": -3e38}, "in.jsonl:2: rewards or values are too large"),
-    ('{"values": [1.0, NaN], "reward": 1.0}', "in.jsonl:2: not usable JSON: values[1] is NaN, which is no number"),
+    (
+        '{"values": [1.0, NaN], "reward": 1.0}',
+        "in.jsonl:2: not usable JSON: values[1] is NaN, which JSON",
+    ),
     ('{"values": [1.0,', "in.jsonl:2: not JSON"),
 ]
 

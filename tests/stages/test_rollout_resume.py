@@ -157,7 +157,7 @@ def test_a_file_that_is_no_part_of_a_rollout_is_left_as_it_is(line: bytes, tiny_
 def test_two_processes_do_not_share_a_part_file(tiny_model: Path, tmp_path: Path) -> None:
     with PartFile(tmp_path / "samples.jsonl.part", header="{}", command="rollout"):
         result = here(*command(tiny_model, tmp_path / "samples.jsonl"))
-        assert result.exit_code == 2 and "another process is at this rollout" in result.stderr
+        assert result.exit_code == 2 and "another process is running this rollout" in result.stderr
     assert list(tmp_path.iterdir()) == []
 
 

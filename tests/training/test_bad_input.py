@@ -57,7 +57,7 @@ def refused(config: Path, *overrides: str, resume: str = "never") -> str:
         ("checkpoint.best_metric=eval/acuracy", "do not measure 'eval/acuracy'; did you mean eval/accuracy?"),
         ("checkpoint.best_metric=reward/mean", "checkpoint.best_metric: evaluations do not measure 'reward/mean'"),
         ("checkpoint.every_minutes=0", "checkpoint.every_minutes: expected greater than 0, got 0"),
-        ("mesh.shape='3,1,1'", "mesh.shape: '3,1,1' asks for 3 devices and there are 8"),
+        ("mesh.shape='3,1,1'", "mesh.shape: '3,1,1' needs 3 devices, but there are 8"),
         ("mesh.num_processes=2", "also set mesh.coordinator_address and mesh.process_id"),
         ("model.path=builtin:huge", "model.path: there is no built-in model 'builtin:huge'"),
         ("data.source=builtin:algebra", "data.source: unknown 'builtin:algebra'"),
@@ -233,7 +233,7 @@ def take_a_smaller_embedding(model: Path) -> None:
         (use_another_family, "config.json: model_type='mamba' is not supported; supported: llama, mistral, qwen2"),
         (bring_code, "config.json has `auto_map`"),
         (forget_a_size, "config.json: hidden_size is missing"),
-        (keep_only_a_pickle, "holds weights only as pickles (pytorch_model.bin)"),
+        (keep_only_a_pickle, "has weights only as pickles (pytorch_model.bin)"),
         (keep_no_weights, "has neither model.safetensors nor model.safetensors.index.json"),
         (truncate_weights, "model.safetensors: truncated, or not a safetensors file"),
         (
@@ -257,12 +257,12 @@ def test_a_model_that_is_not_whole(config: Path, tmp_path: Path, spoil: Callable
 
 def test_a_run_directory_below_a_file(config: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    assert "is not a folder that this user may write to" in refused(config, f"run.dir={tmp_path / 'file'}")
+    assert "is not a directory that this user may write to" in refused(config, f"run.dir={tmp_path / 'file'}")
 
 
 def test_a_run_directory_that_the_system_refuses(config: Path) -> None:
     message = refused(config, "run.dir=/proc/self")
-    assert "run.dir: /proc/self is not a folder that this user may write to" in message
+    assert "run.dir: /proc/self is not a directory that this user may write to" in message
 
 
 def test_a_run_directory_in_the_place_of_a_file(config: Path, tmp_path: Path) -> None:
@@ -274,7 +274,7 @@ def test_a_run_directory_in_the_place_of_a_file(config: Path, tmp_path: Path) ->
 def test_a_folder_that_holds_something_else(config: Path, tmp_path: Path, resume: str) -> None:
     (tmp_path / "tiny").mkdir()
     (tmp_path / "tiny" / "thesis.tex").write_text("mine")
-    assert "not empty, and is no run" in refused(config, f"run.dir={tmp_path}", resume=resume)
+    assert "exists and is not a run directory" in refused(config, f"run.dir={tmp_path}", resume=resume)
 
 
 def test_a_run_directory_that_cannot_be_looked_into(config: Path, tmp_path: Path) -> None:

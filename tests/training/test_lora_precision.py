@@ -109,7 +109,7 @@ def test_adapters_beside_the_kernels_are_foreseen_in_memory_and_work(config: Pat
 
 
 def test_workers_far_away_decode_with_the_adapters_that_they_are_sent(config: Path) -> None:
-    pytest.importorskip("ray", reason="Ray is not installed: pip install 'grpo[ray]'")
+    pytest.importorskip("ray", reason="Ray is not installed: pip install -e '.[ray]'")
     session = opened(config, BFLOAT16, *SCHEDULED, "rollout.mode=fast", "rollout.pool=ray")
     assert session.workers is not None
     sent = session.engine.to_decode_weights(session.full_params(session.initial_trained_params()))

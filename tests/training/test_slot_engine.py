@@ -109,7 +109,7 @@ def test_a_dry_run_foresees_the_caches_of_the_slots(config: Path) -> None:
             ("rollout.scheduler=sync", "rollout.workers.fast.slots=6"),
             "rollout.workers.fast.slots: 6 cannot be split over the 4",
         ),
-        ((*SCHEDULED, "rollout.workers.fast.count=8"), "8 devices are there for 9 workers"),
+        ((*SCHEDULED, "rollout.workers.fast.count=8"), "9 workers need a device each, but there are only 8"),
     ],
 )
 def test_slots_that_cannot_be_are_refused(config: Path, overrides: tuple[str, ...], message: str) -> None:

@@ -18,7 +18,7 @@ from tests.quantized import dequantized_params
 from tests.tiny import EVEN, assert_trees_close, make_mesh, one_a_row, pack_update, random_params
 from tests.update.test_step import EVERYTHING, SAMPLES
 
-pytest.importorskip("qwix", reason="Qwix is not installed: pip install 'grpo[qlora]'")
+pytest.importorskip("qwix", reason="Qwix is not installed: pip install -e '.[qlora]'")
 
 ARCHITECTURE = replace(EVEN, num_layers=1)
 ADAPTERS = LoRAConfig(3, 6.0, PROJECTIONS)

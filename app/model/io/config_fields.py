@@ -1,4 +1,4 @@
-"""Typed fields of a `config.json`. What is missing or malformed is an InputError that names the field."""
+"""Typed access to the fields of a `config.json`; a missing or malformed field raises an InputError with its name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ HfConfig = Mapping[str, Any]
 """A parsed `config.json`, or an object inside it."""
 
 MAX_INT = 2**30
-"""Sizes and positions are int32 on the devices, and no real one comes near."""
+"""The limit of sizes and positions, which are int32 on devices."""
 
 T = TypeVar("T")
 
@@ -38,7 +38,7 @@ def boolean(fields: HfConfig, name: str, *, default: bool = False) -> bool:
 
 
 def json_object(fields: HfConfig, name: str) -> HfConfig:
-    """The object under that name; empty where there is none."""
+    """Returns the object with that name; an empty one if there is none."""
     value = fields.get(name) or {}
     if not isinstance(value, Mapping):
         raise InputError(f"config.json: {name} must be an object, got {value!r}")
@@ -46,14 +46,14 @@ def json_object(fields: HfConfig, name: str) -> HfConfig:
 
 
 def nullable_field(read: Callable[[HfConfig, str], T], fields: HfConfig, name: str, *, default: T | None) -> T | None:
-    """None where null switches the field off, `absent` where the field is not there at all."""
+    """Returns the field's value, None if it is null, and `default` if it is missing."""
     if name not in fields:
         return default
     return None if fields[name] is None else read(fields, name)
 
 
 def _required_field(fields: HfConfig, name: str, default: Any) -> Any:
-    """The field's value; null counts as absent, as transformers writes null for "derive it"."""
+    """Returns the field's value; null counts as missing, since transformers writes null for derived values."""
     value = fields.get(name)
     value = default if value is None else value
     if value is None:

@@ -1,7 +1,7 @@
-"""The model families: what each one's Hugging Face `config.json` says, as an `Architecture`.
+"""The model families: conversion of each one's Hugging Face `config.json` into an `Architecture`.
 
-Absent optional fields take transformers' defaults; sizes have none and must be there. A field that would
-change the network in a way the decoder cannot follow is an InputError, never ignored.
+Missing optional fields have transformers' defaults; sizes are required. A field that changes the network in a way that
+the decoder does not support raises an InputError; it is never ignored.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ UNSUPPORTED_FIELDS = {
     "attention_chunk_size": "attention in chunks is not supported; use a model with full or sliding attention",
     "use_bidirectional_attention": "only causal language models can be sampled; use one",
 }
-"""Fields that no supported family may set, and what is wrong with them."""
+"""Fields that no supported family may set, with the reason."""
 
 
 class Family(NamedTuple):
     causal_lm: str
-    """The `architectures` entry that goes with the `model_type`."""
+    """The `architectures` entry of the `model_type`."""
     parse_config: Callable[[HfConfig], Architecture]
     example: str
-    """A text-only checkpoint of the hub."""
+    """A text-only checkpoint on the hub."""
     classifier: str | None = None
-    """The entry of sequence classification; None where only the end differs."""
+    """The `architectures` entry of sequence classification; None if only the suffix differs."""
 
     def architecture_name(self, head: str) -> str:
-        """The `architectures` entry of a network with this head."""
+        """Returns the `architectures` entry of a network with this head."""
         if self.classifier is not None and head in SEQUENCE_CLASSIFICATION:
             return self.classifier
         return self.causal_lm.removesuffix(*CAUSAL_LM) + head
@@ -49,13 +49,13 @@ SEQUENCE_CLASSIFICATION = ("ForSequenceClassification",)
 
 
 def architecture_from_config(config: HfConfig, *, heads: Sequence[str] = CAUSAL_LM) -> Architecture:
-    """The architecture that a parsed `config.json` describes.
+    """Returns the architecture of a parsed `config.json`.
 
     Args:
-        heads: the kinds of network that will do, as the ends of `architectures` entries.
+        heads: the accepted kinds of network, as suffixes of `architectures` entries.
 
-    Raises: InputError for remote code, an unknown family, a field that cannot be honoured, or a missing,
-        malformed or contradictory one.
+    Raises:
+        InputError: remote code, an unknown family, or an unsupported, missing, malformed or contradictory field.
     """
     if config.get("auto_map"):
         raise InputError(
@@ -82,7 +82,7 @@ def architecture_from_config(config: HfConfig, *, heads: Sequence[str] = CAUSAL_
 
 
 def llama(config: HfConfig) -> Architecture:
-    """Llama 2 and 3, SmolLM2, and whatever else is saved as them."""
+    """Reads Llama 2 and 3, SmolLM2 and other models with their format."""
     _check_silu_activation(config)
     if config.get("use_sliding_window"):
         raise InputError("config.json: use_sliding_window=true is not supported for model_type='llama'")
@@ -97,19 +97,19 @@ def llama(config: HfConfig) -> Architecture:
 
 
 def mistral(config: HfConfig) -> Architecture:
-    """Llama with the same sliding window on every layer. Source: Jiang et al. 2023."""
+    """Reads Mistral: Llama with the same sliding window on every layer. Source: Jiang et al. 2023."""
     _check_silu_activation(config)
     return _architecture(config, windows=_uniform_windows(config, _sliding_window(config)))
 
 
 def qwen2(config: HfConfig) -> Architecture:
-    """Qwen2 and 2.5: Llama with biases on query, key and value."""
+    """Reads Qwen2 and 2.5: Llama with biases on query, key and value."""
     _check_silu_activation(config)
     return _architecture(config, windows=_qwen_windows(config), qkv_bias=True)
 
 
 def qwen3(config: HfConfig) -> Architecture:
-    """Llama with normed queries and keys. Source: Yang et al. 2025, section 2."""
+    """Reads Qwen3: Llama with normed queries and keys. Source: Yang et al. 2025, section 2."""
     _check_silu_activation(config)
     bias = boolean(config, "attention_bias")
     return _architecture(
@@ -123,7 +123,7 @@ def qwen3(config: HfConfig) -> Architecture:
 
 
 def gemma2(config: HfConfig) -> Architecture:
-    """Capped scores and logits, norms around every part, every other layer with a window.
+    """Reads Gemma 2: capped scores and logits, norms before and after every part, windows on every other layer.
 
     Source: Riviere et al. 2024, section 2.
     """
@@ -136,12 +136,12 @@ def gemma2(config: HfConfig) -> Architecture:
 
 
 def gemma3_text(config: HfConfig) -> Architecture:
-    """Gemma 2 with query and key norms in place of capped scores, and ropes of their own for layers with a window.
+    """Reads Gemma 3: Gemma 2 with query and key norms instead of capped scores, and another rope in windowed layers.
 
     Source: Kamath et al. 2025, section 2.
     """
     if config.get("attn_logit_softcapping") is not None:
-        # transformers reads the field and never uses it: nobody can say what such weights were trained with.
+        # transformers reads the field but never uses it, so the training of such weights is unknown.
         raise InputError("config.json: attn_logit_softcapping is not supported for model_type='gemma3_text'; only null")
     pattern = positive_int(config, "sliding_window_pattern", default=6)
     rope, windowed_rope = _ropes_by_layer_type(config)
@@ -165,11 +165,11 @@ FAMILIES: dict[str, Family] = {
         "Gemma3ForCausalLM", gemma3_text, "google/gemma-3-1b-it", classifier="Gemma3TextForSequenceClassification"
     ),
 }
-"""By `model_type`."""
+"""The supported families by `model_type`."""
 
 
 def _gemma(config: HfConfig, **switches: Any) -> Architecture:
-    """What Gemma 2 and 3 share."""
+    """Returns an architecture with the switches of both Gemma 2 and 3."""
     _check_gemma_activation(config)
     bias = boolean(config, "attention_bias")
     return _architecture(
@@ -190,7 +190,7 @@ def _gemma(config: HfConfig, **switches: Any) -> Architecture:
 def _architecture(
     config: HfConfig, *, default_head_dim: int | None = None, tied_by_default: bool = False, **switches: Any
 ) -> Architecture:
-    """The sizes, which every family spells alike, and the family's own switches."""
+    """Returns an architecture with the sizes, which have the same names in every family, and the given switches."""
     num_query_heads = positive_int(config, "num_attention_heads")
     num_kv_heads = positive_int(config, "num_key_value_heads", default=num_query_heads)
     if num_query_heads % num_kv_heads:
@@ -230,7 +230,7 @@ def _head_dim(config: HfConfig, num_query_heads: int, default: int | None) -> in
 
 
 def _rope(config: HfConfig) -> RopeConfig:
-    """Both spellings: `rope_theta` + `rope_scaling`, and `rope_parameters`, which holds both."""
+    """Reads `rope_theta` and `rope_scaling`, or `rope_parameters`, which has both."""
     fields = json_object(config, "rope_scaling") or json_object(config, "rope_parameters")
     if any(isinstance(value, dict) for value in fields.values()):
         raise InputError(
@@ -238,16 +238,15 @@ def _rope(config: HfConfig) -> RopeConfig:
             f"{config['model_type']!r}"
         )
     outer = {name: config.get(name) for name in ("rope_theta", "partial_rotary_factor")}
-    # Where it stands beside rope_scaling it wins, as in transformers.
+    # It overrides the field in rope_scaling, as in transformers.
     original = {name: config[name] for name in ("original_max_position_embeddings",) if config.get(name) is not None}
     return parse_rope({**outer, **fields, **original}, max_positions=positive_int(config, "max_position_embeddings"))
 
 
 def _ropes_by_layer_type(config: HfConfig) -> tuple[RopeConfig, RopeConfig]:
-    """Of the layers without and with a window.
+    """Returns the ropes of layers without and with a window.
 
-    Both spellings: `rope_theta` + `rope_scaling` and `rope_local_base_freq`, and `rope_parameters` with an object
-    for each layer type.
+    Reads `rope_theta`, `rope_scaling` and `rope_local_base_freq`, or `rope_parameters` with an object per layer type.
     """
     by_type = json_object(config, "rope_parameters")
     if extra := sorted(set(by_type) - {FULL, SLIDING}):
@@ -267,7 +266,7 @@ def _ropes_by_layer_type(config: HfConfig) -> tuple[RopeConfig, RopeConfig]:
 
 
 def _windows(config: HfConfig, has_window: Callable[[int], bool], window: int | None) -> tuple[int | None, ...]:
-    """Each layer's window: where `layer_types` says so, or the family's own pattern where it is absent."""
+    """Returns each layer's window from `layer_types`, or from the family's pattern if that is missing."""
     types = _layer_types(config)
     if types is None:
         types = [SLIDING if has_window(layer) else FULL for layer in range(positive_int(config, "num_hidden_layers"))]
@@ -275,14 +274,14 @@ def _windows(config: HfConfig, has_window: Callable[[int], bool], window: int | 
         return ()
     if window is None:
         raise InputError(
-            f"config.json: layers have {SLIDING!r}, but there is no window: sliding_window is null or "
+            f"config.json: layer_types has {SLIDING!r}, but there is no window: sliding_window is null or "
             "use_sliding_window is false"
         )
     return tuple(window if kind == SLIDING else None for kind in types)
 
 
 def _uniform_windows(config: HfConfig, window: int | None) -> tuple[int | None, ...]:
-    """The same on every layer: the code of these families does not look at `layer_types`."""
+    """Returns the same window for every layer: transformers ignores `layer_types` in these families."""
     types, expected = _layer_types(config), FULL if window is None else SLIDING
     if types is not None and set(types) != {expected}:
         raise InputError(
@@ -293,7 +292,7 @@ def _uniform_windows(config: HfConfig, window: int | None) -> tuple[int | None, 
 
 
 def _qwen_windows(config: HfConfig) -> tuple[int | None, ...]:
-    """Off unless asked for; then on the layers from `max_window_layers` on."""
+    """Returns windows for the layers from `max_window_layers` on, if `use_sliding_window` is true."""
     window = _sliding_window(config) if boolean(config, "use_sliding_window") else None
     first = config.get("max_window_layers", 28)
     if not isinstance(first, int) or isinstance(first, bool) or first < 0:
@@ -324,7 +323,7 @@ def _check_silu_activation(config: HfConfig) -> None:
 
 
 def _check_gemma_activation(config: HfConfig) -> None:
-    """`hidden_activation` decides. Old files also say hidden_act="gelu", and mean the same."""
+    """Checks `hidden_activation`. Old files also have hidden_act="gelu", with the same meaning."""
     activation = config.get("hidden_activation") or "gelu_pytorch_tanh"
     if activation != "gelu_pytorch_tanh":
         raise InputError(f"config.json: hidden_activation={activation!r} is not supported; only 'gelu_pytorch_tanh'")

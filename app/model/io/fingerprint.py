@@ -1,4 +1,4 @@
-"""What tells the files of one model from those of another, by reading little of them."""
+"""Fingerprints of model files, computed from small parts of them."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from pathlib import Path
 from typing import Any
 
 NUM_SPOTS, SPOT_BYTES = 4, 4096
-"""Of each tensor: 5 MB of a model with 300."""
+"""The parts of each tensor that are read: 5 MB of a model with 300 tensors."""
 
 ByteRanges = Mapping[str, range]
-"""Name of a tensor, and how its bytes are to be read -> the bytes of its file that hold it."""
+"""The byte range of each tensor in its file, by name, type and shape."""
 
 
 def fingerprint(config: Mapping[str, Any], files: Mapping[Path, ByteRanges]) -> str:
-    """Hex SHA-256 of a configuration and of each file's name, size, and names, places and spots of its tensors.
+    """Returns the hex SHA-256 of a configuration and of each file's name, size, and tensor names, places and spots.
 
-    Spots are the first and the last 4 KiB of a tensor and two between them; up to 16 KiB it is read whole. So a
-    tensor that has changed throughout is seen; one in which a few numbers between the spots have changed is not.
+    Spots are the first and the last 4 KiB of a tensor and two between them; tensors up to 16 KiB are read whole. So a
+    change of a whole tensor is detected; a change of a few numbers between the spots is not.
     """
     digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
     for path, extents in files.items():
@@ -43,7 +43,7 @@ def _spots(extent: range) -> Iterator[range]:
 
 
 def safetensors_byte_ranges(path: Path) -> ByteRanges:
-    """Of a file that the library has opened, and so found to be whole.
+    """Returns the byte ranges of a file that the safetensors library has opened, and so verified to be whole.
 
     Source: the safetensors format, https://huggingface.co/docs/safetensors.
     """

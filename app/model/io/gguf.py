@@ -1,8 +1,7 @@
-"""A GGUF file, seen as the Hugging Face checkpoint it was made from.
+"""GGUF files, read like the Hugging Face checkpoints that they were converted from.
 
-The `gguf` package parses and dequantises; this module undoes what llama.cpp's converter did:
-it renames tensors back, restores the row order of the llama q and k projections, and rebuilds the
-`config.json` fields from the metadata.
+The `gguf` package parses and dequantises. This module reverses llama.cpp's conversion: it restores tensor names, the
+row order of llama's q and k projections, and the `config.json` fields from the metadata.
 
 Source: the GGUF specification (ggml-org/ggml, docs/gguf.md) and llama.cpp, `convert_hf_to_gguf.py`.
 """
@@ -22,7 +21,7 @@ from app.model.io.fingerprint import ByteRanges
 from settings.errors import InputError
 
 HUGGING_FACE_CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
-"""`general.architecture` -> the class whose `config.json` is rebuilt."""
+"""The class of the rebuilt `config.json` by `general.architecture`."""
 
 WORKAROUND = "use the model's safetensors checkpoint, as a directory or a hub id"
 
@@ -45,9 +44,10 @@ BLOCK_TENSORS = {
 
 
 class GgufFile:
-    """Tensors under their Hugging Face names, dequantised when read; metadata; rebuilt configs.
+    """A GGUF file: tensors by their Hugging Face names, dequantised on reading; metadata; rebuilt configs.
 
-    Raises: InputError for a damaged file, an unknown architecture, tensor or quantisation.
+    Raises:
+        InputError: a damaged file, or an unknown architecture, tensor or quantisation.
     """
 
     def __init__(self, path: Path) -> None:
@@ -55,7 +55,7 @@ class GgufFile:
         try:
             self._reader = GGUFReader(path)
         except (OSError, ValueError, KeyError, IndexError) as error:
-            raise InputError(f"{path}: not a whole GGUF file ({error}); fetch it again") from error
+            raise InputError(f"{path}: not a complete GGUF file ({error}); download it again") from error
         self._family = self.metadata("general.architecture")
         if self._family not in HUGGING_FACE_CLASSES:
             raise InputError(
@@ -68,19 +68,19 @@ class GgufFile:
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Hugging Face tensor name -> shape, outermost dim first."""
+        """The shapes by Hugging Face tensor name, outermost dim first."""
         return {name: _shape(tensor) for name, tensor in self._tensors.items()}
 
     @property
     def byte_ranges(self) -> ByteRanges:
-        """Hugging Face tensor name -> where it lies, quantised."""
+        """The byte ranges of the quantised tensors by Hugging Face tensor name."""
         return {
             name: range(start := int(tensor.data_offset), start + int(tensor.n_bytes))
             for name, tensor in self._tensors.items()
         }
 
     def read(self, name: str) -> np.ndarray:
-        """One tensor as float32, in Hugging Face's row order."""
+        """Returns one tensor as float32, in Hugging Face's row order."""
         tensor = self._tensors[name]
         try:
             values = dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
@@ -94,9 +94,10 @@ class GgufFile:
         return values
 
     def metadata(self, key: str, default: Any = None) -> Any:
-        """A metadata value as a plain Python object.
+        """Returns a metadata value as a plain Python object.
 
-        Raises: InputError where it is absent and there is no default.
+        Raises:
+            InputError: it is missing and there is no default.
         """
         field = self._reader.get_field(key)
         value = default if field is None else field.contents()
@@ -105,7 +106,7 @@ class GgufFile:
         return value
 
     def config(self) -> dict[str, Any]:
-        """The fields of `config.json` that decide the architecture."""
+        """Returns the fields of `config.json` that determine the architecture."""
         num_heads, model_dim = self._positive_int("attention.head_count"), self._positive_int("embedding_length")
         head_dim = self._positive_int("attention.key_length", model_dim // num_heads)
         scaling = self._family_metadata("rope.scaling.type", "none")
@@ -138,7 +139,7 @@ class GgufFile:
         }
 
     def generation_config(self) -> dict[str, Any]:
-        """The end-of-sequence and end-of-turn ids, as `generation_config.json` spells them."""
+        """Returns the end-of-sequence and end-of-turn ids in the format of `generation_config.json`."""
         keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
         ids = [self.metadata(key) for key in keys if self._reader.get_field(key) is not None]
         return {"eos_token_id": sorted(set(ids))}
@@ -155,16 +156,16 @@ class GgufFile:
         return value
 
     def _float32(self, key: str, default: float | None = None) -> float:
-        """Through the shortest decimal that names the float32: 1e-05, not 9.99999974e-06."""
+        """Returns the shortest decimal of a float32: 1e-05, not 9.99999974e-06."""
         return float(str(np.float32(self._family_metadata(key, default))))
 
     def _num_kv_heads(self) -> int:
         return self._positive_int("attention.head_count_kv", self._positive_int("attention.head_count"))
 
     def _unpermute(self, values: np.ndarray, num_heads: int) -> np.ndarray:
-        """Rows (H/2, 2) of each head become rows (2, H/2).
+        """Converts rows (H/2, 2) of each head into rows (2, H/2).
 
-        The rotary embedding pairs neighbouring rows in llama.cpp, and the two halves in Hugging Face.
+        Rotary embedding pairs neighbouring rows in llama.cpp, and the two halves in Hugging Face.
         """
         rows = values.shape[0]
         if rows % (2 * num_heads):
@@ -173,8 +174,8 @@ class GgufFile:
         return np.ascontiguousarray(by_pair.swapaxes(1, 2)).reshape(values.shape)
 
     def _hugging_face_name(self, name: str) -> str:
-        found = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
-        layer, stem, leaf = found.groups() if found else (None, None, None)
+        match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
+        layer, stem, leaf = match.groups() if match else (None, None, None)
         if layer is None and stem in OUTER_TENSORS:
             return f"{OUTER_TENSORS[stem]}.{leaf}"
         if layer is not None and stem in BLOCK_TENSORS:
@@ -184,5 +185,5 @@ class GgufFile:
 
 
 def _shape(tensor: ReaderTensor) -> tuple[int, ...]:
-    """GGUF names the innermost dim first."""
+    """Returns the shape, outermost dim first; GGUF stores the innermost first."""
     return tuple(int(size) for size in reversed(tensor.shape))

@@ -1,6 +1,6 @@
-"""Weights in: Hugging Face tensors -> our stacked parameters, one tensor at a time, onto their shardings.
+"""Loading of Hugging Face tensors into stacked, sharded parameters, one tensor at a time.
 
-Strict in both directions: a missing, extra or mis-shaped tensor is an error that names it.
+Loading is strict: a missing, extra or mis-shaped tensor is an error with its name.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ POST_NORM_TENSORS: dict[str, ParamPath] = {
     "pre_feedforward_layernorm.weight": ("mlp_norm", "scale"),
     "post_feedforward_layernorm.weight": ("mlp_post_norm", "scale"),
 }
-"""The same name is another norm in a family that has norms behind attention and MLP, too."""
+"""`post_attention_layernorm` is another norm in families with norms after attention and MLP."""
 
 TOP_TENSORS: dict[str, ParamPath] = {
     "model.embed_tokens.weight": ("embedding",),
@@ -62,17 +62,17 @@ LM_HEAD = "lm_head.weight"
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor of the file and where it goes."""
+    """A tensor of the file and its place in the parameters."""
 
     name: str
     path: ParamPath
     layer: int | None
-    """Index along the leading L dim; None for weights that are not stacked."""
+    """The index along the leading L dim; None for weights that are not stacked."""
     file_shape: tuple[int, ...]
 
 
 def hf_tensor_shape(path: ParamPath, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Shape of the file's tensor for one layer's parameter: `[out, in]` for kernels, flat for biases."""
+    """Returns the shape of the file's tensor for one layer's parameter: `[out, in]` for kernels, flat for biases."""
     if path[-1] == "kernel":
         outputs = shape[-1:] if path[-2] in ("attention_output", "gate", "up", "down") else shape[-2:]
         inputs = shape[: len(shape) - len(outputs)]
@@ -83,12 +83,12 @@ def hf_tensor_shape(path: ParamPath, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def from_hf_layout(tensor: np.ndarray, path: ParamPath, shape: tuple[int, ...]) -> np.ndarray:
-    """The file's `[out, in]` matrix as our `[*in, *out]` kernel; everything else reshaped."""
+    """Returns the file's `[out, in]` matrix as a `[*in, *out]` kernel; other tensors are reshaped."""
     return (tensor.T if path[-1] == "kernel" else tensor).reshape(shape)
 
 
 def expected_tensors(definition: DecoderDefinition) -> list[TensorEntry]:
-    """Every tensor the architecture needs, in the order of the layers."""
+    """Returns every tensor that the architecture needs, in the order of the layers."""
     flat = flatten_by_path(definition.unquantized.shapes)
     entries = [
         TensorEntry(name, path, None, hf_tensor_shape(path, flat[path].shape))
@@ -107,9 +107,9 @@ def expected_tensors(definition: DecoderDefinition) -> list[TensorEntry]:
 
 
 def critic_tensors(definition: DecoderDefinition, shapes: Mapping[str, tuple[int, ...]]) -> list[TensorEntry]:
-    """What a value decoder takes from a checkpoint: of a causal language model all but its head.
+    """Returns the tensors that a value decoder takes from a checkpoint.
 
-    The value head of a critic that starts from one is zeros.
+    From a causal language model it takes all except the head, and its value head is zeros.
     """
     entries = expected_tensors(definition)
     return entries if VALUE_HEAD in shapes else [entry for entry in entries if entry.name != VALUE_HEAD]
@@ -118,9 +118,9 @@ def critic_tensors(definition: DecoderDefinition, shapes: Mapping[str, tuple[int
 def check_tensors(
     entries: list[TensorEntry], shapes: Mapping[str, tuple[int, ...]], architecture: Architecture
 ) -> None:
-    """Raises InputError naming what is missing, extra or mis-shaped."""
+    """Raises InputError with the name of the first missing, extra or mis-shaped tensor."""
     expected = {entry.name: entry.file_shape for entry in entries}
-    # A tied model's file may still repeat the embedding as the head; a critic leaves the head of a language model.
+    # The file of a tied model may repeat the embedding as the head; a critic ignores the head of a language model.
     has_head = LM_HEAD in expected or VALUE_HEAD in expected
     optional = {LM_HEAD} if architecture.tied_embeddings or not has_head else set()
     missing = [name for name in expected if name not in shapes]
@@ -135,7 +135,7 @@ def check_tensors(
     if extra:
         raise InputError(
             f"model.path: {len(extra)} tensors do not belong to a {architecture.family} model, first {extra[0]!r}. "
-            "Loading without them would give another network; check config.json"
+            "Without them it would be another network; check config.json"
         )
     for name, shape in expected.items():
         if tuple(shapes[name]) != shape:
@@ -147,15 +147,15 @@ def check_tensors(
 def load_weights(
     definition: DecoderDefinition, source: TensorSource, mesh: Mesh, *, entries: list[TensorEntry] | None = None
 ) -> Params:
-    """Reads every tensor once and writes it into its sharded place; the host holds one at a time.
+    """Reads every tensor once into its sharded parameter, with one tensor at a time in host memory.
 
-    All become float32, but for kernels that the definition has quantized.
+    All become float32, except kernels that the definition quantizes.
 
     Args:
-        entries: what is read; all that the architecture needs when None. Other weights are zeros.
+        entries: the tensors to read; None = all that the architecture needs. Other weights are zeros.
 
     Raises:
-        InputError: missing, extra or mis-shaped tensors; nothing has been put on a device by then.
+        InputError: missing, extra or mis-shaped tensors; raised before anything is placed on devices.
     """
     entries = expected_tensors(definition) if entries is None else entries
     check_tensors(entries, source.shapes, definition.architecture)
@@ -171,7 +171,7 @@ def load_weights(
     log.info("loading %s tensors onto %d device%s", f"{len(entries):,}", mesh.size, "" if mesh.size == 1 else "s")
     params: dict[ParamPath, Array] = {}
 
-    def make_room(paths: Iterable[ParamPath]) -> None:
+    def allocate(paths: Iterable[ParamPath]) -> None:
         for path in paths:
             if path not in params:
                 params[path] = make_zeros_fn(shapes[path].shape, shapes[path].dtype, shardings[path])()
@@ -184,19 +184,19 @@ def load_weights(
             )
 
     for entry in entries:
-        # What is read has no name here: a name would keep it alive while the next one is read.
+        # The tensor has no name here: a name would keep it in memory while the next one is read.
         if entry.layer is None:
             params[entry.path] = place_tensor(read(entry)[entry.path], shardings[entry.path])
             continue
-        make_room([entry.path] if entry.path in shapes else [(*entry.path[:-1], leaf) for leaf in (CODES, SCALES)])
+        allocate([entry.path] if entry.path in shapes else [(*entry.path[:-1], leaf) for leaf in (CODES, SCALES)])
         write(read(entry), entry.layer)
-    make_room(shapes)
+    allocate(shapes)
     return unflatten_dict(params)
 
 
 def quantize_kernel(definition: DecoderDefinition, path: ParamPath, kernel: np.ndarray) -> dict[ParamPath, np.ndarray]:
-    """What a definition has in place of one layer's kernel, by path."""
-    assert definition.quantization is not None, f"{path} has no place"
+    """Returns the quantized kernel of one layer, by path of its codes and scales."""
+    assert definition.quantization is not None, f"{path} is not a parameter"
     dims = flatten_by_path(definition.dims)
     codes, scales = (dims[*path[:-1], leaf][1:] for leaf in (CODES, SCALES))
     parts = KernelQuantizer(definition.quantization, codes, scales).quantize(kernel)
@@ -204,21 +204,24 @@ def quantize_kernel(definition: DecoderDefinition, path: ParamPath, kernel: np.n
 
 
 def place_tensor(tensor: np.ndarray, sharding: NamedSharding) -> Array:
+    """Returns the tensor on its sharding; every host has all of it."""
     return jax.make_array_from_callback(tensor.shape, sharding, lambda index: tensor[index])
 
 
 def without_layer_dim(sharding: NamedSharding) -> NamedSharding:
+    """Returns the sharding of one layer of a stacked parameter."""
     return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
 
 
 @functools.cache
 def make_zeros_fn(shape: tuple[int, ...], dtype: np.dtype, sharding: NamedSharding) -> Callable[[], Array]:
+    """Returns a compiled function that makes zeros on a sharding."""
     return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)
 
 
 @functools.cache
 def make_layer_writer(sharding: NamedSharding) -> Callable[[Array, Array, int], Array]:
-    """stacked[layer] = value, in place."""
+    """Returns a compiled function that sets stacked[layer] = value in place."""
     return jax.jit(
         lambda stacked, value, layer: jax.lax.dynamic_update_index_in_dim(stacked, value, layer, 0),
         donate_argnums=0,

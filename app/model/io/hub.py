@@ -1,4 +1,4 @@
-"""Models of the Hugging Face hub: fetched into its local cache, whole commits only, no code and no pickles."""
+"""Downloads from the Hugging Face hub into its local cache: whole commits, without code or pickles."""
 
 from __future__ import annotations
 
@@ -23,28 +23,29 @@ from settings.errors import InputError
 
 
 def fetch_from_hub(hub_id: str, revision: str | None, *, files: Sequence[str]) -> Path:
-    """The folder of the files of one commit. It is named after the commit.
+    """Returns the folder with the files of one commit; the folder's name is the commit.
 
     Args:
-        revision: commit, tag or branch; the newest commit when None.
-        files: names, or patterns of names; nothing else is fetched.
+        revision: commit, tag or branch; None = the newest commit.
+        files: names or patterns of the files to download.
 
-    Raises: InputError where the model is absent, gated, or out of reach and not in the cache.
+    Raises:
+        InputError: the model does not exist, is gated, or is neither reachable nor in the cache.
     """
     try:
         return Path(snapshot_download(hub_id, revision=revision, allow_patterns=list(files)))
     except HFValidationError as error:
         raise InputError(f"model.path: {hub_id!r} is neither an existing directory or file nor a hub id") from error
     except (OSError, httpx2.HTTPError) as error:
-        at = f"revision {revision!r}" if revision else "its newest revision"
+        which = f"revision {revision!r}" if revision else "the newest revision"
         raise InputError(
-            f"model.path: {hub_id!r} is not a local path, and {at} of it cannot be fetched from the hub: "
-            f"{_explain_hub_error(error, hub_id)}, or give the path of a local directory"
+            f"model.path: {hub_id!r} is not a local path, and {which} cannot be downloaded from the hub: "
+            f"{_explain_hub_error(error, hub_id)}, or set it to a local directory"
         ) from error
 
 
 def is_hub_id(text: str) -> bool:
-    """Whether it is spelled as one; a path of more than two parts is not."""
+    """Returns whether the text has the form of a hub id; a path of more than two parts has not."""
     try:
         validate_repo_id(text)
     except HFValidationError:
@@ -53,28 +54,28 @@ def is_hub_id(text: str) -> bool:
 
 
 def cached_commit(hub_id: str, revision: str | None, *, files: Sequence[str]) -> str | None:
-    """The commit of which this machine's cache holds these files whole; None where they would have to be fetched.
+    """Returns the commit whose files this machine's cache has completely; None if they would be downloaded.
 
-    Without a revision it is the one that was the newest when they were.
+    Without a revision, it is the newest commit at the time of the download.
     """
     try:
-        found = snapshot_download(hub_id, revision=revision, allow_patterns=list(files), local_files_only=True)
+        folder = snapshot_download(hub_id, revision=revision, allow_patterns=list(files), local_files_only=True)
     except LocalEntryNotFoundError:
         return None
-    return Path(found).name
+    return Path(folder).name
 
 
 def latest_commit(
     hub_id: str, revision: str | None, *, kind: Literal["model", "dataset"], file: str, timeout_s: float
 ) -> str:
-    """The commit that would be fetched now. Fetches nothing.
+    """Returns the commit that would be downloaded now, without downloading it.
 
     Args:
-        file: of a model, one that it must have and that this user must be allowed to fetch; of a data set any will do.
+        file: a required file of a model, which this user must be allowed to download; ignored for data sets.
 
     Raises:
-        InputError: there is no such thing, or not for this user.
-        ConnectionError: the hub does not answer, or is not to be asked.
+        InputError: it does not exist, or this user has no access.
+        ConnectionError: the hub does not answer, or offline mode is set.
     """
     try:
         if kind == "dataset":
@@ -94,12 +95,12 @@ def latest_commit(
 
 
 def _latest_dataset_commit(hub_id: str, revision: str | None, *, timeout_s: float) -> str:
-    found = HfApi().dataset_info(hub_id, revision=revision, timeout=timeout_s)
-    if found.siblings:
-        # The hub tells everybody what a gated one consists of, and refuses its files.
-        url = hf_hub_url(hub_id, found.siblings[0].rfilename, repo_type="dataset", revision=found.sha)
+    info = HfApi().dataset_info(hub_id, revision=revision, timeout=timeout_s)
+    if info.siblings:
+        # The hub lists the files of a gated data set for everybody, but refuses their download.
+        url = hf_hub_url(hub_id, info.siblings[0].rfilename, repo_type="dataset", revision=info.sha)
         get_hf_file_metadata(url, timeout=timeout_s)
-    return str(found.sha)
+    return str(info.sha)
 
 
 def _explain_hub_error(error: Exception, page: str) -> str:
@@ -114,9 +115,9 @@ def _explain_hub_error(error: Exception, page: str) -> str:
         return "it has no such revision; set model.revision to a commit, tag or branch that it has"
     cause = error.__cause__ if isinstance(error, LocalEntryNotFoundError) and error.__cause__ else error
     if isinstance(cause, OfflineModeIsEnabled):
-        return "HF_HUB_OFFLINE is set, and this machine's cache does not hold it whole; unset it for the first run"
+        return "HF_HUB_OFFLINE is set, and this machine's cache does not have all its files; unset it for the first run"
     reason = " ".join(str(cause).split()) or type(cause).__name__
     return (
-        f"{reason}; this machine's cache does not hold it whole. Try again with a network (a gated model also wants "
-        "its licence accepted and HF_TOKEN)"
+        f"{reason}; this machine's cache does not have all its files. Try again with a network (a gated model "
+        "also needs an accepted licence and HF_TOKEN)"
     )

@@ -1,7 +1,6 @@
-"""Where a model comes from: a Hugging Face directory, a hub id, a GGUF file or the built-in one.
+"""The files of a model: a Hugging Face directory, a hub id, a GGUF file or a built-in model.
 
-Opening reads JSON and headers only; tensors are read one at a time, by name. Pickles and remote
-code are never touched.
+Opening reads only JSON and headers; tensors are read one at a time, by name. Pickles and remote code are never opened.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ HUB_FILES = (
     "chat_template.json",
     "chat_template.jinja",
 )
-"""What is fetched from the hub: no pickles, no code."""
+"""The files that are downloaded from the hub: no pickles, no code."""
 
 # safetensors finds bfloat16 by name once ml_dtypes has registered it with numpy.
 NUMPY_TYPES = {
@@ -53,7 +52,7 @@ NUMPY_TYPES = {
 }
 
 DERIVED_TENSOR_SUFFIX = ".rotary_emb.inv_freq"
-"""Old llama checkpoints store this buffer; it follows from the configuration."""
+"""The suffix of a buffer in old llama checkpoints, which follows from the configuration."""
 
 
 class TensorSource(Protocol):
@@ -61,39 +60,40 @@ class TensorSource(Protocol):
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Hugging Face tensor name -> shape."""
+        """The shapes by Hugging Face tensor name."""
         ...
 
     def read(self, name: str) -> np.ndarray:
-        """One whole tensor in the file's own float type; quantised ones come back as float32."""
+        """Returns one tensor in the file's float type; quantised tensors are converted to float32."""
         ...
 
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """An opened model: everything about it but the tensors' values."""
+    """An opened model: everything except the values of its tensors."""
 
     name: str
-    """For people: directory name, hub id, file stem or `builtin:<name>`."""
+    """The name for messages: directory name, hub id, file stem or `builtin:<name>`."""
     path: Path
     """The Hugging Face directory, or the .gguf file."""
     config: dict[str, Any]
     generation_config: dict[str, Any]
-    """Empty where the model has none."""
+    """The parsed `generation_config.json`; empty if there is none."""
     weights: TensorSource
     fingerprint: str
-    """The same on every host that has the same model, another one after training, also of adapters that were merged.
+    """A digest that is equal on all hosts with the same model, and different after training or merging adapters.
 
-    Neither a few other numbers nor forgery need show: see `app.model.io.fingerprint`.
+    It need not detect changes of a few numbers, or forgery: see `app.model.io.fingerprint`.
     """
     commit: str | None = None
-    """Of the hub repository; None for files that did not come from there."""
+    """The commit of the hub repository; None for other files."""
 
 
 class SafetensorsFiles:
     """One `model.safetensors`, or the shards that `model.safetensors.index.json` lists.
 
-    Raises: InputError for a missing, truncated or foreign file, or one that the index does not fit.
+    Raises:
+        InputError: a file is missing, truncated or of another format, or does not fit the index.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -118,27 +118,28 @@ class SafetensorsFiles:
         return self._shapes
 
     def read(self, name: str) -> np.ndarray:
-        """One tensor as float32, float16, float64 or `ml_dtypes.bfloat16`, as stored."""
-        # Opened for each tensor: an open file stays mapped, and what was read of it counts as this process's memory.
+        """Returns one tensor as float32, float16, float64 or `ml_dtypes.bfloat16`, as stored."""
+        # Opened for each tensor: an open file stays mapped, and its pages count as this process's memory.
         with safe_open(self._shards[name], framework="numpy") as shard:
             return shard.get_tensor(name)
 
 
 class ConfigOnlyTensors:
-    """In the place of weight files that are not looked for."""
+    """The tensors of a model that was opened without its weights: none."""
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return {}
 
     def read(self, name: str) -> np.ndarray:
-        raise AssertionError(f"{name} is wanted of a model that was opened without its weights")
+        raise AssertionError(f"{name}: the model was opened without its weights")
 
 
 def open_config_only(path: str, *, revision: str | None = None) -> ModelFiles:
-    """Opens `model.path` for its configuration alone: of the hub nothing else is fetched.
+    """Opens only the configuration of `model.path`; from the hub, nothing else is downloaded.
 
-    Raises: InputError where it cannot be found or fetched.
+    Raises:
+        InputError: it does not exist or cannot be downloaded.
     """
     local = Path(path).expanduser()
     if not is_from_hub(path):
@@ -151,7 +152,7 @@ def open_config_only(path: str, *, revision: str | None = None) -> ModelFiles:
 
 
 def is_from_hub(path: str) -> bool:
-    """Whether `model.path` is a hub id: what exists here, and what is built in, is taken before."""
+    """Returns whether `model.path` is a hub id: local paths and built-in models take precedence."""
     local = Path(path).expanduser()
     return not (path.startswith(BUILTIN_PREFIX) or local.exists() or local.suffix == ".gguf")
 
@@ -162,11 +163,13 @@ def _config_only_files(directory: Path, *, name: str, commit: str | None = None)
 
 
 def open_model(path: str, *, revision: str | None = None) -> ModelFiles:
-    """Opens `model.path`. An existing file or directory is taken before a hub id of the same spelling.
+    """Opens `model.path`; an existing file or directory takes precedence over a hub id of the same name.
 
-    `revision` pins a hub id and means nothing to the other kinds.
+    Args:
+        revision: the revision of a hub id; ignored for other models.
 
-    Raises: InputError where the model cannot be found, fetched, or used.
+    Raises:
+        InputError: the model does not exist, or cannot be downloaded or used.
     """
     local = Path(path).expanduser()
     if path.startswith(BUILTIN_PREFIX):
@@ -198,8 +201,8 @@ def _open_directory(directory: Path, *, name: str, commit: str | None = None) ->
 
 def _read_config(directory: Path) -> dict[str, Any]:
     if not (directory / CONFIG_FILE).is_file():
-        found = sorted(file.name for file in directory.glob("*.gguf"))
-        hint = f"; to use {found[0]}, name that file" if found else ""
+        gguf_files = sorted(file.name for file in directory.glob("*.gguf"))
+        hint = f"; to use {gguf_files[0]}, set it to that file" if gguf_files else ""
         raise InputError(f"model.path: {directory} has no {CONFIG_FILE}, so it is not a Hugging Face model{hint}")
     return _read_json(directory / CONFIG_FILE)
 
@@ -229,21 +232,21 @@ def _builtin_directory(path: str) -> Path:
 
 
 def _open_shards(directory: Path, index: Path) -> dict[str, tuple[Path, Any]]:
-    """For each tensor the shard that holds it, and that shard opened."""
+    """Returns the path of each tensor's shard, and the opened shard."""
     weight_map = _read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise InputError(f"{index}: there is no weight_map in it")
+        raise InputError(f"{index}: it has no weight_map")
     shards = {}
     for shard in sorted(set(map(str, weight_map.values()))):
         if Path(shard).name != shard:
             raise InputError(f"{index}: shard {shard!r} is not a plain file name of its own directory; refused")
         if not (directory / shard).is_file():
-            raise InputError(f"{index}: shard {shard!r} is missing from {directory}; fetch the model again")
+            raise InputError(f"{index}: shard {shard!r} is missing from {directory}; download the model again")
         shards[shard] = _open_safetensors(directory / shard)
-    held = {shard: set(handle.keys()) for shard, handle in shards.items()}
+    names = {shard: set(handle.keys()) for shard, handle in shards.items()}
     for name, shard in weight_map.items():
-        if name not in held[shard]:
-            raise InputError(f"{index}: tensor {name!r} is not in shard {shard!r}, where the index puts it")
+        if name not in names[shard]:
+            raise InputError(f"{index}: tensor {name!r} is not in shard {shard!r}, which the index names")
     return {name: (directory / shard, shards[shard]) for name, shard in weight_map.items()}
 
 
@@ -251,7 +254,7 @@ def _open_safetensors(path: Path) -> Any:
     try:
         return safe_open(path, framework="numpy")
     except (SafetensorError, OSError) as error:
-        raise InputError(f"{path}: truncated, or not a safetensors file ({error}); fetch it again") from error
+        raise InputError(f"{path}: truncated, or not a safetensors file ({error}); download it again") from error
 
 
 def _checked_shape(directory: Path, name: str, handle: Any) -> tuple[int, ...]:
@@ -268,12 +271,12 @@ def _no_weights_error(directory: Path) -> InputError:
     pickles = sorted(file.name for pattern in PICKLE_PATTERNS for file in directory.glob(pattern))
     if pickles:
         return InputError(
-            f"model.path: {directory} holds weights only as pickles ({', '.join(pickles[:3])}); opening "
-            "a pickle can run any code, so it is refused. Save the model as safetensors"
+            f"model.path: {directory} has weights only as pickles ({', '.join(pickles[:3])}), which can "
+            "run any code when opened; save the model as safetensors"
         )
     return InputError(
         f"model.path: {directory} has neither {WEIGHTS_FILE} nor {INDEX_FILE}; "
-        "no other kind of weight file is read, or fetched from the hub"
+        "no other kind of weight file is supported"
     )
 
 

@@ -38,7 +38,7 @@ def refusal(hub_id: str = ID, revision: str | None = None) -> str:
         open_model(hub_id, revision=revision)
     message = str(caught.value)
     assert message.startswith(f"model.path: {hub_id!r} is not a local path")
-    assert message.endswith("or give the path of a local directory")
+    assert message.endswith("or set it to a local directory")
     assert "\n" not in message
     return message
 
@@ -68,14 +68,14 @@ def test_a_cached_model_opens_without_a_network(hub, tmp_path, monkeypatch):
 
 
 def test_an_absent_model_is_refused(hub):
-    assert "its newest revision of it cannot be fetched" in refusal()
+    assert "the newest revision cannot be downloaded" in refusal()
     assert "there is no such model, or it is private; check the id, log in with HF_TOKEN" in refusal()
 
 
 def test_an_absent_revision_is_named(hub, tmp_path):
     hub.commit(ID, write_files(tmp_path / "first"))
     message = refusal(revision="v9")
-    assert "revision 'v9' of it cannot be fetched" in message
+    assert "revision 'v9' cannot be downloaded" in message
     assert "it has no such revision; set model.revision" in message
 
 
@@ -83,21 +83,21 @@ def test_a_gated_model_says_how_to_get_in(hub, tmp_path):
     hub.commit(ID, write_files(tmp_path / "first"))
     hub.gated.add(ID)
     message = refusal(revision="main")
-    assert "revision 'main' of it" in message
+    assert "revision 'main' cannot be downloaded" in message
     assert "it is gated" in message
     assert f"accept its licence at https://huggingface.co/{ID} and log in with HF_TOKEN" in message
 
 
 def test_offline_says_so(tmp_path, monkeypatch):
     use_hub(monkeypatch, None, tmp_path / "cache")
-    assert "HF_HUB_OFFLINE is set, and this machine's cache does not hold it whole; unset it" in refusal()
+    assert "HF_HUB_OFFLINE is set, and this machine's cache does not have all its files; unset it" in refusal()
 
 
 def test_a_half_fetched_model_is_not_used_offline(hub, tmp_path, monkeypatch):
     hub.commit(ID, write_files(tmp_path / "first"))
     (open_model(ID).path / "model.safetensors").unlink()
     use_hub(monkeypatch, None, tmp_path / "cache")
-    assert "this machine's cache does not hold it whole" in refusal()
+    assert "this machine's cache does not have all its files" in refusal()
 
 
 def test_a_hub_out_of_reach_is_one_plain_error(tmp_path, monkeypatch):
@@ -105,5 +105,5 @@ def test_a_hub_out_of_reach_is_one_plain_error(tmp_path, monkeypatch):
         gone = hub.url
     use_hub(monkeypatch, gone, tmp_path / "cache")
     message = refusal()
-    assert "this machine's cache does not hold it whole. Try again with a network" in message
-    assert "licence accepted and HF_TOKEN" in message
+    assert "this machine's cache does not have all its files. Try again with a network" in message
+    assert "an accepted licence and HF_TOKEN" in message

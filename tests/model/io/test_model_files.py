@@ -133,7 +133,7 @@ def test_a_directory_without_config_is_refused(tmp_path):
 
 def test_a_directory_with_only_a_gguf_file_says_how_to_name_it(tmp_path):
     (tmp_path / "small.gguf").touch()
-    with pytest.raises(InputError, match=r"small\.gguf, name that file"):
+    with pytest.raises(InputError, match=r"small\.gguf, set it to that file"):
         open_model(str(tmp_path))
 
 
@@ -202,7 +202,7 @@ def test_a_malformed_config_is_refused(tmp_path, text):
     [
         ("./nowhere/model", "neither an existing directory or file nor a hub id"),
         ("nowhere.gguf", r"no file nowhere\.gguf"),
-        ("owner/model", r"'owner/model' is not a local path, and its newest revision.*HF_HUB_OFFLINE is set"),
+        ("owner/model", r"'owner/model' is not a local path, and the newest revision.*HF_HUB_OFFLINE is set"),
     ],
 )
 def test_a_model_that_cannot_be_found_is_one_plain_error(tmp_path, monkeypatch, path, message):
