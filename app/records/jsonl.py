@@ -29,14 +29,8 @@ def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
         InputError: the file cannot be read, or a line is not UTF-8, not JSON, not an object, or holds a number that is
             none, such as NaN.
     """
-    for number, _, value in read_jsonl_with_sizes(path):
-        yield number, value
-
-
-def read_jsonl_with_sizes(path: str | Path) -> Iterator[tuple[int, int, dict[str, Any]]]:
-    """As `read_jsonl`, with the bytes of the line before the object."""
     for number, raw in _nonblank_lines(path):
-        yield number, len(raw), parse_object(raw, f"{path}:{number}")
+        yield number, parse_object(raw, f"{path}:{number}")
 
 
 def read_jsonl_tolerant(path: str | Path) -> Iterator[tuple[int, dict[str, Any] | InputError]]:

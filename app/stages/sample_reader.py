@@ -12,9 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from app.model.architecture import Architecture
-from app.records.jsonl import read_jsonl
 from app.records.sample import Sample
-from app.records.sample_json import sample_from_record
+from app.records.sample_json import read_samples
 from settings import Resolved
 from settings.errors import InputError
 from settings.loading.fields import value_of
@@ -95,9 +94,7 @@ class SampleReader:
             yield window
 
     def _samples(self) -> Iterator[tuple[str, Sample]]:
-        for line, record in read_jsonl(self._path):
-            where = f"{self._path}:{line}"
-            sample = sample_from_record(record, where=where)
+        for where, sample in read_samples(self._path):
             check_token_ids(sample.prompt.token_ids, sample.completion_ids, self._architecture, where=where)
             yield where, sample
 

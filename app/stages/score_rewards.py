@@ -19,9 +19,9 @@ from app.distributed.host_consistency import check_hosts_agree
 from app.distributed.lockstep import error_barrier, gather_lines_to_first_host, gather_samples_to_first_host, host_shard
 from app.distributed.watchdog import WAIT_PHASE
 from app.mesh import topology
-from app.records.jsonl import read_jsonl, write_jsonl
+from app.records.jsonl import write_jsonl
 from app.records.sample import Sample
-from app.records.sample_json import sample_from_record, sample_to_record
+from app.records.sample_json import read_samples, sample_to_record
 from app.reward.aggregate import RewardedSamples, RewardFunctionCounts, merge_rewarded
 from app.reward.plugin import StepInfo
 from app.reward.reward_functions import RewardFunctions
@@ -48,7 +48,7 @@ def score_rewards(resolved: Resolved, *, input: Path, out: Path) -> dict[str, An
         RuntimeError: a reward function that could not be called any more, or whose failure is to raise.
     """
     settings = resolved.settings
-    samples = [sample_from_record(record, where=f"{input}:{line}") for line, record in read_jsonl(input)]
+    samples = [sample for _, sample in read_samples(input)]
     if not samples:
         raise InputError(f"--input: {input} holds no samples")
     prompts = [s.prompt for s in samples]

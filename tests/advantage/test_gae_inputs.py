@@ -25,7 +25,7 @@ from app.advantage.gae.input_checks import check_inputs
             {"rewards": np.array([[0, 0, 0], [0, np.nan, 0]])},
             "rewards: row 1, index 1 is nan; expected a finite float32",
         ),
-        ({"rewards": np.full((2, 3), 1e39), "first_row": 7}, r"rewards: row 7, index 0 is 1e\+39"),
+        ({"rewards": np.full((2, 3), 1e39)}, r"rewards: row 0, index 0 is 1e\+39"),
         ({"values": np.array([[0, 0, 0, 0], [0, 0, 0, np.inf]])}, "values: row 1, index 3 is inf"),
     ],
 )

@@ -15,12 +15,8 @@ def check_inputs(
     mask: np.ndarray | None = None,
     mask_mode: str = "skip",
     chunk_size: int | None = None,
-    first_row: int = 0,
 ) -> None:
     """Passes where `generalized_advantages` of these arrays means something.
-
-    Args:
-        first_row: number of the first row, where these are some rows of more.
 
     Raises:
         ValueError: shapes that disagree, gamma or lambda outside [0, 1], a chunk size below 1, or a NaN, an infinity or
@@ -36,8 +32,8 @@ def check_inputs(
     check_shapes(rewards.shape, values.shape, None if mask is None else mask.shape)
     # Tokens that are passed over may hold anything.
     read = None if mask is None or mask_mode == "through" else mask.astype(bool)
-    check_finite("rewards", rewards, read_mask=read, first_row=first_row)
-    check_finite("values", values, read_mask=read, first_row=first_row)
+    check_finite("rewards", rewards, read_mask=read)
+    check_finite("values", values, read_mask=read)
 
 
 def check_shapes(rewards: tuple[int, ...], values: tuple[int, ...], mask: tuple[int, ...] | None = None) -> None:
@@ -61,7 +57,6 @@ def check_finite(
     x: np.ndarray,
     *,
     read_mask: Bool[np.ndarray, "B T"] | None = None,
-    first_row: int = 0,
     hint: str = "expected a finite float32",
 ) -> None:
     """Raises ValueError that names the first NaN or infinity. Columns of `x` behind those of `read` count."""
@@ -75,4 +70,4 @@ def check_finite(
         bad[:, : read_mask.shape[1]] &= read_mask
     if bad.any():
         row, column = np.argwhere(bad)[0].tolist()
-        raise ValueError(f"{name}: row {first_row + row}, index {column} is {x[row, column]}; {hint}")
+        raise ValueError(f"{name}: row {row}, index {column} is {x[row, column]}; {hint}")
