@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -40,7 +40,7 @@ class SampleRecord(BaseModel):
     completion: Text = ""
     prompt_token_ids: TokenIds = []
     completion_token_ids: TokenIds = []
-    behavior_logprobs: Floats = None
+    behavior_logprobs: Annotated[list[Float32], Field(description="finite float32 numbers")] = []
     finish_reason: Text = "stop"
     policy_version: Integer = 0
     policy_versions: Annotated[list[NonNegative] | None, Field(description="versions (integers >= 0)")] = None
@@ -275,9 +275,9 @@ def _validate_fields(
         return SampleRecord.model_validate(present)
     except ValidationError as error:
         problem = error.errors(include_url=False, include_input=False)[0]
-    location, value = "", record
+    location, value = "", cast("Any", record)
     for part in problem["loc"]:
-        # Behind the value's own path, pydantic names the member of a union.
+        # After the path of the value, pydantic adds the name of a union's member.
         if isinstance(value, list) and isinstance(part, int):
             location, value = f"{location}[{part}]", value[part]
         elif isinstance(value, Mapping) and part in value:
@@ -294,9 +294,9 @@ def _validate_fields(
 
 def _per_token_arrays(
     fields: SampleRecord, names: Iterable[str], num_tokens: int, *, where: str, length_field: str = TOKEN_IDS
-) -> dict[str, np.ndarray]:
+) -> dict[str, Any]:
     """Returns the arrays of `names` and of `loss_mask` that are present, each with its length checked."""
-    arrays = {}
+    arrays: dict[str, Any] = {}
     for name in (*names, "loss_mask"):
         if (entries := getattr(fields, name)) is not None:
             _check_length(name, entries, num_tokens, where=where, length_field=length_field)

@@ -275,7 +275,7 @@ def _describe(case: BackendTiming) -> str:
 
 def format_report(report: dict[str, Any]) -> str:
     """Formats the report as a table for a person, with the conclusion at the end."""
-    table = [HEADINGS]
+    table: list[tuple[str, ...]] = [HEADINGS]
     rows = [row for copy in report["copies"] for row in (copy, *report["cases"]) if row["shape"] == copy["shape"]]
     for case in rows:
         ms = [f"> {1e3 * MAX_CALL_S:.0f}", "", "", ""]
