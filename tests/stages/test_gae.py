@@ -272,11 +272,11 @@ BAD_MATRICES: list[tuple[dict[str, np.ndarray], str]] = [
     ({"rewards": ZEROS}, "in.npz: missing values; it holds rewards"),
     (
         {"rewards": ZEROS, "values": np.zeros((2, 5))},
-        "in.npz: values: shape [2, 5] beside rewards of shape [2, 3], expected [2, 3] or [2, 4]",
+        "in.npz: values: shape [2, 5] does not match rewards of shape [2, 3], expected [2, 3] or [2, 4]",
     ),
     (
         {"rewards": ZEROS, "values": ZEROS, "mask": np.ones((3, 3), bool)},
-        "in.npz: mask: shape [3, 3] beside rewards of shape [2, 3], expected [2, 3]",
+        "in.npz: mask: shape [3, 3] does not match rewards of shape [2, 3], expected [2, 3]",
     ),
     ({"rewards": with_number(np.nan), "values": ZEROS}, "in.npz: rewards: row 1, index 2 is nan"),
     ({"rewards": ZEROS, "values": with_number(np.inf, (2, 4))}, "in.npz: values: row 1, index 3 is inf"),
