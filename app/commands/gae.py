@@ -22,9 +22,7 @@ def gae(
     print_config: PrintConfig = False,
     source: Annotated[
         Path | None,
-        typer.Option(
-            "--input", metavar="FILE.jsonl|FILE.npz", help="Samples with values, or matrices. Required."
-        ),
+        typer.Option("--input", metavar="FILE.jsonl|FILE.npz", help="Samples with values, or matrices. Required."),
     ] = None,
     out: Annotated[
         Path | None,

@@ -46,39 +46,39 @@ NUM_CHECKED_SAMPLES = 3
 def score(
     resolved: Resolved, *, input: Path, out: Path, role: ScoredRole | Literal["reward"], checks_packing: bool = False
 ) -> dict[str, Any] | None:
-    """Adds one role's field to every sample of `input`, and returns the figures to be shown.
+    """Adds one role's field to every sample of `input`, and returns the summary to print.
 
-    Several hosts score a run of every window each; the first of them writes the file, and it alone returns figures.
+    Each host scores its part of every window; only the first writes the file and returns a summary.
 
     Args:
-        checks_packing: first see whether samples of the file score in a shared row as they do alone.
+        checks_packing: first checks that samples have the same logprobs in a shared row as alone.
 
     Raises:
         InputError: settings, model, samples or output file that cannot be used.
-        RuntimeError: samples of a row that see each other, or a reward function that could not be called any more.
+        RuntimeError: samples of a row attend to each other, or a reward function failed for good.
     """
     check_output_path(out)
     if role != "reward":
         return score_logprobs(resolved, input=input, out=out, role=role, checks_packing=checks_packing)
     if checks_packing:
-        raise InputError("--check-packing asks the model, and --role reward runs none; leave one of them out")
+        raise InputError("--check-packing: needs a model, and --role reward runs none; leave one of them out")
     return score_rewards(resolved, input=input, out=out)
 
 
 def score_logprobs(
     resolved: Resolved, *, input: Path, out: Path, role: ScoredRole, checks_packing: bool, window: int = WINDOW_SAMPLES
 ) -> dict[str, Any] | None:
-    """As `score`, of logprobs or values. The file is read twice, first to check every line before any device work.
+    """Adds logprobs or values, as `score`. The file is checked whole before any device work, then scored by windows.
 
-    Then it goes window by window. Shapes follow from the longest sample of the file and the model's context alone;
-    `rollout.temperature` is the sampler's.
+    Shapes follow from the longest sample of the file and the model's context alone;
+    `rollout.temperature` is that of the sampler.
 
     Args:
-        window: samples in memory at once.
+        window: number of samples in memory at once.
     """
     settings = resolved.settings
     if checks_packing and role == "critic":
-        raise InputError("--check-packing compares logprobs, and --role critic has none; take --role policy for it")
+        raise InputError("--check-packing: compares logprobs, and --role critic has none; use --role policy")
     model = read_model_spec(settings).without_adapters
     critic = read_critic_spec(settings, model) if role == "critic" else None
     architecture = (critic or model).architecture
@@ -101,7 +101,7 @@ def score_logprobs(
             "loading seconds": round(time.perf_counter() - start, 2),
         }
         if drawn:
-            # Of a file with fewer samples than a row is to hold, some stand in it twice.
+            # If the file has fewer samples than the row needs, some are repeated.
             packed = (drawn * NUM_CHECKED_SAMPLES)[:NUM_CHECKED_SAMPLES]
             figures["max |packed - alone|"] = check_packing(session, params, packed)
         passes = WindowScorer(
@@ -116,7 +116,7 @@ def score_logprobs(
 
 
 def input_facts(input: Path, *models: ModelFiles | None) -> dict[str, str]:
-    """What else than settings hosts must have in common."""
+    """Returns the facts, besides settings, that must be equal on all hosts."""
     if jax.process_count() == 1:
         return {}
     prints = {f"the files of {model.name}": model.fingerprint for model in models if model is not None}
@@ -126,16 +126,16 @@ def input_facts(input: Path, *models: ModelFiles | None) -> dict[str, str]:
 def _make_micro_batcher(
     settings: Settings, role: ScoredRole, architecture: Architecture, extent: SampleFileExtent
 ) -> FixedRowBatcher | PackedRowBatcher:
-    """The same rows for every window."""
+    """Returns a batcher with the same row shapes for every window."""
     cut = make_score_batcher(settings, role, architecture, MaxLengths(extent.max_length))
     if isinstance(cut, FixedRowBatcher):
-        behind = num_bootstrap_tokens(settings, role)
-        return replace(cut, shape=bucketed_row_shape(extent.max_length + behind, extent.max_completion_length + behind))
+        extra = num_bootstrap_tokens(settings, role)
+        return replace(cut, shape=bucketed_row_shape(extent.max_length + extra, extent.max_completion_length + extra))
     return cut
 
 
 class WindowScorer:
-    """Scores a file window by window, and keeps count of what that takes."""
+    """Scores a file window by window, and counts tokens, shapes and seconds."""
 
     def __init__(
         self, session: Session, params: Params, role: ScoredRole, *, micro_batcher: FixedRowBatcher | PackedRowBatcher
@@ -143,7 +143,7 @@ class WindowScorer:
         self._session = session
         self._role: ScoredRole = role
         self._micro_batcher = micro_batcher
-        # A role that waits for its turn gives way; here it only waits for the next window.
+        # With offload, the reference's weights are on the device only while a window is scored.
         waits_outside = role == "reference" and session.settings.score.reference.offload
         if waits_outside:
             check_host_offload(session.mesh)
@@ -153,7 +153,7 @@ class WindowScorer:
         self._seconds = self._max_difference = 0.0
 
     def score_windows(self, windows: Iterable[Sequence[Sample]], *, num_samples: int) -> Iterator[list[Sample]]:
-        """This host's run of each window, in order, with the role's logprobs."""
+        """Yields this host's part of each window, in order, with the role's logprobs or values."""
         done = 0
         for samples in windows:
             done += len(samples)
@@ -194,7 +194,7 @@ class WindowScorer:
         return getattr(sample, f"{self._role}_logprobs")
 
     def metrics(self, compilations: CompilationCounter) -> dict[str, Any]:
-        """Tokens, shapes and seconds of all passes. Speed leaves compilation out. Every host asks."""
+        """Returns tokens, shapes and seconds of all passes, a collective call. Speed excludes compilation."""
         total = self._totals
         real, computed = total["real tokens"], total["computed tokens"]
         seconds = self._seconds - compilations.seconds
