@@ -1,21 +1,21 @@
-"""The coefficient of a KL penalty, held where the KL is near a target."""
+"""Adaptive coefficient of a KL penalty, which keeps the KL near a target."""
 
 from __future__ import annotations
 
 MAX_ERROR = 0.2
-"""A KL further from its target than this share of it moves the coefficient no faster."""
+"""Largest relative error of the KL that counts; a larger one changes the coefficient no faster."""
 
 
 def update_kl_coef(kl_coef: float, kl: float, *, target: float, num_samples: int, horizon: int) -> float:
-    """coef * (1 + clip(KL / target - 1, -0.2, 0.2) * min(num_samples / horizon, 1)): the next step's coefficient.
+    """Returns the next coefficient, coef * (1 + clip(KL / target - 1, -0.2, 0.2) * min(num_samples / horizon, 1)).
 
     Args:
         kl, target: in the same unit.
-        num_samples: that `kl` was measured on.
-        horizon: samples over which the coefficient changes by at most about 20 %, as it does in a step of more.
+        num_samples: number of samples that `kl` was measured on.
+        horizon: number of samples over which the coefficient changes by at most about 20 %.
 
     Source: Ziegler et al. 2019, "Fine-Tuning Language Models from Human Preferences"; its gain of 0.1 a step as
-    `num_samples / horizon`, as TRL and verl have it; they do not bound it, and beyond 5 the coefficient would turn
+    `num_samples / horizon`, as in TRL and verl; they do not bound it, and beyond 5 the coefficient would become
     negative.
     """
     error = min(max(kl / target - 1, -MAX_ERROR), MAX_ERROR)

@@ -1,7 +1,7 @@
-"""Group-relative advantages: a sample is as good as its reward stands out among its siblings.
+"""Group-relative advantages: each reward compared with the rewards of the other samples of the prompt.
 
-Groups are ids and may differ in size: members can be lost on the way. A group of one has nothing to compare with:
-its advantage is 0, and so is exactly that of every member of a group whose rewards are all equal.
+Groups are given by id and may differ in size, as samples can be dropped. The advantage is exactly 0 in a group of one
+and in a group whose rewards are all equal.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from app.records.sample import Sample
 EPSILON = 1e-6
 
 GroupAdvantageFn = Callable[[Float[np.ndarray, "N"], Int[np.ndarray, "N"]], Float[np.ndarray, "N"]]
-"""(rewards, group ids) -> one advantage a sample."""
+"""(rewards, group ids) -> one advantage per sample."""
 GroupRewardFn = Callable[[Sequence[Sample]], Float[np.ndarray, "N"]]
-"""What the samples of a group are compared by."""
+"""Returns the rewards by which the samples of a group are compared."""
 
 
 class GroupMoments(NamedTuple):
-    """Of each sample's own group, beside the sample."""
+    """Size, mean and standard deviation of each sample's group, one entry per sample."""
 
     sizes: Int[np.ndarray, "N"]
     means: Float[np.ndarray, "N"]
@@ -34,10 +34,10 @@ class GroupMoments(NamedTuple):
 
 
 def group_moments(rewards: Float[np.ndarray, "N"], group_ids: Int[np.ndarray, "N"]) -> GroupMoments:
-    """Size, mean and standard deviation of each sample's own group."""
+    """Computes size, mean and standard deviation of each sample's group."""
     _, first, member_of, sizes = np.unique(group_ids, return_index=True, return_inverse=True, return_counts=True)
-    # Measured from one of the group's own rewards, so that equal ones deviate by exactly 0: Adam would turn
-    # the rounding error of a plain mean into a step.
+    # Relative to one reward of the group, so that equal rewards deviate by exactly 0: Adam would turn the rounding
+    # error of a plain mean into a step.
     origins = rewards[first]
     means = origins + np.bincount(member_of, rewards - origins[member_of]) / sizes
     squares = np.bincount(member_of, (rewards - means[member_of]) ** 2)
@@ -46,7 +46,7 @@ def group_moments(rewards: Float[np.ndarray, "N"], group_ids: Int[np.ndarray, "N
 
 
 def grpo_advantages(rewards: Float[np.ndarray, "N"], group_ids: Int[np.ndarray, "N"]) -> Float[np.ndarray, "N"]:
-    """A_i = (r_i - mean(group)) / (std(group) + 1e-6), std with ddof = 1.
+    """Computes A_i = (r_i - mean(group)) / (std(group) + 1e-6), std with ddof = 1.
 
     Source: Shao et al. 2024, DeepSeekMath, section 4.1.2.
     """
@@ -55,7 +55,7 @@ def grpo_advantages(rewards: Float[np.ndarray, "N"], group_ids: Int[np.ndarray, 
 
 
 def dr_grpo_advantages(rewards: Float[np.ndarray, "N"], group_ids: Int[np.ndarray, "N"]) -> Float[np.ndarray, "N"]:
-    """A_i = r_i - mean(group): no division, so that very easy and very hard questions weigh no more than others.
+    """Computes A_i = r_i - mean(group); without division, very easy and very hard questions weigh no more than others.
 
     Source: Liu et al. 2025, "Understanding R1-Zero-Like Training", section 3.2.
     """
@@ -63,9 +63,9 @@ def dr_grpo_advantages(rewards: Float[np.ndarray, "N"], group_ids: Int[np.ndarra
 
 
 def rloo_advantages(rewards: Float[np.ndarray, "N"], group_ids: Int[np.ndarray, "N"]) -> Float[np.ndarray, "N"]:
-    """A_i = r_i - mean(the others' rewards) = n / (n - 1) * (r_i - mean(group)), n the group's size.
+    """Computes A_i = r_i - mean(rewards of the others) = n / (n - 1) * (r_i - mean(group)) for a group of n.
 
-    The baseline does not depend on the sample it is taken from, so the gradient is unbiased.
+    The baseline does not depend on the sample that it is subtracted from, so the gradient is unbiased.
 
     Sources: Kool et al. 2019, "Buy 4 REINFORCE Samples, Get a Baseline for Free!"; Ahmadian et al. 2024, "Back to
     Basics", section 2.
@@ -80,23 +80,23 @@ GROUP_ADVANTAGES: Mapping[str, GroupAdvantageFn] = MappingProxyType(
 
 
 def zero_variance_fraction(rewards: Float[np.ndarray, "N"], group_ids: Int[np.ndarray, "N"]) -> float:
-    """Share of groups whose rewards are all equal, so that nothing is learned from comparing them."""
+    """Returns the fraction of groups whose rewards are all equal, from which nothing is learned."""
     spans = {int(g): np.ptp(rewards[group_ids == g]) for g in np.unique(group_ids)}
     return float(np.mean([span == 0 for span in spans.values()])) if spans else 0.0
 
 
 def task_rewards(samples: Sequence[Sample]) -> Float[np.ndarray, "N"]:
-    """What the reward functions said."""
+    """Returns the rewards of the samples, without a penalty."""
     return np.asarray([s.reward for s in samples], np.float64)
 
 
 def kl_penalized_rewards(
     samples: Sequence[Sample], *, kl_estimator: Callable[[np.ndarray, np.ndarray], np.ndarray], beta: float
 ) -> Float[np.ndarray, "N"]:
-    """r_i - beta * sum over the tokens that the policy wrote of KL(policy || reference), estimated at each.
+    """Computes r_i - beta * sum_t KL_t(policy || reference), over the tokens that the policy wrote.
 
-    Policy and reference are scored by one program, not by the sampler and a scorer: where they are equal the
-    penalty is then exactly 0, and no rounding difference is left for a group's statistics to magnify.
+    Both logprobs come from the same scoring program, not one from the sampler: for equal policies the penalty is
+    exactly 0, and group statistics have no rounding difference to magnify.
 
     Source: Ahmadian et al. 2024, section 2 (with k1).
     """
@@ -112,7 +112,7 @@ def kl_penalized_rewards(
 def assign_group_advantages(
     samples: Sequence[Sample], *, advantages: GroupAdvantageFn, rewards: GroupRewardFn = task_rewards
 ) -> list[Sample]:
-    """The samples with their advantage on every token that the policy wrote, 0 elsewhere."""
+    """Returns the samples with their advantage on every token that the policy wrote, 0 elsewhere."""
     group_ids = np.asarray([s.group_id for s in samples])
     by_sample = advantages(rewards(samples), group_ids)
     return [

@@ -7,24 +7,22 @@ from typing import NamedTuple
 
 import numpy as np
 
-from app.distributed.collectives import (
-    moments_over_hosts,
-)
+from app.distributed.collectives import moments_over_hosts
 from app.records.moments import Moments, joint_moments
 from app.records.sample import Sample
 
 
 class AdvantageMoments(NamedTuple):
-    """Over the tokens that the policy wrote, of all hosts."""
+    """Moments over the tokens that the policy wrote, on all hosts."""
 
     advantages: Moments
     returns: Moments
     errors: Moments
-    """Of returns - values."""
+    """Moments of returns - values."""
 
     @classmethod
     def from_samples(cls, samples: Sequence[Sample]) -> AdvantageMoments:
-        """Every host asks at once, also one that has no samples left."""
+        """Computes the moments; a collective call, which every host makes even if it has no samples."""
         own = (
             _token_moments([(s.advantages, s.mask) for s in samples]),
             _token_moments([(s.returns, s.mask) for s in samples]),
@@ -34,23 +32,23 @@ class AdvantageMoments(NamedTuple):
 
 
 def advantage_metrics(moments: AdvantageMoments) -> dict[str, float]:
-    """Advantages, returns and what the critic knew of them.
+    """Returns the metrics of advantages and returns, and the explained variance of the values.
 
-    Of advantages that are not whitened yet: mean 0 and deviation 1 would tell nothing. Population statistics
-    (ddof = 0). Explained variance is 1 - Var(returns - values) / Var(returns): 1 of a critic that knows all, 0 of one
-    that says the same everywhere, NaN where the returns are all equal.
+    The advantages are those before whitening. Statistics are population statistics (ddof = 0). Explained variance is
+    1 - Var(returns - values) / Var(returns): 1 for a perfect critic, 0 for a constant one, NaN if all returns are
+    equal.
     """
     advantages, returns, errors = moments
     metrics = {"advantage/mean": advantages.mean, "advantage/std": advantages.population_std}
     if returns.count:
         metrics |= {"returns/mean": returns.mean, "returns/std": returns.population_std}
     if errors.count:
-        known = (
+        explained = (
             1 - errors.sum_squared_deviations / returns.sum_squared_deviations
             if returns.sum_squared_deviations
             else float("nan")
         )
-        metrics["value/explained_variance"] = known
+        metrics["value/explained_variance"] = explained
     return metrics
 
 
@@ -61,5 +59,5 @@ def _value_error(sample: Sample) -> np.ndarray | None:
 
 
 def _token_moments(columns: Sequence[tuple[np.ndarray | None, np.ndarray]]) -> Moments:
-    """Of the values under their masks, of the samples that have values."""
+    """Computes the moments of the unmasked values, leaving out samples without values."""
     return joint_moments([(values, mask) for values, mask in columns if values is not None])

@@ -1,7 +1,7 @@
-"""Credit token by token: GAE with a critic, discounted returns without one.
+"""Advantages per token: GAE with a critic, discounted returns without one.
 
-The samples lie one behind the other in a single row, so that a step costs as many tokens as were written, and the row
-is padded to a rung of a ladder, so that few lengths are compiled.
+The samples are concatenated into a single row, so that the cost follows the number of tokens. The row is padded to a
+bucketed length, so that few lengths are compiled.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from app.records.sample import Sample
 
 
 class TokenRows(NamedTuple):
-    """A sequence in each row; or samples one behind the other, then padding: tokens of none that nobody wrote."""
+    """Rows of one sequence each, or of concatenated samples followed by padding."""
 
     rewards: Float32[np.ndarray, "B T"]
     values: Float32[np.ndarray, "B T"] | Float32[np.ndarray, "B T+1"]
-    """One more: that of what follows the row."""
+    """Values of the state before each token, with T+1 also that after the row."""
     lengths: Float32[np.ndarray, "B T"]
-    """How many tokens the policy wrote of the sequence that the token belongs to; 1 in the padding."""
+    """Number of tokens that the policy wrote in the token's sequence; 1 in the padding."""
     mask: Bool[np.ndarray, "B T"] | None = None
-    """True where the policy wrote the token; None = everywhere."""
+    """True on tokens that the policy wrote; None = all."""
     ends: Bool[np.ndarray, "B T"] | None = None
-    """True on the last token of a sample; None = a row is one."""
+    """True on the last token of each sample; None = every row is one sample."""
     bootstrap: Float32[np.ndarray, "B T"] | None = None
-    """Behind a sample's last token: the critic's value where it goes on, 0 where it is over."""
+    """Value after a sample's last token: the critic's if the sample continues, 0 if it is complete."""
 
 
 class TokenAdvantages(NamedTuple):
@@ -42,7 +42,7 @@ class TokenAdvantages(NamedTuple):
 
 
 class GaeEstimator(Protocol):
-    """`generalized_advantages` of app.advantage.gae with its settings, but for lambda."""
+    """`generalized_advantages` of app.advantage.gae with its settings bound, except lambda."""
 
     def __call__(
         self,
@@ -57,23 +57,23 @@ class GaeEstimator(Protocol):
 
 
 VTraceEstimator = Callable[..., tuple[ArrayLike, ArrayLike]]
-"""`vtrace` of app.advantage with its settings: as `Estimate`, with log ratios behind the values."""
+"""`vtrace` of app.advantage with its settings bound: as `GaeEstimator`, with log ratios after the values."""
 
 LambdaFn = Callable[[TokenRows], ArrayLike]
-"""Rows -> GAE's lambda: one number, or one at each token."""
+"""Rows -> GAE's lambda: one number, or one per token."""
 BootstrapFn = Callable[[Sample], float]
-"""A sample -> the value behind its last token."""
+"""A sample -> the value after its last token."""
 
 
 def fixed_lambda(rows: TokenRows, *, lam: float) -> ArrayLike:
-    """The same for every token."""
+    """Returns the same lambda for every token."""
     return lam
 
 
 def length_adaptive_lambda(rows: TokenRows, *, alpha: float) -> Float64[np.ndarray, "B T"]:
-    """1 - 1 / (alpha * l), at least 0, with l the tokens that the policy wrote of the sample.
+    """Returns max(0, 1 - 1 / (alpha * l)), l the number of tokens that the policy wrote in the sample.
 
-    The weights of the TD errors then sum to alpha * l: a long sample's reward reaches its beginning, too.
+    The weights of the TD errors then sum to alpha * l, so the reward of a long sample also reaches its beginning.
 
     Source: Yue et al. 2025, "VAPO" (length-adaptive GAE).
     """
@@ -81,12 +81,12 @@ def length_adaptive_lambda(rows: TokenRows, *, alpha: float) -> Float64[np.ndarr
 
 
 def zero_bootstrap(sample: Sample) -> float:
-    """Every sample is over where it ends."""
+    """Returns 0: every sample is complete."""
     return 0.0
 
 
 def truncation_bootstrap(sample: Sample) -> float:
-    """A sample that was cut goes on as the critic expects: its values hold one more, behind the last token."""
+    """Returns the critic's value after the last token of a truncated sample, and 0 for a complete one."""
     if sample.finish_reason != "length":
         return 0.0
     assert sample.values is not None and len(sample.values) == len(sample.completion_ids) + 1
@@ -96,21 +96,19 @@ def truncation_bootstrap(sample: Sample) -> float:
 def compute_gae(
     rows: TokenRows, *, estimate: GaeEstimator, lam: LambdaFn, critic_lam: LambdaFn | None
 ) -> TokenAdvantages:
-    """GAE's advantages and the critic's targets at every token, 0 where the policy did not write it.
+    """Computes GAE's advantages and the critic's targets at every token, 0 on masked tokens.
 
     Args:
-        lam: of the advantages.
-        critic_lam: of the targets, which are advantages + values by this lambda; None = `lam`, in the same pass.
+        lam: lambda of the advantages.
+        critic_lam: lambda of the targets, which are advantages + values; None = `lam`, in the same pass.
 
     Sources: Schulman et al. 2016, "High-Dimensional Continuous Control Using GAE"; Yuan et al. 2025, "What's Behind
     PPO's Collapse in Long-CoT?" (two lambdas).
     """
-    credit = _estimate_advantages(rows, estimate, lam)
-    return (
-        credit
-        if critic_lam is None
-        else credit._replace(returns=_estimate_advantages(rows, estimate, critic_lam).returns)
-    )
+    result = _estimate_advantages(rows, estimate, lam)
+    if critic_lam is None:
+        return result
+    return result._replace(returns=_estimate_advantages(rows, estimate, critic_lam).returns)
 
 
 def assign_gae_advantages(
@@ -120,7 +118,7 @@ def assign_gae_advantages(
     token_rewards: TokenRewardFn,
     bootstrap: BootstrapFn,
 ) -> list[Sample]:
-    """The samples with the advantages and returns of `gae`: `gae_of_rows` with its settings."""
+    """Returns the samples with the advantages and returns of `gae`, which is `compute_gae` with its settings bound."""
     row = concatenate_samples(samples, token_rewards=token_rewards, values=_token_values, bootstrap=bootstrap)
     return _assign_advantages(samples, gae(row))
 
@@ -133,16 +131,16 @@ def assign_vtrace_advantages(
     token_rewards: TokenRewardFn,
     bootstrap: BootstrapFn,
 ) -> list[Sample]:
-    """The samples with V-trace's advantages and targets: the critic learns the values of the policy as it is now.
+    """Returns the samples with V-trace's advantages and targets, whose values are those of the current policy.
 
-    However far it has moved from the one that drew the samples: by how much is in `policy_logprobs`, scored now, and
-    `behavior_logprobs`. What each token weighs by that in the policy's loss is for the loss.
+    The ratio to the policy that sampled a token is exp(policy_logprobs - behavior_logprobs). The policy loss applies
+    the importance weight of each token.
 
     Source: Espeholt et al. 2018 (IMPALA), section 4.
     """
     row = concatenate_samples(samples, token_rewards=token_rewards, values=_token_values, bootstrap=bootstrap)
-    own = np.concatenate([np.zeros(0, np.float32), *map(_log_ratios, samples)])
-    log_ratios = np.pad(own, (0, row.rewards.size - own.size))[None]
+    ratios = np.concatenate([np.zeros(0, np.float32), *map(_log_ratios, samples)])
+    log_ratios = np.pad(ratios, (0, row.rewards.size - ratios.size))[None]
 
     def estimate(rewards: np.ndarray, values: np.ndarray, **rest: Any) -> tuple[ArrayLike, ArrayLike]:
         return vtrace(rewards, values, log_ratios, **rest)
@@ -158,7 +156,7 @@ def _log_ratios(sample: Sample) -> Float[np.ndarray, "C"]:
 def assign_return_advantages(
     samples: Sequence[Sample], *, estimate: GaeEstimator, token_rewards: TokenRewardFn
 ) -> list[Sample]:
-    """The samples with sum_k gamma^k r_{t+k} as return and advantage of token t: GAE at lambda 1 without a critic.
+    """Returns the samples with sum_k gamma^k r_{t+k} as return and advantage of token t: GAE at lambda 1, no critic.
 
     Source: Hu 2025, "REINFORCE++".
     """
@@ -173,21 +171,21 @@ def concatenate_samples(
     values: Callable[[Sample], np.ndarray],
     bootstrap: BootstrapFn,
 ) -> TokenRows:
-    """`values`: a sample's value of the text before each of its tokens."""
+    """Concatenates samples into one row; `values` returns a sample's value of the state before each token."""
     counts = [len(s.completion_ids) for s in samples]
     shape = (1, bucket_length(sum(counts)))
-    rewards, token_values, behind = np.zeros((3, *shape), np.float32)
+    rewards, token_values, bootstraps = np.zeros((3, *shape), np.float32)
     mask, ends = np.zeros((2, *shape), bool)
     lengths = np.ones(shape, np.float32)
     start = 0
     for sample, count in zip(samples, counts, strict=True):
-        own = (0, slice(start, start + count))
-        rewards[own], token_values[own], mask[own] = token_rewards(sample), values(sample), sample.mask
-        lengths[own] = sample.mask.sum()
+        place = (0, slice(start, start + count))
+        rewards[place], token_values[place], mask[place] = token_rewards(sample), values(sample), sample.mask
+        lengths[place] = sample.mask.sum()
         start += count
         if count:
-            ends[0, start - 1], behind[0, start - 1] = True, bootstrap(sample)
-    return TokenRows(rewards, token_values, lengths, mask, ends, behind)
+            ends[0, start - 1], bootstraps[0, start - 1] = True, bootstrap(sample)
+    return TokenRows(rewards, token_values, lengths, mask, ends, bootstraps)
 
 
 def _token_values(sample: Sample) -> Float[np.ndarray, "C"]:
@@ -199,23 +197,23 @@ def _zero_values(sample: Sample) -> Float[np.ndarray, "C"]:
 
 
 def _estimate_advantages(rows: TokenRows, estimate: GaeEstimator, lam: LambdaFn) -> TokenAdvantages:
-    credit = estimate(
+    result = estimate(
         rows.rewards, rows.values, lam=lam(rows), mask=rows.mask, ends=rows.ends, bootstrap=rows.bootstrap
     )
-    return TokenAdvantages(*map(np.asarray, credit))
+    return TokenAdvantages(*map(np.asarray, result))
 
 
-def _assign_advantages(samples: Sequence[Sample], credit: TokenAdvantages) -> list[Sample]:
-    """The samples with what is theirs of a single row."""
-    cuts = np.cumsum([len(s.completion_ids) for s in samples])
-    parts = zip(samples, np.split(credit.advantages[0], cuts), np.split(credit.returns[0], cuts), strict=False)
+def _assign_advantages(samples: Sequence[Sample], row: TokenAdvantages) -> list[Sample]:
+    """Returns the samples, each with its part of the row."""
+    ends = np.cumsum([len(s.completion_ids) for s in samples])
+    parts = zip(samples, np.split(row.advantages[0], ends), np.split(row.returns[0], ends), strict=False)
     return [replace(s, advantages=a, returns=r) for s, a, r in parts]
 
 
 def whiten_advantages(samples: Sequence[Sample], moments: Moments) -> list[Sample]:
-    """The samples with advantages of mean 0 and variance 1 over all that `over` was taken of; returns stay as they are.
+    """Returns the samples with whitened advantages, of mean 0 and variance 1 over all hosts; returns are unchanged.
 
     Args:
-        over: of the advantages at the tokens that the policy wrote, of all hosts.
+        moments: moments of the advantages of the tokens that the policy wrote, over all hosts.
     """
     return [replace(s, advantages=whiten(s.advantages, s.mask, moments)) for s in samples if s.advantages is not None]

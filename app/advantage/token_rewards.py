@@ -1,4 +1,4 @@
-"""Rewards of tokens: a sample's own on the last token that the policy wrote, a KL penalty on every one of those."""
+"""Rewards per token: the sample's reward on the last token that the policy wrote, a KL penalty on all of them."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from app.records.moments import Moments, joint_moments
 from app.records.sample import Sample
 
 TokenRewardFn = Callable[[Sample], Float64[np.ndarray, "C"]]
-"""A sample -> what each of its tokens earned; 0 on those that the policy did not write."""
+"""A sample -> the reward of each token; 0 on tokens that the policy did not write."""
 TokenKLFn = Callable[[np.ndarray, np.ndarray], np.ndarray]
-"""(policy logprobs, reference logprobs) -> an estimate of the KL at each token."""
+"""(policy logprobs, reference logprobs) -> an estimate of the KL per token."""
 
 
 def task_token_rewards(sample: Sample) -> Float64[np.ndarray, "C"]:
-    """The sample's own, or its reward on the last token that the policy wrote; nowhere where it wrote none.
+    """Returns `token_rewards`, or the reward on the last token that the policy wrote.
 
-    On a masked last token (a tool's output) the reward would be passed over, or decay before it reaches the policy.
+    On a masked last token (a tool's output) the reward would be skipped, or decay before it reaches the policy.
     """
     if sample.token_rewards is not None:
         return sample.token_rewards.astype(np.float64)
@@ -30,7 +30,7 @@ def task_token_rewards(sample: Sample) -> Float64[np.ndarray, "C"]:
 
 
 def kl_penalized_token_rewards(sample: Sample, *, kl_estimator: TokenKLFn, kl_coef: float) -> Float64[np.ndarray, "C"]:
-    """r_t - kl_coef * KL_t(policy || reference), the KL on tokens that the policy wrote.
+    """Computes r_t - kl_coef * KL_t(policy || reference), with the KL on tokens that the policy wrote.
 
     Source: Ziegler et al. 2019, "Fine-Tuning Language Models from Human Preferences", equation 2 (with k1).
     """
@@ -38,7 +38,7 @@ def kl_penalized_token_rewards(sample: Sample, *, kl_estimator: TokenKLFn, kl_co
 
 
 def token_kl(sample: Sample, kl_estimator: TokenKLFn) -> Float64[np.ndarray, "C"]:
-    """The estimate at each token, 0 where the policy did not write it; trainer's logprobs, at the step's start."""
+    """Estimates the KL at each token from the logprobs at the start of the step; 0 on masked tokens."""
     policy, reference = sample.policy_logprobs, sample.reference_logprobs
     assert policy is not None and reference is not None
     kl = np.zeros(len(sample.completion_ids))
@@ -47,5 +47,5 @@ def token_kl(sample: Sample, kl_estimator: TokenKLFn) -> Float64[np.ndarray, "C"
 
 
 def kl_moments(samples: Sequence[Sample], kl_estimator: TokenKLFn) -> Moments:
-    """Of the KL at the tokens that the policy wrote, of this host's samples."""
+    """Computes the moments of the KL over the tokens that the policy wrote, for this host's samples."""
     return joint_moments([(token_kl(s, kl_estimator), s.mask) for s in samples])

@@ -1,4 +1,4 @@
-"""V-trace: value targets and advantages of samples that another policy drew, on the recurrence of GAE."""
+"""V-trace: value targets and advantages of samples from another policy, by the recurrence of GAE."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from app.advantage.gae.estimate import solve_recurrence
 from app.advantage.gae.recurrence import MASK_MODES, Discounts, HostOrDevice, Number, RecurrenceTerms, make_gae_rows
 
 LOG_RATIO_LIMIT = 20.0
-"""Beyond it a ratio is clipped by any sensible bound, and would overflow."""
+"""Limit of log ratios against overflow; any sensible bound clips before it."""
 
 
 class VTraceOutput(NamedTuple):
-    """0 where the mask is False."""
+    """Advantages and targets; 0 where the mask is False."""
 
     advantages: Float32[HostOrDevice, "B T"]
     """r_t + gamma * (lam * v_{t+1} + (1 - lam) * V_{t+1}) - V_t; without the rho_t of the policy gradient.
 
-    That is what the token weighs in the loss, and the loss weighs it: in here, whitening would give a token of rho 0
-    the advantage -mean / std, at full weight.
+    The loss applies rho_t: in the advantage, whitening would give a token with rho 0 the advantage -mean / std at full
+    weight.
     """
     targets: Float32[HostOrDevice, "B T"]
-    """Of the critic: v_t."""
+    """The critic's targets v_t."""
 
 
 def vtrace(
@@ -46,15 +46,15 @@ def vtrace(
     backend: str = "auto",
     chunk_size: int | None = None,
 ) -> VTraceOutput:
-    """v_t - V_t = rho_t * delta_t + gamma * c_t * (v_{t+1} - V_{t+1}), delta_t = r_t + gamma * V_{t+1} - V_t.
+    """Solves v_t - V_t = rho_t * delta_t + gamma * c_t * (v_{t+1} - V_{t+1}), delta_t = r_t + gamma V_{t+1} - V_t.
 
-    With rho_t = min(max_ratio, ratio_t) and c_t = lam * min(max_trace, ratio_t). Where all ratios are 1, targets and
+    Here rho_t = min(max_ratio, ratio_t) and c_t = lam * min(max_trace, ratio_t). If all ratios are 1, targets and
     advantages are those of GAE.
 
     Args:
-        log_ratios: [B, T], log of the target policy's probability over that of the policy that drew the token.
-        max_ratio: rho_bar, at least `max_trace`: decides which policy's values these are.
-        max_trace: c_bar: decides only how fast they are found.
+        log_ratios: [B, T], log of the target policy's probability over that of the policy that sampled the token.
+        max_ratio: rho_bar, at least `max_trace`; it determines which policy the values belong to.
+        max_trace: c_bar; it determines only the speed of convergence.
 
     The other arguments are those of `app.advantage.gae.estimate.generalized_advantages`.
 
@@ -101,17 +101,17 @@ def _vtrace(
     ratios = jnp.exp(jnp.clip(log_ratios, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
     weights, traces = (jnp.minimum(bound, ratios) for bound in bounds)
     if rows.mask is not None:
-        # What is behind such a token is handed on as it is.
+        # Such a token passes on unchanged what follows it.
         traces = jnp.where(rows.mask, traces, 1.0)
     leaks = rows.reset_at_ends(jnp.broadcast_to(terms.one_minus_decay, traces.shape))
-    nothing = jnp.zeros_like(traces)
+    zeros = jnp.zeros_like(traces)
     corrections = solve_recurrence(
-        RecurrenceTerms(weights * terms.deltas, nothing, nothing, nothing, leaks + (1 - leaks) * (1 - traces), None),
+        RecurrenceTerms(weights * terms.deltas, zeros, zeros, zeros, leaks + (1 - leaks) * (1 - traces), None),
         backend,
         chunk_size,
     ).advantages
-    behind = jnp.pad(corrections[:, 1:], ((0, 0), (0, 1)))[:, : corrections.shape[1]]
-    advantages = terms.deltas + (1 - leaks) * behind
+    next_corrections = jnp.pad(corrections[:, 1:], ((0, 0), (0, 1)))[:, : corrections.shape[1]]
+    advantages = terms.deltas + (1 - leaks) * next_corrections
     return VTraceOutput(
         advantages if rows.mask is None else jnp.where(rows.mask, advantages, 0.0),
         terms.to_output(corrections).returns,

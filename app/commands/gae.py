@@ -26,7 +26,10 @@ def gae(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Where the same goes with advantages and returns; the folder of --bench."),
+        typer.Option(
+            metavar="FILE",
+            help="Output file, in the format of --input; with --bench, a folder.",
+        ),
     ] = None,
     gamma: Annotated[str | None, typer.Option(metavar="G", help="Overrides algorithm.gamma.")] = None,
     lam: Annotated[str | None, typer.Option(metavar="L", help="Overrides algorithm.lam.")] = None,
@@ -38,20 +41,20 @@ def gae(
         Literal["skip", "through", "zero"] | None, typer.Option(help="Overrides algorithm.mask_mode.")
     ] = None,
     bench: Annotated[
-        bool, typer.Option("--bench", help="Measure instead every backend and chunk size on this machine.")
+        bool, typer.Option("--bench", help="Instead, time every backend and chunk size on this machine.")
     ] = False,
     shapes: Annotated[
         str | None,
-        typer.Option(metavar="BxT,...", help=f"Shapes that --bench measures.  [default: {DEFAULT_BENCH_SHAPES}]"),
+        typer.Option(metavar="BxT,...", help=f"Shapes to time with --bench.  [default: {DEFAULT_BENCH_SHAPES}]"),
     ] = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
     """Add advantages and returns (generalized advantage estimation) to samples or matrices; needs no model.
 
-    Samples get what training under the same settings would give them: algorithm.gamma, lam, length_adaptive_lam,
-    mask_mode, bootstrap_truncated, whiten_advantages, critic.lam, and the KL penalty of algorithm.beta where it is in
-    the reward. What cannot be applied is named at the end.
+    Samples get the advantages that training computes under the same settings: algorithm.gamma, lam,
+    length_adaptive_lam, mask_mode, bootstrap_truncated, whiten_advantages, critic.lam, and the KL penalty of
+    algorithm.beta if it is in the reward. The summary lists settings that could not be applied.
     """
     with handle_errors(debug):
         flags = {
@@ -64,15 +67,15 @@ def gae(
         given = {option: (field, text) for option, (field, text) in flags.items() if text is not None}
         resolved = resolve(config, overrides, flags=given, print_config=print_config, check=check_for_mesh)
         if shapes is not None and not bench:
-            raise InputError("--shapes goes with --bench")
+            raise InputError("--shapes: only used with --bench; add --bench or leave --shapes out")
         for option, value in (("--input", source), ("--backend", backend)):
             if value is not None and bench:
-                raise InputError(f"{option} goes without --bench, which measures every backend on numbers of its own")
+                raise InputError(f"{option}: not used with --bench, which times every backend on random numbers")
         if bench:
             from app.stages import gae_benchmark
 
-            measured = gae_benchmark.run_benchmark(resolved, shapes=shapes or DEFAULT_BENCH_SHAPES, out=out)
-            write(format_json(measured.to_dict()) if as_json else measured.to_text(), sys.stdout)
+            report = gae_benchmark.run_benchmark(resolved, shapes=shapes or DEFAULT_BENCH_SHAPES, out=out)
+            write(format_json(report) if as_json else gae_benchmark.format_report(report), sys.stdout)
         else:
             source, out = require_path(source, "--input"), require_path(out, "--out")
             from app.stages import gae

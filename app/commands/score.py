@@ -31,9 +31,7 @@ def score(
         Path | None,
         typer.Option("--input", metavar="FILE.jsonl", help="Samples to score. Required."),
     ] = None,
-    out: Annotated[
-        Path | None, typer.Option(metavar="FILE.jsonl", help="Where the scored samples go. Required.")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE.jsonl", help="Output file. Required.")] = None,
     role: Annotated[
         Literal["policy", "reference", "critic", "reward"],
         typer.Option(help="Whose logprobs to add; `critic` adds values, `reward` runs reward.functions."),
@@ -41,7 +39,7 @@ def score(
     check_packing: Annotated[
         bool,
         typer.Option(
-            "--check-packing", help="First see whether samples score in a shared row as they do alone; exit 1 if not."
+            "--check-packing", help="First check that samples score the same in a shared row as alone; exit 1 if not."
         ),
     ] = False,
     as_json: AsJson = False,

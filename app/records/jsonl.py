@@ -29,14 +29,8 @@ def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
         InputError: the file cannot be read, or a line is not UTF-8, not JSON, not an object, or has a number that is
             not finite.
     """
-    for number, _, value in read_jsonl_with_sizes(path):
-        yield number, value
-
-
-def read_jsonl_with_sizes(path: str | Path) -> Iterator[tuple[int, int, dict[str, Any]]]:
-    """Yields (line number, size of the line in bytes, object); otherwise like `read_jsonl`."""
     for number, raw in _nonblank_lines(path):
-        yield number, len(raw), parse_object(raw, f"{path}:{number}")
+        yield number, parse_object(raw, f"{path}:{number}")
 
 
 def read_jsonl_tolerant(path: str | Path) -> Iterator[tuple[int, dict[str, Any] | InputError]]:

@@ -1,18 +1,65 @@
-"""Samples as JSON objects: what the verbs write for each other, and read back.
+"""Samples as JSON objects: one record that every command writes and reads.
 
 Every float32 is written as the float64 of the same value, so it comes back bit for bit.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, cast
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from app.records.jsonl import read_jsonl
 from app.records.sample import Prompt, Sample
 from settings.errors import InputError
+
+INT32_MAX = 2**31 - 1
+FLOAT32_MAX = float(np.finfo(np.float32).max)
+Float32 = Annotated[float, Field(ge=-FLOAT32_MAX, le=FLOAT32_MAX)]
+NonNegative = Annotated[int, Field(ge=0, le=INT32_MAX)]
+Bit = Annotated[int, Field(ge=0, le=1)]
+# A field's description is what an error message says it expects; for a list, what it expects of the entries.
+Text = Annotated[str, Field(description="a string")]
+Integer = Annotated[int, Field(description="an integer")]
+TokenIds = Annotated[list[NonNegative], Field(description="token ids (integers >= 0)")]
+Floats = Annotated[list[Float32] | None, Field(description="finite float32 numbers")]
+
+
+class SampleRecord(BaseModel):
+    """The fields of a sample's JSON object. A command validates only those that it reads; None = absent."""
+
+    model_config = ConfigDict(strict=True)
+
+    uid: Text = ""
+    group_id: Integer = 0
+    sample_index: Integer = 0
+    prompt: Annotated[str | list[Any], Field(description="text or chat messages")] = ""
+    completion: Text = ""
+    prompt_token_ids: TokenIds = []
+    completion_token_ids: TokenIds = []
+    behavior_logprobs: Annotated[list[Float32], Field(description="finite float32 numbers")] = []
+    finish_reason: Text = "stop"
+    policy_version: Integer = 0
+    policy_versions: Annotated[list[NonNegative] | None, Field(description="versions (integers >= 0)")] = None
+    worker: Text = "0"
+    segments: Integer = 1
+    elapsed_s: Annotated[float, Field(description="a number")] = 0.0
+    answer: Annotated[str | None, Field(description="a string")] = None
+    columns: Any = None
+    loss_mask: Annotated[list[bool | Bit] | None, Field(description="booleans, or 0 and 1")] = None
+    reward: Annotated[Float32 | bool | None, Field(description="a finite float32 number")] = None
+    rewards: Annotated[dict[str, float] | None, Field(description="an object of numbers")] = None
+    token_rewards: Annotated[list[Float32 | bool] | None, Field(description="finite float32 numbers")] = None
+    kept_mass_logs: Floats = None
+    policy_logprobs: Floats = None
+    reference_logprobs: Floats = None
+    values: Floats = None
+    advantages: Floats = None
+    returns: Floats = None
+
 
 REQUIRED_FIELDS = (
     "uid",
@@ -26,8 +73,6 @@ REQUIRED_FIELDS = (
     "finish_reason",
     "policy_version",
 )
-OPTIONAL_SCALARS: dict[str, tuple[type, ...]] = {"worker": (str,), "segments": (int,), "elapsed_s": (int, float)}
-"""Optional fields with a default in `Sample`."""
 PER_TOKEN_FIELDS = (
     "kept_mass_logs",
     "token_rewards",
@@ -38,30 +83,16 @@ PER_TOKEN_FIELDS = (
     "returns",
 )
 """Optional floats, one per completion token (`values` may have one more)."""
-REWARD_FIELDS = frozenset({"reward", "token_rewards"})
-"""Numbers that may be written as booleans, as masks may be written as 0 and 1."""
-KNOWN_FIELDS = {
-    *REQUIRED_FIELDS,
-    *OPTIONAL_SCALARS,
-    *PER_TOKEN_FIELDS,
-    "answer",
-    "columns",
-    "loss_mask",
-    "reward",
-    "rewards",
-    "policy_versions",
-}
 TOKEN_IDS = "completion_token_ids"
-INT32_MAX = 2**31 - 1
-FLOAT32_MAX = float(np.finfo(np.float32).max)
+ADVANTAGE_FIELDS = (TOKEN_IDS, "token_rewards", "loss_mask", "values", "reward", "finish_reason")
 
 
 def sample_to_record(sample: Sample) -> dict[str, Any]:
-    """The sample as a JSON object; fields whose room has not run are absent.
+    """Returns the sample as a JSON object; fields of stages that have not run are absent.
 
-    `policy_version` is of the oldest token; `policy_versions`, of each token, is there only where several versions drew
-    them. `columns` holds the other columns of the data set's row; unknown fields of the file that the sample came from
-    stand at the end, as they were.
+    `policy_version` is the version of the oldest token; `policy_versions`, one per token, is present only if several
+    versions sampled them. `columns` holds the other columns of the data set's row. Unknown fields of the file that the
+    sample came from follow at the end, unchanged.
     """
     prompt = sample.prompt
     record: dict[str, Any] = {
@@ -91,79 +122,121 @@ def sample_to_record(sample: Sample) -> dict[str, Any]:
         record["reward"] = sample.reward
     if prompt.extra:
         record["columns"] = dict(prompt.extra)
-    assert not record.keys() & sample.extra.keys(), "a known field stands in Sample.extra"
+    assert not record.keys() & sample.extra.keys(), "Sample.extra holds a known field"
     return record | dict(sample.extra)
 
 
-def sample_from_record(record: Mapping[str, Any], *, where: str) -> Sample:
-    """The sample that a JSON object describes; fields it does not know go to `Sample.extra`.
+def read_samples(path: str | Path) -> Iterator[tuple[str, Sample]]:
+    """Yields (`FILE:LINE`, sample) for every line of a sample file; unknown fields go to `Sample.extra`.
 
-    `where` opens every error, for example `rollouts.jsonl:12`.
+    Raises:
+        InputError: as `read_jsonl` and `sample_from_record`.
+    """
+    for line, record in read_jsonl(path):
+        where = f"{path}:{line}"
+        yield where, sample_from_record(record, where=where)
+
+
+def sample_from_record(record: Mapping[str, Any], *, where: str) -> Sample:
+    """Returns the sample that a JSON object describes; unknown fields go to `Sample.extra`.
+
+    `where` starts every error message, for example `rollouts.jsonl:12`.
 
     Raises:
         InputError: a required field is absent, or a field has the wrong type, length or range.
     """
-    _check_present(REQUIRED_FIELDS, record, where)
-    fields = _RecordReader(record, where)
-    prompt, sample_index = _read_prompt(fields)
-    completion_ids = fields.token_ids("completion_token_ids")
-    num_tokens = len(completion_ids)
-    unknown = {name: value for name, value in record.items() if name not in KNOWN_FIELDS}
-    if "columns" in record and not isinstance(record["columns"], dict):
-        unknown["columns"] = record["columns"]
+    known = SampleRecord.model_fields
+    fields = _validate_fields(record, known, required=REQUIRED_FIELDS, where=where)
+    num_tokens = len(fields.completion_token_ids)
+    optional = _per_token_arrays(fields, ("behavior_logprobs", *PER_TOKEN_FIELDS), num_tokens, where=where)
+    if fields.policy_versions is not None:
+        _check_length("policy_versions", fields.policy_versions, num_tokens, where=where)
+        oldest = min(fields.policy_versions, default=fields.policy_version)
+        if oldest != fields.policy_version:
+            raise InputError(
+                f"{where}: policy_versions: the oldest is {oldest}, and policy_version is {fields.policy_version}; "
+                "they must be equal"
+            )
+        optional["policy_versions"] = np.array(fields.policy_versions, np.int32)
+    suffix = f"/s{fields.sample_index}"
+    if not fields.uid.endswith(suffix) or fields.uid == suffix:
+        raise InputError(f"{where}: uid: expected `<prompt uid>{suffix}`, got {fields.uid!r}")
+    unknown = {name: value for name, value in record.items() if name not in known}
+    if "columns" in record and not isinstance(fields.columns, dict):
+        unknown["columns"] = fields.columns
     return Sample(
-        prompt=prompt,
-        sample_index=sample_index,
-        group_id=fields.scalar("group_id", int),
-        completion_ids=completion_ids,
-        completion=fields.scalar("completion", str),
-        behavior_logprobs=fields.floats("behavior_logprobs", num_tokens),
-        finish_reason=fields.scalar("finish_reason", str),
-        policy_version=fields.scalar("policy_version", int),
+        prompt=Prompt(
+            uid=fields.uid.removesuffix(suffix),
+            token_ids=_prompt_ids(fields, where),
+            source=fields.prompt,
+            answer=fields.answer,
+            extra=fields.columns if isinstance(fields.columns, dict) else {},
+        ),
+        sample_index=fields.sample_index,
+        group_id=fields.group_id,
+        completion_ids=np.array(fields.completion_token_ids, np.int32),
+        completion=fields.completion,
+        finish_reason=fields.finish_reason,
+        policy_version=fields.policy_version,
+        worker=fields.worker,
+        segments=fields.segments,
+        elapsed_s=fields.elapsed_s,
+        rewards=fields.rewards,
+        reward=None if fields.reward is None else float(fields.reward),
         extra=unknown,
-        **_read_optional(fields, num_tokens),
+        **optional,
     )
 
 
 def sample_for_advantages(
     record: Mapping[str, Any], *, where: str, bootstrap_truncated: bool, needs_logprobs: bool
 ) -> Sample:
-    """What advantage estimation reads of a JSON object that needs no other field of a sample; the rest is left empty.
+    """Returns what advantage estimation reads of a JSON object that needs no other field; the rest stays empty.
 
-    Its `finish_reason` is `length` where it goes on with the value behind its last token, and `stop` where it is over.
-    Without `finish_reason`, it goes on where there is such a value.
+    The sample's `finish_reason` is `length` if the value after its last token continues it, else `stop`. Without
+    `finish_reason`, that value continues it if it is present.
 
     Args:
-        bootstraps: samples that were cut (`finish_reason: length`) go on.
-        needs_logprobs: there is a penalty by `policy_logprobs` and `reference_logprobs`.
+        bootstrap_truncated: the value after the last token continues samples with `finish_reason: length`.
+        needs_logprobs: `policy_logprobs` and `reference_logprobs` are read, for the KL penalty.
 
     Raises:
-        InputError: what is read is absent, or a field has the wrong type, length or range.
+        InputError: a field that is read is absent, or has the wrong type, length or range.
     """
-    _check_advantage_inputs(record, where, needs_logprobs=needs_logprobs)
-    fields = _RecordReader(record, where)
-    per_token = (TOKEN_IDS, "token_rewards", "loss_mask", "values")
-    counted = next(name for name in per_token if record.get(name) is not None)
-    num_tokens = len(fields.floats("values")) if counted == "values" else fields.length(counted)
-    optional: dict[str, Any] = {}
     logprobs = ("policy_logprobs", "reference_logprobs") if needs_logprobs else ()
-    for name in ("values", "token_rewards", *logprobs):
-        if record.get(name) is not None:
-            optional[name] = fields.floats(name, num_tokens, length_field=counted)
-    if record.get("loss_mask") is not None:
-        optional["loss_mask"] = fields.booleans("loss_mask", num_tokens, length_field=counted)
-    goes_on = len(optional["values"]) > num_tokens
-    if record.get("finish_reason") is not None:
-        was_cut = fields.scalar("finish_reason", str) == "length"
-        if was_cut and bootstrap_truncated and not goes_on:
+    fields = _validate_fields(record, (*ADVANTAGE_FIELDS, *logprobs), required=(), where=where)
+    if fields.values is None:
+        raise InputError(
+            f"{where}: missing values, a number for each completion token; `grpo score --role critic` adds them"
+        )
+    for name in logprobs:
+        if getattr(fields, name) is None:
             raise InputError(
-                f"{where}: values has {num_tokens} entries, expected {num_tokens + 1}: the sample was cut "
-                "(`length`), and goes on with the value behind its last token; under algorithm.bootstrap_truncated "
+                f"{where}: missing {name}, which the KL penalty in the reward needs; `grpo score --role "
+                f"{name.removesuffix('_logprobs')}` adds them, and algorithm.beta: 0 turns the penalty off"
+            )
+    length_field = next(name for name in ADVANTAGE_FIELDS if record.get(name) is not None)
+    num_tokens = len(getattr(fields, length_field))
+    names = ("values", "token_rewards", *logprobs)
+    optional = _per_token_arrays(fields, names, num_tokens, where=where, length_field=length_field)
+    continues = len(fields.values) > num_tokens
+    if record.get("finish_reason") is not None:
+        was_truncated = fields.finish_reason == "length"
+        if was_truncated and bootstrap_truncated and not continues:
+            raise InputError(
+                f"{where}: values has {num_tokens} entries, expected {num_tokens + 1}: the sample was truncated "
+                "(`length`), and needs the value after its last token; under algorithm.bootstrap_truncated "
                 "`grpo score --role critic` writes it"
             )
-        goes_on = was_cut and bootstrap_truncated
-    if "token_rewards" not in optional:
-        optional["reward"] = _read_reward(fields, optional.get("loss_mask"))
+        continues = was_truncated and bootstrap_truncated
+    if fields.token_rewards is None:
+        mask = optional.get("loss_mask")
+        if fields.reward is None and (mask is None or mask.any()):
+            raise InputError(
+                f"{where}: missing reward, or token_rewards, a number for each completion token; "
+                "`grpo score --role reward` adds a reward"
+            )
+        optional["reward"] = float(fields.reward or 0.0)
     return Sample(
         prompt=Prompt(uid="", token_ids=np.zeros(0, np.int32), source="", answer=None),
         sample_index=0,
@@ -171,177 +244,68 @@ def sample_for_advantages(
         completion_ids=np.zeros(num_tokens, np.int32),
         completion="",
         behavior_logprobs=np.zeros(num_tokens, np.float32),
-        finish_reason="length" if goes_on else "stop",
+        finish_reason="length" if continues else "stop",
         policy_version=0,
         **optional,
     )
 
 
-def _check_advantage_inputs(record: Mapping[str, Any], where: str, *, needs_logprobs: bool) -> None:
-    if record.get("values") is None:
-        raise InputError(
-            f"{where}: missing values, a number for each completion token; `grpo score --role critic` adds them"
-        )
-    if not needs_logprobs:
-        return
-    for role in ("policy", "reference"):
-        if record.get(f"{role}_logprobs") is None:
-            raise InputError(
-                f"{where}: missing {role}_logprobs, which the KL penalty in the reward is made of; `grpo score --role "
-                f"{role}` adds them, and algorithm.beta: 0 does without the penalty"
-            )
-
-
-def _read_reward(fields: _RecordReader, mask: np.ndarray | None) -> float:
-    """The sample's reward; 0 where it has no token that could earn it."""
-    if fields.record.get("reward") is not None:
-        return fields.reward()
-    if mask is not None and not mask.any():
-        return 0.0
-    raise InputError(
-        f"{fields.where}: missing reward, or token_rewards, a number for each completion token; "
-        "`grpo score --role reward` adds a reward"
-    )
-
-
-def _check_present(names: Sequence[str], record: Mapping[str, Any], where: str) -> None:
-    missing = [name for name in names if name not in record]
+def _validate_fields(
+    record: Mapping[str, Any], names: Iterable[str], *, required: Sequence[str], where: str
+) -> SampleRecord:
+    missing = [name for name in required if name not in record]
     if missing:
         raise InputError(
-            f"{where}: missing {', '.join(missing)}; a sample needs {', '.join(names)}"
+            f"{where}: missing {', '.join(missing)}; a sample needs {', '.join(required)}"
             " (`grpo rollout` writes such files)"
+        )
+    present = {name: record[name] for name in names if record.get(name) is not None or name in required}
+    try:
+        return SampleRecord.model_validate(present)
+    except ValidationError as error:
+        problem = error.errors(include_url=False, include_input=False)[0]
+    location, value = "", cast("Any", record)
+    for part in problem["loc"]:
+        # After the path of the value, pydantic adds the name of a union's member.
+        if isinstance(value, list) and isinstance(part, int):
+            location, value = f"{location}[{part}]", value[part]
+        elif isinstance(value, Mapping) and part in value:
+            location, value = f"{location}.{part}" if location else str(part), value[part]
+    expected = SampleRecord.model_fields[str(problem["loc"][0])].description
+    if problem["type"] == "list_type":
+        expected = f"a list of {expected}"
+    elif location.startswith("rewards."):
+        expected = "a number"
+    text = repr(value)
+    got = f"{type(value).__name__} {text if len(text) <= 40 else text[:40] + '...'}"
+    raise InputError(f"{where}: {location}: expected {expected}, got {got}")
+
+
+def _per_token_arrays(
+    fields: SampleRecord, names: Iterable[str], num_tokens: int, *, where: str, length_field: str = TOKEN_IDS
+) -> dict[str, Any]:
+    """Returns the arrays of `names` and of `loss_mask` that are present, each with its length checked."""
+    arrays: dict[str, Any] = {}
+    for name in (*names, "loss_mask"):
+        if (entries := getattr(fields, name)) is not None:
+            _check_length(name, entries, num_tokens, where=where, length_field=length_field)
+            arrays[name] = np.array(entries, bool if name == "loss_mask" else np.float32)
+    return arrays
+
+
+def _check_length(
+    name: str, entries: Sequence[Any], num_tokens: int, *, where: str, length_field: str = TOKEN_IDS
+) -> None:
+    allowed = (num_tokens, num_tokens + 1) if name == "values" else (num_tokens,)
+    if len(entries) not in allowed:
+        source = "" if length_field == TOKEN_IDS else f", as {length_field} has {num_tokens}"
+        raise InputError(
+            f"{where}: {name} has {len(entries)} entries, expected {' or '.join(map(str, allowed))}:"
+            f" one per completion token{source}"
         )
 
 
-def _read_optional(fields: _RecordReader, num_tokens: int) -> dict[str, Any]:
-    record = fields.record
-    optional: dict[str, Any] = {
-        name: fields.floats(name, num_tokens) for name in PER_TOKEN_FIELDS if record.get(name) is not None
-    }
-    for name, types in OPTIONAL_SCALARS.items():
-        if record.get(name) is not None:
-            optional[name] = fields.scalar(name, *types)
-    if record.get("loss_mask") is not None:
-        optional["loss_mask"] = fields.booleans("loss_mask", num_tokens)
-    if record.get("policy_versions") is not None:
-        optional["policy_versions"] = fields.versions("policy_versions", num_tokens)
-    if record.get("rewards") is not None:
-        optional["rewards"] = fields.rewards()
-    if record.get("reward") is not None:
-        optional["reward"] = fields.reward()
-    return optional
-
-
-def _read_prompt(fields: _RecordReader) -> tuple[Prompt, int]:
-    record, where = fields.record, fields.where
-    uid, sample_index = fields.scalar("uid", str), fields.scalar("sample_index", int)
-    suffix = f"/s{sample_index}"
-    if not uid.endswith(suffix) or uid == suffix:
-        raise InputError(f"{where}: uid: expected `<prompt uid>{suffix}`, got {uid!r}")
-    source = record["prompt"]
-    if not isinstance(source, (str, list)):
-        raise InputError(f"{where}: prompt: expected text or chat messages, got {type(source).__name__}")
-    columns = record.get("columns")
-    prompt = Prompt(
-        uid=uid.removesuffix(suffix),
-        token_ids=fields.prompt_ids(),
-        source=source,
-        answer=fields.scalar("answer", str) if record.get("answer") is not None else None,
-        extra=columns if isinstance(columns, dict) else {},
-    )
-    return prompt, sample_index
-
-
-class _RecordReader:
-    """Typed access to one record; every method raises InputError naming the field."""
-
-    def __init__(self, record: Mapping[str, Any], where: str) -> None:
-        self.record = record
-        self.where = where
-
-    def scalar(self, name: str, *types: type) -> Any:
-        value = self.record[name]
-        # type() and not isinstance: JSON's true is an int to Python.
-        if type(value) not in types or (type(value) is float and not math.isfinite(value)):
-            expected = " or ".join(kind.__name__ for kind in types)
-            raise InputError(f"{self.where}: {name}: expected {expected}, got {_describe_value(value)}")
-        return value
-
-    def prompt_ids(self) -> np.ndarray:
-        ids = self.token_ids("prompt_token_ids")
-        if not len(ids):
-            raise InputError(f"{self.where}: prompt_token_ids is empty; a completion needs a token before it")
-        return ids
-
-    def token_ids(self, name: str, expected: str = "token ids (integers >= 0)") -> np.ndarray:
-        def is_id(value: Any) -> bool:
-            return type(value) is int and 0 <= value <= INT32_MAX
-
-        return np.array(self._array(name, expected, is_id), np.int32)
-
-    def floats(self, name: str, num_tokens: int | None = None, *, length_field: str = TOKEN_IDS) -> np.ndarray:
-        """Of any number where `num_tokens` is None; `than` is the field that has as many as tokens."""
-        numbers = (int, float, bool) if name in REWARD_FIELDS else (int, float)
-
-        def is_float32(value: Any) -> bool:
-            return type(value) in numbers and abs(value) <= FLOAT32_MAX
-
-        values = self._array(name, "finite float32 numbers", is_float32)
-        if num_tokens is not None:
-            allowed = (num_tokens, num_tokens + 1) if name == "values" else (num_tokens,)
-            self._check_length(name, len(values), allowed, length_field)
-        return np.array(values, np.float32)
-
-    def booleans(self, name: str, num_tokens: int, *, length_field: str = TOKEN_IDS) -> np.ndarray:
-        # JSON's true is Python's True, which equals 1.
-        values = self._array(name, "booleans, or 0 and 1", lambda value: type(value) in (bool, int) and value in (0, 1))
-        self._check_length(name, len(values), (num_tokens,), length_field)
-        return np.array(values, bool)
-
-    def versions(self, name: str, num_tokens: int) -> np.ndarray:
-        versions = self.token_ids(name, "versions (integers >= 0)")
-        self._check_length(name, len(versions), (num_tokens,), TOKEN_IDS)
-        oldest = self.scalar("policy_version", int)
-        if len(versions) and versions.min() != oldest:
-            raise InputError(
-                f"{self.where}: {name}: the oldest is {versions.min()}, and policy_version {oldest}; they are the same"
-            )
-        return versions
-
-    def length(self, name: str) -> int:
-        return len(self._array(name, "entries, one per completion token", lambda value: True))
-
-    def reward(self) -> float:
-        reward = float(self.scalar("reward", int, float, bool))
-        if abs(reward) > FLOAT32_MAX:
-            raise InputError(f"{self.where}: reward: expected a finite float32 number, got {_describe_value(reward)}")
-        return reward
-
-    def rewards(self) -> dict[str, float]:
-        value = self.record["rewards"]
-        if not isinstance(value, dict):
-            raise InputError(f"{self.where}: rewards: expected an object, got {_describe_value(value)}")
-        fields = _RecordReader(value, f"{self.where}: rewards")
-        return {name: float(fields.scalar(name, int, float)) for name in value}
-
-    def _array(self, name: str, expected: str, accepts: Callable[[Any], bool]) -> list[Any]:
-        values = self.record[name]
-        if not isinstance(values, list):
-            raise InputError(f"{self.where}: {name}: expected a list of {expected}, got {_describe_value(values)}")
-        for index, value in enumerate(values):
-            if not accepts(value):
-                raise InputError(f"{self.where}: {name}[{index}]: expected {expected}, got {_describe_value(value)}")
-        return values
-
-    def _check_length(self, name: str, length: int, allowed: tuple[int, ...], length_field: str) -> None:
-        if length not in allowed:
-            beside = "" if length_field == TOKEN_IDS else f", as {length_field} has {allowed[0]}"
-            raise InputError(
-                f"{self.where}: {name} has {length} entries, expected {' or '.join(map(str, allowed))}:"
-                f" one per completion token{beside}"
-            )
-
-
-def _describe_value(value: Any) -> str:
-    text = repr(value)
-    return f"{type(value).__name__} {text if len(text) <= 40 else text[:40] + '...'}"
+def _prompt_ids(fields: SampleRecord, where: str) -> np.ndarray:
+    if not fields.prompt_token_ids:
+        raise InputError(f"{where}: prompt_token_ids is empty; a completion needs a token before it")
+    return np.array(fields.prompt_token_ids, np.int32)

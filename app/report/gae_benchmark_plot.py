@@ -1,122 +1,86 @@
-"""A GAE benchmark as a picture: for every shape, what each backend takes over the chunk size, above a copy's time."""
+"""One timed case of the GAE benchmark, and the plot of all cases: time over chunk size, next to the time of a copy."""
 
 from __future__ import annotations
 
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
 
 from app.report.plots import BLUE, GREEN, GREY, ORANGE
 from app.report.render import STYLE
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-COLORS = {"chunked": BLUE, "fused": GREEN, "serial": ORANGE}
-PANEL_WIDTH, PANEL_HEIGHT, MARGIN = 4.2, 2.7, 1.1
-"""Inches."""
+COLORS = {"copy": GREY, "chunked": BLUE, "fused": GREEN, "serial": ORANGE}
+DECAY_NAMES = {"scalar": "one decay", "masked": "a mask"}
 
 
-class PlottedTiming(NamedTuple):
-    """One backend on one panel."""
+@dataclass(frozen=True)
+class BackendTiming:
+    """Timing of one backend on one shape; times are those of a warm call."""
 
-    backend: str
-    chunk_size: int | None
-    """None where the backend has no chunks."""
-    median_s: float
-    p90_s: float
-    is_auto: bool
-    """What `auto` takes here."""
-
-
-@dataclass(frozen=True, slots=True)
-class BenchmarkPanel:
-    """One shape, with one kind of decay."""
-
-    rows: int
-    tokens: int
+    shape: str
     decay: str
-    """`scalar` or `masked`."""
-    copy_s: float
-    timings: tuple[PlottedTiming, ...]
+    """`scalar`: one decay for all tokens; `masked`: one decay per token; empty for the copy."""
+    backend: str
+    """A GAE backend, or `copy`: a pass that reads two matrices of the shape and writes two."""
+    chunk_size: int | None = None
+    """Tokens per chunk; None if the backend has no chunks."""
+    is_auto: bool = False
+    """True if `auto` selects this case."""
+    first_call_s: float = 0.0
+    """Time of tracing and compiling."""
+    median_s: float | None = None
+    """Median time; None if one call takes longer than the benchmark waits."""
+    p90_s: float | None = None
+    num_repeats: int = 0
+    gb_per_s: float | None = None
+    percent_of_copy: float | None = None
+    """Throughput relative to the copy of the same shape; 100 = as fast."""
+    max_error: float | None = None
+    """Largest error of advantages and returns against float64, over max(1, max |A|)."""
 
     @property
-    def title(self) -> str:
-        decay = {"scalar": "one decay for all tokens", "masked": "masked: a decay of each token"}[self.decay]
-        return f"{self.rows} rows x {self.tokens:,} tokens\n{decay}"
+    def name(self) -> str:
+        return self.backend if self.chunk_size is None else f"{self.backend} in chunks of {self.chunk_size}"
 
 
-def render_benchmark(panels: Sequence[BenchmarkPanel], *, title: str) -> bytes:
-    """The panels as a PNG, a column for each shape; the same bytes for the same numbers."""
+def render_benchmark(timings: Sequence[BackendTiming], *, title: str) -> bytes:
+    """Draws a PNG with one panel per shape and kind of decay; equal numbers give equal bytes."""
     # As in `app.report.render`: loading takes most of a second, and pyplot would choose a window system.
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    shapes = list(dict.fromkeys((panel.rows, panel.tokens) for panel in panels))
-    decays = list(dict.fromkeys(panel.decay for panel in panels))
+    panels = list(dict.fromkeys((t.shape, t.decay) for t in timings if t.backend != "copy"))
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(STYLE)
-        size = (max(6.0, PANEL_WIDTH * len(shapes)), MARGIN + PANEL_HEIGHT * len(decays))
-        figure = Figure(figsize=size)
+        figure = Figure(figsize=(max(6.0, 3.6 * len(panels)), 3.8))
         FigureCanvasAgg(figure)
-        grid = figure.subplots(len(decays), len(shapes), squeeze=False)
-        for panel in panels:
-            _draw(grid[decays.index(panel.decay), shapes.index((panel.rows, panel.tokens))], panel)
-        _add_legend(figure, panels, title)
-        picture = io.BytesIO()
-        figure.savefig(picture, format="png", dpi=150, metadata={"Software": None})
-    return picture.getvalue()
-
-
-def _draw(axes: Axes, panel: BenchmarkPanel) -> None:
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
-
-    chunked = sorted((s for s in panel.timings if s.chunk_size is not None), key=lambda s: s.chunk_size or 0)
-    sizes = [s.chunk_size or 0 for s in chunked]
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.axhline(1e3 * panel.copy_s, color=GREY, linestyle="--", linewidth=1.2)
-    for speed in panel.timings:
-        if speed.chunk_size is None:
-            color = COLORS[speed.backend]
-            axes.axhline(1e3 * speed.median_s, color=color, linewidth=2.6 if speed.is_auto else 1.6)
-            axes.axhspan(1e3 * speed.median_s, 1e3 * speed.p90_s, color=color, alpha=0.15, linewidth=0)
-    medians, p90s = [1e3 * s.median_s for s in chunked], [1e3 * s.p90_s for s in chunked]
-    axes.plot(sizes, medians, color=COLORS["chunked"], marker="o", markersize=4)
-    axes.fill_between(sizes, medians, p90s, color=COLORS["chunked"], alpha=0.15, linewidth=0)
-    taken = [s for s in chunked if s.is_auto]
-    axes.plot(
-        [s.chunk_size or 0 for s in taken], [1e3 * s.median_s for s in taken], linestyle="", marker="o", markersize=9,
-        markerfacecolor="none", markeredgecolor=COLORS["chunked"], markeredgewidth=1.6,
-    )  # fmt: skip
-    times = [1e3 * panel.copy_s, *(1e3 * s.p90_s for s in panel.timings)]
-    axes.set_ylim(min(times) / 1.6, max(times) * 1.6)
-    axes.set_xticks(sizes, [str(size) for size in sizes])
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_locator(LogLocator(10, subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda ms, _: f"{ms:g}"))
-    axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.set_title(panel.title, fontsize=9, loc="left")
-    axes.set_xlabel("chunk size, tokens")
-    axes.set_ylabel("milliseconds")
-
-
-def _add_legend(figure: Figure, panels: Sequence[BenchmarkPanel], title: str) -> None:
-    from matplotlib.lines import Line2D
-
-    drawn = {speed.backend for panel in panels for speed in panel.timings}
-    handles = [
-        Line2D([], [], color=color, marker="o" if backend == "chunked" else "", markersize=4, label=backend)
-        for backend, color in COLORS.items()
-        if backend in drawn
-    ]
-    handles.append(Line2D([], [], color=GREY, linestyle="--", linewidth=1.2, label="copy of the same bytes"))
-    ring = {"marker": "o", "markersize": 9, "markerfacecolor": "none", "markeredgewidth": 1.6, "linestyle": ""}
-    handles.append(Line2D([], [], color=BLUE, label="thick or ringed: what auto takes", **ring))
-    figure.suptitle(title, x=0.01, ha="left", fontsize=10, fontweight="bold")
-    in_a_line = len(handles) if figure.get_figwidth() > 2 * PANEL_WIDTH - 1 else 3
-    figure.legend(handles=handles, loc="outside lower left", ncols=in_a_line, frameon=False)
+        for axes, (shape, decay) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+            axes.set_xscale("log", base=2)
+            axes.set_yscale("log")
+            shown = [t for t in timings if t.shape == shape and t.decay in ("", decay) and t.median_s and t.p90_s]
+            for backend, color in COLORS.items():
+                times = [(t.chunk_size or 0, 1e3 * (t.median_s or 0), 1e3 * (t.p90_s or 0), t.is_auto) for t in shown
+                         if t.backend == backend]  # fmt: skip
+                if not times:
+                    continue
+                sizes, medians, p90s, auto = map(list, zip(*sorted(times), strict=True))
+                label = f"{backend} (auto)" if any(auto) else backend
+                if backend == "chunked":
+                    axes.plot(sizes, medians, color=color, marker="o", markersize=4, label=label)
+                    axes.fill_between(sizes, medians, p90s, color=color, alpha=0.15, linewidth=0)
+                    axes.set_xticks(sizes, [str(size) for size in sizes])
+                    taken = auto.index(True) if any(auto) else None
+                    axes.plot(*([], []) if taken is None else ([sizes[taken]], [medians[taken]]), "s", color=color)
+                else:
+                    axes.axhline(medians[0], color=color, linestyle="--" if backend == "copy" else "-", label=label)
+                    axes.axhspan(medians[0], p90s[0], color=color, alpha=0.15, linewidth=0)
+            axes.set_title(f"{shape}, {DECAY_NAMES[decay]}", fontsize=9, loc="left")
+            axes.set_xlabel("chunk size, tokens")
+            axes.set_ylabel("milliseconds")
+            axes.legend(frameon=False, fontsize=7)
+        figure.suptitle(title, x=0.01, ha="left", fontsize=10, fontweight="bold")
+        output = io.BytesIO()
+        figure.savefig(output, format="png", dpi=150, metadata={"Software": None})
+    return output.getvalue()

@@ -1,4 +1,4 @@
-"""Conversations -> one score each, under a sequence classification model with one label."""
+"""Inputs of a reward model, a sequence classification model with one label: one score per conversation."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from app.score.scorer import append_dummy_token
 
 
 def reward_model_inputs(samples: Sequence[Sample], conversations: Sequence[Int32[np.ndarray, "T"]]) -> list[Sample]:
-    """The samples with the tokens that the reward model reads, and one behind them.
+    """Returns the samples with the tokens that the reward model reads, and one dummy token after them.
 
-    The value of their last completion token is the score: it is read at the last token of the conversation. What the
-    conversations of a prompt have in common stands as the prompt, so that they may share it.
+    The value of the last completion token is the score: it is read at the last token of the conversation. The common
+    prefix of a prompt's conversations becomes the prompt, so that they can share it.
     """
     shared = _shared_lengths([sample.prompt.uid for sample in samples], conversations)
     return [_reward_model_input(s, text, shared[s.prompt.uid]) for s, text in zip(samples, conversations, strict=True)]
 
 
 def _shared_lengths(uids: Sequence[str], conversations: Sequence[np.ndarray]) -> Mapping[str, int]:
-    """By prompt: how many tokens its conversations begin with alike; at least one, which a completion needs."""
+    """Returns the length of the common prefix of each prompt's conversations; at least one token."""
     first: dict[str, np.ndarray] = {}
     shared: dict[str, int] = {}
     for uid, text in zip(uids, conversations, strict=True):
@@ -36,7 +36,7 @@ def _shared_lengths(uids: Sequence[str], conversations: Sequence[np.ndarray]) ->
 
 def _reward_model_input(sample: Sample, conversation: np.ndarray, shared_length: int) -> Sample:
     prompt = replace(sample.prompt, token_ids=conversation[:shared_length])
-    # Values are read at the token before one.
+    # The value of a token is read at the token before it.
     return append_dummy_token(
         replace(sample, prompt=prompt, completion_ids=conversation[shared_length:], loss_mask=None)
     )

@@ -1,4 +1,4 @@
-"""Per-token logprobs and values of given samples under given weights: the policy's, the reference's, the critic's."""
+"""Per-token logprobs and values of samples under the weights of the policy, the reference or the critic."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from app.model.decoder import DecoderDefinition, Params
 from app.records.sample import Sample
 
 BatchRunner = Callable[[Params, Iterable[TokenBatch], np.float32], list[np.ndarray]]
-"""(weights, this host's micro-batches, temperature) -> what is read at each target, [R, C]."""
+"""(weights, this host's micro-batches, temperature) -> one number per target, [R, C]."""
 
 NUM_PREFETCHED = 2
-"""Micro-batches that wait for their turn on the devices."""
+"""Micro-batches that are sent to the devices ahead of the one being computed."""
 
 
 class PackedForward:
@@ -53,11 +53,11 @@ class PackedForward:
         temperature: float,
         runner: BatchRunner | None,
     ) -> list[Float32[np.ndarray, "C"]]:
-        """One array per sample. The result does not depend on how `plan` cuts the samples.
+        """Returns one array per sample. The result does not depend on how `plan` splits the samples.
 
         Args:
-            plan: this host's; every host's has as many micro-batches of the same shapes.
-            run: `one_by_one` or `scanned`.
+            plan: plan of this host; all hosts have the same number and shapes of micro-batches.
+            runner: `run_looped` (None) or `run_scanned`.
         """
         batches = (pack_tokens(samples, micro_batch) for micro_batch in plan.micro_batches)
         with jax.set_mesh(self.mesh):
@@ -65,9 +65,9 @@ class PackedForward:
         return unpack_per_token(packed, samples, plan)
 
     def run_looped(self, params: Params, batches: Iterable[TokenBatch], temperature: np.float32) -> list[np.ndarray]:
-        """Micro-batches in a Python loop, through one program for each of their shapes.
+        """Runs micro-batches in a Python loop, through one program per shape.
 
-        `AHEAD` of them are packed and sent while one is computed; no more are in memory, however many there are.
+        While one is computed, `NUM_PREFETCHED` more are packed and sent; no others are in memory.
         """
         scored: list[np.ndarray] = []
         waiting: deque[Array] = deque()
@@ -78,12 +78,12 @@ class PackedForward:
         return scored + [to_local(per_target) for per_target in waiting]
 
     def lower(self, params: Params, batch: TokenBatch) -> Lowered:
-        """The program of one micro-batch, for shapes with shardings."""
+        """Lowers the program of one micro-batch, for shapes with shardings."""
         with jax.set_mesh(self.mesh):
             return self._forward.lower(params, batch, np.float32(1))
 
     def run_scanned(self, params: Params, batches: Iterable[TokenBatch], temperature: np.float32) -> list[np.ndarray]:
-        """Micro-batches of one shape in one `lax.map`, one program for so many of them."""
+        """Runs micro-batches of one shape in one `lax.map`, one program per number of them."""
         stacked = jax.tree.map(lambda *arrays: np.stack(arrays), *batches)
         scored = self._scan(params, to_global(self.mesh, stacked, row_dim=1), temperature)
         return list(to_local(scored, row_dim=1))
@@ -93,7 +93,7 @@ class Scorer(PackedForward):
     """Logprobs under a language model.
 
     Args:
-        logits_chunk: tokens of each device that pass the LM head at once.
+        logits_chunk: tokens per device that pass the LM head at once.
     """
 
     def __init__(self, definition: DecoderDefinition, mesh: Mesh, *, dtype: jnp.dtype, logits_chunk: int):
@@ -119,9 +119,9 @@ class Scorer(PackedForward):
         temperature: float,
         runner: BatchRunner | None = None,
     ) -> list[Float32[np.ndarray, "C"]]:
-        """log_softmax(logits / temperature) of each completion token; see `per_token`.
+        """Computes log_softmax(logits / temperature) of each completion token; see `per_token`.
 
-        `temperature` is the sampler's; 1 for greedy samples.
+        `temperature` is that of the sampler; 0, greedy, counts as 1.
         """
         return self.per_token(params, samples, plan, temperature=temperature or 1.0, runner=runner)
 
@@ -139,11 +139,11 @@ class ValueScorer(PackedForward):
     def values(
         self, params: Params, samples: Sequence[Sample], plan: MicroBatchPlan, *, runner: BatchRunner | None = None
     ) -> list[Float32[np.ndarray, "C"]]:
-        """V of the state before each completion token; see `per_token`."""
+        """Computes the value of the state before each completion token; see `per_token`."""
         return self.per_token(params, samples, plan, temperature=1.0, runner=runner)
 
 
 def append_dummy_token(sample: Sample) -> Sample:
-    """The sample with any token behind its last one: its value is that of the state after the sample."""
+    """Returns the sample with a dummy token after its last one, whose value is that of the state after the sample."""
     mask = None if sample.loss_mask is None else np.append(sample.loss_mask, False)
     return replace(sample, completion_ids=np.append(sample.completion_ids, np.int32(0)), loss_mask=mask)

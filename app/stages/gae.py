@@ -1,4 +1,4 @@
-"""`grpo gae`: advantages and returns of a file of samples or matrices, window by window, never all of it in memory."""
+"""`grpo gae`: adds advantages and returns to a file of samples or matrices."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from app.records.jsonl import check_output_path
 from app.records.moments import Moments, whiten
 from app.stages.gae_jsonl import GaeSampleFile
 from app.stages.gae_npz import GaeMatrixFile
-from app.stages.gae_summary import AdvantageTransform, unapplied_settings
+from app.stages.gae_summary import AdvantageTransform
 from app.tracking.compilation_counter import CompilationCounter
 from settings import Resolved
 from settings.errors import InputError
@@ -23,9 +23,9 @@ NPZ_SUFFIX = ".npz"
 
 
 def estimate_advantages(resolved: Resolved, *, input: Path, out: Path) -> dict[str, Any]:
-    """Writes `input` with advantages and returns to `out`, in the same format, and returns the figures to be shown.
+    """Writes `input` with advantages and returns to `out`, in the same format, and returns the summary to print.
 
-    The file is read once to be checked, before any device work, and once or, to whiten, twice to be estimated.
+    The whole input is checked before any device work. Samples are read again for each pass; whitening adds a pass.
 
     Raises:
         InputError: settings, samples, matrices or output file that cannot be used.
@@ -34,26 +34,25 @@ def estimate_advantages(resolved: Resolved, *, input: Path, out: Path) -> dict[s
     kind, kind_of_out = (GaeMatrixFile if path.suffix.lower() == NPZ_SUFFIX else GaeSampleFile for path in (input, out))
     if kind != kind_of_out:
         raise InputError(
-            f"--out: expected the format of --input, {input.name}, got {out.name}; name both *{NPZ_SUFFIX} or none"
+            f"--out: expected the format of --input, {input.name}, got {out.name}; both or neither must end in "
+            f"{NPZ_SUFFIX}"
         )
     check_output_path(out)
     if input.exists() and not input.is_file():
-        raise InputError(f"--input: {input} is no file")
+        raise InputError(f"--input: {input} is not a file")
     start = time.perf_counter()
     file = kind(input, settings)
     file.check()
     start_local_devices(settings.mesh)
     with closing(CompilationCounter()) as compilations:
-        # All advantages are known before the first is whitened.
-        over = file.advantage_moments() if settings.algorithm.whiten_advantages else None
-        file.write(out, make_whitener(over))
+        # Whitening needs the moments of all advantages first.
+        moments = file.advantage_moments() if settings.algorithm.whiten_advantages else None
+        file.write(out, make_whitener(moments))
     seconds = time.perf_counter() - start
-    figures = file.summary.metrics(settings) | {"whitened": over is not None}
-    if over is not None:
-        figures["before whitening"] = f"mean {over.mean:.6g}, std {over.population_std:.6g}"
-    if notes := unapplied_settings(resolved, file.summary, has_logprobs=file.has_logprobs):
-        figures["not applied"] = "; ".join(notes)
-    return figures | {
+    summary = file.summary.metrics(resolved, has_logprobs=file.has_logprobs) | {"whitened": moments is not None}
+    if moments is not None:
+        summary["before whitening"] = f"mean {moments.mean:.6g}, std {moments.population_std:.6g}"
+    return summary | {
         "compiling seconds": round(compilations.seconds, 2),
         "seconds": round(seconds, 2),
         "tokens/s": round(file.summary.num_tokens / max(seconds, 1e-9)),
@@ -63,12 +62,12 @@ def estimate_advantages(resolved: Resolved, *, input: Path, out: Path) -> dict[s
 
 
 def start_local_devices(mesh: MeshSettings) -> None:
-    """Starts the devices of this host; whoever else `mesh` names has no part in a file."""
+    """Starts the devices of this host alone, whichever other hosts `mesh` names."""
     topology.initialize_local(mesh)
 
 
 def make_whitener(moments: Moments | None) -> AdvantageTransform:
-    """To mean 0 and variance 1 over the file's tokens, or, without moments, as they are."""
+    """Returns a transform to mean 0 and variance 1 over the file's tokens; without moments, the identity."""
     if moments is None:
         return lambda advantages, mask: advantages
     return lambda advantages, mask: whiten(advantages, mask, moments)

@@ -1,4 +1,4 @@
-"""`grpo gae --bench`: every backend and chunk size on this machine, against a copy of the same bytes."""
+"""`grpo gae --bench`: times every GAE backend and chunk size on this machine, next to a copy of the same bytes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,18 +24,8 @@ from app.advantage.gae.backend_choice import choose_backend
 from app.advantage.gae.estimate import BACKENDS, generalized_advantages
 from app.records.atomic_write import write_atomic
 from app.records.jsonl import check_output_path
-from app.report.gae_benchmark_plot import render_benchmark
+from app.report.gae_benchmark_plot import DECAY_NAMES, BackendTiming, render_benchmark
 from app.stages.gae import start_local_devices
-from app.stages.gae_benchmark_report import (
-    BYTES_PER_TOKEN,
-    MAX_CALL_S,
-    BackendTiming,
-    BenchmarkReport,
-    CopyTiming,
-    conclusion,
-    speed_panels,
-)
-from app.stages.gae_summary import CHUNKED_BACKENDS
 from settings import Resolved
 from settings.errors import InputError
 from settings.schema.settings import AlgorithmSettings
@@ -43,13 +34,18 @@ DEFAULT_FOLDER = Path("gae-bench")
 CHUNK_SIZES = (64, 128, 256, 512)
 NUM_REPEATS = 20
 MIN_REPEAT_S = 1e-3
-"""A repeat calls as often as fills this, so that the clock does not count."""
-MIN_LOOP_S = 2e-2
-"""The same where calls are a loop of one program, so that its start does not count."""
+"""Calls are repeated until they take this long, so that the clock's resolution does not matter."""
+MAX_CALL_S = 2.0
+"""Slower cases are left out: twenty repeats would take most of a minute."""
 MAX_TOKENS = 1 << 30
+BYTES_PER_TOKEN = 16
+"""Reward and value in, advantage and return out, in float32; a mask adds one."""
+MIN_SPEEDUP = 1.1
+"""Smallest ratio of two medians that counts as a difference on a shared machine."""
 MASKED_FRACTION = 0.1
 NUM_CHECKED_ROWS = 16
-"""Compared with float64, spread over all: one step after another in Python, so not every row."""
+"""Rows compared with float64, from the first to the last."""
+HEADINGS = ("shape", "decay", "backend", "chunk", "compile s", "median ms", "p90 ms", "GB/s", "% of copy", "max error")
 
 
 class BenchmarkShape(NamedTuple):
@@ -60,13 +56,13 @@ class BenchmarkShape(NamedTuple):
         return f"{self.rows}x{self.tokens}"
 
 
-def run_benchmark(resolved: Resolved, *, shapes: str, out: Path | None) -> BenchmarkReport:
-    """Measures, and writes bench.json and bench.png to the folder `out`.
+def run_benchmark(resolved: Resolved, *, shapes: str, out: Path | None) -> dict[str, Any]:
+    """Times all backends, writes bench.json and bench.png to the folder `out`, and returns what bench.json holds.
 
     Raises:
-        InputError: shapes that are none, or a folder that cannot be written.
+        InputError: malformed shapes, or a folder that cannot be written.
     """
-    wanted = parse_shapes(shapes)
+    parsed_shapes = parse_shapes(shapes)
     folder = out or DEFAULT_FOLDER
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -77,20 +73,48 @@ def run_benchmark(resolved: Resolved, *, shapes: str, out: Path | None) -> Bench
     for name in ("bench.json", "bench.png"):
         check_output_path(folder / name)
     start_local_devices(resolved.settings.mesh)
-    report = measure_backends(resolved.settings.algorithm, wanted)
-    write_atomic(folder / "bench.json", json.dumps(report.to_dict(), indent=2).encode() + b"\n")
-    title = f"GAE on {report.machine['device']}: median of {NUM_REPEATS} warm calls, shaded up to the 90th percentile"
-    write_atomic(folder / "bench.png", render_benchmark(speed_panels(report), title=title))
+    algorithm = resolved.settings.algorithm
+    timings = [timing for shape in parsed_shapes for timing in measure_shape(algorithm, shape)]
+    cases = [timing for timing in timings if timing.backend != "copy"]
+    device = jax.devices()[0]
+    report = {
+        "machine": {
+            "device": device.device_kind,
+            "platform": device.platform,
+            "cpu_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+            "jax": jax.__version__,
+            "numpy": np.__version__,
+        },
+        "settings": {"gamma": algorithm.gamma, "lam": algorithm.lam, "mask_mode": algorithm.mask_mode},
+        "method": {
+            "repeats": NUM_REPEATS,
+            "timing": "each call until its result is ready" if on_cpu() else "calls dispatched back to back",
+            "arrays": "numpy in and out" if on_cpu() else "on the device",
+            "bytes_per_token": {"scalar": BYTES_PER_TOKEN, "masked": BYTES_PER_TOKEN + 1},
+            "checked_rows": NUM_CHECKED_ROWS,
+            "masked_fraction": MASKED_FRACTION,
+        },
+        "copies": [asdict(timing) for timing in timings if timing.backend == "copy"],
+        "cases": [asdict(case) for case in cases],
+        "conclusion": conclude(cases),
+    }
+    write_atomic(folder / "bench.json", json.dumps(report, indent=2).encode() + b"\n")
+    title = f"GAE on {device.device_kind}: median of {NUM_REPEATS} warm calls, shaded up to the 90th percentile"
+    write_atomic(folder / "bench.png", render_benchmark(timings, title=title))
     return report
 
 
+def on_cpu() -> bool:
+    return jax.default_backend() == "cpu"
+
+
 def parse_shapes(text: str) -> list[BenchmarkShape]:
-    """`16x8192,256x131072` -> rows and tokens.
+    """Parses `16x8192,256x131072` into rows and tokens; repeated shapes are dropped.
 
     Raises:
-        InputError: something else.
+        InputError: any other text.
     """
-    found = []
+    shapes = []
     for part in text.split(","):
         if not re.fullmatch(r"[1-9]\d{0,9}x[1-9]\d{0,9}", part.strip()):
             raise InputError(
@@ -99,245 +123,176 @@ def parse_shapes(text: str) -> list[BenchmarkShape]:
         shape = BenchmarkShape(*map(int, part.strip().split("x")))
         if shape.rows * shape.tokens > MAX_TOKENS:
             raise InputError(f"--shapes: {shape} has more than {MAX_TOKENS:,} tokens")
-        found.append(shape)
-    return list(dict.fromkeys(found))
+        shapes.append(shape)
+    return list(dict.fromkeys(shapes))
 
 
-def measure_backends(
-    algorithm: AlgorithmSettings, shapes: Sequence[BenchmarkShape], *, num_repeats: int = NUM_REPEATS
-) -> BenchmarkReport:
-    """All backends on all shapes, under the settings' gamma, lambda and mask mode."""
-    copies: list[CopyTiming] = []
-    cases: list[BackendTiming] = []
-    for shape in shapes:
-        copied, measured = _measure_shape(algorithm, shape, num_repeats)
-        copies.append(copied)
-        cases += measured
-    return BenchmarkReport(
-        machine=describe_machine(),
-        settings={"gamma": algorithm.gamma, "lam": algorithm.lam, "mask_mode": algorithm.mask_mode},
-        method={
-            "repeats": num_repeats,
-            "timing": "each call until its result is ready" if on_cpu() else "calls in a loop of one program",
-            "arrays": "numpy in and out" if on_cpu() else "on the device",
-            "bytes_per_token": {"scalar": BYTES_PER_TOKEN, "masked": BYTES_PER_TOKEN + 1},
-            "checked_rows": NUM_CHECKED_ROWS,
-            "masked_fraction": MASKED_FRACTION,
-        },
-        copies=tuple(copies),
-        cases=tuple(cases),
-        conclusion=conclusion(cases),
-    )
-
-
-def on_cpu() -> bool:
-    return jax.default_backend() == "cpu"
-
-
-def describe_machine() -> dict[str, Any]:
-    device = jax.devices()[0]
-    return {
-        "device": device.device_kind,
-        "platform": device.platform,
-        "cpu_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "jax": jax.__version__,
-        "numpy": np.__version__,
-    }
-
-
-CallTimer = Callable[[int], float]
-"""A number of calls -> seconds of one of them."""
-
-
-class _TimedCase(NamedTuple):
-    measured: BackendTiming
-    """Without its times."""
-    timer: CallTimer
-
-
-def _measure_shape(
-    algorithm: AlgorithmSettings, shape: BenchmarkShape, num_repeats: int
-) -> tuple[CopyTiming, list[BackendTiming]]:
+def measure_shape(
+    algorithm: AlgorithmSettings, shape: BenchmarkShape, *, num_repeats: int = NUM_REPEATS
+) -> list[BackendTiming]:
+    """Times the copy and every backend, under the gamma, lambda and mask mode of the settings."""
     rng = np.random.default_rng(0)
     rewards, values = rng.standard_normal((2, *shape), np.float32)
     mask = rng.random(shape, np.float32) >= MASKED_FRACTION
     rows = np.unique(np.linspace(0, shape.rows - 1, NUM_CHECKED_ROWS).astype(int))
-    # What `grpo gae` is given on a CPU; elsewhere the way to the device would be most of the time.
+    # On a CPU, numpy arrays, as in `grpo gae`; elsewhere the transfer to the device would dominate.
     place = np.asarray if on_cpu() else jnp.asarray
-    cases = []
-    for decay, its_mask in (("scalar", None), ("masked", mask)):
-        exact = reference_gae(rewards[rows], values[rows], None if its_mask is None else its_mask[rows], algorithm)
-        arrays = [place(x) for x in (rewards, values, its_mask) if x is not None]
-        for backend, chunk_size, is_auto in _list_cases(algorithm, shape, one_leak=its_mask is None):
-            _print_progress(f"{shape} {decay}: {backend}{f', chunks of {chunk_size}' if chunk_size else ''}")
-            call = _estimate_call(algorithm, backend, chunk_size)
-            blank = BackendTiming(str(shape), decay, backend, chunk_size, is_auto, 0.0, None, None, 0, None, None, 0.0)
-            measured = _warm_up(blank, partial(call, *arrays), exact, rows)
-            cases.append(_TimedCase(measured, make_timer(call, arrays)))
+    arrays = place(rewards), place(values)
+    timings = [BackendTiming(str(shape), "", "copy")]
+    calls: list[Callable[[], Any] | None] = [make_copy_call(*arrays)]
+    for decay, case_mask in (("scalar", None), ("masked", mask)):
+        exact = reference_gae(rewards[rows], values[rows], None if case_mask is None else case_mask[rows], algorithm)
+        placed_mask = None if case_mask is None else place(case_mask)
+        for backend, chunk_size, is_auto in list_cases(algorithm, shape, constant_decay=case_mask is None):
+            timing = BackendTiming(str(shape), decay, backend, chunk_size, is_auto)
+            _print_progress(f"{shape} {decay}: {timing.name}")
+            call = partial(
+                generalized_advantages, *arrays, mask=placed_mask, gamma=algorithm.gamma, lam=algorithm.lam,
+                mask_mode=algorithm.mask_mode, backend=backend, chunk_size=chunk_size,
+            )  # fmt: skip
+            start = time.perf_counter()
+            result = jax.block_until_ready(call())
+            first_s = time.perf_counter() - start
+            got = np.stack([np.asarray(part[rows], np.float64) for part in result])
+            error = float(np.abs(got - exact).max() / max(1.0, np.abs(exact[0]).max()))
+            warm_s = time_calls(call, 1)
+            timings.append(replace(timing, first_call_s=max(first_s - warm_s, 0.0), max_error=error))
+            calls.append(call if warm_s <= MAX_CALL_S else None)
     _print_progress(f"{shape}: {num_repeats} repeats of each in turn")
-    quick = [case for case in cases if case.measured.median_s is not None]
-    copy = make_timer(*_copy_call(rewards, values))
-    copy_times, *times = time_interleaved([copy, *(case.timer for case in quick)], num_repeats)
-    copy_s = statistics.median(copy_times)
-    copied = CopyTiming(str(shape), copy_s, p90(copy_times), BYTES_PER_TOKEN * shape.rows * shape.tokens / copy_s / 1e9)
-    timed = dict(zip(map(id, quick), times, strict=True))
-    return copied, [_with_times(case.measured, timed.get(id(case), []), copied, shape) for case in cases]
+    times = iter(time_interleaved([call for call in calls if call is not None], num_repeats))
+    num_tokens = shape.rows * shape.tokens
+    timed: list[BackendTiming] = []
+    for timing, call in zip(timings, calls, strict=True):
+        if call is not None:
+            seconds = next(times)
+            median = statistics.median(seconds)
+            speed = (BYTES_PER_TOKEN + (timing.decay == "masked")) * num_tokens / median / 1e9
+            percent = 100 * speed / ((timed[0].gb_per_s if timed else None) or speed)
+            p90 = float(np.percentile(seconds, 90))
+            timing = replace(timing, median_s=median, p90_s=p90, num_repeats=len(seconds), gb_per_s=speed,
+                             percent_of_copy=percent)  # fmt: skip
+        timed.append(timing)
+    return timed
 
 
-def _copy_call(rewards: np.ndarray, values: np.ndarray) -> tuple[Callable[..., Any], list[Any]]:
-    """A call that reads and writes both, and its arguments: numpy's on a CPU, as those of an estimate."""
+def make_copy_call(rewards: Any, values: Any) -> Callable[[], Any]:
+    """Returns a call that reads and writes both arrays, with numpy on a CPU."""
     if on_cpu():
-        return (lambda rewards, values: (rewards.copy(), values.copy())), [rewards, values]
-    # Times a number that the compiler does not know: else no byte would be moved.
-    arguments = [jnp.asarray(rewards), jnp.asarray(values), jnp.float32(1.0)]
-    return jax.jit(lambda rewards, values, one: (rewards * one, values * one)), arguments
+        return lambda: (rewards.copy(), values.copy())
+    # Multiplies by a number unknown to the compiler: otherwise no byte would move.
+    return partial(jax.jit(lambda x, y, one: (x * one, y * one)), rewards, values, jnp.float32(1.0))
 
 
-def _estimate_call(algorithm: AlgorithmSettings, backend: str, chunk_size: int | None) -> Callable[..., Any]:
-    """(rewards, values) or (rewards, values, mask) -> advantages and returns, numpy's on a CPU."""
-
-    def estimate(rewards: Any, values: Any, mask: Any = None) -> Any:
-        credit = generalized_advantages(
-            rewards, values, mask=mask, gamma=algorithm.gamma, lam=algorithm.lam, mask_mode=algorithm.mask_mode,
-            backend=backend, chunk_size=chunk_size,
-        )  # fmt: skip
-        return tuple(map(np.asarray, credit)) if on_cpu() else tuple(credit)
-
-    return estimate
-
-
-def _list_cases(
-    algorithm: AlgorithmSettings, shape: BenchmarkShape, *, one_leak: bool
+def list_cases(
+    algorithm: AlgorithmSettings, shape: BenchmarkShape, *, constant_decay: bool
 ) -> Iterator[tuple[str, int | None, bool]]:
-    """(backend, chunk size, whether auto takes it) of every case."""
-    take = partial(choose_backend, shape=shape, constant_decay=one_leak, chunk_size=algorithm.gae_chunk_size)
-    auto = take("auto")
-    sizes = {*CHUNK_SIZES, algorithm.gae_chunk_size, auto.chunk_size} - {None}
+    """Yields (backend, chunk size, whether `auto` selects it) for every case."""
+    choose = partial(choose_backend, shape=shape, constant_decay=constant_decay, chunk_size=algorithm.gae_chunk_size)
+    auto = choose("auto")
     for backend in BACKENDS:
-        if take(backend).backend != backend:
-            continue  # Another one stands in for it here.
-        for size in sorted(sizes) if backend in CHUNKED_BACKENDS else (None,):
+        if (choice := choose(backend)).backend != backend:
+            continue  # Another backend runs in its place here.
+        has_chunks = choice.chunk_size is not None
+        sizes = {*CHUNK_SIZES, algorithm.gae_chunk_size, auto.chunk_size} - {None} if has_chunks else {None}
+        for size in sorted(sizes, key=lambda size: size or 0):
             is_auto = (backend, size) == auto[:2]
             if is_auto or size is None or size <= shape.tokens:
                 yield backend, size, is_auto
 
 
-def _warm_up(blank: BackendTiming, call: Callable[[], Any], expected: np.ndarray, rows: np.ndarray) -> BackendTiming:
-    """The case compiled and checked; `median_s` is what one warm call took, None where that is too long."""
+def time_calls(call: Callable[[], Any], count: int) -> float:
+    """Returns the seconds of one call, the mean of `count` calls."""
     start = time.perf_counter()
-    credit = jax.block_until_ready(call())
-    first = time.perf_counter() - start
-    got = np.stack([np.asarray(part[rows], np.float64) for part in credit])
-    error = float(np.abs(got - expected).max() / max(1.0, np.abs(expected[0]).max()))
-    del credit, got
-    start = time.perf_counter()
-    jax.block_until_ready(call())
-    warm = time.perf_counter() - start
-    return replace(
-        blank,
-        first_call_s=max(first - warm, 0.0),
-        median_s=warm if warm <= MAX_CALL_S else None,
-        max_error=error,
-    )
+    result = None
+    for _ in range(count):
+        result = call()
+        if on_cpu():  # XLA's CPU calls return early and would overlap.
+            jax.block_until_ready(result)
+    jax.block_until_ready(result)
+    return (time.perf_counter() - start) / count
 
 
-def make_timer(call: Callable[..., Any], arrays: Sequence[Any]) -> CallTimer:
-    """What fits the device."""
-    return time_one_by_one(partial(call, *arrays)) if on_cpu() else time_in_device_loop(call, arrays)
-
-
-def time_one_by_one(call: Callable[[], Any]) -> CallTimer:
-    """Each call until its result is there: XLA's calls return before, also on a CPU, and would overlap."""
-
-    def seconds(count: int) -> float:
-        start = time.perf_counter()
-        for _ in range(count):
-            jax.block_until_ready(call())
-        return (time.perf_counter() - start) / count
-
-    return seconds
-
-
-def time_in_device_loop(call: Callable[..., Any], arrays: Sequence[Any]) -> CallTimer:
-    """All calls in one program: the device's own time, without that of the host, which is more for a small call."""
-
-    @partial(jax.jit, static_argnums=0)
-    def many(count: int, arrays: Sequence[Any]) -> Any:
-        def once(_: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
-            # Behind the barrier the arrays are not those of the last round, to the compiler: nothing leaves the loop.
-            return jax.lax.optimization_barrier((carry[0], call(*carry[0])))
-
-        blank = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(call, *arrays))
-        return jax.lax.fori_loop(0, count, once, (list(arrays), blank))[1]
-
-    compiled: set[int] = set()
-
-    def seconds(count: int) -> float:
-        # The number of rounds is fixed when it is compiled: else the host would be asked before each of them.
-        rounds = 1 << (count - 1).bit_length()
-        if rounds not in compiled:
-            jax.block_until_ready(many(rounds, list(arrays)))
-            compiled.add(rounds)
-        start = time.perf_counter()
-        jax.block_until_ready(many(rounds, list(arrays)))
-        return (time.perf_counter() - start) / rounds
-
-    return seconds
-
-
-def time_interleaved(timers: Sequence[CallTimer], num_repeats: int) -> list[list[float]]:
-    """Seconds of each call, repeat after repeat, the calls in turn: what disturbs the machine disturbs all of them."""
-    shortest = MIN_REPEAT_S if on_cpu() else MIN_LOOP_S
-    counts = [max(1, math.ceil(shortest / max(seconds(1), 1e-7))) for seconds in timers]
-    times: list[list[float]] = [[] for _ in timers]
+def time_interleaved(calls: Sequence[Callable[[], Any]], num_repeats: int) -> list[list[float]]:
+    """Returns the seconds of each call per repeat; the calls take turns, so a disturbance affects all of them."""
+    counts = [max(1, math.ceil(MIN_REPEAT_S / max(time_calls(call, 1), 1e-7))) for call in calls]
+    times: list[list[float]] = [[] for _ in calls]
     for _ in range(num_repeats):
-        for seconds, count, taken in zip(timers, counts, times, strict=True):
-            taken.append(seconds(count))
+        for call, count, seconds in zip(calls, counts, times, strict=True):
+            seconds.append(time_calls(call, count))
     return times
-
-
-def _with_times(
-    measured: BackendTiming, times: Sequence[float], copy_timing: CopyTiming, shape: BenchmarkShape
-) -> BackendTiming:
-    if not times:
-        return replace(measured, median_s=None)
-    median = statistics.median(times)
-    bytes_per_token = BYTES_PER_TOKEN + (measured.decay == "masked")
-    gb_per_s = bytes_per_token * shape.rows * shape.tokens / median / 1e9
-    return replace(
-        measured,
-        median_s=median,
-        p90_s=p90(times),
-        num_repeats=len(times),
-        gb_per_s=gb_per_s,
-        percent_of_copy=100 * gb_per_s / copy_timing.gb_per_s,
-    )
-
-
-def p90(times: Sequence[float]) -> float:
-    return float(np.percentile(times, 90))
 
 
 def reference_gae(
     rewards: np.ndarray, values: np.ndarray, mask: np.ndarray | None, algorithm: AlgorithmSettings
 ) -> np.ndarray:
-    """Advantages and returns in float64, [2, B, T], one step after another as in the paper."""
-    written = np.ones(rewards.shape, bool) if mask is None else mask
-    # Time-major: a step is a row.
-    rewards, values, written = (np.ascontiguousarray(x.T, kind) for x, kind in (
-        (rewards, np.float64), (values, np.float64), (written, bool)
-    ))  # fmt: skip
+    """Computes advantages and returns in float64, [2, B, T], one step after another as in the paper."""
+    mask = np.ones(rewards.shape, bool) if mask is None else mask
+    rewards, values = rewards.astype(np.float64), values.astype(np.float64)
     if algorithm.mask_mode == "zero":
-        rewards, values = np.where(written, rewards, 0), np.where(written, values, 0)
-    is_step = written if algorithm.mask_mode == "skip" else np.ones(rewards.shape, bool)
+        rewards, values = np.where(mask, rewards, 0), np.where(mask, values, 0)
+    is_step = mask if algorithm.mask_mode == "skip" else np.ones(rewards.shape, bool)
     result = np.zeros((2, *rewards.shape))
-    advantage, next_value = np.zeros((2, rewards.shape[1]))
-    for t in reversed(range(len(rewards))):
-        delta = rewards[t] + algorithm.gamma * next_value - values[t]
-        advantage = np.where(is_step[t], delta + algorithm.gamma * algorithm.lam * advantage, advantage)
-        next_value = np.where(is_step[t], values[t], next_value)
-        result[:, t] = np.where(written[t], (advantage, advantage + values[t]), 0)
-    return result.transpose(0, 2, 1)
+    advantage, next_value = np.zeros((2, len(rewards)))
+    for t in reversed(range(rewards.shape[1])):
+        delta = rewards[:, t] + algorithm.gamma * next_value - values[:, t]
+        advantage = np.where(is_step[:, t], delta + algorithm.gamma * algorithm.lam * advantage, advantage)
+        next_value = np.where(is_step[:, t], values[:, t], next_value)
+        result[:, :, t] = np.where(mask[:, t], (advantage, advantage + values[:, t]), 0)
+    return result
+
+
+def conclude(cases: Sequence[BackendTiming]) -> str:
+    """Describes, per shape and kind of decay, whether the chunk scan pays and whether `auto` selects the fastest."""
+    lines = []
+    for (shape, decay), group in groupby(cases, key=lambda case: (case.shape, case.decay)):
+        ranked = sorted(group, key=lambda case: case.median_s or math.inf)
+        chunked = next((c for c in ranked if c.chunk_size is not None), None)
+        other = next((c for c in ranked if c.chunk_size is None), None)
+        speedup = _seconds(other) / _seconds(chunked) if chunked and chunked.median_s else 0.0
+        verdict = "pays" if speedup >= MIN_SPEEDUP else "makes no difference"
+        verdict = "does not pay" if speedup <= 1 / MIN_SPEEDUP else verdict
+        compared = ", ".join(_describe(case) for case in (chunked, other) if case is not None)
+        line = f"{shape} with {DECAY_NAMES[decay]}: chunk-scan {verdict} ({compared})"
+        auto = next((c for c in ranked if c.is_auto), None)
+        if auto is not None:
+            line += f"; auto selects {auto.name}"
+            best = ranked[0]
+            if best.median_s is not None and _seconds(auto) / best.median_s >= MIN_SPEEDUP:
+                options = f"--backend {best.backend}{f' --chunk-size {best.chunk_size}' if best.chunk_size else ''}"
+                line += f", {_seconds(auto) / best.median_s:.1f} x as long as the fastest: use {options}"
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def _seconds(case: BackendTiming | None) -> float:
+    return math.inf if case is None or case.median_s is None else case.median_s
+
+
+def _describe(case: BackendTiming) -> str:
+    time_text = f"over {MAX_CALL_S:g} s" if case.median_s is None else f"{1e3 * case.median_s:.3g} ms"
+    return f"{case.name}: {time_text}"
+
+
+def format_report(report: dict[str, Any]) -> str:
+    """Formats the report as a table for a person, with the conclusion at the end."""
+    table: list[tuple[str, ...]] = [HEADINGS]
+    rows = [row for copy in report["copies"] for row in (copy, *report["cases"]) if row["shape"] == copy["shape"]]
+    for case in rows:
+        ms = [f"> {1e3 * MAX_CALL_S:.0f}", "", "", ""]
+        if case["median_s"] is not None:
+            ms = [f"{1e3 * case['median_s']:.3f}", f"{1e3 * case['p90_s']:.3f}", f"{case['gb_per_s']:.1f}",
+                  f"{case['percent_of_copy']:.0f}"]  # fmt: skip
+        error = "" if case["max_error"] is None else f"{case['max_error']:.0e}"
+        name, chunk = f"{case['backend']}{'*' if case['is_auto'] else ''}", str(case["chunk_size"] or "")
+        table.append((case["shape"], case["decay"], name, chunk, f"{case['first_call_s']:.2f}", *ms, error))
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = ["  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in table]
+    machine, method = report["machine"], report["method"]
+    note = (
+        f"* what auto selects; {method['repeats']} warm repeats, in turn; {method['timing']}, arrays {method['arrays']}"
+    )
+    head = f"{machine['device']}, {machine['cpu_cores']} CPU cores, jax {machine['jax']}"
+    return "\n".join([head, "", *lines, "", note, "", report["conclusion"]])
 
 
 def _print_progress(progress: str) -> None:

@@ -1,7 +1,9 @@
-"""`grpo gae` on a JSON Lines file: some samples at a time, credited as training does it."""
+"""`grpo gae` on a JSON Lines file, some samples at a time, with the advantages that training computes."""
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,35 +12,32 @@ import numpy as np
 
 from app.advantage.token_advantages import truncation_bootstrap
 from app.batching.length_buckets import bucket_length
-from app.records.jsonl import read_jsonl_with_sizes, write_jsonl
+from app.records.jsonl import read_jsonl, write_jsonl
 from app.records.moments import Moments, joint_moments, merge_moments
 from app.records.sample import Sample
 from app.records.sample_json import sample_for_advantages
 from app.runtime.advantages import make_gae_advantages
-from app.stages.gae_summary import AdvantageTransform, GaeSummary, ProgressPrinter, check_trainable, choose_gae_backend
+from app.stages.gae_summary import AdvantageTransform, GaeSummary, choose_gae_backend
 from settings import Settings
 from settings.errors import InputError
 
 WINDOW_TOKENS = 1 << 17
-"""Of a window: completion tokens. A single sample may have more."""
-WINDOW_BYTES = 1 << 24
-"""Of a window: bytes of its lines, which take about ten times as much in memory. A single line may have more."""
+"""Completion tokens in memory at once, unless a single sample has more."""
 WINDOW_SAMPLES = 4096
-"""Of a window, however short they are."""
+"""Samples in memory at once."""
+PROGRESS_INTERVAL_S = 2.0
 
 
 class LocatedSample(NamedTuple):
-    """A sample, and where it stands in its file."""
+    """A sample with its record and its place in the file."""
 
     where: str
-    num_bytes: int
-    """Of its line."""
     record: dict[str, Any]
     sample: Sample
 
 
 class GaeSampleFile:
-    """Samples in a JSON Lines file."""
+    """Samples in a JSON Lines file, read once to be checked and once per pass over the advantages."""
 
     has_logprobs = True
 
@@ -46,43 +45,44 @@ class GaeSampleFile:
         self.summary = GaeSummary("samples")
         self._path = path
         self._algorithm = settings.algorithm
-        # A sample of such a file says itself whether it goes on.
-        self._credit = make_gae_advantages(settings, bootstrap=truncation_bootstrap)
+        # A sample of such a file states by its finish_reason whether the value after its last token counts.
+        self._estimate = make_gae_advantages(settings, bootstrap=truncation_bootstrap)
         self._window_tokens = window_tokens
         self._num_samples = 0
-        self._progress = ProgressPrinter()
+        self._last_progress_s = time.monotonic()
 
     def check(self) -> None:
-        """Reads every line.
+        """Reads and checks every line.
 
         Raises:
-            InputError: a line that cannot be used, named, or none, or masks without a token.
+            InputError: a line that cannot be used, a file without samples, or masks without a token.
         """
         num_tokens = num_trainable = 0
         for number, one in enumerate(self._samples(), start=1):
             self._num_samples = number
             num_tokens += len(one.sample.completion_ids)
             num_trainable += int(one.sample.mask.sum())
-            # A finish_reason of its own that was overruled.
-            was_cut = one.record.get("finish_reason") == "length"
-            has_more = len(one.record["values"]) > len(one.sample.completion_ids)
-            self.summary.num_unused_bootstraps += was_cut and has_more and one.sample.finish_reason != "length"
-            self._progress.print_line(f"checked {number:,} samples")
+            was_truncated = one.record.get("finish_reason") == "length"
+            has_bootstrap = len(one.record["values"]) > len(one.sample.completion_ids)
+            self.summary.num_unused_bootstraps += (
+                was_truncated and has_bootstrap and one.sample.finish_reason != "length"
+            )
+            self._print_progress(f"checked {number:,} samples")
         if not self._num_samples:
             raise InputError(f"--input: {self._path} holds no samples")
-        check_trainable(
-            self._path, "samples", num_rows=self._num_samples, num_tokens=num_tokens, num_trainable=num_trainable
+        self.summary.check_trainable(
+            self._path, num_rows=self._num_samples, num_tokens=num_tokens, num_trainable=num_trainable
         )
 
     def advantage_moments(self) -> Moments:
-        """Over the tokens that the policy wrote, in the whole file."""
+        """Returns the moments of the advantages of all unmasked tokens in the file."""
         return merge_moments(
             joint_moments([(_not_none(s.advantages), s.mask) for s in samples])
             for samples, _ in self._advantage_windows()
         )
 
     def write(self, out: Path, transform: AdvantageTransform) -> None:
-        """Writes every record as it came, with `advantages` and `returns`.
+        """Writes every record unchanged, with `advantages` and `returns` added.
 
         Raises:
             InputError: numbers that are too large; nothing is written.
@@ -90,35 +90,33 @@ class GaeSampleFile:
         write_jsonl(out, self._records_with_advantages(transform))
 
     def _records_with_advantages(self, transform: AdvantageTransform) -> Iterator[dict[str, Any]]:
-        for samples, placed in self._advantage_windows():
+        for samples, window in self._advantage_windows():
             masks = [s.mask for s in samples]
             advantages = [transform(_not_none(s.advantages), mask) for s, mask in zip(samples, masks, strict=True)]
             returns = [_not_none(s.returns) for s in samples]
             self.summary.add(*map(np.concatenate, (advantages, returns, masks)), num_rows=len(samples))
             if self.summary.num_rows < self._num_samples:
-                self._progress.print_line(f"estimated {self.summary.num_rows:,} of {self._num_samples:,} samples")
-            for one, its_advantages, its_returns in zip(placed, advantages, returns, strict=True):
+                self._print_progress(f"estimated {self.summary.num_rows:,} of {self._num_samples:,} samples")
+            for one, its_advantages, its_returns in zip(window, advantages, returns, strict=True):
                 yield one.record | {"advantages": its_advantages.tolist(), "returns": its_returns.tolist()}
 
     def _advantage_windows(self) -> Iterator[tuple[list[Sample], list[LocatedSample]]]:
-        for placed in sample_windows(self._samples(), window_tokens=self._window_tokens):
-            samples = self._credit([one.sample for one in placed], self._algorithm.beta)
+        beta = self._algorithm.beta
+        for window in sample_windows(self._samples(), window_tokens=self._window_tokens):
+            samples = self._estimate([one.sample for one in window], beta)
             if not _are_finite(samples):
-                self._raise_non_finite(placed)
+                # An infinity spreads over its whole row: one sample per row shows which sample it is from.
+                for one in window:
+                    if not _are_finite(self._estimate([one.sample], beta)):
+                        raise InputError(f"{one.where}: rewards or values are too large: advantages exceed float32")
             if self.summary.choice is None:
                 shape = (1, bucket_length(sum(len(s.completion_ids) for s in samples)))
                 self.summary.choice = choose_gae_backend(self._algorithm, shape, is_masked=True)
-            yield samples, placed
-
-    def _raise_non_finite(self, located_samples: Sequence[LocatedSample]) -> None:
-        # An infinity spreads over its whole row: whose it is shows where every sample has a row of its own.
-        for one in located_samples:
-            if not _are_finite(self._credit([one.sample], self._algorithm.beta)):
-                raise InputError(f"{one.where}: rewards or values are too large: its advantages leave float32")
+            yield samples, window
 
     def _samples(self) -> Iterator[LocatedSample]:
         algorithm = self._algorithm
-        for line, num_bytes, record in read_jsonl_with_sizes(self._path):
+        for line, record in read_jsonl(self._path):
             where = f"{self._path}:{line}"
             sample = sample_for_advantages(
                 record,
@@ -126,7 +124,13 @@ class GaeSampleFile:
                 bootstrap_truncated=algorithm.bootstrap_truncated,
                 needs_logprobs=algorithm.kl_in_reward,
             )
-            yield LocatedSample(where, num_bytes, record, sample)
+            yield LocatedSample(where, record, sample)
+
+    def _print_progress(self, line: str) -> None:
+        now = time.monotonic()
+        if now - self._last_progress_s >= PROGRESS_INTERVAL_S:
+            self._last_progress_s = now
+            print(line, file=sys.stderr, flush=True)
 
 
 def _not_none(array: np.ndarray | None) -> np.ndarray:
@@ -138,20 +142,16 @@ def _are_finite(samples: Sequence[Sample]) -> bool:
     return all(np.isfinite(_not_none(part)).all() for s in samples for part in (s.advantages, s.returns))
 
 
-def sample_windows(
-    samples: Iterable[LocatedSample], *, window_tokens: int, window_bytes: int = WINDOW_BYTES
-) -> Iterator[list[LocatedSample]]:
-    """Neighbouring samples of at most so many tokens and bytes together, or one that has more."""
+def sample_windows(samples: Iterable[LocatedSample], *, window_tokens: int) -> Iterator[list[LocatedSample]]:
+    """Yields neighbouring samples with at most `window_tokens` tokens together, or one sample that has more."""
     window: list[LocatedSample] = []
-    num_tokens = num_bytes = 0
+    num_tokens = 0
     for one in samples:
         length = len(one.sample.completion_ids)
-        is_full = num_tokens + length > window_tokens or num_bytes + one.num_bytes > window_bytes
-        if window and (is_full or len(window) == WINDOW_SAMPLES):
+        if window and (num_tokens + length > window_tokens or len(window) == WINDOW_SAMPLES):
             yield window
-            window, num_tokens, num_bytes = [], 0, 0
+            window, num_tokens = [], 0
         window.append(one)
         num_tokens += length
-        num_bytes += one.num_bytes
     if window:
         yield window

@@ -1,12 +1,9 @@
-"""What `grpo gae` says of a file when it is done, and on the way."""
+"""Summary of `grpo gae`: counts and moments of what was written, the backend, and settings that were not applied."""
 
 from __future__ import annotations
 
-import sys
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,21 +11,18 @@ from jaxtyping import Bool, Float32
 
 from app.advantage.gae.backend_choice import BackendChoice, choose_backend
 from app.records.moments import EMPTY_MOMENTS, Moments, compute_moments, merge_moments
-from settings import Resolved, Settings
+from settings import Resolved
 from settings.errors import InputError
 from settings.schema.settings import AlgorithmSettings
 
-CHUNKED_BACKENDS = frozenset({"chunked"})
-"""Backends that have a chunk size."""
 NON_GAE_ESTIMATORS = frozenset({"vtrace", "reinforce_plus_plus"})
-"""Estimators that credit each token otherwise than GAE."""
-PROGRESS_INTERVAL_S = 2.0
+"""Estimators with which training computes advantages in another way than GAE."""
 AdvantageTransform = Callable[[np.ndarray, np.ndarray], np.ndarray]
-"""(advantages, mask) -> the advantages that are written."""
+"""Maps (advantages, mask) to the advantages that are written."""
 
 
 def choose_gae_backend(algorithm: AlgorithmSettings, shape: tuple[int, ...], *, is_masked: bool) -> BackendChoice:
-    """The backend that solves rows of this shape, and why. `is_masked`: by a mask or by ends of sequences."""
+    """Returns the backend that solves rows of this shape; `is_masked`: there is a mask, or rows hold many sequences."""
     return choose_backend(
         algorithm.gae_backend,
         shape,
@@ -39,21 +33,20 @@ def choose_gae_backend(algorithm: AlgorithmSettings, shape: tuple[int, ...], *, 
 
 @dataclass
 class GaeSummary:
-    """What has gone by."""
+    """Counts and moments of the rows that were written so far."""
 
     row_name: str
-    """What the rows are called."""
+    """Name of the rows in messages: `rows` or `samples`."""
     num_rows: int = 0
     num_tokens: int = 0
     num_trainable: int = 0
-    num_windows: int = 0
     num_unused_bootstraps: int = 0
-    """Samples that were cut and have a value behind their last token, which the settings leave out."""
+    """Truncated samples with a value after their last token that the settings ignore."""
     advantages: Moments = EMPTY_MOMENTS
-    """As they are written."""
+    """Moments of the advantages as they are written."""
     returns: Moments = EMPTY_MOMENTS
     choice: BackendChoice | None = None
-    """Of the first window: the last may be smaller."""
+    """Backend of the first window: the last may be smaller."""
 
     def add(
         self,
@@ -63,17 +56,25 @@ class GaeSummary:
         *,
         num_rows: int,
     ) -> None:
-        self.num_windows += 1
         self.num_rows += num_rows
         self.num_tokens += mask.size
         self.num_trainable += int(mask.sum())
         self.advantages = merge_moments([self.advantages, compute_moments(advantages, mask)])
         self.returns = merge_moments([self.returns, compute_moments(returns, mask)])
 
-    def metrics(self, settings: Settings) -> dict[str, Any]:
+    def check_trainable(self, path: object, *, num_rows: int, num_tokens: int, num_trainable: int) -> None:
+        """Raises InputError if the mask excludes every token."""
+        if num_tokens and not num_trainable:
+            raise InputError(
+                f"{path}: the mask of all {num_rows:,} {self.row_name} is False throughout; no token gets an advantage"
+            )
+
+    def metrics(self, resolved: Resolved, *, has_logprobs: bool) -> dict[str, Any]:
+        """Returns the numbers to print, by name."""
+        settings = resolved.settings
         algorithm = settings.algorithm
         alpha = algorithm.length_adaptive_lam
-        figures: dict[str, Any] = {
+        metrics: dict[str, Any] = {
             self.row_name: self.num_rows,
             "tokens": self.num_tokens,
             "trainable tokens": self.num_trainable,
@@ -81,63 +82,41 @@ class GaeSummary:
             "lambda": algorithm.lam if alpha is None else f"1 - 1 / ({alpha} x tokens)",
         }
         if settings.critic.lam is not None:
-            figures["lambda of returns"] = settings.critic.lam
-        figures["mask mode"] = algorithm.mask_mode
+            metrics["lambda of returns"] = settings.critic.lam
+        metrics["mask mode"] = algorithm.mask_mode
         if self.choice is not None:
-            figures["backend"] = describe_choice(self.choice)
-        return figures | {
-            "windows": self.num_windows,
+            size = self.choice.chunk_size
+            chunks = "" if size is None else f" in chunks of {size}"
+            metrics["backend"] = f"{self.choice.backend}{chunks} ({self.choice.reason})"
+        metrics |= {
             "mean advantage": round(self.advantages.mean, 6),
             "std of advantages": round(self.advantages.population_std, 6),
             "mean return": round(self.returns.mean, 6),
             "std of returns": round(self.returns.population_std, 6),
         }
+        if notes := self._unapplied_settings(resolved, has_logprobs=has_logprobs):
+            metrics["not applied"] = "; ".join(notes)
+        return metrics
 
+    def _unapplied_settings(self, resolved: Resolved, *, has_logprobs: bool) -> list[str]:
+        """Returns the settings with which training would compute other advantages, each with the reason."""
+        algorithm = resolved.settings.algorithm
 
-def describe_choice(choice: BackendChoice) -> str:
-    """`chunked in chunks of 64 (why)`."""
-    size = choice.chunk_size
-    return f"{choice.backend}{'' if size is None else f' in chunks of {size}'} ({choice.reason})"
+        def named(field: str) -> str:
+            return f"algorithm.{field} = {getattr(algorithm, field)!r} (from {resolved.origin(f'algorithm.{field}')})"
 
-
-def check_trainable(path: Path, row_name: str, *, num_rows: int, num_tokens: int, num_trainable: int) -> None:
-    """Raises InputError where no token counts."""
-    if num_tokens and not num_trainable:
-        raise InputError(f"{path}: the mask of all {num_rows:,} {row_name} is False throughout; nothing to credit")
-
-
-def unapplied_settings(resolved: Resolved, summary: GaeSummary, *, has_logprobs: bool) -> list[str]:
-    """Settings by which training would credit otherwise, and what became of them here."""
-    algorithm = resolved.settings.algorithm
-
-    def named(field: str) -> str:
-        return f"algorithm.{field} = {getattr(algorithm, field)!r} (from {resolved.origin(f'algorithm.{field}')})"
-
-    notes = []
-    if algorithm.estimator in NON_GAE_ESTIMATORS:
-        notes.append(f"{named('estimator')}: this is GAE")
-    if algorithm.kl_in_reward and not has_logprobs:
-        notes.append(f"{named('beta')}: matrices hold no logprobs for a KL penalty")
-    if algorithm.kl_in_reward and has_logprobs and algorithm.kl_target is not None:
-        notes.append(f"{named('kl_target')}: the penalty's weight stays algorithm.beta, as in a run's first step")
-    if summary.num_unused_bootstraps:
-        notes.append(
-            f"the value behind the last token of {summary.num_unused_bootstraps:,} samples of finish_reason length, by "
-            f"{named('bootstrap_truncated')}"
-        )
-    if algorithm.gae_chunk_size is not None and summary.choice and summary.choice.chunk_size is None:
-        notes.append(f"{named('gae_chunk_size')}: {summary.choice.backend} has no chunks")
-    return notes
-
-
-@dataclass
-class ProgressPrinter:
-    """Lines on stderr, while something takes long."""
-
-    last_printed_s: float = field(default_factory=time.monotonic)
-
-    def print_line(self, line: str) -> None:
-        now = time.monotonic()
-        if now - self.last_printed_s >= PROGRESS_INTERVAL_S:
-            self.last_printed_s = now
-            print(line, file=sys.stderr, flush=True)
+        notes = []
+        if algorithm.estimator in NON_GAE_ESTIMATORS:
+            notes.append(f"{named('estimator')}: `grpo gae` always computes GAE")
+        if algorithm.kl_in_reward and not has_logprobs:
+            notes.append(f"{named('beta')}: matrices hold no logprobs for a KL penalty")
+        if algorithm.kl_in_reward and has_logprobs and algorithm.kl_target is not None:
+            notes.append(f"{named('kl_target')}: the penalty's weight stays algorithm.beta, as in a run's first step")
+        if self.num_unused_bootstraps:
+            notes.append(
+                f"the value after the last token of {self.num_unused_bootstraps:,} samples of finish_reason length, by "
+                f"{named('bootstrap_truncated')}"
+            )
+        if algorithm.gae_chunk_size is not None and self.choice and self.choice.chunk_size is None:
+            notes.append(f"{named('gae_chunk_size')}: {self.choice.backend} has no chunks")
+        return notes

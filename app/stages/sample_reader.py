@@ -1,4 +1,4 @@
-"""A file of samples, read twice: first to check every line, then window by window. Neither pass holds all of it."""
+"""Reader of a sample file in two passes: one checks every line, one yields windows; both stream the file."""
 
 from __future__ import annotations
 
@@ -12,33 +12,32 @@ from pathlib import Path
 import numpy as np
 
 from app.model.architecture import Architecture
-from app.records.jsonl import read_jsonl
 from app.records.sample import Sample
-from app.records.sample_json import sample_from_record
+from app.records.sample_json import read_samples
 from settings import Resolved
 from settings.errors import InputError
 from settings.loading.fields import value_of
 
 WINDOW_SAMPLES = 4096
-"""Samples that are in memory at once: enough to fill rows well, and some tens of MB."""
+"""Samples in memory at once: enough to fill rows well, and some tens of MB."""
 
 
 @dataclass(frozen=True)
 class SampleFileExtent:
-    """How much a file holds, lengths in tokens."""
+    """Number of samples in a file and their largest lengths, in tokens."""
 
     num_samples: int
     max_length: int
     longest_location: str
-    """File and line of that sample."""
+    """File and line of the longest sample."""
     max_completion_length: int
 
 
 class SampleReader:
-    """Samples of one model in a JSON Lines file that stays as it is for as long as it is read.
+    """Samples of one model in a JSON Lines file, which must not change while it is read.
 
     Raises:
-        InputError: there is no such file, or it is a pipe, which could not be read twice.
+        InputError: the path is not a regular file, such as a pipe, which cannot be read twice.
     """
 
     def __init__(self, path: Path, architecture: Architecture) -> None:
@@ -49,10 +48,10 @@ class SampleReader:
         self._stamp = file_stamp(path) if path.exists() else None
 
     def check(self, *, num_picked: int = 0, seed: int = 0) -> tuple[SampleFileExtent, list[Sample]]:
-        """The extent of the file, and `num_drawn` of its samples at random, fewer where it holds fewer.
+        """Returns the extent of the file, and `num_picked` of its samples at random, or all if it holds fewer.
 
         Raises:
-            InputError: a line that is no sample of this model, named; or a file without samples.
+            InputError: a line that is not a sample of this model, with its place; or a file without samples.
         """
         rng = np.random.default_rng(seed)
         drawn: list[Sample] = []
@@ -63,7 +62,7 @@ class SampleReader:
             if length > longest:
                 longest, longest_at = length, where
             longest_completion = max(longest_completion, len(sample.completion_ids))
-            # Reservoir sampling: every sample so far is among the drawn with equal probability.
+            # Reservoir sampling: every sample so far is picked with equal probability.
             if count < num_picked:
                 drawn.append(sample)
             elif (place := int(rng.integers(count + 1))) < num_picked:
@@ -74,7 +73,7 @@ class SampleReader:
         return SampleFileExtent(count, longest, longest_at, longest_completion), drawn
 
     def windows(self, size: int) -> Iterator[list[Sample]]:
-        """All samples in order, `size` at a time, the last window with what is left.
+        """Yields all samples in order, `size` at a time; the last window may have fewer.
 
         Raises:
             InputError: the file has changed since it was opened.
@@ -95,9 +94,7 @@ class SampleReader:
             yield window
 
     def _samples(self) -> Iterator[tuple[str, Sample]]:
-        for line, record in read_jsonl(self._path):
-            where = f"{self._path}:{line}"
-            sample = sample_from_record(record, where=where)
+        for where, sample in read_samples(self._path):
             check_token_ids(sample.prompt.token_ids, sample.completion_ids, self._architecture, where=where)
             yield where, sample
 
@@ -107,14 +104,14 @@ class SampleReader:
 
 
 def file_stamp(path: Path) -> tuple[int, ...]:
-    """Changes when the file does. Raises InputError where it cannot be asked, as does the next."""
+    """Returns device, inode, size and modification time, which change when the file does; raises InputError."""
     with _naming_read_errors(path):
         status = os.stat(path)
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256 of a file."""
+    """Computes the SHA-256 of a file; raises InputError if it cannot be read."""
     with _naming_read_errors(path), path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -130,7 +127,7 @@ def _naming_read_errors(path: Path) -> Iterator[None]:
 def check_token_ids(
     prompt_ids: np.ndarray, completion_ids: np.ndarray, architecture: Architecture, *, where: str
 ) -> None:
-    """Raises InputError, opened by `where`, for a sample that cannot have come from this model."""
+    """Raises InputError, starting with `where`, for a sample that this model cannot have generated."""
     for name, ids in (("prompt_token_ids", prompt_ids), ("completion_token_ids", completion_ids)):
         beyond = np.flatnonzero(ids >= architecture.vocab_size)
         if len(beyond):
@@ -148,9 +145,10 @@ def check_token_ids(
 
 
 def check_token_quota(resolved: Resolved, scope: str, max_length: int, *, where: str) -> None:
-    """Whether the token quota of a scope, such as `score.policy`, holds the longest sample of a file.
+    """Checks that the longest sample of a file fits the token quota of a scope, such as `score.policy`.
 
-    Raises: InputError, opened by `where`.
+    Raises:
+        InputError: it does not fit; the message starts with `where`.
     """
     field = f"{scope}.max_tokens_per_device"
     quota = value_of(resolved.settings, field)

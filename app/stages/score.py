@@ -68,7 +68,7 @@ def score_logprobs(
     check_output_path(out)
     settings = resolved.settings
     if checks_packing and role == "critic":
-        raise InputError("--check-packing compares logprobs, and --role critic has none; take --role policy for it")
+        raise InputError("--check-packing: compares logprobs, and --role critic has none; use --role policy")
     model = read_model_spec(settings).without_adapters
     critic = read_critic_spec(settings, model) if role == "critic" else None
     architecture = (critic or model).architecture
@@ -91,7 +91,7 @@ def score_logprobs(
             "loading seconds": round(time.perf_counter() - start, 2),
         }
         if drawn:
-            # Of a file with fewer samples than a row is to hold, some stand in it twice.
+            # If the file has fewer samples than the row needs, some are repeated.
             packed = (drawn * NUM_CHECKED_SAMPLES)[:NUM_CHECKED_SAMPLES]
             figures["max |packed - alone|"] = check_packing(session, params, packed)
         passes = WindowScorer(
@@ -106,7 +106,7 @@ def score_logprobs(
 
 
 def input_facts(input: Path, *models: ModelFiles | None) -> dict[str, str]:
-    """What else than settings hosts must have in common."""
+    """Returns the facts, besides settings, that must be equal on all hosts."""
     if jax.process_count() == 1:
         return {}
     prints = {f"the files of {model.name}": model.fingerprint for model in models if model is not None}
@@ -116,16 +116,16 @@ def input_facts(input: Path, *models: ModelFiles | None) -> dict[str, str]:
 def _make_micro_batcher(
     settings: Settings, role: ScoredRole, architecture: Architecture, extent: SampleFileExtent
 ) -> FixedRowBatcher | PackedRowBatcher:
-    """The same rows for every window."""
+    """Returns a batcher with the same row shapes for every window."""
     cut = make_score_batcher(settings, role, architecture, MaxLengths(extent.max_length))
     if isinstance(cut, FixedRowBatcher):
-        behind = num_bootstrap_tokens(settings, role)
-        return replace(cut, shape=bucketed_row_shape(extent.max_length + behind, extent.max_completion_length + behind))
+        extra = num_bootstrap_tokens(settings, role)
+        return replace(cut, shape=bucketed_row_shape(extent.max_length + extra, extent.max_completion_length + extra))
     return cut
 
 
 class WindowScorer:
-    """Scores a file window by window, and keeps count of what that takes."""
+    """Scores a file window by window, and counts tokens, shapes and seconds."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ class WindowScorer:
         self._session = session
         self._role: ScoredRole = role
         self._micro_batcher = micro_batcher
-        # A role that waits for its turn gives way; here it only waits for the next window.
+        # With offload, the reference's weights are on the device only while a window is scored.
         waits_outside = role == "reference" and session.settings.score.reference.offload
         if waits_outside:
             check_host_offload(session.mesh)
@@ -148,7 +148,7 @@ class WindowScorer:
         self._seconds = self._max_difference = 0.0
 
     def score_windows(self, windows: Iterable[Sequence[Sample]], *, num_samples: int) -> Iterator[list[Sample]]:
-        """This host's run of each window, in order, with the role's logprobs."""
+        """Yields this host's part of each window, in order, with the role's logprobs or values."""
         done = 0
         for samples in windows:
             done += len(samples)
@@ -189,7 +189,7 @@ class WindowScorer:
         return getattr(sample, f"{self._role}_logprobs")
 
     def metrics(self, compilations: CompilationCounter) -> dict[str, Any]:
-        """Tokens, shapes and seconds of all passes. Speed leaves compilation out. Every host asks."""
+        """Returns tokens, shapes and seconds of all passes, a collective call. Speed excludes compilation."""
         total = self._totals
         real, computed = total["real tokens"], total["computed tokens"]
         seconds = self._seconds - compilations.seconds

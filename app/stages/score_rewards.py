@@ -1,4 +1,4 @@
-"""`grpo score --role reward`: what training would give the samples of a file."""
+"""`grpo score --role reward`: the rewards that training would compute for the samples of a file."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from app.distributed.host_consistency import check_hosts_agree
 from app.distributed.lockstep import error_barrier, gather_lines_to_first_host, gather_samples_to_first_host, host_shard
 from app.distributed.watchdog import WAIT_PHASE
 from app.mesh import topology
-from app.records.jsonl import check_output_path, read_jsonl, write_jsonl
+from app.records.jsonl import check_output_path, write_jsonl
 from app.records.sample import Sample
-from app.records.sample_json import sample_from_record, sample_to_record
+from app.records.sample_json import read_samples, sample_to_record
 from app.reward.aggregate import RewardedSamples, RewardFunctionCounts, merge_rewarded
 from app.reward.plugin import StepInfo
 from app.reward.reward_functions import RewardFunctions
@@ -38,18 +38,18 @@ from settings.errors import InputError
 
 
 def score_rewards(resolved: Resolved, *, input: Path, out: Path) -> dict[str, Any] | None:
-    """Adds rewards to every sample of `input`. Devices are started for a reward model, and for several hosts.
+    """Adds rewards to every sample of `input`. Devices are started only for a reward model or several hosts.
 
-    On one host the functions see the whole file in one call; several share its groups out, whose samples may stand
-    anywhere in it.
+    On one host, the functions get the whole file in one call; several hosts share its groups, whose samples may be
+    anywhere in the file.
 
     Raises:
         InputError: settings, model, samples or output file that cannot be used.
-        RuntimeError: a reward function that could not be called any more, or whose failure is to raise.
+        RuntimeError: a reward function failed for good, or failed under `reward.on_error: raise`.
     """
     check_output_path(out)
     settings = resolved.settings
-    samples = [sample_from_record(record, where=f"{input}:{line}") for line, record in read_jsonl(input)]
+    samples = [sample for _, sample in read_samples(input)]
     if not samples:
         raise InputError(f"--input: {input} holds no samples")
     prompts = [s.prompt for s in samples]
@@ -71,7 +71,7 @@ def score_rewards(resolved: Resolved, *, input: Path, out: Path) -> dict[str, An
         own = [samples[i] for i in hosts[number]]
         entered("score")
         of_model = None if model is None else _score_with_reward_model(settings, model, own)
-        # No limit: each call of a function has its own, and a host's whole share is one phase.
+        # No time limit: each call of a function has its own, and a host's whole share is one phase.
         entered(WAIT_PHASE)
         scored = rewards.compute_rewards(own, StepInfo(), model_outcomes=of_model)
         if len(hosts) > 1:
@@ -99,7 +99,7 @@ def _print_lines(lines: Sequence[str]) -> None:
 
 
 def sample_indices_by_host(samples: Sequence[Sample]) -> list[Sequence[int]]:
-    """Of each host the samples that it asks about, by their places in the file: whole groups, about as many each."""
+    """Returns the indices of each host's samples in the file: whole groups, about the same number per host."""
     groups: dict[int, list[int]] = {}
     for place, sample in enumerate(samples):
         groups.setdefault(sample.group_id, []).append(place)
@@ -111,16 +111,16 @@ def sample_indices_by_host(samples: Sequence[Sample]) -> list[Sequence[int]]:
 def _score_with_reward_model(
     settings: Settings, model: RewardModelSpec, samples: Sequence[Sample]
 ) -> list[RewardOutcome]:
-    """What the reward model says of each sample of this host."""
+    """Scores this host's samples with the reward model."""
     outcomes, _ = RewardModel.load(settings, model, open_mesh(settings)).score(samples)
     return outcomes
 
 
 def _gather_scored(local: RewardedSamples, hosts: Sequence[Sequence[int]]) -> RewardedSamples:
-    """On the first host the whole file, in its order; on the others what they have.
+    """Gathers the whole file, in its order, on the first host; the others keep their samples.
 
     Raises:
-        RuntimeError: on every host what stops one of them.
+        RuntimeError: on every host, if any host failed.
     """
     with error_barrier():
         if local.fatal_error is not None:
@@ -140,7 +140,7 @@ def _gather_scored(local: RewardedSamples, hosts: Sequence[Sequence[int]]) -> Re
 
 
 def _reward_metrics(scored: RewardedSamples, names: Sequence[str]) -> dict[str, Any]:
-    """Means over the samples that have a value, None where none has, and what training counts. Starts no device."""
+    """Returns means over the samples with a value, None if there is none, and training's counts; starts no device."""
 
     def mean(values: Sequence[float]) -> float | None:
         return float(np.mean(values)) if values else None

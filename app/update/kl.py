@@ -1,13 +1,14 @@
-"""Per-token estimators of KL(policy || reference) from tokens the policy drew.
+"""Per-token estimators of KL(policy || reference) from tokens that the policy sampled.
 
-With d = log policy - log reference, of arrays on the device or on the host. A good estimate is not yet a good penalty:
+Here d = log policy - log reference, for arrays on the device or on the host. A good estimate need not be a good
+penalty; the expected gradient descends
 
                k1                       k2                       k3
     reward     KL(policy || reference)  biased                   KL(policy || reference) - KL(reference || policy)
     loss       zero                     KL(policy || reference)  KL(reference || policy)
 
-is what the expected gradient descends while the policy is the one that drew the tokens. In the loss that is the KL of
-each token given those before it; in the reward, that of the whole sequence.
+while the policy is the one that sampled the tokens. In the loss that is the KL of each token given those before it; in
+the reward, that of the whole sequence.
 
 Sources: Schulman 2020, "Approximating KL divergence" (the estimates); Tang & Munos 2025, "On a few pitfalls in KL
 divergence gradient estimation for RL" (their gradients).
@@ -26,22 +27,22 @@ from app.batching.pack import HostOrDevice
 KLEstimator = Callable[[HostOrDevice, HostOrDevice], Any]
 
 DIFFERENCE_LIMIT = 20.0
-"""exp(20) is 5e8: beyond it k3 says only that a token is hopeless, and overflows."""
+"""Limit of d against overflow of k3; exp(20) is 5e8."""
 
 
 def k1(policy_logprobs: Float[HostOrDevice, "*tokens"], reference_logprobs: Float[HostOrDevice, "*tokens"]) -> Any:
-    """d: unbiased, can be negative; as a loss its expected gradient is zero."""
+    """Returns d: unbiased, can be negative; as a loss its expected gradient is zero."""
     return policy_logprobs - reference_logprobs
 
 
 def k2(policy_logprobs: Float[HostOrDevice, "*tokens"], reference_logprobs: Float[HostOrDevice, "*tokens"]) -> Any:
-    """d^2 / 2: biased, never negative; its gradient is an unbiased estimate of the KL's."""
+    """Returns d^2 / 2: biased, never negative; its gradient is an unbiased estimate of the KL's."""
     return 0.5 * (policy_logprobs - reference_logprobs) ** 2
 
 
 def k3(policy_logprobs: Float[HostOrDevice, "*tokens"], reference_logprobs: Float[HostOrDevice, "*tokens"]) -> Any:
-    """exp(-d) + d - 1: unbiased, never negative. The estimator of the GRPO paper."""
-    # numpy for the reward, jax.numpy for the loss: both speak the array API.
+    """Returns exp(-d) + d - 1: unbiased, never negative. The estimator of the GRPO paper."""
+    # numpy for the reward, jax.numpy for the loss: both implement the array API.
     xp = policy_logprobs.__array_namespace__()
     d = xp.clip(policy_logprobs - reference_logprobs, -DIFFERENCE_LIMIT, DIFFERENCE_LIMIT)
     return xp.expm1(-d) + d

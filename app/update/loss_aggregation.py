@@ -1,8 +1,8 @@
-"""How per-token losses become one number: as weights, fixed once per optimizer step.
+"""Aggregation of per-token losses into one number, by weights that are fixed once per optimizer step.
 
-The loss of an optimizer step is sum(weights * token losses). Because the weights already hold the
-global denominators, it does not matter how the tokens are later cut into micro-batches, packed into
-rows or spread over devices: the parts just add.
+The loss of an optimizer step is sum(weights * token losses). The weights already hold the
+global denominators, so it does not matter how the tokens are later split into micro-batches, packed into rows or
+distributed over devices: the parts add up.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class StepTotals(NamedTuple):
     """Counts over all hosts and micro-batches of one optimizer step."""
 
     num_tokens: int
-    """Tokens the policy wrote."""
+    """Tokens that the policy wrote."""
     num_samples: int
     """Samples with at least one such token."""
 
@@ -35,18 +35,18 @@ AggregationFn = Callable[[Sample, StepTotals], Float32[np.ndarray, "C"]]
 
 
 def token_mean(sample: Sample, totals: StepTotals) -> Float32[np.ndarray, "C"]:
-    """Every token weighs 1 / (tokens of the step). Source: Yu et al. 2025 (DAPO), eq. 12."""
+    """Weighs every token by 1 / (tokens of the step). Source: Yu et al. 2025 (DAPO), eq. 12."""
     return sample.mask.astype(np.float32) / max(totals.num_tokens, 1)
 
 
 def sequence_mean_token_mean(sample: Sample, totals: StepTotals) -> Float32[np.ndarray, "C"]:
-    """Every sample weighs the same, its tokens share it. Source: Shao et al. 2024 (GRPO), eq. 3."""
+    """Weighs every sample equally, shared by its tokens. Source: Shao et al. 2024 (GRPO), eq. 3."""
     mask = sample.mask.astype(np.float32)
     return mask / max(float(mask.sum()), 1.0) / max(totals.num_samples, 1)
 
 
 def sequence_mean_token_sum(sample: Sample, totals: StepTotals) -> Float32[np.ndarray, "C"]:
-    """Every token weighs 1 / (samples of the step): a completion is one action, its logprob the sum of its tokens'.
+    """Weighs every token by 1 / (samples of the step): a completion is one action with the sum of its logprobs.
 
     Source: Ahmadian et al. 2024 (RLOO), section 2.
     """
@@ -54,16 +54,16 @@ def sequence_mean_token_sum(sample: Sample, totals: StepTotals) -> Float32[np.nd
 
 
 def constant_length(sample: Sample, totals: StepTotals, *, num_tokens: int) -> Float32[np.ndarray, "C"]:
-    """Every token weighs 1 / (samples of the step * num_tokens), however long its sample became.
+    """Weighs every token by 1 / (samples of the step * num_tokens), independently of its sample's length.
 
-    `num_tokens` is a constant of the run, the longest completion allowed: never a length of this step, which would
-    bring the bias back. Source: Liu et al. 2025 (Dr. GRPO), section 3.2.
+    `num_tokens` is a constant of the run, the longest completion allowed; a length of this step would bring the bias
+    back. Source: Liu et al. 2025 (Dr. GRPO), section 3.2.
     """
     return sequence_mean_token_sum(sample, totals) / np.float32(num_tokens)
 
 
 def aggregations(*, max_new_tokens: int) -> Mapping[str, AggregationFn]:
-    """`algorithm.loss_aggregation` -> what each token's loss counts."""
+    """Returns the weight functions by the value of `algorithm.loss_aggregation`."""
     return {
         "token-mean": token_mean,
         "sequence-mean-token-mean": sequence_mean_token_mean,

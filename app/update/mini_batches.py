@@ -1,4 +1,4 @@
-"""A step's samples -> the mini-batches of its optimizer steps, epoch by epoch; the same for policy and critic."""
+"""Splitting of a step's samples into mini-batches per epoch; the same for policy and critic."""
 
 from __future__ import annotations
 
@@ -11,26 +11,25 @@ from jaxtyping import Int64
 from app.records.sample import Sample
 
 MiniBatchIndices = Sequence[Sequence[Int64[np.ndarray, "N"]]]
-"""Of every mini-batch of every epoch, which samples it has: their indices."""
+"""Indices of the samples in every mini-batch of every epoch."""
 EpochMiniBatches = Sequence[Sequence[Sequence[Sample]]]
-"""The samples themselves."""
+"""Samples in every mini-batch of every epoch."""
 
 MiniBatchSplitter = Callable[[Sequence[Sample], int], MiniBatchIndices]
-"""(this host's samples, training step) -> its part of every mini-batch."""
-
+"""(this host's samples, training step) -> this host's part of every mini-batch."""
 
 GroupOrder = Callable[[int], Int64[np.ndarray, "K"]]
-"""Number of a block -> for each of its groups in turn, the mini-batch that gets it."""
+"""Number of a block -> the mini-batch of each of its groups."""
 
 
 def split_by_group(
     samples: Sequence[Sample], num_parts: int, *, order: GroupOrder | None = None
 ) -> list[Int64[np.ndarray, "N"]]:
-    """Indices of this host's samples in each of `num_parts` mini-batches, whole groups in the order they came.
+    """Returns the indices of this host's samples in each of `num_parts` mini-batches, in whole groups and in order.
 
-    The step's groups, host after host, make blocks of `num_parts` one after another, and each mini-batch gets one
-    group of every block. A host has whole blocks, so mini-batches are the same on any number of hosts, and no sample
-    moves. Where groups are missing, the last block is short.
+    The step's groups, host after host, form consecutive blocks of `num_parts`, and each mini-batch gets one group of
+    every block. A host has whole blocks, so mini-batches are the same on any number of hosts, and no sample moves. If
+    groups are missing, the last block is short.
 
     Args:
         order: the k-th group of a block goes to the k-th mini-batch by default.
@@ -51,7 +50,7 @@ def split_by_group(
 def repeated_mini_batches(
     samples: Sequence[Sample], step: int, *, num_mini_batches: int, epochs: int
 ) -> MiniBatchIndices:
-    """Every epoch goes over the same mini-batches."""
+    """Returns the same mini-batches for every epoch."""
     del step
     return [split_by_group(samples, num_mini_batches)] * epochs
 
@@ -59,18 +58,18 @@ def repeated_mini_batches(
 def shuffled_mini_batches(
     samples: Sequence[Sample], step: int, *, num_mini_batches: int, epochs: int, seed: int
 ) -> MiniBatchIndices:
-    """Every epoch draws its mini-batches anew, a stratified draw: each block is permuted by itself.
+    """Draws new mini-batches for every epoch, stratified: each block is permuted separately.
 
-    Which they are follows from seed, step, epoch and the number of the block among those of all hosts.
+    The permutation follows from the seed, step, epoch and the number of the block among those of all hosts.
     """
 
-    def drawn(epoch: int) -> GroupOrder:
+    def permuted(epoch: int) -> GroupOrder:
         return lambda block: np.random.default_rng((seed, step, epoch, block)).permutation(num_mini_batches)
 
-    return [split_by_group(samples, num_mini_batches, order=drawn(epoch)) for epoch in range(epochs)]
+    return [split_by_group(samples, num_mini_batches, order=permuted(epoch)) for epoch in range(epochs)]
 
 
 def select_samples(samples: Sequence[Sample], mini_batch_indices: MiniBatchIndices) -> EpochMiniBatches:
-    """The samples of every mini-batch; one that comes again is the same list again, and need not be cut anew."""
+    """Returns the samples of every mini-batch; a repeated mini-batch is the same list object, so it is packed once."""
     lists = {id(part): [samples[i] for i in part] for epoch in mini_batch_indices for part in epoch}
     return [[lists[id(part)] for part in epoch] for epoch in mini_batch_indices]

@@ -1,4 +1,4 @@
-"""AdamW with a schedule and a global-norm clip, and the state that training carries."""
+"""AdamW with a schedule and clipping by the global norm, and the training state."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from app.model.lora import LORA_A, LORA_B
 from settings.schema.optimizer import OptimizerSettings as OptimizerSettings
 
 DECAYED = ("kernel", "embedding", "output", LORA_A, LORA_B)
-"""Leaf names of matrices, adapters' among them; norms and biases are not decayed."""
+"""Leaf names of matrices, including adapters; norms and biases are not decayed."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """All that the optimizer changes."""
+    """Everything that the optimizer changes."""
 
     params: Params
     optimizer: Any
@@ -34,7 +34,7 @@ class TrainState:
 
 
 def make_schedule(settings: OptimizerSettings, *, num_updates: int) -> optax.Schedule:
-    """Learning rate as a function of applied updates: linear warm-up, then the chosen decay to the last update."""
+    """Returns the learning rate by applied updates: linear warm-up, then the chosen decay to the last update."""
     peak, warmup = settings.learning_rate, settings.warmup_steps
     decay_steps = max(num_updates - warmup, 1)
     after = {
@@ -44,13 +44,13 @@ def make_schedule(settings: OptimizerSettings, *, num_updates: int) -> optax.Sch
     }[settings.schedule]
     if warmup == 0:
         return after
-    # The first update already moves: the ramp is 1/w, 2/w, ..., 1.
+    # The first update already has a positive rate: the ramp is 1/w, 2/w, ..., 1.
     ramp = optax.linear_schedule(peak / warmup, peak, max(warmup - 1, 1))
     return optax.join_schedules([ramp, after], [warmup])
 
 
 def make_optimizer(settings: OptimizerSettings, schedule: optax.Schedule) -> optax.GradientTransformation:
-    """Clip by global norm, then AdamW. Source: Loshchilov & Hutter 2019."""
+    """Returns clipping by the global norm followed by AdamW. Source: Loshchilov & Hutter 2019."""
 
     def decayed(params: Params) -> Any:
         return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key in DECAYED, params)
@@ -71,23 +71,23 @@ def make_optimizer(settings: OptimizerSettings, schedule: optax.Schedule) -> opt
 def train_state_shardings(
     optimizer: optax.GradientTransformation, shapes: Params, shardings: Params, mesh: Mesh
 ) -> TrainState:
-    """Shardings of a whole TrainState: moments lie where their weights lie, counters everywhere."""
-    everywhere: Any = NamedSharding(mesh, PartitionSpec())
+    """Returns the shardings of a TrainState: moments as their weights, counters replicated."""
+    replicated: Any = NamedSharding(mesh, PartitionSpec())
 
     def is_moment(part: Any) -> bool:
         return jax.tree.structure(part) == jax.tree.structure(shapes)
 
     # Not optax.tree_utils.tree_map_params: it makes an array, which compiles.
     optimizer_shardings = jax.tree.map(
-        lambda part: shardings if is_moment(part) else everywhere,
+        lambda part: shardings if is_moment(part) else replicated,
         jax.eval_shape(optimizer.init, shapes),
         is_leaf=is_moment,
     )
-    return TrainState(shardings, optimizer_shardings, everywhere, everywhere, everywhere)
+    return TrainState(shardings, optimizer_shardings, replicated, replicated, replicated)
 
 
 def init_train_state(optimizer: optax.GradientTransformation, params: Params, shardings: TrainState) -> TrainState:
-    """Fresh moments beside given weights."""
+    """Returns the initial state for the given weights."""
     init = jax.jit(optimizer.init, out_shardings=shardings.optimizer)
     counters = [jax.device_put(jnp.zeros((), jnp.int32), shardings.num_updates) for _ in range(3)]
     return TrainState(params, init(params), *counters)

@@ -22,32 +22,32 @@ from app.update.surrogate import SurrogateFn
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PolicyBatch:
-    """One micro-batch of an optimizer step. Per-token fields stand beside the targets of `tokens`."""
+    """One micro-batch of an optimizer step. Per-token fields align with the targets of `tokens`."""
 
     tokens: TokenBatch
     behavior_logprobs: Float32[HostOrDevice, "R C"]
     advantages: Float32[HostOrDevice, "R C"]
     loss_weights: Float32[HostOrDevice, "R C"]
-    """What each token's loss counts in the sum; see `app.update.loss_aggregation`."""
+    """Weight of each token's loss in the sum; see `app.update.loss_aggregation`."""
     token_weights: Float32[HostOrDevice, "R C"]
-    """1 / (tokens of the step) on tokens the policy wrote: sums of it are means for the metrics."""
+    """1 / (tokens of the step) on tokens that the policy wrote, for means in the metrics."""
     policy_logprobs: Float32[HostOrDevice, "R C"] | None
-    """None when the step has one update: its own logprobs are then the proximal ones."""
+    """None if the step has one update: its own logprobs are then the proximal ones."""
     reference_logprobs: Float32[HostOrDevice, "R C"] | None
-    """None when there is no KL penalty, in the loss or in the reward."""
+    """None without a KL penalty in the loss or in the reward."""
     sample_reducer: SampleReducer | None = None
-    """None where ratios and corrections are the tokens' own."""
+    """None if ratios and corrections are per token."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LossStats:
-    """What micro-batches add up to: `sums` and `squares` add, `maxima` take the larger."""
+    """Statistics of micro-batches: `sums` and `squares` add up, `maxima` take the larger."""
 
     sums: dict[str, Float32[Array, ""]]
     maxima: dict[str, Float32[Array, ""]]
     squares: dict[str, Float32[Array, ""]] = field(default_factory=dict)
-    """Mean squares of the weights whose mean is `<name>_mean` among the sums."""
+    """Mean squares of weights; their mean is `<name>_mean` in `sums`."""
 
     def __add__(self, other: LossStats) -> LossStats:
         return LossStats(
@@ -57,9 +57,9 @@ class LossStats:
         )
 
     def metrics(self) -> dict[str, Float32[Array, ""]]:
-        """Of an optimizer step all of whose micro-batches are in. `<name>_ess` is (sum w)^2 / (n sum w^2) of n weights.
+        """Returns the metrics of a whole optimizer step. `<name>_ess` is (sum w)^2 / (n sum w^2) of n weights.
 
-        Source: Kong 1992, "A note on importance sampling using standardized weights"; 0 where all weights are.
+        Source: Kong 1992, "A note on importance sampling using standardized weights"; 0 if all weights are 0.
         """
         shares = {
             f"{name}_ess": jnp.where(square > 0, self.sums[f"{name}_mean"] ** 2 / square, 0.0)
@@ -73,12 +73,12 @@ Objective = Callable[[Params, PolicyBatch, Array], tuple[Array, LossStats]]
 
 
 def detached_logprobs(current_logprobs: Array, batch: PolicyBatch) -> Array:
-    """One update per rollout: the weights have not moved yet, so the ratio is exactly 1."""
+    """Returns the update's own logprobs: with one update per rollout, the ratio is exactly 1."""
     return jax.lax.stop_gradient(current_logprobs)
 
 
 def scored_logprobs(current_logprobs: Array, batch: PolicyBatch) -> Array:
-    """Several updates per rollout: the logprobs scored before the first of them."""
+    """Returns the logprobs scored before the first of several updates."""
     assert batch.policy_logprobs is not None
     return batch.policy_logprobs
 
@@ -87,28 +87,28 @@ def scored_logprobs(current_logprobs: Array, batch: PolicyBatch) -> Array:
 class PolicyLoss:
     """Per-token losses of one micro-batch, weighted into its share of the step's loss.
 
-    sum(w * (c * surrogate + beta * KL - entropy_coef * H)), w the step's `loss_weights`, c the correction's, 1 without
-    one. It weighs neither KL nor entropy: the entropy is over all tokens, whichever was drawn, and a penalty that left
-    out what has drifted furthest would hold the policy least where it should hold it most.
+    The loss is sum(w * (c * surrogate + beta * KL - entropy_coef * H)), with the step's `loss_weights` w and the
+    correction's weights c. The correction applies neither to KL nor to entropy: the entropy is over the whole
+    vocabulary, and the penalty must not ignore the tokens whose probability has changed most.
     """
 
     proximal_logprobs_fn: ProximalLogprobsFn
     surrogate: SurrogateFn
     kl_estimator: KLEstimator | None
-    """Also measures `policy/kl` where the penalty is in the reward; None without a reference."""
+    """Also measures `policy/kl` if the penalty is in the reward; None without a reference."""
     beta: float
-    """Weight of the penalty in this loss; 0 where it is in the reward."""
+    """Weight of the penalty in this loss; 0 if it is in the reward."""
     entropy_coef: float
     log_ratio: LogRatioFn = token_log_ratio
     correction: ImportanceCorrection | None = None
-    """None takes the sampler for the policy before the step's updates."""
+    """None assumes that the sampler is the policy before the step's updates."""
 
     def __call__(
         self, logprobs: Float32[Array, "R C"], entropies: Float32[Array, "R C"], batch: PolicyBatch
     ) -> tuple[Array, LossStats]:
-        """(its share of the loss, its share of the metrics). Logprobs may hold finite rubbish outside the mask."""
+        """Returns this micro-batch's share of the loss and the metrics; logprobs are undefined outside the mask."""
         mask = batch.tokens.loss_mask
-        # Padding holds rubbish; equal logprobs there keep ratios at 1 and differences at 0.
+        # Padding is undefined; equal logprobs there keep ratios at 1 and differences at 0.
         current = jnp.where(mask, logprobs, batch.behavior_logprobs)
         proximal_logprobs = jnp.where(mask, self.proximal_logprobs_fn(current, batch), batch.behavior_logprobs)
         log_ratios = self.log_ratio(current, proximal_logprobs, batch.sample_reducer)
@@ -145,7 +145,7 @@ class PolicyLoss:
     def _apply_correction(
         self, losses: Float32[Array, "R C"], proximal_logprobs: Float32[Array, "R C"], batch: PolicyBatch
     ) -> tuple[Float32[Array, "R C"], LossStats]:
-        """The surrogate's losses, weighed by the correction if there is one, and what it tells."""
+        """Returns the surrogate's losses, weighted by the correction if there is one, and its statistics."""
         if self.correction is None:
             return losses, LossStats({}, {})
         corrected = self.correction(proximal_logprobs - batch.behavior_logprobs, batch.sample_reducer)
@@ -166,7 +166,7 @@ class PolicyLoss:
 def make_policy_objective(
     definition: DecoderDefinition, policy_loss: PolicyLoss, *, dtype: jnp.dtype, remat: str, logits_chunk: int
 ) -> Objective:
-    """(params, one micro-batch, temperature) -> (its share of the loss, its share of the metrics)."""
+    """Returns (params, one micro-batch, temperature) -> (its share of the loss, its share of the metrics)."""
     entropy_of = entropy if policy_loss.entropy_coef else detached_entropy
 
     def objective(params: Params, batch: PolicyBatch, temperature: Array) -> tuple[Array, LossStats]:

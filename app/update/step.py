@@ -1,4 +1,4 @@
-"""One optimizer step: gradients added up over micro-batches, then one guarded AdamW update."""
+"""One optimizer step: gradients accumulated over micro-batches, then one guarded AdamW update."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from app.update.policy_loss import LossStats
 
 
 class AccumulatedGradients(NamedTuple):
-    """What the micro-batches of an optimizer step have added up to so far; float32."""
+    """Sums over the micro-batches of an optimizer step so far; float32."""
 
     gradients: Params
     stats: LossStats
@@ -26,23 +26,23 @@ class AccumulatedGradients(NamedTuple):
 
 class MetricNames(NamedTuple):
     loss: str
-    """Of the loss among the objective's sums."""
+    """Name of the loss in the objective's sums."""
     prefix: str
-    """Of what the optimizer adds."""
+    """Prefix of the optimizer's metrics."""
 
 
 OPTIMIZER_METRICS = ("grad_norm", "learning_rate", "nonfinite_updates", "nonfinite_in_a_row")
-"""What the optimizer adds, in the order of `apply_gradients`."""
+"""Metrics of the optimizer, in the order of `apply_gradients`."""
 POLICY_METRICS = MetricNames("loss", "policy")
 VALUE_METRICS = MetricNames("value/loss", "value")
 
 
 class UpdateStep:
-    """(state, micro-batches, temperature, frozen) -> (new state, metrics).
+    """Compiled optimizer step: (state, micro-batches, temperature, frozen) -> (new state, metrics).
 
-    `frozen` are the network's weights beside those that learn, which the state has; None where all learn. They have no
-    gradients and no moments. Micro-batches go one by one through a program that is compiled once for each of their
-    shapes, however many there are. The old state's memory is reused.
+    `frozen` are the network's weights that are not trained; None if all are trained. They have no gradients and no
+    moments. Micro-batches run one by one through a program that is compiled once per shape. The memory of the old
+    state is reused.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class UpdateStep:
             assert self._parts is not None
             return jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), AccumulatedGradients(params, self._parts))
 
-        def of_trained(
+        def trained_objective(
             params: Params, frozen: Params | None, batch: Any, temperature: Array
         ) -> tuple[Array, LossStats]:
             return objective(combine_params(params, frozen), batch, temperature)
@@ -68,14 +68,14 @@ class UpdateStep:
         def add(
             total: AccumulatedGradients, params: Params, frozen: Params | None, batch: Any, temperature: Array
         ) -> AccumulatedGradients:
-            differentiated = jax.value_and_grad(of_trained, has_aux=True)
+            differentiated = jax.value_and_grad(trained_objective, has_aux=True)
             (_, parts), gradients = differentiated(params, frozen, batch, temperature)
             return AccumulatedGradients(jax.tree.map(jnp.add, total.gradients, gradients), total.stats + parts)
 
         def apply(state: TrainState, total: AccumulatedGradients) -> tuple[TrainState, dict[str, Array]]:
             return apply_gradients(state, total, optimizer, schedule, metrics)
 
-        self._objective = of_trained
+        self._objective = trained_objective
         self._names = metrics
         self._parts: LossStats | None = None
         self._zeros = jax.jit(zeros, out_shardings=sums)
@@ -90,7 +90,7 @@ class UpdateStep:
     def accumulate(
         self, params: Params, micro_batches: Sequence[Any], temperature: Array, frozen: Params | None = None
     ) -> AccumulatedGradients:
-        """Gradient of the sum of all micro-batch losses, one micro-batch's activations in memory at a time."""
+        """Computes the gradient of the sum of all micro-batch losses, with one micro-batch's activations in memory."""
         self._stats_shapes(params, frozen, micro_batches[0], temperature)
         total = self._zeros(params)
         for batch in micro_batches:
@@ -100,7 +100,7 @@ class UpdateStep:
     def lower(
         self, state: TrainState, batch: Any, temperature: Array, frozen: Params | None = None
     ) -> dict[str, Lowered]:
-        """Both programs that do the work, for shapes with shardings: a micro-batch's gradients, and the update."""
+        """Lowers both programs, a micro-batch's gradients and the update, for shapes with shardings."""
         whole = state.num_updates.sharding
         parts = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole),
@@ -113,12 +113,12 @@ class UpdateStep:
         }
 
     def metric_names(self, params: Params, batch: Any, temperature: Array, frozen: Params | None = None) -> list[str]:
-        """Of what an update with such micro-batches measures; nothing is computed."""
-        of_objective = jax.eval_shape(LossStats.metrics, self._stats_shapes(params, frozen, batch, temperature))
-        return [*of_objective, *(f"{self._names.prefix}/{name}" for name in OPTIMIZER_METRICS)]
+        """Returns the names of an update's metrics, without computing anything."""
+        objective_metrics = jax.eval_shape(LossStats.metrics, self._stats_shapes(params, frozen, batch, temperature))
+        return [*objective_metrics, *(f"{self._names.prefix}/{name}" for name in OPTIMIZER_METRICS)]
 
     def _stats_shapes(self, params: Params, frozen: Params | None, batch: Any, temperature: Array) -> LossStats:
-        """Their shapes, the same for every micro-batch."""
+        """Returns the shapes of the statistics, which are the same for every micro-batch."""
         parts = self._parts or jax.eval_shape(self._objective, params, frozen, batch, temperature)[1]
         self._parts = parts
         return parts
@@ -131,9 +131,9 @@ def apply_gradients(
     schedule: optax.Schedule,
     names: MetricNames,
 ) -> tuple[TrainState, dict[str, Array]]:
-    """The state after one update, and the step's metrics.
+    """Returns the state after one update, and the step's metrics.
 
-    Where loss or gradient is not finite, no weight and no moment changes; it is counted.
+    If the loss or the gradient is not finite, no weight and no moment changes, and the update is counted as skipped.
     """
     gradients, parts = total
     gradient_norm = optax.tree.norm(gradients)

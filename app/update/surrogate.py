@@ -1,6 +1,6 @@
-"""The policy surrogates, by how they clip: (log ratios, current logprobs, advantages) -> per-token losses.
+"""Policy surrogates with different clipping: (log ratios, current logprobs, advantages) -> per-token losses.
 
-A ratio may be the token's own or its sample's: see `app.update.ratio`.
+The ratio is per token or per sample: see `app.update.ratio`.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32
 
 LOG_RATIO_LIMIT = 20.0
-"""exp of more overflows the loss long before clipping could help."""
+"""Limit of log ratios: exp of more overflows the loss."""
 
 
 class SurrogateOutput(NamedTuple):
     loss: Float32[Array, "*tokens"]
     ratio: Float32[Array, "*tokens"]
     clipped_low: Bool[Array, "*tokens"]
-    """The gradient was cut because a disadvantaged token had already become too unlikely; CISPO's, that of any token,
-    is held up to 1 - low."""
+    """True if the clip removed the gradient of a token with A < 0 that was already too unlikely; for CISPO, if the
+    weight of any token was raised to 1 - low."""
     clipped_high: Bool[Array, "*tokens"]
-    """The gradient was cut because an advantaged token had already become too likely; CISPO's, that of any token, is
-    held down to 1 + high."""
+    """True if the clip removed the gradient of a token with A > 0 that was already too likely; for CISPO, if the weight
+    of any token was lowered to 1 + high."""
     clipped_dual: Bool[Array, "*tokens"]
-    """The gradient was cut because a disadvantaged token had become so likely that it would rule the step."""
+    """True if the dual clip removed the gradient of a token with A < 0 that had become far too likely."""
 
 
 SurrogateFn = Callable[[Array, Array, Array], SurrogateOutput]
@@ -41,7 +41,7 @@ def clipped_surrogate(
     clip_low: float,
     clip_high: float,
 ) -> SurrogateOutput:
-    """Per-token loss max(-A r, -A clip(r, 1 - low, 1 + high)), r the ratio. The logprobs themselves are not read.
+    """Computes the per-token loss max(-A r, -A clip(r, 1 - low, 1 + high)), r the ratio; `current_logprobs` is unused.
 
     At r = 1 its gradient is REINFORCE's: -A * grad(current_logprobs).
 
@@ -68,10 +68,10 @@ def dual_clipped_surrogate(
     clip_high: float,
     dual_clip: float,
 ) -> SurrogateOutput:
-    """`clipped_surrogate`, and where A < 0 at most -A c, with c = `dual_clip` > 1.
+    """Computes `clipped_surrogate`, bounded for A < 0 by -A c, with c = `dual_clip` > 1.
 
-    A token that was nearly impossible and is now likely has a ratio without bound; a positive advantage meets the
-    clip above, a negative one only this.
+    The ratio of a token that was nearly impossible and is now likely is unbounded. For A > 0 the upper clip bounds the
+    loss, for A < 0 only this clip.
 
     Source: Ye et al. 2020, "Mastering Complex Control in MOBA Games with Deep Reinforcement Learning", eq. 5.
     """
@@ -88,7 +88,7 @@ def cispo_surrogate(
     clip_low: float,
     clip_high: float,
 ) -> SurrogateOutput:
-    """Per-token loss -sg(clip(r, 1 - low, 1 + high)) A log pi: every token keeps its gradient, its weight is bounded.
+    """Computes the loss -sg(clip(r, 1 - low, 1 + high)) A log pi: each token keeps a gradient with a bounded weight.
 
     At r = 1 its gradient is REINFORCE's: -A * grad(current_logprobs).
 

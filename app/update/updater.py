@@ -1,4 +1,4 @@
-"""Mini-batches -> optimizer steps: cutting, packing, placement."""
+"""Optimizer steps over mini-batches: split into micro-batches, packed, placed on devices."""
 
 from __future__ import annotations
 
@@ -31,20 +31,21 @@ UpdateStepFn = Callable[[TrainState, Sequence[Any], Array, Params | None], tuple
 """(state, micro-batches, temperature, frozen) -> (new state, metrics); see `app.update.step.UpdateStep`."""
 
 PackFn = Callable[[Sequence[Sample], MicroBatch, StepTotals], Any]
-"""(samples of a mini-batch, which of them in which rows, counts of the optimizer step) -> what its loss reads."""
+"""(samples of a mini-batch, their rows, counts of the optimizer step) -> the inputs of its loss."""
 
 BatchingMetricsFn = Callable[[Sequence[GlobalPlan]], Mapping[str, float]]
 
 FIRST_UPDATE_ONLY = "rollout/"
-"""Metrics under this prefix compare with the sampler: they mean something only before weights move."""
+"""Prefix of metrics that compare with the sampler, which are valid only before the weights change."""
 
 
 class Updater:
-    """Feeds credited samples to the compiled update step of one network.
+    """Runs the compiled update step of one network on samples with advantages.
 
     Args:
-        cut: cuts the samples of an optimizer step into micro-batches.
-        cut_metrics: what one pass over a step's samples tells of how they were cut.
+        micro_batcher: splits the samples of an optimizer step into micro-batches.
+        pack: packs one micro-batch into the inputs of the loss.
+        batching_metrics: metrics of the plans of one pass over a step's samples.
     """
 
     def __init__(
@@ -65,24 +66,24 @@ class Updater:
     def update(
         self, state: TrainState, epochs: EpochMiniBatches, *, temperature: float, frozen: Params | None = None
     ) -> tuple[TrainState, dict[str, float]]:
-        """The state after every mini-batch of every epoch, and the step's metrics.
+        """Returns the state after every mini-batch of every epoch, and the step's metrics.
 
-        Metrics are means over the updates, except maxima, the last learning rate, and those that
-        compare with the sampler, which are the first update's.
+        Metrics are means over the updates, except maxima, the last learning rate, and those that compare with the
+        sampler, which are from the first update.
 
         Args:
-            frozen: the network's weights beside those that learn.
+            frozen: the network's weights that are not trained.
         """
         mini_batches = {id(samples): samples for epoch in epochs for samples in epoch}
-        cuts = {key: self.micro_batcher(samples, self.mesh) for key, samples in mini_batches.items()}
+        plans = {key: self.micro_batcher(samples, self.mesh) for key, samples in mini_batches.items()}
         history = []
         for samples in (samples for epoch in epochs for samples in epoch):
-            micro_batches = self._pack_micro_batches(samples, cuts[id(samples)])
+            micro_batches = self._pack_micro_batches(samples, plans[id(samples)])
             with jax.set_mesh(self.mesh):
                 state, metrics = self.step(state, micro_batches, jnp.float32(temperature), frozen)
             history.append(metrics)
         metrics = summarize_updates([{k: float(v) for k, v in m.items()} for m in jax.device_get(history)])
-        return state, {**metrics, **self.batching_metrics([cuts[id(samples)] for samples in epochs[0]])}
+        return state, {**metrics, **self.batching_metrics([plans[id(samples)] for samples in epochs[0]])}
 
     def _pack_micro_batches(self, samples: Sequence[Sample], global_plan: GlobalPlan) -> list[Any]:
         totals = StepTotals(*sum_over_hosts(np.asarray(StepTotals.from_samples(samples))).tolist())
@@ -91,12 +92,12 @@ class Updater:
 
 @dataclass(frozen=True)
 class PolicyBatchPacker:
-    """Lays out what the policy's loss reads.
+    """Packs the inputs of the policy's loss.
 
     Args:
-        aggregation: what each token's loss counts; see `app.update.loss_aggregation`.
-        roles: whose scored logprobs the loss reads.
-        reads_sample_means: whether it reads `UpdateBatch.sample_means`.
+        aggregation: weight of each token's loss; see `app.update.loss_aggregation`.
+        roles: roles whose scored logprobs the loss reads.
+        needs_sample_reducer: whether the loss reads `PolicyBatch.sample_reducer`.
     """
 
     aggregation: AggregationFn
@@ -107,7 +108,7 @@ class PolicyBatchPacker:
         def packed(value_of: Callable[[Sample], Any]) -> np.ndarray:
             return pack_per_token(samples, micro_batch, value_of)
 
-        def where_needed(role: ScoredRole) -> np.ndarray | None:
+        def scored_logprobs(role: ScoredRole) -> np.ndarray | None:
             return packed(lambda s: getattr(s, f"{role}_logprobs")) if role in self.roles else None
 
         return PolicyBatch(
@@ -116,8 +117,8 @@ class PolicyBatchPacker:
             advantages=packed(lambda s: s.advantages),
             loss_weights=packed(lambda s: self.aggregation(s, totals)),
             token_weights=packed(lambda s: token_mean(s, totals)),
-            policy_logprobs=where_needed("policy"),
-            reference_logprobs=where_needed("reference"),
+            policy_logprobs=scored_logprobs("policy"),
+            reference_logprobs=scored_logprobs("reference"),
             sample_reducer=pack_sample_reducer(samples, micro_batch) if self.needs_sample_reducer else None,
         )
 
@@ -131,11 +132,11 @@ def pack_sample_reducer(samples: Sequence[Sample], micro_batch: MicroBatch) -> S
 
 
 LAST_UPDATE_ONLY = ("/learning_rate", "/nonfinite_updates", "/nonfinite_in_a_row")
-"""Ends of metrics that count on from update to update."""
+"""Suffixes of metrics that accumulate from update to update."""
 
 
 def summarize_updates(history: Sequence[dict[str, float]]) -> dict[str, float]:
-    """One value per metric over the updates of a training step."""
+    """Reduces each metric over the updates of a training step to one value."""
 
     def over_updates(name: str) -> float:
         values = [metrics[name] for metrics in history]

@@ -1,4 +1,4 @@
-"""The critic's loss of one micro-batch: half the squared error of its values, clipped around those that were scored."""
+"""The critic's loss of one micro-batch: half the squared error of its values, clipped around the scored values."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from app.update.policy_loss import LossStats
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class ValueBatch:
-    """One micro-batch of an optimizer step of the critic. Per-token fields stand beside the targets of `tokens`."""
+    """One micro-batch of an optimizer step of the critic. Per-token fields align with the targets of `tokens`."""
 
     tokens: TokenBatch
     old_values: Float32[HostOrDevice, "R C"]
-    """As scored, before the first of the step's updates."""
+    """Values scored before the first of the step's updates."""
     returns: Float32[HostOrDevice, "R C"]
     token_weights: Float32[HostOrDevice, "R C"]
-    """1 / (tokens of the step) on tokens the policy wrote."""
+    """1 / (tokens of the step) on tokens that the policy wrote."""
 
 
 def pack_value_batch(samples: Sequence[Sample], micro_batch: MicroBatch, totals: StepTotals) -> ValueBatch:
-    """What the critic learns from these samples, which have values and returns."""
+    """Packs the inputs of the critic's loss from samples with values and returns."""
 
     def packed(value_of: Callable[[Sample], Any]) -> np.ndarray:
         return pack_per_token(samples, micro_batch, value_of)
@@ -50,17 +50,17 @@ def pack_value_batch(samples: Sequence[Sample], micro_batch: MicroBatch, totals:
 class SquaredError(NamedTuple):
     error: Float32[Array, "*tokens"]
     clipped: Bool[Array, "*tokens"]
-    """The gradient was cut because the value had already moved far enough."""
+    """True if the clip removed the gradient, as the value had already changed enough."""
 
 
 SquaredErrorFn = Callable[[Array, Array, Array], SquaredError]
-"""(values, old values, returns) -> squared error of each token."""
+"""(values, old values, returns) -> squared error per token."""
 
 
 def squared_error(
     values: Float32[Array, "*tokens"], old_values: Float32[Array, "*tokens"], returns: Float32[Array, "*tokens"]
 ) -> SquaredError:
-    """(V - R)^2."""
+    """Computes (V - R)^2."""
     del old_values
     error = (values - returns) ** 2
     return SquaredError(error, jnp.zeros_like(error, bool))
@@ -73,7 +73,7 @@ def clipped_squared_error(
     *,
     clip_range: float,
 ) -> SquaredError:
-    """max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2). Source: OpenAI Baselines, ppo2; TRL and verl have it."""
+    """Computes max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2). Source: OpenAI Baselines, ppo2, as in TRL."""
     error = (values - returns) ** 2
     near = jnp.clip(values, old_values - clip_range, old_values + clip_range)
     error_near = (near - returns) ** 2
@@ -82,12 +82,12 @@ def clipped_squared_error(
 
 @dataclass(frozen=True)
 class ValueLoss:
-    """sum(w * error) / 2, w the `token_weights`."""
+    """Loss sum(w * error) / 2, with the `token_weights` w."""
 
     error_fn: SquaredErrorFn
 
     def __call__(self, values: Float32[Array, "R C"], batch: ValueBatch) -> tuple[Array, LossStats]:
-        """(its share of the loss, its share of the metrics). Values may hold finite rubbish outside the mask."""
+        """Returns this micro-batch's share of the loss and the metrics; values are undefined outside the mask."""
         values = jnp.where(batch.tokens.loss_mask, values, batch.old_values)
         squared = self.error_fn(values, batch.old_values, batch.returns)
         loss = 0.5 * jnp.sum(batch.token_weights * squared.error)
@@ -98,7 +98,7 @@ class ValueLoss:
 def make_value_objective(
     definition: DecoderDefinition, value_loss: ValueLoss, *, dtype: jnp.dtype, remat: str
 ) -> Callable[[Params, ValueBatch, Array], tuple[Array, LossStats]]:
-    """(params, one micro-batch, temperature) -> as `ValueLoss`. The temperature is the sampler's: no value has one."""
+    """Returns (params, one micro-batch, temperature) -> as `ValueLoss`; the temperature is unused."""
 
     def objective(params: Params, batch: ValueBatch, temperature: Array) -> tuple[Array, LossStats]:
         del temperature

@@ -120,10 +120,10 @@ def test_a_choice_names_what_runs_and_why():
     assert choose_backend("serial", (16, 8192), constant_decay=True, chunk_size=64) == (
         "serial",
         None,
-        "asked for",
+        "requested",
         False,
     )
-    assert choose_backend("chunked", (16, 8192), constant_decay=True, chunk_size=64)[:3] == ("chunked", 64, "asked for")
+    assert choose_backend("chunked", (16, 8192), constant_decay=True, chunk_size=64)[:3] == ("chunked", 64, "requested")
     assert choose_backend("chunked", (16, 8192), constant_decay=True).chunk_size == CHUNK_SIZE
 
 

@@ -16,16 +16,19 @@ from app.advantage.gae.input_checks import check_inputs
         ({"chunk_size": 0}, "chunk_size: expected at least 1 step, got 0"),
         (
             {"values": np.zeros((2, 5))},
-            r"values: shape \[2, 5\] beside rewards of shape \[2, 3\], expected \[2, 3\] or \[2, 4\]",
+            r"values: shape \[2, 5\] does not match rewards of shape \[2, 3\], expected \[2, 3\] or \[2, 4\]",
         ),
         ({"lam": np.array([[1, 1, 2.0]])}, "lam: expected a number from 0 to 1, got 2.0"),
         ({"rewards": np.zeros(3)}, r"rewards: expected \[B, T\], got the shape \[3\]"),
-        ({"mask": np.ones((3, 3), bool)}, r"mask: shape \[3, 3\] beside rewards of shape \[2, 3\], expected \[2, 3\]"),
+        (
+            {"mask": np.ones((3, 3), bool)},
+            r"mask: shape \[3, 3\] does not match rewards of shape \[2, 3\], expected \[2, 3\]",
+        ),
         (
             {"rewards": np.array([[0, 0, 0], [0, np.nan, 0]])},
             "rewards: row 1, index 1 is nan; expected a finite float32",
         ),
-        ({"rewards": np.full((2, 3), 1e39), "first_row": 7}, r"rewards: row 7, index 0 is 1e\+39"),
+        ({"rewards": np.full((2, 3), 1e39)}, r"rewards: row 0, index 0 is 1e\+39"),
         ({"values": np.array([[0, 0, 0, 0], [0, 0, 0, np.inf]])}, "values: row 1, index 3 is inf"),
     ],
 )

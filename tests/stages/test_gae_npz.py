@@ -1,42 +1,92 @@
-"""`grpo gae` on matrices: no more rows at a time than a window has tokens for."""
+"""NPZ files that `grpo gae` reads: what NumPy saves, and errors for anything else."""
 
 from __future__ import annotations
 
+import io
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from app.runtime import advantages
 from app.stages.gae import make_whitener
-from app.stages.gae_npz import GaeMatrixFile
+from app.stages.gae_npz import GaeMatrixFile, load_matrices
 from settings import load
+from settings.errors import InputError
 
 
-def test_no_more_rows_are_held_than_a_window_has_tokens_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    np.savez(tmp_path / "in.npz", rewards=np.ones((50, 16)), values=np.ones((50, 16)))
-    shapes = []
-    solve = advantages.generalized_advantages
-
-    def watched(rewards: Any, *rest: Any, **rule: Any) -> Any:
-        shapes.append(rewards.shape)
-        return solve(rewards, *rest, **rule)
-
-    monkeypatch.setattr(advantages, "generalized_advantages", watched)
-    file = GaeMatrixFile(tmp_path / "in.npz", load(None, [], {}).settings, window_tokens=100)
-    file.write(tmp_path / "out.npz", make_whitener(None))
-    assert shapes == [(6, 16)] * 8 + [(2, 16)]
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+@pytest.mark.parametrize("dtype", ["<f4", ">f8", "i8", "?"])
+def test_matrices_are_those_that_numpy_saved(tmp_path: Path, save: Any, dtype: str) -> None:
+    rewards, values = np.arange(70).reshape(10, 7).astype(dtype), np.arange(80).reshape(10, 8).astype(dtype)
+    save(tmp_path / "x.npz", rewards=rewards, values=values)
+    loaded = load_matrices(tmp_path / "x.npz")
+    np.testing.assert_array_equal(loaded["rewards"], rewards)
+    np.testing.assert_array_equal(loaded["values"], values)
 
 
-def test_matrices_that_are_stored_by_columns_are_read_whole(tmp_path: Path) -> None:
-    rng = np.random.default_rng(0)
-    rewards, values = rng.standard_normal((2, 9, 4), np.float32)
+def test_matrices_that_are_stored_by_columns_give_the_same_file(tmp_path: Path) -> None:
+    rewards, values = np.random.default_rng(0).standard_normal((2, 9, 300), np.float32)
     outputs = []
     for store in (np.ascontiguousarray, np.asfortranarray):
         np.savez(tmp_path / "in.npz", rewards=store(rewards), values=values)
-        file = GaeMatrixFile(tmp_path / "in.npz", load(None, [], {}).settings, window_tokens=12)
+        file = GaeMatrixFile(tmp_path / "in.npz", load(None, [], {}).settings)
         file.check()
         file.write(tmp_path / "out.npz", make_whitener(None))
         outputs.append((tmp_path / "out.npz").read_bytes())
     assert outputs[0] == outputs[1]
+
+
+def npy(array: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    np.save(file, array)
+    return file.getvalue()
+
+
+def archive(path: Path, **members: bytes) -> Path:
+    with zipfile.ZipFile(path, "w") as file:
+        for name, content in members.items():
+            file.writestr(f"{name}.npy", content)
+    return path
+
+
+class Trap:
+    """Fails the test when it is unpickled."""
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return (pytest.fail, ("unpickled",))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (npy(np.array([[Trap()]])), "rewards: cannot be read: Object arrays cannot be loaded when allow_pickle=False"),
+        (npy(np.array([["text"]])), "rewards: expected floats, integers or booleans, got <U4"),
+        (npy(np.array([[1j]])), "got complex128"),
+        (npy(np.zeros(3)), r"rewards: expected two dimensions \[B, T\], got shape \[3\]"),
+        (npy(np.zeros((3, 2)))[:-8], "rewards: cannot be read: "),
+        (npy(np.zeros((3, 2))).replace(b"(3, 2)", b"(9, 9)"), "rewards: cannot be read: "),
+        (b"no array", "rewards: expected floats, integers or booleans, got no array"),
+    ],
+)
+def test_what_is_no_matrix_of_numbers_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
+    path = archive(tmp_path / "x.npz", rewards=content, values=npy(np.zeros((3, 2))))
+    with pytest.raises(InputError, match=message):
+        load_matrices(path)
+
+
+@pytest.mark.parametrize("content", [b"", b"no file of arrays", npy(np.zeros((1, 1)))])
+def test_what_is_no_npz_file_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "x.npz").write_bytes(content)
+    with pytest.raises(InputError, match="not an NPZ file"):
+        load_matrices(tmp_path / "x.npz")
+
+
+def test_a_flipped_bit_is_noticed(tmp_path: Path) -> None:
+    path = archive(tmp_path / "x.npz", rewards=npy(np.zeros((3, 2))), values=npy(np.zeros((3, 2))))
+    content = bytearray(path.read_bytes())
+    content[content.index(b"\x93NUMPY") + 130] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(InputError, match="rewards: cannot be read: Bad CRC"):
+        load_matrices(path)

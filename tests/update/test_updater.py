@@ -51,7 +51,7 @@ class InOrder(Updater):
 
 
 def make_updater(step: UpdateStepFn, *, roles: Collection[ScoredRole] = (), **changes) -> InOrder:
-    arguments = {"num_mini_batches": 1, "epochs": 1, "cut": FixedRowBatcher(4, trim_tail=False)}
+    arguments = {"num_mini_batches": 1, "epochs": 1, "micro_batcher": FixedRowBatcher(4, trim_tail=False)}
     return InOrder(step, make_mesh(), pack=PolicyBatchPacker(token_mean, roles), **(arguments | changes))
 
 
@@ -202,7 +202,7 @@ def test_scorer_and_update_share_one_plan_of_packed_rows_and_every_mini_batch_st
     step = UpdateStep(objective, optimizer, optax.constant_schedule(0.0), shardings())
     budget = TokenBudget(16, 16, share_prompts=True, packing="best_fit", balance=True)
     cut = PackedRowBatcher(budget, forward_flops(ODD))
-    updater, state = make_updater(step, cut=cut, roles=["policy"], num_mini_batches=3), fresh_state()
+    updater, state = make_updater(step, micro_batcher=cut, roles=["policy"], num_mini_batches=3), fresh_state()
     scored = []
     ((*parts,),) = select_samples(SIX_GROUPS, [split_by_group(SIX_GROUPS, 3)])
     for part in parts:
@@ -237,7 +237,7 @@ def test_several_updates_move_the_ratio_and_compile_once(scored):
 def test_steps_of_random_lengths_compile_each_row_shape_once():
     step = real_step(several=False)
     budget = TokenBudget(64, 32, share_prompts=True, packing="best_fit", balance=True)
-    updater = make_updater(step, cut=PackedRowBatcher(budget, forward_flops(ODD)))
+    updater = make_updater(step, micro_batcher=PackedRowBatcher(budget, forward_flops(ODD)))
 
     def shapes_of(samples: Sequence[Sample]) -> set:
         return {

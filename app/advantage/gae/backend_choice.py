@@ -1,4 +1,4 @@
-"""Which backend computes an estimate."""
+"""Choice of the backend that computes an estimate."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import jax
 
 from app.advantage.gae.chunked import CHUNK_SIZE
 
-REQUESTED = "asked for"
+REQUESTED = "requested"
 MIN_FUSED_TOKENS = 256
 
 
 class BackendChoice(NamedTuple):
     backend: str
-    """What runs, which need not be what was asked for."""
+    """Backend that runs, which may differ from the requested one."""
     chunk_size: int | None
-    """None where the backend has no chunks of a size that can be asked for."""
+    """Steps per chunk; None if the backend has no configurable chunks."""
     reason: str
     on_host: bool = False
-    """By `app.advantage.gae.fused.fused_plain`."""
+    """True if `app.advantage.gae.fused.fused_gae_on_host` computes it."""
 
 
 def choose_backend(
@@ -30,14 +30,14 @@ def choose_backend(
     chunk_size: int | None = None,
     traced: bool = False,
 ) -> BackendChoice:
-    """The backend that was asked for where it can do it, or for `auto` the one that is fastest here.
+    """Returns the requested backend if it supports the case, or for `auto` the fastest on this device.
 
     Args:
         backend: a name of `app.advantage.gae.estimate.BACKENDS`, or `auto`.
-        shape: of the rewards, [B, T].
-        one_leak: one gamma and one lambda for all tokens, no mask, and one sequence a row.
-        chunk_size: steps of a chunk; None = what suits the backend.
-        traced: the arrays are those of a program that is being compiled, not numbers.
+        shape: shape of the rewards, [B, T].
+        constant_decay: one gamma and one lambda for all tokens, no mask, and one sequence per row.
+        chunk_size: steps per chunk; None = the backend's default.
+        traced: the arrays are tracers of a program that is being compiled.
     """
     if backend == "serial":
         return BackendChoice("serial", None, REQUESTED)
@@ -46,7 +46,7 @@ def choose_backend(
         return chunks
     on_cpu = jax.default_backend() == "cpu"
     if not constant_decay and on_cpu and backend == "auto":
-        # Milliseconds as below, with a mask: a scan of pairs is several times the arithmetic, which few cores notice.
+        # Milliseconds as below, with a mask: a scan of pairs needs several times the arithmetic.
         #   shape          serial  chunked by 16  by 64
         #   (1, 131072)       2.0            1.9    2.0
         #   (16, 8192)        1.9            1.9    2.1
@@ -71,4 +71,4 @@ def choose_backend(
     #   (65536, 8)        1.8            0.7    5.8
     if shape[1] < MIN_FUSED_TOKENS:
         return BackendChoice("chunked", chunk_size or 64, "short rows, on a CPU")
-    return BackendChoice("fused", None, "one sequence a row, on a CPU", on_host=True)
+    return BackendChoice("fused", None, "one sequence per row, on a CPU", on_host=True)

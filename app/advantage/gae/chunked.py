@@ -1,8 +1,8 @@
-"""Chunk scan: all chunks of time at once, then the same scan over what they hand on.
+"""Chunk scan: solves all chunks of time at once, then scans over their carries in the same way.
 
-A chunk of C steps knows its own part of every advantage; what is missing is one number, that right behind it, times
-the decay from there. Those numbers obey the same recurrence with one step a chunk, so they are found the same way:
-131,072 steps in chunks of 128 are three levels, with no loop over the thousand chunks.
+The advantages in a chunk of C steps are a local part plus one number, the advantage right after the chunk, times the
+decay from there. These numbers obey the same recurrence with one step per chunk, so they are solved recursively:
+131,072 steps in chunks of 128 take three levels, without a loop over the thousand chunks.
 
 Source: the chunked form of linear attention, applied to GAE in THUDM/slime.
 """
@@ -19,9 +19,9 @@ CHUNK_SIZE = 128
 
 
 def solve_chunked(terms: RecurrenceTerms, *, chunk_size: int = CHUNK_SIZE) -> GaeOutput:
-    """The advantages by chunks of any size: small matrix products for one leak, a scan of log depth for many.
+    """Solves the recurrence by chunks: matrix products for a constant decay, else a scan of logarithmic depth.
 
-    Memory per row: O(T + C^2) for one leak, O(T) for a leak of each token.
+    Memory per row: O(T + C^2) for a constant decay, O(T) for one decay per token.
     """
     if terms.one_minus_decay.ndim == 0:
         advantages = solve_constant_decay(terms.deltas, jnp.log1p(-terms.one_minus_decay), chunk_size=chunk_size)
@@ -33,7 +33,7 @@ def solve_chunked(terms: RecurrenceTerms, *, chunk_size: int = CHUNK_SIZE) -> Ga
 def solve_constant_decay(
     inputs: Float32[Array, "B T"], log_decay: Float32[Array, ""], *, chunk_size: int
 ) -> Float32[Array, "B T"]:
-    """A_t = inputs_t + decay * A_{t+1}; [C, C] products of full float32 precision, whatever the device prefers.
+    """Solves A_t = inputs_t + decay * A_{t+1} with [C, C] products in full float32 precision on every device.
 
     Args:
         log_decay: in [-inf, 0].
@@ -41,7 +41,7 @@ def solve_constant_decay(
     num_tokens = inputs.shape[1]
     size = max(1, min(chunk_size, num_tokens))
     if chunk_size == 1 and num_tokens > 1:
-        # A chunk of one step hands on all that it has: there would be no level above with fewer.
+        # With one step per chunk, the next level would have as many steps.
         return solve_variable_decay(
             inputs, jnp.broadcast_to(-jnp.expm1(log_decay), inputs.shape), chunk_size=chunk_size
         )
@@ -59,14 +59,14 @@ def solve_constant_decay(
 def solve_variable_decay(
     inputs: Float32[Array, "B T"], one_minus_decay: Float32[Array, "B T"], *, chunk_size: int
 ) -> Float32[Array, "B T"]:
-    """A_t = inputs_t + (1 - leaks_t) * A_{t+1}, by (leak, input) pairs, which combine in any order.
+    """Solves A_t = inputs_t + (1 - leak_t) * A_{t+1} by an associative scan over (leak, input) pairs.
 
     Source: Blelloch 1990, "Prefix Sums and Their Applications", section 1.4.
     """
     num_tokens = inputs.shape[1]
     if num_tokens == 0:
         return inputs
-    # A level of chunks of one step would be as long as the one below it.
+    # With one step per chunk, the next level would have as many steps.
     size = min(max(chunk_size, 2), num_tokens)
     one_minus_decay, own = jax.lax.associative_scan(
         _combine_steps,
@@ -83,24 +83,24 @@ def solve_variable_decay(
 
 
 def _combine_steps(after: tuple[Array, Array], before: tuple[Array, Array]) -> tuple[Array, Array]:
-    """One step made of two: what leaks on the way, and what is added to what comes through."""
+    """Combines two steps into one: the total leak, and the total that is added."""
     (leak_after, own_after), (leak_before, own_before) = after, before
     return leak_before + leak_after * (1 - leak_before), own_before + (own_after - leak_before * own_after)
 
 
 def _split_into_chunks(x: Float32[Array, "B T"], size: int) -> Float32[Array, "B chunks C"]:
-    """Filled up behind the end with zeros, which hand nothing on."""
+    """Splits rows into chunks, padded with zeros at the end, which contribute nothing."""
     padded = jnp.pad(x, ((0, 0), (0, -x.shape[1] % size)))
     return padded.reshape(x.shape[0], padded.shape[1] // size, size)
 
 
 def _carry_from_next_chunk(chunk_advantages: Float32[Array, "B chunks"]) -> Float32[Array, "B chunks"]:
-    """What each chunk gets from the next one; 0 for the last."""
+    """Returns what each chunk receives from the next one; 0 for the last."""
     return jnp.pad(chunk_advantages[:, 1:], ((0, 0), (0, 1)))
 
 
 def decay_powers(log_decay: Float32[Array, ""], count: int) -> Float32[Array, "count"]:
-    """decay^0, decay^1, ...; exactly 1, 0, 0, ... for decay 0 and all 1 for decay 1."""
+    """Returns decay^0, decay^1, ...; exactly 1, 0, 0, ... for decay 0 and all 1 for decay 1."""
     exponents = jnp.arange(count)
-    # -inf * 0 is no number.
+    # -inf * 0 is NaN.
     return jnp.where(exponents == 0, 1.0, jnp.exp(jnp.maximum(exponents, 1) * log_decay))

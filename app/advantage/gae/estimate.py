@@ -28,7 +28,7 @@ from app.advantage.gae.serial import solve_serial
 BACKENDS: Mapping[str, Callable[..., GaeOutput]] = MappingProxyType(
     {"serial": solve_serial, "chunked": solve_chunked, "fused": solve_fused}
 )
-"""terms, and `chunk_size` where the backend has chunks -> credit. Which one runs is decided in `choice`."""
+"""(terms, and `chunk_size` if the backend has chunks) -> advantages and returns; `backend_choice` selects one."""
 
 
 def generalized_advantages(
@@ -44,28 +44,28 @@ def generalized_advantages(
     backend: str = "auto",
     chunk_size: int | None = None,
 ) -> GaeOutput:
-    """A_t = delta_t + gamma lambda A_{t+1} with delta_t = r_t + gamma V_{t+1} - V_t, and returns A + V; [B, T] each.
+    """Computes A_t = delta_t + gamma lambda A_{t+1}, delta_t = r_t + gamma V_{t+1} - V_t, and the returns A + V.
 
-    Float32 inside and out, whatever comes in. `gamma` and `lam` are traced: other values compile nothing anew. Close to
-    1 they are best given as Python numbers or float64, see `Discounting`.
+    All arithmetic is float32, for any input. `gamma` and `lam` are traced: other values do not recompile. Close to 1,
+    give them as Python numbers or float64, see `Discounts`.
 
     Args:
         rewards: [B, T].
-        values: [B, T], or [B, T+1] whose last column is the value after the row's last step; 0 where it is absent.
-        gamma: a number or one for each token, in [0, 1]; 0 behind a token is a terminal step.
-        lam: the same.
-        mask: [B, T], True where the policy wrote the token; None = all.
+        values: [B, T], or [B, T+1] whose last column is the value after the row's last step; 0 if it is absent.
+        gamma: a number or one per token, in [0, 1]; 0 marks a terminal step.
+        lam: a number or one per token, in [0, 1].
+        mask: [B, T], True on tokens that the policy wrote; None = all.
         ends: [B, T], True on the last token of each sequence of a row; the row's last token always ends.
-        bootstrap: [B, T], read where a sequence ends: the value after it; None = 0, it ended by itself.
-        mask_mode: what masked tokens mean, see `app.advantage.gae.recurrence`.
+        bootstrap: [B, T], read at the end of each sequence: the value after it; None = 0, the sequence is complete.
+        mask_mode: meaning of masked tokens, see `app.advantage.gae.recurrence`.
         backend: one of `BACKENDS`, or `auto`, see `app.advantage.gae.backend_choice`.
-        chunk_size: steps of a chunk, at least 1; None = what suits the backend.
+        chunk_size: steps per chunk, at least 1; None = the backend's default.
 
     Source: Schulman et al. 2016, eq. 16.
     """
-    one_leak = mask is None and ends is None and np.ndim(gamma) == np.ndim(lam) == 0
+    constant_decay = mask is None and ends is None and np.ndim(gamma) == np.ndim(lam) == 0
     traced = any(isinstance(x, Tracer) for x in (rewards, values, gamma, lam, bootstrap))
-    choice = choose_backend(backend, rewards.shape, constant_decay=one_leak, chunk_size=chunk_size, traced=traced)
+    choice = choose_backend(backend, rewards.shape, constant_decay=constant_decay, chunk_size=chunk_size, traced=traced)
     if choice.on_host:
         last_values = values_after_rows(values, rewards.shape[1], bootstrap)
         return fused_gae_on_host(rewards, values[:, : rewards.shape[1]], last_values, float(gamma), float(lam))
@@ -90,5 +90,5 @@ def _estimate(
 
 
 def solve_recurrence(terms: RecurrenceTerms, backend: str, chunk_size: int | None) -> GaeOutput:
-    """By one of `BACKENDS`; `chunk_size` is None where it has no chunks."""
+    """Solves the recurrence by one of `BACKENDS`; `chunk_size` is None if it has no chunks."""
     return BACKENDS[backend](terms, **({} if chunk_size is None else {"chunk_size": chunk_size}))

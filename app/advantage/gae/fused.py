@@ -1,10 +1,9 @@
-"""Differences, scan, advantages and returns in one go: kernels on GPU and TPU, blocks of rows on the host.
+"""Fused GAE: differences, scan, advantages and returns in one pass, by kernels on GPU and TPU, by blocks on the host.
 
-On the host, for the plain case (no mask, no ends, one gamma and one lambda), a block of 65,536 tokens, which fits a
-core's cache, is taken through everything before the next is read, so that main memory sees each input and each output
-once. In a block the scan is the chunk scan of `app.advantage.gae.chunked` with one difference: what a chunk gets from
-the next one is found before the chunk is solved and is added to the input of its last step, so that one product with a
-small matrix writes the advantages where they belong.
+On the host, for the plain case (no mask, no ends, one gamma and one lambda), each block of 65,536 tokens fits a core's
+cache and is finished before the next is read. Main memory thus transfers each input and each output once. In a block
+the scan is the chunk scan of `app.advantage.gae.chunked` with one difference: the carry from the next chunk is computed
+first and added to the input of the chunk's last step, so that one product with a small matrix writes the advantages.
 """
 
 from __future__ import annotations
@@ -18,16 +17,16 @@ from jaxtyping import Float32, Float64
 from app.advantage.gae.recurrence import GaeOutput, HostOrDevice, RecurrenceTerms
 
 CHUNK_STEPS = 16
-"""Steps."""
+"""Steps per chunk."""
 MAX_CHUNKS_PER_SEGMENT = 64
-"""Chunks, at most."""
+"""Largest number of chunks per segment."""
 CACHE_BLOCK_TOKENS = 1 << 16
-"""Tokens, of several rows where they are short: four arrays of it fit a core's cache. Larger ones were no faster."""
+"""Tokens per block, of several rows if they are short: four arrays of this size fit a core's cache."""
 
 
 def solve_fused(terms: RecurrenceTerms) -> GaeOutput:
-    """The kernel of this device, which is a GPU or a TPU, for terms with one leak and at least one token."""
-    # Pallas is slow to import, and a CPU has no use for it.
+    """Solves the recurrence by the kernel of this GPU or TPU, for a constant decay and at least one token."""
+    # Pallas is slow to import and not needed on a CPU.
     from app.advantage.gae import pallas_kernel
 
     return pallas_kernel.KERNELS[jax.default_backend()](terms)
@@ -36,7 +35,7 @@ def solve_fused(terms: RecurrenceTerms) -> GaeOutput:
 def fused_gae_on_host(
     rewards: HostOrDevice, values: HostOrDevice, last_values: HostOrDevice, gamma: float, lam: float
 ) -> GaeOutput:
-    """GAE of rows that are one sequence each; numpy arrays, float32 inside and out.
+    """Computes GAE for rows of one sequence each, in numpy and float32.
 
     Args:
         rewards: [B, T].
@@ -48,13 +47,13 @@ def fused_gae_on_host(
     Source: Schulman et al. 2016, eq. 16.
     """
     rewards, values, last_values = (np.asarray(x, np.float32) for x in (rewards, values, last_values))
-    credit = GaeOutput(np.empty(rewards.shape, np.float32), np.empty(rewards.shape, np.float32))
+    output = GaeOutput(np.empty(rewards.shape, np.float32), np.empty(rewards.shape, np.float32))
     if rewards.size == 0:
-        return credit
+        return output
     layout = _BlockLayout.for_row_length(rewards.shape[1])
     scan = _Scan.create(float(gamma), float(lam), layout)
     rows_at_once = max(1, CACHE_BLOCK_TOKENS // layout.num_steps)
-    room = np.empty((rows_at_once, layout.num_steps), np.float32)
+    workspace = np.empty((rows_at_once, layout.num_steps), np.float32)
     for first_row in range(0, len(rewards), rows_at_once):
         rows = slice(first_row, first_row + rows_at_once)
         after = last_values[rows]
@@ -66,19 +65,19 @@ def fused_gae_on_host(
                 values[block],
                 after,
                 carry,
-                workspace=room[: len(after)],
-                out=GaeOutput(credit.advantages[block], credit.returns[block]),
+                workspace=workspace[: len(after)],
+                out=GaeOutput(output.advantages[block], output.returns[block]),
             )
             after = values[rows, start]
-    return credit
+    return output
 
 
 class _BlockLayout(NamedTuple):
-    """How a block's steps are nested: segments of chunks of CHUNK steps."""
+    """Nesting of a block's steps: segments of chunks of CHUNK_STEPS steps."""
 
     num_segments: int
     num_chunks: int
-    """Of a segment."""
+    """Number of chunks per segment."""
 
     @property
     def num_steps(self) -> int:
@@ -86,7 +85,7 @@ class _BlockLayout(NamedTuple):
 
     @classmethod
     def for_row_length(cls, num_tokens: int) -> _BlockLayout:
-        """Of equal blocks that hold a row of `num_tokens` with little to spare."""
+        """Returns the layout of equal blocks that hold a row of `num_tokens` with little padding."""
         num_blocks = -(-num_tokens // CACHE_BLOCK_TOKENS)
         chunks = -(-num_tokens // (num_blocks * CHUNK_STEPS))
         num_segments = -(-chunks // MAX_CHUNKS_PER_SEGMENT)
@@ -94,7 +93,7 @@ class _BlockLayout(NamedTuple):
 
 
 class _Scan(NamedTuple):
-    """x_t -> sum over s >= t of decay^(s - t) x_s; of each level the matrix [s, t] = decay^(s - t), 0 where s < t."""
+    """Scan x_t -> sum over s >= t of decay^(s - t) x_s; each level has a matrix decay^(s - t), 0 for s < t."""
 
     layout: _BlockLayout
     one_minus_gamma: np.float32
@@ -103,7 +102,7 @@ class _Scan(NamedTuple):
     chunk_matrix: Float32[np.ndarray, "N N"]
     segment_matrix: Float64[np.ndarray, "S S"]
     decay: float
-    """Over one step, one chunk, one segment."""
+    """Decay over one step; the next two are over one chunk and one segment."""
     chunk_decay: float
     segment_decay: float
 
@@ -134,18 +133,18 @@ class _Scan(NamedTuple):
         workspace: Float32[np.ndarray, "R S*N*C"],
         out: GaeOutput,
     ) -> Float64[np.ndarray, "R"]:
-        """One block of rows; the advantages of its first steps.
+        """Solves one block of rows, and returns the advantages of its first steps.
 
         Args:
-            rewards: of at most S N C steps; fewer only at the end of a row.
-            values: likewise.
-            after: the value behind the block.
-            carry: the advantage behind the block.
-            room: to work in where the block is not full.
-            into: where the results belong.
+            rewards: at most S N C steps; fewer only at the end of a row.
+            values: the same steps.
+            next_value: the value after the block.
+            carry: the advantage after the block.
+            workspace: buffer for a block that is not full.
+            out: arrays that receive the results.
         """
         num_tokens = rewards.shape[1]
-        # Less memory at a time is more of it in the cache: until the end the inputs stand where the returns will.
+        # The inputs use the memory of the returns until the end: less memory at a time keeps more of it in the cache.
         inputs = out.returns if workspace.shape == rewards.shape else workspace
         inputs[:, num_tokens:] = 0
         deltas, shrunk = inputs[:, :num_tokens], out.advantages
@@ -164,22 +163,22 @@ class _Scan(NamedTuple):
     def _propagate_carry(
         self, inputs: Float32[np.ndarray, "R S*N*C"], carry: Float64[np.ndarray, "R"]
     ) -> Float64[np.ndarray, "R"]:
-        """Adds to each chunk's last input what comes from behind the chunk; the solution at the first step."""
+        """Adds the carry to the last input of each chunk, and returns the solution at the first step."""
         steps = inputs.reshape(len(inputs), *self.layout, CHUNK_STEPS, copy=False)
         chunks = np.matmul(steps, self.step_matrix[:, 0])
         segments = np.matmul(chunks, self.chunk_matrix[:, 0]).astype(np.float64)
         segments[:, -1] += self.segment_decay * carry
         segments = segments @ self.segment_matrix
-        behind_segments = np.concatenate([segments[:, 1:], carry[:, None]], axis=1)
-        chunks[:, :, -1] += self.chunk_decay * behind_segments
+        next_segments = np.concatenate([segments[:, 1:], carry[:, None]], axis=1)
+        chunks[:, :, -1] += self.chunk_decay * next_segments
         solved = np.matmul(chunks, self.chunk_matrix)
         steps[:, :, :-1, -1] += self.decay * solved[:, :, 1:]
-        steps[:, :, -1, -1] += self.decay * behind_segments
+        steps[:, :, -1, -1] += self.decay * next_segments
         return segments[:, 0]
 
     def _apply_step_matrix(self, inputs: Float32[np.ndarray, "R S*N*C"], out: Float32[np.ndarray, "R T"]) -> None:
-        """Fills `into` with each chunk's inputs times the matrix."""
-        # A stack of products, each so small that BLAS does not spread it over threads: waiting for them costs more.
+        """Writes the product of each chunk's inputs and the matrix to `out`."""
+        # A stack of products that are too small for BLAS to use threads, whose synchronization would cost more.
         chunks = inputs.reshape(len(inputs), *self.layout, CHUNK_STEPS)
         if out.shape == inputs.shape:
             np.matmul(chunks, self.step_matrix, out=out.reshape(chunks.shape, copy=False))
@@ -188,7 +187,7 @@ class _Scan(NamedTuple):
 
 
 def _decay_matrix(decay: float, size: int) -> tuple[Float64[np.ndarray, "C C"], float]:
-    """The matrix of `size` steps with this decay, and the decay over all of them."""
+    """Returns the matrix of `size` steps with this decay, and the decay over all of them."""
     # Products alone, so that 0 and 1 are exact.
     powers = np.cumprod(np.concatenate([[1.0], np.full(size, decay)]))
     apart = np.arange(size)[:, None] - np.arange(size)
@@ -196,5 +195,5 @@ def _decay_matrix(decay: float, size: int) -> tuple[Float64[np.ndarray, "C C"], 
 
 
 def _flush_subnormals(kernel: Float64[np.ndarray, "C C"]) -> Float32[np.ndarray, "C C"]:
-    """Without what float32 cannot hold at full precision: the processor is slow with such numbers."""
+    """Converts to float32 with subnormal numbers set to 0, as processors are slow with them."""
     return np.where(kernel < np.finfo(np.float32).tiny, 0.0, kernel).astype(np.float32)

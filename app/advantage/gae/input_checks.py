@@ -1,4 +1,4 @@
-"""Whether an estimate of host arrays means something. To be asked before it: a compiled program looks at no number."""
+"""Checks of the inputs of an estimate, on the host: a compiled program checks no numbers."""
 
 from __future__ import annotations
 
@@ -15,16 +15,12 @@ def check_inputs(
     mask: np.ndarray | None = None,
     mask_mode: str = "skip",
     chunk_size: int | None = None,
-    first_row: int = 0,
 ) -> None:
-    """Passes where `generalized_advantages` of these arrays means something.
-
-    Args:
-        first_row: number of the first row, where these are some rows of more.
+    """Checks that `generalized_advantages` is defined for these arrays.
 
     Raises:
-        ValueError: shapes that disagree, gamma or lambda outside [0, 1], a chunk size below 1, or a NaN, an infinity or
-            a number beyond float32 that would be read; says which and where.
+        ValueError: inconsistent shapes, gamma or lambda outside [0, 1], a chunk size below 1, or a NaN, an infinity or
+            a number beyond float32 that would be read, with its place.
     """
     for name, number in (("gamma", gamma), ("lam", lam)):
         numbers = np.asarray(number)
@@ -34,14 +30,14 @@ def check_inputs(
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"chunk_size: expected at least 1 step, got {chunk_size}")
     check_shapes(rewards.shape, values.shape, None if mask is None else mask.shape)
-    # Tokens that are passed over may hold anything.
+    # Masked tokens may hold any number if they are not read.
     read = None if mask is None or mask_mode == "through" else mask.astype(bool)
-    check_finite("rewards", rewards, read_mask=read, first_row=first_row)
-    check_finite("values", values, read_mask=read, first_row=first_row)
+    check_finite("rewards", rewards, read_mask=read)
+    check_finite("values", values, read_mask=read)
 
 
 def check_shapes(rewards: tuple[int, ...], values: tuple[int, ...], mask: tuple[int, ...] | None = None) -> None:
-    """Raises ValueError where values or mask do not belong to the rewards."""
+    """Raises ValueError if the shape of values or mask does not match that of the rewards."""
     if len(rewards) != 2:
         raise ValueError(f"rewards: expected [B, T], got the shape {list(rewards)}")
     num_rows, num_tokens = rewards
@@ -52,7 +48,7 @@ def check_shapes(rewards: tuple[int, ...], values: tuple[int, ...], mask: tuple[
         if tuple(shape) not in allowed:
             expected = " or ".join(str(list(one)) for one in allowed)
             raise ValueError(
-                f"{name}: shape {list(shape)} beside rewards of shape {list(rewards)}, expected {expected}"
+                f"{name}: shape {list(shape)} does not match rewards of shape {list(rewards)}, expected {expected}"
             )
 
 
@@ -61,10 +57,9 @@ def check_finite(
     x: np.ndarray,
     *,
     read_mask: Bool[np.ndarray, "B T"] | None = None,
-    first_row: int = 0,
     hint: str = "expected a finite float32",
 ) -> None:
-    """Raises ValueError that names the first NaN or infinity. Columns of `x` behind those of `read` count."""
+    """Raises ValueError for the first NaN or infinity; columns after those of `read_mask` are read, too."""
     with np.errstate(over="ignore", invalid="ignore"):
         as_float32 = x.astype(np.float32, copy=False)
         # A sum takes a quarter of the time; it may also overflow where no number is infinite.
@@ -75,4 +70,4 @@ def check_finite(
         bad[:, : read_mask.shape[1]] &= read_mask
     if bad.any():
         row, column = np.argwhere(bad)[0].tolist()
-        raise ValueError(f"{name}: row {first_row + row}, index {column} is {x[row, column]}; {hint}")
+        raise ValueError(f"{name}: row {row}, index {column} is {x[row, column]}; {hint}")

@@ -1,15 +1,15 @@
-"""One leak for all steps, as a Pallas kernel for GPU (Triton) and TPU (Mosaic): scan, advantages and returns at once.
+"""GAE with a constant decay as a Pallas kernel for GPU (Triton) and TPU (Mosaic): scan, advantages and returns.
 
 Time is cut into tiles of C x C steps, C chunks of C steps. With decay^distance in tables a tile is two matrix products,
 
-    own = inputs @ within                       what each step gets from its own chunk
-    A   = own + later @ (own[:, 0] x behind)    and from the tile's chunks behind it
-            + far * carry                       and from what is behind the tile,
+    own = inputs @ within                       contribution of the step's own chunk
+    A   = own + later @ (own[:, 0] x behind)    plus that of later chunks of the tile
+            + far * carry                       plus that of later tiles,
 
-with nothing serial in it; tiles hand the carry to the one in front. On a GPU a program walks a row with the carry in
-registers; on a TPU the last, sequential dimension of the grid walks it with the carry in VMEM.
+without serial steps; each tile passes the carry to the one before it. On a GPU, a program walks a row with the carry in
+registers; on a TPU, the last, sequential dimension of the grid walks it with the carry in VMEM.
 
-Run in interpret mode on a CPU, and lowered for both platforms there; not yet timed on a device.
+Tested in interpret mode on a CPU, and lowered for both platforms there; not yet timed on a device.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from app.advantage.gae.recurrence import GaeOutput, RecurrenceTerms
 
 GPU_TILE = 64
 TPU_TILE = 128
-"""Steps of a chunk at most: a tile's edge. A TPU's registers and matrix unit want 128, no less."""
+"""Edge of a tile, the largest number of steps per chunk; a TPU's registers and matrix unit need 128."""
 HIGHEST = jax.lax.Precision.HIGHEST
 Tables = tuple[Array, Array, Array, Array]
 
 
 def solve_on_gpu(terms: RecurrenceTerms, *, interpret: bool = False) -> GaeOutput:
-    """The advantages of terms with one leak and no mask; a program for each row."""
+    """Solves terms with a constant decay and no mask, with one program per row."""
     num_tokens = terms.rewards.shape[1]
     edge = next(edge for edge in (16, 32, GPU_TILE) if edge == GPU_TILE or edge * edge >= num_tokens)
     inputs, values, tables = (
@@ -65,7 +65,7 @@ def solve_on_gpu(terms: RecurrenceTerms, *, interpret: bool = False) -> GaeOutpu
         in_specs=[row] * 2 + [pl.BlockSpec(table.shape, lambda b: (0, 0)) for table in tables],
         out_specs=[row] * 2,
         out_shape=[jax.ShapeDtypeStruct(inputs.shape, jnp.float32)] * 2,
-        # Without it Mosaic's lowering for GPUs is taken, which wants a row in shared memory.
+        # Without it, Mosaic's lowering for GPUs is used, which needs a row in shared memory.
         compiler_params=plgpu.CompilerParams(),
         interpret=interpret,
     )(inputs, values, *tables)
@@ -73,7 +73,7 @@ def solve_on_gpu(terms: RecurrenceTerms, *, interpret: bool = False) -> GaeOutpu
 
 
 def solve_on_tpu(terms: RecurrenceTerms, *, interpret: bool = False) -> GaeOutput:
-    """The advantages of terms with one leak and no mask; the grid walks the tiles of a row from the back."""
+    """Solves terms with a constant decay and no mask; the grid walks the tiles of a row from the last to the first."""
     inputs, values, tables = (
         _tiled(terms.deltas, TPU_TILE),
         _tiled(terms.values, TPU_TILE),
@@ -106,13 +106,13 @@ def solve_on_tpu(terms: RecurrenceTerms, *, interpret: bool = False) -> GaeOutpu
 
 
 KERNELS: Mapping[str, Callable[..., GaeOutput]] = MappingProxyType({"gpu": solve_on_gpu, "tpu": solve_on_tpu})
-"""By platform, as `jax.default_backend` names it: (terms, interpret=False) -> credit."""
+"""Kernels by platform, as `jax.default_backend` names it: (terms, interpret=False) -> advantages and returns."""
 
 
 def _solve_tile(
     inputs: Float32[Array, "C C"], carry: Float32[Array, "1 1"], tables: Tables
 ) -> tuple[Float32[Array, "C C"], Float32[Array, "1 1"]]:
-    """The advantages of a tile (chunks by steps), and that of its first step, which the tile in front needs."""
+    """Returns the advantages of a tile (chunks by steps), and that of its first step, the next carry."""
     within, later, behind, far = tables
     is_first_step = jax.lax.broadcasted_iota(jnp.int32, inputs.shape, 1) == 0
     is_first_chunk = jax.lax.broadcasted_iota(jnp.int32, inputs.shape, 0) == 0
@@ -123,7 +123,7 @@ def _solve_tile(
 
 
 def _tables(one_minus_decay: Float32[Array, ""], edge: int) -> Tables:
-    """Powers of the decay: within [C, C], later [C, C], behind [1, C] and far [C, C] of the module's formula."""
+    """Returns powers of the decay: within [C, C], later [C, C], behind [1, C] and far [C, C] as above."""
     log_decay = jnp.log1p(-one_minus_decay)
     steps = decay_powers(log_decay, edge + 1)
     chunks = decay_powers(edge * log_decay, edge)
@@ -136,7 +136,7 @@ def _tables(one_minus_decay: Float32[Array, ""], edge: int) -> Tables:
 
 
 def _tiled(x: Float32[Array, "B T"], edge: int) -> Float32[Array, "B tiles C C"]:
-    """Filled up behind the end with zeros, which hand nothing on."""
+    """Splits rows into tiles, padded with zeros at the end, which contribute nothing."""
     padded = jnp.pad(x, ((0, 0), (0, -x.shape[1] % (edge * edge))))
     return padded.reshape(len(x), -1, edge, edge)
 

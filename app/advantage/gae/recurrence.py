@@ -1,11 +1,11 @@
-"""Rewards, values and masks -> the terms of one linear recurrence.
+"""Conversion of rewards, values and masks into the terms of one linear recurrence.
 
     delta_t = reward_t + gamma V_{t+1} - V_t,      A_t = delta_t + (1 - leak_t) A_{t+1},      G_t = A_t + V_t
 
-Masks, ends of sequences, bootstrapped truncation, packed rows and per-step discounts are all data of it. What is close
-to 1 is kept as its distance from 1, since a float32 near 1 has lost the digits that decide how far a reward reaches:
-the leak is 1 - gamma lambda, and delta is reward + ((V_{t+1} - V_t) - (1 - gamma) V_{t+1}), in which the difference of
-two neighbours is exact and no reward is rounded to the grid of the values.
+Masks, ends of sequences, bootstrapped truncation, packed rows and per-step discounts are all its data. Numbers
+close to 1 are stored as their distance from 1, since a float32 near 1 has lost the digits that decide how far a reward
+reaches. The leak is 1 - gamma lambda, and delta is reward + ((V_{t+1} - V_t) - (1 - gamma) V_{t+1}): the
+difference of two neighbours is exact, and no reward is rounded to the precision of the values.
 
 Source: Schulman et al. 2016, "High-Dimensional Continuous Control Using Generalized Advantage Estimation", eq. 16.
 """
@@ -28,7 +28,7 @@ PerToken = Float32[Array, ""] | Float32[Array, "B T"]
 
 
 class GaeOutput(NamedTuple):
-    """What a backend makes of the terms; 0 where the mask is False."""
+    """Result of a backend; 0 where the mask is False."""
 
     advantages: Float32[HostOrDevice, "B T"]
     returns: Float32[HostOrDevice, "B T"]
@@ -36,16 +36,16 @@ class GaeOutput(NamedTuple):
 
 
 class Discounts(NamedTuple):
-    """Gamma and lambda as the recurrence needs them, with all digits of float32."""
+    """Gamma and lambda as the recurrence uses them, with full float32 precision."""
 
     one_minus_gamma: PerToken
-    """1 - gamma: what a value loses in a step."""
+    """1 - gamma: fraction that a value loses per step."""
     one_minus_decay: PerToken
-    """1 - gamma lambda: what an advantage loses in a step."""
+    """1 - gamma lambda: fraction that an advantage loses per step."""
 
     @classmethod
     def create(cls, gamma: Number, lam: Number) -> Discounts:
-        """Of numbers or [B, T] in [0, 1]; in float64, unless they are already on a device."""
+        """Computes them from numbers or [B, T] in [0, 1], in float64 unless they are already on a device."""
         if isinstance(gamma, Array) or isinstance(lam, Array):
             gamma, lam = jnp.asarray(gamma, jnp.float32), jnp.asarray(lam, jnp.float32)
         else:
@@ -55,25 +55,25 @@ class Discounts(NamedTuple):
 
 
 class RecurrenceTerms(NamedTuple):
-    """The recurrence above, token by token."""
+    """Terms of the recurrence above, per token."""
 
     rewards: Float32[Array, "B T"]
     values: Float32[Array, "B T"]
     next_values: Float32[Array, "B T"]
-    """The value of what follows each step: 0 behind a terminal one."""
+    """The value after each step: 0 after a terminal one."""
     one_minus_gamma: PerToken
     one_minus_decay: PerToken
-    """1 where the sequence ends, 0 where a token is passed over. What is behind a row's last step is 0."""
+    """1 at the end of a sequence, 0 on a skipped token. The advantage after a row's last step is 0."""
     mask: Bool[Array, "B T"] | None
-    """Whose results count; None = all."""
+    """True on tokens whose results count; None = all."""
 
     @property
     def deltas(self) -> Float32[Array, "B T"]:
-        """The one-step temporal differences."""
+        """Returns the one-step temporal differences."""
         return self.rewards + ((self.next_values - self.values) - self.one_minus_gamma * self.next_values)
 
     def to_output(self, advantages: Float32[Array, "B T"]) -> GaeOutput:
-        """The solution, with what is masked set to 0."""
+        """Returns advantages and returns, 0 on masked tokens."""
         returns = advantages + self.values
         if self.mask is None:
             return GaeOutput(advantages, returns)
@@ -86,34 +86,34 @@ class GaeRows(NamedTuple):
     rewards: Float32[Array, "B T"]
     values: Float32[Array, "B T"]
     last_values: Float32[Array, "B"]
-    """What follows the row's last step."""
+    """Value after the row's last step."""
     mask: Bool[Array, "B T"] | None
     ends: Bool[Array, "B T"] | None
-    """True on the last token of each sequence but the row's last one, where it makes no difference."""
+    """True on the last token of each sequence; on the row's last token it makes no difference."""
     bootstrap: Float32[Array, "B T"] | None
-    """Read where `ends`: what follows that sequence; None = 0."""
+    """Read where `ends` is True: the value after that sequence; None = 0."""
 
     def shift_to_next_step(self, values: Float32[Array, "B T"]) -> Float32[Array, "B T"]:
-        """`values` one step on, and at an end what follows the sequence."""
-        behind = jnp.concatenate([values[:, 1:], self.last_values[:, None]], axis=1)
+        """Returns the value after each step; at an end, the value after the sequence."""
+        next_values = jnp.concatenate([values[:, 1:], self.last_values[:, None]], axis=1)
         if self.ends is None:
-            return behind
-        after = jnp.zeros_like(behind) if self.bootstrap is None else self.bootstrap
+            return next_values
+        after = jnp.zeros_like(next_values) if self.bootstrap is None else self.bootstrap
         # The last column may be marked as an end or not; its value is that of `last_values`.
-        is_last = jnp.arange(behind.shape[1]) == behind.shape[1] - 1
-        return jnp.where(self.ends & ~is_last, after, behind)
+        is_last = jnp.arange(next_values.shape[1]) == next_values.shape[1] - 1
+        return jnp.where(self.ends & ~is_last, after, next_values)
 
     def reset_at_ends(self, one_minus_decay: PerToken) -> PerToken:
-        """`leaks`, but 1 at every end: what comes next belongs to another sequence."""
+        """Returns `one_minus_decay` with 1 at every end, as the next token belongs to another sequence."""
         return one_minus_decay if self.ends is None else jnp.where(self.ends, 1.0, one_minus_decay)
 
 
 MaskMode = Callable[[GaeRows, Discounts], RecurrenceTerms]
-"""(rows, gamma and lambda) -> what masked tokens mean."""
+"""(rows, gamma and lambda) -> terms of the recurrence, by the meaning of masked tokens."""
 
 
 def step_through_masked(rows: GaeRows, discounts: Discounts) -> RecurrenceTerms:
-    """Every token is a step; the mask only says whose advantages count."""
+    """Makes every token a step; the mask only selects whose advantages count."""
     next_values = rows.shift_to_next_step(rows.values)
     return RecurrenceTerms(
         rows.rewards,
@@ -126,7 +126,7 @@ def step_through_masked(rows: GaeRows, discounts: Discounts) -> RecurrenceTerms:
 
 
 def zero_masked(rows: GaeRows, discounts: Discounts) -> RecurrenceTerms:
-    """A masked token is a step with reward 0 and value 0 that still decays."""
+    """Makes a masked token a step with reward 0 and value 0 that still decays."""
     if rows.mask is not None:
         written = {name: jnp.where(rows.mask, getattr(rows, name), 0.0) for name in ("rewards", "values")}
         rows = rows._replace(**written)
@@ -134,13 +134,13 @@ def zero_masked(rows: GaeRows, discounts: Discounts) -> RecurrenceTerms:
 
 
 def skip_masked(rows: GaeRows, discounts: Discounts) -> RecurrenceTerms:
-    """A masked token is no step: it hands on what is behind it, from the step after to the step before."""
+    """Skips masked tokens: the step before such a token continues with the step after it."""
     if rows.mask is None or rows.rewards.shape[1] == 0:
         return step_through_masked(rows, discounts)
     mask = rows.mask
     values = jnp.where(mask, rows.values, 0.0)
-    # What the first step at or behind each token is worth: looked up rather than added up, so that it is exact.
-    # An end that is masked is worth what follows its sequence.
+    # The value of the first step at or after each token: looked up rather than summed, so that it is exact.
+    # A masked end has the value after its sequence.
     worth = jnp.where(mask, values, rows.shift_to_next_step(values))
     last = mask.shape[1] - 1
     stops = mask | (jnp.arange(mask.shape[1]) == last)
@@ -170,7 +170,7 @@ def make_gae_rows(
     ends: HostOrDevice | None,
     bootstrap: HostOrDevice | None,
 ) -> GaeRows:
-    """Everything in float32, the value behind the row apart from those on it."""
+    """Converts everything to float32 and separates the value after the row."""
     num_tokens = rewards.shape[1]
     return GaeRows(
         rewards=jnp.asarray(rewards, jnp.float32),
@@ -183,7 +183,7 @@ def make_gae_rows(
 
 
 def values_after_rows(values: HostOrDevice, num_tokens: int, bootstrap: HostOrDevice | None) -> HostOrDevice:
-    """[B]: what follows each row's last step, by one more value, by the last bootstrap, or 0."""
+    """Returns the value after each row's last step, [B]: column T of `values`, the last bootstrap, or 0."""
     if values.shape[1] > num_tokens:
         return values[:, num_tokens]
     return np.zeros(values.shape[0], np.float32) if bootstrap is None or num_tokens == 0 else bootstrap[:, -1]

@@ -1,4 +1,4 @@
-"""The recurrence as it is written: one step of time after another. The readable truth, and slow."""
+"""Serial solution of the recurrence, one time step after another: simple and slow."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from jaxtyping import Array
 from app.advantage.gae.recurrence import GaeOutput, RecurrenceTerms
 
 CompensatedSum = tuple[Array, Array]
-"""A sum and the rounding error that it lacks."""
+"""A sum and its rounding error."""
 
 
 def solve_serial(terms: RecurrenceTerms) -> GaeOutput:
-    """A_t = delta_t + A_{t+1} - leak_t A_{t+1}, from the last step to the first.
+    """Solves A_t = delta_t + A_{t+1} - leak_t A_{t+1} from the last step to the first, with compensated sums.
 
-    The rounding error of every sum is carried along beside it: over 131,072 steps without a leak a plain float32 sum
-    would be off by 1e-3.
+    Over 131,072 steps without a leak, a plain float32 sum would be off by 1e-3.
     """
     deltas = terms.deltas
 
@@ -27,9 +26,9 @@ def solve_serial(terms: RecurrenceTerms) -> GaeOutput:
         error = (error - leak * error) + (lost_error + own_error)
         return (total, error), total + error
 
-    nothing = jnp.zeros(deltas.shape[0], jnp.float32)
+    zeros = jnp.zeros(deltas.shape[0], jnp.float32)
     leaks = jnp.broadcast_to(terms.one_minus_decay, deltas.shape)
-    _, advantages = jax.lax.scan(step, (nothing, nothing), (deltas.T, leaks.T), reverse=True)
+    _, advantages = jax.lax.scan(step, (zeros, zeros), (deltas.T, leaks.T), reverse=True)
     return terms.to_output(advantages.T)
 
 
