@@ -1,4 +1,4 @@
-"""Writes the pages of sops/reference/ that are generated: every setting, from the schema.
+"""Writes the pages of sops/reference/ that are generated: every setting from the schema, every metric from its registry.
 
 python scripts/reference_pages.py
 """
@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from app.tracking.metric_registry import metrics_page
 from settings.loading.fields import FIELDS
 
 REFERENCE = Path(__file__).resolve().parents[1] / "sops" / "reference"
@@ -75,7 +76,7 @@ def _default_text(field: FieldInfo) -> str:
     return f"`{default}`"
 
 
-PAGES = {"settings.md": settings_page}
+PAGES = {"settings.md": settings_page, "metrics.md": metrics_page}
 
 
 def main() -> None:

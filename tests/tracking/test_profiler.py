@@ -19,8 +19,8 @@ UNWRITABLE = """\
 import sys
 from pathlib import Path
 import jax.numpy as jnp
-from app.tracking.profiler import StepTraces
-traces = StepTraces([1, 2], lambda step: Path(sys.argv[1]) / "profile" / str(step))
+from app.tracking.profiler import StepProfiler
+traces = StepProfiler([1, 2], lambda step: Path(sys.argv[1]) / "profile" / str(step))
 for step in (1, 2):
     traces.start(step)
     jnp.ones(3).block_until_ready()

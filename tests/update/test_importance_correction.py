@@ -171,7 +171,7 @@ def test_one_token_that_the_policy_would_hardly_have_drawn_vetoes_its_sample_and
 def test_no_distance_between_the_policies_overflows(kind: str, level: str):
     far = [sample_of([80.0] * 3), sample_of([-80.0] * 3)]
     found = corrected(ImportanceCorrection(LOG_WEIGHTS[level], BOUNDS[kind]), far)
-    assert found.unbounded == pytest.approx([np.exp(20)] * 3 + [np.exp(-20)] * 3, rel=1e-6)
+    assert found.unbounded_weights == pytest.approx([np.exp(20)] * 3 + [np.exp(-20)] * 3, rel=1e-6)
     assert np.isfinite(found.weights).all()
 
 
