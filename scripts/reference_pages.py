@@ -1,4 +1,4 @@
-"""Writes the pages of sops/reference/ that are generated: every setting from the schema, every metric from its registry.
+"""Writes the generated pages of sops/reference/: every setting from the schema, every metric from its registry.
 
 python scripts/reference_pages.py
 """
