@@ -32,8 +32,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import PreTrainedTokenizerFast
 
 from app.batching.micro_batch_plan import MicroBatch, RowShape
-from app.batching.pack import TokenBatch, pack_tokens
 from app.batching.row_logprobs import row_logprobs
+from app.batching.token_batch import TokenBatch, pack_tokens
 from app.model.decoder import DecoderDefinition, Params, flatten_by_path
 from app.model.io.families import architecture_from_config
 from app.model.io.hf_weights import expected_tensors

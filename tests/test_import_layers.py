@@ -250,7 +250,7 @@ def test_the_checker_sees_an_import_against_the_plan(module: str, source: str) -
         ("cli", "from app.commands import train\nimport settings"),
         ("app.commands.train", "from app.training import run\nfrom app.commands.options import Config"),
         ("app.training.trainer", "from app.rollout.batch_engine import Engine\nfrom app.records.sample import Sample"),
-        ("app.score.scorer", "import app.batching.pack, app.score.roles, numpy"),
+        ("app.score.scorer", "import app.batching.token_batch, app.score.roles, numpy"),
     ],
 )
 def test_the_checker_lets_imports_along_the_plan_pass(module: str, source: str) -> None:

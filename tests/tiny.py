@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike
 
 from app.batching.micro_batch_plan import MicroBatch, MicroBatchPlan, RowShape, TokenBudget, plan_token_budget
 from app.batching.micro_batcher import sequence_lengths
-from app.batching.pack import pack_per_token, pack_tokens
+from app.batching.token_batch import pack_per_token, pack_tokens
 from app.mesh.axis_rules import AXES
 from app.model.architecture import Architecture
 from app.model.decoder import DecoderDefinition, Params

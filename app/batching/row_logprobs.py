@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Float32
 
-from app.batching.pack import TokenBatch
+from app.batching.token_batch import TokenBatch
 from app.model.decoder import Decoder
 from app.model.segment_layout import SegmentLayout
 from app.model.token_logprobs import EntropyFn, completion_logprobs, detached_entropy

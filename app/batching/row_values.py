@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Float32
 
-from app.batching.pack import TokenBatch
+from app.batching.token_batch import TokenBatch
 from app.model.decoder import ValueDecoder
 from app.model.segment_layout import SegmentLayout
 from app.model.token_logprobs import hidden_before_targets

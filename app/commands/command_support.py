@@ -90,7 +90,7 @@ def inherit_run_settings(
     run_config = find_run_config(run_paths) if config is None else None
     if run_config is None:
         return config, overrides
-    from settings.loading.inherit_from_run import reset_overrides
+    from settings.loading.inherited_settings import reset_overrides
 
     return run_config, [*(overrides or []), *reset_overrides(run_config, overrides or [], os.environ)]
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from app.records.atomic_write import write_atomic
 from app.records.jsonl import check_output_path
-from app.records.printable import format_interval, format_table
+from app.records.text_format import format_interval, format_table
 from app.report.before_after import format_metric
 from app.report.confidence_intervals import MetricEstimate
 from app.report.plots import BLUE, GREY, ORANGE, escape_label

@@ -38,6 +38,7 @@ from app.evaluation.metadata import (
     EvaluationMetadata,
     write_metadata,
 )
+from app.evaluation.printed_summary import EvaluationSummary
 from app.evaluation.results_file import (
     EvaluationPrompts,
     SamplesByPrompt,
@@ -46,7 +47,6 @@ from app.evaluation.results_file import (
     read_drawn_samples,
     read_results,
 )
-from app.evaluation.summary import EvaluationSummary
 from app.model.kv_cache import DecodeWeights
 from app.prompts.encode import EncodeReport
 from app.records.jsonl import check_output_path

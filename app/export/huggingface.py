@@ -34,7 +34,7 @@ from app.model.io.hf_weights import load_weights
 from app.model.io.model_files import BUILTIN_PREFIX, CONFIG_FILE
 from app.model.lora import combine_params
 from app.records.atomic_write import create_folder_atomic
-from app.records.printable import format_bytes
+from app.records.text_format import format_bytes
 from app.runtime.model_spec import ModelSpec, read_model_spec
 from app.runtime.pinned_revisions import pin_revisions
 from settings import Resolved, Settings

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from app.batching.micro_batch_plan import MicroBatch, MicroBatchPlan, RowShape
-from app.batching.pack import TokenBatch
 from app.batching.row_logprobs import row_logprobs
 from app.batching.row_values import row_values
+from app.batching.token_batch import TokenBatch
 from app.mesh.axis_rules import partition_spec, sharding_tree
 from app.mesh.placement import abstract_arrays, bytes_per_device, num_local_row_shards, num_row_shards
 from app.model.architecture import Architecture

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import jax
 
 from app.preflight.tables import format_table
-from app.records.printable import to_printable
+from app.records.text_format import to_printable
 from settings.errors import InputError
 from settings.loading.secrets import redact
 

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jax.stages import Lowered
 
 from app.batching.micro_batch_plan import MicroBatch, MicroBatchPlan
-from app.batching.pack import pack_tokens
+from app.batching.token_batch import pack_tokens
 from app.mesh.placement import abstract_arrays, row_sharding
 from app.mesh.topology import num_hosts
 from app.preflight.activation_memory import TEMPORARY_BUFFERS, MemoryBreakdown, largest_micro_batch

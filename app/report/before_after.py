@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from app.records.printable import format_percent
+from app.records.text_format import format_percent
 from app.report.metrics_history import (
     History,
     MetricsRecord,

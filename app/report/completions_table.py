@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from app.records.printable import to_printable
 from app.records.sample import Messages, Sample
+from app.records.text_format import to_printable
 
 NUM_GROUPS = 2
 """Groups shown per step, with two samples each: more would push the progress off the screen."""

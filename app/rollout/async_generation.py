@@ -18,9 +18,9 @@ import jax
 
 from app.model.kv_cache import DecodeWeights
 from app.records.sample import Prompt, Sample
-from app.rollout.executor import RolloutExecutor
 from app.rollout.generator import make_sequences
 from app.rollout.request import GenerationRequest
+from app.rollout.scheduler_loop import RolloutExecutor
 from app.rollout.scheduling.metrics import ScheduleMetrics, ScheduleMetricsTracker
 from app.rollout.sequence import RolloutSequence
 from app.rollout.worker_pool import RolloutWorkerPool

@@ -24,7 +24,7 @@ from ray._private import worker as ray_process
 
 from app.distributed.cancellation import StoppedError
 from app.records.versions import program_versions, sampling_packages
-from app.rollout.ray_worker import RayWorker
+from app.rollout.ray_worker_client import RayWorker
 from app.rollout.sampling import SamplingRules
 from app.rollout.worker_pool import RolloutWorkerPool, ScheduleConfig
 from settings.errors import InputError

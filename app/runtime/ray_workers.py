@@ -39,7 +39,7 @@ def open_ray_workers(
     """
     from app.rollout.ray_actor import ActorSpec
     from app.rollout.ray_pool import RayWorkerPool
-    from app.rollout.ray_worker import RayWorker, WeightBroadcast
+    from app.rollout.ray_worker_client import RayWorker, WeightBroadcast
 
     if jax.process_count() > 1:
         raise InputError(

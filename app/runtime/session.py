@@ -25,10 +25,10 @@ from app.rollout.sampling import SamplingRules
 from app.rollout.scheduling.metrics import ScheduleMetrics
 from app.rollout.worker_pool import RolloutWorkerPool
 from app.runtime.generators import open_continuous_batching, open_workers
-from app.runtime.mesh_checks import check_decode_layout
 from app.runtime.model_spec import CriticSpec, ModelSpec
 from app.runtime.ray_workers import check_ray_installed
 from app.runtime.scoring import ScoringSession, open_scorers
+from app.runtime.tensor_parallel_checks import check_decode_layout
 from settings import Settings
 
 

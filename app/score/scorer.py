@@ -14,9 +14,9 @@ from jax.stages import Lowered
 from jaxtyping import Array, Float32
 
 from app.batching.micro_batch_plan import MicroBatchPlan
-from app.batching.pack import TokenBatch, pack_tokens, unpack_per_token
 from app.batching.row_logprobs import row_logprobs
 from app.batching.row_values import row_values
+from app.batching.token_batch import TokenBatch, pack_tokens, unpack_per_token
 from app.mesh.placement import row_sharding, to_global, to_local
 from app.model.decoder import DecoderDefinition, Params
 from app.records.sample import Sample

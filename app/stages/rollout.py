@@ -32,7 +32,7 @@ from app.runtime.model_spec import ModelSpec, check_context_length, read_model_s
 from app.runtime.session import Session
 from app.stages.prompt_shards import PromptShard, RolloutRound
 from app.stages.rollout_resume import part_header, read_finished_samples, remove_unfinished_output, rollout_facts
-from app.stages.rollout_timeline import METRIC_HEADINGS, metric_cells, timeline_panel
+from app.stages.timeline_panel import METRIC_HEADINGS, metric_cells, timeline_panel
 from app.tracking.rollout_progress import RolloutProgress
 from settings import Resolved, Settings
 from settings.errors import InputError

@@ -33,11 +33,11 @@ from app.update.importance_correction import (
     token_log_weight,
     truncate_weights,
 )
+from app.update.log_ratio import LogRatioFn, sequence_log_ratio, token_log_ratio
 from app.update.loss_aggregation import StepTotals, aggregations
 from app.update.mini_batches import MiniBatchSplitter, repeated_mini_batches, shuffled_mini_batches
 from app.update.optimizer import TrainState, init_train_state, make_optimizer, make_schedule, train_state_shardings
 from app.update.policy_loss import PolicyLoss, detached_logprobs, make_policy_objective, scored_logprobs
-from app.update.ratio import LogRatioFn, sequence_log_ratio, token_log_ratio
 from app.update.step import POLICY_METRICS, VALUE_METRICS, MetricNames, UpdateStep
 from app.update.surrogate import (
     SurrogateFn,

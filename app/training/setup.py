@@ -28,10 +28,10 @@ from app.runtime.advantages import with_saved_advantages
 from app.runtime.batch_checks import check_fixed_micro_batches, check_host_offload
 from app.runtime.generators import check_async_workers
 from app.runtime.host_group import open_host_group
-from app.runtime.mesh_checks import replicated_dim_notes
 from app.runtime.model_spec import adapter_notes
 from app.runtime.pinned_revisions import pin_revisions
 from app.runtime.session import Session
+from app.runtime.tensor_parallel_checks import replicated_dim_notes
 from app.training.inputs import TrainingInputs, read_training_inputs
 from app.training.learner import LearnerGroup, make_learner_group
 from app.training.placement_notes import placement_notes

@@ -15,7 +15,7 @@ from app.distributed.lockstep import error_barrier
 from app.distributed.preemption import PreemptionHandler
 from app.distributed.shutdown import broadcast_failure, exit_barrier
 from app.records.run_directory import Resume, lock_run_directory
-from app.runtime.packing_check import check_packing, random_samples
+from app.runtime.packed_row_check import check_packing, random_samples
 from app.tracking.compilation_counter import CompilationCounter
 from app.tracking.console import ProgressDisplay
 from app.tracking.profiler import StepProfiler

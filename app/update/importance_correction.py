@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32
 
-from app.update.ratio import SampleReducer
+from app.update.log_ratio import SampleReducer
 
 LOG_WEIGHT_LIMIT = 20.0
 """Limit of log weights, against overflow in a product."""

@@ -22,7 +22,7 @@ from typing import Any
 
 from jaxtyping import Float
 
-from app.batching.pack import HostOrDevice
+from app.batching.token_batch import HostOrDevice
 
 KLEstimator = Callable[[HostOrDevice, HostOrDevice], Any]
 

@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32
 
-from app.batching.pack import HostOrDevice, TokenBatch
 from app.batching.row_logprobs import row_logprobs
+from app.batching.token_batch import HostOrDevice, TokenBatch
 from app.model.decoder import DecoderDefinition, Params
 from app.model.token_logprobs import detached_entropy, entropy
 from app.update.importance_correction import ImportanceCorrection
 from app.update.kl import KLEstimator
-from app.update.ratio import LogRatioFn, SampleReducer, token_log_ratio
+from app.update.log_ratio import LogRatioFn, SampleReducer, token_log_ratio
 from app.update.surrogate import SurrogateFn
 
 

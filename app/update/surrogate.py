@@ -1,6 +1,6 @@
 """Policy surrogates with different clipping: (log ratios, current logprobs, advantages) -> per-token losses.
 
-The ratio is per token or per sample: see `app.update.ratio`.
+The ratio is per token or per sample: see `app.update.log_ratio`.
 """
 
 from __future__ import annotations

@@ -15,16 +15,16 @@ from jaxtyping import Array
 from app.batching.metrics import policy_batching_metrics
 from app.batching.micro_batch_plan import MicroBatch
 from app.batching.micro_batcher import GlobalPlan, MicroBatcher
-from app.batching.pack import pack_last_target_indices, pack_per_token, pack_tokens
+from app.batching.token_batch import pack_last_target_indices, pack_per_token, pack_tokens
 from app.distributed.collectives import sum_over_hosts
 from app.mesh.placement import to_global
 from app.model.decoder import Params
 from app.records.sample import Sample
+from app.update.log_ratio import SampleReducer
 from app.update.loss_aggregation import AggregationFn, StepTotals, sequence_mean_token_mean, token_mean
 from app.update.mini_batches import EpochMiniBatches
 from app.update.optimizer import TrainState
 from app.update.policy_loss import PolicyBatch
-from app.update.ratio import SampleReducer
 from settings.schema.settings import ScoredRole
 
 UpdateStepFn = Callable[[TrainState, Sequence[Any], Array, Params | None], tuple[TrainState, dict[str, Array]]]

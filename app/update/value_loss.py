@@ -12,8 +12,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Float32
 
 from app.batching.micro_batch_plan import MicroBatch
-from app.batching.pack import HostOrDevice, TokenBatch, pack_per_token, pack_tokens
 from app.batching.row_values import row_values
+from app.batching.token_batch import HostOrDevice, TokenBatch, pack_per_token, pack_tokens
 from app.model.decoder import DecoderDefinition, Params
 from app.records.sample import Sample
 from app.update.loss_aggregation import StepTotals, token_mean

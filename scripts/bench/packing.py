@@ -274,7 +274,7 @@ def times() -> dict[str, float]:
 
 def assembly_times() -> dict[str, float]:
     from app.batching.micro_batcher import sequence_lengths
-    from app.batching.pack import pack_per_token, pack_tokens, unpack_per_token
+    from app.batching.token_batch import pack_per_token, pack_tokens, unpack_per_token
     from app.records.sample import Prompt, Sample
 
     lengths = groups(np.random.default_rng(0), 2048, 8)

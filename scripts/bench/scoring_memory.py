@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from throughput import SMALL, one_device
 
-from app.batching.pack import TokenBatch
+from app.batching.token_batch import TokenBatch
 from app.mesh.placement import abstract_arrays
 from app.model.decoder import DecoderDefinition
 from app.score.scorer import Scorer

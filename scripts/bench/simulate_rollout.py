@@ -31,7 +31,7 @@ from app.rollout.scheduling.events import EventRecord, WorkerKind
 from app.rollout.scheduling.metrics import ScheduleMetrics, schedule_metrics
 from app.rollout.scheduling.scheduler import POLICIES, Scheduler
 from app.rollout.shape_buckets import slot_shapes_from_settings
-from app.stages.rollout_timeline import METRIC_HEADINGS, metric_cells, timeline_panel
+from app.stages.timeline_panel import METRIC_HEADINGS, metric_cells, timeline_panel
 from scripts.bench import length_traces
 from scripts.bench.cost_model import CostModel, lower_bound_s
 from scripts.bench.length_traces import Trace, read_trace, to_sample_lengths

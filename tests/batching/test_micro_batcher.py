@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from app.batching.micro_batcher import FixedRowBatcher, PackedRowBatcher, sequence_lengths
-from app.batching.pack import pack_tokens, unpack_per_token
+from app.batching.token_batch import pack_tokens, unpack_per_token
 from tests.batching.plans import flops, make_budget, members
 from tests.tiny import make_mesh, make_sample, random_samples
 

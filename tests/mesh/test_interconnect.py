@@ -14,7 +14,7 @@ from app.mesh import topology
 from app.mesh.axis_rules import AXES
 from app.mesh.interconnect import all_gather_time_s, num_hosts_per_weight
 from app.mesh.simulated_slice import TPU_CHIPS, parse_slice
-from app.runtime.mesh_checks import check_decode_layout
+from app.runtime.tensor_parallel_checks import check_decode_layout
 from app.training.placement_notes import placement_notes
 from settings import InputError, load
 from tests.rollout.test_decode_layout import DEFINITION

@@ -15,8 +15,8 @@ import pytest
 
 from app.model.kv_cache import DecodeWeights
 from app.rollout.async_generation import AsyncRollout, CompletedRound, RoundExecutor
-from app.rollout.executor import RolloutExecutor
 from app.rollout.generator import make_sequences
+from app.rollout.scheduler_loop import RolloutExecutor
 from app.rollout.scheduling.events import Event as Told
 from app.rollout.scheduling.events import Submitted
 from app.rollout.scheduling.metrics import ScheduleMetricsTracker

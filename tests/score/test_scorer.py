@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from app.batching.micro_batch_plan import MicroBatch, MicroBatchPlan, RowShape, TokenBudget
 from app.batching.micro_batcher import FixedRowBatcher, MicroBatcher, PackedRowBatcher
-from app.batching.pack import pack_tokens
+from app.batching.token_batch import pack_tokens
 from app.mesh.placement import abstract_arrays
 from app.model.architecture import Architecture
 from app.model.decoder import DecoderDefinition, Params

@@ -10,8 +10,8 @@ import pytest
 from app.training.learner import make_correction, make_policy_loss
 from app.update.importance_correction import geometric_log_weight, mask_weights, sequence_log_weight, truncate_weights
 from app.update.kl import k1, k2, k3
+from app.update.log_ratio import sequence_log_ratio, token_log_ratio
 from app.update.policy_loss import detached_logprobs, scored_logprobs
-from app.update.ratio import sequence_log_ratio, token_log_ratio
 from app.update.surrogate import cispo_surrogate, clipped_surrogate, dual_clipped_surrogate
 from settings import load
 from settings.schema.settings import AlgorithmSettings

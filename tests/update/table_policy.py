@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float32
 
 from app.batching.micro_batch_plan import MicroBatchPlan
-from app.batching.pack import pack_per_token
+from app.batching.token_batch import pack_per_token
 from app.records.sample import Sample
 from app.update.loss_aggregation import AggregationFn
 from app.update.policy_loss import LossStats, PolicyBatch, PolicyLoss

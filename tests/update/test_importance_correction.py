@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from app.batching.pack import pack_per_token
+from app.batching.token_batch import pack_per_token
 from app.records.sample import Sample
 from app.training.learner import LOG_RATIOS, LOG_WEIGHTS
 from app.update.importance_correction import (

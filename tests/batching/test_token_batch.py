@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from app.batching.micro_batch_plan import MicroBatch, MicroBatchPlan, RowShape, plan_token_budget
 from app.batching.micro_batcher import sequence_lengths
-from app.batching.pack import pack_per_token, pack_tokens, unpack_per_token
+from app.batching.token_batch import pack_per_token, pack_tokens, unpack_per_token
 from app.records.sample import Sample
 from tests.batching.plans import flops, make_budget
 from tests.tiny import make_sample, random_samples

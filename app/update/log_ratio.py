@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int32
 
-from app.batching.pack import HostOrDevice
+from app.batching.token_batch import HostOrDevice
 
 
 @jax.tree_util.register_dataclass

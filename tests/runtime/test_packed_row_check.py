@@ -14,7 +14,7 @@ import pytest
 
 import app.model.decoder as decoder
 from app.model.segment_layout import single_segment_layout
-from app.runtime.packing_check import check_packing, random_samples
+from app.runtime.packed_row_check import check_packing, random_samples
 from app.runtime.session import Session
 from app.training.setup import prepare_run
 from settings import load

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from app.update.log_ratio import sequence_log_ratio, token_log_ratio
 from app.update.loss_aggregation import AggregationFn, StepTotals, sequence_mean_token_mean, token_mean
 from app.update.policy_loss import PolicyLoss, detached_logprobs
-from app.update.ratio import sequence_log_ratio, token_log_ratio
 from app.update.surrogate import SurrogateFn, cispo_surrogate, clipped_surrogate
 from tests.tiny import PLAIN_LOSS, assert_trees_close, pack_update
 from tests.update.table_policy import loss_and_gradient

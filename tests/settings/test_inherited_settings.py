@@ -9,7 +9,7 @@ import pytest
 from settings import load
 from settings.checks.commands import check_for_train
 from settings.loading.algorithm_presets import ALGORITHM_PRESETS
-from settings.loading.inherit_from_run import reset_overrides
+from settings.loading.inherited_settings import reset_overrides
 
 
 def written(folder: Path, *overrides: str) -> str:

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from app.records.printable import format_bytes, format_interval, format_percent, format_table, to_printable
+from app.records.text_format import format_bytes, format_interval, format_percent, format_table, to_printable
 
 
 @pytest.mark.parametrize(
