@@ -32,7 +32,12 @@ def settings_page() -> str:
         if (head := name.split(".")[0]) != section:
             section = head
             lines += ["", f"## `{section}`", "", "| setting | type | default | meaning |", "|---|---|---|---|"]
-        cells = (f"`{name}`", _type_text(field.annotation, field), _default_text(field), field.description or "")
+        cells = (
+            f"`{name}`",
+            _type_text(field.annotation, field),
+            _default_text(field),
+            " ".join((field.description or "").split()),
+        )
         lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
     return "\n".join(lines).replace("\n\n\n", "\n\n") + "\n"
 

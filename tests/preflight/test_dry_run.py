@@ -239,7 +239,7 @@ def temporary_bytes(launch: RunSetup, learning: LearnerGroup) -> int:
         samples, learning.policy.updater.micro_batcher(samples, launch.session.mesh)
     )[0]
     step: Any = learning.policy.updater.step
-    params, temperature = abstract_arrays(learning.shapes, learning.shardings).params, jnp.float32(1)
+    params, temperature = abstract_arrays(learning.policy.shapes, learning.policy.shardings).params, jnp.float32(1)
     with jax.set_mesh(launch.session.mesh):
         parts = jax.eval_shape(step._objective, params, None, batch, temperature)[1]
         total = AccumulatedGradients(params, parts)

@@ -18,7 +18,7 @@ def orders(draw, max_rows=40):
 
 
 def take_steps(order, count, num_steps, start=0):
-    return [order.take(start + step * count, count) for step in range(num_steps)]
+    return [order.row_indices(start + step * count, count) for step in range(num_steps)]
 
 
 def ask_in_turn(order, count, num_steps):
@@ -82,7 +82,7 @@ def test_resuming_from_a_position_equals_continuing(drawn, done):
 def test_hosts_together_take_what_one_host_takes(drawn, num_hosts, step):
     order, _ = drawn
     count = 8
-    indices = order.take(step * count, count)
+    indices = order.row_indices(step * count, count)
     parts = [host_slice(indices, process_index=i, process_count=num_hosts) for i in range(num_hosts)]
     np.testing.assert_array_equal(np.concatenate(parts), indices)
     assert {len(part) for part in parts} == {count // num_hosts}

@@ -72,7 +72,7 @@ def test_the_quickstart_has_no_kl_clips_nothing_and_no_reward_fails() -> None:
 
 def test_page_glossary_and_alert_name_one_bound_of_the_samplers_mismatch() -> None:
     bound = f"below {MISMATCH_THRESHOLD:g}"
-    readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    readme = (REPOSITORY / "sops" / "reference" / "metrics.md").read_text(encoding="utf-8")
     (row,) = [line for line in readme.splitlines() if line.startswith("| `rollout/sampler_scorer_logprob_diff_")]
     assert bound in row and bound in BY_NAME["sampler_mismatch"].caption
 

@@ -39,7 +39,7 @@ def test_a_run_goes_on_with_its_commit_when_the_branch_has_moved(
         result = train(config, "run.steps=2", "model.revision=main")
         assert result.exit_code == 2
         assert "error: --resume: model changed since this run was started" in result.stderr
-        assert "(of a hub id the old revision, " in result.stderr
+        assert "(the old revision of a hub model, " in result.stderr
         result = train(config, "run.steps=2")
     assert result.exit_code == 0, result.stderr
     assert "continuing after step 1 of 2" in result.stderr

@@ -117,7 +117,7 @@ def test_ctrl_c_stops_the_generation_and_the_run_goes_on_later(config: Path) -> 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ((), "rollout.max_staleness = 1 (from --set): only workers with a scheduler generate while others train; set "
+        ((), "rollout.max_staleness = 1 (from --set): only workers with a scheduler generate during training; set "
          "rollout.scheduler: adaptive"),
         (("rollout.scheduler=sync", "rollout.placement=global"), "set rollout.placement: island, or"),
         (SCHEDULED[:3], "rollout.max_staleness: the worker fast-0 has 4 devices, which wait for"),

@@ -203,7 +203,7 @@ def test_merged_adapters_stand_beside_the_base_in_floats_and_the_card_says_so(
     run: Path, config: Path, tmp_path: Path, tiny_model: Path
 ) -> None:
     result = here("export", "--checkpoint", run, "--out", tmp_path / "out")
-    assert result.exit_code == 0 and "note: the adapters were trained beside" in result.stderr, result.stderr
+    assert result.exit_code == 0 and "note: the adapters were trained on" in result.stderr, result.stderr
     mesh, resolved = make_mesh(), load(str(config), [f"model.path={tmp_path / 'out'}"], {})
     model = read_model_spec(resolved.settings)
     found = load_weights(model.definition, model.files.weights, mesh)
@@ -283,7 +283,7 @@ def test_workers_far_away_are_told_how_kernels_are_held(config: Path) -> None:
     sent = session.engine.to_decode_weights(session.full_params(session.initial_trained_params()))
     workers: Any = session.workers.workers
     for worker in workers:
-        plan = worker.plan
+        plan = worker.spec
         there = DecoderDefinition.create(plan.architecture, lora=plan.lora, quantization=plan.quantization)
         assert there.shapes == session.model_spec.policy_definition.shapes
         assert jax.tree.structure(worker.engine.programs.abstract_weights) == jax.tree.structure(sent)

@@ -51,8 +51,10 @@ class Walk:
             None, [f"run.steps={num_steps}", f"rollout.max_staleness={k}", "rollout.prompts_per_step=2"], {}
         ).settings
         self.generation = CountingGeneration()
-        engine = SimpleNamespace(weights=lambda params: params)
-        session = SimpleNamespace(settings=settings, engine=engine, open_generation=lambda *_, **__: self.generation)
+        engine = SimpleNamespace(to_decode_weights=lambda params: params)
+        session = SimpleNamespace(
+            settings=settings, engine=engine, open_async_generation=lambda *_, **__: self.generation
+        )
         self.prompts = RoundPrompts(settings, PROMPTS)
         self.rounds = AsyncRolloutSource(cast(Session, session), self.prompts, max_rounds=MAX_ROUNDS)
         self.timer = StepTimer(ProgressDisplay(num_steps=num_steps, first_step=0, enabled=False))
@@ -99,7 +101,7 @@ def test_no_round_is_asked_for_that_no_step_could_take(k: int) -> None:
 def test_weights_are_laid_out_in_the_phase_whose_first_pass_may_compile() -> None:
     settings = load(None, ["rollout.prompts_per_step=2"], {}).settings
     entered: list[str] = []
-    engine = SimpleNamespace(weights=lambda _: entered.append("weights"))
+    engine = SimpleNamespace(to_decode_weights=lambda _: entered.append("weights"))
     session = SimpleNamespace(settings=settings, engine=engine, sample=lambda *_, **__: entered.append("sample"))
     rounds = SyncRolloutSource(cast(Session, session), RoundPrompts(settings, PROMPTS), max_rounds=2)
     timer = StepTimer(ProgressDisplay(num_steps=1, first_step=0, enabled=False, on_phase=entered.append))

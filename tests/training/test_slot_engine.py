@@ -97,14 +97,17 @@ def test_a_dry_run_foresees_the_caches_of_the_slots(config: Path) -> None:
     ("overrides", "message"),
     [
         (("rollout.slots=6",), "rollout.slots: 6 cannot be split over the 8 devices"),
-        (("rollout.mode=exact",), "rollout.mode = 'exact' (from --set): samples are the same bit for bit where"),
+        (("rollout.mode=exact",), "rollout.mode = 'exact' (from --set): samples are bitwise reproducible only with"),
         ((SLOTS, "rollout.mode=exact", "model.dtype=bfloat16"), "model.dtype = 'bfloat16' (from --set) rounds"),
         (
             (SLOTS, "rollout.segment.min=9", "rollout.segment.max=8"),
             "rollout.segment.min = 9 (from --set) is more than",
         ),
         (("rollout.slots=0",), "rollout.slots"),
-        ((*SCHEDULED, "rollout.workers.fast.devices=[8]"), "rollout.workers.fast.devices: got 8, and this host has 8"),
+        (
+            (*SCHEDULED, "rollout.workers.fast.devices=[8]"),
+            "rollout.workers.fast.devices: got 8, but this host has devices 0 to 7",
+        ),
         (
             ("rollout.scheduler=sync", "rollout.workers.fast.slots=6"),
             "rollout.workers.fast.slots: 6 cannot be split over the 4",

@@ -175,7 +175,7 @@ def test_sampler_and_trainer_agree(finished: Path, uninterrupted: Path) -> None:
 
 def test_training_moves_the_weights(finished: Path) -> None:
     before = random_tensors(CONFIG)["model.embed_tokens.weight"]
-    after = saved_state(finished, 4)["['params']['embedding']"]
+    after = saved_state(finished, 4)["['policy']['params']['embedding']"]
     assert 0 < np.abs(after - before).max() < 0.01  # four steps of at most 1e-3 each
     assert all(line["policy/grad_norm"] > 0 for line in metrics_of(finished)[1:])
 
@@ -336,7 +336,7 @@ def test_a_run_that_blows_up_is_stopped(config: Path) -> None:
 def test_a_finished_run_has_a_report_of_all_its_steps(finished: Path) -> None:
     report = (finished / "report.html").read_text()
     assert "step 4 of 4" in report
-    assert "<td>accuracy</td>" in report and "95 % interval (20 answers)" in report
+    assert "<td>accuracy</td>" in report and "95 % interval (20 prompts)" in report
     assert {"reward.png", "accuracy.png", "entropy.png", "times.png"} <= {
         p.name for p in (finished / "plots").iterdir()
     }

@@ -99,7 +99,7 @@ def test_a_mean_over_a_sample_is_beside_all_of_its_targets_and_sees_nothing_else
             assert batch.sample_reducer is not None
             # Rubbish where nobody wrote: other samples' tokens stand right beside it.
             values = jnp.where(batch.tokens.loss_mask, batch.behavior_logprobs, 1e30)
-            means = np.asarray(jax.jit(lambda means, x: means.of(x))(batch.sample_reducer, values))
+            means = np.asarray(jax.jit(lambda means, x: means.mean(x))(batch.sample_reducer, values))
             for row, segments in zip(means, micro_batch.rows, strict=True):
                 at = 0
                 for i in (i for segment in segments for i in segment):
