@@ -52,6 +52,8 @@ class _ProgressHandler(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__()
+        # Information of libraries is not this program's progress.
+        self.addFilter(lambda record: record.levelno >= logging.WARNING or record.name.split(".")[0] == "app")
         self._started_s = time.monotonic()
 
     def emit(self, record: logging.LogRecord) -> None:

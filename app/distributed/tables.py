@@ -13,12 +13,6 @@ from app.distributed.collectives import (
 )
 
 
-def gather_values(values: Sequence[float]) -> np.ndarray:
-    """Returns the values of all hosts, host after host; hosts may have different numbers of values."""
-    (gathered,) = gather_table({"": values}).values()
-    return gathered
-
-
 def gather_table(columns: Mapping[str, Sequence[float]]) -> dict[str, np.ndarray]:
     """Returns the rows of all hosts' tables, host after host. Hosts have the same columns and any number of rows."""
     table = np.asarray(list(columns.values()), np.float64).T

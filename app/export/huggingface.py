@@ -168,7 +168,7 @@ def make_cpu_mesh() -> Mesh:
 
 def write_model(folder: Path, model: ModelSpec, params: Params, *, dtype: WeightType) -> list[str]:
     """Writes weights, configurations and tokenizer, as transformers needs; returns the names of the weight files."""
-    log.info("writing %s", folder)
+    log.info("writing weights, configuration and tokenizer")
     files, tokenizer = model.files, model.tokenizer
     config = export_config(files.config, dtype=dtype, eos_ids=tokenizer.eos_ids)
     generation = export_generation_config(files.generation_config, eos_ids=tokenizer.eos_ids, pad_id=tokenizer.pad_id)

@@ -21,6 +21,9 @@ from app.stages.gae_summary import AdvantageTransform, GaeSummary, choose_gae_ba
 from settings import Settings
 from settings.errors import InputError
 
+DAMAGED = (ValueError, EOFError, zipfile.BadZipFile, NotImplementedError)
+"""What numpy and zipfile raise for damaged archives."""
+
 
 class GaeMatrixFile:
     """NPZ file with `rewards` [B, T], `values` [B, T] or [B, T+1] and optionally `mask` [B, T]."""
@@ -116,7 +119,7 @@ def load_matrices(path: Path) -> dict[str, Shaped[np.ndarray, "B T"]]:
         archive = np.load(path, allow_pickle=False)
     except FileNotFoundError:
         raise InputError(f"{path.absolute()}: no such file") from None
-    except (ValueError, EOFError, zipfile.BadZipFile) as error:
+    except DAMAGED as error:
         raise InputError(f"{path}: not an NPZ file: {error}; `np.savez` writes them") from None
     except OSError as error:
         raise InputError(f"{path.absolute()}: cannot be read: {error.strerror}") from error
@@ -131,7 +134,7 @@ def load_matrices(path: Path) -> dict[str, Shaped[np.ndarray, "B T"]]:
         for name in ("rewards", "values", *(["mask"] if "mask" in archive else [])):
             try:
                 array = archive[name]
-            except (ValueError, EOFError, zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError) as error:
+            except (*DAMAGED, OSError, zlib.error, RuntimeError) as error:
                 raise InputError(f"{path}: {name}: cannot be read: {error}") from None
             if not isinstance(array, np.ndarray) or array.dtype.kind not in "fiub":
                 kind = array.dtype if isinstance(array, np.ndarray) else "no array"

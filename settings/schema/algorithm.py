@@ -34,7 +34,7 @@ class AlgorithmSettings(Section):
     estimator credits each token). When null and beta > 0, `reward` for rloo, reinforce_plus_plus and ppo, `loss` for
     the others."""
     kl_estimator: Literal["k1", "k2", "k3"] | None = None
-    """Schulman's estimator of KL(policy || reference). When null and beta > 0, k3 in the loss and k1 in the reward."""
+    """Schulman's estimator of KL(policy ‖ reference). When null and beta > 0, k3 in the loss and k1 in the reward."""
     clip_low: float | None = Field(default=None, gt=0)
     """Ratios are clipped below 1 - clip_low; values of 1 or more disable the bound and need `clip: cispo`. When null:
     0.2, 3e-4 for gspo, 10 for cispo."""

@@ -39,7 +39,7 @@ class CountingGeneration:
         assert policy_version == self.newest + 1
         self.newest = policy_version
 
-    def take(self, *, first_group_id: int) -> list[Sample]:
+    def collect_round(self, *, first_group_id: int) -> list[Sample]:
         return [self.waiting.popleft()]
 
 
