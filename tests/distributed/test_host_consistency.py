@@ -233,7 +233,7 @@ def test_rows_of_a_host_follow_each_other_and_those_of_the_hosts_before(told, sh
 @pytest.mark.two_hosts
 def test_tp_over_both_hosts_is_refused(told):
     for one in told:
-        assert one["1,1,8"].startswith("refused: mesh.shape: tp = 8 spans hosts 0, 1, of 4 devices each")
+        assert one["1,1,8"].startswith("refused: mesh.shape: tp = 8 spans hosts 0, 1 with 4 devices each")
 
 
 def look_ahead_on_two_hosts(config: Path, *of_second: str) -> tuple[Ended, Ended]:
