@@ -19,7 +19,6 @@ from tests.program import (
     DEADLINE_S,
     here,
     of_tiny,
-    records_of,
     settings,
     started,
     train_here,
@@ -64,11 +63,11 @@ def assert_all_end(processes: list[int]) -> None:
 def test_actors_write_the_same_samples_and_outlive_nobody(
     sampled: Path, tiny_model: Path, tmp_path: Path, short_folder: Path
 ) -> None:
-    """Neither a command that is killed nor one that ends, which goes on from where the first one was."""
-    out, log = tmp_path / "samples.jsonl", tmp_path / "samples.jsonl.log"
+    """Neither a command that is killed nor one that ends, which keeps the samples that the first one had finished."""
+    out, part = tmp_path / "samples.jsonl", tmp_path / "samples.jsonl.part"
     command = rollout_of(tiny_model, out, "rollout.mode=exact", "rollout.segment.min=1", "rollout.segment.max=1")
     with started(*command, environ={"RAY_TMPDIR": str(short_folder)}) as process:
-        wait_until(process, lambda: log.exists() and log.read_bytes().count(b"\n") > 10)
+        wait_until(process, lambda: part.exists() and part.read_bytes().count(b"\n") > 1)
         others = [one for one in living(short_folder) if one != process.pid]
         process.kill()
         process.wait(timeout=DEADLINE_S)
@@ -76,9 +75,8 @@ def test_actors_write_the_same_samples_and_outlive_nobody(
     assert_all_end(others)
     with started(*command, environ={"RAY_TMPDIR": str(short_folder)}) as process:
         stdout, stderr = process.communicate(timeout=DEADLINE_S)
-    assert process.returncode == 0 and "going on from" in stderr, stderr
+    assert process.returncode == 0 and "continuing: " in stderr, stderr
     assert texts(out) == texts(sampled)
-    assert {record["worker"] for record in records_of(out)} >= {"fast-0#2", "heavy-0#2"}
     assert "scheduler" in stdout and "ray" not in stdout.lower()
     assert living(short_folder) == []
 

@@ -80,7 +80,7 @@ def assert_complete(run: Path) -> None:
         *(".lock", "settings.yaml", "metrics.jsonl", "sessions.jsonl", "rollouts", "checkpoints", "eval"),
         *("report.html", "rollouts.html", "plots"),
     }
-    assert "95 % interval (15 answers)" in (run / "report.html").read_text()
+    assert "95 % interval (15 prompts)" in (run / "report.html").read_text()
     saved = {path.name for path in (run / "checkpoints").iterdir()}
     assert saved >= {str(last - 1), str(last), "best"}
     assert os.readlink(run / "checkpoints" / "best") in saved
