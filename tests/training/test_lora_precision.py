@@ -115,6 +115,6 @@ def test_workers_far_away_decode_with_the_adapters_that_they_are_sent(config: Pa
     sent = session.engine.to_decode_weights(session.full_params(session.initial_trained_params()))
     workers: Any = session.workers.workers
     for worker in workers:
-        there = DecoderDefinition.create(worker.plan.architecture, lora=worker.plan.lora)
+        there = DecoderDefinition.create(worker.spec.architecture, lora=worker.spec.lora)
         assert there.shapes == session.model_spec.policy_definition.shapes
         assert jax.tree.structure(worker.engine.programs.abstract_weights) == jax.tree.structure(sent)
