@@ -38,9 +38,18 @@ os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
 # Most of the suite's time is the compiler's, on programs that run once and for next to no time. Set it to false to test
 # what users run, which takes longer.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "true")
-# Virtual devices share a few cores: on a busy machine one may wait for another longer than the 40 s after which XLA
-# ends the process.
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_collective_call_terminate_timeout_seconds=240"
+os.environ["XLA_FLAGS"] = " ".join(
+    [
+        os.environ.get("XLA_FLAGS", ""),
+        # The fusion emitters take more than half of the suite's processor time to compile programs that run once.
+        "--xla_cpu_use_fusion_emitters=false",
+        # pytest-xdist keeps all cores busy, so that splitting a program among compiler threads only adds work.
+        "--xla_cpu_parallel_codegen_split_count=1",
+        # Virtual devices share a few cores: on a busy machine a device may wait for another longer than the 40 s after
+        # which XLA ends the process.
+        "--xla_cpu_collective_call_terminate_timeout_seconds=240",
+    ]
+)
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 

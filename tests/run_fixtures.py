@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,7 +52,11 @@ LORA = {"rank": 3, "alpha": 6.0, "targets": ["q_proj", "v_proj", "mlp"]}
 
 @pytest.fixture(scope="session")
 def cache_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("compiled")
+    """One folder for all processes of pytest-xdist: its path is part of the keys of JAX's compilation cache."""
+    base = tmp_path_factory.getbasetemp()
+    directory = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "compiled"
+    directory.mkdir(exist_ok=True)
+    return directory
 
 
 @pytest.fixture(scope="module", autouse=True)
