@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from settings import load
-from tests.program import without_progress
+from tests.program import here
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 CANARY = "CANARY-0123456789abcdef"
@@ -156,16 +156,16 @@ def test_what_print_config_prints_is_a_config(tmp_path: Path) -> None:
     ],
 )
 def test_bad_input_is_one_message_on_stderr_and_exit_code_2(
-    tmp_path: Path, arguments: tuple[str, ...], message: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], message: str
 ) -> None:
-    answer = grpo(*arguments, cwd=tmp_path)
-    assert answer.returncode == 2
+    monkeypatch.chdir(tmp_path)
+    answer = here(*arguments)
+    assert answer.exit_code == 2
     assert answer.stdout == ""
-    stderr = without_progress(answer.stderr)
-    assert stderr.startswith("error: ")
+    assert answer.stderr.startswith("error: ")
     assert message in answer.stderr
     assert "Traceback" not in answer.stderr
-    assert len(stderr.splitlines()) <= 3
+    assert len(answer.stderr.splitlines()) <= 3
     assert list(tmp_path.iterdir()) == []
 
 
@@ -193,13 +193,16 @@ def test_settings_are_a_run_s_where_what_is_named_lies_in_its_folders_and_that_i
 @pytest.mark.parametrize(
     ("verb", "option"), [("train", "--from-rollouts"), ("evaluate", "--checkpoint"), ("export", "--checkpoint")]
 )
-def test_verbs_tell_of_the_run_whose_settings_they_take(tmp_path: Path, verb: str, option: str) -> None:
+def test_commands_name_the_run_whose_settings_they_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str, option: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "settings.yaml").write_text(load(None, ["run.steps=3"], {}).to_yaml())
-    answer = grpo(verb, option, ".", "--print-config", cwd=tmp_path)
-    assert answer.returncode == 0, answer.stderr
+    answer = here(verb, option, ".", "--print-config")
+    assert answer.exit_code == 0, answer.stderr
     assert answer.stderr == f"note: {option}: uses the settings of {tmp_path.resolve() / 'settings.yaml'}\n"
     assert "\n  steps: 3  # yaml:" in answer.stdout
-    assert grpo(verb, option, ".", "--config", "settings.yaml", "--print-config", cwd=tmp_path).stderr == ""
+    assert here(verb, option, ".", "--config", "settings.yaml", "--print-config").stderr == ""
 
 
 @pytest.mark.parametrize(
@@ -218,9 +221,12 @@ def test_verbs_tell_of_the_run_whose_settings_they_take(tmp_path: Path, verb: st
         ("evaluate", "--compare", "one.jsonl"),
     ],
 )
-def test_wrong_usage_is_exit_code_2(tmp_path: Path, arguments: tuple[str, ...]) -> None:
-    answer = grpo(*arguments, cwd=tmp_path)
-    assert answer.returncode == 2
+def test_wrong_usage_is_exit_code_2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    answer = here(*arguments)
+    assert answer.exit_code == 2
     assert "Traceback" not in answer.stderr
 
 

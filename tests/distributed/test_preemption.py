@@ -50,6 +50,7 @@ with PreemptionHandler(StatusBoard(None, host=0)):
 """
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_step_saves_and_the_run_can_go_on(full_config: Path, uninterrupted: Path) -> None:
     run = full_config.parent / "runs" / "full"
     with started("train", "--config", full_config) as process:

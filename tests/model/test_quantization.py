@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -177,6 +178,7 @@ def test_the_backward_pass_keeps_no_kernel_in_floats(quantization: Quantization,
     assert kept and not [x.shape for x in kept if x.shape in kernels]
 
 
+@functools.cache
 def compiled(
     program: str, quantization: Quantization | None, layout: str, mesh_shape: tuple[int, int, int]
 ) -> tuple[int, int]:
@@ -192,8 +194,7 @@ def compiled(
 
 
 @EACH
-@pytest.mark.parametrize("layout", ["gathered", "fsdp"])
-@pytest.mark.parametrize("mesh_shape", [(1, 1, 1), (1, 1, 2)], ids=str)
+@pytest.mark.parametrize(("layout", "mesh_shape"), [("gathered", (1, 1, 1)), ("fsdp", (1, 1, 2))], ids=str)
 @pytest.mark.parametrize("program", ["prefill", "decode"])
 def test_no_more_than_some_kernels_are_floats_in_a_rollout(
     quantization: Quantization, layout: str, mesh_shape: tuple[int, int, int], program: str

@@ -200,6 +200,7 @@ CHAINED = ("data.shuffle=false", "critic.warmup_steps=0", "run.steps=1")
 """So that the first step has the first prompts, and its policy learns."""
 
 
+@pytest.mark.slow
 def test_rollout_score_gae_and_train_chained_by_files_are_one_step_of_train(tmp_path: Path, tiny_model: Path) -> None:
     config = write_config(tmp_path, PPO + NO_REPORT, tiny_model)
     assert train_here(config, *CHAINED).exit_code == 0

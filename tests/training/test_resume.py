@@ -52,6 +52,7 @@ def test_killed_in_the_middle_of_a_step_it_ends_as_if_it_had_not_been(full_confi
     assert (run / "checkpoints" / best).is_dir()
 
 
+@pytest.mark.slow
 def test_k_steps_and_a_resume_equal_all_steps_at_once(full_config: Path, uninterrupted: Path) -> None:
     run = full_config.parent / "runs" / "full"
     assert train_here(full_config, "run.steps=6").exit_code == 0
