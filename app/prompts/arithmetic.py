@@ -1,8 +1,8 @@
-"""Arithmetic problems made on the spot: `47 + 38 = ?`.
+"""A generator of arithmetic problems such as `47 + 38 = ?`.
 
-Level n asks for two numbers of up to n digits, at least one of exactly n. Which split a problem
-belongs to is a fixed hash of the problem itself, so training and test can never share one,
-whatever the seed; `38 + 47` goes where `47 + 38` goes.
+Problems of level n have numbers of up to n digits, at least one with exactly n. A fixed hash of the problem determines
+its split, so that training and test never share a problem, whatever the seed. `38 + 47` and `47 + 38` are in the same
+split.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from settings.errors import InputError
 SPLITS = ("train", "test")
 OPERATORS = ("+", "-", "*")
 TEST_SPLIT_MODULUS = 5
-"""One problem in five is held out."""
+"""One of this many problems is held out."""
 MAX_ENUMERATED_LEVEL = 3
-"""Up to this level (990,000 problems per operator) all problems are listed; beyond it they are drawn."""
+"""Highest level (990,000 problems per operator) whose problems are enumerated; those above are drawn at random."""
 
 Problems = Int64[np.ndarray, "P 3"]
 """Columns: index in `OPERATORS`, left operand, right operand."""
@@ -29,9 +29,9 @@ Problems = Int64[np.ndarray, "P 3"]
 def make_problems(
     *, difficulty: Sequence[int], operators: Sequence[str], num_problems: int, split: str, seed: int
 ) -> Dataset:
-    """Up to `num_problems` different problems, spread evenly over the levels, in random order.
+    """Returns up to `num_problems` different problems, evenly from all levels, in random order.
 
-    A level that has fewer problems than its share gives them all, and the harder ones fill in.
+    If a level has fewer problems than its share, all of them are used, and harder levels make up for the rest.
 
     Raises:
         InputError: `split` is neither `train` nor `test`.
@@ -102,7 +102,7 @@ def _is_in_split(problems: Problems, split: str) -> Bool[np.ndarray, "P"]:
 
 
 def _splitmix64(key: UInt64[np.ndarray, "P"]) -> UInt64[np.ndarray, "P"]:
-    """A fixed hash. Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014."""
+    """Returns a fixed hash. Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014."""
     key = key + np.uint64(0x9E3779B97F4A7C15)
     key = (key ^ (key >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     key = (key ^ (key >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

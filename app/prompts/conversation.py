@@ -1,4 +1,4 @@
-"""Prompts with their completions, as token ids of a model that reads whole conversations: a reward model."""
+"""Token ids of prompts with their completions, as input of a reward model."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from settings.errors import InputError
 
 
 class ConversationEncoder:
-    """What a sequence classification model reads of a prompt and its completion.
+    """Encodes a prompt and its completion for a sequence classification model.
 
-    With a chat template that is the chat, the completion as the assistant's turn; without one, both texts joined, and
-    the special tokens that the tokenizer adds. Either way it ends where transformers takes the score: at the last
-    token that is not the configuration's `pad_token_id`.
+    With a chat template, the completion becomes the assistant's turn of the chat. Without one, both texts are joined,
+    with the special tokens that the tokenizer adds. The ids end at the last token that is not the `pad_token_id` of
+    the model, from which transformers reads the score.
 
-    Raises: InputError where the tokenizer has ids that the model has not.
+    Raises:
+        InputError: the tokenizer has ids that exceed the model's vocabulary.
     """
 
     def __init__(self, hf_tokenizer: PreTrainedTokenizerFast, files: ModelFiles, *, system_prompt: str | None) -> None:
-        hf_tokenizer.model_max_length = (
-            2**31
-        )  # The context is checked by whoever knows it; transformers would only warn.
+        # Callers check the context length; transformers would only warn.
+        hf_tokenizer.model_max_length = 2**31
         self._hf_tokenizer = hf_tokenizer
         self._pad_id = files.config.get("pad_token_id")
         self._system_prompt = system_prompt
@@ -43,13 +43,14 @@ class ConversationEncoder:
         return self._hf_tokenizer.get_vocab()
 
     def encode(self, prompt: Prompt, completion: str) -> Int32[np.ndarray, "T"]:
-        """At least one.
+        """Returns the token ids of a conversation, at least one.
 
-        Raises: InputError where the template refuses the chat, or there is none for a prompt that is one.
+        Raises:
+            InputError: the template refuses the chat, or the prompt is a chat and there is no template.
         """
         ids = np.asarray(self._encode_untrimmed(prompt.source, completion), np.int32)
         if not len(ids):
-            raise InputError(f"{prompt.uid}: the tokenizer makes no tokens of this prompt and its completion")
+            raise InputError(f"{prompt.uid}: the tokenizer returns no tokens for this prompt and its completion")
         read = np.flatnonzero(ids != self._pad_id) if isinstance(self._pad_id, int) else np.asarray([len(ids) - 1])
         return ids[: read[-1] + 1] if len(read) else ids[:1]
 
@@ -66,8 +67,9 @@ class ConversationEncoder:
 
 
 def load_conversation_encoder(files: ModelFiles, *, system_prompt: str | None) -> ConversationEncoder:
-    """Of an opened model.
+    """Loads the encoder of an opened model.
 
-    Raises: InputError where it has no tokenizer, or none that fits it.
+    Raises:
+        InputError: the model has no tokenizer, or its tokenizer does not fit it.
     """
     return ConversationEncoder(load_fast_tokenizer(files), files, system_prompt=system_prompt)

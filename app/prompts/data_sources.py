@@ -1,4 +1,4 @@
-"""The data sets that the settings name: one to train on, one to evaluate on."""
+"""Loads the training and evaluation data sets that the settings specify."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ log = logging.getLogger(__name__)
 
 ARITHMETIC = "builtin:arithmetic"
 HELD_OUT_SEED = 0
-"""Evaluation asks every run the same problems, whatever its seed."""
+"""Seed of the evaluation problems, which are the same in every run."""
 
 
 def load_training_data(data: DataSettings, *, seed: int) -> Dataset:
-    """The rows of `data.source`; `seed` decides which arithmetic problems are made.
+    """Loads the rows of `data.source`; `seed` selects the arithmetic problems.
 
     Raises:
         InputError: the data set cannot be used (see `load_dataset` and `make_problems`).
@@ -28,25 +28,26 @@ def load_training_data(data: DataSettings, *, seed: int) -> Dataset:
 
 
 def load_held_out_data(data: DataSettings, *, num_prompts: int | None) -> Dataset:
-    """Up to `num_prompts` rows to evaluate on, spread evenly over the data set; always the same ones.
+    """Loads the evaluation rows: always the same ones, evenly spaced in the data set.
 
-    None: all there are; of arithmetic problems, as many as for training at the most.
+    Args:
+        num_prompts: maximum number of rows; None for all rows, or `data.num_problems` arithmetic problems.
 
     Raises:
-        InputError: the data set cannot be used, or nothing says what is held out of a file.
+        InputError: the data set cannot be used, or the training data is a file and no evaluation data is set.
     """
     source, split = data.eval_source or data.source, data.eval_split or "test"
     if data.eval_source is None and source != ARITHMETIC and not source.startswith("hf:"):
         raise InputError(
-            f"data.eval_source is not set, and the file data.source = {source} is what training reads;"
-            " name a file to evaluate on, or set eval.every_steps to 0"
+            f"data.eval_source is not set, and training reads the whole file data.source = {source}; set"
+            " data.eval_source to a file of held-out data, or eval.every_steps to 0"
         )
     dataset = _load(data, source, split=split, num_problems=num_prompts or data.num_problems, seed=HELD_OUT_SEED)
     return dataset if num_prompts is None else replace(dataset, rows=evenly_spaced(dataset.rows, num_prompts))
 
 
 def evenly_spaced(rows: Sequence[DatasetRow], max_rows: int) -> Sequence[DatasetRow]:
-    """As many of the rows as that, at even distances; all where there are no more."""
+    """Returns at most `max_rows` rows at even distances."""
     return rows if len(rows) <= max_rows else [rows[i * len(rows) // max_rows] for i in range(max_rows)]
 
 
@@ -61,7 +62,7 @@ def _load(data: DataSettings, source: str, *, split: str, num_problems: int, see
             seed=seed,
         )
     if source.startswith("builtin:"):
-        raise InputError(f"data.source: unknown {source!r}, the built-in data set is {ARITHMETIC}")
+        raise InputError(f"data.source: unknown {source!r}; the built-in data set is {ARITHMETIC}")
     return load_dataset(
         source,
         split=split,

@@ -1,4 +1,4 @@
-"""Rows of questions and reference answers: JSON Lines, Parquet, or the Hugging Face hub."""
+"""Data sets of questions and reference answers: JSON Lines, Parquet, or the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -16,36 +16,36 @@ from settings.errors import InputError
 
 PROMPT_COLUMNS = ("prompt", "question", "problem", "messages")
 ANSWER_COLUMNS = ("answer", "ground_truth", "solution", "reward_model.ground_truth")
-"""Looked for in this order; a dot steps into a nested object (verl's Parquet files nest the answer)."""
+"""Default column names, in order of preference; a dot denotes a field of a nested object, as in verl's files."""
 FILE_SUFFIXES = (".jsonl", ".json", ".parquet")
 DEFAULT_CONFIGS = {"openai/gsm8k": "main", "gsm8k": "main"}
-"""Configuration of a hub data set that has several and no default of its own."""
+"""Configurations of hub data sets that have several and no default."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DatasetRow:
-    """One question as the data set states it, before any chat template."""
+    """A question of a data set, before the chat template is applied."""
 
     uid: str
     prompt: str | Messages
     answer: str | None
-    """As the data set spells it; a grader parses it."""
+    """Reference answer as in the data set; reward functions parse it."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """The other columns, where JSON can hold them."""
+    """Other columns whose values can be represented in JSON."""
 
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """Rows, and how they were read."""
+    """The rows of a data set, and their source."""
 
     rows: Sequence[DatasetRow]
     column_mapping: Mapping[str, str]
-    """`prompt` and `answer` to the columns they were read from; no `answer` where there is none."""
+    """Maps `prompt` and `answer` to their columns; without `answer` if there is no such column."""
     source: str
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 over uid, prompt, answer and other columns of every row, in order."""
+        """SHA-256 of uid, prompt, answer and other columns of every row, in order."""
         digest = hashlib.sha256()
         for row in self.rows:
             columns = [row.uid, row.prompt, row.answer, dict(row.extra)]
@@ -53,7 +53,7 @@ class Dataset:
         return digest.hexdigest()
 
     def to_text(self) -> str:
-        """One line for a person: where the rows came from and which columns were read."""
+        """Returns one line of text with the source, the number of rows and the columns."""
         columns = ", ".join(f"{role} from {column}" for role, column in self.column_mapping.items())
         return f"{self.source}: {len(self.rows):,} rows ({columns})"
 
@@ -61,7 +61,7 @@ class Dataset:
 @dataclass(frozen=True, slots=True)
 class _RawRow:
     where: str
-    """Opens every error about the row."""
+    """Location of the row, with which errors begin."""
     columns: Mapping[str, Any]
 
 
@@ -77,13 +77,13 @@ def load_dataset(
 
     Args:
         source: `hf:<hub id>[:<config>]`, or the path of a .jsonl, .json (lines) or .parquet file.
-        split: of a hub data set; a file is one split.
-        revision: of a hub data set; its newest commit when None.
-        prompt_column: found among `PROMPT_COLUMNS` when None.
-        answer_column: found among `ANSWER_COLUMNS` when None; a data set may have none.
+        split: split of a hub data set; a file has only one.
+        revision: revision of a hub data set; None for its newest commit.
+        prompt_column: None for the first of `PROMPT_COLUMNS` that exists.
+        answer_column: None for the first of `ANSWER_COLUMNS` that exists; there may be none.
 
     Raises:
-        InputError: the source is absent, empty or malformed, or a row has no usable prompt.
+        InputError: the source does not exist, is empty or malformed, or a row has no usable prompt.
     """
     if source.startswith("hf:"):
         stem, raw_rows = _read_hub(source, split, revision)
@@ -144,25 +144,25 @@ def _read_hub(source: str, split: str, revision: str | None) -> tuple[str, list[
 def _choose_columns(
     source: str, raw_rows: Sequence[_RawRow], prompt_column: str | None, answer_column: str | None
 ) -> dict[str, str]:
-    found = _list_columns(raw_rows)
+    available = _list_columns(raw_rows)
     mapping = {}
     for role, chosen, candidates in (
         ("prompt", prompt_column, PROMPT_COLUMNS),
         ("answer", answer_column, ANSWER_COLUMNS),
     ):
-        column = chosen or next((name for name in candidates if name in found), None)
-        if column in found:
+        column = chosen or next((name for name in candidates if name in available), None)
+        if column in available:
             mapping[role] = column
         elif chosen or role == "prompt":
             raise InputError(
                 f"data.{role}_column: {source} has no column {chosen or ' | '.join(candidates)};"
-                f" it has: {', '.join(found)}"
+                f" it has: {', '.join(available)}"
             )
     return mapping
 
 
 def _list_columns(raw_rows: Sequence[_RawRow]) -> list[str]:
-    """Every column of any row, and the keys of nested objects as `outer.inner`, in order of appearance."""
+    """Returns the columns of all rows, and fields of nested objects as `outer.inner`, in order of appearance."""
     names: dict[str, None] = {}
     for raw in raw_rows:
         for name, value in raw.columns.items():

@@ -1,4 +1,4 @@
-"""Rows to token ids: chat template, system prompt, and what happens to prompts that are too long."""
+"""Converts rows to prompts of token ids: chat template, system prompt, and handling of overlong prompts."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ log = logging.getLogger(__name__)
 
 
 class ChatTokenizer(Protocol):
-    """What this room needs of a tokenizer."""
+    """The interface of a tokenizer that this package needs."""
 
     def chat_ids(self, messages: Messages) -> list[int]:
-        """Token ids of the chat, up to where the assistant's answer begins."""
+        """Returns the token ids of a chat, up to the start of the assistant's answer."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class EncodeReport:
-    """What became of the rows. Lengths are in tokens, before anything was dropped or cut."""
+    """Numbers of kept, dropped and truncated prompts. Lengths are in tokens, before dropping and truncation."""
 
     kept: int
-    """Prompts that came out, the truncated ones included."""
+    """Number of prompts that were kept, including truncated ones."""
     dropped: int
     truncated: int
     longest: int
     max_prompt_length: int
     histogram: Mapping[int, int]
-    """Number of rows whose length is at most this power of two, and above the one before."""
+    """Number of rows by length, rounded up to a power of two."""
 
     def to_text(self) -> str:
-        """One line for a person."""
+        """Returns the report as one line of text."""
         lengths = ", ".join(f"<={bound}: {count:,}" for bound, count in self.histogram.items())
         return (
             f"prompts: {self.kept:,} kept, {self.dropped:,} dropped, {self.truncated:,} truncated"
@@ -55,11 +55,11 @@ def encode_prompts(
     max_prompt_length: int,
     overlong: Literal["drop", "error", "truncate_left"],
 ) -> tuple[list[Prompt], EncodeReport]:
-    """The rows as prompts, in order, none longer than `max_prompt_length` tokens.
+    """Returns the rows as prompts of at most `max_prompt_length` tokens, in order, and a report.
 
-    A prompt that is text becomes one user message. `system_prompt` stands first, in the place of a
-    system message that the row may bring. `truncate_left` keeps a prompt's last tokens, so the
-    question's end and the template's opening of the answer survive.
+    A text prompt becomes one user message. `system_prompt` is the first message and replaces a system message of the
+    row. `truncate_left` keeps the last tokens of a prompt, which contain the end of the question and the start of the
+    assistant's turn.
 
     Raises:
         InputError: a prompt is too long and `overlong` is `error`, or no prompt is left.
@@ -99,7 +99,7 @@ def encode_prompts(
 
 
 def to_messages(prompt: str | Messages, system_prompt: str | None) -> Messages:
-    """A chat that starts with `system_prompt`, where there is one; a prompt that is text is the user's message."""
+    """Returns the prompt as a chat that starts with `system_prompt`, unless that is None."""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     if system_prompt is None:
         return messages
@@ -110,7 +110,7 @@ def to_messages(prompt: str | Messages, system_prompt: str | None) -> Messages:
 
 def _to_prompt(row: DatasetRow, ids: list[int]) -> Prompt:
     if not ids:
-        raise InputError(f"{row.uid}: the tokenizer makes no tokens of this prompt")
+        raise InputError(f"{row.uid}: the tokenizer returns no tokens for this prompt")
     return Prompt(uid=row.uid, token_ids=np.array(ids, np.int32), source=row.prompt, answer=row.answer, extra=row.extra)
 
 

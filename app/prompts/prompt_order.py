@@ -1,9 +1,8 @@
-"""The order in which training asks its prompts: a pure function of seed and position.
+"""The order of the training prompts: a pure function of seed and position.
 
-Epoch e is a permutation of all rows, drawn from [seed, e]; the stream is epoch after epoch. A step
-that takes the end of one epoch and the beginning of the next would now and then ask a prompt twice,
-so the next epoch puts off the prompts that the same step has already asked. Every epoch stays a
-permutation. With fewer rows than a step asks for, the rows repeat within it; nothing can help that.
+Epoch e is a permutation of all rows, seeded by [seed, e], and epochs follow each other. A step at the border of two
+epochs could contain a prompt twice, so the later epoch defers the prompts that the step already has. Every epoch
+remains a permutation. If there are fewer rows than prompts per step, rows repeat within a step.
 """
 
 from __future__ import annotations
@@ -19,16 +18,18 @@ Indices = Int64[np.ndarray, "P"]
 
 @dataclass(frozen=True, slots=True)
 class PromptOrder:
-    """The order is global: it does not depend on the number of hosts (see `host_slice`)."""
+    """The global order of prompts, which does not depend on the number of hosts (see `host_slice`)."""
 
     seed: int
     num_rows: int
     shuffle: bool
 
     def row_indices(self, position: int, count: int) -> Indices:
-        """Row indices of one step: `count` of them, from `position` (rows taken before it) on.
+        """Returns the row indices of a step.
 
-        A run takes the same `count` every step; `position` and the fields are all there is to save.
+        Args:
+            position: number of rows taken before the step; the only state that a run saves.
+            count: number of rows of the step, the same in every step of a run.
         """
         assert self.num_rows > 0 and position >= 0 and count > 0
         first, last = position // self.num_rows, (position + count - 1) // self.num_rows
@@ -37,23 +38,23 @@ class PromptOrder:
         return np.concatenate(epochs)[start : start + count]
 
     def _epoch(self, epoch: int, count: int, offset: int) -> Indices:
-        """The order of one epoch, for steps that begin at offset, offset + count, ..."""
+        """Returns the order of an epoch, for steps that begin at offset, offset + count, ..."""
         if count > self.num_rows:
             return self._permutation(epoch)
         start = self._last_independent_epoch(epoch, count, offset)
         order = self._permutation(start)
         for later in range(start + 1, epoch + 1):
-            num_asked = (later * self.num_rows - offset) % count
-            asked = order[self.num_rows - num_asked :]
-            order = _defer_repeated(self._permutation(later), asked, count - num_asked)
+            num_taken = (later * self.num_rows - offset) % count
+            taken = order[self.num_rows - num_taken :]
+            order = _defer_repeated(self._permutation(later), taken, count - num_taken)
         return order
 
     def _last_independent_epoch(self, epoch: int, count: int, offset: int) -> int:
-        """The last epoch up to this one whose own permutation decides the order that follows.
+        """Returns the last epoch up to this one whose own permutation determines the next epochs.
 
-        Putting off touches only the first `count` places of an epoch, and the next epoch looks only
-        at the last `count`: with two steps or more in an epoch, one epoch back is enough. Else back to
-        an epoch that begins with a step.
+        Deferring changes only the first `count` places of an epoch, and the next epoch depends only on the last
+        `count`. So if an epoch has at least two steps, it is the previous epoch. Otherwise it is one that begins with a
+        step.
         """
         if 2 * count <= self.num_rows:
             return max(epoch - 1, 0)
@@ -68,7 +69,7 @@ class PromptOrder:
 
 
 def _defer_repeated(order: Indices, recent: Indices, count: int) -> Indices:
-    """`order` with its first `count` indices that are not in `asked` moved to the front."""
+    """Returns the order with its first `count` indices that are not in `recent` moved to the front."""
     front = np.flatnonzero(~np.isin(order, recent))[:count]
     return np.concatenate([order[front], np.delete(order, front)])
 
@@ -81,7 +82,7 @@ def _shuffled(seed: int, epoch: int, num_rows: int) -> Indices:
 
 
 def host_slice(indices: Indices, *, process_index: int, process_count: int) -> Indices:
-    """Host i's part of a step: the i-th of `process_count` equal runs of `indices`."""
+    """Returns host i's part of a step: the i-th of `process_count` equal, contiguous parts."""
     assert len(indices) % process_count == 0, "prompts of a step are counted per host"
     per_host = len(indices) // process_count
     return indices[process_index * per_host : (process_index + 1) * per_host]

@@ -1,4 +1,4 @@
-"""Text <-> token ids, with the chat template that came with the model."""
+"""The tokenizer of a model, with its chat template."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from settings.errors import InputError
 TOKENIZER_FILE = "tokenizer.json"
 
 TEMPLATE_DATE = "26 Jul 2024"
-"""What Llama 3's templates print as today when they know no clock: a prompt must not change overnight."""
+"""Date for templates that print one (the default of Llama 3's), so that prompts do not change from day to day."""
 
 MAX_TEMPLATE_CHARACTERS = 100_000
-"""What a template may add to twice the text of its messages before it counts as a text bomb."""
+"""Characters that a template may add to twice the text of its messages; more is refused."""
 
 QWEN2_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
@@ -36,31 +36,31 @@ NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
 
 
 class Tokenizer:
-    """A thin face over a transformers fast tokenizer and its chat template.
+    """A fast tokenizer of transformers and its chat template.
 
-    Raises: InputError where the tokenizer names no end-of-sequence token, has no chat template, or its ids
-    do not fit the model.
+    Raises:
+        InputError: there is no end-of-sequence token or no chat template, or the ids exceed the model's vocabulary.
     """
 
     def __init__(self, hf_tokenizer: PreTrainedTokenizerFast, files: ModelFiles) -> None:
         eos_id, pad_id = hf_tokenizer.eos_token_id, hf_tokenizer.pad_token_id
         if not isinstance(eos_id, int):
             raise InputError(
-                f"{files.path}: the tokenizer names no end-of-sequence token, so no completion could end; "
+                f"{files.path}: the tokenizer has no end-of-sequence token, so no completion could end; "
                 "set eos_token in tokenizer_config.json"
             )
         if not hf_tokenizer.chat_template:
             raise InputError(
                 f"{files.path}: the tokenizer has no chat template; add chat_template.jinja or use an instruct model"
             )
-        hf_tokenizer.model_max_length = 2**31  # prompt length is a setting of ours; without this transformers warns
+        hf_tokenizer.model_max_length = 2**31  # The settings limit prompts; transformers would only warn.
         self._hf_tokenizer = hf_tokenizer
         self.vocab_size: int = max(hf_tokenizer.get_vocab().values()) + 1
-        """One more than the largest id. The model may have more rows, never fewer."""
+        """Largest token id plus 1; the model's embedding may have more rows."""
         self.eos_ids: tuple[int, ...] = _eos_ids(files, eos_id)
-        """Every id that ends a completion: the generation configuration's and the tokenizer's own."""
+        """Ids that end a completion: those of the generation configuration and of the tokenizer."""
         self.pad_id: int = pad_id if isinstance(pad_id, int) else eos_id
-        """What fills a row. It may equal an end id, so masks must come from lengths."""
+        """Id of padding. It may equal an end id, so masks must be computed from lengths."""
         if self.vocab_size > _num_rows(files):
             raise InputError(
                 f"{files.path}: the tokenizer has ids up to {self.vocab_size - 1}, "
@@ -68,104 +68,99 @@ class Tokenizer:
             )
         parts = (hf_tokenizer.backend_tokenizer.to_str(), str(hf_tokenizer.chat_template), str(self.eos_ids))
         self.fingerprint: str = hashlib.sha256("\0".join(parts).encode()).hexdigest()
-        """Hex SHA-256 of vocabulary, merges, splitting rules, chat template and end ids."""
+        """Hexadecimal SHA-256 of vocabulary, merges, splitting rules, chat template and end ids."""
 
     @property
     def encoding_fingerprint(self) -> str:
-        """See the function of that name."""
+        """See the function `encoding_fingerprint`."""
         return encoding_fingerprint(self._hf_tokenizer)
 
     def chat_ids(self, messages: Messages) -> list[int]:
-        """The ids of a chat up to where the assistant's next turn begins.
-
-        Control tokens come from the template alone: where a message spells one (`<|im_end|>`), it is
-        encoded as ordinary text.
-
-        Raises: InputError where the template refuses the messages or never stops writing.
-        """
+        """Returns the ids of a chat up to the start of the assistant's next turn; see the function `chat_ids`."""
         return chat_ids(self._hf_tokenizer, messages, add_generation_prompt=True)
 
     def conversation_ids(self, messages: Messages) -> list[int]:
-        """The ids of a chat as it stands, up to the end of its last turn.
-
-        Raises: as `chat_ids`.
-        """
+        """Returns the ids of a complete chat; see the function `chat_ids`."""
         return chat_ids(self._hf_tokenizer, messages, add_generation_prompt=False)
 
     def encode(self, text: str) -> list[int]:
-        """The ids of plain text: nothing is added, and a spelled control token stays text."""
+        """Returns the ids of plain text. Nothing is added, and the names of control tokens are encoded as text."""
         return self._hf_tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of the ids; control tokens, and ids that no token has, write nothing."""
+        """Returns the text of the ids, without control tokens and unknown ids."""
         plain = [int(token_id) for token_id in ids]
         text = self._hf_tokenizer.decode(plain, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         return text
 
     def decode_with_special_tokens(self, ids: Iterable[int]) -> str:
-        """The text of the ids with the names of control tokens in it, for people."""
+        """Returns the text of the ids, with the names of control tokens."""
         return str(self._hf_tokenizer.decode([int(token_id) for token_id in ids], clean_up_tokenization_spaces=False))
 
 
 def encoding_fingerprint(hf_tokenizer: PreTrainedTokenizerFast) -> str:
-    """Hex SHA-256 of vocabulary, merges and splitting rules alone: where they are equal, texts become the same ids."""
+    """Returns the hexadecimal SHA-256 of vocabulary, merges and splitting rules, which determine the ids of a text."""
     rules = json.loads(hf_tokenizer.backend_tokenizer.to_str())
-    # What whoever saved it last did to batches.
+    # These concern batches and depend on the program that saved the file.
     del rules["truncation"], rules["padding"]
     return hashlib.sha256(json.dumps(rules).encode()).hexdigest()
 
 
 def chat_ids(hf_tokenizer: PreTrainedTokenizerFast, messages: Messages, *, add_generation_prompt: bool) -> list[int]:
-    """The ids of a chat; with `opens_answer` up to where the assistant's next turn begins.
+    """Returns the ids of a chat; with `add_generation_prompt`, up to the start of the assistant's next turn.
 
-    Control tokens come from the template alone: where a message spells one (`<|im_end|>`), it is
-    encoded as ordinary text.
+    Only the template inserts control tokens: the name of one in a message, such as `<|im_end|>`, is encoded as text.
 
-    Raises: InputError where the template refuses the messages or never stops writing.
+    Raises:
+        InputError: the template refuses the messages, or its output is far longer than they are.
     """
 
-    def rendered(**how: Any) -> Any:
+    def render(**options: Any) -> Any:
         try:
             return hf_tokenizer.apply_chat_template(
-                messages, add_generation_prompt=add_generation_prompt, date_string=TEMPLATE_DATE, **how
+                messages, add_generation_prompt=add_generation_prompt, date_string=TEMPLATE_DATE, **options
             )
         except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError) as error:
             roles = [message.get("role") for message in messages]
-            way_out = "; without a system message (data.system_prompt: null) it may" if "system" in roles else ""
-            raise InputError(f"the model's chat template cannot render a chat of {roles}: {error}{way_out}") from error
+            hint = "; it may without a system message (data.system_prompt: null)" if "system" in roles else ""
+            raise InputError(f"the model's chat template cannot render a chat of {roles}: {error}{hint}") from error
 
     allowed = MAX_TEMPLATE_CHARACTERS + 2 * sum(len(text) for message in messages for text in message.values())
-    length = len(rendered(tokenize=False))
+    length = len(render(tokenize=False))
     if length > allowed:
-        raise InputError(f"the chat template turns a prompt into {length} characters (at most {allowed}); mend it")
-    return rendered(tokenize=True, return_dict=False, sanitize_control_tokens=True)
+        raise InputError(
+            f"the chat template turns a prompt into {length} characters (at most {allowed}); fix the template"
+        )
+    return render(tokenize=True, return_dict=False, sanitize_control_tokens=True)
 
 
 def load_tokenizer(files: ModelFiles) -> Tokenizer:
-    """The tokenizer of an opened model.
+    """Loads the tokenizer of an opened model.
 
-    Raises: InputError where there is none, or none that can be used.
+    Raises:
+        InputError: there is none, or it cannot be used.
     """
     return Tokenizer(load_fast_tokenizer(files), files)
 
 
 def load_fast_tokenizer(files: ModelFiles) -> PreTrainedTokenizerFast:
-    """`tokenizer.json` of an opened model's directory, or the GGUF file's own.
+    """Loads `tokenizer.json` from an opened model's directory, or the tokenizer in its GGUF file.
 
-    Raises: InputError where there is none.
+    Raises:
+        InputError: there is none.
     """
     return _from_gguf(files.weights) if isinstance(files.weights, GgufFile) else _from_directory(files.path)
 
 
 def _from_directory(directory: Path) -> PreTrainedTokenizerFast:
-    """`tokenizer.json` as it stands.
+    """Loads `tokenizer.json` unchanged.
 
-    Not through AutoTokenizer: for SmolLM2, whose tokenizer_config.json says GPT2Tokenizer, it rebuilds
-    the pre-tokenizer from that class and so loses the digit splitting of tokenizer.json.
+    AutoTokenizer would rebuild the pre-tokenizer from the class in tokenizer_config.json. For SmolLM2 that is
+    GPT2Tokenizer, which does not split digits as tokenizer.json does.
     """
     if not (directory / TOKENIZER_FILE).is_file():
-        raise InputError(f"{directory}: there is no {TOKENIZER_FILE}; save the model's fast tokenizer beside it")
+        raise InputError(f"{directory}: there is no {TOKENIZER_FILE}; save the model's fast tokenizer there")
     try:
         return PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the tokenizers library raises bare Exception
@@ -173,7 +168,7 @@ def _from_directory(directory: Path) -> PreTrainedTokenizerFast:
 
 
 def _from_gguf(gguf: GgufFile) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer from GGUF metadata.
+    """Builds a byte-level BPE tokenizer from GGUF metadata.
 
     Source: llama.cpp, `convert_hf_to_gguf.py` (token types) and `llama-vocab.cpp` (pre-tokenizer names).
     """
@@ -208,7 +203,7 @@ def _from_gguf(gguf: GgufFile) -> PreTrainedTokenizerFast:
 
 
 def _pre_tokenization(gguf: GgufFile) -> tuple[Any, Any]:
-    """Normalizer and pre-tokenizer of the model that llama.cpp names in `tokenizer.ggml.pre`."""
+    """Returns the normalizer and pre-tokenizer that `tokenizer.ggml.pre` names."""
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
     known = {
         "gpt-2": (None, byte_level),
@@ -233,7 +228,7 @@ def _pre_tokenization(gguf: GgufFile) -> tuple[Any, Any]:
 
 
 def _token_from_id(gguf: GgufFile, tokens: list[str], token_id: int) -> str | None:
-    """The token of an id; None for -1, "there is none"."""
+    """Returns the token with this id; None for -1, which means that there is none."""
     if token_id == -1:
         return None
     if not 0 <= token_id < len(tokens):
@@ -254,6 +249,6 @@ def _eos_ids(files: ModelFiles, tokenizer_eos_id: int) -> tuple[int, ...]:
 
 
 def _num_rows(files: ModelFiles) -> int:
-    """Rows of the embedding matrix; `app.model.io.families` is who complains of a missing vocab_size."""
+    """Returns the number of rows of the embedding; `app.model.io.families` reports a missing vocab_size."""
     rows = files.config.get("vocab_size")
     return rows if isinstance(rows, int) else 2**31

@@ -1,11 +1,11 @@
-r"""Grade-school mathematics: is the final number right, and is it marked as the answer?
+r"""Grade-school mathematics: correctness and format of the final number.
 
-An answer is marked as `#### n` (GSM8K's own way) or `\boxed{n}`. The last mark counts; a mark that
-holds no number, such as the Markdown heading `#### Step by step`, is no mark.
+An answer is marked as `#### n`, as in GSM8K, or `\boxed{n}`. The last mark counts. A mark without a number, such as the
+Markdown heading `#### Step by step`, is ignored.
 
-Correctness reads the marked answer or, where there is none, the last number of the completion
-(what lm-evaluation-harness calls "flexible extract"). Format asks for a mark ("strict match").
-So a right answer without a mark earns the first and not the second.
+Correctness uses the marked answer, or else the last number of the completion ("flexible extract" in
+lm-evaluation-harness). Format requires a mark ("strict match"), so a correct answer without a mark gets only the reward
+for correctness.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from app.reward.numbers import (
 
 _HASHES = re.compile(rf"####[ \t*]*+(?P<number>{NUMBER_PATTERN})")
 _BOX = re.compile(r"\\boxed[ ]?\{(?P<content>(?:[^{}]++|\{[^{}]*+\})*+)\}")
-# One number; before it at most a name (`x =`), after it at most units (`dollars`, `miles/hour`, `cm^2`).
+# A number, with an optional name before it (`x =`) and units after it (`dollars`, `miles/hour`, `cm^2`).
 _BOX_CONTENT = re.compile(
     rf"(?:[A-Za-z]\w*+\s*+=\s*+)?(?P<number>{NUMBER_PATTERN})"
     r"\s*+(?:\\?%)?[\s.]*+(?:[A-Za-z/°]++(?:\^\{?[23]\}?)?[\s.]*+)*+"
@@ -33,12 +33,12 @@ _SPACING_COMMAND = re.compile(r"\\[,;:! ]|~")
 
 
 def extract(completion: str) -> str | None:
-    """The number that a completion gives as its answer, marked or last, as it is written; or None."""
+    """Returns the text of the number that a completion marks as its answer, else of its last number, or None."""
     return extract_marked(completion) or last_number(completion)
 
 
 def extract_marked(completion: str) -> str | None:
-    r"""The number in the last `#### n` or `\boxed{n}`, as it is written; or None."""
+    r"""Returns the text of the number in the last `#### n` or `\boxed{n}`, or None."""
     completion = completion[-MAX_SEARCHED_CHARACTERS:]
     marked = [(match.start(), match["number"]) for match in _HASHES.finditer(completion)]
     for match in _BOX.finditer(completion):
@@ -57,10 +57,10 @@ def _number_in_box(content: str) -> str | None:
 
 
 def parse_reference(answer: str) -> Fraction | None:
-    """The exact value of a reference answer: a GSM8K solution ending in `#### n`, or just a number."""
+    """Returns the exact value of a reference answer: a GSM8K solution ending in `#### n`, or a number."""
     return parse_number(extract_marked(answer) or answer)
 
 
 def is_formatted(completion: str) -> bool:
-    """Whether the completion marks a number as its answer."""
+    """Returns whether the completion marks a number as its answer."""
     return extract_marked(completion) is not None

@@ -1,6 +1,6 @@
-r"""Mathematics in LaTeX: is the answer of a completion equal to the reference, as math-verify sees it?
+r"""Mathematics in LaTeX: compares the answer of a completion with the reference by math-verify.
 
-sympy may think for ever over `9^{9^{9^9}}`, so this runs where plug-ins run: in a process that can be killed.
+It runs like a plug-in, in a process that can be killed, because sympy may never finish for input such as `9^{9^{9^9}}`.
 """
 
 from __future__ import annotations
@@ -9,22 +9,22 @@ import logging
 
 try:
     from math_verify import parse, verify
-except ModuleNotFoundError:  # without the extra [math]; whoever asks for this reward is told so
+except ModuleNotFoundError:  # The extra [math] is not installed, which RewardFunctions reports.
     parse = verify = None
 
-# It warns that its own clocks, which need signals, are off; the worker's stand in for them.
+# It would warn that its own time-outs, which need signals, are off; the worker has a time-out.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 MATH_DELIMITERS = ("$", "\\boxed", "\\(", "\\[")
 
 
 def math_verify(completion: str, answer: str) -> float:
-    """1.0 when the last answer in the completion equals the reference answer, 0.0 otherwise.
+    """Returns 1.0 if the last answer in the completion equals the reference answer, else 0.0.
 
-    The reference may be GSM8K's (`... #### 72`), LaTeX with or without dollar signs, or plain text.
+    The reference can be a GSM8K solution (`... #### 72`), LaTeX with or without dollar signs, or plain text.
 
     Raises:
-        ValueError: the reference answer holds no mathematics.
+        ValueError: the reference answer contains no mathematics.
     """
     assert parse is not None and verify is not None
     reference = answer.rpartition("####")[2].strip()
@@ -32,6 +32,6 @@ def math_verify(completion: str, answer: str) -> float:
         reference = f"${reference}$"
     expected = parse(reference, parsing_timeout=0)
     if not expected:
-        raise ValueError(f"the reference answer {answer[-80:]!r} holds no mathematics")
+        raise ValueError(f"the reference answer {answer[-80:]!r} contains no mathematics")
     given = parse(completion, parsing_timeout=0)
     return float(verify(expected, given, timeout_seconds=0))

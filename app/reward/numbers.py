@@ -1,10 +1,9 @@
-r"""Numbers as people and models write them, read exactly.
+r"""Exact parsing of numbers in the text of people and models.
 
 `1,234`  `-5`  `+3.50`  `.5`  `3/4`  `\frac{3}{4}`  `$18.00`  `25%`
 
-Signs of currency and percent are dropped: `25%` is 25. Only ASCII digits count, commas
-only between groups of three. Quantifiers are bounded or possessive, so that reading takes time
-linear in the text, whatever it holds. Nothing is ever evaluated.
+Currency and percent signs are ignored: `25%` is 25. Only ASCII digits count, and commas only between groups of three.
+Quantifiers are bounded or possessive, so that matching takes linear time for any text. Nothing is evaluated.
 """
 
 from __future__ import annotations
@@ -13,10 +12,10 @@ import re
 from fractions import Fraction
 
 MAX_NUMBER_CHARACTERS = 200
-"""A longer number is no answer: exact arithmetic on it would only cost time."""
+"""Maximum length of a number; longer ones are not answers and would make exact arithmetic slow."""
 
 MAX_SEARCHED_CHARACTERS = 100_000
-"""An answer is looked for in the end of a completion of this length (some 25,000 tokens)."""
+"""Number of last characters of a completion in which an answer is searched (about 25,000 tokens)."""
 
 _UNSIGNED = r"(?:(?:[0-9]{1,3}(?:,[0-9]{3}){1,40}+|[0-9]++)(?:\.[0-9]++)?|\.[0-9]++)"
 
@@ -26,16 +25,16 @@ NUMBER_PATTERN = (
     rf"|(?P<over>{_UNSIGNED})(?:[ ]?/[ ]?(?P<under>{_UNSIGNED}))?)"
     r"(?!,?\d)"
 )
-"""One number, to stand at most once in a larger pattern."""
+"""Pattern of a number; it can be used only once in a larger pattern, because its groups have names."""
 
 _WHOLE_TEXT = re.compile(rf"{NUMBER_PATTERN}[ ]?(?:\\?%)?\.?")
-# A sign right after a letter, a digit or a bracket is a minus between two terms; digits inside a
-# word (`x2`), or after a point that belongs to a number already read (`1.2.3`), are no number.
+# A sign right after a letter, a digit or a bracket is a minus between two terms. Digits inside a word (`x2`), or after
+# a point of the number before (`1.2.3`), are not a number.
 _IN_TEXT = re.compile(rf"(?<![\w)])(?<![0-9]\.){NUMBER_PATTERN}")
 
 
 def parse_number(text: str) -> Fraction | None:
-    """The exact value of a text that is one number; None when it is anything else, or divides by zero."""
+    """Returns the exact value of a text that is one number; None for other text and for division by zero."""
     text = text.strip()
     if len(text) > MAX_NUMBER_CHARACTERS:
         return None
@@ -51,7 +50,7 @@ def parse_number(text: str) -> Fraction | None:
 
 
 def last_number(text: str) -> str | None:
-    """The last number in `text` as it is written there, or None. Reads `WINDOW_CHARACTERS` at most."""
+    """Returns the text of the last number in the last `MAX_SEARCHED_CHARACTERS` characters, or None."""
     last = None
     for match in _IN_TEXT.finditer(text[-MAX_SEARCHED_CHARACTERS:]):
         last = match

@@ -1,4 +1,4 @@
-"""A soft limit on length: the last tokens before the hard one cost more and more."""
+"""The soft length penalty of DAPO, which grows over the last tokens before the length limit."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from settings.schema.reward import OVERLONG_REWARD
 
 @dataclass(frozen=True, slots=True)
 class OverlongPenalty:
-    """Of a completion by its tokens: 0 up to `longest - buffer`, from there falling to `-most` at `longest`.
+    """A reward of 0 up to `max_length - buffer` tokens, which falls linearly to `-max_penalty` at `max_length`.
 
-    Source: Yu et al. 2025 (DAPO), eq. 13, which has most = 1.
+    Source: Yu et al. 2025 (DAPO), eq. 13, with max_penalty = 1.
     """
 
     max_length: int
-    """`rollout.max_new_tokens`."""
+    """Value of `rollout.max_new_tokens`."""
     buffer: int
-    """Tokens over which it falls."""
+    """Number of tokens over which the reward falls."""
     max_penalty: float
 
     def penalty_for(self, num_tokens: int) -> float:
@@ -26,7 +26,7 @@ class OverlongPenalty:
         return 0.0 - self.max_penalty * beyond / self.buffer
 
     def apply(self, sample: Sample) -> Sample:
-        """The sample with the penalty among its rewards and in their sum; untouched where it has no reward."""
+        """Returns the sample with the penalty added to its rewards; unchanged if it has no reward."""
         if sample.reward is None:
             return sample
         penalty = self.penalty_for(len(sample.completion_ids))

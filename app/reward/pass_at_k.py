@@ -1,4 +1,4 @@
-"""What several answers to one question are worth together: one of them is right, or most of them are."""
+"""Accuracy of several samples per prompt: pass@k and majority vote."""
 
 from __future__ import annotations
 
@@ -8,26 +8,27 @@ from collections.abc import Hashable, Sequence
 
 
 def pass_at_k(num_right: int, num_samples: int, k: int) -> float:
-    """How likely k of a prompt's samples, chosen without replacement, hold a right one.
+    """Computes pass@k = 1 - C(n - c, k) / C(n, k), with c of n samples correct.
 
-    1 - C(n - c, k) / C(n, k), for c right ones of n: unbiased for k fresh samples.
+    This is the probability that k samples, drawn without replacement, contain a correct one. It is an unbiased estimate
+    for k new samples.
 
     Source: Chen et al. 2021, Evaluating large language models trained on code, equation 1.
 
     Raises:
-        ValueError: there are no k samples.
+        ValueError: there are fewer than k samples.
     """
     if k > num_samples:
         raise ValueError(f"pass@{k} of {num_samples} samples")
-    # Integers of any size: the quotient is rounded once.
+    # Python's integers are exact, so that only the quotient is rounded.
     return 1 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
 
 
 def majority_vote_accuracy(answers: Sequence[Hashable | None], reference: Hashable) -> float:
-    """How likely the most frequent answer is the right one, where ties are broken by chance.
+    """Returns the probability that the most frequent answer is correct, with ties broken at random.
 
-    1/t where the right answer is among t that are the most frequent, else 0. Samples without an answer (None) do not
-    vote; where none votes, nothing is right.
+    It is 1/t if the reference is one of t most frequent answers, else 0. Samples without an answer (None) do not vote;
+    without any vote the result is 0.
 
     Source: Wang et al. 2022, Self-consistency improves chain of thought reasoning in language models.
     """

@@ -1,4 +1,4 @@
-"""The reward functions of a run: opened once, asked at every step, closed at the end."""
+"""The reward functions of a run, with their worker processes."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from settings.errors import InputError
 from settings.schema.reward import MODEL_REWARD, OVERLONG_REWARD, RewardFunctionSettings, RewardSettings
 
 BUILT_IN_PLUG_INS = {MATH_VERIFY: "app.reward.math_answers:math_verify"}
-"""Built-in rewards that run as plug-ins do."""
+"""Built-in rewards that run as plug-ins, with their functions."""
 
 
 class ComputeRewards(Protocol):
-    """How samples come to their rewards: see `Rewards.score`."""
+    """The signature of `RewardFunctions.compute_rewards`."""
 
     def __call__(
         self, samples: Sequence[Sample], step_info: StepInfo, *, model_outcomes: Sequence[RewardOutcome] | None = None
@@ -49,7 +49,7 @@ class RewardFunc(Protocol):
 
 
 class TaskReward:
-    """A built-in function of `app.reward.tasks`. It cannot fail: `check_answers` has seen the reference answers."""
+    """A built-in function of `app.reward.tasks`. It cannot fail, because `check_answers` has checked the answers."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -59,15 +59,15 @@ class TaskReward:
 
 
 class RewardFunctions:
-    """A context that holds the functions of `reward.functions`, and their worker processes.
+    """A context manager of the functions in `reward.functions` and their worker processes.
 
     Args:
-        columns: what the data can give to plug-ins.
-        held_out: the same of the evaluation's data, for the function that decides its accuracy; None: none is judged.
-        overlong: what long completions lose in training; None: nothing.
+        columns: columns of the training data that plug-ins can use.
+        held_out_columns: columns of the evaluation data; None if no held-out samples are graded.
+        overlong: length penalty in training; None for no penalty.
 
     Raises:
-        InputError: on entering, for a function that cannot be used; nothing is left running then.
+        InputError: on entering, if a function cannot be used; no process remains then.
     """
 
     def __init__(
@@ -85,12 +85,12 @@ class RewardFunctions:
         self._held_out_function: RewardFunc | None = None
         self._exit_stack = ExitStack()
         self.plug_in_summaries: tuple[str, ...] = ()
-        """How each plug-in is called, for people."""
+        """One line per plug-in about how it is called."""
 
     def __enter__(self) -> RewardFunctions:
         for name in self._settings.environment:
             if name not in os.environ:
-                raise InputError(f"reward.environment names {name}, which is not set")
+                raise InputError(f"reward.environment: the environment variable {name} is not set")
         with self._exit_stack:
             self._functions = [self._make_function(item) for item in self._settings.functions]
             if self._held_out_columns is not None:
@@ -106,41 +106,40 @@ class RewardFunctions:
 
     @property
     def reward_names(self) -> tuple[str, ...]:
-        """Of all that a sample's reward is made of."""
+        """Names of all parts of a sample's reward."""
         return (*self.fallible_names, *((OVERLONG_REWARD,) if self._overlong else ()))
 
     @property
     def fallible_names(self) -> tuple[str, ...]:
-        """Of the functions and the reward model, which may fail or abstain."""
+        """Names of the functions and the reward model, which can fail or abstain."""
         model = (MODEL_REWARD,) if self._settings.model else ()
         return (*(function.name for function in self._functions), *model)
 
     def compute_rewards(
         self, samples: Sequence[Sample], step_info: StepInfo, *, model_outcomes: Sequence[RewardOutcome] | None = None
     ) -> RewardedSamples:
-        """The samples with `rewards` (unweighted, by name) and `reward` = sum of weight * value + overlong penalty.
+        """Returns samples with `rewards` (unweighted, by name) and `reward` = sum of weight * value + length penalty.
 
         Args:
-            of_model: what the reward model said of each; None where there is none.
+            model_outcomes: the reward model's outcome of each sample; None without a reward model.
         """
         assert (model_outcomes is None) == (self._settings.model is None)
         weights = {function.name: function.weight for function in self._settings.functions}
-        given: dict[str, Sequence[RewardOutcome]] = {}
+        outcomes: dict[str, Sequence[RewardOutcome]] = {}
         if model_outcomes is not None:
-            weights[MODEL_REWARD], given[MODEL_REWARD] = self._settings.model_weight, model_outcomes
+            weights[MODEL_REWARD], outcomes[MODEL_REWARD] = self._settings.model_weight, model_outcomes
         scored = _compute_rewards(
-            samples, step_info, self._functions, weights, self._settings.on_error, extra_outcomes=given
+            samples, step_info, self._functions, weights, self._settings.on_error, extra_outcomes=outcomes
         )
         if self._overlong is None:
             return scored
         return replace(scored, samples=[self._overlong.apply(sample) for sample in scored.samples])
 
     def grade_held_out(self, samples: Sequence[Sample], step_info: StepInfo) -> RewardedSamples:
-        """The samples with the one value that held-out accuracy counts, none where the function abstained.
+        """Returns held-out samples with the one value that counts for accuracy; none if the function abstained.
 
-        That is the correctness of the first function's task, or the first function itself where it is a plug-in. A
-        failure counts 0 unless it is to raise, and so does a sample that could not be generated; an abstention is none,
-        even where other functions would have a value.
+        It is the value of the first function: of a plug-in itself, of a task its correctness. A failure counts as 0,
+        unless `reward.on_error` is `raise`. A sample that could not be generated also counts as 0.
         """
         assert self._held_out_function is not None
         on_error = "raise" if self._settings.on_error == "raise" else "zero"
@@ -154,7 +153,7 @@ class RewardFunctions:
             when_all_abstain=None,
             unusable_fate="counted as 0",
         )
-        # A policy that breaks on hard problems is not the better for it.
+        # Otherwise a policy would gain accuracy by failing on hard problems.
         wrong = {self._held_out_function.name: 0.0}
         return replace(
             judged, samples=[replace(s, rewards=wrong) if was_dropped_in_rollout(s) else s for s in judged.samples]
@@ -212,6 +211,6 @@ def _compute_rewards(
 
 
 def accuracy_function_name(settings: RewardSettings) -> str:
-    """The function that decides held-out accuracy: a format reward leaves it to its task's correctness."""
+    """Returns the name of the function that determines held-out accuracy; for a format reward, that of its task."""
     name = settings.functions[0].name
     return name.removesuffix(FORMAT_SUFFIX) if is_task_reward(name) else name

@@ -1,11 +1,11 @@
-"""One reward function in a process of its own, which may be killed: `python app/reward/worker_main.py`.
+"""The program of a worker process, which runs one reward function and can be killed.
 
-It speaks JSON Lines with `app.reward.worker_process`, one answer to each line, and imports nothing but the
-standard library and the function:
+It exchanges JSON Lines with `app.reward.worker_process`, one answer per request, and imports only the standard library
+and the function:
 
     {"function": "rewards.py:brevity", "memory_mib": 4096, ...}  ->  {"parameters": [...]} or {"refused": "why"}
     {"call": 7, "arguments": {...}, "num_samples": 4, ...}       ->  {"outcomes": [...]} or {"failure": [kind, text]},
-                                                                     with the same "call"
+                                                                     and the same "call"
 """
 
 from __future__ import annotations
@@ -33,28 +33,28 @@ PROGRAM_MODULES = {"app.reward.math_answers"}
 """Modules of this program that hold reward functions."""
 
 MAX_EXTRAS = 32
-"""Further numbers kept of one sample."""
+"""Maximum number of additional metrics per sample."""
 EXTRA_NAME_PATTERN = re.compile(r"[A-Za-z0-9_.@-]{1,64}")
 
 
 class FunctionLoadError(Exception):
-    """The function cannot be used; the message says why."""
+    """The function cannot be used, for the reason in the message."""
 
 
 class RewardValueError(Exception):
-    """A function returned something that is no reward."""
+    """A function returned a value that is not a reward."""
 
     kind = "value"
 
 
 class RewardLengthError(RewardValueError):
-    """A function returned too few or too many of them."""
+    """A function returned the wrong number of rewards."""
 
     kind = "length"
 
 
 class TrainerChannel:
-    """The pipes to the trainer, out of the function's reach: it reads nothing, and prints to stderr."""
+    """The pipes to the trainer. For the function, stdin is empty and stdout is stderr."""
 
     def __init__(self) -> None:
         self._requests = os.fdopen(os.dup(0), "rb")
@@ -67,13 +67,13 @@ class TrainerChannel:
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
-        """A thread, because the trainer may go away while the function runs."""
+        """Reads requests in a thread, so that the end of the trainer is noticed while the function runs."""
         for line in self._requests:
             self._lines.put(line)
         kill_process_group()
 
     def _close_in_child(self) -> None:
-        """A child that outlives this process must not hold the pipe open: its end tells the trainer of our death."""
+        """Closes the pipe in a forked child, which would otherwise hide the end of this process from the trainer."""
         if self._answers >= 0:
             os.close(self._answers)
         self._answers = -1
@@ -88,14 +88,14 @@ class TrainerChannel:
 
 
 def kill_process_group() -> NoReturn:
-    """Kills the process group, if it is our own."""
+    """Kills the process group if this process leads it, then exits."""
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)
     os._exit(1)
 
 
 def main() -> None:
-    """Loads the function, says what it takes, and calls it until the trainer goes away."""
+    """Loads the function, reports its parameters, and serves calls until the trainer ends."""
     process_id = os.getpid()
     sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
     channel = TrainerChannel()
@@ -115,12 +115,12 @@ def main() -> None:
             limit_cpu(order["cpu_s"])
             answer = call_function(function, request, runner)
             if os.getpid() != process_id:
-                os._exit(0)  # the function forked, and its child came back from it too
+                os._exit(0)  # a child that the function forked also returned from it
             channel.send(answer | {"call": request["call"]})
 
 
 def limit_memory(num_bytes: int) -> list[str]:
-    """Bounds the address space and forbids core dumps; returns what the system did not let us bound."""
+    """Limits the address space and disables core dumps; returns the resources that the system cannot limit."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     ceiling = num_bytes if hard == resource.RLIM_INFINITY else min(num_bytes, hard)
@@ -132,7 +132,7 @@ def limit_memory(num_bytes: int) -> list[str]:
 
 
 def limit_cpu(seconds: float) -> None:
-    """Lets this process use so many more processor seconds; then it is killed."""
+    """Limits the further processor time of this process, after which it is killed."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
     ceiling = math.ceil(usage.ru_utime + usage.ru_stime + seconds)
@@ -140,10 +140,10 @@ def limit_cpu(seconds: float) -> None:
 
 
 def load_function(function: str) -> Callable[..., Any]:
-    """What `module:name` or `file.py:name` names.
+    """Imports the function `module:name` or `file.py:name`.
 
     Raises:
-        RefusedError: there is no such file, module or name, its import fails, or it is no function.
+        FunctionLoadError: the file, module or name does not exist, its import fails, or it is not a function.
     """
     place, _, attribute = function.rpartition(":")
     # As for `python file.py`, modules next to the file and in the working directory can be imported. The program's own
@@ -191,12 +191,12 @@ def _import_module(name: str) -> ModuleType:
 def _run_import(place: str, load: Callable[[], ModuleType]) -> ModuleType:
     try:
         return load()
-    except BaseException as error:  # sys.exit in a module is an error of that module like any other
+    except BaseException as error:  # including sys.exit in the module
         raise FunctionLoadError(f"importing {place} failed: {describe_error(error)}") from error
 
 
 def describe_error(error: BaseException) -> str:
-    """The last line of a traceback, and where it came from."""
+    """Returns the last line of a traceback, and its location."""
     text = traceback.format_exception_only(error)[-1].strip()
     place = _error_location(error.__traceback__)
     if isinstance(error, SyntaxError) and error.filename:
@@ -205,11 +205,14 @@ def describe_error(error: BaseException) -> str:
 
 
 def _error_location(trace: TracebackType | None) -> str | None:
-    """The innermost line outside the standard library and the installed packages, or else outside this module."""
+    """Returns the innermost line of user code, or else the innermost line outside this module."""
     lines = [(f.filename, f.lineno) for f in traceback.extract_tb(trace) if f.filename != __file__]
     lines = [(file, line) for file, line in lines if not file.startswith("<frozen")]
-    own = [(file, line) for file, line in lines if not file.startswith((sys.prefix, sys.base_prefix))]
-    return f"{_relative_path((own or lines)[-1][0])}:{(own or lines)[-1][1]}" if lines else None
+    user_lines = [(file, line) for file, line in lines if not file.startswith((sys.prefix, sys.base_prefix))]
+    if not lines:
+        return None
+    file, line = (user_lines or lines)[-1]
+    return f"{_relative_path(file)}:{line}"
 
 
 def _relative_path(file: str) -> str:
@@ -217,7 +220,7 @@ def _relative_path(file: str) -> str:
 
 
 def describe_parameters(function: Callable[..., Any]) -> list[list[Any]]:
-    """Name, kind and whether it has a default, of each parameter."""
+    """Returns the name and kind of each parameter, and whether it has a default."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
@@ -226,7 +229,7 @@ def describe_parameters(function: Callable[..., Any]) -> list[list[Any]]:
 
 
 def call_function(function: Callable[..., Any], request: Mapping[str, Any], runner: asyncio.Runner) -> dict[str, Any]:
-    """Calls the function, whatever happens, and says what came of it."""
+    """Calls the function and returns its outcomes, or its failure of any kind."""
     arguments = dict(request["arguments"])
     logged: dict[str, float] = {}
     if "trainer_state" in request:
@@ -246,7 +249,7 @@ def call_function(function: Callable[..., Any], request: Mapping[str, Any], runn
         return {"failure": ["memory", describe_error(error)]}
     except SystemExit as error:
         return {"failure": ["exit", describe_error(error)]}
-    except BaseException as error:  # whatever it is, it costs this call alone
+    except BaseException as error:  # no error may affect another call
         return {"failure": ["raised", describe_error(error)]}
 
 
@@ -255,10 +258,10 @@ async def _awaited(result: Awaitable[Any]) -> Any:
 
 
 def batch_outcomes(result: Any, num_samples: int, extras: dict[str, float]) -> list[dict[str, Any]]:
-    """One outcome per sample; None abstains.
+    """Returns one outcome per sample; None abstains. An item that is not a number fails only its own sample.
 
     Raises:
-        RewardValueError: not a list of so many things. A thing that is no number fails its own sample alone.
+        RewardValueError: the result is not a list of `num_samples` items.
     """
     if isinstance(result, str | bytes | Mapping) or not hasattr(type(result), "__iter__"):
         raise RewardValueError(f"returned {describe_value(result)}, expected a list of {num_samples} numbers or None")
@@ -276,10 +279,10 @@ def _value_outcome(value: Any, extras: dict[str, float]) -> dict[str, Any]:
 
 
 def sample_outcome(result: Any) -> dict[str, Any]:
-    """The outcome of a function that takes one sample.
+    """Returns the outcome of a function that takes one sample.
 
     Raises:
-        RewardValueError: neither a number nor a dict whose `score` is one.
+        RewardValueError: the result is neither a number nor a dict with a number as `score`.
     """
     if not isinstance(result, Mapping):
         return {"value": to_number(result)}
@@ -292,10 +295,10 @@ def sample_outcome(result: Any) -> dict[str, Any]:
 
 
 def to_number(value: Any) -> float:
-    """Whatever Python counts as one real number (int, bool, numpy's, torch's), finite.
+    """Converts a finite real number, such as an int, a bool or a scalar of numpy or torch.
 
     Raises:
-        RewardValueError: it is something else.
+        RewardValueError: the value is something else.
     """
     if not hasattr(type(value), "__float__") and not hasattr(type(value), "__index__"):
         raise RewardValueError(f"returned {describe_value(value)}, expected a number")
@@ -306,16 +309,16 @@ def to_number(value: Any) -> float:
 
 
 def collect_extras(values: Mapping[Any, Any]) -> dict[str, float]:
-    """The finite numbers under names that a metric may have."""
-    found: dict[str, float] = {}
+    """Returns the finite numbers whose names are valid names of metrics."""
+    extras: dict[str, float] = {}
     for name, value in values.items():
-        if not isinstance(name, str) or not EXTRA_NAME_PATTERN.fullmatch(name) or len(found) == MAX_EXTRAS:
+        if not isinstance(name, str) or not EXTRA_NAME_PATTERN.fullmatch(name) or len(extras) == MAX_EXTRAS:
             continue
         try:
-            found[name] = to_number(value)
+            extras[name] = to_number(value)
         except (RewardValueError, TypeError, ValueError, OverflowError):
             continue
-    return found
+    return extras
 
 
 def describe_value(value: Any) -> str:

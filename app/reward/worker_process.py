@@ -1,4 +1,4 @@
-"""One worker process of a plug-in: the pipes to it, what it sees of our environment, and its end."""
+"""A worker process of a plug-in, with its pipes and its environment variables."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ ALLOWED_ENVIRONMENT = frozenset(
         *("SSL_CERT_FILE", "SSL_CERT_DIR", "XDG_CACHE_HOME", "HF_HOME", "HF_HUB_OFFLINE", "OMP_NUM_THREADS"),
     }
 )
-"""Environment variables that workers see: an allow-list, so that no key is passed on by forgetting about it."""
+"""Environment variables that workers inherit: an allow-list, so that keys are never passed on by accident."""
 
 MAX_ANSWER_BYTES = 64 * 2**20
 PIPE_BYTES = 64 * 2**10
-"""What a pipe holds."""
+"""Capacity of a pipe."""
 
 
 class StderrRelay:
-    """Passes on to stderr what a worker prints: in whole lines, and nothing that a terminal would obey."""
+    """Copies the output of a worker to stderr, in whole lines and without control characters."""
 
     def __init__(self, pipe: int) -> None:
         self.fd = pipe
         self.is_open = True
         self._line = b""
-        """The beginning of one."""
+        """Start of an incomplete line."""
 
     def read(self) -> None:
-        """Shows the lines that are there. Waits for none."""
+        """Prints the available lines without waiting."""
         try:
             data = os.read(self.fd, PIPE_BYTES)
         except BlockingIOError:
@@ -56,7 +56,7 @@ class StderrRelay:
             self._line = b""
 
     def flush(self) -> None:
-        """Shows what is left in the pipe and no more: what a worker started may have got away, and print for ever."""
+        """Prints the rest of the pipe once. A child of the worker may have escaped and could print for ever."""
         self.read()
         _print_lines(self._line)
         self._line = b""
@@ -68,7 +68,7 @@ def _print_lines(data: bytes) -> None:
 
 
 class WorkerProcess:
-    """One process and the pipes to it. Nothing here waits, but for its end once it has been killed."""
+    """A process and its pipes. No method waits, except `kill` for the end of the process."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self.process = subprocess.Popen(
@@ -89,10 +89,10 @@ class WorkerProcess:
         self.deadline = float("inf")
         self.is_loaded = False
         self.is_retry = False
-        """Started because the start before it had failed."""
+        """Whether it was started because the previous start failed."""
         self.num_calls = 0
         self.call_index: int | None = None
-        """Which of the calls it is at; None while it is idle or loading."""
+        """Index of its current call; None while it is idle or loading."""
 
     @property
     def _pipes(self) -> tuple[IO[bytes], IO[bytes], IO[bytes]]:
@@ -109,7 +109,7 @@ class WorkerProcess:
         self.deadline = time.monotonic() + timeout_s
 
     def write(self) -> None:
-        """As much as the pipe takes; a worker that has gone is found when it is read from."""
+        """Writes as much as the pipe accepts. `read` detects a worker that has ended."""
         try:
             self.outgoing = self.outgoing[os.write(self.write_fd, self.outgoing) :]
         except BlockingIOError:
@@ -118,10 +118,10 @@ class WorkerProcess:
             self.outgoing = memoryview(b"")
 
     def read(self) -> dict[str, Any] | None:
-        """Its answer, once the whole of it is there.
+        """Returns the worker's answer once it is complete, else None.
 
         Raises:
-            EOFError: there will be none.
+            EOFError: the worker has ended, or its answer is invalid.
         """
         data = os.read(self.read_fd, 1 << 20)
         self._incoming += data
@@ -139,8 +139,8 @@ class WorkerProcess:
         return answer
 
     def kill(self) -> int:
-        """Kills it and whatever it started; returns its exit status, negative for a signal."""
-        # Before it is waited for: until then its number cannot become somebody else's.
+        """Kills the process and its children; returns its exit status, which is negative for a signal."""
+        # Before `wait`, because afterwards another process could get the same id.
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         status = self.process.wait()
@@ -151,11 +151,11 @@ class WorkerProcess:
 
 
 def worker_environment(names: Sequence[str], environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """What workers see of our environment, and what makes them behave."""
+    """Returns the environment variables of workers: allowed ones of this process, and defaults."""
     allowed = ALLOWED_ENVIRONMENT.union(names)
     passed = {name: value for name, value in environ.items() if name in allowed or name.startswith("LC_")}
-    # Last: a function finds the user's own `app` and `settings` before the program's.
-    ours = {"PYTHONPATH": os.pathsep.join(filter(None, (passed.get("PYTHONPATH"), SOURCE_ROOT)))}
-    # Workers are the parallelism, so a library's threads would only compete; the devices are the trainer's.
-    unless_passed = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return {**unless_passed, **passed, **ours, "JAX_PLATFORMS": "cpu"}
+    # Last, so that a function imports a user's `app` or `settings` instead of those of the program.
+    source_path = {"PYTHONPATH": os.pathsep.join(filter(None, (passed.get("PYTHONPATH"), SOURCE_ROOT)))}
+    # Workers already run in parallel, so threads of libraries would only compete. Devices belong to the trainer.
+    defaults = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return {**defaults, **passed, **source_path, "JAX_PLATFORMS": "cpu"}

@@ -22,7 +22,7 @@ from settings import Settings
 from settings.errors import InputError
 
 DAMAGED = (ValueError, EOFError, zipfile.BadZipFile, NotImplementedError)
-"""What numpy and zipfile raise for damaged archives."""
+"""Exceptions that numpy and zipfile raise for damaged archives."""
 
 
 class GaeMatrixFile:

@@ -1,4 +1,4 @@
-"""How `grpo rollout` continues after it was killed: the samples that it had finished, and what they depend on."""
+"""Continuation of a killed `grpo rollout`: its finished samples, and the facts that they depend on."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ IGNORED_SETTINGS = (
     *("rollout.max_staleness", "rollout.max_length_total"),
     *("rollout.ray.address", "rollout.ray.start_timeout_s"),
 )
-"""Settings of which no sample depends."""
+"""Settings on which no sample depends."""
 MAX_SHOWN_CHARS = 40
 """Length up to which an error shows a value; longer values are hashes."""
 

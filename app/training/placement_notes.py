@@ -1,4 +1,4 @@
-"""What a launch tells of where weights lie: how many bytes that moves, and between whom."""
+"""Notes at launch about the communication that the placement of weights causes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from settings import Settings
 
 
 def placement_notes(settings: Settings, definition: DecoderDefinition, mesh: Mesh) -> tuple[str, ...]:
-    """A warning where every token moves the weights, and a note where training gathers them across hosts."""
+    """Returns a warning if every decoded token gathers weights, and a note if training gathers them across hosts."""
     lines = []
     if settings.rollout.decode_layout == "fsdp":
         lines += _fsdp_decode_warning(definition, mesh, jnp.dtype(settings.model.dtype))
@@ -23,7 +23,7 @@ def placement_notes(settings: Settings, definition: DecoderDefinition, mesh: Mes
     if hosts > 1:
         lines.append(
             f"mesh.shape: fsdp {shards} spans {hosts} hosts, so every micro-batch gathers the weights across them; fsdp"
-            f" inside a host (mesh.shape: auto) keeps that off, at {hosts} times the weights and moments on each device"
+            f" inside a host (mesh.shape: auto) avoids this, with {hosts} times the weights and moments on each device"
         )
     return tuple(lines)
 
@@ -32,7 +32,7 @@ def _fsdp_decode_warning(definition: DecoderDefinition, mesh: Mesh, dtype: jnp.d
     held, whole = (
         bytes_per_device(abstract_decode_weights(definition, mesh, dtype, layout)) for layout in ("fsdp", "gathered")
     )
-    # What a device does not hold comes in: (n - 1) / n of each weight that is split over n.
+    # A device receives the parts that it does not hold: (n - 1) / n of each weight that is split over n devices.
     moved = whole - held
     if moved == 0:
         return []

@@ -1,4 +1,4 @@
-"""The files of samples that a replay learns from: which files, and what every line of them must be."""
+"""Choice and checks of the sample files that a replay learns from."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MAX_SHOWN_CHARS = 40
 
 
 class AvailableFields(NamedTuple):
-    """Which fields every sample of a file has."""
+    """The fields that every sample of a file has."""
 
     rewards: bool = True
     advantages: bool = True

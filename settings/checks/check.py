@@ -1,4 +1,4 @@
-"""A check between settings: a condition and the message for people when it holds."""
+"""Checks between settings: a condition, and the error message if it holds."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from settings.loading.resolve import Resolved
 from settings.schema.settings import Settings
 
 Check = Callable[[Resolved], str | None]
-"""Returns what is wrong and how to fix it, or None. `<a.b>` in it stands for that setting, its value and its origin."""
+"""Returns an error message, or None. In it, `<a.b>` is replaced by the setting with its value and origin."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A check that needs values alone and always gives the same message."""
+    """A check that needs only values and has a fixed message."""
 
     is_broken: Callable[[Settings], bool]
     message: str

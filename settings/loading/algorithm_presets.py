@@ -1,4 +1,4 @@
-"""What an `algorithm.name` decides among the settings that are left null."""
+"""The published algorithms: the settings that `algorithm.name` determines if they are null."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from settings.schema.algorithm import CRITIC_ESTIMATORS, AlgorithmSettings
 
 @dataclass(frozen=True, slots=True)
 class AlgorithmPreset:
-    """Fields named as those of `algorithm`; the defaults are GRPO's."""
+    """Values for fields of `algorithm`, by the names of the fields. The defaults are those of GRPO."""
 
     source: str
     estimator: str = "grpo"
@@ -26,16 +26,16 @@ class AlgorithmPreset:
 
 ALGORITHM_PRESETS: Mapping[str, AlgorithmPreset] = MappingProxyType(
     {
-        # The paper takes sequence-mean-token-mean, which favours short right answers and long wrong ones;
-        # the token mean of Yu et al. 2025 (DAPO) is what TRL and verl have as their default, too.
+        # The paper uses sequence-mean-token-mean, which favours short correct answers and long wrong ones.
+        # The token mean of Yu et al. 2025 (DAPO) is also the default of TRL and verl.
         "grpo": AlgorithmPreset("Shao et al. 2024"),
         "dr_grpo": AlgorithmPreset("Liu et al. 2025", estimator="dr_grpo", loss_aggregation="constant-length"),
-        # The whole completion is one action, its reward already holds the penalty.
+        # The whole completion is one action, so the penalty is part of its reward.
         "rloo": AlgorithmPreset(
             "Ahmadian et al. 2024", estimator="rloo", loss_aggregation="sequence-mean-token-sum", kl_in="reward"
         ),
         "reinforce_plus_plus": AlgorithmPreset("Hu 2025", estimator="reinforce_plus_plus", kl_in="reward"),
-        # A ratio of whole sequences moves far less than one of tokens, hence the narrow clip: section 5.1.
+        # The ratio of a sequence changes far less than that of a token, hence the narrow clip (section 5.1).
         "gspo": AlgorithmPreset(
             "Zheng et al. 2025",
             ratio_level="sequence",
@@ -44,52 +44,51 @@ ALGORITHM_PRESETS: Mapping[str, AlgorithmPreset] = MappingProxyType(
             loss_aggregation="sequence-mean-token-mean",
         ),
         "dapo": AlgorithmPreset("Yu et al. 2025", clip_high=0.28, filter="zero_variance"),
-        # No lower bound, and an upper one that the paper tunes but does not tell: both numbers are those of verl's
-        # example. 1 - 10 is below any ratio. Dynamic sampling is DAPO's (section 3.1).
+        # The paper does not report its upper bound; both numbers are from verl's example. The lower bound has no
+        # effect, since 1 - 10 is below any ratio. Dynamic sampling is that of DAPO (section 3.1).
         "cispo": AlgorithmPreset("MiniMax 2025", clip="cispo", clip_low=10.0, clip_high=0.2, filter="zero_variance"),
-        # And Stiennon et al. 2020 for the penalty.
+        # The penalty is that of Stiennon et al. 2020.
         "ppo": AlgorithmPreset("Schulman et al. 2017", estimator="gae", kl_in="reward"),
     }
 )
 
 DEFAULT_KL_ESTIMATORS: Mapping[str, str] = MappingProxyType({"loss": "k3", "reward": "k1"})
-"""Of Shao et al. 2024, eq. 4, and Ahmadian et al. 2024."""
+"""Default KL estimator by the place of the penalty. Sources: Shao et al. 2024, eq. 4; Ahmadian et al. 2024."""
 
 DEFAULT_CORRECTION_VETO = 1e-4
-"""What `algorithm.correction_veto` is where there is a correction: the usual value of verl's veto."""
+"""Default of `algorithm.correction_veto` if a correction is on: the usual value in verl."""
 
 GROUP_RELATIVE_ESTIMATORS = frozenset({"grpo", "dr_grpo", "rloo"})
-"""Estimators by which a sample is as good as it stands out in its group."""
+"""Estimators that compare a sample with the other samples of its group."""
 
 PRESET_FIELDS = ("estimator", "ratio_level", "clip", "clip_low", "clip_high", "loss_aggregation", "kl_in", "filter")
-"""Fields of `algorithm` that the name decides where they are null."""
+"""Fields of `algorithm` that `algorithm.name` determines if they are null."""
 
 
 def estimator_defaults(estimator: str) -> dict[str, bool]:
-    """Fields of `algorithm` that follow from the estimator where they are null."""
+    """Returns the fields of `algorithm` that the estimator determines if they are null."""
     return {"whiten_advantages": estimator not in GROUP_RELATIVE_ESTIMATORS, "shuffle": estimator in CRITIC_ESTIMATORS}
 
 
 def describe_changes(algorithm: AlgorithmSettings, derived_fields: Collection[str]) -> str | None:
-    """What was decided otherwise than `grpo` would have it, for people; None where that is nothing.
+    """Returns a text about the derived fields that differ from GRPO's; None if there are none.
 
     Args:
-        decided: fields of `algorithm` that the name or the estimator has decided, not the user.
+        derived_fields: fields of `algorithm` that the name or the estimator determined, not the user.
     """
     grpo = ALGORITHM_PRESETS["grpo"]
-    usual = {field: getattr(grpo, field) for field in PRESET_FIELDS} | estimator_defaults(grpo.estimator)
-    told = {
-        field: f"{field} {_format_value(value)} (grpo: {_format_value(usual[field])})"
-        for field in usual
-        if field in derived_fields and (value := getattr(algorithm, field)) not in (None, usual[field])
+    defaults = {field: getattr(grpo, field) for field in PRESET_FIELDS} | estimator_defaults(grpo.estimator)
+    changes = {
+        field: f"{field} {_format_value(value)} (grpo: {_format_value(defaults[field])})"
+        for field in defaults
+        if field in derived_fields and (value := getattr(algorithm, field)) not in (None, defaults[field])
     }
-    # An estimator of the user's own choice has its consequences, too.
-    by_estimator = (
-        [] if "estimator" in derived_fields else [told.pop(field) for field in [*told] if field not in PRESET_FIELDS]
-    )
-    lines = (
-        [f"{algorithm.name} ({ALGORITHM_PRESETS[algorithm.name].source}): {', '.join(told.values())}"] if told else []
-    )
+    # An estimator that the user chose determines fields, too.
+    is_chosen = "estimator" not in derived_fields
+    by_estimator = [changes.pop(field) for field in [*changes] if is_chosen and field not in PRESET_FIELDS]
+    lines = []
+    if changes:
+        lines.append(f"{algorithm.name} ({ALGORITHM_PRESETS[algorithm.name].source}): {', '.join(changes.values())}")
     if by_estimator:
         lines.append(f"estimator {algorithm.estimator}: {', '.join(by_estimator)}")
     return "\n".join(lines) or None

@@ -26,7 +26,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "ppo_mini_batch_size": ("algorithm.mini_batch_prompts",),
     "balance_batch": ("algorithm.balance_batch",),
 }
-"""Historic name -> dotted fields, which all get its value."""
+"""Maps an alias to the dotted fields that get its value."""
 
 UNSUPPORTED_ALIASES: dict[str, str] = {}
-"""Historic name of settings that do not exist yet -> why."""
+"""Maps an alias without a setting to the reason."""

@@ -1,4 +1,4 @@
-"""Finds what `--config` names: a YAML file or a preset."""
+"""Finds the file of `--config`: a preset or a path."""
 
 from __future__ import annotations
 
@@ -16,22 +16,23 @@ DEFAULT_PRESET = "quickstart"
 @dataclass(frozen=True, slots=True)
 class ConfigFile:
     name: str
-    """As provenance shows it."""
+    """Name of the file in provenances."""
     stem: str
-    """What a run is named after: `quickstart`."""
+    """Name from which the name of the run is derived, such as `quickstart`."""
     content: bytes
 
 
 def preset_names() -> list[str]:
-    """Names of the settings files that come with the package."""
+    """Returns the names of the presets in this package."""
     folder = files("settings") / "presets"
     return sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml"))
 
 
 def find_config_file(config: str | None) -> ConfigFile:
-    """The preset of that name, else the file at that path; without a name, the embedded default.
+    """Returns the preset with this name, else the file at this path; the default preset for None.
 
-    Raises: InputError when it is neither, or cannot be read.
+    Raises:
+        InputError: there is neither a preset nor a file, or the file cannot be read.
     """
     name = DEFAULT_PRESET if config is None else config
     if name in preset_names():

@@ -1,4 +1,4 @@
-"""The table of all settings by dotted name, and the nearest names to a wrong one."""
+"""All settings by dotted name, and suggestions for misspelled names."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from settings.schema.reward import RewardFunctionSettings
 from settings.schema.settings import Settings
 
 MIN_SIMILARITY = 0.7
-"""Similarity (difflib's ratio) from which a known name is offered for an unknown one."""
+"""Minimum similarity (difflib's ratio) of a suggested name."""
 
 
 def _iter_fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
@@ -30,27 +30,27 @@ def _is_section(info: FieldInfo) -> bool:
 
 
 FIELDS: dict[str, FieldInfo] = {name: info for name, info in _iter_fields(Settings) if not _is_section(info)}
-"""Dotted name -> field, in the order of the schema: `rollout.group_size`."""
+"""Maps a dotted name, such as `rollout.group_size`, to its field, in the order of the schema."""
 SECTIONS: frozenset[str] = frozenset(name for name, info in _iter_fields(Settings) if _is_section(info))
-"""Dotted names of the sections: `rollout`, `score.policy`."""
+"""Dotted names of the sections, such as `rollout` and `score.policy`."""
 ITEM_KEYS: dict[str, Iterable[str]] = {"reward.functions": RewardFunctionSettings.model_fields}
-"""Keys of the mappings that are listed in a field."""
+"""Maps a field that lists mappings to the keys of these mappings."""
 
 
 def value_of(settings: Settings, field: str) -> Any:
-    """The value under a dotted name."""
+    """Returns the value of a setting by its dotted name."""
     return reduce(getattr, field.split("."), settings)
 
 
 def is_text(field: str) -> bool:
-    """Whether the field is free text, which keeps an unquoted scalar as it was written."""
+    """Returns whether the field is free text, which keeps the spelling of an unquoted scalar."""
     annotation = FIELDS[field].annotation
     alternatives = (annotation, *get_args(annotation))
     return str in [getattr(kind, "__origin__", kind) for kind in alternatives]  # Annotated[str, ...] is text
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """`{"a.b": 1}` as `{"a": {"b": 1}}`."""
+    """Returns nested mappings: `{"a": {"b": 1}}` for `{"a.b": 1}`."""
     tree: dict[str, Any] = {}
     for name, value in values.items():
         *sections, last = name.split(".")
@@ -59,7 +59,7 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def nearest_fields(unknown: str) -> list[str]:
-    """The names most like `unknown`: dotted, historic, or a bare field name given in full."""
+    """Returns the names most similar to `unknown`: dotted names, sections and aliases."""
     sections = [section for section in SECTIONS if ("." in section) == ("." in unknown)]
     known = [(name, name) for name in (*FIELDS, *sections, *ALIASES)]
     known += [(name.rpartition(".")[2], name) for name in FIELDS]
@@ -77,7 +77,7 @@ def _nearest(unknown: str, known: list[tuple[str, str]]) -> list[str]:
 
 
 def _similarity(unknown: str, known: str) -> float:
-    """Of two dotted names, the mean over section and field: a right section must not outvote the field."""
+    """Returns the similarity of two names. Section and field count equally, whatever their lengths."""
     section, dot, name = unknown.rpartition(".")
     known_section, known_dot, known_name = known.rpartition(".")
     if dot and known_dot:
@@ -90,5 +90,5 @@ def _ratio(a: str, b: str) -> float:
 
 
 def did_you_mean(names: list[str]) -> str:
-    """The end of an error message: `; did you mean a or b?`, or nothing."""
+    """Returns the end of an error message: `; did you mean a or b?`, or an empty string."""
     return f"; did you mean {' or '.join(names)}?" if names else ""

@@ -1,4 +1,4 @@
-"""Settings as YAML for people, which `--config` also takes back."""
+"""Settings as readable YAML, which `--config` also accepts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from settings.schema.settings import Settings
 
 
 def to_yaml(settings: Settings, provenance: Mapping[str, str]) -> str:
-    """Every setting on a line of its own, with what set it as a comment."""
+    """Returns YAML with one setting per line and its provenance as a comment."""
     return "\n".join(_format_lines(settings.model_dump(mode="json"), provenance, prefix="")) + "\n"
 
 
@@ -29,11 +29,12 @@ def _format_lines(section: dict[str, Any], provenance: Mapping[str, str], *, pre
 
 
 def from_yaml(content: bytes, *, name: str) -> dict[str, tuple[Any, str]]:
-    """What `to_yaml` wrote: dotted setting -> (value, provenance).
+    """Parses the output of `to_yaml` into dotted setting -> (value, provenance).
 
-    Not checked against the schema: the settings of an old run can be shown where they could no longer be used.
+    The schema is not checked, so that settings of an old run can be shown even if they are no longer valid.
 
-    Raises: InputError when it is not YAML of sections.
+    Raises:
+        InputError: the content is not YAML with sections.
     """
     lines = content.decode("utf-8-sig", errors="replace").split("\n")
     return dict(_parse_lines(parse_settings_file(content, name=name), lines, prefix=""))
@@ -56,7 +57,7 @@ def _format_inline(value: Any) -> str:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes what `strict_yaml` would not read back as the same text, and keeps text on one line."""
+    """A dumper that quotes text if `yaml_file` would read it differently, and keeps text on one line."""
 
 
 def _represent_text(dumper: _Dumper, text: str) -> yaml.ScalarNode:

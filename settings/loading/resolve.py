@@ -1,4 +1,7 @@
-"""Merges the layers: defaults, YAML, `--set`, environment, a command's options, derived values. The later wins."""
+"""Resolves settings from layers: defaults, YAML, `--set`, environment, options of a command, derived values.
+
+A later layer overrides an earlier one.
+"""
 
 from __future__ import annotations
 
@@ -54,11 +57,11 @@ class Resolved:
     """Messages for the user on stderr."""
 
     def to_yaml(self) -> str:
-        """The settings as YAML that `--config` takes, each value with its provenance as a comment."""
+        """Returns YAML that `--config` accepts, with the provenance of each value as a comment."""
         return to_yaml(self.settings, self.provenance)
 
     def origin(self, field: str) -> str:
-        """Returns what set a field, for use inside a sentence."""
+        """Returns the source of a field's value, for use inside a sentence."""
         return describe_origin(self.provenance[field])
 
     def describe(self, field: str) -> str:
@@ -67,23 +70,27 @@ class Resolved:
         return f"{field}{value} (from {self.origin(field)})"
 
     def is_later(self, field: str, other: str) -> bool:
-        """Tells whether a field was set in a later layer than another one."""
+        """Returns whether a field was set in a later layer than another one."""
         return precedence(self.provenance[field]) > precedence(self.provenance[other])
 
     @property
     def algorithm_changes(self) -> str | None:
         """The derived settings that differ from those of `grpo`, or None if there are none."""
-        own = [field for field in FIELDS if field.startswith("algorithm.") and self.provenance[field] == "derived"]
-        return describe_changes(self.settings.algorithm, [field.removeprefix("algorithm.") for field in own])
+        derived = [field for field in FIELDS if field.startswith("algorithm.") and self.provenance[field] == "derived"]
+        return describe_changes(self.settings.algorithm, [field.removeprefix("algorithm.") for field in derived])
 
 
 def load(config: str | None, overrides: Sequence[str], environ: Mapping[str, str], flags: Flags = NO_FLAGS) -> Resolved:
-    """The settings of a run.
+    """Loads the settings of a command.
 
-    `config` is a path or a preset's name (None: the embedded default), `overrides` the `--set` options, `flags` the
-    verb's own options that name a setting.
+    Args:
+        config: a path or the name of a preset; None for the default preset.
+        overrides: the `--set` options.
+        environ: the environment variables.
+        flags: options of the command that set a setting.
 
-    Raises: InputError for whatever is wrong with any of the four.
+    Raises:
+        InputError: one of the four is invalid.
     """
     file = find_config_file(config)
     in_yaml = yaml_layer(parse_settings_file(file.content, name=file.name), file=file.name)
@@ -92,7 +99,7 @@ def load(config: str | None, overrides: Sequence[str], environ: Mapping[str, str
     in_flags = flag_layer(flags)
     layers = [in_flags, in_environment, in_set, in_yaml]
     if in_flags:
-        _validate(layers[1:])  # What a flag overrides is no less a mistake.
+        _validate(layers[1:])  # A value that a flag overrides must be valid, too.
     given = _validate(layers)
     micro_batching, notices = resolve_micro_batching(layers)
     derived = _derive(given, _provenance(layers), config_stem=file.stem)
@@ -106,7 +113,7 @@ def load(config: str | None, overrides: Sequence[str], environ: Mapping[str, str
 
 
 def _validate(layers: Sequence[Layer]) -> Settings:
-    """Settings from layers, the strongest first: pydantic-settings merges and validates them."""
+    """Merges and validates layers, the strongest first."""
     sources = tuple(
         InitSettingsSource(Settings, nested({field: leaf.value for field, leaf in layer.items()})) for layer in layers
     )
@@ -126,23 +133,23 @@ def _provenance(layers: Sequence[Layer]) -> dict[str, str]:
 
 
 def _derive(given: Settings, provenance: Mapping[str, str], *, config_stem: str) -> Layer:
-    """Values for fields left null: from other settings alone, never from a device or a model file."""
+    """Returns values for null fields that follow from other settings, never from devices or model files."""
     rollout, data = given.rollout, given.data
     prompt_allowance = max(LEGACY_PROMPT_ALLOWANCE, data.max_prompt_length)
     layer: Layer = {}
     if given.run.name is None:
         layer["run.name"] = SourcedValue(f"{_as_run_name(config_stem)}-seed{given.run.seed}", "derived")
-    # Left null for a file: what is held out of it nobody knows.
+    # Null for a file, because it is unknown which part of it is held out.
     if data.eval_source is None and data.source.startswith(("builtin:", "hf:")):
         layer["data.eval_source"] = SourcedValue(data.source, "derived")
     if data.eval_split is None:
         layer["data.eval_split"] = SourcedValue("test", "derived")
     if rollout.max_length_total is None:
         layer["rollout.max_length_total"] = SourcedValue(rollout.max_new_tokens + prompt_allowance, "derived")
-    # Machines may vanish at any moment.
+    # Machines of a cluster may disappear at any time.
     if rollout.pool == "ray" and rollout.workers.lease_s is None:
         layer["rollout.workers.lease_s"] = SourcedValue(RAY_LEASE_S, "derived")
-    # No evaluation, said later than what it should measure: that choice wins.
+    # If evaluation is disabled in a later layer than the metric is set, the metric is dropped.
     if given.eval.every_steps == 0 and precedence(provenance["eval.every_steps"]) > precedence(
         provenance["checkpoint.best_metric"]
     ):
@@ -153,34 +160,34 @@ def _derive(given: Settings, provenance: Mapping[str, str], *, config_stem: str)
 
 
 def _derive_mesh(given: Settings, provenance: Mapping[str, str]) -> Layer:
-    """A pretended slice and real devices: what was said later counts. Said in one layer, they are refused."""
-    pretends = precedence(provenance["mesh.pretend"])
+    """Resets a simulated slice or real devices, whichever was set in the earlier layer. One layer must not set both."""
+    simulated = precedence(provenance["mesh.pretend"])
     real = {field: precedence(provenance[field]) for field in real_device_fields(given)}
     if given.mesh.pretend is None or not real:
         return {}
-    if max(real.values()) > pretends:
+    if max(real.values()) > simulated:
         return {"mesh.pretend": SourcedValue(None, "derived")}
-    return {field: SourcedValue(FIELDS[field].default, "derived") for field, said in real.items() if said < pretends}
+    return {field: SourcedValue(FIELDS[field].default, "derived") for field, place in real.items() if place < simulated}
 
 
 def _pretend_override_notices(derived: Layer, in_set: Layer) -> list[str]:
-    """A line for stderr where the environment's devices have taken the place of a slice of `--set`."""
+    """Returns a notice if devices set in the environment override a simulated slice from `--set`."""
     if "mesh.pretend" not in derived or "mesh.pretend" not in in_set:
         return []
     return [f"the environment's settings of the mesh override mesh.pretend {in_set['mesh.pretend'].value!r} from --set"]
 
 
 def real_device_fields(settings: Settings) -> list[str]:
-    """The settings that ask for devices which must be there."""
+    """Returns the settings that require real devices."""
     names = ("cpu_devices", "platform", "coordinator_address", "num_processes", "process_id", "expect_processes")
     fields = [f"mesh.{name}" for name in names]
     values = {field: value_of(settings, field) for field in fields}
-    # Virtual devices are the CPU's.
+    # Virtual devices are CPU devices, so this platform is no conflict.
     return [f for f, value in values.items() if value != FIELDS[f].default and (f, value) != ("mesh.platform", "cpu")]
 
 
 def _derive_algorithm(given: AlgorithmSettings) -> Layer:
-    """What the name fixes of the fields left null. Without a penalty it has neither place nor estimator."""
+    """Returns the null fields that the name determines. Without a KL penalty, its place and estimator stay null."""
     paper = ALGORITHM_PRESETS[given.name]
     kl_in = given.kl_in or paper.kl_in
     values: dict[str, Any] = {field: getattr(paper, field) for field in PRESET_FIELDS if field != "kl_in"}
@@ -196,14 +203,14 @@ def _derive_algorithm(given: AlgorithmSettings) -> Layer:
 
 
 def _derive_correction(given: Settings) -> Layer:
-    """Whether and how tokens of an older policy are weighed."""
+    """Returns the null fields of the correction of tokens from an older policy."""
     algorithm, paper = given.algorithm, ALGORITHM_PRESETS[given.algorithm.name]
     correction = algorithm.correction or ("truncate" if given.rollout.max_staleness > 0 else "none")
     values: dict[str, Any] = {"correction": correction}
     if correction != "none":
-        of_samples = (algorithm.ratio_level or paper.ratio_level) == "sequence"
+        uses_sequence_ratio = (algorithm.ratio_level or paper.ratio_level) == "sequence"
         values |= {
-            "correction_level": "geometric" if of_samples else "token",
+            "correction_level": "geometric" if uses_sequence_ratio else "token",
             "correction_veto": DEFAULT_CORRECTION_VETO,
         }
     return {
@@ -219,7 +226,7 @@ def _as_run_name(stem: str) -> str:
 
 
 def _error_message(details: ErrorDetails, values: Mapping[str, SourcedValue]) -> str:
-    """One line for one of pydantic's errors: field, reason, value, and where it was set."""
+    """Returns one line for an error of pydantic, with the field, reason, value and source."""
     location = details["loc"]
     depth = next(n for n in range(len(location), 0, -1) if n == 1 or _dotted(location[:n]) in FIELDS)
     field, inside = _dotted(location[:depth]), location[depth:]
@@ -242,7 +249,7 @@ def _reason(details: ErrorDetails) -> str:
 
 
 def _origin_inside(value: SourcedValue, keys: Sequence[int | str]) -> str:
-    """The leaf's provenance, with the line of the item that `keys` leads to."""
+    """Returns the provenance of a value, with the line of the item at `keys`."""
     file, _, line = value.origin.rpartition(":")
     if value.node is None or not file.startswith("yaml:"):
         return value.origin

@@ -1,4 +1,4 @@
-"""API keys: only from the real environment or a `.env`, never in settings, logs, argv or run files."""
+"""API keys, which come from the environment or a `.env` and never appear in settings, logs, argv or run files."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from dotenv import dotenv_values
 
 SECRETS = ("WANDB_API_KEY", "HF_TOKEN")
 FALLBACK_DOTENV = Path("/root/.env")
-"""Where TPU VMs keep theirs."""
+"""The `.env` of TPU VMs."""
 MIN_SECRET_LENGTH = 8
-"""Characters; anything shorter is a placeholder, and redacting it would only garble messages."""
+"""Minimum number of characters of a redacted secret; shorter values are placeholders."""
 
 
 def load_secrets(directory: Path, *, fallback: Path = FALLBACK_DOTENV) -> list[str]:
-    """Puts the secrets of a `.env` into this process' environment, where the libraries look for them.
+    """Adds the secrets of a `.env` to the environment of this process, from which libraries read them.
 
-    Reads the `.env` of `directory` or its nearest parent's, then `last_resort`. The real environment
-    wins, and no other name is taken. Returns lines for stderr, which name files, never values.
+    Reads the `.env` of `directory` or of its nearest parent, then `fallback`. Existing environment variables take
+    precedence, and other names are ignored. Returns notices for stderr, which never contain values.
     """
     notices = []
     for path in (_nearest_dotenv(directory), fallback):
@@ -29,16 +29,16 @@ def load_secrets(directory: Path, *, fallback: Path = FALLBACK_DOTENV) -> list[s
         except (OSError, UnicodeDecodeError) as error:
             notices.append(f"{path} is ignored: it cannot be read ({type(error).__name__})")
             continue
-        found = {name: value for name in SECRETS if (value := values.get(name))}
-        if found and path.stat().st_mode & 0o077:
+        secrets = {name: value for name in SECRETS if (value := values.get(name))}
+        if secrets and path.stat().st_mode & 0o077:
             notices.append(f"{path} holds secrets and other users can read it; run: chmod 600 {path}")
-        for name, value in found.items():
+        for name, value in secrets.items():
             os.environ.setdefault(name, value)
     return notices
 
 
 def redact(text: str) -> str:
-    """The text without the value of any secret: a library's error message may quote one."""
+    """Returns the text with the values of secrets replaced, which error messages of libraries may quote."""
     for name in SECRETS:
         value = os.environ.get(name, "")
         if len(value) >= MIN_SECRET_LENGTH:

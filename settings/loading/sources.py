@@ -1,6 +1,6 @@
-"""The layers of settings: YAML, `--set`, environment, a verb's flags; tables of leaves that know their origin.
+"""The layers of settings: a YAML file, `--set`, the environment, and options of a command.
 
-One rule for all: a setting may be set once in a layer, by its own name or a historic one.
+In each layer, a setting may be set only once, by its dotted name or an alias.
 """
 
 from __future__ import annotations
@@ -27,69 +27,69 @@ class SourcedValue:
     origin: str
     """Provenance: `yaml:FILE:LINE`, `set`, `env:NAME`, a flag such as `--gamma`, or `derived`."""
     node: YamlNode | None = None
-    """Lines of what is listed in the value; None when derived."""
+    """YAML node with the lines of nested values; None if the value is derived."""
     given_name: str = ""
-    """The name as it was spelled there: `NUM_PRE_Q`; empty when derived."""
+    """Name by which the user set it, such as `NUM_PRE_Q`; empty if it is derived."""
 
 
 Layer = dict[str, SourcedValue]
-"""Dotted field -> its leaf."""
+"""Maps a dotted field to its value."""
 Flags = Mapping[str, tuple[str, str]]
-"""A verb's own option -> the field that it names, and its text: `--gamma` -> `algorithm.gamma`, `0.9`."""
+"""Maps an option of a command to its field and text: `--gamma` -> (`algorithm.gamma`, `0.9`)."""
 NO_FLAGS: Flags = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """A name and value as somebody wrote them, before the name is known to be a setting."""
+    """A name and a value as the user wrote them; the name may be unknown."""
 
     name: str
     node: YamlNode
     origin: str
     given_name: str
-    """The name as it was spelled there: `NUM_PRE_Q`."""
+    """Name as the user wrote it, such as `NUM_PRE_Q`."""
 
 
 def yaml_layer(root: YamlNode, *, file: str) -> Layer:
-    """What a settings file sets."""
+    """Returns the layer of a settings file."""
     return _build_layer(
         _Entry(name, node, f"yaml:{file}:{node.line}", name) for name, node in _flatten(root.value, prefix="")
     )
 
 
 def set_layer(overrides: Iterable[str]) -> Layer:
-    """What `--set NAME=VALUE` options set; values are YAML."""
+    """Returns the layer of `--set NAME=VALUE` options, whose values are YAML."""
     return _build_layer(_set_entries(overrides))
 
 
 def environment_layer(environ: Mapping[str, str]) -> Layer:
-    """What GRPO__SECTION__FIELD and upper-case historic names set; values are YAML."""
+    """Returns the layer of GRPO__SECTION__FIELD and upper-case aliases, whose values are YAML."""
     return _build_layer(_environment_entries(environ))
 
 
 def flag_layer(flags: Flags) -> Layer:
-    """What the verb's own options set; values are YAML."""
+    """Returns the layer of a command's options, whose values are YAML."""
     return _build_layer(_flag_entries(flags))
 
 
 def env_name(field: str) -> str:
-    """`rollout.group_size` as GRPO__ROLLOUT__GROUP_SIZE."""
+    """Returns a field's environment variable, such as GRPO__ROLLOUT__GROUP_SIZE."""
     return ENV_PREFIX + field.upper().replace(".", "__")
 
 
 def precedence(origin: str) -> int:
-    """Place of a provenance's layer in their order; of two, the larger was said later."""
+    """Returns the rank of a provenance's layer; a larger rank overrides a smaller one."""
     layer = "flag" if origin.startswith("--") else origin.partition(":")[0]
     return ("derived", "default", "yaml", "set", "env", "flag").index(layer)
 
 
 def describe_origin(origin: str) -> str:
-    """A provenance inside a sentence."""
+    """Returns a provenance in the form that sentences use."""
     return {"set": "--set", "default": "the default"}.get(origin, origin)
 
 
 def environment_notices(environment: Layer, overrides: Layer, flags: Layer) -> list[str]:
-    """Lines for stderr: bare historic names in use, and `--set` values that the environment overrides."""
+    """Returns notices about aliases in the environment, and `--set` values that the environment overrides."""
     environment = {field: leaf for field, leaf in environment.items() if field not in flags}
     fields_of: dict[str, list[str]] = {}
     for field, leaf in environment.items():
@@ -106,7 +106,7 @@ def environment_notices(environment: Layer, overrides: Layer, flags: Layer) -> l
 
 
 def _flatten(section: Any, *, prefix: str) -> Iterator[tuple[str, YamlNode]]:
-    """Every dotted name below a mapping; a section without content sets nothing."""
+    """Yields every dotted name in a mapping with its node; empty sections are skipped."""
     for key, node in section.items():
         name = prefix + key
         if name in SECTIONS and isinstance(node.value, dict):
@@ -151,9 +151,10 @@ def _environment_entries(environ: Mapping[str, str]) -> Iterator[_Entry]:
 
 
 def _build_layer(entries: Iterable[_Entry]) -> Layer:
-    """The entries by field.
+    """Returns the values by field.
 
-    Raises: InputError listing every unknown name and every field that is set twice.
+    Raises:
+        InputError: lists every unknown name and every field that is set twice.
     """
     layer: dict[str, tuple[_Entry, SourcedValue]] = {}
     problems = []
@@ -163,7 +164,7 @@ def _build_layer(entries: Iterable[_Entry]) -> Layer:
                 problems.append(_unknown_setting_message(entry))
             elif field in layer:
                 first, leaf = layer[field]
-                # verl's general switch may stand beside the one of a part, where they agree.
+                # verl's general switch and that of a part may both be set to the same value.
                 both_are_historic = {first.name, entry.name} <= ALIASES.keys()
                 general_and_part = both_are_historic and ALIASES[first.name] != ALIASES[entry.name]
                 if not (general_and_part and leaf.value == _parse_value(entry.node, field)):
@@ -181,7 +182,7 @@ def _build_layer(entries: Iterable[_Entry]) -> Layer:
 
 
 def _parse_value(node: YamlNode, field: str) -> Any:
-    """The plain value; free text stays as it was written: the revision `12e4567` is no number."""
+    """Returns the value of a node; free text keeps its spelling, since the revision `12e4567` is not a number."""
     if is_text(field) and node.spelling is not None and node.value is not None:
         return node.spelling
     return node.to_python()

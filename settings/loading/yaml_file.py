@@ -1,8 +1,8 @@
-"""YAML with every value's line, and without YAML's traps.
+"""A strict YAML parser that keeps the line of every value.
 
-Scalars follow YAML 1.2: `1e-6` is a number and `yes`, `off`, `010`, `1:30` are not booleans, octals
-or base-60 numbers. Tags, repeated keys and documents after the first are refused, and size, depth
-and alias expansion are bounded, so that a hostile file can neither run code nor exhaust memory.
+Scalars follow YAML 1.2: `1e-6` is a number, and `yes`, `off`, `010`, `1:30` are not booleans, octal or base-60
+numbers. Tags, repeated keys and further documents are refused. Size, depth and alias expansion are limited, so that
+a malicious file can neither run code nor exhaust memory.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from settings.errors import InputError
 
 MAX_BYTES = 256 * 1024
 MAX_VALUES = 10_000
-"""Values after aliases are expanded."""
+"""Maximum number of values after alias expansion."""
 MAX_DEPTH = 20
-"""Levels of nesting; also ends a value that contains itself by an alias."""
+"""Maximum nesting depth; it also stops a value that contains itself by an alias."""
 
 _NULL = re.compile(r"~|null|Null|NULL|")
 _TRUE = re.compile(r"true|True|TRUE")
@@ -35,16 +35,16 @@ _NAN = re.compile(r"\.(nan|NaN|NAN)")
 
 @dataclass(frozen=True, slots=True)
 class YamlNode:
-    """One YAML value and where it stands."""
+    """A YAML value and its line."""
 
     value: bool | int | float | str | list[YamlNode] | dict[str, YamlNode] | None
     line: int
-    """1-based; the line of the key for a value in a mapping."""
+    """Line number from 1; for a value in a mapping, that of its key."""
     spelling: str | None = None
-    """How an unquoted scalar was written: `1e3` for 1000.0."""
+    """Spelling of an unquoted scalar, such as `1e3` for 1000.0; None for other values."""
 
     def to_python(self) -> Any:
-        """The value in Python's own types."""
+        """Returns the value as Python objects."""
         if isinstance(self.value, dict):
             return {key: node.to_python() for key, node in self.value.items()}
         if isinstance(self.value, list):
@@ -53,9 +53,10 @@ class YamlNode:
 
 
 def parse_yaml(text: str, *, name: str) -> YamlNode:
-    """The document in `text`; `name` says in errors where it came from.
+    """Parses a YAML document; `name` is its source in errors.
 
-    Raises: InputError with line and column.
+    Raises:
+        InputError: the text is not valid, with line and column.
     """
     try:
         loader = _Loader(text)
@@ -73,9 +74,10 @@ def parse_yaml(text: str, *, name: str) -> YamlNode:
 
 
 def parse_settings_file(content: bytes, *, name: str) -> YamlNode:
-    """The mapping at the top of a settings file.
+    """Parses a settings file into its top-level mapping.
 
-    Raises: InputError for a file that is too large, not UTF-8, empty, or no mapping.
+    Raises:
+        InputError: the file is too large, not UTF-8, empty, or not a mapping.
     """
     if len(content) > MAX_BYTES:
         raise InputError(f"{name}: settings files are limited to {MAX_BYTES // 1024} KiB")
@@ -94,7 +96,7 @@ def parse_settings_file(content: bytes, *, name: str) -> YamlNode:
 
 
 def parse_scalar(text: str) -> bool | int | float | str | None:
-    """What an unquoted scalar means in YAML 1.2's core schema."""
+    """Returns the value of an unquoted scalar in the core schema of YAML 1.2."""
     if _NULL.fullmatch(text):
         return None
     if _TRUE.fullmatch(text) or _FALSE.fullmatch(text):
@@ -111,7 +113,7 @@ def parse_scalar(text: str) -> bool | int | float | str | None:
 
 
 class _Loader(yaml.BaseLoader):
-    """Leaves every scalar a string (`plain_scalar` decides) and refuses tags before they mean anything."""
+    """A loader that keeps scalars as strings, for `parse_scalar`, and refuses tags."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         event: Any = self.peek_event()
@@ -121,7 +123,7 @@ class _Loader(yaml.BaseLoader):
 
 
 class _NodeConverter:
-    """Turns PyYAML's nodes into ours, counting them."""
+    """Converts PyYAML's nodes to `YamlNode`, and counts them."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -168,5 +170,5 @@ def _problem(error: yaml.MarkedYAMLError, text: str) -> str:
     if mark is not None and text.splitlines()[mark.line : mark.line + 1]:
         rest = text.splitlines()[mark.line][mark.column :]
         if rest.startswith("\t"):
-            return "found a tab; YAML wants spaces here"
+            return "found a tab; YAML needs spaces here"
     return " ".join(part for part in (error.context, error.problem) if part)

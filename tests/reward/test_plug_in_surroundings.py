@@ -46,7 +46,7 @@ def test_gpus_are_the_trainers_unless_they_are_asked_for(
 
 def test_an_asked_for_variable_must_be_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("JUDGE_KEY", raising=False)
-    with pytest.raises(InputError, match=r"reward\.environment names JUDGE_KEY, which is not set"):
+    with pytest.raises(InputError, match="environment variable JUDGE_KEY is not set"):
         score(["gsm8k"], make_group("a"), environment=["JUDGE_KEY"])
 
 

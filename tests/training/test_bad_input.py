@@ -242,7 +242,7 @@ def take_a_smaller_embedding(model: Path) -> None:
         ),
         (lose_a_tensor, "1 tensors are missing, first 'model.layers.1.mlp.down_proj.weight'"),
         (add_a_tensor, "first 'model.layers.0.self_attn.q_proj.bias'"),
-        (forget_the_end, "names no end-of-sequence token"),
+        (forget_the_end, "has no end-of-sequence token"),
         (forget_the_template, "the tokenizer has no chat template"),
         (remove_the_tokenizer, "there is no tokenizer.json"),
         (take_a_smaller_embedding, "the tokenizer has ids up to 21, but the model's vocab_size is 20"),

@@ -1,1 +1,1 @@
-"""Which sample decodes where and when: a state machine without jax, clock, threads or randomness of its own."""
+"""Scheduling of samples on workers: a state machine without jax, clock, threads or randomness."""
