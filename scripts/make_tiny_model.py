@@ -41,7 +41,7 @@ from app.prompts.arithmetic import make_problems
 from app.records.sample import Prompt, Sample
 
 LEVEL_SHARES = {2: 0.4, 3: 0.6}
-"""Difficulty level -> its share of a batch."""
+"""Maps a difficulty level to its fraction of a batch."""
 RIGHT_SHARE = 0.3
 NUM_PROBLEMS = 40_000
 BATCH_ROWS = 256
@@ -79,7 +79,7 @@ CONFIG: dict[str, Any] = {
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per character. Blanks are dropped: `47 + 38 = ?` is seven characters to the model."""
+    """Returns a tokenizer with one token per character, without blanks: `47 + 38 = ?` has seven tokens."""
     vocabulary = {token: i for i, token in enumerate((*CONTROL_TOKENS, *CHARACTERS))}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     backend.normalizer = normalizers.Replace(Regex(r"\s"), "")
@@ -92,13 +92,13 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def without_carries(left: int, right: int) -> int:
-    """The sum of two numbers, each column by itself: 47 + 38 -> 75, 60 + 70 -> 30."""
+    """Returns the sum of two numbers without carries: 47 + 38 -> 75, 60 + 70 -> 30."""
     columns = zip(f"{left:03}", f"{right:03}", strict=True)
     return int("".join(str((int(a) + int(b)) % 10) for a, b in columns))
 
 
 def training_rows(tokenizer: PreTrainedTokenizerFast, *, num_problems: int) -> tuple[TokenBatch, np.ndarray]:
-    """Problems of the training split, each answered right and with the slip; and each row's probability."""
+    """Returns problems of the training split with correct and wrong answers, and each row's probability."""
     problems = make_problems(
         difficulty=tuple(LEVEL_SHARES), operators=("+",), num_problems=num_problems, split="train", seed=0
     )
@@ -123,7 +123,7 @@ def training_rows(tokenizer: PreTrainedTokenizerFast, *, num_problems: int) -> t
 def train(
     definition: DecoderDefinition, rows: TokenBatch, probabilities: np.ndarray, *, seed: int, num_steps: int
 ) -> Params:
-    """Weights after `num_steps` of AdamW on the mean negative logprob of the answers' tokens."""
+    """Returns the weights after `num_steps` of AdamW on the mean negative logprob of the answers' tokens."""
     schedule = optax.warmup_cosine_decay_schedule(0.0, LEARNING_RATE, num_steps // 10, num_steps)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.1))
 
@@ -156,7 +156,7 @@ def train(
 
 
 def write_weights(directory: Path, definition: DecoderDefinition, params: Params) -> None:
-    """`model.safetensors` in Hugging Face's names and layout, in bfloat16: what `load_weights` reads back."""
+    """Writes `model.safetensors` with Hugging Face's names and layout in bfloat16, which `load_weights` reads."""
     flat = flatten_by_path(jax.device_get(params))
     tensors = {}
     for entry in expected_tensors(definition):
@@ -169,7 +169,7 @@ def write_weights(directory: Path, definition: DecoderDefinition, params: Params
 
 
 def write_tokenizer_and_config(directory: Path) -> None:
-    """Everything of a Hugging Face directory but the weights."""
+    """Writes all files of a Hugging Face directory except the weights."""
     generation = {name: CONFIG[name] for name in ("eos_token_id", "pad_token_id")}
     for name, content in (("config.json", CONFIG), ("generation_config.json", generation)):
         (directory / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Writes the generated pages of sops/reference/: every setting from the schema, every metric from its registry.
+"""Writes the generated pages of sops/reference/: all settings from the schema, and all metrics from their registry.
 
 python scripts/reference_pages.py
 """

@@ -1,4 +1,4 @@
-"""Build hook of the wheel: everything goes into one folder, `grpo/`, since other packages have an `app`, too."""
+"""Build hook of the wheel, which puts everything into one folder `grpo/`, because other packages have an `app`, too."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WHEEL_PATHS = {
 
 
 class WheelLayout(BuildHookInterface):
-    """Adds the program's files; version `editable` (`pip install -e`) puts the checkout on the path instead."""
+    """Adds the files of the program; version `editable` (`pip install -e`) adds the checkout to the path instead."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         if version == "standard":

@@ -1,4 +1,4 @@
-"""Checkpoints of a small state, each of whose arrays tells which step it is of."""
+"""Checkpoints of a small state, whose arrays identify their step."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SHAPES = jax.eval_shape(empty_state)
 
 
 def make_state(seed: int, num_devices: int = 1) -> dict[str, TrainState]:
-    """A state of which every array differs from that of another seed, its rows split over the devices."""
+    """Returns a state, split over the devices, in which every array differs from that of another seed."""
     rng = np.random.default_rng(seed)
     state = jax.tree.map(lambda x: (seed + rng.normal(size=x.shape)).astype(x.dtype), SHAPES)
     return jax.device_put(state, shardings(num_devices))
@@ -65,7 +65,7 @@ def write(folder: Path, *steps: int, keep: int = 3, num_devices: int = 1) -> Non
 
 
 def write_evaluated(folder: Path, accuracies: dict[int, float | None], *, keep: int = 1) -> None:
-    """Checkpoints of which those with an accuracy were evaluated, one after another by one process."""
+    """Writes checkpoints one after another in one process; those with an accuracy were evaluated."""
     checkpoints = opened(folder, keep=keep, best="eval/accuracy")
     for step, accuracy in accuracies.items():
         checkpoints.save(make_state(step), progress(step, accuracy))
@@ -104,10 +104,10 @@ from tests.checkpoints import FINGERPRINTS, make_state, opened, progress
 
 
 def said_by_hosts(*folders: Path, program: str) -> list[str]:
-    """The last word of each of two processes, of one device each, on its folder.
+    """Returns the last line that each of two processes with one device prints.
 
     Args:
-        program: what they do with `folder`, behind `JOIN`.
+        program: code that both run on `folder` after `JOIN`.
     """
     address = free_address()
     hosts = [

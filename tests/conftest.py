@@ -1,4 +1,4 @@
-"""One process with eight virtual CPU devices, no network, and none of the caller's settings.
+"""Sets up tests with eight virtual CPU devices, without network and without the caller's settings.
 
 A test of a single device builds its mesh from `jax.devices()[:1]`.
 """
@@ -74,7 +74,7 @@ MANY_MAPS = 20_000
 
 @pytest.fixture(autouse=True, scope="module")
 def programs_are_let_go() -> Iterator[None]:
-    """After a file, where there are many: each holds memory maps, and a process past Linux's 65,530 dies unheard."""
+    """Frees compiled programs after a file if there are many: a process with more than 65,530 memory maps is killed."""
     yield
     if MAPS.exists() and MAPS.read_bytes().count(b"\n") > MANY_MAPS:
         jax.clear_caches()
@@ -82,7 +82,7 @@ def programs_are_let_go() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def gsm8k_dir() -> Path:
-    """Folder with GSM8K's own `train.jsonl` and `test.jsonl`."""
+    """Folder with `train.jsonl` and `test.jsonl` of GSM8K."""
     folder = REPOSITORY.parent / "shared" / "data" / "gsm8k"
     if not (folder / "train.jsonl").is_file():
         pytest.skip(f"GSM8K is not at {folder}")
@@ -91,7 +91,7 @@ def gsm8k_dir() -> Path:
 
 @pytest.fixture(scope="session")
 def smollm2_gguf() -> Path:
-    """SmolLM2-135M-Instruct as a GGUF file: $GRPO_TEST_SMOLLM2, or what scripts/fetch_smollm2.sh brought."""
+    """SmolLM2-135M-Instruct as a GGUF file: $GRPO_TEST_SMOLLM2, or the file that scripts/fetch_smollm2.sh downloads."""
     named = os.environ.get("GRPO_TEST_SMOLLM2")
     if named:
         assert Path(named).is_file(), f"GRPO_TEST_SMOLLM2 names {named}, which is not a file"

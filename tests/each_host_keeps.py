@@ -1,7 +1,7 @@
-"""Imported by the program of a host, so that it keeps what it compiles for the next test.
+"""Makes every host write to the compilation cache, so that later tests find its programs; imported by a host's program.
 
-JAX has the first process alone write to a compilation cache, since elsewhere all would write the same. On CPUs each
-process has keys of its own: the others would find nothing, and the first would wait for them.
+JAX lets only the first process write, because all processes usually compile the same programs. On CPUs each process has
+its own keys, so the others would find nothing, and the first would wait for them.
 """
 
 from __future__ import annotations

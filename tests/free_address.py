@@ -1,4 +1,4 @@
-"""An address of this machine that nobody listens at."""
+"""Finds a free port of this machine."""
 
 from __future__ import annotations
 

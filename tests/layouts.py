@@ -1,4 +1,4 @@
-"""Packed rows of given segments, and numpy's word on who sees whom."""
+"""Packed rows with given segments, and their attention mask computed by numpy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from app.model.segment_layout import SegmentLayout
 
 Lengths = tuple[int, tuple[int, ...]]
-"""Of a segment: its prompt's tokens, and those of each completion."""
+"""Lengths of a segment: its prompt's tokens, and those of each completion."""
 
 
 def layout_of(rows: Sequence[Sequence[Lengths]], *, num_tokens: int) -> SegmentLayout:
@@ -32,7 +32,7 @@ def layout_of(rows: Sequence[Sequence[Lengths]], *, num_tokens: int) -> SegmentL
 
 @st.composite
 def segments_of_rows(draw: st.DrawFn, *, num_rows: int, num_tokens: int, longest: int) -> list[list[Lengths]]:
-    """Rows of random segments, some with a shared prompt, that are full, nearly full, or have padding behind."""
+    """Returns rows of random segments, some with a shared prompt; full, nearly full, or with padding."""
 
     def row() -> list[Lengths]:
         segments, left = [], draw(st.integers(0, num_tokens))
@@ -51,7 +51,7 @@ def segments_of_rows(draw: st.DrawFn, *, num_rows: int, num_tokens: int, longest
 
 
 def seen(layout: SegmentLayout, window: int | None = None) -> np.ndarray:
-    """[R, T, T]: who sees whom, one pair of tokens at a time."""
+    """Returns the attention mask [R, T, T], computed for one pair of tokens at a time."""
     segment_ids, branch_ids, positions = map(np.asarray, layout)
     visible = np.zeros((*segment_ids.shape, segment_ids.shape[1]), bool)
     for row, query in np.argwhere(segment_ids > 0):

@@ -1,4 +1,4 @@
-"""A Hugging Face hub on this machine: the parts of its HTTP interface that models and questions about data sets use."""
+"""A Hugging Face hub on this machine, with the parts of its HTTP interface that models and data sets need."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from huggingface_hub import constants
 
 
 class LocalHub:
-    """Models by id, data sets by `datasets/<id>`: each is its commits' folders by branch or commit.
+    """A server of models by id and data sets by `datasets/<id>`, as folders by branch or commit.
 
-    Those in `gated` tell of their files and show none.
+    Repositories in `gated` have metadata but no readable files.
     """
 
     def __init__(self, url: str) -> None:
@@ -35,7 +35,7 @@ class LocalHub:
         return commit
 
     def answer(self, path: str) -> tuple[int, dict[str, str], bytes]:
-        """Status, headers and body of a request."""
+        """Returns status, headers and body of the response to a request."""
         api = path.startswith("/api/")
         parts = path.partition("?")[0].removeprefix("/api/models").removeprefix("/api").split("/")[1:]
         size = 3 if parts[0] == "datasets" else 2
@@ -94,7 +94,7 @@ def serve() -> Iterator[LocalHub]:
 
 
 def use_hub(monkeypatch: pytest.MonkeyPatch, url: str | None, cache: Path) -> None:
-    """What HF_ENDPOINT, HF_HUB_OFFLINE (where there is no url) and HF_HUB_CACHE would have set at start-up."""
+    """Sets what HF_ENDPOINT, HF_HUB_OFFLINE (without a URL) and HF_HUB_CACHE would set at start-up."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", url is None)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
     if url is not None:

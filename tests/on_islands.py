@@ -1,6 +1,6 @@
-"""What one of several hosts samples in every way, beside hosts that may sample nothing: a program of its own.
+"""A program that samples on one of several hosts in every way, while other hosts may sample nothing.
 
-`python -m tests.on_islands MODEL OUT [--set mesh....=...]...` writes what it has found to OUT as JSON.
+`python -m tests.on_islands MODEL OUT [--set mesh....=...]...` writes its results to OUT as JSON.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ WAYS = {
     "slots": ("rollout.slots=4", "rollout.mode=exact"),
     "adaptive": ("rollout.scheduler=adaptive", "rollout.mode=exact", *WORKER),
 }
-"""`sync` follows, by the worker of `adaptive`."""
+"""Ways to generate; `sync` is added for the worker of `adaptive`."""
 NUM_PROMPTS = 4
 
 
 class Found:
-    """One model in every way, on as many hosts as have joined."""
+    """Results of one model in every way, on all hosts that have joined."""
 
     def __init__(self, model: Path, *mesh: str):
         self._overrides = [f"model.path={model}", *TINY, *mesh]
@@ -59,7 +59,7 @@ class Found:
         self._sessions: dict[str, Session] = {}
 
     def session(self, way: str) -> Session:
-        """The same one each time: programs compile once."""
+        """Returns the same session each time, so that programs compile once."""
         if way not in self._sessions:
             settings = load(None, [*self._overrides, *WAYS[way]], {}).settings
             self._sessions[way] = Session.open(settings, self._model)
@@ -84,13 +84,13 @@ def told(samples: list[Sample]) -> list[tuple[str, list[int], str]]:
 
 
 def counted(most: int) -> Callable[[], bool]:
-    """Says yes when it is asked for more than so many times."""
+    """Returns a stop check that becomes true after this many calls."""
     asked = iter(range(most))
     return lambda: next(asked, None) is None
 
 
 def stopped(found: Found, way: str, asked: Callable[[], bool]) -> str:
-    """What becomes of a rollout."""
+    """Returns how a rollout that is stopped ends."""
     session = found.session(way)
     weights = session.engine.to_decode_weights(session.load_params())
     session.stop_when(asked)
@@ -102,7 +102,7 @@ def stopped(found: Found, way: str, asked: Callable[[], bool]) -> str:
 
 
 def buffers(tree: Any) -> list[dict[int, int]]:
-    """Of each array, device -> address of what it holds there."""
+    """Returns, for each array, the address of its buffer on each device."""
     return [
         {shard.device.id: shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards}
         for array in jax.tree.leaves(tree)
@@ -111,7 +111,7 @@ def buffers(tree: Any) -> list[dict[int, int]]:
 
 
 def taken(found: Found) -> dict[str, Any]:
-    """Whether an island's weights are the very buffers of the training mesh, and what lies on which devices."""
+    """Returns whether an island uses the buffers of the training mesh, and the arrays on each device."""
     session = found.session("island")
     engine, params = session.engine, session.load_params()
     laid_out: list[Any] = []

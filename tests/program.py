@@ -1,4 +1,4 @@
-"""Ways to run the program: inside this process, or as a process of its own; and what a run left behind."""
+"""Runs the program in this process or in another one, and reads the files of a run."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from app.records.run_directory import RunDirectory
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 DEADLINE_S = 120
-"""Nothing here takes a quarter of it; a process that hangs must not hang the suite."""
+"""Seconds after which a process counts as hanging; four times what any test needs."""
 
 THE_PROGRAM = ("-m", "cli")
-"""What Python runs."""
+"""Arguments of Python that run the program."""
 
 NUM_DEVICES = 8
-"""Of every process, as in this one: the same programs, so the same bits."""
+"""Number of devices of every process, as in this one, so that programs and results are the same."""
 
 
 def settings(*overrides: str) -> list[str]:
@@ -40,9 +40,9 @@ def settings(*overrides: str) -> list[str]:
 
 
 def here(*arguments: str | Path) -> Result:
-    """The command in this process: the same code as a process of its own, without the seconds of its start.
+    """Runs a command in this process, which saves the time of starting another.
 
-    Its stderr comes without the progress of the start-up, which has tests of its own.
+    Progress lines are removed from its stderr, because they have their own tests.
     """
     result = CliRunner().invoke(cli.app, list(map(str, arguments)), prog_name="grpo")
     result.stderr_bytes = without_progress(result.stderr).encode()
@@ -50,12 +50,12 @@ def here(*arguments: str | Path) -> Result:
 
 
 def without_progress(stderr: str) -> str:
-    """The lines of stderr that are not progress of a start-up: `[  0.3 s] reading FILE`."""
+    """Returns the lines of stderr that are not progress of a start-up: `[  0.3 s] reading FILE`."""
     return "".join(line for line in stderr.splitlines(keepends=True) if not re.match(r"\[ *\d+\.\d s\] ", line))
 
 
 def of_tiny(model: Path) -> list[str]:
-    """Settings of a small rollout of a tiny model, and of what comes after it."""
+    """Returns settings of a small rollout of a tiny model."""
     return settings(
         f"model.path={model}",
         "data.max_prompt_length=16",
@@ -80,10 +80,10 @@ def started(
     cwd: Path = REPOSITORY,
     program: Sequence[str] = THE_PROGRAM,
 ) -> Iterator[subprocess.Popen[str]]:
-    """The command as a process of its own, in a process group that does not outlive the block.
+    """Runs a command in another process, whose process group does not outlive the block.
 
     Args:
-        program: what Python runs; a command with a fault in it, perhaps.
+        program: arguments of Python; may be a version of the program with an injected fault.
     """
     process = subprocess.Popen(
         [sys.executable, *program, *map(str, arguments)],
@@ -103,7 +103,7 @@ def started(
 
 
 def compilation_cache() -> dict[str, str]:
-    """This process' compilation cache, for another one's environment."""
+    """Returns environment variables with which another process uses the compilation cache of this one."""
     return {
         "JAX_ENABLE_COMPILATION_CACHE": "true",
         "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,  # pyright: ignore[reportAttributeAccessIssue]
@@ -112,12 +112,12 @@ def compilation_cache() -> dict[str, str]:
 
 
 def wait_for_step(process: subprocess.Popen[str], run: Path, step: int) -> None:
-    """Returns as soon as metrics.jsonl tells of a step."""
+    """Waits until metrics.jsonl contains a step."""
     wait_until(process, lambda: any(line["step"] >= step for line in metrics_of(run)))
 
 
 def wait_until(process: subprocess.Popen[str], happened: Callable[[], bool]) -> None:
-    """Returns as soon as something has happened that a living process is to bring about."""
+    """Waits for an event that a living process causes."""
     end = time.monotonic() + DEADLINE_S
     while not happened():
         assert time.monotonic() < end, f"it did not happen in {DEADLINE_S} s"
@@ -129,21 +129,21 @@ def wait_until(process: subprocess.Popen[str], happened: Callable[[], bool]) -> 
 
 
 def metrics_of(run: Path) -> list[dict[str, Any]]:
-    """The whole lines of metrics.jsonl."""
+    """Returns the complete lines of metrics.jsonl."""
     path = run / "metrics.jsonl"
     lines = path.read_text().split("\n")[:-1] if path.exists() else []
     return [json.loads(line) for line in lines]
 
 
 def reproducible(metrics: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What must not depend on a clock, a schedule or a compiler."""
+    """Returns the metrics that do not depend on clocks, schedules or compilation."""
     return [
         {name: value for name, value in line.items() if not name.startswith(("time/", "perf/"))} for line in metrics
     ]
 
 
 def saved_state(run: Path, step: int) -> dict[str, np.ndarray]:
-    """Every array of a checkpoint's state, by its path."""
+    """Returns every array of a checkpoint's state by its path."""
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         path = run / "checkpoints" / str(step) / "state"
         metadata = checkpointer.metadata(path).item_metadata.tree
@@ -153,7 +153,7 @@ def saved_state(run: Path, step: int) -> dict[str, np.ndarray]:
 
 
 def assert_same_run(run: Path, other: Path, *, step: int) -> None:
-    """Weights, optimizer, counters, place in the data and metrics, bit for bit."""
+    """Asserts equal weights, optimizer, counters, position in the data and metrics, bit for bit."""
     state, expected = saved_state(run, step), saved_state(other, step)
     assert state.keys() == expected.keys()
     assert len(state) > 30
@@ -164,7 +164,7 @@ def assert_same_run(run: Path, other: Path, *, step: int) -> None:
 
 
 def newest_checkpoint(run: Path) -> int:
-    """Its step."""
+    """Returns the step of the newest checkpoint."""
     return max(RunDirectory(run).checkpoint_steps)
 
 
@@ -173,7 +173,7 @@ def progress_of(run: Path, step: int) -> dict[str, Any]:
 
 
 def digest_of(folder: Path) -> dict[str, str]:
-    """Content and time stamp of every file below a folder: two of them are equal when nothing was touched."""
+    """Returns content and time stamp of every file below a folder, which are equal if no file was touched."""
     return {
         str(path.relative_to(folder)): f"{path.stat().st_mtime_ns} {hashlib.sha256(path.read_bytes()).hexdigest()}"
         for path in sorted(folder.rglob("*"))

@@ -1,4 +1,4 @@
-"""Networks with quantized kernels, and the floats that these stand for."""
+"""Networks with quantized kernels, and their dequantized weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def dequantized(held: KernelQuantizer, codes: ArrayLike, scales: ArrayLike) -> j
 
 
 def dequantized_params(definition: DecoderDefinition, params: Params) -> Params:
-    """The weights with float kernels, of the same network unquantized, on the host."""
+    """Returns the weights with float kernels, for the same network without quantization, on the host."""
     assert definition.quantization is not None
     dims, flat = flatten_by_path(definition.dims), {path: np.asarray(x) for path, x in flatten_by_path(params).items()}
     floats = {path: x for path, x in flat.items() if path[-1] not in (CODES, SCALES)}

@@ -1,4 +1,4 @@
-"""Ways to learn from saved samples, for tests."""
+"""Runs of replays for tests."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from tests.training.test_async_training import UNJUDGED
 
 
 def replay(rollouts: Path, folder: Path, *overrides: str, options: Sequence[str | Path] = ()) -> Result:
-    """Under the settings of the run whose files they are."""
+    """Replays saved samples under the settings of their run."""
     chosen = settings(f"run.dir={folder}", "logging.report=false", *overrides)
     return here("train", "--from-rollouts", rollouts, *options, *chosen)
 
 
 def replayed(rollouts: Path, folder: Path, *overrides: str, options: Sequence[str | Path] = ()) -> Path:
-    """The run directory of a replay, finished."""
+    """Returns the run directory of a finished replay."""
     result = replay(rollouts, folder, *overrides, options=options)
     assert result.exit_code == 0, result.stderr
     (run,) = folder.iterdir()
@@ -50,7 +50,7 @@ def write(path: Path, records: Iterable[dict[str, Any]]) -> Path:
 
 
 def looked(source: Path, *overrides: str, at: Path | None = None, checkpoint: Path | None = None) -> Replay:
-    """The samples at a path under the settings of a run, up to where devices would be touched."""
+    """Reads the samples at a path under the settings of a run, without using devices."""
     settings = load(str(source / "settings.yaml"), ["run.name=again", *overrides], {}).settings
     settings = pin_revisions(settings, RunDirectory(source))
     model = read_policy(settings)

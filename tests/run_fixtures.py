@@ -1,4 +1,4 @@
-"""One tiny model and one tiny run for all tests of the loop; programs compiled for one test serve the next."""
+"""A tiny model and tiny runs that many tests share, and the compilation cache."""
 
 from __future__ import annotations
 
@@ -38,16 +38,18 @@ mesh: {{cpu_devices: 8}}
 checkpoint: {{every_steps: 3, keep: 4}}
 eval: {{every_steps: 3, num_prompts: 16}}
 """
-"""Everything that a step can do: KL penalty, several epochs, mini-batches, micro-batches. 40 problems: 12 steps reach
-into a second epoch of the data."""
+"""A run with a KL penalty, several epochs, mini-batches and micro-batches.
+
+Its 12 steps extend into a second epoch of the 40 problems.
+"""
 
 
 NO_REPORT = "logging: {{report: false}}\n"
-"""Two seconds of drawing that most tests have no use for."""
+"""Settings without the report, which takes two seconds."""
 
 
 LORA = {"rank": 3, "alpha": 6.0, "targets": ["q_proj", "v_proj", "mlp"]}
-"""Of the run in which adapters learn."""
+"""Settings of the run with adapters."""
 
 
 @pytest.fixture(scope="session")
@@ -61,7 +63,7 @@ def cache_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled_once(cache_directory: Path) -> Iterator[None]:
-    """Each run compiles the same dozen programs; only the first should have to wait for it."""
+    """Enables the compilation cache, since every run compiles the same dozen programs."""
     jax.config.update("jax_enable_compilation_cache", True)
     jax.config.update("jax_compilation_cache_dir", str(cache_directory))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
@@ -96,7 +98,7 @@ def write_config(folder: Path, text: str, model: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
-    """The run directory of the smallest run, finished. Not to be written to."""
+    """Run directory of the smallest run, finished; tests must not change it."""
     folder = tmp_path_factory.mktemp("finished")
     result = train_here(write_config(folder, TINY, tiny_model))
     assert result.exit_code == 0, result.stderr
@@ -105,13 +107,13 @@ def finished(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path
 
 @pytest.fixture
 def loose(finished: Path, tmp_path: Path) -> Path:
-    """The samples of a step, in a file that is not a run's."""
+    """The samples of a step, in a file outside of a run."""
     return Path(shutil.copy(finished / "rollouts" / "step_000001.jsonl", tmp_path / "samples.jsonl"))
 
 
 @pytest.fixture
 def source(finished: Path, tmp_path: Path) -> Path:
-    """A run's settings and samples, to be written to."""
+    """Settings and samples of a run that tests may change."""
     folder = tmp_path / "source"
     shutil.copytree(finished / "rollouts", folder / "rollouts")
     shutil.copy(finished / "settings.yaml", folder)
@@ -120,7 +122,7 @@ def source(finished: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def adapted(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
-    """The run directory of two steps in which adapters learned. Not to be written to."""
+    """Run directory of two steps with adapters; tests must not change it."""
     folder = tmp_path_factory.mktemp("adapted")
     config = write_config(folder, TINY + NO_REPORT, tiny_model)
     lora = [f"model.lora.{name}={value}" for name, value in LORA.items()]
@@ -131,7 +133,7 @@ def adapted(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def sampled(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
-    """Four samples each of six prompts, in batches of four prompts. Not to be written to."""
+    """Four samples each of six prompts, in batches of four prompts; tests must not change the file."""
     folder = tmp_path_factory.mktemp("sampled")
     result = here("rollout", *of_tiny(tiny_model), "--limit", "6", "--out", folder / "samples.jsonl")
     assert result.exit_code == 0, result.stderr
@@ -140,7 +142,7 @@ def sampled(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
-    """The run directory of twelve full steps in one go. Not to be written to."""
+    """Run directory of twelve full steps without interruption; tests must not change it."""
     folder = tmp_path_factory.mktemp("uninterrupted")
     result = train_here(write_config(folder, FULL + NO_REPORT, tiny_model))
     assert result.exit_code == 0, result.stderr

@@ -1,4 +1,4 @@
-"""The command line as a stranger meets it: output, exit codes, and no JAX before it is needed."""
+"""Tests of the command line: output, exit codes, and no import of JAX before it is needed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 CANARY = "CANARY-0123456789abcdef"
 HINT = " (--debug shows the traceback)"
 CONFIGURED = ("train", "evaluate", "rollout", "score", "gae", "inspect-mesh", "export", "doctor")
-"""Verbs that take settings."""
+"""Commands that take settings."""
 VERBS = (*CONFIGURED, "report")
 
 
@@ -238,7 +238,7 @@ def test_debug_shows_the_traceback_of_an_input_error() -> None:
 
 
 def in_process(verb: str, statement: str) -> subprocess.CompletedProcess[str]:
-    """What the command line makes of a statement that runs in the middle of a verb."""
+    """Runs a statement inside a command, in another process."""
     program = (
         "import sys, typer, cli\nfrom settings import InputError\n"
         "from app.commands.command_support import handle_errors\n"

@@ -1,8 +1,8 @@
-"""Every setting that README and the runbooks name exists, and a default that they state is the schema's.
+"""Tests that every setting in README and the runbooks exists, with the default that they give.
 
-What counts: inline code that begins with the name of a section, `rollout.group_size`, also with a value behind it,
-`algorithm.kl_in: reward`, with `*` or `<phase>`, or with braces. Columns of a table that are another program's names
-are left out.
+Inline code counts if it begins with the name of a section: `rollout.group_size`, also with a value, as in
+`algorithm.kl_in: reward`, with `*` or `<phase>`, or with braces. Columns of a table that name settings of another
+program are ignored.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 DOCUMENTS = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "sops").rglob("*.md"))]
 MIGRATIONS = [REPOSITORY / "sops" / "migrate" / "from_trl.md", REPOSITORY / "sops" / "migrate" / "from_verl.md"]
 THEIRS = {"TRL", "verl", "default there"}
-"""Heads of columns that name what is not ours."""
+"""Headings of columns that name settings of another program."""
 FILE = re.compile(r"\.(json|jsonl|md|py|yaml|html|png|npz|safetensors)$")
 STATED = re.compile(r"`([a-z_]+\.[a-z_.]+)` \((\d[\d.e-]*|null|true|false)[;,)]")
-"""`checkpoint.keep` (2), with or without more behind the value."""
+"""Pattern of a default, as in `checkpoint.keep` (2), maybe with more text after the value."""
 
 
 def without_blocks(markdown: str) -> str:
@@ -34,14 +34,14 @@ def without_blocks(markdown: str) -> str:
 
 
 def tables(markdown: str) -> Iterator[list[list[str]]]:
-    """The rows of each table, its head first, a line of cells each."""
+    """Returns the rows of each table, its heading first, as lists of cells."""
     for table in re.findall(r"(?:^\|.*\n)+", markdown, flags=re.MULTILINE):
         rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
         yield [row for row in rows if set("".join(row)) != {"-"}]
 
 
 def own_text(markdown: str) -> str:
-    """The text without the cells of columns that are another program's."""
+    """Returns the text without the columns of another program."""
     text = without_blocks(markdown)
     prose = re.sub(r"^\|.*\n", "", text, flags=re.MULTILINE)
     cells = [
@@ -55,7 +55,7 @@ def own_text(markdown: str) -> str:
 
 
 def named_settings(markdown: str) -> list[str]:
-    """Dotted names of inline code, braces written out, values cut off."""
+    """Returns the dotted names in inline code, with braces expanded and values removed."""
     found = []
     for code in re.findall(r"`([^`\n]+)`", own_text(markdown)):
         name = re.split(r"[=: ]", code.removeprefix("--set "))[0]
@@ -76,14 +76,14 @@ def test_every_setting_that_is_named_exists(document: Path) -> None:
 
 @pytest.fixture(scope="module")
 def nothing_said(tmp_path_factory: pytest.TempPathFactory) -> Settings:
-    """What a configuration that sets nothing comes to."""
+    """Returns the settings of an empty configuration."""
     path = tmp_path_factory.mktemp("empty") / "empty.yaml"
     path.write_text("run: {}\n", encoding="utf-8")
     return load(str(path), [], {}).settings
 
 
 def is_default(field: str, stated: str, settings: Settings) -> bool:
-    """By the schema, or once derived."""
+    """Returns whether a value is the default of the schema, or the derived one."""
     text = stated.strip("`")
     value = tuple(text[1:-1].split(", ")) if text.startswith("[") else parse_scalar(text)
     return value in (FIELDS[field].get_default(), value_of(settings, field))

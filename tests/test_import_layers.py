@@ -1,4 +1,4 @@
-"""The house plan's walls: who may import whom, and what nobody may use. Read from the source, never run."""
+"""Tests of the import order between packages and of forbidden imports, read from the source."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"app.records"}),
     frozenset({"settings"}),
 )
-"""Left may import right. Rooms of one layer never import each other."""
+"""Layers: packages on the left may import those on the right; packages of one layer do not import each other."""
 
 DEPTH = {room: depth for depth, rooms in enumerate(LAYERS) for room in rooms}
 
@@ -51,9 +51,9 @@ FORBIDDEN_UNLESS_FALSE = {"shell", "allow_pickle", "trust_remote_code"}
 class Import:
     line: int
     target: str
-    """`a.b.c` for both `import a.b.c` and `from a.b import c`."""
+    """Returns `a.b.c` for both `import a.b.c` and `from a.b import c`."""
     when_loaded: bool
-    """False inside a function and under `if TYPE_CHECKING`."""
+    """Whether the import runs with the module: not in a function or under `if TYPE_CHECKING`."""
 
 
 def find_imports(tree: ast.Module) -> Iterator[Import]:
@@ -78,7 +78,7 @@ def find_imports(tree: ast.Module) -> Iterator[Import]:
 
 
 def room_of(dotted: str) -> str | None:
-    """`app.mesh` for `app.mesh.topology.make_mesh`; None for what is not ours."""
+    """Returns `app.mesh` for `app.mesh.topology.make_mesh`; None for modules of other distributions."""
     first, *rest = dotted.split(".")
     if first == "app":
         return ".".join(["app", *rest[:1]])
@@ -86,7 +86,7 @@ def room_of(dotted: str) -> str | None:
 
 
 def wrong_direction(module: str, source: str) -> list[str]:
-    """Imports of `module` that the layers do not allow."""
+    """Returns the imports of `module` that the layers forbid."""
     if module == "app":
         return [f"line {found.line}: app/__init__.py imports" for found in find_imports(ast.parse(source))]
     here = room_of(module)
@@ -105,7 +105,7 @@ def wrong_direction(module: str, source: str) -> list[str]:
 
 
 def forbidden_uses(source: str) -> list[str]:
-    """Uses of what no part of the program may use, whatever name it was imported under."""
+    """Returns uses of forbidden names, whatever name they were imported under."""
     tree = ast.parse(source)
     full_names = {}
     problems = []
@@ -134,7 +134,8 @@ def forbidden_uses(source: str) -> list[str]:
 
 
 def reached(modules: set[str], sources: Mapping[str, str], *, lazily: bool) -> set[str]:
-    """Foreign top-level modules that importing `modules` loads; with `lazily`, also what functions load."""
+    """Returns the foreign top-level modules that importing `modules` loads; with `lazily`, also those loaded in
+    functions."""
     all_modules = reached_modules(modules, sources, lazily=lazily)
     targets = modules.union(
         *(
@@ -146,7 +147,7 @@ def reached(modules: set[str], sources: Mapping[str, str], *, lazily: bool) -> s
 
 
 def reached_modules(modules: set[str], sources: Mapping[str, str], *, lazily: bool) -> set[str]:
-    """Modules of the program that importing `modules` loads; with `lazily`, also what functions load."""
+    """Returns the modules of the program that importing `modules` loads; with `lazily`, also inside functions."""
     seen: set[str] = set()
     waiting = list(modules)
     while waiting:

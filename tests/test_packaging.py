@@ -1,4 +1,4 @@
-"""What `pip install .` and `pip install -e .` install: everything that the program needs, and nothing else."""
+"""Tests that `pip install .` and `pip install -e .` install everything that the program needs, and nothing else."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from app.records.versions import code_digest, minimum_versions
 REPOSITORY = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 PINNED_BY_ANOTHER = {"pydantic-core"}
-"""pydantic requires exactly one version of it."""
+"""Packages of which pydantic requires exactly one version."""
 
 OPTIONAL = {"math-verify": "math", "qwix": "qlora", "ray": "ray"}
-"""What the program imports only where the extra that brings it is installed."""
+"""Packages of extras, which the program imports only if they are installed."""
 
 
 def distribution(requirement: str) -> str:
-    """`ml-dtypes` for `ml_dtypes[extra]>=0.6; marker`."""
+    """Returns `ml-dtypes` for `ml_dtypes[extra]>=0.6; marker`."""
     return re.split(r"[\[<>=!~; ]", requirement, maxsplit=1)[0].lower().replace("_", "-")
 
 
@@ -37,7 +37,7 @@ def program_files() -> list[Path]:
 
 
 def imported_packages() -> set[str]:
-    """Every foreign top-level package the program imports anywhere, as in `import <name>`."""
+    """Returns every foreign top-level package that the program imports anywhere."""
     names = set()
     for path in program_files():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -101,14 +101,14 @@ def test_the_wheel_is_one_folder_with_the_program_and_its_data(unpacked_wheel: P
 
 @dataclass(frozen=True)
 class UserFolder:
-    """A working directory that is on PYTHONPATH, too, and has an `app.py` and a `settings.py` of the user's."""
+    """A working directory on PYTHONPATH with an `app.py` and a `settings.py` of the user."""
 
     path: Path
     installed: Path
-    """The folder in which Python finds `grpo`."""
+    """Returns the folder in which Python finds `grpo`."""
 
     def run(self, script: str, *arguments: str) -> str:
-        """Runs a script that is in another folder, as a console script is; returns its output."""
+        """Runs a script in another folder, like a console script, and returns its output."""
         (self.path / "bin").mkdir(exist_ok=True)
         (self.path / "bin" / "script").write_text(script)
         result = subprocess.run(

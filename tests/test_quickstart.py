@@ -1,4 +1,4 @@
-"""The embedded default: small, weak at sums but not at format, and good at sums after training."""
+"""Tests that the built-in model is weak at sums, knows the format, and learns sums."""
 
 from __future__ import annotations
 

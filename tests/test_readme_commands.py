@@ -1,9 +1,9 @@
-"""The commands people are told to type, tried as written.
+"""Tests of the documented commands, in the form in which they are printed.
 
 Every line of a ```bash block counts. A script must exist and parse. A `grpo` command, also one that a script launches
-elsewhere (behind `--`), runs with `--print-config` added, which resolves its settings and stops, or with `--help` where
-a verb takes no settings, or `--compare` does not; with `--help` or `--version` it runs as it is. What it resolves must
-also pass what its verb checks before it starts.
+elsewhere (after `--`), runs with `--print-config`, which resolves its settings and stops. It runs with `--help` if the
+command takes no settings or is `--compare`, and unchanged with `--help` or `--version`. The resolved settings must also
+pass the checks of the command.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ CHECKS = {
     "doctor": check_for_mesh,
 }
 OTHERWISE = {"dry_run": check_for_dry_run, "plan": check_for_mesh}
-"""Options under which a verb checks something else."""
+"""Options with which a command runs other checks."""
 ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 SHELL_OPERATOR = re.compile(r"\d?[<>|&;]")
 
 
 def bash_commands(markdown: str) -> Iterator[str]:
-    """Each command of each ```bash block, continued lines joined, comments and blank lines left out."""
+    """Returns each command of each ```bash block, with continued lines joined and comments removed."""
     for block in re.findall(r"^```bash\n(.*?)^```", markdown, flags=re.DOTALL | re.MULTILINE):
         for line in block.replace("\\\n", " ").splitlines():
             if shlex.split(line, comments=True):
@@ -61,7 +61,7 @@ def bash_commands(markdown: str) -> Iterator[str]:
 
 
 def words_and_environment(command: str) -> tuple[list[str], dict[str, str]]:
-    """Arguments up to the first pipe, redirection or `&&`, and the assignments that stand before them."""
+    """Returns the arguments up to the first pipe, redirection or `&&`, and the assignments before them."""
     words = shlex.split(command, comments=True)
     words = list(itertools.takewhile(lambda word: not SHELL_OPERATOR.match(word), words))
     environment = {}
@@ -71,7 +71,7 @@ def words_and_environment(command: str) -> tuple[list[str], dict[str, str]]:
 
 
 def check_settings(words: list[str], environment: dict[str, str]) -> None:
-    """Raises InputError where the command would stop at its settings, past `--print-config`."""
+    """Raises InputError if the command would stop at the checks of its settings."""
     _, verb, *arguments = words
     options = get_group(cli.app).commands[verb].make_context(verb, arguments).params
     check = next((check for option, check in OTHERWISE.items() if options.get(option)), CHECKS[verb])
@@ -134,7 +134,7 @@ def test_arguments_end_where_the_shell_takes_over() -> None:
 
 
 def test_the_stages_of_the_readme_chain_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The commands of "One stage at a time" really run, in the order in which README shows them."""
+    """Runs the commands of "One stage at a time" in the order of the README."""
     readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
     section = readme[readme.index("## One stage at a time") : readme.index("## Commands")]
     chain = [words_and_environment(command)[0] for command in bash_commands(section)]

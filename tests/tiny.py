@@ -1,4 +1,4 @@
-"""Tiny models, meshes and samples that tests share. Nothing here is read from disk."""
+"""Tiny models, meshes and samples that tests share; nothing is read from disk."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ ODD = Architecture(
     attention_output_bias=False,
     mlp_bias=False,
 )
-"""No size is a power of two and head_dim is not model_dim / heads."""
+"""A model whose sizes are no powers of two, with head_dim other than model_dim / heads."""
 
 BIASED = replace(ODD, tied_embeddings=False, qkv_bias=True, attention_output_bias=True, mlp_bias=True)
 
@@ -60,12 +60,12 @@ SWITCHES: dict[str, Any] = {
     "scaled_embeddings": True,
     "windowed_rope": RopeConfig(theta=50.0),
 }
-"""All that can differ from Llama, but for `windows`, which count layers."""
+"""All differences from Llama, except `windows`, which depend on the number of layers."""
 
 SWITCHED = replace(ODD, num_layers=3, windows=(3, None, 4), **SWITCHES)
 
 EVEN = replace(ODD, vocab_size=64, model_dim=32, mlp_dim=48, num_query_heads=4, num_kv_heads=2, head_dim=8)
-"""Every weight can be split over 8 devices along fsdp, or 2 along tp."""
+"""A model whose weights can all be split over 8 devices by fsdp, or 2 by tp."""
 
 
 PLAIN_LOSS = PolicyLoss(
@@ -75,11 +75,11 @@ PLAIN_LOSS = PolicyLoss(
     beta=0.0,
     entropy_coef=0.0,
 )
-"""The clipped surrogate alone, its ratio to the scored logprobs."""
+"""The clipped surrogate without penalty or bonus, with its ratio to the scored logprobs."""
 
 
 def random_params(definition: DecoderDefinition, seed: int = 0) -> Params:
-    """Weights far larger than a fresh model's, so that no distribution is close to uniform and every bias counts."""
+    """Returns weights far larger than initial ones, so that no distribution is nearly uniform and biases matter."""
     rng = np.random.default_rng(seed)
     center_of_scales = 0.0 if definition.architecture.centered_norms else 1.0
 
@@ -91,13 +91,13 @@ def random_params(definition: DecoderDefinition, seed: int = 0) -> Params:
 
 
 def make_mesh(shape: tuple[int, int, int] = (1, 1, 1)) -> Mesh:
-    """dp, fsdp, tp over the first virtual devices."""
+    """Returns a mesh of (dp, fsdp, tp) over the first virtual devices."""
     num_devices = int(np.prod(shape))
     return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * 3, devices=jax.devices()[:num_devices])
 
 
 def make_engine(definition: DecoderDefinition, mesh: Mesh | None = None, **changes: Any) -> BatchEngine:
-    """Completions end only by length unless `eos_ids` are given."""
+    """Returns an engine; completions end only by length unless `eos_ids` are given."""
     settings = {"eos_ids": (), "decode_text": spell, "dtype": jnp.dtype("float32"), "prefill_length_min": 4}
     return BatchEngine(definition, mesh or make_mesh(), **(settings | changes))
 
@@ -112,7 +112,7 @@ def make_prompt(uid: str, token_ids: ArrayLike) -> Prompt:
 
 
 def random_prompts(num_prompts: int, *, vocab_size: int, longest: int = 9, seed: int = 0) -> list[Prompt]:
-    """Of 1 to `longest` tokens."""
+    """Returns prompts of 1 to `longest` tokens."""
     rng = np.random.default_rng(seed)
     return [
         make_prompt(f"row-{i}", rng.integers(0, vocab_size, rng.integers(1, longest + 1))) for i in range(num_prompts)
@@ -127,7 +127,7 @@ def make_sample(
     sample_index: int = 0,
     **fields: Any,
 ) -> Sample:
-    """Fields that are not given hold what the sampler would not write: zeros or nothing."""
+    """Returns a sample whose other fields are zeros or empty."""
     ids = np.asarray(completion_ids, np.int32)
     fields.setdefault("behavior_logprobs", np.zeros(len(ids), np.float32))
     return Sample(
@@ -152,7 +152,7 @@ def random_samples(
     with_holes: bool = False,
     seed: int = 0,
 ) -> list[Sample]:
-    """Credited samples with every kind of logprobs filled in; `with_holes` masks some of their tokens."""
+    """Returns samples with advantages and every kind of logprobs; `with_holes` masks some of their tokens."""
     rng = np.random.default_rng(seed)
 
     def logprobs(length: int) -> np.ndarray:
@@ -184,7 +184,7 @@ def random_samples(
 def plan_of(
     rows: Sequence[Sequence[int]], *, rows_per_micro_batch: int, num_tokens: int, num_targets: int
 ) -> MicroBatchPlan:
-    """The plan of these rows of sample indices, each sample behind a prompt of its own; the last filled up."""
+    """Returns a plan with these rows of sample indices and no shared prompts; empty rows fill the last micro-batch."""
     filled = [tuple((i,) for i in row) for row in rows]
     filled += [()] * (-len(filled) % rows_per_micro_batch)
     shape = RowShape(num_tokens, num_targets)
@@ -201,7 +201,7 @@ def one_a_row(num_samples: int, **sizes: int) -> MicroBatchPlan:
 
 
 def packed_plan(samples: Sequence[Sample], *, quota: int, row_length: int, share_prompts: bool) -> MicroBatchPlan:
-    """What the planner makes of one host's samples for one device."""
+    """Returns the planner's plan for one host's samples on one device."""
     budget = TokenBudget(quota, row_length, share_prompts, packing="best_fit", balance=True)
     return plan_token_budget([sequence_lengths(samples)], budget, lambda lengths: lengths**2, devices_per_host=1)[0]
 
@@ -209,7 +209,7 @@ def packed_plan(samples: Sequence[Sample], *, quota: int, row_length: int, share
 def pack_update(
     samples: Sequence[Sample], plan: MicroBatchPlan, *, weights: AggregationFn = token_mean
 ) -> list[PolicyBatch]:
-    """Numpy micro-batches of an optimizer step, with the policy's and the reference's logprobs where there are any."""
+    """Returns numpy micro-batches of an optimizer step, with the logprobs of policy and reference if there are any."""
     totals = StepTotals.from_samples(samples)
 
     def batch_of(micro_batch: MicroBatch) -> PolicyBatch:
@@ -234,7 +234,7 @@ def pack_update(
 
 
 def assert_trees_close(ours: Any, expected: Any, *, tolerance: float = 1e-5) -> None:
-    """Equal structure, and every array within `tolerance` of the other's largest entry."""
+    """Asserts equal structure, and that every array is within `tolerance` of the other's largest entry."""
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * float(np.abs(b).max(initial=0.0))),
         ours,

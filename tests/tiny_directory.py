@@ -1,4 +1,4 @@
-"""A Hugging Face directory that the whole program can run on in seconds: random weights, one token per character."""
+"""Writes a Hugging Face directory of a tiny model: random weights, one token per character."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ CONFIG: dict[str, Any] = {
 
 
 def random_tensors(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
-    """Every tensor of the architecture, in Hugging Face's names and layout."""
+    """Returns every tensor of the architecture with Hugging Face's names and layout."""
     rng = np.random.default_rng(seed)
     definition = DecoderDefinition.create(architecture_from_config(config))
     return {
@@ -62,7 +62,7 @@ def write_tokenizer(directory: Path, *, eos_token: str | None = END, chat_templa
 
 
 def write_model(directory: Path, *, seed: int = 0, **changes: Any) -> Path:
-    """A whole model directory; `changes` go into its config.json."""
+    """Writes a complete model directory; `changes` are applied to its config.json."""
     directory.mkdir(parents=True, exist_ok=True)
     config = CONFIG | changes
     (directory / "config.json").write_text(json.dumps(config))
@@ -72,7 +72,7 @@ def write_model(directory: Path, *, seed: int = 0, **changes: Any) -> Path:
 
 
 def write_reward_model(directory: Path, *, seed: int = 7, num_labels: int = 1, **changes: Any) -> Path:
-    """A whole directory of a sequence classification model; `changes` go into its config.json."""
+    """Writes a directory of a sequence classification model; `changes` are applied to its config.json."""
     changes = {"architectures": ["LlamaForSequenceClassification"]} | changes
     write_model(directory, seed=seed)
     (directory / "config.json").write_text(json.dumps(CONFIG | changes))

@@ -1,4 +1,4 @@
-"""Two processes of a few virtual devices each, which are two hosts to JAX."""
+"""Runs two processes with a few virtual devices, which are two hosts to JAX."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Arguments = Sequence[str | Path]
 Programs = tuple[Sequence[str], Sequence[str]]
 
 KEEPING = "import tests.each_host_keeps\n"
-"""First line of a host's program."""
+"""First line of a host's program, which keeps its compiled programs."""
 HOSTS_PROGRAM = ("-c", f"{KEEPING}import cli; cli.main()")
-"""What Python runs."""
+"""Program that Python runs on a host."""
 
 
 class Ended(NamedTuple):
@@ -37,12 +37,12 @@ def two_hosts(
     environ: dict[str, str] | None = None,
     cwd: Path = REPOSITORY,
 ) -> Iterator[Hosts]:
-    """The same command on both; neither outlives the block. Each finds its number in `THIS_HOST`.
+    """Runs the same command on two hosts, which do not outlive the block; `THIS_HOST` holds the host's number.
 
     Args:
-        of_each: what else the command of the first has, and that of the second.
-        programs: what Python runs on the first, and on the second.
-        num_devices: of each.
+        of_each: further arguments of the first and of the second command.
+        programs: programs of the first and of the second host.
+        num_devices: devices of each host.
     """
     address = free_address()
     with ExitStack() as stack:
@@ -67,7 +67,7 @@ def run_on_two_hosts(
     environ: dict[str, str] | None = None,
     cwd: Path = REPOSITORY,
 ) -> tuple[Ended, Ended]:
-    """How the command ends on the first and on the second; see `two_hosts`."""
+    """Returns how the command ends on the first and on the second host; see `two_hosts`."""
     with two_hosts(
         *arguments, of_each=of_each, programs=programs, num_devices=num_devices, environ=environ, cwd=cwd
     ) as hosts:
@@ -83,7 +83,7 @@ def ended(hosts: Hosts, *, deadline_s: float = DEADLINE_S) -> tuple[Ended, Ended
 
 
 def of_host(process_id: int, address: str, num_devices: int = 4) -> tuple[str, ...]:
-    """Settings of one of two processes with `num_devices` each."""
+    """Returns the settings of one of two processes with `num_devices` each."""
     return (
         f"mesh.cpu_devices={num_devices}",
         f"mesh.coordinator_address={address}",

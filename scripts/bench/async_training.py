@@ -1,10 +1,10 @@
-"""Steps a minute with generation ahead of training (`rollout.max_staleness` 1, 2), against waiting for it (0).
+"""Measures steps per minute with generation ahead of training (`rollout.max_staleness` 1, 2) and without it (0).
 
     python scripts/bench/async_training.py --steps 12 --repeats 3
 
-The quickstart's task and model, under the same workers every time. The ways take turns, so that whatever else the
-machine does meets all of them; each run's first steps, which compile, do not count. What is gained is the time in which
-one of the two would have waited for the other: where both share the same cores, as on a CPU, expect little.
+All ways train the quickstart's task and model with the same workers. They take turns, so that other load on the machine
+affects all of them, and the first steps, which compile, do not count. The gain is the time in which training or
+generation would have waited for the other. It is small if both share the same cores, as on a CPU.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Attention over packed rows, pair of blocks by pair of blocks, against all scores of a row under a mask.
+"""Compares block-wise attention over packed rows with attention over all scores of a row and a mask.
 
 python scripts/bench/attention.py --lengths 512 1024 2048 4096 --mean 300
 """
@@ -22,16 +22,16 @@ from app.model.attention import dot_product_attention, make_block_pairs, packed_
 from app.model.segment_layout import SegmentLayout, attention_mask
 
 TOKENS = 8192
-"""Of all rows together, whatever their length."""
+"""Number of tokens of all rows together, for every row length."""
 QUERY_HEADS, KV_HEADS, HEAD_DIM = 9, 3, 64
-"""SmolLM2-135M's."""
+"""Sizes of SmolLM2-135M."""
 SIGMA = 1.0
 QUERY_BLOCK = 1024
 RUNS = 5
 
 
 def masked_attention(query: Array, keys: Array, values: Array, layout: SegmentLayout) -> Array:
-    """The baseline: 1024 queries at a time against every key of their row, foreign segments masked."""
+    """Computes the baseline: 1024 queries at a time against every key of their row, with other segments masked."""
     rows, num_tokens = layout.segment_ids.shape
 
     @jax.checkpoint
@@ -49,12 +49,12 @@ def masked_attention(query: Array, keys: Array, values: Array, layout: SegmentLa
 
 
 def block_attention(query: Array, keys: Array, values: Array, layout: SegmentLayout) -> Array:
-    """Ours, with what a decoder computes once for all its layers."""
+    """Computes our attention, with the block pairs that a decoder computes once for all layers."""
     return packed_attention(query, keys, values, layout, pairs=make_block_pairs(layout, [None]))
 
 
 def log_normal_rows(rng: np.random.Generator, num_tokens: int, mean: float) -> SegmentLayout:
-    """Full rows of segments of log-normal lengths, the last of each row cut off."""
+    """Returns full rows of segments with log-normal lengths; the last segment of a row is truncated."""
     rows = TOKENS // num_tokens
     segment_ids, positions = np.zeros((2, rows, num_tokens), np.int32)
     for row in range(rows):
@@ -68,7 +68,7 @@ def log_normal_rows(rng: np.random.Generator, num_tokens: int, mean: float) -> S
 
 
 def interleaved_seconds(calls: dict[str, Callable[[], Any]]) -> dict[str, float]:
-    """Median of each call over runs that take turns, after one that compiles."""
+    """Returns the median seconds of each call; the calls take turns after one that compiles."""
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for run in range(RUNS + 1):
         for name, call in calls.items():
@@ -80,7 +80,7 @@ def interleaved_seconds(calls: dict[str, Callable[[], Any]]) -> dict[str, float]
 
 
 def measured(layout: SegmentLayout, rng: np.random.Generator) -> dict[str, float]:
-    """Seconds of both, forward, and forward and backward."""
+    """Returns the seconds of both, forward, and forward and backward."""
     rows, num_tokens = layout.segment_ids.shape
     shapes = (rows, num_tokens, QUERY_HEADS, HEAD_DIM), *[(rows, KV_HEADS, num_tokens, HEAD_DIM)] * 2
     arrays = [jnp.asarray(rng.normal(size=shape).astype(np.float32)) for shape in shapes]

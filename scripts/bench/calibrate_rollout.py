@@ -1,11 +1,12 @@
-"""What decoding costs on this machine, measured on the engine's own programs, for `simulate_rollout.py --cost`.
+"""Measures the cost of decoding on this machine with the engine's programs, for `simulate_rollout.py --cost`.
 
     python scripts/bench/calibrate_rollout.py --model builtin:tiny --out costs.json
+
     python scripts/bench/simulate_rollout.py --trace samples.jsonl --cost costs.json
 
-Decode segments over rungs of rows and of cache, prefills over rungs of prompts, rows admitted and suspended, and caches
-that grow are timed one by one; small scheduled rollouts in short segments add what a segment's edge costs, the
-scheduler's part in it included. The constants are fitted to all of them (`cost_fit.py`).
+It times decode segments for several numbers of rows and cache lengths, prefills, admitted and suspended rows, and
+growing caches. Small scheduled rollouts with short segments add the cost between segments, including the scheduler. All
+constants are fitted to these times (`cost_fit.py`).
 """
 
 from __future__ import annotations
@@ -35,24 +36,24 @@ from scripts.bench.simulator import SchedulerSimulator
 from settings.schema.rollout import PdsrSettings, SegmentSettings
 
 SEED = 99
-"""Under which nothing ends before it must."""
+"""A seed with which no sample ends before its limit."""
 STEPS = (8, 40)
-"""Of timed segments."""
+"""Number of steps of timed segments."""
 EDGE_LENGTHS = (1, 3, 8)
-"""Of segments in rollouts that are timed for their edges."""
+"""Lengths of segments in the rollouts that measure the cost between segments."""
 EDGE_TOKENS = 16
-"""Of each sample in them."""
+"""Tokens of each sample in these rollouts."""
 
 
 def seconds_of(action: Callable[[], object]) -> float:
-    """Until the devices have done it."""
+    """Returns the seconds until the devices have finished a call."""
     start = time.perf_counter()
     jax.block_until_ready(action())
     return time.perf_counter() - start
 
 
 class Bench:
-    """One engine, put into any state."""
+    """One engine, which can be put into any state."""
 
     def __init__(self, rollout: ForcedRollout, engine: WatchedEngine):
         self.rollout = rollout
@@ -67,14 +68,14 @@ class Bench:
         self.engine.open(self.rollout.weights, request, suspends=True)
 
     def prompt(self, length: int) -> Prompt:
-        """That was never seen."""
+        """Returns a prompt that was not used before."""
         self._number += 1
         ids = np.full(length, 1, np.int32)
         ids[:2] = 1 + self._number % 99, 1 + self._number // 99
         return Prompt(f"calibration-{self._number}", ids, "", None)
 
     def everything(self) -> Iterator[Timed]:
-        """Each measurement once."""
+        """Runs each measurement once."""
         self.open()
         yield from self.prefills()
         yield from self.slots()
@@ -90,7 +91,7 @@ class Bench:
                 yield Timed(f"prefill {num_rows} x {rung}", counts, taken)
 
     def slots(self) -> Iterator[Timed]:
-        """From the shortest caches to the longest, from all rows to the fewest."""
+        """Times segments from the shortest caches to the longest, and from all rows to the fewest."""
         engine, slots, full = self.engine, self.shapes.num_slots, self.shapes.max_length
         # Short prompts leave room for many steps.
         length = self.shapes.prompt_buckets[0]
@@ -133,13 +134,13 @@ class Bench:
 
 
 def programs_of(rollout: ForcedRollout) -> list[tuple[int, int]]:
-    """Decode programs of the first worker, as (rows, room)."""
+    """Returns the decode programs of the first worker, as (rows, cache length)."""
     specs = rollout.engines[0].programs.program_specs(suspends=True, recomputes=True, truncates=False)
     return [name[1:3] for name in specs if name[0] == "decode"]
 
 
 def edges(rollout: ForcedRollout) -> Iterator[Timed]:
-    """Rollouts on the first worker alone. What they paid, the virtual clock knows."""
+    """Times rollouts on the first worker alone, whose costs the virtual clock counts."""
     prompts = rollout.prompts[:2]
     for length in EDGE_LENGTHS:
         rule = SegmentSettings(min=length, max=length)
@@ -172,7 +173,7 @@ def edges(rollout: ForcedRollout) -> Iterator[Timed]:
 
 
 def calibrate(rollout: ForcedRollout, *, repeats: int, rehearsals: int = 1) -> tuple[CostModel, list[Timed]]:
-    """The fitted constants, and the medians that they are fitted to.
+    """Returns the fitted constants, and the medians to which they are fitted.
 
     Args:
         rehearsals: rounds before, which touch memory for the first time.
@@ -188,9 +189,9 @@ def calibrate(rollout: ForcedRollout, *, repeats: int, rehearsals: int = 1) -> t
 
 
 def edge_steps(cost: CostModel, rollout: ForcedRollout) -> float:
-    """What a segment's edge costs, in decode steps of the first worker: `rollout.segment.overhead_steps`.
+    """Returns the cost between segments in decode steps of the first worker: `rollout.segment.overhead_steps`.
 
-    Where several workers take turns, the host's part is hidden behind the segment of another.
+    If several workers take turns, the host's part is hidden by the segment of another worker.
     """
     shapes = rollout.engines[0].shapes
     edge = cost.admit_s + (cost.segment_s if len(rollout.engines) == 1 else 0.0)

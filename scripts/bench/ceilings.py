@@ -1,4 +1,4 @@
-"""What this machine can do at most, measured: float32 products and memory traffic.
+"""Measures the limits of this machine: float32 products and memory bandwidth.
 
 python scripts/bench/ceilings.py
 """
@@ -18,7 +18,7 @@ RUNS = 7
 
 
 def median_seconds(call: Callable[[], jax.Array]) -> float:
-    """Of `RUNS` calls after one that compiles."""
+    """Returns the median seconds of `RUNS` calls after one that compiles."""
     call().block_until_ready()
     seconds = []
     for _ in range(RUNS):
@@ -29,14 +29,14 @@ def median_seconds(call: Callable[[], jax.Array]) -> float:
 
 
 def matmul_flops_per_s(size: int = SIZE) -> float:
-    """Of a square float32 product: 2 size^3 operations."""
+    """Returns the FLOP/s of a square float32 product, which has 2 size^3 operations."""
     x = jax.random.normal(jax.random.key(0), (size, size), jnp.float32)
     product = jax.jit(lambda a, b: jnp.matmul(a, b, precision="highest"))
     return 2 * size**3 / median_seconds(lambda: product(x, x))
 
 
 def read_bytes_per_s(num_bytes: int = COPIED_BYTES) -> float:
-    """Of a sum over an array too large for any cache. Decoding reads every weight for every token."""
+    """Returns the bytes per second of a sum over an array larger than any cache; decoding reads weights like that."""
     x = jnp.ones(num_bytes // 4, jnp.float32)
     total = jax.jit(jnp.sum)
     return num_bytes / median_seconds(lambda: total(x))

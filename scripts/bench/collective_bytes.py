@@ -49,21 +49,21 @@ from settings.schema.rollout import DecodeLayout
 
 MODELS = {"1.5B": QWEN2_5_1_5B, "7B": QWEN2_5_7B}
 PLACES = {"v4-16": [(1, 8, 1), (2, 4, 1)], "v5e-8": [(1, 8, 1)]}
-"""Slice -> meshes: the historic runner's, and `auto` where that is another."""
+"""Meshes by slice: that of the historic runner, and `auto` if it differs."""
 COMPILED, COUNTED = jnp.dtype("float32"), jnp.dtype("bfloat16")
 CACHE_LENGTH = 128
 
 
 @dataclass(frozen=True)
 class Moved:
-    """Bytes of one program."""
+    """Bytes that a program sends."""
 
     per_device: float
     leaving_host: float
     calls: float
 
     def of_layers(self, more: Moved, count: int) -> Moved:
-        """With `count` layers, this one having one and `more` having two."""
+        """Returns the bytes for `count` layers, given those of programs with one and two layers."""
         pairs = zip(self.as_tuple(), more.as_tuple(), strict=True)
         return Moved(*(one + (count - 1) * (two - one) for one, two in pairs))
 
@@ -72,7 +72,7 @@ class Moved:
 
 
 def moved_by(collectives: Sequence[Collective], hosts: Sequence[int]) -> Moved:
-    """By the weights among them, in the compute type; the loop's own question, whether all are done, is a few bits."""
+    """Returns the bytes of weights in the compute type; the check whether all rows are done is only a few bits."""
     weights = [one for one in collectives if one.dtype != "pred"]
     assert {(one.kind, one.dtype) for one in weights} <= {("all-gather", "f32")}, weights
     found, narrower = total_traffic(weights, hosts), COUNTED.itemsize / COMPILED.itemsize
@@ -80,7 +80,7 @@ def moved_by(collectives: Sequence[Collective], hosts: Sequence[int]) -> Moved:
 
 
 def in_layers(compile_with: Callable[[int], list[Collective]], hosts: Sequence[int], num_layers: int) -> list[Moved]:
-    """[in a turn of the loop, before it], of all layers."""
+    """Returns the bytes [per iteration of the loop, before the loop] of all layers."""
     found = []
     programs = [compile_with(count) for count in (1, 2, 3)]
     for in_loop in (True, False):
@@ -93,7 +93,7 @@ def in_layers(compile_with: Callable[[int], list[Collective]], hosts: Sequence[i
 
 
 def decoding(architecture: Architecture, mesh: Mesh, layout: DecodeLayout, rows: int) -> list[Collective]:
-    """Of a loop of decode steps."""
+    """Returns the bytes of a loop of decode steps."""
     definition = DecoderDefinition.create(architecture)
     weights = abstract_decode_weights(definition, mesh, COMPILED, layout)
     one: Any = jax.ShapeDtypeStruct((rows, architecture.num_kv_heads, CACHE_LENGTH, architecture.head_dim), COMPILED)
@@ -119,7 +119,7 @@ def decoding(architecture: Architecture, mesh: Mesh, layout: DecodeLayout, rows:
 
 
 def gathering(architecture: Architecture, mesh: Mesh, layout: DecodeLayout) -> list[Collective]:
-    """Of what turns the trained weights into those of decoding, once per policy version."""
+    """Returns the bytes of converting trained weights to decoding weights, once per policy version."""
     definition = DecoderDefinition.create(architecture)
     params = abstract_arrays(definition.shapes, definition.shardings(mesh))
     with jax.set_mesh(mesh):
@@ -128,7 +128,7 @@ def gathering(architecture: Architecture, mesh: Mesh, layout: DecodeLayout) -> l
 
 
 def measure(architecture: Architecture, mesh: Mesh, hosts: Sequence[int], layout: DecodeLayout, rows: int) -> dict:
-    """Bytes of a token step, before a loop, and of a new policy version."""
+    """Returns the bytes per token step, before the loop, and per policy version."""
     layers = architecture.num_layers
     step, before = in_layers(
         lambda count: decoding(replace(architecture, num_layers=count), mesh, layout, rows), hosts, layers
@@ -172,7 +172,7 @@ def main() -> None:
 def compare(
     name: str, architecture: Architecture, place: str, shape: tuple[int, int, int], options: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """Both layouts of one model on one mesh, printed."""
+    """Prints both layouts of one model on one mesh."""
     pretended = parse_slice(place)
     mesh = jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * 3)
     hosts = [i // pretended.chips_per_host for i in range(pretended.num_chips)]

@@ -1,4 +1,4 @@
-"""Constants of a cost model from measured times. Pure: it runs nothing, and knows no clock."""
+"""Fits the constants of a cost model to measured times. It runs nothing and reads no clock."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ OTHER_NAMES = tuple(field.name for field in fields(CostModel) if field.name not 
 FREE = replace(CostModel(), **dict.fromkeys((*STEP_NAMES, *OTHER_NAMES), 0.0))
 
 Counts = Mapping[Any, float]
-"""How often each was paid: one of `OTHER_NAMES`, `CALL`, or (rows, cache length), a step of that decode program."""
+"""How often each constant was paid: one of `OTHER_NAMES`, `CALL`, or (rows, cache length) for a step of that program.
+"""
 CALL = "call_s"
-"""What it costs to time a segment by itself; fitted, and no part of the model."""
+"""Cost of timing a single segment; fitted, but not a part of the model."""
 
 
 class Timed(NamedTuple):
@@ -30,11 +31,11 @@ class Timed(NamedTuple):
 
 
 def fit(measured: Sequence[Timed]) -> CostModel:
-    """The model under which these times are least wrong, relative to what was measured.
+    """Returns the model with the smallest relative errors of these times.
 
-    First everything that was paid, with a constant for each decode program, then the three constants of a step from
-    those of the programs. What was never paid is 0, and of constants that were always paid in the same proportion (a
-    row's move and its tokens, where all caches are as long) one may take the other's share.
+    It first fits all constants, with one for each decode program, and then the three constants of a step to those of
+    the programs. A constant that was never paid is 0. If two were always paid in the same proportion (moving a row and
+    its tokens, if all caches have one length), one may absorb the other.
     """
     names = sorted({name for one in measured for name, count in one.counts.items() if count}, key=str)
     found = _least_squares([one.counts for one in measured], names, [one.seconds for one in measured])
@@ -49,7 +50,7 @@ def fit(measured: Sequence[Timed]) -> CostModel:
 
 
 def _least_squares(counts: Sequence[Counts], names: Iterable[Any], seconds: Sequence[float]) -> dict[Any, float]:
-    """min sum_i (counts_i . c / seconds_i - 1)^2, c >= 0. Source: Lawson, Hanson, "Solving Least Squares Problems"."""
+    """Returns c >= 0 that minimizes sum_i (counts_i . c / seconds_i - 1)^2. Source: Lawson, Hanson 1974."""
     names = list(names)
     matrix = np.asarray([[one.get(name, 0.0) for name in names] for one in counts]) / np.asarray(seconds)[:, None]
     # Columns of one size: counts of calls and of tokens are five orders of magnitude apart.
@@ -58,7 +59,7 @@ def _least_squares(counts: Sequence[Counts], names: Iterable[Any], seconds: Sequ
 
 
 def explained(one: Timed, cost: CostModel) -> float:
-    """Fitted / measured. A segment timed by itself seems too cheap, by `CALL`."""
+    """Returns fitted / measured seconds. A single timed segment is underestimated by `CALL`."""
     constants = {name: getattr(cost, name) for name in OTHER_NAMES}
     constants |= {(rows, length): seconds for rows, length, seconds in cost.measured_steps}
     return sum(constants.get(name, 0.0) * count for name, count in one.counts.items()) / one.seconds

@@ -1,4 +1,4 @@
-"""What decoding costs, in seconds, and the least time in which any schedule could finish."""
+"""A cost model of decoding in seconds, and a lower bound on the duration of any schedule."""
 
 from __future__ import annotations
 
@@ -9,37 +9,39 @@ from typing import Any, NamedTuple
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """Every cost is a fixed part and a rate, as `scripts/bench/calibrate_rollout.py` fits them to measured times.
+    """Fixed costs and rates, which `scripts/bench/calibrate_rollout.py` fits to measured times.
 
-    The defaults are a 7B model in bfloat16 on one H200 by its data sheet (989 TFLOP/s, 4.8 TB/s): weights of 15.2 GB
-    read at each step, 57,344 bytes of cache a token, 2 FLOPs a weight and token, prefill at 40 % of the peak.
+    The defaults are a 7B model in bfloat16 on one H200 by its data sheet (989 TFLOP/s, 4.8 TB/s). Each step reads 15.2
+    GB of weights; a token has 57,344 bytes of cache and costs 2 FLOPs per weight; prefill runs at 40 % of the peak.
     """
 
     step_s: float = 3.2e-3
-    """Of a decode step, whatever its rows: reading the weights."""
+    """Seconds per decode step for reading the weights."""
     step_row_s: float = 1.5e-5
-    """For each row, padded ones included."""
+    """Seconds per row of a step, including padding rows."""
     step_cached_token_s: float = 1.2e-8
-    """For each token of cache read: rows x cache length, both padded."""
+    """Seconds per token of cache that a step reads: rows x cache length, both padded."""
     segment_s: float = 1.5e-3
-    """Of a segment's edge, on the host: another worker may have the device meanwhile."""
+    """Seconds on the host between two segments; another worker may use the device meanwhile."""
     prefill_s: float = 5e-3
-    """Of one program that reads prompts, whatever it reads."""
+    """Seconds per prefill program."""
     prefill_token_s: float = 3.8e-5
-    """For each token that it reads, padded ones included."""
+    """Seconds per prefilled token, including padding."""
     admit_s: float = 1e-4
-    """Of putting the caches of prompts into slots, all that are admitted together."""
+    """Seconds to insert the caches of prompts into slots, for all that are admitted together."""
     admit_row_s: float = 1e-5
-    """For each of them."""
+    """Seconds per inserted row."""
     copy_token_s: float = 2.4e-8
-    """For each token of cache copied on its own device: to fewer or more rows, into a longer cache."""
+    """Seconds per token of cache copied on its device: to another number of rows or a longer cache."""
     move_s: float = 1e-3
-    """Of taking a row out of its worker and putting it into another, or back."""
+    """Seconds to take a row out of a worker and insert it into another, or back."""
     move_token_s: float = 1e-6
-    """For each token that its cache has room for."""
+    """Seconds per token of the moved cache's length."""
     measured_steps: tuple[tuple[int, int, float], ...] = ()
-    """(rows, cache length, seconds of a step) of programs that were measured, for which it holds instead of the first
-    three: a cache that falls out of a processor's own is no straight line."""
+    """Measured (rows, cache length, seconds per step), which replace the first three constants for these programs.
+
+    A cache that exceeds that of a processor does not follow a straight line.
+    """
 
     def step(self, *, rows: int, cache_length: int) -> float:
         for program in self.measured_steps:
@@ -48,11 +50,11 @@ class CostModel:
         return self.fitted_step(rows=rows, cache_length=cache_length)
 
     def fitted_step(self, *, rows: int, cache_length: int) -> float:
-        """By the three constants."""
+        """Returns the seconds of a step by the three constants."""
         return self.step_s + self.step_row_s * rows + self.step_cached_token_s * rows * cache_length
 
     def prefill(self, num_tokens: int) -> float:
-        """Of one program."""
+        """Returns the seconds of one prefill program."""
         return self.prefill_s + self.prefill_token_s * num_tokens
 
     def admit(self, num_rows: int) -> float:
@@ -75,7 +77,7 @@ class CostModel:
 
 
 class SampleLengths(NamedTuple):
-    """One sample of a lower bound."""
+    """Lengths of one sample, for the lower bound."""
 
     prompt: str
     prompt_length: int
@@ -83,11 +85,12 @@ class SampleLengths(NamedTuple):
 
 
 def lower_bound_s(samples: Sequence[SampleLengths], slots: Iterable[int], cost: CostModel) -> float:
-    """The larger of two bounds on any schedule's makespan, for workers with these slots.
+    """Returns the larger of two lower bounds on the duration of any schedule for workers with these slots.
 
-    All work at the best rate: with step time a + b rows, a worker of s slots makes at most s / (a + b s) tokens a
-    second; to this come the cache that unpadded rows read, and one prefill of each distinct prompt. And the longest
-    sample alone, with its prefill, on a worker to itself; a single worker also spends b and the cache on all others.
+    The first is all work at the best rate: with step time a + b rows, a worker with s slots generates at most s / (a +
+    b s) tokens per second. It adds reading the caches of unpadded rows, and one prefill per distinct prompt. The second
+    is the longest sample with its prefill, alone on a worker; a single worker also spends b and the caches on all other
+    samples.
     """
     slots = list(slots)
     if not samples or not slots:
@@ -111,5 +114,5 @@ def lower_bound_s(samples: Sequence[SampleLengths], slots: Iterable[int], cost: 
 
 
 def _cache_tokens_read(sample: SampleLengths) -> float:
-    """Of cache, over the life of a sample: its prompt and what it has, at each step."""
+    """Returns the tokens of cache that a sample reads over its life: prompt and completion so far, at each step."""
     return sample.num_tokens * (sample.prompt_length + (sample.num_tokens - 1) / 2)

@@ -43,11 +43,11 @@ from tests.free_address import free_address  # noqa: E402
 RESULTS = Path(__file__).resolve().parent / "results" / "faults.json"
 
 LOG_CHARACTERS = 6000
-"""Of each host's log, from its end, that are printed of a bad trial."""
+"""Maximum number of last characters of each host's log that are printed for a failed trial."""
 GRACE_S = 25.0
-"""In which a host that was asked to stop has saved."""
+"""Seconds in which a host that was asked to stop must have saved."""
 START_S = 300.0
-"""In which a run on a busy machine has begun, or ended."""
+"""Seconds in which a run on a busy machine has started, or ended."""
 SETTINGS = (
     *("run.steps=12", "rollout.prompts_per_step=2", "rollout.group_size=4", "rollout.max_new_tokens=12"),
     *("data.max_prompt_length=24", "eval.every_steps=4", "eval.num_prompts=4", "checkpoint.every_steps=3"),
@@ -61,21 +61,21 @@ KINDS = {"SIGTERM": signal.SIGTERM, "kill -9": signal.SIGKILL}
 class Trial:
     kind: str
     host: int
-    """Which of the two it happens to."""
+    """Index of the host that gets the signal."""
     after_s: float
-    """Behind the first file of the run."""
+    """Seconds after the first file of the run."""
     seconds: float
-    """From there until both are gone."""
+    """Seconds from the signal until both hosts have ended."""
     codes: tuple[int, ...]
     step: int
-    """Of the newest whole checkpoint; -1 where there is none yet."""
+    """Step of the newest complete checkpoint; -1 if there is none."""
     minded: bool
-    """Whether the run's settings were there at that moment, so that signals were minded."""
+    """Whether the run's settings existed at that time, so that signals were handled."""
     hung: bool
     ended_as_promised: bool
     went_on: bool
     equal: bool | None
-    """With a run that was left alone; None where that was not looked at."""
+    """Whether the resumed run equals an uninterrupted one; None if they were not compared."""
 
     @property
     def is_good(self) -> bool:
@@ -83,7 +83,7 @@ class Trial:
 
 
 def started(folder: Path, name: str, heartbeat_s: int) -> list[subprocess.Popen[bytes]]:
-    """Both hosts of a run, which goes on where it has been before."""
+    """Starts both hosts of a run, which resumes if it was started before."""
     shared = (*SETTINGS, f"run.dir={folder / 'runs'}", f"run.name={name}", "mesh.num_processes=2")
     mesh = (f"mesh.heartbeat_s={heartbeat_s}", f"mesh.coordinator_address={free_address()}", "mesh.cpu_devices=2")
     environment = {
@@ -112,7 +112,7 @@ def started(folder: Path, name: str, heartbeat_s: int) -> list[subprocess.Popen[
 
 
 def wait(hosts: Sequence[subprocess.Popen[bytes]], seconds: float) -> bool:
-    """Whether all are gone by then; what is left is killed."""
+    """Waits for all processes; kills those that remain, and returns whether there were none."""
     end = time.monotonic() + seconds
     with suppress(subprocess.TimeoutExpired):
         for host in hosts:
@@ -125,7 +125,7 @@ def wait(hosts: Sequence[subprocess.Popen[bytes]], seconds: float) -> bool:
 
 
 def begun(run: Path, hosts: Sequence[subprocess.Popen[bytes]]) -> bool:
-    """Waits for the first file of the run; False where it does not come."""
+    """Waits for the first file of the run; returns False if it does not appear."""
     end = time.monotonic() + START_S
     while not (run / ".lock").exists():
         if time.monotonic() > end or any(host.poll() is not None for host in hosts):
@@ -144,7 +144,7 @@ def newest(run: Path) -> int:
 
 
 def content(run: Path) -> tuple[dict[str, bytes], list[dict[str, Any]]]:
-    """The last checkpoint's arrays, and all metrics that do not depend on a clock."""
+    """Returns the arrays of the last checkpoint, and all metrics that do not depend on a clock."""
     from tests.program import metrics_of, reproducible, saved_state
 
     arrays = {name: array.tobytes() for name, array in saved_state(run, LAST_STEP).items()}
@@ -152,7 +152,7 @@ def content(run: Path) -> tuple[dict[str, bytes], list[dict[str, Any]]]:
 
 
 def as_promised(kind: str, victim: int, codes: tuple[int, ...], *, minded: bool, is_complete: bool) -> bool:
-    """Whether the hosts may end so; `is_complete`: the last step is saved."""
+    """Returns whether the hosts may end with these codes; `is_complete`: the last step is saved."""
     of_other = codes[1 - victim]
     if kind == "SIGTERM" and (minded or codes == (75, 75)):
         # Asked in the last step: the run is complete, or only its evaluation is still to come. When all is written and
@@ -163,7 +163,7 @@ def as_promised(kind: str, victim: int, codes: tuple[int, ...], *, minded: bool,
 
 
 def tried(kind: str, number: int, *, folder: Path, span_s: float, heartbeat_s: int, compared: bool) -> Trial | None:
-    """What came of it; None where both had ended well before anything could happen to them."""
+    """Returns the result of a trial; None if both hosts had ended before the signal."""
     name = f"{kind.replace(' ', '')}-{number}"
     run, victim = folder / "runs" / name, random.randrange(2)
     hosts = started(folder, name, heartbeat_s)

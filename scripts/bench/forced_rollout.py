@@ -1,6 +1,6 @@
-"""Rollouts whose samples end where a benchmark says, by end-of-sequence tokens that nobody can foresee.
+"""Rollouts with prescribed lengths of samples, which end by unpredictable end-of-sequence tokens.
 
-The scheduler and the engine know how long a sample may become, and nothing else, as in training.
+As in training, scheduler and engine know only the maximum length of a sample.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def random_prompts(count: int, *, vocab_size: int) -> list[Prompt]:
 
 
 def last_keys(prompts: Sequence[Prompt], lengths: Sequence[int], *, seed: int) -> UInt32[np.ndarray, "N 2"]:
-    """The key of each sample's last token, by which the devices know where it ends; noise is keyed by position."""
+    """Returns the key of each sample's last token, at which the program ends it; noise is keyed by position."""
     of_sample = [prompts[i * len(prompts) // len(lengths)] for i in range(len(lengths))]
     group_size = len(lengths) // len(prompts)
     words = jnp.asarray(hash_uids([prompt.uid for prompt in of_sample]))
@@ -67,7 +67,7 @@ def last_keys(prompts: Sequence[Prompt], lengths: Sequence[int], *, seed: int) -
 
 
 def ending_draw(ends: UInt32[np.ndarray, "N 2"]) -> Sampler:
-    """`draw`, but for the end of sequence, which comes at these keys and nowhere else."""
+    """Returns `draw` with end-of-sequence tokens at exactly these keys."""
 
     def sampler(logits: Array, rules: SamplingRules, keys: Array) -> SampledTokens:
         drawn = sample_tokens(logits, rules, keys)
@@ -79,11 +79,11 @@ def ending_draw(ends: UInt32[np.ndarray, "N 2"]) -> Sampler:
 
 
 class EndingPrograms(SlotPrograms):
-    """Programs with a sampler of their own."""
+    """Programs with the sampler above."""
 
     sampler: Sampler
     decode_asked_s: float
-    """When a decode program was last asked for; it is dispatched at once. Of `time.perf_counter`."""
+    """Time of `time.perf_counter` at which a decode program was last requested; it is dispatched at once."""
 
     def __getitem__(self, name: ProgramName) -> Callable[..., Any]:
         if name[0] == "decode":
@@ -97,14 +97,14 @@ class EndingPrograms(SlotPrograms):
 
 
 class WatchedEngine(SlotEngine):
-    """Knows when its segments were with the devices."""
+    """An engine that records when its segments were on the devices."""
 
     programs: EndingPrograms
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
         self.spans: list[tuple[float, float]] = []
-        """Of `time.perf_counter`: from its dispatch until the host knows that it has ended."""
+        """Spans of `time.perf_counter` from the dispatch of a segment until the host has noticed its end."""
 
     def start_segment(self, **limits: Any) -> None:
         super().start_segment(**limits)
@@ -118,12 +118,12 @@ class WatchedEngine(SlotEngine):
 
 @dataclass
 class ForcedRollout:
-    """A model, prompts, and how long the samples of each become.
+    """A model, prompts, and the lengths of the samples of each.
 
     Args:
-        lengths: of all samples, for each seed from 0 on. Under any other they have no end but `longest`.
-        longest: tokens that a sample may have, for all that anybody is told.
-        slots: of each worker: the first is fast, the others are heavy, and all take turns on one device.
+        lengths: lengths of all samples, for each seed from 0 on. With other seeds, samples end only at `longest`.
+        longest: maximum length of a sample, which scheduler and engine know.
+        slots: slots of each worker. The first is fast, the others are heavy, and all share one device.
     """
 
     model: str
@@ -143,7 +143,7 @@ class ForcedRollout:
         return len(self.lengths[0]) // len(self.prompts)
 
     def new_engine(self, num_slots: int) -> WatchedEngine:
-        """Those with as many slots share their programs."""
+        """Returns an engine; engines with equal slots share their programs."""
         shapes = make_slot_shapes(
             num_slots,
             max_prompt_length=PROMPT_LENGTHS[1],
@@ -164,7 +164,7 @@ class ForcedRollout:
         )
 
     def compile(self) -> float:
-        """Seconds that it took."""
+        """Compiles all programs and returns the seconds."""
         start = time.perf_counter()
         self.engines = [self.new_engine(count) for count in self.slots]
         for engine in self.engines:
@@ -174,7 +174,7 @@ class ForcedRollout:
     def workers(
         self, policy: str, *, rule: SegmentSettings | None = None, num_workers: int | None = None
     ) -> RolloutWorkerPool:
-        """New ones, which know nothing of earlier rollouts."""
+        """Returns new workers without knowledge of earlier rollouts."""
         kinds: list[WorkerKind] = ["heavy" if i else "fast" for i in range(len(self.engines))]
         workers = [
             RolloutWorker(f"{kind}-{i}", kind, engine, device="0")
@@ -184,13 +184,13 @@ class ForcedRollout:
         return RolloutWorkerPool(workers[:num_workers], schedule, decode_text=lambda _: "")
 
     def specs(self, num_workers: int | None = None) -> list[SimulatedWorkerSpec]:
-        """The same workers, for the virtual clock."""
+        """Returns the same workers for the virtual clock."""
         return [spec_of(worker.name, worker.kind, worker.engine.shapes) for worker in self.workers("sync").workers][
             :num_workers
         ]
 
     def generate(self, made: SampleGenerator, *, seed: int = 0) -> float:
-        """Seconds for all samples: slots are opened, samples drawn and made into records, slots closed."""
+        """Generates all samples and returns the seconds, with opening and closing the slots and making records."""
         start = time.perf_counter()
         samples = made.generate(
             self.weights,
@@ -224,7 +224,7 @@ def open_rollout(
     slots: Sequence[int],
     rule: SegmentSettings,
 ) -> ForcedRollout:
-    """`model` as in `model.path`. Compiles nothing yet."""
+    """Opens a rollout for `model`, as in `model.path`, without compiling."""
     files = open_model(model, revision=None)
     definition = DecoderDefinition.create(architecture_from_config(files.config))
     mesh = make_mesh(MeshSettings())
@@ -238,7 +238,7 @@ def open_rollout(
 
 
 def on_devices_s(engines: Sequence[WatchedEngine]) -> float:
-    """Seconds in which at least one segment was with the devices, since the last call."""
+    """Returns the seconds since the last call in which at least one segment was on the devices."""
     spans = sorted(span for engine in engines for span in engine.spans)
     for engine in engines:
         engine.spans.clear()
@@ -250,14 +250,14 @@ def on_devices_s(engines: Sequence[WatchedEngine]) -> float:
 
 
 def positive(text: str) -> int:
-    """A whole number above 0, for argparse."""
+    """Parses a positive integer, for argparse."""
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"expected a whole number above 0, got {text!r}")
     return int(text)
 
 
 def several(text: str) -> int:
-    """A whole number above 1, for argparse."""
+    """Parses an integer above 1, for argparse."""
     if positive(text) == 1:
         raise argparse.ArgumentTypeError(f"expected a whole number above 1, got {text!r}")
     return int(text)

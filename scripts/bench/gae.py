@@ -37,11 +37,11 @@ SHAPES = "16x8192,128x65536,256x131072"
 NUM_CHECKED_ROWS = 2
 BASELINES = ("slime", "torchrl", "numpy")
 Solve = Callable[[np.ndarray, np.ndarray], Any]
-"""(rewards, values), [B, T] float32 -> advantages, and returns where the method has them."""
+"""Maps (rewards, values), [B, T] float32, to advantages, and to returns if the method computes them."""
 
 
 def oracle(rewards: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """One step after another in float64."""
+    """Computes GAE in float64, one step after another."""
     rewards, values = rewards.astype(np.float64), values.astype(np.float64)
     advantages = np.zeros_like(rewards)
     advantage, next_value = np.zeros((2, len(rewards)))
@@ -52,7 +52,7 @@ def oracle(rewards: np.ndarray, values: np.ndarray) -> np.ndarray:
 
 
 def slime(rewards: np.ndarray, values: np.ndarray) -> torch.Tensor:
-    """The loop of slime's `vanilla_gae`, transcribed; without returns."""
+    """Computes advantages by the loop of slime's `vanilla_gae`, without returns."""
     r, v = torch.from_numpy(rewards), torch.from_numpy(values)
     num_tokens = r.shape[1]
     last = torch.zeros(len(r))
@@ -65,7 +65,7 @@ def slime(rewards: np.ndarray, values: np.ndarray) -> torch.Tensor:
 
 
 def torchrl_vectorised() -> Solve | None:
-    """torchrl's `vec_generalized_advantage_estimate`; None where it is not installed."""
+    """Returns torchrl's `vec_generalized_advantage_estimate`; None if it is not installed."""
     try:
         functional: Any = importlib.import_module("torchrl.objectives.value.functional")
     except ImportError as error:
@@ -83,7 +83,7 @@ def torchrl_vectorised() -> Solve | None:
 
 
 def numpy_time_major(rewards: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """All deltas at once, then a loop over contiguous rows of one time step; the result is a transposed view."""
+    """Computes all deltas, then loops over contiguous rows of one time step; the result is a transposed view."""
     deltas = rewards - values
     deltas[:, :-1] += np.float32(GAMMA) * values[:, 1:]
     deltas = np.ascontiguousarray(deltas.T)
@@ -109,14 +109,14 @@ def methods() -> dict[str, Solve]:
 
 
 def error_of(result: Any, exact: np.ndarray) -> float:
-    """Largest error of the advantages of the first rows, over max(1, max |A|)."""
+    """Returns the largest error of the advantages of the first rows, divided by max(1, max |A|)."""
     advantages = result[0] if isinstance(result, tuple) else result
     got = np.asarray(advantages[:NUM_CHECKED_ROWS], np.float64)
     return float(np.abs(got - exact).max() / max(1.0, np.abs(exact).max()))
 
 
 def measure(rows: int, tokens: int, solvers: Mapping[str, Solve], *, repeats: int, longest_s: float) -> dict[str, Any]:
-    """Medians of rounds in which every method runs once. A method whose warm call is slower runs in one round only."""
+    """Returns medians of rounds in which every method runs once; slow methods run in one round only."""
     rewards, values = np.random.default_rng(0).standard_normal((2, rows, tokens), np.float32)
     exact = oracle(rewards[:NUM_CHECKED_ROWS], values[:NUM_CHECKED_ROWS])
     target = np.empty_like(rewards), np.empty_like(values)

@@ -27,7 +27,7 @@ import numpy as np
 from jax.stages import Compiled
 
 DeviceGroups = tuple[tuple[int, ...], ...]
-"""Partitions that communicate with each other: places in `mesh.devices.flat`. Of a permute: (from, to) of each pair."""
+"""Groups of devices that communicate, as places in `mesh.devices.flat`; (from, to) pairs for a permute."""
 
 BYTES_SENT_BY_KIND: Mapping[str, Callable[[int, int], float]] = MappingProxyType(
     {
@@ -38,38 +38,38 @@ BYTES_SENT_BY_KIND: Mapping[str, Callable[[int, int], float]] = MappingProxyType
         "collective-permute": lambda n, b: b,
     }
 )
-"""Kind -> (devices of a group, bytes of a device's operand) -> bytes that each of them sends."""
+"""Maps a kind to a function (devices of a group, bytes of a device's operand) -> bytes that each device sends."""
 
 UNSUPPORTED_OPCODES = frozenset({"send", "recv", "collective-broadcast", "ragged-all-to-all"})
-"""Move bytes as well. A program that has one is refused, not counted short."""
+"""Opcodes that communicate but are not supported; a program that has one is refused."""
 
 
 @dataclass(frozen=True)
 class Collective:
-    """One instruction of a program."""
+    """A collective instruction of a program."""
 
     kind: str
     dtype: str
-    """HLO's name: `f32`, `bf16`, `pred`; of the first operand."""
+    """HLO's name of the first operand's type: `f32`, `bf16`, `pred`."""
     operand_bytes: int
-    """On each device; of all operands where several were merged."""
+    """Bytes of the operands on each device; several operands may be merged."""
     groups: DeviceGroups
     loop_trip_counts: tuple[int | None, ...] = ()
-    """Times that each loop around it goes round, the outermost first; None where only running tells."""
+    """Iterations of each loop around it, the outermost first; None if they depend on the data."""
 
     @property
     def is_in_dynamic_loop(self) -> bool:
-        """Whether how often it runs depends on the data."""
+        """Whether it is in a loop whose number of iterations depends on the data."""
         return None in self.loop_trip_counts
 
     @property
     def num_executions(self) -> int:
-        """In one turn of every open loop."""
+        """Number of executions per iteration of all dynamic loops."""
         return math.prod(loop for loop in self.loop_trip_counts if loop is not None)
 
     @property
     def bytes_per_device(self) -> float:
-        """That the busiest device sends."""
+        """Bytes that the busiest device sends."""
         if self.kind == "collective-permute":
             return self.num_executions * self.operand_bytes * any(a != b for a, b in self.groups)
         return self.num_executions * max(
@@ -77,13 +77,12 @@ class Collective:
         )
 
     def bytes_leaving_host(self, host_of_partition: Sequence[int]) -> float:
-        """That the busiest host sends to others.
+        """Returns the bytes that the busiest host sends to other hosts.
 
-        A ring that goes from host to host leaves each of them over one link. All-to-all sends each device its own part,
-        wherever it is.
+        A ring over hosts leaves each host over one link. All-to-all sends each device its own part, wherever it is.
 
         Args:
-            hosts: of each partition, in order.
+            hosts: host of each partition, in order.
         """
         leaving = dict.fromkeys(host_of_partition, 0.0)
         for group in self.groups:
@@ -101,18 +100,18 @@ class Collective:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Of some collectives, each in one turn of the open loops around it."""
+    """Sums over several collectives, per iteration of the dynamic loops around them."""
 
     count: int
-    """Calls, those in closed loops as often as they run."""
+    """Number of executions, including those in loops with a known number of iterations."""
     bytes_per_device: float
     bytes_leaving_host: float
     by_kind: Mapping[str, float]
-    """Kind -> bytes per device."""
+    """Maps a kind to bytes per device."""
 
 
 def total_traffic(collectives: Iterable[Collective], host_of_partition: Sequence[int]) -> Traffic:
-    """What they move altogether, on hosts as in `Collective.bytes_leaving_host`."""
+    """Returns the sums over the collectives; see `Collective.bytes_leaving_host` for `hosts`."""
     found = list(collectives)
     by_kind: dict[str, float] = {}
     for one in found:
@@ -137,7 +136,7 @@ class _Instruction:
     shape: str
     opcode: str
     operands_text: str
-    """Behind the opening parenthesis of its operands."""
+    """Text after the opening parenthesis of the operands."""
 
     @property
     def operands(self) -> list[str]:
@@ -149,22 +148,22 @@ class _Instruction:
 
     @property
     def kind(self) -> str:
-        """Without the suffix of its asynchronous form; the other half of that, `-done`, is no collective."""
+        """Kind without the suffix of asynchronous forms; the matching `-done` is not a collective."""
         return self.opcode.removesuffix("-start")
 
 
 def program_collectives(program: Compiled) -> list[Collective]:
-    """Every collective of a compiled program; see `collectives_in`."""
+    """Returns every collective of a compiled program; see `parse_collectives`."""
     text = program.as_text()
     assert text is not None, "this backend does not show its programs"
     return parse_collectives(text)
 
 
 def parse_collectives(hlo: str) -> list[Collective]:
-    """Every collective of a compiled module, with the loops around it. Of a branch all sides are counted.
+    """Returns every collective of a compiled module, with the loops around it; all branches are counted.
 
     Raises:
-        ValueError: a collective or a notation of its groups that is not known here.
+        ValueError: a collective or a notation of groups that is not supported.
     """
     computations, entry = _parse_computations(hlo)
     partitions = re.search(r"\bnum_partitions=(\d+)", hlo.partition("\n")[0])
@@ -173,7 +172,7 @@ def parse_collectives(hlo: str) -> list[Collective]:
 
 
 def _parse_computations(hlo: str) -> tuple[dict[str, list[_Instruction]], str]:
-    """Name -> instructions, and the name of the first to run."""
+    """Returns name -> instructions, and the name of the entry computation."""
     found: dict[str, list[_Instruction]] = {}
     entry, inside = "", None
     for line in hlo.splitlines():
@@ -231,7 +230,7 @@ def _parse_collective(
 
 
 def _num_bytes(shape: str) -> int:
-    """Of an array or a tuple of arrays, as the text names them: `f32[2,3]{1,0}`."""
+    """Returns the bytes of an array or a tuple of arrays in HLO's notation: `f32[2,3]{1,0}`."""
     total = 0
     for array in _ARRAY.finditer(shape):
         bits = 8 if array["dtype"] == "pred" else int(array["bits"] or 0)
@@ -245,12 +244,12 @@ def _all_partitions(num_partitions: int) -> DeviceGroups:
 
 
 def parse_groups(text: str, num_partitions: int) -> DeviceGroups:
-    """The groups at the beginning of `text`, in any of XLA's notations.
+    """Parses the groups at the start of `text`, in any of XLA's notations.
 
-    `{{0,1},{2,3}}` lists them and `{}` means one of all. `[4,2]<=[2,4]T(1,0)` are the rows of a [4, 2] array: numbers
-    from 0 on as [2, 4], transposed, reshaped. `mesh['x'=2,'y'=4] {'y'}` puts together what differs along y alone; of an
-    axis that is split, `'y':(2)4` is the part of size 4 with 2 before it. Where the mesh does not hold the numbers in
-    order, `device_ids=([2,4]T(1,0))` says of which rows they are, as above.
+    `{{0,1},{2,3}}` lists them, and `{}` is one group of all devices. `[4,2]<=[2,4]T(1,0)` are the rows of a [4, 2]
+    array: numbers from 0 as [2, 4], transposed and reshaped. `mesh['x'=2,'y'=4] {'y'}` groups devices that differ only
+    along y. Of a split axis, `'y':(2)4` is the part of size 4 with 2 before it. If the mesh is not in numerical order,
+    `device_ids=([2,4]T(1,0))` gives its rows in the notation above.
 
     Raises:
         ValueError: another notation.
@@ -296,7 +295,7 @@ def _groups_on_axes(mesh: str, axes: str, order: np.ndarray | None) -> DeviceGro
 
 
 def _axes(text: str) -> list[tuple[str, str, str]]:
-    """(name, size before it, its size) of each axis named; the last two are empty where it is whole."""
+    """Returns (name, size before it, its size) of each named axis; the last two are empty for a whole axis."""
     found = re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", text)
     names = [name for name, _, _ in found]
     if any(a == b for a, b in itertools.combinations(names, 2)):

@@ -1,4 +1,4 @@
-"""How long samples are: drawn from distributions that a schedule must stand, or read from what a run has sampled."""
+"""Lengths of samples: drawn from distributions, or read from the samples of a run."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from settings.errors import InputError
 
 
 class TraceSample(NamedTuple):
-    """One sample, and what it will become."""
+    """One sample and its final length."""
 
     uid: str
     prompt: str
     index: int
     length: int
-    """Tokens of its completion."""
+    """Number of completion tokens."""
     prompt_length: int = 128
 
 
@@ -42,9 +42,9 @@ def to_sample_lengths(trace: Trace) -> list[SampleLengths]:
 def log_normal(
     rng: np.random.Generator, *, prompts: int, group: int, mean: float, sigma: float, correlation: float, max_new: int
 ) -> Trace:
-    """log length = mu + sigma (sqrt(r) z_prompt + sqrt(1 - r) z_sample), with r the correlation inside a group.
+    """Draws log length = mu + sigma (sqrt(r) z_prompt + sqrt(1 - r) z_sample), with correlation r in a group.
 
-    `mean` is that of the lengths before those over `max_new` are cut there.
+    `mean` is the mean length before lengths are limited to `max_new`.
     """
     shared = rng.standard_normal((prompts, 1))
     own = rng.standard_normal((prompts, group))
@@ -57,13 +57,13 @@ def equal(*, prompts: int, group: int, length: int) -> Trace:
 
 
 def bimodal(rng: np.random.Generator, *, prompts: int, group: int, short: int, long: int, share: float) -> Trace:
-    """Whole prompts of long samples, the others short."""
+    """Draws whole prompts of long samples and others of short ones."""
     is_long = rng.random((prompts, 1)) < share
     return _make_trace(np.where(is_long, long, short) * np.ones((1, group)), long)
 
 
 def one_giant(*, prompts: int, group: int, length: int, giant: int) -> Trace:
-    """The very last sample is far longer than all others."""
+    """Draws lengths of which the very last is far longer than all others."""
     lengths = np.full((prompts, group), length)
     lengths[-1, -1] = giant
     return _make_trace(lengths, giant)
@@ -72,7 +72,7 @@ def one_giant(*, prompts: int, group: int, length: int, giant: int) -> Trace:
 def drift(
     rng: np.random.Generator, *, prompts: int, group: int, mean: float, sigma: float, correlation: float, max_new: int
 ) -> Trace:
-    """The mean doubles half-way."""
+    """Draws lengths whose mean doubles half-way."""
     trace = log_normal(
         rng, prompts=prompts, group=group, mean=mean, sigma=sigma, correlation=correlation, max_new=max_new
     )
@@ -81,7 +81,7 @@ def drift(
 
 
 def ascending(trace: Trace) -> Trace:
-    """The same lengths, longest last and no two siblings alike: the worst order for who takes samples as they come."""
+    """Returns the lengths in ascending order without equal siblings: the worst order for a first-come schedule."""
     lengths = sorted(one.length for one in trace)
     by_index = sorted(range(len(trace)), key=lambda i: (trace[i].index, i))
     order = np.argsort(by_index)

@@ -39,11 +39,11 @@ RUN = (
     *("data.max_prompt_length=512", "rollout.max_new_tokens=1024", "rollout.prompts_per_step=16"),
     *("rollout.group_size=8", "algorithm.max_tokens_per_device=8192"),
 )
-"""In float32, because the CPU's compiler multiplies bfloat16 by way of float32 copies, which no TPU makes."""
+"""Settings in float32, because the CPU's compiler multiplies bfloat16 by float32 copies, which no TPU makes."""
 
 
 def measured(shape: str, overrides: list[str]) -> dict[str, int]:
-    """Bytes of one kind of training."""
+    """Returns the bytes of one kind of training."""
     with tempfile.TemporaryDirectory() as folder:
         config = {"max_position_embeddings": 32_768, "rms_norm_eps": 1e-6, **SHAPES[shape]}
         (Path(folder) / "config.json").write_text(json.dumps(config))
@@ -77,7 +77,7 @@ def measured(shape: str, overrides: list[str]) -> dict[str, int]:
 
 
 def compared(shape: str, rank: int, overrides: list[str]) -> dict[str, Any]:
-    """Each kind of training, and its ratios to that of all weights."""
+    """Returns each kind of training, and its ratios to training of all weights."""
     adapters = f"model.lora.rank={rank}"
     kinds = {
         "lora": [adapters],

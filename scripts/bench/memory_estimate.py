@@ -47,14 +47,14 @@ RUN = (
     *("rollout.prompts_per_step=16", "rollout.group_size=8", "algorithm.max_tokens_per_device=8192"),
     *("algorithm.beta=0.04", "eval.every_steps=0"),
 )
-"""The historic GSM8K run, with a reference so that a scoring pass is there.
+"""The historic GSM8K run, with a reference model for a scoring pass.
 
-In float32, because the CPU's compiler multiplies bfloat16 by way of float32 copies, which no TPU makes.
+It is in float32, because the CPU's compiler multiplies bfloat16 by float32 copies, which no TPU makes.
 """
 
 
 def measured(shape: str, slice_name: str, overrides: list[str]) -> dict[str, Any]:
-    """The programs of one network on one slice, and the table of the same."""
+    """Returns the programs of one network on one slice, and their estimates."""
     with tempfile.TemporaryDirectory() as folder:
         config = {"max_position_embeddings": 32_768, "rms_norm_eps": 1e-6, **SHAPES[shape]}
         (Path(folder) / "config.json").write_text(json.dumps(config))

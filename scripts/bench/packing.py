@@ -40,18 +40,18 @@ GSM8K_QUANTILES = (
     *(65, 97, 109, 118, 126, 133, 141, 148, 156, 163, 172),
     *(181, 190, 200, 211, 223, 237, 254, 280, 318, 538),
 )
-"""Tokens of question and answer together, every 5 % of the 7,473 rows of GSM8K's train.jsonl, SmolLM2's tokenizer."""
+"""Tokens of question and answer, every 5 % of the 7,473 rows of GSM8K's train.jsonl, with SmolLM2's tokenizer."""
 GSM8K_MEAN = 184.8
 
 
 def gsm8k_like(rng: np.random.Generator, count: int) -> np.ndarray:
-    """GSM8K's distribution, stretched to the mean length."""
+    """Draws lengths from GSM8K's distribution, scaled to the mean length."""
     lengths = np.interp(rng.random(count), np.linspace(0, 1, len(GSM8K_QUANTILES)), GSM8K_QUANTILES)
     return np.minimum(lengths * MEAN_LENGTH / GSM8K_MEAN, QUOTA).astype(np.int64)
 
 
 def log_normal(rng: np.random.Generator, count: int) -> np.ndarray:
-    """Sigma 1, capped at the quota; with a median of 510 the mean is then 800."""
+    """Draws log-normal lengths with sigma 1, limited to the quota; a median of 510 then gives a mean of 800."""
     return np.clip(rng.lognormal(math.log(510), 1, count), 2, QUOTA).astype(np.int64)
 
 
@@ -63,7 +63,7 @@ DISTRIBUTIONS = {"GSM8K-like": gsm8k_like, "log-normal": log_normal, "uniform": 
 
 
 def flops(lengths: np.ndarray) -> np.ndarray:
-    """Qwen2.5-0.5B: 2 x 357.8 M block parameters a token, 24 layers of 14 heads of 64 a pair of tokens."""
+    """Returns the FLOPs of Qwen2.5-0.5B: 2 x 357.8 M per token, 24 layers x 14 heads x 64 per pair of tokens."""
     return 715_653_120 * lengths + 4 * 24 * 14 * 64 * (lengths * (lengths + 1) // 2)
 
 
@@ -73,7 +73,7 @@ def lone(totals: np.ndarray) -> SequenceLengths:
 
 
 def groups(rng: np.random.Generator, count: int, size: int) -> SequenceLengths:
-    """Prompts of about 150 tokens, each with `size` completions of 650 on average."""
+    """Draws prompts of about 150 tokens, each with `size` completions of 650 tokens on average."""
     numbers = np.repeat(np.arange(count // size), size)
     prompts = np.clip(rng.normal(150, 50, count // size), 16, 400).astype(np.int64)[numbers]
     completions = np.clip(rng.lognormal(math.log(500), 0.8, count), 1, 1600).astype(np.int64)
@@ -86,7 +86,7 @@ def make_budget(quota: int, longest: int, **changes: Any) -> TokenBudget:
 
 
 def first_fit(host: SequenceLengths, num_devices: int) -> int:
-    """Micro-batches of full rows, each sample into the first row with room, in the order in which they come."""
+    """Packs each sample, in order, into the first row with enough space; returns micro-batches of full rows."""
     room: list[int] = []
     for length in host.totals.tolist():
         row = next((i for i, left in enumerate(room) if left >= length), len(room))
@@ -96,7 +96,7 @@ def first_fit(host: SequenceLengths, num_devices: int) -> int:
 
 
 def padded(host: SequenceLengths, num_devices: int) -> int:
-    """Tokens that fixed micro-batches of as many rows as the quota holds compute."""
+    """Returns the tokens of fixed micro-batches with as many rows as the quota can hold."""
     rows = max(1, QUOTA // bucketed_row_shape(int(host.totals.max()), int(host.completions.max())).num_tokens)
     (plan,) = plan_fixed_rows([host], rows_per_device=rows, devices_per_host=num_devices, trim_tail=True)
     return computed_tokens(plan)
@@ -107,14 +107,14 @@ def computed_tokens(plan: MicroBatchPlan) -> int:
 
 
 def most_that_shapes_allow(tokens: int, num_devices: int) -> float:
-    """The fill if samples could be cut anywhere: what is lost is the tail's rounding up to a shape of the ladder."""
+    """Returns the fill if samples could be split anywhere; it is below 1 because the last micro-batch is rounded up."""
     full, left = divmod(-(-tokens // num_devices), QUOTA)
     tail = next((s.tokens_per_device for s in candidate_shapes(QUOTA, QUOTA) if s.tokens_per_device >= left), QUOTA)
     return tokens / (num_devices * (full * QUOTA + (tail if left else 0)))
 
 
 def fill_of_cell(draw: Callable, count: int, num_devices: int, num_seeds: int) -> dict[str, float]:
-    """Means over seeds, and the least fill."""
+    """Returns means over seeds, and the smallest fill."""
     found: dict[str, list[float]] = {}
     for seed in range(num_seeds):
         host = lone(draw(np.random.default_rng(seed), count))
@@ -197,7 +197,7 @@ def sharing_table() -> dict[str, dict[str, float]]:
 
 
 def random_case(rng: np.random.Generator) -> tuple[list[SequenceLengths], TokenBudget, int]:
-    """Up to 8 hosts of up to 8 devices, up to 2,000 samples, any quota and options."""
+    """Returns a random case of up to 8 hosts with up to 8 devices, up to 2,000 samples, any quota and options."""
     num_hosts, num_devices = (int(n) for n in rng.integers(1, 9, 2))
     quota = int(rng.choice([64, 500, 1024, 4096, 16384]))
     longest = int(rng.integers(2, quota + 1))
@@ -222,7 +222,7 @@ def random_case(rng: np.random.Generator) -> tuple[list[SequenceLengths], TokenB
 
 
 def random_cases(num_cases: int) -> dict[str, int]:
-    """Plans over the quota, plans whose hosts have unequal counts or shapes, and plans that do not hold all once."""
+    """Counts plans above the quota, with unequal counts or shapes on hosts, and with missing samples."""
     over = unequal = incomplete = 0
     for seed in range(num_cases):
         hosts, budget, num_devices = random_case(np.random.default_rng(seed))
@@ -248,7 +248,7 @@ def median_ms(call: Callable[[], object], repeats: int = 9) -> float:
 
 
 def times() -> dict[str, float]:
-    """Milliseconds: planning 8,192 samples on one host, and laying 2,048 samples out with five quantities."""
+    """Returns milliseconds of planning 8,192 samples on one host, and of packing 2,048 samples with five quantities."""
     found = {}
     for name, draw in DISTRIBUTIONS.items():
         host = lone(draw(np.random.default_rng(0), 8192))
@@ -288,7 +288,7 @@ def assembly_times() -> dict[str, float]:
     )
 
     def assemble() -> list[np.ndarray]:
-        """What an update needs: the tokens, and five quantities beside their targets."""
+        """Packs the inputs of an update: tokens and five quantities per target."""
         quantities = []
         for micro_batch in plan.micro_batches:
             pack_tokens(samples, micro_batch)

@@ -32,9 +32,9 @@ from scripts.bench.cost_model import CostModel
 MODELS = {"0.5B": QWEN2_5_0_5B, "1.5B": QWEN2_5_1_5B, "3B": QWEN2_5_3B, "7B": QWEN2_5_7B}
 SLICES = ("v6e-8", "v4-16", "v5e-8")
 SAMPLES, GROUP, PROMPT, NEW = 128, 8, 200, 1024
-"""Of a step, over all chips; tokens. Every completion is as long as it may be."""
+"""Sizes of a step over all chips, in samples and tokens; every completion has the maximum length."""
 PREFILL_BUCKET, QUOTA = 512, 16_384
-"""Padded length of a prompt; `algorithm.max_tokens_per_device`."""
+"""Padded length of a prompt, and `algorithm.max_tokens_per_device`."""
 NUM_GROUPS = SAMPLES // GROUP
 SEGMENT = 256
 HISTORIC = {"step": (12.0, 13.5), "rollout": 9.5, "update": 3.9}
@@ -44,17 +44,17 @@ BF16, F32 = 2, 4
 @dataclass(frozen=True)
 class Assumptions:
     hbm: float
-    """Share of the memory's peak rate that reading weights and caches reaches."""
+    """Fraction of the memory's peak rate for reading weights and caches."""
     links: float
-    """Share of the peak of a chip's links that a gather reaches; nothing is overlapped with it."""
+    """Fraction of the peak rate of a chip's links for a gather, which overlaps with nothing."""
     prefill: float
-    """Share of peak FLOP/s of a pass without gradients: reading prompts, scoring."""
+    """Fraction of peak FLOP/s of passes without gradients: prefill and scoring."""
     update: float
-    """The same of the forward and backward pass."""
+    """Fraction of peak FLOP/s of the forward and backward pass."""
     layer_s: float
-    """Of each layer in a decode step beyond its reads and products: latency of small operations."""
+    """Seconds per layer of a decode step beyond reads and products: latency of small operations."""
     host_s: float
-    """Of a step, on the hosts: rewards, packing, logs."""
+    """Seconds per step on the hosts: rewards, packing, logs."""
 
 
 SETS = {
@@ -80,11 +80,11 @@ FIXED = (
 
 @dataclass(frozen=True)
 class Step:
-    """Seconds."""
+    """Seconds of the phases of a step."""
 
     rollout: float
     score_if_referred: float
-    """Of a reference model, where beta is above 0; not in `total`."""
+    """Seconds of scoring by a reference model, if beta is above 0; not in `total`."""
     update: float
     weight_gather: float
     host: float
@@ -129,7 +129,7 @@ class Paper:
         return self.architecture.vocab_size * self.architecture.model_dim
 
     def link_s(self, num_bytes: float) -> float:
-        """Of what each chip shares out or takes in, n - 1 parts of n, of so many bytes."""
+        """Returns the seconds in which each chip sends or receives n - 1 of n parts of this many bytes."""
         n = self.place.num_chips
         return (n - 1) / n * num_bytes / (self.assumed.links * self.chip.ici_bytes_per_s)
 
@@ -137,7 +137,7 @@ class Paper:
         return num_bytes / (self.assumed.hbm * self.chip.hbm_bytes_per_s)
 
     def cost(self) -> CostModel:
-        """Of decoding on one chip."""
+        """Returns the cost model of decoding on one chip."""
         read = self.num_weights - (0 if self.architecture.tied_embeddings else self.head_weights)
         logits = 6 * self.architecture.vocab_size * F32
         return CostModel(
@@ -154,14 +154,14 @@ class Paper:
         return read + steps + math.ceil(NEW / SEGMENT) * cost.segment_s
 
     def forward_s(self) -> float:
-        """Of one pass over the samples at the peak of all chips."""
+        """Returns the seconds of one pass over the samples at the peak of all chips."""
         of_prompt, of_sample = forward_flops(self.architecture)(np.asarray([PROMPT, PROMPT + NEW])).tolist()
         blocks = GROUP * (of_sample - of_prompt) + of_prompt
         head = 2 * self.head_weights * GROUP * NEW
         return (blocks + head) * NUM_GROUPS / self.place.num_chips / self.chip.flops
 
     def gathers_s(self, number: int) -> float:
-        """Of all float32 weights, so many times in each micro-batch; gradients scattered cost as much as one."""
+        """Returns the seconds of gathering float32 weights; scattering gradients takes one more gather."""
         tokens = NUM_GROUPS * (PROMPT + GROUP * NEW) / self.place.num_chips
         return math.ceil(tokens / QUOTA) * number * self.link_s(F32 * self.num_weights)
 
@@ -178,7 +178,7 @@ class Paper:
         )
 
     def peak_bytes(self) -> float:
-        """Of what is named in the assumptions."""
+        """Returns the peak bytes of everything that the assumptions name."""
         state = 3 * F32 * self.num_weights / self.place.num_chips
         caches = self.rows * self.cache_length * self.cached_token_bytes
         gradients = 2 * F32 * self.num_weights / self.place.num_chips
@@ -223,7 +223,7 @@ def main() -> None:
 
 
 def historic_lengths(place: TpuSlice) -> str:
-    """The historic runner decoded by fsdp: what its rollout says of the paper, or of its completions."""
+    """Returns the token steps of the historic runner by this model, which decoded by fsdp."""
     paper = Paper(MODELS["3B"], place, SETS["expected"])
     by_fsdp = paper.step().rollout_by_fsdp_decode / NEW
     steps = HISTORIC["rollout"] / by_fsdp
@@ -234,11 +234,11 @@ def historic_lengths(place: TpuSlice) -> str:
 
 
 HEADS = ("rollout", "score*", "update", "gather", "host", "step", "/ historic", "by fsdp")
-"""The last one: the rollout, were weights gathered at every token."""
+"""Headings; the last is the rollout if weights were gathered at every token."""
 
 
 def both(model: str, place: TpuSlice) -> list[dict[str, Any]]:
-    """One line for each set of assumptions, printed."""
+    """Prints one line for each set of assumptions."""
     found = []
     for name, assumed in SETS.items():
         paper = Paper(MODELS[model], place, assumed)

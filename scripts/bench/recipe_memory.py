@@ -26,30 +26,30 @@ from settings.loading.config_file import preset_names
 RESULTS = Path(__file__).resolve().parent / "results" / "recipe_memory.json"
 ONE_DEVICE = "v6e-1"
 SLICES = {"v5e_8": "v5e-8", "v6e_8": "v6e-8", "v4_16": "v4-16"}
-"""By the end of a preset's name."""
+"""Slices by the end of a preset's name."""
 VARIANTS: dict[str, tuple[tuple[str, ...], ...]] = {
     "gsm8k_qwen2_5_0_5b_gpu": (("rollout.slots=64",),),
     "gsm8k_qwen2_5_1_5b_gpu": (("rollout.slots=64",), ("rollout.slots=64", "model.lora.rank=32")),
     "gsm8k_ppo": (("rollout.slots=64",),),
 }
-"""What the runbooks change of a preset, beside the preset as it is."""
+"""Changes of a preset in the runbooks, in addition to the preset itself."""
 GRPO = "import sys; from cli import main; sys.exit(main())"
 
 
 def recipes() -> dict[str, str]:
-    """Preset -> the model of `shapes.QWEN2_5` that it trains."""
+    """Maps a preset to the model of `shapes.QWEN2_5` that it trains."""
     paths = {preset: load(preset, [], {}).settings.model.path for preset in preset_names()}
     sizes = {name: path.split("/")[-1].removesuffix("-Instruct") for name, path in paths.items()}
     return {preset: model for preset, model in sizes.items() if model in QWEN2_5}
 
 
 def slice_of(preset: str) -> str:
-    """Where the preset is looked at."""
+    """Returns the slice on which a preset is inspected."""
     return next((place for end, place in SLICES.items() if preset.endswith(end)), ONE_DEVICE)
 
 
 def inspected(preset: str, model: str, changes: tuple[str, ...]) -> dict[str, Any]:
-    """Bytes of each phase, of the fullest one, and of a checkpoint."""
+    """Returns the bytes of each phase, of the fullest phase, and of a checkpoint."""
     place = slice_of(preset)
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(QWEN2_5[model]))

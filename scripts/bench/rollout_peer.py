@@ -39,12 +39,12 @@ except ImportError as error:
 RESULTS = Path(__file__).parent / "results" / "rollout_peer.json"
 ROWS = 16
 LONGEST_OVER_MEAN = 4
-"""Tokens that a sample may have, over the mean length."""
+"""Maximum length of a sample divided by the mean length."""
 PAD = 2
 
 
 class StopsAt(transformers.StoppingCriteria):
-    """Row i is done after `lengths[i]` new tokens."""
+    """A stopping criterion that ends row i after `lengths[i]` new tokens."""
 
     def __init__(self, prompt_length: int, lengths: Sequence[int]):
         self._ends = torch.as_tensor([prompt_length + length for length in lengths])
@@ -61,7 +61,7 @@ class Peer:
         self._model.generation_config.eos_token_id = None
 
     def generate(self, prompts: Sequence[Prompt], lengths: Sequence[int]) -> float:
-        """In batches of `ROWS`, padded on the left. Returns seconds."""
+        """Generates in left-padded batches of `ROWS`, and returns the seconds."""
         start = time.perf_counter()
         for first in range(0, len(lengths), ROWS):
             self._batch(prompts[first : first + ROWS], lengths[first : first + ROWS])
@@ -90,7 +90,7 @@ class Peer:
 
 
 def ours(rollout: ForcedRollout) -> dict[str, Callable[[], SampleGenerator]]:
-    """Compiled; new ones at each call, which know nothing of earlier rollouts."""
+    """Returns compiled workers without knowledge of earlier rollouts."""
     engine = rollout.new_engine(ROWS)
     engine.programs.compile(suspends=False, recomputes=False, truncates=False)
     print(f"compiled in {rollout.compile():.1f} s", flush=True)
@@ -101,7 +101,7 @@ def ours(rollout: ForcedRollout) -> dict[str, Callable[[], SampleGenerator]]:
 
 
 def compare(peer: Peer, rollout: ForcedRollout, *, repeats: int) -> Iterator[dict[str, Any]]:
-    """For the lengths of each seed."""
+    """Compares all ways for the lengths of each seed."""
     prompts = [prompt for prompt in rollout.prompts for _ in range(rollout.group_size)]
     made = ours(rollout)
     peer.generate(prompts[:ROWS], [2] * ROWS)

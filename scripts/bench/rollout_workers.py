@@ -39,15 +39,15 @@ POLICIES = ("sync", "adaptive")
 
 @dataclass
 class Measured:
-    """Rollouts of one policy, one after another."""
+    """Rollouts of one policy."""
 
     seconds: list[float] = field(default_factory=list)
-    """Of everything: slots are opened, samples made into records, slots closed."""
+    """Seconds including opening and closing the slots and making records."""
     makespans_s: list[float] = field(default_factory=list)
     no_segment: list[float] = field(default_factory=list)
-    """Share of the makespan in which no segment was with the devices: what the host holds up."""
+    """Fraction of the duration without a segment on the devices, which the host causes."""
     records: list[EventRecord] = field(default_factory=list)
-    """Of the last."""
+    """Events of the last rollout."""
 
     @property
     def found(self) -> ScheduleMetrics:

@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def temporary_bytes(definition: DecoderDefinition, *, quota: int, logits_chunk: int) -> int:
-    """Of the program that scores one row of `quota` tokens; a batch of any size goes through it, piece by piece."""
+    """Returns the temporary bytes of the program that scores a row of `quota` tokens, through which all batches run."""
     mesh = one_device()
     scorer = Scorer(definition, mesh, dtype=jnp.dtype("float32"), logits_chunk=logits_chunk)
     row = jax.ShapeDtypeStruct((1, quota), jnp.int32)

@@ -1,4 +1,4 @@
-"""Sizes of published models, from their config.json, for scripts that need no weights."""
+"""Sizes of published models from their config.json, for scripts without weights."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ QWEN2_5 = {
     "Qwen2.5-3B": _qwen2_5(36, 2048, 11_008, 16, 2),
     "Qwen2.5-7B": _qwen2_5(28, 3584, 18_944, 28, 4, vocab_size=152_064, tied=False),
 }
-"""What decides about the network in each one's `config.json`."""
+"""Fields of each model's `config.json` that determine its network."""
 QWEN2_5_0_5B = qwen2(QWEN2_5["Qwen2.5-0.5B"])
 QWEN2_5_1_5B = qwen2(QWEN2_5["Qwen2.5-1.5B"])
 QWEN2_5_3B = qwen2(QWEN2_5["Qwen2.5-3B"])

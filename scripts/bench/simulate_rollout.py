@@ -54,7 +54,7 @@ COSTS = {
         prefill_token_s=0.004, move_s=0.005, move_token_s=1e-5,
     ),
 }  # fmt: skip
-"""The second is not measured: rows cost as they do if arithmetic and not memory is scarce."""
+"""Cost models; in the second, which is not measured, arithmetic is scarce instead of memory."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What the slots of a worker do beside decoding, and what it costs: the segment engine without its arrays."""
+"""Simulates the slots of a worker and their costs: the slot engine without arrays."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from scripts.bench.cost_model import CostModel
 
 
 class ProgramSizes(NamedTuple):
-    """The sizes of an engine's programs, ascending."""
+    """Sizes of an engine's programs, in ascending order."""
 
     batch: tuple[int, ...]
-    """Rows; the last is the number of slots."""
+    """Numbers of rows; the last is the number of slots."""
     cache: tuple[int, ...]
-    """Tokens that a row has room for."""
+    """Cache lengths in tokens."""
     prompt: tuple[int, ...] = ()
-    """Tokens of a prefilled prompt; those of none are not padded."""
+    """Padded lengths of prompts; empty if prompts are not padded."""
     prefill_rows: tuple[int, ...] = (1,)
-    """Prompts that are read at once."""
+    """Numbers of prompts that are prefilled together."""
 
 
 def _smallest_fitting(sizes: Sequence[int], size: int) -> int:
@@ -26,10 +26,10 @@ def _smallest_fitting(sizes: Sequence[int], size: int) -> int:
 
 
 class SimulatedSlots:
-    """Rows are decoded in programs of `size` rows with `room` for so many tokens each.
+    """Rows that decode in programs of `size` rows with caches of `room` tokens.
 
-    As in the engine: admitting uses all slots, room only grows, and whatever is smaller than all slots has full room.
-    What is done returns the seconds that it takes.
+    As in the engine, admission uses all slots, caches only grow, and programs with fewer rows have the full cache
+    length. Methods return the seconds that they take.
     """
 
     def __init__(self, program_sizes: ProgramSizes, cost: CostModel):
@@ -38,20 +38,20 @@ class SimulatedSlots:
         self.batch_size = program_sizes.batch[-1]
         self.cache_length = program_sizes.cache[0]
         self._pooled: set[str] = set()
-        """Prompts that were read."""
+        """Prompts in the pool."""
 
     def suspend(self) -> float:
-        """Makes ready to take rows out."""
+        """Prepares for taking rows out."""
         return self._expand() + self._grow_cache(self.program_sizes.cache[-1])
 
     def admit(self, prompts: Mapping[str, int], *, num_fresh: int, recomputed: Iterable[int], num_copied: int) -> float:
-        """Rows come in.
+        """Admits rows.
 
         Args:
-            prompts: of those that begin there -> tokens. Those that are not pooled are read first.
-            num_fresh: rows that begin at their prompts' ends.
-            reread: tokens of each row whose cache is computed anew in one pass, as long as the cache.
-            num_copied: rows that come with their caches.
+            prompts: tokens of each prompt whose samples start; those not in the pool are prefilled first.
+            num_fresh: number of rows that start.
+            reread: tokens of each row whose cache is computed again by a prefill as long as the cache.
+            num_copied: number of rows that come with their caches.
         """
         full, seconds = self.program_sizes.cache[-1], self._expand()
         for tokens in recomputed:
@@ -78,7 +78,7 @@ class SimulatedSlots:
         return seconds
 
     def compact(self, num_rows: int) -> float:
-        """To the smallest program that holds so many."""
+        """Changes to the smallest program that holds this many rows."""
         size, seconds = _smallest_fitting(self.program_sizes.batch, num_rows), 0.0
         while self.batch_size > size:
             seconds += self._grow_cache(self.program_sizes.cache[-1])
@@ -87,10 +87,10 @@ class SimulatedSlots:
         return seconds
 
     def grow_to_fit(self, rows: Iterable[tuple[int, int]]) -> tuple[int | None, float]:
-        """Steps until a row's cache is full (None: any number), and seconds: full ones are lengthened first.
+        """Returns the steps until a cache is full (None: any number) and seconds; full caches are extended first.
 
         Args:
-            rows: (tokens so far, tokens that may come) of each.
+            rows: (tokens so far, maximum further tokens) of each row.
         """
         seconds, rows = 0.0, list(rows)
         while True:

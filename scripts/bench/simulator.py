@@ -1,4 +1,4 @@
-"""The scheduler's other shell: workers that take their time from a cost model, and fail when a seed says so."""
+"""Simulates the workers of a scheduler, with times of a cost model and random faults."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from scripts.bench.length_traces import Trace, TraceSample, new_samples
 from scripts.bench.simulated_slots import ProgramSizes, SimulatedSlots
 
 CACHE_LENGTHS = tuple(256 * 2**i for i in range(13))
-"""Cache lengths that an engine has programs for, up to the longest that a sample may need."""
+"""Returns the cache lengths of an engine's programs, up to the longest that a sample may need."""
 SUBMIT_INTERVAL_S = 0.5
 
 
@@ -42,32 +42,32 @@ class SimulatedWorkerSpec:
     kind: WorkerKind
     slots: int
     batch_sizes: tuple[int, ...] = ()
-    """Rows of smaller programs."""
+    """Numbers of rows of smaller programs."""
     device: str | None = None
-    """Workers on one device take turns; None: a device of its own."""
+    """Device that workers share in turns; None for a separate device."""
     program_sizes: ProgramSizes | None = None
-    """Of its engine; None: `CACHE_RUNGS`, and prompts that are not padded."""
+    """Program sizes of its engine; None for `CACHE_RUNGS` and unpadded prompts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """Chances, of each segment unless said otherwise."""
+    """Probabilities of faults, per segment unless stated otherwise."""
 
     seed: int = 0
     death: float = 0.0
-    """The worker dies in it."""
+    """The worker dies in the segment."""
     stall: float = 0.0
-    """It takes longer than its lease, and reports afterwards."""
+    """The segment exceeds the lease, and is reported afterwards."""
     silence: float = 0.0
-    """Its report is lost."""
+    """The report is lost."""
     duplicate: float = 0.0
-    """Of a message about a worker, to come again later."""
+    """A message about a worker is delivered a second time later."""
     delay: float = 0.0
-    """Of a message about a worker, to come late, so that others overtake it."""
+    """A message about a worker is delivered late, after others."""
     non_finite: float = 0.0
-    """Of a row, to be dropped by the engine."""
+    """A row is dropped, as by the engine for NaN logits."""
     max_faults: int = 40
-    """Faults in all, so that every run ends."""
+    """Maximum number of faults, so that every run ends."""
 
 
 @dataclass(slots=True)
@@ -85,18 +85,18 @@ class _SimulatedWorker:
     cached_uids: set[str] = field(default_factory=set)
     """Uids whose caches it keeps."""
     pending_s: float = 0.0
-    """Of what it was told since its last segment."""
+    """Seconds of commands since its last segment."""
 
 
 class SchedulerSimulator:
     """Runs a trace through a scheduler.
 
     Args:
-        workers: that join at the start; `join` adds others.
-        max_new: tokens that a sample may have.
+        workers: workers that join at the start; `join` adds others.
+        max_new: maximum number of tokens of a sample.
         check: whether all invariants are checked after every event.
-        num_waves: parts in which the trace is submitted, `WAVE_S` apart, before it is closed; 0 where the scheduler
-            knows its samples.
+        num_waves: parts in which the trace is submitted, `WAVE_S` apart, before it is closed; 0 if the scheduler has
+        its samples.
         releases: whether half of the samples are released some time after they have ended.
     """
 
@@ -137,7 +137,7 @@ class SchedulerSimulator:
             self._post(Closed((num_submissions - 1) * SUBMIT_INTERVAL_S))
 
     def run(self) -> list[EventRecord]:
-        """To the last message: also those that come after all is done."""
+        """Runs to the last message, including those after the last sample."""
         while self._inbox:
             at, _, event = heapq.heappop(self._inbox)
             event = replace(event, at=at)
@@ -150,7 +150,7 @@ class SchedulerSimulator:
         return self.records
 
     def _post(self, event: Event) -> None:
-        """Puts a message in the inbox, late or twice where the faults say so."""
+        """Puts a message into the inbox, maybe late or twice."""
         copies = [event]
         if isinstance(event, WorkerJoined | WorkerLost | SegmentEnded | Released):
             if self._fault_occurs(self.faults.delay):
@@ -177,7 +177,7 @@ class SchedulerSimulator:
         return ProgramSizes(rows, (*(rung for rung in CACHE_LENGTHS if rung < top), top))
 
     def _report_lost(self, spec: SimulatedWorkerSpec, why: str, *, at: float) -> None:
-        """The worker is reported lost, and comes back, once, under another name."""
+        """Reports the worker as lost; it joins again once under another name."""
         self._post(WorkerLost(at, spec.name, why))
         if spec.name in self._lost:
             return
@@ -252,7 +252,7 @@ class SchedulerSimulator:
             self._post(SegmentEnded(ends, command.worker, command.segment, tuple(reports), seconds, steps))
 
     def _admit(self, worker: _SimulatedWorker, admitted: Sequence[Admit]) -> float:
-        """Seconds that it takes to put them in."""
+        """Admits rows and returns the seconds."""
         prompts: dict[str, int] = {}
         reread: list[int] = []
         num_copied = 0
@@ -278,7 +278,7 @@ class SchedulerSimulator:
 
     @staticmethod
     def _steps(command: RunSegment, left: list[int]) -> int:
-        """Decode steps until the segment ends, of rows with so many tokens left."""
+        """Returns the decode steps until the segment ends, for rows with these numbers of remaining tokens."""
         left = sorted(left)
         steps = min(command.length, left[-1])
         if 0 < command.leave_when_finished <= len(left):

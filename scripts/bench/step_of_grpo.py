@@ -1,4 +1,4 @@
-"""One side of `train_step.py`: seconds of each phase of our training step, through the trainer itself.
+"""Times the phases of our training step for `train_step.py`, through the trainer.
 
 python scripts/bench/step_of_grpo.py --model DIR --rows FILE.jsonl --beta 0 --steps 3 --warmup 1
 """
@@ -33,7 +33,7 @@ def main() -> None:
 
 
 def measured(options: argparse.Namespace, folder: str) -> tuple[list[dict[str, float]], dict[str, float]]:
-    """Seconds of each step after the warm-up, and what the work of a step is."""
+    """Returns the seconds of each step after the warm-up, and the work of a step."""
     steps, samples = [], []
     with prepare_run(resolved(options, folder), resume="never") as launch:
         trainer, state = opened(launch)
@@ -57,7 +57,7 @@ def measured(options: argparse.Namespace, folder: str) -> tuple[list[dict[str, f
 
 
 def opened(launch: RunSetup) -> tuple[Trainer, RunState]:
-    """The trainer, whose completions all have their full length, and fresh weights."""
+    """Returns the trainer, whose completions all have the maximum length, and initial weights."""
     chosen, session = launch.resolved.settings, launch.session
     session.engine = endless(session)
     learning = make_learner_group(chosen, session)
@@ -88,7 +88,7 @@ def resolved(options: argparse.Namespace, folder: str) -> settings.Resolved:
 
 
 def endless(session: Session) -> BatchEngine:
-    """The session's engine without an end-of-sequence token: every completion has its full length."""
+    """Returns the session's engine without end-of-sequence tokens, so that completions have the maximum length."""
     chosen, model = session.settings, session.model_spec
     return BatchEngine(
         model.definition,

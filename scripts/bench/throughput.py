@@ -1,10 +1,10 @@
-"""Packed rows under a token quota against padded fixed rows of the same memory: scoring and update, in the same run.
+"""Compares packed rows under a token quota with padded rows of the same memory, in scoring and update.
 
     python scripts/bench/throughput.py [--shape small|qwen2.5-0.5b] [--quota 4096] [--num-samples 48] [--dtype float32]
         [--rounds 3] [--out FILE.json]
 
-Lengths are log-normal (sigma 1), cut at the quota. The baseline puts each sample into a row of its own, padded to the
-rung of the longest, so many rows at once that a micro-batch has as many token positions as a packed one has at most.
+Lengths are log-normal (sigma 1), limited to the quota. The baseline puts each sample into a row of its own, padded to
+the bucket of the longest. A micro-batch of it has at most as many token positions as a packed one.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ SHAPES = {
     ),
 }
 PROMPT_SHARE = 0.25
-"""Of a sample's tokens."""
+"""Fraction of a sample's tokens in its prompt."""
 LEARNING_RATE = 1e-6
 
 
@@ -102,7 +102,7 @@ def main() -> None:
 
 
 def draw_samples(options: argparse.Namespace, vocab_size: int) -> list[Sample]:
-    """Credited samples of log-normal length, each with a prompt of its own."""
+    """Draws samples of log-normal length with advantages and separate prompts."""
     rng = np.random.default_rng(0)
     lengths = rng.lognormal(np.log(options.mean_length) - 0.5, 1.0, options.num_samples)
     samples = []
@@ -151,7 +151,7 @@ def one_device() -> Mesh:
 def scoring(
     options: argparse.Namespace, architecture: Architecture, samples: list[Sample], cutters: dict[str, MicroBatcher]
 ) -> dict[tuple[str, str], Callable[[], None]]:
-    """A pass of the scorer with each cut."""
+    """Returns a pass of the scorer for each kind of micro-batches."""
     mesh, definition = one_device(), DecoderDefinition.create(architecture)
     params = definition.initialise(0)
     scorer = Scorer(definition, mesh, dtype=jnp.dtype(options.dtype), logits_chunk=1024)
@@ -165,7 +165,7 @@ def scoring(
 def updating(
     options: argparse.Namespace, architecture: Architecture, samples: list[Sample], cutters: dict[str, MicroBatcher]
 ) -> dict[tuple[str, str], Callable[[], None]]:
-    """An optimizer step with each cut; both go on from the same weights."""
+    """Returns an optimizer step for each kind of micro-batches, from the same weights."""
     mesh, definition = one_device(), DecoderDefinition.create(architecture)
     settings = OptimizerSettings(learning_rate=LEARNING_RATE)
     schedule = make_schedule(settings, num_updates=1000)
@@ -192,7 +192,7 @@ def updating(
 
 
 def in_turn(passes: dict[tuple[str, str], Callable[[], None]], rounds: int) -> dict[tuple[str, str], list[float]]:
-    """Seconds of each pass: a warm-up that compiles, then round after round."""
+    """Returns the seconds of each pass: a warm-up that compiles, then the passes in turn."""
     seconds: dict[tuple[str, str], list[float]] = {key: [] for key in passes}
     for number in range(rounds + 1):
         for key, run in passes.items():

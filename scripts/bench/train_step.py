@@ -35,7 +35,7 @@ OURS, PEER = "grpo", "TRL"
 
 @dataclass
 class Side:
-    """What the processes of one side reported."""
+    """Reports of the processes of one side."""
 
     steps: list[dict[str, float]] = field(default_factory=list)
     peak_memory_bytes: list[int] = field(default_factory=list)
@@ -93,7 +93,7 @@ def run_in_turn(options: argparse.Namespace) -> dict[str, Side]:
 
 
 def choose_rows(options: argparse.Namespace, out: Path, num_rows: int) -> None:
-    """The first rows whose templated prompt has `MIN_PROMPT_LENGTH` to `MAX_PROMPT_LENGTH` tokens."""
+    """Returns the first rows whose templated prompt has `MIN_PROMPT_LENGTH` to `MAX_PROMPT_LENGTH` tokens."""
     dataset = load_dataset(str(options.data), split="train", revision=None, prompt_column=None, answer_column=None)
     some = dataset.rows[: 10 * num_rows]
     tokenizer = load_tokenizer(open_model(options.model))
@@ -108,7 +108,7 @@ def choose_rows(options: argparse.Namespace, out: Path, num_rows: int) -> None:
 
 
 def last_line(command: Sequence[str]) -> dict[str, Any]:
-    """What a side reports. Its progress goes to stderr."""
+    """Returns the report of a side, the last line of its output; its progress goes to stderr."""
     process = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     *progress, report = process.stdout.strip().splitlines()
     print(*progress, sep="\n", file=sys.stderr, flush=True)
@@ -116,7 +116,7 @@ def last_line(command: Sequence[str]) -> dict[str, Any]:
 
 
 def table(sides: Mapping[str, Side]) -> str:
-    """Medians (least..most) of each side, and how many times the peer's ours takes."""
+    """Formats the medians (least..most) of each side, and the ratio of ours to the peer's."""
     lines = [f"{'':<22}" + "".join(f"{name:>26}" for name in sides) + (f"{'ratio':>10}" if PEER in sides else "")]
     rows = [
         (f"{phase}, s", {name: side.seconds(phase) for name, side in sides.items()})
@@ -135,7 +135,7 @@ def table(sides: Mapping[str, Side]) -> str:
 
 
 def against_ceilings(side: Side, measured: Mapping[str, float]) -> str:
-    """Where our time goes: each phase beside what the machine's measured ceilings would allow."""
+    """Formats the time of each phase next to the time that the machine's measured limits allow."""
     flops_rate, read_rate = measured["matmul_flops_per_s"], measured["read_bytes_per_s"]
     parameters, samples = side.facts["num_parameters"], workload.NUM_PROMPTS * workload.GROUP_SIZE
     # Samples share their prompt in every pass.

@@ -1,6 +1,6 @@
-"""What both sides of `train_step.py` do: GSM8K prompts, four samples each, exactly 64 new tokens, one AdamW update.
+"""The workload of both sides of `train_step.py`: GSM8K prompts, four samples of 64 new tokens each, one AdamW update.
 
-Standard library only: it is imported in the peer's environment, too.
+It uses only the standard library, because the environment of the peer imports it, too.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ GROUP_SIZE = 4
 NEW_TOKENS = 64
 MIN_PROMPT_LENGTH = 64
 MAX_PROMPT_LENGTH = 128
-"""Tokens, chat template included."""
+"""Maximum number of tokens, chat template included."""
 LEARNING_RATE = 1e-6
 
 PHASES = ("rollout", "score", "update")
-"""Seconds that both sides report, besides the whole `step`."""
+"""Phases whose seconds both sides report, in addition to the whole `step`."""
 
 _NUMBER = re.compile(r"-?\d[\d,]*\.?\d*")
 
 
 def parser_of(description: str | None) -> argparse.ArgumentParser:
-    """What `train_step.py` tells both sides."""
+    """Returns the parser of the options that `train_step.py` passes to both sides."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="Hugging Face directory")
     parser.add_argument("--rows", type=Path, required=True, help="JSON Lines of questions and answers")
@@ -38,12 +38,12 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
-    """Questions and solutions, as `train_step.py` chose them."""
+    """Returns the questions and solutions that `train_step.py` selected."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def reward_of(completion: str, answer: str) -> float:
-    """1 for the right last number, 0.1 for any, and a little for length, so that siblings differ."""
+    """Returns 1 for the correct last number, 0.1 for any other, and a little for length, so that siblings differ."""
     numbers = _NUMBER.findall(completion)
     gold = answer.split("####")[-1].strip().replace(",", "")
     right = bool(numbers) and numbers[-1].replace(",", "").rstrip(".") == gold
@@ -51,7 +51,7 @@ def reward_of(completion: str, answer: str) -> float:
 
 
 def peak_memory_bytes() -> int:
-    """Of this process from its start, and of those that it started and that still run (Linux: the reward workers)."""
+    """Returns the peak memory of this process and of its running children (Linux: the reward workers)."""
     own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     children = [pid for path in Path("/proc/self/task").glob("*/children") for pid in path.read_text().split()]
     return own + sum(map(_peak_of, map(int, children)))
@@ -64,5 +64,5 @@ def _peak_of(pid: int) -> int:
 
 
 def report(steps: list[dict[str, float]], **facts: object) -> None:
-    """The last line of a side's output: what `train_step.py` reads."""
+    """Prints the last line of a side's output, which `train_step.py` reads."""
     print(json.dumps({"steps": steps, **facts}), flush=True)

@@ -1,4 +1,4 @@
-"""Generalized advantage estimation in float64, one token after another, with every rule spelled out."""
+"""Generalized advantage estimation in float64, one token after another."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Case(NamedTuple):
 
 
 def oracle(case: Case, *, gamma, lam, mask_mode: str = "skip") -> tuple[np.ndarray, np.ndarray]:
-    """(advantages, returns), [B, T] float64. `gamma` and `lam` are numbers or [B, T]."""
+    """Returns advantages and returns, [B, T] float64. `gamma` and `lam` are numbers or [B, T]."""
     rewards, values = case.rewards.astype(np.float64), case.values.astype(np.float64)
     shape = rewards.shape
     mask = np.ones(shape, bool) if case.mask is None else case.mask
@@ -44,7 +44,7 @@ def oracle(case: Case, *, gamma, lam, mask_mode: str = "skip") -> tuple[np.ndarr
 
 
 def random_case(rng: np.random.Generator, shape: tuple[int, int], *, masked: bool, packed: bool) -> Case:
-    """Standard normal rewards and values; 60 % of the tokens written, an end at every tenth, each bootstrapped."""
+    """Returns normal rewards and values; 60 % of tokens are unmasked, and every tenth ends a bootstrapped sequence."""
 
     def normal(*size: int) -> np.ndarray:
         return rng.standard_normal(size, np.float32)

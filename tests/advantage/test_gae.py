@@ -16,7 +16,7 @@ from app.advantage.gae.recurrence import MASK_MODES
 from tests.advantage.gae_oracle import Case, oracle, random_case
 
 SOLVERS = ("serial", "chunked")
-"""Of any terms; `fused` has no form for masks and packed rows on a CPU."""
+"""Backends that solve any terms; on a CPU, `fused` has no form for masks and packed rows."""
 DISCOUNTS = list(itertools.product((0.0, 0.5, 0.95, 0.99, 1.0), repeat=2))
 
 
@@ -28,7 +28,7 @@ def estimate(case: Case, **options) -> tuple[np.ndarray, np.ndarray]:
 
 
 def assert_close(got, expected) -> None:
-    """Within the contract: 1e-5 of the largest advantage."""
+    """Asserts equality within the contract: 1e-5 of the largest advantage."""
     limit = 1e-5 * max(1.0, float(np.abs(expected[0]).max(initial=0)))
     for one, truth in zip(got, expected, strict=True):
         np.testing.assert_allclose(one, truth, rtol=0, atol=limit)
@@ -92,7 +92,7 @@ def test_discounts_close_to_one_keep_their_digits(backend, gamma, lam, masked):
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("bootstrapped", [False, True])
 def test_small_advantages_survive_large_values(backend, center, num_tokens, masked, bootstrapped):
-    """A critic that is nearly right: advantages are what is left of numbers that are much larger."""
+    """The critic is nearly correct, so advantages are small differences of large numbers."""
     rng = np.random.default_rng(2)
     rewards = np.full((1, num_tokens), -0.001, np.float32)
     values = np.float32(center) + rng.uniform(-0.1, 0.1, (1, num_tokens + bootstrapped)).astype(np.float32)
@@ -203,7 +203,7 @@ def test_packed_rows_equal_separate_rows(backend, mask_mode):
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_a_truncated_sequence_is_bootstrapped_and_a_terminal_one_is_not(data):
-    """As torchrl defines it: done cuts the trace, terminated the next value, too."""
+    """As in torchrl, `done` cuts the trace, and `terminated` also sets the next value to 0."""
     flags = st.lists(st.booleans(), min_size=20, max_size=20)
     done, terminated = (np.array([data.draw(flags)]) for _ in range(2))
     terminated &= done

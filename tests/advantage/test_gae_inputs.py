@@ -1,4 +1,4 @@
-"""Arrays whose estimate would mean nothing are refused before it."""
+"""Tests that arrays without a meaningful estimate are refused."""
 
 from __future__ import annotations
 

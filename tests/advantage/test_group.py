@@ -23,7 +23,7 @@ from app.update.kl import KL_ESTIMATORS, k1
 from tests.tiny import make_sample
 
 GRADED = st.lists(st.tuples(st.floats(-100, 100), st.integers(-3, 3)), min_size=1, max_size=30)
-"""Rewards, each with a group id: groups of any size, in any order."""
+"""Strategy for rewards with group ids: groups of any size, in any order."""
 
 
 def advantages(rewards, group_ids) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Credit of tokens: where rewards and penalties go, two lambdas, truncation, whitening; against TRL's PPO."""
+"""Tests of token advantages: rewards, penalties, two lambdas, truncation and whitening, compared with TRL's PPO."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.tiny import make_sample
 
 
 def sample(length: int, *, seed: int = 0, mask=None, reward: float | None = None, stop: bool = True, **fields) -> Any:
-    """Random logprobs, reward and values; one value more than tokens where it was cut."""
+    """Returns a sample with random logprobs, reward and values, which have one more entry if it was truncated."""
     rng = np.random.default_rng(seed)
     made = {
         "policy_logprobs": rng.normal(-1, 0.3, length).astype(np.float32),
@@ -61,7 +61,7 @@ def by_gae(samples, *, gamma=1.0, lam: Any = 0.95, **changes) -> Any:
 
 
 def serial(rewards, values, *, gamma: float, lam: float, after: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
-    """GAE of the tokens of one sample, one after the other in float64: advantages, returns."""
+    """Computes advantages and returns of one sample by serial GAE in float64."""
     following, carry = np.append(values[1:], after).astype(np.float64), 0.0
     advantages = np.zeros(len(rewards))
     for t in reversed(range(len(rewards))):
@@ -205,14 +205,14 @@ def test_no_samples_are_no_trouble():
 
 
 def white(samples) -> Any:
-    """Whitened over all of them."""
+    """Whitens advantages over all samples."""
     return whiten_advantages(samples, joint_moments([(s.advantages, s.mask) for s in samples]))
 
 
 def trl_ppo(samples, *, gamma: float, lam: float, kl_coef: float) -> tuple[np.ndarray, np.ndarray]:
-    """Whitened advantages and returns, steps 4 to 6 of TRL's PPOTrainer.train, in numpy; [N, C].
+    """Computes whitened advantages and returns [N, C] by steps 4 to 6 of TRL's PPOTrainer.train, in numpy.
 
-    Of samples that fill the row: behind others TRL keeps one token of padding more, with the reward on it.
+    All samples fill the row: after shorter ones, TRL keeps one more token of padding, with the reward on it.
     """
     logprobs, reference = (
         np.stack([getattr(s, f"{role}_logprobs") for s in samples]) for role in ("policy", "reference")

@@ -1,4 +1,4 @@
-"""Lengths and plans that the planner's tests share, and what must hold of every plan."""
+"""Lengths and plans that tests of the planner share, and the invariants of every plan."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from app.batching.micro_batch_plan import (
 
 
 def lone(*totals: int, prompt: int = 1) -> SequenceLengths:
-    """Samples of these lengths, each with a prompt of its own."""
+    """Returns samples with these lengths, each with its own prompt."""
     sizes = np.asarray(totals, np.int64)
     prompts = np.minimum(prompt, sizes)
     return SequenceLengths(prompts, sizes - prompts, np.arange(len(sizes)))
 
 
 def group(prompt: int, *completions: int) -> SequenceLengths:
-    """Samples of one prompt."""
+    """Returns the samples of one prompt."""
     return joined(
         SequenceLengths(np.full(len(completions), prompt), np.asarray(completions), np.zeros(len(completions), int))
     )
 
 
 def joined(*hosts: SequenceLengths) -> SequenceLengths:
-    """All on one host; each one's prompts stay its own."""
+    """Returns the samples of several hosts as those of one host; their prompts remain separate."""
     numbers = [host.prompt_indices + 1000 * i for i, host in enumerate(hosts)]
     return SequenceLengths(
         np.concatenate([host.prompts for host in hosts]).astype(np.int64),
@@ -42,13 +42,13 @@ def joined(*hosts: SequenceLengths) -> SequenceLengths:
 
 
 def make_budget(quota: int, longest: int | None = None, **changes: Any) -> TokenBudget:
-    """Rows as long as the quota unless the longest sample is given."""
+    """Returns a token budget whose rows have the length of the quota unless the longest sample is given."""
     fields: dict[str, Any] = {"share_prompts": False, "packing": "best_fit", "balance": True}
     return TokenBudget(quota, choose_row_length(quota, longest or quota), **(fields | changes))
 
 
 def flops(lengths: np.ndarray) -> np.ndarray:
-    """Of a small network: attention costs as much as the rest at 1,000 tokens."""
+    """Returns the FLOPs of a small network, in which attention costs as much as the rest at 1,000 tokens."""
     return 1000 * lengths + lengths**2
 
 
@@ -61,7 +61,7 @@ def members(rows: Sequence) -> list[int]:
 
 
 def tokens_of(row: tuple[tuple[int, ...], ...], host: SequenceLengths) -> int:
-    """What a row holds: each segment's prompt once."""
+    """Returns the tokens of a row, with each segment's prompt counted once."""
     return int(sum(host.prompts[segment[0]] + host.completions[list(segment)].sum() for segment in row))
 
 
@@ -79,13 +79,13 @@ def device_rows(micro_batch: MicroBatch, num_devices: int) -> list[tuple]:
 
 
 def device_work(plan: MicroBatchPlan, host: SequenceLengths, num_devices: int) -> np.ndarray:
-    """[M, devices], of samples that share nothing."""
+    """Returns the cost [M, devices] of samples that share nothing."""
     work = flops(host.totals)
     return np.asarray([[work[members(rows)].sum() for rows in device_rows(m, num_devices)] for m in plan.micro_batches])
 
 
 def random_case(seed: int) -> tuple[list[SequenceLengths], TokenBudget, int]:
-    """Up to 8 hosts of up to 8 devices, groups of up to 8 samples, any quota."""
+    """Returns a random case of up to 8 hosts with up to 8 devices, groups of up to 8 samples, and any quota."""
     rng = np.random.default_rng(seed)
     quota = int(rng.choice([64, 500, 1024, 4096]))
     longest = int(rng.integers(2, quota + 1))
@@ -111,7 +111,7 @@ def random_case(seed: int) -> tuple[list[SequenceLengths], TokenBudget, int]:
 def check_plans(
     plans: Sequence[MicroBatchPlan], hosts: Sequence[SequenceLengths], budget: TokenBudget, num_devices: int
 ) -> None:
-    """Equal counts and shapes everywhere, every sample once, nothing over its row or the quota."""
+    """Asserts equal counts and shapes on all hosts, every sample once, and no row or device above its limit."""
     first = plans[0].micro_batches
     assert len(first) >= max(1, budget.min_num_micro_batches)
     assert len(first) % budget.num_micro_batches_divisible_by == 0

@@ -1,4 +1,4 @@
-"""Parts of a long file are cut into the same shapes."""
+"""Tests that the windows of a long file are split into micro-batches of equal shapes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from app.batching.micro_batcher import EqualShapeBatcher, FixedRowBatcher, Packe
 
 
 def lengths(totals: list[int]) -> SequenceLengths:
-    """Prompts of two tokens, all different."""
+    """Returns lengths of prompts of two tokens, all different."""
     return SequenceLengths(np.full(len(totals), 2), np.asarray(totals) - 2, np.arange(len(totals)))
 
 

@@ -16,7 +16,7 @@ def largest_sum(weights: list[int], parts: list[list[int]]) -> int:
 
 
 def least_largest_sum(weights: list[int], num_parts: int, *, size: int | None = None) -> int:
-    """Brute force over all partitions, or those into parts of one size."""
+    """Returns the smallest possible largest sum, by brute force over all partitions, or those into equal sizes."""
     least = sum(weights)
     for owners in itertools.product(range(num_parts), repeat=len(weights)):
         parts = [[i for i, owner in enumerate(owners) if owner == part] for part in range(num_parts)]

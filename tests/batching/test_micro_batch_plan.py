@@ -42,7 +42,7 @@ def planned(host: SequenceLengths, budget: TokenBudget, num_devices: int = 1) ->
 
 
 def rows_of(plan: MicroBatchPlan) -> set[frozenset]:
-    """Which samples share a row, wherever the row is."""
+    """Returns the sets of samples that share a row, independent of the row's position."""
     return {frozenset(members([row])) for m in plan.micro_batches for row in m.rows if row}
 
 

@@ -20,7 +20,7 @@ THREE_OF_TWO_PROMPTS = [*TWO, make_sample([50, 51], prompt_ids=[10, 11])]
 
 
 def alone(*rows: tuple[int, ...], shape: RowShape) -> MicroBatch:
-    """Rows in which no prompt is shared."""
+    """Returns rows in which no prompt is shared."""
     return MicroBatch(tuple(tuple((i,) for i in row) for row in rows), shape)
 
 
@@ -89,7 +89,7 @@ def test_a_row_that_cannot_hold_its_samples_is_an_error(shape):
 
 @st.composite
 def packings(draw) -> tuple[list[Sample], MicroBatchPlan]:
-    """Samples over rows of any number of segments, any samples of a prompt together, in any order."""
+    """Strategy for packings: rows of any number of segments, samples of a prompt together, in any order."""
     samples = random_samples(
         draw(st.integers(1, 3)),
         draw(st.integers(1, 4)),

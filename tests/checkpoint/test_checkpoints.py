@@ -1,4 +1,4 @@
-"""What goes to disk comes back bit for bit, and the best of it stays."""
+"""Tests that checkpoints are restored bit for bit, and that the best one is kept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is damaged, unfinished, of an older version or of something else is not taken for good."""
+"""Tests that damaged, incomplete, outdated and foreign checkpoints are not restored."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ checkpoints.close()
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoints of steps 2 and 4. Not to be written to."""
+    """Checkpoints of steps 2 and 4, which tests must not change."""
     folder = tmp_path_factory.mktemp("saved")
     write(folder, 2, 4)
     return folder
@@ -55,14 +55,14 @@ def folder(saved: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def checkpoints(folder: Path) -> Iterator[Checkpoints]:
-    """Opened before anything happens to its files, as a test damages them."""
+    """Opens checkpoints before a test damages their files."""
     checkpoints = opened(folder)
     yield checkpoints
     checkpoints.close()
 
 
 def largest(folder: Path) -> Path:
-    """The file that holds most of the arrays' bytes."""
+    """Returns the file with most of the arrays' bytes."""
     return max(folder.rglob("ocdbt.process_0/d/*"), key=lambda path: path.stat().st_size)
 
 
@@ -175,7 +175,7 @@ def test_where_the_newest_is_damaged_the_best_may_be_what_is_left(tmp_path: Path
 
 
 def wrapped(cause: Exception) -> Exception:
-    """As Orbax does."""
+    """Wraps an error as Orbax does."""
     error = Exception("Encountered error while reading array")
     error.__cause__ = cause
     return error

@@ -1,4 +1,4 @@
-"""A checkpoint's policy is found by any of its names, and read without the rest of the state."""
+"""Tests that the policy of a checkpoint is found by any of its names, and read without the rest of the state."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def save(run: Path, *steps: int, model: ModelSpec, critic: bool = False, best: i
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, model: ModelSpec) -> Path:
-    """Checkpoints of steps 2, 4 and 6, of which 4 is the best. Not to be written to."""
+    """A run with checkpoints of steps 2, 4 and 6, of which 4 is the best; tests must not change it."""
     folder = tmp_path_factory.mktemp("runs") / "run"
     save(folder, 2, 4, 6, model=model, best=4)
     return folder

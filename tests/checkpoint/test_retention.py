@@ -1,4 +1,4 @@
-"""Which checkpoints stay, and when the clock asks for one."""
+"""Tests of the choice of checkpoints to keep, and of the save clock."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from app.checkpoint.retention import BestCheckpoint, LatestAndBestPolicy, SaveCl
 
 @dataclass
 class Info:
-    """What Orbax knows of a checkpoint."""
+    """Orbax's description of a checkpoint."""
 
     step: int
     metrics: None = None

@@ -1,4 +1,4 @@
-"""Two processes of which one is asked to stop, dies, fails or hangs. None of it leaves the other waiting."""
+"""Tests of two processes of which one is stopped, dies, fails or hangs; the other must never wait forever."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def generate_or_stop(engine, *arguments, **named):
 BatchEngine.generate = generate_or_stop
 cli.main()
 """
-"""The command, but that its third rollout ends, on this host alone, as at the edge of a segment."""
+"""The command, with the third rollout stopped on this host as at the end of a segment."""
 
 FAILING = (
     STOPPED[: STOPPED.index("        os.kill")]
@@ -63,7 +63,7 @@ def report(reporter):
 RunReporter.write_final_report = report
 cli.main()
 """
-"""The command, but that the first host's report takes longer than JAX waits, and than hosts that fail alike do."""
+"""The command, with a report on the first host that takes longer than JAX waits, and than hosts that fail together."""
 
 STUCK = """\
 import os, threading
@@ -147,7 +147,7 @@ def test_hosts_that_fail_together_end_alike_whatever_the_first_has_to_write(conf
 
 
 def with_reward(config: Path, source: str, *overrides: str) -> tuple[Ended, Ended]:
-    """How two hosts end whose reward function is called `stuck`."""
+    """Runs two hosts with a reward function `stuck`, and returns how they end."""
     file = config.parent / "reward.py"
     file.write_text(source)
     reward = (f"reward.functions=['{file}:stuck']", "reward.environment=[THIS_HOST]")

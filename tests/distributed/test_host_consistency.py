@@ -1,4 +1,4 @@
-"""Two hosts that start together: what they must have in common, and whose error ends both."""
+"""Tests of the properties that two hosts must share, and of errors on one host, which end both."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ Path(other / f"told{host}.json").write_text(json.dumps(told))
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each of two hosts was told, one question after the other."""
+    """Returns the errors that each of two hosts reports, check by check."""
     folder, program = tmp_path_factory.mktemp("hosts"), ("-c", KEEPING + IN_TURN)
     for host in ("0", "1"):
         (folder / host).mkdir()

@@ -1,4 +1,4 @@
-"""What hosts share out, and what becomes of a sample that goes from one to another."""
+"""Tests of shards, and of samples that are sent from one host to another."""
 
 from __future__ import annotations
 

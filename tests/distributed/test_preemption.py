@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM."""
+"""Tests of Ctrl-C and SIGTERM."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def test_what_is_stopped_while_it_generates_goes_on_as_if_it_had_not_been(
 
 
 def stopping_at(generation: int) -> Any:
-    """`Engine.generate`, but that one of its calls is asked to stop, and does so as at the edge of a segment."""
+    """Returns a version of `Engine.generate` in which one call is stopped as at the end of a segment."""
     generate, calls = BatchEngine.generate, itertools.count(1)
 
     def generate_or_stop(engine: BatchEngine, *arguments: Any, **named: Any) -> Any:
@@ -193,7 +193,7 @@ def stopping_at(generation: int) -> Any:
 
 
 def wait_for(listener: PreemptionHandler | BatchEngine) -> None:
-    """Until it knows of the signal."""
+    """Waits until the handler has recorded the signal."""
     end = time.monotonic() + DEADLINE_S
     is_asked = listener.stop_requested
     while not is_asked():

@@ -1,4 +1,4 @@
-"""Hosts as threads: who is missing, given twice, started otherwise, and whose port is taken."""
+"""Tests of the rendezvous with hosts as threads: missing and duplicate processes, different counts, used ports."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DEADLINE_S = 20.0
 
 
 def come(member: ClusterMember, *, timeout_s: float = DEADLINE_S, tell: Callable[[str], None] = print) -> str:
-    """What the host is told: nothing, or the error."""
+    """Joins as one host; returns None or the error."""
     try:
         verify_processes(member, timeout_s=timeout_s, command=COMMAND, notify=tell)
     except InputError as error:
@@ -28,7 +28,7 @@ def come(member: ClusterMember, *, timeout_s: float = DEADLINE_S, tell: Callable
 
 
 def all_come(*members: ClusterMember, timeout_s: float = DEADLINE_S) -> list[str]:
-    """All at the same time. Beyond the roll call process 0 listens as JAX would, for the others look for that."""
+    """Joins all hosts at the same time. Process 0 then listens as JAX would, because the other processes check that."""
     with ThreadPoolExecutor(len(members)) as pool:
         told = [pool.submit(come_and_stay, member, timeout_s) for member in members]
         return [one.result(timeout=2 * DEADLINE_S) for one in told]

@@ -1,4 +1,4 @@
-"""Notices that hosts pin up for each other."""
+"""Tests of notices between hosts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DEADLINE_S = 30
 
 
 class Shared:
-    """A key-value store as JAX's processes share one."""
+    """A key-value store shared by several boards, like that of JAX."""
 
     def __init__(self) -> None:
         self.values: dict[str, str] = {}

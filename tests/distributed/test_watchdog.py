@@ -1,4 +1,4 @@
-"""A phase that does not end."""
+"""Tests of phases that exceed their limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two files of the same prompts, prompt by prompt; and files that say nothing about each other."""
+"""Tests of comparisons of two evaluations, and of files that cannot be compared."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def write(
     facts: Mapping[str, Any] | None = None,
     **changed: Any,
 ) -> Path:
-    """Samples of prompts whose right answer is 2, judged by whether it is theirs."""
+    """Writes samples of prompts with the answer 2, judged by whether their answer is 2."""
     records = [
         {
             "uid": f"q/{place}/s{index}",

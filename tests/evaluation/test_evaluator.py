@@ -1,4 +1,4 @@
-"""Held-out accuracy: which prompts, and what is said of them."""
+"""Tests of held-out accuracy: choice of prompts and metrics."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_a_format_that_no_plug_in_knows_chooses_no_checkpoint() -> None:
 
 
 def asked(*answers: tuple[str, ...], **extra: object) -> list[Sample]:
-    """Samples of prompts whose right answer is 2."""
+    """Returns samples of prompts with the answer 2."""
     return [
         replace(
             graded(answer == "2", answer, stop=answer != "cut"),
@@ -163,7 +163,7 @@ def test_intervals_are_over_prompts_and_not_over_samples() -> None:
 
 
 def test_a_prompt_is_no_more_certain_than_the_draws_that_its_samples_make() -> None:
-    """Halves everywhere: the prompts tell nothing apart, so each counts as often as it was tried."""
+    """If half of every prompt's samples are correct, prompts do not differ, so each sample counts as one trial."""
     halves = np.full(6, 0.5)
     names = ("eval/accuracy", "eval/pass@2", "eval/pass@4", "eval/pass@8", "eval/maj@8")
     table = {**dict.fromkeys(names, halves), DIFFICULTY: np.full(6, np.nan), NON_BINARY_COUNT: np.zeros(6)}

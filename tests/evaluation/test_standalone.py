@@ -1,4 +1,4 @@
-"""`grpo evaluate`: the figures that training would log, from a file that is never begun twice."""
+"""Tests that `grpo evaluate` gives the metrics of training, and continues from its file."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def refused(*arguments: str | Path) -> str:
 
 
 def logged(run: Path, step: int) -> dict[str, Any]:
-    """What a run has logged of its evaluation."""
+    """Returns the metrics that a run logged for its evaluation."""
     (line,) = [line for line in metrics_of(run) if line["step"] == step]
     return {name: value for name, value in line.items() if name.startswith("eval/")}
 
@@ -51,7 +51,7 @@ def without_clock(path: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def result(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The file of an evaluation of the last checkpoint of the smallest run. Not to be written to."""
+    """The results file of an evaluation of the smallest run's last checkpoint, which tests must not change."""
     out = tmp_path_factory.mktemp("evaluated") / "after.jsonl"
     evaluated("--checkpoint", finished, "--out", out)
     return out

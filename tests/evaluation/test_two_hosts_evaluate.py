@@ -1,4 +1,4 @@
-"""`grpo evaluate` on two hosts finds what one host finds."""
+"""Tests that `grpo evaluate` on two hosts gives the result of one host."""
 
 from __future__ import annotations
 

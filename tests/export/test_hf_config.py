@@ -1,4 +1,4 @@
-"""What a written model says of itself: all that its base said, and what transformers would else guess."""
+"""Tests that an exported configuration has all fields of its base, and those with other defaults in transformers."""
 
 from __future__ import annotations
 

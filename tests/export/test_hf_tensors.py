@@ -1,4 +1,4 @@
-"""Weights out: the tensors of the checkpoint that parameters came from, or would be loaded from, bit for bit."""
+"""Tests that exported tensors equal those from which the parameters were loaded, bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`grpo export`: what transformers, and this program, make of the directory is the policy of the checkpoint."""
+"""Tests that transformers and this program load an export as the policy of the checkpoint."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ def params_of(model: ModelSpec) -> Params:
 
 
 def trained(params: Params) -> Params:
-    """As if by training: every weight another one."""
+    """Returns weights that all differ, as after training."""
     rng = np.random.default_rng(0)
     return jax.tree.map(lambda x: x + jax.numpy.asarray(rng.normal(0, 0.05, x.shape), x.dtype), params)
 
 
 def assert_comes_out_whole(folder: Path, model: ModelSpec, params: Params) -> None:
-    """Written to `folder`, the weights come back bit for bit and give transformers our logits."""
+    """Writes weights to `folder`, and asserts that they load bit for bit and give transformers our logits."""
     folder.mkdir()
     assert write_model(folder, model, params, dtype="float32") == ["model.safetensors"]
     assert {path.name for path in folder.iterdir()} >= FILES
@@ -132,7 +132,7 @@ def export(checkpoint: Path, out: Path, *more: str | Path) -> Result:
 
 @pytest.fixture(scope="module")
 def exported(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The newest checkpoint of the finished run. Not to be written to."""
+    """The exported newest checkpoint of the finished run, which tests must not change."""
     out = tmp_path_factory.mktemp("exported") / "model"
     result = export(finished, out, "--json")
     assert result.exit_code == 0, result.stderr
@@ -302,7 +302,7 @@ def test_a_copy_of_the_checkpoint_alone_is_exported_with_the_settings_of_its_run
 
 
 def assert_logits_are_those_of_the_run(reference: Any, run: Path, base: Path) -> None:
-    """Unmerged, as the run scores; and not those of the base."""
+    """Asserts that the logits equal those of the run's unmerged network, and differ from those of the base."""
     model = model_at(base, **LORA)
     frozen = params_of(model)
     policy = combine_params(load_trained_params(PolicyCheckpoint.open(run), model, make_mesh()), frozen)

@@ -1,4 +1,4 @@
-"""The model card of an export: what was held out, which settings, which names of files."""
+"""Tests of the model card: evaluations, settings and file names."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from settings import Settings, load
 
 @pytest.fixture
 def run(finished: Path, tmp_path: Path) -> Path:
-    """A copy of a finished run, to be changed."""
+    """A copy of a finished run that tests may change."""
     return shutil.copytree(finished, tmp_path / "run", symlinks=True)
 
 
 def change(run: Path, name: str, value: str) -> None:
-    """Another value of a setting, as if the run had been started with it."""
+    """Changes a setting as if the run had started with it."""
     file = run / "settings.yaml"
     text, num_changed = re.subn(rf"(?m)^( +{name}:).*$", rf"\1 {value}  # --set", file.read_text())
     assert num_changed == 1, name

@@ -1,4 +1,4 @@
-"""Adapters in PEFT's format: peft over transformers gives the logits of our network with the same adapters."""
+"""Tests that peft gives the logits of our network with the same adapters."""
 
 from __future__ import annotations
 

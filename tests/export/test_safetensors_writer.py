@@ -1,4 +1,4 @@
-"""Safetensors files written tensor by tensor, and read back by the library and by transformers' rules for shards."""
+"""Tests that the library and transformers read the written safetensors files and shards."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FLOAT32, BFLOAT16 = np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)
 
 
 def random_tensors() -> dict[str, np.ndarray]:
-    """Odd sizes, one of no dim but one, and one that does not lie in memory as it is written."""
+    """Returns tensors of odd sizes, one without dims, and one that is not contiguous in memory."""
     rng = np.random.default_rng(0)
     shapes = {"a": (5, 7), "b.weight": (3,), "c": (2, 3, 4), "d": (11, 2)}
     tensors = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}

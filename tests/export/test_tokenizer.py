@@ -1,4 +1,4 @@
-"""A written tokenizer is the one it was written from: to this program, and to transformers."""
+"""Tests that an exported tokenizer equals its source in this program and in transformers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MESSAGES = [{"role": "user", "content": "12 + 1 = a?\n\nna\u00efve 345"}]
 
 
 def written(files: ModelFiles, directory: Path) -> ModelFiles:
-    """What the model of `files` is when only its tokenizer has been written."""
+    """Returns the model files of a folder to which only the tokenizer of `files` was written."""
     directory.mkdir()
     write_tokenizer(files, directory)
     return replace(files, path=directory, weights=open_model("builtin:tiny").weights)

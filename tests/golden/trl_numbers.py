@@ -1,6 +1,7 @@
-"""What TRL's own trainers make of a few small tensors.
+"""Computes the results of TRL's trainers for a few small tensors.
 
-`python -m tests.golden.trl_numbers`, where TRL is installed, writes trl_numbers.json anew; the tests compare with it.
+`python -m tests.golden.trl_numbers` writes trl_numbers.json again if TRL is installed. The tests compare with that
+file.
 """
 
 from __future__ import annotations
@@ -42,8 +43,10 @@ CASES: tuple[dict[str, Any], ...] = (
     {"loss_type": "cispo", "epsilon_high": 1.2},
     {"loss_type": "cispo", "epsilon_high": 5.0, "beta": 0.04},
 )
-"""Settings of GRPOTrainer; its `epsilon_high` of CISPO is the bound itself.
-`old` says whether the step is one of several on its rollout, which has `old` logprobs."""
+"""Settings of GRPOTrainer; for CISPO, its `epsilon_high` is the bound itself.
+
+`old` selects an update that is not the first of its rollout, and has `old` logprobs.
+"""
 CORRECTION_CASES: tuple[dict[str, Any], ...] = (
     {"mode": "token_truncate", "loss_type": "grpo"},
     {"mode": "token_mask", "loss_type": "dapo", "beta": 0.04},
@@ -52,9 +55,9 @@ CORRECTION_CASES: tuple[dict[str, Any], ...] = (
     {"mode": "sequence_mask", "loss_type": "luspo", "importance_sampling_level": "sequence"},
     {"mode": "token_mask", "loss_type": "cispo", "epsilon_high": 1.2},
 )
-"""Settings of GRPOTrainer where samples come from another engine; `mode` is `vllm_importance_sampling_mode`."""
+"""Settings of GRPOTrainer for samples of another engine; `mode` is `vllm_importance_sampling_mode`."""
 CORRECTION_BOUNDS = (0.75, 1.2)
-"""Of masks; truncation has only the upper one."""
+"""Bounds of masks; truncation uses only the upper one."""
 DEFAULTS = {
     "old": True,
     "beta": 0.0,
@@ -67,7 +70,7 @@ DEFAULTS = {
 
 
 def make_inputs(seed: int) -> dict[str, Any]:
-    """Lists of numbers: logits, what was drawn from them, and logprobs near and far from theirs."""
+    """Returns lists of numbers: logits, tokens drawn from them, and logprobs near to and far from theirs."""
     rng = np.random.default_rng(seed)
     logits = rng.normal(0, 1.5, (ROWS, TOKENS, VOCAB)).astype(np.float32)
     completion_ids = rng.integers(0, VOCAB, (ROWS, TOKENS))
@@ -89,7 +92,7 @@ def make_inputs(seed: int) -> dict[str, Any]:
 
 
 def grpo_numbers(case: dict[str, Any], inputs: dict[str, Any]) -> dict[str, Any]:
-    """Loss, gradient by the logits and metrics of `GRPOTrainer._compute_loss`."""
+    """Returns loss, gradient with respect to the logits, and metrics of `GRPOTrainer._compute_loss`."""
     import torch
 
     settings = DEFAULTS | case
@@ -119,7 +122,7 @@ def grpo_numbers(case: dict[str, Any], inputs: dict[str, Any]) -> dict[str, Any]
 
 
 def correction_numbers(case: dict[str, Any], inputs: dict[str, Any]) -> dict[str, Any]:
-    """Weights by which GRPOTrainer corrects for the sampler, and loss and gradient with them."""
+    """Returns the weights by which GRPOTrainer corrects for the sampler, with the loss and gradient."""
     import torch
 
     trl = _trl("grpo")
@@ -142,7 +145,7 @@ def correction_numbers(case: dict[str, Any], inputs: dict[str, Any]) -> dict[str
 
 
 def _sampler_of_another_engine(settings: dict[str, Any], inputs: dict[str, Any]) -> Any:
-    """A GRPOTrainer whose engine has drawn the completions, with the mask as that of tools."""
+    """Returns a GRPOTrainer whose engine generated the completions, with a mask as for tools."""
     import torch
 
     def rows(name: str) -> list[list[Any]]:
@@ -175,7 +178,7 @@ def _sampler_of_another_engine(settings: dict[str, Any], inputs: dict[str, Any])
 
 
 def rloo_numbers(inputs: dict[str, Any]) -> dict[str, Any]:
-    """Loss and gradient of `RLOOTrainer._compute_loss` at the first of its updates."""
+    """Returns loss and gradient of `RLOOTrainer._compute_loss` at its first update."""
     import torch
 
     model, mask = _Table(inputs["logits"]), torch.tensor(inputs["mask"]).int()
@@ -190,7 +193,7 @@ def rloo_numbers(inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def rloo_advantages(inputs: dict[str, Any], *, beta: float) -> dict[str, Any]:
-    """Advantages that RLOOTrainer gives four samples of one prompt, the penalty in their rewards."""
+    """Returns the advantages of RLOOTrainer for four samples of one prompt, with the penalty in their rewards."""
     import torch
 
     trl = _trl("rloo")
@@ -237,7 +240,7 @@ def _batch(inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Table:
-    """A model whose logits are its parameters."""
+    """A model whose parameters are its logits."""
 
     training = True
 
@@ -256,7 +259,7 @@ def _logprobs(model: _Table, completion_ids: Any) -> tuple[Any, Any, None]:
 
 
 def _stand_in(settings: dict[str, Any]) -> Any:
-    """What the trainers' loss reads of `self`: settings, an accelerator of one process, and a forward pass."""
+    """Returns an object with the attributes that the trainers' loss reads: settings, accelerator and forward pass."""
     import torch
 
     accelerator = SimpleNamespace(
@@ -297,7 +300,7 @@ def _stand_in(settings: dict[str, Any]) -> Any:
 
 
 def numbers(seed: int) -> dict[str, Any]:
-    """All of it, from inputs of this seed."""
+    """Returns all results for the inputs of this seed."""
     inputs = make_inputs(seed)
     return {
         "inputs": inputs,

@@ -1,4 +1,4 @@
-"""Eight virtual devices, however they are split, do what one device does."""
+"""Tests that eight virtual devices compute the same on every mesh as one device."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ EVERYTHING = replace(
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one walk through rollout, score and update."""
+    """Results of rollout, scoring and one update."""
 
     samples: list[Sample]
     logprobs: list[np.ndarray]
     params: Params
     first_moments: Params
-    """A tenth of the gradient: this was the first update, and the clip is far away."""
+    """First moments, which are a tenth of the gradient: this is the first update, and no gradient is clipped."""
     metrics: dict[str, float]
 
 
@@ -126,7 +126,7 @@ def test_eight_devices_sample_score_and_learn_as_one_does(architecture, shape):
 
 
 def assert_metrics_equal(ours: Outcome, expected: Outcome) -> None:
-    """All but those of the cut, which follow the number of devices."""
+    """Asserts equal metrics, except those of batching, which depend on the number of devices."""
 
     def of_the_samples(metrics: dict[str, float]) -> dict[str, float]:
         return {k: v for k, v in metrics.items() if not k.startswith(("batching/", "global_seqlen/"))}
@@ -144,7 +144,7 @@ def test_packed_rows_on_one_two_and_four_devices_learn_as_one_sample_a_row_does(
 
 
 def critic_outcome(shape: tuple[int, int, int], cut: MicroBatcher) -> tuple[list[np.ndarray], Params, dict[str, float]]:
-    """Values of a critic, then the first moments and the metrics of one update of it."""
+    """Returns the values of a critic, and the first moments and metrics of one update."""
     definition, mesh = DecoderDefinition.create(EVEN, ValueDecoder), make_mesh(shape)
     shardings = definition.shardings(mesh)
     params = jax.device_put(random_params(definition), shardings)

@@ -1,4 +1,4 @@
-"""Which hosts weights are gathered over, on meshes of pretended devices."""
+"""Tests of gathering weights across hosts, on meshes of fake devices."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.rollout.test_decode_layout import DEFINITION
 
 @dataclass(frozen=True)
 class Device:
-    """What is looked at of one."""
+    """The attributes of a device that are read."""
 
     id: int
     process_index: int
@@ -32,7 +32,7 @@ class Device:
 
 
 def mesh_of(*shape: int, num_slices: int = 1, device_kind: str = "TPU v4") -> Mesh:
-    """Over 8 devices of two hosts."""
+    """Returns a mesh of 8 devices on two hosts."""
     devices: list[Any] = [Device(i, i // 4, i // 4 if num_slices > 1 else 0, device_kind) for i in range(8)]
     return Mesh(np.asarray(devices, object).reshape(shape), AXES)
 

@@ -61,7 +61,7 @@ def test_a_shape_that_does_not_fit_says_what_does(text, num_devices, needs):
 
 @dataclass(frozen=True)
 class Device:
-    """What of a device the order of a mesh depends on."""
+    """The attributes of a device that determine its place in a mesh."""
 
     id: int
     process_index: int

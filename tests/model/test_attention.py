@@ -22,7 +22,7 @@ def random_qkv(rows=2, tokens=7, query_heads=6, kv_heads=2, head=4, seed=0):
 
 
 def slow_attention(query, keys, values, visible, rule=DEFAULT_SCORE_MOD) -> np.ndarray:
-    """One query head and one token at a time, float64."""
+    """Computes attention in float64, one query head and one token at a time."""
     scale = rule.scale or query.shape[3] ** -0.5
     query, keys, values = (np.asarray(x, np.float64) for x in (query, keys, values))
     mixed = np.zeros(query.shape)

@@ -1,4 +1,4 @@
-"""Attention over rows of several blocks, against all scores at once in float64."""
+"""Tests of attention over rows of several blocks, compared with dense attention in float64."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from tests.layouts import layout_of, seen, segments_of_rows
 from tests.tiny import make_mesh
 
 ROWS, TOKENS, QUERY_HEADS, KV_HEADS, HEAD = 2, 150, 6, 3, 5
-"""Two whole blocks of a CPU's and a part of one."""
+"""Rows of two whole blocks and a part of one, for the blocks of a CPU."""
 Inputs = tuple[Array, Array, Array, Array]
 RULES = [DEFAULT_SCORE_MOD, ScoreMod(0.4, 0.6)]
 
 
 def inputs(rows=ROWS, tokens=TOKENS, query_heads=QUERY_HEADS, kv_heads=KV_HEADS, seed=0) -> Inputs:
-    """Queries, keys, values, and what each entry of the result weighs in a loss."""
+    """Returns queries, keys, values, and the weight of each result in a loss."""
     rng = np.random.default_rng(seed)
     shapes = [
         (rows, tokens, query_heads, HEAD),
@@ -41,7 +41,8 @@ def inputs(rows=ROWS, tokens=TOKENS, query_heads=QUERY_HEADS, kv_heads=KV_HEADS,
 
 
 def oracle(query, keys, values, weights, visible, rule: ScoreMod) -> tuple[np.ndarray, ...]:
-    """The result, and the gradients of sum(weights * result) by queries, keys and values; float64."""
+    """Computes the result and the gradients of sum(weights * result) with respect to queries, keys and values in
+    float64."""
     query, keys, values, weights = (np.asarray(x, np.float64) for x in (query, keys, values, weights))
     rows, tokens, _, head = query.shape
     kv_heads = keys.shape[1]
@@ -69,7 +70,7 @@ def assert_close(ours, exact, tolerance=1e-5) -> None:
 
 
 def with_gradients(attention: Callable[..., Any]) -> Callable[..., tuple[Array, ...]]:
-    """(queries, keys, values, weights, ...) -> the result and the gradients of sum(weights * result)."""
+    """Returns (queries, keys, values, weights, ...) -> the result and the gradients of sum(weights * result)."""
 
     def run(query, keys, values, weights, *rest):
         mixed, pull = jax.vjp(lambda *x: attention(*x, *rest), query, keys, values)
@@ -168,7 +169,7 @@ def four_rows(kv_heads: int) -> tuple[Inputs, SegmentLayout]:
 
 
 def scanned(query, keys, values, layout):
-    """Two layers, as the decoder has them: the list of pairs is made once, outside."""
+    """Applies two layers as the decoder does, which computes the block pairs once."""
     windows = jnp.array([UNREACHABLE, 30], jnp.int32)
     pairs = make_block_pairs(layout, [None, 30])
 

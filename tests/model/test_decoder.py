@@ -37,7 +37,7 @@ def hidden_states(architecture: Architecture, params: Params, token_ids, layout:
 
 
 def slow_hidden_states(arch: Architecture, params: Params, token_ids: np.ndarray) -> np.ndarray:
-    """One sequence, one head and one layer at a time, float64."""
+    """Computes hidden states in float64, one sequence, head and layer at a time."""
     params = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
     positions = np.arange(len(token_ids))
 
@@ -221,7 +221,8 @@ SHARED = layout_of([[(40, (30, 21, 33)), (9, (14,))]], num_tokens=151)
 
 
 def lone_rows(token_ids: np.ndarray, layout: SegmentLayout) -> tuple[np.ndarray, SegmentLayout, np.ndarray]:
-    """The samples of a row of shared prompts, each alone in a row, and where each of their tokens stood."""
+    """Returns each sample of a row with shared prompts in its own row, and the positions of its tokens in the shared
+    row."""
     segment_ids, branch_ids, _ = (np.asarray(x)[0] for x in layout)
     branches = sorted({(s, b) for s, b in zip(segment_ids, branch_ids, strict=True) if s > 0})
     branches = [(s, b) for s, b in branches if b > 0 or (s, 1) not in branches]

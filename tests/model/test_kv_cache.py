@@ -18,11 +18,11 @@ ARCHITECTURES = pytest.mark.parametrize(
 )
 FLOAT32 = jnp.dtype("float32")
 LENGTHS = np.array([1, 5, 4])
-"""Of the prompts; every row goes on to 9 tokens."""
+"""Lengths of the prompts; every row is decoded up to 9 tokens."""
 
 
 class Compiled:
-    """The decoder of one architecture, ready to call."""
+    """The compiled decoder of one architecture."""
 
     def __init__(self, architecture: Architecture):
         definition = DecoderDefinition.create(architecture)
@@ -42,7 +42,7 @@ def token_ids(seed: int = 0) -> np.ndarray:
 
 
 def right_padded(size: int, filler: int = 0) -> np.ndarray:
-    """The prompts, with `filler` behind them."""
+    """Returns the prompts, padded on the right with `filler`."""
     rows = np.full((3, size), filler, np.int32)
     for row, length in enumerate(LENGTHS):
         rows[row, :length] = token_ids()[row, :length]
@@ -54,7 +54,7 @@ def whole_rows(model: Compiled) -> np.ndarray:
 
 
 def grown(cache, size: int, filler: float = 0.0):
-    """Room for `size` tokens, with rubbish in it."""
+    """Returns the cache with `size` tokens, whose new entries are arbitrary."""
     pad = lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, size - x.shape[2]), (0, 0)), constant_values=filler)  # noqa: E731
     return jax.tree.map(pad, cache)
 

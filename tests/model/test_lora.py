@@ -1,4 +1,4 @@
-"""Adapters compute what merged kernels compute, and change nothing when they are fresh."""
+"""Tests that adapters compute what merged kernels compute, and change nothing at first."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SOME = LoRAConfig(2, 1.0, ("q_proj", "o_proj", "down_proj"))
 
 
 def adapted(architecture: Architecture, lora: LoRAConfig) -> tuple[DecoderDefinition, DecoderDefinition]:
-    """The network with adapters, and without."""
+    """Returns the network with adapters, and without them."""
     return DecoderDefinition.create(architecture, lora=lora), DecoderDefinition.create(architecture)
 
 
@@ -158,7 +158,8 @@ def test_an_adapter_lies_along_its_kernel_and_its_rank_is_never_split():
 @pytest.mark.parametrize("remat", ["minimal", "block"])
 def test_the_backward_pass_keeps_no_second_product_for_an_adapter(remat):
     def kept(definition: DecoderDefinition) -> int:
-        """Bytes that eight more tokens add to what is kept, weights and their gradients apart."""
+        """Returns the additional bytes stored for the backward pass of eight more tokens, without weights and
+        gradients."""
 
         def residuals(num_tokens: int) -> int:
             def forward(params: Params, frozen: Params) -> jax.Array:

@@ -1,7 +1,7 @@
-"""The decoder against transformers on the same files.
+"""Tests of the decoder against transformers on the same files.
 
-Weights are drawn large (standard deviation 0.3, norms around 1, every bias random), so that attention is
-sharp, logits spread over several units and a wrong pairing, scale or bias shows in the first digits.
+Weights are large (standard deviation 0.3, norms around 1, every bias random). Attention is then sharp, logits spread
+over several units, and a wrong pairing, scale or bias shows in the first digits.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 256,
     "rms_norm_eps": 1e-5,
 }
-"""No size is a power of two, three query heads share a key head, and head_dim is not 36 / 9."""
+"""Sizes that are no powers of two; three query heads share a key head, and head_dim is not 36 / 9."""
 
 ONE_KV_HEAD: dict[str, Any] = {"hidden_size": 40, "num_attention_heads": 5, "num_key_value_heads": 1, "head_dim": 8}
 LINEAR = {"rope_type": "linear", "factor": 2.5, "rope_theta": 1e4}
@@ -76,12 +76,12 @@ SWITCHES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
 }
-"""What each family must have to differ from Llama; untied, unless a test ties."""
+"""Differences of each family from Llama; embeddings are untied unless a test ties them."""
 QWEN_WINDOWS = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
 
 
 class Segment(NamedTuple):
-    """One sequence inside a packed row."""
+    """A sequence inside a packed row."""
 
     row: int
     first: int
@@ -92,14 +92,14 @@ class PackedRows(NamedTuple):
     segments: list[Segment]
     token_ids: np.ndarray
     layout: SegmentLayout
-    """numpy."""
+    """Layout as numpy arrays."""
 
 
 SHORT_ROWS = ((7, 12, 5), (29,), (2, 23))
 
 
 def packed_rows(*lengths: Sequence[int], num_tokens: int = 32, vocab_size: int = SIZES["vocab_size"]) -> PackedRows:
-    """Random segments of these lengths, row by row, and padding on the right."""
+    """Returns rows of random segments with these lengths, padded on the right."""
     rng = np.random.default_rng(1)
     token_ids, *layout = (np.zeros((len(lengths), num_tokens), np.int32) for _ in range(4))
     rows = PackedRows([], token_ids, SegmentLayout(*layout))
@@ -119,7 +119,7 @@ def packed_rows(*lengths: Sequence[int], num_tokens: int = 32, vocab_size: int =
 def write_checkpoint(
     directory: Path, model_type: str, *, dtype: str = "float32", max_shard_size: str = "1GB", **changes: Any
 ) -> Path:
-    """A model of random weights, saved by transformers itself."""
+    """Saves a model with random weights by transformers."""
     torch, transformers = import_reference()
     config = transformers.AutoConfig.for_model(model_type, **SIZES | SWITCHES.get(model_type, {}) | changes)
     model = transformers.AutoModelForCausalLM.from_config(config)
@@ -172,7 +172,7 @@ def load_ours(path: Path) -> tuple[DecoderDefinition, Params]:
 
 
 def our_logits(definition: DecoderDefinition, params: Params, rows: PackedRows) -> np.ndarray:
-    """float32, [R, T, V]."""
+    """Returns our logits, float32 [R, T, V]."""
 
     @jax.jit
     def logits(params: Params, token_ids: Array, layout: SegmentLayout) -> Array:

@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct itself: from its GGUF file, from the directory it came from, and in transformers."""
+"""Tests of SmolLM2-135M-Instruct from its GGUF file, from its Hugging Face directory, and in transformers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CONVERTER = Path(__file__).resolve().parents[3] / "shared" / "tools" / "convert_
 
 @pytest.fixture(scope="module")
 def converted_smollm2(smollm2_gguf) -> Iterator[Path]:
-    """The Hugging Face directory that an independent converter makes of the GGUF file."""
+    """The Hugging Face directory that an independent converter writes from the GGUF file."""
     if not CONVERTER.is_file():
         pytest.skip("the independent converter is not beside this repository")
     with tempfile.TemporaryDirectory() as folder:  # not tmp_path: pytest would keep half a gigabyte

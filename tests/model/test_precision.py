@@ -1,4 +1,4 @@
-"""The decoder against itself in another compute type."""
+"""Tests of the decoder in one compute type against another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quantized kernels: as near as their codes allow, the same on any mesh, and never all of them floats at once."""
+"""Tests of quantized kernels: precision, equality on any mesh, and memory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ pytest.importorskip("qwix", reason="Qwix is not installed: pip install -e '.[qlo
 
 FLOAT32 = jnp.dtype("float32")
 WIDE = replace(EVEN, model_dim=128)
-"""Two tiles wide."""
+"""A model with a width of two tiles."""
 LORA = LoRAConfig(3, 6.0, PROJECTIONS)
 NF4 = np.array(
     [
@@ -42,7 +42,7 @@ NF4 = np.array(
         *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
     ]
 )
-"""Dettmers et al. 2023, appendix E."""
+"""Codes of nf4. Source: Dettmers et al. 2023, appendix E."""
 
 EACH = pytest.mark.parametrize("quantization", ["int8", "nf4"])
 
@@ -50,7 +50,7 @@ EACH = pytest.mark.parametrize("quantization", ["int8", "nf4"])
 def loaded(
     architecture: Architecture, quantization: Quantization, mesh_shape: tuple[int, int, int] = (1, 1, 1)
 ) -> tuple[DecoderDefinition, Params, Params]:
-    """A network with random weights in codes, and these weights before."""
+    """Returns a network with quantized random weights, and the original weights."""
     params, tensors = random_file(architecture)
     definition = DecoderDefinition.create(architecture, quantization=quantization)
     return definition, load_weights(definition, Held(tensors), make_mesh(mesh_shape)), params
@@ -182,7 +182,7 @@ def test_the_backward_pass_keeps_no_kernel_in_floats(quantization: Quantization,
 def compiled(
     program: str, quantization: Quantization | None, layout: str, mesh_shape: tuple[int, int, int]
 ) -> tuple[int, int]:
-    """Temporary bytes of a program of the rollout on each device, and bytes of its share of the kernels in floats."""
+    """Returns the temporary bytes of a rollout program on each device, and the bytes of its share of float kernels."""
     architecture = replace(EVEN, num_layers=6, model_dim=256, mlp_dim=512)
     definition = DecoderDefinition.create(architecture, quantization=quantization)
     engine = make_engine(definition, mesh=make_mesh(mesh_shape), decode_layout=layout)
@@ -209,7 +209,7 @@ def test_no_more_than_some_kernels_are_floats_in_a_rollout(
 def test_samples_are_those_of_the_kernels_in_floats(
     quantization: Quantization, mesh_shape: tuple[int, int, int]
 ) -> None:
-    """With adapters beside them, which nothing merges."""
+    """The network has adapters that are not merged."""
     base, held, _ = loaded(WIDE, quantization, mesh_shape)
     adapted, mesh = DecoderDefinition.create(WIDE, lora=LORA, quantization=quantization), make_mesh(mesh_shape)
     adapters = adapted.trainable(random_params(adapted.unquantized))
@@ -245,7 +245,7 @@ def test_codes_and_scales_decode_as_they_are_in_any_compute_type(quantization: Q
 
 
 def test_two_codes_of_a_byte_are_told_apart() -> None:
-    """All sixteen codes, of which neighbours differ."""
+    """All sixteen codes are stored, and neighbours differ."""
     held = KernelQuantizer.create("nf4", inputs=("embed",), outputs=("mlp",))
     kernel = np.tile(NF4, 4)[:, None] * np.array([[1.0, 0.5, 4.0]])
     found = held.quantize(kernel.astype(np.float32))

@@ -1,4 +1,4 @@
-"""Rotary frequencies, by hand and against transformers."""
+"""Tests of rotary frequencies against hand-computed values and transformers."""
 
 from __future__ import annotations
 

@@ -47,13 +47,13 @@ def pairs_function(windows: tuple[int | None, ...]):
 
 
 def visited(pairs: BlockPairs, window: int | None) -> list[tuple[int, int]]:
-    """What a layer of that window reads of the list."""
+    """Returns the part of the list that a layer with this window reads."""
     num = int((np.asarray(pairs.distance) < (window or UNREACHABLE)).sum())
     return list(zip(pairs.query_block.ravel()[:num].tolist(), pairs.key_block.ravel()[:num].tolist(), strict=True))
 
 
 def needed(layout: SegmentLayout, window: int | None) -> list[tuple[int, int]]:
-    """Pairs of blocks with a visible entry, found by looking at every entry."""
+    """Returns the pairs of blocks with a visible entry, by looking at every entry."""
     entries = seen(layout, window)
     rows, num_tokens, _ = entries.shape
     blocks = num_tokens // SIZE

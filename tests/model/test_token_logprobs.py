@@ -21,7 +21,7 @@ EVERYWHERE = jnp.ones((ROWS, TOKENS), bool)
 
 @functools.cache
 def inputs() -> tuple[Array, ...]:
-    """Hidden states, head, targets, and what each logprob weighs in a loss."""
+    """Returns hidden states, head, targets, and the weight of each logprob in a loss."""
     rng = np.random.default_rng(0)
     hidden = rng.normal(size=(ROWS, TOKENS, WIDTH)).astype(np.float32)
     head = 2 * rng.normal(size=(VOCAB, WIDTH)).astype(np.float32)
@@ -30,7 +30,7 @@ def inputs() -> tuple[Array, ...]:
 
 
 def oracle(temperature: float) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Logprobs, entropies, and the gradients of sum(weights * logprobs) by hidden and head; float64."""
+    """Computes logprobs, entropies, and the gradients of sum(weights * logprobs) in float64."""
     hidden, head, targets, weights = map(np.asarray, inputs())
     hidden, head = hidden.astype(np.float64), head.astype(np.float64)
     logits = hidden @ head.T / temperature
@@ -44,7 +44,7 @@ def oracle(temperature: float) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.n
 
 @functools.cache
 def values_and_gradients(chunk: int):
-    """Of sum(weights * logprobs), by hidden and head, as a compiled function of both and the temperature."""
+    """Returns a compiled function of hidden states, head and temperature with the value and gradients of the loss."""
     _, _, targets, weights = inputs()
 
     def loss(hidden, head, temperature):
@@ -100,7 +100,8 @@ def test_a_measured_entropy_is_the_same_number():
 
 
 PLACES = jnp.arange(TOKENS) < jnp.array([[3], [5], [4]])
-"""Where targets are, at the front of every row: chunks of 3 hold some in two, and none in the last three."""
+"""Positions of targets, at the start of every row; chunks of 3 contain targets of two rows, and the last three have
+none."""
 
 
 @pytest.mark.parametrize("chunk", [2, 3, 5, 14])
@@ -194,7 +195,7 @@ ROW_TOKENS, COMPLETION_TOKENS = 22, 14
 
 
 def program(logits_chunk: int):
-    """Compiled loss and gradient of rows of 22 tokens, 14 of them scored."""
+    """Returns the compiled loss and gradient of rows with 22 tokens, of which 14 are scored."""
     definition = DecoderDefinition.create(replace(ODD, num_layers=1))
     shape = (ROWS, ROW_TOKENS)
 
@@ -217,7 +218,7 @@ def program(logits_chunk: int):
 
 
 def most_tokens_with_logits(compiled) -> int:
-    """Of any array in the optimised program: how many tokens' logits over the vocabulary it holds."""
+    """Returns the largest number of tokens whose logits any array of the optimized program holds."""
     shapes = {tuple(map(int, dims.split(","))) for dims in re.findall(r"\w\[([\d,]+)\]", str(compiled.as_text()))}
     logits = [dims for dims in shapes if ODD.vocab_size in dims and ODD.model_dim not in dims]
     return max(int(np.prod(dims)) // ODD.vocab_size for dims in logits)

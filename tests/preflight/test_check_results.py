@@ -1,4 +1,4 @@
-"""What a look has found: each check a finding, whatever was raised, and one exit code."""
+"""Tests of check results: one per check, whatever exception is raised, and one exit code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`grpo doctor` looks at all that a run needs, tells what is amiss with each, and leaves nothing behind."""
+"""Tests that `grpo doctor` checks everything that a run needs, reports every problem, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ QUIET = ("eval.every_steps=0",)
 
 
 def examined(*arguments: str | Path) -> tuple[int, Checks, str]:
-    """Exit code, findings by check, and what stands on stderr."""
+    """Returns the exit code, the results by check, and stderr."""
     result = here("doctor", "--json", *arguments)
     found = json.loads(result.stdout)
     assert found["exit_code"] == result.exit_code, result.stderr
@@ -77,7 +77,8 @@ def test_it_leaves_nothing_behind(of_quickstart: tuple[int, Checks, str], folder
 
 @pytest.fixture(scope="module")
 def broken(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Checks, str]:
-    """Weights with a NaN, a plug-in that fails and quotes a key, an occupied folder, settings that do not divide."""
+    """Settings with a NaN in the weights, a plug-in that fails and quotes a key, an existing run, and sizes that do not
+    divide."""
     folder = tmp_path_factory.mktemp("broken")
     model = write_model(folder / "model")
     tensors = random_tensors(CONFIG)

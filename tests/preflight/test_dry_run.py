@@ -1,4 +1,4 @@
-"""`grpo train --dry-run` tells what a run will do and hold, and does none of it."""
+"""Tests that `grpo train --dry-run` reports what a run does and stores, without doing it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def foreseen(config: Path, *overrides: str) -> DryRunReport:
 
 
 def held(tree: Any) -> int:
-    """What the fullest device really holds."""
+    """Returns the bytes that the fullest device really holds."""
     on_device = dict.fromkeys(jax.devices(), 0)
     for array in jax.tree.leaves(tree):
         for shard in array.addressable_shards:
@@ -53,7 +53,7 @@ def held(tree: Any) -> int:
 
 
 def recording(function: Callable[..., Any], sizes: list[int], cache_of: Callable[[Any], Any]) -> Callable[..., Any]:
-    """The same function, which notes how large the cache in its result is."""
+    """Wraps a function to record the size of the cache in its result."""
 
     def recorded(*args: Any, **kwargs: Any) -> Any:
         result = function(*args, **kwargs)
@@ -107,7 +107,7 @@ def test_the_micro_batches_are_those_of_the_real_update(config: Path, overrides:
 
 
 def longest_samples(launch: RunSetup, count: int) -> list[Sample]:
-    """Groups of four, as long as the settings allow."""
+    """Returns groups of four samples of the maximum length."""
     prompts = longest_first(list(launch.inputs.prompts))
     length = launch.resolved.settings.rollout.max_new_tokens
     zeros = np.zeros(length, np.float32)
@@ -233,7 +233,7 @@ def test_the_estimates_are_what_the_compiler_reserves_or_nearly(config: Path) ->
 
 
 def temporary_bytes(launch: RunSetup, learning: LearnerGroup) -> int:
-    """What XLA reserves on each device beside the arguments, for a micro-batch of the longest samples."""
+    """Returns the temporary bytes that XLA reserves on each device for a micro-batch of the longest samples."""
     samples = longest_samples(launch, 256)
     batch = learning.policy.updater._pack_micro_batches(
         samples, learning.policy.updater.micro_batcher(samples, launch.session.mesh)

@@ -1,4 +1,4 @@
-"""What a run needs around it: the hub and wandb are asked on this machine alone, and nothing is fetched."""
+"""Tests of checks of the hub, wandb and the disk, with servers on this machine; nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def hub(tmp_path: Path, files: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
 
 
 def told(source: HubSource = MODEL) -> CheckResult:
-    """With what is in the cache."""
+    """Returns the result of a check with these files in the cache."""
     look = CheckRecorder()
     cached = cached_model_commits([source]).get(source.setting)
     check_hub_source(look, source, request_hub_commits([source])[source.setting], cached=cached)
@@ -181,7 +181,7 @@ def test_a_question_that_is_not_answered_is_given_up(hub: LocalHub, monkeypatch:
 
 @pytest.fixture
 def wandb(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The one question that is asked of wandb; it knows one key."""
+    """A wandb server that answers the one request of the check, for one key."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:

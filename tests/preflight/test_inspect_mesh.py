@@ -1,4 +1,4 @@
-"""`grpo inspect-mesh`: where everything lies, what it holds and what fits, on real devices and pretended ones."""
+"""Tests of `grpo inspect-mesh` on real and simulated devices: placement, memory and limits."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ GIB = 2**30
 
 @pytest.fixture(autouse=True)
 def real_devices_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a test pretends ends with it."""
+    """Ends the simulation of devices after each test."""
     monkeypatch.setattr(topology, "_simulated_slice", None)
 
 
@@ -39,7 +39,7 @@ def inspected(model: Path, *overrides: str) -> dict[str, Any]:
 
 
 def loaded(model: Path, *overrides: str) -> Settings:
-    """Of a tiny run; of two settings of a name the later counts."""
+    """Loads the settings of a tiny run; the last of repeated settings applies."""
     chosen = dict(text.split("=", 1) for text in (*of_tiny(model)[1::2], *overrides))
     return load(None, [f"{name}={value}" for name, value in chosen.items()], {}).settings
 

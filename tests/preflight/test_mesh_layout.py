@@ -1,4 +1,4 @@
-"""The report of where weights and rows lie."""
+"""Tests of the report of the placement of weights and rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WEIGHTS = {
     "final_norm.scale": (jax.ShapeDtypeStruct((32,), "float32"), ("embed",)),
 }
 NUM_PARAMETERS = 48 * 32 + 2 * 32 * 3 * 8 + 2 * 32 * 48 + 32
-"""Two of the codes share a byte."""
+"""Number of parameters; two codes share a byte."""
 
 
 def reported(shape: tuple[int, int, int], *, memory_bytes: int | None) -> MeshReport:
@@ -69,7 +69,7 @@ def test_the_picture_shows_the_shards_that_jax_gives_each_device() -> None:
 
 @pytest.fixture
 def pretended_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The eight virtual devices stand for two hosts of four."""
+    """Makes the eight virtual devices stand for two hosts of four."""
     monkeypatch.setattr(topology, "_simulated_slice", parse_slice("v4-16"))
 
 

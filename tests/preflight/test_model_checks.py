@@ -1,4 +1,4 @@
-"""One prompt through its template: is the answer opened, and does its end end a completion?"""
+"""Tests of the chat template's check: it opens the answer, and its end token ends a completion."""
 
 from __future__ import annotations
 

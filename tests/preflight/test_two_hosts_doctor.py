@@ -1,4 +1,4 @@
-"""`grpo doctor` on two hosts: they look together, and what is amiss with one is told by the first."""
+"""Tests of `grpo doctor` on two hosts, whose results the first host prints."""
 
 from __future__ import annotations
 

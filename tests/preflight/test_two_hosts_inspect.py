@@ -1,4 +1,4 @@
-"""`grpo inspect-mesh` on two hosts: each names its own devices on the mesh of both."""
+"""Tests of `grpo inspect-mesh` on two hosts: each names its own devices on the common mesh."""
 
 from __future__ import annotations
 

@@ -9,7 +9,8 @@ from settings.errors import InputError
 
 
 class WordTokenizer:
-    """One token a word: its length. The template adds 100 + first letter of the role before each message."""
+    """A tokenizer with one token per word, its length. The template adds 100 + first letter of the role to each
+    message."""
 
     def chat_ids(self, messages):
         ids = []

@@ -1,4 +1,4 @@
-"""Tokenizers of the kinds that Llama 3, Gemma and Mistral bring, in small: one start token, honest control tokens."""
+"""Tests of small tokenizers like those of Llama 3, Gemma and Mistral: start token and control tokens."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ class Kind(NamedTuple):
     eos: str
     template: str
     chat: list[str]
-    """The tokens of the chat "he 12" up to where the answer begins."""
+    """Returns the tokens of the chat "he 12" up to the start of the answer."""
 
 
 def added(backend: Backend, control: list[str], *, bos: str) -> Backend:
-    """With its control tokens, and a post-processor that puts `bos` before every plain text."""
+    """Adds control tokens, and a post-processor that puts `bos` before plain text."""
     backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in control])
     backend.post_processor = processors.TemplateProcessing(
         single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, backend.token_to_id(bos))]
@@ -99,7 +99,7 @@ def gemma() -> Kind:
 
 
 def mistral(*, first_only: bool) -> Kind:
-    """Two generations: a space put before every piece between control tokens, or before a text's first one."""
+    """Two kinds: a space is added after every control token, or only at the start of a text."""
     control = ["<unk>", "<s>", "</s>", "[INST]", "[/INST]"]
     backend = sentencepiece(control)
     if first_only:
@@ -124,7 +124,7 @@ EVERY_KIND = pytest.mark.parametrize("name", KINDS)
 
 
 def tokenizer_of(name: str, folder: Path, *, template_file: bool = False) -> Tokenizer:
-    """The tokenizer of a model directory of that kind."""
+    """Returns the tokenizer of a model directory of this kind."""
     kind = KINDS[name]
     kind.backend.save(str(folder / "tokenizer.json"))
     config = {

@@ -11,7 +11,7 @@ from app.prompts.prompt_order import PromptOrder, host_slice
 
 @st.composite
 def orders(draw, max_rows=40):
-    """An order and a step size that is not larger than the data set."""
+    """Strategy for an order, and a step size that does not exceed the data set."""
     num_rows = draw(st.integers(1, max_rows))
     order = PromptOrder(seed=draw(st.integers(0, 2**31 - 1)), num_rows=num_rows, shuffle=draw(st.booleans()))
     return order, draw(st.integers(1, num_rows))
@@ -22,7 +22,7 @@ def take_steps(order, count, num_steps, start=0):
 
 
 def ask_in_turn(order, count, num_steps):
-    """The oracle: walk the stream with a queue, putting off what the step has already asked."""
+    """Computes the order by a queue that defers prompts which the step already has."""
     epoch, queue, steps = 0, [], []
     for _ in range(num_steps):
         step = []

@@ -1,4 +1,4 @@
-"""Token ids: what a chat becomes, what comes back as text, and what a GGUF file's tokenizer is."""
+"""Tests of token ids of chats, decoding, and tokenizers in GGUF files."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ GGUF_TYPES = {"normal": 1, "control": 3, "user": 4, "unused": 5}
 
 
 def write_directory(directory: Path, *, tokenizer_config=None, generation_config=None, vocab_size=300) -> Path:
-    """A model directory whose tokenizer has one token per byte and four merges."""
+    """Writes a model directory whose tokenizer has one token per byte and four merges."""
     directory.mkdir(exist_ok=True)
     vocabulary = {token: i for i, token in enumerate(VOCABULARY)}
     backend = Backend(models.BPE(vocab=vocabulary, merges=MERGES))

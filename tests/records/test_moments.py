@@ -1,4 +1,4 @@
-"""Moments and whitening under a mask."""
+"""Tests of moments and whitening with a mask."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def all_of(values) -> Moments:
 
 
 def trl_masked_whiten(values: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """`masked_whiten` of TRL's PPO and of verl, written out in numpy: masked mean, Bessel's correction, rsqrt."""
+    """Computes `masked_whiten` of TRL's PPO and of verl in numpy: masked mean, Bessel's correction, rsqrt."""
     mean = (values * mask).sum() / mask.sum()
     variance = ((values - mean) ** 2 * mask).sum() / mask.sum()
     variance = variance * mask.sum() / (mask.sum() - 1)

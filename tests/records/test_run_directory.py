@@ -1,4 +1,4 @@
-"""Who may run where, and what a run directory says of its run."""
+"""Tests of claims on a run directory, and of its description."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text of others made safe for a terminal; sizes, intervals and tables as text."""
+"""Tests of text that is safe for a terminal, and of formatted sizes, intervals and tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run directories as `grpo train` leaves them, made without training."""
+"""Run directories as `grpo train` writes them, made without training."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from settings import load
 
 QUICKSTART = Path(__file__).with_name("quickstart_metrics.jsonl")
-"""Of the real quickstart, 100 steps on two CPU cores, numbers shortened to four digits. A healthy run."""
+"""Metrics of a healthy run: the quickstart, 100 steps on two CPU cores, rounded to four digits."""
 
 
 @functools.cache
@@ -24,13 +24,13 @@ def quickstart_history() -> list[dict[str, Any]]:
 
 
 def step_record(step: int, **metrics: float | None) -> dict[str, Any]:
-    """The line of a healthy step, with some metrics (`__` for `/`) replaced."""
+    """Returns the line of a healthy step, with some metrics replaced (`__` stands for `/`)."""
     healthy = _quickstart()[1 + step % 50]
     return healthy | {"step": step} | {name.replace("__", "/"): value for name, value in metrics.items()}
 
 
 def sample_record(uid: str, completion: str = "12", **fields: Any) -> dict[str, Any]:
-    """A line of a sample file: uid `<prompt>/s<index>`."""
+    """Returns a line of a sample file, with the uid `<prompt>/s<index>`."""
     return {
         "uid": uid,
         "group_id": 0,
@@ -58,7 +58,7 @@ def write_run(
     evaluations: Mapping[int, Sequence[Mapping[str, Any]]] | None = None,
     settings: Sequence[str] = (),
 ) -> Path:
-    """The directory `path` with a run of these lines and samples in it."""
+    """Writes the run directory `path` with these lines and samples."""
     path.mkdir(parents=True)
     overrides = [f"run.dir={path.parent}", f"run.name={path.name}", *settings]
     (path / "settings.yaml").write_text(load(None, overrides, {}).to_yaml())

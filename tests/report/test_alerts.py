@@ -1,4 +1,4 @@
-"""Alerts speak when something is wrong, once, and are silent on a run that learns."""
+"""Tests that each alert is raised once if there is a problem, and none in a healthy run."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_samples_of_an_older_policy_are_no_mismatch() -> None:
 
 
 LONG = 12
-"""Steps: longer than any rule waits."""
+"""Number of steps that exceeds the waiting time of every rule."""
 
 
 @pytest.mark.parametrize(

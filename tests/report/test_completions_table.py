@@ -1,4 +1,4 @@
-"""The completions table: telling samples, shown as text whatever they hold."""
+"""Tests of the table of completions, which shows any text without interpreting it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def sample(group_id: int, index: int, reward: float | None, completion: str = ""
 
 
 def rendered(table: CompletionsTable, width: int = 100) -> str:
-    """As a log file gets it: no terminal, no colour."""
+    """Renders the table as for a log file, without colour."""
     output = io.StringIO()
     Console(file=output, width=width).print(render_completions(table))
     return output.getvalue()

@@ -1,4 +1,4 @@
-"""Intervals and tests: by hand, against slow oracles, and where there is nothing to tell."""
+"""Tests of intervals and tests against hand-computed values and slow oracles, and without data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plot of a GAE benchmark."""
+"""Tests of the plot of a GAE benchmark."""
 
 from __future__ import annotations
 

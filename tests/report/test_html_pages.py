@@ -1,4 +1,4 @@
-"""The pages: whole without a network, and harmless whatever models, data and settings say."""
+"""Tests that pages need no network, and are harmless whatever models, data and settings contain."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 
 @dataclass
 class Parsed(HTMLParser):
-    """What a browser would make of a page."""
+    """The content of a page as a browser parses it."""
 
     tags: list[tuple[str, dict[str, str | None]]] = field(default_factory=list)
     contents: dict[str, list[str]] = field(default_factory=dict)
@@ -63,7 +63,7 @@ def parsed(path: Path) -> Parsed:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run in which everything that others chose is hostile, and something is wrong."""
+    """A run with an alert, in which all text from outside is hostile."""
     hostile = {"prompt": HOSTILE, "answer": HOSTILE, "rewards": {HOSTILE: 1.0}, "finish_reason": HOSTILE}
     samples = [sample_record(f"{HOSTILE}/s{i}", HOSTILE, **hostile) for i in range(3)]
     cut = [step_record(step, completions__truncated_fraction=0.5) for step in range(1, 12)]

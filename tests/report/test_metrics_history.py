@@ -1,4 +1,4 @@
-"""Series, bins and intervals."""
+"""Tests of series, bins and intervals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plots: drawn where there is data, a sentence where there is none, and the same for the same run."""
+"""Tests of plots, of the text that replaces a plot without data, and of reproducible output."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def svg_of(name: str, history: History, eval_counts: dict[int, int] | None = Non
 
 
 def texts(svg: str) -> list[str]:
-    """Parsed as the XML that it must be."""
+    """Returns the texts of an SVG, which must be valid XML."""
     root = ElementTree.fromstring(svg.replace("<svg ", '<svg xmlns:xlink="http://www.w3.org/1999/xlink" ', 1))
     return [node.text for node in root.iter("text") if node.text]
 

@@ -1,4 +1,4 @@
-"""Which samples the viewer shows."""
+"""Tests of the samples that the viewer selects."""
 
 from __future__ import annotations
 

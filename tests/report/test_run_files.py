@@ -1,4 +1,4 @@
-"""Reading a run directory: what is accepted, and what is refused with one clear error."""
+"""Tests of reading a run directory, and of the errors for unusable ones."""
 
 from __future__ import annotations
 

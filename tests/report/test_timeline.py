@@ -65,7 +65,7 @@ def test_titles_are_not_typeset() -> None:
 
 
 class Loads(HTMLParser):
-    """What a page would fetch."""
+    """Collects the resources that a page would load."""
 
     def __init__(self) -> None:
         super().__init__()

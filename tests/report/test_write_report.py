@@ -1,4 +1,4 @@
-"""`grpo report`: from the files of a run to its pages."""
+"""Tests of `grpo report`, from the files of a run to its pages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every test of worker processes is watched by."""
+"""Fixtures of tests that start worker processes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.reward.processes import children, open_files
 
 @pytest.fixture
 def nothing_is_left() -> Iterator[None]:
-    """No process, zombie or open file survives the block that opened the rewards."""
+    """Asserts that no process, zombie or open file remains after a block that opened rewards."""
     before = open_files()
     yield
     assert children() == []

@@ -1,4 +1,4 @@
-"""What processes and files there are, read from /proc."""
+"""Processes and files of this process, read from /proc."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ WORKERS = [
     pytest.mark.skipif(sys.platform != "linux", reason="looks at processes in /proc"),
     pytest.mark.usefixtures("nothing_is_left"),
 ]
-"""The marks of a module whose tests start worker processes."""
+"""Marks of a module whose tests start worker processes."""
 
 
 def children() -> list[int]:
-    """Living and dead children of this process."""
+    """Returns the living and dead children of this process."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -32,12 +32,12 @@ def children() -> list[int]:
 
 
 def open_files() -> int:
-    """How many files this process has open."""
+    """Returns the number of open files of this process."""
     return len(os.listdir("/proc/self/fd"))
 
 
 def ended(pid: int) -> bool:
-    """Whether a process that has been killed comes to its end."""
+    """Returns whether a killed process has ended."""
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:

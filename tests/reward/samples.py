@@ -1,4 +1,4 @@
-"""Samples and rewards that the tests of this room share."""
+"""Samples and reward functions that the tests of this package share."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def columns_of(samples: Sequence[Sample]) -> DataColumns:
 def opened(
     functions: Sequence[str | Mapping[str, Any]], samples: Sequence[Sample], **settings: Any
 ) -> Iterator[RewardFunctions]:
-    """Failures count 0, and two workers with a second for each call, unless `settings` say otherwise."""
+    """Opens reward functions with `on_error: zero`, two workers and a time-out of 1 s, unless `settings` differ."""
     given = {"on_error": "zero", "timeout_s": 1.0, "workers": 2, "functions": functions, **settings}
     with RewardFunctions(RewardSettings.model_validate(given), columns_of(samples)) as rewards:
         yield rewards
@@ -63,13 +63,13 @@ def values_of(scored: RewardedSamples) -> list[float | None]:
 
 
 def kinds_of(scored: RewardedSamples) -> list[str | None]:
-    """Of each sample, the kind of its first failure."""
+    """Returns the kind of each sample's first failure."""
     errors = [sample.extra.get("reward_errors") for sample in scored.samples]
     return [found[0].split(": ")[1] if found else None for found in errors]
 
 
 def write_plug_in(folder: Path, text: str, name: str = "plug.py") -> str:
-    """A module in `folder`; returns its path."""
+    """Writes a module to `folder` and returns its path."""
     path = folder / name
     path.write_text(text)
     return str(path)

@@ -1,4 +1,4 @@
-"""Values, abstentions and failures -> rewards, by hand."""
+"""Tests of the aggregation of values, abstentions and failures, with hand-computed rewards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""math-verify, in the workers where it may hang without harm."""
+"""Tests of math-verify in worker processes, in which it may hang."""
 
 from __future__ import annotations
 

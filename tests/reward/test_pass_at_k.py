@@ -1,4 +1,4 @@
-"""pass@k and majorities: by hand, and against every subset and every tie."""
+"""Tests of pass@k and majority votes against hand-computed values and all subsets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plug-ins in real worker processes: how they are called, and what becomes of their values."""
+"""Tests of plug-ins in real worker processes: their calls and values."""
 
 from __future__ import annotations
 

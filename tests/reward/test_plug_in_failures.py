@@ -1,4 +1,4 @@
-"""Plug-ins that misbehave: each failure costs its own sample and no other."""
+"""Tests that a failure of a plug-in affects only its own sample."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plug-ins that cannot be used at all: found before anything is made."""
+"""Tests of plug-ins that cannot be used, which are refused before anything is written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What plug-ins see of the program around them, and what it lets them say."""
+"""Tests of the environment and the output of plug-ins."""
 
 from __future__ import annotations
 

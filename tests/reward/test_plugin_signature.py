@@ -1,4 +1,4 @@
-"""Which style a signature asks for, and what each parameter is given."""
+"""Tests of the style of a signature, and of the arguments that its parameters get."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rewards that samples bring along are counted as when they were given."""
+"""Tests that saved rewards are counted as when they were computed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OUTCOMES = {
 
 
 def given(on_error: OnError) -> RewardedSamples:
-    """Values, failures and abstentions; the last sample was dropped while it was generated."""
+    """Samples with values, failures and abstentions; the last one was dropped in the rollout."""
     asked = make_group(*"vwxyz")
     lost = replace(make_group("l")[0], sample_index=5, finish_reason="dropped:worker")
     return restore_dropped(

@@ -1,4 +1,4 @@
-"""The built-in reward functions by name, and reference answers that they cannot grade."""
+"""Tests of the built-in reward functions, and of reference answers that they cannot grade."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Worker processes: how long they live, who replaces them, and that none is left behind."""
+"""Tests of the lifetime of worker processes: restarts, replacements, and none left behind."""
 
 from __future__ import annotations
 

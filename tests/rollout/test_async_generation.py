@@ -1,4 +1,4 @@
-"""An open rollout: rounds come in and go out in order, while the weights change under it."""
+"""Tests of an open rollout: rounds are completed in order while the weights change."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.tiny import make_engine, make_mesh, random_params
 
 KEY = REQUEST.policy_version
 HALF = len(PROMPTS) // 2
-"""Prompts of a round: two rounds are those that `expected` has."""
+"""Prompts of a round; two rounds have those of `expected`."""
 
 
 def halves() -> list[list[RolloutSequence]]:
@@ -39,7 +39,7 @@ def halves() -> list[list[RolloutSequence]]:
 
 
 class Opened:
-    """An open rollout driven by hand."""
+    """An open rollout that is driven by hand."""
 
     def __init__(self, made: RolloutWorkerPool, run: RolloutExecutor, tally: ScheduleMetricsTracker):
         self.made, self.run = made, run

@@ -67,7 +67,7 @@ def texts(samples: Sequence[Sample]) -> dict[str, str]:
 
 
 def assert_same(ours: Sequence[Sample], expected: Sequence[Sample]) -> None:
-    """The same samples, in whatever order: token for token, and logprobs within rounding."""
+    """Asserts that samples are equal in any order: tokens exactly, and logprobs within rounding."""
     others = {s.uid: s for s in expected}
     assert others.keys() == {s.uid for s in ours}
     for sample in ours:
@@ -174,7 +174,7 @@ def test_equal_prompts_with_different_uids_get_different_samples():
 
 
 def ended_by(samples: Sequence[Sample], eos_ids: Sequence[int]) -> list[tuple[list[int], str]]:
-    """What unending samples become where any of the ids ends them."""
+    """Returns the samples truncated at the first of the end tokens."""
     ended = []
     for sample in samples:
         ids = sample.completion_ids.tolist()
@@ -184,7 +184,7 @@ def ended_by(samples: Sequence[Sample], eos_ids: Sequence[int]) -> list[tuple[li
 
 
 def eos_of(samples: Sequence[Sample]) -> tuple[int, int]:
-    """Two tokens that end some sample in its middle; the first also stands inside a prompt, as SmolLM2's does."""
+    """Returns two tokens that end some sample in its middle; the first also occurs in a prompt, as with SmolLM2."""
     drawn = [int(s.completion_ids[3]) for s in samples]
     inside = {int(t) for p in PROMPTS for t in p.token_ids}
     first = next(t for t in drawn if t in inside)

@@ -1,4 +1,4 @@
-"""Whoever generates ends at the edge of a segment when asked, and can begin anew."""
+"""Tests that generation stops at the end of a segment on request, and can start again."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.tiny import make_engine, make_mesh
 
 
 def after(num_looks: int) -> Callable[[], bool]:
-    """No as often, and yes from then on."""
+    """Returns a stop check that becomes true after this many calls."""
     left = iter(range(num_looks))
     return lambda: next(left, None) is None
 

@@ -1,4 +1,4 @@
-"""Weights that stay split over fsdp while tokens are drawn: the same samples, less held, more moved."""
+"""Tests of weights that stay split over fsdp during decoding: equal samples, less memory, more communication."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_slots_draw_the_same_samples_from_split_weights():
 
 @functools.cache
 def collectives_of_decoding(layout: DecodeLayout) -> list[Collective]:
-    """Of a loop of decode steps on eight devices that share every weight."""
+    """Returns the collectives of a decode loop on eight devices that share every weight."""
     mesh = make_mesh((1, 8, 1))
     weights = abstract_decode_weights(DEFINITION, mesh, FLOAT32, layout)
     one: Any = jax.ShapeDtypeStruct((8, EVEN.num_kv_heads, 16, EVEN.head_dim), FLOAT32)
@@ -118,7 +118,7 @@ def test_a_launch_foresees_what_the_compiled_steps_move():
 
 
 def test_decode_weights_lie_as_their_shapes_say():
-    """Programs are compiled for the shapes."""
+    """Programs are compiled for these shapes."""
     mesh = make_mesh((2, 2, 2))
     params = jax.device_put(random_params(DEFINITION), DEFINITION.shardings(mesh))
     weights = make_engine(DEFINITION, mesh, decode_layout="fsdp").to_decode_weights(params)

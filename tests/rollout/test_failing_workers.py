@@ -1,5 +1,4 @@
-"""Workers that fail at any moment: before their first segment, between two, while they are closed; and bugs, which are
-no failures of workers."""
+"""Tests of workers that fail before, between and after segments, and of bugs, which are not failures of workers."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ from tests.rollout.test_workers import (
 
 
 class Failing(Mortal):
-    """Fails once at what `at` names."""
+    """A worker that fails once at the point that `at` names."""
 
     at = ""
     error: BaseException = RuntimeError("RESOURCE_EXHAUSTED")
@@ -52,7 +51,7 @@ class Failing(Mortal):
 
 
 def failing(at: str, *, error: BaseException = Failing.error) -> list[RolloutWorker]:
-    """A fast worker that fails, and a heavy one that does not."""
+    """Returns a fast worker that fails and a heavy worker that does not."""
     usual = engine_on(0)
     engine = Failing(
         *(DEFINITION, mesh_of(0), usual.shapes), eos_ids=(), dtype=FLOAT32, exact=True, programs=usual.programs

@@ -1,4 +1,4 @@
-"""Workers in Ray actors, on a cluster whose nodes are all this machine: the same samples as from any others."""
+"""Tests of workers in Ray actors, on a cluster whose nodes are all on this machine."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ pytestmark = pytest.mark.slow
 
 LARGE = {"large_memory": 1.0}
 ANY_TIME_S = 120.0
-"""Longer than anything here takes."""
+"""A time-out in seconds that no test reaches."""
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a cluster of two nodes: one with many slots, one with much memory."""
+    """Address of a cluster with two nodes: one with many slots, one with much memory."""
     with pytest.MonkeyPatch.context() as environment:
         # Of the nodes, and so of the actors: what one compiles, the others read.
         environment.setenv("JAX_ENABLE_COMPILATION_CACHE", "true")
@@ -118,7 +118,7 @@ def pool(cluster: str) -> Iterator[RayWorkerPool]:
 
 @pytest.fixture
 def rested(pool: RayWorkerPool) -> Iterator[RayWorkerPool]:
-    """All actors are there; afterwards they do what they did before."""
+    """Waits until all actors are ready again."""
     schedule, leases = pool.schedule, [worker.lease_s for worker in pool.ray_workers]
     assert all(worker.is_ready(timeout_s=ANY_TIME_S) for worker in pool.ray_workers)
     yield pool
@@ -129,7 +129,7 @@ def rested(pool: RayWorkerPool) -> Iterator[RayWorkerPool]:
 
 @contextmanager
 def counting_puts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """What this process puts into Ray's object store by itself."""
+    """Counts the objects that this process puts into Ray's object store."""
     made: list[Any] = []
 
     def put(value: Any) -> Any:
@@ -143,7 +143,7 @@ def counting_puts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
 
 def when_in_a_segment(pool: RayWorkerPool, worker: RayWorker, do: Callable[[], object]) -> None:
-    """Once, as soon as the worker decodes samples that have tokens."""
+    """Calls a function once, as soon as the worker decodes samples that have tokens."""
     done: list[bool] = []
 
     def watch(ledger: SampleTable) -> None:
@@ -218,7 +218,7 @@ def test_an_actor_that_falls_silent_is_given_up(rested: RayWorkerPool) -> None:
 
 
 def test_a_cache_that_went_with_its_actor_is_computed_anew(rested: RayWorkerPool) -> None:
-    """Whoever was to bring it is killed just after the row was suspended."""
+    """The actor that would send the cache is killed right after the row was suspended."""
     rested.schedule = replace(rested.schedule, policy="pdsr_v2", single_thread=True)
     first = rested.ray_workers[0]
     suspend, killed = first.suspend, []

@@ -28,13 +28,13 @@ def compiled(sampler):
 
 
 def keys_of(num_rows: int, *, seed=0, policy_version=0, uid="row") -> jax.Array:
-    """Keys of as many samples of one prompt."""
+    """Returns the keys of this many samples of one prompt."""
     words = np.repeat(hash_uids([uid]), num_rows, axis=0)
     return compiled(sample_keys)(seed, policy_version, words, np.arange(num_rows, dtype=np.int32))
 
 
 def draw_rows(sampler, logits, rules: SamplingRules, num_rows: int = ROWS) -> SampledTokens:
-    """Many draws from the same logits."""
+    """Draws many tokens from the same logits."""
     rows = jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (num_rows, len(logits)))
     return SampledTokens._make(map(np.asarray, compiled(sampler)(rows, rules, keys_of(num_rows))))
 
@@ -46,7 +46,7 @@ def slow_softmax(logits) -> np.ndarray:
 
 
 def slow_support(logits, rules: SamplingRules) -> list[int]:
-    """Kept token ids. One rule after the other on plain lists; rejects examples that rounding decides."""
+    """Returns the kept token ids by one rule after the other on lists; rejects examples that depend on rounding."""
     probabilities = slow_softmax(logits)
     ranked = sorted(range(len(logits)), key=lambda i: (-logits[i], i))
     kept = ranked[: rules.top_k] if rules.top_k else ranked

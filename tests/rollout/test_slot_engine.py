@@ -32,7 +32,7 @@ DEFINITION = DecoderDefinition.create(ODD)
 PROMPTS = random_prompts(5, vocab_size=ODD.vocab_size, longest=8)
 GROUP_SIZE = 4
 LENGTHS = [int(n) for n in np.random.default_rng(3).integers(1, 25, len(PROMPTS) * GROUP_SIZE)]
-"""Of completions, forced."""
+"""Lengths of completions, which the tests force."""
 LONGEST = 24
 REQUEST = GenerationRequest(
     group_size=GROUP_SIZE, max_new_tokens=LENGTHS, rules=SamplingRules(1.0), seed=0, policy_version=3
@@ -47,7 +47,7 @@ def weights_on(shape: tuple[int, int, int] = (1, 1, 1)) -> DecodeWeights:
 def new_slots(
     num_slots: int, *, exact: bool, mesh_shape: tuple[int, int, int] = (1, 1, 1), eos_ids: Sequence[int] = ()
 ) -> SlotEngine:
-    """Compacted to half its slots, in the fast mode."""
+    """Returns slots that have been compacted to half their number, in fast mode."""
     shapes = make_slot_shapes(
         num_slots,
         max_prompt_length=8,
@@ -90,12 +90,12 @@ def without_slots() -> BatchEngine:
 
 @functools.cache
 def in_one_batch() -> list[Sample]:
-    """What the engine without slots makes of the same work."""
+    """Returns the samples of the engine without slots for the same requests."""
     return without_slots().generate(weights_on(), PROMPTS, REQUEST)
 
 
 def by_uid(rows: Sequence[RolloutSequence]) -> dict[str, tuple[list[int], bytes]]:
-    """Tokens, and logprobs bit for bit."""
+    """Returns tokens, and logprobs bit for bit, by uid."""
     return {row.uid: (row.token_ids.tolist(), row.logprobs.tobytes()) for row in rows}
 
 
@@ -107,7 +107,7 @@ def rows_of(prompts: Sequence[Prompt] = PROMPTS, lengths: Sequence[int] = LENGTH
 def run_at_random(
     engine: SlotEngine, seed: int, *, suspends: bool = True, compacts: bool = False
 ) -> list[RolloutSequence]:
-    """A schedule that nobody would choose: orders, lengths, suspensions and lost caches at random."""
+    """Generates with random orders, lengths, suspensions and lost caches."""
     rng = np.random.default_rng(seed)
     rows = rows_of()
     waiting: deque[RolloutSequence | SuspendedSequence] = deque(rows[i] for i in rng.permutation(len(rows)))

@@ -1,4 +1,4 @@
-"""Settings choose how credit is given, by what comes of it."""
+"""Tests that the settings select the advantage estimator, by its results."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def by_gae(settings: Settings, samples: list[Sample]) -> Any:
 
 
 def samples_of(*rewards: float, group_id: int = 0) -> list[Sample]:
-    """Of three tokens each, on each of which the policy is a fifth of a nat above the reference."""
+    """Returns samples of three tokens, on which the policy's logprob exceeds the reference's by 0.2."""
     return [
         make_sample(
             np.zeros(3),

@@ -1,4 +1,4 @@
-"""Which checkpoints a critic may start from, before any of them is loaded."""
+"""Tests of the checkpoints that a critic can start from, before any of them is loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every setting about micro-batches changes how samples are cut, for the roles that it speaks of and no other."""
+"""Tests that every micro-batch setting affects exactly the roles that it is for."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_counts_are_raised_as_asked(override: str, multiple: int, least: int) ->
 
 
 def test_fixed_rows_of_each_strategy() -> None:
-    """36 samples on two devices, ten rows a micro-batch."""
+    """36 samples on two devices give ten rows per micro-batch."""
     five = "score.rows_per_device=5"
     assert [rows for rows, _ in shapes(role("policy", five))] == [10, 10, 10, 6]
     assert [rows for rows, _ in shapes(role("policy", five, "score.strategy=scan"))] == [10, 10, 10, 10]

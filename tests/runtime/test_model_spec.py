@@ -1,4 +1,4 @@
-"""What a launch tells of adapters."""
+"""Tests of the notes about adapters at launch."""
 
 from __future__ import annotations
 

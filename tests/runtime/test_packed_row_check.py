@@ -1,4 +1,4 @@
-"""The check before a run, on real sessions over eight devices."""
+"""Tests of the check of packed rows, on real sessions with eight devices."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_three_random_samples_share_a_row_two_of_them_a_prompt(session: Session)
 
 
 def test_attention_that_leaks_is_refused(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attention that takes every row for one sequence: what a backend does that ignores segment ids."""
+    """The attention treats every row as one sequence, like a backend that ignores segment ids."""
     attention = decoder.packed_attention
 
     def leaking(query: Any, keys: Any, values: Any, layout: Any, **rest: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A run of a hub model goes on with the commit it started with."""
+"""Tests that a run of a hub model keeps the commit with which it started."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`rollout.pool: ray` in the verbs: the same samples, clean results, and nothing that outlives them."""
+"""Tests of `rollout.pool: ray` in the commands: equal samples, and no process left behind."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def rollout_of(model: Path, out: Path, *more: str) -> list[str | Path]:
 
 
 def living(folder: Path) -> list[int]:
-    """Processes that were started with this folder for Ray's files, whoever is their parent."""
+    """Returns the processes that use this folder for Ray's files, whatever their parent is."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -63,7 +63,7 @@ def assert_all_end(processes: list[int]) -> None:
 def test_actors_write_the_same_samples_and_outlive_nobody(
     sampled: Path, tiny_model: Path, tmp_path: Path, short_folder: Path
 ) -> None:
-    """Neither a command that is killed nor one that ends, which keeps the samples that the first one had finished."""
+    """One command is killed, and the next one keeps its finished samples; neither leaves an actor behind."""
     out, part = tmp_path / "samples.jsonl", tmp_path / "samples.jsonl.part"
     command = rollout_of(tiny_model, out, "rollout.mode=exact", "rollout.segment.min=1", "rollout.segment.max=1")
     with started(*command, environ={"RAY_TMPDIR": str(short_folder)}) as process:
@@ -114,6 +114,6 @@ def test_a_dry_run_starts_no_actors_and_sees_no_caches_of_theirs(config: Path) -
 
 @pytest.fixture
 def short_folder() -> Iterator[Path]:
-    """Ray's sockets are below it, whose names must not be long."""
+    """A folder with a short path, because the paths of Ray's sockets are limited."""
     with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as folder:
         yield Path(folder)

@@ -1,4 +1,4 @@
-"""A reward model in a run and in `grpo score --role reward`: what it reads, what it adds, and what is refused."""
+"""Tests of a reward model in a run and in `grpo score --role reward`."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def values_of(model: RewardModel, samples: list[Sample]) -> np.ndarray:
 
 
 def by_hand(read: RewardModelSpec, samples: list[Sample]) -> np.ndarray:
-    """<hidden at the last token, score.weight>, each conversation alone in a row, padded behind."""
+    """Computes <hidden state at the last token, score.weight>, with each conversation in its own padded row."""
     texts = [read.conversations.encode(sample.prompt, sample.completion) for sample in samples]
     longest = max(map(len, texts))
     ids = jnp.asarray([[*text, *[0] * (longest - len(text))] for text in texts])

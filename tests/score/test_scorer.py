@@ -60,7 +60,7 @@ def hidden_function(architecture: Architecture):
 
 
 def slow_logprobs(sample: Sample, architecture: Architecture, temperature: float) -> np.ndarray:
-    """The whole sequence alone in a row; logits of every position, float64."""
+    """Computes logprobs in float64 from all logits of each sequence in its own row."""
     params, num_prompt = params_of(architecture), len(sample.prompt.token_ids)
     row = np.zeros((1, 16), np.int32)
     ids = np.concatenate([sample.prompt.token_ids, sample.completion_ids])
@@ -96,7 +96,7 @@ SCAN = {"run": Scorer.run_scanned, "trim_tail": False}
 @pytest.mark.parametrize("num_samples", [1, 3, 8, 9])
 @pytest.mark.parametrize("rows_per_device", [1, 2, 4, 100])
 def test_fixed_micro_batches_change_nothing(rows_per_device, num_samples, strategy):
-    """Of 9 samples, 2 and 4 a micro-batch leave an uneven tail."""
+    """Micro-batches of 2 and 4 leave an uneven last one of 9 samples."""
     cut = FixedRowBatcher(rows_per_device, trim_tail=strategy["trim_tail"])
     scored = score(SAMPLES[:num_samples], cut=cut, run=strategy["run"])
     for ours, expected in zip(scored, score(SAMPLES), strict=False):
@@ -118,7 +118,7 @@ def test_loop_and_scan_agree_bit_for_bit_where_shapes_do():
     ids=["loop", "scan", "off"],
 )
 def test_each_row_shape_is_compiled_once_and_no_other(cut, run, shapes):
-    """Loop: a shape for the micro-batches, and one for each size of the tail; scan and off: one in all."""
+    """The loop has a shape for micro-batches and one for each size of the last; scan and off have one shape."""
     scorer = Scorer(DecoderDefinition.create(ODD), make_mesh(), dtype=FLOAT32, logits_chunk=128)
     counts = (9, 10, 11, 9, 12) if shapes > 1 else (9, 9, 9)
     with closing(CompilationCounter()) as compilations:
@@ -155,7 +155,7 @@ def test_packed_rows_of_random_lengths_compile_once_for_each_row_shape():
 
 
 def test_scoring_never_holds_logits_of_all_tokens_whatever_the_batch():
-    """At Qwen's vocabulary, from the compiled program."""
+    """Checked for Qwen's vocabulary, in the compiled program."""
     vocab_size, quota, logits_chunk = 151_936, 1024, 64
     architecture = replace(ODD, vocab_size=vocab_size, num_layers=1)
     definition, mesh = DecoderDefinition.create(architecture), make_mesh()
@@ -213,7 +213,7 @@ def test_tokens_that_the_policy_did_not_write_are_scored_too():
 @settings(max_examples=25)
 @given(st.lists(st.sampled_from([0, 0, 1, 2]), min_size=9, max_size=9), st.permutations(range(9)), st.booleans())
 def test_samples_that_share_a_row_or_a_prompt_score_as_they_do_alone(row_of, order, shared):
-    """Rows of up to three samples; a fourth goes into one of nine rows of its own."""
+    """Rows have up to three samples; a fourth goes into another row."""
     rows: list[list[int]] = [[] for _ in range(12)]
     for i in order:
         row = rows[row_of[i]]
@@ -223,7 +223,7 @@ def test_samples_that_share_a_row_or_a_prompt_score_as_they_do_alone(row_of, ord
 
 
 def segments(row: list[int], shared: bool) -> tuple[tuple[int, ...], ...]:
-    """Each sample behind its own prompt, or those of one group behind one."""
+    """Returns segments with one prompt per sample, or one per group."""
     if not shared:
         return tuple((i,) for i in row)
     groups = dict.fromkeys(SAMPLES[i].group_id for i in row)

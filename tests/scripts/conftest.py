@@ -1,4 +1,4 @@
-"""A TPU VM of two workers behind a `gcloud` of our own, which runs commands in a home folder for each of them."""
+"""A fake `gcloud` for a TPU VM of two workers, which runs commands in a home folder per worker."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 SCRIPTS = REPOSITORY / "scripts"
 DEADLINE_S = 30
-"""No script under test takes so long, whatever it is given."""
+"""Time-out in seconds, which no tested script reaches."""
 
 # Records its arguments, one file a call. `ssh` runs the command through the login shell, and once more where the
 # connection broke, as gcloud does.
@@ -60,7 +60,7 @@ esac
 
 
 class Tpu:
-    """What the scripts find: two workers with empty home folders."""
+    """The environment of the scripts: two workers with empty home folders."""
 
     def __init__(self, folder: Path) -> None:
         self.cloud = folder / "cloud"
@@ -87,7 +87,7 @@ class Tpu:
         path.chmod(0o755)
 
     def calls(self) -> list[list[str]]:
-        """Arguments of every call of gcloud, in no order."""
+        """Returns the arguments of every call of gcloud, in any order."""
         return [path.read_text().split("\0")[:-1] for path in (self.cloud / "calls").iterdir()]
 
     def verbs(self) -> list[str]:
@@ -116,7 +116,7 @@ class Tpu:
         )
 
     def running(self, worker: int) -> int | None:
-        """Process group that holds the lock of a launch on the worker."""
+        """Returns the process group that holds the lock of a launch on the worker."""
         lock = self.home(worker) / ".grpo-launch"
         if not lock.exists():
             return None

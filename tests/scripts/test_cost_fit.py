@@ -1,4 +1,4 @@
-"""`scripts/bench/cost_fit.py`, on times made from known constants."""
+"""Tests of `scripts/bench/cost_fit.py` with times from known constants."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PROGRAMS = ((16, 64), (16, 128), (16, 256), (8, 256))
 
 
 def timed(what: str, counts: dict[Any, float]) -> Timed:
-    """As `KNOWN` says."""
+    """Returns the times that `KNOWN` gives."""
     seconds = counts.get(CALL, 0.0) * CALL_S + sum(getattr(KNOWN, n) * counts.get(n, 0.0) for n in OTHER_NAMES)
     programs = [program for program in counts if isinstance(program, tuple)]
     seconds += sum(counts[rows, room] * KNOWN.step(rows=rows, cache_length=room) for rows, room in programs)

@@ -1,4 +1,4 @@
-"""The suite as scripts run it: its exit code is theirs, and they clear away behind it."""
+"""Tests that the scripts return the exit code of the tests, and clean up."""
 
 from __future__ import annotations
 

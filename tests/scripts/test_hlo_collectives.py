@@ -1,4 +1,4 @@
-"""Bytes that compiled programs move, where they are known by hand."""
+"""Tests of the bytes that compiled programs communicate, against hand-computed values."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ALL = (tuple(range(8)),)
 def compiled(
     function: Callable[..., Any], *, shape: tuple[int, int, int], size: int, spec: P, out: P
 ) -> list[Collective]:
-    """Those of `function` of each device's part of a float32 array of `size` numbers."""
+    """Returns the collectives of `function` on each device's part of a float32 array of `size` numbers."""
     mesh = make_mesh(shape)
     mapped = jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=out, check_vma=False)
     x = jax.ShapeDtypeStruct((size,), jnp.float32, sharding=NamedSharding(mesh, spec))

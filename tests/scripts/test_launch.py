@@ -1,4 +1,4 @@
-"""The launcher with real processes: what is started, what is stopped, what is started again, and what it exits with."""
+"""Tests of the launcher with real processes: start, stop, restart and exit codes."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_one_that_ignores_term_is_killed_after_the_grace_with_all_it_started(
 def test_what_passes_is_started_again_from_the_newest_checkpoint(
     tpu: Tpu, launch: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:
-    """The watchdog, preemptions, another host's death and a kill, one after the other."""
+    """The causes are the watchdog, preemptions, the death of another host and a kill."""
     ends = ("exit 70", "exit 75", "kill -ABRT $$", "kill -KILL $$", "kill -TERM $$", "exit 0")
     cases = " ".join(f"{attempt}) {end} ;;" for attempt, end in enumerate(ends, 1))
     install_grpo(
@@ -278,7 +278,7 @@ def test_a_launch_does_not_disturb_another_which_stop_ends(tpu: Tpu) -> None:
 def test_a_worker_that_begins_late_finds_the_launch_ended(
     tpu: Tpu, launch: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:
-    """The command reaches worker 1 only after the launch was stopped there."""
+    """The command reaches worker 1 only after the launch was stopped."""
     install_grpo(tpu, "[ $worker = 0 ] && exit 3\n")
     real = (tpu.bin / "gcloud").read_text()
     wait = 'case "$*" in *worker=1*train*) while [ ! -s "@/home-1/.grpo-launch" ]; do sleep 0.05; done ;; esac\n'

@@ -1,4 +1,4 @@
-"""The generated pages of sops/reference/ are what `python scripts/reference_pages.py` writes."""
+"""Tests that the generated pages of sops/reference/ are up to date with `python scripts/reference_pages.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The last commit reaches every worker and is installed there; what is not of it stays."""
+"""Tests that the last commit is installed on every worker, and that other files there remain."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ENVIRONMENT = """make_environment() {
 
 @pytest.fixture
 def checkout(tpu: Tpu) -> Path:
-    """A repository of its own, so that a test may commit to it."""
+    """A repository to which a test may commit."""
     folder = tpu.here / "checkout"
     (folder / "scripts").mkdir(parents=True)
     for name in ("setup_tpu_vm.sh", "tpu_vm.sh"):

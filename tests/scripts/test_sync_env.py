@@ -1,4 +1,4 @@
-"""API keys reach every worker, whole and for the owner alone, and are seen nowhere on the way."""
+"""Tests that API keys reach every worker, readable only by their owner, and are never shown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What names a TPU is checked before gcloud sees it, alike in all scripts."""
+"""Tests that all scripts check the name of a TPU before they call gcloud."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of settings start from."""
+"""Fixtures of the tests of settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings from a text or from overrides alone."""
+"""Loads settings from a text or from overrides."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The learning rate of adapters: what is said where nobody has chosen one for them."""
+"""Tests of the notice about a learning rate that does not suit adapters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every wrong setting gets one clear error: what, got, expected, where it was set."""
+"""Tests that every invalid setting gives one error with the value, the expectation and the source."""
 
 from __future__ import annotations
 

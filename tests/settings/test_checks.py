@@ -1,4 +1,4 @@
-"""What must hold between settings, verb by verb."""
+"""Tests of the checks between settings, for each command."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.settings.loading import load_text
 
 @pytest.fixture
 def resolve(tmp_path: Path):
-    """Loads `--set` overrides over the schema's defaults."""
+    """Loads `--set` overrides over the defaults of the schema."""
     path = tmp_path / "c.yaml"
     path.write_text("run: {seed: 0}")
 
@@ -45,7 +45,7 @@ def test_every_preset_can_be_trained_with(preset: str) -> None:
 
 @pytest.mark.parametrize("preset", [name for name in preset_names() if "gsm8k" in name])
 def test_a_gsm8k_preset_asks_for_the_answer_where_it_is_looked_for(preset: str) -> None:
-    """Unquoted, YAML takes what follows a ` #` for a comment."""
+    """YAML reads an unquoted text up to ` #`, which starts a comment."""
     assert "####" in (load(preset, [], {}).settings.data.system_prompt or "")
 
 

@@ -1,4 +1,4 @@
-"""Settings of the correction for older policies: what follows from what, and what contradicts itself."""
+"""Tests of the settings of the importance correction: derived values and contradictions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run's own settings are the base of another run, and another algorithm takes its consequences along."""
+"""Tests of settings of a run as the base of another run, with another algorithm."""
 
 from __future__ import annotations
 

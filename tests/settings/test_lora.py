@@ -1,4 +1,4 @@
-"""Settings of adapters: which projections are meant, and what has no effect."""
+"""Tests of the settings of adapters: selected projections, and settings without effect."""
 
 from __future__ import annotations
 

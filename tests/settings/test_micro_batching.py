@@ -1,4 +1,4 @@
-"""How each scope is told to cut its samples: choices by layer, inheritance, contradictions."""
+"""Tests of the micro-batch settings of each scope: selection by layer, inheritance and contradictions."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tests.settings.loading import load_text
 ROLES = ("policy", "reference", "reward")
 UPDATE = ("algorithm", "dynamic_microbatch")
 SCOPES = [UPDATE, ("score", "dynamic"), *((f"score.{role}", "dynamic") for role in ROLES)]
-"""Section and name of its switch."""
+"""Sections with the name of their switch."""
 
 
 @pytest.fixture
 def resolve(folder: Path):
-    """Loads a YAML text, then `--set` overrides, then environment."""
+    """Loads a YAML text, then `--set` overrides, then environment variables."""
 
     def resolve(text: str, *overrides: str, **environ: str) -> Resolved:
         return load_text(folder, text or "run: {seed: 0}", *overrides, **environ)
@@ -31,7 +31,7 @@ def resolve(folder: Path):
 
 
 def cut_of(resolved: Resolved, section: str) -> tuple[bool, int | None, int | None, str | None]:
-    """(dynamic, quota, rows, strategy), whichever of them the section has."""
+    """Returns those of (dynamic, quota, rows, strategy) that the section has."""
     scope = value_of(resolved.settings, section)
     dynamic = scope.dynamic_microbatch if section == "algorithm" else scope.dynamic
     return (dynamic, scope.max_tokens_per_device, scope.rows_per_device, getattr(scope, "strategy", None))

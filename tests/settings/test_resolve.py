@@ -1,4 +1,4 @@
-"""Layers, precedence, provenance, derived values and the errors of settings."""
+"""Tests of layers, precedence, provenance, derived values and errors of settings."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ EXAMPLES = {
     "algorithm.max_tokens_per_device": 2000,
     "algorithm.balance_batch": False,
 }
-"""A value other than the default for the field of every historic name."""
+"""A value other than the default, for the fields of every alias."""
 
 
 # Precedence

@@ -1,4 +1,4 @@
-"""Settings of rollouts that no rollout can be scheduled with."""
+"""Tests of settings with which no rollout can be scheduled."""
 
 from __future__ import annotations
 

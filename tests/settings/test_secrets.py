@@ -1,4 +1,4 @@
-"""API keys reach the process' environment and nothing else."""
+"""Tests that API keys reach the environment of the process and nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""YAML without traps: every value with its line, and a clear error for everything else."""
+"""Tests of the strict YAML parser: line numbers, scalars and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`grpo gae`: samples and matrices, windows of bounded size, whole files or none, and input that cannot be used."""
+"""Tests of `grpo gae`: samples and matrices, memory, complete output files, and invalid input."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RULE = ("--gamma", str(GAMMA), "--lam", str(LAM))
 def expected(
     rewards: Any, values: Any, *, mask: Any = None, bootstrap: float = 0.0, lam: float = LAM, mode: str = "skip"
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Advantages and returns of one sequence in float64."""
+    """Computes advantages and returns of one sequence in float64."""
     case = Case(
         np.asarray(rewards, float)[None],
         np.append(values, bootstrap)[None],
@@ -41,7 +41,7 @@ def gae(source: Path, out: Path, *arguments: Any) -> Any:
 
 
 def ragged_samples(count: int, *, longest: int = 20) -> list[dict[str, Any]]:
-    """Masked, bootstrapped and empty ones among them; each with fields that are not for this verb."""
+    """Returns masked, bootstrapped and empty samples, each with fields that `grpo gae` ignores."""
     rng = np.random.default_rng(0)
     records = []
     for number in range(count):
@@ -149,7 +149,7 @@ def settings_of(*overrides: str) -> Settings:
 
 
 def holed(folder: Path, kind: str) -> Path:
-    """One sequence that somebody else has written into, in the middle and at its end."""
+    """Returns a sequence with masked tokens in the middle and at the end."""
     if kind == "npz":
         rewards, values, mask = (np.array([HOLED[name]]) for name in ("token_rewards", "values", "mask"))
         np.savez(folder / "in.npz", rewards=rewards, values=values, mask=mask)
@@ -167,7 +167,7 @@ HOLED: dict[str, list[Any]] = {
 
 
 def credit_in(path: Path) -> dict[str, np.ndarray]:
-    """Of the first sequence of a file."""
+    """Returns the advantages of the first sequence of a file."""
     if path.suffix == ".npz":
         with np.load(path) as written:
             return {name: written[name][0] for name in ("advantages", "returns")}
@@ -265,7 +265,7 @@ ZEROS = np.zeros((2, 3))
 
 
 def with_number(number: float, shape: tuple[int, int] = (2, 3)) -> np.ndarray:
-    """Zeros, but for the last column of the last row."""
+    """Returns zeros, except for the last column of the last row."""
     array = np.zeros(shape)
     array[-1, -1] = number
     return array

@@ -1,4 +1,4 @@
-"""`grpo gae --bench`: what is measured, checked, reported and plotted; not how fast it is."""
+"""Tests of `grpo gae --bench`: cases, checks, report and plot, but not speed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`grpo gae` on samples: windows of bounded size, and the credit that training gives under the same settings."""
+"""Tests of `grpo gae` on samples: bounded memory, and the advantages of training under the same settings."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_file_goes_through_in_windows(tmp_path: Path) -> None:
 
 
 def drawn() -> list[Sample]:
-    """A sample that stopped, one that was cut, and one with a hole; all with a value behind the last token."""
+    """Returns a finished sample, a truncated one, and one with masked tokens; all have a value after the last token."""
     rng = np.random.default_rng(0)
     samples = [
         make_sample(

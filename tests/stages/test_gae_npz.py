@@ -1,4 +1,4 @@
-"""NPZ files that `grpo gae` reads: what NumPy saves, and errors for anything else."""
+"""Tests of NPZ files for `grpo gae`: files that numpy saves, and errors for all others."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def archive(path: Path, **members: bytes) -> Path:
 
 
 class Trap:
-    """Fails the test when it is unpickled."""
+    """An object that fails the test if it is unpickled."""
 
     def __reduce__(self) -> tuple[Any, tuple[str]]:
         return (pytest.fail, ("unpickled",))

@@ -1,4 +1,4 @@
-"""Which prompts of `grpo rollout` each host samples, and in which order the file has them."""
+"""Tests of the prompts that each host samples, and of their order in the file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`grpo rollout`: one room at a time, to files."""
+"""Tests of `grpo rollout` on files."""
 
 from __future__ import annotations
 

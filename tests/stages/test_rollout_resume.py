@@ -1,4 +1,4 @@
-"""A `grpo rollout` that is killed continues from its part file, and writes what it would have written."""
+"""Tests that a killed `grpo rollout` continues from its part file, with the output of an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def facts_of(model: Path, *overrides: str) -> RolloutFacts:
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
-    """A folder with the part file of a scheduled rollout that was killed. Not to be written to."""
+    """A folder with the part file of a scheduled rollout that was killed; tests must not change it."""
     folder = tmp_path_factory.mktemp("killed")
     part = folder / "samples.jsonl.part"
     with started(*command(tiny_model, folder / "samples.jsonl", *SCHEDULED)) as process:
@@ -56,7 +56,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
-    """The output of the same rollout without a kill. Not to be written to."""
+    """The output of the same rollout without a kill; tests must not change it."""
     out = tmp_path_factory.mktemp("undisturbed") / "samples.jsonl"
     result = here(*command(tiny_model, out, *SCHEDULED), "--timeline", out.with_name("slots.html"))
     assert result.exit_code == 0, result.stderr
@@ -109,7 +109,7 @@ def test_what_is_finished_is_not_drawn_again_in_any_mode(mode: str, tiny_model: 
 
 
 def header_of(model: Path, *overrides: str, limit: int) -> str:
-    """The header of the part file of this rollout."""
+    """Returns the header of this rollout's part file."""
     chosen = load(None, [f"model.path={model}", *SMALL, *overrides], {}).settings
     spec = read_model_spec(chosen).without_adapters
     prompts, _ = _read_prompts(chosen, spec, None, limit=limit)

@@ -1,4 +1,4 @@
-"""A file of samples that is checked first and read again in windows."""
+"""Tests of a sample file that is checked first, and read again in windows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`grpo score`: every role and strategy, whole files or none, and input that cannot be scored."""
+"""Tests of `grpo score`: every role and strategy, complete output files, and invalid input."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_a_person_reads_the_same_table(sampled: Path, tiny_model: Path, tmp_path
 def test_memory_and_shapes_do_not_grow_with_the_number_of_windows(
     sampled: Path, tiny_model: Path, overrides: tuple[str, ...]
 ) -> None:
-    """Every window is scored and handed on before the next is read, in the shapes of the first."""
+    """Every window is scored and written before the next is read, with the shapes of the first."""
     given = [argument for argument in of_tiny(tiny_model) if argument != "--set"]
     chosen = load(None, [*given, "mesh.shape=1,8,1", *overrides], {}).settings
     topology.initialize_distributed(chosen.mesh)
@@ -174,7 +174,7 @@ def test_packing_is_checked_on_samples_of_the_file(sampled: Path, tiny_model: Pa
 
 
 def test_packing_that_leaks_ends_without_an_output(sampled: Path, tmp_path: Path) -> None:
-    """A token whose embedding is no number spoils every sample of its row: attention gives it no weight, 0 x NaN."""
+    """A token with a NaN embedding spoils every sample of its row: its attention weight is 0, and 0 x NaN is NaN."""
     model = write_model(tmp_path / "broken")
     tensors = random_tensors(CONFIG)
     tensors["model.embed_tokens.weight"][10] = np.nan

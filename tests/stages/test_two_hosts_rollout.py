@@ -1,4 +1,4 @@
-"""`grpo rollout` on two hosts writes the file that one host writes; what goes wrong on one ends both."""
+"""Tests that `grpo rollout` on two hosts writes the file of one host, and that an error on one host ends both."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ SECOND_ROUND, FIRST_WINDOW = (
 
 
 def second_faulty(fault: str, place: tuple[str, int]) -> Programs:
-    """The command, and for the second host one in which a certain call of a method comes to a fault."""
+    """Returns the command, and for the second host one in which a call of a method fails."""
     name, call = place
     module, owner, method = name.rsplit(".", 2)
     faulty = FAULTY.format(module=module, owner=owner, method=method, call=call, fault=fault)

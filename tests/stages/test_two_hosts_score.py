@@ -1,4 +1,4 @@
-"""`grpo score` on two hosts writes the file that one host writes, within rounding."""
+"""Tests that `grpo score` on two hosts writes the file of one host, within rounding."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.two_hosts
 
 
 def scored_by_one_and_two(folder: Path, *arguments: str | Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Also compares what both say of the whole file."""
+    """Scores a file on one and on two hosts, and compares the metrics of both."""
     one = here("score", *arguments, "--out", folder / "one.jsonl", "--json")
     assert one.exit_code == 0, one.stderr
     first, second = run_on_two_hosts("score", *arguments, "--out", folder / "two.jsonl", "--json")

@@ -1,4 +1,4 @@
-"""The lines of a run on the terminal."""
+"""Tests of the lines of a run on the terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The registry names every metric of a run, and nothing else."""
+"""Tests that the registry lists exactly the metrics of runs."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from tests.training.test_async_training import SCHEDULED
 
 @pytest.fixture(scope="module")
 def judged_by_plug_in(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run directory of a step of PPO with a reward model beside a function that gives a further number, sampled by
-    scheduled workers that run ahead, and corrected."""
+    """Run directory of a step of PPO with all optional metrics.
+
+    It has a reward model, a function with an additional metric, asynchronous workers and the importance correction.
+    """
     folder = tmp_path_factory.mktemp("judged")
     config = write_config(folder, TINY + NO_REPORT, tiny_model)
     model = f"reward.model={write_reward_model(folder / 'judge')}"
@@ -36,7 +38,7 @@ NAMES = [name for entry in METRICS for name in entry.names]
 
 
 def metrics_of_real_runs(*runs: Path) -> set[str]:
-    """And of an evaluation by several samples a prompt."""
+    """Returns the metrics of these runs, and of an evaluation with several samples per prompt."""
     several = estimate_metrics(table_of(asked(("2", "3"), ("2", "2")), 2), num_samples=2)
     return {*several, *(name for run in runs for line in metrics_of(run) for name in line)}
 

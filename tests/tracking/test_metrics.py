@@ -1,4 +1,4 @@
-"""Numbers of a step, by hand."""
+"""Tests of the metrics of a step against hand-computed values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`logging.profile_steps`: the chosen steps leave a trace, and nothing else changes."""
+"""Tests that `logging.profile_steps` writes traces of the selected steps and changes nothing else."""
 
 from __future__ import annotations
 

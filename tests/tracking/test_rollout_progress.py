@@ -1,4 +1,4 @@
-"""What a person sees while a rollout runs."""
+"""Tests of the progress that is shown during a rollout."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.reward.samples import make_sample
 
 
 def ledger_of(num_samples: int) -> SampleTable:
-    """One sample is done, one runs, one lies suspended, the others wait."""
+    """Returns states in which one sample is done, one runs, one is suspended, and the others wait."""
     ledger = SampleTable()
     for i in range(num_samples):
         ledger.add(NewSample(f"p/s{i}", "p", i, 4, 100))
@@ -59,7 +59,7 @@ def test_without_a_schedule_samples_and_tokens_are_counted(capsys: pytest.Captur
 
 
 def on_a_terminal(monkeypatch: pytest.MonkeyPatch, show) -> str:
-    """What `show` writes to stderr where that is a terminal."""
+    """Returns what `show` writes to stderr on a terminal."""
     ours, theirs = pty.openpty()
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "160")

@@ -1,4 +1,4 @@
-"""metrics.jsonl, saved samples and wandb."""
+"""Tests of metrics.jsonl, saved samples and wandb."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The last word of a run."""
+"""Tests of the summary at the end of a run."""
 
 from __future__ import annotations
 

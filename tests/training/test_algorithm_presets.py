@@ -1,4 +1,4 @@
-"""Presets that are named after papers, from end to end; and dynamic sampling in a run that stops and goes on."""
+"""Tests of whole runs with the presets of published algorithms, and of dynamic sampling in a resumed run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHAPES = (
     *("algorithm.mini_batch_prompts=2", "algorithm.rows_per_device=1", "score.rows_per_device=1"),
     "model.remat=none",
 )
-"""One sample on each of eight devices: the least there is to compile."""
+"""One sample on each of eight devices, which compiles the smallest programs."""
 TINY_STEP = (
     *("run.name=tiny", "run.dir=runs", "eval.every_steps=0", "eval.num_prompts=1"),
     *("checkpoint.every_steps=1", "checkpoint.keep=1", "checkpoint.best_metric=null", "logging.report=false"),
@@ -36,13 +36,13 @@ TINY_STEP = (
     *("optimizer.schedule=constant", "optimizer.final_fraction=0", "optimizer.beta2=0.999"),
     *("reward.functions=[arithmetic, {name: arithmetic_format, weight: 0.5}]", *SHAPES),
 )
-"""The smallest model, data and shapes, alike for all presets: what is left is the algorithm."""
+"""The smallest model, data and shapes for all presets, which then differ only in their algorithm."""
 TINY_CRITIC = ("critic.rows_per_device=1", "critic.learning_rate=1e-3")
 FILTERED = ("algorithm.name=dapo", "algorithm.max_rounds=3", "reward.overlong_buffer=2", "eval.every_steps=0", *SHAPES)
 
 
 def tiny_step(preset: str) -> tuple[str, ...]:
-    """The settings of a run whose last step trains the policy."""
+    """Returns the settings of a run whose last step trains the policy."""
     chosen = load(preset, [], {}).settings
     shorter = ("reward.overlong_buffer=2",) if chosen.reward.overlong_buffer else ()
     if not chosen.has_critic:
@@ -53,7 +53,7 @@ def tiny_step(preset: str) -> tuple[str, ...]:
 
 
 def distinct_presets() -> list[str]:
-    """Of presets that come to the same tiny step the first."""
+    """Returns the first of all presets that have the same tiny step."""
     by_step = {
         load(preset, tiny_step(preset), {}).settings.model_dump_json(): preset for preset in reversed(preset_names())
     }

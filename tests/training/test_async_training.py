@@ -1,4 +1,4 @@
-"""`rollout.max_staleness`: training on samples of earlier policies, while the next are generated."""
+"""Tests of `rollout.max_staleness`: training on samples of earlier policies while the next are generated."""
 
 from __future__ import annotations
 

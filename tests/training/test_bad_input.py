@@ -1,4 +1,4 @@
-"""Input that cannot be trained with: one clear error, exit code 2, and nothing on disk is made or changed."""
+"""Tests that unusable input gives one clear error with exit code 2, and changes nothing on disk."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.tiny_directory import CONFIG, random_tensors, write_model, write_toke
 
 
 def refused(config: Path, *overrides: str, resume: str = "never") -> str:
-    """What `grpo train` says, once it is clear that this was all it did."""
+    """Returns the error of `grpo train`, after checking that nothing else happened."""
     before = digest_of(config.parent)
     folders = {path for path in config.parent.rglob("*") if path.is_dir()}
     result = train_here(config, *overrides, resume=resume)

@@ -1,4 +1,4 @@
-"""A run whose samples are weighed although they are the policy's own."""
+"""Tests of a run with the importance correction, although its samples are on-policy."""
 
 from __future__ import annotations
 

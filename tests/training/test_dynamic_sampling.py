@@ -1,4 +1,4 @@
-"""Dynamic sampling: which groups a step takes, how often it asks for more, and what fills up."""
+"""Tests of dynamic sampling: the groups that a step uses, the number of rounds, and fillers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from app.training.dynamic_sampling import (
 from tests.tiny import make_sample
 
 Group = Sequence[float | None]
-"""Rewards of its samples."""
+"""Rewards of a group's samples."""
 SAME, MIXED = (1.0, 1.0), (0.0, 1.0)
 
 
@@ -36,7 +36,7 @@ def samples_of(groups: Sequence[Group], *, first: int) -> list[Sample]:
 
 
 def run(rounds: Sequence[Sequence[Group]], *, max_rounds: int = 10, keep=rewards_differ) -> DynamicSamplingResult:
-    """Of rounds with as many groups as a step has, numbered one after another."""
+    """Samples rounds with as many groups as a step has, numbered consecutively."""
     size = len(rounds[0])
 
     def source(number: int) -> list[Sample]:

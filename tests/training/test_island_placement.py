@@ -1,4 +1,4 @@
-"""Islands: every host generates on its own devices, the samples that all of them would have drawn together."""
+"""Tests that hosts that generate on their own devices draw the samples of a joint batch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ UNJUDGED = ("eval.every_steps=0", "checkpoint.best_metric=null", "logging.save_r
 
 @pytest.fixture(scope="module")
 def found(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each of two hosts has found."""
+    """Results of each of two hosts."""
     folder = tmp_path_factory.mktemp("islands")
     files = folder / "0.json", folder / "1.json"
     program = ("-m", "tests.on_islands")
@@ -93,7 +93,8 @@ def test_one_host_that_is_asked_ends_a_batch_of_all_hosts_and_of_islands_its_own
 
 @pytest.mark.slow
 def test_hosts_generate_ahead_each_by_itself_and_train_as_one_does_that_waits(config: Path) -> None:
-    """Where nothing is learned, samples are those of one host that waits. Lengths are of all hosts' samples."""
+    """With a learning rate of 0, samples equal those of one host without asynchronous generation. Lengths are those of
+    all hosts."""
     asked = ("optimizer.learning_rate=1e-30", "run.steps=3", *UNJUDGED)
     ahead = (*SCHEDULED, "rollout.max_staleness=1", "rollout.prompts_per_step=2", "run.name=two")
     with two_hosts("train", "--config", config, *settings(*asked, *ahead)) as hosts:

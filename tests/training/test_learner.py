@@ -1,4 +1,4 @@
-"""Settings choose functions: each name its own, and nothing twice."""
+"""Tests that settings select the functions of the update."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run under `model.lora`: only adapters learn, are saved and resumed; the model's own weights are the reference."""
+"""Tests of a run with `model.lora`: only adapters are trained, saved and resumed, and the base is the reference."""
 
 from __future__ import annotations
 
@@ -42,21 +42,21 @@ from tests.two_hosts import run_on_two_hosts
 
 LORA = ("model.lora.rank=2", "optimizer.learning_rate=1e-2")
 PENALISED = (*LORA, "algorithm.beta=0.05", "algorithm.epochs=2")
-"""Policy and reference are both scored in every step."""
+"""Settings with which policy and reference are both scored in every step."""
 ONE_WORKER = (
     *("rollout.scheduler=adaptive", "rollout.workers.fast.slots=8"),
     *("rollout.workers.fast.devices=[0]", "rollout.workers.heavy.count=0"),
 )
 UNJUDGED = ("eval.every_steps=0", "checkpoint.best_metric=null")
 NUM_ADAPTERS = 14
-"""Arrays: two beside each of the seven kernels."""
+"""Number of arrays: two for each of the seven kernels."""
 NUM_WEIGHTS = 1856
-"""In them: 2 layers x rank 2 x (inputs + outputs of each kernel)."""
+"""Number of weights in the adapters: 2 layers x rank 2 x (inputs + outputs of each kernel)."""
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
-    """Four steps in one go. Not to be written to."""
+    """A run of four steps without interruption, which tests must not change."""
     folder = tmp_path_factory.mktemp("lora")
     result = train_here(write_config(folder, TINY + NO_REPORT, tiny_model), *PENALISED)
     assert result.exit_code == 0, result.stderr
@@ -167,7 +167,7 @@ def test_the_reference_is_the_model_without_its_adapters_and_no_copy(run: Path, 
 
 
 def field_of(samples: Sequence[Sample], name: str) -> np.ndarray:
-    """Of all tokens."""
+    """Returns a field of all tokens."""
     return np.concatenate([getattr(sample, name) for sample in samples])
 
 
@@ -194,7 +194,7 @@ def test_workers_that_run_ahead_are_given_every_version_merged(config: Path) -> 
 
 @pytest.mark.slow
 def test_beside_adapters_a_critic_learns_with_all_its_weights(config: Path) -> None:
-    """The samples are drawn through slots."""
+    """The samples are generated with slots."""
     ppo = ("algorithm.name=ppo", "algorithm.beta=0.05", "critic.learning_rate=1e-2", SLOTS, *UNJUDGED)
     result = train_here(config, *LORA, *ppo, "run.steps=3", "checkpoint.every_steps=1", "checkpoint.keep=3")
     assert result.exit_code == 0, result.stderr

@@ -1,4 +1,4 @@
-"""What decodes under `model.lora` in each compute type: adapters that have moved a little are not rounded away."""
+"""Tests of decoding with adapters in each compute type: small adapters are not lost by rounding."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def opened(config: Path, *overrides: str) -> Session:
 
 
 def after_a_few_steps(session: Session) -> Params:
-    """Adapters that have moved a little."""
+    """Returns adapters that have changed a little."""
     draw = np.random.default_rng(0)
     return jax.tree.map_with_path(
         lambda path, x: jnp.asarray(draw.normal(0, FIRST_STEPS, x.shape), x.dtype) if path[-1].key == LORA_B else x,
@@ -38,12 +38,12 @@ def after_a_few_steps(session: Session) -> Params:
 
 
 def rounded_once(params: Params) -> Params:
-    """A model as it is published: its weights are numbers of bfloat16."""
+    """A model as it is published, with weights that are representable in bfloat16."""
     return jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(x.dtype), params)
 
 
 def logprobs_by_the_sampler(session: Session, params: Params) -> np.ndarray:
-    """By the weights that it decodes with, in float32, so that nothing but them is rounded."""
+    """Returns logprobs under the weights that the sampler decodes with, computed in float32."""
     exact = jax.tree.map(lambda x: x.astype(jnp.float32), session.engine.to_decode_weights(params))
     ids = jnp.arange(24, dtype=jnp.int32).reshape(4, 6)
     definition = session.engine.definition

@@ -1,4 +1,4 @@
-"""PPO through the whole corridor: what a critic adds to a run, and how one goes on from a checkpoint."""
+"""Tests of PPO in whole runs: the critic, and resumption from a checkpoint."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ eval: {{every_steps: 0}}
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
-    """Four steps in one go. Not to be written to."""
+    """A run of four steps without interruption, which tests must not change."""
     folder = tmp_path_factory.mktemp("ppo")
     result = train_here(write_config(folder, PPO + NO_REPORT, tiny_model))
     assert result.exit_code == 0, result.stderr
@@ -98,7 +98,7 @@ def test_what_the_policy_measures_is_null_while_it_is_frozen(whole: Path) -> Non
 
 
 def stopped_after(step: int, run: Path, whole: Path) -> None:
-    """`run` becomes `whole` as it stood then, had it been killed in the next step."""
+    """Makes `run` the state of `whole` if it had been killed in the next step."""
     shutil.copytree(whole, run)
     for saved in (run / "checkpoints").iterdir():
         if int(saved.name) > step:
@@ -109,7 +109,7 @@ def stopped_after(step: int, run: Path, whole: Path) -> None:
 
 @pytest.mark.slow
 def test_killed_while_the_critic_warms_up_it_ends_as_if_it_had_not_been(config: Path, whole: Path) -> None:
-    """The rest holds a step of warm-up, the policy's first updates, and an adapted penalty; schedules end at step 4."""
+    """The remaining steps include warm-up, updates of the policy and an adapted penalty; schedules end at step 4."""
     run = config.parent / "runs" / "ppo"
     stopped_after(1, run, whole)
     result = train_here(config, resume="must")
@@ -126,7 +126,7 @@ def test_an_adapted_penalty_waits_for_the_policy_to_move(whole: Path) -> None:
 
 
 class Noting(MicroBatcher):
-    """Cuts as another does, and notes of which samples."""
+    """A batcher that records which samples it was called with."""
 
     def __init__(self, cut: MicroBatcher, noted: list[list[str]]) -> None:
         self.cut, self.sequence_cost, self.noted = cut, cut.sequence_cost, noted

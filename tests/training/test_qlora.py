@@ -1,4 +1,4 @@
-"""A run under `model.lora.quantize_base`: as any with adapters, beside kernels in 8 or 4 bits."""
+"""Tests of a run with `model.lora.quantize_base`: adapters with kernels in 8 or 4 bits."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ QLORA = (*PENALISED, INT8)
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
-    """Four steps in one go. Not to be written to."""
+    """A run of four steps without interruption, which tests must not change."""
     folder = tmp_path_factory.mktemp("qlora")
     result = train_here(write_config(folder, TINY + NO_REPORT, tiny_model), *QLORA)
     assert result.exit_code == 0, result.stderr

@@ -1,4 +1,4 @@
-"""Steps that learn from saved samples: a run again, a step under other settings, or the end of a chain of files."""
+"""Tests of training on saved samples: of a run, under other settings, and at the end of a chain of files."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ OF_THE_LEFT_OUT = {
     *("rollout/num_rounds", "rollout/surplus_group_count"),
     *("reward/filtered_group_fraction", "reward/sampled_mean"),
 }
-"""Count the groups that a filter left out, which are in no file."""
+"""Metrics that count groups which a filter left out, which are in no file."""
 
 
 def steps_of(run: Path) -> dict[int, dict[str, Any]]:
@@ -44,7 +44,7 @@ def steps_of(run: Path) -> dict[int, dict[str, Any]]:
 
 
 def assert_same_state(run: Path, other: Path, *, step: int) -> None:
-    """Weights, moments and counters, bit for bit."""
+    """Asserts equal weights, moments and counters, bit for bit."""
     state, expected = (saved_state(one, step) for one in (run, other))
     assert state.keys() == expected.keys() and len(state) > 30
     for name in expected:
@@ -52,7 +52,7 @@ def assert_same_state(run: Path, other: Path, *, step: int) -> None:
 
 
 def assert_same_steps(run: Path, other: Path, *, steps: Sequence[int]) -> None:
-    """The state after the last step, place and penalty, and the metrics and files of all, bit for bit."""
+    """Asserts an equal final state, position and penalty, and equal metrics and files of all steps, bit for bit."""
     assert_same_state(run, other, step=steps[-1])
     place, wanted = ({**progress_of(one, steps[-1]), "fingerprints": None} for one in (run, other))
     assert place == wanted
@@ -197,7 +197,7 @@ def test_groups_may_have_lost_members(loose: Path, config: Path) -> None:
 
 
 CHAINED = ("data.shuffle=false", "critic.warmup_steps=0", "run.steps=1")
-"""So that the first step has the first prompts, and its policy learns."""
+"""Settings with which the first step has the first prompts, and updates its policy."""
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""What a replay refuses before any device work."""
+"""Tests of input that a replay refuses before any device work."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def spoilt(name: str, value: Any) -> Callable[[dict[str, Any]], object]:
 
 
 def without_its_end(record: dict[str, Any]) -> None:
-    """As where answers end with another token."""
+    """Returns a model whose answers end with another token."""
     if record["finish_reason"] == "stop":
         for name in ("completion_token_ids", "behavior_logprobs", "advantages"):
             record[name] = record[name][:-1]
@@ -87,7 +87,7 @@ def test_groups_that_are_too_many_or_too_large_are_refused(loose: Path, config: 
 
 
 def asked_twice(path: Path) -> Path:
-    """The first group again, in place of the second."""
+    """Returns the groups with the first group again in place of the second."""
     records = records_of(path)
     again = [{**record, "group_id": 1} for record in records if record["group_id"] == 0]
     return write(path, [*(record for record in records if record["group_id"] != 1), *again])

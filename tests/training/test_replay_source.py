@@ -1,4 +1,4 @@
-"""What a replay makes of the run whose samples it has: what it takes of them, and what it tells."""
+"""Tests of the values that a replay takes from the samples' run, and of its report."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def samples_of(replay: Replay, step: int) -> list[Sample]:
 
 
 def had(source: Path, *overrides: str) -> None:
-    """As if the run had had these settings."""
+    """Changes the run as if it had had these settings."""
     file = source / "settings.yaml"
     file.write_text(load(str(file), overrides, {}).to_yaml())
 

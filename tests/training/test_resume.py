@@ -1,4 +1,4 @@
-"""A run that was stopped, killed or damaged goes on as if nothing had happened."""
+"""Tests that stopped, killed and damaged runs continue as uninterrupted ones."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.tiny_directory import write_model, write_tokenizer
 
 @pytest.fixture
 def stopped(uninterrupted: Path, tmp_path: Path, full_config: Path) -> Path:
-    """The same run as it stood after step 6, with what a killed process leaves behind it."""
+    """The same run after step 6, with what a killed process leaves."""
     run = tmp_path / "runs" / "full"
     shutil.copytree(uninterrupted, run)
     for step in (9, 12):

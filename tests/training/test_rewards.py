@@ -1,4 +1,4 @@
-"""Plug-in rewards in a whole run: what is learnt from, what is counted, what is said, and when it stops."""
+"""Tests of plug-in rewards in whole runs: samples, counts, messages and errors."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_a_mini_batch_and_a_group_may_lose_all_their_samples(config: Path) -> No
 
 
 def first_group(config: Path) -> list[dict]:
-    """The records of the first prompt of the first step."""
+    """Returns the records of the first prompt in the first step."""
     assert train_here(config, "run.steps=1", QUIET[0]).exit_code == 0
     return [record for _, record in read_jsonl(run_of(config) / "rollouts" / "step_000001.jsonl")][:4]
 

@@ -1,4 +1,4 @@
-"""How far ahead of training rounds are asked for."""
+"""Tests of the number of rounds that are submitted ahead of training."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PROMPTS = [make_prompt(f"row-{i}", (1,)) for i in range(5)]
 
 
 class CountingGeneration:
-    """Of a round that is asked for, draws every token at once: none could be older."""
+    """A generator that draws every token of a round when it is submitted, the earliest time possible."""
 
     def __init__(self) -> None:
         self.newest = 0
@@ -44,7 +44,7 @@ class CountingGeneration:
 
 
 class Walk:
-    """Steps that take rounds, one step after the other."""
+    """A sequence of steps that take rounds."""
 
     def __init__(self, *, k: int, num_steps: int):
         settings = load(
@@ -59,11 +59,11 @@ class Walk:
         self.rounds = AsyncRolloutSource(cast(Session, session), self.prompts, max_rounds=MAX_ROUNDS)
         self.timer = StepTimer(ProgressDisplay(num_steps=num_steps, first_step=0, enabled=False))
         self.ages: list[int] = []
-        """In steps, of each round when it was taken."""
+        """Age in steps of each round when it was taken."""
         self._num_taken = 0
 
     def step(self, step: int, *, num_rounds: int) -> tuple[int, list[int], int]:
-        """How many rounds wait before the first is taken, after each, and after the step."""
+        """Returns the numbers of pending rounds before the first is taken, after each, and after the step."""
         position = self._num_taken * self.prompts.global_prompts_per_round
         with self.rounds.rounds_for_step({}, step=step, position=position, timer=self.timer) as take:
             before, after = len(self.generation.waiting), []

@@ -1,4 +1,4 @@
-"""`rollout.slots` and `rollout.scheduler` in the verbs: the same samples from less memory and fewer steps."""
+"""Tests of `rollout.slots` and `rollout.scheduler` in the commands: equal samples, less memory, fewer steps."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_slots_that_cannot_be_are_refused(config: Path, overrides: tuple[str, ..
 
 @pytest.mark.slow
 def test_a_resumed_run_schedules_by_the_lengths_that_it_knew(config: Path) -> None:
-    """Prompts return, and how long their samples were decides which rows share a program: in fast mode, its bits."""
+    """Prompts repeat, and the lengths of their earlier samples determine which rows share a program."""
     alone = ("rollout.workers.fast.slots=16", "rollout.workers.heavy.count=0", "rollout.workers.fast.devices=[0]")
     asked = ("rollout.scheduler=adaptive", *alone, "rollout.segment.min=1", "data.num_problems=4", "eval.every_steps=0")
     assert train_here(config, *asked, "run.steps=4", "run.name=whole").exit_code == 0

@@ -1,4 +1,4 @@
-"""`grpo train` from end to end: what it leaves on disk, what it says, and when it gives up."""
+"""Tests of `grpo train`: its files, its output and its errors."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_a_run_with_a_penalty_says_how_far_it_went(uninterrupted: Path) -> None:
 
 
 def test_a_run_of_small_quotas_packs_several_micro_batches(uninterrupted: Path) -> None:
-    """So that what is asked of this run elsewhere is asked of packed rows and of sums over micro-batches."""
+    """Other tests of this run therefore cover packed rows and sums over micro-batches."""
     for line in metrics_of(uninterrupted)[1:]:
         if line["step"]:
             assert line["batching/num_micro_batches"] >= 4

@@ -1,4 +1,4 @@
-"""Two processes of four devices each train as one process of eight, and go on from each other's checkpoints."""
+"""Tests that two processes of four devices train as one process of eight, and resume from each other's checkpoints."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from tests.two_hosts import ended, run_on_two_hosts, two_hosts
 pytestmark = pytest.mark.two_hosts
 
 PPO = ("algorithm.name=ppo", "algorithm.kl_target=0.1", "algorithm.filter=zero_variance", "algorithm.max_rounds=3")
-"""A critic; whitening, an adapted penalty and rounds of sampling, on all of which hosts agree."""
+"""PPO with whitening, an adapted penalty and dynamic sampling, for all of which hosts exchange values."""
 # A quota of few shapes to compile; evaluation prompts that two hosts cannot share out evenly.
 SHARED = ("algorithm.max_tokens_per_device=512", "eval.every_steps=2", "eval.num_prompts=15")
 # A clock that is always due: process 0's, and both save.
 TIMED = "checkpoint.every_minutes=1e-9"
 HALF = ("rollout.prompts_per_step=2", "algorithm.mini_batch_prompts=1")
-"""Of what one host has in a step and in an optimizer step: together two hosts have as much."""
+"""Half of the sizes per host, so that two hosts have the step of one."""
 OF_THE_CUT = ("batching/", "global_seqlen/", "score/", "value/batching/")
-"""Each host packs its own samples, so rows and their number differ from one host's."""
+"""Metrics of packing, which differ because each host packs its own samples."""
 
 
 @pytest.mark.slow
@@ -55,7 +55,7 @@ def test_two_hosts_train_ppo_as_one_would_and_what_stops_one_stops_both_with_a_c
 
 @pytest.mark.slow
 def test_a_run_goes_from_two_hosts_to_one_and_back_and_is_the_run_of_one_host(full_config: Path) -> None:
-    """GRPO with a KL penalty, two epochs and two mini-batches a step."""
+    """The run has GRPO with a KL penalty, two epochs and two mini-batches per step."""
     moved, stayed = (full_config.parent / "runs" / name for name in ("moved", "stayed"))
     assert train_here(full_config, *SHARED, "run.name=stayed", "run.steps=6").exit_code == 0
 
@@ -88,7 +88,7 @@ def assert_complete(run: Path) -> None:
 
 
 def assert_same_steps(run: Path, other: Path, *, steps: range) -> None:
-    """Metrics within 1e-5; samples of all hosts in one order, and their texts, the same."""
+    """Asserts metrics within 1e-5, and the same samples and texts in one order."""
     for step in steps:
         line, expected = (reproducible(metrics_of(one))[step] for one in (run, other))
         assert line.keys() == expected.keys()

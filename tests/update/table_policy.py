@@ -1,4 +1,4 @@
-"""A policy that is a table of logits, one row a completion token: the loss without the decoder below it."""
+"""A policy that is a table of logits, with one row per completion token, to test the loss without a decoder."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def loss_and_gradient(
     *,
     weights: AggregationFn,
 ) -> tuple[Float32[Array, "tokens V"], LossStats]:
-    """Gradient by the table, and loss and metrics, summed over the micro-batches.
+    """Returns the gradient with respect to the table, and loss and metrics, summed over micro-batches.
 
     Args:
-        table: logits of every completion token of every sample, one after another.
+        table: logits of every completion token of all samples, concatenated.
     """
     lengths = [len(s.completion_ids) for s in samples]
     starts = {s.uid: end - length for s, end, length in zip(samples, np.cumsum(lengths), lengths, strict=True)}

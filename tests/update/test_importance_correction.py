@@ -1,4 +1,4 @@
-"""What tokens of an older policy weigh: by hand, in float64, however samples are packed; and 1 on policy."""
+"""Tests of the importance correction against hand-computed and float64 values, packed and on-policy."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ def logprobs_of(table: jax.Array, ids: jax.Array) -> jax.Array:
 
 
 def current_logprobs() -> list[np.ndarray]:
-    """What the table makes of each sample's tokens, in the very bits of the loss."""
+    """Returns the logprobs of each sample's tokens under the table, with the bits of the loss."""
     ids = np.concatenate([s.completion_ids for s in SAMPLES])
     return np.split(np.asarray(logprobs_of(jnp.asarray(TABLE), jnp.asarray(ids))), STARTS[1:-1])
 
 
 def stale(scale: float = 0.5) -> list[Sample]:
-    """The samples, drawn by a policy about as far from the scored one as that is from the table's."""
+    """Returns samples of a policy that differs from the scored one about as much as that differs from the table."""
     rng = np.random.default_rng(7)
 
     def drawn(sample: Sample, current: np.ndarray) -> Sample:
@@ -76,7 +76,7 @@ def stale(scale: float = 0.5) -> list[Sample]:
 
 @dataclass(frozen=True)
 class Oracle:
-    """Of every sample, in float64."""
+    """Float64 results of every sample."""
 
     weights: list[np.ndarray]
     unbounded: list[np.ndarray]
@@ -113,14 +113,14 @@ def ppo_term(sample: Sample, current: np.ndarray) -> np.ndarray:
 
 
 def sample_of(log_weights: Sequence[float], mask: Sequence[bool] | None = None) -> Sample:
-    """Drawn with these log weights by a policy that is compared with one of logprob 0."""
+    """Returns a sample with these log weights, drawn by a policy compared with one of logprob 0."""
     values = np.asarray(log_weights, np.float32)
     loss_mask = None if mask is None else np.asarray(mask)
     return make_sample(np.zeros(len(values), np.int32), behavior_logprobs=-values, loss_mask=loss_mask)
 
 
 def corrected(correction: ImportanceCorrection, samples: Sequence[Sample]):
-    """All samples in one row: what the correction makes of them, in the order of the samples."""
+    """Returns the correction of all samples in one row, in the order of the samples."""
     (micro_batch,) = plan_of([range(len(samples))], rows_per_micro_batch=1, num_tokens=40, num_targets=16).micro_batches
     log_weights = pack_per_token(samples, micro_batch, lambda s: np.where(s.mask, -s.behavior_logprobs, 0.0))
     found = correction(jnp.asarray(log_weights), pack_sample_reducer(samples, micro_batch))
@@ -258,7 +258,7 @@ def test_on_policy_every_correction_leaves_loss_and_gradient_as_they_are(surroga
 
 
 def on_policy(several: bool) -> list[Sample]:
-    """Drawn by the policy before the step's updates, which is the table itself where there is only one."""
+    """Returns samples of the policy before the step's updates, which is the table itself if there is only one."""
     if several:
         return [replace(s, behavior_logprobs=np.asarray(s.policy_logprobs)) for s in stale()]
     return [replace(s, behavior_logprobs=x) for s, x in zip(SAMPLES, current_logprobs(), strict=True)]

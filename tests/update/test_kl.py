@@ -91,7 +91,8 @@ def reverse_kl(logits):
 
 
 def expected_gradient(name: str, *, place: str):
-    """Over all tokens that the policy may draw: of the estimate as a loss, of REINFORCE with it as a cost."""
+    """Returns the exact expected gradient over all tokens: of the estimate as a loss, and of REINFORCE with it as a
+    cost."""
 
     def loss(logits):
         policy, reference = jax.nn.log_softmax(logits), jax.nn.log_softmax(jnp.asarray(REFERENCE))

@@ -1,4 +1,4 @@
-"""Ratios of whole samples: their definition in float64, however the samples are packed."""
+"""Tests of the ratios of samples against float64, for any packing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CISPO = replace(PLAIN_LOSS, surrogate=partial(cispo_surrogate, clip_low=CISPO_LO
 
 
 def near(scale: float):
-    """The samples, scored by a policy near enough to the table's that some ratios are clipped and some are not."""
+    """Returns samples scored by a policy near the table's, with which some ratios are clipped."""
     rng = np.random.default_rng(3)
 
     def scored(sample, start):
@@ -40,7 +40,7 @@ def near(scale: float):
 
 
 def oracle(samples, weights: AggregationFn, term) -> tuple[float, np.ndarray]:
-    """Loss and gradient by the table, in float64. `term` gives a sample's token losses and slopes by its logprobs."""
+    """Computes loss and gradient in float64; `term` maps a sample's logprobs to token losses and slopes."""
     totals = StepTotals.from_samples(samples)
     loss, gradient = 0.0, np.zeros(TABLE.shape)
     for sample, start in zip(samples, STARTS[:-1], strict=True):
@@ -56,7 +56,7 @@ def oracle(samples, weights: AggregationFn, term) -> tuple[float, np.ndarray]:
 
 
 def gspo_term(sample, current):
-    """Zheng et al. 2025, eqs. 7 and 14."""
+    """Computes the terms of GSPO. Source: Zheng et al. 2025, eqs. 7 and 14."""
     difference = (current - sample.policy_logprobs)[sample.mask]
     ratio = np.exp(difference.mean()) if len(difference) else 1.0
     advantages = sample.advantages.astype(np.float64)
@@ -65,7 +65,7 @@ def gspo_term(sample, current):
 
 
 def cispo_term(sample, current):
-    """MiniMax 2025, eqs. 4 and 5."""
+    """Computes the terms of CISPO. Source: MiniMax 2025, eqs. 4 and 5."""
     ratio = np.exp(current - sample.policy_logprobs)
     weights = np.clip(ratio, 1 - CISPO_LOW, 1 + CISPO_HIGH) * sample.advantages
     return -weights * current, -weights

@@ -1,4 +1,4 @@
-"""An update of adapters has the gradient of the kernels that they are merged into, and of nothing else."""
+"""Tests that the gradient of adapters equals that through merged kernels."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def objective(definition: DecoderDefinition, *, remat: str) -> Objective:
 
 @functools.cache
 def update_step() -> tuple[UpdateStep, Callable[[], TrainState]]:
-    """A compiled update of adapters and a maker of fresh states for it."""
+    """Returns a compiled update of adapters and a function that makes initial states."""
     schedule = optax.constant_schedule(0.1)
     optimizer = make_optimizer(Settings(weight_decay=0.1), schedule)
     shapes, lie = DEFINITION.trainable(DEFINITION.shapes), DEFINITION.trainable(DEFINITION.shardings(MESH))
@@ -54,13 +54,13 @@ def update_step() -> tuple[UpdateStep, Callable[[], TrainState]]:
 
 @functools.cache
 def frozen() -> Params:
-    """The other weights, on their shardings."""
+    """Returns the frozen weights on their shardings."""
     return jax.device_put(FROZEN, DEFINITION.frozen(DEFINITION.shardings(MESH)))
 
 
 @pytest.fixture(scope="module")
 def through_merged_kernels() -> Params:
-    """The gradient by the adapters, of the same loss over the network that has none."""
+    """Returns the gradient with respect to the adapters of the same loss, through merged kernels."""
     plain = objective(BASE, remat="none")
 
     def loss(trained: Params) -> jax.Array:

@@ -15,7 +15,7 @@ CONSTANT = optax.constant_schedule(0.1)
 
 
 def rates(num_updates: int, **fields) -> list[float]:
-    """Of every update, and the one that would follow the last."""
+    """Returns the learning rate of every update, and of the one after the last."""
     schedule = make_schedule(Settings(learning_rate=2.0, **fields), num_updates=num_updates)
     return [float(jnp.asarray(schedule(jnp.int32(i)))) for i in range(num_updates + 1)]
 

@@ -1,4 +1,4 @@
-"""Every combination of surrogate, penalty, bonus, aggregation and advantages, on a policy that is a table of logits."""
+"""Tests of all combinations of surrogate, penalty, bonus, aggregation and advantages, on a table of logits."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_micro_batches_padding_and_packing_change_neither_loss_nor_gradient_nor_
 
 
 def oracle(combination: Combination, samples: Sequence[Sample], aggregation: str) -> float:
-    """The loss in float64, token by token, from the definitions."""
+    """Computes the loss in float64, token by token, from the definitions."""
     by_sample = []
     for sample, start in zip(samples, STARTS[:-1], strict=True):
         losses = []
@@ -122,7 +122,7 @@ def oracle(combination: Combination, samples: Sequence[Sample], aggregation: str
 
 
 def of_layout(combination: Combination, samples: Sequence[Sample], layout: MicroBatchPlan, weights: AggregationFn):
-    """Gradient, and loss and metrics."""
+    """Returns the gradient, and loss and metrics."""
     return loss_and_gradient(combination.loss, TABLE, samples, layout, weights=weights)
 
 

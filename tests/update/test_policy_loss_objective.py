@@ -40,7 +40,7 @@ def params():
 
 
 def micro_batch(samples: Sequence[Sample], *, weights: AggregationFn = token_mean) -> PolicyBatch:
-    """One micro-batch of four rows, one sample a row. Without policy and reference logprobs."""
+    """Returns a micro-batch of four rows with one sample each, without policy and reference logprobs."""
     (batch,) = pack_update(samples, one_a_row(len(samples), **SIZES), weights=weights)
     return replace(batch, policy_logprobs=None, reference_logprobs=None)
 
@@ -54,7 +54,7 @@ def with_reference(samples: Sequence[Sample], *, weights: AggregationFn = token_
 def loss_and_gradient(
     beta: float = 0.0, several: bool = False, kl_estimator: KLEstimator | None = None, entropy_coef: float = 0.0
 ):
-    """A penalty in the loss where `beta` is given; one that is only measured with a `kl_estimator` alone."""
+    """Returns loss and gradient; with `beta` the penalty is in the loss, with only `kl_estimator` it is measured."""
     loss = replace(
         PLAIN_LOSS,
         proximal_logprobs_fn=scored_logprobs if several else detached_logprobs,

@@ -1,4 +1,4 @@
-"""Adapters beside quantized kernels have the gradient that they have beside the floats which these stand for."""
+"""Tests that the gradient of adapters with quantized kernels equals that with dequantized kernels."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def fixed(rows: int) -> MicroBatchPlan:
 
 
 def update_step(loss: PolicyLoss) -> tuple[UpdateStep, Callable[[], TrainState]]:
-    """A compiled update step and a maker of fresh states for it."""
+    """Returns a compiled update step and a function that makes initial states."""
     mesh, schedule = make_mesh(), optax.linear_schedule(0.5, 0.0, 5)
     optimizer = make_optimizer(Settings(weight_decay=0.1), schedule)
     shardings = train_state_shardings(optimizer, DEFINITION.shapes, DEFINITION.shardings(mesh), mesh)
@@ -108,7 +108,7 @@ def step():
 
 
 def on_host(state: TrainState) -> TrainState:
-    """A copy that outlives the donation of the state."""
+    """Returns a copy on the host, which donation of the state does not invalidate."""
     return jax.tree.map(np.array, state)
 
 

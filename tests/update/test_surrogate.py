@@ -29,7 +29,7 @@ def surrogate(ratio, advantage) -> SurrogateOutput:
 
 
 def gradient(ratio: float, advantage: float) -> float:
-    """Of the loss, by the current logprob."""
+    """Returns the gradient of the loss with respect to the current logprob."""
 
     def loss(current):
         advantages = jnp.float32(advantage)

@@ -1,4 +1,4 @@
-"""Losses, gradients, metrics and advantages against TRL: its stored numbers always, itself where it is installed."""
+"""Tests of losses, gradients, metrics and advantages against TRL: stored numbers, and TRL itself if it is installed."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ METRICS = {
 
 
 def samples_of(inputs: dict[str, Any]) -> list[Sample]:
-    """One group of four."""
+    """Returns the samples of one group of four."""
 
     def sample(i: int) -> Sample:
         def per_token(name: str) -> np.ndarray:
@@ -99,7 +99,7 @@ def ours(case: dict[str, Any], inputs: dict[str, Any], aggregation: str):
 
 
 def correction_of(mode: str) -> ImportanceCorrection:
-    """Of TRL's `vllm_importance_sampling_mode`."""
+    """Returns the correction for a `vllm_importance_sampling_mode` of TRL."""
     level, _, kind = mode.partition("_")
     lowest, highest = CORRECTION_BOUNDS
     bounds = {
@@ -110,7 +110,7 @@ def correction_of(mode: str) -> ImportanceCorrection:
 
 
 def rows_of(padded: list) -> np.ndarray:
-    """Of [B, C, V] the rows of real tokens."""
+    """Returns the rows of real tokens of [B, C, V]."""
     return np.concatenate([np.asarray(row[:length], np.float32) for row, length in zip(padded, LENGTHS, strict=True)])
 
 

@@ -38,7 +38,7 @@ FLOAT32 = jnp.dtype("float32")
 
 
 class InOrder(Updater):
-    """Cuts a step's samples into mini-batches, the same ones in every epoch."""
+    """A splitter of a step's samples into the same mini-batches in every epoch."""
 
     def __init__(self, *arguments: Any, num_mini_batches: int, epochs: int, **others: Any):
         super().__init__(*arguments, **others)
@@ -78,11 +78,11 @@ def fresh_state() -> TrainState:
 
 
 COUNT: Any = 0
-"""The state of a `Tape` before its first update."""
+"""State of a `Tape` before its first update."""
 
 
 class Tape:
-    """A step that learns nothing: its state is a count, and it keeps the batches it was given."""
+    """A step that learns nothing; its state is a count, and it records its batches."""
 
     def __init__(self):
         self.updates: list[Sequence[PolicyBatch]] = []
@@ -96,7 +96,7 @@ class Tape:
 
     @property
     def targets(self) -> list[list[int]]:
-        """Of every update, the completion tokens it saw."""
+        """Returns the completion tokens of every update."""
         return [
             [token for b in update for token in np.asarray(b.tokens.targets)[np.asarray(b.tokens.loss_mask)].tolist()]
             for update in self.updates
@@ -178,7 +178,7 @@ def test_one_update_has_a_ratio_of_exactly_one_without_a_scoring_pass():
 
 @pytest.fixture(scope="module")
 def scored():
-    """Samples with the logprobs of the fresh weights, scored in other micro-batches than the update's."""
+    """Returns samples with the logprobs of the initial weights, scored in other micro-batches than the update's."""
     logprobs = scorer().logprobs(random_params(DEFINITION), SAMPLES, THREES, temperature=1.3)
     return [
         replace(s, policy_logprobs=x, behavior_logprobs=x, reference_logprobs=None)
@@ -195,7 +195,7 @@ def test_at_the_first_of_several_updates_the_ratio_is_one_within_rounding(scored
 
 
 def test_scorer_and_update_share_one_plan_of_packed_rows_and_every_mini_batch_starts_at_ratio_one():
-    """Nothing is learned here, so each mini-batch is as good as the first."""
+    """Nothing is learned, so every mini-batch is like the first."""
     optimizer = make_optimizer(Settings(), optax.constant_schedule(0.0))
     loss = replace(PLAIN_LOSS, proximal_logprobs_fn=scored_logprobs)
     objective = make_policy_objective(DEFINITION, loss, dtype=FLOAT32, remat="none", logits_chunk=6)

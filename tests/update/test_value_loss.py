@@ -1,4 +1,4 @@
-"""The critic's loss, and all of PPO's on identical numbers against numpy transcriptions of TRL's PPOTrainer."""
+"""Tests of the critic's loss and of PPO's losses against numpy versions of TRL's PPOTrainer."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def masked_mean(x: np.ndarray, mask: np.ndarray) -> np.ndarray:
 
 
 def test_losses_and_penalty_equal_those_of_trl_on_identical_numbers():
-    """Source: trl/trainer/ppo_trainer.py, the body of the micro-batch loop, and its per-token rewards."""
+    """Source: trl/trainer/ppo_trainer.py, body of the micro-batch loop, and its rewards per token."""
     rng = np.random.default_rng(0)
     mask = rng.random((5, 7)) < 0.8
     new, old, reference, values, old_values, returns, advantages = rng.normal(size=(7, 5, 7))
@@ -133,7 +133,8 @@ def test_the_loss_is_half_the_mean_over_the_tokens_of_the_step():
 
 
 def test_a_value_is_read_from_the_state_before_its_token_and_the_last_one_from_behind_the_sample():
-    """It depends on every token before its own, on no later one; the one more depends on the last token, too."""
+    """The value depends on every earlier token and on no later one; the additional value also depends on the last
+    token."""
     valuer = ValueScorer(DEFINITION, make_mesh(), dtype=FLOAT32)
     wide = one_a_row(len(SAMPLES), rows_per_micro_batch=3, num_tokens=18, num_targets=12)
 
@@ -153,7 +154,7 @@ def test_a_value_is_read_from_the_state_before_its_token_and_the_last_one_from_b
 
 
 def with_another_token(sample: Sample, at: int) -> Sample:
-    """Where it has one at `at`, which counts from the end."""
+    """Returns the samples with another token at `at`, which counts from the end."""
     ids = sample.completion_ids.copy()
     ids[at:][:1] = (ids[at:][:1] + 5) % ODD.vocab_size
     return replace(sample, completion_ids=ids)

@@ -1,4 +1,4 @@
-"""`config.json` of every family in every spelling that is accepted, and a refusal for each way it can be wrong."""
+"""Tests of `config.json` of every family in every accepted spelling, and of every refused configuration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A GGUF file written as llama.cpp's converter writes it must read back as the checkpoint it came from."""
+"""Tests that a GGUF file in the form of llama.cpp's converter loads as its source checkpoint."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def random_checkpoint(*, biases: bool, tied: bool) -> dict[str, np.ndarray]:
 
 
 def permuted_as_llama_cpp_does(weights: np.ndarray, num_heads: int) -> np.ndarray:
-    """Row 2i + j of a head comes from row j * H/2 + i, one row at a time."""
+    """Permutes rows as llama.cpp does: row 2i + j of a head comes from row j * H/2 + i."""
     out = np.empty_like(weights)
     for head in range(num_heads):
         for i in range(HEAD_DIM // 2):
@@ -72,7 +72,7 @@ def permuted_as_llama_cpp_does(weights: np.ndarray, num_heads: int) -> np.ndarra
 
 
 def write_gguf(path: Path, family: str, checkpoint: dict[str, np.ndarray], *, extra=None, skip=()) -> Path:
-    """All matrices of the MLPs as Q8_0, the rest as F32."""
+    """Writes all matrices of the MLPs as Q8_0, and other tensors as F32."""
     writer = GGUFWriter(path, family)
     writer.add_embedding_length(MODEL_DIM)
     writer.add_feed_forward_length(MLP_DIM)

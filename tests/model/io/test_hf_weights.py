@@ -1,4 +1,4 @@
-"""Weights in: strict about names and shapes, one tensor at a time, onto any mesh without changing a bit."""
+"""Tests of loading weights: strict names and shapes, one tensor at a time, bit for bit on any mesh."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ QUERY_0 = "model.layers.0.self_attn.q_proj.weight"
 
 
 class Held:
-    """Tensors of a file, held in memory."""
+    """Tensors of a file that are held in memory."""
 
     def __init__(self, tensors: Tensors) -> None:
         self.tensors = tensors
@@ -39,7 +39,7 @@ class Held:
 
 
 class Watched(Held):
-    """Hands out fresh copies; counts how often each is asked for and how many earlier ones still live then."""
+    """A source that returns copies, and counts reads and earlier copies that are still alive."""
 
     def __init__(self, tensors: Tensors) -> None:
         super().__init__(tensors)
@@ -58,7 +58,7 @@ class Watched(Held):
 
 
 def in_hugging_face_names(architecture: Architecture, params: Params) -> Tensors:
-    """The inverse of loading, spelt out weight by weight: Hugging Face stores `[out, in]` matrices."""
+    """Inverts loading, weight by weight: Hugging Face stores `[out, in]` matrices."""
     blocks = jax.tree.map(np.asarray, params["blocks"])
     tensors = {
         "model.embed_tokens.weight": np.asarray(params["embedding"]),
@@ -104,7 +104,7 @@ def random_file(architecture: Architecture) -> tuple[Params, Tensors]:
 
 
 def shardings(params: Params) -> dict[str, PartitionSpec]:
-    """The spec of each weight by its dotted path, with trailing Nones gone."""
+    """Returns the spec of each weight by its dotted path, without trailing Nones."""
     specs = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         axes = list(leaf.sharding.spec)

@@ -1,4 +1,4 @@
-"""Models of the hub: fetched by commit from a server on this machine, or refused with the reason and the way out."""
+"""Tests of hub models, which a server on this machine provides: fetched by commit, or refused with a reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Opening a model: where it is looked for, what is read, and what is refused."""
+"""Tests of opening a model: its location, the files that are read, and refused models."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_a_change_in_the_last_bytes_of_a_large_file_changes_the_fingerprint(tmp_
 
 
 def test_a_small_change_of_any_one_kernel_changes_the_fingerprint(tmp_path):
-    """As an export does that merges adapters of a few kernels."""
+    """The change is one that merging adapters into a few kernels causes."""
     kernels = {f"model.layers.{i}.self_attn.v_proj.weight": np.ones((64, 256), np.float32) for i in range(8)}
     rest = {f"model.layers.{i}.mlp.up_proj.weight": np.ones((1024, 256), np.float32) for i in range(8)}
     found = {open_model(str(write_model(tmp_path, tensors=kernels | rest))).fingerprint}

@@ -1,4 +1,4 @@
-"""A scheduler driven by hand: workers that do what the test says."""
+"""A scheduler that tests drive by hand."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from scripts.bench.cost_model import CostModel
 from settings.schema.rollout import PdsrSettings, SegmentSettings
 
 FREE = replace(CostModel(), **dict.fromkeys(CostModel().to_json().keys() - {"measured_steps"}, 0.0))
-"""Nothing costs anything."""
+"""A cost model in which everything takes no time."""
 
 
 def make_scheduler(policy: str = "adaptive", *, pdsr: dict | None = None, segment: dict | None = None, **more: Any):
@@ -38,7 +38,7 @@ def samples(prompts: int, group: int, *, max_new: int = 4096, first: int = 0) ->
 
 
 class Driven:
-    """Keeps the last segment of each worker, so that a test can end it with what it likes."""
+    """A scheduler and the last segment of each worker, so that a test can end it with any result."""
 
     def __init__(self, scheduler: Scheduler):
         self.scheduler = scheduler
@@ -64,7 +64,7 @@ class Driven:
         return commands + (self.tell(Closed(self.at)) if close else [])
 
     def end(self, worker: str, tokens: dict[str, int], finished: tuple[str, ...] = (), seconds: float = 1.0):
-        """The rows of the worker's segment have so many tokens now."""
+        """Ends the worker's segment with these numbers of tokens."""
         return self.tell(self.ended(worker, tokens, finished, seconds))
 
     def ended(self, worker: str, tokens: dict[str, int], finished: tuple[str, ...] = (), seconds: float = 1.0):
@@ -80,14 +80,14 @@ class Driven:
 
 
 def probes_of(driven: Driven) -> Probes:
-    """The probes of a P-DSR policy."""
+    """Returns the probes of a P-DSR policy."""
     policy = driven.scheduler.policy
     assert isinstance(policy, PdsrV1Policy | PdsrV2Policy)
     return policy._probes
 
 
 def admitted(commands: list[Command], worker: str | None = None) -> list[str]:
-    """Uids in the order in which they are put in."""
+    """Returns the uids in the order of admission."""
     runs = [one for one in commands if isinstance(one, RunSegment) and worker in (None, one.worker)]
     return [one.uid for run in runs for one in run.admit]
 

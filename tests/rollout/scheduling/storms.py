@@ -1,4 +1,4 @@
-"""Random rollouts under random faults, each from one seed."""
+"""Random rollouts with random faults, each from one seed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SECOND_COSTS = CostModel(step_s=0.01, segment_s=0.02, move_s=0.01)
 
 
 def storm(seed: int) -> SchedulerSimulator:
-    """A small trace, workers, rules and faults; every invariant is checked after every event."""
+    """Simulates a small trace with random workers, rules and faults, and checks every invariant after every event."""
     rng = random.Random(seed)
     policy = rng.choice(list(POLICIES))
     trace = random_trace(rng, seed)
@@ -75,7 +75,7 @@ def random_trace(rng: random.Random, seed: int) -> Trace:
 
 
 def random_rules(rng: random.Random) -> PdsrSettings:
-    """Limits from far below every sample (everything is heavy) to far above (everything is fast)."""
+    """Returns random limits, from below every sample (all are heavy) to above every sample (all are fast)."""
     window_min = rng.choice([1, 4, 32])
     return PdsrSettings(
         unit=rng.choice(["tokens", "seconds"]),
@@ -103,7 +103,7 @@ def random_segment(rng: random.Random) -> SegmentSettings:
 
 
 def random_workers(rng: random.Random) -> list[SimulatedWorkerSpec]:
-    """Some of them on one device; never none."""
+    """Returns random workers, at least one, some of them on one device."""
     counts = rng.choice([(1, 0), (0, 1), (1, 1), (2, 1), (1, 2), (3, 0)])
     specs = []
     for kind, count in zip(("fast", "heavy"), counts, strict=True):

@@ -18,7 +18,8 @@ from tests.rollout.scheduling.storms import storm
 
 
 def handed_over() -> list[EventRecord]:
-    """Two samples; one trips the breaker of the fast worker, which dies, and goes on in the heavy one."""
+    """Returns the events of two samples; one trips the breaker of the fast worker, which dies, and continues on the
+    heavy one."""
     driven = Driven(make_scheduler("pdsr_v2", pdsr={"fast_limit_tokens": 10}))
     records = []
 

@@ -80,7 +80,7 @@ def test_v1_never_truncates_what_is_heavy() -> None:
 
 
 def with_threshold(driven: Driven) -> None:
-    """Finished samples of 10, 20, ... 50 tokens: the 80th percentile is 40."""
+    """Returns finished samples of 10, 20, ... 50 tokens, whose 80th percentile is 40."""
     for i in range(5):
         worker = next(name for name in ("fast", "heavy") if f"p{i}/s0" in driven.rows(name))
         driven.end(worker, {f"p{i}/s0": 10 * (i + 1)}, finished=(f"p{i}/s0",))

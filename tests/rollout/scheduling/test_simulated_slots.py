@@ -1,4 +1,4 @@
-"""By hand: what slots pay for what they are told."""
+"""Tests of the simulated time of slots, against hand-computed values."""
 
 from dataclasses import replace
 

@@ -110,7 +110,7 @@ def test_no_schedule_beats_the_lower_bound(policy: str) -> None:
 
 
 def test_adaptive_is_near_the_bound_and_well_ahead_of_sync_on_the_virtual_clock() -> None:
-    """A few seeds of what the benchmark measures at length."""
+    """The benchmark measures the same with more seeds."""
     over, ahead = [], []
     for seed in range(3):
         trace = length_traces.log_normal(
