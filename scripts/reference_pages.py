@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from app.tracking.metric_registry import metrics_page
+from app.report.metric_registry import metrics_page
 from settings.loading.fields import FIELDS
 
 REFERENCE = Path(__file__).resolve().parents[1] / "sops" / "reference"

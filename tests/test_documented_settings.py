@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from app.tracking.metric_registry import expand_braces, find_metric
+from app.report.metric_registry import expand_braces, find_metric
 from settings import Settings, load
 from settings.loading.fields import FIELDS, SECTIONS, value_of
 from settings.loading.yaml_file import parse_scalar

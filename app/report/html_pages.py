@@ -14,7 +14,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from app.report.alerts import Alert
 from app.report.before_after import before_and_after
-from app.report.metrics_history import training_steps
+from app.report.metric_registry import find_metric
+from app.report.metrics_history import finite_metric, training_steps
 from app.report.panels import PANELS
 from app.report.render import RenderedPlot
 from app.report.rollout_viewer import ViewerContent
@@ -27,10 +28,12 @@ REPLAY_COLUMNS = ("from_rollouts", "checkpoint")
 
 def report_page(run: RunFiles, plots: Mapping[str, RenderedPlot | None], alerts: Sequence[Alert]) -> str:
     """Renders `report.html`: results, alerts, plots, settings and versions."""
+    last = training_steps(run.history)[-1]
     return _render(
         "report.html",
         run=run,
-        last_step=training_steps(run.history)[-1]["step"],
+        last_step=last["step"],
+        last_metrics=[(name, finite_metric(last, name), entry) for name in sorted(last) if (entry := find_metric(name))],
         result=before_and_after(run.history),
         alerts=alerts,
         panels=[(panel, plots[panel.name]) for panel in PANELS],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -17,8 +18,12 @@ from app.report.completions_table import CompletionsTable, truncate_middle
 from app.report.metrics_history import accuracy_is_plug_in_mean, finite_metric, matching_metric_names
 from app.rollout.scheduling.sample_states import ENDED, SampleState, SampleTable
 
+log = logging.getLogger(__name__)
+
 PROMPT_CELL, COMPLETION_CELL, ANSWER_CELL = 120, 240, 40
 """Maximum characters of a table's cells."""
+ANNOUNCED_PHASES = {"compile": "compiling the programs of the first phases", "evaluate": "evaluating"}
+"""Long phases that are logged when they begin if there is no terminal."""
 LOG_WIDTH = 120
 """Columns without a terminal if COLUMNS is not set."""
 
@@ -146,6 +151,8 @@ class ProgressDisplay:
 
     def set_phase(self, name: str) -> None:
         self._entered(name)
+        if name in ANNOUNCED_PHASES and not (self._live or self._console.quiet):
+            log.info(ANNOUNCED_PHASES[name])
         self._progress.update(self._task, description=name, figures=self._figures)
 
     def update_rollout(self, ledger: SampleTable) -> None:

@@ -56,7 +56,7 @@ def test_a_launch_says_what_crosses_hosts():
     settings = load(None, ["rollout.decode_layout=fsdp", "rollout.placement=global"], {}).settings
     decoding, training = placement_notes(settings, DEFINITION, mesh_of(1, 8, 1))
     assert "at every token step, across 2 hosts, at best " in decoding
-    assert training.startswith("mesh.shape: fsdp 8 spans 2 hosts") and "at 2 times the weights" in training
+    assert training.startswith("mesh.shape: fsdp 8 spans 2 hosts") and "with 2 times the weights" in training
     (inside,) = placement_notes(settings, DEFINITION, mesh_of(2, 4, 1))
     assert "hosts" not in inside
 

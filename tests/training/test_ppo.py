@@ -18,8 +18,8 @@ from app.batching.micro_batch_plan import MicroBatchPlan, SequenceLengths
 from app.batching.micro_batcher import GlobalPlan, MicroBatcher
 from app.checkpoint.run_state import RunState
 from app.records.sample import Sample
+from app.report.metric_registry import find_metric
 from app.tracking.console import ProgressDisplay
-from app.tracking.metric_registry import find_metric
 from app.tracking.timer import StepTimer
 from app.training.learner import make_learner_group
 from app.training.setup import prepare_run

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from app.evaluation.metrics import estimate_metrics
-from app.tracking.metric_registry import METRICS, find_metric, matches, metrics_page
+from app.report.metric_registry import METRICS, find_metric, matches, metrics_page
 from tests.evaluation.test_evaluator import asked, table_of
 from tests.program import REPOSITORY, metrics_of, train_here
 from tests.run_fixtures import NO_REPORT, TINY, write_config

@@ -69,7 +69,7 @@ PAGE_HEAD = (
     "",
     "All names that `metrics.jsonl` can hold. Numbers that are not finite are null there.",
     "Reproducible metrics follow bit for bit from the settings, if plug-ins do. Generated from",
-    "`app/tracking/metric_registry.py`; edit the table there.",
+    "`app/report/metric_registry.py`; edit the table there.",
     "",
     "| name | meaning | healthy | otherwise | reproducible |",
     "|---|---|---|---|---|",
