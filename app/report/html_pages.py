@@ -33,7 +33,9 @@ def report_page(run: RunFiles, plots: Mapping[str, RenderedPlot | None], alerts:
         "report.html",
         run=run,
         last_step=last["step"],
-        last_metrics=[(name, finite_metric(last, name), entry) for name in sorted(last) if (entry := find_metric(name))],
+        last_metrics=[
+            (name, finite_metric(last, name), find_metric(name)) for name in sorted(last) if find_metric(name)
+        ],
         result=before_and_after(run.history),
         alerts=alerts,
         panels=[(panel, plots[panel.name]) for panel in PANELS],
