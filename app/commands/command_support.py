@@ -184,10 +184,10 @@ def print_result(result: Any, *, as_json: bool, text: str | None = None) -> None
         return
     if as_json:
         values = result if isinstance(result, dict) else result.to_dict()
-        text = json.dumps(values, indent=2, ensure_ascii=False)
-    elif text is None:
-        text = _format_summary(result) if isinstance(result, dict) else result.to_text()
-    write(text, sys.stdout)
+        write(json.dumps(values, indent=2, ensure_ascii=False), sys.stdout)
+    else:
+        default = _format_summary if isinstance(result, dict) else type(result).to_text
+        write(default(result) if text is None else text, sys.stdout)
 
 
 def _format_summary(summary: dict[str, Any]) -> str:
