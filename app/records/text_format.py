@@ -25,8 +25,10 @@ def _escape_character(character: str) -> str:
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Formats a size in bytes for people: in GiB from one GiB on, in MiB below."""
-    return f"{num_bytes / 2**30:,.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:,.1f} MiB"
+    """Formats a size in bytes for people: in GiB from one GiB on, in KiB below a tenth of a MiB, otherwise in MiB."""
+    if num_bytes >= 2**30:
+        return f"{num_bytes / 2**30:,.2f} GiB"
+    return f"{num_bytes / 2**20:,.1f} MiB" if 10 * num_bytes >= 2**20 else f"{num_bytes / 2**10:,.1f} KiB"
 
 
 def format_percent(share: float) -> str:
