@@ -290,15 +290,12 @@ def _check_memory(recorder: CheckRecorder, session: Session | None, inputs: Pref
     with recorder.run_check("memory"):
         learning = make_learner_group(session.settings, session)
         needed, available = sum(network_bytes(session, learning, inputs.reward_model).values()), device_memory_bytes()
-        found = f"weights and optimizer moments take {format_bytes(needed)} on each device"
-        if available is None:
-            recorder.ok("memory", f"{found}, whose memory is unknown")
-        elif needed > available:
-            advice = "use more devices or a smaller model; grpo train --dry-run lists the parts"
-            recorder.fail("memory", f"{found}, which has {format_bytes(available)}", advice)
+        has = ", whose memory is unknown" if available is None else f", which has {format_bytes(available)}"
+        found = f"weights and optimizer moments take {format_bytes(needed)} on each device{has}"
+        if available is not None and needed > available:
+            recorder.fail("memory", found, "use more devices or a smaller model; grpo train --dry-run lists the parts")
         else:
-            found += f", which has {format_bytes(available)}; grpo train --dry-run shows the memory of a whole step"
-            recorder.ok("memory", found)
+            recorder.ok("memory", f"{found}; grpo train --dry-run shows the memory of a whole step")
         checkpoint_bytes = state_bytes(learning)
     return checkpoint_bytes
 
