@@ -19,11 +19,8 @@ from settings import InputError, Resolved, load
 from settings.loading.sources import NO_FLAGS, Flags
 
 RUN_SUBFOLDERS = ("checkpoints", "rollouts", "eval")
-"""Folders of a run directory that hold files an option may name."""
-
-EXIT_FAILURE = 1
-EXIT_INPUT = 2
-EXIT_INTERRUPTED = 130
+"""Folders of a run directory whose files can be the value of an option."""
+EXIT_FAILURE, EXIT_INPUT, EXIT_INTERRUPTED = 1, 2, 130
 
 
 def resolve(
@@ -34,7 +31,7 @@ def resolve(
     check: Callable[[Resolved], None],
     flags: Flags = NO_FLAGS,
 ) -> Resolved:
-    """Returns the checked settings and loads the secrets; with `print_config`, prints the settings and stops."""
+    """Returns the checked settings and loads the secrets; with `print_config`, prints the settings and exits."""
     resolved = load(config, overrides or [], os.environ, flags)
     print_notices(resolved.notices)
     if print_config:
@@ -48,23 +45,24 @@ def resolve(
 
 
 class _ProgressHandler(logging.Handler):
-    """Writes the log of `app` to stderr as it is at that time; lines of progress with the seconds since the start."""
+    """Writes log records to stderr; progress messages of `app` start with the seconds since the command started."""
 
     def __init__(self) -> None:
         super().__init__()
-        # Information of libraries is not this program's progress.
+        # Libraries log information that is not this program's progress.
         self.addFilter(lambda record: record.levelno >= logging.WARNING or record.name.split(".")[0] == "app")
         self._started_s = time.monotonic()
 
     def emit(self, record: logging.LogRecord) -> None:
         text = self.format(record)
         is_progress = record.levelno < logging.WARNING
+        # `sys.stderr` is read here because tests replace it.
         write(f"[{time.monotonic() - self._started_s:5.1f} s] {text}" if is_progress else text, sys.stderr)
 
 
 def show_progress(text: str) -> None:
-    """Shows `text`, and until the command ends what long phases log: loading, reading, exporting, writing reports."""
-    # On the root logger: libraries that call `logging.basicConfig` would add a handler there, and repeat every line.
+    """Shows `text` and, until the command ends, the progress messages of `app`, such as those about loading files."""
+    # On the root logger, because libraries that call `logging.basicConfig` would add a second handler there.
     logging.getLogger().addHandler(_ProgressHandler())
     logger = logging.getLogger("app")
     logger.setLevel(logging.INFO)
@@ -81,13 +79,13 @@ def _hide_progress() -> None:
 def inherit_run_settings(
     config: str | None, overrides: list[str] | None, run_paths: Mapping[str, Path | None]
 ) -> tuple[str | None, list[str] | None]:
-    """Returns `--config` and `--set`; without `--config`, those of the run, except how its hosts find each other.
+    """Returns `--config` and `--set`. Without `--config`, uses the run's settings, except the addresses of its hosts.
 
     Args:
         run_paths: option -> a checkpoint, samples or a folder of the run. The first one with settings is used.
 
     Raises:
-        InputError: no settings belong to what an option names.
+        InputError: the value of an option is a folder, but not one of a run.
     """
     run_config = find_run_config(run_paths) if config is None else None
     if run_config is None:
@@ -98,13 +96,13 @@ def inherit_run_settings(
 
 
 def find_run_config(run_paths: Mapping[str, Path | None]) -> str | None:
-    """Returns the settings file of the run that an option names, and prints a note with its path.
+    """Returns the settings file of the run that an option's path belongs to, and prints a note with the file's path.
 
-    It is in the run directory, next to or above a checkpoint or a file of samples. None for a file that belongs to no
-    run, which may be read under any settings, and for a path that does not exist, which its reader reports.
+    Returns None for a file outside a run, which can be read under any settings, and for a path that does not exist,
+    for which its reader raises an error.
 
     Raises:
-        InputError: a folder has no settings of a run; the defaults would be mistaken for them.
+        InputError: a folder does not belong to a run. Reading it with the default settings would give wrong results.
     """
     given = {option: path.expanduser().resolve() for option, path in run_paths.items() if path is not None}
     for option, path in given.items():
@@ -115,7 +113,7 @@ def find_run_config(run_paths: Mapping[str, Path | None]) -> str | None:
     for option, path in given.items():
         if path.is_dir():
             raise InputError(
-                f"{option}: no settings.yaml of a run is in {path} or next to it, so its settings are not known; name "
+                f"{option}: no settings.yaml of a run is in {path} or next to it, so its settings are unknown; pass "
                 "a run directory or a file in it, or use --config"
             )
     return None
@@ -124,13 +122,13 @@ def find_run_config(run_paths: Mapping[str, Path | None]) -> str | None:
 def _candidate_run_folders(path: Path) -> Iterator[Path]:
     """Yields the folders that may be the run directory of `path`."""
     yield from (path, path.parent)
-    # Elsewhere, a settings.yaml two levels above does not belong to a run.
+    # Outside these subfolders, a settings.yaml two levels above `path` does not belong to its run.
     if path.parent.name in RUN_SUBFOLDERS:
         yield path.parent.parent
 
 
 def require_path(path: Path | None, option: str) -> Path:
-    """Returns the path of an option that only `--print-config` does not require."""
+    """Returns the path of an option that every use of a command except `--print-config` requires."""
     if path is None:
         raise InputError(f"missing option {option}")
     return path
@@ -138,7 +136,7 @@ def require_path(path: Path | None, option: str) -> Path:
 
 @contextmanager
 def handle_errors(debug: bool) -> Iterator[None]:
-    """Turns an exception into a message on stderr and its exit code."""
+    """Turns an exception in the block into a message on stderr and an exit code."""
     try:
         yield
     except KeyboardInterrupt:
@@ -162,24 +160,36 @@ def _fail(message: str, code: int, *, debug: bool) -> NoReturn:
 
 
 def print_notices(notices: Sequence[str]) -> None:
+    """Prints each notice on a line of stderr."""
     for notice in notices:
         write(f"note: {notice}", sys.stderr)
 
 
 def write(text: str, stream: TextIO) -> None:
-    """Writes lines; a closed pipe (`| head`) is not an error."""
+    """Writes text and a newline. A closed pipe, as after `| head`, is not an error."""
     try:
         print(text.rstrip("\n"), file=stream, flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def format_summary(summary: dict[str, Any], *, as_json: bool) -> str:
+def print_result(result: Any, *, as_json: bool, text: str | None = None) -> None:
+    """Prints a result on stdout; None, the result of hosts that do not print, is ignored.
+
+    Args:
+        result: names and values, or a report with `to_dict` and `to_text`.
+        text: the form for people, if it is not the default one.
+    """
+    if result is None:
+        return
     if as_json:
-        return format_json(summary)
+        values = result if isinstance(result, dict) else result.to_dict()
+        write(json.dumps(values, indent=2, ensure_ascii=False), sys.stdout)
+    else:
+        default = _format_summary if isinstance(result, dict) else type(result).to_text
+        write(default(result) if text is None else text, sys.stdout)
+
+
+def _format_summary(summary: dict[str, Any]) -> str:
     width = max(map(len, summary), default=0)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in summary.items())
-
-
-def format_json(result: Any) -> str:
-    return json.dumps(result, indent=2, ensure_ascii=False)

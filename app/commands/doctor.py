@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from app.commands.command_support import format_json, handle_errors, resolve, write
+from app.commands.command_support import handle_errors, print_result, resolve, show_progress, write
 from app.commands.options import AsJson, Config, Debug, Overrides, PrintConfig
 from settings.checks.commands import check_for_mesh
 
@@ -20,13 +20,14 @@ def doctor(
 ) -> None:
     """Check everything that a run with these settings needs. Downloads nothing and leaves no files."""
     with handle_errors(debug):
-        # All other checks of the settings are part of the report.
+        # The other checks of the settings are part of the report.
         resolved = resolve(config, overrides, print_config=print_config, check=check_for_mesh)
+        show_progress(f"grpo doctor: {resolved.settings.run.name}, model {resolved.settings.model.path}; loading JAX")
         from app.preflight.doctor import run_doctor
 
         report = run_doctor(resolved)
         if report.host == 0:
-            write(format_json(report.to_dict()) if as_json else report.to_text(), sys.stdout)
+            print_result(report, as_json=as_json)
     if report.exit_code:
         write(f"error: {', '.join(report.failed_checks)}: a run with these settings would fail", sys.stderr)
     raise typer.Exit(report.exit_code)

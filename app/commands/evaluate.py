@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from app.commands.command_support import (
-    format_json,
     handle_errors,
     inherit_run_settings,
     print_notices,
+    print_result,
     resolve,
     show_progress,
-    write,
 )
 from app.commands.options import AsJson, Config, Debug, Overrides, PrintConfig
 from settings import InputError
@@ -59,8 +57,8 @@ def evaluate(
 ) -> None:
     """Measure a model on held-out prompts: accuracy, pass@k, maj@k, format and truncation, with 95 % intervals.
 
-    It works as in training, with data.eval_*, eval.* and the first of reward.functions. pass@k and maj@k need
-    eval.num_samples above 1 and an eval.temperature above 0.
+    Uses data.eval_*, eval.* and the first of reward.functions, as training does. pass@k and maj@k need
+    eval.num_samples above 1 and eval.temperature above 0.
     """
     with handle_errors(debug):
         if compare is not None:
@@ -82,5 +80,4 @@ def evaluate(
             from app.evaluation.standalone import evaluate_model
 
             result = evaluate_model(resolved, checkpoint=checkpoint, out=out)
-        if result is not None:
-            write(format_json(result.to_dict()) if as_json else result.to_text(), sys.stdout)
+        print_result(result, as_json=as_json)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -10,12 +9,11 @@ import typer
 
 from app.commands.command_support import (
     find_run_config,
-    format_summary,
     handle_errors,
+    print_result,
     require_path,
     resolve,
     show_progress,
-    write,
 )
 from app.commands.options import AsJson, Config, Debug, Overrides, PrintConfig
 from settings.checks.commands import check_for_mesh
@@ -57,5 +55,4 @@ def export(
         from app.export import huggingface
 
         export_policy = huggingface.export_adapter if adapter else huggingface.export
-        summary = export_policy(resolved, checkpoint=checkpoint, out=out, dtype=dtype)
-        write(format_summary(summary, as_json=as_json), sys.stdout)
+        print_result(export_policy(resolved, checkpoint=checkpoint, out=out, dtype=dtype), as_json=as_json)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from app.commands.command_support import format_json, format_summary, handle_errors, require_path, resolve, write
+from app.commands.command_support import handle_errors, print_result, require_path, resolve, show_progress
 from app.commands.options import AsJson, Config, Debug, Overrides, PrintConfig
 from settings import InputError
 from settings.checks.commands import check_for_mesh
@@ -26,10 +25,7 @@ def gae(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Output file, in the format of --input; with --bench, a folder.",
-        ),
+        typer.Option(metavar="FILE", help="Output file, in the format of --input; with --bench, a folder."),
     ] = None,
     gamma: Annotated[str | None, typer.Option(metavar="G", help="Overrides algorithm.gamma.")] = None,
     lam: Annotated[str | None, typer.Option(metavar="L", help="Overrides algorithm.lam.")] = None,
@@ -41,7 +37,7 @@ def gae(
         Literal["skip", "through", "zero"] | None, typer.Option(help="Overrides algorithm.mask_mode.")
     ] = None,
     bench: Annotated[
-        bool, typer.Option("--bench", help="Instead, time every backend and chunk size on this machine.")
+        bool, typer.Option("--bench", help="Only time every backend and chunk size on this machine.")
     ] = False,
     shapes: Annotated[
         str | None,
@@ -70,15 +66,16 @@ def gae(
             raise InputError("--shapes: only used with --bench; add --bench or leave --shapes out")
         for option, value in (("--input", source), ("--backend", backend)):
             if value is not None and bench:
-                raise InputError(f"{option}: not used with --bench, which times every backend on random numbers")
+                raise InputError(f"{option}: not used with --bench, which times every backend on random data")
         if bench:
+            show_progress("grpo gae --bench: loading JAX")
             from app.stages import gae_benchmark
 
             report = gae_benchmark.run_benchmark(resolved, shapes=shapes or DEFAULT_BENCH_SHAPES, out=out)
-            write(format_json(report) if as_json else gae_benchmark.format_report(report), sys.stdout)
+            print_result(report, as_json=as_json, text=gae_benchmark.format_report(report))
         else:
             source, out = require_path(source, "--input"), require_path(out, "--out")
+            show_progress(f"grpo gae: {source}; loading JAX")
             from app.stages import gae
 
-            summary = gae.estimate_advantages(resolved, input=source, out=out)
-            write(format_summary(summary, as_json=as_json), sys.stdout)
+            print_result(gae.estimate_advantages(resolved, input=source, out=out), as_json=as_json)

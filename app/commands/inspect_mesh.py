@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Annotated
 
 import typer
 
-from app.commands.command_support import format_json, handle_errors, resolve, write
+from app.commands.command_support import handle_errors, print_result, resolve, show_progress
 from app.commands.options import AsJson, Config, Debug, Overrides, PrintConfig
 from settings.checks.commands import check_for_inspect_mesh
 
@@ -25,10 +24,10 @@ def inspect_mesh(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Show the devices, the mesh, the placement of weights and batches, and what fits. Loads no weights."""
+    """Show the devices, the mesh, the placement of weights, and the largest batches that fit. Loads no weights."""
     with handle_errors(debug):
         resolved = resolve(config, overrides, print_config=print_config, check=check_for_inspect_mesh)
+        show_progress(f"grpo inspect-mesh: model {resolved.settings.model.path}; loading JAX")
         from app.preflight import inspect_mesh
 
-        report = inspect_mesh.inspect_mesh(resolved, compiles=compiles)
-        write(format_json(report.to_dict()) if as_json else report.to_text(), sys.stdout)
+        print_result(inspect_mesh.inspect_mesh(resolved, compiles=compiles), as_json=as_json)

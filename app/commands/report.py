@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from app.commands.command_support import format_summary, handle_errors, write
+from app.commands.command_support import handle_errors, print_result
 from app.commands.options import AsJson, Debug
 
 
@@ -25,4 +24,4 @@ def report(
         from app.report.write_report import write_report
 
         summary = write_report(run) if samples is None else write_report(run, num_samples=samples)
-        write(format_summary(summary, as_json=as_json), sys.stdout)
+        print_result(summary, as_json=as_json)

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from app.commands.command_support import (
-    format_summary,
     handle_errors,
     print_notices,
+    print_result,
     require_path,
     resolve,
     show_progress,
-    write,
 )
 from app.commands.options import AsJson, Config, Debug, Overrides, PrintConfig
 from settings.checks.commands import check_for_rollout
@@ -28,21 +26,17 @@ def rollout(
     print_config: PrintConfig = False,
     prompts: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="JSON Lines of prompts instead of data.source."),
+        typer.Option(metavar="FILE", help="JSON Lines file of prompts, instead of data.source."),
     ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Take only the first prompts.")] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE.jsonl", help="Where the samples go; required."),
-    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Use only the first N prompts.")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE.jsonl", help="Output file. Required.")] = None,
     timeline: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE.png|.svg|.html", help="Draw what every slot of rollout.scheduler does over time."),
+        Path | None, typer.Option(metavar="FILE.png|.svg|.html", help="Plot the slots of rollout.scheduler over time.")
     ] = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Sample completions and write them as JSON Lines. Run again after a kill, it continues."""
+    """Sample completions and write them as JSON Lines. A killed rollout continues when it is run again."""
     with handle_errors(debug):
         resolved = resolve(config, overrides, print_config=print_config, check=check_for_rollout)
         out = require_path(out, "--out")
@@ -51,5 +45,4 @@ def rollout(
         from app.stages import rollout
 
         summary = rollout.rollout(resolved, prompts=prompts, limit=limit, out=out, timeline=timeline)
-        if summary is not None:
-            write(format_summary(summary, as_json=as_json), sys.stdout)
+        print_result(summary, as_json=as_json)

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
 from app.commands.command_support import (
-    format_summary,
     handle_errors,
     print_notices,
+    print_result,
     require_path,
     resolve,
     show_progress,
-    write,
 )
 from app.commands.options import AsJson, Config, Debug, Overrides, PrintConfig
 from settings.checks.commands import check_for_score
@@ -28,18 +26,18 @@ def score(
     overrides: Overrides = None,
     print_config: PrintConfig = False,
     samples: Annotated[
-        Path | None,
-        typer.Option("--input", metavar="FILE.jsonl", help="Samples to score. Required."),
+        Path | None, typer.Option("--input", metavar="FILE.jsonl", help="Samples to score. Required.")
     ] = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE.jsonl", help="Output file. Required.")] = None,
     role: Annotated[
         Literal["policy", "reference", "critic", "reward"],
-        typer.Option(help="Whose logprobs to add; `critic` adds values, `reward` runs reward.functions."),
+        typer.Option(help="Network whose logprobs are added; `critic` adds values, `reward` runs reward.functions."),
     ] = "policy",
     check_packing: Annotated[
         bool,
         typer.Option(
-            "--check-packing", help="First check that samples score the same in a shared row as alone; exit 1 if not."
+            "--check-packing",
+            help="First check that logprobs in shared rows equal those in separate rows; exit 1 if not.",
         ),
     ] = False,
     as_json: AsJson = False,
@@ -62,5 +60,4 @@ def score(
             from app.stages.score import score_logprobs
 
             summary = score_logprobs(resolved, input=samples, out=out, role=role, checks_packing=check_packing)
-        if summary is not None:
-            write(format_summary(summary, as_json=as_json), sys.stdout)
+        print_result(summary, as_json=as_json)

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
-from app.commands.command_support import format_json, handle_errors, inherit_run_settings, resolve, show_progress, write
+from app.commands.command_support import handle_errors, inherit_run_settings, print_result, resolve, show_progress
 from app.commands.options import Config, Debug, Overrides, PrintConfig
 from settings import InputError, load
 from settings.checks.commands import check_for_dry_run, check_for_train
 from settings.loading.sources import NO_FLAGS, Flags
-
-if TYPE_CHECKING:
-    from app.training.replay import ReplayRequest
 
 
 def train(
@@ -27,19 +23,19 @@ def train(
         Literal["auto", "never", "must"],
         typer.Option(
             help="Continue from the newest checkpoint of the run directory if there is one (auto), "
-            "refuse a used directory (never), or refuse one without a checkpoint (must)."
+            "refuse a used directory (never), or refuse a directory without a checkpoint (must)."
         ),
     ] = "never",
     dry_run: Annotated[
         bool,
-        typer.Option("--dry-run", help="Run every check of a launch, print sizes and memory, and stop."),
+        typer.Option("--dry-run", help="Run every check of a launch, print sizes and memory, and exit."),
     ] = False,
     from_rollouts: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE|DIR",
-            help="Learn from saved samples instead of generating: a file is one step, a run directory all its steps. "
-            "Without --config, uses the settings of that run and the name <its name>-replay.",
+            help="Train on saved samples instead of generating: a file is one step, a run directory all its steps. "
+            "Without --config, uses the settings of that run and the run name <its name>-replay.",
         ),
     ] = None,
     checkpoint: Annotated[
@@ -51,10 +47,10 @@ def train(
     as_json: Annotated[bool, typer.Option("--json", help="Print the report of --dry-run as JSON.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Train a model: repeats rollout, reward, score, advantage and update."""
+    """Train a model: repeat rollout, reward, score, advantage and update."""
     with handle_errors(debug):
         if as_json and not dry_run:
-            raise InputError("--json goes with --dry-run; the metrics of a run are in its metrics.jsonl")
+            raise InputError("--json needs --dry-run; the metrics of a run are in its metrics.jsonl")
         if checkpoint is not None and from_rollouts is None:
             raise InputError("--checkpoint goes with --from-rollouts; a run is continued with --resume")
         check = check_for_dry_run if dry_run else check_for_train
@@ -63,19 +59,19 @@ def train(
         config, overrides = inherit_run_settings(given_config, overrides, run_paths)
         flags = NO_FLAGS if config == given_config else _replay_run_name(config, overrides)
         resolved = resolve(config, overrides, flags=flags, print_config=print_config, check=check)
+        show_progress(f"grpo train: {resolved.settings.run.name}, model {resolved.settings.model.path}; loading JAX")
+        from app.training.replay import ReplayRequest
+
+        replay_request = None if from_rollouts is None else ReplayRequest(from_rollouts, checkpoint)
         if dry_run:
             from app.preflight.dry_run import make_dry_run_report
 
-            report = make_dry_run_report(
-                resolved, resume=resume, replay_request=_replay_request(from_rollouts, checkpoint)
-            )
-            if report is not None:
-                write(format_json(report.to_dict()) if as_json else report.to_text(), sys.stdout)
+            report = make_dry_run_report(resolved, resume=resume, replay_request=replay_request)
+            print_result(report, as_json=as_json)
             raise typer.Exit
-        show_progress(f"grpo train: {resolved.settings.run.name}, model {resolved.settings.model.path}; loading JAX")
         from app.training import train
 
-        code = train.train(resolved, resume=resume, replay_request=_replay_request(from_rollouts, checkpoint))
+        code = train.train(resolved, resume=resume, replay_request=replay_request)
     raise typer.Exit(code)
 
 
@@ -85,9 +81,3 @@ def _replay_run_name(config: str | None, overrides: list[str] | None) -> Flags:
     if not resolved.provenance["run.name"].startswith("yaml:"):
         return NO_FLAGS
     return {"--from-rollouts": ("run.name", f"{resolved.settings.run.name}-replay")}
-
-
-def _replay_request(rollouts: Path | None, checkpoint: Path | None) -> ReplayRequest | None:
-    from app.training.replay import ReplayRequest
-
-    return None if rollouts is None else ReplayRequest(rollouts, checkpoint)

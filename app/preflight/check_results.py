@@ -6,20 +6,19 @@ import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 
-from app.preflight.tables import format_table
-from app.records.text_format import to_printable
+from app.records.text_format import format_table, to_printable
 from settings.errors import InputError
 from settings.loading.secrets import redact
 
 Verdict = Literal["ok", "warn", "fail", "skip"]
-"""`warn`: a run would work, but maybe not as expected. `fail`: it would not start, or would end early. `skip`: not
-checked, because something that the check needs is missing."""
+"""`warn`: a run would work, but maybe not as expected. `fail`: a run would not start, or would end early. `skip`: the
+check did not run, because something that it needs is missing."""
 EXIT_ENVIRONMENT, EXIT_INPUT = 1, 2
-"""Exit codes of a failure: of the environment; of the settings or of what they name."""
+"""Exit codes of a failure of the environment, and of settings or files that cannot be used."""
 MAX_WIDTH, MIN_WIDTH = 140, 80
 
 
@@ -30,7 +29,7 @@ class CheckResult:
     check: str
     verdict: Verdict
     found: str
-    """What the check found."""
+    """Description of the finding."""
     advice: str = ""
     exit_code: int = 0
     """Exit code of a run that fails for this reason; 0 unless the check fails."""
@@ -38,11 +37,12 @@ class CheckResult:
 
     @property
     def name(self) -> str:
+        """Name of the check, with its host if that is not the first."""
         return f"{self.check} (host {self.host})" if self.host else self.check
 
 
 class CheckRecorder:
-    """Collects the results in order. An exception in one check does not prevent the next."""
+    """Collects the results in order. An exception in one check does not prevent the next one."""
 
     def __init__(self) -> None:
         self.results: list[CheckResult] = []
@@ -71,10 +71,10 @@ class CheckRecorder:
             yield
         except InputError as error:
             self.fail(check, str(error), exit_code=EXIT_INPUT)
-        # Every exception: a run would meet it as well, and the other checks still have something to report.
+        # Every exception, because a run would raise it as well and the other checks should still run.
         except Exception as error:
             if isinstance(error, jax.errors.JaxRuntimeError) and jax.process_count() > 1:
-                # Another host may have died, and every collective from here on would hang.
+                # Another host may have died, and any further collective would hang.
                 raise
             self.fail(check, f"{type(error).__name__}: {error}")
 
@@ -90,7 +90,7 @@ class DoctorReport:
 
     @property
     def exit_code(self) -> int:
-        """0 if no check fails; 2 if settings or what they name cannot be used, whatever else fails; else 1."""
+        """0 if no check fails; 2 if a failed check concerns settings or files that they name; otherwise 1."""
         return max((result.exit_code for result in self.results), default=0)
 
     @property
@@ -109,8 +109,8 @@ class DoctorReport:
         for result in self.results:
             lines = [*result.found.splitlines(), *(f"-> {line}" for line in result.advice.splitlines())]
             rows.append((result.name, result.verdict, "\n".join(map(to_printable, lines))))
-        table = format_table(("check", "result", "found, and -> what to do"), rows, right_from=3, width=width)
+        header = ("check", "result", "finding, and -> advice")
+        table = format_table(rows, header=header, num_left=3, width=width)
         verdicts = [result.verdict for result in self.results]
-        kinds: tuple[Verdict, ...] = ("ok", "warn", "fail", "skip")
-        counts = ", ".join(f"{verdicts.count(kind)} {kind}" for kind in kinds if kind in verdicts)
-        return "\n".join([*table, "", f"{counts} in {self.seconds:.1f} s"])
+        counts = ", ".join(f"{verdicts.count(kind)} {kind}" for kind in get_args(Verdict) if kind in verdicts)
+        return f"{table}\n\n{counts} in {self.seconds:.1f} s"

@@ -1,11 +1,9 @@
-"""The networks of a run by their configurations alone: enough to say how large everything will be, and where."""
+"""The networks of a run by their `config.json` alone, which is enough for their sizes and placement."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from app.model.architecture import Architecture
 from app.model.decoder import DecoderDefinition, ValueDecoder
 from app.model.io.families import CAUSAL_LM, SEQUENCE_CLASSIFICATION, architecture_from_config
 from app.model.io.model_files import open_config_only, open_model
@@ -20,53 +18,44 @@ from app.runtime.model_spec import (
 from settings import Settings
 
 
-class ConfigSpec(NamedTuple):
-    """A network without weights."""
-
-    architecture: Architecture
-    definition: DecoderDefinition
-
-
 @dataclass(frozen=True)
 class ConfigOnlySpec:
-    """What a run's networks look like. Nothing of them can be loaded."""
+    """Specifications of a run's networks, which cannot be loaded from them."""
 
     model: ModelSpec
-    """With the built-in tokenizer: words play no part in sizes."""
+    """The policy, with the built-in tokenizer: sizes do not depend on it."""
     critic: CriticSpec | None
-    reward_model: ConfigSpec | None
+    reward_model: CriticSpec | None
+    """The reward model, which is a value network like a critic."""
 
 
 def read_config_only_spec(settings: Settings) -> ConfigOnlySpec:
-    """Reads a `config.json` for each network; of the hub nothing else is fetched.
+    """Reads the `config.json` of each network, which is all that is downloaded from the hub.
 
     Raises:
-        InputError: a configuration that cannot be found or used, or a context that the longest sample does not fit.
+        InputError: a configuration cannot be found or used, or its context is shorter than the longest sample.
     """
     files = open_config_only(settings.model.path, revision=settings.model.revision)
     architecture = architecture_from_config(files.config)
     check_context_length(architecture, settings, path=settings.model.path)
-    words = load_tokenizer(open_model("builtin:tiny"))
+    tokenizer = load_tokenizer(open_model("builtin:tiny"))
     definition = DecoderDefinition.create(architecture)
-    model = ModelSpec(files, architecture, definition, words, adapted_definition(definition, settings.model.lora))
-    return ConfigOnlySpec(model, _critic_spec(settings, model), _reward_model_spec(settings))
+    model = ModelSpec(files, architecture, definition, tokenizer, adapted_definition(definition, settings.model.lora))
+    critic = reward_model = None
+    if settings.has_critic:
+        critic = CriticSpec(files, architecture, DecoderDefinition.create(architecture, ValueDecoder))
+        if settings.critic.path is not None:
+            with model_setting_in_errors("critic.path", revision="critic.revision"):
+                heads = CAUSAL_LM + SEQUENCE_CLASSIFICATION
+                critic = _read_value_network(settings.critic.path, settings.critic.revision, heads)
+    if settings.reward.model is not None:
+        with model_setting_in_errors("reward.model", revision="reward.model_revision"):
+            heads = SEQUENCE_CLASSIFICATION
+            reward_model = _read_value_network(settings.reward.model, settings.reward.model_revision, heads)
+    return ConfigOnlySpec(model, critic, reward_model)
 
 
-def _critic_spec(settings: Settings, policy: ModelSpec) -> CriticSpec | None:
-    if not settings.has_critic:
-        return None
-    files, architecture = policy.files, policy.architecture
-    if settings.critic.path is not None:
-        with model_setting_in_errors("critic.path", revision="critic.revision"):
-            files = open_config_only(settings.critic.path, revision=settings.critic.revision)
-            architecture = architecture_from_config(files.config, heads=CAUSAL_LM + SEQUENCE_CLASSIFICATION)
+def _read_value_network(path: str, revision: str | None, heads: tuple[str, ...]) -> CriticSpec:
+    files = open_config_only(path, revision=revision)
+    architecture = architecture_from_config(files.config, heads=heads)
     return CriticSpec(files, architecture, DecoderDefinition.create(architecture, ValueDecoder))
-
-
-def _reward_model_spec(settings: Settings) -> ConfigSpec | None:
-    if settings.reward.model is None:
-        return None
-    with model_setting_in_errors("reward.model", revision="reward.model_revision"):
-        files = open_config_only(settings.reward.model, revision=settings.reward.model_revision)
-        architecture = architecture_from_config(files.config, heads=SEQUENCE_CLASSIFICATION)
-    return ConfigSpec(architecture, DecoderDefinition.create(architecture, ValueDecoder))

@@ -9,26 +9,26 @@ from typing import Any
 import jax
 
 from app.batching.micro_batch_plan import MicroBatchPlan
-from app.batching.micro_batcher import MicroBatcher, PackedRowBatcher
+from app.batching.micro_batcher import MicroBatcher
 from app.mesh.device_memory import device_memory_bytes
 from app.mesh.topology import device_kind, num_hosts, simulated_slice
-from app.preflight.activation_memory import MemoryBreakdown, largest_micro_batch, rows_per_device
 from app.preflight.memory import (
-    StepShapes,
+    MemoryBreakdown,
     compute_step_shapes,
     format_memory_table,
+    largest_micro_batch,
     memory_by_phase,
     peak_phase,
+    rows_per_device,
     state_bytes,
 )
-from app.preflight.tables import format_size, format_table
 from app.records.run_directory import Resume
+from app.records.text_format import format_bytes, format_table
 from app.runtime.reward_model import make_reward_batcher
 from app.runtime.session import Session
 from app.tracking.flops import NO_TOKENS, TokenCounts, make_step_flops
-from app.training.learner import LearnerGroup
 from app.training.replay import ReplayRequest
-from app.training.setup import RunSetup, prepare_run
+from app.training.setup import prepare_run
 from settings import Resolved
 from settings.checks.unused_settings import launch_notices
 
@@ -36,22 +36,22 @@ GENERATION_ADVICE = "lower rollout.prompts_per_step, rollout.group_size or rollo
 MEMORY_ADVICE = {
     "rollout": GENERATION_ADVICE,
     "evaluation": GENERATION_ADVICE,
-    "reward": "lower score.reward.{quota}",
-    "score": "lower score.{quota} or model.logits_chunk",
-    "critic": "lower critic.{quota}, set model.remat: block",
-    "update": "lower algorithm.{quota}, set model.remat: block",
+    "reward": "lower score.reward.max_tokens_per_device or rows_per_device",
+    "score": "lower score.max_tokens_per_device or rows_per_device, or model.logits_chunk",
+    "critic": "lower critic.max_tokens_per_device or rows_per_device, set model.remat: block",
+    "update": "lower algorithm.max_tokens_per_device or rows_per_device, set model.remat: block",
 }
-"""Phase -> what makes it smaller."""
+"""Phase -> how to reduce its memory."""
 REPLAY_EVALUATION_ADVICE = (
-    "set eval.every_steps: 0 and checkpoint.best_metric: null (`grpo evaluate` measures what is saved), "
+    "set eval.every_steps: 0 and checkpoint.best_metric: null (`grpo evaluate` measures the checkpoints), "
     "or lower rollout.max_new_tokens to the length of the longest sample"
 )
-"""The same for the evaluations of a replay, whose groups are those of the samples."""
+"""Advice for the evaluations of a replay, whose groups are those of the samples."""
 
 
 @dataclass(frozen=True)
 class MicroBatchSummary:
-    """Micro-batches of one pass at the longest prompts and completions, so the most that there can be."""
+    """Micro-batches of one pass at the longest prompts and completions, which is their maximum."""
 
     count: int
     packed: bool
@@ -61,14 +61,14 @@ class MicroBatchSummary:
 
     def to_text(self) -> str:
         return (
-            f"at most {self.count:,} micro-batches of {self.rows_per_device:,} rows a device, "
-            f"{self.tokens_per_row:,} tokens a row"
+            f"at most {self.count:,} micro-batches of {self.rows_per_device:,} rows per device, "
+            f"{self.tokens_per_row:,} tokens per row"
         )
 
 
 @dataclass(frozen=True)
 class DryRunReport:
-    """Sizes of a run. Counts are over all hosts, bytes on each device."""
+    """Sizes of a run. Counts are over all hosts, bytes are on each device."""
 
     directory: str
     notes: tuple[str, ...]
@@ -84,7 +84,7 @@ class DryRunReport:
     num_devices: int
     num_hosts: int
     is_pretended: bool
-    """True if virtual devices stand for those of `mesh.pretend`."""
+    """True if virtual devices simulate the slice of `mesh.pretend`."""
     data: str
     """Report of the data: column mapping, prompts kept and dropped, lengths."""
     num_prompts: int
@@ -93,19 +93,19 @@ class DryRunReport:
     optimizer_steps: int
     epochs_of_data: float
     max_rounds_per_step: int
-    """Most rollouts of a step: 1 without a group filter."""
+    """Maximum number of rollouts in a step: 1 without a group filter."""
     prompts_per_step: int
     samples_per_step: int
     prompt_tokens_per_step: int
-    """Mean over the data; a prompt counts once for each of its samples."""
+    """Mean over the data; each prompt counts once per sample."""
     max_completion_tokens_per_step: int
     max_flops_per_step: float
     mini_batches_per_step: int
     epochs_per_step: int
     max_staleness: int
-    """Most steps that generation is ahead of training; 0 if they take turns."""
+    """Maximum number of steps that generation is ahead of training; 0 if they take turns."""
     rollout: Mapping[str, int] | None
-    """Sizes of a generation on each host, padding included; None if samples come from files."""
+    """Sizes of a rollout on each host, including padding; None if samples come from files."""
     evaluation: Mapping[str, int] | None
     score: Mapping[str, MicroBatchSummary]
     """Scoring passes by role; empty if nothing is scored."""
@@ -120,7 +120,7 @@ class DryRunReport:
     """Memory by phase; lines that `app.preflight.memory.MEMORY_LABELS` stars are estimates."""
     peak_bytes: int
     available_bytes: int | None
-    """Memory of a device, on a CPU its share of the host's; None if it is not known."""
+    """Memory of a device, on a CPU its share of the host's; None if it is unknown."""
     checkpoint_bytes: int
     """Size on disk, and in the memory of all hosts while it is written."""
 
@@ -130,12 +130,11 @@ class DryRunReport:
 
     def to_text(self) -> str:
         """Returns the report for a person."""
-        sizes = [line for line in self._size_lines() if line[1]]
-        table = format_table(("", ""), sizes, right_from=2)[1:]
-        return "\n".join([*table, "", *format_memory_table(self.memory), "", *self._memory_summary()])
+        table = format_table([part for part in self._sizes() if part[1]], header=("", ""), num_left=2)
+        return "\n".join([table.lstrip("\n"), "", format_memory_table(self.memory), "", *self._memory_summary()])
 
-    def _size_lines(self) -> Iterator[tuple[str, str]]:
-        """Yields the name and the text of each part of the run; an empty text for a part that it lacks."""
+    def _sizes(self) -> Iterator[tuple[str, str]]:
+        """Yields the name and the text of each part of the run; the text is empty for a part that the run lacks."""
         at_least = "at least " if self.max_rounds_per_step > 1 else ""
         run = f"{self.directory}: {self.steps:,} steps, {self.optimizer_steps:,} optimizer steps, "
         yield "run", "\n".join([f"{run}{at_least}{self.epochs_of_data:.3g} epochs of the data", *self.notes])
@@ -144,8 +143,8 @@ class DryRunReport:
         model = f"{self.model} ({self.family}): {self.num_parameters:,} parameters"
         yield "model", f"{model}, computing in {self.dtype}{others}"
         axes = ", ".join(f"{axis} {size}" for axis, size in self.mesh.items())
-        pretended = " (pretended: none of it is there)" if self.is_pretended else ""
-        yield "mesh", f"{self.num_devices} x {self.device_kind} on {self.num_hosts} host(s): {axes}{pretended}"
+        simulated = " (simulated)" if self.is_pretended else ""
+        yield "mesh", f"{self.num_devices} x {self.device_kind} on {self.num_hosts} host(s): {axes}{simulated}"
         yield "data", f"{self.data}\nheld out: {self.num_held_out:,}" if self.num_held_out else self.data
         yield (
             "step",
@@ -153,7 +152,7 @@ class DryRunReport:
             f"{self.prompt_tokens_per_step:,} prompt tokens on average, at most "
             f"{self.max_completion_tokens_per_step:,} completion tokens, {self.max_flops_per_step / 1e12:.3g} TFLOP",
         )
-        ahead = f"\nalways running, at most {self.max_staleness} steps ahead of training" if self.max_staleness else ""
+        ahead = f"\nasynchronous, at most {self.max_staleness} steps ahead of training" if self.max_staleness else ""
         yield "rollout", f"{_format_generation(self.rollout)}{ahead}" if self.rollout else ""
         yield "evaluation", _format_generation(self.evaluation) if self.evaluation else ""
         yield "score reward", self.reward_model.to_text() if self.reward_model else ""
@@ -162,34 +161,28 @@ class DryRunReport:
         steps = f"{self.mini_batches_per_step * self.epochs_per_step} optimizer steps (mini-batches "
         steps += f"{self.mini_batches_per_step} x epochs {self.epochs_per_step})"
         yield "update", f"{steps}, each {self.update.to_text()}"
-        yield "critic", f"as many, each {self.critic_update.to_text()}" if self.critic_update else ""
-
-    def _memory_advice(self) -> str:
-        phase = peak_phase(self.memory)
-        if phase == "evaluation" and self.rollout is None:
-            return REPLAY_EVALUATION_ADVICE
-        by_phase = {"update": [self.update], "critic": [self.critic_update], "reward": [self.reward_model]}
-        passes = list(self.score.values()) if phase == "score" else by_phase.get(phase, [])
-        is_packed = all(one is None or one.packed for one in passes)
-        return MEMORY_ADVICE[phase].format(quota="max_tokens_per_device" if is_packed else "rows_per_device")
+        yield "critic", f"the same number of steps, each {self.critic_update.to_text()}" if self.critic_update else ""
 
     def _memory_summary(self) -> Iterator[str]:
-        peak = f"peak {format_size(self.peak_bytes)} on each device"
+        peak = f"peak {format_bytes(self.peak_bytes)} on each device"
         if self.available_bytes is None:
-            yield f"{peak}; the memory of a device is not known"
+            yield f"{peak}, whose memory is unknown"
         else:
             share = self.peak_bytes / self.available_bytes
-            yield f"{peak}, {share:.0%} of its {format_size(self.available_bytes)}"
+            yield f"{peak}, {share:.0%} of its {format_bytes(self.available_bytes)}"
             if share > 1:
-                yield f"this does not fit: {self._memory_advice()}, or spread the weights with mesh.shape"
-        size = format_size(self.checkpoint_bytes)
-        yield f"a checkpoint takes {size} on disk, and as much of the hosts' memory while it is written"
+                phase = peak_phase(self.memory)
+                is_replay = phase == "evaluation" and self.rollout is None
+                advice = REPLAY_EVALUATION_ADVICE if is_replay else MEMORY_ADVICE[phase]
+                yield f"this does not fit: {advice}, or split the weights over more devices with mesh.shape"
+        size = format_bytes(self.checkpoint_bytes)
+        yield f"a checkpoint takes {size} on disk, and the same amount of the hosts' memory while it is written"
 
 
 def _format_generation(sizes: Mapping[str, int]) -> str:
     return (
         f"{sizes['num_prompts']:,} prompts of {sizes['prompt_length']:,} tokens, {sizes['num_rows']:,} rows with a "
-        f"cache of {sizes['cache_length']:,}, on each host"
+        f"cache of {sizes['cache_length']:,} tokens, on each host"
     )
 
 
@@ -198,89 +191,83 @@ def make_dry_run_report(
 ) -> DryRunReport | None:
     """Returns the sizes of a run, from shapes and file headers; None on all hosts but the first.
 
-    The checks are those of the launch itself (`prepare_run`). Compiles nothing, loads no weights, writes nothing.
+    Runs the checks of a launch (`prepare_run`). Compiles nothing, loads no weights and writes nothing.
 
     Raises:
-        InputError: anything that would prevent the run from starting. Checkpoints to resume from are not opened.
+        InputError: the run could not start. The checkpoint of a resumed run is not opened.
     """
     with prepare_run(resolved, resume=resume, replay_request=replay_request) as launch:
         learning, inputs = launch.make_learner_group(), launch.inputs
+        settings, session, reward_model = launch.resolved.settings, launch.session, inputs.reward_model
+        generates = inputs.replay is None
         shapes = compute_step_shapes(
-            launch.session,
-            learning,
-            inputs.prompts,
-            inputs.eval_prompts,
-            inputs.reward_model,
-            generates=inputs.replay is None,
+            session, learning, inputs.prompts, inputs.eval_prompts, reward_model, generates=generates
         )
-        return build_report(launch, learning, shapes) if jax.process_index() == 0 else None
-
-
-def build_report(launch: RunSetup, learning: LearnerGroup, shapes: StepShapes) -> DryRunReport:
-    """Returns the sizes of a launch that has passed its checks."""
-    settings, session, inputs = launch.resolved.settings, launch.session, launch.inputs
-    definition, mesh, steps = session.model_spec.policy_definition, session.mesh, launch.steps
-    prompts_per_step = settings.rollout.prompts_per_step * num_hosts(mesh)
-    samples_per_step = prompts_per_step * settings.rollout.group_size
-    mean_prompt = sum(len(prompt.token_ids) for prompt in inputs.prompts) / len(inputs.prompts)
-    tokens = TokenCounts(round(samples_per_step * mean_prompt), samples_per_step * settings.rollout.max_new_tokens)
-    warmup = settings.critic.warmup_steps if settings.has_critic else 0
-    reward_model, critic_update, reward = inputs.reward_model, None, None
-    memory = memory_by_phase(session, learning, shapes, reward_model)
-    if shapes.critic_update and learning.critic:
-        critic_update = _summarize_plan(session, shapes.critic_update, learning.critic.updater.micro_batcher)
-    if shapes.reward and reward_model:
-        reward = _summarize_plan(session, shapes.reward, make_reward_batcher(settings, reward_model.architecture))
-    flops = make_step_flops(settings, session).total(sampled=NO_TOKENS if inputs.replay else tokens, learned=tokens)
-    return DryRunReport(
-        directory=str(launch.run.path),
-        notes=(*launch_notices(launch.resolved), *launch.notes),
-        model=settings.model.path,
-        family=session.model_spec.architecture.family,
-        dtype=settings.model.dtype,
-        num_parameters=definition.num_parameters,
-        num_trained_parameters=definition.num_trainable,
-        mesh=dict(mesh.shape),
-        device_kind=device_kind(mesh.devices.flat[0]),
-        num_devices=mesh.size,
-        num_hosts=num_hosts(mesh),
-        is_pretended=simulated_slice() is not None,
-        data=inputs.data_report,
-        num_prompts=len(inputs.prompts),
-        num_held_out=len(inputs.eval_prompts),
-        steps=len(steps),
-        optimizer_steps=sum(step > warmup for step in steps) * settings.updates_per_step,
-        epochs_of_data=len(steps) * prompts_per_step / len(inputs.prompts),
-        max_rounds_per_step=learning.max_rounds,
-        prompts_per_step=prompts_per_step,
-        samples_per_step=samples_per_step,
-        prompt_tokens_per_step=tokens.prompt,
-        max_completion_tokens_per_step=tokens.completion,
-        max_flops_per_step=flops,
-        mini_batches_per_step=settings.num_mini_batches,
-        epochs_per_step=settings.algorithm.epochs,
-        max_staleness=settings.rollout.max_staleness,
-        rollout=None if shapes.rollout is None else shapes.rollout._asdict(),
-        evaluation=None if shapes.evaluation is None else shapes.evaluation._asdict(),
-        score={
-            role: _summarize_plan(session, plan, learning.score_batchers[role]) for role, plan in shapes.scores.items()
-        },
-        update=_summarize_plan(session, shapes.update, learning.policy.updater.micro_batcher),
-        critic_update=critic_update,
-        num_critic_parameters=session.critic.spec.definition.num_parameters if session.critic else 0,
-        reward_model=reward,
-        num_reward_model_parameters=reward_model.definition.num_parameters if reward_model else 0,
-        memory=memory,
-        peak_bytes=sum(memory[peak_phase(memory)].values()),
-        available_bytes=device_memory_bytes(),
-        checkpoint_bytes=state_bytes(learning),
-    )
+        if jax.process_index():
+            return None
+        definition, mesh, steps = session.model_spec.policy_definition, session.mesh, launch.steps
+        prompts_per_step = settings.rollout.prompts_per_step * num_hosts(mesh)
+        samples_per_step = prompts_per_step * settings.rollout.group_size
+        mean_prompt = sum(len(prompt.token_ids) for prompt in inputs.prompts) / len(inputs.prompts)
+        tokens = TokenCounts(round(samples_per_step * mean_prompt), samples_per_step * settings.rollout.max_new_tokens)
+        warmup = settings.critic.warmup_steps if settings.has_critic else 0
+        critic_update = reward = None
+        memory = memory_by_phase(session, learning, shapes, reward_model)
+        if shapes.critic_update and learning.critic:
+            critic_update = _summarize_plan(session, shapes.critic_update, learning.critic.updater.micro_batcher)
+        if shapes.reward and reward_model:
+            reward = _summarize_plan(session, shapes.reward, make_reward_batcher(settings, reward_model.architecture))
+        flops = make_step_flops(settings, session).total(sampled=NO_TOKENS if inputs.replay else tokens, learned=tokens)
+        return DryRunReport(
+            directory=str(launch.run.path),
+            notes=(*launch_notices(launch.resolved), *launch.notes),
+            model=settings.model.path,
+            family=session.model_spec.architecture.family,
+            dtype=settings.model.dtype,
+            num_parameters=definition.num_parameters,
+            num_trained_parameters=definition.num_trainable,
+            mesh=dict(mesh.shape),
+            device_kind=device_kind(mesh.devices.flat[0]),
+            num_devices=mesh.size,
+            num_hosts=num_hosts(mesh),
+            is_pretended=simulated_slice() is not None,
+            data=inputs.data_report,
+            num_prompts=len(inputs.prompts),
+            num_held_out=len(inputs.eval_prompts),
+            steps=len(steps),
+            optimizer_steps=sum(step > warmup for step in steps) * settings.updates_per_step,
+            epochs_of_data=len(steps) * prompts_per_step / len(inputs.prompts),
+            max_rounds_per_step=learning.max_rounds,
+            prompts_per_step=prompts_per_step,
+            samples_per_step=samples_per_step,
+            prompt_tokens_per_step=tokens.prompt,
+            max_completion_tokens_per_step=tokens.completion,
+            max_flops_per_step=flops,
+            mini_batches_per_step=settings.num_mini_batches,
+            epochs_per_step=settings.algorithm.epochs,
+            max_staleness=settings.rollout.max_staleness,
+            rollout=None if shapes.rollout is None else shapes.rollout._asdict(),
+            evaluation=None if shapes.evaluation is None else shapes.evaluation._asdict(),
+            score={
+                role: _summarize_plan(session, plan, learning.score_batchers[role])
+                for role, plan in shapes.scores.items()
+            },
+            update=_summarize_plan(session, shapes.update, learning.policy.updater.micro_batcher),
+            critic_update=critic_update,
+            num_critic_parameters=session.critic.spec.definition.num_parameters if session.critic else 0,
+            reward_model=reward,
+            num_reward_model_parameters=reward_model.definition.num_parameters if reward_model else 0,
+            memory=memory,
+            peak_bytes=sum(memory[peak_phase(memory)].values()),
+            available_bytes=device_memory_bytes(),
+            checkpoint_bytes=state_bytes(learning),
+        )
 
 
 def _summarize_plan(session: Session, plan: MicroBatchPlan, micro_batcher: MicroBatcher) -> MicroBatchSummary:
     return MicroBatchSummary(
         count=len(plan.micro_batches),
-        packed=isinstance(micro_batcher, PackedRowBatcher),
+        packed=micro_batcher.max_tokens_per_device is not None,
         rows_per_device=rows_per_device(session, plan),
         tokens_per_row=largest_micro_batch(plan).shape.num_tokens,
     )

@@ -1,8 +1,8 @@
-"""`grpo inspect-mesh`: the layout on the mesh, the memory of each phase, and what fits. Loads no weights."""
+"""`grpo inspect-mesh`: the layout on the mesh, the memory of each phase, and the largest batches. Loads no weights."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,14 +15,20 @@ from app.mesh import topology
 from app.mesh.device_memory import device_memory_bytes
 from app.mesh.placement import bytes_per_device
 from app.model.decoder import flatten_by_path
-from app.preflight.activation_memory import MemoryBreakdown
 from app.preflight.batch_limits import USABLE_MEMORY_FRACTION, BatchLimit, find_batch_limits
 from app.preflight.compiled_memory import CompiledProgram, compile_programs, format_programs_table
 from app.preflight.config_only_spec import ConfigOnlySpec, read_config_only_spec
-from app.preflight.memory import StepShapes, compute_step_shapes, format_memory_table, memory_by_phase, peak_phase
+from app.preflight.memory import (
+    MemoryBreakdown,
+    StepShapes,
+    compute_step_shapes,
+    format_memory_table,
+    memory_by_phase,
+    peak_phase,
+)
 from app.preflight.mesh_layout import MeshReport, format_id_ranges, mesh_report
-from app.preflight.tables import format_mebibytes, format_table
 from app.records.sample import Prompt
+from app.records.text_format import format_bytes, format_table
 from app.runtime.batch_checks import check_fixed_micro_batches, check_host_offload
 from app.runtime.session import Session
 from app.training.learner import make_learner_group
@@ -49,13 +55,13 @@ class MeshInspection:
 
     mesh: MeshReport
     generation: str
-    """Description of how rows are generated."""
+    """Description of the rows that are generated at once."""
     workers: tuple[WorkerPlacement, ...]
     memory: Mapping[str, MemoryBreakdown]
     """Memory by phase; lines that `app.preflight.memory.MEMORY_LABELS` stars are estimates."""
     peak_bytes: int
     largest: tuple[BatchLimit, ...]
-    """Largest batches that fit; empty if the memory of a device is not known."""
+    """Largest batches that fit; empty if the memory of a device is unknown."""
     notes: tuple[str, ...] = ()
     """Notes on the mesh that a run would print."""
     programs: tuple[CompiledProgram, ...] = ()
@@ -69,32 +75,28 @@ class MeshInspection:
 
     def to_text(self) -> str:
         """Returns the report for a person."""
-        lines = [self.mesh.to_text(), *self.notes, "", f"rollout: {self.generation}"]
+        lines = [self.mesh.to_text(), *self.notes, f"\nrollout: {self.generation}"]
         if self.workers:
-            head = ("worker", "devices", "dp, fsdp, tp", "slots", "MiB of caches a device")
+            header = ("worker", "devices", "dp, fsdp, tp", "slots", "caches on each device")
             rows = [
                 (
                     *(one.name, format_id_ranges(one.devices), ", ".join(map(str, one.mesh.values()))),
-                    *(str(one.slots), format_mebibytes(one.cache_bytes)),
+                    *(str(one.slots), format_bytes(one.cache_bytes)),
                 )
                 for one in self.workers
             ]
-            lines += format_table(head, rows, right_from=3)
-        lines += ["", *format_memory_table(self.memory), "", self._memory_summary()]
-        lines += [f"  {one.to_text()}" for one in self.largest]
+            lines.append(format_table(rows, header=header, num_left=3))
+        peak = f"peak: {peak_phase(self.memory)} needs {format_bytes(self.peak_bytes)} on each device"
+        if (available := self.mesh.topology.memory_bytes) is None:
+            peak += ", whose memory is unknown"
+        else:
+            peak += f", {self.peak_bytes / available:.0%} of its memory"
+            peak += ", which does not fit" if self.peak_bytes > available else ""
+            peak += f"\nlargest values, one at a time, that use at most {USABLE_MEMORY_FRACTION:.0%} of it:"
+        lines += ["", format_memory_table(self.memory), "", peak, *(f"  {one.to_text()}" for one in self.largest)]
         if self.programs:
-            lines += ["", *format_programs_table(self.programs)]
+            lines += ["", format_programs_table(self.programs)]
         return "\n".join(lines)
-
-    def _memory_summary(self) -> str:
-        available = self.mesh.topology.memory_bytes
-        peak = f"{peak_phase(self.memory)} needs most, {self.peak_bytes / 2**30:.2f} GiB on each device"
-        if available is None:
-            return f"{peak}; the memory of a device is not known"
-        share = self.peak_bytes / available
-        if share > 1:
-            return f"{peak}, {share:.0%} of its memory; this does not fit:"
-        return f"{peak}, {share:.0%} of its memory; largest values under {USABLE_MEMORY_FRACTION:.0%}, one at a time:"
 
 
 def inspect_mesh(resolved: Resolved, *, compiles: bool) -> MeshInspection:
@@ -104,7 +106,7 @@ def inspect_mesh(resolved: Resolved, *, compiles: bool) -> MeshInspection:
         compiles: also compiles the programs of every phase for the devices at hand.
 
     Raises:
-        InputError: settings or a configuration that cannot be used, or rows that do not divide evenly.
+        InputError: settings or a configuration cannot be used, or rows do not divide evenly over the devices.
     """
     settings = resolved.settings
     spec = read_config_only_spec(settings)
@@ -114,7 +116,7 @@ def inspect_mesh(resolved: Resolved, *, compiles: bool) -> MeshInspection:
     check_fixed_micro_batches(settings, session)
     if settings.offloads_reference:
         check_host_offload(session.mesh)
-    # Keeps the hosts together until the end: one that exits early makes JAX time out on the others.
+    # Keeps the hosts together until the end: if one exits early, JAX times out on the others.
     with error_barrier():
         return build_mesh_inspection(session, spec, compiles=compiles)
 
@@ -125,7 +127,7 @@ def build_mesh_inspection(session: Session, spec: ConfigOnlySpec, *, compiles: b
     rollout, num_hosts = settings.rollout, topology.num_hosts(session.mesh)
     learning = make_learner_group(settings, session)
     prompt = make_longest_prompt(settings.data.max_prompt_length)
-    # The number of held-out prompts is not known without the data: assume full batches on all hosts.
+    # The number of held-out prompts is unknown without the data: assume full batches on all hosts.
     num_held_out = settings.eval.num_prompts or rollout.prompts_per_step * rollout.group_size * num_hosts
     held_out = [prompt] * num_held_out if settings.eval.every_steps else []
     shapes = compute_step_shapes(session, learning, [prompt], held_out, spec.reward_model)
@@ -141,10 +143,10 @@ def build_mesh_inspection(session: Session, spec: ConfigOnlySpec, *, compiles: b
             memory_bytes=memory_bytes,
         ),
         generation=_describe_generation(session, shapes),
-        workers=_worker_placements(session),
+        workers=tuple(_worker_placements(session)),
         memory=memory,
         peak_bytes=sum(memory[peak_phase(memory)].values()),
-        largest=tuple(find_batch_limits(session, shapes, memory, available_bytes=memory_bytes)) if memory_bytes else (),
+        largest=tuple(find_batch_limits(session, memory, available_bytes=memory_bytes)) if memory_bytes else (),
         notes=setup_notes(settings, session),
         programs=compile_programs(session, learning, shapes, memory) if compiles else (),
     )
@@ -161,23 +163,14 @@ def _describe_generation(session: Session, shapes: StepShapes) -> str:
     if session.workers is not None:
         return f"{len(session.workers.workers)} workers on each host, the largest with {rows}"
     if session.continuous_batching is not None:
-        return f"slots of {rows} on each host"
+        return f"{rows.replace('rows', 'slots', 1)} on each host"
     hosts = topology.num_hosts(session.engine.mesh)
     return f"one batch of {rows} on each host" if hosts == 1 else f"one batch of all {hosts} hosts, {rows} on each"
 
 
-def _worker_placements(session: Session) -> tuple[WorkerPlacement, ...]:
-    placements = []
+def _worker_placements(session: Session) -> Iterator[WorkerPlacement]:
     for worker in session.workers.workers if session.workers is not None else ():
         footprint = worker.engine.footprint()
         mesh = jax.tree.leaves(footprint.slots)[0].sharding.mesh
-        placements.append(
-            WorkerPlacement(
-                name=worker.name,
-                devices=tuple(device.id for device in mesh.devices.flat),
-                mesh=dict(mesh.shape),
-                slots=worker.engine.shapes.num_slots,
-                cache_bytes=bytes_per_device((footprint.slots, footprint.prompts)),
-            )
-        )
-    return tuple(placements)
+        devices, size = tuple(device.id for device in mesh.devices.flat), bytes_per_device(footprint[1:])
+        yield WorkerPlacement(worker.name, devices, dict(mesh.shape), worker.engine.shapes.num_slots, size)

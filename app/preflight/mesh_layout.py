@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,10 +14,10 @@ from app.mesh.axis_rules import AXES, partition_spec, replicated_dims
 from app.mesh.placement import bytes_per_device, num_row_shards
 from app.mesh.simulated_slice import TpuChip, find_chip
 from app.mesh.topology import device_kind, device_platform, host_index, local_devices, num_hosts, simulated_slice
-from app.preflight.tables import format_table
+from app.records.text_format import format_bytes, format_table
 
 MAX_HOSTS_SHOWN = 4
-"""Hosts in the text; of more hosts, it shows the first two and the last."""
+"""Maximum number of hosts in the text; of more hosts, it shows the first two and the last."""
 
 
 @dataclass(frozen=True)
@@ -27,27 +27,16 @@ class Topology:
     platform: str
     device_kind: str
     pretended: str | None
-    """Name of the TPU slice that virtual devices stand for; None for real devices."""
+    """Name of the TPU slice that virtual devices simulate; None for real devices."""
     num_devices: int
     num_hosts: int
     this_host: int
     local_devices: tuple[int, ...]
     """Ids of this host's devices."""
     memory_bytes: int | None
-    """Memory of each device; None if it is not known."""
+    """Memory of each device; None if it is unknown."""
     chip: TpuChip | None
-    """Links and speeds of the chip; None for a kind that is not in the table of chips."""
-
-    def to_lines(self) -> list[str]:
-        """Returns two lines: all devices, and those of this host."""
-        memory = "memory not known" if self.memory_bytes is None else f"{self.memory_bytes / 2**30:.1f} GiB each"
-        ids = format_id_ranges(self.local_devices)
-        kind = f"of {self.pretended} (pretended: none of it is there)" if self.pretended else "here"
-        return [
-            f"{self.num_devices} x {self.device_kind} ({self.platform}), {memory}, on {self.num_hosts} host(s), "
-            "one process each",
-            f"host {self.this_host} {kind}: devices {ids}",
-        ]
+    """Bandwidths and speed of the chip; None for a kind that is not in the table of chips."""
 
 
 @dataclass(frozen=True)
@@ -93,73 +82,50 @@ class MeshReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the report for JSON."""
-        topology = self.topology
-        flat = {
-            "platform": topology.platform,
-            "device_kind": topology.device_kind,
-            "num_devices": topology.num_devices,
-            "num_processes": topology.num_hosts,
-        }
-        return {**flat, **asdict(self)}
+        of = self.topology
+        flat = {"platform": of.platform, "device_kind": of.device_kind, "num_devices": of.num_devices}
+        return {**flat, "num_processes": of.num_hosts, **asdict(self)}
 
     def to_text(self) -> str:
         """Returns the report for a person."""
-        axes = " x ".join(f"{axis} {size}" for axis, size in self.shape.items())
+        of, axes = self.topology, " x ".join(f"{axis} {size}" for axis, size in self.shape.items())
+        memory = "memory unknown" if of.memory_bytes is None else f"{format_bytes(of.memory_bytes)} each"
+        kind = "" if of.pretended is None else f" of a simulated {of.pretended}"
         weights = [
-            (w.name, str(w.shape), ", ".join(axis or "-" for axis in w.axes), f"{w.bytes_per_device / 2**20:.2f}")
+            (w.name, str(w.shape), ", ".join(axis or "-" for axis in w.axes), format_bytes(w.bytes_per_device))
             for w in self.weights
         ]
-        lines = [*self.topology.to_lines(), "", f"mesh {axes}", *self._host_table(), ""]
-        lines += format_table(("weight", "shape", "axes", "MiB a device"), weights, right_from=3)
-        lines += [
-            "",
-            f"{self.num_parameters:,} parameters, {self.weight_bytes_per_device / 2**20:,.1f} MiB of weights a device",
-            f"{self.samples_per_step} samples a step, {self.samples_per_device:g} a device",
-        ]
-        lines += [
-            f"note: {w.name}: {', '.join(w.replicated_dims)} of {w.shape} is not divisible by its axis and stays whole"
+        notes = [
+            f"note: {w.name}: {', '.join(w.replicated_dims)} of {w.shape} is replicated: its axis does not divide it"
             for w in self.weights
             if w.replicated_dims
         ]
-        return "\n".join(lines)
+        return "\n".join(
+            [
+                f"{of.num_devices} x {of.device_kind} ({of.platform}), {memory}, on {of.num_hosts} host(s)",
+                f"host {of.this_host}{kind}: devices {format_id_ranges(of.local_devices)}",
+                f"\nmesh {axes}\n{self._host_table()}\n",
+                format_table(weights, header=("weight", "shape", "axes", "on each device"), num_left=3),
+                f"\n{self.num_parameters:,} parameters, {format_bytes(self.weight_bytes_per_device)} on each device",
+                f"{self.samples_per_step} samples per step, {self.samples_per_device:g} per device",
+                *notes,
+            ]
+        )
 
-    def _host_table(self) -> list[str]:
-        """Returns a line for each host: its devices, and which parts of rows and weights they hold."""
-        num_row_parts = self.shape["dp"] * self.shape["fsdp"]
-        head = ("host", "devices", f"parts of rows (of {num_row_parts})")
-        head += tuple(f"parts of weights along {axis} (of {self.shape[axis]})" for axis in ("fsdp", "tp"))
+    def _host_table(self) -> str:
+        """Returns a line for each host: its devices, and the parts of rows and weights that they hold."""
+        header = ["host", "devices", f"parts of rows (of {self.shape['dp'] * self.shape['fsdp']})"]
+        header += [f"parts of weights along {axis} (of {self.shape[axis]})" for axis in ("fsdp", "tp")]
         hosts: dict[int, list[DevicePlace]] = {}
         for device in self.devices:
             hosts.setdefault(device.process, []).append(device)
-        rows = [
-            (
-                str(host),
-                format_id_ranges(device.id for device in devices),
-                format_id_ranges(device.row_shard for device in devices),
-                *(format_id_ranges(device.weight_shard[axis] for device in devices) for axis in (0, 1)),
-            )
-            for host, devices in sorted(hosts.items())
-        ]
+        rows = []
+        for host, devices in sorted(hosts.items()):
+            numbers = zip(*((device.id, device.row_shard, *device.weight_shard) for device in devices), strict=True)
+            rows.append([str(host), *map(format_id_ranges, numbers)])
         if len(rows) > MAX_HOSTS_SHOWN:
-            rows = [*rows[:2], ("...",) * len(head), rows[-1]]
-        return format_table(head, rows, right_from=len(head))
-
-
-def device_topology(mesh: Mesh, *, memory_bytes: int | None) -> Topology:
-    """Returns the devices of all hosts, as this host sees them."""
-    local, pretended = local_devices(), simulated_slice()
-    kind = device_kind(mesh.devices.flat[0])
-    return Topology(
-        platform=device_platform(mesh.devices.flat[0]),
-        device_kind=kind,
-        pretended=pretended and pretended.name,
-        num_devices=mesh.size,
-        num_hosts=num_hosts(mesh),
-        this_host=host_index(local[0]),
-        local_devices=tuple(device.id for device in local),
-        memory_bytes=memory_bytes,
-        chip=find_chip(kind),
-    )
+            rows = [*rows[:2], ["..."] * len(header), rows[-1]]
+        return format_table(rows, header=header, num_left=len(header))
 
 
 def weight_placement(name: str, weight: jax.ShapeDtypeStruct, dims: Sequence[str], mesh: Mesh) -> WeightPlacement:
@@ -171,7 +137,7 @@ def weight_placement(name: str, weight: jax.ShapeDtypeStruct, dims: Sequence[str
 
 
 def device_places(mesh: Mesh) -> list[DevicePlace]:
-    """Returns every device of the mesh, host after host."""
+    """Returns every device of the mesh, ordered by host."""
     places = []
     for position, device in np.ndenumerate(mesh.devices):
         dp, fsdp, tp = map(int, position)
@@ -183,7 +149,7 @@ def device_places(mesh: Mesh) -> list[DevicePlace]:
 
 def mesh_report(
     mesh: Mesh,
-    weights: dict[str, tuple[jax.ShapeDtypeStruct, tuple[str, ...]]],
+    weights: Mapping[str, tuple[jax.ShapeDtypeStruct, tuple[str, ...]]],
     *,
     num_parameters: int,
     samples_per_step: int,
@@ -191,8 +157,20 @@ def mesh_report(
 ) -> MeshReport:
     """Returns the report of a mesh and a model's weights: name -> (shape and type, dims)."""
     placements = [weight_placement(name, *weight, mesh) for name, weight in weights.items()]
+    local, pretended = local_devices(), simulated_slice()
+    kind = device_kind(mesh.devices.flat[0])
     return MeshReport(
-        topology=device_topology(mesh, memory_bytes=memory_bytes),
+        topology=Topology(
+            platform=device_platform(mesh.devices.flat[0]),
+            device_kind=kind,
+            pretended=pretended and pretended.name,
+            num_devices=mesh.size,
+            num_hosts=num_hosts(mesh),
+            this_host=host_index(local[0]),
+            local_devices=tuple(device.id for device in local),
+            memory_bytes=memory_bytes,
+            chip=find_chip(kind),
+        ),
         shape=dict(mesh.shape),
         devices=device_places(mesh),
         weights=placements,
@@ -205,10 +183,10 @@ def mesh_report(
 
 def format_id_ranges(numbers: Iterable[int]) -> str:
     """Returns the numbers as ranges, such as `0-3, 6`."""
-    parts: list[list[int]] = []
+    ranges: list[list[int]] = []
     for number in sorted(set(numbers)):
-        if parts and number == parts[-1][-1] + 1:
-            parts[-1].append(number)
+        if ranges and number == ranges[-1][-1] + 1:
+            ranges[-1][1:] = [number]
         else:
-            parts.append([number])
-    return ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
+            ranges.append([number])
+    return ", ".join("-".join(map(str, one)) for one in ranges)

@@ -1,4 +1,4 @@
-"""A run on a small scale: one prompt through the chat template and the model, its answers through the rewards."""
+"""Checks of the real model and rewards: one prompt through template and network, sample answers through the rewards."""
 
 from __future__ import annotations
 
@@ -24,39 +24,33 @@ from app.mesh.placement import (
 from app.mesh.topology import device_platform
 from app.model.decoder import DecoderDefinition, Params
 from app.model.segment_layout import single_segment_layout
+from app.preflight.batch_limits import USABLE_MEMORY_FRACTION
 from app.preflight.check_results import CheckRecorder
-from app.preflight.tables import format_size
 from app.prompts.encode import to_messages
 from app.prompts.tokenizer import Tokenizer
-from app.records.sample import Messages, Prompt, Sample
+from app.records.sample import Prompt, Sample
+from app.records.text_format import format_bytes
 from app.reward.plugin import StepInfo
-from app.reward.process_pool import LoadTimeoutError
-from app.reward.reward_functions import RewardFunctions
 from app.reward.tasks import FORMAT_SUFFIX, MATH_VERIFY, is_task_reward
 from app.runtime.inputs import make_rewards
 from app.runtime.reward_model import RewardModel, RewardModelSpec
 from app.runtime.scoring import set_compute_dtype
 from app.runtime.session import Session
 from settings import Settings
-from settings.errors import InputError
 
 MAX_SHOWN_CHARACTERS = 240
-"""Longest text of a prompt that is shown."""
+"""Maximum number of characters of a prompt that are shown, from its end."""
 NUM_TOP_TOKENS = 5
 """Number of likely tokens that are shown."""
 MAX_PARAMETERS = {"cpu": 10**9, "gpu": 3 * 10**9, "tpu": 3 * 10**9}
-"""Largest model that is loaded, by platform: it takes about half a minute."""
-USABLE_MEMORY_FRACTION = 0.9
-"""Part of a device's memory that the weights may fill."""
-MAX_IMPORT_S, MAX_CALL_S = 10.0, 5.0
-"""Longest wait here for the import of a reward function and for a call."""
+"""Platform -> size of the largest model that is loaded, which takes about half a minute."""
 NUM_WRONG_ANSWERS = 3
 """Number of wrong answers; one of them may be right by chance."""
 NO_ANSWER = "I do not know."
 
 
 def check_chat_template(recorder: CheckRecorder, settings: Settings, tokenizer: Tokenizer, prompt: Prompt) -> None:
-    """Checks that the chat template opens the assistant's turn, and that what ends the turn ends a completion."""
+    """Checks that the chat template ends the prompt with the start of the assistant's turn."""
     messages = to_messages(prompt.source, settings.data.system_prompt)
     text = tokenizer.decode_with_special_tokens(prompt.token_ids)
     if len(text) > MAX_SHOWN_CHARACTERS:
@@ -64,46 +58,21 @@ def check_chat_template(recorder: CheckRecorder, settings: Settings, tokenizer: 
     shown = f"{prompt.uid}, {len(prompt.token_ids)} tokens: {text!r}"
     if tokenizer.chat_ids(messages) == tokenizer.conversation_ids(messages):
         advice = "fix the template's add_generation_prompt: without it the model continues the question"
-        recorder.warn("template", f"it does not open the assistant's turn; {shown}", advice)
-        return
-    ending = render_end_of_turn(tokenizer, messages, prompt.answer or NO_ANSWER)
-    if not ending:
-        recorder.ok("template", f"{shown}\nit does not mark the end of an answer")
-        return
-    found = f"{shown}\nit ends an answer with {tokenizer.decode_with_special_tokens(ending)!r}"
-    if any(token in tokenizer.eos_ids for token in ending):
-        recorder.ok("template", found)
+        recorder.warn("template", f"the template does not start the assistant's turn; {shown}", advice)
     else:
-        ends = ", ".join(f"{tokenizer.decode_with_special_tokens([token])!r} ({token})" for token in tokenizer.eos_ids)
-        advice = (
-            "add the model's end of turn to eos_token_id in generation_config.json, and watch "
-            "completions/truncated_fraction: completions may never stop"
-        )
-        recorder.warn("template", f"{found}, but a completion ends at {ends}", advice)
-
-
-def render_end_of_turn(tokenizer: Tokenizer, messages: Messages, answer: str) -> list[int]:
-    """Returns the tokens that the template writes after an answer; none if it refuses an assistant's turn."""
-    try:
-        conversation = tokenizer.conversation_ids([*messages, {"role": "assistant", "content": answer}])
-    except InputError:
-        return []
-    # The position of the answer's last token; the template may strip white space around the answer.
-    last = tokenizer.encode(answer.strip())[-1:]
-    position = max((i for i, token in enumerate(conversation) if [token] == last), default=len(conversation) - 1)
-    return list(conversation[position + 1 :])
+        recorder.ok("template", shown)
 
 
 def too_large_reason(session: Session, definition: DecoderDefinition) -> str | None:
-    """Returns why any host cannot load a network for these checks, or None. All hosts call it together."""
+    """Returns the reason why a host cannot load a network for these checks, or None. All hosts call it together."""
     count, available = definition.num_parameters, device_memory_bytes()
     limit = MAX_PARAMETERS[device_platform(session.mesh.devices.flat[0])]
     needed = bytes_per_device(abstract_arrays(definition.shapes, definition.shardings(session.mesh)))
     reason = ""
     if count > limit:
-        reason = f"{count:,} parameters, more than {limit:,}, do not load within half a minute"
+        reason = f"not loaded: a network of {count:,} parameters, more than {limit:,}, would take too long"
     elif available is not None and needed > USABLE_MEMORY_FRACTION * available:
-        reason = f"weights of {format_size(needed)} do not fit in the {format_size(available)} of a device"
+        reason = f"not loaded: weights of {format_bytes(needed)} do not fit in a device's {format_bytes(available)}"
     return next((host.decode() for host in gather_bytes_over_hosts(reason.encode()) if host), None)
 
 
@@ -113,47 +82,38 @@ def check_forward_pass(recorder: CheckRecorder, session: Session, prompt: Prompt
     with error_barrier():
         params = session.load_params()
     loaded = time.perf_counter()
-    answer = [] if prompt.answer is None else tokenizer.encode(prompt.answer)
-    space = session.model_spec.architecture.max_positions - len(prompt.token_ids)
-    ids = np.concatenate([prompt.token_ids, np.asarray(answer[:space], np.int32)])
-    logits = next_token_logits(session, params, ids, positions=(len(prompt.token_ids) - 1, len(ids) - 1))
+    logits = next_token_logits(session, params, prompt.token_ids)
     if not np.isfinite(logits).all():
-        advice = "the weights hold NaN or infinities, or overflow in model.dtype: try model.dtype: float32"
+        advice = "the weights contain NaN or infinities, or overflow in model.dtype: try model.dtype: float32"
         recorder.fail("forward", "logits are not finite", advice)
         return
-    exp_logits = np.exp(np.float64(logits) - logits.max(axis=-1, keepdims=True))
-    after_prompt, after_answer = exp_logits / exp_logits.sum(axis=-1, keepdims=True)
-    likeliest = np.argsort(-after_prompt)[:NUM_TOP_TOKENS]
+    exp_logits = np.exp(np.float64(logits) - logits.max())
+    probabilities = exp_logits / exp_logits.sum()
     shown = ", ".join(
-        f"{tokenizer.decode_with_special_tokens([token])!r} {after_prompt[token]:.2g}" for token in likeliest
+        f"{tokenizer.decode_with_special_tokens([token])!r} {probabilities[token]:.2g}"
+        for token in np.argsort(-probabilities)[:NUM_TOP_TOKENS]
     )
-    found = f"logits are finite; likeliest tokens after the prompt: {shown}"
-    if answer:
-        end = float(after_answer[list(tokenizer.eos_ids)].sum())
-        found += f"; end of turn after the reference answer: {end:.2g}"
     times = f"loaded in {loaded - start:.1f} s, compiled and run in {time.perf_counter() - loaded:.1f} s"
-    recorder.ok("forward", f"{found}; {times}")
+    recorder.ok("forward", f"logits are finite; likeliest tokens after the prompt: {shown}; {times}")
 
 
-def next_token_logits(
-    session: Session, params: Params, token_ids: Int32[np.ndarray, "T"], *, positions: tuple[int, ...]
-) -> Float32[np.ndarray, "N V"]:
-    """Returns the logits after the tokens at some positions of a row. The rows of all hosts have the same length."""
+def next_token_logits(session: Session, params: Params, token_ids: Int32[np.ndarray, "T"]) -> Float32[np.ndarray, "V"]:
+    """Returns the logits after the last token of a prompt, which has the same length on all hosts."""
     mesh, dtype = session.mesh, set_compute_dtype(session.settings)
 
-    def forward(params: Params, rows: Int32[Array, "R T"]) -> Float32[Array, "R N V"]:
+    def forward(params: Params, rows: Int32[Array, "R T"]) -> Float32[Array, "R 1 V"]:
         decoder = session.model_spec.reference_definition.bind(params)
         hidden = decoder.hidden(rows, single_segment_layout(jnp.ones(rows.shape, bool)), dtype=dtype)
-        return decoder.head.logits(hidden[:, np.asarray(positions)])
+        return decoder.head.logits(hidden[:, -1:])
 
     # Every device computes the same row.
     rows = np.tile(token_ids, (num_local_row_shards(mesh), 1))
     with jax.set_mesh(mesh):
-        return to_local(jax.jit(forward, out_shardings=row_sharding(mesh))(params, to_global(mesh, rows)))[0]
+        return to_local(jax.jit(forward, out_shardings=row_sharding(mesh))(params, to_global(mesh, rows)))[0, 0]
 
 
 def make_test_samples(tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> tuple[Sample, ...]:
-    """Returns the first prompt that has a reference answer, with that answer and then with those of other prompts."""
+    """Returns samples of the first prompt with a reference answer: that answer, then those of other prompts."""
     prompt = next((one for one in prompts if one.answer is not None), prompts[0])
     known = dict.fromkeys(one.answer for one in prompts if one.answer is not None)
     others = [answer for answer in known if answer != prompt.answer][:NUM_WRONG_ANSWERS] or [NO_ANSWER]
@@ -182,37 +142,17 @@ def check_reward_functions(
     prompts: Sequence[Prompt],
     held_out: Sequence[Prompt],
 ) -> None:
-    """Checks what each reward function gives a right answer and wrong ones, in its worker processes.
-
-    The time limits are shorter than those of a run. Exceeding only the shorter ones is a warning.
-    """
-    import_s, call_s = settings.reward.load_timeout_s, settings.reward.timeout_s
-    limits = {"load_timeout_s": min(import_s, MAX_IMPORT_S), "timeout_s": min(call_s, MAX_CALL_S)}
+    """Checks the values that each reward function gives a right answer and wrong ones, in its worker processes."""
     # The reward model has a check of its own, which loads its weights.
-    functions = settings.model_copy(update={"reward": settings.reward.model_copy(update={"model": None, **limits})})
-    try:
-        with make_rewards(functions, prompts, held_out) as rewards:
-            _check_reward_values(recorder, settings, samples, rewards)
-    except InputError as error:
-        if import_s <= MAX_IMPORT_S or not isinstance(error.__cause__, LoadTimeoutError):
-            raise
-        recorder.warn("reward", str(error), f"a run would wait reward.load_timeout_s = {import_s:g} s for it")
-
-
-def _check_reward_values(
-    recorder: CheckRecorder, settings: Settings, samples: Sequence[Sample], rewards: RewardFunctions
-) -> None:
-    scored = rewards.compute_rewards(samples, StepInfo(0, settings.run.steps))
-    plugins = "".join(f"\n{summary}" for summary in rewards.plug_in_summaries)
-    call_s, notices = settings.reward.timeout_s, "; ".join(scored.notices)
-    if call_s > MAX_CALL_S and scored.failure_kinds == {"timeout"}:
-        recorder.warn("reward", f"{notices}{plugins}", f"a run would wait reward.timeout_s = {call_s:g} s for a call")
-        return
-    if scored.fatal_error is not None or notices:
-        recorder.fail("reward", f"{scored.fatal_error or notices}{plugins}")
+    functions = settings.model_copy(update={"reward": settings.reward.model_copy(update={"model": None})})
+    with make_rewards(functions, prompts, held_out) as rewards:
+        scored = rewards.compute_rewards(samples, StepInfo(0, settings.run.steps))
+        plugins = "".join(f"\n{summary}" for summary in rewards.plug_in_summaries)
+    if scored.fatal_error is not None or scored.notices:
+        recorder.fail("reward", f"{scored.fatal_error or '; '.join(scored.notices)}{plugins}")
         return
     has_answer = samples[0].prompt.answer is not None
-    texts, blind = [], []
+    texts, constant = [], []
     for name in rewards.reward_names:
         values = [(sample.rewards or {}).get(name) for sample in scored.samples]
         known = [value for value in values[has_answer:] if value is not None]
@@ -220,12 +160,12 @@ def _check_reward_values(
         right = values[0] if has_answer else None
         judges_correctness = name == MATH_VERIFY or (is_task_reward(name) and not name.endswith(FORMAT_SUFFIX))
         if has_answer and judges_correctness and (right or 0.0) <= (others or 0.0):
-            blind.append(name)
+            constant.append(name)
         reference = f"{_format_value(right)} for the reference answer, " if has_answer else ""
         texts.append(f"{name}: {reference}{_format_value(others)} for others")
     found = f"{'; '.join(texts)}{plugins}"
-    if blind:
-        advice = f"check data.answer_column, and whether {', '.join(blind)} fits the data: it teaches nothing"
+    if constant:
+        advice = f"check data.answer_column, and whether {', '.join(constant)} fits the data"
         recorder.warn("reward", found, advice)
     else:
         recorder.ok("reward", found)

@@ -25,8 +25,10 @@ def _escape_character(character: str) -> str:
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Formats a size in bytes for people: in GiB from one GiB on, in MiB below."""
-    return f"{num_bytes / 2**30:,.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:,.1f} MiB"
+    """Formats a size in bytes for people: in GiB from one GiB on, in KiB below a tenth of a MiB, otherwise in MiB."""
+    if num_bytes >= 2**30:
+        return f"{num_bytes / 2**30:,.2f} GiB"
+    return f"{num_bytes / 2**20:,.1f} MiB" if 10 * num_bytes >= 2**20 else f"{num_bytes / 2**10:,.1f} KiB"
 
 
 def format_percent(share: float) -> str:
@@ -39,17 +41,26 @@ def format_interval(interval: tuple[float, float] | None, format_number: Callabl
     return "" if interval is None else f"[{', '.join(map(format_number, interval))}]"
 
 
-def format_table(rows: Sequence[Sequence[str]], *, header: Sequence[str]) -> str:
-    """Formats rows as an aligned table of plain text: the first column to the left, all others to the right."""
+def format_table(
+    rows: Sequence[Sequence[str]], *, header: Sequence[str], num_left: int = 1, width: int = TABLE_WIDTH
+) -> str:
+    """Formats rows as an aligned table of plain text.
+
+    Args:
+        num_left: number of columns, from the first, that are aligned to the left; all others are aligned to the right.
+        width: maximum number of characters of a line, at which the last column wraps.
+    """
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     table = Table(box=None, pad_edge=False)
     for number, name in enumerate(header):
-        table.add_column(Text(name), justify="right" if number else "left", no_wrap=True)
+        wraps = number == len(header) - 1 and width < TABLE_WIDTH
+        justify = "left" if number < num_left else "right"
+        table.add_column(Text(name), justify=justify, no_wrap=not wraps, overflow="fold")
     for row in rows:
         table.add_row(*map(Text, row))
     text = io.StringIO()
-    Console(file=text, width=TABLE_WIDTH, color_system=None, force_terminal=False).print(table)
+    Console(file=text, width=width, color_system=None, force_terminal=False).print(table)
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())

@@ -65,7 +65,7 @@ def measured(shape: str, slice_name: str, overrides: list[str]) -> dict[str, Any
     topology.initialize_distributed(settings.mesh)
     found = build_mesh_inspection(Session.open(settings, outline.model, outline.critic), outline, compiles=True)
     print(f"\n{shape} on {slice_name}, {found.mesh.num_parameters:,} parameters, mesh {settings.mesh.shape}")
-    print("\n".join(format_programs_table(found.programs)), flush=True)
+    print(format_programs_table(found.programs), flush=True)
     programs = [asdict(one) | {"ratio": _ratio(one.estimated_bytes, one.temporary_bytes)} for one in found.programs]
     return {
         **{"shape": shape, "slice": slice_name, "num_parameters": found.mesh.num_parameters},

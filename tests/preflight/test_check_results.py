@@ -1,4 +1,4 @@
-"""Tests of check results: one per check, whatever exception is raised, and one exit code."""
+"""Results of the checks: every exception becomes a result, and the report has one exit code."""
 
 from __future__ import annotations
 
@@ -8,42 +8,39 @@ from app.preflight.check_results import CheckRecorder, CheckResult, DoctorReport
 from settings.errors import InputError
 
 
-def test_what_is_raised_is_what_was_found():
-    look = CheckRecorder()
-    with look.run_check("settings"):
+def test_an_exception_becomes_the_failure_of_its_check() -> None:
+    recorder = CheckRecorder()
+    with recorder.run_check("settings"):
         raise InputError("a: wrong")
-    with look.run_check("disk"):
+    with recorder.run_check("disk"):
         raise OSError("full")
-    with look.run_check("hub"):
-        look.warn("hub", "slow", "wait")
-    assert [(one.check, one.verdict, one.found, one.exit_code) for one in look.results] == [
+    with recorder.run_check("hub"):
+        recorder.warn("hub", "slow", "wait")
+    assert [(one.check, one.verdict, one.found, one.exit_code) for one in recorder.results] == [
         ("settings", "fail", "a: wrong", 2),
         ("disk", "fail", "OSError: full", 1),
         ("hub", "warn", "slow", 0),
     ]
-
-
-def test_whoever_interrupts_is_heard():
-    with pytest.raises(KeyboardInterrupt), CheckRecorder().run_check("disk"):
+    with pytest.raises(KeyboardInterrupt), recorder.run_check("disk"):
         raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize(("codes", "expected"), [((), 0), ((0, 0), 0), ((0, 1), 1), ((2, 1, 0), 2)])
-def test_input_that_cannot_be_used_comes_before_what_else_fails(codes: tuple[int, ...], expected: int):
-    findings = [CheckResult("a", "fail" if code else "ok", "", exit_code=code) for code in codes]
-    assert DoctorReport(findings, 0.0).exit_code == expected
+def test_an_input_error_decides_the_exit_code(codes: tuple[int, ...], expected: int) -> None:
+    results = [CheckResult("a", "fail" if code else "ok", "", exit_code=code) for code in codes]
+    assert DoctorReport(results, 0.0).exit_code == expected
 
 
-def test_the_table_wraps_and_obeys_nothing(monkeypatch: pytest.MonkeyPatch):
+def test_the_table_wraps_and_escapes_control_characters(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "90")
-    findings = [
-        CheckResult("model", "fail", f"{'word ' * 20}\x1b[31m", "mend it", exit_code=2),
+    results = [
+        CheckResult("model", "fail", f"{'word ' * 20}\x1b[31m", "fix it", exit_code=2),
         CheckResult("disk", "warn", "little", host=1),
     ]
-    lines = DoctorReport(findings, 1.26).to_text().splitlines()
-    assert lines[0] == "check          result  found, and -> what to do"
+    lines = DoctorReport(results, 1.26).to_text().splitlines()
+    assert lines[0] == "check          result  finding, and -> advice"
     assert lines[1].startswith("model          fail    word word")
     assert lines[2].startswith(" " * 23 + "word") and lines[2].endswith("\\x1b[31m")
-    assert lines[3] == " " * 23 + "-> mend it"
+    assert lines[3] == " " * 23 + "-> fix it"
     assert lines[4] == "disk (host 1)  warn    little"
     assert lines[-1] == "1 warn, 1 fail in 1.3 s"

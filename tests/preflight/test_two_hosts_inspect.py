@@ -1,4 +1,4 @@
-"""Tests of `grpo inspect-mesh` on two hosts: each names its own devices on the common mesh."""
+"""`grpo inspect-mesh` on two hosts: each reports the mesh of both and its own devices."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from tests.two_hosts import of_host, run_on_two_hosts
 pytestmark = pytest.mark.two_hosts
 
 
-def test_each_host_shows_the_mesh_of_both_and_its_own_devices(tiny_model: Path) -> None:
+def test_each_host_reports_the_mesh_of_both_and_its_own_devices(tiny_model: Path) -> None:
     hosts = run_on_two_hosts("inspect-mesh", "--json", *of_tiny(tiny_model), *settings("mesh.shape=1,-1,1"))
     assert [host.exit_code for host in hosts] == [0, 0], hosts
     for number, host in enumerate(hosts):
         report = json.loads(host.stdout[host.stdout.index("{") :])
         assert report["shape"] == {"dp": 1, "fsdp": 8, "tp": 1}
         assert (report["topology"]["num_hosts"], report["topology"]["this_host"]) == (2, number)
-        own = [device["id"] for device in report["devices"] if device["process"] == number]
-        assert report["topology"]["local_devices"] == own and len(own) == 4
+        local = [device["id"] for device in report["devices"] if device["process"] == number]
+        assert report["topology"]["local_devices"] == local and len(local) == 4
 
 
-def test_a_host_with_another_setting_is_found(tiny_model: Path) -> None:
+def test_hosts_with_different_settings_are_an_error(tiny_model: Path) -> None:
     other = settings("mesh.shape=1,-1,1", "rollout.temperature=0.5"), settings("mesh.shape=1,-1,1")
     hosts = run_on_two_hosts("inspect-mesh", *of_tiny(tiny_model), of_each=other)
     for host in hosts:
@@ -33,7 +33,7 @@ def test_a_host_with_another_setting_is_found(tiny_model: Path) -> None:
         assert "error: rollout.temperature: the hosts differ: 0.5 (from --set) on host 0" in host.stderr
 
 
-def test_a_host_that_is_alone_names_the_one_that_did_not_come(tiny_model: Path) -> None:
+def test_a_missing_host_is_named(tiny_model: Path) -> None:
     alone = settings(*of_host(0, free_address()), "mesh.start_timeout_s=1")
     with started("inspect-mesh", *of_tiny(tiny_model), *alone) as host:
         _, stderr = host.communicate(timeout=DEADLINE_S)

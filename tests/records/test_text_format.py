@@ -29,8 +29,9 @@ def test_no_character_gets_through_that_is_not_printable() -> None:
     shown.encode("utf-8")
 
 
-def test_sizes_are_in_mib_below_one_gib_and_in_gib_from_there_on() -> None:
+def test_sizes_have_the_unit_that_suits_them() -> None:
     assert (format_bytes(2**30 - 2**20), format_bytes(2**30)) == ("1,023.0 MiB", "1.00 GiB")
+    assert (format_bytes(2**20 // 10 + 1), format_bytes(512)) == ("0.1 MiB", "0.5 KiB")
 
 
 def test_an_interval_has_brackets_and_none_is_empty() -> None:
