@@ -23,12 +23,12 @@ class AdvantageMoments(NamedTuple):
     @classmethod
     def from_samples(cls, samples: Sequence[Sample]) -> AdvantageMoments:
         """Computes the moments; a collective call, which every host makes even if it has no samples."""
-        own = (
+        local = (
             _token_moments([(s.advantages, s.mask) for s in samples]),
             _token_moments([(s.returns, s.mask) for s in samples]),
             _token_moments([(_value_error(s), s.mask) for s in samples]),
         )
-        return cls(*moments_over_hosts(own))
+        return cls(*moments_over_hosts(local))
 
 
 def advantage_metrics(moments: AdvantageMoments) -> dict[str, float]:

@@ -94,8 +94,8 @@ class Watchdog:
             current = self._active_phase
             assert current is not None
             seconds = time.monotonic() - current.since
-            of_step = f" of step {current.step}" if current.step else ""
-            where = f"in phase {current.phase}{of_step} for {seconds:.0f} s"
+            step_text = f" of step {current.step}" if current.step else ""
+            where = f"in phase {current.phase}{step_text} for {seconds:.0f} s"
             if current.limit_s is not None and seconds > current.limit_s:
                 self._dump_and_exit(
                     f"has been {where}, longer than {current.setting_name} = {current.limit_s:g}", broadcasts=True

@@ -51,9 +51,9 @@ class EvaluationPrompts:
                     whole = replace(sample, prompt=self.prompts[place], group_id=place)
                     samples.setdefault(place, {})[sample.sample_index] = whole
         return {
-            place: [of_prompt[i] for i in range(self.num_samples)]
-            for place, of_prompt in samples.items()
-            if len(of_prompt) == self.num_samples
+            place: [by_index[i] for i in range(self.num_samples)]
+            for place, by_index in samples.items()
+            if len(by_index) == self.num_samples
         }
 
     def _is_expected(self, sample: Sample, prompt: Prompt) -> bool:

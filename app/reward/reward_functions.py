@@ -202,9 +202,9 @@ def _compute_rewards(
         }
     except PlugInUnavailableError as error:
         return RewardedSamples(list(samples), {}, 0, (), str(error))
-    for name, of_all in extra_outcomes.items():
+    for name, all_outcomes in extra_outcomes.items():
         outcomes[name] = [
-            one for one, sample in zip(of_all, samples, strict=True) if not was_dropped_in_rollout(sample)
+            one for one, sample in zip(all_outcomes, samples, strict=True) if not was_dropped_in_rollout(sample)
         ]
     weighed = aggregate_rewards(usable, outcomes, weights, on_error, when_all_abstain=when_all_abstain)
     return restore_dropped(weighed, samples, fate=unusable_fate)

@@ -173,13 +173,13 @@ def adapter_notes(model: ModelSpec, *, has_critic: bool) -> tuple[str, ...]:
     definition = model.policy_definition
     if definition.lora is None:
         return ()
-    learn, there = definition.num_trainable, definition.num_parameters
-    held = "" if definition.quantization is None else f", those of the layers' matrices in {definition.quantization}"
-    critic = "; the critic learns with all its weights" if has_critic else ""
+    num_trained, num_all = definition.num_trainable, definition.num_parameters
+    base = "" if definition.quantization is None else f", with the layers' matrices in {definition.quantization}"
+    critic = "; the critic trains all its weights" if has_critic else ""
     return (
-        f"{LORA_FINGERPRINT}: {learn:,} weights learn ({definition.lora.to_text()}), {learn / there:.2%} of "
-        f"{there:,}; the "
-        f"{there - learn:,} of {model.files.name} stay as they are{held}{critic}",
+        f"{LORA_FINGERPRINT}: {num_trained:,} weights are trained ({definition.lora.to_text()}), "
+        f"{num_trained / num_all:.2%} of {num_all:,}; the {num_all - num_trained:,} of {model.files.name} are frozen"
+        f"{base}{critic}",
     )
 
 

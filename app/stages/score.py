@@ -117,11 +117,13 @@ def _make_micro_batcher(
     settings: Settings, role: ScoredRole, architecture: Architecture, extent: SampleFileExtent
 ) -> FixedRowBatcher | PackedRowBatcher:
     """Returns a batcher with the same row shapes for every window."""
-    cut = make_score_batcher(settings, role, architecture, MaxLengths(extent.max_length))
-    if isinstance(cut, FixedRowBatcher):
+    batcher = make_score_batcher(settings, role, architecture, MaxLengths(extent.max_length))
+    if isinstance(batcher, FixedRowBatcher):
         extra = num_bootstrap_tokens(settings, role)
-        return replace(cut, shape=bucketed_row_shape(extent.max_length + extra, extent.max_completion_length + extra))
-    return cut
+        return replace(
+            batcher, shape=bucketed_row_shape(extent.max_length + extra, extent.max_completion_length + extra)
+        )
+    return batcher
 
 
 class WindowScorer:
@@ -139,10 +141,10 @@ class WindowScorer:
         self._role: ScoredRole = role
         self._micro_batcher = micro_batcher
         # With offload, the reference's weights are on the device only while a window is scored.
-        waits_outside = role == "reference" and session.settings.score.reference.offload
-        if waits_outside:
+        is_offloaded = role == "reference" and session.settings.score.reference.offload
+        if is_offloaded:
             check_host_offload(session.mesh)
-        self._params = to_host_memory(params) if waits_outside else params
+        self._params = to_host_memory(params) if is_offloaded else params
         self._shapes: set[tuple[int, ...]] = set()
         self._totals: defaultdict[str, float] = defaultdict(int)
         self._seconds = self._max_difference = 0.0
@@ -152,16 +154,16 @@ class WindowScorer:
         done = 0
         for samples in windows:
             done += len(samples)
-            cut = self._micro_batcher if done == num_samples else EqualShapeBatcher(self._micro_batcher)
-            run = host_shard(len(samples))
+            batcher = self._micro_batcher if done == num_samples else EqualShapeBatcher(self._micro_batcher)
+            shard = host_shard(len(samples))
             start = time.perf_counter()
-            own, pieces = self._session.score(
-                to_device_memory(self._params), samples[run.start : run.stop], self._role, batcher=cut
+            scored, plan = self._session.score(
+                to_device_memory(self._params), samples[shard.start : shard.stop], self._role, batcher=batcher
             )
             self._seconds += time.perf_counter() - start
             self._totals["tokens"] += sum(len(s.prompt.token_ids) + len(s.completion_ids) for s in samples)
-            self._update_totals(own, pieces)
-            yield own
+            self._update_totals(scored, plan)
+            yield scored
             if len(samples) < num_samples and jax.process_index() == 0:
                 print(f"scored {done:,} of {num_samples:,} samples", file=sys.stderr)
 
@@ -211,8 +213,8 @@ class WindowScorer:
     def _sampler_differences(self) -> dict[str, float]:
         if self._role == "critic":
             return {}
-        own = (self._totals["difference"], self._totals["differences"])
-        total, count = sum_over_hosts(np.asarray(own, np.float64)).tolist()
+        sums = (self._totals["difference"], self._totals["differences"])
+        total, count = sum_over_hosts(np.asarray(sums, np.float64)).tolist()
         return {
             "mean |logprob - behavior|": total / max(count, 1),
             "max |logprob - behavior|": float(max_over_hosts(np.asarray(self._max_difference))),

@@ -68,12 +68,12 @@ def score_rewards(resolved: Resolved, *, input: Path, out: Path) -> dict[str, An
         number = jax.process_index() if len(hosts) > 1 else 0
         if number == 0:
             _print_lines(rewards.plug_in_summaries)
-        own = [samples[i] for i in hosts[number]]
+        local_samples = [samples[i] for i in hosts[number]]
         entered("score")
-        of_model = None if model is None else _score_with_reward_model(settings, model, own)
+        model_outcomes = None if model is None else _score_with_reward_model(settings, model, local_samples)
         # No time limit: each call of a function has its own, and a host's whole share is one phase.
         entered(WAIT_PHASE)
-        scored = rewards.compute_rewards(own, StepInfo(), model_outcomes=of_model)
+        scored = rewards.compute_rewards(local_samples, StepInfo(), model_outcomes=model_outcomes)
         if len(hosts) > 1:
             wait_for_other_hosts(entered)
             entered("save")
@@ -125,16 +125,16 @@ def _gather_scored(local: RewardedSamples, hosts: Sequence[Sequence[int]]) -> Re
     with error_barrier():
         if local.fatal_error is not None:
             raise RuntimeError(local.fatal_error)
-    told = {name: asdict(tally) for name, tally in local.function_counts.items()}
-    sent = gather_bytes_to_first_host(json.dumps([told, local.num_without_reward]).encode())
+    counts = {name: asdict(count) for name, count in local.function_counts.items()}
+    sent = gather_bytes_to_first_host(json.dumps([counts, local.num_without_reward]).encode())
     notices = gather_lines_to_first_host(local.notices)
     samples = gather_samples_to_first_host(local.samples)
     if jax.process_index() > 0:
         return local
     parts = []
-    for tallies, num_without_reward in map(json.loads, sent):
-        of_host = {name: RewardFunctionCounts(**tally) for name, tally in tallies.items()}
-        parts.append(RewardedSamples([], of_host, num_without_reward, (), None))
+    for host_counts, num_without_reward in map(json.loads, sent):
+        function_counts = {name: RewardFunctionCounts(**count) for name, count in host_counts.items()}
+        parts.append(RewardedSamples([], function_counts, num_without_reward, (), None))
     in_order = sorted(zip((place for places in hosts for place in places), samples, strict=True), key=itemgetter(0))
     return replace(merge_rewarded(parts), samples=[sample for _, sample in in_order], notices=tuple(notices))
 
@@ -149,7 +149,7 @@ def _reward_metrics(scored: RewardedSamples, names: Sequence[str]) -> dict[str, 
     values = {name: [s.rewards[name] for s in kept if s.rewards and name in s.rewards] for name in names}
     counts, extras = local_reward_counts(scored)
     figures: dict[str, Any] = {
-        **{f"reward/{name}/mean": mean(of_function) for name, of_function in values.items()},
+        **{f"reward/{name}/mean": mean(function_values) for name, function_values in values.items()},
         "reward/mean": mean([s.reward or 0.0 for s in kept]),
         **{name: total / count for name, (total, count) in extras.items()},
         **counts,

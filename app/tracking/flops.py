@@ -38,8 +38,10 @@ class TokenCounts(NamedTuple):
     @classmethod
     def count_over_hosts(cls, *parts: Sequence[Sample]) -> list[TokenCounts]:
         """Counts the tokens of each part; hosts may have different numbers of samples."""
-        own = [(sum(len(s.prompt.token_ids) for s in part), sum(len(s.completion_ids) for s in part)) for part in parts]
-        return [cls(*counts) for counts in sum_over_hosts(np.asarray(own, np.int64)).tolist()]
+        local = [
+            (sum(len(s.prompt.token_ids) for s in part), sum(len(s.completion_ids) for s in part)) for part in parts
+        ]
+        return [cls(*counts) for counts in sum_over_hosts(np.asarray(local, np.int64)).tolist()]
 
 
 NO_TOKENS = TokenCounts(0, 0)

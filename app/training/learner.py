@@ -92,11 +92,11 @@ class Learner:
     def null_metrics(self, params: Params, frozen: Params) -> dict[str, None]:
         """Returns the metrics of a step's updates, all None. All hosts must call it together."""
         updater = self.updater
-        cut = updater.micro_batcher([], updater.mesh)
-        batch = updater.pack([], cut.local_plan.micro_batches[0], StepTotals(num_tokens=0, num_samples=0))
+        plan = updater.micro_batcher([], updater.mesh)
+        batch = updater.pack([], plan.local_plan.micro_batches[0], StepTotals(num_tokens=0, num_samples=0))
         with jax.set_mesh(updater.mesh):
             names = self.update_step.metric_names(params, batch, jnp.float32(1), frozen)
-        return dict.fromkeys([*names, *updater.batching_metrics([cut])])
+        return dict.fromkeys([*names, *updater.batching_metrics([plan])])
 
 
 @dataclass(frozen=True)
@@ -164,9 +164,9 @@ def make_policy_learner(settings: Settings, session: Session, max_lengths: MaxLe
         needs_sample_reducer=_reads_sample_means(algorithm),
     )
     schedule = make_schedule(settings.optimizer, num_updates=settings.num_policy_updates)
-    cut = make_update_batcher(settings, algorithm, session.model_spec.architecture, max_lengths)
+    batcher = make_update_batcher(settings, algorithm, session.model_spec.architecture, max_lengths)
     names = POLICY_METRICS, policy_batching_metrics
-    return _make_learner(settings.optimizer, schedule, definition, session.mesh, objective, cut, pack, *names)
+    return _make_learner(settings.optimizer, schedule, definition, session.mesh, objective, batcher, pack, *names)
 
 
 def make_critic_learner(settings: Settings, critic: CriticModel, mesh: Mesh, max_lengths: MaxLengths) -> Learner:
@@ -180,9 +180,9 @@ def make_critic_learner(settings: Settings, critic: CriticModel, mesh: Mesh, max
     )
     optimizer = settings.optimizer.model_copy(update={"learning_rate": settings.critic.learning_rate})
     schedule = make_schedule(optimizer, num_updates=settings.run.steps * settings.updates_per_step)
-    cut = make_update_batcher(settings, settings.critic, critic.spec.architecture, max_lengths)
+    batcher = make_update_batcher(settings, settings.critic, critic.spec.architecture, max_lengths)
     names = VALUE_METRICS, critic_batching_metrics
-    return _make_learner(optimizer, schedule, definition, mesh, objective, cut, pack_value_batch, *names)
+    return _make_learner(optimizer, schedule, definition, mesh, objective, batcher, pack_value_batch, *names)
 
 
 def _make_learner(
@@ -194,16 +194,16 @@ def _make_learner(
     batcher: MicroBatcher,
     pack: PackFn,
     metric_names: MetricNames,
-    cut_metrics: BatchingMetricsFn,
+    batching_metrics_fn: BatchingMetricsFn,
 ) -> Learner:
     optimizer = make_optimizer(settings, schedule)
-    params, params_lie = definition.trainable(definition.shapes), definition.trainable(definition.shardings(mesh))
-    shardings = train_state_shardings(optimizer, params, params_lie, mesh)
+    params, param_shardings = definition.trainable(definition.shapes), definition.trainable(definition.shardings(mesh))
+    shardings = train_state_shardings(optimizer, params, param_shardings, mesh)
     counter: Any = jax.ShapeDtypeStruct((), jnp.int32)
     shapes = TrainState(params, jax.eval_shape(optimizer.init, params), counter, counter, counter)
     frozen = definition.frozen(abstract_arrays(definition.shapes, definition.shardings(mesh)))
     step = UpdateStep(objective, optimizer, schedule, shardings, metrics=metric_names)
-    updater = Updater(step, mesh, micro_batcher=batcher, pack=pack, batching_metrics=cut_metrics)
+    updater = Updater(step, mesh, micro_batcher=batcher, pack=pack, batching_metrics=batching_metrics_fn)
     return Learner(step, updater, optimizer, shapes, shardings, frozen)
 
 

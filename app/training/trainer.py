@@ -146,8 +146,8 @@ class Trainer:
             model_outcomes = None
             if self.reward_model is not None:
                 with timer.phase("score_reward"), closing(CompilationCounter()) as compilations:
-                    model_outcomes, cut = self.reward_model.score(samples)
-                reward_passes.append(RewardPass(cut, compilations.take_count()))
+                    model_outcomes, plan = self.reward_model.score(samples)
+                reward_passes.append(RewardPass(plan, compilations.take_count()))
             scored = self.compute_rewards(
                 samples, StepInfo(step, self.settings.run.steps), model_outcomes=model_outcomes
             )
@@ -169,20 +169,20 @@ class Trainer:
         """
         metrics: dict[str, float] = {}
         for role in self.settings.scored_roles:
-            cuts, scored = [], dict[int, Sample]()
+            plans, scored = [], dict[int, Sample]()
             with timer.phase(f"score_{role}"), closing(CompilationCounter()) as compilations:
                 weights = self.params_for_role(role, state)
                 for part in first_epoch:
                     mini_batch = [samples[i] for i in part]
-                    mini_batch, cut = self.session.score(
+                    mini_batch, plan = self.session.score(
                         weights, mini_batch, role, batcher=self.learner_group.score_batchers[role]
                     )
                     scored |= zip(part.tolist(), mini_batch, strict=True)
-                    cuts.append(cut)
+                    plans.append(plan)
                 del weights
             samples = [scored[i] for i in range(len(samples))]
             metrics |= {
-                **scoring_batching_metrics(role, cuts),
+                **scoring_batching_metrics(role, plans),
                 f"perf/score_{role}_compilations": compilations.take_count(),
             }
         return samples, metrics

@@ -74,7 +74,7 @@ def _inherited_fields(recorded: Mapping[str, tuple[Any, str]], explicit: Collect
     for outer, inner, parts in MICRO_BATCH_SCOPES:
         if not any(f"{outer}.{part}" in explicit for part in parts):
             continue
-        for field, of_outer in ((f"{inner}.{part}", f"{outer}.{part}") for part in parts):
-            if field in recorded and recorded[field][0] is not None and recorded[field] == recorded.get(of_outer):
+        for field, outer_field in ((f"{inner}.{part}", f"{outer}.{part}") for part in parts):
+            if field in recorded and recorded[field][0] is not None and recorded[field] == recorded.get(outer_field):
                 explicit.add(field)
                 yield field

@@ -118,9 +118,9 @@ def resolve_micro_batching(layers: Sequence[Layer]) -> tuple[Layer, list[str]]:
 def _build_scopes(explicit: SourcedValues) -> list[_Scope]:
     update = _Scope("algorithm", explicit, _DEFAULTS, switch="dynamic_microbatch")
     score = _Scope("score", explicit, {**_DEFAULTS, TOKEN_QUOTA: update.values_to_inherit()[TOKEN_QUOTA]})
-    of_critic = SourcedValue(FIELDS[f"critic.{TOKEN_QUOTA}"].default, "default")
+    critic_default = SourcedValue(FIELDS[f"critic.{TOKEN_QUOTA}"].default, "default")
     critic = _Scope(
-        "critic", explicit, {**update.values_to_inherit(), TOKEN_QUOTA: of_critic}, switch="dynamic_microbatch"
+        "critic", explicit, {**update.values_to_inherit(), TOKEN_QUOTA: critic_default}, switch="dynamic_microbatch"
     )
     roles = (_Scope(f"score.{role}", explicit, score.values_to_inherit()) for role in get_args(ForwardRole))
     return [update, critic, score, *roles]

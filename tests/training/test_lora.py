@@ -60,7 +60,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
     folder = tmp_path_factory.mktemp("lora")
     result = train_here(write_config(folder, TINY + NO_REPORT, tiny_model), *PENALISED)
     assert result.exit_code == 0, result.stderr
-    assert "model.lora: 1,856 weights learn (rank 2, alpha 16, q_proj" in result.stderr
+    assert "model.lora: 1,856 weights are trained (rank 2, alpha 16, q_proj" in result.stderr
     return folder / "runs" / "tiny"
 
 
@@ -231,7 +231,7 @@ def test_the_table_of_memory_has_adapters_where_all_weights_were(config: Path) -
     assert report.memory["rollout"]["decode_weights"] == held(
         session.engine.to_decode_weights(session.full_params(state.params))
     )
-    assert "model.lora: 1,856 weights learn" in report.to_text()
+    assert "model.lora: 1,856 weights are trained" in report.to_text()
 
 
 def test_work_is_counted_for_what_learns_and_for_what_only_passes_gradients_on(config: Path) -> None:

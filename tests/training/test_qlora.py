@@ -63,7 +63,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
     folder = tmp_path_factory.mktemp("qlora")
     result = train_here(write_config(folder, TINY + NO_REPORT, tiny_model), *QLORA)
     assert result.exit_code == 0, result.stderr
-    assert "stay as they are, those of the layers' matrices in int8" in result.stderr
+    assert "are frozen, with the layers' matrices in int8" in result.stderr
     return folder / "runs" / "tiny"
 
 

@@ -72,7 +72,7 @@ class AdaptivePolicy(SchedulingPolicy):
 
         Workers on the same device would only take turns, so they get none.
         """
-        room = sum(
+        num_free = sum(
             other.slots
             for other in self.context.workers.values()
             if other is not worker
@@ -80,7 +80,7 @@ class AdaptivePolicy(SchedulingPolicy):
             and (other.device is None or other.device != worker.device)
         )
         movable = [entry for entry in running_rows(self.context, worker) if entry.moves < MAX_MOVES]
-        return [Eviction(entry.uid, "spread") for entry in movable[: min(len(worker.rows) // 2, room)]]
+        return [Eviction(entry.uid, "spread") for entry in movable[: min(len(worker.rows) // 2, num_free)]]
 
     def has_sample_for(self, worker: WorkerState) -> bool:
         return len(self._queue) > 0

@@ -90,8 +90,8 @@ class LengthEstimator:
         """
         if len(self.measures) < min_finished:
             return None
-        found = censored_quantile(self.measures, running, percentile / 100)
-        return None if math.isinf(found) else found
+        threshold = censored_quantile(self.measures, running, percentile / 100)
+        return None if math.isinf(threshold) else threshold
 
 
 def censored_quantile(finished: Iterable[float], running: Iterable[float], quantile: float) -> float:

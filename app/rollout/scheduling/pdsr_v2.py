@@ -69,9 +69,9 @@ class PdsrV2Policy(SchedulingPolicy):
 
     def _apply_verdict(self, prompt: str, verdict: WorkerKind) -> None:
         """Moves the waiting samples of a prompt to the queue of its verdict."""
-        held = self._probes.set_verdict(prompt, verdict)
-        of_prompt = [uid for uid in self._queues["fast"].uids() if self.context.samples[uid].prompt == prompt]
-        for uid in held + (of_prompt if verdict == "heavy" else []):
+        siblings = self._probes.set_verdict(prompt, verdict)
+        waiting = [uid for uid in self._queues["fast"].uids() if self.context.samples[uid].prompt == prompt]
+        for uid in siblings + (waiting if verdict == "heavy" else []):
             self._queues["fast"].remove(uid)
             entry = self.context.samples[uid]
             self._queues[self._queue_for_sample(entry)].put(uid, entry.number, entry.number)
