@@ -124,7 +124,7 @@ def _header_check(metadata: EvaluationMetadata) -> Callable[[Path, bytes], None]
         try:
             stored = metadata_from_json(header)
         except ValueError as error:
-            raise InputError(f"--out: {path} is no part of an evaluation ({error}); delete it") from error
+            raise InputError(f"--out: {path} is not a part file of an evaluation ({error}); delete it") from error
         _check_same_evaluation(path, metadata.without_judge, stored.without_judge)
 
     return check
@@ -137,7 +137,7 @@ def _has_results(out: Path, metadata: EvaluationMetadata) -> bool:
     stored = read_metadata(out)
     if stored is None:
         raise InputError(
-            f"--out: {out} is there, and no {metadata_path(out).name} beside it says of which evaluation; give another "
+            f"--out: {out} exists without {metadata_path(out).name}, which would name its evaluation; give another "
             "--out, or delete it"
         )
     if metadata.first_difference(stored) is not None and _has_failures(out):
@@ -157,6 +157,6 @@ def _check_same_evaluation(path: Path, metadata: EvaluationMetadata, stored: Eva
     if name is not None:
         was, now = (one.facts.get(name) for one in (stored, metadata))
         raise InputError(
-            f"--out: {path} is of another evaluation ({stored.label}): {name} was {was!r} there, and is {now!r} now; "
+            f"--out: {path} belongs to another evaluation ({stored.label}): {name} was {was!r} there, and is {now!r} now; "
             "give another --out, or delete it"
         )

@@ -265,7 +265,7 @@ def test_input_that_cannot_be_evaluated(config: Path, finished: Path, tmp_path: 
     assert "--checkpoint: there is no folder" in refused("--checkpoint", finished / "checkpoints" / "3")
     part = tmp_path / "out.jsonl.part"
     part.write_bytes(b"half of a download")
-    assert f"{part} is no part of an evaluation" in refused(*of_run)
+    assert f"{part} is not a part file of an evaluation" in refused(*of_run)
     part.unlink()
     assert "the folder" in refused("--checkpoint", finished, "--out", tmp_path / "no" / "out.jsonl")
     assert not list(tmp_path.glob("out*"))

@@ -214,7 +214,7 @@ def test_an_actor_that_falls_silent_is_given_up(rested: RayWorkerPool) -> None:
     when_in_a_segment(rested, heavy, signalled(heavy, signal.SIGSTOP))
     assert bits(samples_of(rested)) == bits(expected())
     ((name, why),) = the_lost(rested)
-    assert name == "heavy-1" and re.search(r"ActorLostError\('the actor of heavy-1 is lost: silent for \d+ s", why)
+    assert name == "heavy-1" and re.search(r"ActorLostError\('the actor of heavy-1 is lost: silent for [\d.]+ s", why)
 
 
 def test_a_cache_that_went_with_its_actor_is_computed_anew(rested: RayWorkerPool) -> None:
