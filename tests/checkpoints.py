@@ -14,8 +14,8 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from app.checkpoint.checkpoints import Checkpoints, TrainProgress
+from app.checkpoint.network_states import NetworkStates
 from app.checkpoint.retention import LatestAndBestPolicy
-from app.checkpoint.run_state import NetworkStates
 from app.update.optimizer import TrainState
 from tests.free_address import free_address
 from tests.program import DEADLINE_S, REPOSITORY

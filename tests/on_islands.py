@@ -16,8 +16,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from app.distributed.cancellation import StoppedError
 from app.distributed.collectives import gather_bytes_over_hosts
+from app.distributed.stop_check import StoppedError
 from app.mesh import topology
 from app.prompts.prompt_order import host_slice
 from app.records.sample import Prompt, Sample

@@ -20,8 +20,8 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 from jaxtyping import Array, UInt32
 
+from app.checkpoint.network_states import NetworkStates
 from app.checkpoint.retention import BestCheckpoint, LatestAndBestPolicy
-from app.checkpoint.run_state import NetworkStates
 from app.distributed.collectives import gather_over_hosts, max_over_hosts
 from app.mesh.placement import abstract_arrays
 from app.records.atomic_write import write_atomic

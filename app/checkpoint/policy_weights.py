@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jax.sharding import Mesh
 
-from app.checkpoint.policy_checkpoint import PolicyCheckpoint
+from app.checkpoint.saved_policy import PolicyCheckpoint
 from app.model.decoder import Params
 from app.runtime.model_spec import ModelSpec
 from app.runtime.session import Session

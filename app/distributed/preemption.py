@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from app.distributed.cancellation import StoppedError
 from app.distributed.collectives import gather_over_hosts, max_over_hosts
 from app.distributed.status_board import StatusBoard
+from app.distributed.stop_check import StoppedError
 
 EXIT_CODES = {signal.SIGTERM: 75, signal.SIGINT: 130}
 """Signal -> exit code after the checkpoint is saved."""

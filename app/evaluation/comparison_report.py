@@ -14,8 +14,8 @@ from app.records.jsonl import check_output_path
 from app.records.text_format import format_interval, format_table
 from app.report.before_after import format_metric
 from app.report.confidence_intervals import MetricEstimate
+from app.report.matplotlib_figures import new_figure, save_figure
 from app.report.plots import BLUE, GREY, ORANGE, escape_label
-from app.report.render import new_figure, save_figure
 from settings.errors import InputError
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from app.evaluation.metadata import (
     read_metadata,
 )
 from app.records.jsonl import read_jsonl_tolerant
-from app.records.part_file import PartFile, part_path, read_parts
+from app.records.partial_samples import PartFile, part_path, read_parts
 from app.records.sample import Prompt, Sample
 from app.records.sample_json import sample_from_record
 from app.reward.aggregate import ERRORS_FIELD
@@ -157,6 +157,6 @@ def _check_same_evaluation(path: Path, metadata: EvaluationMetadata, stored: Eva
     if name is not None:
         was, now = (one.facts.get(name) for one in (stored, metadata))
         raise InputError(
-            f"--out: {path} belongs to another evaluation ({stored.label}): {name} was {was!r} there, and is {now!r} now; "
-            "give another --out, or delete it"
+            f"--out: {path} belongs to another evaluation ({stored.label}): {name} was {was!r} there, and is {now!r} "
+            "now; give another --out, or delete it"
         )

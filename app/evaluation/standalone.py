@@ -14,8 +14,8 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from app.checkpoint.policy_checkpoint import PolicyCheckpoint
 from app.checkpoint.policy_weights import load_policy_params
+from app.checkpoint.saved_policy import PolicyCheckpoint
 from app.distributed.collectives import max_over_hosts
 from app.distributed.host_consistency import check_hosts_agree, describe_prompts, plugin_file_digests
 from app.distributed.lockstep import (
@@ -50,7 +50,7 @@ from app.evaluation.results_file import (
 from app.model.kv_cache import DecodeWeights
 from app.prompts.encode import EncodeReport
 from app.records.jsonl import check_output_path
-from app.records.part_file import PartFile, remove_parts
+from app.records.partial_samples import PartFile, remove_parts
 from app.records.sample import Prompt, Sample
 from app.reward.plugin import StepInfo
 from app.reward.reward_functions import RewardFunctions, accuracy_function_name

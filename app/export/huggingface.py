@@ -19,8 +19,8 @@ from typing import Any, Literal
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from app.checkpoint.policy_checkpoint import PolicyCheckpoint
 from app.checkpoint.policy_weights import load_trained_params
+from app.checkpoint.saved_policy import PolicyCheckpoint
 from app.export.hf_config import GENERATION_CONFIG_FILE, export_config, export_generation_config
 from app.export.hf_tensors import HfTensors
 from app.export.model_card import ADAPTER, CARD_FILE, FULL_MODEL, MERGED_MODEL, ExportFormat, export_notes, model_card

@@ -14,7 +14,7 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from app.checkpoint.policy_checkpoint import PolicyCheckpoint
+from app.checkpoint.saved_policy import PolicyCheckpoint
 from app.model.io.model_files import BUILTIN_PREFIX
 from app.model.quantization import QUANTIZE_BASE_SETTING
 from app.records.run_directory import RunDirectory

@@ -6,8 +6,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from app.mesh.axis_rules import AXES, LOGICAL_AXIS_RULES
-from app.mesh.simulated_slice import TpuChip
 from app.mesh.topology import host_index
+from app.mesh.tpu_chips import TpuChip
 
 
 def num_hosts_per_weight(mesh: Mesh) -> int:

@@ -21,7 +21,7 @@ from jax.sharding import Mesh as DeviceMesh
 from app.distributed.cluster_detection import detect_cluster, is_cloud_tpu_vm
 from app.distributed.rendezvous import ClusterMember, resolve_bind_address, verify_processes
 from app.mesh.axis_rules import AXES
-from app.mesh.simulated_slice import TpuSlice, parse_slice
+from app.mesh.tpu_chips import TpuSlice, parse_slice
 from settings.errors import InputError
 from settings.schema.mesh import MeshSettings as MeshSettings
 

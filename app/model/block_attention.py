@@ -17,8 +17,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from app.mesh.axis_rules import shard_map_by_dims
+from app.model.score_mod import MASK_VALUE, ScoreMod, apply_soft_cap
 from app.model.segment_layout import BlockPairs, SegmentLayout, attention_mask
-from app.model.soft_cap import MASK_VALUE, ScoreMod, apply_soft_cap
 
 # Query heads are split over devices only if their shared key heads are.
 QUERY_DIMS = ("rows", "tokens", "kv_heads", "head")

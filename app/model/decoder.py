@@ -30,8 +30,8 @@ from app.model.block_attention import ATTENTION_CHECKPOINT_NAME
 from app.model.lora import LoRAConfig, LoRAParam
 from app.model.quantization import KernelQuantizer
 from app.model.rope import rope_frequencies
+from app.model.score_mod import ScoreMod, apply_soft_cap
 from app.model.segment_layout import UNREACHABLE, SegmentLayout
-from app.model.soft_cap import ScoreMod, apply_soft_cap
 from settings.schema.lora import Quantization
 
 Params = dict[str, Any]

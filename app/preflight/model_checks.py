@@ -24,8 +24,8 @@ from app.mesh.placement import (
 from app.mesh.topology import device_platform
 from app.model.decoder import DecoderDefinition, Params
 from app.model.segment_layout import single_segment_layout
-from app.preflight.batch_limits import USABLE_MEMORY_FRACTION
 from app.preflight.check_results import CheckRecorder
+from app.preflight.largest_batches import USABLE_MEMORY_FRACTION
 from app.prompts.encode import to_messages
 from app.prompts.tokenizer import Tokenizer
 from app.records.sample import Prompt, Sample

@@ -6,8 +6,8 @@ import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from app.report.matplotlib_figures import STYLE
 from app.report.plots import BLUE, GREEN, GREY, ORANGE
-from app.report.render import STYLE
 
 COLORS = {"copy": GREY, "chunked": BLUE, "fused": GREEN, "serial": ORANGE}
 DECAY_NAMES = {"scalar": "one decay", "masked": "a mask"}
@@ -45,7 +45,7 @@ class BackendTiming:
 
 def render_benchmark(timings: Sequence[BackendTiming], *, title: str) -> bytes:
     """Draws a PNG with one panel per shape and kind of decay; equal numbers give equal bytes."""
-    # As in `app.report.render`: loading takes most of a second, and pyplot would choose a window system.
+    # As in `app.report.matplotlib_figures`: loading takes most of a second, and pyplot would choose a window system.
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -14,10 +14,10 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from app.report.alerts import Alert
 from app.report.before_after import before_and_after
+from app.report.matplotlib_figures import RenderedPlot
 from app.report.metric_registry import find_metric
 from app.report.metrics_history import finite_metric, training_steps
 from app.report.panels import PANELS
-from app.report.render import RenderedPlot
 from app.report.rollout_viewer import ViewerContent
 from app.report.run_files import RunFiles
 

@@ -10,10 +10,10 @@ from typing import Any
 from app.records.atomic_write import write_atomic
 from app.report.alerts import find_alerts
 from app.report.html_pages import report_page, rollouts_page
+from app.report.matplotlib_figures import RenderedPlot, render_panel
 from app.report.metrics_history import training_steps
 from app.report.panels import PANELS
 from app.report.plots import PlotData
-from app.report.render import RenderedPlot, render_panel
 from app.report.rollout_viewer import DEFAULT_NUM_SAMPLES, build_viewer
 from app.report.run_files import RunFiles
 from settings.errors import InputError

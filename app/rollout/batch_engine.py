@@ -15,8 +15,8 @@ from jax.stages import Lowered
 from jaxtyping import Array, Int32
 
 from app.batching.length_buckets import bucket_length
-from app.distributed.cancellation import StopCheck, StoppedError, never_stop
 from app.distributed.collectives import max_over_hosts
+from app.distributed.stop_check import StopCheck, StoppedError, never_stop
 from app.mesh.placement import (
     local_row_indices,
     num_local_row_shards,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 
 import jax
 
-from app.distributed.cancellation import StoppedError
+from app.distributed.stop_check import StoppedError
 from app.model.kv_cache import DecodeWeights
 from app.records.sample import Prompt
 from app.rollout.batch_engine import BatchShape, Footprint

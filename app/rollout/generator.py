@@ -9,7 +9,7 @@ from contextlib import closing
 
 import numpy as np
 
-from app.distributed.cancellation import StopCheck, never_stop
+from app.distributed.stop_check import StopCheck, never_stop
 from app.model.kv_cache import DecodeWeights
 from app.records.sample import Prompt, Sample
 from app.rollout.request import GenerationRequest

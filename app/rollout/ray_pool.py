@@ -22,7 +22,7 @@ import ray
 import ray.exceptions
 from ray._private import worker as ray_process
 
-from app.distributed.cancellation import StoppedError
+from app.distributed.stop_check import StoppedError
 from app.records.versions import program_versions, sampling_packages
 from app.rollout.ray_worker_client import RayWorker
 from app.rollout.sampling import SamplingRules

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 
-from app.distributed.cancellation import StopCheck, StoppedError, never_stop
+from app.distributed.stop_check import StopCheck, StoppedError, never_stop
 from app.model.kv_cache import DecodeWeights
 from app.rollout.scheduling.events import (
     Admit,

@@ -10,8 +10,8 @@ from functools import partial
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from app.distributed.cancellation import StopCheck
 from app.distributed.collectives import gather_bytes_over_hosts
+from app.distributed.stop_check import StopCheck
 from app.mesh.submesh import host_submesh
 from app.model.kv_cache import DecodeWeights
 from app.model.lora import merge_adapters

@@ -21,9 +21,9 @@ from app.prompts.data_sources import load_training_data
 from app.prompts.dataset import load_dataset
 from app.prompts.encode import EncodeReport
 from app.records.jsonl import check_distinct_paths, check_output_path
-from app.records.part_file import PartFile, part_path, remove_parts
+from app.records.partial_samples import PartFile, part_path, remove_parts
 from app.records.sample import Prompt, Sample
-from app.report.timeline import check_timeline_path, write_timeline
+from app.report.slot_timeline import check_timeline_path, write_timeline
 from app.rollout.scheduling.sample_states import SampleTable
 from app.rollout.sequence import RolloutSequence
 from app.runtime.host_group import PhaseCallback, iterate_in_phase, join_hosts, wait_for_other_hosts

@@ -14,7 +14,7 @@ import numpy as np
 
 from app.distributed.host_consistency import prompts_fingerprint
 from app.records.atomic_write import is_partial_file
-from app.records.part_file import read_parts
+from app.records.partial_samples import read_parts
 from app.records.sample import Prompt, Sample
 from app.records.sample_json import sample_from_record
 from app.runtime.model_spec import ModelSpec

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from app.report.timeline import Activity, TimelineBar, TimelinePanel
+from app.report.slot_timeline import Activity, TimelineBar, TimelinePanel
 from app.rollout.scheduling.events import EventRecord, SampleRole, Submitted
 from app.rollout.scheduling.metrics import ScheduleMetrics, slot_spans, slots_per_worker
 

@@ -14,9 +14,9 @@ from rich.text import Text
 
 from app.report.alerts import Alert
 from app.report.before_after import format_metric
-from app.report.completions_table import CompletionsTable, truncate_middle
 from app.report.metrics_history import accuracy_is_plug_in_mean, finite_metric, matching_metric_names
 from app.rollout.scheduling.sample_states import ENDED, SampleState, SampleTable
+from app.tracking.completions_table import CompletionsTable, truncate_middle
 
 log = logging.getLogger(__name__)
 

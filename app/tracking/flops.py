@@ -11,7 +11,7 @@ import numpy as np
 from app.distributed.collectives import (
     sum_over_hosts,
 )
-from app.mesh.simulated_slice import TPU_CHIPS
+from app.mesh.tpu_chips import TPU_CHIPS
 from app.model.decoder import DecoderDefinition
 from app.records.sample import Sample
 from app.runtime.session import Session

@@ -22,7 +22,7 @@ from app.records.run_directory import RunDirectory
 from app.records.sample import Sample
 from app.records.sample_json import sample_to_record
 from app.report.alerts import Alert
-from app.report.completions_table import CompletionsTable, truncate_middle
+from app.tracking.completions_table import CompletionsTable, truncate_middle
 from settings import Resolved
 
 log = logging.getLogger(__name__)

@@ -13,9 +13,9 @@ from app.distributed.lockstep import gather_samples_to_first_host
 from app.records.run_directory import RunDirectory
 from app.records.sample import Sample
 from app.report.alerts import AlertMonitor
-from app.report.completions_table import completions_table
 from app.report.metrics_history import training_steps
 from app.report.write_report import write_report
+from app.tracking.completions_table import completions_table
 from app.tracking.console import ProgressDisplay, evaluation_line
 from app.tracking.run_log import NullRunLog, RunLog, samples_to_jsonl
 from settings.schema.logging import LoggingSettings

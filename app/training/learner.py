@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from app.batching.metrics import critic_batching_metrics, policy_batching_metrics
 from app.batching.micro_batcher import MicroBatcher
-from app.checkpoint.run_state import NetworkStates
+from app.checkpoint.network_states import NetworkStates
 from app.mesh.placement import abstract_arrays
 from app.model.decoder import DecoderDefinition, Params
 from app.runtime.advantages import AdvantageEstimator, make_advantage_estimator, make_kl_estimator

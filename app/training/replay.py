@@ -17,7 +17,7 @@ from functools import reduce
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from app.checkpoint.policy_checkpoint import PolicyCheckpoint
+from app.checkpoint.saved_policy import PolicyCheckpoint
 from app.records.run_directory import RunDirectory
 from app.records.sample import DROPPED_PREFIX, Prompt, Sample
 from app.reward.tasks import check_answers

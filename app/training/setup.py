@@ -34,8 +34,8 @@ from app.runtime.session import Session
 from app.runtime.tensor_parallel_checks import replicated_dim_notes
 from app.training.inputs import TrainingInputs, read_training_inputs
 from app.training.learner import LearnerGroup, make_learner_group
-from app.training.placement_notes import placement_notes
 from app.training.replay import ReplayRequest, find_model_run
+from app.training.weight_gather_notes import weight_gather_notes
 from settings import Resolved, Settings
 
 
@@ -150,7 +150,7 @@ def setup_notes(settings: Settings, session: Session) -> tuple[str, ...]:
     notes = (
         *adapter_notes(session.model_spec, has_critic=settings.has_critic),
         *replicated_dim_notes(mesh, session.model_spec.architecture),
-        *placement_notes(settings, session.engine.definition, mesh),
+        *weight_gather_notes(settings, session.engine.definition, mesh),
     )
     if num_hosts(mesh) == 1:
         return notes

@@ -10,10 +10,10 @@ from typing import Any
 import jax
 
 from app.checkpoint.checkpoints import Checkpoints, TrainProgress
+from app.checkpoint.network_states import RunState
 from app.checkpoint.retention import SaveClock
-from app.checkpoint.run_state import RunState
-from app.distributed.cancellation import StoppedError
 from app.distributed.preemption import PreemptionHandler
+from app.distributed.stop_check import StoppedError
 from app.distributed.watchdog import Watchdog
 from app.evaluation.evaluator import evaluation_metrics
 from app.records.sample import Prompt, Sample

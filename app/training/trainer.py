@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from app.batching.metrics import scoring_batching_metrics
-from app.checkpoint.run_state import RunState
+from app.checkpoint.network_states import RunState
 from app.distributed.lockstep import gather_lines_to_first_host
 from app.distributed.preemption import cancellation_barrier
 from app.evaluation.evaluator import evaluate

@@ -32,7 +32,7 @@ from shapes import QWEN2_5_1_5B, QWEN2_5_7B
 
 from app.mesh.axis_rules import AXES
 from app.mesh.placement import abstract_arrays, row_sharding
-from app.mesh.simulated_slice import parse_slice
+from app.mesh.tpu_chips import parse_slice
 from app.model.architecture import Architecture
 from app.model.decoder import DecoderDefinition
 from app.model.kv_cache import (

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from app.report.timeline import TimelinePanel, write_timeline
+from app.report.slot_timeline import TimelinePanel, write_timeline
 from app.rollout.scheduling.events import EventRecord, WorkerKind
 from app.rollout.scheduling.metrics import ScheduleMetrics, schedule_metrics
 from app.rollout.scheduling.scheduler import POLICIES, Scheduler

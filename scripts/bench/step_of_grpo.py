@@ -13,7 +13,7 @@ import jax
 import workload
 
 import settings
-from app.checkpoint.run_state import RunState
+from app.checkpoint.network_states import RunState
 from app.rollout.batch_engine import BatchEngine
 from app.runtime.session import Session
 from app.tracking.console import ProgressDisplay

@@ -14,7 +14,7 @@ import jax
 import pytest
 
 from app.checkpoint.checkpoints import CHECKSUMS, Checkpoints, check_fingerprints, is_damage
-from app.checkpoint.policy_checkpoint import PolicyCheckpoint
+from app.checkpoint.saved_policy import PolicyCheckpoint
 from settings import InputError
 from tests.checkpoints import (
     FINGERPRINTS,

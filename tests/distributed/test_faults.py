@@ -22,7 +22,7 @@ STOPPED = """\
 import os, signal, time
 import cli
 from app.rollout.batch_engine import BatchEngine
-from app.distributed.cancellation import StoppedError
+from app.distributed.stop_check import StoppedError
 
 generate, calls = BatchEngine.generate, []
 def generate_or_stop(engine, *arguments, **named):

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from app.distributed.cancellation import StoppedError
 from app.distributed.preemption import FINISHING_MESSAGE, PreemptionHandler
 from app.distributed.status_board import StatusBoard
+from app.distributed.stop_check import StoppedError
 from app.rollout.batch_engine import BatchEngine
 from app.tracking.run_reporter import RunReporter
 from tests.program import (

@@ -14,8 +14,8 @@ import pytest
 import yaml
 from typer.testing import Result
 
-from app.checkpoint.policy_checkpoint import PolicyCheckpoint
 from app.checkpoint.policy_weights import load_trained_params
+from app.checkpoint.saved_policy import PolicyCheckpoint
 from app.export.huggingface import ExportJob, build_adapter_config, check_disk_space, write_model
 from app.export.model_card import ADAPTER, FULL_MODEL, front_matter, model_card
 from app.mesh import topology

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from app.checkpoint.policy_checkpoint import PolicyCheckpoint
+from app.checkpoint.saved_policy import PolicyCheckpoint
 from app.export.model_card import FULL_MODEL, model_card
 from app.runtime.model_spec import read_model_spec
 from settings import Settings, load

@@ -13,9 +13,9 @@ from jax.sharding import Mesh
 from app.mesh import topology
 from app.mesh.axis_rules import AXES
 from app.mesh.interconnect import all_gather_time_s, num_hosts_per_weight
-from app.mesh.simulated_slice import TPU_CHIPS, parse_slice
+from app.mesh.tpu_chips import TPU_CHIPS, parse_slice
 from app.runtime.tensor_parallel_checks import check_decode_layout
-from app.training.placement_notes import placement_notes
+from app.training.weight_gather_notes import weight_gather_notes
 from settings import InputError, load
 from tests.rollout.test_decode_layout import DEFINITION
 
@@ -54,19 +54,19 @@ def test_one_slice_gathers_over_its_own_links_and_two_over_their_hosts_network()
 
 def test_a_launch_says_what_crosses_hosts():
     settings = load(None, ["rollout.decode_layout=fsdp", "rollout.placement=global"], {}).settings
-    decoding, training = placement_notes(settings, DEFINITION, mesh_of(1, 8, 1))
+    decoding, training = weight_gather_notes(settings, DEFINITION, mesh_of(1, 8, 1))
     assert "at every token step, across 2 hosts, at best " in decoding
     assert training.startswith("mesh.shape: fsdp 8 spans 2 hosts") and "with 2 times the weights" in training
-    (inside,) = placement_notes(settings, DEFINITION, mesh_of(2, 4, 1))
+    (inside,) = weight_gather_notes(settings, DEFINITION, mesh_of(2, 4, 1))
     assert "hosts" not in inside
 
 
 def test_seconds_are_those_of_a_pretended_slice(monkeypatch: pytest.MonkeyPatch):
     settings = load(None, ["rollout.decode_layout=fsdp", "rollout.placement=global"], {}).settings
     mesh = mesh_of(1, 8, 1, device_kind="cpu")
-    assert " s; gathered" not in placement_notes(settings, DEFINITION, mesh)[0]
+    assert " s; gathered" not in weight_gather_notes(settings, DEFINITION, mesh)[0]
     monkeypatch.setattr(topology, "_simulated_slice", parse_slice("v4-16"))
-    assert re.search(r"across 2 hosts, at best \S+ s; gathered", placement_notes(settings, DEFINITION, mesh)[0])
+    assert re.search(r"across 2 hosts, at best \S+ s; gathered", weight_gather_notes(settings, DEFINITION, mesh)[0])
 
 
 def test_hosts_that_generate_alone_hold_whole_weights():

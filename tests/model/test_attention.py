@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.model.attention import apply_rope, cached_attention, dot_product_attention, packed_attention
+from app.model.score_mod import DEFAULT_SCORE_MOD, ScoreMod
 from app.model.segment_layout import single_segment_layout
-from app.model.soft_cap import DEFAULT_SCORE_MOD, ScoreMod
 
 
 def random_qkv(rows=2, tokens=7, query_heads=6, kv_heads=2, head=4, seed=0):

@@ -12,9 +12,9 @@ import pytest
 
 from app.mesh import topology
 from app.mesh.placement import bytes_per_device
-from app.preflight.batch_limits import USABLE_MEMORY_FRACTION, find_batch_limits
 from app.preflight.config_only_spec import read_config_only_spec
 from app.preflight.inspect_mesh import MeshInspection, build_mesh_inspection
+from app.preflight.largest_batches import USABLE_MEMORY_FRACTION, find_batch_limits
 from app.runtime.session import Session
 from settings import InputError, Settings, load
 from settings.checks.commands import check_for_inspect_mesh

@@ -8,7 +8,7 @@ from contextlib import closing
 
 import pytest
 
-from app.distributed.cancellation import StoppedError, never_stop
+from app.distributed.stop_check import StoppedError, never_stop
 from app.rollout import batch_engine as engine_room
 from app.rollout.sequence import RolloutSequence
 from app.tracking.compilation_counter import CompilationCounter

@@ -25,7 +25,7 @@ from app.rollout.request import GenerationRequest
 from app.rollout.sampling import SamplingRules
 from app.rollout.shape_buckets import make_slot_shapes
 from app.rollout.slot_engine import SlotEngine
-from app.training.placement_notes import placement_notes
+from app.training.weight_gather_notes import weight_gather_notes
 from scripts.bench.hlo_collectives import Collective, program_collectives
 from settings import InputError, Settings, load
 from settings.checks.commands import check_for_train
@@ -111,10 +111,10 @@ def test_a_launch_foresees_what_the_compiled_steps_move():
     moved = sum(one.bytes_per_device for one in collectives_of_decoding("fsdp") if one.kind == "all-gather")
     assert moved == whole - held
     settings = load(None, ["rollout.decode_layout=fsdp"], {}).settings
-    (line,) = placement_notes(settings, DEFINITION, mesh)
+    (line,) = weight_gather_notes(settings, DEFINITION, mesh)
     assert line.startswith("warning: rollout.decode_layout: fsdp moves 0.1 MiB of weights into each device")
-    assert placement_notes(settings, DEFINITION, make_mesh()) == ()
-    assert placement_notes(Settings(), DEFINITION, mesh) == ()
+    assert weight_gather_notes(settings, DEFINITION, make_mesh()) == ()
+    assert weight_gather_notes(Settings(), DEFINITION, mesh) == ()
 
 
 def test_decode_weights_lie_as_their_shapes_say():

@@ -18,7 +18,7 @@ pytest.importorskip("ray", reason="Ray is not installed: pip install -e '.[ray]'
 import ray
 from ray.cluster_utils import Cluster
 
-from app.distributed.cancellation import StoppedError
+from app.distributed.stop_check import StoppedError
 from app.rollout.async_generation import AsyncRollout
 from app.rollout.ray_actor import ActorSpec, check_slots_divide
 from app.rollout.ray_pool import RayWorkerPool, connect

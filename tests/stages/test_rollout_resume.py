@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from app.records.part_file import PartFile
+from app.records.partial_samples import PartFile
 from app.runtime.model_spec import read_model_spec
 from app.stages.rollout import _read_prompts
 from app.stages.rollout_resume import RolloutFacts, part_header, rollout_facts

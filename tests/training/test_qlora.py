@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from app.checkpoint.checkpoints import TrainProgress
-from app.checkpoint.policy_checkpoint import PolicyCheckpoint
+from app.checkpoint.network_states import RunState
 from app.checkpoint.policy_weights import load_policy_params
-from app.checkpoint.run_state import RunState
+from app.checkpoint.saved_policy import PolicyCheckpoint
 from app.evaluation.standalone import read_evaluation_input
 from app.model import quantization
 from app.model.decoder import DecoderDefinition

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from app.records.atomic_write import write_atomic
 from app.records.jsonl import check_output_path
 from app.report.html_pages import timeline_page
+from app.report.matplotlib_figures import POINTS_PER_INCH, STYLE, inline_svg
 from app.report.plots import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, escape_label
-from app.report.render import POINTS_PER_INCH, STYLE, inline_svg
 from settings.errors import InputError
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def render_timeline(
     Args:
         is_inline: whether the SVG takes background and fonts from the page that contains it.
     """
-    # As in `app.report.render`: loading takes most of a second, and pyplot would choose a window system.
+    # As in `app.report.matplotlib_figures`: loading takes most of a second, and pyplot would choose a window system.
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

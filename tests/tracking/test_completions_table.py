@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from app.records.sample import Prompt, Sample
-from app.report.completions_table import CompletionsTable, completions_table, truncate_middle
+from app.tracking.completions_table import CompletionsTable, completions_table, truncate_middle
 from app.tracking.console import render_completions
 
 HOSTILE = "[bold red]x[/] \x1b[31mred\x1b[0m \r over \u202egnp\n汉字 \ud800"

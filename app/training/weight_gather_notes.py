@@ -7,14 +7,14 @@ from jax.sharding import Mesh
 
 from app.mesh.interconnect import all_gather_time_s, num_hosts_per_weight
 from app.mesh.placement import bytes_per_device
-from app.mesh.simulated_slice import find_chip
 from app.mesh.topology import device_kind
+from app.mesh.tpu_chips import find_chip
 from app.model.decoder import DecoderDefinition
 from app.model.kv_cache import abstract_decode_weights
 from settings import Settings
 
 
-def placement_notes(settings: Settings, definition: DecoderDefinition, mesh: Mesh) -> tuple[str, ...]:
+def weight_gather_notes(settings: Settings, definition: DecoderDefinition, mesh: Mesh) -> tuple[str, ...]:
     """Returns a warning if every decoded token gathers weights, and a note if training gathers them across hosts."""
     lines = []
     if settings.rollout.decode_layout == "fsdp":

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from app.report.timeline import TimelineBar, TimelinePanel, check_timeline_path, render_timeline, write_timeline
+from app.report.slot_timeline import TimelineBar, TimelinePanel, check_timeline_path, render_timeline, write_timeline
 from settings.errors import InputError
 
 TABLE = [("policy", "makespan s"), ("<adaptive>", "4")]

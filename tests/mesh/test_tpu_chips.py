@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from app.mesh.simulated_slice import TPU_CHIPS, find_chip, parse_slice
+from app.mesh.tpu_chips import TPU_CHIPS, find_chip, parse_slice
 from settings.errors import InputError
 
 

@@ -10,10 +10,10 @@ import matplotlib
 import pytest
 
 from app.report.alerts import MISMATCH_THRESHOLD
+from app.report.matplotlib_figures import render_panel
 from app.report.metrics_history import History
 from app.report.panels import PANELS, Panel
 from app.report.plots import PlotData
-from app.report.render import render_panel
 from tests.program import REPOSITORY
 from tests.report.run_directories import quickstart_history, step_record
 

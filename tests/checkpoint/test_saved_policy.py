@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from app.checkpoint.checkpoints import Checkpoints, TrainProgress
-from app.checkpoint.policy_checkpoint import PolicyCheckpoint
 from app.checkpoint.retention import LatestAndBestPolicy
+from app.checkpoint.saved_policy import PolicyCheckpoint
 from app.runtime.model_spec import ModelSpec, read_model_spec
 from settings import InputError, Settings
 from tests.checkpoints import SHAPES, make_state, shardings

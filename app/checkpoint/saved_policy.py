@@ -27,7 +27,7 @@ from app.checkpoint.checkpoints import (
     progress_from_record,
     read_item,
 )
-from app.checkpoint.run_state import NetworkStates
+from app.checkpoint.network_states import NetworkStates
 from app.mesh.placement import abstract_arrays
 from app.model.decoder import Params
 from app.records.run_directory import RunDirectory
