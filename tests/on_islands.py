@@ -18,7 +18,7 @@ import numpy as np
 
 from app.distributed.collectives import gather_bytes_over_hosts
 from app.distributed.stop_check import StoppedError
-from app.mesh import topology
+from app.mesh import jax_startup
 from app.prompts.prompt_order import host_slice
 from app.records.sample import Prompt, Sample
 from app.rollout import batch_engine as engine_room
@@ -50,7 +50,7 @@ class Found:
     def __init__(self, model: Path, *mesh: str):
         self._overrides = [f"model.path={model}", *TINY, *mesh]
         settings = load(None, self._overrides, {}).settings
-        topology.initialize_distributed(settings.mesh)
+        jax_startup.initialize_distributed(settings.mesh)
         self._model = read_model_spec(settings)
         prompts = read_training_inputs(settings).prompts
         own = host_slice(np.arange(NUM_PROMPTS), process_index=jax.process_index(), process_count=jax.process_count())

@@ -78,7 +78,7 @@ def find_imports(tree: ast.Module) -> Iterator[Import]:
 
 
 def room_of(dotted: str) -> str | None:
-    """Returns `app.mesh` for `app.mesh.topology.make_mesh`; None for modules of other distributions."""
+    """Returns `app.mesh` for `app.mesh.device_mesh.make_mesh`; None for modules of other distributions."""
     first, *rest = dotted.split(".")
     if first == "app":
         return ".".join(["app", *rest[:1]])
@@ -230,8 +230,8 @@ def test_python_agrees_that_jax_stays_out() -> None:
         ("app.reward.gsm8k", "import app.training.trainer"),
         ("app.score.scorer", "from app.update.step import update"),
         ("app.model.decoder", "def build():\n    from app.batching import pack"),
-        ("app.mesh.topology", "if TYPE_CHECKING:\n    import app.model.decoder"),
-        ("app.mesh.topology", "importlib.import_module('app.model')"),
+        ("app.mesh.device_mesh", "if TYPE_CHECKING:\n    import app.model.decoder"),
+        ("app.mesh.device_mesh", "importlib.import_module('app.model')"),
         ("app.records.sample", "import cli"),
         ("settings.schema.settings", "from app import flow"),
         ("app.training.trainer", "from tests.conftest import REPOSITORY"),

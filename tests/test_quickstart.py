@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from app.evaluation.evaluator import evaluate, evaluation_metrics
-from app.mesh import topology
+from app.mesh import device_mesh
 from app.model.decoder import DecoderDefinition, flatten_by_path
 from app.model.io.families import architecture_from_config
 from app.model.io.hf_weights import load_weights
@@ -74,7 +74,7 @@ def test_written_weights_are_those_that_are_read_back(tmp_path: Path) -> None:
     params = definition.initialise(seed=1)
     make_tiny_model.write_weights(tmp_path, definition, params)
     make_tiny_model.write_tokenizer_and_config(tmp_path)
-    mesh = topology.make_mesh(load(None, [], {}).settings.mesh)
+    mesh = device_mesh.make_mesh(load(None, [], {}).settings.mesh)
     read = flatten_by_path(load_weights(definition, open_model(str(tmp_path)).weights, mesh))
     for path, leaf in flatten_by_path(params).items():
         np.testing.assert_allclose(read[path], leaf, rtol=2**-8, err_msg="/".join(path))

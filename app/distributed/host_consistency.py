@@ -18,7 +18,7 @@ from typing import NamedTuple
 import jax
 
 from app.distributed.collectives import gather_bytes_over_hosts
-from app.distributed.lockstep import error_barrier
+from app.distributed.error_barrier import error_barrier
 from app.records.run_directory import RunDirectory
 from app.records.sample import Prompt
 from app.records.versions import TRAINING_PACKAGES, program_versions
@@ -49,7 +49,7 @@ Facts = Mapping[str, Fact]
 def check_hosts_agree(resolved: Resolved, facts: Mapping[str, str] | None = None) -> None:
     """Checks that all hosts have the same packages, code, settings and `facts`.
 
-    All hosts call it, after `topology.initialize_distributed`.
+    All hosts call it, after `jax_startup.initialize_distributed`.
 
     Raises:
         InputError: on every host, with the values that differ and their hosts.

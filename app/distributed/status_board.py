@@ -94,7 +94,7 @@ class StatusBoard:
 
 
 def open_status_board() -> StatusBoard:
-    """Returns the board of the processes that have joined. `topology.initialize_distributed` must have run.
+    """Returns the board of the processes that have joined. `jax_startup.initialize_distributed` must have run.
 
     Raises:
         RuntimeError: this version of JAX has its store somewhere else.

@@ -8,11 +8,11 @@ from dataclasses import replace
 import numpy as np
 
 from app.distributed.collectives import max_over_hosts
-from app.distributed.lockstep import host_shard, max_shard_size
+from app.distributed.host_shards import host_shard, max_shard_size
 from app.distributed.preemption import cancellation_barrier
 from app.distributed.tables import gather_table
 from app.evaluation.metrics import estimate_metrics, prompt_columns
-from app.model.kv_cache import DecodeWeights
+from app.model.decode_weights import DecodeWeights
 from app.records.sample import Prompt, Sample
 from app.report.confidence_intervals import MetricEstimate
 from app.reward.aggregate import RewardedSamples

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import numpy as np
 
@@ -16,7 +17,6 @@ from app.prompts.dataset import DatasetRow
 from app.records.sample import Prompt, Sample
 from app.report.confidence_intervals import Interval, MetricEstimate, clustered_share_interval, mean_interval
 from app.reward.aggregate import ERRORS_FIELD, was_dropped_in_rollout
-from app.reward.pass_at_k import majority_vote_accuracy, pass_at_k
 from app.reward.tasks import extract_answer, is_formatted, is_task_reward, reference_answer
 from settings.errors import InputError
 from settings.loading.fields import did_you_mean, nearest_names
@@ -34,6 +34,37 @@ DIFFICULTY, NON_BINARY_COUNT = "difficulty", "values that are neither 0 nor 1"
 def pass_at_k_sizes(num_samples: int) -> list[int]:
     """Returns the k of pass@k: 2, 4, 8, ... and all samples. pass@1 is the accuracy."""
     return sorted({*(1 << i for i in range(1, num_samples.bit_length())), num_samples} - {1})
+
+
+def pass_at_k(num_right: int, num_samples: int, k: int) -> float:
+    """Computes pass@k = 1 - C(n - c, k) / C(n, k), with c of n samples correct.
+
+    This is the probability that k samples, drawn without replacement, contain a correct one. It is an unbiased estimate
+    for k new samples.
+
+    Source: Chen et al. 2021, Evaluating large language models trained on code, equation 1.
+
+    Raises:
+        ValueError: there are fewer than k samples.
+    """
+    if k > num_samples:
+        raise ValueError(f"pass@{k} of {num_samples} samples")
+    # Python's integers are exact, so that only the quotient is rounded.
+    return 1 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
+
+
+def majority_vote_accuracy(answers: Sequence[Hashable | None], reference: Hashable) -> float:
+    """Returns the probability that the most frequent answer is correct, with ties broken at random.
+
+    It is 1/t if the reference is one of t most frequent answers, else 0. Samples without an answer (None) do not vote;
+    without any vote the result is 0.
+
+    Source: Wang et al. 2022, Self-consistency improves chain of thought reasoning in language models.
+    """
+    counts = Counter(vote for vote in answers if vote is not None)
+    most = max(counts.values(), default=0)
+    winners = [vote for vote, count in counts.items() if count == most]
+    return 1 / len(winners) if reference in winners else 0.0
 
 
 def accuracy_metric_name(difficulty: float) -> str:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from app.distributed.lockstep import per_host_path
+from app.distributed.collective_files import per_host_path
 from app.evaluation.metadata import (
     EvaluationMetadata,
     metadata_from_json,

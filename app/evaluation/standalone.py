@@ -16,15 +16,11 @@ import numpy as np
 
 from app.checkpoint.policy_weights import load_policy_params
 from app.checkpoint.saved_policy import PolicyCheckpoint
+from app.distributed.collective_files import gather_lines_to_first_host, sample_json_lines, write_collectively
 from app.distributed.collectives import max_over_hosts
+from app.distributed.error_barrier import error_barrier
 from app.distributed.host_consistency import check_hosts_agree, describe_prompts, plugin_file_digests
-from app.distributed.lockstep import (
-    error_barrier,
-    gather_lines_to_first_host,
-    host_shard,
-    sample_json_lines,
-    write_collectively,
-)
+from app.distributed.host_shards import host_shard
 from app.distributed.watchdog import WAIT_PHASE
 from app.evaluation.evaluator import evaluation_estimates, generate_samples
 from app.evaluation.metadata import (
@@ -47,7 +43,7 @@ from app.evaluation.results_file import (
     read_drawn_samples,
     read_results,
 )
-from app.model.kv_cache import DecodeWeights
+from app.model.decode_weights import DecodeWeights
 from app.prompts.encode import EncodeReport
 from app.records.jsonl import check_output_path
 from app.records.partial_samples import PartFile, remove_parts

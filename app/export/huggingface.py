@@ -27,7 +27,7 @@ from app.export.model_card import ADAPTER, CARD_FILE, FULL_MODEL, MERGED_MODEL, 
 from app.export.peft import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, PeftTensors, adapter_config
 from app.export.safetensors_writer import write_safetensors, write_sharded_safetensors
 from app.export.tokenizer import write_tokenizer
-from app.mesh import topology
+from app.mesh import device_mesh, jax_startup
 from app.model.decoder import Params
 from app.model.io.gguf import GgufFile
 from app.model.io.hf_weights import load_weights
@@ -162,8 +162,8 @@ def build_adapter_config(job: ExportJob) -> dict[str, Any]:
 def make_cpu_mesh() -> Mesh:
     """Returns a mesh of this host's CPU."""
     settings = MeshSettings(platform="cpu")
-    topology.initialize_local(settings)
-    return topology.make_mesh(settings)
+    jax_startup.initialize_local(settings)
+    return device_mesh.make_mesh(settings)
 
 
 def write_model(folder: Path, model: ModelSpec, params: Params, *, dtype: WeightType) -> list[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import jax
 
-from app.mesh import topology
+from app.mesh.devices import simulated_slice
 
 
 def peak_memory_bytes() -> int:
@@ -23,7 +23,7 @@ def peak_memory_bytes() -> int:
 
 def device_memory_bytes() -> int | None:
     """Returns the memory of a local device; on a CPU, its share of the host's; None if it is unknown."""
-    if (simulated := topology.simulated_slice()) is not None:
+    if (simulated := simulated_slice()) is not None:
         return simulated.chip.hbm_bytes
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
     if all("bytes_limit" in s for s in stats):

@@ -6,7 +6,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from app.mesh.axis_rules import AXES, LOGICAL_AXIS_RULES
-from app.mesh.topology import host_index
+from app.mesh.devices import host_index
 from app.mesh.tpu_chips import TpuChip
 
 

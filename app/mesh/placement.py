@@ -11,7 +11,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from app.mesh.axis_rules import ROW_AXES, axis_size
-from app.mesh.topology import host_index, num_hosts
+from app.mesh.device_mesh import num_hosts
+from app.mesh.devices import host_index
 from settings.errors import InputError
 
 

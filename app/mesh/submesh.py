@@ -15,7 +15,8 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from app.mesh.axis_rules import AXES
-from app.mesh.topology import host_index, local_devices, num_hosts
+from app.mesh.device_mesh import num_hosts
+from app.mesh.devices import host_index, local_devices
 from settings.errors import InputError
 from settings.schema.rollout import WorkerPoolSettings
 

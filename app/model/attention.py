@@ -14,8 +14,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
 from app.model.block_attention import Blocking, block_attention
+from app.model.block_pairs import UNREACHABLE, BlockPairs, block_pairs
 from app.model.score_mod import DEFAULT_SCORE_MOD, MASK_VALUE, ScoreMod, apply_soft_cap
-from app.model.segment_layout import UNREACHABLE, BlockPairs, SegmentLayout, Window, attention_mask, block_pairs
+from app.model.segment_layout import SegmentLayout, Window, attention_mask
 
 BLOCKING_BY_BACKEND = {"cpu": Blocking(block_size=64, pairs_per_iteration=1)}
 """Blocking by backend: on a CPU a pair of blocks fits its cache; other backends need many pairs to be busy."""

@@ -27,11 +27,12 @@ from app.mesh.axis_rules import constrain, sharding_tree
 from app.model.architecture import Architecture
 from app.model.attention import apply_rope, make_block_pairs, packed_attention
 from app.model.block_attention import ATTENTION_CHECKPOINT_NAME
+from app.model.block_pairs import UNREACHABLE
 from app.model.lora import LoRAConfig, LoRAParam
 from app.model.quantization import KernelQuantizer
 from app.model.rope import rope_frequencies
 from app.model.score_mod import ScoreMod, apply_soft_cap
-from app.model.segment_layout import UNREACHABLE, SegmentLayout
+from app.model.segment_layout import SegmentLayout
 from settings.schema.lora import Quantization
 
 Params = dict[str, Any]

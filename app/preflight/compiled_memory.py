@@ -14,8 +14,8 @@ from jax.stages import Lowered
 
 from app.batching.micro_batch_plan import MicroBatch, MicroBatchPlan
 from app.batching.token_batch import pack_tokens
+from app.mesh.device_mesh import num_hosts
 from app.mesh.placement import abstract_arrays, row_sharding
-from app.mesh.topology import num_hosts
 from app.preflight.memory import TEMPORARY_BUFFERS, MemoryBreakdown, StepShapes, largest_micro_batch
 from app.records.text_format import format_bytes, format_table
 from app.runtime.session import Session

@@ -12,10 +12,10 @@ import jax
 import numpy as np
 
 from app.distributed.collectives import gather_bytes_over_hosts, max_over_hosts
+from app.distributed.error_barrier import error_barrier
 from app.distributed.host_consistency import check_hosts_agree, check_shared_run_directory, describe_prompts
-from app.distributed.lockstep import error_barrier
-from app.mesh import topology
 from app.mesh.device_memory import device_memory_bytes
+from app.mesh.devices import global_devices
 from app.preflight.check_results import CheckRecorder, CheckResult, DoctorReport
 from app.preflight.environment_checks import (
     CACHED_ANY_COMMIT,
@@ -125,7 +125,7 @@ def _start_devices(recorder: CheckRecorder, settings: Settings, run: RunDirector
         mesh = settings.mesh.model_copy(update={"start_timeout_s": timeout_s})
         crash_dir = run.path.with_name(f"{run.path.name}.doctor")
         stack.enter_context(join_hosts(settings.model_copy(update={"mesh": mesh}), out=crash_dir))
-        devices, memory = topology.global_devices(settings.mesh), device_memory_bytes()
+        devices, memory = global_devices(settings.mesh), device_memory_bytes()
         size = "memory unknown" if memory is None else f"{format_bytes(memory)} each"
         kind = f"{devices[0].device_kind} ({devices[0].platform})"
         found = f"{len(devices)} x {kind}, {size}, on {jax.process_count()} host(s)"

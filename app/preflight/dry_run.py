@@ -11,7 +11,8 @@ import jax
 from app.batching.micro_batch_plan import MicroBatchPlan
 from app.batching.micro_batcher import MicroBatcher
 from app.mesh.device_memory import device_memory_bytes
-from app.mesh.topology import device_kind, num_hosts, simulated_slice
+from app.mesh.device_mesh import num_hosts
+from app.mesh.devices import device_kind, simulated_slice
 from app.preflight.memory import (
     MemoryBreakdown,
     compute_step_shapes,

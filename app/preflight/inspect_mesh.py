@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from app.distributed.error_barrier import error_barrier
 from app.distributed.host_consistency import check_hosts_agree
-from app.distributed.lockstep import error_barrier
-from app.mesh import topology
+from app.mesh import device_mesh, jax_startup
 from app.mesh.device_memory import device_memory_bytes
 from app.mesh.placement import bytes_per_device
 from app.model.decoder import flatten_by_path
@@ -110,7 +110,7 @@ def inspect_mesh(resolved: Resolved, *, compiles: bool) -> MeshInspection:
     """
     settings = resolved.settings
     spec = read_config_only_spec(settings)
-    topology.initialize_distributed(settings.mesh)
+    jax_startup.initialize_distributed(settings.mesh)
     check_hosts_agree(resolved)
     session = Session.open(settings, spec.model, spec.critic)
     check_fixed_micro_batches(settings, session)
@@ -124,7 +124,7 @@ def inspect_mesh(resolved: Resolved, *, compiles: bool) -> MeshInspection:
 def build_mesh_inspection(session: Session, spec: ConfigOnlySpec, *, compiles: bool) -> MeshInspection:
     """Returns the report of a session whose networks are not loaded."""
     settings, memory_bytes = session.settings, device_memory_bytes()
-    rollout, num_hosts = settings.rollout, topology.num_hosts(session.mesh)
+    rollout, num_hosts = settings.rollout, device_mesh.num_hosts(session.mesh)
     learning = make_learner_group(settings, session)
     prompt = make_longest_prompt(settings.data.max_prompt_length)
     # The number of held-out prompts is unknown without the data: assume full batches on all hosts.
@@ -164,7 +164,7 @@ def _describe_generation(session: Session, shapes: StepShapes) -> str:
         return f"{len(session.workers.workers)} workers on each host, the largest with {rows}"
     if session.continuous_batching is not None:
         return f"{rows.replace('rows', 'slots', 1)} on each host"
-    hosts = topology.num_hosts(session.engine.mesh)
+    hosts = device_mesh.num_hosts(session.engine.mesh)
     return f"one batch of {rows} on each host" if hosts == 1 else f"one batch of all {hosts} hosts, {rows} on each"
 
 

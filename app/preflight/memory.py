@@ -21,11 +21,12 @@ from app.batching.micro_batch_plan import MicroBatch, MicroBatchPlan, SequenceLe
 from app.batching.micro_batcher import MicroBatcher
 from app.evaluation.evaluator import evaluation_batch_size
 from app.mesh.axis_rules import partition_spec, sharding_tree
+from app.mesh.device_mesh import num_hosts
+from app.mesh.devices import device_platform
 from app.mesh.placement import abstract_arrays, bytes_per_device, num_local_row_shards, num_row_shards
-from app.mesh.topology import device_platform, num_hosts
 from app.model.architecture import Architecture
+from app.model.decode_weights import decode_dims
 from app.model.decoder import DecoderDefinition
-from app.model.kv_cache import decode_dims
 from app.records.sample import Prompt
 from app.records.text_format import format_bytes, format_table
 from app.rollout.batch_engine import BatchShape, Footprint

@@ -11,8 +11,9 @@ import numpy as np
 from jaxtyping import Array, Float32, Int32
 
 from app.distributed.collectives import gather_bytes_over_hosts
-from app.distributed.lockstep import error_barrier
+from app.distributed.error_barrier import error_barrier
 from app.mesh.device_memory import device_memory_bytes
+from app.mesh.devices import device_platform
 from app.mesh.placement import (
     abstract_arrays,
     bytes_per_device,
@@ -21,7 +22,6 @@ from app.mesh.placement import (
     to_global,
     to_local,
 )
-from app.mesh.topology import device_platform
 from app.model.decoder import DecoderDefinition, Params
 from app.model.segment_layout import single_segment_layout
 from app.preflight.check_results import CheckRecorder

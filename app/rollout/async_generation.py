@@ -16,15 +16,15 @@ from typing import NamedTuple
 
 import jax
 
-from app.model.kv_cache import DecodeWeights
+from app.model.decode_weights import DecodeWeights
 from app.records.sample import Prompt, Sample
 from app.rollout.generator import make_sequences
 from app.rollout.request import GenerationRequest
 from app.rollout.scheduler_loop import RolloutExecutor
 from app.rollout.scheduling.metrics import ScheduleMetrics, ScheduleMetricsTracker
 from app.rollout.sequence import RolloutSequence
+from app.rollout.worker_drivers import CLOSE_TIMEOUT_S
 from app.rollout.worker_pool import RolloutWorkerPool
-from app.rollout.workers import CLOSE_TIMEOUT_S
 
 log = logging.getLogger(__name__)
 

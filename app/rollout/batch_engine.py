@@ -17,6 +17,7 @@ from jaxtyping import Array, Int32
 from app.batching.length_buckets import bucket_length
 from app.distributed.collectives import max_over_hosts
 from app.distributed.stop_check import StopCheck, StoppedError, never_stop
+from app.mesh.device_mesh import num_hosts
 from app.mesh.placement import (
     local_row_indices,
     num_local_row_shards,
@@ -26,17 +27,14 @@ from app.mesh.placement import (
     tree_shardings,
 )
 from app.mesh.submesh import to_host_submesh
-from app.mesh.topology import num_hosts
-from app.model.decoder import DecoderDefinition, Params
-from app.model.kv_cache import (
+from app.model.decode_weights import (
     DecodeWeights,
-    KVCache,
-    abstract_cache,
     abstract_decode_weights,
     make_decode_weights,
     make_merged_decode_weights,
-    prefill,
 )
+from app.model.decoder import DecoderDefinition, Params
+from app.model.prefill_and_decode import KVCache, abstract_cache, prefill
 from app.records.sample import Prompt, Sample
 from app.rollout.batch_programs import BatchDecodeState, RowConstants, init_decode_state, make_decode_loop
 from app.rollout.counters import RolloutCounters

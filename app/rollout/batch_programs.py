@@ -10,8 +10,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32, Key
 
 from app.mesh.axis_rules import constrain
+from app.model.decode_weights import DecodeWeights
 from app.model.decoder import DecoderDefinition
-from app.model.kv_cache import DecodeWeights, KVCache, constrain_cache, decode_step
+from app.model.prefill_and_decode import KVCache, constrain_cache, decode_step
 from app.model.token_logprobs import scaled_logits
 from app.rollout.sampling import Sampler, SamplingRules, effective_temperature, token_outcomes
 

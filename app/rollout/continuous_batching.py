@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 import jax
 
 from app.distributed.stop_check import StoppedError
-from app.model.kv_cache import DecodeWeights
+from app.model.decode_weights import DecodeWeights
 from app.records.sample import Prompt
 from app.rollout.batch_engine import BatchShape, Footprint
 from app.rollout.counters import RolloutCounters

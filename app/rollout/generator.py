@@ -10,7 +10,7 @@ from contextlib import closing
 import numpy as np
 
 from app.distributed.stop_check import StopCheck, never_stop
-from app.model.kv_cache import DecodeWeights
+from app.model.decode_weights import DecodeWeights
 from app.records.sample import Prompt, Sample
 from app.rollout.request import GenerationRequest
 from app.rollout.sampling import SamplingRules

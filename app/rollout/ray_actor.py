@@ -20,7 +20,7 @@ import numpy as np
 import ray
 from jaxtyping import Int32
 
-from app.mesh import topology
+from app.mesh import device_mesh
 from app.mesh.placement import num_row_shards
 from app.model.architecture import Architecture
 from app.model.decoder import DecoderDefinition
@@ -33,7 +33,7 @@ from app.rollout.scheduling.events import RunSegment, SegmentEnded, WorkerKind
 from app.rollout.sequence import RolloutSequence, SuspendedSequence
 from app.rollout.shape_buckets import SlotShapes
 from app.rollout.slot_engine import SlotEngine
-from app.rollout.workers import Admission, RolloutWorker
+from app.rollout.worker import Admission, RolloutWorker
 from settings.errors import InputError
 from settings.schema.lora import Quantization
 from settings.schema.mesh import MeshSettings
@@ -119,7 +119,7 @@ class RolloutActor:
                 f"rollout.ray.{spec.kind}: JAX finds no {spec.platforms} devices on {socket.gethostname()}, where Ray "
                 "put an actor; request them with num_gpus or resources"
             ) from error
-        mesh = topology.make_mesh(MeshSettings(shape=f"1,-1,{spec.tp}"))
+        mesh = device_mesh.make_mesh(MeshSettings(shape=f"1,-1,{spec.tp}"))
         check_slots_divide(spec, num_row_shards(mesh))
         self._spec, self._cache_timeout_s = spec, cache_timeout_s
         self._engine = SlotEngine(

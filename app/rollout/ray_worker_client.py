@@ -18,13 +18,14 @@ import jax
 import ray
 import ray.exceptions
 
-from app.model.kv_cache import DecodeWeights, KVCache
+from app.model.decode_weights import DecodeWeights
+from app.model.prefill_and_decode import KVCache
 from app.rollout.ray_actor import ActorInfo, ActorSegment, ActorSpec, RolloutActor, to_bit_leaves
 from app.rollout.request import GenerationRequest
 from app.rollout.sampling import SamplingRules
 from app.rollout.scheduling.events import RunSegment, SegmentEnded
 from app.rollout.sequence import RolloutSequence, SuspendedSequence
-from app.rollout.workers import Admission, RolloutWorker
+from app.rollout.worker import Admission, RolloutWorker
 
 log = logging.getLogger(__name__)
 

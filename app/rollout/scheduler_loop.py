@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 
 from app.distributed.stop_check import StopCheck, StoppedError, never_stop
-from app.model.kv_cache import DecodeWeights
+from app.model.decode_weights import DecodeWeights
 from app.rollout.scheduling.events import (
     Admit,
     Closed,
@@ -31,7 +31,8 @@ from app.rollout.scheduling.events import (
 from app.rollout.scheduling.sample_states import SampleTable
 from app.rollout.scheduling.scheduler import Scheduler
 from app.rollout.sequence import RolloutSequence, SuspendedSequence
-from app.rollout.workers import Admission, Clock, LeaseExpiredError, RolloutWorker, WorkerDriver, WorkerOutcome
+from app.rollout.worker import Admission, Clock, RolloutWorker
+from app.rollout.worker_drivers import LeaseExpiredError, WorkerDriver, WorkerOutcome
 
 log = logging.getLogger(__name__)
 

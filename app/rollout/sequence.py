@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float32, Int32
 
-from app.model.kv_cache import KVCache
+from app.model.prefill_and_decode import KVCache
 from app.records.sample import Prompt, Sample
 
 

@@ -16,8 +16,9 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Int32
 
+from app.model.decode_weights import DecodeWeights
 from app.model.decoder import DecoderDefinition
-from app.model.kv_cache import DecodeWeights, KVCache
+from app.model.prefill_and_decode import KVCache
 from app.records.sample import Prompt
 from app.rollout.batch_engine import BatchShape, Footprint
 from app.rollout.counters import RolloutCounters

@@ -19,17 +19,9 @@ from jax.stages import Lowered
 from jaxtyping import Array, Bool, Int32
 
 from app.mesh.placement import tree_shardings
+from app.model.decode_weights import DecodeWeights, abstract_decode_weights
 from app.model.decoder import DecoderDefinition
-from app.model.kv_cache import (
-    DecodeWeights,
-    KVCache,
-    LayerCache,
-    abstract_cache,
-    abstract_decode_weights,
-    constrain_cache,
-    decode_step,
-    prefill,
-)
+from app.model.prefill_and_decode import KVCache, LayerCache, abstract_cache, constrain_cache, decode_step, prefill
 from app.model.token_logprobs import scaled_logits
 from app.rollout.sampling import (
     Sampler,

@@ -13,7 +13,7 @@ from threading import Thread
 import numpy as np
 
 from app.mesh.placement import bytes_per_device
-from app.model.kv_cache import DecodeWeights
+from app.model.decode_weights import DecodeWeights
 from app.rollout.batch_engine import BatchShape, Footprint
 from app.rollout.counters import RolloutCounters
 from app.rollout.generator import SampleGenerator
@@ -25,7 +25,8 @@ from app.rollout.scheduling.metrics import ScheduleMetrics, schedule_metrics
 from app.rollout.scheduling.sample_states import SampleState
 from app.rollout.scheduling.scheduler import Scheduler
 from app.rollout.sequence import RolloutSequence
-from app.rollout.workers import Clock, RolloutWorker, SequentialDriver, ThreadedDriver
+from app.rollout.worker import Clock, RolloutWorker
+from app.rollout.worker_drivers import SequentialDriver, ThreadedDriver
 from settings.schema.rollout import PdsrSettings, SegmentSettings
 
 log = logging.getLogger(__name__)

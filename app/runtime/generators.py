@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from app.mesh import placement, topology
+from app.mesh import placement
+from app.mesh.devices import local_devices
 from app.mesh.submesh import assign_worker_devices, make_submesh
 from app.model.decoder import DecoderDefinition
 from app.prompts.tokenizer import Tokenizer
@@ -15,8 +16,8 @@ from app.rollout.scheduling.events import WorkerKind
 from app.rollout.shape_buckets import SlotShapes, slot_shapes_from_settings
 from app.rollout.slot_engine import SlotEngine
 from app.rollout.slot_programs import SlotPrograms
+from app.rollout.worker import RolloutWorker
 from app.rollout.worker_pool import RolloutWorkerPool, ScheduleConfig
-from app.rollout.workers import RolloutWorker
 from app.runtime.ray_workers import open_ray_workers
 from settings import Settings
 from settings.errors import InputError
@@ -59,7 +60,7 @@ def open_workers(
         (kind, f"{host}{kind}-{i}") for kind, pool in pools.items() for i in range(pool.count)
     ]
     dotted = {f"rollout.workers.{kind}": pool for kind, pool in pools.items()}
-    num_devices = len(topology.local_devices())
+    num_devices = len(local_devices())
     device_groups = assign_worker_devices(dotted, num_devices=num_devices)
     sizes = {len(devices) for devices in device_groups}
     if rollout.mode == "exact" and len(sizes) > 1:

@@ -9,11 +9,11 @@ from typing import NamedTuple, TypeVar
 
 import jax
 
-from app.distributed.lockstep import error_barrier
+from app.distributed.error_barrier import error_barrier
 from app.distributed.shutdown import coordinated_shutdown
 from app.distributed.status_board import StatusBoard, open_status_board
 from app.distributed.watchdog import WAIT_PHASE, Watchdog
-from app.mesh import topology
+from app.mesh import jax_startup
 from settings import Settings
 
 Item = TypeVar("Item")
@@ -29,7 +29,7 @@ class HostGroup(NamedTuple):
 
 @contextmanager
 def open_host_group(settings: Settings, crash_dir: Path) -> Iterator[HostGroup]:
-    """Watches the block, starting with the phase `compile`. `topology.initialize_distributed` must have run.
+    """Watches the block, starting with the phase `compile`. `jax_startup.initialize_distributed` must have run.
 
     Args:
         crash_dir: folder for the stacks of a process that hangs.
@@ -53,7 +53,7 @@ def join_hosts(settings: Settings, *, out: Path) -> Iterator[PhaseCallback]:
 
     Stacks are written to `<out>.crash/`.
     """
-    topology.initialize_distributed(settings.mesh)
+    jax_startup.initialize_distributed(settings.mesh)
     if jax.process_count() == 1:
         yield ignore_phase
         return

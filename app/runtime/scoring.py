@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from app.batching.micro_batcher import GlobalPlan, MicroBatcher
-from app.mesh import placement, topology
+from app.mesh import device_mesh, placement
 from app.model.architecture import Architecture
 from app.model.decoder import Params
 from app.model.io.hf_weights import critic_tensors, load_weights
@@ -55,7 +55,7 @@ class ScoringSession:
 
     @classmethod
     def open(cls, settings: Settings, model: ModelSpec, critic: CriticSpec | None = None) -> ScoringSession:
-        """Opens the mesh and the scorers. `topology.initialize_distributed` must have run before."""
+        """Opens the mesh and the scorers. `jax_startup.initialize_distributed` must have run before."""
         return cls(**open_scorers(settings, model, critic))
 
     def architecture_of(self, role: ScoredRole) -> Architecture:
@@ -155,8 +155,8 @@ def open_scorers(settings: Settings, model: ModelSpec, critic: CriticSpec | None
 
 
 def open_mesh(settings: Settings) -> Mesh:
-    """Opens the mesh of `mesh.shape`. `topology.initialize_distributed` must have run before."""
-    mesh = topology.make_mesh(settings.mesh)
+    """Opens the mesh of `mesh.shape`. `jax_startup.initialize_distributed` must have run before."""
+    mesh = device_mesh.make_mesh(settings.mesh)
     placement.check_rows_per_host(mesh)
     return mesh
 

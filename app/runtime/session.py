@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from app.distributed.collectives import gather_bytes_over_hosts
 from app.distributed.stop_check import StopCheck
 from app.mesh.submesh import host_submesh
-from app.model.kv_cache import DecodeWeights
+from app.model.decode_weights import DecodeWeights
 from app.model.lora import merge_adapters
 from app.records.sample import Prompt, Sample
 from app.rollout.async_generation import AsyncRollout
@@ -48,7 +48,7 @@ class Session(ScoringSession):
     def open(
         cls, settings: Settings, model: ModelSpec, critic: CriticSpec | None = None, *, generates: bool = True
     ) -> Session:
-        """Opens a session, which first uses the devices. `topology.start` must have run.
+        """Opens a session, which first uses the devices. `jax_startup.initialize_distributed` must have run.
 
         Args:
             generates: False if samples are only read, so that slots and workers are neither checked nor opened.

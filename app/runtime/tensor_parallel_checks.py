@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jax.sharding import Mesh
 
-from app.mesh.topology import num_hosts
+from app.mesh.device_mesh import num_hosts
 from app.model.architecture import Architecture
 from settings import Settings
 from settings.errors import InputError

@@ -7,7 +7,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from app.mesh import topology
+from app.mesh import jax_startup
 from app.mesh.device_memory import peak_memory_bytes
 from app.records.jsonl import check_output_path
 from app.records.moments import Moments, whiten
@@ -63,7 +63,7 @@ def estimate_advantages(resolved: Resolved, *, input: Path, out: Path) -> dict[s
 
 def start_local_devices(mesh: MeshSettings) -> None:
     """Starts the devices of this host alone, whichever other hosts `mesh` names."""
-    topology.initialize_local(mesh)
+    jax_startup.initialize_local(mesh)
 
 
 def make_whitener(moments: Moments | None) -> AdvantageTransform:

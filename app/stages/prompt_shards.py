@@ -8,7 +8,7 @@ from itertools import islice
 
 import jax
 
-from app.distributed.lockstep import host_shard, max_shard_size
+from app.distributed.host_shards import host_shard, max_shard_size
 from app.records.sample import Prompt
 from settings import Settings
 

@@ -13,10 +13,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from app.distributed.collective_files import per_host_path, sample_json_lines, write_collectively
 from app.distributed.collectives import gather_over_hosts, max_over_hosts, sum_over_hosts
+from app.distributed.error_barrier import error_barrier
 from app.distributed.host_consistency import check_hosts_agree
-from app.distributed.lockstep import error_barrier, per_host_path, sample_json_lines, write_collectively
-from app.model.kv_cache import DecodeWeights
+from app.model.decode_weights import DecodeWeights
 from app.prompts.data_sources import load_training_data
 from app.prompts.dataset import load_dataset
 from app.prompts.encode import EncodeReport

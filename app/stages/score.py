@@ -16,9 +16,11 @@ import numpy as np
 
 from app.batching.micro_batch_plan import bucketed_row_shape
 from app.batching.micro_batcher import EqualShapeBatcher, FixedRowBatcher, GlobalPlan, PackedRowBatcher
+from app.distributed.collective_files import sample_json_lines_by_part, write_collectively
 from app.distributed.collectives import max_over_hosts, sum_over_hosts
+from app.distributed.error_barrier import iterate_in_lockstep
 from app.distributed.host_consistency import check_hosts_agree
-from app.distributed.lockstep import host_shard, iterate_in_lockstep, sample_json_lines_by_part, write_collectively
+from app.distributed.host_shards import host_shard
 from app.mesh.device_memory import peak_memory_bytes
 from app.mesh.placement import to_device_memory, to_host_memory
 from app.model.architecture import Architecture

@@ -14,11 +14,13 @@ from typing import Any
 import jax
 import numpy as np
 
+from app.distributed.collective_files import gather_lines_to_first_host, gather_samples_to_first_host
 from app.distributed.collectives import gather_bytes_to_first_host
+from app.distributed.error_barrier import error_barrier
 from app.distributed.host_consistency import check_hosts_agree
-from app.distributed.lockstep import error_barrier, gather_lines_to_first_host, gather_samples_to_first_host, host_shard
+from app.distributed.host_shards import host_shard
 from app.distributed.watchdog import WAIT_PHASE
-from app.mesh import topology
+from app.mesh import jax_startup
 from app.records.jsonl import check_output_path, write_jsonl
 from app.records.sample import Sample
 from app.records.sample_json import read_samples, sample_to_record
@@ -61,7 +63,7 @@ def score_rewards(resolved: Resolved, *, input: Path, out: Path) -> dict[str, An
     with ExitStack() as stack:
         rewards = stack.enter_context(RewardFunctions(settings.reward, columns, overlong=penalty))
         hosts, entered = [range(len(samples))], ignore_phase
-        if model is not None or topology.expects_other_hosts(settings.mesh):
+        if model is not None or jax_startup.expects_other_hosts(settings.mesh):
             entered = stack.enter_context(join_hosts(settings, out=out))
             check_hosts_agree(resolved, {"--input": f"{len(samples)} samples, {file_digest(input)}"})
             hosts = sample_indices_by_host(samples)

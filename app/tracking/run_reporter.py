@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from app.distributed.collective_files import gather_samples_to_first_host
 from app.distributed.collectives import gather_bytes_to_first_host
-from app.distributed.lockstep import gather_samples_to_first_host
 from app.records.run_directory import RunDirectory
 from app.records.sample import Sample
 from app.report.alerts import AlertMonitor

@@ -13,9 +13,9 @@ from typing import Protocol
 
 import jax
 
-from app.distributed.lockstep import error_barrier
+from app.distributed.error_barrier import error_barrier
+from app.model.decode_weights import DecodeWeights
 from app.model.decoder import Params
-from app.model.kv_cache import DecodeWeights
 from app.prompts.prompt_order import PromptOrder, host_slice
 from app.records.sample import Prompt, Sample
 from app.rollout.async_generation import AsyncRollout

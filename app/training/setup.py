@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import jax
 
+from app.distributed.error_barrier import error_barrier
 from app.distributed.host_consistency import (
     check_hosts_agree,
     check_shared_run_directory,
@@ -16,12 +17,11 @@ from app.distributed.host_consistency import (
     describe_prompts,
     plugin_file_digests,
 )
-from app.distributed.lockstep import error_barrier
 from app.distributed.status_board import StatusBoard
 from app.distributed.watchdog import Watchdog
-from app.mesh import topology
+from app.mesh import jax_startup
+from app.mesh.device_mesh import num_hosts
 from app.mesh.placement import num_row_shards
-from app.mesh.topology import num_hosts
 from app.records.run_directory import Resume, RunDirectory, check_run_directory
 from app.reward.reward_functions import RewardFunctions
 from app.runtime.advantages import with_saved_advantages
@@ -87,7 +87,7 @@ def prepare_run(
     """
     settings, run = resolved.settings, RunDirectory.from_settings(resolved.settings.run)
     with ExitStack() as stack:
-        topology.initialize_distributed(settings.mesh)
+        jax_startup.initialize_distributed(settings.mesh)
         bulletin, watchdog = stack.enter_context(open_host_group(settings, run.crash_dir))
         with error_barrier():
             read = _read_inputs(settings, run, resume, replay_request)

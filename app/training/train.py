@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 
 from app.checkpoint.retention import BestCheckpoint, SaveClock
-from app.distributed.lockstep import error_barrier
+from app.distributed.error_barrier import error_barrier
 from app.distributed.preemption import PreemptionHandler
 from app.distributed.shutdown import broadcast_failure, exit_barrier
 from app.records.run_directory import Resume, lock_run_directory

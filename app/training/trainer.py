@@ -12,7 +12,7 @@ import numpy as np
 
 from app.batching.metrics import scoring_batching_metrics
 from app.checkpoint.network_states import RunState
-from app.distributed.lockstep import gather_lines_to_first_host
+from app.distributed.collective_files import gather_lines_to_first_host
 from app.distributed.preemption import cancellation_barrier
 from app.evaluation.evaluator import evaluate
 from app.mesh.placement import to_device_memory

@@ -5,12 +5,12 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from app.mesh.devices import device_kind
 from app.mesh.interconnect import all_gather_time_s, num_hosts_per_weight
 from app.mesh.placement import bytes_per_device
-from app.mesh.topology import device_kind
 from app.mesh.tpu_chips import find_chip
+from app.model.decode_weights import abstract_decode_weights
 from app.model.decoder import DecoderDefinition
-from app.model.kv_cache import abstract_decode_weights
 from settings import Settings
 
 

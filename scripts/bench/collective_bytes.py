@@ -34,15 +34,9 @@ from app.mesh.axis_rules import AXES
 from app.mesh.placement import abstract_arrays, row_sharding
 from app.mesh.tpu_chips import parse_slice
 from app.model.architecture import Architecture
+from app.model.decode_weights import abstract_decode_weights, make_decode_weights
 from app.model.decoder import DecoderDefinition
-from app.model.kv_cache import (
-    LayerCache,
-    abstract_cache,
-    abstract_decode_weights,
-    constrain_cache,
-    decode_step,
-    make_decode_weights,
-)
+from app.model.prefill_and_decode import LayerCache, abstract_cache, constrain_cache, decode_step
 from app.model.token_logprobs import scaled_logits
 from app.rollout.sampling import SamplingRules, sample_tokens
 from settings.schema.rollout import DecodeLayout

@@ -20,12 +20,12 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, UInt32
 
-from app.mesh.topology import make_mesh
+from app.mesh.device_mesh import make_mesh
+from app.model.decode_weights import DecodeWeights, make_decode_weights
 from app.model.decoder import DecoderDefinition
 from app.model.io.families import architecture_from_config
 from app.model.io.hf_weights import load_weights
 from app.model.io.model_files import open_model
-from app.model.kv_cache import DecodeWeights, make_decode_weights
 from app.records.sample import Prompt
 from app.rollout.generator import SampleGenerator
 from app.rollout.request import GenerationRequest
@@ -35,8 +35,8 @@ from app.rollout.shape_buckets import SlotShapes, make_slot_shapes
 from app.rollout.slot_engine import SegmentResult as RanSegment
 from app.rollout.slot_engine import SlotEngine
 from app.rollout.slot_programs import ProgramName, ProgramSpec, SlotPrograms, decode_segment
+from app.rollout.worker import RolloutWorker
 from app.rollout.worker_pool import RolloutWorkerPool, ScheduleConfig
-from app.rollout.workers import RolloutWorker
 from scripts.bench.simulated_slots import ProgramSizes
 from scripts.bench.simulator import SimulatedWorkerSpec
 from settings.schema.mesh import MeshSettings as MeshSettings

@@ -22,7 +22,7 @@ from typing import Any
 import jax
 from memory_estimate import SHAPES
 
-from app.mesh import topology
+from app.mesh import jax_startup
 from app.mesh.placement import abstract_arrays, bytes_per_device
 from app.model.quantization import QUANTIZE_BASE_SETTING
 from app.preflight.compiled_memory import lower_update
@@ -49,7 +49,7 @@ def measured(shape: str, overrides: list[str]) -> dict[str, int]:
         (Path(folder) / "config.json").write_text(json.dumps(config))
         settings = load(None, [*RUN, f"model.path={folder}", *overrides], {}).settings
         outline = read_config_only_spec(settings)
-    topology.initialize_distributed(settings.mesh)
+    jax_startup.initialize_distributed(settings.mesh)
     session = Session.open(settings, outline.model)
     learning = make_learner_group(settings, session)
     shapes = compute_step_shapes(session, learning, [make_longest_prompt(settings.data.max_prompt_length)], [])

@@ -20,7 +20,7 @@ from typing import Any
 import jax
 from shapes import QWEN2_5
 
-from app.mesh import topology
+from app.mesh import jax_startup
 from app.preflight.compiled_memory import format_programs_table
 from app.preflight.config_only_spec import read_config_only_spec
 from app.preflight.inspect_mesh import build_mesh_inspection
@@ -62,7 +62,7 @@ def measured(shape: str, slice_name: str, overrides: list[str]) -> dict[str, Any
         chosen |= {"model.path": folder, "mesh.pretend": slice_name}
         settings = load(None, [f"{name}={value}" for name, value in chosen.items()], {}).settings
         outline = read_config_only_spec(settings)
-    topology.initialize_distributed(settings.mesh)
+    jax_startup.initialize_distributed(settings.mesh)
     found = build_mesh_inspection(Session.open(settings, outline.model, outline.critic), outline, compiles=True)
     print(f"\n{shape} on {slice_name}, {found.mesh.num_parameters:,} parameters, mesh {settings.mesh.shape}")
     print(format_programs_table(found.programs), flush=True)

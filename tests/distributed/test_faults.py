@@ -52,11 +52,11 @@ cli.main()
 LATE = """\
 import os, threading
 import cli
-from app.mesh import topology
+from app.mesh import jax_startup
 from app.distributed import shutdown
 from app.tracking.run_reporter import RunReporter
 
-topology.SHUTDOWN_TIMEOUT_S = shutdown.COMMON_FAILURE_WINDOW_S = 1
+jax_startup.SHUTDOWN_TIMEOUT_S = shutdown.COMMON_FAILURE_WINDOW_S = 1
 def report(reporter):
     if os.environ["THIS_HOST"] == "0":
         threading.Event().wait(4)

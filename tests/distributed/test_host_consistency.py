@@ -113,16 +113,17 @@ host, other, joins = int(os.environ["THIS_HOST"]), Path(sys.argv[1]), sys.argv[3
 os.environ["HOME"] = str(other / str(host))
 
 import jax, numpy as np
-from app.mesh import topology
+from app.mesh.device_mesh import make_mesh
+from app.mesh.jax_startup import initialize_distributed
 from app.mesh.placement import check_rows_per_host, local_row_indices, to_global, to_local
 from app.distributed.host_consistency import check_hosts_agree, check_shared_run_directory
-from app.distributed.lockstep import error_barrier
+from app.distributed.error_barrier import error_barrier
 from app.records.run_directory import RunDirectory
 from settings import load
 from settings.errors import InputError
 
 resolved = load(None, joins, {})
-topology.initialize_distributed(resolved.settings.mesh)
+initialize_distributed(resolved.settings.mesh)
 told = {}
 
 def note(name, look):
@@ -140,7 +141,7 @@ def fail_there(error):
     return host
 
 def rows_of(shape):
-    mesh = topology.make_mesh(resolved.settings.mesh.model_copy(update={"shape": shape}))
+    mesh = make_mesh(resolved.settings.mesh.model_copy(update={"shape": shape}))
     check_rows_per_host(mesh)
     own = np.arange(8) + 8 * host
     assert to_local(to_global(mesh, own)).tolist() == own.tolist()

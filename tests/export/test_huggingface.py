@@ -18,7 +18,7 @@ from app.checkpoint.policy_weights import load_trained_params
 from app.checkpoint.saved_policy import PolicyCheckpoint
 from app.export.huggingface import ExportJob, build_adapter_config, check_disk_space, write_model
 from app.export.model_card import ADAPTER, FULL_MODEL, front_matter, model_card
-from app.mesh import topology
+from app.mesh import device_mesh
 from app.model.decoder import Params
 from app.model.io.hf_weights import load_weights
 from app.model.io.model_files import SafetensorsFiles, open_model
@@ -192,7 +192,7 @@ def test_one_host_exports_what_many_have_trained(finished, tmp_path):
     several = ("mesh.coordinator_address=127.0.0.1:9", "mesh.num_processes=2", "mesh.process_id=1", "mesh.shape=2,-1,1")
     result = export(finished, tmp_path / "out", *settings(*several))
     assert result.exit_code == 0, result.stderr
-    assert topology.make_mesh(Settings().mesh).size == 8
+    assert device_mesh.make_mesh(Settings().mesh).size == 8
 
 
 def test_the_card_tells_what_training_changed(exported, finished):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from app.mesh import topology
+from app.mesh import devices
 from app.mesh.axis_rules import AXES
 from app.mesh.interconnect import all_gather_time_s, num_hosts_per_weight
 from app.mesh.tpu_chips import TPU_CHIPS, parse_slice
@@ -65,7 +65,7 @@ def test_seconds_are_those_of_a_pretended_slice(monkeypatch: pytest.MonkeyPatch)
     settings = load(None, ["rollout.decode_layout=fsdp", "rollout.placement=global"], {}).settings
     mesh = mesh_of(1, 8, 1, device_kind="cpu")
     assert " s; gathered" not in weight_gather_notes(settings, DEFINITION, mesh)[0]
-    monkeypatch.setattr(topology, "_simulated_slice", parse_slice("v4-16"))
+    monkeypatch.setattr(devices, "_simulated_slice", parse_slice("v4-16"))
     assert re.search(r"across 2 hosts, at best \S+ s; gathered", weight_gather_notes(settings, DEFINITION, mesh)[0])
 
 

@@ -13,16 +13,11 @@ from jax.sharding import Mesh as DeviceMesh
 
 from app.distributed import cluster_detection
 from app.distributed.rendezvous import ClusterMember
-from app.mesh import topology
+from app.mesh import jax_startup
 from app.mesh.axis_rules import AXES
+from app.mesh.device_mesh import is_grouped_by_host, make_mesh, num_hosts, parse_mesh_shape
+from app.mesh.devices import check_equal_device_counts, global_devices
 from app.mesh.placement import check_rows_per_host
-from app.mesh.topology import (
-    check_equal_device_counts,
-    is_grouped_by_host,
-    make_mesh,
-    num_hosts,
-    parse_mesh_shape,
-)
 from settings.errors import InputError
 from settings.schema.mesh import MeshSettings as Settings
 
@@ -112,22 +107,22 @@ def test_tp_over_several_hosts_is_refused_with_the_hosts_and_the_tp_that_fit(sha
 
 @pytest.mark.parametrize(("platform", "extra"), [("cuda", ".[cuda]"), ("tpu", ".[tpu]")])
 def test_a_platform_without_its_library_is_refused_at_once(monkeypatch, platform, extra):
-    monkeypatch.setattr(topology, "find_spec", lambda name: None)
+    monkeypatch.setattr(jax_startup, "find_spec", lambda name: None)
     monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
     with pytest.raises(InputError, match=re.escape(f"mesh.platform: {platform} is not available")) as e:
-        topology.initialize_distributed(Settings(platform=platform))
+        jax_startup.initialize_distributed(Settings(platform=platform))
     assert extra in str(e.value)
 
 
 def test_devices_of_another_platform_than_asked_for_are_refused():
-    assert topology.global_devices(Settings(platform="cpu"))[0].platform == "cpu"
+    assert global_devices(Settings(platform="cpu"))[0].platform == "cpu"
     with pytest.raises(InputError, match=r"mesh.platform: cuda is not available: JAX has started with cpu devices"):
         make_mesh(Settings(platform="cuda"))
 
 
 def test_an_absent_platform_is_never_replaced_by_the_cpu():
-    script = "from app.mesh import topology; from settings.schema.mesh import MeshSettings; import jax; "
-    script += "jax.config.update('jax_platforms', 'cuda'); topology.global_devices(MeshSettings(platform='cuda'))"
+    script = "from app.mesh.devices import global_devices; from settings.schema.mesh import MeshSettings; import jax; "
+    script += "jax.config.update('jax_platforms', 'cuda'); global_devices(MeshSettings(platform='cuda'))"
     process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=DEADLINE_S)
     assert process.returncode == 1
     assert "InputError: mesh.platform: cuda is not available: JAX found no device of it" in process.stderr
@@ -137,22 +132,22 @@ def test_an_absent_platform_is_never_replaced_by_the_cpu():
 def test_a_host_that_expects_others_does_not_start_alone(address):
     expected = r"mesh.expect_processes: expected 3 processes, but this host runs alone; missing: 1, 2\. On every host"
     with pytest.raises(InputError, match=expected):
-        topology.initialize_distributed(Settings(coordinator_address=address, expect_processes=3))
-    topology.initialize_distributed(Settings(coordinator_address=address, expect_processes=1))
+        jax_startup.initialize_distributed(Settings(coordinator_address=address, expect_processes=3))
+    jax_startup.initialize_distributed(Settings(coordinator_address=address, expect_processes=1))
 
 
 @pytest.mark.parametrize(
     ("expected", "said"), [(4, "2 processes join at 10.0.0.2:8482; missing: 2, 3"), (1, "2 processes join at 10.")]
 )
 def test_a_platform_with_another_number_of_hosts_than_expected_is_refused(monkeypatch, expected, said):
-    monkeypatch.setattr(topology, "is_cloud_tpu_vm", lambda: True)
-    monkeypatch.setattr(topology, "detect_cluster", lambda **_: ClusterMember("10.0.0.2:8482", 2, 0))
+    monkeypatch.setattr(jax_startup, "is_cloud_tpu_vm", lambda: True)
+    monkeypatch.setattr(jax_startup, "detect_cluster", lambda **_: ClusterMember("10.0.0.2:8482", 2, 0))
     with pytest.raises(InputError, match=f"expected {expected} processes, but {re.escape(said)}"):
-        topology.initialize_distributed(Settings(expect_processes=expected))
-    assert topology.expects_other_hosts(Settings())
+        jax_startup.initialize_distributed(Settings(expect_processes=expected))
+    assert jax_startup.expects_other_hosts(Settings())
     # With CPU devices it is nobody's pod.
-    assert not topology.expects_other_hosts(Settings(platform="cpu"))
-    topology.initialize_distributed(Settings(platform="cpu", expect_processes=1))
+    assert not jax_startup.expects_other_hosts(Settings(platform="cpu"))
+    jax_startup.initialize_distributed(Settings(platform="cpu", expect_processes=1))
 
 
 @pytest.mark.parametrize(
@@ -192,14 +187,14 @@ def test_the_mesh_holds_every_device_on_three_named_axes():
 FREED_ARRAYS = """
 import resource
 import numpy as np
-from app.mesh import topology
+from app.mesh import jax_startup
 from settings.schema.mesh import MeshSettings
 
 def resident():
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * resource.getpagesize()
 
-topology.initialize_distributed(MeshSettings())
+jax_startup.initialize_distributed(MeshSettings())
 del_first = np.ones(24 << 20, np.uint8)
 del del_first  # glibc now keeps arrays up to this size in its heap, unless told otherwise
 before = resident()

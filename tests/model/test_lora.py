@@ -12,8 +12,8 @@ import pytest
 
 from app.mesh.placement import tree_shardings
 from app.model.architecture import Architecture
+from app.model.decode_weights import make_decode_weights, make_merged_decode_weights
 from app.model.decoder import DecoderDefinition, Params, flatten_by_path
-from app.model.kv_cache import make_decode_weights, make_merged_decode_weights
 from app.model.lora import LORA_A, LORA_B, LoRAConfig, combine_params, init_adapters, merge_adapters
 from app.model.segment_layout import single_segment_layout
 from settings.schema.lora import PROJECTIONS

@@ -14,9 +14,9 @@ import pytest
 import app.model.quantization
 from app.mesh.placement import bytes_per_device
 from app.model.architecture import Architecture
+from app.model.decode_weights import make_decode_weights
 from app.model.decoder import DecoderDefinition, Params, flatten_by_path
 from app.model.io.hf_weights import load_weights
-from app.model.kv_cache import make_decode_weights
 from app.model.lora import LoRAConfig, combine_params
 from app.model.quantization import CODES, SCALES, KernelQuantizer, check_quantization, check_qwix_installed
 from app.model.segment_layout import single_segment_layout

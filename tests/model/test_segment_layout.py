@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.model.segment_layout import UNREACHABLE, BlockPairs, SegmentLayout, attention_mask, block_pairs
+from app.model.block_pairs import UNREACHABLE, BlockPairs, block_pairs
+from app.model.segment_layout import SegmentLayout, attention_mask
 from tests.layouts import layout_of, seen, segments_of_rows
 
 SIZE = 4

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from app.mesh import topology
+from app.mesh import devices, jax_startup
 from app.mesh.placement import bytes_per_device
 from app.preflight.config_only_spec import read_config_only_spec
 from app.preflight.inspect_mesh import MeshInspection, build_mesh_inspection
@@ -26,7 +26,7 @@ GIB = 2**30
 @pytest.fixture(autouse=True)
 def no_simulated_slice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ends the simulation of a slice with the test."""
-    monkeypatch.setattr(topology, "_simulated_slice", None)
+    monkeypatch.setattr(devices, "_simulated_slice", None)
 
 
 def inspect_json(model: Path, *overrides: str) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def load_settings(model: Path, *overrides: str) -> Settings:
 
 def inspect(settings: Settings) -> tuple[Session, MeshInspection]:
     spec = read_config_only_spec(settings)
-    topology.initialize_distributed(settings.mesh)
+    jax_startup.initialize_distributed(settings.mesh)
     session = Session.open(settings, spec.model, spec.critic)
     return session, build_mesh_inspection(session, spec, compiles=False)
 

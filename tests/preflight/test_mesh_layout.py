@@ -6,7 +6,7 @@ import jax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from app.mesh import topology
+from app.mesh import devices
 from app.mesh.axis_rules import sharding_tree
 from app.mesh.placement import row_sharding
 from app.mesh.tpu_chips import TPU_CHIPS, parse_slice
@@ -59,7 +59,7 @@ def test_the_shards_equal_those_that_jax_gives_each_device() -> None:
 
 
 def test_a_simulated_slice_is_reported_like_real_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(topology, "_simulated_slice", parse_slice("v4-16"))
+    monkeypatch.setattr(devices, "_simulated_slice", parse_slice("v4-16"))
     report = make_report((2, 4, 1), memory_bytes=2**35)
     assert (report.topology.platform, report.topology.device_kind) == ("tpu", "TPU v4")
     assert (report.topology.num_hosts, report.topology.local_devices) == (2, (0, 1, 2, 3))

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from app.model.kv_cache import DecodeWeights
+from app.model.decode_weights import DecodeWeights
 from app.rollout.async_generation import AsyncRollout, CompletedRound, RoundExecutor
 from app.rollout.generator import make_sequences
 from app.rollout.scheduler_loop import RolloutExecutor
@@ -22,10 +22,10 @@ from app.rollout.scheduling.events import Submitted
 from app.rollout.scheduling.metrics import ScheduleMetricsTracker
 from app.rollout.scheduling.scheduler import POLICIES
 from app.rollout.sequence import RolloutSequence
+from app.rollout.worker import RolloutWorker
 from app.rollout.worker_pool import RolloutWorkerPool
-from app.rollout.workers import RolloutWorker
 from tests.rollout.test_slot_engine import DEFINITION, GROUP_SIZE, LENGTHS, PROMPTS, REQUEST, weights_on
-from tests.rollout.test_workers import bits, dying, engine_on, expected, scheduled, workers_on
+from tests.rollout.test_worker_drivers import bits, dying, engine_on, expected, scheduled, workers_on
 from tests.tiny import make_engine, make_mesh, random_params
 
 KEY = REQUEST.policy_version

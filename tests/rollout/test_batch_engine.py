@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from app.model.architecture import Architecture
+from app.model.decode_weights import DecodeWeights
 from app.model.decoder import DecoderDefinition, Params
-from app.model.kv_cache import DecodeWeights, prefill
+from app.model.prefill_and_decode import prefill
 from app.model.segment_layout import single_segment_layout
 from app.records.sample import Prompt, Sample
 from app.rollout.batch_engine import BatchEngine

@@ -31,7 +31,7 @@ from app.rollout.sequence import RolloutSequence, SuspendedSequence
 from app.rollout.worker_pool import ScheduleConfig
 from settings.errors import InputError
 from tests.rollout.test_slot_engine import DEFINITION, LENGTHS, PROMPTS, REQUEST
-from tests.rollout.test_workers import (
+from tests.rollout.test_worker_drivers import (
     EAGER,
     KINDS,
     SHORT,

@@ -10,8 +10,8 @@ import jax
 import numpy as np
 import pytest
 
+from app.model.decode_weights import DecodeWeights
 from app.model.decoder import DecoderDefinition
-from app.model.kv_cache import DecodeWeights
 from app.records.sample import Prompt, Sample
 from app.rollout.batch_engine import BatchEngine
 from app.rollout.continuous_batching import ContinuousBatchGenerator

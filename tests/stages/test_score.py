@@ -15,7 +15,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from app.batching.micro_batcher import PackedRowBatcher
-from app.mesh import topology
+from app.mesh import jax_startup
 from app.records.jsonl import write_jsonl
 from app.records.sample import Sample
 from app.records.sample_json import sample_from_record
@@ -134,7 +134,7 @@ def test_memory_and_shapes_do_not_grow_with_the_number_of_windows(
     """Every window is scored and written before the next is read, with the shapes of the first."""
     given = [argument for argument in of_tiny(tiny_model) if argument != "--set"]
     chosen = load(None, [*given, "mesh.shape=1,8,1", *overrides], {}).settings
-    topology.initialize_distributed(chosen.mesh)
+    jax_startup.initialize_distributed(chosen.mesh)
     session = Session.open(chosen, read_model_spec(chosen))
     samples = [sample_from_record(r, where="") for r in records_of(sampled)]
     longest = max(len(s.prompt.token_ids) + len(s.completion_ids) for s in samples)

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from app.model.decoder import DecoderDefinition, Params, flatten_by_path
-from app.model.kv_cache import prefill
 from app.model.lora import LORA_B, combine_params, merge_adapters
+from app.model.prefill_and_decode import prefill
 from app.runtime.session import Session
 from app.tracking.flops import make_step_flops
 from tests.preflight.test_dry_run import foreseen, held

@@ -23,7 +23,7 @@ from tests.rollout.test_slot_engine import (
     weights_on,
     without_slots,
 )
-from tests.rollout.test_workers import bits, engine_on, expected, samples_of, scheduled, workers_on
+from tests.rollout.test_worker_drivers import bits, engine_on, expected, samples_of, scheduled, workers_on
 from tests.tiny import make_engine, make_mesh
 
 

@@ -34,8 +34,8 @@ from app.rollout.scheduling.metrics import schedule_metrics, slot_spans
 from app.rollout.scheduling.scheduler import POLICIES, Scheduler
 from app.rollout.slot_engine import SegmentResult as RanSegment
 from app.rollout.slot_engine import SlotEngine
+from app.rollout.worker import RolloutWorker
 from app.rollout.worker_pool import RolloutWorkerPool, ScheduleConfig
-from app.rollout.workers import RolloutWorker
 from app.tracking.compilation_counter import CompilationCounter
 from scripts.bench.cost_model import CostModel
 from scripts.bench.length_traces import trace_from_records

@@ -10,16 +10,14 @@ import jax
 import numpy as np
 import pytest
 
-from app.distributed.lockstep import (
+from app.distributed.collective_files import (
     decode_gathered_sample,
-    error_barrier,
-    host_shard,
-    iterate_in_lockstep,
-    max_shard_size,
     per_host_path,
     sample_json_lines,
     write_collectively,
 )
+from app.distributed.error_barrier import error_barrier, iterate_in_lockstep
+from app.distributed.host_shards import host_shard, max_shard_size
 from app.records.sample_json import sample_to_record
 from settings import InputError
 from tests.program import records_of

@@ -1,42 +1,25 @@
-"""Work in lockstep over hosts: shards, the error barrier, and gathering on the first host, which writes the files."""
+"""Files of all hosts: samples are gathered on the first host, which writes them."""
 
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import numpy as np
 
-from app.distributed.collectives import gather_bytes_over_hosts, gather_bytes_to_first_host, max_over_hosts
+from app.distributed.collectives import gather_bytes_to_first_host
+from app.distributed.error_barrier import error_barrier
 from app.records.atomic_write import open_atomic
 from app.records.jsonl import check_output_path, to_json_line
 from app.records.sample import Sample
 from app.records.sample_json import PER_TOKEN_FIELDS, sample_from_record, sample_to_record
-from settings.errors import InputError
-
-Item = TypeVar("Item")
 
 TOKEN_ARRAY_FIELDS = ("behavior_logprobs", *PER_TOKEN_FIELDS)
-
-
-def host_shard(num_items: int, *, host: int | None = None) -> range:
-    """Returns a host's contiguous share of the items, this host's by default. Lengths differ by one at most."""
-    each, rest = divmod(num_items, jax.process_count())
-    host = jax.process_index() if host is None else host
-    first = host * each + min(host, rest)
-    return range(first, first + each + (host < rest))
-
-
-def max_shard_size(num_items: int) -> int:
-    """Returns the length of the longest share."""
-    return -(-num_items // jax.process_count())
 
 
 def per_host_path(path: Path) -> Path:
@@ -44,55 +27,6 @@ def per_host_path(path: Path) -> Path:
     if jax.process_count() == 1:
         return path
     return path.with_name(f"{path.stem}.host_{jax.process_index()}_of_{jax.process_count()}{path.suffix}")
-
-
-@contextmanager
-def error_barrier() -> Iterator[None]:
-    """Collective error barrier: if the block raises on any process, it raises on every process.
-
-    Every host enters it, and the block contains no collective.
-
-    Raises:
-        InputError: on all hosts, if any host has raised one.
-        RuntimeError: on the other hosts, for any other exception.
-    """
-    if jax.process_count() == 1:
-        yield
-        return
-    problem: Exception | None = None
-    try:
-        yield
-    except jax.errors.JaxRuntimeError:
-        # Another host may have died and would not answer.
-        raise
-    # Every exception, because the others wait for this host; it is raised again below.
-    except Exception as error:
-        problem = error
-    kind = 0 if problem is None else 2 if isinstance(problem, InputError) else 1
-    worst = int(max_over_hosts(np.asarray(kind)))
-    if not worst:
-        return
-    gathered = gather_bytes_over_hosts(json.dumps([kind, socket.gethostname(), _error_message(problem)]).encode())
-    if problem is not None:
-        raise problem
-    host, name, reason = next((i, *rest) for i, (code, *rest) in enumerate(map(json.loads, gathered)) if code == worst)
-    raise (InputError if worst == 2 else RuntimeError)(f"on host {host} ({name}): {reason}")
-
-
-def _error_message(error: Exception | None) -> str:
-    """Returns the message of one of our errors, preceded by the type for any other."""
-    return str(error) if isinstance(error, InputError | RuntimeError) else f"{type(error).__name__}: {error}"
-
-
-def iterate_in_lockstep(items: Iterable[Item]) -> Iterator[Item]:
-    """Yields the items, each produced inside an error barrier. All hosts have the same number of items."""
-    iterator = iter(items)
-    while True:
-        with error_barrier():
-            part = list(islice(iterator, 1))
-        if not part:
-            return
-        yield part[0]
 
 
 def sample_json_lines(samples: Iterable[Sample], *, path: Path, first_record: int = 1) -> Iterator[bytes]:

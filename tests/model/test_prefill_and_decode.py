@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from app.model.architecture import Architecture
+from app.model.decode_weights import make_decode_weights
 from app.model.decoder import DecoderDefinition
-from app.model.kv_cache import decode_step, make_decode_weights, prefill
+from app.model.prefill_and_decode import decode_step, prefill
 from app.model.segment_layout import single_segment_layout
 from tests.tiny import BIASED, ODD, SWITCHED, random_params
 

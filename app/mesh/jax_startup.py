@@ -1,29 +1,28 @@
-"""The start of JAX, and the device mesh: its devices, axes and hosts."""
+"""The start of JAX on this host, and its joining with the other hosts."""
 
 from __future__ import annotations
 
 import ctypes
-import math
 import os
 import pkgutil
 import shlex
 import sys
-from collections import Counter
-from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
-from typing import Any
 
 import jax
-import numpy as np
-from jax.sharding import AxisType
-from jax.sharding import Mesh as DeviceMesh
 
 from app.distributed.cluster_detection import detect_cluster, is_cloud_tpu_vm
 from app.distributed.rendezvous import ClusterMember, resolve_bind_address, verify_processes
-from app.mesh.axis_rules import AXES
-from app.mesh.tpu_chips import TpuSlice, parse_slice
+from app.mesh.devices import (
+    check_equal_device_counts,
+    global_devices,
+    missing_platform_error,
+    simulate_slice,
+    simulated_slice,
+)
+from app.mesh.tpu_chips import parse_slice
 from settings.errors import InputError
-from settings.schema.mesh import MeshSettings as MeshSettings
+from settings.schema.mesh import MeshSettings
 
 M_MMAP_THRESHOLD = -3
 """The constant of `man 3 mallopt` (glibc)."""
@@ -36,10 +35,6 @@ SHUTDOWN_TIMEOUT_S = 60
 PROXY_VARIABLES = {"http_proxy", "https_proxy", "all_proxy", "grpc_proxy"}
 NO_PROXY_VARIABLE = "no_grpc_proxy"
 """The variable that gRPC reads instead of `no_proxy`."""
-DEVICE_PLATFORMS = {"cpu": "cpu", "cuda": "gpu", "tpu": "tpu"}
-"""The `platform` of JAX devices by `mesh.platform`."""
-_simulated_slice: TpuSlice | None = None
-"""The slice that the virtual devices of this process simulate."""
 
 
 def initialize_distributed(settings: MeshSettings) -> None:
@@ -53,7 +48,7 @@ def initialize_distributed(settings: MeshSettings) -> None:
             have different numbers of devices.
     """
     initialize_local(settings)
-    if _simulated_slice is not None:
+    if simulated_slice() is not None:
         return
     member = _find_cluster_member(settings)
     _check_num_processes(settings, member)
@@ -83,11 +78,11 @@ def initialize_local(settings: MeshSettings) -> None:
     Raises:
         InputError: the library for `mesh.platform` is not installed.
     """
-    global _simulated_slice
-    _simulated_slice = None if settings.pretend is None else parse_slice(settings.pretend)
+    pretended = None if settings.pretend is None else parse_slice(settings.pretend)
+    simulate_slice(pretended)
     _configure_malloc()
-    if _simulated_slice is not None:
-        jax.config.update("jax_num_cpu_devices", _simulated_slice.num_chips)
+    if pretended is not None:
+        jax.config.update("jax_num_cpu_devices", pretended.num_chips)
         jax.config.update("jax_platforms", "cpu")
         return
     if settings.cpu_devices is not None:
@@ -157,42 +152,7 @@ def _check_backend_installed(platform: str) -> None:
         "cuda": any("cuda" in name for name in plugins),
     }
     if not is_installed[platform]:
-        raise _missing_platform_error(
-            platform, f"JAX's library for it is not installed; pip install -e '.[{platform}]'"
-        )
-
-
-def _missing_platform_error(platform: str, reason: str) -> InputError:
-    return InputError(f"mesh.platform: {platform} is not available: {reason}; or set mesh.platform: auto")
-
-
-def global_devices(settings: MeshSettings) -> Sequence[Any]:
-    """Returns all devices of all hosts, after `initialize_distributed`.
-
-    Raises:
-        InputError: there are none of `mesh.platform`.
-    """
-    try:
-        devices = jax.devices()
-    except (RuntimeError, AssertionError) as error:  # AssertionError: JAX does not know the platform
-        if settings.platform == "auto":
-            raise
-        cause = f" ({str(error).splitlines()[0]})" if str(error) else ""
-        raise _missing_platform_error(settings.platform, f"JAX found no device of it{cause}") from error
-    if settings.platform != "auto" and devices[0].platform != DEVICE_PLATFORMS[settings.platform]:
-        raise _missing_platform_error(settings.platform, f"JAX has started with {devices[0].platform} devices")
-    return devices
-
-
-def check_equal_device_counts(devices: Sequence[Any]) -> None:
-    """Raises InputError if hosts have different numbers of devices, since rows are split evenly."""
-    per_host = Counter(host_index(device) for device in devices)
-    if len(set(per_host.values())) > 1:
-        counts = ", ".join(f"host {host}: {count}" for host, count in sorted(per_host.items()))
-        raise InputError(
-            f"mesh.shape: hosts have different numbers of devices ({counts}), but rows are split evenly; give every "
-            "host the same number (on CPU hosts: mesh.cpu_devices)"
-        )
+        raise missing_platform_error(platform, f"JAX's library for it is not installed; pip install -e '.[{platform}]'")
 
 
 def _configure_malloc() -> None:
@@ -204,88 +164,3 @@ def _configure_malloc() -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES)
-
-
-def host_index(device: Any) -> int:
-    """Returns the index of a device's host."""
-    return device.process_index if _simulated_slice is None else device.id // _simulated_slice.chips_per_host
-
-
-def simulated_slice() -> TpuSlice | None:
-    """Returns the slice that this process's virtual devices simulate; None for real devices."""
-    return _simulated_slice
-
-
-def device_platform(device: Any) -> str:
-    """Returns `cpu`, `gpu` or `tpu`."""
-    return device.platform if _simulated_slice is None else "tpu"
-
-
-def device_kind(device: Any) -> str:
-    """Returns JAX's name of the device's kind."""
-    return device.device_kind if _simulated_slice is None else _simulated_slice.chip.device_kind
-
-
-def local_devices() -> list[Any]:
-    """Returns the devices of this host; of a simulated slice, those of its first host."""
-    return [device for device in jax.local_devices() if _simulated_slice is None or host_index(device) == 0]
-
-
-def num_hosts(mesh: DeviceMesh) -> int:
-    """Returns the number of hosts with devices on a mesh, which is 1 for a submesh."""
-    return _count_hosts(mesh.devices.flat)
-
-
-def _count_hosts(devices: Iterable[Any]) -> int:
-    return len({host_index(device) for device in devices})
-
-
-def parse_mesh_shape(text: str, *, num_devices: int, num_processes: int) -> tuple[int, int, int]:
-    """Returns (dp, fsdp, tp), whose product is `num_devices`.
-
-    `auto` splits dp across hosts and fsdp inside a host, so that weights are gathered over fast links.
-
-    Args:
-        text: the value of `mesh.shape`.
-
-    Raises:
-        InputError: the product is not the number of devices.
-    """
-    if text == "auto":
-        assert num_devices % num_processes == 0, "hosts have equally many devices"
-        return num_processes, num_devices // num_processes, 1
-    sizes = tuple(map(int, text.split(",")))
-    known = math.prod(size for size in sizes if size != -1)
-    if num_devices % known != 0 or (-1 not in sizes and known != num_devices):
-        raise InputError(
-            f"mesh.shape: {text!r} needs {'a multiple of ' if -1 in sizes else ''}{known} devices, but there "
-            f"are {num_devices}; set sizes whose product is {num_devices}, or one size to -1 to derive it"
-        )
-    dp, fsdp, tp = (num_devices // known if size == -1 else size for size in sizes)
-    return dp, fsdp, tp
-
-
-def make_mesh(settings: MeshSettings) -> DeviceMesh:
-    """Returns the mesh over all devices of all hosts. Axes are Auto: XLA places all arrays without a constraint.
-
-    Devices are in the order that suits their links best, if each host's devices are contiguous then; otherwise host by
-    host.
-
-    Raises:
-        InputError: `mesh.shape` does not fit the devices.
-    """
-    devices = global_devices(settings)
-    check_equal_device_counts(devices)
-    shape = parse_mesh_shape(settings.shape, num_devices=len(devices), num_processes=_count_hosts(devices))
-    axis_types = (AxisType.Auto,) * len(AXES)
-    mesh = jax.make_mesh(shape, AXES, axis_types=axis_types, devices=devices)
-    if is_grouped_by_host(mesh):
-        return mesh
-    in_order = sorted(devices, key=lambda device: (host_index(device), device.id))
-    return DeviceMesh(np.asarray(in_order).reshape(shape), AXES, axis_types=axis_types)
-
-
-def is_grouped_by_host(mesh: DeviceMesh) -> bool:
-    """Returns whether the devices of each host are contiguous, those of host 0 first."""
-    hosts = [host_index(device) for device in mesh.devices.flat]
-    return hosts == sorted(hosts)

@@ -1,0 +1,77 @@
+"""The mesh: the devices of all hosts along the axes dp, fsdp and tp."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType
+from jax.sharding import Mesh as DeviceMesh
+
+from app.mesh.axis_rules import AXES
+from app.mesh.devices import check_equal_device_counts, global_devices, host_index
+from settings.errors import InputError
+from settings.schema.mesh import MeshSettings
+
+
+def num_hosts(mesh: DeviceMesh) -> int:
+    """Returns the number of hosts with devices on a mesh, which is 1 for a submesh."""
+    return _count_hosts(mesh.devices.flat)
+
+
+def _count_hosts(devices: Iterable[Any]) -> int:
+    return len({host_index(device) for device in devices})
+
+
+def parse_mesh_shape(text: str, *, num_devices: int, num_processes: int) -> tuple[int, int, int]:
+    """Returns (dp, fsdp, tp), whose product is `num_devices`.
+
+    `auto` splits dp across hosts and fsdp inside a host, so that weights are gathered over fast links.
+
+    Args:
+        text: the value of `mesh.shape`.
+
+    Raises:
+        InputError: the product is not the number of devices.
+    """
+    if text == "auto":
+        assert num_devices % num_processes == 0, "hosts have equally many devices"
+        return num_processes, num_devices // num_processes, 1
+    sizes = tuple(map(int, text.split(",")))
+    known = math.prod(size for size in sizes if size != -1)
+    if num_devices % known != 0 or (-1 not in sizes and known != num_devices):
+        raise InputError(
+            f"mesh.shape: {text!r} needs {'a multiple of ' if -1 in sizes else ''}{known} devices, but there "
+            f"are {num_devices}; set sizes whose product is {num_devices}, or one size to -1 to derive it"
+        )
+    dp, fsdp, tp = (num_devices // known if size == -1 else size for size in sizes)
+    return dp, fsdp, tp
+
+
+def make_mesh(settings: MeshSettings) -> DeviceMesh:
+    """Returns the mesh over all devices of all hosts. Axes are Auto: XLA places all arrays without a constraint.
+
+    Devices are in the order that suits their links best, if each host's devices are contiguous then; otherwise host by
+    host.
+
+    Raises:
+        InputError: `mesh.shape` does not fit the devices.
+    """
+    devices = global_devices(settings)
+    check_equal_device_counts(devices)
+    shape = parse_mesh_shape(settings.shape, num_devices=len(devices), num_processes=_count_hosts(devices))
+    axis_types = (AxisType.Auto,) * len(AXES)
+    mesh = jax.make_mesh(shape, AXES, axis_types=axis_types, devices=devices)
+    if is_grouped_by_host(mesh):
+        return mesh
+    in_order = sorted(devices, key=lambda device: (host_index(device), device.id))
+    return DeviceMesh(np.asarray(in_order).reshape(shape), AXES, axis_types=axis_types)
+
+
+def is_grouped_by_host(mesh: DeviceMesh) -> bool:
+    """Returns whether the devices of each host are contiguous, those of host 0 first."""
+    hosts = [host_index(device) for device in mesh.devices.flat]
+    return hosts == sorted(hosts)

@@ -1,0 +1,83 @@
+"""The devices of this run, or the virtual ones that simulate a slice."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from app.mesh.tpu_chips import TpuSlice
+from settings.errors import InputError
+from settings.schema.mesh import MeshSettings
+
+DEVICE_PLATFORMS = {"cpu": "cpu", "cuda": "gpu", "tpu": "tpu"}
+"""The `platform` of JAX devices by `mesh.platform`."""
+_simulated_slice: TpuSlice | None = None
+"""The slice that the virtual devices of this process simulate."""
+
+
+def simulate_slice(slice: TpuSlice | None) -> None:
+    """Makes the virtual devices of this process simulate a slice; None for real devices."""
+    global _simulated_slice
+    _simulated_slice = slice
+
+
+def missing_platform_error(platform: str, reason: str) -> InputError:
+    """Returns the error that the devices of `mesh.platform` are not available."""
+    return InputError(f"mesh.platform: {platform} is not available: {reason}; or set mesh.platform: auto")
+
+
+def global_devices(settings: MeshSettings) -> Sequence[Any]:
+    """Returns all devices of all hosts, after `initialize_distributed`.
+
+    Raises:
+        InputError: there are none of `mesh.platform`.
+    """
+    try:
+        devices = jax.devices()
+    except (RuntimeError, AssertionError) as error:  # AssertionError: JAX does not know the platform
+        if settings.platform == "auto":
+            raise
+        cause = f" ({str(error).splitlines()[0]})" if str(error) else ""
+        raise missing_platform_error(settings.platform, f"JAX found no device of it{cause}") from error
+    if settings.platform != "auto" and devices[0].platform != DEVICE_PLATFORMS[settings.platform]:
+        raise missing_platform_error(settings.platform, f"JAX has started with {devices[0].platform} devices")
+    return devices
+
+
+def check_equal_device_counts(devices: Sequence[Any]) -> None:
+    """Raises InputError if hosts have different numbers of devices, since rows are split evenly."""
+    per_host = Counter(host_index(device) for device in devices)
+    if len(set(per_host.values())) > 1:
+        counts = ", ".join(f"host {host}: {count}" for host, count in sorted(per_host.items()))
+        raise InputError(
+            f"mesh.shape: hosts have different numbers of devices ({counts}), but rows are split evenly; give every "
+            "host the same number (on CPU hosts: mesh.cpu_devices)"
+        )
+
+
+def host_index(device: Any) -> int:
+    """Returns the index of a device's host."""
+    return device.process_index if _simulated_slice is None else device.id // _simulated_slice.chips_per_host
+
+
+def simulated_slice() -> TpuSlice | None:
+    """Returns the slice that this process's virtual devices simulate; None for real devices."""
+    return _simulated_slice
+
+
+def device_platform(device: Any) -> str:
+    """Returns `cpu`, `gpu` or `tpu`."""
+    return device.platform if _simulated_slice is None else "tpu"
+
+
+def device_kind(device: Any) -> str:
+    """Returns JAX's name of the device's kind."""
+    return device.device_kind if _simulated_slice is None else _simulated_slice.chip.device_kind
+
+
+def local_devices() -> list[Any]:
+    """Returns the devices of this host; of a simulated slice, those of its first host."""
+    return [device for device in jax.local_devices() if _simulated_slice is None or host_index(device) == 0]

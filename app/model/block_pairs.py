@@ -1,0 +1,87 @@
+"""The pairs of query and key blocks with visible entries, for attention that skips all other blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int32
+
+from app.mesh.axis_rules import shard_map_by_dims
+from app.model.segment_layout import SegmentLayout, Window
+
+UNREACHABLE = 2**30
+"""The distance of keys that are not visible; larger than any window."""
+
+
+class BlockPairs(NamedTuple):
+    """The pairs of query and key blocks with visible entries, as one list for all rows of a device.
+
+    Blocks are numbered along the first row, then along the next. The list has the shape of the rows, so that it is
+    split over devices like them. It is read from the front, and its rest is never read.
+    """
+
+    query_block: Int32[Array, "R pairs"]
+    key_block: Int32[Array, "R pairs"]
+    distance: Int32[Array, "R pairs"]
+    """Positions from the nearest visible key of the pair to its query. Pairs inside the narrowest window come first."""
+
+
+def block_pairs(layout: SegmentLayout, windows: Sequence[Window], size: int) -> BlockPairs:
+    """Returns the pairs of blocks of `size` tokens with a visible entry in a layer with any of these windows.
+
+    T is a multiple of `size`. Relies on the token order of `SegmentLayout`; costs T * T / size.
+    """
+    rows = ("rows", "tokens")
+    widths = [UNREACHABLE if window is None else window for window in windows]
+
+    def find_pairs(*layout: Array) -> tuple[Array, ...]:
+        distance = _block_distances(SegmentLayout(*layout), size)
+        num_rows, num_blocks, _ = distance.shape
+        flat = distance.ravel()
+        # Stable, so that pairs of the same query block stay together.
+        needs = sum((flat >= width).astype(jnp.int32) for width in widths)
+        # A row of n blocks has at most n (n + 1) / 2 causal pairs.
+        order = jnp.argsort(needs, stable=True)[: num_rows * num_blocks * (num_blocks + 1) // 2]
+        row, query_block, key_block = jnp.unravel_index(order, distance.shape)
+        first = row * num_blocks
+        pairs = first + query_block, first + key_block, flat[order]
+        return tuple(x.astype(jnp.int32).reshape(num_rows, -1) for x in pairs)
+
+    return BlockPairs(*shard_map_by_dims(find_pairs, in_dims=(rows,) * 3, out_dims=(rows,) * 3)(*layout))
+
+
+def _block_distances(layout: SegmentLayout, size: int) -> Int32[Array, "R blocks blocks"]:
+    """Returns the smallest distance of a query to a visible key, for each pair of blocks; UNREACHABLE if there is none.
+
+    A run is a prompt or a completion: the tokens of one segment and branch. Runs are numbered along the row, so the
+    keys of a block are in runs `first` to `last`. A query sees its own run and that of its prompt.
+    """
+    segment_ids, branch_ids, positions = layout
+    num_rows, num_tokens = segment_ids.shape
+    at = jnp.arange(num_tokens, dtype=jnp.int32)
+    starts_segment = jnp.diff(segment_ids, axis=1, prepend=-1) != 0
+    starts_run = starts_segment | (jnp.diff(branch_ids, axis=1, prepend=-1) != 0)
+    run = jnp.cumsum(starts_run, axis=1, dtype=jnp.int32)
+    prompt_run = jax.lax.cummax(jnp.where(starts_segment, run, 0), axis=1)
+    run_start = jax.lax.cummax(jnp.where(starts_run, at, 0), axis=1)
+
+    first, last = run[:, None, ::size], run[:, None, size - 1 :: size]
+    end = at[size - 1 :: size]
+    distance_to_run = at[:, None] - end
+    sees_own_run = last == run[:, :, None]
+    # The prompt continues to the block's end, or it ends right before the first position of the query's run.
+    continues = last == prompt_run[:, :, None]
+    to_prompt = jnp.where(
+        continues, positions[:, :, None] - positions[:, None, size - 1 :: size], (at - run_start + 1)[:, :, None]
+    )
+    sees_prompt = (first <= prompt_run[:, :, None]) & (prompt_run[:, :, None] <= last)
+    distance = jnp.where(sees_own_run, distance_to_run, jnp.where(sees_prompt, to_prompt, UNREACHABLE))
+    block = at // size
+    blocks = at[::size] // size
+    distance = jnp.where(block[:, None] == blocks, 0, distance)
+    seen = (segment_ids != 0)[:, :, None] & (blocks <= block[:, None])
+    distance = jnp.where(seen, distance, UNREACHABLE)
+    return distance.reshape(num_rows, -1, size, num_tokens // size).min(axis=2)
