@@ -13,9 +13,10 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from app.checkpoint.checkpoints import Checkpoints, TrainProgress
+from app.checkpoint.checkpoints import Checkpoints
 from app.checkpoint.network_states import NetworkStates
 from app.checkpoint.retention import LatestAndBestPolicy
+from app.checkpoint.train_progress import TrainProgress
 from app.update.optimizer import TrainState
 from tests.free_address import free_address
 from tests.program import DEADLINE_S, REPOSITORY

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import orbax.checkpoint as ocp
 from typer.testing import CliRunner, Result
 
 import cli
+from app.checkpoint.train_progress import ProgressRecord
 from app.records.jsonl import read_jsonl
 from app.records.run_directory import RunDirectory
 
@@ -169,7 +171,8 @@ def newest_checkpoint(run: Path) -> int:
 
 
 def progress_of(run: Path, step: int) -> dict[str, Any]:
-    return json.loads((run / "checkpoints" / str(step) / "progress" / "metadata").read_text())
+    record = ProgressRecord.read(run / "checkpoints" / str(step))
+    return {**asdict(record.progress), "checksums": record.checksums}
 
 
 def digest_of(folder: Path) -> dict[str, str]:

@@ -8,10 +8,10 @@ import logging
 import os
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from jaxtyping import Array, UInt32
 
 from app.checkpoint.network_states import NetworkStates
 from app.checkpoint.retention import BestCheckpoint, LatestAndBestPolicy
+from app.checkpoint.train_progress import OtherVersionError, ProgressRecord, TrainProgress, progress_path
 from app.distributed.collectives import gather_over_hosts, max_over_hosts
 from app.mesh.placement import abstract_arrays
 from app.records.atomic_write import write_atomic
@@ -30,14 +31,10 @@ from settings.errors import InputError
 
 log = logging.getLogger(__name__)
 
+Content = TypeVar("Content")
+
 BEST_LINK = "best"
 """Name of the relative link to the best checkpoint, in the folder of checkpoints."""
-
-CHECKSUMS = "checksums"
-"""Key in the record of the progress: path of an array -> its checksum."""
-
-OLDER_VERSION_ERROR = "was written by an older version; finish that run with that version, or start another run.name"
-"""End of the error for a checkpoint without a checksum of each array, or with a state of another form."""
 
 MIN_SLICE_BYTES = 64 << 20
 """Smallest array that the devices of its replicas write in slices; adapters are smaller."""
@@ -55,36 +52,6 @@ NON_DAMAGE_PREFIXES = (
     "PERMISSION_DENIED", "UNAUTHENTICATED", "INTERNAL", "UNIMPLEMENTED",
 )  # fmt: skip
 """Prefixes of TensorStore errors that do not mean damaged files; it raises ValueError for these, too."""
-
-
-@dataclass(frozen=True)
-class TrainProgress:
-    """The position of a run, apart from its weights. All randomness follows from the run's seed and these fields."""
-
-    step: int
-    """Number of completed training steps; the next step samples with this policy version."""
-    position: int
-    """Number of prompts taken from the data order so far, over all hosts and epochs."""
-    fingerprints: Mapping[str, str]
-    """Fingerprints of what the run was started with: model, tokenizer and data."""
-    wandb_id: str | None = None
-    kl_coef: float | None = None
-    """Weight of the KL in the next step's rewards, if it is adapted; None in older checkpoints."""
-    lengths: Mapping[str, float] | None = None
-    """Prompt -> mean length of its latest samples, by which its next samples are scheduled."""
-    evaluation: Mapping[str, float | None] | None = None
-    """Metrics under `eval/` of this step; None if it was not evaluated."""
-    unevaluated: Mapping[str, Any] | None = None
-    """The step's other metrics, if its evaluation was interrupted and has to be repeated."""
-
-    def after_step(self, step: int, *, num_prompts: int, **changed: Any) -> TrainProgress:
-        """Returns the progress after a step that took `num_prompts` prompts, before its evaluation."""
-        return replace(self, step=step, position=self.position + num_prompts, evaluation=None, **changed)
-
-    def with_evaluation(self, metrics: Mapping[str, float | None]) -> TrainProgress:
-        """Returns the progress after an evaluation of the step with these metrics."""
-        evaluation = {name: value for name, value in metrics.items() if name.startswith("eval/")}
-        return replace(self, evaluation=evaluation or None, unevaluated=None)
 
 
 class Checkpoints:
@@ -117,7 +84,7 @@ class Checkpoints:
         self._manager.wait_until_finished()
         # The checkpoint that the link names must not be deleted from now on.
         self.update_best_link()
-        record = {**asdict(progress), CHECKSUMS: fetch_checksums(self._checksums(state))}
+        record = ProgressRecord(progress, fetch_checksums(self._checksums(state))).to_json()
         self._policy.record_evaluation(progress.step, progress.evaluation)
         self._manager.save(
             progress.step,
@@ -132,9 +99,9 @@ class Checkpoints:
         """Replaces the progress of a step that is on disk. All hosts must call it together."""
         self._policy.record_evaluation(progress.step, progress.evaluation)
         if jax.process_index() == 0:
-            path = self._directory / str(progress.step) / "progress" / "metadata"
-            record = json.loads(path.read_text()) | asdict(progress)
-            write_atomic(path, json.dumps(record).encode())
+            folder = self._directory / str(progress.step)
+            record = replace(ProgressRecord.read(folder), progress=progress)
+            write_atomic(progress_path(folder), json.dumps(record.to_json()).encode())
         self.update_best_link()
 
     def is_best(self, progress: TrainProgress) -> bool:
@@ -157,19 +124,23 @@ class Checkpoints:
                 version wrote them, or none of them can be read. Nothing has been renamed then.
         """
         steps = self._common_steps()
-        records = {step: self._read_item(step, progress=ocp.args.JsonRestore()) for step in steps}
-        sound = {step: record for step, record in records.items() if record is not None}
-        for step, record in sound.items():
-            if is_of_older_version(record):
-                raise InputError(f"--resume: {self._directory / str(step)} {OLDER_VERSION_ERROR}")
-            check_fingerprints(record["fingerprints"], fingerprints)
-            self._policy.record_evaluation(step, record.get("evaluation"))
+        sound: dict[int, ProgressRecord] = {}
+        for step in steps:
+            folder = self._directory / str(step)
+            try:
+                record = self._read_on_all_hosts(step, functools.partial(ProgressRecord.read, folder))
+            except OtherVersionError as error:
+                raise InputError(f"--resume: {folder} {error}") from error
+            if record is not None:
+                sound[step] = record
+                check_fingerprints(record.progress.fingerprints, fingerprints)
+                self._policy.record_evaluation(step, record.progress.evaluation)
         while sound:
             state = self._restore_newest_and_best(sound)
             if state:
                 self._move_damaged_aside([step for step in steps if step not in sound])
                 self.update_best_link()
-                return state, progress_from_record(sound[max(sound)])
+                return state, sound[max(sound)].progress
         if steps:
             raise InputError(
                 f"--resume: none of the checkpoints of steps {steps} in {self._directory} can be read. "
@@ -177,15 +148,15 @@ class Checkpoints:
             )
         return None
 
-    def _restore_newest_and_best(self, sound: dict[int, Any]) -> NetworkStates | None:
+    def _restore_newest_and_best(self, sound: dict[int, ProgressRecord]) -> NetworkStates | None:
         """Returns the newest state if the best one is readable, too; else removes the unreadable one from `sound`."""
         newest, best = max(sound), self._policy.best_step(sound)
         state = None
         # The newest comes last: two states at once may exceed the devices' memory.
         for step in (newest,) if best in (None, newest) else (best, newest):
             state = None
-            state = self._read_item(step, state=ocp.args.StandardRestore(self._target))
-            if state is not None and fetch_checksums(self._checksums(state)) != sound[step][CHECKSUMS]:
+            state = self._read_on_all_hosts(step, functools.partial(self._read_state, self._directory / str(step)))
+            if state is not None and fetch_checksums(self._checksums(state)) != sound[step].checksums:
                 _warn_damaged(step, CHECKSUM_MISMATCH)
                 state = None
             if state is None:
@@ -214,12 +185,16 @@ class Checkpoints:
             )
         return steps
 
-    def _read_item(self, step: int, **item: Any) -> Any:
-        """Reads one item of a checkpoint; returns None on all hosts, with a warning, if it is damaged on any host."""
-        value, reason = read_item(self._reader, self._directory / str(step), **item)
-        if value is None:
+    def _read_state(self, folder: Path) -> NetworkStates:
+        args = ocp.args.Composite(state=ocp.args.StandardRestore(self._target))
+        return self._reader.restore(folder, args=args)["state"]
+
+    def _read_on_all_hosts(self, step: int, read: Callable[[], Content]) -> Content | None:
+        """Reads a part of a checkpoint; returns None on all hosts, with a warning, if it is damaged on any host."""
+        content, reason = read_on_all_hosts(read)
+        if content is None:
             _warn_damaged(step, reason)
-        return value
+        return content
 
     def _move_damaged_aside(self, steps: Sequence[int]) -> None:
         """Renames damaged checkpoints: Orbax only saves steps after the newest one that it finds."""
@@ -278,27 +253,17 @@ def open_reader(handler: ocp.CompositeCheckpointHandler) -> ocp.Checkpointer:
     return ocp.Checkpointer(handler, multiprocessing_options=alone)
 
 
-def read_item(reader: ocp.Checkpointer, folder: Path, **item: Any) -> tuple[Any, str]:
-    """Returns one item of a checkpoint and ""; or None and a reason, on all hosts, if it is damaged on any host."""
-    value, reason = None, "another host cannot read it"
+def read_on_all_hosts(read: Callable[[], Content]) -> tuple[Content | None, str]:
+    """Returns what `read` returns and ""; or None and a reason, on all hosts, if files are damaged on any host."""
+    content, reason = None, "another host cannot read it"
     try:
-        value = reader.restore(folder, args=ocp.args.Composite(**item))[next(iter(item))]
+        content = read()
     except Exception as error:
         if not is_damage(error):
             raise
         _silence_abandoned_reads()
-        reason = " ".join(str(error).split())[:MAX_REASON_CHARS]
-    return (None, reason) if max_over_hosts(np.asarray(value is None)) else (value, "")
-
-
-def progress_from_record(record: Mapping[str, Any]) -> TrainProgress:
-    """Returns the progress from a checkpoint's record, which also holds the checksums."""
-    return TrainProgress(**{name: value for name, value in record.items() if name != CHECKSUMS})
-
-
-def is_of_older_version(record: Mapping[str, Any]) -> bool:
-    """Returns whether a checkpoint has no checksum of each array, or keeps the policy's arrays at the top level."""
-    return not any(name.startswith("policy/") for name in record.get(CHECKSUMS, ()))
+        reason = " ".join(str(error).split())[:MAX_REASON_CHARS] or type(error).__name__
+    return (None, reason) if max_over_hosts(np.asarray(content is None)) else (content, "")
 
 
 def checksums(state: Any) -> dict[str, UInt32[Array, ""]]:
@@ -329,9 +294,10 @@ def is_damage(error: Exception) -> bool:
 
     A good checkpoint that is mistaken for a damaged one is renamed, and its steps are trained again.
     """
-    # Orbax wraps any error while it reads an array, out of memory too, in a bare Exception.
+    # Orbax asserts that its metadata fit the arrays, and wraps any error while it reads one, out of memory too, in a
+    # bare Exception.
     cause = error.__cause__ if type(error) is Exception else error
-    return isinstance(cause, (ValueError, KeyError, FileNotFoundError)) and not str(cause).startswith(
+    return isinstance(cause, (ValueError, KeyError, FileNotFoundError, AssertionError)) and not str(cause).startswith(
         NON_DAMAGE_PREFIXES
     )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass
@@ -15,19 +14,15 @@ import orbax.checkpoint as ocp
 from app.checkpoint.checkpoints import (
     BEST_LINK,
     CHECKSUM_MISMATCH,
-    CHECKSUMS,
-    OLDER_VERSION_ERROR,
-    TrainProgress,
     array_path,
     checksum,
     checksums,
     fetch_checksums,
-    is_of_older_version,
     open_reader,
-    progress_from_record,
-    read_item,
+    read_on_all_hosts,
 )
 from app.checkpoint.network_states import NetworkStates
+from app.checkpoint.train_progress import OtherVersionError, ProgressRecord, TrainProgress
 from app.mesh.placement import abstract_arrays
 from app.model.decoder import Params
 from app.records.run_directory import RunDirectory
@@ -46,9 +41,7 @@ class PolicyCheckpoint:
 
     path: Path
     """`<run>/checkpoints/<step>`."""
-    progress: TrainProgress
-    checksums: Mapping[str, int]
-    """Checksums of all arrays of the checkpoint, by path."""
+    record: ProgressRecord
 
     @classmethod
     def open(cls, path: Path) -> PolicyCheckpoint:
@@ -58,24 +51,28 @@ class PolicyCheckpoint:
             InputError: there is none, or it cannot be read.
         """
         folder = _find_checkpoint(path)
-        record_file = folder / "progress" / "metadata"
         try:
-            record = json.loads(record_file.read_text(encoding="utf-8"))
-            if is_of_older_version(record) and {"step", "fingerprints"} <= record.keys():
-                raise InputError(f"{OPTION}: {folder} {OLDER_VERSION_ERROR}")
-            sums = {name: int(value) for name, value in record[CHECKSUMS].items()}
-            return cls(folder, progress_from_record(record), sums)
-        except InputError:
-            raise
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            return cls(folder, ProgressRecord.read(folder))
+        except OtherVersionError as error:
+            raise InputError(f"{OPTION}: {folder} {error}") from error
+        except (OSError, ValueError) as error:
             raise InputError(
-                f"{OPTION}: {folder} is damaged or not a checkpoint of this program ({type(error).__name__}: {error}); "
+                f"{OPTION}: {folder} is damaged or not a checkpoint of this program ({error}); "
                 f"choose another one of {folder.parent}"
             ) from error
 
     @property
+    def progress(self) -> TrainProgress:
+        return self.record.progress
+
+    @property
     def step(self) -> int:
         return self.progress.step
+
+    @property
+    def checksums(self) -> Mapping[str, int]:
+        """Checksums of all arrays of the checkpoint, by path."""
+        return self.record.checksums
 
     @property
     def run(self) -> RunDirectory:
@@ -144,7 +141,9 @@ class PolicyCheckpoint:
         )
         handler = ocp.CompositeCheckpointHandler(state=ocp.PyTreeCheckpointHandler())
         with closing(open_reader(handler)) as reader:
-            state, reason = read_item(reader, self.path, state=args)
+            state, reason = read_on_all_hosts(
+                lambda: reader.restore(self.path, args=ocp.args.Composite(state=args))["state"]
+            )
         # Either every host has read it or none.
         if state is not None:
             # One program per array: a single one would hold a copy of every array at once, as integers.

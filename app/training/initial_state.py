@@ -7,9 +7,10 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
-from app.checkpoint.checkpoints import Checkpoints, TrainProgress
+from app.checkpoint.checkpoints import Checkpoints
 from app.checkpoint.network_states import RunState
 from app.checkpoint.retention import LatestAndBestPolicy
+from app.checkpoint.train_progress import TrainProgress
 from app.mesh.placement import to_host_memory
 from app.model.decoder import Params
 from app.runtime.pinned_revisions import record_commits

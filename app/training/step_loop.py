@@ -9,9 +9,10 @@ from typing import Any
 
 import jax
 
-from app.checkpoint.checkpoints import Checkpoints, TrainProgress
+from app.checkpoint.checkpoints import Checkpoints
 from app.checkpoint.network_states import RunState
 from app.checkpoint.retention import SaveClock
+from app.checkpoint.train_progress import TrainProgress
 from app.distributed.preemption import PreemptionHandler
 from app.distributed.stop_check import StoppedError
 from app.distributed.watchdog import Watchdog

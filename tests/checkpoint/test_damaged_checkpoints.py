@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import random
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -13,8 +14,9 @@ from pathlib import Path
 import jax
 import pytest
 
-from app.checkpoint.checkpoints import CHECKSUMS, Checkpoints, check_fingerprints, is_damage
+from app.checkpoint.checkpoints import Checkpoints, check_fingerprints, is_damage
 from app.checkpoint.saved_policy import PolicyCheckpoint
+from app.checkpoint.train_progress import ProgressRecord, progress_path
 from settings import InputError
 from tests.checkpoints import (
     FINGERPRINTS,
@@ -85,6 +87,22 @@ def remove_arrays(folder: Path) -> None:
     shutil.rmtree(folder / "state" / "ocdbt.process_0")
 
 
+def flip_a_bit_of_the_step(folder: Path) -> None:
+    """Step 4 becomes step 5, in a record that is still valid JSON."""
+    path = progress_path(folder)
+    path.write_text(path.read_text().replace(r"\"step\": 4", r"\"step\": 5"))
+
+
+def copy_the_step_before(folder: Path) -> None:
+    shutil.rmtree(folder)
+    shutil.copytree(folder.with_name("2"), folder)
+
+
+def copy_the_arrays_of_the_step_before(folder: Path) -> None:
+    shutil.rmtree(folder / "state")
+    shutil.copytree(folder.with_name("2") / "state", folder / "state")
+
+
 def remove_progress(folder: Path) -> None:
     shutil.rmtree(folder / "progress")
 
@@ -93,7 +111,10 @@ def halve_progress(folder: Path) -> None:
     os.truncate(folder / "progress" / "metadata", 20)
 
 
-DAMAGES = [truncate_arrays, flip_a_bit, empty_manifest, remove_arrays, remove_progress, halve_progress]
+DAMAGES = [
+    *(truncate_arrays, flip_a_bit, empty_manifest, remove_arrays, remove_progress, halve_progress),
+    *(flip_a_bit_of_the_step, copy_the_step_before, copy_the_arrays_of_the_step_before),
+]
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
@@ -113,6 +134,34 @@ def test_a_damaged_one_gives_way_to_the_one_before(
     assert warning.startswith("checkpoint of step 4 is damaged (")
     assert len(warning) < 300
     assert "Traceback" not in capfd.readouterr().err
+
+
+def test_every_flipped_bit_of_the_progress_record_is_found(folder: Path) -> None:
+    path = progress_path(folder / "4")
+    content = path.read_bytes()
+    for place in range(8 * len(content)):
+        flipped = bytearray(content)
+        flipped[place // 8] ^= 1 << place % 8
+        path.write_bytes(flipped)
+        with pytest.raises(ValueError):
+            ProgressRecord.read(folder / "4")
+
+
+@pytest.mark.slow
+def test_a_flipped_bit_of_any_file_gives_the_state_as_saved_or_the_one_before(saved: Path, tmp_path: Path) -> None:
+    rng, steps = random.Random(0), []
+    for number in range(60):
+        folder = Path(shutil.copytree(saved, tmp_path / str(number)))
+        path = rng.choice(sorted(path for path in (folder / "4").rglob("*") if path.is_file()))
+        content = bytearray(path.read_bytes())
+        content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+        path.write_bytes(content)
+        checkpoints = opened(folder)
+        state, where = restored(checkpoints)
+        assert_same(state, make_state(where.step))
+        steps.append(where.step)
+        checkpoints.close()
+    assert {*steps} == {2, 4}
 
 
 def test_the_step_of_a_damaged_one_can_be_saved_again(folder: Path, checkpoints: Checkpoints) -> None:
@@ -234,10 +283,8 @@ def test_an_unfinished_save_is_no_checkpoint_and_is_cleared_away(folder: Path) -
 
 def test_one_of_an_older_version_is_named_as_such_and_stays(folder: Path, checkpoints: Checkpoints) -> None:
     for step in ("2", "4"):
-        path = folder / step / "progress" / "metadata"
-        record = json.loads(path.read_text())
-        del record[CHECKSUMS]
-        path.write_text(json.dumps({**record, "checksum": 1}))
+        path = progress_path(folder / step)
+        path.write_text(json.loads(path.read_text())["record"])
     older = "was written by an older version; finish that run with that version, or start another run.name"
     with pytest.raises(InputError, match=f"^--resume: {re.escape(str(folder))}/4 {re.escape(older)}$"):
         checkpoints.restore(FINGERPRINTS)

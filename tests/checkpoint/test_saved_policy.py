@@ -13,9 +13,10 @@ import jax
 import numpy as np
 import pytest
 
-from app.checkpoint.checkpoints import Checkpoints, TrainProgress
+from app.checkpoint.checkpoints import Checkpoints
 from app.checkpoint.retention import LatestAndBestPolicy
 from app.checkpoint.saved_policy import PolicyCheckpoint
+from app.checkpoint.train_progress import TrainProgress
 from app.runtime.model_spec import ModelSpec, read_model_spec
 from settings import InputError, Settings
 from tests.checkpoints import SHAPES, make_state, shardings

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from app.checkpoint.train_progress import ProgressRecord
 from app.records.jsonl import read_jsonl
 from app.records.run_directory import RunDirectory
 from app.records.sample import Prompt, Sample
@@ -135,8 +136,8 @@ def test_wandb_offline_needs_no_key_and_no_secret_reaches_a_file(config: Path) -
     assert CANARY not in stdout + stderr
     for path in config.parent.rglob("*"):
         assert not path.is_file() or CANARY.encode() not in path.read_bytes(), path
-    progress = json.loads((run / "checkpoints" / "1" / "progress" / "metadata").read_text())
-    assert progress["wandb_id"] in offline.name
+    wandb_id = ProgressRecord.read(run / "checkpoints" / "1").progress.wandb_id
+    assert wandb_id is not None and wandb_id in offline.name
 
 
 @pytest.mark.parametrize("overrides", [[], ["logging.wandb_project=tests", "logging.wandb_mode=disabled"]])

@@ -10,10 +10,10 @@ import jax
 import numpy as np
 import pytest
 
-from app.checkpoint.checkpoints import TrainProgress
 from app.checkpoint.network_states import RunState
 from app.checkpoint.policy_weights import load_policy_params
 from app.checkpoint.saved_policy import PolicyCheckpoint
+from app.checkpoint.train_progress import TrainProgress
 from app.model.decoder import flatten_by_path
 from app.model.lora import LORA_A, LORA_B, merge_adapters
 from app.records.sample import Sample

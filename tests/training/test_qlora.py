@@ -12,10 +12,10 @@ import jax
 import numpy as np
 import pytest
 
-from app.checkpoint.checkpoints import TrainProgress
 from app.checkpoint.network_states import RunState
 from app.checkpoint.policy_weights import load_policy_params
 from app.checkpoint.saved_policy import PolicyCheckpoint
+from app.checkpoint.train_progress import TrainProgress
 from app.evaluation.standalone import read_evaluation_input
 from app.model import quantization
 from app.model.decoder import DecoderDefinition

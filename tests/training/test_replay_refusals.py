@@ -6,12 +6,14 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
 import pytest
 
+from app.checkpoint.train_progress import ProgressRecord, progress_path
 from settings.errors import InputError
 from tests.program import digest_of, here, records_of
 from tests.replays import assert_refused, looked, replay, rewrite, step_file, train_on, write
@@ -164,9 +166,10 @@ def test_a_critic_of_another_model_than_the_checkpoint_s_is_refused(
     source: Path, loose: Path, finished: Path, tmp_path: Path
 ) -> None:
     start = Path(shutil.copytree(finished / "checkpoints" / "2", tmp_path / "other" / "checkpoints" / "2"))
-    metadata = start / "progress" / "metadata"
-    saved = json.loads(metadata.read_text())
-    metadata.write_text(json.dumps(saved | {"fingerprints": saved["fingerprints"] | {"the critic": "another"}}))
+    saved = ProgressRecord.read(start)
+    fingerprints = {**saved.progress.fingerprints, "the critic": "another"}
+    changed = replace(saved, progress=replace(saved.progress, fingerprints=fingerprints))
+    progress_path(start).write_text(json.dumps(changed.to_json()))
     with pytest.raises(InputError, match=r"--checkpoint: .* holds a critic that was trained from another model"):
         looked(source, "algorithm.estimator=gae", at=loose, checkpoint=start)
     assert looked(source, at=loose, checkpoint=start).initial_checkpoint is not None
