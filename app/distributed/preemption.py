@@ -1,10 +1,12 @@
-"""Preemption: a first Ctrl-C or SIGTERM on any host stops all with a checkpoint, a second one stops at once."""
+"""Preemption: the first Ctrl-C, SIGTERM or SIGHUP on any host stops all with a checkpoint, a second stops at once."""
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
+import termios
 import threading
 import time
 from collections.abc import Iterator
@@ -18,14 +20,17 @@ from app.distributed.collectives import gather_over_hosts, max_over_hosts
 from app.distributed.status_board import StatusBoard
 from app.distributed.stop_check import StoppedError
 
-EXIT_CODES = {signal.SIGTERM: 75, signal.SIGINT: 130}
-"""Signal -> exit code after the checkpoint is saved."""
+EXIT_CODES = {signal.SIGTERM: 75, signal.SIGHUP: 75, signal.SIGINT: 130}
+"""Signal -> exit code after the checkpoint is saved. SIGHUP says that the terminal or the connection is gone."""
 
 STOP_TOPIC = "stop"
 """Topic of a host that has received a signal."""
 
 DUPLICATE_SIGNAL_S = 1.0
 """Signals within this time count as one: a supervisor signals the process and its process group."""
+
+NOHUP = (signal.SIGHUP, signal.SIG_IGN)
+"""A signal and its handler in a process that was started by `nohup`."""
 
 EXIT_SENTINEL = 0
 """Not a signal's number: it ends the thread that watches."""
@@ -63,7 +68,9 @@ class PreemptionHandler:
         os.set_blocking(self._writing, False)  # set_wakeup_fd demands it
         self._thread = threading.Thread(target=self._watch, args=(reading,), name="interrupts", daemon=True)
         self._thread.start()
-        self._handlers_before = {number: signal.signal(number, _no_op_handler) for number in EXIT_CODES}
+        # `nohup` has the process ignore SIGHUP, which then goes on without its terminal.
+        handled = [number for number in EXIT_CODES if (number, signal.getsignal(number)) != NOHUP]
+        self._handlers_before = {number: signal.signal(number, _no_op_handler) for number in handled}
         self._descriptor_before = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
         return self
 
@@ -107,12 +114,25 @@ class PreemptionHandler:
         self.exit_code = EXIT_CODES[signal.Signals(number)]
         # Only now: a host that reads this topic gathers the exit codes of all hosts.
         self._status_board.post(STOP_TOPIC, signal.Signals(number).name)
+        if number == signal.SIGHUP:
+            _redirect_lost_terminal()
         reply = FINISHING_MESSAGE if self.all_steps_done else STOPPING_MESSAGE
         print(f"\n{reply}; a second signal stops at once", file=sys.stderr, flush=True)
 
 
 def _no_op_handler(number: int, frame: FrameType | None) -> None:
     """Does nothing; only a signal that has a handler reaches the thread."""
+
+
+def _redirect_lost_terminal() -> None:
+    """Sends output to a terminal that is gone to /dev/null: writing it would raise before the checkpoint is saved."""
+    for descriptor in (1, 2):
+        try:
+            termios.tcgetattr(descriptor)
+        except termios.error as error:
+            if error.args[0] == errno.EIO:
+                with open(os.devnull, "wb") as nowhere:
+                    os.dup2(nowhere.fileno(), descriptor)
 
 
 @contextmanager

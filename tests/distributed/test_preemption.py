@@ -1,10 +1,11 @@
-"""Tests of Ctrl-C and SIGTERM."""
+"""Tests of Ctrl-C, SIGTERM and a lost terminal."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -23,7 +24,9 @@ from app.tracking.run_reporter import RunReporter
 from tests.program import (
     DEADLINE_S,
     REPOSITORY,
+    THE_PROGRAM,
     assert_same_run,
+    compilation_cache,
     metrics_of,
     newest_checkpoint,
     settings,
@@ -32,12 +35,19 @@ from tests.program import (
     wait_for_step,
 )
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 SAID = (
     "stopping with a checkpoint: a step that still generates is dropped, an update is completed; "
     "a second signal stops at once"
 )
+
+IN_TERMINAL = """\
+import fcntl, os, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+"""
+"""Makes the terminal the one that controls the process, which gets a SIGHUP when it goes away."""
 
 BUSY = """\
 import jax
@@ -84,7 +94,43 @@ def test_sigterm_saves_and_says_run_again(config: Path) -> None:
     assert f"step {last} of 10000" in (run / "report.html").read_text()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_lost_terminal_saves_as_sigterm_does(config: Path) -> None:
+    run = config.parent / "runs" / "tiny"
+    endless = settings("run.steps=10000", "eval.every_steps=0")
+    screen, terminal = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", IN_TERMINAL, *THE_PROGRAM, "train", "--config", str(config), *endless],
+        cwd=REPOSITORY,
+        env={**os.environ, **compilation_cache()},
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+        start_new_session=True,
+    )
+    os.close(terminal)
+    try:
+        while not any(line["step"] >= 1 for line in metrics_of(run)):
+            assert os.read(screen, 1 << 16)
+        os.close(screen)
+        assert process.wait(DEADLINE_S) == 75
+    finally:
+        process.kill()
+        process.wait()
+    assert (run / "checkpoints" / str(metrics_of(run)[-1]["step"])).is_dir()
+
+
+def test_a_run_that_ignores_sighup_goes_on() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with PreemptionHandler(StatusBoard(None, host=0)) as interrupts:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not interrupts.stop_requested()
+            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("number", SIGNALS)
 def test_the_second_signal_stops_at_once_even_inside_a_compiled_program(number: int) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", BUSY],

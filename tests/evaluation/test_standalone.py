@@ -248,7 +248,9 @@ def test_another_evaluation_is_refused_by_what_differs(finished: Path, result: P
     (tmp_path / "after.jsonl.facts.json").rename(tmp_path / "after.jsonl.part")
     assert "eval.temperature was 0.0" in refused(*of_run, *elsewhere)
     (tmp_path / "after.jsonl.part").unlink()
-    assert "no other.jsonl.facts.json beside it" in refused("--checkpoint", finished, "--out", tmp_path / "other.jsonl")
+    assert "other.jsonl exists without other.jsonl.facts.json" in refused(
+        "--checkpoint", finished, "--out", tmp_path / "other.jsonl"
+    )
     (name,) = {path.name for path in tmp_path.iterdir()}
     assert digest_of(tmp_path)[name].split()[1] == before["after.jsonl"].split()[1]
 
