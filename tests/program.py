@@ -71,8 +71,9 @@ def records_of(path: Path) -> list[dict[str, Any]]:
     return [record for _, record in read_jsonl(path)]
 
 
-def train_here(config: Path, *overrides: str, resume: str = "never") -> Result:
-    return here("train", "--config", config, "--resume", resume, *settings(*overrides))
+def train_here(config: Path, *overrides: str, resume: str = "never", allow_changed: Sequence[str] = ()) -> Result:
+    allowed = [word for name in allow_changed for word in ("--allow-changed", name)]
+    return here("train", "--config", config, "--resume", resume, *allowed, *settings(*overrides))
 
 
 @contextmanager

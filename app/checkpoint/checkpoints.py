@@ -8,7 +8,7 @@ import logging
 import os
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -113,11 +113,17 @@ class Checkpoints:
         """The best checkpoint; None if none was evaluated or the policy has no metric."""
         return self._policy.best_checkpoint(self._manager.all_steps())
 
-    def restore(self, fingerprints: Mapping[str, str]) -> tuple[NetworkStates, TrainProgress] | None:
+    def restore(
+        self, fingerprints: Mapping[str, str], *, accepted_changes: Collection[str] = ()
+    ) -> tuple[NetworkStates, TrainProgress] | None:
         """Restores the newest readable checkpoint; returns None if there is no checkpoint.
 
         The best checkpoint is read as well, so that a damaged one cannot stay the best. Damaged checkpoints are named
         in a warning and renamed.
+
+        Args:
+            fingerprints: what the run must have been started with.
+            accepted_changes: names of fingerprints that may differ.
 
         Raises:
             InputError: the run was started with other `fingerprints`, hosts see different checkpoints, an older
@@ -133,9 +139,9 @@ class Checkpoints:
                 raise InputError(f"--resume: {folder} {error}") from error
             if record is not None:
                 sound[step] = record
-                check_fingerprints(record.progress.fingerprints, fingerprints)
                 self._policy.record_evaluation(step, record.progress.evaluation)
         while sound:
+            check_fingerprints(sound[max(sound)].progress.fingerprints, fingerprints, accepted_changes)
             state = self._restore_newest_and_best(sound)
             if state:
                 self._move_damaged_aside([step for step in steps if step not in sound])
@@ -345,9 +351,13 @@ def _silence_abandoned_reads() -> None:
     sys.unraisablehook = report
 
 
-def check_fingerprints(saved: Mapping[str, str], current: Mapping[str, str]) -> None:
-    """Raises InputError with the names of the fingerprints that changed since the checkpoint was written."""
-    changed = [name for name in {**saved, **current} if saved.get(name) != current.get(name)]
+def check_fingerprints(saved: Mapping[str, str], current: Mapping[str, str], accepted: Collection[str] = ()) -> None:
+    """Raises InputError with the names of the fingerprints that changed since the checkpoint was written.
+
+    Args:
+        accepted: names of fingerprints that may change.
+    """
+    changed = [name for name in {**saved, **current} if saved.get(name) != current.get(name) and name not in accepted]
     if changed:
         names = [
             f"{name} ({saved.get(name, 'none')} -> {current.get(name, 'none')})"

@@ -44,6 +44,14 @@ def train(
             metavar="DIR", help="With --from-rollouts: start from a checkpoint of another run, not from step 0."
         ),
     ] = None,
+    allow_changed: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="With --resume: a setting or section that may differ from that of the run so far although it changes "
+            "what the run learns, such as algorithm or optimizer.learning_rate. Can be repeated.",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report of --dry-run as JSON.")] = False,
     debug: Debug = False,
 ) -> None:
@@ -53,6 +61,8 @@ def train(
             raise InputError("--json needs --dry-run; the metrics of a run are in its metrics.jsonl")
         if checkpoint is not None and from_rollouts is None:
             raise InputError("--checkpoint goes with --from-rollouts; a run is continued with --resume")
+        if allow_changed and resume == "never":
+            raise InputError("--allow-changed goes with --resume auto or must; a new run has no earlier settings")
         check = check_for_dry_run if dry_run else check_for_train
         given_config = config
         run_paths = {"--from-rollouts": from_rollouts, "--checkpoint": checkpoint}
@@ -66,12 +76,14 @@ def train(
         if dry_run:
             from app.preflight.dry_run import make_dry_run_report
 
-            report = make_dry_run_report(resolved, resume=resume, replay_request=replay_request)
+            report = make_dry_run_report(
+                resolved, resume=resume, replay_request=replay_request, allow_changed=allow_changed or ()
+            )
             print_result(report, as_json=as_json)
             raise typer.Exit
         from app.training import train
 
-        code = train.train(resolved, resume=resume, replay_request=replay_request)
+        code = train.train(resolved, resume=resume, replay_request=replay_request, allow_changed=allow_changed or ())
     raise typer.Exit(code)
 
 

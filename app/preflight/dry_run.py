@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -188,7 +188,11 @@ def _format_generation(sizes: Mapping[str, int]) -> str:
 
 
 def make_dry_run_report(
-    resolved: Resolved, *, resume: Resume, replay_request: ReplayRequest | None = None
+    resolved: Resolved,
+    *,
+    resume: Resume,
+    replay_request: ReplayRequest | None = None,
+    allow_changed: Sequence[str] = (),
 ) -> DryRunReport | None:
     """Returns the sizes of a run, from shapes and file headers; None on all hosts but the first.
 
@@ -197,7 +201,7 @@ def make_dry_run_report(
     Raises:
         InputError: the run could not start. The checkpoint of a resumed run is not opened.
     """
-    with prepare_run(resolved, resume=resume, replay_request=replay_request) as launch:
+    with prepare_run(resolved, resume=resume, replay_request=replay_request, allow_changed=allow_changed) as launch:
         learning, inputs = launch.make_learner_group(), launch.inputs
         settings, session, reward_model = launch.resolved.settings, launch.session, inputs.reward_model
         generates = inputs.replay is None

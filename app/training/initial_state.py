@@ -13,10 +13,12 @@ from app.checkpoint.retention import LatestAndBestPolicy
 from app.checkpoint.train_progress import TrainProgress
 from app.mesh.placement import to_host_memory
 from app.model.decoder import Params
+from app.records.run_settings import settings_fields
 from app.runtime.pinned_revisions import record_commits
 from app.runtime.reward_model import RewardModel
 from app.runtime.session import Session
 from app.tracking.run_log import NullRunLog, RunLog
+from app.training.inputs import PROMPTS_PER_STEP, changeable_fingerprints
 from app.training.learner import LearnerGroup
 from app.training.setup import RunSetup
 from app.update.optimizer import TrainState
@@ -41,16 +43,17 @@ def restore_or_initialize(
     # Loaded now: the first step's time and compilations would include it otherwise.
     _ = session.frozen_params
     per_step = settings.rollout.prompts_per_step * jax.process_count()
-    fingerprints = {**setup.inputs.fingerprints, "rollout.prompts_per_step over all hosts": str(per_step)}
+    fingerprints = {**setup.inputs.fingerprints, PROMPTS_PER_STEP: str(per_step)}
 
     def kl_coef(saved: TrainProgress) -> float:
         if settings.algorithm.kl_target is None or saved.kl_coef is None:
             return settings.algorithm.beta
         return saved.kl_coef
 
-    restored = checkpoints.restore(fingerprints)
+    restored = checkpoints.restore(fingerprints, accepted_changes=changeable_fingerprints(setup.allow_changed))
     if restored is not None:
         saved_networks, progress = restored
+        progress = replace(progress, fingerprints=fingerprints)
         if session.workers is not None:
             session.workers.length_history = progress.lengths or {}
         return RunState.from_networks(saved_networks, kl_coef=kl_coef(progress)), progress
@@ -80,6 +83,7 @@ def open_run_log(setup: RunSetup, progress: TrainProgress, *, resumed: bool) -> 
     last_step = progress.step - is_to_come if resumed else None
     replay = setup.inputs.replay
     session = ({} if resumed else {"after_step": progress.step}) | (replay.session_fields if replay else {})
+    session |= settings_fields(setup.resolved)
     return RunLog(setup.run, setup.resolved, last_step=last_step, wandb_id=progress.wandb_id, session_fields=session)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -26,6 +26,11 @@ from app.runtime.model_spec import CriticSpec, ModelSpec
 from app.runtime.reward_model import RewardModelSpec
 from app.training.replay import Replay, ReplayRequest, read_replay
 from settings import Settings
+from settings.checks.resumed_settings import is_in
+
+DATA, REWARD_MODEL, PROMPTS_PER_STEP = "data", "the reward model", "rollout.prompts_per_step over all hosts"
+PROMPT_ORDER = "the order of prompts (run.seed, data.shuffle, data.max_prompt_length, data.overlong_prompts)"
+"""Names of fingerprints."""
 
 
 @dataclass(frozen=True)
@@ -121,8 +126,21 @@ def input_fingerprints(
     if critic is not None:
         fingerprints["the critic"] = critic.files.fingerprint
     if reward_model is not None:
-        fingerprints["the reward model"] = reward_model.files.fingerprint
+        fingerprints[REWARD_MODEL] = reward_model.files.fingerprint
     return fingerprints
+
+
+def changeable_fingerprints(allowed: Collection[str]) -> set[str]:
+    """Returns the fingerprints that may change in a resumed run if these settings and sections may.
+
+    That of a model is not among them: its arrays are those of the checkpoint.
+    """
+    sections = {name.partition(".")[0] for name in allowed}
+    changeable = {DATA, PROMPT_ORDER} if "data" in sections else set[str]()
+    # The seed also draws the problems of builtin:arithmetic.
+    changeable |= {DATA, PROMPT_ORDER} if is_in("run.seed", allowed) else set()
+    changeable |= {PROMPTS_PER_STEP} if is_in("rollout.prompts_per_step", allowed) else set()
+    return changeable | ({REWARD_MODEL} if "reward" in sections else set())
 
 
 class PromptSource(NamedTuple):
@@ -142,8 +160,8 @@ def _prompts_from_dataset(settings: Settings, tokenizer: ChatTokenizer) -> Promp
 def dataset_fingerprints(settings: Settings, dataset: Dataset) -> dict[str, str]:
     """Returns the fingerprints of a data set and of the order of its prompts."""
     return {
-        "data": dataset.fingerprint,
-        "the order of prompts (run.seed, data.shuffle, data.max_prompt_length, data.overlong_prompts)": (
+        DATA: dataset.fingerprint,
+        PROMPT_ORDER: (
             f"{settings.run.seed}, {settings.data.shuffle}, {settings.data.max_prompt_length}, "
             f"{settings.data.overlong_prompts}"
         ),

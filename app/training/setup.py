@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 
@@ -23,6 +23,7 @@ from app.mesh import jax_startup
 from app.mesh.device_mesh import num_hosts
 from app.mesh.placement import num_row_shards
 from app.records.run_directory import Resume, RunDirectory, check_run_directory
+from app.records.run_settings import read_settings
 from app.reward.reward_functions import RewardFunctions
 from app.runtime.advantages import with_saved_advantages
 from app.runtime.batch_checks import check_fixed_micro_batches, check_host_offload
@@ -37,6 +38,8 @@ from app.training.learner import LearnerGroup, make_learner_group
 from app.training.replay import ReplayRequest, find_model_run
 from app.training.weight_gather_notes import weight_gather_notes
 from settings import Resolved, Settings
+from settings.checks.resumed_settings import SettingChange, changed_settings, check_allowed
+from settings.loading.printing import from_yaml
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,8 @@ class RunSetup:
     watchdog: Watchdog
     notes: tuple[str, ...]
     """Text for users about mesh and adapters."""
+    allow_changed: Sequence[str] = ()
+    """Settings and sections that a resumed run may change although they change what it learns."""
 
     def make_learner_group(self) -> LearnerGroup:
         """Builds advantages and updates; in a replay they may use the samples' saved advantages."""
@@ -75,12 +80,17 @@ class RunSetup:
 
 @contextmanager
 def prepare_run(
-    resolved: Resolved, *, resume: Resume, replay_request: ReplayRequest | None = None
+    resolved: Resolved,
+    *,
+    resume: Resume,
+    replay_request: ReplayRequest | None = None,
+    allow_changed: Sequence[str] = (),
 ) -> Iterator[RunSetup]:
     """Joins the other hosts, then checks run directory, model, tokenizer, data, reward functions and mesh.
 
     Args:
         replay_request: files of samples to learn from.
+        allow_changed: settings and sections that a resumed run may change although they change what it learns.
 
     Raises:
         InputError: one of them cannot be used, on this host or another, or hosts have different inputs.
@@ -90,7 +100,9 @@ def prepare_run(
         jax_startup.initialize_distributed(settings.mesh)
         bulletin, watchdog = stack.enter_context(open_host_group(settings, run.crash_dir))
         with error_barrier():
-            read = _read_inputs(settings, run, resume, replay_request)
+            check_run_directory(run, resume)
+            changes = _check_changed_settings(resolved, run, allow_changed)
+            read = _read_inputs(settings, run, replay_request)
             rewards = stack.enter_context(read.make_rewards(settings))
             facts = _shared_fingerprints(settings, run, read)
         check_hosts_agree(resolved, facts)
@@ -98,14 +110,24 @@ def prepare_run(
         session = Session.open(settings, read.model, read.critic, generates=_needs_generator(settings, read))
         stack.enter_context(closing(session))
         check_session(settings, session)
-        notes = setup_notes(settings, session)
-        yield RunSetup(resolved, run, read, rewards, session, status_board=bulletin, watchdog=watchdog, notes=notes)
+        notes = (*(f"changed: {change.to_text()}" for change in changes), *setup_notes(settings, session))
+        yield RunSetup(resolved, run, read, rewards, session, bulletin, watchdog, notes, allow_changed)
 
 
-def _read_inputs(
-    settings: Settings, run: RunDirectory, resume: Resume, replay_request: ReplayRequest | None
-) -> TrainingInputs:
-    check_run_directory(run, resume)
+def _check_changed_settings(resolved: Resolved, run: RunDirectory, allowed: Sequence[str]) -> list[SettingChange]:
+    """Returns how the settings of a run that continues differ from those of its last session.
+
+    Raises:
+        InputError: a change that changes what the run learns is not in `allowed`.
+    """
+    if not run.has_checkpoint:
+        return []
+    changes = changed_settings(read_settings(run), from_yaml(resolved.to_yaml().encode(), name="settings"))
+    check_allowed(changes, allowed)
+    return changes
+
+
+def _read_inputs(settings: Settings, run: RunDirectory, replay_request: ReplayRequest | None) -> TrainingInputs:
     # A hub model is at the commit of this run, or of the run that it replays.
     known = None if replay_request is None or run.model_path.is_file() else find_model_run(replay_request)
     return read_training_inputs(pin_revisions(settings, known or run), replay_request)

@@ -48,12 +48,14 @@ def train(
     *,
     resume: Resume,
     replay_request: ReplayRequest | None = None,
+    allow_changed: Sequence[str] = (),
     clock: Callable[[], float] = time.monotonic,
 ) -> int:
     """Trains to `run.steps`, prints a summary and returns the exit code (0, 75 or 130).
 
     Args:
         replay_request: files of samples to learn from; the run ends with them.
+        allow_changed: settings and sections that a resumed run may change although they change what it learns.
         clock: in seconds, decides when `checkpoint.every_minutes` have passed; process 0's counts.
 
     Raises:
@@ -61,7 +63,9 @@ def train(
         RuntimeError: too many non-finite updates in a row, or rewards that training cannot continue with.
     """
     with ExitStack() as stack:
-        setup = stack.enter_context(prepare_run(resolved, resume=resume, replay_request=replay_request))
+        setup = stack.enter_context(
+            prepare_run(resolved, resume=resume, replay_request=replay_request, allow_changed=allow_changed)
+        )
         with error_barrier():
             if jax.process_index() == 0:
                 stack.enter_context(lock_run_directory(setup.run))

@@ -1,5 +1,3 @@
-"""Tests of the model card: evaluations, settings and file names."""
-
 from __future__ import annotations
 
 import re

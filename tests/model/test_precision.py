@@ -1,5 +1,3 @@
-"""Tests of the decoder in one compute type against another."""
-
 from __future__ import annotations
 
 import jax.numpy as jnp

@@ -1,5 +1,3 @@
-"""Tests of token ids of chats, decoding, and tokenizers in GGUF files."""
-
 from __future__ import annotations
 
 import json

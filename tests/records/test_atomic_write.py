@@ -1,5 +1,3 @@
-"""Tests that files are written completely or not at all."""
-
 from __future__ import annotations
 
 import os

@@ -1,5 +1,3 @@
-"""Tests of moments and whitening with a mask."""
-
 from __future__ import annotations
 
 import numpy as np

@@ -1,5 +1,3 @@
-"""Tests of claims on a run directory, and of its description."""
-
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""Tests of text that is safe for a terminal, and of formatted sizes, intervals and tables."""
-
 from __future__ import annotations
 
 import sys

@@ -1,5 +1,3 @@
-"""Tests of the plot of a GAE benchmark."""
-
 from __future__ import annotations
 
 from dataclasses import replace

@@ -1,5 +1,3 @@
-"""Tests of series, bins and intervals."""
-
 from __future__ import annotations
 
 import numpy as np

@@ -1,5 +1,3 @@
-"""Tests of the samples that the viewer selects."""
-
 from __future__ import annotations
 
 import json

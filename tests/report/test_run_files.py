@@ -1,5 +1,3 @@
-"""Tests of reading a run directory, and of the errors for unusable ones."""
-
 from __future__ import annotations
 
 from collections.abc import Callable

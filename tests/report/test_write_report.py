@@ -1,5 +1,3 @@
-"""Tests of `grpo report`, from the files of a run to its pages."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""Tests of plug-ins in real worker processes: their calls and values."""
-
 from __future__ import annotations
 
 import re

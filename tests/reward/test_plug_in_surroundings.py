@@ -1,5 +1,3 @@
-"""Tests of the environment and the output of plug-ins."""
-
 from __future__ import annotations
 
 import json

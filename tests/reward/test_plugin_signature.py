@@ -1,5 +1,3 @@
-"""Tests of the style of a signature, and of the arguments that its parameters get."""
-
 from __future__ import annotations
 
 import inspect

@@ -1,5 +1,3 @@
-"""Tests of the built-in reward functions, and of reference answers that they cannot grade."""
-
 import subprocess
 import sys
 from pathlib import Path

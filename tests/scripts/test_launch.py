@@ -22,6 +22,8 @@ from tests.two_hosts import HOSTS_PROGRAM
 SCRIPT = "launch_on_tpu_vm.sh"
 QUICK = ("--settle", "0", "--wait", "0", "--grace", "5", "--logs", "logs")
 
+Launch = Callable[..., subprocess.CompletedProcess[str]]
+
 # Which worker it is stands in the name of the home folder.
 GRPO = """#!/usr/bin/env bash
 echo "$*" >>"$HOME/calls"
@@ -32,7 +34,7 @@ SLEEP_UNTIL_TERM = "trap 'echo saved; exit 75' TERM\nsleep 60 & wait $!\n"
 
 
 @pytest.fixture
-def launch(tpu: Tpu) -> Callable[..., subprocess.CompletedProcess[str]]:
+def launch(tpu: Tpu) -> Launch:
     for worker in (0, 1):
         (tpu.home(worker) / "grpo").mkdir()
 
@@ -62,9 +64,7 @@ def wait_for(condition: Callable[[], object], deadline_s: float = DEADLINE_S) ->
         time.sleep(0.02)
 
 
-def test_the_same_command_runs_on_every_worker_with_a_log_of_each(
-    tpu: Tpu, launch: Callable[..., subprocess.CompletedProcess[str]]
-) -> None:
+def test_the_same_command_runs_on_every_worker_with_a_log_of_each(tpu: Tpu, launch: Launch) -> None:
     done = launch("bash", "-c", "pwd; echo to-stderr >&2")
     assert done.returncode == 0, done.stderr
     for worker in (0, 1):
@@ -76,7 +76,7 @@ def test_the_same_command_runs_on_every_worker_with_a_log_of_each(
     ]
 
 
-def test_every_argument_arrives_whole(tpu: Tpu, launch: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+def test_every_argument_arrives_whole(tpu: Tpu, launch: Launch) -> None:
     arguments = ["two words", "", "it's", 'a "b"', "$HOME `id` $(id)", "*", "a;b|c&d>e", "line\nline", "-x", "ü\\n"]
     install_grpo(tpu, 'printf \'%s\\0\' "$@" >"$HOME/arguments"\n')
     done = launch("grpo", *arguments)
@@ -85,9 +85,7 @@ def test_every_argument_arrives_whole(tpu: Tpu, launch: Callable[..., subprocess
         assert (tpu.home(worker) / "arguments").read_text().split("\0")[:-1] == arguments
 
 
-def test_one_that_ends_badly_takes_the_others_with_it(
-    tpu: Tpu, launch: Callable[..., subprocess.CompletedProcess[str]]
-) -> None:
+def test_one_that_ends_badly_takes_the_others_with_it(tpu: Tpu, launch: Launch) -> None:
     install_grpo(tpu, f"[ $worker = 0 ] || exit 3\n{SLEEP_UNTIL_TERM}")
     done = launch("grpo", "train")
     assert done.returncode == 3
@@ -96,18 +94,14 @@ def test_one_that_ends_badly_takes_the_others_with_it(
     assert tpu.running(0) is None
 
 
-def test_what_a_program_leaves_behind_ends_with_it(
-    tpu: Tpu, launch: Callable[..., subprocess.CompletedProcess[str]]
-) -> None:
+def test_what_a_program_leaves_behind_ends_with_it(tpu: Tpu, launch: Launch) -> None:
     install_grpo(tpu, "sleep 60 >/dev/null 2>&1 &\nexit 0\n")
     done = launch("grpo", "train")
     assert done.returncode == 0, done.stderr
     wait_for(lambda: (tpu.running(0), tpu.running(1)) == (None, None))
 
 
-def test_one_that_ignores_term_is_killed_after_the_grace_with_all_it_started(
-    tpu: Tpu, launch: Callable[..., subprocess.CompletedProcess[str]]
-) -> None:
+def test_one_that_ignores_term_is_killed_after_the_grace_with_all_it_started(tpu: Tpu, launch: Launch) -> None:
     install_grpo(tpu, "[ $worker = 0 ] || exit 1\ntrap '' TERM\nsleep 60 & echo $! >$HOME/child; wait; wait\n")
     started = time.monotonic()
     done = launch("grpo", "train", options=("--grace", "1"))
@@ -118,9 +112,7 @@ def test_one_that_ignores_term_is_killed_after_the_grace_with_all_it_started(
     wait_for(lambda: not Path(f"/proc/{child}").exists() or "Z" in Path(f"/proc/{child}/stat").read_text().split()[2])
 
 
-def test_what_passes_is_started_again_from_the_newest_checkpoint(
-    tpu: Tpu, launch: Callable[..., subprocess.CompletedProcess[str]]
-) -> None:
+def test_what_passes_is_started_again_from_the_newest_checkpoint(tpu: Tpu, launch: Launch) -> None:
     """The causes are the watchdog, preemptions, the death of another host and a kill."""
     ends = ("exit 70", "exit 75", "kill -ABRT $$", "kill -KILL $$", "kill -TERM $$", "exit 0")
     cases = " ".join(f"{attempt}) {end} ;;" for attempt, end in enumerate(ends, 1))
@@ -174,18 +166,14 @@ def test_a_run_of_the_program_that_loses_a_worker_is_started_again_and_ends_well
 
 
 @pytest.mark.parametrize("code", [1, 2])
-def test_an_error_is_not_started_again(
-    tpu: Tpu, launch: Callable[..., subprocess.CompletedProcess[str]], code: int
-) -> None:
+def test_an_error_is_not_started_again(tpu: Tpu, launch: Launch, code: int) -> None:
     install_grpo(tpu, f"exit {code}\n")
     done = launch("grpo", "train", options=("--restarts", "3"))
     assert done.returncode == code
     assert len(calls_of(tpu, 0)) == 1
 
 
-def test_unusable_input_on_one_worker_is_never_started_again(
-    tpu: Tpu, launch: Callable[..., subprocess.CompletedProcess[str]]
-) -> None:
+def test_unusable_input_on_one_worker_is_never_started_again(tpu: Tpu, launch: Launch) -> None:
     install_grpo(tpu, "[ $worker = 0 ] && exit 2\nexit 134\n")
     done = launch("grpo", "train", options=("--restarts", "3", "--settle", "1"))
     assert done.returncode in (2, 134)
@@ -193,7 +181,7 @@ def test_unusable_input_on_one_worker_is_never_started_again(
 
 
 def test_an_error_that_costs_another_worker_its_host_is_not_started_again(
-    tpu: Tpu, launch: Callable[..., subprocess.CompletedProcess[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    tpu: Tpu, launch: Launch, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     has_failed = f"grep -qs '^0 1$' {tmp_path}/*/ended"
@@ -204,16 +192,14 @@ def test_an_error_that_costs_another_worker_its_host_is_not_started_again(
     assert len(calls_of(tpu, 1)) == 1
 
 
-def test_restarts_come_to_an_end(tpu: Tpu, launch: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+def test_restarts_come_to_an_end(tpu: Tpu, launch: Launch) -> None:
     install_grpo(tpu, "exit 75\n")
     done = launch("grpo", "train", "--resume", "must", options=("--restarts", "1"))
     assert done.returncode == 75
     assert calls_of(tpu, 0) == ["train --resume must"] * 2
 
 
-def test_a_tpu_that_is_gone_is_not_waited_for(
-    tpu: Tpu, launch: Callable[..., subprocess.CompletedProcess[str]]
-) -> None:
+def test_a_tpu_that_is_gone_is_not_waited_for(tpu: Tpu, launch: Launch) -> None:
     install_grpo(tpu, f"printf 'PREEMPTED\\t\\n' >{tpu.cloud}/describe\nexit 75\n")
     done = launch("grpo", "train", options=("--restarts", "5"))
     assert done.returncode == 75
@@ -248,9 +234,7 @@ def test_the_second_signal_kills(tpu: Tpu) -> None:
     assert "killing all workers" in told
 
 
-def test_a_command_that_gcloud_repeats_after_a_lost_connection_runs_once(
-    tpu: Tpu, launch: Callable[..., subprocess.CompletedProcess[str]]
-) -> None:
+def test_a_command_that_gcloud_repeats_after_a_lost_connection_runs_once(tpu: Tpu, launch: Launch) -> None:
     install_grpo(tpu, f"[ $attempt -gt 1 ] && exit 0\n{SLEEP_UNTIL_TERM}")
     (tpu.cloud / "break-1").touch()
     done = launch("grpo", "train", options=("--restarts", "1"))
@@ -275,9 +259,7 @@ def test_a_launch_does_not_disturb_another_which_stop_ends(tpu: Tpu) -> None:
     assert tpu.run(SCRIPT, "--stop").stdout.count("nothing runs") == 2
 
 
-def test_a_worker_that_begins_late_finds_the_launch_ended(
-    tpu: Tpu, launch: Callable[..., subprocess.CompletedProcess[str]]
-) -> None:
+def test_a_worker_that_begins_late_finds_the_launch_ended(tpu: Tpu, launch: Launch) -> None:
     """The command reaches worker 1 only after the launch was stopped."""
     install_grpo(tpu, "[ $worker = 0 ] && exit 3\n")
     real = (tpu.bin / "gcloud").read_text()
@@ -288,15 +270,13 @@ def test_a_worker_that_begins_late_finds_the_launch_ended(
     assert not (tpu.home(1) / "calls").exists()
 
 
-def test_the_limit_ends_all(tpu: Tpu, launch: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+def test_the_limit_ends_all(tpu: Tpu, launch: Launch) -> None:
     done = launch("sleep", "60", options=("--limit", "1", "--restarts", "3"))
     assert done.returncode == 124
     assert "worker 0 ended with 124 (--limit reached)" in done.stderr
 
 
-def test_lines_are_shown_behind_their_workers_number(
-    tpu: Tpu, launch: Callable[..., subprocess.CompletedProcess[str]]
-) -> None:
+def test_lines_are_shown_behind_their_workers_number(tpu: Tpu, launch: Launch) -> None:
     install_grpo(tpu, 'printf "one\\ntwo"\nexit $worker\n')
     done = launch("grpo", "rollout", options=("--show",))
     assert done.returncode == 1
@@ -304,9 +284,7 @@ def test_lines_are_shown_behind_their_workers_number(
     assert log(tpu, 1).endswith("one\ntwo")
 
 
-def test_a_dry_run_prints_the_calls_and_starts_nothing(
-    tpu: Tpu, launch: Callable[..., subprocess.CompletedProcess[str]]
-) -> None:
+def test_a_dry_run_prints_the_calls_and_starts_nothing(tpu: Tpu, launch: Launch) -> None:
     install_grpo(tpu, "")
     done = launch("grpo", "train", options=("--dry-run",))
     assert done.returncode == 0, done.stderr

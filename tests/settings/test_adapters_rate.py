@@ -1,5 +1,3 @@
-"""Tests of the notice about a learning rate that does not suit adapters."""
-
 from __future__ import annotations
 
 from pathlib import Path

@@ -17,17 +17,13 @@ BAD_SETS = [
     ("run.steps=1e3", "expected a valid integer (write 1000), got 1000.0"),
     ("run.steps=10.5", "run.steps: expected a valid integer, got 10.5"),
     ("run.steps='10'", "expected a valid integer, got '10'"),
-    ("run.steps=yes", "expected a valid integer, got 'yes'"),
     ("run.steps=true", "expected a valid integer, got True"),
     ("run.steps=null", "expected a valid integer, got None"),
-    ("run.steps=[1]", "expected a valid integer, got [1]"),
     ("run.steps=0", "expected greater than or equal to 1, got 0"),
-    ("run.steps=-1", "expected greater than or equal to 1, got -1"),
     ("run.seed=-1", "expected greater than or equal to 0"),
     ("run.seed=1180591620717411303424", "expected less than 2147483648"),
     ("optimizer.learning_rate=-1e-6", "expected greater than 0, got -1e-06"),
     ("optimizer.learning_rate=.nan", "expected a finite number, got nan"),
-    ("optimizer.learning_rate=.inf", "expected a finite number, got inf"),
     ("optimizer.learning_rate=1e999", "expected a finite number, got inf"),
     ("optimizer.learning_rate=true", "expected a valid number, got True"),
     ("optimizer.max_grad_norm=0", "expected greater than 0"),
@@ -62,7 +58,6 @@ BAD_SETS = [
     ("data.difficulty=[1, 9]", "data.difficulty[1]: expected less than or equal to 6, got 9"),
     ("data.system_prompt={a: b}", "expected a valid string"),
     ("reward.functions=[gsm8]", "reward.functions[0]: unknown reward `gsm8`, expected one of gsm8k, arithmetic,"),
-    ("reward.functions=[{name: gsm8, weight: 2}]", "unknown reward `gsm8`"),
     ("reward.functions=[{weight: 2}]", "reward.functions[0].name: field required"),
     ("reward.functions=['my module:f']", "functions[0].function: expected `module:function` or `path/to/file.py:f"),
     ("reward.functions=[rewards/brevity:f]", "expected `module:function` or `path/to/file.py:function`"),
@@ -79,7 +74,6 @@ BAD_SETS = [
     ("reward.functions=[gsm8k, gsm8k]", "`gsm8k` is there 2 times"),
     ("reward.functions=[{name: gsm8k, wieght: 2}]", "functions[0].wieght (from --set); did you mean weight?"),
     ("mesh.shape=''", "three sizes `dp,fsdp,tp`"),
-    ("mesh.shape='8'", "three sizes `dp,fsdp,tp`"),
     ("mesh.shape=2,4", "three sizes `dp,fsdp,tp`"),
     ("mesh.shape=1,2,2,2", "three sizes `dp,fsdp,tp`"),
     ("mesh.shape=1,8.0,1", "three sizes `dp,fsdp,tp`"),
@@ -91,7 +85,6 @@ BAD_SETS = [
     ("mesh.coordinator_address=localhost:0", "a port from 1 to 65535"),
     ("mesh.coordinator_address=localhost:65536", "a port from 1 to 65535"),
     ("run.name=../../etc/x", "expected at most 100 letters"),
-    ("run.name=/tmp/x", "expected at most 100 letters"),
     ("run.name=a/b", "expected at most 100 letters"),
     ("run.name=-rf", "expected at most 100 letters"),
     ("run.name=$(touch x)", "expected at most 100 letters"),
@@ -152,13 +145,11 @@ def test_a_bad_set_is_refused(override: str, message: str) -> None:
         ("rolout:\n  group_size: 4\n", "unknown setting rolout (yaml:c.yaml:1); did you mean rollout?"),
         ("group_size: 4\n", "unknown setting group_size (yaml:c.yaml:1); did you mean rollout.group_size?"),
         ("run: 3\n", "run (yaml:c.yaml:1) is a section of settings; set what is in it, such as run.name"),
-        ("run: [1]\n", "is a section of settings"),
         ("score:\n  policy: 3\n", "score.policy (yaml:c.yaml:2) is a section of settings"),
         (
             "batch_size: 4\nrollout:\n  prompts_per_step: 4\n",
             "is set twice: batch_size (yaml:c.yaml:1) and rollout.prompts_per_step (yaml:c.yaml:3)",
         ),
-        ("steps: 4\ntraining_steps: 4\n", "run.steps is set twice"),
         (
             "use_dynamic_bsz: true\nlog_prob_use_dynamic_bsz: false\n",
             "score.dynamic is set twice: use_dynamic_bsz (yaml:c.yaml:1) and log_prob_use_dynamic_bsz (yaml:c.yaml:2)",
@@ -176,16 +167,11 @@ def test_a_bad_file_is_refused_with_its_line(folder: Path, text: str, message: s
     assert message in str(caught.value)
 
 
-def test_all_unknown_names_of_a_file_are_listed_at_once(folder: Path) -> None:
+@pytest.mark.parametrize("text", ["run: {stepz: 1}\nmodel: {pth: x}\n", "run: {steps: a}\nmodel: {dtype: b}\n"])
+def test_all_unknown_names_and_all_wrong_values_are_listed_at_once(folder: Path, text: str) -> None:
     with pytest.raises(InputError) as caught:
-        load_text(folder, "run: {stepz: 1}\nmodel: {pth: x}\n")
+        load_text(folder, text)
     assert len(str(caught.value).splitlines()) == 2
-
-
-def test_all_wrong_values_are_listed_at_once() -> None:
-    with pytest.raises(InputError) as caught:
-        with_sets("run.steps=a", "model.dtype=b", "data.difficulty=[x]")
-    assert len(str(caught.value).splitlines()) == 3
 
 
 @pytest.mark.parametrize(

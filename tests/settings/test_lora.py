@@ -1,5 +1,3 @@
-"""Tests of the settings of adapters: selected projections, and settings without effect."""
-
 from __future__ import annotations
 
 import re

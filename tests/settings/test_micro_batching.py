@@ -97,13 +97,10 @@ def test_null_takes_a_choice_back(resolve) -> None:
     resolved = resolve("algorithm: {rows_per_device: 3}\nscore: {strategy: scan}", "algorithm.rows_per_device=null")
     assert cut_of(resolved, "algorithm") == (True, 16384, None, None)
     assert cut_of(resolve("score: {strategy: scan}", "score.strategy=null"), "score") == (True, 16384, None, None)
+    assert cut_of(resolve("algorithm: {max_tokens_per_device: null}"), "algorithm") == (True, 16384, None, None)
     # Also the half of a contradiction.
     text = "score: {rows_per_device: 3, max_tokens_per_device: 900}"
     assert cut_of(resolve(text, "score.rows_per_device=null"), "score") == (True, 900, None, None)
-
-
-def test_a_quota_that_is_null_is_the_default_one(resolve) -> None:
-    assert cut_of(resolve("algorithm: {max_tokens_per_device: null}"), "algorithm") == (True, 16384, None, None)
 
 
 def test_one_pass_has_no_number_of_rows(resolve) -> None:

@@ -1,5 +1,3 @@
-"""Tests of settings with which no rollout can be scheduled."""
-
 from __future__ import annotations
 
 import pytest
@@ -28,19 +26,6 @@ from settings.checks.commands import check_for_rollout, check_for_train
             ["rollout.workers.fast.devices=[0,1]", "rollout.workers.heavy.devices=[1,2]"],
             "overlap: 1 is named twice; give each device to one pool, once",
         ),
-    ],
-)
-def test_settings_that_contradict_each_other_are_refused(check, overrides: list[str], message: str) -> None:
-    with pytest.raises(InputError) as caught:
-        check(load(None, overrides, {}))
-    assert message in str(caught.value)
-    assert len(str(caught.value).splitlines()) == 1
-
-
-@pytest.mark.parametrize("check", [check_for_rollout, check_for_train])
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
         (
             ["rollout.scheduler=pdsr_v2", "rollout.placement=global"],
             "rollout.placement = 'global' (from --set): one batch over all devices can only be scheduled by sync",
@@ -71,7 +56,7 @@ def test_settings_that_contradict_each_other_are_refused(check, overrides: list[
         ),
     ],
 )
-def test_workers_that_cannot_be_scheduled_are_refused(check, overrides: list[str], message: str) -> None:
+def test_a_rollout_that_cannot_be_scheduled_is_refused_in_one_line(check, overrides: list[str], message: str) -> None:
     with pytest.raises(InputError) as caught:
         check(load(None, overrides, {}))
     assert message in str(caught.value)

@@ -1,5 +1,3 @@
-"""Tests of the lines of a run on the terminal."""
-
 from __future__ import annotations
 
 from app.tracking.console import evaluation_line

@@ -1,5 +1,3 @@
-"""Tests of the progress that is shown during a rollout."""
-
 from __future__ import annotations
 
 import os

@@ -1,5 +1,3 @@
-"""Tests of metrics.jsonl, saved samples and wandb."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""Tests of the summary at the end of a run."""
-
 from __future__ import annotations
 
 from app.checkpoint.retention import BestCheckpoint

@@ -116,7 +116,8 @@ def test_other_adapters_than_those_that_were_saved_are_refused(
     resumed = config.parent / "runs" / "tiny"
     shutil.copytree(run, resumed, symlinks=True)
     before = digest_of(resumed)
-    result = train_here(config, *overrides, resume="must")
+    of_run = ("algorithm.beta=0.05", "algorithm.epochs=2", "optimizer.learning_rate=1e-2")
+    result = train_here(config, *of_run, *overrides, resume="must")
     assert result.exit_code == 2
     assert "--resume: model.lora (rank 2, alpha 16, q_proj k_proj" in result.stderr
     assert "-> " + now.removesuffix(".*") in result.stderr

@@ -185,7 +185,9 @@ def test_a_run_with_a_critic_is_not_continued_without_one(config: Path, whole: P
     run = config.parent / "runs" / "ppo"
     shutil.copytree(whole, run)
     before = digest_of(run)
-    result = train_here(config, "algorithm.name=reinforce_plus_plus", "run.steps=5", resume="must")
+    result = train_here(
+        config, "algorithm.name=reinforce_plus_plus", "run.steps=5", resume="must", allow_changed=["algorithm"]
+    )
     assert result.exit_code == 2
     assert "the critic changed since this run was started" in result.stderr
     assert digest_of(run) == before

@@ -11,6 +11,9 @@ import pytest
 
 from app.model.io.model_files import open_model
 from app.records.jsonl import read_jsonl
+from app.records.run_directory import RunDirectory
+from app.records.run_settings import settings_periods
+from settings.loading.printing import from_yaml
 from tests.program import (
     DEADLINE_S,
     assert_same_run,
@@ -121,12 +124,57 @@ def test_a_damaged_checkpoint_is_passed_over_loudly(
     assert (stopped / "checkpoints" / "damaged-6").is_dir()
 
 
-def test_changed_data_is_refused(stopped: Path, full_config: Path) -> None:
+def test_changed_data_is_refused(stopped: Path, full_config: Path, tmp_path: Path) -> None:
     before = digest_of(stopped)
-    result = train_here(full_config, "data.num_problems=39", resume="auto")
+    other = tmp_path / "other.jsonl"
+    other.write_text('{"prompt": "1 + 1 = ?", "answer": "2"}\n' * 40)
+    result = train_here(full_config, f"data.source={other}", f"data.eval_source={other}", resume="auto")
     assert result.exit_code == 2
     assert "error: --resume: data changed since this run was started" in result.stderr
     assert digest_of(stopped) == before
+
+
+def test_what_changes_the_meaning_of_a_run_is_refused_unless_it_is_allowed(stopped: Path, full_config: Path) -> None:
+    before = digest_of(stopped)
+    other = ("algorithm.name=dapo", "run.seed=5", "logging.save_rollouts=false")
+    result = train_here(full_config, *other, resume="auto", allow_changed=["run.seed"])
+    assert result.exit_code == 2
+    assert "\n  algorithm.name was 'grpo' and is now 'dapo'\nSet them as before" in result.stderr
+    assert result.stderr.rstrip().endswith("continue under the new ones with --allow-changed algorithm.name")
+    assert "did you mean algorithm?" in train_here(full_config, resume="auto", allow_changed=["algoritm"]).stderr
+    assert "--allow-changed goes with --resume" in train_here(full_config, allow_changed=["algorithm"]).stderr
+    assert digest_of(stopped) == before
+
+    allowed = ["run.seed", "algorithm.name"]
+    result = train_here(full_config, *other, "run.steps=7", resume="auto", allow_changed=allowed)
+    assert result.exit_code == 0, result.stderr
+    for change in ("run.seed was 0", "algorithm.clip_high was 0.2", "run.steps was 12", "logging.save_rollouts was"):
+        assert f"changed: {change}" in result.stderr
+    first, second = settings_periods(RunDirectory(stopped))
+    assert (first.first_step, second.first_step) == (1, 7)
+    assert (first.settings["algorithm.name"][0], second.settings["algorithm.name"][0]) == ("grpo", "dapo")
+    assert train_here(full_config, *other, "run.steps=8", resume="auto").exit_code == 0
+
+
+@pytest.mark.parametrize("damage", ["deleted", "truncated", "changed"])
+def test_settings_that_are_damaged_are_taken_from_the_last_session_and_written_again(
+    stopped: Path, full_config: Path, caplog: pytest.LogCaptureFixture, damage: str
+) -> None:
+    path = stopped / "settings.yaml"
+    text = path.read_text()
+    if damage == "deleted":
+        path.unlink()
+    else:
+        path.write_text(text[:900] if damage == "truncated" else text.replace("beta: 0.05", "beta: 0.5"))
+    result = train_here(full_config, "algorithm.beta=0.5", "run.steps=7", resume="auto")
+    assert result.exit_code == 2, result.stderr
+    assert "algorithm.beta was 0.05 and is now 0.5" in result.stderr
+    assert f"{path} " in caplog.text and "its settings are taken from sessions.jsonl" in caplog.text
+    assert train_here(full_config, "run.steps=7", resume="auto").exit_code == 0
+    assert from_yaml(path.read_bytes(), name="settings")["algorithm.beta"][0] == 0.05
+    (stopped / "sessions.jsonl").unlink()
+    path.unlink()
+    assert "sessions.jsonl beside it holds no settings either" in train_here(full_config, resume="auto").stderr
 
 
 @pytest.mark.parametrize("part", ["model", "tokenizer"])

@@ -1,5 +1,3 @@
-"""Tests of opening a model: its location, the files that are read, and refused models."""
-
 from __future__ import annotations
 
 import json

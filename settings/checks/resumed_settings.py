@@ -1,0 +1,94 @@
+"""Settings that differ from those under which a run was trained so far."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from settings.errors import InputError
+from settings.loading.fields import FIELDS, SECTIONS, did_you_mean, nearest_fields
+
+OPTION = "--allow-changed"
+
+PLACE_OF_RUN = ("run.name", "run.dir")
+"""Where a run is, which is no change of it."""
+
+FREE_SETTINGS = (
+    # How long, what is saved and shown, and on what devices.
+    *("run.steps", "logging", "eval", "checkpoint", "watchdog", "mesh", "data.eval_source", "data.eval_split"),
+    # Speed and memory.
+    *("model.remat", "model.logits_chunk", "score", "batching", "algorithm.balance_batch"),
+    *("algorithm.dynamic_microbatch", "algorithm.max_tokens_per_device", "algorithm.rows_per_device"),
+    *("algorithm.gae_backend", "algorithm.gae_chunk_size"),
+    *("critic.dynamic_microbatch", "critic.max_tokens_per_device", "critic.rows_per_device"),
+    *("rollout.slots", "rollout.mode", "rollout.scheduler", "rollout.placement", "rollout.decode_layout"),
+    *("rollout.pool", "rollout.segment", "rollout.pdsr", "rollout.workers", "rollout.ray"),
+    *("rollout.prefill_length_min", "rollout.max_length_total"),
+    *("reward.timeout_s", "reward.cpu_s", "reward.memory_mib", "reward.workers", "reward.batch_size"),
+    *("reward.load_timeout_s", "reward.environment", "optimizer.max_nonfinite_steps"),
+    # Checkpoints have fingerprints of what these select.
+    *(
+        "model.path",
+        "model.revision",
+        "model.lora",
+        "critic.path",
+        "critic.revision",
+        "reward.model",
+        "reward.model_revision",
+    ),
+    *("data.source", "data.split", "data.revision", "data.prompt_column", "data.answer_column"),
+)
+"""Settings and sections that a resumed run may change without permission: they do not change what it learns."""
+
+
+class SettingChange(NamedTuple):
+    """A setting whose value differs from before."""
+
+    name: str
+    before: Any
+    after: Any
+    is_derived: bool
+    """Whether the new value follows from that of another setting."""
+
+    def to_text(self) -> str:
+        return f"{self.name} was {self.before!r} and is now {self.after!r}"
+
+
+def changed_settings(
+    before: Mapping[str, tuple[Any, str]], after: Mapping[str, tuple[Any, str]]
+) -> list[SettingChange]:
+    """Returns the settings that both know and that differ, except where the run is.
+
+    Args:
+        before: dotted name -> (value, provenance), as `from_yaml` returns it.
+        after: as `before`.
+    """
+    return [
+        SettingChange(name, before[name][0], value, is_derived="derived" in (origin, before[name][1]))
+        for name, (value, origin) in after.items()
+        if name in before and name not in PLACE_OF_RUN and before[name][0] != value
+    ]
+
+
+def check_allowed(changes: Sequence[SettingChange], allowed: Collection[str]) -> None:
+    """Raises InputError if a change that changes what the run learns is not in `allowed`, by its name or section."""
+    for name in allowed:
+        if name not in FIELDS and name not in SECTIONS:
+            raise InputError(f"{OPTION}: there is no setting or section {name}{did_you_mean(nearest_fields(name))}")
+    decisive = [change for change in changes if not is_in(change.name, FREE_SETTINGS)]
+    # What follows from another setting is allowed with that.
+    decisive = [change for change in decisive if not change.is_derived] or decisive
+    refused = [change for change in decisive if not is_in(change.name, allowed)]
+    if refused:
+        lines = "".join(f"\n  {change.to_text()}" for change in refused)
+        names = " ".join(f"{OPTION} {change.name}" for change in refused)
+        raise InputError(
+            f"--resume: these settings change what the run learns, and differ from those it was trained with:{lines}\n"
+            f"Set them as before, start another run.name, or continue under the new ones with {names}"
+        )
+
+
+def is_in(name: str, settings: Collection[str]) -> bool:
+    """Returns whether a setting or one of its sections is among `settings`."""
+    parts = name.split(".")
+    return any(".".join(parts[:count]) in settings for count in range(1, len(parts) + 1))
