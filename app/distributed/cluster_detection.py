@@ -5,7 +5,7 @@ from __future__ import annotations
 from jax._src import cloud_tpu_init
 from jax._src.clusters import ClusterEnv
 
-from app.distributed.rendezvous import ClusterMember
+from app.distributed.rendezvous_check import ClusterMember
 from settings.errors import InputError
 
 MANUAL_SETTINGS_HINT = "set mesh.coordinator_address, mesh.num_processes and mesh.process_id instead"

@@ -36,7 +36,7 @@ from app.records.jsonl import check_distinct_paths, read_jsonl
 from app.records.sample import Prompt, Sample
 from app.records.sample_json import sample_from_record
 from app.report.confidence_intervals import MetricEstimate, mean_interval, sign_test
-from app.reward.tasks import is_task_reward, reference_answer
+from app.reward.builtin_tasks import is_task_reward, reference_answer
 from settings.errors import InputError
 
 EXPECTED_DIFFERENCES = {MODEL, CHECKPOINT, PROMPTS}

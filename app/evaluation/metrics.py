@@ -17,7 +17,7 @@ from app.prompts.dataset import DatasetRow
 from app.records.sample import Prompt, Sample
 from app.report.confidence_intervals import Interval, MetricEstimate, clustered_share_interval, mean_interval
 from app.reward.aggregate import ERRORS_FIELD, was_dropped_in_rollout
-from app.reward.tasks import extract_answer, is_formatted, is_task_reward, reference_answer
+from app.reward.builtin_tasks import extract_answer, is_formatted, is_task_reward, reference_answer
 from settings.errors import InputError
 from settings.loading.fields import did_you_mean, nearest_names
 

@@ -12,7 +12,7 @@ from app.evaluation.metadata import JUDGE, EvaluationMetadata
 from app.evaluation.metrics import PASS_AT_PREFIX, pass_at_k_sizes
 from app.records.text_format import format_table
 from app.report.confidence_intervals import MetricEstimate
-from app.reward.tasks import is_task_reward
+from app.reward.builtin_tasks import is_task_reward
 
 
 @dataclass(frozen=True)

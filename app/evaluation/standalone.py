@@ -48,9 +48,9 @@ from app.prompts.encode import EncodeReport
 from app.records.jsonl import check_output_path
 from app.records.partial_samples import PartFile, remove_parts
 from app.records.sample import Prompt, Sample
+from app.reward.builtin_tasks import is_task_reward
 from app.reward.plugin import StepInfo
 from app.reward.reward_functions import RewardFunctions, accuracy_function_name
-from app.reward.tasks import is_task_reward
 from app.runtime.health_checks import check_rewards
 from app.runtime.host_group import PhaseCallback, iterate_in_phase, join_hosts, wait_for_other_hosts
 from app.runtime.inputs import eval_columns, read_eval_prompts

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 import jax
 
 from app.distributed.cluster_detection import detect_cluster, is_cloud_tpu_vm
-from app.distributed.rendezvous import ClusterMember, resolve_bind_address, verify_processes
+from app.distributed.rendezvous_check import ClusterMember, resolve_bind_address, verify_processes
 from app.mesh.devices import (
     check_equal_device_counts,
     global_devices,

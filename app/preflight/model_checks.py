@@ -30,8 +30,8 @@ from app.prompts.encode import to_messages
 from app.prompts.tokenizer import Tokenizer
 from app.records.sample import Prompt, Sample
 from app.records.text_format import format_bytes
+from app.reward.builtin_tasks import FORMAT_SUFFIX, MATH_VERIFY, is_task_reward
 from app.reward.plugin import StepInfo
-from app.reward.tasks import FORMAT_SUFFIX, MATH_VERIFY, is_task_reward
 from app.runtime.inputs import make_rewards
 from app.runtime.reward_model import RewardModel, RewardModelSpec
 from app.runtime.scoring import set_compute_dtype

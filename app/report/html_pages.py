@@ -18,8 +18,8 @@ from app.report.matplotlib_figures import RenderedPlot
 from app.report.metric_registry import find_metric
 from app.report.metrics_history import finite_metric, training_steps
 from app.report.panels import PANELS
-from app.report.rollout_viewer import ViewerContent
 from app.report.run_files import RunFiles
+from app.report.viewer_content import ViewerContent
 
 SESSION_COLUMNS = ("started", "after_step", "grpo", "python", "jax", "devices", "processes")
 REPLAY_COLUMNS = ("from_rollouts", "checkpoint")

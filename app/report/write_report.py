@@ -14,8 +14,8 @@ from app.report.matplotlib_figures import RenderedPlot, render_panel
 from app.report.metrics_history import training_steps
 from app.report.panels import PANELS
 from app.report.plots import PlotData
-from app.report.rollout_viewer import DEFAULT_NUM_SAMPLES, build_viewer
 from app.report.run_files import RunFiles
+from app.report.viewer_content import DEFAULT_NUM_SAMPLES, build_viewer
 from settings.errors import InputError
 
 log = logging.getLogger(__name__)

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from app.reward.reward_outcome import RewardFailure, RewardOutcome, one_line
+from app.reward.worker_handle import WorkerProcess, worker_environment
 from app.reward.worker_main import EXTRA_NAME_PATTERN, MAX_EXTRAS
-from app.reward.worker_process import WorkerProcess, worker_environment
 
 INVALID_ANSWER = RewardFailure("exit", "its process sent an invalid answer")
 

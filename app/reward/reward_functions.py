@@ -19,12 +19,12 @@ from app.reward.aggregate import (
     restore_dropped,
     was_dropped_in_rollout,
 )
+from app.reward.builtin_tasks import FORMAT_SUFFIX, MATH_VERIFY, grade, is_task_reward
 from app.reward.overlong import OverlongPenalty
 from app.reward.plugin import PlugIn, PlugInUnavailableError, StepInfo
 from app.reward.plugin_signature import DataColumns
 from app.reward.process_pool import ProcessPool, ResourceLimits
 from app.reward.reward_outcome import RewardFailure, RewardOutcome
-from app.reward.tasks import FORMAT_SUFFIX, MATH_VERIFY, grade, is_task_reward
 from settings.errors import InputError
 from settings.schema.reward import MODEL_REWARD, OVERLONG_REWARD, RewardFunctionSettings, RewardSettings
 
@@ -49,7 +49,7 @@ class RewardFunc(Protocol):
 
 
 class TaskReward:
-    """A built-in function of `app.reward.tasks`. It cannot fail, because `check_answers` has checked the answers."""
+    """A function of `app.reward.builtin_tasks`, which cannot fail: `check_answers` has checked the answers."""
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -1,6 +1,6 @@
 """The program of a worker process, which runs one reward function and can be killed.
 
-It exchanges JSON Lines with `app.reward.worker_process`, one answer per request, and imports only the standard library
+It exchanges JSON Lines with `app.reward.worker_handle`, one answer per request, and imports only the standard library
 and the function:
 
     {"function": "rewards.py:brevity", "memory_mib": 4096, ...}  ->  {"parameters": [...]} or {"refused": "why"}

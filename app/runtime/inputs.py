@@ -9,10 +9,10 @@ from app.prompts.data_sources import load_held_out_data, load_training_data
 from app.prompts.dataset import Dataset, DatasetRow
 from app.prompts.encode import ChatTokenizer, EncodeReport, encode_prompts
 from app.records.sample import Prompt
+from app.reward.builtin_tasks import check_answers
 from app.reward.overlong import OverlongPenalty
 from app.reward.plugin_signature import DataColumns
 from app.reward.reward_functions import RewardFunctions, accuracy_function_name
-from app.reward.tasks import check_answers
 from app.runtime.model_spec import CriticSpec, ModelSpec, check_context_length, read_critic_spec, read_model_spec
 from app.runtime.reward_model import RewardModelSpec, check_reward_context_length, read_reward_model_spec
 from settings import Settings

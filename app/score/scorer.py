@@ -13,9 +13,9 @@ from jax.sharding import Mesh
 from jax.stages import Lowered
 from jaxtyping import Array, Float32
 
+from app.batching.critic_values import critic_values
 from app.batching.micro_batch_plan import MicroBatchPlan
 from app.batching.row_logprobs import row_logprobs
-from app.batching.row_values import row_values
 from app.batching.token_batch import TokenBatch, pack_tokens, unpack_per_token
 from app.mesh.placement import row_sharding, to_global, to_local
 from app.model.decoder import DecoderDefinition, Params
@@ -132,7 +132,7 @@ class ValueScorer(PackedForward):
     def __init__(self, definition: DecoderDefinition, mesh: Mesh, *, dtype: jnp.dtype):
         def values(params: Params, rows: TokenBatch, temperature: Array) -> Array:
             del temperature
-            return row_values(definition.bind(params), rows, dtype=dtype, remat="none")
+            return critic_values(definition.bind(params), rows, dtype=dtype, remat="none")
 
         super().__init__(values, mesh)
 

@@ -25,10 +25,10 @@ from app.records.jsonl import check_output_path, write_jsonl
 from app.records.sample import Sample
 from app.records.sample_json import read_samples, sample_to_record
 from app.reward.aggregate import RewardedSamples, RewardFunctionCounts, merge_rewarded
+from app.reward.builtin_tasks import check_answers
 from app.reward.plugin import StepInfo
 from app.reward.reward_functions import RewardFunctions
 from app.reward.reward_outcome import RewardOutcome
-from app.reward.tasks import check_answers
 from app.runtime.host_group import ignore_phase, join_hosts, wait_for_other_hosts
 from app.runtime.inputs import data_columns, make_overlong_penalty
 from app.runtime.reward_model import RewardModel, RewardModelSpec, read_reward_model_spec

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from app.checkpoint.saved_policy import PolicyCheckpoint
 from app.records.run_directory import RunDirectory
 from app.records.sample import DROPPED_PREFIX, Prompt, Sample
-from app.reward.tasks import check_answers
+from app.reward.builtin_tasks import check_answers
 from app.runtime.model_spec import CriticSpec, ModelSpec
 from app.runtime.pinned_revisions import pin_revisions
 from app.training.dynamic_sampling import Group, group_samples

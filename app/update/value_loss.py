@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float32
 
+from app.batching.critic_values import critic_values
 from app.batching.micro_batch_plan import MicroBatch
-from app.batching.row_values import row_values
 from app.batching.token_batch import HostOrDevice, TokenBatch, pack_per_token, pack_tokens
 from app.model.decoder import DecoderDefinition, Params
 from app.records.sample import Sample
@@ -102,7 +102,7 @@ def make_value_objective(
 
     def objective(params: Params, batch: ValueBatch, temperature: Array) -> tuple[Array, LossStats]:
         del temperature
-        values = row_values(definition.bind(params), batch.tokens, dtype=dtype, remat=remat)
+        values = critic_values(definition.bind(params), batch.tokens, dtype=dtype, remat=remat)
         return value_loss(values, batch)
 
     return objective

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from app.distributed import cluster_detection
-from app.distributed.rendezvous import ClusterMember
+from app.distributed.rendezvous_check import ClusterMember
 from app.mesh import jax_startup
 from app.mesh.device_mesh import make_mesh
 from app.mesh.devices import global_devices

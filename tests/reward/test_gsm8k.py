@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from app.records.sample import Prompt
 from app.reward import gsm8k
-from app.reward.tasks import TASKS, grade
+from app.reward.builtin_tasks import TASKS, grade
 
 
 def test_every_gsm8k_answer_parses_and_grades_itself_correct(gsm8k_dir):

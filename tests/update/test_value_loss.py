@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from app.batching.row_values import row_values
+from app.batching.critic_values import critic_values
 from app.model.decoder import DecoderDefinition, ValueDecoder
 from app.records.sample import Sample
 from app.score.scorer import ValueScorer, append_dummy_token
@@ -164,7 +164,7 @@ def test_a_fresh_head_says_zero_everywhere_and_learns():
     objective = make_value_objective(DEFINITION, CLIPPED, dtype=FLOAT32, remat="none")
     fresh = {**PARAMS, "value": jnp.zeros_like(PARAMS["value"])}
     batch: ValueBatch = pack_value_batch(SAMPLES, ALONE.micro_batches[0], StepTotals.from_samples(SAMPLES))
-    values = row_values(DEFINITION.bind(fresh), batch.tokens, dtype=FLOAT32, remat="none")
+    values = critic_values(DEFINITION.bind(fresh), batch.tokens, dtype=FLOAT32, remat="none")
     np.testing.assert_array_equal(values, 0)
     gradient = jax.grad(lambda params: objective(params, batch, jnp.float32(1))[0])(fresh)
     assert float(jnp.abs(gradient["value"]).max()) > 0

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from app.report.rollout_viewer import MAX_CHARACTERS, MAX_LOGPROBS, ViewerContent, build_viewer
 from app.report.run_files import RunFiles
+from app.report.viewer_content import MAX_CHARACTERS, MAX_LOGPROBS, ViewerContent, build_viewer
 from tests.report.run_directories import sample_record, step_record, write_run
 
 

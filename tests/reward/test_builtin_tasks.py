@@ -4,7 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from app.reward.tasks import check_answers, extract_answer, grade, is_formatted, is_task_reward, reference_answer
+from app.reward.builtin_tasks import (
+    check_answers,
+    extract_answer,
+    grade,
+    is_formatted,
+    is_task_reward,
+    reference_answer,
+)
 from settings.errors import InputError
 from settings.schema.reward import BUILT_IN_REWARDS
 from tests.reward.samples import make_prompt, make_sample, score, values_of

@@ -11,7 +11,7 @@ from app.model.segment_layout import SegmentLayout
 from app.model.token_logprobs import hidden_before_targets
 
 
-def row_values(decoder: ValueDecoder, rows: TokenBatch, *, dtype: jnp.dtype, remat: str) -> Float32[Array, "R C"]:
+def critic_values(decoder: ValueDecoder, rows: TokenBatch, *, dtype: jnp.dtype, remat: str) -> Float32[Array, "R C"]:
     """Returns the value of the state before each target; finite and undefined on padding."""
     layout = SegmentLayout(rows.segment_ids, rows.branch_ids, rows.positions)
     hidden = decoder.hidden(rows.token_ids, layout, dtype=dtype, remat=remat)

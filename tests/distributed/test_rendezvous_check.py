@@ -9,8 +9,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from app.distributed import rendezvous
-from app.distributed.rendezvous import ClusterMember, resolve_bind_address, verify_processes
+from app.distributed import rendezvous_check
+from app.distributed.rendezvous_check import ClusterMember, resolve_bind_address, verify_processes
 from settings.errors import InputError
 from tests.free_address import free_address
 
@@ -90,7 +90,7 @@ def test_hosts_started_with_other_counts_hear_both():
 
 
 def test_a_port_that_another_program_has_is_refused(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(rendezvous, "LINE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(rendezvous_check, "LINE_TIMEOUT_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         told = come(ClusterMember(address, 2, 0))
@@ -108,7 +108,7 @@ def test_a_host_that_nobody_knows_is_refused():
 
 
 def test_a_host_that_left_and_comes_again_is_no_second_one(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(rendezvous, "LIVENESS_POLL_S", 0.01)
+    monkeypatch.setattr(rendezvous_check, "LIVENESS_POLL_S", 0.01)
     address = free_address()
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(come_and_stay, ClusterMember(address, 3, 0), DEADLINE_S)
@@ -118,7 +118,7 @@ def test_a_host_that_left_and_comes_again_is_no_second_one(monkeypatch: pytest.M
 
 
 def test_strangers_do_not_disturb(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(rendezvous, "LINE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(rendezvous_check, "LINE_TIMEOUT_S", 0.2)
     address = free_address()
     host, port = address.split(":")
     with ThreadPoolExecutor(1) as pool:
@@ -141,7 +141,7 @@ def connected(host: str, port: int, listening: Future[str]) -> socket.socket:
 
 
 def test_a_person_hears_early_who_is_late(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(rendezvous, "LATE_NOTICE_S", 0.0)
+    monkeypatch.setattr(rendezvous_check, "LATE_NOTICE_S", 0.0)
     address, lines = free_address(), []
     come(ClusterMember(address, 3, 0), timeout_s=0.3, tell=lines.append)
     come(ClusterMember(address, 3, 1), timeout_s=0.3, tell=lines.append)
