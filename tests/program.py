@@ -173,7 +173,10 @@ def newest_checkpoint(run: Path) -> int:
 
 def progress_of(run: Path, step: int) -> dict[str, Any]:
     record = ProgressRecord.read(run / "checkpoints" / str(step))
-    return {**asdict(record.progress), "checksums": record.checksums}
+    progress = asdict(record.progress)
+    # Times are among the metrics.
+    del progress["metrics_sha256"]
+    return {**progress, "checksums": record.checksums}
 
 
 def digest_of(folder: Path) -> dict[str, str]:

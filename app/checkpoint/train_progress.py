@@ -37,6 +37,8 @@ class TrainProgress:
     fingerprints: Mapping[str, str]
     """Fingerprints of what the run was started with: model, tokenizer and data."""
     wandb_id: str | None = None
+    metrics_sha256: str | None = None
+    """Digest of the lines of `metrics.jsonl` up to this step."""
     kl_coef: float | None = None
     """Weight of the KL in the next step's rewards, if it is adapted."""
     lengths: Mapping[str, float] | None = None

@@ -49,7 +49,8 @@ def train(
         typer.Option(
             metavar="NAME",
             help="With --resume: a setting or section that may differ from that of the run so far although it changes "
-            "what the run learns, such as algorithm or optimizer.learning_rate. Can be repeated.",
+            "what the run learns, such as algorithm or optimizer.learning_rate; or metrics.jsonl, to continue although "
+            "it is damaged. Can be repeated.",
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report of --dry-run as JSON.")] = False,

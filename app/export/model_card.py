@@ -18,11 +18,13 @@ from app.checkpoint.saved_policy import PolicyCheckpoint
 from app.model.io.model_files import BUILTIN_PREFIX
 from app.model.quantization import QUANTIZE_BASE_SETTING
 from app.records.run_directory import RunDirectory
+from app.records.run_settings import settings_at
 from app.report.before_after import before_and_after
 from app.report.run_files import RunFiles
 from app.runtime.model_spec import ModelSpec
 from app.tracking.run_log import WANDB_SECTIONS
 from settings import InputError, Resolved
+from settings.checks.resumed_settings import SettingChange
 from settings.loading.printing import from_yaml
 from settings.loading.secrets import redact
 
@@ -93,9 +95,13 @@ def model_card(
 ) -> str:
     """Returns the README.md of an export. It has no results if the files of the run cannot be read."""
     run = _read_run_files(saved_policy.run)
+    step = saved_policy.step
     settings = {name: value for name, (value, _) in from_yaml(resolved.to_yaml().encode(), name="settings").items()}
     if run is not None:
-        settings |= {name: value for name, (value, _) in run.settings.items()}
+        settings |= {name: value for name, (value, _) in settings_at(run.periods, step).items()}
+    changes = [change for change in run.setting_changes if change[0] <= step] if run else []
+    earlier = [change.before for _, change in changes if change.name == "algorithm.name"]
+    algorithms = " and ".join(dict.fromkeys([*earlier, settings["algorithm.name"]]))
     # The model that was opened: --set may name another path than the run's.
     settings |= {"model.path": resolved.settings.model.path, "model.revision": model.files.commit}
     hub_id = settings["model.path"] if model.files.commit is not None else None
@@ -108,15 +114,16 @@ def model_card(
     card = ModelCard.from_template(
         front_matter(export_format, hub_id, str(settings["data.source"])),
         template_str=(files("app.export") / TEMPLATE_FILE).read_text(encoding="utf-8"),
-        title=f"{short_name} after {saved_policy.step} steps of {settings['algorithm.name']}",
+        title=f"{short_name} after {step} steps of {algorithms}",
         base=base,
-        algorithm=settings["algorithm.name"],
+        algorithm=algorithms,
         source=settings["data.source"],
-        step=saved_policy.step,
+        step=step,
         run_name=settings["run.name"],
         weights=_weights_paragraph(settings, export_format, dtype),
-        results="" if run is None else _results_section(run, settings, step=saved_policy.step),
+        results="" if run is None else _results_section(run, settings, step=step),
         settings_table=_settings_table(settings, run),
+        changes_table=_changes_table(changes),
         format=export_format,
         messages=[*([{"role": "system", "content": system}] if system else []), {"role": "user", "content": "..."}],
         max_new_tokens=settings["rollout.max_new_tokens"],
@@ -177,15 +184,31 @@ def _results_section(run: RunFiles, settings: Mapping[str, Any], *, step: int) -
 def _settings_table(settings: Mapping[str, Any], run: RunFiles | None) -> str:
     """Returns the key settings, and all that were set to something else than the default."""
     chosen = {setting.name for setting in run.non_default_settings() if setting.origin != "derived"} if run else set()
-    shown = {*KEY_SETTINGS, *chosen} - {*ADAPTER_SETTINGS, *PRIVATE_SETTINGS}
+    shown = {*KEY_SETTINGS, *chosen} - {*ADAPTER_SETTINGS}
     if settings.get(LORA_RANK_SETTING):
         shown |= {*ADAPTER_SETTINGS}
     rows = [
-        (f"`{name}`", f"`{json.dumps(_without_directories(value), ensure_ascii=False)}`")
-        for name, value in settings.items()
-        if name in shown and name.partition(".")[0] in WANDB_SECTIONS
+        (f"`{name}`", _format_setting(value)) for name, value in settings.items() if name in shown and _is_public(name)
     ]
     return _table(("setting", "value"), rows)
+
+
+def _changes_table(changes: Iterable[tuple[int, SettingChange]]) -> str:
+    """Returns the settings that a resume changed; empty if there are none."""
+    rows = [
+        (str(step), f"`{change.name}`", _format_setting(change.before), _format_setting(change.after))
+        for step, change in changes
+        if _is_public(change.name)
+    ]
+    return _table(("from step", "setting", "before", "after"), rows) if rows else ""
+
+
+def _is_public(setting: str) -> bool:
+    return setting.partition(".")[0] in WANDB_SECTIONS and setting not in PRIVATE_SETTINGS
+
+
+def _format_setting(value: Any) -> str:
+    return f"`{json.dumps(_without_directories(value), ensure_ascii=False)}`"
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

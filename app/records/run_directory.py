@@ -36,6 +36,11 @@ class RunDirectory:
         return self.path / "metrics.jsonl"
 
     @property
+    def damaged_metrics_path(self) -> Path:
+        """The metrics of a run that was resumed without some of their lines."""
+        return self.path / "metrics.damaged.jsonl"
+
+    @property
     def model_path(self) -> Path:
         """The commits of the run's hub models."""
         return self.path / "model.json"
@@ -119,6 +124,12 @@ def _check_content(run: RunDirectory, resume: Resume) -> None:
         )
     if resume == "must" and not run.has_checkpoint:
         raise InputError(f"--resume must: {run.path} has no checkpoint; use --resume auto to start there")
+    links = [path for path in run.path.iterdir() if path.is_symlink()] if run.path.is_dir() else []
+    if links:
+        raise InputError(
+            f"run.dir / run.name: {links[0]} is a symbolic link, and a run writes only into its own directory; replace "
+            "the link by what it points to, or choose another run.name"
+        )
     if run.has_foreign_files:
         raise InputError(f"run.name: {run.path} exists and is not a run directory; choose another run.name")
 

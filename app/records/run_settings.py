@@ -32,7 +32,7 @@ class SettingsPeriod(NamedTuple):
 def settings_fields(resolved: Resolved) -> dict[str, str]:
     """Returns the fields of a session's line that hold its settings."""
     text = resolved.to_yaml()
-    return {"settings": text, "settings_sha256": _digest(text)}
+    return {"settings": text, "settings_sha256": _digest(text.encode())}
 
 
 def read_settings(run: RunDirectory, *, restore: bool = False) -> SavedSettings:
@@ -46,24 +46,24 @@ def read_settings(run: RunDirectory, *, restore: bool = False) -> SavedSettings:
     """
     path = run.settings_path
     try:
-        text, problem = path.read_bytes().decode(errors="replace"), ""
+        content, problem = path.read_bytes(), ""
     except OSError as error:
-        text, problem = None, f"cannot be read ({error.strerror})"
+        content, problem = None, f"cannot be read ({error.strerror})"
     last = _sessions(run)[-1:]
-    if last and text is not None and _digest(text) != last[0]["settings_sha256"]:
+    if last and content is not None and _digest(content) != last[0]["settings_sha256"]:
         problem = "is not what the run's last start wrote"
-    if not last and text is None:
+    if not last and content is None:
         raise InputError(
             f"{path} {problem}, and {run.sessions_path.name} beside it holds no settings either; restore one of them "
             "from a copy, or start another run.name"
         )
     if problem and last:
         log.warning("%s %s; its settings are taken from %s", path, problem, run.sessions_path.name)
-        text = last[0]["settings"]
+        content = last[0]["settings"].encode()
         if restore:
-            write_atomic(path, text.encode())
-    assert text is not None
-    return from_yaml(text.encode(), name=str(path))
+            write_atomic(path, content)
+    assert content is not None
+    return from_yaml(content, name=str(path))
 
 
 def settings_periods(run: RunDirectory) -> list[SettingsPeriod]:
@@ -77,6 +77,11 @@ def settings_periods(run: RunDirectory) -> list[SettingsPeriod]:
         if not periods or changed_settings(periods[-1].settings, settings):
             periods.append(SettingsPeriod(first_step, settings))
     return periods or [SettingsPeriod(1, read_settings(run))]
+
+
+def settings_at(periods: Sequence[SettingsPeriod], step: int) -> SavedSettings:
+    """Returns the settings under which a step was trained; those of the first step also for step 0."""
+    return next((period for period in reversed(periods) if period.first_step <= step), periods[0]).settings
 
 
 def changes_by_step(periods: Sequence[SettingsPeriod]) -> list[tuple[int, SettingChange]]:
@@ -98,9 +103,9 @@ def _sessions(run: RunDirectory) -> list[Mapping[str, Any]]:
         for record in records
         if type(record.get("after_step")) is int
         and isinstance(text := record.get("settings"), str)
-        and record.get("settings_sha256") == _digest(text)
+        and record.get("settings_sha256") == _digest(text.encode())
     ]
 
 
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()

@@ -42,6 +42,10 @@ def report_page(run: RunFiles, plots: Mapping[str, RenderedPlot | None], alerts:
         chosen=[
             (s.name, _format_value(s.value), _format_value(s.default), s.origin) for s in run.non_default_settings()
         ],
+        changes=[
+            (step, change.name, _format_value(change.before), _format_value(change.after))
+            for step, change in run.setting_changes
+        ],
         session_columns=(*SESSION_COLUMNS, *(c for c in REPLAY_COLUMNS if any(c in one for one in run.sessions))),
     )
 

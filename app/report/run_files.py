@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from app.records.jsonl import read_jsonl_tolerant
+from app.records.run_directory import RunDirectory
+from app.records.run_settings import (
+    SavedSettings,
+    SettingsPeriod,
+    changes_by_step,
+    read_settings,
+    settings_at,
+    settings_periods,
+)
 from app.report.metrics_history import History, MetricsRecord, training_steps
 from settings import InputError, Settings
+from settings.checks.resumed_settings import SettingChange
 from settings.loading.fields import FIELDS, value_of
-from settings.loading.printing import from_yaml
 
 SAMPLE_FILE_PATTERN = re.compile(r"step_(\d+)\.jsonl")
 
@@ -34,8 +43,10 @@ class RunFiles:
 
     path: Path
     history: History
-    settings: Mapping[str, tuple[Any, str]]
-    """Dotted name -> (value, provenance)."""
+    settings: SavedSettings
+    """Those of the last session."""
+    periods: Sequence[SettingsPeriod]
+    """The settings by step: a resumed run may continue under other ones."""
     sessions: Sequence[MetricsRecord]
     """One record per start of the program; see `app.tracking.run_log`."""
     rollouts: Mapping[int, Path]
@@ -48,24 +59,51 @@ class RunFiles:
         if not path.is_dir():
             state = "is a file" if path.exists() else "does not exist"
             raise InputError(f"{path} {state}; expected a run directory, which `grpo train` creates in run.dir")
-        settings, metrics = path / "settings.yaml", path / "metrics.jsonl"
-        if not settings.is_file():
+        run = RunDirectory(path)
+        if not (run.settings_path.is_file() or run.sessions_path.is_file()):
             raise InputError(f"{path} holds no settings.yaml, so it is not a run directory{_list_runs_in(path)}")
-        history = _read_metrics(metrics) if metrics.is_file() else []
+        settings = read_settings(run)
+        history = _read_metrics(run.metrics_path) if run.metrics_path.is_file() else []
         if not training_steps(history):
             raise InputError(f"{path} has no finished training step yet, so there is nothing to report")
         return cls(
             path,
             history,
-            _read_settings(settings),
-            _read_sessions(path / "sessions.jsonl"),
+            settings,
+            settings_periods(run),
+            _read_sessions(run.sessions_path),
             sample_files(path / "rollouts"),
             sample_files(path / "eval"),
         )
 
     def setting(self, name: str) -> Any:
-        """Returns the value of a setting; None if the run did not know it."""
+        """Returns the last value of a setting; None if the run did not know it."""
         return self.settings.get(name, (None, ""))[0]
+
+    def setting_at(self, name: str, step: int) -> Any:
+        """Returns the value of a setting at a step; None if the run did not know it."""
+        return settings_at(self.periods, step).get(name, (None, ""))[0]
+
+    def setting_history(self, name: str) -> str:
+        """Returns all values of a setting as text, such as `grpo, from step 7 dapo`."""
+        first = self.periods[0].settings.get(name, (None, ""))[0]
+        later = (f", from step {step} {change.after}" for step, change in self.setting_changes if change.name == name)
+        return "".join((str(first), *later))
+
+    @property
+    def setting_changes(self) -> list[tuple[int, SettingChange]]:
+        """The changes of settings by a resume, each with the first step after it."""
+        return changes_by_step(self.periods)
+
+    @property
+    def gaps(self) -> list[str]:
+        """What is missing in the files of the run, in words."""
+        first = next((session["after_step"] for session in self.sessions if "after_step" in session), 0) + 1
+        recorded = {record["step"] for record in training_steps(self.history)}
+        unrecorded = {*range(first, max(recorded) + 1)} - recorded
+        unsaved = {step for step in recorded if self.setting_at("logging.save_rollouts", step)} - self.rollouts.keys()
+        found = (("metrics.jsonl has no line for", unrecorded), ("rollouts/ has no samples of", unsaved))
+        return [f"{text} {format_steps(steps)}" for text, steps in found if steps]
 
     def non_default_settings(self) -> list[NonDefaultSetting]:
         """Returns the settings that were set or derived to another value than the default."""
@@ -104,18 +142,22 @@ def _ends_with_newline(path: Path) -> bool:
     return path.read_bytes()[-1:] == b"\n"
 
 
-def _read_settings(path: Path) -> Mapping[str, tuple[Any, str]]:
-    try:
-        return from_yaml(path.read_bytes(), name=str(path))
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
-
-
 def _read_sessions(path: Path) -> list[MetricsRecord]:
     """Reads the sessions, none for a run of an older version; damaged lines are skipped."""
     if not path.is_file():
         return []
     return [record for _, record in read_jsonl_tolerant(path) if not isinstance(record, InputError)]
+
+
+def format_steps(steps: Collection[int]) -> str:
+    """Formats steps as text, such as `steps 3-5, 9`."""
+    ranges: list[list[int]] = []
+    for step in sorted(steps):
+        if ranges and step == ranges[-1][-1] + 1:
+            ranges[-1][1:] = [step]
+        else:
+            ranges.append([step])
+    return f"step{'s' * (len(steps) > 1)} {', '.join('-'.join(map(str, ends)) for ends in ranges)}"
 
 
 def sample_files(folder: Path) -> dict[int, Path]:

@@ -29,6 +29,8 @@ def write_report(path: Path, *, num_samples: int = DEFAULT_NUM_SAMPLES) -> dict[
     """
     log.info("writing the report of %s", path)
     run = RunFiles.read(path)
+    for gap in run.gaps:
+        log.warning("%s: %s", path, gap)
     viewer = build_viewer(run.rollouts, run.evaluations, num_samples=num_samples)
     alerts = find_alerts(run.history)
     data = PlotData(run.history, _eval_counts(run))
@@ -55,8 +57,10 @@ def write_report(path: Path, *, num_samples: int = DEFAULT_NUM_SAMPLES) -> dict[
 
 def _eval_counts(run: RunFiles) -> dict[int, int]:
     """Returns the number of prompts of each evaluation: the samples of one prompt are not independent trials."""
-    num_samples = run.setting("eval.num_samples") or 1
-    return {step: _num_lines(path) // num_samples for step, path in run.evaluations.items()}
+    return {
+        step: _num_lines(path) // (run.setting_at("eval.num_samples", step) or 1)
+        for step, path in run.evaluations.items()
+    }
 
 
 def _num_lines(path: Path) -> int:
@@ -66,6 +70,8 @@ def _num_lines(path: Path) -> int:
 
 def _write_plots(folder: Path, plots: Mapping[str, RenderedPlot | None]) -> None:
     """Writes the plots, and removes those without data, as after a resume from an earlier step."""
+    if folder.is_symlink():
+        raise InputError(f"{folder} is a symbolic link, which a report does not write through; remove it")
     folder.mkdir(exist_ok=True)
     for name, plot in plots.items():
         if plot is None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import math
 import os
 import platform
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -17,13 +19,13 @@ from typing import Any
 import jax
 
 from app.records.atomic_write import write_atomic
-from app.records.jsonl import to_json_line
+from app.records.jsonl import parse_object, to_json_line
 from app.records.run_directory import RunDirectory
 from app.records.sample import Sample
 from app.records.sample_json import sample_to_record
 from app.report.alerts import Alert
 from app.tracking.completions_table import CompletionsTable, truncate_middle
-from settings import Resolved
+from settings import InputError, Resolved
 
 log = logging.getLogger(__name__)
 
@@ -40,10 +42,34 @@ MAX_WANDB_CELL_CHARS = 2000
 """Maximum characters of an uploaded cell; the whole text is in rollouts/."""
 
 
-def read_metrics_lines(path: Path, *, last_step: int) -> list[str]:
-    """Returns the complete lines of a metrics file up to a step, which a resumed run continues."""
-    lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
-    return [line for line in lines if json.loads(line)["step"] <= last_step]
+@dataclass(frozen=True)
+class MetricsLines:
+    """The lines of `metrics.jsonl` that a resumed run continues."""
+
+    lines: Sequence[bytes]
+    """The readable lines up to the checkpoint's step, with their line ends."""
+    is_complete: bool
+    """Whether they are those that the checkpoint was saved after."""
+
+    @classmethod
+    def read(cls, path: Path, *, last_step: int, sha256: str | None) -> MetricsLines:
+        """Reads the lines up to a step.
+
+        Args:
+            sha256: the digest of these lines; None if it is unknown, as before the first step.
+        """
+        content = path.read_bytes() if path.exists() else b""
+        lines = [line for line in content.splitlines(keepends=True) if _is_metrics_line(line, last_step)]
+        return cls(lines, is_complete=sha256 in (None, hashlib.sha256(b"".join(lines)).hexdigest()))
+
+
+def _is_metrics_line(line: bytes, last_step: int) -> bool:
+    """Returns whether a line is complete, and of a step up to the last one."""
+    try:
+        step = parse_object(line, "metrics.jsonl").get("step")
+    except InputError:
+        return False
+    return line.endswith(b"\n") and type(step) is int and step <= last_step
 
 
 def replace_nonfinite(value: Any) -> Any:
@@ -60,7 +86,7 @@ def samples_to_jsonl(samples: Sequence[Sample]) -> bytes:
     return b"".join(to_json_line(replace_nonfinite(sample_to_record(sample)), "a sample") for sample in samples)
 
 
-def session_record(*, after_step: int) -> dict[str, Any]:
+def session_record() -> dict[str, Any]:
     """Returns versions and devices of this start, for `sessions.jsonl`; a run may be resumed elsewhere."""
     try:
         own_version = version("grpo-jax")
@@ -68,7 +94,6 @@ def session_record(*, after_step: int) -> dict[str, Any]:
         own_version = "not installed"
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "after_step": after_step,
         "grpo": own_version,
         "python": platform.python_version(),
         "jax": jax.__version__,
@@ -78,10 +103,10 @@ def session_record(*, after_step: int) -> dict[str, Any]:
 
 
 class RunLog:
-    """Appends one object per step; on resume, drops the lines after the checkpoint.
+    """Appends one object per step.
 
     Args:
-        last_step: the last step whose line is kept, -1 for none; None for a new run.
+        kept: the lines that a resumed run continues; None for a new run.
         session_fields: additional fields of this start's line in `sessions.jsonl`.
     """
 
@@ -90,18 +115,25 @@ class RunLog:
         run: RunDirectory,
         resolved: Resolved,
         *,
-        last_step: int | None,
+        kept: MetricsLines | None,
         wandb_id: str | None,
         session_fields: Mapping[str, Any] = MappingProxyType({}),
     ):
         self.run = run
-        kept = read_metrics_lines(run.metrics_path, last_step=last_step) if last_step is not None else []
-        self.history: list[dict[str, Any]] = [json.loads(line) for line in kept]
-        write_atomic(run.metrics_path, "".join(f"{line}\n" for line in kept).encode("utf-8"))
-        with run.sessions_path.open("w" if last_step is None else "a", encoding="utf-8") as sessions:
-            sessions.write(json.dumps({**session_record(after_step=max(last_step or 0, 0)), **session_fields}) + "\n")
+        lines = kept.lines if kept else ()
+        self.history: list[dict[str, Any]] = [json.loads(line) for line in lines]
+        if kept and not kept.is_complete and run.metrics_path.exists():
+            os.replace(run.metrics_path, run.damaged_metrics_path)
+        write_atomic(run.metrics_path, b"".join(lines))
+        self._digest = hashlib.sha256(b"".join(lines))
+        _append_session(run.sessions_path, {**session_record(), **session_fields}, to_earlier=kept is not None)
         self._file = run.metrics_path.open("a", encoding="utf-8", buffering=1)
         self._wandb = open_wandb(run, resolved, wandb_id)
+
+    @property
+    def metrics_sha256(self) -> str:
+        """Digest of all lines so far."""
+        return self._digest.hexdigest()
 
     @property
     def wandb_id(self) -> str | None:
@@ -111,7 +143,9 @@ class RunLog:
         """Appends a line in a single write, so that it is complete or missing."""
         record = replace_nonfinite({"step": step, **metrics})
         self.history.append(record)
-        self._file.write(json.dumps(record, allow_nan=False) + "\n")
+        line = json.dumps(record, allow_nan=False) + "\n"
+        self._file.write(line)
+        self._digest.update(line.encode())
         if self._wandb is not None:
             self._wandb.log({k: v for k, v in record.items() if v is not None}, step=step)
 
@@ -134,6 +168,14 @@ class RunLog:
         self._file.close()
         if self._wandb is not None:
             self._wandb.finish()
+
+
+def _append_session(path: Path, record: Mapping[str, Any], *, to_earlier: bool) -> None:
+    """Adds a line; the file is replaced, so that a link is not written through."""
+    earlier = path.read_bytes() if to_earlier and path.exists() else b""
+    # The last line is incomplete if the program was killed.
+    separator = b"\n" if earlier and not earlier.endswith(b"\n") else b""
+    write_atomic(path, earlier + separator + json.dumps(record).encode() + b"\n")
 
 
 def open_wandb(run: RunDirectory, resolved: Resolved, wandb_id: str | None) -> Any:
@@ -203,6 +245,7 @@ class NullRunLog:
     """The log of all processes but the first, which writes nothing."""
 
     history: Sequence[dict[str, Any]] = ()
+    metrics_sha256: str | None = None
     wandb_id: str | None = None
 
     def write_metrics(self, step: int, metrics: Metrics) -> None:

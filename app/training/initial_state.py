@@ -17,11 +17,13 @@ from app.records.run_settings import settings_fields
 from app.runtime.pinned_revisions import record_commits
 from app.runtime.reward_model import RewardModel
 from app.runtime.session import Session
-from app.tracking.run_log import NullRunLog, RunLog
+from app.tracking.run_log import MetricsLines, NullRunLog, RunLog
 from app.training.inputs import PROMPTS_PER_STEP, changeable_fingerprints
 from app.training.learner import LearnerGroup
 from app.training.setup import RunSetup
 from app.update.optimizer import TrainState
+from settings.checks.resumed_settings import METRICS, OPTION
+from settings.errors import InputError
 
 
 def open_checkpoints(setup: RunSetup, learner_group: LearnerGroup) -> Checkpoints:
@@ -76,15 +78,35 @@ def open_run_log(setup: RunSetup, progress: TrainProgress, *, resumed: bool) -> 
     """Writes the settings into the run directory and opens its log, or continues the existing one."""
     if jax.process_index() != 0:
         return NullRunLog()
-    setup.run.write_settings(setup.resolved)
-    record_commits(setup.run, setup.resolved.settings, setup.inputs.model_commits)
     # The line of a step is written after its evaluation, and the line of step 0 is always the evaluation.
     is_to_come = progress.step == 0 or progress.unevaluated is not None
-    last_step = progress.step - is_to_come if resumed else None
+    kept = _read_metrics(setup, progress, last_step=progress.step - is_to_come) if resumed else None
+    setup.run.write_settings(setup.resolved)
+    record_commits(setup.run, setup.resolved.settings, setup.inputs.model_commits)
     replay = setup.inputs.replay
-    session = ({} if resumed else {"after_step": progress.step}) | (replay.session_fields if replay else {})
-    session |= settings_fields(setup.resolved)
-    return RunLog(setup.run, setup.resolved, last_step=last_step, wandb_id=progress.wandb_id, session_fields=session)
+    session = {
+        "after_step": progress.step,
+        **(replay.session_fields if replay else {}),
+        **settings_fields(setup.resolved),
+    }
+    return RunLog(setup.run, setup.resolved, kept=kept, wandb_id=progress.wandb_id, session_fields=session)
+
+
+def _read_metrics(setup: RunSetup, progress: TrainProgress, *, last_step: int) -> MetricsLines:
+    """Reads the lines that a resumed run continues.
+
+    Raises:
+        InputError: they are not those that the checkpoint was saved after, and going on without them is not allowed.
+    """
+    path = setup.run.metrics_path
+    kept = MetricsLines.read(path, last_step=last_step, sha256=progress.metrics_sha256 if progress.step else None)
+    if not kept.is_complete and METRICS not in setup.allow_changed:
+        raise InputError(
+            f"--resume: {path} lacks lines up to step {progress.step}, or they were changed after the checkpoint was "
+            f"saved. Restore the file from a copy, or continue with the readable lines by {OPTION} {METRICS}; the file "
+            f"is then kept as {setup.run.damaged_metrics_path.name}"
+        )
+    return kept
 
 
 def load_reference_params(state: RunState, progress: TrainProgress, session: Session) -> Params | None:

@@ -86,7 +86,7 @@ class StepLoop:
         if self.progress.unevaluated is not None:
             record = self._add_evaluation(self.progress.unevaluated)
             self.reporter.report_step(self.progress.step, record)
-            self.checkpoints.update_progress(self.progress)
+            self.checkpoints.update_progress(self._progress_with_digest())
         elif self.eval_prompts and not self.progress.step:
             self.reporter.run_log.write_metrics(0, self._evaluate(0))
 
@@ -139,8 +139,11 @@ class StepLoop:
 
     def _save(self) -> None:
         self.reporter.display.set_phase("save")
-        self.checkpoints.save(self.state.networks, self.progress)
+        self.checkpoints.save(self.state.networks, self._progress_with_digest())
         self.save_clock.reset()
+
+    def _progress_with_digest(self) -> TrainProgress:
+        return replace(self.progress, metrics_sha256=self.reporter.run_log.metrics_sha256)
 
 
 def _step_metrics(metrics: dict[str, float | None], samples: Sequence[Sample], timer: StepTimer) -> dict[str, Any]:

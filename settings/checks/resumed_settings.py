@@ -9,6 +9,8 @@ from settings.errors import InputError
 from settings.loading.fields import FIELDS, SECTIONS, did_you_mean, nearest_fields
 
 OPTION = "--allow-changed"
+METRICS = "metrics.jsonl"
+"""Value of the option for a run whose metrics are damaged."""
 
 PLACE_OF_RUN = ("run.name", "run.dir")
 """Where a run is, which is no change of it."""
@@ -73,7 +75,7 @@ def changed_settings(
 def check_allowed(changes: Sequence[SettingChange], allowed: Collection[str]) -> None:
     """Raises InputError if a change that changes what the run learns is not in `allowed`, by its name or section."""
     for name in allowed:
-        if name not in FIELDS and name not in SECTIONS:
+        if name not in FIELDS and name not in SECTIONS and name != METRICS:
             raise InputError(f"{OPTION}: there is no setting or section {name}{did_you_mean(nearest_fields(name))}")
     decisive = [change for change in changes if not is_in(change.name, FREE_SETTINGS)]
     # What follows from another setting is allowed with that.

@@ -21,7 +21,8 @@ def run(finished: Path, tmp_path: Path) -> Path:
 
 
 def change(run: Path, name: str, value: str) -> None:
-    """Changes a setting as if the run had started with it."""
+    """Changes a setting as if the run had started with it, and written no line per session, as older versions."""
+    (run / "sessions.jsonl").unlink(missing_ok=True)
     file = run / "settings.yaml"
     text, num_changed = re.subn(rf"(?m)^( +{name}:).*$", rf"\1 {value}  # --set", file.read_text())
     assert num_changed == 1, name

@@ -13,7 +13,10 @@ SAMPLES = [sample_record(f"p/s{i}") for i in range(3)]
 
 def test_it_needs_no_jax_no_model_and_no_window_and_says_what_it_wrote(tmp_path: Path) -> None:
     run = write_run(
-        tmp_path / "run", quickstart_history(), rollouts={1: SAMPLES}, settings=("model.path=/nowhere/model",)
+        tmp_path / "run",
+        quickstart_history(),
+        rollouts={1: SAMPLES},
+        settings=("model.path=/nowhere/model", "logging.save_rollouts=false"),
     )
     program = (
         "import sys, cli\n"

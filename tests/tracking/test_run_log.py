@@ -14,9 +14,9 @@ from app.records.run_directory import RunDirectory
 from app.records.sample import Prompt, Sample
 from app.tracking.run_log import (
     WANDB_SECTIONS,
+    MetricsLines,
     NullRunLog,
     RunLog,
-    read_metrics_lines,
     replace_nonfinite,
     samples_to_jsonl,
 )
@@ -32,7 +32,8 @@ def run(tmp_path: Path) -> RunDirectory:
 
 
 def opened(run: RunDirectory, last_step: int | None = None) -> RunLog:
-    return RunLog(run, load(None, [], {}), last_step=last_step, wandb_id=None)
+    kept = None if last_step is None else MetricsLines.read(run.metrics_path, last_step=last_step, sha256=None)
+    return RunLog(run, load(None, [], {}), kept=kept, wandb_id=None)
 
 
 def written(run: RunDirectory, steps: range, last_step: int | None = None) -> RunLog:
@@ -69,7 +70,29 @@ def test_a_fresh_journal_begins_with_nothing(run: RunDirectory) -> None:
     written(run, range(3))
     assert written(run, range(0)).history == []
     assert run.metrics_path.read_text() == ""
-    assert read_metrics_lines(run.path / "absent.jsonl", last_step=3) == []
+
+
+@pytest.mark.parametrize(
+    ("damage", "num_kept"), [(b"", 0), (b'{"step": 0}\n', 1), (b'{"step": 1, "loss": 0.5}\n', 1), (b"\xff\n{}\n", 0)]
+)
+def test_lines_that_are_not_those_of_the_checkpoint_are_noticed_and_kept_aside(
+    run: RunDirectory, damage: bytes, num_kept: int
+) -> None:
+    log = written(run, range(3))
+    assert MetricsLines.read(run.metrics_path, last_step=2, sha256=log.metrics_sha256).is_complete
+    earlier = run.metrics_path.read_bytes().splitlines(keepends=True)
+    changed = b"".join([earlier[0].replace(b"0.0", b"0.5"), *earlier[1:]])
+    assert not MetricsLines.read(_write(run, changed), last_step=2, sha256=log.metrics_sha256).is_complete
+    kept = MetricsLines.read(_write(run, damage), last_step=2, sha256=log.metrics_sha256)
+    assert (len(kept.lines), kept.is_complete) == (num_kept, False)
+    RunLog(run, load(None, [], {}), kept=kept, wandb_id=None).close()
+    assert run.damaged_metrics_path.read_bytes() == damage
+    assert run.metrics_path.read_bytes() == b"".join(kept.lines)
+
+
+def _write(run: RunDirectory, content: bytes) -> Path:
+    run.metrics_path.write_bytes(content)
+    return run.metrics_path
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), np.float64("nan")])
@@ -143,6 +166,6 @@ def test_wandb_is_not_touched_unless_asked_for(
     run: RunDirectory, overrides: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)  # importing it would fail
-    journal = RunLog(run, load(None, overrides, {}), last_step=None, wandb_id=None)
+    journal = RunLog(run, load(None, overrides, {}), kept=None, wandb_id=None)
     journal.close()
     assert journal.wandb_id is None
