@@ -175,8 +175,9 @@ def test_a_path_in_the_folders_of_a_run_uses_its_settings(
 
     file = tmp_path.resolve() / "run" / "settings.yaml"
     file.parent.mkdir()
-    file.touch()
-    assert find_run_config({"--from-rollouts": file.parent / place}) == (str(file) if is_in_run else None)
+    file.write_text("run:\n  name: mine\n")
+    config = find_run_config({"--from-rollouts": file.parent / place})
+    assert (config and config.name) == (str(file) if is_in_run else None)
     note = f"note: --from-rollouts: uses the settings of {file}\n" if is_in_run else ""
     assert capsys.readouterr() == ("", note)
 

@@ -15,7 +15,10 @@ from typing import Any, NoReturn, TextIO
 
 import typer
 
+from app.records.run_directory import RunDirectory, step_of_samples
+from app.records.run_settings import period_of, read_settings, settings_periods
 from settings import InputError, Resolved, load
+from settings.loading.config_file import ConfigFile
 from settings.loading.sources import NO_FLAGS, Flags
 
 RUN_SUBFOLDERS = ("checkpoints", "rollouts", "eval")
@@ -24,7 +27,7 @@ EXIT_FAILURE, EXIT_INPUT, EXIT_INTERRUPTED = 1, 2, 130
 
 
 def resolve(
-    config: str | None,
+    config: str | ConfigFile | None,
     overrides: list[str] | None,
     *,
     print_config: bool,
@@ -78,7 +81,7 @@ def _hide_progress() -> None:
 
 def inherit_run_settings(
     config: str | None, overrides: list[str] | None, run_paths: Mapping[str, Path | None]
-) -> tuple[str | None, list[str] | None]:
+) -> tuple[str | ConfigFile | None, list[str] | None]:
     """Returns `--config` and `--set`. Without `--config`, uses the run's settings, except the addresses of its hosts.
 
     Args:
@@ -90,26 +93,32 @@ def inherit_run_settings(
     run_config = find_run_config(run_paths) if config is None else None
     if run_config is None:
         return config, overrides
+    return run_config, reset_inherited(run_config, overrides)
+
+
+def reset_inherited(run_config: ConfigFile, overrides: list[str] | None) -> list[str]:
+    """Returns `--set` with the options that reset what must not be inherited from a run's settings."""
     from settings.loading.inherited_settings import reset_overrides
 
-    return run_config, [*(overrides or []), *reset_overrides(run_config, overrides or [], os.environ)]
+    return [*(overrides or []), *reset_overrides(run_config, overrides or [], os.environ)]
 
 
-def find_run_config(run_paths: Mapping[str, Path | None]) -> str | None:
-    """Returns the settings file of the run that an option's path belongs to, and prints a note with the file's path.
+def find_run_config(run_paths: Mapping[str, Path | None]) -> ConfigFile | None:
+    """Returns the settings of the run that an option's path belongs to, and prints a note with their place.
 
-    Returns None for a file outside a run, which can be read under any settings, and for a path that does not exist,
-    for which its reader raises an error.
+    They are those of the step of a checkpoint or of samples, and of the last session for other paths. Returns
+    None for a file outside a run, which can be read under any settings, and for a path that does not exist, for which
+    its reader raises an error.
 
     Raises:
         InputError: a folder does not belong to a run. Reading it with the default settings would give wrong results.
     """
     given = {option: path.expanduser().resolve() for option, path in run_paths.items() if path is not None}
     for option, path in given.items():
-        for folder in _candidate_run_folders(path):
-            if (file := folder / "settings.yaml").is_file():
-                print_notices([f"{option}: uses the settings of {file}"])
-                return str(file)
+        if (run := find_run(path)) is not None:
+            file = _settings_of(run, path)
+            print_notices([f"{option}: uses the settings of {file.name}"])
+            return file
     for option, path in given.items():
         if path.is_dir():
             raise InputError(
@@ -117,6 +126,20 @@ def find_run_config(run_paths: Mapping[str, Path | None]) -> str | None:
                 "a run directory or a file in it, or use --config"
             )
     return None
+
+
+def find_run(path: Path) -> RunDirectory | None:
+    """Returns the run that a resolved path belongs to."""
+    runs = (RunDirectory(folder) for folder in _candidate_run_folders(path))
+    return next((run for run in runs if run.has_settings), None)
+
+
+def _settings_of(run: RunDirectory, path: Path) -> ConfigFile:
+    step = int(path.name) if path.name.isdigit() else step_of_samples(path)
+    last, periods = read_settings(run), settings_periods(run)
+    if step is None or len(periods) == 1:
+        return last.file
+    return period_of(periods, step).file
 
 
 def _candidate_run_folders(path: Path) -> Iterator[Path]:

@@ -72,8 +72,8 @@ def evaluate(
         else:
             if picture is not None:
                 raise InputError("--picture needs --compare BEFORE.jsonl AFTER.jsonl")
-            config, overrides = inherit_run_settings(config, overrides, {"--checkpoint": checkpoint})
-            resolved = resolve(config, overrides, print_config=print_config, check=check_for_evaluation)
+            base, overrides = inherit_run_settings(config, overrides, {"--checkpoint": checkpoint})
+            resolved = resolve(base, overrides, print_config=print_config, check=check_for_evaluation)
             if checkpoint is None:
                 print_notices(unused_adapter_notices(resolved))
             show_progress(f"grpo evaluate: model {resolved.settings.model.path}; loading JAX")

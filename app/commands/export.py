@@ -48,8 +48,8 @@ def export(
     Adapters are merged into the model's weights, unless --adapter exports them alone.
     """
     with handle_errors(debug):
-        config = config or find_run_config({"--checkpoint": checkpoint})
-        resolved = resolve(config, overrides, print_config=print_config, check=check_for_mesh)
+        base = config or find_run_config({"--checkpoint": checkpoint})
+        resolved = resolve(base, overrides, print_config=print_config, check=check_for_mesh)
         checkpoint, out = require_path(checkpoint, "--checkpoint"), require_path(out, "--out")
         show_progress(f"grpo export: {checkpoint}; loading JAX")
         from app.export import huggingface

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from app.commands.command_support import handle_errors, inherit_run_settings, print_result, resolve, show_progress
+from app.commands.command_support import (
+    find_run,
+    handle_errors,
+    inherit_run_settings,
+    print_result,
+    reset_inherited,
+    resolve,
+    show_progress,
+)
 from app.commands.options import Config, Debug, Overrides, PrintConfig
-from settings import InputError, load
+from app.records.run_settings import SettingsPeriod, decisive_periods, settings_periods
+from settings import InputError, Resolved, load
 from settings.checks.commands import check_for_dry_run, check_for_train
+from settings.loading.config_file import ConfigFile
 from settings.loading.sources import NO_FLAGS, Flags
 
 
@@ -65,30 +77,50 @@ def train(
         if allow_changed and resume == "never":
             raise InputError("--allow-changed goes with --resume auto or must; a new run has no earlier settings")
         check = check_for_dry_run if dry_run else check_for_train
-        given_config = config
         run_paths = {"--from-rollouts": from_rollouts, "--checkpoint": checkpoint}
-        config, overrides = inherit_run_settings(given_config, overrides, run_paths)
-        flags = NO_FLAGS if config == given_config else _replay_run_name(config, overrides)
-        resolved = resolve(config, overrides, flags=flags, print_config=print_config, check=check)
+        periods = _replayed_periods(config, from_rollouts)
+        base, overrides_of_base = inherit_run_settings(config, overrides, run_paths)
+        flags = _replay_run_name(base, overrides_of_base) if isinstance(base, ConfigFile) else NO_FLAGS
+        resolved = resolve(base, overrides_of_base, flags=flags, print_config=print_config, check=check)
         show_progress(f"grpo train: {resolved.settings.run.name}, model {resolved.settings.model.path}; loading JAX")
         from app.training.replay import ReplayRequest
+        from app.training.replay_parts import ReplayPart, replay_parts, train_parts
 
-        replay_request = None if from_rollouts is None else ReplayRequest(from_rollouts, checkpoint)
+        request = None if from_rollouts is None else ReplayRequest(from_rollouts, checkpoint)
+        parts = [ReplayPart(resolved, request, changed=())]
+        if request is not None and len(periods) > 1:
+            parts = replay_parts(periods, lambda period: _resolve_period(period, overrides, resolved, check), request)
         if dry_run:
             from app.preflight.dry_run import make_dry_run_report
 
             report = make_dry_run_report(
-                resolved, resume=resume, replay_request=replay_request, allow_changed=allow_changed or ()
+                parts[0].resolved, resume=resume, replay_request=parts[0].request, allow_changed=allow_changed or ()
             )
             print_result(report, as_json=as_json)
             raise typer.Exit
-        from app.training import train
-
-        code = train.train(resolved, resume=resume, replay_request=replay_request, allow_changed=allow_changed or ())
+        code = train_parts(parts, resume=resume, allow_changed=allow_changed or ())
     raise typer.Exit(code)
 
 
-def _replay_run_name(config: str | None, overrides: list[str] | None) -> Flags:
+def _replayed_periods(config: str | None, from_rollouts: Path | None) -> list[SettingsPeriod]:
+    """Returns the settings by step of the run that is replayed under its own settings; empty for anything else."""
+    if config is not None or from_rollouts is None or not from_rollouts.is_dir():
+        return []
+    run = find_run(from_rollouts.expanduser().resolve())
+    return [] if run is None else decisive_periods(settings_periods(run))
+
+
+def _resolve_period(
+    period: SettingsPeriod, overrides: list[str] | None, replay: Resolved, check: Callable[[Resolved], None]
+) -> Resolved:
+    """Returns the settings of a period, in the run directory of the replay."""
+    overrides = reset_inherited(period.file, overrides)
+    resolved = resolve(period.file, overrides, print_config=False, check=check)
+    place = resolved.settings.run.model_copy(update={"name": replay.settings.run.name, "dir": replay.settings.run.dir})
+    return dataclasses.replace(resolved, settings=resolved.settings.model_copy(update={"run": place}))
+
+
+def _replay_run_name(config: ConfigFile, overrides: list[str] | None) -> Flags:
     """Returns a new run.name for a replay under another run's settings, unless the name was set explicitly."""
     resolved = load(config, overrides or [], os.environ)
     if not resolved.provenance["run.name"].startswith("yaml:"):

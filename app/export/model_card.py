@@ -18,7 +18,7 @@ from app.checkpoint.saved_policy import PolicyCheckpoint
 from app.model.io.model_files import BUILTIN_PREFIX
 from app.model.quantization import QUANTIZE_BASE_SETTING
 from app.records.run_directory import RunDirectory
-from app.records.run_settings import settings_at
+from app.records.run_settings import period_of
 from app.report.before_after import before_and_after
 from app.report.run_files import RunFiles
 from app.runtime.model_spec import ModelSpec
@@ -98,7 +98,7 @@ def model_card(
     step = saved_policy.step
     settings = {name: value for name, (value, _) in from_yaml(resolved.to_yaml().encode(), name="settings").items()}
     if run is not None:
-        settings |= {name: value for name, (value, _) in settings_at(run.periods, step).items()}
+        settings |= {name: value for name, (value, _) in period_of(run.periods, step).settings.items()}
     changes = [change for change in run.setting_changes if change[0] <= step] if run else []
     earlier = [change.before for _, change in changes if change.name == "algorithm.name"]
     algorithms = " and ".join(dict.fromkeys([*earlier, settings["algorithm.name"]]))

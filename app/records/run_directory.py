@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Literal
@@ -14,6 +15,15 @@ from settings.errors import InputError
 from settings.schema.run import RunSettings
 
 Resume = Literal["auto", "never", "must"]
+
+
+SAMPLE_FILE_PATTERN = re.compile(r"step_(\d+)\.jsonl")
+
+
+def step_of_samples(path: Path) -> int | None:
+    """Returns the step whose samples a run saved in a file; None for the name of another file."""
+    match = SAMPLE_FILE_PATTERN.fullmatch(path.name)
+    return int(match[1]) if match else None
 
 
 @dataclass(frozen=True)
@@ -74,7 +84,7 @@ class RunDirectory:
     @property
     def has_settings(self) -> bool:
         """Whether a run wrote its settings here."""
-        return self.settings_path.exists()
+        return self.settings_path.exists() or self.sessions_path.exists()
 
     @property
     def checkpoint_steps(self) -> list[int]:

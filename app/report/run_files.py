@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from app.records.jsonl import read_jsonl_tolerant
-from app.records.run_directory import RunDirectory
+from app.records.run_directory import RunDirectory, step_of_samples
 from app.records.run_settings import (
     SavedSettings,
     SettingsPeriod,
     changes_by_step,
+    period_of,
     read_settings,
-    settings_at,
     settings_periods,
 )
 from app.report.metrics_history import History, MetricsRecord, training_steps
 from settings import InputError, Settings
 from settings.checks.resumed_settings import SettingChange
 from settings.loading.fields import FIELDS, value_of
-
-SAMPLE_FILE_PATTERN = re.compile(r"step_(\d+)\.jsonl")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +59,7 @@ class RunFiles:
         run = RunDirectory(path)
         if not (run.settings_path.is_file() or run.sessions_path.is_file()):
             raise InputError(f"{path} holds no settings.yaml, so it is not a run directory{_list_runs_in(path)}")
-        settings = read_settings(run)
+        settings = read_settings(run).settings
         history = _read_metrics(run.metrics_path) if run.metrics_path.is_file() else []
         if not training_steps(history):
             raise InputError(f"{path} has no finished training step yet, so there is nothing to report")
@@ -82,7 +79,7 @@ class RunFiles:
 
     def setting_at(self, name: str, step: int) -> Any:
         """Returns the value of a setting at a step; None if the run did not know it."""
-        return settings_at(self.periods, step).get(name, (None, ""))[0]
+        return period_of(self.periods, step).settings.get(name, (None, ""))[0]
 
     def setting_history(self, name: str) -> str:
         """Returns all values of a setting as text, such as `grpo, from step 7 dapo`."""
@@ -164,7 +161,7 @@ def sample_files(folder: Path) -> dict[int, Path]:
     """Returns the files of samples by step, oldest first."""
     if not folder.is_dir():
         return {}
-    files = {int(match[1]): path for path in folder.iterdir() if (match := SAMPLE_FILE_PATTERN.fullmatch(path.name))}
+    files = {step: path for path in folder.iterdir() if (step := step_of_samples(path)) is not None}
     return dict(sorted(files.items()))
 
 

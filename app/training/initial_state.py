@@ -55,6 +55,11 @@ def restore_or_initialize(
     restored = checkpoints.restore(fingerprints, accepted_changes=changeable_fingerprints(setup.allow_changed))
     if restored is not None:
         saved_networks, progress = restored
+        if replay is not None and progress.step + 1 < min(replay.files):
+            raise InputError(
+                f"--resume: the newest readable checkpoint is after step {progress.step}, and the samples' run trained "
+                "the next step under other settings; start the same command again, which will use these"
+            )
         progress = replace(progress, fingerprints=fingerprints)
         if session.workers is not None:
             session.workers.length_history = progress.lengths or {}
@@ -81,7 +86,6 @@ def open_run_log(setup: RunSetup, progress: TrainProgress, *, resumed: bool) -> 
     # The line of a step is written after its evaluation, and the line of step 0 is always the evaluation.
     is_to_come = progress.step == 0 or progress.unevaluated is not None
     kept = _read_metrics(setup, progress, last_step=progress.step - is_to_come) if resumed else None
-    setup.run.write_settings(setup.resolved)
     record_commits(setup.run, setup.resolved.settings, setup.inputs.model_commits)
     replay = setup.inputs.replay
     session = {
@@ -89,7 +93,10 @@ def open_run_log(setup: RunSetup, progress: TrainProgress, *, resumed: bool) -> 
         **(replay.session_fields if replay else {}),
         **settings_fields(setup.resolved),
     }
-    return RunLog(setup.run, setup.resolved, kept=kept, wandb_id=progress.wandb_id, session_fields=session)
+    run_log = RunLog(setup.run, setup.resolved, kept=kept, wandb_id=progress.wandb_id, session_fields=session)
+    # After the session's line: settings.yaml is compared with the last one.
+    setup.run.write_settings(setup.resolved)
+    return run_log
 
 
 def _read_metrics(setup: RunSetup, progress: TrainProgress, *, last_step: int) -> MetricsLines:

@@ -18,11 +18,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from app.checkpoint.saved_policy import PolicyCheckpoint
-from app.records.run_directory import RunDirectory
+from app.records.run_directory import RunDirectory, step_of_samples
+from app.records.run_settings import period_of, settings_periods
 from app.records.sample import DROPPED_PREFIX, Prompt, Sample
 from app.reward.builtin_tasks import check_answers
 from app.runtime.model_spec import CriticSpec, ModelSpec
 from app.runtime.pinned_revisions import pin_revisions
+from app.stages.sample_reader import file_digest
 from app.training.dynamic_sampling import Group, group_samples
 from app.training.replay_files import (
     OPTION,
@@ -52,6 +54,16 @@ class ReplayRequest(NamedTuple):
     rollouts: Path
     checkpoint: Path | None = None
     """The checkpoint to start from, instead of the models' own weights."""
+    period: ReplayPeriod | None = None
+    """The steps to replay now, if the settings of the samples' run changed between its steps."""
+
+
+class ReplayPeriod(NamedTuple):
+    """Steps of a run under the same settings."""
+
+    steps: range
+    num_steps: int
+    """Number of steps of the whole replay."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +75,8 @@ class Replay:
     """The checkpoint of --checkpoint; None for the models' own weights."""
     files: Mapping[int, StepFile]
     """Files by step, without gaps."""
+    digests: Mapping[int, str]
+    """Digests of all files by step, also of those that other settings belong to."""
     prompts: Sequence[Prompt]
     """The distinct prompts of all files."""
     source_run: RunDirectory | None
@@ -75,7 +89,7 @@ class Replay:
     @property
     def fingerprints(self) -> dict[str, str]:
         """Fingerprints of the samples, of the fields taken from them, and of the initial checkpoint."""
-        digests = " ".join(f"{step} {file.digest}" for step, file in self.files.items())
+        digests = " ".join(f"{step} {digest}" for step, digest in self.digests.items())
         start = self.initial_checkpoint
         state = "" if start is None else f"{start.step} {sorted(start.checksums.items())}"
         return {
@@ -150,24 +164,41 @@ def read_replay(
     if run is not None and run.path == target_run.path.resolve():
         raise InputError(f"run.name: {target_run.path} is what {OPTION} would replay; choose another run.name")
     start = None if request.checkpoint is None else _open_initial_checkpoint(request.checkpoint, model, critic)
-    paths = choose_files(request.rollouts, after_step=start.step if start else 0, settings=settings)
+    period = request.period or ReplayPeriod(range(1, settings.run.steps + 1), settings.run.steps)
+    after_step = start.step if start else 0
+    paths = choose_files(request.rollouts, after_step=after_step, steps=period.num_steps, settings=settings)
+    sources = {} if run is None else _settings_by_step(run, paths)
     files: dict[int, StepFile] = {}
+    digests: dict[int, str] = {}
     prompts: dict[tuple[str, bytes], Prompt] = {}
     with option_in_errors():
         for step, path in paths.items():
-            files[step], prompts_of_file = read_step_file(path, settings, model, from_run=run is not None)
-            prompts |= prompts_of_file
+            if step in period.steps:
+                files[step], prompts_of_file = read_step_file(path, settings, model, source=sources.get(step))
+                prompts |= prompts_of_file
+            digests[step] = files[step].digest if step in files else file_digest(path)
     available = reduce(AvailableFields.intersection, (file.available_fields for file in files.values()))
     # A hub model that both settings name alike is at the commit that the source run used.
     pinned = settings if run is None else pin_revisions(settings, run)
-    source = None if run is None else pin_revisions(load(str(run.settings_path), [], {}).settings, run)
-    uses_rewards = available.rewards and (source is None or _same_rewards(pinned, source))
+    source = sources.get(min(files))
+    same_rewards = all(_same_rewards(pinned, settings) for step, settings in sources.items() if step in files)
+    uses_rewards = available.rewards and same_rewards
     uses_advantages = source is None and available.advantages and (available.returns or not settings.has_critic)
     if not uses_rewards:
         with option_in_errors():
             check_answers(list(prompts.values()), [function.name for function in settings.reward.functions])
-    replay = Replay(request, start, files, tuple(prompts.values()), run, uses_rewards, uses_advantages, report="")
+    replay = Replay(
+        request, start, files, digests, tuple(prompts.values()), run, uses_rewards, uses_advantages, report=""
+    )
     return replace(replay, report="\n".join(_report_lines(replay, available, pinned, source, model)))
+
+
+def _settings_by_step(run: RunDirectory, paths: Mapping[int, Path]) -> dict[int, Settings]:
+    """Returns the settings under which a run drew the samples of each file, with the commits of its hub models."""
+    periods = settings_periods(run)
+    settings = {period.first_step: pin_revisions(load(period.file, [], {}).settings, run) for period in periods}
+    drawn = {step: step_of_samples(path) or step for step, path in paths.items()}
+    return {step: settings[period_of(periods, drawn[step]).first_step] for step in paths}
 
 
 def _open_initial_checkpoint(path: Path, model: ModelSpec, critic: CriticSpec | None) -> PolicyCheckpoint:

@@ -60,9 +60,9 @@ class StepFile:
             raise InputError(f"{OPTION}: {self.path} has changed since the run began")
 
 
-def choose_files(path: Path, *, after_step: int, settings: Settings) -> dict[int, Path]:
-    """Returns the files by step, from the step after `after_step` to `run.steps`. A single file is the next step."""
-    path, steps = path.expanduser(), settings.run.steps
+def choose_files(path: Path, *, after_step: int, steps: int, settings: Settings) -> dict[int, Path]:
+    """Returns the files by step, from the step after `after_step` to `steps`. A single file is the next step."""
+    path = path.expanduser()
     if path.is_file():
         files = {after_step + 1: path}
     elif path.is_dir():
@@ -103,13 +103,13 @@ def option_in_errors() -> Iterator[None]:
 
 
 def read_step_file(
-    path: Path, settings: Settings, model: ModelSpec, *, from_run: bool
+    path: Path, settings: Settings, model: ModelSpec, *, source: Settings | None
 ) -> tuple[StepFile, dict[tuple[str, bytes], Prompt]]:
     """Reads and checks a file; returns it with its prompts.
 
     Args:
-        from_run: the file was written by a run, in which a prompt may have several groups; the step then learns from
-            the first one only, as the run did. In any other file that is an error.
+        source: the settings of the run that wrote the file, in which a prompt may have several groups; the step then
+            learns from the first one only, as the run did. In any other file that is an error.
     """
     stamp, digest = file_stamp(path), file_digest(path)
     prompts: dict[tuple[str, bytes], Prompt] = {}
@@ -125,7 +125,7 @@ def read_step_file(
                 f"{where}: group_id {group} has samples of prompts {prompt_of_group[group]} and {uid}; give their "
                 "groups different numbers"
             )
-        if group_of_prompt.setdefault(uid, group) != group and not from_run:
+        if group_of_prompt.setdefault(uid, group) != group and source is None:
             raise InputError(
                 f"{where}: group_id {group_of_prompt[uid]} and group_id {group} both have samples of prompt {uid}, and "
                 "a step learns from one group of a prompt; join them under one group_id, or give the prompt of one "
@@ -154,6 +154,12 @@ def read_step_file(
         )
     file = StepFile(path, stamp, digest, len(members), max(map(len, members.values())), newest, available)
     file.check_unchanged()
+    smallest = min(map(len, members.values()))
+    if source is not None and smallest < source.rollout.group_size:
+        raise InputError(
+            f"{path} is incomplete: it holds a group of {smallest} samples, and its run drew "
+            f"{source.rollout.group_size} for each prompt; restore it from a copy"
+        )
     _check_groups(file, settings)
     return file, prompts
 

@@ -122,7 +122,7 @@ def _check_changed_settings(resolved: Resolved, run: RunDirectory, allowed: Sequ
     """
     if not run.has_checkpoint:
         return []
-    changes = changed_settings(read_settings(run), from_yaml(resolved.to_yaml().encode(), name="settings"))
+    changes = changed_settings(read_settings(run).settings, from_yaml(resolved.to_yaml().encode(), name="settings"))
     check_allowed(changes, allowed)
     return changes
 

@@ -52,6 +52,11 @@ class SettingChange(NamedTuple):
     is_derived: bool
     """Whether the new value follows from that of another setting."""
 
+    @property
+    def is_decisive(self) -> bool:
+        """Whether it changes what the run learns."""
+        return not is_in(self.name, FREE_SETTINGS)
+
     def to_text(self) -> str:
         return f"{self.name} was {self.before!r} and is now {self.after!r}"
 
@@ -77,7 +82,7 @@ def check_allowed(changes: Sequence[SettingChange], allowed: Collection[str]) ->
     for name in allowed:
         if name not in FIELDS and name not in SECTIONS and name != METRICS:
             raise InputError(f"{OPTION}: there is no setting or section {name}{did_you_mean(nearest_fields(name))}")
-    decisive = [change for change in changes if not is_in(change.name, FREE_SETTINGS)]
+    decisive = [change for change in changes if change.is_decisive]
     # What follows from another setting is allowed with that.
     decisive = [change for change in decisive if not change.is_derived] or decisive
     refused = [change for change in decisive if not is_in(change.name, allowed)]

@@ -28,12 +28,16 @@ def preset_names() -> list[str]:
     return sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml"))
 
 
-def find_config_file(config: str | None) -> ConfigFile:
+def find_config_file(config: str | ConfigFile | None) -> ConfigFile:
     """Returns the preset with this name, else the file at this path; the default preset for None.
+
+    A file that was read before is returned as it is.
 
     Raises:
         InputError: there is neither a preset nor a file, or the file cannot be read.
     """
+    if isinstance(config, ConfigFile):
+        return config
     name = DEFAULT_PRESET if config is None else config
     if name in preset_names():
         resource = files("settings") / "presets" / f"{name}.yaml"

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, get_args
 
 from settings.loading.algorithm_presets import PRESET_FIELDS, estimator_defaults
+from settings.loading.config_file import ConfigFile
 from settings.loading.fields import FIELDS, value_of
 from settings.loading.printing import from_yaml
 from settings.loading.resolve import load
@@ -42,7 +42,7 @@ RENDEZVOUS_FIELDS = ("mesh.coordinator_address", "mesh.num_processes", "mesh.pro
 """Fields that describe the hosts of the earlier run, which the new run does not have."""
 
 
-def reset_overrides(path: str, overrides: Sequence[str], environ: Mapping[str, str]) -> list[str]:
+def reset_overrides(file: ConfigFile, overrides: Sequence[str], environ: Mapping[str, str]) -> list[str]:
     """Returns further `--set` options that reset the settings of the file that the new run must not inherit.
 
     The file holds a value for every setting. If only `algorithm.name` changed, the estimator, clip and aggregation of
@@ -50,9 +50,9 @@ def reset_overrides(path: str, overrides: Sequence[str], environ: Mapping[str, s
 
     Raises: InputError if the file or the overrides are invalid.
     """
-    resolved = load(path, overrides, environ)
+    resolved = load(file, overrides, environ)
     as_written = {field for field, origin in resolved.provenance.items() if origin.startswith("yaml:")}
-    written = from_yaml(Path(path).read_bytes(), name=path)
+    written = from_yaml(file.content, name=file.name)
     taken_back = [field for field in RENDEZVOUS_FIELDS if value_of(resolved.settings, field) is not None]
     following = {**dict.fromkeys(ALGORITHM_DERIVED_FIELDS, DECIDING_FIELDS), **OTHER_DERIVED_FIELDS}
     taken_back += [

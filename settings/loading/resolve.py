@@ -24,7 +24,7 @@ from settings.loading.algorithm_presets import (
     describe_changes,
     estimator_defaults,
 )
-from settings.loading.config_file import find_config_file
+from settings.loading.config_file import ConfigFile, find_config_file
 from settings.loading.fields import FIELDS, ITEM_KEYS, did_you_mean, nearest_names, nested, value_of
 from settings.loading.micro_batching import resolve_micro_batching
 from settings.loading.printing import to_yaml
@@ -80,11 +80,13 @@ class Resolved:
         return describe_changes(self.settings.algorithm, [field.removeprefix("algorithm.") for field in derived])
 
 
-def load(config: str | None, overrides: Sequence[str], environ: Mapping[str, str], flags: Flags = NO_FLAGS) -> Resolved:
+def load(
+    config: str | ConfigFile | None, overrides: Sequence[str], environ: Mapping[str, str], flags: Flags = NO_FLAGS
+) -> Resolved:
     """Loads the settings of a command.
 
     Args:
-        config: a path or the name of a preset; None for the default preset.
+        config: a file, its path or the name of a preset; None for the default preset.
         overrides: the `--set` options.
         environ: the environment variables.
         flags: options of the command that set a setting.

@@ -9,13 +9,14 @@ import pytest
 from settings import load
 from settings.checks.commands import check_for_train
 from settings.loading.algorithm_presets import ALGORITHM_PRESETS
+from settings.loading.config_file import ConfigFile, find_config_file
 from settings.loading.inherited_settings import reset_overrides
 
 
-def written(folder: Path, *overrides: str) -> str:
+def written(folder: Path, *overrides: str) -> ConfigFile:
     path = folder / "settings.yaml"
     path.write_text(load(None, overrides, {}).to_yaml())
-    return str(path)
+    return find_config_file(str(path))
 
 
 @pytest.mark.parametrize("name", ALGORITHM_PRESETS)

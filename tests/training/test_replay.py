@@ -77,6 +77,24 @@ def test_a_run_is_reproduced_bit_for_bit_under_its_own_settings_and_a_name_of_it
     assert "checkpoint" not in session
 
 
+def test_each_step_is_replayed_under_the_settings_it_was_trained_with(config: Path, tmp_path: Path) -> None:
+    run, again = config.parent / "runs" / "tiny", tmp_path / "again" / "tiny-replay"
+    assert train_here(config, "run.steps=2").exit_code == 0
+    changed = ("algorithm.name=dr_grpo", "optimizer.learning_rate=0.01", "data.system_prompt=Hi")
+    result = train_here(config, *changed, resume="must", allow_changed=["algorithm", "optimizer.learning_rate", "data"])
+    assert result.exit_code == 0, result.stderr
+    result = replay(run, again.parent)
+    assert result.exit_code == 0, result.stderr
+    assert_same_steps(again, run, steps=range(1, 5))
+    assert [session["after_step"] for session in records_of(again / "sessions.jsonl")] == [0, 2]
+    # Stopped in the second part, it goes on there.
+    shutil.rmtree(again / "checkpoints" / "4")
+    assert replay(run, again.parent, options=["--resume", "must"]).exit_code == 0
+    assert_same_steps(again, run, steps=range(1, 5))
+    assert replay(run, tmp_path / "first", "run.steps=2").exit_code == 0
+    assert_same_steps(tmp_path / "first" / "tiny-replay", run, steps=range(1, 3))
+
+
 def test_a_penalty_several_epochs_and_mini_batches_go_on_from_a_checkpoint_bit_for_bit(
     uninterrupted: Path, tmp_path: Path
 ) -> None:

@@ -8,11 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from app.records.run_directory import RunDirectory
 from app.records.sample import DROPPED_PREFIX, Sample
 from app.training.inputs import read_training_inputs
 from app.training.replay import Replay, ReplayRequest, find_model_run
 from settings import load
+from settings.errors import InputError
 from tests.program import records_of
 from tests.replays import looked, rewrite, step_file, write
 from tests.tiny_directory import write_model, write_tokenizer
@@ -40,9 +43,16 @@ def test_what_may_not_be_meant_is_told(finished: Path) -> None:
 def test_groups_that_are_smaller_than_those_of_a_step_are_told(source: Path) -> None:
     assert "groups have at most" not in looked(source).report
     file = step_file(source, 2)
-    write(file, [record for record in records_of(file) if record["sample_index"] < 3])
-    told = "groups have at most 3 samples in step 2, fewer than rollout.group_size = 4"
-    assert told in looked(source).report
+    smaller = write(source / "mine.jsonl", [record for record in records_of(file) if record["sample_index"] < 3])
+    told = "groups have at most 3 samples in step 1, fewer than rollout.group_size = 4"
+    assert told in looked(source, at=smaller).report
+
+
+def test_a_file_of_a_run_that_lost_its_last_line_is_refused(source: Path) -> None:
+    file = step_file(source, 2)
+    write(file, records_of(file)[:-1])
+    with pytest.raises(InputError, match=r"step_000002.jsonl is incomplete: it holds a group of 3 samples, .* drew 4"):
+        looked(source)
 
 
 def test_a_reward_model_of_the_hub_is_what_the_run_had(source: Path) -> None:

@@ -1,0 +1,77 @@
+"""A replay of a run whose settings were changed by a resume: each part is trained under its own settings."""
+
+from __future__ import annotations
+
+import logging
+import signal
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+
+from app.checkpoint.saved_policy import PolicyCheckpoint
+from app.distributed.preemption import EXIT_CODES
+from app.records.run_directory import Resume, RunDirectory
+from app.records.run_settings import SettingsPeriod
+from app.training.replay import ReplayPeriod, ReplayRequest
+from app.training.train import train
+from settings import Resolved
+from settings.checks.resumed_settings import changed_settings
+
+log = logging.getLogger(__name__)
+
+
+class ReplayPart(NamedTuple):
+    """Steps under the same settings."""
+
+    resolved: Resolved
+    request: ReplayRequest | None
+    """None for a run that generates its samples, which has a single part."""
+    changed: Sequence[str]
+    """Names of the settings that differ from those of the part before."""
+
+
+def replay_parts(
+    periods: Sequence[SettingsPeriod], resolve: Callable[[SettingsPeriod], Resolved], request: ReplayRequest
+) -> list[ReplayPart]:
+    """Returns the parts of a replay that are still to be trained, at least one.
+
+    Args:
+        periods: the settings of the samples' run, by step.
+        resolve: returns the settings for the replay of a period, with the same run directory for all.
+    """
+    resolved = [resolve(period) for period in periods]
+    ends = [*(period.first_step for period in periods[1:]), resolved[-1].settings.run.steps + 1]
+    ends = [min(end, one.settings.run.steps + 1) for end, one in zip(ends, resolved, strict=True)]
+    steps = [range(period.first_step, end) for period, end in zip(periods, ends, strict=True)]
+    run = RunDirectory.from_settings(resolved[0].settings.run)
+    start = 0 if request.checkpoint is None else PolicyCheckpoint.open(request.checkpoint).step
+    done = max(run.checkpoint_steps, default=start)
+    pending = [i for i, part in enumerate(steps) if part and part.stop - 1 > done] or [0]
+    num_steps = steps[pending[-1]].stop - 1
+    return [
+        ReplayPart(
+            resolved[i],
+            request._replace(period=ReplayPeriod(steps[i], num_steps)),
+            [change.name for change in changed_settings(periods[i - 1].settings, periods[i].settings)] if i else [],
+        )
+        for i in pending
+    ]
+
+
+def train_parts(parts: Sequence[ReplayPart], *, resume: Resume, allow_changed: Sequence[str]) -> int:
+    """Trains one part after the other, and returns the exit code of the last one that was trained.
+
+    Several hosts end after each part with the code of a preemption, because a process can join them only once.
+    """
+    for number, part in enumerate(parts):
+        allowed = (*allow_changed, *part.changed)
+        code = train(
+            part.resolved, resume=resume if number == 0 else "must", replay_request=part.request, allow_changed=allowed
+        )
+        if code or part is parts[-1]:
+            return code
+        if jax.process_count() > 1:
+            log.warning("the settings of the samples' run change after this step; --resume auto goes on under them")
+            return EXIT_CODES[signal.SIGTERM]
+    raise AssertionError("a replay has at least one part")
