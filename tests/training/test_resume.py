@@ -18,6 +18,7 @@ from tests.program import (
     DEADLINE_S,
     assert_same_run,
     digest_of,
+    here,
     metrics_of,
     started,
     train_here,
@@ -154,6 +155,58 @@ def test_what_changes_the_meaning_of_a_run_is_refused_unless_it_is_allowed(stopp
     assert (first.first_step, second.first_step) == (1, 7)
     assert (first.settings["algorithm.name"][0], second.settings["algorithm.name"][0]) == ("grpo", "dapo")
     assert train_here(full_config, *other, "run.steps=8", resume="auto").exit_code == 0
+    assert here("report", stopped).exit_code == 0
+    page = (stopped / "report.html").read_text()
+    assert "grpo, from step 7 dapo" in page and "Changed by a resume" in page
+    assert "rollouts/ has no samples" not in page
+    exported = stopped.parent / "exported"
+    assert here("export", "--checkpoint", stopped, "--out", exported).exit_code == 0
+    card = (exported / "README.md").read_text()
+    assert "after 8 steps of grpo and dapo" in card and '| 7 | `algorithm.name` | `"grpo"` | `"dapo"` |' in card
+    exported = stopped.parent / "earlier"
+    assert here("export", "--checkpoint", stopped / "checkpoints" / "6", "--out", exported).exit_code == 0
+    card = (exported / "README.md").read_text()
+    assert "after 6 steps of grpo\n" in card and "resumed with other settings" not in card
+
+
+@pytest.mark.parametrize("damage", ["deleted", "truncated", "without a line", "changed"])
+def test_a_run_is_not_continued_without_a_word_if_its_metrics_are_damaged(
+    stopped: Path, full_config: Path, damage: str
+) -> None:
+    path = stopped / "metrics.jsonl"
+    content = path.read_bytes()
+    lines = content.splitlines(keepends=True)
+    if damage == "deleted":
+        path.unlink()
+    elif damage == "truncated":
+        path.write_bytes(content[: len(content) // 2])
+    else:
+        lines[3:4] = [lines[3].replace(b"1", b"2", 5)] if damage == "changed" else []
+        path.write_bytes(b"".join(lines))
+    before = digest_of(stopped)
+    result = train_here(full_config, "run.steps=7", resume="auto")
+    assert result.exit_code == 2
+    assert "metrics.jsonl lacks lines up to step 6, or they were changed" in result.stderr
+    assert digest_of(stopped) == before
+
+    allowed = ["metrics.jsonl"]
+    result = train_here(full_config, "run.steps=7", "logging.report=true", resume="auto", allow_changed=allowed)
+    assert result.exit_code == 0, result.stderr
+    missing = {"deleted": "steps 1-6", "without a line": "step 3"}.get(damage)
+    assert missing is None or f"metrics.jsonl has no line for {missing}." in (stopped / "report.html").read_text()
+    assert (stopped / "metrics.damaged.jsonl").exists() == (damage != "deleted")
+    assert train_here(full_config, "run.steps=8", resume="auto").exit_code == 0
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "rollouts", "checkpoints"])
+def test_links_in_a_run_directory_are_refused(stopped: Path, full_config: Path, tmp_path: Path, name: str) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    (stopped / name).rename(elsewhere)
+    (stopped / name).symlink_to(elsewhere)
+    before = digest_of(tmp_path)
+    result = train_here(full_config, resume="auto")
+    assert result.exit_code == 2 and f"{stopped / name} is a symbolic link" in result.stderr
+    assert digest_of(tmp_path) == before
 
 
 @pytest.mark.parametrize("damage", ["deleted", "truncated", "changed"])
