@@ -251,6 +251,4 @@ class Scheduler:
             assert worker.is_busy or not self.policy.has_sample_for(worker), f"{worker.name} is idle while samples wait"
         all_wait = self.context.workers and not running and expected
         assert not all_wait, "samples wait, but no worker is running"
-        assert self.is_finished == (self.is_closed and all(e.state in ENDED for e in self.samples)), (
-            "wrong `is_finished`"
-        )
+        assert self.is_finished == (self.is_closed and all(e.state in ENDED for e in self.samples)), "wrong is_finished"
