@@ -1,6 +1,6 @@
 """Asynchronous generation: rounds of prompts are submitted and collected while training continues.
 
-When the weights change, rows stay in their slots and keep their caches, so several policy versions may draw one sample.
+When the weights change, rows stay in their slots and keep their caches, so a sample may have tokens of several versions.
 Source: Piché et al. 2025 (PipelineRL).
 """
 
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 class CompletedRound(NamedTuple):
-    """All rows of a round, and what is known once they are done."""
+    """Rows, mean lengths and metrics of a completed round."""
 
     rows: list[RolloutSequence]
     mean_lengths: dict[str, float]

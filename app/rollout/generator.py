@@ -1,4 +1,4 @@
-"""Interface of generation in slots, which yields samples one by one, in order."""
+"""Interface of generators that decode in slots and yield samples one by one, in order."""
 
 from __future__ import annotations
 

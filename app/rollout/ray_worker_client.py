@@ -117,7 +117,7 @@ class RayWorker(RolloutWorker):
     # The interface of a worker -----------------------------------------------------------------------------------
 
     def open(self, weights: DecodeWeights, request: GenerationRequest, *, suspends: bool) -> None:
-        """Sends the weights without waiting; the wait comes before the first segment, for all actors at once.
+        """Sends the weights without waiting for their arrival; the first `start_segment` waits for it.
 
         Raises:
             ActorLostError: the actor is not ready yet, so it takes no part in this rollout.

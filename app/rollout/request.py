@@ -1,4 +1,4 @@
-"""Request of a caller for generated samples."""
+"""The request that a caller passes to a generator."""
 
 from __future__ import annotations
 

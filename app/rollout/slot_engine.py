@@ -333,8 +333,8 @@ class SlotEngine:
         grow before the next segment).
 
         Args:
-            leave_when_finished: number of newly finished rows that ends it, because samples need slots; 0 = never.
-            leave_when_active: number of active rows that ends it, because they fit into a smaller program.
+            leave_when_finished: number of newly finished rows at which it ends, because samples need slots; 0 = never.
+            leave_when_active: number of active rows at which it ends, because they fit into a smaller program.
         """
         assert self._running is None and self.active_rows
         rows = [(slot, row) for slot, row in enumerate(self._rows) if row is not None]

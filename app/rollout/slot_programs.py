@@ -75,7 +75,7 @@ class DecodeLimits(NamedTuple):
     length: int
     """Maximum number of tokens per row."""
     leave_when_finished: int
-    """Number of rows whose finish ends the segment; 0 = no such limit."""
+    """Number of newly finished rows at which the segment ends; 0 = no such limit."""
     leave_when_active: int
     """Number of unfinished rows at which the segment ends."""
 

@@ -36,7 +36,7 @@ class LengthEstimator:
         """Learns from a committed row and returns whether its group's maximum length grew. Ignores dropped samples.
 
         Args:
-            measure: length in the unit of the threshold, tokens or seconds; used when the sample is complete.
+            measure: length so far in the unit of the threshold, tokens or seconds.
         """
         if entry.finish is not None and entry.finish.startswith(DROPPED_PREFIX):
             # A dropped probe gives no length: its siblings are as unknown as before.
@@ -58,7 +58,7 @@ class LengthEstimator:
         self.group_max.setdefault(prompt, 0)
 
     def finish_prompt(self, prompt: str, *, mean: float | None) -> None:
-        """Moves the length of a prompt whose samples were all released from its group to the history.
+        """Keeps only the mean length of a prompt, as its history, once all its samples are released.
 
         Args:
             mean: mean length of its samples; None if all were dropped.

@@ -1,4 +1,4 @@
-"""The policy P-DSR v2: judges each probe by a sliding percentile; a breaker and stealing correct wrong verdicts."""
+"""The policy P-DSR v2: judges each probe by a sliding percentile and corrects wrong verdicts by a breaker and stealing."""
 
 from __future__ import annotations
 

@@ -17,9 +17,9 @@ class SegmentLimits(NamedTuple):
     length: int
     """Maximum number of tokens per row."""
     leave_when_finished: int
-    """Number of finished rows that ends the segment, because samples wait for their slots."""
+    """Number of finished rows at which the segment ends, because samples wait for their slots."""
     leave_when_active: int
-    """Number of active rows that ends the segment, because a smaller program fits."""
+    """Number of active rows at which the segment ends, because a smaller program fits."""
 
 
 def segment_limits(
