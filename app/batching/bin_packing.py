@@ -1,4 +1,4 @@
-"""Packing of segments into rows that are as full as possible."""
+"""Packs segments into rows so that the rows are as full as possible."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ class PackedRowBatcher(MicroBatcher):
 
 @dataclass(frozen=True)
 class EqualShapeBatcher(MicroBatcher):
-    """Splits like another batcher, then adds empty rows to the last micro-batch up to the shape of the others.
+    """Splits like `batcher`, then pads the last micro-batch with empty rows to the shape of the others.
 
     Used for every part of a long file but the last: otherwise, each part could add one more shape to compile.
     """

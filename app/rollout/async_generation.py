@@ -1,7 +1,7 @@
 """Asynchronous generation: rounds of prompts are submitted and collected while training continues.
 
-When the weights change, rows stay in their slots and keep their caches, so a sample may have tokens of several versions.
-Source: Piché et al. 2025 (PipelineRL).
+When the weights change, rows stay in their slots and keep their caches, so a sample may contain tokens of several
+versions. Source: Piché et al. 2025 (PipelineRL).
 """
 
 from __future__ import annotations

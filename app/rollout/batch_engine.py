@@ -139,7 +139,7 @@ class BatchEngine:
         self._prefill = jax.jit(lambda weights, ids, lengths: prefill(definition, weights, ids, lengths))
         self._keys = jax.jit(sample_keys)
         # The shardings are explicit, because XLA may replicate a small array on every device. A host would then read
-        # the first host's rows as its own, and the second segment would be compiled for another layout than the first.
+        # the first host's rows as its own, and the second segment would be compiled for a different layout.
         # The cache needs none: it is never read back, and both programs constrain it.
         rows = row_sharding(mesh)
         slots = BatchDecodeState._make(None if field == "cache" else rows for field in BatchDecodeState._fields)

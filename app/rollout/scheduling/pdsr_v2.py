@@ -1,4 +1,4 @@
-"""The policy P-DSR v2: judges each probe by a sliding percentile and corrects wrong verdicts by a breaker and stealing."""
+"""The policy P-DSR v2: judges probes by a sliding percentile and corrects wrong verdicts by a breaker and stealing."""
 
 from __future__ import annotations
 
