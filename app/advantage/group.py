@@ -1,7 +1,7 @@
-"""Group-relative advantages: each reward compared with the rewards of the other samples of the prompt.
+"""Group-relative advantages: compare each reward with the rewards of the other samples of the same prompt.
 
 Groups are given by id and may differ in size, as samples can be dropped. The advantage is exactly 0 in a group of one
-and in a group whose rewards are all equal.
+sample and in a group whose rewards are all equal.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ EPSILON = 1e-6
 GroupAdvantageFn = Callable[[Float[np.ndarray, "N"], Int[np.ndarray, "N"]], Float[np.ndarray, "N"]]
 """(rewards, group ids) -> one advantage per sample."""
 GroupRewardFn = Callable[[Sequence[Sample]], Float[np.ndarray, "N"]]
-"""Returns the rewards by which the samples of a group are compared."""
+"""Samples -> the reward of each sample that enters the comparison within its group."""
 
 
 class GroupMoments(NamedTuple):
@@ -55,7 +55,7 @@ def grpo_advantages(rewards: Float[np.ndarray, "N"], group_ids: Int[np.ndarray, 
 
 
 def dr_grpo_advantages(rewards: Float[np.ndarray, "N"], group_ids: Int[np.ndarray, "N"]) -> Float[np.ndarray, "N"]:
-    """Computes A_i = r_i - mean(group); without division, very easy and very hard questions weigh no more than others.
+    """Computes A_i = r_i - mean(group). Without division by std, very easy and very hard prompts get no extra weight.
 
     Source: Liu et al. 2025, "Understanding R1-Zero-Like Training", section 3.2.
     """
@@ -65,7 +65,7 @@ def dr_grpo_advantages(rewards: Float[np.ndarray, "N"], group_ids: Int[np.ndarra
 def rloo_advantages(rewards: Float[np.ndarray, "N"], group_ids: Int[np.ndarray, "N"]) -> Float[np.ndarray, "N"]:
     """Computes A_i = r_i - mean(rewards of the others) = n / (n - 1) * (r_i - mean(group)) for a group of n.
 
-    The baseline does not depend on the sample that it is subtracted from, so the gradient is unbiased.
+    The baseline does not depend on the sample itself, so the gradient is unbiased.
 
     Sources: Kool et al. 2019, "Buy 4 REINFORCE Samples, Get a Baseline for Free!"; Ahmadian et al. 2024, "Back to
     Basics", section 2.
@@ -80,13 +80,13 @@ GROUP_ADVANTAGES: Mapping[str, GroupAdvantageFn] = MappingProxyType(
 
 
 def zero_variance_fraction(rewards: Float[np.ndarray, "N"], group_ids: Int[np.ndarray, "N"]) -> float:
-    """Returns the fraction of groups whose rewards are all equal, from which nothing is learned."""
+    """Returns the fraction of groups whose rewards are all equal; these groups contribute no policy gradient."""
     spans = {int(g): np.ptp(rewards[group_ids == g]) for g in np.unique(group_ids)}
     return float(np.mean([span == 0 for span in spans.values()])) if spans else 0.0
 
 
 def task_rewards(samples: Sequence[Sample]) -> Float[np.ndarray, "N"]:
-    """Returns the rewards of the samples, without a penalty."""
+    """Returns the rewards of the samples, without a KL penalty."""
     return np.asarray([s.reward for s in samples], np.float64)
 
 
@@ -95,8 +95,8 @@ def kl_penalized_rewards(
 ) -> Float[np.ndarray, "N"]:
     """Computes r_i - beta * sum_t KL_t(policy || reference), over the tokens that the policy wrote.
 
-    Both logprobs come from the same scoring program, not one from the sampler: for equal policies the penalty is
-    exactly 0, and group statistics have no rounding difference to magnify.
+    Both logprobs come from the same scoring program, never from the sampler: for equal policies the penalty is
+    exactly 0, so group statistics cannot magnify rounding differences.
 
     Source: Ahmadian et al. 2024, section 2 (with k1).
     """

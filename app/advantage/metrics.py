@@ -22,7 +22,7 @@ class AdvantageMoments(NamedTuple):
 
     @classmethod
     def from_samples(cls, samples: Sequence[Sample]) -> AdvantageMoments:
-        """Computes the moments; a collective call, which every host makes even if it has no samples."""
+        """Computes the moments. This is a collective call: every host must make it, even one without samples."""
         local = (
             _token_moments([(s.advantages, s.mask) for s in samples]),
             _token_moments([(s.returns, s.mask) for s in samples]),
@@ -34,7 +34,7 @@ class AdvantageMoments(NamedTuple):
 def advantage_metrics(moments: AdvantageMoments) -> dict[str, float]:
     """Returns the metrics of advantages and returns, and the explained variance of the values.
 
-    The advantages are those before whitening. Statistics are population statistics (ddof = 0). Explained variance is
+    The advantages are measured before whitening. Statistics are population statistics (ddof = 0). Explained variance is
     1 - Var(returns - values) / Var(returns): 1 for a perfect critic, 0 for a constant one, NaN if all returns are
     equal.
     """
@@ -59,5 +59,5 @@ def _value_error(sample: Sample) -> np.ndarray | None:
 
 
 def _token_moments(columns: Sequence[tuple[np.ndarray | None, np.ndarray]]) -> Moments:
-    """Computes the moments of the unmasked values, leaving out samples without values."""
+    """Computes the moments of the values where the mask is True; skips samples without values."""
     return joint_moments([(values, mask) for values, mask in columns if values is not None])

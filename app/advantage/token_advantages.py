@@ -1,7 +1,7 @@
 """Advantages per token: GAE with a critic, discounted returns without one.
 
-The samples are concatenated into a single row, so that the cost follows the number of tokens. The row is padded to a
-bucketed length, so that few lengths are compiled.
+The samples are concatenated into a single row, so that the cost is proportional to the number of tokens. The row is
+padded to a bucketed length, so that few lengths are compiled.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from app.records.sample import Sample
 
 
 class TokenRows(NamedTuple):
-    """Rows of one sequence each, or of concatenated samples followed by padding."""
+    """Rows that each contain one sequence, or several concatenated samples followed by padding."""
 
     rewards: Float32[np.ndarray, "B T"]
     values: Float32[np.ndarray, "B T"] | Float32[np.ndarray, "B T+1"]
-    """Values of the state before each token, with T+1 also that after the row."""
+    """Value of the state before each token; with T+1 columns, the last is the value after the row."""
     lengths: Float32[np.ndarray, "B T"]
-    """Number of tokens that the policy wrote in the token's sequence; 1 in the padding."""
+    """Number of tokens that the policy wrote in the sequence containing this token; 1 on padding."""
     mask: Bool[np.ndarray, "B T"] | None = None
     """True on tokens that the policy wrote; None = all."""
     ends: Bool[np.ndarray, "B T"] | None = None
@@ -42,7 +42,7 @@ class TokenAdvantages(NamedTuple):
 
 
 class GaeEstimator(Protocol):
-    """`generalized_advantages` of app.advantage.gae with its settings bound, except lambda."""
+    """`app.advantage.gae.estimate.generalized_advantages` with all settings bound except lambda."""
 
     def __call__(
         self,
@@ -57,7 +57,7 @@ class GaeEstimator(Protocol):
 
 
 VTraceEstimator = Callable[..., tuple[ArrayLike, ArrayLike]]
-"""`vtrace` of app.advantage with its settings bound: as `GaeEstimator`, with log ratios after the values."""
+"""`app.advantage.vtrace.vtrace` with all settings bound: a `GaeEstimator` that takes log ratios after the values."""
 
 LambdaFn = Callable[[TokenRows], ArrayLike]
 """Rows -> GAE's lambda: one number, or one per token."""
@@ -71,7 +71,7 @@ def fixed_lambda(rows: TokenRows, *, lam: float) -> ArrayLike:
 
 
 def length_adaptive_lambda(rows: TokenRows, *, alpha: float) -> Float64[np.ndarray, "B T"]:
-    """Returns max(0, 1 - 1 / (alpha * l)), l the number of tokens that the policy wrote in the sample.
+    """Returns max(0, 1 - 1 / (alpha * l)), where l is the number of tokens that the policy wrote in the sample.
 
     The weights of the TD errors then sum to alpha * l, so the reward of a long sample also reaches its beginning.
 
@@ -81,7 +81,7 @@ def length_adaptive_lambda(rows: TokenRows, *, alpha: float) -> Float64[np.ndarr
 
 
 def zero_bootstrap(sample: Sample) -> float:
-    """Returns 0: every sample is complete."""
+    """Returns 0: treats every sample as complete."""
     return 0.0
 
 
@@ -96,11 +96,11 @@ def truncation_bootstrap(sample: Sample) -> float:
 def compute_gae(
     rows: TokenRows, *, estimate: GaeEstimator, lam: LambdaFn, critic_lam: LambdaFn | None
 ) -> TokenAdvantages:
-    """Computes GAE's advantages and the critic's targets at every token, 0 on masked tokens.
+    """Computes the GAE advantages and the critic's targets of every token; both are 0 on masked tokens.
 
     Args:
         lam: lambda of the advantages.
-        critic_lam: lambda of the targets, which are advantages + values; None = `lam`, in the same pass.
+        critic_lam: lambda of the targets (advantages + values); None = `lam`, computed in the same pass.
 
     Sources: Schulman et al. 2016, "High-Dimensional Continuous Control Using GAE"; Yuan et al. 2025, "What's Behind
     PPO's Collapse in Long-CoT?" (two lambdas).
@@ -131,7 +131,7 @@ def assign_vtrace_advantages(
     token_rewards: TokenRewardFn,
     bootstrap: BootstrapFn,
 ) -> list[Sample]:
-    """Returns the samples with V-trace's advantages and targets, whose values are those of the current policy.
+    """Returns the samples with V-trace advantages and targets, which estimate the values of the current policy.
 
     The ratio to the policy that sampled a token is exp(policy_logprobs - behavior_logprobs). The policy loss applies
     the importance weight of each token.
@@ -156,7 +156,7 @@ def _log_ratios(sample: Sample) -> Float[np.ndarray, "C"]:
 def assign_return_advantages(
     samples: Sequence[Sample], *, estimate: GaeEstimator, token_rewards: TokenRewardFn
 ) -> list[Sample]:
-    """Returns the samples with sum_k gamma^k r_{t+k} as return and advantage of token t: GAE at lambda 1, no critic.
+    """Returns the samples with sum_k gamma^k r_{t+k} as return and advantage of token t: GAE, lambda 1, no critic.
 
     Source: Hu 2025, "REINFORCE++".
     """
@@ -171,7 +171,7 @@ def concatenate_samples(
     values: Callable[[Sample], np.ndarray],
     bootstrap: BootstrapFn,
 ) -> TokenRows:
-    """Concatenates samples into one row; `values` returns a sample's value of the state before each token."""
+    """Concatenates samples into one row; `values` maps a sample to the value of the state before each token."""
     counts = [len(s.completion_ids) for s in samples]
     shape = (1, bucket_length(sum(counts)))
     rewards, token_values, bootstraps = np.zeros((3, *shape), np.float32)

@@ -1,4 +1,4 @@
-"""Rewards per token: the sample's reward on the last token that the policy wrote, a KL penalty on all of them."""
+"""Rewards per token: the sample's reward on the last token that the policy wrote, and a KL penalty on all of them."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ TokenKLFn = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
 def task_token_rewards(sample: Sample) -> Float64[np.ndarray, "C"]:
-    """Returns `token_rewards`, or the reward on the last token that the policy wrote.
+    """Returns the sample's `token_rewards` if set, else its reward on the last token that the policy wrote.
 
-    On a masked last token (a tool's output) the reward would be skipped, or decay before it reaches the policy.
+    A reward on a masked last token (a tool's output) would be skipped, or would decay before it reached the policy.
     """
     if sample.token_rewards is not None:
         return sample.token_rewards.astype(np.float64)

@@ -1,4 +1,4 @@
-"""V-trace: value targets and advantages of samples from another policy, by the recurrence of GAE."""
+"""V-trace: value targets and advantages for off-policy samples, computed with the GAE recurrence."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from app.advantage.gae.estimate import solve_recurrence
 from app.advantage.gae.recurrence import MASK_MODES, Discounts, HostOrDevice, Number, RecurrenceTerms, make_gae_rows
 
 LOG_RATIO_LIMIT = 20.0
-"""Limit of log ratios against overflow; any sensible bound clips before it."""
+"""Clip bound of log ratios, against overflow; sensible values of `max_ratio` and `max_trace` clip earlier."""
 
 
 class VTraceOutput(NamedTuple):
     """Advantages and targets; 0 where the mask is False."""
 
     advantages: Float32[HostOrDevice, "B T"]
-    """r_t + gamma * (lam * v_{t+1} + (1 - lam) * V_{t+1}) - V_t; without the rho_t of the policy gradient.
+    """r_t + gamma * (lam * v_{t+1} + (1 - lam) * V_{t+1}) - V_t, without the factor rho_t of the policy gradient.
 
-    The loss applies rho_t: in the advantage, whitening would give a token with rho 0 the advantage -mean / std at full
-    weight.
+    The loss applies rho_t. If it were part of the advantage, whitening would give a token with rho 0 the advantage
+    -mean / std at full weight.
     """
     targets: Float32[HostOrDevice, "B T"]
     """The critic's targets v_t."""
@@ -52,14 +52,14 @@ def vtrace(
     advantages are those of GAE.
 
     Args:
-        log_ratios: [B, T], log of the target policy's probability over that of the policy that sampled the token.
+        log_ratios: [B, T], log(pi / mu), where pi is the target policy and mu the policy that sampled the token.
         max_ratio: rho_bar, at least `max_trace`; it determines which policy the values belong to.
         max_trace: c_bar; it determines only the speed of convergence.
 
     The other arguments are those of `app.advantage.gae.estimate.generalized_advantages`.
 
-    Source: Espeholt et al. 2018 (IMPALA), eq. 1 and section 4.2; lambda: remark 2, and rlax in the advantages.
-    Both multiply the advantages by rho_t.
+    Source: Espeholt et al. 2018 (IMPALA), eq. 1 and section 4.2; lambda: remark 2 for the targets, rlax for the
+    advantages. Both multiply the advantages by rho_t.
     """
     choice = choose_backend(backend, rewards.shape, constant_decay=False, chunk_size=chunk_size)
     bounds = jnp.asarray(max_ratio, jnp.float32), jnp.asarray(max_trace, jnp.float32)
@@ -101,7 +101,7 @@ def _vtrace(
     ratios = jnp.exp(jnp.clip(log_ratios, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
     weights, traces = (jnp.minimum(bound, ratios) for bound in bounds)
     if rows.mask is not None:
-        # Such a token passes on unchanged what follows it.
+        # Such a token passes the next correction on unchanged.
         traces = jnp.where(rows.mask, traces, 1.0)
     leaks = rows.reset_at_ends(jnp.broadcast_to(terms.one_minus_decay, traces.shape))
     zeros = jnp.zeros_like(traces)

@@ -1,1 +1,1 @@
-"""Conversion of ragged samples into static arrays: the plan of rows and micro-batches, and the packing."""
+"""Converts ragged samples into static arrays: plans rows and micro-batches, then packs the samples."""

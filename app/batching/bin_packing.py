@@ -1,4 +1,4 @@
-"""Packing of segments into rows that are as full as possible."""
+"""Packs segments into rows so that the rows are as full as possible."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from typing import NamedTuple
 from app.batching.karmarkar_karp import karmarkar_karp
 
 MAX_GROUPS_TO_SPLIT = 8
-"""The number of groups that are tried when one is split."""
+"""Number of groups tried in the search for one to split."""
 
 
 class PackingItem(NamedTuple):
-    """Samples that share one copy of their prompt, and become a segment. Sorts by size, then by sample."""
+    """Samples that share one copy of their prompt and become one segment. Sorts by size, then by sample index."""
 
     num_tokens: int
-    """The number of tokens of the prompt and all completions."""
+    """Number of tokens in the prompt and all completions."""
     sample_indices: tuple[int, ...]
     num_prompt_tokens: int
-    """The number of tokens of the prompt."""
+    """Number of tokens in the prompt."""
 
 
 PackingRow = list[PackingItem]
 
 
 class RowPacker:
-    """The items of one host that are not in a row yet.
+    """Packs rows from the items of one host, which are removed once they are in a row.
 
     Args:
-        completion_lengths: tokens of every sample's completion.
-        num_candidates: the number of items among which the best set to fill a row is searched; 0 takes the largest item
+        completion_lengths: number of completion tokens of each sample.
+        num_candidates: number of items searched for the set that fills a row best; 0 = always take the largest item
             that fits.
-        split_groups: whether a row that no item fits into may get some of a group's samples.
+        split_groups: whether to fill a row with some of a group's samples if no whole item fits.
     """
 
     def __init__(
@@ -74,13 +74,13 @@ class RowPacker:
         return row
 
     def _best_items(self, num_fitting: int, capacity: int) -> list[int]:
-        """Returns the indices of items that fill the capacity best, last first; tries evenly spaced ones of many."""
+        """Returns the indices, last first, of items that fill the capacity best; tries an evenly spaced selection."""
         count = min(num_fitting, self.num_candidates)
         candidates = [i * (num_fitting - 1) // max(count - 1, 1) for i in range(count)]
         return [candidates[i] for i in best_subset([self.items[i].num_tokens for i in candidates], capacity)]
 
     def _split_group(self, capacity: int) -> PackingItem | None:
-        """Removes and returns a part of a group that does not fit, if its completions outweigh the repeated prompt."""
+        """Removes and returns part of a group too large for a row, if its completions outweigh the repeated prompt."""
         best: tuple[int, int, list[int]] = (0, -1, [])
         for i in range(len(self.items) - 1, max(-1, len(self.items) - 1 - MAX_GROUPS_TO_SPLIT), -1):
             _, members, prompt = self.items[i]
@@ -101,9 +101,9 @@ class RowPacker:
 
 
 def best_subset(sizes: Sequence[int], capacity: int) -> list[int]:
-    """Returns the indices, last first, of the numbers with the largest sum up to `capacity`; of ties, the last numbers.
+    """Returns the indices, last first, of numbers with the largest sum up to `capacity`; prefers later numbers.
 
-    Bit s of an integer is 1 if some of the numbers so far have the sum s.
+    Bit s of `sums` is 1 if some subset of the numbers so far has the sum s.
     """
     reachable = (2 << capacity) - 1
     sums = 1
@@ -135,7 +135,7 @@ def split_group(item: PackingItem, completion_lengths: Sequence[int], max_tokens
 
 
 def merge_shared_prompts(row: PackingRow, prompt_indices: Sequence[int]) -> PackingRow:
-    """Returns the row with one copy of every prompt, since it may have several parts of a group."""
+    """Returns the row with one copy of each prompt: merges the parts of a group that share the row."""
     numbers = [prompt_indices[item.sample_indices[0]] for item in row]
     if len(set(numbers)) == len(row):
         return row
@@ -147,7 +147,7 @@ def merge_shared_prompts(row: PackingRow, prompt_indices: Sequence[int]) -> Pack
 
 
 def pack_all(packer: RowPacker, *, num_rows: int, length: int) -> list[PackingRow] | None:
-    """Returns all items in at most `num_rows` rows, or None; does not change the packer."""
+    """Packs all items into at most `num_rows` rows; returns None if they do not fit. Does not change the packer."""
     packer = packer.copy()
     rows = []
     while packer.items:
@@ -158,7 +158,7 @@ def pack_all(packer: RowPacker, *, num_rows: int, length: int) -> list[PackingRo
 
 
 def pack_all_evenly(items: Sequence[PackingItem], *, num_rows: int, length: int) -> list[PackingRow] | None:
-    """Returns all items in rows of even lengths by Karmarkar-Karp; None if one would exceed `length`."""
+    """Packs all items into rows of similar lengths by Karmarkar-Karp; returns None if a row would exceed `length`."""
     if sum(item.num_tokens for item in items) > num_rows * length:
         return None
     parts = karmarkar_karp([item.num_tokens for item in items], num_rows)

@@ -1,4 +1,4 @@
-"""Values of packed rows: the forward pass of a critic in scoring and in its update."""
+"""Forward pass of the critic over packed rows, used in scoring and in the critic's update."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from app.model.token_logprobs import hidden_before_targets
 
 
 def critic_values(decoder: ValueDecoder, rows: TokenBatch, *, dtype: jnp.dtype, remat: str) -> Float32[Array, "R C"]:
-    """Returns the value of the state before each target; finite and undefined on padding."""
+    """Returns the value of the state before each target; finite but undefined on padding."""
     layout = SegmentLayout(rows.segment_ids, rows.branch_ids, rows.positions)
     hidden = decoder.hidden(rows.token_ids, layout, dtype=dtype, remat=remat)
     return decoder.values(hidden_before_targets(hidden, rows.logits_indices))

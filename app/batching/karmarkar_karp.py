@@ -1,4 +1,4 @@
-"""The largest differencing method, which splits numbers into k parts with close sums.
+"""The largest differencing method, which splits numbers into k parts with similar sums.
 
 Source: Karmarkar and Karp (1982), "The Differencing Method of Set Partitioning".
 """
@@ -20,17 +20,17 @@ class _Part(NamedTuple):
 
 
 def karmarkar_karp(weights: Sequence[float], num_parts: int, *, equal_sizes: bool = False) -> list[list[int]]:
-    """Returns `num_parts` sorted lists of indices with close sums, the largest sum first.
+    """Returns `num_parts` sorted lists of indices with similar sums, the largest sum first.
 
-    Partial partitions start with one index each, or with `num_parts` neighbours of the sorted weights if `equal_sizes`.
-    The two with the largest spread are merged, the largest part of one with the smallest of the other, until one is
-    left.
+    Each partial partition starts with one index or, if `equal_sizes`, with `num_parts` neighbors of the sorted weights.
+    The two with the largest spread are merged, the largest part of one with the smallest of the other, until only one
+    is left.
 
     Args:
         equal_sizes: whether all parts have the same number of indices.
 
     Raises:
-        ValueError: `equal_sizes`, and the number of weights is not a multiple of `num_parts`.
+        ValueError: `equal_sizes` is set, but the number of weights is not a multiple of `num_parts`.
     """
     order = sorted(range(len(weights)), key=lambda i: (weights[i], i))
     step = num_parts if equal_sizes else 1
@@ -53,13 +53,13 @@ _Partition = list[_Part]
 
 
 def _entry(parts: _Partition, num_parts: int) -> tuple[float, float, tuple[int, ...], _Partition]:
-    """Returns a heap entry that sorts by the largest spread, then by the largest part's sum, then by its members."""
+    """Returns a heap entry that sorts by largest spread, then by the largest part's sum, then by its members."""
     smallest = parts[0].sum if len(parts) == num_parts else 0
     return (smallest - parts[-1].sum, -parts[-1].sum, parts[-1].members, parts)
 
 
 def _merge_partitions(one: _Partition, other: _Partition, num_parts: int) -> _Partition:
-    """Merges the i-th largest part of one with the i-th smallest of the other; may change their lists."""
+    """Merges the i-th largest part of one with the i-th smallest of the other; may modify both lists."""
     both = max(0, len(one) + len(other) - num_parts)
     joined = [
         _Part(a.sum + b.sum, a.count + b.count, a.members + b.members)

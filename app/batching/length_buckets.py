@@ -1,4 +1,4 @@
-"""Length buckets, which keep the number of compiled shapes small."""
+"""Length buckets, which limit the number of compiled shapes."""
 
 from __future__ import annotations
 

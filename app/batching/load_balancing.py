@@ -9,7 +9,7 @@ import numpy as np
 from app.batching.karmarkar_karp import karmarkar_karp
 
 EMPTY_SLOT = -1
-"""The row number of a slot without a row."""
+"""Row number that marks a slot without a row."""
 
 
 def assign_rows_in_order(
@@ -29,17 +29,17 @@ def assign_rows_balanced(
     rows_per_device: int,
     device_loads: Sequence[float],
 ) -> tuple[list[list[int]], list[float]]:
-    """Assigns the same numbers of rows, with balanced cost on devices in each micro-batch and over all of them.
+    """Assigns as many rows to each micro-batch as `assign_rows_in_order`, but balances the cost of the devices.
 
     Rows of similar cost share a micro-batch. Within it, devices get parts of similar cost; the device with the smallest
-    load gets the largest part.
+    load so far gets the most expensive part.
 
     Args:
-        row_costs: the cost of each row.
-        device_loads: the cost that each device already has.
+        row_costs: cost of each row.
+        device_loads: total cost already assigned to each device.
 
     Returns:
-        Row numbers of each micro-batch, the most expensive first, and the new loads.
+        The row numbers of each micro-batch, most expensive micro-batch first, and the new loads.
     """
     device_loads = list(device_loads)
     order = sorted(range(len(row_costs)), key=lambda row: (-row_costs[row], row))

@@ -1,4 +1,4 @@
-"""Metrics of the micro-batches of a pass over a step's samples, by their names in `metrics.jsonl`."""
+"""Metrics of the micro-batches in a pass over a step's samples, under their names in `metrics.jsonl`."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from app.batching.micro_batcher import GlobalPlan
 
 SEQLEN_STATS = ("min", "max", "mean", "minmax_diff", "balanced_min", "balanced_max")
-"""Statistics of sequence lengths, with verl's names."""
+"""Statistics of sequence lengths, as verl names them."""
 
 
 def policy_batching_metrics(global_plans: Sequence[GlobalPlan]) -> dict[str, float]:
     """Returns `batching/*` and `global_seqlen/*` of one pass over a step's samples.
 
-    Tokens per device are those of an optimizer step, on average over the pass.
+    Tokens per device are counted per optimizer step and averaged over the pass.
     """
     stats = [plan.packing_stats() for plan in global_plans]
     lengths = {name: sum(s[f"seqlen_{name}"] for s in stats) / len(global_plans) for name in SEQLEN_STATS}

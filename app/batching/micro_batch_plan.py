@@ -1,7 +1,7 @@
-"""The plan of micro-batches: the row of each sample. Uses numpy only, no JAX, settings or devices.
+"""Plans micro-batches: decides which row holds each sample. Uses only numpy: no JAX, settings or devices.
 
-Every host plans for all hosts from the same all-gathered lengths, so that counts and shapes are equal. Samples stay on
-their host. Ties are broken by index: the same lengths always give the same plan.
+Every host plans for all hosts from the same all-gathered lengths, so that all have equal counts and shapes. Samples
+stay on their host. Ties are broken by index: the same lengths always give the same plan.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ SequenceCost = Callable[[np.ndarray], np.ndarray]
 """Lengths -> forward FLOPs of one sequence of each length; whole numbers, so that sums are exact in any order."""
 
 MAX_SAMPLES_FOR_SEARCH = 1024
-"""With more samples, only one way of packing is tried: it fills rows well, and others would cost time."""
+"""With more samples, only one way of packing is tried: it fills rows well, and other ways would take time."""
 MIN_ROW_LENGTH = 256
-"""The smallest length of a packed row, if the quota allows it: many short samples leave less padding."""
+"""Minimum length of a packed row, if the quota allows it: rows with many short samples have less padding."""
 MAX_SHARED_ROW_LENGTH = 32_768
-"""The largest length of a row that no single sample needs: the cost of finding visible blocks is quadratic in it."""
+"""Maximum length of a row made long for a whole group: the cost of finding visible blocks is quadratic in it."""
 MIN_COMPLETION_BUCKET = 4
-"""The smallest bucket of completions of fixed rows, in tokens."""
+"""Smallest length bucket of the completions in fixed rows, in tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowShape:
-    """The static sizes of a packed row, in tokens."""
+    """Static sizes of a packed row, in tokens."""
 
     num_tokens: int
     num_completion_tokens: int
@@ -60,7 +60,7 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchPlan:
-    """One host's micro-batches, in the order of their computation."""
+    """One host's micro-batches, in the order in which they are computed."""
 
     micro_batches: tuple[MicroBatch, ...]
 
@@ -71,12 +71,12 @@ class MicroBatchPlan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SequenceLengths:
-    """The lengths of one host's samples in tokens, and which samples have the same prompt."""
+    """Lengths of one host's samples in tokens, and the number of each sample's prompt."""
 
     prompts: Int64[np.ndarray, "N"]
     completions: Int64[np.ndarray, "N"]
     prompt_indices: Int64[np.ndarray, "N"]
-    """A number per prompt; equal prompts have equal numbers."""
+    """Number of each sample's prompt; equal prompts have equal numbers."""
 
     @property
     def totals(self) -> Int64[np.ndarray, "N"]:
@@ -85,7 +85,7 @@ class SequenceLengths:
 
 @dataclass(frozen=True, slots=True)
 class TokenBudget:
-    """The rules for micro-batches of at most `max_tokens_per_device` tokens on each device."""
+    """Rules for micro-batches of at most `max_tokens_per_device` tokens on each device."""
 
     max_tokens_per_device: int
     row_length: int
@@ -99,19 +99,19 @@ class TokenBudget:
 
 
 def choose_row_length(max_tokens_per_device: int, max_sample_tokens: int, *, max_group_tokens: int = 0) -> int:
-    """Returns the length of a full row: the quota, halved while two longest samples and one longest group still fit.
+    """Returns the length of a full row: the quota, halved while twice the longest sample and the longest group fit.
 
     Longer rows cost little, since attention skips invisible blocks, and have less padding; shorter rows balance better.
     The length is rounded down to blocks of 128 if the longest sample still fits.
 
     Args:
-        max_group_tokens: the largest number of tokens of a shared prompt with all its completions; 0 if unknown.
+        max_group_tokens: largest possible number of tokens in a prompt and all its completions; 0 if unknown.
 
     Raises:
         ValueError: the longest possible sample exceeds the quota.
     """
     if max_sample_tokens > max_tokens_per_device:
-        raise ValueError(f"a sample may have {max_sample_tokens} tokens, over the quota of {max_tokens_per_device}")
+        raise ValueError(f"a sample may have {max_sample_tokens} tokens, but the quota is {max_tokens_per_device}")
     length = max_tokens_per_device
     while length // 2 >= max(2 * max_sample_tokens, min(max_group_tokens, MAX_SHARED_ROW_LENGTH), MIN_ROW_LENGTH):
         length //= 2
@@ -125,11 +125,11 @@ def plan_fixed_rows(
     """Plans one sample per row, in order, with `rows_per_device` rows on each device of a micro-batch.
 
     Every host has as many micro-batches as the host with the most samples needs, at least one. All rows have the
-    buckets of the longest sample and the longest completion of any host.
+    bucketed lengths of the longest sample and the longest completion on any host.
 
     Args:
-        rows_per_device: None puts all samples into one micro-batch.
-        trim_tail: whether the last micro-batch has only the rows that its samples need: a second shape, less padding.
+        rows_per_device: number of rows; None = all samples are in one micro-batch.
+        trim_tail: whether to give the last micro-batch only the rows it needs: less padding, but a second shape.
     """
     num_samples = max(len(host.prompts) for host in lengths_by_host)
     max_rows = max(1, -(-num_samples // devices_per_host))
@@ -146,7 +146,7 @@ def plan_fixed_rows(
 
 
 def bucketed_row_shape(num_tokens: int, num_completion_tokens: int) -> RowShape:
-    """Returns the buckets of a sample's tokens and of its completion's tokens."""
+    """Returns the row shape for these numbers of tokens, each rounded up to a length bucket."""
     return RowShape(bucket_length(num_tokens), bucket_length(num_completion_tokens, min_bucket=MIN_COMPLETION_BUCKET))
 
 
@@ -167,13 +167,13 @@ def plan_token_budget(
     *,
     devices_per_host: int,
 ) -> tuple[MicroBatchPlan, ...]:
-    """Plans micro-batches of packed rows, one plan per host, each with the number that the fullest host needs.
+    """Plans micro-batches of packed rows for every host; all plans have as many as the fullest host needs.
 
     All have the full shape except the last, which has the smallest of a few shapes that holds the remaining samples. If
-    the budget requires more micro-batches, all have the smallest of these shapes that holds rows of even lengths.
+    the budget requires more micro-batches, all have the smallest of these shapes that holds rows of similar lengths.
 
     Args:
-        sequence_cost: the cost of a sequence; only used with `budget.balance`.
+        sequence_cost: cost function of sequences; used only if `budget.balance`.
 
     Raises:
         ValueError: a sample is longer than a row.
@@ -194,14 +194,14 @@ def _check_lengths(lengths: SequenceLengths, budget: TokenBudget) -> None:
     too_long = np.flatnonzero(lengths.totals > budget.row_length)
     if len(too_long):
         i, quota = int(too_long[0]), budget.max_tokens_per_device
-        rows = "" if budget.row_length == quota else f", which gives rows of {budget.row_length}"
+        rows = "" if budget.row_length == quota else f", which gives rows of {budget.row_length} tokens"
         raise ValueError(
             f"sample {i} has {lengths.totals[i]} tokens, too many for a quota of {quota} tokens per device{rows}"
         )
 
 
 def _packer_variants(lengths_by_host: Sequence[SequenceLengths], budget: TokenBudget) -> Iterator[list[RowPacker]]:
-    """Yields packers with several options, since none is always the best; the caller keeps the cheapest result."""
+    """Yields packers with different options, since none is always best; the caller keeps the cheapest result."""
     for max_item_tokens, num_candidates, split_groups in _packing_options(
         sum(len(host.prompts) for host in lengths_by_host), budget
     ):
@@ -217,9 +217,9 @@ def _packer_variants(lengths_by_host: Sequence[SequenceLengths], budget: TokenBu
 
 
 def _packing_options(num_samples: int, budget: TokenBudget) -> list[tuple[int, int, bool]]:
-    """Returns variants of (maximal tokens of an item, `num_candidates`, `split_groups`) of a `RowPacker`."""
+    """Returns the variants to try: (maximum tokens per item, `num_candidates`, `split_groups`) of a `RowPacker`."""
     if budget.packing == "karmarkar_karp":
-        # Items that are nearly as long as rows cannot make rows even.
+        # Items nearly as long as a row cannot be packed into rows of similar lengths.
         longest = [budget.row_length, budget.row_length // 4] if budget.share_prompts else [budget.row_length]
         return [(tokens, 0, False) for tokens in longest]
     if num_samples > MAX_SAMPLES_FOR_SEARCH:
@@ -234,7 +234,7 @@ def _single_sample_items(lengths: SequenceLengths) -> list[PackingItem]:
 
 
 def _prompt_group_items(lengths: SequenceLengths, max_tokens: int) -> list[PackingItem]:
-    """Returns the samples by prompt, in parts of at most `max_tokens` tokens."""
+    """Returns the samples grouped by prompt, with groups split into parts of at most `max_tokens` tokens."""
     groups: dict[int, list[int]] = {}
     for i, number in enumerate(lengths.prompt_indices.tolist()):
         groups.setdefault(number, []).append(i)
@@ -267,7 +267,7 @@ def _karmarkar_karp_packing(
 
 
 def _allowed_num_micro_batches(count: int, budget: TokenBudget) -> int:
-    """Returns the smallest number of micro-batches of at least `count` that the budget allows."""
+    """Returns the smallest number of micro-batches, at least `count`, that the budget allows."""
     multiple = budget.num_micro_batches_divisible_by
     return -(-max(count, budget.min_num_micro_batches, 1) // multiple) * multiple
 
@@ -307,7 +307,7 @@ def _assign_rows(
 
 
 def _row_costs(rows: Sequence[PackingRow], lengths: SequenceLengths, sequence_cost: SequenceCost) -> list[float]:
-    """Returns the cost of each row: a prompt costs its own cost once, and each completion the cost that it adds."""
+    """Returns the cost of each row: that of each prompt once, plus the cost that each completion adds."""
     prompts = sequence_cost(lengths.prompts)
     added = (sequence_cost(lengths.totals) - prompts).tolist()
     prompts = prompts.tolist()

@@ -1,4 +1,4 @@
-"""The number and shapes of micro-batches for the items of all hosts."""
+"""Chooses the number and shapes of micro-batches for the items of all hosts."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import NamedTuple
 from app.batching.bin_packing import PackingRow, RowPacker, pack_all, pack_all_evenly
 
 TAIL_FRACTIONS = tuple(Fraction(n, 16) for n in (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16))
-"""The fractions of the quota that micro-batches may have: few, since each is a shape to compile."""
+"""Sizes that a micro-batch may have, as fractions of the quota; few, since each is a shape to compile."""
 BLOCK_TOKENS = 128
-"""The block size of attention kernels; longer rows are a multiple of it."""
+"""Block size of the attention kernels; the length of longer rows is a multiple of it."""
 
 
 class MicroBatchShape(NamedTuple):
-    """The part of a micro-batch on each device."""
+    """Shape of the part of a micro-batch on each device."""
 
     rows_per_device: int
     row_length: int
@@ -28,7 +28,7 @@ class MicroBatchShape(NamedTuple):
 
 
 class ShapeGroup(NamedTuple):
-    """Micro-batches of one shape, and each host's rows for them, not yet assigned."""
+    """Micro-batches of one shape, and each host's rows, which are not yet assigned to these micro-batches."""
 
     shape: MicroBatchShape
     num_micro_batches: int
@@ -47,7 +47,7 @@ class Packing:
 
     @property
     def cost(self) -> tuple[int, int]:
-        """The tokens that each device computes, then the tokens of all items, for comparison."""
+        """Cost for comparison: tokens computed per device, then tokens of all items."""
         return (
             sum(group.num_micro_batches * group.shape.tokens_per_device for group in self.shape_groups),
             sum(
@@ -78,18 +78,18 @@ def candidate_shapes(max_tokens_per_device: int, row_length: int) -> list[MicroB
 
 
 def round_down_to_blocks(num_tokens: int) -> int:
-    """Returns the length rounded down to blocks; lengths below one block are unchanged."""
+    """Returns the length rounded down to whole blocks; lengths below one block are unchanged."""
     return num_tokens // BLOCK_TOKENS * BLOCK_TOKENS or num_tokens
 
 
 def pack_into_fewest(
     packers: Sequence[RowPacker], shapes: Sequence[MicroBatchShape], num_devices: int, *, even_tail: bool
 ) -> Packing:
-    """Packs all items into few micro-batches: full ones, and a last one of the smallest shape that fits the rest.
+    """Packs all items into few micro-batches: full ones, and a last one of the smallest shape that holds the rest.
 
     Args:
-        num_devices: devices of each host.
-        even_tail: whether the rows of the last micro-batch have even lengths.
+        num_devices: number of devices per host.
+        even_tail: whether the rows of the last micro-batch should have similar lengths.
     """
     full = shapes[-1]
     packers = [packer.copy() for packer in packers]
@@ -128,7 +128,7 @@ def _pack_tails(
 def pack_evenly(
     packers: Sequence[RowPacker], shapes: Sequence[MicroBatchShape], num_devices: int, *, count: int
 ) -> Packing | None:
-    """Packs all items into `count` micro-batches of the smallest shape that fits rows of even lengths, if any does."""
+    """Packs all items into `count` micro-batches of the smallest shape that holds rows of similar lengths, or None."""
     for shape in shapes:
         limits = {"num_rows": count * num_devices * shape.rows_per_device, "length": shape.row_length}
         rows = []
@@ -143,6 +143,6 @@ def pack_evenly(
 
 
 def min_micro_batches(packers: Sequence[RowPacker], full: MicroBatchShape, num_devices: int) -> int:
-    """Returns a lower bound of the number of micro-batches from the tokens of the fullest host."""
+    """Returns a lower bound on the number of micro-batches, from the tokens of the fullest host."""
     max_tokens = max(packer.num_tokens for packer in packers)
     return -(-max_tokens // (num_devices * full.tokens_per_device))

@@ -1,4 +1,4 @@
-"""The ways of a run to split samples into micro-batches; all hosts make the same plans from all-gathered lengths."""
+"""Ways to split samples into micro-batches; all hosts make the same plans from all-gathered lengths."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from app.records.sample import Sample
 
 @dataclass(frozen=True, slots=True)
 class GlobalPlan:
-    """The micro-batches of all hosts."""
+    """Micro-batches of all hosts."""
 
     plans: tuple[MicroBatchPlan, ...]
     lengths_by_host: tuple[SequenceLengths, ...]
     devices_per_host: int
     sequence_cost: SequenceCost
     max_tokens_per_device: int | None
-    """The quota; None if there is none."""
+    """Quota of tokens per device; None = no quota."""
 
     @property
     def local_plan(self) -> MicroBatchPlan:
-        """The plan of this host."""
+        """Plan of this host."""
         return self.plans[jax.process_index()]
 
     def packing_stats(self) -> dict[str, float]:
@@ -54,19 +54,19 @@ class GlobalPlan:
 
 
 def token_count_cost(lengths: np.ndarray) -> np.ndarray:
-    """Returns lengths as costs: every token costs the same."""
+    """Returns the lengths as costs: every token costs the same."""
     return lengths.astype(np.float64)
 
 
 class MicroBatcher(ABC):
-    """A way to split samples. Hosts gather all lengths, and each host plans for all."""
+    """A way to split samples into micro-batches. Hosts gather all lengths, and each host plans for all hosts."""
 
     sequence_cost: SequenceCost
 
     @property
     @abstractmethod
     def max_tokens_per_device(self) -> int | None:
-        """The quota; None if there is none."""
+        """Quota of tokens per device; None = no quota."""
 
     @abstractmethod
     def plan(self, lengths_by_host: Sequence[SequenceLengths], *, devices_per_host: int) -> tuple[MicroBatchPlan, ...]:
@@ -86,7 +86,7 @@ class FixedRowBatcher(MicroBatcher):
     trim_tail: bool
     sequence_cost: SequenceCost = token_count_cost
     shape: RowShape | None = None
-    """The shape of all rows; None = the shape of the longest sample."""
+    """Shape of all rows; None = the shape that the longest sample needs."""
 
     @property
     def max_tokens_per_device(self) -> None:
@@ -123,9 +123,9 @@ class PackedRowBatcher(MicroBatcher):
 
 @dataclass(frozen=True)
 class EqualShapeBatcher(MicroBatcher):
-    """Splits like another batcher, then adds empty rows to the last micro-batch up to the shape of the others.
+    """Splits like `batcher`, then pads the last micro-batch with empty rows to the shape of the others.
 
-    For all parts of a long file except the last: their last micro-batches would all have different shapes.
+    Used for every part of a long file but the last: otherwise, each part could add one more shape to compile.
     """
 
     batcher: FixedRowBatcher | PackedRowBatcher
@@ -165,7 +165,7 @@ def sequence_lengths(samples: Sequence[Sample]) -> SequenceLengths:
 
 
 def gather_lengths(samples: Sequence[Sample]) -> tuple[SequenceLengths, ...]:
-    """Returns the lengths of every host, in the order of processes."""
+    """Returns the lengths of every host, in the order of process indices."""
     local = sequence_lengths(samples)
     counts = gather_over_hosts(np.asarray(len(samples)))
     padded = np.zeros((3, max(1, counts.max())), np.int64)

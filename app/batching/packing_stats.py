@@ -1,4 +1,4 @@
-"""Statistics of the plans of all hosts: fill, balance and padding."""
+"""Statistics of all hosts' plans: fill, balance and padding."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def packing_stats(
     """Returns statistics over all hosts, in tokens unless noted otherwise.
 
     Args:
-        max_tokens_per_device: the quota; None if there is none.
+        max_tokens_per_device: quota of tokens per device; None = no quota.
 
     Returns:
         real_tokens, computed_tokens, fill: positions with a token, all positions, and their ratio.
         num_micro_batches; num_rows, num_dummy_rows, dummy_fraction: rows, rows without a sample, and their fraction.
-        over_quota: rows over their length, and devices over the quota in a micro-batch; 0 if the planner is correct.
-        flops_imbalance: the largest cost of a device, divided by the mean.
+        over_quota: number of rows and devices with more tokens than allowed; 0 if the planner is correct.
+        flops_imbalance: largest cost of a device, divided by the mean over devices.
         seqlen_min, max, mean, minmax_diff: tokens per device if samples were split in order; balanced_min,
             balanced_max: tokens per device in the plan. Prompts count once per sample.
     """

@@ -1,4 +1,4 @@
-"""Logprobs of packed rows: the forward pass of scoring, the update and the script of the tiny model."""
+"""Forward pass over packed rows that gives logprobs, for scoring, updates and the script of the tiny model."""
 
 from __future__ import annotations
 

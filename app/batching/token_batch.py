@@ -1,8 +1,8 @@
-"""Conversion of samples into rows of static shape and back: the only place in the program that pads.
+"""Conversion of samples into padded rows of static shape, and back.
 
-A row is a sequence of segments, which segment ids distinguish. A segment is a prompt with one completion, or with
-several if the prompt is shared; branch ids distinguish those. Quantities per completion token are packed like the
-targets, as [R, C].
+A row is a sequence of segments, distinguished by segment ids. A segment is a prompt with one completion, or a shared
+prompt with several, distinguished by branch ids. Quantities per completion token are packed like the targets, as
+[R, C].
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ HostOrDevice = Any
 """numpy before placement on devices, `jax.Array` after."""
 
 NO_TARGET = -1
-"""The value of `logits_indices` on padding."""
+"""Value of `logits_indices` on padding."""
 
 
 @jax.tree_util.register_dataclass
@@ -38,8 +38,8 @@ class TokenBatch:
     branch_ids: Int32[HostOrDevice, "R T"]
     """1, 2, ... for the completions of a shared prompt; 0 on prompts and completions of unshared prompts."""
     logits_indices: Int32[HostOrDevice, "R C"]
-    """The index in the row of the hidden state that predicts each target: the token before it, or the last token of the
-    prompt for the first of a completion. -1 where there is no target."""
+    """Index in the row of the hidden state that predicts each target: that of the token before it or, for the first
+    token of a completion, of the last prompt token. -1 where there is no target."""
     targets: Int32[HostOrDevice, "R C"]
     loss_mask: Bool[HostOrDevice, "R C"]
     """True on completion tokens that the policy wrote."""
@@ -123,18 +123,18 @@ def unpack_per_token(
 
 
 class _PackedLayout(NamedTuple):
-    """The places of prompts and completions in a micro-batch; starts index the flattened [R, T], or [R, C]."""
+    """Positions of prompts and completions in a micro-batch; starts index the flattened [R, T], for targets [R, C]."""
 
     shape: tuple[int, int]
-    """The shape [R, C] of targets."""
+    """Shape [R, C] of the targets."""
     prompt_sources: list[int]
-    """The sample with the prompt of each segment."""
+    """Index of a sample with the prompt of each segment."""
     prompt_starts: Int64[np.ndarray, "segments"]
     prompt_lengths: Int64[np.ndarray, "segments"]
     segment_ids: Int64[np.ndarray, "segments"]
     """1, 2, ... in each row."""
     completion_sources: list[int]
-    """The sample of each completion."""
+    """Index of each completion's sample."""
     completion_segments: Int64[np.ndarray, "completions"]
     branch_ids: Int64[np.ndarray, "completions"]
     completion_starts: Int64[np.ndarray, "completions"]
@@ -184,22 +184,22 @@ def _check_row_lengths(row: np.ndarray, tokens: np.ndarray, targets: np.ndarray,
     ):
         longest = int(np.bincount(row, lengths).max(initial=0))
         if longest > limit:
-            raise ValueError(f"a row of {limit} {what} cannot hold samples of {longest}")
+            raise ValueError(f"a row of {limit} {what} cannot hold samples of {longest} {what}")
 
 
 def _exclusive_cumsum(lengths: np.ndarray) -> np.ndarray:
-    """Returns the sum of all lengths before each."""
+    """Returns, for each entry, the sum of all lengths before it."""
     return np.cumsum(lengths) - lengths
 
 
 def _offsets_within_owner(lengths: np.ndarray, owners: np.ndarray) -> np.ndarray:
-    """Returns the sum of the lengths before each with the same owner. Owners are sorted."""
+    """Returns, for each entry, the sum of the lengths before it with the same owner. Owners must be sorted."""
     before = _exclusive_cumsum(lengths)
     return before - before[np.searchsorted(owners, owners)] if len(owners) else before
 
 
 def _expand_ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Returns start, start + 1, ... of each range, up to its length."""
+    """Returns the concatenated ranges start, ..., start + length - 1."""
     return np.repeat(starts - _exclusive_cumsum(lengths), lengths) + np.arange(lengths.sum())
 
 

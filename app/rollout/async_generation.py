@@ -1,7 +1,7 @@
-"""Asynchronous generation: rounds of prompts are submitted and collected while training goes on.
+"""Asynchronous generation: rounds of prompts are submitted and collected while training continues.
 
-Rows stay in their slots when the weights change and continue with their caches, so that several versions may draw one
-sample. Source: Piché et al. 2025 (PipelineRL).
+When the weights change, rows stay in their slots and keep their caches, so a sample may contain tokens of several
+versions. Source: Piché et al. 2025 (PipelineRL).
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ log = logging.getLogger(__name__)
 
 
 class CompletedRound(NamedTuple):
-    """All rows of a round."""
+    """Rows, mean lengths and metrics of a completed round."""
 
     rows: list[RolloutSequence]
     mean_lengths: dict[str, float]
-    """Maps a prompt to the mean length of its samples."""
+    """Maps the uid of each prompt to the mean length of its samples."""
     metrics: ScheduleMetrics
-    """Metrics of all workers since the previous round was complete."""
+    """Metrics of all workers since the previous round was completed."""
 
 
 class RoundExecutor:
-    """An open rollout of rounds, driven by one thread.
+    """Runs an open rollout round by round, in one thread.
 
-    A round is given to the scheduler when no sample of earlier rounds waits. So earlier rounds come first under every
-    policy, and the next round fills the slots that their last samples free.
+    A round is passed to the scheduler once no sample of an earlier round is waiting. Earlier rounds thus come first
+    under every policy, and the next round fills the slots freed by their last samples.
     """
 
     def __init__(self, executor: RolloutExecutor, metrics: ScheduleMetricsTracker):
@@ -56,12 +56,12 @@ class RoundExecutor:
 
     @property
     def is_busy(self) -> bool:
-        """Whether any worker decodes."""
+        """Whether any worker is decoding."""
         return self._executor.is_busy
 
     def submit(self, rows: Sequence[RolloutSequence]) -> None:
         """Adds the next round."""
-        # Several rounds at once may have the same prompt.
+        # Several open rounds may contain the same prompt.
         self._waiting.append({f"{row.uid}@{self._num_submitted}": row for row in rows})
         self._num_submitted += 1
         self._submit_next_rounds()
@@ -88,13 +88,13 @@ class RoundExecutor:
 
 
 class AsyncRollout:
-    """An open rollout in a thread of its own. The training thread submits rounds, publishes weights and collects.
+    """An open rollout in its own thread. The training thread submits rounds, publishes weights and collects samples.
 
     Args:
-        weights: weights of the policy that draws first.
+        weights: initial weights of the policy.
 
     Raises:
-        RuntimeError: all workers have stalled.
+        RuntimeError: all workers stalled in earlier rollouts.
     """
 
     def __init__(self, workers: RolloutWorkerPool, weights: DecodeWeights, request: GenerationRequest):
@@ -109,7 +109,7 @@ class AsyncRollout:
             self._executor = stack.enter_context(opened)
             self._rounds = RoundExecutor(self._executor, metrics)
             self._exit_stack = stack.pop_all()
-        # A daemon thread, because a device that never returns must not keep the program alive.
+        # A daemon thread, because a device call that never returns must not keep the program alive.
         self._thread = Thread(target=self._run_thread, name="generation", daemon=True)
         self._thread.start()
 
@@ -125,17 +125,17 @@ class AsyncRollout:
         self._executor.wake()
 
     def publish(self, weights: DecodeWeights, *, policy_version: int) -> None:
-        """Sets the weights of all segments that start from now on."""
-        # An update may still be computing them; until then segments use the previous weights.
+        """Sets the weights for all segments started from now on."""
+        # An update may still be computing the weights; meanwhile, segments use the previous ones.
         jax.block_until_ready(weights)
         self._executor.publish(weights, policy_version=policy_version)
 
     def collect_round(self, *, first_group_id: int = 0) -> list[Sample]:
-        """Returns the samples of the oldest round that was not collected, once it is complete.
+        """Waits until the oldest uncollected round is complete and returns its samples.
 
         Raises:
-            StoppedError: a stop was requested before it was complete.
-            Exception: the error that ended the generation.
+            StoppedError: a stop was requested before the round was complete.
+            Exception: the error that ended generation.
         """
         done = self._outbox.get()
         if isinstance(done, BaseException):
@@ -150,12 +150,12 @@ class AsyncRollout:
         ]
 
     def close(self) -> None:
-        """Stops after the running segments, or after `CLOSE_TIMEOUT_S`. Rounds that were not collected are lost."""
+        """Stops after the running segments, or after `CLOSE_TIMEOUT_S`. Uncollected rounds are lost."""
         self._inbox.put(None)
         self._executor.wake()
         self._thread.join(CLOSE_TIMEOUT_S)
         if self._thread.is_alive():
-            log.warning("the generation thread is still in a segment that does not end; it is abandoned")
+            log.warning("the generation thread is stuck in a segment and is abandoned")
         else:
             self._exit_stack.close()
 
@@ -169,7 +169,7 @@ class AsyncRollout:
             self._outbox.put(error)
 
     def _receive_rounds(self) -> bool:
-        """Takes submitted rounds, and waits for one if no worker decodes. Returns False after `close`."""
+        """Receives submitted rounds; waits for one if no worker is decoding. Returns False after `close`."""
         while True:
             try:
                 rows = self._inbox.get(block=not self._rounds.is_busy)

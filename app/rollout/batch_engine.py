@@ -51,23 +51,23 @@ from app.rollout.sampling import (
 from settings.schema.rollout import DecodeLayout
 
 SEGMENT_STEPS = 256
-"""Tokens per row between two checks of whether a stop was requested."""
+"""Tokens per row between two checks for a requested stop."""
 
 
 class BatchShape(NamedTuple):
-    """Static sizes of one generation, including padding."""
+    """Static sizes of one generated batch, including padding."""
 
     num_prompts: int
-    """Prompts of this host."""
+    """Number of prompts on this host."""
     num_rows: int
-    """Rows of this host."""
+    """Number of rows on this host."""
     prompt_length: int
     cache_length: int
     num_new: int
 
 
 class Footprint(NamedTuple):
-    """What occupies the devices during decoding, as shapes with shardings."""
+    """Arrays that occupy the devices during decoding, as shapes with shardings."""
 
     weights: DecodeWeights | tuple[DecodeWeights, ...]
     prompts: KVCache
@@ -76,7 +76,7 @@ class Footprint(NamedTuple):
 
 
 class PlacedRows(NamedTuple):
-    """One batch of prompts and the rows of their samples, on the mesh."""
+    """One batch of prompts, and the rows of their samples, placed on the mesh."""
 
     shape: BatchShape
     prompt_ids: Int32[Array, "P S"]
@@ -92,12 +92,12 @@ class BatchEngine:
     """Compiled generation for one decoder on one mesh. It holds no weights.
 
     Args:
-        mesh: devices that generate. If they belong to several hosts, these generate one batch together.
-        training_mesh: mesh of the policy, if it is another: `mesh` is then this host's part of it.
+        mesh: devices used for generation. If they belong to several hosts, these hosts generate one batch together.
+        training_mesh: mesh of the policy if it differs from `mesh`, which is then this host's part of it.
         eos_ids: every token id that ends a sequence.
         decode_text: converts token ids to text.
         prefill_length_min: smallest prompt bucket, in tokens.
-        max_length_total: upper limit of prompt and completion together, which is the largest cache length.
+        max_length_total: maximum length of prompt and completion together, which bounds the cache length.
         decode_layout: layout of the weights during decoding; see `DecodeWeights`.
         merge_adapters: converts the weights of a policy with adapters to those of `definition`; None if the policy's
             own weights are used.
@@ -128,7 +128,7 @@ class BatchEngine:
         self._dtype = dtype
         self._decode_layout: DecodeLayout = decode_layout
         self._eos_ids = np.asarray(eos_ids, np.int32)
-        # The layout is explicit: a host's submesh takes the weights over in it, and slot programs are compiled for it.
+        # The layout is explicit: a host's submesh receives the weights in it, and slot programs are compiled for it.
         layout = tree_shardings(abstract_decode_weights(definition, self._training_mesh, dtype, decode_layout))
         lay_out = (
             make_decode_weights
@@ -139,7 +139,7 @@ class BatchEngine:
         self._prefill = jax.jit(lambda weights, ids, lengths: prefill(definition, weights, ids, lengths))
         self._keys = jax.jit(sample_keys)
         # The shardings are explicit, because XLA may replicate a small array on every device. A host would then read
-        # the first host's rows as its own, and the second segment would be compiled for another layout than the first.
+        # the first host's rows as its own, and the second segment would be compiled for a different layout.
         # The cache needs none: it is never read back, and both programs constrain it.
         rows = row_sharding(mesh)
         slots = BatchDecodeState._make(None if field == "cache" else rows for field in BatchDecodeState._fields)
@@ -153,22 +153,22 @@ class BatchEngine:
         }
 
     def to_decode_weights(self, params: Params) -> DecodeWeights:
-        """Converts the policy to its decoding form; once per policy version, dropped before the update.
+        """Converts the policy to decode weights, once per policy version. The caller drops them before the update.
 
-        One program on the training mesh gives every host whole weights. All hosts call it, each from its training
-        thread: while it waits for other hosts, no other program of these hosts may run.
+        One program on the training mesh gives every host the whole weights. All hosts must call it from their training
+        threads; while one waits for the others, no host may run another program.
         """
         with jax.set_mesh(self._training_mesh):
             weights = self._weights(params)
         return weights if self.mesh == self._training_mesh else to_host_submesh(weights, self.mesh)
 
     def generate(self, weights: DecodeWeights, prompts: Sequence[Prompt], request: GenerationRequest) -> list[Sample]:
-        """Returns `group_size` samples of each of this host's prompts, in order, as ragged records.
+        """Returns `group_size` samples for each of this host's prompts, in order, as ragged records.
 
-        Every host of the mesh calls it with the same number of prompts and the same largest `max_new_tokens`.
+        Every host of the mesh must call it with the same number of prompts and the same largest `max_new_tokens`.
 
         Raises:
-            StoppedError: a host of the mesh was asked to stop. All of them raise it.
+            StoppedError: a stop was requested on any host of the mesh; all of them raise it.
         """
         self._raise_if_stopped()
         started, rules, version = time.perf_counter(), request.rules, request.policy_version
@@ -210,12 +210,12 @@ class BatchEngine:
         return samples
 
     def _raise_if_stopped(self) -> None:
-        """Raises StoppedError on all hosts of the mesh if one of them was asked to stop."""
+        """Raises StoppedError on all hosts of the mesh if a stop was requested on any of them."""
         if self._max_over_hosts(int(self.stop_requested())):
             raise StoppedError
 
     def _max_over_hosts(self, value: int) -> int:
-        """Returns the maximum over the hosts of the mesh, without a collective if there is only this one."""
+        """Returns the maximum over the hosts of the mesh; a single host needs no collective."""
         return value if num_hosts(self.mesh) == 1 else int(max_over_hosts(np.asarray(value)))
 
     def _bucket_length(self, length: int) -> int:
@@ -224,14 +224,14 @@ class BatchEngine:
         return size if self.max_length_total is None else max(min(size, self.max_length_total), length)
 
     def batch_shape(self, *, num_prompts: int, group_size: int, longest_prompt: int, max_new_tokens: int) -> BatchShape:
-        """Returns the shape of a generation: lengths rounded up to buckets, rows to a multiple of the devices."""
+        """Returns the shape of a batch: lengths rounded up to buckets, rows to a multiple of the devices."""
         shards = num_local_row_shards(self.mesh)
         prompts, rows = (-(-n // shards) * shards for n in (num_prompts, num_prompts * group_size))
         cache_length = self._bucket_length(longest_prompt + max_new_tokens)
         return BatchShape(prompts, rows, self._bucket_length(longest_prompt), cache_length, max_new_tokens)
 
     def footprint(self, shape: BatchShape) -> Footprint:
-        """Returns what `generate` occupies, over all hosts. Traces its programs and compiles none of them."""
+        """Returns the arrays of `generate` on the devices of all hosts. Traces its programs without compiling them."""
         hosts = num_hosts(self.mesh)
         weights = abstract_decode_weights(self.definition, self.mesh, self._dtype, self._decode_layout)
         per_prompt: Any = jax.ShapeDtypeStruct((shape.num_prompts * hosts,), jnp.int32)
@@ -239,12 +239,12 @@ class BatchEngine:
         ids = jax.ShapeDtypeStruct((*per_prompt.shape, shape.prompt_length), jnp.int32)
         hidden, prompts = jax.eval_shape(self._prefill, weights, ids, per_prompt)
         opened = functools.partial(init_decode_state, cache_length=shape.cache_length, num_new=shape.num_new)
-        # The keys are not read here, so that any array stands for them.
+        # The keys are not read here, so any array can replace them.
         _, slots = jax.eval_shape(opened, hidden, prompts, RowConstants(per_row, per_row, per_row, per_row))
         return Footprint(weights, abstract_cache(prompts, self.mesh), abstract_cache(slots.cache, self.mesh))
 
     def lower_programs(self, shape: BatchShape, *, truncates: bool) -> dict[str, Lowered]:
-        """Returns the lowered programs of `generate`, for shapes with shardings."""
+        """Returns the programs of `generate`, lowered for shapes with shardings."""
         hosts, dim = num_hosts(self.mesh), self.definition.architecture.model_dim
         footprint, rows = self.footprint(shape), row_sharding(self.mesh)
         weights, num_prompts, num_rows = footprint.weights, shape.num_prompts * hosts, shape.num_rows * hosts
@@ -273,7 +273,7 @@ class BatchEngine:
     def _place_rows(
         self, prompts: Sequence[Prompt], group_size: int, max_new_tokens: int | Sequence[int]
     ) -> PlacedRows:
-        """Right-pads prompts to a bucket, and prompts and rows to a multiple of the devices."""
+        """Pads prompts on the right to a bucket, pads the batch to a multiple of the devices, and places it on them."""
         shape = self.batch_shape(
             num_prompts=len(prompts),
             group_size=group_size,

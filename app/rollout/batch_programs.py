@@ -1,4 +1,4 @@
-"""The compiled programs of one batch: rows take the caches of their prompts and decode together to the end."""
+"""Compiled programs for one batch: rows copy the caches of their prompts and decode together until all are done."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ class BatchDecodeState(NamedTuple):
     logprobs: Float32[Array, "B C"]
     kept_mass_logs: Float32[Array, "B C"]
     lengths: Int32[Array, "B"]
-    """Tokens drawn so far."""
+    """Number of tokens drawn so far."""
     done: Bool[Array, "B"]
     stopped: Bool[Array, "B"]
     """True if an end-of-sequence token was drawn."""
     non_finite: Bool[Array, "B"]
-    """True if the logits were not finite; the row then ends without a token of that step."""
+    """True if the logits were not finite; the row then ends without a token from that step."""
 
 
 class RowConstants(NamedTuple):
-    """Values of each row that do not change while it decodes."""
+    """Per-row values that do not change during decoding."""
 
     prompt_index: Int32[Array, "B"]
     """Index of the row's prompt among the prefilled prompts."""
@@ -72,8 +72,8 @@ def make_decode_loop(
 ) -> Callable[..., tuple[BatchDecodeState, Bool[Array, ""]]]:
     """Returns the on-device loop over the tokens of a segment, for one kind of sampler.
 
-    Its argument `steps` is the first token and the end (exclusive) of the segment, counted from the batch's first
-    token, so that one program serves all segments. Its second result is whether all rows are done.
+    The argument `steps` of the loop holds the first token and the end (exclusive) of the segment, counted from the
+    batch's first token, so that one program serves all segments. Its second result is True once all rows are done.
     """
 
     def loop(
@@ -117,7 +117,7 @@ def make_decode_loop(
             return (number < end) & ~jnp.all(slots.done)
 
         first, end = steps
-        # A prompt's last hidden state gives the first token; every other token comes from the one before it. The cache
+        # A prompt's last hidden state gives the first token; every other token comes from its predecessor. The cache
         # is not an operand of the condition, because XLA would copy it.
         drawn = slots._replace(cache=())
         drawn = jax.lax.cond(first == 0, lambda drawn: draw_next(hidden, drawn), lambda drawn: drawn, drawn)

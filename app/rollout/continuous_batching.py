@@ -1,4 +1,4 @@
-"""Continuous batching: one queue in the order of its prompts, and slots that are refilled while samples wait."""
+"""Continuous batching: one queue of samples in prompt order, and slots refilled while samples are waiting."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from settings.schema.rollout import SegmentSettings as SegmentRule
 
 
 class ContinuousBatchGenerator(SampleGenerator):
-    """One queue of samples and the slots of one engine.
+    """Generates one queue of samples in the slots of one engine.
 
     Args:
-        segment_rule: decides the length of segments. It counts tokens only, so that a run can be repeated exactly.
+        segment_rule: rule for the length of segments. It depends only on token counts, so runs are exactly repeatable.
     """
 
     def __init__(self, engine: SlotEngine, *, decode_text: Callable[[Sequence[int]], str], segment_rule: SegmentRule):
@@ -58,15 +58,15 @@ class ContinuousBatchGenerator(SampleGenerator):
 
     @property
     def batch_shape(self) -> BatchShape:
-        """The largest shape of the engine."""
+        """Largest batch shape of the engine."""
         return self.engine.batch_shape
 
     def footprint(self) -> Footprint:
-        """Returns what full slots occupy on the devices."""
+        """Returns the arrays on the devices when all slots are full."""
         return self.engine.footprint()
 
     def _decode_segments(self, rows: Sequence[RolloutSequence]) -> Iterator[None]:
-        """Decodes until every row is done, and yields whenever the tokens of a segment have been collected.
+        """Decodes until every row is done; yields each time the tokens of a segment have been collected.
 
         Raises:
             StoppedError: a stop was requested.
@@ -103,7 +103,7 @@ class ContinuousBatchGenerator(SampleGenerator):
             yield
 
     def _prefill_ahead(self, waiting: deque[RolloutSequence]) -> None:
-        """Prefills as many waiting prompts as fit into the pool, if the next prompt is not in it."""
+        """Prefills as many waiting prompts as fit into the pool, unless the next prompt is already in it."""
         if self.engine.has_prefilled(waiting[0].prompt):
             return
         prompts: dict[str, Prompt] = {}

@@ -1,4 +1,4 @@
-"""Token counts of a rollout, the same for slots and for one batch."""
+"""Token counts of a rollout, for slot engines and batch engines alike."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ class RolloutCounters:
 
     segments: int = 0
     prompt_tokens: int = 0
-    """Prompt tokens of all samples, as if each had its own prefill."""
+    """Prompt tokens of all samples, as if each sample had its own prefill."""
     prefilled_tokens: int = 0
-    """Prefilled prompt tokens without padding."""
+    """Prompt tokens actually prefilled, without padding."""
     recomputed_tokens: int = 0
-    """Tokens of suspended samples that continued without their caches."""
+    """Tokens processed again because suspended samples continued without their caches."""
     row_steps: int = 0
-    """Rows times steps, including steps that replay tokens: the tokens that could have been drawn."""
+    """Rows times steps, including replay steps: the number of tokens that could have been drawn."""
     generated_tokens: int = 0
 
     def count_segment(self, *, steps: int, num_rows: int, num_generated: int) -> None:

@@ -1,4 +1,4 @@
-"""The interface of generation through slots: samples one by one, in order."""
+"""Interface of generators that decode in slots and yield samples one by one, in order."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from app.rollout.sequence import RolloutSequence
 
 
 class SampleGenerator(ABC):
-    """Generation through slots, for any number of samples.
+    """Generates any number of samples in slots.
 
     Args:
         decode_text: converts token ids to text.
@@ -29,7 +29,7 @@ class SampleGenerator(ABC):
         self.stop_requested: StopCheck = never_stop
 
     def generate(self, weights: DecodeWeights, prompts: Sequence[Prompt], request: GenerationRequest) -> list[Sample]:
-        """Returns `group_size` samples of each prompt, in order, as ragged records; see `BatchEngine.generate`."""
+        """Returns `group_size` samples for each prompt, in order, as ragged records; see `BatchEngine.generate`."""
         return list(self.stream(weights, prompts, request))
 
     def stream(
@@ -40,10 +40,10 @@ class SampleGenerator(ABC):
         *,
         skipped_uids: Container[str] = (),
     ) -> Iterator[Sample]:
-        """Yields the samples of `generate`, each as soon as it and all samples before it are done.
+        """Yields the samples of `generate`, each as soon as it and all earlier samples are done.
 
         Args:
-            skipped_uids: uids of samples that are not drawn.
+            skipped_uids: uids of samples to leave out.
 
         Raises:
             InputError: a prompt does not fit into a slot.
@@ -58,21 +58,21 @@ class SampleGenerator(ABC):
 
     @abstractmethod
     def compile(self, rules: SamplingRules) -> None:
-        """Compiles every program of a rollout under these rules."""
+        """Compiles every program that a rollout under these rules needs."""
 
     @abstractmethod
     def _run_in_order(
         self, weights: DecodeWeights, rows: deque[RolloutSequence], request: GenerationRequest
     ) -> Generator[RolloutSequence, None, None]:
-        """Yields all rows, each once it and all rows before it are done and collected. May empty the queue."""
+        """Yields all rows, each once it and all earlier rows are done and collected. May empty the queue."""
 
     def to_sample(self, row: RolloutSequence, group_id: int, *, truncates: bool) -> Sample:
-        """Returns the record of a row that is done."""
+        """Returns the record of a finished row."""
         return row.to_sample(group_id, decode_text=self._decode_text, truncates=truncates)
 
 
 def make_sequences(prompts: Sequence[Prompt], request: GenerationRequest, *, noise_step: int) -> list[RolloutSequence]:
-    """Returns `group_size` rows of each prompt, in order, without tokens."""
+    """Returns `group_size` rows for each prompt, in order and still without tokens."""
     group_size = request.group_size
     limits = np.broadcast_to(request.max_new_tokens, len(prompts) * group_size).tolist()
     return [

@@ -1,7 +1,7 @@
-"""The process of a Ray actor: slots on its devices.
+"""A Ray actor: a process that runs slots on its own devices.
 
-It knows no settings, files or other workers. It gets the specification of its slots once, and weights and rows with the
-calls that need them. It returns the tokens of every segment, so that at most one segment is lost with it.
+It needs no settings, files or other workers. It gets the specification of its slots once, and weights and rows with the
+calls that need them. It returns the tokens of every segment, so that at most one segment is lost if it fails.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ from settings.schema.lora import Quantization
 from settings.schema.mesh import MeshSettings
 
 BitLeaves = list[np.ndarray]
-"""Leaves of a tree as unsigned integers of the same bits, which processes can share whatever the dtype."""
+"""Leaves of a tree as unsigned integers with the same bits, which processes can share whatever the dtype."""
 
 
 def to_bit_leaves(tree: Any) -> BitLeaves:
-    """Copies the leaves of a tree to the host."""
+    """Copies the leaves of a tree to the host and returns their bits."""
     leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
     return [leaf.view(f"u{leaf.itemsize}") for leaf in leaves]
 
 
 def from_bit_leaves(leaves: BitLeaves, *, like: Any) -> Any:
-    """Returns the tree with these bits, structured and typed as `like`. Copies nothing."""
+    """Returns the tree with these bits and the structure and dtypes of `like`, without copying."""
     shapes, structure = jax.tree.flatten(like)
     return jax.tree.unflatten(structure, [bits.view(one.dtype) for bits, one in zip(leaves, shapes, strict=True)])
 
 
 @dataclass(frozen=True)
 class ActorSpec:
-    """The specification of an actor's slots, as plain data."""
+    """Specification of an actor's slots, as plain data."""
 
     architecture: Architecture
     shapes: SlotShapes
@@ -65,7 +65,7 @@ class ActorSpec:
     dtype: str
     exact: bool
     tp: int
-    """Devices that the weights are split over."""
+    """Number of devices over which the weights are split."""
     platforms: str
     """JAX platforms that the actor uses."""
     matmul_precision: str | None
@@ -77,7 +77,7 @@ class ActorSpec:
 
 
 class ActorInfo(NamedTuple):
-    """Where an actor runs, and its versions."""
+    """Location of an actor, and its software versions."""
 
     pid: int
     host: str
@@ -87,13 +87,13 @@ class ActorInfo(NamedTuple):
 
 
 class ActorSegment(NamedTuple):
-    """The result of a segment."""
+    """Result of a segment run by an actor."""
 
     ended: SegmentEnded
     tokens: dict[str, Int32[np.ndarray, "3 C"]]
     """Tokens of each row, by uid; see `RolloutSequence.segment_tokens`."""
     policy_version: int
-    """Version of the weights that drew them."""
+    """Version of the weights that drew these tokens."""
     counters: RolloutCounters
 
 
@@ -101,10 +101,10 @@ class RolloutActor:
     """Slots on all devices of this process. After an error it refuses every call until it is opened again.
 
     Args:
-        cache_timeout_s: how long it waits for a suspended row's cache before it computes the cache itself.
+        cache_timeout_s: maximum wait for a suspended row's cache, after which the actor recomputes it.
 
     Raises:
-        InputError: there are no devices, or the slots cannot be split over them.
+        InputError: JAX finds no devices, or the slots cannot be split over them.
     """
 
     def __init__(self, spec: ActorSpec, cache_timeout_s: float):
@@ -117,7 +117,7 @@ class RolloutActor:
         except (RuntimeError, AssertionError) as error:
             raise InputError(
                 f"rollout.ray.{spec.kind}: JAX finds no {spec.platforms} devices on {socket.gethostname()}, where Ray "
-                "put an actor; request them with num_gpus or resources"
+                "started an actor; request them with num_gpus or resources"
             ) from error
         mesh = device_mesh.make_mesh(MeshSettings(shape=f"1,-1,{spec.tp}"))
         check_slots_divide(spec, num_row_shards(mesh))
@@ -160,8 +160,8 @@ class RolloutActor:
         """Admits rows and decodes a segment.
 
         Args:
-            cache_refs: Ray objects with the caches of admitted rows, by uid, as `suspend` returns them.
-            new_weights: weights that draw from now on; `policy_version` is theirs.
+            cache_refs: Ray references to the caches of admitted rows, by uid, as returned by `suspend`.
+            new_weights: weights to use from now on, of version `policy_version`; None = keep the present ones.
         """
         with self._refuse_after_failure():
             if new_weights is not None:
@@ -188,7 +188,7 @@ class RolloutActor:
             shapes = self._engine.programs.abstract_cache(1, self._spec.shapes.max_length)
             fetched.set_result(SuspendedSequence(one.row, from_bit_leaves(leaves, like=shapes)))
         except Exception as error:
-            # The actor that suspended it may have died, with the cache or before it was stored.
+            # The actor that suspended the row may have died together with the cache, or before storing it.
             fetched.set_exception(error)
         return fetched
 
@@ -205,7 +205,7 @@ class RolloutActor:
     @contextmanager
     def _refuse_after_failure(self) -> Iterator[None]:
         if self._has_failed:
-            raise RuntimeError("the worker has failed before")
+            raise RuntimeError("the worker has failed and must be opened again before other calls")
         try:
             yield
         except BaseException:
@@ -214,7 +214,7 @@ class RolloutActor:
 
 
 def check_slots_divide(spec: ActorSpec, row_shards: int) -> None:
-    """Raises InputError if batches of the slots cannot be split over the devices that hold rows."""
+    """Raises InputError if a batch size of the slots cannot be split over the devices that hold rows."""
     buckets = spec.shapes.batch_buckets
     if any(rows % row_shards for rows in buckets):
         raise InputError(

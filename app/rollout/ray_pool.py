@@ -31,15 +31,15 @@ from settings.errors import InputError
 
 CONNECT_TIMEOUT_S = 10.0
 POLL_INTERVAL_S = 1.0
-"""Time between checks of whether a stop was requested while actors start."""
+"""Time between two checks for a requested stop while actors start."""
 
 
 class RayWorkerPool(RolloutWorkerPool):
-    """Workers in actors. They start when they are first needed and end with `shut_down`.
+    """Workers in Ray actors, which start when they are first needed and end with `shut_down`.
 
     Args:
-        address: address of a cluster, `auto` for the cluster of this machine, None to start one on this machine.
-        start_timeout_s: longest time until all actors are ready.
+        address: address of a cluster, `auto` for the one running on this machine, None to start one on this machine.
+        start_timeout_s: maximum time until all actors are ready.
     """
 
     def __init__(
@@ -61,8 +61,8 @@ class RayWorkerPool(RolloutWorkerPool):
         """Connects to the cluster or starts one, and waits for all actors.
 
         Raises:
-            InputError: the cluster cannot be reached or lacks resources, or the actors would not draw the same samples.
-            StoppedError: a stop was requested meanwhile.
+            InputError: the cluster cannot be reached or lacks resources, or the actors would draw different samples.
+            StoppedError: a stop was requested while the actors were starting.
         """
         if self._has_started:
             return
@@ -108,7 +108,7 @@ class RayWorkerPool(RolloutWorkerPool):
             ray.wait(calls, timeout=min(POLL_INTERVAL_S, left_s))
 
     def _check_same_environment(self) -> None:
-        """Raises InputError if processes have other versions, or in the exact mode other devices."""
+        """Raises InputError if versions differ between processes or, in the exact mode, devices between actors."""
         here = program_versions(sampling_packages(self.ray_workers[0].spec.quantization))
         actors = {worker.name: worker.actor_info for worker in self.ray_workers if worker.actor_info is not None}
         for name, info in actors.items():
@@ -116,17 +116,17 @@ class RayWorkerPool(RolloutWorkerPool):
                 if value != here[what]:
                     raise InputError(
                         f"rollout.pool: {what} is {value} for {name} on {info.host} and {here[what]} on this machine; "
-                        "install the same on all machines"
+                        "install the same version on all machines"
                     )
         if self.ray_workers[0].spec.exact and len({info.devices for info in actors.values()}) > 1:
             devices = ", ".join(f"{name} {info.devices}" for name, info in actors.items())
             raise InputError(
                 f"rollout.mode: exact samples need actors with the same number and kind of devices, got {devices}; "
-                "make rollout.ray.fast and rollout.ray.heavy request the same, or set rollout.mode: fast"
+                "make rollout.ray.fast and rollout.ray.heavy request the same devices, or set rollout.mode: fast"
             )
 
     def shut_down(self) -> None:
-        """Kills the actors, and disconnects from the cluster (or ends it) if `start` has connected."""
+        """Kills the actors, and disconnects from the cluster (or ends it) if `start` connected to it."""
         if not ray.is_initialized():
             return
         for worker in self.ray_workers:
@@ -154,7 +154,7 @@ def connect(address: str | None, actor_options: Sequence[Mapping[str, Any]]) -> 
     Raises:
         InputError: the cluster cannot be used.
     """
-    # Ray reads it when it starts a process.
+    # Ray reads this variable when it starts a process.
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     arguments: dict[str, Any] = {
         "address": address or "local",
@@ -164,30 +164,30 @@ def connect(address: str | None, actor_options: Sequence[Mapping[str, Any]]) -> 
         resources: Counter[str] = Counter()
         for options in actor_options:
             resources.update(options["resources"])
-        # The processes share this machine's cores; Ray only needs a sum that suffices.
+        # The processes share this machine's cores; Ray only needs a large enough total.
         num_cpus = max(math.ceil(sum(options["num_cpus"] for options in actor_options)), 1)
         arguments |= {"num_cpus": num_cpus, "resources": dict(resources), "include_dashboard": False}
     sigterm_handler = signal.getsignal(signal.SIGTERM)
     with warnings.catch_warnings():
-        # JAX warns of forks. These children do nothing in this process before they start other programs.
+        # JAX warns about forks. The children here do nothing before they execute other programs.
         warnings.filterwarnings("ignore", message="os.fork", category=RuntimeWarning)
         try:
             if address is not None and ":" in address:
-                # Ray would wait for minutes if nothing listens there.
+                # Ray would wait for minutes if nothing listened there.
                 host, _, port = address.rpartition(":")
                 socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S).close()
             ray.init(**arguments, log_to_driver=False, configure_logging=False, logging_level=logging.ERROR)
         except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
             cluster = "a cluster on this machine" if address is None else f"the cluster at {address}"
             raise InputError(
-                f"rollout.ray.address: {cluster} cannot be used: {_first_line(error)}; `ray start --head` starts one, "
-                "and null lets this program start one"
+                f"rollout.ray.address: {cluster} cannot be used: {_first_line(error)}; start one with "
+                "`ray start --head`, or set null so that this program starts one"
             ) from error
         finally:
-            # Ray's handler would end this process at SIGTERM, which has a handler of its own here.
+            # Ray's SIGTERM handler would end this process, which has its own handler.
             if signal.getsignal(signal.SIGTERM) is not sigterm_handler:
                 signal.signal(signal.SIGTERM, sigterm_handler)
-    # Ray reports ended processes on stdout, which is only for results. The workers log to stderr.
+    # Ray reports ended processes on stdout, which is reserved for results. The workers log to stderr.
     ray_process._worker_logs_enabled = False
 
 

@@ -33,7 +33,7 @@ _Actor: Any = ray.remote(RolloutActor)  # pyright: ignore[reportCallIssue, repor
 
 
 class ActorLostError(RuntimeError):
-    """The process of an actor has ended, or it did not answer in time and was killed."""
+    """An actor's process has ended, or the actor did not answer in time and was killed."""
 
 
 class WeightBroadcast:
@@ -45,7 +45,7 @@ class WeightBroadcast:
         self._source: Callable[[], object] = lambda: None
 
     def put(self, weights: DecodeWeights) -> Any:
-        """Returns the Ray object with the weights' `BitLeaves`. From any thread."""
+        """Returns a Ray reference to the weights' `BitLeaves`. May be called from any thread."""
         first = jax.tree.leaves(weights)[0]
         with self._lock:
             # Compared by identity, because evaluations all have version 0.
@@ -59,9 +59,9 @@ class WeightBroadcast:
 
 @dataclass(eq=False, kw_only=True)
 class RayWorker(RolloutWorker):
-    """Slots in an actor. `engine` only describes them and is never opened.
+    """Worker with slots in an actor. `engine` only describes the slots and is never opened.
 
-    A lost actor is replaced at once. The new one takes part in the next rollout that starts after it is ready.
+    A lost actor is replaced at once. The new actor takes part in the first rollout that starts after it is ready.
     """
 
     spec: ActorSpec
@@ -69,13 +69,13 @@ class RayWorker(RolloutWorker):
     """Ray's options for the actor: `num_cpus`, `num_gpus`, `memory` in bytes, `resources`."""
     broadcast: WeightBroadcast
     lease_s: float
-    """Longest time of a segment."""
+    """Maximum duration of a segment."""
     start_timeout_s: float
-    """Longest time to start, compile or take weights."""
+    """Maximum time to start, to compile or to receive weights."""
     actor_info: ActorInfo | None = None
-    """Information from the newest actor that was ready."""
+    """Information about the latest actor that became ready."""
     startup_calls: list[Any] = field(default_factory=list)
-    """Calls of the new actor that have not finished: its introduction and compilations."""
+    """Unfinished calls of a new actor: `get_info` and compilations."""
     _actor: Any = None
     _compile_requests: list[tuple[SamplingRules, bool]] = field(default_factory=list)
     _opening: Any = None
@@ -86,18 +86,18 @@ class RayWorker(RolloutWorker):
 
     @property
     def num_devices(self) -> int:
-        """0, because it uses no devices of this process."""
+        """0, because the actor uses no devices of this process."""
         return 0
 
     def start_actor(self) -> None:
-        """Requests an actor from Ray, and its introduction and compilations. Waits for nothing."""
+        """Requests an actor from Ray, then its information and compilations, without waiting for any of them."""
         assert self.cache_timeout_s is not None
         self._actor = _Actor.options(**self.actor_options, max_restarts=0).remote(self.spec, self.cache_timeout_s)
         self.startup_calls = [self._actor.get_info.remote()]
         self.startup_calls += [self._actor.compile.remote(rules, suspends=x) for rules, x in self._compile_requests]
 
     def compile(self, rules: SamplingRules, *, suspends: bool) -> None:
-        """Requests a compilation, unless it was requested before."""
+        """Requests the compilation for these rules, unless it was requested before."""
         if (rules, suspends) not in self._compile_requests:
             self._compile_requests.append((rules, suspends))
             self.startup_calls.append(self._actor.compile.remote(rules, suspends=suspends))
@@ -117,10 +117,10 @@ class RayWorker(RolloutWorker):
     # The interface of a worker -----------------------------------------------------------------------------------
 
     def open(self, weights: DecodeWeights, request: GenerationRequest, *, suspends: bool) -> None:
-        """Sends the weights. Their arrival is awaited before the first segment, by all actors at once.
+        """Sends the weights without waiting for their arrival; the first `start_segment` waits for it.
 
         Raises:
-            ActorLostError: the actor is not ready and takes no part in this rollout.
+            ActorLostError: the actor is not ready yet, so it takes no part in this rollout.
         """
         if not self.is_ready(timeout_s=0):
             raise ActorLostError(f"the actor of {self.name} is still starting")
@@ -150,10 +150,10 @@ class RayWorker(RolloutWorker):
             one = self._admissions[one.row] = one._replace(suspended=None)
             one.row.started_s = one.row.started_s or time.perf_counter()
             longest = max(longest, one.row.num_tokens)
-            # The slots read nothing else of a prompt.
+            # Slots do not read these fields of a prompt.
             prompt = replace(one.row.prompt, source="", answer=None, extra={})
             incoming.append(one._replace(row=replace(one.row, prompt=prompt)))
-        # A row without its cache replays its tokens, one segment of one token each.
+        # A row without a cache replays its tokens in segments of one token each.
         self._segment_timeout_s = self.lease_s * (1 + longest / command.length)
         new_weights = self._queued_weights.pop() if self._queued_weights else (None, 0)
         self._segment = self._actor.run_segment.remote(command, incoming, cache_refs, *new_weights)
@@ -164,7 +164,7 @@ class RayWorker(RolloutWorker):
 
         Raises:
             ActorLostError: the actor is lost.
-            Exception: the error of the actor.
+            Exception: the error raised in the actor.
         """
         assert self._running is not None
         (_, started), self._running = self._running, None
@@ -176,7 +176,7 @@ class RayWorker(RolloutWorker):
         for report in result.ended.rows:
             row, tokens = rows[report.uid], result.tokens[report.uid]
             row.worker = self.name
-            # A copy: the array may be memory that the processes of this machine share.
+            # A copy, because the array may be in memory shared with other processes of this machine.
             row.segment_tokens.append(tokens.copy())
             row.segment_versions.append((result.policy_version, tokens.shape[1]))
             row.num_tokens += tokens.shape[1]
@@ -187,12 +187,12 @@ class RayWorker(RolloutWorker):
         return replace(result.ended, at=at, worker=self.name, seconds=at - max(started, not_before))
 
     def suspend(self, row: RolloutSequence) -> SuspendedSequence:
-        """Takes a row out of its slot. Its cache is a Ray object, which the actor stores later."""
+        """Takes a row out of its slot. Its cache is a reference to a Ray object that the actor stores later."""
         ref = self._actor.suspend.remote(self._admissions.pop(row).uid)
         return SuspendedSequence(row, cast(KVCache, (ref,)))
 
     def close(self) -> None:
-        """Frees the actor's devices, or replaces a lost actor."""
+        """Frees the actor's devices, or replaces the actor if it is lost."""
         self._admissions, self._running = {}, None
         self._queued_weights.clear()
         self._opening = self._segment = None
@@ -204,7 +204,7 @@ class RayWorker(RolloutWorker):
             self._actor.close.remote()
 
     def kill_actor(self) -> None:
-        """Kills the actor."""
+        """Kills the actor, if one was started."""
         if self._actor is not None:
             ray.kill(self._actor)
 
@@ -221,7 +221,7 @@ class RayWorker(RolloutWorker):
             raise error.cause if isinstance(error.cause, Exception) else RuntimeError(str(error)) from None
         except ray.exceptions.RayError as error:
             lines = str(error).strip().splitlines() or [""]
-            # Ray puts an error of the actor's constructor into the last line, all others into the first.
+            # Ray reports an error of the actor's constructor in the last line, all others in the first.
             line = lines[-1] if "creation task" in lines[0] else lines[0]
             self._lose_actor(f"{type(error).__name__}: {line}", error)
 

@@ -1,4 +1,4 @@
-"""The record of what a caller asks generation for."""
+"""The request that a caller passes to a generator."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from app.rollout.sampling import SamplingRules
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationRequest:
-    """How many samples of each prompt are drawn, how long they may become, by which rules and with which noise."""
+    """Number and maximum length of the samples per prompt, their sampling rules, and the key of their noise."""
 
     rules: SamplingRules
     seed: int
@@ -18,8 +18,8 @@ class GenerationRequest:
     policy_version: int
     """Version of the weights. It keys the noise, so that the same prompt gives new samples at every training step."""
     group_size: int
-    """Samples per prompt."""
+    """Number of samples per prompt."""
     max_new_tokens: int | Sequence[int]
-    """Largest number of completion tokens: one for all samples, or one for each sample in order."""
+    """Maximum number of completion tokens: one number for all samples, or one per sample in order."""
     first_group_id: int = 0
     """Group id of the first prompt."""

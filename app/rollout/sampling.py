@@ -1,7 +1,7 @@
-"""Sampling of tokens from logits, and the keys of its noise.
+"""Sampling of tokens from logits, and the random keys of its noise.
 
 Noise is keyed by (run seed, policy version, prompt uid, sample index, position) and by nothing else: not by batch row,
-device, host or order. So a sample does not depend on the samples that are generated together with it.
+device, host or order. A sample thus does not depend on the samples generated together with it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from app.records.sample import DROPPED_PREFIX
 
 
 class SamplingRules(NamedTuple):
-    """Sampling parameters. They are traced, so that new values never recompile."""
+    """Sampling parameters. They are traced, so new values never trigger a recompilation."""
 
     temperature: float
     """0 = greedy."""
@@ -38,7 +38,7 @@ class SampledTokens(NamedTuple):
     logprobs: Float32[Array, "B"]
     """Logprobs of the untruncated distribution at the sampling temperature (1 if greedy)."""
     kept_mass_logs: Float32[Array, "B"]
-    """Logs of the probability mass that truncation keeps."""
+    """Logs of the probability mass kept by truncation."""
 
 
 FINISH_NON_FINITE = f"{DROPPED_PREFIX}non-finite logits"
@@ -46,7 +46,7 @@ FINISH_NON_FINITE = f"{DROPPED_PREFIX}non-finite logits"
 
 
 def finish_reason(stopped: bool, non_finite: bool) -> str:
-    """Returns why a finished sample ended: a stop token, logits that are not finite, or its last allowed token."""
+    """Returns why a finished sample ended: at a stop token, at non-finite logits, or at its maximum length."""
     return FINISH_NON_FINITE if non_finite else "stop" if stopped else "length"
 
 
@@ -54,7 +54,7 @@ Sampler = Callable[[Array, SamplingRules, Array], SampledTokens]
 
 
 def hash_uids(uids: Sequence[str]) -> UInt32[np.ndarray, "B 2"]:
-    """Returns 64 stable bits of each uid."""
+    """Returns a stable 64-bit hash of each uid."""
     digests = b"".join(hashlib.blake2b(uid.encode(), digest_size=8).digest() for uid in uids)
     return np.frombuffer(digests, np.uint32).reshape(-1, 2)
 
@@ -75,7 +75,7 @@ def sample_keys(
 
 
 def effective_temperature(temperature: Array | float) -> Array:
-    """Returns the divisor of the logits: greedy sampling reports logprobs at temperature 1."""
+    """Returns the divisor of the logits, which is 1 for greedy sampling."""
     return jnp.where(jnp.asarray(temperature) == 0, 1.0, temperature)
 
 
@@ -98,7 +98,7 @@ def sample_tokens(logits: Float32[Array, "B V"], rules: SamplingRules, keys: Key
 def sample_tokens_truncated(
     logits: Float32[Array, "B V"], rules: SamplingRules, keys: Key[Array, "B"]
 ) -> SampledTokens:
-    """Draws after top-k, then top-p of the remaining mass, then min-p.
+    """Draws from the tokens that remain after top-k, then top-p of the remaining mass, then min-p.
 
     Sources: Fan et al. 2018 (top-k), Holtzman et al. 2020 (top-p), Nguyen et al. 2024 (min-p).
     """
@@ -125,7 +125,7 @@ def sample_tokens_truncated(
 def token_outcomes(
     sampled: SampledTokens, running: Bool[Array, "B"], eos_ids: Int32[Array, "E"]
 ) -> tuple[Bool[Array, "B"], Bool[Array, "B"], Bool[Array, "B"]]:
-    """Returns which running rows take their token, which of these end with it, and which had non-finite logits."""
+    """Returns which running rows accept their token, which of these end with it, and which have non-finite logits."""
     # The logprob of a token drawn from non-finite logits is not finite.
     broken = running & ~jnp.isfinite(sampled.logprobs)
     active = running & ~broken

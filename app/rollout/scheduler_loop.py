@@ -37,7 +37,7 @@ from app.rollout.worker_drivers import LeaseExpiredError, WorkerDriver, WorkerOu
 log = logging.getLogger(__name__)
 
 WORKER_FAILURES = (RuntimeError, OSError, MemoryError)
-"""Errors of a worker, including JAX's, after which its samples continue on other workers. All others are bugs."""
+"""Errors of a worker, including JAX's, after which its samples continue on other workers. All other errors are bugs."""
 
 ProgressCallback = Callable[[SampleTable], None]
 """Called after every event with the state of all samples."""
@@ -46,7 +46,7 @@ SampleDoneCallback = Callable[[RolloutSequence], None]
 
 
 class RolloutExecutor:
-    """One rollout: samples come in and are given to workers until they are done. One thread drives it."""
+    """Runs one rollout: assigns submitted samples to workers until they are done. Driven by one thread."""
 
     def __init__(
         self,
@@ -70,14 +70,14 @@ class RolloutExecutor:
             worker.clock = clock
         self._rows: dict[str, RolloutSequence] = {}
         self._row_workers: dict[str, str] = {}
-        """Maps the uid of a row in a worker to the worker's name."""
+        """Maps the uid of each row on a worker to the worker's name."""
         self._suspended: dict[str, Future[SuspendedSequence]] = {}
         """Maps the uid of a suspended row to its cache."""
         self._failed: set[str] = set()
         """Names of failed workers."""
 
     def run_in_order(self, rows: Iterable[RolloutSequence]) -> Iterator[RolloutSequence]:
-        """All of them, done. No others come."""
+        """Yields all rows in order, each once it is done. No other rows may be submitted."""
         named: dict[str, RolloutSequence] = {}
         for number, row in enumerate(rows):
             named[row.uid if row.uid not in named else f"{row.uid}@{number}"] = row
@@ -97,7 +97,7 @@ class RolloutExecutor:
             self._handle_event(WorkerJoined(self._clock(), name, worker.kind, shapes.num_slots, buckets, worker.device))
 
     def submit(self, rows: Mapping[str, RolloutSequence]) -> None:
-        """Adds rows, whose uids must be new to the rollout."""
+        """Adds rows; their uids must be new to the rollout."""
         self._rows |= rows
         samples = [
             NewSample(uid, row.prompt.uid, row.sample_index, len(row.prompt.token_ids), row.max_new_tokens)
@@ -106,7 +106,7 @@ class RolloutExecutor:
         self._handle_event(Submitted(self._clock(), tuple(samples)))
 
     def publish(self, weights: DecodeWeights, *, policy_version: int) -> None:
-        """Sets the weights of all segments that start from now on. From any thread."""
+        """Sets the weights for all segments started from now on. May be called from any thread."""
         for name, worker in self._workers.items():
             if name not in self._failed:
                 worker.queue_weights(weights, policy_version=policy_version)
@@ -116,7 +116,7 @@ class RolloutExecutor:
 
     @property
     def is_busy(self) -> bool:
-        """Whether any worker decodes."""
+        """Whether any worker is decoding."""
         return any(worker.is_busy for worker in self.scheduler.context.workers.values())
 
     def release(self, uids: Sequence[str]) -> list[RolloutSequence]:
@@ -125,19 +125,19 @@ class RolloutExecutor:
         return [self._rows.pop(uid) for uid in uids]
 
     def wake(self) -> None:
-        """Ends `advance` early. From any thread."""
+        """Makes `advance` return early. May be called from any thread."""
         self._driver.wake()
 
     def advance(self) -> None:
-        """Waits for the next outcome of a worker, or until it is woken, and handles it.
+        """Waits for the next outcome of a worker and handles it; returns early after `wake`.
 
         Raises:
             StoppedError: a stop was requested.
-            Exception: the error of the last worker, if all have failed.
+            Exception: the error of the last worker, if all workers have failed.
         """
         if self._stop_requested():
             raise StoppedError
-        assert self.is_busy, "no worker decodes"
+        assert self.is_busy, "no worker is decoding"
         outcome = self._driver.next_outcome()
         if outcome is not None:
             self._handle_outcome(outcome)
@@ -148,11 +148,11 @@ class RolloutExecutor:
             return self._handle_event(result)
         if not isinstance(result, WORKER_FAILURES):
             raise result
-        log.warning("rollout worker %s failed, its samples continue on other workers", worker.name, exc_info=result)
+        log.warning("rollout worker %s failed; its samples continue on other workers", worker.name, exc_info=result)
         self._failed.add(worker.name)
         self._handle_event(WorkerLost(self._clock(), worker.name, repr(result)))
         if not isinstance(result, LeaseExpiredError):
-            # Its devices may be needed, because an open rollout lasts long.
+            # Frees its devices now, because an open rollout may last long.
             worker.close()
         if not self.scheduler.context.workers and not self.scheduler.is_finished:
             raise result
@@ -185,7 +185,7 @@ class RolloutExecutor:
             del self._row_workers[uid]
             row = self._rows[uid]
             suspended = self._driver.suspend(worker, row)
-            # A copy from now on, which the worker cannot change any more.
+            # From now on a copy, which the worker can no longer change.
             self._rows[uid] = row.rewound(row.num_tokens)
             if command.why != "truncated":
                 self._suspended[uid] = suspended
@@ -200,7 +200,7 @@ class RolloutExecutor:
             return
         self._row_workers.pop(committed.uid, None)
         if self._rows[committed.uid].finish_reason is None:
-            # Truncated by the scheduler; to the engine it was not done.
+            # Truncated by the scheduler, so the engine has not finished it.
             row = self._rows[committed.uid] = self._rows[committed.uid].rewound(committed.num_tokens)
             row.finish_reason = committed.finish
             row.elapsed_s = time.perf_counter() - row.started_s
@@ -208,7 +208,7 @@ class RolloutExecutor:
             self._on_sample_done(self._rows[committed.uid])
 
     def _reclaim_rows(self, worker: str) -> None:
-        """Replaces the worker's rows by copies as of their last commit, which the worker cannot change."""
+        """Replaces the worker's rows with copies as of their last commit, which the worker cannot change."""
         for uid in [uid for uid, holder in self._row_workers.items() if holder == worker]:
             del self._row_workers[uid]
             self._rows[uid] = self._rows[uid].rewound(self.scheduler.samples[uid].num_tokens)

@@ -15,28 +15,28 @@ from app.records.sample import Prompt, Sample
 
 @dataclass(eq=False)
 class RolloutSequence:
-    """A sample during generation."""
+    """Progress of one sample, with the tokens of each segment so far."""
 
     prompt: Prompt
     sample_index: int
     max_new_tokens: int
     noise_step: int
-    """Policy version that keys its noise, whatever versions of the weights draw its tokens."""
+    """Policy version in the key of its noise, whichever versions of the weights draw its tokens."""
     num_tokens: int = 0
-    """Completion tokens drawn so far."""
+    """Number of completion tokens drawn so far."""
     num_segments: int = 0
     started_s: float = 0.0
-    """Time of its first admission, of `time.perf_counter`."""
+    """Time of its first admission, by `time.perf_counter`."""
     elapsed_s: float = 0.0
     """Seconds from its first admission until it was done."""
     finish_reason: str | None = None
     """`stop`, `length` or `dropped:<why>` once it is done."""
     worker: str = ""
-    """Name of its last worker; without workers the process index."""
+    """Name of its last worker, or the process index if there are no workers."""
     segment_tokens: list[np.ndarray] = field(default_factory=list)
-    """Tokens of each segment, int32 [3, tokens]: ids, and the bits of logprobs and of logs of kept mass."""
+    """Tokens of each segment, int32 [3, tokens]: ids, bits of the logprobs, and bits of the kept-mass logs."""
     segment_versions: list[tuple[int, int]] = field(default_factory=list)
-    """(version of the weights, number of tokens) of each segment."""
+    """(version of the weights, number of tokens) for each segment."""
 
     @property
     def uid(self) -> str:
@@ -70,11 +70,11 @@ class RolloutSequence:
         return sum(count for _, count in self.segment_versions) == self.num_tokens
 
     def to_sample(self, group_id: int, *, decode_text: Callable[[Sequence[int]], str], truncates: bool) -> Sample:
-        """Returns the record of a row that is done.
+        """Returns the record of a finished row.
 
         Args:
             decode_text: converts token ids to text.
-            truncates: its sampling rules exclude tokens.
+            truncates: whether its sampling rules can exclude tokens.
         """
         assert self.finish_reason is not None
         ids, logprobs, kept_mass_logs = self._tokens
@@ -112,8 +112,8 @@ class RolloutSequence:
 
 
 class SuspendedSequence(NamedTuple):
-    """A sample that was taken out of its slot."""
+    """A sample taken out of its slot."""
 
     row: RolloutSequence
     cache: KVCache | None
-    """Its cache, on the devices that it ran on. Without one the cache is computed again."""
+    """Its cache, on the devices where it ran; None = the cache must be recomputed."""

@@ -1,4 +1,4 @@
-"""The sizes for which the prefill and decode programs of slots are compiled."""
+"""Sizes for which the prefill and decode programs of slots are compiled."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from settings.errors import InputError
 from settings.schema.rollout import RolloutSettings
 
 NUM_BUCKETS = 3
-"""Sizes of each kind: full, a half and a quarter. More would save little and compile longer."""
+"""Number of sizes of each kind: full, half and quarter. More would save little and take longer to compile."""
 MIN_ROWS = 8
-"""Smallest batch: fewer rows cost hardly less, and products with one row round differently."""
+"""Minimum batch size: fewer rows are hardly cheaper, and products with one row round differently."""
 PREFILL_ROWS = (1, 4)
 LENGTH_MULTIPLE = 8
 
@@ -19,15 +19,15 @@ class SlotShapes(NamedTuple):
     """Sizes in ascending order; the last one is the full size."""
 
     batch_buckets: tuple[int, ...]
-    """Rows of the decode programs."""
+    """Batch sizes of the decode programs, in rows."""
     cache_buckets: tuple[int, ...]
     """Cache lengths of the decode programs, in tokens."""
     prompt_buckets: tuple[int, ...]
     """Padded lengths of prefilled prompts, in tokens."""
     prefill_rows: tuple[int, ...]
-    """Numbers of prompts that are prefilled together."""
+    """Numbers of prompts prefilled together."""
     num_pooled_prompts: int
-    """Largest number of prefilled prompts."""
+    """Maximum number of prefilled prompts kept in the pool."""
     segment_max: int
     """Longest segment, in tokens per row."""
 
@@ -37,7 +37,7 @@ class SlotShapes(NamedTuple):
 
     @property
     def max_length(self) -> int:
-        """Largest length of prompt and completion together."""
+        """Maximum length of prompt and completion together."""
         return self.cache_buckets[-1]
 
     @property
@@ -45,15 +45,15 @@ class SlotShapes(NamedTuple):
         return self.prompt_buckets[-1]
 
     def prompt_bucket(self, length: int) -> int:
-        """Returns the smallest bucket that holds a prompt.
+        """Returns the smallest bucket that holds a prompt of this length.
 
         Raises:
             InputError: the prompt is longer than the largest bucket.
         """
         if length > self.max_prompt_length:
             raise InputError(
-                f"data.max_prompt_length: a prompt has {length} tokens, and the slots were made for prompts of at most "
-                f"{self.max_prompt_length}; raise data.max_prompt_length to {length} or more, or leave the prompt out"
+                f"data.max_prompt_length: a prompt has {length} tokens, but the slots hold prompts of at most "
+                f"{self.max_prompt_length}; raise data.max_prompt_length to {length} or more, or remove the prompt"
             )
         return next(size for size in self.prompt_buckets if size >= length)
 
@@ -70,14 +70,14 @@ def make_slot_shapes(
     row_shards: int = 1,
     setting: str = "rollout.slots",
 ) -> SlotShapes:
-    """Returns the sizes for prompts and completions of up to these numbers of tokens.
+    """Returns the slot sizes for prompts and completions of at most these numbers of tokens.
 
     Args:
-        num_pooled_prompts: distinct prompts whose samples are generated at the same time.
-        exact: a sample always runs in programs of the same sizes: one batch size, one cache length, and a prefill of
-            its prompt alone.
-        row_shards: devices that the slots are split over.
-        setting: the setting that `num_slots` comes from.
+        num_pooled_prompts: number of distinct prompts whose samples are generated at the same time.
+        exact: whether every sample must run in programs of the same sizes: one batch size, one cache length, and a
+            separate prefill for each prompt.
+        row_shards: number of devices over which the slots are split.
+        setting: name of the setting that gives `num_slots`, for error messages.
 
     Raises:
         InputError: the slots cannot be split over the devices.
@@ -104,7 +104,7 @@ def make_slot_shapes(
 def slot_shapes_from_settings(
     rollout: RolloutSettings, num_slots: int, *, max_prompt_length: int, setting: str, row_shards: int = 1
 ) -> SlotShapes:
-    """Returns the sizes for the settings; see `make_slot_shapes`."""
+    """Returns the slot sizes for these settings; see `make_slot_shapes`."""
     return make_slot_shapes(
         num_slots,
         max_prompt_length=max_prompt_length,
@@ -119,7 +119,7 @@ def slot_shapes_from_settings(
 
 
 def _length_buckets(largest: int, *, min_bucket: int) -> tuple[int, ...]:
-    """Returns a quarter, a half and all of `largest`, rounded up, without those below `min_bucket`."""
+    """Returns a quarter, a half and all of `largest`, rounded up, leaving out sizes below `min_bucket`."""
     rounded = {-(-(largest // 2**i) // LENGTH_MULTIPLE) * LENGTH_MULTIPLE for i in range(NUM_BUCKETS)}
     full = max(rounded)
     return tuple(sorted(size for size in rounded if size == full or size >= min_bucket))

@@ -33,13 +33,13 @@ from settings.schema.rollout import DecodeLayout
 
 @dataclass(frozen=True)
 class SegmentResult:
-    """The result of one segment. Its tokens are being copied from the devices until `collect`."""
+    """Result of one segment. Until `collect`, its tokens are being copied from the devices."""
 
     decoded: Sequence[tuple[int, RolloutSequence, int]]
-    """(slot, row, number of drawn tokens) of every row that was not done before the segment."""
+    """(slot, row, number of drawn tokens) for every row that was unfinished before the segment."""
     steps: int
     num_rows: int
-    """Rows decoded at each step, including empty ones."""
+    """Number of rows decoded at each step, including empty ones."""
     policy_version: int
     _tokens: Array
 
@@ -48,7 +48,7 @@ class SegmentResult:
         return [row for _, row, _ in self.decoded if row.finish_reason]
 
     def collect(self) -> None:
-        """Appends its tokens to each row. Called once per segment, in the order of segments."""
+        """Appends the tokens of the segment to its rows. Must be called once per segment, in order."""
         drawn = np.asarray(self._tokens)
         for slot, row, count in self.decoded:
             row.segment_tokens.append(drawn[:, :count, slot].copy())
@@ -60,9 +60,9 @@ class SlotEngine:
 
     Args:
         eos_ids: every token id that ends a sequence.
-        exact: a suspended sample without its cache replays its tokens through the program that drew them; otherwise
-            one prefill computes its cache, which rounds differently.
-        programs: programs of another engine with the same arguments, so that they are compiled once.
+        exact: whether a suspended sample without a cache replays its tokens through the program that drew them;
+            otherwise a prefill recomputes the cache, which rounds differently.
+        programs: programs of another engine with the same arguments, shared so that they are compiled only once.
         decode_layout: layout of the weights; see `DecodeWeights`.
     """
 
@@ -89,24 +89,24 @@ class SlotEngine:
         self._pool: KVCache = ()
         self._cache: KVCache = ()
         self.on_token_replayed: Callable[[], None] | None = None
-        """Called after each replayed token, from the thread that admits."""
+        """Called after each replayed token, in the thread that admits rows."""
         self._rows: list[RolloutSequence | None] = []
         self._running: tuple[list[tuple[int, RolloutSequence]], Array, Array] | None = None
 
     # A rollout ---------------------------------------------------------------------------------------------------
 
     def compile(self, rules: SamplingRules, *, suspends: bool = False) -> None:
-        """Compiles every program of a rollout that is not compiled yet.
+        """Compiles the programs that a rollout needs, except those already compiled.
 
         Args:
-            suspends: samples may be suspended.
+            suspends: whether samples may be suspended.
         """
         # The truncating sampler also serves rules that exclude no token, which saves a program.
         truncates = rules.truncates or self.programs.truncates
         self.programs.compile(suspends=suspends, recomputes=suspends and not self.exact, truncates=truncates)
 
     def open(self, weights: DecodeWeights, request: GenerationRequest, *, suspends: bool = False) -> None:
-        """Starts a rollout with empty slots. Compiles what `compile` has not compiled before."""
+        """Starts a rollout with empty slots, after compiling any missing programs."""
         self.compile(request.rules, suspends=suspends)
         self._truncates, self._suspends = self.programs.truncates, suspends
         self._rules, self._seed = rules_to_arrays(request.rules), np.int32(request.seed)
@@ -118,15 +118,15 @@ class SlotEngine:
         self.load_weights(weights, policy_version=request.policy_version)
 
     def load_weights(self, weights: DecodeWeights, *, policy_version: int) -> None:
-        """Replaces the weights. Rows keep their caches and the key of their noise.
+        """Replaces the weights. Rows keep their caches and noise keys.
 
-        Prompts of rows that are admitted later are prefilled again.
+        Prompts of rows admitted later are prefilled again.
         """
         self._weights, self._policy_version = weights, policy_version
         self._pooled.clear()
 
     def close(self) -> None:
-        """Frees the devices. Unfinished samples are lost, and so are the caches of suspended ones."""
+        """Frees the devices. Unfinished samples and the caches of suspended ones are lost."""
         self._pool = self._cache = self._weights = ()
         self._rows, self._running = [], None
 
@@ -137,7 +137,7 @@ class SlotEngine:
 
     @property
     def active_rows(self) -> list[RolloutSequence]:
-        """Rows in slots, none of them done."""
+        """Rows in slots; all of them are unfinished."""
         return [row for row in self._rows if row is not None]
 
     @property
@@ -153,14 +153,14 @@ class SlotEngine:
         if length + row.max_new_tokens > self.shapes.max_length:
             raise InputError(
                 f"rollout.max_new_tokens: {length} + {row.max_new_tokens} tokens of prompt and completion are more "
-                f"than the {self.shapes.max_length} that fit into a slot; lower it, or data.max_prompt_length"
+                f"than the {self.shapes.max_length} that fit into a slot; lower this setting or data.max_prompt_length"
             )
 
     def has_prefilled(self, prompt: Prompt) -> bool:
         return _prompt_key(prompt) in self._pooled
 
     def prefill(self, prompts: Sequence[Prompt]) -> None:
-        """Prefills the distinct prompts that are not in the pool. The least recently used prompts are evicted."""
+        """Prefills the distinct prompts that are not in the pool, and evicts the least recently used prompts."""
         wanted = {_prompt_key(prompt): prompt for prompt in prompts}
         assert len(wanted) <= self.shapes.num_pooled_prompts
         for key in [key for key in wanted if key in self._pooled]:
@@ -215,7 +215,7 @@ class SlotEngine:
         self._replay_tokens([row for row in fresh if row.num_tokens])
 
     def _insert(self, rows: Sequence[RolloutSequence]) -> None:
-        """Inserts rows after their prompts; the pool must be able to hold all of these prompts."""
+        """Inserts rows with the caches of their prompts, which must all fit into the pool."""
         self.prefill([row.prompt for row in rows])
         self.counters.prompt_tokens += sum(len(row.prompt.token_ids) for row in rows if not row.started_s)
         slots = [self._assign_slot(row) for row in rows]
@@ -226,9 +226,9 @@ class SlotEngine:
         )
 
     def _replay_tokens(self, rows: Sequence[RolloutSequence]) -> None:
-        """Feeds the tokens of rows again after their prompts, one per segment; what these segments draw is ignored.
+        """Feeds the tokens of rows again after their prompts, one per segment, and ignores what these segments draw.
 
-        All other rows are idle: they only write the cache entry that their next step will write again.
+        All other rows are idle: they only write the cache entry that their next step will overwrite.
         """
         table, known = self._table.copy(), [(self._rows.index(row), row, row.token_ids) for row in rows]
         columns = RowTable(*table)
@@ -242,7 +242,7 @@ class SlotEngine:
                 columns.token[slot] = ids[fed - 1] if fed else columns.token[slot]
                 columns.length[slot] = len(row.prompt.token_ids) + fed
                 columns.remaining[slot] = count < len(ids)
-            # A copy, because the devices may still read it when the next one is written.
+            # A copy, because the devices may still be reading the table when the host changes it.
             status, _ = self._decode(table.copy(), DecodeLimits(length=1, leave_when_finished=0, leave_when_active=0))
             if self.on_token_replayed is not None:
                 status.block_until_ready()
@@ -272,7 +272,7 @@ class SlotEngine:
         return slot
 
     def suspend(self, rows: Sequence[RolloutSequence]) -> list[SuspendedSequence]:
-        """Takes unfinished samples out of their slots. Their last segment must be collected."""
+        """Takes unfinished samples out of their slots. Their last segment must have been collected."""
         assert self._running is None and self._suspends
         if not rows:
             return []
@@ -288,11 +288,11 @@ class SlotEngine:
 
     @property
     def compact_size(self) -> int:
-        """Rows of the smallest program that holds all active rows."""
+        """Number of rows of the smallest program that holds all active rows."""
         return next(size for size in self.shapes.batch_buckets if size >= len(self.active_rows))
 
     def compact(self) -> None:
-        """Moves the active rows together, if a smaller program holds them."""
+        """Compacts the active rows, if a smaller program can hold them."""
         while self.compact_size < len(self._rows):
             self._grow_cache(self.shapes.max_length)
             size, active = len(self._rows), [i for i, row in enumerate(self._rows) if row is not None]
@@ -329,12 +329,12 @@ class SlotEngine:
     def start_segment(self, *, length: int, leave_when_finished: int = 0, leave_when_active: int = 0) -> None:
         """Dispatches a segment and returns at once.
 
-        It ends after `length` tokens of each row, when all rows are done, or when the caches are full (they grow before
-        the next segment).
+        The segment ends after `length` tokens of each row, when all rows are done, or when the caches are full (they
+        grow before the next segment).
 
         Args:
-            leave_when_finished: number of newly finished rows that ends it, because samples wait for slots; 0: never.
-            leave_when_active: number of active rows that ends it, because they fit a smaller program.
+            leave_when_finished: number of newly finished rows at which it ends, because samples need slots; 0 = never.
+            leave_when_active: number of active rows at which it ends, because they fit into a smaller program.
         """
         assert self._running is None and self.active_rows
         rows = [(slot, row) for slot, row in enumerate(self._rows) if row is not None]
@@ -353,7 +353,7 @@ class SlotEngine:
         return status, drawn
 
     def _steps_until_full(self) -> int:
-        """Returns how many tokens all rows may draw until one needs a longer cache. Grows a full cache."""
+        """Returns how many tokens all rows can draw before one needs a longer cache. Grows a full cache."""
         table = RowTable(*self._table)
         while True:
             # The last drawn token is not fed, so it needs no cache entry.
@@ -365,7 +365,7 @@ class SlotEngine:
             self._grow_cache(self._cache_length + 1)
 
     def finish_segment(self) -> SegmentResult:
-        """Waits for the running segment. The slots of rows that are done become free."""
+        """Waits for the running segment and frees the slots of finished rows."""
         assert self._running is not None
         (rows, status, drawn), self._running = self._running, None
         after = RowStatus(*np.asarray(status))
@@ -387,19 +387,19 @@ class SlotEngine:
 
     @property
     def batch_shape(self) -> BatchShape:
-        """The largest shape that the engine decodes."""
+        """Largest batch shape of the engine."""
         shapes = self.shapes
         lengths = shapes.max_prompt_length, shapes.max_length, shapes.segment_max
         return BatchShape(shapes.prefill_rows[-1], shapes.num_slots, *lengths)
 
     def footprint(self) -> Footprint:
-        """Returns what full slots occupy on the devices. Compiles nothing."""
+        """Returns the arrays on the devices when all slots are full. Compiles nothing."""
         slots = self.programs.abstract_cache(self.shapes.num_slots, self.shapes.max_length)
         return Footprint(self.programs.abstract_weights, self.programs.abstract_pool, slots)
 
 
 def _table_column(row: RolloutSequence, num_tokens: int) -> RowTable:
-    """Returns the table entry of a row of which the first `num_tokens` tokens are in its slot."""
+    """Returns the table entry of a row whose first `num_tokens` tokens are in its slot."""
     ids = row.token_ids[:num_tokens] if num_tokens else row.prompt.token_ids
     low, high = hash_uids([row.prompt.uid])[0].view(np.int32)
     return RowTable(

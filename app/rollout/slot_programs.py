@@ -1,7 +1,7 @@
-"""The compiled programs of slots: a few, all compiled before the first is used.
+"""Compiled programs of slots: a small set, compiled before the first of them is used.
 
-A pool holds the caches of prefilled prompts, the slots hold those of samples. Both stay on the devices and are updated
-in place. All other state of a row is a few integers that go to the devices and back with each segment.
+A pool holds the caches of prefilled prompts, and the slots hold those of samples. Both stay on the devices and are
+updated in place. The rest of a row's state is a few integers, sent to the devices and back with each segment.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ PerSlot = Any
 
 
 class RowTable(NamedTuple):
-    """State of each slot that a segment starts from. On the host it is one array, [fields, B]."""
+    """State of each slot at the start of a segment; on the host, one array [fields, B]."""
 
     token: PerSlot
-    """Last token of prompt and completion, which is fed next."""
+    """Last token of prompt and completion so far, fed at the next step."""
     length: PerSlot
-    """Tokens of prompt and completion so far."""
+    """Number of tokens of prompt and completion so far."""
     remaining: PerSlot
-    """Tokens that may still be drawn; 0 if the slot is idle."""
+    """Number of tokens that may still be drawn; 0 if the slot is idle."""
     uid_hash_low: PerSlot
     uid_hash_high: PerSlot
     sample_index: PerSlot
     policy_version: PerSlot
-    """Version that keys the noise, together with the three fields before it."""
+    """Version in the key of the noise, together with the three fields before it."""
 
 
 class RowStatus(NamedTuple):
-    """State of each slot after a segment. On the host it is one array, [fields, B]."""
+    """State of each slot after a segment; on the host, one array [fields, B]."""
 
     token: PerSlot
     length: PerSlot
@@ -64,18 +64,18 @@ class RowStatus(NamedTuple):
     stopped: PerSlot
     """1 if an end-of-sequence token was drawn."""
     non_finite: PerSlot
-    """1 if the logits were not finite; the row then ends without a token of that step."""
+    """1 if the logits were not finite; the row then ends without a token from that step."""
     steps: PerSlot
-    """Steps of the segment, the same in all slots."""
+    """Number of steps in the segment, the same for all slots."""
 
 
 class DecodeLimits(NamedTuple):
-    """When a segment ends. The limits are traced: no value recompiles."""
+    """Conditions that end a segment. They are traced, so new values never trigger a recompilation."""
 
     length: int
-    """Largest number of tokens per row."""
+    """Maximum number of tokens per row."""
     leave_when_finished: int
-    """Number of rows that must finish in the segment to end it; 0 if only all together end it."""
+    """Number of newly finished rows at which the segment ends; 0 = no such limit."""
     leave_when_active: int
     """Number of unfinished rows at which the segment ends."""
 
@@ -88,7 +88,7 @@ class _DecodeState(NamedTuple):
     stopped: Bool[Array, "B"]
     non_finite: Bool[Array, "B"]
     tokens: Int32[Array, "3 C B"]
-    """Token ids, and the bits of logprobs and of logs of kept mass."""
+    """Token ids, bits of the logprobs, and bits of the kept-mass logs."""
     step: Int32[Array, ""]
 
 
@@ -103,7 +103,7 @@ def prefill_into_pool(
 ) -> KVCache:
     """Prefills prompts and writes the caches of the first `count` to their places in the pool."""
     _, fresh = prefill(definition, weights, token_ids, lengths)
-    # Whole rows are written: masked entries are multiplied by 0, which would keep a NaN of an earlier prompt.
+    # Whole rows are written: masked entries are multiplied by 0, which would keep a NaN left by an earlier prompt.
     fresh = tuple(pad_cache(layer, length=pool[0].keys.shape[2]) for layer in fresh)
     return insert_rows(pool, fresh, jnp.arange(len(pool_slots)), pool_slots, count)
 
@@ -129,12 +129,12 @@ def extract_row(cache: KVCache, source: Int32[Array, ""]) -> KVCache:
 
 
 def gather_rows(layer: LayerCache, sources: Int32[Array, "b"]) -> LayerCache:
-    """Returns rows of a layer."""
+    """Returns the rows `sources` of a layer's cache."""
     return constrain_cache((jax.tree.map(lambda x: x[sources], layer),))[0]
 
 
 def pad_cache(layer: LayerCache, *, length: int) -> LayerCache:
-    """Pads a layer to `length` tokens."""
+    """Pads a layer's cache to `length` tokens."""
     pad = lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, length - x.shape[2]), (0, 0)))  # noqa: E731
     return constrain_cache((jax.tree.map(pad, layer),))[0]
 
@@ -151,7 +151,7 @@ def decode_segment(
     seed: Int32[Array, ""],
     eos_ids: Int32[Array, "E"],
 ) -> tuple[KVCache, Int32[Array, "6 B"], Int32[Array, "3 C B"]]:
-    """Draws up to `segment_max` tokens of every row; returns the cache, a `RowStatus` and the tokens of each step.
+    """Draws up to `segment_max` tokens for every row; returns the cache, a `RowStatus` and the tokens of each step.
 
     A prompt's last token is fed here and not in the prefill, so that the first token of a sample is drawn by the same
     program as all others.
@@ -204,7 +204,7 @@ def decode_segment(
 
 
 def _zero_rows(cache: KVCache, mask: Bool[Array, "B"]) -> KVCache:
-    """Zeroes rows with non-finite values: a NaN that stays would break the next row in its slot, masked or not."""
+    """Zeroes the masked rows: a NaN left in a slot would break the next row there, even at masked positions."""
     first = jnp.argsort(~mask)
 
     def clear(i: Array, cache: KVCache) -> KVCache:
@@ -215,7 +215,7 @@ def _zero_rows(cache: KVCache, mask: Bool[Array, "B"]) -> KVCache:
 
 
 ProgramName = tuple[Any, ...]
-"""What a program does, and the sizes for which it does it."""
+"""Operation of a program, followed by its sizes."""
 
 ProgramSpec = tuple[Callable[..., Any], tuple, dict[str, Any]]
 """A function, the shapes of its arguments, and options of `jax.jit`."""
@@ -223,7 +223,7 @@ ProgramSpec = tuple[Callable[..., Any], tuple, dict[str, Any]]
 
 @dataclass(eq=False)
 class SlotPrograms:
-    """The compiled programs of slots of given shapes, by name."""
+    """Compiled programs for slots of given shapes, by name."""
 
     definition: DecoderDefinition
     mesh: Mesh
@@ -241,12 +241,12 @@ class SlotPrograms:
         return self._compiled[name]
 
     def compile(self, *, suspends: bool, recomputes: bool, truncates: bool) -> None:
-        """Compiles every program that is needed and not compiled yet.
+        """Compiles the required programs that are not compiled yet.
 
         Args:
-            suspends: samples may leave their slots before they are done.
-            recomputes: suspended samples may continue without their caches, which a prefill computes again.
-            truncates: the sampling rules exclude tokens.
+            suspends: whether samples may leave their slots before they are done.
+            recomputes: whether suspended samples may continue without caches, which a prefill then recomputes.
+            truncates: whether the sampling rules can exclude tokens.
         """
         if (suspends, recomputes, truncates) in self._compiled_for:
             return
@@ -259,7 +259,7 @@ class SlotPrograms:
                     self._compiled[name] = jax.jit(function, **options).lower(*arguments).compile()
 
     def lower_programs(self, *, truncates: bool) -> dict[str, Lowered]:
-        """Lowers the programs that take most memory: the longest prefill, and decoding with all slots full."""
+        """Lowers the programs that take the most memory: the longest prefill, and decoding with all slots full."""
         shapes = self.shapes
         specs = {
             "prefill": self._prefill_program(shapes.prefill_rows[-1], shapes.max_prompt_length),
@@ -269,7 +269,7 @@ class SlotPrograms:
             return {name: jax.jit(run, **options).lower(*args) for name, (run, args, options) in specs.items()}
 
     def abstract_cache(self, rows: int, length: int) -> KVCache:
-        """Returns the shapes and shardings of a cache of `rows` rows of `length` tokens."""
+        """Returns the shapes and shardings of a cache with `rows` rows of `length` tokens."""
         arch = self.definition.architecture
         x: Any = jax.ShapeDtypeStruct((rows, arch.num_kv_heads, length, arch.head_dim), self.dtype)
         return abstract_cache((LayerCache(x, x),) * arch.num_layers, self.mesh)
@@ -286,7 +286,7 @@ class SlotPrograms:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self.mesh, PartitionSpec()))
 
     def program_specs(self, *, suspends: bool, recomputes: bool, truncates: bool) -> dict[ProgramName, ProgramSpec]:
-        """Returns the programs that `compile` provides."""
+        """Returns the specifications of the programs that `compile` compiles, by name."""
         shapes, num_slots, longest = self.shapes, self.shapes.num_slots, self.shapes.max_length
         empty = self.abstract_pool, self.abstract_cache(num_slots, shapes.cache_buckets[0])
         zeros = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), empty)  # noqa: E731
@@ -299,7 +299,7 @@ class SlotPrograms:
         for shorter, longer in zip(shapes.cache_buckets, shapes.cache_buckets[1:], strict=False):
             pad = functools.partial(pad_cache, length=longer)
             specs["grow", shorter] = self._layer_program(pad, (num_slots, shorter), (num_slots, longer))
-        # Fewer rows than slots always have caches of the full length.
+        # Batches with fewer rows than slots always have caches of the full length.
         for rows, larger in zip(shapes.batch_buckets, shapes.batch_buckets[1:], strict=False):
             specs["decode", rows, longest, truncates] = self._decode_program(rows, longest, truncates=truncates)
             for name, before, after in (("compact", larger, rows), ("expand", rows, num_slots)):
@@ -331,7 +331,7 @@ class SlotPrograms:
     def _layer_program(
         self, function: Callable[..., Any], before: tuple[int, int], after: tuple[int, int], *more: Any
     ) -> ProgramSpec:
-        """Returns a program for one layer, so that at most one layer exists twice."""
+        """Returns a program that changes one layer, so that only one layer at a time is in memory twice."""
         arguments = (self.abstract_cache(*before)[0], *more)
         return function, arguments, {"out_shardings": tree_shardings(self.abstract_cache(*after)[0])}
 
@@ -350,12 +350,12 @@ class SlotPrograms:
 
 
 def _donate_options(number: int, cache: KVCache) -> dict[str, Any]:
-    """Returns the options of a program that updates the cache, its argument of this number, in place."""
+    """Returns the `jax.jit` options for updating the cache, which is argument `number`, in place."""
     return {"donate_argnums": number, "out_shardings": tree_shardings(cache)}
 
 
 def rules_to_arrays(rules: SamplingRules) -> SamplingRules:
-    """Converts sampling rules to the dtypes that compiled programs take."""
+    """Converts sampling rules to the dtypes that compiled programs expect."""
     scalar = np.float32
     arrays = scalar(rules.temperature), np.int32(rules.top_k), scalar(rules.top_p), scalar(rules.min_p)
     return SamplingRules(*arrays)  # pyright: ignore[reportArgumentType]

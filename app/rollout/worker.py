@@ -28,42 +28,42 @@ Clock = Callable[[], float]
 
 
 class Admission(NamedTuple):
-    """A row that is admitted to a worker."""
+    """A row to be admitted to a worker."""
 
     row: RolloutSequence
     uid: str
     epoch: int
     """Number of its admission, as in `Admit`."""
     suspended: Future[SuspendedSequence] | None
-    """Its cache; without one, or if the future fails, the cache is computed from the row."""
+    """Its cache; if None, or if the future fails, the cache is recomputed from the row's tokens."""
 
 
 @dataclass(eq=False)
 class RolloutWorker:
-    """Slots that a scheduler controls. Used by one thread at a time."""
+    """Slots controlled by a scheduler. Used by one thread at a time."""
 
     name: str
     kind: WorkerKind
     engine: SlotEngine
     device: str | None = None
-    """Name of a device that it shares with other workers; None if its devices are its own."""
+    """Name of the device shared with other workers; None = the worker has its own devices."""
     cache_timeout_s: float | None = None
-    """Longest time that it waits for the cache of a row from another worker; None: no limit."""
+    """Maximum wait for the cache of a row from another worker; None = no limit."""
     clock: Clock = time.perf_counter
     _admissions: dict[RolloutSequence, Admission] = field(default_factory=dict)
     """Maps rows in its slots to their admissions."""
     _running: tuple[RunSegment, float] | None = None
-    """The running segment and its start."""
+    """Command and start time of the running segment."""
     _queued_weights: deque[tuple[DecodeWeights, int]] = field(default_factory=lambda: deque(maxlen=1))
-    """The newest weights that are not loaded yet, on its devices, and their version. Set by another thread."""
+    """Newest weights not loaded yet, already on its devices, with their version. Set by another thread."""
     _segment_counters: deque[RolloutCounters] = field(default_factory=deque)
-    """Counts of its segments since `take_counters`."""
+    """Counts of each segment since the last `take_counters`."""
 
     def open(self, weights: DecodeWeights, request: GenerationRequest, *, suspends: bool) -> None:
         """Puts the weights on the worker's devices and starts with empty slots; see `SlotEngine.open`."""
         self._queued_weights.clear()
         placed = self._place_weights(weights)
-        # An update may still be computing them, and no lease may run meanwhile.
+        # An update may still be computing the weights, and no lease may be running meanwhile.
         jax.block_until_ready(placed)
         self.engine.open(placed, request, suspends=suspends)
 
@@ -75,19 +75,19 @@ class RolloutWorker:
         return jax.device_put(weights, tree_shardings(self.engine.programs.abstract_weights))
 
     def queue_weights(self, weights: DecodeWeights, *, policy_version: int) -> None:
-        """Queues weights for its next segment; rows keep their caches. From any thread.
+        """Queues weights for its next segment; rows keep their caches. May be called from any thread.
 
-        One thread passes the same weights to all workers: when several threads place an array at once, some of them
-        see it while JAX still lists its shards (jax 0.10.2).
+        The same thread must pass the weights to all workers: if several threads place an array at once, some of them
+        see it before JAX has listed all its shards (jax 0.10.2).
         """
         if self.engine.is_open:
             self._queued_weights.append((self._place_weights(weights), policy_version))
-            # If another thread has closed it meanwhile, nothing may stay on its devices.
+            # If another thread has closed the engine meanwhile, no weights may stay on its devices.
             if not self.engine.is_open:
                 self._queued_weights.clear()
 
     def take_counters(self) -> RolloutCounters:
-        """Returns the counts of the segments that ended since the last call. From any thread."""
+        """Returns the counts of the segments ended since the last call. May be called from any thread."""
         return RolloutCounters.sum(
             [RolloutCounters(), *(self._segment_counters.popleft() for _ in range(len(self._segment_counters)))]
         )
@@ -103,7 +103,7 @@ class RolloutWorker:
         return self.engine.suspend([row])[0]
 
     def start_segment(self, command: RunSegment, admissions: deque[Admission]) -> None:
-        """Admits rows and dispatches the segment. Empties the queue, so that it does not keep caches alive."""
+        """Admits rows and dispatches the segment. Empties `admissions`, so that it keeps no caches alive."""
         started = self.clock()
         if self._queued_weights:
             weights, version = self._queued_weights.pop()
@@ -130,7 +130,7 @@ class RolloutWorker:
         self._running = command, started
 
     def _fetch_cache(self, one: Admission) -> KVCache | None:
-        """Returns a row's cache on this worker's devices, if there is one."""
+        """Returns a row's cache on this worker's devices; None = the cache must be recomputed."""
         if one.suspended is None:
             return None
         try:
@@ -145,12 +145,12 @@ class RolloutWorker:
         """Waits for the segment and collects its tokens.
 
         Args:
-            not_before: earliest start of the segment, because another worker used the devices until then.
+            not_before: earliest possible start of the segment, because another worker used the devices until then.
         """
         assert self._running is not None
         (command, started), self._running = self._running, None
         segment = self.engine.finish_segment()
-        # Collected before it is reported, because committed tokens must survive a failure of the worker.
+        # Tokens are collected before the report, because committed tokens must survive a failure of the worker.
         segment.collect()
         self._segment_counters.append(self.engine.counters.take())
         at = self.clock()

@@ -1,6 +1,6 @@
 """Drivers that run several rollout workers.
 
-`ThreadedDriver` runs them in parallel, `SequentialDriver` in one thread, in an order that does not depend on
+`ThreadedDriver` runs them in parallel; `SequentialDriver` runs them in one thread, in an order that does not depend on
 measured times.
 """
 
@@ -24,27 +24,27 @@ from app.rollout.worker import Admission, RolloutWorker
 log = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 600.0
-"""Longest time that the end of a rollout waits for segments that still run."""
+"""Maximum wait for running segments at the end of a rollout."""
 
 
 class LeaseExpiredError(RuntimeError):
-    """A worker has not finished its segment within its lease; its state is unknown."""
+    """A worker did not finish its segment within its lease; its state is unknown."""
 
 
 class WorkerOutcome(NamedTuple):
-    """The outcome of a worker's command: a segment that ended, or the worker's failure."""
+    """Outcome of a worker's command: the end of a segment, or the worker's failure."""
 
     worker: RolloutWorker
     result: SegmentEnded | BaseException
 
 
 class ThreadedDriver:
-    """One thread per worker. Outcomes are reported in the order in which they arrive.
+    """Runs each worker in its own thread. Outcomes are reported in the order in which they arrive.
 
     A failed worker runs no more commands, and its failure is reported once.
 
     Args:
-        lease_s: longest time of a segment until its worker counts as failed; None: no limit.
+        lease_s: maximum duration of a segment, after which its worker counts as failed; None = no limit.
     """
 
     def __init__(self, workers: Sequence[RolloutWorker], *, lease_s: float | None):
@@ -52,7 +52,7 @@ class ThreadedDriver:
         self._inboxes: dict[RolloutWorker, SimpleQueue[_Job | None]] = {worker: SimpleQueue() for worker in workers}
         self._outcomes: SimpleQueue[WorkerOutcome | None] = SimpleQueue()
         self._lease_ends: dict[RolloutWorker, float] = {}
-        """End of the lease of each worker in a segment, of `time.monotonic`."""
+        """End of the lease of each worker that runs a segment, by `time.monotonic`."""
         self._stalled: set[RolloutWorker] = set()
         # Daemon threads, because a thread that never returns must not keep the program alive.
         self._threads = {
@@ -64,7 +64,7 @@ class ThreadedDriver:
             thread.start()
 
     def _renew_lease(self, worker: RolloutWorker) -> None:
-        """Extends the lease, because the worker has just replayed a token."""
+        """Extends the worker's lease after a replayed token."""
         assert self._lease_s is not None
         if worker in self._lease_ends:
             self._lease_ends[worker] = time.monotonic() + self._lease_s
@@ -91,7 +91,7 @@ class ThreadedDriver:
         while (job := inbox.get()) is not None:
             future, work = job
             try:
-                # The state of its slots is unknown, so jobs queued before the failure was known are refused.
+                # After a failure the state of the slots is unknown, so jobs that are already queued are refused.
                 if failure is not None:
                     raise RuntimeError(f"{worker.name} has failed") from failure
                 future.set_result(work())
@@ -100,15 +100,15 @@ class ThreadedDriver:
                 if failure is None:
                     failure = error
                     self._outcomes.put(WorkerOutcome(worker, error))
-            # They refer to caches, which must not be kept alive until the next job.
+            # These variables refer to caches, which must not be kept alive until the next job.
             del job, future, work
 
     def wake(self) -> None:
-        """Ends the current or next wait of `next_outcome`. From any thread."""
+        """Ends the current or next wait of `next_outcome`. May be called from any thread."""
         self._outcomes.put(None)
 
     def next_outcome(self) -> WorkerOutcome | None:
-        """Waits for the next outcome. Returns None if it was woken first."""
+        """Waits for the next outcome. Returns None after `wake`, or if a lease was extended meanwhile."""
         try:
             outcome = self._outcomes.get(timeout=self._seconds_until_due())
         except Empty:
@@ -123,12 +123,12 @@ class ThreadedDriver:
         return outcome
 
     def _seconds_until_due(self) -> float | None:
-        """Returns the seconds until the first lease ends; None without one."""
+        """Returns the seconds until the first lease ends; None if no lease ends."""
         due = min(self._lease_ends.values(), default=math.inf)
         return None if due == math.inf else max(due - time.monotonic(), 0.0)
 
     def close(self) -> dict[RolloutWorker, Thread]:
-        """Waits for all workers except stalled ones; returns those that still run, with their threads."""
+        """Waits for all workers except stalled ones; returns those still running, with their threads."""
         for inbox in self._inboxes.values():
             inbox.put(None)
         for worker in self._threads.keys() - self._stalled:
@@ -136,7 +136,7 @@ class ThreadedDriver:
             self._threads[worker].join(max(due, 0.0))
         running = {worker: thread for worker, thread in self._threads.items() if thread.is_alive()}
         for worker in running:
-            log.warning("rollout worker %s is still in a segment that does not end; it is abandoned", worker.name)
+            log.warning("rollout worker %s is stuck in a segment and is abandoned", worker.name)
         return running
 
 
@@ -144,17 +144,17 @@ _Job = tuple[Future[Any], Callable[[], Any]]
 
 
 class SequentialDriver:
-    """One thread for all workers, with the interface of `ThreadedDriver`.
+    """Runs all workers in one thread, with the interface of `ThreadedDriver`.
 
-    Segments are reported in the order of their start. The devices run the next segments meanwhile, whether the workers
-    share them or not.
+    Segments are reported in the order in which they started. Meanwhile the devices run the next segments, whether or
+    not workers share them.
     """
 
     def __init__(self) -> None:
         self._started: deque[tuple[RolloutWorker, Exception | None]] = deque()
         self._failed: set[RolloutWorker] = set()
         self._device_free_at: dict[str, float] = {}
-        """Maps a shared device to the end of its last segment."""
+        """Maps a device to the end of its last segment."""
 
     def suspend(self, worker: RolloutWorker, row: RolloutSequence) -> Future[SuspendedSequence]:
         future: Future[SuspendedSequence] = Future()
@@ -180,7 +180,7 @@ class SequentialDriver:
             self._started.append((worker, error))
 
     def wake(self) -> None:
-        """Does nothing, because it never waits for another thread."""
+        """Does nothing, because this driver never waits for another thread."""
 
     def next_outcome(self) -> WorkerOutcome:
         worker, failure = self._started.popleft()

@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """How samples are assigned to workers."""
+    """Rules for the assignment of samples to workers."""
 
     policy: str
     """Name in `POLICIES`."""
@@ -43,14 +43,14 @@ class ScheduleConfig:
     single_thread: bool
     """Whether one thread drives all workers, so that a repeated run gives the same commands."""
     lease_s: float | None = None
-    """Longest time of a segment of a worker with its own thread; None: no limit."""
+    """Maximum duration of a segment if each worker has its own thread; None = no limit."""
 
 
 class RolloutWorkerPool(SampleGenerator):
-    """Workers under a scheduler.
+    """Generates samples on workers controlled by a scheduler.
 
     Args:
-        workers: in the exact mode all with the same slot sizes and number of devices.
+        workers: workers of the pool; in the exact mode, all need the same slot sizes and number of devices.
     """
 
     def __init__(
@@ -65,14 +65,14 @@ class RolloutWorkerPool(SampleGenerator):
         self.workers = tuple(workers)
         self.schedule = schedule
         self.records: list[EventRecord] = []
-        """What the scheduler was told and what it answered in the last rollout."""
+        """Events of the last rollout, with the commands that answered them."""
         self.on_sample_done: SampleDoneCallback | None = None
         self.on_progress: ProgressCallback | None = None
         self._clock = clock
         self.length_history: Mapping[str, float] = {}
-        """Maps a prompt to the mean length of its latest samples, which the next schedule is based on."""
+        """Maps the uid of a prompt to the mean length of its latest samples; the next schedule is based on it."""
         self._length_updates: dict[str, float] = {}
-        """Entries of `length_history` that were learned here since `take_length_updates`."""
+        """Entries of `length_history` learned on this host since the last `take_length_updates`."""
         self._metrics: list[ScheduleMetrics] = []
         self._stalled: dict[RolloutWorker, Thread] = {}
 
@@ -93,7 +93,7 @@ class RolloutWorkerPool(SampleGenerator):
 
         Raises:
             StoppedError: a stop was requested.
-            Exception: the error of the last worker, if all have failed.
+            Exception: the error of the last worker, if all workers have failed.
         """
         self.check_fits(rows)
         scheduler = self.make_scheduler({row.prompt.uid for row in rows})
@@ -122,14 +122,14 @@ class RolloutWorkerPool(SampleGenerator):
         on_record: Callable[[EventRecord], None],
         on_sample_done: SampleDoneCallback | None = None,
     ) -> Iterator[RolloutExecutor]:
-        """Opens a rollout by all available workers. Leaving it waits for the segments that still run.
+        """Opens a rollout on all available workers; on exit, waits for running segments.
 
         Args:
-            on_record: called with every event of the scheduler and its commands.
+            on_record: called with every event and the commands that answered it.
             on_sample_done: called with every sample when it is done.
 
         Raises:
-            RuntimeError: all workers have stalled.
+            RuntimeError: all workers stalled in earlier rollouts.
         """
         awake = self._available_workers()
         driver = (
@@ -137,7 +137,7 @@ class RolloutWorkerPool(SampleGenerator):
         )
         try:
             workers = _open_workers(awake, weights, request, suspends=self._suspends)
-            # The workers have their copies: an open rollout outlives these weights by many versions.
+            # The workers have their own copies, and an open rollout outlives these weights by many versions.
             del weights
             start_s = self._clock()
             yield RolloutExecutor(
@@ -159,10 +159,10 @@ class RolloutWorkerPool(SampleGenerator):
                         worker.close()
 
     def _available_workers(self) -> list[RolloutWorker]:
-        """Returns all workers that are not still in a segment of an earlier rollout.
+        """Returns all workers that are not stuck in a segment of an earlier rollout.
 
         Raises:
-            RuntimeError: there is none.
+            RuntimeError: all workers are stuck.
         """
         for worker, thread in list(self._stalled.items()):
             if not thread.is_alive():
@@ -170,7 +170,7 @@ class RolloutWorkerPool(SampleGenerator):
                 del self._stalled[worker]
         workers = [worker for worker in self.workers if worker not in self._stalled]
         if not workers:
-            raise RuntimeError("every rollout worker has stalled in an earlier rollout")
+            raise RuntimeError("every rollout worker is stuck in a segment of an earlier rollout; restart the run")
         return workers
 
     def make_scheduler(self, prompts: Iterable[str] = ()) -> Scheduler:
@@ -199,7 +199,7 @@ class RolloutWorkerPool(SampleGenerator):
         self.length_history = {**self.length_history, **lengths}
 
     def take_length_updates(self) -> dict[str, float]:
-        """Returns the entries of the length history since the last call, for other hosts."""
+        """Returns the entries added to the length history since the last call, for other hosts."""
         taken, self._length_updates = self._length_updates, {}
         return taken
 
@@ -209,11 +209,11 @@ class RolloutWorkerPool(SampleGenerator):
 
     @property
     def batch_shape(self) -> BatchShape:
-        """The largest shape of the worker with most slots."""
+        """Largest batch shape of the worker with the most slots."""
         return max((worker.engine.batch_shape for worker in self.workers), key=lambda shape: shape.num_rows)
 
     def footprint(self) -> Footprint:
-        """Returns what full slots occupy on the fullest device."""
+        """Returns the arrays on the fullest device when all slots are full."""
         footprints = [worker.engine.footprint() for worker in self.workers]
         if self.workers[0].device is None:
             return max(footprints, key=bytes_per_device)
@@ -221,7 +221,7 @@ class RolloutWorkerPool(SampleGenerator):
         return Footprint(weights[0], sum(prompts, ()), sum(slots, ()))
 
     def shut_down(self) -> None:
-        """Ends everything that was started outside this process. No rollout may follow."""
+        """Ends everything started outside this process. No rollout may follow."""
 
     def add_metrics(self, metrics: ScheduleMetrics) -> None:
         """Stores the metrics of a rollout, or of a part of one, until they are taken."""
@@ -239,7 +239,7 @@ def _open_workers(
     """Opens workers and returns those that could be opened; see `RolloutWorker.open`.
 
     Raises:
-        Exception: the error of the last worker, if none could be opened.
+        Exception: the error of the last worker, if no worker could be opened.
     """
     opened: list[RolloutWorker] = []
     for worker in workers:
@@ -248,7 +248,7 @@ def _open_workers(
         except WORKER_FAILURES as failure:
             if worker is workers[-1] and not opened:
                 raise
-            log.warning("rollout worker %s cannot start and is left out", worker.name, exc_info=failure)
+            log.warning("this rollout starts without worker %s, which failed to open", worker.name, exc_info=failure)
         else:
             opened.append(worker)
     return opened

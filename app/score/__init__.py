@@ -1,1 +1,1 @@
-"""Computes the logprobs and values of given samples for one role."""
+"""Computes logprobs and values of the tokens of samples, for one role at a time."""

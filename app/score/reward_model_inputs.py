@@ -1,4 +1,4 @@
-"""Inputs of a reward model, a sequence classification model with one label: one score per conversation."""
+"""Inputs of a reward model: a sequence classifier with one label, which gives each conversation one score."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from app.score.scorer import append_dummy_token
 
 
 def reward_model_inputs(samples: Sequence[Sample], conversations: Sequence[Int32[np.ndarray, "T"]]) -> list[Sample]:
-    """Returns the samples with the tokens that the reward model reads, and one dummy token after them.
+    """Returns the samples with the conversations as their tokens, followed by one dummy token.
 
-    The value of the last completion token is the score: it is read at the last token of the conversation. The common
+    The value of the dummy token is the score, because it is read at the last token of the conversation. The common
     prefix of a prompt's conversations becomes the prompt, so that they can share it.
     """
     shared = _shared_lengths([sample.prompt.uid for sample in samples], conversations)

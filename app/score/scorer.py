@@ -25,11 +25,11 @@ BatchRunner = Callable[[Params, Iterable[TokenBatch], np.float32], list[np.ndarr
 """(weights, this host's micro-batches, temperature) -> one number per target, [R, C]."""
 
 NUM_PREFETCHED = 2
-"""Micro-batches that are sent to the devices ahead of the one being computed."""
+"""Number of micro-batches sent to the devices ahead of the one being computed."""
 
 
 class PackedForward:
-    """A compiled forward pass over micro-batches of packed rows. Holds no weights.
+    """Compiled forward pass over micro-batches of packed rows. Holds no weights.
 
     Args:
         forward: (weights, rows, temperature) -> one number per target, [R, C].
@@ -56,7 +56,7 @@ class PackedForward:
         """Returns one array per sample. The result does not depend on how `plan` splits the samples.
 
         Args:
-            plan: plan of this host; all hosts have the same number and shapes of micro-batches.
+            plan: this host's plan; all hosts have the same number and shapes of micro-batches.
             runner: `run_looped` (None) or `run_scanned`.
         """
         batches = (pack_tokens(samples, micro_batch) for micro_batch in plan.micro_batches)
@@ -65,9 +65,9 @@ class PackedForward:
         return unpack_per_token(packed, samples, plan)
 
     def run_looped(self, params: Params, batches: Iterable[TokenBatch], temperature: np.float32) -> list[np.ndarray]:
-        """Runs micro-batches in a Python loop, through one program per shape.
+        """Runs micro-batches in a Python loop, with one compiled program per shape.
 
-        While one is computed, `NUM_PREFETCHED` more are packed and sent; no others are in memory.
+        While one micro-batch is computed, `NUM_PREFETCHED` more are packed and sent; no others are in memory.
         """
         scored: list[np.ndarray] = []
         waiting: deque[Array] = deque()
@@ -78,12 +78,12 @@ class PackedForward:
         return scored + [to_local(per_target) for per_target in waiting]
 
     def lower(self, params: Params, batch: TokenBatch) -> Lowered:
-        """Lowers the program of one micro-batch, for shapes with shardings."""
+        """Lowers the program of one micro-batch; the arguments are shapes with shardings."""
         with jax.set_mesh(self.mesh):
             return self._forward.lower(params, batch, np.float32(1))
 
     def run_scanned(self, params: Params, batches: Iterable[TokenBatch], temperature: np.float32) -> list[np.ndarray]:
-        """Runs micro-batches of one shape in one `lax.map`, one program per number of them."""
+        """Runs micro-batches of equal shape in one `lax.map`; compiles one program per number of micro-batches."""
         stacked = jax.tree.map(lambda *arrays: np.stack(arrays), *batches)
         scored = self._scan(params, to_global(self.mesh, stacked, row_dim=1), temperature)
         return list(to_local(scored, row_dim=1))
@@ -93,7 +93,7 @@ class Scorer(PackedForward):
     """Logprobs under a language model.
 
     Args:
-        logits_chunk: tokens per device that pass the LM head at once.
+        logits_chunk: number of tokens per device that pass the LM head at once.
     """
 
     def __init__(self, definition: DecoderDefinition, mesh: Mesh, *, dtype: jnp.dtype, logits_chunk: int):
@@ -121,7 +121,7 @@ class Scorer(PackedForward):
     ) -> list[Float32[np.ndarray, "C"]]:
         """Computes log_softmax(logits / temperature) of each completion token; see `per_token`.
 
-        `temperature` is that of the sampler; 0, greedy, counts as 1.
+        `temperature` is the sampler's; 0 (greedy) counts as 1.
         """
         return self.per_token(params, samples, plan, temperature=temperature or 1.0, runner=runner)
 
@@ -144,6 +144,6 @@ class ValueScorer(PackedForward):
 
 
 def append_dummy_token(sample: Sample) -> Sample:
-    """Returns the sample with a dummy token after its last one, whose value is that of the state after the sample."""
+    """Returns the sample followed by a dummy token, whose value is the value of the state after the sample."""
     mask = None if sample.loss_mask is None else np.append(sample.loss_mask, False)
     return replace(sample, completion_ids=np.append(sample.completion_ids, np.int32(0)), loss_mask=mask)

@@ -1,14 +1,14 @@
-"""Importance-sampling correction for tokens that were sampled by another policy than the one that is trained.
+"""Importance-sampling correction for tokens sampled by a policy other than the one being trained.
 
 With mu the policy that sampled the token (`behavior_logprobs`), pi_old the policy before the step's updates and
-w = pi_old / mu, the loss is sg(c(w)) * surrogate. The surrogate's ratio stays relative to pi_old, so the clip bounds
-the change by an update, not the age of a sample. If mu is pi_old, w is 1 and the loss is the uncorrected one.
+w = pi_old / mu, the loss is sg(c(w)) * surrogate. The surrogate's ratio stays relative to pi_old, so the clip limits
+how much an update changes, not how old a sample may be. If mu is pi_old, w is 1 and the loss is uncorrected.
 
-The logprobs of both policies are over the whole vocabulary at the sampler's temperature: truncation by top-k, top-p
+The logprobs of both policies cover the whole vocabulary at the sampler's temperature: truncation by top-k, top-p
 or min-p is ignored in both.
 
 A token with weight 0 still counts in the denominators of the loss, which are counts of a whole optimizer step:
-masking it makes the step smaller, never the weight of other tokens larger.
+masking a token makes the step smaller, but never gives other tokens a larger weight.
 
 Sources: Hilton et al. 2022, "Batch size-invariance for policy optimization", and Fu et al. 2025 (AReaL): the decoupled
 objective; Ionides 2008, "Truncated importance sampling", and Yao et al. 2025 (TIS): truncation; Ling team 2025
@@ -29,10 +29,10 @@ from jaxtyping import Array, Bool, Float32
 from app.update.log_ratio import SampleReducer
 
 LOG_WEIGHT_LIMIT = 20.0
-"""Limit of log weights, against overflow in a product."""
+"""Clip bound of log weights, against overflow in a product."""
 
 LogWeightFn = Callable[[Array, SampleReducer | None], Array]
-"""(log w per token, reducer over samples) -> log of the weight that is applied to each token."""
+"""(log w per token, reducer over samples) -> log of the weight applied to each token."""
 
 
 def token_log_weight(log_weights: Float32[Array, "R C"], reducer: SampleReducer | None) -> Float32[Array, "R C"]:
@@ -41,7 +41,7 @@ def token_log_weight(log_weights: Float32[Array, "R C"], reducer: SampleReducer 
 
 
 def sequence_log_weight(log_weights: Float32[Array, "R C"], reducer: SampleReducer | None) -> Float32[Array, "R C"]:
-    """Returns the sum of log w_t over the sample: unbiased, with weights far from 1 in long samples."""
+    """Returns the sum of log w_t over the sample: unbiased, but weights of long samples are far from 1."""
     assert reducer is not None
     return reducer.sum(log_weights)
 
@@ -62,12 +62,12 @@ BoundFn = Callable[[Array], BoundedWeights]
 
 
 def truncate_weights(weights: Float32[Array, "*tokens"], *, max_weight: float) -> BoundedWeights:
-    """Returns min(w, max): every token keeps a gradient, which is too small if w is larger."""
+    """Returns min(w, max): every token keeps a gradient, which is too small where w exceeds max."""
     return BoundedWeights(jnp.minimum(weights, max_weight), weights > max_weight)
 
 
 def mask_weights(weights: Float32[Array, "*tokens"], *, min_weight: float, max_weight: float) -> BoundedWeights:
-    """Returns w inside [min, max], else 0: tokens on which the policies disagree have no gradient."""
+    """Returns w inside [min, max], else 0: tokens on which the policies differ too much get no gradient."""
     outside = (weights < min_weight) | (weights > max_weight)
     return BoundedWeights(jnp.where(outside, 0.0, weights), outside)
 
@@ -76,20 +76,20 @@ class CorrectedWeights(NamedTuple):
     weights: Float32[Array, "R C"]
     """Weight of each token's surrogate."""
     unbounded_weights: Float32[Array, "R C"]
-    """The weights before bounds and veto."""
+    """Weights before the bound and the veto are applied."""
     was_bounded: Bool[Array, "R C"]
     vetoed: Bool[Array, "R C"]
-    """True in a sample with a token that is very unlikely under pi_old."""
+    """True on all tokens of a sample with a token whose w is below the veto threshold."""
 
 
 @dataclass(frozen=True)
 class ImportanceCorrection:
-    """Conversion of the tokens' log weights into bounded weights.
+    """Converts the tokens' log weights into bounded weights.
 
     Args:
-        log_weight: level of the weight: the token's own, or its sample's.
+        log_weight: level of the weight: per token or per sample.
         bound: treatment of weights far from 1.
-        veto: a token with w below it sets the weight of its whole sample to 0; 0 = no veto.
+        veto: if w of any token is below this threshold, its whole sample gets weight 0; 0 = no veto.
     """
 
     log_weight: LogWeightFn

@@ -1,14 +1,13 @@
 """Per-token estimators of KL(policy || reference) from tokens that the policy sampled.
 
-Here d = log policy - log reference, for arrays on the device or on the host. A good estimate need not be a good
-penalty; the expected gradient descends
+Here d = log policy - log reference, for arrays on the device or on the host. A good estimator need not be a good
+penalty: on tokens sampled by the current policy, the expected gradient minimizes
 
                k1                       k2                       k3
     reward     KL(policy || reference)  biased                   KL(policy || reference) - KL(reference || policy)
     loss       zero                     KL(policy || reference)  KL(reference || policy)
 
-while the policy is the one that sampled the tokens. In the loss that is the KL of each token given those before it; in
-the reward, that of the whole sequence.
+In the loss, this is the KL of each token given the tokens before it; in the reward, the KL of the whole sequence.
 
 Sources: Schulman 2020, "Approximating KL divergence" (the estimates); Tang & Munos 2025, "On a few pitfalls in KL
 divergence gradient estimation for RL" (their gradients).
@@ -27,7 +26,7 @@ from app.batching.token_batch import HostOrDevice
 KLEstimator = Callable[[HostOrDevice, HostOrDevice], Any]
 
 DIFFERENCE_LIMIT = 20.0
-"""Limit of d against overflow of k3; exp(20) is 5e8."""
+"""Clip bound of d, against overflow of k3; exp(20) is 5e8."""
 
 
 def k1(policy_logprobs: Float[HostOrDevice, "*tokens"], reference_logprobs: Float[HostOrDevice, "*tokens"]) -> Any:
@@ -36,7 +35,7 @@ def k1(policy_logprobs: Float[HostOrDevice, "*tokens"], reference_logprobs: Floa
 
 
 def k2(policy_logprobs: Float[HostOrDevice, "*tokens"], reference_logprobs: Float[HostOrDevice, "*tokens"]) -> Any:
-    """Returns d^2 / 2: biased, never negative; its gradient is an unbiased estimate of the KL's."""
+    """Returns d^2 / 2: biased, never negative; its gradient is an unbiased estimate of the KL's gradient."""
     return 0.5 * (policy_logprobs - reference_logprobs) ** 2
 
 

@@ -15,23 +15,23 @@ from app.batching.token_batch import HostOrDevice
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SampleReducer:
-    """Means and sums over each sample of packed rows, at its targets. No sample is split over rows."""
+    """Computes means and sums over each sample in packed rows. No sample spans several rows."""
 
     weights: Float32[HostOrDevice, "R C"]
-    """1 / (tokens of the sample that the policy wrote) on these tokens, 0 elsewhere."""
+    """1 / n on the n tokens of a sample that the policy wrote, 0 elsewhere."""
     last_target_indices: Int32[HostOrDevice, "R C"]
-    """Index in the row of the last target of the same sample; one value on all padding."""
+    """Index in the row of the last target of the same sample; the same value on all padding."""
 
     def mean(self, values: Float32[Array, "R C"]) -> Float32[Array, "R C"]:
-        """Returns each sample's mean over the tokens that the policy wrote, at all of its targets."""
+        """Returns, at every target, the mean over the tokens that the policy wrote in the same sample."""
         return self._sum_per_sample(self.weights * values)
 
     def sum(self, values: Float32[Array, "R C"]) -> Float32[Array, "R C"]:
-        """Returns each sample's sum over the same tokens, at all of its targets."""
+        """Returns, at every target, the sum over the tokens that the policy wrote in the same sample."""
         return self._sum_per_sample(jnp.where(self.weights > 0, values, 0.0))
 
     def _sum_per_sample(self, values: Float32[Array, "R C"]) -> Float32[Array, "R C"]:
-        """Sums each sample by a segmented scan, as a tree in a fixed order."""
+        """Sums each sample by a segmented scan, which adds in the fixed order of a tree."""
         starts = jnp.diff(self.last_target_indices, axis=1, prepend=-2) != 0
         _, sums = jax.lax.associative_scan(_segmented_add, (starts, values), axis=1)
         return jnp.take_along_axis(sums, jnp.maximum(self.last_target_indices, 0), axis=1)
@@ -40,7 +40,7 @@ class SampleReducer:
 def _segmented_add(
     before: tuple[Bool[Array, "*n"], Float32[Array, "*n"]], after: tuple[Bool[Array, "*n"], Float32[Array, "*n"]]
 ) -> tuple[Bool[Array, "*n"], Float32[Array, "*n"]]:
-    """Adds two runs of tokens since the last start; associative."""
+    """Adds two (started, sum) pairs, where each sum is over the tokens since the last start; associative."""
     (started_before, left), (started_after, right) = before, after
     return started_before | started_after, jnp.where(started_after, right, left + right)
 
@@ -59,9 +59,9 @@ def token_log_ratio(
 def sequence_log_ratio(
     current_logprobs: Float32[Array, "R C"], proximal_logprobs: Float32[Array, "R C"], reducer: SampleReducer | None
 ) -> Float32[Array, "R C"]:
-    """Returns log s = mean over the sample of (current - proximal), the same on all of its tokens.
+    """Returns log s = mean over the sample of (current - proximal), the same for all of its tokens.
 
-    The gradient passes through each token's own logprob: exp of this is sg(s) * exp(current - sg(current)). With one
+    The gradient passes through each token's own logprob: exp of it is sg(s) * exp(current - sg(current)). With one
     advantage per sample, its sum over the sample is |y| times the gradient of s.
 
     Source: Zheng et al. 2025 (GSPO), eqs. 7 and 14.

@@ -1,8 +1,8 @@
-"""Aggregation of per-token losses into one number, by weights that are fixed once per optimizer step.
+"""Aggregation of per-token losses into one number, with weights fixed once per optimizer step.
 
-The loss of an optimizer step is sum(weights * token losses). The weights already hold the
-global denominators, so it does not matter how the tokens are later split into micro-batches, packed into rows or
-distributed over devices: the parts add up.
+The loss of an optimizer step is sum(weights * token losses). The weights already include the global denominators, so
+it does not matter how the tokens are later split into micro-batches, packed into rows or distributed over devices: the
+parts add up.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ def token_mean(sample: Sample, totals: StepTotals) -> Float32[np.ndarray, "C"]:
 
 
 def sequence_mean_token_mean(sample: Sample, totals: StepTotals) -> Float32[np.ndarray, "C"]:
-    """Weighs every sample equally, shared by its tokens. Source: Shao et al. 2024 (GRPO), eq. 3."""
+    """Weighs every sample equally, split evenly among its tokens. Source: Shao et al. 2024 (GRPO), eq. 3."""
     mask = sample.mask.astype(np.float32)
     return mask / max(float(mask.sum()), 1.0) / max(totals.num_samples, 1)
 
 
 def sequence_mean_token_sum(sample: Sample, totals: StepTotals) -> Float32[np.ndarray, "C"]:
-    """Weighs every token by 1 / (samples of the step): a completion is one action with the sum of its logprobs.
+    """Weighs every token by 1 / (samples of the step): a completion is one action, whose logprob is a sum over tokens.
 
     Source: Ahmadian et al. 2024 (RLOO), section 2.
     """
@@ -56,14 +56,14 @@ def sequence_mean_token_sum(sample: Sample, totals: StepTotals) -> Float32[np.nd
 def constant_length(sample: Sample, totals: StepTotals, *, num_tokens: int) -> Float32[np.ndarray, "C"]:
     """Weighs every token by 1 / (samples of the step * num_tokens), independently of its sample's length.
 
-    `num_tokens` is a constant of the run, the longest completion allowed; a length of this step would bring the bias
-    back. Source: Liu et al. 2025 (Dr. GRPO), section 3.2.
+    `num_tokens` is a constant of the run, the longest completion allowed; a length taken from the step would bring the
+    bias back. Source: Liu et al. 2025 (Dr. GRPO), section 3.2.
     """
     return sequence_mean_token_sum(sample, totals) / np.float32(num_tokens)
 
 
 def aggregations(*, max_new_tokens: int) -> Mapping[str, AggregationFn]:
-    """Returns the weight functions by the value of `algorithm.loss_aggregation`."""
+    """Returns the weight function of each value of `algorithm.loss_aggregation`."""
     return {
         "token-mean": token_mean,
         "sequence-mean-token-mean": sequence_mean_token_mean,

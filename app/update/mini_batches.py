@@ -1,4 +1,4 @@
-"""Splitting of a step's samples into mini-batches per epoch; the same for policy and critic."""
+"""Splits a step's samples into mini-batches for every epoch; policy and critic use the same split."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MiniBatchSplitter = Callable[[Sequence[Sample], int], MiniBatchIndices]
 """(this host's samples, training step) -> this host's part of every mini-batch."""
 
 GroupOrder = Callable[[int], Int64[np.ndarray, "K"]]
-"""Number of a block -> the mini-batch of each of its groups."""
+"""Index of a block -> the mini-batch of each group in it."""
 
 
 def split_by_group(
@@ -27,12 +27,12 @@ def split_by_group(
 ) -> list[Int64[np.ndarray, "N"]]:
     """Returns the indices of this host's samples in each of `num_parts` mini-batches, in whole groups and in order.
 
-    The step's groups, host after host, form consecutive blocks of `num_parts`, and each mini-batch gets one group of
-    every block. A host has whole blocks, so mini-batches are the same on any number of hosts, and no sample moves. If
-    groups are missing, the last block is short.
+    The step's groups, in the order of hosts, form consecutive blocks of `num_parts`, and each mini-batch gets one group
+    of every block. A host has whole blocks, so mini-batches do not depend on the number of hosts, and no sample moves
+    between hosts. If groups are missing, the last block is short.
 
     Args:
-        order: the k-th group of a block goes to the k-th mini-batch by default.
+        order: mini-batch of each group in a block; None = the k-th group goes to the k-th mini-batch.
     """
     groups: dict[int, list[int]] = {}
     for index, sample in enumerate(samples):
@@ -60,7 +60,7 @@ def shuffled_mini_batches(
 ) -> MiniBatchIndices:
     """Draws new mini-batches for every epoch, stratified: each block is permuted separately.
 
-    The permutation follows from the seed, step, epoch and the number of the block among those of all hosts.
+    The permutation depends only on the seed, the step, the epoch and the index of the block over all hosts.
     """
 
     def permuted(epoch: int) -> GroupOrder:

@@ -1,4 +1,4 @@
-"""AdamW with a schedule and clipping by the global norm, and the training state."""
+"""AdamW with a learning-rate schedule and clipping by the global norm, and the training state."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ DECAYED = ("kernel", "embedding", "output", LORA_A, LORA_B)
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """Everything that the optimizer changes."""
+    """Everything that an update changes: trained weights, optimizer state and counters."""
 
     params: Params
     optimizer: Any
-    """optax state: moments and their own counts."""
+    """optax state: moments and the counters of optax."""
     num_updates: Int32[Array, ""]
-    """Updates applied; skipped ones do not count."""
+    """Number of updates applied, without skipped ones."""
     nonfinite_in_a_row: Int32[Array, ""]
     nonfinite_total: Int32[Array, ""]
 
 
 def make_schedule(settings: OptimizerSettings, *, num_updates: int) -> optax.Schedule:
-    """Returns the learning rate by applied updates: linear warm-up, then the chosen decay to the last update."""
+    """Returns the learning rate as a function of applied updates: linear warm-up, then decay until the last update."""
     peak, warmup = settings.learning_rate, settings.warmup_steps
     decay_steps = max(num_updates - warmup, 1)
     after = {
@@ -71,13 +71,13 @@ def make_optimizer(settings: OptimizerSettings, schedule: optax.Schedule) -> opt
 def train_state_shardings(
     optimizer: optax.GradientTransformation, shapes: Params, shardings: Params, mesh: Mesh
 ) -> TrainState:
-    """Returns the shardings of a TrainState: moments as their weights, counters replicated."""
+    """Returns the shardings of a TrainState: moments are sharded like their weights, counters are replicated."""
     replicated: Any = NamedSharding(mesh, PartitionSpec())
 
     def is_moment(part: Any) -> bool:
         return jax.tree.structure(part) == jax.tree.structure(shapes)
 
-    # Not optax.tree_utils.tree_map_params: it makes an array, which compiles.
+    # optax.tree_utils.tree_map_params would create an array, which compiles a program.
     optimizer_shardings = jax.tree.map(
         lambda part: shardings if is_moment(part) else replicated,
         jax.eval_shape(optimizer.init, shapes),

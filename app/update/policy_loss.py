@@ -32,7 +32,7 @@ class PolicyBatch:
     token_weights: Float32[HostOrDevice, "R C"]
     """1 / (tokens of the step) on tokens that the policy wrote, for means in the metrics."""
     policy_logprobs: Float32[HostOrDevice, "R C"] | None
-    """None if the step has one update: its own logprobs are then the proximal ones."""
+    """None if the step has only one update: its own logprobs then serve as the proximal ones."""
     reference_logprobs: Float32[HostOrDevice, "R C"] | None
     """None without a KL penalty in the loss or in the reward."""
     sample_reducer: SampleReducer | None = None
@@ -42,12 +42,12 @@ class PolicyBatch:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LossStats:
-    """Statistics of micro-batches: `sums` and `squares` add up, `maxima` take the larger."""
+    """Statistics of micro-batches; `+` adds `sums` and `squares` and takes the larger of `maxima`."""
 
     sums: dict[str, Float32[Array, ""]]
     maxima: dict[str, Float32[Array, ""]]
     squares: dict[str, Float32[Array, ""]] = field(default_factory=dict)
-    """Mean squares of weights; their mean is `<name>_mean` in `sums`."""
+    """Mean squares of weights; their means are in `sums` as `<name>_mean`."""
 
     def __add__(self, other: LossStats) -> LossStats:
         return LossStats(
@@ -57,7 +57,7 @@ class LossStats:
         )
 
     def metrics(self) -> dict[str, Float32[Array, ""]]:
-        """Returns the metrics of a whole optimizer step. `<name>_ess` is (sum w)^2 / (n sum w^2) of n weights.
+        """Returns the metrics of a whole optimizer step. `<name>_ess` is (sum w)^2 / (n sum w^2) for n weights.
 
         Source: Kong 1992, "A note on importance sampling using standardized weights"; 0 if all weights are 0.
         """
@@ -73,7 +73,7 @@ Objective = Callable[[Params, PolicyBatch, Array], tuple[Array, LossStats]]
 
 
 def detached_logprobs(current_logprobs: Array, batch: PolicyBatch) -> Array:
-    """Returns the update's own logprobs: with one update per rollout, the ratio is exactly 1."""
+    """Returns the update's own logprobs without gradient: with one update per rollout, the ratio is exactly 1."""
     return jax.lax.stop_gradient(current_logprobs)
 
 
@@ -87,28 +87,28 @@ def scored_logprobs(current_logprobs: Array, batch: PolicyBatch) -> Array:
 class PolicyLoss:
     """Per-token losses of one micro-batch, weighted into its share of the step's loss.
 
-    The loss is sum(w * (c * surrogate + beta * KL - entropy_coef * H)), with the step's `loss_weights` w and the
-    correction's weights c. The correction applies neither to KL nor to entropy: the entropy is over the whole
+    The loss is sum(w * (c * surrogate + beta * KL - entropy_coef * H)), where w are the step's `loss_weights` and c the
+    weights of the correction. The correction applies neither to KL nor to entropy: the entropy is over the whole
     vocabulary, and the penalty must not ignore the tokens whose probability has changed most.
     """
 
     proximal_logprobs_fn: ProximalLogprobsFn
     surrogate: SurrogateFn
     kl_estimator: KLEstimator | None
-    """Also measures `policy/kl` if the penalty is in the reward; None without a reference."""
+    """Estimator of the penalty and of `policy/kl`, even if the penalty is in the reward; None without a reference."""
     beta: float
     """Weight of the penalty in this loss; 0 if it is in the reward."""
     entropy_coef: float
     log_ratio: LogRatioFn = token_log_ratio
     correction: ImportanceCorrection | None = None
-    """None assumes that the sampler is the policy before the step's updates."""
+    """None = the sampler is taken to be the policy before the step's updates."""
 
     def __call__(
         self, logprobs: Float32[Array, "R C"], entropies: Float32[Array, "R C"], batch: PolicyBatch
     ) -> tuple[Array, LossStats]:
         """Returns this micro-batch's share of the loss and the metrics; logprobs are undefined outside the mask."""
         mask = batch.tokens.loss_mask
-        # Padding is undefined; equal logprobs there keep ratios at 1 and differences at 0.
+        # Logprobs are undefined on padding; equal ones there keep ratios at 1 and differences at 0.
         current = jnp.where(mask, logprobs, batch.behavior_logprobs)
         proximal_logprobs = jnp.where(mask, self.proximal_logprobs_fn(current, batch), batch.behavior_logprobs)
         log_ratios = self.log_ratio(current, proximal_logprobs, batch.sample_reducer)
@@ -166,7 +166,7 @@ class PolicyLoss:
 def make_policy_objective(
     definition: DecoderDefinition, policy_loss: PolicyLoss, *, dtype: jnp.dtype, remat: str, logits_chunk: int
 ) -> Objective:
-    """Returns (params, one micro-batch, temperature) -> (its share of the loss, its share of the metrics)."""
+    """Returns the function (params, one micro-batch, temperature) -> (its share of the loss, of the metrics)."""
     entropy_of = entropy if policy_loss.entropy_coef else detached_entropy
 
     def objective(params: Params, batch: PolicyBatch, temperature: Array) -> tuple[Array, LossStats]:

@@ -18,7 +18,7 @@ from app.update.policy_loss import LossStats
 
 
 class AccumulatedGradients(NamedTuple):
-    """Sums over the micro-batches of an optimizer step so far; float32."""
+    """Float32 sums over the micro-batches of an optimizer step processed so far."""
 
     gradients: Params
     stats: LossStats
@@ -40,9 +40,9 @@ VALUE_METRICS = MetricNames("value/loss", "value")
 class UpdateStep:
     """Compiled optimizer step: (state, micro-batches, temperature, frozen) -> (new state, metrics).
 
-    `frozen` are the network's weights that are not trained; None if all are trained. They have no gradients and no
-    moments. Micro-batches run one by one through a program that is compiled once per shape. The memory of the old
-    state is reused.
+    `frozen` contains the network's frozen weights, which have no gradients or moments; None if all are trained.
+    Micro-batches run one by one through a program compiled once per shape. The old state is donated: its memory is
+    reused.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class UpdateStep:
     def accumulate(
         self, params: Params, micro_batches: Sequence[Any], temperature: Array, frozen: Params | None = None
     ) -> AccumulatedGradients:
-        """Computes the gradient of the sum of all micro-batch losses, with one micro-batch's activations in memory."""
+        """Computes the gradient of the sum of all micro-batch losses; keeps activations of only one micro-batch."""
         self._stats_shapes(params, frozen, micro_batches[0], temperature)
         total = self._zeros(params)
         for batch in micro_batches:
@@ -100,7 +100,7 @@ class UpdateStep:
     def lower(
         self, state: TrainState, batch: Any, temperature: Array, frozen: Params | None = None
     ) -> dict[str, Lowered]:
-        """Lowers both programs, a micro-batch's gradients and the update, for shapes with shardings."""
+        """Lowers both programs (gradients of a micro-batch, update); the arguments are shapes with shardings."""
         whole = state.num_updates.sharding
         parts = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole),
@@ -133,7 +133,7 @@ def apply_gradients(
 ) -> tuple[TrainState, dict[str, Array]]:
     """Returns the state after one update, and the step's metrics.
 
-    If the loss or the gradient is not finite, no weight and no moment changes, and the update is counted as skipped.
+    If the loss or the gradient is not finite, weights and moments stay unchanged and the update counts as skipped.
     """
     gradients, parts = total
     gradient_norm = optax.tree.norm(gradients)

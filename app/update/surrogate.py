@@ -1,4 +1,4 @@
-"""Policy surrogates with different clipping: (log ratios, current logprobs, advantages) -> per-token losses.
+"""Policy surrogates that differ in their clipping: (log ratios, current logprobs, advantages) -> per-token losses.
 
 The ratio is per token or per sample: see `app.update.log_ratio`.
 """
@@ -13,18 +13,18 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32
 
 LOG_RATIO_LIMIT = 20.0
-"""Limit of log ratios: exp of more overflows the loss."""
+"""Clip bound of log ratios, against overflow of the loss."""
 
 
 class SurrogateOutput(NamedTuple):
     loss: Float32[Array, "*tokens"]
     ratio: Float32[Array, "*tokens"]
     clipped_low: Bool[Array, "*tokens"]
-    """True if the clip removed the gradient of a token with A < 0 that was already too unlikely; for CISPO, if the
-    weight of any token was raised to 1 - low."""
+    """True if the clip removed the gradient of a token with A < 0 that was already too unlikely; for CISPO, if it
+    raised the token's weight to 1 - low, whatever the sign of A."""
     clipped_high: Bool[Array, "*tokens"]
-    """True if the clip removed the gradient of a token with A > 0 that was already too likely; for CISPO, if the weight
-    of any token was lowered to 1 + high."""
+    """True if the clip removed the gradient of a token with A > 0 that was already too likely; for CISPO, if it
+    lowered the token's weight to 1 + high, whatever the sign of A."""
     clipped_dual: Bool[Array, "*tokens"]
     """True if the dual clip removed the gradient of a token with A < 0 that had become far too likely."""
 
@@ -41,7 +41,7 @@ def clipped_surrogate(
     clip_low: float,
     clip_high: float,
 ) -> SurrogateOutput:
-    """Computes the per-token loss max(-A r, -A clip(r, 1 - low, 1 + high)), r the ratio; `current_logprobs` is unused.
+    """Computes the per-token loss max(-A r, -A clip(r, 1 - low, 1 + high)) for the ratio r; ignores `current_logprobs`.
 
     At r = 1 its gradient is REINFORCE's: -A * grad(current_logprobs).
 
@@ -68,10 +68,10 @@ def dual_clipped_surrogate(
     clip_high: float,
     dual_clip: float,
 ) -> SurrogateOutput:
-    """Computes `clipped_surrogate`, bounded for A < 0 by -A c, with c = `dual_clip` > 1.
+    """Computes `clipped_surrogate`, but bounds the loss for A < 0 by -A c, where c = `dual_clip` > 1.
 
-    The ratio of a token that was nearly impossible and is now likely is unbounded. For A > 0 the upper clip bounds the
-    loss, for A < 0 only this clip.
+    The ratio of a token that was nearly impossible and is now likely is unbounded. The upper clip bounds the loss for
+    A > 0; only the dual clip does for A < 0.
 
     Source: Ye et al. 2020, "Mastering Complex Control in MOBA Games with Deep Reinforcement Learning", eq. 5.
     """

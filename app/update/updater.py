@@ -1,4 +1,4 @@
-"""Optimizer steps over mini-batches: split into micro-batches, packed, placed on devices."""
+"""Optimizer steps over mini-batches, which are split into micro-batches, packed and placed on devices."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ UpdateStepFn = Callable[[TrainState, Sequence[Any], Array, Params | None], tuple
 """(state, micro-batches, temperature, frozen) -> (new state, metrics); see `app.update.step.UpdateStep`."""
 
 PackFn = Callable[[Sequence[Sample], MicroBatch, StepTotals], Any]
-"""(samples of a mini-batch, their rows, counts of the optimizer step) -> the inputs of its loss."""
+"""(samples of a mini-batch, one micro-batch of it, counts of the optimizer step) -> the inputs of the loss."""
 
 BatchingMetricsFn = Callable[[Sequence[GlobalPlan]], Mapping[str, float]]
 
 FIRST_UPDATE_ONLY = "rollout/"
-"""Prefix of metrics that compare with the sampler, which are valid only before the weights change."""
+"""Prefix of metrics that compare the policy with the sampler, valid only before the weights change."""
 
 
 class Updater:
@@ -45,7 +45,7 @@ class Updater:
     Args:
         micro_batcher: splits the samples of an optimizer step into micro-batches.
         pack: packs one micro-batch into the inputs of the loss.
-        batching_metrics: metrics of the plans of one pass over a step's samples.
+        batching_metrics: computes metrics from the plans of one pass over a step's samples.
     """
 
     def __init__(
@@ -68,11 +68,11 @@ class Updater:
     ) -> tuple[TrainState, dict[str, float]]:
         """Returns the state after every mini-batch of every epoch, and the step's metrics.
 
-        Metrics are means over the updates, except maxima, the last learning rate, and those that compare with the
-        sampler, which are from the first update.
+        Metrics are means over the updates, except: maxima; learning rate and counters, from the last update; and
+        comparisons with the sampler, from the first update.
 
         Args:
-            frozen: the network's weights that are not trained.
+            frozen: the network's frozen weights; None if all are trained.
         """
         mini_batches = {id(samples): samples for epoch in epochs for samples in epoch}
         plans = {key: self.micro_batcher(samples, self.mesh) for key, samples in mini_batches.items()}
@@ -132,7 +132,7 @@ def pack_sample_reducer(samples: Sequence[Sample], micro_batch: MicroBatch) -> S
 
 
 LAST_UPDATE_ONLY = ("/learning_rate", "/nonfinite_updates", "/nonfinite_in_a_row")
-"""Suffixes of metrics that accumulate from update to update."""
+"""Suffixes of metrics whose last value counts: the learning rate and counters."""
 
 
 def summarize_updates(history: Sequence[dict[str, float]]) -> dict[str, float]:

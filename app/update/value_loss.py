@@ -27,7 +27,7 @@ class ValueBatch:
 
     tokens: TokenBatch
     old_values: Float32[HostOrDevice, "R C"]
-    """Values scored before the first of the step's updates."""
+    """Values scored before the first update of the step."""
     returns: Float32[HostOrDevice, "R C"]
     token_weights: Float32[HostOrDevice, "R C"]
     """1 / (tokens of the step) on tokens that the policy wrote."""
@@ -50,7 +50,7 @@ def pack_value_batch(samples: Sequence[Sample], micro_batch: MicroBatch, totals:
 class SquaredError(NamedTuple):
     error: Float32[Array, "*tokens"]
     clipped: Bool[Array, "*tokens"]
-    """True if the clip removed the gradient, as the value had already changed enough."""
+    """True if the clip removed the gradient because the value had already changed enough."""
 
 
 SquaredErrorFn = Callable[[Array, Array, Array], SquaredError]
@@ -82,7 +82,7 @@ def clipped_squared_error(
 
 @dataclass(frozen=True)
 class ValueLoss:
-    """Loss sum(w * error) / 2, with the `token_weights` w."""
+    """The critic's loss sum(w * error) / 2, where w are the `token_weights`."""
 
     error_fn: SquaredErrorFn
 
@@ -98,7 +98,7 @@ class ValueLoss:
 def make_value_objective(
     definition: DecoderDefinition, value_loss: ValueLoss, *, dtype: jnp.dtype, remat: str
 ) -> Callable[[Params, ValueBatch, Array], tuple[Array, LossStats]]:
-    """Returns (params, one micro-batch, temperature) -> as `ValueLoss`; the temperature is unused."""
+    """Returns the function (params, one micro-batch, temperature) -> result of `ValueLoss`; ignores the temperature."""
 
     def objective(params: Params, batch: ValueBatch, temperature: Array) -> tuple[Array, LossStats]:
         del temperature

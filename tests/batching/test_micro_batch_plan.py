@@ -75,7 +75,7 @@ def test_rows_hold_two_of_the_longest_and_are_whole_blocks(quota, longest, expec
 
 
 def test_a_quota_below_the_longest_possible_sample_is_refused():
-    with pytest.raises(ValueError, match="4097 tokens, over the quota of 4096"):
+    with pytest.raises(ValueError, match="4097 tokens, but the quota is 4096"):
         choose_row_length(4096, 4097)
 
 

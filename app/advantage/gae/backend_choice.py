@@ -1,4 +1,4 @@
-"""Choice of the backend that computes an estimate."""
+"""Choice of the GAE backend."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MIN_FUSED_TOKENS = 256
 
 class BackendChoice(NamedTuple):
     backend: str
-    """Backend that runs, which may differ from the requested one."""
+    """Backend to run, which may differ from the requested one."""
     chunk_size: int | None
     """Steps per chunk; None if the backend has no configurable chunks."""
     reason: str
@@ -30,14 +30,14 @@ def choose_backend(
     chunk_size: int | None = None,
     traced: bool = False,
 ) -> BackendChoice:
-    """Returns the requested backend if it supports the case, or for `auto` the fastest on this device.
+    """Returns the requested backend, `chunked` if that one does not support the case, or for `auto` the fastest.
 
     Args:
         backend: a name of `app.advantage.gae.estimate.BACKENDS`, or `auto`.
         shape: shape of the rewards, [B, T].
-        constant_decay: one gamma and one lambda for all tokens, no mask, and one sequence per row.
+        constant_decay: whether all tokens have the same gamma and lambda, without a mask, and each row is one sequence.
         chunk_size: steps per chunk; None = the backend's default.
-        traced: the arrays are tracers of a program that is being compiled.
+        traced: whether the arrays are tracers of a program that is being compiled.
     """
     if backend == "serial":
         return BackendChoice("serial", None, REQUESTED)
@@ -46,22 +46,22 @@ def choose_backend(
         return chunks
     on_cpu = jax.default_backend() == "cpu"
     if not constant_decay and on_cpu and backend == "auto":
-        # Milliseconds as below, with a mask: a scan of pairs needs several times the arithmetic.
+        # Milliseconds, measured as below but with a mask: a scan over pairs needs several times the arithmetic.
         #   shape          serial  chunked by 16  by 64
         #   (1, 131072)       2.0            1.9    2.0
         #   (16, 8192)        1.9            1.9    2.1
         #   (64, 65536)        85            115    175
         #   (4096, 256)        18             18     33
-        return BackendChoice("serial", None, "masks, or several sequences in a row, on a CPU")
+        return BackendChoice("serial", None, "masks, per-token discounts or several sequences per row, on a CPU")
     if not constant_decay:
-        return chunks._replace(reason="masks, or several sequences in a row: fused has no form for them")
+        return chunks._replace(reason="fused supports no masks, per-token discounts or several sequences per row")
     if 0 in shape or (on_cpu and traced):
         return chunks._replace(reason="no tokens" if 0 in shape else "part of a compiled program")
     if backend == "fused":
         return BackendChoice("fused", None, REQUESTED, on_host=on_cpu)
     if not on_cpu:
-        return chunks._replace(reason="fused has not been timed on a device of this kind")
-    # Milliseconds, the best of 24 in turn on 2 busy cores of an AMD EPYC; from numpy to numpy, compiled before.
+        return chunks._replace(reason="fused has not been benchmarked on this kind of device")
+    # Milliseconds, best of 24 alternating runs on 2 busy cores of an AMD EPYC; numpy in and out, without compilation.
     #   shape          serial  chunked by 64  fused
     #   (1, 131072)      1.69           0.79   0.56
     #   (16, 8192)       1.38           0.50   0.39

@@ -1,7 +1,7 @@
 """Chunk scan: solves all chunks of time at once, then scans over their carries in the same way.
 
-The advantages in a chunk of C steps are a local part plus one number, the advantage right after the chunk, times the
-decay from there. These numbers obey the same recurrence with one step per chunk, so they are solved recursively:
+Each advantage in a chunk of C steps is a local part plus the carry, the advantage right after the chunk, times the
+decay up to there. The carries obey the same recurrence with one step per chunk, so they are solved recursively:
 131,072 steps in chunks of 128 take three levels, without a loop over the thousand chunks.
 
 Source: the chunked form of linear attention, applied to GAE in THUDM/slime.
@@ -19,7 +19,7 @@ CHUNK_SIZE = 128
 
 
 def solve_chunked(terms: RecurrenceTerms, *, chunk_size: int = CHUNK_SIZE) -> GaeOutput:
-    """Solves the recurrence by chunks: matrix products for a constant decay, else a scan of logarithmic depth.
+    """Solves the recurrence in chunks: by matrix products for a constant decay, else by a scan of logarithmic depth.
 
     Memory per row: O(T + C^2) for a constant decay, O(T) for one decay per token.
     """
@@ -36,12 +36,12 @@ def solve_constant_decay(
     """Solves A_t = inputs_t + decay * A_{t+1} with [C, C] products in full float32 precision on every device.
 
     Args:
-        log_decay: in [-inf, 0].
+        log_decay: log of the decay, in [-inf, 0].
     """
     num_tokens = inputs.shape[1]
     size = max(1, min(chunk_size, num_tokens))
     if chunk_size == 1 and num_tokens > 1:
-        # With one step per chunk, the next level would have as many steps.
+        # With one step per chunk, the next level would have just as many steps.
         return solve_variable_decay(
             inputs, jnp.broadcast_to(-jnp.expm1(log_decay), inputs.shape), chunk_size=chunk_size
         )
@@ -66,7 +66,7 @@ def solve_variable_decay(
     num_tokens = inputs.shape[1]
     if num_tokens == 0:
         return inputs
-    # With one step per chunk, the next level would have as many steps.
+    # With one step per chunk, the next level would have just as many steps.
     size = min(max(chunk_size, 2), num_tokens)
     one_minus_decay, own = jax.lax.associative_scan(
         _combine_steps,
@@ -83,19 +83,19 @@ def solve_variable_decay(
 
 
 def _combine_steps(after: tuple[Array, Array], before: tuple[Array, Array]) -> tuple[Array, Array]:
-    """Combines two steps into one: the total leak, and the total that is added."""
+    """Combines two consecutive steps into one and returns its leak and its input."""
     (leak_after, own_after), (leak_before, own_before) = after, before
     return leak_before + leak_after * (1 - leak_before), own_before + (own_after - leak_before * own_after)
 
 
 def _split_into_chunks(x: Float32[Array, "B T"], size: int) -> Float32[Array, "B chunks C"]:
-    """Splits rows into chunks, padded with zeros at the end, which contribute nothing."""
+    """Splits rows into chunks; zeros pad the last chunk and contribute nothing."""
     padded = jnp.pad(x, ((0, 0), (0, -x.shape[1] % size)))
     return padded.reshape(x.shape[0], padded.shape[1] // size, size)
 
 
 def _carry_from_next_chunk(chunk_advantages: Float32[Array, "B chunks"]) -> Float32[Array, "B chunks"]:
-    """Returns what each chunk receives from the next one; 0 for the last."""
+    """Returns the carry that each chunk receives from the next one; 0 for the last chunk."""
     return jnp.pad(chunk_advantages[:, 1:], ((0, 0), (0, 1)))
 
 

@@ -46,17 +46,17 @@ def generalized_advantages(
 ) -> GaeOutput:
     """Computes A_t = delta_t + gamma lambda A_{t+1}, delta_t = r_t + gamma V_{t+1} - V_t, and the returns A + V.
 
-    All arithmetic is float32, for any input. `gamma` and `lam` are traced: other values do not recompile. Close to 1,
-    give them as Python numbers or float64, see `Discounts`.
+    All arithmetic is float32, whatever the input. `gamma` and `lam` are traced: new values do not recompile. Pass
+    values close to 1 as Python numbers or float64; see `Discounts`.
 
     Args:
         rewards: [B, T].
-        values: [B, T], or [B, T+1] whose last column is the value after the row's last step; 0 if it is absent.
+        values: [B, T], or [B, T+1] whose last column is the value after the row; see `values_after_rows`.
         gamma: a number or one per token, in [0, 1]; 0 marks a terminal step.
         lam: a number or one per token, in [0, 1].
         mask: [B, T], True on tokens that the policy wrote; None = all.
-        ends: [B, T], True on the last token of each sequence of a row; the row's last token always ends.
-        bootstrap: [B, T], read at the end of each sequence: the value after it; None = 0, the sequence is complete.
+        ends: [B, T], True on the last token of each sequence of a row; the row's last token always ends one.
+        bootstrap: [B, T], the value after a sequence, read at its last token; None = 0: all sequences are complete.
         mask_mode: meaning of masked tokens, see `app.advantage.gae.recurrence`.
         backend: one of `BACKENDS`, or `auto`, see `app.advantage.gae.backend_choice`.
         chunk_size: steps per chunk, at least 1; None = the backend's default.
@@ -90,5 +90,5 @@ def _estimate(
 
 
 def solve_recurrence(terms: RecurrenceTerms, backend: str, chunk_size: int | None) -> GaeOutput:
-    """Solves the recurrence by one of `BACKENDS`; `chunk_size` is None if it has no chunks."""
+    """Solves the recurrence with one of `BACKENDS`; `chunk_size` is None if that backend has no chunks."""
     return BACKENDS[backend](terms, **({} if chunk_size is None else {"chunk_size": chunk_size}))

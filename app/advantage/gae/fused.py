@@ -1,9 +1,9 @@
-"""Fused GAE: differences, scan, advantages and returns in one pass, by kernels on GPU and TPU, by blocks on the host.
+"""Fused GAE: differences, scan, advantages and returns in one pass, by kernels on GPU and TPU, in blocks on the host.
 
 On the host, for the plain case (no mask, no ends, one gamma and one lambda), each block of 65,536 tokens fits a core's
-cache and is finished before the next is read. Main memory thus transfers each input and each output once. In a block
+cache and is finished before the next is read. Each input and each output thus crosses main memory once. Within a block
 the scan is the chunk scan of `app.advantage.gae.chunked` with one difference: the carry from the next chunk is computed
-first and added to the input of the chunk's last step, so that one product with a small matrix writes the advantages.
+first and added to the input of the chunk's last step, so that one product with a small matrix gives the advantages.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ CHUNK_STEPS = 16
 MAX_CHUNKS_PER_SEGMENT = 64
 """Largest number of chunks per segment."""
 CACHE_BLOCK_TOKENS = 1 << 16
-"""Tokens per block, of several rows if they are short: four arrays of this size fit a core's cache."""
+"""Tokens per block, from several rows if they are short: four arrays of this size fit into a core's cache."""
 
 
 def solve_fused(terms: RecurrenceTerms) -> GaeOutput:
-    """Solves the recurrence by the kernel of this GPU or TPU, for a constant decay and at least one token."""
+    """Solves the recurrence with the kernel for this GPU or TPU; needs a constant decay and at least one token."""
     # Pallas is slow to import and not needed on a CPU.
     from app.advantage.gae import pallas_kernel
 
@@ -73,7 +73,7 @@ def fused_gae_on_host(
 
 
 class _BlockLayout(NamedTuple):
-    """Nesting of a block's steps: segments of chunks of CHUNK_STEPS steps."""
+    """Nesting of a block's steps: a block has segments, a segment has chunks, a chunk has CHUNK_STEPS steps."""
 
     num_segments: int
     num_chunks: int
@@ -85,7 +85,7 @@ class _BlockLayout(NamedTuple):
 
     @classmethod
     def for_row_length(cls, num_tokens: int) -> _BlockLayout:
-        """Returns the layout of equal blocks that hold a row of `num_tokens` with little padding."""
+        """Returns the layout of equal blocks that together hold a row of `num_tokens` with little padding."""
         num_blocks = -(-num_tokens // CACHE_BLOCK_TOKENS)
         chunks = -(-num_tokens // (num_blocks * CHUNK_STEPS))
         num_segments = -(-chunks // MAX_CHUNKS_PER_SEGMENT)
@@ -102,7 +102,7 @@ class _Scan(NamedTuple):
     chunk_matrix: Float32[np.ndarray, "N N"]
     segment_matrix: Float64[np.ndarray, "S S"]
     decay: float
-    """Decay over one step; the next two are over one chunk and one segment."""
+    """Decay over one step; the next two fields are the decay over one chunk and one segment."""
     chunk_decay: float
     segment_decay: float
 
@@ -133,18 +133,18 @@ class _Scan(NamedTuple):
         workspace: Float32[np.ndarray, "R S*N*C"],
         out: GaeOutput,
     ) -> Float64[np.ndarray, "R"]:
-        """Solves one block of rows, and returns the advantages of its first steps.
+        """Solves one block of rows and returns the advantage of the first step of each row.
 
         Args:
             rewards: at most S N C steps; fewer only at the end of a row.
-            values: the same steps.
+            values: values of the same steps.
             next_value: the value after the block.
             carry: the advantage after the block.
             workspace: buffer for a block that is not full.
             out: arrays that receive the results.
         """
         num_tokens = rewards.shape[1]
-        # The inputs use the memory of the returns until the end: less memory at a time keeps more of it in the cache.
+        # Until the end, the inputs use the memory of the returns: a smaller working set stays in the cache.
         inputs = out.returns if workspace.shape == rewards.shape else workspace
         inputs[:, num_tokens:] = 0
         deltas, shrunk = inputs[:, :num_tokens], out.advantages
@@ -177,8 +177,8 @@ class _Scan(NamedTuple):
         return segments[:, 0]
 
     def _apply_step_matrix(self, inputs: Float32[np.ndarray, "R S*N*C"], out: Float32[np.ndarray, "R T"]) -> None:
-        """Writes the product of each chunk's inputs and the matrix to `out`."""
-        # A stack of products that are too small for BLAS to use threads, whose synchronization would cost more.
+        """Writes the product of each chunk's inputs and the step matrix to `out`."""
+        # Each product is too small for BLAS to use threads, whose synchronization would cost more than it saves.
         chunks = inputs.reshape(len(inputs), *self.layout, CHUNK_STEPS)
         if out.shape == inputs.shape:
             np.matmul(chunks, self.step_matrix, out=out.reshape(chunks.shape, copy=False))
@@ -187,13 +187,13 @@ class _Scan(NamedTuple):
 
 
 def _decay_matrix(decay: float, size: int) -> tuple[Float64[np.ndarray, "C C"], float]:
-    """Returns the matrix of `size` steps with this decay, and the decay over all of them."""
-    # Products alone, so that 0 and 1 are exact.
+    """Returns the scan matrix of `size` steps with this decay, and the decay over all of them."""
+    # Only products, so that the powers of 0 and 1 are exact.
     powers = np.cumprod(np.concatenate([[1.0], np.full(size, decay)]))
     apart = np.arange(size)[:, None] - np.arange(size)
     return np.where(apart >= 0, powers[np.maximum(apart, 0)], 0.0), float(powers[size])
 
 
 def _flush_subnormals(kernel: Float64[np.ndarray, "C C"]) -> Float32[np.ndarray, "C C"]:
-    """Converts to float32 with subnormal numbers set to 0, as processors are slow with them."""
+    """Converts to float32 and sets subnormal numbers to 0, because processors are slow with them."""
     return np.where(kernel < np.finfo(np.float32).tiny, 0.0, kernel).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Checks of the inputs of an estimate, on the host: a compiled program checks no numbers."""
+"""Checks of GAE inputs, made on the host because a compiled program cannot check numbers."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def check_inputs(
     """Checks that `generalized_advantages` is defined for these arrays.
 
     Raises:
-        ValueError: inconsistent shapes, gamma or lambda outside [0, 1], a chunk size below 1, or a NaN, an infinity or
-            a number beyond float32 that would be read, with its place.
+        ValueError: shapes do not match, gamma or lambda is outside [0, 1], the chunk size is below 1, or a number that
+            would be read is not finite in float32; the message gives its row and index.
     """
     for name, number in (("gamma", gamma), ("lam", lam)):
         numbers = np.asarray(number)
@@ -30,7 +30,7 @@ def check_inputs(
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"chunk_size: expected at least 1 step, got {chunk_size}")
     check_shapes(rewards.shape, values.shape, None if mask is None else mask.shape)
-    # Masked tokens may hold any number if they are not read.
+    # Masked tokens may hold any number in the modes that do not read them.
     read = None if mask is None or mask_mode == "through" else mask.astype(bool)
     check_finite("rewards", rewards, read_mask=read)
     check_finite("values", values, read_mask=read)
@@ -59,10 +59,10 @@ def check_finite(
     read_mask: Bool[np.ndarray, "B T"] | None = None,
     hint: str = "expected a finite float32",
 ) -> None:
-    """Raises ValueError for the first NaN or infinity; columns after those of `read_mask` are read, too."""
+    """Raises ValueError for the first NaN or infinity; columns beyond those of `read_mask` are also checked."""
     with np.errstate(over="ignore", invalid="ignore"):
         as_float32 = x.astype(np.float32, copy=False)
-        # A sum takes a quarter of the time; it may also overflow where no number is infinite.
+        # A sum takes a quarter of the time; it may overflow although every number is finite.
         if np.isfinite(as_float32.sum()):
             return
     bad = ~np.isfinite(as_float32)

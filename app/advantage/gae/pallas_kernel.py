@@ -1,13 +1,13 @@
 """GAE with a constant decay as a Pallas kernel for GPU (Triton) and TPU (Mosaic): scan, advantages and returns.
 
-Time is cut into tiles of C x C steps, C chunks of C steps. With decay^distance in tables a tile is two matrix products,
+Time is split into tiles of C x C steps: C chunks of C steps. With tables of decay^distance, a tile takes two products,
 
     own = inputs @ within                       contribution of the step's own chunk
     A   = own + later @ (own[:, 0] x behind)    plus that of later chunks of the tile
             + far * carry                       plus that of later tiles,
 
-without serial steps; each tile passes the carry to the one before it. On a GPU, a program walks a row with the carry in
-registers; on a TPU, the last, sequential dimension of the grid walks it with the carry in VMEM.
+without serial steps; each tile passes its carry to the one before it. On a GPU, one program processes a row's tiles in
+a loop with the carry in registers; on a TPU, the last, sequential grid dimension does, with the carry in VMEM.
 
 Tested in interpret mode on a CPU, and lowered for both platforms there; not yet timed on a device.
 """
@@ -65,7 +65,7 @@ def solve_on_gpu(terms: RecurrenceTerms, *, interpret: bool = False) -> GaeOutpu
         in_specs=[row] * 2 + [pl.BlockSpec(table.shape, lambda b: (0, 0)) for table in tables],
         out_specs=[row] * 2,
         out_shape=[jax.ShapeDtypeStruct(inputs.shape, jnp.float32)] * 2,
-        # Without it, Mosaic's lowering for GPUs is used, which needs a row in shared memory.
+        # Without this, Pallas would use Mosaic's GPU lowering, which needs a whole row in shared memory.
         compiler_params=plgpu.CompilerParams(),
         interpret=interpret,
     )(inputs, values, *tables)
@@ -73,7 +73,7 @@ def solve_on_gpu(terms: RecurrenceTerms, *, interpret: bool = False) -> GaeOutpu
 
 
 def solve_on_tpu(terms: RecurrenceTerms, *, interpret: bool = False) -> GaeOutput:
-    """Solves terms with a constant decay and no mask; the grid walks the tiles of a row from the last to the first."""
+    """Solves terms with a constant decay and no mask; the grid visits the tiles of a row from the last to the first."""
     inputs, values, tables = (
         _tiled(terms.deltas, TPU_TILE),
         _tiled(terms.values, TPU_TILE),
@@ -112,7 +112,7 @@ KERNELS: Mapping[str, Callable[..., GaeOutput]] = MappingProxyType({"gpu": solve
 def _solve_tile(
     inputs: Float32[Array, "C C"], carry: Float32[Array, "1 1"], tables: Tables
 ) -> tuple[Float32[Array, "C C"], Float32[Array, "1 1"]]:
-    """Returns the advantages of a tile (chunks by steps), and that of its first step, the next carry."""
+    """Returns the advantages of a tile (chunks by steps) and the next carry: the advantage of the tile's first step."""
     within, later, behind, far = tables
     is_first_step = jax.lax.broadcasted_iota(jnp.int32, inputs.shape, 1) == 0
     is_first_chunk = jax.lax.broadcasted_iota(jnp.int32, inputs.shape, 0) == 0
@@ -123,7 +123,7 @@ def _solve_tile(
 
 
 def _tables(one_minus_decay: Float32[Array, ""], edge: int) -> Tables:
-    """Returns powers of the decay: within [C, C], later [C, C], behind [1, C] and far [C, C] as above."""
+    """Returns the powers of the decay in the module docstring: within, later and far [C, C], behind [1, C]."""
     log_decay = jnp.log1p(-one_minus_decay)
     steps = decay_powers(log_decay, edge + 1)
     chunks = decay_powers(edge * log_decay, edge)
@@ -136,7 +136,7 @@ def _tables(one_minus_decay: Float32[Array, ""], edge: int) -> Tables:
 
 
 def _tiled(x: Float32[Array, "B T"], edge: int) -> Float32[Array, "B tiles C C"]:
-    """Splits rows into tiles, padded with zeros at the end, which contribute nothing."""
+    """Splits rows into tiles; zeros pad the last tile and contribute nothing."""
     padded = jnp.pad(x, ((0, 0), (0, -x.shape[1] % (edge * edge))))
     return padded.reshape(len(x), -1, edge, edge)
 

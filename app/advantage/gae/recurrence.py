@@ -2,10 +2,10 @@
 
     delta_t = reward_t + gamma V_{t+1} - V_t,      A_t = delta_t + (1 - leak_t) A_{t+1},      G_t = A_t + V_t
 
-Masks, ends of sequences, bootstrapped truncation, packed rows and per-step discounts are all its data. Numbers
-close to 1 are stored as their distance from 1, since a float32 near 1 has lost the digits that decide how far a reward
+These terms express masks, ends of sequences, bootstrapped truncation, packed rows and per-step discounts. Numbers
+close to 1 are stored as their distance from 1, since a float32 near 1 lacks the digits that determine how far a reward
 reaches. The leak is 1 - gamma lambda, and delta is reward + ((V_{t+1} - V_t) - (1 - gamma) V_{t+1}): the
-difference of two neighbours is exact, and no reward is rounded to the precision of the values.
+difference of two close values is exact, and no reward is rounded to the precision of the values.
 
 Source: Schulman et al. 2016, "High-Dimensional Continuous Control Using Generalized Advantage Estimation", eq. 16.
 """
@@ -45,7 +45,7 @@ class Discounts(NamedTuple):
 
     @classmethod
     def create(cls, gamma: Number, lam: Number) -> Discounts:
-        """Computes them from numbers or [B, T] in [0, 1], in float64 unless they are already on a device."""
+        """Converts numbers or [B, T] arrays in [0, 1], in float64 unless one of them is already on a device."""
         if isinstance(gamma, Array) or isinstance(lam, Array):
             gamma, lam = jnp.asarray(gamma, jnp.float32), jnp.asarray(lam, jnp.float32)
         else:
@@ -55,15 +55,15 @@ class Discounts(NamedTuple):
 
 
 class RecurrenceTerms(NamedTuple):
-    """Terms of the recurrence above, per token."""
+    """Terms of the recurrence in the module docstring, per token."""
 
     rewards: Float32[Array, "B T"]
     values: Float32[Array, "B T"]
     next_values: Float32[Array, "B T"]
-    """The value after each step: 0 after a terminal one."""
+    """Value after each step; 0 after a terminal step."""
     one_minus_gamma: PerToken
     one_minus_decay: PerToken
-    """1 at the end of a sequence, 0 on a skipped token. The advantage after a row's last step is 0."""
+    """1 at the end of a sequence, 0 on a skipped token. The advantage after the last step of a row is 0."""
     mask: Bool[Array, "B T"] | None
     """True on tokens whose results count; None = all."""
 
@@ -81,7 +81,7 @@ class RecurrenceTerms(NamedTuple):
 
 
 class GaeRows(NamedTuple):
-    """Rows of one sequence or several, one after another; float32."""
+    """Float32 rows, each with one sequence or several consecutive ones."""
 
     rewards: Float32[Array, "B T"]
     values: Float32[Array, "B T"]
@@ -89,9 +89,9 @@ class GaeRows(NamedTuple):
     """Value after the row's last step."""
     mask: Bool[Array, "B T"] | None
     ends: Bool[Array, "B T"] | None
-    """True on the last token of each sequence; on the row's last token it makes no difference."""
+    """True on the last token of each sequence; has no effect on the row's last token."""
     bootstrap: Float32[Array, "B T"] | None
-    """Read where `ends` is True: the value after that sequence; None = 0."""
+    """Value after a sequence, read where `ends` is True; None = 0."""
 
     def shift_to_next_step(self, values: Float32[Array, "B T"]) -> Float32[Array, "B T"]:
         """Returns the value after each step; at an end, the value after the sequence."""
@@ -99,21 +99,21 @@ class GaeRows(NamedTuple):
         if self.ends is None:
             return next_values
         after = jnp.zeros_like(next_values) if self.bootstrap is None else self.bootstrap
-        # The last column may be marked as an end or not; its value is that of `last_values`.
+        # Whether or not the last column is marked as an end, the value after it is in `last_values`.
         is_last = jnp.arange(next_values.shape[1]) == next_values.shape[1] - 1
         return jnp.where(self.ends & ~is_last, after, next_values)
 
     def reset_at_ends(self, one_minus_decay: PerToken) -> PerToken:
-        """Returns `one_minus_decay` with 1 at every end, as the next token belongs to another sequence."""
+        """Returns `one_minus_decay`, set to 1 at every end because the next token belongs to another sequence."""
         return one_minus_decay if self.ends is None else jnp.where(self.ends, 1.0, one_minus_decay)
 
 
 MaskMode = Callable[[GaeRows, Discounts], RecurrenceTerms]
-"""(rows, gamma and lambda) -> terms of the recurrence, by the meaning of masked tokens."""
+"""(rows, gamma and lambda) -> terms of the recurrence; each mode treats masked tokens differently."""
 
 
 def step_through_masked(rows: GaeRows, discounts: Discounts) -> RecurrenceTerms:
-    """Makes every token a step; the mask only selects whose advantages count."""
+    """Makes every token a step; the mask only selects the tokens whose advantages count."""
     next_values = rows.shift_to_next_step(rows.values)
     return RecurrenceTerms(
         rows.rewards,
@@ -140,7 +140,7 @@ def skip_masked(rows: GaeRows, discounts: Discounts) -> RecurrenceTerms:
     mask = rows.mask
     values = jnp.where(mask, rows.values, 0.0)
     # The value of the first step at or after each token: looked up rather than summed, so that it is exact.
-    # A masked end has the value after its sequence.
+    # A masked end gets the value after its sequence.
     worth = jnp.where(mask, values, rows.shift_to_next_step(values))
     last = mask.shape[1] - 1
     stops = mask | (jnp.arange(mask.shape[1]) == last)
@@ -170,7 +170,7 @@ def make_gae_rows(
     ends: HostOrDevice | None,
     bootstrap: HostOrDevice | None,
 ) -> GaeRows:
-    """Converts everything to float32 and separates the value after the row."""
+    """Converts the inputs to float32 and bool, and separates the value after each row from the others."""
     num_tokens = rewards.shape[1]
     return GaeRows(
         rewards=jnp.asarray(rewards, jnp.float32),

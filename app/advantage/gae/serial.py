@@ -33,7 +33,7 @@ def solve_serial(terms: RecurrenceTerms) -> GaeOutput:
 
 
 def _two_sum(a: Array, b: Array) -> CompensatedSum:
-    """Source: Knuth 1969, "The Art of Computer Programming" vol. 2, section 4.2.2."""
+    """Returns a + b and its error. Source: Knuth 1969, "The Art of Computer Programming" vol. 2, section 4.2.2."""
     total = a + b
     added = total - a
     return total, (a - (total - added)) + (b - added)

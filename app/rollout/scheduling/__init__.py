@@ -1,1 +1,1 @@
-"""Scheduling of samples on workers: a state machine without jax, clock, threads or randomness."""
+"""Scheduling of samples on workers: a state machine without JAX, clocks, threads or randomness."""

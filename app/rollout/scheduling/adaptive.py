@@ -14,17 +14,17 @@ from app.rollout.scheduling.scheduling_policy import (
 )
 
 AGING_FINISHES = 256
-"""Number of samples that finish before a waiting sample outranks every newly submitted one."""
+"""Number of samples that must finish before a waiting sample outranks every newly submitted one."""
 MAX_MOVES = 2
-"""Maximum number of times that a sample is moved."""
+"""Maximum number of moves of a sample."""
 
 
 class AdaptivePolicy(SchedulingPolicy):
-    """Is work-conserving: a free slot never waits for a verdict.
+    """A work-conserving policy: no slot stays free to wait for a verdict.
 
     Samples of an unknown prompt are expected to be as long as allowed, so that one sample of each such prompt starts
-    early. Its length orders its siblings. Expectations are updated after every segment. Rows stay on their workers: a
-    move costs caches of full length, which is more than sorting long rows from short ones would gain.
+    early. Its length then ranks its siblings. Expectations are updated after every segment. Rows stay on their workers:
+    moving one copies a full-length cache, which costs more than separating long rows from short ones would gain.
     """
 
     name = "adaptive"
@@ -33,7 +33,7 @@ class AdaptivePolicy(SchedulingPolicy):
         super().__init__(context)
         self._queue = PriorityQueue()
         self._waiting_by_prompt: dict[str, list[str]] = {}
-        """Prompt -> uids of its samples that wait."""
+        """Prompt -> uids of its waiting samples."""
         self._finished_at_submit: dict[str, int] = {}
         """Uid of a waiting sample -> number of samples that had finished when it was submitted."""
 
@@ -50,7 +50,7 @@ class AdaptivePolicy(SchedulingPolicy):
 
     def _set_priority(self, entry: SampleEntry) -> None:
         lengths, longest = self.context.lengths, entry.sample.max_new
-        # Started samples continue first: they may be the longest, and they inform about their siblings.
+        # Started samples continue first: they may be the longest, and their lengths predict those of their siblings.
         knows = (lengths.has_estimate(entry.prompt) and not entry.num_tokens) or entry.uid in lengths.known_lengths
         expected = lengths.estimate(entry) if knows else longest
         age = self._finished_at_submit[entry.uid] * longest / AGING_FINISHES
@@ -68,7 +68,7 @@ class AdaptivePolicy(SchedulingPolicy):
         return [] if len(self._queue) else self._spread_evictions(worker)
 
     def _spread_evictions(self, worker: WorkerState) -> list[Eviction]:
-        """Returns up to half of a worker's rows for idle workers when nothing waits: fewer rows step faster.
+        """Returns up to half of a worker's rows to move to idle workers: steps with fewer rows are faster.
 
         Workers on the same device would only take turns, so they get none.
         """

@@ -1,21 +1,21 @@
 """The protocol between the scheduler and its executor: events go in, commands come out.
 
 The executor (real workers, or the simulator of the tests) owns devices, threads and the clock. It passes each event to
-the scheduler and carries out the commands that answer it, in their order:
+the scheduler and carries out the commands that answer it, in order:
 
-1. It sends `WorkerJoined` for each worker, `Submitted` for samples, and `Closed` when no more samples will come. These
-   may be mixed. More samples may be submitted before `Closed`, and samples that have ended may be `Released`.
+1. It sends `WorkerJoined` for each worker, `Submitted` for samples, and `Closed` when no more samples will come, in
+   any order. More samples may be submitted before `Closed`, and samples that have ended may be `Released`.
 2. A worker keeps its rows between segments and does nothing without a command. `Suspend` takes rows out of it.
    `RunSegment` puts rows in and decodes. A worker gets the next `RunSegment` only after its `SegmentEnded`.
-3. `SegmentEnded` reports every row that the worker had in that segment. `Commit` answers it: only committed tokens
-   count. Other tokens are discarded and drawn again; they are the same, because noise is keyed by position.
-4. `WorkerLost` reports a worker that died, or was silent for longer than its lease. `Retire` answers it: later reports
-   of that worker are ignored. It may join again, empty, under a name that was never used before.
+3. `SegmentEnded` reports every row that the worker had in that segment. It is answered by `Commit`: only committed
+   tokens count. Other tokens are discarded and drawn again; they are the same, because noise is keyed by position.
+4. `WorkerLost` reports a worker that died, or was silent for longer than its lease. It is answered by `Retire`: later
+   reports of that worker are ignored. The worker may join again, without rows, under a name never used before.
 5. `Finished` is sent once, after `Closed`, when every sample is done or dropped.
 
-Events about workers may arrive late, twice or in another order. A lost worker's name, an old segment number and an old
-epoch of a row change nothing. `at` is the executor's clock in seconds. It is recorded, and affects no decision unless
-`rollout.pdsr.unit` is `seconds`.
+Events about workers may arrive late, twice or out of order. Those with the name of a lost worker, an old segment number
+or an old epoch of a row have no effect. `at` is the time in seconds by the executor's clock; it is recorded, but no
+decision depends on it unless `rollout.pdsr.unit` is `seconds`.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from typing import Literal, NamedTuple
 
 WorkerKind = Literal["fast", "heavy"]
 SampleRole = Literal["probe", "fast", "heavy", "any"]
-"""Why a sample was admitted: as its prompt's probe, as expected to be short or long, or without expectation."""
+"""Role of an admitted sample: its prompt's probe, expected to be short, expected to be long, or no expectation."""
 AdmitMethod = Literal["prefill", "copy", "replay"]
 
 FINISH_LENGTH = "length"
-"""Finish reason of a sample that has as many tokens as allowed."""
+"""Finish reason of a sample that has reached its maximum number of tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class NewSample:
     uid: str
-    """Unique in the life of a scheduler."""
+    """Unique during the lifetime of a scheduler."""
     prompt: str
-    """Uid of the prompt, which siblings share. What was learned about a prompt holds when it is submitted again."""
+    """Uid of the prompt, shared by siblings. Lengths learned for a prompt are used when it is submitted again."""
     index: int
     """Index among the siblings."""
     prompt_length: int
     max_new: int
-    """Maximum number of tokens, at which the worker ends the sample with the finish `length`."""
+    """Maximum number of tokens, at which the worker ends the sample with finish reason `length`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Submitted:
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """Makes the scheduler forget samples that were collected; unknown or unfinished samples are skipped.
+    """Makes the scheduler forget collected samples; unknown or unfinished samples are skipped.
 
     When the last sample of a prompt is forgotten, only the mean length of its samples is kept.
     """
@@ -79,11 +79,11 @@ class WorkerJoined:
     rungs: tuple[int, ...] = ()
     """Numbers of rows to which the worker can be compacted, ascending, without `slots` itself."""
     device: str | None = None
-    """Device that this worker shares with others in turns; None: the worker has devices of its own."""
+    """Device that this worker shares with others in turns; None = the worker has its own devices."""
 
     def __post_init__(self) -> None:
         if self.slots < 1:
-            raise TypeError(f"a worker of {self.slots} slots")
+            raise TypeError(f"worker {self.worker}: expected at least 1 slot, got {self.slots}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +111,11 @@ class SegmentEnded:
     at: float
     worker: str
     segment: int
-    """Number in the `RunSegment`."""
+    """Number of the segment, from its `RunSegment`."""
     rows: tuple[RowReport, ...]
-    """Every row that the worker had; finished rows have left it."""
+    """All rows of the worker; finished rows have left it."""
     seconds: float
-    """Duration of the segment, with prefill and insertion."""
+    """Duration of the segment, including prefill and insertion."""
     steps: int
     """Number of decode steps."""
 
@@ -129,9 +129,9 @@ class Admit:
     epoch: int
     """Epoch to report with the row."""
     num_tokens: int
-    """Number of committed tokens; 0 for a sample that starts."""
+    """Number of committed tokens; 0 for a sample that has not started."""
     how: AdmitMethod
-    """How the cache is made. `prefill`: from the prompt and all committed tokens. `copy`: from the cache that `source`
+    """How to make the cache. `prefill`: from the prompt and all committed tokens. `copy`: from the cache that `source`
     kept when it suspended the row. `replay`: prefill of the prompt, then the committed tokens through the decode
     program, which gives the same bits."""
     source: str | None
@@ -141,7 +141,7 @@ class Admit:
 
 @dataclass(frozen=True, slots=True)
 class Suspend:
-    """Takes rows out of a worker, which keeps their caches until they are admitted again or were truncated."""
+    """Takes rows out of a worker, which keeps the caches until the rows are admitted again or truncated."""
 
     worker: str
     uids: tuple[str, ...]
@@ -172,19 +172,19 @@ class CommittedRow:
     num_tokens: int
     """Number of tokens that count from now on."""
     finish: str | None
-    """Finish reason of a complete or dropped sample; None: it continues."""
+    """Finish reason of a complete or dropped sample; None = the sample continues."""
 
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Accepts the tokens of rows."""
+    """Accepts the reported tokens of rows."""
 
     rows: tuple[CommittedRow, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Retire:
-    """Stops a worker that may still run; its rows and the caches it kept are discarded."""
+    """Stops a worker that may still be running; its rows and the caches it keeps are discarded."""
 
     worker: str
 

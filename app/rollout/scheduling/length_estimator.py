@@ -1,4 +1,4 @@
-"""Known and expected lengths: of prompts, of groups while they run, and of the samples that finished last."""
+"""Known and expected lengths of prompts, of running groups, and of recently finished samples."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from app.rollout.scheduling.sample_states import SampleEntry
 
 
 class LengthEstimator:
-    """Estimates lengths from token counts, and from the measures that `observe` gets.
+    """Estimates lengths from token counts, and from the measures passed to `observe`.
 
     Args:
-        window: number of finished samples from which the threshold follows.
+        window: number of recently finished samples that determine the threshold.
         history: prompt -> mean length of its samples in earlier epochs, if known.
-        known_lengths: uid -> final length, for an oracle.
+        known_lengths: uid -> final length, which makes the estimator an oracle.
     """
 
     def __init__(
@@ -33,13 +33,13 @@ class LengthEstimator:
         self._sum_finished = 0
 
     def observe(self, entry: SampleEntry, *, measure: float) -> bool:
-        """Learns from a committed row and returns whether its group became longer. Dropped samples are ignored.
+        """Learns from a committed row and returns whether its group's maximum length grew. Ignores dropped samples.
 
         Args:
-            measure: length in the unit of the threshold, tokens or seconds; used when the sample is complete.
+            measure: length so far in the unit of the threshold, tokens or seconds.
         """
         if entry.finish is not None and entry.finish.startswith(DROPPED_PREFIX):
-            # A probe that gave no length: its siblings are as unknown as before.
+            # A dropped probe gives no length: its siblings are as unknown as before.
             if self.group_max.get(entry.prompt) == 0:
                 del self.group_max[entry.prompt]
             return False
@@ -54,11 +54,11 @@ class LengthEstimator:
         return True
 
     def start_probe(self, prompt: str) -> None:
-        """Records that the first sample of the prompt runs, from which its length will be known."""
+        """Records that the first sample of the prompt is running and will give an estimate of its length."""
         self.group_max.setdefault(prompt, 0)
 
     def finish_prompt(self, prompt: str, *, mean: float | None) -> None:
-        """Turns the lengths of a prompt, whose samples were all released, into its history.
+        """Keeps only the mean length of a prompt, as its history, once all its samples are released.
 
         Args:
             mean: mean length of its samples; None if all were dropped.
@@ -86,7 +86,7 @@ class LengthEstimator:
         """Returns the percentile of the window; None before enough samples have finished.
 
         Args:
-            running: measures so far of samples that still run.
+            running: present measures of samples that are still running.
         """
         if len(self.measures) < min_finished:
             return None
@@ -95,15 +95,15 @@ class LengthEstimator:
 
 
 def censored_quantile(finished: Iterable[float], running: Iterable[float], quantile: float) -> float:
-    """Returns the Kaplan-Meier quantile of lengths, in which running samples are right-censored.
+    """Returns the Kaplan-Meier quantile of lengths, with running samples as right-censored observations.
 
-    The smallest t with S(t) = prod_{t_i <= t} (1 - d_i / n_i) <= 1 - quantile, with d_i the number of samples that
-    finished at t_i and n_i the number of those at least as long. Infinite if too many samples still run.
+    It is the smallest t with S(t) = prod_{t_i <= t} (1 - d_i / n_i) <= 1 - quantile, where d_i samples finished at t_i
+    and n_i samples are at least as long. It is infinite if too many samples are still running.
 
     At the start of a step mostly short samples have finished, so that their quantile alone would be too low.
     Source: E. L. Kaplan, P. Meier, "Nonparametric Estimation from Incomplete Observations", 1958.
     """
-    # At equal lengths a finished sample comes first: a running one is longer than it is now.
+    # At equal lengths a finished sample comes first, because a running one will become longer.
     lengths = sorted([(length, 0) for length in finished] + [(length, 1) for length in running])
     surviving = 1.0
     for i, (length, runs) in enumerate(lengths):

@@ -1,4 +1,4 @@
-"""Metrics of a schedule, from the events of a rollout and the commands that answered them."""
+"""Metrics of a schedule, computed from the events of a rollout and the commands that answered them."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from app.rollout.scheduling.events import (
 )
 
 HEAVY_PERCENTILE = 80
-"""Percentile of lengths above which samples count as long for the recall."""
+"""Percentile of lengths above which a sample counts as long in the recall."""
 TAIL_SHARE = 0.9
-"""Share of the samples after which the tail begins."""
+"""Share of the samples that must be done before the tail begins."""
 
 
 class Span(NamedTuple):
-    """A time in which a row decodes in a slot, or a sample is suspended."""
+    """A period in which a row decodes in a slot or a sample is suspended."""
 
     worker: str
     slot: int
@@ -47,7 +47,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ScheduleMetrics:
-    """Metrics of a schedule, or of a window of one that continues."""
+    """Metrics of a whole schedule, or of a window of a continuing one."""
 
     makespan_s: float
     """Time from the first submission to the last committed token."""
@@ -58,27 +58,27 @@ class ScheduleMetrics:
     probe_recall: float | None
     """Share of samples above the 80th percentile that were expected to be heavy when they started, without probes.
 
-    None if nothing was expected.
+    None if there was no expectation for any of them.
     """
     breaker_trips: int
     stolen: int
-    """Number of rows that started on a worker of the other kind."""
+    """Number of times that a worker of the other kind admitted a row."""
     suspensions: int
     truncated: int
-    """Number of samples that the fast limit truncated."""
+    """Number of samples truncated at the fast limit."""
     segments: int
     """Number of committed segments."""
     useful_tokens: int
     repacked_tokens: int
-    """Tokens that were prefilled or replayed although they had been decoded before."""
+    """Tokens prefilled or replayed although they had already been decoded."""
     wasted_tokens: int
-    """Repacked tokens, and decoded tokens that were never committed."""
+    """Repacked tokens plus decoded tokens that were never committed."""
     prefill_tokens_saved: int
     """Prompt tokens that a worker had already prefilled for a sibling."""
 
 
 class ScheduleMetricsTracker:
-    """Accumulates metrics of a rollout that may have no end: released samples are forgotten."""
+    """Accumulates metrics of a rollout that may never end; forgets released samples."""
 
     def __init__(self) -> None:
         self.samples: dict[str, NewSample] = {}
@@ -94,7 +94,7 @@ class ScheduleMetricsTracker:
         self.end_times: list[float] = []
         self.lengths: dict[str, int] = {}
         self.expected_heavy: dict[str, bool] = {}
-        """Uid of an ended sample with an expectation -> whether it was expected to be heavy."""
+        """Uid of an ended sample with an expected length -> whether it was expected to be heavy."""
         self.busy_s = 0.0
         self.useful_tokens = 0
         self.breaker_trips = self.stolen = self.suspensions = self.truncated = self.segments = 0
@@ -102,7 +102,7 @@ class ScheduleMetricsTracker:
         self.last_commit_s = self.start or 0.0
 
     def add(self, record: EventRecord) -> None:
-        """Takes an event and the commands that answered it into account."""
+        """Updates the metrics with an event and the commands that answered it."""
         event, commands = record
         if isinstance(event, Submitted):
             self.start = event.at if self.start is None else self.start
@@ -139,7 +139,7 @@ class ScheduleMetricsTracker:
             self.prompts.add(key)
 
     def _segment_ended(self, event: SegmentEnded, commits: Sequence[Commit]) -> None:
-        """Counts a segment. `commits`: its own and those of truncated samples; empty if the report was refused."""
+        """Counts a segment. `commits` are its own and those of truncated samples; empty if the report was refused."""
         self.segments += len(commits) > 0
         committed = {row.uid: row.finish for row in commits[0].rows} if commits else {}
         for row in event.rows:
@@ -195,9 +195,9 @@ class ScheduleMetricsTracker:
         return sum(slots * max(min(end, last) - max(begin, first), 0.0) for slots, begin, end in stays)
 
     def take_window(self) -> ScheduleMetrics:
-        """Returns the metrics since the last window, and starts another. A window has no tail: `tail_fraction` is NaN.
+        """Returns the metrics since the last window, and starts a new one. `tail_fraction` of a window is NaN.
 
-        A segment counts in the window in which it ends, so that `bubble` is off by its part in the window before.
+        A segment counts in the window in which it ends, so its part in the previous window distorts `bubble`.
         """
         metrics = self.compute()
         self.start = self.last_commit_s
@@ -221,7 +221,7 @@ def schedule_metrics(records: Sequence[EventRecord]) -> ScheduleMetrics:
 
 
 def slots_per_worker(records: Sequence[EventRecord]) -> dict[str, int]:
-    """Returns worker -> slots, of every worker that joined."""
+    """Returns the number of slots of every worker that joined, by name."""
     slots: dict[str, int] = {}
     for event, _ in records:
         if isinstance(event, WorkerJoined):
@@ -230,7 +230,7 @@ def slots_per_worker(records: Sequence[EventRecord]) -> dict[str, int]:
 
 
 def slot_spans(records: Sequence[EventRecord]) -> Iterator[Span]:
-    """Yields what every slot did, in the order of the ends. A row takes the lowest free slot."""
+    """Yields the spans of rows and suspended samples, ordered by end. A row takes the lowest free slot."""
     places: dict[str, tuple[str, int, SampleRole]] = {}
     suspended: dict[str, tuple[str, float]] = {}
     tokens: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""The policy P-DSR v1: probes all prompts, waits for the last probe, ranks them, then routes the other samples."""
+"""The policy P-DSR v1: probes all prompts, waits for the last probe, ranks the prompts, then routes other samples."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ SERVED_BY: dict[SampleRole, WorkerKind] = {"probe": "fast", "fast": "fast", "hea
 
 
 class PdsrV1Policy(SchedulingPolicy):
-    """Runs probes on fast workers. A batch has the prompts that were submitted before its last probe was measured.
+    """Runs probes on fast workers. A batch consists of the prompts submitted before its last probe was measured.
 
-    The `heavy_percent` longest prompts of a batch are heavy, first of all those whose probes exceeded their limit. Such
-    probes move to heavy workers. Other samples that exceed the fast limit move there too, or are truncated.
+    The longest `heavy_percent` of the prompts in a batch are heavy, and so are all prompts whose probes exceeded their
+    limit. Such probes move to heavy workers. Other samples over the fast limit move there too, or are truncated.
     """
 
     name = "pdsr_v1"
@@ -38,7 +38,7 @@ class PdsrV1Policy(SchedulingPolicy):
             "heavy": PriorityQueue(),
         }
         self._batch: dict[str, float | None] = {}
-        """Prompt -> measured length of its probe; infinite if it exceeded the limit, None while it runs."""
+        """Prompt -> measured length of its probe; infinite if it exceeded the limit, None while it is running."""
 
     def add(self, entry: SampleEntry) -> None:
         if not self._probes.admit_or_hold_back(entry):

@@ -1,4 +1,4 @@
-"""The policy P-DSR v2: judges each probe by a sliding percentile; a breaker and stealing correct wrong verdicts."""
+"""The policy P-DSR v2: judges probes by a sliding percentile and corrects wrong verdicts by a breaker and stealing."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ PROBE_ADVANCE = 256
 TRIPPED_SHARE = 0.12
 """Maximum share of a worker's slots that the breaker empties at once: more would only overload the heavy workers."""
 MAX_MOVES = 2
-"""Maximum number of moves of a sample; after these it stays on heavy workers."""
+"""Maximum number of moves of a sample, after which it stays on heavy workers."""
 
 
 class PdsrV2Policy(SchedulingPolicy):
-    """Gives each prompt a final verdict, with one exception: a prompt whose sample trips the breaker becomes heavy.
+    """Gives each prompt a final verdict, except that a prompt becomes heavy if one of its samples trips the breaker.
 
-    Until the window has enough samples, prompts are neutral: their samples go to the fast queue, and those that still
-    wait are judged by the first threshold. The limit of a sample doubles with every move.
+    Until the window has enough samples, prompts are neutral: their samples go to the fast queue, and those still
+    waiting are judged by the first threshold. The limit of a sample doubles with every move.
     """
 
     name = "pdsr_v2"
@@ -111,9 +111,9 @@ class PdsrV2Policy(SchedulingPolicy):
         return self._queue_for_worker(worker) is not None
 
     def _queue_for_worker(self, worker: WorkerState) -> str | None:
-        """Returns the queue that a worker takes from: its own, or another's if that one's workers are full.
+        """Returns the queue from which a worker takes: its own, or that of the other kind if its workers are full.
 
-        Samples that tripped a breaker are stolen last: they would most likely trip the next.
+        Samples that tripped a breaker are stolen last: they would most likely trip the next one, too.
         """
         serves_heavy, serves_fast = (self.context.serves(worker, kind) for kind in ("heavy", "fast"))
         sources = ["pinned", "tripped", "heavy"] if serves_heavy else []

@@ -1,4 +1,4 @@
-"""The state of every sample. A sample has exactly one state, a fencing epoch, and tokens that only grow."""
+"""The state of every sample. A sample has exactly one state, a fencing epoch, and a token count that only grows."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from app.rollout.scheduling.events import FINISH_LENGTH, NewSample, RowReport
 class SampleState(StrEnum):
     NEW = "new"
     RUNNING = "running"
-    """A row of a worker under the entry's epoch; reports under another epoch are discarded."""
+    """A row on a worker under the entry's epoch; reports with another epoch are discarded."""
     SUSPENDED = "suspended"
-    """Started, and not on a worker."""
+    """Started, but not on a worker."""
     DONE = "done"
     DROPPED = "dropped"
 
@@ -27,7 +27,7 @@ ENDED = frozenset({SampleState.DONE, SampleState.DROPPED})
 
 @dataclass(slots=True)
 class SampleEntry:
-    """One sample, which only `SampleTable` changes."""
+    """State of one sample; only `SampleTable` changes it."""
 
     sample: NewSample
     number: int
@@ -36,16 +36,16 @@ class SampleEntry:
     worker: str | None = None
     """Worker on which it runs."""
     epoch: int = 0
-    """Number of times that it was admitted."""
+    """Number of times it was admitted."""
     num_tokens: int = 0
     """Number of committed tokens."""
     seconds: float = 0.0
-    """Time for which it was on a worker, by the executor's clock."""
+    """Duration of its segments, by the executor's clock."""
     finish: str | None = None
     held_by: str | None = None
     """Worker that keeps the cache of the suspended row."""
     moves: int = 0
-    """Number of times that it was suspended."""
+    """Number of times it was suspended."""
 
     @property
     def uid(self) -> str:
@@ -63,7 +63,7 @@ class SampleTable:
     entries: dict[str, SampleEntry] = field(default_factory=dict)
     counts: Counter[SampleState] = field(default_factory=Counter)
     num_added: int = 0
-    """Number of samples that were ever added, including forgotten ones."""
+    """Number of samples ever added, including forgotten ones."""
 
     def __getitem__(self, uid: str) -> SampleEntry:
         return self.entries[uid]
@@ -93,14 +93,14 @@ class SampleTable:
 
     def start(self, entry: SampleEntry, worker: str) -> None:
         """Makes the sample a row of the worker under a new epoch."""
-        assert entry.state in WAITING, f"{entry.uid} is {entry.state}, and was to start"
+        assert entry.state in WAITING, f"{entry.uid} is {entry.state} and cannot start"
         self._set_state(entry, SampleState.RUNNING)
         entry.worker = worker
         entry.epoch += 1
         entry.held_by = None
 
     def commit(self, worker: str, row: RowReport, seconds: float) -> bool:
-        """Commits a reported row. Returns False, without a change, if the row is no longer on the worker."""
+        """Commits a reported row. Returns False, without a change, if the report is out of date."""
         entry = self.entries.get(row.uid)
         if entry is None or (entry.state, entry.worker, entry.epoch) != (SampleState.RUNNING, worker, row.epoch):
             return False
@@ -113,13 +113,13 @@ class SampleTable:
         return True
 
     def suspend(self, entry: SampleEntry, *, held_by: str | None) -> None:
-        """Takes the row out of its worker."""
+        """Records that the row has left its worker."""
         self._to_waiting(entry)
         entry.held_by = held_by if entry.num_tokens else None
         entry.moves += 1
 
     def mark_lost(self, entry: SampleEntry) -> None:
-        """Takes the row out of its lost worker; the sample keeps its committed tokens."""
+        """Records that the row was lost with its worker; the sample keeps its committed tokens."""
         self._to_waiting(entry)
 
     def forget_cache(self, entry: SampleEntry) -> None:
@@ -127,17 +127,17 @@ class SampleTable:
         entry.held_by = None
 
     def truncate(self, entry: SampleEntry) -> None:
-        """Ends the sample with the tokens that it has."""
+        """Ends the sample with its present tokens."""
         self._end(entry, FINISH_LENGTH)
 
     def forget(self, entry: SampleEntry) -> None:
-        """Removes an ended sample; later reports about it change nothing."""
-        assert entry.state in ENDED, f"{entry.uid} is {entry.state}, and was to be forgotten"
+        """Removes an ended sample; later reports about it have no effect."""
+        assert entry.state in ENDED, f"{entry.uid} is {entry.state} and cannot be forgotten"
         del self.entries[entry.uid]
         self.counts[entry.state] -= 1
 
     def _to_waiting(self, entry: SampleEntry) -> None:
-        assert entry.state is SampleState.RUNNING, f"{entry.uid} is {entry.state}, and was to be suspended"
+        assert entry.state is SampleState.RUNNING, f"{entry.uid} is {entry.state} and cannot leave a worker"
         self._set_state(entry, SampleState.SUSPENDED if entry.num_tokens else SampleState.NEW)
         entry.worker = None
 
@@ -147,7 +147,7 @@ class SampleTable:
         entry.worker = None
 
     def _set_state(self, entry: SampleEntry, state: SampleState) -> None:
-        assert entry.state not in ENDED, f"{entry.uid} has ended, and was to become {state}"
+        assert entry.state not in ENDED, f"{entry.uid} has ended and cannot become {state}"
         self.counts[entry.state] -= 1
         self.counts[state] += 1
         entry.state = state
@@ -157,12 +157,12 @@ class SampleTable:
         assert +self.counts == Counter(entry.state for entry in self), "counts differ from states"
         for entry in self:
             assert (entry.state is SampleState.RUNNING) == (entry.worker is not None), (
-                f"{entry.uid}: worker while not running"
+                f"{entry.uid}: {entry.state} on the worker {entry.worker}"
             )
-            assert (entry.state in ENDED) == (entry.finish is not None), f"{entry.uid}: finish while not ended"
-            assert entry.held_by is None or entry.state in WAITING, f"{entry.uid}: a kept cache while {entry.state}"
+            assert (entry.state in ENDED) == (entry.finish is not None), f"{entry.uid}: {entry.state}, {entry.finish}"
+            assert entry.held_by is None or entry.state in WAITING, f"{entry.uid}: {entry.state} with a kept cache"
             assert 0 <= entry.num_tokens <= entry.sample.max_new, f"{entry.uid}: {entry.num_tokens} tokens"
             assert entry.state is not SampleState.SUSPENDED or entry.num_tokens, (
-                f"{entry.uid}: suspended before it began"
+                f"{entry.uid}: suspended without tokens"
             )
             assert entry.epoch or entry.state is SampleState.NEW, f"{entry.uid}: {entry.state} without being admitted"

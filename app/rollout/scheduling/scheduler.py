@@ -1,4 +1,4 @@
-"""The scheduler: a state machine that takes events and answers with commands for every worker that is not busy."""
+"""The scheduler: a state machine that answers events with commands for every idle worker."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Scheduler:
 
     Args:
         policy: name in `POLICIES`.
-        rebuild: how to continue a row whose cache is lost.
+        rebuild: how to rebuild the cache of a row whose cache is lost.
         history: prompt -> mean length of its samples in earlier epochs.
         known_lengths: uid -> final length, which makes `adaptive` an oracle.
     """
@@ -74,7 +74,7 @@ class Scheduler:
         return self.context.samples
 
     def handle(self, event: Event) -> list[Command]:
-        """Returns the commands that answer an event, in the order in which to carry them out.
+        """Returns the commands that answer an event, in the order of their execution.
 
         Raises:
             ValueError: samples were submitted after `Closed`.
@@ -101,7 +101,7 @@ class Scheduler:
 
     def _submit(self, event: Submitted) -> None:
         if self.is_closed and any(sample.uid not in self.samples for sample in event.samples):
-            raise ValueError("samples are submitted to a scheduler that was closed")
+            raise ValueError("new samples were submitted to a closed scheduler; submit them before `Closed`")
         for sample in event.samples:
             entry = self.samples.add(sample)
             if entry is not None:
@@ -194,7 +194,7 @@ class Scheduler:
         return commands
 
     def _assign_samples(self, idle: list[WorkerState]) -> dict[str, list[Admit]]:
-        """Assigns one sample after another to the emptiest worker that may take one."""
+        """Assigns samples one by one, each to the emptiest worker that can take one."""
         admitted: dict[str, list[Admit]] = {worker.name: [] for worker in idle}
         for worker in idle:
             worker.num_carried = len(worker.rows)
@@ -234,21 +234,21 @@ class Scheduler:
         return RunSegment(worker.name, worker.segment, tuple(admitted), **limits._asdict())
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if samples, rows, slots and queues disagree, or a slot is idle while work waits."""
+        """Raises AssertionError if samples, rows, slots and queues disagree, or a slot is idle while samples wait."""
         self.samples.check_invariants()
         rows = [uid for worker in self.context.workers.values() for uid in worker.rows]
         running = [entry for entry in self.samples if entry.state is SampleState.RUNNING]
-        assert len(rows) == len(set(rows)) == len(running), "rows of workers are not the samples that run"
+        assert len(rows) == len(set(rows)) == len(running), "rows on workers differ from the running samples"
         for entry in running:
-            assert entry.worker in self.context.workers, f"{entry.uid} runs on {entry.worker}, which is gone"
-            assert entry.uid in self.context.workers[entry.worker].rows, f"{entry.uid} is no row of {entry.worker}"
+            assert entry.worker in self.context.workers, f"{entry.uid} runs on {entry.worker}, which is lost"
+            assert entry.uid in self.context.workers[entry.worker].rows, f"{entry.uid} is not a row of {entry.worker}"
         waiting = self.policy.waiting()
         expected = {entry.uid for entry in self.samples if entry.state in WAITING}
-        assert len(waiting) == len(expected) and set(waiting) == expected, "the policy lacks waiting samples"
+        assert len(waiting) == len(expected) and set(waiting) == expected, "queues differ from waiting samples"
         for worker in self.context.workers.values():
-            assert len(worker.rows) <= worker.slots, f"{worker.name}: {len(worker.rows)} rows"
-            assert worker.is_busy == bool(worker.rows), f"{worker.name} has rows and is idle, or the reverse"
-            assert worker.is_busy or not self.policy.has_sample_for(worker), f"{worker.name} is idle while work waits"
+            assert len(worker.rows) <= worker.slots, f"{worker.name}: {len(worker.rows)} rows in {worker.slots} slots"
+            assert worker.is_busy == bool(worker.rows), f"{worker.name} is idle with rows, or busy without"
+            assert worker.is_busy or not self.policy.has_sample_for(worker), f"{worker.name} is idle while samples wait"
         all_wait = self.context.workers and not running and expected
-        assert not all_wait, "samples wait, and no worker runs"
-        assert self.is_finished == (self.is_closed and all(e.state in ENDED for e in self.samples)), "finished or not"
+        assert not all_wait, "samples wait, but no worker is running"
+        assert self.is_finished == (self.is_closed and all(e.state in ENDED for e in self.samples)), "wrong is_finished"

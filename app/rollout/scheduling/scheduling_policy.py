@@ -14,7 +14,7 @@ from settings.schema.rollout import PdsrSettings
 
 @dataclass(slots=True)
 class WorkerState:
-    """A worker as the scheduler knows it."""
+    """A worker as the scheduler sees it."""
 
     name: str
     kind: WorkerKind
@@ -24,11 +24,11 @@ class WorkerState:
     rows: list[str] = field(default_factory=list)
     """Uids in the order of admission."""
     segment: int = 0
-    """Number of the last segment that was started."""
+    """Number of the last segment started."""
     is_busy: bool = False
-    """Whether a segment runs."""
+    """Whether a segment is running."""
     num_carried: int = 0
-    """Number of rows that stay from the last segment to the next."""
+    """Number of rows kept from the last segment."""
 
     @property
     def has_free_slot(self) -> bool:
@@ -36,7 +36,7 @@ class WorkerState:
 
 
 class Eviction(NamedTuple):
-    """A row that leaves its worker."""
+    """A row to take out of its worker."""
 
     uid: str
     why: str
@@ -56,11 +56,11 @@ class SchedulingContext:
     """Length above which a sample is heavy; updated when a sample finishes."""
 
     def measure(self, entry: SampleEntry) -> float:
-        """Returns the length of a sample so far, in the unit of the rules."""
+        """Returns the length of a sample so far, in `rollout.pdsr.unit`."""
         return entry.seconds if self.pdsr.unit == "seconds" else entry.num_tokens
 
     def expected_length(self, entry: SampleEntry) -> float:
-        """Returns the expected length in the unit of the rules. The history of earlier epochs is in tokens only."""
+        """Returns the expected length in `rollout.pdsr.unit`. The history of earlier epochs is in tokens only."""
         if self.pdsr.unit == "tokens":
             return self.lengths.estimate(entry)
         return max(self.lengths.group_measure.get(entry.prompt, 0.0), self.measure(entry))
@@ -81,7 +81,7 @@ class SchedulingContext:
         return any(worker.kind == kind for worker in self.workers.values())
 
     def serves(self, worker: WorkerState, kind: WorkerKind) -> bool:
-        """Returns whether the worker serves a kind of work: its own kind, or one that has no worker left."""
+        """Returns whether the worker serves a kind of work: its own kind, or a kind without workers."""
         return worker.kind == kind or not self.has_worker(kind)
 
     def has_idle_slot(self, kind: WorkerKind) -> bool:
@@ -89,7 +89,7 @@ class SchedulingContext:
 
 
 class SchedulingPolicy(ABC):
-    """Queues the samples that wait. A policy is deterministic."""
+    """Queues the waiting samples. A policy must be deterministic."""
 
     name: ClassVar[str]
     refills: ClassVar[bool] = True
@@ -100,7 +100,7 @@ class SchedulingPolicy(ABC):
 
     @abstractmethod
     def add(self, entry: SampleEntry) -> None:
-        """Queues a sample that was submitted."""
+        """Queues a submitted sample."""
 
     @abstractmethod
     def requeue(self, entry: SampleEntry) -> None:
@@ -112,14 +112,14 @@ class SchedulingPolicy(ABC):
 
     @abstractmethod
     def next_sample(self, worker: WorkerState) -> tuple[str, SampleRole] | None:
-        """Takes the next sample for a worker with a free slot out of the queue."""
+        """Removes and returns the next sample for a worker with a free slot; None if it gets none."""
 
     @abstractmethod
     def waiting(self) -> list[str]:
-        """Returns every sample that waits, including those held back, for the invariant checks."""
+        """Returns all waiting samples, including those held back, for the invariant checks."""
 
     def observe(self, entry: SampleEntry, *, grew: bool) -> None:  # noqa: B027 - a policy may learn nothing
-        """Learns from a committed row; `grew`: it is now the longest of its group."""
+        """Learns from a committed row; `grew`: its group's maximum length has grown."""
 
     def forget(self, prompt: str) -> None:  # noqa: B027 - a policy may know nothing of prompts
         """Forgets a prompt whose samples were all released."""
@@ -129,12 +129,12 @@ class SchedulingPolicy(ABC):
         return []
 
     def token_limit(self, entry: SampleEntry, worker: WorkerState) -> int | None:
-        """Returns the length at which the policy must see the row again."""
+        """Returns the number of tokens at which the policy must look at the row again; None = no limit."""
         return None
 
 
 class Probes:
-    """The first sample of each prompt, its probe; siblings are held back until the prompt has a verdict."""
+    """Tracks the probe of each prompt, its first sample; holds siblings back until the prompt has a verdict."""
 
     def __init__(self) -> None:
         self.probe_uids: dict[str, str] = {}
@@ -152,7 +152,7 @@ class Probes:
         return self.probe_uids.get(entry.prompt) == entry.uid
 
     def set_verdict(self, prompt: str, verdict: WorkerKind) -> list[str]:
-        """Sets the verdict of a prompt and returns the samples that were held back."""
+        """Sets the verdict of a prompt and returns the samples held back until now."""
         self.verdicts[prompt] = verdict
         return self.held_back.pop(prompt, [])
 
@@ -165,7 +165,7 @@ class Probes:
 
 
 def running_rows(context: SchedulingContext, worker: WorkerState) -> list[SampleEntry]:
-    """Returns the samples that run on a worker."""
+    """Returns the samples running on a worker."""
     entries = [context.samples[uid] for uid in worker.rows]
     assert all(entry.state is SampleState.RUNNING for entry in entries), "a row of the worker is not running"
     return entries

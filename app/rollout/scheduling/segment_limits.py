@@ -8,18 +8,18 @@ from typing import NamedTuple
 from settings.schema.rollout import SegmentSettings
 
 PRIOR_LENGTH_SHARE = 0.25
-"""Share of the allowed tokens that is the assumed mean length before any sample has finished."""
+"""Assumed mean length before any sample has finished, as a share of the allowed tokens."""
 
 
 class SegmentLimits(NamedTuple):
-    """The conditions that end a segment, besides all rows being done. 0 disables a condition."""
+    """Conditions that end a segment before all rows are done. 0 disables a condition."""
 
     length: int
-    """Maximum number of tokens of each row."""
+    """Maximum number of tokens per row."""
     leave_when_finished: int
-    """Number of finished rows that ends the segment, because samples wait for their slots."""
+    """Number of finished rows at which the segment ends, because samples wait for their slots."""
     leave_when_active: int
-    """Number of active rows that ends the segment, because a smaller program fits."""
+    """Number of active rows at which the segment ends, because a smaller program fits."""
 
 
 def segment_limits(
@@ -28,7 +28,7 @@ def segment_limits(
     """Returns the limits of a worker's next segment.
 
     Args:
-        num_active: rows of the worker.
+        num_active: number of rows on the worker.
         has_waiting: whether samples could take the slots of rows that finish.
         mean_length: mean length of completions.
         batch_sizes: numbers of rows to which the worker can be compacted.
@@ -59,14 +59,14 @@ def budget_length(num_active: int, *, capacity: int, minimum: int, maximum: int)
 def balanced_length(mean_length: float, *, overhead_steps: float, minimum: int, maximum: int) -> int:
     """Returns the length at which a segment's fixed cost equals the idle time of finished rows: sqrt(2 o / h), clamped.
 
-    With o the cost of a segment's edge in decode steps and h = 1 / mean length the chance of a row to finish at a step,
-    a segment of L steps loses o / L to its edge, and h L / 2 to rows that wait for it.
+    Let o be the fixed cost of a segment in decode steps, and h = 1 / mean length the chance that a row finishes at a
+    step. A segment of L steps then loses o / L per step to its fixed cost, and h L / 2 to rows waiting for its end.
     """
     return min(max(round(math.sqrt(2 * overhead_steps * mean_length)), minimum), maximum)
 
 
 def refill_threshold(num_active: int, mean_length: float, *, overhead_steps: float) -> int:
-    """Returns how many finished rows are worth a new segment when samples wait for their slots, at least 1."""
+    """Returns how many finished rows, at least 1, justify a new segment when samples wait for their slots."""
     return max(1, round(num_active * math.sqrt(2 * overhead_steps / mean_length)))
 
 
