@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from app.model.io.gguf import GgufFile
 from app.model.io.model_files import ModelFiles
+from app.prompts.template_check import check_template, render_time_limit
 from app.records.sample import Messages
 from settings.errors import InputError
 
@@ -118,9 +119,10 @@ def chat_ids(hf_tokenizer: PreTrainedTokenizerFast, messages: Messages, *, add_g
 
     def render(**options: Any) -> Any:
         try:
-            return hf_tokenizer.apply_chat_template(
-                messages, add_generation_prompt=add_generation_prompt, date_string=TEMPLATE_DATE, **options
-            )
+            with render_time_limit():
+                return hf_tokenizer.apply_chat_template(
+                    messages, add_generation_prompt=add_generation_prompt, date_string=TEMPLATE_DATE, **options
+                )
         except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError) as error:
             roles = [message.get("role") for message in messages]
             hint = "; it may without a system message (data.system_prompt: null)" if "system" in roles else ""
@@ -148,9 +150,13 @@ def load_fast_tokenizer(files: ModelFiles) -> PreTrainedTokenizerFast:
     """Loads `tokenizer.json` from an opened model's directory, or the tokenizer in its GGUF file.
 
     Raises:
-        InputError: there is none.
+        InputError: there is none, or its chat template takes too much time or memory.
     """
-    return _from_gguf(files.weights) if isinstance(files.weights, GgufFile) else _from_directory(files.path)
+    tokenizer = _from_gguf(files.weights) if isinstance(files.weights, GgufFile) else _from_directory(files.path)
+    templates = tokenizer.chat_template or ""
+    for template in templates.values() if isinstance(templates, dict) else [templates]:
+        check_template(template, tokenizer.special_tokens_map, where=str(files.path))
+    return tokenizer
 
 
 def _from_directory(directory: Path) -> PreTrainedTokenizerFast:

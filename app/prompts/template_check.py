@@ -1,0 +1,121 @@
+"""Limits of time and memory for chat templates.
+
+A template comes with a model and is a program: nested loops can run for days, and one multiplication can take all
+memory. Jinja's sandbox limits neither.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import lru_cache
+
+from settings.errors import InputError
+
+CPU_LIMIT_S = 3
+WALL_LIMIT_S = 60
+"""Longer than the CPU time, for a busy machine."""
+MEMORY_LIMIT_BYTES = 1 << 30
+RENDER_LIMIT_S = 10
+"""Wall time for one chat in this process."""
+
+TIME_STATUSES = (-signal.SIGXCPU, -signal.SIGKILL)
+MEMORY_STATUS = 3
+"""Exit statuses of a trial that exceeded its limits."""
+
+PROGRAM = f"""
+import json, resource, sys
+resource.setrlimit(resource.RLIMIT_CPU, ({CPU_LIMIT_S}, {CPU_LIMIT_S}))
+resource.setrlimit(resource.RLIMIT_AS, ({MEMORY_LIMIT_BYTES}, {MEMORY_LIMIT_BYTES}))
+import jinja2.ext, jinja2.sandbox
+
+def raise_exception(message):
+    raise jinja2.TemplateError(message)
+
+request = json.load(sys.stdin)
+environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+    trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
+)
+environment.globals.update(raise_exception=raise_exception, strftime_now=lambda format: "2024")
+environment.filters["tojson"] = lambda value, **options: json.dumps(value)
+for messages in request["chats"]:
+    variables = {{**request["variables"], "messages": messages, "add_generation_prompt": len(messages) == 1}}
+    try:
+        environment.from_string(request["template"]).render(variables)
+    except MemoryError:
+        sys.exit({MEMORY_STATUS})
+    except Exception:
+        pass
+"""
+
+QUESTION, ANSWER = "What is 12 * 34? " * 20, "It is 408."
+TRIAL_CHATS = (
+    [{"role": "user", "content": QUESTION}],
+    [{"role": "system", "content": "Be brief."}, {"role": "user", "content": QUESTION}],
+    [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}],
+)
+
+
+def check_template(template: str, variables: Mapping[str, str], *, where: str) -> None:
+    """Renders short chats in a separate process. A template that fails for other reasons fails again where it is used.
+
+    Args:
+        template: the Jinja source.
+        variables: the special tokens.
+        where: the start of an error message.
+
+    Raises:
+        InputError: the template takes more than 3 s of CPU time or 1 GiB of memory.
+    """
+    status = _trial_status(template, tuple(sorted(variables.items())))
+    amount = {
+        **dict.fromkeys(TIME_STATUSES, f"{CPU_LIMIT_S} s"),
+        MEMORY_STATUS: f"{MEMORY_LIMIT_BYTES >> 30} GiB of memory",
+    }.get(status)
+    if amount is not None:
+        raise InputError(f"{where}: the chat template takes more than {amount} to render a short chat; use another one")
+
+
+@lru_cache
+def _trial_status(template: str, variables: tuple[tuple[str, str], ...]) -> int:
+    request = json.dumps({"template": template, "variables": dict(variables), "chats": TRIAL_CHATS})
+    try:
+        trial = subprocess.run(
+            [sys.executable, "-I", "-c", PROGRAM],
+            input=request.encode(),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            timeout=WALL_LIMIT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return TIME_STATUSES[0]
+    return trial.returncode
+
+
+@contextmanager
+def render_time_limit() -> Iterator[None]:
+    """Ends the block after 10 s: a template may loop for one chat only. Other threads than the main one have no limit.
+
+    Raises:
+        InputError: the time is over.
+    """
+
+    def stop(*_: object) -> None:
+        raise InputError(f"the model's chat template takes more than {RENDER_LIMIT_S} s for one chat; use another one")
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    earlier = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, RENDER_LIMIT_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, earlier)

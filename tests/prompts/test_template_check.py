@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+import pytest
+
+from app.prompts import template_check
+from app.prompts.template_check import check_template, render_time_limit
+from settings.errors import InputError
+
+ENDLESS = "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3
+
+
+@pytest.mark.parametrize(
+    ("template", "amount"),
+    [
+        (ENDLESS, "3 s"),
+        ("{% if messages[0].role == 'system' %}" + ENDLESS + "{% endif %}", "3 s"),
+        ("{{ ('a' * 8000000000)|length }}", "1 GiB of memory"),
+        ("{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}", "1 GiB"),
+        ("{{ 'a'|center(9999999999) }}", "1 GiB of memory"),
+    ],
+)
+def test_a_template_without_end_or_measure_is_refused(template: str, amount: str) -> None:
+    with pytest.raises(InputError, match=f"model: the chat template takes more than {amount}"):
+        check_template(template, {"bos_token": "<s>"}, where="model")
+
+
+@pytest.mark.parametrize("template", ["{{ messages[0].content }}", "{% generation %}x{% endgeneration %}", "{{ 1/0 }}"])
+def test_other_templates_are_left_to_the_tokenizer(template: str) -> None:
+    check_template(template, {}, where="model")
+
+
+def test_a_template_that_loops_for_one_chat_only_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_check, "RENDER_LIMIT_S", 0.05)
+    with pytest.raises(InputError, match="chat template takes more than"), render_time_limit():
+        while True:
+            pass
+    with render_time_limit():
+        pass
