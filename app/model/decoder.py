@@ -409,7 +409,7 @@ class DecoderDefinition:
         return nnx.to_pure_dict(nnx.split(network)[1])
 
     def trainable(self, tree: Params) -> Params:
-        """Returns the trainable part of a tree structured like `shapes`: the adapters, or all of it without adapters."""
+        """Returns the trainable part of a tree like `shapes`: the adapters, or the whole tree without adapters."""
         return self._select(tree, self.adapter_paths) if self.adapter_paths else tree
 
     def frozen(self, tree: Params) -> Params:

@@ -196,7 +196,7 @@ def test_a_checkpoint_without_its_head_is_refused_by_the_name_of_the_tensor(judg
     tensors = load_file(model / "model.safetensors")
     del tensors["score.weight"]
     save_file(tensors, model / "model.safetensors")
-    with pytest.raises(InputError, match=r"reward.model: 1 tensors are missing, first 'score.weight'"):
+    with pytest.raises(InputError, match=r"reward.model: missing tensors: 1, first 'score.weight'"):
         read_reward_model_spec(settings_of(model))
     with pytest.raises(InputError, match=r"reward.model: .*neither an existing directory"):
         read_reward_model_spec(settings_of(tmp_path / "no such"))

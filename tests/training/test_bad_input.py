@@ -229,7 +229,7 @@ def take_a_smaller_embedding(model: Path) -> None:
     ("spoil", "message"),
     [
         (remove_config, "has no config.json, so it is not a Hugging Face model"),
-        (halve_config, "config.json: not readable as JSON"),
+        (halve_config, "config.json cannot be read as JSON"),
         (use_another_family, "config.json: model_type='mamba' is not supported; supported: llama, mistral, qwen2"),
         (bring_code, "config.json has `auto_map`"),
         (forget_a_size, "config.json: hidden_size is missing"),
@@ -240,7 +240,7 @@ def take_a_smaller_embedding(model: Path) -> None:
             transpose_a_tensor,
             "'model.layers.1.mlp.down_proj.weight' has shape (48, 32), expected (32, 48) from config.json",
         ),
-        (lose_a_tensor, "1 tensors are missing, first 'model.layers.1.mlp.down_proj.weight'"),
+        (lose_a_tensor, "missing tensors: 1, first 'model.layers.1.mlp.down_proj.weight'"),
         (add_a_tensor, "first 'model.layers.0.self_attn.q_proj.bias'"),
         (forget_the_end, "has no end-of-sequence token"),
         (forget_the_template, "the tokenizer has no chat template"),
