@@ -152,7 +152,7 @@ def _check_backend_installed(platform: str) -> None:
         "cuda": any("cuda" in name for name in plugins),
     }
     if not is_installed[platform]:
-        raise missing_platform_error(platform, f"JAX's library for it is not installed; run pip install -e '.[{platform}]'")
+        raise missing_platform_error(platform, f"JAX's library for it is missing; run pip install -e '.[{platform}]'")
 
 
 def _configure_malloc() -> None:
