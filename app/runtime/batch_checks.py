@@ -13,9 +13,7 @@ from settings.errors import InputError
 from settings.schema.settings import AlgorithmSettings
 from settings.schema.settings import CriticSettings as CriticSettings
 
-DYNAMIC_BATCHING_HINT = (
-    "or set {scope}.dynamic_microbatch: true instead of {scope}.rows_per_device, to allow any number"
-)
+DYNAMIC_BATCHING_HINT = "or set {scope}.dynamic_microbatch: true instead of {scope}.rows_per_device, for any number"
 
 
 def check_fixed_micro_batches(settings: Settings, session: ScoringSession) -> None:

@@ -141,7 +141,7 @@ class Session(ScoringSession):
     def evaluates_in_batches(self) -> bool:
         """Whether an evaluation runs in batches instead of one queue of all its prompts.
 
-        It also does if generation runs during training. The last bits may then differ from those of an evaluation in slots.
+        It also does if generation runs during training. Its last bits may then differ from an evaluation in slots.
         """
         return self.continuous_generator is None or self.generates_async
 

@@ -54,7 +54,7 @@ def refused(config: Path, *overrides: str, resume: str = "never") -> str:
         ("optimizer.warmup_steps=4", "so the warm-up would not end"),
         ("logging.profile_steps=[2, 9]", "step 9 is beyond the run, which ends at run.steps = 4 (from yaml:"),
         ("logging.profile_steps=[0]", "logging.profile_steps[0]: expected greater than or equal to 1, got 0"),
-        ("checkpoint.best_metric=eval/acuracy", "do not measure 'eval/acuracy'; did you mean eval/accuracy?"),
+        ("checkpoint.best_metric=eval/acuracy", "or null to keep no best checkpoint; did you mean eval/accuracy?"),
         ("checkpoint.best_metric=reward/mean", "checkpoint.best_metric: evaluations do not measure 'reward/mean'"),
         ("checkpoint.every_minutes=0", "checkpoint.every_minutes: expected greater than 0, got 0"),
         ("mesh.shape='3,1,1'", "mesh.shape: '3,1,1' needs 3 devices, but there are 8"),
@@ -79,9 +79,7 @@ def test_samples_that_do_not_divide_over_the_devices(config: Path) -> None:
     message = refused(config, "rollout.prompts_per_step=5", fixed)
     assert "rollout.prompts_per_step: 5 prompts x rollout.group_size 4 = 20 samples" in message
     assert "the nearest values of rollout.prompts_per_step that fit: 4 or 6" in message
-    assert (
-        "or set algorithm.dynamic_microbatch: true instead of algorithm.rows_per_device, to allow any number" in message
-    )
+    assert "or set algorithm.dynamic_microbatch: true instead of algorithm.rows_per_device, for any number" in message
     message = refused(config, "algorithm.mini_batch_prompts=1", fixed)
     assert "the nearest values of algorithm.mini_batch_prompts that fit: 2" in message
 
