@@ -167,13 +167,13 @@ def _check_comparable(first: EvaluationResults, second: EvaluationResults) -> No
             was, now = (one.facts.get(name) for one in (first.metadata, second.metadata))
             if was != now:
                 raise InputError(
-                    f"--compare: {both} were judged by different functions named {first.judge}: {name} was "
-                    f"{was} and is now {now}"
+                    f"--compare: {both} were judged by different functions named {first.judge}: {name} is "
+                    f"{was} in the first and {now} in the second"
                 )
     if first.num_samples != second.num_samples:
         raise InputError(
-            f"--compare: {both} have different numbers of samples per prompt: eval.num_samples was "
-            f"{first.num_samples} and is now {second.num_samples}. The sign test would be biased even for one model; "
+            f"--compare: {both} have different numbers of samples per prompt: eval.num_samples is "
+            f"{first.num_samples} in the first and {second.num_samples} in the second. The sign test would be biased even for one model; "
             "evaluate one of them again with the eval.num_samples of the other and a new --out"
         )
     missing = [[uid for uid in a.groups if uid not in b.groups] for a, b in ((first, second), (second, first))]

@@ -57,7 +57,7 @@ class EvaluationComparison:
     num_better: int
     num_worse: int
     num_equal: int
-    """Prompts with higher, lower and equal accuracy; prompts without a value in both evaluations are not counted."""
+    """Prompts with higher, lower and equal accuracy; a prompt without a value on either side is not counted."""
     test: str
     p_value: float
     notes: Sequence[str]

@@ -83,7 +83,7 @@ def evaluate_model(resolved: Resolved, *, checkpoint: Path | None, out: Path | N
     """Generates answers to the held-out prompts, judges them and writes them to `out`.
 
     Several hosts share the prompts; the first one writes the file and is the only one to return a summary. A killed
-    evaluation continues from the files next to `out`, and a finished one is only read.
+    evaluation continues from the files next to `out`; the results of a finished one are only read.
 
     Raises:
         InputError: settings, model, checkpoint, prompts or output file cannot be used.

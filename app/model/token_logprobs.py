@@ -172,7 +172,7 @@ def completion_logprobs(
     logits_chunk: int,
     entropy_fn: EntropyFn = detached_entropy,
 ) -> tuple[Float32[Array, "R C"], Float32[Array, "R C"]]:
-    """Returns the logprob and entropy of each completion token of packed rows, in the forward pass of every role.
+    """Returns the logprob and entropy of each completion token of packed rows; every role runs this forward pass.
 
     Only the hidden states at `logits_indices` (the position before each target) pass through the LM head.
 

@@ -53,7 +53,7 @@ def check_packing(
     """Returns the largest |logprob in a shared row - logprob alone|, in nats, over all tokens of a few samples.
 
     In the first arrangement each sample of the row has its own segment; in the second, if prompts are shared, samples
-    of one prompt follow it in one segment. Only the first tokens of long samples are compared. A critic whose
+    of the same prompt share its segment. Only the first tokens of long samples are compared. A critic whose
     architecture differs from the policy's is also checked, by its values instead of logprobs.
 
     Raises:

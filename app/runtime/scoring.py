@@ -115,7 +115,7 @@ class ScoringSession:
     def _score_values(
         self, params: Params, samples: Sequence[Sample], *, batcher: MicroBatcher
     ) -> tuple[list[Sample], GlobalPlan]:
-        """Adds `values`, with one more value after a truncated sample if `algorithm.bootstrap_truncated` is set."""
+        """Adds `values`: one extra per truncated sample if `algorithm.bootstrap_truncated` is set."""
         assert self.critic is not None
         bootstraps = self.settings.algorithm.bootstrap_truncated
         inputs = [append_dummy_token(s) if bootstraps and s.finish_reason == "length" else s for s in samples]

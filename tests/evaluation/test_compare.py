@@ -177,9 +177,9 @@ def test_files_of_a_run_s_own_evaluations_are_compared_too(finished: Path) -> No
         ({"judge": "gsm8k"}, "judged by different functions: arithmetic and gsm8k"),
         (
             {"facts": {JUDGE_FILE: "x"}},
-            "functions named arithmetic: the judge's file was None and is now x",
+            "functions named arithmetic: the judge's file is None in the first and x in",
         ),
-        ({"facts": {JUDGE_FUNCTION: "b:arithmetic"}}, "the judge's function was None and is now b:arithmetic"),
+        ({"facts": {JUDGE_FUNCTION: "b:arithmetic"}}, "the judge's function is None in the first and b:arithmetic in"),
         ({"judge": None}, "a.jsonl has none; grpo evaluate --out writes such files"),
         ({"rewards": {"a": 1, "b": 0}}, "a.jsonl has the values of a, b"),
         (
@@ -188,7 +188,7 @@ def test_files_of_a_run_s_own_evaluations_are_compared_too(finished: Path) -> No
         ),
         (
             {"answers": [(answer, answer) for (answer,) in AFTER]},
-            "eval.num_samples was 1 and is now 2. The sign test would be biased even for one model; "
+            "eval.num_samples is 1 in the first and 2 in the second. The sign test would be biased even for one model; "
             "evaluate one of them again with the eval.num_samples of the other",
         ),
     ],

@@ -219,7 +219,7 @@ def test_a_conversation_over_the_context_fails_alone(judge: Path) -> None:
     outcomes, _ = loaded(judge).score(samples)
     failure = outcomes[2].failure
     assert failure is not None and failure.kind == "too long"
-    assert "score.reward.max_tokens_per_device holds 63" in failure.text
+    assert "score.reward.max_tokens_per_device holds only 63" in failure.text
     kept = [i for i in range(len(samples)) if i != 2]
     np.testing.assert_allclose(np.asarray([outcomes[i].value for i in kept], float), expected[kept], atol=1e-5)
 

@@ -235,7 +235,7 @@ def take_a_smaller_embedding(model: Path) -> None:
         (forget_a_size, "config.json: hidden_size is missing"),
         (keep_only_a_pickle, "has weights only as pickles (pytorch_model.bin)"),
         (keep_no_weights, "has neither model.safetensors nor model.safetensors.index.json"),
-        (truncate_weights, "model.safetensors: truncated, or not a safetensors file"),
+        (truncate_weights, "model.safetensors is truncated or not a safetensors file"),
         (
             transpose_a_tensor,
             "'model.layers.1.mlp.down_proj.weight' has shape (48, 32), expected (32, 48) from config.json",

@@ -55,7 +55,7 @@ class GgufFile:
         try:
             self._reader = GGUFReader(path)
         except (OSError, ValueError, KeyError, IndexError) as error:
-            raise InputError(f"{path}: not a complete GGUF file ({error}); download it again") from error
+            raise InputError(f"{path} is not a complete GGUF file ({error}); download it again") from error
         self._family = self.metadata("general.architecture")
         if self._family not in HUGGING_FACE_CLASSES:
             raise InputError(

@@ -1,6 +1,6 @@
 """The files of a model: a Hugging Face directory, a hub id, a GGUF file or a built-in model.
 
-Opening a model reads only JSON and headers; tensors are read one at a time. Pickles and remote code are never opened.
+Opening a model reads only JSON and headers; tensors are read one at a time. Pickles and remote code are never loaded.
 """
 
 from __future__ import annotations
@@ -254,7 +254,7 @@ def _open_safetensors(path: Path) -> Any:
     try:
         return safe_open(path, framework="numpy")
     except (SafetensorError, OSError) as error:
-        raise InputError(f"{path}: truncated, or not a safetensors file ({error}); download it again") from error
+        raise InputError(f"{path} is truncated or not a safetensors file ({error}); download it again") from error
 
 
 def _checked_shape(directory: Path, name: str, handle: Any) -> tuple[int, ...]:

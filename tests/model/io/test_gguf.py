@@ -235,7 +235,7 @@ def test_a_sliding_window_is_refused(tmp_path):
 def test_a_truncated_file_is_refused(tmp_path, kept_bytes):
     path = write_gguf(tmp_path / "a.gguf", "llama", random_checkpoint(biases=False, tied=True))
     path.write_bytes(path.read_bytes()[:kept_bytes])
-    with pytest.raises(InputError, match="not a complete GGUF file"):
+    with pytest.raises(InputError, match="is not a complete GGUF file"):
         open_model(str(path))
 
 

@@ -151,7 +151,7 @@ def test_a_directory_without_weights_is_refused(tmp_path):
 def test_a_truncated_safetensors_file_is_refused(tmp_path, kept_bytes):
     file = write_model(tmp_path) / "model.safetensors"
     file.write_bytes(file.read_bytes()[:kept_bytes])
-    with pytest.raises(InputError, match=r"model\.safetensors: truncated"):
+    with pytest.raises(InputError, match=r"model\.safetensors is truncated"):
         open_model(str(tmp_path))
 
 
