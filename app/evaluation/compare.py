@@ -172,8 +172,8 @@ def _check_comparable(first: EvaluationResults, second: EvaluationResults) -> No
                 )
     if first.num_samples != second.num_samples:
         raise InputError(
-            f"--compare: {both} have different numbers of samples per prompt: eval.num_samples is "
-            f"{first.num_samples} in the first and {second.num_samples} in the second. The sign test would be biased even for one model; "
+            f"--compare: {both} have different numbers of samples per prompt: eval.num_samples is {first.num_samples} "
+            f"in the first and {second.num_samples} in the second. The sign test would be biased even for one model; "
             "evaluate one of them again with the eval.num_samples of the other and a new --out"
         )
     missing = [[uid for uid in a.groups if uid not in b.groups] for a, b in ((first, second), (second, first))]

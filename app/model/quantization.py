@@ -148,9 +148,9 @@ def _dequantize(quantizer: KernelQuantizer, codes: Array, scales: Array, depends
 def _zero_depending_on(x: Array) -> UInt32[Array, ""]:
     """Returns a zero that depends on `x`.
 
-    Without it, codes would not depend on `x`, and with unrolled layers XLA's CPU scheduler would dequantize the kernels
-    of all layers first and keep them. An `optimization_barrier` does not help: XLA removes it before scheduling.
-    Other schedulers are not known to need this.
+    Without it, codes would not depend on `x`, and with unrolled layers XLA's CPU scheduler would dequantize all kernels
+    first and keep them. An `optimization_barrier` does not help: XLA removes it before scheduling. Other schedulers are
+    not known to need this.
     """
     first = x[(0,) * x.ndim].astype(jnp.float32)
     return jax.lax.bitcast_convert_type(first, jnp.uint32) >> 31 >> 1

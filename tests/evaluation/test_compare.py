@@ -180,7 +180,7 @@ def test_files_of_a_run_s_own_evaluations_are_compared_too(finished: Path) -> No
             "functions named arithmetic: the judge's file is None in the first and x in",
         ),
         ({"facts": {JUDGE_FUNCTION: "b:arithmetic"}}, "the judge's function is None in the first and b:arithmetic in"),
-        ({"judge": None}, "a.jsonl has none; grpo evaluate --out writes such files"),
+        ({"judge": None}, "a.jsonl has no values; use a file from grpo evaluate --out"),
         ({"rewards": {"a": 1, "b": 0}}, "a.jsonl has the values of a, b"),
         (
             {"answers": [*AFTER[:11], ("2", "2")]},
