@@ -61,7 +61,7 @@ def combine_params(trainable: ParamTree, frozen: ParamTree | None) -> ParamTree:
 
 
 def merge_adapters(params: ParamTree, lora: LoRAConfig | None) -> ParamTree:
-    """Returns the weights with adapters merged into kernels, W + (alpha / rank) A B in float32; the rest is unchanged."""
+    """Returns the weights with adapters merged into kernels, W + (alpha / rank) A B in float32; the rest unchanged."""
     flat = _flat(params)
     kernels = {
         (*path[:-1], "kernel"): _merge_kernel(flat[*path[:-1], "kernel"], down, flat[*path[:-1], LORA_B], lora)
