@@ -60,7 +60,7 @@ def refused(config: Path, *overrides: str, resume: str = "never") -> str:
         ("mesh.shape='3,1,1'", "mesh.shape: '3,1,1' needs 3 devices, but there are 8"),
         ("mesh.num_processes=2", "also set mesh.coordinator_address and mesh.process_id"),
         ("model.path=builtin:huge", "model.path: there is no built-in model 'builtin:huge'"),
-        ("data.source=builtin:algebra", "data.source: unknown 'builtin:algebra'"),
+        ("data.source=builtin:algebra", "data.source: there is no 'builtin:algebra'"),
     ],
 )
 def test_a_setting_that_cannot_be(config: Path, override: str, message: str) -> None:
