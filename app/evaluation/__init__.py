@@ -1,1 +1,1 @@
-"""Accuracy, pass@k and their intervals on held-out prompts, in training and on their own; comparison of two results."""
+"""Evaluation on held-out prompts, during training or standalone: accuracy, pass@k, intervals, comparison of results."""

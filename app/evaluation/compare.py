@@ -1,4 +1,4 @@
-"""`grpo evaluate --compare`: compares two evaluations of the same prompts. It needs no device."""
+"""`grpo evaluate --compare`: compares two evaluations of the same prompts, without a device."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ from app.reward.builtin_tasks import is_task_reward, reference_answer
 from settings.errors import InputError
 
 EXPECTED_DIFFERENCES = {MODEL, CHECKPOINT, PROMPTS}
-"""Facts that get no note if they differ: the labels name model and checkpoint, and the prompts are compared."""
+"""Facts that may differ without a note: labels show model and checkpoint, and the prompts are compared."""
 CHANGE_DECIMALS = 9
-"""Decimals of a difference; later ones come from adding the same values in another order."""
+"""Decimals kept of a difference; later ones may be rounding errors of the order of summation."""
 MAX_SHOWN = 8
-"""Sample numbers shown in an error."""
+"""Maximum number of sample numbers shown in an error."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class EvaluationResults:
 
 
 def compare_evaluations(before: Path, after: Path, *, plot_path: Path | None) -> EvaluationComparison:
-    """Computes the metrics of both files, their differences prompt by prompt, and a test of these.
+    """Computes the metrics of both files, their differences prompt by prompt, and a significance test.
 
     Raises:
         InputError: the files cannot be read or compared, or the plot cannot be written.
@@ -129,16 +129,16 @@ def read_evaluation_results(path: Path) -> EvaluationResults:
         if indices != [*range(num_samples)]:
             shown = ", ".join(map(str, indices[:MAX_SHOWN])) + ", ..." * (len(indices) > MAX_SHOWN)
             raise InputError(
-                f"--compare: {path} is incomplete: {uid} has samples {shown}, others 0 to {num_samples - 1}; run the "
-                "same grpo evaluate command again to complete it"
+                f"--compare: {path} is incomplete: {uid} has samples {shown}, others have 0 to {num_samples - 1}; run "
+                "the same grpo evaluate command again to complete it"
             )
     if num_samples > 1 and is_task_reward(judge):
         unanswered = [uid for uid, group in groups.items() if reference_answer(judge, group[0].prompt) is None]
         if unanswered:
             others = f" (and {len(unanswered) - 1:,} more prompts)" if len(unanswered) > 1 else ""
             raise InputError(
-                f"--compare: {path}: maj@k compares the majority's number with the answer, and `answer` of "
-                f"{unanswered[0]} holds no number{others}; grpo evaluate --out writes the answers of the data set there"
+                f"--compare: {path}: maj@k needs a number in `answer`, but {unanswered[0]} has none{others}; use a "
+                "file from grpo evaluate --out, which writes the answers of the data set there"
             )
     return EvaluationResults(path, metadata, judge, num_samples, groups)
 
@@ -149,10 +149,10 @@ def _find_judge(path: Path, metadata: EvaluationMetadata | None, samples: Sequen
         return metadata.facts[JUDGE]
     names = sorted({name for sample in samples for name in sample.rewards or {}})
     if len(names) != 1:
-        got = f"the values of {', '.join(names)}" if names else "none"
+        got = f"the values of {', '.join(names)}" if names else "no values"
         raise InputError(
-            f"--compare: expected the judged samples of an evaluation, whose `rewards` hold one value; {path} has "
-            f"{got}; grpo evaluate --out writes such files"
+            f"--compare: expected judged samples with one value each in `rewards`; {path} has {got}; use a file from "
+            "grpo evaluate --out"
         )
     return names[0]
 
@@ -167,13 +167,13 @@ def _check_comparable(first: EvaluationResults, second: EvaluationResults) -> No
             was, now = (one.facts.get(name) for one in (first.metadata, second.metadata))
             if was != now:
                 raise InputError(
-                    f"--compare: {both} were judged by different functions of the name {first.judge}: {name} was "
-                    f"{was} and is now {now}"
+                    f"--compare: {both} were judged by different functions named {first.judge}: {name} is "
+                    f"{was} in the first and {now} in the second"
                 )
     if first.num_samples != second.num_samples:
         raise InputError(
-            f"--compare: {both} have different numbers of samples per prompt: eval.num_samples was "
-            f"{first.num_samples} and is now {second.num_samples}. The sign test would be biased even for one model; "
+            f"--compare: {both} have different numbers of samples per prompt: eval.num_samples is {first.num_samples} "
+            f"in the first and {second.num_samples} in the second. The sign test would be biased even for one model; "
             "evaluate one of them again with the eval.num_samples of the other and a new --out"
         )
     missing = [[uid for uid in a.groups if uid not in b.groups] for a, b in ((first, second), (second, first))]
@@ -186,16 +186,16 @@ def _check_comparable(first: EvaluationResults, second: EvaluationResults) -> No
     for uid in first.groups:
         one, other = first.prompt(uid), second.prompt(uid)
         if (one.source, one.answer) != (other.source, other.answer):
-            raise InputError(f"--compare: {both} come from different data: question or answer of {uid} differs")
+            raise InputError(f"--compare: {both} come from different data: the question or answer of {uid} differs")
         if one.extra != other.extra and not is_task_reward(first.judge):
             raise InputError(
                 f"--compare: {both} come from different data: other columns of {uid} differ, and {first.judge} may "
-                "read them"
+                "use them"
             )
 
 
 def _prompt_differences(before: PromptTable, after: PromptTable, column: str) -> np.ndarray:
-    """Returns after - before for every prompt; NaN if it has no value before or after."""
+    """Returns after - before for every prompt; NaN for a prompt without a value before or after."""
     return np.round(after[column] - before[column], CHANGE_DECIMALS)
 
 
@@ -222,12 +222,12 @@ def _paired_metrics(
 
 
 def _notes(first: EvaluationResults, second: EvaluationResults, *, num_unjudged: int) -> Iterator[str]:
-    """Yields the other differences between the evaluations, and what is not known about them."""
+    """Yields notes on other differences between the evaluations, and on what is unknown about them."""
     if num_unjudged:
-        yield f"{num_unjudged} of the prompts have no value in one of the files; no count includes them"
+        yield f"{num_unjudged} of the prompts have no value in one of the files and are not counted"
     for one in (first, second):
         if one.metadata is None:
-            yield f"{metadata_path(one.path).name} does not exist, so the settings behind {one.path} are not known"
+            yield f"{metadata_path(one.path).name} does not exist, so the settings that produced {one.path} are unknown"
     if first.metadata and second.metadata:
         old, new = first.metadata.facts, second.metadata.facts
         for name in dict.fromkeys([*old, *new]):
@@ -235,4 +235,4 @@ def _notes(first: EvaluationResults, second: EvaluationResults, *, num_unjudged:
             if was != now and name not in EXPECTED_DIFFERENCES:
                 yield f"{name} differs" if name == "the tokenizer" else f"{name} was {was} and is now {now}"
     if any(not np.array_equal(first.prompt(uid).token_ids, second.prompt(uid).token_ids) for uid in first.groups):
-        yield "the prompts have other tokens: the tokenizer, the chat template or data.system_prompt differs"
+        yield "the prompts have different tokens: the tokenizer, the chat template or data.system_prompt differs"

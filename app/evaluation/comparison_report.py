@@ -35,7 +35,7 @@ class PairedMetric:
     """One metric before and after."""
 
     name: str
-    """Name of the metric."""
+    """Name as in `metrics.jsonl`, such as `eval/accuracy`."""
     before: MetricEstimate
     after: MetricEstimate
     difference: MetricEstimate
@@ -48,16 +48,16 @@ class EvaluationComparison:
 
     before: str
     after: str
-    """Label of the model that was evaluated."""
+    """Label of the evaluated model."""
     num_prompts: int
     judge: str
     has_plugin_judge: bool
-    """Whether a plug-in judges: its values need not be shares."""
+    """Whether the judge is a plug-in, whose values need not be shares."""
     metrics: Sequence[PairedMetric]
     num_better: int
     num_worse: int
     num_equal: int
-    """Prompts whose accuracy rose, fell and stayed the same; prompts without a value on one side are in none."""
+    """Prompts with higher, lower and equal accuracy; a prompt without a value on either side is not counted."""
     test: str
     p_value: float
     notes: Sequence[str]
@@ -122,7 +122,7 @@ class EvaluationComparison:
 
 
 def format_estimate(name: str, estimate: MetricEstimate, has_plugin_judge: bool) -> tuple[str, str]:
-    """Formats the value of a metric, and its interval, which is empty if there is none."""
+    """Returns a metric's value and its interval as text; the interval is empty if there is none."""
 
     def format_value(value: float | None) -> str:
         return format_metric(name, value, by_plug_in=has_plugin_judge)
@@ -131,7 +131,7 @@ def format_estimate(name: str, estimate: MetricEstimate, has_plugin_judge: bool)
 
 
 def is_shown(name: str, measured: MetricEstimate) -> bool:
-    """Tells whether a metric gets a row: error counts only if there were errors."""
+    """Returns whether a metric gets a row: it must have a value, and counts of errors must not be 0."""
     return measured.value is not None and (not name.endswith("_count") or measured.value > 0)
 
 
@@ -143,7 +143,7 @@ def check_plot_path(path: Path) -> None:
 
 
 def write_plot(path: Path, comparison: EvaluationComparison) -> None:
-    """Draws before and after with their intervals, and the differences; equal comparisons give equal bytes."""
+    """Plots before and after with their intervals, and the differences; equal comparisons produce equal bytes."""
     metrics = plottable_metrics(comparison)
     with new_figure(WIDTH, MARGIN + ROW_HEIGHT * max(len(metrics), 2), salt="paired", embed_text=True) as figure:
         _draw_axes(figure, comparison, metrics)
@@ -151,7 +151,7 @@ def write_plot(path: Path, comparison: EvaluationComparison) -> None:
 
 
 def plottable_metrics(comparison: EvaluationComparison) -> list[PairedMetric]:
-    """Returns the metrics that fit on one axis: the shares, or the values of a plug-in that judges."""
+    """Returns the metrics that fit on one axis: shares, or the accuracies of a plug-in judge."""
     if comparison.has_plugin_judge:
         return [row for row in comparison.metrics if row.name.startswith("eval/accuracy")]
     return [row for row in comparison.metrics if not row.name.endswith(("_length", "_count"))]
@@ -183,7 +183,7 @@ def _draw_axes(figure: Figure, comparison: EvaluationComparison, metrics: Sequen
 
 
 def _draw_points(axes: Axes, estimates: Sequence[MetricEstimate], places: np.ndarray, color: str, label: str) -> None:
-    """Draws each estimate as a dot in its interval, at its height."""
+    """Draws each estimate as a dot with its interval, at the given height."""
     values = np.array([np.nan if one.value is None else one.value for one in estimates])
     ends = np.array([one.interval or (value, value) for one, value in zip(estimates, values, strict=True)])
     style = {"fmt": "o", "color": color, "markersize": 5, "elinewidth": 1.6, "label": escape_label(label)}

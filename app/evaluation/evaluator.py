@@ -23,7 +23,7 @@ from settings import Settings
 
 
 def evaluation_batch_size(settings: Settings, num_prompts: int) -> int:
-    """Returns the prompts per batch on a host: no more rows than in a rollout, but at least one prompt."""
+    """Returns the number of prompts per batch on a host: at most the rows of a rollout, but at least one prompt."""
     rows = settings.rollout.prompts_per_step * settings.rollout.group_size
     return min(num_prompts, max(rows // settings.eval.num_samples, 1))
 
@@ -45,8 +45,8 @@ def generate_samples(
 ) -> Iterator[Sample]:
     """Yields the samples of the requested prompts of this host's shard, in order.
 
-    The group of a sample is the index of its prompt. All hosts must call this together; their numbers of prompts may
-    differ.
+    A sample's `group_id` is the index of its prompt. All hosts must call this together, but may request different
+    numbers of prompts.
 
     Raises:
         StoppedError: generation was stopped, on this host or another.
@@ -60,7 +60,7 @@ def _generate_in_batches(
 ) -> Iterator[Sample]:
     """Generates in fixed batches, and skips those without a requested prompt.
 
-    A sample then shares its batch with the same prompts, whichever are requested, and has the same bits.
+    A sample therefore shares its batch with the same prompts, whichever are requested, and is bit-identical.
     """
     shard, longest = host_shard(len(prompts)), max_shard_size(len(prompts))
     batch, requested = evaluation_batch_size(session.settings, longest), set(prompt_indices)
@@ -83,7 +83,7 @@ def _generate_in_batches(
 def _generate_from_queue(
     session: Session, weights: DecodeWeights, prompts: Sequence[Prompt], prompt_indices: Sequence[int]
 ) -> Iterator[Sample]:
-    """Generates from a queue, filled up with other prompts to the largest number that any host requests."""
+    """Generates from a queue, padded with other prompts to the largest number that any host requests."""
     num_queued = int(max_over_hosts(np.asarray(len(prompt_indices))))
     if not num_queued:
         return
@@ -107,5 +107,5 @@ def evaluation_estimates(samples: Sequence[Sample], settings: Settings) -> dict[
 
 
 def evaluation_metrics(samples: Sequence[Sample], settings: Settings) -> dict[str, float | None]:
-    """Returns the values of `evaluation_estimates`, as `metrics.jsonl` has them."""
+    """Returns the values of `evaluation_estimates`, as written to `metrics.jsonl`."""
     return {name: estimate.value for name, estimate in evaluation_estimates(samples, settings).items()}

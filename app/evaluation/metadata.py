@@ -1,4 +1,4 @@
-"""Metadata of an evaluation, in a file next to its samples: two evaluations are never taken for the same one."""
+"""Metadata of an evaluation, in a file next to its samples, so that different evaluations are never confused."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ JUDGE, PROMPTS, MODEL, CHECKPOINT = "the judge", "the prompts", "the model's fil
 JUDGE_FILE, JUDGE_FUNCTION = "the judge's file", "the judge's function"
 """Facts about a plug-in. A file is identified by its content, wherever it is; imported modules are not inspected."""
 JUDGE_SETTINGS = ("reward.batch_size", "reward.environment", "reward.max_characters")
-"""Settings that decide the input of a judge in another process."""
+"""Settings that determine the input of a judge that runs in another process."""
 CHANGEABLE_JUDGE_FACTS = (JUDGE_FILE, *JUDGE_SETTINGS)
 
 
@@ -29,11 +29,11 @@ class EvaluationMetadata:
     """Step of the checkpoint; None for the model of `model.path` itself."""
     data: str
     facts: Mapping[str, Any]
-    """Everything that decides the samples and their grades, by name, as JSON values."""
+    """Everything that determines the samples and their grades, by name, as JSON values."""
 
     @property
     def label(self) -> str:
-        """The name for people."""
+        """The name of the evaluation in printed output."""
         return self.model if self.step is None else f"{self.model}, step {self.step}"
 
     @property
@@ -43,7 +43,7 @@ class EvaluationMetadata:
 
     @property
     def without_judge_details(self) -> EvaluationMetadata:
-        """This metadata without the facts that may change while the judge keeps its name."""
+        """This metadata without the facts that may change although the judge keeps its name."""
         return self._without_facts(*CHANGEABLE_JUDGE_FACTS)
 
     def _without_facts(self, *names: str) -> EvaluationMetadata:
@@ -68,7 +68,7 @@ def write_metadata(samples: Path, metadata: EvaluationMetadata) -> None:
 
 
 def read_metadata(samples: Path) -> EvaluationMetadata | None:
-    """Reads the metadata of an evaluation's samples; None without the file. Raises InputError if it cannot be read."""
+    """Reads the metadata of an evaluation's samples; None without a file. Raises InputError if it cannot be read."""
     path = metadata_path(samples)
     if not path.is_file():
         return None

@@ -1,4 +1,4 @@
-"""Computes the metrics of an evaluation and their intervals from judged samples. It needs no device.
+"""Computes the metrics of an evaluation and their intervals from judged samples, without a device.
 
 Every metric is a mean over prompts. A table has one row per prompt: the samples of a prompt are one cluster, and two
 evaluations of the same prompts can be compared prompt by prompt.
@@ -32,7 +32,7 @@ DIFFICULTY, NON_BINARY_COUNT = "difficulty", "values that are neither 0 nor 1"
 
 
 def pass_at_k_sizes(num_samples: int) -> list[int]:
-    """Returns the k of pass@k: 2, 4, 8, ... and all samples. pass@1 is the accuracy."""
+    """Returns the values of k for pass@k: 2, 4, 8, ... and all samples. pass@1 is the accuracy."""
     return sorted({*(1 << i for i in range(1, num_samples.bit_length())), num_samples} - {1})
 
 
@@ -48,7 +48,7 @@ def pass_at_k(num_right: int, num_samples: int, k: int) -> float:
         ValueError: there are fewer than k samples.
     """
     if k > num_samples:
-        raise ValueError(f"pass@{k} of {num_samples} samples")
+        raise ValueError(f"pass@{k} needs at least {k} samples, got {num_samples}")
     # Python's integers are exact, so that only the quotient is rounded.
     return 1 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
 
@@ -73,11 +73,11 @@ def accuracy_metric_name(difficulty: float) -> str:
 
 
 def prompt_columns(samples: Sequence[Sample], *, judge: str, num_samples: int) -> dict[str, list[float]]:
-    """Returns a row for each prompt. The names of the columns do not depend on the samples.
+    """Returns columns with one value per prompt. Their names do not depend on the samples.
 
     Args:
-        samples: those of one prompt are next to each other.
-        judge: the reward function whose values say what is right.
+        samples: the judged samples, grouped by prompt.
+        judge: the reward function whose values determine correctness.
         num_samples: samples per prompt.
     """
     groups = [samples[i : i + num_samples] for i in range(0, len(samples), num_samples)]
@@ -115,7 +115,7 @@ def _majority_correct(group: Sequence[Sample], judge: str) -> float:
 
 
 def prompt_difficulty(prompt: Prompt | DatasetRow) -> float:
-    """Returns the difficulty of a prompt; NaN if the data have none, or one that is not a number."""
+    """Returns the difficulty of a prompt; NaN if it is missing or not a number."""
     difficulty = prompt.extra.get(DIFFICULTY)
     return float(difficulty) if isinstance(difficulty, int | float) else math.nan
 
@@ -123,8 +123,8 @@ def prompt_difficulty(prompt: Prompt | DatasetRow) -> float:
 def estimate_metrics(table: PromptTable, *, num_samples: int) -> dict[str, MetricEstimate]:
     """Returns the means over prompts, and the accuracy by difficulty if the data have one.
 
-    Accuracy is over the samples that the judge gave a value. The format rate is None unless a built-in task judges:
-    only tasks define a format. pass@k is None if the judge gives other values than 0 and 1.
+    Accuracy covers the samples with a value from the judge. The format rate is None unless a built-in task judges:
+    only tasks define a format. pass@k is None if the judge gives values other than 0 and 1.
     """
     is_binary = not table[NON_BINARY_COUNT].any()
 
@@ -167,7 +167,7 @@ def estimate_mean(column: np.ndarray, compute_interval: Callable[[np.ndarray], I
 
 
 def difficulty_levels(table: PromptTable) -> list[float]:
-    """Returns the difficulties in the data."""
+    """Returns the distinct difficulties of the prompts, in ascending order."""
     levels = table[DIFFICULTY]
     return np.unique(levels[~np.isnan(levels)]).tolist()
 
@@ -183,8 +183,9 @@ def check_best_metric(
     if not is_task_reward(judge):
         measured.remove(FORMAT_RATE)
     if name not in measured:
-        reason = f" when {judge} judges" if name == FORMAT_RATE else did_you_mean(nearest_names(name, measured))
+        when = f" when {judge} judges" if name == FORMAT_RATE else ""
+        suggestion = "" if when else did_you_mean(nearest_names(name, measured))
         raise InputError(
-            f"checkpoint.best_metric: evaluations do not measure {name!r}{reason} (they measure "
-            f"{', '.join(measured)}; null keeps no best checkpoint)"
+            f"checkpoint.best_metric: evaluations do not measure {name!r}{when}; choose one of "
+            f"{', '.join(measured)}, or null to keep no best checkpoint{suggestion}"
         )

@@ -17,12 +17,12 @@ from app.reward.builtin_tasks import is_task_reward
 
 @dataclass(frozen=True)
 class EvaluationSummary:
-    """The metrics of an evaluation, and what was evaluated."""
+    """The metrics of an evaluation, and a description of what was evaluated."""
 
     metadata: EvaluationMetadata
     num_prompts: int
     num_dropped: int
-    """Prompts that are longer than `data.max_prompt_length`."""
+    """Number of prompts dropped because they exceed `data.max_prompt_length`."""
     num_samples: int
     """Samples per prompt."""
     metrics: Mapping[str, MetricEstimate]
@@ -51,9 +51,9 @@ class EvaluationSummary:
         """The metrics over several samples that this judge cannot measure, each with the reason."""
         judge, lines = self.metadata.facts[JUDGE], []
         if any(name.startswith(PASS_AT_PREFIX) and one.value is None for name, one in self.metrics.items()):
-            lines.append(f"pass@k: {judge} gives other values than 0 and 1")
+            lines.append(f"pass@k: {judge} gives values other than 0 and 1")
         if pass_at_k_sizes(self.num_samples) and not is_task_reward(judge):
-            lines.append(f"maj@k: {judge} does not say which answer it reads")
+            lines.append(f"maj@k: {judge} does not report which answer it reads")
         return lines
 
     def to_text(self) -> str:

@@ -1,4 +1,4 @@
-"""The files of `grpo evaluate`: judged samples, and the samples that a killed evaluation had drawn."""
+"""The files of `grpo evaluate`: judged samples, and samples that a killed evaluation left behind."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SamplesByPrompt = Mapping[int, Sequence[Sample]]
 
 @dataclass(frozen=True)
 class EvaluationPrompts:
-    """The prompts of an evaluation, and the number of samples of each."""
+    """The prompts of an evaluation, and the number of samples per prompt."""
 
     prompts: Sequence[Prompt]
     num_samples: int
@@ -38,7 +38,7 @@ class EvaluationPrompts:
     def complete_samples(
         self, records: Iterable[tuple[int, Mapping[str, object] | InputError]], path: Path
     ) -> SamplesByPrompt:
-        """Returns the samples of the prompts that have all of them. Other and incomplete lines are skipped."""
+        """Returns the samples of the prompts that have all their samples. Incomplete and unknown lines are skipped."""
         places = {prompt.uid: place for place, prompt in enumerate(self.prompts)}
         samples: dict[int, dict[int, Sample]] = {}
         for line, record in records:
@@ -62,11 +62,11 @@ class EvaluationPrompts:
 
 
 class StoredSamples(NamedTuple):
-    """The content of the file of an evaluation."""
+    """The content of an evaluation's results file."""
 
     samples: SamplesByPrompt
     is_complete: bool
-    """Whether the file has every sample once, with its judgement, and nothing else."""
+    """Whether the file has every sample exactly once, judged, and nothing else."""
 
 
 def check_results_file(out: Path, metadata: EvaluationMetadata) -> None:
@@ -77,7 +77,7 @@ def check_results_file(out: Path, metadata: EvaluationMetadata) -> None:
 
 
 def read_results(out: Path, metadata: EvaluationMetadata, evaluation_prompts: EvaluationPrompts) -> StoredSamples:
-    """Returns the samples that the same evaluation has in its file; none if there is no file.
+    """Returns the samples that this evaluation has already stored in its file; none if there is no file.
 
     Raises:
         InputError: the file belongs to another evaluation.
@@ -92,16 +92,16 @@ def read_results(out: Path, metadata: EvaluationMetadata, evaluation_prompts: Ev
 
 
 def _is_judged(sample: Sample) -> bool:
-    """Returns whether the judge gave a value; a judge that failed may be fixed and asked again."""
+    """Returns whether the judge gave a value; a judge that failed may be fixed and run again."""
     return sample.rewards is not None and ERRORS_FIELD not in sample.extra
 
 
 def read_drawn_samples(
     out: Path, metadata: EvaluationMetadata, evaluation_prompts: EvaluationPrompts
 ) -> SamplesByPrompt:
-    """Returns what the hosts of a killed evaluation had drawn, as far as this host sees their files.
+    """Returns the samples that the hosts of a killed evaluation had generated, from the part files this host sees.
 
-    These samples have not been judged, so that the judge may have been another.
+    These samples have not been judged, so the killed evaluation may have had a different judge.
 
     Raises:
         InputError: a part file belongs to another evaluation.
@@ -113,12 +113,12 @@ def read_drawn_samples(
 
 
 def open_part_file(out: Path, metadata: EvaluationMetadata) -> PartFile:
-    """Returns the file to which this host appends its samples as they are drawn. Raises InputError as `PartFile`."""
+    """Returns the file to which this host appends samples once generated. Raises InputError as `PartFile` does."""
     return PartFile(per_host_path(part_path(out)), header=metadata.to_json(), command="evaluation")
 
 
 def _header_check(metadata: EvaluationMetadata) -> Callable[[Path, bytes], None]:
-    """Returns the check that a part file belongs to this evaluation, whoever judges it."""
+    """Returns a function that checks that a part file belongs to this evaluation, whatever the judge."""
 
     def check(path: Path, header: bytes) -> None:
         try:
@@ -137,8 +137,8 @@ def _has_results(out: Path, metadata: EvaluationMetadata) -> bool:
     stored = read_metadata(out)
     if stored is None:
         raise InputError(
-            f"--out: {out} exists without {metadata_path(out).name}, which would name its evaluation; give another "
-            "--out, or delete it"
+            f"--out: {out} exists without {metadata_path(out).name}, which would identify its evaluation; give "
+            "another --out, or delete the file"
         )
     if metadata.first_difference(stored) is not None and _has_failures(out):
         # All samples will be judged again.

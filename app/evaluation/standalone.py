@@ -83,7 +83,7 @@ def evaluate_model(resolved: Resolved, *, checkpoint: Path | None, out: Path | N
     """Generates answers to the held-out prompts, judges them and writes them to `out`.
 
     Several hosts share the prompts; the first one writes the file and is the only one to return a summary. A killed
-    evaluation continues from the files next to `out`, and a finished one is only read.
+    evaluation continues from the files next to `out`; the results of a finished one are only read.
 
     Raises:
         InputError: settings, model, checkpoint, prompts or output file cannot be used.
@@ -97,7 +97,7 @@ def evaluate_model(resolved: Resolved, *, checkpoint: Path | None, out: Path | N
     with ExitStack() as stack:
         enter_phase = stack.enter_context(join_hosts(inputs.settings, out=out or Path("evaluation")))
         facts = {name: str(value) for name, value in inputs.metadata.facts.items()}
-        # Hosts that write and hosts that do not would wait for each other.
+        # If only some hosts wrote, they and the others would wait for each other.
         check_hosts_agree(resolved, {**facts, "--out": "not given" if out is None else "given"})
         start = time.perf_counter()
         samples = _load_finished_samples(inputs, out)
@@ -118,7 +118,7 @@ def evaluate_model(resolved: Resolved, *, checkpoint: Path | None, out: Path | N
 
 
 def read_evaluation_input(settings: Settings, checkpoint: Path | None) -> EvaluationInput:
-    """Reads checkpoint, model and held-out prompts. Raises InputError if one of them cannot be used."""
+    """Reads the checkpoint, model and held-out prompts. Raises InputError if one of them cannot be used."""
     saved = None
     if checkpoint is not None:
         saved = PolicyCheckpoint.open(checkpoint)
@@ -165,7 +165,7 @@ def _build_metadata(
 
 
 def _load_finished_samples(inputs: EvaluationInput, out: Path | None) -> Sequence[Sample] | None:
-    """Returns the stored samples on the first host, none on the others; None without a complete file."""
+    """Returns the stored samples on the first host and none on other hosts; None without a complete file."""
     samples: Sequence[Sample] = ()
     is_complete = False
     with error_barrier():
@@ -186,7 +186,7 @@ def _generate_and_judge(
 ) -> Sequence[Sample]:
     """Returns the judged samples of this host's prompts, after writing those of all hosts to the results file.
 
-    What it opens, `stack` closes.
+    `stack` closes whatever is opened here.
     """
     shard, settings = host_shard(len(inputs.prompts)), inputs.settings
     with error_barrier():
@@ -216,7 +216,7 @@ def _generate_and_judge(
         enter_phase("save")
         with error_barrier():
             if jax.process_index() == 0:
-                # Before the results: a results file without metadata would be refused as somebody else's.
+                # Written before the results: a results file without metadata would be refused as another evaluation's.
                 write_metadata(out, inputs.metadata)
         write_collectively(out, [sample_json_lines(judged.samples, path=out)])
         with error_barrier():
@@ -250,7 +250,7 @@ def _generate_missing_samples(
 
 
 def load_decode_weights(inputs: EvaluationInput, session: Session) -> DecodeWeights:
-    """Loads the weights that generate; nothing else of the model stays on the devices. All hosts call this together."""
+    """Loads the decode weights; nothing else of the model stays on the devices. All hosts must call this together."""
     params = session.load_params() if inputs.saved_policy is None else load_policy_params(inputs.saved_policy, session)
     weights = session.engine.to_decode_weights(params)
     session.free_frozen_params()

@@ -1,1 +1,1 @@
-"""Where arrays are placed: topology, the table of axis rules, placement, submeshes."""
+"""Placement of arrays on devices: topology, axis rules, shardings and submeshes."""

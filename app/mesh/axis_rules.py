@@ -1,7 +1,7 @@
-"""The table from logical dims to mesh axes, and its application to a shape and a mesh.
+"""The table that maps logical dims to mesh axes, and its application to shapes and meshes.
 
-Weights name their dims in their declaration (`app.model.decoder`), and activations where they are constrained. No other
-package names mesh axes.
+The dims of weights are declared with them (`app.model.decoder`), and those of activations where they are constrained.
+No other module maps dims to mesh axes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jaxtyping import Array
 
 AXES = ("dp", "fsdp", "tp")
 ROW_AXES = ("dp", "fsdp")
-"""The axes of rows of a batch (prompts, samples, slots, packed rows)."""
+"""The axes over which the rows of a batch (prompts, samples, slots, packed rows) are split."""
 
 Dims = Sequence[str]
 """The names of an array's logical dims."""
@@ -45,7 +45,7 @@ def axis_size(mesh: Mesh | AbstractMesh, axes: str | tuple[str, ...] | None) -> 
 
 
 def partition_spec(dims: Sequence[str], shape: Sequence[int], mesh: Mesh | AbstractMesh) -> PartitionSpec:
-    """Returns the PartitionSpec of an array. A dim that its axis does not divide is replicated.
+    """Returns the PartitionSpec of an array. A dim whose size is not divisible by its axis is replicated.
 
     Raises:
         KeyError: a dim is not in the table.
@@ -56,7 +56,7 @@ def partition_spec(dims: Sequence[str], shape: Sequence[int], mesh: Mesh | Abstr
 
 
 def replicated_dims(dims: Sequence[str], shape: Sequence[int], mesh: Mesh) -> list[str]:
-    """Returns the dims that the table splits but that are replicated, because their axis does not divide them."""
+    """Returns the dims that are replicated although the table splits them, because their axis does not divide them."""
     return [
         dim
         for dim, size in zip(dims, shape, strict=True)
@@ -70,7 +70,7 @@ def sharding_tree(mesh: Mesh, shapes: Any, dims: Any) -> Any:
 
 
 def constrain(x: Array, *dims: str) -> Array:
-    """Returns `x` with the layout of its dims on the current mesh; unchanged if there is none."""
+    """Constrains `x` to the sharding of its dims on the current mesh; returns it unchanged without a mesh."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return x
@@ -87,14 +87,14 @@ def rows_per_device(num_rows: int) -> int:
 def shard_map_by_dims(
     function: Callable[..., tuple[Array, ...]], *, in_dims: Any, out_dims: Sequence[Dims]
 ) -> Callable[..., tuple[Array, ...]]:
-    """Returns the function applied to each device's part on the current mesh, if no device needs another's part.
+    """Returns a function that applies `function` to each device's part of its arguments on the current mesh.
 
-    Loops may have another length on each device. A dim is split if its axis divides it in every argument that has it;
-    otherwise it is replicated. The result cannot be differentiated.
+    No device may need another's part; loops may differ in length between devices. A dim is split if its axis divides it
+    in every argument that has it; otherwise it is replicated. The returned function cannot be differentiated.
 
     Args:
-        in_dims: dims of each argument, a tree of arrays; a tree of tuples of names.
-        out_dims: dims of each result; all are among `in_dims`.
+        in_dims: the dims of each argument, as a tree of tuples of names.
+        out_dims: the dims of each result, all of which occur in `in_dims`.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:

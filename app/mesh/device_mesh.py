@@ -18,7 +18,7 @@ from settings.schema.mesh import MeshSettings
 
 
 def num_hosts(mesh: DeviceMesh) -> int:
-    """Returns the number of hosts with devices on a mesh, which is 1 for a submesh."""
+    """Returns the number of hosts whose devices are in a mesh: 1 for a submesh."""
     return _count_hosts(mesh.devices.flat)
 
 
@@ -52,10 +52,10 @@ def parse_mesh_shape(text: str, *, num_devices: int, num_processes: int) -> tupl
 
 
 def make_mesh(settings: MeshSettings) -> DeviceMesh:
-    """Returns the mesh over all devices of all hosts. Axes are Auto: XLA places all arrays without a constraint.
+    """Returns the mesh over all devices of all hosts. Axes are Auto: XLA places arrays that have no constraint.
 
-    Devices are in the order that suits their links best, if each host's devices are contiguous then; otherwise host by
-    host.
+    Devices are in the best order for their links if this keeps each host's devices contiguous; otherwise they are
+    ordered host by host.
 
     Raises:
         InputError: `mesh.shape` does not fit the devices.
@@ -72,6 +72,6 @@ def make_mesh(settings: MeshSettings) -> DeviceMesh:
 
 
 def is_grouped_by_host(mesh: DeviceMesh) -> bool:
-    """Returns whether the devices of each host are contiguous, those of host 0 first."""
+    """Returns whether the devices of each host are contiguous, in the order of the hosts."""
     hosts = [host_index(device) for device in mesh.devices.flat]
     return hosts == sorted(hosts)

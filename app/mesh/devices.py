@@ -25,7 +25,7 @@ def simulate_slice(slice: TpuSlice | None) -> None:
 
 
 def missing_platform_error(platform: str, reason: str) -> InputError:
-    """Returns the error that the devices of `mesh.platform` are not available."""
+    """Returns the error for a `mesh.platform` whose devices are not available."""
     return InputError(f"mesh.platform: {platform} is not available: {reason}; or set mesh.platform: auto")
 
 
@@ -33,7 +33,7 @@ def global_devices(settings: MeshSettings) -> Sequence[Any]:
     """Returns all devices of all hosts, after `initialize_distributed`.
 
     Raises:
-        InputError: there are none of `mesh.platform`.
+        InputError: there are no devices of `mesh.platform`.
     """
     try:
         devices = jax.devices()
@@ -41,7 +41,7 @@ def global_devices(settings: MeshSettings) -> Sequence[Any]:
         if settings.platform == "auto":
             raise
         cause = f" ({str(error).splitlines()[0]})" if str(error) else ""
-        raise missing_platform_error(settings.platform, f"JAX found no device of it{cause}") from error
+        raise missing_platform_error(settings.platform, f"JAX found no such device{cause}") from error
     if settings.platform != "auto" and devices[0].platform != DEVICE_PLATFORMS[settings.platform]:
         raise missing_platform_error(settings.platform, f"JAX has started with {devices[0].platform} devices")
     return devices
@@ -74,7 +74,7 @@ def device_platform(device: Any) -> str:
 
 
 def device_kind(device: Any) -> str:
-    """Returns JAX's name of the device's kind."""
+    """Returns JAX's name for the kind of device."""
     return device.device_kind if _simulated_slice is None else _simulated_slice.chip.device_kind
 
 

@@ -1,4 +1,4 @@
-"""The links over which weights are gathered, and the least time that takes."""
+"""The links over which weights are gathered, and the least time that a gather takes."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from app.mesh.tpu_chips import TpuChip
 
 
 def num_hosts_per_weight(mesh: Mesh) -> int:
-    """Returns the number of hosts with shards of one weight's model dim; 1 if no weight is gathered across hosts."""
+    """Returns the number of hosts that share a weight's model dim; 1 if no weight is gathered across hosts."""
     return max(len(set(group)) for group in _gather_groups(mesh).tolist())
 
 
 def all_gather_time_s(mesh: Mesh, num_bytes: float, chip: TpuChip) -> float:
-    """Returns the seconds in which each device receives this many bytes of weights, without other traffic.
+    """Returns the seconds that each device takes to receive `num_bytes` of weights, without other traffic.
 
-    The bytes pass over all links of the chips if they are one slice; otherwise over the network of the hosts, where
-    every ring of devices that gathers across hosts leaves each host once.
+    Within one slice, the bytes use all links of the chips. Otherwise they use the hosts' network, where every ring of
+    devices that gathers across hosts leaves each host once.
     """
     slices = {getattr(device, "slice_index", 0) for device in mesh.devices.flat}
     if len(slices) == 1:
@@ -30,7 +30,7 @@ def all_gather_time_s(mesh: Mesh, num_bytes: float, chip: TpuChip) -> float:
 
 
 def _gather_groups(mesh: Mesh) -> np.ndarray:
-    """Returns the host of each device as [groups, devices]; a group has the shards of one model dim."""
+    """Returns the host of each device as [groups, devices]; a group shares one model dim."""
     axis = AXES.index(str(LOGICAL_AXIS_RULES["embed"]))
     hosts = np.vectorize(host_index, otypes=[int])(mesh.devices)
     return np.moveaxis(hosts, axis, -1).reshape(-1, mesh.devices.shape[axis])

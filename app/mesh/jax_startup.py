@@ -1,4 +1,4 @@
-"""The start of JAX on this host, and its joining with the other hosts."""
+"""Starts JAX on this host and joins the other hosts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ M_MMAP_THRESHOLD = -3
 MMAP_THRESHOLD_BYTES = 1 << 20
 
 SHUTDOWN_TIMEOUT_S = 60
-"""The time that a host waits at its end for the others."""
+"""The time that a finished host waits for the others."""
 
 PROXY_VARIABLES = {"http_proxy", "https_proxy", "all_proxy", "grpc_proxy"}
 NO_PROXY_VARIABLE = "no_grpc_proxy"
@@ -44,7 +44,7 @@ def initialize_distributed(settings: MeshSettings) -> None:
     `mesh.coordinator_address: auto` also under Slurm, Open MPI and Kubernetes. Otherwise this host runs alone.
 
     Raises:
-        InputError: hosts do not connect or have unexpected numbers, the port or the platform is not available, or hosts
+        InputError: a host is missing or has an unexpected id, the port or the platform is not available, or the hosts
             have different numbers of devices.
     """
     initialize_local(settings)
@@ -73,7 +73,7 @@ def initialize_distributed(settings: MeshSettings) -> None:
 
 
 def initialize_local(settings: MeshSettings) -> None:
-    """Sets up the backend of this host without joining others. Must run before any other use of JAX.
+    """Sets up the backend of this host without joining other hosts. Must run before any other use of JAX.
 
     Raises:
         InputError: the library for `mesh.platform` is not installed.
@@ -124,7 +124,7 @@ def _check_num_processes(settings: MeshSettings, member: ClusterMember | None) -
 
 
 def _bypass_proxies(member: ClusterMember) -> None:
-    """Excludes process 0 from gRPC's proxies, for which hosts would otherwise wait forever."""
+    """Makes gRPC connect to process 0 without a proxy, since hosts could wait forever for the proxy."""
     proxies = sorted(name for name in os.environ if name.lower() in PROXY_VARIABLES)
     if proxies:
         host = member.coordinator_address.rpartition(":")[0]
@@ -152,14 +152,14 @@ def _check_backend_installed(platform: str) -> None:
         "cuda": any("cuda" in name for name in plugins),
     }
     if not is_installed[platform]:
-        raise missing_platform_error(platform, f"JAX's library for it is not installed; pip install -e '.[{platform}]'")
+        raise missing_platform_error(platform, f"JAX's library for it is missing; run pip install -e '.[{platform}]'")
 
 
 def _configure_malloc() -> None:
     """Makes glibc allocate arrays of 1 MiB and more outside of its heap.
 
-    Its default threshold rises to 32 MiB after a larger array is freed. The per-layer decoding weights of a policy then
-    leave holes in the heap that no later array fits, and stay resident during the update.
+    Its default threshold can rise to 32 MiB as arrays are freed. The per-layer decoding weights of a policy would then
+    leave holes in the heap that fit no later array, and would stay resident during the update.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

@@ -27,7 +27,7 @@ def num_local_row_shards(mesh: Mesh) -> int:
 
 
 def check_rows_per_host(mesh: Mesh) -> None:
-    """Checks that each host has whole rows, and equally many.
+    """Checks that all hosts have whole rows, and the same number of them.
 
     Raises:
         InputError: tp spans hosts.
@@ -39,7 +39,7 @@ def check_rows_per_host(mesh: Mesh) -> None:
             fitting = [n for n in range(1, per_host + 1) if per_host % n == 0]
             raise InputError(
                 f"mesh.shape: tp = {tp} spans hosts {', '.join(map(str, sorted(set(group.tolist()))))} with {per_host} "
-                "devices each, but every host needs whole rows; keep tp inside a host: "
+                "devices each, but every host needs whole rows; keep tp within a host: "
                 f"{' or '.join(map(str, fitting))}"
             )
     assert len(set(np.bincount(hosts[:, 0])[np.unique(hosts)])) == 1, "hosts have equally many devices"
@@ -83,12 +83,12 @@ def abstract_arrays(shapes: Any, shardings: Any) -> Any:
 
 
 def bytes_per_device(tree: Any) -> int:
-    """Returns the bytes on each device of a tree of arrays or of shapes with shardings; splits are always even."""
+    """Returns the bytes per device of a tree of arrays or of shapes with shardings; splits are always even."""
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 HOST_MEMORY = "pinned_host"
-"""The kind of host memory that devices read directly."""
+"""The kind of host memory that devices can access directly."""
 
 
 def supports_host_memory(mesh: Mesh) -> bool:

@@ -1,7 +1,7 @@
 """Submeshes of this host's devices, whose programs do not wait for other hosts.
 
-One submesh has all devices of a host, and takes weights over from the mesh of all hosts. Disjoint parts of it are the
-submeshes of rollout workers.
+The host submesh has all devices of a host, and receives weights from the mesh of all hosts. Rollout workers have
+submeshes of disjoint parts of it.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ def assign_worker_devices(pools: dict[str, WorkerPoolSettings], *, num_devices: 
     that name none. On a single device, all workers take turns.
 
     Args:
-        pools: workers by dotted setting; no device is named twice.
+        pools: worker pools by dotted setting; no device may be named twice.
 
     Raises:
-        InputError: devices that do not exist, or fewer devices than workers.
+        InputError: a named device does not exist, or there are fewer devices than workers.
     """
     named = [device for pool in pools.values() for device in pool.devices or ()]
     for name, pool in pools.items():
@@ -58,7 +58,7 @@ def assign_worker_devices(pools: dict[str, WorkerPoolSettings], *, num_devices: 
 
 
 def _split_evenly(devices: Sequence[int], num_workers: int) -> list[tuple[int, ...]]:
-    """Returns equally many devices for each worker; the remaining devices stay idle."""
+    """Returns the same number of devices for each worker; the remaining devices stay idle."""
     each = len(devices) // max(num_workers, 1)
     return [tuple(devices[i * each : (i + 1) * each]) for i in range(num_workers)]
 
@@ -91,7 +91,7 @@ def host_submesh(mesh: Mesh) -> Mesh:
 
 
 def to_host_submesh(arrays: Any, mesh: Mesh) -> Any:
-    """Returns arrays that every host has whole as arrays on this host's submesh, without copying buffers.
+    """Returns arrays that every host holds completely as arrays on this host's submesh, without copying buffers.
 
     Args:
         arrays: a tree of arrays on a mesh whose `host_submesh` is `mesh`, split over tp at most.

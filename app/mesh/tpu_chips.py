@@ -1,6 +1,6 @@
 """The table of TPU chips, and the slices that virtual devices can simulate.
 
-`mesh.pretend: v4-16` shows the placement of a run on a slice that is not at hand. Imports no jax.
+`mesh.pretend: v4-16` shows a run's placement on a slice that is not available. This module does not import jax.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class TpuChip:
-    """A chip, which is one JAX device.
+    """A TPU chip, which is one JAX device.
 
     Source: the system architecture pages of Cloud TPU, https://cloud.google.com/tpu/docs/system-architecture-tpu-vm
     """
@@ -28,16 +28,16 @@ class TpuChip:
     """The prefix of JAX's `device_kind`."""
     hbm_bytes: int
     flops: float
-    """Dense bfloat16 peak per second."""
+    """Peak dense bfloat16 FLOPs per second."""
     hbm_bytes_per_s: float
     ici_bytes_per_s: float
-    """Bandwidth out of a chip over all its links together; the same comes in at the same time."""
+    """Outgoing bandwidth of a chip over all its links; the incoming bandwidth is the same."""
     dcn_bytes_per_s_per_host: float
-    """Bandwidth out of a host with `chips_per_host` chips."""
+    """Outgoing bandwidth of a host with `chips_per_host` chips."""
     chips_per_host: int
     """Chips per host in slices of several hosts."""
     cores_in_name: int
-    """Cores of a chip that slice names count: v4-16 is 8 chips with two cores each, v5e-16 is 16 chips."""
+    """Cores per chip as slice names count them: v4-16 is 8 chips with two cores each, v5e-16 is 16 chips."""
     max_chips_of_one_host: int
     """The largest number of chips in a slice of one host."""
 
@@ -53,7 +53,7 @@ TPU_CHIPS: Mapping[str, TpuChip] = MappingProxyType(
         )
     }
 )
-"""Chips by the prefix of slice names; v5e comes before v5p, since its kind starts with v5p's."""
+"""Chips by the prefix of slice names; v5e comes before v5p, since its device kind starts with v5p's."""
 
 SLICE_SIZES: Mapping[int, tuple[int, ...]] = MappingProxyType(
     {1: (1, 4, 8, 16, 32, 64, 128, 256), 2: (8, 16, 32, 64, 128, 256, 512)}
@@ -63,7 +63,7 @@ SLICE_SIZES: Mapping[int, tuple[int, ...]] = MappingProxyType(
 
 @dataclass(frozen=True)
 class TpuSlice:
-    """Connected chips on hosts with equally many each. Chip i is on host i // chips_per_host."""
+    """Connected chips, with the same number on each host. Chip i is on host i // chips_per_host."""
 
     name: str
     chip: TpuChip
@@ -86,7 +86,7 @@ def parse_slice(name: str) -> TpuSlice:
     if match is None or chip is None or int(match[2]) not in SLICE_SIZES[chip.cores_in_name]:
         names = [f"{chip.name}-{size}" for chip in TPU_CHIPS.values() for size in SLICE_SIZES[chip.cores_in_name]]
         suggestion = did_you_mean(nearest_names(name, names)[:3])
-        raise InputError(f"mesh.pretend: got {name!r}{suggestion}; known: {', '.join(names)}")
+        raise InputError(f"mesh.pretend: got {name!r}; known: {', '.join(names)}{suggestion}")
     num_chips = int(match[2]) // chip.cores_in_name
     chips_per_host = num_chips if num_chips <= chip.max_chips_of_one_host else chip.chips_per_host
     return TpuSlice(match[0], chip, num_chips, chips_per_host)

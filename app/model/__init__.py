@@ -1,1 +1,1 @@
-"""The network: its shape, its weights, its forward pass and what training needs of it."""
+"""The network: architecture, forward pass, decoding, logprobs, adapters, and reading of checkpoints."""

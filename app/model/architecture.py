@@ -1,4 +1,4 @@
-"""The description of a network for the decoder: its sizes, and a switch for each difference between families."""
+"""The sizes of a decoder network, and a switch for each difference between model families."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ class Architecture:
     query_scale: float | None = None
     """Factor of the attention scores; None = 1 / sqrt(head_dim)."""
     attention_soft_cap: float | None = None
-    """Cap of attention scores s, which become cap tanh(s / cap) before the mask."""
+    """Soft cap of the attention scores: s becomes cap tanh(s / cap) before masking."""
     logit_soft_cap: float | None = None
-    """Cap of the logits, applied before the temperature."""
+    """Soft cap of the logits, applied before the temperature."""
     query_key_norms: bool = False
-    """Whether the queries and keys of each head are normed before rotation."""
+    """Whether each head's queries and keys are normalized before rotation."""
     post_norms: bool = False
-    """Whether the outputs of attention and MLP are normed before they are added to the residual."""
+    """Whether the outputs of attention and MLP are normalized before they are added to the residual."""
     centered_norms: bool = False
-    """Whether norms multiply by 1 + scale in float32; otherwise by scale in the compute type."""
+    """Whether norms multiply by 1 + scale in float32 instead of by scale in the compute type."""
     activation: Literal["silu", "gelu_tanh"] = "silu"
     scaled_embeddings: bool = False
     """Whether embeddings are multiplied by sqrt(model_dim), rounded to the compute type."""
 
     @property
     def layer_windows(self) -> tuple[int | None, ...]:
-        """The window of each layer, with one entry per layer for every family."""
+        """The window of each layer, with one entry per layer even if `windows` is empty."""
         return self.windows or (None,) * self.num_layers

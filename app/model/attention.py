@@ -19,7 +19,7 @@ from app.model.score_mod import DEFAULT_SCORE_MOD, MASK_VALUE, ScoreMod, apply_s
 from app.model.segment_layout import SegmentLayout, Window, attention_mask
 
 BLOCKING_BY_BACKEND = {"cpu": Blocking(block_size=64, pairs_per_iteration=1)}
-"""Blocking by backend: on a CPU a pair of blocks fits its cache; other backends need many pairs to be busy."""
+"""Blocking by backend: on a CPU one pair of blocks fits the cache; other backends need many pairs to stay busy."""
 PARALLEL_BLOCKING = Blocking(block_size=128, pairs_per_iteration=128)
 
 
@@ -86,12 +86,12 @@ def packed_attention(
     """Returns causal attention inside each sample of packed rows. The result is finite but meaningless on padding.
 
     Args:
-        pairs: `make_block_pairs` of these rows for this window among others; computed here if None.
+        pairs: the result of `make_block_pairs` for these rows and `window`; computed here if None.
     """
     num_tokens, size = query.shape[1], backend_blocking().block_size
     if num_tokens <= size:
         return dot_product_attention(query, keys, values, attention_mask(layout, layout, 0, window), score_mod)
-    # JAX has no return type for custom_vjp functions.
+    # JAX declares no return type for custom_vjp functions.
     mixed: Any = block_attention(
         _pad_to_blocks(query, size, axis=1),
         _pad_to_blocks(keys, size, axis=2),
@@ -106,7 +106,7 @@ def packed_attention(
 
 
 def _pad_to_blocks(x: Array, size: int, *, axis: int) -> Array:
-    """Pads the tokens of an array at their end to a multiple of `size`."""
+    """Pads an array's token dim at the end to a multiple of `size`."""
     widths = [(0, 0)] * x.ndim
     widths[axis] = (0, -x.shape[axis] % size)
     return jnp.pad(x, widths)
@@ -121,10 +121,10 @@ def cached_attention(
     window: int | None = None,
     score_mod: ScoreMod = DEFAULT_SCORE_MOD,
 ) -> Float[Array, "B 1 Q H"]:
-    """Returns attention of one new token per slot, at `positions`, over the cache up to and including its own entry.
+    """Returns the attention of one new token per slot over the cache entries up to its own, at `positions`.
 
     Args:
-        window: the number of entries that are visible, its own included; None = all.
+        window: the number of visible entries, including the token's own; None = all.
     """
     slots = jnp.arange(keys.shape[2])[None, :]
     visible = slots <= positions[:, None]

@@ -1,7 +1,7 @@
 """Attention over long packed rows, computed only for pairs of blocks with visible entries.
 
-The [T, T] scores of a row are never stored, in neither pass. Pairs of blocks are skipped if all their entries are
-masked: by other segments, sibling completions, causality or a window.
+Neither the forward nor the backward pass stores a row's [T, T] scores. A pair of blocks is skipped if all its entries
+are masked by segments, sibling completions, causality or a window.
 
 Source: Dao et al. 2022, FlashAttention, algorithms 1 and 4; here as one loop over pairs of blocks.
 """
@@ -36,11 +36,11 @@ INPUT_DIMS = (
 )
 
 ATTENTION_CHECKPOINT_NAME = "attention"
-"""The name in `jax.checkpoint` policies of results that save the backward pass a second forward loop."""
+"""Name of the attention outputs in `jax.checkpoint` policies; saving them avoids a second forward loop."""
 
 
 class Blocking(NamedTuple):
-    """The split of rows into blocks, and the number of pairs computed at once; static."""
+    """The block size and the number of pairs computed at once; a static argument of compiled functions."""
 
     block_size: int
     """Tokens per block."""
@@ -62,7 +62,7 @@ def block_attention(
     """Returns softmax(cap(scale q k^T)) v over the visible keys, and 0 on padding. T is a multiple of the block size.
 
     Args:
-        pairs: `block_pairs` of these rows for this window among others.
+        pairs: the result of `block_pairs` for these rows, with `window` among its windows.
     """
     return _forward(query, keys, values, layout, pairs, window, score_mod, blocking)[0]
 
@@ -91,7 +91,7 @@ block_attention.defvjp(_forward, _backward)
 class BlockLoop(NamedTuple):
     """The inputs of the loop by block number, and the pairs of each iteration.
 
-    The G query heads that share a key head are stacked: the scores of a pair are one product per key head.
+    The G query heads that share a key head are stacked, so the scores of a pair take one product per key head.
     """
 
     query: Float[Array, "blocks K G*size H"]
@@ -138,7 +138,7 @@ class BlockLoop(NamedTuple):
         return (self.num_pairs + at_once - 1) // at_once
 
     def visible_mask(self, iteration: Array) -> Bool[Array, "pairs_at_once size size"]:
-        """Returns which entries of an iteration's pairs are visible; none of the pairs that pad the last iteration."""
+        """Returns the mask of visible entries of an iteration's pairs; False in the padding of the last iteration."""
         at_once, size = self.query_blocks.shape[1], self.keys.shape[2]
         query_blocks, key_blocks = self.query_blocks[iteration], self.key_blocks[iteration]
         queries, keys = (SegmentLayout(*(x[blocks] for x in self.layout)) for blocks in (query_blocks, key_blocks))
@@ -148,13 +148,13 @@ class BlockLoop(NamedTuple):
 
 
 class PairScores(NamedTuple):
-    """The inputs and scores of the pairs of one iteration; float32."""
+    """The float32 inputs and scores of one iteration's pairs."""
 
     scaled_query: Float32[Array, "pairs K G*size H"]
     keys: Float32[Array, "pairs K size H"]
     values: Float32[Array, "pairs K size H"]
     scores: Float32[Array, "pairs K G*size size"]
-    """Soft-capped scores, MASK_VALUE where the key is not visible."""
+    """Soft-capped scores; MASK_VALUE for invisible keys."""
     soft_cap_slope: Float32[Array, "pairs K G*size size"] | None
     """The derivative of the soft cap; None without one."""
 
@@ -179,7 +179,7 @@ def _score_scale(score_mod: ScoreMod, query: Float[Array, "*dims H"]) -> float:
 
 
 def _attend_blocks(score_mod: ScoreMod, blocking: Blocking, *inputs: Any) -> tuple[Array, Array]:
-    """Returns the attention of one device's inputs, and the log of each softmax's normalizer."""
+    """Returns one device's attention output, and the logarithm of each softmax normalizer."""
     query = inputs[0]
     loop = BlockLoop.from_rows(*inputs, blocking=blocking)
 
@@ -188,7 +188,7 @@ def _attend_blocks(score_mod: ScoreMod, blocking: Blocking, *inputs: Any) -> tup
         blocks = loop.query_blocks[iteration]
         scores = _pair_scores(loop, iteration, score_mod)
         new_highest = highest.at[blocks].max(scores.scores.max(axis=-1))
-        # Several pairs at once may contain a block twice.
+        # Pairs computed together may share a query block, which must be rescaled only once.
         touched = blocks if blocking.pairs_per_iteration == 1 else slice(None)
         shrink = jnp.exp(highest[touched] - new_highest[touched])
         weights = scores.weights(new_highest[blocks])
@@ -208,7 +208,7 @@ def _attend_blocks(score_mod: ScoreMod, blocking: Blocking, *inputs: Any) -> tup
 def _attention_grads(
     score_mod: ScoreMod, blocking: Blocking, *inputs_and_outputs: Any
 ) -> tuple[Float[Array, "R T Q H"], Float[Array, "R K T H"], Float[Array, "R K T H"]]:
-    """Returns the gradients of one device's query, keys and values. The scores are recomputed in each iteration."""
+    """Returns the gradients of one device's query, keys and values; each iteration recomputes its scores."""
     *inputs, mixed, normalizer, mixed_grad = inputs_and_outputs
     query, keys, values, *_ = inputs
     loop = BlockLoop.from_rows(*inputs, blocking=blocking)

@@ -13,26 +13,26 @@ from app.mesh.axis_rules import shard_map_by_dims
 from app.model.segment_layout import SegmentLayout, Window
 
 UNREACHABLE = 2**30
-"""The distance of keys that are not visible; larger than any window."""
+"""The distance assigned to invisible keys; larger than any window."""
 
 
 class BlockPairs(NamedTuple):
     """The pairs of query and key blocks with visible entries, as one list for all rows of a device.
 
-    Blocks are numbered along the first row, then along the next. The list has the shape of the rows, so that it is
-    split over devices like them. It is read from the front, and its rest is never read.
+    Blocks are numbered row by row. The list is shaped like the rows, so it is split over devices in the same way.
+    Attention reads it from the front, up to the last pair inside its window.
     """
 
     query_block: Int32[Array, "R pairs"]
     key_block: Int32[Array, "R pairs"]
     distance: Int32[Array, "R pairs"]
-    """Positions from the nearest visible key of the pair to its query. Pairs inside the narrowest window come first."""
+    """Smallest distance from a query of the pair to a key it sees. Pairs inside the narrowest window come first."""
 
 
 def block_pairs(layout: SegmentLayout, windows: Sequence[Window], size: int) -> BlockPairs:
-    """Returns the pairs of blocks of `size` tokens with a visible entry in a layer with any of these windows.
+    """Returns the pairs of `size`-token blocks with a visible entry in layers with any of these windows.
 
-    T is a multiple of `size`. Relies on the token order of `SegmentLayout`; costs T * T / size.
+    T must be a multiple of `size`. Relies on the token order of `SegmentLayout`; the cost per row is T * T / size.
     """
     rows = ("rows", "tokens")
     widths = [UNREACHABLE if window is None else window for window in windows]
@@ -41,7 +41,7 @@ def block_pairs(layout: SegmentLayout, windows: Sequence[Window], size: int) -> 
         distance = _block_distances(SegmentLayout(*layout), size)
         num_rows, num_blocks, _ = distance.shape
         flat = distance.ravel()
-        # Stable, so that pairs of the same query block stay together.
+        # The sort is stable, so pairs of the same query block stay together.
         needs = sum((flat >= width).astype(jnp.int32) for width in widths)
         # A row of n blocks has at most n (n + 1) / 2 causal pairs.
         order = jnp.argsort(needs, stable=True)[: num_rows * num_blocks * (num_blocks + 1) // 2]
@@ -54,10 +54,10 @@ def block_pairs(layout: SegmentLayout, windows: Sequence[Window], size: int) -> 
 
 
 def _block_distances(layout: SegmentLayout, size: int) -> Int32[Array, "R blocks blocks"]:
-    """Returns the smallest distance of a query to a visible key, for each pair of blocks; UNREACHABLE if there is none.
+    """Returns the smallest distance from a query to a key it sees, per pair of blocks; UNREACHABLE without such a key.
 
     A run is a prompt or a completion: the tokens of one segment and branch. Runs are numbered along the row, so the
-    keys of a block are in runs `first` to `last`. A query sees its own run and that of its prompt.
+    keys of a block are in runs `first` to `last`. A query sees its own run and its prompt's run.
     """
     segment_ids, branch_ids, positions = layout
     num_rows, num_tokens = segment_ids.shape

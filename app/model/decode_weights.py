@@ -1,4 +1,4 @@
-"""The policy's weights in the form that decodes fastest."""
+"""The policy's weights, laid out for fast decoding."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from settings.schema.rollout import DecodeLayout
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DecodeWeights:
-    """The policy's weights in the form that decodes fastest.
+    """The policy's weights, laid out for fast decoding.
 
-    Each layer has its own arrays, already in the compute type: slicing stacked arrays and casting would copy them at
+    Each layer has its own arrays, already in the compute type: slicing and casting stacked arrays would copy them for
     every token.
     """
 
@@ -50,14 +50,14 @@ def make_decode_weights(
         )
 
     constrained = jax.tree.map(constrain_param, _cast_params(params, dtype), definition.dims)
-    # The stacked blocks stay in the tree as empty leaves so that the graph still fits it.
+    # The stacked blocks stay in the tree as empty leaves, so that the tree still fits the graph.
     rest = {**constrained, "blocks": jax.tree.map(lambda x: x[:0], constrained["blocks"])}
     num_layers = jax.tree.leaves(params["blocks"])[0].shape[0]
     return DecodeWeights(rest, tuple(layer_params(i) for i in range(num_layers)), layout)
 
 
 def _cast_params(params: Params, dtype: jnp.dtype) -> Params:
-    """Casts weights to the compute type, except quantized kernels, which then dequantize as in training."""
+    """Casts weights to the compute type, except quantized kernels, which are dequantized as in training."""
     flat = flatten_by_path(params)
     return unflatten_dict({path: x if path[-1] in (CODES, SCALES) else x.astype(dtype) for path, x in flat.items()})
 
@@ -70,9 +70,9 @@ def make_merged_decode_weights(
     *,
     merge: Callable[[Params], Params],
 ) -> DecodeWeights:
-    """Returns the decode weights of a network whose adapters `merge` adds to its kernels.
+    """Returns decode weights with the adapters merged into the kernels by `merge`.
 
-    Works layer by layer: merged all at once, the weights would be in memory twice, in float32 and in the compute type.
+    Works layer by layer: merging all layers at once would hold them in memory both in float32 and in the compute type.
     """
 
     def layer_params(layer: int) -> DecodeWeights:
@@ -91,7 +91,7 @@ def decode_dims(dims: tuple[str, ...], layout: DecodeLayout) -> tuple[str, ...]:
 def abstract_decode_weights(
     definition: DecoderDefinition, mesh: Mesh, dtype: jnp.dtype, layout: DecodeLayout = "gathered"
 ) -> DecodeWeights:
-    """Returns the shapes and shardings of `make_decode_weights`."""
+    """Returns the result of `make_decode_weights` as shapes with shardings."""
     shapes = jax.eval_shape(lambda params: make_decode_weights(definition, params, dtype, layout), definition.shapes)
     dims = jax.tree.map(lambda _, dims: decode_dims(dims, layout), definition.shapes, definition.dims)
     layer_dims = jax.tree.map(lambda _, dims: dims[1:], definition.shapes["blocks"], dims["blocks"])

@@ -36,20 +36,20 @@ from app.model.segment_layout import SegmentLayout
 from settings.schema.lora import Quantization
 
 Params = dict[str, Any]
-"""A nested dict of arrays: the form in which packages pass weights to each other."""
+"""A nested dict of arrays: the form in which packages exchange weights."""
 
 ParamPath = tuple[str, ...]
 
 INITIAL_STDDEV = 0.02
 
 NO_WINDOW = UNREACHABLE
-"""The window of a layer without one, in a scan that also has layers with a window."""
+"""The window of full-attention layers in a scan over layers with and without windows."""
 
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True)}
 
 
 def flatten_by_path(tree: Params) -> dict[ParamPath, Any]:
-    """Returns the leaves of a nested dict by their path of keys."""
+    """Returns the leaves of a nested dict by key path."""
     return dict(flatten_dict(tree))
 
 
@@ -61,7 +61,7 @@ def make_param(
     param_class: type[nnx.Param] = nnx.Param,
     dtype: Any = jnp.float32,
 ) -> nnx.Param:
-    """Returns a parameter with these sizes by logical dim."""
+    """Returns a new parameter with the given size of each logical dim."""
     initializers = {
         "normal": nnx.initializers.normal(INITIAL_STDDEV),
         "ones": nnx.initializers.ones,
@@ -73,7 +73,7 @@ def make_param(
 class RMSNorm(nnx.Module):
     """Root-mean-square layer norm over the last dim: x / sqrt(mean(x^2) + eps) * scale. Source: Zhang & Sennrich 2019.
 
-    A centered norm multiplies by 1 + scale, and rounds to the compute type only after that. The scale is stored as in
+    A centered norm multiplies by 1 + scale and rounds to the compute type only afterwards. The scale is stored as in
     the checkpoint: with the 1 added, an export would not reproduce it bit for bit.
     """
 
@@ -92,19 +92,19 @@ class RMSNorm(nnx.Module):
 
 
 def identity(x: Array) -> Array:
-    """Returns its argument: the norm of a family that has none at this place."""
+    """Returns its argument; takes the place of a norm that the family does not have."""
     return x
 
 
 PROJECTION_CHECKPOINT_NAME = "product"
-"""The name of a projection's products in `jax.checkpoint` policies."""
+"""Name of the projection outputs in `jax.checkpoint` policies."""
 
 
 class Projection(nnx.Module):
     """A product with a kernel, input dims first, and a bias if the family has one.
 
-    With an adapter it is x W + scale (x A) B; A and B are zeros until `app.model.lora.init_adapters`. A quantized W,
-    also zeros at first, is dequantized to float32 for each product.
+    With an adapter it computes x W + scale (x A) B; A and B are zeros until `app.model.lora.init_adapters`. A quantized
+    W, also zeros at first, is dequantized to float32 for each product.
     """
 
     def __init__(
@@ -152,14 +152,14 @@ class Projection(nnx.Module):
             kernel = self.quantizer.dequantize(codes, scales, depends_on=x)
             return contract_dims(x, kernel, num_dims=self.num_input_dims)
 
-        # Kernels are dequantized again in the backward pass: otherwise the floats of all layers would be kept for it.
+        # The backward pass dequantizes kernels again; otherwise the float kernels of all layers would be kept for it.
         return jax.checkpoint(dequantize_and_contract, prevent_cse=False)(x, self.codes[...], self.scales[...])
 
 
 def contract_dims(
     x: Float[Array, "R T *inputs"], matrix: Float[Array, "*inputs *outputs"], *, num_dims: int
 ) -> Float[Array, "R T *outputs"]:
-    """Returns the product over the last `num_dims` dims of `x`, which are the first of the matrix."""
+    """Contracts the last `num_dims` dims of `x` with the first `num_dims` dims of the matrix."""
     dims = tuple(range(x.ndim - num_dims, x.ndim)), tuple(range(num_dims))
     return jax.lax.dot_general(x, matrix.astype(x.dtype), (dims, ((), ())))
 
@@ -171,7 +171,7 @@ AttentionFn = Callable[[Array, Array, Array], tuple[Array, Any]]
 class Block(nnx.Module):
     """One decoder layer: x + attention(norm(x)), then x + mlp(norm(x)).
 
-    Some families also norm queries and keys per head, and the outputs of attention and MLP before they are added.
+    Some families also normalize queries and keys per head, and the outputs of attention and MLP before adding them.
     """
 
     def __init__(self, arch: Architecture, rngs: nnx.Rngs, lora: LoRAConfig | None, quantization: Quantization | None):
@@ -229,8 +229,8 @@ REMAT_POLICIES: Mapping[str, Callable[[Callable], Callable]] = MappingProxyType(
 )
 """What the backward pass recomputes in each layer, by `remat`.
 
-`none`: nothing. `minimal`: everything except the products with weights, with the adapter's part, and the attention of
-long rows; so no [tokens, tokens] array and no elementwise result is kept. `block`: everything except the layer's input.
+`none`: nothing. `minimal`: everything except projection outputs (adapters included) and the attention of long rows, so
+no [tokens, tokens] array or elementwise result is kept. `block`: everything except the layer's input.
 `prevent_cse` is not needed, since the forward and the backward scan are separate loops."""
 
 
@@ -250,7 +250,7 @@ class LMHead:
 
 
 class Trunk(nnx.Module):
-    """Token embedding, L blocks and final norm, which all networks of a family share."""
+    """Token embedding, L blocks and final norm: the part that all networks of a family share."""
 
     def __init__(
         self,
@@ -266,7 +266,7 @@ class Trunk(nnx.Module):
         self.make_head(arch, rngs)
 
     def make_head(self, arch: Architecture, rngs: nnx.Rngs) -> None:
-        """Adds the parameters of the head."""
+        """Adds the parameters of the head; a bare trunk has none."""
 
     @property
     def score_mod(self) -> ScoreMod:
@@ -281,7 +281,7 @@ class Trunk(nnx.Module):
         return constrain(x, "rows", "tokens", "activation")
 
     def angles(self, positions: Int32[Array, "R T"]) -> tuple[Float[Array, "R T half"], Float[Array, "R T half"]]:
-        """Returns the rotary angles of layers with full attention, and of those with a window."""
+        """Returns the rotary angles of full-attention layers, and those of windowed layers."""
         arch = self.architecture
         ropes = (arch.rope,) if arch.windowed_rope is None else (arch.rope, arch.windowed_rope)
         angles = [positions[..., None].astype(jnp.float32) * rope_frequencies(rope, arch.head_dim) for rope in ropes]
@@ -305,7 +305,7 @@ class Trunk(nnx.Module):
         graph, stacked = nnx.split(self.blocks)
         whole, windowed = self.angles(layout.positions)
         pairs = make_block_pairs(layout, sorted({w or NO_WINDOW for w in arch.layer_windows}))
-        # Scanned together with the weights: one body serves layers with a window and layers without.
+        # Scanned together with the weights, so that one body serves layers with and without a window.
         windows = jnp.array([w or NO_WINDOW for w in arch.windows], jnp.int32) if arch.windows else None
 
         def layer(x: Array, one: tuple[nnx.State, Array | None]) -> tuple[Array, None]:
@@ -325,7 +325,7 @@ class Trunk(nnx.Module):
 
 
 class Decoder(Trunk):
-    """A trunk and an LM head, which is the embedding itself if they are tied."""
+    """A trunk and an LM head, which is the embedding itself if the two are tied."""
 
     def make_head(self, arch: Architecture, rngs: nnx.Rngs) -> None:
         if not arch.tied_embeddings:
@@ -338,7 +338,7 @@ class Decoder(Trunk):
 
 
 class ValueDecoder(Trunk):
-    """A trunk and a value head, which gives one number per token. A new head is zeros, so every value starts at 0."""
+    """A trunk and a value head, which outputs one number per token. A new head is zeros, so every value starts at 0."""
 
     def make_head(self, arch: Architecture, rngs: nnx.Rngs) -> None:
         self.value = make_param(rngs, {"embed": arch.model_dim}, init="zeros")
@@ -351,9 +351,9 @@ class ValueDecoder(Trunk):
 
 @dataclass(frozen=True)
 class DecoderDefinition:
-    """A network without weights: its graph, and the shape and dims of each parameter.
+    """A network without its weights: the graph, and the shape and dims of each parameter.
 
-    It is the only place that converts between NNX modules and plain pytrees.
+    Only this class converts between NNX modules and plain pytrees.
     """
 
     architecture: Architecture
@@ -386,7 +386,7 @@ class DecoderDefinition:
 
     @cached_property
     def unquantized(self) -> DecoderDefinition:
-        """The same network with float32 kernels, as in files."""
+        """The same network with float32 kernels, as stored in files."""
         return self if self.quantization is None else self.create(self.architecture, self.network_class, lora=self.lora)
 
     @cached_property
@@ -409,11 +409,11 @@ class DecoderDefinition:
         return nnx.to_pure_dict(nnx.split(network)[1])
 
     def trainable(self, tree: Params) -> Params:
-        """Returns the trainable part of a tree like `shapes`: the adapters, or all of it if there are none."""
+        """Returns the trainable part of a tree like `shapes`: the adapters, or the whole tree without adapters."""
         return self._select(tree, self.adapter_paths) if self.adapter_paths else tree
 
     def frozen(self, tree: Params) -> Params:
-        """Returns the part of the tree that is not trainable."""
+        """Returns the frozen part of a tree structured like `shapes`."""
         return self._select(tree, flatten_by_path(tree).keys() - self.adapter_paths) if self.adapter_paths else {}
 
     def _select(self, tree: Params, paths: Set[ParamPath]) -> Params:

@@ -12,10 +12,10 @@ from app.model.architecture import Architecture
 
 
 def forward_flops(architecture: Architecture) -> Callable[[np.ndarray], Int64[np.ndarray, "N"]]:
-    """Returns a function from lengths in tokens to the FLOPs of the blocks for one sequence of each length.
+    """Returns a function that maps lengths in tokens to the blocks' FLOPs for a sequence of each length.
 
-    2 x parameters of the blocks' matrices per token, and 4 x query heads x head size per layer and visible pair of
-    tokens (2 for the score, 2 for the value). The LM head is left out: it runs over completion tokens only.
+    Counts 2 x parameters of the blocks' matrices per token, and 4 x query heads x head size per layer and visible pair
+    of tokens (2 for the score, 2 for the value). Leaves out the LM head, which runs over completion tokens only.
     """
     a = architecture
     attention = a.model_dim * a.head_dim * 2 * (a.num_query_heads + a.num_kv_heads)
@@ -24,7 +24,7 @@ def forward_flops(architecture: Architecture) -> Callable[[np.ndarray], Int64[np
 
     def flops(lengths: np.ndarray) -> Int64[np.ndarray, "N"]:
         lengths = np.asarray(lengths, np.int64)
-        # Layers have few different windows: the pairs of each are counted once.
+        # Layers have few distinct windows, so pairs are counted once per window.
         pairs = sum(n * num_visible_pairs(lengths, window) for window, n in Counter(a.layer_windows).items())
         return per_token * lengths + per_pair * pairs
 

@@ -1,7 +1,7 @@
-"""LoRA: trainable adapters of low rank next to frozen weights.
+"""LoRA: trainable low-rank adapters next to frozen weights.
 
 A projection x W becomes x W + (alpha / rank) (x A) B. A [in, rank] is random and B [rank, out] is zeros, so that a new
-adapter changes nothing. Adapters are float32 and stacked on L like the kernels.
+adapter changes nothing. Adapters are float32 and stacked along L like the kernels.
 
 Source: Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models", section 4.1.
 """
@@ -27,7 +27,7 @@ LORA_A, LORA_B = "lora_a", "lora_b"
 
 
 class LoRAParam(nnx.Param):
-    """A weight of an adapter. In a network with adapters, only they are trainable."""
+    """An adapter weight. In a network with adapters, only these weights are trainable."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class LoRAConfig:
 
     @property
     def scale(self) -> float:
-        """The factor of an adapter's product, alpha / rank."""
+        """The factor of the adapter's product, alpha / rank."""
         return self.alpha / self.rank
 
     def for_projection(self, projection: str) -> LoRAConfig | None:
@@ -49,22 +49,19 @@ class LoRAConfig:
         return self if projection in self.projections else None
 
     def to_text(self) -> str:
-        """Returns a description that is equal only for equal configurations."""
+        """Returns a one-line description, which differs whenever the configuration does."""
         # Not rounded: different values must give different texts.
         alpha = repr(float(self.alpha)).removesuffix(".0")
         return f"rank {self.rank}, alpha {alpha}, {' '.join(self.projections)}"
 
 
 def combine_params(trainable: ParamTree, frozen: ParamTree | None) -> ParamTree:
-    """Returns both parts of a network's weights as one tree, without copying arrays."""
+    """Returns the trainable and frozen weights of a network as one tree, without copying arrays."""
     return unflatten_dict(_flat(frozen) | _flat(trainable)) if frozen else trainable
 
 
 def merge_adapters(params: ParamTree, lora: LoRAConfig | None) -> ParamTree:
-    """Returns equivalent weights without adapters: W + (alpha / rank) A B in float32, other weights unchanged.
-
-    Returns a tree without adapters unchanged.
-    """
+    """Returns the weights with adapters merged into kernels, W + (alpha / rank) A B in float32; the rest unchanged."""
     flat = _flat(params)
     kernels = {
         (*path[:-1], "kernel"): _merge_kernel(flat[*path[:-1], "kernel"], down, flat[*path[:-1], LORA_B], lora)
@@ -85,14 +82,14 @@ def _merge_kernel(
     up: Float32[Array, "L rank *outputs"],
     lora: LoRAConfig | None,
 ) -> Float32[Array, "L *inputs *outputs"]:
-    assert lora is not None, "weights with adapters belong to a network with adapters"
+    assert lora is not None, "weights with adapters need their LoRA configuration"
     contracted = (down.ndim - 1,), (1,)
     product = jax.lax.dot_general(down, up, (contracted, ((0,), (0,))), precision=jax.lax.Precision.HIGHEST)
     return kernel + lora.scale * product
 
 
 def init_adapters(shapes: ParamTree, shardings: ParamTree, *, seed: int) -> ParamTree:
-    """Returns new adapters with their shardings; all hosts call it together.
+    """Returns new adapters with the given shardings. All hosts must call it together.
 
     A is uniform in +-1 / sqrt(in), as in PEFT. It is keyed by seed and path, so it does not depend on the mesh or on
     other adapters. B is zeros.

@@ -1,7 +1,7 @@
 """Incremental decoding: prefill of prompts into a cache of keys and values, then one new token per slot at a time.
 
-Cache slot s of a row has the token at position s. A right-padded prompt leaves undefined entries after its last token.
-Decoding overwrites them before they become visible, since a token sees only slots up to its own position.
+Entry s of a cached row belongs to the token at position s. A right-padded prompt leaves undefined entries after its
+last token. Decoding overwrites them before they become visible, since a token sees only entries up to its own.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ CACHE_DIMS = ("rows", "kv_heads", "tokens", "head")
 
 
 def constrain_cache(cache: KVCache) -> KVCache:
-    """Returns the cache with the layout of `CACHE_DIMS`."""
+    """Constrains the cache to the shardings of `CACHE_DIMS`."""
     return jax.tree.map(lambda x: constrain(x, *CACHE_DIMS), cache)
 
 
@@ -100,9 +100,9 @@ def decode_step(
     token_ids: Int32[Array, "B"],
     positions: Int32[Array, "B"],
 ) -> tuple[Float[Array, "B D"], KVCache]:
-    """Decodes one token per slot at its position; returns its hidden state and the updated cache."""
+    """Decodes one token per slot at its position; returns the hidden states and the updated cache."""
     if weights.layout == "fsdp":
-        # Depends on the token: otherwise XLA gathers all weights before the loop over tokens, and keeps them.
+        # Makes the weights depend on the token: otherwise XLA would gather them all before the loop and keep them.
         weights, token_ids = jax.lax.optimization_barrier((weights, token_ids))
     decoder = definition.bind(weights.params)
     # With vmap the partitioner knows that slots are independent, so no slot moves between devices.

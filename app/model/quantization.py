@@ -1,8 +1,8 @@
-"""Kernels in 8 or 4 bits: codes and float32 scales instead of floats, for frozen weights (QLoRA).
+"""Frozen kernels in 8 or 4 bits (QLoRA): codes and float32 scales instead of floats.
 
-int8 has a scale for each output, which maps its largest weight to the end of the range. nf4 has a scale for each tile
-of weights along the model dim, the largest of them; a code is one of 16 quantiles of the normal distribution. Qwix
-quantizes and dequantizes on any backend; this module defines the layout and packs two 4-bit codes into a byte.
+int8 has one scale per output, which maps the output's largest weight to the end of the range. nf4 has one scale per
+tile of weights along the model dim: the tile's largest weight. Its codes stand for 16 quantiles of the normal
+distribution. Qwix quantizes and dequantizes on any backend; this module defines the layout and packs 4-bit codes.
 
 Source: Dettmers et al. 2023, "QLoRA: Efficient Finetuning of Quantized LLMs", section 3.
 """
@@ -33,7 +33,7 @@ TILED_DIM = "embed"
 MAX_TILE = 64
 """The largest number of weights that share a scale, as in the paper."""
 MIN_TILE = 16
-"""The smallest number: with fewer weights, scales take more than half the memory of the codes."""
+"""The smallest such number: with fewer, the scales would take more than half as much memory as the codes."""
 
 QUANTIZE_BASE_SETTING = "model.lora.quantize_base"
 
@@ -80,10 +80,10 @@ class KernelQuantizer:
     ) -> Float32[Array, "*dims"]:
         """Returns the kernel as float32, gathered along its model dim on every device.
 
-        Only codes are gathered over fsdp, no floats. No gradient passes.
+        Codes and scales are gathered over fsdp, not the float kernel. No gradient passes through.
 
         Args:
-            depends_on: the factor of the product with the kernel, which delays the dequantization until it is computed.
+            depends_on: the other factor of the product; the kernel is dequantized only after this is computed.
         """
         code_dims, scale_dims = (
             tuple("activation" if dim == TILED_DIM else dim for dim in dims) for dims in (self.dims, self.scale_dims)
@@ -104,7 +104,7 @@ def check_quantization(quantization: Quantization, *, model_dim: int) -> None:
     """Raises InputError if no tile size fits the model."""
     if quantization == "nf4" and tile_size(model_dim) < MIN_TILE:
         raise InputError(
-            f"{QUANTIZE_BASE_SETTING}: nf4 needs a model width that is divisible by {MIN_TILE}, got {model_dim}; "
+            f"{QUANTIZE_BASE_SETTING}: nf4 needs a model width divisible by {MIN_TILE}, got {model_dim}; "
             "set it to int8 or null"
         )
 
@@ -113,9 +113,10 @@ def check_qwix_installed() -> None:
     """Raises InputError if Qwix is not installed, or is older than the lowest tested version."""
     installed, oldest = version_of(QUANTIZATION_PACKAGE), minimum_versions("qlora")[QUANTIZATION_PACKAGE]
     if installed == NOT_INSTALLED or parse_release(installed) < parse_release(oldest):
-        why = "" if installed == NOT_INSTALLED else f", and {QUANTIZATION_PACKAGE} {installed} is older than {oldest}"
+        found = "it is not installed" if installed == NOT_INSTALLED else f"version {installed} is installed"
         raise InputError(
-            f"{QUANTIZE_BASE_SETTING} needs an optional package{why}; pip install -e '.[qlora]', or set it to null"
+            f"{QUANTIZE_BASE_SETTING} needs {QUANTIZATION_PACKAGE} {oldest} or later, but {found}; run "
+            "pip install -e '.[qlora]', or set it to null"
         )
 
 
@@ -147,22 +148,22 @@ def _dequantize(quantizer: KernelQuantizer, codes: Array, scales: Array, depends
 def _zero_depending_on(x: Array) -> UInt32[Array, ""]:
     """Returns a zero that depends on `x`.
 
-    Without it, codes do not depend on `x`: in unrolled layers, XLA's scheduler for CPUs would first dequantize the
-    kernels of all layers and keep them. It runs after `optimization_barrier`s are removed. Other schedulers are not
-    known to need this.
+    Without it, codes would not depend on `x`, and with unrolled layers XLA's CPU scheduler would dequantize all kernels
+    first and keep them. An `optimization_barrier` does not help: XLA removes it before scheduling. Other schedulers are
+    not known to need this.
     """
     first = x[(0,) * x.ndim].astype(jnp.float32)
     return jax.lax.bitcast_convert_type(first, jnp.uint32) >> 31 >> 1
 
 
 def _pack_4bit(codes: Array, axis: int) -> UInt8[Array, "*dims"]:
-    """Packs neighbours along an axis into one byte, the first into its lower half."""
+    """Packs adjacent pairs along an axis into one byte each, the first of a pair into the lower half."""
     pairs = codes.astype(jnp.uint8).reshape(*codes.shape[:axis], -1, 2, *codes.shape[axis + 1 :])
     low, high = (jax.lax.index_in_dim(pairs, half, axis + 1, keepdims=False) for half in range(2))
     return low | high << 4
 
 
 def _unpack_4bit(codes: UInt8[Array, "*dims"], axis: int) -> UInt8[Array, "*dims"]:
-    """Unpacks codes of `_pack_4bit` into one byte each."""
+    """Unpacks the result of `_pack_4bit` into one byte per code."""
     halves = jnp.stack([codes & 15, codes >> 4], axis + 1)
     return halves.reshape(*codes.shape[:axis], -1, *codes.shape[axis + 1 :])

@@ -22,7 +22,7 @@ class RopeConfig:
     rope_type: str = "default"
     """`default`, `linear` or `llama3`."""
     factor: float = 1.0
-    """The factor of the context's extension after pre-training; unused by `default`."""
+    """The factor by which the context was extended after pre-training; unused by `default`."""
     low_frequency_factor: float = 1.0
     """Used by `llama3` only, like the two fields below."""
     high_frequency_factor: float = 4.0
@@ -30,17 +30,17 @@ class RopeConfig:
 
 
 def parse_rope(fields: HfConfig, *, max_positions: int, default_theta: float = DEFAULT_THETA) -> RopeConfig:
-    """Returns the rope that an object with `rope_theta`, `rope_type` and the fields of that type describes.
+    """Parses the rope from an object with `rope_theta`, `rope_type` and the fields of that type.
 
     Args:
-        max_positions: the original context of `llama3` if the object does not have it.
+        max_positions: the original context length of a `llama3` rope if the object does not contain it.
 
     Raises:
-        InputError: another type, or fields that are missing or contradictory.
+        InputError: the type is not supported, or fields are missing or contradictory.
     """
     partial = fields.get("partial_rotary_factor")
     if partial not in (None, 1):
-        raise InputError(f"config.json: partial_rotary_factor={partial!r} is not supported; only 1")
+        raise InputError(f"config.json: partial_rotary_factor={partial!r} is not supported; it must be 1")
     kind = fields.get("rope_type", fields.get("type", "default"))
     theta = positive_float(fields, "rope_theta", default_theta)
     if kind == "default":
@@ -75,14 +75,13 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> Float32[np.ndarray, " H
                   (1 - s) f_i / factor + s f_i   between, s = (original f_i / (2 pi) - low) / (high - low)
 
     Raises:
-        InputError: another type.
+        InputError: the type is not supported.
 
     Source: Su et al. 2021 (RoFormer) eq. 15; Chen et al. 2023 (position interpolation);
     Llama 3.1 reference code, `apply_scaling`.
     """
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-    # numpy's float32 powers differ in the last bit from torch's, which the models were trained with. Rounded float64
-    # powers do not.
+    # Models were trained with torch's float32 powers. numpy's differ in the last bit; rounded float64 powers do not.
     powers = np.power(rope.theta, exponents.astype(np.float64)).astype(np.float32)
     frequencies = np.float32(1) / powers
     if rope.rope_type == "default":

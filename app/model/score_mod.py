@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 MASK_VALUE = -0.7 * float(jnp.finfo(jnp.float32).max)
-"""The score of an invisible key: finite, so that a token without visible keys does not get NaN from its softmax."""
+"""The score of an invisible key: finite, so that the softmax of a token without visible keys is not NaN."""
 
 
 class ScoreMod(NamedTuple):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
 Window = Int32[Array, ""] | int | None
-"""The number of visible positions, the query's included; None = all before it."""
+"""The number of visible positions, including the query's own; None = unlimited."""
 
 HostOrDevice = Any
 """A numpy or JAX array."""
@@ -29,7 +29,7 @@ class SegmentLayout(NamedTuple):
 
 
 def single_segment_layout(mask: Bool[HostOrDevice, "R T"]) -> SegmentLayout:
-    """Returns the layout of rows with one sequence each, which starts at the first token.
+    """Returns the layout of rows that hold one sequence each, starting at the first token.
 
     Args:
         mask: True where the row has a token.
@@ -47,8 +47,8 @@ def attention_mask(
 ) -> Bool[Array, "R T S"]:
     """Returns whether each query sees each key.
 
-    It does if the key is in the same segment, is not padding, is not later in the row, belongs to the prompt or to the
-    query's branch, and is less than `window` positions before the query.
+    A query sees a key if the key is in the same segment, is not padding, is not later in the row, belongs to the prompt
+    or to the query's branch, and is less than `window` positions before the query.
 
     Args:
         offset: the index of the first query in the row, minus that of the first key.

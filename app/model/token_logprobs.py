@@ -18,7 +18,7 @@ from app.model.segment_layout import SegmentLayout
 def scaled_logits(
     hidden: Float[Array, "*rows D"], head: LMHead, temperature: Float32[Array, ""] | float
 ) -> Float32[Array, "*rows V"]:
-    """Returns the head's logits / temperature in float32, for the sampler and the scorer."""
+    """Returns the head's logits / temperature in float32, as used by both sampler and scorer."""
     return head.logits(hidden) / temperature
 
 
@@ -49,9 +49,9 @@ def token_logprobs(
 ) -> tuple[Float32[Array, "R C"], Float32[Array, "R C"]]:
     """Returns the natural logprob of each target, and the entropy in nats of its distribution.
 
-    log_softmax(logits / temperature)[target] over the whole vocabulary. `chunk` tokens of every row pass through the
-    head at once, forward and backward; the result does not depend on it. Chunks without any target are skipped, and
-    their results are 0. The temperature gets no gradient.
+    The logprob is log_softmax(logits / temperature)[target] over the whole vocabulary. `chunk` tokens of every row pass
+    through the head at once, forward and backward; the result does not depend on `chunk`. Chunks without targets are
+    skipped, and their results are 0. The temperature gets no gradient.
 
     Args:
         target_mask: True where there is a target; results elsewhere are finite and undefined.
@@ -61,7 +61,7 @@ def token_logprobs(
         logits = scaled_logits(hidden, LMHead(table, head.soft_cap), temperature)
         logits = constrain(logits, "rows", "tokens", "vocab")
         log_normalizer = jax.nn.logsumexp(logits, axis=-1)
-        # A comparison instead of a gather: it stays local where the vocabulary is split over tp.
+        # A comparison, unlike a gather, stays local if the vocabulary is split over tp.
         chosen = jnp.arange(logits.shape[-1]) == targets[..., None]
         target_logits = jnp.sum(jnp.where(chosen, logits, 0.0), axis=-1)
         return target_logits - log_normalizer, entropy_fn(logits - log_normalizer[..., None])
@@ -73,7 +73,7 @@ def token_logprobs(
     target_mask = jnp.pad(target_mask, ((0, 0), (0, -num_tokens % chunk)))
     has_targets = target_mask.reshape(target_mask.shape[0], -1, chunk).any(axis=(0, 2))
     temperature = jnp.asarray(temperature, jnp.float32)
-    # JAX has no return type for custom_vjp functions.
+    # JAX declares no return type for custom_vjp functions.
     by_chunk: Any = _map_chunks(compute_chunk, chunk, hidden, head.table, targets, has_targets, temperature)
     logprobs, entropies = by_chunk
     return logprobs[:, :num_tokens], entropies[:, :num_tokens]
@@ -95,7 +95,7 @@ def _map_chunks(
 ) -> tuple[Float32[Array, "R C"], Float32[Array, "R C"]]:
     """Applies a function to the chunks with targets, one after another; the results of other chunks are 0.
 
-    A loop whose length depends on data has no automatic derivative; this one keeps only the inputs for it.
+    JAX cannot differentiate a loop of data-dependent length; the custom backward pass keeps only the inputs.
     """
 
     def write(i: Array, results: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -149,7 +149,7 @@ def _update_tokens(x: Array, part: Array, first: Array) -> Array:
 
 
 def _order_chunks(has_targets: Bool[Array, "n"]) -> tuple[Int32[Array, "n"], Int32[Array, ""]]:
-    """Returns the chunk indices, those with targets first, and the number of chunks with targets."""
+    """Returns the chunk indices, chunks with targets first, and the number of chunks with targets."""
     return jnp.argsort(~has_targets, stable=True), jnp.sum(has_targets, dtype=jnp.int32)
 
 
@@ -172,13 +172,13 @@ def completion_logprobs(
     logits_chunk: int,
     entropy_fn: EntropyFn = detached_entropy,
 ) -> tuple[Float32[Array, "R C"], Float32[Array, "R C"]]:
-    """Returns the logprob and entropy of each completion token of packed rows; every role uses this forward pass.
+    """Returns the logprob and entropy of each completion token of packed rows; every role runs this forward pass.
 
     Only the hidden states at `logits_indices` (the position before each target) pass through the LM head.
 
     Args:
         target_mask: True where there is a target; results elsewhere are finite and undefined.
-        logits_chunk: tokens of each device that pass through the LM head at once, at least one per row.
+        logits_chunk: number of tokens per device that pass through the LM head at once, at least one per row.
     """
     hidden = decoder.hidden(token_ids, layout, dtype=dtype, remat=remat)
     return token_logprobs(

@@ -18,9 +18,9 @@ from settings.errors import InputError
 SPLITS = ("train", "test")
 OPERATORS = ("+", "-", "*")
 TEST_SPLIT_MODULUS = 5
-"""One of this many problems is held out."""
+"""One in this many problems is held out."""
 MAX_ENUMERATED_LEVEL = 3
-"""Highest level (990,000 problems per operator) whose problems are enumerated; those above are drawn at random."""
+"""Highest level (990,000 problems per operator) whose problems are enumerated; higher ones draw them at random."""
 
 Problems = Int64[np.ndarray, "P 3"]
 """Columns: index in `OPERATORS`, left operand, right operand."""
@@ -29,15 +29,15 @@ Problems = Int64[np.ndarray, "P 3"]
 def make_problems(
     *, difficulty: Sequence[int], operators: Sequence[str], num_problems: int, split: str, seed: int
 ) -> Dataset:
-    """Returns up to `num_problems` different problems, evenly from all levels, in random order.
+    """Returns up to `num_problems` different problems, spread evenly over the levels, in random order.
 
-    If a level has fewer problems than its share, all of them are used, and harder levels make up for the rest.
+    If a level has fewer problems than its share, all of them are used, and harder levels make up the difference.
 
     Raises:
         InputError: `split` is neither `train` nor `test`.
     """
     if split not in SPLITS:
-        raise InputError(f"data.split: builtin:arithmetic has {' and '.join(SPLITS)}, got {split!r}")
+        raise InputError(f"data.split: expected {' or '.join(SPLITS)} for builtin:arithmetic, got {split!r}")
     rng = np.random.default_rng([seed, SPLITS.index(split)])
     codes = np.array(sorted({OPERATORS.index(operator) for operator in operators}))
     levels = sorted(set(difficulty))

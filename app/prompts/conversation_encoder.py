@@ -1,4 +1,4 @@
-"""Token ids of prompts with their completions, as input of a reward model."""
+"""Encodes prompts with their completions as the input of a reward model."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class ConversationEncoder:
     """Encodes a prompt and its completion for a sequence classification model.
 
     With a chat template, the completion becomes the assistant's turn of the chat. Without one, both texts are joined,
-    with the special tokens that the tokenizer adds. The ids end at the last token that is not the `pad_token_id` of
-    the model, from which transformers reads the score.
+    with the special tokens that the tokenizer adds. The ids end at the last token that is not the model's
+    `pad_token_id`, since transformers reads the score there.
 
     Raises:
         InputError: the tokenizer has ids that exceed the model's vocabulary.
@@ -46,7 +46,7 @@ class ConversationEncoder:
         """Returns the token ids of a conversation, at least one.
 
         Raises:
-            InputError: the template refuses the chat, or the prompt is a chat and there is no template.
+            InputError: the template rejects the chat, or the prompt is a chat and there is no template.
         """
         ids = np.asarray(self._encode_untrimmed(prompt.source, completion), np.int32)
         if not len(ids):
@@ -60,14 +60,14 @@ class ConversationEncoder:
             return chat_ids(self._hf_tokenizer, messages, add_generation_prompt=False)
         if not isinstance(source, str) or self._system_prompt is not None:
             raise InputError(
-                "its tokenizer has no chat template, so it can only read prompts that are plain text; add "
+                "the model's tokenizer has no chat template, so it can only encode plain-text prompts; add "
                 "chat_template.jinja, or choose another model"
             )
         return self._hf_tokenizer.encode(source + completion, split_special_tokens=True)
 
 
 def load_conversation_encoder(files: ModelFiles, *, system_prompt: str | None) -> ConversationEncoder:
-    """Loads the encoder of an opened model.
+    """Loads the conversation encoder of an opened model.
 
     Raises:
         InputError: the model has no tokenizer, or its tokenizer does not fit it.

@@ -31,7 +31,7 @@ def load_held_out_data(data: DataSettings, *, num_prompts: int | None) -> Datase
     """Loads the evaluation rows: always the same ones, evenly spaced in the data set.
 
     Args:
-        num_prompts: maximum number of rows; None for all rows, or `data.num_problems` arithmetic problems.
+        num_prompts: maximum number of rows; None for all rows (`data.num_problems` of builtin:arithmetic).
 
     Raises:
         InputError: the data set cannot be used, or the training data is a file and no evaluation data is set.
@@ -62,7 +62,7 @@ def _load(data: DataSettings, source: str, *, split: str, num_problems: int, see
             seed=seed,
         )
     if source.startswith("builtin:"):
-        raise InputError(f"data.source: unknown {source!r}; the built-in data set is {ARITHMETIC}")
+        raise InputError(f"data.source: there is no {source!r}; the only built-in data set is {ARITHMETIC}")
     return load_dataset(
         source,
         split=split,

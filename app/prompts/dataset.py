@@ -40,7 +40,7 @@ class Dataset:
 
     rows: Sequence[DatasetRow]
     column_mapping: Mapping[str, str]
-    """Maps `prompt` and `answer` to their columns; without `answer` if there is no such column."""
+    """Maps `prompt` and `answer` to their columns; has no `answer` if the data set has no answers."""
     source: str
 
     @cached_property
@@ -61,7 +61,7 @@ class Dataset:
 @dataclass(frozen=True, slots=True)
 class _RawRow:
     where: str
-    """Location of the row, with which errors begin."""
+    """Location of the row, for the start of error messages."""
     columns: Mapping[str, Any]
 
 
@@ -99,7 +99,7 @@ def load_dataset(
 def _read_file(source: str) -> list[_RawRow]:
     path = Path(source)
     if not path.exists():
-        hint = f"; for the hub write hf:{source}" if source.count("/") == 1 and not path.suffix else ""
+        hint = f"; for a hub data set, write hf:{source}" if source.count("/") == 1 and not path.suffix else ""
         raise InputError(f"data.source: {path.absolute()}: no such file{hint}")
     if path.suffix.lower() not in FILE_SUFFIXES or not path.is_file():
         raise InputError(
@@ -134,7 +134,7 @@ def _read_hub(source: str, split: str, revision: str | None) -> tuple[str, list[
         table = datasets.load_dataset(hub_id, config, split=split, revision=revision)
     except (OSError, ValueError, RuntimeError, DatasetsError) as error:
         raise InputError(
-            f"data.source: {source} (split {split!r}) cannot be loaded: {error}. Without a network, give the"
+            f"data.source: {source} (split {split!r}) cannot be loaded: {error}. Without a network, set it to the"
             " path of a .jsonl or .parquet file, or use builtin:arithmetic"
         ) from error
     rows = [_RawRow(f"{source} {split} row {i}", record) for i, record in enumerate(table.to_list())]
@@ -162,7 +162,7 @@ def _choose_columns(
 
 
 def _list_columns(raw_rows: Sequence[_RawRow]) -> list[str]:
-    """Returns the columns of all rows, and fields of nested objects as `outer.inner`, in order of appearance."""
+    """Returns the columns of all rows, with fields of nested objects as `outer.inner`, in order of appearance."""
     names: dict[str, None] = {}
     for raw in raw_rows:
         for name, value in raw.columns.items():

@@ -1,4 +1,4 @@
-"""Converts rows to prompts of token ids: chat template, system prompt, and handling of overlong prompts."""
+"""Encodes rows as prompts: applies the system prompt and chat template, and handles overlong prompts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class ChatTokenizer(Protocol):
-    """The interface of a tokenizer that this package needs."""
+    """The tokenizer interface that this package needs."""
 
     def chat_ids(self, messages: Messages) -> list[int]:
         """Returns the token ids of a chat, up to the start of the assistant's answer."""
@@ -27,10 +27,10 @@ class ChatTokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EncodeReport:
-    """Numbers of kept, dropped and truncated prompts. Lengths are in tokens, before dropping and truncation."""
+    """Counts of kept, dropped and truncated prompts. Lengths are in tokens, before dropping and truncation."""
 
     kept: int
-    """Number of prompts that were kept, including truncated ones."""
+    """Number of prompts kept, including truncated ones."""
     dropped: int
     truncated: int
     longest: int
@@ -73,7 +73,7 @@ def encode_prompts(
         raise InputError(
             f"{num_overlong:,} of {len(rows):,} prompts are longer than data.max_prompt_length ="
             f" {max_prompt_length} tokens; the first is {rows[first].uid} with {lengths[first]}, the longest"
-            f" has {max(lengths)}. Raise it, or set data.overlong_prompts to drop or truncate_left"
+            f" has {max(lengths)}. Raise the limit, or set data.overlong_prompts to drop or truncate_left"
         )
     keeps_overlong = overlong == "truncate_left"
     prompts = [
@@ -85,7 +85,7 @@ def encode_prompts(
         raise InputError(
             f"no prompt is left: {num_overlong:,} of {len(rows):,} are longer than data.max_prompt_length ="
             f" {max_prompt_length} tokens (the shortest has {min(lengths, default=0)}, template included)."
-            " Raise it, or set data.overlong_prompts to truncate_left"
+            " Raise the limit, or set data.overlong_prompts to truncate_left"
         )
     report = EncodeReport(
         kept=len(prompts),

@@ -1,8 +1,8 @@
 """The order of the training prompts: a pure function of seed and position.
 
-Epoch e is a permutation of all rows, seeded by [seed, e], and epochs follow each other. A step at the border of two
-epochs could contain a prompt twice, so the later epoch defers the prompts that the step already has. Every epoch
-remains a permutation. If there are fewer rows than prompts per step, rows repeat within a step.
+Epoch e is a permutation of all rows, seeded by [seed, e]. A step that spans two epochs could contain a prompt twice, so
+the later epoch defers prompts that are already in the step. Every epoch remains a permutation. If there are fewer rows
+than prompts per step, rows repeat within a step.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class PromptOrder:
 
         Args:
             position: number of rows taken before the step; the only state that a run saves.
-            count: number of rows of the step, the same in every step of a run.
+            count: number of rows in the step, the same in every step of a run.
         """
         assert self.num_rows > 0 and position >= 0 and count > 0
         first, last = position // self.num_rows, (position + count - 1) // self.num_rows
@@ -38,7 +38,7 @@ class PromptOrder:
         return np.concatenate(epochs)[start : start + count]
 
     def _epoch(self, epoch: int, count: int, offset: int) -> Indices:
-        """Returns the order of an epoch, for steps that begin at offset, offset + count, ..."""
+        """Returns the order of an epoch if steps begin at positions offset, offset + count, ..."""
         if count > self.num_rows:
             return self._permutation(epoch)
         start = self._last_independent_epoch(epoch, count, offset)
@@ -50,11 +50,11 @@ class PromptOrder:
         return order
 
     def _last_independent_epoch(self, epoch: int, count: int, offset: int) -> int:
-        """Returns the last epoch up to this one whose own permutation determines the next epochs.
+        """Returns the last epoch whose permutation, without earlier epochs, determines the order of this epoch.
 
         Deferring changes only the first `count` places of an epoch, and the next epoch depends only on the last
-        `count`. So if an epoch has at least two steps, it is the previous epoch. Otherwise it is one that begins with a
-        step.
+        `count`. So if an epoch has at least two steps, this is the previous epoch; otherwise it is the last epoch that
+        begins with a step.
         """
         if 2 * count <= self.num_rows:
             return max(epoch - 1, 0)
@@ -83,6 +83,6 @@ def _shuffled(seed: int, epoch: int, num_rows: int) -> Indices:
 
 def host_slice(indices: Indices, *, process_index: int, process_count: int) -> Indices:
     """Returns host i's part of a step: the i-th of `process_count` equal, contiguous parts."""
-    assert len(indices) % process_count == 0, "prompts of a step are counted per host"
+    assert len(indices) % process_count == 0, "the prompts of a step must divide evenly over hosts"
     per_host = len(indices) // process_count
     return indices[process_index * per_host : (process_index + 1) * per_host]

@@ -22,10 +22,10 @@ from settings.errors import InputError
 TOKENIZER_FILE = "tokenizer.json"
 
 TEMPLATE_DATE = "26 Jul 2024"
-"""Date for templates that print one (the default of Llama 3's), so that prompts do not change from day to day."""
+"""Date for templates that print one (Llama 3's default), so that prompts do not change from day to day."""
 
 MAX_TEMPLATE_CHARACTERS = 100_000
-"""Characters that a template may add to twice the text of its messages; more is refused."""
+"""Number of characters by which a rendered chat may exceed twice the text of its messages."""
 
 QWEN2_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
@@ -37,7 +37,7 @@ NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
 
 
 class Tokenizer:
-    """A fast tokenizer of transformers and its chat template.
+    """A fast tokenizer from transformers, with its chat template.
 
     Raises:
         InputError: there is no end-of-sequence token or no chat template, or the ids exceed the model's vocabulary.
@@ -61,7 +61,7 @@ class Tokenizer:
         self.eos_ids: tuple[int, ...] = _eos_ids(files, eos_id)
         """Ids that end a completion: those of the generation configuration and of the tokenizer."""
         self.pad_id: int = pad_id if isinstance(pad_id, int) else eos_id
-        """Id of padding. It may equal an end id, so masks must be computed from lengths."""
+        """Padding id. It may equal an end-of-sequence id, so masks must be computed from lengths."""
         if self.vocab_size > _num_rows(files):
             raise InputError(
                 f"{files.path}: the tokenizer has ids up to {self.vocab_size - 1}, "
@@ -69,7 +69,7 @@ class Tokenizer:
             )
         parts = (hf_tokenizer.backend_tokenizer.to_str(), str(hf_tokenizer.chat_template), str(self.eos_ids))
         self.fingerprint: str = hashlib.sha256("\0".join(parts).encode()).hexdigest()
-        """Hexadecimal SHA-256 of vocabulary, merges, splitting rules, chat template and end ids."""
+        """Hexadecimal SHA-256 of vocabulary, merges, splitting rules, chat template and end-of-sequence ids."""
 
     @property
     def encoding_fingerprint(self) -> str:
@@ -85,7 +85,7 @@ class Tokenizer:
         return chat_ids(self._hf_tokenizer, messages, add_generation_prompt=False)
 
     def encode(self, text: str) -> list[int]:
-        """Returns the ids of plain text. Nothing is added, and the names of control tokens are encoded as text."""
+        """Returns the ids of plain text without adding tokens; names of control tokens are encoded as text."""
         return self._hf_tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -114,7 +114,7 @@ def chat_ids(hf_tokenizer: PreTrainedTokenizerFast, messages: Messages, *, add_g
     Only the template inserts control tokens: the name of one in a message, such as `<|im_end|>`, is encoded as text.
 
     Raises:
-        InputError: the template refuses the messages, or its output is far longer than they are.
+        InputError: the template rejects the messages, or its output is far longer than they are.
     """
 
     def render(**options: Any) -> Any:
@@ -125,14 +125,14 @@ def chat_ids(hf_tokenizer: PreTrainedTokenizerFast, messages: Messages, *, add_g
                 )
         except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError) as error:
             roles = [message.get("role") for message in messages]
-            hint = "; it may without a system message (data.system_prompt: null)" if "system" in roles else ""
+            hint = "; try it without a system message (data.system_prompt: null)" if "system" in roles else ""
             raise InputError(f"the model's chat template cannot render a chat of {roles}: {error}{hint}") from error
 
     allowed = MAX_TEMPLATE_CHARACTERS + 2 * sum(len(text) for message in messages for text in message.values())
     length = len(render(tokenize=False))
     if length > allowed:
         raise InputError(
-            f"the chat template turns a prompt into {length} characters (at most {allowed}); fix the template"
+            f"the chat template turns a prompt into {length} characters, but at most {allowed} are allowed; fix it"
         )
     return render(tokenize=True, return_dict=False, sanitize_control_tokens=True)
 
@@ -141,7 +141,7 @@ def load_tokenizer(files: ModelFiles) -> Tokenizer:
     """Loads the tokenizer of an opened model.
 
     Raises:
-        InputError: there is none, or it cannot be used.
+        InputError: the model has no tokenizer, or it cannot be used.
     """
     return Tokenizer(load_fast_tokenizer(files), files)
 
@@ -150,7 +150,7 @@ def load_fast_tokenizer(files: ModelFiles) -> PreTrainedTokenizerFast:
     """Loads `tokenizer.json` from an opened model's directory, or the tokenizer in its GGUF file.
 
     Raises:
-        InputError: there is none, or its chat template takes too much time or memory.
+        InputError: the model has no tokenizer, it cannot be read, or its chat template takes too much time or memory.
     """
     tokenizer = _from_gguf(files.weights) if isinstance(files.weights, GgufFile) else _from_directory(files.path)
     templates = tokenizer.chat_template or ""
@@ -234,11 +234,11 @@ def _pre_tokenization(gguf: GgufFile) -> tuple[Any, Any]:
 
 
 def _token_from_id(gguf: GgufFile, tokens: list[str], token_id: int) -> str | None:
-    """Returns the token with this id; None for -1, which means that there is none."""
+    """Returns the token with this id; None for -1, which stands for no token."""
     if token_id == -1:
         return None
     if not 0 <= token_id < len(tokens):
-        raise InputError(f"{gguf.path}: special token id {token_id} is outside the vocabulary of {len(tokens)}")
+        raise InputError(f"{gguf.path}: special token id {token_id} is outside the vocabulary of {len(tokens)} tokens")
     return tokens[token_id]
 
 

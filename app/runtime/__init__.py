@@ -1,1 +1,1 @@
-"""A model on a mesh, ready to generate and to score: what training, stages, evaluation and export share."""
+"""A model on a mesh, ready to generate and to score: shared by training, stages, evaluation and export."""

@@ -1,4 +1,4 @@
-"""Wiring of the advantages: settings select the estimator, and the rule for the KL coefficient."""
+"""Builds the advantage estimator and the update rule of the KL coefficient from the settings."""
 
 from __future__ import annotations
 
@@ -60,11 +60,11 @@ class AdvantageResult(NamedTuple):
 
 @dataclass(frozen=True)
 class AdvantageEstimator:
-    """Advantage estimation, configured for a run. Every host must call it, even if all its samples were dropped."""
+    """The advantage estimator of a run. Every host must call it, even if all its samples were dropped."""
 
     estimate: EstimateAdvantages
     whiten_advantages: bool
-    """Whether advantages are whitened over all hosts, after they have been measured."""
+    """Whether advantages are whitened over all hosts, after their metrics are computed."""
     has_kl_penalty: bool
     """Whether the reward contains a KL penalty."""
     next_kl_coef: NextKLCoef
@@ -79,7 +79,7 @@ class AdvantageEstimator:
 
 
 def make_advantage_estimator(settings: Settings) -> AdvantageEstimator:
-    """Builds the advantage estimation from `algorithm.*`."""
+    """Builds the advantage estimator from `algorithm.*`."""
     algorithm = settings.algorithm
     assert algorithm.estimator is not None and algorithm.whiten_advantages is not None
     return AdvantageEstimator(
@@ -96,7 +96,7 @@ def with_saved_advantages(estimator: AdvantageEstimator) -> AdvantageEstimator:
 
 
 def make_group_advantages(settings: Settings) -> EstimateAdvantages:
-    """Builds advantages relative to the group, from rewards with or without the KL penalty."""
+    """Returns the function that computes advantages relative to the group, from rewards with or without KL penalty."""
     algorithm = settings.algorithm
     assert algorithm.estimator is not None
     advantages = GROUP_ADVANTAGES[algorithm.estimator]
@@ -110,7 +110,7 @@ def make_group_advantages(settings: Settings) -> EstimateAdvantages:
 
 
 def make_gae(settings: Settings) -> Callable[[TokenRows], TokenAdvantages]:
-    """Builds GAE over rows of tokens."""
+    """Returns the function that computes GAE over rows of tokens."""
     algorithm, alpha = settings.algorithm, settings.algorithm.length_adaptive_lam
     usual = partial(fixed_lambda, lam=algorithm.lam)
     critic_lam = usual if settings.critic.lam is None else partial(fixed_lambda, lam=settings.critic.lam)
@@ -124,7 +124,7 @@ def make_gae(settings: Settings) -> Callable[[TokenRows], TokenAdvantages]:
 
 
 def make_gae_advantages(settings: Settings, *, bootstrap: BootstrapFn | None = None) -> EstimateAdvantages:
-    """Builds GAE from the critic's values. `bootstrap` overrides `algorithm.bootstrap_truncated`."""
+    """Returns the function that computes GAE from the critic's values; `bootstrap` overrides the one from settings."""
     algorithm = settings.algorithm
     estimate = partial(
         assign_gae_advantages, gae=make_gae(settings), bootstrap=bootstrap or _choose_bootstrap(algorithm)
@@ -133,7 +133,7 @@ def make_gae_advantages(settings: Settings, *, bootstrap: BootstrapFn | None = N
 
 
 def make_vtrace_advantages(settings: Settings) -> EstimateAdvantages:
-    """Builds V-trace from the critic's values and the ratio of policy and sampler."""
+    """Returns the function that computes V-trace from the critic's values and the ratio of policy to sampler."""
     algorithm = settings.algorithm
     correct = partial(
         vtrace,
@@ -148,7 +148,7 @@ def make_vtrace_advantages(settings: Settings) -> EstimateAdvantages:
 
 
 def make_return_advantages(settings: Settings) -> EstimateAdvantages:
-    """Builds the discounted returns of REINFORCE++."""
+    """Returns the function that computes the discounted returns of REINFORCE++."""
     estimate = partial(assign_return_advantages, estimate=_make_estimate(settings.algorithm))
     return lambda samples, kl_coef: estimate(samples, token_rewards=_make_token_rewards(settings.algorithm, kl_coef))
 
@@ -160,7 +160,7 @@ TOKEN_ADVANTAGES: Mapping[str, Callable[[Settings], EstimateAdvantages]] = Mappi
 
 
 def _make_lam(algorithm: AlgorithmSettings) -> LambdaFn:
-    """Returns the lambda of the advantages."""
+    """Returns the function that computes GAE's lambda for the advantages."""
     alpha = algorithm.length_adaptive_lam
     return partial(fixed_lambda, lam=algorithm.lam) if alpha is None else partial(length_adaptive_lambda, alpha=alpha)
 
@@ -196,7 +196,7 @@ def make_kl_estimator(algorithm: AlgorithmSettings) -> KLEstimator:
 
 
 def make_next_kl_coef(algorithm: AlgorithmSettings) -> NextKLCoef:
-    """Returns the rule for the coefficient: constant, or adapted so that the KL of a token is `algorithm.kl_target`."""
+    """Returns the rule for the KL coefficient: constant, or adapted towards the per-token KL `algorithm.kl_target`."""
     target = algorithm.kl_target
     if target is None or not algorithm.kl_in_reward:
         return lambda samples, kl_coef: kl_coef

@@ -13,7 +13,7 @@ from settings.errors import InputError
 from settings.schema.settings import AlgorithmSettings
 from settings.schema.settings import CriticSettings as CriticSettings
 
-DYNAMIC_BATCHING_HINT = "{scope}.dynamic_microbatch: true, instead of {scope}.rows_per_device, takes any number"
+DYNAMIC_BATCHING_HINT = "or set {scope}.dynamic_microbatch: true instead of {scope}.rows_per_device, for any number"
 
 
 def check_fixed_micro_batches(settings: Settings, session: ScoringSession) -> None:
@@ -62,9 +62,9 @@ def _nearest_values(fitting: Sequence[int], value: int) -> str:
 
 
 def check_host_offload(mesh: Mesh) -> None:
-    """Raises InputError if the reference is to be offloaded and the backend has no host memory."""
+    """Raises InputError if the backend does not support arrays in host memory."""
     if not supports_host_memory(mesh):
         kind = mesh.devices.flat[0].device_kind
         raise InputError(
-            f"score.reference.offload: true, but JAX offers no memory of the host for arrays on {kind}; set it to false"
+            f"score.reference.offload: true needs host memory, which JAX does not support on {kind}; set it to false"
         )

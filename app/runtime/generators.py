@@ -1,4 +1,4 @@
-"""Opens the generators for any number of samples: slots on a host's part of the mesh, or scheduled workers."""
+"""Opens the generators for any number of samples: decode slots on a host's part of the mesh, or scheduled workers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from settings.schema.rollout import WorkerPoolSettings
 def open_continuous_batching(
     settings: Settings, definition: DecoderDefinition, tokenizer: Tokenizer, mesh: Mesh, *, dtype: jnp.dtype
 ) -> ContinuousBatchGenerator | None:
-    """Opens the slots of `rollout.slots` on this host, if there are any. Compiles nothing.
+    """Opens the decode slots of `rollout.slots` on this host; returns None without slots. Compiles nothing.
 
     Raises:
         InputError: the slots cannot be split over the devices.
@@ -44,7 +44,7 @@ def open_continuous_batching(
 def open_workers(
     settings: Settings, definition: DecoderDefinition, tokenizer: Tokenizer, mesh: Mesh, *, dtype: jnp.dtype
 ) -> RolloutWorkerPool | None:
-    """Opens the workers of `rollout.workers` under `rollout.scheduler`, if there are any. Compiles nothing.
+    """Opens the workers of `rollout.workers` under `rollout.scheduler`; returns None without them. Compiles nothing.
 
     Raises:
         InputError: there are too few devices, or the slots cannot be split over them.
@@ -65,7 +65,7 @@ def open_workers(
     sizes = {len(devices) for devices in device_groups}
     if rollout.mode == "exact" and len(sizes) > 1:
         raise InputError(
-            "rollout.mode: exact samples need workers with the same number of devices, got workers with "
+            "rollout.mode: exact needs the same number of devices for every worker, got "
             f"{' and '.join(map(str, sorted(sizes)))}; set rollout.workers.fast.devices and "
             "rollout.workers.heavy.devices, or rollout.mode: fast"
         )
@@ -90,17 +90,17 @@ def open_workers(
 def check_async_workers(workers: RolloutWorkerPool) -> None:
     """Raises InputError if workers cannot generate during training.
 
-    A device runs programs in the order of their dispatch. A program on one device waits for no other device, so every
-    program of such a worker ends, and a training program that is queued after it continues. Training programs wait for
-    each other only, and the main threads of all hosts dispatch them in the same order.
+    A device runs programs in the order in which they were dispatched. A program on one device waits for no other, so
+    every program of a one-device worker ends, and a training program queued after it continues. Training programs wait
+    only for each other, and the main threads of all hosts dispatch them in the same order.
     """
     for worker in workers.workers:
         if worker.num_devices > 1:
             raise InputError(
                 f"rollout.max_staleness: the worker {worker.name} has {worker.num_devices} devices, which wait for "
-                "each other as those of training do; programs dispatched in different orders on the same devices "
-                f"would never end. Give each worker one device (rollout.workers.{worker.kind}.devices and count), or "
-                "set rollout.max_staleness: 0"
+                "each other, as in training; programs dispatched to the same devices in different orders would wait "
+                f"forever. Give each worker one device (rollout.workers.{worker.kind}.devices and count), or set "
+                "rollout.max_staleness: 0"
             )
 
 
@@ -115,7 +115,7 @@ def _make_slot_engine(
     dtype: jnp.dtype,
     compiled: dict[SlotShapes, SlotPrograms],
 ) -> SlotEngine:
-    """Makes an engine that uses the programs of another engine of the same shapes, if `compiled` has them."""
+    """Creates a slot engine, which reuses the programs in `compiled` for the same shapes, if there are any."""
     shapes = slot_shapes_from_settings(
         settings.rollout,
         num_slots,

@@ -13,18 +13,18 @@ from settings import Settings
 
 
 def check_rewards(scored: RewardedSamples) -> None:
-    """Raises RuntimeError on every host if rewards of any host are unusable; else the others would wait forever."""
+    """Raises RuntimeError on every host if any host's rewards are unusable; otherwise hosts would wait forever."""
     if max_over_hosts(np.asarray(scored.fatal_error is not None)):
         raise RuntimeError(scored.fatal_error or "a reward function failed on another host; see its log")
     num_kept = sum_over_hosts(np.asarray(sum(s.reward is not None for s in scored.samples)))
     if num_kept == 0 and scored.samples and all(s.finish_reason == FINISH_NON_FINITE for s in scored.samples):
         raise RuntimeError(
-            f"no sample of this step could be generated: {scored.notices[-1]}. The policy's weights hold NaN or "
+            f"no sample of this step could be generated: {scored.notices[-1]}. The policy's weights contain NaN or "
             "infinity, or overflow: lower optimizer.learning_rate, train in float32, or choose another model.path"
         )
     if num_kept == 0:
         raise RuntimeError(
-            "no sample of this step has a reward, each one was dropped (reward.on_error); first: "
+            "no sample of this step has a reward, because all were dropped (reward.on_error); first: "
             f"{next(iter(scored.notices), 'on another host')}. Fix the reward functions before continuing"
         )
 
@@ -35,6 +35,6 @@ def stop_if_diverged(metrics: Mapping[str, float | None], settings: Settings) ->
         in_a_row = metrics.get(f"{network}/nonfinite_in_a_row") or 0
         if in_a_row >= settings.optimizer.max_nonfinite_steps:
             raise RuntimeError(
-                f"{int(in_a_row)} optimizer steps in a row had a NaN or infinite loss or gradient; the weights are "
-                f"still those before them. Lower {section}.learning_rate, or train in float32"
+                f"{int(in_a_row)} optimizer steps in a row had a NaN or infinite loss or gradient; they did not "
+                f"change the weights. Lower {section}.learning_rate, or train in float32"
             )

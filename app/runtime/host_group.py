@@ -1,4 +1,4 @@
-"""Joint work of several hosts: if one hangs, fails or is stopped, the others end as well and report why."""
+"""Joint work of several hosts: if one hangs, fails or is stopped, the others exit too and report why."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class HostGroup(NamedTuple):
 
 @contextmanager
 def open_host_group(settings: Settings, crash_dir: Path) -> Iterator[HostGroup]:
-    """Watches the block, starting with the phase `compile`. `jax_startup.initialize_distributed` must have run.
+    """Watches the block, initially in the phase `compile`. `jax_startup.initialize_distributed` must have run.
 
     Args:
-        crash_dir: folder for the stacks of a process that hangs.
+        crash_dir: folder for the stack traces of a process that hangs.
     """
     heartbeat_s = settings.mesh.heartbeat_s
     with (
@@ -51,7 +51,7 @@ def ignore_phase(phase: str) -> None:
 def join_hosts(settings: Settings, *, out: Path) -> Iterator[PhaseCallback]:
     """Joins the other hosts for a command that writes one file; a single host is not watched.
 
-    Stacks are written to `<out>.crash/`.
+    Stack traces are written to `<out>.crash/`.
     """
     jax_startup.initialize_distributed(settings.mesh)
     if jax.process_count() == 1:

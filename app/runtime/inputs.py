@@ -1,4 +1,4 @@
-"""Reads and checks the models, prompts and rewards that settings name."""
+"""Reads and checks the models, prompts and rewards that the settings specify."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ PromptsOrRows = Sequence[Prompt] | Sequence[DatasetRow]
 
 
 def make_rewards(settings: Settings, train_rows: PromptsOrRows, eval_rows: PromptsOrRows) -> RewardFunctions:
-    """Returns the reward functions of a run for these rows, not yet imported."""
+    """Returns the reward functions of a run for these rows, without importing plug-ins yet."""
     columns = data_columns(settings, train_rows)
     of_held_out = eval_columns(settings, eval_rows) if eval_rows else None
     return RewardFunctions(settings.reward, columns, of_held_out, make_overlong_penalty(settings))
 
 
 def make_overlong_penalty(settings: Settings) -> OverlongPenalty | None:
-    """Returns the penalty on overlong completions, or None."""
+    """Returns the penalty on overlong completions; None if `reward.overlong_buffer` is null."""
     buffer = settings.reward.overlong_buffer
     if buffer is None:
         return None
@@ -53,7 +53,7 @@ def read_policy(settings: Settings) -> ModelSpec:
     """Reads the model of `model.path` and its tokenizer.
 
     Raises:
-        InputError: it cannot be used, or its context is too short for the settings.
+        InputError: the model cannot be used, or its context is too short for the settings.
     """
     model = read_model_spec(settings)
     check_context_length(model.architecture, settings, path=settings.model.path)
@@ -87,7 +87,7 @@ def read_train_rows(settings: Settings) -> Dataset:
 def encode_rows(
     settings: Settings, rows: Sequence[DatasetRow], tokenizer: ChatTokenizer
 ) -> tuple[list[Prompt], EncodeReport]:
-    """Tokenizes rows into prompts under `data.*`."""
+    """Tokenizes rows into prompts as `data.*` specifies."""
     return encode_prompts(
         rows,
         tokenizer,

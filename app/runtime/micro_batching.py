@@ -1,4 +1,4 @@
-"""Wiring of micro-batches: settings select the batcher of each scoring pass and of the update."""
+"""Builds the batchers of scoring passes and of the update from the settings."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class MaxLengths(NamedTuple):
 
 
 def num_bootstrap_tokens(settings: Settings, role: str) -> int:
-    """Returns how many tokens a role reads after a truncated sample: the critic one, for the bootstrap value."""
+    """Returns the number of extra tokens a role reads after a truncated sample: 1 for the critic's bootstrap value."""
     return 1 if role == "critic" and settings.algorithm.bootstrap_truncated else 0
 
 
@@ -52,7 +52,7 @@ def make_score_batcher(
 def make_update_batcher(
     settings: Settings, scope: AlgorithmSettings | CriticSettings, architecture: Architecture, max_lengths: MaxLengths
 ) -> FixedRowBatcher | PackedRowBatcher:
-    """Returns the batcher of an optimizer step for the network with the settings `scope`."""
+    """Returns the batcher of an optimizer step for the network that `scope` configures."""
     if scope.max_tokens_per_device is None:
         return FixedRowBatcher(scope.rows_per_device, trim_tail=False, sequence_cost=forward_flops(architecture))
     return _make_packed_rows(settings, architecture, max_lengths, max_tokens_per_device=scope.max_tokens_per_device)

@@ -1,4 +1,4 @@
-"""Specifications of models before their weights are loaded: files, architecture and tokenizer that fit each other."""
+"""Models before their weights are loaded: files, architecture and tokenizer, checked to fit each other."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from settings.schema.lora import LoRASettings as LoRASettings
 LORA_FINGERPRINT = "model.lora"
 """Name of the fingerprint of the adapters."""
 QUANTIZER_FINGERPRINT = f"the version of {QUANTIZATION_PACKAGE}, which finds the codes of quantized kernels"
-"""Name of the fingerprint of the quantizer: quantized kernels are not saved but computed again."""
+"""Name of the fingerprint of the quantizer; checkpoints do not store quantized kernels, which are computed again."""
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,10 @@ class ModelSpec:
     files: ModelFiles
     architecture: Architecture
     definition: DecoderDefinition
-    """Definition of the model's own weights, as its files have them."""
+    """Definition of the model's own weights, as stored in its files."""
     tokenizer: Tokenizer
     policy_definition: DecoderDefinition
-    """Definition of the trained policy: with the adapters of `model.lora` and kernels that may be quantized; equals
+    """Definition of the trained policy: with the adapters of `model.lora` and optionally quantized kernels; equals
     `definition` without adapters."""
 
     @cached_property
@@ -62,11 +62,11 @@ class ModelSpec:
         }
 
     def decode_definition(self, dtype: jnp.dtype) -> DecoderDefinition:
-        """Returns the definition that generates: in float32 the model's own, with adapters merged into its kernels.
+        """Returns the definition for generation: in float32 the model's own, with adapters merged into its kernels.
 
-        In bfloat16, W + (alpha / rank) A B would lose whatever of A B is below the last bit of W. For many steps that
-        is most of it, so the sampler would not follow the policy. There, and with quantized kernels, which would lose
-        more, adapters stay separate from the kernels, as in training and scoring.
+        In bfloat16, W + (alpha / rank) A B would lose the part of A B below the last bit of W. For many steps that is
+        most of it, so the sampler would not follow the policy. Quantized kernels would lose even more. In both cases
+        adapters stay separate from the kernels, as in training and scoring.
         """
         return (
             self.definition
@@ -84,7 +84,7 @@ def read_model_spec(settings: Settings) -> ModelSpec:
     """Opens model files and tokenizer and checks that they fit each other.
 
     Raises:
-        InputError: something would fail later, on the device.
+        InputError: the model cannot be used; found here rather than later on the device.
     """
     files = open_model(settings.model.path, revision=settings.model.revision)
     architecture = architecture_from_config(files.config)
@@ -100,15 +100,15 @@ def adapted_definition(definition: DecoderDefinition, settings: LoRASettings) ->
     """Returns the definition with the adapters of `model.lora`, or unchanged without them.
 
     Raises:
-        InputError: the rank is higher than that of the kernels, or the quantization does not fit them.
+        InputError: the rank exceeds that of the kernels, or the quantization does not fit them.
     """
     if not settings.rank:
         return definition
     architecture = definition.architecture
     if settings.rank > architecture.model_dim:
         raise InputError(
-            f"model.lora.rank: {settings.rank} is more than the model's width {architecture.model_dim}, and no "
-            "kernel has a higher rank than that; 8 to 64 are usual"
+            f"model.lora.rank: {settings.rank} is more than the model's width {architecture.model_dim}, the "
+            "highest rank of its kernels; lower it (8 to 64 are usual)"
         )
     if settings.quantize_base is not None:
         check_quantization(settings.quantize_base, model_dim=architecture.model_dim)
@@ -118,7 +118,7 @@ def adapted_definition(definition: DecoderDefinition, settings: LoRASettings) ->
 
 @dataclass(frozen=True)
 class CriticSpec:
-    """The model that a critic starts from, checked but not loaded. It reads the policy's tokens."""
+    """The model that a critic starts from, checked but not loaded. It reads the policy's token ids."""
 
     files: ModelFiles
     architecture: Architecture
@@ -129,7 +129,7 @@ def read_critic_spec(settings: Settings, policy: ModelSpec) -> CriticSpec:
     """Reads the model of `critic.path`, or the policy's own, as a value decoder.
 
     Raises:
-        InputError: something would fail later, such as another tokenizer than the policy's.
+        InputError: the model cannot be used as a critic, for example because its tokenizer is not the policy's.
     """
     if settings.critic.path is None:
         definition = DecoderDefinition.create(policy.architecture, ValueDecoder)
@@ -143,16 +143,16 @@ def read_critic_spec(settings: Settings, policy: ModelSpec) -> CriticSpec:
         same_ids = encoding_fingerprint(load_fast_tokenizer(files)) == policy.tokenizer.encoding_fingerprint
     if not same_ids:
         raise InputError(
-            f"critic.path: {settings.critic.path} has another tokenizer than model.path {settings.model.path}, so it "
-            "would read other text than the policy writes; choose a critic of the policy's family, or leave "
-            "critic.path null"
+            f"critic.path: the tokenizer of {settings.critic.path} is not that of model.path {settings.model.path}, "
+            "so the critic would misread the policy's tokens; choose a critic of the policy's family, or set "
+            "critic.path: null"
         )
     return CriticSpec(files, architecture, definition)
 
 
 @contextmanager
 def model_setting_in_errors(setting: str, *, revision: str) -> Iterator[None]:
-    """Replaces `model.path` in errors by the setting that the model came from."""
+    """Replaces `model.path` and `model.revision` in errors with the settings that specify the model."""
     try:
         yield
     except InputError as error:
@@ -163,13 +163,13 @@ def model_setting_in_errors(setting: str, *, revision: str) -> Iterator[None]:
 def _check_vocab_size(tokenizer: Tokenizer, architecture: Architecture) -> None:
     if tokenizer.vocab_size > architecture.vocab_size:
         raise InputError(
-            f"model.path: the tokenizer has {tokenizer.vocab_size} tokens and the model's embedding only "
-            f"{architecture.vocab_size}; they do not belong together"
+            f"model.path: the tokenizer has {tokenizer.vocab_size} tokens, but the model's embedding has only "
+            f"{architecture.vocab_size} rows; use a model together with its own tokenizer"
         )
 
 
 def adapter_notes(model: ModelSpec, *, has_critic: bool) -> tuple[str, ...]:
-    """Returns a note on the share of trained weights if there are adapters."""
+    """Returns a note on the share of trained weights; none without adapters."""
     definition = model.policy_definition
     if definition.lora is None:
         return ()
@@ -178,8 +178,8 @@ def adapter_notes(model: ModelSpec, *, has_critic: bool) -> tuple[str, ...]:
     critic = "; the critic trains all its weights" if has_critic else ""
     return (
         f"{LORA_FINGERPRINT}: {num_trained:,} weights are trained ({definition.lora.to_text()}), "
-        f"{num_trained / num_all:.2%} of {num_all:,}; the {num_all - num_trained:,} of {model.files.name} are frozen"
-        f"{base}{critic}",
+        f"{num_trained / num_all:.2%} of {num_all:,}; the {num_all - num_trained:,} weights of {model.files.name} are "
+        f"frozen{base}{critic}",
     )
 
 

@@ -1,4 +1,4 @@
-"""Checks with the real weights, on the devices that train, that samples of a packed row do not influence each other."""
+"""Checks, with the real weights on the training devices, that samples in a packed row do not influence each other."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ScoreFunction = Callable[[Sequence[Sample], MicroBatchPlan], list[np.ndarray]]
 
 
 class Unit(NamedTuple):
-    """The unit of the differences; `scale` takes the scores of samples alone."""
+    """The unit of the differences; `scale` computes its size from the scores of samples in rows of their own."""
 
     name: str
     scale: Callable[[np.ndarray], Any]
@@ -34,7 +34,7 @@ STANDARD_DEVIATIONS = Unit("standard deviations", np.std)
 
 
 class Tolerance(NamedTuple):
-    """Differences that the order of sums may cause; visible tokens of another sample cause far larger ones."""
+    """Differences that the order of summation explains; seeing tokens of another sample causes far larger ones."""
 
     max_difference: float
     mean_difference: float
@@ -44,7 +44,7 @@ TOLERANCES = {"float32": Tolerance(1e-4, 1e-4), "bfloat16": Tolerance(0.5, 0.05)
 """Tolerances by compute type."""
 
 MAX_SAMPLE_TOKENS = 128
-"""Compared tokens of each sample. A row of three such samples uses block-wise attention on every backend."""
+"""Number of compared tokens of each sample. A row of three such samples uses block-wise attention on every backend."""
 
 
 def check_packing(
@@ -53,8 +53,8 @@ def check_packing(
     """Returns the largest |logprob in a shared row - logprob alone|, in nats, over all tokens of a few samples.
 
     In the first arrangement each sample of the row has its own segment; in the second, if prompts are shared, samples
-    of one prompt follow it in one segment. Only the first tokens of long samples are compared. A critic of another
-    architecture than the policy's is checked in addition, by its values instead of logprobs.
+    of the same prompt share its segment. Only the first tokens of long samples are compared. A critic whose
+    architecture differs from the policy's is also checked, by its values instead of logprobs.
 
     Raises:
         RuntimeError: the difference is larger than rounding explains, so packed rows would give wrong logprobs.
@@ -64,7 +64,7 @@ def check_packing(
     if critic is None or session.architecture_of("critic") == session.model_spec.architecture:
         return largest
     assert session.critic is not None
-    # A value head of zeros, with which a critic may start, would agree on anything.
+    # A critic may start with a value head of zeros, whose values would always agree.
     params = {**critic, "value": jnp.full_like(critic["value"], critic["value"].size ** -0.5)}
     values = partial(session.critic.valuer.values, params)
     return max(largest, _largest_difference(session, values, samples, unit=STANDARD_DEVIATIONS))
@@ -79,20 +79,20 @@ def _largest_difference(
     by_prompt = [tuple(np.flatnonzero(prompts == number).tolist()) for number in range(prompts.max() + 1)]
     arrangements = [apart, by_prompt] if session.settings.batching.share_prompts else [apart]
     alone, *together = _score_arrangements(session, score, samples, arrangements)
-    # Weights that give no finite number alone are reported by the first update.
+    # Scores that are not finite even alone are reported by the first update.
     known = np.isfinite(alone)
     scale = unit.scale(alone[known]) if known.any() else 1.0
     differences = np.concatenate([np.abs(shared - alone)[known] for shared in together]) / scale
     local = differences.max(initial=0.0), differences.mean() if known.any() else 0.0
-    # The result must be the same on every host: if one stopped alone, the others would wait for it.
+    # The result must be the same on every host: if only one raised, the others would wait for it.
     largest, mean = max_over_hosts(np.asarray(local)).tolist()
     allowed = TOLERANCES[session.settings.model.dtype]
     # Not `>`: NaN must fail the check.
     if not (largest <= allowed.max_difference and mean <= allowed.mean_difference):
         raise RuntimeError(
-            f"samples that share a row score differently from alone by up to {largest:.2g} {unit.name}: attention "
-            "leaks between them on this backend, please report it. Until then set score.dynamic: false and "
-            "algorithm.dynamic_microbatch: false, with a critic critic.dynamic_microbatch: false as well"
+            f"scores in a shared row differ from those of a sample alone by up to {largest:.2g} {unit.name}: attention "
+            "leaks between samples on this backend. Please report it; until it is fixed, set score.dynamic: false, "
+            "algorithm.dynamic_microbatch: false and, with a critic, critic.dynamic_microbatch: false"
         )
     return largest
 
@@ -110,7 +110,7 @@ def _score_arrangements(
 ) -> list[np.ndarray]:
     """Scores all samples first in a row of their own, then together in one row per arrangement.
 
-    One program scores one row at a time while the other devices are idle: that takes no more memory than a row.
+    One program scores one row at a time while the other devices are idle, so it needs memory for one row only.
     """
     count, num_tokens = len(samples), len(samples) * MAX_SAMPLE_TOKENS
     rows: list[PackedRow] = [((i,),) for i in range(count)]

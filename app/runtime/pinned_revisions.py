@@ -1,4 +1,4 @@
-"""Pinned commits of a run's hub models, so that it does not change when their branches move."""
+"""Pins a run's hub models to commits, so that the run does not change when their branches move."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class RevisionFields(NamedTuple):
 
 
 class RequestedModel(NamedTuple):
-    """Values of these fields."""
+    """Values of the `RevisionFields` of a section."""
 
     path: str | None
     revision: str | None
@@ -46,10 +46,10 @@ REVISION_FIELDS: Mapping[str, RevisionFields] = MappingProxyType(
 
 
 def pin_revisions(settings: Settings, run: RunDirectory) -> Settings:
-    """Returns the settings with each revision set to the commit that the run started with, if it requested the same.
+    """Returns the settings with each revision replaced by the commit that the run used for the same request.
 
     Raises:
-        InputError: the run's record cannot be read.
+        InputError: the run's record of commits cannot be read.
     """
     if not run.model_path.is_file():
         return settings
@@ -61,7 +61,7 @@ def pin_revisions(settings: Settings, run: RunDirectory) -> Settings:
 
 
 def record_commits(run: RunDirectory, settings: Settings, commits: Mapping[str, str | None]) -> None:
-    """Writes the record that `pin_revisions` reads.
+    """Writes the record of commits that `pin_revisions` reads.
 
     Args:
         commits: commits by section; None for models that are not from the hub, which are left out.
@@ -87,7 +87,7 @@ def _read_pins(path: Path) -> dict[str, PinnedCommit]:
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise InputError(f"--resume: {path} is not readable as JSON ({error}); start another run.name") from error
+        raise InputError(f"--resume: {path} cannot be read as JSON ({error}); start another run.name") from error
     if not isinstance(record, dict):
         raise InputError(f"--resume: {path} does not hold a JSON object; start another run.name")
     records = {"model": record} | {section: record[section] for section in REVISION_FIELDS if section in record}

@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 
 
 def check_ray_installed(settings: Settings) -> None:
-    """Raises InputError if Ray is configured and not installed."""
+    """Raises InputError if `rollout.pool` is `ray` and Ray is not installed."""
     if settings.rollout.pool == "ray" and importlib.util.find_spec("ray") is None:
-        raise InputError("rollout.pool: ray needs an optional package; pip install -e '.[ray]', or set it to local")
+        raise InputError("rollout.pool: Ray is not installed; run pip install -e '.[ray]', or set it to local")
 
 
 def open_ray_workers(
     settings: Settings, definition: DecoderDefinition, tokenizer: Tokenizer, mesh: Mesh, *, dtype: jnp.dtype
 ) -> RayWorkerPool:
-    """Returns workers in actors, which start when they are first needed.
+    """Returns workers in Ray actors, which start when they are first needed.
 
     Raises:
         InputError: training runs on several hosts.
@@ -43,8 +43,8 @@ def open_ray_workers(
 
     if jax.process_count() > 1:
         raise InputError(
-            f"rollout.pool: ray takes its weights from one training host, and there are {jax.process_count()}; set "
-            "it to local, so that every host has workers on its own devices, or train on one host next to the cluster"
+            f"rollout.pool: ray needs a single training host, but there are {jax.process_count()}; set it to local, "
+            "so that every host has workers on its own devices, or train on one host next to the cluster"
         )
     rollout, platform = settings.rollout, str(mesh.devices.flat[0].platform)
     assert rollout.scheduler is not None and rollout.workers.lease_s is not None
@@ -63,7 +63,7 @@ def open_ray_workers(
             dtype=jnp.dtype(dtype).name,
             exact=rollout.mode == "exact",
             tp=mesh.shape["tp"],
-            # JAX calls the platform of a GPU `gpu`, and its setting calls it `cuda`.
+            # JAX reports GPUs as platform `gpu`, but its setting `jax_platforms` expects `cuda`.
             platforms="cuda" if platform == "gpu" else platform,
             matmul_precision="highest" if dtype == jnp.float32 else None,
             lora=definition.lora,
@@ -88,7 +88,7 @@ def open_ray_workers(
             for number in range(pool.count)
         ]
     single_thread = rollout.workers.deterministic or len(workers) == 1
-    # Each worker ends its own lease by killing its actor, which ends every wait for it.
+    # Each worker enforces its own lease by killing its actor, which ends every wait for it.
     schedule = ScheduleConfig(rollout.scheduler, rollout.pdsr, rollout.segment, single_thread, lease_s=None)
     address, timeout_s = rollout.ray.address, rollout.ray.start_timeout_s
     return RayWorkerPool(workers, schedule, decode_text=tokenizer.decode, address=address, start_timeout_s=timeout_s)

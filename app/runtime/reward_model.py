@@ -1,4 +1,4 @@
-"""The reward model of a run: checked before any device work, loaded once, run at every step."""
+"""The reward model of a run: checked before any device work, loaded once, and run at every step."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class RewardModelSpec(NamedTuple):
     conversations: ConversationEncoder
 
     def check_prompt(self, prompt: Prompt) -> None:
-        """Raises InputError if the model's chat template cannot encode such a prompt."""
+        """Raises InputError if the model's chat template cannot encode this prompt."""
         with model_setting_in_errors("reward.model", revision="reward.model_revision"):
             self.conversations.encode(prompt, completion="")
 
@@ -48,7 +48,7 @@ def read_reward_model_spec(settings: Settings) -> RewardModelSpec | None:
     """Reads the model of `reward.model`; returns None without one.
 
     Raises:
-        InputError: something would fail later, on the device.
+        InputError: the model cannot be used; found here rather than later on the device.
     """
     if settings.reward.model is None:
         return None
@@ -78,13 +78,13 @@ def _check_one_label(files: ModelFiles, architecture: Architecture) -> None:
     if shape is not None and len(shape) == 2 and shape[0] != 1:
         raise InputError(
             f"model.path: {files.name} has {shape[0]} labels ({VALUE_HEAD} is {shape}, expected "
-            f"{(1, architecture.model_dim)}); a reward model gives one score, num_labels 1"
+            f"{(1, architecture.model_dim)}); a reward model must have one (num_labels: 1)"
         )
 
 
 def make_reward_batcher(settings: Settings, architecture: Architecture) -> FixedRowBatcher | PackedRowBatcher:
-    """Returns the reward model's batcher; rows hold any conversation that its context and the quota allow."""
-    # One more token, after the last one, at which the score is read.
+    """Returns the reward model's batcher; rows hold the longest conversation within its context and token budget."""
+    # The score is read at one more token, after the last one.
     longest = architecture.max_positions + 1
     quota = settings.score.reward.max_tokens_per_device
     return make_score_batcher(
@@ -109,7 +109,7 @@ class RewardModel:
 
     @classmethod
     def load(cls, settings: Settings, model: RewardModelSpec, mesh: Mesh) -> RewardModel:
-        """Loads the weights in float32 on their shardings; the model computes in `model.dtype`."""
+        """Loads the weights in float32, sharded over the mesh; the model computes in `model.dtype`."""
         return cls(
             model,
             mesh,
@@ -121,14 +121,14 @@ class RewardModel:
 
     @property
     def max_conversation_length(self) -> int:
-        """Largest number of tokens of a conversation that can be scored."""
+        """The largest number of tokens in a conversation that can be scored."""
         context = self.spec.architecture.max_positions
         return (
             min(context, self.batcher.budget.row_length - 1) if isinstance(self.batcher, PackedRowBatcher) else context
         )
 
     def score(self, samples: Sequence[Sample]) -> tuple[list[RewardOutcome], GlobalPlan]:
-        """Scores this host's samples; returns also the micro-batches. All hosts must call it together."""
+        """Returns the outcomes of this host's samples and the micro-batch plan. All hosts must call it together."""
         texts = [self._conversation_ids(sample) for sample in samples]
         readable = [(s, text) for s, text in zip(samples, texts, strict=True) if not isinstance(text, RewardFailure)]
         conversations = reward_model_inputs([s for s, _ in readable], [text for _, text in readable])
@@ -148,12 +148,12 @@ class RewardModel:
         if len(text) > self.max_conversation_length:
             context = self.spec.architecture.max_positions
             limit = (
-                "its context"
+                "the reward model's context"
                 if self.max_conversation_length == context
-                else "rows under score.reward.max_tokens_per_device"
+                else "a row under score.reward.max_tokens_per_device"
             )
             return RewardFailure(
-                "too long", f"{len(text)} tokens for the reward model, {limit} holds {self.max_conversation_length}"
+                "too long", f"{len(text)} tokens, but {limit} holds only {self.max_conversation_length}"
             )
         return text
 

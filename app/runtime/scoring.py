@@ -1,4 +1,4 @@
-"""A model on a mesh that can score samples: what `grpo score` needs, and what a `Session` adds generation to."""
+"""A model on a mesh, ready to score samples for `grpo score`; `Session` adds generation."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class CriticModel:
     valuer: ValueScorer
 
     def load_params(self, mesh: Mesh) -> Params:
-        """Loads the critic's initial weights in float32 on their shardings."""
+        """Loads the critic's initial weights in float32, sharded over the mesh."""
         definition, source = self.spec.definition, self.spec.files.weights
         return load_weights(definition, source, mesh, entries=critic_tensors(definition, source.shapes))
 
@@ -50,12 +50,12 @@ class ScoringSession:
     scorer: Scorer
     """Scores with the policy, including its adapters if it has any."""
     reference_scorer: Scorer
-    """Scores with the weights of `model.path`, quantized if those are; equals `scorer` without adapters."""
+    """Scores with the weights of `model.path`, quantized like the policy's; equals `scorer` without adapters."""
     critic: CriticModel | None = None
 
     @classmethod
     def open(cls, settings: Settings, model: ModelSpec, critic: CriticSpec | None = None) -> ScoringSession:
-        """Opens the mesh and the scorers. `jax_startup.initialize_distributed` must have run before."""
+        """Opens the mesh and the scorers. `jax_startup.initialize_distributed` must have run."""
         return cls(**open_scorers(settings, model, critic))
 
     def architecture_of(self, role: ScoredRole) -> Architecture:
@@ -63,14 +63,14 @@ class ScoringSession:
         return self.critic.spec.architecture if role == "critic" and self.critic else self.model_spec.architecture
 
     def load_params(self) -> Params:
-        """Loads the weights of `model.path` on their shardings, in the form that training keeps them in."""
+        """Loads the weights of `model.path`, sharded over the mesh and quantized if training quantizes them."""
         return load_weights(self.model_spec.reference_definition, self.model_spec.files.weights, self.mesh)
 
     @cached_property
     def frozen_params(self) -> Params:
-        """The policy's frozen weights, which are the reference, too; empty if all weights are trained.
+        """The policy's frozen weights, which are also the reference; empty if all weights are trained.
 
-        They are loaded once, and all hosts must load them together.
+        They are loaded at the first access, which all hosts must make together.
         """
         return {} if self.model_spec.policy_definition.lora is None else self.load_params()
 
@@ -115,7 +115,7 @@ class ScoringSession:
     def _score_values(
         self, params: Params, samples: Sequence[Sample], *, batcher: MicroBatcher
     ) -> tuple[list[Sample], GlobalPlan]:
-        """Adds `values`, with one more value after a truncated sample if `algorithm.bootstrap_truncated` is set."""
+        """Adds `values`: one extra per truncated sample if `algorithm.bootstrap_truncated` is set."""
         assert self.critic is not None
         bootstraps = self.settings.algorithm.bootstrap_truncated
         inputs = [append_dummy_token(s) if bootstraps and s.finish_reason == "length" else s for s in samples]
@@ -155,7 +155,7 @@ def open_scorers(settings: Settings, model: ModelSpec, critic: CriticSpec | None
 
 
 def open_mesh(settings: Settings) -> Mesh:
-    """Opens the mesh of `mesh.shape`. `jax_startup.initialize_distributed` must have run before."""
+    """Opens the mesh of `mesh.shape`. `jax_startup.initialize_distributed` must have run."""
     mesh = device_mesh.make_mesh(settings.mesh)
     placement.check_rows_per_host(mesh)
     return mesh
@@ -164,6 +164,6 @@ def open_mesh(settings: Settings) -> Mesh:
 def set_compute_dtype(settings: Settings) -> jnp.dtype:
     """Returns `model.dtype` and sets JAX's matmul precision to match it."""
     dtype = jnp.dtype(settings.model.dtype)
-    # float32 means float32: by default GPUs take TF32 and TPUs bfloat16 passes for its products.
+    # By default, GPUs would compute float32 products in TF32, and TPUs in bfloat16 passes.
     jax.config.update("jax_default_matmul_precision", "highest" if dtype == jnp.float32 else None)
     return dtype

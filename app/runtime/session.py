@@ -34,21 +34,21 @@ from settings import Settings
 
 @dataclass(kw_only=True)
 class Session(ScoringSession):
-    """A model on a mesh, with its engine and scorer, and its critic if there is one."""
+    """A model on a mesh, with its batch engine and scorers, and its critic if there is one."""
 
     engine: BatchEngine
-    """Converts the weights for all generation. It is on this host's part of the mesh, or on the whole mesh
-    (`rollout.placement`)."""
+    """Generates in batches, and converts the weights for every generator. It uses this host's part of the mesh or the
+    whole mesh (`rollout.placement`)."""
     continuous_batching: ContinuousBatchGenerator | None = None
-    """Generates instead of the engine if `rollout.slots` is set."""
+    """Generates in place of the engine if `rollout.slots` is set."""
     workers: RolloutWorkerPool | None = None
-    """Generate instead of both if `rollout.scheduler` is set."""
+    """Generate in place of both if `rollout.scheduler` is set."""
 
     @classmethod
     def open(
         cls, settings: Settings, model: ModelSpec, critic: CriticSpec | None = None, *, generates: bool = True
     ) -> Session:
-        """Opens a session, which first uses the devices. `jax_startup.initialize_distributed` must have run.
+        """Opens a session: the first use of the devices. `jax_startup.initialize_distributed` must have run.
 
         Args:
             generates: False if samples are only read, so that slots and workers are neither checked nor opened.
@@ -83,7 +83,7 @@ class Session(ScoringSession):
         return session
 
     def close(self) -> None:
-        """Ends everything that it has started outside this process."""
+        """Shuts the workers down, including their processes."""
         if self.workers is not None:
             self.workers.shut_down()
 
@@ -112,7 +112,7 @@ class Session(ScoringSession):
         return self.continuous_generator.stream(weights, prompts, request, skipped_uids=skipped_uids)
 
     def stop_when(self, should_stop: StopCheck) -> None:
-        """Lets generation raise `StoppedError` after the segment in which `should_stop` becomes true."""
+        """Makes generation raise `StoppedError` after the segment in which `should_stop` becomes true."""
         for generator in (self.engine, self.continuous_batching, self.workers):
             if generator is not None:
                 generator.stop_requested = should_stop
@@ -139,9 +139,9 @@ class Session(ScoringSession):
 
     @property
     def evaluates_in_batches(self) -> bool:
-        """Whether an evaluation runs in batches and not as one queue of all its prompts.
+        """Whether an evaluation runs in batches instead of one queue of all its prompts.
 
-        It does if generation runs during training. Its last bits may then differ from those of slots.
+        It also does if generation runs during training. Its last bits may then differ from an evaluation in slots.
         """
         return self.continuous_generator is None or self.generates_async
 
@@ -150,7 +150,7 @@ class Session(ScoringSession):
         return self.continuous_generator if self.continuous_generator and not self.generates_async else self.engine
 
     def open_async_generation(self, weights: DecodeWeights, *, policy_version: int) -> AsyncRollout:
-        """Opens rollouts as `rollout.*` specifies, which run during training."""
+        """Opens rollouts that run during training, as `rollout.*` specifies."""
         assert self.workers is not None
         return AsyncRollout(self.workers, weights, self.rollout_request(policy_version=policy_version))
 
@@ -162,7 +162,7 @@ class Session(ScoringSession):
 
     @property
     def eval_sampling_params(self) -> SamplingRules:
-        """The sampling parameters of `eval.*`, without truncation: an evaluation measures the model's distribution."""
+        """The sampling parameters of `eval.*`, without truncation: evaluations measure the model's own distribution."""
         return SamplingRules(self.settings.eval.temperature)
 
     def rollout_request(self, *, policy_version: int = 0, first_group_id: int = 0) -> GenerationRequest:
@@ -182,7 +182,7 @@ class Session(ScoringSession):
         return replace(request, rules=self.eval_sampling_params, group_size=group_size)
 
     def generate(self, weights: DecodeWeights, prompts: Sequence[Prompt], request: GenerationRequest) -> list[Sample]:
-        """Generates with workers or slots if there are any and they are free, otherwise in one batch."""
+        """Generates with workers or slots; in one batch if there are none, or if workers run during training."""
         return self._generator.generate(weights, prompts, request)
 
     def take_counters(self) -> RolloutCounters:
@@ -192,8 +192,8 @@ class Session(ScoringSession):
     def sync_length_history(self) -> Mapping[str, float] | None:
         """Merges the length histories of all hosts: prompt -> mean length of its samples. None without a scheduler.
 
-        All hosts call it at the end of a step, so that a resumed run schedules the next step as an uninterrupted one
-        does. An open rollout continues with its own history.
+        All hosts must call it together at the end of a step, so that a resumed run schedules the next step as an
+        uninterrupted one would. An open rollout continues with its own history.
         """
         if self.workers is None:
             return None
@@ -207,13 +207,13 @@ class Session(ScoringSession):
         return self.workers.take_schedule_metrics() if self.workers else []
 
     def rollout_shape(self, *, num_prompts: int, group_size: int, longest_prompt: int) -> BatchShape:
-        """Returns the shape of a rollout of `num_prompts` prompts of this host."""
+        """Returns the shape of a rollout of `num_prompts` prompts on this host."""
         if self.continuous_generator:
             return self.continuous_generator.batch_shape
         return self._batch_shape(num_prompts, group_size=group_size, longest_prompt=longest_prompt)
 
     def evaluation_shape(self, *, num_prompts: int, longest_prompt: int) -> BatchShape:
-        """Returns the shape of an evaluation of `num_prompts` prompts of this host."""
+        """Returns the shape of an evaluation of `num_prompts` prompts on this host."""
         if self.continuous_generator and not self.generates_async:
             return self.continuous_generator.batch_shape
         return self._batch_shape(num_prompts, group_size=self.settings.eval.num_samples, longest_prompt=longest_prompt)
@@ -227,11 +227,11 @@ class Session(ScoringSession):
         )
 
     def evaluation_footprint(self, shape: BatchShape) -> Footprint:
-        """Returns what an evaluation of this shape occupies on the devices, in addition to asynchronous workers."""
+        """Returns the arrays that an evaluation of this shape adds on the devices, without asynchronous workers."""
         return self.engine.footprint(shape) if self.generates_async else self.rollout_footprint(shape)
 
     def rollout_footprint(self, shape: BatchShape) -> Footprint:
-        """Returns what a rollout of this shape occupies on the devices."""
+        """Returns the arrays that a rollout of this shape keeps on the devices."""
         whole = self.engine.footprint(shape)
         if self.continuous_generator is None:
             return whole
@@ -239,6 +239,6 @@ class Session(ScoringSession):
             # The caches are on the devices of the actors.
             return whole._replace(prompts=(), slots=())
         footprint = self.continuous_generator.footprint()
-        # Workers hold copies of the weights, which are also on the whole mesh.
+        # Workers hold copies of weights that are also on the whole mesh.
         has_copies = self.workers is not None and self.mesh.size > 1
         return footprint._replace(weights=(whole.weights, footprint.weights)) if has_copies else footprint

@@ -25,7 +25,7 @@ def check_tp_divides_heads(mesh: Mesh, architecture: Architecture, *, path: str)
 
 
 def replicated_dim_notes(mesh: Mesh, architecture: Architecture) -> tuple[str, ...]:
-    """Returns a note for every dim that tp does not divide: it is replicated on every device, which costs memory."""
+    """Returns a note for every dim that tp does not divide: replicating it on every device costs memory."""
     tp = mesh.shape["tp"]
     sizes = {
         "kv heads": architecture.num_kv_heads,
@@ -48,11 +48,11 @@ def _nearest_divisors(tp: int, size: int) -> str:
 
 
 def check_decode_layout(settings: Settings, mesh: Mesh) -> None:
-    """Raises InputError if every host generates by itself while the weights would be split over all hosts."""
+    """Raises InputError if weights would be split over all hosts although every host generates independently."""
     rollout = settings.rollout
     if rollout.decode_layout == "fsdp" and rollout.placement == "island" and num_hosts(mesh) > 1:
         raise InputError(
-            f"rollout.decode_layout: fsdp leaves parts of every weight on each of {num_hosts(mesh)} hosts, and with "
-            "rollout.placement: island each of them generates by itself; set rollout.decode_layout: gathered, or "
+            f"rollout.decode_layout: fsdp splits every weight over the {num_hosts(mesh)} hosts, but with "
+            "rollout.placement: island each host generates independently; set rollout.decode_layout: gathered, or "
             "rollout.placement: global"
         )

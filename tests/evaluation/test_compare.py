@@ -129,10 +129,7 @@ def test_answers_are_needed_where_samples_vote_and_nowhere_else(tmp_path: Path) 
     assert compared(before, after)["better"] == 6
     several = write(tmp_path / "several.jsonl", [("2", "3"), ("3", "3")], answer="?")
     message = refused(several, after)
-    assert (
-        f"{several}: maj@k compares the majority's number with the answer, and `answer` of q/0 holds no number (and 1"
-        in message
-    )
+    assert f"{several}: maj@k needs a number in `answer`, but q/0 has none (and 1" in message
     assert "reward.functions" not in message
 
 
@@ -176,19 +173,22 @@ def test_files_of_a_run_s_own_evaluations_are_compared_too(finished: Path) -> No
     ("changed", "message"),
     [
         ({"answers": AFTER[:11]}, "1 are only in the first, 0 only in the second, such as q/11"),
-        ({"prompt": "2 + 0 = ?"}, "come from different data: question or answer of q/0 differs"),
+        ({"prompt": "2 + 0 = ?"}, "come from different data: the question or answer of q/0 differs"),
         ({"judge": "gsm8k"}, "judged by different functions: arithmetic and gsm8k"),
         (
             {"facts": {JUDGE_FILE: "x"}},
-            "functions of the name arithmetic: the judge's file was None and is now x",
+            "functions named arithmetic: the judge's file is None in the first and x in",
         ),
-        ({"facts": {JUDGE_FUNCTION: "b:arithmetic"}}, "the judge's function was None and is now b:arithmetic"),
-        ({"judge": None}, "a.jsonl has none; grpo evaluate --out writes such files"),
+        ({"facts": {JUDGE_FUNCTION: "b:arithmetic"}}, "the judge's function is None in the first and b:arithmetic in"),
+        ({"judge": None}, "a.jsonl has no values; use a file from grpo evaluate --out"),
         ({"rewards": {"a": 1, "b": 0}}, "a.jsonl has the values of a, b"),
-        ({"answers": [*AFTER[:11], ("2", "2")]}, "is incomplete: q/0 has samples 0, others 0 to 1; run the same grpo"),
+        (
+            {"answers": [*AFTER[:11], ("2", "2")]},
+            "is incomplete: q/0 has samples 0, others have 0 to 1; run the same grpo",
+        ),
         (
             {"answers": [(answer, answer) for (answer,) in AFTER]},
-            "eval.num_samples was 1 and is now 2. The sign test would be biased even for one model; "
+            "eval.num_samples is 1 in the first and 2 in the second. The sign test would be biased even for one model; "
             "evaluate one of them again with the eval.num_samples of the other",
         ),
     ],
@@ -205,7 +205,7 @@ def test_a_sample_that_stands_there_twice_is_named(tmp_path: Path) -> None:
     before, after = write(tmp_path / "b.jsonl", BEFORE), write(tmp_path / "a.jsonl", AFTER)
     lines = after.read_text().splitlines(keepends=True)
     after.write_text("".join([*lines, lines[3]]))
-    assert "a.jsonl is incomplete: q/3 has samples 0, 0, others 0 to 0" in refused(before, after)
+    assert "a.jsonl is incomplete: q/3 has samples 0, 0, others have 0 to 0" in refused(before, after)
 
 
 def test_columns_that_a_plug_in_may_read_are_those_of_both(tmp_path: Path) -> None:
@@ -214,7 +214,7 @@ def test_columns_that_a_plug_in_may_read_are_those_of_both(tmp_path: Path) -> No
     compared(before, after)
     before = write(before, BEFORE, judge="mine")
     after = write(after, AFTER, judge="mine", columns=columns)
-    assert "other columns of q/0 differ, and mine may read them" in refused(before, after)
+    assert "other columns of q/0 differ, and mine may use them" in refused(before, after)
 
 
 @pytest.mark.parametrize("facts", [{}, {JUDGE: None}, []])

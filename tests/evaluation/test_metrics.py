@@ -24,7 +24,7 @@ def test_pass_at_one_is_the_share_of_right_samples() -> None:
 
 
 def test_pass_at_more_than_there_are_is_refused() -> None:
-    with pytest.raises(ValueError, match="pass@5 of 4 samples"):
+    with pytest.raises(ValueError, match="pass@5 needs at least 5 samples, got 4"):
         pass_at_k(4, 4, 5)
 
 

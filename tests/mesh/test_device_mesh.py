@@ -96,7 +96,7 @@ def test_tp_over_several_hosts_is_refused_with_the_hosts_and_the_tp_that_fit(sha
     fitting = " or ".join(str(n) for n in range(1, per_host[0] + 1) if per_host[0] % n == 0)
     with pytest.raises(InputError, match=re.escape(f"mesh.shape: {found}")) as caught:
         check_rows_per_host(mesh)
-    assert str(caught.value).endswith(f"keep tp inside a host: {fitting}")
+    assert str(caught.value).endswith(f"keep tp within a host: {fitting}")
 
 
 def test_the_mesh_holds_every_device_on_three_named_axes():

@@ -40,7 +40,7 @@ def test_an_absent_platform_is_never_replaced_by_the_cpu():
     script += "jax.config.update('jax_platforms', 'cuda'); global_devices(MeshSettings(platform='cuda'))"
     process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=DEADLINE_S)
     assert process.returncode == 1
-    assert "InputError: mesh.platform: cuda is not available: JAX found no device of it" in process.stderr
+    assert "InputError: mesh.platform: cuda is not available: JAX found no such device" in process.stderr
 
 
 @pytest.mark.parametrize("address", [None, "auto"])

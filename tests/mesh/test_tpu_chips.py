@@ -31,7 +31,7 @@ def test_a_slice_has_the_chips_hosts_and_memory_of_its_name(name, num_chips, num
 @pytest.mark.parametrize("name", ["v4-17", "v5e-1024", "v4_16", "", "eight", "--4", "v4-16 v4-16", "h100-8"])
 def test_a_name_that_no_slice_has_is_refused_with_all_names(name):
     with pytest.raises(
-        InputError, match=rf"^mesh\.pretend: got {re.escape(repr(name))}.*; known: v4-8, v4-16, .*v6e-256$"
+        InputError, match=rf"^mesh\.pretend: got {re.escape(repr(name))}; known: v4-8, v4-16, .*v6e-256"
     ):
         parse_slice(name)
 

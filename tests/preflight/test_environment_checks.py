@@ -128,7 +128,7 @@ def test_a_gated_data_set_fails_although_the_hub_lists_its_files(hub: LocalHub, 
     hub.gated.add("datasets/owner/rows")
     result = check_hub(ROWS)
     assert (result.verdict, result.exit_code) == ("fail", 2)
-    assert "this user has no access; accept its licence at https://huggingface.co/datasets/owner/rows" in result.found
+    assert "this user has no access; accept its license at https://huggingface.co/datasets/owner/rows" in result.found
     assert "there is no such dataset, or it is private" in check_hub(ROWS._replace(hub_id="owner/nothing")).found
 
 

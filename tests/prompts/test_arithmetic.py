@@ -97,5 +97,5 @@ def test_a_problem_is_its_own_uid():
 
 
 def test_an_unknown_split_is_an_input_error():
-    with pytest.raises(InputError, match=r"data.split: .*train and test, got 'validation'"):
+    with pytest.raises(InputError, match=r"data.split: expected train or test .*, got 'validation'"):
         make(split="validation")

@@ -41,5 +41,5 @@ def test_a_file_is_not_evaluated_on_itself_unless_asked_for(tmp_path):
 
 
 def test_an_unknown_built_in_data_set_is_an_input_error():
-    with pytest.raises(InputError, match="unknown 'builtin:algebra'; the built-in data set is builtin:arithmetic"):
+    with pytest.raises(InputError, match="no 'builtin:algebra'; the only built-in data set is builtin:arithmetic"):
         load_training_data(DataSettings(source="builtin:algebra"), seed=0)

@@ -12,6 +12,6 @@ def test_a_launch_says_which_weights_learn_and_that_a_critic_has_no_adapters(tin
     model = read_model_spec(Settings.model_validate({"model": {"path": str(tiny_model), "lora": {"rank": 2}}}))
     (alone,) = adapter_notes(model, has_critic=False)
     assert alone.startswith("model.lora: 1,856 weights are trained (rank 2, alpha 16, q_proj")
-    assert alone.endswith(" of tiny are frozen")
+    assert alone.endswith(" weights of tiny are frozen")
     assert adapter_notes(model, has_critic=True) == (f"{alone}; the critic trains all its weights",)
     assert adapter_notes(model.without_adapters, has_critic=True) == ()

@@ -196,7 +196,7 @@ def test_a_checkpoint_without_its_head_is_refused_by_the_name_of_the_tensor(judg
     tensors = load_file(model / "model.safetensors")
     del tensors["score.weight"]
     save_file(tensors, model / "model.safetensors")
-    with pytest.raises(InputError, match=r"reward.model: 1 tensors are missing, first 'score.weight'"):
+    with pytest.raises(InputError, match=r"reward.model: missing tensors: 1, first 'score.weight'"):
         read_reward_model_spec(settings_of(model))
     with pytest.raises(InputError, match=r"reward.model: .*neither an existing directory"):
         read_reward_model_spec(settings_of(tmp_path / "no such"))
@@ -219,7 +219,7 @@ def test_a_conversation_over_the_context_fails_alone(judge: Path) -> None:
     outcomes, _ = loaded(judge).score(samples)
     failure = outcomes[2].failure
     assert failure is not None and failure.kind == "too long"
-    assert "score.reward.max_tokens_per_device holds 63" in failure.text
+    assert "score.reward.max_tokens_per_device holds only 63" in failure.text
     kept = [i for i in range(len(samples)) if i != 2]
     np.testing.assert_allclose(np.asarray([outcomes[i].value for i in kept], float), expected[kept], atol=1e-5)
 

@@ -186,7 +186,7 @@ def test_packing_that_leaks_ends_without_an_output(sampled: Path, tmp_path: Path
     arguments = ("--input", tmp_path / "samples.jsonl", "--out", tmp_path / "scored.jsonl")
     result = here("score", *of_tiny(model), *arguments, "--check-packing")
     assert result.exit_code == 1
-    assert "score differently from alone by up to nan nats" in result.stderr
+    assert "differ from those of a sample alone by up to nan nats" in result.stderr
     result = here("score", *of_tiny(model), *arguments, "--set", "score.rows_per_device=1")
     assert result.exit_code == 1 and "scored.jsonl: record 2 (arithmetic" in result.stderr
     assert {path.name for path in tmp_path.iterdir()} == {"broken", "samples.jsonl"}

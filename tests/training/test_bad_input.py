@@ -54,13 +54,13 @@ def refused(config: Path, *overrides: str, resume: str = "never") -> str:
         ("optimizer.warmup_steps=4", "so the warm-up would not end"),
         ("logging.profile_steps=[2, 9]", "step 9 is beyond the run, which ends at run.steps = 4 (from yaml:"),
         ("logging.profile_steps=[0]", "logging.profile_steps[0]: expected greater than or equal to 1, got 0"),
-        ("checkpoint.best_metric=eval/acuracy", "do not measure 'eval/acuracy'; did you mean eval/accuracy?"),
+        ("checkpoint.best_metric=eval/acuracy", "or null to keep no best checkpoint; did you mean eval/accuracy?"),
         ("checkpoint.best_metric=reward/mean", "checkpoint.best_metric: evaluations do not measure 'reward/mean'"),
         ("checkpoint.every_minutes=0", "checkpoint.every_minutes: expected greater than 0, got 0"),
         ("mesh.shape='3,1,1'", "mesh.shape: '3,1,1' needs 3 devices, but there are 8"),
         ("mesh.num_processes=2", "also set mesh.coordinator_address and mesh.process_id"),
         ("model.path=builtin:huge", "model.path: there is no built-in model 'builtin:huge'"),
-        ("data.source=builtin:algebra", "data.source: unknown 'builtin:algebra'"),
+        ("data.source=builtin:algebra", "data.source: there is no 'builtin:algebra'"),
     ],
 )
 def test_a_setting_that_cannot_be(config: Path, override: str, message: str) -> None:
@@ -79,7 +79,7 @@ def test_samples_that_do_not_divide_over_the_devices(config: Path) -> None:
     message = refused(config, "rollout.prompts_per_step=5", fixed)
     assert "rollout.prompts_per_step: 5 prompts x rollout.group_size 4 = 20 samples" in message
     assert "the nearest values of rollout.prompts_per_step that fit: 4 or 6" in message
-    assert "algorithm.dynamic_microbatch: true, instead of algorithm.rows_per_device, takes any number" in message
+    assert "or set algorithm.dynamic_microbatch: true instead of algorithm.rows_per_device, for any number" in message
     message = refused(config, "algorithm.mini_batch_prompts=1", fixed)
     assert "the nearest values of algorithm.mini_batch_prompts that fit: 2" in message
 
@@ -87,15 +87,15 @@ def test_samples_that_do_not_divide_over_the_devices(config: Path) -> None:
 def test_fixed_rows_that_do_not_divide_the_samples_of_a_device(config: Path) -> None:
     message = refused(config, "rollout.prompts_per_step=12", "algorithm.rows_per_device=4")
     assert "algorithm.rows_per_device: 4 does not divide the 6 samples of an optimizer step on each device" in message
-    assert "(12 prompts x rollout.group_size 4 over 8 devices); the nearest that do: 3 or 6; algo" in message
-    assert "the nearest that do: 2; algo" in refused(config, "algorithm.dynamic_microbatch=false")
+    assert "(12 prompts x rollout.group_size 4 over 8 devices); the nearest that do: 3 or 6; or set algo" in message
+    assert "the nearest that do: 2; or set algo" in refused(config, "algorithm.dynamic_microbatch=false")
 
 
 def test_fixed_rows_of_the_critic_are_looked_at_as_the_policy_s(config: Path) -> None:
     ppo = ("algorithm.name=ppo", "rollout.prompts_per_step=12", "critic.rows_per_device=4")
     message = refused(config, *ppo)
     assert "critic.rows_per_device: 4 does not divide the 6 samples of an optimizer step on each device" in message
-    assert "the nearest that do: 3 or 6; critic.dynamic_microbatch: true" in message
+    assert "the nearest that do: 3 or 6; or set critic.dynamic_microbatch: true" in message
 
 
 def test_packed_micro_batches_take_any_number_of_samples(config: Path) -> None:
@@ -229,18 +229,18 @@ def take_a_smaller_embedding(model: Path) -> None:
     ("spoil", "message"),
     [
         (remove_config, "has no config.json, so it is not a Hugging Face model"),
-        (halve_config, "config.json: not readable as JSON"),
+        (halve_config, "config.json cannot be read as JSON"),
         (use_another_family, "config.json: model_type='mamba' is not supported; supported: llama, mistral, qwen2"),
         (bring_code, "config.json has `auto_map`"),
         (forget_a_size, "config.json: hidden_size is missing"),
         (keep_only_a_pickle, "has weights only as pickles (pytorch_model.bin)"),
         (keep_no_weights, "has neither model.safetensors nor model.safetensors.index.json"),
-        (truncate_weights, "model.safetensors: truncated, or not a safetensors file"),
+        (truncate_weights, "model.safetensors is truncated or not a safetensors file"),
         (
             transpose_a_tensor,
             "'model.layers.1.mlp.down_proj.weight' has shape (48, 32), expected (32, 48) from config.json",
         ),
-        (lose_a_tensor, "1 tensors are missing, first 'model.layers.1.mlp.down_proj.weight'"),
+        (lose_a_tensor, "missing tensors: 1, first 'model.layers.1.mlp.down_proj.weight'"),
         (add_a_tensor, "first 'model.layers.0.self_attn.q_proj.bias'"),
         (forget_the_end, "has no end-of-sequence token"),
         (forget_the_template, "the tokenizer has no chat template"),

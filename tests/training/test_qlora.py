@@ -128,7 +128,7 @@ def test_a_launch_without_qwix_is_refused_and_an_export_is_not(
     for dry in ((), ("--dry-run",)):
         result = here("train", "--config", config, *dry, *settings(*QLORA))
         assert result.exit_code == 2
-        assert f"{BASE} needs an optional package; pip install -e '.[qlora]'" in result.stderr
+        assert "but it is not installed; run pip install -e '.[qlora]'" in result.stderr
     assert here("export", "--checkpoint", run, "--out", tmp_path / "out").exit_code == 0
 
 

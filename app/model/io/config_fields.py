@@ -1,4 +1,4 @@
-"""Typed access to the fields of a `config.json`; a missing or malformed field raises an InputError with its name."""
+"""Typed access to the fields of a `config.json`; a missing or malformed field raises an InputError that names it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ HfConfig = Mapping[str, Any]
 """A parsed `config.json`, or an object inside it."""
 
 MAX_INT = 2**30
-"""The limit of sizes and positions, which are int32 on devices."""
+"""The upper limit of sizes and positions, which are int32 on devices."""
 
 T = TypeVar("T")
 
@@ -38,7 +38,7 @@ def boolean(fields: HfConfig, name: str, *, default: bool = False) -> bool:
 
 
 def json_object(fields: HfConfig, name: str) -> HfConfig:
-    """Returns the object with that name; an empty one if there is none."""
+    """Returns the object in this field; an empty one if the field is missing or null."""
     value = fields.get(name) or {}
     if not isinstance(value, Mapping):
         raise InputError(f"config.json: {name} must be an object, got {value!r}")

@@ -1,7 +1,7 @@
-"""The model families: conversion of each one's Hugging Face `config.json` into an `Architecture`.
+"""The model families: converts the Hugging Face `config.json` of each family to an `Architecture`.
 
-Missing optional fields have transformers' defaults; sizes are required. A field that changes the network in a way that
-the decoder does not support raises an InputError; it is never ignored.
+Missing optional fields take transformers' defaults; sizes are required. A field that changes the network in a way that
+the decoder does not support is never ignored: it raises an InputError.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 DEFAULT_NORM_EPSILON = 1e-6
 
 UNSUPPORTED_FIELDS = {
-    "quantization_config": "quantised weights cannot be trained; use the original",
+    "quantization_config": "quantized weights cannot be trained; use the original model",
     "num_experts": "mixtures of experts are not supported; use a dense model",
     "num_local_experts": "mixtures of experts are not supported; use a dense model",
-    "attention_chunk_size": "attention in chunks is not supported; use a model with full or sliding attention",
-    "use_bidirectional_attention": "only causal language models can be sampled; use one",
+    "attention_chunk_size": "chunked attention is not supported; use a model with full or sliding attention",
+    "use_bidirectional_attention": "only causal language models can be sampled; use a causal model",
 }
 """Fields that no supported family may set, with the reason."""
 
 
 class Family(NamedTuple):
     causal_lm: str
-    """The `architectures` entry of the `model_type`."""
+    """The `architectures` entry of the family's causal language model."""
     parse_config: Callable[[HfConfig], Architecture]
     example: str
     """A text-only checkpoint on the hub."""
     classifier: str | None = None
-    """The `architectures` entry of sequence classification; None if only the suffix differs."""
+    """The `architectures` entry of sequence classification; None if it differs from `causal_lm` only in the suffix."""
 
     def architecture_name(self, head: str) -> str:
-        """Returns the `architectures` entry of a network with this head."""
+        """Returns the `architectures` entry of a network whose head has this suffix."""
         if self.classifier is not None and head in SEQUENCE_CLASSIFICATION:
             return self.classifier
         return self.causal_lm.removesuffix(*CAUSAL_LM) + head
@@ -55,7 +55,7 @@ def architecture_from_config(config: HfConfig, *, heads: Sequence[str] = CAUSAL_
         heads: the accepted kinds of network, as suffixes of `architectures` entries.
 
     Raises:
-        InputError: remote code, an unknown family, or an unsupported, missing, malformed or contradictory field.
+        InputError: the model has remote code, its family is unknown, or a field is unsupported, missing or malformed.
     """
     if config.get("auto_map"):
         raise InputError(
@@ -82,7 +82,7 @@ def architecture_from_config(config: HfConfig, *, heads: Sequence[str] = CAUSAL_
 
 
 def llama(config: HfConfig) -> Architecture:
-    """Reads Llama 2 and 3, SmolLM2 and other models with their format."""
+    """Reads the configuration of Llama 2 and 3, SmolLM2 and other models in the same format."""
     _check_silu_activation(config)
     if config.get("use_sliding_window"):
         raise InputError("config.json: use_sliding_window=true is not supported for model_type='llama'")
@@ -97,19 +97,19 @@ def llama(config: HfConfig) -> Architecture:
 
 
 def mistral(config: HfConfig) -> Architecture:
-    """Reads Mistral: Llama with the same sliding window on every layer. Source: Jiang et al. 2023."""
+    """Reads the configuration of Mistral: Llama with one sliding window for all layers. Source: Jiang et al. 2023."""
     _check_silu_activation(config)
     return _architecture(config, windows=_uniform_windows(config, _sliding_window(config)))
 
 
 def qwen2(config: HfConfig) -> Architecture:
-    """Reads Qwen2 and 2.5: Llama with biases on query, key and value."""
+    """Reads the configuration of Qwen2 and 2.5: Llama with biases on query, key and value."""
     _check_silu_activation(config)
     return _architecture(config, windows=_qwen_windows(config), qkv_bias=True)
 
 
 def qwen3(config: HfConfig) -> Architecture:
-    """Reads Qwen3: Llama with normed queries and keys. Source: Yang et al. 2025, section 2."""
+    """Reads the configuration of Qwen3: Llama with normalized queries and keys. Source: Yang et al. 2025, section 2."""
     _check_silu_activation(config)
     bias = boolean(config, "attention_bias")
     return _architecture(
@@ -123,7 +123,7 @@ def qwen3(config: HfConfig) -> Architecture:
 
 
 def gemma2(config: HfConfig) -> Architecture:
-    """Reads Gemma 2: capped scores and logits, norms before and after every part, windows on every other layer.
+    """Reads the configuration of Gemma 2: soft caps, norms before and after every part, windows in every other layer.
 
     Source: Riviere et al. 2024, section 2.
     """
@@ -136,13 +136,13 @@ def gemma2(config: HfConfig) -> Architecture:
 
 
 def gemma3_text(config: HfConfig) -> Architecture:
-    """Reads Gemma 3: Gemma 2 with query and key norms instead of capped scores, and another rope in windowed layers.
+    """Reads the configuration of Gemma 3: Gemma 2 with query and key norms, no score caps, and two kinds of rope.
 
     Source: Kamath et al. 2025, section 2.
     """
     if config.get("attn_logit_softcapping") is not None:
-        # transformers reads the field but never uses it, so the training of such weights is unknown.
-        raise InputError("config.json: attn_logit_softcapping is not supported for model_type='gemma3_text'; only null")
+        # transformers reads the field but never uses it, so it is unclear how such weights were trained.
+        raise InputError("config.json: attn_logit_softcapping must be null for model_type='gemma3_text'")
     pattern = positive_int(config, "sliding_window_pattern", default=6)
     rope, windowed_rope = _ropes_by_layer_type(config)
     return _gemma(
@@ -169,7 +169,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def _gemma(config: HfConfig, **switches: Any) -> Architecture:
-    """Returns an architecture with the switches of both Gemma 2 and 3."""
+    """Returns an architecture with the switches that Gemma 2 and 3 share, and the given ones."""
     _check_gemma_activation(config)
     bias = boolean(config, "attention_bias")
     return _architecture(
@@ -190,7 +190,7 @@ def _gemma(config: HfConfig, **switches: Any) -> Architecture:
 def _architecture(
     config: HfConfig, *, default_head_dim: int | None = None, tied_by_default: bool = False, **switches: Any
 ) -> Architecture:
-    """Returns an architecture with the sizes, which have the same names in every family, and the given switches."""
+    """Returns an architecture with the given switches and with the sizes, whose fields all families share."""
     num_query_heads = positive_int(config, "num_attention_heads")
     num_kv_heads = positive_int(config, "num_key_value_heads", default=num_query_heads)
     if num_query_heads % num_kv_heads:
@@ -221,11 +221,11 @@ def _head_dim(config: HfConfig, num_query_heads: int, default: int | None) -> in
     if config.get("head_dim") is None and default is None and model_dim % num_query_heads:
         raise InputError(
             f"config.json: hidden_size={model_dim} is not a multiple of "
-            f"num_attention_heads={num_query_heads} and there is no head_dim"
+            f"num_attention_heads={num_query_heads}, and head_dim is missing"
         )
     head_dim = positive_int(config, "head_dim", default=default or model_dim // num_query_heads)
     if head_dim % 2:
-        raise InputError(f"config.json: head_dim={head_dim} is odd; rotary embedding turns pairs, so it must be even")
+        raise InputError(f"config.json: head_dim must be even, because rotary embedding rotates pairs; got {head_dim}")
     return head_dim
 
 
@@ -238,7 +238,7 @@ def _rope(config: HfConfig) -> RopeConfig:
             f"{config['model_type']!r}"
         )
     outer = {name: config.get(name) for name in ("rope_theta", "partial_rotary_factor")}
-    # It overrides the field in rope_scaling, as in transformers.
+    # The top-level field overrides the one in rope_scaling, as in transformers.
     original = {name: config[name] for name in ("original_max_position_embeddings",) if config.get(name) is not None}
     return parse_rope({**outer, **fields, **original}, max_positions=positive_int(config, "max_position_embeddings"))
 
@@ -326,7 +326,7 @@ def _check_gemma_activation(config: HfConfig) -> None:
     """Checks `hidden_activation`. Old files also have hidden_act="gelu", with the same meaning."""
     activation = config.get("hidden_activation") or "gelu_pytorch_tanh"
     if activation != "gelu_pytorch_tanh":
-        raise InputError(f"config.json: hidden_activation={activation!r} is not supported; only 'gelu_pytorch_tanh'")
+        raise InputError(f"config.json: hidden_activation must be 'gelu_pytorch_tanh', got {activation!r}")
     if config.get("hidden_act") not in (None, "gelu", "gelu_pytorch_tanh"):
         raise InputError(
             f"config.json: hidden_act={config['hidden_act']!r} contradicts hidden_activation={activation!r}"
@@ -339,6 +339,6 @@ def _multimodal_error(config: HfConfig) -> InputError:
     family = FAMILIES.get(inner_type) if isinstance(inner_type, str) else None
     text_only = f" of model_type {inner_type!r}, such as {family.example}" if family else ""
     return InputError(
-        f"config.json: model_type={config.get('model_type')!r} wraps a language model together with an image or sound "
+        f"config.json: model_type={config.get('model_type')!r} combines a language model with an image or sound "
         f"encoder, which is not supported; use a text-only checkpoint{text_only}"
     )

@@ -1,4 +1,4 @@
-"""Fingerprints of model files, computed from small parts of them."""
+"""Fingerprints of model files, computed from small parts of each tensor."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from pathlib import Path
 from typing import Any
 
 NUM_SPOTS, SPOT_BYTES = 4, 4096
-"""The parts of each tensor that are read: 5 MB of a model with 300 tensors."""
+"""Number and size of the spots read from each tensor: 5 MB in total for a model with 300 tensors."""
 
 ByteRanges = Mapping[str, range]
 """The byte range of each tensor in its file, by name, type and shape."""
 
 
 def fingerprint(config: Mapping[str, Any], files: Mapping[Path, ByteRanges]) -> str:
-    """Returns the hex SHA-256 of a configuration and of each file's name, size, and tensor names, places and spots.
+    """Returns the hex SHA-256 of a configuration and of each file's name, size, tensor names, byte ranges and spots.
 
-    Spots are the first and the last 4 KiB of a tensor and two between them; tensors up to 16 KiB are read whole. So a
-    change of a whole tensor is detected; a change of a few numbers between the spots is not.
+    Spots are the first and the last 4 KiB of a tensor and two between them; tensors up to 16 KiB are read whole. So
+    changes to a whole tensor are detected, but not changes to a few numbers between the spots.
     """
     digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
     for path, extents in files.items():
@@ -43,7 +43,7 @@ def _spots(extent: range) -> Iterator[range]:
 
 
 def safetensors_byte_ranges(path: Path) -> ByteRanges:
-    """Returns the byte ranges of a file that the safetensors library has opened, and so verified to be whole.
+    """Returns the byte ranges of the tensors in a file that the safetensors library has verified by opening it.
 
     Source: the safetensors format, https://huggingface.co/docs/safetensors.
     """

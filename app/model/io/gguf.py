@@ -1,6 +1,6 @@
-"""GGUF files, read like the Hugging Face checkpoints that they were converted from.
+"""Reads GGUF files like the Hugging Face checkpoints they were converted from.
 
-The `gguf` package parses and dequantises. This module reverses llama.cpp's conversion: it restores tensor names, the
+The `gguf` package parses and dequantizes. This module reverses llama.cpp's conversion: it restores tensor names, the
 row order of llama's q and k projections, and the `config.json` fields from the metadata.
 
 Source: the GGUF specification (ggml-org/ggml, docs/gguf.md) and llama.cpp, `convert_hf_to_gguf.py`.
@@ -21,7 +21,7 @@ from app.model.io.fingerprint import ByteRanges
 from settings.errors import InputError
 
 HUGGING_FACE_CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
-"""The class of the rebuilt `config.json` by `general.architecture`."""
+"""The class named in the rebuilt `config.json`, by `general.architecture`."""
 
 WORKAROUND = "use the model's safetensors checkpoint, as a directory or a hub id"
 
@@ -44,10 +44,10 @@ BLOCK_TENSORS = {
 
 
 class GgufFile:
-    """A GGUF file: tensors by their Hugging Face names, dequantised on reading; metadata; rebuilt configs.
+    """A GGUF file: tensors by Hugging Face name, dequantized when read; metadata; rebuilt configurations.
 
     Raises:
-        InputError: a damaged file, or an unknown architecture, tensor or quantisation.
+        InputError: the file is damaged, or its architecture, a tensor or a quantization is not supported.
     """
 
     def __init__(self, path: Path) -> None:
@@ -55,7 +55,7 @@ class GgufFile:
         try:
             self._reader = GGUFReader(path)
         except (OSError, ValueError, KeyError, IndexError) as error:
-            raise InputError(f"{path}: not a complete GGUF file ({error}); download it again") from error
+            raise InputError(f"{path} is not a complete GGUF file ({error}); download it again") from error
         self._family = self.metadata("general.architecture")
         if self._family not in HUGGING_FACE_CLASSES:
             raise InputError(
@@ -64,7 +64,7 @@ class GgufFile:
             )
         self._tensors = {self._hugging_face_name(tensor.name): tensor for tensor in self._reader.tensors}
         if "model.embed_tokens.weight" not in self._tensors:
-            raise InputError(f"{path}: tensor 'token_embd.weight' is missing; this GGUF file holds no language model")
+            raise InputError(f"{path}: tensor 'token_embd.weight' is missing; this GGUF file is not a language model")
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -73,7 +73,7 @@ class GgufFile:
 
     @property
     def byte_ranges(self) -> ByteRanges:
-        """The byte ranges of the quantised tensors by Hugging Face tensor name."""
+        """The byte ranges of the quantized tensors by Hugging Face tensor name."""
         return {
             name: range(start := int(tensor.data_offset), start + int(tensor.n_bytes))
             for name, tensor in self._tensors.items()
@@ -85,7 +85,7 @@ class GgufFile:
         try:
             values = dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
         except NotImplementedError as error:
-            raise InputError(f"{self.path}: tensor {tensor.name!r}: {error}; use another quantisation") from error
+            raise InputError(f"{self.path}: tensor {tensor.name!r}: {error}; use another quantization") from error
         values = np.ascontiguousarray(values).reshape(_shape(tensor))
         if self._family == "llama" and ".attn_q." in tensor.name:
             return self._unpermute(values, self._positive_int("attention.head_count"))
@@ -97,7 +97,7 @@ class GgufFile:
         """Returns a metadata value as a plain Python object.
 
         Raises:
-            InputError: it is missing and there is no default.
+            InputError: the value is missing and there is no default.
         """
         field = self._reader.get_field(key)
         value = default if field is None else field.contents()
@@ -106,7 +106,7 @@ class GgufFile:
         return value
 
     def config(self) -> dict[str, Any]:
-        """Returns the fields of `config.json` that determine the architecture."""
+        """Returns the `config.json` fields that determine the architecture."""
         num_heads, model_dim = self._positive_int("attention.head_count"), self._positive_int("embedding_length")
         head_dim = self._positive_int("attention.key_length", model_dim // num_heads)
         scaling = self._family_metadata("rope.scaling.type", "none")
@@ -156,20 +156,20 @@ class GgufFile:
         return value
 
     def _float32(self, key: str, default: float | None = None) -> float:
-        """Returns the shortest decimal of a float32: 1e-05, not 9.99999974e-06."""
+        """Returns a float32 value as its shortest decimal: 1e-05, not 9.99999974e-06."""
         return float(str(np.float32(self._family_metadata(key, default))))
 
     def _num_kv_heads(self) -> int:
         return self._positive_int("attention.head_count_kv", self._positive_int("attention.head_count"))
 
     def _unpermute(self, values: np.ndarray, num_heads: int) -> np.ndarray:
-        """Converts rows (H/2, 2) of each head into rows (2, H/2).
+        """Reorders the rows of each head from (H/2, 2) to (2, H/2).
 
-        Rotary embedding pairs neighbouring rows in llama.cpp, and the two halves in Hugging Face.
+        Rotary embedding pairs adjacent rows in llama.cpp, and rows i and i + H/2 in Hugging Face.
         """
         rows = values.shape[0]
         if rows % (2 * num_heads):
-            raise InputError(f"{self.path}: {rows} rows of a q or k projection do not split into {num_heads} heads")
+            raise InputError(f"{self.path}: {rows} rows of a q or k projection cannot be split into {num_heads} heads")
         by_pair = values.reshape(num_heads, rows // num_heads // 2, 2, -1)
         return np.ascontiguousarray(by_pair.swapaxes(1, 2)).reshape(values.shape)
 
@@ -180,8 +180,8 @@ class GgufFile:
             return f"{OUTER_TENSORS[stem]}.{leaf}"
         if layer is not None and stem in BLOCK_TENSORS:
             return f"model.layers.{layer}.{BLOCK_TENSORS[stem]}.{leaf}"
-        why = "scales rotary frequencies one by one" if stem == "rope_freqs" else "has no place in this architecture"
-        raise InputError(f"{self.path}: GGUF tensor {name!r} {why}, which is not supported; {WORKAROUND}")
+        why = "scales rotary frequencies one by one" if stem == "rope_freqs" else "is unknown in this architecture"
+        raise InputError(f"{self.path}: GGUF tensor {name!r} is not supported, because it {why}; {WORKAROUND}")
 
 
 def _shape(tensor: ReaderTensor) -> tuple[int, ...]:

@@ -1,6 +1,6 @@
-"""Loading of Hugging Face tensors into stacked, sharded parameters, one tensor at a time.
+"""Loads Hugging Face tensors into stacked, sharded parameters, one tensor at a time.
 
-Loading is strict: a missing, extra or mis-shaped tensor is an error with its name.
+Loading is strict: a missing, extra or mis-shaped tensor raises an error that names it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ LAYER_TENSORS: dict[str, ParamPath] = {
     "mlp.up_proj": ("up",),
     "mlp.down_proj": ("down",),
 }
-"""Tensors of `model.layers.<i>.`; projections stand for their `.weight` and, where there is one, `.bias`."""
+"""Tensors of `model.layers.<i>.`; a projection stands for its `.weight` and, if it has one, its `.bias`."""
 
 PRE_NORM_TENSORS: dict[str, ParamPath] = {"post_attention_layernorm.weight": ("mlp_norm", "scale")}
 POST_NORM_TENSORS: dict[str, ParamPath] = {
@@ -46,7 +46,7 @@ POST_NORM_TENSORS: dict[str, ParamPath] = {
     "pre_feedforward_layernorm.weight": ("mlp_norm", "scale"),
     "post_feedforward_layernorm.weight": ("mlp_post_norm", "scale"),
 }
-"""`post_attention_layernorm` is another norm in families with norms after attention and MLP."""
+"""In families with norms after attention and MLP, `post_attention_layernorm` is a different norm."""
 
 TOP_TENSORS: dict[str, ParamPath] = {
     "model.embed_tokens.weight": ("embedding",),
@@ -62,7 +62,7 @@ LM_HEAD = "lm_head.weight"
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """A tensor of the file and its place in the parameters."""
+    """A tensor in a file and its place in the parameters."""
 
     name: str
     path: ParamPath
@@ -72,7 +72,7 @@ class TensorEntry:
 
 
 def hf_tensor_shape(path: ParamPath, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the shape of the file's tensor for one layer's parameter: `[out, in]` for kernels, flat for biases."""
+    """Returns the shape in a file of one layer's parameter: `[out, in]` for kernels, flat for biases."""
     if path[-1] == "kernel":
         outputs = shape[-1:] if path[-2] in ("attention_output", "gate", "up", "down") else shape[-2:]
         inputs = shape[: len(shape) - len(outputs)]
@@ -83,7 +83,7 @@ def hf_tensor_shape(path: ParamPath, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def from_hf_layout(tensor: np.ndarray, path: ParamPath, shape: tuple[int, ...]) -> np.ndarray:
-    """Returns the file's `[out, in]` matrix as a `[*in, *out]` kernel; other tensors are reshaped."""
+    """Converts a file's `[out, in]` matrix to a `[*in, *out]` kernel; only reshapes other tensors."""
     return (tensor.T if path[-1] == "kernel" else tensor).reshape(shape)
 
 
@@ -107,9 +107,9 @@ def expected_tensors(definition: DecoderDefinition) -> list[TensorEntry]:
 
 
 def critic_tensors(definition: DecoderDefinition, shapes: Mapping[str, tuple[int, ...]]) -> list[TensorEntry]:
-    """Returns the tensors that a value decoder takes from a checkpoint.
+    """Returns the tensors that a value decoder loads from a checkpoint.
 
-    From a causal language model it takes all except the head, and its value head is zeros.
+    From a causal language model it loads all except the head; its own value head then starts as zeros.
     """
     entries = expected_tensors(definition)
     return entries if VALUE_HEAD in shapes else [entry for entry in entries if entry.name != VALUE_HEAD]
@@ -120,7 +120,7 @@ def check_tensors(
 ) -> None:
     """Raises InputError with the name of the first missing, extra or mis-shaped tensor."""
     expected = {entry.name: entry.file_shape for entry in entries}
-    # The file of a tied model may repeat the embedding as the head; a critic ignores the head of a language model.
+    # The file of a tied model may repeat the embedding as the head; a critic ignores a language model's head.
     has_head = LM_HEAD in expected or VALUE_HEAD in expected
     optional = {LM_HEAD} if architecture.tied_embeddings or not has_head else set()
     missing = [name for name in expected if name not in shapes]
@@ -129,13 +129,13 @@ def check_tensors(
         near = difflib.get_close_matches(missing[0], extra, n=1)
         hint = f"; the file has {near[0]!r}, which is not expected" if near else ""
         raise InputError(
-            f"model.path: {len(missing)} tensors are missing, first {missing[0]!r}{hint}. "
+            f"model.path: missing tensors: {len(missing)}, first {missing[0]!r}{hint}. "
             f"config.json describes a {architecture.family} model that these weights do not fit"
         )
     if extra:
         raise InputError(
-            f"model.path: {len(extra)} tensors do not belong to a {architecture.family} model, first {extra[0]!r}. "
-            "Without them it would be another network; check config.json"
+            f"model.path: tensors unknown to a {architecture.family} model: {len(extra)}, first {extra[0]!r}. "
+            "Ignoring them would change the network; check config.json"
         )
     for name, shape in expected.items():
         if tuple(shapes[name]) != shape:
@@ -149,13 +149,13 @@ def load_weights(
 ) -> Params:
     """Reads every tensor once into its sharded parameter, with one tensor at a time in host memory.
 
-    All become float32, except kernels that the definition quantizes.
+    All parameters become float32, except kernels that the definition quantizes.
 
     Args:
         entries: the tensors to read; None = all that the architecture needs. Other weights are zeros.
 
     Raises:
-        InputError: missing, extra or mis-shaped tensors; raised before anything is placed on devices.
+        InputError: a tensor is missing, extra or mis-shaped; raised before anything is placed on devices.
     """
     entries = expected_tensors(definition) if entries is None else entries
     check_tensors(entries, source.shapes, definition.architecture)
@@ -184,7 +184,7 @@ def load_weights(
             )
 
     for entry in entries:
-        # The tensor has no name here: a name would keep it in memory while the next one is read.
+        # No variable refers to the tensor here: it would stay in memory while the next one is read.
         if entry.layer is None:
             params[entry.path] = place_tensor(read(entry)[entry.path], shardings[entry.path])
             continue
@@ -195,7 +195,7 @@ def load_weights(
 
 
 def quantize_kernel(definition: DecoderDefinition, path: ParamPath, kernel: np.ndarray) -> dict[ParamPath, np.ndarray]:
-    """Returns the quantized kernel of one layer, by path of its codes and scales."""
+    """Quantizes the kernel of one layer and returns its codes and scales by path."""
     assert definition.quantization is not None, f"{path} is not a parameter"
     dims = flatten_by_path(definition.dims)
     codes, scales = (dims[*path[:-1], leaf][1:] for leaf in (CODES, SCALES))
@@ -204,7 +204,7 @@ def quantize_kernel(definition: DecoderDefinition, path: ParamPath, kernel: np.n
 
 
 def place_tensor(tensor: np.ndarray, sharding: NamedSharding) -> Array:
-    """Returns the tensor on its sharding; every host has all of it."""
+    """Returns the tensor as a sharded array. Every host must pass the whole tensor."""
     return jax.make_array_from_callback(tensor.shape, sharding, lambda index: tensor[index])
 
 
@@ -215,7 +215,7 @@ def without_layer_dim(sharding: NamedSharding) -> NamedSharding:
 
 @functools.cache
 def make_zeros_fn(shape: tuple[int, ...], dtype: np.dtype, sharding: NamedSharding) -> Callable[[], Array]:
-    """Returns a compiled function that makes zeros on a sharding."""
+    """Returns a compiled function that creates zeros with this sharding."""
     return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)
 
 

@@ -1,4 +1,4 @@
-"""Downloads from the Hugging Face hub into its local cache: whole commits, without code or pickles."""
+"""Downloads model files from the Hugging Face hub into the local cache, always from a single commit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from settings.errors import InputError
 
 
 def fetch_from_hub(hub_id: str, revision: str | None, *, files: Sequence[str]) -> Path:
-    """Returns the folder with the files of one commit; the folder's name is the commit.
+    """Downloads files of one commit if needed, and returns their folder, whose name is the commit.
 
     Args:
         revision: commit, tag or branch; None = the newest commit.
@@ -45,7 +45,7 @@ def fetch_from_hub(hub_id: str, revision: str | None, *, files: Sequence[str]) -
 
 
 def is_hub_id(text: str) -> bool:
-    """Returns whether the text has the form of a hub id; a path of more than two parts has not."""
+    """Returns whether the text has the form of a hub id; a path of more than two parts does not."""
     try:
         validate_repo_id(text)
     except HFValidationError:
@@ -54,9 +54,9 @@ def is_hub_id(text: str) -> bool:
 
 
 def cached_commit(hub_id: str, revision: str | None, *, files: Sequence[str]) -> str | None:
-    """Returns the commit whose files this machine's cache has completely; None if they would be downloaded.
+    """Returns the commit if all its files are in this machine's cache; None if any would be downloaded.
 
-    Without a revision, it is the newest commit at the time of the download.
+    Without a revision, this is the commit that was newest at the time of the download.
     """
     try:
         folder = snapshot_download(hub_id, revision=revision, allow_patterns=list(files), local_files_only=True)
@@ -74,8 +74,8 @@ def latest_commit(
         file: a required file of a model, which this user must be allowed to download; ignored for data sets.
 
     Raises:
-        InputError: it does not exist, or this user has no access.
-        ConnectionError: the hub does not answer, or offline mode is set.
+        InputError: the model or data set does not exist, or this user has no access to it.
+        ConnectionError: the hub does not answer, or offline mode is on.
     """
     try:
         if kind == "dataset":
@@ -85,7 +85,7 @@ def latest_commit(
         page = f"datasets/{hub_id}" if kind == "dataset" else hub_id
         raise InputError(_explain_hub_error(error, page)) from error
     except RepositoryNotFoundError as error:
-        raise InputError(f"there is no such {kind}, or it is private; check the id, log in with HF_TOKEN") from error
+        raise InputError(f"there is no such {kind}, or it is private; check the id, or log in with HF_TOKEN") from error
     except (EntryNotFoundError, RevisionNotFoundError) as error:
         at = f"no revision {revision!r}" if isinstance(error, RevisionNotFoundError) else f"no {file}"
         raise InputError(f"it has {at}; choose another") from error
@@ -97,7 +97,7 @@ def latest_commit(
 def _latest_dataset_commit(hub_id: str, revision: str | None, *, timeout_s: float) -> str:
     info = HfApi().dataset_info(hub_id, revision=revision, timeout=timeout_s)
     if info.siblings:
-        # The hub lists the files of a gated data set for everybody, but refuses their download.
+        # The hub lists the files of a gated data set for everybody, but refuses to serve them.
         url = hf_hub_url(hub_id, info.siblings[0].rfilename, repo_type="dataset", revision=info.sha)
         get_hf_file_metadata(url, timeout=timeout_s)
     return str(info.sha)
@@ -107,17 +107,17 @@ def _explain_hub_error(error: Exception, page: str) -> str:
     if isinstance(error, GatedRepoError):
         return (
             "it is gated, and this user has no access; "
-            f"accept its licence at https://huggingface.co/{page} and log in with HF_TOKEN"
+            f"accept its license at https://huggingface.co/{page} and log in with HF_TOKEN"
         )
     if isinstance(error, RepositoryNotFoundError):
-        return "there is no such model, or it is private; check the id, log in with HF_TOKEN"
+        return "there is no such model, or it is private; check the id, or log in with HF_TOKEN"
     if isinstance(error, RevisionNotFoundError):
-        return "it has no such revision; set model.revision to a commit, tag or branch that it has"
+        return "it has no such revision; set model.revision to one of its commits, tags or branches"
     cause = error.__cause__ if isinstance(error, LocalEntryNotFoundError) and error.__cause__ else error
     if isinstance(cause, OfflineModeIsEnabled):
-        return "HF_HUB_OFFLINE is set, and this machine's cache does not have all its files; unset it for the first run"
+        return "HF_HUB_OFFLINE is set, but this machine's cache lacks some of its files; unset it for the first run"
     reason = " ".join(str(cause).split()) or type(cause).__name__
     return (
-        f"{reason}; this machine's cache does not have all its files. Try again with a network (a gated model "
-        "also needs an accepted licence and HF_TOKEN)"
+        f"{reason}; this machine's cache lacks some of its files. Try again with a network connection (a gated model "
+        "also needs an accepted license and HF_TOKEN)"
     )

@@ -1,6 +1,6 @@
 """The files of a model: a Hugging Face directory, a hub id, a GGUF file or a built-in model.
 
-Opening reads only JSON and headers; tensors are read one at a time, by name. Pickles and remote code are never opened.
+Opening a model reads only JSON and headers; tensors are read one at a time. Pickles and remote code are never loaded.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ HUB_FILES = (
     "chat_template.json",
     "chat_template.jinja",
 )
-"""The files that are downloaded from the hub: no pickles, no code."""
+"""The files downloaded from the hub: no pickles, no code."""
 
-# safetensors finds bfloat16 by name once ml_dtypes has registered it with numpy.
+# safetensors looks up bfloat16 by name, which ml_dtypes registers with numpy.
 NUMPY_TYPES = {
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
@@ -52,7 +52,7 @@ NUMPY_TYPES = {
 }
 
 DERIVED_TENSOR_SUFFIX = ".rotary_emb.inv_freq"
-"""The suffix of a buffer in old llama checkpoints, which follows from the configuration."""
+"""The suffix of buffers in old Llama checkpoints, which can be computed from the configuration."""
 
 
 class TensorSource(Protocol):
@@ -64,13 +64,13 @@ class TensorSource(Protocol):
         ...
 
     def read(self, name: str) -> np.ndarray:
-        """Returns one tensor in the file's float type; quantised tensors are converted to float32."""
+        """Returns one tensor in the file's float type; quantized tensors are converted to float32."""
         ...
 
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """An opened model: everything except the values of its tensors."""
+    """An opened model: everything but the values of its tensors."""
 
     name: str
     """The name for messages: directory name, hub id, file stem or `builtin:<name>`."""
@@ -83,7 +83,7 @@ class ModelFiles:
     fingerprint: str
     """A digest that is equal on all hosts with the same model, and different after training or merging adapters.
 
-    It need not detect changes of a few numbers, or forgery: see `app.model.io.fingerprint`.
+    It may miss changes to a few numbers and does not prevent forgery: see `app.model.io.fingerprint`.
     """
     commit: str | None = None
     """The commit of the hub repository; None for other files."""
@@ -93,7 +93,7 @@ class SafetensorsFiles:
     """One `model.safetensors`, or the shards that `model.safetensors.index.json` lists.
 
     Raises:
-        InputError: a file is missing, truncated or of another format, or does not fit the index.
+        InputError: a file is missing, truncated or not in safetensors format, or does not match the index.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -119,13 +119,13 @@ class SafetensorsFiles:
 
     def read(self, name: str) -> np.ndarray:
         """Returns one tensor as float32, float16, float64 or `ml_dtypes.bfloat16`, as stored."""
-        # Opened for each tensor: an open file stays mapped, and its pages count as this process's memory.
+        # Opened anew for each tensor: the pages of an open, mapped file would count as this process's memory.
         with safe_open(self._shards[name], framework="numpy") as shard:
             return shard.get_tensor(name)
 
 
 class ConfigOnlyTensors:
-    """The tensors of a model that was opened without its weights: none."""
+    """An empty tensor source, for a model opened without its weights."""
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -136,10 +136,10 @@ class ConfigOnlyTensors:
 
 
 def open_config_only(path: str, *, revision: str | None = None) -> ModelFiles:
-    """Opens only the configuration of `model.path`; from the hub, nothing else is downloaded.
+    """Opens only the configuration of `model.path`; nothing else is downloaded from the hub.
 
     Raises:
-        InputError: it does not exist or cannot be downloaded.
+        InputError: the model does not exist or cannot be downloaded.
     """
     local = Path(path).expanduser()
     if not is_from_hub(path):
@@ -179,7 +179,7 @@ def open_model(path: str, *, revision: str | None = None) -> ModelFiles:
     if local.suffix == ".gguf":
         return _open_gguf(local)
     if local.is_file():
-        raise InputError(f"model.path: {path} is a file, but not a .gguf file; give the model's directory")
+        raise InputError(f"model.path: {path} is a file, but not a .gguf file; set it to the model's directory")
     snapshot = fetch_from_hub(path, revision, files=HUB_FILES)
     return _open_directory(snapshot, name=path, commit=snapshot.name)
 
@@ -202,7 +202,7 @@ def _open_directory(directory: Path, *, name: str, commit: str | None = None) ->
 def _read_config(directory: Path) -> dict[str, Any]:
     if not (directory / CONFIG_FILE).is_file():
         gguf_files = sorted(file.name for file in directory.glob("*.gguf"))
-        hint = f"; to use {gguf_files[0]}, set it to that file" if gguf_files else ""
+        hint = f"; to use {gguf_files[0]}, set model.path to that file" if gguf_files else ""
         raise InputError(f"model.path: {directory} has no {CONFIG_FILE}, so it is not a Hugging Face model{hint}")
     return _read_json(directory / CONFIG_FILE)
 
@@ -235,18 +235,18 @@ def _open_shards(directory: Path, index: Path) -> dict[str, tuple[Path, Any]]:
     """Returns the path of each tensor's shard, and the opened shard."""
     weight_map = _read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise InputError(f"{index}: it has no weight_map")
+        raise InputError(f"{index} has no weight_map; download the model again")
     shards = {}
     for shard in sorted(set(map(str, weight_map.values()))):
         if Path(shard).name != shard:
-            raise InputError(f"{index}: shard {shard!r} is not a plain file name of its own directory; refused")
+            raise InputError(f"{index}: shard {shard!r} must be a plain file name in the directory of the index")
         if not (directory / shard).is_file():
             raise InputError(f"{index}: shard {shard!r} is missing from {directory}; download the model again")
         shards[shard] = _open_safetensors(directory / shard)
     names = {shard: set(handle.keys()) for shard, handle in shards.items()}
     for name, shard in weight_map.items():
         if name not in names[shard]:
-            raise InputError(f"{index}: tensor {name!r} is not in shard {shard!r}, which the index names")
+            raise InputError(f"{index}: tensor {name!r} is not in shard {shard!r}, where the index places it")
     return {name: (directory / shard, shards[shard]) for name, shard in weight_map.items()}
 
 
@@ -254,15 +254,15 @@ def _open_safetensors(path: Path) -> Any:
     try:
         return safe_open(path, framework="numpy")
     except (SafetensorError, OSError) as error:
-        raise InputError(f"{path}: truncated, or not a safetensors file ({error}); download it again") from error
+        raise InputError(f"{path} is truncated or not a safetensors file ({error}); download it again") from error
 
 
 def _checked_shape(directory: Path, name: str, handle: Any) -> tuple[int, ...]:
     header = handle.get_slice(name)
     if header.get_dtype() not in NUMPY_TYPES:
         raise InputError(
-            f"{directory}: tensor {name!r} has type {header.get_dtype()}, "
-            f"supported: {', '.join(NUMPY_TYPES)}; use the unquantised weights"
+            f"{directory}: tensor {name!r} has type {header.get_dtype()}, which is not supported; "
+            f"supported: {', '.join(NUMPY_TYPES)}; use the unquantized weights"
         )
     return tuple(header.get_shape())
 
@@ -272,7 +272,7 @@ def _no_weights_error(directory: Path) -> InputError:
     if pickles:
         return InputError(
             f"model.path: {directory} has weights only as pickles ({', '.join(pickles[:3])}), which can "
-            "run any code when opened; save the model as safetensors"
+            "run arbitrary code when opened; save the model as safetensors"
         )
     return InputError(
         f"model.path: {directory} has neither {WEIGHTS_FILE} nor {INDEX_FILE}; "
@@ -284,7 +284,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise InputError(f"{path}: not readable as JSON ({error})") from error
+        raise InputError(f"{path} cannot be read as JSON ({error})") from error
     if not isinstance(value, dict):
         raise InputError(f"{path}: expected a JSON object, got {type(value).__name__}")
     return value

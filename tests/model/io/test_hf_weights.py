@@ -212,7 +212,7 @@ def assert_refused_unread(architecture: Architecture, tensors: Tensors, message:
 def test_a_missing_tensor_is_named(name):
     _, tensors = random_file(BIASED)
     missing = without(tensors, name)
-    assert_refused_unread(BIASED, missing, rf"model\.path: 1 tensors are missing, first '{name}'\.")
+    assert_refused_unread(BIASED, missing, rf"model\.path: missing tensors: 1, first '{name}'\.")
 
 
 @pytest.mark.parametrize(
@@ -225,10 +225,10 @@ def test_a_missing_tensor_is_named(name):
 )
 def test_a_norm_that_only_some_families_have_is_missed_where_it_is_due_and_refused_elsewhere(name):
     _, tensors = random_file(SWITCHED)
-    missing = rf"1 tensors are missing, first '{name}'\..*describes a gemma3_text model"
+    missing = rf"missing tensors: 1, first '{name}'\..*describes a gemma3_text model"
     assert_refused_unread(SWITCHED, without(tensors, name), missing)
     plain = replace(ODD, num_layers=3)
-    assert_refused_unread(plain, random_file(plain)[1] | {name: tensors[name]}, f"not belong to a llama .*'{name}'")
+    assert_refused_unread(plain, random_file(plain)[1] | {name: tensors[name]}, f"unknown to a llama .*'{name}'")
     flat = tensors | {name: tensors[name][:-1]}
     assert_refused_unread(SWITCHED, flat, rf"'{name}' has shape \(\d+,\), expected \(\d+,\) from config.json")
 
@@ -252,7 +252,7 @@ def test_a_missing_tensor_is_named_beside_the_unexpected_one_that_looks_like_it(
 def test_a_tensor_that_the_architecture_has_no_place_for_is_named(name):
     _, tensors = random_file(ODD)
     more = tensors | {name: np.zeros(3, np.float32)}
-    assert_refused_unread(ODD, more, f"1 tensors do not belong to a llama model, first '{name}'")
+    assert_refused_unread(ODD, more, f"tensors unknown to a llama model: 1, first '{name}'")
 
 
 def test_an_untied_model_needs_a_head_of_its_own():

@@ -69,7 +69,7 @@ def test_a_cached_model_opens_without_a_network(hub, tmp_path, monkeypatch):
 
 def test_an_absent_model_is_refused(hub):
     assert "the newest revision cannot be downloaded" in refusal()
-    assert "there is no such model, or it is private; check the id, log in with HF_TOKEN" in refusal()
+    assert "there is no such model, or it is private; check the id, or log in with HF_TOKEN" in refusal()
 
 
 def test_an_absent_revision_is_named(hub, tmp_path):
@@ -85,19 +85,19 @@ def test_a_gated_model_says_how_to_get_in(hub, tmp_path):
     message = refusal(revision="main")
     assert "revision 'main' cannot be downloaded" in message
     assert "it is gated" in message
-    assert f"accept its licence at https://huggingface.co/{ID} and log in with HF_TOKEN" in message
+    assert f"accept its license at https://huggingface.co/{ID} and log in with HF_TOKEN" in message
 
 
 def test_offline_says_so(tmp_path, monkeypatch):
     use_hub(monkeypatch, None, tmp_path / "cache")
-    assert "HF_HUB_OFFLINE is set, and this machine's cache does not have all its files; unset it" in refusal()
+    assert "HF_HUB_OFFLINE is set, but this machine's cache lacks some of its files; unset it" in refusal()
 
 
 def test_a_half_fetched_model_is_not_used_offline(hub, tmp_path, monkeypatch):
     hub.commit(ID, write_files(tmp_path / "first"))
     (open_model(ID).path / "model.safetensors").unlink()
     use_hub(monkeypatch, None, tmp_path / "cache")
-    assert "this machine's cache does not have all its files" in refusal()
+    assert "this machine's cache lacks some of its files" in refusal()
 
 
 def test_a_hub_out_of_reach_is_one_plain_error(tmp_path, monkeypatch):
@@ -105,5 +105,5 @@ def test_a_hub_out_of_reach_is_one_plain_error(tmp_path, monkeypatch):
         gone = hub.url
     use_hub(monkeypatch, gone, tmp_path / "cache")
     message = refusal()
-    assert "this machine's cache does not have all its files. Try again with a network" in message
-    assert "an accepted licence and HF_TOKEN" in message
+    assert "this machine's cache lacks some of its files. Try again with a network" in message
+    assert "an accepted license and HF_TOKEN" in message

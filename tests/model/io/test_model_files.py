@@ -131,14 +131,14 @@ def test_a_directory_without_config_is_refused(tmp_path):
 
 def test_a_directory_with_only_a_gguf_file_says_how_to_name_it(tmp_path):
     (tmp_path / "small.gguf").touch()
-    with pytest.raises(InputError, match=r"small\.gguf, set it to that file"):
+    with pytest.raises(InputError, match=r"small\.gguf, set model\.path to that file"):
         open_model(str(tmp_path))
 
 
 @pytest.mark.parametrize("pickle", ["pytorch_model.bin", "consolidated.00.pth"])
 def test_pickled_weights_are_refused_with_the_reason(tmp_path, pickle):
     (write_model(tmp_path, tensors=None) / pickle).write_bytes(b"never opened")
-    with pytest.raises(InputError, match=rf"{pickle}.*can run any code"):
+    with pytest.raises(InputError, match=rf"{pickle}.*can run arbitrary code"):
         open_model(str(tmp_path))
 
 
@@ -151,7 +151,7 @@ def test_a_directory_without_weights_is_refused(tmp_path):
 def test_a_truncated_safetensors_file_is_refused(tmp_path, kept_bytes):
     file = write_model(tmp_path) / "model.safetensors"
     file.write_bytes(file.read_bytes()[:kept_bytes])
-    with pytest.raises(InputError, match=r"model\.safetensors: truncated"):
+    with pytest.raises(InputError, match=r"model\.safetensors is truncated"):
         open_model(str(tmp_path))
 
 
@@ -165,7 +165,7 @@ def test_a_missing_shard_is_named(tmp_path):
 def test_a_shard_outside_the_directory_is_refused(tmp_path, shard):
     save_file(TENSORS, tmp_path / "secret.safetensors")
     directory = write_sharded_model(tmp_path / "model", {"model.norm.weight": shard})
-    with pytest.raises(InputError, match="not a plain file name of its own directory; refused"):
+    with pytest.raises(InputError, match="must be a plain file name in the directory of the index"):
         open_model(str(directory))
 
 
@@ -191,7 +191,7 @@ def test_quantised_tensors_are_refused_by_name(tmp_path):
 @pytest.mark.parametrize("text", ["{", "[1]", "\xff"])
 def test_a_malformed_config_is_refused(tmp_path, text):
     (write_model(tmp_path) / "config.json").write_bytes(text.encode("latin-1"))
-    with pytest.raises(InputError, match=r"config\.json: (not readable as JSON|expected a JSON object)"):
+    with pytest.raises(InputError, match=r"config\.json(: expected a JSON object| cannot be read as JSON)"):
         open_model(str(tmp_path))
 
 
@@ -211,7 +211,7 @@ def test_a_model_that_cannot_be_found_is_one_plain_error(tmp_path, monkeypatch, 
 
 def test_a_file_that_is_no_gguf_file_is_refused(tmp_path):
     (tmp_path / "model.safetensors").touch()
-    with pytest.raises(InputError, match=r"not a \.gguf file; give the model's directory"):
+    with pytest.raises(InputError, match=r"not a \.gguf file; set it to the model's directory"):
         open_model(str(tmp_path / "model.safetensors"))
 
 
