@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 StopCheck = Callable[[], bool]
-"""Returns whether generation must stop at the end of the current segment. Thread-safe; once true, it stays true."""
+"""Function: whether generation must stop at the end of the current segment. Thread-safe; once true, always true."""
 
 
 class StoppedError(Exception):
     """Generation was stopped before its samples were complete."""
 
     def __init__(self) -> None:
-        super().__init__("generation was asked to stop")
+        super().__init__("generation was stopped before its samples were complete")
 
 
 def never_stop() -> bool:

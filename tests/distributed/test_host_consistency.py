@@ -51,7 +51,7 @@ def test_the_first_that_differs_is_named_with_every_value_and_where_it_is_from()
 def test_what_a_host_lacks_is_a_difference_and_long_values_are_cut():
     told = describe_difference(HOSTS[:2], [facts(critic="x" * 500), {}])
     assert told is not None
-    assert "not there on host 1 (b)" in told
+    assert "missing on host 1 (b)" in told
     assert f"{'x' * 117}... on host 0 (a)" in told
 
 
