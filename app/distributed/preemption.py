@@ -125,7 +125,7 @@ def _no_op_handler(number: int, frame: FrameType | None) -> None:
 
 
 def _redirect_lost_terminal() -> None:
-    """Redirects output to a lost terminal to /dev/null: otherwise, writing would raise before the checkpoint is saved."""
+    """Redirects output to a lost terminal to /dev/null; writing it would raise before the checkpoint is saved."""
     for descriptor in (1, 2):
         try:
             termios.tcgetattr(descriptor)

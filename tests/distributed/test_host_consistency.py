@@ -209,7 +209,7 @@ def test_a_folder_that_the_hosts_do_not_share_is_refused_and_nothing_is_left_beh
     assert told[0]["not shared"].startswith("refused: on host 1 (")
     for one in told:
         assert "is not the same folder on all hosts" in one["not shared"]
-        assert "Set run.dir to a folder that all hosts share" in one["not shared"]
+        assert "Set run.dir to a folder shared by all hosts" in one["not shared"]
 
 
 @pytest.mark.two_hosts
