@@ -276,7 +276,7 @@ def test_what_cannot_be_exported_is_one_message_and_nothing_on_disk(finished, tm
             "holds no checkpoint; give <run>/checkpoints/<step>",
         ),
         ((*out, "--checkpoint", finished / "checkpoints" / "99"), "there is no folder"),
-        ((*out, *run, "--set", f"model.path={other}"), "was trained from another model than that of model.path"),
+        ((*out, *run, "--set", f"model.path={other}"), "was trained from another model, not from that of model.path"),
     ):
         result = here("export", *arguments)
         assert (result.exit_code, result.stdout) == (2, ""), result.stderr
@@ -357,7 +357,7 @@ def test_adapters_that_are_not_there_or_not_those_asked_for_are_refused(adapted,
     for run, arguments, message in (
         (finished, ["--adapter"], "holds all weights and no adapters: its run had no model.lora.rank"),
         (adapted, settings("model.lora.rank=4"), "holds adapters of rank 3, alpha 6,"),
-        (adapted, settings("model.lora.rank=null"), "and model.lora asks for none"),
+        (adapted, settings("model.lora.rank=null"), "but model.lora requests none"),
     ):
         result = export(run, tmp_path / "out", *arguments)
         assert (result.exit_code, result.stdout) == (2, "")

@@ -102,7 +102,7 @@ def test_another_base_than_the_one_that_adapters_learned_beside_is_refused(
     assert "down_proj" in now_asked and re.findall(r", beside \w+", now_asked) == told
     assert digest_of(resumed) == before
     evaluated = here("evaluate", "--checkpoint", run, *settings(now))
-    assert evaluated.exit_code == 2 and "beside int8, and model.lora asks for rank 2" in evaluated.stderr
+    assert evaluated.exit_code == 2 and "beside int8, but model.lora requests rank 2" in evaluated.stderr
 
 
 @pytest.mark.parametrize(
