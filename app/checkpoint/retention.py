@@ -20,7 +20,7 @@ class BestCheckpoint(NamedTuple):
 
 @dataclass
 class SaveClock:
-    """A timer that is due `every_minutes` after the last checkpoint, or never if None."""
+    """A timer that is due `every_minutes` after the last checkpoint; never due if `every_minutes` is None."""
 
     every_minutes: float | None
     clock: Callable[[], float]

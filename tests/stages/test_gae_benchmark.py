@@ -137,8 +137,8 @@ def as_auto(case: BackendTiming) -> BackendTiming:
         ),
         (
             [as_auto(replace(SERIAL, median_s=None)), CHUNKED],
-            "chunk-scan pays (chunked in chunks of 64: 500 ms, serial: over 2 s); auto selects serial, inf x as long "
-            "as the fastest: use --backend chunked --chunk-size 64",
+            "chunk-scan pays (chunked in chunks of 64: 500 ms, serial: over 2 s); auto selects serial, which takes inf "
+            "x as long as the fastest; use --backend chunked --chunk-size 64",
         ),
     ],
 )
