@@ -85,7 +85,7 @@ class LatestAndBestPolicy:
         return score > self.metric_values[best] if self.mode == "max" else score < self.metric_values[best]
 
     def superseded(self, steps: Sequence[int]) -> int | None:
-        """Returns the best of these ascending steps except the last, if nothing else keeps it; otherwise None."""
+        """Returns the best of `steps` (ascending) without the last one, if nothing else keeps it; otherwise None."""
         best = self.best_step(steps[:-1])
         return best if best not in (*steps[-self.keep :], self.best_step(steps)) else None
 

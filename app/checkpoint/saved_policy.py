@@ -80,7 +80,7 @@ class PolicyCheckpoint:
         return RunDirectory(self.path.parent.parent)
 
     def check_compatible(self, model: ModelSpec, *, needs_quantizer: bool = True) -> None:
-        """Raises InputError if the checkpoint was trained from another model, tokenizer or kind of adapters.
+        """Raises InputError if the checkpoint was trained with another model, tokenizer or adapter configuration.
 
         Args:
             needs_quantizer: False if the quantized kernels, for which the adapters were trained, are not loaded.

@@ -98,7 +98,7 @@ def gather_samples_to_first_host(local_samples: Sequence[Sample]) -> Sequence[Sa
 
 
 def decode_gathered_sample(record: Mapping[str, Any]) -> Sample:
-    """Returns the sample in a record sent by a host. Unlike in a file, floats may be NaN: the update reports them."""
+    """Returns the sample in a record sent by a host. Unlike in a file, floats may be NaN, which the update reports."""
     floats = {name: np.asarray(record[name], np.float32) for name in TOKEN_ARRAY_FIELDS if name in record}
     finite = {name: np.zeros(len(values)).tolist() for name, values in floats.items()}
     return replace(sample_from_record({**record, **finite}, where="a sample of another host"), **floats)

@@ -108,7 +108,7 @@ class PreemptionHandler:
         if self.exit_code:
             if time.monotonic() - self._signaled_at < DUPLICATE_SIGNAL_S:
                 return
-            # No clean-up is needed: files are renamed into place only once they are complete.
+            # Exits without clean-up, which is safe: files are renamed into place only once they are complete.
             os._exit(EXIT_CODES[signal.SIGINT])
         self._signaled_at = time.monotonic()
         self.exit_code = EXIT_CODES[signal.Signals(number)]

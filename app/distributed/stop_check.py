@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 StopCheck = Callable[[], bool]
-"""Function: whether generation must stop at the end of the current segment. Thread-safe; once true, always true."""
+"""Returns whether generation must stop at the end of the current segment. Thread-safe; once true, it stays true."""
 
 
 class StoppedError(Exception):
