@@ -1,1 +1,1 @@
-"""Saves, restores and retains the state of a run; reads checkpoints for others."""
+"""Saves, restores and retains the state of a run; loads saved policies for other commands."""

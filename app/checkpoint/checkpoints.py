@@ -1,4 +1,4 @@
-"""Checkpoints: everything that a run needs to continue, saved asynchronously with Orbax."""
+"""Checkpoints: everything needed to continue a run, saved asynchronously with Orbax."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ BEST_LINK = "best"
 """Name of the relative link to the best checkpoint, in the folder of checkpoints."""
 
 MIN_SLICE_BYTES = 64 << 20
-"""Smallest array that the devices of its replicas write in slices; adapters are smaller."""
+"""Size from which each replica of an array writes a slice of it; adapters are smaller."""
 
-CHECKSUM_MISMATCH = "its arrays have other checksums than when they were saved"
+CHECKSUM_MISMATCH = "the checksums of its arrays do not match the saved ones"
 
 READABLE_FINGERPRINTS = (LORA_FINGERPRINT, QUANTIZER_FINGERPRINT)
-"""Fingerprints whose values are readable text, so that errors show them."""
+"""Fingerprints whose values are readable text, shown in error messages."""
 
 MAX_REASON_CHARS = 200
-"""Shown characters of a library's error about a checkpoint; TensorStore's have thousands."""
+"""Maximum length of a library's error message as shown; TensorStore's have thousands of characters."""
 
 NON_DAMAGE_PREFIXES = (
     "RESOURCE_EXHAUSTED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "ABORTED", "CANCELLED",
@@ -55,13 +55,13 @@ NON_DAMAGE_PREFIXES = (
 
 
 class Checkpoints:
-    """The checkpoints of one run directory: those that `policy` keeps, and a link `best` to the best of them.
+    """The checkpoints of one run directory, kept according to `policy`, and a link `best` to the best of them.
 
-    The evaluation in each checkpoint's `TrainProgress` decides which is the best; the link is updated to match.
+    The best one is determined by the evaluation in each checkpoint's `TrainProgress`; the link is updated to match.
 
     Args:
         shapes: shapes of the saved state, by network.
-        shardings: shardings of the restored state; they may belong to another mesh than the one that saved.
+        shardings: shardings of the restored state; the mesh may differ from the one on which it was saved.
     """
 
     def __init__(
@@ -80,9 +80,9 @@ class Checkpoints:
         self._checksums = jax.jit(checksums).lower(self._target).compile()
 
     def save(self, state: NetworkStates, progress: TrainProgress) -> None:
-        """Copies the state from the devices and returns while it is written. All hosts must call it together."""
+        """Copies the state from the devices and writes it in the background. All hosts must call it together."""
         self._manager.wait_until_finished()
-        # The checkpoint that the link names must not be deleted from now on.
+        # From now on, the checkpoint that the link points to must not be deleted.
         self.update_best_link()
         record = ProgressRecord(progress, fetch_checksums(self._checksums(state))).to_json()
         self._policy.record_evaluation(progress.step, progress.evaluation)
@@ -96,7 +96,7 @@ class Checkpoints:
         return step in self._manager.all_steps()
 
     def update_progress(self, progress: TrainProgress) -> None:
-        """Replaces the progress of a step that is on disk. All hosts must call it together."""
+        """Replaces the progress in the checkpoint of a step on disk. All hosts must call it together."""
         self._policy.record_evaluation(progress.step, progress.evaluation)
         if jax.process_index() == 0:
             folder = self._directory / str(progress.step)
@@ -105,7 +105,7 @@ class Checkpoints:
         self.update_best_link()
 
     def is_best(self, progress: TrainProgress) -> bool:
-        """Returns whether a checkpoint of this step would be the best so far."""
+        """Returns whether a checkpoint with this progress would be the best so far."""
         return self._policy.is_better(progress.evaluation, self._manager.all_steps())
 
     @property
@@ -118,16 +118,16 @@ class Checkpoints:
     ) -> tuple[NetworkStates, TrainProgress] | None:
         """Restores the newest readable checkpoint; returns None if there is no checkpoint.
 
-        The best checkpoint is read as well, so that a damaged one cannot stay the best. Damaged checkpoints are named
-        in a warning and renamed.
+        The best checkpoint is read as well, so that a damaged one cannot stay the best. Damaged checkpoints are
+        reported in a warning and renamed.
 
         Args:
-            fingerprints: what the run must have been started with.
+            fingerprints: expected fingerprints of what the run was started with.
             accepted_changes: names of fingerprints that may differ.
 
         Raises:
-            InputError: the run was started with other `fingerprints`, hosts see different checkpoints, an older
-                version wrote them, or none of them can be read. Nothing has been renamed then.
+            InputError: the fingerprints differ, hosts see different checkpoints, another version of this program wrote
+                the checkpoints, or none can be read. In these cases, no checkpoint is renamed.
         """
         steps = self._common_steps()
         sound: dict[int, ProgressRecord] = {}
@@ -155,7 +155,7 @@ class Checkpoints:
         return None
 
     def _restore_newest_and_best(self, sound: dict[int, ProgressRecord]) -> NetworkStates | None:
-        """Returns the newest state if the best one is readable, too; else removes the unreadable one from `sound`."""
+        """Returns the newest state if the best one is readable too; else removes the unreadable one from `sound`."""
         newest, best = max(sound), self._policy.best_step(sound)
         state = None
         # The newest comes last: two states at once may exceed the devices' memory.
@@ -187,7 +187,7 @@ class Checkpoints:
             by_host = "; ".join(f"host {i}: {[int(step) for step in row if step >= 0]}" for i, row in enumerate(seen))
             raise InputError(
                 f"run.dir: the hosts see checkpoints of different steps in {self._directory} ({by_host}); "
-                "set run.dir to a folder that all hosts share"
+                "set run.dir to a folder shared by all hosts"
             )
         return steps
 
@@ -203,7 +203,7 @@ class Checkpoints:
         return content
 
     def _move_damaged_aside(self, steps: Sequence[int]) -> None:
-        """Renames damaged checkpoints: Orbax only saves steps after the newest one that it finds."""
+        """Renames damaged checkpoints, because Orbax saves only steps later than the newest one it finds."""
         if not steps:
             return
         for step in steps if jax.process_index() == 0 else ():
@@ -214,10 +214,10 @@ class Checkpoints:
         self._manager.reload()
 
     def update_best_link(self) -> None:
-        """Points the link at the best checkpoint on disk; cheap if it already does."""
+        """Points the link to the best checkpoint on disk; cheap if it is up to date."""
         if jax.process_index() != 0:
             return
-        # A checkpoint directory gets its final name when all of it is written.
+        # A checkpoint directory is renamed to its final name once all of it is written.
         written = [step for step in self._manager.all_steps() if (self._directory / str(step)).is_dir()]
         best = self._policy.best_step(written)
         try:
@@ -226,7 +226,7 @@ class Checkpoints:
             _warn_of_link_once(str(error))
 
     def finish(self) -> None:
-        """Waits until the last save is on disk; raises its error if it failed."""
+        """Waits until the last save is on disk, or raises its error; then deletes a superseded best checkpoint."""
         self._manager.wait_until_finished()
         self.update_best_link()
         superseded = self._policy.superseded(self._manager.all_steps())
@@ -240,9 +240,9 @@ class Checkpoints:
 
 @functools.cache
 def disable_slicing_of_small_arrays() -> None:
-    """Lets one device write a replicated array, unless it is large.
+    """Makes Orbax write a replicated array from one device, unless it is large.
 
-    By default Orbax slices it over the replicas, and compiles a program for each in the step after the first save.
+    By default, Orbax slices it over the replicas and compiles a program per slice in the step after the first save.
     """
     handler = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=MIN_SLICE_BYTES)
     # Registering a handler again logs a warning.
@@ -260,7 +260,7 @@ def open_reader(handler: ocp.CompositeCheckpointHandler) -> ocp.Checkpointer:
 
 
 def read_on_all_hosts(read: Callable[[], Content]) -> tuple[Content | None, str]:
-    """Returns what `read` returns and ""; or None and a reason, on all hosts, if files are damaged on any host."""
+    """Returns the result of `read` and ""; or None and a reason on all hosts, if files are damaged on any host."""
     content, reason = None, "another host cannot read it"
     try:
         content = read()
@@ -278,30 +278,30 @@ def checksums(state: Any) -> dict[str, UInt32[Array, ""]]:
 
 
 def array_path(keys: Sequence[Any]) -> str:
-    """Returns the path of an array in a state, as checkpoints write it."""
+    """Returns the path of an array in a state, in the form used in checkpoints."""
     return "/".join(jax.tree_util.keystr((key,), simple=True) for key in keys)
 
 
 def checksum(x: Array) -> UInt32[Array, ""]:
     """Returns the sum of the 32-bit words mod 2^32, which is exact and so the same on every mesh.
 
-    TensorStore's compressed arrays have no checksum; a flipped bit in a weight would go unnoticed.
+    TensorStore's compressed arrays have no checksum, so a flipped bit in a weight would go unnoticed.
     """
     return jnp.sum(jax.lax.bitcast_convert_type(x, jnp.uint32), dtype=jnp.uint32)
 
 
 def fetch_checksums(sums: Mapping[str, Array]) -> dict[str, int]:
-    """Fetches checksums from the device, in the form that checkpoints store."""
+    """Fetches checksums from the device, in the form stored in checkpoints."""
     return {path: int(value) for path, value in jax.device_get(sums).items()}
 
 
 def is_damage(error: Exception) -> bool:
-    """Returns whether an error is caused by the files, not by memory, the network, a permission or a bug.
+    """Returns whether an error is caused by damaged files, not by memory, the network, a permission or a bug.
 
-    A good checkpoint that is mistaken for a damaged one is renamed, and its steps are trained again.
+    If a good checkpoint is mistaken for a damaged one, it is renamed and its steps are trained again.
     """
-    # Orbax asserts that its metadata fit the arrays, and wraps any error while it reads one, out of memory too, in a
-    # bare Exception.
+    # Orbax asserts that its metadata match the arrays. It wraps any error that occurs during a read, even running out
+    # of memory, in a bare Exception.
     cause = error.__cause__ if type(error) is Exception else error
     return isinstance(cause, (ValueError, KeyError, FileNotFoundError, AssertionError)) and not str(cause).startswith(
         NON_DAMAGE_PREFIXES
@@ -313,10 +313,10 @@ def _warn_damaged(step: int, reason: str) -> None:
 
 
 def set_symlink(link: Path, target: str | None) -> None:
-    """Points a symbolic link at a file of its folder, atomically; removes the link if the target is None.
+    """Points a symbolic link to a file in its folder, atomically; removes the link if the target is None.
 
     Raises:
-        OSError: something else has the link's name, or the file system does not support links.
+        OSError: a folder with the link's name exists, or the file system does not support links.
     """
     if target is None:
         if link.is_symlink():
@@ -332,7 +332,7 @@ def set_symlink(link: Path, target: str | None) -> None:
 
 @functools.cache
 def _warn_of_link_once(reason: str) -> None:
-    log.warning("checkpoints: no link to the best one (%s); the summary names its step", reason)
+    log.warning("checkpoints: cannot create the link to the best one (%s); the summary shows its step", reason)
 
 
 @functools.cache
@@ -352,10 +352,10 @@ def _silence_abandoned_reads() -> None:
 
 
 def check_fingerprints(saved: Mapping[str, str], current: Mapping[str, str], accepted: Collection[str] = ()) -> None:
-    """Raises InputError with the names of the fingerprints that changed since the checkpoint was written.
+    """Raises InputError with the names of the fingerprints that have changed since the checkpoint was written.
 
     Args:
-        accepted: names of fingerprints that may change.
+        accepted: names of fingerprints that may have changed.
     """
     changed = [name for name in {**saved, **current} if saved.get(name) != current.get(name) and name not in accepted]
     if changed:
@@ -368,5 +368,5 @@ def check_fingerprints(saved: Mapping[str, str], current: Mapping[str, str], acc
         raise InputError(
             f"--resume: {' and '.join(names)} changed since this run was started, so it cannot be continued as the "
             "same run. Restore the old files (the old revision of a hub model, the old version of a package), or "
-            "start another run.name"
+            "start a run with another run.name"
         )

@@ -15,16 +15,16 @@ NetworkStates = Mapping[str, TrainState]
 class RunState:
     policy: TrainState
     critic: TrainState | None = None
-    """None, and no memory, for algorithms without one."""
+    """None for algorithms without a critic."""
     kl_coef: float = 0.0
-    """Weight of the KL in the reward, which an adapted penalty changes."""
+    """Weight of the KL penalty in the reward; it changes if the penalty is adaptive."""
 
     @property
     def networks(self) -> NetworkStates:
-        """The tree that a checkpoint stores."""
+        """The tree stored in a checkpoint."""
         return {"policy": self.policy} if self.critic is None else {"policy": self.policy, "critic": self.critic}
 
     @classmethod
     def from_networks(cls, networks: NetworkStates, *, kl_coef: float) -> RunState:
-        """Returns the state whose `networks` these are."""
+        """Returns the state with these `networks`."""
         return cls(networks["policy"], networks.get("critic"), kl_coef)

@@ -11,13 +11,13 @@ from app.runtime.session import Session
 
 
 def load_policy_params(checkpoint: PolicyCheckpoint, session: Session) -> Params:
-    """Loads all weights of a saved policy, on the mesh of the session.
+    """Loads all weights of a saved policy onto the mesh of the session.
 
-    With adapters the result holds them and the weights of `model.path`, which may be quantized; the rest is float32.
+    With adapters, the result also contains the weights of `model.path`, which may be quantized; the rest is float32.
     `checkpoint.check_compatible` must have passed. All hosts must call it together.
 
     Raises:
-        InputError: they are damaged.
+        InputError: the saved weights are damaged.
     """
     return session.full_params(load_trained_params(checkpoint, session.model_spec, session.mesh))
 

@@ -20,11 +20,11 @@ class BestCheckpoint(NamedTuple):
 
 @dataclass
 class SaveClock:
-    """A timer that is due `every_minutes` after the last checkpoint; never if that is None."""
+    """A timer that is due `every_minutes` after the last checkpoint; never due if `every_minutes` is None."""
 
     every_minutes: float | None
     clock: Callable[[], float]
-    """Returns monotonic seconds."""
+    """Returns a monotonic time in seconds."""
 
     def __post_init__(self) -> None:
         self.reset()
@@ -39,21 +39,21 @@ class SaveClock:
 
 @dataclass
 class LatestAndBestPolicy:
-    """A preservation policy for Orbax: the newest `keep` checkpoints, and the best by one metric of its evaluation.
+    """A preservation policy for Orbax: keeps the newest `keep` checkpoints, and the best by one evaluation metric.
 
-    Orbax's own BestN is not used: it prefers the later of two equals, keeps its metrics in a separate item whose damage
-    stops the program, and deletes the previous best before anything can point at the new one.
+    Orbax's own BestN is not used: it prefers the later of two equals, fails if the separate item with its metrics is
+    damaged, and deletes the previous best before a link can point to the new one.
     """
 
     keep: int
     metric: str | None = None
-    """None: only the newest are kept."""
+    """Name of the metric; if None, only the newest checkpoints are kept."""
     mode: Literal["max", "min"] = "max"
     metric_values: dict[int, float] = field(default_factory=dict)
-    """The metric by step, for checkpoints that were evaluated."""
+    """Step -> value of the metric, for evaluated checkpoints."""
 
     def record_evaluation(self, step: int, evaluation: Mapping[str, float | None] | None) -> None:
-        """Records the evaluation of a step's checkpoint; None if there was none."""
+        """Records the evaluation of a step's checkpoint, or None if it was not evaluated."""
         self.metric_values.pop(step, None)
         score = self.metric_value(evaluation)
         if score is not None:
@@ -65,7 +65,7 @@ class LatestAndBestPolicy:
         return value if value is not None and math.isfinite(value) else None
 
     def best_step(self, steps: Iterable[int]) -> int | None:
-        """Returns the best of these steps, the earliest of equals; None if none of them was evaluated."""
+        """Returns the best of these steps, the earliest if several are equal; None if none of them was evaluated."""
         sign = -1 if self.mode == "max" else 1
         evaluated = [step for step in steps if step in self.metric_values]
         return min(evaluated, key=lambda step: (sign * self.metric_values[step], step), default=None)
@@ -85,16 +85,16 @@ class LatestAndBestPolicy:
         return score > self.metric_values[best] if self.mode == "max" else score < self.metric_values[best]
 
     def superseded(self, steps: Sequence[int]) -> int | None:
-        """Returns the best step before the newest of these (ascending) if nothing else keeps it, else None."""
+        """Returns the best of `steps` (ascending) without the last one, if nothing else keeps it; otherwise None."""
         best = self.best_step(steps[:-1])
         return best if best not in (*steps[-self.keep :], self.best_step(steps)) else None
 
     def should_preserve(
         self, checkpoints: Sequence[PolicyCheckpointInfo], *, context: PreservationContext
     ) -> Sequence[bool]:
-        """Returns which of the `checkpoints`, in ascending order, to keep. Orbax calls it before it saves the last one.
+        """Returns whether to keep each of the `checkpoints`, which are in ascending order.
 
-        The best one before the last is kept until the link names its successor.
+        Orbax calls it before saving the last one. The previous best is kept until the link points to its successor.
         """
         steps = [checkpoint.step for checkpoint in checkpoints]
         kept = {*steps[-self.keep :], self.best_step(steps), self.best_step(steps[:-1])}

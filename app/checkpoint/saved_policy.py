@@ -1,4 +1,4 @@
-"""A saved policy, which evaluation, export and replay start from."""
+"""A saved policy, the starting point of evaluation, export and replay."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _checksum = jax.jit(checksum)
 
 @dataclass(frozen=True)
 class PolicyCheckpoint:
-    """A checkpoint whose metadata has been read, but not its arrays: no device has been used."""
+    """A checkpoint of which only the metadata has been read, without using any device."""
 
     path: Path
     """`<run>/checkpoints/<step>`."""
@@ -45,10 +45,10 @@ class PolicyCheckpoint:
 
     @classmethod
     def open(cls, path: Path) -> PolicyCheckpoint:
-        """Opens the checkpoint in a folder, through a link such as `best`, or the newest one of a run.
+        """Opens the checkpoint at `path`, which may be a link such as `best`, or the newest one of the run at `path`.
 
         Raises:
-            InputError: there is none, or it cannot be read.
+            InputError: there is no checkpoint, or it cannot be read.
         """
         folder = _find_checkpoint(path)
         try:
@@ -58,7 +58,7 @@ class PolicyCheckpoint:
         except (OSError, ValueError) as error:
             raise InputError(
                 f"{OPTION}: {folder} is damaged or not a checkpoint of this program ({error}); "
-                f"choose another one of {folder.parent}"
+                f"choose another one in {folder.parent}"
             ) from error
 
     @property
@@ -80,57 +80,56 @@ class PolicyCheckpoint:
         return RunDirectory(self.path.parent.parent)
 
     def check_compatible(self, model: ModelSpec, *, needs_quantizer: bool = True) -> None:
-        """Raises InputError if it was trained from another model, with another tokenizer or with other adapters.
+        """Raises InputError if the checkpoint was trained with another model, tokenizer or adapter configuration.
 
         Args:
-            needs_quantizer: False if only its arrays are read, not the quantized kernels that its adapters belong to.
+            needs_quantizer: False if the quantized kernels, for which the adapters were trained, are not loaded.
         """
         saved, path = self.progress.fingerprints, model.files.path
         there, wanted = saved.get(LORA_FINGERPRINT), model.adapter_fingerprints.get(LORA_FINGERPRINT)
         if there != wanted:
             raise InputError(
                 f"{OPTION}: {self.path} holds {f'adapters of {there}' if there else 'all weights and no adapters'}, "
-                f"and model.lora asks for {wanted or 'none'}; leave --config out to use the run's own settings, or set "
-                f"model.lora to what {self.run.settings_path} names"
+                f"but model.lora requests {wanted or 'none'}; omit --config to use the run's own settings, or set "
+                f"model.lora as in {self.run.settings_path}"
             )
         made_by, here = saved.get(QUANTIZER_FINGERPRINT), model.adapter_fingerprints.get(QUANTIZER_FINGERPRINT)
         if needs_quantizer and made_by is not None and here not in (made_by, NOT_INSTALLED):
             raise InputError(
                 f"{OPTION}: the adapters of {self.path} were trained with kernels quantized by "
-                f"{QUANTIZATION_PACKAGE} {made_by}, and {here} is installed; "
+                f"{QUANTIZATION_PACKAGE} {made_by}, but {here} is installed; "
                 f"pip install '{QUANTIZATION_PACKAGE}=={made_by}'"
             )
         for what, fingerprint in (("model", model.files.fingerprint), ("tokenizer", model.tokenizer.fingerprint)):
             if saved.get(what) != fingerprint:
                 raise InputError(
-                    f"{OPTION}: {self.path} was trained from another {what} than that of model.path ({path}); leave "
-                    f"--config out to use the run's own settings, or set model.path to what "
-                    f"{self.run.settings_path} names"
+                    f"{OPTION}: {self.path} was trained from another {what}, not from that of model.path ({path}); "
+                    f"omit --config to use the run's own settings, or set model.path as in {self.run.settings_path}"
                 )
 
     def restore_params(self, shapes: Params, shardings: Params) -> Params:
-        """Restores the policy's trained arrays on their shardings. All hosts must call it together.
+        """Restores the policy's trained arrays with these shardings. All hosts must call it together.
 
         Raises:
-            InputError: they are damaged.
+            InputError: the arrays are damaged.
         """
         return self._restore_item({"policy": {"params": abstract_arrays(shapes, shardings)}})["policy"]["params"]
 
     def restore_states(self, shapes: NetworkStates, shardings: NetworkStates) -> NetworkStates:
-        """Restores the optimizer states of the requested networks that the checkpoint has.
+        """Restores the training states of those requested networks that are in the checkpoint.
 
         All hosts must call it together.
 
         Raises:
-            InputError: they are damaged, or belong to another kind of network.
+            InputError: the states are damaged, or their arrays differ from the requested ones.
         """
         names = [name for name in shapes if any(path.startswith(f"{name}/") for path in self.checksums)]
         target = {name: abstract_arrays(shapes[name], shardings[name]) for name in names}
         missing = set(jax.eval_shape(checksums, target)) - self.checksums.keys()
         if missing:
             raise InputError(
-                f"{OPTION}: {self.path} has no array {min(missing)}: what was trained there is not what these settings "
-                f"train; leave --config out to use the run's own settings, or compare with {self.run.settings_path}"
+                f"{OPTION}: {self.path} has no array {min(missing)}, because its run trained other arrays than these "
+                f"settings do; omit --config to use the run's own settings, or compare with {self.run.settings_path}"
             )
         return self._restore_item(target)
 
@@ -144,20 +143,20 @@ class PolicyCheckpoint:
             state, reason = read_on_all_hosts(
                 lambda: reader.restore(self.path, args=ocp.args.Composite(state=args))["state"]
             )
-        # Either every host has read it or none.
+        # Either every host has read the state, or none has.
         if state is not None:
-            # One program per array: a single one would hold a copy of every array at once, as integers.
-            # One after the other, too: concurrent sums over devices can starve the threads of a CPU.
+            # One program per array: a single program would hold a copy of every array at once, as integers.
+            # They run one after the other, because concurrent sums over devices can starve the threads of a CPU.
             arrays = jax.tree.leaves_with_path(state)
             sums = fetch_checksums({array_path(keys): _checksum(x).block_until_ready() for keys, x in arrays})
             reason = "" if sums == {name: self.checksums.get(name) for name in sums} else CHECKSUM_MISMATCH
         if reason:
-            raise InputError(f"{OPTION}: {self.path} is damaged ({reason}); choose another one of {self.path.parent}")
+            raise InputError(f"{OPTION}: {self.path} is damaged ({reason}); choose another one in {self.path.parent}")
         return state
 
 
 def _find_checkpoint(path: Path) -> Path:
-    """Returns the folder of the checkpoint that `path` names."""
+    """Returns the folder of the checkpoint at `path`; see `PolicyCheckpoint.open`."""
     path = path.expanduser()
     if not path.is_dir():
         hint = "; nothing was evaluated in that run" if path.name == BEST_LINK and path.parent.is_dir() else ""

@@ -1,4 +1,4 @@
-"""Cluster detection: the only module that uses JAX's own detection, which is not public."""
+"""Cluster detection by JAX's private detection code; no other module depends on it."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ MANUAL_SETTINGS_HINT = "set mesh.coordinator_address, mesh.num_processes and mes
 
 
 def is_cloud_tpu_vm() -> bool:
-    """Returns whether this machine has TPUs and their library. Touches no device and sends no request."""
+    """Returns whether this machine has TPUs and their library, without accessing a device or the network."""
     return cloud_tpu_init.running_in_cloud_tpu_vm
 
 
 def detect_cluster(*, timeout_s: int, required: bool = False) -> ClusterMember | None:
-    """Returns this host's place among those of Cloud TPU, Slurm, Open MPI or Kubernetes; None for a single host.
+    """Returns this process's place in its Cloud TPU, Slurm, Open MPI or Kubernetes cluster; None for a single host.
 
     Args:
-        required: a platform that does not answer is an error.
+        required: whether to raise, instead of returning None, if the platform does not answer.
 
     Raises:
-        InputError: the platform's description of the hosts is incomplete, or it does not answer although required.
+        InputError: the platform's description of its hosts cannot be read, or a required platform does not answer.
     """
     try:
         address, num_processes, process_id, _ = ClusterEnv.auto_detect_unset_distributed_params(
@@ -32,7 +32,8 @@ def detect_cluster(*, timeout_s: int, required: bool = False) -> ClusterMember |
     except OSError as error:
         if required:
             raise InputError(
-                f"mesh.coordinator_address: auto, and the platform does not answer ({error}); {MANUAL_SETTINGS_HINT}"
+                "mesh.coordinator_address: the value is auto, but the platform does not answer "
+                f"({error}); {MANUAL_SETTINGS_HINT}"
             ) from error
         # TPUs without a metadata server, as in hosted notebooks.
         return None

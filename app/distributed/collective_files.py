@@ -1,4 +1,4 @@
-"""Files of all hosts: samples are gathered on the first host, which writes them."""
+"""Files with the samples of all hosts, gathered and written by the first host."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TOKEN_ARRAY_FIELDS = ("behavior_logprobs", *PER_TOKEN_FIELDS)
 
 
 def per_host_path(path: Path) -> Path:
-    """Returns the path of a file that each host writes: `name.host_0_of_2.suffix`, unchanged for a single host."""
+    """Returns this host's own version of a path: `name.host_0_of_2.suffix`; unchanged for a single host."""
     if jax.process_count() == 1:
         return path
     return path.with_name(f"{path.stem}.host_{jax.process_index()}_of_{jax.process_count()}{path.suffix}")
@@ -33,7 +33,7 @@ def sample_json_lines(samples: Iterable[Sample], *, path: Path, first_record: in
     """Yields the lines of a JSON Lines file of samples.
 
     Args:
-        first_record: number of the first sample, for errors.
+        first_record: record number of the first sample, for error messages.
 
     Raises:
         ValueError: a sample holds NaN or an infinity, which JSON cannot represent.
@@ -44,7 +44,7 @@ def sample_json_lines(samples: Iterable[Sample], *, path: Path, first_record: in
 
 
 def sample_json_lines_by_part(parts: Iterable[Sequence[Sample]], *, path: Path) -> Iterator[Iterator[bytes]]:
-    """Yields the lines of each part, see `sample_json_lines`."""
+    """Yields the lines of each part; see `sample_json_lines`. Record numbers continue from part to part."""
     number = 1
     for part in parts:
         yield sample_json_lines(part, path=path, first_record=number)
@@ -54,13 +54,13 @@ def sample_json_lines_by_part(parts: Iterable[Sequence[Sample]], *, path: Path) 
 def write_collectively(path: Path, parts: Iterable[Iterable[bytes]]) -> None:
     """Writes one file with the lines of all hosts, atomically: part after part, and in each part host after host.
 
-    The first host writes it. With several hosts it holds one part of all of them in memory.
+    The first host writes the file; if there are several hosts, it holds one part of each in memory.
 
     Args:
-        parts: this host's lines of each part; all hosts have the same number of parts.
+        parts: this host's lines of each part; all hosts must have the same number of parts.
 
     Raises:
-        InputError: `path` cannot be a file.
+        InputError: a file cannot be written at `path`.
     """
     with error_barrier():
         check_output_path(path)
@@ -82,7 +82,7 @@ def write_collectively(path: Path, parts: Iterable[Iterable[bytes]]) -> None:
 
 
 def gather_lines_to_first_host(local_lines: Sequence[str]) -> Sequence[str]:
-    """Returns the lines of all hosts on the first one, with their host if there are several; nothing on the others."""
+    """Returns the lines of all hosts on the first host, labeled by host if there are several; none on the others."""
     if jax.process_count() == 1:
         return local_lines
     gathered = map(json.loads, gather_bytes_to_first_host(json.dumps(local_lines).encode()))
@@ -90,7 +90,7 @@ def gather_lines_to_first_host(local_lines: Sequence[str]) -> Sequence[str]:
 
 
 def gather_samples_to_first_host(local_samples: Sequence[Sample]) -> Sequence[Sample]:
-    """Returns the samples of all hosts on the first one, host after host; nothing on the others."""
+    """Returns the samples of all hosts on the first host, in host order; none on the others."""
     if jax.process_count() == 1:
         return local_samples
     sent = gather_bytes_to_first_host(json.dumps([sample_to_record(sample) for sample in local_samples]).encode())
@@ -98,7 +98,7 @@ def gather_samples_to_first_host(local_samples: Sequence[Sample]) -> Sequence[Sa
 
 
 def decode_gathered_sample(record: Mapping[str, Any]) -> Sample:
-    """Returns the sample as its host sent it. Floats may be NaN, unlike in a file: the update reports them."""
+    """Returns the sample in a record sent by a host. Unlike in a file, floats may be NaN, which the update reports."""
     floats = {name: np.asarray(record[name], np.float32) for name in TOKEN_ARRAY_FIELDS if name in record}
     finite = {name: np.zeros(len(values)).tolist() for name, values in floats.items()}
     return replace(sample_from_record({**record, **finite}, where="a sample of another host"), **floats)

@@ -12,7 +12,7 @@ from app.records.moments import Moments, merge_moments
 
 
 def gather_over_hosts(values: np.ndarray) -> np.ndarray:
-    """Returns the arrays of all hosts, [hosts, ...], of one shape. Float64 and int64 keep their precision."""
+    """Returns the stacked arrays of all hosts, [hosts, ...], of equal shapes. 64-bit types keep their precision."""
     values = np.asarray(values)
     if jax.process_count() == 1:
         return values[None]
@@ -31,29 +31,29 @@ def max_over_hosts(values: np.ndarray) -> np.ndarray:
 
 
 def moments_over_hosts(parts: Sequence[Moments]) -> list[Moments]:
-    """Returns the moments of each quantity over all hosts. Hosts have the same quantities."""
+    """Returns the moments of each quantity over all hosts. All hosts must pass the same quantities."""
     hosts = gather_over_hosts(np.asarray(parts, np.float64))
     return [merge_moments(Moments(*host) for host in quantity.tolist()) for quantity in hosts.swapaxes(0, 1)]
 
 
 MIN_MESSAGE_BYTES = 1 << 12
 MAX_MESSAGE_BYTES = 1 << 20
-"""Bytes that a host sends at once; every device of every host holds the messages of all hosts."""
+"""Maximum size of a host's message; each device of every host holds the messages of all hosts."""
 
 
 def gather_bytes_over_hosts(local_bytes: bytes) -> list[bytes]:
-    """Returns the bytes of every host, in the order of processes; lengths may differ."""
+    """Returns the bytes of every host, in process order; lengths may differ."""
     sizes = gather_over_hosts(np.asarray(len(local_bytes)))
-    # Powers of two, because each size is a program to compile.
+    # Padded to powers of two, because JAX compiles a program for each new size.
     padded = np.zeros(max(MIN_MESSAGE_BYTES, 1 << (int(sizes.max()) - 1).bit_length()), np.uint8)
     padded[: len(local_bytes)] = np.frombuffer(local_bytes, np.uint8)
     return [raw[:size].tobytes() for raw, size in zip(gather_over_hosts(padded), sizes, strict=True)]
 
 
 def gather_bytes_to_first_host(local_bytes: bytes) -> list[bytes]:
-    """Returns the bytes of every host on the first one, in the order of processes, and nothing on the others.
+    """Returns the bytes of every host on the first host, in process order; an empty list on the others.
 
-    Bytes of any length travel in messages of bounded size.
+    Longer byte strings are sent in messages of at most `MAX_MESSAGE_BYTES`.
     """
     if jax.process_count() == 1:
         return [local_bytes]

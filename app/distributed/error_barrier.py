@@ -22,11 +22,11 @@ Item = TypeVar("Item")
 def error_barrier() -> Iterator[None]:
     """Collective error barrier: if the block raises on any process, it raises on every process.
 
-    Every host enters it, and the block contains no collective.
+    Every host must enter the block, and the block must not contain a collective.
 
     Raises:
-        InputError: on all hosts, if any host has raised one.
-        RuntimeError: on the other hosts, for any other exception.
+        InputError: the block raised an InputError on another host.
+        RuntimeError: the block raised any other exception on another host.
     """
     if jax.process_count() == 1:
         yield
@@ -35,9 +35,9 @@ def error_barrier() -> Iterator[None]:
     try:
         yield
     except jax.errors.JaxRuntimeError:
-        # Another host may have died and would not answer.
+        # Raised at once: another host may have died, and a collective would wait for it.
         raise
-    # Every exception, because the others wait for this host; it is raised again below.
+    # Catches every exception, because the other hosts wait for this one; it is raised again below.
     except Exception as error:
         problem = error
     kind = 0 if problem is None else 2 if isinstance(problem, InputError) else 1
@@ -52,12 +52,12 @@ def error_barrier() -> Iterator[None]:
 
 
 def _error_message(error: Exception | None) -> str:
-    """Returns the message of one of our errors, preceded by the type for any other."""
+    """Returns the error's message, preceded by its type unless it is an InputError or a RuntimeError."""
     return str(error) if isinstance(error, InputError | RuntimeError) else f"{type(error).__name__}: {error}"
 
 
 def iterate_in_lockstep(items: Iterable[Item]) -> Iterator[Item]:
-    """Yields the items, each produced inside an error barrier. All hosts have the same number of items."""
+    """Yields the items, each produced inside an error barrier. All hosts must have the same number of items."""
     iterator = iter(items)
     while True:
         with error_barrier():

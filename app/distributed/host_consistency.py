@@ -1,7 +1,7 @@
 """Checks that all hosts agree before the first step.
 
-Hosts run the same program in lockstep. A host with another setting, package, file or folder would deadlock or train
-something else, so the check comes before anything expensive starts.
+Hosts run the same program in lockstep. If a setting, package, file or folder differed on one host, the run would
+deadlock or compute something else, so these are compared before anything expensive starts.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from settings.schema.reward import RewardFunctionSettings
 PER_HOST_SETTINGS = frozenset(
     f"mesh.{field}" for field in ("coordinator_address", "num_processes", "process_id", "start_timeout_s")
 )
-"""Settings that may differ: they only serve to find the other hosts."""
+"""Settings that may differ between hosts: they are used only to find the other hosts."""
 MAX_VALUE_CHARACTERS = 120
-"""Length of a value in an error."""
+"""Maximum length of a value shown in an error message."""
 
 
 class Fact(NamedTuple):
@@ -40,7 +40,7 @@ class Fact(NamedTuple):
 
     value: str
     origin: str = ""
-    """Source of the value, for the error; it may differ between hosts."""
+    """Source of the value, for the error message; it may differ between hosts."""
 
 
 Facts = Mapping[str, Fact]
@@ -49,10 +49,10 @@ Facts = Mapping[str, Fact]
 def check_hosts_agree(resolved: Resolved, facts: Mapping[str, str] | None = None) -> None:
     """Checks that all hosts have the same packages, code, settings and `facts`.
 
-    All hosts call it, after `jax_startup.initialize_distributed`.
+    All hosts must call it, after `jax_startup.initialize_distributed`.
 
     Raises:
-        InputError: on every host, with the values that differ and their hosts.
+        InputError: the hosts differ. Every host raises it and lists the differing values with their hosts.
     """
     if jax.process_count() == 1:
         return
@@ -68,9 +68,9 @@ def check_hosts_agree(resolved: Resolved, facts: Mapping[str, str] | None = None
 
 
 def describe_difference(hosts: Sequence[str], facts: Sequence[Facts]) -> str | None:
-    """Returns the facts that differ between hosts, the first in full; None if all agree."""
+    """Returns an error message with the facts that differ, the first in full; None if all hosts agree."""
     names = dict.fromkeys(name for one in facts for name in one)
-    absent = Fact("not there")
+    absent = Fact("missing")
     differing = [name for name in names if len({one.get(name, absent).value for one in facts}) > 1]
     if not differing:
         return None
@@ -109,7 +109,7 @@ def describe_prompts(prompts: Sequence[Prompt]) -> str:
 
 
 def prompts_fingerprint(prompts: Sequence[Prompt]) -> str:
-    """Returns the SHA-256 of everything that samples and rewards use of the prompts, in order."""
+    """Returns the SHA-256 of all prompt fields used by samples and rewards, in prompt order."""
     digest = hashlib.sha256()
     for prompt in prompts:
         fields = [prompt.uid, prompt.token_ids.tolist(), prompt.source, prompt.answer, dict(prompt.extra)]
@@ -118,7 +118,7 @@ def prompts_fingerprint(prompts: Sequence[Prompt]) -> str:
 
 
 def plugin_file_digests(functions: Sequence[RewardFunctionSettings]) -> dict[str, str]:
-    """Returns the digest of each plug-in's file. Plug-ins imported by module name are not checked."""
+    """Returns the digest of each plug-in's file. Plug-ins imported by module name are not included."""
     files = {one.function: Path(one.function.rpartition(":")[0]) for one in functions if one.function is not None}
     return {
         f"reward.functions: the file of {name}": hashlib.sha256(path.read_bytes()).hexdigest()[:16]
@@ -128,18 +128,18 @@ def plugin_file_digests(functions: Sequence[RewardFunctionSettings]) -> dict[str
 
 
 def describe_newest_checkpoint(run: RunDirectory) -> str:
-    """Returns the step of the newest checkpoint that this host sees."""
+    """Returns the step of the newest checkpoint visible to this host, as text."""
     steps = run.checkpoint_steps
     return f"step {max(steps)}" if steps else "none"
 
 
 def check_shared_run_directory(run: RunDirectory) -> None:
-    """Checks that all hosts see the same folder at the run directory. Leaves no files.
+    """Checks that the run directory is the same folder on all hosts. Removes its probe file afterwards.
 
-    All hosts call it together.
+    All hosts must call it together.
 
     Raises:
-        InputError: on every host, if one does not see the file that host 0 writes there.
+        InputError: some host does not see the probe file written by host 0. Every host raises it.
     """
     if jax.process_count() == 1:
         return
@@ -165,12 +165,12 @@ def _create_probe(probe: Path) -> None:
     try:
         probe.touch(exist_ok=False)
     except OSError as error:
-        raise InputError(f"run.dir: cannot write to {probe.parent}: {error.strerror}; choose another") from error
+        raise InputError(f"run.dir: cannot write to {probe.parent}: {error.strerror}; choose another folder") from error
 
 
 def _check_probe_visible(probe: Path, run: RunDirectory) -> None:
     if not probe.exists():
         raise InputError(
-            f"run.dir: {run.path.absolute()} is not the same folder on all hosts: in {probe.parent} this one does "
-            "not see the file that host 0 has just written. Set run.dir to a folder that all hosts share"
+            f"run.dir: {run.path.absolute()} is not the same folder on all hosts: this host does not see a file just "
+            f"written by host 0 in {probe.parent}. Set run.dir to a folder shared by all hosts"
         )

@@ -14,5 +14,5 @@ def host_shard(num_items: int, *, host: int | None = None) -> range:
 
 
 def max_shard_size(num_items: int) -> int:
-    """Returns the length of the longest share."""
+    """Returns the largest number of items assigned to one host."""
     return -(-num_items // jax.process_count())

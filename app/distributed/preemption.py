@@ -1,4 +1,4 @@
-"""Preemption: the first Ctrl-C, SIGTERM or SIGHUP on any host stops all with a checkpoint, a second stops at once."""
+"""Preemption: the first Ctrl-C, SIGTERM or SIGHUP saves a checkpoint and stops all hosts; a second exits at once."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from app.distributed.status_board import StatusBoard
 from app.distributed.stop_check import StoppedError
 
 EXIT_CODES = {signal.SIGTERM: 75, signal.SIGHUP: 75, signal.SIGINT: 130}
-"""Signal -> exit code after the checkpoint is saved. SIGHUP says that the terminal or the connection is gone."""
+"""Signal -> exit code after the checkpoint is saved. SIGHUP means that the terminal or the connection was lost."""
 
 STOP_TOPIC = "stop"
-"""Topic of a host that has received a signal."""
+"""Topic of the notice posted by a host that has received a signal."""
 
 DUPLICATE_SIGNAL_S = 1.0
-"""Signals within this time count as one: a supervisor signals the process and its process group."""
+"""Signals within this time count as one: a supervisor may signal both the process and its process group."""
 
 NOHUP = (signal.SIGHUP, signal.SIG_IGN)
-"""A signal and its handler in a process that was started by `nohup`."""
+"""SIGHUP and its handler in a process started with `nohup`."""
 
 EXIT_SENTINEL = 0
-"""Not a signal's number: it ends the thread that watches."""
+"""Byte that ends the watching thread; it is not the number of a signal."""
 
-STOPPING_MESSAGE = "stopping with a checkpoint: a step that still generates is dropped, an update is completed"
+STOPPING_MESSAGE = "stopping with a checkpoint: a step still generating is dropped, an update is completed"
 FINISHING_MESSAGE = "all steps are done; the remaining files are being written"
-"""Replies to a signal."""
+"""Messages printed when a signal arrives."""
 
 
 class StopDecision(NamedTuple):
@@ -49,26 +49,26 @@ class StopDecision(NamedTuple):
 
 
 class PreemptionHandler:
-    """Context that records signals. Generation reads them between segments, the step loop between steps.
+    """Context manager that records signals. Generation checks for them between segments, the step loop between steps.
 
-    A thread records them: Python runs a signal handler only between two instructions of the main thread, which may
-    spend minutes inside one compiled program, and runs it once for two signals.
+    A thread records them, because Python runs a signal handler only between two instructions of the main thread, which
+    may spend minutes inside one compiled program, and may run it only once for two signals.
     """
 
     def __init__(self, status_board: StatusBoard) -> None:
         self.exit_code = 0
-        """Exit code for the first signal on this host; 0 before it."""
+        """Exit code for the first signal on this host; 0 until one arrives."""
         self._status_board = status_board
         self._signaled_at = 0.0
         self.all_steps_done = False
-        """Set after the last step; from then on a signal changes nothing."""
+        """Set after the last step; from then on, a first signal changes nothing."""
 
     def __enter__(self) -> PreemptionHandler:
         reading, self._writing = os.pipe()
-        os.set_blocking(self._writing, False)  # set_wakeup_fd demands it
+        os.set_blocking(self._writing, False)  # required by set_wakeup_fd
         self._thread = threading.Thread(target=self._watch, args=(reading,), name="interrupts", daemon=True)
         self._thread.start()
-        # `nohup` has the process ignore SIGHUP, which then goes on without its terminal.
+        # Under `nohup`, the process ignores SIGHUP and continues without its terminal.
         handled = [number for number in EXIT_CODES if (number, signal.getsignal(number)) != NOHUP]
         self._handlers_before = {number: signal.signal(number, _no_op_handler) for number in handled}
         self._descriptor_before = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
@@ -85,13 +85,13 @@ class PreemptionHandler:
         os.close(self._writing)
 
     def stop_requested(self) -> bool:
-        """Returns whether this host knows of a signal on any host. Thread-safe, does not block."""
+        """Returns whether this host knows of a signal on any host. Thread-safe; does not block."""
         return bool(self._status_board.read(STOP_TOPIC))
 
     def sync_stop_decision(self, *, save_is_due: bool = False) -> StopDecision:
-        """Returns the common decision of all hosts: stop if one has a signal, save if it is due on one.
+        """Returns the joint decision of all hosts: stop if any has received a signal, save if a save is due on any.
 
-        All hosts call it at the same points.
+        All hosts must call it at the same points of the program.
         """
         hosts = gather_over_hosts(np.asarray([self.exit_code, save_is_due]))
         exit_code, due = hosts.max(axis=0).tolist()
@@ -108,11 +108,11 @@ class PreemptionHandler:
         if self.exit_code:
             if time.monotonic() - self._signaled_at < DUPLICATE_SIGNAL_S:
                 return
-            # Exits without clean-up: files appear only when they are complete, by a rename.
+            # Exits without clean-up, which is safe: files are renamed into place only once they are complete.
             os._exit(EXIT_CODES[signal.SIGINT])
         self._signaled_at = time.monotonic()
         self.exit_code = EXIT_CODES[signal.Signals(number)]
-        # Only now: a host that reads this topic gathers the exit codes of all hosts.
+        # Posted only after exit_code is set: a host that reads the notice gathers the exit codes of all hosts.
         self._status_board.post(STOP_TOPIC, signal.Signals(number).name)
         if number == signal.SIGHUP:
             _redirect_lost_terminal()
@@ -121,11 +121,11 @@ class PreemptionHandler:
 
 
 def _no_op_handler(number: int, frame: FrameType | None) -> None:
-    """Does nothing; only a signal that has a handler reaches the thread."""
+    """Does nothing, but must exist: a signal without a handler does not reach the thread."""
 
 
 def _redirect_lost_terminal() -> None:
-    """Sends output to a terminal that is gone to /dev/null: writing it would raise before the checkpoint is saved."""
+    """Redirects output to a lost terminal to /dev/null; writing it would raise before the checkpoint is saved."""
     for descriptor in (1, 2):
         try:
             termios.tcgetattr(descriptor)
@@ -137,10 +137,10 @@ def _redirect_lost_terminal() -> None:
 
 @contextmanager
 def cancellation_barrier() -> Iterator[None]:
-    """Collective barrier around generation: all hosts enter it.
+    """Collective barrier around generation; all hosts must enter it.
 
     Raises:
-        StoppedError: on every host, if generation was stopped on any.
+        StoppedError: generation was stopped on some host. Every host raises it.
     """
     stopped = None
     try:

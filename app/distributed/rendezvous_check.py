@@ -2,7 +2,7 @@
 
 JAX ends a process from C++, without an exception, if a host never connects, and does not detect duplicate process ids
 or different process counts. So process 0 first listens on the same port itself: every other process sends its id and
-its count, and receives the reply that all have connected or what is wrong.
+its process count, and receives a reply once all have connected or something is wrong.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ LIVENESS_POLL_S = 1.0
 """Interval at which process 0 checks that the connected processes are still alive."""
 RETRY_S = 0.1
 LATE_NOTICE_S = 10.0
-"""Time after which a line says which processes are missing."""
+"""Time after which the missing processes are reported."""
 
 BIND_ADDRESS_VARIABLE = "JAX_COORDINATOR_BIND_ADDRESS"
-"""JAX's environment variable for a process 0 whose public address is not one of its own interfaces."""
+"""JAX's environment variable for the listening address, needed if the coordinator address is not a local one."""
 
 
 class ClusterMember(NamedTuple):
-    """This process among those that join."""
+    """The cluster, and this process's id in it."""
 
     coordinator_address: str
     """`host:port` of process 0."""
@@ -48,15 +48,15 @@ Notify = Callable[[str], None]
 
 
 def verify_processes(member: ClusterMember, *, timeout_s: float, command: str, notify: Notify) -> None:
-    """Returns on every process once all have connected.
+    """Waits until all processes have connected.
 
     Args:
-        timeout_s: longest wait of this process.
-        command: the command that every host must run, for the error.
-        notify: is called with a line if a process is late.
+        timeout_s: longest time to wait.
+        command: the command to run on every host, for the error message.
+        notify: called with a line to log if a process is late.
 
     Raises:
-        InputError: missing processes, a duplicate id, different counts, or a port that cannot be used.
+        InputError: a process is missing, an id is duplicated, process counts differ, or the port cannot be used.
     """
     deadline = Deadline(timeout_s, command)
     if member.process_id == 0:
@@ -66,7 +66,7 @@ def verify_processes(member: ClusterMember, *, timeout_s: float, command: str, n
 
 
 class Deadline:
-    """Time limit of a rendezvous, and its error."""
+    """Time limit of a rendezvous, with its error message."""
 
     def __init__(self, timeout_s: float, command: str):
         self._start = time.monotonic()
@@ -84,16 +84,16 @@ class Deadline:
     def timeout_message(self, what: str) -> str:
         """Returns the error message of a time-out."""
         return (
-            f"mesh.start_timeout_s: {what} within {self.timeout_s:g} s. Every host must run the same command at the "
-            f"same time, each with a mesh.process_id of its own if the platform sets none: {self._command}"
+            f"mesh.start_timeout_s: after {self.timeout_s:g} s, {what}. Every host must run the same command at the "
+            f"same time, each with its own mesh.process_id unless the platform assigns one: {self._command}"
         )
 
 
 def resolve_bind_address(address: str) -> str:
-    """Returns `host:port` on which process 0 listens: the configured address, and no other network.
+    """Returns the `host:port` on which process 0 listens: the configured address, not every interface.
 
-    A name that /etc/hosts maps to loopback, as on Debian, resolves to another address on the other hosts: then all
-    networks.
+    If /etc/hosts maps the name to loopback, as on Debian, other hosts resolve it to another address: process 0 then
+    listens on every interface.
 
     Raises:
         InputError: the name cannot be resolved.
@@ -126,7 +126,7 @@ def _resolve_address(address: str) -> tuple[socket.AddressFamily, Any]:
         family, _, _, _, resolved = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as error:
         raise InputError(
-            f"mesh.coordinator_address: no host is known as {host!r} ({error.strerror}); "
+            f"mesh.coordinator_address: the host name {host!r} cannot be resolved ({error.strerror}); "
             "give the address of process 0, as in 10.0.0.2:8476"
         ) from error
     return family, resolved
@@ -145,7 +145,7 @@ def _listen(member: ClusterMember) -> socket.socket:
 
 
 def _run_coordinator(member: ClusterMember, deadline: Deadline, notify: Notify) -> None:
-    """Runs process 0: accepts the others and replies to them."""
+    """Runs the rendezvous on process 0: accepts the other processes and replies to them."""
     try:
         listener = _listen(member)
     except OSError as error:
@@ -172,7 +172,7 @@ def _run_coordinator(member: ClusterMember, deadline: Deadline, notify: Notify) 
 
 
 class PeerConnection:
-    """A connected process that waits for a reply; without a connection for this process."""
+    """A connected process waiting for a reply, or process 0 itself, without a connection."""
 
     def __init__(self, connection: socket.socket | None, name: str):
         self._connection = connection
@@ -180,7 +180,7 @@ class PeerConnection:
 
     @property
     def is_connected(self) -> bool:
-        """False once the process has ended or connects again."""
+        """Whether the connection is open; the process closes it when it exits or connects again."""
         if self._connection is None or not select.select([self._connection], [], [], 0)[0]:
             return True
         try:
@@ -194,7 +194,7 @@ class PeerConnection:
 
 
 def _accept_peer(member: ClusterMember, peers: dict[int, PeerConnection], connection: socket.socket) -> str | None:
-    """Adds a process that has just connected; returns what is wrong with it. Closes connections of other programs."""
+    """Adds a newly connected process; returns what is wrong with it, if anything. Rejects other programs."""
     message = _receive_message(connection, LINE_TIMEOUT_S)
     number = None if message is None else message.get("process_id")
     if message is None or not isinstance(number, int):
@@ -204,13 +204,12 @@ def _accept_peer(member: ClusterMember, peers: dict[int, PeerConnection], connec
     if count != member.num_processes:
         problem = (
             f"mesh.num_processes: process 0 ({peers[0].name}) was started with {member.num_processes}, process "
-            f"{number} "
-            f"({peer.name}) with {count}; give every host the same number"
+            f"{number} ({peer.name}) with {count}; set the same number on every host"
         )
     elif number in peers and peers[number].is_connected:
         problem = (
-            f"mesh.process_id: {number} was given twice, on {peers[number].name} and on {peer.name}; give each of the "
-            f"{member.num_processes} hosts that join at {member.coordinator_address} a number of its own, 0 to "
+            f"mesh.process_id: {number} is set twice, on {peers[number].name} and on {peer.name}; give each of the "
+            f"{member.num_processes} hosts that connect to {member.coordinator_address} its own number from 0 to "
             f"{member.num_processes - 1}"
         )
     if problem is None:
@@ -221,7 +220,7 @@ def _accept_peer(member: ClusterMember, peers: dict[int, PeerConnection], connec
 
 
 def _join_coordinator(member: ClusterMember, deadline: Deadline, notify: Notify) -> None:
-    """Runs every other process: connects to process 0 until it replies."""
+    """Runs the rendezvous on the other processes: tries to connect until process 0 replies."""
     reason, notices = "", iter((True,))
     while deadline.remaining_s > 0:
         answer, reason = _query_coordinator(member, deadline)
@@ -237,7 +236,7 @@ def _join_coordinator(member: ClusterMember, deadline: Deadline, notify: Notify)
 
 
 def _query_coordinator(member: ClusterMember, deadline: Deadline) -> tuple[dict[str, Any] | None, str]:
-    """Returns the reply of process 0, or None and the reason."""
+    """Returns the reply of process 0 and "", or None and the reason why there is no reply."""
     try:
         where = _resolve_address(member.coordinator_address)[1][:2]
         with socket.create_connection(where, timeout=max(deadline.remaining_s, RETRY_S)) as connection:
@@ -250,12 +249,12 @@ def _query_coordinator(member: ClusterMember, deadline: Deadline) -> tuple[dict[
     if answer is not None and "problem" in answer:
         return answer, ""
     if deadline.remaining_s <= 0:
-        return None, f"process 0 at {member.coordinator_address} was still waiting for others"
-    return None, f"what answers at {member.coordinator_address} is another program, or a run that has already started"
+        return None, f"process 0 at {member.coordinator_address} was still waiting for other processes"
+    return None, f"{member.coordinator_address} is used by another program, or by a run that has already started"
 
 
 def _wait_for_listener(member: ClusterMember, deadline: Deadline) -> None:
-    """Waits until JAX listens: a client that connects too early waits a second before it tries again."""
+    """Waits until JAX listens: a JAX client that connects too early retries only after a second."""
     while deadline.remaining_s > 0:
         try:
             socket.create_connection(
@@ -274,7 +273,7 @@ def _send_message(connection: socket.socket, message: Mapping[str, Any]) -> None
 
 
 def _receive_message(connection: socket.socket, timeout_s: float) -> dict[str, Any] | None:
-    """Returns the message of the other side; None if it is not one of ours, or none arrives in time."""
+    """Returns the message of the peer; None if no valid message arrives in time."""
     end, line = time.monotonic() + timeout_s, b""
     while not line.endswith(b"\n") and len(line) < MAX_LINE_BYTES:
         left_s = end - time.monotonic()
@@ -296,20 +295,19 @@ def _receive_message(connection: socket.socket, timeout_s: float) -> dict[str, A
 
 
 def _listen_error_message(member: ClusterMember, error: OSError) -> str:
-    """Returns why process 0 cannot use its port: another process 0 or another program has it."""
+    """Returns why process 0 cannot listen, for example because another program uses the port."""
     if error.errno != errno.EADDRINUSE:
         return (
             f"mesh.coordinator_address: process 0 cannot listen at {member.coordinator_address} ({error.strerror}); "
-            f"it must be an "
-            f"address of the host with mesh.process_id 0, which is this one (or set {BIND_ADDRESS_VARIABLE})"
+            f"it must be an address of this host, which has mesh.process_id 0 (or set {BIND_ADDRESS_VARIABLE})"
         )
     answer, _ = _query_coordinator(member, Deadline(LINE_TIMEOUT_S, command=""))
     if answer is not None and answer["problem"] is not None:
         return str(answer["problem"])
     return (
         f"mesh.coordinator_address: port {member.coordinator_address.rpartition(':')[2]} of "
-        f"{member.coordinator_address} is in use by another "
-        "program, or by a run that has not ended; end that, or choose another port on every host"
+        f"{member.coordinator_address} is in use by another program or by a run that has not ended; stop it, or choose "
+        "another port on every host"
     )
 
 
@@ -323,7 +321,7 @@ def _missing_processes(member: ClusterMember, peers: Mapping[int, PeerConnection
 
 def _missing_message(member: ClusterMember, peers: Mapping[int, PeerConnection]) -> str:
     missing = _missing_processes(member, peers)
-    return f"{_format_processes(missing)} of {member.num_processes} never came to {member.coordinator_address}"
+    return f"{_format_processes(missing)} of {member.num_processes} had not connected to {member.coordinator_address}"
 
 
 def _format_processes(numbers: list[int]) -> str:

@@ -15,22 +15,22 @@ from app.distributed.status_board import POLL_INTERVAL_S, StatusBoard
 from settings.errors import InputError
 
 FAILED_TOPIC = "failed"
-"""Topic of a host that ends with an error, posted as soon as it is raised."""
+"""Topic of the notice that a host posts as soon as it raises an error."""
 DONE_TOPIC = "ended"
-"""Topic of a host that has finished."""
+"""Topic of the notice posted by a host that has finished."""
 EXITING_TOPIC = "leaving"
-"""Topic of a host that exits alone; the others cannot continue without it and exit, too."""
+"""Topic of the notice posted by a host that exits alone; the others cannot continue without it and exit too."""
 COORDINATOR_LINGER_S = 2.0
-"""Time for which the first host stays at the end: when it exits, JAX aborts the others at once."""
+"""Delay of the first host's exit: when it exits, JAX aborts the others at once."""
 COMMON_FAILURE_WINDOW_S = 5.0
-"""Time within which hosts fail if they fail for the same reason."""
+"""Time within which all hosts fail if they fail for a common reason."""
 
 
 def exit_barrier(status_board: StatusBoard) -> None:
-    """Returns when every host has arrived; the wait that JAX has at exit is too short.
+    """Waits until every host has arrived; JAX's own barrier at exit times out too early.
 
     Raises:
-        RuntimeError: another host has failed in the meantime, and this one has not.
+        RuntimeError: another host has failed, and this one has not.
     """
     status_board.post(DONE_TOPIC, "")
     while len(status_board.read(DONE_TOPIC)) < status_board.num_hosts:
@@ -43,7 +43,7 @@ def exit_barrier(status_board: StatusBoard) -> None:
 
 @contextmanager
 def broadcast_failure(status_board: StatusBoard) -> Iterator[None]:
-    """Posts an error of the block to the other hosts at once, before this host writes its last files."""
+    """Posts an error raised in the block to the other hosts at once, before this host writes its last files."""
     try:
         yield
     except Exception as error:
@@ -55,15 +55,15 @@ def broadcast_failure(status_board: StatusBoard) -> Iterator[None]:
 def coordinated_shutdown(
     status_board: StatusBoard, *, heartbeat_s: float, enter_phase: Callable[[str], None]
 ) -> Iterator[None]:
-    """Makes hosts that all fail exit together, and a host that fails alone exit without waiting.
+    """Makes hosts exit together if all of them fail, and makes a host that fails alone exit without waiting.
 
-    At exit, JAX makes every process wait minutes for all others. Those are inside a collective that needs this host, so
-    a notice makes their watchdogs end them with exit code 1.
+    At exit, JAX makes every process wait minutes for all others. If only this host fails, the others are inside a
+    collective that needs it, so a notice makes their watchdogs end them with exit code 1.
 
-    An error of JAX itself may be caused by a host that has died: then the heartbeat ends this one, with exit code 134.
+    A JAX error may mean that another host has died: then the heartbeat ends this host, with exit code 134.
 
     Args:
-        enter_phase: is called with the phase `report`, in which this host waits for others that fail.
+        enter_phase: called with the phase `report` before this host waits for the other failing hosts.
     """
     try:
         yield
@@ -78,7 +78,7 @@ def coordinated_shutdown(
 
 
 def exit_delay_s(status_board: StatusBoard, *, broadcasts: bool) -> float:
-    """Returns how long a host that exits at once stays, so that the others can read its notice and exit first."""
+    """Returns how long an exiting host must wait, so that the others can read its notice and exit first."""
     if status_board.num_hosts == 1:
         return 0.0
     return COORDINATOR_LINGER_S if status_board.host == 0 else 3 * POLL_INTERVAL_S if broadcasts else 0.0
@@ -97,7 +97,7 @@ def _exit_after_error(
 
 
 def _may_be_peer_death(error: Exception) -> bool:
-    """Returns whether another host's death may be the cause: a broken collective, or a time-out of orbax."""
+    """Returns whether another host's death may be the cause: a collective failed, or Orbax timed out."""
     if str(error).startswith("RESOURCE_EXHAUSTED"):
         return False
     return isinstance(error, jax.errors.JaxRuntimeError | TimeoutError) or isinstance(
@@ -106,13 +106,13 @@ def _may_be_peer_death(error: Exception) -> bool:
 
 
 def _exit_alone(status_board: StatusBoard, reason: str, *, exit_code: int) -> None:
-    """Exits at the end of the program, before JAX's own exit handlers and after the error is printed."""
+    """Makes this process exit after the error is printed and before JAX's own exit handlers run."""
     status_board.post(EXITING_TOPIC, reason)
     atexit.register(_exit_after_delay, exit_code, exit_delay_s(status_board, broadcasts=True))
 
 
 def _all_hosts_failed(status_board: StatusBoard, reason: str) -> bool:
-    """Returns whether all hosts fail, at most a moment later."""
+    """Returns whether all hosts fail within `COMMON_FAILURE_WINDOW_S`."""
     status_board.post(FAILED_TOPIC, reason)
     end = time.monotonic() + COMMON_FAILURE_WINDOW_S
     while len(status_board.read(FAILED_TOPIC)) < status_board.num_hosts:

@@ -1,7 +1,7 @@
-"""Status board: short notices between hosts, at any moment and without waiting for each other.
+"""Status board: short notices that hosts exchange at any time, without waiting for each other.
 
-Collectives exchange values at one point of the program. A notice, such as a signal or a hang, can come at any time; it
-travels through the key-value store of `jax.distributed`.
+Collectives exchange values at fixed points of the program. A notice, such as that of a signal or a hang, can be posted
+at any time; it is sent through the key-value store of `jax.distributed`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
 import jax
-from jax._src import distributed  # the store has no public name
+from jax._src import distributed  # JAX has no public API for its store
 
 POLL_INTERVAL_S = 0.5
 """Interval between reads of the store."""
@@ -23,17 +23,17 @@ KEY_PREFIX = "grpo/"
 
 
 class KeyValueStore(Protocol):
-    """The methods of JAX's client that are used; they raise RuntimeError if process 0 cannot be reached."""
+    """The part of JAX's client used here; its methods raise RuntimeError if process 0 cannot be reached."""
 
     def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None: ...
     def key_value_dir_get(self, key: str) -> list[tuple[str, str]]: ...
 
 
 class StatusBoard:
-    """Topic -> the latest notice of each host. A context: while it is open, a thread polls the store.
+    """Latest notice of each host, by topic. Context manager: while it is open, a thread polls the store.
 
     Args:
-        store: None for a single host; then the board is local.
+        store: the shared store; None for a single host, whose board is local.
     """
 
     def __init__(self, store: KeyValueStore | None, *, host: int, num_hosts: int = 1):
@@ -42,7 +42,7 @@ class StatusBoard:
         self._store = store
         self._notices: dict[tuple[str, int], str] = {}
         self._outgoing: SimpleQueue[tuple[str, str] | None] = SimpleQueue()
-        # A daemon: a call that process 0 never answers must not prevent this process from exiting.
+        # A daemon thread: an unanswered call to process 0 must not prevent this process from exiting.
         self._thread = threading.Thread(target=self._sync_loop, name="bulletin", daemon=True)
 
     def __enter__(self) -> StatusBoard:
@@ -56,12 +56,12 @@ class StatusBoard:
             self._thread.join(2 * POLL_INTERVAL_S)
 
     def post(self, topic: str, text: str) -> None:
-        """Replaces this host's notice under a topic; it is sent in the background."""
+        """Replaces this host's notice under a topic; the new one is sent in the background."""
         self._notices[topic, self.host] = text
         self._outgoing.put((topic, text))
 
     def read(self, topic: str) -> Mapping[int, str]:
-        """Returns host -> notice, as far as it is known here. Thread-safe, does not block."""
+        """Returns the notices under a topic known to this host so far, by host. Thread-safe; does not block."""
         return {host: text for (about, host), text in list(self._notices.items()) if about == topic}
 
     def _sync_loop(self) -> None:
@@ -78,7 +78,7 @@ class StatusBoard:
             next_poll_s = time.monotonic() + POLL_INTERVAL_S
 
     def _call_store(self, call: Any, *arguments: str) -> None:
-        # A host that cannot reach process 0 is ended by the heartbeat.
+        # JAX's heartbeat ends a host that cannot reach process 0.
         with suppress(RuntimeError):
             call(*arguments)
 
@@ -94,10 +94,10 @@ class StatusBoard:
 
 
 def open_status_board() -> StatusBoard:
-    """Returns the board of the processes that have joined. `jax_startup.initialize_distributed` must have run.
+    """Returns the board shared by all processes. `jax_startup.initialize_distributed` must have run.
 
     Raises:
-        RuntimeError: this version of JAX has its store somewhere else.
+        RuntimeError: this version of JAX does not have the expected key-value store.
     """
     host = jax.process_index()
     if jax.process_count() == 1:
@@ -105,6 +105,7 @@ def open_status_board() -> StatusBoard:
     client: Any = getattr(distributed.global_state, "client", None)
     if not (hasattr(client, "key_value_set") and hasattr(client, "key_value_dir_get")):
         raise RuntimeError(
-            f"jax {jax.__version__} has no key-value store where app/distributed/status_board.py looks for it"
+            f"jax {jax.__version__} has no key-value store where app/distributed/status_board.py expects it; install "
+            "the version of jax required by pyproject.toml"
         )
     return StatusBoard(client, host=host, num_hosts=jax.process_count())

@@ -12,7 +12,7 @@ class StoppedError(Exception):
     """Generation was stopped before its samples were complete."""
 
     def __init__(self) -> None:
-        super().__init__("generation was asked to stop")
+        super().__init__("generation was stopped before its samples were complete")
 
 
 def never_stop() -> bool:

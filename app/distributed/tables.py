@@ -1,4 +1,4 @@
-"""Tables of numbers and names, gathered from every host on all hosts."""
+"""Gathers tables of numbers, and sets of names, from all hosts onto every host."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from app.distributed.collectives import (
 
 
 def gather_table(columns: Mapping[str, Sequence[float]]) -> dict[str, np.ndarray]:
-    """Returns the rows of all hosts' tables, host after host. Hosts have the same columns and any number of rows."""
+    """Returns the columns with the rows of all hosts, in host order. Hosts must have the same columns."""
     table = np.asarray(list(columns.values()), np.float64).T
     counts = gather_over_hosts(np.asarray(len(table)))
     padded = np.zeros((counts.max(initial=0), len(columns)))

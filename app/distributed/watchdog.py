@@ -1,4 +1,4 @@
-"""Watchdog: ends a run that hangs and shows where. JAX's heartbeat only finds processes that are dead."""
+"""Watchdog: ends a hanging run and shows where it hangs. JAX's heartbeat detects only dead processes."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from settings.schema.watchdog import WatchdogSettings as Limits
 
 EXIT_CODE = 70
 STDERR_FD = 2
-"""File descriptor of stderr: a thread that hangs may hold the lock of `sys.stderr`."""
+"""File descriptor of stderr, because a hanging thread may hold the lock of `sys.stderr`."""
 STUCK_TOPIC = "stuck"
-"""Topic of a host that hangs."""
+"""Topic of the notice posted by a hanging host."""
 POLL_INTERVAL_S = 0.5
 """Interval between checks."""
 HARD_EXIT_DELAY_S = 10.0
-"""Time after which the process is ended from C, with exit code 1, if Python code does not run any more."""
+"""Time after which C code ends the process, with exit code 1, if Python code no longer runs."""
 
 WAIT_PHASE = "wait"
-"""Phase without a limit: this host has finished and waits for others, which have their own limits."""
+"""Phase without a limit: this host has finished and waits for the others, whose phases have their own limits."""
 
 LIMIT_PHASES = {"advantage": "update", "report": "save"}
 """Phase without a limit of its own -> the phase whose limit it shares."""
@@ -39,15 +39,15 @@ class ActivePhase(NamedTuple):
     since: float
     limit_s: float | None
     setting_name: str
-    """Name of the setting that limits it."""
+    """Name of the setting with the limit."""
 
 
 class Watchdog:
-    """Context whose thread ends the process if a phase exceeds its limit.
+    """Context manager whose thread ends the process if a phase exceeds its limit.
 
     Args:
         crash_dir: directory for the stack traces, in addition to stderr.
-        status_board: makes the other hosts show their stack traces, too.
+        status_board: board for the notice that makes the other hosts show their stack traces too.
     """
 
     def __init__(self, limits: Limits, crash_dir: Path, status_board: StatusBoard):
@@ -109,9 +109,9 @@ class Watchdog:
         return {host: text for host, text in self._status_board.read(topic).items() if host != self._status_board.host}
 
     def _exit_with_host(self, host: int, reason: str) -> None:
-        """Ends this process, which would wait for an exiting host until the heartbeat fails."""
+        """Ends this process, which would otherwise wait for the exiting host until the heartbeat fails."""
         with suppress(OSError):
-            os.write(STDERR_FD, f"\nhost {host} has failed, so this one ends: {reason}\n".encode())
+            os.write(STDERR_FD, f"\nhost {host} has failed, so this host exits: {reason}\n".encode())
         time.sleep(exit_delay_s(self._status_board, broadcasts=False))
         os._exit(1)
 
@@ -135,7 +135,7 @@ class Watchdog:
 
 
 def _write_stacks(file: IO[str], text: str) -> None:
-    """Writes the text and the stacks, and flushes them to disk."""
+    """Writes the text and the stack of every thread, and flushes the file to disk."""
     file.write(text)
     file.flush()
     faulthandler.dump_traceback(file=file, all_threads=True)

@@ -1,4 +1,4 @@
-"""Presents our stacked parameters as the tensors of a Hugging Face checkpoint."""
+"""Converts our stacked parameters to the tensors of a Hugging Face checkpoint."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from app.model.lora import LORA_A, LORA_B, merge_adapters
 class HfTensors:
     """The tensors under their Hugging Face names, in the order of the layers: a `TensorSource`.
 
-    Names and shapes are those that loading expects. Adapters are merged into their kernels; without adapters,
-    `load_weights` of this object returns the parameters bit for bit.
+    Names and shapes are those expected by `load_weights`. Adapters are merged into their kernels; without adapters,
+    `load_weights` applied to this object returns the parameters bit for bit.
     """
 
     def __init__(self, definition: DecoderDefinition, params: Params) -> None:
@@ -44,9 +44,9 @@ class HfTensors:
 
 
 def slice_layer(stacked: Array, layer: int) -> Array:
-    """Returns one layer of a stacked array, with its dim of size 1.
+    """Returns one layer of a stacked array, with a layer dim of size 1.
 
-    The slice is taken on the devices: a fetch of the stacked array would copy all layers, and JAX would keep them.
+    The slice is taken on the devices: fetching the stacked array would copy all layers, and JAX would keep the copy.
     """
     return _jitted_layer_slice(stacked, layer)
 

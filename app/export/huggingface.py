@@ -1,6 +1,6 @@
 """`grpo export`: writes the policy of a checkpoint as a Hugging Face directory, or its adapters for PEFT.
 
-It runs on the CPU of one host, whatever `mesh` says: weights are only copied, also those of a run on many hosts.
+It runs on the CPU of one host, regardless of `mesh` and of the number of hosts in training: it only copies weights.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ SMALL_FILES_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class ExportJob:
-    """A checkpoint, its model, and the folder to write, checked to fit each other."""
+    """A checkpoint, its model and the folder to write, checked for compatibility."""
 
     resolved: Resolved
     settings: Settings
-    """The settings, with the hub's commit that the run started with."""
+    """The settings, with the hub commit used at the start of the run."""
     saved_policy: PolicyCheckpoint
     model: ModelSpec
     out: Path
@@ -64,7 +64,7 @@ class ExportJob:
 
     @classmethod
     def open(cls, resolved: Resolved, *, checkpoint: Path, out: Path, dtype: WeightType) -> ExportJob:
-        """Raises InputError if checkpoint, settings and model do not fit each other, or `out` cannot be created."""
+        """Opens a job; raises InputError if checkpoint, settings and model differ, or `out` cannot be created."""
         out = out.expanduser().absolute()
         check_new_folder(out)
         saved = PolicyCheckpoint.open(checkpoint)
@@ -79,9 +79,9 @@ class ExportJob:
         """Creates the folder and returns the summary to print.
 
         Args:
-            export_format: the format that is written.
-            write_files: fills a folder, and returns the names of its weight files.
-            num_parameters: number of weights that are written.
+            export_format: the format to write.
+            write_files: function that fills a folder and returns the names of its weight files.
+            num_parameters: number of weights to write.
         """
         card = model_card(self.resolved, self.saved_policy, self.model, export_format=export_format, dtype=self.dtype)
         check_disk_space(self.out, num_parameters * jnp.dtype(self.dtype).itemsize + SMALL_FILES_BYTES)
@@ -107,8 +107,7 @@ def export(resolved: Resolved, *, checkpoint: Path, out: Path, dtype: WeightType
     """Writes the policy of a checkpoint to the new folder `out`, with adapters merged into the weights.
 
     Raises:
-        InputError: checkpoint, settings and model do not fit each other, or `out` cannot be created; nothing is
-            written.
+        InputError: checkpoint, settings and model do not match, or `out` cannot be created; nothing is written.
     """
     job = ExportJob.open(resolved, checkpoint=checkpoint, out=out, dtype=dtype)
     model, has_adapters = job.model, job.model.policy_definition.lora is not None
@@ -127,7 +126,7 @@ def export_adapter(resolved: Resolved, *, checkpoint: Path, out: Path, dtype: We
     """Writes the adapters of a checkpoint, without their base model, to the new folder `out`.
 
     Raises:
-        InputError: as `export`; or the checkpoint has no adapters, or PEFT could not load their base model.
+        InputError: as for `export`; also if the checkpoint has no adapters, or PEFT could not load their base model.
     """
     job = ExportJob.open(resolved, checkpoint=checkpoint, out=out, dtype=dtype)
     model, config = job.model, build_adapter_config(job)
@@ -143,7 +142,7 @@ def export_adapter(resolved: Resolved, *, checkpoint: Path, out: Path, dtype: We
 
 
 def build_adapter_config(job: ExportJob) -> dict[str, Any]:
-    """Returns PEFT's configuration; raises InputError without adapters, or if PEFT could not load their base model."""
+    """Returns PEFT's configuration; raises InputError without adapters, or if PEFT could not load the base model."""
     model, path, lora = job.model, job.settings.model.path, job.model.policy_definition.lora
     if lora is None:
         raise InputError(
@@ -152,7 +151,7 @@ def build_adapter_config(job: ExportJob) -> dict[str, Any]:
         )
     if path.startswith(BUILTIN_PREFIX) or isinstance(model.files.weights, GgufFile):
         raise InputError(
-            f"--adapter: PEFT loads adapters over a Hugging Face directory or hub id, and model.path = {path} is "
+            f"--adapter: PEFT needs a Hugging Face directory or hub id as the base model, but model.path = {path} is "
             "neither; omit --adapter to export the whole model, with the adapters merged into it"
         )
     commit = model.files.commit
@@ -167,7 +166,7 @@ def make_cpu_mesh() -> Mesh:
 
 
 def write_model(folder: Path, model: ModelSpec, params: Params, *, dtype: WeightType) -> list[str]:
-    """Writes weights, configurations and tokenizer, as transformers needs; returns the names of the weight files."""
+    """Writes weights, configurations and tokenizer for transformers; returns the names of the weight files."""
     log.info("writing weights, configuration and tokenizer")
     files, tokenizer = model.files, model.tokenizer
     config = export_config(files.config, dtype=dtype, eos_ids=tokenizer.eos_ids)
@@ -193,10 +192,10 @@ def check_new_folder(path: Path) -> None:
 
 
 def check_disk_space(path: Path, num_bytes: int) -> None:
-    """Raises InputError if the disk of a new folder has less free space."""
+    """Raises InputError if the disk of a new folder has less than `num_bytes` of free space."""
     free = shutil.disk_usage(path.parent).free
     if free < num_bytes:
         raise InputError(
-            f"--out: {path} needs {format_bytes(num_bytes)} and its disk has {format_bytes(free)} left; free some, "
-            "choose another disk, or take --dtype bfloat16, which needs half of float32"
+            f"--out: {path} needs {format_bytes(num_bytes)}, but its disk has {format_bytes(free)} free; free some "
+            "space, choose another disk, or use --dtype bfloat16, which needs half as much space as float32"
         )

@@ -1,6 +1,6 @@
-"""The model card of an exported policy: its origin, its training, the evaluations and how to load it.
+"""The model card of an exported policy: its origin, its training, its evaluations and how to load it.
 
-Cards are meant to be uploaded: settings of one machine are left out, and of local paths only the last part is kept.
+Cards are meant to be uploaded, so machine-specific settings are omitted and local paths are shortened to the last part.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ KEY_SETTINGS = (
     "algorithm.name", "algorithm.beta", "optimizer.learning_rate", "rollout.prompts_per_step", "rollout.group_size",
     "rollout.max_new_tokens", "rollout.temperature", "run.steps", "run.seed",
 )  # fmt: skip
-"""Settings that every card lists."""
+"""Settings listed in every card."""
 LORA_RANK_SETTING = "model.lora.rank"
 ADAPTER_SETTINGS = (LORA_RANK_SETTING, "model.lora.alpha", "model.lora.targets", QUANTIZE_BASE_SETTING)
-"""Settings that the card of a run with adapters lists, and no other card."""
+"""Settings listed only in the card of a run with adapters."""
 PATH_SETTINGS = ("model.path", "data.source", "data.eval_source")
-"""Settings that are local paths unless they name something built in or on the hub."""
+"""Settings that are local paths, unless they name something built in or on the hub."""
 PRIVATE_SETTINGS = ("run.dir", "run.name")
-"""Settings of one machine, or shown elsewhere in the card."""
+"""Settings never listed, because they are specific to a machine or shown elsewhere in the card."""
 
 
 @dataclass(frozen=True)
 class ExportFormat:
-    """The format in which a policy is written."""
+    """Description of the format in which a policy is written, for its card."""
 
     weights_description: str
     library: str = "transformers"
@@ -60,9 +60,9 @@ class ExportFormat:
 
 
 FULL_MODEL = ExportFormat("The weights are those of the checkpoint")
-MERGED_MODEL = ExportFormat("The weights are the base's, with the adapters of the checkpoint merged into them")
+MERGED_MODEL = ExportFormat("The weights are the base model's, with the adapters of the checkpoint merged into them")
 ADAPTER = ExportFormat(
-    "The weights are the adapters of the checkpoint alone",
+    "The weights are only the adapters of the checkpoint",
     library="peft",
     base_model_relation="adapter",
     imports="from peft import AutoPeftModelForCausalLM\nfrom transformers import AutoTokenizer",
@@ -71,29 +71,29 @@ ADAPTER = ExportFormat(
 
 
 def export_notes(export_format: ExportFormat, *, dtype: str, quantization: str | None) -> Iterator[str]:
-    """Yields the differences between the exported model and the one that the run evaluated.
+    """Yields notes on how the exported model differs from the one evaluated during the run.
 
     Args:
-        export_format: the format that is written.
+        export_format: the format to write.
         dtype: type of the written weights.
-        quantization: of the base weights in training; None for none.
+        quantization: format of the quantized base weights in training; None if they were not quantized.
     """
     if export_format is MERGED_MODEL and dtype != "float32":
         yield (
-            f"adapters merged in {dtype} lose small changes of the weights to rounding, perhaps most of what they "
-            "learned; `grpo export --dtype float32` keeps them, and so does `--adapter`"
+            f"adapters merged in {dtype} lose small weight changes to rounding, perhaps most of what was learned; "
+            "`grpo export --dtype float32` or `--adapter` keeps them"
         )
     if quantization is not None:
         yield (
-            f"the adapters were trained on the base's weights in {quantization} ({QUANTIZE_BASE_SETTING}); on the "
-            "unquantized base they make a different model from the one that the run evaluated"
+            f"the adapters were trained on base weights quantized to {quantization} ({QUANTIZE_BASE_SETTING}); on the "
+            "unquantized base, they result in a different model than the one evaluated during the run"
         )
 
 
 def model_card(
     resolved: Resolved, saved_policy: PolicyCheckpoint, model: ModelSpec, *, export_format: ExportFormat, dtype: str
 ) -> str:
-    """Returns the README.md of an export. It has no results if the files of the run cannot be read."""
+    """Returns the README.md of an export, without results if the files of the run cannot be read."""
     run = _read_run_files(saved_policy.run)
     step = saved_policy.step
     settings = {name: value for name, (value, _) in from_yaml(resolved.to_yaml().encode(), name="settings").items()}
@@ -102,7 +102,7 @@ def model_card(
     changes = [change for change in run.setting_changes if change[0] <= step] if run else []
     earlier = [change.before for _, change in changes if change.name == "algorithm.name"]
     algorithms = " and ".join(dict.fromkeys([*earlier, settings["algorithm.name"]]))
-    # The model that was opened: --set may name another path than the run's.
+    # The opened model: its path may have been changed by --set.
     settings |= {"model.path": resolved.settings.model.path, "model.revision": model.files.commit}
     hub_id = settings["model.path"] if model.files.commit is not None else None
     for name in PATH_SETTINGS:
@@ -132,7 +132,7 @@ def model_card(
 
 
 def _read_run_files(run: RunDirectory) -> RunFiles | None:
-    """Reads the files of the run; returns None if the checkpoint was moved out of it, or if they cannot be read."""
+    """Returns the files of the run; None if the checkpoint was moved out of the run, or if they cannot be read."""
     if not (run.settings_path.is_file() and run.metrics_path.is_file()):
         return None
     try:
@@ -146,8 +146,8 @@ def front_matter(export_format: ExportFormat, hub_id: str | None, source: str) -
     """Returns the metadata of a card for the hub.
 
     Args:
-        export_format: the format that is written.
-        hub_id: of the base model; None if it is not on the hub, which accepts no other base.
+        export_format: the format to write.
+        hub_id: id of the base model; None if it is not on the hub, because cards accept only hub models as base.
         source: value of `data.source`.
     """
     is_hub_data = source.startswith(HUB_DATA_PREFIX)
@@ -182,7 +182,7 @@ def _results_section(run: RunFiles, settings: Mapping[str, Any], *, step: int) -
 
 
 def _settings_table(settings: Mapping[str, Any], run: RunFiles | None) -> str:
-    """Returns the key settings, and all that were set to something else than the default."""
+    """Returns a table of the key settings and all settings changed from their defaults."""
     chosen = {setting.name for setting in run.non_default_settings() if setting.origin != "derived"} if run else set()
     shown = {*KEY_SETTINGS, *chosen} - {*ADAPTER_SETTINGS}
     if settings.get(LORA_RANK_SETTING):
@@ -212,14 +212,14 @@ def _format_setting(value: Any) -> str:
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Formats a table in Markdown; a cell is one line, and its pipes are escaped."""
+    """Returns a Markdown table; cells are put on one line each, and their pipes are escaped."""
     lines = [header, ["---"] * len(header), *rows]
     cells = ([" ".join(cell.replace("|", "\\|").split()) for cell in line] for line in lines)
     return "\n".join(f"| {' | '.join(line)} |" for line in cells)
 
 
 def _without_directories(value: Any) -> Any:
-    """Returns the value with every local path in it cut to its last part."""
+    """Returns the value with every local path in it shortened to its last part."""
     if isinstance(value, Mapping):
         return {name: _without_directories(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
@@ -229,7 +229,7 @@ def _without_directories(value: Any) -> Any:
 
 
 def _last_path_part(source: Any) -> Any:
-    """Returns the last part of a path; names of built-in and hub data, and None, stay as they are."""
+    """Returns the last part of a path; names of built-in and hub sources, and None, are returned unchanged."""
     if not isinstance(source, str) or source.startswith((HUB_DATA_PREFIX, BUILTIN_PREFIX)):
         return source
     return source.rstrip("/").rpartition("/")[2]

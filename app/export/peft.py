@@ -1,4 +1,4 @@
-"""LoRA adapters in the format that PEFT loads on top of their base model.
+"""LoRA adapters in PEFT's format, to be loaded on top of their base model.
 
 Source: Hu et al. 2021, LoRA; the checkpoint format of PEFT, https://huggingface.co/docs/peft.
 """
@@ -20,7 +20,7 @@ ADAPTER_CONFIG_FILE = "adapter_config.json"
 ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"
 
 PREFIX = "base_model.model.model.layers"
-"""The two levels that PEFT adds, and those of a causal language model."""
+"""Path of the layers: the two levels added by PEFT, then those of a causal language model."""
 
 PROJECTIONS = {path[0]: name for name, path in LAYER_TENSORS.items() if name.endswith("_proj")}
 """Our projection -> its module in a layer: `query` -> `self_attn.q_proj`."""

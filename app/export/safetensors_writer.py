@@ -1,4 +1,4 @@
-"""Writes safetensors files tensor by tensor: the library's writer needs a whole file in memory at once.
+"""Writes safetensors files tensor by tensor, because the library's writer holds a whole file in memory.
 
 Source: the safetensors format, https://huggingface.co/docs/safetensors (8 bytes of header length, little-endian, a
 JSON header of types, shapes and offsets, the tensors without gaps).
@@ -17,14 +17,14 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from app.model.io.model_files import INDEX_FILE, NUMPY_TYPES, TensorSource
 
 SHARD_BYTES = 5_000_000_000
-"""Largest size of a file unless a single tensor is larger; hubs and file systems accept this size."""
+"""Maximum size of a file, unless a single tensor is larger; hubs and file systems accept this size."""
 
 ALIGNMENT = 8
 """Alignment of the first tensor in bytes, for readers that map the file."""
 
 DTYPE_CODES = {dtype: code for code, dtype in NUMPY_TYPES.items()}
 METADATA = {"format": "pt"}
-"""transformers refuses a file without a framework's name; with this one, matrices are `[out, in]`."""
+"""transformers rejects a file without the name of a framework; `pt` means that matrices are `[out, in]`."""
 
 
 def write_sharded_safetensors(
@@ -32,7 +32,7 @@ def write_sharded_safetensors(
 ) -> list[str]:
     """Writes every tensor of `source`, rounded to `dtype`; returns the names of the weight files.
 
-    Writes one `model.safetensors`, or shards and an index of them.
+    The result is a single `model.safetensors`, or several shards and their index.
     """
     plan = split_state_dict_into_shards_factory(
         {name: math.prod(shape) * dtype.itemsize for name, shape in source.shapes.items()},
@@ -60,7 +60,7 @@ def write_safetensors(path: Path, source: TensorSource, names: Sequence[str], dt
         file.write(len(encoded).to_bytes(8, "little"))
         file.write(encoded)
         for name in names:
-            # Every platform of JAX is little-endian, as the format is.
+            # Every platform supported by JAX is little-endian, like the format.
             file.write(
                 np.ascontiguousarray(source.read(name).astype(dtype, copy=False)).reshape(-1).view(np.uint8).data
             )

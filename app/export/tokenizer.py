@@ -12,7 +12,7 @@ from app.prompts.tokenizer import TOKENIZER_FILE, load_fast_tokenizer
 
 CONFIG_FILE = "tokenizer_config.json"
 PORTABLE_TOKENIZER_CLASS = "PreTrainedTokenizerFast"
-"""A class that transformers 4 and 5 both know; version 5 writes a new name."""
+"""A class known to both transformers 4 and 5; by default, version 5 writes a name unknown to version 4."""
 
 TOKENIZER_FILES = (
     TOKENIZER_FILE,
@@ -25,7 +25,7 @@ TOKENIZER_FILES = (
     "merges.txt",
     "tokenizer.model",
 )
-"""Files that are copied; none of them is code."""
+"""Files to copy; none of them contains code."""
 
 
 def write_tokenizer(files: ModelFiles, directory: Path) -> None:

@@ -1,4 +1,4 @@
-"""Results of the preflight checks: a table for a person, an exit code for a script."""
+"""Results of the preflight checks: a table for people and an exit code for scripts."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from settings.loading.secrets import redact
 
 Verdict = Literal["ok", "warn", "fail", "skip"]
 """`warn`: a run would work, but maybe not as expected. `fail`: a run would not start, or would end early. `skip`: the
-check did not run, because something that it needs is missing."""
+check did not run, because something it needs is missing."""
 EXIT_ENVIRONMENT, EXIT_INPUT = 1, 2
-"""Exit codes of a failure of the environment, and of settings or files that cannot be used."""
+"""Exit codes for a problem with the environment, and for settings or files that cannot be used."""
 MAX_WIDTH, MIN_WIDTH = 140, 80
 
 
@@ -42,7 +42,7 @@ class CheckResult:
 
 
 class CheckRecorder:
-    """Collects the results in order. An exception in one check does not prevent the next one."""
+    """Collects results in order. An exception in one check does not prevent the following checks."""
 
     def __init__(self) -> None:
         self.results: list[CheckResult] = []
@@ -61,17 +61,17 @@ class CheckRecorder:
             self._add(check, "skip", reason)
 
     def _add(self, check: str, verdict: Verdict, message: str, advice: str = "", exit_code: int = 0) -> None:
-        # A library's message may quote a key.
+        # A library's message may contain a secret key.
         self.results.append(CheckResult(check, verdict, redact(message), redact(advice), exit_code))
 
     @contextmanager
     def run_check(self, check: str) -> Iterator[None]:
-        """Records whatever the block raises as the failure of the check."""
+        """Records any exception raised in the block as a failure of the check."""
         try:
             yield
         except InputError as error:
             self.fail(check, str(error), exit_code=EXIT_INPUT)
-        # Every exception, because a run would raise it as well and the other checks should still run.
+        # Catches every exception: a run would raise it as well, and the other checks should still run.
         except Exception as error:
             if isinstance(error, jax.errors.JaxRuntimeError) and jax.process_count() > 1:
                 # Another host may have died, and any further collective would hang.
@@ -90,7 +90,7 @@ class DoctorReport:
 
     @property
     def exit_code(self) -> int:
-        """0 if no check fails; 2 if a failed check concerns settings or files that they name; otherwise 1."""
+        """0 if no check fails; 2 if a failed check concerns settings or input files; otherwise 1."""
         return max((result.exit_code for result in self.results), default=0)
 
     @property
@@ -98,12 +98,12 @@ class DoctorReport:
         return [result.name for result in self.results if result.verdict == "fail"]
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the report for JSON."""
+        """Returns the report as values for JSON."""
         checks = [asdict(result) for result in self.results]
         return {"checks": checks, "seconds": round(self.seconds, 2), "exit_code": self.exit_code}
 
     def to_text(self) -> str:
-        """Returns the report for a person, as wide as the terminal."""
+        """Returns the report as a readable table, as wide as the terminal."""
         width = max(MIN_WIDTH, min(shutil.get_terminal_size((MAX_WIDTH, 0)).columns, MAX_WIDTH))
         rows = []
         for result in self.results:

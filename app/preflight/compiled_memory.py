@@ -1,4 +1,4 @@
-"""The compiler's memory sizes of a step's programs, from abstract compiles: no weights and no samples are needed."""
+"""Memory sizes of a step's programs as reported by the compiler, without loading weights or samples."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ from app.update.loss_aggregation import StepTotals
 
 @dataclass(frozen=True)
 class CompiledProgram:
-    """Bytes of a program on each device. Arguments and outputs are exact, temporaries depend on the compiler."""
+    """Bytes of a program on each device. Arguments and outputs are exact; temporaries depend on the compiler."""
 
     phase: str
     name: str
     backend: str
-    """Backend of the compiler."""
+    """Backend for which the program was compiled."""
     argument_bytes: int
     output_bytes: int
     aliased_bytes: int
-    """Bytes of outputs that are written over arguments."""
+    """Bytes of outputs that overwrite arguments."""
     temporary_bytes: int
     estimated_bytes: int | None
-    """Temporaries by `memory_by_phase`; None for the optimizer's program, which it does not estimate."""
+    """Temporaries as estimated by `memory_by_phase`; None for the optimizer's program, which has no estimate."""
     compile_s: float
 
 
 def compile_programs(
     session: Session, learning: LearnerGroup, shapes: StepShapes, memory: Mapping[str, MemoryBreakdown]
 ) -> tuple[CompiledProgram, ...]:
-    """Compiles the programs of every phase of a step for the devices at hand, real or virtual."""
+    """Compiles the programs of every phase of a step for the available devices, real or virtual."""
     programs = []
     for phase, name, lowered in _lower_programs(session, learning, shapes):
         started = time.perf_counter()
@@ -69,7 +69,7 @@ def compile_programs(
 
 
 def _lower_programs(session: Session, learning: LearnerGroup, shapes: StepShapes) -> Iterator[tuple[str, str, Lowered]]:
-    """Yields the phase, the name and the lowered program of each program, one after the other."""
+    """Yields (phase, name, lowered program) for each program of a step."""
     truncates = session.sampling_params.truncates
     if session.workers is not None:
         largest = max((worker.engine for worker in session.workers.workers), key=lambda e: e.shapes.num_slots)
@@ -112,14 +112,14 @@ def _empty_micro_batch(plan: MicroBatchPlan) -> MicroBatch:
 
 
 def _global_shapes(mesh: Mesh, batch: Any) -> Any:
-    """Returns the shapes of the rows of all hosts."""
+    """Returns the shapes of a batch with the rows of all hosts."""
     rows, hosts = row_sharding(mesh), num_hosts(mesh)
     shape_of = lambda x: jax.ShapeDtypeStruct((x.shape[0] * hosts, *x.shape[1:]), x.dtype, sharding=rows)  # noqa: E731
     return jax.tree.map(shape_of, batch)
 
 
 def format_programs_table(programs: Sequence[CompiledProgram]) -> str:
-    """Returns a table with a line for each program."""
+    """Returns a table with one line per program."""
     head = ("on each device", "arguments", "outputs", "aliased", "temporaries", "estimated", "compiled in")
     rows = []
     for one in programs:
@@ -127,8 +127,8 @@ def format_programs_table(programs: Sequence[CompiledProgram]) -> str:
         cells = ("-" if size is None else format_bytes(size) for size in sizes)
         rows.append((f"{one.phase}: {one.name}", *cells, f"{one.compile_s:.1f} s"))
     backend = programs[0].backend
-    note = "; it multiplies bfloat16 as float32 copies" if backend == "cpu" else ""
+    note = ", which multiplies bfloat16 as float32 copies" if backend == "cpu" else ""
     return (
         f"{format_table(rows, header=head)}\n"
-        f"Arguments and outputs are exact. Temporaries are those of the compiler for {backend}{note}."
+        f"Arguments and outputs are exact. Temporaries are those reported by the compiler for {backend}{note}."
     )

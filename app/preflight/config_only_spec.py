@@ -1,4 +1,4 @@
-"""The networks of a run by their `config.json` alone, which is enough for their sizes and placement."""
+"""The networks of a run, described by their `config.json` alone, which determines sizes and placement."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from settings import Settings
 
 @dataclass(frozen=True)
 class ConfigOnlySpec:
-    """Specifications of a run's networks, which cannot be loaded from them."""
+    """Specifications of a run's networks, without their weights."""
 
     model: ModelSpec
-    """The policy, with the built-in tokenizer: sizes do not depend on it."""
+    """The policy, with the built-in tokenizer, because sizes do not depend on the tokenizer."""
     critic: CriticSpec | None
     reward_model: CriticSpec | None
     """The reward model, which is a value network like a critic."""
 
 
 def read_config_only_spec(settings: Settings) -> ConfigOnlySpec:
-    """Reads the `config.json` of each network, which is all that is downloaded from the hub.
+    """Reads the `config.json` of each network; no other file is downloaded from the hub.
 
     Raises:
         InputError: a configuration cannot be found or used, or its context is shorter than the longest sample.

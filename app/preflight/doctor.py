@@ -64,14 +64,14 @@ from settings.checks.unused_settings import launch_notices
 from settings.errors import InputError
 
 MAX_START_S = 20
-"""Maximum time in seconds that the checks wait for other hosts."""
+"""Maximum number of seconds that the checks wait for other hosts."""
 NOT_CACHED = "it is not in this machine's cache"
-NO_TOKENIZER = "prompts cannot be made without a tokenizer"
+NO_TOKENIZER = "prompts cannot be encoded without a tokenizer"
 
 
 @dataclass
 class PreflightInputs:
-    """A run's inputs; those that could not be read are None or empty."""
+    """A run's inputs; unreadable ones are None or empty."""
 
     model: ModelSpec | None = None
     critic: CriticSpec | None = None
@@ -82,22 +82,22 @@ class PreflightInputs:
 
     @property
     def weight_checks(self) -> tuple[str, ...]:
-        """Names of the checks that load weights; an unreadable reward model has a result already."""
+        """Names of the checks that load weights; an unreadable reward model already has a result."""
         return ("forward",) if self.reward_model is None else ("forward", "reward model")
 
 
 def run_doctor(resolved: Resolved) -> DoctorReport:
-    """Runs all checks on all hosts together. Downloads nothing, claims no run directory, and leaves no files."""
+    """Runs all checks on all hosts together. Downloads nothing, claims no run directory and leaves no files behind."""
     start, settings = time.perf_counter(), resolved.settings
     recorder, run = CheckRecorder(), RunDirectory.from_settings(settings.run)
     with suppress(InputError):
-        # The revisions that a resumed run would use. If their record is unreadable, the run directory's check fails.
+        # Uses the revisions of a resumed run. If their record is unreadable, the check of the run directory fails.
         settings = pin_revisions(settings, run)
     with ExitStack() as stack:
         has_devices = _start_devices(recorder, settings, run, stack)
         with recorder.run_check("settings"):
             check_for_train(resolved)
-            recorder.ok("settings", "\n".join(launch_notices(resolved)) or "they are consistent")
+            recorder.ok("settings", "\n".join(launch_notices(resolved)) or "the settings are consistent")
         check_versions(recorder, minimum_versions())
         with recorder.run_check("run directory"):
             _check_run_directory(recorder, run, settings)
@@ -118,9 +118,9 @@ def run_doctor(resolved: Resolved) -> DoctorReport:
 
 
 def _start_devices(recorder: CheckRecorder, settings: Settings, run: RunDirectory, stack: ExitStack) -> bool:
-    """Joins the other hosts, and returns whether there are devices."""
+    """Joins the other hosts and returns whether the devices could be started."""
     with recorder.run_check("devices"):
-        # A run may wait long for slow machines; a check should soon report which one is missing.
+        # A run may wait a long time for slow machines; a check should soon report which one is missing.
         timeout_s = min(settings.mesh.start_timeout_s, MAX_START_S)
         mesh = settings.mesh.model_copy(update={"start_timeout_s": timeout_s})
         crash_dir = run.path.with_name(f"{run.path.name}.doctor")
@@ -151,7 +151,7 @@ def _check_run_directory(recorder: CheckRecorder, run: RunDirectory, settings: S
 
 
 def _read_inputs(recorder: CheckRecorder, settings: Settings) -> PreflightInputs:
-    """Reads everything that a launch reads, from this machine alone, and checks the template and the rewards."""
+    """Reads all inputs of a launch from this machine only, and checks the chat template and the rewards."""
     inputs, sources = PreflightInputs(), hub_sources(settings)
     cached: dict[str, str | None] = {source.setting: cached_commit_of(source) for source in sources}
     with hub_offline(sources):
@@ -198,7 +198,7 @@ def _read_models(recorder: CheckRecorder, settings: Settings, inputs: PreflightI
 def _read_data(
     recorder: CheckRecorder, settings: Settings, inputs: PreflightInputs, cached: dict[str, str | None]
 ) -> None:
-    """Reads prompts and held-out prompts; stores in `cached` which hub data sets could be read."""
+    """Reads prompts and held-out prompts; records in `cached` which hub data sets could be read."""
     tokenizer = None if inputs.model is None else inputs.model.tokenizer
     with recorder.run_check("data"), _skip_uncached(recorder, "data", "data.source", cached):
         inputs.dataset = read_train_rows(settings)
@@ -243,7 +243,7 @@ def _skip_uncached(recorder: CheckRecorder, check: str, setting: str, cached: di
 def _open_session(
     recorder: CheckRecorder, resolved: Resolved, run: RunDirectory, inputs: PreflightInputs, stack: ExitStack
 ) -> Session | None:
-    """Returns the session that a launch would open; None if it cannot. All hosts call it together."""
+    """Returns the session that a launch would open; None if it cannot be opened. All hosts must call it together."""
     settings, session = resolved.settings, None
     if jax.process_count() > 1:
         agreed = False
@@ -253,7 +253,7 @@ def _open_session(
             check_hosts_agree(resolved, facts)
             check_shared_run_directory(run)
             agreed = True
-            recorder.ok("hosts", "they have the same settings, code, packages, files and run directory")
+            recorder.ok("hosts", "all hosts have the same settings, code, packages, files and run directory")
         if not agreed:
             # The collectives of different programs would wait for each other forever.
             recorder.skip("mesh", reason="the hosts differ")
@@ -282,7 +282,7 @@ def _host_facts(settings: Settings, run: RunDirectory, inputs: PreflightInputs) 
 
 
 def _check_memory(recorder: CheckRecorder, session: Session | None, inputs: PreflightInputs) -> int | None:
-    """Returns the bytes of a checkpoint; None if they are unknown."""
+    """Checks that weights and optimizer moments fit; returns the bytes of a checkpoint, None if unknown."""
     if session is None:
         recorder.skip("memory", reason="there is no mesh")
         return None
@@ -293,7 +293,7 @@ def _check_memory(recorder: CheckRecorder, session: Session | None, inputs: Pref
         has = ", whose memory is unknown" if available is None else f", which has {format_bytes(available)}"
         found = f"weights and optimizer moments take {format_bytes(needed)} on each device{has}"
         if available is not None and needed > available:
-            recorder.fail("memory", found, "use more devices or a smaller model; grpo train --dry-run lists the parts")
+            recorder.fail("memory", found, "use more devices or a smaller model; grpo train --dry-run shows the parts")
         else:
             recorder.ok("memory", f"{found}; grpo train --dry-run shows the memory of a whole step")
         checkpoint_bytes = state_bytes(learning)
@@ -301,10 +301,10 @@ def _check_memory(recorder: CheckRecorder, session: Session | None, inputs: Pref
 
 
 def _check_real_weights(recorder: CheckRecorder, session: Session | None, inputs: PreflightInputs) -> None:
-    """Runs the real weights on the first prompt, on all hosts or on none."""
+    """Runs the networks with their real weights, on all hosts or on none."""
     is_ready = session is not None and bool(inputs.prompts)
     if max_over_hosts(np.asarray(int(not is_ready))):
-        reason = "there is no model, prompt or mesh, here or on another host"
+        reason = "the model, the prompts or the mesh is missing on this host or on another one"
         recorder.skip(*inputs.weight_checks, reason=reason)
         return
     assert session is not None
@@ -320,7 +320,7 @@ def _check_real_weights(recorder: CheckRecorder, session: Session | None, inputs
 
 
 def _gather_results(local_results: Sequence[CheckResult]) -> Sequence[CheckResult]:
-    """Returns the results of host 0, and the warnings and failures of the others. All hosts call it together."""
+    """Returns the results of host 0, and warnings and failures of the others. All hosts must call it together."""
     texts = gather_bytes_over_hosts(json.dumps([asdict(result) for result in local_results]).encode())
     results = [CheckResult(**{**one, "host": host}) for host, text in enumerate(texts) for one in json.loads(text)]
     return [one for one in results if one.host == 0 or one.verdict in ("warn", "fail")]

@@ -1,4 +1,4 @@
-"""`grpo train --dry-run`: every check of a launch, then the sizes of its steps and its memory."""
+"""`grpo train --dry-run`: runs every check of a launch, then reports the sizes and the memory of a step."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ REPLAY_EVALUATION_ADVICE = (
     "set eval.every_steps: 0 and checkpoint.best_metric: null (`grpo evaluate` measures the checkpoints), "
     "or lower rollout.max_new_tokens to the length of the longest sample"
 )
-"""Advice for the evaluations of a replay, whose groups are those of the samples."""
+"""Advice for the evaluations of a replay, whose group size is that of its samples."""
 
 
 @dataclass(frozen=True)
 class MicroBatchSummary:
-    """Micro-batches of one pass at the longest prompts and completions, which is their maximum."""
+    """Micro-batches of one pass over the longest possible prompts and completions, the largest case."""
 
     count: int
     packed: bool
@@ -78,7 +78,7 @@ class DryRunReport:
     family: str
     dtype: str
     num_parameters: int
-    """Parameters of the policy, adapters included."""
+    """Parameters of the policy, including adapters."""
     num_trained_parameters: int
     mesh: Mapping[str, int]
     device_kind: str
@@ -87,7 +87,7 @@ class DryRunReport:
     is_pretended: bool
     """True if virtual devices simulate the slice of `mesh.pretend`."""
     data: str
-    """Report of the data: column mapping, prompts kept and dropped, lengths."""
+    """Report on the data: column mapping, prompts kept and dropped, lengths."""
     num_prompts: int
     num_held_out: int
     steps: int
@@ -98,13 +98,13 @@ class DryRunReport:
     prompts_per_step: int
     samples_per_step: int
     prompt_tokens_per_step: int
-    """Mean over the data; each prompt counts once per sample."""
+    """Mean over the data; each prompt is counted once per sample."""
     max_completion_tokens_per_step: int
     max_flops_per_step: float
     mini_batches_per_step: int
     epochs_per_step: int
     max_staleness: int
-    """Maximum number of steps that generation is ahead of training; 0 if they take turns."""
+    """Maximum number of steps by which generation is ahead of training; 0 if they alternate."""
     rollout: Mapping[str, int] | None
     """Sizes of a rollout on each host, including padding; None if samples come from files."""
     evaluation: Mapping[str, int] | None
@@ -118,24 +118,24 @@ class DryRunReport:
     """Passes of a step through the reward model."""
     num_reward_model_parameters: int
     memory: Mapping[str, MemoryBreakdown]
-    """Memory by phase; lines that `app.preflight.memory.MEMORY_LABELS` stars are estimates."""
+    """Memory by phase; lines with a star in `app.preflight.memory.MEMORY_LABELS` are estimates."""
     peak_bytes: int
     available_bytes: int | None
-    """Memory of a device, on a CPU its share of the host's; None if it is unknown."""
+    """Memory of a device, or on a CPU its share of the host's memory; None if unknown."""
     checkpoint_bytes: int
-    """Size on disk, and in the memory of all hosts while it is written."""
+    """Size of a checkpoint on disk, and in the memory of all hosts while it is written."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the report for JSON."""
+        """Returns the report as values for JSON."""
         return asdict(self)
 
     def to_text(self) -> str:
-        """Returns the report for a person."""
+        """Returns the report as readable text."""
         table = format_table([part for part in self._sizes() if part[1]], header=("", ""), num_left=2)
         return "\n".join([table.lstrip("\n"), "", format_memory_table(self.memory), "", *self._memory_summary()])
 
     def _sizes(self) -> Iterator[tuple[str, str]]:
-        """Yields the name and the text of each part of the run; the text is empty for a part that the run lacks."""
+        """Yields the name and the text of each part of the run; the text is empty if the run has no such part."""
         at_least = "at least " if self.max_rounds_per_step > 1 else ""
         run = f"{self.directory}: {self.steps:,} steps, {self.optimizer_steps:,} optimizer steps, "
         yield "run", "\n".join([f"{run}{at_least}{self.epochs_of_data:.3g} epochs of the data", *self.notes])
@@ -199,7 +199,7 @@ def make_dry_run_report(
     Runs the checks of a launch (`prepare_run`). Compiles nothing, loads no weights and writes nothing.
 
     Raises:
-        InputError: the run could not start. The checkpoint of a resumed run is not opened.
+        InputError: the run could not start. The checkpoint of a resumed run is not checked.
     """
     with prepare_run(resolved, resume=resume, replay_request=replay_request, allow_changed=allow_changed) as launch:
         learning, inputs = launch.make_learner_group(), launch.inputs

@@ -1,4 +1,4 @@
-"""Checks of a run's environment: package versions, the hub, wandb and the disk. They write nothing."""
+"""Checks of a run's environment: package versions, hub, wandb and disk. They write nothing."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ REQUEST_TIMEOUT_S = 5.0
 """Timeout of one HTTP request."""
 HUB_DATA_PREFIX = "hf:"
 CACHED_ANY_COMMIT = "cached"
-"""Stands for the commit of a cached data set, which is unknown."""
+"""Placeholder for the unknown commit of a cached data set."""
 WANDB_URL = "https://api.wandb.ai"
 WANDB_KEY = "WANDB_API_KEY"
 VIEWER_QUERY = {"query": "query Viewer { viewer { username } }"}
 
 
 class HubSource(NamedTuple):
-    """A model or data set that a setting takes from the hub."""
+    """A model or data set on the hub, with the setting that selects it."""
 
     setting: str
     kind: Literal["model", "dataset"]
@@ -47,7 +47,7 @@ class HubSource(NamedTuple):
 
 
 def hub_sources(settings: Settings) -> tuple[HubSource, ...]:
-    """Returns everything that the settings take from the hub; empty if all is local."""
+    """Returns the hub models and data sets in the settings; empty if everything is local."""
     model, critic, reward, data = settings.model, settings.critic, settings.reward, settings.data
     models = {
         "model.path": (model.path, model.revision),
@@ -73,15 +73,15 @@ def hub_sources(settings: Settings) -> tuple[HubSource, ...]:
 
 
 def cached_commit_of(source: HubSource) -> str | None:
-    """Returns the commit of a model that is complete in this machine's cache; None for any other source."""
+    """Returns the commit of a model if it is complete in this machine's cache; None for any other source."""
     return cached_commit(source.hub_id, source.revision, files=HUB_FILES) if source.kind == "model" else None
 
 
 @contextmanager
 def hub_offline(sources: Sequence[HubSource]) -> Iterator[None]:
-    """Makes the block read from this machine's cache only, as if HF_HUB_OFFLINE were set.
+    """Makes hub libraries read only this machine's cache inside the block, as if HF_HUB_OFFLINE were set.
 
-    No request to the hub may be in progress.
+    No request to the hub may be in progress on entry.
     """
     modules: list[Any] = [constants]
     if any(source.kind == "dataset" for source in sources):
@@ -102,7 +102,7 @@ def check_hub_source(recorder: CheckRecorder, source: HubSource, *, cached: str 
     """Checks that a run can get a model or data set from the hub or from the cache. Downloads nothing.
 
     Args:
-        cached: its commit in this machine's cache, or `CACHED_ANY_COMMIT`; None if it is not there.
+        cached: commit in this machine's cache, or `CACHED_ANY_COMMIT`; None if it is not in the cache.
     """
     check, endpoint = f"hub: {source.setting}", constants.ENDPOINT
     origin = f"{endpoint}, HF_TOKEN {'is set' if get_token() else 'is not set'}"
@@ -118,7 +118,7 @@ def check_hub_source(recorder: CheckRecorder, source: HubSource, *, cached: str 
         if cached is None:
             recorder.fail(check, f"{source.hub_id}: {error}", exit_code=EXIT_INPUT)
         else:
-            recorder.warn(check, f"{state}; hub error: {error}", "a run can use the cache, but fix the access")
+            recorder.warn(check, f"{state}; hub error: {error}", "a run can use the cache; fix the access to the hub")
         return
     except ConnectionError as error:
         is_offline = constants.is_offline_mode()
@@ -142,10 +142,10 @@ def check_hub_source(recorder: CheckRecorder, source: HubSource, *, cached: str 
 
 
 def fetch_wandb_user(key: str) -> str:
-    """Returns the user of a wandb key, and the server.
+    """Returns the user of a wandb key and the server, as text.
 
     Raises:
-        PermissionError: the server does not accept the key.
+        PermissionError: the server rejects the key.
         ConnectionError: the server does not answer.
     """
     url = os.environ.get("WANDB_BASE_URL") or WANDB_URL
@@ -164,7 +164,7 @@ def fetch_wandb_user(key: str) -> str:
 
 
 def check_wandb(recorder: CheckRecorder, settings: Settings) -> None:
-    """Checks the wandb key, if wandb is used. Without wandb, a run lacks the charts but does not stop."""
+    """Checks the wandb key, if wandb is used. If wandb is unavailable, a run continues without charts."""
     project, mode = f"project {settings.logging.wandb_project}", settings.logging.wandb_mode
     if settings.logging.wandb_project is None or mode == "disabled":
         return
@@ -182,7 +182,7 @@ def check_wandb(recorder: CheckRecorder, settings: Settings) -> None:
 
 
 def check_versions(recorder: CheckRecorder, lower_bounds: Mapping[str, str]) -> None:
-    """Checks the packages that determine a run's results against the oldest tested versions."""
+    """Checks that the packages that determine a run's results are not older than the required versions."""
     shown = {name: version_of(name) for name in (*TRAINING_PACKAGES, QUANTIZATION_PACKAGE)}
     versions = ", ".join(f"{name} {version}" for name, version in shown.items() if version != NOT_INSTALLED)
     found = f"Python {program_versions(())['version of Python']}, {versions}"
@@ -200,17 +200,17 @@ def check_versions(recorder: CheckRecorder, lower_bounds: Mapping[str, str]) -> 
 
 
 def unused_accelerator(platform: str, devices: Path = Path("/dev")) -> str | None:
-    """Returns the extra to install if JAX runs on the CPU of a machine with an accelerator; else None."""
+    """Returns the package extra to install if JAX uses the CPU of a machine with an accelerator; else None."""
     device_files = {"cuda": ("nvidia0",), "tpu": ("accel0", "vfio/0")} if platform == "cpu" else {}
     present = (extra for extra, names in device_files.items() if any((devices / name).exists() for name in names))
     return next(present, None)
 
 
 def check_disk(recorder: CheckRecorder, folder: Path, settings: Settings, checkpoint_bytes: int | None) -> None:
-    """Checks that the run directory's disk has space for the checkpoints.
+    """Checks that the disk of the run directory has enough space for the checkpoints.
 
     Args:
-        checkpoint_bytes: size of one checkpoint; None if it is unknown.
+        checkpoint_bytes: size of one checkpoint; None if unknown.
     """
     parent = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(parent).free
@@ -218,7 +218,7 @@ def check_disk(recorder: CheckRecorder, folder: Path, settings: Settings, checkp
     if checkpoint_bytes is None:
         recorder.skip("disk", reason=f"{found}; the size of a checkpoint is unknown without the model")
         return
-    # The newest ones, the best one, and one that is being written.
+    # The newest ones, the best one, and the one being written.
     keeps_best = bool(settings.eval.every_steps and settings.checkpoint.best_metric)
     count = settings.checkpoint.keep + keeps_best + 1
     found += f"; a run needs space for {count} checkpoints of {format_bytes(checkpoint_bytes)}"

@@ -1,4 +1,4 @@
-"""`grpo inspect-mesh`: the layout on the mesh, the memory of each phase, and the largest batches. Loads no weights."""
+"""`grpo inspect-mesh`: reports mesh layout, memory of each phase and largest batches, without loading weights."""
 
 from __future__ import annotations
 
@@ -38,27 +38,27 @@ from settings import Resolved
 
 @dataclass(frozen=True)
 class WorkerPlacement:
-    """One worker of `rollout.workers`; every host has the same ones on its own devices."""
+    """One worker of `rollout.workers`; every host has the same workers on its own devices."""
 
     name: str
     devices: tuple[int, ...]
-    """Ids of its devices on this host."""
+    """Ids of the worker's devices on this host."""
     mesh: Mapping[str, int]
     slots: int
     cache_bytes: int
-    """Bytes of its slots and of its prompt cache on each of its devices."""
+    """Bytes of the worker's slots and prompt cache on each of its devices."""
 
 
 @dataclass(frozen=True)
 class MeshInspection:
-    """Layout and memory, in bytes on each device, at the longest prompts and completions that the settings allow."""
+    """Layout and memory, in bytes on each device, for the longest prompts and completions under the settings."""
 
     mesh: MeshReport
     generation: str
-    """Description of the rows that are generated at once."""
+    """Description of the rows generated at once."""
     workers: tuple[WorkerPlacement, ...]
     memory: Mapping[str, MemoryBreakdown]
-    """Memory by phase; lines that `app.preflight.memory.MEMORY_LABELS` stars are estimates."""
+    """Memory by phase; lines with a star in `app.preflight.memory.MEMORY_LABELS` are estimates."""
     peak_bytes: int
     largest: tuple[BatchLimit, ...]
     """Largest batches that fit; empty if the memory of a device is unknown."""
@@ -68,13 +68,13 @@ class MeshInspection:
     """Compiled programs; empty without `--compile`."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the report for JSON."""
+        """Returns the report as values for JSON."""
         rest = asdict(self)
         del rest["mesh"]
         return {**self.mesh.to_dict(), **rest, "peak_phase": peak_phase(self.memory)}
 
     def to_text(self) -> str:
-        """Returns the report for a person."""
+        """Returns the report as readable text."""
         lines = [self.mesh.to_text(), *self.notes, f"\nrollout: {self.generation}"]
         if self.workers:
             header = ("worker", "devices", "dp, fsdp, tp", "slots", "caches on each device")
@@ -92,7 +92,7 @@ class MeshInspection:
         else:
             peak += f", {self.peak_bytes / available:.0%} of its memory"
             peak += ", which does not fit" if self.peak_bytes > available else ""
-            peak += f"\nlargest values, one at a time, that use at most {USABLE_MEMORY_FRACTION:.0%} of it:"
+            peak += f"\nlargest values that use at most {USABLE_MEMORY_FRACTION:.0%} of it, one setting at a time:"
         lines += ["", format_memory_table(self.memory), "", peak, *(f"  {one.to_text()}" for one in self.largest)]
         if self.programs:
             lines += ["", format_programs_table(self.programs)]
@@ -103,10 +103,10 @@ def inspect_mesh(resolved: Resolved, *, compiles: bool) -> MeshInspection:
     """Returns the layout of weights, rows and workers under these settings, and the memory of each phase.
 
     Args:
-        compiles: also compiles the programs of every phase for the devices at hand.
+        compiles: whether to compile the programs of every phase for the available devices.
 
     Raises:
-        InputError: settings or a configuration cannot be used, or rows do not divide evenly over the devices.
+        InputError: the settings or a configuration cannot be used, or rows do not divide evenly over the devices.
     """
     settings = resolved.settings
     spec = read_config_only_spec(settings)
@@ -122,12 +122,12 @@ def inspect_mesh(resolved: Resolved, *, compiles: bool) -> MeshInspection:
 
 
 def build_mesh_inspection(session: Session, spec: ConfigOnlySpec, *, compiles: bool) -> MeshInspection:
-    """Returns the report of a session whose networks are not loaded."""
+    """Returns the report for a session, without loading its networks."""
     settings, memory_bytes = session.settings, device_memory_bytes()
     rollout, num_hosts = settings.rollout, device_mesh.num_hosts(session.mesh)
     learning = make_learner_group(settings, session)
     prompt = make_longest_prompt(settings.data.max_prompt_length)
-    # The number of held-out prompts is unknown without the data: assume full batches on all hosts.
+    # Without the data, the number of held-out prompts is unknown: assumes full batches on all hosts.
     num_held_out = settings.eval.num_prompts or rollout.prompts_per_step * rollout.group_size * num_hosts
     held_out = [prompt] * num_held_out if settings.eval.every_steps else []
     shapes = compute_step_shapes(session, learning, [prompt], held_out, spec.reward_model)

@@ -11,14 +11,14 @@ from app.records.text_format import format_bytes
 from app.runtime.session import Session
 
 USABLE_MEMORY_FRACTION = 0.9
-"""Part of a device's memory that a phase may fill; programs, fragmentation and estimation errors take the rest."""
+"""Fraction of a device's memory available to a phase; the rest is for programs, fragmentation and estimate errors."""
 ROW_BUFFERS = ("kv_cache", "logits", "logits_work")
 BATCH_BUFFERS = (*ROW_BUFFERS, "prompt_cache", "activations")
 
 
 @dataclass(frozen=True)
 class BatchLimit:
-    """How far one setting can be raised while all others stay the same."""
+    """Largest value of one setting while all others stay the same."""
 
     setting: str
     now: int
@@ -27,10 +27,10 @@ class BatchLimit:
     phase: str
     """Phase of a step whose memory grows with the setting."""
     bytes_at_fits: int
-    """Bytes of that phase on each device at the largest value."""
+    """Bytes of that phase on each device at the value `fits`."""
 
     def to_text(self) -> str:
-        """Returns one line for a person."""
+        """Returns one readable line."""
         now = f"{self.setting} = {self.now:,}"
         if self.fits is None:
             return f"{now}: no value fits, because the other buffers of {self.phase} fill the memory"
@@ -40,13 +40,13 @@ class BatchLimit:
 def find_batch_limits(
     session: Session, memory: Mapping[str, MemoryBreakdown], *, available_bytes: int
 ) -> list[BatchLimit]:
-    """Returns, for each setting of a batch's size, the largest value that keeps its phase in the usable memory.
+    """Returns the largest value of each batch-size setting with which its phase fits in the usable memory.
 
-    The buffers that grow with a setting are assumed to be proportional to it.
+    Buffers that grow with a setting are assumed to be proportional to it.
     """
     settings, rollout, batching = session.settings, session.settings.rollout, session.continuous_batching
     sizes = []
-    """Each setting, its value, the step of its values, its phase, and the buffers that grow with it."""
+    """For each setting: its name, its value, the increment, its phase, and the buffers that grow with it."""
     if session.workers is not None and rollout.pool != "ray":
         worker = max(session.workers.workers, key=lambda worker: worker.engine.shapes.num_slots)
         slots = worker.engine.shapes.num_slots
@@ -55,7 +55,7 @@ def find_batch_limits(
         step = num_local_row_shards(session.mesh)
         sizes.append(("rollout.slots", batching.engine.shapes.num_slots, step, "rollout", ROW_BUFFERS))
     elif session.workers is None:
-        # Mini-batches keep their size, so more prompts are more mini-batches.
+        # The size of mini-batches is fixed, so more prompts result in more mini-batches.
         now, num_mini_batches = rollout.prompts_per_step, settings.num_mini_batches
         step = now // num_mini_batches if num_mini_batches > 1 else 1
         sizes.append(("rollout.prompts_per_step", now, step, "rollout", BATCH_BUFFERS))

@@ -1,7 +1,7 @@
-"""Estimates the bytes on each device in each phase of a step, from shapes: loads nothing and compiles nothing.
+"""Estimates the bytes on each device in each phase of a step from shapes, without loading or compiling anything.
 
-The sizes of weights, moments, gradients and caches are exact. Activations follow a formula, which leaves out adapters,
-extra norms and what a backend's compiler fuses or copies; `grpo inspect-mesh --compile` reports the compiler's sizes.
+The sizes of weights, moments, gradients and caches are exact. Activations follow a formula that ignores adapters,
+extra norms, and fusions and copies by the compiler; `grpo inspect-mesh --compile` reports the compiler's sizes.
 `scripts/bench/memory_estimate.py` compares the two.
 """
 
@@ -36,7 +36,7 @@ from app.training.learner import Learner, LearnerGroup
 from settings.schema.settings import ScoredRole
 
 MemoryBreakdown = dict[str, int]
-"""Name of a buffer, as in `MEMORY_LABELS` -> its bytes on each device."""
+"""Name of a buffer in `MEMORY_LABELS` -> its bytes on each device."""
 
 MEMORY_LABELS = {
     "weights": "weights",
@@ -56,24 +56,24 @@ MEMORY_LABELS = {
     "activations": "activations *",
     "checkpoint": "checkpoint being written *",
 }
-"""Name of a buffer -> its line in the table, in order. Lines with a star are estimates."""
+"""Name of a buffer -> label of its line in the table, in order. Lines with a star are estimates."""
 
 TEMPORARY_BUFFERS = ("whole_weights", "logits", "logits_work", "activations")
-"""Buffers of a program in addition to its arguments, its outputs and its gradients."""
+"""Buffers of a program other than its arguments, its outputs and its gradients."""
 
 KEPT_NUMBERS = {"none": (6, 2, 3, 6), "minimal": (3, 1, 2, 2), "block": (1, 0, 0, 0)}
-"""`model.remat` -> multiples of model_dim, query heads, kv heads and mlp_dim that a layer keeps of each token for the
-backward pass. They are counts of the arrays that `jax.vjp` keeps, within 5 % for Llama and Qwen2 in float32."""
+"""`model.remat` -> multiples of model_dim, query heads, kv heads and mlp_dim that a layer keeps per token for the
+backward pass. They count the arrays kept by `jax.vjp`, within 5 % for Llama and Qwen2 in float32."""
 BLOCK_BACKWARD_FACTOR = 1.25
-"""Working memory of a block's backward pass, relative to the activations that the block keeps without remat."""
+"""Working memory of a block's backward pass, relative to the activations kept by the block without remat."""
 BLOCK_FORWARD_FACTOR = 0.5
 """Working memory of a block in a pass without gradients, relative to the same activations."""
 SAMPLING_LOGITS_FACTOR = 4
-"""Number of arrays of the logits' size that sampling needs for its noise."""
+"""Number of arrays of the size of the logits that sampling needs for its noise."""
 
 
 class NetworkSpec(Protocol):
-    """A network that is not loaded."""
+    """Description of a network, without its weights."""
 
     @property
     def architecture(self) -> Architecture: ...
@@ -84,7 +84,7 @@ class NetworkSpec(Protocol):
 
 @dataclass(frozen=True)
 class StepShapes:
-    """Shapes of a step's programs at the longest prompt and completion, from the functions that shape real steps."""
+    """Shapes of a step's programs for the longest prompt and completion, from the functions used in real steps."""
 
     rollout: BatchShape | None
     """Shape of the rollout; None if samples come from files."""
@@ -118,7 +118,7 @@ def compute_step_shapes(
     )
 
     def plan(batcher: MicroBatcher, num_prompts: int, completion: int = rollout.max_new_tokens) -> MicroBatchPlan:
-        """Returns the plan of one host if every host has groups of the longest samples."""
+        """Returns one host's plan, assuming that every host has only groups of the longest samples."""
         indices = np.arange(num_prompts).repeat(rollout.group_size)
         lengths = [np.full_like(indices, length) for length in (longest_prompt, completion)]
         all_hosts = [SequenceLengths(*lengths, prompt_indices=indices)] * num_hosts(session.mesh)
@@ -136,7 +136,7 @@ def compute_step_shapes(
     if learning.critic:
         critic_update = plan(learning.critic.updater.micro_batcher, mini_batch)
     if reward_model is not None:
-        # The score is read at one more token, after the last.
+        # The score is read at one additional token, after the last.
         batcher = make_reward_batcher(settings, reward_model.architecture)
         reward = plan(batcher, rollout.prompts_per_step, rollout.max_new_tokens + 1)
     return StepShapes(
@@ -152,19 +152,19 @@ def compute_step_shapes(
 def memory_by_phase(
     session: Session, learning: LearnerGroup, shapes: StepShapes, reward_model: NetworkSpec | None = None
 ) -> dict[str, MemoryBreakdown]:
-    """Returns the bytes on each device in each phase that the run has.
+    """Returns the bytes on each device in each phase of the run.
 
     The phases are `rollout`, `evaluation`, `reward`, `score`, `critic` and `update`.
     """
     always, reference = network_bytes(session, learning, reward_model), _reference_bytes(session, learning)
     if device_platform(session.mesh.devices.flat[0]) == "cpu":
-        # The copy that is written while steps go on is in the host's memory, which is also the device's.
+        # The copy written in the background is in the host's memory, which is also that of the device.
         always["checkpoint"] = state_bytes(learning) // jax.device_count()
     rollout: MemoryBreakdown = {}
     if shapes.rollout is not None:
         rollout = generation_memory(session, shapes.rollout, session.rollout_footprint(shapes.rollout))
     if rollout and session.generates_async:
-        # Workers keep their slots during the other phases, and receive the next weights before they drop the last.
+        # Workers keep their slots during the other phases, and receive new weights before dropping the old ones.
         always, rollout = _sum_breakdowns(always, {**rollout, "decode_weights": 2 * rollout["decode_weights"]}), {}
     phases: dict[str, MemoryBreakdown] = {} if shapes.rollout is None else {"rollout": {**always, **rollout}}
     if shapes.evaluation is not None:
@@ -187,7 +187,7 @@ def memory_by_phase(
             key=_total,
         )
         phases["score"] = _sum_breakdowns({**always, **reference}, scoring)
-    # Devices that add up their gradients hold them twice. What adapters add is left out.
+    # Devices that sum their gradients hold them twice. Gradients of adapters are ignored.
     copies = 1 + (num_row_shards(session.mesh) > 1)
     if shapes.critic_update is not None and learning.critic and critic is not None:
         buffers = pass_memory(session, critic, shapes.critic_update, has_lm_head=False, gradient_copies=copies)
@@ -199,14 +199,14 @@ def memory_by_phase(
 
 
 def generation_memory(session: Session, shape: BatchShape, footprint: Footprint) -> MemoryBreakdown:
-    """Returns the buffers of a rollout or an evaluation on each device of the mesh that holds its slots."""
+    """Returns the buffers of a rollout or an evaluation on each device that holds its slots."""
     if not footprint.slots:
-        # Ray workers generate on other machines; only the weights for them are here.
+        # Ray workers generate on other machines; this one holds only the weights for them.
         return {"decode_weights": bytes_per_device(footprint.weights)}
     mesh: Mesh = jax.tree.leaves(footprint.slots)[0].sharding.mesh
     prompt_cache = bytes_per_device(footprint.prompts)
     prefill_tokens = -(-shape.num_prompts // num_local_row_shards(mesh)) * shape.prompt_length
-    # The rows that decode at once: those of one batch over all hosts, or of all workers of a device.
+    # The rows decoded at once: those of one batch over all hosts, or of all workers of a device.
     num_rows = sum(layer.keys.shape[0] for layer in footprint.slots) // session.model_spec.architecture.num_layers
     logits = _logits_bytes(session, mesh, num_rows, num_tokens=1)
     _, layer = _gathered_weight_bytes(session.model_spec.definition, mesh)
@@ -217,7 +217,7 @@ def generation_memory(session: Session, shape: BatchShape, footprint: Footprint)
         "kv_cache": bytes_per_device(footprint.slots),
         "logits": logits,
         "logits_work": SAMPLING_LOGITS_FACTOR * logits,
-        # The prefill holds its keys and values a second time, before they are laid out as a cache.
+        # The prefill holds a second copy of its keys and values before they are laid out as a cache.
         "activations": layer_bytes(session, session.model_spec.architecture, prefill_tokens) + prompt_cache,
     }
 
@@ -230,7 +230,7 @@ def pass_memory(
     has_lm_head: bool,
     gradient_copies: int | None = None,
 ) -> MemoryBreakdown:
-    """Returns the buffers of a pass over a network, at a block or at the LM head, whichever needs more.
+    """Returns the buffers of a pass through a network, at a block or at the LM head, whichever needs more.
 
     Args:
         gradient_copies: copies of a weight's gradient in a backward pass; None for a pass without gradients.
@@ -261,11 +261,11 @@ def pass_memory(
 
 
 def layer_bytes(session: Session, architecture: Architecture, num_tokens: int, *, remat: str = "none") -> int:
-    """Returns the bytes that the forward pass of one layer keeps for its backward pass, without the weights.
+    """Returns the bytes kept by the forward pass of one layer for its backward pass, without the weights.
 
         num_tokens * itemsize * (a model_dim + b query_heads head_dim + c kv_heads head_dim + d mlp_dim)
 
-    The multiples are those of `KEPT_NUMBERS`. Splitting over tp is left out: it makes them smaller.
+    The multiples a to d are those of `KEPT_NUMBERS`. Splitting over tp, which reduces the bytes, is ignored.
     """
     heads = architecture.num_query_heads * architecture.head_dim, architecture.num_kv_heads * architecture.head_dim
     sizes = (architecture.model_dim, *heads, architecture.mlp_dim)
@@ -301,7 +301,7 @@ def rows_per_device(session: Session, plan: MicroBatchPlan) -> int:
 
 
 def network_bytes(session: Session, learning: LearnerGroup, reward_model: NetworkSpec | None = None) -> MemoryBreakdown:
-    """Returns the bytes on each device of the weights and moments that stay from the first step to the last."""
+    """Returns the bytes on each device of the weights and moments kept throughout the run."""
     sizes: MemoryBreakdown = {}
     sizes["weights"], sizes["optimizer"] = _learner_bytes(learning.policy)
     if learning.critic:
@@ -309,14 +309,14 @@ def network_bytes(session: Session, learning: LearnerGroup, reward_model: Networ
     if reward_model is not None:
         definition = reward_model.definition
         sizes["reward_model"] = bytes_per_device(abstract_arrays(definition.shapes, definition.shardings(session.mesh)))
-    # On a CPU, offloading the reference moves it to the same memory.
+    # On a CPU, an offloaded reference stays in the same memory.
     if not session.settings.offloads_reference or device_platform(session.mesh.devices.flat[0]) == "cpu":
         sizes |= _reference_bytes(session, learning)
     return sizes
 
 
 def _reference_bytes(session: Session, learning: LearnerGroup) -> MemoryBreakdown:
-    """Returns the bytes of the reference policy's copy of the weights; empty if it needs none."""
+    """Returns the bytes of the reference policy's own copy of the weights; empty if it needs none."""
     has_copy = "reference" in session.settings.scored_roles and session.model_spec.policy_definition.lora is None
     return {"reference": _learner_bytes(learning.policy)[0]} if has_copy else {}
 
@@ -330,7 +330,7 @@ def _sum_breakdowns(first: MemoryBreakdown, second: MemoryBreakdown) -> MemoryBr
 
 
 def _learner_bytes(learner: Learner) -> tuple[int, int]:
-    """Returns the bytes of a network's weights, frozen ones included, and of the rest of its training state."""
+    """Returns the bytes of a network's weights, including frozen ones, and of the rest of its training state."""
     state = abstract_arrays(learner.shapes, learner.shardings)
     trained = bytes_per_device(state.params)
     return trained + bytes_per_device(learner.frozen_shapes), bytes_per_device(state) - trained
@@ -352,7 +352,7 @@ def peak_phase(memory: Mapping[str, MemoryBreakdown]) -> str:
 
 
 def format_memory_table(memory: Mapping[str, MemoryBreakdown]) -> str:
-    """Returns a table with a line for each buffer and a column for each phase."""
+    """Returns a table with one line per buffer and one column per phase."""
     rows = [
         [label, *(format_bytes(size) if (size := phase.get(name)) else "-" for phase in memory.values())]
         for name, label in MEMORY_LABELS.items()

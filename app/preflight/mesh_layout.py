@@ -1,4 +1,4 @@
-"""Layout part of `grpo inspect-mesh`: devices, mesh axes, and the placement of weights and rows."""
+"""Layout in the report of `grpo inspect-mesh`: devices, mesh axes, and the placement of weights and rows."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from app.mesh.tpu_chips import TpuChip, find_chip
 from app.records.text_format import format_bytes, format_table
 
 MAX_HOSTS_SHOWN = 4
-"""Maximum number of hosts in the text; of more hosts, it shows the first two and the last."""
+"""Maximum number of hosts in the text; if there are more, it shows only the first two and the last."""
 
 
 @dataclass(frozen=True)
 class Topology:
-    """The devices, their hosts, and what is known of their kind."""
+    """The devices, their hosts, and the known properties of their kind."""
 
     platform: str
     device_kind: str
@@ -35,37 +35,37 @@ class Topology:
     local_devices: tuple[int, ...]
     """Ids of this host's devices."""
     memory_bytes: int | None
-    """Memory of each device; None if it is unknown."""
+    """Memory of each device; None if unknown."""
     chip: TpuChip | None
-    """Bandwidths and speed of the chip; None for a kind that is not in the table of chips."""
+    """Bandwidths and speed of the chip; None for a device kind that is not in the table of chips."""
 
 
 @dataclass(frozen=True)
 class DevicePlace:
-    """One device and the parts of rows and weights that it holds."""
+    """One device with its parts of rows and weights."""
 
     id: int
     process: int
-    """Index of its host."""
+    """Index of the device's host."""
     coordinates: dict[str, int]
     row_shard: int
-    """Index of its part of a batch's rows, which are split over dp and fsdp."""
+    """Index of the device's part of a batch's rows, which are split over dp and fsdp."""
     weight_shard: tuple[int, int]
-    """Indices of its part of the weights, which are split over fsdp and tp."""
+    """Indices of the device's part of the weights, which are split over fsdp and tp."""
 
 
 @dataclass(frozen=True)
 class WeightPlacement:
-    """One parameter on the mesh."""
+    """Placement of one parameter on the mesh."""
 
     name: str
     shape: tuple[int, ...]
     dims: tuple[str, ...]
     axes: tuple[str | None, ...]
-    """Mesh axes of each dim, joined by `+`; None for a dim that is whole on every device."""
+    """Mesh axes of each dim, joined by `+`; None for a replicated dim."""
     bytes_per_device: int
     replicated_dims: tuple[str, ...]
-    """Dims that the axis rules would split, but whose size the axis does not divide."""
+    """Dims replicated because their size is not divisible by that of the axis over which they would be split."""
 
 
 @dataclass(frozen=True)
@@ -82,13 +82,13 @@ class MeshReport:
     samples_per_device: float
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the report for JSON."""
+        """Returns the report as values for JSON."""
         of = self.topology
         flat = {"platform": of.platform, "device_kind": of.device_kind, "num_devices": of.num_devices}
         return {**flat, "num_processes": of.num_hosts, **asdict(self)}
 
     def to_text(self) -> str:
-        """Returns the report for a person."""
+        """Returns the report as readable text."""
         of, axes = self.topology, " x ".join(f"{axis} {size}" for axis, size in self.shape.items())
         memory = "memory unknown" if of.memory_bytes is None else f"{format_bytes(of.memory_bytes)} each"
         kind = "" if of.pretended is None else f" of a simulated {of.pretended}"
@@ -97,7 +97,7 @@ class MeshReport:
             for w in self.weights
         ]
         notes = [
-            f"note: {w.name}: {', '.join(w.replicated_dims)} of {w.shape} is replicated: its axis does not divide it"
+            f"note: {w.name}: {', '.join(w.replicated_dims)} of {w.shape} is replicated: not divisible by its axis"
             for w in self.weights
             if w.replicated_dims
         ]
@@ -114,7 +114,7 @@ class MeshReport:
         )
 
     def _host_table(self) -> str:
-        """Returns a line for each host: its devices, and the parts of rows and weights that they hold."""
+        """Returns a table with one line per host: its devices, and their parts of rows and weights."""
         header = ["host", "devices", f"parts of rows (of {self.shape['dp'] * self.shape['fsdp']})"]
         header += [f"parts of weights along {axis} (of {self.shape[axis]})" for axis in ("fsdp", "tp")]
         hosts: dict[int, list[DevicePlace]] = {}
@@ -156,7 +156,7 @@ def mesh_report(
     samples_per_step: int,
     memory_bytes: int | None,
 ) -> MeshReport:
-    """Returns the report of a mesh and a model's weights: name -> (shape and type, dims)."""
+    """Returns the layout of a model on a mesh; `weights` maps names to (shape and type, dims)."""
     placements = [weight_placement(name, *weight, mesh) for name, weight in weights.items()]
     local, pretended = local_devices(), simulated_slice()
     kind = device_kind(mesh.devices.flat[0])

@@ -1,4 +1,4 @@
-"""Checks of the real model and rewards: one prompt through template and network, sample answers through the rewards."""
+"""Checks of the model and the rewards: runs a prompt through template and network, and answers through the rewards."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ from app.runtime.session import Session
 from settings import Settings
 
 MAX_SHOWN_CHARACTERS = 240
-"""Maximum number of characters of a prompt that are shown, from its end."""
+"""Maximum number of characters shown of the end of a prompt."""
 NUM_TOP_TOKENS = 5
-"""Number of likely tokens that are shown."""
+"""Number of likeliest tokens shown."""
 MAX_PARAMETERS = {"cpu": 10**9, "gpu": 3 * 10**9, "tpu": 3 * 10**9}
-"""Platform -> size of the largest model that is loaded, which takes about half a minute."""
+"""Platform -> parameters of the largest model to load, which takes about half a minute."""
 NUM_WRONG_ANSWERS = 3
-"""Number of wrong answers; one of them may be right by chance."""
+"""Maximum number of wrong answers; several are used because one may be right by chance."""
 NO_ANSWER = "I do not know."
 
 
 def check_chat_template(recorder: CheckRecorder, settings: Settings, tokenizer: Tokenizer, prompt: Prompt) -> None:
-    """Checks that the chat template ends the prompt with the start of the assistant's turn."""
+    """Checks that the chat template starts the assistant's turn at the end of the prompt."""
     messages = to_messages(prompt.source, settings.data.system_prompt)
     text = tokenizer.decode_with_special_tokens(prompt.token_ids)
     if len(text) > MAX_SHOWN_CHARACTERS:
@@ -64,7 +64,7 @@ def check_chat_template(recorder: CheckRecorder, settings: Settings, tokenizer: 
 
 
 def too_large_reason(session: Session, definition: DecoderDefinition) -> str | None:
-    """Returns the reason why a host cannot load a network for these checks, or None. All hosts call it together."""
+    """Returns why a host cannot load a network for these checks, or None. All hosts must call it together."""
     count, available = definition.num_parameters, device_memory_bytes()
     limit = MAX_PARAMETERS[device_platform(session.mesh.devices.flat[0])]
     needed = bytes_per_device(abstract_arrays(definition.shapes, definition.shardings(session.mesh)))
@@ -77,7 +77,7 @@ def too_large_reason(session: Session, definition: DecoderDefinition) -> str | N
 
 
 def check_forward_pass(recorder: CheckRecorder, session: Session, prompt: Prompt) -> None:
-    """Checks the logits of the real weights after one prompt. All hosts call it together."""
+    """Checks that the real weights give finite logits after one prompt. All hosts must call it together."""
     start, tokenizer = time.perf_counter(), session.model_spec.tokenizer
     with error_barrier():
         params = session.load_params()
@@ -98,7 +98,7 @@ def check_forward_pass(recorder: CheckRecorder, session: Session, prompt: Prompt
 
 
 def next_token_logits(session: Session, params: Params, token_ids: Int32[np.ndarray, "T"]) -> Float32[np.ndarray, "V"]:
-    """Returns the logits after the last token of a prompt, which has the same length on all hosts."""
+    """Returns the logits after the last token of a prompt, which must have the same length on all hosts."""
     mesh, dtype = session.mesh, set_compute_dtype(session.settings)
 
     def forward(params: Params, rows: Int32[Array, "R T"]) -> Float32[Array, "R 1 V"]:
@@ -113,7 +113,7 @@ def next_token_logits(session: Session, params: Params, token_ids: Int32[np.ndar
 
 
 def make_test_samples(tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> tuple[Sample, ...]:
-    """Returns samples of the first prompt with a reference answer: that answer, then those of other prompts."""
+    """Returns samples of the first prompt with a reference answer: that answer, then answers to other prompts."""
     prompt = next((one for one in prompts if one.answer is not None), prompts[0])
     known = dict.fromkeys(one.answer for one in prompts if one.answer is not None)
     others = [answer for answer in known if answer != prompt.answer][:NUM_WRONG_ANSWERS] or [NO_ANSWER]
@@ -142,8 +142,8 @@ def check_reward_functions(
     prompts: Sequence[Prompt],
     held_out: Sequence[Prompt],
 ) -> None:
-    """Checks the values that each reward function gives a right answer and wrong ones, in its worker processes."""
-    # The reward model has a check of its own, which loads its weights.
+    """Checks the value of a right answer and of wrong ones under each reward function, in its worker processes."""
+    # The reward model has its own check, which loads its weights.
     functions = settings.model_copy(update={"reward": settings.reward.model_copy(update={"model": None})})
     with make_rewards(functions, prompts, held_out) as rewards:
         scored = rewards.compute_rewards(samples, StepInfo(0, settings.run.steps))
@@ -178,7 +178,7 @@ def _format_value(value: float | None) -> str:
 def check_reward_model(
     recorder: CheckRecorder, session: Session, model: RewardModelSpec, samples: Sequence[Sample]
 ) -> None:
-    """Checks the scores that the reward model gives the same answers. All hosts call it together."""
+    """Checks the reward model's scores for the same answers. All hosts must call it together."""
     if (reason := too_large_reason(session, model.definition)) is not None:
         recorder.skip("reward model", reason=reason)
         return
@@ -190,4 +190,4 @@ def check_reward_model(
         recorder.fail("reward model", failed[0])
         return
     values = ", ".join(_format_value(outcome.value) for outcome in outcomes)
-    recorder.ok("reward model", f"{session.settings.reward.model}: {values} for the same answers, in their order")
+    recorder.ok("reward model", f"{session.settings.reward.model}: {values} for the same answers, in order")

@@ -1,1 +1,1 @@
-"""Samples to floats, on the host, without jax."""
+"""Reward functions, which grade samples on the host without JAX."""

@@ -1,6 +1,6 @@
 """Aggregation of the outcomes of several reward functions into one reward per sample, and handling of failures.
 
-A sample's reward is sum_i weight_i * value_i over the functions that gave a value. The unweighted values are kept.
+A sample's reward is sum_i weight_i * value_i over the functions that returned a value. Unweighted values are kept too.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ NO_REWARD_FINISH_REASON = f"{DROPPED_PREFIX}reward"
 """`finish_reason` of a sample without a reward."""
 
 ERRORS_FIELD = "reward_errors"
-"""Field of a sample's record that holds its failures as lines of text."""
+"""Field of a sample's record with its failures, one line of text each."""
 
 ORIGINAL_FINISH_FIELD = "finish_reason_before_drop"
-"""Field of a dropped sample's record that holds the finish reason of its generation."""
+"""Field of a dropped sample's record with the finish reason of its generation."""
 
 ALL_ABSTAINED = RewardFailure("no reward", "every reward function abstained")
 
@@ -35,7 +35,7 @@ class RewardFunctionCounts:
     num_errors: int
     num_abstained: int
     extras: Mapping[str, tuple[float, int]]
-    """Sum and count of further numbers that the function returned, by name."""
+    """Sum and count of each additional metric returned by the function, by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ def was_dropped_in_rollout(sample: Sample) -> bool:
 
 
 def restore_dropped(scored: RewardedSamples, samples: Sequence[Sample], *, fate: str) -> RewardedSamples:
-    """Returns all samples in their order; samples that were dropped in the rollout have no reward.
+    """Returns the scored samples and, without a reward, those dropped in the rollout, in their original order.
 
     Args:
         fate: what happens to the dropped samples, for the notice.
@@ -129,9 +129,9 @@ def aggregate_rewards(
     Args:
         outcomes: outcomes of each function, one per sample.
         weights: weight of each function.
-        on_error: a failed function's value counts 0 (`zero`), or its sample has no reward (`drop`); `raise` sets
-            `RewardedSamples.fatal_error`.
-        when_all_abstain: the failure of a sample for which every function abstained; None if that is no failure.
+        on_error: effect of a failure: the function's value counts as 0 (`zero`), the sample has no reward (`drop`), or
+            `RewardedSamples.fatal_error` is set (`raise`).
+        when_all_abstain: failure to record for a sample if every function abstains; None to record none.
     """
     failures = [_failures(index, outcomes, when_all_abstain) for index in range(len(samples))]
     rewarded = []
@@ -156,7 +156,7 @@ def aggregate_rewards(
 def _failures(
     index: int, outcomes: Mapping[str, Sequence[RewardOutcome]], when_all_abstain: RewardFailure | None
 ) -> dict[str, RewardFailure]:
-    """Returns a sample's failures by function; the name is empty if all functions abstained."""
+    """Returns a sample's failures by function; the key is empty if all functions abstained."""
     if when_all_abstain and all(o[index].abstained for o in outcomes.values()):
         return {"": when_all_abstain}
     return {name: failure for name, o in outcomes.items() if (failure := o[index].failure)}
@@ -206,7 +206,7 @@ def _count_outcomes(outcomes: Sequence[RewardOutcome]) -> RewardFunctionCounts:
 def _failure_notice(
     name: str, samples: Sequence[Sample], failures: Sequence[Mapping[str, RewardFailure]], on_error: OnError
 ) -> str | None:
-    """Returns one line about a function's failures, or None without failures."""
+    """Returns one line about a function's failures, or None if there are none."""
     failed = [
         (s.uid, by_function[name]) for s, by_function in zip(samples, failures, strict=True) if name in by_function
     ]
@@ -225,6 +225,6 @@ def _first_failure_message(samples: Sequence[Sample], failures: Sequence[Mapping
             setting, culprit = ("model", "model") if name == MODEL_REWARD else ("functions", "function")
             return (
                 f"reward.{setting}: {_format_failure(name, failure)} (sample {sample.uid}). Fix the {culprit}, or set "
-                "reward.on_error to zero (its value counts 0) or drop (the sample is left out)"
+                "reward.on_error to zero (the value counts as 0) or drop (the sample is left out)"
             )
     return None

@@ -1,7 +1,7 @@
 """The built-in tasks: exact reward functions that always terminate and therefore run in the trainer's process.
 
-Each function maps (completion, reference answer) to 0 or 1. `arithmetic` (`47 + 38 = ?`) reads the completion's last
-number, so that `85` and `47 + 38 = 85` are both right; its format is one integer and nothing else but white space.
+Each function maps (completion, reference answer) to 0 or 1. `arithmetic` (`47 + 38 = ?`) grades the completion's last
+number, so `85` and `47 + 38 = 85` are both correct; its format is a single integer, with optional surrounding space.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class Task:
     """One kind of question: how its answers are extracted, parsed and formatted."""
 
     extract: Callable[[str], str | None]
-    """Returns the number that a completion gives as its answer, as text."""
+    """Returns the text of the number given as the answer in a completion; None if there is none."""
     parse_reference: Callable[[str], Fraction | None]
-    """Returns the exact value of a reference answer."""
+    """Returns the exact value of a reference answer; None if it is not a number."""
     is_formatted: Callable[[str], bool]
     """Returns whether a completion has the expected format."""
 
@@ -44,7 +44,7 @@ MATH_VERIFY = "math_verify"
 
 
 class HasAnswer(Protocol):
-    """A row of a data set or a prompt, with an id and perhaps a reference answer."""
+    """A data-set row or a prompt, with an id and an optional reference answer."""
 
     @property
     def uid(self) -> str: ...
@@ -53,7 +53,7 @@ class HasAnswer(Protocol):
 
 
 def is_task_reward(name: str) -> bool:
-    """Returns whether a reward function belongs to a task."""
+    """Returns whether a reward function belongs to a built-in task."""
     return name.removesuffix(FORMAT_SUFFIX) in TASKS
 
 
@@ -63,7 +63,7 @@ def grade(name: str, completion: str, prompt: HasAnswer) -> float:
     Correctness compares exact fractions: `0.5`, `1/2` and `50/100` are the same answer.
 
     Raises:
-        InputError: a correctness function has no usable reference answer.
+        InputError: a correctness function is used, but the prompt has no usable reference answer.
     """
     if name.endswith(FORMAT_SUFFIX):
         return float(_task(name).is_formatted(completion))
@@ -73,32 +73,32 @@ def grade(name: str, completion: str, prompt: HasAnswer) -> float:
 
 
 def is_formatted(name: str, completion: str) -> bool:
-    """Returns whether a completion has the format of the task of reward function `name` (`eval/format_rate`)."""
+    """Returns whether a completion has the format required by the task of function `name` (`eval/format_rate`)."""
     return _task(name).is_formatted(completion)
 
 
 def extract_answer(name: str, completion: str) -> Fraction | None:
-    """Returns the number that a completion answers, for the task of reward function `name`; None without a number."""
+    """Returns the number given as the answer in a completion, as the task of `name` reads it; None if there is none."""
     given = _task(name).extract(completion)
     return None if given is None else parse_number(given)
 
 
 def reference_answer(name: str, prompt: HasAnswer) -> Fraction | None:
-    """Returns the value of a prompt's reference answer, which `check_answers` has verified."""
+    """Returns the value of a prompt's reference answer, already verified by `check_answers`."""
     return _task(name).parse_reference(prompt.answer or "")
 
 
 def check_answers(rows: Sequence[HasAnswer], names: Sequence[str], *, eval_source: str | None = None) -> None:
     """Verifies, before any device work, that every row can be graded by the named reward functions.
 
-    Names that belong to no task are plug-ins, whose signatures are checked when they are loaded.
+    Other names are those of plug-ins, whose signatures are checked when they are loaded.
 
     Args:
-        eval_source: origin of the rows if they are for evaluation, for the error.
+        eval_source: source of the rows if they are evaluation rows, for the error message.
 
     Raises:
-        InputError: a correctness function has rows without a reference answer, or whose answer is not a number. The
-            message names the first such row and counts the others.
+        InputError: a row's reference answer is missing, or is not a number although a correctness function needs one.
+            The message names the first such row and counts the others.
     """
     for name in names:
         if name == MATH_VERIFY:
@@ -115,7 +115,7 @@ def check_answers(rows: Sequence[HasAnswer], names: Sequence[str], *, eval_sourc
 def _describe_ungradable(name: str, bad: Sequence[HasAnswer], eval_source: str | None) -> str:
     first = bad[0]
     problem = "no answer" if first.answer is None else f"the answer {first.answer[-80:]!r}, which is not a number"
-    others = f" (and {len(bad) - 1:,} more rows are like it)" if len(bad) > 1 else ""
+    others = f" (and {len(bad) - 1:,} more like it)" if len(bad) > 1 else ""
     is_task = is_task_reward(name)
     expected, instead = ("number", f", or reward only {name}{FORMAT_SUFFIX}") if is_task else ("answer", "")
     origin, other = "", ""
@@ -123,7 +123,7 @@ def _describe_ungradable(name: str, bad: Sequence[HasAnswer], eval_source: str |
         origin, other = f" of the evaluation set (data.eval_source: {eval_source})", "another data.eval_source, or "
     return (
         f"reward.functions: {name} compares with a reference {expected}, but {first.uid}{origin} has {problem}{others};"
-        f" choose {other}the column with data.answer_column{instead}"
+        f" choose {other}the column of the answers with data.answer_column{instead}"
     )
 
 

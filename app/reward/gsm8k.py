@@ -33,7 +33,7 @@ _SPACING_COMMAND = re.compile(r"\\[,;:! ]|~")
 
 
 def extract(completion: str) -> str | None:
-    """Returns the text of the number that a completion marks as its answer, else of its last number, or None."""
+    """Returns the text of the number marked as the answer, else of the completion's last number, else None."""
     return extract_marked(completion) or last_number(completion)
 
 
@@ -62,5 +62,5 @@ def parse_reference(answer: str) -> Fraction | None:
 
 
 def is_formatted(completion: str) -> bool:
-    """Returns whether the completion marks a number as its answer."""
+    """Returns whether a number is marked as the answer in the completion."""
     return extract_marked(completion) is not None

@@ -1,6 +1,6 @@
-r"""Mathematics in LaTeX: compares the answer of a completion with the reference by math-verify.
+r"""Mathematics in LaTeX: compares the answer in a completion with the reference answer, using math-verify.
 
-It runs like a plug-in, in a process that can be killed, because sympy may never finish for input such as `9^{9^{9^9}}`.
+It runs like a plug-in, in a killable process, because SymPy may never finish for input such as `9^{9^{9^9}}`.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ import logging
 
 try:
     from math_verify import parse, verify
-except ModuleNotFoundError:  # The extra [math] is not installed, which RewardFunctions reports.
+except ModuleNotFoundError:  # RewardFunctions reports that the extra [math] is not installed.
     parse = verify = None
 
-# It would warn that its own time-outs, which need signals, are off; the worker has a time-out.
+# Hides its warning that its own time-outs, which need signals, are off; the worker has a time-out.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 MATH_DELIMITERS = ("$", "\\boxed", "\\(", "\\[")

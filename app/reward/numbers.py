@@ -1,4 +1,4 @@
-r"""Exact parsing of numbers in the text of people and models.
+r"""Exact parsing of numbers in text written by people or models.
 
 `1,234`  `-5`  `+3.50`  `.5`  `3/4`  `\frac{3}{4}`  `$18.00`  `25%`
 
@@ -15,7 +15,7 @@ MAX_NUMBER_CHARACTERS = 200
 """Maximum length of a number; longer ones are not answers and would make exact arithmetic slow."""
 
 MAX_SEARCHED_CHARACTERS = 100_000
-"""Number of last characters of a completion in which an answer is searched (about 25,000 tokens)."""
+"""Number of characters at the end of a completion that are searched for an answer (about 25,000 tokens)."""
 
 _UNSIGNED = r"(?:(?:[0-9]{1,3}(?:,[0-9]{3}){1,40}+|[0-9]++)(?:\.[0-9]++)?|\.[0-9]++)"
 
@@ -25,11 +25,11 @@ NUMBER_PATTERN = (
     rf"|(?P<over>{_UNSIGNED})(?:[ ]?/[ ]?(?P<under>{_UNSIGNED}))?)"
     r"(?!,?\d)"
 )
-"""Pattern of a number; it can be used only once in a larger pattern, because its groups have names."""
+"""Pattern of a number; it can be used only once in a larger pattern, because its groups are named."""
 
 _WHOLE_TEXT = re.compile(rf"{NUMBER_PATTERN}[ ]?(?:\\?%)?\.?")
 # A sign right after a letter, a digit or a bracket is a minus between two terms. Digits inside a word (`x2`), or after
-# a point of the number before (`1.2.3`), are not a number.
+# the decimal point of the preceding number (`1.2.3`), are not a number.
 _IN_TEXT = re.compile(rf"(?<![\w)])(?<![0-9]\.){NUMBER_PATTERN}")
 
 

@@ -10,7 +10,7 @@ from settings.schema.reward import OVERLONG_REWARD
 
 @dataclass(frozen=True, slots=True)
 class OverlongPenalty:
-    """A reward of 0 up to `max_length - buffer` tokens, which falls linearly to `-max_penalty` at `max_length`.
+    """A reward of 0 up to `max_length - buffer` tokens, falling linearly to `-max_penalty` at `max_length`.
 
     Source: Yu et al. 2025 (DAPO), eq. 13, with max_penalty = 1.
     """

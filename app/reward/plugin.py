@@ -20,7 +20,7 @@ from app.reward.reward_outcome import RewardFailure, RewardOutcome
 from settings.errors import InputError
 
 PROCESS_DEATH_KINDS = ("exit", "memory")
-"""Kinds of failures that an earlier call in the same process may have caused."""
+"""Kinds of failure that may be caused by an earlier call in the same process."""
 
 
 class PlugInUnavailableError(Exception):
@@ -36,15 +36,15 @@ class StepInfo:
 
 
 class PlugIn:
-    """One function and its pool of workers. The creator of the pool closes it.
+    """A user-supplied reward function and its pool of workers. The creator of the pool must close it.
 
     Args:
         batch_size: maximum number of samples per batch-style call; a group is never split.
-        max_characters: number of last characters of a completion that the function gets.
+        max_characters: maximum number of characters, from the end of a completion, passed to the function.
         unlimited: resources that this system cannot limit.
 
     Raises:
-        SignatureError: the data cannot fill the parameters.
+        SignatureError: a required parameter cannot be filled from the data.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class PlugIn:
         """Imports the function in its first worker and reads its signature.
 
         Raises:
-            InputError: it cannot be imported, or has a parameter that the data cannot fill.
+            InputError: the function cannot be imported, or has a required parameter that the data cannot fill.
         """
         try:
             answer = pool.load()
@@ -92,15 +92,15 @@ class PlugIn:
 
     @property
     def summary(self) -> str:
-        """One line that describes how the function is called."""
-        unlimited = f"; this system does not limit {', '.join(self._unlimited)}" if self._unlimited else ""
+        """One-line description of how the function is called."""
+        unlimited = f"; this system cannot limit {', '.join(self._unlimited)}" if self._unlimited else ""
         return f"reward {self.name}: {self._pool.function}, {self._signature.to_text()}{unlimited}"
 
     def for_held_out(self, columns: DataColumns) -> PlugIn:
-        """Returns the same function in the same workers, for the columns of the evaluation's data.
+        """Returns this plug-in, with the same workers, for the columns of the evaluation data.
 
         Raises:
-            InputError: a column that the function needs is missing.
+            InputError: a column required by the function is missing.
         """
         try:
             return PlugIn(
@@ -114,7 +114,7 @@ class PlugIn:
             )
         except SignatureError as problem:
             raise InputError(
-                f"data.eval_source: {self._pool.function} judges held-out answers too: {problem}"
+                f"data.eval_source: {self._pool.function} also grades held-out samples, but it {problem}"
             ) from None
 
     def compute_outcomes(self, samples: Sequence[Sample], step_info: StepInfo) -> list[RewardOutcome]:
@@ -135,7 +135,7 @@ class PlugIn:
         return [outcome for outcome in outcomes if outcome is not None]
 
     def _batches(self, samples: Sequence[Sample]) -> Iterator[tuple[int, ...]]:
-        """Yields the sample indices of each call: whole groups in batch style, else one sample."""
+        """Yields the sample indices of each call: whole groups in batch style, else a single sample."""
         if not self._signature.is_batch:
             yield from ((index,) for index in range(len(samples)))
             return
@@ -157,12 +157,12 @@ class PlugIn:
         *,
         fresh: bool = False,
     ) -> list[tuple[int, ...]]:
-        """Stores the outcomes of the batches; returns the parts of failed batches, for another attempt."""
+        """Calls the function on each batch and stores the outcomes; returns the parts of failed batches to retry."""
         requests = [self._request([samples[i] for i in batch], step_info) for batch in batches]
         try:
             answers = self._pool.run(requests, fresh=fresh)
         except LoadError as problem:
-            raise PlugInUnavailableError(f"reward {self.name}: no worker can be started again: {problem}") from None
+            raise PlugInUnavailableError(f"reward {self.name}: no worker can be restarted: {problem}") from None
         parts: list[tuple[int, ...]] = []
         for batch, answer in zip(batches, answers, strict=True):
             if isinstance(answer, list) and len(answer) != len(batch):

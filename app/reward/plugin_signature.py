@@ -26,10 +26,10 @@ SAMPLE_ARGUMENTS: Mapping[StyleName, tuple[str, ...]] = {
     "verl": ("data_source", "solution_str", "ground_truth", "extra_info"),
     "by name": ("prompt", "completion", "completion_ids"),
 }
-"""Names of the parts of a sample in each style."""
+"""Names of the arguments filled from a sample, in each style."""
 
 TRAINER_ARGUMENTS = ("trainer_state", "log_metric")
-"""Further parameters of a batch-style function: the training progress, and a function that logs a number."""
+"""Additional arguments of a batch-style function: the training progress, and a function that logs a number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class DataColumns:
-    """The columns of the data that can fill a parameter, in addition to the sample itself."""
+    """The data columns that can fill a parameter, in addition to the sample itself."""
 
     extra: frozenset[str]
     """Columns other than prompt and answer."""
@@ -63,7 +63,7 @@ class DataColumns:
         prompt_column: str | None = None,
         answer_column: str | None = None,
     ) -> DataColumns:
-        """Collects the columns of rows or prompts; a column counts if at least one row has it."""
+        """Returns the columns found in at least one of the rows or prompts."""
         rows = list(rows)
         has_answers = any(row.answer is not None for row in rows)
         return cls(
@@ -95,9 +95,9 @@ class PlugInSignature:
         return self.style == "batch"
 
     def to_text(self) -> str:
-        """Returns the description for the report at startup."""
-        names = {"batch": "a batch at a time", "verl": "one sample at a time, verl's way", "by name": "one at a time"}
-        return f"{names[self.style]}: {', '.join(self.arguments)}"
+        """Returns a description for the startup log."""
+        units = {"batch": "a batch", "verl": "one sample as in verl", "by name": "one sample"}
+        return f"called with {units[self.style]}: {', '.join(self.arguments)}"
 
 
 class SignatureError(ValueError):
@@ -105,10 +105,10 @@ class SignatureError(ValueError):
 
 
 def read_signature(parameters: Sequence[Parameter], columns: DataColumns) -> PlugInSignature:
-    """Determines the style of a function and the arguments that it gets.
+    """Returns the calling style of a function and the names of the arguments to pass.
 
     Raises:
-        SignatureError: a parameter cannot be filled, or there is none that a reward could depend on.
+        SignatureError: a required parameter cannot be filled, or no parameter depends on the sample.
     """
     named = [p for p in parameters if p.kind in ("POSITIONAL_OR_KEYWORD", "KEYWORD_ONLY")]
     takes_everything = any(p.kind == "VAR_KEYWORD" for p in parameters)
@@ -124,7 +124,7 @@ def read_signature(parameters: Sequence[Parameter], columns: DataColumns) -> Plu
         arguments += [name for name in fillable if name not in arguments and name not in again]
     if unknown or not arguments:
         problem = (
-            f"has parameters that nothing fills: {_quote_names(unknown)}"
+            f"has parameters that cannot be filled: {_quote_names(unknown)}"
             if unknown
             else "has no parameter that a sample can fill"
         )
@@ -151,7 +151,7 @@ def _describe_available(columns: DataColumns) -> str:
     data = _quote_names([*(["answer"] if columns.answers else []), *sorted(columns.extra)]) or "none"
     return (
         "A function takes a batch (prompts, completions, completion_ids), or one sample (prompt, completion, or verl's "
-        f"data_source, solution_str, ground_truth, extra_info), and in either case columns of the data: {data}"
+        f"data_source, solution_str, ground_truth, extra_info), and in either case these data columns: {data}"
     )
 
 
@@ -162,9 +162,9 @@ def _quote_names(names: Sequence[str]) -> str:
 def build_arguments(
     signature: PlugInSignature, samples: Sequence[Sample], columns: DataColumns, *, max_characters: int
 ) -> dict[str, Any]:
-    """Returns the arguments of a call by name: lists in batch style, else the values of the one sample.
+    """Returns the arguments of a call by name: lists in batch style, else the values of the single sample.
 
-    Completions are shortened to their last `max_characters`. Arguments from the trainer are not included.
+    Completions are shortened to their last `max_characters`. `TRAINER_ARGUMENTS` are not included.
     """
     getters: dict[str, Callable[[Sample], Any]] = {
         "completion_ids": lambda s: s.completion_ids.tolist(),
@@ -190,5 +190,5 @@ def build_arguments(
 
 
 def _match_prompt_format(sample: Sample, completion: str) -> str | list[dict[str, str]]:
-    """Returns text if the prompt is text, and a message if it is a chat, as TRL does."""
+    """Returns the completion as text if the prompt is text, and as a message if it is a chat, as TRL does."""
     return completion if isinstance(sample.prompt.source, str) else [{"role": "assistant", "content": completion}]

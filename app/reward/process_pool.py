@@ -1,7 +1,7 @@
 """The worker processes of one plug-in: a single thread starts, feeds, supervises, kills and replaces them.
 
-A worker leads its own process group, so that its child processes are killed with it. It gets few environment variables
-and no open files, and exits when this process ends.
+A worker leads its own process group, so that its child processes are killed with it. It inherits few environment
+variables and no open files, and exits when this process does.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ INVALID_ANSWER = RewardFailure("exit", "its process sent an invalid answer")
 OUT_OF_MEMORY_SIGNS = ("MemoryError", "allocate memory", "failed to map segment")
 
 Answer = dict[str, Any] | RewardFailure
-"""What a worker sent, or how it failed."""
+"""Message of a worker, or its failure."""
 Result = list[RewardOutcome] | RewardFailure
-"""The outcomes of a call, or how it failed as a whole."""
+"""Outcomes of a call, or the failure of the whole call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class ResourceLimits:
 
 
 class LoadError(Exception):
-    """No worker can be started with the plug-in; the message gives the reason."""
+    """The plug-in cannot be loaded in a worker; the message gives the reason."""
 
 
 class LoadTimeoutError(LoadError):
@@ -48,7 +48,7 @@ class LoadTimeoutError(LoadError):
 
 
 class ProcessPool:
-    """At most `num_workers` workers with one function loaded, kept between training steps.
+    """A pool of at most `num_workers` workers that have loaded one function; they are kept between training steps.
 
     Args:
         function: `module:name` or `file.py:name`.
@@ -71,7 +71,7 @@ class ProcessPool:
         """Starts the first worker and returns its description of the function.
 
         Raises:
-            LoadError: the function cannot be used.
+            LoadError: the function cannot be loaded.
         """
         worker = self._start()
         try:
@@ -87,7 +87,7 @@ class ProcessPool:
         """Returns the result of each request, in the order of the requests.
 
         Args:
-            fresh: whether each request needs a worker that has served no other.
+            fresh: whether each request needs a new worker, which has not served any other request.
 
         Raises:
             LoadError: a worker had to be replaced, and its replacement failed to start twice.
@@ -110,7 +110,7 @@ class ProcessPool:
         return [results[index] for index in range(len(requests))]
 
     def close(self) -> None:
-        """Kills every worker and waits for its end."""
+        """Kills all workers and waits until they have exited."""
         while self._workers:
             self._workers.pop().kill()
 
@@ -138,7 +138,7 @@ class ProcessPool:
             self._start()
 
     def _wait(self, timeout_s: float = float("inf")) -> list[tuple[WorkerProcess, Answer]]:
-        """Waits until a worker has answered, has died or has passed its deadline."""
+        """Waits for an event of a worker; returns the answers, and the failures of dead and overdue workers."""
         with selectors.DefaultSelector() as selector:
             for worker in self._workers:
                 selector.register(worker.read_fd, selectors.EVENT_READ, worker)
@@ -184,7 +184,7 @@ class ProcessPool:
     def _finish_load(self, worker: WorkerProcess, answer: Answer) -> dict[str, Any]:
         if isinstance(answer, RewardFailure):
             kind = LoadTimeoutError if answer.kind == "timeout" else LoadError
-            raise kind(f"while it was imported, it {answer.text.removeprefix('its process ')}")
+            raise kind(f"during the import, it {answer.text.removeprefix('its process ')}")
         if "refused" in answer:
             text = one_line(str(answer["refused"]))
             is_memory = any(sign in text for sign in OUT_OF_MEMORY_SIGNS)
@@ -228,7 +228,7 @@ class ProcessPool:
 
 
 def _parse_answer(answer: Mapping[str, Any]) -> Result:
-    """Parses a worker's answer and verifies all of it, because the function can write to the same pipe."""
+    """Parses a worker's answer and checks all of it, because the function could write to the same pipe."""
     try:
         if "failure" in answer:
             return _parse_failure(answer["failure"])

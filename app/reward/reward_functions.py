@@ -29,7 +29,7 @@ from settings.errors import InputError
 from settings.schema.reward import MODEL_REWARD, OVERLONG_REWARD, RewardFunctionSettings, RewardSettings
 
 BUILT_IN_PLUG_INS = {MATH_VERIFY: "app.reward.math_answers:math_verify"}
-"""Built-in rewards that run as plug-ins, with their functions."""
+"""Built-in rewards that run as plug-ins: name -> function."""
 
 
 class ComputeRewards(Protocol):
@@ -41,7 +41,7 @@ class ComputeRewards(Protocol):
 
 
 class RewardFunc(Protocol):
-    """A reward function, built-in or not."""
+    """A built-in or user-supplied reward function."""
 
     @property
     def name(self) -> str: ...
@@ -49,7 +49,7 @@ class RewardFunc(Protocol):
 
 
 class TaskReward:
-    """A function of `app.reward.builtin_tasks`, which cannot fail: `check_answers` has checked the answers."""
+    """A function of `app.reward.builtin_tasks`. It cannot fail, because `check_answers` has verified the answers."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -59,15 +59,15 @@ class TaskReward:
 
 
 class RewardFunctions:
-    """A context manager of the functions in `reward.functions` and their worker processes.
+    """Context manager for the functions in `reward.functions` and their worker processes.
 
     Args:
-        columns: columns of the training data that plug-ins can use.
+        columns: columns of the training data available to plug-ins.
         held_out_columns: columns of the evaluation data; None if no held-out samples are graded.
         overlong: length penalty in training; None for no penalty.
 
     Raises:
-        InputError: on entering, if a function cannot be used; no process remains then.
+        InputError: on entry, if a function cannot be used; no worker process is left running.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class RewardFunctions:
         self._held_out_function: RewardFunc | None = None
         self._exit_stack = ExitStack()
         self.plug_in_summaries: tuple[str, ...] = ()
-        """One line per plug-in about how it is called."""
+        """One line per plug-in that describes how it is called."""
 
     def __enter__(self) -> RewardFunctions:
         for name in self._settings.environment:
@@ -136,10 +136,10 @@ class RewardFunctions:
         return replace(scored, samples=[self._overlong.apply(sample) for sample in scored.samples])
 
     def grade_held_out(self, samples: Sequence[Sample], step_info: StepInfo) -> RewardedSamples:
-        """Returns held-out samples with the one value that counts for accuracy; none if the function abstained.
+        """Returns held-out samples whose only reward is their accuracy; none if the function abstained.
 
-        It is the value of the first function: of a plug-in itself, of a task its correctness. A failure counts as 0,
-        unless `reward.on_error` is `raise`. A sample that could not be generated also counts as 0.
+        Accuracy is the value of the first function, or of its task's correctness function if it is a format reward. A
+        failure counts as 0 unless `reward.on_error` is `raise`; a sample that could not be generated counts as 0 too.
         """
         assert self._held_out_function is not None
         on_error = "raise" if self._settings.on_error == "raise" else "zero"
@@ -211,6 +211,6 @@ def _compute_rewards(
 
 
 def accuracy_function_name(settings: RewardSettings) -> str:
-    """Returns the name of the function that determines held-out accuracy; for a format reward, that of its task."""
+    """Returns the name of the function for held-out accuracy: the first one, or for a format reward, its task's."""
     name = settings.functions[0].name
     return name.removesuffix(FORMAT_SUFFIX) if is_task_reward(name) else name

@@ -1,4 +1,4 @@
-"""The outcome of a reward function for a sample: a value, nothing, or a failure."""
+"""The outcome of a reward function for a sample: a value, an abstention, or a failure."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ MAX_TEXT_CHARACTERS = 300
 
 @dataclass(frozen=True, slots=True)
 class RewardFailure:
-    """The reason why a function gave no value."""
+    """The reason why a function failed to return a value."""
 
     kind: str
     """`raised`, `value` (not a finite number), `length` (of a list), `timeout`, `cpu`, `memory`, `exit` (its process
     ended), `no reward` (every function abstained), `too long` or `template` (unreadable for a reward model)."""
     text: str
-    """One line, for a person."""
+    """One line of text for people to read."""
 
 
 @dataclass(frozen=True, slots=True)
 class RewardOutcome:
-    """A value or a failure; if there is neither, the function abstained."""
+    """A value or a failure; with neither, the function abstained."""
 
     value: float | None = None
     failure: RewardFailure | None = None
     extras: Mapping[str, float] = field(default_factory=dict)
-    """Further numbers to log."""
+    """Additional metrics to log."""
 
     @property
     def abstained(self) -> bool:
@@ -34,7 +34,7 @@ class RewardOutcome:
 
 
 def replace_control_characters(line: str) -> str:
-    """Replaces control characters, which a terminal would interpret."""
+    """Returns the line with its control characters replaced, because a terminal would interpret them."""
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in line)
 
 

@@ -1,4 +1,4 @@
-"""Rewards that samples already have: they are reused, and no reward function is called."""
+"""Reuse of the rewards saved in samples, without calling a reward function."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from app.reward.reward_outcome import RewardOutcome
 
 
 def has_saved_reward(sample: Sample) -> bool:
-    """Returns whether a sample has its reward, or was dropped because it could not get one."""
+    """Returns whether a sample has a saved reward, or was dropped and cannot have one."""
     return (
         sample.reward is not None or was_dropped_in_rollout(sample) or sample.finish_reason == NO_REWARD_FINISH_REASON
     )
@@ -33,7 +33,7 @@ def reuse_saved_rewards(
 ) -> RewardedSamples:
     """Returns the samples unchanged, with counts of errors and abstentions restored from their records.
 
-    Further numbers of plug-ins are not restored, because samples do not store them.
+    Additional metrics of plug-ins are not restored, because samples do not store them.
 
     Args:
         names: names of the reward functions and of the reward model.

@@ -17,7 +17,7 @@ from app.reward.reward_outcome import replace_control_characters
 
 WORKER_FILE = str(Path(__file__).with_name("worker_main.py"))
 SOURCE_ROOT = str(Path(__file__).resolve().parents[2])
-"""The folder that holds the `app` package."""
+"""Folder that contains the `app` package."""
 
 ALLOWED_ENVIRONMENT = frozenset(
     {
@@ -26,7 +26,7 @@ ALLOWED_ENVIRONMENT = frozenset(
         *("SSL_CERT_FILE", "SSL_CERT_DIR", "XDG_CACHE_HOME", "HF_HOME", "HF_HUB_OFFLINE", "OMP_NUM_THREADS"),
     }
 )
-"""Environment variables that workers inherit: an allow-list, so that keys are never passed on by accident."""
+"""Environment variables inherited by workers: an allow-list, so that secrets are never passed on by accident."""
 
 MAX_ANSWER_BYTES = 64 * 2**20
 PIPE_BYTES = 64 * 2**10
@@ -56,7 +56,7 @@ class StderrRelay:
             self._line = b""
 
     def flush(self) -> None:
-        """Prints the rest of the pipe once. A child of the worker may have escaped and could print for ever."""
+        """Prints the rest of the pipe. Reads only once, because an escaped child of the worker could print forever."""
         self.read()
         _print_lines(self._line)
         self._line = b""
@@ -68,7 +68,7 @@ def _print_lines(data: bytes) -> None:
 
 
 class WorkerProcess:
-    """A process and its pipes. No method waits, except `kill` for the end of the process."""
+    """A worker process and its pipes. Only `kill` blocks, until the process has exited."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self.process = subprocess.Popen(
@@ -89,7 +89,7 @@ class WorkerProcess:
         self.deadline = float("inf")
         self.is_loaded = False
         self.is_retry = False
-        """Whether it was started because the previous start failed."""
+        """Whether it was started because the start of another worker failed."""
         self.num_calls = 0
         self.call_index: int | None = None
         """Index of its current call; None while it is idle or loading."""
@@ -109,7 +109,7 @@ class WorkerProcess:
         self.deadline = time.monotonic() + timeout_s
 
     def write(self) -> None:
-        """Writes as much as the pipe accepts. `read` detects a worker that has ended."""
+        """Writes as much as the pipe accepts. If the worker has exited, `read` detects it."""
         try:
             self.outgoing = self.outgoing[os.write(self.write_fd, self.outgoing) :]
         except BlockingIOError:
@@ -121,7 +121,7 @@ class WorkerProcess:
         """Returns the worker's answer once it is complete, else None.
 
         Raises:
-            EOFError: the worker has ended, or its answer is invalid.
+            EOFError: the worker has exited, or its answer is invalid.
         """
         data = os.read(self.read_fd, 1 << 20)
         self._incoming += data
@@ -151,10 +151,10 @@ class WorkerProcess:
 
 
 def worker_environment(names: Sequence[str], environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Returns the environment variables of workers: allowed ones of this process, and defaults."""
+    """Returns the environment variables for workers: the allowed ones of this process, and defaults."""
     allowed = ALLOWED_ENVIRONMENT.union(names)
     passed = {name: value for name, value in environ.items() if name in allowed or name.startswith("LC_")}
-    # Last, so that a function imports a user's `app` or `settings` instead of those of the program.
+    # The program's folder comes last, so that a function imports the user's `app` or `settings` if there are any.
     source_path = {"PYTHONPATH": os.pathsep.join(filter(None, (passed.get("PYTHONPATH"), SOURCE_ROOT)))}
     # Workers already run in parallel, so threads of libraries would only compete. Devices belong to the trainer.
     defaults = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}

@@ -1,4 +1,4 @@
-"""The program of a worker process, which runs one reward function and can be killed.
+"""The program of a killable worker process, which runs one reward function.
 
 It exchanges JSON Lines with `app.reward.worker_handle`, one answer per request, and imports only the standard library
 and the function:
@@ -30,7 +30,7 @@ from types import ModuleType, SimpleNamespace, TracebackType
 from typing import Any, NoReturn
 
 PROGRAM_MODULES = {"app.reward.math_answers"}
-"""Modules of this program that hold reward functions."""
+"""Modules of this program that contain reward functions."""
 
 MAX_EXTRAS = 32
 """Maximum number of additional metrics per sample."""
@@ -38,7 +38,7 @@ EXTRA_NAME_PATTERN = re.compile(r"[A-Za-z0-9_.@-]{1,64}")
 
 
 class FunctionLoadError(Exception):
-    """The function cannot be used, for the reason in the message."""
+    """The function cannot be loaded; the message gives the reason."""
 
 
 class RewardValueError(Exception):
@@ -54,7 +54,7 @@ class RewardLengthError(RewardValueError):
 
 
 class TrainerChannel:
-    """The pipes to the trainer. For the function, stdin is empty and stdout is stderr."""
+    """The pipes to the trainer. The function itself gets an empty stdin, and its stdout is redirected to stderr."""
 
     def __init__(self) -> None:
         self._requests = os.fdopen(os.dup(0), "rb")
@@ -67,13 +67,13 @@ class TrainerChannel:
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
-        """Reads requests in a thread, so that the end of the trainer is noticed while the function runs."""
+        """Reads requests in a thread, so that an exit of the trainer is noticed while the function runs."""
         for line in self._requests:
             self._lines.put(line)
         kill_process_group()
 
     def _close_in_child(self) -> None:
-        """Closes the pipe in a forked child, which would otherwise hide the end of this process from the trainer."""
+        """Closes the pipe in a forked child, which would otherwise hide this process's exit from the trainer."""
         if self._answers >= 0:
             os.close(self._answers)
         self._answers = -1
@@ -95,7 +95,7 @@ def kill_process_group() -> NoReturn:
 
 
 def main() -> None:
-    """Loads the function, reports its parameters, and serves calls until the trainer ends."""
+    """Loads the function, reports its parameters, and serves calls until the trainer exits."""
     process_id = os.getpid()
     sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
     channel = TrainerChannel()
@@ -132,7 +132,7 @@ def limit_memory(num_bytes: int) -> list[str]:
 
 
 def limit_cpu(seconds: float) -> None:
-    """Limits the further processor time of this process, after which it is killed."""
+    """Limits how much more processor time this process may use before it is killed."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
     ceiling = math.ceil(usage.ru_utime + usage.ru_stime + seconds)
@@ -143,11 +143,11 @@ def load_function(function: str) -> Callable[..., Any]:
     """Imports the function `module:name` or `file.py:name`.
 
     Raises:
-        FunctionLoadError: the file, module or name does not exist, its import fails, or it is not a function.
+        FunctionLoadError: the file, module or name does not exist, the import fails, or the name is not a function.
     """
     place, _, attribute = function.rpartition(":")
-    # As for `python file.py`, modules next to the file and in the working directory can be imported. The program's own
-    # functions are found even if the working directory has an `app`, too.
+    # As with `python file.py`, modules next to the file and in the working directory can be imported. The program's own
+    # functions are found even if the working directory contains another `app`.
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]) if place in PROGRAM_MODULES else os.getcwd())
     module: Any = _import_file(Path(place)) if place.endswith(".py") else _import_module(place)
     target = module
@@ -155,7 +155,7 @@ def load_function(function: str) -> Callable[..., Any]:
         if not hasattr(target, name):
             known = [n for n, v in vars(module).items() if inspect.isroutine(v) and not n.startswith("_")]
             raise FunctionLoadError(
-                f"{place} has no `{name}`; functions there: {', '.join(sorted(known)[:20]) or 'none'}"
+                f"{place} has no `{name}`; its functions: {', '.join(sorted(known)[:20]) or 'none'}"
             )
         target = getattr(target, name)
     if isinstance(target, type) or not callable(target):
@@ -196,7 +196,7 @@ def _run_import(place: str, load: Callable[[], ModuleType]) -> ModuleType:
 
 
 def describe_error(error: BaseException) -> str:
-    """Returns the last line of a traceback, and its location."""
+    """Returns the last line of an error's traceback, and the location of the error."""
     text = traceback.format_exception_only(error)[-1].strip()
     place = _error_location(error.__traceback__)
     if isinstance(error, SyntaxError) and error.filename:
@@ -205,7 +205,7 @@ def describe_error(error: BaseException) -> str:
 
 
 def _error_location(trace: TracebackType | None) -> str | None:
-    """Returns the innermost line of user code, or else the innermost line outside this module."""
+    """Returns the location of the error in user code, or else in any code outside this module."""
     lines = [(f.filename, f.lineno) for f in traceback.extract_tb(trace) if f.filename != __file__]
     lines = [(file, line) for file, line in lines if not file.startswith("<frozen")]
     user_lines = [(file, line) for file, line in lines if not file.startswith((sys.prefix, sys.base_prefix))]
@@ -229,7 +229,7 @@ def describe_parameters(function: Callable[..., Any]) -> list[list[Any]]:
 
 
 def call_function(function: Callable[..., Any], request: Mapping[str, Any], runner: asyncio.Runner) -> dict[str, Any]:
-    """Calls the function and returns its outcomes, or its failure of any kind."""
+    """Calls the function and returns its outcomes; any error is returned as a failure."""
     arguments = dict(request["arguments"])
     logged: dict[str, float] = {}
     if "trainer_state" in request:
@@ -258,7 +258,7 @@ async def _awaited(result: Awaitable[Any]) -> Any:
 
 
 def batch_outcomes(result: Any, num_samples: int, extras: dict[str, float]) -> list[dict[str, Any]]:
-    """Returns one outcome per sample; None abstains. An item that is not a number fails only its own sample.
+    """Returns one outcome per sample; None means an abstention. An item of another type fails only its own sample.
 
     Raises:
         RewardValueError: the result is not a list of `num_samples` items.
@@ -267,7 +267,7 @@ def batch_outcomes(result: Any, num_samples: int, extras: dict[str, float]) -> l
         raise RewardValueError(f"returned {describe_value(result)}, expected a list of {num_samples} numbers or None")
     values = list(result)
     if len(values) != num_samples:
-        raise RewardLengthError(f"returned {len(values)} values for {num_samples} samples")
+        raise RewardLengthError(f"returned {len(values)} values for {num_samples} samples, expected one for each")
     return [{} if value is None else _value_outcome(value, extras) for value in values]
 
 
@@ -287,7 +287,7 @@ def sample_outcome(result: Any) -> dict[str, Any]:
     if not isinstance(result, Mapping):
         return {"value": to_number(result)}
     if "score" not in result:
-        raise RewardValueError(f"returned {describe_value(result)}, a dict without `score`")
+        raise RewardValueError(f"returned {describe_value(result)}, expected a number or a dict with `score`")
     return {
         "value": to_number(result["score"]),
         "extras": collect_extras({k: v for k, v in result.items() if k != "score"}),
@@ -295,21 +295,21 @@ def sample_outcome(result: Any) -> dict[str, Any]:
 
 
 def to_number(value: Any) -> float:
-    """Converts a finite real number, such as an int, a bool or a scalar of numpy or torch.
+    """Converts a finite real number, such as an int, a bool or a NumPy or PyTorch scalar, to a float.
 
     Raises:
-        RewardValueError: the value is something else.
+        RewardValueError: the value is not a finite number.
     """
     if not hasattr(type(value), "__float__") and not hasattr(type(value), "__index__"):
         raise RewardValueError(f"returned {describe_value(value)}, expected a number")
     result = float(value)
     if not math.isfinite(result):
-        raise RewardValueError(f"returned {result}")
+        raise RewardValueError(f"returned {result}, expected a finite number")
     return result
 
 
 def collect_extras(values: Mapping[Any, Any]) -> dict[str, float]:
-    """Returns the finite numbers whose names are valid names of metrics."""
+    """Returns the finite numbers with valid metric names, at most `MAX_EXTRAS` of them."""
     extras: dict[str, float] = {}
     for name, value in values.items():
         if not isinstance(name, str) or not EXTRA_NAME_PATTERN.fullmatch(name) or len(extras) == MAX_EXTRAS:

@@ -1,1 +1,1 @@
-"""One stage of the pipeline over a file of samples: rollout, score or gae."""
+"""Pipeline stages as commands over a file of samples: rollout, score and gae."""

@@ -28,7 +28,7 @@ def estimate_advantages(resolved: Resolved, *, input: Path, out: Path) -> dict[s
     The whole input is checked before any device work. Samples are read again for each pass; whitening adds a pass.
 
     Raises:
-        InputError: settings, samples, matrices or output file that cannot be used.
+        InputError: the settings, samples, matrices or output file cannot be used.
     """
     settings = resolved.settings
     kind, kind_of_out = (GaeMatrixFile if path.suffix.lower() == NPZ_SUFFIX else GaeSampleFile for path in (input, out))
@@ -62,12 +62,12 @@ def estimate_advantages(resolved: Resolved, *, input: Path, out: Path) -> dict[s
 
 
 def start_local_devices(mesh: MeshSettings) -> None:
-    """Starts the devices of this host alone, whichever other hosts `mesh` names."""
+    """Starts only the devices of this host, even if `mesh` is configured for several hosts."""
     jax_startup.initialize_local(mesh)
 
 
 def make_whitener(moments: Moments | None) -> AdvantageTransform:
-    """Returns a transform to mean 0 and variance 1 over the file's tokens; without moments, the identity."""
+    """Returns a function that normalizes advantages to mean 0 and variance 1 over the file; the identity for None."""
     if moments is None:
         return lambda advantages, mask: advantages
     return lambda advantages, mask: whiten(advantages, mask, moments)

@@ -1,4 +1,4 @@
-"""`grpo gae --bench`: times every GAE backend and chunk size on this machine, next to a copy of the same bytes."""
+"""`grpo gae --bench`: compares the time of every GAE backend and chunk size with that of copying the same bytes."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ NUM_REPEATS = 20
 MIN_REPEAT_S = 1e-3
 """Calls are repeated until they take this long, so that the clock's resolution does not matter."""
 MAX_CALL_S = 2.0
-"""Slower cases are left out: twenty repeats would take most of a minute."""
+"""Cases with slower calls are left out: twenty repeats would take most of a minute."""
 MAX_TOKENS = 1 << 30
 BYTES_PER_TOKEN = 16
-"""Reward and value in, advantage and return out, in float32; a mask adds one."""
+"""Reward and value are read, advantage and return are written, in float32; a mask adds one byte."""
 MIN_SPEEDUP = 1.1
 """Smallest ratio of two medians that counts as a difference on a shared machine."""
 MASKED_FRACTION = 0.1
 NUM_CHECKED_ROWS = 16
-"""Rows compared with float64, from the first to the last."""
+"""Number of rows compared with float64 results, evenly spaced from the first to the last."""
 HEADINGS = ("shape", "decay", "backend", "chunk", "compile s", "median ms", "p90 ms", "GB/s", "% of copy", "max error")
 
 
@@ -57,10 +57,10 @@ class BenchmarkShape(NamedTuple):
 
 
 def run_benchmark(resolved: Resolved, *, shapes: str, out: Path | None) -> dict[str, Any]:
-    """Times all backends, writes bench.json and bench.png to the folder `out`, and returns what bench.json holds.
+    """Times all backends, writes bench.json and bench.png to the folder `out`, and returns the content of bench.json.
 
     Raises:
-        InputError: malformed shapes, or a folder that cannot be written.
+        InputError: the shapes are malformed, or the folder cannot be written to.
     """
     parsed_shapes = parse_shapes(shapes)
     folder = out or DEFAULT_FOLDER
@@ -68,7 +68,7 @@ def run_benchmark(resolved: Resolved, *, shapes: str, out: Path | None) -> dict[
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(
-            f"--out: {folder.absolute()}: no folder for bench.json and bench.png: {error.strerror}"
+            f"--out: cannot create the folder {folder.absolute()} for bench.json and bench.png: {error.strerror}"
         ) from None
     for name in ("bench.json", "bench.png"):
         check_output_path(folder / name)
@@ -112,7 +112,7 @@ def parse_shapes(text: str) -> list[BenchmarkShape]:
     """Parses `16x8192,256x131072` into rows and tokens; repeated shapes are dropped.
 
     Raises:
-        InputError: any other text.
+        InputError: the text is malformed, or a shape has too many tokens.
     """
     shapes = []
     for part in text.split(","):
@@ -122,7 +122,7 @@ def parse_shapes(text: str) -> list[BenchmarkShape]:
             )
         shape = BenchmarkShape(*map(int, part.strip().split("x")))
         if shape.rows * shape.tokens > MAX_TOKENS:
-            raise InputError(f"--shapes: {shape} has more than {MAX_TOKENS:,} tokens")
+            raise InputError(f"--shapes: {shape} has more than {MAX_TOKENS:,} tokens, which is the maximum")
         shapes.append(shape)
     return list(dict.fromkeys(shapes))
 
@@ -130,7 +130,7 @@ def parse_shapes(text: str) -> list[BenchmarkShape]:
 def measure_shape(
     algorithm: AlgorithmSettings, shape: BenchmarkShape, *, num_repeats: int = NUM_REPEATS
 ) -> list[BackendTiming]:
-    """Times the copy and every backend, under the gamma, lambda and mask mode of the settings."""
+    """Returns the timings of a copy and of every backend, with the settings' gamma, lambda and mask mode."""
     rng = np.random.default_rng(0)
     rewards, values = rng.standard_normal((2, *shape), np.float32)
     mask = rng.random(shape, np.float32) >= MASKED_FRACTION
@@ -158,7 +158,7 @@ def measure_shape(
             warm_s = time_calls(call, 1)
             timings.append(replace(timing, first_call_s=max(first_s - warm_s, 0.0), max_error=error))
             calls.append(call if warm_s <= MAX_CALL_S else None)
-    _print_progress(f"{shape}: {num_repeats} repeats of each in turn")
+    _print_progress(f"{shape}: {num_repeats} repeats of each case, in turn")
     times = iter(time_interleaved([call for call in calls if call is not None], num_repeats))
     num_tokens = shape.rows * shape.tokens
     timed: list[BackendTiming] = []
@@ -176,10 +176,10 @@ def measure_shape(
 
 
 def make_copy_call(rewards: Any, values: Any) -> Callable[[], Any]:
-    """Returns a call that reads and writes both arrays, with numpy on a CPU."""
+    """Returns a function that copies both arrays, with NumPy on a CPU."""
     if on_cpu():
         return lambda: (rewards.copy(), values.copy())
-    # Multiplies by a number unknown to the compiler: otherwise no byte would move.
+    # Multiplies by a number unknown to the compiler, which would otherwise remove the copy.
     return partial(jax.jit(lambda x, y, one: (x * one, y * one)), rewards, values, jnp.float32(1.0))
 
 
@@ -191,7 +191,7 @@ def list_cases(
     auto = choose("auto")
     for backend in BACKENDS:
         if (choice := choose(backend)).backend != backend:
-            continue  # Another backend runs in its place here.
+            continue  # Another backend would run instead.
         has_chunks = choice.chunk_size is not None
         sizes = {*CHUNK_SIZES, algorithm.gae_chunk_size, auto.chunk_size} - {None} if has_chunks else {None}
         for size in sorted(sizes, key=lambda size: size or 0):
@@ -201,7 +201,7 @@ def list_cases(
 
 
 def time_calls(call: Callable[[], Any], count: int) -> float:
-    """Returns the seconds of one call, the mean of `count` calls."""
+    """Returns the mean time of `count` calls, in seconds."""
     start = time.perf_counter()
     result = None
     for _ in range(count):
@@ -213,7 +213,7 @@ def time_calls(call: Callable[[], Any], count: int) -> float:
 
 
 def time_interleaved(calls: Sequence[Callable[[], Any]], num_repeats: int) -> list[list[float]]:
-    """Returns the seconds of each call per repeat; the calls take turns, so a disturbance affects all of them."""
+    """Returns the seconds of each call in each repeat; calls take turns, so that a disturbance affects all of them."""
     counts = [max(1, math.ceil(MIN_REPEAT_S / max(time_calls(call, 1), 1e-7))) for call in calls]
     times: list[list[float]] = [[] for _ in calls]
     for _ in range(num_repeats):
@@ -225,7 +225,7 @@ def time_interleaved(calls: Sequence[Callable[[], Any]], num_repeats: int) -> li
 def reference_gae(
     rewards: np.ndarray, values: np.ndarray, mask: np.ndarray | None, algorithm: AlgorithmSettings
 ) -> np.ndarray:
-    """Computes advantages and returns in float64, [2, B, T], one step after another as in the paper."""
+    """Returns advantages and returns, [2, B, T] in float64, computed one step at a time as in the paper."""
     mask = np.ones(rewards.shape, bool) if mask is None else mask
     rewards, values = rewards.astype(np.float64), values.astype(np.float64)
     if algorithm.mask_mode == "zero":
@@ -242,7 +242,7 @@ def reference_gae(
 
 
 def conclude(cases: Sequence[BackendTiming]) -> str:
-    """Describes, per shape and kind of decay, whether the chunk scan pays and whether `auto` selects the fastest."""
+    """Returns, for each shape and kind of decay, whether the chunk scan pays and whether `auto` selects the fastest."""
     lines = []
     for (shape, decay), group in groupby(cases, key=lambda case: (case.shape, case.decay)):
         ranked = sorted(group, key=lambda case: case.median_s or math.inf)
@@ -259,7 +259,7 @@ def conclude(cases: Sequence[BackendTiming]) -> str:
             best = ranked[0]
             if best.median_s is not None and _seconds(auto) / best.median_s >= MIN_SPEEDUP:
                 options = f"--backend {best.backend}{f' --chunk-size {best.chunk_size}' if best.chunk_size else ''}"
-                line += f", {_seconds(auto) / best.median_s:.1f} x as long as the fastest: use {options}"
+                line += f", which takes {_seconds(auto) / best.median_s:.1f} x as long as the fastest; use {options}"
         lines.append(line)
     return "\n".join(lines)
 
@@ -274,7 +274,7 @@ def _describe(case: BackendTiming) -> str:
 
 
 def format_report(report: dict[str, Any]) -> str:
-    """Formats the report as a table for a person, with the conclusion at the end."""
+    """Returns the report as a readable table, followed by the conclusion."""
     table: list[tuple[str, ...]] = [HEADINGS]
     rows = [row for copy in report["copies"] for row in (copy, *report["cases"]) if row["shape"] == copy["shape"]]
     for case in rows:
@@ -289,7 +289,7 @@ def format_report(report: dict[str, Any]) -> str:
     lines = ["  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in table]
     machine, method = report["machine"], report["method"]
     note = (
-        f"* what auto selects; {method['repeats']} warm repeats, in turn; {method['timing']}, arrays {method['arrays']}"
+        f"* selected by auto; {method['repeats']} warm repeats, in turn; {method['timing']}; arrays: {method['arrays']}"
     )
     head = f"{machine['device']}, {machine['cpu_cores']} CPU cores, jax {machine['jax']}"
     return "\n".join([head, "", *lines, "", note, "", report["conclusion"]])

@@ -1,4 +1,4 @@
-"""`grpo gae` on a JSON Lines file, some samples at a time, with the advantages that training computes."""
+"""`grpo gae` on a JSON Lines file, some samples at a time, with the same advantages as in training."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from settings import Settings
 from settings.errors import InputError
 
 WINDOW_TOKENS = 1 << 17
-"""Completion tokens in memory at once, unless a single sample has more."""
+"""Maximum number of completion tokens in memory at once, unless a single sample has more."""
 WINDOW_SAMPLES = 4096
-"""Samples in memory at once."""
+"""Maximum number of samples in memory at once."""
 PROGRESS_INTERVAL_S = 2.0
 
 
 class LocatedSample(NamedTuple):
-    """A sample with its record and its place in the file."""
+    """A sample with its record and its location in the file."""
 
     where: str
     record: dict[str, Any]
@@ -37,7 +37,7 @@ class LocatedSample(NamedTuple):
 
 
 class GaeSampleFile:
-    """Samples in a JSON Lines file, read once to be checked and once per pass over the advantages."""
+    """Samples in a JSON Lines file, which is read once for checking and once for each pass over the advantages."""
 
     has_logprobs = True
 
@@ -45,7 +45,7 @@ class GaeSampleFile:
         self.summary = GaeSummary("samples")
         self._path = path
         self._algorithm = settings.algorithm
-        # A sample of such a file states by its finish_reason whether the value after its last token counts.
+        # In such a file, a sample's finish_reason determines whether the value after its last token counts.
         self._estimate = make_gae_advantages(settings, bootstrap=truncation_bootstrap)
         self._window_tokens = window_tokens
         self._num_samples = 0
@@ -55,7 +55,7 @@ class GaeSampleFile:
         """Reads and checks every line.
 
         Raises:
-            InputError: a line that cannot be used, a file without samples, or masks without a token.
+            InputError: a line cannot be used, the file has no samples, or the masks exclude every token.
         """
         num_tokens = num_trainable = 0
         for number, one in enumerate(self._samples(), start=1):
@@ -85,7 +85,7 @@ class GaeSampleFile:
         """Writes every record unchanged, with `advantages` and `returns` added.
 
         Raises:
-            InputError: numbers that are too large; nothing is written.
+            InputError: numbers are too large for float32; nothing is written.
         """
         write_jsonl(out, self._records_with_advantages(transform))
 
@@ -105,7 +105,7 @@ class GaeSampleFile:
         for window in sample_windows(self._samples(), window_tokens=self._window_tokens):
             samples = self._estimate([one.sample for one in window], beta)
             if not _are_finite(samples):
-                # An infinity spreads over its whole row: one sample per row shows which sample it is from.
+                # An infinity spreads over its whole row; with one sample per row, its sample can be found.
                 for one in window:
                     if not _are_finite(self._estimate([one.sample], beta)):
                         raise InputError(f"{one.where}: rewards or values are too large: advantages exceed float32")
@@ -143,7 +143,7 @@ def _are_finite(samples: Sequence[Sample]) -> bool:
 
 
 def sample_windows(samples: Iterable[LocatedSample], *, window_tokens: int) -> Iterator[list[LocatedSample]]:
-    """Yields neighbouring samples with at most `window_tokens` tokens together, or one sample that has more."""
+    """Yields consecutive samples with at most `window_tokens` tokens in total, or a single longer sample."""
     window: list[LocatedSample] = []
     num_tokens = 0
     for one in samples:

@@ -1,4 +1,4 @@
-"""`grpo gae` on an NPZ file of matrices, which is read whole."""
+"""`grpo gae` on an NPZ file of matrices, which is loaded as a whole."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from settings import Settings
 from settings.errors import InputError
 
 DAMAGED = (ValueError, EOFError, zipfile.BadZipFile, NotImplementedError)
-"""Exceptions that numpy and zipfile raise for damaged archives."""
+"""Exceptions raised by NumPy and zipfile for damaged archives."""
 
 
 class GaeMatrixFile:
@@ -40,7 +40,7 @@ class GaeMatrixFile:
         """Reads and checks the matrices.
 
         Raises:
-            InputError: matrices that are damaged, have inconsistent shapes or hold NaN or infinities, or an empty mask.
+            InputError: the matrices are damaged, inconsistent in shape or not finite, or the mask excludes every token.
         """
         rewards, mask = self._rows.rewards, self._mask
         self.summary.check_trainable(
@@ -82,7 +82,7 @@ class GaeMatrixFile:
                 mask_mode=algorithm.mask_mode,
                 chunk_size=algorithm.gae_chunk_size,
             )
-        with np.errstate(over="ignore"):  # Numbers at masked tokens may be too large.
+        with np.errstate(over="ignore"):  # Numbers at masked tokens may overflow.
             rewards, values = rewards.astype(np.float32), values.astype(np.float32)
         counts = np.full((len(rewards), 1), rewards.shape[1]) if mask is None else mask.sum(axis=1, keepdims=True)
         return TokenRows(rewards, values, np.broadcast_to(counts.astype(np.float32), rewards.shape), mask)
@@ -113,31 +113,31 @@ def load_matrices(path: Path) -> dict[str, Shaped[np.ndarray, "B T"]]:
     """Loads `rewards`, `values` and, if present, `mask` from an NPZ file, without unpickling.
 
     Raises:
-        InputError: not an NPZ file, a missing or damaged member, or a member that is not a matrix of numbers.
+        InputError: the file is not an NPZ file, or an array is missing, damaged or not a matrix of numbers.
     """
     try:
         archive = np.load(path, allow_pickle=False)
     except FileNotFoundError:
         raise InputError(f"{path.absolute()}: no such file") from None
     except DAMAGED as error:
-        raise InputError(f"{path}: not an NPZ file: {error}; `np.savez` writes them") from None
+        raise InputError(f"{path}: not an NPZ file: {error}; create one with `np.savez`") from None
     except OSError as error:
         raise InputError(f"{path.absolute()}: cannot be read: {error.strerror}") from error
     if not isinstance(archive, np.lib.npyio.NpzFile):
-        raise InputError(f"{path}: not an NPZ file but a single array; `np.savez` writes them")
+        raise InputError(f"{path}: not an NPZ file but a single array; create one with `np.savez`")
     matrices = {}
     with archive:
         missing = [name for name in ("rewards", "values") if name not in archive]
         if missing:
             names = ", ".join(archive.files) or "no arrays"
-            raise InputError(f"{path}: missing {' and '.join(missing)}; it holds {names}")
+            raise InputError(f"{path}: missing {' and '.join(missing)}; the file contains {names}")
         for name in ("rewards", "values", *(["mask"] if "mask" in archive else [])):
             try:
                 array = archive[name]
             except (*DAMAGED, OSError, zlib.error, RuntimeError) as error:
                 raise InputError(f"{path}: {name}: cannot be read: {error}") from None
             if not isinstance(array, np.ndarray) or array.dtype.kind not in "fiub":
-                kind = array.dtype if isinstance(array, np.ndarray) else "no array"
+                kind = array.dtype if isinstance(array, np.ndarray) else "other data"
                 raise InputError(
                     f"{path}: {name}: expected floats, integers or booleans, got {kind}; save it as float32"
                 )
@@ -151,7 +151,7 @@ def as_mask(numbers: np.ndarray, where: str) -> Bool[np.ndarray, "B T"]:
     """Converts a matrix of 0 and 1 to booleans.
 
     Raises:
-        InputError: another number.
+        InputError: a number is neither 0 nor 1.
     """
     other = (numbers != 0) & (numbers != 1)
     if other.any():

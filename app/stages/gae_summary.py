@@ -1,4 +1,4 @@
-"""Summary of `grpo gae`: counts and moments of what was written, the backend, and settings that were not applied."""
+"""Summary of `grpo gae`: counts and moments of the output, the backend, and the settings not applied."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from settings.errors import InputError
 from settings.schema.settings import AlgorithmSettings
 
 NON_GAE_ESTIMATORS = frozenset({"vtrace", "reinforce_plus_plus"})
-"""Estimators with which training computes advantages in another way than GAE."""
+"""Estimators for which training does not use GAE."""
 AdvantageTransform = Callable[[np.ndarray, np.ndarray], np.ndarray]
-"""Maps (advantages, mask) to the advantages that are written."""
+"""Maps (advantages, mask) to the advantages to write."""
 
 
 def choose_gae_backend(algorithm: AlgorithmSettings, shape: tuple[int, ...], *, is_masked: bool) -> BackendChoice:
-    """Returns the backend that solves rows of this shape; `is_masked`: there is a mask, or rows hold many sequences."""
+    """Returns the backend for rows of this shape; `is_masked`: rows have a mask or contain several sequences."""
     return choose_backend(
         algorithm.gae_backend,
         shape,
@@ -33,7 +33,7 @@ def choose_gae_backend(algorithm: AlgorithmSettings, shape: tuple[int, ...], *, 
 
 @dataclass
 class GaeSummary:
-    """Counts and moments of the rows that were written so far."""
+    """Counts and moments of the rows written so far."""
 
     row_name: str
     """Name of the rows in messages: `rows` or `samples`."""
@@ -41,12 +41,12 @@ class GaeSummary:
     num_tokens: int = 0
     num_trainable: int = 0
     num_unused_bootstraps: int = 0
-    """Truncated samples with a value after their last token that the settings ignore."""
+    """Number of truncated samples whose value after the last token is ignored under these settings."""
     advantages: Moments = EMPTY_MOMENTS
-    """Moments of the advantages as they are written."""
+    """Moments of the written advantages."""
     returns: Moments = EMPTY_MOMENTS
     choice: BackendChoice | None = None
-    """Backend of the first window: the last may be smaller."""
+    """Backend of the first window, because the last may be smaller."""
 
     def add(
         self,
@@ -70,7 +70,7 @@ class GaeSummary:
             )
 
     def metrics(self, resolved: Resolved, *, has_logprobs: bool) -> dict[str, Any]:
-        """Returns the numbers to print, by name."""
+        """Returns the entries of the summary to print, by name."""
         settings = resolved.settings
         algorithm = settings.algorithm
         alpha = algorithm.length_adaptive_lam
@@ -99,7 +99,7 @@ class GaeSummary:
         return metrics
 
     def _unapplied_settings(self, resolved: Resolved, *, has_logprobs: bool) -> list[str]:
-        """Returns the settings with which training would compute other advantages, each with the reason."""
+        """Returns the settings that change advantages in training but are not applied here, each with the reason."""
         algorithm = resolved.settings.algorithm
 
         def named(field: str) -> str:
@@ -114,8 +114,8 @@ class GaeSummary:
             notes.append(f"{named('kl_target')}: the penalty's weight stays algorithm.beta, as in a run's first step")
         if self.num_unused_bootstraps:
             notes.append(
-                f"the value after the last token of {self.num_unused_bootstraps:,} samples of finish_reason length, by "
-                f"{named('bootstrap_truncated')}"
+                f"the value after the last token of {self.num_unused_bootstraps:,} samples with finish_reason length, "
+                f"because of {named('bootstrap_truncated')}"
             )
         if algorithm.gae_chunk_size is not None and self.choice and self.choice.chunk_size is None:
             notes.append(f"{named('gae_chunk_size')}: {self.choice.backend} has no chunks")

@@ -20,12 +20,12 @@ class RolloutRound:
     prompt_indices: range
     """Indices of this host's prompts in the file."""
     max_num_prompts: int
-    """Number of prompts of the host that has most."""
+    """Largest number of prompts on any host."""
 
 
 @dataclass(frozen=True)
 class PromptShard:
-    """The prompts that this host samples: a contiguous part of every round."""
+    """The prompts assigned to this host: a contiguous part of every round."""
 
     prompts: Sequence[Prompt]
     rounds: Sequence[RolloutRound]
@@ -56,15 +56,15 @@ class PromptShard:
         return len(self.prompt_indices) * self.group_size
 
     def padded_prompts(self, rollout_round: RolloutRound) -> list[Prompt]:
-        """Returns equally many prompts on every host: its own ones, then others whose samples are dropped."""
+        """Returns this host's prompts, padded to the same number on all hosts by prompts whose samples are dropped."""
         first = rollout_round.prompt_indices.start
         return [
             self.prompts[place % len(self.prompts)] for place in range(first, first + rollout_round.max_num_prompts)
         ]
 
     def split_by_round(self, lines: Iterator[bytes]) -> Iterator[Iterator[bytes]]:
-        """Yields the lines of this host's samples by round. Each part must be consumed before the next."""
+        """Yields the lines of this host's samples, round by round. Consume each round before the next."""
         for one in self.rounds:
             yield islice(lines, len(one.prompt_indices) * self.group_size)
-        # The generator of the lines does its final work after the last one.
+        # Resumes the generator of the lines once more, because it finishes its work after the last line.
         assert next(lines, None) is None

@@ -42,16 +42,16 @@ from settings.errors import InputError
 def rollout(
     resolved: Resolved, *, prompts: Path | None, limit: int | None, out: Path, timeline: Path | None = None
 ) -> dict[str, Any] | None:
-    """Samples every prompt (the first `limit`) `rollout.group_size` times and writes the records to `out`.
+    """Samples each prompt (only the first `limit`) `rollout.group_size` times and writes the samples to `out`.
 
-    Several hosts share the prompts. The first host writes the file, and only it returns the summary. A rollout that was
-    killed continues from the samples in its part files; samples that were not finished are drawn again.
+    Several hosts share the prompts. Only the first host writes the file and returns the summary. A killed rollout
+    continues from the samples in its part files; unfinished samples are generated again.
 
     Args:
-        timeline: file for a plot of what the workers did.
+        timeline: file for a plot of the workers' activity.
 
     Raises:
-        InputError: settings, model, prompts or a file that cannot be used.
+        InputError: the settings, the model, the prompts or a file cannot be used.
     """
     settings = resolved.settings
     check_distinct_paths({"--prompts": prompts, "--out": out, "--timeline": timeline})
@@ -77,7 +77,7 @@ def rollout(
         counter = SampleCounter()
         session.compile_rollout()
         start = time.perf_counter()
-        # Workers report only what is drawn now.
+        # Workers report only the samples generated now.
         num_shown = shard.num_samples - (len(finished) if session.workers else 0)
         with RolloutProgress(num_samples=num_shown, enabled=jax.process_index() == 0) as progress:
             if finished:
@@ -103,7 +103,7 @@ def rollout(
 
 
 def _write_samples(out: Path, shard: PromptShard, samples: Iterator[Sample], enter_phase: PhaseCallback) -> None:
-    """Writes the output. With several hosts each keeps its lines in a temporary file until all hosts are done."""
+    """Writes the output. If there are several hosts, each keeps its lines in a temporary file until all are done."""
     lines = sample_json_lines(samples, path=out)
     if jax.process_count() == 1:
         write_collectively(out, shard.split_by_round(lines))
@@ -117,7 +117,7 @@ def _write_samples(out: Path, shard: PromptShard, samples: Iterator[Sample], ent
 
 
 def _sampling_metrics(total: SampleCounter, finished: Mapping[str, Sample], seconds: float) -> dict[str, Any]:
-    """Returns the counts of all hosts' samples, and the speed of those that were not finished before."""
+    """Returns the counts of all hosts' samples, and the speed at which the new ones were generated."""
     num_before, tokens_before = sum_over_hosts(
         np.asarray([len(finished), sum(len(sample.completion_ids) for sample in finished.values())])
     ).tolist()
@@ -132,7 +132,7 @@ def _sampling_metrics(total: SampleCounter, finished: Mapping[str, Sample], seco
 def _read_prompts(
     settings: Settings, model: ModelSpec, prompts: Path | None, *, limit: int | None
 ) -> tuple[Sequence[Prompt], EncodeReport]:
-    """Returns the first prompts of the file, or of `data.source`."""
+    """Returns the first `limit` prompts of the file, or of `data.source` if there is none."""
     if prompts is None:
         dataset = load_training_data(settings.data, seed=settings.run.seed)
     else:
@@ -149,13 +149,13 @@ def _read_prompts(
 def _check_has_workers(settings: Settings) -> None:
     if not settings.rollout.has_workers:
         raise InputError(
-            "--timeline draws what scheduled workers do, and rollout.scheduler is null or rollout.placement global; "
-            "set rollout.scheduler: adaptive, or leave it out"
+            "--timeline plots the activity of scheduled workers, but rollout.scheduler is null or rollout.placement is "
+            "global; set rollout.scheduler: adaptive and rollout.placement: island, or omit --timeline"
         )
 
 
 def _schedule_metrics(session: Session, timeline: Path | None) -> dict[str, Any]:
-    """Returns how good the schedule was; empty without a scheduler. Draws the timeline of this host."""
+    """Returns the metrics of the schedule, empty without a scheduler, and plots the timeline of this host."""
     if session.workers is None:
         return {}
     (metrics,) = session.take_schedule_metrics()
@@ -180,22 +180,22 @@ def _schedule_metrics(session: Session, timeline: Path | None) -> dict[str, Any]
 
 @dataclass(frozen=True)
 class Generation:
-    """The samples of this host, of which some may be finished already."""
+    """Generation of this host's samples, some of which may already be finished."""
 
     session: Session
     weights: DecodeWeights
     shard: PromptShard
     finished: Mapping[str, Sample]
-    """Samples by uid."""
+    """Finished samples by uid."""
     part_file: PartFile
 
     def samples(self, progress: RolloutProgress, enter_phase: PhaseCallback) -> Iterator[Sample]:
-        """Yields all samples in order. Those that are drawn now are in the part file as soon as they are done."""
+        """Yields all samples in order. New ones are appended to the part file as soon as they are finished."""
         if self.session.workers is not None:
 
             def report(table: SampleTable) -> None:
                 progress.update_rollout(table)
-                # The first sample in order may be the last to finish.
+                # Restarts the watchdog's limit, because the first sample in order may be the last to finish.
                 enter_phase("rollout")
 
             self.session.workers.on_progress, self.session.workers.on_sample_done = report, self._append
@@ -210,7 +210,7 @@ class Generation:
         self.part_file.append(self.session.workers.to_sample(sequence, 0, truncates=truncates))
 
     def _stream(self) -> Iterator[Sample]:
-        # A host without a prompt samples one nevertheless and drops it: its queue is no special case.
+        # A host without prompts still samples one and drops the results, so that its queue is not a special case.
         prompts = self.shard.host_prompts or self.shard.prompts[:1]
         return self.session.stream(
             self.weights,
@@ -228,7 +228,7 @@ class Generation:
             assert not self.shard.host_prompts
 
     def _in_rounds(self) -> Iterator[Sample]:
-        """Draws a round again, as a whole and on all hosts, if any sample of it is missing on any host."""
+        """Yields all samples. If a sample is missing on any host, all hosts generate its whole round again."""
         stored = [self._stored_round(one) for one in self.shard.rounds]
         is_missing = max_over_hosts(np.asarray([samples is None for samples in stored]))
         for one, samples, draws in zip(self.shard.rounds, stored, is_missing, strict=True):
@@ -245,7 +245,7 @@ class Generation:
             yield from self.part_file.write_through(drawn[: len(one.prompt_indices) * self.shard.group_size])
 
     def _stored_round(self, one: RolloutRound) -> list[Sample] | None:
-        """Returns this host's samples of a round; None if any is not finished."""
+        """Returns this host's samples of a round; None if any of them is unfinished."""
         samples = []
         for place in one.prompt_indices:
             for index in range(self.shard.group_size):

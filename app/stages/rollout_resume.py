@@ -1,4 +1,4 @@
-"""Continuation of a killed `grpo rollout`: its finished samples, and the facts that they depend on."""
+"""Continuation of a killed `grpo rollout`: its finished samples, and the facts that determine them."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from settings.errors import InputError
 
 FORMAT = "grpo-rollout-part/1"
 EXACT_MODE_SETTINGS = ("rollout.workers.", "rollout.pool", "rollout.ray.", "rollout.prompts_per_step")
-"""Outside exact mode these settings change only the rounding of samples."""
+"""Settings that affect only the rounding of samples, except in exact mode."""
 IGNORED_SETTINGS = (
     *("rollout.workers.lease_s", "rollout.workers.deterministic"),
     *("rollout.max_staleness", "rollout.max_length_total"),
     *("rollout.ray.address", "rollout.ray.start_timeout_s"),
 )
-"""Settings on which no sample depends."""
+"""Settings that do not affect any sample."""
 MAX_SHOWN_CHARS = 40
-"""Length up to which an error shows a value; longer values are hashes."""
+"""Maximum length of a value shown in an error message; longer values are hashes."""
 
 RolloutFacts = Mapping[str, Any]
-"""Everything that the samples of a rollout depend on, by name, as JSON values."""
+"""Everything that determines the samples of a rollout: name -> JSON value."""
 
 
 def rollout_facts(settings: Settings, model: ModelSpec, prompts: Sequence[Prompt]) -> RolloutFacts:
-    """Returns everything that the samples depend on. The devices must have been started."""
+    """Returns everything that determines the samples. The devices must have been started."""
     exact = settings.rollout.mode == "exact"
     rollout = dict(_flatten("rollout", settings.rollout.model_dump(mode="json")))
     kept = {
@@ -60,7 +60,7 @@ def rollout_facts(settings: Settings, model: ModelSpec, prompts: Sequence[Prompt
 
 
 def _flatten(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yields (dotted setting, value)."""
+    """Yields (dotted setting name, value) for every setting in a section."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield from _flatten(f"{name}.{key}", inner)
@@ -76,9 +76,9 @@ def part_header(facts: RolloutFacts) -> str:
 def read_finished_samples(
     out: Path, facts: RolloutFacts, prompts: Sequence[Prompt], *, group_size: int
 ) -> dict[str, Sample]:
-    """Returns the samples, by uid, that a killed rollout to `out` had finished, as far as this host sees its files.
+    """Returns the finished samples of a killed rollout to `out`, by uid, from the part files visible to this host.
 
-    Lines that are incomplete, or that hold no sample of these prompts, are skipped.
+    Incomplete lines, and lines that are not samples of these prompts, are skipped.
 
     Raises:
         InputError: a part file belongs to another rollout, or is not a part file.
@@ -106,9 +106,7 @@ def _check_header(path: Path, header: bytes, facts: RolloutFacts) -> None:
     except (ValueError, LookupError, TypeError):
         stored_facts = None
     if stored_facts is None:
-        raise InputError(
-            f"--out: {path} is not a part file of a rollout ({FORMAT}); move it away, or choose another --out"
-        )
+        raise InputError(f"--out: {path} is not a part file of a rollout ({FORMAT}); move it, or choose another --out")
     if stored_facts == facts:
         return
     differences = []
@@ -118,14 +116,14 @@ def _check_header(path: Path, header: bytes, facts: RolloutFacts) -> None:
             is_short = max(len(there), len(here)) <= MAX_SHOWN_CHARS
             differences.append(f"{name} ({there} there, {here} here)" if is_short else name)
     raise InputError(
-        f"--out: {path} holds samples of another rollout that was not finished. Different: {', '.join(differences)}. "
+        f"--out: {path} contains samples of another, unfinished rollout. Different: {', '.join(differences)}. "
         "Use the same settings to finish that rollout, delete the file to start over, or choose another --out"
     )
 
 
 def remove_unfinished_output(out: Path) -> None:
-    """Removes the temporary files of `out` that a killed process left."""
+    """Removes the temporary files of `out` left behind by a killed process."""
     for path in out.absolute().parent.iterdir():
         if is_partial_file(path, target=out.absolute()):
-            # Hosts that share a folder remove the files at the same time.
+            # Hosts that share a folder may remove the files at the same time.
             path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Reader of a sample file in two passes: one checks every line, one yields windows; both stream the file."""
+"""Streams a sample file in two passes: the first checks every line, the second yields windows of samples."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from settings.errors import InputError
 from settings.loading.fields import value_of
 
 WINDOW_SAMPLES = 4096
-"""Samples in memory at once: enough to fill rows well, and some tens of MB."""
+"""Number of samples in memory at once: enough to fill rows well, and only some tens of MB."""
 
 
 @dataclass(frozen=True)
@@ -37,21 +37,21 @@ class SampleReader:
     """Samples of one model in a JSON Lines file, which must not change while it is read.
 
     Raises:
-        InputError: the path is not a regular file, such as a pipe, which cannot be read twice.
+        InputError: the path is not a regular file but, for example, a pipe, which cannot be read twice.
     """
 
     def __init__(self, path: Path, architecture: Architecture) -> None:
         if path.exists() and not path.is_file():
-            raise InputError(f"--input: {path} is read twice, to be checked and to be scored: give a file")
+            raise InputError(f"--input: {path} is not a regular file; it must be read twice, for checking and scoring")
         self._path = path
         self._architecture = architecture
         self._stamp = file_stamp(path) if path.exists() else None
 
     def check(self, *, num_picked: int = 0, seed: int = 0) -> tuple[SampleFileExtent, list[Sample]]:
-        """Returns the extent of the file, and `num_picked` of its samples at random, or all if it holds fewer.
+        """Returns the extent of the file, and `num_picked` random samples, or all samples if there are fewer.
 
         Raises:
-            InputError: a line that is not a sample of this model, with its place; or a file without samples.
+            InputError: a line is not a sample of this model, or the file has no samples.
         """
         rng = np.random.default_rng(seed)
         drawn: list[Sample] = []
@@ -104,14 +104,14 @@ class SampleReader:
 
 
 def file_stamp(path: Path) -> tuple[int, ...]:
-    """Returns device, inode, size and modification time, which change when the file does; raises InputError."""
+    """Returns a stamp that changes with the file; raises InputError if the file cannot be read."""
     with _naming_read_errors(path):
         status = os.stat(path)
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def file_digest(path: Path) -> str:
-    """Computes the SHA-256 of a file; raises InputError if it cannot be read."""
+    """Returns the SHA-256 of a file; raises InputError if it cannot be read."""
     with _naming_read_errors(path), path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -127,20 +127,20 @@ def _naming_read_errors(path: Path) -> Iterator[None]:
 def check_token_ids(
     prompt_ids: np.ndarray, completion_ids: np.ndarray, architecture: Architecture, *, where: str
 ) -> None:
-    """Raises InputError, starting with `where`, for a sample that this model cannot have generated."""
+    """Raises InputError, starting with `where`, if this model cannot have generated the sample."""
     for name, ids in (("prompt_token_ids", prompt_ids), ("completion_token_ids", completion_ids)):
         beyond = np.flatnonzero(ids >= architecture.vocab_size)
         if len(beyond):
             raise InputError(
-                f"{where}: {name}[{beyond[0]}] is token {ids[beyond[0]]}, and the vocabulary of model.path ends at "
+                f"{where}: {name}[{beyond[0]}] is token {ids[beyond[0]]}, but the vocabulary of model.path ends at "
                 f"{architecture.vocab_size - 1}; was it sampled with another tokenizer?"
             )
     length = len(prompt_ids) + len(completion_ids)
     if length > architecture.max_positions:
         raise InputError(
             f"{where}: prompt_token_ids and completion_token_ids have {len(prompt_ids)} + {len(completion_ids)} = "
-            f"{length} tokens, and the context of model.path holds {architecture.max_positions}; leave the sample out, "
-            "or take the model that it was sampled with"
+            f"{length} tokens, but the context of model.path is {architecture.max_positions}; remove the sample, or "
+            "use the model that generated it"
         )
 
 
@@ -148,13 +148,13 @@ def check_token_quota(resolved: Resolved, scope: str, max_length: int, *, where:
     """Checks that the longest sample of a file fits the token quota of a scope, such as `score.policy`.
 
     Raises:
-        InputError: it does not fit; the message starts with `where`.
+        InputError: the sample does not fit; the message starts with `where`.
     """
     field = f"{scope}.max_tokens_per_device"
     quota = value_of(resolved.settings, field)
     if quota is not None and max_length > quota:
         raise InputError(
             f"{where}: the longest sample has {max_length} tokens, more than {field} = {quota} (from "
-            f"{resolved.origin(field)}), and no sample is cut; raise it to {max_length} or more, or choose "
+            f"{resolved.origin(field)}), and samples are not split; raise it to {max_length} or more, or set "
             f"{scope}.rows_per_device instead"
         )

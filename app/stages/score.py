@@ -1,4 +1,4 @@
-"""`grpo score`: adds one role's field to every sample of a file."""
+"""`grpo score`: adds the logprobs or values of one role to every sample of a file."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from settings.errors import InputError
 from settings.schema.settings import ScoredRole
 
 NUM_CHECKED_SAMPLES = 3
-"""Samples of the file that `--check-packing` puts into one row."""
+"""Number of samples that `--check-packing` packs into one row."""
 
 
 def score_logprobs(
@@ -53,24 +53,24 @@ def score_logprobs(
     checks_packing: bool = False,
     window: int = WINDOW_SAMPLES,
 ) -> dict[str, Any] | None:
-    """Adds a role's logprobs or values to every sample of `input`, and returns the metrics to be shown.
+    """Adds a role's logprobs or values to every sample of `input`, and returns the metrics to print.
 
-    The file is read twice: first to check every line before any device work, then window by window. Shapes follow from
-    the longest sample of the file and the model's context alone; `rollout.temperature` is the sampler's. Each of
-    several hosts scores a part of every window; the first host writes the file, and only it returns metrics.
+    The file is read twice: first to check every line before any device work, then window by window. Shapes depend only
+    on the longest sample of the file and the model's context; `rollout.temperature` is that of the sampler. If there
+    are several hosts, each scores a part of every window; only the first writes the file and returns metrics.
 
     Args:
-        checks_packing: first compare the scores of a few samples in a shared row with their scores alone.
+        checks_packing: whether to compare the scores of a few samples in a shared row and in separate rows first.
         window: number of samples in memory at once.
 
     Raises:
-        InputError: settings, model, samples or output file cannot be used.
-        RuntimeError: samples of a row influence each other.
+        InputError: the settings, model, samples or output file cannot be used.
+        RuntimeError: samples in the same row affect each other's scores.
     """
     check_output_path(out)
     settings = resolved.settings
     if checks_packing and role == "critic":
-        raise InputError("--check-packing: compares logprobs, and --role critic has none; use --role policy")
+        raise InputError("--check-packing compares logprobs, but --role critic has none; use --role policy")
     model = read_model_spec(settings).without_adapters
     critic = read_critic_spec(settings, model) if role == "critic" else None
     architecture = (critic or model).architecture
@@ -108,7 +108,7 @@ def score_logprobs(
 
 
 def input_facts(input: Path, *models: ModelFiles | None) -> dict[str, str]:
-    """Returns the facts, besides settings, that must be equal on all hosts."""
+    """Returns the facts that must be equal on all hosts, in addition to the settings."""
     if jax.process_count() == 1:
         return {}
     prints = {f"the files of {model.name}": model.fingerprint for model in models if model is not None}
@@ -193,7 +193,7 @@ class WindowScorer:
         return getattr(sample, f"{self._role}_logprobs")
 
     def metrics(self, compilations: CompilationCounter) -> dict[str, Any]:
-        """Returns tokens, shapes and seconds of all passes, a collective call. Speed excludes compilation."""
+        """Returns tokens, shapes and seconds of all windows, without compilation. All hosts must call it together."""
         total = self._totals
         real, computed = total["real tokens"], total["computed tokens"]
         seconds = self._seconds - compilations.seconds

@@ -1,4 +1,4 @@
-"""`grpo score --role reward`: the rewards that training would compute for the samples of a file."""
+"""`grpo score --role reward`: computes the rewards of the samples in a file as training would."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ from settings.errors import InputError
 def score_rewards(resolved: Resolved, *, input: Path, out: Path) -> dict[str, Any] | None:
     """Adds rewards to every sample of `input`. Devices are started only for a reward model or several hosts.
 
-    On one host, the functions get the whole file in one call; several hosts share its groups, whose samples may be
-    anywhere in the file.
+    A single host scores the whole file at once; several hosts share its groups, whose samples may be anywhere in the
+    file.
 
     Raises:
-        InputError: settings, model, samples or output file that cannot be used.
-        RuntimeError: a reward function failed for good, or failed under `reward.on_error: raise`.
+        InputError: the settings, model, samples or output file cannot be used.
+        RuntimeError: a plug-in cannot be restarted, or a function failed while `reward.on_error` is `raise`.
     """
     check_output_path(out)
     settings = resolved.settings
@@ -73,7 +73,7 @@ def score_rewards(resolved: Resolved, *, input: Path, out: Path) -> dict[str, An
         local_samples = [samples[i] for i in hosts[number]]
         entered("score")
         model_outcomes = None if model is None else _score_with_reward_model(settings, model, local_samples)
-        # No time limit: each call of a function has its own, and a host's whole share is one phase.
+        # No time limit: each call of a function has its own, and this phase covers the host's whole share.
         entered(WAIT_PHASE)
         scored = rewards.compute_rewards(local_samples, StepInfo(), model_outcomes=model_outcomes)
         if len(hosts) > 1:
@@ -101,7 +101,7 @@ def _print_lines(lines: Sequence[str]) -> None:
 
 
 def sample_indices_by_host(samples: Sequence[Sample]) -> list[Sequence[int]]:
-    """Returns the indices of each host's samples in the file: whole groups, about the same number per host."""
+    """Returns the indices of each host's samples in the file: whole groups, about the same number on each host."""
     groups: dict[int, list[int]] = {}
     for place, sample in enumerate(samples):
         groups.setdefault(sample.group_id, []).append(place)
@@ -113,16 +113,16 @@ def sample_indices_by_host(samples: Sequence[Sample]) -> list[Sequence[int]]:
 def _score_with_reward_model(
     settings: Settings, model: RewardModelSpec, samples: Sequence[Sample]
 ) -> list[RewardOutcome]:
-    """Scores this host's samples with the reward model."""
+    """Returns the reward model's outcomes for this host's samples."""
     outcomes, _ = RewardModel.load(settings, model, open_mesh(settings)).score(samples)
     return outcomes
 
 
 def _gather_scored(local: RewardedSamples, hosts: Sequence[Sequence[int]]) -> RewardedSamples:
-    """Gathers the whole file, in its order, on the first host; the others keep their samples.
+    """Returns all samples on the first host, in the order of the file, and only the local ones on the others.
 
     Raises:
-        RuntimeError: on every host, if any host failed.
+        RuntimeError: some host failed. Every host raises it.
     """
     with error_barrier():
         if local.fatal_error is not None:
@@ -142,7 +142,7 @@ def _gather_scored(local: RewardedSamples, hosts: Sequence[Sequence[int]]) -> Re
 
 
 def _reward_metrics(scored: RewardedSamples, names: Sequence[str]) -> dict[str, Any]:
-    """Returns means over the samples with a value, None if there is none, and training's counts; starts no device."""
+    """Returns means over the samples with a value, None if there is none, and the same counts as in training."""
 
     def mean(values: Sequence[float]) -> float | None:
         return float(np.mean(values)) if values else None

@@ -30,7 +30,7 @@ def metric_cells(metrics: ScheduleMetrics) -> tuple[str, ...]:
 def timeline_panel(
     name: str, records: Sequence[EventRecord], metrics: ScheduleMetrics, lower_bound_s: float | None = None
 ) -> TimelinePanel:
-    """Returns the events of a rollout, from its first submission on, as a panel of the plot."""
+    """Returns a panel of the plot with the events of a rollout, starting at its first submission."""
     start = next((event.at for event, _ in records if isinstance(event, Submitted)), 0.0)
     bars = tuple(
         TimelineBar(

@@ -6,7 +6,7 @@ import jax
 
 
 class CompilationCounter:
-    """Counts XLA compilations of this process from the moment it is made until it is closed."""
+    """Counts the XLA compilations of this process, from its creation until it is closed."""
 
     EVENT = "/jax/core/compile/backend_compile_duration"
 

@@ -26,7 +26,7 @@ class CompletionRow:
     answer: str | None
     finish_reason: str
     ends_group: bool
-    """Whether the next row answers another prompt."""
+    """Whether the next row belongs to another prompt."""
 
     @property
     def is_truncated(self) -> bool:
@@ -35,7 +35,7 @@ class CompletionRow:
 
 @dataclass(frozen=True, slots=True)
 class CompletionsTable:
-    """Samples of a step. Those of one prompt are next to each other, the best first."""
+    """Samples of a step, grouped by prompt, the best first."""
 
     step: int
     reward_names: tuple[str, ...]
@@ -43,7 +43,7 @@ class CompletionsTable:
 
 
 def completions_table(samples: Sequence[Sample], *, step: int) -> CompletionsTable:
-    """Returns the best and the worst sample of the groups whose rewards differ most, by group id in a tie."""
+    """Returns the best and the worst sample of the groups with the largest reward std, the first groups in a tie."""
     groups: dict[int, list[Sample]] = {}
     for sample in samples:
         groups.setdefault(sample.group_id, []).append(sample)
@@ -85,14 +85,14 @@ def _to_row(sample: Sample, names: Iterable[str], *, ends_group: bool) -> Comple
 
 
 def prompt_text(source: str | Messages) -> str:
-    """Returns the prompt, or the last message of a chat."""
+    """Returns the text of a prompt, or of the last message of a chat."""
     if isinstance(source, str):
         return source
     return str(source[-1].get("content", "")) if source and isinstance(source[-1], dict) else ""
 
 
 def truncate_middle(text: str, *, limit: int) -> str:
-    """Returns the beginning and the end of a text, about `limit` characters on one printable line."""
+    """Returns a text as one printable line, shortened in the middle to about `limit` characters."""
     if len(text) > limit:
         head = limit * 2 // 3
         text = f"{text[:head]} … {text[-(limit - head) :]}"

@@ -21,16 +21,16 @@ from app.tracking.completions_table import CompletionsTable, truncate_middle
 log = logging.getLogger(__name__)
 
 PROMPT_CELL, COMPLETION_CELL, ANSWER_CELL = 120, 240, 40
-"""Maximum characters of a table's cells."""
+"""Maximum number of characters in a cell of the table."""
 ANNOUNCED_PHASES = {"compile": "compiling the programs of the first phases", "evaluate": "evaluating"}
-"""Long phases that are logged when they begin if there is no terminal."""
+"""Long phases, logged when they begin if there is no terminal."""
 LOG_WIDTH = 120
-"""Columns without a terminal if COLUMNS is not set."""
+"""Line width if there is no terminal and COLUMNS is not set."""
 
 
 def step_line(step: int, metrics: Mapping[str, Any]) -> str:
     """Returns the main metrics of a step in one line."""
-    # Null while the critic warms up.
+    # None while only the critic is trained.
     entropy, loss = metrics["policy/entropy"], metrics["loss"]
     learned = "critic only" if loss is None else f"entropy {entropy:.3f}  loss {loss:+.4f}"
     return (
@@ -81,7 +81,7 @@ def render_completions(table: CompletionsTable) -> Table:
 
 
 def rollout_status(ledger: SampleTable) -> str:
-    """Returns the numbers of samples in each state of a rollout."""
+    """Returns a line with the number of samples in each state of a rollout."""
     counts = ledger.counts
     active, waiting, suspended = (
         counts[state] for state in (SampleState.RUNNING, SampleState.NEW, SampleState.SUSPENDED)
@@ -97,7 +97,7 @@ def num_done(ledger: SampleTable) -> int:
 
 
 class ProgressDisplay:
-    """Phase, progress and the last step's metrics, on stderr. Silent unless `enabled`.
+    """Shows the phase, the progress and the last step's metrics on stderr. Silent unless `enabled`.
 
     Args:
         on_phase: called with the name of each phase.

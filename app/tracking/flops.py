@@ -25,11 +25,11 @@ PEAK_FLOPS = {
     "NVIDIA H100": 989e12,
     "NVIDIA H200": 989e12,
 }
-"""Dense bfloat16 peak of one device, by the start of its kind's name. Source: the vendors' data sheets."""
+"""Dense bfloat16 peak of one device in FLOP/s, by prefix of its device kind. Source: the vendors' data sheets."""
 
 
 class TokenCounts(NamedTuple):
-    """Tokens of samples, over all hosts."""
+    """Numbers of tokens in samples, over all hosts."""
 
     prompt: int
     """Prompt tokens, counted once for each sample of the prompt."""
@@ -57,7 +57,7 @@ class NetworkPass(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepFlops:
-    """The passes that a step's tokens go through."""
+    """The network passes over the tokens of a step."""
 
     group_size: int
     rollout: NetworkPass
@@ -65,13 +65,13 @@ class StepFlops:
     """Scoring and updates."""
 
     def total(self, *, sampled: TokenCounts, learned: TokenCounts) -> float:
-        """Returns the FLOPs: 2 N per token forward, 6 N forward and backward.
+        """Returns the FLOPs of a step: 2 N per token forward, 6 N forward and backward.
 
         Source: Chowdhery et al. 2022 (PaLM), appendix B.
 
         Args:
             sampled: tokens of all rounds.
-            learned: tokens of the samples that the step learns from.
+            learned: tokens of the samples used for scoring and updates.
         """
         return self._flops(self.rollout, sampled) + sum(self._flops(one, learned) for one in self.passes)
 

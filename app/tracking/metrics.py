@@ -21,7 +21,7 @@ def sample_metrics(samples: Sequence[Sample], functions: Sequence[str]) -> dict[
     Standard deviations are of the population (ddof = 0). A metric without values is NaN.
 
     Args:
-        functions: names of the reward functions; one may have no value for some of the samples.
+        functions: names of the reward functions; some samples may have no value for a function.
     """
     kept = [s for s in samples if s.reward is not None]
     columns: dict[str, Sequence[float]] = {
@@ -47,7 +47,7 @@ def sample_metrics(samples: Sequence[Sample], functions: Sequence[str]) -> dict[
 
 
 def local_reward_counts(scored: RewardedSamples) -> tuple[dict[str, int], dict[str, tuple[float, int]]]:
-    """Returns this host's part of `reward_counts`: counts, and sum and count of each additional number of plug-ins."""
+    """Returns this host's part of `reward_counts`: counts, and sum and count of each additional plug-in metric."""
     counts = {
         "reward/error_count": scored.num_errors,
         "reward/abstained_count": scored.num_abstained,
@@ -63,10 +63,10 @@ def local_reward_counts(scored: RewardedSamples) -> tuple[dict[str, int], dict[s
 
 
 def reward_counts(scored: RewardedSamples) -> dict[str, float]:
-    """Returns counts of errors, abstentions and dropped samples, and means of plug-ins' numbers, over all hosts."""
+    """Returns counts of errors, abstentions and dropped samples, and means of plug-in metrics, over all hosts."""
     counts, extras = local_reward_counts(scored)
     totals = sum_over_hosts(np.asarray(list(counts.values())))
-    # The names of additional numbers depend on the samples, so hosts must gather them first.
+    # The names of plug-in metrics depend on the samples, so hosts must gather them first.
     names = gather_names(extras)
     sums = sum_over_hosts(np.asarray([extras.get(name, (0.0, 0)) for name in names]).reshape(-1, 2))
     return {

@@ -1,4 +1,4 @@
-"""Metrics of speed, memory and schedules of a step, which depend on clocks."""
+"""Metrics of a step's speed, memory and schedules, which depend on timing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from app.tracking.flops import PEAK_FLOPS, TokenCounts
 
 
 def step_performance(samples: Sequence[Sample], *, flops: float, seconds: float) -> dict[str, float | int | None]:
-    """Returns the speed over the whole step and the peak memory. `perf/mfu` is None if the devices' peak is unknown."""
+    """Returns a step's speed and peak memory. `perf/mfu` is None if the peak FLOP/s of the devices is unknown."""
     (tokens,) = TokenCounts.count_over_hosts(samples)
     kind = jax.devices()[0].device_kind
     peak = next((most for start, most in PEAK_FLOPS.items() if kind.startswith(start)), None)
@@ -41,16 +41,16 @@ def rollout_performance(counters: RolloutCounters) -> dict[str, float]:
     return {
         "perf/rollout/segments": total.segments / jax.process_count(),
         "perf/rollout/prefill_tokens_saved": total.prompt_tokens - total.prefilled_tokens - total.recomputed_tokens,
-        # With asynchronous rollouts, no sample may have ended since the step before.
+        # With asynchronous rollouts, there may be steps in which no sample was finished.
         "perf/rollout/bubble": 1 - total.generated_tokens / total.row_steps if total.row_steps else 0.0,
     }
 
 
 def schedule_performance(schedules: Sequence[ScheduleMetrics]) -> dict[str, float | None]:
-    """Returns the metrics of the schedules of a step's rollouts on all hosts; empty without schedules.
+    """Returns the schedule metrics of a step's rollouts, over all hosts; empty without schedules.
 
-    Shares are means over time. The recall is None if no sample was longer than others, the tail is None in a rollout
-    that continues. Hosts wait for each other after every rollout, so the makespan is that of the slowest.
+    Fractions are averaged over time. The recall is None if no sample was longer than the others, the tail if rollouts
+    are asynchronous. Hosts wait for each other after every rollout, so the makespan is that of the slowest host.
     """
     if not schedules:
         return {}
@@ -73,7 +73,7 @@ def schedule_performance(schedules: Sequence[ScheduleMetrics]) -> dict[str, floa
 
 
 def staleness_metrics(samples: Sequence[Sample], *, step: int) -> dict[str, float]:
-    """Returns mean and maximum age, in steps, of the policies that sampled the step's tokens."""
+    """Returns the mean and maximum age, in steps, of the policies that sampled the step's tokens."""
     lags = np.concatenate([(step - 1 - s.token_versions)[s.mask] for s in samples])
     total, count = sum_over_hosts(np.asarray([lags.sum(), len(lags)], np.int64)).tolist()
     return {

@@ -12,13 +12,13 @@ import jax
 log = logging.getLogger(__name__)
 
 PROFILER_ERRORS = (OSError, RuntimeError, ValueError)
-"""Errors of the profiler: the folder cannot be written, the backend refuses, or another trace is running."""
+"""Errors of the profiler: the folder cannot be written to, the backend fails, or another trace is running."""
 
 
 class StepProfiler:
     """Traces this process during the selected steps, each into its own folder.
 
-    If the profiler fails, there is a warning and no further trace.
+    If the profiler fails, a warning is logged and no further steps are traced.
     """
 
     def __init__(self, steps: Collection[int], trace_dir: Callable[[int], Path]):
@@ -39,7 +39,7 @@ class StepProfiler:
         self._running.enter_context(jax.profiler.StepTraceAnnotation("step", step_num=step))
 
     def stop(self) -> None:
-        """Ends and writes the trace, if there is one."""
+        """Ends the trace and writes it, if one is running."""
         self._running.close()
 
     def _write(self) -> None:
@@ -49,5 +49,5 @@ class StepProfiler:
             self._disable(error)
 
     def _disable(self, error: Exception) -> None:
-        log.warning("logging.profile_steps: the profiler failed, nothing more is traced: %s", error)
+        log.warning("logging.profile_steps: the profiler failed; no further steps are traced: %s", error)
         self._steps = frozenset()

@@ -14,7 +14,7 @@ from app.tracking.console import num_done, rollout_status
 
 REDRAW_INTERVAL_S = 0.1
 LOG_INTERVAL_S = 10.0
-"""Seconds between lines without a terminal."""
+"""Interval between log lines if there is no terminal."""
 
 
 class RolloutProgress:
@@ -22,7 +22,7 @@ class RolloutProgress:
 
     Args:
         enabled: whether to show anything.
-        clock: time in seconds.
+        clock: returns a monotonic time in seconds.
     """
 
     def __init__(self, *, num_samples: int, enabled: bool = True, clock: Callable[[], float] = time.monotonic):
@@ -59,7 +59,7 @@ class RolloutProgress:
             self._show(num_done(table), sum(entry.num_tokens for entry in table), rollout_status(table))
 
     def track(self, samples: Iterator[Sample]) -> Iterator[Sample]:
-        """Yields the samples of a rollout without a scheduler, and shows their number."""
+        """Yields the samples of a rollout without a scheduler, and shows how many are done."""
         num_tokens = 0
         for number, sample in enumerate(samples, start=1):
             num_tokens += len(sample.completion_ids)

@@ -1,4 +1,4 @@
-"""The log of a run: metrics.jsonl, sessions.jsonl, saved samples, wandb. Only process 0 writes."""
+"""The log of a run: metrics.jsonl, sessions.jsonl, saved samples and wandb. Only process 0 writes it."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ WANDB_SECTIONS = (
     "run", "model", "data", "rollout", "reward", "batching", "score", "algorithm", "critic", "optimizer", "checkpoint",
     "eval",
 )  # fmt: skip
-"""Sections of the settings that are uploaded: an allow-list, so that a new section is private by default."""
+"""Uploaded sections of the settings: an allow-list, so that a new section is private by default."""
 
 
 MAX_WANDB_CELL_CHARS = 2000
-"""Maximum characters of an uploaded cell; the whole text is in rollouts/."""
+"""Maximum number of characters in an uploaded cell; the full text is in rollouts/."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def _is_metrics_line(line: bytes, last_step: int) -> bool:
 
 
 def replace_nonfinite(value: Any) -> Any:
-    """Replaces NaN and infinities in a JSON value by null, so that a diverging run can still be logged."""
+    """Returns a JSON value with NaN and infinities replaced by null, so that a diverging run can still be logged."""
     if isinstance(value, dict):
         return {name: replace_nonfinite(item) for name, item in value.items()}
     if isinstance(value, list):
@@ -82,12 +82,12 @@ def replace_nonfinite(value: Any) -> Any:
 
 
 def samples_to_jsonl(samples: Sequence[Sample]) -> bytes:
-    """Serializes samples as JSON Lines."""
+    """Returns samples serialized as JSON Lines."""
     return b"".join(to_json_line(replace_nonfinite(sample_to_record(sample)), "a sample") for sample in samples)
 
 
 def session_record() -> dict[str, Any]:
-    """Returns versions and devices of this start, for `sessions.jsonl`; a run may be resumed elsewhere."""
+    """Returns versions and devices of this session, for `sessions.jsonl`; a run may be resumed on other devices."""
     try:
         own_version = version("grpo-jax")
     except PackageNotFoundError:
@@ -103,11 +103,11 @@ def session_record() -> dict[str, Any]:
 
 
 class RunLog:
-    """Appends one object per step.
+    """Run log that appends one line of metrics per step.
 
     Args:
         kept: the lines that a resumed run continues; None for a new run.
-        session_fields: additional fields of this start's line in `sessions.jsonl`.
+        session_fields: additional fields of this session's line in `sessions.jsonl`.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class RunLog:
         return self._wandb.id if self._wandb is not None else None
 
     def write_metrics(self, step: int, metrics: Metrics) -> None:
-        """Appends a line in a single write, so that it is complete or missing."""
+        """Appends a line in a single write, so that it is either complete or missing."""
         record = replace_nonfinite({"step": step, **metrics})
         self.history.append(record)
         line = json.dumps(record, allow_nan=False) + "\n"
@@ -150,7 +150,7 @@ class RunLog:
             self._wandb.log({k: v for k, v in record.items() if v is not None}, step=step)
 
     def alert(self, alert: Alert) -> None:
-        """Sends an alert to wandb; files need none, because alerts follow from the metrics."""
+        """Sends an alert to wandb; it is not saved in files, because it can be derived from the metrics."""
         if self._wandb is not None:
             self._wandb.alert(title=alert.title, text=f"Step {alert.step}. {alert.text}")
 
@@ -179,9 +179,9 @@ def _append_session(path: Path, record: Mapping[str, Any], *, to_earlier: bool) 
 
 
 def open_wandb(run: RunDirectory, resolved: Resolved, wandb_id: str | None) -> Any:
-    """Opens a wandb run if `logging.wandb_project` is set, offline without a key; returns None otherwise.
+    """Returns a wandb run if `logging.wandb_project` is set, offline without a key; otherwise None.
 
-    If wandb cannot start, there is a warning and training continues.
+    If wandb cannot start, a warning is logged and training continues without it.
     """
     logging_settings = resolved.settings.logging
     if logging_settings.wandb_project is None or logging_settings.wandb_mode == "disabled":
@@ -191,7 +191,7 @@ def open_wandb(run: RunDirectory, resolved: Resolved, wandb_id: str | None) -> A
     online = logging_settings.wandb_mode == "online" and bool(os.environ.get("WANDB_API_KEY"))
     if not online and logging_settings.wandb_mode == "online":
         log.warning(
-            "WANDB_API_KEY is not set: wandb writes to %s only; `wandb sync` uploads it later",
+            "WANDB_API_KEY is not set: wandb writes only to %s; upload it later with `wandb sync`",
             run.path / "wandb",
         )
     try:
@@ -207,7 +207,7 @@ def open_wandb(run: RunDirectory, resolved: Resolved, wandb_id: str | None) -> A
             settings=wandb.Settings(x_disable_meta=True, save_code=False, init_timeout=60, silent=True, console="off"),
         )
     except (wandb.Error, OSError) as error:
-        log.warning("wandb did not start (%s); metrics go to %s", type(error).__name__, run.metrics_path)
+        log.warning("wandb did not start (%s); metrics are written only to %s", type(error).__name__, run.metrics_path)
         return None
 
 
@@ -242,7 +242,7 @@ def wandb_table(table: CompletionsTable) -> Any:
 
 
 class NullRunLog:
-    """The log of all processes but the first, which writes nothing."""
+    """A run log that writes nothing, for all processes except the first."""
 
     history: Sequence[dict[str, Any]] = ()
     metrics_sha256: str | None = None

@@ -1,4 +1,4 @@
-"""Reporting of a run to the console, the run log, wandb and the final report."""
+"""Reports a run to the console, the run log, wandb and the final report."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class RunReporter:
-    """Reports steps, samples, evaluations and alerts to display and run log."""
+    """Sends steps, samples, evaluations and alerts to the display and the run log."""
 
     run: RunDirectory
     settings: LoggingSettings
@@ -37,7 +37,7 @@ class RunReporter:
         self._alerts = AlertMonitor(self.run_log.history)
 
     def report_step(self, step: int, record: dict[str, Any]) -> None:
-        """Reports a step's metrics and the alerts that they raise."""
+        """Reports a step's metrics and the alerts they raise."""
         self.run_log.write_metrics(step, record)
         self.display.show_step(step, record)
         for alert in self._alerts.observe({"step": step, **record}):
@@ -45,7 +45,7 @@ class RunReporter:
             self.run_log.alert(alert)
 
     def report_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        """Saves a step's samples of all hosts, and shows some every few steps. All hosts must call it together."""
+        """Saves the samples of a step, and shows some of them every few steps. All hosts must call it together."""
         if self.settings.save_rollouts:
             self._write_samples(self.run.rollouts_path(step), samples)
         every = self.settings.completions_every_steps
@@ -64,7 +64,7 @@ class RunReporter:
         self.run_log.write_lines(path, gather_bytes_to_first_host(samples_to_jsonl(samples)))
 
     def write_final_report(self) -> None:
-        """Writes the report, however the run ended."""
+        """Writes the report, regardless of how the run ended."""
         if not self.settings.report or not training_steps(self.run_log.history):
             return
         self.display.set_phase("report")
@@ -73,7 +73,7 @@ class RunReporter:
         # A blanket except: no bug in the report may change how a run ends.
         except Exception as error:
             log.warning(
-                "the report could not be written (%s: %s); `grpo report %s` tries again",
+                "the report could not be written (%s: %s); try again with `grpo report %s`",
                 type(error).__name__,
                 error,
                 self.run.path,

@@ -1,4 +1,4 @@
-"""The summary at the end of a run: a table of metrics before and after."""
+"""The summary at the end of a run: a table of metrics before and after training."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from app.report.metrics_history import accuracy_is_plug_in_mean
 
 
 def summary_text(history: Sequence[Mapping[str, Any]], *, path: str, best: BestCheckpoint | None = None) -> str:
-    """Returns evaluation and reward at start and end, time and speed, and the best checkpoint."""
+    """Returns the evaluation and reward at start and end, the time and speed, and the best checkpoint, as text."""
     result = before_and_after(history)
     table = [row for row in (result.header, *result.rows) if row is not None]
     lines = [f"{name:<28}{before:>12}{after:>12}" for name, before, after in table]

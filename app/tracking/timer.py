@@ -1,4 +1,4 @@
-"""Timer of a step and its phases."""
+"""Times a step and its phases."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ def test_something_else_in_the_place_of_the_link_costs_a_warning(
     checkpoints = opened(tmp_path, keep=1, best="eval/accuracy")
     with caplog.at_level(logging.WARNING):
         restored(checkpoints)
-    assert "checkpoints: no link to the best one" in caplog.text
+    assert "checkpoints: cannot create the link to the best one" in caplog.text
     assert checkpoints.best == (1, "eval/accuracy", 0.5)
     checkpoints.close()
 

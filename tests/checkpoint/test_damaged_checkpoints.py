@@ -285,7 +285,7 @@ def test_one_of_an_older_version_is_named_as_such_and_stays(folder: Path, checkp
     for step in ("2", "4"):
         path = progress_path(folder / step)
         path.write_text(json.loads(path.read_text())["record"])
-    older = "was written by an older version; finish that run with that version, or start another run.name"
+    older = "was written by an older version; finish the run with that version, or start one with another run.name"
     with pytest.raises(InputError, match=f"^--resume: {re.escape(str(folder))}/4 {re.escape(older)}$"):
         checkpoints.restore(FINGERPRINTS)
     with pytest.raises(InputError, match=f"^--checkpoint: {re.escape(str(folder))}/2 {re.escape(older)}$"):

@@ -118,7 +118,7 @@ def test_it_belongs_to_its_model_and_tokenizer(run: Path, model: ModelSpec) -> N
     saved = PolicyCheckpoint.open(run)
     saved.check_compatible(model)
     other = replace(model, files=replace(model.files, fingerprint="x"))
-    with pytest.raises(InputError, match=r"was trained from another model than that of model\.path"):
+    with pytest.raises(InputError, match=r"was trained from another model, not from that of model\.path"):
         saved.check_compatible(other)
     tokenizer = copy.copy(model.tokenizer)
     tokenizer.fingerprint = "x"
@@ -149,5 +149,5 @@ def test_a_state_of_other_arrays_is_refused_and_is_no_damage(run: Path) -> None:
     shapes, where = named(1, "policy")
     more = replace(shapes["policy"], params={**shapes["policy"].params, "extra": shapes["policy"].num_updates})
     there = replace(where["policy"], params={**where["policy"].params, "extra": where["policy"].num_updates})
-    with pytest.raises(InputError, match=r"--checkpoint: .*6 has no array policy/params/extra: what was trained"):
+    with pytest.raises(InputError, match=r"--checkpoint: .*6 has no array policy/params/extra, because its run"):
         PolicyCheckpoint.open(run).restore_states({"policy": more}, {"policy": there})

@@ -128,7 +128,7 @@ def test_a_host_that_fails_alone_ends_the_other(config: Path) -> None:
     first, second = run_on_two_hosts(*command(config, *SMALL), num_devices=2, programs=programs)
     assert (first.exit_code, second.exit_code) == (1, 1), first.stderr + second.stderr
     assert "error: RuntimeError: no idea" in second.stderr
-    assert "host 1 has failed, so this one ends: no idea" in first.stderr
+    assert "host 1 has failed, so this host exits: no idea" in first.stderr
 
 
 def test_a_host_that_is_done_waits_for_the_first_to_write_its_report(config: Path) -> None:

@@ -51,7 +51,7 @@ def test_the_first_that_differs_is_named_with_every_value_and_where_it_is_from()
 def test_what_a_host_lacks_is_a_difference_and_long_values_are_cut():
     told = describe_difference(HOSTS[:2], [facts(critic="x" * 500), {}])
     assert told is not None
-    assert "not there on host 1 (b)" in told
+    assert "missing on host 1 (b)" in told
     assert f"{'x' * 117}... on host 0 (a)" in told
 
 
@@ -209,7 +209,7 @@ def test_a_folder_that_the_hosts_do_not_share_is_refused_and_nothing_is_left_beh
     assert told[0]["not shared"].startswith("refused: on host 1 (")
     for one in told:
         assert "is not the same folder on all hosts" in one["not shared"]
-        assert "Set run.dir to a folder that all hosts share" in one["not shared"]
+        assert "Set run.dir to a folder shared by all hosts" in one["not shared"]
 
 
 @pytest.mark.two_hosts

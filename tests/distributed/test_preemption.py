@@ -38,7 +38,7 @@ from tests.program import (
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 SAID = (
-    "stopping with a checkpoint: a step that still generates is dropped, an update is completed; "
+    "stopping with a checkpoint: a step still generating is dropped, an update is completed; "
     "a second signal stops at once"
 )
 

@@ -276,7 +276,7 @@ def test_what_cannot_be_exported_is_one_message_and_nothing_on_disk(finished, tm
             "holds no checkpoint; give <run>/checkpoints/<step>",
         ),
         ((*out, "--checkpoint", finished / "checkpoints" / "99"), "there is no folder"),
-        ((*out, *run, "--set", f"model.path={other}"), "was trained from another model than that of model.path"),
+        ((*out, *run, "--set", f"model.path={other}"), "was trained from another model, not from that of model.path"),
     ):
         result = here("export", *arguments)
         assert (result.exit_code, result.stdout) == (2, ""), result.stderr
@@ -286,7 +286,7 @@ def test_what_cannot_be_exported_is_one_message_and_nothing_on_disk(finished, tm
 
 def test_a_disk_that_is_too_full_is_told_before_any_work(tmp_path):
     check_disk_space(tmp_path / "out", 1)
-    with pytest.raises(InputError, match=r"--out: .*out needs 4,294,967,296\.00 GiB and its disk has .* bfloat16"):
+    with pytest.raises(InputError, match=r"--out: .*out needs 4,294,967,296\.00 GiB, but its disk has .* bfloat16"):
         check_disk_space(tmp_path / "out", 2**62)
 
 
@@ -330,7 +330,7 @@ def test_what_rounding_takes_from_merged_adapters_is_told(adapted, finished, tmp
         out = tmp_path / str(number)
         result = export(run, out, "--dtype", "bfloat16", *arguments)
         assert result.exit_code == 0, result.stderr
-        told = "adapters merged in bfloat16 lose small changes of the weights to rounding"
+        told = "adapters merged in bfloat16 lose small weight changes to rounding"
         is_merged = number == 0
         assert (f"note: {told}" in result.stderr, told in (out / "README.md").read_text()) == (is_merged, is_merged)
 
@@ -357,7 +357,7 @@ def test_adapters_that_are_not_there_or_not_those_asked_for_are_refused(adapted,
     for run, arguments, message in (
         (finished, ["--adapter"], "holds all weights and no adapters: its run had no model.lora.rank"),
         (adapted, settings("model.lora.rank=4"), "holds adapters of rank 3, alpha 6,"),
-        (adapted, settings("model.lora.rank=null"), "and model.lora asks for none"),
+        (adapted, settings("model.lora.rank=null"), "but model.lora requests none"),
     ):
         result = export(run, tmp_path / "out", *arguments)
         assert (result.exit_code, result.stdout) == (2, "")

@@ -89,7 +89,7 @@ def test_tpus_without_metadata_work_alone_and_metadata_that_cannot_be_read_are_a
             cluster_detection.detect_cluster(timeout_s=1)
     else:
         assert cluster_detection.detect_cluster(timeout_s=1) is None
-        with pytest.raises(InputError, match=r"auto, and the platform does not answer \(no metadata\); set"):
+        with pytest.raises(InputError, match=r"auto, but the platform does not answer \(no metadata\); set"):
             cluster_detection.detect_cluster(timeout_s=1, required=True)
 
 

@@ -111,7 +111,7 @@ def test_without_model_and_devices_the_other_checks_still_run(config: Path, judg
     }
     assert "mesh.platform: tpu is not available" in checks["devices"]["found"]
     assert "nowhere' is neither an existing directory or file nor a hub id" in checks["model"]["found"]
-    assert checks["held-out data"]["found"].endswith("prompts cannot be made without a tokenizer")
+    assert checks["held-out data"]["found"].endswith("prompts cannot be encoded without a tokenizer")
     assert checks["reward model"]["found"] == checks["mesh"]["found"] == "there are no devices"
 
 

@@ -93,4 +93,4 @@ def test_the_text_is_a_table(report: MeshReport) -> None:
     assert lines[4].startswith("host  devices  parts of rows (of 4)")
     assert lines[5].split() == ["0", "0-7", "0-3", "0-1", "0-1"]
     assert "12 samples per step, 3 per device" in lines
-    assert lines[-1] == "note: blocks.key.kernel: kv_heads of (2, 32, 3, 8) is replicated: its axis does not divide it"
+    assert lines[-1] == "note: blocks.key.kernel: kv_heads of (2, 32, 3, 8) is replicated: not divisible by its axis"

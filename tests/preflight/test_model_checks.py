@@ -78,5 +78,5 @@ def test_a_reward_function_that_exceeds_its_timeout_fails(directory: Path, tmp_p
     slow_import.write_text("import time\ntime.sleep(600)\ndef judge(completion): return 1.0\n")
     result = check_plugin(directory, slow_call, "reward.timeout_s=0.5")
     assert (result.verdict, result.exit_code) == ("fail", 1)
-    with pytest.raises(InputError, match=r"while it was imported, it took more than 0\.5 s"):
+    with pytest.raises(InputError, match=r"during the import, it took more than 0\.5 s"):
         check_plugin(directory, slow_import, "reward.load_timeout_s=0.5")

@@ -38,4 +38,4 @@ def test_a_missing_host_is_named(tiny_model: Path) -> None:
     with started("inspect-mesh", *of_tiny(tiny_model), *alone) as host:
         _, stderr = host.communicate(timeout=DEADLINE_S)
     assert host.returncode == 2, stderr
-    assert "process 1 of 2 never came to" in stderr and "grpo inspect-mesh" in stderr and "Traceback" not in stderr
+    assert "process 1 of 2 had not connected" in stderr and "grpo inspect-mesh" in stderr and "Traceback" not in stderr

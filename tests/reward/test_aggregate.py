@@ -57,7 +57,7 @@ def test_to_raise_names_function_sample_reason_and_the_way_out() -> None:
     scored = weighed("raise", a=[RewardOutcome(1.0), RewardOutcome(1.0)], b=[RewardOutcome(1.0), BROKEN])
     assert scored.fatal_error == (
         "reward.functions: b: raised: ValueError: no (sample q/0/s1). Fix the function, or set reward.on_error to "
-        "zero (its value counts 0) or drop (the sample is left out)"
+        "zero (the value counts as 0) or drop (the sample is left out)"
     )
 
 

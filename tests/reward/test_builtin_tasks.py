@@ -53,10 +53,10 @@ def test_format_alone_needs_no_answer():
 @pytest.mark.parametrize(
     ("answers", "message"),
     [
-        (["1", None, None], r"gsm8k compares .* q/1 has no answer \(and 1 more rows are like it\)"),
+        (["1", None, None], r"gsm8k compares .* q/1 has no answer \(and 1 more like it\)"),
         (
             ["1", "x^2", "3"],
-            r"q/1 has the answer 'x\^2', which is not a number; choose the column with",
+            r"q/1 has the answer 'x\^2', which is not a number; choose the column of the answers with",
         ),
     ],
 )

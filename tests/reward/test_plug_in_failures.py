@@ -94,7 +94,7 @@ def test_a_forged_answer_costs_the_sample_it_was_forged_for(tmp_path: Path) -> N
         ("def f(completions): return 0.5", "value", "returned float 0.5, expected a list of 2 numbers or None"),
         ("def f(completions): return 'ab'", "value", "returned str 'ab', expected a list of 2 numbers"),
         ("def f(completions): return {0: 1, 1: 1}", "value", "returned dict {0: 1, 1: 1}, expected a list"),
-        ("def f(solution_str): return {'acc': 1}", "value", "returned dict {'acc': 1}, a dict without `score`"),
+        ("def f(solution_str): return {'acc': 1}", "value", "returned dict {'acc': 1}, expected a number or a dict"),
         ("def f(completion): return [1]", "value", "returned list [1], expected a number"),
         ("def f(completion): return 10**999", "raised", "OverflowError: int too large to convert to float"),
         ("def f(completion):\n    x = 1\n    return x / 0", "raised", "ZeroDivisionError: division by zero (plug.py:3"),

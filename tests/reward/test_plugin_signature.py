@@ -83,13 +83,13 @@ def test_whoever_takes_everything_gets_everything() -> None:
         (
             lambda completion, tokens, mood: 0,
             COLUMNS,
-            "has parameters that nothing fills: `tokens`, `mood`. A function takes",
+            "has parameters that cannot be filled: `tokens`, `mood`. A function takes",
         ),
-        (lambda completion, answer: 0, BARE, "nothing fills: `answer`"),
-        (lambda completions, log_extra: 0, COLUMNS, "nothing fills: `log_extra`"),
-        (lambda completions, environments: 0, COLUMNS, "nothing fills: `environments`"),
-        (lambda completions, completion: 0, COLUMNS, "nothing fills: `completion`"),
-        (lambda completion, trainer_state: 0, COLUMNS, "nothing fills: `trainer_state`"),
+        (lambda completion, answer: 0, BARE, "cannot be filled: `answer`"),
+        (lambda completions, log_extra: 0, COLUMNS, "cannot be filled: `log_extra`"),
+        (lambda completions, environments: 0, COLUMNS, "cannot be filled: `environments`"),
+        (lambda completions, completion: 0, COLUMNS, "cannot be filled: `completion`"),
+        (lambda completion, trainer_state: 0, COLUMNS, "cannot be filled: `trainer_state`"),
         (lambda: 0, COLUMNS, "has no parameter that a sample can fill"),
         (lambda *args: 0, COLUMNS, "has no parameter that a sample can fill"),
         (lambda scale=1.0: 0, COLUMNS, "has no parameter that a sample can fill"),
@@ -104,7 +104,7 @@ def test_a_signature_that_cannot_be_filled_is_refused_by_name(
     assert message in str(caught.value)
     if "position" not in message:
         data = "`answer`, `level`" if columns is COLUMNS else "none"
-        assert str(caught.value).endswith(f"columns of the data: {data}")
+        assert str(caught.value).endswith(f"these data columns: {data}")
 
 
 def given(

@@ -49,7 +49,7 @@ def test_what_a_killed_function_started_is_killed_too(tmp_path: Path, monkeypatc
 def test_a_function_that_cannot_be_loaded_again_ends_the_run(tmp_path: Path) -> None:
     path = write_plug_in(tmp_path, "import os\ndef f(completion):\n    os.unlink(__file__)\n    os._exit(1)")
     scored = score([f"{path}:f"], make_group("a"), workers=1)
-    assert (scored.fatal_error or "").startswith("reward f: no worker can be started again: no such file: ")
+    assert (scored.fatal_error or "").startswith("reward f: no worker can be restarted: no such file: ")
 
 
 @pytest.mark.parametrize("mishap", ["time.sleep(60)", "1 / 0", "os._exit(1)"])

@@ -272,7 +272,7 @@ def with_number(number: float, shape: tuple[int, int] = (2, 3)) -> np.ndarray:
 
 
 BAD_MATRICES: list[tuple[dict[str, np.ndarray], str]] = [
-    ({"rewards": ZEROS}, "in.npz: missing values; it holds rewards"),
+    ({"rewards": ZEROS}, "in.npz: missing values; the file contains rewards"),
     (
         {"rewards": ZEROS, "values": np.zeros((2, 5))},
         "in.npz: values: shape [2, 5] does not match rewards of shape [2, 3], expected [2, 3] or [2, 4]",

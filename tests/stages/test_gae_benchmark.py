@@ -129,7 +129,7 @@ def as_auto(case: BackendTiming) -> BackendTiming:
         (
             [SERIAL, as_auto(CHUNKED), replace(FUSED, median_s=0.25)],
             "chunk-scan does not pay (chunked in chunks of 64: 500 ms, fused: 250 ms); "
-            "auto selects chunked in chunks of 64, 2.0 x as long as the fastest: use --backend fused",
+            "auto selects chunked in chunks of 64, which takes 2.0 x as long as the fastest; use --backend fused",
         ),
         (
             [as_auto(replace(SERIAL, median_s=0.505)), CHUNKED],
@@ -137,8 +137,8 @@ def as_auto(case: BackendTiming) -> BackendTiming:
         ),
         (
             [as_auto(replace(SERIAL, median_s=None)), CHUNKED],
-            "chunk-scan pays (chunked in chunks of 64: 500 ms, serial: over 2 s); auto selects serial, inf x as long "
-            "as the fastest: use --backend chunked --chunk-size 64",
+            "chunk-scan pays (chunked in chunks of 64: 500 ms, serial: over 2 s); auto selects serial, which takes inf "
+            "x as long as the fastest; use --backend chunked --chunk-size 64",
         ),
     ],
 )
@@ -152,4 +152,4 @@ def test_a_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "bench").write_text("")
     result = here("gae", "--bench", "--out", tmp_path / "bench")
     assert result.exit_code == 2
-    assert "no folder for bench.json and bench.png" in result.stderr
+    assert "--out: cannot create the folder" in result.stderr

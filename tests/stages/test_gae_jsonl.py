@@ -102,7 +102,7 @@ def test_samples_get_the_credit_that_training_gives_them(tmp_path: Path, bootstr
     told = json.loads(result.stdout).get("not applied")
     if bootstraps == "false":
         assert told == (
-            "the value after the last token of 1 samples of finish_reason length, by "
+            "the value after the last token of 1 samples with finish_reason length, because of "
             "algorithm.bootstrap_truncated = False (from --set)"
         )
     else:

@@ -67,7 +67,7 @@ class Trap:
         (npy(np.zeros(3)), r"rewards: expected two dimensions \[B, T\], got shape \[3\]"),
         (npy(np.zeros((3, 2)))[:-8], "rewards: cannot be read: "),
         (npy(np.zeros((3, 2))).replace(b"(3, 2)", b"(9, 9)"), "rewards: cannot be read: "),
-        (b"no array", "rewards: expected floats, integers or booleans, got no array"),
+        (b"no array", "rewards: expected floats, integers or booleans, got other data"),
     ],
 )
 def test_what_is_no_matrix_of_numbers_is_refused(tmp_path: Path, content: bytes, message: str) -> None:

@@ -172,4 +172,4 @@ def test_an_error_before_the_first_sample_leaves_no_file(
 
 def test_a_timeline_needs_a_schedule(tiny_model: Path, tmp_path: Path) -> None:
     result = here(*command(tiny_model, tmp_path / "samples.jsonl"), "--timeline", tmp_path / "slots.png")
-    assert result.exit_code == 2 and "--timeline draws what scheduled workers do" in result.stderr
+    assert result.exit_code == 2 and "--timeline plots the activity of scheduled workers" in result.stderr

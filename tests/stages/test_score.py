@@ -288,7 +288,7 @@ def one_too_few(line: str) -> str:
         (lambda line: line[:-1] + ', "note": [1, 2e999]}', "note[1] is too large for a float64"),
         (
             with_fields(prompt_token_ids=[2, 24]),
-            "prompt_token_ids[1] is token 24, and the vocabulary of",
+            "prompt_token_ids[1] is token 24, but the vocabulary of",
         ),
         (
             with_fields(completion_token_ids=[-3]),
@@ -297,7 +297,7 @@ def one_too_few(line: str) -> str:
         (with_fields(prompt_token_ids=[]), "prompt_token_ids is empty"),
         (
             with_fields(prompt_token_ids=[2] * 128),
-            "tokens, and the context of model.path holds 128; leave the",
+            "tokens, but the context of model.path is 128; remove the",
         ),
         (with_fields(prompt_token_ids=[2] * 100), "tokens, more than score.policy.max_tokens_per_device = 64 (from"),
         (with_fields(uid="p"), "uid: expected `<prompt uid>/s0`"),
@@ -356,7 +356,7 @@ def test_a_pipe_cannot_be_read_twice(tiny_model: Path, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     result = score(tiny_model, tmp_path / "pipe", tmp_path / "out.jsonl", "policy")
     assert result.exit_code == 2
-    assert "is read twice, to be checked and to be scored: give a file" in result.stderr
+    assert "is not a regular file; it must be read twice" in result.stderr
 
 
 def test_rewards_have_no_packing_to_check(sampled: Path, tmp_path: Path) -> None:

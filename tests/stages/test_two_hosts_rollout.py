@@ -121,7 +121,7 @@ def test_a_host_that_fails_ends_both_and_leaves_what_was_finished(tiny_model: Pa
     chosen = (*of_tiny(tiny_model), "--prompts", prompts, "--out", out)
     first, second = run_on_two_hosts("rollout", *chosen, programs=second_faulty(FAILS, SECOND_ROUND))
     assert (first.exit_code, second.exit_code) == (1, 1), first.stderr + second.stderr
-    assert "host 1 has failed, so this one ends: broken" in first.stderr
+    assert "host 1 has failed, so this host exits: broken" in first.stderr
     assert "error: RuntimeError: broken" in second.stderr
     parts = {f"out.jsonl.host_{number}_of_2.part" for number in (0, 1)}
     assert {path.name for path in tmp_path.iterdir()} == {"prompts.jsonl", *parts}

@@ -64,7 +64,7 @@ def test_a_trace_that_cannot_be_written_costs_a_warning(tmp_path: Path) -> None:
     )
     assert answer.stdout == "went on\n"
     (warning,) = answer.stderr.splitlines()
-    assert warning.startswith("logging.profile_steps: the profiler failed, nothing more is traced: ")
+    assert warning.startswith("logging.profile_steps: the profiler failed; no further steps are traced: ")
 
 
 def test_a_profiler_that_somebody_else_uses_is_left_to_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -123,7 +123,7 @@ def test_other_adapters_than_those_that_were_saved_are_refused(
     assert "-> " + now.removesuffix(".*") in result.stderr
     assert digest_of(resumed) == before
     launch, _ = launched(config, *overrides, "run.name=other")
-    with pytest.raises(InputError, match=rf"--checkpoint: .* holds adapters of rank 2, .*model\.lora asks for {now}"):
+    with pytest.raises(InputError, match=rf"--checkpoint: .* holds adapters of rank 2, .*model\.lora requests {now}"):
         PolicyCheckpoint.open(run).check_compatible(launch.session.model_spec)
 
 

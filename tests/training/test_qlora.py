@@ -102,7 +102,7 @@ def test_another_base_than_the_one_that_adapters_learned_beside_is_refused(
     assert "down_proj" in now_asked and re.findall(r", beside \w+", now_asked) == told
     assert digest_of(resumed) == before
     evaluated = here("evaluate", "--checkpoint", run, *settings(now))
-    assert evaluated.exit_code == 2 and "beside int8, and model.lora asks for rank 2" in evaluated.stderr
+    assert evaluated.exit_code == 2 and "beside int8, but model.lora requests rank 2" in evaluated.stderr
 
 
 @pytest.mark.parametrize(
@@ -217,10 +217,10 @@ def test_merged_adapters_stand_beside_the_base_in_floats_and_the_card_says_so(
     )
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), found, whole)
     card = (tmp_path / "out" / "README.md").read_text()
-    assert f"the adapters were trained on the base's weights in int8 ({BASE})" in card
+    assert f"the adapters were trained on base weights quantized to int8 ({BASE})" in card
     assert f'| `{BASE}` | `"int8"` |' in card
     assert here("export", "--checkpoint", run, "--out", tmp_path / "alone", "--adapter").exit_code == 0
-    assert f"weights in int8 ({BASE})" in (tmp_path / "alone" / "README.md").read_text()
+    assert f"weights quantized to int8 ({BASE})" in (tmp_path / "alone" / "README.md").read_text()
 
 
 def test_a_saved_policy_is_evaluated_as_its_run_did(run: Path, tmp_path: Path) -> None:

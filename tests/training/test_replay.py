@@ -160,7 +160,7 @@ def test_adapters_go_on_from_a_checkpoint_of_adapters_alone(config: Path, tmp_pa
     start = ["--checkpoint", run / "checkpoints" / "2"]
     assert_same_steps(replayed(run, tmp_path / "again", options=start), run, steps=[3])
     whole = replay(run, tmp_path / "whole", "model.lora.rank=null", options=start)
-    assert_refused(whole, "holds adapters of .*, and model.lora asks for none", tmp_path / "whole")
+    assert_refused(whole, "holds adapters of .*, but model.lora requests none", tmp_path / "whole")
 
 
 def test_rewards_are_judged_anew_where_the_run_had_other_functions(finished: Path, tmp_path: Path) -> None:

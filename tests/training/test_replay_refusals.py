@@ -34,7 +34,7 @@ def without_its_end(record: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (spoilt("completion_token_ids", [99]), r"--from-rollouts: .*:1: .*token 99, and the vocabulary"),
+        (spoilt("completion_token_ids", [99]), r"--from-rollouts: .*:1: .*token 99, but the vocabulary"),
         (
             spoilt("completion", "other"),
             r":1: completion_token_ids read '.*' with the .*, and completion is 'other'",

@@ -97,7 +97,7 @@ def test_a_report_that_fails_costs_a_warning_and_not_the_run(
     result = train_here(config, "logging.report=true", resume="must")
     assert result.exit_code == 0
     assert "the report could not be written (InputError" in caplog.text
-    assert f"`grpo report {run}` tries again" in caplog.text
+    assert f"try again with `grpo report {run}`" in caplog.text
     assert result.stdout.splitlines()[-1] == f"everything is in {run}"
 
 

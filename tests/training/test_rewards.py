@@ -56,7 +56,7 @@ def test_a_plug_in_is_learnt_from_beside_a_built_in(config: Path, monkeypatch: p
     result = train_here(config, *chosen, "run.steps=2", "eval.num_prompts=8")
     assert result.exit_code == 0, result.stderr
     assert not [path for path in run_of(config).rglob("*") if path.is_file() and b"CANARY" in path.read_bytes()]
-    assert "reward length: plug.py:length, a batch at a time: completions, prompts" in result.stderr
+    assert "reward length: plug.py:length, called with a batch: completions, prompts" in result.stderr
     assert children() == []
     first, *steps = metrics_of(run_of(config))
     evaluated = [len(r["completion"]) for _, r in read_jsonl(run_of(config) / "eval" / "step_000000.jsonl")]
@@ -231,11 +231,11 @@ def test_evaluation_stops_a_run_only_where_failures_are_to_raise(config: Path) -
         ("no_module:f", "there is no module `no_module`"),
         (
             "plug.py:nothing",
-            "plug.py has no `nothing`; functions there: broken, even, fussy, length, odd, of_host, on_first",
+            "plug.py has no `nothing`; its functions: broken, even, fussy, length, odd, of_host, on_first",
         ),
         ("plug.py:os", "os is a module, not a function"),
         ("raises.py:f", "importing raises.py failed: KeyError: 'x' (raises.py:1)"),
-        ("wants.py:f", "nothing fills: `mood`"),
+        ("wants.py:f", "cannot be filled: `mood`"),
         ("{name: gsm9, weight: 2}", "unknown reward `gsm9`"),
     ],
 )
@@ -258,7 +258,7 @@ def test_a_judge_must_fit_the_held_out_data_too(config: Path) -> None:
     )
     assert result.exit_code == 2
     assert (
-        "data.eval_source: plug.py:fussy judges held-out answers too: has parameters that nothing fills: `difficulty`"
+        "plug.py:fussy also grades held-out samples, but it has parameters that cannot be filled: `difficulty`"
         in result.stderr
     )
 
@@ -290,7 +290,7 @@ def test_scoring_a_file_uses_the_same_functions(config: Path, tmp_path: Path) ->
     figures = dict(line.rsplit(maxsplit=1) for line in result.stdout.splitlines())
     assert figures["reward/fussy/error_count"] == figures["reward/dropped_count"] == str(len(dropped))
     assert (figures["reward/abstained_count"], figures["reward/mute/mean"]) == ("16", "None")
-    assert "reward fussy: plug.py:fussy, one at a time: completion, difficulty" in result.stderr
+    assert "reward fussy: plug.py:fussy, called with one sample: completion, difficulty" in result.stderr
     assert all("reward" not in record and record["reward_errors"] for record in dropped)
     # Another scoring forgets them; one that is to raise writes nothing.
     write_jsonl(tmp_path / "again.jsonl", records)
