@@ -129,8 +129,8 @@ def test_the_output_of_print_config_is_a_config(tmp_path: Path) -> None:
         (("gae", "--out", "o.jsonl"), "missing option --input"),
         (("gae", "--input", "a.npz", "--out", "o.jsonl"), "--out: expected the format of --input"),
         (("gae", "--gamma", "1.5"), "algorithm.gamma: expected less than or equal to 1, got 1.5 (from --gamma)"),
-        (("gae", "--bench", "--backend", "serial"), "--backend: not used with --bench"),
-        (("gae", "--shapes", "4x4"), "--shapes: only used with --bench"),
+        (("gae", "--bench", "--backend", "serial"), "--backend cannot be combined with --bench"),
+        (("gae", "--shapes", "4x4"), "--shapes is only used with --bench"),
         (("gae", "--bench", "--shapes", "4x"), "--shapes: expected ROWSxTOKENS,..."),
         (("evaluate", "--picture", "p.png"), "--picture needs --compare BEFORE.jsonl AFTER.jsonl"),
         (("evaluate", "--compare", "a", "b", "--print-config"), "--print-config cannot be combined with --compare"),
@@ -141,8 +141,8 @@ def test_the_output_of_print_config_is_a_config(tmp_path: Path) -> None:
         (("export", "--out", "o"), "missing option --checkpoint"),
         (("export", "--checkpoint", "missing"), "missing option --out"),
         (("export", "--checkpoint", "missing", "--out", "o"), "--checkpoint: there is no folder missing"),
-        (("evaluate", "--checkpoint", "."), "--checkpoint: no settings.yaml of a run is in /"),
-        (("train", "--from-rollouts", "."), "--from-rollouts: no settings.yaml of a run is in /"),
+        (("evaluate", "--checkpoint", "."), "--checkpoint: no settings.yaml of a run was found in /"),
+        (("train", "--from-rollouts", "."), "--from-rollouts: no settings.yaml of a run was found in /"),
         (("inspect-mesh", "--set", "mesh.process_id=0"), "also set mesh.coordinator_address"),
     ],
 )
@@ -177,7 +177,7 @@ def test_a_path_in_the_folders_of_a_run_uses_its_settings(
     file.parent.mkdir()
     file.touch()
     assert find_run_config({"--from-rollouts": file.parent / place}) == (str(file) if is_in_run else None)
-    note = f"note: --from-rollouts: uses the settings of {file}\n" if is_in_run else ""
+    note = f"note: --from-rollouts: using the settings in {file}\n" if is_in_run else ""
     assert capsys.readouterr() == ("", note)
 
 
@@ -191,7 +191,7 @@ def test_a_note_names_the_run_whose_settings_are_used(
     (tmp_path / "settings.yaml").write_text(load(None, ["run.steps=3"], {}).to_yaml())
     answer = here(command, option, ".", "--print-config")
     assert answer.exit_code == 0, answer.stderr
-    assert answer.stderr == f"note: {option}: uses the settings of {tmp_path.resolve() / 'settings.yaml'}\n"
+    assert answer.stderr == f"note: {option}: using the settings in {tmp_path.resolve() / 'settings.yaml'}\n"
     assert "\n  steps: 3  # yaml:" in answer.stdout
     assert here(command, option, ".", "--config", "settings.yaml", "--print-config").stderr == ""
 
