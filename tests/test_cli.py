@@ -136,7 +136,7 @@ def test_the_output_of_print_config_is_a_config(tmp_path: Path) -> None:
         (("evaluate", "--compare", "a", "b", "--print-config"), "--print-config cannot be combined with --compare"),
         (("evaluate", "--compare", "a", "a"), "both name a; give each a file of its own"),
         (("evaluate", "--compare", "missing.jsonl", "b"), "missing.jsonl: no such file"),
-        (("evaluate", "--set", "eval.num_samples=4"), "greedy samples of a prompt are all alike; set eval.temperature"),
+        (("evaluate", "--set", "eval.num_samples=4"), "all samples of a prompt are identical; set eval.temperature"),
         (("inspect-mesh", "--set", "mesh.shape=2,4"), "mesh.shape: expected"),
         (("export", "--out", "o"), "missing option --checkpoint"),
         (("export", "--checkpoint", "missing"), "missing option --out"),

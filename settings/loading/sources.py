@@ -85,7 +85,7 @@ def precedence(origin: str) -> int:
 
 def describe_origin(origin: str) -> str:
     """Returns a provenance in the form that sentences use."""
-    return {"set": "--set", "default": "the default"}.get(origin, origin)
+    return {"set": "--set", "default": "the default", "derived": "other settings"}.get(origin, origin)
 
 
 def environment_notices(environment: Layer, overrides: Layer, flags: Layer) -> list[str]:

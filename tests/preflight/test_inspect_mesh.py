@@ -237,8 +237,8 @@ def test_the_later_layer_chooses_between_a_slice_and_real_devices(tmp_path: Path
 def test_a_slice_and_real_devices_in_one_layer_are_an_error() -> None:
     resolved = load(None, ["mesh.pretend=v4-16", "mesh.cpu_devices=4"], {})
     message = (
-        "mesh.pretend = 'v4-16' (from --set) and mesh.cpu_devices = 4 (from --set) ask for pretended and for real "
-        "devices; leave one of the two out"
+        "mesh.pretend = 'v4-16' (from --set) requests simulated devices, which cannot be combined with "
+        "mesh.cpu_devices = 4 (from --set); remove one or the other"
     )
     with pytest.raises(InputError, match=re.escape(message)):
         check_for_inspect_mesh(resolved)

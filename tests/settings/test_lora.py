@@ -65,22 +65,22 @@ def test_what_matches_no_weight_or_makes_no_adapter_is_refused(override: str, me
 
 def test_what_is_said_of_adapters_that_are_not_there_has_no_effect(folder: Path) -> None:
     assert refusal(with_sets("model.lora.alpha=32")) == (
-        "model.lora.alpha = 32.0 (from --set) has no effect under model.lora.rank = None (from the default): it is "
-        "for model.lora.rank of 1 or more; leave it out, or set that"
+        "model.lora.alpha = 32.0 (from --set) has no effect with model.lora.rank = None (from the default): it is "
+        "only for model.lora.rank of 1 or more; remove it, or change model.lora.rank"
     )
     file = "model: {lora: {rank: 8, alpha: 32, targets: [mlp]}}"
     check_for_train(load_text(folder, file))
     without = load_text(folder, file, "model.lora.rank=null")
     check_for_train(without)
     (line,) = launch_notices(without)
-    assert line.startswith("no effect under model.lora.rank = None (from --set): model.lora.alpha = 32.0")
+    assert line.startswith("no effect with model.lora.rank = None (from --set): model.lora.alpha = 32.0")
 
 
 def test_a_reference_that_trains_cannot_wait_outside(folder: Path) -> None:
     offload = "score.reference.offload=true"
     check_for_train(with_sets(offload, "algorithm.beta=0.1"))
     after = load_text(folder, "model: {lora: {rank: 8}}", offload)
-    assert "score.reference.offload = True (from --set) has no effect under model.lora.rank = 8" in refusal(after)
+    assert "score.reference.offload = True (from --set) has no effect with model.lora.rank = 8" in refusal(after)
     before = load_text(folder, "score: {reference: {offload: true}}\nalgorithm: {beta: 0.1}", RANK)
     check_for_train(before)
     assert before.settings.offloads_reference is False
@@ -89,5 +89,5 @@ def test_a_reference_that_trains_cannot_wait_outside(folder: Path) -> None:
 
 def test_who_takes_the_model_as_it_is_says_so() -> None:
     assert unused_adapter_notices(with_sets(RANK)) == (
-        "model.lora.rank = 8 (from --set) has no effect here: model.path is loaded as it is, without adapters",
+        "model.lora.rank = 8 (from --set) has no effect here: model.path is loaded without adapters",
     )
