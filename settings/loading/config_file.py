@@ -1,4 +1,4 @@
-"""Finds the file of `--config`: a preset or a path."""
+"""Finds the file that `--config` selects: a preset or a path."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ DEFAULT_PRESET = "quickstart"
 @dataclass(frozen=True, slots=True)
 class ConfigFile:
     name: str
-    """Name of the file in provenances."""
+    """Name of the file as shown in provenances."""
     stem: str
-    """Name from which the name of the run is derived, such as `quickstart`."""
+    """Name from which the run name is derived, such as `quickstart`."""
     content: bytes
 
 
@@ -32,7 +32,7 @@ def find_config_file(config: str | None) -> ConfigFile:
     """Returns the preset with this name, else the file at this path; the default preset for None.
 
     Raises:
-        InputError: there is neither a preset nor a file, or the file cannot be read.
+        InputError: no preset or file has this name, or the file cannot be read.
     """
     name = DEFAULT_PRESET if config is None else config
     if name in preset_names():

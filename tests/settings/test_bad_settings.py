@@ -92,7 +92,7 @@ BAD_SETS = [
     ('run.name="a\\0b"', "expected at most 100 letters"),
     ('run.name="a\\n"', "expected at most 100 letters"),
     (f"run.name={'a' * 101}", "expected at most 100 letters"),
-    ("run=3", "run (--set) is a section of settings"),
+    ("run=3", "run (--set) is a section; set one of its settings"),
     ("optimizer.learning_rat=1", "(--set); did you mean optimizer.learning_rate?"),
     ("learning_rat=1", "did you mean critic.learning_rate or optimizer.learning_rate?"),
     ("temperature=1", "did you mean eval.temperature or rollout.temperature?"),
@@ -111,7 +111,7 @@ BAD_SETS = [
     ("batching.min_num_micro_batches=0", "expected greater than or equal to 1"),
     ("batching.num_micro_batches_divisible_by=5000", "expected less than or equal to 4096"),
     ("model.logits_chunk=0", "expected greater than or equal to 1"),
-    ("wandb_api_key=x", "is a secret; it belongs in the environment or a .env as WANDB_API_KEY"),
+    ("wandb_api_key=x", "is a secret; set WANDB_API_KEY in the environment or a .env"),
     ("run.steps=[1", "--set run.steps:1:3: not valid YAML"),
     ("run.steps=!!python/name:os.system", "tags such as"),
 ]
@@ -144,8 +144,8 @@ def test_a_bad_set_is_refused(override: str, message: str) -> None:
         ),
         ("rolout:\n  group_size: 4\n", "unknown setting rolout (yaml:c.yaml:1); did you mean rollout?"),
         ("group_size: 4\n", "unknown setting group_size (yaml:c.yaml:1); did you mean rollout.group_size?"),
-        ("run: 3\n", "run (yaml:c.yaml:1) is a section of settings; set what is in it, such as run.name"),
-        ("score:\n  policy: 3\n", "score.policy (yaml:c.yaml:2) is a section of settings"),
+        ("run: 3\n", "run (yaml:c.yaml:1) is a section; set one of its settings, such as run.name"),
+        ("score:\n  policy: 3\n", "score.policy (yaml:c.yaml:2) is a section; set one of its settings"),
         (
             "batch_size: 4\nrollout:\n  prompts_per_step: 4\n",
             "is set twice: batch_size (yaml:c.yaml:1) and rollout.prompts_per_step (yaml:c.yaml:3)",
