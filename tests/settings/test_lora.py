@@ -8,7 +8,7 @@ import pytest
 from settings import InputError, Resolved
 from settings.checks.commands import check_for_train
 from settings.checks.unused_settings import launch_notices, unused_adapter_notices
-from settings.schema.lora import PROJECTIONS
+from settings.schema.lora import PROJECTIONS, TARGETS
 from tests.settings.loading import load_text, with_sets
 
 RANK = "model.lora.rank=8"
@@ -46,10 +46,10 @@ def test_targets_name_projections_or_parts_of_a_layer_in_any_order(targets: str,
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("model.lora.targets=[q_proj, k_prj]", "model.lora.targets[1]: matches no weight; did you mean k_proj?"),
+        ("model.lora.targets=lm_head", f"model.lora.targets[0]: expected one of {', '.join(TARGETS)}, got 'lm_head'"),
         (
-            "model.lora.targets=lm_head",
-            "model.lora.targets[0]: matches no weight (known: all, attention, mlp, q_proj, k",
+            "model.lora.targets=[q_proj, k_prj]",
+            f"model.lora.targets[1]: expected one of {', '.join(TARGETS)} (did you mean k_proj?), got 'k_prj'",
         ),
         ("model.lora.targets=[]", "model.lora.targets: "),
         ("model.lora.rank=-1", "model.lora.rank: expected greater than or equal to 0"),
