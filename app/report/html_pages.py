@@ -1,4 +1,4 @@
-"""HTML pages of a run and of a timeline: single files that need no network and run no script but their own."""
+"""HTML pages of a run and of a timeline: single files that need no network and run only their own script."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from app.report.viewer_content import ViewerContent
 
 SESSION_COLUMNS = ("started", "after_step", "grpo", "python", "jax", "devices", "processes")
 REPLAY_COLUMNS = ("from_rollouts", "checkpoint")
-"""Columns of sessions that trained on saved samples; omitted if there are none."""
+"""Columns for sessions that trained on saved samples; omitted if there are none."""
 
 
 def report_page(run: RunFiles, plots: Mapping[str, RenderedPlot | None], alerts: Sequence[Alert]) -> str:
@@ -60,7 +60,7 @@ def rollouts_page(run: RunFiles, viewer: ViewerContent) -> str:
 
 
 def timeline_page(svg: str, table: Sequence[Sequence[str]], *, title: str) -> str:
-    """Renders the page of a schedule: its plot and a table.
+    """Renders the page of a timeline: its plot and a table.
 
     Args:
         svg: the plot, as an SVG element.
@@ -71,7 +71,7 @@ def timeline_page(svg: str, table: Sequence[Sequence[str]], *, title: str) -> st
 
 
 def json_for_html(value: Any) -> str:
-    """Returns JSON for a script element: it cannot end the element or open a comment."""
+    """Returns JSON for a script element, escaped so that it cannot end the element or open a comment."""
     text = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")
