@@ -1,4 +1,4 @@
-"""Shared code of the commands: settings, error messages, exit codes and output."""
+"""Code shared by the commands: settings, error messages, exit codes and output."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def print_notices(notices: Sequence[str]) -> None:
 
 
 def write(text: str, stream: TextIO) -> None:
-    """Writes text and a newline. A closed pipe, as after `| head`, is not an error."""
+    """Writes text and a newline; ignores a closed pipe, as after `| head`."""
     try:
         print(text.rstrip("\n"), file=stream, flush=True)
     except BrokenPipeError:

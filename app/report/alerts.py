@@ -31,7 +31,7 @@ SOLVED_REWARD = 0.95
 ZERO_VARIANCE_THRESHOLD = 0.95
 """Fraction of groups whose rewards are all equal. At 0.95, only a twentieth of the samples give a learning signal."""
 TRUNCATION_THRESHOLD = 0.25
-"""Fraction of truncated answers. From a quarter on, the policy mostly learns to be short."""
+"""Fraction of truncated answers. Above a quarter, the policy mostly learns to be short."""
 KL_THRESHOLD = 0.5
 """KL to the initial model, in nats per token. Usual runs stay below 0.1; beyond 0.5 the text degenerates."""
 RATIO_THRESHOLD = 10.0
@@ -73,7 +73,7 @@ class AlertMonitor:
         self._steps: list[MetricsRecord] = []
         self._absent_steps = dict.fromkeys(RULES, REARM_STEPS)
         self.alerts = [alert for record in history for alert in self.observe(record)]
-        """Alerts of `history`."""
+        """Alerts raised by `history`."""
 
     def observe(self, record: MetricsRecord) -> list[Alert]:
         """Returns the alerts of the next line of the history."""

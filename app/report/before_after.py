@@ -18,7 +18,7 @@ from app.report.metrics_history import (
 )
 
 EDGE_STEPS = 10
-"""Training steps averaged at each end of a run: the reward of one step is mostly noise."""
+"""Number of training steps averaged at each end of a run: the reward of one step is mostly noise."""
 
 
 @dataclass(frozen=True, slots=True)

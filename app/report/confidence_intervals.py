@@ -44,7 +44,7 @@ def wilson_interval(share: float, count: float) -> Interval:
 
 
 def clustered_share_interval(shares: Float64[np.ndarray, "P"], *, num_samples: int) -> Interval | None:
-    """Returns the interval of the mean of one share per prompt, each from `num_samples` samples; None for one prompt.
+    """Returns the interval of the mean share over prompts with `num_samples` samples each; None for one prompt.
 
     This is Wilson's interval for n = p (1 - p) / (s^2 / P) trials, with p the mean of the shares and s^2 their variance
     (ddof = 0). n is the number of independent trials that would determine the mean equally well: P for shares of 0 and
@@ -64,14 +64,14 @@ def clustered_share_interval(shares: Float64[np.ndarray, "P"], *, num_samples: i
 
 
 def mean_interval(values: Float64[np.ndarray, "P"]) -> Interval | None:
-    """Returns Student's interval of the mean of one number per prompt; None for one prompt or if all are equal.
+    """Returns Student's interval of the mean over prompts with one value each; None for one prompt or equal values.
 
     m +- t s / sqrt(P), with s^2 the variance (ddof = 1) and t Student's 97.5 % quantile for P - 1 degrees of freedom.
     """
     num_prompts = len(values)
     if num_prompts < 2 or (values == values[0]).all():
         return None
-    from scipy import stats  # here, because it takes most of a second to load
+    from scipy import stats  # imported here, because it takes most of a second
 
     error = values.std(ddof=1) / math.sqrt(num_prompts)
     low, high = stats.t.interval(CONFIDENCE, num_prompts - 1, loc=values.mean(), scale=error)

@@ -99,7 +99,7 @@ def _template(name: str) -> str:
 
 
 def _content_hash(text: str) -> str:
-    """Returns the hash by which a Content-Security-Policy allows an inline element."""
+    """Returns the hash with which a Content-Security-Policy allows an inline element."""
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 

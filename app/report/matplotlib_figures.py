@@ -50,7 +50,7 @@ class RenderedPlot:
 
 @contextmanager
 def new_figure(width: float, height: float, *, salt: str, embed_text: bool = False) -> Iterator[Figure]:
-    """Yields an empty figure in the style of this program, whatever this machine's matplotlibrc says.
+    """Yields an empty figure in the style of this program, regardless of the machine's matplotlibrc.
 
     Args:
         width: in inches.

@@ -236,7 +236,7 @@ def _clip_peaks(axes: Axes, steps: np.ndarray, totals: np.ndarray) -> None:
 
 
 def draw_line(name: str, unit: str, *, noisy: bool = False, scale: float = 1.0) -> DrawFunction:
-    """Returns a function that draws one metric, divided by `scale`, from 0 up."""
+    """Returns a function that draws one metric, divided by `scale`, on an axis from 0."""
 
     def draw(figure: Figure, data: PlotData) -> None:
         axes = _axes(figure, data, unit)

@@ -69,7 +69,7 @@ class TimelinePanel:
 
     @property
     def height(self) -> float:
-        """Height in slots, with a lane for suspended samples."""
+        """Height in slots, including a lane for suspended samples."""
         return sum(slots + LANE_GAP for _, slots in self.drawn_slots) + 1 + LANE_GAP
 
     @property

@@ -83,7 +83,7 @@ class SavedSample:
 
 
 def build_viewer(rollouts: Mapping[int, Path], evaluations: Mapping[int, Path], *, num_samples: int) -> ViewerContent:
-    """Selects at most `num_samples` of the saved samples, in whole groups while they fit.
+    """Selects at most `num_samples` of the saved samples, in whole groups as far as possible.
 
     Rollouts: the groups whose rewards differ most, from steps spread evenly over the run, newest first.
     Evaluations: the same prompts in every evaluation, starting with those whose reward changed most from first to last.

@@ -1,4 +1,4 @@
-"""Settings that have no effect, because the estimator, the correction or the adapters that read them are not in use.
+"""Finds settings that have no effect because the estimator, correction or adapters that read them are not in use.
 
 Such a setting is refused if it comes from a later layer than the choice that makes it unused. Otherwise it is only
 reported in a notice, as when `--set algorithm.name=grpo` overrides the algorithm of a preset.
@@ -20,9 +20,9 @@ LEARNING_RATE = "optimizer.learning_rate"
 
 class UsageCondition(NamedTuple):
     setting: str
-    """The setting whose value decides."""
+    """The setting that determines whether the fields are used."""
     values: frozenset[Any]
-    """The values under which the fields are read."""
+    """The values with which the fields are used."""
     text: str
     """The condition as worded in error messages."""
     fields: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Settings as readable YAML, which `--config` also accepts."""
+"""Prints settings as YAML that `--config` accepts, and parses it."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ class Resolved:
 
     @property
     def algorithm_changes(self) -> str | None:
-        """The derived settings that differ from those of `grpo`, or None if there are none."""
+        """Text about the derived settings that differ from those of `grpo`; None if there are none."""
         derived = [field for field in FIELDS if field.startswith("algorithm.") and self.provenance[field] == "derived"]
         return describe_changes(self.settings.algorithm, [field.removeprefix("algorithm.") for field in derived])
 

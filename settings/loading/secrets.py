@@ -9,7 +9,7 @@ from dotenv import dotenv_values
 
 SECRETS = ("WANDB_API_KEY", "HF_TOKEN")
 FALLBACK_DOTENV = Path("/root/.env")
-"""The `.env` of TPU VMs."""
+"""Location of the `.env` on TPU VMs."""
 MIN_SECRET_LENGTH = 8
 """Minimum length, in characters, of a value to redact; shorter values are placeholders."""
 

@@ -44,7 +44,7 @@ class YamlNode:
     """Spelling of an unquoted scalar, such as `1e3` for 1000.0; None for other values."""
 
     def to_python(self) -> Any:
-        """Returns the value as Python objects."""
+        """Returns the value as plain Python objects."""
         if isinstance(self.value, dict):
             return {key: node.to_python() for key, node in self.value.items()}
         if isinstance(self.value, list):

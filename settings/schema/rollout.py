@@ -31,7 +31,7 @@ class SegmentSettings(Section):
     max: int = Field(default=4096, ge=1, le=MAX_TOKENS)
     """Maximum length of a segment, in tokens per row."""
     capacity: int = Field(default=8192, ge=1, le=MAX_TOKENS)
-    """Tokens of all rows in a segment, for the rule budget."""
+    """Total number of tokens of all rows in a segment, for the rule budget."""
     overhead_steps: float = Field(default=0.5, gt=0, le=1000)
     """Overhead of ending a segment, in decode steps, for the rule balance."""
 
@@ -80,8 +80,8 @@ class WorkersSettings(Section):
     null, 600 with `rollout.pool: ray`, else no limit. It has no effect if one thread drives the local workers, and must
     be null for local workers with `rollout.max_staleness` above 0."""
     deterministic: bool = False
-    """Drives all workers in turn from one thread, so that the schedule of a rollout is reproducible. Always so on a
-    single device."""
+    """Drives all workers in turn from one thread, so that the schedule of a rollout is reproducible. A single
+    device always implies this."""
 
 
 def _validate_ray_address(value: str) -> str:
