@@ -1,7 +1,7 @@
 """The command line: one Typer app over `app/commands`.
 
-Commands import their packages when they run, so `--help`, `--version`, `--print-config` and every error in the settings
-need no JAX.
+Each command imports its packages only when it runs, so `--help`, `--version`, `--print-config` and the checks of
+settings do not need JAX.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ def _show_version(is_requested: bool) -> None:
 def _grpo(
     show_version: Annotated[
         bool,
-        typer.Option("--version", help="Print the version and stop.", callback=_show_version, is_eager=True),
+        typer.Option("--version", help="Print the version and exit.", callback=_show_version, is_eager=True),
     ] = False,
 ) -> None: ...
 
 
 def main() -> None:
-    """Entry point of the console script."""
-    # The tokenizer library recommends PyTorch, which this program does not use.
+    """Runs the command line."""
+    # Suppresses the tokenizer library's advice to install PyTorch, which this program does not use.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     app(prog_name="grpo")
 

@@ -1,7 +1,7 @@
-"""The program as `import grpo` finds it: `grpo.py` of a checkout, `grpo/__init__.py` of an installation.
+"""The module that `import grpo` loads: `grpo.py` in a checkout, `grpo/__init__.py` in an installation.
 
-`cli`, `app` and `settings` are in the same folder. It comes first on `sys.path` of the program's own processes, so that
-a user's modules of these names are never imported in their place.
+`cli`, `app` and `settings` are in the same folder. The program's own processes put that folder first on `sys.path`, so
+that they never import a user's modules with these names.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ PROGRAM_FOLDER = str(Path(__file__).resolve().parent)
 
 
 def add_program_to_path() -> None:
-    """Makes `cli`, `app` and `settings` of this program importable, and no others."""
+    """Puts this program's folder first on `sys.path` and imports `app` and `settings` from it."""
     sys.path.insert(0, PROGRAM_FOLDER)
-    # Loaded at once: Ray puts the working directory in front of the path before a worker's first task.
+    # Imported now, because Ray puts the working directory first on the path before a worker's first task.
     for package in ("app", "settings"):
         importlib.import_module(package)
 

@@ -1,4 +1,4 @@
-"""Settings: schema, layers with provenance, historic names, secrets, presets."""
+"""Settings: schema, layered loading with provenance, aliases, secrets and presets."""
 
 from settings.errors import InputError
 from settings.loading.resolve import Resolved, load

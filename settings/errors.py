@@ -1,9 +1,9 @@
-"""The one error that means "your input, not our bug"."""
+"""The error for invalid input, as opposed to a bug."""
 
 
 class InputError(ValueError):
-    """A setting, file, model or data set that cannot be used; found before any device work.
+    """A setting, file, model or data set cannot be used; raised before any device work.
 
-    The message says what, got, expected, where it was set and what to do. The command line prints
-    it alone, without a traceback, and exits with code 2.
+    The message names what is wrong, what was got and expected, where it was set, and the way out. The command line
+    prints it without a traceback and exits with code 2.
     """

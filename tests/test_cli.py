@@ -129,20 +129,20 @@ def test_the_output_of_print_config_is_a_config(tmp_path: Path) -> None:
         (("gae", "--out", "o.jsonl"), "missing option --input"),
         (("gae", "--input", "a.npz", "--out", "o.jsonl"), "--out: expected the format of --input"),
         (("gae", "--gamma", "1.5"), "algorithm.gamma: expected less than or equal to 1, got 1.5 (from --gamma)"),
-        (("gae", "--bench", "--backend", "serial"), "--backend: not used with --bench"),
-        (("gae", "--shapes", "4x4"), "--shapes: only used with --bench"),
+        (("gae", "--bench", "--backend", "serial"), "--backend cannot be combined with --bench"),
+        (("gae", "--shapes", "4x4"), "--shapes is only used with --bench"),
         (("gae", "--bench", "--shapes", "4x"), "--shapes: expected ROWSxTOKENS,..."),
         (("evaluate", "--picture", "p.png"), "--picture needs --compare BEFORE.jsonl AFTER.jsonl"),
         (("evaluate", "--compare", "a", "b", "--print-config"), "--print-config cannot be combined with --compare"),
         (("evaluate", "--compare", "a", "a"), "both name a; give each a file of its own"),
         (("evaluate", "--compare", "missing.jsonl", "b"), "missing.jsonl: no such file"),
-        (("evaluate", "--set", "eval.num_samples=4"), "greedy samples of a prompt are all alike; set eval.temperature"),
+        (("evaluate", "--set", "eval.num_samples=4"), "all samples of a prompt are identical; set eval.temperature"),
         (("inspect-mesh", "--set", "mesh.shape=2,4"), "mesh.shape: expected"),
         (("export", "--out", "o"), "missing option --checkpoint"),
         (("export", "--checkpoint", "missing"), "missing option --out"),
         (("export", "--checkpoint", "missing", "--out", "o"), "--checkpoint: there is no folder missing"),
-        (("evaluate", "--checkpoint", "."), "--checkpoint: no settings.yaml of a run is in /"),
-        (("train", "--from-rollouts", "."), "--from-rollouts: no settings.yaml of a run is in /"),
+        (("evaluate", "--checkpoint", "."), "--checkpoint: no settings.yaml of a run was found in /"),
+        (("train", "--from-rollouts", "."), "--from-rollouts: no settings.yaml of a run was found in /"),
         (("inspect-mesh", "--set", "mesh.process_id=0"), "also set mesh.coordinator_address"),
     ],
 )
@@ -178,7 +178,7 @@ def test_a_path_in_the_folders_of_a_run_uses_its_settings(
     file.write_text("run:\n  name: mine\n")
     config = find_run_config({"--from-rollouts": file.parent / place})
     assert (config and config.name) == (str(file) if is_in_run else None)
-    note = f"note: --from-rollouts: uses the settings of {file}\n" if is_in_run else ""
+    note = f"note: --from-rollouts: using the settings in {file}\n" if is_in_run else ""
     assert capsys.readouterr() == ("", note)
 
 
@@ -192,7 +192,7 @@ def test_a_note_names_the_run_whose_settings_are_used(
     (tmp_path / "settings.yaml").write_text(load(None, ["run.steps=3"], {}).to_yaml())
     answer = here(command, option, ".", "--print-config")
     assert answer.exit_code == 0, answer.stderr
-    assert answer.stderr == f"note: {option}: uses the settings of {tmp_path.resolve() / 'settings.yaml'}\n"
+    assert answer.stderr == f"note: {option}: using the settings in {tmp_path.resolve() / 'settings.yaml'}\n"
     assert "\n  steps: 3  # yaml:" in answer.stdout
     assert here(command, option, ".", "--config", "settings.yaml", "--print-config").stderr == ""
 

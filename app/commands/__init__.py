@@ -1,1 +1,1 @@
-"""The commands of the program, one file each: parse, resolve settings, call, print."""
+"""The commands, one file each: a command parses options, resolves settings, calls its package and prints the result."""

@@ -1,4 +1,4 @@
-"""Shared code of the commands: settings, error messages, exit codes and output."""
+"""Code shared by the commands: settings, error messages, exit codes and output."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from settings.loading.config_file import ConfigFile
 from settings.loading.sources import NO_FLAGS, Flags
 
 RUN_SUBFOLDERS = ("checkpoints", "rollouts", "eval")
-"""Folders of a run directory whose files can be the value of an option."""
+"""Subfolders of a run directory with files that command options accept."""
 EXIT_FAILURE, EXIT_INPUT, EXIT_INTERRUPTED = 1, 2, 130
 
 
@@ -52,20 +52,20 @@ class _ProgressHandler(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__()
-        # Libraries log information that is not this program's progress.
+        # Drops informational messages of libraries, which do not report this program's progress.
         self.addFilter(lambda record: record.levelno >= logging.WARNING or record.name.split(".")[0] == "app")
         self._started_s = time.monotonic()
 
     def emit(self, record: logging.LogRecord) -> None:
         text = self.format(record)
         is_progress = record.levelno < logging.WARNING
-        # `sys.stderr` is read here because tests replace it.
+        # `sys.stderr` is looked up for every record, because tests replace it.
         write(f"[{time.monotonic() - self._started_s:5.1f} s] {text}" if is_progress else text, sys.stderr)
 
 
 def show_progress(text: str) -> None:
-    """Shows `text` and, until the command ends, the progress messages of `app`, such as those about loading files."""
-    # On the root logger, because libraries that call `logging.basicConfig` would add a second handler there.
+    """Logs `text` to stderr and shows all progress messages of `app` until the command ends."""
+    # The handler is on the root logger, so that `logging.basicConfig`, if a library calls it, does not add another one.
     logging.getLogger().addHandler(_ProgressHandler())
     logger = logging.getLogger("app")
     logger.setLevel(logging.INFO)
@@ -82,13 +82,13 @@ def _hide_progress() -> None:
 def inherit_run_settings(
     config: str | None, overrides: list[str] | None, run_paths: Mapping[str, Path | None]
 ) -> tuple[str | ConfigFile | None, list[str] | None]:
-    """Returns `--config` and `--set`. Without `--config`, uses the run's settings, except the addresses of its hosts.
+    """Returns the `--config` and `--set` to use: those given, or without `--config` the settings of the run.
 
     Args:
-        run_paths: option -> a checkpoint, samples or a folder of the run. The first one with settings is used.
+        run_paths: option -> checkpoint, samples or folder of the run. The first path with settings is used.
 
     Raises:
-        InputError: the value of an option is a folder, but not one of a run.
+        InputError: an option names a folder that does not belong to a run.
     """
     run_config = find_run_config(run_paths) if config is None else None
     if run_config is None:
@@ -97,18 +97,18 @@ def inherit_run_settings(
 
 
 def reset_inherited(run_config: ConfigFile, overrides: list[str] | None) -> list[str]:
-    """Returns `--set` with the options that reset what must not be inherited from a run's settings."""
+    """Returns the overrides, extended by those that reset what a new run must not inherit."""
     from settings.loading.inherited_settings import reset_overrides
 
     return [*(overrides or []), *reset_overrides(run_config, overrides or [], os.environ)]
 
 
 def find_run_config(run_paths: Mapping[str, Path | None]) -> ConfigFile | None:
-    """Returns the settings of the run that an option's path belongs to, and prints a note with their place.
+    """Returns the settings of the run that an option's path belongs to, and prints a note with their file.
 
-    They are those of the step of a checkpoint or of samples, and of the last session for other paths. Returns
-    None for a file outside a run, which can be read under any settings, and for a path that does not exist, for which
-    its reader raises an error.
+    For a checkpoint or a file of samples, they are those of its step; for other paths, those of the last session.
+    Returns None for a file outside a run, which can be read with any settings, and for a path that does not exist,
+    which causes an error when it is read.
 
     Raises:
         InputError: a folder does not belong to a run. Reading it with the default settings would give wrong results.
@@ -117,13 +117,13 @@ def find_run_config(run_paths: Mapping[str, Path | None]) -> ConfigFile | None:
     for option, path in given.items():
         if (run := find_run(path)) is not None:
             file = _settings_of(run, path)
-            print_notices([f"{option}: uses the settings of {file.name}"])
+            print_notices([f"{option}: using the settings in {file.name}"])
             return file
     for option, path in given.items():
         if path.is_dir():
             raise InputError(
-                f"{option}: no settings.yaml of a run is in {path} or next to it, so its settings are unknown; pass "
-                "a run directory or a file in it, or use --config"
+                f"{option}: no settings.yaml of a run was found in {path} or next to it, so the settings are unknown; "
+                "pass a run directory or a file in one, or use --config"
             )
     return None
 
@@ -151,7 +151,7 @@ def _candidate_run_folders(path: Path) -> Iterator[Path]:
 
 
 def require_path(path: Path | None, option: str) -> Path:
-    """Returns the path of an option that every use of a command except `--print-config` requires."""
+    """Returns the path given for a required option, which only `--print-config` does not need."""
     if path is None:
         raise InputError(f"missing option {option}")
     return path
@@ -189,7 +189,7 @@ def print_notices(notices: Sequence[str]) -> None:
 
 
 def write(text: str, stream: TextIO) -> None:
-    """Writes text and a newline. A closed pipe, as after `| head`, is not an error."""
+    """Writes text and a newline; ignores a closed pipe, as after `| head`."""
     try:
         print(text.rstrip("\n"), file=stream, flush=True)
     except BrokenPipeError:
@@ -197,11 +197,11 @@ def write(text: str, stream: TextIO) -> None:
 
 
 def print_result(result: Any, *, as_json: bool, text: str | None = None) -> None:
-    """Prints a result on stdout; None, the result of hosts that do not print, is ignored.
+    """Prints a result to stdout, or nothing if it is None, as on hosts other than the first.
 
     Args:
         result: names and values, or a report with `to_dict` and `to_text`.
-        text: the form for people, if it is not the default one.
+        text: the human-readable form, if it differs from the default one.
     """
     if result is None:
         return

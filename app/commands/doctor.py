@@ -18,9 +18,9 @@ def doctor(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Check everything that a run with these settings needs. Downloads nothing and leaves no files."""
+    """Check everything that a run with these settings needs, without downloading anything or leaving files."""
     with handle_errors(debug):
-        # The other checks of the settings are part of the report.
+        # All other checks of the settings are part of the report.
         resolved = resolve(config, overrides, print_config=print_config, check=check_for_mesh)
         show_progress(f"grpo doctor: {resolved.settings.run.name}, model {resolved.settings.model.path}; loading JAX")
         from app.preflight.doctor import run_doctor

@@ -29,28 +29,28 @@ def evaluate(
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Checkpoint to evaluate: <run>/checkpoints/<step> or best, or a run directory for its newest one. "
-            "Without --config, the settings of the run apply.",
+            help="Checkpoint to evaluate: <run>/checkpoints/<step> or best, or a run directory for its newest "
+            "checkpoint. Without --config, the settings of that run are used.",
         ),
     ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE.jsonl",
-            help="File for the samples. A killed evaluation continues from it; a finished one is only read.",
+            help="File for the samples. An interrupted evaluation continues from it; a finished one is not repeated.",
         ),
     ] = None,
     compare: Annotated[
         tuple[Path, Path] | None,
         typer.Option(
             metavar="BEFORE.jsonl AFTER.jsonl",
-            help="Generate nothing; compare two such files, or two files of a run's eval/, prompt by prompt.",
+            help="Only compare two files, each written by --out or to a run's eval/, prompt by prompt.",
             show_default=False,
         ),
     ] = None,
     picture: Annotated[
         Path | None,
-        typer.Option(metavar="FILE.png|.svg", help="Write a plot of the comparison of --compare to this file."),
+        typer.Option(metavar="FILE.png|.svg", help="File for a plot of the comparison. Needs --compare."),
     ] = None,
     as_json: AsJson = False,
     debug: Debug = False,

@@ -27,23 +27,23 @@ def export(
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Checkpoint to export: <run>/checkpoints/<step> or best, or a run directory for its newest one. "
-            "Without --config, the settings of the run apply. Required.",
+            help="Checkpoint to export: <run>/checkpoints/<step> or best, or a run directory for its newest "
+            "checkpoint. Without --config, the settings of that run are used. Required.",
         ),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="The folder to create; it must not exist. Required.")
+        Path | None, typer.Option(metavar="DIR", help="Folder to create; must not exist yet. Required.")
     ] = None,
     dtype: Annotated[
-        Literal["float32", "bfloat16"], typer.Option(help="Type of the weights; checkpoints hold float32.")
+        Literal["float32", "bfloat16"], typer.Option(help="Data type of the weights; checkpoints contain float32.")
     ] = "float32",
     adapter: Annotated[
-        bool, typer.Option("--adapter", help="Export only the adapters of a run with model.lora, in PEFT's format.")
+        bool, typer.Option("--adapter", help="Export only the adapters of a run with model.lora, in PEFT format.")
     ] = False,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Write the policy of a checkpoint as a Hugging Face directory, with a model card.
+    """Export the policy of a checkpoint to a Hugging Face model directory with a model card.
 
     Adapters are merged into the model's weights, unless --adapter exports them alone.
     """

@@ -25,7 +25,7 @@ def gae(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Output file, in the format of --input; with --bench, a folder."),
+        typer.Option(metavar="FILE", help="Output file in the format of --input; with --bench, a folder."),
     ] = None,
     gamma: Annotated[str | None, typer.Option(metavar="G", help="Overrides algorithm.gamma.")] = None,
     lam: Annotated[str | None, typer.Option(metavar="L", help="Overrides algorithm.lam.")] = None,
@@ -37,7 +37,7 @@ def gae(
         Literal["skip", "through", "zero"] | None, typer.Option(help="Overrides algorithm.mask_mode.")
     ] = None,
     bench: Annotated[
-        bool, typer.Option("--bench", help="Only time every backend and chunk size on this machine.")
+        bool, typer.Option("--bench", help="Time every backend and chunk size on this machine instead.")
     ] = False,
     shapes: Annotated[
         str | None,
@@ -48,7 +48,7 @@ def gae(
 ) -> None:
     """Add advantages and returns (generalized advantage estimation) to samples or matrices; needs no model.
 
-    Samples get the advantages that training computes under the same settings: algorithm.gamma, lam,
+    Samples get the advantages that training would compute with the same settings: algorithm.gamma, lam,
     length_adaptive_lam, mask_mode, bootstrap_truncated, whiten_advantages, critic.lam, and the KL penalty of
     algorithm.beta if it is in the reward. The summary lists settings that could not be applied.
     """
@@ -63,10 +63,10 @@ def gae(
         given = {option: (field, text) for option, (field, text) in flags.items() if text is not None}
         resolved = resolve(config, overrides, flags=given, print_config=print_config, check=check_for_mesh)
         if shapes is not None and not bench:
-            raise InputError("--shapes: only used with --bench; add --bench or leave --shapes out")
+            raise InputError("--shapes is only used with --bench; add --bench or omit --shapes")
         for option, value in (("--input", source), ("--backend", backend)):
             if value is not None and bench:
-                raise InputError(f"{option}: not used with --bench, which times every backend on random data")
+                raise InputError(f"{option} cannot be combined with --bench, which times every backend on random data")
         if bench:
             show_progress("grpo gae --bench: loading JAX")
             from app.stages import gae_benchmark

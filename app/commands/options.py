@@ -12,10 +12,10 @@ Config = Annotated[
 ]
 Overrides = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="a.b=c", help="Set one setting; the value is YAML. Repeatable."),
+    typer.Option("--set", metavar="a.b=c", help="Override one setting; the value is YAML. Repeatable."),
 ]
 PrintConfig = Annotated[
-    bool, typer.Option("--print-config", help="Print the resolved settings with the source of each, and stop.")
+    bool, typer.Option("--print-config", help="Print the resolved settings with the source of each, and exit.")
 ]
 Debug = Annotated[bool, typer.Option("--debug", help="Show a traceback with errors.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]

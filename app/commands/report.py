@@ -12,14 +12,14 @@ from app.commands.options import AsJson, Debug
 
 
 def report(
-    run: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The directory of a run: <run.dir>/<run.name>.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Run directory: <run.dir>/<run.name>.")],
     samples: Annotated[
         int | None, typer.Option(min=1, help="Number of samples in rollouts.html.  [default: 400]", show_default=False)
     ] = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Write report.html, rollouts.html and plots/ of a run again, from its files."""
+    """Regenerate report.html, rollouts.html and plots/ from the other files of a run."""
     with handle_errors(debug):
         from app.report.write_report import write_report
 

@@ -26,17 +26,17 @@ def rollout(
     print_config: PrintConfig = False,
     prompts: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="JSON Lines file of prompts, instead of data.source."),
+        typer.Option(metavar="FILE", help="JSON Lines file with prompts to use instead of data.source."),
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Use only the first N prompts.")] = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE.jsonl", help="Output file. Required.")] = None,
     timeline: Annotated[
-        Path | None, typer.Option(metavar="FILE.png|.svg|.html", help="Plot the slots of rollout.scheduler over time.")
+        Path | None, typer.Option(metavar="FILE.png|.svg|.html", help="File for a plot of all slots over time.")
     ] = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Sample completions and write them as JSON Lines. A killed rollout continues when it is run again."""
+    """Sample completions and write them as JSON Lines. Run the command again to continue an interrupted rollout."""
     with handle_errors(debug):
         resolved = resolve(config, overrides, print_config=print_config, check=check_for_rollout)
         out = require_path(out, "--out")

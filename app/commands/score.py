@@ -37,13 +37,13 @@ def score(
         bool,
         typer.Option(
             "--check-packing",
-            help="First check that logprobs in shared rows equal those in separate rows; exit 1 if not.",
+            help="First check that packed rows give the same logprobs as one row per sample; if not, exit with code 1.",
         ),
     ] = False,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Add logprobs, values or rewards to the samples of a file."""
+    """Add logprobs, values or rewards to the samples in a file."""
     with handle_errors(debug):
         resolved = resolve(config, overrides, print_config=print_config, check=check_for_score)
         samples, out = require_path(samples, "--input"), require_path(out, "--out")
@@ -52,7 +52,7 @@ def score(
         show_progress(f"grpo score: role {role}; loading JAX")
         if role == "reward":
             if check_packing:
-                raise InputError("--check-packing needs a model, and --role reward has none; leave one of them out")
+                raise InputError("--check-packing needs a model, but --role reward uses none; omit one of them")
             from app.stages.score_rewards import score_rewards
 
             summary = score_rewards(resolved, input=samples, out=out)

@@ -40,42 +40,42 @@ def train(
     ] = "never",
     dry_run: Annotated[
         bool,
-        typer.Option("--dry-run", help="Run every check of a launch, print sizes and memory, and exit."),
+        typer.Option("--dry-run", help="Run every launch check, print sizes and memory, and exit."),
     ] = False,
     from_rollouts: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE|DIR",
-            help="Train on saved samples instead of generating: a file is one step, a run directory all its steps. "
-            "Without --config, uses the settings of that run and the run name <its name>-replay.",
+            help="Train on saved samples instead of generating them: a file holds one step, a run directory all its "
+            "steps. Without --config, uses the settings of that run and the run name <its name>-replay.",
         ),
     ] = None,
     checkpoint: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIR", help="With --from-rollouts: start from a checkpoint of another run, not from step 0."
+            metavar="DIR", help="With --from-rollouts: start from a checkpoint of another run instead of step 0."
         ),
     ] = None,
     allow_changed: Annotated[
         list[str] | None,
         typer.Option(
             metavar="NAME",
-            help="With --resume: a setting or section that may differ from that of the run so far although it changes "
-            "what the run learns, such as algorithm or optimizer.learning_rate; or metrics.jsonl, to continue although "
-            "it is damaged. Can be repeated.",
+            help="With --resume: a setting or section, such as optimizer.learning_rate or algorithm, that may differ "
+            "from the run so far although it changes what the run learns; or metrics.jsonl, to continue although this "
+            "file is damaged. Repeatable.",
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report of --dry-run as JSON.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Train a model: repeat rollout, reward, score, advantage and update."""
+    """Train a model by repeating rollout, reward, score, advantage and update."""
     with handle_errors(debug):
         if as_json and not dry_run:
             raise InputError("--json needs --dry-run; the metrics of a run are in its metrics.jsonl")
         if checkpoint is not None and from_rollouts is None:
-            raise InputError("--checkpoint goes with --from-rollouts; a run is continued with --resume")
+            raise InputError("--checkpoint needs --from-rollouts; to continue a run, use --resume")
         if allow_changed and resume == "never":
-            raise InputError("--allow-changed goes with --resume auto or must; a new run has no earlier settings")
+            raise InputError("--allow-changed needs --resume auto or must; a new run has no earlier settings")
         check = check_for_dry_run if dry_run else check_for_train
         run_paths = {"--from-rollouts": from_rollouts, "--checkpoint": checkpoint}
         periods = _replayed_periods(config, from_rollouts)
@@ -103,7 +103,7 @@ def train(
 
 
 def _replayed_periods(config: str | None, from_rollouts: Path | None) -> list[SettingsPeriod]:
-    """Returns the settings by step of the run that is replayed under its own settings; empty for anything else."""
+    """Returns the settings of a run replayed under its own settings, by step; empty for other commands."""
     if config is not None or from_rollouts is None or not from_rollouts.is_dir():
         return []
     run = find_run(from_rollouts.expanduser().resolve())
@@ -121,7 +121,7 @@ def _resolve_period(
 
 
 def _replay_run_name(config: ConfigFile, overrides: list[str] | None) -> Flags:
-    """Returns a new run.name for a replay under another run's settings, unless the name was set explicitly."""
+    """Returns flags that rename a replay with another run's settings, unless its name was set explicitly."""
     resolved = load(config, overrides or [], os.environ)
     if not resolved.provenance["run.name"].startswith("yaml:"):
         return NO_FLAGS

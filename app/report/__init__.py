@@ -1,1 +1,1 @@
-"""Pictures of a run: tables, plots, alerts and pages; without jax."""
+"""The report of a run: tables, plots, alerts and HTML pages. Does not import jax."""

@@ -1,7 +1,7 @@
 """Alerts about common failures of reinforcement learning, detected in the metrics of a run.
 
-A rule is a pure function of the steps so far. Every threshold is a constant with its reason. They are set so that a
-run that learns raises no alert: people stop reading alerts that are often wrong.
+A rule is a pure function of the steps so far. Every threshold is a constant with its reason. They are
+chosen so that a run that learns raises no alert: people ignore alerts that are often wrong.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from app.report.metrics_history import (
 )
 
 REARM_STEPS = 25
-"""Steps without its condition after which an alert may be raised a second time."""
+"""Steps after which an alert may be raised again, if its condition was absent in all of them."""
 SHORT_WINDOW_STEPS, LONG_WINDOW_STEPS = 5, 10
-"""Steps over which a level is judged: a single step is noise, and a constant reward needs a longer window."""
+"""Steps over which a metric is judged: a single step is noisy, and a constant reward needs a longer window."""
 ENTROPY_COLLAPSE_FRACTION = 0.1
 """Fraction of the initial entropy. A run that learns well keeps more: the quickstart ends at a quarter."""
 SOLVED_REWARD = 0.95
-"""Mean of every reward function, with values in [0, 1], at which there is nothing left to learn."""
+"""Mean of each reward function, in [0, 1], from which there is nothing left to learn."""
 ZERO_VARIANCE_THRESHOLD = 0.95
-"""Fraction of groups whose rewards are all equal. At 0.95 only a twentieth of the samples gives a learning signal."""
+"""Fraction of groups whose rewards are all equal. At 0.95, only a twentieth of the samples give a learning signal."""
 TRUNCATION_THRESHOLD = 0.25
-"""Fraction of truncated answers. From a quarter on, the policy mostly learns to be short."""
+"""Fraction of truncated answers. Above a quarter, the policy mostly learns to be short."""
 KL_THRESHOLD = 0.5
-"""Nats per token to the initial model. Usual runs stay below 0.1; beyond 0.5 the text degenerates."""
+"""KL to the initial model, in nats per token. Usual runs stay below 0.1; beyond 0.5 the text degenerates."""
 RATIO_THRESHOLD = 10.0
-"""Clipping does not bound the loss of a token with a negative advantage, however large its ratio."""
+"""Largest probability ratio without an alert: clipping does not bound the loss of tokens with a negative advantage."""
 CLIP_FRACTION_THRESHOLD = 0.3
 """Fraction of clipped tokens above which the later updates of a step have little effect."""
 MISMATCH_THRESHOLD = 0.02
 """Mean difference in nats between sampler and trainer: 1e-7 in float32, 0.004 in bfloat16 (the quickstart)."""
 ROUNDING_TOLERANCE = 1e-9
-"""Rounding difference between equal weighted sums."""
+"""Largest difference between weighted sums that is due to rounding."""
 WARM_UP_STEPS = 20
-"""First steps, in which new shapes are expected."""
+"""Number of first steps in which new shapes are expected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +66,14 @@ class AlertRule:
 
 
 class AlertMonitor:
-    """Checks the steps of a run in order, and raises an alert once while its condition lasts."""
+    """Checks the steps of a run in order and raises each alert once while its condition lasts."""
 
     def __init__(self, history: History = ()):
-        """Starts from the steps of `history`, whose alerts are not raised a second time."""
+        """Starts from the steps of `history`, whose alerts are not raised again."""
         self._steps: list[MetricsRecord] = []
         self._absent_steps = dict.fromkeys(RULES, REARM_STEPS)
         self.alerts = [alert for record in history for alert in self.observe(record)]
-        """Alerts of `history`."""
+        """Alerts raised by `history`."""
 
     def observe(self, record: MetricsRecord) -> list[Alert]:
         """Returns the alerts of the next line of the history."""
@@ -97,22 +97,22 @@ def find_alerts(history: History) -> list[Alert]:
 
 
 def _last_values(steps: Sequence[MetricsRecord], name: str, count: int) -> np.ndarray | None:
-    """Returns a metric in the last `count` steps; None unless each of them has it."""
+    """Returns the values of a metric in the last `count` steps, or None if a step has none."""
     values = Series.from_history(steps[-count:], name).values
     return values if len(values) == count else None
 
 
 def _nonfinite_update(steps: Sequence[MetricsRecord]) -> str | None:
     in_a_row = finite_metric(steps[-1], "policy/nonfinite_in_a_row") or 0
-    # The count is 0 again when a later update of the same step was fine; the total still grew.
+    # A later finite update of the same step resets the count, but the total has still grown.
     before = finite_metric(steps[-2], "policy/nonfinite_updates") if len(steps) > 1 else 0
     grown = (finite_metric(steps[-1], "policy/nonfinite_updates") or 0) > (before or 0)
     if not in_a_row and not grown:
         return None
     return (
         "The loss or its gradient was NaN or infinite, so the update was skipped and the weights did not change. "
-        "Usual causes are a learning rate that is too high, or bfloat16. Lower optimizer.learning_rate, or set "
-        "model.dtype: float32. After optimizer.max_nonfinite_steps such updates in a row the run ends."
+        "Usual causes are a too high learning rate or bfloat16. Lower optimizer.learning_rate, or set "
+        "model.dtype: float32. The run ends after optimizer.max_nonfinite_steps such updates in a row."
     )
 
 
@@ -127,8 +127,8 @@ def _entropy_collapse(steps: Sequence[MetricsRecord]) -> str | None:
         return None
     return (
         f"Entropy is {now.mean():.3g} nats per token, {now.mean() / start.mean():.0%} of its initial value: the "
-        "samples of a prompt are nearly the same, so their rewards hardly differ. Lower optimizer.learning_rate, raise "
-        "algorithm.clip_high, or add a KL penalty with algorithm.beta."
+        "samples of a prompt are nearly identical, so their rewards hardly differ. Lower optimizer.learning_rate, "
+        "raise algorithm.clip_high, or add a KL penalty with algorithm.beta."
     )
 
 
@@ -140,13 +140,13 @@ def _constant_reward(steps: Sequence[MetricsRecord]) -> str | None:
     if means is None or deviations is None or max(deviations.max(), np.ptp(means)) > ROUNDING_TOLERANCE:
         return None
     if means[0] == 0:
-        cause = "Either no answer is ever right (prompts too hard, answers truncated, wrong chat template), or the "
-        cause += "reward function does not recognise right answers"
+        cause = "Either no answer is correct (prompts too hard, answers truncated, wrong chat template), or the "
+        cause += "reward function does not recognize correct answers"
     else:
         cause = "Either every prompt is solved, or the reward function ignores the answer"
     return (
         f"Every sample of the last {LONG_WINDOW_STEPS} steps had reward {means[0]:g}, so the reward gives no learning "
-        f"signal; at most a KL penalty or an entropy bonus changes the policy. {cause}. Read some samples in "
+        f"signal; only a KL penalty or an entropy bonus can change the policy. {cause}. Read some samples in "
         "rollouts.html, and run `grpo score --role reward` on them."
     )
 
@@ -160,7 +160,7 @@ def _equal_rewards(steps: Sequence[MetricsRecord]) -> str | None:
         remedy = "Use prompts that are sometimes solved (easier or harder ones), or raise rollout.group_size."
     return (
         f"In {shares.mean():.0%} of the groups of the last {LONG_WINDOW_STEPS} steps all samples had the same "
-        f"reward; from such groups the reward gives no learning signal. {remedy}"
+        f"reward, and such groups give no learning signal. {remedy}"
     )
 
 
@@ -171,8 +171,8 @@ def _truncation(steps: Sequence[MetricsRecord]) -> str | None:
     return (
         f"{shares.mean():.0%} of the completions of the last {SHORT_WINDOW_STEPS} steps were truncated at "
         "rollout.max_new_tokens. Raise it, ask for short answers in data.system_prompt, or reward short answers. If "
-        "all are truncated, the model may never generate its end-of-sequence token: is it an instruct model with its "
-        "own chat template?"
+        "all are truncated, the model may never generate its end-of-sequence token: check that it is an "
+        "instruct model with its own chat template."
     )
 
 
@@ -182,13 +182,13 @@ def _high_kl(steps: Sequence[MetricsRecord]) -> str | None:
         return None
     return (
         f"KL to the initial model is {kl.mean():.2g} nats per token over the last {SHORT_WINDOW_STEPS} steps: the "
-        "policy has moved very far from it. Raise algorithm.beta or lower optimizer.learning_rate, and continue from a "
+        "policy is very far from it. Raise algorithm.beta or lower optimizer.learning_rate, and continue from a "
         "checkpoint before the rise."
     )
 
 
 def _ratio_blow_up(steps: Sequence[MetricsRecord]) -> str | None:
-    # No token is in two of them: they differ in the side of the ratio or the sign of the advantage.
+    # The three parts share no tokens: they differ in the side of the ratio or the sign of the advantage.
     parts = [
         _last_values(steps, f"policy/clip_fraction_{side}", SHORT_WINDOW_STEPS) for side in ("low", "high", "dual")
     ]
@@ -199,7 +199,7 @@ def _ratio_blow_up(steps: Sequence[MetricsRecord]) -> str | None:
         return None
     what = f"{clipped:.0%} of the tokens were clipped"
     if largest >= RATIO_THRESHOLD:
-        what = f"each step made some token at least {largest:.3g} times as likely, and {what}"
+        what = f"every step made some token at least {largest:.3g} times as likely, and {what}"
     return (
         f"Over the last {SHORT_WINDOW_STEPS} steps {what}: the updates are larger than the samples justify. Lower "
         "optimizer.learning_rate or algorithm.epochs, or raise algorithm.mini_batch_prompts."
@@ -208,15 +208,15 @@ def _ratio_blow_up(steps: Sequence[MetricsRecord]) -> str | None:
 
 def _sampler_mismatch(steps: Sequence[MetricsRecord]) -> str | None:
     if any(finite_metric(step, "perf/rollout/staleness_max") for step in steps[-SHORT_WINDOW_STEPS:]):
-        # An older policy generated the samples, as rollout.max_staleness allows.
+        # Older policies generated some samples, as rollout.max_staleness allows.
         return None
     differences = _last_values(steps, "rollout/sampler_scorer_logprob_diff_mean", SHORT_WINDOW_STEPS)
     if differences is None or differences.mean() < MISMATCH_THRESHOLD:
         return None
     return (
         f"Sampler and trainer disagree by {differences.mean():.2g} nats on the average token, so the gradient is "
-        "not that of the policy that generated the samples. Set model.dtype: float32; if that does not help it is a "
-        "bug, please report it."
+        "not that of the policy that generated the samples. Set model.dtype: float32. If that does not help, "
+        "please report a bug."
     )
 
 
@@ -226,8 +226,8 @@ def _reward_errors(steps: Sequence[MetricsRecord]) -> str | None:
     if not count:
         return None
     return (
-        f"Reward functions failed on {count:.0f} samples of this step; reward.on_error decides the reward of such "
-        "samples. Run the function on saved samples with `grpo score --role reward`."
+        f"Reward functions failed on {count:.0f} samples of this step; reward.on_error determines how they "
+        "count. Run the function on saved samples with `grpo score --role reward`."
     )
 
 
@@ -237,7 +237,7 @@ def _recompilation(steps: Sequence[MetricsRecord]) -> str | None:
         return None
     return (
         f"Each of the last {LONG_WINDOW_STEPS} steps compiled a program, which takes longer than running it. "
-        "Shapes should repeat after the first steps; this is a bug, please report it with settings.yaml and the "
+        "Shapes should repeat after the first steps, so this is a bug: please report it with settings.yaml and the "
         "lengths in metrics.jsonl."
     )
 
@@ -252,7 +252,7 @@ RULES = (
     AlertRule("An update was skipped: NaN or infinity", _nonfinite_update),
     AlertRule("Entropy has collapsed", _entropy_collapse),
     AlertRule("All rewards are the same", _constant_reward),
-    AlertRule("Almost no group has rewards that differ", _equal_rewards),
+    AlertRule("Rewards are equal within almost every group", _equal_rewards),
     AlertRule("Many answers are truncated", _truncation),
     AlertRule("The policy is far from the initial model", _high_kl),
     AlertRule("The policy moves too far within a step", _ratio_blow_up),

@@ -1,4 +1,4 @@
-"""Metrics at the start and at the end of a run, for its last output and the top of its report."""
+"""Metrics at the start and at the end of a run, for its final console output and the top of its report."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from app.report.metrics_history import (
 )
 
 EDGE_STEPS = 10
-"""Training steps averaged at each end of a run: the reward of one step is mostly noise."""
+"""Number of training steps averaged at each end of a run: the reward of one step is mostly noise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,14 +26,14 @@ class BeforeAfter:
     """Rows of (name, before, after), as text."""
 
     header: tuple[str, str, str] | None
-    """None with fewer than two evaluations."""
+    """Column headings; None with fewer than two evaluations."""
     rows: Sequence[tuple[str, str, str]]
     pace: str
-    """Number of steps and seconds; empty before the first step."""
+    """Number of steps and their times; empty before the first step."""
 
 
 def before_and_after(history: History) -> BeforeAfter:
-    """Returns evaluation and reward at the start and at the end, and the time of a step."""
+    """Returns evaluation and reward metrics at the start and at the end, and the time per step."""
     evaluations = [record for record in history if finite_metric(record, "eval/accuracy") is not None]
     steps = training_steps(history)
     header, rows, pace = None, [], ""
@@ -59,7 +59,7 @@ def before_and_after(history: History) -> BeforeAfter:
 
 
 def _displayed_metrics(before: MetricsRecord, after: MetricsRecord) -> list[str]:
-    """Returns the evaluation metrics with a value at one end; error counts only if there were errors."""
+    """Returns the evaluation metrics measured at the start or the end; error counts only if there were errors."""
     names = [name for name in after if name.startswith("eval/")]
     known = [
         name for name in names if finite_metric(before, name) is not None or finite_metric(after, name) is not None
@@ -68,7 +68,7 @@ def _displayed_metrics(before: MetricsRecord, after: MetricsRecord) -> list[str]
 
 
 def format_metric(name: str, value: float | None, *, by_plug_in: bool) -> str:
-    """Formats the value of an evaluation metric: shares as percentages, but not the mean of a plug-in's values."""
+    """Formats an evaluation metric: shares as percentages, but the mean of a plug-in's values as a number."""
     if value is None:
         return "–"
     if by_plug_in and name.startswith("eval/accuracy"):

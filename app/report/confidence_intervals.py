@@ -1,6 +1,6 @@
 """95 % confidence intervals of means over prompts, and a test of paired differences.
 
-The prompts are what is drawn at random: the samples of one prompt are one cluster, not independent trials.
+Prompts are drawn at random; the samples of one prompt form a cluster and are not independent trials.
 Source: Miller 2024, Adding error bars to evals.
 """
 
@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Float64
 
 Interval = tuple[float, float]
-"""Low and high end."""
+"""Lower and upper end."""
 
 CONFIDENCE = 0.95
 NORMAL_QUANTILE = 1.959964
@@ -24,13 +24,13 @@ class MetricEstimate(NamedTuple):
     """The value of a metric and its confidence interval."""
 
     value: float | None
-    """The value; None if no sample measures it."""
+    """The value; None if no sample has one."""
     interval: Interval | None
     """The 95 % interval; None if the data do not determine one."""
 
 
 def wilson_interval(share: float, count: float) -> Interval:
-    """Returns Wilson's 95 % interval of a share that was observed in `count` trials, which need not be an integer.
+    """Returns Wilson's 95 % interval of a share observed in `count` trials; `count` may be fractional.
 
     (p + z^2/2n +- z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n), z = 1.96.
 
@@ -44,11 +44,11 @@ def wilson_interval(share: float, count: float) -> Interval:
 
 
 def clustered_share_interval(shares: Float64[np.ndarray, "P"], *, num_samples: int) -> Interval | None:
-    """Returns the interval of the mean of one share per prompt, each from `num_samples` samples; None for one prompt.
+    """Returns the interval of the mean share over prompts with `num_samples` samples each; None for one prompt.
 
-    It is Wilson's for n = p (1 - p) / (s^2 / P) trials, p the mean of the shares and s^2 their variance (ddof = 0): the
-    number of independent trials that would determine the mean as well. That is P for shares of 0 and 1, fewer than
-    there are samples if a prompt's samples are alike, and never more than there are samples.
+    This is Wilson's interval for n = p (1 - p) / (s^2 / P) trials, with p the mean of the shares and s^2 their variance
+    (ddof = 0). n is the number of independent trials that would determine the mean equally well: P for shares of 0 and
+    1, less than the number of samples if a prompt's samples are alike, and never more than that number.
 
     Source: Korn and Graubard 1998, Confidence intervals for proportions with small expected number of positive counts.
     """
@@ -57,21 +57,21 @@ def clustered_share_interval(shares: Float64[np.ndarray, "P"], *, num_samples: i
         return None
     mean, variance = float(shares.mean()), float(shares.var())
     spread = mean * (1 - mean)
-    # All right or all wrong: the data do not show how much the samples of a prompt add to its first one.
+    # If all are right or all wrong, the data do not show how much further samples of a prompt add to its first.
     count = num_prompts if spread == 0 else num_prompts * min(spread / variance if variance else math.inf, num_samples)
-    # A variance is at most the spread of shares of 0 and 1, except for rounding.
+    # Without rounding, the variance would never exceed the spread.
     return wilson_interval(mean, max(count, num_prompts))
 
 
 def mean_interval(values: Float64[np.ndarray, "P"]) -> Interval | None:
-    """Returns Student's interval of the mean of one number per prompt; None for one prompt or if all are equal.
+    """Returns Student's interval of the mean over prompts with one value each; None for one prompt or equal values.
 
     m +- t s / sqrt(P), with s^2 the variance (ddof = 1) and t Student's 97.5 % quantile for P - 1 degrees of freedom.
     """
     num_prompts = len(values)
     if num_prompts < 2 or (values == values[0]).all():
         return None
-    from scipy import stats  # here, because it takes most of a second to load
+    from scipy import stats  # imported here, because it takes most of a second
 
     error = values.std(ddof=1) / math.sqrt(num_prompts)
     low, high = stats.t.interval(CONFIDENCE, num_prompts - 1, loc=values.mean(), scale=error)
@@ -79,9 +79,9 @@ def mean_interval(values: Float64[np.ndarray, "P"]) -> Interval | None:
 
 
 def sign_test(num_better: int, num_worse: int) -> float:
-    """Returns the two-sided p-value of the exact sign test: better and worse are equally likely.
+    """Returns the two-sided p-value of the exact sign test; null hypothesis: better and worse are equally likely.
 
-    With answers that are right or wrong this is the exact binomial form of McNemar's test.
+    For answers that are right or wrong, this is the exact binomial form of McNemar's test.
 
     Source: McNemar 1947, Note on the sampling error of the difference between correlated proportions.
     """

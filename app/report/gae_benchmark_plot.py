@@ -1,4 +1,4 @@
-"""One timed case of the GAE benchmark, and the plot of all cases: time over chunk size, next to the time of a copy."""
+"""The timings of the GAE benchmark, and their plot: time over chunk size, compared with the time of a copy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DECAY_NAMES = {"scalar": "one decay", "masked": "a mask"}
 
 @dataclass(frozen=True)
 class BackendTiming:
-    """Timing of one backend on one shape; times are those of a warm call."""
+    """Timing of one backend on one shape; all times but `first_call_s` are of warm calls."""
 
     shape: str
     decay: str
@@ -29,7 +29,7 @@ class BackendTiming:
     first_call_s: float = 0.0
     """Time of tracing and compiling."""
     median_s: float | None = None
-    """Median time; None if one call takes longer than the benchmark waits."""
+    """Median time; None if a single call exceeds the benchmark's time limit."""
     p90_s: float | None = None
     num_repeats: int = 0
     gb_per_s: float | None = None
@@ -44,7 +44,7 @@ class BackendTiming:
 
 
 def render_benchmark(timings: Sequence[BackendTiming], *, title: str) -> bytes:
-    """Draws a PNG with one panel per shape and kind of decay; equal numbers give equal bytes."""
+    """Returns a PNG with one panel per shape and kind of decay; equal timings give equal bytes."""
     # As in `app.report.matplotlib_figures`: loading takes most of a second, and pyplot would choose a window system.
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg

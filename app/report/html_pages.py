@@ -1,4 +1,4 @@
-"""HTML pages of a run and of a timeline: single files that need no network and run no script but their own."""
+"""HTML pages of a run and of a timeline: single files that need no network and run only their own script."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from app.report.viewer_content import ViewerContent
 
 SESSION_COLUMNS = ("started", "after_step", "grpo", "python", "jax", "devices", "processes")
 REPLAY_COLUMNS = ("from_rollouts", "checkpoint")
-"""Columns of sessions that trained on saved samples; omitted if there are none."""
+"""Columns for sessions that trained on saved samples; omitted if there are none."""
 
 
 def report_page(run: RunFiles, plots: Mapping[str, RenderedPlot | None], alerts: Sequence[Alert]) -> str:
@@ -64,7 +64,7 @@ def rollouts_page(run: RunFiles, viewer: ViewerContent) -> str:
 
 
 def timeline_page(svg: str, table: Sequence[Sequence[str]], *, title: str) -> str:
-    """Renders the page of a schedule: its plot and a table.
+    """Renders the page of a timeline: its plot and a table.
 
     Args:
         svg: the plot, as an SVG element.
@@ -75,7 +75,7 @@ def timeline_page(svg: str, table: Sequence[Sequence[str]], *, title: str) -> st
 
 
 def json_for_html(value: Any) -> str:
-    """Returns JSON for a script element: it cannot end the element or open a comment."""
+    """Returns JSON for a script element, escaped so that it cannot end the element or open a comment."""
     text = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")
@@ -103,7 +103,7 @@ def _template(name: str) -> str:
 
 
 def _content_hash(text: str) -> str:
-    """Returns the hash by which a Content-Security-Policy allows an inline element."""
+    """Returns the hash with which a Content-Security-Policy allows an inline element."""
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 

@@ -1,4 +1,4 @@
-"""Renders panels: as SVG elements for the page and as PNG files."""
+"""Renders panels as SVG elements for the page and as PNG files."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 TEXT_COLOR = "#010203"
-"""Colour of text and axes. In a page it is replaced by the page's text colour, light or dark."""
+"""Color of text and axes. In a page it is replaced with the page's text color, light or dark."""
 POINTS_PER_INCH = 72
 FIGURE_WIDTH = 5.4
 """Width in inches: narrow, so that letters stay readable on a phone."""
 STYLE: Any = {
     "figure.constrained_layout.use": True,
-    "font.family": "DejaVu Sans",  # comes with matplotlib, so every machine draws the same
+    "font.family": "DejaVu Sans",  # part of matplotlib, so that plots are the same on every machine
     "font.size": 9,
     "axes.grid": True,
     "axes.spines.right": False,
@@ -41,22 +41,22 @@ TITLE_HEIGHT = 0.28
 
 @dataclass(frozen=True, slots=True)
 class RenderedPlot:
-    """A panel as drawn."""
+    """A rendered panel."""
 
     svg: str
-    """One element that scales with the page."""
+    """An SVG element that scales with the page."""
     png: bytes
 
 
 @contextmanager
 def new_figure(width: float, height: float, *, salt: str, embed_text: bool = False) -> Iterator[Figure]:
-    """Yields an empty figure in the style of this program, whatever this machine's matplotlibrc says.
+    """Yields an empty figure in the style of this program, regardless of the machine's matplotlibrc.
 
     Args:
-        width: in inches, as `height`.
-        height: see `width`.
+        width: in inches.
+        height: in inches.
         salt: makes the ids in an SVG reproducible, and different from those of other plots in the same page.
-        embed_text: draw letters as paths, for an SVG file that is opened by itself.
+        embed_text: draw letters as paths, for a stand-alone SVG file.
     """
     # Imported here, because it takes most of a second. No pyplot: it would keep figures and choose a window system.
     import matplotlib
@@ -73,7 +73,7 @@ def new_figure(width: float, height: float, *, salt: str, embed_text: bool = Fal
 
 
 def save_figure(figure: Figure, kind: Literal["png", "svg"], *, transparent: bool = False) -> bytes:
-    """Returns the figure as a file without a date: the same bytes for the same content."""
+    """Returns the content of an image file without a date, so that equal figures give equal bytes."""
     metadata = {"Date": None} if kind == "svg" else {"Software": None}
     file = io.BytesIO()
     figure.savefig(file, format=kind, dpi=150, metadata=metadata, transparent=transparent)
@@ -88,7 +88,7 @@ def render_panel(panel: Panel, data: PlotData) -> RenderedPlot | None:
         above, plot = figure.subfigures(2, 1, squeeze=False, height_ratios=[TITLE_HEIGHT, panel.height])[:, 0]
         panel.draw(plot, data)
         svg = save_figure(figure, "svg", transparent=True).decode()
-        figure.set_layout_engine("none")  # keeps the layout of the SVG
+        figure.set_layout_engine("none")  # keeps the layout computed for the SVG
         above.text(0.015, 0.5, panel.title, fontsize=11, fontweight="bold", va="center")
         png = save_figure(figure, "png")
     # The page shows everything below the title.
@@ -97,7 +97,7 @@ def render_panel(panel: Panel, data: PlotData) -> RenderedPlot | None:
 
 
 def inline_svg(svg: str, *, label: str, box: str) -> str:
-    """Returns an SVG file as an element of a page that shows its `box`, without prolog, metadata and group ids."""
+    """Returns an SVG file as an inline element that shows its `box`, without prolog, metadata and group ids."""
     element = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", svg[svg.index("<svg") :], flags=re.DOTALL)
     element = re.sub(r'(<g) id="[^"]*"', r"\1", element).replace(TEXT_COLOR, "currentColor")
     return f'<svg role="img" aria-label="{escape(label)}" viewBox="{box}">' + element[element.index(">") + 1 :]

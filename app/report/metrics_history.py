@@ -1,4 +1,4 @@
-"""Series of numbers from the lines of `metrics.jsonl`. A line may lack a metric or hold null for it."""
+"""Reads series of numbers from the lines of `metrics.jsonl`, in which a metric may be missing or null."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import Any, TypeGuard
 import numpy as np
 
 MetricsRecord = Mapping[str, Any]
-"""One line: `step`, and metrics by name."""
+"""One line: `step` and the metrics by name."""
 History = Sequence[MetricsRecord]
 
 
 def finite_metric(record: MetricsRecord, name: str) -> float | None:
-    """Returns a metric as a finite number; None if it is absent, null or something else."""
+    """Returns a metric as a finite number; None if it is missing, null or not a finite number."""
     value = record.get(name)
     return float(value) if is_number(value) else None
 
 
 def is_number(value: Any) -> TypeGuard[int | float]:
-    """Tells whether a JSON value is a number that a float can represent."""
-    # JSON's true is an int to Python. NaN compares as False.
+    """Returns whether a JSON value is a number that a float can represent."""
+    # Python treats JSON's true as an int. Comparisons with NaN are False.
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
@@ -33,15 +33,15 @@ def training_steps(history: History) -> list[MetricsRecord]:
 
 
 def accuracy_is_plug_in_mean(history: History) -> bool:
-    """Tells whether `eval/accuracy` is the mean of a plug-in's values instead of a share of right answers.
+    """Returns whether `eval/accuracy` is the mean of a plug-in's values instead of the share of right answers.
 
-    Such evaluations have a null `eval/format_rate`: only built-in tasks define a format.
+    In such evaluations `eval/format_rate` is null, because only built-in tasks define a format.
     """
     return any(record.get("eval/format_rate", 0.0) is None for record in history)
 
 
 def matching_metric_names(history: History, prefix: str, suffix: str) -> list[str]:
-    """Returns all metrics `<prefix><name><suffix>`, in their order in the history; the name contains no `/`."""
+    """Returns all metrics `<prefix><name><suffix>` in the order of the history; `<name>` contains no `/`."""
     names = dict.fromkeys(name for record in history for name in record)
     fits = re.compile(f"{re.escape(prefix)}[^/]+{re.escape(suffix)}", re.DOTALL)
     return [name for name in names if fits.fullmatch(name)]
@@ -64,7 +64,7 @@ class Series:
         return len(self.steps)
 
     def binned(self, size: int) -> Bins:
-        """Joins `size` neighbouring points into one; the last bin may have fewer."""
+        """Averages every `size` consecutive points into one; the last bin may have fewer."""
         starts = np.arange(0, len(self), size)
         if size == 1 or not len(self):
             return Bins(self.steps, self.values, self.values, self.values)
@@ -77,7 +77,7 @@ class Series:
         )
 
     def trailing_mean(self, width: int) -> np.ndarray:
-        """Returns the mean of each value and up to `width - 1` values before it."""
+        """Returns the mean of each value and up to `width - 1` preceding values."""
         totals = np.cumsum(np.concatenate([[0.0], self.values]))
         ends = np.arange(1, len(self) + 1)
         starts = np.maximum(ends - width, 0)
@@ -86,7 +86,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Bins:
-    """Means and extremes of neighbouring points."""
+    """Means and extremes of bins of consecutive points."""
 
     steps: np.ndarray
     means: np.ndarray

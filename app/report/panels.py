@@ -1,4 +1,4 @@
-"""The plots of a run in the order of the page: title, how to read each, and the text without data."""
+"""The plots of a run in the order of the page, with titles, captions and texts for missing data."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class Panel:
     """One plot of the report."""
 
     name: str
-    """Name of its PNG and of its place in the page."""
+    """Name of its PNG file and its anchor in the page."""
     title: str
     caption: str
-    """How to read the plot: what is healthy, what to change."""
+    """How to read the plot: what is healthy and what to change."""
     absent: str
     """Text shown if there is nothing to plot."""
     is_present: Callable[[PlotData], bool]
@@ -40,12 +40,12 @@ class Panel:
 
 
 def has_values(*names: str) -> Callable[[PlotData], bool]:
-    """Returns a condition: any of the metrics has a value."""
+    """Returns a function that returns whether any of the metrics has a value."""
     return lambda data: any(len(data.series(name)) for name in names)
 
 
 def has_nonzero_values(*names: str) -> Callable[[PlotData], bool]:
-    """Returns a condition: any of the metrics is not always 0."""
+    """Returns a function that returns whether any of the metrics is ever nonzero."""
     return lambda data: any(data.series(name).values.any() for name in names)
 
 
@@ -62,17 +62,17 @@ PANELS = (
     Panel(
         "accuracy",
         "Held-out accuracy",
-        "Share of right answers on prompts that are never trained on; if a plug-in judges, the mean of its values. "
+        "Share of right answers to prompts not used for training; if a plug-in judges, the mean of its values. "
         "Differences within the interval may be chance: raise eval.num_prompts to narrow it.",
-        "There is no evaluation: eval.every_steps is 0, or none was due yet.",
+        "There is no evaluation: eval.every_steps is 0, or none has run yet.",
         has_values("eval/accuracy"),
         draw_accuracy,
     ),
     Panel(
         "lengths",
-        "Completion lengths, and the share that is truncated",
-        "Above: shortest, mean and longest completion of a step. Below: the share truncated at rollout.max_new_tokens; "
-        "above 10 %, raise it or reward short answers.",
+        "Completion lengths and truncated share",
+        "Top: shortest, mean and longest completion of a step. Bottom: share truncated at rollout.max_new_tokens; if "
+        "it is above 10 %, raise that limit or reward short answers.",
         "No completion lengths were recorded.",
         has_values("completions/mean_length"),
         draw_lengths,
@@ -81,7 +81,7 @@ PANELS = (
     Panel(
         "entropy",
         "Entropy",
-        "Entropy of the policy. A slow fall is learning; a sudden fall to nearly 0 is a collapse: lower "
+        "Entropy of the policy. A slow fall is normal; a sudden fall to nearly 0 is a collapse: lower "
         "optimizer.learning_rate, raise algorithm.clip_high, or set algorithm.beta.",
         "No entropy was recorded.",
         has_values("policy/entropy"),
@@ -99,8 +99,8 @@ PANELS = (
     Panel(
         "reward_failures",
         "Samples without a reward value",
-        "Failures of reward functions, None values, and samples dropped by reward.on_error: drop. Failures should be "
-        "0: read reward_errors in rollouts/, and run `grpo score --role reward` on a file there.",
+        "Failures of reward functions, None values, and samples dropped by reward.on_error: drop. There should be no "
+        "failures: read reward_errors in rollouts/, and run `grpo score --role reward` on a file there.",
         "No failure, None value or dropped sample was recorded.",
         has_nonzero_values("reward/error_count", "reward/abstained_count", "reward/dropped_count"),
         draw_counts(
@@ -115,7 +115,7 @@ PANELS = (
     Panel(
         "kl",
         "KL to the initial model",
-        "Distance of the policy from the initial model. Below 0.1 is usual; if it keeps growing, raise algorithm.beta "
+        "KL of the policy to the initial model. Below 0.1 is usual; if it keeps growing, raise algorithm.beta "
         "or lower optimizer.learning_rate.",
         "This was not measured: with algorithm.beta at 0 there is no reference model.",
         has_values("policy/kl"),
@@ -124,7 +124,7 @@ PANELS = (
     Panel(
         "grad_norm",
         "Gradient norm",
-        "Norm before the clip at optimizer.max_grad_norm. Steady is healthy; growing spikes need a lower "
+        "Norm before clipping to optimizer.max_grad_norm. A steady norm is healthy; if spikes grow, lower "
         "optimizer.learning_rate.",
         "No gradient norm was recorded, or none was finite.",
         has_values("policy/grad_norm"),
@@ -133,18 +133,18 @@ PANELS = (
     Panel(
         "clip_fractions",
         "Clipped tokens",
-        "Share of tokens whose ratio left the trust region, or reached algorithm.dual_clip, which limits "
-        "their gradient. Above 20 %: lower optimizer.learning_rate or algorithm.epochs.",
+        "Share of tokens whose gradient is limited because their ratio left the clip range or reached "
+        "algorithm.dual_clip. If it is above 20 %, lower optimizer.learning_rate or algorithm.epochs.",
         "Nothing was clipped. With one update per step the ratio is exactly 1, and nothing can be clipped.",
         has_nonzero_values("policy/clip_fraction_low", "policy/clip_fraction_high", "policy/clip_fraction_dual"),
         draw_clipping,
     ),
     Panel(
         "sampler_mismatch",
-        "Difference of sampler and trainer",
-        "Mean difference of their logprobs on the same tokens, in nats. About 1e-7 in float32 and below "
+        "Difference between sampler and trainer",
+        "Mean difference between their logprobs of the same tokens, in nats: about 1e-7 in float32 and below "
         f"{MISMATCH_THRESHOLD:g} in bfloat16; if it is larger, the gradient is not that of the policy that generated "
-        "the samples. With rollout.max_staleness this is intended.",
+        "the samples. With rollout.max_staleness a difference is expected.",
         "This was not recorded.",
         has_values("rollout/sampler_scorer_logprob_diff_mean"),
         draw_line("rollout/sampler_scorer_logprob_diff_mean", "nats per token"),
@@ -152,7 +152,7 @@ PANELS = (
     Panel(
         "times",
         "Where the time goes",
-        "Seconds of each phase, stacked; the shares are those of the whole run. `rest` is saving samples and metrics.",
+        "Seconds of each phase, stacked, with shares of the whole run. `rest` is the saving of samples and metrics.",
         "No times were recorded.",
         has_nonzero_values("time/step_s"),
         draw_times,
@@ -160,7 +160,7 @@ PANELS = (
     Panel(
         "tokens_per_s",
         "Speed",
-        "Completion tokens per second of the whole step. Slow steps compile programs: see below.",
+        "Completion tokens per second of the whole step. Steps that compile programs are slow: see below.",
         "No speed was recorded.",
         has_values("perf/tokens_per_s"),
         draw_line("perf/tokens_per_s", "tokens per second", noisy=True),
@@ -168,16 +168,16 @@ PANELS = (
     Panel(
         "memory",
         "Peak memory so far",
-        "Memory of the fullest device; on a CPU, of the whole process. To reduce it, lower "
+        "Memory of the device that uses most; on a CPU, of the whole process. To reduce it, lower "
         "algorithm.max_tokens_per_device or set model.remat: block.",
-        "The devices do not report their memory.",
+        "The devices do not report their memory use.",
         has_values("perf/peak_memory_bytes"),
         draw_line("perf/peak_memory_bytes", "GiB", scale=GIB),
     ),
     Panel(
         "compilations",
         "Compilations",
-        "XLA programs compiled in each step. There should be none after the first steps; later ones are due to new "
+        "XLA programs compiled in each step. There should be none after the first steps; later ones are caused by new "
         "sequence lengths.",
         "Nothing was compiled.",
         has_nonzero_values("perf/compilations"),

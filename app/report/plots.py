@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MAX_POINTS = 500
-"""Points per line. Steps of longer runs are joined into bins, whose extremes are shaded."""
+"""Maximum number of points per line. Longer runs are binned, with the extremes of each bin shaded."""
 MIN_POINTS_TO_SMOOTH = 20
-"""Number of points from which a noisy line also shows its trailing mean."""
+"""Minimum number of points for drawing the trailing mean of a noisy line as well."""
 BLUE, ORANGE, GREEN, RED, PURPLE, SKY, GREY = (
     "#1f7fc4", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#8a8a8a",
 )  # fmt: skip
-"""Colours after Okabe and Ito, distinguishable for colour-blind readers; legible on white and on near-black."""
+"""Colors after Okabe and Ito, distinguishable for color-blind readers; legible on white and on near-black."""
 PHASE_COLORS = {
     "rollout": BLUE, "reward": ORANGE, "score": SKY, "advantage": PURPLE, "update": RED, "eval": GREEN, "rest": GREY,
 }  # fmt: skip
@@ -37,18 +37,18 @@ PHASE_COLORS = {
 
 @dataclass(frozen=True)
 class PlotData:
-    """The data of the plots."""
+    """The data for all plots."""
 
     history: History
     eval_counts: Mapping[int, int]
-    """Step -> number of prompts of its evaluation, if known."""
+    """Step -> number of prompts in its evaluation, if known."""
 
     def series(self, name: str) -> Series:
         return Series.from_history(self.history, name)
 
     @property
     def bin_size(self) -> int:
-        """Steps joined into one point."""
+        """Number of steps averaged into one point."""
         return -(-len(training_steps(self.history)) // MAX_POINTS)
 
 
@@ -108,7 +108,7 @@ def _legend(figure: Figure) -> None:
 
 
 def escape_label(name: str) -> str:
-    """Escapes a name from outside, so that matplotlib neither typesets it as math nor hides it."""
+    """Escapes an arbitrary name, so that matplotlib neither typesets it as math nor hides it."""
     text = name.encode("ascii", "replace").decode("ascii").replace("$", r"\$")
     return f" {text}" if text.startswith("_") else text
 
@@ -146,7 +146,7 @@ def draw_accuracy(figure: Figure, data: PlotData) -> None:
 
 
 def _draw_intervals(axes: Axes, shares: Series, counts: Sequence[int]) -> None:
-    """Draws the intervals of shares of right answers over `counts` prompts each, 0 for unknown."""
+    """Draws the intervals of shares of right answers; `counts` holds the number of prompts of each, or 0 if unknown."""
     known = [i for i, n in enumerate(counts) if n and 0 <= shares.values[i] <= 1]
     if not known:
         return
@@ -188,7 +188,7 @@ def draw_clipping(figure: Figure, data: PlotData) -> None:
 
 
 def draw_times(figure: Figure, data: PlotData) -> None:
-    """Draws the seconds of each phase, stacked; the legend has the phase's share of the whole run."""
+    """Draws the seconds of each phase, stacked; the legend shows each phase's share of the whole run."""
     axes = _axes(figure, data, "seconds per step")
     steps, parts = _seconds_by_phase(data)
     totals = np.sum(list(parts.values()), axis=0)
@@ -209,7 +209,7 @@ def draw_times(figure: Figure, data: PlotData) -> None:
 
 
 def _seconds_by_phase(data: PlotData) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Returns the seconds of each phase by step. `rest` is the step without its phases and without evaluation."""
+    """Returns the steps and the seconds of each phase. `rest` is the step's time outside its phases."""
     records = training_steps(data.history)
 
     def column(name: str) -> np.ndarray:
@@ -222,7 +222,7 @@ def _seconds_by_phase(data: PlotData) -> tuple[np.ndarray, dict[str, np.ndarray]
 
 
 def _clip_peaks(axes: Axes, steps: np.ndarray, totals: np.ndarray) -> None:
-    """Cuts the axis off if a few steps, usually those that compile, are much longer than all others."""
+    """Limits the axis if a few steps, usually those that compile, take much longer than all others."""
     usual = np.percentile(totals, 90)
     if not totals.max() > 3 * usual > 0:
         return
@@ -236,7 +236,7 @@ def _clip_peaks(axes: Axes, steps: np.ndarray, totals: np.ndarray) -> None:
 
 
 def draw_line(name: str, unit: str, *, noisy: bool = False, scale: float = 1.0) -> DrawFunction:
-    """Returns a function that draws one metric, divided by `scale`, from 0 up."""
+    """Returns a function that draws one metric, divided by `scale`, on an axis from 0."""
 
     def draw(figure: Figure, data: PlotData) -> None:
         axes = _axes(figure, data, unit)
@@ -265,7 +265,7 @@ def draw_share(name: str, unit: str) -> DrawFunction:
 
 
 def draw_counts(names: Mapping[str, str], unit: str) -> DrawFunction:
-    """Returns a function that draws metrics of whole numbers; `names` holds the label of each."""
+    """Returns a function that draws integer metrics; `names` maps each to its label."""
 
     def draw(figure: Figure, data: PlotData) -> None:
         from matplotlib.ticker import MaxNLocator

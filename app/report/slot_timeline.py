@@ -1,4 +1,4 @@
-"""The timeline plot: what every slot of every worker did over time, one panel for each schedule."""
+"""The timeline plot: what every slot of every worker did over time, with one panel per schedule."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Activity = Literal["probe", "fast", "heavy", "suspended"]
 IDLE_COLOR = "#e4e4e4"
 COLORS: dict[str, str] = {"probe": ORANGE, "fast": BLUE, "heavy": RED, "suspended": PURPLE}
 SLOT_HEIGHT, LANE_GAP = 0.11, 0.8
-"""Height of a slot in inches; gap between workers in slots."""
+"""Height of a slot, in inches, and gap between workers, in slots."""
 MERGE_GAP_S = 1e-6
 MAX_SLOTS = 128
 """Maximum number of slots that a panel shows."""
@@ -36,7 +36,7 @@ SUPPORTED_SUFFIXES = (".png", ".svg", ".html")
 
 
 class TimelineBar(NamedTuple):
-    """A time in which a row decodes, or a sample is suspended."""
+    """An interval in which a row decodes or a sample is suspended."""
 
     worker: str
     slot: int
@@ -53,7 +53,7 @@ class TimelinePanel:
 
     title: str
     slots: tuple[tuple[str, int], ...]
-    """Every worker and its number of slots."""
+    """Each worker's name and number of slots."""
     bars: tuple[TimelineBar, ...]
     makespan_s: float
     lower_bound_s: float | None = None
@@ -69,7 +69,7 @@ class TimelinePanel:
 
     @property
     def height(self) -> float:
-        """Height in slots, with a lane for suspended samples."""
+        """Height in slots, including a lane for suspended samples."""
         return sum(slots + LANE_GAP for _, slots in self.drawn_slots) + 1 + LANE_GAP
 
     @property
@@ -82,12 +82,12 @@ class TimelinePanel:
 def check_timeline_path(path: Path) -> None:
     """Raises InputError if no timeline can be written to `path`."""
     if path.suffix.lower() not in SUPPORTED_SUFFIXES:
-        raise InputError(f"--timeline: expected a name that ends in .png, .svg or .html, got {path}")
+        raise InputError(f"--timeline: expected a file name ending in .png, .svg or .html, got {path}")
     check_output_path(path)
 
 
 def write_timeline(path: Path, panels: Sequence[TimelinePanel], *, title: str, table: Sequence[Sequence[str]]) -> None:
-    """Writes the plot as an image, or as an HTML page with the table below it, by the suffix of `path`.
+    """Writes the plot as an image or, if `path` ends in .html, as a page with the table below the plot.
 
     Args:
         table: the metrics of each panel, headings first.
@@ -104,10 +104,10 @@ def write_timeline(path: Path, panels: Sequence[TimelinePanel], *, title: str, t
 def render_timeline(
     panels: Sequence[TimelinePanel], *, title: str, kind: Literal["png", "svg"] = "png", is_inline: bool = False
 ) -> bytes:
-    """Returns all panels over one time axis as an image; the same bytes for the same panels.
+    """Returns an image of all panels over one time axis; equal panels give equal bytes.
 
     Args:
-        is_inline: whether the SVG takes background and fonts from the page that contains it.
+        is_inline: whether the SVG uses the background and fonts of the page that contains it.
     """
     # As in `app.report.matplotlib_figures`: loading takes most of a second, and pyplot would choose a window system.
     import matplotlib
@@ -169,7 +169,7 @@ def _draw(axes: Axes, panel: TimelinePanel) -> None:
 
 
 def _merge_adjacent(bars: Iterable[TimelineBar]) -> Iterable[TimelineBar]:
-    """Merges consecutive segments of a sample into one bar: there may be hundreds."""
+    """Merges consecutive segments of a sample into one bar, because there may be hundreds."""
     last: TimelineBar | None = None
     for bar in bars:
         continues = last is not None and (bar.activity, bar.sample) == (last.activity, last.sample)

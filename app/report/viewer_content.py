@@ -1,4 +1,4 @@
-"""Selects the saved samples that the viewer page shows, and their content."""
+"""Selects the saved samples, and the fields of each, for the viewer page."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from app.report.metrics_history import finite_metric, is_number
 from settings.errors import InputError
 
 DEFAULT_NUM_SAMPLES = 400
-"""Samples shown by default: a page of about a megabyte, which a phone opens at once."""
+"""Number of samples shown by default: a page of about a megabyte, which a phone opens quickly."""
 EVAL_SHARE = 0.25
 """Share of the shown samples that come from evaluations."""
 MIN_FILES = 8
-"""Files of samples that are read, spread over the run; more only if they are needed to fill the page."""
+"""Minimum number of sample files to read, spread over the run; more are read only if needed to fill the page."""
 MAX_CHARACTERS = 20_000
 MAX_LOGPROBS = 512
 
 
 @dataclass
 class ViewerContent:
-    """The content of the page, and counts of what it leaves out."""
+    """The content of the page, and counts of what it omits."""
 
     groups: list[dict[str, Any]] = field(default_factory=list)
-    """Samples of one prompt, from one step or from all evaluations. See `_as_json` for a sample."""
+    """Groups of samples of one prompt, from one step or from all evaluations; `_as_json` defines a sample."""
     num_shown: int = 0
     num_read: int = 0
     num_files: int = 0
     num_unopened: int = 0
     damaged: list[str] = field(default_factory=list)
-    """Errors of the lines that were skipped."""
+    """Error messages for skipped lines."""
 
     def add(self, key: str, kind: str, samples: Sequence[SavedSample]) -> None:
         first = samples[0]
@@ -54,7 +54,7 @@ class ViewerContent:
 
 @dataclass(frozen=True, slots=True)
 class SavedSample:
-    """The fields of a sample that are shown; numbers are None if the file has none."""
+    """The displayed fields of a sample; a number is None if the file lacks it."""
 
     step: int
     uid: str
@@ -68,7 +68,7 @@ class SavedSample:
     rewards: Mapping[str, float | None]
     advantage: float | None
     logprobs: np.ndarray
-    """Logprobs of the sampler; NaN after the model diverged."""
+    """Logprobs of the sampler; NaN if the model has diverged."""
 
     @property
     def prompt_uid(self) -> str:
@@ -76,17 +76,17 @@ class SavedSample:
 
     @property
     def completion_status(self) -> str:
-        """The status by which the page is filtered."""
+        """The status by which the page filters samples."""
         if self.finish_reason.startswith(DROPPED_PREFIX):
             return "dropped"
         return "truncated" if self.finish_reason == "length" else "complete"
 
 
 def build_viewer(rollouts: Mapping[int, Path], evaluations: Mapping[int, Path], *, num_samples: int) -> ViewerContent:
-    """Selects at most `num_samples` of the saved samples, in whole groups while they fit.
+    """Selects at most `num_samples` of the saved samples, in whole groups as far as possible.
 
-    Rollouts: the groups whose rewards differ most, from steps that are spread evenly over the run, newest first.
-    Evaluations: the same prompts at each evaluation, first those whose grade changed between the first and the last.
+    Rollouts: the groups whose rewards differ most, from steps spread evenly over the run, newest first.
+    Evaluations: the same prompts in every evaluation, starting with those whose reward changed most from first to last.
     """
     viewer = ViewerContent(num_files=len(rollouts) + len(evaluations))
     kept_for_evaluations = int(num_samples * (EVAL_SHARE if rollouts else 1)) if evaluations else 0
@@ -120,7 +120,7 @@ def _add_evaluations(viewer: ViewerContent, files: Mapping[int, Path], quota: in
 
 
 def _read_files(viewer: ViewerContent, files: Mapping[int, Path], quota: int) -> dict[int, list[SavedSample]]:
-    """Reads the samples of as many files as the quota needs, by step, oldest first."""
+    """Reads the samples of enough files to fill the quota, by step, oldest first."""
     newest = _read_samples(viewer, max(files), files[max(files)])
     *earlier, last = _evenly_spaced(sorted(files), max(MIN_FILES, -(-quota // max(len(newest), 1))))
     viewer.num_unopened += len(files) - len(earlier) - 1
@@ -128,7 +128,7 @@ def _read_files(viewer: ViewerContent, files: Mapping[int, Path], quota: int) ->
 
 
 def _evenly_spaced(steps: Sequence[int], count: int) -> list[int]:
-    """Returns at most `count` of the steps, evenly spaced, with the first and the last."""
+    """Returns at most `count` evenly spaced steps, including the first and the last."""
     places = np.linspace(0, len(steps) - 1, min(count, len(steps))).round().astype(int)
     return [steps[place] for place in dict.fromkeys(places.tolist())]
 
@@ -160,7 +160,7 @@ def _take_until_quota(groups: Iterable[list[SavedSample]], quota: int) -> Iterat
 
 
 def _read_samples(viewer: ViewerContent, step: int, path: Path) -> list[SavedSample]:
-    """Reads the samples of a file; lines that cannot be read are recorded and skipped."""
+    """Reads the samples of a file; records and skips lines that cannot be read."""
     samples = []
     try:
         for line, record in read_jsonl_tolerant(path):
@@ -177,7 +177,7 @@ def _read_samples(viewer: ViewerContent, step: int, path: Path) -> list[SavedSam
 
 
 def _sample(record: Mapping[str, Any], *, step: int, where: str) -> SavedSample:
-    """Parses a record tolerantly: samples of a diverged model, with nulls among their numbers, matter most."""
+    """Parses a record, tolerating nulls among its numbers: samples of a diverged model matter most."""
     for name in ("uid", "completion"):
         if not isinstance(record.get(name), str):
             raise InputError(f"{where}: {name}: expected text, got {record.get(name)!r:.40}")
@@ -205,7 +205,7 @@ def _numbers(values: Any) -> np.ndarray:
 
 
 def _prompt_text(source: Any) -> str:
-    """Returns the prompt as it was before the chat template."""
+    """Returns the prompt as text, without the chat template."""
     if isinstance(source, list):
         return "\n\n".join(f"{m.get('role')}: {m.get('content')}" for m in source if isinstance(m, dict))
     return str(source)

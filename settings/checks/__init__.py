@@ -1,1 +1,1 @@
-"""Checks between settings, made before a command starts."""
+"""Checks that involve several settings, run before a command starts."""

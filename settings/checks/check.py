@@ -1,4 +1,4 @@
-"""Checks between settings: a condition, and the error message if it holds."""
+"""Checks that involve several settings: a condition, and the error message if it holds."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from settings.loading.resolve import Resolved
 from settings.schema.settings import Settings
 
 Check = Callable[[Resolved], str | None]
-"""Returns an error message, or None. In it, `<a.b>` is replaced by the setting with its value and origin."""
+"""Returns an error message or None. `<a.b>` in a message is replaced by the setting's name, value and origin."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A check that needs only values and has a fixed message."""
+    """A check that reads only values and has a fixed message."""
 
     is_broken: Callable[[Settings], bool]
     message: str
@@ -26,7 +26,7 @@ class Rule:
 
 
 def run_checks(resolved: Resolved, checks: Iterable[Check]) -> None:
-    """Runs every check and raises InputError that lists all problems, one per line."""
+    """Runs every check and raises InputError listing all problems, one per line."""
     problems = [message for check in checks if (message := check(resolved))]
     if problems:
         raise InputError(re.sub(r"<([a-z_.]+)>", lambda match: resolved.describe(match[1]), "\n".join(problems)))

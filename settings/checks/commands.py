@@ -1,6 +1,6 @@
-"""The checks that each command runs on its settings before it starts.
+"""The checks of settings that each command runs before it starts.
 
-Checks that need a model file, a data set or a device are next to the code that opens it.
+Checks that need a model file, a data set or a device are next to the code that uses it.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ def check_for_train(resolved: Resolved) -> None:
 
 
 def check_for_dry_run(resolved: Resolved) -> None:
-    """Runs the checks of training, except that the devices may be simulated."""
+    """Runs the checks for training, but accepts simulated devices."""
     run_checks(resolved, (*TRAIN_CHECKS, check_pretend_conflicts))
 
 
 def check_for_inspect_mesh(resolved: Resolved) -> None:
-    """Raises InputError listing everything that leaves the sizes of a run undefined."""
+    """Raises InputError listing every invalid combination of settings that determine sizes."""
     run_checks(resolved, (*SIZE_CHECKS, check_pretend_conflicts))
 
 
@@ -54,10 +54,10 @@ def check_for_evaluation(resolved: Resolved) -> None:
 
 
 def check_for_score(resolved: Resolved) -> None:
-    """Raises InputError; lengths are not checked, because scoring takes its shapes from its input."""
+    """Raises InputError listing everything that prevents scoring. Lengths are not checked: the input sets them."""
     run_checks(resolved, (*REWARD_CHECKS, *HOST_CHECKS, check_no_pretend))
 
 
 def check_for_mesh(resolved: Resolved) -> None:
-    """Raises InputError if the hosts of the mesh are described incompletely."""
+    """Raises InputError listing every invalid setting of the devices and hosts."""
     run_checks(resolved, (*HOST_CHECKS, check_no_pretend))

@@ -1,4 +1,4 @@
-"""Checks of devices and hosts, for every command that starts devices."""
+"""Checks of devices and hosts for every command that uses devices."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ def _check_processes(resolved: Resolved) -> str | None:
     missing = [field for field in PROCESS_FIELDS if value_of(resolved.settings, field) is None]
     given = [f"<{field}>" for field in PROCESS_FIELDS if field not in missing]
     if mesh.coordinator_address == "auto":
-        return f"{' and '.join(given[1:])}: leave it null with mesh.coordinator_address: auto" if given[1:] else None
+        return f"{' and '.join(given[1:])}: must be null with mesh.coordinator_address: auto" if given[1:] else None
     if given and missing:
         return (
-            f"{' and '.join(given)}: also set {' and '.join(missing)}, or set only mesh.coordinator_address: auto if "
-            "the platform knows its hosts"
+            f"{' and '.join(given)}: also set {' and '.join(missing)}, or only mesh.coordinator_address: auto if the "
+            "platform provides the list of hosts"
         )
     if mesh.num_processes is not None and mesh.process_id is not None and mesh.process_id >= mesh.num_processes:
         last = mesh.num_processes - 1
-        return f"<mesh.process_id> is too large for <mesh.num_processes>; ids go from 0 to {last}"
+        return f"<mesh.process_id> is too large for <mesh.num_processes>; ids range from 0 to {last}"
     return None
 
 
@@ -31,22 +31,22 @@ def check_pretend_conflicts(resolved: Resolved) -> str | None:
     if resolved.settings.mesh.pretend is None or not real:
         return None
     listed = " and ".join(f"<{field}>" for field in real)
-    return f"<mesh.pretend> and {listed} ask for pretended and for real devices; leave one of the two out"
+    return f"<mesh.pretend> requests simulated devices, which cannot be combined with {listed}; remove one or the other"
 
 
 HOST_CHECKS = (
     _check_processes,
     Rule(
         lambda s: s.mesh.expect_processes not in (None, s.mesh.num_processes) and s.mesh.num_processes is not None,
-        "<mesh.expect_processes> is not <mesh.num_processes>; leave it null, or set both to the number of hosts",
+        "<mesh.expect_processes> differs from <mesh.num_processes>; set it to null, or set both to the number of hosts",
     ),
     Rule(
         lambda s: s.mesh.cpu_devices is not None and s.mesh.platform not in ("auto", "cpu"),
-        "<mesh.cpu_devices> is for CPU hosts, but <mesh.platform>; leave it null, or set mesh.platform: cpu",
+        "<mesh.cpu_devices> is for CPU hosts, but <mesh.platform>; set it to null, or set mesh.platform: cpu",
     ),
 )
 
 check_no_pretend = Rule(
     lambda s: s.mesh.pretend is not None,
-    "<mesh.pretend>: only grpo train --dry-run and grpo inspect-mesh accept simulated devices; leave it out",
+    "<mesh.pretend>: only grpo train --dry-run and grpo inspect-mesh accept simulated devices; set it to null",
 )

@@ -1,4 +1,4 @@
-"""Settings that differ from those under which a run was trained so far."""
+"""Checks the settings that differ from those of the run so far when a run is resumed."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from settings.loading.fields import FIELDS, SECTIONS, did_you_mean, nearest_fiel
 
 OPTION = "--allow-changed"
 METRICS = "metrics.jsonl"
-"""Value of the option for a run whose metrics are damaged."""
+"""Value of the option that allows continuing with damaged metrics."""
 
 PLACE_OF_RUN = ("run.name", "run.dir")
-"""Where a run is, which is no change of it."""
+"""Location of the run directory, which does not affect the run."""
 
 FREE_SETTINGS = (
-    # How long, what is saved and shown, and on what devices.
+    # Number of steps, outputs and devices.
     *("run.steps", "logging", "eval", "checkpoint", "watchdog", "mesh", "data.eval_source", "data.eval_split"),
     # Speed and memory.
     *("model.remat", "model.logits_chunk", "score", "batching", "algorithm.balance_batch"),
@@ -28,7 +28,7 @@ FREE_SETTINGS = (
     *("rollout.prefill_length_min", "rollout.max_length_total"),
     *("reward.timeout_s", "reward.cpu_s", "reward.memory_mib", "reward.workers", "reward.batch_size"),
     *("reward.load_timeout_s", "reward.environment", "optimizer.max_nonfinite_steps"),
-    # Checkpoints have fingerprints of what these select.
+    # Checkpoints contain fingerprints of the models and data that these select.
     *(
         "model.path",
         "model.revision",
@@ -44,13 +44,13 @@ FREE_SETTINGS = (
 
 
 class SettingChange(NamedTuple):
-    """A setting whose value differs from before."""
+    """A setting whose value has changed."""
 
     name: str
     before: Any
     after: Any
     is_derived: bool
-    """Whether the new value follows from that of another setting."""
+    """Whether the old or the new value is derived from another setting."""
 
     @property
     def is_decisive(self) -> bool:
@@ -64,7 +64,7 @@ class SettingChange(NamedTuple):
 def changed_settings(
     before: Mapping[str, tuple[Any, str]], after: Mapping[str, tuple[Any, str]]
 ) -> list[SettingChange]:
-    """Returns the settings that both know and that differ, except where the run is.
+    """Returns the settings of both mappings whose values differ, except the location of the run.
 
     Args:
         before: dotted name -> (value, provenance), as `from_yaml` returns it.
@@ -78,20 +78,20 @@ def changed_settings(
 
 
 def check_allowed(changes: Sequence[SettingChange], allowed: Collection[str]) -> None:
-    """Raises InputError if a change that changes what the run learns is not in `allowed`, by its name or section."""
+    """Raises InputError if a change affects what the run learns and neither its name nor its section is `allowed`."""
     for name in allowed:
         if name not in FIELDS and name not in SECTIONS and name != METRICS:
             raise InputError(f"{OPTION}: there is no setting or section {name}{did_you_mean(nearest_fields(name))}")
     decisive = [change for change in changes if change.is_decisive]
-    # What follows from another setting is allowed with that.
+    # Allowing a setting also allows the settings derived from it.
     decisive = [change for change in decisive if not change.is_derived] or decisive
     refused = [change for change in decisive if not is_in(change.name, allowed)]
     if refused:
         lines = "".join(f"\n  {change.to_text()}" for change in refused)
         names = " ".join(f"{OPTION} {change.name}" for change in refused)
         raise InputError(
-            f"--resume: these settings change what the run learns, and differ from those it was trained with:{lines}\n"
-            f"Set them as before, start another run.name, or continue under the new ones with {names}"
+            f"--resume: these settings differ from those of the run so far and change what it learns:{lines}\n"
+            f"Set them as before, start a new run with another run.name, or accept the new values with {names}"
         )
 
 

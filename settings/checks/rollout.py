@@ -1,4 +1,4 @@
-"""Checks of rollouts: segments, P-DSR, workers, and how old a policy may be."""
+"""Checks of rollouts: segments, P-DSR, workers and staleness."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def _check_worker_devices(resolved: Resolved) -> str | None:
     if not twice:
         return None
     return (
-        f"<rollout.workers.fast.devices> and <rollout.workers.heavy.devices> overlap: {', '.join(map(str, twice))} is "
-        "named twice; give each device to one pool, once"
+        f"<rollout.workers.fast.devices> and <rollout.workers.heavy.devices> name devices more than once: "
+        f"{', '.join(map(str, twice))}; assign each device to one pool, once"
     )
 
 
@@ -30,8 +30,8 @@ def _check_exact_mode(resolved: Resolved) -> str | None:
         return None
     if rollout.slots is None and not rollout.has_workers:
         return (
-            "<rollout.mode>: samples are bitwise reproducible only with a fixed number of slots; set rollout.slots, "
-            "16 for example, or rollout.mode: fast"
+            "<rollout.mode>: samples are bitwise reproducible only with a fixed number of slots; set rollout.slots "
+            "(for example to 16), or rollout.mode: fast"
         )
     if _has_unequal_slots(resolved.settings):
         return (
@@ -40,7 +40,7 @@ def _check_exact_mode(resolved: Resolved) -> str | None:
         )
     if resolved.settings.model.dtype != "float32":
         return (
-            "<rollout.mode>: <model.dtype> rounds differently in every batch; set model.dtype: float32, or "
+            "<rollout.mode>: with <model.dtype> rounding depends on the batch; set model.dtype: float32, or "
             "rollout.mode: fast"
         )
     return None
@@ -52,14 +52,14 @@ def _check_ray_pool(resolved: Resolved) -> str | None:
         return None
     if not rollout.has_workers:
         return (
-            "<rollout.pool>: only workers with a scheduler run as Ray actors; "
+            "<rollout.pool>: Ray runs only workers with a scheduler; "
             f"set {_how_to_get_workers(resolved)}, or rollout.pool: local"
         )
     for kind in ("fast", "heavy"):
         if getattr(rollout.workers, kind).devices is not None:
             return (
-                f"<rollout.workers.{kind}.devices> are device numbers of this host, but with <rollout.pool> a worker "
-                f"uses the devices that Ray assigns; leave it null, and set rollout.ray.{kind}.num_gpus or resources"
+                f"<rollout.workers.{kind}.devices> lists device numbers of this host, but with <rollout.pool> a worker "
+                f"uses the devices that Ray assigns; set it to null, and set rollout.ray.{kind}.num_gpus or resources"
             )
     return None
 
@@ -81,17 +81,17 @@ def _how_to_get_workers(resolved: Resolved) -> str:
 SCHEDULE_CHECKS = (
     Rule(
         lambda s: s.rollout.segment.min > s.rollout.segment.max,
-        "<rollout.segment.min> is more than <rollout.segment.max>; lower the one or raise the other",
+        "<rollout.segment.min> exceeds <rollout.segment.max>; lower the former or raise the latter",
     ),
     Rule(
         lambda s: s.rollout.pdsr.window < s.rollout.pdsr.window_min,
         "<rollout.pdsr.window> is shorter than <rollout.pdsr.window_min>, so no sample would ever be classified as "
-        "heavy; raise it to that or more",
+        "heavy; raise the former to at least the latter",
     ),
     Rule(
         lambda s: s.rollout.workers.fast.count + s.rollout.workers.heavy.count == 0,
-        "<rollout.workers.fast.count> and <rollout.workers.heavy.count>: there is no worker; set one of them to 1 or "
-        "more",
+        "<rollout.workers.fast.count> and <rollout.workers.heavy.count>: there are no workers; set at least one of "
+        "them to 1 or more",
     ),
     _check_worker_devices,
 )
@@ -104,13 +104,13 @@ WORKER_CHECKS = (
     ),
     Rule(
         lambda s: s.rollout.slots is not None and s.rollout.has_workers,
-        "<rollout.slots>: with <rollout.scheduler> each worker has its own slots; leave it null, and set "
+        "<rollout.slots>: with <rollout.scheduler> each worker has its own slots; set it to null, and set "
         "rollout.workers.fast.slots and rollout.workers.heavy.slots",
     ),
     Rule(
         lambda s: s.rollout.slots is not None and s.rollout.placement == "global",
         "<rollout.slots>: slots are filled on each host separately, but <rollout.placement> means one batch over all "
-        "hosts; leave rollout.slots null, or set rollout.placement: island",
+        "hosts; set rollout.slots to null, or set rollout.placement: island",
     ),
     Rule(
         lambda s: s.rollout.decode_layout != "gathered" and s.rollout.has_workers,
@@ -126,8 +126,8 @@ STALENESS_CHECKS = (
     Rule(
         # Ray actors have devices of their own, so training does not delay them.
         lambda s: s.rollout.max_staleness > 0 and s.rollout.workers.lease_s is not None and s.rollout.pool != "ray",
-        "<rollout.workers.lease_s>: with <rollout.max_staleness> training computes on the workers' devices, and a "
-        "worker that waits for it would count as lost; leave rollout.workers.lease_s null, or set "
+        "<rollout.workers.lease_s>: with <rollout.max_staleness> training uses the workers' devices, and a worker "
+        "that waits for training would be considered lost; set rollout.workers.lease_s to null, or set "
         "rollout.max_staleness: 0",
     ),
 )

@@ -16,7 +16,7 @@ def _check_group_size(resolved: Resolved) -> str | None:
         return None
     return (
         f"<rollout.group_size>: {algorithm.name} compares the samples of a prompt with each other, so it needs at "
-        "least 2; 8 is usual"
+        "least 2 (8 is usual)"
     )
 
 
@@ -25,14 +25,14 @@ def _check_temperature(resolved: Resolved) -> str | None:
     if resolved.settings.rollout.temperature > 0:
         return None
     if algorithm.estimator in GROUP_RELATIVE_ESTIMATORS:
-        reason = f"greedy samples of a prompt are all alike, so {algorithm.name} has nothing to compare"
+        reason = f"greedy samples of a prompt are identical, so {algorithm.name} has nothing to compare"
     else:
-        reason = "greedy sampling does not explore, and log-probabilities at temperature 0 are not defined"
-    return f"<rollout.temperature>: {reason}; set it above 0, 1.0 is usual"
+        reason = "greedy sampling does not explore, and logprobs at temperature 0 are undefined"
+    return f"<rollout.temperature>: {reason}; set it above 0 (1.0 is usual)"
 
 
 def _check_overlong_name(resolved: Resolved) -> str | None:
-    return _reserved_name(resolved, OVERLONG_REWARD, "reward.overlong_buffer", "penalty for length")
+    return _reserved_name(resolved, OVERLONG_REWARD, "reward.overlong_buffer", "length penalty")
 
 
 def _check_model_name(resolved: Resolved) -> str | None:
@@ -43,7 +43,7 @@ def _reserved_name(resolved: Resolved, name: str, setting: str, owner: str) -> s
     names = [function.name for function in resolved.settings.reward.functions]
     if name not in names or value_of(resolved.settings, setting) is None:
         return None
-    return f"<reward.functions>: `{name}` is the name of the {owner} of <{setting}>; give the function another `name:`"
+    return f"<reward.functions>: `{name}` is reserved for the {owner} of <{setting}>; give the function another `name:`"
 
 
 def _check_kl_weight(resolved: Resolved) -> str | None:
@@ -52,8 +52,8 @@ def _check_kl_weight(resolved: Resolved) -> str | None:
     if algorithm.beta > 0 or algorithm.kl_in != "reward" or resolved.is_later("algorithm.beta", "algorithm.kl_in"):
         return None
     return (
-        "<algorithm.kl_in>: <algorithm.beta>, so there is no penalty to subtract from the reward; set algorithm.beta "
-        "above 0, 0.05 is usual, or leave algorithm.kl_in null"
+        "<algorithm.kl_in>: with <algorithm.beta> there is no penalty to subtract from the reward; set algorithm.beta "
+        "above 0 (0.05 is usual), or set algorithm.kl_in to null"
     )
 
 
@@ -65,14 +65,14 @@ def _check_adaptive_kl(resolved: Resolved) -> str | None:
         if resolved.is_later("algorithm.beta", "algorithm.kl_target"):
             return None
         return (
-            "<algorithm.kl_target>: <algorithm.beta> stays 0 when it is adapted, because it is multiplied; set "
-            "algorithm.beta above 0, 0.05 is usual, or leave algorithm.kl_target null"
+            "<algorithm.kl_target>: <algorithm.beta> would stay 0, because it is adapted by multiplication; set "
+            "algorithm.beta above 0 (0.05 is usual), or set algorithm.kl_target to null"
         )
     if algorithm.kl_in == "reward":
         return None
     return (
-        "<algorithm.kl_target>: only a penalty in the reward is adapted, but <algorithm.kl_in>; set "
-        "algorithm.kl_in: reward, or leave algorithm.kl_target null"
+        "<algorithm.kl_target>: only a penalty in the reward can be adapted, but <algorithm.kl_in>; set "
+        "algorithm.kl_in: reward, or set algorithm.kl_target to null"
     )
 
 
@@ -86,7 +86,7 @@ def _check_mini_batch_size(resolved: Resolved) -> str | None:
         :1
     ]
     return (
-        "<algorithm.mini_batch_prompts> does not divide <rollout.prompts_per_step>; the nearest that does: "
+        "<algorithm.mini_batch_prompts> does not divide <rollout.prompts_per_step>; the nearest divisors: "
         f"{' or '.join(map(str, nearest))}"
     )
 
@@ -99,8 +99,8 @@ def check_max_length(resolved: Resolved) -> str | None:
     remaining = rollout.max_length_total - data.max_prompt_length
     lower = f", or lower rollout.max_new_tokens to {remaining}" if remaining >= 1 else ""
     return (
-        f"<data.max_prompt_length> and <rollout.max_new_tokens> make {longest} tokens, more than "
-        f"<rollout.max_length_total>; raise that to {longest} (or null){lower}"
+        f"<data.max_prompt_length> and <rollout.max_new_tokens> add up to {longest} tokens, more than "
+        f"<rollout.max_length_total>; set the latter to {longest} or null{lower}"
     )
 
 
@@ -109,7 +109,7 @@ def check_token_quotas(resolved: Resolved) -> str | None:
     settings = resolved.settings
     updated = ("algorithm", "critic") if settings.has_critic else ("algorithm",)
     roles = (*settings.scored_roles, "reward") if settings.reward.model else settings.scored_roles
-    # One more token is read after a truncated sample, and after every sample that a reward model scores.
+    # Bootstrapping truncated samples and reward models both read one token after a sample.
     extra_tokens = {"score.critic": int(settings.algorithm.bootstrap_truncated), "score.reward": 1}
     problems = []
     for scope in (*updated, *(f"score.{role}" for role in roles)):
@@ -120,8 +120,8 @@ def check_token_quotas(resolved: Resolved) -> str | None:
             problems.append(
                 f"<{scope}.max_tokens_per_device> is less than the longest possible sample: <data.max_prompt_length> + "
                 f"<rollout.max_new_tokens>{' + 1 token after it' if extra else ''} = {longest} tokens, and samples are "
-                f"not split; raise it to {longest} or more, lower one of those, or choose {scope}.rows_per_device "
-                "instead"
+                f"not split; raise the quota to {longest} or more, lower one of these lengths, or set "
+                f"{scope}.rows_per_device instead"
             )
     return "\n".join(problems) or None
 
@@ -131,8 +131,8 @@ def _check_warmup(resolved: Resolved) -> str | None:
     if resolved.settings.optimizer.warmup_steps < max(updates, 1):
         return None
     return (
-        f"<optimizer.warmup_steps>: <run.steps> make {updates} optimizer steps, so the warm-up would not end; lower it "
-        f"to at most {updates - 1}"
+        f"<optimizer.warmup_steps>: <run.steps> gives {updates} optimizer steps, so the warm-up would not end; lower "
+        f"it to at most {updates - 1}"
     )
 
 
@@ -141,7 +141,7 @@ def _check_critic_warmup(resolved: Resolved) -> str | None:
     if not settings.has_critic or settings.critic.warmup_steps < settings.run.steps:
         return None
     return (
-        "<critic.warmup_steps>: <run.steps>, so the policy would never learn; "
+        "<critic.warmup_steps> leaves no step to train the policy, because <run.steps>; "
         f"lower it to at most {settings.run.steps - 1}"
     )
 
@@ -152,7 +152,7 @@ def _check_profile_steps(resolved: Resolved) -> str | None:
     if not beyond:
         return None
     return (
-        f"<logging.profile_steps>: step {beyond[0]} is beyond the run, which ends at <run.steps>; choose steps from 1 "
+        f"<logging.profile_steps>: step {beyond[0]} is not part of the run, because <run.steps>; choose steps from 1 "
         f"to {steps}"
     )
 
@@ -164,13 +164,13 @@ def _rewards_count_nothing(settings: Settings) -> bool:
 
 check_overlong_buffer = Rule(
     lambda s: s.reward.overlong_buffer is not None and s.reward.overlong_buffer >= s.rollout.max_new_tokens,
-    "<reward.overlong_buffer>: <rollout.max_new_tokens>, so every completion would be too long; set it lower, a fifth "
-    "of that is usual, or to null",
+    "<reward.overlong_buffer> is not below <rollout.max_new_tokens>, so every completion would be penalized; lower it "
+    "(a fifth of the latter is usual), or set it to null",
 )
 check_evaluation_temperature = Rule(
     lambda s: s.eval.num_samples > 1 and s.eval.temperature == 0,
-    "<eval.num_samples>: <eval.temperature> is greedy, and greedy samples of a prompt are all alike; set "
-    "eval.temperature above 0, 1.0 is usual, or eval.num_samples to 1",
+    "<eval.num_samples>: with <eval.temperature> all samples of a prompt are identical; set eval.temperature above 0 "
+    "(1.0 is usual), or eval.num_samples to 1",
 )
 REWARD_CHECKS = (_check_model_name, check_overlong_buffer, _check_overlong_name)
 
@@ -181,39 +181,39 @@ ALGORITHM_CHECKS = (
     _check_temperature,
     Rule(
         _rewards_count_nothing,
-        "<reward.functions>: every weight is 0, so every sample would have reward 0; give one a weight such as 1.0",
+        "<reward.functions>: all weights are 0, so every sample would have reward 0; set at least one to 1.0",
     ),
     Rule(
         lambda s: s.algorithm.clip == "ppo" and s.algorithm.clip_low is not None and s.algorithm.clip_low >= 1,
         "<algorithm.clip_low>: <algorithm.clip> clips ratios below 1 - clip_low, and no ratio is below 0; set it below "
-        "1, 0.2 is usual, or algorithm.clip: cispo",
+        "1 (0.2 is usual), or set algorithm.clip: cispo",
     ),
     Rule(
         lambda s: s.algorithm.clip == "cispo" and s.algorithm.dual_clip is not None,
-        "<algorithm.dual_clip>: <algorithm.clip> already bounds the weight of every token; leave algorithm.dual_clip "
-        "null, or lower algorithm.clip_high",
+        "<algorithm.dual_clip>: <algorithm.clip> already bounds the weight of every token; set algorithm.dual_clip "
+        "to null, or lower algorithm.clip_high",
     ),
     Rule(
         lambda s: s.rollout.group_size < 2 and s.algorithm.filter != "none",
-        "<algorithm.filter>: <rollout.group_size>, so the rewards of every group are all equal and no group would be "
-        "left; set rollout.group_size to 2 or more, or algorithm.filter: none",
+        "<algorithm.filter>: with <rollout.group_size> the rewards of a group are always equal, so no group would be "
+        "kept; set rollout.group_size to 2 or more, or algorithm.filter: none",
     ),
     _check_kl_weight,
     _check_adaptive_kl,
     Rule(
         lambda s: s.algorithm.estimator == "vtrace" and s.algorithm.vtrace_max_trace > s.algorithm.vtrace_max_ratio,
-        "<algorithm.vtrace_max_trace> is larger than <algorithm.vtrace_max_ratio>, but V-trace is defined for traces "
-        "clipped at or below their ratios; lower the former, or raise the latter",
+        "<algorithm.vtrace_max_trace> exceeds <algorithm.vtrace_max_ratio>, but V-trace must clip traces at the same "
+        "value as ratios or lower; lower the former or raise the latter",
     ),
     Rule(
         lambda s: s.rollout.max_staleness > 0 and s.algorithm.correction == "none",
-        "<rollout.max_staleness>: tokens may come from an older policy, but <algorithm.correction> treats them as the "
-        "policy's own; leave algorithm.correction null, or set rollout.max_staleness: 0",
+        "<rollout.max_staleness>: tokens may come from an older policy, but <algorithm.correction> treats them as "
+        "on-policy; set algorithm.correction to null, or set rollout.max_staleness: 0",
     ),
     Rule(
         lambda s: s.algorithm.correction == "mask" and s.algorithm.correction_min >= s.algorithm.correction_max,
         "<algorithm.correction_min> is not below <algorithm.correction_max>, so rounding alone would mask every token; "
-        "lower the one, 0.5 is usual, or raise the other, to 2.0",
+        "lower the former (0.5 is usual) or raise the latter (2.0 is usual)",
     ),
 )
 
@@ -227,7 +227,7 @@ RUN_CHECKS = (
     ),
     Rule(
         lambda s: s.checkpoint.best_metric is not None and s.eval.every_steps == 0,
-        "<checkpoint.best_metric>: <eval.every_steps> means no evaluation, so it is never measured; set it to null, or "
-        "eval.every_steps to 1 or more",
+        "<checkpoint.best_metric> is never measured, because <eval.every_steps> disables evaluation; set it to null, "
+        "or eval.every_steps to 1 or more",
     ),
 )

@@ -1,7 +1,7 @@
-"""Settings that have no effect, because the estimator, the correction or the adapters that read them are not in use.
+"""Finds settings that have no effect because the estimator, correction or adapters that read them are not in use.
 
-Such a setting is refused if it comes from a later layer than the choice that makes it unused. If that choice comes from
-the same layer or a later one, as when a preset meets `--set algorithm.name=grpo`, the choice wins with a notice.
+Such a setting is refused if it comes from a later layer than the choice that makes it unused. Otherwise it is only
+reported in a notice, as when `--set algorithm.name=grpo` overrides the algorithm of a preset.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ LEARNING_RATE = "optimizer.learning_rate"
 
 class UsageCondition(NamedTuple):
     setting: str
-    """The setting whose value decides."""
+    """The setting that determines whether the fields are used."""
     values: frozenset[Any]
-    """The values under which the fields are read."""
+    """The values with which the fields are used."""
     text: str
-    """The condition in an error message."""
+    """The condition as worded in error messages."""
     fields: tuple[str, ...]
 
 
@@ -59,15 +59,16 @@ USAGE_CONDITIONS = (
         f"{RANK} of 1 or more",
         ("model.lora.alpha", "model.lora.targets", "model.lora.quantize_base"),
     ),
-    # With adapters the reference is the policy's frozen weights, which training needs on the devices.
+    # With adapters, the reference weights are the policy's frozen weights, which training needs on the devices.
     UsageCondition(RANK, frozenset({None, 0}), f"{RANK} null", ("score.reference.offload",)),
 )
 
 
 def check_unused_settings(resolved: Resolved) -> str | None:
-    """Lists the settings from a later layer than the choice that makes them unused."""
+    """Returns an error about settings from a later layer than the choice that makes them unused, or None."""
     lines = [
-        f"<{field}> has no effect under <{choice}>: it is for {condition.text}; leave it out, or set that"
+        f"<{field}> has no effect with <{choice}>: it is only for {condition.text}; "
+        f"remove it, or change {condition.setting}"
         for field, choice, condition in _unused_fields(resolved)
         if resolved.is_later(field, choice)
     ]
@@ -79,26 +80,26 @@ def launch_notices(resolved: Resolved) -> tuple[str, ...]:
     unused: dict[str, list[str]] = {}
     for field, choice, _ in _unused_fields(resolved):
         unused.setdefault(resolved.describe(choice), []).append(resolved.describe(field))
-    lines = [f"no effect under {choice}: {', '.join(fields)}" for choice, fields in unused.items()]
+    lines = [f"no effect with {choice}: {', '.join(fields)}" for choice, fields in unused.items()]
     if resolved.algorithm_changes:
         lines.insert(0, resolved.algorithm_changes)
     if resolved.settings.model.lora.rank and resolved.provenance[LEARNING_RATE] == "default":
         lines.append(
-            f"{resolved.describe(LEARNING_RATE)} suits training of all weights and hardly moves adapters "
+            f"{resolved.describe(LEARNING_RATE)} suits training all weights and is too low for adapters "
             f"({resolved.describe(RANK)}); 10 to 100 times that is usual"
         )
     return tuple(lines)
 
 
 def unused_adapter_notices(resolved: Resolved) -> tuple[str, ...]:
-    """Returns the notice of a command that loads the model without the adapters that are configured."""
+    """Returns the notice of a command that ignores the configured adapters."""
     if not resolved.settings.model.lora.rank:
         return ()
-    return (f"{resolved.describe(RANK)} has no effect here: model.path is loaded as it is, without adapters",)
+    return (f"{resolved.describe(RANK)} has no effect here: model.path is loaded without adapters",)
 
 
 def _unused_fields(resolved: Resolved) -> Iterator[tuple[str, str, UsageCondition]]:
-    """Yields each field set to another value than its default but not read, and the setting that decided so."""
+    """Yields each unused field with a non-default value, the setting that makes it unused, and the condition."""
     for condition in USAGE_CONDITIONS:
         if value_of(resolved.settings, condition.setting) in condition.values:
             continue
@@ -110,7 +111,7 @@ def _unused_fields(resolved: Resolved) -> Iterator[tuple[str, str, UsageConditio
 
 
 def _is_inherited(resolved: Resolved, field: str) -> bool:
-    """Tells whether a micro-batch setting of the critic has the value and the layer of the policy's."""
+    """Returns whether a micro-batch setting of the critic has the same value and layer as the policy's."""
     twin = field.replace("critic.", "algorithm.")
     if twin == field or twin not in FIELDS or value_of(resolved.settings, twin) != value_of(resolved.settings, field):
         return False
@@ -118,7 +119,7 @@ def _is_inherited(resolved: Resolved, field: str) -> bool:
 
 
 def _deciding_setting(resolved: Resolved, choice: str) -> str:
-    """Returns the choice itself, or the setting that it was derived from."""
+    """Returns the choice itself, or the setting from which it was derived."""
     if resolved.provenance[choice] != "derived":
         return choice
     return "rollout.max_staleness" if choice == CORRECTION else "algorithm.name"

@@ -1,1 +1,1 @@
-"""Reads settings from their sources, with provenance, and derives what was left null."""
+"""Reads settings from their sources, with provenance, and derives values for settings left null."""

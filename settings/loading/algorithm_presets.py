@@ -1,4 +1,4 @@
-"""The published algorithms: the settings that `algorithm.name` determines if they are null."""
+"""The published algorithms: values that `algorithm.name` gives to null settings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from settings.schema.algorithm import CRITIC_ESTIMATORS, AlgorithmSettings
 
 @dataclass(frozen=True, slots=True)
 class AlgorithmPreset:
-    """Values for fields of `algorithm`, by the names of the fields. The defaults are those of GRPO."""
+    """Values for the fields of `algorithm` with the same names. The defaults are GRPO's."""
 
     source: str
     estimator: str = "grpo"
@@ -26,7 +26,7 @@ class AlgorithmPreset:
 
 ALGORITHM_PRESETS: Mapping[str, AlgorithmPreset] = MappingProxyType(
     {
-        # The paper uses sequence-mean-token-mean, which favours short correct answers and long wrong ones.
+        # The paper uses sequence-mean-token-mean, which favors short correct answers and long wrong ones.
         # The token mean of Yu et al. 2025 (DAPO) is also the default of TRL and verl.
         "grpo": AlgorithmPreset("Shao et al. 2024"),
         "dr_grpo": AlgorithmPreset("Liu et al. 2025", estimator="dr_grpo", loss_aggregation="constant-length"),
@@ -45,18 +45,18 @@ ALGORITHM_PRESETS: Mapping[str, AlgorithmPreset] = MappingProxyType(
         ),
         "dapo": AlgorithmPreset("Yu et al. 2025", clip_high=0.28, filter="zero_variance"),
         # The paper does not report its upper bound; both numbers are from verl's example. The lower bound has no
-        # effect, since 1 - 10 is below any ratio. Dynamic sampling is that of DAPO (section 3.1).
+        # effect, since 1 - 10 is below any ratio. Dynamic sampling follows DAPO (section 3.1).
         "cispo": AlgorithmPreset("MiniMax 2025", clip="cispo", clip_low=10.0, clip_high=0.2, filter="zero_variance"),
-        # The penalty is that of Stiennon et al. 2020.
+        # The KL penalty follows Stiennon et al. 2020.
         "ppo": AlgorithmPreset("Schulman et al. 2017", estimator="gae", kl_in="reward"),
     }
 )
 
 DEFAULT_KL_ESTIMATORS: Mapping[str, str] = MappingProxyType({"loss": "k3", "reward": "k1"})
-"""Default KL estimator by the place of the penalty. Sources: Shao et al. 2024, eq. 4; Ahmadian et al. 2024."""
+"""Default KL estimator for each value of `algorithm.kl_in`. Sources: Shao et al. 2024, eq. 4; Ahmadian et al. 2024."""
 
 DEFAULT_CORRECTION_VETO = 1e-4
-"""Default of `algorithm.correction_veto` if a correction is on: the usual value in verl."""
+"""Default of `algorithm.correction_veto` if a correction is enabled: the usual value in verl."""
 
 GROUP_RELATIVE_ESTIMATORS = frozenset({"grpo", "dr_grpo", "rloo"})
 """Estimators that compare a sample with the other samples of its group."""
@@ -66,12 +66,12 @@ PRESET_FIELDS = ("estimator", "ratio_level", "clip", "clip_low", "clip_high", "l
 
 
 def estimator_defaults(estimator: str) -> dict[str, bool]:
-    """Returns the fields of `algorithm` that the estimator determines if they are null."""
+    """Returns the values that the estimator gives to null fields of `algorithm`."""
     return {"whiten_advantages": estimator not in GROUP_RELATIVE_ESTIMATORS, "shuffle": estimator in CRITIC_ESTIMATORS}
 
 
 def describe_changes(algorithm: AlgorithmSettings, derived_fields: Collection[str]) -> str | None:
-    """Returns a text about the derived fields that differ from GRPO's; None if there are none.
+    """Describes the derived fields that differ from GRPO's; returns None if there are none.
 
     Args:
         derived_fields: fields of `algorithm` that the name or the estimator determined, not the user.
@@ -83,7 +83,7 @@ def describe_changes(algorithm: AlgorithmSettings, derived_fields: Collection[st
         for field in defaults
         if field in derived_fields and (value := getattr(algorithm, field)) not in (None, defaults[field])
     }
-    # An estimator that the user chose determines fields, too.
+    # If the user chose the estimator, some fields follow from it instead of the algorithm's name.
     is_chosen = "estimator" not in derived_fields
     by_estimator = [changes.pop(field) for field in [*changes] if is_chosen and field not in PRESET_FIELDS]
     lines = []

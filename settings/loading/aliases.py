@@ -1,4 +1,4 @@
-"""Names of the historic runner and of verl, accepted flat in YAML and `--set`, and in upper case in the environment."""
+"""Names used by the historic runner and verl: unnested in YAML and `--set`, in upper case in the environment."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "ppo_mini_batch_size": ("algorithm.mini_batch_prompts",),
     "balance_batch": ("algorithm.balance_batch",),
 }
-"""Maps an alias to the dotted fields that get its value."""
+"""Maps an alias to the dotted fields that receive its value."""
 
 UNSUPPORTED_ALIASES: dict[str, str] = {}
-"""Maps an alias without a setting to the reason."""
+"""Maps an unsupported alias to the reason why it has no setting."""

@@ -1,4 +1,4 @@
-"""Finds the file of `--config`: a preset or a path."""
+"""Finds the file that `--config` selects: a preset or a path."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ DEFAULT_PRESET = "quickstart"
 @dataclass(frozen=True, slots=True)
 class ConfigFile:
     name: str
-    """Name of the file in provenances."""
+    """Name of the file as shown in provenances."""
     stem: str
-    """Name from which the name of the run is derived, such as `quickstart`."""
+    """Name from which the run name is derived, such as `quickstart`."""
     content: bytes
 
 
@@ -34,7 +34,7 @@ def find_config_file(config: str | ConfigFile | None) -> ConfigFile:
     A file that was read before is returned as it is.
 
     Raises:
-        InputError: there is neither a preset nor a file, or the file cannot be read.
+        InputError: no preset or file has this name, or the file cannot be read.
     """
     if isinstance(config, ConfigFile):
         return config

@@ -34,7 +34,7 @@ FIELDS: dict[str, FieldInfo] = {name: info for name, info in _iter_fields(Settin
 SECTIONS: frozenset[str] = frozenset(name for name, info in _iter_fields(Settings) if _is_section(info))
 """Dotted names of the sections, such as `rollout` and `score.policy`."""
 ITEM_KEYS: dict[str, Iterable[str]] = {"reward.functions": RewardFunctionSettings.model_fields}
-"""Maps a field that lists mappings to the keys of these mappings."""
+"""Maps a field that is a list of mappings to the keys allowed in these mappings."""
 
 
 def value_of(settings: Settings, field: str) -> Any:
@@ -43,7 +43,7 @@ def value_of(settings: Settings, field: str) -> Any:
 
 
 def is_text(field: str) -> bool:
-    """Returns whether the field is free text, which keeps the spelling of an unquoted scalar."""
+    """Returns whether a field is free text, so that an unquoted scalar keeps its spelling."""
     annotation = FIELDS[field].annotation
     alternatives = (annotation, *get_args(annotation))
     return str in [getattr(kind, "__origin__", kind) for kind in alternatives]  # Annotated[str, ...] is text

@@ -1,4 +1,4 @@
-"""Use of the settings that a run has written as the base of another run."""
+"""Uses the settings file of an earlier run as the base of a new run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from settings.loading.resolve import load
 from settings.schema.score import ForwardRole
 
 DECIDING_FIELDS = ("algorithm.name", "algorithm.estimator")
-"""Fields that determine other fields of `algorithm` that are left null."""
+"""Fields that determine the null fields of `algorithm`."""
 ALGORITHM_DERIVED_FIELDS = tuple(
     f"algorithm.{field}"
     for field in (
@@ -21,14 +21,14 @@ ALGORITHM_DERIVED_FIELDS = tuple(
         *("correction", "correction_level", "correction_veto"),
     )
 )
-"""The fields that they determine."""
+"""Fields that `DECIDING_FIELDS` determine."""
 OTHER_DERIVED_FIELDS = {
     "rollout.max_length_total": ("rollout.max_new_tokens", "data.max_prompt_length"),
     "rollout.workers.lease_s": ("rollout.pool",),
     "algorithm.mini_batch_prompts": ("rollout.prompts_per_step",),
     "data.eval_source": ("data.source",),
 }
-"""Other derived fields, and the fields that determine them."""
+"""Maps each other derived field to the fields that determine it."""
 MICRO_BATCH_SCOPES = (
     ("algorithm", "score", ("max_tokens_per_device",)),
     ("algorithm", "critic", ("dynamic_microbatch", "rows_per_device")),
@@ -39,14 +39,14 @@ MICRO_BATCH_SCOPES = (
 )
 """Scopes of micro-batches: the outer scope, the scope that inherits from it, and the inherited parts."""
 RENDEZVOUS_FIELDS = ("mesh.coordinator_address", "mesh.num_processes", "mesh.process_id")
-"""Fields that describe the hosts of the earlier run, which the new run does not have."""
+"""Fields that describe the hosts of the earlier run, which do not take part in the new one."""
 
 
 def reset_overrides(file: ConfigFile, overrides: Sequence[str], environ: Mapping[str, str]) -> list[str]:
-    """Returns further `--set` options that reset the settings of the file that the new run must not inherit.
+    """Returns `--set` options that reset the settings of the file which the new run must not inherit.
 
-    The file holds a value for every setting. If only `algorithm.name` changed, the estimator, clip and aggregation of
-    the old algorithm would stay, and the hosts of the old run would be expected.
+    The file contains a value for every setting. Without a reset, a new `algorithm.name` would keep the estimator, clip
+    and aggregation of the old one, and the new run would wait for the hosts of the old run.
 
     Raises: InputError if the file or the overrides are invalid.
     """
@@ -67,8 +67,8 @@ def reset_overrides(file: ConfigFile, overrides: Sequence[str], environ: Mapping
 def _inherited_fields(recorded: Mapping[str, tuple[Any, str]], explicit: Collection[str]) -> Iterator[str]:
     """Yields the fields that a micro-batch scope inherited from another scope that is now set explicitly.
 
-    An inherited field is recorded with the value and the origin of the outer one. Two equal `--set` options cannot be
-    told apart and count as inherited.
+    The file records an inherited field with the value and origin of the outer field. Two `--set` options with equal
+    values look the same and count as inherited.
     """
     explicit = {*explicit}
     for outer, inner, parts in MICRO_BATCH_SCOPES:

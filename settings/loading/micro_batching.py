@@ -1,8 +1,8 @@
-"""Resolution of the micro-batch settings: dynamic, under a token quota, or a fixed number of samples.
+"""Resolves the micro-batch settings: dynamic under a token quota, or a fixed number of samples.
 
 The update, the critic, scoring, and the scoring of each role are separate scopes. In a scope, the quota selects
 dynamic, `rows_per_device` and `strategy` select fixed, and the switch selects either. If two layers differ, the later
-one wins; one layer must not select both. A role inherits from `score` the selection and the values it does not set.
+one wins; one layer must not select both. A role inherits the selection and the values it does not set from `score`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _DEFAULTS: SourcedValues = {
 
 
 class _Scope:
-    """One scope: `explicit` are the values set and not reset to null, by part; `inherited` has every part."""
+    """One scope: `explicit` has the non-null values that were set, by part; `inherited` has a value for every part."""
 
     def __init__(self, section: str, explicit: SourcedValues, inherited: SourcedValues, *, switch: str = "dynamic"):
         names = {"dynamic": switch, TOKEN_QUOTA: TOKEN_QUOTA, ROWS: ROWS, "strategy": "strategy"}
@@ -44,19 +44,19 @@ class _Scope:
             quota, rows = ([part for part in parts if self._is_dynamic(part) is mode] for mode in (True, False))
             if quota and rows:
                 yield (
-                    f"{self._describe(quota)} {_verb_form(quota)} for a token quota, {self._describe(rows)} for fixed "
-                    f"rows; "
-                    f"leave out {self._given_names(rows)} for the quota, or {self._given_names(quota)} for fixed rows"
+                    f"{self._describe(quota)} {_verb_form(quota)} a token quota, but {self._describe(rows)} "
+                    f"{_verb_form(rows)} fixed rows; "
+                    f"remove {self._given_names(rows)} for the quota, or {self._given_names(quota)} for fixed rows"
                 )
             elif {ROWS, "strategy"} <= {*parts} and self.explicit["strategy"].value == "off":
                 yield (
-                    f"{self._describe(['strategy'])} is one pass over all samples, {self._describe([ROWS])} is "
-                    f"several; "
-                    f"leave out {self._given_names([ROWS])}, or choose loop or scan as {self.fields['strategy']}"
+                    f"{self._describe(['strategy'])} selects one pass over all samples, but {self._describe([ROWS])} "
+                    f"selects several; "
+                    f"remove {self._given_names([ROWS])}, or set {self.fields['strategy']} to loop or scan"
                 )
 
     def values_to_inherit(self) -> dict[str, SourcedValue]:
-        """Returns what a role inherits: this scope's selection, and a value for every part even if it is not needed."""
+        """Returns what a role inherits: this scope's selection, and a value for every part, even an unused one."""
         own = dict(self.explicit)
         if _is_off(own) and ROWS in own:
             del own[min((ROWS, "strategy"), key=lambda part: precedence(own[part].origin))]
@@ -66,7 +66,7 @@ class _Scope:
         return offers
 
     def effective_values(self) -> dict[str, SourcedValue | None]:
-        """Returns the value that applies to each part; None if the selection does not use it."""
+        """Returns the effective value of each part; None if the selection does not use it."""
         offers = self.values_to_inherit()
         if offers["dynamic"].value:
             return {**offers, ROWS: None, "strategy": None}
@@ -80,7 +80,7 @@ class _Scope:
         return switch if switch and switch.value is choice else SourcedValue(choice, "derived")
 
     def _is_dynamic(self, part: str) -> bool:
-        """Returns whether setting this part selects dynamic micro-batches."""
+        """Returns whether the value set for this part selects dynamic micro-batches."""
         return self.explicit[part].value if part == "dynamic" else part == TOKEN_QUOTA
 
     def _describe(self, parts: Sequence[str]) -> str:
@@ -91,9 +91,9 @@ class _Scope:
 
 
 def resolve_micro_batching(layers: Sequence[Layer]) -> tuple[Layer, list[str]]:
-    """Returns the effective values that differ from the fields' own, and notices for stderr.
+    """Returns the effective values that differ from the given or default ones, and notices for stderr.
 
-    `layers` are valid, field by field, and the strongest is first.
+    `layers` are already validated field by field; the strongest is first.
 
     Raises: InputError listing every scope for which one layer selects both dynamic and fixed.
     """
@@ -127,7 +127,7 @@ def _build_scopes(explicit: SourcedValues) -> list[_Scope]:
 
 
 def _override_notices(scope: _Scope, effective: Mapping[str, SourcedValue | None]) -> Iterator[str]:
-    """Yields notices about selections of `--set` that the environment overrides by another field."""
+    """Yields notices about `--set` selections that the environment overrides through another field."""
     winner = max(scope.explicit.values(), key=lambda leaf: precedence(leaf.origin), default=None)
     if winner is None or not winner.origin.startswith("env:"):
         return
@@ -145,4 +145,4 @@ def _value_and_origin(leaf: SourcedValue) -> str:
 
 
 def _verb_form(parts: Sequence[str]) -> str:
-    return "ask" if len(parts) > 1 else "asks"
+    return "select" if len(parts) > 1 else "selects"

@@ -1,4 +1,4 @@
-"""Settings as readable YAML, which `--config` also accepts."""
+"""Prints settings as YAML that `--config` accepts, and parses it."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def _format_lines(section: dict[str, Any], provenance: Mapping[str, str], *, pre
 def from_yaml(content: bytes, *, name: str) -> dict[str, tuple[Any, str]]:
     """Parses the output of `to_yaml` into dotted setting -> (value, provenance).
 
-    The schema is not checked, so that settings of an old run can be shown even if they are no longer valid.
+    The schema is not checked, so that the settings of an old run can be shown even if they are no longer valid.
 
     Raises:
-        InputError: the content is not YAML with sections.
+        InputError: the content is not a YAML file of sections.
     """
     lines = content.decode("utf-8-sig", errors="replace").split("\n")
     return dict(_parse_lines(parse_settings_file(content, name=name), lines, prefix=""))

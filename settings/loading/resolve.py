@@ -1,4 +1,4 @@
-"""Resolves settings from layers: defaults, YAML, `--set`, environment, options of a command, derived values.
+"""Resolves settings from layers: defaults, YAML, `--set`, environment, command options, derived values.
 
 A later layer overrides an earlier one.
 """
@@ -65,17 +65,17 @@ class Resolved:
         return describe_origin(self.provenance[field])
 
     def describe(self, field: str) -> str:
-        """Returns `rollout.group_size = 1 (from env:NUM_PRE_Q)`; without the value for a list of mappings."""
+        """Returns `rollout.group_size = 1 (from env:NUM_PRE_Q)`, but without the value of a list of mappings."""
         value = "" if field in ITEM_KEYS else f" = {value_of(self.settings, field)!r}"
         return f"{field}{value} (from {self.origin(field)})"
 
     def is_later(self, field: str, other: str) -> bool:
-        """Returns whether a field was set in a later layer than another one."""
+        """Returns whether `field` was set in a later layer than `other`."""
         return precedence(self.provenance[field]) > precedence(self.provenance[other])
 
     @property
     def algorithm_changes(self) -> str | None:
-        """The derived settings that differ from those of `grpo`, or None if there are none."""
+        """Text about the derived settings that differ from those of `grpo`; None if there are none."""
         derived = [field for field in FIELDS if field.startswith("algorithm.") and self.provenance[field] == "derived"]
         return describe_changes(self.settings.algorithm, [field.removeprefix("algorithm.") for field in derived])
 
@@ -89,10 +89,10 @@ def load(
         config: a file, its path or the name of a preset; None for the default preset.
         overrides: the `--set` options.
         environ: the environment variables.
-        flags: options of the command that set a setting.
+        flags: command options that set a setting.
 
     Raises:
-        InputError: one of the four is invalid.
+        InputError: the file, an override, an environment variable or a flag is invalid.
     """
     file = find_config_file(config)
     in_yaml = yaml_layer(parse_settings_file(file.content, name=file.name), file=file.name)
@@ -101,7 +101,7 @@ def load(
     in_flags = flag_layer(flags)
     layers = [in_flags, in_environment, in_set, in_yaml]
     if in_flags:
-        _validate(layers[1:])  # A value that a flag overrides must be valid, too.
+        _validate(layers[1:])  # A value must be valid even if a flag overrides it.
     given = _validate(layers)
     micro_batching, notices = resolve_micro_batching(layers)
     derived = _derive(given, _provenance(layers), config_stem=file.stem)
@@ -124,7 +124,7 @@ def _validate(layers: Sequence[Layer]) -> Settings:
         return Settings(_build_sources=(sources, {}))  # pyright: ignore[reportCallIssue]
     except ValidationError as error:
         leaves = ChainMap(*layers)
-        # pydantic counts only the valid items of a list, so each invalid one would be reported twice.
+        # pydantic counts only valid items, so a list with an invalid item is also reported as too short.
         problems = [d for d in error.errors() if not (d["type"] == "too_short" and d["input"])]
         raise InputError("\n".join(_error_message(details, leaves) for details in problems)) from None
 
@@ -135,23 +135,23 @@ def _provenance(layers: Sequence[Layer]) -> dict[str, str]:
 
 
 def _derive(given: Settings, provenance: Mapping[str, str], *, config_stem: str) -> Layer:
-    """Returns values for null fields that follow from other settings, never from devices or model files."""
+    """Returns values for null fields, derived from other settings but never from devices or model files."""
     rollout, data = given.rollout, given.data
     prompt_allowance = max(LEGACY_PROMPT_ALLOWANCE, data.max_prompt_length)
     layer: Layer = {}
     if given.run.name is None:
         layer["run.name"] = SourcedValue(f"{_as_run_name(config_stem)}-seed{given.run.seed}", "derived")
-    # Null for a file, because it is unknown which part of it is held out.
+    # Stays null for a file, because it is unknown which part of it would be held out.
     if data.eval_source is None and data.source.startswith(("builtin:", "hf:")):
         layer["data.eval_source"] = SourcedValue(data.source, "derived")
     if data.eval_split is None:
         layer["data.eval_split"] = SourcedValue("test", "derived")
     if rollout.max_length_total is None:
         layer["rollout.max_length_total"] = SourcedValue(rollout.max_new_tokens + prompt_allowance, "derived")
-    # Machines of a cluster may disappear at any time.
+    # A machine of a cluster may disappear at any time.
     if rollout.pool == "ray" and rollout.workers.lease_s is None:
         layer["rollout.workers.lease_s"] = SourcedValue(RAY_LEASE_S, "derived")
-    # If evaluation is disabled in a later layer than the metric is set, the metric is dropped.
+    # Drops the metric if a later layer than the one that set it disables evaluation.
     if given.eval.every_steps == 0 and precedence(provenance["eval.every_steps"]) > precedence(
         provenance["checkpoint.best_metric"]
     ):
@@ -162,7 +162,7 @@ def _derive(given: Settings, provenance: Mapping[str, str], *, config_stem: str)
 
 
 def _derive_mesh(given: Settings, provenance: Mapping[str, str]) -> Layer:
-    """Resets a simulated slice or real devices, whichever was set in the earlier layer. One layer must not set both."""
+    """Resets the simulated slice or the real devices, whichever an earlier layer set. One layer must not set both."""
     simulated = precedence(provenance["mesh.pretend"])
     real = {field: precedence(provenance[field]) for field in real_device_fields(given)}
     if given.mesh.pretend is None or not real:
@@ -176,7 +176,7 @@ def _pretend_override_notices(derived: Layer, in_set: Layer) -> list[str]:
     """Returns a notice if devices set in the environment override a simulated slice from `--set`."""
     if "mesh.pretend" not in derived or "mesh.pretend" not in in_set:
         return []
-    return [f"the environment's settings of the mesh override mesh.pretend {in_set['mesh.pretend'].value!r} from --set"]
+    return [f"mesh settings in the environment override mesh.pretend {in_set['mesh.pretend'].value!r} from --set"]
 
 
 def real_device_fields(settings: Settings) -> list[str]:
@@ -184,12 +184,12 @@ def real_device_fields(settings: Settings) -> list[str]:
     names = ("cpu_devices", "platform", "coordinator_address", "num_processes", "process_id", "expect_processes")
     fields = [f"mesh.{name}" for name in names]
     values = {field: value_of(settings, field) for field in fields}
-    # Virtual devices are CPU devices, so this platform is no conflict.
+    # Virtual devices are CPU devices, so platform `cpu` does not conflict with them.
     return [f for f, value in values.items() if value != FIELDS[f].default and (f, value) != ("mesh.platform", "cpu")]
 
 
 def _derive_algorithm(given: AlgorithmSettings) -> Layer:
-    """Returns the null fields that the name determines. Without a KL penalty, its place and estimator stay null."""
+    """Returns values that the name gives to null fields. Without a penalty, `kl_in` and `kl_estimator` stay null."""
     paper = ALGORITHM_PRESETS[given.name]
     kl_in = given.kl_in or paper.kl_in
     values: dict[str, Any] = {field: getattr(paper, field) for field in PRESET_FIELDS if field != "kl_in"}
@@ -205,7 +205,7 @@ def _derive_algorithm(given: AlgorithmSettings) -> Layer:
 
 
 def _derive_correction(given: Settings) -> Layer:
-    """Returns the null fields of the correction of tokens from an older policy."""
+    """Returns values for the null fields of the off-policy correction."""
     algorithm, paper = given.algorithm, ALGORITHM_PRESETS[given.algorithm.name]
     correction = algorithm.correction or ("truncate" if given.rollout.max_staleness > 0 else "none")
     values: dict[str, Any] = {"correction": correction}
@@ -228,7 +228,7 @@ def _as_run_name(stem: str) -> str:
 
 
 def _error_message(details: ErrorDetails, values: Mapping[str, SourcedValue]) -> str:
-    """Returns one line for an error of pydantic, with the field, reason, value and source."""
+    """Formats a pydantic error as one line with field, reason, value and source."""
     location = details["loc"]
     depth = next(n for n in range(len(location), 0, -1) if n == 1 or _dotted(location[:n]) in FIELDS)
     field, inside = _dotted(location[:depth]), location[depth:]

@@ -9,13 +9,13 @@ from dotenv import dotenv_values
 
 SECRETS = ("WANDB_API_KEY", "HF_TOKEN")
 FALLBACK_DOTENV = Path("/root/.env")
-"""The `.env` of TPU VMs."""
+"""Location of the `.env` on TPU VMs."""
 MIN_SECRET_LENGTH = 8
-"""Minimum number of characters of a redacted secret; shorter values are placeholders."""
+"""Minimum length, in characters, of a value to redact; shorter values are placeholders."""
 
 
 def load_secrets(directory: Path, *, fallback: Path = FALLBACK_DOTENV) -> list[str]:
-    """Adds the secrets of a `.env` to the environment of this process, from which libraries read them.
+    """Adds the secrets in a `.env` to the environment of this process, where libraries look for them.
 
     Reads the `.env` of `directory` or of its nearest parent, then `fallback`. Existing environment variables take
     precedence, and other names are ignored. Returns notices for stderr, which never contain values.
@@ -31,14 +31,14 @@ def load_secrets(directory: Path, *, fallback: Path = FALLBACK_DOTENV) -> list[s
             continue
         secrets = {name: value for name in SECRETS if (value := values.get(name))}
         if secrets and path.stat().st_mode & 0o077:
-            notices.append(f"{path} holds secrets and other users can read it; run: chmod 600 {path}")
+            notices.append(f"{path} contains secrets and is readable by other users; run: chmod 600 {path}")
         for name, value in secrets.items():
             os.environ.setdefault(name, value)
     return notices
 
 
 def redact(text: str) -> str:
-    """Returns the text with the values of secrets replaced, which error messages of libraries may quote."""
+    """Replaces the values of secrets in a text, because error messages of libraries may quote them."""
     for name in SECRETS:
         value = os.environ.get(name, "")
         if len(value) >= MIN_SECRET_LENGTH:

@@ -1,4 +1,4 @@
-"""The layers of settings: a YAML file, `--set`, the environment, and options of a command.
+"""The layers of settings: a YAML file, `--set`, the environment, and command options.
 
 In each layer, a setting may be set only once, by its dotted name or an alias.
 """
@@ -21,7 +21,7 @@ ENV_PREFIX = "GRPO__"
 
 @dataclass(frozen=True, slots=True)
 class SourcedValue:
-    """A value for one field."""
+    """A field's value and its source."""
 
     value: Any
     origin: str
@@ -35,7 +35,7 @@ class SourcedValue:
 Layer = dict[str, SourcedValue]
 """Maps a dotted field to its value."""
 Flags = Mapping[str, tuple[str, str]]
-"""Maps an option of a command to its field and text: `--gamma` -> (`algorithm.gamma`, `0.9`)."""
+"""Maps a command option to its field and text: `--gamma` -> (`algorithm.gamma`, `0.9`)."""
 NO_FLAGS: Flags = MappingProxyType({})
 
 
@@ -84,8 +84,8 @@ def precedence(origin: str) -> int:
 
 
 def describe_origin(origin: str) -> str:
-    """Returns a provenance in the form that sentences use."""
-    return {"set": "--set", "default": "the default"}.get(origin, origin)
+    """Returns a provenance as worded in messages."""
+    return {"set": "--set", "default": "the default", "derived": "other settings"}.get(origin, origin)
 
 
 def environment_notices(environment: Layer, overrides: Layer, flags: Layer) -> list[str]:
@@ -122,14 +122,14 @@ def _set_entries(overrides: Iterable[str]) -> Iterator[_Entry]:
         if not equals or not name:
             raise InputError(f"--set {override}: expected NAME=VALUE, as in --set run.steps=20")
         if not value.strip():
-            raise InputError(f"--set {name}= has no value; write {name}=null for none")
+            raise InputError(f"--set {name}= has no value; to reset the setting, write {name}=null")
         yield _Entry(name, parse_yaml(value, name=f"--set {name}"), "set", name)
 
 
 def _flag_entries(flags: Flags) -> Iterator[_Entry]:
     for option, (field, value) in flags.items():
         if not value.strip():
-            raise InputError(f"{option} has no value; write {option} null for none")
+            raise InputError(f"{option} has no value; to reset the setting, write {option} null")
         yield _Entry(field, parse_yaml(value, name=option), option, option)
 
 
@@ -145,7 +145,7 @@ def _environment_entries(environ: Mapping[str, str]) -> Iterator[_Entry]:
                 f"unknown environment variable {variable} (names are {ENV_PREFIX}SECTION__FIELD){did_you_mean(nearest)}"
             )
         if not environ[variable].strip():
-            raise InputError(f"environment variable {variable} is empty; unset it, or write null for none")
+            raise InputError(f"environment variable {variable} is empty; unset it, or set it to null")
         node = parse_yaml(environ[variable], name=f"environment variable {variable}")
         yield _Entry(ours[variable], node, f"env:{variable}", variable)
 
@@ -154,7 +154,7 @@ def _build_layer(entries: Iterable[_Entry]) -> Layer:
     """Returns the values by field.
 
     Raises:
-        InputError: lists every unknown name and every field that is set twice.
+        InputError: a name is unknown or a field is set twice; the message lists all such problems.
     """
     layer: dict[str, tuple[_Entry, SourcedValue]] = {}
     problems = []
@@ -164,7 +164,7 @@ def _build_layer(entries: Iterable[_Entry]) -> Layer:
                 problems.append(_unknown_setting_message(entry))
             elif field in layer:
                 first, leaf = layer[field]
-                # verl's general switch and that of a part may both be set to the same value.
+                # verl's general switch and one for a part may both be set, if they have the same value.
                 both_are_historic = {first.name, entry.name} <= ALIASES.keys()
                 general_and_part = both_are_historic and ALIASES[first.name] != ALIASES[entry.name]
                 if not (general_and_part and leaf.value == _parse_value(entry.node, field)):
@@ -195,9 +195,9 @@ def _describe_entry(entry: _Entry) -> str:
 def _unknown_setting_message(entry: _Entry) -> str:
     if entry.name in SECTIONS:
         inside = next(field for field in FIELDS if field.startswith(f"{entry.name}."))
-        return f"{_describe_entry(entry)} is a section of settings; set what is in it, such as {inside}"
+        return f"{_describe_entry(entry)} is a section; set one of its settings, such as {inside}"
     if entry.name.upper() in SECRETS:
-        return f"{_describe_entry(entry)} is a secret; it belongs in the environment or a .env as {entry.name.upper()}"
+        return f"{_describe_entry(entry)} is a secret; set {entry.name.upper()} in the environment or a .env"
     if entry.name in UNSUPPORTED_ALIASES:
         return f"unknown setting {_describe_entry(entry)}: {UNSUPPORTED_ALIASES[entry.name]}"
     return f"unknown setting {_describe_entry(entry)}{did_you_mean(nearest_fields(entry.name))}"

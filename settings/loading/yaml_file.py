@@ -21,7 +21,7 @@ MAX_BYTES = 256 * 1024
 MAX_VALUES = 10_000
 """Maximum number of values after alias expansion."""
 MAX_DEPTH = 20
-"""Maximum nesting depth; it also stops a value that contains itself by an alias."""
+"""Maximum nesting depth, which also catches an alias that contains itself."""
 
 _NULL = re.compile(r"~|null|Null|NULL|")
 _TRUE = re.compile(r"true|True|TRUE")
@@ -44,7 +44,7 @@ class YamlNode:
     """Spelling of an unquoted scalar, such as `1e3` for 1000.0; None for other values."""
 
     def to_python(self) -> Any:
-        """Returns the value as Python objects."""
+        """Returns the value as plain Python objects."""
         if isinstance(self.value, dict):
             return {key: node.to_python() for key, node in self.value.items()}
         if isinstance(self.value, list):
@@ -56,7 +56,7 @@ def parse_yaml(text: str, *, name: str) -> YamlNode:
     """Parses a YAML document; `name` is its source in errors.
 
     Raises:
-        InputError: the text is not valid, with line and column.
+        InputError: the text is not valid YAML; the message has the line and column.
     """
     try:
         loader = _Loader(text)
@@ -80,7 +80,7 @@ def parse_settings_file(content: bytes, *, name: str) -> YamlNode:
         InputError: the file is too large, not UTF-8, empty, or not a mapping.
     """
     if len(content) > MAX_BYTES:
-        raise InputError(f"{name}: settings files are limited to {MAX_BYTES // 1024} KiB")
+        raise InputError(f"{name}: the file is larger than {MAX_BYTES // 1024} KiB, the limit for settings files")
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -123,7 +123,7 @@ class _Loader(yaml.BaseLoader):
 
 
 class _NodeConverter:
-    """Converts PyYAML's nodes to `YamlNode`, and counts them."""
+    """Converts PyYAML's nodes to `YamlNode` and counts them."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -132,7 +132,7 @@ class _NodeConverter:
     def convert(self, raw: yaml.Node, *, line: int, depth: int) -> YamlNode:
         self._num_values += 1
         if self._num_values > MAX_VALUES:
-            raise InputError(f"{self._name}: more than {MAX_VALUES} values once aliases are expanded")
+            raise InputError(f"{self._name}: more than {MAX_VALUES} values after alias expansion")
         if depth > MAX_DEPTH:
             raise InputError(f"{self._name}:{line}: values are nested more than {MAX_DEPTH} deep")
         if isinstance(raw, MappingNode):
@@ -170,5 +170,5 @@ def _problem(error: yaml.MarkedYAMLError, text: str) -> str:
     if mark is not None and text.splitlines()[mark.line : mark.line + 1]:
         rest = text.splitlines()[mark.line][mark.column :]
         if rest.startswith("\t"):
-            return "found a tab; YAML needs spaces here"
+            return "found a tab; YAML allows only spaces here"
     return " ".join(part for part in (error.context, error.problem) if part)

@@ -15,15 +15,15 @@ CRITIC_ESTIMATORS = frozenset({"gae", "vtrace"})
 
 class AlgorithmSettings(Section):
     name: Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "gspo", "dapo", "cispo", "ppo"] = "grpo"
-    """Published algorithm. It only decides the settings `estimator`, `ratio_level`, `clip`, `clip_low`, `clip_high`,
-    `loss_aggregation`, `kl_in`, `filter`, `whiten_advantages` and `shuffle` where they are null."""
+    """Published algorithm. It only sets those of `estimator`, `ratio_level`, `clip`, `clip_low`, `clip_high`,
+    `loss_aggregation`, `kl_in`, `filter`, `whiten_advantages` and `shuffle` that are null."""
     estimator: Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "gae", "vtrace"] | None = None
     """Advantage estimator: comparison with the other samples of the prompt (grpo, dr_grpo, rloo), discounted rewards
     per token (reinforce_plus_plus), GAE with a critic (gae), or GAE whose values and targets are corrected for
     off-policy samples (vtrace). When null, it follows from `algorithm.name`."""
     ratio_level: Literal["token", "sequence"] | None = None
-    """Probability ratio of each token, or one ratio per sample: the geometric mean over its tokens. When null, it
-    follows from `algorithm.name`."""
+    """Level of the probability ratio: one per token, or one per sample, the geometric mean over its tokens. When null,
+    it follows from `algorithm.name`."""
     clip: Literal["ppo", "cispo"] | None = None
     """Gradient of tokens whose ratio is outside the clip range: zero (ppo), or weighted by the clipped ratio (cispo).
     When null, it follows from `algorithm.name`."""
@@ -48,50 +48,50 @@ class AlgorithmSettings(Section):
     loss_aggregation: (
         Literal["token-mean", "sequence-mean-token-mean", "sequence-mean-token-sum", "constant-length"] | None
     ) = None
-    """Mean over all tokens, or mean over samples of their token means, of their token sums, or of their sums divided by
+    """Mean over all tokens, or mean over samples of each sample's token mean, token sum, or token sum divided by
     `rollout.max_new_tokens`. When null: constant-length for dr_grpo, sequence-mean-token-sum for rloo,
     sequence-mean-token-mean for gspo, token-mean for the others."""
     filter: Literal["none", "zero_variance"] | None = None
-    """Dynamic sampling: `zero_variance` drops groups whose rewards are all equal and replaces them by the groups of the
+    """Dynamic sampling: `zero_variance` drops groups whose rewards are all equal and replaces them with groups of the
     next prompts. When null: zero_variance for dapo and cispo, none for the others."""
     max_rounds: int = Field(default=10, ge=1, le=1000)
-    """Maximum number of rollouts per step, the first included, while a filter leaves fewer groups than
+    """Maximum number of rollouts per step, including the first, if a filter keeps fewer groups than
     `rollout.prompts_per_step`. After the last one, dropped groups fill the batch but do not count in the loss."""
     correction: Literal["none", "truncate", "mask"] | None = None
     """Importance-sampling correction of off-policy tokens, with w = pi_old / mu: none, min(w, correction_max)
     (truncate), or 0 if w is outside [correction_min, correction_max] (mask). Tokens of weight 0 stay in the loss's
     denominators. When null: truncate if `rollout.max_staleness` > 0, else none."""
     correction_level: Literal["token", "sequence", "geometric"] | None = None
-    """w of each token, or one w per sample: the product (sequence) or the geometric mean of its tokens. When null:
+    """Level of w: one per token, or one per sample, the product (sequence) or geometric mean of its tokens. When null:
     geometric for `ratio_level: sequence`, else token."""
     correction_max: float = Field(default=2.0, ge=1)
     """Upper bound on the importance weight w of `algorithm.correction`."""
     correction_min: float = Field(default=0.5, ge=0, le=1)
-    """Lower bound on the importance weight w, used by `correction: mask` only."""
+    """Lower bound on the importance weight w; used only by `correction: mask`."""
     correction_veto: float | None = Field(default=None, ge=0, lt=1)
-    """A sample that contains a token with w below this value gets weight 0. 0 disables it; 1e-4 when null and a
-    correction is on."""
+    """A sample that contains a token with w below this value gets weight 0. 0 disables this. When null, 1e-4 if a
+    correction is enabled."""
     epochs: int = Field(default=1, ge=1)
     """Number of passes over the samples of each rollout."""
     mini_batch_prompts: int | None = Field(default=None, ge=1)
     """Prompts per optimizer step, per host; all prompts of the training step when null. With K optimizer steps, each
-    takes one of every K consecutive prompts."""
+    uses every K-th prompt."""
     dynamic_microbatch: bool | None = None
     """Micro-batches of packed rows under a token quota (true), or with a fixed number of samples (false); gradients are
     accumulated either way. When null, it follows from which of `max_tokens_per_device` and `rows_per_device` is set,
     else true."""
     max_tokens_per_device: int | None = Field(default=16384, ge=1, le=MAX_TOKENS_PER_DEVICE)
-    """Token quota of an update micro-batch on each device; selects dynamic micro-batches. Must hold the longest sample.
-    Lower it when memory runs out. Scoring uses the same quota unless `score.max_tokens_per_device` is set."""
+    """Token quota of an update micro-batch on each device; selects dynamic micro-batches. Must fit the longest sample.
+    Lower it if memory runs out. Scoring uses the same quota unless `score.max_tokens_per_device` is set."""
     rows_per_device: int | None = Field(default=None, ge=1)
-    """Samples of a fixed update micro-batch on each device; selects fixed micro-batches. 8 when null and these are
-    selected otherwise. Lower it when memory runs out."""
+    """Samples of a fixed update micro-batch on each device; selects fixed micro-batches. When null, 8 if they
+    are selected otherwise. Lower it if memory runs out."""
     shuffle: bool | None = None
-    """Reassigns the prompts to optimizer steps at random in every epoch, seeded by `run.seed`, step and epoch. When
+    """Randomly reassigns prompts to optimizer steps in every epoch, seeded by `run.seed`, step and epoch. When
     null: true with a critic, else false."""
     balance_batch: bool = True
-    """Distributes packed rows over the devices so that their FLOPs are even; mini-batches keep their samples. Set false
-    only for comparison."""
+    """Distributes packed rows over the devices evenly by FLOPs; mini-batches keep their samples. Set to false only for
+    comparison."""
 
     gamma: float = Field(default=1.0, ge=0, le=1)
     """Discount factor per token, for estimators that credit each token."""
@@ -101,11 +101,11 @@ class AlgorithmSettings(Section):
     """Alpha of VAPO's length-adaptive GAE, 0.05 in the paper: advantages use lambda = max(0, 1 - 1 / (alpha x trainable
     tokens)) instead of `lam`. Null disables it."""
     mask_mode: Literal["skip", "through", "zero"] = "skip"
-    """Handling in GAE of tokens that the policy did not write: leave them out (skip), treat them as ordinary steps
-    (through), or as steps of reward 0 and value 0 (zero)."""
+    """How GAE handles tokens that the policy did not generate: skip them, treat them as ordinary steps (through), or as
+    steps with reward 0 and value 0 (zero)."""
     bootstrap_truncated: bool = False
-    """If true, a sample truncated at `rollout.max_new_tokens` continues with the critic's value after its last token.
-    If false, its return ends with 0, as for a finished sample."""
+    """If true, the return of a sample truncated at `rollout.max_new_tokens` includes the critic's value after its last
+    token. If false, it ends with 0, as for a finished sample."""
     vtrace_max_ratio: float = Field(default=1.0, gt=0)
     """V-trace's rho: upper bound on the importance weight of a token in the critic's targets. The policy's loss is
     corrected by `algorithm.correction`."""
@@ -113,9 +113,9 @@ class AlgorithmSettings(Section):
     """V-trace's c: upper bound on the trace weight, which limits how far back later errors propagate. At most
     `vtrace_max_ratio`."""
     gae_backend: Literal["auto", "serial", "chunked", "fused"] = "auto"
-    """Implementation of the GAE recurrence. auto selects the fastest by measurement for the device and the size."""
+    """Implementation of the GAE recurrence. auto selects the fastest one measured for the device and size."""
     gae_chunk_size: int | None = Field(default=None, ge=1, le=4096)
-    """Tokens per chunk of the `chunked` backend. When null, the fastest by measurement."""
+    """Tokens per chunk of the `chunked` backend. When null, the fastest one measured."""
     whiten_advantages: bool | None = None
     """Normalizes the advantages of a step's tokens, over all hosts, to mean 0 and variance 1. When null: true for
     estimators that credit each token, false for those that compare samples of a prompt."""

@@ -9,18 +9,18 @@ from pydantic import Field
 from settings.schema.section import Section
 
 MAX_NUM_MICRO_BATCHES = 4096
-"""Upper bound of what can be set, because empty micro-batches are computed, too."""
+"""Upper bound of both settings, because empty micro-batches cost time, too."""
 
 
 class BatchingSettings(Section):
     share_prompts: bool = True
-    """Packs the prompt of a group once, followed by all its completions: the same results from fewer tokens. Set false
-    only for comparison."""
+    """Packs the prompt of a group once, followed by all its completions: the same results from fewer tokens. Set to
+    false only for comparison."""
     packing: Literal["best_fit", "karmarkar_karp"] = "best_fit"
     """Bin packing of samples into rows: best fit, which packs tighter, or the largest differencing method (as in verl),
-    which makes rows even."""
+    which fills rows evenly."""
     min_num_micro_batches: int = Field(default=1, ge=1, le=MAX_NUM_MICRO_BATCHES)
-    """Minimum number of dynamic micro-batches per pass; missing ones are empty rows. Raise it only to test that results
-    do not depend on it."""
+    """Minimum number of dynamic micro-batches per pass; empty ones are added if needed. Raise it only to test that
+    results do not depend on it."""
     num_micro_batches_divisible_by: int = Field(default=1, ge=1, le=MAX_NUM_MICRO_BATCHES)
-    """Dynamic micro-batches per pass are rounded up to a multiple of this number, as pipeline parallelism needs."""
+    """Rounds the number of dynamic micro-batches per pass up to a multiple of this, as for pipeline parallelism."""

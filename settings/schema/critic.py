@@ -15,16 +15,16 @@ class CriticSettings(Section):
     revision: str | None = None
     """Commit, tag or branch of a hub id in `critic.path`; its newest commit when null."""
     learning_rate: float = Field(default=1e-5, gt=0)
-    """Peak learning rate of the critic's AdamW; the rest of its optimizer is that of `optimizer`."""
+    """Peak learning rate of the critic's AdamW, whose other settings are those in `optimizer`."""
     warmup_steps: int = Field(default=0, ge=0)
     """Training steps at the start of the run in which only the critic learns."""
     clip_range: float | None = Field(default=0.2, gt=0)
-    """Values that differ by more than this from those before the step's updates give no gradient; null disables it."""
+    """Values that move further than this from those before the step's updates give no gradient; null disables this."""
     dynamic_microbatch: bool | None = None
-    """As `algorithm.dynamic_microbatch`, which it inherits when null and not decided by the next two settings."""
+    """As `algorithm.dynamic_microbatch`, from which it is inherited if it and the next two settings are not set."""
     max_tokens_per_device: int | None = Field(default=32768, ge=1, le=MAX_TOKENS_PER_DEVICE)
     """Token quota of a micro-batch of the critic on each device; selects dynamic micro-batches. It can exceed the
-    policy's, because the critic has no logits. Lower it when memory runs out."""
+    policy's, because the critic has no logits. Lower it if memory runs out."""
     rows_per_device: int | None = Field(default=None, ge=1)
     """Samples of a fixed micro-batch of the critic on each device; `algorithm.rows_per_device` when null."""
     lam: float | None = Field(default=None, ge=0, le=1)

@@ -20,17 +20,17 @@ class DataSettings(Section):
     """Evaluation prompts, as in `data.source`. When null, `data.source` if that is built in or on the hub; required if
     that is a file."""
     eval_split: str | None = None
-    """Split for evaluation, `test` when null. Not used for a file."""
+    """Split for evaluation; `test` when null. Ignored for a file."""
     prompt_column: str | None = None
     """Column of the prompts. When null, the first of prompt, question, problem, messages that exists."""
     answer_column: str | None = None
     """Column of the reference answers. When null, the first of answer, ground_truth, solution that exists."""
     system_prompt: str | None = None
-    """System message before every prompt; null = none."""
+    """System message before every prompt; none when null."""
     max_prompt_length: int = Field(default=128, ge=1)
-    """Longest prompt, in tokens, chat template included."""
+    """Longest prompt, in tokens, including the chat template."""
     overlong_prompts: Literal["drop", "error", "truncate_left"] = "drop"
-    """Handling of longer prompts: leave them out, stop, or keep their last tokens. Their number is reported."""
+    """How to handle longer prompts: drop them, stop, or keep only their last tokens. Their number is reported."""
     shuffle: bool = True
     """Uses a new order of prompts in every epoch, determined by `run.seed`."""
     difficulty: Annotated[tuple[Annotated[int, Field(ge=1, le=6)], ...], Field(min_length=1, strict=False)] = (1, 2)
@@ -38,4 +38,4 @@ class DataSettings(Section):
     operators: Annotated[tuple[Literal["+", "-", "*"], ...], Field(min_length=1, strict=False)] = ("+",)
     """Operators of the arithmetic generator."""
     num_problems: int = Field(default=20_000, ge=1, le=1_000_000)
-    """Training problems that the arithmetic generator makes, or fewer if there are not as many."""
+    """Number of training problems from the arithmetic generator; fewer if not that many different ones exist."""

@@ -14,6 +14,6 @@ class EvalSettings(Section):
     num_prompts: int | None = Field(default=128, ge=1)
     """Number of held-out prompts, the same ones in every evaluation; null = the whole data set."""
     num_samples: int = Field(default=1, ge=1)
-    """Samples per prompt. More than one also gives pass@k and maj@k, and needs a temperature above 0."""
+    """Samples per prompt. With more than one, pass@k and maj@k are also measured, and temperature must be above 0."""
     temperature: float = Field(default=0.0, ge=0)
     """Sampling temperature of evaluations; 0 = greedy."""

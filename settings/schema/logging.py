@@ -11,9 +11,9 @@ from settings.schema.section import Section
 
 class LoggingSettings(Section):
     wandb_project: str | None = None
-    """Project on Weights & Biases; null = wandb is not used."""
+    """Project on Weights & Biases (wandb), which is not used when null."""
     wandb_mode: Literal["online", "offline", "disabled"] = "online"
-    """Mode of wandb. Without an API key, offline is used instead of online."""
+    """Mode of wandb. Without an API key, online becomes offline."""
     profile_steps: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(strict=False)] = ()
     """Training steps whose `jax.profiler` trace is written to profile/, as in [3, 5]. These steps are slower."""
     save_rollouts: bool = True

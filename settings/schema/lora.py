@@ -19,7 +19,7 @@ PROJECTION_GROUPS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "mlp": ("gate_proj", "up_proj", "down_proj"),
     }
 )
-"""Names for several projections of a layer together."""
+"""Names that stand for several projections of a layer."""
 PROJECTIONS = (*PROJECTION_GROUPS["attention"], *PROJECTION_GROUPS["mlp"])
 """The projections of a layer in order of computation, by their Hugging Face names."""
 TARGETS = ("all", *PROJECTION_GROUPS, *PROJECTIONS)
@@ -35,8 +35,8 @@ def _as_list(value: Any) -> Any:
 def _validate_target(value: str) -> str:
     if value not in TARGETS:
         near = difflib.get_close_matches(value, TARGETS, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise ValueError(f"matches no weight{hint} (known: {', '.join(TARGETS)})")
+        hint = f" (did you mean {near[0]}?)" if near else ""
+        raise ValueError(f"expected one of {', '.join(TARGETS)}{hint}")
     return value
 
 
@@ -46,7 +46,7 @@ class LoRASettings(Section):
     all weights. Adapters need 10 to 100 times the usual `optimizer.learning_rate`. The critic always trains all its
     weights."""
     alpha: float = Field(default=16.0, gt=0)
-    """An adapter's output is scaled by alpha / rank."""
+    """Scales an adapter's output by alpha / rank."""
     targets: Annotated[
         tuple[Annotated[str, AfterValidator(_validate_target)], ...],
         BeforeValidator(_as_list),
@@ -55,8 +55,8 @@ class LoRASettings(Section):
     """Matrices of every layer that get adapters: q_proj, k_proj, v_proj, o_proj (together: attention), gate_proj,
     up_proj, down_proj (together: mlp), or all."""
     quantize_base: Quantization | None = None
-    """QLoRA: stores the frozen matrices of the layers in 8 bits (int8) or 4 (nf4), and converts each to float32 for its
-    use. Needs the extra [qlora]. float32 when null."""
+    """QLoRA: stores the frozen matrices of the layers in 8 bits (int8) or 4 bits (nf4), and converts each to float32
+    when it is used. Needs the extra [qlora]. float32 when null."""
 
     @property
     def projections(self) -> tuple[str, ...]:

@@ -11,14 +11,14 @@ from settings.schema.section import Section
 
 
 def _validate_mesh_shape(value: str) -> str:
-    """Accepts `auto` or sizes of dp, fsdp, tp. `app.mesh` checks that the devices divide accordingly."""
+    """Accepts `auto` or sizes of dp, fsdp, tp; `app.mesh` checks them against the number of devices."""
     if value == "auto":
         return value
     sizes = value.replace(" ", "").split(",")
     if len(sizes) != 3 or not all(re.fullmatch(r"-1|[1-9][0-9]{0,5}", size) for size in sizes):
         raise ValueError("expected `auto` or three sizes `dp,fsdp,tp`, each at least 1 or -1, as in `1,-1,1`")
     if sizes.count("-1") > 1:
-        raise ValueError("expected at most one -1: it takes the devices that the other sizes leave")
+        raise ValueError("expected at most one -1, which takes the remaining devices")
     return ",".join(sizes)
 
 
@@ -36,16 +36,16 @@ class MeshSettings(Section):
     shape: Annotated[str, AfterValidator(_validate_mesh_shape)] = "auto"
     """Mesh sizes `dp,fsdp,tp`; -1 takes the remaining devices. `auto` is dp across hosts and fsdp inside a host."""
     platform: Literal["auto", "cpu", "cuda", "tpu"] = "auto"
-    """Platform of the devices: the best one available (auto), or this one only. The run stops if it is not
+    """Platform of the devices: the best one available (auto), or only this one. The run stops if it is not
     available."""
     cpu_devices: int | None = Field(default=None, ge=1, le=64)
-    """Number of virtual devices on a CPU host; null = one."""
+    """Number of virtual devices on a CPU host; one when null."""
     pretend: str | None = Field(default=None, min_length=1)
-    """TPU slice to simulate by virtual devices, as in `v4-16` or `v5e-8`, for `inspect-mesh` and `train --dry-run`;
-    null = real devices."""
+    """TPU slice to simulate with virtual devices, such as `v4-16` or `v5e-8`, for `inspect-mesh` and `train --dry-run`;
+    real devices when null."""
     coordinator_address: Annotated[str, AfterValidator(_validate_host_and_port)] | None = None
-    """`host:port` of process 0, or `auto` to get the hosts from Cloud TPU, Slurm, Open MPI or Kubernetes. Null: all
-    hosts on a Cloud TPU VM, elsewhere this host only."""
+    """`host:port` of process 0, or `auto` to get the hosts from Cloud TPU, Slurm, Open MPI or Kubernetes. When
+    null: all hosts on a Cloud TPU VM, elsewhere only this host."""
     num_processes: int | None = Field(default=None, ge=1)
     """Number of hosts; required with `host:port` as coordinator address."""
     process_id: int | None = Field(default=None, ge=0)
@@ -53,6 +53,6 @@ class MeshSettings(Section):
     expect_processes: int | None = Field(default=None, ge=1)
     """Stops the run unless exactly this many hosts join; null accepts any number."""
     start_timeout_s: int = Field(default=300, ge=1, le=86_400)
-    """Seconds that a host waits for the others at the start."""
+    """Seconds that each host waits for the others at startup."""
     heartbeat_s: int = Field(default=60, ge=2, le=3600)
-    """Seconds without a heartbeat from a host after which the others stop."""
+    """Seconds without a heartbeat from one host after which the others stop."""

@@ -13,7 +13,7 @@ class OptimizerSettings(Section):
     learning_rate: float = Field(default=1e-6, gt=0)
     """Peak learning rate of AdamW."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Learning rate after warm-up: constant, or decay that reaches `final_fraction` right after the last step."""
+    """Learning rate after warm-up: constant, or decaying to `final_fraction` right after the last step."""
     warmup_steps: int = Field(default=0, ge=0)
     """Optimizer steps of linear warm-up from 0."""
     final_fraction: float = Field(default=0.0, ge=0, le=1)
@@ -23,7 +23,7 @@ class OptimizerSettings(Section):
     beta2: float = Field(default=0.999, ge=0, lt=1)
     """Decay of AdamW's second moment, the mean of squared gradients. Lower it for runs of few steps."""
     epsilon: float = Field(default=1e-8, gt=0)
-    """Added to the square root of the second moment."""
+    """Constant added to the square root of the second moment."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay, applied to matrices only."""
     max_grad_norm: float = Field(default=1.0, gt=0)

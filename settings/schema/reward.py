@@ -1,4 +1,4 @@
-"""Settings of the reward: functions, reward model, and resource limits of plug-ins."""
+"""Settings of the reward: functions, reward model, and resource limits for plug-ins."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def _validate_distinct_names(value: tuple[RewardFunctionSettings, ...]) -> tuple
     names = [function.name for function in value]
     if repeated := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(
-            f"expected each name once, `{repeated[0]}` is there {names.count(repeated[0])} times; "
-            "a plug-in takes another one as in `{name: other, function: my_module:function}`"
+            f"expected different names, but `{repeated[0]}` occurs {names.count(repeated[0])} times; "
+            "name a plug-in as in `{name: other, function: my_module:function}`"
         )
     return value
 
@@ -55,16 +55,16 @@ def _validate_function_path(value: str) -> str:
 def _validate_variable_names(value: tuple[str, ...]) -> tuple[str, ...]:
     for name in value:
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-            raise ValueError(f"expected names of environment variables, `{name}` is not one")
+            raise ValueError(f"expected names of environment variables, but `{name}` is not one")
         if name in SECRETS:
-            raise ValueError(f"expected no secret of this program, {name} is never passed on")
+            raise ValueError(f"expected no secrets, but {name} is one, which plug-ins never get")
     return value
 
 
 class RewardFunctionSettings(Section):
     name: Annotated[str, AfterValidator(_validate_reward_name)] = Field(
-        description="Name of a built-in reward (" + ", ".join(BUILT_IN_REWARDS) + ") or of a plug-in; when absent, the "
-        "name of the plug-in's function."
+        description="Name of a built-in reward (" + ", ".join(BUILT_IN_REWARDS) + ") or of a plug-in; the name of the "
+        "plug-in's function when absent."
     )
     function: Annotated[str, AfterValidator(_validate_function_path)] | None = None
     """Plug-in: `module:function` or `path/to/file.py:function`; null for a built-in reward."""
@@ -111,15 +111,15 @@ class RewardSettings(Section):
     model_weight: float = Field(default=1.0, ge=-1e6, le=1e6)
     """Weight of the reward model's score in the sum; 0 = logged but not counted."""
     overlong_buffer: int | None = Field(default=None, ge=1)
-    """Number of last tokens before `rollout.max_new_tokens` over which the reward falls linearly by up to
-    `overlong_penalty`; null = no length penalty. It also applies to `grpo score --role reward`."""
+    """Number of tokens before `rollout.max_new_tokens` over which the reward falls linearly by up to
+    `overlong_penalty`; null = no length penalty. `grpo score --role reward` applies it, too."""
     overlong_penalty: float = Field(default=1.0, gt=0)
-    """Length penalty of a completion of `rollout.max_new_tokens` tokens."""
+    """Length penalty for a completion of `rollout.max_new_tokens` tokens."""
     on_error: Literal["raise", "zero", "drop"] = "raise"
-    """If a function or the reward model fails on a sample: stop the run, count its value as 0, or leave out the
+    """What to do if a function or the reward model fails on a sample: stop the run, count its value as 0, or drop the
     sample."""
     timeout_s: float = Field(default=10.0, gt=0, le=3600)
-    """Wall-clock limit in seconds for one call of a plug-in, which is one sample or one batch."""
+    """Wall-clock limit in seconds for one call of a plug-in, with one sample or one batch."""
     cpu_s: int = Field(default=30, ge=1, le=36_000)
     """Processor time limit in seconds for one call of a plug-in."""
     memory_mib: int = Field(default=4096, ge=256, le=1_048_576)
@@ -129,8 +129,8 @@ class RewardSettings(Section):
     batch_size: int = Field(default=64, ge=1, le=65_536)
     """Maximum number of samples per call of a batch-style plug-in. The samples of a prompt stay together."""
     max_characters: int = Field(default=100_000, ge=1, le=10_000_000)
-    """Plug-ins get at most this many characters of a completion: the last ones."""
+    """Plug-ins get only this many last characters of longer completions."""
     load_timeout_s: float = Field(default=60.0, gt=0, le=3600)
-    """Wall-clock limit in seconds for the import of a plug-in."""
+    """Wall-clock limit in seconds for importing a plug-in."""
     environment: Annotated[tuple[str, ...], Field(strict=False), AfterValidator(_validate_variable_names)] = ()
-    """Names of additional environment variables that are passed to plug-ins; by default few are."""
+    """Names of additional environment variables to pass to plug-ins, which get only a few by default."""

@@ -14,7 +14,7 @@ MAX_TOKENS = 2**24
 MAX_SLOTS = 2**16
 MAX_STALENESS = 64
 RAY_LEASE_S = 600.0
-"""Longer than any segment takes."""
+"""Default of `rollout.workers.lease_s` with Ray, longer than any segment takes."""
 
 DecodeLayout = Literal["gathered", "fsdp"]
 """Values of `rollout.decode_layout`."""
@@ -31,18 +31,18 @@ class SegmentSettings(Section):
     max: int = Field(default=4096, ge=1, le=MAX_TOKENS)
     """Maximum length of a segment, in tokens per row."""
     capacity: int = Field(default=8192, ge=1, le=MAX_TOKENS)
-    """Tokens of all rows in a segment, for the rule budget."""
+    """Total number of tokens of all rows in a segment, for the rule budget."""
     overhead_steps: float = Field(default=0.5, gt=0, le=1000)
     """Overhead of ending a segment, in decode steps, for the rule balance."""
 
 
 class PdsrSettings(Section):
-    """Probe-based dynamic segment rollout: which samples are long and move to heavy workers."""
+    """Probe-based dynamic segment rollout: which samples count as long and move to heavy workers."""
 
     unit: Literal["tokens", "seconds"] = "tokens"
     """Unit in which samples are ranked and limited. With seconds, the schedule depends on the machine's load."""
     heavy_percent: float = Field(default=10.0, gt=0, lt=100)
-    """pdsr_v1: percentage of prompts, those with the longest probes, whose samples go to heavy workers."""
+    """pdsr_v1: percentage of prompts whose samples go to heavy workers, those with the longest probes."""
     probe_limit_tokens: int = Field(default=1024, ge=1, le=MAX_TOKENS)
     """pdsr_v1: a probe that reaches this many tokens moves to a heavy worker, and its prompt counts as heavy."""
     probe_limit_s: float = Field(default=5.0, gt=0)
@@ -59,29 +59,29 @@ class PdsrSettings(Section):
     window: int = Field(default=256, ge=1, le=MAX_SLOTS)
     """pdsr_v2, adaptive: number of finished samples from which the percentile is computed."""
     window_min: int = Field(default=32, ge=1, le=MAX_SLOTS)
-    """pdsr_v2, adaptive: number of finished samples before any sample is classified as heavy."""
+    """pdsr_v2, adaptive: number of finished samples required before any sample is classified as heavy."""
 
 
 class WorkerPoolSettings(Section):
     count: int = Field(default=1, ge=0, le=4096)
     """Number of workers of this kind; 0 = none."""
     devices: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1, strict=False)] | None = None
-    """Device numbers of this host, shared evenly among the workers of this kind. When null, the devices that the other
-    kind does not name. On a single device all workers take turns."""
+    """Device numbers of this host, shared evenly among the workers of this kind. When null, the devices not
+    assigned to the other kind. On a single device all workers take turns."""
     slots: int = Field(default=8, ge=1, le=MAX_SLOTS)
-    """Samples that each worker decodes at once."""
+    """Number of samples that each worker decodes at once."""
 
 
 class WorkersSettings(Section):
     fast: WorkerPoolSettings = WorkerPoolSettings()
     heavy: WorkerPoolSettings = WorkerPoolSettings()
     lease_s: float | None = Field(default=None, gt=0)
-    """Seconds without progress in a segment after which a worker counts as lost and its samples move to another; no
-    limit when null, 600 with `rollout.pool: ray`. It has no effect if one thread drives the local workers, and must be
-    null for local workers with `rollout.max_staleness` above 0."""
+    """Seconds without progress in a segment after which a worker counts as lost and its samples move to another. When
+    null, 600 with `rollout.pool: ray`, else no limit. It has no effect if one thread drives the local workers, and must
+    be null for local workers with `rollout.max_staleness` above 0."""
     deterministic: bool = False
-    """Drives all workers in turn from one thread, so that the schedule of a rollout is reproducible. Always so on a
-    single device."""
+    """Drives all workers in turn from one thread, so that the schedule of a rollout is reproducible. A single
+    device always implies this."""
 
 
 def _validate_ray_address(value: str) -> str:
@@ -100,7 +100,7 @@ class RayActorSettings(Section):
     memory_gb: float | None = Field(default=None, gt=0, le=2**16)
     """Main memory in GiB that Ray reserves for each worker; none when null."""
     resources: dict[str, Annotated[float, Field(gt=0)]] = Field(default={})
-    """Further Ray resources of each worker, as in `{TPU: 4}`, or custom ones that select machines, as in
+    """Additional Ray resources of each worker, such as `{TPU: 4}`, or custom ones that select machines, such as
     `{large_memory: 1}`."""
 
 
@@ -128,32 +128,32 @@ class RolloutSettings(Section):
     prefill_length_min: int = Field(default=16, ge=1)
     """Smallest prefill bucket, in tokens."""
     temperature: float = Field(default=1.0, ge=0)
-    """Sampling temperature; 0 = greedy, which training refuses."""
+    """Sampling temperature; 0 = greedy, which training does not allow."""
     top_k: int = Field(default=0, ge=0)
     """Samples from the k most likely tokens; 0 = all."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Samples from the most likely tokens with this total probability; 1 = all."""
     min_p: float = Field(default=0.0, ge=0, lt=1)
-    """Samples from tokens with at least this probability relative to the most likely one; 0 = all."""
+    """Samples from the tokens with at least this probability relative to the most likely one; 0 = all."""
     slots: int | None = Field(default=None, ge=1, le=MAX_SLOTS)
-    """Samples that a host decodes at once (continuous batching): the next sample starts when one finishes. When null,
+    """Samples that a host decodes at once (continuous batching): when one finishes, the next one starts. When null,
     all samples of a rollout are decoded in one batch. Lower it if KV caches use too much memory."""
     mode: Literal["exact", "fast"] = "fast"
-    """With slots or workers: shapes that follow the samples (fast), or fixed shapes in float32 (exact), in which each
+    """With slots or workers: shapes that adapt to the samples (fast), or fixed shapes in float32 (exact), so that each
     sample is bitwise independent of the schedule and of the other samples."""
     scheduler: Literal["sync", "pdsr_v1", "pdsr_v2", "adaptive"] | None = None
     """Schedule of the workers of `rollout.workers`: whole batches (sync), P-DSR version 1 or 2, or longest expected
     sample first (adaptive). When null there are no workers: one batch, or `rollout.slots`."""
     placement: Literal["island", "global"] = "island"
     """Each host generates on its own devices independently (island), or all hosts generate one batch on all devices,
-    without slots or workers (global). On one host this matters for the scheduler sync only: workers, or one batch."""
+    without slots or workers (global). On one host this matters only for the sync scheduler: workers, or one batch."""
     decode_layout: DecodeLayout = "gathered"
-    """Sharding of weights during decoding: whole on every device except for tp (gathered), or still split over fsdp,
-    which uses less memory but transfers all weights for every token."""
+    """Sharding of weights during decoding: split only over tp (gathered), or also over fsdp, which uses less memory but
+    transfers all weights for every token."""
     max_staleness: int = Field(default=0, ge=0, le=MAX_STALENESS)
-    """Maximum age of the policy that sampled a token, in optimizer steps, for training on it. 0 is on-policy:
-    generation and training alternate. Above 0 they overlap, which needs `rollout.scheduler` and makes a resumed run no
-    longer reproducible. Used by training only."""
+    """Maximum age, in training steps, of the policy that sampled a token used for training. 0 is on-policy: generation
+    and training alternate. Above 0 they overlap, which requires `rollout.scheduler`, and a resumed run is no longer
+    reproducible. Used only by training."""
     pool: Literal["local", "ray"] = "local"
     """Where the workers of `rollout.workers` run: on this host's devices (local), or as Ray actors on this or other
     machines (ray, see `rollout.ray`)."""
@@ -164,5 +164,5 @@ class RolloutSettings(Section):
 
     @property
     def has_workers(self) -> bool:
-        """Whether workers with their own devices generate, instead of one batch or queue over all devices."""
+        """Whether workers with their own devices generate samples, instead of one batch or queue over all devices."""
         return self.scheduler is not None and self.placement == "island"

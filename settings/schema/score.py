@@ -9,7 +9,7 @@ from pydantic import Field
 from settings.schema.section import Section
 
 ScoredRole = Literal["policy", "reference", "critic"]
-"""Roles whose logprobs or values scoring adds to a sample."""
+"""Roles whose logprobs or values are added to samples by scoring."""
 
 SCORED_ROLES: tuple[ScoredRole, ...] = get_args(ScoredRole)
 
@@ -32,10 +32,10 @@ class MicroBatchSettings(Section):
     follows from which of the next three settings is set, else from `score.dynamic`, else true."""
     max_tokens_per_device: int | None = Field(default=None, ge=1, le=MAX_TOKENS_PER_DEVICE)
     """Token quota of a micro-batch on each device; selects dynamic micro-batches. When null, that of `score`, else that
-    of `algorithm`. It may exceed the update's, because scoring stores no activations for gradients."""
+    of `algorithm`. It may exceed the update's quota, because scoring stores no activations for gradients."""
     rows_per_device: int | None = Field(default=None, ge=1)
     """Samples of a fixed micro-batch on each device; selects fixed micro-batches. When null, that of `score`, else 8.
-    Lower it when memory runs out."""
+    Lower it if memory runs out."""
     strategy: Literal["off", "loop", "scan"] | None = None
     """Selects fixed micro-batches: one pass over all samples (off), a loop over micro-batches with a shorter last one
     (loop), or one compiled scan over full ones (scan). When null, that of `score`, else loop."""
@@ -43,8 +43,8 @@ class MicroBatchSettings(Section):
 
 class ReferenceSettings(MicroBatchSettings):
     offload: bool = False
-    """Keeps the reference model's weights in host memory between scoring passes. Set it if both models do not fit in
-    device memory; each pass then transfers the weights."""
+    """Keeps the reference model's weights in host memory between scoring passes. Set to true if both models do not fit
+    in device memory; each pass then transfers the weights."""
 
 
 class ScoreSettings(MicroBatchSettings):

@@ -1,4 +1,4 @@
-"""The base class of all sections of the settings."""
+"""The base class of all settings sections."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """All sections of the settings, and properties that follow from several sections.
 
-Types are strict: a boolean is not a number, `1e3` is not an integer, and a quoted number is text. Checks that need two
-fields are in `settings.checks`; checks that need a model file or a device are next to the code that opens it.
-This package imports neither jax nor numpy, because `--print-config` and `--help` must answer at once.
+Types are strict: a boolean is not a number, `1e3` is not an integer, and a quoted number is text. Checks that involve
+two fields are in `settings.checks`; checks that need a model file or a device are next to the code that uses it.
+This package imports neither jax nor numpy, so that `--print-config` and `--help` respond immediately.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from settings.schema.score import SCORED_ROLES, ScoredRole, ScoreSettings
 from settings.schema.watchdog import WatchdogSettings
 
 LEGACY_PROMPT_ALLOWANCE = 128
-"""Tokens for the prompt in the historic runner's `max_length_total`."""
+"""Number of prompt tokens included in the historic runner's `max_length_total`."""
 
 
 class Settings(BaseSettings):
-    """All settings. `settings.load` builds them from layers; `Settings()` has the defaults."""
+    """All settings. `settings.load` builds them from layers; `Settings()` returns the defaults."""
 
     model_config = SettingsConfigDict(extra="forbid", frozen=True, strict=True)
 

@@ -14,7 +14,7 @@ TimeLimit = Annotated[float, Field(gt=0, le=30 * 86_400)]
 
 
 class WatchdogSettings(Section):
-    """Time limits: a phase that takes longer ends the run on every host, with all threads' stacks and exit code 70.
+    """Time limits: if a phase takes longer, the run ends on every host with the stacks of all threads and exit code 70.
 
     For `grpo rollout` on several hosts, a phase is the time from one sample or segment to the next. For `grpo score`
     it is the time from one window to the next, or a host's whole share for a reward model. A host that has finished
@@ -22,8 +22,8 @@ class WatchdogSettings(Section):
     """
 
     compile_s: TimeLimit | None = HOUR_S
-    """Seconds to load and compile, until the first step or evaluation ends; also added to the limit of the first pass
-    of each other phase. null = no limit, as for all of `watchdog`."""
+    """Seconds for loading and compiling, until the first step or evaluation ends; also added to the limit of the first
+    pass of each other phase. null = no limit, here and in all of `watchdog`."""
     rollout_s: TimeLimit | None = HOUR_S
     """Seconds to generate one rollout and to synchronize the hosts after it."""
     reward_s: TimeLimit | None = HOUR_S

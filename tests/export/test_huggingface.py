@@ -270,7 +270,7 @@ def test_what_cannot_be_exported_is_one_message_and_nothing_on_disk(finished, tm
         ((*run, "--out", tmp_path / "no" / "out"), f"the folder {tmp_path / 'no'} does not exist; create it first"),
         (run, "missing option --out"),
         (out, "missing option --checkpoint"),
-        ((*out, "--checkpoint", tmp_path), "--checkpoint: no settings.yaml of a run is in"),
+        ((*out, "--checkpoint", tmp_path), "--checkpoint: no settings.yaml of a run was found in"),
         (
             (*out, "--checkpoint", tmp_path, "--config", finished / "settings.yaml"),
             "holds no checkpoint; give <run>/checkpoints/<step>",

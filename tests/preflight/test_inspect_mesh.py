@@ -231,14 +231,14 @@ def test_the_later_layer_chooses_between_a_slice_and_real_devices(tmp_path: Path
     assert (mesh.pretend, mesh.cpu_devices, mesh.coordinator_address, mesh.platform) == ("v4-16", None, None, "auto")
     resolved = load(None, ["mesh.pretend=v4-16"], {"GRPO__MESH__CPU_DEVICES": "4"})
     assert (resolved.settings.mesh.pretend, resolved.settings.mesh.cpu_devices) == (None, 4)
-    assert resolved.notices == ("the environment's settings of the mesh override mesh.pretend 'v4-16' from --set",)
+    assert resolved.notices == ("mesh settings in the environment override mesh.pretend 'v4-16' from --set",)
 
 
 def test_a_slice_and_real_devices_in_one_layer_are_an_error() -> None:
     resolved = load(None, ["mesh.pretend=v4-16", "mesh.cpu_devices=4"], {})
     message = (
-        "mesh.pretend = 'v4-16' (from --set) and mesh.cpu_devices = 4 (from --set) ask for pretended and for real "
-        "devices; leave one of the two out"
+        "mesh.pretend = 'v4-16' (from --set) requests simulated devices, which cannot be combined with "
+        "mesh.cpu_devices = 4 (from --set); remove one or the other"
     )
     with pytest.raises(InputError, match=re.escape(message)):
         check_for_inspect_mesh(resolved)

@@ -57,7 +57,7 @@ LONG = 12
             {"reward__mean": 0.001, "reward__std": 0.03, "reward__zero_variance_fraction": 0.9},
         ),
         (
-            "Almost no group has rewards that differ",
+            "Rewards are equal within almost every group",
             {"reward__zero_variance_fraction": 0.97},
             {"reward__zero_variance_fraction": 0.9},
         ),
@@ -136,7 +136,7 @@ def test_a_further_number_of_a_plug_in_does_not_say_whether_the_task_is_solved()
     assert titles(after_twenty_healthy_steps(LONG, **unsolved)) == ["Entropy has collapsed"]
 
 
-@pytest.mark.parametrize(("mean", "cause"), [(0.0, "no answer is ever right"), (1.5, "every prompt is solved")])
+@pytest.mark.parametrize(("mean", "cause"), [(0.0, "no answer is correct"), (1.5, "every prompt is solved")])
 def test_a_constant_reward_is_explained_by_its_value(mean: float, cause: str) -> None:
     (alert,) = find_alerts(after_twenty_healthy_steps(LONG, reward__mean=mean, reward__std=1e-17))
     assert alert.title == "All rewards are the same" and cause in alert.text
@@ -148,7 +148,7 @@ def test_a_constant_reward_is_explained_by_its_value(mean: float, cause: str) ->
 def test_equal_rewards_are_not_said_to_have_no_gradient(metrics: dict[str, float | None]) -> None:
     # A KL penalty, in the loss or in what samples are compared by, and an entropy bonus still have one.
     (alert,) = find_alerts(after_twenty_healthy_steps(LONG, **metrics))
-    assert "the reward gives no learning signal" in alert.text and "gradient" not in alert.title + alert.text
+    assert "no learning signal" in alert.text and "gradient" not in alert.title + alert.text
 
 
 def test_compilation_is_expected_in_the_first_steps() -> None:

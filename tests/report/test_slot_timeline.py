@@ -92,7 +92,7 @@ def test_the_name_says_what_is_written(tmp_path: Path) -> None:
     for name, head in (("a.png", b"\x89PNG"), ("a.SVG", b"<?xml"), ("a.html", b"<!doctype html>")):
         write_timeline(tmp_path / name, [panel()], title="t", table=TABLE)
         assert (tmp_path / name).read_bytes().startswith(head)
-    with pytest.raises(InputError, match=r"ends in \.png, \.svg or \.html, got a\.pdf"):
+    with pytest.raises(InputError, match=r"ending in \.png, \.svg or \.html, got a\.pdf"):
         check_timeline_path(Path("a.pdf"))
 
 

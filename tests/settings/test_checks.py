@@ -50,7 +50,7 @@ def test_a_gsm8k_preset_asks_for_the_answer_where_it_is_looked_for(preset: str) 
 def test_greedy_sampling_is_refused_by_train_alone(resolve) -> None:
     resolved = resolve("rollout.temperature=0", "rollout.group_size=1")
     message = refusal(check_for_train, resolved)
-    assert "rollout.temperature = 0.0 (from --set): greedy samples of a prompt are all alike" in message
+    assert "rollout.temperature = 0.0 (from --set): greedy samples of a prompt are identical" in message
     assert "rollout.group_size = 1 (from --set)" in message and "at least 2" in message
     assert len(message.splitlines()) == 2
     message = refusal(check_for_train, resolve("rollout.temperature=0", "algorithm.name=ppo"))
@@ -61,12 +61,12 @@ def test_greedy_sampling_is_refused_by_train_alone(resolve) -> None:
 
 def test_rewards_that_all_weigh_nothing_are_refused(resolve) -> None:
     message = refusal(check_for_train, resolve("reward.functions=[{name: gsm8k, weight: 0}]"))
-    assert "every weight is 0" in message
+    assert "all weights are 0" in message
 
 
 def test_a_penalty_of_weight_zero_has_no_place_in_the_reward(resolve) -> None:
     message = refusal(check_for_train, resolve("algorithm.kl_in=reward"))
-    assert message.startswith("algorithm.kl_in = 'reward' (from --set): algorithm.beta = 0.0 (from the default)")
+    assert message.startswith("algorithm.kl_in = 'reward' (from --set): with algorithm.beta = 0.0 (from the default) ")
     assert "set algorithm.beta above 0" in message
     refusal(check_for_train, resolve("algorithm.kl_in=reward", "algorithm.beta=0"))
     check_for_train(resolve("algorithm.kl_in=reward", "algorithm.beta=0.05"))
@@ -86,16 +86,16 @@ def test_a_penalty_is_adapted_only_where_there_is_one_in_the_reward(resolve) -> 
     penalty = ("algorithm.beta=0.05", "algorithm.kl_target=0.1")
     check_for_train(resolve(*penalty, "algorithm.kl_in=reward"))
     message = refusal(check_for_train, resolve(*penalty))
-    assert message.startswith("algorithm.kl_target = 0.1 (from --set): only a penalty in the reward is adapted")
+    assert message.startswith("algorithm.kl_target = 0.1 (from --set): only a penalty in the reward can be adapted")
     assert "algorithm.kl_in = 'loss'" in message and "set algorithm.kl_in: reward" in message
     message = refusal(check_for_train, resolve("algorithm.kl_target=0.1"))
-    assert "algorithm.beta = 0.0 (from the default) stays 0" in message
+    assert "algorithm.beta = 0.0 (from the default) would stay 0" in message
 
 
 def test_traces_are_cut_at_or_below_their_ratios(resolve) -> None:
     vtrace = ("algorithm.estimator=vtrace", "algorithm.vtrace_max_trace=2.0")
     message = refusal(check_for_train, resolve(*vtrace))
-    assert message.startswith("algorithm.vtrace_max_trace = 2.0 (from --set) is larger than algorithm.vtrace_max_ratio")
+    assert message.startswith("algorithm.vtrace_max_trace = 2.0 (from --set) exceeds algorithm.vtrace_max_ratio")
     check_for_train(resolve(*vtrace, "algorithm.vtrace_max_ratio=2.0"))
 
 
@@ -117,9 +117,9 @@ def test_what_the_estimator_does_not_read_is_refused_where_it_is_said_later(
     path.write_text(f"algorithm: {{name: {name}}}")
     field, _, value = setting.partition("=")
     assert refusal(check_for_train, load(str(path), [setting], {})) == (
-        f"{field} = {value if value != 'zero' else repr(value)} (from --set) has no effect under "
-        f"algorithm.name = {name!r} (from yaml:{path}:1): it is for algorithm.estimator {readers}; "
-        "leave it out, or set that"
+        f"{field} = {value if value != 'zero' else repr(value)} (from --set) has no effect with "
+        f"algorithm.name = {name!r} (from yaml:{path}:1): it is only for algorithm.estimator {readers}; "
+        "remove it, or change algorithm.estimator"
     )
     # The default, said aloud, claims nothing; and the other verbs read what they read.
     check_for_train(load(str(path), [f"{field}={FIELDS[field].default}"], {}))
@@ -132,13 +132,13 @@ def test_what_the_estimator_does_not_read_is_told_where_that_is_chosen_later_or_
     resolved = load("quickstart_ppo", ["algorithm.name=grpo", "rollout.group_size=2"], {})
     check_for_train(resolved)
     (told,) = launch_notices(resolved)
-    assert told.startswith("no effect under algorithm.name = 'grpo' (from --set): algorithm.lam = 1.0 (from yaml:")
+    assert told.startswith("no effect with algorithm.name = 'grpo' (from --set): algorithm.lam = 1.0 (from yaml:")
     for name in ("learning_rate", "warmup_steps"):
         assert f", critic.{name} = " in told
     beside = load(None, ["algorithm.estimator=vtrace", "critic.lam=0.5"], {})
     check_for_train(beside)
     assert launch_notices(beside)[1:] == (
-        "no effect under algorithm.estimator = 'vtrace' (from --set): critic.lam = 0.5 (from --set)",
+        "no effect with algorithm.estimator = 'vtrace' (from --set): critic.lam = 0.5 (from --set)",
     )
 
 
@@ -174,21 +174,21 @@ def test_discounts_lie_between_0_and_1(resolve, field: str, value: str) -> None:
 
 def test_a_clip_that_cuts_nothing_below_belongs_to_cispo(resolve) -> None:
     message = refusal(check_for_train, resolve("algorithm.clip_low=1.5"))
-    assert message.startswith("algorithm.clip_low = 1.5 (from --set): algorithm.clip = 'ppo' (from derived)")
+    assert message.startswith("algorithm.clip_low = 1.5 (from --set): algorithm.clip = 'ppo' (from other settings)")
     assert "set it below 1" in message
     check_for_train(resolve("algorithm.clip_low=1.5", "algorithm.clip=cispo"))
 
 
 def test_the_second_clip_has_nothing_to_do_beside_cispo(resolve) -> None:
     message = refusal(check_for_train, resolve("algorithm.name=cispo", "algorithm.dual_clip=3.0"))
-    assert "leave algorithm.dual_clip null" in message
+    assert "set algorithm.dual_clip to null" in message
 
 
 def test_an_estimator_that_compares_no_siblings_takes_groups_of_one_unless_they_are_filtered(resolve) -> None:
     alone = ("algorithm.name=reinforce_plus_plus", "rollout.group_size=1")
     check_for_train(resolve(*alone))
     message = refusal(check_for_train, resolve(*alone, "algorithm.filter=zero_variance"))
-    assert "no group would be left" in message
+    assert "no group would be kept" in message
     refusal(check_for_train, resolve(*alone, "algorithm.estimator=rloo"))
 
 
@@ -196,7 +196,7 @@ def test_an_estimator_that_compares_no_siblings_takes_groups_of_one_unless_they_
 def test_a_buffer_as_long_as_the_longest_completion_is_refused(resolve, buffer: int) -> None:
     message = refusal(check_for_train, resolve(f"reward.overlong_buffer={buffer}", "rollout.max_new_tokens=8"))
     assert message.startswith(
-        f"reward.overlong_buffer = {buffer} (from --set): rollout.max_new_tokens = 8 (from --set)"
+        f"reward.overlong_buffer = {buffer} (from --set) is not below rollout.max_new_tokens = 8 (from --set)"
     )
     check_for_train(resolve("reward.overlong_buffer=7", "rollout.max_new_tokens=8"))
 
@@ -213,7 +213,7 @@ def test_a_mini_batch_that_does_not_divide_the_step_is_told_its_neighbours(
 ) -> None:
     message = refusal(check_for_train, resolve("batch_size=12", f"ppo_mini_batch_size={mini_batch}"))
     assert message.endswith(
-        f"does not divide rollout.prompts_per_step = 12 (from --set); the nearest that does: {nearest}"
+        f"does not divide rollout.prompts_per_step = 12 (from --set); the nearest divisors: {nearest}"
     )
     check_for_train(resolve("batch_size=12", "ppo_mini_batch_size=4"))
 
@@ -223,21 +223,21 @@ def test_a_total_length_without_room_says_what_fits(resolve) -> None:
     for check in (check_for_train, check_for_rollout):
         assert refusal(check, resolved).endswith(
             "more than rollout.max_length_total = 120 (from --set); "
-            "raise that to 150 (or null), or lower rollout.max_new_tokens to 20"
+            "set the latter to 150 or null, or lower rollout.max_new_tokens to 20"
         )
     check_for_score(resolved)
 
 
 def test_a_total_length_that_the_prompt_alone_fills_can_only_be_raised(resolve) -> None:
     resolved = resolve("data.max_prompt_length=100", "max_length_sample=50", "max_length_total=100")
-    assert refusal(check_for_rollout, resolved).endswith("raise that to 150 (or null)")
+    assert refusal(check_for_rollout, resolved).endswith("set the latter to 150 or null")
 
 
 LONGEST = ("data.max_prompt_length=512", "max_length_sample=1024")
 WAY_OUT = (
     "is less than the longest possible sample: data.max_prompt_length = 512 (from --set) + "
     "rollout.max_new_tokens = 1024 (from --set) = 1536 tokens, and samples are not split; "
-    "raise it to 1536 or more, lower one of those, or choose"
+    "raise the quota to 1536 or more, lower one of these lengths, or set"
 )
 
 
@@ -283,14 +283,14 @@ def test_a_warmup_must_end_within_the_run(resolve) -> None:
     steps = ("run.steps=3", "algorithm.epochs=2", "batch_size=8", "ppo_mini_batch_size=4")
     check_for_train(resolve(*steps, "optimizer.warmup_steps=11"))
     message = refusal(check_for_train, resolve(*steps, "optimizer.warmup_steps=12"))
-    assert message.endswith("make 12 optimizer steps, so the warm-up would not end; lower it to at most 11")
+    assert message.endswith("gives 12 optimizer steps, so the warm-up would not end; lower it to at most 11")
 
 
 def test_a_step_beyond_the_run_cannot_be_profiled(resolve) -> None:
     check_for_train(resolve("run.steps=5", "logging.profile_steps=[1, 5]"))
     message = refusal(check_for_train, resolve("run.steps=5", "logging.profile_steps=[5, 6, 7]"))
     assert message == (
-        "logging.profile_steps = (5, 6, 7) (from --set): step 6 is beyond the run, which ends at "
+        "logging.profile_steps = (5, 6, 7) (from --set): step 6 is not part of the run, because "
         "run.steps = 5 (from --set); choose steps from 1 to 5"
     )
 
@@ -300,24 +300,24 @@ def test_without_evaluation_there_is_no_best_checkpoint(resolve, folder) -> None
     resolved = resolve("eval.every_steps=0")
     check_for_train(resolved)
     assert resolved.settings.checkpoint.best_metric is None
-    assert resolved.origin("checkpoint.best_metric") == "derived"
+    assert resolved.origin("checkpoint.best_metric") == "other settings"
     # As in every settings.yaml of a run, where the metric is written out.
     resolved = load_text(folder, "checkpoint: {best_metric: eval/accuracy}", "eval.every_steps=0")
     check_for_train(resolved)
     assert resolved.settings.checkpoint.best_metric is None
     message = refusal(check_for_train, resolve("eval.every_steps=0", "checkpoint.best_metric=eval/accuracy"))
-    assert "checkpoint.best_metric = 'eval/accuracy' (from --set): eval.every_steps = 0 (from --set)" in message
+    assert "(from --set) is never measured, because eval.every_steps = 0 (from --set) disables evaluation" in message
 
 
 @pytest.mark.parametrize("check", [check_for_train, check_for_rollout, check_for_score, check_for_mesh])
 def test_processes_are_described_whole_or_not_at_all(resolve, check) -> None:
     check(resolve("mesh.coordinator_address=h:1", "mesh.num_processes=2", "mesh.process_id=1"))
     check(resolve("mesh.coordinator_address=auto"))
-    assert "leave it null" in refusal(check, resolve("mesh.coordinator_address=auto", "mesh.num_processes=2"))
+    assert "must be null" in refusal(check, resolve("mesh.coordinator_address=auto", "mesh.num_processes=2"))
     message = refusal(check, resolve("mesh.num_processes=2"))
     assert "also set mesh.coordinator_address and mesh.process_id" in message
     message = refusal(check, resolve("mesh.coordinator_address=h:1", "mesh.num_processes=2", "mesh.process_id=2"))
-    assert message.endswith("ids go from 0 to 1")
+    assert message.endswith("ids range from 0 to 1")
 
 
 def test_as_many_hosts_as_expected_are_given(resolve) -> None:
@@ -325,7 +325,7 @@ def test_as_many_hosts_as_expected_are_given(resolve) -> None:
     check_for_mesh(resolve(*trio, "mesh.expect_processes=2"))
     check_for_mesh(resolve("mesh.expect_processes=4"))
     message = refusal(check_for_mesh, resolve(*trio, "mesh.expect_processes=4"))
-    assert "mesh.expect_processes = 4 (from --set) is not mesh.num_processes = 2 (from --set)" in message
+    assert "mesh.expect_processes = 4 (from --set) differs from mesh.num_processes = 2 (from --set)" in message
 
 
 def test_virtual_devices_are_of_a_cpu(resolve) -> None:
@@ -339,7 +339,7 @@ def test_greedy_samples_are_drawn_once_where_anything_is_evaluated() -> None:
     for check in (check_for_train, check_for_evaluation):
         message = refusal(check, load(None, several, {}))
         assert message.startswith(
-            "eval.num_samples = 4 (from --set): eval.temperature = 0.0 (from the default) is greedy"
+            "eval.num_samples = 4 (from --set): with eval.temperature = 0.0 (from the default) all samples"
         )
         check(load(None, [*several, "eval.temperature=1"], {}))
     check_for_train(load(None, [*several, "eval.every_steps=0"], {}))

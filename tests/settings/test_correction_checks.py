@@ -58,7 +58,7 @@ def test_older_policies_are_corrected_somehow_whatever_credits(estimator: tuple[
     message = refusal(with_sets(*STALE, *estimator, "algorithm.correction=none"))
     assert message == (
         "rollout.max_staleness = 2 (from --set): tokens may come from an older policy, but algorithm.correction = "
-        "'none' (from --set) treats them as the policy's own; leave algorithm.correction null, or set "
+        "'none' (from --set) treats them as on-policy; set algorithm.correction to null, or set "
         "rollout.max_staleness: 0"
     )
     check_for_train(with_sets(*estimator, "algorithm.correction=none"))
@@ -103,17 +103,17 @@ def test_values_that_would_change_a_policy_s_own_samples_are_refused(override: s
 )
 def test_what_no_correction_reads_is_refused_where_it_is_said_later(unread: str, readers: str, folder: Path) -> None:
     message = refusal(load_text(folder, "algorithm: {correction: none}", unread))
-    assert "has no effect under algorithm.correction = 'none' (from yaml:c.yaml:1): " in message
-    assert f"it is for algorithm.correction {readers}; leave it out" in message
+    assert "has no effect with algorithm.correction = 'none' (from yaml:c.yaml:1): " in message
+    assert f"it is only for algorithm.correction {readers}; remove it" in message
     message = refusal(load_text(folder, "run: {seed: 0}", unread))
-    assert "has no effect under rollout.max_staleness = 0 (from the default)" in message
+    assert "has no effect with rollout.max_staleness = 0 (from the default)" in message
 
 
 def test_what_decided_against_a_correction_is_named(folder: Path) -> None:
     stale = "rollout: {max_staleness: 2, scheduler: adaptive}"
     truncating = load_text(folder, stale, "algorithm.correction_min=0.1")
     assert (
-        "no effect under rollout.max_staleness = 2 (from yaml:c.yaml:1): it is for algorithm.correction mask; "
+        "no effect with rollout.max_staleness = 2 (from yaml:c.yaml:1): it is only for algorithm.correction mask; "
     ) in refusal(truncating)
     check_for_train(load_text(folder, stale, VTRACE, "algorithm.correction_max=3.0"))
 
@@ -123,7 +123,7 @@ def test_what_a_correction_would_read_is_told_where_it_is_turned_off_later(folde
     off = load_text(folder, text, "algorithm.correction=none", "algorithm.name=rloo")
     check_for_train(off)
     assert launch_notices(off)[1:] == (
-        "no effect under algorithm.name = 'rloo' (from --set): algorithm.lam = 0.5 (from yaml:c.yaml:1)",
-        "no effect under algorithm.correction = 'none' (from --set): "
+        "no effect with algorithm.name = 'rloo' (from --set): algorithm.lam = 0.5 (from yaml:c.yaml:1)",
+        "no effect with algorithm.correction = 'none' (from --set): "
         "algorithm.correction_min = 0.1 (from yaml:c.yaml:1)",
     )

@@ -193,11 +193,11 @@ def test_one_layer_cannot_choose_both(resolve, section: str, switch: str, dynami
         name, _, value = line.partition(": ")
         assert f"{section}.{name} = {value.capitalize()} (from yaml:c.yaml:{number})" in message
     names = [f"{section}.{line.partition(':')[0]}" for line in lines]
-    assert message.endswith(f"leave out {names[1]} for the quota, or {names[0]} for fixed rows")
+    assert message.endswith(f"remove {names[1]} for the quota, or {names[0]} for fixed rows")
     sets = [f"{section}.{line.replace(': ', '=')}" for line in lines]
-    with pytest.raises(InputError, match="leave out"):
+    with pytest.raises(InputError, match="; remove"):
         resolve("", *sets)
-    with pytest.raises(InputError, match="leave out"):
+    with pytest.raises(InputError, match="; remove"):
         resolve("", **{env_name(one.partition("=")[0]): one.partition("=")[2] for one in sets})
 
 
@@ -208,8 +208,8 @@ def test_a_strategy_is_of_fixed_rows_alone(resolve, section: str) -> None:
     with pytest.raises(InputError) as caught:
         resolve("", f"{section}.strategy=off", f"{section}.rows_per_device=4")
     assert str(caught.value) == (
-        f"{section}.strategy = 'off' (from --set) is one pass over all samples, {section}.rows_per_device = 4 (from "
-        f"--set) is several; leave out {section}.rows_per_device, or choose loop or scan as {section}.strategy"
+        f"{section}.strategy = 'off' (from --set) selects one pass over all samples, but {section}.rows_per_device = 4 "
+        f"(from --set) selects several; remove {section}.rows_per_device, or set {section}.strategy to loop or scan"
     )
 
 
@@ -217,9 +217,9 @@ def test_a_contradiction_names_what_was_written(resolve) -> None:
     with pytest.raises(InputError) as caught:
         resolve("use_dynamic_bsz: true\nalgorithm:\n  rows_per_device: 4\nref_logprob_mbs_per_gpu: 2\n")
     assert str(caught.value) == (
-        "algorithm.dynamic_microbatch = True (from yaml:c.yaml:1) asks for a token quota, "
-        "algorithm.rows_per_device = 4 (from yaml:c.yaml:3) for fixed rows; "
-        "leave out algorithm.rows_per_device for the quota, or use_dynamic_bsz for fixed rows"
+        "algorithm.dynamic_microbatch = True (from yaml:c.yaml:1) selects a token quota, "
+        "but algorithm.rows_per_device = 4 (from yaml:c.yaml:3) selects fixed rows; "
+        "remove algorithm.rows_per_device for the quota, or use_dynamic_bsz for fixed rows"
     )
 
 
@@ -281,7 +281,7 @@ def test_whatever_is_said_each_scope_is_either_dynamic_or_fixed(in_set: dict, in
     try:
         resolved = load(None, overrides, environ)
     except InputError as error:
-        assert "leave out" in str(error)
+        assert "; remove " in str(error)
         return
     for section, _ in SCOPES:
         dynamic, quota, rows, strategy = cut_of(resolved, section)

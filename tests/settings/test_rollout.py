@@ -12,7 +12,7 @@ from settings.checks.commands import check_for_rollout, check_for_train
     [
         (
             ["rollout.segment.min=128", "rollout.segment.max=64"],
-            "rollout.segment.min = 128 (from --set) is more than rollout.segment.max = 64 (from --set); lower the one",
+            "rollout.segment.min = 128 (from --set) exceeds rollout.segment.max = 64 (from --set); lower the former",
         ),
         (
             ["rollout.pdsr.window=16"],
@@ -20,11 +20,11 @@ from settings.checks.commands import check_for_rollout, check_for_train
         ),
         (
             ["rollout.workers.fast.count=0", "rollout.workers.heavy.count=0"],
-            "there is no worker; set one of them to 1 or more",
+            "there are no workers; set at least one of them to 1 or more",
         ),
         (
             ["rollout.workers.fast.devices=[0,1]", "rollout.workers.heavy.devices=[1,2]"],
-            "overlap: 1 is named twice; give each device to one pool, once",
+            "name devices more than once: 1; assign each device to one pool, once",
         ),
         (
             ["rollout.scheduler=pdsr_v2", "rollout.placement=global"],
@@ -44,15 +44,15 @@ from settings.checks.commands import check_for_rollout, check_for_train
         ),
         (
             ["rollout.pool=ray"],
-            "rollout.pool = 'ray' (from --set): only workers with a scheduler run as Ray actors; set rollout.scheduler",
+            "rollout.pool = 'ray' (from --set): Ray runs only workers with a scheduler; set rollout.scheduler",
         ),
         (
             ["rollout.pool=ray", "rollout.scheduler=sync", "rollout.placement=global"],
-            "only workers with a scheduler run as Ray actors; set rollout.placement: island",
+            "Ray runs only workers with a scheduler; set rollout.placement: island",
         ),
         (
             ["rollout.pool=ray", "rollout.scheduler=sync", "rollout.workers.heavy.devices=[1]"],
-            "leave it null, and set rollout.ray.heavy.num_gpus or resources",
+            "set it to null, and set rollout.ray.heavy.num_gpus or resources",
         ),
     ],
 )
@@ -97,7 +97,7 @@ def test_the_defaults_can_be_scheduled(check) -> None:
 
 def test_training_does_not_run_a_lease_out() -> None:
     asked = ["rollout.scheduler=adaptive", "rollout.max_staleness=1", "rollout.workers.lease_s=60"]
-    with pytest.raises(InputError, match="lease_s null, or"):
+    with pytest.raises(InputError, match="lease_s to null, or"):
         check_for_train(load(None, asked, {}))
 
 
@@ -105,6 +105,6 @@ def test_actors_always_have_a_lease_and_may_have_one_beside_training() -> None:
     asked = ["rollout.pool=ray", "rollout.scheduler=adaptive", "rollout.max_staleness=1"]
     resolved = load(None, [*asked, "rollout.ray.heavy.resources={large_memory: 1}"], {})
     check_for_train(resolved)
-    assert resolved.settings.rollout.workers.lease_s == 600 and resolved.origin("rollout.workers.lease_s") == "derived"
+    assert resolved.describe("rollout.workers.lease_s") == "rollout.workers.lease_s = 600.0 (from other settings)"
     assert resolved.settings.rollout.ray.heavy.resources == {"large_memory": 1.0}
     check_for_train(load(None, [*asked, "rollout.workers.lease_s=60"], {}))

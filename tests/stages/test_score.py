@@ -362,5 +362,5 @@ def test_a_pipe_cannot_be_read_twice(tiny_model: Path, tmp_path: Path) -> None:
 def test_rewards_have_no_packing_to_check(sampled: Path, tmp_path: Path) -> None:
     result = here("score", "--role", "reward", "--check-packing", "--input", sampled, "--out", tmp_path / "out.jsonl")
     assert result.exit_code == 2
-    assert "--check-packing needs a model, and --role reward has none" in result.stderr
+    assert "--check-packing needs a model, but --role reward uses none" in result.stderr
     assert list(tmp_path.iterdir()) == []

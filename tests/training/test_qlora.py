@@ -108,7 +108,7 @@ def test_another_base_than_the_one_that_adapters_learned_beside_is_refused(
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ((INT8,), f"{BASE} = 'int8' (from --set) has no effect under model.lora.rank = None"),
+        ((INT8,), f"{BASE} = 'int8' (from --set) has no effect with model.lora.rank = None"),
         (("model.lora.rank=2", f"{BASE}=int4"), f"{BASE}: expected 'int8' or 'nf4'"),
     ],
     ids=["no_rank", "unknown"],

@@ -203,7 +203,7 @@ def test_steps_that_are_missing_are_told_with_the_way_out(uninterrupted: Path, t
     assert_refused(late, "ends with step 12, and --checkpoint is after step 12", none)
     empty = tmp_path / "empty"
     empty.mkdir()
-    assert_refused(replay(empty, none), r"--from-rollouts: no settings\.yaml of a run is in", none)
+    assert_refused(replay(empty, none), r"--from-rollouts: no settings\.yaml of a run was found in", none)
     of_run = ["--config", uninterrupted / "settings.yaml"]
     assert_refused(replay(empty, none, options=of_run), r"holds no step_<number>\.jsonl", none)
 
@@ -226,7 +226,7 @@ def test_a_checkpoint_of_something_else_is_refused(
     template = f"model.path={tmp_path / 'template'}"
     assert_refused(train_on(loose, config, template, options=start), "from another tokenizer", none)
     alone = here("train", "--config", config, *start)
-    assert_refused(alone, "--checkpoint goes with --from-rollouts; a run is continued with --resume", none)
+    assert_refused(alone, "--checkpoint needs --from-rollouts; to continue a run, use --resume", none)
 
 
 def test_a_run_is_not_replayed_into_its_own_folder(finished: Path) -> None:

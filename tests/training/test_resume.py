@@ -141,9 +141,9 @@ def test_what_changes_the_meaning_of_a_run_is_refused_unless_it_is_allowed(stopp
     result = train_here(full_config, *other, resume="auto", allow_changed=["run.seed"])
     assert result.exit_code == 2
     assert "\n  algorithm.name was 'grpo' and is now 'dapo'\nSet them as before" in result.stderr
-    assert result.stderr.rstrip().endswith("continue under the new ones with --allow-changed algorithm.name")
+    assert result.stderr.rstrip().endswith("accept the new values with --allow-changed algorithm.name")
     assert "did you mean algorithm?" in train_here(full_config, resume="auto", allow_changed=["algoritm"]).stderr
-    assert "--allow-changed goes with --resume" in train_here(full_config, allow_changed=["algorithm"]).stderr
+    assert "--allow-changed needs --resume" in train_here(full_config, allow_changed=["algorithm"]).stderr
     assert digest_of(stopped) == before
 
     allowed = ["run.seed", "algorithm.name"]

@@ -1,5 +1,5 @@
 "use strict";
-// What the samples say is text, never markup: every string goes into the page through textContent.
+// Samples are shown as text, never as markup: every string is inserted through textContent.
 
 const PAGE = 25;
 const groups = JSON.parse(document.getElementById("data").textContent);
@@ -67,7 +67,7 @@ function drawStrip(details, logprobs) {
   logprobs.forEach((value, i) => {
     const cell = element("i");
     cell.title = `token ${i}: ${value === null ? "not a number" : `logprob ${value}, p = ${Math.exp(value).toFixed(3)}`}`;
-    // Sure is pale blue, a surprise is orange: both can be told apart by everybody.
+    // Likely tokens are pale blue, unlikely ones orange, which color-blind readers can distinguish, too.
     const surprise = value === null ? 1 : Math.min(-value / 4, 1);
     cell.style.backgroundColor = `color-mix(in srgb, #e69f00 ${Math.round(surprise * 100)}%, #7fb8e0)`;
     strip.append(cell);
