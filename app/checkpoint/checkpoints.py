@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import jax
@@ -114,7 +115,11 @@ class Checkpoints:
         return self._policy.best_checkpoint(self._manager.all_steps())
 
     def restore(
-        self, fingerprints: Mapping[str, str], *, accepted_changes: Collection[str] = ()
+        self,
+        fingerprints: Mapping[str, str],
+        *,
+        accepted: Collection[str] = (),
+        settings: Mapping[str, str] = MappingProxyType({}),
     ) -> tuple[NetworkStates, TrainProgress] | None:
         """Restores the newest readable checkpoint; returns None if there is no checkpoint.
 
@@ -123,7 +128,8 @@ class Checkpoints:
 
         Args:
             fingerprints: expected fingerprints of what the run was started with.
-            accepted_changes: names of fingerprints that may differ.
+            accepted: names of fingerprints that may have changed.
+            settings: name of a fingerprint -> setting that `--allow-changed` accepts for it.
 
         Raises:
             InputError: the fingerprints differ, hosts see different checkpoints, another version of this program wrote
@@ -141,7 +147,8 @@ class Checkpoints:
                 sound[step] = record
                 self._policy.record_evaluation(step, record.progress.evaluation)
         while sound:
-            check_fingerprints(sound[max(sound)].progress.fingerprints, fingerprints, accepted_changes)
+            saved = sound[max(sound)].progress.fingerprints
+            check_fingerprints(saved, fingerprints, accepted=accepted, settings=settings)
             state = self._restore_newest_and_best(sound)
             if state:
                 self._move_damaged_aside([step for step in steps if step not in sound])
@@ -351,11 +358,18 @@ def _silence_abandoned_reads() -> None:
     sys.unraisablehook = report
 
 
-def check_fingerprints(saved: Mapping[str, str], current: Mapping[str, str], accepted: Collection[str] = ()) -> None:
+def check_fingerprints(
+    saved: Mapping[str, str],
+    current: Mapping[str, str],
+    *,
+    accepted: Collection[str] = (),
+    settings: Mapping[str, str] = MappingProxyType({}),
+) -> None:
     """Raises InputError with the names of the fingerprints that have changed since the checkpoint was written.
 
     Args:
         accepted: names of fingerprints that may have changed.
+        settings: name of a fingerprint -> setting that `--allow-changed` accepts for it.
     """
     changed = [name for name in {**saved, **current} if saved.get(name) != current.get(name) and name not in accepted]
     if changed:
@@ -365,8 +379,10 @@ def check_fingerprints(saved: Mapping[str, str], current: Mapping[str, str], acc
             else name
             for name in changed
         ]
+        options = " ".join(f"--allow-changed {settings[name]}" for name in changed if name in settings)
+        way_out = f", or continue with the new ones with {options}" if settings.keys() >= {*changed} else ""
         raise InputError(
             f"--resume: {' and '.join(names)} changed since this run was started, so it cannot be continued as the "
             "same run. Restore the old files (the old revision of a hub model, the old version of a package), or "
-            "start a run with another run.name"
+            f"start a run with another run.name{way_out}"
         )

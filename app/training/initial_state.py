@@ -18,11 +18,11 @@ from app.runtime.pinned_revisions import record_commits
 from app.runtime.reward_model import RewardModel
 from app.runtime.session import Session
 from app.tracking.run_log import MetricsLines, NullRunLog, RunLog
-from app.training.inputs import PROMPTS_PER_STEP, changeable_fingerprints
+from app.training.inputs import CHANGEABLE_FINGERPRINTS, MINI_BATCH_PROMPTS, PROMPTS_PER_STEP
 from app.training.learner import LearnerGroup
 from app.training.setup import RunSetup
 from app.update.optimizer import TrainState
-from settings.checks.resumed_settings import METRICS, OPTION
+from settings.checks.resumed_settings import METRICS, OPTION, is_in
 from settings.errors import InputError
 
 
@@ -44,15 +44,22 @@ def restore_or_initialize(
     settings, session, replay = setup.resolved.settings, setup.session, setup.inputs.replay
     # Loaded now: the first step's time and compilations would include it otherwise.
     _ = session.frozen_params
-    per_step = settings.rollout.prompts_per_step * jax.process_count()
-    fingerprints = {**setup.inputs.fingerprints, PROMPTS_PER_STEP: str(per_step)}
+    mini_batch = settings.algorithm.mini_batch_prompts or settings.rollout.prompts_per_step
+    fingerprints = {
+        **setup.inputs.fingerprints,
+        PROMPTS_PER_STEP: str(settings.rollout.prompts_per_step * jax.process_count()),
+        MINI_BATCH_PROMPTS: str(mini_batch * jax.process_count()),
+    }
 
     def kl_coef(saved: TrainProgress) -> float:
         if settings.algorithm.kl_target is None or saved.kl_coef is None:
             return settings.algorithm.beta
         return saved.kl_coef
 
-    restored = checkpoints.restore(fingerprints, accepted_changes=changeable_fingerprints(setup.allow_changed))
+    allowed = setup.allow_changed
+    accepted = {name for name, ways in CHANGEABLE_FINGERPRINTS.items() if any(is_in(way, allowed) for way in ways)}
+    settings_of = {name: ways[0] for name, ways in CHANGEABLE_FINGERPRINTS.items()}
+    restored = checkpoints.restore(fingerprints, accepted=accepted, settings=settings_of)
     if restored is not None:
         saved_networks, progress = restored
         if replay is not None and progress.step + 1 < min(replay.files):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -26,11 +26,25 @@ from app.runtime.model_spec import CriticSpec, ModelSpec
 from app.runtime.reward_model import RewardModelSpec
 from app.training.replay import Replay, ReplayRequest, read_replay
 from settings import Settings
-from settings.checks.resumed_settings import is_in
 
-DATA, REWARD_MODEL, PROMPTS_PER_STEP = "data", "the reward model", "rollout.prompts_per_step over all hosts"
+DATA, REWARD_MODEL = "data", "the reward model"
+PROMPTS_PER_STEP = "rollout.prompts_per_step over all hosts"
+MINI_BATCH_PROMPTS = "algorithm.mini_batch_prompts over all hosts"
 PROMPT_ORDER = "the order of prompts (run.seed, data.shuffle, data.max_prompt_length, data.overlong_prompts)"
 """Names of fingerprints."""
+
+
+CHANGEABLE_FINGERPRINTS = {
+    DATA: ("data", "run.seed"),  # The seed draws the problems of builtin:arithmetic.
+    PROMPT_ORDER: ("data", "run.seed"),
+    REWARD_MODEL: ("reward",),
+    PROMPTS_PER_STEP: ("rollout.prompts_per_step",),
+    MINI_BATCH_PROMPTS: ("algorithm.mini_batch_prompts", "rollout.prompts_per_step"),
+}
+"""Name of a fingerprint that may change in a resumed run -> settings and sections that allow it.
+
+That of a model is not among them: its arrays are those of the checkpoint.
+"""
 
 
 @dataclass(frozen=True)
@@ -128,19 +142,6 @@ def input_fingerprints(
     if reward_model is not None:
         fingerprints[REWARD_MODEL] = reward_model.files.fingerprint
     return fingerprints
-
-
-def changeable_fingerprints(allowed: Collection[str]) -> set[str]:
-    """Returns the fingerprints that may change in a resumed run if these settings and sections may.
-
-    That of a model is not among them: its arrays are those of the checkpoint.
-    """
-    sections = {name.partition(".")[0] for name in allowed}
-    changeable = {DATA, PROMPT_ORDER} if "data" in sections else set[str]()
-    # The seed also draws the problems of builtin:arithmetic.
-    changeable |= {DATA, PROMPT_ORDER} if is_in("run.seed", allowed) else set()
-    changeable |= {PROMPTS_PER_STEP} if is_in("rollout.prompts_per_step", allowed) else set()
-    return changeable | ({REWARD_MODEL} if "reward" in sections else set())
 
 
 class PromptSource(NamedTuple):
