@@ -2,7 +2,7 @@
 
     python scripts/bench/paper_scaling.py [--out FILE.json]
 
-Nothing is measured. Decoding is reckoned by `scripts/bench/cost_model.py`, FLOPs by `app/model/flops.py`,
+Nothing is measured. Decoding is reckoned by `scripts/simulate/cost_model.py`, FLOPs by `app/model/flops.py`,
 chips by `app/mesh/tpu_chips.py`; every other assumption is printed, in two sets, of which the second is the
 careful one.
 Baseline of the ratios: the historic runner, which took 12 to 13.5 s a step of Qwen2.5-3B on v6e-8 (rollout 9.5 s,
@@ -27,7 +27,7 @@ from app.mesh.tpu_chips import TpuChip, TpuSlice, parse_slice
 from app.model.architecture import Architecture
 from app.model.decoder import DecoderDefinition
 from app.model.flops import forward_flops
-from scripts.bench.cost_model import CostModel
+from scripts.simulate.cost_model import CostModel
 
 MODELS = {"0.5B": QWEN2_5_0_5B, "1.5B": QWEN2_5_1_5B, "3B": QWEN2_5_3B, "7B": QWEN2_5_7B}
 SLICES = ("v6e-8", "v4-16", "v5e-8")

@@ -6,10 +6,10 @@ import pytest
 from app.records.jsonl import write_jsonl
 from app.rollout.scheduling.events import Closed, Event, EventRecord, RowReport, SegmentEnded, Submitted, WorkerJoined
 from app.rollout.scheduling.scheduler import POLICIES
-from scripts.bench import length_traces
-from scripts.bench.cost_model import CostModel
-from scripts.bench.length_traces import TraceSample, read_trace
-from scripts.bench.simulator import SchedulerSimulator, SimulatedWorkerSpec
+from scripts.simulate import length_traces
+from scripts.simulate.cost_model import CostModel
+from scripts.simulate.length_traces import TraceSample, read_trace
+from scripts.simulate.simulator import SchedulerSimulator, SimulatedWorkerSpec
 from settings.errors import InputError
 from tests.rollout.scheduling.driving import Driven, make_scheduler, samples
 
