@@ -95,8 +95,8 @@ class SchedulerSimulator:
         workers: workers that join at the start; `join` adds others.
         max_new: maximum number of tokens of a sample.
         check: whether all invariants are checked after every event.
-        num_waves: parts in which the trace is submitted, `SUBMIT_INTERVAL_S` apart, before it is closed; 0 if the scheduler has
-        its samples.
+        num_waves: parts in which the trace is submitted, `SUBMIT_INTERVAL_S` apart, before it is closed; 0 if the
+            scheduler has its samples.
         releases: whether half of the samples are released some time after they have ended.
     """
 
