@@ -18,9 +18,9 @@ from app.preflight.memory import (
     compute_step_shapes,
     format_memory_table,
     largest_micro_batch,
+    max_rows_on_device,
     memory_by_phase,
     peak_phase,
-    rows_per_device,
     state_bytes,
 )
 from app.records.run_directory import Resume
@@ -273,6 +273,6 @@ def _summarize_plan(session: Session, plan: MicroBatchPlan, micro_batcher: Micro
     return MicroBatchSummary(
         count=len(plan.micro_batches),
         packed=micro_batcher.max_tokens_per_device is not None,
-        rows_per_device=rows_per_device(session, plan),
+        rows_per_device=max_rows_on_device(session, plan),
         tokens_per_row=largest_micro_batch(plan).shape.num_tokens,
     )

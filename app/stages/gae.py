@@ -11,6 +11,7 @@ from app.mesh import jax_startup
 from app.mesh.device_memory import peak_memory_bytes
 from app.records.jsonl import check_output_path
 from app.records.moments import Moments, whiten
+from app.records.text_format import format_bytes
 from app.stages.gae_jsonl import GaeSampleFile
 from app.stages.gae_npz import GaeMatrixFile
 from app.stages.gae_summary import AdvantageTransform
@@ -56,7 +57,7 @@ def estimate_advantages(resolved: Resolved, *, input: Path, out: Path) -> dict[s
         "compiling seconds": round(compilations.seconds, 2),
         "seconds": round(seconds, 2),
         "tokens/s": round(file.summary.num_tokens / max(seconds, 1e-9)),
-        "peak memory MiB": round(peak_memory_bytes() / 2**20),
+        "peak memory": format_bytes(peak_memory_bytes()),
         "written to": str(out),
     }
 

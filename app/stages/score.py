@@ -28,6 +28,7 @@ from app.model.decoder import Params
 from app.model.io.model_files import ModelFiles
 from app.records.jsonl import check_output_path
 from app.records.sample import Sample
+from app.records.text_format import format_bytes
 from app.runtime.batch_checks import check_host_offload
 from app.runtime.host_group import iterate_in_phase, join_hosts
 from app.runtime.micro_batching import MaxLengths, make_score_batcher, num_bootstrap_tokens
@@ -208,7 +209,7 @@ class WindowScorer:
             "compiling seconds": round(compilations.seconds, 2),
             "seconds": round(seconds, 3),
             "tokens/s": round(total["tokens"] / seconds, 1),
-            "peak memory MiB": round(peak_memory_bytes() / 2**20, 1),
+            "peak memory": format_bytes(peak_memory_bytes()),
             **self._sampler_differences(),
         }
 

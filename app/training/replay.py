@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from app.checkpoint.saved_policy import PolicyCheckpoint
 from app.records.run_directory import RunDirectory
 from app.records.sample import DROPPED_PREFIX, Prompt, Sample
+from app.records.sample_json import read_samples
 from app.reward.builtin_tasks import check_answers
 from app.runtime.model_spec import CriticSpec, ModelSpec
 from app.runtime.pinned_revisions import pin_revisions
@@ -34,7 +35,6 @@ from app.training.replay_files import (
     StepFile,
     choose_files,
     option_in_errors,
-    read_samples,
     read_step_file,
 )
 from settings import Settings, load

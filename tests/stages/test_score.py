@@ -115,7 +115,7 @@ def test_the_table_counts_what_was_laid_out(sampled: Path, tiny_model: Path, tmp
             "written to": str(tmp_path / "scored.jsonl"),
         }.items()
     )
-    measured = {"loading seconds", "compiling seconds", "compilations", "seconds", "tokens/s", "peak memory MiB"}
+    measured = {"loading seconds", "compiling seconds", "compilations", "seconds", "tokens/s", "peak memory"}
     differences = {"mean |logprob - behavior|", "max |logprob - behavior|"}
     assert all(figures[name] >= 0 for name in measured | differences)
     assert len(figures) == 8 + len(measured) + len(differences)
