@@ -33,7 +33,7 @@ from app.rollout.batch_engine import BatchShape, Footprint
 from app.runtime.reward_model import make_reward_batcher
 from app.runtime.session import Session
 from app.training.learner import Learner, LearnerGroup
-from settings.schema.settings import ScoredRole
+from settings.schema.score import ScoredRole
 
 MemoryBreakdown = dict[str, int]
 """Name of a buffer, as in `MEMORY_LABELS` -> its bytes on each device."""

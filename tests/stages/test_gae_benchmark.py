@@ -25,7 +25,7 @@ from app.stages.gae_benchmark import (
     time_interleaved,
 )
 from settings.errors import InputError
-from settings.schema.settings import AlgorithmSettings
+from settings.schema.algorithm import AlgorithmSettings
 from tests.advantage import gae_oracle
 from tests.advantage.gae_oracle import random_case
 from tests.program import here
