@@ -10,8 +10,8 @@ from typing import Any
 
 from app.records.jsonl import read_jsonl_tolerant
 from app.report.metrics_history import History, MetricsRecord, training_steps
-from settings import InputError, Settings
-from settings.loading.fields import FIELDS, value_of
+from settings.errors import InputError
+from settings.loading.fields import FIELDS
 from settings.loading.printing import from_yaml
 
 SAMPLE_FILE_PATTERN = re.compile(r"step_(\d+)\.jsonl")
@@ -69,10 +69,9 @@ class RunFiles:
 
     def non_default_settings(self) -> list[NonDefaultSetting]:
         """Returns the settings that were set or derived to another value than the default."""
-        defaults = Settings()
         chosen = []
         for name, (value, origin) in self.settings.items():
-            default = _to_json_value(value_of(defaults, name)) if name in FIELDS else None
+            default = _to_json_value(FIELDS[name].default) if name in FIELDS else None
             if origin != "default" and value != default:
                 chosen.append(NonDefaultSetting(name, value, default, origin))
         return chosen

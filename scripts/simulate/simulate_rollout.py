@@ -30,7 +30,7 @@ from app.report.slot_timeline import TimelinePanel, write_timeline
 from app.rollout.scheduling.events import EventRecord, WorkerKind
 from app.rollout.scheduling.metrics import ScheduleMetrics, schedule_metrics
 from app.rollout.scheduling.scheduler import POLICIES, Scheduler
-from app.rollout.shape_buckets import slot_shapes_from_settings
+from app.runtime.slot_shapes import slot_shapes_from_settings
 from app.stages.timeline_panel import METRIC_HEADINGS, metric_cells, timeline_panel
 from scripts.simulate import length_traces
 from scripts.simulate.cost_model import CostModel, lower_bound_s
