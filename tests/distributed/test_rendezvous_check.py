@@ -30,20 +30,20 @@ def come(member: ClusterMember, *, timeout_s: float = DEADLINE_S, tell: Callable
 def all_come(*members: ClusterMember, timeout_s: float = DEADLINE_S) -> list[str]:
     """Joins all hosts at the same time. Process 0 then listens as JAX would, because the other processes check that."""
     with ThreadPoolExecutor(len(members)) as pool:
-        told = [pool.submit(come_and_stay, member, timeout_s) for member in members]
-        return [one.result(timeout=2 * DEADLINE_S) for one in told]
+        futures = [pool.submit(come_and_stay, member, timeout_s) for member in members]
+        return [one.result(timeout=2 * DEADLINE_S) for one in futures]
 
 
 def come_and_stay(member: ClusterMember, timeout_s: float) -> str:
-    told = come(member, timeout_s=timeout_s)
-    if told or member.process_id:
-        return told
+    error = come(member, timeout_s=timeout_s)
+    if error or member.process_id:
+        return error
     host, port = member.coordinator_address.split(":")
     with socket.create_server((host, int(port))) as listener:
         listener.settimeout(DEADLINE_S)
         for _ in range(member.num_processes - 1):
             listener.accept()[0].close()
-    return told
+    return error
 
 
 def test_all_who_are_expected_come_in_any_order():
@@ -53,49 +53,49 @@ def test_all_who_are_expected_come_in_any_order():
 
 def test_a_host_that_never_comes_is_named_to_all_with_the_address_and_the_command():
     address = free_address()
-    told = all_come(ClusterMember(address, 4, 0), ClusterMember(address, 4, 2), timeout_s=4.0)
-    assert f"processes 1, 3 of 4 never came to {address} within 4 s" in told[0]
-    assert "Every host must run the same command at the same time" in told[0]
-    assert told[0].endswith(COMMAND)
+    errors = all_come(ClusterMember(address, 4, 0), ClusterMember(address, 4, 2), timeout_s=4.0)
+    assert f"processes 1, 3 of 4 never came to {address} within 4 s" in errors[0]
+    assert "Every host must run the same command at the same time" in errors[0]
+    assert errors[0].endswith(COMMAND)
     # Who waited for them heard it from process 0, or was out of patience itself a moment before.
-    assert told[1] == told[0] or f"process 0 at {address} was still waiting for others within 4 s" in told[1]
+    assert errors[1] == errors[0] or f"process 0 at {address} was still waiting for others within 4 s" in errors[1]
 
 
 def test_process_0_that_never_comes_is_named():
     address = free_address()
-    (told,) = all_come(ClusterMember(address, 2, 1), timeout_s=0.3)
-    assert f"process 0 could not be reached at {address} (Connection refused) within 0.3 s" in told
+    (error,) = all_come(ClusterMember(address, 2, 1), timeout_s=0.3)
+    assert f"process 0 could not be reached at {address} (Connection refused) within 0.3 s" in error
 
 
 def test_a_number_given_twice_stops_all_hosts():
     address = free_address()
-    told = all_come(ClusterMember(address, 3, 0), ClusterMember(address, 3, 1), ClusterMember(address, 3, 1))
-    assert len(set(told)) == 1
-    assert "mesh.process_id: 1 was given twice, on " in told[0] and "a number of its own, 0 to 2" in told[0]
+    errors = all_come(ClusterMember(address, 3, 0), ClusterMember(address, 3, 1), ClusterMember(address, 3, 1))
+    assert len(set(errors)) == 1
+    assert "mesh.process_id: 1 was given twice, on " in errors[0] and "a number of its own, 0 to 2" in errors[0]
 
 
 def test_two_that_are_both_process_0_hear_so():
     address = free_address()
-    told = all_come(ClusterMember(address, 2, 0), ClusterMember(address, 2, 0))
-    assert told[0] == told[1]
-    assert "mesh.process_id: 0 was given twice" in told[0]
+    errors = all_come(ClusterMember(address, 2, 0), ClusterMember(address, 2, 0))
+    assert errors[0] == errors[1]
+    assert "mesh.process_id: 0 was given twice" in errors[0]
 
 
 def test_hosts_started_with_other_counts_hear_both():
     address = free_address()
-    told = all_come(ClusterMember(address, 2, 0), ClusterMember(address, 3, 1))
-    assert told[0] == told[1]
-    assert "mesh.num_processes: process 0 (" in told[0] and "was started with 2, process 1 (" in told[0]
-    assert "with 3; give every host the same number" in told[0]
+    errors = all_come(ClusterMember(address, 2, 0), ClusterMember(address, 3, 1))
+    assert errors[0] == errors[1]
+    assert "mesh.num_processes: process 0 (" in errors[0] and "was started with 2, process 1 (" in errors[0]
+    assert "with 3; give every host the same number" in errors[0]
 
 
 def test_a_port_that_another_program_has_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(rendezvous_check, "LINE_TIMEOUT_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        told = come(ClusterMember(address, 2, 0))
-    assert f"mesh.coordinator_address: port {address.rpartition(':')[2]} of {address} is in use" in told
-    assert "choose another port on every host" in told
+        error = come(ClusterMember(address, 2, 0))
+    assert f"mesh.coordinator_address: port {address.rpartition(':')[2]} of {address} is in use" in error
+    assert "choose another port on every host" in error
 
 
 def test_an_address_of_another_host_is_no_place_to_listen():
@@ -113,8 +113,8 @@ def test_a_host_that_left_and_comes_again_is_no_second_one(monkeypatch: pytest.M
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(come_and_stay, ClusterMember(address, 3, 0), DEADLINE_S)
         assert "still waiting" in come(ClusterMember(address, 3, 1), timeout_s=1.0)
-        told = all_come(ClusterMember(address, 3, 1), ClusterMember(address, 3, 2))
-        assert [first.result(timeout=DEADLINE_S), *told] == ["", "", ""]
+        errors = all_come(ClusterMember(address, 3, 1), ClusterMember(address, 3, 2))
+        assert [first.result(timeout=DEADLINE_S), *errors] == ["", "", ""]
 
 
 def test_strangers_do_not_disturb(monkeypatch: pytest.MonkeyPatch):

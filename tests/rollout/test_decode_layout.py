@@ -124,7 +124,7 @@ def test_decode_weights_lie_as_their_shapes_say():
 
 
 def test_workers_and_split_weights_exclude_each_other():
-    asked = load(None, ["rollout.decode_layout=fsdp", "rollout.scheduler=adaptive"], {})
+    resolved = load(None, ["rollout.decode_layout=fsdp", "rollout.scheduler=adaptive"], {})
     with pytest.raises(InputError, match=r"rollout\.decode_layout = 'fsdp' \(from --set\): rollout\.scheduler = "):
-        check_for_train(asked)
+        check_for_train(resolved)
     check_for_train(load(None, ["rollout.decode_layout=fsdp", "rollout.slots=8"], {}))

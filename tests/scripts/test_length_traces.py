@@ -79,10 +79,10 @@ def test_samples_that_were_dropped_are_in_no_trace(tmp_path: Path) -> None:
         TraceSample("p0/s1", "p0", 1, 5, 10),
         TraceSample("p0/s2", "p0", 2, 9, 10),
     ]
-    told = {"prompt_token_ids": [1], "finish_reason": "stop"}
-    broken = {"uid": "a/s0", **told, "completion_token_ids": [], "finish_reason": "dropped:non-finite logits"}
+    fields = {"prompt_token_ids": [1], "finish_reason": "stop"}
+    broken = {"uid": "a/s0", **fields, "completion_token_ids": [], "finish_reason": "dropped:non-finite logits"}
     path = tmp_path / "samples.jsonl"
-    write_jsonl(path, [broken, {"uid": "a/s1", **told, "completion_token_ids": [3]}])
+    write_jsonl(path, [broken, {"uid": "a/s1", **fields, "completion_token_ids": [3]}])
     assert read_trace(path) == [TraceSample("a/s1", "a", 1, 1, 1)]
 
 

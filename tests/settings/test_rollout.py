@@ -96,15 +96,15 @@ def test_the_defaults_can_be_scheduled(check) -> None:
 
 
 def test_training_does_not_run_a_lease_out() -> None:
-    asked = ["rollout.scheduler=adaptive", "rollout.max_staleness=1", "rollout.workers.lease_s=60"]
+    chosen = ["rollout.scheduler=adaptive", "rollout.max_staleness=1", "rollout.workers.lease_s=60"]
     with pytest.raises(InputError, match="lease_s null, or"):
-        check_for_train(load(None, asked, {}))
+        check_for_train(load(None, chosen, {}))
 
 
 def test_actors_always_have_a_lease_and_may_have_one_beside_training() -> None:
-    asked = ["rollout.pool=ray", "rollout.scheduler=adaptive", "rollout.max_staleness=1"]
-    resolved = load(None, [*asked, "rollout.ray.heavy.resources={large_memory: 1}"], {})
+    chosen = ["rollout.pool=ray", "rollout.scheduler=adaptive", "rollout.max_staleness=1"]
+    resolved = load(None, [*chosen, "rollout.ray.heavy.resources={large_memory: 1}"], {})
     check_for_train(resolved)
     assert resolved.settings.rollout.workers.lease_s == 600 and resolved.origin("rollout.workers.lease_s") == "derived"
     assert resolved.settings.rollout.ray.heavy.resources == {"large_memory": 1.0}
-    check_for_train(load(None, [*asked, "rollout.workers.lease_s=60"], {}))
+    check_for_train(load(None, [*chosen, "rollout.workers.lease_s=60"], {}))
