@@ -36,57 +36,42 @@ LAYERS: tuple[frozenset[str], ...] = (
 LAYER_OF = {package: number for number, packages in enumerate(LAYERS) for package in packages}
 
 SETTINGS_BELOW_RUNTIME = {
-    "app.update": {
-        "settings.schema.optimizer.OptimizerSettings",  # the numbers of AdamW and its schedule
-        "settings.schema.score.ScoredRole",  # a literal
-    },
+    # The numbers of AdamW and its schedule; a literal.
+    "app.update": {"schema.optimizer.OptimizerSettings", "schema.score.ScoredRole"},
     "app.rollout": {
-        "settings.schema.rollout.SegmentSettings",  # the numbers of the rule for the length of segments
-        "settings.schema.rollout.PdsrSettings",  # the numbers of the scheduling policies
-        "settings.schema.rollout.DecodeLayout",  # a literal
-        "settings.schema.lora.Quantization",  # a literal
-        "settings.schema.mesh.MeshSettings",  # a Ray actor makes a mesh of its own
+        # The numbers of the policies and of the length of segments; two literals; a Ray actor makes a mesh of its own.
+        *("schema.rollout.PdsrSettings", "schema.rollout.SegmentSettings", "schema.rollout.DecodeLayout"),
+        *("schema.lora.Quantization", "schema.mesh.MeshSettings"),
     },
-    "app.prompts": {
-        "settings.schema.data.DataSettings",  # source, split and columns of the data sets
-    },
-    "app.model": {
-        "settings.schema.rollout.DecodeLayout",  # a literal
-        "settings.schema.lora.Quantization",  # a literal
-    },
+    # Source, split and columns of the data sets.
+    "app.prompts": {"schema.data.DataSettings"},
+    # Two literals.
+    "app.model": {"schema.rollout.DecodeLayout", "schema.lora.Quantization"},
     "app.mesh": {
-        "settings.schema.mesh.MeshSettings",  # shape, platform and hosts
-        "settings.schema.rollout.WorkerPoolSettings",  # number and devices of the workers of a kind
-        "settings.loading.fields.did_you_mean",  # suggestions for a misspelled slice
-        "settings.loading.fields.nearest_names",
+        # Shape, platform and hosts; devices of the workers of a kind; suggestions for the misspelled name of a slice.
+        *("schema.mesh.MeshSettings", "schema.rollout.WorkerPoolSettings"),
+        *("loading.fields.did_you_mean", "loading.fields.nearest_names"),
     },
     "app.reward": {
-        "settings.schema.reward.RewardSettings",  # the reward functions and their limits
-        "settings.schema.reward.RewardFunctionSettings",  # one of them
-        "settings.schema.reward.MODEL_REWARD",  # names
-        "settings.schema.reward.OVERLONG_REWARD",
+        # The reward functions and their limits; two names.
+        *("schema.reward.RewardSettings", "schema.reward.RewardFunctionSettings"),
+        *("schema.reward.MODEL_REWARD", "schema.reward.OVERLONG_REWARD"),
     },
-    "app.report": {
-        "settings.loading.fields.FIELDS",  # defaults, beside the saved settings of a run
-        "settings.loading.printing.from_yaml",  # the saved settings of a run
-    },
+    # The saved settings of a run, beside the defaults.
+    "app.report": {"loading.fields.FIELDS", "loading.printing.from_yaml"},
     "app.distributed": {
-        "settings.Resolved",  # hosts compare all their settings, and errors say where each was set
-        "settings.loading.fields.FIELDS",
-        "settings.loading.fields.value_of",
-        "settings.schema.reward.RewardFunctionSettings",  # the files of plug-ins
-        "settings.schema.watchdog.WatchdogSettings",  # seconds of each phase
+        # Hosts compare all their settings and the files of their plug-ins; the watchdog's seconds of each phase.
+        *("Resolved", "loading.fields.FIELDS", "loading.fields.value_of"),
+        *("schema.reward.RewardFunctionSettings", "schema.watchdog.WatchdogSettings"),
     },
     "app.records": {
-        "settings.Resolved",  # the settings that a run saves
-        "settings.loading.printing.from_yaml",
-        "settings.checks.resumed_settings.SettingChange",  # differences between the saved settings of sessions
-        "settings.checks.resumed_settings.changed_settings",
-        "settings.schema.run.RunSettings",  # the folder of a run
+        # The folder of a run, the settings that it saves, and how those of its sessions differ.
+        *("schema.run.RunSettings", "Resolved", "loading.printing.from_yaml"),
+        *("checks.resumed_settings.SettingChange", "checks.resumed_settings.changed_settings"),
     },
 }
-"""Package below `app.runtime` -> what it imports from `settings` besides `settings.errors`: names, literals and single
-sections that serve as small records; the whole settings only where they are compared or saved."""
+"""Package below `app.runtime` -> what it imports from `settings` besides `settings.errors`, and why: names, literals and
+single sections that serve as small records; the whole settings only where they are compared or saved."""
 
 JAX_FAMILY = {"jax", "jaxlib", "flax", "optax", "orbax"}
 
@@ -237,18 +222,13 @@ def test_imports_follow_the_order_of_the_layers(module: str) -> None:
 
 
 def test_packages_below_runtime_take_only_small_records_from_the_settings() -> None:
-    used = {
-        package: {
-            found.target
-            for module, source in SOURCES.items()
-            if package_of(module) == package
-            for found in find_imports(ast.parse(source))
-            if package_of(found.target) == "settings" and not found.target.startswith("settings.errors.")
-        }
-        for packages in LAYERS[LAYER_OF["app.runtime"] + 1 : LAYER_OF["settings"]]
-        for package in packages
-    }
-    assert {package: targets for package, targets in used.items() if targets} == SETTINGS_BELOW_RUNTIME
+    below = {package for package, layer in LAYER_OF.items() if LAYER_OF["app.runtime"] < layer < LAYER_OF["settings"]}
+    used: dict[str | None, set[str]] = {}
+    for module, source in SOURCES.items():
+        for found in find_imports(ast.parse(source)) if package_of(module) in below else ():
+            if found.target.startswith("settings.") and not found.target.startswith("settings.errors."):
+                used.setdefault(package_of(module), set()).add(found.target.removeprefix("settings."))
+    assert used == SETTINGS_BELOW_RUNTIME
 
 
 @pytest.mark.parametrize("module", SOURCES)
