@@ -70,8 +70,8 @@ SETTINGS_BELOW_RUNTIME = {
         *("checks.resumed_settings.SettingChange", "checks.resumed_settings.changed_settings"),
     },
 }
-"""Package below `app.runtime` -> what it imports from `settings` besides `settings.errors`, and why: names, literals and
-single sections that serve as small records; the whole settings only where they are compared or saved."""
+"""Package below `app.runtime` -> what it imports from `settings` besides `settings.errors`, and why: names, literals,
+single sections that serve as small records, and the whole settings only where they are compared or saved."""
 
 JAX_FAMILY = {"jax", "jaxlib", "flax", "optax", "orbax"}
 
