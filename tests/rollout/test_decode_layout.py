@@ -107,7 +107,7 @@ def test_a_launch_foresees_what_the_compiled_steps_move():
     assert moved == whole - held
     settings = load(None, ["rollout.decode_layout=fsdp"], {}).settings
     (line,) = weight_gather_notes(settings, DEFINITION, mesh)
-    assert line.startswith("warning: rollout.decode_layout: fsdp moves 0.1 MiB of weights into each device")
+    assert line.startswith("warning: rollout.decode_layout: fsdp moves 60.0 KiB of weights into each device")
     assert weight_gather_notes(settings, DEFINITION, make_mesh()) == ()
     assert weight_gather_notes(Settings(), DEFINITION, mesh) == ()
 
