@@ -78,11 +78,11 @@ make_scratch() {
     trap 'rm -rf "$scratch"' EXIT
 }
 
-# tpu VERB ARGUMENTS...: one command of `gcloud compute tpus tpu-vm` in the TPU's zone and project.
+# tpu SUBCOMMAND ARGUMENTS...: one command of `gcloud compute tpus tpu-vm` in the TPU's zone and project.
 tpu() {
-    local verb=$1
+    local subcommand=$1
     shift
-    gcloud compute tpus tpu-vm "$verb" "$@" --zone="$tpu_zone" ${tpu_project:+"--project=$tpu_project"} --quiet
+    gcloud compute tpus tpu-vm "$subcommand" "$@" --zone="$tpu_zone" ${tpu_project:+"--project=$tpu_project"} --quiet
 }
 
 # on_worker NUMBER COMMAND: a connection that is gone ends within a minute, instead of never.

@@ -79,21 +79,21 @@ class Found:
         return samples
 
 
-def told(samples: list[Sample]) -> list[tuple[str, list[int], str]]:
+def describe(samples: list[Sample]) -> list[tuple[str, list[int], str]]:
     return [(s.uid, s.completion_ids.tolist(), s.finish_reason) for s in samples]
 
 
 def counted(most: int) -> Callable[[], bool]:
     """Returns a stop check that becomes true after this many calls."""
-    asked = iter(range(most))
-    return lambda: next(asked, None) is None
+    calls = iter(range(most))
+    return lambda: next(calls, None) is None
 
 
-def stopped(found: Found, way: str, asked: Callable[[], bool]) -> str:
+def stopped(found: Found, way: str, stop_requested: Callable[[], bool]) -> str:
     """Returns how a rollout that is stopped ends."""
     session = found.session(way)
     weights = session.engine.to_decode_weights(session.load_params())
-    session.stop_when(asked)
+    session.stop_when(stop_requested)
     try:
         session.sample(weights, found.prompts, policy_version=1)
     except StoppedError:
@@ -131,31 +131,31 @@ def taken(found: Found) -> dict[str, Any]:
 def main(model: str, out: str, *options: str) -> None:
     found = Found(Path(model), *options[1::2])  # behind each --set
     is_second = jax.process_index() == 1
-    told_of: dict[str, Any] = {"taken": taken(found)}
+    results: dict[str, Any] = {"taken": taken(found)}
     for way in WAYS:
         samples = found.samples(way)
-        told_of[way] = told(samples)
-        told_of[f"workers of {way}"] = sorted({s.worker for s in samples})
-    told_of["sync"] = told(found.samples_under_sync())
+        results[way] = describe(samples)
+        results[f"workers of {way}"] = sorted({s.worker for s in samples})
+    results["sync"] = describe(found.samples_under_sync())
     # An island waits for nobody: the first host generates a second time, and the other does not.
     session = found.session("island")
     weights = session.engine.to_decode_weights(session.load_params())
     if is_second:
-        told_of["alone"] = told(session.sample(weights, found.prompts[:1], policy_version=1))
+        results["alone"] = describe(session.sample(weights, found.prompts[:1], policy_version=1))
     # Weights that another version makes cost one run of the program that is there.
     with closing(CompilationCounter()) as compilations:
         session.engine.to_decode_weights(session.load_params())
-        told_of["compilations of a second version"] = compilations.take_count()
+        results["compilations of a second version"] = compilations.take_count()
     engine_room.SEGMENT_STEPS = 5
-    told_of["in segments"] = told(found.samples("global"))
+    results["in segments"] = describe(found.samples("global"))
     # One host is asked; in one batch all of them end.
-    told_of["asked"] = {
+    results["stopped"] = {
         way: stopped(found, way, counted(2) if is_second else counted(1000)) for way in ("global", "island", "adaptive")
     }
-    told_of["together again"] = [
+    results["together again"] = [
         json.loads(one) for one in gather_bytes_over_hosts(json.dumps(jax.process_index()).encode())
     ]
-    Path(out).write_text(json.dumps(told_of))
+    Path(out).write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

@@ -164,8 +164,8 @@ def test_bad_input_is_one_message_on_stderr_and_exit_code_2(
     ("place", "is_in_run"),
     [
         *((place, True) for place in (".", "checkpoints", "checkpoints/2", "rollouts/step_000001.jsonl")),
-        *((place, True) for place in ("eval/step_000002.jsonl", "credited.jsonl")),
-        *((place, False) for place in ("mine/credited.jsonl", "checkpoints/2/progress", "../credited.jsonl")),
+        *((place, True) for place in ("eval/step_000002.jsonl", "advantages.jsonl")),
+        *((place, False) for place in ("mine/advantages.jsonl", "checkpoints/2/progress", "../advantages.jsonl")),
     ],
 )
 def test_a_path_in_the_folders_of_a_run_uses_its_settings(

@@ -105,7 +105,7 @@ class UserFolder:
 
     path: Path
     installed: Path
-    """Returns the folder in which Python finds `grpo`."""
+    """The folder in which Python finds `grpo`."""
 
     def run(self, script: str, *arguments: str) -> str:
         """Runs a script in another folder, like a console script, and returns its output."""

@@ -72,9 +72,9 @@ def words_and_environment(command: str) -> tuple[list[str], dict[str, str]]:
 
 def check_settings(words: list[str], environment: dict[str, str]) -> None:
     """Raises InputError if the command would stop at the checks of its settings."""
-    _, verb, *arguments = words
-    options = get_group(cli.app).commands[verb].make_context(verb, arguments).params
-    check = next((check for option, check in OTHERWISE.items() if options.get(option)), CHECKS[verb])
+    _, subcommand, *arguments = words
+    options = get_group(cli.app).commands[subcommand].make_context(subcommand, arguments).params
+    check = next((check for option, check in OTHERWISE.items() if options.get(option)), CHECKS[subcommand])
     check(load(options["config"], options["overrides"] or [], environment))
 
 

@@ -93,13 +93,13 @@ def _format_fact(fact: Fact) -> str:
 
 def _setting_facts(resolved: Resolved) -> Facts:
     return {
-        field: Fact(_format_value(value_of(resolved.settings, field)), resolved.origin(field))
+        field: Fact(_text_or_repr(value_of(resolved.settings, field)), resolved.origin(field))
         for field in FIELDS
         if field not in PER_HOST_SETTINGS
     }
 
 
-def _format_value(value: object) -> str:
+def _text_or_repr(value: object) -> str:
     return value if isinstance(value, str) else repr(value)
 
 

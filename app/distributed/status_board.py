@@ -43,7 +43,7 @@ class StatusBoard:
         self._notices: dict[tuple[str, int], str] = {}
         self._outgoing: SimpleQueue[tuple[str, str] | None] = SimpleQueue()
         # A daemon thread: an unanswered call to process 0 must not prevent this process from exiting.
-        self._thread = threading.Thread(target=self._sync_loop, name="bulletin", daemon=True)
+        self._thread = threading.Thread(target=self._sync_loop, name="status-board", daemon=True)
 
     def __enter__(self) -> StatusBoard:
         if self._store is not None:

@@ -12,7 +12,7 @@ from typing import IO, NamedTuple
 
 from app.distributed.shutdown import EXITING_TOPIC, exit_delay_s
 from app.distributed.status_board import StatusBoard
-from settings.schema.watchdog import WatchdogSettings as Limits
+from settings.schema.watchdog import WatchdogSettings
 
 EXIT_CODE = 70
 STDERR_FD = 2
@@ -50,7 +50,7 @@ class Watchdog:
         status_board: board for the notice that makes the other hosts show their stack traces too.
     """
 
-    def __init__(self, limits: Limits, crash_dir: Path, status_board: StatusBoard):
+    def __init__(self, limits: WatchdogSettings, crash_dir: Path, status_board: StatusBoard):
         self.step = 0
         """Current step; 0 before the first."""
         self._limits = limits

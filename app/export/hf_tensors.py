@@ -55,7 +55,7 @@ _jitted_layer_slice = jax.jit(lambda stacked, layer: jax.lax.dynamic_slice_in_di
 
 
 def to_hf_layout(tensor: np.ndarray, path: ParamPath, file_shape: tuple[int, ...]) -> np.ndarray:
-    """Inverts `hf_weights.from_file_layout`: turns our `[*in, *out]` kernel into the file's `[out, in]` matrix."""
+    """Inverts `hf_weights.from_hf_layout`: turns our `[*in, *out]` kernel into the file's `[out, in]` matrix."""
     if path[-1] == "kernel":
         return tensor.reshape(file_shape[::-1]).T
     return tensor.reshape(file_shape)

@@ -77,7 +77,7 @@ def constrain(x: Array, *dims: str) -> Array:
     return jax.lax.with_sharding_constraint(x, partition_spec(dims, x.shape, mesh))
 
 
-def rows_per_device(num_rows: int) -> int:
+def row_shard_size(num_rows: int) -> int:
     """Returns the number of an array's rows on each device of the current mesh."""
     mesh = jax.sharding.get_abstract_mesh()
     num_shards = 1 if mesh.empty else axis_size(mesh, LOGICAL_AXIS_RULES["rows"])

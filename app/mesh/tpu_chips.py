@@ -29,7 +29,6 @@ class TpuChip:
     hbm_bytes: int
     flops: float
     """Peak dense bfloat16 FLOPs per second."""
-    hbm_bytes_per_s: float
     ici_bytes_per_s: float
     """Outgoing bandwidth of a chip over all its links; the incoming bandwidth is the same."""
     dcn_bytes_per_s_per_host: float
@@ -46,10 +45,10 @@ TPU_CHIPS: Mapping[str, TpuChip] = MappingProxyType(
     {
         chip.name: chip
         for chip in (
-            TpuChip("v4", "TPU v4", 32 * GIB, 275e12, 1.2e12, 300e9, 25e9, 4, 2, 4),
-            TpuChip("v5e", "TPU v5 lite", 16 * GIB, 197e12, 819e9, 200e9, 12.5e9, 4, 1, 8),
-            TpuChip("v5p", "TPU v5", 95 * GIB, 459e12, 2765e9, 600e9, 25e9, 4, 2, 4),
-            TpuChip("v6e", "TPU v6 lite", 32 * GIB, 918e12, 1638e9, 400e9, 50e9, 4, 1, 8),
+            TpuChip("v4", "TPU v4", 32 * GIB, 275e12, 300e9, 25e9, 4, 2, 4),
+            TpuChip("v5e", "TPU v5 lite", 16 * GIB, 197e12, 200e9, 12.5e9, 4, 1, 8),
+            TpuChip("v5p", "TPU v5", 95 * GIB, 459e12, 600e9, 25e9, 4, 2, 4),
+            TpuChip("v6e", "TPU v6 lite", 32 * GIB, 918e12, 400e9, 50e9, 4, 1, 8),
         )
     }
 )

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from app.mesh.axis_rules import constrain, rows_per_device
+from app.mesh.axis_rules import constrain, row_shard_size
 from app.model.decoder import Decoder, LMHead
 from app.model.segment_layout import SegmentLayout
 
@@ -187,6 +187,6 @@ def completion_logprobs(
         targets,
         target_mask,
         temperature=temperature,
-        chunk=max(1, logits_chunk // rows_per_device(targets.shape[0])),
+        chunk=max(1, logits_chunk // row_shard_size(targets.shape[0])),
         entropy_fn=entropy_fn,
     )

@@ -15,12 +15,13 @@ from app.mesh.device_mesh import num_hosts
 from app.mesh.devices import device_kind, simulated_slice
 from app.preflight.memory import (
     MemoryBreakdown,
+    StepShapes,
     compute_step_shapes,
     format_memory_table,
     largest_micro_batch,
+    max_rows_on_device,
     memory_by_phase,
     peak_phase,
-    rows_per_device,
     state_bytes,
 )
 from app.records.run_directory import Resume
@@ -28,8 +29,9 @@ from app.records.text_format import format_bytes, format_table
 from app.runtime.reward_model import make_reward_batcher
 from app.runtime.session import Session
 from app.tracking.flops import NO_TOKENS, TokenCounts, make_step_flops
+from app.training.learner import LearnerGroup
 from app.training.replay import ReplayRequest
-from app.training.setup import prepare_run
+from app.training.setup import RunSetup, prepare_run
 from settings import Resolved
 from settings.checks.unused_settings import launch_notices
 
@@ -203,76 +205,103 @@ def make_dry_run_report(
     """
     with prepare_run(resolved, resume=resume, replay_request=replay_request, allow_changed=allow_changed) as launch:
         learning, inputs = launch.make_learner_group(), launch.inputs
-        settings, session, reward_model = launch.resolved.settings, launch.session, inputs.reward_model
-        generates = inputs.replay is None
-        shapes = compute_step_shapes(
-            session, learning, inputs.prompts, inputs.eval_prompts, reward_model, generates=generates
-        )
+        generates, prompts = inputs.replay is None, (inputs.prompts, inputs.eval_prompts)
+        shapes = compute_step_shapes(launch.session, learning, *prompts, inputs.reward_model, generates=generates)
         if jax.process_index():
             return None
-        definition, mesh, steps = session.model_spec.policy_definition, session.mesh, launch.steps
-        prompts_per_step = settings.rollout.prompts_per_step * num_hosts(mesh)
-        samples_per_step = prompts_per_step * settings.rollout.group_size
-        mean_prompt = sum(len(prompt.token_ids) for prompt in inputs.prompts) / len(inputs.prompts)
-        tokens = TokenCounts(round(samples_per_step * mean_prompt), samples_per_step * settings.rollout.max_new_tokens)
-        warmup = settings.critic.warmup_steps if settings.has_critic else 0
-        critic_update = reward = None
-        memory = memory_by_phase(session, learning, shapes, reward_model)
-        if shapes.critic_update and learning.critic:
-            critic_update = _summarize_plan(session, shapes.critic_update, learning.critic.updater.micro_batcher)
-        if shapes.reward and reward_model:
-            reward = _summarize_plan(session, shapes.reward, make_reward_batcher(settings, reward_model.architecture))
-        flops = make_step_flops(settings, session).total(sampled=NO_TOKENS if inputs.replay else tokens, learned=tokens)
         return DryRunReport(
-            directory=str(launch.run.path),
-            notes=(*launch_notices(launch.resolved), *launch.notes),
-            model=settings.model.path,
-            family=session.model_spec.architecture.family,
-            dtype=settings.model.dtype,
-            num_parameters=definition.num_parameters,
-            num_trained_parameters=definition.num_trainable,
-            mesh=dict(mesh.shape),
-            device_kind=device_kind(mesh.devices.flat[0]),
-            num_devices=mesh.size,
-            num_hosts=num_hosts(mesh),
-            is_pretended=simulated_slice() is not None,
-            data=inputs.data_report,
-            num_prompts=len(inputs.prompts),
-            num_held_out=len(inputs.eval_prompts),
-            steps=len(steps),
-            optimizer_steps=sum(step > warmup for step in steps) * settings.updates_per_step,
-            epochs_of_data=len(steps) * prompts_per_step / len(inputs.prompts),
-            max_rounds_per_step=learning.max_rounds,
-            prompts_per_step=prompts_per_step,
-            samples_per_step=samples_per_step,
-            prompt_tokens_per_step=tokens.prompt,
-            max_completion_tokens_per_step=tokens.completion,
-            max_flops_per_step=flops,
-            mini_batches_per_step=settings.num_mini_batches,
-            epochs_per_step=settings.algorithm.epochs,
-            max_staleness=settings.rollout.max_staleness,
-            rollout=None if shapes.rollout is None else shapes.rollout._asdict(),
-            evaluation=None if shapes.evaluation is None else shapes.evaluation._asdict(),
-            score={
-                role: _summarize_plan(session, plan, learning.score_batchers[role])
-                for role, plan in shapes.scores.items()
-            },
-            update=_summarize_plan(session, shapes.update, learning.policy.updater.micro_batcher),
-            critic_update=critic_update,
-            num_critic_parameters=session.critic.spec.definition.num_parameters if session.critic else 0,
-            reward_model=reward,
-            num_reward_model_parameters=reward_model.definition.num_parameters if reward_model else 0,
-            memory=memory,
-            peak_bytes=sum(memory[peak_phase(memory)].values()),
-            available_bytes=device_memory_bytes(),
-            checkpoint_bytes=state_bytes(learning),
+            **_run_fields(launch),
+            **_step_fields(launch, learning),
+            **_shape_fields(launch, learning, shapes),
+            **_memory_fields(launch, learning, shapes),
         )
+
+
+def _run_fields(launch: RunSetup) -> dict[str, Any]:
+    """Returns the fields of the whole run: its networks, devices and data."""
+    settings, session, inputs = launch.resolved.settings, launch.session, launch.inputs
+    definition, mesh, reward_model = session.model_spec.policy_definition, session.mesh, inputs.reward_model
+    return {
+        "directory": str(launch.run.path),
+        "notes": (*launch_notices(launch.resolved), *launch.notes),
+        "model": settings.model.path,
+        "family": session.model_spec.architecture.family,
+        "dtype": settings.model.dtype,
+        "num_parameters": definition.num_parameters,
+        "num_trained_parameters": definition.num_trainable,
+        "num_critic_parameters": session.critic.spec.definition.num_parameters if session.critic else 0,
+        "num_reward_model_parameters": reward_model.definition.num_parameters if reward_model else 0,
+        "mesh": dict(mesh.shape),
+        "device_kind": device_kind(mesh.devices.flat[0]),
+        "num_devices": mesh.size,
+        "num_hosts": num_hosts(mesh),
+        "is_pretended": simulated_slice() is not None,
+        "data": inputs.data_report,
+        "num_prompts": len(inputs.prompts),
+        "num_held_out": len(inputs.eval_prompts),
+    }
+
+
+def _step_fields(launch: RunSetup, learning: LearnerGroup) -> dict[str, Any]:
+    """Returns the numbers of steps, and of the prompts, tokens and FLOPs of one step."""
+    settings, session, inputs = launch.resolved.settings, launch.session, launch.inputs
+    prompts_per_step = settings.rollout.prompts_per_step * num_hosts(session.mesh)
+    samples_per_step = prompts_per_step * settings.rollout.group_size
+    mean_prompt = sum(len(prompt.token_ids) for prompt in inputs.prompts) / len(inputs.prompts)
+    tokens = TokenCounts(round(samples_per_step * mean_prompt), samples_per_step * settings.rollout.max_new_tokens)
+    flops = make_step_flops(settings, session).total(sampled=NO_TOKENS if inputs.replay else tokens, learned=tokens)
+    warmup = settings.critic.warmup_steps if settings.has_critic else 0
+    return {
+        "steps": len(launch.steps),
+        "optimizer_steps": sum(step > warmup for step in launch.steps) * settings.updates_per_step,
+        "epochs_of_data": len(launch.steps) * prompts_per_step / len(inputs.prompts),
+        "max_rounds_per_step": learning.max_rounds,
+        "prompts_per_step": prompts_per_step,
+        "samples_per_step": samples_per_step,
+        "prompt_tokens_per_step": tokens.prompt,
+        "max_completion_tokens_per_step": tokens.completion,
+        "max_flops_per_step": flops,
+        "mini_batches_per_step": settings.num_mini_batches,
+        "epochs_per_step": settings.algorithm.epochs,
+        "max_staleness": settings.rollout.max_staleness,
+    }
+
+
+def _shape_fields(launch: RunSetup, learning: LearnerGroup, shapes: StepShapes) -> dict[str, Any]:
+    """Returns the sizes of the rollout and of the micro-batches of each pass."""
+    session, reward_model = launch.session, launch.inputs.reward_model
+    critic_update = reward = None
+    if shapes.critic_update and learning.critic:
+        critic_update = _summarize_plan(session, shapes.critic_update, learning.critic.updater.micro_batcher)
+    if shapes.reward and reward_model:
+        micro_batcher = make_reward_batcher(launch.resolved.settings, reward_model.architecture)
+        reward = _summarize_plan(session, shapes.reward, micro_batcher)
+    return {
+        "rollout": None if shapes.rollout is None else shapes.rollout._asdict(),
+        "evaluation": None if shapes.evaluation is None else shapes.evaluation._asdict(),
+        "score": {
+            role: _summarize_plan(session, plan, learning.score_batchers[role]) for role, plan in shapes.scores.items()
+        },
+        "update": _summarize_plan(session, shapes.update, learning.policy.updater.micro_batcher),
+        "critic_update": critic_update,
+        "reward_model": reward,
+    }
+
+
+def _memory_fields(launch: RunSetup, learning: LearnerGroup, shapes: StepShapes) -> dict[str, Any]:
+    memory = memory_by_phase(launch.session, learning, shapes, launch.inputs.reward_model)
+    return {
+        "memory": memory,
+        "peak_bytes": sum(memory[peak_phase(memory)].values()),
+        "available_bytes": device_memory_bytes(),
+        "checkpoint_bytes": state_bytes(learning),
+    }
 
 
 def _summarize_plan(session: Session, plan: MicroBatchPlan, micro_batcher: MicroBatcher) -> MicroBatchSummary:
     return MicroBatchSummary(
         count=len(plan.micro_batches),
         packed=micro_batcher.max_tokens_per_device is not None,
-        rows_per_device=rows_per_device(session, plan),
+        rows_per_device=max_rows_on_device(session, plan),
         tokens_per_row=largest_micro_batch(plan).shape.num_tokens,
     )

@@ -33,7 +33,7 @@ from app.rollout.batch_engine import BatchShape, Footprint
 from app.runtime.reward_model import make_reward_batcher
 from app.runtime.session import Session
 from app.training.learner import Learner, LearnerGroup
-from settings.schema.settings import ScoredRole
+from settings.schema.score import ScoredRole
 
 MemoryBreakdown = dict[str, int]
 """Name of a buffer in `MEMORY_LABELS` -> its bytes on each device."""
@@ -235,7 +235,7 @@ def pass_memory(
     Args:
         gradient_copies: copies of a weight's gradient in a backward pass; None for a pass without gradients.
     """
-    settings, architecture, rows = session.settings.model, network.architecture, rows_per_device(session, plan)
+    settings, architecture, rows = session.settings.model, network.architecture, max_rows_on_device(session, plan)
     shape, has_gradients = largest_micro_batch(plan).shape, gradient_copies is not None
     table, layer = _gathered_weight_bytes(network.definition, session.mesh)
     copies = (session.mesh.shape["fsdp"] > 1) + (gradient_copies or 0)
@@ -295,7 +295,7 @@ def largest_micro_batch(plan: MicroBatchPlan) -> MicroBatch:
     return max(plan.micro_batches, key=lambda one: len(one.rows) * one.shape.num_tokens)
 
 
-def rows_per_device(session: Session, plan: MicroBatchPlan) -> int:
+def max_rows_on_device(session: Session, plan: MicroBatchPlan) -> int:
     """Returns the rows of the largest micro-batch on each device."""
     return len(largest_micro_batch(plan).rows) // num_local_row_shards(session.mesh)
 

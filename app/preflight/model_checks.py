@@ -161,8 +161,8 @@ def check_reward_functions(
         judges_correctness = name == MATH_VERIFY or (is_task_reward(name) and not name.endswith(FORMAT_SUFFIX))
         if has_answer and judges_correctness and (right or 0.0) <= (others or 0.0):
             constant.append(name)
-        reference = f"{_format_value(right)} for the reference answer, " if has_answer else ""
-        texts.append(f"{name}: {reference}{_format_value(others)} for others")
+        reference = f"{_format_reward(right)} for the reference answer, " if has_answer else ""
+        texts.append(f"{name}: {reference}{_format_reward(others)} for others")
     found = f"{'; '.join(texts)}{plugins}"
     if constant:
         advice = f"check data.answer_column, and whether {', '.join(constant)} fits the data"
@@ -171,7 +171,7 @@ def check_reward_functions(
         recorder.ok("reward", found)
 
 
-def _format_value(value: float | None) -> str:
+def _format_reward(value: float | None) -> str:
     return "nothing" if value is None else f"{value:g}"
 
 
@@ -189,5 +189,5 @@ def check_reward_model(
     if failed:
         recorder.fail("reward model", failed[0])
         return
-    values = ", ".join(_format_value(outcome.value) for outcome in outcomes)
+    values = ", ".join(_format_reward(outcome.value) for outcome in outcomes)
     recorder.ok("reward model", f"{session.settings.reward.model}: {values} for the same answers, in order")

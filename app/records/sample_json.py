@@ -5,7 +5,7 @@ Every float32 is written as the float64 of the same value, so it comes back bit 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -126,15 +126,18 @@ def sample_to_record(sample: Sample) -> dict[str, Any]:
     return record | dict(sample.extra)
 
 
-def read_samples(path: str | Path) -> Iterator[tuple[str, Sample]]:
+def read_samples(path: str | Path, *, ignored_fields: Container[str] = ()) -> Iterator[tuple[str, Sample]]:
     """Yields (`FILE:LINE`, sample) for every line of a sample file; unknown fields go to `Sample.extra`.
+
+    Ignored fields are dropped before they are parsed.
 
     Raises:
         InputError: as `read_jsonl` and `sample_from_record`.
     """
     for line, record in read_jsonl(path):
         where = f"{path}:{line}"
-        yield where, sample_from_record(record, where=where)
+        kept = {name: value for name, value in record.items() if name not in ignored_fields}
+        yield where, sample_from_record(kept, where=where)
 
 
 def sample_from_record(record: Mapping[str, Any], *, where: str) -> Sample:

@@ -40,10 +40,10 @@ def report_page(run: RunFiles, plots: Mapping[str, RenderedPlot | None], alerts:
         alerts=alerts,
         panels=[(panel, plots[panel.name]) for panel in PANELS],
         chosen=[
-            (s.name, _format_value(s.value), _format_value(s.default), s.origin) for s in run.non_default_settings()
+            (s.name, _text_or_json(s.value), _text_or_json(s.default), s.origin) for s in run.non_default_settings()
         ],
         changes=[
-            (step, change.name, _format_value(change.before), _format_value(change.after))
+            (step, change.name, _text_or_json(change.before), _text_or_json(change.after))
             for step, change in run.setting_changes
         ],
         session_columns=(*SESSION_COLUMNS, *(c for c in REPLAY_COLUMNS if any(c in one for one in run.sessions))),
@@ -107,5 +107,5 @@ def _content_hash(text: str) -> str:
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
-def _format_value(value: Any) -> str:
+def _text_or_json(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

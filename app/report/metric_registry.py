@@ -281,7 +281,7 @@ METRICS = (
         "always low if the samples of a prompt differ as much as those of different prompts"),
     Metric("perf/rollout/breaker_trips", "number of samples that reached the limit of a fast worker and moved",
         "a few percent of the samples", "raise `rollout.pdsr.fast_limit_tokens`"),
-    Metric("perf/rollout/stolen", "number of samples that started on a worker of the other kind",
+    Metric("perf/rollout/stolen", "number of admissions on a worker of the other kind",
         "any number", "many on one kind: change `rollout.workers.*.count`"),
     Metric("perf/rollout/repacked_tokens", "number of tokens recomputed because a cache was lost with its worker",
         "0", "read the warning about the failed worker"),

@@ -18,9 +18,9 @@ from app.records.run_settings import (
     settings_periods,
 )
 from app.report.metrics_history import History, MetricsRecord, training_steps
-from settings import InputError, Settings
 from settings.checks.resumed_settings import SettingChange
-from settings.loading.fields import FIELDS, value_of
+from settings.errors import InputError
+from settings.loading.fields import FIELDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +104,9 @@ class RunFiles:
 
     def non_default_settings(self) -> list[NonDefaultSetting]:
         """Returns the settings that were set or derived to another value than the default."""
-        defaults = Settings()
         chosen = []
         for name, (value, origin) in self.settings.items():
-            default = _to_json_value(value_of(defaults, name)) if name in FIELDS else None
+            default = _to_json_value(FIELDS[name].default) if name in FIELDS else None
             if origin != "default" and value != default:
                 chosen.append(NonDefaultSetting(name, value, default, origin))
         return chosen

@@ -18,7 +18,7 @@ from app.rollout.sampling import SamplingRules
 from app.rollout.scheduling.segment_limits import prior_mean_length, segment_limits
 from app.rollout.sequence import RolloutSequence
 from app.rollout.slot_engine import SegmentResult, SlotEngine
-from settings.schema.rollout import SegmentSettings as SegmentRule
+from settings.schema.rollout import SegmentSettings
 
 
 class ContinuousBatchGenerator(SampleGenerator):
@@ -28,7 +28,9 @@ class ContinuousBatchGenerator(SampleGenerator):
         segment_rule: rule for the length of segments. It depends only on token counts, so runs are exactly repeatable.
     """
 
-    def __init__(self, engine: SlotEngine, *, decode_text: Callable[[Sequence[int]], str], segment_rule: SegmentRule):
+    def __init__(
+        self, engine: SlotEngine, *, decode_text: Callable[[Sequence[int]], str], segment_rule: SegmentSettings
+    ):
         super().__init__(decode_text=decode_text)
         self.engine = engine
         self._segment_rule = segment_rule

@@ -28,7 +28,7 @@ class RolloutCounters:
 
     @classmethod
     def sum(cls, counters: Iterable[RolloutCounters]) -> RolloutCounters:
-        return cls(*map(sum, zip(*(vars(tally).values() for tally in counters), strict=True)))
+        return cls(*map(sum, zip(*(vars(part).values() for part in counters), strict=True)))
 
     def take(self) -> RolloutCounters:
         """Returns the counts and resets them to 0."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from settings.errors import InputError
-from settings.schema.rollout import RolloutSettings
 
 NUM_BUCKETS = 3
 """Number of sizes of each kind: full, half and quarter. More would save little and take longer to compile."""
@@ -98,23 +97,6 @@ def make_slot_shapes(
         prefill_rows=(1,) if exact else PREFILL_ROWS,
         num_pooled_prompts=max(num_pooled_prompts, PREFILL_ROWS[-1]),
         segment_max=min(segment_max, max_new_tokens),
-    )
-
-
-def slot_shapes_from_settings(
-    rollout: RolloutSettings, num_slots: int, *, max_prompt_length: int, setting: str, row_shards: int = 1
-) -> SlotShapes:
-    """Returns the slot sizes for these settings; see `make_slot_shapes`."""
-    return make_slot_shapes(
-        num_slots,
-        max_prompt_length=max_prompt_length,
-        max_new_tokens=rollout.max_new_tokens,
-        prefill_length_min=rollout.prefill_length_min,
-        num_pooled_prompts=rollout.prompts_per_step,
-        segment_max=rollout.segment.max,
-        exact=rollout.mode == "exact",
-        row_shards=row_shards,
-        setting=setting,
     )
 
 

@@ -43,7 +43,7 @@ from app.distributed.collectives import moments_over_hosts, sum_over_hosts
 from app.records.sample import Sample
 from app.update.kl import KL_ESTIMATORS, KLEstimator
 from settings import Settings
-from settings.schema.settings import AlgorithmSettings
+from settings.schema.algorithm import AlgorithmSettings
 
 EstimateAdvantages = Callable[[Sequence[Sample], float], list[Sample]]
 """Samples with a reward, and the coefficient of the KL penalty -> the same samples with advantages."""

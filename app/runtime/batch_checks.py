@@ -10,8 +10,8 @@ from app.mesh.placement import num_local_row_shards, supports_host_memory
 from app.runtime.scoring import ScoringSession
 from settings import Settings
 from settings.errors import InputError
-from settings.schema.settings import AlgorithmSettings
-from settings.schema.settings import CriticSettings as CriticSettings
+from settings.schema.algorithm import AlgorithmSettings
+from settings.schema.critic import CriticSettings
 
 DYNAMIC_BATCHING_HINT = "or set {scope}.dynamic_microbatch: true instead of {scope}.rows_per_device, for any number"
 

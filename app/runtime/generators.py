@@ -13,12 +13,13 @@ from app.model.decoder import DecoderDefinition
 from app.prompts.tokenizer import Tokenizer
 from app.rollout.continuous_batching import ContinuousBatchGenerator
 from app.rollout.scheduling.events import WorkerKind
-from app.rollout.shape_buckets import SlotShapes, slot_shapes_from_settings
+from app.rollout.shape_buckets import SlotShapes
 from app.rollout.slot_engine import SlotEngine
 from app.rollout.slot_programs import SlotPrograms
 from app.rollout.worker import RolloutWorker
 from app.rollout.worker_pool import RolloutWorkerPool, ScheduleConfig
 from app.runtime.ray_workers import open_ray_workers
+from app.runtime.slot_shapes import slot_shapes_from_settings
 from settings import Settings
 from settings.errors import InputError
 from settings.schema.rollout import WorkerPoolSettings

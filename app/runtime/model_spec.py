@@ -20,7 +20,7 @@ from app.prompts.tokenizer import Tokenizer, encoding_fingerprint, load_fast_tok
 from app.records.versions import QUANTIZATION_PACKAGE, version_of
 from settings import Settings
 from settings.errors import InputError
-from settings.schema.lora import LoRASettings as LoRASettings
+from settings.schema.lora import LoRASettings
 
 LORA_FINGERPRINT = "model.lora"
 """Name of the fingerprint of the adapters."""

@@ -12,9 +12,9 @@ from jax.sharding import Mesh
 from app.model.decoder import DecoderDefinition
 from app.prompts.tokenizer import Tokenizer
 from app.rollout.scheduling.events import WorkerKind
-from app.rollout.shape_buckets import slot_shapes_from_settings
 from app.rollout.slot_engine import SlotEngine
 from app.rollout.worker_pool import ScheduleConfig
+from app.runtime.slot_shapes import slot_shapes_from_settings
 from settings import Settings
 from settings.errors import InputError
 from settings.schema.rollout import RayActorSettings, WorkerPoolSettings

@@ -23,7 +23,7 @@ from app.runtime.model_spec import CriticSpec, ModelSpec
 from app.runtime.tensor_parallel_checks import check_tp_divides_heads
 from app.score.scorer import BatchRunner, PackedForward, Scorer, ValueScorer, append_dummy_token
 from settings import Settings
-from settings.schema.settings import ScoredRole
+from settings.schema.score import ScoredRole
 
 
 @dataclass(frozen=True)

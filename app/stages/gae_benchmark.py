@@ -28,7 +28,7 @@ from app.report.gae_benchmark_plot import DECAY_NAMES, BackendTiming, render_ben
 from app.stages.gae import start_local_devices
 from settings import Resolved
 from settings.errors import InputError
-from settings.schema.settings import AlgorithmSettings
+from settings.schema.algorithm import AlgorithmSettings
 
 DEFAULT_FOLDER = Path("gae-bench")
 CHUNK_SIZES = (64, 128, 256, 512)

@@ -13,7 +13,7 @@ from app.advantage.gae.backend_choice import BackendChoice, choose_backend
 from app.records.moments import EMPTY_MOMENTS, Moments, compute_moments, merge_moments
 from settings import Resolved
 from settings.errors import InputError
-from settings.schema.settings import AlgorithmSettings
+from settings.schema.algorithm import AlgorithmSettings
 
 NON_GAE_ESTIMATORS = frozenset({"vtrace", "reinforce_plus_plus"})
 """Estimators for which training does not use GAE."""

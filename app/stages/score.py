@@ -38,7 +38,7 @@ from app.stages.sample_reader import WINDOW_SAMPLES, SampleFileExtent, SampleRea
 from app.tracking.compilation_counter import CompilationCounter
 from settings import Resolved, Settings
 from settings.errors import InputError
-from settings.schema.settings import ScoredRole
+from settings.schema.score import ScoredRole
 
 NUM_CHECKED_SAMPLES = 3
 """Number of samples that `--check-packing` packs into one row."""

@@ -80,20 +80,20 @@ def render_completions(table: CompletionsTable) -> Table:
     return view
 
 
-def rollout_status(ledger: SampleTable) -> str:
+def rollout_status(samples: SampleTable) -> str:
     """Returns a line with the number of samples in each state of a rollout."""
-    counts = ledger.counts
+    counts = samples.counts
     active, waiting, suspended = (
         counts[state] for state in (SampleState.RUNNING, SampleState.NEW, SampleState.SUSPENDED)
     )
     return (
-        f"{active} active  {waiting} waiting  {suspended} suspended  {num_done(ledger)} of {len(ledger.entries)} done"
+        f"{active} active  {waiting} waiting  {suspended} suspended  {num_done(samples)} of {len(samples.entries)} done"
     )
 
 
-def num_done(ledger: SampleTable) -> int:
+def num_done(samples: SampleTable) -> int:
     """Returns the number of samples that have ended."""
-    return sum(ledger.counts[state] for state in ENDED)
+    return sum(samples.counts[state] for state in ENDED)
 
 
 class ProgressDisplay:
@@ -155,10 +155,10 @@ class ProgressDisplay:
             log.info(ANNOUNCED_PHASES[name])
         self._progress.update(self._task, description=name, figures=self._figures)
 
-    def update_rollout(self, ledger: SampleTable) -> None:
+    def update_rollout(self, samples: SampleTable) -> None:
         """Shows the state of a scheduled rollout after an event."""
         if self._live:
-            self._progress.update(self._task, figures=rollout_status(ledger))
+            self._progress.update(self._task, figures=rollout_status(samples))
 
     def show_step(self, step: int, metrics: Mapping[str, Any]) -> None:
         if self._live:

@@ -16,8 +16,9 @@ from app.model.decoder import DecoderDefinition
 from app.records.sample import Sample
 from app.runtime.session import Session
 from settings import Settings
-from settings.schema.settings import AlgorithmSettings, ScoredRole
-from settings.schema.settings import CriticSettings as CriticSettings
+from settings.schema.algorithm import AlgorithmSettings
+from settings.schema.critic import CriticSettings
+from settings.schema.score import ScoredRole
 
 PEAK_FLOPS = {
     **{chip.device_kind: chip.flops for chip in TPU_CHIPS.values()},

@@ -52,12 +52,12 @@ def local_reward_counts(scored: RewardedSamples) -> tuple[dict[str, int], dict[s
         "reward/error_count": scored.num_errors,
         "reward/abstained_count": scored.num_abstained,
         "reward/dropped_count": sum(s.reward is None for s in scored.samples),
-        **{f"reward/{name}/error_count": tally.num_errors for name, tally in scored.function_counts.items()},
+        **{f"reward/{name}/error_count": function.num_errors for name, function in scored.function_counts.items()},
     }
     extras = {
         f"reward/{name}/{key}/mean": x
-        for name, tally in scored.function_counts.items()
-        for key, x in tally.extras.items()
+        for name, function in scored.function_counts.items()
+        for key, x in function.extras.items()
     }
     return counts, extras
 

@@ -55,9 +55,10 @@ from app.update.value_loss import (
     squared_error,
 )
 from settings import Settings
+from settings.schema.algorithm import AlgorithmSettings
+from settings.schema.critic import CriticSettings
 from settings.schema.optimizer import OptimizerSettings
-from settings.schema.settings import AlgorithmSettings, ScoredRole
-from settings.schema.settings import CriticSettings as CriticSettings
+from settings.schema.score import ScoredRole
 
 LOG_RATIOS: Mapping[str, LogRatioFn] = MappingProxyType({"token": token_log_ratio, "sequence": sequence_log_ratio})
 """Log ratios by `algorithm.ratio_level`."""

@@ -11,9 +11,8 @@ from typing import NamedTuple
 
 import jax
 
-from app.records.jsonl import read_jsonl
 from app.records.sample import Prompt, Sample
-from app.records.sample_json import sample_from_record
+from app.records.sample_json import read_samples
 from app.report.run_files import sample_files
 from app.reward.saved_rewards import has_saved_reward
 from app.runtime.model_spec import ModelSpec
@@ -162,14 +161,6 @@ def read_step_file(
         )
     _check_groups(file, settings)
     return file, prompts
-
-
-def read_samples(path: Path, *, ignored_fields: frozenset[str]) -> Iterator[tuple[str, Sample]]:
-    """Yields each sample with its location. Ignored fields are dropped before they are parsed."""
-    for line, record in read_jsonl(path):
-        where = f"{path}:{line}"
-        kept = {name: value for name, value in record.items() if name not in ignored_fields}
-        yield where, sample_from_record(kept, where=where)
 
 
 def _check_sample(sample: Sample, settings: Settings, model: ModelSpec, where: str) -> None:

@@ -64,12 +64,10 @@ class RunSetup:
         learning, replay = make_learner_group(self.resolved.settings, self.session), self.inputs.replay
         if replay is None:
             return learning
-        credit = (
-            with_saved_advantages(learning.advantage_estimator)
-            if replay.uses_saved_advantages
-            else learning.advantage_estimator
-        )
-        return dataclasses.replace(learning, advantage_estimator=credit, max_rounds=1)
+        estimator = learning.advantage_estimator
+        if replay.uses_saved_advantages:
+            estimator = with_saved_advantages(estimator)
+        return dataclasses.replace(learning, advantage_estimator=estimator, max_rounds=1)
 
     @property
     def steps(self) -> range:
@@ -98,7 +96,7 @@ def prepare_run(
     settings, run = resolved.settings, RunDirectory.from_settings(resolved.settings.run)
     with ExitStack() as stack:
         jax_startup.initialize_distributed(settings.mesh)
-        bulletin, watchdog = stack.enter_context(open_host_group(settings, run.crash_dir))
+        status_board, watchdog = stack.enter_context(open_host_group(settings, run.crash_dir))
         with error_barrier():
             check_run_directory(run, resume)
             changes = _check_changed_settings(resolved, run, allow_changed)
@@ -111,7 +109,7 @@ def prepare_run(
         stack.enter_context(closing(session))
         check_session(settings, session)
         notes = (*(f"changed: {change.to_text()}" for change in changes), *setup_notes(settings, session))
-        yield RunSetup(resolved, run, read, rewards, session, bulletin, watchdog, notes, allow_changed)
+        yield RunSetup(resolved, run, read, rewards, session, status_board, watchdog, notes, allow_changed)
 
 
 def _check_changed_settings(resolved: Resolved, run: RunDirectory, allowed: Sequence[str]) -> list[SettingChange]:

@@ -38,7 +38,7 @@ from app.training.replay import Replay
 from app.training.rollout_source import ReplayRolloutSource, RolloutSource, make_rollout_source
 from app.update.mini_batches import EpochMiniBatches, select_samples
 from settings import Settings
-from settings.schema.settings import ScoredRole
+from settings.schema.score import ScoredRole
 
 
 @dataclass

@@ -11,6 +11,7 @@ from app.mesh.placement import bytes_per_device
 from app.mesh.tpu_chips import find_chip
 from app.model.decode_weights import abstract_decode_weights
 from app.model.decoder import DecoderDefinition
+from app.records.text_format import format_bytes
 from settings import Settings
 
 
@@ -40,10 +41,6 @@ def _fsdp_decode_warning(definition: DecoderDefinition, mesh: Mesh, dtype: jnp.d
     seconds = f", at best {all_gather_time_s(mesh, moved, chip):.2g} s" if chip else ""
     across = f", across {hosts} hosts" if hosts > 1 else ""
     return [
-        f"warning: rollout.decode_layout: fsdp moves {_format_bytes(moved)} of weights into each device at every token "
-        f"step{across}{seconds}; gathered moves none and holds {_format_bytes(whole)} instead of {_format_bytes(held)}"
+        f"warning: rollout.decode_layout: fsdp moves {format_bytes(moved)} of weights into each device at every token "
+        f"step{across}{seconds}; gathered moves none and holds {format_bytes(whole)} instead of {format_bytes(held)}"
     ]
-
-
-def _format_bytes(num_bytes: float) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"

@@ -13,7 +13,7 @@ from jaxtyping import Array, Int32
 
 from app.model.decoder import Params
 from app.model.lora import LORA_A, LORA_B
-from settings.schema.optimizer import OptimizerSettings as OptimizerSettings
+from settings.schema.optimizer import OptimizerSettings
 
 DECAYED = ("kernel", "embedding", "output", LORA_A, LORA_B)
 """Leaf names of matrices, including adapters; norms and biases are not decayed."""

@@ -37,9 +37,9 @@ from app.rollout.slot_engine import SlotEngine
 from app.rollout.slot_programs import ProgramName, ProgramSpec, SlotPrograms, decode_segment
 from app.rollout.worker import RolloutWorker
 from app.rollout.worker_pool import RolloutWorkerPool, ScheduleConfig
-from scripts.bench.simulated_slots import ProgramSizes
-from scripts.bench.simulator import SimulatedWorkerSpec
-from settings.schema.mesh import MeshSettings as MeshSettings
+from scripts.simulate.simulated_slots import ProgramSizes
+from scripts.simulate.simulator import SimulatedWorkerSpec
+from settings.schema.mesh import MeshSettings
 from settings.schema.rollout import PdsrSettings, SegmentSettings
 
 POLICY_VERSION = 0

@@ -2,7 +2,7 @@
 
     python scripts/bench/paper_scaling.py [--out FILE.json]
 
-Nothing is measured. Decoding is reckoned by `scripts/bench/cost_model.py`, FLOPs by `app/model/flops.py`,
+Nothing is measured. Decoding is reckoned by `scripts/simulate/cost_model.py`, FLOPs by `app/model/flops.py`,
 chips by `app/mesh/tpu_chips.py`; every other assumption is printed, in two sets, of which the second is the
 careful one.
 Baseline of the ratios: the historic runner, which took 12 to 13.5 s a step of Qwen2.5-3B on v6e-8 (rollout 9.5 s,
@@ -27,7 +27,7 @@ from app.mesh.tpu_chips import TpuChip, TpuSlice, parse_slice
 from app.model.architecture import Architecture
 from app.model.decoder import DecoderDefinition
 from app.model.flops import forward_flops
-from scripts.bench.cost_model import CostModel
+from scripts.simulate.cost_model import CostModel
 
 MODELS = {"0.5B": QWEN2_5_0_5B, "1.5B": QWEN2_5_1_5B, "3B": QWEN2_5_3B, "7B": QWEN2_5_7B}
 SLICES = ("v6e-8", "v4-16", "v5e-8")
@@ -39,6 +39,8 @@ NUM_GROUPS = SAMPLES // GROUP
 SEGMENT = 256
 HISTORIC = {"step": (12.0, 13.5), "rollout": 9.5, "update": 3.9}
 BF16, F32 = 2, 4
+HBM_BYTES_PER_S = {"v4": 1.2e12, "v5e": 819e9, "v5p": 2765e9, "v6e": 1638e9}
+"""Peak rate of the memory of `app.mesh.tpu_chips.TPU_CHIPS`, from the same pages."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,7 @@ class Paper:
         return (n - 1) / n * num_bytes / (self.assumed.links * self.chip.ici_bytes_per_s)
 
     def hbm_s(self, num_bytes: float) -> float:
-        return num_bytes / (self.assumed.hbm * self.chip.hbm_bytes_per_s)
+        return num_bytes / (self.assumed.hbm * HBM_BYTES_PER_S[self.chip.name])
 
     def cost(self) -> CostModel:
         """Returns the cost model of decoding on one chip."""
@@ -202,7 +204,7 @@ def main() -> None:
         chip = place.chip
         print(
             f"- {place.name}: {place.num_chips} chips on {place.num_hosts} host(s), each {chip.flops / 1e12:g} TFLOP/s,"
-            f" HBM {chip.hbm_bytes / 2**30:g} GiB at {chip.hbm_bytes_per_s / 1e9:g} GB/s, links "
+            f" HBM {chip.hbm_bytes / 2**30:g} GiB at {HBM_BYTES_PER_S[chip.name] / 1e9:g} GB/s, links "
             f"{chip.ici_bytes_per_s / 1e9:g} GB/s"
         )
     low, high = HISTORIC["step"]
@@ -216,7 +218,10 @@ def main() -> None:
         "assumptions": FIXED,
         "sets": {name: asdict(one) for name, one in SETS.items()},
         "historic": HISTORIC,
-        "chips": {name: asdict(place.chip) for name, place in places.items()},
+        "chips": {
+            name: asdict(place.chip) | {"hbm_bytes_per_s": HBM_BYTES_PER_S[place.chip.name]}
+            for name, place in places.items()
+        },
         "cases": record,
     }
     options.out.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")

@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from forced_rollout import ForcedRollout, machine, open_rollout, positive
 
 from app.records.sample import Prompt
 from app.rollout.continuous_batching import ContinuousBatchGenerator
 from app.rollout.generator import SampleGenerator
-from scripts.bench import length_traces
+from scripts.bench.forced_rollout import ForcedRollout, machine, open_rollout, positive
+from scripts.simulate import length_traces
 from settings.schema.rollout import SegmentSettings
 
 try:

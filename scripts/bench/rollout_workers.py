@@ -20,17 +20,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from calibrate_rollout import calibrate, edge_steps, show
-from cost_fit import fit
-from forced_rollout import ForcedRollout, machine, on_devices_s, open_rollout, positive, several
 
 from app.rollout.scheduling.events import EventRecord
 from app.rollout.scheduling.metrics import ScheduleMetrics, schedule_metrics
 from app.rollout.scheduling.scheduler import Scheduler
-from scripts.bench import length_traces
-from scripts.bench.cost_model import CostModel
-from scripts.bench.length_traces import Trace, trace_from_records
-from scripts.bench.simulator import SchedulerSimulator
+from scripts.bench.forced_rollout import ForcedRollout, machine, on_devices_s, open_rollout, positive, several
+from scripts.simulate import length_traces
+from scripts.simulate.calibrate_rollout import calibrate, edge_steps, show
+from scripts.simulate.cost_fit import fit
+from scripts.simulate.cost_model import CostModel
+from scripts.simulate.length_traces import Trace, trace_from_records
+from scripts.simulate.simulator import SchedulerSimulator
 from settings.schema.rollout import PdsrSettings, SegmentSettings
 
 RESULTS = Path(__file__).parent / "results" / "rollout_workers.json"

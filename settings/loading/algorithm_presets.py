@@ -79,7 +79,7 @@ def describe_changes(algorithm: AlgorithmSettings, derived_fields: Collection[st
     grpo = ALGORITHM_PRESETS["grpo"]
     defaults = {field: getattr(grpo, field) for field in PRESET_FIELDS} | estimator_defaults(grpo.estimator)
     changes = {
-        field: f"{field} {_format_value(value)} (grpo: {_format_value(defaults[field])})"
+        field: f"{field} {_format_setting(value)} (grpo: {_format_setting(defaults[field])})"
         for field in defaults
         if field in derived_fields and (value := getattr(algorithm, field)) not in (None, defaults[field])
     }
@@ -94,7 +94,7 @@ def describe_changes(algorithm: AlgorithmSettings, derived_fields: Collection[st
     return "\n".join(lines) or None
 
 
-def _format_value(value: object) -> str:
+def _format_setting(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return f"{value:g}" if isinstance(value, float) else str(value)

@@ -42,8 +42,9 @@ from settings.loading.sources import (
     yaml_layer,
 )
 from settings.loading.yaml_file import YamlNode, parse_settings_file
+from settings.schema.algorithm import AlgorithmSettings
 from settings.schema.rollout import RAY_LEASE_S
-from settings.schema.settings import LEGACY_PROMPT_ALLOWANCE, AlgorithmSettings, Settings
+from settings.schema.settings import LEGACY_PROMPT_ALLOWANCE, Settings
 
 
 @dataclass(frozen=True)

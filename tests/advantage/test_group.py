@@ -122,8 +122,8 @@ def test_shuffling_samples_shuffles_their_advantages(graded, random):
 @given(graded=GRADED)
 def test_advantages_of_every_group_sum_to_zero(estimator, graded):
     rewards, group_ids = arrays(graded)
-    credit = estimator(rewards, group_ids)
-    assert np.abs([credit[group_ids == group].sum() for group in np.unique(group_ids)]).max() < 1e-6
+    estimated = estimator(rewards, group_ids)
+    assert np.abs([estimated[group_ids == group].sum() for group in np.unique(group_ids)]).max() < 1e-6
 
 
 def test_moments_stand_beside_every_member():
@@ -144,11 +144,11 @@ def test_credit_lies_on_every_token_that_the_policy_wrote_and_on_no_other():
         make_sample([5, 6, 7], reward=1.0, loss_mask=np.array([True, False, True])),
         make_sample([5], reward=0.0, sample_index=1),
     ]
-    credited = assign_group_advantages(samples, advantages=grpo_advantages)
+    with_advantages = assign_group_advantages(samples, advantages=grpo_advantages)
     advantage = np.float32(0.5 / (0.5**0.5 + 1e-6))
-    np.testing.assert_array_equal(credited[0].advantages, [advantage, 0, advantage])
-    np.testing.assert_array_equal(credited[1].advantages, [-advantage])
-    assert np.asarray(credited[0].advantages).dtype == np.float32
+    np.testing.assert_array_equal(with_advantages[0].advantages, [advantage, 0, advantage])
+    np.testing.assert_array_equal(with_advantages[1].advantages, [-advantage])
+    assert np.asarray(with_advantages[0].advantages).dtype == np.float32
     assert samples[0].advantages is None
 
 
@@ -171,10 +171,10 @@ def test_the_penalty_is_summed_over_the_tokens_that_the_policy_wrote():
 def test_samples_are_compared_by_their_penalised_rewards_and_keep_the_reward_they_got():
     samples = [scored([-1.0], [-2.0], reward=1.0), scored([-2.0], [-1.0], reward=1.0, sample_index=1)]
     rewards = partial(kl_penalized_rewards, kl_estimator=k1, beta=0.25)
-    credited = assign_group_advantages(samples, advantages=rloo_advantages, rewards=rewards)
+    with_advantages = assign_group_advantages(samples, advantages=rloo_advantages, rewards=rewards)
     # 0.75 and 1.25.
-    assert [np.asarray(s.advantages).tolist() for s in credited] == [[-0.5], [0.5]]
-    assert [s.reward for s in credited] == [1.0, 1.0]
+    assert [np.asarray(s.advantages).tolist() for s in with_advantages] == [[-0.5], [0.5]]
+    assert [s.reward for s in with_advantages] == [1.0, 1.0]
     unpenalised = assign_group_advantages(samples, advantages=rloo_advantages)
     assert [np.asarray(s.advantages).tolist() for s in unpenalised] == [[0.0], [0.0]]
 

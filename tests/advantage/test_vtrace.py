@@ -17,10 +17,10 @@ def test_on_policy_it_is_gae(backend, mask_mode):
     case = random_case(np.random.default_rng(0), (2, 150), masked=True, packed=True)
     options = {"mask": case.mask, "ends": case.ends, "bootstrap": case.bootstrap, "mask_mode": mask_mode}
     for lam in (1.0, 0.8):
-        credit = generalized_advantages(case.rewards, case.values, gamma=0.9, lam=lam, **options)
+        gae = generalized_advantages(case.rewards, case.values, gamma=0.9, lam=lam, **options)
         got = vtrace(case.rewards, case.values, np.zeros((2, 150)), gamma=0.9, lam=lam, **options, backend=backend)
-        np.testing.assert_allclose(got.targets, credit.returns, atol=1e-5)
-        np.testing.assert_allclose(got.advantages, credit.advantages, atol=1e-5)
+        np.testing.assert_allclose(got.targets, gae.returns, atol=1e-5)
+        np.testing.assert_allclose(got.advantages, gae.advantages, atol=1e-5)
 
 
 def test_off_policy_it_is_the_recursion_of_the_paper():
@@ -82,10 +82,10 @@ def test_off_policy_packed_rows_equal_separate_rows(mask_mode):
 def test_ratios_of_tokens_that_the_policy_did_not_write_change_nothing():
     case = random_case(np.random.default_rng(2), (1, 30), masked=True, packed=False)
     assert case.mask is not None
-    rubbish = np.where(case.mask, 0.1, np.nan)
+    with_nan = np.where(case.mask, 0.1, np.nan)
     got, expected = (
         vtrace(case.rewards, case.values, x, gamma=0.9, lam=0.9, mask=case.mask)
-        for x in (rubbish, np.where(case.mask, 0.1, 0.0))
+        for x in (with_nan, np.where(case.mask, 0.1, 0.0))
     )
     np.testing.assert_array_equal(got.advantages, expected.advantages)
     np.testing.assert_array_equal(got.targets, expected.targets)

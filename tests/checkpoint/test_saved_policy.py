@@ -131,14 +131,14 @@ def named(seed: int, *names: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 @pytest.mark.parametrize("critic", [False, True], ids=["alone", "beside_a_critic"])
-@pytest.mark.parametrize("asked", [("policy",), ("policy", "critic")], ids=["policy", "both"])
+@pytest.mark.parametrize("roles", [("policy",), ("policy", "critic")], ids=["policy", "both"])
 def test_whole_states_are_read_of_the_networks_that_are_asked_for_and_there(
-    tmp_path: Path, model: ModelSpec, critic: bool, asked: tuple[str, ...]
+    tmp_path: Path, model: ModelSpec, critic: bool, roles: tuple[str, ...]
 ) -> None:
     save(tmp_path / "run", 3, model=model, critic=critic)
-    found = PolicyCheckpoint.open(tmp_path / "run").restore_states(*named(4, *asked))
+    found = PolicyCheckpoint.open(tmp_path / "run").restore_states(*named(4, *roles))
     expected = {"policy": make_state(3)["policy"], "critic": make_state(103)["policy"]}
-    assert set(found) == ({*asked} if critic else {"policy"})
+    assert set(found) == ({*roles} if critic else {"policy"})
     for name, state in found.items():
         assert jax.tree.structure(state) == jax.tree.structure(expected[name])
         for leaf, wanted in zip(*map(jax.tree.leaves, (state, expected[name])), strict=True):

@@ -80,8 +80,8 @@ def command(config: Path, *overrides: str) -> list[str | Path]:
 
 def test_a_rollout_that_one_host_leaves_is_given_up_by_both_with_a_checkpoint(config: Path) -> None:
     run = config.parent / "runs" / "tiny"
-    asked = command(config, *SMALL, "checkpoint.every_steps=100")
-    first, second = run_on_two_hosts(*asked, num_devices=2, programs=(HOSTS_PROGRAM, ("-c", KEEPING + STOPPED)))
+    arguments = command(config, *SMALL, "checkpoint.every_steps=100")
+    first, second = run_on_two_hosts(*arguments, num_devices=2, programs=(HOSTS_PROGRAM, ("-c", KEEPING + STOPPED)))
     assert (first.exit_code, second.exit_code) == (75, 75), first.stderr + second.stderr
     assert (
         "stopped after step 2 of 100000, which is saved; --resume auto goes on (asked to stop: host 1)" in first.stderr
@@ -132,8 +132,8 @@ def test_a_host_that_fails_alone_ends_the_other(config: Path) -> None:
 
 
 def test_a_host_that_is_done_waits_for_the_first_to_write_its_report(config: Path) -> None:
-    asked = command(config, *SMALL[1:], "run.steps=1")
-    hosts = run_on_two_hosts(*asked, num_devices=2, programs=(("-c", KEEPING + LATE), ("-c", KEEPING + LATE)))
+    arguments = command(config, *SMALL[1:], "run.steps=1")
+    hosts = run_on_two_hosts(*arguments, num_devices=2, programs=(("-c", KEEPING + LATE), ("-c", KEEPING + LATE)))
     assert [host.exit_code for host in hosts] == [0, 0], hosts
 
 
@@ -141,8 +141,8 @@ def test_hosts_that_fail_together_end_alike_whatever_the_first_has_to_write(conf
     file = config.parent / "reward.py"
     file.write_text("def broken(completions, **rest):\n    raise ValueError('no idea')\n")
     reward = (f"reward.functions=['{file}:broken']", "reward.on_error=raise")
-    asked = command(config, *SMALL, *reward)
-    hosts = run_on_two_hosts(*asked, num_devices=2, programs=(("-c", KEEPING + LATE), ("-c", KEEPING + LATE)))
+    arguments = command(config, *SMALL, *reward)
+    hosts = run_on_two_hosts(*arguments, num_devices=2, programs=(("-c", KEEPING + LATE), ("-c", KEEPING + LATE)))
     assert [host.exit_code for host in hosts] == [1, 1], hosts
 
 

@@ -33,7 +33,7 @@ def test_hosts_that_have_the_same_agree_wherever_they_have_it_from():
 
 
 def test_the_first_that_differs_is_named_with_every_value_and_where_it_is_from():
-    told = describe_difference(
+    text = describe_difference(
         HOSTS,
         [
             {"a": Fact("1"), "rollout.group_size": Fact("8", "--set"), "run.seed": Fact("0")},
@@ -41,8 +41,8 @@ def test_the_first_that_differs_is_named_with_every_value_and_where_it_is_from()
             {"a": Fact("1"), "rollout.group_size": Fact("8", "--set"), "run.seed": Fact("0")},
         ],
     )
-    assert told is not None
-    assert told.startswith(
+    assert text is not None
+    assert text.startswith(
         "rollout.group_size: the hosts differ: 8 (from --set) on host 0 (a), host 2 (c); "
         "4 (from env:NUM_PRE_Q) on host 1 (b) (they also differ in run.seed). Start the same command"
     )
@@ -96,9 +96,9 @@ def test_tp_that_divides_no_heads_is_refused_with_both_numbers_and_the_nearest_t
 
 def test_dims_that_tp_leaves_whole_are_told_with_the_nearest_that_would_split_them():
     assert replicated_dim_notes(make_mesh((1, 8, 1)), grouped(6, 2)) == ()
-    told = replicated_dim_notes(make_mesh((1, 1, 3)), grouped(6, 2))
-    assert told[0].startswith("mesh.shape: tp = 3 does not divide the 2 kv heads, so every device holds them all")
-    assert told[0].endswith("the nearest tp that does: 2")
+    notes = replicated_dim_notes(make_mesh((1, 1, 3)), grouped(6, 2))
+    assert notes[0].startswith("mesh.shape: tp = 3 does not divide the 2 kv heads, so every device holds them all")
+    assert notes[0].endswith("the nearest tp that does: 2")
 
 
 def grouped(num_query_heads: int, num_kv_heads: int) -> Architecture:
@@ -124,15 +124,15 @@ from settings.errors import InputError
 
 resolved = load(None, joins, {})
 initialize_distributed(resolved.settings.mesh)
-told = {}
+report = {}
 
 def note(name, look):
     try:
-        told[name] = look()
+        report[name] = look()
     except InputError as error:
-        told[name] = f"refused: {error}"
+        report[name] = f"refused: {error}"
     except Exception as error:
-        told[name] = f"{type(error).__name__}: {error}"
+        report[name] = f"{type(error).__name__}: {error}"
 
 def fail_there(error):
     with error_barrier():
@@ -157,25 +157,25 @@ note("shared", lambda: check_shared_run_directory(RunDirectory(other / "runs" / 
 note("not shared", lambda: check_shared_run_directory(RunDirectory(other / str(host) / "runs" / "new")))
 for shape in ("2,4,1", "1,8,1", "1,-1,1", "2,2,2", "1,4,2", "1,2,4", "auto", "1,1,8"):
     note(shape, lambda: rows_of(shape))
-Path(other / f"told{host}.json").write_text(json.dumps(told))
+Path(other / f"report{host}.json").write_text(json.dumps(report))
 """
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Returns the errors that each of two hosts reports, check by check."""
     folder, program = tmp_path_factory.mktemp("hosts"), ("-c", KEEPING + IN_TURN)
     for host in ("0", "1"):
         (folder / host).mkdir()
     hosts = run_on_two_hosts(folder, programs=(program, program))
     assert [host.exit_code for host in hosts] == [0, 0], hosts
-    assert sorted(path.name for path in folder.rglob("*")) == ["0", "1", "told0.json", "told1.json"]
-    return [json.loads((folder / f"told{host}.json").read_text()) for host in (0, 1)]
+    assert sorted(path.name for path in folder.rglob("*")) == ["0", "1", "report0.json", "report1.json"]
+    return [json.loads((folder / f"report{host}.json").read_text()) for host in (0, 1)]
 
 
 @pytest.mark.two_hosts
-def test_hosts_with_the_same_settings_code_and_packages_agree_whatever_their_numbers_and_homes(told):
-    assert [one["same"] for one in told] == [None, None]
+def test_hosts_with_the_same_settings_code_and_packages_agree_whatever_their_numbers_and_homes(reports):
+    assert [one["same"] for one in reports] == [None, None]
 
 
 @pytest.mark.two_hosts
@@ -186,28 +186,28 @@ def test_hosts_with_the_same_settings_code_and_packages_agree_whatever_their_num
         ("data", "refused: data: the hosts differ: abc0 on host 0 ("),
     ],
 )
-def test_both_hosts_hear_what_they_differ_in(told, case, message):
-    assert told[0][case] == told[1][case]
-    assert told[0][case].startswith(message)
-    assert "; 5 (from --set) on host 1 (" in told[0][case] or "; abc1 on host 1 (" in told[0][case]
+def test_both_hosts_hear_what_they_differ_in(reports, case, message):
+    assert reports[0][case] == reports[1][case]
+    assert reports[0][case].startswith(message)
+    assert "; 5 (from --set) on host 1 (" in reports[0][case] or "; abc1 on host 1 (" in reports[0][case]
 
 
 @pytest.mark.two_hosts
-def test_what_one_host_cannot_use_ends_both(told):
-    assert told[0]["one fails"].startswith("refused: on host 1 (")
-    assert told[0]["one fails"].endswith("): model.path: no such folder")
-    assert told[1]["one fails"] == "refused: model.path: no such folder"
-    assert told[0]["one has a bug"].startswith("RuntimeError: on host 1 (")
-    assert told[0]["one has a bug"].endswith("): KeyError: 'x'")
-    assert told[1]["one has a bug"] == "KeyError: 'x'"
-    assert [one["none fails"] for one in told] == [0, 1]
+def test_what_one_host_cannot_use_ends_both(reports):
+    assert reports[0]["one fails"].startswith("refused: on host 1 (")
+    assert reports[0]["one fails"].endswith("): model.path: no such folder")
+    assert reports[1]["one fails"] == "refused: model.path: no such folder"
+    assert reports[0]["one has a bug"].startswith("RuntimeError: on host 1 (")
+    assert reports[0]["one has a bug"].endswith("): KeyError: 'x'")
+    assert reports[1]["one has a bug"] == "KeyError: 'x'"
+    assert [one["none fails"] for one in reports] == [0, 1]
 
 
 @pytest.mark.two_hosts
-def test_a_folder_that_the_hosts_do_not_share_is_refused_and_nothing_is_left_behind(told):
-    assert [one["shared"] for one in told] == [None, None]
-    assert told[0]["not shared"].startswith("refused: on host 1 (")
-    for one in told:
+def test_a_folder_that_the_hosts_do_not_share_is_refused_and_nothing_is_left_behind(reports):
+    assert [one["shared"] for one in reports] == [None, None]
+    assert reports[0]["not shared"].startswith("refused: on host 1 (")
+    for one in reports:
         assert "is not the same folder on all hosts" in one["not shared"]
         assert "Set run.dir to a folder shared by all hosts" in one["not shared"]
 
@@ -225,15 +225,15 @@ def test_a_folder_that_the_hosts_do_not_share_is_refused_and_nothing_is_left_beh
         ("auto", (2, 4, 1)),
     ],
 )
-def test_rows_of_a_host_follow_each_other_and_those_of_the_hosts_before(told, shape, sizes):
+def test_rows_of_a_host_follow_each_other_and_those_of_the_hosts_before(reports, shape, sizes):
     named = dict(zip(("dp", "fsdp", "tp"), sizes, strict=True))
-    assert told[0][shape] == [named, list(range(8))]
-    assert told[1][shape] == [named, list(range(8, 16))]
+    assert reports[0][shape] == [named, list(range(8))]
+    assert reports[1][shape] == [named, list(range(8, 16))]
 
 
 @pytest.mark.two_hosts
-def test_tp_over_both_hosts_is_refused(told):
-    for one in told:
+def test_tp_over_both_hosts_is_refused(reports):
+    for one in reports:
         assert one["1,1,8"].startswith("refused: mesh.shape: tp = 8 spans hosts 0, 1 with 4 devices each")
 
 
@@ -262,13 +262,13 @@ def test_hosts_with_other_settings_end_before_anything_is_written(config: Path):
 
 @pytest.mark.two_hosts
 def test_the_arithmetic_of_a_step_is_told_once_and_proxies_are_warned_of(config: Path):
-    (code, told, stderr), (code_of_second, told_by_second, _) = look_ahead_on_two_hosts(config)
+    (code, stdout, stderr), (code_of_second, stdout_of_second, _) = look_ahead_on_two_hosts(config)
     assert (code, code_of_second) == (0, 0), stderr
     arithmetic = (
         "2 hosts, 8 devices (dp 2, fsdp 4, tp 1): 4 prompts x 4 samples x 2 hosts = 32 samples a step, 4 a device; "
         "1 optimizer step of 32 samples each"
     )
-    assert told.count(arithmetic) == 1
-    assert "samples a step" not in told_by_second
+    assert stdout.count(arithmetic) == 1
+    assert "samples a step" not in stdout_of_second
     assert stderr.count("warning: http_proxy is set; hosts connect to 127.0.0.1 without a proxy") == 1
     assert not (config.parent / "runs").exists()

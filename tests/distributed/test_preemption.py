@@ -184,9 +184,9 @@ def test_a_signal_after_the_last_step_is_told_that_nothing_is_lost(
 ) -> None:
     report = RunReporter.write_final_report
 
-    def signalled_report(narrator: RunReporter) -> None:
+    def signalled_report(reporter: RunReporter) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
-        report(narrator)
+        report(reporter)
 
     monkeypatch.setattr(RunReporter, "write_final_report", signalled_report)
     result = train_here(config, "run.steps=1", "eval.every_steps=0", "checkpoint.best_metric=null")

@@ -30,20 +30,20 @@ def come(member: ClusterMember, *, timeout_s: float = DEADLINE_S, tell: Callable
 def all_come(*members: ClusterMember, timeout_s: float = DEADLINE_S) -> list[str]:
     """Joins all hosts at the same time. Process 0 then listens as JAX would, because the other processes check that."""
     with ThreadPoolExecutor(len(members)) as pool:
-        told = [pool.submit(come_and_stay, member, timeout_s) for member in members]
-        return [one.result(timeout=2 * DEADLINE_S) for one in told]
+        futures = [pool.submit(come_and_stay, member, timeout_s) for member in members]
+        return [one.result(timeout=2 * DEADLINE_S) for one in futures]
 
 
 def come_and_stay(member: ClusterMember, timeout_s: float) -> str:
-    told = come(member, timeout_s=timeout_s)
-    if told or member.process_id:
-        return told
+    error = come(member, timeout_s=timeout_s)
+    if error or member.process_id:
+        return error
     host, port = member.coordinator_address.split(":")
     with socket.create_server((host, int(port))) as listener:
         listener.settimeout(DEADLINE_S)
         for _ in range(member.num_processes - 1):
             listener.accept()[0].close()
-    return told
+    return error
 
 
 def test_all_who_are_expected_come_in_any_order():
@@ -93,9 +93,9 @@ def test_a_port_that_another_program_has_is_refused(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(rendezvous_check, "LINE_TIMEOUT_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        told = come(ClusterMember(address, 2, 0))
-    assert f"mesh.coordinator_address: port {address.rpartition(':')[2]} of {address} is in use" in told
-    assert "choose another port on every host" in told
+        error = come(ClusterMember(address, 2, 0))
+    assert f"mesh.coordinator_address: port {address.rpartition(':')[2]} of {address} is in use" in error
+    assert "choose another port on every host" in error
 
 
 def test_an_address_of_another_host_is_no_place_to_listen():
@@ -113,8 +113,8 @@ def test_a_host_that_left_and_comes_again_is_no_second_one(monkeypatch: pytest.M
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(come_and_stay, ClusterMember(address, 3, 0), DEADLINE_S)
         assert "still waiting" in come(ClusterMember(address, 3, 1), timeout_s=1.0)
-        told = all_come(ClusterMember(address, 3, 1), ClusterMember(address, 3, 2))
-        assert [first.result(timeout=DEADLINE_S), *told] == ["", "", ""]
+        errors = all_come(ClusterMember(address, 3, 1), ClusterMember(address, 3, 2))
+        assert [first.result(timeout=DEADLINE_S), *errors] == ["", "", ""]
 
 
 def test_strangers_do_not_disturb(monkeypatch: pytest.MonkeyPatch):

@@ -12,7 +12,7 @@ from app.distributed.status_board import StatusBoard
 from app.distributed.watchdog import Watchdog
 from app.tracking.console import ProgressDisplay
 from app.tracking.timer import StepTimer
-from settings.schema.watchdog import WatchdogSettings as Limits
+from settings.schema.watchdog import WatchdogSettings
 from tests.program import DEADLINE_S, REPOSITORY
 
 STUCK = """\
@@ -20,12 +20,13 @@ import ctypes, sys, threading, time
 from pathlib import Path
 from app.distributed.status_board import StatusBoard
 from app.distributed import watchdog
-from settings.schema.watchdog import WatchdogSettings as Limits
+from settings.schema.watchdog import WatchdogSettings
 
 watchdog.HARD_EXIT_DELAY_S = 1.0
 def in_python(): threading.Event().wait()
 def in_c_without_python(): ctypes.PyDLL(None).sleep(1000)
-with watchdog.Watchdog(Limits(compile_s=0.3, rollout_s=0.4), Path(sys.argv[2]), StatusBoard(None, host=3)) as dog:
+limits = WatchdogSettings(compile_s=0.3, rollout_s=0.4)
+with watchdog.Watchdog(limits, Path(sys.argv[2]), StatusBoard(None, host=3)) as dog:
     dog.step = 5
     dog.enter_phase("rollout")
     {"in_python": in_python, "in_c_without_python": in_c_without_python}[sys.argv[1]]()
@@ -59,7 +60,7 @@ def test_what_does_not_let_python_run_is_ended_all_the_same(tmp_path: Path) -> N
 
 
 def test_the_first_pass_of_a_phase_may_compile_and_inner_phases_have_limits_of_their_own(tmp_path: Path) -> None:
-    limits = Limits(compile_s=100.0, rollout_s=1.0, reward_s=2.0, score_s=None, update_s=4.0, save_s=5.0)
+    limits = WatchdogSettings(compile_s=100.0, rollout_s=1.0, reward_s=2.0, score_s=None, update_s=4.0, save_s=5.0)
     found: list[tuple[str, float | None]] = []
 
     def limit() -> float | None:
@@ -93,4 +94,4 @@ def test_the_first_pass_of_a_phase_may_compile_and_inner_phases_have_limits_of_t
 @pytest.mark.parametrize("seconds", [0, -1, float("inf")])
 def test_a_limit_is_some_time(seconds: float) -> None:
     with pytest.raises(ValueError, match="rollout_s"):
-        Limits(rollout_s=seconds)
+        WatchdogSettings(rollout_s=seconds)

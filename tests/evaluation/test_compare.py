@@ -109,9 +109,9 @@ def test_the_table_and_the_picture_are_for_people(tmp_path: Path) -> None:
     before = write(tmp_path / "b.jsonl", BEFORE, facts={"eval.temperature": 0.0})
     after = write(tmp_path / "a.jsonl", AFTER, facts={"eval.temperature": 0.7, CHECKPOINT: "step 9", "step": 9})
     pictures = [tmp_path / "p.png", tmp_path / "p.svg"]
-    told = [here("evaluate", "--compare", before, after, "--picture", picture) for picture in pictures]
-    assert [one.exit_code for one in told] == [0, 0], told[0].stderr
-    lines = told[0].stdout.splitlines()
+    results = [here("evaluate", "--compare", before, after, "--picture", picture) for picture in pictures]
+    assert [one.exit_code for one in results] == [0, 0], results[0].stderr
+    lines = results[0].stdout.splitlines()
     assert lines[:2] == [f"before  tiny ({before})", f"after   tiny, step 9 ({after})"]
     (row,) = [line for line in lines if line.startswith("accuracy ")]
     assert "16.7%" in row and "58.3%" in row and "+41.7 pp" in row
@@ -146,8 +146,8 @@ def test_failures_are_counted_and_not_averaged(tmp_path: Path) -> None:
         "after": {"value": 3, "interval": None},
         "difference": {"value": 2, "interval": None},
     }
-    told = here("evaluate", "--compare", before, after)
-    assert [line.split() for line in told.stdout.splitlines() if line.startswith("error")] == [
+    result = here("evaluate", "--compare", before, after)
+    assert [line.split() for line in result.stdout.splitlines() if line.startswith("error")] == [
         ["error_count", "1", "3", "+2"]
     ]
 
@@ -237,9 +237,9 @@ def test_a_plug_in_s_values_are_no_shares(tmp_path: Path) -> None:
     after = write(tmp_path / "a.jsonl", AFTER, judge="brevity")
     records = [json.loads(line) for line in after.read_text().splitlines()]
     write_jsonl(after, [{**record, "rewards": {"brevity": next(values) / 2}} for record in records])
-    told = here("evaluate", "--compare", before, after, "--picture", tmp_path / "p.png")
-    assert told.exit_code == 0, told.stderr
-    (row,) = [line for line in told.stdout.splitlines() if line.startswith("accuracy ")]
+    result = here("evaluate", "--compare", before, after, "--picture", tmp_path / "p.png")
+    assert result.exit_code == 0, result.stderr
+    (row,) = [line for line in result.stdout.splitlines() if line.startswith("accuracy ")]
     assert "2.75" in row and "%" not in row
 
 

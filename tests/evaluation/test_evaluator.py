@@ -115,7 +115,7 @@ def test_a_format_that_no_plug_in_knows_chooses_no_checkpoint() -> None:
         check_best_metric("eval/format_rate", prompts(1), judge="brevity", num_samples=1)
 
 
-def asked(*answers: tuple[str, ...], **extra: object) -> list[Sample]:
+def make_answers(*answers: tuple[str, ...], **extra: object) -> list[Sample]:
     """Returns samples of prompts with the answer 2."""
     return [
         replace(
@@ -135,7 +135,7 @@ def table_of(samples: list[Sample], num_samples: int, judge: str = "arithmetic")
 
 
 def test_several_samples_of_a_prompt_tell_what_some_and_most_of_them_are_worth() -> None:
-    samples = asked(("2", "2", "3", "2"), ("3", "3", "2", "?"), ("2", "5", "?", "cut"), ("9", "8", "7", "6"))
+    samples = make_answers(("2", "2", "3", "2"), ("3", "3", "2", "?"), ("2", "5", "?", "cut"), ("9", "8", "7", "6"))
     figures = estimate_metrics(table_of(samples, 4), num_samples=4)
     values = {name: figure.value for name, figure in figures.items()}
     assert values["eval/accuracy"] == pytest.approx((3 + 1 + 1 + 0) / 16)
@@ -147,7 +147,7 @@ def test_several_samples_of_a_prompt_tell_what_some_and_most_of_them_are_worth()
 
 
 def test_a_sample_that_could_not_be_generated_does_not_vote() -> None:
-    samples = asked(("3", "3", "2", "2"), ("2", "3", "?", "?"))
+    samples = make_answers(("3", "3", "2", "2"), ("2", "3", "?", "?"))
     broken = [s if s.sample_index else replace(s, finish_reason=f"{DROPPED_PREFIX}non-finite logits") for s in samples]
     # Ties of two, until the first of each is gone.
     assert table_of(samples, 4)["eval/maj@4"].tolist() == [1 / 2, 1 / 2]
@@ -155,10 +155,10 @@ def test_a_sample_that_could_not_be_generated_does_not_vote() -> None:
 
 
 def test_intervals_are_over_prompts_and_not_over_samples() -> None:
-    samples = asked(*[("2",) * 8] * 10, *[("3",) * 8] * 10)
+    samples = make_answers(*[("2",) * 8] * 10, *[("3",) * 8] * 10)
     figures = estimate_metrics(table_of(samples, 8), num_samples=8)
     assert figures["eval/accuracy"].interval == pytest.approx(wilson_interval(0.5, 20))
-    one = estimate_metrics(table_of(asked(("2", "3")), 2), num_samples=2)["eval/accuracy"]
+    one = estimate_metrics(table_of(make_answers(("2", "3")), 2), num_samples=2)["eval/accuracy"]
     assert (one.value, one.interval) == (0.5, None)
 
 
@@ -173,12 +173,12 @@ def test_a_prompt_is_no_more_certain_than_the_draws_that_its_samples_make() -> N
 
 
 def test_a_judge_of_other_values_than_right_and_wrong_measures_no_passes_and_no_votes() -> None:
-    samples = [replace(sample, reward=0.25 * i) for i, sample in enumerate(asked(("a", "b"), ("c", "d")))]
+    samples = [replace(sample, reward=0.25 * i) for i, sample in enumerate(make_answers(("a", "b"), ("c", "d")))]
     figures = estimate_metrics(table_of(samples, 2, "brevity"), num_samples=2)
     assert figures["eval/pass@2"] == (None, None)
     assert "eval/maj@2" not in figures
     assert figures["eval/accuracy"].value == pytest.approx(0.375)
-    right = [replace(sample, reward=float(i == 0)) for i, sample in enumerate(asked(("a", "b"), ("c", "d")))]
+    right = [replace(sample, reward=float(i == 0)) for i, sample in enumerate(make_answers(("a", "b"), ("c", "d")))]
     assert estimate_metrics(table_of(right, 2, "brevity"), num_samples=2)["eval/pass@2"].value == 0.5
 
 
@@ -195,7 +195,7 @@ def test_passes_and_votes_may_choose_the_best_checkpoint_where_they_are_measured
 
 
 def test_a_column_of_words_is_no_difficulty() -> None:
-    assert not [name for name in metrics_by(judged(asked(("2",), difficulty="hard"))) if "difficulty" in name]
+    assert not [name for name in metrics_by(judged(make_answers(("2",), difficulty="hard"))) if "difficulty" in name]
 
 
 def prompts(count: int) -> list[Prompt]:
@@ -213,8 +213,8 @@ def test_each_prompt_is_asked_once_though_the_last_batch_is_filled_up(finished: 
 
 
 def test_evaluation_asks_the_same_prompts_at_every_step(finished: Path) -> None:
-    asked = [
+    prompts = [
         [record["prompt"] for _, record in read_jsonl(finished / "eval" / f"step_{step:06d}.jsonl")]
         for step in (0, 2, 4)
     ]
-    assert asked[0] == asked[1] == asked[2]
+    assert prompts[0] == prompts[1] == prompts[2]

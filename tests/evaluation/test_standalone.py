@@ -94,9 +94,9 @@ def test_a_killed_evaluation_asks_only_what_is_missing(finished: Path, result: P
     out = tmp_path / result.name
     part = tmp_path / f"{result.name}.part"
     part.write_text(facts + "".join(lines[:16]) + lines[16][:100])
-    told = here("evaluate", "--checkpoint", finished, "--out", out)
-    assert told.exit_code == 0, told.stderr
-    assert "continuing: 16 of 20 prompts are done" in told.stderr
+    evaluation = here("evaluate", "--checkpoint", finished, "--out", out)
+    assert evaluation.exit_code == 0, evaluation.stderr
+    assert "continuing: 16 of 20 prompts are done" in evaluation.stderr
     assert [record["elapsed_s"] == 123.0 for record in records_of(out)] == [True] * 16 + [False] * 4
     assert without_clock(out) == without_clock(result)
     assert {path.name for path in tmp_path.iterdir()} == {out.name, f"{out.name}.facts.json"}
@@ -136,12 +136,12 @@ def test_an_evaluation_that_is_done_is_only_read(finished: Path, result: Path, t
     before = digest_of(tmp_path)
     # What a kill between writing the file and clearing up leaves.
     (tmp_path / f"{out.name}.part").write_text(Path(f"{out}.facts.json").read_text())
-    told = here("evaluate", "--checkpoint", finished, "--out", out)
-    assert told.exit_code == 0, told.stderr
+    evaluation = here("evaluate", "--checkpoint", finished, "--out", out)
+    assert evaluation.exit_code == 0, evaluation.stderr
     assert digest_of(tmp_path) == before
-    assert "step 4: 20 prompts of builtin:arithmetic (test), greedy, judged by arithmetic" in told.stdout
+    assert "step 4: 20 prompts of builtin:arithmetic (test), greedy, judged by arithmetic" in evaluation.stdout
     accuracy = logged(finished, 4)["eval/accuracy"]
-    assert any(line.split()[:2] == ["accuracy", f"{accuracy:.1%}"] for line in told.stdout.splitlines())
+    assert any(line.split()[:2] == ["accuracy", f"{accuracy:.1%}"] for line in evaluation.stdout.splitlines())
 
 
 def test_what_several_hosts_have_trained_is_evaluated_by_one(finished: Path, result: Path, tmp_path: Path) -> None:

@@ -330,9 +330,9 @@ def test_what_rounding_takes_from_merged_adapters_is_told(adapted, finished, tmp
         out = tmp_path / str(number)
         result = export(run, out, "--dtype", "bfloat16", *arguments)
         assert result.exit_code == 0, result.stderr
-        told = "adapters merged in bfloat16 lose small weight changes to rounding"
+        note = "adapters merged in bfloat16 lose small weight changes to rounding"
         is_merged = number == 0
-        assert (f"note: {told}" in result.stderr, told in (out / "README.md").read_text()) == (is_merged, is_merged)
+        assert (f"note: {note}" in result.stderr, note in (out / "README.md").read_text()) == (is_merged, is_merged)
 
 
 # peft asks transformers for a property by its old name.

@@ -15,7 +15,7 @@ from app.mesh.device_mesh import is_grouped_by_host, make_mesh, num_hosts, parse
 from app.mesh.devices import check_equal_device_counts
 from app.mesh.placement import check_rows_per_host
 from settings.errors import InputError
-from settings.schema.mesh import MeshSettings as Settings
+from settings.schema.mesh import MeshSettings
 
 
 @pytest.mark.parametrize(
@@ -100,6 +100,6 @@ def test_tp_over_several_hosts_is_refused_with_the_hosts_and_the_tp_that_fit(sha
 
 
 def test_the_mesh_holds_every_device_on_three_named_axes():
-    mesh = make_mesh(Settings(shape="2,-1,2"))
+    mesh = make_mesh(MeshSettings(shape="2,-1,2"))
     assert dict(mesh.shape) == {"dp": 2, "fsdp": 2, "tp": 2}
     assert set(mesh.devices.flat) == set(jax.devices())

@@ -29,7 +29,7 @@ from app.update.step import VALUE_METRICS, UpdateStep
 from app.update.surrogate import dual_clipped_surrogate
 from app.update.updater import PolicyBatchPacker, Updater
 from app.update.value_loss import ValueLoss, clipped_squared_error, make_value_objective, pack_value_batch
-from settings.schema.optimizer import OptimizerSettings as Settings
+from settings.schema.optimizer import OptimizerSettings
 from tests.tiny import (
     BIASED,
     EVEN,
@@ -92,7 +92,7 @@ def outcome(architecture: Architecture, shape: tuple[int, int, int], cut: MicroB
     logprobs = scorer.logprobs(params, trained, cut(trained, mesh).local_plan, temperature=0.9)
     schedule = optax.constant_schedule(0.1)
     # A large epsilon keeps the update proportional to the gradient: else Adam makes steps of rounding errors.
-    optimizer = make_optimizer(Settings(epsilon=1.0, weight_decay=0.1, max_grad_norm=1e6), schedule)
+    optimizer = make_optimizer(OptimizerSettings(epsilon=1.0, weight_decay=0.1, max_grad_norm=1e6), schedule)
     state_layout = train_state_shardings(optimizer, definition.shapes, shardings, mesh)
     objective = make_policy_objective(definition, EVERYTHING, dtype=FLOAT32, remat="block", logits_chunk=3)
     updater = Updater(
@@ -156,7 +156,7 @@ def critic_outcome(shape: tuple[int, int, int], cut: MicroBatcher) -> tuple[list
         for s, v in zip(samples, values, strict=True)
     ]
     schedule = optax.constant_schedule(0.1)
-    optimizer = make_optimizer(Settings(epsilon=1.0, max_grad_norm=1e6), schedule)
+    optimizer = make_optimizer(OptimizerSettings(epsilon=1.0, max_grad_norm=1e6), schedule)
     state_layout = train_state_shardings(optimizer, definition.shapes, shardings, mesh)
     loss = ValueLoss(functools.partial(clipped_squared_error, clip_range=0.2))
     objective = make_value_objective(definition, loss, dtype=FLOAT32, remat="none")

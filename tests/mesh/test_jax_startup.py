@@ -15,7 +15,7 @@ from app.mesh import jax_startup
 from app.mesh.device_mesh import make_mesh
 from app.mesh.devices import global_devices
 from settings.errors import InputError
-from settings.schema.mesh import MeshSettings as Settings
+from settings.schema.mesh import MeshSettings
 
 DEADLINE_S = 120
 
@@ -25,14 +25,14 @@ def test_a_platform_without_its_library_is_refused_at_once(monkeypatch, platform
     monkeypatch.setattr(jax_startup, "find_spec", lambda name: None)
     monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
     with pytest.raises(InputError, match=re.escape(f"mesh.platform: {platform} is not available")) as e:
-        jax_startup.initialize_distributed(Settings(platform=platform))
+        jax_startup.initialize_distributed(MeshSettings(platform=platform))
     assert extra in str(e.value)
 
 
 def test_devices_of_another_platform_than_asked_for_are_refused():
-    assert global_devices(Settings(platform="cpu"))[0].platform == "cpu"
+    assert global_devices(MeshSettings(platform="cpu"))[0].platform == "cpu"
     with pytest.raises(InputError, match=r"mesh.platform: cuda is not available: JAX has started with cpu devices"):
-        make_mesh(Settings(platform="cuda"))
+        make_mesh(MeshSettings(platform="cuda"))
 
 
 def test_an_absent_platform_is_never_replaced_by_the_cpu():
@@ -47,8 +47,8 @@ def test_an_absent_platform_is_never_replaced_by_the_cpu():
 def test_a_host_that_expects_others_does_not_start_alone(address):
     expected = r"mesh.expect_processes: expected 3 processes, but this host runs alone; missing: 1, 2\. On every host"
     with pytest.raises(InputError, match=expected):
-        jax_startup.initialize_distributed(Settings(coordinator_address=address, expect_processes=3))
-    jax_startup.initialize_distributed(Settings(coordinator_address=address, expect_processes=1))
+        jax_startup.initialize_distributed(MeshSettings(coordinator_address=address, expect_processes=3))
+    jax_startup.initialize_distributed(MeshSettings(coordinator_address=address, expect_processes=1))
 
 
 @pytest.mark.parametrize(
@@ -58,11 +58,11 @@ def test_a_platform_with_another_number_of_hosts_than_expected_is_refused(monkey
     monkeypatch.setattr(jax_startup, "is_cloud_tpu_vm", lambda: True)
     monkeypatch.setattr(jax_startup, "detect_cluster", lambda **_: ClusterMember("10.0.0.2:8482", 2, 0))
     with pytest.raises(InputError, match=f"expected {expected} processes, but {re.escape(said)}"):
-        jax_startup.initialize_distributed(Settings(expect_processes=expected))
-    assert jax_startup.expects_other_hosts(Settings())
+        jax_startup.initialize_distributed(MeshSettings(expect_processes=expected))
+    assert jax_startup.expects_other_hosts(MeshSettings())
     # With CPU devices it is nobody's pod.
-    assert not jax_startup.expects_other_hosts(Settings(platform="cpu"))
-    jax_startup.initialize_distributed(Settings(platform="cpu", expect_processes=1))
+    assert not jax_startup.expects_other_hosts(MeshSettings(platform="cpu"))
+    jax_startup.initialize_distributed(MeshSettings(platform="cpu", expect_processes=1))
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ def test_a_cached_token_attends_as_it_does_in_its_row(window, rule):
     )
     positions = jnp.array([2, 5])
     one = jnp.take_along_axis(query, positions[:, None, None, None], axis=1)
-    # What lies behind the position is rubbish of an earlier use of the slot.
+    # What lies behind the position is left over from an earlier use of the slot.
     keys, values = keys.at[0, :, 3:].set(1e3), values.at[0, :, 3:].set(-1e3)
     mixed = cached_attention(one, keys, values, positions, window=window, score_mod=rule)
     np.testing.assert_allclose(mixed[:, 0], row[jnp.arange(2), positions], atol=1e-5)

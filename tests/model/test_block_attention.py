@@ -131,11 +131,11 @@ def test_padding_gets_zeros_and_gives_no_gradient():
     for x in (mixed, by_query, by_keys.swapaxes(1, 2), by_values.swapaxes(1, 2)):
         np.testing.assert_array_equal(x[padding], 0.0)
     # Whatever stands there.
-    rubbish = [
+    leftover = [
         arrays[0].at[padding].set(1e3),
         *(x.swapaxes(1, 2).at[padding].set(-1e3).swapaxes(1, 2) for x in arrays[1:]),
     ]
-    again, *_ = packed(DEFAULT_SCORE_MOD, windowed=False)(*rubbish, weights, TWO_SEGMENTS, 0)
+    again, *_ = packed(DEFAULT_SCORE_MOD, windowed=False)(*leftover, weights, TWO_SEGMENTS, 0)
     np.testing.assert_array_equal(again, mixed)
 
 

@@ -244,15 +244,15 @@ def test_completions_behind_a_shared_prompt_are_what_they_are_alone():
     np.testing.assert_allclose(shared[at[at >= 0]], alone[at >= 0], atol=2e-5)
 
     # A prompt's token stands in several lone rows: each is asked for its share.
-    asked = np.random.default_rng(4).normal(size=shared.shape).astype(np.float32)
-    shares = asked / np.maximum(np.bincount(at[at >= 0], minlength=151), 1)[:, None]
-    asked_alone = np.where((at >= 0)[..., None], shares[np.maximum(at, 0)], 0.0)
-    asked[np.asarray(SHARED.segment_ids)[0] == 0] = 0.0
+    cotangents = np.random.default_rng(4).normal(size=shared.shape).astype(np.float32)
+    shares = cotangents / np.maximum(np.bincount(at[at >= 0], minlength=151), 1)[:, None]
+    cotangents_alone = np.where((at >= 0)[..., None], shares[np.maximum(at, 0)], 0.0)
+    cotangents[np.asarray(SHARED.segment_ids)[0] == 0] = 0.0
 
-    def gradient(asked, *rows):
-        return jax.grad(lambda params: jnp.sum(asked * hidden_function(architecture)(params, *rows)))(params)
+    def gradient(cotangents, *rows):
+        return jax.grad(lambda params: jnp.sum(cotangents * hidden_function(architecture)(params, *rows)))(params)
 
-    assert_trees_close(gradient(asked, token_ids, SHARED), gradient(asked_alone, alone_ids, alone_layout))
+    assert_trees_close(gradient(cotangents, token_ids, SHARED), gradient(cotangents_alone, alone_ids, alone_layout))
 
 
 def test_rows_of_several_blocks_have_the_same_gradients_on_a_mesh():

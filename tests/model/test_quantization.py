@@ -268,10 +268,10 @@ def test_a_width_that_no_tile_divides_is_refused() -> None:
     check_quantization("nf4", model_dim=48)
 
 
-@pytest.mark.parametrize(("found", "told"), [(NOT_INSTALLED, "is not installed;"), ("0.0.9", "0.0.9 is installed;")])
-def test_without_qwix_the_extra_that_brings_it_is_named(monkeypatch: pytest.MonkeyPatch, found: str, told: str) -> None:
+@pytest.mark.parametrize(("found", "text"), [(NOT_INSTALLED, "is not installed;"), ("0.0.9", "0.0.9 is installed;")])
+def test_without_qwix_the_extra_that_brings_it_is_named(monkeypatch: pytest.MonkeyPatch, found: str, text: str) -> None:
     check_qwix_installed()
     monkeypatch.setattr(app.model.quantization, "version_of", lambda name: found)
     with pytest.raises(InputError, match=r"pip install -e '\.\[qlora\]'") as error:
         check_qwix_installed()
-    assert told in str(error.value)
+    assert text in str(error.value)

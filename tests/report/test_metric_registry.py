@@ -8,7 +8,7 @@ import pytest
 
 from app.evaluation.metrics import estimate_metrics
 from app.report.metric_registry import METRICS, find_metric, matches, metrics_page
-from tests.evaluation.test_evaluator import asked, table_of
+from tests.evaluation.test_evaluator import make_answers, table_of
 from tests.program import REPOSITORY, metrics_of, train_here
 from tests.run_fixtures import NO_REPORT, TINY, write_config
 from tests.tiny_directory import write_reward_model
@@ -26,9 +26,9 @@ def judged_by_plug_in(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
     model = f"reward.model={write_reward_model(folder / 'judge')}"
     (folder / "judge.py").write_text("def judge(completion): return {'score': 1.0, 'length': len(completion)}\n")
     functions = f"reward.functions=['{folder / 'judge.py'}:judge']"
-    credit = ("algorithm.name=ppo", "algorithm.beta=0.1", "algorithm.kl_target=0.1", "algorithm.correction=truncate")
+    ppo = ("algorithm.name=ppo", "algorithm.beta=0.1", "algorithm.kl_target=0.1", "algorithm.correction=truncate")
     result = train_here(
-        config, functions, model, *credit, *SCHEDULED, "rollout.max_staleness=1", "run.steps=1", "eval.every_steps=0"
+        config, functions, model, *ppo, *SCHEDULED, "rollout.max_staleness=1", "run.steps=1", "eval.every_steps=0"
     )
     assert result.exit_code == 0, result.stderr
     return folder / "runs" / "tiny"
@@ -39,7 +39,7 @@ NAMES = [name for entry in METRICS for name in entry.names]
 
 def metrics_of_real_runs(*runs: Path) -> set[str]:
     """Returns the metrics of these runs, and of an evaluation with several samples per prompt."""
-    several = estimate_metrics(table_of(asked(("2", "3"), ("2", "2")), 2), num_samples=2)
+    several = estimate_metrics(table_of(make_answers(("2", "3"), ("2", "2")), 2), num_samples=2)
     return {*several, *(name for run in runs for line in metrics_of(run) for name in line)}
 
 

@@ -25,10 +25,10 @@ OUTCOMES = {
 
 def given(on_error: OnError) -> RewardedSamples:
     """Samples with values, failures and abstentions; the last one was dropped in the rollout."""
-    asked = make_group(*"vwxyz")
+    group = make_group(*"vwxyz")
     lost = replace(make_group("l")[0], sample_index=5, finish_reason="dropped:worker")
     return restore_dropped(
-        aggregate_rewards(asked, OUTCOMES, {"a": 1.0, "ab": 0.5}, on_error), [*asked, lost], fate="left out"
+        aggregate_rewards(group, OUTCOMES, {"a": 1.0, "ab": 0.5}, on_error), [*group, lost], fate="left out"
     )
 
 
@@ -40,9 +40,9 @@ def through_a_file(sample: Sample) -> Sample:
 def test_failures_and_abstentions_are_those_that_were_told(on_error: OnError) -> None:
     scored = given(on_error)
     again = reuse_saved_rewards([through_a_file(s) for s in scored.samples], StepInfo(), names=["a", "ab"])
-    for name, tally in scored.function_counts.items():
+    for name, counts in scored.function_counts.items():
         found = again.function_counts[name]
-        assert (found.num_errors, found.num_abstained) == (tally.num_errors, tally.num_abstained) == (1, 2), name
+        assert (found.num_errors, found.num_abstained) == (counts.num_errors, counts.num_abstained) == (1, 2), name
     assert (again.num_without_reward, again.num_errors) == (scored.num_without_reward, scored.num_errors) == (1, 3)
     assert [s.reward for s in again.samples] == [s.reward for s in scored.samples]
     assert (again.notices, again.fatal_error) == ((), None)

@@ -17,7 +17,7 @@ from app.model.decode_weights import DecodeWeights
 from app.rollout.async_generation import AsyncRollout, CompletedRound, RoundExecutor
 from app.rollout.generator import make_sequences
 from app.rollout.scheduler_loop import RolloutExecutor
-from app.rollout.scheduling.events import Event as Told
+from app.rollout.scheduling.events import Event as SchedulerEvent
 from app.rollout.scheduling.events import Submitted
 from app.rollout.scheduling.metrics import ScheduleMetricsTracker
 from app.rollout.scheduling.scheduler import POLICIES
@@ -41,9 +41,9 @@ def halves() -> list[list[RolloutSequence]]:
 class Opened:
     """An open rollout that is driven by hand."""
 
-    def __init__(self, made: RolloutWorkerPool, run: RolloutExecutor, tally: ScheduleMetricsTracker):
+    def __init__(self, made: RolloutWorkerPool, run: RolloutExecutor, tracker: ScheduleMetricsTracker):
         self.made, self.run = made, run
-        self.rollout = RoundExecutor(run, tally)
+        self.rollout = RoundExecutor(run, tracker)
         self.done: list[CompletedRound] = []
 
     def advance(self) -> None:
@@ -60,17 +60,17 @@ class Opened:
 
 
 @contextmanager
-def opened(made: RolloutWorkerPool, told: list[Told] | None = None) -> Iterator[Opened]:
-    tally = ScheduleMetricsTracker()
+def opened(made: RolloutWorkerPool, events: list[SchedulerEvent] | None = None) -> Iterator[Opened]:
+    tracker = ScheduleMetricsTracker()
 
     def tell(record) -> None:
-        tally.add(record)
-        if told is not None:
-            told.append(record.event)
+        tracker.add(record)
+        if events is not None:
+            events.append(record.event)
 
     weights = weights_on()
     with made.open_executor(weights, made.make_scheduler(), REQUEST, on_record=tell) as run:
-        yield Opened(made, run, tally)
+        yield Opened(made, run, tracker)
 
 
 def samples_of(made: RolloutWorkerPool, rows: Sequence[RolloutSequence]):
@@ -93,13 +93,13 @@ def test_rounds_come_out_in_order_with_the_samples_of_a_closed_rollout(policy: s
 
 
 def test_a_round_is_begun_once_nobody_of_the_one_before_waits() -> None:
-    told: list[Told] = []
-    with opened(scheduled(workers_on(1), in_turn=True), told) as one:
+    events: list[SchedulerEvent] = []
+    with opened(scheduled(workers_on(1), in_turn=True), events) as one:
         first, second = halves()
         one.rollout.submit(first)
         one.rollout.submit(second)
-        assert sum(isinstance(event, Submitted) for event in told) == 1
-        while sum(isinstance(event, Submitted) for event in told) == 1:
+        assert sum(isinstance(event, Submitted) for event in events) == 1
+        while sum(isinstance(event, Submitted) for event in events) == 1:
             assert one.run.scheduler.samples.num_waiting > 0
             one.advance()
         assert any(row.finish_reason is None for row in first), "its last samples still run"

@@ -107,7 +107,7 @@ def test_a_launch_foresees_what_the_compiled_steps_move():
     assert moved == whole - held
     settings = load(None, ["rollout.decode_layout=fsdp"], {}).settings
     (line,) = weight_gather_notes(settings, DEFINITION, mesh)
-    assert line.startswith("warning: rollout.decode_layout: fsdp moves 0.1 MiB of weights into each device")
+    assert line.startswith("warning: rollout.decode_layout: fsdp moves 60.0 KiB of weights into each device")
     assert weight_gather_notes(settings, DEFINITION, make_mesh()) == ()
     assert weight_gather_notes(Settings(), DEFINITION, mesh) == ()
 
@@ -124,7 +124,7 @@ def test_decode_weights_lie_as_their_shapes_say():
 
 
 def test_workers_and_split_weights_exclude_each_other():
-    asked = load(None, ["rollout.decode_layout=fsdp", "rollout.scheduler=adaptive"], {})
+    resolved = load(None, ["rollout.decode_layout=fsdp", "rollout.scheduler=adaptive"], {})
     with pytest.raises(InputError, match=r"rollout\.decode_layout = 'fsdp' \(from --set\): rollout\.scheduler = "):
-        check_for_train(asked)
+        check_for_train(resolved)
     check_for_train(load(None, ["rollout.decode_layout=fsdp", "rollout.slots=8"], {}))

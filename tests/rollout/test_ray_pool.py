@@ -146,8 +146,8 @@ def when_in_a_segment(pool: RayWorkerPool, worker: RayWorker, do: Callable[[], o
     """Calls a function once, as soon as the worker decodes samples that have tokens."""
     done: list[bool] = []
 
-    def watch(ledger: SampleTable) -> None:
-        if not done and any(entry.worker == worker.name and entry.num_tokens for entry in ledger):
+    def watch(table: SampleTable) -> None:
+        if not done and any(entry.worker == worker.name and entry.num_tokens for entry in table):
             done.append(True)
             do()
 

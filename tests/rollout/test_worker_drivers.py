@@ -37,10 +37,10 @@ from app.rollout.slot_engine import SlotEngine
 from app.rollout.worker import RolloutWorker
 from app.rollout.worker_pool import RolloutWorkerPool, ScheduleConfig
 from app.tracking.compilation_counter import CompilationCounter
-from scripts.bench.cost_model import CostModel
-from scripts.bench.length_traces import trace_from_records
-from scripts.bench.simulated_slots import ProgramSizes
-from scripts.bench.simulator import SchedulerSimulator, SimulatedWorkerSpec
+from scripts.simulate.cost_model import CostModel
+from scripts.simulate.length_traces import trace_from_records
+from scripts.simulate.simulated_slots import ProgramSizes
+from scripts.simulate.simulator import SchedulerSimulator, SimulatedWorkerSpec
 from settings.schema.rollout import PdsrSettings, SegmentSettings
 from tests.rollout.test_slot_engine import (
     DEFINITION,

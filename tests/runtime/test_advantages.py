@@ -24,7 +24,7 @@ def settings_of(*overrides: str) -> Settings:
     return load(None, overrides, {}).settings
 
 
-def crediting(*overrides: str) -> Any:
+def estimator_from(*overrides: str) -> Any:
     return make_advantage_estimator(settings_of(*overrides))
 
 
@@ -50,32 +50,32 @@ def samples_of(*rewards: float, group_id: int = 0) -> list[Sample]:
 
 @pytest.mark.parametrize("name", GROUP_ADVANTAGES)
 def test_an_estimator_chooses_how_siblings_are_compared(name: str) -> None:
-    credited = crediting(f"algorithm.name={name}")(samples_of(1.0, 4.0), 0.0)
+    estimated = estimator_from(f"algorithm.name={name}")(samples_of(1.0, 4.0), 0.0)
     expected = GROUP_ADVANTAGES[name](np.array([1.0, 4.0]), np.array([0, 0]))
-    np.testing.assert_allclose([s.advantages for s in credited.samples], np.stack([expected] * 3, axis=1), rtol=1e-6)
-    assert credited.metrics.keys() == {"advantage/mean", "advantage/std"}
+    np.testing.assert_allclose([s.advantages for s in estimated.samples], np.stack([expected] * 3, axis=1), rtol=1e-6)
+    assert estimated.metrics.keys() == {"advantage/mean", "advantage/std"}
 
 
 def test_a_penalty_in_the_reward_is_weighed_by_the_coefficient_of_the_step() -> None:
     pair = samples_of(1.0, 4.0)
     pair[1] = replace(pair[1], policy_logprobs=pair[1].reference_logprobs)
-    credit = crediting("algorithm.name=dr_grpo", *PENALTY)
+    estimator = estimator_from("algorithm.name=dr_grpo", *PENALTY)
     for coefficient in (0.5, 2.0):
-        credited = credit(pair, coefficient)
+        estimated = estimator(pair, coefficient)
         apart = (4.0 - (1.0 - coefficient * 0.6)) / 2
-        np.testing.assert_allclose(credited.samples[1].advantages, apart, rtol=1e-5)
-        assert credited.metrics["policy/kl_coef"] == credited.kl_coef == coefficient
-    assert "policy/kl_coef" not in crediting("algorithm.beta=0.5")(pair, 0.5).metrics
+        np.testing.assert_allclose(estimated.samples[1].advantages, apart, rtol=1e-5)
+        assert estimated.metrics["policy/kl_coef"] == estimated.kl_coef == coefficient
+    assert "policy/kl_coef" not in estimator_from("algorithm.beta=0.5")(pair, 0.5).metrics
 
 
 def test_a_penalty_in_the_loss_leaves_rewards_alone() -> None:
-    in_loss = crediting("algorithm.name=dr_grpo", "algorithm.beta=0.5", "algorithm.kl_in=loss")
+    in_loss = estimator_from("algorithm.name=dr_grpo", "algorithm.beta=0.5", "algorithm.kl_in=loss")
     np.testing.assert_allclose(in_loss(samples_of(1.0, 4.0), 0.5).samples[1].advantages, 1.5)
 
 
 def test_advantages_are_measured_before_they_are_whitened() -> None:
     plain, white = (
-        crediting("algorithm.name=dr_grpo", f"algorithm.whiten_advantages={whitens}")(samples_of(1.0, 4.0), 0.0)
+        estimator_from("algorithm.name=dr_grpo", f"algorithm.whiten_advantages={whitens}")(samples_of(1.0, 4.0), 0.0)
         for whitens in ("false", "true")
     )
     assert plain.metrics == white.metrics == {"advantage/mean": 0.0, "advantage/std": 1.5}
@@ -116,8 +116,8 @@ def test_masks_and_backends_are_those_of_the_settings(mask_mode: str, backend: s
 
 
 def test_returns_of_tokens_hold_the_penalty() -> None:
-    credit: Any = make_return_advantages(settings_of(*PENALTY, "algorithm.gamma=0.5"))
-    (one,) = credit(samples_of(1.0), 0.5)
+    estimator: Any = make_return_advantages(settings_of(*PENALTY, "algorithm.gamma=0.5"))
+    (one,) = estimator(samples_of(1.0), 0.5)
     # A tenth at every token.
     np.testing.assert_allclose(one.advantages, [0.25 - 0.175, 0.5 - 0.15, 1 - 0.1], rtol=1e-6)
 
@@ -125,11 +125,11 @@ def test_returns_of_tokens_hold_the_penalty() -> None:
 def test_a_coefficient_is_adapted_once_a_step_by_the_tokens_kl() -> None:
     target = (*PENALTY, "algorithm.kl_target=0.4", "algorithm.kl_horizon=20")
     # A KL of 0.2 is half its target: 20 % lower over 20 samples, of which this step has two.
-    assert crediting(*target)(samples_of(1.0, 4.0), 0.5).kl_coef == pytest.approx(0.5 * (1 - 0.2 * 2 / 20))
-    assert crediting(*PENALTY)(samples_of(1.0, 4.0), 0.5).kl_coef == 0.5
-    assert crediting(*target)([], 0.5).kl_coef == 0.5
+    assert estimator_from(*target)(samples_of(1.0, 4.0), 0.5).kl_coef == pytest.approx(0.5 * (1 - 0.2 * 2 / 20))
+    assert estimator_from(*PENALTY)(samples_of(1.0, 4.0), 0.5).kl_coef == 0.5
+    assert estimator_from(*target)([], 0.5).kl_coef == 0.5
     broken = [replace(samples_of(1.0)[0], policy_logprobs=np.full(3, np.nan, np.float32))]
-    assert crediting(*target)(broken, 0.5).kl_coef == 0.5
+    assert estimator_from(*target)(broken, 0.5).kl_coef == 0.5
 
 
 def test_vtrace_takes_its_bounds_from_the_settings() -> None:
@@ -143,8 +143,8 @@ def test_vtrace_takes_its_bounds_from_the_settings() -> None:
         "algorithm.whiten_advantages=false",
     )
     for bound in (1.0, 1.5):
-        credited = crediting(*chosen, f"algorithm.vtrace_max_ratio={bound}")([doubled], 0.0)
-        np.testing.assert_allclose(credited.samples[0].returns[-1], 0.75 + bound * (1 - 0.75), rtol=1e-5)
+        estimated = estimator_from(*chosen, f"algorithm.vtrace_max_ratio={bound}")([doubled], 0.0)
+        np.testing.assert_allclose(estimated.samples[0].returns[-1], 0.75 + bound * (1 - 0.75), rtol=1e-5)
 
 
 @pytest.mark.parametrize("correction", [(), ("algorithm.correction=mask",)])
@@ -157,13 +157,13 @@ def test_nothing_is_learned_from_a_token_that_the_policy_would_not_draw_though_v
     scored = np.full(3, -np.log(vocabulary), np.float32)
     drawn = scored + np.array([0, 12, 0], np.float32)
     samples = [replace(s, policy_logprobs=scored, behavior_logprobs=drawn) for s in samples_of(1.0, 4.0)]
-    credited = make_advantage_estimator(chosen)(samples, 0.0).samples
+    estimated = make_advantage_estimator(chosen)(samples, 0.0).samples
     assert chosen.algorithm.whiten_advantages
-    assert all(s.advantages is not None and abs(s.advantages[1]) > 0.1 for s in credited)
+    assert all(s.advantages is not None and abs(s.advantages[1]) > 0.1 for s in estimated)
     gradient, _ = loss_and_gradient(
         make_policy_loss(chosen.algorithm, several_updates=True),
         np.zeros((6, vocabulary), np.float32),
-        credited,
+        estimated,
         one_a_row(2, rows_per_micro_batch=2, num_tokens=8, num_targets=4),
         weights=token_mean,
     )

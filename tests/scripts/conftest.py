@@ -23,7 +23,7 @@ GCLOUD = """#!/usr/bin/env bash
 cloud=@CLOUD@
 printf '%s\\0' "$@" >"$(mktemp "$cloud/calls/XXXXXX")"
 [ "$1 $2 $3" = "compute tpus tpu-vm" ] || { echo "unknown group: $*" >&2; exit 2; }
-verb=$4
+subcommand=$4
 shift 4
 worker='' command='' places=()
 for word in "$@"; do
@@ -34,12 +34,12 @@ for word in "$@"; do
         *) places+=("$word") ;;
     esac
 done
-if [ -e "$cloud/fail-$verb-${worker:-0}" ]; then
-    cat "$cloud/fail-$verb-${worker:-0}" >&2
+if [ -e "$cloud/fail-$subcommand-${worker:-0}" ]; then
+    cat "$cloud/fail-$subcommand-${worker:-0}" >&2
     exit 1
 fi
 home=$cloud/home-$worker
-case $verb in
+case $subcommand in
     describe) cat "$cloud/describe" ;;
     scp)
         stat -c %a "${places[0]}" >>"$cloud/modes"
@@ -77,8 +77,8 @@ class Tpu:
     def set_state(self, described: str) -> None:
         (self.cloud / "describe").write_text(described)
 
-    def fail(self, verb: str, worker: int, message: str = "") -> None:
-        (self.cloud / f"fail-{verb}-{worker}").write_text(message)
+    def fail(self, subcommand: str, worker: int, message: str = "") -> None:
+        (self.cloud / f"fail-{subcommand}-{worker}").write_text(message)
 
     def program(self, name: str, text: str, *, folder: Path | None = None) -> None:
         path = (folder or self.bin) / name
@@ -90,7 +90,7 @@ class Tpu:
         """Returns the arguments of every call of gcloud, in any order."""
         return [path.read_text().split("\0")[:-1] for path in (self.cloud / "calls").iterdir()]
 
-    def verbs(self) -> list[str]:
+    def subcommands(self) -> list[str]:
         return sorted(call[3] for call in self.calls())
 
     def command(

@@ -1,4 +1,4 @@
-"""Tests of `scripts/bench/cost_fit.py` with times from known constants."""
+"""Tests of `scripts/simulate/cost_fit.py` with times from known constants."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from scripts.bench.cost_fit import CALL, FREE, OTHER_NAMES, Timed, explained, fit
-from scripts.bench.cost_model import CostModel
+from scripts.simulate.cost_fit import CALL, FREE, OTHER_NAMES, Timed, explained, fit
+from scripts.simulate.cost_model import CostModel
 
-BENCH = Path(__file__).parents[2] / "scripts" / "bench"
+SCRIPTS = Path(__file__).parents[2] / "scripts"
 KNOWN = replace(
     FREE,
     step_s=2e-3,
@@ -89,25 +89,23 @@ def test_fitted_costs_are_what_the_simulator_reads() -> None:
 @pytest.mark.parametrize(
     ("script", "arguments", "message"),
     [
-        ("calibrate_rollout.py", ["--out", "x.json", "--slots", "0"], "expected a whole number above 0, got '0'"),
-        ("calibrate_rollout.py", ["--out", "x.json", "--slots", "1"], "expected a whole number above 1, got '1'"),
-        ("rollout_workers.py", ["--slots", "8", "1"], "expected a whole number above 1, got '1'"),
-        ("calibrate_rollout.py", [], "--out"),
-        ("rollout_workers.py", ["--slots", "8", "many"], "got 'many'"),
+        ("simulate/calibrate_rollout.py", ["--out", "x.json", "--slots", "0"], "a whole number above 0, got '0'"),
+        ("simulate/calibrate_rollout.py", ["--out", "x.json", "--slots", "1"], "a whole number above 1, got '1'"),
+        ("bench/rollout_workers.py", ["--slots", "8", "1"], "a whole number above 1, got '1'"),
+        ("simulate/calibrate_rollout.py", [], "--out"),
+        ("bench/rollout_workers.py", ["--slots", "8", "many"], "got 'many'"),
     ],
 )
 def test_arguments_that_make_no_sense_are_refused(
     script: str, arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.syspath_prepend(str(BENCH))
     monkeypatch.setattr(sys, "argv", [script, *arguments])
     with pytest.raises(SystemExit) as left:
-        runpy.run_path(str(BENCH / script), run_name="__main__")
+        runpy.run_path(str(SCRIPTS / script), run_name="__main__")
     assert left.value.code == 2 and message in capsys.readouterr().err
 
 
 def test_the_comparison_with_transformers_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(BENCH))
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(SystemExit, match="torch is not installed: this benchmark compares with transformers"):
-        runpy.run_path(str(BENCH / "rollout_peer.py"), run_name="__main__")
+        runpy.run_path(str(SCRIPTS / "bench" / "rollout_peer.py"), run_name="__main__")

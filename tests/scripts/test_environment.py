@@ -23,6 +23,6 @@ def test_a_script_that_runs_the_suite_ends_as_it_does_and_clears_away(tmp_path: 
         timeout=DEADLINE_S,
     )
     assert done.returncode == 3, done.stderr
-    asked, last = done.stdout.splitlines()
-    assert asked.startswith("-m pytest ") and asked.endswith(" -k something")
+    arguments, last = done.stdout.splitlines()
+    assert arguments.startswith("-m pytest ") and arguments.endswith(" -k something")
     assert last == "cleared"

@@ -126,14 +126,14 @@ def test_what_passes_is_started_again_from_the_newest_checkpoint(tpu: Tpu, launc
         first, *others = calls_of(tpu, worker)
         assert first == "train --set run.steps=2"
         assert others == ["train --set run.steps=2 --resume auto"] * 5
-    told = (
+    messages = (
         "worker 1 ended with 70 (watchdog)",
         "75 (stopped",
         "134 (lost another host)",
         "137 (killed)",
         "143 (ended by",
     )
-    assert [text for text in told if text not in done.stderr] == []
+    assert [text for text in messages if text not in done.stderr] == []
 
 
 @pytest.mark.two_hosts
@@ -157,9 +157,9 @@ def test_a_run_of_the_program_that_loses_a_worker_is_started_again_and_ends_well
     with started(tpu, *again, "--", "grpo", "train", "--config", "quickstart", *chosen) as launcher:
         wait_for(lambda: launcher.poll() is not None or len(metrics_of(run)) > 4, REAL_DEADLINE_S)
         os.kill(int((tpu.home(1) / "pid").read_text()), signal.SIGKILL)
-        _, told = launcher.communicate(timeout=REAL_DEADLINE_S)
-    assert launcher.returncode == 0, told
-    assert "worker 1 ended with 137 (killed), worker 0 ended with 134 (lost another host)" in told
+        _, stderr = launcher.communicate(timeout=REAL_DEADLINE_S)
+    assert launcher.returncode == 0, stderr
+    assert "worker 1 ended with 137 (killed), worker 0 ended with 134 (lost another host)" in stderr
     assert [line["step"] for line in metrics_of(run)] == list(range(1, 31))
     assert (run / "checkpoints" / "30").is_dir()
     assert [len(calls_of(tpu, worker)) for worker in (0, 1)] == [2, 2]
@@ -216,8 +216,8 @@ def test_a_signal_is_handed_on_once_and_ends_the_job(tpu: Tpu, number: signal.Si
     with started(tpu, "--restarts", "3", "--", "grpo", "train") as launcher:
         wait_for(lambda: all((tpu.home(worker) / "ready").exists() for worker in (0, 1)))
         launcher.send_signal(number)
-        _, told = launcher.communicate(timeout=DEADLINE_S)
-    assert launcher.returncode == code, told
+        _, stderr = launcher.communicate(timeout=DEADLINE_S)
+    assert launcher.returncode == code, stderr
     for worker in (0, 1):
         assert (tpu.home(worker) / "signals").read_text() == f"{name}\n"
         assert len(calls_of(tpu, worker)) == 1
@@ -229,9 +229,9 @@ def test_the_second_signal_kills(tpu: Tpu) -> None:
         for sign in ("ready", "heard"):
             wait_for(lambda sign=sign: all((tpu.home(worker) / sign).exists() for worker in (0, 1)))
             launcher.send_signal(signal.SIGINT)
-        _, told = launcher.communicate(timeout=DEADLINE_S)
-    assert launcher.returncode == 137, told
-    assert "killing all workers" in told
+        _, stderr = launcher.communicate(timeout=DEADLINE_S)
+    assert launcher.returncode == 137, stderr
+    assert "killing all workers" in stderr
 
 
 def test_a_command_that_gcloud_repeats_after_a_lost_connection_runs_once(tpu: Tpu, launch: Launch) -> None:
@@ -289,7 +289,7 @@ def test_a_dry_run_prints_the_calls_and_starts_nothing(tpu: Tpu, launch: Launch)
     done = launch("grpo", "train", options=("--dry-run",))
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("gcloud compute tpus tpu-vm ssh tpu-1 --worker=") == 2
-    assert tpu.verbs() == ["describe"]
+    assert tpu.subcommands() == ["describe"]
     assert not (tpu.here / "logs").exists()
 
 

@@ -14,7 +14,7 @@ from tests.scripts.conftest import SCRIPTS, Tpu
 ENVIRONMENT = """make_environment() {
     [ -e unusable ] && { echo "pip could not install the package" >&2; exit 1; }
     mkdir -p .venv/bin
-    echo "$1 $PYTHON" >>.venv/asked
+    echo "$1 $PYTHON" >>.venv/arguments
     printf '#!/bin/sh\\necho grpo 1.2.3\\n' >.venv/bin/grpo
     chmod +x .venv/bin/grpo
 }
@@ -58,7 +58,7 @@ def test_every_worker_gets_the_commit_and_an_environment(tpu: Tpu, checkout: Pat
     for worker in (0, 1):
         there = tpu.home(worker) / "grpo"
         assert (there / "old name.txt").read_text() == "first\n"
-        assert (there / ".venv" / "asked").read_text() == "tpu python3.11\n"
+        assert (there / ".venv" / "arguments").read_text() == "tpu python3.11\n"
         assert f"worker {worker}: grpo 1.2.3, commit " in done.stdout
         assert not list(tpu.home(worker).glob(".grpo-incoming*"))
     assert not (tpu.cloud / "sudo").exists()
@@ -92,7 +92,7 @@ def test_python_is_installed_where_there_is_none_that_will_do(tpu: Tpu, checkout
         tpu.program(python, "#!/bin/sh\nexit 1\n")
     assert set_up(tpu, checkout, "--python", "python3.12").returncode == 0
     assert "install -y python3.12 python3.12-venv" in (tpu.cloud / "sudo").read_text()
-    assert (tpu.home(0) / "grpo" / ".venv" / "asked").read_text() == "tpu python3.12\n"
+    assert (tpu.home(0) / "grpo" / ".venv" / "arguments").read_text() == "tpu python3.12\n"
 
 
 def test_a_worker_that_fails_is_named(tpu: Tpu, checkout: Path) -> None:
@@ -126,7 +126,7 @@ def test_a_dry_run_sends_nothing(tpu: Tpu, checkout: Path) -> None:
     done = set_up(tpu, checkout, "--dry-run")
     assert done.returncode == 0, done.stderr
     assert "would send commit " in done.stdout
-    assert tpu.verbs() == ["describe"]
+    assert tpu.subcommands() == ["describe"]
 
 
 def test_what_is_no_checkout_is_refused(tpu: Tpu, checkout: Path) -> None:

@@ -78,10 +78,10 @@ def test_an_older_file_is_replaced_whole_and_its_mode_with_it(tpu: Tpu) -> None:
     assert (older.read_text(), older.stat().st_mode & 0o777) == (f"WANDB_API_KEY={CANARY}\n", 0o600)
 
 
-@pytest.mark.parametrize("verb", ["scp", "ssh"])
-def test_a_worker_that_fails_is_named_and_the_others_are_done(tpu: Tpu, verb: str) -> None:
+@pytest.mark.parametrize("subcommand", ["scp", "ssh"])
+def test_a_worker_that_fails_is_named_and_the_others_are_done(tpu: Tpu, subcommand: str) -> None:
     write_env(tpu)
-    tpu.fail(verb, 1, "no route to host")
+    tpu.fail(subcommand, 1, "no route to host")
     done = tpu.run(SCRIPT)
     assert done.returncode == 1
     assert "worker 1: FAILED" in done.stdout
@@ -113,7 +113,7 @@ def test_a_dry_run_names_all_and_copies_nothing(tpu: Tpu) -> None:
     done = tpu.run(SCRIPT, "--dry-run")
     assert done.returncode == 0, done.stderr
     assert "would copy WANDB_API_KEY from .env to ~/grpo/.env on worker 0 1 of tpu-1" in done.stdout
-    assert tpu.verbs() == ["describe"]
+    assert tpu.subcommands() == ["describe"]
     assert CANARY not in done.stdout + done.stderr
 
 

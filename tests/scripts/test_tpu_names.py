@@ -85,7 +85,7 @@ def test_without_gcloud_each_says_what_to_install(tpu: Tpu, script: str) -> None
 def test_a_tpu_that_is_not_ready_is_told(tpu: Tpu, script: str) -> None:
     tpu.set_state("PREEMPTED\t\n")
     done = tpu.run(script, *CALLS[script])
-    assert (done.returncode, tpu.verbs()) == (1, ["describe"])
+    assert (done.returncode, tpu.subcommands()) == (1, ["describe"])
     assert "the TPU tpu-1 is PREEMPTED, not READY" in done.stderr
 
 

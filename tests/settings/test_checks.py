@@ -121,7 +121,7 @@ def test_what_the_estimator_does_not_read_is_refused_where_it_is_said_later(
         f"algorithm.name = {name!r} (from yaml:{path}:1): it is only for algorithm.estimator {readers}; "
         "remove it, or change algorithm.estimator"
     )
-    # The default, said aloud, claims nothing; and the other verbs read what they read.
+    # The default, set explicitly, has no effect; other commands read the same settings as before.
     check_for_train(load(str(path), [f"{field}={FIELDS[field].default}"], {}))
     check_for_score(load(str(path), [setting], {}))
 
@@ -131,10 +131,10 @@ def test_what_the_estimator_does_not_read_is_told_where_that_is_chosen_later_or_
     assert launch_notices(ppo) == (ppo.algorithm_changes,)
     resolved = load("quickstart_ppo", ["algorithm.name=grpo", "rollout.group_size=2"], {})
     check_for_train(resolved)
-    (told,) = launch_notices(resolved)
-    assert told.startswith("no effect with algorithm.name = 'grpo' (from --set): algorithm.lam = 1.0 (from yaml:")
+    (notice,) = launch_notices(resolved)
+    assert notice.startswith("no effect with algorithm.name = 'grpo' (from --set): algorithm.lam = 1.0 (from yaml:")
     for name in ("learning_rate", "warmup_steps"):
-        assert f", critic.{name} = " in told
+        assert f", critic.{name} = " in notice
     beside = load(None, ["algorithm.estimator=vtrace", "critic.lam=0.5"], {})
     check_for_train(beside)
     assert launch_notices(beside)[1:] == (
@@ -161,8 +161,8 @@ def test_settings_that_a_run_has_written_are_told_of_as_those_they_were_written_
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo"])
 def test_advantages_of_compared_siblings_are_not_whitened_unless_asked_for(resolve, name: str) -> None:
     assert resolve(f"algorithm.name={name}").settings.algorithm.whiten_advantages is False
-    asked = resolve(f"algorithm.name={name}", "algorithm.whiten_advantages=true")
-    assert asked.settings.algorithm.whiten_advantages is True
+    resolved = resolve(f"algorithm.name={name}", "algorithm.whiten_advantages=true")
+    assert resolved.settings.algorithm.whiten_advantages is True
 
 
 @pytest.mark.parametrize("field", ["gamma", "lam"])

@@ -102,9 +102,9 @@ def test_training_does_not_run_a_lease_out() -> None:
 
 
 def test_actors_always_have_a_lease_and_may_have_one_beside_training() -> None:
-    asked = ["rollout.pool=ray", "rollout.scheduler=adaptive", "rollout.max_staleness=1"]
-    resolved = load(None, [*asked, "rollout.ray.heavy.resources={large_memory: 1}"], {})
+    chosen = ["rollout.pool=ray", "rollout.scheduler=adaptive", "rollout.max_staleness=1"]
+    resolved = load(None, [*chosen, "rollout.ray.heavy.resources={large_memory: 1}"], {})
     check_for_train(resolved)
     assert resolved.describe("rollout.workers.lease_s") == "rollout.workers.lease_s = 600.0 (from other settings)"
     assert resolved.settings.rollout.ray.heavy.resources == {"large_memory": 1.0}
-    check_for_train(load(None, [*asked, "rollout.workers.lease_s=60"], {}))
+    check_for_train(load(None, [*chosen, "rollout.workers.lease_s=60"], {}))

@@ -401,8 +401,8 @@ def test_what_takes_long_is_told_on_the_way(
     file = GaeSampleFile(tmp_path / "in.jsonl", settings_of(), window_tokens=3)
     file.check()
     file.write(tmp_path / "out.jsonl", make_whitener(None))
-    told = ["checked 1 samples", "checked 2 samples", "estimated 1 of 2 samples"]
-    assert capsys.readouterr().err.splitlines() == told
+    progress = ["checked 1 samples", "checked 2 samples", "estimated 1 of 2 samples"]
+    assert capsys.readouterr().err.splitlines() == progress
 
 
 def test_what_cannot_be_done_to_matrices_is_told(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from app.stages.gae_benchmark import (
     time_interleaved,
 )
 from settings.errors import InputError
-from settings.schema.settings import AlgorithmSettings
+from settings.schema.algorithm import AlgorithmSettings
 from tests.advantage import gae_oracle
 from tests.advantage.gae_oracle import random_case
 from tests.program import here
@@ -79,8 +79,8 @@ def test_shapes_are_rows_and_tokens_each_once() -> None:
 
 def test_the_error_is_looked_for_in_rows_from_the_first_to_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong_at_the_end(rewards: np.ndarray, *arrays: Any, **rule: Any) -> Any:
-        credit = generalized_advantages(rewards, *arrays, **rule)
-        return tuple(np.asarray(part) + (np.arange(len(rewards)) == len(rewards) - 1)[:, None] for part in credit)
+        estimates = generalized_advantages(rewards, *arrays, **rule)
+        return tuple(np.asarray(part) + (np.arange(len(rewards)) == len(rewards) - 1)[:, None] for part in estimates)
 
     monkeypatch.setattr(gae_benchmark, "generalized_advantages", wrong_at_the_end)
     copy, *cases = measure_shape(AlgorithmSettings(), BenchmarkShape(40, 8), num_repeats=1)

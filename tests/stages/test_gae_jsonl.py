@@ -99,14 +99,14 @@ def test_samples_get_the_credit_that_training_gives_them(tmp_path: Path, bootstr
         np.testing.assert_array_equal(np.float32(record["advantages"]), one.advantages)
         np.testing.assert_array_equal(np.float32(record["returns"]), one.returns)
         assert not np.allclose(one.advantages, other.advantages, atol=1e-4)
-    told = json.loads(result.stdout).get("not applied")
+    not_applied = json.loads(result.stdout).get("not applied")
     if bootstraps == "false":
-        assert told == (
+        assert not_applied == (
             "the value after the last token of 1 samples with finish_reason length, because of "
             "algorithm.bootstrap_truncated = False (from --set)"
         )
     else:
-        assert told is None
+        assert not_applied is None
 
 
 def test_an_adaptive_penalty_is_not_adapted(tmp_path: Path) -> None:

@@ -41,9 +41,9 @@ def test_rounds_host_after_host_are_the_file_and_hosts_ask_for_equally_many(
         range(num_prompts)
     )
     for of_hosts in rounds:
-        asked = [work.padded_prompts(one) for work, one in zip(hosts, of_hosts, strict=True)]
-        assert len(asked[0]) == len(asked[1]) > 0
-        for one, prompts in zip(of_hosts, asked, strict=True):
+        padded = [work.padded_prompts(one) for work, one in zip(hosts, of_hosts, strict=True)]
+        assert len(padded[0]) == len(padded[1]) > 0
+        for one, prompts in zip(of_hosts, padded, strict=True):
             assert [p.uid for p in prompts[: len(one.prompt_indices)]] == [str(place) for place in one.prompt_indices]
 
 

@@ -45,9 +45,9 @@ def test_two_hosts_write_the_file_that_one_would(tiny_model: Path, tmp_path: Pat
     first, second = run_on_two_hosts(*arguments(tiny_model, prompts_per_step=2), *chosen, tmp_path / "two.jsonl")
     assert (first.exit_code, second.exit_code) == (0, 0), first.stderr + second.stderr
     assert "{" not in second.stdout and "rollout" not in without_progress(second.stderr)
-    told, expected = json.loads(first.stdout[first.stdout.index("{") :]), json.loads(one.stdout)
+    summary, expected = json.loads(first.stdout[first.stdout.index("{") :]), json.loads(one.stdout)
     of_one = ("seconds", "tokens per second", "written to")
-    assert {name: told[name] for name in expected if name not in of_one} == {
+    assert {name: summary[name] for name in expected if name not in of_one} == {
         name: value for name, value in expected.items() if name not in of_one
     }
     found, expected = records_of(tmp_path / "two.jsonl"), records_of(tmp_path / "one.jsonl")
@@ -98,20 +98,20 @@ def second_faulty(fault: str, place: tuple[str, int]) -> Programs:
     return HOSTS_PROGRAM, ("-c", KEEPING + faulty)
 
 
-@pytest.mark.parametrize(("verb", "place"), [("rollout", SECOND_ROUND), ("score", FIRST_WINDOW)])
+@pytest.mark.parametrize(("command", "place"), [("rollout", SECOND_ROUND), ("score", FIRST_WINDOW)])
 def test_a_host_that_hangs_ends_both_and_writes_nothing(
-    verb: str, place: tuple[str, int], tiny_model: Path, sampled: Path, tmp_path: Path
+    command: str, place: tuple[str, int], tiny_model: Path, sampled: Path, tmp_path: Path
 ) -> None:
     prompts, out = write_problems(tmp_path / "prompts.jsonl", first=1, count=16), tmp_path / "out.jsonl"
-    given = ("--prompts", prompts) if verb == "rollout" else ("--input", sampled)
-    limits = settings(f"watchdog.compile_s={60 if verb == 'rollout' else 20}", f"watchdog.{verb}_s=5")
+    given = ("--prompts", prompts) if command == "rollout" else ("--input", sampled)
+    limits = settings(f"watchdog.compile_s={60 if command == 'rollout' else 20}", f"watchdog.{command}_s=5")
     programs = second_faulty(HANGS, place)
-    hosts = run_on_two_hosts(verb, *of_tiny(tiny_model), *limits, *given, "--out", out, programs=programs)
+    hosts = run_on_two_hosts(command, *of_tiny(tiny_model), *limits, *given, "--out", out, programs=programs)
     assert [host.exit_code for host in hosts] == [70, 70], hosts
     assert not out.exists()
     stacks = [(tmp_path / "out.jsonl.crash" / f"host_{number}.txt").read_text() for number in (0, 1)]
     for host, stack in zip(hosts, stacks, strict=True):
-        assert f"in phase {verb}" in host.stderr
+        assert f"in phase {command}" in host.stderr
         assert "Thread 0x" in stack
     assert "in faulty" in stacks[1] and "in faulty" not in stacks[0]
 
@@ -139,7 +139,7 @@ Watchdog.enter_phase = counted
 try:
     cli.main()
 finally:
-    print(f"told {phases.count('rollout')} times", file=sys.stderr)
+    print(f"entered {phases.count('rollout')} times", file=sys.stderr)
 """
 SCHEDULED = (
     *("rollout.scheduler=pdsr_v1", "rollout.segment.min=1", "rollout.segment.max=2"),
@@ -154,8 +154,8 @@ def test_the_watchdog_of_a_scheduled_rollout_hears_of_segments_too(tiny_model: P
     assert [host.exit_code for host in hosts] == [0, 0], hosts
     workers = [record["worker"] for record in records_of(out)]
     for number, host in enumerate(hosts):
-        (told,) = map(int, re.findall(r"^told (\d+) times$", host.stderr, re.MULTILINE))
+        (num_phases,) = map(int, re.findall(r"^entered (\d+) times$", host.stderr, re.MULTILINE))
         num_samples = sum(worker.startswith(f"host{number}/") for worker in workers)
         assert num_samples == 8
         # Without segments: at the start, and with each sample.
-        assert told > num_samples + 1
+        assert num_phases > num_samples + 1

@@ -74,18 +74,18 @@ def test_advantages_are_counted_token_by_token_where_the_policy_wrote() -> None:
 
 
 def test_a_critic_is_measured_by_the_variance_that_it_leaves() -> None:
-    def credited(values: list[float], returns: list[float], mask: list[bool]) -> Sample:
+    def sample_with_values(values: list[float], returns: list[float], mask: list[bool]) -> Sample:
         made = sample(0, 1.0, [0.0] * len(returns), mask=mask)
         return replace(made, values=np.array(values, np.float32), returns=np.array(returns, np.float32))
 
     # The value behind the last token of the first, and the masked token of the second, count nowhere.
-    samples = [credited([1, 2, 50], [1, 3], [True, True]), credited([5, 70], [5, 0], [True, False])]
+    samples = [sample_with_values([1, 2, 50], [1, 3], [True, True]), sample_with_values([5, 70], [5, 0], [True, False])]
     metrics = advantage_metrics(AdvantageMoments.from_samples(samples))
     assert metrics["returns/mean"] == 3.0
     assert metrics["returns/std"] == pytest.approx(np.sqrt(8 / 3))
     # Errors 0 1 0 around 1/3, returns 1 3 5 around 3.
     assert metrics["value/explained_variance"] == pytest.approx(1 - (2 / 3) / 8)
-    flat = advantage_metrics(AdvantageMoments.from_samples([credited([1, 2], [3, 3], [True, True])]))
+    flat = advantage_metrics(AdvantageMoments.from_samples([sample_with_values([1, 2], [3, 3], [True, True])]))
     assert flat["returns/std"] == 0 and np.isnan(flat["value/explained_variance"])
     without_critic = replace(samples[0], values=None)
     assert advantage_metrics(AdvantageMoments.from_samples([without_critic])).keys() == metrics.keys() - {

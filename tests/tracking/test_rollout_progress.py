@@ -13,37 +13,37 @@ from app.tracking.rollout_progress import RolloutProgress
 from tests.reward.samples import make_sample
 
 
-def ledger_of(num_samples: int) -> SampleTable:
+def make_table(num_samples: int) -> SampleTable:
     """Returns states in which one sample is done, one runs, one is suspended, and the others wait."""
-    ledger = SampleTable()
+    table = SampleTable()
     for i in range(num_samples):
-        ledger.add(NewSample(f"p/s{i}", "p", i, 4, 100))
-    for entry in [*ledger][:3]:
-        ledger.start(entry, "fast-0")
-    grow(ledger, 0, 10, "stop")
-    grow(ledger, 1, 20)
-    grow(ledger, 2, 30)
-    ledger.suspend(ledger["p/s2"], held_by=None)
-    return ledger
+        table.add(NewSample(f"p/s{i}", "p", i, 4, 100))
+    for entry in [*table][:3]:
+        table.start(entry, "fast-0")
+    grow(table, 0, 10, "stop")
+    grow(table, 1, 20)
+    grow(table, 2, 30)
+    table.suspend(table["p/s2"], held_by=None)
+    return table
 
 
-def grow(ledger: SampleTable, index: int, num_tokens: int, finish: str | None = None) -> None:
-    assert ledger.commit("fast-0", RowReport(f"p/s{index}", 1, num_tokens, finish), 1.0)
+def grow(table: SampleTable, index: int, num_tokens: int, finish: str | None = None) -> None:
+    assert table.commit("fast-0", RowReport(f"p/s{index}", 1, num_tokens, finish), 1.0)
 
 
 def test_every_sample_is_somewhere() -> None:
-    assert rollout_status(ledger_of(8)) == "1 active  5 waiting  1 suspended  1 of 8 done"
+    assert rollout_status(make_table(8)) == "1 active  5 waiting  1 suspended  1 of 8 done"
 
 
 def test_without_a_terminal_a_line_comes_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
-    clock, ledger = [100.0], ledger_of(8)
+    clock, table = [100.0], make_table(8)
     with RolloutProgress(num_samples=8, clock=lambda: clock[0]) as progress:
         for clock[0] in (100.0, 105.0, 109.9):
-            progress.update_rollout(ledger)
+            progress.update_rollout(table)
         assert capsys.readouterr().err == ""
-        grow(ledger, 1, 70)
+        grow(table, 1, 70)
         for clock[0] in (110.0, 119.0):
-            progress.update_rollout(ledger)
+            progress.update_rollout(table)
     assert capsys.readouterr().err == "rollout: 1 active  5 waiting  1 suspended  1 of 8 done  5 tokens/s\n"
 
 
@@ -76,7 +76,7 @@ def on_a_terminal(monkeypatch: pytest.MonkeyPatch, show) -> str:
 
 def shown_once() -> None:
     with RolloutProgress(num_samples=8) as progress:
-        progress.update_rollout(ledger_of(8))
+        progress.update_rollout(make_table(8))
 
 
 def test_on_a_terminal_the_line_is_rewritten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,6 +96,6 @@ def test_the_board_of_a_run_shows_where_its_samples_are(monkeypatch: pytest.Monk
     def show() -> None:
         with ProgressDisplay(num_steps=2, first_step=0, enabled=True) as board:
             board.set_phase("rollout")
-            board.update_rollout(ledger_of(8))
+            board.update_rollout(make_table(8))
 
     assert "1 active  5 waiting  1 suspended  1 of 8 done" in on_a_terminal(monkeypatch, show)

@@ -37,25 +37,25 @@ def opened(run: RunDirectory, last_step: int | None = None) -> RunLog:
 
 
 def written(run: RunDirectory, steps: range, last_step: int | None = None) -> RunLog:
-    journal = opened(run, last_step)
+    run_log = opened(run, last_step)
     for step in steps:
-        journal.write_metrics(step, {"loss": step / 2})
-    journal.close()
-    return journal
+        run_log.write_metrics(step, {"loss": step / 2})
+    run_log.close()
+    return run_log
 
 
 def test_a_line_is_on_disk_as_soon_as_it_is_written(run: RunDirectory) -> None:
-    journal = opened(run)
-    journal.write_metrics(1, {"loss": 0.5, "perf/mfu": None, "policy/entropy": np.float64(2)})
+    run_log = opened(run)
+    run_log.write_metrics(1, {"loss": 0.5, "perf/mfu": None, "policy/entropy": np.float64(2)})
     assert run.metrics_path.read_text() == '{"step": 1, "loss": 0.5, "perf/mfu": null, "policy/entropy": 2.0}\n'
-    journal.close()
+    run_log.close()
 
 
 def test_a_resumed_journal_goes_on_after_the_checkpoint(run: RunDirectory) -> None:
     written(run, range(6))
-    journal = written(run, range(4, 7), last_step=3)
+    run_log = written(run, range(4, 7), last_step=3)
     assert [line["step"] for line in metrics_of(run.path)] == list(range(7))
-    assert journal.history == metrics_of(run.path)
+    assert run_log.history == metrics_of(run.path)
 
 
 def test_half_a_line_is_dropped(run: RunDirectory) -> None:
@@ -97,9 +97,9 @@ def _write(run: RunDirectory, content: bytes) -> Path:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), np.float64("nan")])
 def test_a_diverged_number_is_null(run: RunDirectory, value: float) -> None:
-    journal = opened(run)
-    journal.write_metrics(1, {"loss": value})
-    journal.close()
+    run_log = opened(run)
+    run_log.write_metrics(1, {"loss": value})
+    run_log.close()
     assert metrics_of(run.path) == [{"step": 1, "loss": None}]
 
 
@@ -119,18 +119,18 @@ def test_samples_of_a_diverged_model_can_be_written(run: RunDirectory) -> None:
         finish_reason="length",
         policy_version=1,
     )
-    journal = opened(run)
-    journal.write_lines(run.rollouts_path(1), [samples_to_jsonl([sample])])
-    journal.close()
+    run_log = opened(run)
+    run_log.write_lines(run.rollouts_path(1), [samples_to_jsonl([sample])])
+    run_log.close()
     ((_, record),) = read_jsonl(run.path / "rollouts" / "step_000001.jsonl")
     assert record["behavior_logprobs"] == [-1.5, None]
 
 
 def test_the_other_processes_write_nothing(tmp_path: Path) -> None:
-    journal = NullRunLog()
-    journal.write_metrics(1, {"loss": 0.5})
-    journal.write_lines(tmp_path / "rollouts" / "step_000001.jsonl", [])
-    journal.close()
+    run_log = NullRunLog()
+    run_log.write_metrics(1, {"loss": 0.5})
+    run_log.write_lines(tmp_path / "rollouts" / "step_000001.jsonl", [])
+    run_log.close()
     assert list(tmp_path.iterdir()) == []
 
 

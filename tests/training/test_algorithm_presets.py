@@ -114,8 +114,8 @@ def test_a_filtered_run_that_was_stopped_asks_the_same_prompts_as_one_in_one_go(
                 beyond = max(len(sample.completion_ids) - 2, 0)
                 assert sample.rewards is not None and sample.rewards["overlong"] == -beyond / 2
             # Equal but for what length cost.
-            told = [s.rewards or {} for s in group]
-            right = {rewards["arithmetic"] + 0.5 * rewards["arithmetic_format"] for rewards in told}
+            reward_parts = [s.rewards or {} for s in group]
+            right = {rewards["arithmetic"] + 0.5 * rewards["arithmetic_format"] for rewards in reward_parts}
             assert (len(right) == 1) == (group in fillers)
 
 

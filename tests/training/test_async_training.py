@@ -93,7 +93,7 @@ def test_ppo_corrects_with_vtrace_what_an_older_policy_drew(config: Path) -> Non
 
 @pytest.mark.slow
 def test_ctrl_c_stops_the_generation_and_the_run_goes_on_later(config: Path) -> None:
-    asked = [*SCHEDULED, *UNJUDGED, "rollout.max_staleness=1", "checkpoint.every_minutes=60"]
+    chosen = [*SCHEDULED, *UNJUDGED, "rollout.max_staleness=1", "checkpoint.every_minutes=60"]
     num_looks = 0
 
     def interrupting_clock() -> float:
@@ -103,12 +103,12 @@ def test_ctrl_c_stops_the_generation_and_the_run_goes_on_later(config: Path) -> 
             os.kill(os.getpid(), signal.SIGINT)
         return 0.0
 
-    assert train(load(str(config), [*asked, "run.steps=40"], {}), resume="never", clock=interrupting_clock) == 130
+    assert train(load(str(config), [*chosen, "run.steps=40"], {}), resume="never", clock=interrupting_clock) == 130
     assert "generation" not in {thread.name for thread in threading.enumerate()}
     done = metrics_of(run_of(config))[-1]["step"]
     assert done < 40
     assert progress_of(run_of(config), done)["position"] == 4 * done
-    result = train_here(config, *asked, f"run.steps={done + 2}", resume="must")
+    result = train_here(config, *chosen, f"run.steps={done + 2}", resume="must")
     assert result.exit_code == 0, result.stderr
     ages = oldest_of([step for step in steps_of(run_of(config)) if step["step"] > done])
     assert ages[0] == 0 and len(ages) == 2
@@ -131,8 +131,8 @@ def test_what_cannot_run_ahead_is_refused(config: Path, overrides: tuple[str, ..
 
 def test_a_rollout_alone_has_nothing_to_run_ahead_of(sampled: Path, tiny_model: Path, tmp_path: Path) -> None:
     out = tmp_path / "samples.jsonl"
-    asked = settings("rollout.max_staleness=1")
-    result = here("rollout", *of_tiny(tiny_model), *asked, "--limit", "6", "--out", out)
+    chosen = settings("rollout.max_staleness=1")
+    result = here("rollout", *of_tiny(tiny_model), *chosen, "--limit", "6", "--out", out)
     assert result.exit_code == 0, result.stderr
     assert [r["completion"] for r in records_of(out)] == [r["completion"] for r in records_of(sampled)]
 

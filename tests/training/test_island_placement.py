@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.on_islands import WAYS, Found, told
+from tests.on_islands import WAYS, Found, describe
 from tests.program import (
     DEADLINE_S,
     metrics_of,
@@ -46,7 +46,7 @@ def found(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[di
 @pytest.fixture(scope="module")
 def one_host(tiny_model: Path) -> list[list[Any]]:
     """The samples of one host with eight devices, in one batch."""
-    samples = told(Found(tiny_model).samples("island"))
+    samples = describe(Found(tiny_model).samples("island"))
     assert {reason for _, _, reason in samples} == {"stop", "length"}
     return [list(sample) for sample in samples]
 
@@ -86,8 +86,8 @@ def test_one_host_that_is_asked_ends_a_batch_of_all_hosts_and_of_islands_its_own
     found: list[dict[str, Any]],
 ) -> None:
     first, second = found
-    assert first["asked"] == {"global": "stopped", "island": "went on", "adaptive": "went on"}
-    assert second["asked"] == {"global": "stopped", "island": "stopped", "adaptive": "stopped"}
+    assert first["stopped"] == {"global": "stopped", "island": "went on", "adaptive": "went on"}
+    assert second["stopped"] == {"global": "stopped", "island": "stopped", "adaptive": "stopped"}
     assert first["together again"] == second["together again"] == [0, 1]
 
 
@@ -95,12 +95,12 @@ def test_one_host_that_is_asked_ends_a_batch_of_all_hosts_and_of_islands_its_own
 def test_hosts_generate_ahead_each_by_itself_and_train_as_one_does_that_waits(config: Path) -> None:
     """With a learning rate of 0, samples equal those of one host without asynchronous generation. Lengths are those of
     all hosts."""
-    asked = ("optimizer.learning_rate=1e-30", "run.steps=3", *UNJUDGED)
+    overrides = ("optimizer.learning_rate=1e-30", "run.steps=3", *UNJUDGED)
     ahead = (*SCHEDULED, "rollout.max_staleness=1", "rollout.prompts_per_step=2", "run.name=two")
-    with two_hosts("train", "--config", config, *settings(*asked, *ahead)) as hosts:
+    with two_hosts("train", "--config", config, *settings(*overrides, *ahead)) as hosts:
         ends = ended(hosts, deadline_s=2 * DEADLINE_S)
     assert [end.exit_code for end in ends] == [0, 0], ends
-    assert train_here(config, *asked, "run.name=one").exit_code == 0
+    assert train_here(config, *overrides, "run.name=one").exit_code == 0
     two, one = (config.parent / "runs" / name for name in ("two", "one"))
     for ours, expected in zip(metrics_of(two), reproducible(metrics_of(one)), strict=True):
         for name in (name for name in expected if not name.startswith(("batching/", "global_seqlen/"))):

@@ -14,7 +14,7 @@ from app.update.log_ratio import sequence_log_ratio, token_log_ratio
 from app.update.policy_loss import detached_logprobs, scored_logprobs
 from app.update.surrogate import cispo_surrogate, clipped_surrogate, dual_clipped_surrogate
 from settings import load
-from settings.schema.settings import AlgorithmSettings
+from settings.schema.algorithm import AlgorithmSettings
 
 
 def algorithm(*overrides: str) -> AlgorithmSettings:

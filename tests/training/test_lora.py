@@ -247,13 +247,13 @@ def test_work_is_counted_for_what_learns_and_for_what_only_passes_gradients_on(c
 def test_without_a_checkpoint_the_model_is_sampled_and_scored_as_it_is(
     sampled: Path, tiny_model: Path, tmp_path: Path
 ) -> None:
-    out, told = tmp_path / "samples.jsonl", "note: model.lora.rank = 2 (from --set) has no effect here"
+    out, note = tmp_path / "samples.jsonl", "note: model.lora.rank = 2 (from --set) has no effect here"
     chosen = (*of_tiny(tiny_model), *settings("model.lora.rank=2"))
     result = here("rollout", *chosen, "--limit", "6", "--out", out)
-    assert result.exit_code == 0 and told in result.stderr, result.stderr
+    assert result.exit_code == 0 and note in result.stderr, result.stderr
     assert texts(out) == texts(sampled)
     result = here("score", *chosen, "--input", out, "--out", tmp_path / "scored.jsonl")
-    assert result.exit_code == 0 and told in result.stderr, result.stderr
+    assert result.exit_code == 0 and note in result.stderr, result.stderr
     for record in records_of(tmp_path / "scored.jsonl"):
         np.testing.assert_allclose(record["policy_logprobs"], record["behavior_logprobs"], atol=1e-4)
 

@@ -87,19 +87,19 @@ def test_k_steps_and_a_resume_equal_all_steps_at_once(run: Path, config: Path) -
     assert_same_run(config.parent / "runs" / "tiny", run, step=4)
 
 
-@pytest.mark.parametrize(("now", "told"), [(NF4, [", beside nf4"]), (f"{BASE}=null", [])])
+@pytest.mark.parametrize(("now", "notes"), [(NF4, [", beside nf4"]), (f"{BASE}=null", [])])
 def test_another_base_than_the_one_that_adapters_learned_beside_is_refused(
-    run: Path, config: Path, now: str, told: list[str]
+    run: Path, config: Path, now: str, notes: list[str]
 ) -> None:
     resumed = config.parent / "runs" / "tiny"
     shutil.copytree(run, resumed, symlinks=True)
     before = digest_of(resumed)
     result = train_here(config, *PENALISED, now, resume="must")
     assert result.exit_code == 2
-    asked = " ".join(result.stderr.split())
-    assert "--resume: model.lora (rank 2, alpha 16, q_proj" in asked and "down_proj, beside int8 -> rank 2" in asked
-    now_asked = asked.partition("->")[2]
-    assert "down_proj" in now_asked and re.findall(r", beside \w+", now_asked) == told
+    shown = " ".join(result.stderr.split())
+    assert "--resume: model.lora (rank 2, alpha 16, q_proj" in shown and "down_proj, beside int8 -> rank 2" in shown
+    new_value = shown.partition("->")[2]
+    assert "down_proj" in new_value and re.findall(r", beside \w+", new_value) == notes
     assert digest_of(resumed) == before
     evaluated = here("evaluate", "--checkpoint", run, *settings(now))
     assert evaluated.exit_code == 2 and "beside int8, but model.lora requests rank 2" in evaluated.stderr

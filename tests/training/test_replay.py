@@ -225,9 +225,9 @@ def test_rollout_score_gae_and_train_chained_by_files_are_one_step_of_train(tmp_
     whole, chosen = tmp_path / "runs" / "ppo", ["--config", config, *settings(*CHAINED)]
     files: Iterator[Path] = (tmp_path / f"{number}.jsonl" for number in range(10))
 
-    def run(verb: str, *options: str | Path) -> Path:
+    def run(command: str, *options: str | Path) -> Path:
         out = next(files)
-        result = here(verb, *options, *chosen, "--out", out)
+        result = here(command, *options, *chosen, "--out", out)
         assert result.exit_code == 0, result.stderr
         return out
 
@@ -298,9 +298,9 @@ def test_a_replay_whose_evaluation_does_not_fit_is_told_what_leaves_the_samples_
 ) -> None:
     report = foreseen(finished, tmp_path)
     full = replace(report, available_bytes=1, memory={"evaluation": report.memory["evaluation"]})
-    (told,) = [line for line in full.to_text().splitlines() if line.startswith("this does not fit: ")]
-    assert "set eval.every_steps: 0 and checkpoint.best_metric: null" in told
-    assert "prompts_per_step" not in told and "group_size" not in told
+    (advice,) = [line for line in full.to_text().splitlines() if line.startswith("this does not fit: ")]
+    assert "set eval.every_steps: 0 and checkpoint.best_metric: null" in advice
+    assert "prompts_per_step" not in advice and "group_size" not in advice
 
 
 @pytest.mark.two_hosts

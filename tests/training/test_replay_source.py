@@ -111,8 +111,8 @@ def test_a_file_beside_a_run_s_settings_is_no_file_of_the_run(source: Path) -> N
 def test_hosts_that_would_take_other_things_of_the_same_samples_do_not_agree(source: Path, finished: Path) -> None:
     def fingerprints(at: Path, checkpoint: int | None = None) -> dict[str, str]:
         settings = load(str(source / "settings.yaml"), ["run.name=again", "run.steps=9", *UNJUDGED], {}).settings
-        asked = ReplayRequest(at, None if checkpoint is None else finished / "checkpoints" / str(checkpoint))
-        return read_training_inputs(settings, asked).fingerprints
+        request = ReplayRequest(at, None if checkpoint is None else finished / "checkpoints" / str(checkpoint))
+        return read_training_inputs(settings, request).fingerprints
 
     def differing(one: dict[str, str], other: dict[str, str]) -> Sequence[str]:
         assert one.keys() == other.keys()
@@ -137,6 +137,6 @@ def test_models_are_those_of_the_samples_run_or_else_of_the_checkpoint_s(
 
 def test_another_chat_template_than_the_run_had_is_told(finished: Path, tmp_path: Path) -> None:
     write_tokenizer(write_model(tmp_path / "template"), chat_template="{{ messages[-1].content }}<|assistant|>")
-    told = "the samples' run had another tokenizer, chat template or end-of-sequence token than model.path has"
-    assert told in looked(finished, f"model.path={tmp_path / 'template'}").report
-    assert told not in looked(finished).report
+    note = "the samples' run had another tokenizer, chat template or end-of-sequence token than model.path has"
+    assert note in looked(finished, f"model.path={tmp_path / 'template'}").report
+    assert note not in looked(finished).report

@@ -165,11 +165,12 @@ def test_a_failure_counts_zero_where_that_is_asked_for(config: Path) -> None:
     assert (before["eval/accuracy"], before["eval/error_count"]) == (0, 8)
     assert (line["reward/broken/mean"], line["reward/broken/error_count"]) == (0, 16)
     assert line["reward/mean"] == line["reward/length/mean"] > 0
-    told = [text for text in result.stderr.splitlines() if text.startswith("reward broken failed on")]
+    errors = [text for text in result.stderr.splitlines() if text.startswith("reward broken failed on")]
     assert (
-        "16 of 16 samples (16 raised), counted as 0; first" in told[1] and "ValueError: always (plug.py:6)" in told[1]
+        "16 of 16 samples (16 raised), counted as 0; first" in errors[1]
+        and "ValueError: always (plug.py:6)" in errors[1]
     )
-    assert len(told) == 3, "two evaluations and a step"
+    assert len(errors) == 3, "two evaluations and a step"
 
 
 @pytest.mark.parametrize(

@@ -125,10 +125,10 @@ def test_slots_that_cannot_be_are_refused(config: Path, overrides: tuple[str, ..
 def test_a_resumed_run_schedules_by_the_lengths_that_it_knew(config: Path) -> None:
     """Prompts repeat, and the lengths of their earlier samples determine which rows share a program."""
     alone = ("rollout.workers.fast.slots=16", "rollout.workers.heavy.count=0", "rollout.workers.fast.devices=[0]")
-    asked = ("rollout.scheduler=adaptive", *alone, "rollout.segment.min=1", "data.num_problems=4", "eval.every_steps=0")
-    assert train_here(config, *asked, "run.steps=4", "run.name=whole").exit_code == 0
+    given = ("rollout.scheduler=adaptive", *alone, "rollout.segment.min=1", "data.num_problems=4", "eval.every_steps=0")
+    assert train_here(config, *given, "run.steps=4", "run.name=whole").exit_code == 0
     for steps, resume in ((2, "never"), (4, "must")):
-        assert train_here(config, *asked, f"run.steps={steps}", "run.name=parts", resume=resume).exit_code == 0
+        assert train_here(config, *given, f"run.steps={steps}", "run.name=parts", resume=resume).exit_code == 0
     runs = config.parent / "runs"
     assert_same_run(runs / "parts", runs / "whole", step=4)
     assert len(progress_of(runs / "parts", 2)["lengths"]) == 4
@@ -138,7 +138,7 @@ def test_a_resumed_run_schedules_by_the_lengths_that_it_knew(config: Path) -> No
 def test_evaluations_beside_generation_have_the_batches_that_a_dry_run_foresees(
     config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = (*SCHEDULED, "rollout.workers.fast.devices=[0]", "rollout.workers.heavy.devices=[1]", "run.steps=1")
+    given = (*SCHEDULED, "rollout.workers.fast.devices=[0]", "rollout.workers.heavy.devices=[1]", "run.steps=1")
     small = ("rollout.max_staleness=1", "rollout.prompts_per_step=2", "rollout.group_size=2")
     batches, generate = [], BatchEngine.generate
 
@@ -147,6 +147,6 @@ def test_evaluations_beside_generation_have_the_batches_that_a_dry_run_foresees(
         return generate(engine, weights, prompts, request)
 
     monkeypatch.setattr(BatchEngine, "generate", counted)
-    result = train_here(config, *asked, *small)
+    result = train_here(config, *given, *small)
     assert result.exit_code == 0, result.stderr
     assert set(batches) == {4} and len(batches) == 2 * 20 / 4

@@ -231,8 +231,8 @@ def test_a_penalty_in_the_reward_is_paid_before_siblings_are_compared(config: Pa
 
 
 def test_no_prompt_comes_twice_before_all_have_come_once(uninterrupted: Path) -> None:
-    asked = [sample.prompt.uid for step in range(1, 11) for sample in samples_of(uninterrupted, step)[::4]]
-    assert len(set(asked)) == len(asked) == 40
+    uids = [sample.prompt.uid for step in range(1, 11) for sample in samples_of(uninterrupted, step)[::4]]
+    assert len(set(uids)) == len(uids) == 40
 
 
 def test_the_same_settings_give_the_same_run_and_another_seed_another(config: Path, finished: Path) -> None:

@@ -69,9 +69,9 @@ def test_a_run_goes_from_two_hosts_to_one_and_back_and_is_the_run_of_one_host(fu
     assert result.exit_code == 0, result.stderr
     on_two(6, "must")
     assert_same_steps(moved, stayed, steps=range(7))
-    asked = [record["uid"] for step in range(1, 7) for record in records_of(moved / "rollouts" / name_of(step))]
+    uids = [record["uid"] for step in range(1, 7) for record in records_of(moved / "rollouts" / name_of(step))]
     # Forty problems: six steps of four do not come to the end of them.
-    assert len(set(asked)) == len(asked) == 6 * 4 * 4
+    assert len(set(uids)) == len(uids) == 6 * 4 * 4
 
 
 def assert_complete(run: Path) -> None:

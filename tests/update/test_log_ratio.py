@@ -97,7 +97,7 @@ def test_a_mean_over_a_sample_is_beside_all_of_its_targets_and_sees_nothing_else
     for layout in (WHOLE, *LAYOUTS):
         for batch, micro_batch in zip(pack_update(SAMPLES, layout), layout.micro_batches, strict=True):
             assert batch.sample_reducer is not None
-            # Rubbish where nobody wrote: other samples' tokens stand right beside it.
+            # A huge value outside of the mask: other samples' tokens stand right beside it.
             values = jnp.where(batch.tokens.loss_mask, batch.behavior_logprobs, 1e30)
             means = np.asarray(jax.jit(lambda means, x: means.mean(x))(batch.sample_reducer, values))
             for row, segments in zip(means, micro_batch.rows, strict=True):

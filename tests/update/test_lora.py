@@ -18,7 +18,7 @@ from app.update.optimizer import DECAYED, TrainState, init_train_state, make_opt
 from app.update.policy_loss import Objective, make_policy_objective
 from app.update.step import UpdateStep
 from settings.schema.lora import PROJECTIONS
-from settings.schema.optimizer import OptimizerSettings as Settings
+from settings.schema.optimizer import OptimizerSettings
 from tests.tiny import BIASED, assert_trees_close, make_mesh, one_a_row, pack_update, random_params
 from tests.update.test_step import EVERYTHING, SAMPLES
 
@@ -42,7 +42,7 @@ def objective(definition: DecoderDefinition, *, remat: str) -> Objective:
 def update_step() -> tuple[UpdateStep, Callable[[], TrainState]]:
     """Returns a compiled update of adapters and a function that makes initial states."""
     schedule = optax.constant_schedule(0.1)
-    optimizer = make_optimizer(Settings(weight_decay=0.1), schedule)
+    optimizer = make_optimizer(OptimizerSettings(weight_decay=0.1), schedule)
     shapes, lie = DEFINITION.trainable(DEFINITION.shapes), DEFINITION.trainable(DEFINITION.shardings(MESH))
     shardings = train_state_shardings(optimizer, shapes, lie, MESH)
 

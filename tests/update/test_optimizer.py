@@ -8,7 +8,7 @@ import pytest
 
 from app.model.decoder import DecoderDefinition
 from app.update.optimizer import TrainState, init_train_state, make_optimizer, make_schedule, train_state_shardings
-from settings.schema.optimizer import OptimizerSettings as Settings
+from settings.schema.optimizer import OptimizerSettings
 from tests.tiny import BIASED, EVEN, make_mesh, random_params
 
 CONSTANT = optax.constant_schedule(0.1)
@@ -16,7 +16,7 @@ CONSTANT = optax.constant_schedule(0.1)
 
 def rates(num_updates: int, **fields) -> list[float]:
     """Returns the learning rate of every update, and of the one after the last."""
-    schedule = make_schedule(Settings(learning_rate=2.0, **fields), num_updates=num_updates)
+    schedule = make_schedule(OptimizerSettings(learning_rate=2.0, **fields), num_updates=num_updates)
     return [float(jnp.asarray(schedule(jnp.int32(i)))) for i in range(num_updates + 1)]
 
 
@@ -44,7 +44,7 @@ def test_a_warm_up_longer_than_the_run_is_cut_off():
 def test_decay_touches_matrices_only():
     definition = DecoderDefinition.create(BIASED)
     params = random_params(definition)
-    optimizer = make_optimizer(Settings(weight_decay=0.5), CONSTANT)
+    optimizer = make_optimizer(OptimizerSettings(weight_decay=0.5), CONSTANT)
     gradients = jax.tree.map(np.zeros_like, params)
     updates, _ = jax.jit(optimizer.update)(gradients, jax.jit(optimizer.init)(params), params)
     seen = set()
@@ -60,7 +60,7 @@ def test_decay_touches_matrices_only():
 
 def test_updates_equal_adamw_with_a_global_norm_clip_in_float64():
     rng = np.random.default_rng(0)
-    settings = Settings(beta1=0.8, beta2=0.9, epsilon=1e-2, weight_decay=0.3, max_grad_norm=1.5)
+    settings = OptimizerSettings(beta1=0.8, beta2=0.9, epsilon=1e-2, weight_decay=0.3, max_grad_norm=1.5)
     optimizer = make_optimizer(settings, CONSTANT)
     weights = {"kernel": rng.normal(size=(3, 2)), "scale": rng.normal(size=3)}
     params = jax.tree.map(jnp.float32, weights)
@@ -82,7 +82,7 @@ def test_updates_equal_adamw_with_a_global_norm_clip_in_float64():
 
 def test_the_shardings_of_a_state_fit_it_and_moments_lie_where_their_weights_lie():
     definition, mesh = DecoderDefinition.create(EVEN), make_mesh((1, 4, 2))
-    optimizer = make_optimizer(Settings(), CONSTANT)
+    optimizer = make_optimizer(OptimizerSettings(), CONSTANT)
     weights = definition.shardings(mesh)
     shardings = train_state_shardings(optimizer, definition.shapes, weights, mesh)
     params = jax.device_put(random_params(definition), weights)
@@ -98,7 +98,7 @@ def test_the_shardings_of_a_state_fit_it_and_moments_lie_where_their_weights_lie
 
 def test_a_fresh_state_has_no_history():
     definition, mesh = DecoderDefinition.create(EVEN), make_mesh()
-    optimizer = make_optimizer(Settings(), CONSTANT)
+    optimizer = make_optimizer(OptimizerSettings(), CONSTANT)
     params = random_params(definition)
     state = init_train_state(
         optimizer, params, train_state_shardings(optimizer, definition.shapes, definition.shardings(mesh), mesh)

@@ -61,7 +61,7 @@ class Combination:
             entropy_coef=self.entropy_coef,
         )
 
-    def credited(self, name: str) -> list[Sample]:
+    def with_advantages(self, name: str) -> list[Sample]:
         rewards = task_rewards
         if self.estimator and self.place == "reward":
             rewards = partial(kl_penalized_rewards, kl_estimator=KL_ESTIMATORS[self.estimator], beta=BETA)
@@ -81,7 +81,7 @@ def test_micro_batches_padding_and_packing_change_neither_loss_nor_gradient_nor_
     first = COMBINATIONS.index(combination)
     for i in (first, first + 1):
         name, weights = list(AGGREGATIONS.items())[i % len(AGGREGATIONS)]
-        samples = combination.credited(list(GROUP_ADVANTAGES)[(i + first // 4) % len(GROUP_ADVANTAGES)])
+        samples = combination.with_advantages(list(GROUP_ADVANTAGES)[(i + first // 4) % len(GROUP_ADVANTAGES)])
         expected = gradient, parts = of_layout(combination, samples, WHOLE, weights)
         assert float(jnp.abs(gradient).max()) > 1e-3
         assert float(parts.sums["loss"]) == pytest.approx(oracle(combination, samples, name), rel=1e-5, abs=1e-6)
@@ -127,7 +127,7 @@ def of_layout(combination: Combination, samples: Sequence[Sample], layout: Micro
 
 
 def metrics_of(combination: Combination) -> dict[str, float]:
-    _, parts = of_layout(combination, combination.credited("grpo"), WHOLE, AGGREGATIONS["token-mean"])
+    _, parts = of_layout(combination, combination.with_advantages("grpo"), WHOLE, AGGREGATIONS["token-mean"])
     return {name: float(value) for name, value in parts.sums.items()}
 
 

@@ -191,8 +191,8 @@ def test_the_bonus_takes_the_weighted_entropy_from_the_loss():
 
 def test_tokens_outside_the_mask_say_nothing():
     def spoil(sample: Sample) -> Sample:
-        def spoiled(values, rubbish: float) -> np.ndarray:
-            return np.where(sample.mask, values, np.float32(rubbish))
+        def spoiled(values, fill: float) -> np.ndarray:
+            return np.where(sample.mask, values, np.float32(fill))
 
         return replace(
             sample,

@@ -19,7 +19,7 @@ from app.update.optimizer import TrainState, init_train_state, make_optimizer, t
 from app.update.policy_loss import PolicyLoss, make_policy_objective
 from app.update.step import UpdateStep
 from app.update.surrogate import dual_clipped_surrogate
-from settings.schema.optimizer import OptimizerSettings as Settings
+from settings.schema.optimizer import OptimizerSettings
 from tests.tiny import (
     ODD,
     PLAIN_LOSS,
@@ -64,7 +64,7 @@ def fixed(rows: int) -> MicroBatchPlan:
 def update_step(loss: PolicyLoss) -> tuple[UpdateStep, Callable[[], TrainState]]:
     """Returns a compiled update step and a function that makes initial states."""
     mesh, schedule = make_mesh(), optax.linear_schedule(0.5, 0.0, 5)
-    optimizer = make_optimizer(Settings(weight_decay=0.1), schedule)
+    optimizer = make_optimizer(OptimizerSettings(weight_decay=0.1), schedule)
     shardings = train_state_shardings(optimizer, DEFINITION.shapes, DEFINITION.shardings(mesh), mesh)
 
     def fresh() -> TrainState:

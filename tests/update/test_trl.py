@@ -136,9 +136,9 @@ def assert_all_equal_to_trl(expected: dict[str, Any]) -> None:
     for case in expected["rloo_advantages"]:
         samples = [replace(s, loss_mask=None) for s in samples_of(inputs)]
         rewards = partial(kl_penalized_rewards, kl_estimator=k1, beta=case["beta"])
-        credited = assign_group_advantages(samples, advantages=rloo_advantages, rewards=rewards)
+        with_advantages = assign_group_advantages(samples, advantages=rloo_advantages, rewards=rewards)
         np.testing.assert_allclose(
-            [np.asarray(s.advantages)[0] for s in credited], case["advantages"], rtol=1e-5, atol=1e-6
+            [np.asarray(s.advantages)[0] for s in with_advantages], case["advantages"], rtol=1e-5, atol=1e-6
         )
 
 

@@ -24,8 +24,8 @@ from app.update.optimizer import TrainState, init_train_state, make_optimizer, t
 from app.update.policy_loss import PolicyBatch, detached_logprobs, make_policy_objective, scored_logprobs
 from app.update.step import UpdateStep
 from app.update.updater import PolicyBatchPacker, Updater, UpdateStepFn, summarize_updates
-from settings.schema.optimizer import OptimizerSettings as Settings
-from settings.schema.settings import ScoredRole
+from settings.schema.optimizer import OptimizerSettings
+from settings.schema.score import ScoredRole
 from tests.tiny import ODD, PLAIN_LOSS, make_mesh, make_sample, one_a_row, random_params, random_samples
 
 DEFINITION = DecoderDefinition.create(replace(ODD, num_layers=1))
@@ -33,7 +33,7 @@ SAMPLES = random_samples(4, 2, vocab_size=ODD.vocab_size)
 THREES = one_a_row(len(SAMPLES), rows_per_micro_batch=3, num_tokens=16, num_targets=12)
 SIX_GROUPS = random_samples(6, 4, vocab_size=ODD.vocab_size, seed=5)
 SCHEDULE = optax.constant_schedule(1e-2)
-OPTIMIZER = make_optimizer(Settings(), SCHEDULE)
+OPTIMIZER = make_optimizer(OptimizerSettings(), SCHEDULE)
 FLOAT32 = jnp.dtype("float32")
 
 
@@ -196,7 +196,7 @@ def test_at_the_first_of_several_updates_the_ratio_is_one_within_rounding(scored
 
 def test_scorer_and_update_share_one_plan_of_packed_rows_and_every_mini_batch_starts_at_ratio_one():
     """Nothing is learned, so every mini-batch is like the first."""
-    optimizer = make_optimizer(Settings(), optax.constant_schedule(0.0))
+    optimizer = make_optimizer(OptimizerSettings(), optax.constant_schedule(0.0))
     loss = replace(PLAIN_LOSS, proximal_logprobs_fn=scored_logprobs)
     objective = make_policy_objective(DEFINITION, loss, dtype=FLOAT32, remat="none", logits_chunk=6)
     step = UpdateStep(objective, optimizer, optax.constant_schedule(0.0), shardings())

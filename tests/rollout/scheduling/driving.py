@@ -20,7 +20,7 @@ from app.rollout.scheduling.pdsr_v1 import PdsrV1Policy
 from app.rollout.scheduling.pdsr_v2 import PdsrV2Policy
 from app.rollout.scheduling.scheduler import Scheduler
 from app.rollout.scheduling.scheduling_policy import Probes
-from scripts.bench.cost_model import CostModel
+from scripts.simulate.cost_model import CostModel
 from settings.schema.rollout import PdsrSettings, SegmentSettings
 
 FREE = replace(CostModel(), **dict.fromkeys(CostModel().to_json().keys() - {"measured_steps"}, 0.0))

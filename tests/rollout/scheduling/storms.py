@@ -7,10 +7,10 @@ import random
 import numpy as np
 
 from app.rollout.scheduling.scheduler import POLICIES, Scheduler
-from scripts.bench import length_traces
-from scripts.bench.cost_model import CostModel
-from scripts.bench.length_traces import Trace
-from scripts.bench.simulator import Faults, SchedulerSimulator, SimulatedWorkerSpec
+from scripts.simulate import length_traces
+from scripts.simulate.cost_model import CostModel
+from scripts.simulate.length_traces import Trace
+from scripts.simulate.simulator import Faults, SchedulerSimulator, SimulatedWorkerSpec
 from settings.schema.rollout import PdsrSettings, SegmentSettings
 
 MAX_NEW = 200

@@ -66,28 +66,28 @@ def test_slots_count_while_their_worker_is_there() -> None:
     tell(WorkerLost(20.0, "a#2", "late"))
     share = (3 / 7 + 3 / 7) * 3 + 4
     assert schedule_metrics(records).bubble == pytest.approx(1 - share / (1 * 4 + 2 * 3))
-    tally = ScheduleMetricsTracker()
+    tracker = ScheduleMetricsTracker()
     for record in records[:4]:
-        tally.add(record)
-    tally.take_window()
+        tracker.add(record)
+    tracker.take_window()
     for record in records[4:]:
-        tally.add(record)
-    assert tally.take_window().bubble == pytest.approx(1 - (share - 4) / (2 * 3))
+        tracker.add(record)
+    assert tracker.take_window().bubble == pytest.approx(1 - (share - 4) / (2 * 3))
     assert slots_per_worker(records) == {"a": 1, "a#2": 2}
 
 
 def test_windows_by_hand() -> None:
-    tally, records = ScheduleMetricsTracker(), handed_over()
+    tracker, records = ScheduleMetricsTracker(), handed_over()
     for record in records[:8]:
-        tally.add(record)
-    first = tally.take_window()
-    tally.add(EventRecord(Released(6.0, ("p1/s0",)), ()))
+        tracker.add(record)
+    first = tracker.take_window()
+    tracker.add(EventRecord(Released(6.0, ("p1/s0",)), ()))
     for record in records[8:]:
-        tally.add(record)
-    second = tally.take_window()
+        tracker.add(record)
+    second = tracker.take_window()
     assert (first.makespan_s, first.useful_tokens, first.segments) == (6, 16, 3)
     assert (second.makespan_s, second.useful_tokens, second.segments) == (4, 5, 1)
-    assert math.isnan(first.tail_fraction) and list(tally.samples) == ["p0/s0"]
+    assert math.isnan(first.tail_fraction) and list(tracker.samples) == ["p0/s0"]
 
 
 def test_the_spans_of_a_handed_over_sample() -> None:

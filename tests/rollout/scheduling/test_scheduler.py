@@ -35,18 +35,18 @@ def test_samples_that_were_taken_are_forgotten_and_their_prompt_becomes_history(
     driven.tell(report)
     driven.end("w", {"p0/s1": 9})
     driven.tell(Released(driven.at, ("p0/s0", "p0/s1", "nobody")))
-    ledger, lengths = driven.scheduler.samples, driven.scheduler.context.lengths
-    assert [entry.uid for entry in ledger] == ["p0/s1"], "the other one still runs"
+    table, lengths = driven.scheduler.samples, driven.scheduler.context.lengths
+    assert [entry.uid for entry in table] == ["p0/s1"], "the other one still runs"
     assert "p0" not in lengths.history and probes_of(driven).verdicts == {"p0": "fast"}
     driven.end("w", {"p0/s1": 12}, finished=("p0/s1",))
     for _ in range(2):
         driven.tell(Released(driven.at, ("p0/s1",)))
-    assert not list(ledger) and lengths.history == {"p0": 12} and lengths.group_max == {}
+    assert not list(table) and lengths.history == {"p0": 12} and lengths.group_max == {}
     assert vars(probes_of(driven)) == {"probe_uids": {}, "verdicts": {}, "held_back": {}}
     assert driven.tell(report) == []
     (run,) = driven.submit(samples(1, 1))
     assert isinstance(run, RunSegment) and run.admit[0].role == "probe"
-    assert ledger["p0/s0"].number == 2, "numbers are never given twice"
+    assert table["p0/s0"].number == 2, "numbers are never given twice"
 
 
 def test_samples_are_dealt_evenly_to_idle_workers() -> None:

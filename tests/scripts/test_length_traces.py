@@ -6,10 +6,10 @@ import pytest
 from app.records.jsonl import write_jsonl
 from app.rollout.scheduling.events import Closed, Event, EventRecord, RowReport, SegmentEnded, Submitted, WorkerJoined
 from app.rollout.scheduling.scheduler import POLICIES
-from scripts.bench import length_traces
-from scripts.bench.cost_model import CostModel
-from scripts.bench.length_traces import TraceSample, read_trace
-from scripts.bench.simulator import SchedulerSimulator, SimulatedWorkerSpec
+from scripts.simulate import length_traces
+from scripts.simulate.cost_model import CostModel
+from scripts.simulate.length_traces import TraceSample, read_trace
+from scripts.simulate.simulator import SchedulerSimulator, SimulatedWorkerSpec
 from settings.errors import InputError
 from tests.rollout.scheduling.driving import Driven, make_scheduler, samples
 
@@ -79,10 +79,10 @@ def test_samples_that_were_dropped_are_in_no_trace(tmp_path: Path) -> None:
         TraceSample("p0/s1", "p0", 1, 5, 10),
         TraceSample("p0/s2", "p0", 2, 9, 10),
     ]
-    told = {"prompt_token_ids": [1], "finish_reason": "stop"}
-    broken = {"uid": "a/s0", **told, "completion_token_ids": [], "finish_reason": "dropped:non-finite logits"}
+    fields = {"prompt_token_ids": [1], "finish_reason": "stop"}
+    broken = {"uid": "a/s0", **fields, "completion_token_ids": [], "finish_reason": "dropped:non-finite logits"}
     path = tmp_path / "samples.jsonl"
-    write_jsonl(path, [broken, {"uid": "a/s1", **told, "completion_token_ids": [3]}])
+    write_jsonl(path, [broken, {"uid": "a/s1", **fields, "completion_token_ids": [3]}])
     assert read_trace(path) == [TraceSample("a/s1", "a", 1, 1, 1)]
 
 

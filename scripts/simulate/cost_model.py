@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """Fixed costs and rates, which `scripts/bench/calibrate_rollout.py` fits to measured times.
+    """Fixed costs and rates, which `scripts/simulate/calibrate_rollout.py` fits to measured times.
 
     The defaults are a 7B model in bfloat16 on one H200 by its data sheet (989 TFLOP/s, 4.8 TB/s). Each step reads 15.2
     GB of weights; a token has 57,344 bytes of cache and costs 2 FLOPs per weight; prefill runs at 40 % of the peak.

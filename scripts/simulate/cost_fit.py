@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.optimize import nnls
 
-from scripts.bench.cost_model import CostModel
+from scripts.simulate.cost_model import CostModel
 
 STEP_NAMES = ("step_s", "step_row_s", "step_cached_token_s")
 OTHER_NAMES = tuple(field.name for field in fields(CostModel) if field.name not in (*STEP_NAMES, "measured_steps"))

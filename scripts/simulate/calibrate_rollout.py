@@ -1,8 +1,8 @@
 """Measures the cost of decoding on this machine with the engine's programs, for `simulate_rollout.py --cost`.
 
-    python scripts/bench/calibrate_rollout.py --model builtin:tiny --out costs.json
+    python scripts/simulate/calibrate_rollout.py --model builtin:tiny --out costs.json
 
-    python scripts/bench/simulate_rollout.py --trace samples.jsonl --cost costs.json
+    python scripts/simulate/simulate_rollout.py --trace samples.jsonl --cost costs.json
 
 It times decode segments for several numbers of rows and cache lengths, prefills, admitted and suspended rows, and
 growing caches. Small scheduled rollouts with short segments add the cost between segments, including the scheduler. All
@@ -22,17 +22,25 @@ from typing import Any
 
 import jax
 import numpy as np
-from cost_fit import CALL, FREE, OTHER_NAMES, Timed, explained, fit
-from forced_rollout import POLICY_VERSION, RULES, ForcedRollout, WatchedEngine, open_rollout, positive, several
 
 from app.records.sample import Prompt
 from app.rollout.request import GenerationRequest
 from app.rollout.scheduling.metrics import schedule_metrics
 from app.rollout.scheduling.scheduler import Scheduler
 from app.rollout.sequence import RolloutSequence
-from scripts.bench.cost_model import CostModel
-from scripts.bench.length_traces import trace_from_records
-from scripts.bench.simulator import SchedulerSimulator
+from scripts.bench.forced_rollout import (
+    POLICY_VERSION,
+    RULES,
+    ForcedRollout,
+    WatchedEngine,
+    open_rollout,
+    positive,
+    several,
+)
+from scripts.simulate.cost_fit import CALL, FREE, OTHER_NAMES, Timed, explained, fit
+from scripts.simulate.cost_model import CostModel
+from scripts.simulate.length_traces import trace_from_records
+from scripts.simulate.simulator import SchedulerSimulator
 from settings.schema.rollout import PdsrSettings, SegmentSettings
 
 SEED = 99

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from scripts.bench.cost_model import CostModel, SampleLengths, lower_bound_s
+from scripts.simulate.cost_model import CostModel, SampleLengths, lower_bound_s
 from tests.rollout.scheduling.driving import FREE
 
 MEASURED = replace(FREE, step_s=1.0, step_row_s=0.5, measured_steps=((8, 64, 3.0), (4, 64, 9.0)))

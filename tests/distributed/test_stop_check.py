@@ -104,13 +104,13 @@ def test_a_scheduled_rollout_that_was_stopped_draws_only_what_is_missing(in_turn
 @pytest.mark.parametrize("in_turn", [True, False])
 def test_who_waits_for_a_round_that_is_generated_ahead_hears_that_it_does_not_come(in_turn: bool) -> None:
     made = scheduled(workers_on(2), in_turn=in_turn)
-    asked = threading.Event()
-    made.stop_requested = asked.is_set
+    stop_event = threading.Event()
+    made.stop_requested = stop_event.is_set
     generation = generation_of(made)
     with closing(generation):
         generation.submit(PROMPTS[:HALF], noise_step=KEY)
         generation.collect_round()
-        asked.set()
+        stop_event.set()
         generation.submit(PROMPTS[:HALF], noise_step=KEY)
         for _ in range(2):
             with pytest.raises(StoppedError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from scripts.bench.cost_model import CostModel
+from scripts.simulate.cost_model import CostModel
 
 
 class ProgramSizes(NamedTuple):

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from scripts.bench.simulated_slots import ProgramSizes, SimulatedSlots
+from scripts.simulate.simulated_slots import ProgramSizes, SimulatedSlots
 from tests.rollout.scheduling.driving import FREE
 
 LADDERS = ProgramSizes(batch=(2, 4, 8), cache=(16, 32, 64), prompt=(4, 8), prefill_rows=(1, 4))

@@ -6,11 +6,11 @@ import pytest
 from app.rollout.scheduling.events import Finished
 from app.rollout.scheduling.metrics import schedule_metrics
 from app.rollout.scheduling.scheduler import POLICIES
-from scripts.bench import length_traces
-from scripts.bench.cost_model import CostModel, SampleLengths, lower_bound_s
-from scripts.bench.length_traces import Trace, TraceSample
-from scripts.bench.simulated_slots import ProgramSizes
-from scripts.bench.simulator import SchedulerSimulator, SimulatedWorkerSpec
+from scripts.simulate import length_traces
+from scripts.simulate.cost_model import CostModel, SampleLengths, lower_bound_s
+from scripts.simulate.length_traces import Trace, TraceSample
+from scripts.simulate.simulated_slots import ProgramSizes
+from scripts.simulate.simulator import SchedulerSimulator, SimulatedWorkerSpec
 from tests.rollout.scheduling.driving import FREE, make_scheduler
 from tests.rollout.scheduling.storms import storm
 

@@ -27,12 +27,12 @@ from app.rollout.scheduling.events import (
     WorkerLost,
 )
 from app.rollout.scheduling.scheduler import Scheduler
-from scripts.bench.cost_model import CostModel
-from scripts.bench.length_traces import Trace, TraceSample, new_samples
-from scripts.bench.simulated_slots import ProgramSizes, SimulatedSlots
+from scripts.simulate.cost_model import CostModel
+from scripts.simulate.length_traces import Trace, TraceSample, new_samples
+from scripts.simulate.simulated_slots import ProgramSizes, SimulatedSlots
 
 CACHE_LENGTHS = tuple(256 * 2**i for i in range(13))
-"""Returns the cache lengths of an engine's programs, up to the longest that a sample may need."""
+"""The cache lengths of an engine's programs, up to the longest that a sample may need."""
 SUBMIT_INTERVAL_S = 0.5
 
 
@@ -46,7 +46,7 @@ class SimulatedWorkerSpec:
     device: str | None = None
     """Device that workers share in turns; None for a separate device."""
     program_sizes: ProgramSizes | None = None
-    """Program sizes of its engine; None for `CACHE_RUNGS` and unpadded prompts."""
+    """Program sizes of its engine; None for `CACHE_LENGTHS` and unpadded prompts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +95,8 @@ class SchedulerSimulator:
         workers: workers that join at the start; `join` adds others.
         max_new: maximum number of tokens of a sample.
         check: whether all invariants are checked after every event.
-        num_waves: parts in which the trace is submitted, `WAVE_S` apart, before it is closed; 0 if the scheduler has
-        its samples.
+        num_waves: parts in which the trace is submitted, `SUBMIT_INTERVAL_S` apart, before it is closed; 0 if the
+            scheduler has its samples.
         releases: whether half of the samples are released some time after they have ended.
     """
 

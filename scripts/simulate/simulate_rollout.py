@@ -1,7 +1,7 @@
 """Compares all scheduling policies on the virtual clock: on the lengths of a file, or on distributions of lengths.
 
-    python scripts/bench/simulate_rollout.py --trace samples.jsonl [--cost costs.json] [--slots 16 16] [--timeline FILE]
-    python scripts/bench/simulate_rollout.py [--seeds 5] [--storms 10000] [--out FILE.json]
+    python scripts/simulate/simulate_rollout.py --trace samples.jsonl [--cost costs.json] [--slots 16 16] [--timeline F]
+    python scripts/simulate/simulate_rollout.py [--seeds 5] [--storms 10000] [--out FILE.json]
 
 No model and no device: seconds come from a cost model, by default that of a 7B model on an H200 by its data sheet;
 `calibrate_rollout.py` measures the costs of a machine. A trace is samples as `grpo rollout` writes them, or lines of
@@ -30,13 +30,13 @@ from app.report.slot_timeline import TimelinePanel, write_timeline
 from app.rollout.scheduling.events import EventRecord, WorkerKind
 from app.rollout.scheduling.metrics import ScheduleMetrics, schedule_metrics
 from app.rollout.scheduling.scheduler import POLICIES, Scheduler
-from app.rollout.shape_buckets import slot_shapes_from_settings
+from app.runtime.slot_shapes import slot_shapes_from_settings
 from app.stages.timeline_panel import METRIC_HEADINGS, metric_cells, timeline_panel
-from scripts.bench import length_traces
-from scripts.bench.cost_model import CostModel, lower_bound_s
-from scripts.bench.length_traces import Trace, read_trace, to_sample_lengths
-from scripts.bench.simulated_slots import ProgramSizes
-from scripts.bench.simulator import SchedulerSimulator, SimulatedWorkerSpec
+from scripts.simulate import length_traces
+from scripts.simulate.cost_model import CostModel, lower_bound_s
+from scripts.simulate.length_traces import Trace, read_trace, to_sample_lengths
+from scripts.simulate.simulated_slots import ProgramSizes
+from scripts.simulate.simulator import SchedulerSimulator, SimulatedWorkerSpec
 from settings.schema.rollout import PdsrSettings, RolloutSettings, SegmentSettings, WorkerPoolSettings, WorkersSettings
 
 ORACLE = "oracle"

@@ -1,0 +1,23 @@
+"""The sizes of slots for the settings of a rollout."""
+
+from __future__ import annotations
+
+from app.rollout.shape_buckets import SlotShapes, make_slot_shapes
+from settings.schema.rollout import RolloutSettings
+
+
+def slot_shapes_from_settings(
+    rollout: RolloutSettings, num_slots: int, *, max_prompt_length: int, setting: str, row_shards: int = 1
+) -> SlotShapes:
+    """Returns the sizes for the settings; see `make_slot_shapes`."""
+    return make_slot_shapes(
+        num_slots,
+        max_prompt_length=max_prompt_length,
+        max_new_tokens=rollout.max_new_tokens,
+        prefill_length_min=rollout.prefill_length_min,
+        num_pooled_prompts=rollout.prompts_per_step,
+        segment_max=rollout.segment.max,
+        exact=rollout.mode == "exact",
+        row_shards=row_shards,
+        setting=setting,
+    )
