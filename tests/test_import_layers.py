@@ -58,7 +58,7 @@ SETTINGS_BELOW_RUNTIME = {
         *("schema.reward.MODEL_REWARD", "schema.reward.OVERLONG_REWARD"),
     },
     # The saved settings of a run, beside the defaults.
-    "app.report": {"loading.fields.FIELDS", "loading.printing.from_yaml"},
+    "app.report": {"loading.fields.FIELDS", "checks.resumed_settings.SettingChange"},
     "app.distributed": {
         # Hosts compare all their settings and the files of their plug-ins; the watchdog's seconds of each phase.
         *("Resolved", "loading.fields.FIELDS", "loading.fields.value_of"),
@@ -68,6 +68,7 @@ SETTINGS_BELOW_RUNTIME = {
         # The folder of a run, the settings that it saves, and how those of its sessions differ.
         *("schema.run.RunSettings", "Resolved", "loading.printing.from_yaml"),
         *("checks.resumed_settings.SettingChange", "checks.resumed_settings.changed_settings"),
+        "loading.config_file.ConfigFile",
     },
 }
 """Package below `app.runtime` -> what it imports from `settings` besides `settings.errors`, and why: names, literals,

@@ -221,7 +221,7 @@ def test_what_is_stopped_while_it_generates_goes_on_as_if_it_had_not_been(
     assert result.exit_code == 0, result.stderr
     assert_same_run(run, uninterrupted, step=12)
     starts = [json.loads(line)["after_step"] for line in (run / "sessions.jsonl").read_text().splitlines()]
-    assert starts == [0, 0, 0, 2, 2, 5]
+    assert starts == [0, 0, 0, 3, 3, 5]
 
 
 def stopping_at(generation: int) -> Any:

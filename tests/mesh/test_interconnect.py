@@ -71,5 +71,5 @@ def test_seconds_are_those_of_a_pretended_slice(monkeypatch: pytest.MonkeyPatch)
 
 def test_hosts_that_generate_alone_hold_whole_weights():
     settings = load(None, ["rollout.decode_layout=fsdp"], {}).settings
-    with pytest.raises(InputError, match=r"on each of 2 hosts.*rollout\.placement: global"):
+    with pytest.raises(InputError, match=r"over the 2 hosts.*rollout\.placement: global"):
         check_decode_layout(settings, mesh_of(1, 8, 1))

@@ -241,4 +241,4 @@ def test_a_function_may_not_have_the_name_of_the_model(config: Path, judge: Path
     functions = "reward.functions=[{name: model, function: rewards.py:model}]"
     result = train_here(config, f"reward.model={judge}", functions)
     assert result.exit_code == 2
-    assert "`model` is the name of the score of reward.model" in result.stderr
+    assert "`model` is reserved for the score of reward.model" in result.stderr

@@ -118,7 +118,7 @@ def test_the_table_counts_what_was_laid_out(sampled: Path, tiny_model: Path, tmp
     measured = {"peak memory MiB", "loading seconds", "compiling seconds", "compilations", "seconds", "tokens/s"}
     differences = {"mean |logprob - behavior|", "max |logprob - behavior|"}
     assert all(figures[name] >= 0 for name in measured | differences)
-    assert len(figures) == 9 + len(measured) + len(differences)
+    assert len(figures) == 8 + len(measured) + len(differences)
 
 
 def test_a_person_reads_the_same_table(sampled: Path, tiny_model: Path, tmp_path: Path) -> None:

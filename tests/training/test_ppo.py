@@ -208,7 +208,7 @@ def test_a_critic_with_another_tokenizer_is_refused(config: Path, tiny_model: Pa
     result = train_here(config, f"critic.path={other}")
     assert result.exit_code == 2
     assert str(other) in result.stderr and str(tiny_model) in result.stderr
-    assert "another tokenizer" in result.stderr
+    assert "critic.path: the tokenizer of" in result.stderr
     assert not (config.parent / "runs").exists()
 
 

@@ -98,10 +98,10 @@ def test_a_dry_run_foresees_the_caches_of_the_slots(config: Path) -> None:
     [
         (("rollout.slots=6",), "rollout.slots: 6 cannot be split over the 8 devices"),
         (("rollout.mode=exact",), "rollout.mode = 'exact' (from --set): samples are bitwise reproducible only with"),
-        ((SLOTS, "rollout.mode=exact", "model.dtype=bfloat16"), "model.dtype = 'bfloat16' (from --set) rounds"),
+        ((SLOTS, "rollout.mode=exact", "model.dtype=bfloat16"), "model.dtype = 'bfloat16' (from --set) rounding"),
         (
             (SLOTS, "rollout.segment.min=9", "rollout.segment.max=8"),
-            "rollout.segment.min = 9 (from --set) is more than",
+            "rollout.segment.min = 9 (from --set) exceeds",
         ),
         (("rollout.slots=0",), "rollout.slots"),
         (
