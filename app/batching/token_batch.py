@@ -171,7 +171,7 @@ class _PackedLayout(NamedTuple):
         )
 
     def align_to_targets(self, values: Iterable[np.ndarray], dtype: type, padding: float = 0) -> np.ndarray:
-        """Returns [R, C] with the concatenated values of all completions at their targets."""
+        """Returns an [R, C] array with the values of each completion at its targets, and `padding` elsewhere."""
         packed = np.full(self.shape, padding, dtype)
         packed.reshape(-1)[_expand_ranges(self.target_starts, self.completion_lengths)] = _concatenate(values, dtype)
         return packed

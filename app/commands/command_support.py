@@ -16,7 +16,7 @@ from typing import Any, NoReturn, TextIO
 import typer
 
 from app.records.run_directory import RunDirectory, step_of_samples
-from app.records.run_settings import period_of, read_settings, settings_periods
+from app.records.settings_history import period_of, read_settings, settings_periods
 from settings import InputError, Resolved, load
 from settings.loading.config_file import ConfigFile
 from settings.loading.sources import NO_FLAGS, Flags

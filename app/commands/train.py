@@ -20,7 +20,7 @@ from app.commands.command_support import (
     show_progress,
 )
 from app.commands.options import Config, Debug, Overrides, PrintConfig
-from app.records.run_settings import SettingsPeriod, decisive_periods, settings_periods
+from app.records.settings_history import SettingsPeriod, decisive_periods, settings_periods
 from settings import InputError, Resolved, load
 from settings.checks.commands import check_for_dry_run, check_for_train
 from settings.loading.config_file import ConfigFile

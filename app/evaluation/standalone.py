@@ -52,7 +52,7 @@ from app.reward.builtin_tasks import is_task_reward
 from app.reward.plugin import StepInfo
 from app.reward.reward_functions import RewardFunctions, accuracy_function_name
 from app.runtime.health_checks import check_rewards
-from app.runtime.host_group import PhaseCallback, iterate_in_phase, join_hosts, wait_for_other_hosts
+from app.runtime.host_supervision import PhaseCallback, iterate_in_phase, join_hosts, wait_for_other_hosts
 from app.runtime.inputs import eval_columns, read_eval_prompts
 from app.runtime.model_spec import ModelSpec, check_context_length, read_model_spec
 from app.runtime.pinned_revisions import pin_revisions

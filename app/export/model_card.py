@@ -18,7 +18,7 @@ from app.checkpoint.saved_policy import PolicyCheckpoint
 from app.model.io.model_files import BUILTIN_PREFIX
 from app.model.quantization import QUANTIZE_BASE_SETTING
 from app.records.run_directory import RunDirectory
-from app.records.run_settings import period_of
+from app.records.settings_history import period_of
 from app.report.before_after import before_and_after
 from app.report.run_files import RunFiles
 from app.runtime.model_spec import ModelSpec

@@ -11,7 +11,7 @@ from app.mesh.tpu_chips import TpuChip
 
 
 def num_hosts_per_weight(mesh: Mesh) -> int:
-    """Returns the number of hosts that share a weight's model dim; 1 if no weight is gathered across hosts."""
+    """Returns the largest number of hosts that a weight's model dim is split over; 1 if none is gathered across hosts."""
     return max(len(set(group)) for group in _gather_groups(mesh).tolist())
 
 

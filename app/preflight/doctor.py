@@ -42,7 +42,7 @@ from app.records.run_directory import RunDirectory, check_run_directory
 from app.records.sample import Prompt
 from app.records.text_format import format_bytes
 from app.records.versions import minimum_versions
-from app.runtime.host_group import join_hosts
+from app.runtime.host_supervision import join_hosts
 from app.runtime.inputs import (
     encode_rows,
     read_checked_reward_model,

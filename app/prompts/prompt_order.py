@@ -28,7 +28,7 @@ class PromptOrder:
         """Returns the row indices of a step.
 
         Args:
-            position: number of rows taken before the step; the only state that a run saves.
+            position: number of rows taken before the step; the only state of the order that a checkpoint needs.
             count: number of rows in the step, the same in every step of a run.
         """
         assert self.num_rows > 0 and position >= 0 and count > 0

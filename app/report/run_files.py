@@ -9,7 +9,7 @@ from typing import Any
 
 from app.records.jsonl import read_jsonl_tolerant
 from app.records.run_directory import RunDirectory, step_of_samples
-from app.records.run_settings import (
+from app.records.settings_history import (
     SavedSettings,
     SettingsPeriod,
     changes_by_step,

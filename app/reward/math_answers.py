@@ -24,7 +24,7 @@ def math_verify(completion: str, answer: str) -> float:
     The reference can be a GSM8K solution (`... #### 72`), LaTeX with or without dollar signs, or plain text.
 
     Raises:
-        ValueError: the reference answer contains no mathematics.
+        ValueError: the reference answer cannot be parsed as a mathematical expression.
     """
     assert parse is not None and verify is not None
     reference = answer.rpartition("####")[2].strip()
@@ -32,6 +32,6 @@ def math_verify(completion: str, answer: str) -> float:
         reference = f"${reference}$"
     expected = parse(reference, parsing_timeout=0)
     if not expected:
-        raise ValueError(f"the reference answer {answer[-80:]!r} contains no mathematics")
+        raise ValueError(f"the reference answer {answer[-80:]!r} is no mathematical expression")
     given = parse(completion, parsing_timeout=0)
     return float(verify(expected, given, timeout_seconds=0))

@@ -124,7 +124,7 @@ class PlugIn:
         in a new process, in case an earlier call caused the failure.
 
         Raises:
-            PlugInUnavailableError: a worker died, and its replacement failed to start twice.
+            PlugInUnavailableError: a worker died, and its replacement failed twice to start.
         """
         outcomes: list[RewardOutcome | None] = [None] * len(samples)
         batches = list(self._batches(samples))

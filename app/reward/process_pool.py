@@ -90,7 +90,7 @@ class ProcessPool:
             fresh: whether each request needs a new worker, which has not served any other request.
 
         Raises:
-            LoadError: a worker had to be replaced, and its replacement failed to start twice.
+            LoadError: a worker had to be replaced, and its replacement failed twice to start.
         """
         results: dict[int, Result] = {}
         waiting = deque(range(len(requests)))

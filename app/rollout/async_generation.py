@@ -18,8 +18,8 @@ import jax
 
 from app.model.decode_weights import DecodeWeights
 from app.records.sample import Prompt, Sample
-from app.rollout.generator import make_sequences
 from app.rollout.request import GenerationRequest
+from app.rollout.sample_generator import make_sequences
 from app.rollout.scheduler_loop import RolloutExecutor
 from app.rollout.scheduling.metrics import ScheduleMetrics, ScheduleMetricsTracker
 from app.rollout.sequence import RolloutSequence

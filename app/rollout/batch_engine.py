@@ -38,8 +38,8 @@ from app.model.prefill_and_decode import KVCache, abstract_cache, prefill
 from app.records.sample import Prompt, Sample
 from app.rollout.batch_programs import BatchDecodeState, RowConstants, init_decode_state, make_decode_loop
 from app.rollout.counters import RolloutCounters
-from app.rollout.generator import make_sequences
 from app.rollout.request import GenerationRequest
+from app.rollout.sample_generator import make_sequences
 from app.rollout.sampling import (
     SamplingRules,
     finish_reason,

@@ -12,8 +12,8 @@ from app.model.decode_weights import DecodeWeights
 from app.records.sample import Prompt
 from app.rollout.batch_engine import BatchShape, Footprint
 from app.rollout.counters import RolloutCounters
-from app.rollout.generator import SampleGenerator
 from app.rollout.request import GenerationRequest
+from app.rollout.sample_generator import SampleGenerator
 from app.rollout.sampling import SamplingRules
 from app.rollout.scheduling.segment_limits import prior_mean_length, segment_limits
 from app.rollout.sequence import RolloutSequence

@@ -29,7 +29,7 @@ from app.records.versions import program_versions, sampling_packages
 from app.rollout.counters import RolloutCounters
 from app.rollout.request import GenerationRequest
 from app.rollout.sampling import SamplingRules
-from app.rollout.scheduling.events import RunSegment, SegmentEnded, WorkerKind
+from app.rollout.scheduling.protocol import RunSegment, SegmentEnded, WorkerKind
 from app.rollout.sequence import RolloutSequence, SuspendedSequence
 from app.rollout.shape_buckets import SlotShapes
 from app.rollout.slot_engine import SlotEngine

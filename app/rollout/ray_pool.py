@@ -178,10 +178,11 @@ def connect(address: str | None, actor_options: Sequence[Mapping[str, Any]]) -> 
                 socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S).close()
             ray.init(**arguments, log_to_driver=False, configure_logging=False, logging_level=logging.ERROR)
         except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
-            cluster = "a cluster on this machine" if address is None else f"the cluster at {address}"
+            if address is None:
+                raise InputError(f"rollout.ray: no cluster starts on this machine: {_first_line(error)}") from error
             raise InputError(
-                f"rollout.ray.address: {cluster} cannot be used: {_first_line(error)}; start one with "
-                "`ray start --head`, or set null so that this program starts one"
+                f"rollout.ray.address: the cluster at {address} cannot be used: {_first_line(error)}; start one with "
+                "`ray start --head`, or set this to null to let this program start one"
             ) from error
         finally:
             # Ray's SIGTERM handler would end this process, which has its own handler.

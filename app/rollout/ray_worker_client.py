@@ -23,7 +23,7 @@ from app.model.prefill_and_decode import KVCache
 from app.rollout.ray_actor import ActorInfo, ActorSegment, ActorSpec, RolloutActor, to_bit_leaves
 from app.rollout.request import GenerationRequest
 from app.rollout.sampling import SamplingRules
-from app.rollout.scheduling.events import RunSegment, SegmentEnded
+from app.rollout.scheduling.protocol import RunSegment, SegmentEnded
 from app.rollout.sequence import RolloutSequence, SuspendedSequence
 from app.rollout.worker import Admission, RolloutWorker
 

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 
 from app.distributed.stop_check import StopCheck, StoppedError, never_stop
 from app.model.decode_weights import DecodeWeights
-from app.rollout.scheduling.events import (
+from app.rollout.scheduling.protocol import (
     Admit,
     Closed,
     Command,
@@ -208,7 +208,7 @@ class RolloutExecutor:
             self._on_sample_done(self._rows[committed.uid])
 
     def _reclaim_rows(self, worker: str) -> None:
-        """Replaces the worker's rows with copies as of their last commit, which the worker cannot change."""
+        """Replaces the worker's rows with copies as of their last commit, so that it can no longer change them."""
         for uid in [uid for uid, holder in self._row_workers.items() if holder == worker]:
             del self._row_workers[uid]
             self._rows[uid] = self._rows[uid].rewound(self.scheduler.samples[uid].num_tokens)

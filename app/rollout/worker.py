@@ -17,7 +17,7 @@ from app.model.decode_weights import DecodeWeights
 from app.model.prefill_and_decode import KVCache
 from app.rollout.counters import RolloutCounters
 from app.rollout.request import GenerationRequest
-from app.rollout.scheduling.events import RowReport, RunSegment, SegmentEnded, WorkerKind
+from app.rollout.scheduling.protocol import RowReport, RunSegment, SegmentEnded, WorkerKind
 from app.rollout.sequence import RolloutSequence, SuspendedSequence
 from app.rollout.slot_engine import SlotEngine
 

@@ -17,7 +17,7 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any, NamedTuple
 
-from app.rollout.scheduling.events import RunSegment, SegmentEnded
+from app.rollout.scheduling.protocol import RunSegment, SegmentEnded
 from app.rollout.sequence import RolloutSequence, SuspendedSequence
 from app.rollout.worker import Admission, RolloutWorker
 

@@ -16,12 +16,12 @@ from app.mesh.placement import bytes_per_device
 from app.model.decode_weights import DecodeWeights
 from app.rollout.batch_engine import BatchShape, Footprint
 from app.rollout.counters import RolloutCounters
-from app.rollout.generator import SampleGenerator
 from app.rollout.request import GenerationRequest
+from app.rollout.sample_generator import SampleGenerator
 from app.rollout.sampling import SamplingRules
 from app.rollout.scheduler_loop import WORKER_FAILURES, ProgressCallback, RolloutExecutor, SampleDoneCallback
-from app.rollout.scheduling.events import EventRecord
 from app.rollout.scheduling.metrics import ScheduleMetrics, schedule_metrics
+from app.rollout.scheduling.protocol import EventRecord
 from app.rollout.scheduling.sample_states import SampleState
 from app.rollout.scheduling.scheduler import Scheduler
 from app.rollout.sequence import RolloutSequence

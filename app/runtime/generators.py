@@ -12,7 +12,7 @@ from app.mesh.submesh import assign_worker_devices, make_submesh
 from app.model.decoder import DecoderDefinition
 from app.prompts.tokenizer import Tokenizer
 from app.rollout.continuous_batching import ContinuousBatchGenerator
-from app.rollout.scheduling.events import WorkerKind
+from app.rollout.scheduling.protocol import WorkerKind
 from app.rollout.shape_buckets import SlotShapes
 from app.rollout.slot_engine import SlotEngine
 from app.rollout.slot_programs import SlotPrograms

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from app.model.decoder import DecoderDefinition
 from app.prompts.tokenizer import Tokenizer
-from app.rollout.scheduling.events import WorkerKind
+from app.rollout.scheduling.protocol import WorkerKind
 from app.rollout.slot_engine import SlotEngine
 from app.rollout.worker_pool import ScheduleConfig
 from app.runtime.slot_shapes import slot_shapes_from_settings

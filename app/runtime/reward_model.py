@@ -18,7 +18,7 @@ from app.model.decoder import DecoderDefinition, Params, ValueDecoder
 from app.model.io.families import SEQUENCE_CLASSIFICATION, architecture_from_config
 from app.model.io.hf_weights import VALUE_HEAD, check_tensors, expected_tensors, load_weights
 from app.model.io.model_files import ModelFiles, open_model
-from app.prompts.conversation_encoder import ConversationEncoder, load_conversation_encoder
+from app.prompts.reward_model_encoder import ConversationEncoder, load_conversation_encoder
 from app.records.sample import Prompt, Sample
 from app.reward.reward_outcome import RewardFailure, RewardOutcome, one_line
 from app.runtime.micro_batching import MaxLengths, make_score_batcher

@@ -1,4 +1,4 @@
-"""`grpo gae`: adds advantages and returns to a file of samples or matrices."""
+"""`grpo gae`: computes advantages and returns, and adds them to a file of samples or matrices."""
 
 from __future__ import annotations
 

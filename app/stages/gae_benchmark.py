@@ -213,7 +213,10 @@ def time_calls(call: Callable[[], Any], count: int) -> float:
 
 
 def time_interleaved(calls: Sequence[Callable[[], Any]], num_repeats: int) -> list[list[float]]:
-    """Returns the seconds of each call in each repeat; calls take turns, so that a disturbance affects all of them."""
+    """Returns the mean seconds of each call in each repeat.
+
+    The calls take turns, so that a disturbance affects all of them.
+    """
     counts = [max(1, math.ceil(MIN_REPEAT_S / max(time_calls(call, 1), 1e-7))) for call in calls]
     times: list[list[float]] = [[] for _ in calls]
     for _ in range(num_repeats):

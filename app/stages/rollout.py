@@ -27,7 +27,7 @@ from app.records.sample import Prompt, Sample
 from app.report.slot_timeline import check_timeline_path, write_timeline
 from app.rollout.scheduling.sample_states import SampleTable
 from app.rollout.sequence import RolloutSequence
-from app.runtime.host_group import PhaseCallback, iterate_in_phase, join_hosts, wait_for_other_hosts
+from app.runtime.host_supervision import PhaseCallback, iterate_in_phase, join_hosts, wait_for_other_hosts
 from app.runtime.inputs import encode_rows
 from app.runtime.model_spec import ModelSpec, check_context_length, read_model_spec
 from app.runtime.session import Session

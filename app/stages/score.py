@@ -29,7 +29,7 @@ from app.model.io.model_files import ModelFiles
 from app.records.jsonl import check_output_path
 from app.records.sample import Sample
 from app.runtime.batch_checks import check_host_offload
-from app.runtime.host_group import iterate_in_phase, join_hosts
+from app.runtime.host_supervision import iterate_in_phase, join_hosts
 from app.runtime.micro_batching import MaxLengths, make_score_batcher, num_bootstrap_tokens
 from app.runtime.model_spec import read_critic_spec, read_model_spec
 from app.runtime.packed_row_check import check_packing

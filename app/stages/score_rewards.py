@@ -29,7 +29,7 @@ from app.reward.builtin_tasks import check_answers
 from app.reward.plugin import StepInfo
 from app.reward.reward_functions import RewardFunctions
 from app.reward.reward_outcome import RewardOutcome
-from app.runtime.host_group import ignore_phase, join_hosts, wait_for_other_hosts
+from app.runtime.host_supervision import ignore_phase, join_hosts, wait_for_other_hosts
 from app.runtime.inputs import data_columns, make_overlong_penalty
 from app.runtime.reward_model import RewardModel, RewardModelSpec, read_reward_model_spec
 from app.runtime.scoring import open_mesh

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from app.report.slot_timeline import Activity, TimelineBar, TimelinePanel
-from app.rollout.scheduling.events import EventRecord, SampleRole, Submitted
 from app.rollout.scheduling.metrics import ScheduleMetrics, slot_spans, slots_per_worker
+from app.rollout.scheduling.protocol import EventRecord, SampleRole, Submitted
 
 ROLE_ACTIVITIES: dict[SampleRole | None, Activity] = {
     **{"probe": "probe", "fast": "fast", "heavy": "heavy"},

@@ -13,7 +13,7 @@ from app.checkpoint.retention import LatestAndBestPolicy
 from app.checkpoint.train_progress import TrainProgress
 from app.mesh.placement import to_host_memory
 from app.model.decoder import Params
-from app.records.run_settings import settings_fields
+from app.records.settings_history import settings_fields
 from app.runtime.pinned_revisions import record_commits
 from app.runtime.reward_model import RewardModel
 from app.runtime.session import Session

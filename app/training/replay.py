@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 
 from app.checkpoint.saved_policy import PolicyCheckpoint
 from app.records.run_directory import RunDirectory, step_of_samples
-from app.records.run_settings import period_of, settings_periods
 from app.records.sample import DROPPED_PREFIX, Prompt, Sample
 from app.records.sample_json import read_samples
+from app.records.settings_history import period_of, settings_periods
 from app.reward.builtin_tasks import check_answers
 from app.runtime.model_spec import CriticSpec, ModelSpec
 from app.runtime.pinned_revisions import pin_revisions

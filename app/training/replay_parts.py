@@ -12,7 +12,7 @@ import jax
 from app.checkpoint.saved_policy import PolicyCheckpoint
 from app.distributed.preemption import EXIT_CODES
 from app.records.run_directory import Resume, RunDirectory
-from app.records.run_settings import SettingsPeriod
+from app.records.settings_history import SettingsPeriod
 from app.training.replay import ReplayPeriod, ReplayRequest
 from app.training.train import train
 from settings import Resolved

@@ -23,12 +23,12 @@ from app.mesh import jax_startup
 from app.mesh.device_mesh import num_hosts
 from app.mesh.placement import num_row_shards
 from app.records.run_directory import Resume, RunDirectory, check_run_directory
-from app.records.run_settings import read_settings
+from app.records.settings_history import read_settings
 from app.reward.reward_functions import RewardFunctions
 from app.runtime.advantages import with_saved_advantages
 from app.runtime.batch_checks import check_fixed_micro_batches, check_host_offload
 from app.runtime.generators import check_async_workers
-from app.runtime.host_group import open_host_group
+from app.runtime.host_supervision import open_host_group
 from app.runtime.model_spec import adapter_notes
 from app.runtime.pinned_revisions import pin_revisions
 from app.runtime.session import Session

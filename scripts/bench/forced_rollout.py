@@ -27,10 +27,10 @@ from app.model.io.families import architecture_from_config
 from app.model.io.hf_weights import load_weights
 from app.model.io.model_files import open_model
 from app.records.sample import Prompt
-from app.rollout.generator import SampleGenerator
 from app.rollout.request import GenerationRequest
+from app.rollout.sample_generator import SampleGenerator
 from app.rollout.sampling import SampledTokens, Sampler, SamplingRules, hash_uids, sample_keys, sample_tokens
-from app.rollout.scheduling.events import WorkerKind
+from app.rollout.scheduling.protocol import WorkerKind
 from app.rollout.shape_buckets import SlotShapes, make_slot_shapes
 from app.rollout.slot_engine import SegmentResult as RanSegment
 from app.rollout.slot_engine import SlotEngine

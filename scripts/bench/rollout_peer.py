@@ -25,7 +25,7 @@ import numpy as np
 
 from app.records.sample import Prompt
 from app.rollout.continuous_batching import ContinuousBatchGenerator
-from app.rollout.generator import SampleGenerator
+from app.rollout.sample_generator import SampleGenerator
 from scripts.bench.forced_rollout import ForcedRollout, machine, open_rollout, positive
 from scripts.simulate import length_traces
 from settings.schema.rollout import SegmentSettings

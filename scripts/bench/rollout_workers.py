@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from app.rollout.scheduling.events import EventRecord
 from app.rollout.scheduling.metrics import ScheduleMetrics, schedule_metrics
+from app.rollout.scheduling.protocol import EventRecord
 from app.rollout.scheduling.scheduler import Scheduler
 from scripts.bench.forced_rollout import ForcedRollout, machine, on_devices_s, open_rollout, positive, several
 from scripts.simulate import length_traces

@@ -12,7 +12,7 @@ import numpy as np
 
 from app.records.jsonl import read_jsonl
 from app.records.sample import DROPPED_PREFIX
-from app.rollout.scheduling.events import Commit, CommittedRow, EventRecord, NewSample, Submitted
+from app.rollout.scheduling.protocol import Commit, CommittedRow, EventRecord, NewSample, Submitted
 from scripts.simulate.cost_model import SampleLengths
 from settings.errors import InputError
 

@@ -27,8 +27,8 @@ from typing import Any
 import numpy as np
 
 from app.report.slot_timeline import TimelinePanel, write_timeline
-from app.rollout.scheduling.events import EventRecord, WorkerKind
 from app.rollout.scheduling.metrics import ScheduleMetrics, schedule_metrics
+from app.rollout.scheduling.protocol import EventRecord, WorkerKind
 from app.rollout.scheduling.scheduler import POLICIES, Scheduler
 from app.runtime.slot_shapes import slot_shapes_from_settings
 from app.stages.timeline_panel import METRIC_HEADINGS, metric_cells, timeline_panel

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from app.records.sample import DROPPED_PREFIX
-from app.rollout.scheduling.events import (
+from app.rollout.scheduling.protocol import (
     Admit,
     Closed,
     Command,

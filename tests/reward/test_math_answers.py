@@ -38,7 +38,7 @@ def test_equal_is_equal_however_it_is_written(completion: str, answer: str, valu
 
 @installed
 def test_a_reference_without_mathematics_is_no_reference() -> None:
-    with pytest.raises(ValueError, match="the reference answer ' ' contains no mathematics"):
+    with pytest.raises(ValueError, match="the reference answer ' ' is no mathematical expression"):
         math_verify("18", " ")
 
 

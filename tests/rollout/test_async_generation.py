@@ -15,11 +15,11 @@ import pytest
 
 from app.model.decode_weights import DecodeWeights
 from app.rollout.async_generation import AsyncRollout, CompletedRound, RoundExecutor
-from app.rollout.generator import make_sequences
+from app.rollout.sample_generator import make_sequences
 from app.rollout.scheduler_loop import RolloutExecutor
-from app.rollout.scheduling.events import Event as SchedulerEvent
-from app.rollout.scheduling.events import Submitted
 from app.rollout.scheduling.metrics import ScheduleMetricsTracker
+from app.rollout.scheduling.protocol import Event as SchedulerEvent
+from app.rollout.scheduling.protocol import Submitted
 from app.rollout.scheduling.scheduler import POLICIES
 from app.rollout.sequence import RolloutSequence
 from app.rollout.worker import RolloutWorker

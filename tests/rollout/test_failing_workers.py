@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from app.rollout.scheduling.events import WorkerJoined, WorkerLost
+from app.rollout.scheduling.protocol import WorkerJoined, WorkerLost
 from app.rollout.sequence import RolloutSequence, SuspendedSequence
 from app.rollout.worker import RolloutWorker
 from tests.rollout.test_slot_engine import DEFINITION, FLOAT32, PROMPTS, REQUEST, weights_on

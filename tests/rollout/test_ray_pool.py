@@ -23,8 +23,8 @@ from app.rollout.async_generation import AsyncRollout
 from app.rollout.ray_actor import ActorSpec, check_slots_divide
 from app.rollout.ray_pool import RayWorkerPool, connect
 from app.rollout.ray_worker_client import ActorLostError, RayWorker, WeightBroadcast
-from app.rollout.scheduling.events import SegmentEnded, Suspend, WorkerJoined, WorkerLost
 from app.rollout.scheduling.metrics import schedule_metrics
+from app.rollout.scheduling.protocol import SegmentEnded, Suspend, WorkerJoined, WorkerLost
 from app.rollout.scheduling.sample_states import SampleTable
 from app.rollout.scheduling.scheduler import POLICIES
 from app.rollout.sequence import RolloutSequence, SuspendedSequence

@@ -18,7 +18,8 @@ from jax.sharding import Mesh
 
 from app.mesh.submesh import make_submesh
 from app.records.sample import Sample
-from app.rollout.scheduling.events import (
+from app.rollout.scheduling.metrics import schedule_metrics, slot_spans
+from app.rollout.scheduling.protocol import (
     Admit,
     Command,
     Commit,
@@ -30,7 +31,6 @@ from app.rollout.scheduling.events import (
     WorkerKind,
     WorkerLost,
 )
-from app.rollout.scheduling.metrics import schedule_metrics, slot_spans
 from app.rollout.scheduling.scheduler import POLICIES, Scheduler
 from app.rollout.slot_engine import SegmentResult as RanSegment
 from app.rollout.slot_engine import SlotEngine

@@ -16,7 +16,7 @@ from app.model.io.families import FAMILIES
 from app.model.io.hf_weights import load_weights
 from app.model.io.model_files import open_model
 from app.model.segment_layout import single_segment_layout
-from app.prompts.conversation_encoder import load_conversation_encoder
+from app.prompts.reward_model_encoder import load_conversation_encoder
 from app.records.jsonl import read_jsonl
 from app.records.sample import Sample
 from app.records.text_format import format_bytes

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from app.records.jsonl import write_jsonl
-from app.rollout.scheduling.events import Closed, Event, EventRecord, RowReport, SegmentEnded, Submitted, WorkerJoined
+from app.rollout.scheduling.protocol import Closed, Event, EventRecord, RowReport, SegmentEnded, Submitted, WorkerJoined
 from app.rollout.scheduling.scheduler import POLICIES
 from scripts.simulate import length_traces
 from scripts.simulate.cost_model import CostModel

@@ -3,8 +3,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from app.rollout.scheduling.events import Finished
 from app.rollout.scheduling.metrics import schedule_metrics
+from app.rollout.scheduling.protocol import Finished
 from app.rollout.scheduling.scheduler import POLICIES
 from scripts.simulate import length_traces
 from scripts.simulate.cost_model import CostModel, SampleLengths, lower_bound_s

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from app.rollout.scheduling.events import NewSample, RowReport
+from app.rollout.scheduling.protocol import NewSample, RowReport
 from app.rollout.scheduling.sample_states import SampleTable
 from app.tracking.console import ProgressDisplay, rollout_status
 from app.tracking.rollout_progress import RolloutProgress

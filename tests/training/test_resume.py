@@ -12,7 +12,7 @@ import pytest
 from app.model.io.model_files import open_model
 from app.records.jsonl import read_jsonl
 from app.records.run_directory import RunDirectory
-from app.records.run_settings import settings_periods
+from app.records.settings_history import settings_periods
 from settings.loading.printing import from_yaml
 from tests.program import (
     DEADLINE_S,

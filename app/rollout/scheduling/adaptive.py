@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from app.rollout.scheduling.events import SampleRole
 from app.rollout.scheduling.priority_queue import PriorityQueue
+from app.rollout.scheduling.protocol import SampleRole
 from app.rollout.scheduling.sample_states import SampleEntry
 from app.rollout.scheduling.scheduling_policy import (
     Eviction,

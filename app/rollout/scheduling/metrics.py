@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from app.records.sample import DROPPED_PREFIX
-from app.rollout.scheduling.events import (
+from app.rollout.scheduling.protocol import (
     Admit,
     Commit,
     EventRecord,

@@ -1,11 +1,14 @@
-"""The policy P-DSR v1: probes all prompts, waits for the last probe, ranks the prompts, then routes other samples."""
+"""The policy P-DSR v1 (probe-based dynamic segment rollout).
+
+Probes all prompts, waits for the last probe, ranks the prompts, then routes the other samples.
+"""
 
 from __future__ import annotations
 
 import math
 
-from app.rollout.scheduling.events import SampleRole, WorkerKind
 from app.rollout.scheduling.priority_queue import PriorityQueue
+from app.rollout.scheduling.protocol import SampleRole, WorkerKind
 from app.rollout.scheduling.sample_states import SampleEntry
 from app.rollout.scheduling.scheduling_policy import (
     Eviction,

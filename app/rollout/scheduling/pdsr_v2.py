@@ -1,11 +1,14 @@
-"""The policy P-DSR v2: judges probes by a sliding percentile and corrects wrong verdicts by a breaker and stealing."""
+"""The policy P-DSR v2 (probe-based dynamic segment rollout).
+
+Judges probes by a sliding percentile, and corrects wrong verdicts by a breaker and stealing.
+"""
 
 from __future__ import annotations
 
 import math
 
-from app.rollout.scheduling.events import SampleRole, WorkerKind
 from app.rollout.scheduling.priority_queue import PriorityQueue
+from app.rollout.scheduling.protocol import SampleRole, WorkerKind
 from app.rollout.scheduling.sample_states import SampleEntry
 from app.rollout.scheduling.scheduling_policy import (
     Eviction,

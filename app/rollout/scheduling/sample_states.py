@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from app.records.sample import DROPPED_PREFIX
-from app.rollout.scheduling.events import FINISH_LENGTH, NewSample, RowReport
+from app.rollout.scheduling.protocol import FINISH_LENGTH, NewSample, RowReport
 
 
 class SampleState(StrEnum):

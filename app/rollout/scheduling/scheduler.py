@@ -6,7 +6,10 @@ from collections.abc import Mapping
 from typing import Literal
 
 from app.rollout.scheduling.adaptive import AdaptivePolicy
-from app.rollout.scheduling.events import (
+from app.rollout.scheduling.length_estimator import LengthEstimator
+from app.rollout.scheduling.pdsr_v1 import PdsrV1Policy
+from app.rollout.scheduling.pdsr_v2 import PdsrV2Policy
+from app.rollout.scheduling.protocol import (
     Admit,
     AdmitMethod,
     Closed,
@@ -25,9 +28,6 @@ from app.rollout.scheduling.events import (
     WorkerJoined,
     WorkerLost,
 )
-from app.rollout.scheduling.length_estimator import LengthEstimator
-from app.rollout.scheduling.pdsr_v1 import PdsrV1Policy
-from app.rollout.scheduling.pdsr_v2 import PdsrV2Policy
 from app.rollout.scheduling.sample_states import ENDED, WAITING, SampleState, SampleTable
 from app.rollout.scheduling.scheduling_policy import SchedulingContext, SchedulingPolicy, WorkerState
 from app.rollout.scheduling.segment_limits import prior_mean_length, segment_limits
@@ -40,7 +40,7 @@ POLICIES: dict[str, type[SchedulingPolicy]] = {
 
 
 class Scheduler:
-    """Answers events with commands (`app.rollout.scheduling.events`). The same events give the same commands.
+    """Answers events with commands (`app.rollout.scheduling.protocol`). The same events give the same commands.
 
     Args:
         policy: name in `POLICIES`.

@@ -6,8 +6,8 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
-from app.rollout.scheduling.events import SampleRole, WorkerKind
 from app.rollout.scheduling.length_estimator import LengthEstimator
+from app.rollout.scheduling.protocol import SampleRole, WorkerKind
 from app.rollout.scheduling.sample_states import SampleEntry, SampleState, SampleTable
 from settings.schema.rollout import PdsrSettings
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from app.rollout.scheduling.events import (
+from app.rollout.scheduling.pdsr_v1 import PdsrV1Policy
+from app.rollout.scheduling.pdsr_v2 import PdsrV2Policy
+from app.rollout.scheduling.protocol import (
     Closed,
     Command,
     NewSample,
@@ -16,8 +18,6 @@ from app.rollout.scheduling.events import (
     Suspend,
     WorkerJoined,
 )
-from app.rollout.scheduling.pdsr_v1 import PdsrV1Policy
-from app.rollout.scheduling.pdsr_v2 import PdsrV2Policy
 from app.rollout.scheduling.scheduler import Scheduler
 from app.rollout.scheduling.scheduling_policy import Probes
 from scripts.simulate.cost_model import CostModel

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.rollout.scheduling.events import NewSample
 from app.rollout.scheduling.length_estimator import LengthEstimator, censored_quantile
+from app.rollout.scheduling.protocol import NewSample
 from app.rollout.scheduling.sample_states import SampleEntry
 
 

@@ -2,7 +2,8 @@ import math
 
 import pytest
 
-from app.rollout.scheduling.events import (
+from app.rollout.scheduling.metrics import ScheduleMetricsTracker, Span, schedule_metrics, slot_spans, slots_per_worker
+from app.rollout.scheduling.protocol import (
     Closed,
     Event,
     EventRecord,
@@ -12,7 +13,6 @@ from app.rollout.scheduling.events import (
     WorkerJoined,
     WorkerLost,
 )
-from app.rollout.scheduling.metrics import ScheduleMetricsTracker, Span, schedule_metrics, slot_spans, slots_per_worker
 from tests.rollout.scheduling.driving import Driven, make_scheduler, samples
 from tests.rollout.scheduling.storms import storm
 

@@ -1,6 +1,6 @@
 import pytest
 
-from app.rollout.scheduling.events import Commit, RunSegment, WorkerLost
+from app.rollout.scheduling.protocol import Commit, RunSegment, WorkerLost
 from app.rollout.scheduling.sample_states import SampleState
 from tests.rollout.scheduling.driving import Driven, admitted, make_scheduler, probes_of, samples, suspended
 

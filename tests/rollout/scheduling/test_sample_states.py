@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from app.rollout.scheduling.events import NewSample, RowReport
+from app.rollout.scheduling.protocol import NewSample, RowReport
 from app.rollout.scheduling.sample_states import SampleState, SampleTable
 
 

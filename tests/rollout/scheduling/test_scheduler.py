@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 
-from app.rollout.scheduling.events import Commit, Finished, Released, Retire, RunSegment, Submitted, WorkerLost
+from app.rollout.scheduling.protocol import Commit, Finished, Released, Retire, RunSegment, Submitted, WorkerLost
 from app.rollout.scheduling.sample_states import SampleState
 from app.rollout.scheduling.scheduler import POLICIES
 from app.rollout.scheduling.scheduling_policy import WorkerState
