@@ -80,7 +80,10 @@ class ProgressRecord:
             OtherVersionError: an older or a newer version of this program wrote the record.
             OSError: the file cannot be read.
         """
-        stored = json.loads(progress_path(folder).read_text(encoding="utf-8"))
+        try:
+            stored = json.loads(progress_path(folder).read_text(encoding="utf-8"))
+        except RecursionError as error:
+            raise ValueError("its progress record is not JSON of this program") from error
         if not isinstance(stored, dict):
             raise ValueError("its progress record is not a JSON object")
         if {"step", "fingerprints"} <= stored.keys():

@@ -17,6 +17,7 @@ import typer
 
 from app.records.run_directory import RunDirectory, step_of_samples
 from app.records.settings_history import period_of, read_settings, settings_periods
+from app.records.text_format import to_printable_lines
 from settings import InputError, Resolved, load
 from settings.loading.config_file import ConfigFile
 from settings.loading.sources import NO_FLAGS, Flags
@@ -189,9 +190,12 @@ def print_notices(notices: Sequence[str]) -> None:
 
 
 def write(text: str, stream: TextIO) -> None:
-    """Writes text and a newline; ignores a closed pipe, as after `| head`."""
+    """Writes text and a newline; ignores a closed pipe, as after `| head`.
+
+    Characters that a terminal would execute are spelled out: names and values may come from others.
+    """
     try:
-        print(text.rstrip("\n"), file=stream, flush=True)
+        print(to_printable_lines(text.rstrip("\n")), file=stream, flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
@@ -207,7 +211,7 @@ def print_result(result: Any, *, as_json: bool, text: str | None = None) -> None
         return
     if as_json:
         values = result if isinstance(result, dict) else result.to_dict()
-        write(json.dumps(values, indent=2, ensure_ascii=False), sys.stdout)
+        write(json.dumps(values, indent=2), sys.stdout)
     else:
         default = _format_summary if isinstance(result, dict) else type(result).to_text
         write(default(result) if text is None else text, sys.stdout)

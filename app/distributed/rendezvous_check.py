@@ -289,7 +289,7 @@ def _receive_message(connection: socket.socket, timeout_s: float) -> dict[str, A
         line += part
     try:
         message = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return message if isinstance(message, dict) and message.get("greeting") == PROTOCOL_GREETING else None
 

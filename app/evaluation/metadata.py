@@ -74,7 +74,7 @@ def read_metadata(samples: Path) -> EvaluationMetadata | None:
         return None
     try:
         return metadata_from_json(path.read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path}: cannot be read as the metadata of an evaluation ({error}); delete it") from error
 
 

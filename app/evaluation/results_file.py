@@ -123,7 +123,7 @@ def _header_check(metadata: EvaluationMetadata) -> Callable[[Path, bytes], None]
     def check(path: Path, header: bytes) -> None:
         try:
             stored = metadata_from_json(header)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InputError(f"--out: {path} is not a part file of an evaluation ({error}); delete it") from error
         _check_same_evaluation(path, metadata.without_judge, stored.without_judge)
 

@@ -11,7 +11,7 @@ from app.mesh.tpu_chips import TpuChip
 
 
 def num_hosts_per_weight(mesh: Mesh) -> int:
-    """Returns the largest number of hosts that a weight's model dim is split over; 1 if none is gathered across hosts."""
+    """Returns the largest number of hosts that a weight's model dim is split over; 1 if none is gathered."""
     return max(len(set(group)) for group in _gather_groups(mesh).tolist())
 
 

@@ -16,6 +16,9 @@ from settings.errors import InputError
 
 log = logging.getLogger(__name__)
 
+MAX_CHARACTERS = 1_000_000
+"""Of one prompt: tokenizers take hundreds of bytes for each character."""
+
 
 class ChatTokenizer(Protocol):
     """The tokenizer interface that this package needs."""
@@ -47,6 +50,18 @@ class EncodeReport:
         )
 
 
+def _check_text(row: DatasetRow) -> None:
+    texts = [row.prompt] if isinstance(row.prompt, str) else [message["content"] for message in row.prompt]
+    if (count := sum(map(len, texts))) > MAX_CHARACTERS:
+        raise InputError(
+            f"{row.uid}: the prompt has {count:,} characters, more than {MAX_CHARACTERS:,}; remove the row"
+        )
+    try:
+        "".join(texts).encode()
+    except UnicodeEncodeError as error:
+        raise InputError(f"{row.uid}: the prompt is not Unicode text: {error.reason}; remove the row") from error
+
+
 def encode_prompts(
     rows: Sequence[DatasetRow],
     tokenizer: ChatTokenizer,
@@ -62,9 +77,12 @@ def encode_prompts(
     assistant's turn.
 
     Raises:
-        InputError: a prompt is too long and `overlong` is `error`, or no prompt is left.
+        InputError: a prompt is too long and `overlong` is `error`, a prompt has more than a million characters or is no
+            Unicode text, or no prompt is left.
     """
     log.info("encoding %s prompts", f"{len(rows):,}")
+    for row in rows:
+        _check_text(row)
     encoded = [tokenizer.chat_ids(to_messages(row.prompt, system_prompt)) for row in rows]
     lengths = [len(ids) for ids in encoded]
     num_overlong = sum(length > max_prompt_length for length in lengths)

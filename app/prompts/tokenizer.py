@@ -152,7 +152,15 @@ def load_fast_tokenizer(files: ModelFiles) -> PreTrainedTokenizerFast:
     Raises:
         InputError: the model has no tokenizer, it cannot be read, or its chat template takes too much time or memory.
     """
-    tokenizer = _from_gguf(files.weights) if isinstance(files.weights, GgufFile) else _from_directory(files.path)
+    if isinstance(files.weights, GgufFile):
+        try:
+            tokenizer = _from_gguf(files.weights)
+        except InputError:
+            raise
+        except (TypeError, ValueError, OverflowError) as error:
+            raise InputError(f"{files.path}: the metadata of the tokenizer are damaged ({error})") from error
+    else:
+        tokenizer = _from_directory(files.path)
     templates = tokenizer.chat_template or ""
     for template in templates.values() if isinstance(templates, dict) else [templates]:
         check_template(template, tokenizer.special_tokens_map, where=str(files.path))
@@ -182,10 +190,15 @@ def _from_gguf(gguf: GgufFile) -> PreTrainedTokenizerFast:
         raise InputError(f"{gguf.path}: tokenizer model {model!r} is not supported; supported: 'gpt2' (byte-level BPE)")
     tokens = gguf.metadata("tokenizer.ggml.tokens")
     types = gguf.metadata("tokenizer.ggml.token_type", [NORMAL] * len(tokens))
-    merges = [tuple(merge.split(" ")) for merge in gguf.metadata("tokenizer.ggml.merges")]
+    parts = (str(merge).partition(" ") for merge in gguf.metadata("tokenizer.ggml.merges"))
+    merges = [(left, right) for left, _, right in parts]
     # llama.cpp fills a padded vocabulary with made-up tokens of type "unused".
     kept = {NORMAL, CONTROL, USER_DEFINED}
     vocabulary = {token: i for i, (token, kind) in enumerate(zip(tokens, types, strict=True)) if kind in kept}
+    # The tokenizers library would abort.
+    unknown = next((merge for merge in merges if not vocabulary.keys() >= {*merge, "".join(merge)}), None)
+    if unknown is not None:
+        raise InputError(f"{gguf.path}: the tokenizer merges {' '.join(unknown)!r:.80}, which is not in its vocabulary")
     backend = Backend(models.BPE(vocab=vocabulary, merges=merges))
     backend.normalizer, backend.pre_tokenizer = _pre_tokenization(gguf)
     backend.decoder = decoders.ByteLevel()

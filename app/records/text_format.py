@@ -17,6 +17,11 @@ def to_printable(text: str) -> str:
     return "".join(_escape_character(character) for character in text)
 
 
+def to_printable_lines(text: str) -> str:
+    """Returns the text with its line breaks and tabs, and everything else as `to_printable` returns it."""
+    return "\n".join("\t".join(map(to_printable, line.split("\t"))) for line in text.split("\n"))
+
+
 def _escape_character(character: str) -> str:
     if character == "\n":
         return "↵ "

@@ -86,7 +86,7 @@ def _read_pins(path: Path) -> dict[str, PinnedCommit]:
     """Reads the pinned commits by section."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"--resume: {path} cannot be read as JSON ({error}); start another run.name") from error
     if not isinstance(record, dict):
         raise InputError(f"--resume: {path} does not hold a JSON object; start another run.name")

@@ -103,7 +103,7 @@ def _check_header(path: Path, header: bytes, facts: RolloutFacts) -> None:
     try:
         stored = json.loads(header)
         stored_facts = dict(stored["run"]) if stored["format"] == FORMAT else None
-    except (ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError, RecursionError):
         stored_facts = None
     if stored_facts is None:
         raise InputError(f"--out: {path} is not a part file of a rollout ({FORMAT}); move it, or choose another --out")

@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from app.records.text_format import to_printable_lines
 from app.report.alerts import Alert
 from app.report.before_after import format_metric
 from app.report.metrics_history import accuracy_is_plug_in_mean, finite_metric, matching_metric_names
@@ -132,11 +133,11 @@ class ProgressDisplay:
         self._progress.stop()
 
     def print_line(self, text: str) -> None:
-        self._console.print(text, markup=False, soft_wrap=True)
+        self._console.print(to_printable_lines(text), markup=False, soft_wrap=True)
 
     def show_alert(self, alert: Alert) -> None:
         self._console.print(
-            f"alert at step {alert.step}: {alert.title}\n  {alert.text}",
+            to_printable_lines(f"alert at step {alert.step}: {alert.title}\n  {alert.text}"),
             style="yellow",
             markup=False,
             soft_wrap=True,

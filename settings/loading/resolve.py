@@ -67,7 +67,7 @@ class Resolved:
 
     def describe(self, field: str) -> str:
         """Returns `rollout.group_size = 1 (from env:NUM_PRE_Q)`, but without the value of a list of mappings."""
-        value = "" if field in ITEM_KEYS else f" = {value_of(self.settings, field)!r}"
+        value = "" if field in ITEM_KEYS else f" = {_truncate(value_of(self.settings, field), 300)}"
         return f"{field}{value} (from {self.origin(field)})"
 
     def is_later(self, field: str, other: str) -> bool:
@@ -272,6 +272,7 @@ def _dotted(location: Sequence[int | str]) -> str:
     return ".".join(map(str, location))
 
 
-def _truncate(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+def _truncate(value: Any, limit: int = 80) -> str:
+    # Python refuses to print integers of more than 4,300 digits in decimal.
+    text = hex(value) if isinstance(value, int) and value.bit_length() > 64 else repr(value)
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."

@@ -117,9 +117,9 @@ class RayPoolSettings(Section):
 
 
 class RolloutSettings(Section):
-    prompts_per_step: int = Field(default=8, ge=1)
+    prompts_per_step: int = Field(default=8, ge=1, le=2**20)
     """Prompts per training step, per host."""
-    group_size: int = Field(default=8, ge=1)
+    group_size: int = Field(default=8, ge=1, le=2**16)
     """Samples per prompt."""
     max_new_tokens: int = Field(default=64, ge=1)
     """Longest completion, in tokens."""

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, field_validator
+
+INT64_LIMIT = 2**63
 
 
 class Section(BaseModel):
@@ -14,3 +18,10 @@ class Section(BaseModel):
         allow_inf_nan=False,
         use_attribute_docstrings=True,
     )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _check_64_bits(cls, value: Any) -> Any:
+        if isinstance(value, int) and not -INT64_LIMIT <= value < INT64_LIMIT:
+            raise ValueError("expected a number that fits in 64 bits")
+        return value

@@ -13,14 +13,21 @@ HfConfig = Mapping[str, Any]
 MAX_INT = 2**30
 """The upper limit of sizes and positions, which are int32 on devices."""
 
+MAX_LAYERS = 10_000
+"""The upper limit of the number of layers, each of which is traced and described on its own."""
+
 T = TypeVar("T")
 
 
-def positive_int(fields: HfConfig, name: str, default: int | None = None) -> int:
+def positive_int(fields: HfConfig, name: str, default: int | None = None, *, limit: int = MAX_INT) -> int:
     value = _required_field(fields, name, default)
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < MAX_INT:
-        raise InputError(f"config.json: {name} must be a positive integer below 2**30, got {value!r}")
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < limit:
+        raise InputError(f"config.json: {name} must be a positive integer below {limit:,}, got {value!r:.80}")
     return value
+
+
+def read_num_layers(fields: HfConfig) -> int:
+    return positive_int(fields, "num_hidden_layers", limit=MAX_LAYERS + 1)
 
 
 def positive_float(fields: HfConfig, name: str, default: float | None = None) -> float:

@@ -10,7 +10,15 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from app.model.architecture import Architecture
-from app.model.io.config_fields import HfConfig, boolean, json_object, nullable_field, positive_float, positive_int
+from app.model.io.config_fields import (
+    HfConfig,
+    boolean,
+    json_object,
+    nullable_field,
+    positive_float,
+    positive_int,
+    read_num_layers,
+)
 from app.model.rope import RopeConfig, parse_rope
 from settings.errors import InputError
 
@@ -203,7 +211,7 @@ def _architecture(
     return Architecture(
         family=config["model_type"],
         vocab_size=positive_int(config, "vocab_size"),
-        num_layers=positive_int(config, "num_hidden_layers"),
+        num_layers=read_num_layers(config),
         model_dim=positive_int(config, "hidden_size"),
         mlp_dim=positive_int(config, "intermediate_size"),
         num_query_heads=num_query_heads,
@@ -269,7 +277,7 @@ def _windows(config: HfConfig, has_window: Callable[[int], bool], window: int | 
     """Returns each layer's window from `layer_types`, or from the family's pattern if that is missing."""
     types = _layer_types(config)
     if types is None:
-        types = [SLIDING if has_window(layer) else FULL for layer in range(positive_int(config, "num_hidden_layers"))]
+        types = [SLIDING if has_window(layer) else FULL for layer in range(read_num_layers(config))]
     if SLIDING not in types:
         return ()
     if window is None:
@@ -288,7 +296,7 @@ def _uniform_windows(config: HfConfig, window: int | None) -> tuple[int | None, 
             f"config.json: layer_types={types} is not supported for model_type={config['model_type']!r} with "
             f"sliding_window={window}; expected {expected!r} for every layer"
         )
-    return () if window is None else (window,) * positive_int(config, "num_hidden_layers")
+    return () if window is None else (window,) * read_num_layers(config)
 
 
 def _qwen_windows(config: HfConfig) -> tuple[int | None, ...]:
@@ -305,7 +313,7 @@ def _sliding_window(config: HfConfig) -> int | None:
 
 
 def _layer_types(config: HfConfig) -> Sequence[str] | None:
-    types, num_layers = config.get("layer_types"), positive_int(config, "num_hidden_layers")
+    types, num_layers = config.get("layer_types"), read_num_layers(config)
     if types is None:
         return None
     if not isinstance(types, list) or len(types) != num_layers:

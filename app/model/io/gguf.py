@@ -97,10 +97,15 @@ class GgufFile:
         """Returns a metadata value as a plain Python object.
 
         Raises:
-            InputError: the value is missing and there is no default.
+            InputError: the value is damaged, or it is missing and there is no default.
         """
         field = self._reader.get_field(key)
-        value = default if field is None else field.contents()
+        try:
+            value = default if field is None else field.contents()
+        except (ValueError, IndexError, OverflowError, MemoryError) as error:
+            raise InputError(
+                f"{self.path}: GGUF metadata {key!r} is damaged ({error}); download the file again"
+            ) from error
         if value is None:
             raise InputError(f"{self.path}: GGUF metadata {key!r} is missing")
         return value

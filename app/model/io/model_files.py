@@ -283,7 +283,7 @@ def _no_weights_error(directory: Path) -> InputError:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path} cannot be read as JSON ({error})") from error
     if not isinstance(value, dict):
         raise InputError(f"{path}: expected a JSON object, got {type(value).__name__}")

@@ -1,0 +1,179 @@
+"""Files from elsewhere, damaged at random or on purpose: each is read, or refused with one error."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from app.prompts.dataset import DatasetRow
+from app.prompts.encode import MAX_CHARACTERS, encode_prompts
+from app.runtime.model_spec import read_model_spec
+from settings import InputError, Settings, load
+from settings.checks.commands import check_for_train
+from settings.loading.fields import FIELDS
+from tests.model.io.test_gguf import random_checkpoint, write_gguf
+from tests.program import REPOSITORY, here
+from tests.tiny_directory import write_model
+
+DEEP = b"[" * 100_000
+NUM_HEADER_BYTES = 2000
+EXTREME_VALUES = [10**9, 10**30, -1, 0, 1.5, 1e308, None, [], {}, "x" * 1000, [[]], True, "\x1b[2J", [10**9]]
+
+
+def damaged(content: bytes, rng: random.Random) -> bytes:
+    """Returns the content after a few random changes: bits, bytes, sizes, gaps and insertions."""
+    data = bytearray(content)
+    for _ in range(rng.choice([1, 1, 2, 8])):
+        at = rng.randrange(len(data))
+        match rng.randrange(5):
+            case 0:
+                data[at] ^= 1 << rng.randrange(8)
+            case 1:
+                data[at] = rng.choice(b'\x00\x7f\x80\xff\n"{[')
+            case 2:
+                del data[at : at + rng.randrange(1, 64)]
+            case 3:
+                data[at:at] = rng.randbytes(rng.randrange(1, 16))
+            case _:
+                data[at : at + 8] = rng.choice([0, 1, 2**31, 2**40, 2**62, 2**64 - 1]).to_bytes(8, "little")
+        data = data or bytearray(b"\n")
+    return bytes(data)
+
+
+def num_refused(read: Callable[[], object]) -> int:
+    """Returns 1 if the input is refused with one readable error, and 0 if it is accepted; fails otherwise."""
+    try:
+        read()
+    except InputError as error:
+        assert str(error) and len(str(error)) < 5000
+        return 1
+    return 0
+
+
+def read_model(path: Path) -> object:
+    return read_model_spec(Settings.model_validate({"model": {"path": str(path)}}))
+
+
+def write_gguf_with_tokenizer(path: Path) -> Path:
+    tokens = [*"abcdefgh", "ab", "<eos>", *(f"<{i}>" for i in range(22))]
+
+    def add_tokenizer(writer) -> None:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("gpt-2")
+        writer.add_token_list(tokens)
+        writer.add_token_merges(["a b"])
+        writer.add_chat_template("{% for message in messages %}{{ message.content }}{% endfor %}")
+
+    return write_gguf(path, "qwen2", random_checkpoint(biases=True, tied=False), extra=[add_tokenizer])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_a_damaged_gguf_file_is_one_error(tmp_path: Path, seed: int) -> None:
+    path = write_gguf_with_tokenizer(tmp_path / "model.gguf")
+    content, rng = path.read_bytes(), random.Random(seed)
+    read_model(path)
+    refused = 0
+    for _ in range(100):
+        path.write_bytes(damaged(content[:NUM_HEADER_BYTES], rng) + content[NUM_HEADER_BYTES:])
+        refused += num_refused(lambda: read_model(path))
+    assert 0 < refused < 100
+
+
+def test_merges_of_unknown_tokens_are_refused(tmp_path: Path) -> None:
+    path = write_gguf_with_tokenizer(tmp_path / "model.gguf")
+    path.write_bytes(path.read_bytes().replace(b"a b", b"a q"))
+    with pytest.raises(InputError, match="merges 'a q', which is not in its vocabulary"):
+        read_model(path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"])
+def test_a_damaged_file_of_a_model_is_one_error(tmp_path: Path, name: str) -> None:
+    model = write_model(tmp_path / "model")
+    path, rng = model / name, random.Random(name)
+    content = path.read_bytes()
+    refused = 0
+    for number in range(100):
+        fields = json.loads(content) if name == "config.json" else {}
+        if fields and number % 2:
+            fields[rng.choice(list(fields))] = rng.choice(EXTREME_VALUES)
+            path.write_bytes(json.dumps(fields).encode())
+        else:
+            path.write_bytes(damaged(content[:NUM_HEADER_BYTES], rng) + content[NUM_HEADER_BYTES:])
+        refused += num_refused(lambda: read_model(model))
+    assert refused > 0
+
+
+@pytest.mark.parametrize(
+    "content", [DEEP, b'{"a":' * 100_000, b"\xff\xfe", b"", b"[]", b'{"vocab_size": ' + b"9" * 5000]
+)
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json"])
+def test_a_file_of_a_model_that_is_something_else_is_one_error(tmp_path: Path, name: str, content: bytes) -> None:
+    model = write_model(tmp_path / "model")
+    (model / name).write_bytes(content)
+    assert num_refused(lambda: read_model(model)) or name == "tokenizer_config.json"
+
+
+def test_more_layers_than_any_model_has_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="num_hidden_layers must be a positive integer below 10,001, got 1000000000"):
+        read_model(write_model(tmp_path / "model", num_hidden_layers=10**9))
+
+
+@pytest.mark.slow
+def test_a_damaged_settings_file_is_one_error(tmp_path: Path) -> None:
+    path, rng = tmp_path / "settings.yaml", random.Random(0)
+    contents = [load(None, [], {}).to_yaml().encode(), (REPOSITORY / "settings/presets/quickstart.yaml").read_bytes()]
+    refused = 0
+    for _ in range(200):
+        path.write_bytes(damaged(rng.choice(contents), rng))
+        refused += num_refused(lambda: check_for_train(load(str(path), [], {})))
+    assert 0 < refused < 200
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "value", ["9" * 5000, "0x" + "f" * 5000, "1e999", '"\\ud800"', "[" * 5000, "\x1b[2J", "{a: 1}"]
+)
+def test_no_setting_breaks_on_an_extreme_value(value: str) -> None:
+    for field in FIELDS:
+        num_refused(lambda field=field: check_for_train(load(None, [f"{field}={value}"], {})))
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("run.steps=" + "9" * 5000, "too many digits"),
+        ("run.steps=0x" + "f" * 5000, "run.steps: expected a number that fits in 64 bits, got 0xffff"),
+        ("rollout.group_size=1000000000", "rollout.group_size: expected less than or equal to 65536, got 1000000000"),
+        ("rollout.prompts_per_step=1000000000", "rollout.prompts_per_step: expected less than or equal to 1048576"),
+    ],
+)
+def test_absurd_sizes_are_refused_at_once(setting: str, message: str) -> None:
+    result = here("train", "--config", "quickstart", "--set", setting)
+    assert result.exit_code == 2 and message in result.stderr, result.stderr
+
+
+def test_what_others_have_named_cannot_control_the_terminal(tmp_path: Path) -> None:
+    config = tmp_path / "settings.yaml"
+    config.write_text('"\\e[2J": 1\nrun:\n  "\\e[31msteps": 2\n')
+    result = here("train", "--config", config)
+    assert result.exit_code == 2 and r"unknown setting run.\x1b[31msteps" in result.stderr
+    assert "\x1b" not in result.stderr + result.stdout
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"), [("x" * (MAX_CHARACTERS + 1), "has 1,000,001 characters"), ("\ud800", "not Unicode text")]
+)
+def test_a_prompt_that_no_tokenizer_should_get_is_refused(prompt: str, message: str) -> None:
+    class NoTokenizer:
+        def chat_ids(self, messages: object) -> list[int]:
+            raise AssertionError("the prompt must not be encoded")
+
+    rows = [DatasetRow(uid="data/0", prompt=prompt, answer=None)]
+    with pytest.raises(InputError, match=f"data/0: the prompt .*{message}"):
+        encode_prompts(rows, NoTokenizer(), system_prompt=None, max_prompt_length=8, overlong="drop")
