@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import sys
 import time
 import traceback
@@ -211,10 +212,16 @@ def print_result(result: Any, *, as_json: bool, text: str | None = None) -> None
         return
     if as_json:
         values = result if isinstance(result, dict) else result.to_dict()
-        write(json.dumps(values, indent=2), sys.stdout)
+        text = json.dumps(values, indent=2, ensure_ascii=False)
+        # JSON has other escapes than `write`.
+        write(re.sub(r"[^\n -~]", lambda match: _json_escape(match[0]), text), sys.stdout)
     else:
         default = _format_summary if isinstance(result, dict) else type(result).to_text
         write(default(result) if text is None else text, sys.stdout)
+
+
+def _json_escape(character: str) -> str:
+    return character if character.isprintable() else json.dumps(character)[1:-1]
 
 
 def _format_summary(summary: dict[str, Any]) -> str:

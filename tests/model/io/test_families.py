@@ -256,10 +256,10 @@ def test_a_config_that_cannot_be_served_is_refused_by_name(change, message):
         (
             "mistral",
             {"sliding_window": 2**40},
-            r"positive integer below 2\*\*30, got 1099511627776",
+            r"positive integer below 1,073,741,824, got 1099511627776",
         ),
         ("gemma3_text", {"partial_rotary_factor": 0.5}, r"partial_rotary_factor=0.5"),
-        ("mistral", {"sliding_window": "4096"}, r"sliding_window must be a positive integer below 2.*, got '4096'"),
+        ("mistral", {"sliding_window": "4096"}, r"sliding_window must be a positive integer below .*, got '4096'"),
         (
             "mistral",
             {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
