@@ -178,7 +178,7 @@ def test_workers_that_run_ahead_are_given_every_version_merged(config: Path) -> 
     result = train_here(config, *LORA, *ONE_WORKER, "rollout.max_staleness=1", *every_step, "run.steps=3")
     assert result.exit_code == 0, result.stderr
     run = config.parent / "runs" / "tiny"
-    launch, learning = launched(config, *LORA, "algorithm.beta=0.05")
+    launch, learning = launched(config, *LORA, "algorithm.beta=0.05", "run.name=other")
     by_version: dict[int, list[Sample]] = {}
     for record in records_of(run / "rollouts" / "step_000003.jsonl"):
         versions = set(record.get("policy_versions", [record["policy_version"]]))
