@@ -26,6 +26,7 @@ from app.reward.plugin_signature import DataColumns
 from app.reward.process_pool import ProcessPool, ResourceLimits
 from app.reward.reward_outcome import RewardFailure, RewardOutcome
 from settings.errors import InputError
+from settings.loading.secrets import redact_also
 from settings.schema.reward import MODEL_REWARD, OVERLONG_REWARD, RewardFunctionSettings, RewardSettings
 
 BUILT_IN_PLUG_INS = {MATH_VERIFY: "app.reward.math_answers:math_verify"}
@@ -91,6 +92,7 @@ class RewardFunctions:
         for name in self._settings.environment:
             if name not in os.environ:
                 raise InputError(f"reward.environment: the environment variable {name} is not set")
+        redact_also(self._settings.environment)
         with self._exit_stack:
             self._functions = [self._make_function(item) for item in self._settings.functions]
             if self._held_out_columns is not None:
