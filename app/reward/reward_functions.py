@@ -137,6 +137,12 @@ class RewardFunctions:
             return scored
         return replace(scored, samples=[self._overlong.apply(sample) for sample in scored.samples])
 
+    def try_functions(self, sample: Sample) -> RewardedSamples:
+        """Calls every function on a sample; the reward model is left out."""
+        weights = {function.name: function.weight for function in self._settings.functions}
+        on_error = self._settings.on_error
+        return _compute_rewards([sample], StepInfo(), self._functions, weights, on_error, when_all_abstain=None)
+
     def grade_held_out(self, samples: Sequence[Sample], step_info: StepInfo) -> RewardedSamples:
         """Returns held-out samples whose only reward is their accuracy; none if the function abstained.
 

@@ -8,7 +8,7 @@ import pytest
 
 from settings.errors import InputError
 from tests.reward.processes import WORKERS
-from tests.reward.samples import kinds_of, make_group, score, values_of, write_plug_in
+from tests.reward.samples import kinds_of, make_group, opened, score, values_of, write_plug_in
 
 pytestmark = WORKERS
 
@@ -156,3 +156,11 @@ def test_memory_is_limited_before_the_import_and_honest_use_is_not(tmp_path: Pat
     hog = write_plug_in(tmp_path, "x = bytearray(2 * 2**30)\ndef f(completion): return 1", "hog.py")
     with pytest.raises(InputError, match=r"hog\.py failed: MemoryError .*may need more than reward\.memory_mib = 1024"):
         score([f"{hog}:f"], make_group("a"), memory_mib=1024)
+
+
+def test_functions_are_tried_on_one_sample(tmp_path: Path) -> None:
+    path = write_plug_in(tmp_path, "def f(completion, answer): return 1 / (len(answer) - 2)")
+    (sample,) = make_group("18")
+    with opened([f"{path}:f", "gsm8k"], [sample]) as rewards:
+        tried = rewards.try_functions(sample)
+    assert "ZeroDivisionError: division by zero" in tried.notices[0] and values_of(tried) == [1.0]
