@@ -53,7 +53,8 @@ SETTINGS_BELOW_RUNTIME = {
         *("loading.fields.did_you_mean", "loading.fields.nearest_names"),
     },
     "app.reward": {
-        # The reward functions and their limits; two names.
+        # The reward functions and their limits; two names; the values of keys, which are never shown.
+        *("loading.secrets.redact", "loading.secrets.redact_also"),
         *("schema.reward.RewardSettings", "schema.reward.RewardFunctionSettings"),
         *("schema.reward.MODEL_REWARD", "schema.reward.OVERLONG_REWARD"),
     },

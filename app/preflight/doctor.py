@@ -34,7 +34,6 @@ from app.preflight.model_checks import (
     check_forward_pass,
     check_reward_functions,
     check_reward_model,
-    make_test_samples,
     too_large_reason,
 )
 from app.prompts.dataset import Dataset
@@ -54,6 +53,7 @@ from app.runtime.inputs import (
 from app.runtime.model_spec import CriticSpec, ModelSpec
 from app.runtime.pinned_revisions import pin_revisions
 from app.runtime.reward_model import RewardModelSpec
+from app.runtime.reward_trial import make_trial_samples
 from app.runtime.session import Session
 from app.training.inputs import check_best_checkpoint_metric, dataset_fingerprints, input_fingerprints
 from app.training.learner import make_learner_group
@@ -166,7 +166,7 @@ def _read_inputs(recorder: CheckRecorder, settings: Settings) -> PreflightInputs
     with recorder.run_check("template"):
         check_chat_template(recorder, settings, inputs.model.tokenizer, inputs.prompts[0])
     with recorder.run_check("reward"):
-        samples = make_test_samples(inputs.model.tokenizer, inputs.prompts)
+        samples = make_trial_samples(inputs.model.tokenizer, inputs.prompts)
         check_reward_functions(recorder, settings, samples, inputs.prompts, inputs.held_out)
     return inputs
 
@@ -315,7 +315,7 @@ def _check_real_weights(recorder: CheckRecorder, session: Session | None, inputs
             check_forward_pass(recorder, session, inputs.prompts[0])
     if inputs.reward_model is not None:
         with recorder.run_check("reward model"):
-            samples = make_test_samples(session.model_spec.tokenizer, inputs.prompts)
+            samples = make_trial_samples(session.model_spec.tokenizer, inputs.prompts)
             check_reward_model(recorder, session, inputs.reward_model, samples)
 
 

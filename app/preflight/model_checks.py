@@ -44,9 +44,6 @@ NUM_TOP_TOKENS = 5
 """Number of likeliest tokens shown."""
 MAX_PARAMETERS = {"cpu": 10**9, "gpu": 3 * 10**9, "tpu": 3 * 10**9}
 """Platform -> parameters of the largest model to load, which takes about half a minute."""
-NUM_WRONG_ANSWERS = 3
-"""Maximum number of wrong answers; several are used because one may be right by chance."""
-NO_ANSWER = "I do not know."
 
 
 def check_chat_template(recorder: CheckRecorder, settings: Settings, tokenizer: Tokenizer, prompt: Prompt) -> None:
@@ -110,29 +107,6 @@ def next_token_logits(session: Session, params: Params, token_ids: Int32[np.ndar
     rows = np.tile(token_ids, (num_local_row_shards(mesh), 1))
     with jax.set_mesh(mesh):
         return to_local(jax.jit(forward, out_shardings=row_sharding(mesh))(params, to_global(mesh, rows)))[0, 0]
-
-
-def make_test_samples(tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> tuple[Sample, ...]:
-    """Returns samples of the first prompt with a reference answer: that answer, then answers to other prompts."""
-    prompt = next((one for one in prompts if one.answer is not None), prompts[0])
-    known = dict.fromkeys(one.answer for one in prompts if one.answer is not None)
-    others = [answer for answer in known if answer != prompt.answer][:NUM_WRONG_ANSWERS] or [NO_ANSWER]
-    samples = []
-    for index, answer in enumerate(others if prompt.answer is None else [prompt.answer, *others]):
-        ids = np.asarray([*tokenizer.encode(answer), tokenizer.eos_ids[0]], np.int32)
-        samples.append(
-            Sample(
-                prompt=prompt,
-                sample_index=index,
-                group_id=0,
-                completion_ids=ids,
-                completion=answer,
-                behavior_logprobs=np.zeros(len(ids), np.float32),
-                finish_reason="stop",
-                policy_version=0,
-            )
-        )
-    return tuple(samples)
 
 
 def check_reward_functions(

@@ -24,7 +24,7 @@ PROCESS_DEATH_KINDS = ("exit", "memory")
 
 
 class PlugInUnavailableError(Exception):
-    """A plug-in that was loaded at the start of the run cannot be loaded again."""
+    """A plug-in cannot be loaded again, or returns values that belong to no sample."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,8 @@ class PlugIn:
         in a new process, in case an earlier call caused the failure.
 
         Raises:
-            PlugInUnavailableError: a worker died, and its replacement failed twice to start.
+            PlugInUnavailableError: a worker died, and its replacement failed twice to start; or a list has another
+                length than there are samples.
         """
         outcomes: list[RewardOutcome | None] = [None] * len(samples)
         batches = list(self._batches(samples))
@@ -167,6 +168,9 @@ class PlugIn:
         for batch, answer in zip(batches, answers, strict=True):
             if isinstance(answer, list) and len(answer) != len(batch):
                 answer = INVALID_ANSWER
+            if isinstance(answer, RewardFailure) and answer.kind == "length":
+                # A mistake of the function, which no smaller batch would mend.
+                raise PlugInUnavailableError(f"reward {self.name}: {self._pool.function} {answer.text}")
             if isinstance(answer, RewardFailure) and len(batch) > 1:
                 groups = list(group_indices(batch, samples))
                 parts += groups if len(groups) > 1 else [(index,) for index in batch]

@@ -18,6 +18,7 @@ from typing import Any
 from app.reward.reward_outcome import RewardFailure, RewardOutcome, one_line
 from app.reward.worker_handle import WorkerProcess, worker_environment
 from app.reward.worker_main import EXTRA_NAME_PATTERN, MAX_EXTRAS
+from settings.loading.secrets import redact
 
 INVALID_ANSWER = RewardFailure("exit", "its process sent an invalid answer")
 
@@ -186,7 +187,7 @@ class ProcessPool:
             kind = LoadTimeoutError if answer.kind == "timeout" else LoadError
             raise kind(f"during the import, it {answer.text.removeprefix('its process ')}")
         if "refused" in answer:
-            text = one_line(str(answer["refused"]))
+            text = one_line(redact(str(answer["refused"])))
             is_memory = any(sign in text for sign in OUT_OF_MEMORY_SIGNS)
             hint = f"; it may need more than reward.memory_mib = {self.limits.memory_mib}" if is_memory else ""
             raise LoadError(text + hint)
@@ -258,4 +259,4 @@ def _parse_finite(value: Any) -> float:
 
 def _parse_failure(pair: Sequence[Any]) -> RewardFailure:
     kind, text = pair
-    return RewardFailure(one_line(str(kind)), one_line(str(text)))
+    return RewardFailure(one_line(str(kind)), one_line(redact(str(text))))

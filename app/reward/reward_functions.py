@@ -26,6 +26,7 @@ from app.reward.plugin_signature import DataColumns
 from app.reward.process_pool import ProcessPool, ResourceLimits
 from app.reward.reward_outcome import RewardFailure, RewardOutcome
 from settings.errors import InputError
+from settings.loading.secrets import redact_also
 from settings.schema.reward import MODEL_REWARD, OVERLONG_REWARD, RewardFunctionSettings, RewardSettings
 
 BUILT_IN_PLUG_INS = {MATH_VERIFY: "app.reward.math_answers:math_verify"}
@@ -91,6 +92,7 @@ class RewardFunctions:
         for name in self._settings.environment:
             if name not in os.environ:
                 raise InputError(f"reward.environment: the environment variable {name} is not set")
+        redact_also(self._settings.environment)
         with self._exit_stack:
             self._functions = [self._make_function(item) for item in self._settings.functions]
             if self._held_out_columns is not None:
@@ -134,6 +136,12 @@ class RewardFunctions:
         if self._overlong is None:
             return scored
         return replace(scored, samples=[self._overlong.apply(sample) for sample in scored.samples])
+
+    def try_functions(self, sample: Sample) -> RewardedSamples:
+        """Calls every function on a sample; the reward model is left out."""
+        weights = {function.name: function.weight for function in self._settings.functions}
+        on_error = self._settings.on_error
+        return _compute_rewards([sample], StepInfo(), self._functions, weights, on_error, when_all_abstain=None)
 
     def grade_held_out(self, samples: Sequence[Sample], step_info: StepInfo) -> RewardedSamples:
         """Returns held-out samples whose only reward is their accuracy; none if the function abstained.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -14,10 +15,15 @@ from pathlib import Path
 from typing import IO, Any
 
 from app.reward.reward_outcome import replace_control_characters
+from app.reward.worker_main import KILL_LIMIT_S
+from settings.loading.secrets import redact
 
 WORKER_FILE = str(Path(__file__).with_name("worker_main.py"))
 SOURCE_ROOT = str(Path(__file__).resolve().parents[2])
 """Folder that contains the `app` package."""
+
+PR_SET_DUMPABLE = 4
+"""The constant of `man 2 prctl`."""
 
 ALLOWED_ENVIRONMENT = frozenset(
     {
@@ -29,6 +35,8 @@ ALLOWED_ENVIRONMENT = frozenset(
 """Environment variables inherited by workers: an allow-list, so that secrets are never passed on by accident."""
 
 MAX_ANSWER_BYTES = 64 * 2**20
+MAX_PRINTED_BYTES = 256 * 2**10
+"""Of one call."""
 PIPE_BYTES = 64 * 2**10
 """Capacity of a pipe."""
 
@@ -39,6 +47,8 @@ class StderrRelay:
     def __init__(self, pipe: int) -> None:
         self.fd = pipe
         self.is_open = True
+        self.remaining = MAX_PRINTED_BYTES
+        """Number of bytes that may still be printed during the current call."""
         self._line = b""
         """Start of an incomplete line."""
 
@@ -50,27 +60,32 @@ class StderrRelay:
             return
         self.is_open = bool(data)
         lines, _, self._line = (self._line + data).rpartition(b"\n")
-        _print_lines(lines)
+        self._print(lines)
         if len(self._line) >= PIPE_BYTES:
-            _print_lines(self._line)
+            self._print(self._line)
             self._line = b""
 
     def flush(self) -> None:
         """Prints the rest of the pipe. Reads only once, because an escaped child of the worker could print forever."""
         self.read()
-        _print_lines(self._line)
+        self._print(self._line)
         self._line = b""
 
-
-def _print_lines(data: bytes) -> None:
-    for line in data.decode(errors="replace").splitlines():
-        print(replace_control_characters(line.expandtabs()), file=sys.stderr)
+    def _print(self, data: bytes) -> None:
+        if self.remaining <= 0:
+            return
+        for line in data[: self.remaining].decode(errors="replace").splitlines():
+            print(redact(replace_control_characters(line.expandtabs())), file=sys.stderr)
+        self.remaining -= len(data)
+        if self.remaining <= 0:
+            print("(a reward function prints too much; the rest of this call is left out)", file=sys.stderr)
 
 
 class WorkerProcess:
     """A worker process and its pipes. Only `kill` blocks, until the process has exited."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
+        hide_environment()
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-B", WORKER_FILE],
             stdin=subprocess.PIPE,
@@ -107,6 +122,7 @@ class WorkerProcess:
     def send(self, message: Mapping[str, Any], *, timeout_s: float) -> None:
         self.outgoing = memoryview(json.dumps(message).encode() + b"\n")
         self.deadline = time.monotonic() + timeout_s
+        self.stderr_relay.remaining = MAX_PRINTED_BYTES
 
     def write(self) -> None:
         """Writes as much as the pipe accepts. If the worker has exited, `read` detects it."""
@@ -140,14 +156,26 @@ class WorkerProcess:
 
     def kill(self) -> int:
         """Kills the process and its children; returns its exit status, which is negative for a signal."""
-        # Before `wait`, because afterwards another process could get the same id.
+        pid, deadline = self.process.pid, time.monotonic() + KILL_LIMIT_S + 1
+        # The supervisor kills whatever the function has started, and itself ends last.
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+        while time.monotonic() < deadline and os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            time.sleep(0.001)
+        # If the function has ended its supervisor. Before `wait`, because then another process could get the same id.
         with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+            os.killpg(pid, signal.SIGKILL)
         status = self.process.wait()
         self.stderr_relay.flush()
         for pipe in self._pipes:
             pipe.close()
         return status
+
+
+def hide_environment() -> None:
+    """Makes the environment and memory of this process unreadable to other processes of the same user, on Linux."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
 
 
 def worker_environment(names: Sequence[str], environ: Mapping[str, str] = os.environ) -> dict[str, str]:

@@ -1,4 +1,7 @@
-"""The program of a killable worker process, which runs one reward function.
+"""The program of a killable worker, which runs one reward function.
+
+It consists of two processes: the first supervises, the second runs the function. On Linux, orphaned descendants become
+children of the first one, so that daemons that the function starts end with the worker.
 
 It exchanges JSON Lines with `app.reward.worker_handle`, one answer per request, and imports only the standard library
 and the function:
@@ -11,6 +14,8 @@ and the function:
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ctypes
 import importlib
 import importlib.util
 import inspect
@@ -23,6 +28,7 @@ import resource
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
@@ -31,6 +37,10 @@ from typing import Any, NoReturn
 
 PROGRAM_MODULES = {"app.reward.math_answers"}
 """Modules of this program that contain reward functions."""
+
+PR_SET_CHILD_SUBREAPER = 36
+"""The constant of `man 2 prctl`."""
+KILL_LIMIT_S = 10
 
 MAX_EXTRAS = 32
 """Maximum number of additional metrics per sample."""
@@ -70,7 +80,7 @@ class TrainerChannel:
         """Reads requests in a thread, so that an exit of the trainer is noticed while the function runs."""
         for line in self._requests:
             self._lines.put(line)
-        kill_process_group()
+        end_worker()
 
     def _close_in_child(self) -> None:
         """Closes the pipe in a forked child, which would otherwise hide this process's exit from the trainer."""
@@ -87,15 +97,71 @@ class TrainerChannel:
             data = data[os.write(self._answers, data) :]
 
 
-def kill_process_group() -> NoReturn:
-    """Kills the process group if this process leads it, then exits."""
-    if os.getpgrp() == os.getpid():
+def end_worker() -> NoReturn:
+    """Exits, so that the supervisor kills the descendants; without a subreaper, kills the process group."""
+    if sys.platform != "linux":
         os.killpg(0, signal.SIGKILL)
     os._exit(1)
 
 
+def supervise() -> None:
+    """Returns in a child process. The parent waits for its end, kills all other descendants, and ends in the same way.
+
+    SIGTERM makes the parent kill the child.
+    """
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    child = os.fork()
+    if child:
+        _end_like(child)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+
+
+def _end_like(child: int) -> NoReturn:
+    """Waits for the child and its descendants, then ends with its exit code or signal."""
+
+    def kill_child(*_: object) -> None:
+        os.kill(child, signal.SIGKILL)
+
+    # Only the child may hold the pipes, so that the trainer notices its end.
+    os.close(0)
+    os.close(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, kill_child)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+    # It stays a zombie, so that the handler cannot kill another process with its number.
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    kill_children()
+    if code < 0:
+        with contextlib.suppress(OSError):  # SIGKILL has no handler to reset
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+
+
+def kill_children() -> None:
+    """Kills all children, and their orphans as they become children, until there are none or after 10 s."""
+    deadline = time.monotonic() + KILL_LIMIT_S
+    while time.monotonic() < deadline:
+        try:
+            if os.waitpid(-1, os.WNOHANG)[0]:
+                continue
+        except ChildProcessError:
+            return
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError, ValueError):
+                if int(stat.read_text().rpartition(") ")[2].split()[1]) == os.getpid():
+                    os.kill(int(stat.parent.name), signal.SIGKILL)
+        time.sleep(0.001)
+
+
 def main() -> None:
     """Loads the function, reports its parameters, and serves calls until the trainer exits."""
+    supervise()
     process_id = os.getpid()
     sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
     channel = TrainerChannel()
@@ -120,8 +186,7 @@ def main() -> None:
 
 
 def limit_memory(num_bytes: int) -> list[str]:
-    """Limits the address space and disables core dumps; returns the resources that the system cannot limit."""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    """Limits the address space; returns the resources that the system cannot limit."""
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     ceiling = num_bytes if hard == resource.RLIM_INFINITY else min(num_bytes, hard)
     try:

@@ -31,6 +31,7 @@ from app.runtime.generators import check_async_workers
 from app.runtime.host_supervision import open_host_group
 from app.runtime.model_spec import adapter_notes
 from app.runtime.pinned_revisions import pin_revisions
+from app.runtime.reward_trial import try_reward_functions
 from app.runtime.session import Session
 from app.runtime.tensor_parallel_checks import replicated_dim_notes
 from app.training.inputs import TrainingInputs, read_training_inputs
@@ -102,6 +103,8 @@ def prepare_run(
             changes = _check_changed_settings(resolved, run, allow_changed)
             read = _read_inputs(settings, run, replay_request)
             rewards = stack.enter_context(read.make_rewards(settings))
+            if read.replay is None or not read.replay.uses_saved_rewards:
+                try_reward_functions(rewards, read.model.tokenizer, read.prompts)
             facts = _shared_fingerprints(settings, run, read)
         check_hosts_agree(resolved, facts)
         check_shared_run_directory(run)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 from dotenv import dotenv_values
@@ -12,6 +13,7 @@ FALLBACK_DOTENV = Path("/root/.env")
 """Location of the `.env` on TPU VMs."""
 MIN_SECRET_LENGTH = 8
 """Minimum length, in characters, of a value to redact; shorter values are placeholders."""
+_further_secrets: set[str] = set()
 
 
 def load_secrets(directory: Path, *, fallback: Path = FALLBACK_DOTENV) -> list[str]:
@@ -37,9 +39,14 @@ def load_secrets(directory: Path, *, fallback: Path = FALLBACK_DOTENV) -> list[s
     return notices
 
 
+def redact_also(names: Iterable[str]) -> None:
+    """Makes `redact` replace the values of further environment variables, such as keys lent to reward functions."""
+    _further_secrets.update(names)
+
+
 def redact(text: str) -> str:
     """Replaces the values of secrets in a text, because error messages of libraries may quote them."""
-    for name in SECRETS:
+    for name in (*SECRETS, *_further_secrets):
         value = os.environ.get(name, "")
         if len(value) >= MIN_SECRET_LENGTH:
             text = text.replace(value, f"<{name}>")

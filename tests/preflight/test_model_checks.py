@@ -9,9 +9,10 @@ import pytest
 
 from app.model.io.model_files import open_model
 from app.preflight.check_results import CheckRecorder, CheckResult
-from app.preflight.model_checks import check_chat_template, check_reward_functions, make_test_samples
+from app.preflight.model_checks import check_chat_template, check_reward_functions
 from app.prompts.tokenizer import Tokenizer, load_tokenizer
 from app.records.sample import Prompt
+from app.runtime.reward_trial import make_trial_samples
 from settings import InputError, Settings, load
 from tests.tiny_directory import TEMPLATE, write_model, write_tokenizer
 
@@ -55,11 +56,11 @@ def test_the_first_prompt_with_an_answer_gets_right_and_wrong_answers(directory:
     tokenizer = tokenizer_with(directory)
     answers = (None, "2", "2", "3", "4", "5", "6")
     prompts = [make_prompt(tokenizer, str(number), answer) for number, answer in enumerate(answers)]
-    right, *others = make_test_samples(tokenizer, prompts)
+    right, *others = make_trial_samples(tokenizer, prompts)
     assert (right.prompt.uid, right.completion) == ("1", "2")
     assert right.completion_ids.tolist() == [*tokenizer.encode("2"), 0]
     assert [(other.prompt.uid, other.completion) for other in others] == [("1", "3"), ("1", "4"), ("1", "5")]
-    (alone,) = make_test_samples(tokenizer, prompts[:1])
+    (alone,) = make_trial_samples(tokenizer, prompts[:1])
     assert alone.completion == "I do not know."
 
 
@@ -67,7 +68,7 @@ def check_plugin(directory: Path, plugin: Path, *overrides: str) -> CheckResult:
     tokenizer, recorder = tokenizer_with(directory), CheckRecorder()
     prompts = [make_prompt(tokenizer)]
     settings = load(None, [f"reward.functions=['{plugin}:judge']", *overrides], {}).settings
-    check_reward_functions(recorder, settings, make_test_samples(tokenizer, prompts), prompts, ())
+    check_reward_functions(recorder, settings, make_trial_samples(tokenizer, prompts), prompts, ())
     (result,) = recorder.results
     return result
 

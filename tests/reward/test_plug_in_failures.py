@@ -8,7 +8,7 @@ import pytest
 
 from settings.errors import InputError
 from tests.reward.processes import WORKERS
-from tests.reward.samples import kinds_of, make_group, score, values_of, write_plug_in
+from tests.reward.samples import kinds_of, make_group, opened, score, values_of, write_plug_in
 
 pytestmark = WORKERS
 
@@ -90,7 +90,6 @@ def test_a_forged_answer_costs_the_sample_it_was_forged_for(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("source", "kind", "text"),
     [
-        ("def f(completions): return [1]", "length", "returned 1 values for 2 samples"),
         ("def f(completions): return 0.5", "value", "returned float 0.5, expected a list of 2 numbers or None"),
         ("def f(completions): return 'ab'", "value", "returned str 'ab', expected a list of 2 numbers"),
         ("def f(completions): return {0: 1, 1: 1}", "value", "returned dict {0: 1, 1: 1}, expected a list"),
@@ -107,10 +106,19 @@ def test_a_failure_says_what_came_back(
     monkeypatch.chdir(tmp_path)
     write_plug_in(tmp_path, source)
     scored = score(["plug.py:f"], make_group("a", "b"))
-    # A list of the wrong length for two may be right for one.
-    expected = [None, None] if kind == "length" else [kind, kind]
-    assert kinds_of(scored) == expected
-    assert expected[0] is None or text.replace(" 2 ", " 1 ") in scored.notices[0]
+    assert kinds_of(scored) == [kind, kind]
+    assert text.replace(" 2 ", " 1 ") in scored.notices[0]
+
+
+def test_a_list_of_the_wrong_length_ends_the_run_after_one_call(tmp_path: Path) -> None:
+    source = (
+        "def f(completions):\n    with open(__file__ + '.calls', 'a') as out: out.write('x')\n"
+        "    return [1] * (len(completions) - 1)"
+    )
+    path = write_plug_in(tmp_path, source)
+    scored = score([f"{path}:f"], [*make_group(*"abcd"), *make_group(*"efgh", group=1)])
+    assert scored.fatal_error == (f"reward f: {path}:f returned 7 values for 8 samples, expected one for each")
+    assert Path(f"{path}.calls").read_text() == "x"
 
 
 def test_a_failing_batch_is_tried_again_group_by_group_and_then_one_by_one(tmp_path: Path) -> None:
@@ -148,3 +156,11 @@ def test_memory_is_limited_before_the_import_and_honest_use_is_not(tmp_path: Pat
     hog = write_plug_in(tmp_path, "x = bytearray(2 * 2**30)\ndef f(completion): return 1", "hog.py")
     with pytest.raises(InputError, match=r"hog\.py failed: MemoryError .*may need more than reward\.memory_mib = 1024"):
         score([f"{hog}:f"], make_group("a"), memory_mib=1024)
+
+
+def test_functions_are_tried_on_one_sample(tmp_path: Path) -> None:
+    path = write_plug_in(tmp_path, "def f(completion, answer): return 1 / (len(answer) - 2)")
+    (sample,) = make_group("18")
+    with opened([f"{path}:f", "gsm8k"], [sample]) as rewards:
+        tried = rewards.try_functions(sample)
+    assert "ZeroDivisionError: division by zero" in tried.notices[0] and values_of(tried) == [1.0]

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 from pathlib import Path
 
 import pytest
 
+from app.reward.worker_handle import MAX_PRINTED_BYTES, PIPE_BYTES
 from settings.errors import InputError
 from tests.reward.processes import WORKERS
 from tests.reward.samples import make_group, score, values_of, write_plug_in
@@ -64,10 +66,33 @@ def test_what_a_plug_in_prints_cannot_command_the_terminal(tmp_path: Path, capfd
     assert capfd.readouterr() == ("", printed)
 
 
-def test_a_plug_in_may_print_more_than_a_pipe_holds(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    path = write_plug_in(tmp_path, "def f(completion):\n    print('x' * 10**6)\n    return 1")
-    assert values_of(score([f"{path}:f"], make_group("a"))) == [1.0]
-    assert capfd.readouterr().err.count("x") == 10**6
+def test_a_plug_in_may_print_more_than_a_pipe_holds_and_the_rest_is_left_out(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = write_plug_in(tmp_path, "def f(completion):\n    print(('x' * 99 + '\\n') * 10**4)\n    return 1")
+    assert values_of(score([f"{path}:f"], make_group("a", "b"), workers=1)) == [1.0, 1.0]
+    printed = capfd.readouterr().err
+    assert PIPE_BYTES < len(printed) / 2 < MAX_PRINTED_BYTES + 1000
+    assert printed.count("the rest of this call is left out") == 2
+
+
+def test_a_key_lent_to_a_plug_in_is_never_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "CANARY-0123456789")
+    source = (
+        "import os\nkey = os.environ['JUDGE_KEY']\nprint(key)\n"
+        "def f(completion):\n    print(key)\n    raise ValueError(key)"
+    )
+    scored = score([f"{write_plug_in(tmp_path, source)}:f"], make_group("a"), environment=["JUDGE_KEY"])
+    assert "ValueError: <JUDGE_KEY>" in scored.notices[0]
+    assert "CANARY" not in f"{scored}{capfd.readouterr()}"
+
+
+def test_the_environment_of_the_trainer_cannot_be_read_by_others(tmp_path: Path) -> None:
+    score([f"{write_plug_in(tmp_path, 'def f(completion): return 1')}:f"], make_group("a"))
+    get_dumpable = 3
+    assert ctypes.CDLL(None).prctl(get_dumpable, 0, 0, 0, 0) == 0
 
 
 def test_a_plug_in_may_close_what_it_prints_to(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -46,6 +47,22 @@ def test_what_a_killed_function_started_is_killed_too(tmp_path: Path, monkeypatc
     assert ended(int((tmp_path / "pid-leave").read_text()))
 
 
+def test_a_daemon_ends_with_its_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = (
+        "import os\ndef f(completion):\n    if os.fork(): return 1\n    os.setsid()\n    if os.fork(): os._exit(0)\n"
+        "    with open('new', 'w') as out: out.write(str(os.getpid()))\n    os.rename('new', 'pid')\n"
+        "    os.execve('/bin/sleep', ['sleep', '600'], {})"
+    )
+    monkeypatch.chdir(tmp_path)
+    write_plug_in(tmp_path, source)
+    samples = make_group("a")
+    with opened(["plug.py:f"], samples) as rewards:
+        assert values_of(rewards.compute_rewards(samples, StepInfo())) == [1.0]
+        while not (tmp_path / "pid").exists():
+            time.sleep(0.01)
+    assert ended(int((tmp_path / "pid").read_text()))
+
+
 def test_a_function_that_cannot_be_loaded_again_ends_the_run(tmp_path: Path) -> None:
     path = write_plug_in(tmp_path, "import os\ndef f(completion):\n    os.unlink(__file__)\n    os._exit(1)")
     scored = score([f"{path}:f"], make_group("a"), workers=1)
@@ -83,7 +100,7 @@ def test_a_worker_that_died_between_two_steps_is_replaced(tmp_path: Path) -> Non
 
 def test_an_interrupt_while_they_work_leaves_none_behind(tmp_path: Path) -> None:
     path = write_plug_in(tmp_path, "import os, signal, time\ndef f(completion):\n"
-                                   "    os.kill(os.getppid(), signal.SIGINT)\n    time.sleep(60)")  # fmt: skip
+                                   f"    os.kill({os.getpid()}, signal.SIGINT)\n    time.sleep(60)")  # fmt: skip
     # A shell starts what it puts in the background with SIGINT ignored.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:

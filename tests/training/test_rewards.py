@@ -27,6 +27,9 @@ def fussy(completion, difficulty):
     assert len(completion) % 4, "four characters"
     return len(completion) / 4
 def broken(completion): raise ValueError("always")
+def picky(completion, answer):
+    if completion != answer: raise ValueError("wrong")
+    return 1
 def of_host(completion):
     if os.environ["THIS_HOST"] == "1": raise ValueError("not on this host")
     return {"score": len(completion), "only_here": 1}
@@ -176,7 +179,7 @@ def test_a_failure_counts_zero_where_that_is_asked_for(config: Path) -> None:
 @pytest.mark.parametrize(
     ("functions", "on_error", "message"),
     [
-        ("plug.py:broken", "raise", "reward.functions: broken: raised: ValueError: always (plug.py:6) (sample "),
+        ("plug.py:picky", "raise", "reward.functions: picky: raised: ValueError: wrong (plug.py:8) (sample "),
         (
             "plug.py:broken",
             "drop",
@@ -194,6 +197,16 @@ def test_a_run_that_cannot_go_on_stops_with_the_way_out(
     assert error.startswith(f"error: RuntimeError: {message}")
     assert "Fix the" in error and "Traceback" not in result.stderr
     assert metrics_of(run_of(config)) == [] and children() == []
+
+
+def test_a_function_that_fails_on_a_real_answer_is_found_before_anything_is_compiled(config: Path) -> None:
+    for option in ("--dry-run", "--debug"):
+        result = here("train", "--config", config, option, *settings("reward.functions=[plug.py:broken]"))
+        assert result.exit_code == 2
+        error = next(line for line in result.stderr.splitlines() if line.startswith("error: "))
+        assert error.startswith("error: reward.functions: tried before the run, for the answer ")
+        assert "broken: raised: ValueError: always (plug.py:6)" in error
+    assert not run_of(config).exists() and children() == []
 
 
 def test_functions_may_share_the_prompts_between_them(config: Path) -> None:
@@ -220,7 +233,7 @@ def test_a_judge_without_an_opinion_leaves_accuracy_null(config: Path) -> None:
 
 
 def test_evaluation_stops_a_run_only_where_failures_are_to_raise(config: Path) -> None:
-    result = train_here(config, "reward.functions=[plug.py:broken]", "run.steps=1")
+    result = train_here(config, "reward.functions=[plug.py:picky]", "run.steps=1")
     assert result.exit_code == 1
     assert metrics_of(run_of(config)) == []
 
