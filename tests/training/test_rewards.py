@@ -33,6 +33,9 @@ def picky(completion, answer):
 def of_host(completion):
     if os.environ["THIS_HOST"] == "1": raise ValueError("not on this host")
     return {"score": len(completion), "only_here": 1}
+def wrong_on_second(completion, answer):
+    if os.environ["THIS_HOST"] == "1" and completion != answer: raise ValueError("not on this host")
+    return 1
 def silent(completions): return [None] * len(completions)
 def even(completions, prompts): return [1.0 if len(p) % 2 == 0 else None for p in prompts]
 def odd(completions, prompts): return [3.0 if len(p) % 2 else None for p in prompts]
@@ -323,8 +326,9 @@ def test_scoring_a_file_uses_the_same_functions(config: Path, tmp_path: Path) ->
 def test_what_fails_on_one_host_is_counted_on_both_and_stops_both(
     config: Path, tmp_path: Path, on_error: str, exit_code: int
 ) -> None:
+    fails = "of_host" if on_error == "drop" else "wrong_on_second"
     chosen = settings(
-        "reward.functions=[{function: plug.py:on_first_host, weight: 0}, plug.py:of_host, arithmetic]",
+        f"reward.functions=[{{function: plug.py:on_first_host, weight: 0}}, plug.py:{fails}, arithmetic]",
         *(f"reward.on_error={on_error}", "eval.num_prompts=8"),
         *("reward.environment=[THIS_HOST]", "rollout.prompts_per_step=2", "run.steps=1"),
     )
@@ -332,7 +336,7 @@ def test_what_fails_on_one_host_is_counted_on_both_and_stops_both(
     assert [host.exit_code for host in hosts] == [exit_code] * 2, hosts
     if on_error == "raise":
         assert "a reward function failed on another host; see its log" in hosts[0].stderr
-        assert "of_host: raised: ValueError: not on this host" in hosts[1].stderr
+        assert "wrong_on_second: raised: ValueError: not on this host" in hosts[1].stderr
         return
     assert "host 1: " in hosts[0].stderr and "not on this host" in hosts[0].stderr
     before, line = metrics_of(run_of(config))
