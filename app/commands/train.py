@@ -104,9 +104,10 @@ def train(
 
 def _replayed_periods(config: str | None, from_rollouts: Path | None) -> list[SettingsPeriod]:
     """Returns the settings of a run replayed under its own settings, by step; empty for other commands."""
-    if config is not None or from_rollouts is None or not from_rollouts.is_dir():
+    path = None if from_rollouts is None else from_rollouts.expanduser().resolve()
+    if config is not None or path is None or not path.is_dir():
         return []
-    run = find_run(from_rollouts.expanduser().resolve())
+    run = find_run(path)
     return [] if run is None else decisive_periods(settings_periods(run))
 
 

@@ -31,7 +31,10 @@ MEMORY_STATUS = 3
 PROGRAM = f"""
 import json, resource, sys
 resource.setrlimit(resource.RLIMIT_CPU, ({CPU_LIMIT_S}, {CPU_LIMIT_S}))
-resource.setrlimit(resource.RLIMIT_AS, ({MEMORY_LIMIT_BYTES}, {MEMORY_LIMIT_BYTES}))
+try:
+    resource.setrlimit(resource.RLIMIT_AS, ({MEMORY_LIMIT_BYTES}, {MEMORY_LIMIT_BYTES}))
+except (ValueError, OSError):  # macOS
+    pass
 import jinja2.ext, jinja2.sandbox
 
 def raise_exception(message):
@@ -49,7 +52,7 @@ for messages in request["chats"]:
         environment.from_string(request["template"]).render(variables)
     except MemoryError:
         sys.exit({MEMORY_STATUS})
-    except Exception:
+    except Exception:  # whatever else is wrong with the template, its use reports
         pass
 """
 

@@ -57,7 +57,7 @@ class RunFiles:
             state = "is a file" if path.exists() else "does not exist"
             raise InputError(f"{path} {state}; expected a run directory, which `grpo train` creates in run.dir")
         run = RunDirectory(path)
-        if not (run.settings_path.is_file() or run.sessions_path.is_file()):
+        if not run.has_settings:
             raise InputError(f"{path} holds no settings.yaml, so it is not a run directory{_list_runs_in(path)}")
         settings = read_settings(run).settings
         history = _read_metrics(run.metrics_path) if run.metrics_path.is_file() else []

@@ -156,20 +156,24 @@ class WorkerProcess:
 
     def kill(self) -> int:
         """Kills the process and its children; returns its exit status, which is negative for a signal."""
-        pid, deadline = self.process.pid, time.monotonic() + KILL_LIMIT_S + 1
-        # The supervisor kills whatever the function has started, and itself ends last.
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGTERM)
-        while time.monotonic() < deadline and os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-            time.sleep(0.001)
-        # If the function has ended its supervisor. Before `wait`, because then another process could get the same id.
+        if sys.platform == "linux":
+            self._end_supervisor()
+        # Before `wait`, because afterwards another process could get the same id.
         with suppress(ProcessLookupError, PermissionError):
-            os.killpg(pid, signal.SIGKILL)
+            os.killpg(self.process.pid, signal.SIGKILL)
         status = self.process.wait()
         self.stderr_relay.flush()
         for pipe in self._pipes:
             pipe.close()
         return status
+
+    def _end_supervisor(self) -> None:
+        """Waits until the supervisor has killed whatever the function has started, and has itself ended."""
+        pid, deadline = self.process.pid, time.monotonic() + KILL_LIMIT_S + 1
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+        while time.monotonic() < deadline and os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            time.sleep(0.001)
 
 
 def hide_environment() -> None:

@@ -1,6 +1,6 @@
 """The program of a killable worker, which runs one reward function.
 
-It consists of two processes: the first supervises, the second runs the function. On Linux, orphaned descendants become
+On Linux it consists of two processes: the first supervises, the second runs the function. Orphaned descendants become
 children of the first one, so that daemons that the function starts end with the worker.
 
 It exchanges JSON Lines with `app.reward.worker_handle`, one answer per request, and imports only the standard library
@@ -99,7 +99,7 @@ class TrainerChannel:
 
 def end_worker() -> NoReturn:
     """Exits, so that the supervisor kills the descendants; without a subreaper, kills the process group."""
-    if sys.platform != "linux":
+    if sys.platform != "linux" and os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)
     os._exit(1)
 
@@ -107,11 +107,12 @@ def end_worker() -> NoReturn:
 def supervise() -> None:
     """Returns in a child process. The parent waits for its end, kills all other descendants, and ends in the same way.
 
-    SIGTERM makes the parent kill the child.
+    SIGTERM makes the parent kill the child. Other systems than Linux have no subreaper, and the process stays alone.
     """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     child = os.fork()
     if child:
