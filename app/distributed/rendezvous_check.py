@@ -241,7 +241,8 @@ def _query_coordinator(member: ClusterMember, deadline: Deadline) -> tuple[dict[
         where = _resolve_address(member.coordinator_address)[1][:2]
         with socket.create_connection(where, timeout=max(deadline.remaining_s, RETRY_S)) as connection:
             _send_message(connection, {**member._asdict(), "name": _process_name()})
-            answer = _receive_message(connection, deadline.remaining_s)
+            # Longer than process 0 waits: its reply says who is missing, and leaving early would add this process.
+            answer = _receive_message(connection, deadline.remaining_s + LINE_TIMEOUT_S)
     except OSError as error:
         return None, f"process 0 could not be reached at {member.coordinator_address} ({error.strerror or error})"
     except InputError as error:

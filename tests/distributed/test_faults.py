@@ -139,7 +139,8 @@ def test_a_host_that_is_done_waits_for_the_first_to_write_its_report(config: Pat
 
 def test_hosts_that_fail_together_end_alike_whatever_the_first_has_to_write(config: Path) -> None:
     file = config.parent / "reward.py"
-    file.write_text("def broken(completions, **rest):\n    raise ValueError('no idea')\n")
+    # Right in the trial before the run, which is of the reference answer.
+    file.write_text("def broken(completions, answer):\n    return [{a: 1.0}[c] for c, a in zip(completions, answer)]\n")
     reward = (f"reward.functions=['{file}:broken']", "reward.on_error=raise")
     arguments = command(config, *SMALL, *reward)
     hosts = run_on_two_hosts(*arguments, num_devices=2, programs=(("-c", KEEPING + LATE), ("-c", KEEPING + LATE)))
