@@ -98,14 +98,14 @@ class RunDirectory:
 
     @property
     def has_foreign_files(self) -> bool:
-        """Whether there are files that no run left, not even one that failed before it wrote its settings."""
+        """Whether there are files that no run left, not even one that ended before its first file, `sessions.jsonl`."""
         if self.has_settings or self.has_checkpoint or not self.path.is_dir():
             return False
         ours = {".lock", self.crash_dir.name}
         if self.checkpoints_dir.is_dir() and not any(self.checkpoints_dir.iterdir()):
             ours.add(self.checkpoints_dir.name)
         return not all(
-            child.name in ours or is_partial_file(child, target=self.settings_path) for child in self.path.iterdir()
+            child.name in ours or is_partial_file(child, target=self.sessions_path) for child in self.path.iterdir()
         )
 
 

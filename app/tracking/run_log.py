@@ -122,11 +122,12 @@ class RunLog:
         self.run = run
         lines = kept.lines if kept else ()
         self.history: list[dict[str, Any]] = [json.loads(line) for line in lines]
+        # First, because it marks the folder as a run's, in which a killed start may be repeated.
+        _append_session(run.sessions_path, {**session_record(), **session_fields}, to_earlier=kept is not None)
         if kept and not kept.is_complete and run.metrics_path.exists():
             os.replace(run.metrics_path, run.damaged_metrics_path)
         write_atomic(run.metrics_path, b"".join(lines))
         self._digest = hashlib.sha256(b"".join(lines))
-        _append_session(run.sessions_path, {**session_record(), **session_fields}, to_earlier=kept is not None)
         self._file = run.metrics_path.open("a", encoding="utf-8", buffering=1)
         self._wandb = open_wandb(run, resolved, wandb_id)
 

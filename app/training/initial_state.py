@@ -93,7 +93,6 @@ def open_run_log(setup: RunSetup, progress: TrainProgress, *, resumed: bool) -> 
     # The line of a step is written after its evaluation, and the line of step 0 is always the evaluation.
     is_to_come = progress.step == 0 or progress.unevaluated is not None
     kept = _read_metrics(setup, progress, last_step=progress.step - is_to_come) if resumed else None
-    record_commits(setup.run, setup.resolved.settings, setup.inputs.model_commits)
     replay = setup.inputs.replay
     session = {
         "after_step": progress.step,
@@ -103,6 +102,7 @@ def open_run_log(setup: RunSetup, progress: TrainProgress, *, resumed: bool) -> 
     run_log = RunLog(setup.run, setup.resolved, kept=kept, wandb_id=progress.wandb_id, session_fields=session)
     # After the session's line: settings.yaml is compared with the last one.
     setup.run.write_settings(setup.resolved)
+    record_commits(setup.run, setup.resolved.settings, setup.inputs.model_commits)
     return run_log
 
 

@@ -54,7 +54,7 @@ def test_a_folder_with_something_else_in_it_is_refused(run: RunDirectory, resume
 def test_what_a_failed_start_leaves_does_not_take_the_name(run: RunDirectory, resume: Resume) -> None:
     lock_run_directory(run).close()
     run.checkpoints_dir.mkdir()
-    (run.path / ".settings.yaml.77.partial").touch()  # killed while it wrote them
+    (run.path / ".sessions.jsonl.77.partial").touch()  # killed while it wrote its first file
     check_run_directory(run, resume)
 
 

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ import pytest
 
 from app.checkpoint.train_progress import ProgressRecord
 from app.records.jsonl import read_jsonl
-from app.records.run_directory import RunDirectory
+from app.records.run_directory import RunDirectory, check_run_directory
 from app.records.sample import Prompt, Sample
 from app.tracking.run_log import (
     WANDB_SECTIONS,
@@ -64,6 +66,26 @@ def test_half_a_line_is_dropped(run: RunDirectory) -> None:
         file.write('{"step": 3, "lo')
     written(run, range(3, 5), last_step=5)
     assert [line["step"] for line in metrics_of(run.path)] == list(range(5))
+
+
+@pytest.mark.parametrize("num_written", [0, 1])
+def test_a_start_that_is_killed_between_its_files_may_be_repeated(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, num_written: int
+) -> None:
+    replace, left = os.replace, iter(range(num_written))
+
+    def replace_or_die(source: Path, target: Path) -> None:
+        if next(left, None) is None:
+            # A killed process leaves its partial file, which an exception removes.
+            shutil.copy(source, f"{source}".replace(str(os.getpid()), "77"))
+            raise SystemExit
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", replace_or_die)
+    with pytest.raises(SystemExit):
+        opened(run)
+    assert not run.settings_path.exists()
+    check_run_directory(run, "auto")
 
 
 def test_a_fresh_journal_begins_with_nothing(run: RunDirectory) -> None:
