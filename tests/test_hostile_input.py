@@ -151,6 +151,11 @@ def test_no_setting_breaks_on_an_extreme_value(value: str) -> None:
         ("run.steps=0x" + "f" * 5000, "run.steps: expected a number that fits in 64 bits, got 0xffff"),
         ("rollout.group_size=1000000000", "rollout.group_size: expected less than or equal to 65536, got 1000000000"),
         ("rollout.prompts_per_step=1000000000", "rollout.prompts_per_step: expected less than or equal to 1048576"),
+        ("rollout.prompts_per_step=1048576", "is more than 1,048,576 samples a step"),
+        ("eval.num_prompts=1000000000", "eval.num_prompts: expected less than or equal to 1000000"),
+        ("eval.num_samples=1000000000", "eval.num_samples: expected less than or equal to 65536"),
+        ("mesh.expect_processes=1000000000", "mesh.expect_processes: expected less than or equal to 65536"),
+        ("mesh.num_processes=1000000000", "mesh.num_processes: expected less than or equal to 65536"),
     ],
 )
 def test_absurd_sizes_are_refused_at_once(setting: str, message: str) -> None:

@@ -13,7 +13,6 @@ from app.checkpoint.retention import LatestAndBestPolicy
 from app.checkpoint.train_progress import TrainProgress
 from app.mesh.placement import to_host_memory
 from app.model.decoder import Params
-from app.records.settings_history import settings_fields
 from app.runtime.pinned_revisions import record_commits
 from app.runtime.reward_model import RewardModel
 from app.runtime.session import Session
@@ -98,7 +97,7 @@ def open_run_log(setup: RunSetup, progress: TrainProgress, *, resumed: bool) -> 
     session = {
         "after_step": progress.step,
         **(replay.session_fields if replay else {}),
-        **settings_fields(setup.resolved),
+        "settings": setup.resolved.to_yaml(),
     }
     run_log = RunLog(setup.run, setup.resolved, kept=kept, wandb_id=progress.wandb_id, session_fields=session)
     # After the session's line: settings.yaml is compared with the last one.
