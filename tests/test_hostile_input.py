@@ -172,13 +172,18 @@ def test_what_others_have_named_cannot_control_the_terminal(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("prompt", "message"), [("x" * (MAX_CHARACTERS + 1), "has 1,000,001 characters"), ("\ud800", "not Unicode text")]
+    ("prompt", "answer", "message"),
+    [
+        ("x" * (MAX_CHARACTERS + 1), None, "has 1,000,001 characters"),
+        ("\ud800", None, "not Unicode text"),
+        ("1 + 1 = ?", "\ud800", "not Unicode text"),
+    ],
 )
-def test_a_prompt_that_no_tokenizer_should_get_is_refused(prompt: str, message: str) -> None:
+def test_a_text_that_no_tokenizer_should_get_is_refused(prompt: str, answer: str | None, message: str) -> None:
     class NoTokenizer:
         def chat_ids(self, messages: object) -> list[int]:
             raise AssertionError("the prompt must not be encoded")
 
-    rows = [DatasetRow(uid="data/0", prompt=prompt, answer=None)]
-    with pytest.raises(InputError, match=f"data/0: the prompt .*{message}"):
+    rows = [DatasetRow(uid="data/0", prompt=prompt, answer=answer)]
+    with pytest.raises(InputError, match=f"data/0: .*{message}"):
         encode_prompts(rows, NoTokenizer(), system_prompt=None, max_prompt_length=8, overlong="drop")

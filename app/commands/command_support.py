@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, TextIO
+from typing import Any, NoReturn, TextIO
 
 import typer
 
@@ -81,19 +81,10 @@ def _hide_progress() -> None:
     logging.getLogger("app").setLevel(logging.NOTSET)
 
 
-class InheritedSettings(NamedTuple):
-    """The `--config` and `--set` to use."""
-
-    config: str | ConfigFile | None
-    overrides: list[str] | None
-    periods: Sequence[SettingsPeriod] = ()
-    """The settings by step, if an option names a whole run."""
-
-
 def inherit_run_settings(
     config: str | None, overrides: list[str] | None, run_paths: Mapping[str, Path | None]
-) -> InheritedSettings:
-    """Returns the given `--config` and `--set`, or without `--config` the settings of the run.
+) -> tuple[str | ConfigFile | None, list[str] | None, Sequence[SettingsPeriod]]:
+    """Returns the given `--config` and `--set`, or without `--config` those of the run, with its settings by step.
 
     Args:
         run_paths: option -> checkpoint, samples or folder of the run. The first path with settings is used.
@@ -103,8 +94,8 @@ def inherit_run_settings(
     """
     found = find_run_settings(run_paths) if config is None else ()
     if not found:
-        return InheritedSettings(config, overrides)
-    return InheritedSettings(found[-1].file, reset_inherited(found[-1].file, overrides), found)
+        return config, overrides, ()
+    return found[-1].file, reset_inherited(found[-1].file, overrides), found
 
 
 def reset_inherited(run_config: ConfigFile, overrides: list[str] | None) -> list[str]:
@@ -127,7 +118,8 @@ def find_run_settings(run_paths: Mapping[str, Path | None]) -> Sequence[Settings
     given = {option: path.expanduser().resolve() for option, path in run_paths.items() if path is not None}
     for option, path in given.items():
         if (run := find_run(path)) is not None:
-            step = int(path.name) if path.name.isdigit() else step_of_samples(path)
+            is_checkpoint = path.name.isdigit() and path.parent == run.checkpoints_dir
+            step = int(path.name) if is_checkpoint else step_of_samples(path)
             history = SettingsHistory.read(run)
             periods = history.periods if step is None else [period_of(history.periods, step)]
             print_notices([f"{option}: using the settings in {periods[-1].file.name}", *history.gaps])

@@ -74,10 +74,6 @@ class SettingsHistory:
             periods[0] = periods[0]._replace(first_step=1)
         return cls(periods, [record for _, record in sessions], gaps)
 
-    @property
-    def last(self) -> SettingsPeriod:
-        return self.periods[-1]
-
 
 def _read_last(run: RunDirectory, session: Mapping[str, Any] | None) -> SettingsPeriod:
     """Returns the settings of the last session, whose line is None if it is damaged or of an older version."""

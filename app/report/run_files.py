@@ -61,7 +61,7 @@ class RunFiles:
 
     def setting(self, name: str) -> Any:
         """Returns the last value of a setting; None if the run did not know it."""
-        return self.settings_history.last.settings.get(name, (None, ""))[0]
+        return self.settings_history.periods[-1].settings.get(name, (None, ""))[0]
 
     def setting_at(self, name: str, step: int) -> Any:
         """Returns the value of a setting at a step; None if the run did not know it."""
@@ -91,7 +91,7 @@ class RunFiles:
     def non_default_settings(self) -> list[NonDefaultSetting]:
         """Returns the settings that were set or derived to another value than the default."""
         chosen = []
-        for name, (value, origin) in self.settings_history.last.settings.items():
+        for name, (value, origin) in self.settings_history.periods[-1].settings.items():
             default = _to_json_value(FIELDS[name].default) if name in FIELDS else None
             if origin != "default" and value != default:
                 chosen.append(NonDefaultSetting(name, value, default, origin))

@@ -124,7 +124,7 @@ def _check_changed_settings(resolved: Resolved, run: RunDirectory, allowed: Sequ
     if not run.has_checkpoint:
         return []
     current = from_yaml(resolved.to_yaml().encode(), name="settings")
-    changes = changed_settings(SettingsHistory.read(run).last.settings, current)
+    changes = changed_settings(SettingsHistory.read(run).periods[-1].settings, current)
     check_allowed(changes, allowed)
     return changes
 

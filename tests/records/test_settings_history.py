@@ -44,7 +44,7 @@ def _rates(history: SettingsHistory) -> dict[int, float]:
 def test_each_session_has_its_settings(run: RunDirectory) -> None:
     history = SettingsHistory.read(run)
     assert _rates(history) == {1: 0.1, 4: 0.2} and history.gaps == []
-    assert history.last.file.name == str(run.settings_path)
+    assert history.periods[-1].file.name == str(run.settings_path)
 
 
 def test_steps_that_a_later_session_trained_again_have_its_settings(run: RunDirectory) -> None:
