@@ -79,20 +79,19 @@ def _read_last(run: RunDirectory, session: Mapping[str, Any] | None) -> Settings
     """Returns the settings of the last session, whose line is None if it is damaged or of an older version."""
     path, saved = run.settings_path, None if session is None else session["settings"].encode()
     try:
-        content, problem = path.read_bytes(), ""
+        content = path.read_bytes()
     except OSError as error:
-        content, problem = None, f"cannot be read ({error.strerror})"
-    if saved is None and content is None:
-        raise InputError(
-            f"{path} {problem}, and {run.sessions_path.name} beside it holds no settings either; restore one of them "
-            "from a copy, or start another run.name"
+        content = b""
+        if saved is None:
+            raise InputError(
+                f"{path} cannot be read ({error.strerror}), and sessions.jsonl beside it holds no settings either; "
+                "restore one of them from a copy, or start another run.name"
+            ) from error
+    if saved not in (None, content):
+        log.warning(
+            "%s is lost or changed since the run's last start; its settings are taken from sessions.jsonl", path
         )
-    if saved is not None and content != saved:
-        problem = problem or "is not what the run's last start wrote"
-        log.warning("%s %s; its settings are taken from %s", path, problem, run.sessions_path.name)
-        content = saved
-    assert content is not None
-    return _period(1, str(path), run, content)
+    return _period(1, str(path), run, saved or content)
 
 
 def _period(first_step: int, name: str, run: RunDirectory, content: bytes) -> SettingsPeriod:

@@ -108,7 +108,7 @@ def _to_json_value(value: Any) -> Any:
 def _read_metrics(path: Path) -> list[MetricsRecord]:
     """Reads every complete line. A last line without its end is being written, or was when the run was killed."""
     lines = list(read_jsonl_tolerant(path))
-    if lines and isinstance(lines[-1][1], InputError) and not _ends_with_newline(path):
+    if lines and isinstance(lines[-1][1], InputError) and not path.read_bytes().endswith(b"\n"):
         lines.pop()
     history: list[MetricsRecord] = []
     for line, record in lines:
@@ -118,10 +118,6 @@ def _read_metrics(path: Path) -> list[MetricsRecord]:
             raise InputError(f"{path}:{line}: expected an integer `step`, got {record.get('step')!r:.40}")
         history.append(record)
     return history
-
-
-def _ends_with_newline(path: Path) -> bool:
-    return path.read_bytes()[-1:] == b"\n"
 
 
 def format_steps(steps: Collection[int]) -> str:

@@ -221,16 +221,8 @@ def wandb_table(table: CompletionsTable) -> Any:
     """Returns the completions as a wandb table."""
     import wandb
 
-    columns: list[Any] = [
-        "step",
-        "prompt",
-        "completion",
-        *table.reward_names,
-        "total reward",
-        "advantage",
-        "gold",
-        "finish",
-    ]
+    names = table.reward_names
+    columns: list[Any] = ["step", "prompt", "completion", *names, "total reward", "advantage", "gold", "finish"]
     rows: list[Any] = [
         [
             table.step,
