@@ -93,12 +93,8 @@ def open_run_log(setup: RunSetup, progress: TrainProgress, *, resumed: bool) -> 
     is_to_come = progress.step == 0 or progress.unevaluated is not None
     kept = _read_metrics(setup, progress, last_step=progress.step - is_to_come) if resumed else None
     record_commits(setup.run, setup.resolved.settings, setup.inputs.model_commits)
-    replay = setup.inputs.replay
-    session = {
-        "after_step": progress.step,
-        **(replay.session_fields if replay else {}),
-        "settings": setup.resolved.to_yaml(),
-    }
+    replayed = setup.inputs.replay.session_fields if setup.inputs.replay else {}
+    session = {"after_step": progress.step, **replayed, "settings": setup.resolved.to_yaml()}
     run_log = RunLog(setup.run, setup.resolved, kept=kept, wandb_id=progress.wandb_id, session_fields=session)
     # After the session's line: settings.yaml is compared with the last one.
     setup.run.write_settings(setup.resolved)

@@ -226,6 +226,10 @@ ALGORITHM_CHECKS = (
 )
 
 RUN_CHECKS = (
+    Rule(
+        lambda s: s.run.steps * s.updates_per_step >= 2**31,
+        "<run.steps> and <algorithm.epochs> give more optimizer steps than the schedule can count (2**31); lower one",
+    ),
     _check_critic_warmup,
     _check_warmup,
     _check_profile_steps,

@@ -119,8 +119,6 @@ def test_the_report_counts_steps_samples_tokens_and_flops(full_config: Path) -> 
     assert (report.prompts_per_step, report.samples_per_step) == (4, 16)
     assert (report.steps, report.optimizer_steps, report.mini_batches_per_step) == (12, 48, 2)
     assert report.epochs_of_data == 12 * 4 / 40
-    # A loop over the steps would never end.
-    assert foreseen(full_config, "run.steps=1000000000000").optimizer_steps == 4 * 10**12
     assert report.max_completion_tokens_per_step == 16 * 4
     assert report.num_held_out == 16
     assert set(report.score) == {"policy", "reference"}
