@@ -171,13 +171,13 @@ def test_bad_input_is_one_message_on_stderr_and_exit_code_2(
 def test_a_path_in_the_folders_of_a_run_uses_its_settings(
     tmp_path: Path, place: str, is_in_run: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from app.commands.command_support import find_run_config
+    from app.commands.command_support import find_run_settings
 
     file = tmp_path.resolve() / "run" / "settings.yaml"
     file.parent.mkdir()
     file.write_text("run:\n  name: mine\n")
-    config = find_run_config({"--from-rollouts": file.parent / place})
-    assert (config and config.name) == (str(file) if is_in_run else None)
+    periods = find_run_settings({"--from-rollouts": file.parent / place})
+    assert [period.file.name for period in periods] == [str(file)] * is_in_run
     note = f"note: --from-rollouts: using the settings in {file}\n" if is_in_run else ""
     assert capsys.readouterr() == ("", note)
 

@@ -151,6 +151,14 @@ def test_no_setting_breaks_on_an_extreme_value(value: str) -> None:
         ("run.steps=0x" + "f" * 5000, "run.steps: expected a number that fits in 64 bits, got 0xffff"),
         ("rollout.group_size=1000000000", "rollout.group_size: expected less than or equal to 65536, got 1000000000"),
         ("rollout.prompts_per_step=1000000000", "rollout.prompts_per_step: expected less than or equal to 1048576"),
+        ("rollout.prompts_per_step=1048576", "is more than 1,048,576 samples a step"),
+        ("run.steps=3000000000", "give more optimizer steps than the schedule can count"),
+        ("algorithm.epochs=1000000000", "give more optimizer steps than the schedule can count"),
+        ("rollout.top_k=2147483648", "rollout.top_k: expected less than 2147483648"),
+        ("eval.num_prompts=1000000000", "eval.num_prompts: expected less than or equal to 1000000"),
+        ("eval.num_samples=1000000000", "eval.num_samples: expected less than or equal to 65536"),
+        ("mesh.expect_processes=1000000000", "mesh.expect_processes: expected less than or equal to 65536"),
+        ("mesh.num_processes=1000000000", "mesh.num_processes: expected less than or equal to 65536"),
     ],
 )
 def test_absurd_sizes_are_refused_at_once(setting: str, message: str) -> None:
@@ -167,13 +175,18 @@ def test_what_others_have_named_cannot_control_the_terminal(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("prompt", "message"), [("x" * (MAX_CHARACTERS + 1), "has 1,000,001 characters"), ("\ud800", "not Unicode text")]
+    ("prompt", "answer", "message"),
+    [
+        ("x" * (MAX_CHARACTERS + 1), None, "has 1,000,001 characters"),
+        ("\ud800", None, "not Unicode text"),
+        ("1 + 1 = ?", "\ud800", "not Unicode text"),
+    ],
 )
-def test_a_prompt_that_no_tokenizer_should_get_is_refused(prompt: str, message: str) -> None:
+def test_a_text_that_no_tokenizer_should_get_is_refused(prompt: str, answer: str | None, message: str) -> None:
     class NoTokenizer:
         def chat_ids(self, messages: object) -> list[int]:
             raise AssertionError("the prompt must not be encoded")
 
-    rows = [DatasetRow(uid="data/0", prompt=prompt, answer=None)]
-    with pytest.raises(InputError, match=f"data/0: the prompt .*{message}"):
+    rows = [DatasetRow(uid="data/0", prompt=prompt, answer=answer)]
+    with pytest.raises(InputError, match=f"data/0: .*{message}"):
         encode_prompts(rows, NoTokenizer(), system_prompt=None, max_prompt_length=8, overlong="drop")

@@ -17,7 +17,7 @@ from typing import Any, NoReturn, TextIO
 import typer
 
 from app.records.run_directory import RunDirectory, step_of_samples
-from app.records.settings_history import period_of, read_settings, settings_periods
+from app.records.settings_history import SettingsHistory, SettingsPeriod, period_of
 from app.records.text_format import to_printable_lines
 from settings import InputError, Resolved, load
 from settings.loading.config_file import ConfigFile
@@ -83,8 +83,8 @@ def _hide_progress() -> None:
 
 def inherit_run_settings(
     config: str | None, overrides: list[str] | None, run_paths: Mapping[str, Path | None]
-) -> tuple[str | ConfigFile | None, list[str] | None]:
-    """Returns the `--config` and `--set` to use: those given, or without `--config` the settings of the run.
+) -> tuple[str | ConfigFile | None, list[str] | None, Sequence[SettingsPeriod]]:
+    """Returns the given `--config` and `--set`, or without `--config` those of the run, with its settings by step.
 
     Args:
         run_paths: option -> checkpoint, samples or folder of the run. The first path with settings is used.
@@ -92,10 +92,10 @@ def inherit_run_settings(
     Raises:
         InputError: an option names a folder that does not belong to a run.
     """
-    run_config = find_run_config(run_paths) if config is None else None
-    if run_config is None:
-        return config, overrides
-    return run_config, reset_inherited(run_config, overrides)
+    found = find_run_settings(run_paths) if config is None else ()
+    if not found:
+        return config, overrides, ()
+    return found[-1].file, reset_inherited(found[-1].file, overrides), found
 
 
 def reset_inherited(run_config: ConfigFile, overrides: list[str] | None) -> list[str]:
@@ -105,12 +105,12 @@ def reset_inherited(run_config: ConfigFile, overrides: list[str] | None) -> list
     return [*(overrides or []), *reset_overrides(run_config, overrides or [], os.environ)]
 
 
-def find_run_config(run_paths: Mapping[str, Path | None]) -> ConfigFile | None:
+def find_run_settings(run_paths: Mapping[str, Path | None]) -> Sequence[SettingsPeriod]:
     """Returns the settings of the run that an option's path belongs to, and prints a note with their file.
 
-    For a checkpoint or a file of samples, they are those of its step; for other paths, those of the last session.
-    Returns None for a file outside a run, which can be read with any settings, and for a path that does not exist,
-    which causes an error when it is read.
+    For a checkpoint or a file of samples, they are those of its step; for other paths, those of all steps, of which the
+    last are those of the last session. Returns nothing for a file outside a run, which can be read with any settings,
+    and for a path that does not exist, which causes an error when it is read.
 
     Raises:
         InputError: a folder does not belong to a run. Reading it with the default settings would give wrong results.
@@ -118,30 +118,25 @@ def find_run_config(run_paths: Mapping[str, Path | None]) -> ConfigFile | None:
     given = {option: path.expanduser().resolve() for option, path in run_paths.items() if path is not None}
     for option, path in given.items():
         if (run := find_run(path)) is not None:
-            file = _settings_of(run, path)
-            print_notices([f"{option}: using the settings in {file.name}"])
-            return file
+            is_checkpoint = path.name.isdigit() and path.parent == run.checkpoints_dir
+            step = int(path.name) if is_checkpoint else step_of_samples(path)
+            history = SettingsHistory.read(run)
+            periods = history.periods if step is None else [period_of(history.periods, step)]
+            print_notices([f"{option}: using the settings in {periods[-1].file.name}", *history.gaps])
+            return periods
     for option, path in given.items():
         if path.is_dir():
             raise InputError(
                 f"{option}: no settings.yaml of a run was found in {path} or next to it, so the settings are unknown; "
                 "pass a run directory or a file in one, or use --config"
             )
-    return None
+    return ()
 
 
 def find_run(path: Path) -> RunDirectory | None:
     """Returns the run that a resolved path belongs to."""
     runs = (RunDirectory(folder) for folder in _candidate_run_folders(path))
     return next((run for run in runs if run.has_settings), None)
-
-
-def _settings_of(run: RunDirectory, path: Path) -> ConfigFile:
-    step = int(path.name) if path.name.isdigit() else step_of_samples(path)
-    last, periods = read_settings(run), settings_periods(run)
-    if step is None or len(periods) == 1:
-        return last.file
-    return period_of(periods, step).file
 
 
 def _candidate_run_folders(path: Path) -> Iterator[Path]:

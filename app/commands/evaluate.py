@@ -72,7 +72,7 @@ def evaluate(
         else:
             if picture is not None:
                 raise InputError("--picture needs --compare BEFORE.jsonl AFTER.jsonl")
-            base, overrides = inherit_run_settings(config, overrides, {"--checkpoint": checkpoint})
+            base, overrides, _ = inherit_run_settings(config, overrides, {"--checkpoint": checkpoint})
             resolved = resolve(base, overrides, print_config=print_config, check=check_for_evaluation)
             if checkpoint is None:
                 print_notices(unused_adapter_notices(resolved))

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from app.commands.command_support import (
-    find_run_config,
+    find_run_settings,
     handle_errors,
     print_result,
     require_path,
@@ -48,7 +48,8 @@ def export(
     Adapters are merged into the model's weights, unless --adapter exports them alone.
     """
     with handle_errors(debug):
-        base = config or find_run_config({"--checkpoint": checkpoint})
+        found = () if config else find_run_settings({"--checkpoint": checkpoint})
+        base = found[-1].file if found else config
         resolved = resolve(base, overrides, print_config=print_config, check=check_for_mesh)
         checkpoint, out = require_path(checkpoint, "--checkpoint"), require_path(out, "--out")
         show_progress(f"grpo export: {checkpoint}; loading JAX")

@@ -20,7 +20,7 @@ from app.commands.command_support import (
     show_progress,
 )
 from app.commands.options import Config, Debug, Overrides, PrintConfig
-from app.records.settings_history import SettingsPeriod, decisive_periods, settings_periods
+from app.records.settings_history import SettingsPeriod, decisive_periods
 from settings import InputError, Resolved, load
 from settings.checks.commands import check_for_dry_run, check_for_train
 from settings.loading.config_file import ConfigFile
@@ -78,8 +78,8 @@ def train(
             raise InputError("--allow-changed needs --resume auto or must; a new run has no earlier settings")
         check = check_for_dry_run if dry_run else check_for_train
         run_paths = {"--from-rollouts": from_rollouts, "--checkpoint": checkpoint}
-        periods = _replayed_periods(config, from_rollouts)
-        base, overrides_of_base = inherit_run_settings(config, overrides, run_paths)
+        base, overrides_of_base, periods = inherit_run_settings(config, overrides, run_paths)
+        periods = decisive_periods(periods)
         flags = _replay_run_name(base, overrides_of_base) if isinstance(base, ConfigFile) else NO_FLAGS
         resolved = resolve(base, overrides_of_base, flags=flags, print_config=print_config, check=check)
         show_progress(f"grpo train: {resolved.settings.run.name}, model {resolved.settings.model.path}; loading JAX")
@@ -88,8 +88,10 @@ def train(
 
         request = None if from_rollouts is None else ReplayRequest(from_rollouts, checkpoint)
         parts = [ReplayPart(resolved, request, changed=())]
-        if request is not None and len(periods) > 1:
-            parts = replay_parts(periods, lambda period: _resolve_period(period, overrides, resolved, check), request)
+        if request is not None and find_run(request.rollouts.expanduser().resolve()) is not None and len(periods) > 1:
+            parts = replay_parts(
+                periods, lambda period: _resolve_period(period, overrides, resolved, check), resolved, request
+            )
         if dry_run:
             from app.preflight.dry_run import make_dry_run_report
 
@@ -100,15 +102,6 @@ def train(
             raise typer.Exit
         code = train_parts(parts, resume=resume, allow_changed=allow_changed or ())
     raise typer.Exit(code)
-
-
-def _replayed_periods(config: str | None, from_rollouts: Path | None) -> list[SettingsPeriod]:
-    """Returns the settings of a run replayed under its own settings, by step; empty for other commands."""
-    path = None if from_rollouts is None else from_rollouts.expanduser().resolve()
-    if config is not None or path is None or not path.is_dir():
-        return []
-    run = find_run(path)
-    return [] if run is None else decisive_periods(settings_periods(run))
 
 
 def _resolve_period(

@@ -98,7 +98,7 @@ def model_card(
     step = saved_policy.step
     settings = {name: value for name, (value, _) in from_yaml(resolved.to_yaml().encode(), name="settings").items()}
     if run is not None:
-        settings |= {name: value for name, (value, _) in period_of(run.periods, step).settings.items()}
+        settings |= {name: value for name, (value, _) in period_of(run.settings_history.periods, step).settings.items()}
     changes = [change for change in run.setting_changes if change[0] <= step] if run else []
     earlier = [change.before for _, change in changes if change.name == "algorithm.name"]
     algorithms = " and ".join(dict.fromkeys([*earlier, settings["algorithm.name"]]))

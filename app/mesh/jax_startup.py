@@ -115,7 +115,8 @@ def _check_num_processes(settings: MeshSettings, member: ClusterMember | None) -
     if expected is None or expected == actual:
         return
     where = "this host runs alone" if member is None else f"{actual} processes join at {member.coordinator_address}"
-    missing = f"; missing: {', '.join(map(str, range(actual, expected)))}" if expected > actual else ""
+    last = f" to {expected - 1}" if expected - 1 > actual else ""
+    missing = f"; missing: {actual}{last}" if expected > actual else ""
     raise InputError(
         f"mesh.expect_processes: expected {expected} processes, but {where}{missing}. On every host set "
         "mesh.coordinator_address to host:port of process 0, and mesh.num_processes and mesh.process_id, or correct "

@@ -253,7 +253,8 @@ def _step_fields(launch: RunSetup, learning: LearnerGroup) -> dict[str, Any]:
     warmup = settings.critic.warmup_steps if settings.has_critic else 0
     return {
         "steps": len(launch.steps),
-        "optimizer_steps": sum(step > warmup for step in launch.steps) * settings.updates_per_step,
+        "optimizer_steps": len(range(max(launch.steps.start, warmup + 1), launch.steps.stop))
+        * settings.updates_per_step,
         "epochs_of_data": len(launch.steps) * prompts_per_step / len(inputs.prompts),
         "max_rounds_per_step": learning.max_rounds,
         "prompts_per_step": prompts_per_step,

@@ -57,9 +57,9 @@ def _check_text(row: DatasetRow) -> None:
             f"{row.uid}: the prompt has {count:,} characters, more than {MAX_CHARACTERS:,}; remove the row"
         )
     try:
-        "".join(texts).encode()
+        "".join([*texts, row.answer or ""]).encode()
     except UnicodeEncodeError as error:
-        raise InputError(f"{row.uid}: the prompt is not Unicode text: {error.reason}; remove the row") from error
+        raise InputError(f"{row.uid}: prompt or answer is not Unicode text: {error.reason}; remove the row") from error
 
 
 def encode_prompts(
@@ -77,8 +77,8 @@ def encode_prompts(
     assistant's turn.
 
     Raises:
-        InputError: a prompt is too long and `overlong` is `error`, a prompt has more than a million characters or is no
-            Unicode text, or no prompt is left.
+        InputError: a prompt is too long and `overlong` is `error`, a prompt has more than a million characters, it or
+            its answer is no Unicode text, or no prompt is left.
     """
     log.info("encoding %s prompts", f"{len(rows):,}")
     for row in rows:

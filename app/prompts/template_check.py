@@ -76,12 +76,13 @@ def check_template(template: str, variables: Mapping[str, str], *, where: str) -
         InputError: the template takes more than 3 s of CPU time or 1 GiB of memory.
     """
     status = _trial_status(template, tuple(sorted(variables.items())))
-    amount = {
-        **dict.fromkeys(TIME_STATUSES, f"{CPU_LIMIT_S} s"),
-        MEMORY_STATUS: f"{MEMORY_LIMIT_BYTES >> 30} GiB of memory",
-    }.get(status)
-    if amount is not None:
-        raise InputError(f"{where}: the chat template takes more than {amount} to render a short chat; use another one")
+    amounts = {
+        **dict.fromkeys(TIME_STATUSES, f"takes more than {CPU_LIMIT_S} s"),
+        MEMORY_STATUS: f"takes more than {MEMORY_LIMIT_BYTES >> 30} GiB of memory",
+    }
+    if status:
+        problem = amounts.get(status, f"ends its process with exit status {status}")
+        raise InputError(f"{where}: the chat template {problem} to render a short chat; use another one")
 
 
 @lru_cache
@@ -89,7 +90,7 @@ def _trial_status(template: str, variables: tuple[tuple[str, str], ...]) -> int:
     request = json.dumps({"template": template, "variables": dict(variables), "chats": TRIAL_CHATS})
     try:
         trial = subprocess.run(
-            [sys.executable, "-I", "-c", PROGRAM],
+            [sys.executable, "-P", "-c", PROGRAM],
             input=request.encode(),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

@@ -134,12 +134,16 @@ def _check_content(run: RunDirectory, resume: Resume) -> None:
         )
     if resume == "must" and not run.has_checkpoint:
         raise InputError(f"--resume must: {run.path} has no checkpoint; use --resume auto to start there")
-    links = [path for path in run.path.iterdir() if path.is_symlink()] if run.path.is_dir() else []
-    if links:
-        raise InputError(
-            f"run.dir / run.name: {links[0]} is a symbolic link, and a run writes only into its own directory; replace "
-            "the link by what it points to, or choose another run.name"
-        )
+    # The link to the best checkpoint is the run's own.
+    children = [*run.path.iterdir(), *run.checkpoints_dir.glob("[0-9]*")] if run.path.is_dir() else []
+    for path in children:
+        if path.is_symlink():
+            raise InputError(
+                f"run.dir / run.name: {path} is a symbolic link, and a run writes only into its own directory; replace "
+                "the link by what it points to, or choose another run.name"
+            )
+        if path.is_dir() and path.suffix in (".yaml", ".jsonl", ".json"):
+            raise InputError(f"run.dir / run.name: {path} is a folder instead of a file; choose another run.name")
     if run.has_foreign_files:
         raise InputError(f"run.name: {run.path} exists and is not a run directory; choose another run.name")
 

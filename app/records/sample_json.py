@@ -23,7 +23,7 @@ NonNegative = Annotated[int, Field(ge=0, le=INT32_MAX)]
 Bit = Annotated[int, Field(ge=0, le=1)]
 # A field's description is what an error message says it expects; for a list, what it expects of the entries.
 Text = Annotated[str, Field(description="a string")]
-Integer = Annotated[int, Field(description="an integer")]
+Integer = Annotated[int, Field(ge=-INT32_MAX, le=INT32_MAX, description="a 32-bit integer")]
 TokenIds = Annotated[list[NonNegative], Field(description="token ids (integers >= 0)")]
 Floats = Annotated[list[Float32] | None, Field(description="finite float32 numbers")]
 
@@ -34,7 +34,7 @@ class SampleRecord(BaseModel):
     model_config = ConfigDict(strict=True)
 
     uid: Text = ""
-    group_id: Integer = 0
+    group_id: Annotated[int, Field(ge=-(2**63), lt=2**63, description="a 64-bit integer")] = 0
     sample_index: Integer = 0
     prompt: Annotated[str | list[Any], Field(description="text or chat messages")] = ""
     completion: Text = ""

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 from app.records.jsonl import read_jsonl_tolerant
 from app.records.run_directory import RunDirectory
-from settings import Resolved
 from settings.checks.resumed_settings import SettingChange, changed_settings
 from settings.errors import InputError
 from settings.loading.config_file import ConfigFile
@@ -30,50 +31,67 @@ class SettingsPeriod(NamedTuple):
     settings: SavedSettings
 
 
-def settings_fields(resolved: Resolved) -> dict[str, str]:
-    """Returns the fields of a session's line that hold its settings."""
-    text = resolved.to_yaml()
-    return {"settings": text, "settings_sha256": _digest(text.encode())}
+@dataclass(frozen=True)
+class SettingsHistory:
+    """The settings of each step of a run."""
+
+    periods: Sequence[SettingsPeriod]
+    """By step, at least one, the last with the settings of the last session. Those of an older version count for all
+    its steps."""
+    sessions: Sequence[Mapping[str, Any]]
+    """The readable lines of `sessions.jsonl`."""
+    gaps: Sequence[str]
+    """What is unknown about earlier sessions, in words."""
+
+    @classmethod
+    def read(cls, run: RunDirectory) -> SettingsHistory:
+        """Reads `settings.yaml` and, where that is damaged and for earlier sessions, `sessions.jsonl`.
+
+        Raises:
+            InputError: both are damaged, or `settings.yaml` is and the run is one of an older version.
+        """
+        lines = [*read_jsonl_tolerant(run.sessions_path)] if run.sessions_path.is_file() else []
+        sessions = [(number, record) for number, record in lines if not isinstance(record, InputError)]
+        intact = {number: record for number, record in sessions if _is_intact(record)}
+        periods: list[SettingsPeriod] = []
+        for session in intact.values():
+            first_step, content = session["after_step"] + 1, session["settings"].encode()
+            # Steps after the checkpoint that this session continued from were trained again.
+            periods = [period for period in periods if period.first_step < first_step]
+            if not periods or periods[-1].file.content != content:
+                period = _period(first_step, f"{run.settings_path} of step {first_step}", run, content)
+                if not periods or changed_settings(periods[-1].settings, period.settings):
+                    periods.append(period)
+        last = _read_last(run, intact.get(lines[-1][0]) if lines else None)
+        periods[-1:] = [last._replace(first_step=periods[-1].first_step if periods else 1)]
+        damaged, gaps = [str(number) for number, _ in lines if number not in intact], list[str]()
+        if damaged:
+            gaps.append(f"sessions.jsonl has no valid settings in line {', '.join(damaged)}; others are taken instead")
+        first = next(iter(intact.values()), None)
+        # The first session of a replay may start from a checkpoint of another run.
+        if first is not None and first["after_step"] and "checkpoint" not in first:
+            gaps.append(f"sessions.jsonl has no settings before step {first['after_step'] + 1}; later ones are taken")
+            periods[0] = periods[0]._replace(first_step=1)
+        return cls(periods, [record for _, record in sessions], gaps)
 
 
-def read_settings(run: RunDirectory) -> SettingsPeriod:
-    """Reads the settings of a run's last session, from `settings.yaml` or, if that is damaged, from `sessions.jsonl`.
-
-    Raises:
-        InputError: both are damaged, or `settings.yaml` is and the run is one of an older version.
-    """
-    path = run.settings_path
+def _read_last(run: RunDirectory, session: Mapping[str, Any] | None) -> SettingsPeriod:
+    """Returns the settings of the last session, whose line is None if it is damaged or of an older version."""
+    path, saved = run.settings_path, None if session is None else session["settings"].encode()
     try:
-        content, problem = path.read_bytes(), ""
+        content = path.read_bytes()
     except OSError as error:
-        content, problem = None, f"cannot be read ({error.strerror})"
-    last = next(reversed(_sessions(run)), None)
-    if last is not None and content is not None and _digest(content) != last["settings_sha256"]:
-        problem = "is not what the run's last start wrote"
-    if last is None and content is None:
-        raise InputError(
-            f"{path} {problem}, and {run.sessions_path.name} beside it holds no settings either; restore one of them "
-            "from a copy, or start another run.name"
+        content = b""
+        if saved is None:
+            raise InputError(
+                f"{path} cannot be read ({error.strerror}), and sessions.jsonl beside it holds no settings either; "
+                "restore one of them from a copy, or start another run.name"
+            ) from error
+    if saved not in (None, content):
+        log.warning(
+            "%s is lost or changed since the run's last start; its settings are taken from sessions.jsonl", path
         )
-    if problem and last is not None:
-        log.warning("%s %s; its settings are taken from %s", path, problem, run.sessions_path.name)
-        content = last["settings"].encode()
-    assert content is not None
-    return _period(last["after_step"] + 1 if last else 1, str(path), run, content)
-
-
-def settings_periods(run: RunDirectory) -> list[SettingsPeriod]:
-    """Returns the settings of a run by step; those of an older version count for all its steps."""
-    periods: list[SettingsPeriod] = []
-    for session in filter(None, _sessions(run)):
-        first_step = session["after_step"] + 1
-        # Steps after the checkpoint that this session continued from were trained again.
-        periods = [period for period in periods if period.first_step < first_step]
-        name = f"{run.settings_path} of step {first_step}"
-        period = _period(first_step, name, run, session["settings"].encode())
-        if not periods or changed_settings(periods[-1].settings, period.settings):
-            periods.append(period)
-    return periods or [read_settings(run)]
+    return _period(1, str(path), run, saved or content)
 
 
 def _period(first_step: int, name: str, run: RunDirectory, content: bytes) -> SettingsPeriod:
@@ -106,21 +124,11 @@ def changes_by_step(periods: Sequence[SettingsPeriod]) -> list[tuple[int, Settin
     ]
 
 
-def _sessions(run: RunDirectory) -> list[Mapping[str, Any] | None]:
-    """Returns the sessions in order; None in place of one that is damaged or was written by an older version."""
-    if not run.sessions_path.is_file():
-        return []
-    return [
-        record if not isinstance(record, InputError) and _is_intact(record) else None
-        for _, record in read_jsonl_tolerant(run.sessions_path)
-    ]
+def sign_session(session: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the line of a session with its digest."""
+    return {**session, "sha256": hashlib.sha256(json.dumps(session).encode()).hexdigest()}
 
 
 def _is_intact(session: Mapping[str, Any]) -> bool:
-    text = session.get("settings")
-    is_signed = isinstance(text, str) and session.get("settings_sha256") == _digest(text.encode())
-    return is_signed and type(session.get("after_step")) is int
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
+    """Returns whether a line of `sessions.jsonl` is as it was written, and by a version that saved the settings."""
+    return "settings" in session and sign_session({k: v for k, v in session.items() if k != "sha256"}) == session

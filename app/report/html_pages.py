@@ -46,7 +46,10 @@ def report_page(run: RunFiles, plots: Mapping[str, RenderedPlot | None], alerts:
             (step, change.name, _text_or_json(change.before), _text_or_json(change.after))
             for step, change in run.setting_changes
         ],
-        session_columns=(*SESSION_COLUMNS, *(c for c in REPLAY_COLUMNS if any(c in one for one in run.sessions))),
+        session_columns=(
+            *SESSION_COLUMNS,
+            *(c for c in REPLAY_COLUMNS if any(c in one for one in run.settings_history.sessions)),
+        ),
     )
 
 

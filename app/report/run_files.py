@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from app.records.jsonl import read_jsonl_tolerant
 from app.records.run_directory import RunDirectory, step_of_samples
-from app.records.settings_history import (
-    SavedSettings,
-    SettingsPeriod,
-    changes_by_step,
-    period_of,
-    read_settings,
-    settings_periods,
-)
+from app.records.settings_history import SettingsHistory, changes_by_step, period_of
 from app.report.metrics_history import History, MetricsRecord, training_steps
 from settings.checks.resumed_settings import SettingChange
 from settings.errors import InputError
@@ -40,12 +33,7 @@ class RunFiles:
 
     path: Path
     history: History
-    settings: SavedSettings
-    """Those of the last session."""
-    periods: Sequence[SettingsPeriod]
-    """The settings by step: a resumed run may continue under other ones."""
-    sessions: Sequence[MetricsRecord]
-    """One record per start of the program; see `app.tracking.run_log`."""
+    settings_history: SettingsHistory
     rollouts: Mapping[int, Path]
     evaluations: Mapping[int, Path]
     """Sample files by step."""
@@ -59,53 +47,51 @@ class RunFiles:
         run = RunDirectory(path)
         if not run.has_settings:
             raise InputError(f"{path} holds no settings.yaml, so it is not a run directory{_list_runs_in(path)}")
-        settings = read_settings(run).settings
+        settings_history = SettingsHistory.read(run)
         history = _read_metrics(run.metrics_path) if run.metrics_path.is_file() else []
         if not training_steps(history):
             raise InputError(f"{path} has no finished training step yet, so there is nothing to report")
         return cls(
             path,
             history,
-            settings,
-            settings_periods(run),
-            _read_sessions(run.sessions_path),
+            settings_history,
             sample_files(path / "rollouts"),
             sample_files(path / "eval"),
         )
 
     def setting(self, name: str) -> Any:
         """Returns the last value of a setting; None if the run did not know it."""
-        return self.settings.get(name, (None, ""))[0]
+        return self.settings_history.periods[-1].settings.get(name, (None, ""))[0]
 
     def setting_at(self, name: str, step: int) -> Any:
         """Returns the value of a setting at a step; None if the run did not know it."""
-        return period_of(self.periods, step).settings.get(name, (None, ""))[0]
+        return period_of(self.settings_history.periods, step).settings.get(name, (None, ""))[0]
 
     def setting_history(self, name: str) -> str:
         """Returns all values of a setting as text, such as `grpo, from step 7 dapo`."""
-        first = self.periods[0].settings.get(name, (None, ""))[0]
+        first = self.settings_history.periods[0].settings.get(name, (None, ""))[0]
         later = (f", from step {step} {change.after}" for step, change in self.setting_changes if change.name == name)
         return "".join((str(first), *later))
 
     @property
     def setting_changes(self) -> list[tuple[int, SettingChange]]:
         """The changes of settings by a resume, each with the first step after it."""
-        return changes_by_step(self.periods)
+        return changes_by_step(self.settings_history.periods)
 
     @property
     def gaps(self) -> list[str]:
         """What is missing in the files of the run, in words."""
-        first = next((session["after_step"] for session in self.sessions if "after_step" in session), 0) + 1
+        first = self.settings_history.periods[0].first_step
         recorded = {record["step"] for record in training_steps(self.history)}
         unrecorded = {*range(first, max(recorded) + 1)} - recorded
         unsaved = {step for step in recorded if self.setting_at("logging.save_rollouts", step)} - self.rollouts.keys()
         found = (("metrics.jsonl has no line for", unrecorded), ("rollouts/ has no samples of", unsaved))
-        return [f"{text} {format_steps(steps)}" for text, steps in found if steps]
+        return [*(f"{text} {format_steps(steps)}" for text, steps in found if steps), *self.settings_history.gaps]
 
     def non_default_settings(self) -> list[NonDefaultSetting]:
         """Returns the settings that were set or derived to another value than the default."""
         chosen = []
-        for name, (value, origin) in self.settings.items():
+        for name, (value, origin) in self.settings_history.periods[-1].settings.items():
             default = _to_json_value(FIELDS[name].default) if name in FIELDS else None
             if origin != "default" and value != default:
                 chosen.append(NonDefaultSetting(name, value, default, origin))
@@ -122,7 +108,7 @@ def _to_json_value(value: Any) -> Any:
 def _read_metrics(path: Path) -> list[MetricsRecord]:
     """Reads every complete line. A last line without its end is being written, or was when the run was killed."""
     lines = list(read_jsonl_tolerant(path))
-    if lines and isinstance(lines[-1][1], InputError) and not _ends_with_newline(path):
+    if lines and isinstance(lines[-1][1], InputError) and not path.read_bytes().endswith(b"\n"):
         lines.pop()
     history: list[MetricsRecord] = []
     for line, record in lines:
@@ -132,17 +118,6 @@ def _read_metrics(path: Path) -> list[MetricsRecord]:
             raise InputError(f"{path}:{line}: expected an integer `step`, got {record.get('step')!r:.40}")
         history.append(record)
     return history
-
-
-def _ends_with_newline(path: Path) -> bool:
-    return path.read_bytes()[-1:] == b"\n"
-
-
-def _read_sessions(path: Path) -> list[MetricsRecord]:
-    """Reads the sessions, none for a run of an older version; damaged lines are skipped."""
-    if not path.is_file():
-        return []
-    return [record for _, record in read_jsonl_tolerant(path) if not isinstance(record, InputError)]
 
 
 def format_steps(steps: Collection[int]) -> str:

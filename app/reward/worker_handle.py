@@ -39,6 +39,8 @@ MAX_PRINTED_BYTES = 256 * 2**10
 """Of one call."""
 PIPE_BYTES = 64 * 2**10
 """Capacity of a pipe."""
+MAX_KEY_BYTES = 4 * 2**10
+"""The longest key that is redacted wherever a long line is cut."""
 
 
 class StderrRelay:
@@ -62,8 +64,10 @@ class StderrRelay:
         lines, _, self._line = (self._line + data).rpartition(b"\n")
         self._print(lines)
         if len(self._line) >= PIPE_BYTES:
-            self._print(self._line)
-            self._line = b""
+            # A key at the end may have arrived in part.
+            line = redact(self._line.decode(errors="surrogateescape")).encode(errors="surrogateescape")
+            self._print(line[:-MAX_KEY_BYTES])
+            self._line = line[-MAX_KEY_BYTES:]
 
     def flush(self) -> None:
         """Prints the rest of the pipe. Reads only once, because an escaped child of the worker could print forever."""
@@ -74,8 +78,8 @@ class StderrRelay:
     def _print(self, data: bytes) -> None:
         if self.remaining <= 0:
             return
-        for line in data[: self.remaining].decode(errors="replace").splitlines():
-            print(redact(replace_control_characters(line.expandtabs())), file=sys.stderr)
+        for line in redact(data.decode(errors="replace"))[: self.remaining].splitlines():
+            print(replace_control_characters(line.expandtabs()), file=sys.stderr)
         self.remaining -= len(data)
         if self.remaining <= 0:
             print("(a reward function prints too much; the rest of this call is left out)", file=sys.stderr)

@@ -23,6 +23,7 @@ from app.records.jsonl import parse_object, to_json_line
 from app.records.run_directory import RunDirectory
 from app.records.sample import Sample
 from app.records.sample_json import sample_to_record
+from app.records.settings_history import sign_session
 from app.report.alerts import Alert
 from app.tracking.completions_table import CompletionsTable, truncate_middle
 from settings import InputError, Resolved
@@ -46,8 +47,10 @@ MAX_WANDB_CELL_CHARS = 2000
 class MetricsLines:
     """The lines of `metrics.jsonl` that a resumed run continues."""
 
-    lines: Sequence[bytes]
-    """The readable lines up to the checkpoint's step, with their line ends."""
+    content: bytes
+    """The readable lines up to the checkpoint's step."""
+    records: Sequence[dict[str, Any]]
+    """The same lines, parsed."""
     is_complete: bool
     """Whether they are those that the checkpoint was saved after."""
 
@@ -59,17 +62,19 @@ class MetricsLines:
             sha256: the digest of these lines; None if it is unknown, as before the first step.
         """
         content = path.read_bytes() if path.exists() else b""
-        lines = [line for line in content.splitlines(keepends=True) if _is_metrics_line(line, last_step)]
-        return cls(lines, is_complete=sha256 in (None, hashlib.sha256(b"".join(lines)).hexdigest()))
+        parsed = [(line, _parse_metrics_line(line)) for line in content.splitlines(keepends=True)]
+        kept = [(line, record) for line, record in parsed if record is not None and record["step"] <= last_step]
+        lines, records = b"".join(line for line, _ in kept), [record for _, record in kept]
+        return cls(lines, records, is_complete=sha256 in (None, hashlib.sha256(lines).hexdigest()))
 
 
-def _is_metrics_line(line: bytes, last_step: int) -> bool:
-    """Returns whether a line is complete, and of a step up to the last one."""
+def _parse_metrics_line(line: bytes) -> dict[str, Any] | None:
+    """Returns the metrics of a step; None for an incomplete or damaged line."""
     try:
-        step = parse_object(line, "metrics.jsonl").get("step")
+        record = parse_object(line, "metrics.jsonl")
     except InputError:
-        return False
-    return line.endswith(b"\n") and type(step) is int and step <= last_step
+        return None
+    return record if line.endswith(b"\n") and type(record.get("step")) is int else None
 
 
 def replace_nonfinite(value: Any) -> Any:
@@ -120,14 +125,15 @@ class RunLog:
         session_fields: Mapping[str, Any] = MappingProxyType({}),
     ):
         self.run = run
-        lines = kept.lines if kept else ()
-        self.history: list[dict[str, Any]] = [json.loads(line) for line in lines]
+        lines = kept.content if kept else b""
+        self.history: list[dict[str, Any]] = [*kept.records] if kept else []
         # First, because it marks the folder as a run's, in which a killed start may be repeated.
-        _append_session(run.sessions_path, {**session_record(), **session_fields}, to_earlier=kept is not None)
+        session = sign_session({**session_record(), **session_fields})
+        _append_session(run.sessions_path, session, to_earlier=kept is not None)
         if kept and not kept.is_complete and run.metrics_path.exists():
             os.replace(run.metrics_path, run.damaged_metrics_path)
-        write_atomic(run.metrics_path, b"".join(lines))
-        self._digest = hashlib.sha256(b"".join(lines))
+        write_atomic(run.metrics_path, lines)
+        self._digest = hashlib.sha256(lines)
         self._file = run.metrics_path.open("a", encoding="utf-8", buffering=1)
         self._wandb = open_wandb(run, resolved, wandb_id)
 
@@ -216,16 +222,8 @@ def wandb_table(table: CompletionsTable) -> Any:
     """Returns the completions as a wandb table."""
     import wandb
 
-    columns: list[Any] = [
-        "step",
-        "prompt",
-        "completion",
-        *table.reward_names,
-        "total reward",
-        "advantage",
-        "gold",
-        "finish",
-    ]
+    names = table.reward_names
+    columns: list[Any] = ["step", "prompt", "completion", *names, "total reward", "advantage", "gold", "finish"]
     rows: list[Any] = [
         [
             table.step,

@@ -13,7 +13,6 @@ from app.checkpoint.retention import LatestAndBestPolicy
 from app.checkpoint.train_progress import TrainProgress
 from app.mesh.placement import to_host_memory
 from app.model.decoder import Params
-from app.records.settings_history import settings_fields
 from app.runtime.pinned_revisions import record_commits
 from app.runtime.reward_model import RewardModel
 from app.runtime.session import Session
@@ -93,12 +92,8 @@ def open_run_log(setup: RunSetup, progress: TrainProgress, *, resumed: bool) -> 
     # The line of a step is written after its evaluation, and the line of step 0 is always the evaluation.
     is_to_come = progress.step == 0 or progress.unevaluated is not None
     kept = _read_metrics(setup, progress, last_step=progress.step - is_to_come) if resumed else None
-    replay = setup.inputs.replay
-    session = {
-        "after_step": progress.step,
-        **(replay.session_fields if replay else {}),
-        **settings_fields(setup.resolved),
-    }
+    replayed = setup.inputs.replay.session_fields if setup.inputs.replay else {}
+    session = {"after_step": progress.step, **replayed, "settings": setup.resolved.to_yaml()}
     run_log = RunLog(setup.run, setup.resolved, kept=kept, wandb_id=progress.wandb_id, session_fields=session)
     # After the session's line: settings.yaml is compared with the last one.
     setup.run.write_settings(setup.resolved)

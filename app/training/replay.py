@@ -21,7 +21,7 @@ from app.checkpoint.saved_policy import PolicyCheckpoint
 from app.records.run_directory import RunDirectory, step_of_samples
 from app.records.sample import DROPPED_PREFIX, Prompt, Sample
 from app.records.sample_json import read_samples
-from app.records.settings_history import period_of, settings_periods
+from app.records.settings_history import SettingsHistory, period_of
 from app.reward.builtin_tasks import check_answers
 from app.runtime.model_spec import CriticSpec, ModelSpec
 from app.runtime.pinned_revisions import pin_revisions
@@ -56,6 +56,8 @@ class ReplayRequest(NamedTuple):
     """The checkpoint to start from, instead of the models' own weights."""
     period: ReplayPeriod | None = None
     """The steps to replay now, if the settings of the samples' run changed between its steps."""
+    later: Sequence[tuple[Settings, ReplayRequest]] = ()
+    """The parts that follow under other settings, whose files are checked now."""
 
 
 class ReplayPeriod(NamedTuple):
@@ -160,6 +162,8 @@ def read_replay(
     Raises:
         InputError: something cannot be replayed with this model and these settings.
     """
+    for later_settings, later_request in request.later:
+        read_replay(later_request, later_settings, model, critic, target_run=target_run)
     run = find_source_run(request.rollouts)
     if run is not None and run.path == target_run.path.resolve():
         raise InputError(f"run.name: {target_run.path} is what {OPTION} would replay; choose another run.name")
@@ -195,7 +199,7 @@ def read_replay(
 
 def _settings_by_step(run: RunDirectory, paths: Mapping[int, Path]) -> dict[int, Settings]:
     """Returns the settings under which a run drew the samples of each file, with the commits of its hub models."""
-    periods = settings_periods(run)
+    periods = SettingsHistory.read(run).periods
     settings = {period.first_step: pin_revisions(load(period.file, [], {}).settings, run) for period in periods}
     drawn = {step: step_of_samples(path) or step for step, path in paths.items()}
     return {step: settings[period_of(periods, drawn[step]).first_step] for step in paths}
@@ -243,11 +247,12 @@ def _report_lines(
         lines.append("advantages and returns: those of the samples; without these fields algorithm.* would decide")
     else:
         lines.append(f"advantages: computed again{', not every sample has them' if source is None else ''}")
-    staleness, newest = (source or settings).rollout.max_staleness, files[first].newest_version
-    if not first - 1 - staleness <= newest <= first - 1:
+    staleness = (source or settings).rollout.max_staleness
+    off_policy = (step for step, file in files.items() if not step - 1 - staleness <= file.newest_version <= step - 1)
+    if (step := next(off_policy, None)) is not None:
         lines.append(
-            f"the samples of step {first} were drawn by version {newest} of the policy, and it is at version "
-            f"{first - 1}: they are off-policy (algorithm.correction corrects for that)"
+            f"the samples of step {step} were drawn by version {files[step].newest_version} of the policy, and it is "
+            f"at version {step - 1}: they are off-policy (algorithm.correction corrects for that)"
         )
     smaller = next((step for step, file in files.items() if file.largest_group < rollout.group_size), None)
     if smaller is not None:

@@ -27,8 +27,6 @@ RESCORED_FIELDS = frozenset({"policy_logprobs", "reference_logprobs", "values"})
 """Fields that the step computes again with its own networks."""
 SAVED_REWARD_FIELDS = frozenset({"reward", "rewards"})
 SAVED_ADVANTAGE_FIELDS = frozenset({"advantages", "returns"})
-MAX_SHOWN_CHARS = 40
-"""Shown characters of a text in an error."""
 
 
 class AvailableFields(NamedTuple):
@@ -167,13 +165,9 @@ def _check_sample(sample: Sample, settings: Settings, model: ModelSpec, where: s
     check_token_ids(sample.prompt.token_ids, sample.completion_ids, model.architecture, where=where)
     text = model.tokenizer.decode(sample.completion_ids)
     if text != sample.completion:
-        shown, expected = (
-            repr(one if len(one) <= MAX_SHOWN_CHARS else f"{one[:MAX_SHOWN_CHARS]}...")
-            for one in (text, sample.completion)
-        )
         raise InputError(
-            f"{where}: completion_token_ids read {shown} with the tokenizer of model.path, and completion is "
-            f"{expected}: were they sampled with another tokenizer? Set model.path to that model"
+            f"{where}: completion_token_ids read {text!r:.40} with the tokenizer of model.path, and completion is "
+            f"{sample.completion!r:.40}: were they sampled with another tokenizer? Set model.path to that model"
         )
     for name, ids, field, longest in (
         ("prompt_token_ids", sample.prompt.token_ids, "data.max_prompt_length", settings.data.max_prompt_length),

@@ -32,27 +32,36 @@ class ReplayPart(NamedTuple):
 
 
 def replay_parts(
-    periods: Sequence[SettingsPeriod], resolve: Callable[[SettingsPeriod], Resolved], request: ReplayRequest
+    periods: Sequence[SettingsPeriod],
+    resolve: Callable[[SettingsPeriod], Resolved],
+    last: Resolved,
+    request: ReplayRequest,
 ) -> list[ReplayPart]:
     """Returns the parts of a replay that are still to be trained, at least one.
 
     Args:
         periods: the settings of the samples' run, by step.
-        resolve: returns the settings for the replay of a period, with the same run directory for all.
+        resolve: returns the settings for the replay of an earlier period, in the run directory of `last`.
+        last: the settings for the replay of the last period.
     """
-    resolved = [resolve(period) for period in periods]
+    resolved = [*map(resolve, periods[:-1]), last]
     ends = [*(period.first_step for period in periods[1:]), resolved[-1].settings.run.steps + 1]
     ends = [min(end, one.settings.run.steps + 1) for end, one in zip(ends, resolved, strict=True)]
     steps = [range(period.first_step, end) for period, end in zip(periods, ends, strict=True)]
-    run = RunDirectory.from_settings(resolved[0].settings.run)
+    run = RunDirectory.from_settings(last.settings.run)
     start = 0 if request.checkpoint is None else PolicyCheckpoint.open(request.checkpoint).step
     done = max(run.checkpoint_steps, default=start)
-    pending = [i for i, part in enumerate(steps) if part and part.stop - 1 > done] or [0]
-    num_steps = steps[pending[-1]].stop - 1
+    trained = [i for i, part in enumerate(steps) if part] or [0]
+    num_steps = steps[trained[-1]].stop - 1
+    # A finished replay is resumed under the settings of its end.
+    pending = [i for i in trained if steps[i].stop - 1 > done] or trained[-1:]
+    requests = {i: request._replace(period=ReplayPeriod(steps[i], num_steps)) for i in pending}
+    later = [(resolved[i].settings, requests[i]) for i in pending[1:]]
+    requests[pending[0]] = requests[pending[0]]._replace(later=later)
     return [
         ReplayPart(
             resolved[i],
-            request._replace(period=ReplayPeriod(steps[i], num_steps)),
+            requests[i],
             [change.name for change in changed_settings(periods[i - 1].settings, periods[i].settings)] if i else [],
         )
         for i in pending

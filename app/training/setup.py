@@ -23,7 +23,7 @@ from app.mesh import jax_startup
 from app.mesh.device_mesh import num_hosts
 from app.mesh.placement import num_row_shards
 from app.records.run_directory import Resume, RunDirectory, check_run_directory
-from app.records.settings_history import read_settings
+from app.records.settings_history import SettingsHistory
 from app.reward.reward_functions import RewardFunctions
 from app.runtime.advantages import with_saved_advantages
 from app.runtime.batch_checks import check_fixed_micro_batches, check_host_offload
@@ -123,7 +123,8 @@ def _check_changed_settings(resolved: Resolved, run: RunDirectory, allowed: Sequ
     """
     if not run.has_checkpoint:
         return []
-    changes = changed_settings(read_settings(run).settings, from_yaml(resolved.to_yaml().encode(), name="settings"))
+    current = from_yaml(resolved.to_yaml().encode(), name="settings")
+    changes = changed_settings(SettingsHistory.read(run).periods[-1].settings, current)
     check_allowed(changes, allowed)
     return changes
 

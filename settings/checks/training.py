@@ -174,7 +174,15 @@ check_evaluation_temperature = Rule(
 )
 REWARD_CHECKS = (_check_model_name, check_overlong_buffer, _check_overlong_name)
 
-BATCH_CHECKS = (_check_mini_batch_size, check_max_length)
+BATCH_CHECKS = (
+    Rule(
+        lambda s: s.rollout.prompts_per_step * s.rollout.group_size > 2**20,
+        "<rollout.prompts_per_step> times <rollout.group_size> is more than 1,048,576 samples a step, which no host "
+        "holds; lower one of the two",
+    ),
+    _check_mini_batch_size,
+    check_max_length,
+)
 
 ALGORITHM_CHECKS = (
     _check_group_size,
@@ -218,6 +226,10 @@ ALGORITHM_CHECKS = (
 )
 
 RUN_CHECKS = (
+    Rule(
+        lambda s: s.run.steps * s.updates_per_step >= 2**31,
+        "<run.steps> and <algorithm.epochs> give more optimizer steps than the schedule can count (2**31); lower one",
+    ),
     _check_critic_warmup,
     _check_warmup,
     _check_profile_steps,

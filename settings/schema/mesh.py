@@ -46,11 +46,11 @@ class MeshSettings(Section):
     coordinator_address: Annotated[str, AfterValidator(_validate_host_and_port)] | None = None
     """`host:port` of process 0, or `auto` to get the hosts from Cloud TPU, Slurm, Open MPI or Kubernetes. When
     null: all hosts on a Cloud TPU VM, elsewhere only this host."""
-    num_processes: int | None = Field(default=None, ge=1)
+    num_processes: int | None = Field(default=None, ge=1, le=2**16)
     """Number of hosts; required with `host:port` as coordinator address."""
     process_id: int | None = Field(default=None, ge=0)
     """Number of this host, from 0; required with `host:port` as coordinator address."""
-    expect_processes: int | None = Field(default=None, ge=1)
+    expect_processes: int | None = Field(default=None, ge=1, le=2**16)
     """Stops the run unless exactly this many hosts join; null accepts any number."""
     start_timeout_s: int = Field(default=300, ge=1, le=86_400)
     """Seconds that each host waits for the others at startup."""

@@ -129,7 +129,7 @@ class RolloutSettings(Section):
     """Smallest prefill bucket, in tokens."""
     temperature: float = Field(default=1.0, ge=0)
     """Sampling temperature; 0 = greedy, which training does not allow."""
-    top_k: int = Field(default=0, ge=0)
+    top_k: int = Field(default=0, ge=0, lt=2**31)
     """Samples from the k most likely tokens; 0 = all."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Samples from the most likely tokens with this total probability; 1 = all."""

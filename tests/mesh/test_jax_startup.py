@@ -45,14 +45,14 @@ def test_an_absent_platform_is_never_replaced_by_the_cpu():
 
 @pytest.mark.parametrize("address", [None, "auto"])
 def test_a_host_that_expects_others_does_not_start_alone(address):
-    expected = r"mesh.expect_processes: expected 3 processes, but this host runs alone; missing: 1, 2\. On every host"
+    expected = r"mesh.expect_processes: expected 3 processes, but this host runs alone; missing: 1 to 2\. On every host"
     with pytest.raises(InputError, match=expected):
         jax_startup.initialize_distributed(MeshSettings(coordinator_address=address, expect_processes=3))
     jax_startup.initialize_distributed(MeshSettings(coordinator_address=address, expect_processes=1))
 
 
 @pytest.mark.parametrize(
-    ("expected", "said"), [(4, "2 processes join at 10.0.0.2:8482; missing: 2, 3"), (1, "2 processes join at 10.")]
+    ("expected", "said"), [(4, "2 processes join at 10.0.0.2:8482; missing: 2 to 3"), (1, "2 processes join at 10.")]
 )
 def test_a_platform_with_another_number_of_hosts_than_expected_is_refused(monkeypatch, expected, said):
     monkeypatch.setattr(jax_startup, "is_cloud_tpu_vm", lambda: True)

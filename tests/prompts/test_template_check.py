@@ -29,6 +29,12 @@ def test_other_templates_are_left_to_the_tokenizer(template: str) -> None:
     check_template(template, {}, where="model")
 
 
+def test_a_trial_that_cannot_run_is_no_permission(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_check.sys, "executable", "/bin/false")
+    with pytest.raises(InputError, match="model: the chat template ends its process with exit status 1"):
+        check_template("{{ messages[0].content }} tried once", {}, where="model")
+
+
 def test_a_template_that_loops_for_one_chat_only_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(template_check, "RENDER_LIMIT_S", 0.05)
     with pytest.raises(InputError, match="chat template takes more than"), render_time_limit():

@@ -89,6 +89,17 @@ def test_a_key_lent_to_a_plug_in_is_never_printed(
     assert "CANARY" not in f"{scored}{capfd.readouterr()}"
 
 
+@pytest.mark.parametrize("num_before", [64 * 2**10 - 6, 256 * 2**10 - 6])
+def test_no_part_of_a_key_is_printed_where_a_long_line_is_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], num_before: int
+) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "CANARY-0123456789")
+    source = f"import os\ndef f(completion):\n    print('x' * {num_before} + os.environ['JUDGE_KEY'] * 9)\n    return 1"
+    score([f"{write_plug_in(tmp_path, source)}:f"], make_group("a"), environment=["JUDGE_KEY"])
+    printed = capfd.readouterr().err
+    assert printed.count("x") >= num_before - 100 and "CANARY" not in printed and "0123456789" not in printed
+
+
 def test_the_environment_of_the_trainer_cannot_be_read_by_others(tmp_path: Path) -> None:
     score([f"{write_plug_in(tmp_path, 'def f(completion): return 1')}:f"], make_group("a"))
     get_dumpable = 3

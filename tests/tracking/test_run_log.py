@@ -106,10 +106,10 @@ def test_lines_that_are_not_those_of_the_checkpoint_are_noticed_and_kept_aside(
     changed = b"".join([earlier[0].replace(b"0.0", b"0.5"), *earlier[1:]])
     assert not MetricsLines.read(_write(run, changed), last_step=2, sha256=log.metrics_sha256).is_complete
     kept = MetricsLines.read(_write(run, damage), last_step=2, sha256=log.metrics_sha256)
-    assert (len(kept.lines), kept.is_complete) == (num_kept, False)
+    assert (len(kept.records), kept.is_complete) == (num_kept, False)
     RunLog(run, load(None, [], {}), kept=kept, wandb_id=None).close()
     assert run.damaged_metrics_path.read_bytes() == damage
-    assert run.metrics_path.read_bytes() == b"".join(kept.lines)
+    assert run.metrics_path.read_bytes() == kept.content
 
 
 def _write(run: RunDirectory, content: bytes) -> Path:

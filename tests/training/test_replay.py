@@ -87,12 +87,20 @@ def test_each_step_is_replayed_under_the_settings_it_was_trained_with(config: Pa
     assert result.exit_code == 0, result.stderr
     assert_same_steps(again, run, steps=range(1, 5))
     assert [session["after_step"] for session in records_of(again / "sessions.jsonl")] == [0, 2]
+    # Finished, it has nothing left to do.
+    result = replay(run, again.parent, options=["--resume", "must"])
+    assert result.exit_code == 0 and "continuing after step 4 of 4" in result.stderr, result.stderr
     # Stopped in the second part, it goes on there.
     shutil.rmtree(again / "checkpoints" / "4")
     assert replay(run, again.parent, options=["--resume", "must"]).exit_code == 0
     assert_same_steps(again, run, steps=range(1, 5))
     assert replay(run, tmp_path / "first", "run.steps=2").exit_code == 0
     assert_same_steps(tmp_path / "first" / "tiny-replay", run, steps=range(1, 3))
+    # The files of all parts are checked before the first one is trained.
+    step_file(run, 4).write_text("")
+    result = replay(run, tmp_path / "broken")
+    assert result.exit_code == 2 and "step_000004.jsonl holds no samples" in result.stderr
+    assert not (tmp_path / "broken").exists()
 
 
 def test_a_penalty_several_epochs_and_mini_batches_go_on_from_a_checkpoint_bit_for_bit(

@@ -40,6 +40,13 @@ def test_what_may_not_be_meant_is_told(finished: Path) -> None:
     assert "rollout.temperature is 2.0, and the samples were drawn at 1.0" in hot.report
 
 
+def test_a_file_with_the_samples_of_another_step_is_told(source: Path) -> None:
+    assert "drawn by version" not in looked(source).report
+    step_file(source, 3).write_bytes(step_file(source, 2).read_bytes())
+    told = "the samples of step 3 were drawn by version 1 of the policy, and it is at version 2"
+    assert told in looked(source).report
+
+
 def test_groups_that_are_smaller_than_those_of_a_step_are_told(source: Path) -> None:
     assert "groups have at most" not in looked(source).report
     file = step_file(source, 2)

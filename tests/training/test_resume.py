@@ -12,7 +12,7 @@ import pytest
 from app.model.io.model_files import open_model
 from app.records.jsonl import read_jsonl
 from app.records.run_directory import RunDirectory
-from app.records.settings_history import settings_periods
+from app.records.settings_history import SettingsHistory
 from settings.loading.printing import from_yaml
 from tests.program import (
     DEADLINE_S,
@@ -151,7 +151,7 @@ def test_what_changes_the_meaning_of_a_run_is_refused_unless_it_is_allowed(stopp
     assert result.exit_code == 0, result.stderr
     for change in ("run.seed was 0", "algorithm.clip_high was 0.2", "run.steps was 12", "logging.save_rollouts was"):
         assert f"changed: {change}" in result.stderr
-    first, second = settings_periods(RunDirectory(stopped))
+    first, second = SettingsHistory.read(RunDirectory(stopped)).periods
     assert (first.first_step, second.first_step) == (1, 7)
     assert (first.settings["algorithm.name"][0], second.settings["algorithm.name"][0]) == ("grpo", "dapo")
     assert train_here(full_config, *other, "run.steps=8", resume="auto").exit_code == 0
@@ -198,7 +198,7 @@ def test_a_run_is_not_continued_without_a_word_if_its_metrics_are_damaged(
     assert train_here(full_config, "run.steps=8", resume="auto").exit_code == 0
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "rollouts", "checkpoints"])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "rollouts", "checkpoints", "checkpoints/6"])
 def test_links_in_a_run_directory_are_refused(stopped: Path, full_config: Path, tmp_path: Path, name: str) -> None:
     elsewhere = tmp_path / "elsewhere"
     (stopped / name).rename(elsewhere)
@@ -207,6 +207,14 @@ def test_links_in_a_run_directory_are_refused(stopped: Path, full_config: Path, 
     result = train_here(full_config, resume="auto")
     assert result.exit_code == 2 and f"{stopped / name} is a symbolic link" in result.stderr
     assert digest_of(tmp_path) == before
+
+
+@pytest.mark.parametrize("name", ["settings.yaml", "metrics.jsonl", "sessions.jsonl"])
+def test_a_folder_in_the_place_of_a_file_is_refused(stopped: Path, full_config: Path, name: str) -> None:
+    (stopped / name).unlink()
+    (stopped / name).mkdir()
+    result = train_here(full_config, resume="auto")
+    assert result.exit_code == 2 and f"{stopped / name} is a folder instead of a file" in result.stderr
 
 
 @pytest.mark.parametrize("damage", ["deleted", "truncated", "changed"])

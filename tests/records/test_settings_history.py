@@ -1,0 +1,82 @@
+"""Tests of the settings of a run by step, read from sessions.jsonl and settings.yaml."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.records.run_directory import RunDirectory
+from app.records.settings_history import SettingsHistory, sign_session
+from settings import load
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    """A run of two sessions under other settings, the second of which began after step 3."""
+    run = RunDirectory(tmp_path / "run")
+    run.path.mkdir()
+    resolved = [load(None, [f"optimizer.learning_rate={rate}"], {}) for rate in (0.1, 0.2)]
+    lines = [
+        sign_session({"after_step": step, "settings": one.to_yaml()})
+        for step, one in zip((0, 3), resolved, strict=True)
+    ]
+    _write_lines(run, lines)
+    run.write_settings(resolved[-1])
+    return run
+
+
+def _lines(run: RunDirectory) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in run.sessions_path.read_text().splitlines()]
+
+
+def _write_lines(run: RunDirectory, lines: list[dict[str, Any]]) -> None:
+    run.sessions_path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def _rates(history: SettingsHistory) -> dict[int, float]:
+    return {period.first_step: period.settings["optimizer.learning_rate"][0] for period in history.periods}
+
+
+def test_each_session_has_its_settings(run: RunDirectory) -> None:
+    history = SettingsHistory.read(run)
+    assert _rates(history) == {1: 0.1, 4: 0.2} and history.gaps == []
+    assert history.periods[-1].file.name == str(run.settings_path)
+
+
+def test_steps_that_a_later_session_trained_again_have_its_settings(run: RunDirectory) -> None:
+    again = sign_session({"after_step": 2, "settings": load(None, ["optimizer.learning_rate=0.3"], {}).to_yaml()})
+    _write_lines(run, [*_lines(run), again])
+    assert _rates(SettingsHistory.read(run)) == {1: 0.1, 3: 0.3}
+
+
+@pytest.mark.parametrize(
+    ("change", "rates", "gaps"),
+    [
+        (lambda lines: lines[1].update(after_step=1), {1: 0.2}, ["no valid settings in line 2"]),
+        (lambda lines: lines[1].update(after_step="3"), {1: 0.2}, ["no valid settings in line 2"]),
+        (lambda lines: lines.insert(1, {"after_step": 2}), {1: 0.1, 4: 0.2}, ["no valid settings in line 2"]),
+        (lambda lines: lines.pop(0), {1: 0.2}, ["no settings before step 4"]),
+        (lambda lines: lines[0].update(settings="run: {}"), {1: 0.2}, ["in line 1", "no settings before step 4"]),
+    ],
+)
+def test_what_is_unknown_of_a_session_is_named(
+    run: RunDirectory, change: Callable[[list[dict[str, Any]]], object], rates: dict[int, float], gaps: list[str]
+) -> None:
+    lines = _lines(run)
+    change(lines)
+    _write_lines(run, lines)
+    history = SettingsHistory.read(run)
+    assert _rates(history) == rates
+    assert len(history.gaps) == len(gaps)
+    assert all(expected in gap for expected, gap in zip(gaps, history.gaps, strict=True))
+
+
+def test_a_replay_that_started_from_a_checkpoint_has_no_gap(run: RunDirectory) -> None:
+    line = {key: value for key, value in _lines(run)[1].items() if key != "sha256"}
+    _write_lines(run, [sign_session({**line, "checkpoint": "runs/other/checkpoints/3"})])
+    history = SettingsHistory.read(run)
+    assert _rates(history) == {4: 0.2} and history.gaps == []
