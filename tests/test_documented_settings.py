@@ -8,7 +8,7 @@ program are ignored.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -17,6 +17,7 @@ import pytest
 from app.report.metric_registry import expand_braces, find_metric
 from settings import Settings, load
 from settings.loading.fields import FIELDS, SECTIONS, value_of
+from settings.loading.synonyms import TRL_NAMES, TRL_WITHOUT_COUNTERPART, VERL_NAMES, VERL_WITHOUT_COUNTERPART
 from settings.loading.yaml_file import parse_scalar
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -102,6 +103,27 @@ def test_a_table_states_the_default_of_each_setting(document: Path, nothing_said
             stated += zip(fields, defaults, strict=bool(defaults))
     assert len(stated) > 40
     assert [(field, text) for field, text in stated if not is_default(field, text, nothing_said)] == []
+
+
+@pytest.mark.parametrize(
+    ("document", "counterparts", "remarks"),
+    [(MIGRATIONS[0], TRL_NAMES, TRL_WITHOUT_COUNTERPART), (MIGRATIONS[1], VERL_NAMES, VERL_WITHOUT_COUNTERPART)],
+    ids=["from_trl.md", "from_verl.md"],
+)
+def test_errors_about_unknown_names_know_the_tables(
+    document: Path, counterparts: Mapping[str, str], remarks: Mapping[str, str]
+) -> None:
+    named: set[str] = set()
+    for head, *rows in tables(without_blocks(document.read_text(encoding="utf-8"))):
+        for theirs, _, here, _, remark in rows if "default here" in head else ():
+            names = {name for name in re.findall(r"`([^`]+)`", theirs) if name not in FIELDS}
+            named |= names
+            if here == "–":
+                assert {remarks[name] for name in names} == {remark.replace("`", "")}, theirs
+            elif names:
+                ours = {name for name in re.findall(r"`([^`]+)`", theirs) if name in FIELDS}
+                assert ours.union(*(counterparts[name].split() for name in names)) == {*re.findall(r"`([^`]+)`", here)}
+    assert named == {*counterparts, *remarks}
 
 
 @pytest.mark.parametrize("document", MIGRATIONS, ids=lambda path: path.name)
