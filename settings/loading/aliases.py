@@ -29,9 +29,3 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "beta": ("algorithm.beta",),
 }
 """Maps an alias to the dotted fields that receive its value."""
-
-UNSUPPORTED_ALIASES = {
-    "grad_accum_steps": "the number of micro-batches follows from the token quota algorithm.max_tokens_per_device and "
-    "changes no result; for several optimizer steps per rollout, set algorithm.mini_batch_prompts",
-}
-"""Maps a historic name that is refused to the reason."""

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from settings.loading.aliases import ALIASES
-from settings.loading.synonyms import VERL_ROOT, synonym_named, synonyms_ending_like
+from settings.loading.synonyms import VERL_ROOT, exact_synonyms, similar_synonyms
 from settings.schema.reward import RewardFunctionSettings
 from settings.schema.settings import Settings
 
@@ -69,17 +69,25 @@ def suggest_fields(unknown: str, *, show: Callable[[str], str] = str) -> tuple[l
         show: spelling of a setting in the message, such as that of its environment variable.
     """
     unknown = unknown.lower().replace("-", "_").removeprefix(VERL_ROOT)
-    exact = synonym_named(unknown)
-    near = [] if exact else _nearest_fields(unknown)
-    has_same_ending = any(name.rpartition(".")[2] == unknown.rpartition(".")[2] for name in near)
-    synonyms = [exact] if exact else [] if has_same_ending else synonyms_ending_like(unknown, SECTIONS)
-    names = [field for synonym in synonyms for field in synonym.fields] or near
+    last = unknown.rpartition(".")[2]
+    near = _nearest_fields(unknown)
+    synonyms = exact_synonyms(unknown)
+    if not synonyms and not any(name.rpartition(".")[2] == last for name in near):
+        synonyms = similar_synonyms(unknown, SECTIONS)
+    if synonyms:
+        near = [field for here in synonyms.values() if not here.startswith("–") for field in here.split()]
     # A name that differs only in its section, such as TRL's `top_p`, needs no explanation.
-    if synonyms and [name.rpartition(".")[2] for name in names] != [unknown.rpartition(".")[2]]:
-        return names, f"; {' and '.join(synonym.describe(show) for synonym in synonyms)}"
+    if synonyms and [name.rpartition(".")[2] for name in near] != [last]:
+        return near, f"; {' and '.join(_describe_synonym(title, here, show) for title, here in synonyms.items())}"
     section = unknown.partition(".")[0]
     overview = f"`grpo settings {section}`" if section in SECTIONS else "`grpo settings`"
-    return names, did_you_mean([show(name) for name in names]) or f"; {overview} lists the settings"
+    return near, did_you_mean([show(name) for name in near]) or f"; {overview} lists the settings"
+
+
+def _describe_synonym(title: str, here: str, show: Callable[[str], str]) -> str:
+    if here.startswith("–"):
+        return f"{title} has no counterpart here{here.replace('– ', ': ').removesuffix('–')}"
+    return f"{title} is {' and '.join(map(show, here.split()))} here"
 
 
 def _nearest_fields(unknown: str) -> list[str]:

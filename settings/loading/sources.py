@@ -11,10 +11,10 @@ from types import MappingProxyType
 from typing import Any
 
 from settings.errors import InputError
-from settings.loading.aliases import ALIASES, UNSUPPORTED_ALIASES
+from settings.loading.aliases import ALIASES
 from settings.loading.fields import FIELDS, SECTIONS, is_text, suggest_fields
 from settings.loading.secrets import SECRETS
-from settings.loading.synonyms import FOREIGN_SECTIONS
+from settings.loading.synonyms import FOREIGN_SECTIONS, HISTORIC_NAMES
 from settings.loading.yaml_file import YamlNode, parse_yaml
 
 ENV_PREFIX = "GRPO__"
@@ -75,7 +75,7 @@ def flag_layer(flags: Flags) -> Layer:
 
 def env_name(field: str) -> str:
     """Returns a field's environment variable, such as GRPO__ROLLOUT__GROUP_SIZE, or an alias's, such as NUM_PRE_Q."""
-    if field in ALIASES or field in UNSUPPORTED_ALIASES:
+    if field in ALIASES or field in HISTORIC_NAMES:
         return field.upper()
     return ENV_PREFIX + field.upper().replace(".", "__")
 
@@ -137,7 +137,7 @@ def _flag_entries(flags: Flags) -> Iterator[_Entry]:
 
 
 def _environment_entries(environ: Mapping[str, str]) -> Iterator[_Entry]:
-    ours = {env_name(name): name for name in (*FIELDS, *ALIASES, *UNSUPPORTED_ALIASES)}
+    ours = {env_name(name): name for name in (*FIELDS, *ALIASES, *HISTORIC_NAMES)}
     for variable in sorted(environ):
         if variable not in ours and not variable.startswith(ENV_PREFIX):
             continue
@@ -201,5 +201,4 @@ def _unknown_setting_message(entry: _Entry) -> str:
         return f"{_describe_entry(entry)} is a section; set one of its settings, such as {inside}"
     if entry.name.upper() in SECRETS:
         return f"{_describe_entry(entry)} is a secret; set {entry.name.upper()} in the environment or a .env"
-    _, suggestion = suggest_fields(entry.name)
-    return f"unknown setting {_describe_entry(entry)}{suggestion}"
+    return f"unknown setting {_describe_entry(entry)}{suggest_fields(entry.name)[1]}"

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import re
+from collections.abc import Collection
 from fnmatch import fnmatchcase
-
-from settings.loading.aliases import UNSUPPORTED_ALIASES
 
 TRL_NAMES = {
     "model": "model.path",
@@ -70,25 +68,22 @@ TRL_NAMES = {
     "report_to": "logging.wandb_project",
     "log_completions": "logging.completions_every_steps",
     "logging_steps": "logging.completions_every_steps",
+    "multi_objective_aggregation": "– always sum_then_normalize",
+    "chat_template_kwargs": "– the model's template applies; data.system_prompt adds a system message",
+    "repetition_penalty": "–",
+    "generation_kwargs": "–",
+    "use_vllm": "– rollout.slots and rollout.scheduler enable continuous batching",
+    "vllm_*": "– rollout.slots and rollout.scheduler enable continuous batching",
+    "use_bias_correction_kl": "–",
+    "sync_ref_model": "– the reference is the starting model",
+    "use_adaptive_entropy": "–",
+    "top_entropy_quantile": "–",
+    "mask_truncated_completions": "– reward.overlong_buffer penalizes length instead",
+    "off_policy_mask_threshold": "–",
+    "resume_from_checkpoint": "– use --resume auto",
 }
-"""Maps a setting of TRL to the dotted settings that correspond to it, separated by spaces."""
-
-TRL_WITHOUT_COUNTERPART = {
-    "multi_objective_aggregation": "always sum_then_normalize",
-    "chat_template_kwargs": "the model's template applies; data.system_prompt adds a system message",
-    "repetition_penalty": "",
-    "generation_kwargs": "",
-    "use_vllm": "rollout.slots and rollout.scheduler enable continuous batching",
-    "vllm_*": "rollout.slots and rollout.scheduler enable continuous batching",
-    "use_bias_correction_kl": "",
-    "sync_ref_model": "the reference is the starting model",
-    "use_adaptive_entropy": "",
-    "top_entropy_quantile": "",
-    "mask_truncated_completions": "reward.overlong_buffer penalizes length instead",
-    "off_policy_mask_threshold": "",
-    "resume_from_checkpoint": "use --resume auto",
-}
-"""Maps a setting of TRL, or a pattern, to a remark."""
+"""Maps a setting of TRL, or a pattern, to the dotted settings that it is here, separated by spaces, or to `–` and a
+remark if there are none."""
 
 VERL_NAMES = {
     "data.train_files": "data.source",
@@ -183,73 +178,52 @@ VERL_NAMES = {
     "trainer.logger": "logging.wandb_project",
     "trainer.rollout_data_dir": "logging.save_rollouts",
     "trainer.log_val_generations": "logging.completions_every_steps",
+    "rollout.gpu_memory_utilization": "– caches exist during the rollout",
+    "rollout.free_cache_engine": "– caches exist during the rollout",
+    "trainer.resume_mode": "– use --resume auto; without it an occupied run directory is refused",
 }
 """Maps a setting of verl to ours, as `TRL_NAMES` does. `actor`, `ref` and `rollout` are inside `actor_rollout_ref`."""
 
-VERL_WITHOUT_COUNTERPART = {
-    "rollout.gpu_memory_utilization": "caches exist during the rollout",
-    "rollout.free_cache_engine": "caches exist during the rollout",
-    "trainer.resume_mode": "use --resume auto; without it an occupied run directory is refused",
+HISTORIC_NAMES = {
+    "grad_accum_steps": "– micro-batches follow from the token quota algorithm.max_tokens_per_device and change no "
+    "result; for several optimizer steps per rollout, set algorithm.mini_batch_prompts",
 }
-"""Maps a setting of verl to a remark."""
+"""Names of the historic runner that have no field in `ALIASES`, as in `TRL_NAMES`."""
 
 VERL_ROOT = "actor_rollout_ref."
-
-
-@dataclass(frozen=True, slots=True)
-class Synonym:
-    """A setting of another program."""
-
-    program: str
-    name: str
-    """Its dotted name there, or a pattern such as `vllm_*`."""
-    fields: tuple[str, ...]
-    """Dotted settings that correspond to it here; empty if there are none."""
-    remark: str = ""
-
-    def describe(self, show: Callable[[str], str]) -> str:
-        """Returns a clause that says what it is here, with our settings as spelled by `show`."""
-        if self.fields:
-            return f"{self.program}'s {self.name} is {' and '.join(map(show, self.fields))} here"
-        return f"{self.program}'s {self.name} has no counterpart here{self.remark and f': {self.remark}'}"
-
-
-def _synonyms(program: str, names: dict[str, str], without_counterpart: dict[str, str]) -> list[Synonym]:
-    named = [Synonym(program, name, tuple(fields.split())) for name, fields in names.items()]
-    return named + [Synonym(program, name, (), remark) for name, remark in without_counterpart.items()]
-
-
-# Patterns come after the names that they would match.
-SYNONYMS = (
-    *_synonyms("TRL", TRL_NAMES, TRL_WITHOUT_COUNTERPART),
-    *_synonyms("verl", VERL_NAMES, VERL_WITHOUT_COUNTERPART),
-    *_synonyms("the historic runner", {}, UNSUPPORTED_ALIASES),
-)
-FOREIGN_SECTIONS = frozenset(
-    {"actor_rollout_ref", "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.rollout"}
-    | {name[:end] for name in VERL_NAMES for end, character in enumerate(name) if character == "."}
-)
+SYNONYMS = {
+    (f"{program}'s {name}", name.removeprefix(VERL_ROOT)): here
+    for program, names in (("TRL", TRL_NAMES), ("verl", VERL_NAMES), ("the historic runner", HISTORIC_NAMES))
+    for name, here in names.items()
+}
+"""Maps (title, name) of every setting of the other programs to what it is here."""
+FOREIGN_SECTIONS = {
+    f"{prefix}{name[: dot.start()]}"
+    for name in VERL_NAMES
+    for dot in re.finditer(r"\.", name)
+    for prefix in ("", VERL_ROOT)
+} | {VERL_ROOT[:-1]}
 """Dotted names of verl's sections, such as `actor_rollout_ref.actor` and `critic.optim`."""
 
 
-def synonym_named(name: str) -> Synonym | None:
-    """Returns the setting of another program with this name."""
-    name = name.removeprefix(VERL_ROOT)
-    return next((s for s in SYNONYMS if fnmatchcase(name, s.name.removeprefix(VERL_ROOT))), None)
+def exact_synonyms(name: str) -> dict[str, str]:
+    """Returns the title of the other program's setting with this name and what it is here; empty if there is none."""
+    found = [(title, here) for (title, theirs), here in SYNONYMS.items() if fnmatchcase(name, theirs)]
+    return dict(found[:1])  # A pattern comes after the names that it matches.
 
 
-def synonyms_ending_like(name: str, sections: frozenset[str]) -> list[Synonym]:
+def similar_synonyms(name: str, sections: Collection[str]) -> dict[str, str]:
     """Returns the settings of other programs with the same last part that share most of the other parts.
 
-    A name inside one of our `sections` shares a part with the other program's name or with ours, unless it consists of
-    several words: `critic.lr` is `critic.optim.lr`, but `critic.epsilon` is not TRL's `epsilon`.
+    A short name inside one of our `sections` must share a part: `critic.lr` is verl's `critic.optim.lr`, but
+    `critic.epsilon` is not TRL's `epsilon`.
     """
     *parts, last = name.split(".")
     shared = {
-        synonym: len({*parts} & {*synonym.name.split("."), *".".join(synonym.fields).split(".")})
-        for synonym in SYNONYMS
-        if synonym.name.rpartition(".")[2] == last
+        title: len({*parts} & {*f"{theirs} {here}".replace(" ", ".").split(".")})
+        for (title, theirs), here in SYNONYMS.items()
+        if theirs.rpartition(".")[2] == last
     }
-    is_clear = not parts or ("_" in last or parts[0] not in sections)
+    is_clear = not parts or parts[0] not in sections or "_" in last
     most = max(shared.values(), default=0)
-    return [synonym for synonym, number in shared.items() if number == most and (number or is_clear)]
+    return {title: here for (title, _), here in SYNONYMS.items() if shared.get(title) == most and (most or is_clear)}

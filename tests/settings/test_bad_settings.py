@@ -59,7 +59,7 @@ BAD_SETS = [
     ("data.system_prompt={a: b}", "expected a valid string"),
     ("reward.functions=[gsm8]", "reward.functions[0]: unknown reward `gsm8`, expected one of gsm8k, arithmetic,"),
     ("reward.functions=gsm8", "reward.functions[0]: unknown reward `gsm8`, expected one of gsm8k, arithmetic,"),
-    ("reward.functions=a:f,b.py:g", "functions: expected a list for several functions, such as [a:f, b.py:g], got 'a:f"),
+    ("reward.functions=a:f,b.py:g", "expected a list for several functions, such as [a:f, b.py:g], got 'a:f,b.py:g'"),
     ("reward.functions=3", "reward.functions: expected a valid tuple, got 3"),
     ("reward.functions=[{weight: 2}]", "reward.functions[0].name: field required"),
     ("reward.functions=['my module:f']", "functions[0].function: expected `module:function` or `path/to/file.py:f"),
@@ -184,7 +184,8 @@ def test_a_bad_file_is_refused_with_its_line(folder: Path, text: str, message: s
     ("name", "suggestion"),
     [
         # Names of other programs, also in a section of ours or without their section.
-        *((name, "TRL's num_generations is rollout.group_size here") for name in ("num_generations", "num-generations")),
+        ("num_generations", "TRL's num_generations is rollout.group_size here"),
+        ("num-generations", "TRL's num_generations is rollout.group_size here"),
         ("algorithm.num_generations", "TRL's num_generations is rollout.group_size here"),
         ("actor_rollout_ref.rollout.n", "verl's rollout.n is rollout.group_size here"),
         ("actor_rollout_ref.rollout.temperature", "did you mean rollout.temperature?"),
