@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from settings.loading.aliases import ALIASES
-from settings.loading.synonyms import VERL_ROOT, exact_synonyms, similar_synonyms
+from settings.loading.synonyms import VERL_ROOT, find_synonyms
 from settings.schema.reward import RewardFunctionSettings
 from settings.schema.settings import Settings
 
@@ -71,11 +71,11 @@ def suggest_fields(unknown: str, *, show: Callable[[str], str] = str) -> tuple[l
     unknown = unknown.lower().replace("-", "_").removeprefix(VERL_ROOT)
     last = unknown.rpartition(".")[2]
     near = _nearest_fields(unknown)
-    synonyms = exact_synonyms(unknown)
-    if not synonyms and not any(name.rpartition(".")[2] == last for name in near):
-        synonyms = similar_synonyms(unknown, SECTIONS)
-    if synonyms:
+    synonyms, is_exact = find_synonyms(unknown, SECTIONS)
+    if synonyms and (is_exact or last not in [name.rpartition(".")[2] for name in near]):
         near = [field for here in synonyms.values() if not here.startswith("–") for field in here.split()]
+    else:
+        synonyms = {}
     # A name that differs only in its section, such as TRL's `top_p`, needs no explanation.
     if synonyms and [name.rpartition(".")[2] for name in near] != [last]:
         return near, f"; {' and '.join(_describe_synonym(title, here, show) for title, here in synonyms.items())}"

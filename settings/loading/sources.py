@@ -14,7 +14,7 @@ from settings.errors import InputError
 from settings.loading.aliases import ALIASES
 from settings.loading.fields import FIELDS, SECTIONS, is_text, suggest_fields
 from settings.loading.secrets import SECRETS
-from settings.loading.synonyms import FOREIGN_SECTIONS, HISTORIC_NAMES
+from settings.loading.synonyms import HISTORIC_NAMES
 from settings.loading.yaml_file import YamlNode, parse_yaml
 
 ENV_PREFIX = "GRPO__"
@@ -112,7 +112,7 @@ def _flatten(section: Any, *, prefix: str) -> Iterator[tuple[str, YamlNode]]:
     """Yields every dotted name in a mapping with its node; empty sections are skipped."""
     for key, node in section.items():
         name = prefix + key
-        if (name in SECTIONS or name in FOREIGN_SECTIONS) and isinstance(node.value, dict):
+        if name not in FIELDS and isinstance(node.value, dict) and (node.value or name in SECTIONS):
             yield from _flatten(node.value, prefix=f"{name}.")
         elif name not in SECTIONS or node.value is not None:
             yield name, node

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection
 from fnmatch import fnmatchcase
 
@@ -197,33 +196,23 @@ SYNONYMS = {
     for name, here in names.items()
 }
 """Maps (title, name) of every setting of the other programs to what it is here."""
-FOREIGN_SECTIONS = {
-    f"{prefix}{name[: dot.start()]}"
-    for name in VERL_NAMES
-    for dot in re.finditer(r"\.", name)
-    for prefix in ("", VERL_ROOT)
-} | {VERL_ROOT[:-1]}
-"""Dotted names of verl's sections, such as `actor_rollout_ref.actor` and `critic.optim`."""
 
 
-def exact_synonyms(name: str) -> dict[str, str]:
-    """Returns the title of the other program's setting with this name and what it is here; empty if there is none."""
-    found = [(title, here) for (title, theirs), here in SYNONYMS.items() if fnmatchcase(name, theirs)]
-    return dict(found[:1])  # A pattern comes after the names that it matches.
+def find_synonyms(name: str, sections: Collection[str]) -> tuple[dict[str, str], bool]:
+    """Returns title -> counterpart of the other programs' settings that a name may be, and whether it is exactly one.
 
-
-def similar_synonyms(name: str, sections: Collection[str]) -> dict[str, str]:
-    """Returns the settings of other programs with the same last part that share most of the other parts.
-
-    A short name inside one of our `sections` must share a part: `critic.lr` is verl's `critic.optim.lr`, but
-    `critic.epsilon` is not TRL's `epsilon`.
+    Otherwise they have the same last part and share most of the other parts. A short name inside one of our `sections`
+    must share a part: `critic.lr` is verl's `critic.optim.lr`, but `critic.epsilon` is not TRL's `epsilon`.
     """
+    for (title, theirs), here in SYNONYMS.items():  # a pattern comes after the names that it matches
+        if fnmatchcase(name, theirs):
+            return {title: here}, True
     *parts, last = name.split(".")
     shared = {
-        title: len({*parts} & {*f"{theirs} {here}".replace(" ", ".").split(".")})
+        (title, here): len({*parts} & {*f"{theirs} {here}".replace(" ", ".").split(".")})
         for (title, theirs), here in SYNONYMS.items()
         if theirs.rpartition(".")[2] == last
     }
     is_clear = not parts or parts[0] not in sections or "_" in last
     most = max(shared.values(), default=0)
-    return {title: here for (title, _), here in SYNONYMS.items() if shared.get(title) == most and (most or is_clear)}
+    return dict(synonym for synonym, number in shared.items() if number == most and (number or is_clear)), False
