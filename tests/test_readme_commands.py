@@ -9,9 +9,14 @@ pass the checks of the command.
 from __future__ import annotations
 
 import itertools
+import json
+import os
 import re
 import shlex
 import subprocess
+import sys
+import sysconfig
+import venv
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,7 +40,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 DOCUMENTS = [
     path for pattern in ("README.md", "CONTRIBUTING.md", "sops/**/*.md") for path in sorted(REPOSITORY.glob(pattern))
 ]
-WITHOUT_SETTINGS = {"report"}
+WITHOUT_SETTINGS = {"report", "settings", "presets"}
 CHECKS = {
     "train": check_for_train,
     "evaluate": check_for_evaluation,
@@ -131,6 +136,60 @@ def test_arguments_end_where_the_shell_takes_over() -> None:
     words, environment = words_and_environment("STEPS=3 grpo train --set 'run.name=a b' 2>&1 | tee log.txt")
     assert environment == {"STEPS": "3"}
     assert words == ["grpo", "train", "--set", "run.name=a b"]
+
+
+SKIPPED = {
+    "bash scripts/test.sh": "it runs this test",
+    "pip install -e '.[tpu]'": "it downloads packages",
+    "bash scripts/fetch_smollm2.sh": "it downloads a model",
+    "grpo train --config smollm2_": "it needs that model",
+    "grpo doctor --config smollm2_": "it needs that model",
+    "grpo train --config gsm8k_qwen2_5_0_5b_gpu": "it needs a GPU and downloads a model",
+}
+"""Maps the beginning of commands of the README that a test cannot run to the reason."""
+SHORTENED = ("bash scripts/quickstart.sh", "grpo train --config dapo", "grpo train --set model.lora")
+"""Beginnings of commands that run two steps here; the longest run, of `grpo train`, keeps its length."""
+
+
+def as_script(commands: list[str]) -> str:
+    """Returns a shell script that announces and runs the commands as they are written."""
+    lines = ["set -euo pipefail"]
+    for command in commands:
+        lines.append(f"echo {shlex.quote(f'README: {command}')}")
+        if not command.startswith(tuple(SKIPPED)):
+            steps = "export GRPO__RUN__STEPS=2" if command.startswith(SHORTENED) else "unset GRPO__RUN__STEPS"
+            lines += [steps, command]
+    return "\n".join(lines)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_commands_of_the_readme_run_in_order_in_a_fresh_clone(tmp_path: Path) -> None:
+    """Runs them in one shell. The environment of the clone takes all packages but this one from the environment of the
+    tests, so that pip finds them without network."""
+    if not (REPOSITORY / ".git").exists():
+        pytest.skip("this is no git repository to clone")
+    clone = tmp_path / "grpo"
+    subprocess.run(["git", "clone", "--quiet", REPOSITORY, clone], check=True)
+    venv.create(clone / ".venv", with_pip=True)
+    (clone / ".venv" / "made-by-grpo").touch()
+    purelib = Path(sysconfig.get_path("purelib", vars={"base": str(clone / ".venv")}))
+    (purelib / "packages_of_the_tests.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    commands = [*bash_commands((clone / "README.md").read_text(encoding="utf-8"))]
+    for skipped in SKIPPED:
+        assert any(command.startswith(skipped) for command in commands), f"README no longer shows {skipped}"
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    environment |= {"PYTHON": sys.executable, "PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "0"}
+    answer = subprocess.run(
+        ["bash", "-c", as_script(commands)], cwd=clone, env=environment, capture_output=True, text=True, check=False
+    )
+    assert answer.returncode == 0, f"{answer.stdout[-2000:]}\n{answer.stderr[-4000:]}"
+    assert answer.stdout.count("README: ") == len(commands)
+    runs = {re.sub(r"-\d{8}-\d{6}$", "-<time>", path.name) for path in (clone / "runs").iterdir()}
+    assert runs == {"quickstart-<time>", "quickstart-seed0", "quickstart_ppo-seed0", "dapo-seed0", "mixed", "lora"}
+    assert max(json.loads(line)["step"] for line in (clone / "runs/quickstart-seed0/metrics.jsonl").open()) == 100
+    for file in ("runs/quickstart-seed0/report.html", "before_after.png", "quickstart-model/model.safetensors"):
+        assert (clone / file).stat().st_size > 1000, file
 
 
 def test_the_stages_of_the_readme_chain_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
