@@ -88,6 +88,7 @@ COMMANDS = [
     for path in DOCUMENTS
     for command in dict.fromkeys(bash_commands(path.read_text(encoding="utf-8")))
 ]
+EXAMPLES = [pytest.param(example, id=f"--help: {example}") for example in cli.COMMANDS.values()]
 
 
 def test_readme_and_contributing_show_commands() -> None:
@@ -95,7 +96,7 @@ def test_readme_and_contributing_show_commands() -> None:
         assert list(bash_commands((REPOSITORY / name).read_text(encoding="utf-8"))), f"{name} shows no command"
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", COMMANDS + EXAMPLES)
 def test_command_works_as_written(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     words, environment = words_and_environment(command)
     for word in words:
@@ -178,8 +179,17 @@ def test_the_commands_of_the_readme_run_in_order_in_a_fresh_clone(tmp_path: Path
     commands = [*bash_commands((clone / "README.md").read_text(encoding="utf-8"))]
     for skipped in SKIPPED:
         assert any(command.startswith(skipped) for command in commands), f"README no longer shows {skipped}"
-    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
-    environment |= {"PYTHON": sys.executable, "PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "0"}
+    environment = os.environ | {
+        "PYTHON": sys.executable,
+        "PYTHONPATH": "",
+        "PIP_NO_INDEX": "1",
+        "PIP_NO_BUILD_ISOLATION": "0",
+        # As users have it, but the commands share what they compile.
+        "XLA_FLAGS": "",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "false",
+        "JAX_ENABLE_COMPILATION_CACHE": "true",
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "compiled"),
+    }
     answer = subprocess.run(
         ["bash", "-c", as_script(commands)], cwd=clone, env=environment, capture_output=True, text=True, check=False
     )
