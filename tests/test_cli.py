@@ -42,7 +42,7 @@ def grpo(
 
 WITHOUT_JAX = [("--version",), ("--help",), *((command, "--help") for command in COMMANDS)]
 WITHOUT_JAX += [(command, "--print-config") for command in WITH_SETTINGS]
-WITHOUT_JAX += [("settings",), ("settings", "num_generations"), ("presets",), ("presets", "dapo")]
+WITHOUT_JAX += [("settings",), ("settings", "rollout"), ("presets",), ("presets", "dapo")]
 
 
 def test_help_version_and_print_config_do_not_import_jax() -> None:

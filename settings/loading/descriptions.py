@@ -5,12 +5,10 @@ from __future__ import annotations
 import types
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-import annotated_types
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-BOUNDS = {annotated_types.Ge: ("≥", "ge"), annotated_types.Gt: (">", "gt"), annotated_types.Le: ("≤", "le")}
-BOUNDS[annotated_types.Lt] = ("<", "lt")
+BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 NAMES = {int: "integer", float: "number", bool: "boolean", str: "text", type(None): "null"}
 
 
@@ -43,11 +41,9 @@ def _type_text(annotation: Any, field: FieldInfo | None = None) -> str:
 
 
 def _bounds_text(metadata: Any) -> str:
-    bounds = []
-    for item in metadata:
-        for kind, (sign, attribute) in BOUNDS.items():
-            if isinstance(item, kind):
-                bounds.append(f"{sign} {getattr(item, attribute)}")
+    bounds = [
+        f"{sign} {getattr(item, bound)}" for item in metadata for bound, sign in BOUNDS.items() if hasattr(item, bound)
+    ]
     return f" {' and '.join(bounds)}" if bounds else ""
 
 
