@@ -156,7 +156,7 @@ def as_script(commands: list[str]) -> str:
     """Returns a shell script that announces and runs the commands as they are written."""
     lines = ["set -euo pipefail"]
     for command in commands:
-        lines.append(f"echo {shlex.quote(f'README: {command}')}")
+        lines.append(f"echo README at $SECONDS s: {shlex.quote(command)}")
         if not command.startswith(tuple(SKIPPED)):
             steps = "export GRPO__RUN__STEPS=2" if command.startswith(SHORTENED) else "unset GRPO__RUN__STEPS"
             lines += [steps, command]
@@ -194,7 +194,7 @@ def test_the_commands_of_the_readme_run_in_order_in_a_fresh_clone(tmp_path: Path
         ["bash", "-c", as_script(commands)], cwd=clone, env=environment, capture_output=True, text=True, check=False
     )
     assert answer.returncode == 0, f"{answer.stdout[-2000:]}\n{answer.stderr[-4000:]}"
-    assert answer.stdout.count("README: ") == len(commands)
+    assert answer.stdout.count("README at ") == len(commands)
     runs = {re.sub(r"-\d{8}-\d{6}$", "-<time>", path.name) for path in (clone / "runs").iterdir()}
     assert runs == {"quickstart-<time>", "quickstart-seed0", "quickstart_ppo-seed0", "dapo-seed0", "mixed", "lora"}
     assert max(json.loads(line)["step"] for line in (clone / "runs/quickstart-seed0/metrics.jsonl").open()) == 100
