@@ -14,19 +14,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from app.commands import (
-    doctor,
-    evaluate,
-    export,
-    gae,
-    inspect_mesh,
-    presets,
-    report,
-    rollout,
-    score,
-    settings,
-    train,
-)
+from app.commands import doctor, evaluate, export, gae, inspect_mesh, presets, report, rollout, score, settings, train
 from app.commands.command_support import write
 
 

@@ -119,6 +119,7 @@ def test_the_program_alone_prints_its_help() -> None:
         ("grpo train --config quick", ["quickstart", "quickstart_ppo"]),
         ("grpo train --set rollout.gr", ["rollout.group_size="]),
         ("grpo presets quickstart_", ["quickstart_ppo"]),
+        ("grpo settings rollout.gr", ["rollout.group_size"]),
         ("grpo evaluate --pic", ["--picture"]),
     ],
 )
@@ -143,6 +144,7 @@ def test_completion_can_be_installed() -> None:
         ("num_generations", ["rollout.group_size"], "note: TRL's num_generations is rollout.group_size here\n"),
         ("epsilon", ["algorithm.clip_low", "optimizer.epsilon"], "note: TRL's epsilon is algorithm.clip_low here\n"),
         ("groop_size", ["rollout.group_size"], "note: did you mean rollout.group_size?\n"),
+        ("num_preq", ["rollout.group_size"], "note: did you mean num_pre_q?\n"),
     ],
 )
 def test_settings_finds_names_beginnings_endings_and_other_programs_names(

@@ -149,7 +149,7 @@ SKIPPED = {
 }
 """Maps the beginning of commands of the README that a test cannot run to the reason."""
 SHORTENED = ("bash scripts/quickstart.sh", "grpo train --config dapo", "grpo train --set model.lora")
-"""Beginnings of commands that run two steps here; the longest run, of `grpo train`, keeps its length."""
+"""Beginnings of commands that run one step here; the main run, of `grpo train`, keeps its length."""
 
 
 def as_script(commands: list[str]) -> str:
@@ -158,7 +158,7 @@ def as_script(commands: list[str]) -> str:
     for command in commands:
         lines.append(f"echo README at $SECONDS s: {shlex.quote(command)}")
         if not command.startswith(tuple(SKIPPED)):
-            steps = "export GRPO__RUN__STEPS=2" if command.startswith(SHORTENED) else "unset GRPO__RUN__STEPS"
+            steps = "export GRPO__RUN__STEPS=1" if command.startswith(SHORTENED) else "unset GRPO__RUN__STEPS"
             lines += [steps, command]
     return "\n".join(lines)
 

@@ -18,7 +18,12 @@ from settings.loading.fields import FIELDS, suggest_fields
 
 def settings(
     name: Annotated[
-        str, typer.Argument(metavar="NAME", help="A setting, a section, or another program's name of a setting.")
+        str,
+        typer.Argument(
+            metavar="NAME",
+            help="A setting, a section, the start of a name, or what another program calls a setting.",
+            autocompletion=lambda: list(FIELDS),
+        ),
     ] = "",
     as_json: AsJson = False,
     debug: Debug = False,
@@ -38,7 +43,7 @@ def _find_settings(name: str) -> list[str]:
     if not starts:
         same_ending = [field for field in FIELDS if field.endswith(f".{name}")]
         suggested, explanation = suggest_fields(name)
-        starts = same_ending + suggested
+        starts = [*same_ending, *(field for other in suggested for field in ALIASES.get(other, (other,)))]
         if not starts:
             raise InputError(f"unknown setting {name}{explanation}")
         if not {*same_ending}.issuperset(suggested):
