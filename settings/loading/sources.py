@@ -143,7 +143,7 @@ def _environment_entries(environ: Mapping[str, str]) -> Iterator[_Entry]:
             continue
         if variable not in ours:
             dotted = variable.removeprefix(ENV_PREFIX).replace("__", ".").lower()
-            _, suggestion = suggest_fields(dotted, show=env_name)
+            _, suggestion = suggest_fields(dotted, show=lambda name: env_name(name) + "__*" * (name in SECTIONS))
             raise InputError(
                 f"unknown environment variable {variable} (names are {ENV_PREFIX}SECTION__FIELD){suggestion}"
             )

@@ -250,7 +250,7 @@ def test_all_unknown_names_and_all_wrong_values_are_listed_at_once(folder: Path,
         ),
         ({"GRPO__GROUP_SIZE": "1"}, "did you mean GRPO__ROLLOUT__GROUP_SIZE?"),
         ({"GRPO__run__steps": "1"}, "did you mean GRPO__RUN__STEPS?"),
-        ({"GRPO__RUN": "{steps: 3}"}, "unknown environment variable GRPO__RUN"),
+        ({"GRPO__RUN": "{steps: 3}"}, "GRPO__RUN (names are GRPO__SECTION__FIELD); did you mean GRPO__RUN__*?"),
         ({"GRPO__STEPS": "3"}, "unknown environment variable GRPO__STEPS"),
         (
             {"GRPO__NUM_GENERATIONS": "8"},
