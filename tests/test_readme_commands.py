@@ -166,7 +166,7 @@ def as_script(commands: list[str]) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_the_commands_of_the_readme_run_in_order_in_a_fresh_clone(tmp_path: Path) -> None:
     """Runs them in one shell. The environment of the clone takes all packages but this one from the environment of the
     tests, so that pip finds them without network."""
