@@ -9,33 +9,53 @@ from __future__ import annotations
 import os
 import sys
 from importlib.metadata import PackageNotFoundError, version
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
-from app.commands import doctor, evaluate, export, gae, inspect_mesh, report, rollout, score, train
+from app.commands import doctor, evaluate, export, gae, inspect_mesh, presets, report, rollout, score, settings, train
 from app.commands.command_support import write
 
+
+class _Command(TyperCommand):
+    """A command whose help groups the options, in plain text."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        panels: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            if record := parameter.get_help_record(ctx):
+                kind = f"{parameter.param_type_name}s".capitalize()
+                panels.setdefault(getattr(parameter, "rich_help_panel", None) or kind, []).append(record)
+        for panel in sorted(panels, key="Options".__eq__):
+            with formatter.section(panel):
+                formatter.write_dl(panels[panel])
+
+
 app = typer.Typer(
-    help="Trains language models with GRPO on a JAX mesh.",
+    help="Trains language models with reinforcement learning (GRPO, PPO and related algorithms) on a JAX mesh.",
+    epilog="Example: grpo train --config dapo --set run.steps=20",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["--help", "-h"]},
 )
-for command in (
-    doctor.doctor,
-    train.train,
-    evaluate.evaluate,
-    rollout.rollout,
-    score.score,
-    gae.gae,
-    inspect_mesh.inspect_mesh,
-    report.report,
-    export.export,
-):
-    app.command()(command)
+COMMANDS = {
+    train.train: "grpo train --config dapo --set run.seed=1",
+    evaluate.evaluate: "grpo evaluate --checkpoint runs/quickstart-seed0 --out after.jsonl",
+    export.export: "grpo export --checkpoint runs/quickstart-seed0 --out my-model",
+    report.report: "grpo report runs/quickstart-seed0",
+    rollout.rollout: "grpo rollout --limit 8 --out samples.jsonl",
+    score.score: "grpo score --role reward --input samples.jsonl --out scored.jsonl",
+    gae.gae: "grpo gae --lam 0.95 --input valued.jsonl --out advantages.jsonl",
+    doctor.doctor: "grpo doctor --config smollm2_gsm8k",
+    inspect_mesh.inspect_mesh: "grpo inspect-mesh --set mesh.pretend=v5e-8",
+    settings.settings: "grpo settings rollout",
+    presets.presets: "grpo presets dapo",
+}
+"""Maps each command to the example at the end of its help."""
+for command, example in COMMANDS.items():
+    app.command(cls=_Command, epilog=f"Example: {example}")(command)
 
 
 def _show_version(is_requested: bool) -> None:

@@ -13,13 +13,14 @@ import hypothesis
 import pytest
 
 from settings.loading.aliases import ALIASES
+from settings.loading.synonyms import HISTORIC_NAMES
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 pytest_plugins = ("tests.run_fixtures",)
 
 # Settings and secrets of whoever runs the suite, the width of their terminal, and what makes typer colour its errors.
-FOREIGN = {name.upper() for name in ALIASES} | {
+FOREIGN = {name.upper() for name in (*ALIASES, *HISTORIC_NAMES)} | {
     "WANDB_API_KEY",
     "HF_TOKEN",
     "COLUMNS",

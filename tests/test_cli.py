@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -10,15 +11,19 @@ import time
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+import cli
 from settings import load
+from settings.loading.config_file import preset_names
+from settings.loading.fields import FIELDS
 from tests.program import here
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 CANARY = "CANARY-0123456789abcdef"
 HINT = " (--debug shows the traceback)"
 WITH_SETTINGS = ("train", "evaluate", "rollout", "score", "gae", "inspect-mesh", "export", "doctor")
-COMMANDS = (*WITH_SETTINGS, "report")
+COMMANDS = (*WITH_SETTINGS, "report", "settings", "presets")
 
 
 def grpo(
@@ -37,6 +42,7 @@ def grpo(
 
 WITHOUT_JAX = [("--version",), ("--help",), *((command, "--help") for command in COMMANDS)]
 WITHOUT_JAX += [(command, "--print-config") for command in WITH_SETTINGS]
+WITHOUT_JAX += [("settings",), ("settings", "rollout"), ("presets",), ("presets", "dapo")]
 
 
 def test_help_version_and_print_config_do_not_import_jax() -> None:
@@ -54,10 +60,12 @@ def test_help_version_and_print_config_do_not_import_jax() -> None:
     )
     assert answer.stderr == "set()\n"
     assert answer.stdout.count("Usage: grpo") == 1 + len(COMMANDS)
-    assert answer.stdout.count("\nmodel:\n") == len(WITH_SETTINGS)
+    assert answer.stdout.count("\nmodel:\n") == len(WITH_SETTINGS) + 1
 
 
-@pytest.mark.parametrize("arguments", [("--help",), ("train", "--print-config")], ids=" ".join)
+@pytest.mark.parametrize(
+    "arguments", [("--help",), ("train", "--print-config"), ("settings",), ("presets",)], ids=" ".join
+)
 def test_a_command_without_jax_answers_at_once(arguments: tuple[str, ...]) -> None:
     start = time.perf_counter()
     answer = grpo(*arguments)
@@ -65,6 +73,106 @@ def test_a_command_without_jax_answers_at_once(arguments: tuple[str, ...]) -> No
     assert time.perf_counter() - start < 5  # less than a second if no other test uses the cores
     if arguments == ("--help",):
         assert all(command in answer.stdout for command in COMMANDS)
+
+
+def help_of(*command: str, **environ: str) -> str:
+    answer = CliRunner().invoke(cli.app, [*command, "--help"], prog_name="grpo", env=environ)
+    assert answer.exit_code == 0
+    return answer.stdout
+
+
+def test_help_lists_each_command_with_a_whole_sentence() -> None:
+    _, _, commands = help_of().partition("Commands:\n")
+    rows = dict(line.split(maxsplit=1) for line in commands.split("\n\n")[0].splitlines())
+    assert set(rows) == set(COMMANDS)
+    assert [text for text in rows.values() if not text.endswith(".") or text.endswith("..")] == []
+
+
+@pytest.mark.parametrize("command", [(), *((command,) for command in COMMANDS)], ids=" ".join)
+def test_help_fits_80_columns_in_plain_text_with_an_example(command: tuple[str, ...]) -> None:
+    text = help_of(*command, COLUMNS="80")
+    assert text == help_of(*command, COLUMNS="80", FORCE_COLOR="1") == help_of(*command, COLUMNS="80", NO_COLOR="1")
+    assert text.isascii() and "\x1b" not in text
+    assert max(map(len, text.splitlines())) <= 80
+    assert text.splitlines()[-1].startswith(" ".join(["  Example: grpo", *command]))
+
+
+def test_help_groups_the_options() -> None:
+    _, _, text = help_of("evaluate").partition("\nSettings:\n")
+    groups = re.split(r"\n\n\w+:\n", text)
+    assert [re.findall(r"^  (?:-\w, )?(--[\w-]+)", group, flags=re.MULTILINE) for group in groups] == [
+        ["--config", "--set", "--print-config"],
+        ["--compare", "--picture"],
+        ["--checkpoint", "--out", "--json", "--debug", "--help"],
+    ]
+    assert "\nArguments:\n  RUN_DIR " in help_of("report")
+
+
+def test_the_program_alone_prints_its_help() -> None:
+    assert grpo().stdout + grpo().stderr == help_of()
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("grpo pres", ["presets"]),
+        ("grpo train --config quick", ["quickstart", "quickstart_ppo"]),
+        ("grpo train --set rollout.gr", ["rollout.group_size="]),
+        ("grpo presets quickstart_", ["quickstart_ppo"]),
+        ("grpo settings rollout.gr", ["rollout.group_size"]),
+        ("grpo evaluate --pic", ["--picture"]),
+    ],
+)
+def test_the_shell_completes_commands_options_presets_and_settings(words: str, expected: list[str]) -> None:
+    position = str(len(words.split()) - 1)
+    answer = grpo(environ={"_GRPO_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": position})
+    assert (answer.returncode, answer.stdout.split()) == (0, expected)
+
+
+def test_completion_can_be_installed() -> None:
+    assert "--install-completion" in help_of()
+    assert "_GRPO_COMPLETE=complete_bash" in grpo("--show-completion", "bash").stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "note"),
+    [
+        ("rollout.group_size", ["rollout.group_size"], ""),
+        ("optimizer.beta", ["optimizer.beta1", "optimizer.beta2"], ""),
+        ("use_dynamic_bsz", ["score.dynamic", "algorithm.dynamic_microbatch"], ""),
+        ("temperature", ["rollout.temperature", "eval.temperature"], ""),
+        ("num_generations", ["rollout.group_size"], "note: TRL's num_generations is rollout.group_size here\n"),
+        ("epsilon", ["algorithm.clip_low", "optimizer.epsilon"], "note: TRL's epsilon is algorithm.clip_low here\n"),
+        ("groop_size", ["rollout.group_size"], "note: did you mean rollout.group_size?\n"),
+        ("num_preq", ["rollout.group_size"], "note: did you mean num_pre_q?\n"),
+    ],
+)
+def test_settings_finds_names_beginnings_endings_and_other_programs_names(
+    name: str, fields: list[str], note: str
+) -> None:
+    answer = here("settings", name, "--json")
+    assert (list(json.loads(answer.stdout)), answer.stderr) == (fields, note)
+
+
+def test_settings_lists_every_setting_with_type_default_and_meaning() -> None:
+    assert list(json.loads(here("settings", "--json").stdout)) == list(FIELDS)
+    assert re.findall(r"^(\S+): .+  \[default: .+\]\n    \S", here("settings").stdout, flags=re.MULTILINE) == [*FIELDS]
+    assert here("settings", "rollout.group_size").stdout == (
+        "rollout.group_size: integer ≥ 1 and ≤ 65536  [default: 8]\n    Samples per prompt.\n"
+    )
+    assert json.loads(here("settings", "reward.functions", "--json").stdout)["reward.functions"]["default"] == [
+        {"name": "arithmetic", "weight": 1.0}
+    ]
+    sections = [field for field in FIELDS if field.startswith("score.")]
+    assert list(json.loads(here("settings", "score.", "--json").stdout)) == sections
+
+
+def test_presets_lists_each_with_one_sentence_and_prints_one() -> None:
+    rows = dict(line.split(maxsplit=1) for line in here("presets").stdout.splitlines())
+    assert list(rows) == preset_names()
+    assert [text for text in rows.values() if not text.endswith(".")] == []
+    file = REPOSITORY / "settings" / "presets" / "dapo.yaml"
+    assert here("presets", "dapo").stdout == file.read_text(encoding="utf-8")
 
 
 def test_print_config_shows_all_layers_and_announces_the_environment(tmp_path: Path) -> None:
@@ -144,6 +252,9 @@ def test_the_output_of_print_config_is_a_config(tmp_path: Path) -> None:
         (("evaluate", "--checkpoint", "."), "--checkpoint: no settings.yaml of a run was found in /"),
         (("train", "--from-rollouts", "."), "--from-rollouts: no settings.yaml of a run was found in /"),
         (("inspect-mesh", "--set", "mesh.process_id=0"), "also set mesh.coordinator_address"),
+        (("settings", "banana"), "unknown setting banana; `grpo settings` lists the settings"),
+        (("settings", "use_vllm"), "unknown setting use_vllm; TRL's use_vllm has no counterpart here"),
+        (("presets", "quickstar"), "unknown preset quickstar; did you mean quickstart?"),
     ],
 )
 def test_bad_input_is_one_message_on_stderr_and_exit_code_2(

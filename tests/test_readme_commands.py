@@ -3,15 +3,20 @@
 Every line of a ```bash block counts. A script must exist and parse. A `grpo` command, also one that a script launches
 elsewhere (after `--`), runs with `--print-config`, which resolves its settings and stops. It runs with `--help` if the
 command takes no settings or is `--compare`, and unchanged with `--help` or `--version`. The resolved settings must also
-pass the checks of the command.
+pass the checks of the command. A slow test runs the commands of the README in order, in a fresh clone.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
+import os
 import re
 import shlex
 import subprocess
+import sys
+import sysconfig
+import venv
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,7 +40,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 DOCUMENTS = [
     path for pattern in ("README.md", "CONTRIBUTING.md", "sops/**/*.md") for path in sorted(REPOSITORY.glob(pattern))
 ]
-WITHOUT_SETTINGS = {"report"}
+WITHOUT_SETTINGS = {"report", "settings", "presets"}
 CHECKS = {
     "train": check_for_train,
     "evaluate": check_for_evaluation,
@@ -83,6 +88,7 @@ COMMANDS = [
     for path in DOCUMENTS
     for command in dict.fromkeys(bash_commands(path.read_text(encoding="utf-8")))
 ]
+EXAMPLES = [pytest.param(example, id=f"--help: {example}") for example in cli.COMMANDS.values()]
 
 
 def test_readme_and_contributing_show_commands() -> None:
@@ -90,7 +96,7 @@ def test_readme_and_contributing_show_commands() -> None:
         assert list(bash_commands((REPOSITORY / name).read_text(encoding="utf-8"))), f"{name} shows no command"
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", COMMANDS + EXAMPLES)
 def test_command_works_as_written(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     words, environment = words_and_environment(command)
     for word in words:
@@ -131,6 +137,72 @@ def test_arguments_end_where_the_shell_takes_over() -> None:
     words, environment = words_and_environment("STEPS=3 grpo train --set 'run.name=a b' 2>&1 | tee log.txt")
     assert environment == {"STEPS": "3"}
     assert words == ["grpo", "train", "--set", "run.name=a b"]
+
+
+SKIPPED = {
+    "bash scripts/test.sh": "it runs this test",
+    "pip install -e '.[tpu]'": "it downloads packages",
+    "bash scripts/fetch_smollm2.sh": "it downloads a model",
+    "grpo train --config smollm2_": "it needs that model",
+    "grpo doctor --config smollm2_": "it needs that model",
+    "grpo train --config gsm8k_qwen2_5_0_5b_gpu": "it needs a GPU and downloads a model",
+}
+"""Maps the beginning of commands of the README that a test cannot run to the reason."""
+SHORTENED = ("bash scripts/quickstart.sh", "grpo train --config dapo", "grpo train --set model.lora")
+"""Beginnings of commands that run one step here; the main run, of `grpo train`, keeps its length."""
+
+
+def as_script(commands: list[str]) -> str:
+    """Returns a shell script that announces and runs the commands as they are written."""
+    lines = ["set -euo pipefail"]
+    for command in commands:
+        lines.append(f"echo README at $SECONDS s: {shlex.quote(command)}")
+        if reasons := [reason for start, reason in SKIPPED.items() if command.startswith(start)]:
+            lines.append(f"echo Not run here: {shlex.quote(reasons[0])}")
+        else:
+            steps = "export GRPO__RUN__STEPS=1" if command.startswith(SHORTENED) else "unset GRPO__RUN__STEPS"
+            lines += [steps, command]
+    return "\n".join(lines)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_commands_of_the_readme_run_in_order_in_a_fresh_clone(tmp_path: Path) -> None:
+    """Runs them in one shell. The environment of the clone takes all packages but this one from the environment of the
+    tests, so that pip finds them without network."""
+    if not (REPOSITORY / ".git").exists():
+        pytest.skip("this is no git repository to clone")
+    clone = tmp_path / "grpo"
+    subprocess.run(["git", "clone", "--quiet", REPOSITORY, clone], check=True)
+    venv.create(clone / ".venv", with_pip=True, symlinks=True)
+    (clone / ".venv" / "made-by-grpo").touch()
+    purelib = Path(sysconfig.get_path("purelib", vars={"base": str(clone / ".venv")}))
+    (purelib / "packages_of_the_tests.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    commands = [*bash_commands((clone / "README.md").read_text(encoding="utf-8"))]
+    for skipped in SKIPPED:
+        assert any(command.startswith(skipped) for command in commands), f"README no longer shows {skipped}"
+    environment = os.environ | {
+        "PYTHON": sys.executable,
+        "GRPO_VENV": "",
+        "PYTHONPATH": "",
+        "PIP_NO_INDEX": "1",
+        "PIP_NO_BUILD_ISOLATION": "0",
+        # As users have it, but the commands share what they compile.
+        "XLA_FLAGS": "",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "false",
+        "JAX_ENABLE_COMPILATION_CACHE": "true",
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "compiled"),
+    }
+    answer = subprocess.run(
+        ["bash", "-c", as_script(commands)], cwd=clone, env=environment, capture_output=True, text=True, check=False
+    )
+    assert answer.returncode == 0, f"{answer.stdout[-2000:]}\n{answer.stderr[-4000:]}"
+    assert answer.stdout.count("README at ") == len(commands)
+    runs = {re.sub(r"-\d{8}-\d{6}$", "-<time>", path.name) for path in (clone / "runs").iterdir()}
+    assert runs == {"quickstart-<time>", "quickstart-seed0", "quickstart_ppo-seed0", "dapo-seed0", "mixed", "lora"}
+    assert max(json.loads(line)["step"] for line in (clone / "runs/quickstart-seed0/metrics.jsonl").open()) == 100
+    for file in ("runs/quickstart-seed0/report.html", "before_after.png", "quickstart-model/model.safetensors"):
+        assert (clone / file).stat().st_size > 1000, file
 
 
 def test_the_stages_of_the_readme_chain_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ def doctor(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Check everything that a run with these settings needs, without downloading anything or leaving files."""
+    """Check everything that a run needs, without downloads."""
     with handle_errors(debug):
         # All other checks of the settings are part of the report.
         resolved = resolve(config, overrides, print_config=print_config, check=check_for_mesh)

@@ -44,19 +44,21 @@ def evaluate(
         tuple[Path, Path] | None,
         typer.Option(
             metavar="BEFORE.jsonl AFTER.jsonl",
+            rich_help_panel="Comparison",
             help="Only compare two files, each written by --out or to a run's eval/, prompt by prompt.",
             show_default=False,
         ),
     ] = None,
     picture: Annotated[
         Path | None,
-        typer.Option(metavar="FILE.png|.svg", help="File for a plot of the comparison. Needs --compare."),
+        typer.Option(metavar="FILE.png|.svg", rich_help_panel="Comparison", help="File for a plot. Needs --compare."),
     ] = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Measure a model on held-out prompts: accuracy, pass@k, maj@k, format and truncation, with 95 % intervals.
+    """Measure a model on held-out prompts, or compare results.
 
+    Reports accuracy, pass@k, maj@k, format and truncation with 95 % intervals.
     Uses data.eval_*, eval.* and the first of reward.functions, as training does. pass@k and maj@k need
     eval.num_samples above 1 and eval.temperature above 0.
     """

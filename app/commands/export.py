@@ -43,7 +43,7 @@ def export(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Export the policy of a checkpoint to a Hugging Face model directory with a model card.
+    """Export the policy as a Hugging Face model directory.
 
     Adapters are merged into the model's weights, unless --adapter exports them alone.
     """

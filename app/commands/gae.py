@@ -46,7 +46,7 @@ def gae(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Add advantages and returns (generalized advantage estimation) to samples or matrices; needs no model.
+    """Add advantages and returns to samples or matrices.
 
     Samples get the advantages that training would compute with the same settings: algorithm.gamma, lam,
     length_adaptive_lam, mask_mode, bootstrap_truncated, whiten_advantages, critic.lam, and the KL penalty of

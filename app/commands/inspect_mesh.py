@@ -24,7 +24,7 @@ def inspect_mesh(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Show the devices, the mesh, the sharding of weights and the largest batches that fit, without loading weights."""
+    """Show how a model is sharded and which batches fit."""
     with handle_errors(debug):
         resolved = resolve(config, overrides, print_config=print_config, check=check_for_inspect_mesh)
         show_progress(f"grpo inspect-mesh: model {resolved.settings.model.path}; loading JAX")

@@ -6,16 +6,36 @@ from typing import Annotated
 
 import typer
 
+from settings.loading.config_file import preset_names
+from settings.loading.fields import FIELDS
+
 Config = Annotated[
     str | None,
-    typer.Option(metavar="FILE|PRESET", help="YAML file or preset.  [default: quickstart]", show_default=False),
+    typer.Option(
+        metavar="FILE|PRESET",
+        help="YAML file, or one of `grpo presets`.  [default: quickstart]",
+        show_default=False,
+        autocompletion=preset_names,
+        rich_help_panel="Settings",
+    ),
 ]
 Overrides = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="a.b=c", help="Override one setting; the value is YAML. Repeatable."),
+    typer.Option(
+        "--set",
+        metavar="a.b=c",
+        help="Override one of `grpo settings`; the value is YAML. Repeatable.",
+        autocompletion=lambda: [f"{name}=" for name in FIELDS],
+        rich_help_panel="Settings",
+    ),
 ]
 PrintConfig = Annotated[
-    bool, typer.Option("--print-config", help="Print the resolved settings with the source of each, and exit.")
+    bool,
+    typer.Option(
+        "--print-config",
+        help="Print the resolved settings with the source of each, and exit.",
+        rich_help_panel="Settings",
+    ),
 ]
 Debug = Annotated[bool, typer.Option("--debug", help="Show a traceback with errors.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]

@@ -14,12 +14,13 @@ from app.commands.options import AsJson, Debug
 def report(
     run: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Run directory: <run.dir>/<run.name>.")],
     samples: Annotated[
-        int | None, typer.Option(min=1, help="Number of samples in rollouts.html.  [default: 400]", show_default=False)
+        int | None,
+        typer.Option(min=1, metavar="N", help="Samples in rollouts.html.  [default: 400]", show_default=False),
     ] = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Regenerate report.html, rollouts.html and plots/ from the other files of a run."""
+    """Write the report pages of a run from its other files."""
     with handle_errors(debug):
         from app.report.write_report import write_report
 

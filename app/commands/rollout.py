@@ -28,7 +28,7 @@ def rollout(
         Path | None,
         typer.Option(metavar="FILE", help="JSON Lines file with prompts to use instead of data.source."),
     ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Use only the first N prompts.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="Use only the first N prompts.")] = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE.jsonl", help="Output file. Required.")] = None,
     timeline: Annotated[
         Path | None, typer.Option(metavar="FILE.png|.svg|.html", help="File for a plot of all slots over time.")
@@ -36,7 +36,7 @@ def rollout(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Sample completions and write them as JSON Lines. Run the command again to continue an interrupted rollout."""
+    """Sample completions; run again to continue after a stop."""
     with handle_errors(debug):
         resolved = resolve(config, overrides, print_config=print_config, check=check_for_rollout)
         out = require_path(out, "--out")

@@ -68,7 +68,7 @@ def train(
     as_json: Annotated[bool, typer.Option("--json", help="Print the report of --dry-run as JSON.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Train a model by repeating rollout, reward, score, advantage and update."""
+    """Train by rollout, reward, score, advantage and update."""
     with handle_errors(debug):
         if as_json and not dry_run:
             raise InputError("--json needs --dry-run; the metrics of a run are in its metrics.jsonl")

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from settings.errors import InputError
-from settings.loading.fields import FIELDS, SECTIONS, did_you_mean, nearest_fields
+from settings.loading.fields import FIELDS, SECTIONS, suggest_fields
 
 OPTION = "--allow-changed"
 METRICS = "metrics.jsonl"
@@ -82,7 +82,7 @@ def check_allowed(changes: Sequence[SettingChange], allowed: Collection[str]) ->
     """Raises InputError if a change affects what the run learns and neither its name nor its section is `allowed`."""
     for name in allowed:
         if name not in FIELDS and name not in SECTIONS and name != METRICS:
-            raise InputError(f"{OPTION}: there is no setting or section {name}{did_you_mean(nearest_fields(name))}")
+            raise InputError(f"{OPTION}: there is no setting or section {name}{suggest_fields(name)[1]}")
     decisive = [change for change in changes if change.is_decisive]
     # Allowing a setting also allows the settings derived from it.
     decisive = [change for change in decisive if not change.is_derived] or decisive

@@ -25,8 +25,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "forward_max_token_len_per_gpu": ("score.critic.max_tokens_per_device", "score.reward.max_tokens_per_device"),
     "ppo_mini_batch_size": ("algorithm.mini_batch_prompts",),
     "balance_batch": ("algorithm.balance_batch",),
+    "ppo_epochs": ("algorithm.epochs",),
+    "beta": ("algorithm.beta",),
 }
 """Maps an alias to the dotted fields that receive its value."""
-
-UNSUPPORTED_ALIASES: dict[str, str] = {}
-"""Maps an unsupported alias to the reason why it has no setting."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from difflib import SequenceMatcher
 from functools import reduce
 from typing import Any, get_args
@@ -11,11 +11,14 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from settings.loading.aliases import ALIASES
+from settings.loading.synonyms import VERL_ROOT, find_synonyms
 from settings.schema.reward import RewardFunctionSettings
 from settings.schema.settings import Settings
 
 MIN_SIMILARITY = 0.7
 """Minimum similarity (difflib's ratio) of a suggested name."""
+MIN_FIELD_SIMILARITY = 0.8
+"""The same for settings, which are so many that a name is often similar to an unrelated one."""
 
 
 def _iter_fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
@@ -58,31 +61,68 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def nearest_fields(unknown: str) -> list[str]:
-    """Returns the names most similar to `unknown`: dotted names, sections and aliases."""
+def suggest_fields(unknown: str, *, show: Callable[[str], str] = str) -> tuple[list[str], str]:
+    """Returns the names that an unknown name may stand for, and the end of an error message about it.
+
+    Args:
+        unknown: a dotted or flat name, perhaps misspelled or of another program.
+        show: spelling of a setting in the message, such as that of its environment variable.
+    """
+    unknown = unknown.lower().replace("-", "_").removeprefix(VERL_ROOT)
+    last = unknown.rpartition(".")[2]
+    near = _nearest_fields(unknown)
+    synonyms, is_exact = find_synonyms(unknown, SECTIONS)
+    if synonyms and (is_exact or last not in [name.rpartition(".")[2] for name in near]):
+        near = [field for here in synonyms.values() if not here.startswith("–") for field in here.split()]
+    else:
+        synonyms = {}
+    # A name that differs only in its section, such as TRL's `top_p`, needs no explanation.
+    if synonyms and [name.rpartition(".")[2] for name in near] != [last]:
+        return near, f"; {' and '.join(_describe_synonym(title, here, show) for title, here in synonyms.items())}"
+    section = unknown.partition(".")[0]
+    overview = f"`grpo settings {section}`" if section in SECTIONS else "`grpo settings`"
+    return near, did_you_mean([show(name) for name in near]) or f"; {overview} lists the settings"
+
+
+def _describe_synonym(title: str, here: str, show: Callable[[str], str]) -> str:
+    if here.startswith("–"):
+        return f"{title} has no counterpart here{here.replace('– ', ': ').removesuffix('–')}"
+    return f"{title} is {' and '.join(map(show, here.split()))} here"
+
+
+def _nearest_fields(unknown: str) -> list[str]:
+    """Returns the names most similar to `unknown`, at most four: dotted names, sections and aliases."""
     sections = [section for section in SECTIONS if ("." in section) == ("." in unknown)]
     known = [(name, name) for name in (*FIELDS, *sections, *ALIASES)]
     known += [(name.rpartition(".")[2], name) for name in FIELDS]
-    return _nearest(unknown, known)
+    nearest = _nearest(known, lambda spelling: _similarity(unknown, spelling), MIN_FIELD_SIMILARITY)
+    return nearest if len(nearest) <= 4 else []
 
 
 def nearest_names(unknown: str, names: Iterable[str]) -> list[str]:
-    return _nearest(unknown, [(name, name) for name in names])
+    return _nearest([(name, name) for name in names], lambda name: _ratio(unknown.lower(), name), MIN_SIMILARITY)
 
 
-def _nearest(unknown: str, known: list[tuple[str, str]]) -> list[str]:
-    scores = [(_similarity(unknown.lower(), spelling), name) for spelling, name in known]
+def _nearest(known: list[tuple[str, str]], similarity: Callable[[str], float], minimum: float) -> list[str]:
+    scores = [(similarity(spelling), name) for spelling, name in known]
     best = max(score for score, _ in scores)
-    return sorted({name for score, name in scores if score == best}) if best >= MIN_SIMILARITY else []
+    return sorted({name for score, name in scores if score == best}) if best >= minimum else []
 
 
 def _similarity(unknown: str, known: str) -> float:
-    """Returns the similarity of two names. Section and field count equally, whatever their lengths."""
+    """Returns the similarity of two names from 0 to 1. Neither a section nor a last part suffices alone."""
     section, dot, name = unknown.rpartition(".")
     known_section, known_dot, known_name = known.rpartition(".")
-    if dot and known_dot:
-        return (_ratio(section, known_section) + _ratio(name, known_name)) / 2
-    return _ratio(unknown, known)
+    if not (dot and known_dot):
+        return _ratio(unknown, known)
+    in_section, in_name = _ratio(section, known_section), _ratio(name, known_name)
+    words, known_words = set(name.split("_")), set(known_name.split("_"))
+    # The same section and, for example, `steps` for `every_steps`.
+    if section == known_section and (in_name >= MIN_SIMILARITY or words <= known_words or known_words <= words):
+        return max(in_name, MIN_FIELD_SIMILARITY)
+    if in_name == 1 and (in_section >= 0.5 or section not in SECTIONS):
+        return MIN_FIELD_SIMILARITY + (1 - MIN_FIELD_SIMILARITY) * in_section
+    return min(in_section, in_name)
 
 
 def _ratio(a: str, b: str) -> float:

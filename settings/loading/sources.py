@@ -11,9 +11,10 @@ from types import MappingProxyType
 from typing import Any
 
 from settings.errors import InputError
-from settings.loading.aliases import ALIASES, UNSUPPORTED_ALIASES
-from settings.loading.fields import FIELDS, SECTIONS, did_you_mean, is_text, nearest_fields
+from settings.loading.aliases import ALIASES
+from settings.loading.fields import FIELDS, SECTIONS, is_text, suggest_fields
 from settings.loading.secrets import SECRETS
+from settings.loading.synonyms import HISTORIC_NAMES
 from settings.loading.yaml_file import YamlNode, parse_yaml
 
 ENV_PREFIX = "GRPO__"
@@ -73,7 +74,9 @@ def flag_layer(flags: Flags) -> Layer:
 
 
 def env_name(field: str) -> str:
-    """Returns a field's environment variable, such as GRPO__ROLLOUT__GROUP_SIZE."""
+    """Returns a field's environment variable, such as GRPO__ROLLOUT__GROUP_SIZE, or an alias's, such as NUM_PRE_Q."""
+    if field in ALIASES or field in HISTORIC_NAMES:
+        return field.upper()
     return ENV_PREFIX + field.upper().replace(".", "__")
 
 
@@ -109,7 +112,7 @@ def _flatten(section: Any, *, prefix: str) -> Iterator[tuple[str, YamlNode]]:
     """Yields every dotted name in a mapping with its node; empty sections are skipped."""
     for key, node in section.items():
         name = prefix + key
-        if name in SECTIONS and isinstance(node.value, dict):
+        if name not in FIELDS and isinstance(node.value, dict) and (node.value or name in SECTIONS):
             yield from _flatten(node.value, prefix=f"{name}.")
         elif name not in SECTIONS or node.value is not None:
             yield name, node
@@ -134,15 +137,15 @@ def _flag_entries(flags: Flags) -> Iterator[_Entry]:
 
 
 def _environment_entries(environ: Mapping[str, str]) -> Iterator[_Entry]:
-    ours = {env_name(field): field for field in FIELDS} | {name.upper(): name for name in ALIASES}
+    ours = {env_name(name): name for name in (*FIELDS, *ALIASES, *HISTORIC_NAMES)}
     for variable in sorted(environ):
         if variable not in ours and not variable.startswith(ENV_PREFIX):
             continue
         if variable not in ours:
             dotted = variable.removeprefix(ENV_PREFIX).replace("__", ".").lower()
-            nearest = [env_name(field) for field in nearest_fields(dotted) if field in FIELDS]
+            _, suggestion = suggest_fields(dotted, show=lambda name: env_name(name) + "__*" * (name in SECTIONS))
             raise InputError(
-                f"unknown environment variable {variable} (names are {ENV_PREFIX}SECTION__FIELD){did_you_mean(nearest)}"
+                f"unknown environment variable {variable} (names are {ENV_PREFIX}SECTION__FIELD){suggestion}"
             )
         if not environ[variable].strip():
             raise InputError(f"environment variable {variable} is empty; unset it, or set it to null")
@@ -198,6 +201,4 @@ def _unknown_setting_message(entry: _Entry) -> str:
         return f"{_describe_entry(entry)} is a section; set one of its settings, such as {inside}"
     if entry.name.upper() in SECRETS:
         return f"{_describe_entry(entry)} is a secret; set {entry.name.upper()} in the environment or a .env"
-    if entry.name in UNSUPPORTED_ALIASES:
-        return f"unknown setting {_describe_entry(entry)}: {UNSUPPORTED_ALIASES[entry.name]}"
-    return f"unknown setting {_describe_entry(entry)}{did_you_mean(nearest_fields(entry.name))}"
+    return f"unknown setting {_describe_entry(entry)}{suggest_fields(entry.name)[1]}"

@@ -96,10 +96,19 @@ def _expand_shorthand(value: Any) -> Any:
     return value
 
 
+def _as_list(value: Any) -> Any:
+    """Accepts one function instead of a list."""
+    if isinstance(value, str) and "," in value:
+        names = ", ".join(name.strip() for name in value.split(","))
+        raise ValueError(f"expected a list for several functions, such as [{names}]")
+    return [value] if isinstance(value, str) else value
+
+
 class RewardSettings(Section):
     functions: Annotated[
         tuple[Annotated[RewardFunctionSettings, BeforeValidator(_expand_shorthand)], ...],
         Field(min_length=1, strict=False),
+        BeforeValidator(_as_list),
         AfterValidator(_validate_distinct_names),
     ] = (RewardFunctionSettings(name="arithmetic"),)
     """Reward functions; a sample's reward is their weighted sum. The first one determines `eval/accuracy`."""

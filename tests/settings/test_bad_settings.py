@@ -58,6 +58,9 @@ BAD_SETS = [
     ("data.difficulty=[1, 9]", "data.difficulty[1]: expected less than or equal to 6, got 9"),
     ("data.system_prompt={a: b}", "expected a valid string"),
     ("reward.functions=[gsm8]", "reward.functions[0]: unknown reward `gsm8`, expected one of gsm8k, arithmetic,"),
+    ("reward.functions=gsm8", "reward.functions[0]: unknown reward `gsm8`, expected one of gsm8k, arithmetic,"),
+    ("reward.functions=a:f,b.py:g", "expected a list for several functions, such as [a:f, b.py:g], got 'a:f,b.py:g'"),
+    ("reward.functions=3", "reward.functions: expected a valid tuple, got 3"),
     ("reward.functions=[{weight: 2}]", "reward.functions[0].name: field required"),
     ("reward.functions=['my module:f']", "functions[0].function: expected `module:function` or `path/to/file.py:f"),
     ("reward.functions=[rewards/brevity:f]", "expected `module:function` or `path/to/file.py:function`"),
@@ -94,11 +97,12 @@ BAD_SETS = [
     (f"run.name={'a' * 101}", "expected at most 100 letters"),
     ("run=3", "run (--set) is a section; set one of its settings"),
     ("optimizer.learning_rat=1", "(--set); did you mean optimizer.learning_rate?"),
+    ("optimizer.name=adamw", "unknown setting optimizer.name (--set); `grpo settings optimizer` lists the settings"),
     ("learning_rat=1", "did you mean critic.learning_rate or optimizer.learning_rate?"),
-    ("temperature=1", "did you mean eval.temperature or rollout.temperature?"),
+    ("temperature=1", "unknown setting temperature (--set); did you mean rollout.temperature?"),
     ("score.polcy.rows_per_device=1", "did you mean score.policy.rows_per_device?"),
     ("num_preq=1", "did you mean num_pre_q?"),
-    ("a.b.c=1", "unknown setting a.b.c (--set)"),
+    ("a.b.c=1", "unknown setting a.b.c (--set); `grpo settings` lists the settings"),
     ("score.reward.offload=true", "unknown setting score.reward.offload"),
     ("score.policy.offload=true", "did you mean score.reference.offload?"),
     ("algorithm.max_tokens_per_device=0", "expected greater than or equal to 1, got 0 (from --set)"),
@@ -159,12 +163,71 @@ def test_a_bad_set_is_refused(override: str, message: str) -> None:
             "algorithm.dynamic_microbatch is set twice: use_dynamic_bsz (yaml:c.yaml:1) and algorithm.dynamic_microbat",
         ),
         ("<<: {run: {steps: 3}}\n", "unknown setting <<"),
+        (
+            "actor_rollout_ref:\n  rollout:\n    n: 5\n",
+            "actor_rollout_ref.rollout.n (yaml:c.yaml:3); verl's rollout.n is rollout.group_size here",
+        ),
+        (
+            "critic:\n  optim:\n    lr: 1e-5\n",
+            "critic.optim.lr (yaml:c.yaml:3); verl's critic.optim.lr is critic.learning_rate here",
+        ),
+        ("max_steps: 9\n", "unknown setting max_steps (yaml:c.yaml:1); TRL's max_steps is run.steps here"),
     ],
 )
 def test_a_bad_file_is_refused_with_its_line(folder: Path, text: str, message: str) -> None:
     with pytest.raises(InputError) as caught:
         load_text(folder, text)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "suggestion"),
+    [
+        # Names of other programs, also in a section of ours or without their section.
+        ("num_generations", "TRL's num_generations is rollout.group_size here"),
+        ("num-generations", "TRL's num_generations is rollout.group_size here"),
+        ("algorithm.num_generations", "TRL's num_generations is rollout.group_size here"),
+        ("actor_rollout_ref.rollout.n", "verl's rollout.n is rollout.group_size here"),
+        ("actor_rollout_ref.rollout.temperature", "did you mean rollout.temperature?"),
+        ("actor.optim.betas", "verl's actor.optim.betas is optimizer.beta1 and optimizer.beta2 here"),
+        ("critic.lr", "verl's critic.optim.lr is critic.learning_rate here"),
+        ("optimizer.lr", "verl's actor.optim.lr is optimizer.learning_rate here"),
+        (
+            "lr",
+            "verl's critic.optim.lr is critic.learning_rate here and "
+            "verl's actor.optim.lr is optimizer.learning_rate here",
+        ),
+        ("algorithm.clip_ratio", "verl's actor.clip_ratio is algorithm.clip_low and algorithm.clip_high here"),
+        ("epsilon", "TRL's epsilon is algorithm.clip_low here"),
+        ("report_to", "TRL's report_to is logging.wandb_project here"),
+        ("vllm_importance_sampling_mode", "TRL's vllm_importance_sampling_mode is algorithm.correction_level here"),
+        ("vllm_mode", "TRL's vllm_* has no counterpart here: rollout.slots and rollout.scheduler enable"),
+        ("sync_ref_model", "TRL's sync_ref_model has no counterpart here: the reference is the starting model"),
+        ("repetition_penalty", "TRL's repetition_penalty has no counterpart here"),
+        # The same last part in another section, abbreviations and misspellings.
+        ("top_p", "did you mean rollout.top_p?"),
+        ("seed", "did you mean run.seed?"),
+        ("epochs", "did you mean algorithm.epochs?"),
+        ("lora.rank", "did you mean model.lora.rank?"),
+        ("optim.weight_decay", "did you mean optimizer.weight_decay?"),
+        ("training.group_size", "did you mean rollout.group_size?"),
+        ("eval.steps", "did you mean eval.every_steps?"),
+        ("checkpoint.keep_last", "did you mean checkpoint.keep?"),
+        ("score.rows", "did you mean score.rows_per_device?"),
+        ("run.sede", "did you mean run.seed?"),
+        # Similar to the name of another thing: no guess.
+        *((f"critic.{name}", "`grpo settings critic` lists the settings") for name in ("epsilon", "n", "rank")),
+        *((f"run.{name}", "`grpo settings run` lists the settings") for name in ("epochs", "banana")),
+        *((f"data.{name}", "`grpo settings data` lists the settings") for name in ("path", "train")),
+        *((f"rollout.{name}", "`grpo settings rollout` lists the settings") for name in ("num_samples", "temp")),
+        *((name, "`grpo settings` lists the settings") for name in ("log_level", "dataset", "batch", "foo.bar")),
+    ],
+)
+def test_an_unknown_name_is_explained_or_not_guessed_at(name: str, suggestion: str) -> None:
+    with pytest.raises(InputError) as caught:
+        with_sets(f"{name}=1")
+    start, _, end = str(caught.value).partition(f"unknown setting {name} (--set); ")
+    assert (start, end.startswith(suggestion)) == ("", True), str(caught.value)
 
 
 @pytest.mark.parametrize("text", ["run: {stepz: 1}\nmodel: {pth: x}\n", "run: {steps: a}\nmodel: {dtype: b}\n"])
@@ -187,8 +250,12 @@ def test_all_unknown_names_and_all_wrong_values_are_listed_at_once(folder: Path,
         ),
         ({"GRPO__GROUP_SIZE": "1"}, "did you mean GRPO__ROLLOUT__GROUP_SIZE?"),
         ({"GRPO__run__steps": "1"}, "did you mean GRPO__RUN__STEPS?"),
-        ({"GRPO__RUN": "{steps: 3}"}, "unknown environment variable GRPO__RUN"),
+        ({"GRPO__RUN": "{steps: 3}"}, "GRPO__RUN (names are GRPO__SECTION__FIELD); did you mean GRPO__RUN__*?"),
         ({"GRPO__STEPS": "3"}, "unknown environment variable GRPO__STEPS"),
+        (
+            {"GRPO__NUM_GENERATIONS": "8"},
+            "(names are GRPO__SECTION__FIELD); TRL's num_generations is GRPO__ROLLOUT__GROUP_SIZE here",
+        ),
         ({"BATCH_SIZE": "[1"}, "environment variable BATCH_SIZE:1:3: not valid YAML"),
     ],
 )

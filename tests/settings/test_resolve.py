@@ -43,6 +43,8 @@ EXAMPLES = {
     "algorithm.dynamic_microbatch": False,
     "algorithm.max_tokens_per_device": 2000,
     "algorithm.balance_batch": False,
+    "algorithm.epochs": 2,
+    "algorithm.beta": 0.04,
 }
 """A value other than the default, for the fields of every alias."""
 
@@ -158,6 +160,16 @@ def test_historic_names_work_in_every_layer(folder: Path, name: str, field: str)
     ]:
         assert value_of(resolved.settings, field) == value
         assert resolved.provenance[field] == origin
+
+
+def test_a_historic_name_without_a_setting_is_refused_in_every_layer(folder: Path) -> None:
+    reason = r"has no counterpart here: micro-batches follow from the token quota"
+    with pytest.raises(InputError, match=rf"grad_accum_steps \(yaml:c\.yaml:1\); .* {reason}"):
+        load_text(folder, "grad_accum_steps: 4")
+    with pytest.raises(InputError, match=rf"grad_accum_steps \(--set\); .* {reason}"):
+        with_sets("grad_accum_steps=4")
+    with pytest.raises(InputError, match=rf"GRAD_ACCUM_STEPS \(env:GRAD_ACCUM_STEPS\); .* {reason}"):
+        with_sets(GRAD_ACCUM_STEPS="4")
 
 
 def test_a_historic_name_of_two_fields_is_announced_in_one_line() -> None:
@@ -321,6 +333,16 @@ def test_a_reward_with_a_colon_is_a_plug_in_named_after_its_function() -> None:
     ]
     printed = with_sets(f"reward.functions={short}").to_yaml()
     assert "{name: other, function: 'a:f', weight: 2.0}, {name: gsm8k, weight: 1.0}]" in printed
+
+
+def test_one_reward_function_needs_no_list(folder: Path) -> None:
+    for resolved in (
+        with_sets("reward.functions=rewards.py:f"),
+        with_sets(GRPO__REWARD__FUNCTIONS="rewards.py:f"),
+        load_text(folder, "reward: {functions: rewards.py:f}"),
+    ):
+        (function,) = resolved.settings.reward.functions
+        assert (function.name, function.function, function.weight) == ("f", "rewards.py:f", 1.0)
 
 
 def test_the_mesh_shape_loses_its_spaces() -> None:
