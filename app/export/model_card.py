@@ -41,6 +41,7 @@ KEY_SETTINGS = (
 LORA_RANK_SETTING = "model.lora.rank"
 ADAPTER_SETTINGS = (LORA_RANK_SETTING, "model.lora.alpha", "model.lora.targets", QUANTIZE_BASE_SETTING)
 """Settings listed only in the card of a run with adapters."""
+TEMPLATE_KWARGS = "data.chat_template_kwargs"
 PATH_SETTINGS = ("model.path", "data.source", "data.eval_source")
 """Settings that are local paths, unless they name something built in or on the hub."""
 PRIVATE_SETTINGS = ("run.dir", "run.name")
@@ -126,6 +127,7 @@ def model_card(
         changes_table=_changes_table(changes),
         format=export_format,
         messages=[*([{"role": "system", "content": system}] if system else []), {"role": "user", "content": "..."}],
+        template_arguments="".join(f", {name}={value!r}" for name, value in settings[TEMPLATE_KWARGS].items()),
         max_new_tokens=settings["rollout.max_new_tokens"],
     )
     return redact(f"{card}\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -27,7 +28,7 @@ from app.runtime.reward_model import RewardModelSpec
 from app.training.replay import Replay, ReplayRequest, read_replay
 from settings import Settings
 
-DATA, REWARD_MODEL = "data", "the reward model"
+DATA, REWARD_MODEL, TEMPLATE_KWARGS = "data", "the reward model", "data.chat_template_kwargs"
 PROMPTS_PER_STEP = "rollout.prompts_per_step over all hosts"
 MINI_BATCH_PROMPTS = "algorithm.mini_batch_prompts over all hosts"
 PROMPT_ORDER = "the order of prompts (run.seed, data.shuffle, data.max_prompt_length, data.overlong_prompts)"
@@ -38,6 +39,7 @@ CHANGEABLE_FINGERPRINTS = {
     DATA: ("data", "run.seed"),  # The seed draws the problems of builtin:arithmetic.
     PROMPT_ORDER: ("data", "run.seed"),
     REWARD_MODEL: ("reward",),
+    TEMPLATE_KWARGS: (TEMPLATE_KWARGS,),
     PROMPTS_PER_STEP: ("rollout.prompts_per_step",),
     MINI_BATCH_PROMPTS: ("algorithm.mini_batch_prompts", "rollout.prompts_per_step"),
 }
@@ -137,6 +139,8 @@ def input_fingerprints(
         **model.adapter_fingerprints,
         **data_fingerprints,
     }
+    if model.tokenizer.template_kwargs:
+        fingerprints[TEMPLATE_KWARGS] = json.dumps(dict(model.tokenizer.template_kwargs), sort_keys=True)
     if critic is not None:
         fingerprints["the critic"] = critic.files.fingerprint
     if reward_model is not None:

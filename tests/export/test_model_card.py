@@ -88,3 +88,11 @@ def test_a_base_of_the_hub_is_named_though_the_run_had_a_copy_of_it_here(run: Pa
     assert '| `model.path` | `"some/model"` |' in card
     assert "# model after 4 steps of grpo" in card
     assert str(tiny_model) in (run / "settings.yaml").read_text() and str(tiny_model) not in card
+
+
+def test_variables_of_the_chat_template_are_in_the_example_and_the_table(run: Path, tiny_model: Path) -> None:
+    assert "add_generation_prompt=True, return_tensors" in card_of(run, tiny_model)
+    change(run, "chat_template_kwargs", "{enable_thinking: false}")
+    card = card_of(run, tiny_model)
+    assert "add_generation_prompt=True, enable_thinking=False, return_tensors" in card
+    assert '| `data.chat_template_kwargs` | `{"enable_thinking": false}` |' in card

@@ -36,6 +36,11 @@ BAD_SETS = [
     ("algorithm.clip=none", "expected 'ppo' or 'cispo', got 'none'"),
     ("algorithm.filter=all", "expected 'none' or 'zero_variance', got 'all'"),
     ("algorithm.max_rounds=0", "expected greater than or equal to 1"),
+    (
+        "data.chat_template_kwargs={tokenize: false}",
+        "'tokenize' is not a variable that can be passed to a chat template",
+    ),
+    ("data.chat_template_kwargs={a-b: 1}", "'a-b' is not a variable that can be passed to a chat template"),
     ("reward.overlong_buffer=0", "expected greater than or equal to 1"),
     ("reward.overlong_penalty=-1", "expected greater than 0"),
     ("algorithm.loss_aggregation=sum", "'sequence-mean-token-sum' or 'constant-length', got 'sum'"),
