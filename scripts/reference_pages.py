@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import annotated_types
-from pydantic import BaseModel
+from pydantic import BaseModel, JsonValue
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
@@ -21,7 +21,7 @@ REFERENCE = Path(__file__).resolve().parents[1] / "sops" / "reference"
 
 BOUNDS = {annotated_types.Ge: ("≥", "ge"), annotated_types.Gt: (">", "gt"), annotated_types.Le: ("≤", "le")}
 BOUNDS[annotated_types.Lt] = ("<", "lt")
-NAMES = {int: "integer", float: "number", bool: "boolean", str: "text", type(None): "null"}
+NAMES = {int: "integer", float: "number", bool: "boolean", str: "text", type(None): "null", JsonValue: "any value"}
 
 
 def settings_page() -> str:

@@ -157,6 +157,7 @@ def _build_metadata(
         # Greedy decoding does not depend on the seed.
         **({"run.seed": settings.run.seed} if evaluation.temperature else {}),
         "rollout.max_new_tokens": settings.rollout.max_new_tokens,
+        **({"rollout.stop": list(settings.rollout.stop)} if settings.rollout.stop else {}),
         "model.dtype": settings.model.dtype,
     }
     source = data.eval_source or data.source

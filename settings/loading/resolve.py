@@ -245,6 +245,7 @@ def _error_message(details: ErrorDetails, values: Mapping[str, SourcedValue]) ->
 
 def _reason(details: ErrorDetails) -> str:
     reason = details["msg"].removeprefix("Value error, ").replace("Input should be ", "expected ")
+    reason = reason.replace("a valid tuple", "a valid list")
     value = details["input"]
     if details["type"] == "int_type" and isinstance(value, float) and value.is_integer():
         reason += f" (write {value:.0f})"
