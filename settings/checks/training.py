@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 from settings.checks.check import Rule
 from settings.loading.algorithm_presets import GROUP_RELATIVE_ESTIMATORS
 from settings.loading.fields import value_of
@@ -221,6 +223,10 @@ RUN_CHECKS = (
     _check_critic_warmup,
     _check_warmup,
     _check_profile_steps,
+    Rule(
+        lambda s: s.logging.tensorboard and find_spec("tensorboardX") is None,
+        "<logging.tensorboard>: tensorboardX is not installed; run pip install -e '.[tensorboard]', or set it to false",
+    ),
     Rule(
         lambda s: s.eval.every_steps > 0 and check_evaluation_temperature.is_broken(s),
         check_evaluation_temperature.message,
