@@ -55,7 +55,7 @@ from app.runtime.pinned_revisions import pin_revisions
 from app.runtime.reward_model import RewardModelSpec
 from app.runtime.reward_trial import make_trial_samples
 from app.runtime.session import Session
-from app.training.inputs import check_best_checkpoint_metric, dataset_fingerprints, input_fingerprints
+from app.training.inputs import check_chosen_metrics, dataset_fingerprints, input_fingerprints
 from app.training.learner import make_learner_group
 from app.training.setup import check_session, file_fingerprints, setup_notes
 from settings import Resolved, Settings
@@ -220,7 +220,7 @@ def _read_data(
             recorder.ok("held-out data", f"{len(rows):,} rows of {source}; {NO_TOKENIZER}")
         else:
             inputs.held_out, _ = encode_rows(settings, rows, tokenizer)
-            check_best_checkpoint_metric(settings, inputs.held_out)
+            check_chosen_metrics(settings, inputs.held_out)
             recorder.ok("held-out data", f"{len(inputs.held_out):,} prompts of {source}")
 
 

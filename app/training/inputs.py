@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
-from app.evaluation.metrics import check_best_metric
+from app.evaluation.metrics import check_is_measured
 from app.prompts.dataset import Dataset
 from app.prompts.encode import ChatTokenizer
 from app.records.run_directory import RunDirectory
@@ -85,15 +86,19 @@ def read_periodic_eval_prompts(settings: Settings, tokenizer: ChatTokenizer) -> 
     if not settings.eval.every_steps:
         return ()
     held_out, _ = read_eval_prompts(settings, tokenizer)
-    check_best_checkpoint_metric(settings, held_out)
+    check_chosen_metrics(settings, held_out)
     return held_out
 
 
-def check_best_checkpoint_metric(settings: Settings, eval_rows: PromptsOrRows) -> None:
-    """Raises InputError if evaluations of these rows do not measure `checkpoint.best_metric`."""
+def check_chosen_metrics(settings: Settings, eval_rows: PromptsOrRows) -> None:
+    """Raises InputError if evaluations of these rows do not measure a metric that a setting of the run names."""
+    judge, num_samples = accuracy_function_name(settings.reward), settings.eval.num_samples
+    check = partial(check_is_measured, prompts=eval_rows, judge=judge, num_samples=num_samples)
     if settings.checkpoint.best_metric is not None:
-        judge, num_samples = accuracy_function_name(settings.reward), settings.eval.num_samples
-        check_best_metric(settings.checkpoint.best_metric, eval_rows, judge=judge, num_samples=num_samples)
+        way_out = ", or null to keep no best checkpoint"
+        check(settings.checkpoint.best_metric, setting="checkpoint.best_metric", way_out=way_out)
+    if settings.run.early_stopping.is_on:
+        check(settings.run.early_stopping.metric, setting="run.early_stopping.metric")
 
 
 def read_training_inputs(settings: Settings, replay_request: ReplayRequest | None = None) -> TrainingInputs:
