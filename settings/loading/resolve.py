@@ -245,11 +245,10 @@ def _error_message(details: ErrorDetails, values: Mapping[str, SourcedValue]) ->
 
 def _reason(details: ErrorDetails) -> str:
     reason = details["msg"].removeprefix("Value error, ").replace("Input should be ", "expected ")
-    reason = reason.replace("a valid tuple", "a valid list")
     value = details["input"]
     if details["type"] == "int_type" and isinstance(value, float) and value.is_integer():
         reason += f" (write {value:.0f})"
-    return reason[0].lower() + reason[1:]
+    return (reason[0].lower() + reason[1:]).replace("tuple", "list")
 
 
 def _origin_inside(value: SourcedValue, keys: Sequence[int | str]) -> str:

@@ -27,7 +27,7 @@ class EarlyStoppingSettings(Section):
     """Number of evaluations in a row without an improvement after which the run ends; null = never."""
     min_delta: float = Field(default=0.0, ge=0)
     """An improvement is a change for the better by more than this."""
-    target: float | None = None
+    target: float | None = Field(default=None, ge=-1e12, le=1e12)
     """The run also ends once an evaluation reaches this value; null = no target."""
 
     @property
