@@ -36,6 +36,7 @@ from app.preflight.model_checks import (
     check_reward_model,
     too_large_reason,
 )
+from app.prompts.data_sources import make_prompt_order
 from app.prompts.dataset import Dataset
 from app.records.run_directory import RunDirectory, check_run_directory
 from app.records.sample import Prompt
@@ -207,6 +208,7 @@ def _read_data(
             recorder.ok("data", f"{found}; {NO_TOKENIZER}")
         else:
             inputs.prompts, report = encode_rows(settings, inputs.dataset.rows, tokenizer)
+            make_prompt_order(settings.data, inputs.prompts, seed=settings.run.seed)
             if inputs.reward_model is not None:
                 inputs.reward_model.check_prompt(inputs.prompts[0])
             recorder.ok("data", f"{found}\n{report.to_text()}")
@@ -227,17 +229,17 @@ def _read_data(
 @contextmanager
 def _skip_uncached(recorder: CheckRecorder, check: str, setting: str, cached: dict[str, str | None]) -> Iterator[None]:
     """Skips the check if the block cannot read a hub data set because it is not in the cache."""
+    named = [name for name in cached if name.startswith(setting)]
     try:
         yield
     except InputError as error:
         # `datasets` raises a ValueError for a missing configuration.
         absent = isinstance(error.__cause__, OSError) or "Couldn't find cache" in str(error.__cause__)
-        if setting not in cached or not absent:
+        if not named or not absent:
             raise
         recorder.skip(check, reason=NOT_CACHED)
     else:
-        if setting in cached:
-            cached[setting] = CACHED_ANY_COMMIT
+        cached |= dict.fromkeys(named, CACHED_ANY_COMMIT)
 
 
 def _open_session(

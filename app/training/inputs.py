@@ -9,6 +9,7 @@ from functools import partial
 from typing import NamedTuple
 
 from app.evaluation.metrics import check_is_measured
+from app.prompts.data_sources import make_prompt_order
 from app.prompts.dataset import Dataset
 from app.prompts.encode import ChatTokenizer
 from app.records.run_directory import RunDirectory
@@ -29,7 +30,8 @@ from app.runtime.reward_model import RewardModelSpec
 from app.training.replay import Replay, ReplayRequest, read_replay
 from settings import Settings
 
-DATA, REWARD_MODEL, TEMPLATE_KWARGS = "data", "the reward model", "data.chat_template_kwargs"
+DATA, WEIGHTS = "data", "the weights of the sources in data.source"
+REWARD_MODEL, TEMPLATE_KWARGS = "the reward model", "data.chat_template_kwargs"
 PROMPTS_PER_STEP = "rollout.prompts_per_step over all hosts"
 MINI_BATCH_PROMPTS = "algorithm.mini_batch_prompts over all hosts"
 PROMPT_ORDER = "the order of prompts (run.seed, data.shuffle, data.max_prompt_length, data.overlong_prompts)"
@@ -39,6 +41,7 @@ PROMPT_ORDER = "the order of prompts (run.seed, data.shuffle, data.max_prompt_le
 CHANGEABLE_FINGERPRINTS = {
     DATA: ("data", "run.seed"),  # The seed draws the problems of builtin:arithmetic.
     PROMPT_ORDER: ("data", "run.seed"),
+    WEIGHTS: ("data",),
     REWARD_MODEL: ("reward",),
     TEMPLATE_KWARGS: (TEMPLATE_KWARGS,),
     PROMPTS_PER_STEP: ("rollout.prompts_per_step",),
@@ -164,17 +167,20 @@ class PromptSource(NamedTuple):
 def _prompts_from_dataset(settings: Settings, tokenizer: ChatTokenizer) -> PromptSource:
     dataset = read_train_rows(settings)
     prompts, report = encode_rows(settings, dataset.rows, tokenizer)
+    make_prompt_order(settings.data, prompts, seed=settings.run.seed)
     return PromptSource(prompts, f"{dataset.to_text()}\n{report.to_text()}", dataset_fingerprints(settings, dataset))
 
 
 def dataset_fingerprints(settings: Settings, dataset: Dataset) -> dict[str, str]:
     """Returns the fingerprints of a data set and of the order of its prompts."""
+    weights = [one.weight for one in settings.data.sources]
     return {
         DATA: dataset.fingerprint,
         PROMPT_ORDER: (
             f"{settings.run.seed}, {settings.data.shuffle}, {settings.data.max_prompt_length}, "
             f"{settings.data.overlong_prompts}"
         ),
+        **({} if isinstance(settings.data.source, str) else {WEIGHTS: str(weights)}),
     }
 
 

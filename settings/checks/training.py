@@ -225,6 +225,10 @@ RUN_CHECKS = (
     _check_warmup,
     _check_profile_steps,
     Rule(
+        lambda s: s.data.revision is not None and not isinstance(s.data.source, str),
+        "<data.revision> is for a single data.source; set it to null, and give each source of the list a `revision`",
+    ),
+    Rule(
         lambda s: s.logging.tensorboard and find_spec("tensorboardX") is None,
         "<logging.tensorboard>: tensorboardX is not installed; run pip install -e '.[tensorboard]', or set it to false",
     ),

@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from settings.loading.aliases import ALIASES
+from settings.schema.data import DataSourceSettings
 from settings.schema.reward import RewardFunctionSettings
 from settings.schema.settings import Settings
 
@@ -33,7 +34,10 @@ FIELDS: dict[str, FieldInfo] = {name: info for name, info in _iter_fields(Settin
 """Maps a dotted name, such as `rollout.group_size`, to its field, in the order of the schema."""
 SECTIONS: frozenset[str] = frozenset(name for name, info in _iter_fields(Settings) if _is_section(info))
 """Dotted names of the sections, such as `rollout` and `score.policy`."""
-ITEM_KEYS: dict[str, Iterable[str]] = {"reward.functions": RewardFunctionSettings.model_fields}
+ITEM_KEYS: dict[str, Iterable[str]] = {
+    "reward.functions": RewardFunctionSettings.model_fields,
+    "data.source": DataSourceSettings.model_fields,
+}
 """Maps a field that is a list of mappings to the keys allowed in these mappings."""
 
 

@@ -41,6 +41,18 @@ BAD_SETS = [
         "'tokenize' is not a variable that can be passed to a chat template",
     ),
     ("data.chat_template_kwargs={a-b: 1}", "'a-b' is not a variable that can be passed to a chat template"),
+    ("data.source=[]", "data.source: list should have at least 1 item after validation, not 0, got []"),
+    ("data.source=[{source: a, weight: 0}]", "data.source[0].weight: expected greater than 0, got 0"),
+    ("data.source=[{source: a, weight: -1}]", "data.source[0].weight: expected greater than 0, got -1"),
+    ("data.source=[{source: a}, {source: ''}]", "data.source[1].source: string should have at least 1 character"),
+    (
+        "data.source=[{source: a, wieght: 1}]",
+        "unknown setting data.source[0].wieght (from --set); did you mean weight?",
+    ),
+    (
+        "data.source=[{source: a}, {source: b}, {source: a}]",
+        "data.source: expected different sources, but a occurs more",
+    ),
     ("rollout.stop=['']", "rollout.stop[0]: expected at least one character, and no U+FFFD"),
     ('rollout.stop=["a", "\\uFFFD"]', "rollout.stop[1]: expected at least one character, and no U+FFFD"),
     ("rollout.stop=word", "rollout.stop: expected a valid list, got 'word'"),
