@@ -75,7 +75,7 @@ def test_a_mixture_tells_its_sources_apart(tmp_path):
 def test_each_source_of_a_mixture_has_its_split():
     parts = [{"source": "builtin:arithmetic", "split": split} for split in ("train", "test")]
     mixed = load_training_data(DataSettings.model_validate({"source": parts, "num_problems": 20}), seed=0)
-    assert len({row.prompt for row in mixed.rows}) == 40
+    assert len({str(row.prompt) for row in mixed.rows}) == 40
 
 
 def test_a_source_of_which_no_prompt_is_left_is_named():

@@ -17,6 +17,10 @@ def lines(*values: float | None) -> list[dict[str, Any]]:
     return [line for one in evaluated for line in ({"step": one["step"] - 1}, one)][1:]
 
 
+def reason(history: list[dict[str, Any]], **rules: Any) -> str | None:
+    return early_stopping_reason(history, **{**RULES, **rules})
+
+
 @pytest.mark.parametrize(
     ("values", "rules", "ends"),
     [
@@ -42,23 +46,23 @@ def lines(*values: float | None) -> list[dict[str, Any]]:
 def test_a_run_ends_without_improvement_or_at_its_target(
     values: tuple[float | None, ...], rules: dict[str, Any], ends: bool
 ) -> None:
-    assert (early_stopping_reason(lines(*values), **RULES | rules) is not None) == ends
+    assert (reason(lines(*values), **rules) is not None) == ends
 
 
 def test_a_run_ends_only_after_an_evaluation() -> None:
     history = lines(0.5, 0.4)
-    assert early_stopping_reason(history, **RULES | {"patience": 1}) is not None
-    assert early_stopping_reason([*history, {"step": 3}], **RULES | {"patience": 1}) is None
-    assert early_stopping_reason([], **RULES | {"patience": 1}) is None
+    assert reason(history, patience=1) is not None
+    assert reason([*history, {"step": 3}], patience=1) is None
+    assert reason([], patience=1) is None
 
 
 def test_the_reason_names_the_values_and_the_setting() -> None:
-    assert early_stopping_reason(lines(0.5, 0.25, 0.4), **RULES | {"patience": 2}) == (
+    assert reason(lines(0.5, 0.25, 0.4), patience=2) == (
         "eval/accuracy has not improved in 2 evaluations (run.early_stopping.patience); its best value is 0.5"
     )
-    assert early_stopping_reason(lines(None, None), **RULES | {"patience": 2}) == (
+    assert reason(lines(None, None), patience=2) == (
         "eval/accuracy has not improved in 2 evaluations (run.early_stopping.patience); it has had no value"
     )
-    assert early_stopping_reason(lines(0.5, 0.75), **RULES | {"target": 0.7}) == (
+    assert reason(lines(0.5, 0.75), target=0.7) == (
         "eval/accuracy is 0.75 and has reached run.early_stopping.target = 0.7"
     )
