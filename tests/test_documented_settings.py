@@ -13,6 +13,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
+import yaml
 
 from app.report.metric_registry import expand_braces, find_metric
 from settings import Settings, load
@@ -86,7 +87,8 @@ def nothing_said(tmp_path_factory: pytest.TempPathFactory) -> Settings:
 def is_default(field: str, stated: str, settings: Settings) -> bool:
     """Returns whether a value is the default of the schema, or the derived one."""
     text = stated.strip("`")
-    value = tuple(text[1:-1].split(", ")) if text.startswith("[") else parse_scalar(text)
+    value = yaml.safe_load(text) if text.startswith(("[", "{")) else parse_scalar(text)
+    value = tuple(value) if isinstance(value, list) else value
     return value in (FIELDS[field].get_default(), value_of(settings, field))
 
 

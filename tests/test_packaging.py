@@ -22,7 +22,7 @@ PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-
 PINNED_BY_ANOTHER = {"pydantic-core"}
 """Packages of which pydantic requires exactly one version."""
 
-OPTIONAL = {"math-verify": "math", "qwix": "qlora", "ray": "ray"}
+OPTIONAL = {"math-verify": "math", "qwix": "qlora", "ray": "ray", "tensorboardx": "tensorboard"}
 """Packages of extras, which the program imports only if they are installed."""
 
 

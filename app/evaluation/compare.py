@@ -235,4 +235,4 @@ def _notes(first: EvaluationResults, second: EvaluationResults, *, num_unjudged:
             if was != now and name not in EXPECTED_DIFFERENCES:
                 yield f"{name} differs" if name == "the tokenizer" else f"{name} was {was} and is now {now}"
     if any(not np.array_equal(first.prompt(uid).token_ids, second.prompt(uid).token_ids) for uid in first.groups):
-        yield "the prompts have different tokens: the tokenizer, the chat template or data.system_prompt differs"
+        yield "the prompts have different tokens: the tokenizer, the chat template, or a data.* setting differs"

@@ -172,10 +172,20 @@ def difficulty_levels(table: PromptTable) -> list[float]:
     return np.unique(levels[~np.isnan(levels)]).tolist()
 
 
-def check_best_metric(
-    name: str, prompts: Sequence[Prompt] | Sequence[DatasetRow], *, judge: str, num_samples: int
+def check_is_measured(
+    name: str,
+    prompts: Sequence[Prompt] | Sequence[DatasetRow],
+    *,
+    judge: str,
+    num_samples: int,
+    setting: str,
+    way_out: str = "",
 ) -> None:
-    """Raises InputError if evaluations on these prompts do not measure `checkpoint.best_metric`."""
+    """Raises InputError if evaluations on these prompts do not measure the metric that a setting names.
+
+    Args:
+        way_out: the end of the error message, if there is another choice than a metric.
+    """
     columns = prompt_columns([], judge=judge, num_samples=num_samples)
     levels = {level for prompt in prompts if not math.isnan(level := prompt_difficulty(prompt))}
     measured = [*(column for column in columns if column not in (DIFFICULTY, NON_BINARY_COUNT))]
@@ -186,6 +196,6 @@ def check_best_metric(
         when = f" when {judge} judges" if name == FORMAT_RATE else ""
         suggestion = "" if when else did_you_mean(nearest_names(name, measured))
         raise InputError(
-            f"checkpoint.best_metric: evaluations do not measure {name!r}{when}; choose one of "
-            f"{', '.join(measured)}, or null to keep no best checkpoint{suggestion}"
+            f"{setting}: evaluations do not measure {name!r}{when}; choose one of "
+            f"{', '.join(measured)}{way_out}{suggestion}"
         )

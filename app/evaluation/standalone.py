@@ -157,9 +157,10 @@ def _build_metadata(
         # Greedy decoding does not depend on the seed.
         **({"run.seed": settings.run.seed} if evaluation.temperature else {}),
         "rollout.max_new_tokens": settings.rollout.max_new_tokens,
+        **({"rollout.stop": list(settings.rollout.stop)} if settings.rollout.stop else {}),
         "model.dtype": settings.model.dtype,
     }
-    source = data.eval_source or data.source
+    source = data.eval_source or data.sources[0].source
     dataset = f"{source} ({data.eval_split})" if source.startswith(("builtin:", "hf:")) else source
     return EvaluationMetadata(settings.model.path, None if saved_policy is None else saved_policy.step, dataset, facts)
 

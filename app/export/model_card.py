@@ -41,6 +41,7 @@ KEY_SETTINGS = (
 LORA_RANK_SETTING = "model.lora.rank"
 ADAPTER_SETTINGS = (LORA_RANK_SETTING, "model.lora.alpha", "model.lora.targets", QUANTIZE_BASE_SETTING)
 """Settings listed only in the card of a run with adapters."""
+TEMPLATE_KWARGS = "data.chat_template_kwargs"
 PATH_SETTINGS = ("model.path", "data.source", "data.eval_source")
 """Settings that are local paths, unless they name something built in or on the hub."""
 PRIVATE_SETTINGS = ("run.dir", "run.name")
@@ -111,13 +112,15 @@ def model_card(
     base = hub_id or model.files.name
     short_name = base.rpartition("/")[2].removeprefix(BUILTIN_PREFIX)
     system = settings["data.system_prompt"]
+    chosen = settings["data.source"]
+    sources = [chosen] if isinstance(chosen, str) else [one["source"] for one in chosen]
     card = ModelCard.from_template(
-        front_matter(export_format, hub_id, str(settings["data.source"])),
+        front_matter(export_format, hub_id, *sources),
         template_str=(files("app.export") / TEMPLATE_FILE).read_text(encoding="utf-8"),
         title=f"{short_name} after {step} steps of {algorithms}",
         base=base,
         algorithm=algorithms,
-        source=settings["data.source"],
+        source="`, `".join(sources),
         step=step,
         run_name=settings["run.name"],
         weights=_weights_paragraph(settings, export_format, dtype),
@@ -126,6 +129,7 @@ def model_card(
         changes_table=_changes_table(changes),
         format=export_format,
         messages=[*([{"role": "system", "content": system}] if system else []), {"role": "user", "content": "..."}],
+        template_arguments="".join(f", {name}={value!r}" for name, value in settings[TEMPLATE_KWARGS].items()),
         max_new_tokens=settings["rollout.max_new_tokens"],
     )
     return redact(f"{card}\n")
@@ -142,21 +146,21 @@ def _read_run_files(run: RunDirectory) -> RunFiles | None:
         return None
 
 
-def front_matter(export_format: ExportFormat, hub_id: str | None, source: str) -> ModelCardData:
+def front_matter(export_format: ExportFormat, hub_id: str | None, *sources: str) -> ModelCardData:
     """Returns the metadata of a card for the hub.
 
     Args:
         export_format: the format to write.
         hub_id: id of the base model; None if it is not on the hub, because cards accept only hub models as base.
-        source: value of `data.source`.
+        sources: the sources of the training data.
     """
-    is_hub_data = source.startswith(HUB_DATA_PREFIX)
+    hub_data = [one.split(":")[1] for one in sources if one.startswith(HUB_DATA_PREFIX)]
     return ModelCardData(
         library_name=export_format.library,
         pipeline_tag="text-generation",
         base_model=hub_id,
         base_model_relation=None if hub_id is None else export_format.base_model_relation,
-        datasets=[source.removeprefix(HUB_DATA_PREFIX).partition(":")[0]] if is_hub_data else None,
+        datasets=hub_data or None,
         tags=["grpo", "reinforcement-learning"],
     )
 
@@ -229,7 +233,9 @@ def _without_directories(value: Any) -> Any:
 
 
 def _last_path_part(source: Any) -> Any:
-    """Returns the last part of a path; names of built-in and hub sources, and None, are returned unchanged."""
+    """Returns the last part of a path, or of each in a mixture; built-in and hub sources, and None, are unchanged."""
+    if isinstance(source, list):
+        return [{**one, "source": _last_path_part(one["source"])} for one in source]
     if not isinstance(source, str) or source.startswith((HUB_DATA_PREFIX, BUILTIN_PREFIX)):
         return source
     return source.rstrip("/").rpartition("/")[2]

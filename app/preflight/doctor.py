@@ -36,6 +36,7 @@ from app.preflight.model_checks import (
     check_reward_model,
     too_large_reason,
 )
+from app.prompts.data_sources import make_prompt_order
 from app.prompts.dataset import Dataset
 from app.records.run_directory import RunDirectory, check_run_directory
 from app.records.sample import Prompt
@@ -55,7 +56,7 @@ from app.runtime.pinned_revisions import pin_revisions
 from app.runtime.reward_model import RewardModelSpec
 from app.runtime.reward_trial import make_trial_samples
 from app.runtime.session import Session
-from app.training.inputs import check_best_checkpoint_metric, dataset_fingerprints, input_fingerprints
+from app.training.inputs import check_chosen_metrics, dataset_fingerprints, input_fingerprints
 from app.training.learner import make_learner_group
 from app.training.setup import check_session, file_fingerprints, setup_notes
 from settings import Resolved, Settings
@@ -207,6 +208,7 @@ def _read_data(
             recorder.ok("data", f"{found}; {NO_TOKENIZER}")
         else:
             inputs.prompts, report = encode_rows(settings, inputs.dataset.rows, tokenizer)
+            make_prompt_order(settings.data, inputs.prompts, seed=settings.run.seed)
             if inputs.reward_model is not None:
                 inputs.reward_model.check_prompt(inputs.prompts[0])
             recorder.ok("data", f"{found}\n{report.to_text()}")
@@ -220,24 +222,24 @@ def _read_data(
             recorder.ok("held-out data", f"{len(rows):,} rows of {source}; {NO_TOKENIZER}")
         else:
             inputs.held_out, _ = encode_rows(settings, rows, tokenizer)
-            check_best_checkpoint_metric(settings, inputs.held_out)
+            check_chosen_metrics(settings, inputs.held_out)
             recorder.ok("held-out data", f"{len(inputs.held_out):,} prompts of {source}")
 
 
 @contextmanager
 def _skip_uncached(recorder: CheckRecorder, check: str, setting: str, cached: dict[str, str | None]) -> Iterator[None]:
     """Skips the check if the block cannot read a hub data set because it is not in the cache."""
+    named = [name for name in cached if name.startswith(setting)]
     try:
         yield
     except InputError as error:
         # `datasets` raises a ValueError for a missing configuration.
         absent = isinstance(error.__cause__, OSError) or "Couldn't find cache" in str(error.__cause__)
-        if setting not in cached or not absent:
+        if not named or not absent:
             raise
         recorder.skip(check, reason=NOT_CACHED)
     else:
-        if setting in cached:
-            cached[setting] = CACHED_ANY_COMMIT
+        cached |= dict.fromkeys(named, CACHED_ANY_COMMIT)
 
 
 def _open_session(

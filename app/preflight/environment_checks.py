@@ -54,8 +54,12 @@ def hub_sources(settings: Settings) -> tuple[HubSource, ...]:
         "critic.path": (settings.has_critic and critic.path, critic.revision),
         "reward.model": (reward.model, reward.model_revision),
     }
+    single = isinstance(data.source, str)
     data_sets = {
-        "data.source": (data.source, data.revision),
+        **{
+            "data.source" if single else f"data.source[{i}]": (one.source, one.revision)
+            for i, one in enumerate(data.sources)
+        },
         "data.eval_source": (settings.eval.every_steps and data.eval_source, None),
     }
     return (

@@ -6,8 +6,12 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from app.prompts.arithmetic import make_problems
 from app.prompts.dataset import Dataset, DatasetRow, load_dataset
+from app.prompts.prompt_order import MixtureOrder, PromptOrder
+from app.records.sample import Prompt
 from settings.errors import InputError
 from settings.schema.data import DataSettings
 
@@ -21,10 +25,42 @@ HELD_OUT_SEED = 0
 def load_training_data(data: DataSettings, *, seed: int) -> Dataset:
     """Loads the rows of `data.source`; `seed` selects the arithmetic problems.
 
+    In a mixture, `<number of the source>/` precedes each uid, and the column `data_source` names the source.
+
     Raises:
         InputError: the data set cannot be used (see `load_dataset` and `make_problems`).
     """
-    return _load(data, data.source, split=data.split, num_problems=data.num_problems, seed=seed)
+    parts = [
+        _load(data, one.source, one.revision, split=one.split or data.split, num_problems=data.num_problems, seed=seed)
+        for one in data.sources
+    ]
+    if isinstance(data.source, str):
+        return parts[0]
+    rows = [row for i, part in enumerate(parts) for row in _with_data_source(part, uid_prefix=f"{i}/")]
+    return Dataset(rows=rows, column_mapping={}, source=", ".join(part.source for part in parts), parts=parts)
+
+
+def _with_data_source(dataset: Dataset, *, uid_prefix: str = "") -> list[DatasetRow]:
+    """Returns the rows with a column `data_source`, unless they have one, as verl's data sets do."""
+    return [
+        replace(row, uid=uid_prefix + row.uid, extra={"data_source": dataset.source, **row.extra})
+        for row in dataset.rows
+    ]
+
+
+def make_prompt_order(data: DataSettings, prompts: Sequence[Prompt], *, seed: int) -> PromptOrder | MixtureOrder:
+    """Returns the order of the prompts of `load_training_data`.
+
+    Raises:
+        InputError: no prompt of one of the sources is left.
+    """
+    if isinstance(data.source, str):
+        return PromptOrder(seed, len(prompts), data.shuffle)
+    sources = np.asarray([int(prompt.uid.partition("/")[0]) for prompt in prompts])
+    rows = [np.flatnonzero(sources == i) for i in range(len(data.source))]
+    if empty := next((one.source for one, found in zip(data.source, rows, strict=True) if not len(found)), None):
+        raise InputError(f"data.source: every prompt of {empty} is longer than data.max_prompt_length; raise the limit")
+    return MixtureOrder(seed, rows, [one.weight for one in data.source], data.shuffle)
 
 
 def load_held_out_data(data: DataSettings, *, num_prompts: int | None) -> Dataset:
@@ -34,15 +70,22 @@ def load_held_out_data(data: DataSettings, *, num_prompts: int | None) -> Datase
         num_prompts: maximum number of rows; None for all rows (`data.num_problems` of builtin:arithmetic).
 
     Raises:
-        InputError: the data set cannot be used, or the training data is a file and no evaluation data is set.
+        InputError: the data set cannot be used, or the training data is a file or a mixture and no evaluation data is
+            set.
     """
     source, split = data.eval_source or data.source, data.eval_split or "test"
-    if data.eval_source is None and source != ARITHMETIC and not source.startswith("hf:"):
+    if not isinstance(source, str) or (
+        data.eval_source is None and source != ARITHMETIC and not source.startswith("hf:")
+    ):
+        files = ", ".join(one.source for one in data.sources)
         raise InputError(
-            f"data.eval_source is not set, and training reads the whole file data.source = {source}; set"
-            " data.eval_source to a file of held-out data, or eval.every_steps to 0"
+            f"data.eval_source is not set, and training reads the whole of data.source = {files}; set"
+            " data.eval_source to held-out data, or eval.every_steps to 0"
         )
-    dataset = _load(data, source, split=split, num_problems=num_prompts or data.num_problems, seed=HELD_OUT_SEED)
+    revision, num_problems = data.revision if source == data.source else None, num_prompts or data.num_problems
+    dataset = _load(data, source, revision, split=split, num_problems=num_problems, seed=HELD_OUT_SEED)
+    if not isinstance(data.source, str):
+        dataset = replace(dataset, rows=_with_data_source(dataset))
     return dataset if num_prompts is None else replace(dataset, rows=evenly_spaced(dataset.rows, num_prompts))
 
 
@@ -51,7 +94,9 @@ def evenly_spaced(rows: Sequence[DatasetRow], max_rows: int) -> Sequence[Dataset
     return rows if len(rows) <= max_rows else [rows[i * len(rows) // max_rows] for i in range(max_rows)]
 
 
-def _load(data: DataSettings, source: str, *, split: str, num_problems: int, seed: int) -> Dataset:
+def _load(
+    data: DataSettings, source: str, revision: str | None, *, split: str, num_problems: int, seed: int
+) -> Dataset:
     log.info("reading %s", source)
     if source == ARITHMETIC:
         return make_problems(
@@ -66,7 +111,7 @@ def _load(data: DataSettings, source: str, *, split: str, num_problems: int, see
     return load_dataset(
         source,
         split=split,
-        revision=data.revision if source == data.source else None,
+        revision=revision,
         prompt_column=data.prompt_column,
         answer_column=data.answer_column,
     )

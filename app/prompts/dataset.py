@@ -42,6 +42,8 @@ class Dataset:
     column_mapping: Mapping[str, str]
     """Maps `prompt` and `answer` to their columns; has no `answer` if the data set has no answers."""
     source: str
+    parts: Sequence[Dataset] = ()
+    """The data sets of a mixture."""
 
     @cached_property
     def fingerprint(self) -> str:
@@ -53,7 +55,9 @@ class Dataset:
         return digest.hexdigest()
 
     def to_text(self) -> str:
-        """Returns one line of text with the source, the number of rows and the columns."""
+        """Returns the source, the number of rows and the columns as text; of a mixture, one line per part."""
+        if self.parts:
+            return "\n".join(part.to_text() for part in self.parts)
         columns = ", ".join(f"{role} from {column}" for role, column in self.column_mapping.items())
         return f"{self.source}: {len(self.rows):,} rows ({columns})"
 

@@ -7,6 +7,7 @@ than prompts per step, rows repeat within a step.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -14,6 +15,9 @@ import numpy as np
 from jaxtyping import Int64
 
 Indices = Int64[np.ndarray, "P"]
+
+PATTERN_LENGTH = 10_000
+"""Number of prompts after which the alternation of the sources of a mixture starts again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +70,53 @@ class PromptOrder:
         if not self.shuffle:
             return np.arange(self.num_rows)
         return _shuffled(self.seed, epoch, self.num_rows)
+
+
+@dataclass(frozen=True, slots=True)
+class MixtureOrder:
+    """The global order of the prompts of several sources, each of which has epochs of its own.
+
+    The sources alternate so evenly that after any number of prompts each has had its share, to within one or two. The
+    shares are multiples of 1 / `PATTERN_LENGTH`. Each epoch of a source is a permutation of its rows, in which the last
+    third of the epoch before does not recur in the first third, so that no step has a prompt twice unless it takes more
+    than a third of a source.
+
+    Source of the pattern: Sainte-Laguë, La représentation proportionnelle, 1910.
+    """
+
+    seed: int
+    rows: Sequence[Indices]
+    """The row indices of each source."""
+    weights: Sequence[float]
+    shuffle: bool
+
+    def row_indices(self, position: int, count: int) -> Indices:
+        """Returns the row indices of a step; see `PromptOrder.row_indices`."""
+        shares = np.asarray(self.weights) / sum(self.weights)
+        num_places = np.maximum(np.rint(shares * PATTERN_LENGTH).astype(np.int64), 1)
+        ranks = [np.arange(num) for num in num_places]
+        pattern = np.argsort(np.concatenate([(rank + 0.5) / len(rank) for rank in ranks]), kind="stable")
+        round_, place = np.divmod(np.arange(position, position + count), len(pattern))
+        sources = np.repeat(np.arange(len(ranks)), num_places)[pattern[place]]
+        numbers = round_ * num_places[sources] + np.concatenate(ranks)[pattern[place]]
+        taken = zip(sources.tolist(), numbers.tolist(), strict=True)
+        return np.asarray([self._row(source, number) for source, number in taken], np.int64)
+
+    def _row(self, source: int, number: int) -> int:
+        """Returns the row that is a source's `number`-th prompt."""
+        rows = self.rows[source]
+        epoch, place = divmod(number, len(rows))
+        order = _spaced((self.seed, source), epoch, len(rows)) if self.shuffle else np.arange(len(rows))
+        return int(rows[order[place]])
+
+
+@lru_cache(maxsize=64)
+def _spaced(seed: tuple[int, int], epoch: int, num_rows: int) -> Indices:
+    """Returns the permutation of an epoch, without the last third of the previous one in its first third."""
+    order, previous = (np.random.default_rng([*seed, e]).permutation(num_rows) for e in (epoch, max(epoch - 1, 0)))
+    third = num_rows // 3
+    # The last third of the previous epoch is never among what was deferred in that one.
+    return order if epoch == 0 else _defer_repeated(order, previous[num_rows - third :], third)
 
 
 def _defer_repeated(order: Indices, recent: Indices, count: int) -> Indices:

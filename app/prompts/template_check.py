@@ -14,6 +14,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
+from typing import Any
 
 from settings.errors import InputError
 
@@ -64,18 +65,18 @@ TRIAL_CHATS = (
 )
 
 
-def check_template(template: str, variables: Mapping[str, str], *, where: str) -> None:
+def check_template(template: str, variables: Mapping[str, Any], *, where: str) -> None:
     """Renders short chats in a separate process. A template that fails for other reasons fails again where it is used.
 
     Args:
         template: the Jinja source.
-        variables: the special tokens.
+        variables: the special tokens and other variables of the template.
         where: the start of an error message.
 
     Raises:
         InputError: the template takes more than 3 s of CPU time or 1 GiB of memory.
     """
-    status = _trial_status(template, tuple(sorted(variables.items())))
+    status = _trial_status(template, json.dumps(variables, sort_keys=True, default=str))
     amounts = {
         **dict.fromkeys(TIME_STATUSES, f"takes more than {CPU_LIMIT_S} s"),
         MEMORY_STATUS: f"takes more than {MEMORY_LIMIT_BYTES >> 30} GiB of memory",
@@ -86,8 +87,8 @@ def check_template(template: str, variables: Mapping[str, str], *, where: str) -
 
 
 @lru_cache
-def _trial_status(template: str, variables: tuple[tuple[str, str], ...]) -> int:
-    request = json.dumps({"template": template, "variables": dict(variables), "chats": TRIAL_CHATS})
+def _trial_status(template: str, variables: str) -> int:
+    request = json.dumps({"template": template, "variables": json.loads(variables), "chats": TRIAL_CHATS})
     try:
         trial = subprocess.run(
             [sys.executable, "-P", "-c", PROGRAM],

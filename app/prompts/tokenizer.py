@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jinja2
@@ -24,6 +26,8 @@ TOKENIZER_FILE = "tokenizer.json"
 TEMPLATE_DATE = "26 Jul 2024"
 """Date for templates that print one (Llama 3's default), so that prompts do not change from day to day."""
 
+NO_KWARGS: Mapping[str, Any] = MappingProxyType({})
+
 MAX_TEMPLATE_CHARACTERS = 100_000
 """Number of characters by which a rendered chat may exceed twice the text of its messages."""
 
@@ -39,11 +43,16 @@ NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
 class Tokenizer:
     """A fast tokenizer from transformers, with its chat template.
 
+    Args:
+        template_kwargs: variables for every rendering of the template.
+
     Raises:
         InputError: there is no end-of-sequence token or no chat template, or the ids exceed the model's vocabulary.
     """
 
-    def __init__(self, hf_tokenizer: PreTrainedTokenizerFast, files: ModelFiles) -> None:
+    def __init__(
+        self, hf_tokenizer: PreTrainedTokenizerFast, files: ModelFiles, template_kwargs: Mapping[str, Any] = NO_KWARGS
+    ) -> None:
         eos_id, pad_id = hf_tokenizer.eos_token_id, hf_tokenizer.pad_token_id
         if not isinstance(eos_id, int):
             raise InputError(
@@ -54,6 +63,7 @@ class Tokenizer:
             raise InputError(
                 f"{files.path}: the tokenizer has no chat template; add chat_template.jinja or use an instruct model"
             )
+        self.template_kwargs = template_kwargs
         hf_tokenizer.model_max_length = 2**31  # The settings limit prompts; transformers would only warn.
         self._hf_tokenizer = hf_tokenizer
         self.vocab_size: int = max(hf_tokenizer.get_vocab().values()) + 1
@@ -78,11 +88,11 @@ class Tokenizer:
 
     def chat_ids(self, messages: Messages) -> list[int]:
         """Returns the ids of a chat up to the start of the assistant's next turn; see the function `chat_ids`."""
-        return chat_ids(self._hf_tokenizer, messages, add_generation_prompt=True)
+        return chat_ids(self._hf_tokenizer, messages, add_generation_prompt=True, template_kwargs=self.template_kwargs)
 
     def conversation_ids(self, messages: Messages) -> list[int]:
         """Returns the ids of a complete chat; see the function `chat_ids`."""
-        return chat_ids(self._hf_tokenizer, messages, add_generation_prompt=False)
+        return chat_ids(self._hf_tokenizer, messages, add_generation_prompt=False, template_kwargs=self.template_kwargs)
 
     def encode(self, text: str) -> list[int]:
         """Returns the ids of plain text without adding tokens; names of control tokens are encoded as text."""
@@ -108,7 +118,13 @@ def encoding_fingerprint(hf_tokenizer: PreTrainedTokenizerFast) -> str:
     return hashlib.sha256(json.dumps(rules).encode()).hexdigest()
 
 
-def chat_ids(hf_tokenizer: PreTrainedTokenizerFast, messages: Messages, *, add_generation_prompt: bool) -> list[int]:
+def chat_ids(
+    hf_tokenizer: PreTrainedTokenizerFast,
+    messages: Messages,
+    *,
+    add_generation_prompt: bool,
+    template_kwargs: Mapping[str, Any] = NO_KWARGS,
+) -> list[int]:
     """Returns the ids of a chat; with `add_generation_prompt`, up to the start of the assistant's next turn.
 
     Only the template inserts control tokens: the name of one in a message, such as `<|im_end|>`, is encoded as text.
@@ -121,7 +137,9 @@ def chat_ids(hf_tokenizer: PreTrainedTokenizerFast, messages: Messages, *, add_g
         try:
             with render_time_limit():
                 return hf_tokenizer.apply_chat_template(
-                    messages, add_generation_prompt=add_generation_prompt, date_string=TEMPLATE_DATE, **options
+                    messages,
+                    add_generation_prompt=add_generation_prompt,
+                    **{"date_string": TEMPLATE_DATE, **template_kwargs, **options},
                 )
         except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError) as error:
             roles = [message.get("role") for message in messages]
@@ -137,20 +155,21 @@ def chat_ids(hf_tokenizer: PreTrainedTokenizerFast, messages: Messages, *, add_g
     return render(tokenize=True, return_dict=False, sanitize_control_tokens=True)
 
 
-def load_tokenizer(files: ModelFiles) -> Tokenizer:
-    """Loads the tokenizer of an opened model.
+def load_tokenizer(files: ModelFiles, template_kwargs: Mapping[str, Any] = NO_KWARGS) -> Tokenizer:
+    """Loads the tokenizer of an opened model, for chats rendered with these variables of its template.
 
     Raises:
         InputError: the model has no tokenizer, or it cannot be used.
     """
-    return Tokenizer(load_fast_tokenizer(files), files)
+    return Tokenizer(load_fast_tokenizer(files, template_kwargs), files, template_kwargs)
 
 
-def load_fast_tokenizer(files: ModelFiles) -> PreTrainedTokenizerFast:
+def load_fast_tokenizer(files: ModelFiles, template_kwargs: Mapping[str, Any] = NO_KWARGS) -> PreTrainedTokenizerFast:
     """Loads `tokenizer.json` from an opened model's directory, or the tokenizer in its GGUF file.
 
     Raises:
-        InputError: the model has no tokenizer, it cannot be read, or its chat template takes too much time or memory.
+        InputError: the model has no tokenizer, it cannot be read, or its chat template takes too much time or memory or
+            does not mention one of `template_kwargs`.
     """
     if isinstance(files.weights, GgufFile):
         try:
@@ -163,7 +182,13 @@ def load_fast_tokenizer(files: ModelFiles) -> PreTrainedTokenizerFast:
         tokenizer = _from_directory(files.path)
     templates = tokenizer.chat_template or ""
     for template in templates.values() if isinstance(templates, dict) else [templates]:
-        check_template(template, tokenizer.special_tokens_map, where=str(files.path))
+        check_template(template, {**tokenizer.special_tokens_map, **template_kwargs}, where=str(files.path))
+    # Jinja ignores variables that a template does not read, so a misspelled one would have no effect.
+    if ignored := [name for name in template_kwargs if not re.search(rf"\b{name}\b", str(templates))]:
+        raise InputError(
+            f"data.chat_template_kwargs: the chat template of {files.path} has no variable {' or '.join(ignored)}, so "
+            "it would have no effect; correct the name or remove it"
+        )
     return tokenizer
 
 

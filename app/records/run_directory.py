@@ -74,6 +74,10 @@ class RunDirectory:
     def evaluation_path(self, step: int) -> Path:
         return self.path / "eval" / f"step_{step:06d}.jsonl"
 
+    @property
+    def tensorboard_dir(self) -> Path:
+        return self.path / "tensorboard"
+
     def profile_dir(self, step: int) -> Path:
         return self.path / "profile" / f"step_{step:06d}"
 

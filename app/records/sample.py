@@ -56,12 +56,12 @@ class Sample:
     group_id: int
     """The group of samples that are compared with each other; explicit, since a group may lose members."""
     completion_ids: Int32[np.ndarray, "C"]
-    """Token ids, with the end-of-sequence token if `finish_reason` is `stop`."""
+    """Token ids, with the end-of-sequence token or the stop string if `finish_reason` is `stop`."""
     completion: str
     behavior_logprobs: Float32[np.ndarray, "C"]
     """log_softmax(logits / temperature) of the sampler over the whole vocabulary, at sampling time."""
     finish_reason: str
-    """`stop` (an end-of-sequence token), `length` (cut at `rollout.max_new_tokens`) or `dropped:<why>`."""
+    """`stop` (end-of-sequence token or stop string), `length` (cut at `rollout.max_new_tokens`) or `dropped:<why>`."""
     policy_version: int
     """The training step of the weights that sampled the oldest token."""
     policy_versions: Int32[np.ndarray, "C"] | None = None

@@ -14,6 +14,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from app.report.alerts import Alert
 from app.report.before_after import before_and_after
+from app.report.early_stopping import early_stopping_reason
 from app.report.matplotlib_figures import RenderedPlot
 from app.report.metric_registry import find_metric
 from app.report.metrics_history import finite_metric, training_steps
@@ -22,6 +23,7 @@ from app.report.run_files import RunFiles
 from app.report.viewer_content import ViewerContent
 
 SESSION_COLUMNS = ("started", "after_step", "grpo", "python", "jax", "devices", "processes")
+EARLY_STOPPING_SETTINGS = ("metric", "mode", "patience", "min_delta", "target")
 REPLAY_COLUMNS = ("from_rollouts", "checkpoint")
 """Columns for sessions that trained on saved samples; omitted if there are none."""
 
@@ -33,6 +35,9 @@ def report_page(run: RunFiles, plots: Mapping[str, RenderedPlot | None], alerts:
         "report.html",
         run=run,
         last_step=last["step"],
+        early_end=early_stopping_reason(
+            run.history, **{name: run.setting(f"run.early_stopping.{name}") for name in EARLY_STOPPING_SETTINGS}
+        ),
         last_metrics=[
             (name, finite_metric(last, name), find_metric(name)) for name in sorted(last) if find_metric(name)
         ],

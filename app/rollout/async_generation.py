@@ -143,9 +143,9 @@ class AsyncRollout:
             raise done
         self._workers.add_metrics(done.metrics)
         self._workers.record_lengths(done.mean_lengths)
-        group_size, truncates = self._request.group_size, self._request.rules.truncates
+        group_size = self._request.group_size
         return [
-            self._workers.to_sample(row, first_group_id + number // group_size, truncates=truncates)
+            self._workers.to_sample(row, first_group_id + number // group_size, self._request)
             for number, row in enumerate(done.rows)
         ]
 

@@ -48,6 +48,7 @@ from app.rollout.sampling import (
     sample_tokens,
     sample_tokens_truncated,
 )
+from app.rollout.stop_strings import DecodeText
 from settings.schema.rollout import DecodeLayout
 
 SEGMENT_STEPS = 256
@@ -110,7 +111,7 @@ class BatchEngine:
         *,
         training_mesh: Mesh | None = None,
         eos_ids: Sequence[int],
-        decode_text: Callable[[Sequence[int]], str],
+        decode_text: DecodeText,
         dtype: jnp.dtype,
         prefill_length_min: int,
         max_length_total: int | None = None,
@@ -206,7 +207,7 @@ class BatchEngine:
             row.segment_tokens.append(drawn[:, number, : row.num_tokens].copy())
             row.segment_versions.append((version, row.num_tokens))
             group_id = request.first_group_id + number // request.group_size
-            samples.append(row.to_sample(group_id, decode_text=self.decode_text, truncates=rules.truncates))
+            samples.append(row.to_sample(group_id, request, decode_text=self.decode_text))
         return samples
 
     def _raise_if_stopped(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 
 import jax
 
@@ -18,6 +18,7 @@ from app.rollout.sampling import SamplingRules
 from app.rollout.scheduling.segment_limits import prior_mean_length, segment_limits
 from app.rollout.sequence import RolloutSequence
 from app.rollout.slot_engine import SegmentResult, SlotEngine
+from app.rollout.stop_strings import DecodeText
 from settings.schema.rollout import SegmentSettings
 
 
@@ -28,9 +29,7 @@ class ContinuousBatchGenerator(SampleGenerator):
         segment_rule: rule for the length of segments. It depends only on token counts, so runs are exactly repeatable.
     """
 
-    def __init__(
-        self, engine: SlotEngine, *, decode_text: Callable[[Sequence[int]], str], segment_rule: SegmentSettings
-    ):
+    def __init__(self, engine: SlotEngine, *, decode_text: DecodeText, segment_rule: SegmentSettings):
         super().__init__(decode_text=decode_text)
         self.engine = engine
         self._segment_rule = segment_rule
@@ -98,6 +97,8 @@ class ContinuousBatchGenerator(SampleGenerator):
                 segment.collect()
                 yield
             segment = engine.finish_segment()
+            # Of the segments before: the tokens of this one are read during the next one.
+            engine.finish_stopped_rows()
             num_finished += len(segment.finished)
             sum_finished += sum(row.num_tokens for row in segment.finished)
         if segment is not None:

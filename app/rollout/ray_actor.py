@@ -33,6 +33,7 @@ from app.rollout.scheduling.protocol import RunSegment, SegmentEnded, WorkerKind
 from app.rollout.sequence import RolloutSequence, SuspendedSequence
 from app.rollout.shape_buckets import SlotShapes
 from app.rollout.slot_engine import SlotEngine
+from app.rollout.stop_strings import DecodeText
 from app.rollout.worker import Admission, RolloutWorker
 from settings.errors import InputError
 from settings.schema.lora import Quantization
@@ -74,6 +75,8 @@ class ActorSpec:
     """Adapters that stay separate from the kernels during decoding."""
     quantization: Quantization | None = None
     """Quantization of the adapted kernels."""
+    decode_text: DecodeText | None = None
+    """Converts token ids to text, if there are stop strings. It takes a tokenizer to the actor."""
 
 
 class ActorInfo(NamedTuple):
@@ -129,6 +132,7 @@ class RolloutActor:
             eos_ids=spec.eos_ids,
             dtype=np.dtype(spec.dtype),
             exact=spec.exact,
+            decode_text=spec.decode_text,
         )
         self._worker = RolloutWorker("", spec.kind, self._engine)
         self._rows: dict[str, RolloutSequence] = {}

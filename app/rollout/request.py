@@ -21,5 +21,7 @@ class GenerationRequest:
     """Number of samples per prompt."""
     max_new_tokens: int | Sequence[int]
     """Maximum number of completion tokens: one number for all samples, or one per sample in order."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a completion; see `app.rollout.stop_strings`."""
     first_group_id: int = 0
     """Group id of the first prompt."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Container, Generator, Iterator, Sequence
+from collections.abc import Container, Generator, Iterator, Sequence
 from contextlib import closing
 
 import numpy as np
@@ -15,6 +15,7 @@ from app.records.sample import Prompt, Sample
 from app.rollout.request import GenerationRequest
 from app.rollout.sampling import SamplingRules
 from app.rollout.sequence import RolloutSequence
+from app.rollout.stop_strings import DecodeText
 
 
 class SampleGenerator(ABC):
@@ -24,7 +25,7 @@ class SampleGenerator(ABC):
         decode_text: converts token ids to text.
     """
 
-    def __init__(self, *, decode_text: Callable[[Sequence[int]], str]):
+    def __init__(self, *, decode_text: DecodeText):
         self._decode_text = decode_text
         self.stop_requested: StopCheck = never_stop
 
@@ -54,7 +55,7 @@ class SampleGenerator(ABC):
         with closing(self._run_in_order(weights, deque(rows.values()), request)) as done:
             for number, row in zip(rows, done, strict=True):
                 group_id = request.first_group_id + number // request.group_size
-                yield self.to_sample(row, group_id, truncates=request.rules.truncates)
+                yield self.to_sample(row, group_id, request)
 
     @abstractmethod
     def compile(self, rules: SamplingRules) -> None:
@@ -66,9 +67,9 @@ class SampleGenerator(ABC):
     ) -> Generator[RolloutSequence, None, None]:
         """Yields all rows, each once it and all earlier rows are done and collected. May empty the queue."""
 
-    def to_sample(self, row: RolloutSequence, group_id: int, *, truncates: bool) -> Sample:
+    def to_sample(self, row: RolloutSequence, group_id: int, request: GenerationRequest) -> Sample:
         """Returns the record of a finished row."""
-        return row.to_sample(group_id, decode_text=self._decode_text, truncates=truncates)
+        return row.to_sample(group_id, request, decode_text=self._decode_text)
 
 
 def make_sequences(prompts: Sequence[Prompt], request: GenerationRequest, *, noise_step: int) -> list[RolloutSequence]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -11,6 +10,8 @@ from jaxtyping import Float32, Int32
 
 from app.model.prefill_and_decode import KVCache
 from app.records.sample import Prompt, Sample
+from app.rollout.request import GenerationRequest
+from app.rollout.stop_strings import DecodeText, stop_length
 
 
 @dataclass(eq=False)
@@ -69,18 +70,24 @@ class RolloutSequence:
         """Whether all drawn tokens have been copied from the devices."""
         return sum(count for _, count in self.segment_versions) == self.num_tokens
 
-    def to_sample(self, group_id: int, *, decode_text: Callable[[Sequence[int]], str], truncates: bool) -> Sample:
-        """Returns the record of a finished row.
+    def newly_contains(self, stop: tuple[str, ...], decode_text: DecodeText) -> bool:
+        """Returns whether the text of the last collected segment, with that before it, contains a stop string."""
+        if not stop or not self.segment_tokens:
+            return False
+        ids, overlap = self.token_ids.tolist(), max(len(string.encode()) for string in stop)
+        last = ids[-(self.segment_tokens[-1].shape[1] + overlap) :]
+        # The text of the last tokens alone may differ from that of all tokens, which decides.
+        return all(stop_length(some, stop, decode_text) is not None for some in (last, ids))
 
-        Args:
-            decode_text: converts token ids to text.
-            truncates: whether its sampling rules can exclude tokens.
-        """
-        assert self.finish_reason is not None
-        ids, logprobs, kept_mass_logs = self._tokens
-        versions = self.policy_versions
+    def to_sample(self, group_id: int, request: GenerationRequest, *, decode_text: DecodeText) -> Sample:
+        """Returns the record of a finished row, which ends at the first stop string of the request."""
+        length = stop_length(self.token_ids.tolist(), request.stop, decode_text)
+        row = self if length is None else replace(self.rewound(length), finish_reason="stop")
+        assert row.finish_reason is not None
+        ids, logprobs, kept_mass_logs = row._tokens
+        versions = row.policy_versions
         # A sample without a token gets the version of the segment that dropped it.
-        last = self.segment_versions[-1][0] if self.segment_versions else self.noise_step
+        last = row.segment_versions[-1][0] if row.segment_versions else row.noise_step
         oldest = int(versions.min()) if len(versions) else last
         return Sample(
             prompt=self.prompt,
@@ -89,13 +96,13 @@ class RolloutSequence:
             completion_ids=ids,
             completion=decode_text(ids.tolist()),
             behavior_logprobs=logprobs.view(np.float32),
-            finish_reason=self.finish_reason,
+            finish_reason=row.finish_reason,
             policy_version=oldest,
             policy_versions=versions if (versions > oldest).any() else None,
             worker=self.worker,
-            segments=self.num_segments,
+            segments=row.num_segments,
             elapsed_s=self.elapsed_s,
-            kept_mass_logs=kept_mass_logs.view(np.float32) if truncates else None,
+            kept_mass_logs=kept_mass_logs.view(np.float32) if request.rules.truncates else None,
         )
 
     def rewound(self, num_tokens: int) -> RolloutSequence:

@@ -27,6 +27,7 @@ from app.rollout.sampling import SamplingRules, finish_reason, hash_uids
 from app.rollout.sequence import RolloutSequence, SuspendedSequence
 from app.rollout.shape_buckets import SlotShapes
 from app.rollout.slot_programs import DecodeLimits, RowStatus, RowTable, SlotPrograms, rules_to_arrays
+from app.rollout.stop_strings import DecodeText
 from settings.errors import InputError
 from settings.schema.rollout import DecodeLayout
 
@@ -62,6 +63,7 @@ class SlotEngine:
         eos_ids: every token id that ends a sequence.
         exact: whether a suspended sample without a cache replays its tokens through the program that drew them;
             otherwise a prefill recomputes the cache, which rounds differently.
+        decode_text: converts token ids to text, to find stop strings between segments; None = only when they are cut.
         programs: programs of another engine with the same arguments, shared so that they are compiled only once.
         decode_layout: layout of the weights; see `DecodeWeights`.
     """
@@ -75,6 +77,7 @@ class SlotEngine:
         eos_ids: Sequence[int],
         dtype: jnp.dtype,
         exact: bool,
+        decode_text: DecodeText | None = None,
         programs: SlotPrograms | None = None,
         decode_layout: DecodeLayout = "gathered",
     ):
@@ -85,6 +88,7 @@ class SlotEngine:
             definition, mesh, shapes, dtype=dtype, num_eos=len(eos_ids), decode_layout=decode_layout
         )
         self._eos_ids = np.asarray(eos_ids, np.int32)
+        self._decode_text = decode_text
         self._weights: Any = ()
         self._pool: KVCache = ()
         self._cache: KVCache = ()
@@ -110,6 +114,7 @@ class SlotEngine:
         self.compile(request.rules, suspends=suspends)
         self._truncates, self._suspends = self.programs.truncates, suspends
         self._rules, self._seed = rules_to_arrays(request.rules), np.int32(request.seed)
+        self._stop = request.stop
         self._pool, self._cache = self.programs["open",]()
         self._pooled: dict[bytes, int] = {}
         self._cache_length = self.shapes.cache_buckets[0]
@@ -374,14 +379,24 @@ class SlotEngine:
             row.num_tokens += int(counts[slot])
             row.num_segments += 1
             if after.remaining[slot] == 0:
-                row.finish_reason = finish_reason(after.stopped[slot], after.non_finite[slot])
-                row.elapsed_s = time.perf_counter() - row.started_s
-                self._rows[slot] = None
+                self._finish_row(slot, row, finish_reason(after.stopped[slot], after.non_finite[slot]))
         self._table[:3] = after.token, after.length, after.remaining
         steps, num_rows = int(after.steps[0]), len(self._rows)
         decoded = [(slot, row, int(counts[slot])) for slot, row in rows]
         self.counters.count_segment(steps=steps, num_rows=num_rows, num_generated=sum(n for _, _, n in decoded))
         return SegmentResult(decoded, steps, num_rows, self._policy_version, drawn)
+
+    def _finish_row(self, slot: int, row: RolloutSequence, reason: str) -> None:
+        row.finish_reason, row.elapsed_s = reason, time.perf_counter() - row.started_s
+        self._rows[slot] = None
+
+    def finish_stopped_rows(self) -> None:
+        """Frees the slots of rows whose collected text contains a stop string. No segment may be running."""
+        assert self._running is None
+        for slot, row in enumerate(self._rows):
+            if row is not None and self._decode_text and row.newly_contains(self._stop, self._decode_text):
+                self._finish_row(slot, row, "stop")
+                self._table[:, slot] = 0
 
     # Sizes -------------------------------------------------------------------------------------------------------
 

@@ -152,6 +152,7 @@ class RolloutWorker:
         segment = self.engine.finish_segment()
         # Tokens are collected before the report, because committed tokens must survive a failure of the worker.
         segment.collect()
+        self.engine.finish_stopped_rows()
         self._segment_counters.append(self.engine.counters.take())
         at = self.clock()
         reports = []

@@ -25,6 +25,7 @@ from app.rollout.scheduling.protocol import EventRecord
 from app.rollout.scheduling.sample_states import SampleState
 from app.rollout.scheduling.scheduler import Scheduler
 from app.rollout.sequence import RolloutSequence
+from app.rollout.stop_strings import DecodeText
 from app.rollout.worker import Clock, RolloutWorker
 from app.rollout.worker_drivers import SequentialDriver, ThreadedDriver
 from settings.schema.rollout import PdsrSettings, SegmentSettings
@@ -58,7 +59,7 @@ class RolloutWorkerPool(SampleGenerator):
         workers: Sequence[RolloutWorker],
         schedule: ScheduleConfig,
         *,
-        decode_text: Callable[[Sequence[int]], str],
+        decode_text: DecodeText,
         clock: Clock = time.perf_counter,
     ):
         super().__init__(decode_text=decode_text)

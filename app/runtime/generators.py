@@ -131,6 +131,7 @@ def _make_slot_engine(
         eos_ids=tokenizer.eos_ids,
         dtype=dtype,
         exact=settings.rollout.mode == "exact",
+        decode_text=tokenizer.decode,
         programs=compiled.get(shapes),
         decode_layout=settings.rollout.decode_layout,
     )

@@ -40,13 +40,13 @@ def data_columns(settings: Settings, rows: PromptsOrRows) -> DataColumns:
     """Returns the columns of the training data that plug-ins can use."""
     data = settings.data
     return DataColumns.from_rows(
-        rows, source=data.source, prompt_column=data.prompt_column, answer_column=data.answer_column
+        rows, source=data.sources[0].source, prompt_column=data.prompt_column, answer_column=data.answer_column
     )
 
 
 def eval_columns(settings: Settings, rows: PromptsOrRows) -> DataColumns:
     """Returns the columns of the evaluation data that plug-ins can use."""
-    return replace(data_columns(settings, rows), source=settings.data.eval_source or settings.data.source)
+    return replace(data_columns(settings, rows), source=settings.data.eval_source or settings.data.sources[0].source)
 
 
 def read_policy(settings: Settings) -> ModelSpec:

@@ -91,7 +91,7 @@ def read_model_spec(settings: Settings) -> ModelSpec:
     definition = DecoderDefinition.create(architecture)
     check_tensors(expected_tensors(definition), files.weights.shapes, architecture)
     adapted = adapted_definition(definition, settings.model.lora)
-    tokenizer = load_tokenizer(files)
+    tokenizer = load_tokenizer(files, settings.data.chat_template_kwargs)
     _check_vocab_size(tokenizer, architecture)
     return ModelSpec(files, architecture, definition, tokenizer, adapted)
 

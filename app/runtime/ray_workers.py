@@ -68,6 +68,7 @@ def open_ray_workers(
             matmul_precision="highest" if dtype == jnp.float32 else None,
             lora=definition.lora,
             quantization=definition.quantization,
+            decode_text=tokenizer.decode if rollout.stop else None,
         )
         engine = SlotEngine(definition, mesh, spec.shapes, eos_ids=spec.eos_ids, dtype=dtype, exact=spec.exact)
         options: dict[str, Any] = {"num_cpus": actor.num_cpus, "num_gpus": actor.num_gpus, "resources": actor.resources}

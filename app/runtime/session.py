@@ -173,6 +173,7 @@ class Session(ScoringSession):
             policy_version=policy_version,
             group_size=self.settings.rollout.group_size,
             max_new_tokens=self.settings.rollout.max_new_tokens,
+            stop=self.settings.rollout.stop,
             first_group_id=first_group_id,
         )
 

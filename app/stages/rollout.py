@@ -206,8 +206,7 @@ class Generation:
 
     def _append(self, sequence: RolloutSequence) -> None:
         assert self.session.workers is not None
-        truncates = self.session.sampling_params.truncates
-        self.part_file.append(self.session.workers.to_sample(sequence, 0, truncates=truncates))
+        self.part_file.append(self.session.workers.to_sample(sequence, 0, self.session.rollout_request()))
 
     def _stream(self) -> Iterator[Sample]:
         # A host without prompts still samples one and drops the results, so that its queue is not a special case.

@@ -1,4 +1,4 @@
-"""The log of a run: metrics.jsonl, sessions.jsonl, saved samples and wandb. Only process 0 writes it."""
+"""The log of a run: metrics.jsonl, sessions.jsonl, saved samples, TensorBoard and wandb. Only process 0 writes it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -27,6 +27,9 @@ from app.records.settings_history import sign_session
 from app.report.alerts import Alert
 from app.tracking.completions_table import CompletionsTable, truncate_middle
 from settings import InputError, Resolved
+
+if TYPE_CHECKING:
+    from tensorboardX import SummaryWriter
 
 log = logging.getLogger(__name__)
 
@@ -136,6 +139,11 @@ class RunLog:
         self._digest = hashlib.sha256(lines)
         self._file = run.metrics_path.open("a", encoding="utf-8", buffering=1)
         self._wandb = open_wandb(run, resolved, wandb_id)
+        self._tensorboard = None
+        if resolved.settings.logging.tensorboard:
+            self._tensorboard = open_tensorboard(
+                run, resolved, next_step=self.history[-1]["step"] + 1 if self.history else 0
+            )
 
     @property
     def metrics_sha256(self) -> str:
@@ -153,11 +161,18 @@ class RunLog:
         line = json.dumps(record, allow_nan=False) + "\n"
         self._file.write(line)
         self._digest.update(line.encode())
+        known = {name: value for name, value in record.items() if value is not None}
         if self._wandb is not None:
-            self._wandb.log({k: v for k, v in record.items() if v is not None}, step=step)
+            self._wandb.log(known, step=step)
+        if self._tensorboard is not None:
+            for name in known.keys() - {"step"}:
+                self._tensorboard.add_scalar(name, known[name], step)
+            self._tensorboard.flush()
 
     def alert(self, alert: Alert) -> None:
-        """Sends an alert to wandb; it is not saved in files, because it can be derived from the metrics."""
+        """Sends an alert to TensorBoard and wandb; it is not in other files, because it follows from the metrics."""
+        if self._tensorboard is not None:
+            self._tensorboard.add_text(f"alerts/{alert.title}", alert.text, alert.step)
         if self._wandb is not None:
             self._wandb.alert(title=alert.title, text=f"Step {alert.step}. {alert.text}")
 
@@ -173,6 +188,8 @@ class RunLog:
 
     def close(self) -> None:
         self._file.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
         if self._wandb is not None:
             self._wandb.finish()
 
@@ -216,6 +233,19 @@ def open_wandb(run: RunDirectory, resolved: Resolved, wandb_id: str | None) -> A
     except (wandb.Error, OSError) as error:
         log.warning("wandb did not start (%s); metrics are written only to %s", type(error).__name__, run.metrics_path)
         return None
+
+
+def open_tensorboard(run: RunDirectory, resolved: Resolved, *, next_step: int) -> SummaryWriter:
+    """Returns a writer of TensorBoard events, which begin with the settings.
+
+    Args:
+        next_step: events of this step and later ones, which an earlier session may have left, are superseded.
+    """
+    from tensorboardX import SummaryWriter
+
+    writer = SummaryWriter(str(run.tensorboard_dir), purge_step=next_step)
+    writer.add_text("settings", "    " + resolved.to_yaml().replace("\n", "\n    "), next_step)
+    return writer
 
 
 def wandb_table(table: CompletionsTable) -> Any:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
-from app.evaluation.metrics import check_best_metric
+from app.evaluation.metrics import check_is_measured
+from app.prompts.data_sources import make_prompt_order
 from app.prompts.dataset import Dataset
 from app.prompts.encode import ChatTokenizer
 from app.records.run_directory import RunDirectory
@@ -27,7 +30,8 @@ from app.runtime.reward_model import RewardModelSpec
 from app.training.replay import Replay, ReplayRequest, read_replay
 from settings import Settings
 
-DATA, REWARD_MODEL = "data", "the reward model"
+DATA, WEIGHTS = "data", "the weights of the sources in data.source"
+REWARD_MODEL, TEMPLATE_KWARGS = "the reward model", "data.chat_template_kwargs"
 PROMPTS_PER_STEP = "rollout.prompts_per_step over all hosts"
 MINI_BATCH_PROMPTS = "algorithm.mini_batch_prompts over all hosts"
 PROMPT_ORDER = "the order of prompts (run.seed, data.shuffle, data.max_prompt_length, data.overlong_prompts)"
@@ -37,7 +41,9 @@ PROMPT_ORDER = "the order of prompts (run.seed, data.shuffle, data.max_prompt_le
 CHANGEABLE_FINGERPRINTS = {
     DATA: ("data", "run.seed"),  # The seed draws the problems of builtin:arithmetic.
     PROMPT_ORDER: ("data", "run.seed"),
+    WEIGHTS: ("data",),
     REWARD_MODEL: ("reward",),
+    TEMPLATE_KWARGS: (TEMPLATE_KWARGS,),
     PROMPTS_PER_STEP: ("rollout.prompts_per_step",),
     MINI_BATCH_PROMPTS: ("algorithm.mini_batch_prompts", "rollout.prompts_per_step"),
 }
@@ -83,15 +89,19 @@ def read_periodic_eval_prompts(settings: Settings, tokenizer: ChatTokenizer) -> 
     if not settings.eval.every_steps:
         return ()
     held_out, _ = read_eval_prompts(settings, tokenizer)
-    check_best_checkpoint_metric(settings, held_out)
+    check_chosen_metrics(settings, held_out)
     return held_out
 
 
-def check_best_checkpoint_metric(settings: Settings, eval_rows: PromptsOrRows) -> None:
-    """Raises InputError if evaluations of these rows do not measure `checkpoint.best_metric`."""
+def check_chosen_metrics(settings: Settings, eval_rows: PromptsOrRows) -> None:
+    """Raises InputError if evaluations of these rows do not measure a metric that a setting of the run names."""
+    judge, num_samples = accuracy_function_name(settings.reward), settings.eval.num_samples
+    check = partial(check_is_measured, prompts=eval_rows, judge=judge, num_samples=num_samples)
     if settings.checkpoint.best_metric is not None:
-        judge, num_samples = accuracy_function_name(settings.reward), settings.eval.num_samples
-        check_best_metric(settings.checkpoint.best_metric, eval_rows, judge=judge, num_samples=num_samples)
+        way_out = ", or null to keep no best checkpoint"
+        check(settings.checkpoint.best_metric, setting="checkpoint.best_metric", way_out=way_out)
+    if settings.run.early_stopping.is_on:
+        check(settings.run.early_stopping.metric, setting="run.early_stopping.metric")
 
 
 def read_training_inputs(settings: Settings, replay_request: ReplayRequest | None = None) -> TrainingInputs:
@@ -137,6 +147,8 @@ def input_fingerprints(
         **model.adapter_fingerprints,
         **data_fingerprints,
     }
+    if model.tokenizer.template_kwargs:
+        fingerprints[TEMPLATE_KWARGS] = json.dumps(dict(model.tokenizer.template_kwargs), sort_keys=True)
     if critic is not None:
         fingerprints["the critic"] = critic.files.fingerprint
     if reward_model is not None:
@@ -155,17 +167,20 @@ class PromptSource(NamedTuple):
 def _prompts_from_dataset(settings: Settings, tokenizer: ChatTokenizer) -> PromptSource:
     dataset = read_train_rows(settings)
     prompts, report = encode_rows(settings, dataset.rows, tokenizer)
+    make_prompt_order(settings.data, prompts, seed=settings.run.seed)
     return PromptSource(prompts, f"{dataset.to_text()}\n{report.to_text()}", dataset_fingerprints(settings, dataset))
 
 
 def dataset_fingerprints(settings: Settings, dataset: Dataset) -> dict[str, str]:
     """Returns the fingerprints of a data set and of the order of its prompts."""
+    weights = [one.weight for one in settings.data.sources]
     return {
         DATA: dataset.fingerprint,
         PROMPT_ORDER: (
             f"{settings.run.seed}, {settings.data.shuffle}, {settings.data.max_prompt_length}, "
             f"{settings.data.overlong_prompts}"
         ),
+        **({} if isinstance(settings.data.source, str) else {WEIGHTS: str(weights)}),
     }
 
 

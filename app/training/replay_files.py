@@ -140,14 +140,15 @@ def read_step_file(
         available = available.intersection(fields)
         if sample.finish_reason == "stop":
             num_stopped += 1
-            num_ended += any(token in model.tokenizer.eos_ids for token in sample.completion_ids[-1:])
+            is_ended = any(token in model.tokenizer.eos_ids for token in sample.completion_ids[-1:])
+            num_ended += is_ended or any(string in sample.completion for string in settings.rollout.stop)
     if not members:
         raise InputError(f"{path} holds no samples")
     if num_stopped and not num_ended:
         raise InputError(
             f"{path}: {num_stopped} samples have finish_reason `stop`, and none of them ends with a token that ends an "
             f"answer with the tokenizer of model.path ({', '.join(map(str, model.tokenizer.eos_ids))}): were they "
-            "sampled with another tokenizer? Set model.path to that model"
+            "sampled with another tokenizer, or with rollout.stop? Set model.path or rollout.stop as they were then"
         )
     file = StepFile(path, stamp, digest, len(members), max(map(len, members.values())), newest, available)
     file.check_unchanged()

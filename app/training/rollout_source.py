@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import jax
@@ -16,7 +17,8 @@ import jax
 from app.distributed.error_barrier import error_barrier
 from app.model.decode_weights import DecodeWeights
 from app.model.decoder import Params
-from app.prompts.prompt_order import PromptOrder, host_slice
+from app.prompts.data_sources import make_prompt_order
+from app.prompts.prompt_order import MixtureOrder, PromptOrder, host_slice
 from app.records.sample import Prompt, Sample
 from app.rollout.async_generation import AsyncRollout
 from app.runtime.session import Session
@@ -62,10 +64,13 @@ class RoundPrompts:
     settings: Settings
     prompts: Sequence[Prompt]
 
+    @cached_property
+    def _order(self) -> PromptOrder | MixtureOrder:
+        return make_prompt_order(self.settings.data, self.prompts, seed=self.settings.run.seed)
+
     def prompts_at(self, position: int) -> list[Prompt]:
         """Returns this host's prompts of the round that starts at a position of the global order."""
-        order = PromptOrder(self.settings.run.seed, len(self.prompts), self.settings.data.shuffle)
-        indices = order.row_indices(position, self.global_prompts_per_round)
+        indices = self._order.row_indices(position, self.global_prompts_per_round)
         local = host_slice(indices, process_index=jax.process_index(), process_count=jax.process_count())
         return [self.prompts[i] for i in local]
 

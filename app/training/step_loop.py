@@ -13,11 +13,13 @@ from app.checkpoint.checkpoints import Checkpoints
 from app.checkpoint.network_states import RunState
 from app.checkpoint.retention import SaveClock
 from app.checkpoint.train_progress import TrainProgress
+from app.distributed.collectives import gather_bytes_over_hosts
 from app.distributed.preemption import PreemptionHandler
 from app.distributed.stop_check import StoppedError
 from app.distributed.watchdog import Watchdog
 from app.evaluation.evaluator import evaluation_metrics
 from app.records.sample import Prompt, Sample
+from app.report.early_stopping import early_stopping_reason
 from app.runtime.health_checks import stop_if_diverged
 from app.tracking.compilation_counter import CompilationCounter
 from app.tracking.performance import step_performance
@@ -46,6 +48,8 @@ class StepLoop:
     """The evaluation prompts of all hosts; empty without evaluations."""
     last_step: int
     save_clock: SaveClock
+    early_end: str = ""
+    """Why the run ends before its last step, once it does."""
 
     def run(self) -> int:
         """Runs to the last step or a stop, saves, and returns the exit code: 0, or that of the stop."""
@@ -53,6 +57,8 @@ class StepLoop:
         try:
             self._start()
             for step in range(self.progress.step + 1, self.last_step + 1):
+                if self.early_end:
+                    break
                 self._step(step)
         except StoppedError:
             decision = self.interrupts.sync_stop_decision()
@@ -66,6 +72,9 @@ class StepLoop:
         self.checkpoints.finish()
         if exit_code:
             self.reporter.display.print_line(_stop_message(self.progress, self.last_step, decision.signaled_hosts))
+        elif self.early_end:
+            line = f"ended early, after step {self.progress.step} of {self.last_step}: {self.early_end}"
+            self.reporter.display.print_line(line)
         return exit_code
 
     @property
@@ -89,6 +98,7 @@ class StepLoop:
             self.checkpoints.update_progress(self._progress_with_digest())
         elif self.eval_prompts and not self.progress.step:
             self.reporter.run_log.write_metrics(0, self._evaluate(0))
+        self._check_early_stopping()
 
     def _step(self, step: int) -> None:
         """Runs one step. Raises StoppedError if it is interrupted, or after it if the run is to stop."""
@@ -108,6 +118,8 @@ class StepLoop:
             record = self._add_evaluation(record)
         self.reporter.report_step(step, record)
         stop_if_diverged(metrics, self.settings)
+        self._check_early_stopping()
+        is_last = is_last or bool(self.early_end)
         in_turn = is_last or decision.save_is_due or step % self.settings.checkpoint.every_steps == 0
         if in_turn or self.checkpoints.is_best(self.progress):
             self._save()
@@ -136,6 +148,13 @@ class StepLoop:
         metrics = evaluation_metrics(rewarded.samples, self.settings)
         self.reporter.report_evaluation(step, metrics, rewarded.samples)
         return {**metrics, "time/eval_s": time.perf_counter() - start}
+
+    def _check_early_stopping(self) -> None:
+        """Sets `early_end` from the metrics of the run, which only the first host has. All hosts call it together."""
+        if self.settings.run.early_stopping.is_on and self.progress.step < self.last_step:
+            rules = self.settings.run.early_stopping.model_dump()
+            reason = early_stopping_reason(self.reporter.run_log.history, **rules) or ""
+            self.early_end = gather_bytes_over_hosts(reason.encode())[0].decode()
 
     def _save(self) -> None:
         self.reporter.display.set_phase("save")

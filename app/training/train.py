@@ -41,6 +41,8 @@ class TrainResult(NamedTuple):
     history: Sequence[Mapping[str, Any]]
     """The lines of `metrics.jsonl`; empty on all processes but the first."""
     best: BestCheckpoint | None
+    early_end: str
+    """Why the run ended before its last step; empty if it did not."""
 
 
 def train(
@@ -72,7 +74,8 @@ def train(
         result = _train(setup, stack, clock)
     # The display redirects stdout to stderr while it is open.
     if jax.process_index() == 0:
-        print(summary_text(result.history, path=str(setup.run.path), best=result.best), flush=True)
+        text = summary_text(result.history, path=str(setup.run.path), best=result.best, early_end=result.early_end)
+        print(text, flush=True)
     return result.exit_code
 
 
@@ -126,7 +129,7 @@ def _train(setup: RunSetup, stack: ExitStack, clock: Callable[[], float]) -> Tra
     )
     with broadcast_failure(setup.status_board):
         exit_code = loop.run()
-    return TrainResult(exit_code, run_log.history, checkpoints.best)
+    return TrainResult(exit_code, run_log.history, checkpoints.best, loop.early_end)
 
 
 def _wait_for_hosts_on_exit(setup: RunSetup) -> Callable[..., None]:

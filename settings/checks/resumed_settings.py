@@ -17,7 +17,8 @@ PLACE_OF_RUN = ("run.name", "run.dir")
 
 FREE_SETTINGS = (
     # Number of steps, outputs and devices.
-    *("run.steps", "logging", "eval", "checkpoint", "watchdog", "mesh", "data.eval_source", "data.eval_split"),
+    *("run.steps", "run.early_stopping", "logging", "eval", "checkpoint", "watchdog", "mesh"),
+    *("data.eval_source", "data.eval_split"),
     # Speed and memory.
     *("model.remat", "model.logits_chunk", "score", "batching", "algorithm.balance_batch"),
     *("algorithm.dynamic_microbatch", "algorithm.max_tokens_per_device", "algorithm.rows_per_device"),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 from settings.checks.check import Rule
 from settings.loading.algorithm_presets import GROUP_RELATIVE_ESTIMATORS
 from settings.loading.fields import value_of
 from settings.loading.resolve import Resolved
 from settings.schema.reward import MODEL_REWARD, OVERLONG_REWARD
+from settings.schema.run import EarlyStoppingSettings
 from settings.schema.settings import Settings
 
 
@@ -234,6 +237,14 @@ RUN_CHECKS = (
     _check_warmup,
     _check_profile_steps,
     Rule(
+        lambda s: s.data.revision is not None and not isinstance(s.data.source, str),
+        "<data.revision> is for a single data.source; set it to null, and give each source of the list a `revision`",
+    ),
+    Rule(
+        lambda s: s.logging.tensorboard and find_spec("tensorboardX") is None,
+        "<logging.tensorboard>: tensorboardX is not installed; run pip install -e '.[tensorboard]', or set it to false",
+    ),
+    Rule(
         lambda s: s.eval.every_steps > 0 and check_evaluation_temperature.is_broken(s),
         check_evaluation_temperature.message,
     ),
@@ -241,5 +252,15 @@ RUN_CHECKS = (
         lambda s: s.checkpoint.best_metric is not None and s.eval.every_steps == 0,
         "<checkpoint.best_metric> is never measured, because <eval.every_steps> disables evaluation; set it to null, "
         "or eval.every_steps to 1 or more",
+    ),
+    Rule(
+        lambda s: s.run.early_stopping.is_on and s.eval.every_steps == 0,
+        "<run.early_stopping.metric> is never measured, because <eval.every_steps> disables evaluation; set "
+        "run.early_stopping.patience and target to null, or eval.every_steps to 1 or more",
+    ),
+    Rule(
+        lambda s: not s.run.early_stopping.is_on and s.run.early_stopping != EarlyStoppingSettings(),
+        "<run.early_stopping.metric>, <run.early_stopping.mode> and <run.early_stopping.min_delta> have no effect "
+        "without <run.early_stopping.patience> or <run.early_stopping.target>; set one of the latter",
     ),
 )

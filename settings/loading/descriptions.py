@@ -5,11 +5,11 @@ from __future__ import annotations
 import types
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel
+from pydantic import BaseModel, JsonValue
 from pydantic.fields import FieldInfo
 
 BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
-NAMES = {int: "integer", float: "number", bool: "boolean", str: "text", type(None): "null"}
+NAMES = {int: "integer", float: "number", bool: "boolean", str: "text", type(None): "null", JsonValue: "any value"}
 
 
 def describe_field(field: FieldInfo) -> dict[str, str]:

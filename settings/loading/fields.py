@@ -12,6 +12,7 @@ from pydantic.fields import FieldInfo
 
 from settings.loading.aliases import ALIASES
 from settings.loading.synonyms import VERL_ROOT, find_synonyms
+from settings.schema.data import DataSourceSettings
 from settings.schema.reward import RewardFunctionSettings
 from settings.schema.settings import Settings
 
@@ -36,7 +37,10 @@ FIELDS: dict[str, FieldInfo] = {name: info for name, info in _iter_fields(Settin
 """Maps a dotted name, such as `rollout.group_size`, to its field, in the order of the schema."""
 SECTIONS: frozenset[str] = frozenset(name for name, info in _iter_fields(Settings) if _is_section(info))
 """Dotted names of the sections, such as `rollout` and `score.policy`."""
-ITEM_KEYS: dict[str, Iterable[str]] = {"reward.functions": RewardFunctionSettings.model_fields}
+ITEM_KEYS: dict[str, Iterable[str]] = {
+    "reward.functions": RewardFunctionSettings.model_fields,
+    "data.source": DataSourceSettings.model_fields,
+}
 """Maps a field that is a list of mappings to the keys allowed in these mappings."""
 
 

@@ -43,6 +43,7 @@ from settings.loading.sources import (
 )
 from settings.loading.yaml_file import YamlNode, parse_settings_file
 from settings.schema.algorithm import AlgorithmSettings
+from settings.schema.data import MIXTURE_TAG, SINGLE_TAG
 from settings.schema.rollout import RAY_LEASE_S
 from settings.schema.settings import LEGACY_PROMPT_ALLOWANCE, Settings
 
@@ -143,7 +144,7 @@ def _derive(given: Settings, provenance: Mapping[str, str], *, config_stem: str)
     if given.run.name is None:
         layer["run.name"] = SourcedValue(f"{_as_run_name(config_stem)}-seed{given.run.seed}", "derived")
     # Stays null for a file, because it is unknown which part of it would be held out.
-    if data.eval_source is None and data.source.startswith(("builtin:", "hf:")):
+    if data.eval_source is None and isinstance(data.source, str) and data.source.startswith(("builtin:", "hf:")):
         layer["data.eval_source"] = SourcedValue(data.source, "derived")
     if data.eval_split is None:
         layer["data.eval_split"] = SourcedValue("test", "derived")
@@ -230,7 +231,7 @@ def _as_run_name(stem: str) -> str:
 
 def _error_message(details: ErrorDetails, values: Mapping[str, SourcedValue]) -> str:
     """Formats a pydantic error as one line with field, reason, value and source."""
-    location = details["loc"]
+    location = tuple(part for part in details["loc"] if part not in (SINGLE_TAG, MIXTURE_TAG))
     depth = next(n for n in range(len(location), 0, -1) if n == 1 or _dotted(location[:n]) in FIELDS)
     field, inside = _dotted(location[:depth]), location[depth:]
     leaf = values.get(field)
@@ -248,7 +249,7 @@ def _reason(details: ErrorDetails) -> str:
     value = details["input"]
     if details["type"] == "int_type" and isinstance(value, float) and value.is_integer():
         reason += f" (write {value:.0f})"
-    return reason[0].lower() + reason[1:]
+    return (reason[0].lower() + reason[1:]).replace("tuple", "list")
 
 
 def _origin_inside(value: SourcedValue, keys: Sequence[int | str]) -> str:

@@ -2,23 +2,71 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Discriminator, Field, JsonValue, Tag
 
 from settings.schema.section import Section
 
+SINGLE_TAG, MIXTURE_TAG = "(single)", "(mixture)"
+"""Parts of a pydantic error's location that are not part of a setting's name."""
+OWN_TEMPLATE_ARGUMENTS = (
+    *("self", "conversation", "messages", "chat_template", "add_generation_prompt", "continue_final_message"),
+    *("tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs"),
+    *("return_assistant_tokens_mask", "sanitize_control_tokens"),
+)
+"""Arguments of transformers' `apply_chat_template` that the program itself decides."""
+
+
+def _validate_template_kwargs(value: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    if wrong := next((name for name in value if not name.isidentifier() or name in OWN_TEMPLATE_ARGUMENTS), None):
+        raise ValueError(f"{wrong!r} is not a variable that can be passed to a chat template; remove it")
+    return value
+
+
+class DataSourceSettings(Section):
+    """One source of a mixture."""
+
+    source: str = Field(min_length=1)
+    """As a single `data.source`."""
+    weight: float = Field(default=1.0, gt=0)
+    """Its share of the prompts, relative to the other weights."""
+    split: str | None = None
+    """Its split; `data.split` when null."""
+    revision: str | None = None
+    """Its commit, if it is on the hub."""
+
+
+def _validate_distinct_sources(value: tuple[DataSourceSettings, ...]) -> tuple[DataSourceSettings, ...]:
+    names = [(one.source, one.split) for one in value]
+    if repeated := next((name for name in names if names.count(name) > 1), None):
+        raise ValueError(f"expected different sources, but {repeated[0]} occurs more than once; add up its weights")
+    return value
+
+
+Mixture = Annotated[
+    tuple[DataSourceSettings, ...], Field(min_length=1, strict=False), AfterValidator(_validate_distinct_sources)
+]
+
+
+def _kind_of_source(value: Any) -> str:
+    return MIXTURE_TAG if isinstance(value, list | tuple) else SINGLE_TAG
+
 
 class DataSettings(Section):
-    source: str = Field(default="builtin:arithmetic", min_length=1)
-    """Training prompts: `builtin:arithmetic`, `hf:<hub id>[:<config>]`, or a .jsonl / .parquet file."""
+    source: Annotated[
+        Annotated[str, Field(min_length=1), Tag(SINGLE_TAG)] | Annotated[Mixture, Tag(MIXTURE_TAG)],
+        Discriminator(_kind_of_source),
+    ] = "builtin:arithmetic"
+    """Training prompts: `builtin:arithmetic`, `hf:<hub id>[:<config>]`, or a .jsonl / .parquet file. A list of them, as
+    in `[{source: a.jsonl, weight: 3}, {source: b.jsonl}]`, is a mixture: reward functions get a column data_source."""
     split: str = "train"
     """Split of a hub data set or of the arithmetic generator."""
     revision: str | None = None
-    """Commit of a hub data set; its newest commit when null."""
+    """Commit of a single hub data set; its newest commit when null."""
     eval_source: str | None = None
     """Evaluation prompts, as in `data.source`. When null, `data.source` if that is built in or on the hub; required if
-    that is a file."""
+    that is a file or a mixture."""
     eval_split: str | None = None
     """Split for evaluation; `test` when null. Ignored for a file."""
     prompt_column: str | None = None
@@ -27,6 +75,9 @@ class DataSettings(Section):
     """Column of the reference answers. When null, the first of answer, ground_truth, solution that exists."""
     system_prompt: str | None = None
     """System message before every prompt; none when null."""
+    chat_template_kwargs: Annotated[dict[str, JsonValue], AfterValidator(_validate_template_kwargs)] = Field(default={})
+    """Variables of the model's chat template, such as `{enable_thinking: false}` of Qwen3. A reward model's own
+    template does not get them."""
     max_prompt_length: int = Field(default=128, ge=1)
     """Longest prompt, in tokens, including the chat template."""
     overlong_prompts: Literal["drop", "error", "truncate_left"] = "drop"
@@ -39,3 +90,10 @@ class DataSettings(Section):
     """Operators of the arithmetic generator."""
     num_problems: int = Field(default=20_000, ge=1, le=1_000_000)
     """Number of training problems from the arithmetic generator; fewer if not that many different ones exist."""
+
+    @property
+    def sources(self) -> tuple[DataSourceSettings, ...]:
+        """All sources of training prompts; a single one has all the weight."""
+        if isinstance(self.source, str):
+            return (DataSourceSettings(source=self.source, revision=self.revision),)
+        return self.source

@@ -14,6 +14,8 @@ class LoggingSettings(Section):
     """Project on Weights & Biases (wandb), which is not used when null."""
     wandb_mode: Literal["online", "offline", "disabled"] = "online"
     """Mode of wandb. Without an API key, online becomes offline."""
+    tensorboard: bool = False
+    """Also writes the metrics as TensorBoard events to tensorboard/. Needs the extra [tensorboard]."""
     profile_steps: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(strict=False)] = ()
     """Training steps whose `jax.profiler` trace is written to profile/, as in [3, 5]. These steps are slower."""
     save_rollouts: bool = True

@@ -116,6 +116,12 @@ class RayPoolSettings(Section):
     heavy: RayActorSettings = RayActorSettings()
 
 
+def _validate_stop_string(value: str) -> str:
+    if not value or "\ufffd" in value:
+        raise ValueError("expected at least one character, and no U+FFFD, which stands for incomplete characters")
+    return value
+
+
 class RolloutSettings(Section):
     prompts_per_step: int = Field(default=8, ge=1, le=2**20)
     """Prompts per training step, per host."""
@@ -123,6 +129,9 @@ class RolloutSettings(Section):
     """Samples per prompt."""
     max_new_tokens: int = Field(default=64, ge=1)
     """Longest completion, in tokens."""
+    stop: Annotated[tuple[Annotated[str, AfterValidator(_validate_stop_string)], ...], Field(strict=False)] = ()
+    """Texts that end a completion, also in evaluations. It ends with the token that completes the first of them, and
+    counts as finished. Control tokens are not part of the text."""
     max_length_total: int | None = Field(default=None, ge=2)
     """Longest prompt plus completion, in tokens; max_new_tokens + max(128, max_prompt_length) when null."""
     prefill_length_min: int = Field(default=16, ge=1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
@@ -16,6 +16,25 @@ def _validate_run_name(value: str) -> str:
     return value
 
 
+class EarlyStoppingSettings(Section):
+    """When a run ends before its last step. Without `patience` and `target` it never does."""
+
+    metric: str = "eval/accuracy"
+    """Metric of the evaluations that is compared."""
+    mode: Literal["max", "min"] = "max"
+    """Whether a larger or a smaller value is better."""
+    patience: int | None = Field(default=None, ge=1)
+    """Number of evaluations in a row without an improvement after which the run ends; null = never."""
+    min_delta: float = Field(default=0.0, ge=0)
+    """An improvement is a change for the better by more than this."""
+    target: float | None = Field(default=None, ge=-1e12, le=1e12)
+    """The run also ends once an evaluation reaches this value; null = no target."""
+
+    @property
+    def is_on(self) -> bool:
+        return self.patience is not None or self.target is not None
+
+
 class RunSettings(Section):
     name: Annotated[str, AfterValidator(_validate_run_name)] | None = None
     """Name of the run directory; `<config>-seed<seed>` when null."""
@@ -25,3 +44,4 @@ class RunSettings(Section):
     """Seed of all randomness: data order and sampling noise."""
     steps: int = Field(default=100, ge=1)
     """Number of training steps; each consists of rollout, reward, score, advantage and update."""
+    early_stopping: EarlyStoppingSettings = EarlyStoppingSettings()

@@ -92,7 +92,7 @@ def test_a_scheduled_rollout_that_was_stopped_draws_only_what_is_missing(in_turn
     assert not any(worker.engine.is_open for worker in made.workers)
     assert not {"fast-0", "heavy-1"} & {thread.name for thread in threading.enumerate()}
     groups = {sample.uid: sample.group_id for sample in expected()}
-    finished = {row.uid: made.to_sample(row, groups[row.uid], truncates=False) for row in rows}
+    finished = {row.uid: made.to_sample(row, groups[row.uid], REQUEST) for row in rows}
     assert 0 < len(finished) < len(LENGTHS)
     made.stop_requested = never_stop
     drawn = made.stream(weights_on(), PROMPTS, REQUEST, skipped_uids=finished)

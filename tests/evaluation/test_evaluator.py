@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from app.evaluation.evaluator import evaluation_metrics
 from app.evaluation.metrics import (
     DIFFICULTY,
     NON_BINARY_COUNT,
-    check_best_metric,
+    check_is_measured,
     estimate_metrics,
     pass_at_k_sizes,
     prompt_columns,
@@ -96,23 +97,26 @@ def test_a_judge_that_abstains_from_everything_leaves_no_accuracy_and_no_error()
     assert evaluation_line(0, metrics).startswith("evaluation at step 0: accuracy –  truncated 0.0%")
 
 
+is_measured = partial(check_is_measured, setting="checkpoint.best_metric")
+
+
 def test_whatever_is_measured_may_choose_the_best_checkpoint_and_nothing_else() -> None:
     samples = [graded(True, "2", difficulty=3), graded(False, "3", difficulty=1)]
     questions = [sample.prompt for sample in samples]
     for name in metrics_by(judged(samples)):
-        check_best_metric(name, questions, judge="arithmetic", num_samples=1)
+        is_measured(name, questions, judge="arithmetic", num_samples=1)
     with pytest.raises(InputError, match=r"do not measure 'eval/acuracy'; .*; did you mean eval/accuracy\?$"):
-        check_best_metric("eval/acuracy", questions, judge="arithmetic", num_samples=1)
+        is_measured("eval/acuracy", questions, judge="arithmetic", num_samples=1)
     levels = "eval/accuracy/difficulty_1, eval/accuracy/difficulty_3"
     for name in ("reward/mean", "eval/accuracy/difficulty_2"):
         with pytest.raises(InputError, match=f"eval/error_count, {levels}"):
-            check_best_metric(name, questions, judge="arithmetic", num_samples=1)
+            is_measured(name, questions, judge="arithmetic", num_samples=1)
 
 
 def test_a_format_that_no_plug_in_knows_chooses_no_checkpoint() -> None:
-    check_best_metric("eval/accuracy", prompts(1), judge="brevity", num_samples=1)
+    is_measured("eval/accuracy", prompts(1), judge="brevity", num_samples=1)
     with pytest.raises(InputError, match=r"do not measure 'eval/format_rate' when brevity judges; choose"):
-        check_best_metric("eval/format_rate", prompts(1), judge="brevity", num_samples=1)
+        is_measured("eval/format_rate", prompts(1), judge="brevity", num_samples=1)
 
 
 def make_answers(*answers: tuple[str, ...], **extra: object) -> list[Sample]:
@@ -189,9 +193,9 @@ def test_passes_are_told_of_powers_of_two_and_of_all(num_samples: int, counts: l
 
 def test_passes_and_votes_may_choose_the_best_checkpoint_where_they_are_measured() -> None:
     for name in ("eval/pass@4", "eval/maj@4"):
-        check_best_metric(name, prompts(1), judge="arithmetic", num_samples=4)
+        is_measured(name, prompts(1), judge="arithmetic", num_samples=4)
         with pytest.raises(InputError, match=f"do not measure '{name}'"):
-            check_best_metric(name, prompts(1), judge="arithmetic", num_samples=1)
+            is_measured(name, prompts(1), judge="arithmetic", num_samples=1)
 
 
 def test_a_column_of_words_is_no_difficulty() -> None:

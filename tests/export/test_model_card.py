@@ -88,3 +88,19 @@ def test_a_base_of_the_hub_is_named_though_the_run_had_a_copy_of_it_here(run: Pa
     assert '| `model.path` | `"some/model"` |' in card
     assert "# model after 4 steps of grpo" in card
     assert str(tiny_model) in (run / "settings.yaml").read_text() and str(tiny_model) not in card
+
+
+def test_variables_of_the_chat_template_are_in_the_example_and_the_table(run: Path, tiny_model: Path) -> None:
+    assert "add_generation_prompt=True, return_tensors" in card_of(run, tiny_model)
+    change(run, "chat_template_kwargs", "{enable_thinking: false}")
+    card = card_of(run, tiny_model)
+    assert "add_generation_prompt=True, enable_thinking=False, return_tensors" in card
+    assert '| `data.chat_template_kwargs` | `{"enable_thinking": false}` |' in card
+
+
+def test_all_sources_of_a_mixture_are_named_without_their_directories(run: Path, tiny_model: Path) -> None:
+    parts = "{source: for_acme/a.jsonl, weight: 3.0}, {source: 'hf:openai/gsm8k:main'}, {source: 'hf:a/b'}"
+    change(run, "source", f"[{parts}]")
+    card = card_of(run, tiny_model)
+    assert "on `a.jsonl`, `hf:openai/gsm8k:main`, `hf:a/b`: step" in card and "acme" not in card
+    assert yaml.safe_load(card.split("---\n")[1])["datasets"] == ["openai/gsm8k", "a/b"]

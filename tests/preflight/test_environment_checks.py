@@ -70,6 +70,11 @@ def test_the_hub_sources_are_those_that_a_run_uses(tmp_path: Path) -> None:
         HubSource("data.source", "dataset", "c/d", None),
         HubSource("data.eval_source", "dataset", "e/f", None),
     )
+    mixture = "data.source=[{source: 'hf:c/d:main', revision: r2}, {source: x.jsonl}, {source: 'hf:e/f', split: s}]"
+    assert hub_sources(load_settings(mixture)) == (
+        HubSource("data.source[0]", "dataset", "c/d", "r2"),
+        HubSource("data.source[2]", "dataset", "e/f", None),
+    )
     without = ("algorithm.name=grpo", "eval.every_steps=0", "critic.path=g/h")
     assert [one.setting for one in hub_sources(load_settings(*overrides, *without))] == ["model.path", "data.source"]
 

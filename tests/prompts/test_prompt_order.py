@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.prompts.prompt_order import PromptOrder, host_slice
+from app.prompts.prompt_order import MixtureOrder, PromptOrder, host_slice
 
 
 @st.composite
@@ -118,3 +118,51 @@ def test_a_caller_cannot_change_the_order(shuffle):
 def test_a_late_step_of_a_large_data_set_costs_no_more_than_an_early_one():
     order = PromptOrder(seed=0, num_rows=100_000, shuffle=True)
     assert len(set(order.row_indices(512 * 10**9, 512).tolist())) == 512
+
+
+@st.composite
+def mixtures(draw):
+    sizes = draw(st.lists(st.integers(1, 40), min_size=1, max_size=4))
+    ends = np.cumsum([0, *sizes])
+    rows = [np.arange(first, last) for first, last in pairwise(ends)]
+    weights = draw(st.lists(st.floats(0.01, 100), min_size=len(sizes), max_size=len(sizes)))
+    return MixtureOrder(draw(st.integers(0, 2**31 - 1)), rows, weights, draw(st.booleans()))
+
+
+def of_source(order: MixtureOrder, stream: np.ndarray, source: int) -> np.ndarray:
+    return stream[np.isin(stream, order.rows[source])]
+
+
+@given(mixtures(), st.integers(1, 500), st.integers(0, 30_000), st.integers(1, 9))
+def test_a_mixture_does_not_depend_on_the_size_of_steps(order, num, start, count):
+    whole = order.row_indices(start, num * count)
+    assert np.concatenate(take_steps(order, count, num, start=start)).tolist() == whole.tolist()
+
+
+@given(mixtures(), st.integers(1, 25_000))
+def test_every_source_has_its_share_of_a_mixture_at_any_time(order, num):
+    stream, total = order.row_indices(0, num), sum(order.weights)
+    for source, weight in enumerate(order.weights):
+        share = num * weight / total
+        # A share is a multiple of 1 / 10,000, and at least that.
+        assert abs(len(of_source(order, stream, source)) - share) <= 2 + num * len(order.weights) / 10_000
+
+
+@given(mixtures())
+def test_every_epoch_of_a_source_is_a_permutation_and_repeats_nothing_soon(order):
+    stream = order.row_indices(0, 2_000)
+    for source, rows in enumerate(order.rows):
+        taken, size = of_source(order, stream, source), len(rows)
+        for epoch in range(len(taken) // size):
+            assert sorted(taken[epoch * size : (epoch + 1) * size]) == rows.tolist()
+        for first in range(len(taken) - size // 3):
+            assert len(set(taken[first : first + size // 3].tolist())) == size // 3
+
+
+def test_a_mixture_alternates_evenly_and_is_shuffled_by_the_seed():
+    rows = [np.arange(30), np.arange(30, 40)]
+    plain = MixtureOrder(0, rows, [3.0, 1.0], shuffle=False).row_indices(0, 8)
+    assert plain.tolist() == [0, 1, 30, 2, 3, 4, 31, 5]
+    first, other = (MixtureOrder(seed, rows, [3.0, 1.0], shuffle=True).row_indices(0, 40).tolist() for seed in (1, 2))
+    assert first != other and sorted(first[:40]) != first[:40]
+    assert Counter(index >= 30 for index in first) == {False: 30, True: 10}

@@ -80,8 +80,8 @@ def write_gguf(path: Path, *, pre="smollm", model="gpt2", eos_id=2, template=TEM
     return path
 
 
-def tokenizer_at(path: Path) -> Tokenizer:
-    return load_tokenizer(open_model(str(path)))
+def tokenizer_at(path: Path, **template_kwargs: Any) -> Tokenizer:
+    return load_tokenizer(open_model(str(path)), template_kwargs)
 
 
 def pieces(tokenizer: Tokenizer, text: str) -> list[str]:
@@ -316,3 +316,24 @@ def test_smollm2_equals_the_directory_of_the_independent_converter(smollm2, smol
         messages = [{"role": "user", "content": row["question"]}]
         assert smollm2.chat_ids(messages) == reference.chat_ids(messages)
         assert smollm2.encode(row["answer"]) == reference.encode(row["answer"])
+
+
+def test_variables_of_the_template_reach_every_rendering_and_the_trial(tmp_path):
+    nested = "{% for i in range(loops) %}" * 3 + "x" + "{% endfor %}" * 3
+    thinking = "{% if enable_thinking is false %}<think></think>" + nested + "{% endif %}"
+    folder = write_directory(tmp_path / "model", tokenizer_config={"chat_template": TEMPLATE + thinking})
+    messages = [{"role": "user", "content": "a"}]
+    plain, brief = tokenizer_at(folder), tokenizer_at(folder, enable_thinking=False, loops=2)
+    added = plain.encode("<think></think>" + "x" * 8)
+    assert brief.chat_ids(messages) == [*plain.chat_ids(messages), *added]
+    assert brief.conversation_ids(messages) == [*plain.conversation_ids(messages), *added]
+    with pytest.raises(InputError, match="the chat template takes more than"):
+        tokenizer_at(folder, enable_thinking=False, loops=99999)
+
+
+def test_a_variable_that_the_template_does_not_mention_is_refused(tmp_path):
+    folder = write_directory(tmp_path / "model")
+    with pytest.raises(
+        InputError, match=r"data\.chat_template_kwargs: .* has no variable enable_thinking, so it would"
+    ):
+        tokenizer_at(folder, enable_thinking=False)

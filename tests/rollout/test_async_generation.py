@@ -74,7 +74,7 @@ def opened(made: RolloutWorkerPool, events: list[SchedulerEvent] | None = None) 
 
 
 def samples_of(made: RolloutWorkerPool, rows: Sequence[RolloutSequence]):
-    return [made.to_sample(row, i // GROUP_SIZE, truncates=REQUEST.rules.truncates) for i, row in enumerate(rows)]
+    return [made.to_sample(row, i // GROUP_SIZE, REQUEST) for i, row in enumerate(rows)]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -242,4 +242,4 @@ def test_lengths_are_known_to_the_next_generation() -> None:
 def test_a_sample_without_a_token_is_of_the_version_that_dropped_it() -> None:
     row = RolloutSequence(PROMPTS[0], 0, max_new_tokens=4, noise_step=57, finish_reason="dropped:non-finite logits")
     row.segment_versions, row.segment_tokens = [(3, 0)], [np.zeros((3, 0), np.int32)]
-    assert row.to_sample(0, decode_text=str, truncates=False).policy_version == 3
+    assert row.to_sample(0, REQUEST, decode_text=str).policy_version == 3

@@ -19,6 +19,8 @@ import ray
 from ray.cluster_utils import Cluster
 
 from app.distributed.stop_check import StoppedError
+from app.model.io.model_files import open_model
+from app.prompts.tokenizer import load_tokenizer
 from app.rollout.async_generation import AsyncRollout
 from app.rollout.ray_actor import ActorSpec, check_slots_divide
 from app.rollout.ray_pool import RayWorkerPool, connect
@@ -30,7 +32,7 @@ from app.rollout.scheduling.scheduler import POLICIES
 from app.rollout.sequence import RolloutSequence, SuspendedSequence
 from app.rollout.worker_pool import ScheduleConfig
 from settings.errors import InputError
-from tests.rollout.test_slot_engine import DEFINITION, LENGTHS, PROMPTS, REQUEST
+from tests.rollout.test_slot_engine import DEFINITION, LENGTHS, LONGEST, PROMPTS, REQUEST, batching, weights_on
 from tests.rollout.test_worker_drivers import (
     EAGER,
     KINDS,
@@ -296,3 +298,16 @@ def test_where_all_actors_die_the_rollout_ends_with_the_reason(rested: RayWorker
     when_in_a_segment(rested, rested.ray_workers[0], lambda: [end() for end in ends])
     with pytest.raises(ActorLostError, match=r"the actor of \S+ is lost: ActorDiedError"):
         samples_of(rested)
+
+
+def test_actors_free_the_slots_of_samples_that_contain_a_stop_string(cluster: str, pool: RayWorkerPool) -> None:
+    decode_text = load_tokenizer(open_model("builtin:tiny")).decode
+    request = replace(REQUEST, max_new_tokens=LONGEST, stop=("1", "+"))
+    made, alone = actors(cluster, num_workers=1, num_cpus=0, decode_text=decode_text), batching(engine_on(0))
+    made._decode_text = alone._decode_text = decode_text
+    made.compile(request.rules)
+    samples = made.generate(weights_on(), PROMPTS, request)
+    made.ray_workers[0].kill_actor()
+    assert bits(samples) == bits(alone.generate(weights_on(), PROMPTS, request))
+    assert 3 <= sum(sample.finish_reason == "stop" for sample in samples) < len(samples)
+    assert made.take_counters().generated_tokens < len(samples) * LONGEST

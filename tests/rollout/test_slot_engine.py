@@ -21,6 +21,7 @@ from app.rollout.sequence import RolloutSequence, SuspendedSequence
 from app.rollout.shape_buckets import make_slot_shapes
 from app.rollout.slot_engine import SlotEngine
 from app.rollout.slot_programs import SlotPrograms
+from app.rollout.stop_strings import DecodeText
 from app.score.scorer import Scorer
 from app.tracking.compilation_counter import CompilationCounter
 from settings.errors import InputError
@@ -45,7 +46,12 @@ def weights_on(shape: tuple[int, int, int] = (1, 1, 1)) -> DecodeWeights:
 
 
 def new_slots(
-    num_slots: int, *, exact: bool, mesh_shape: tuple[int, int, int] = (1, 1, 1), eos_ids: Sequence[int] = ()
+    num_slots: int,
+    *,
+    exact: bool,
+    mesh_shape: tuple[int, int, int] = (1, 1, 1),
+    eos_ids: Sequence[int] = (),
+    decode_text: DecodeText | None = None,
 ) -> SlotEngine:
     """Returns slots that have been compacted to half their number, in fast mode."""
     shapes = make_slot_shapes(
@@ -59,7 +65,8 @@ def new_slots(
     )
     if not exact:
         shapes = shapes._replace(batch_buckets=(num_slots // 2, num_slots))
-    return SlotEngine(DEFINITION, make_mesh(mesh_shape), shapes, eos_ids=eos_ids, dtype=FLOAT32, exact=exact)
+    made = {"eos_ids": eos_ids, "dtype": FLOAT32, "exact": exact, "decode_text": decode_text}
+    return SlotEngine(DEFINITION, make_mesh(mesh_shape), shapes, **made)
 
 
 @functools.cache

@@ -347,3 +347,19 @@ def test_greedy_samples_are_drawn_once_where_anything_is_evaluated() -> None:
 
 def test_a_model_is_evaluated_also_where_training_is_not() -> None:
     check_for_evaluation(load(None, ["eval.every_steps=0", "rollout.group_size=1", "rollout.temperature=0"], {}))
+
+
+def test_early_stopping_needs_evaluations_and_a_condition(resolve) -> None:
+    for condition in ("patience=2", "target=0.9"):
+        check_for_train(resolve(f"run.early_stopping.{condition}"))
+        message = refusal(check_for_train, resolve(f"run.early_stopping.{condition}", "eval.every_steps=0"))
+        assert "run.early_stopping.metric = 'eval/accuracy' (from the default) is never measured" in message
+    message = refusal(check_for_train, resolve("run.early_stopping.mode=min"))
+    assert "run.early_stopping.mode = 'min' (from --set)" in message and "have no effect without" in message
+
+
+def test_the_sources_of_a_mixture_have_revisions_of_their_own(resolve) -> None:
+    mixture = "data.source=[{source: 'hf:a/b', revision: abc}, {source: c.jsonl}]"
+    check_for_train(resolve(mixture, "data.eval_source=c.jsonl"))
+    message = refusal(check_for_train, resolve(mixture, "data.revision=abc"))
+    assert "data.revision = 'abc' (from --set) is for a single data.source" in message

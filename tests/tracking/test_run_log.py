@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from app.tracking.run_log import (
     samples_to_jsonl,
 )
 from settings import Settings, load
-from tests.program import DEADLINE_S, metrics_of, settings, started
+from tests.program import DEADLINE_S, metrics_of, settings, started, train_here
 
 CANARY = "CANARY0123456789abcdef0123456789abcdef01"
 
@@ -158,6 +159,66 @@ def test_the_other_processes_write_nothing(tmp_path: Path) -> None:
 
 def test_only_named_sections_are_uploaded() -> None:
     assert set(Settings.model_fields) - set(WANDB_SECTIONS) == {"logging", "mesh", "watchdog"}
+
+
+def events_of(run: Path) -> list[Any]:
+    """Returns all events, in the order in which TensorBoard reads them. Source: the TFRecord format."""
+    event_pb2 = pytest.importorskip("tensorboardX.proto.event_pb2", reason="pip install -e '.[tensorboard]'")
+    events = []
+    for path in sorted((run / "tensorboard").iterdir()):
+        content = path.read_bytes()
+        while content:
+            length = int.from_bytes(content[:8], "little")
+            events.append(event_pb2.Event.FromString(content[12 : 12 + length]))
+            content = content[16 + length :]
+    return events
+
+
+def scalars_of(run: Path) -> dict[tuple[str, int], float]:
+    """Returns the scalars that TensorBoard shows: the start of a session hides those of its step and later."""
+    shown: dict[tuple[str, int], float] = {}
+    for event in events_of(run):
+        if event.HasField("session_log"):
+            shown = {key: value for key, value in shown.items() if key[1] < event.step}
+        for value in event.summary.value:
+            if value.HasField("simple_value"):
+                assert (value.tag, event.step) not in shown
+                shown[value.tag, event.step] = value.simple_value
+    return shown
+
+
+def test_tensorboard_shows_the_metrics_of_a_resumed_run_once(config: Path) -> None:
+    run, tensorboard = config.parent / "runs" / "tiny", "logging.tensorboard=true"
+    pytest.importorskip("tensorboardX", reason="pip install -e '.[tensorboard]'")
+    assert train_here(config, tensorboard, "run.steps=3").exit_code == 0
+    shutil.rmtree(run / "checkpoints" / "3")
+    assert len({step for _, step in scalars_of(run)}) == 4
+    time.sleep(1.1)  # The names of the files hold the second.
+    assert train_here(config, tensorboard, resume="must").exit_code == 0
+    lines = metrics_of(run)
+    expected = {
+        (name, line["step"]): np.float32(value)
+        for line in lines
+        for name, value in line.items()
+        if name != "step" and value is not None
+    }
+    assert len(lines) == 5 and len(expected) > 100
+    assert scalars_of(run) == expected
+    texts = [
+        one.tensor.string_val[0]
+        for event in events_of(run)
+        for one in event.summary.value
+        if one.tag == "settings/text_summary"
+    ]
+    assert len(texts) == 2 and b"    run:\n      name: tiny" in texts[0]
+
+
+def test_tensorboard_that_is_not_installed_is_named(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    result = train_here(config, "logging.tensorboard=true")
+    assert result.exit_code == 2
+    assert "logging.tensorboard = True (from --set): tensorboardX is not installed; run pip install" in result.stderr
+    assert not (config.parent / "runs").exists()
 
 
 @pytest.mark.slow

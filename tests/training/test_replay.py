@@ -77,6 +77,32 @@ def test_a_run_is_reproduced_bit_for_bit_under_its_own_settings_and_a_name_of_it
     assert "checkpoint" not in session
 
 
+@pytest.mark.parametrize("engine", [(), ("rollout.slots=8", "rollout.mode=exact", "rollout.segment.min=1")])
+def test_a_run_ends_completions_at_stop_strings_and_is_reproduced(
+    config: Path, tmp_path: Path, engine: tuple[str, ...]
+) -> None:
+    stop = ("1", "+3")
+    result = train_here(config, 'rollout.stop=["1", "+3"]', "run.steps=2", "eval.every_steps=2", *engine)
+    assert result.exit_code == 0, result.stderr
+    run = config.parent / "runs" / "tiny"
+    assert_same_steps(replayed(run, tmp_path / "again"), run, steps=(1, 2))
+    for path in (step_file(run, 1), run / "eval" / "step_000002.jsonl"):
+        records = records_of(path)
+        stopped = [one for one in records if any(string in one["completion"] for string in stop)]
+        assert 2 <= len(stopped) < len(records)
+        for one in stopped:
+            assert one["finish_reason"] == "stop" and one["completion"].endswith(stop)
+            assert not any(string in one["completion"][:-1] for string in stop)
+    cut = [one["finish_reason"] == "length" for one in records_of(step_file(run, 1))]
+    assert steps_of(run)[1]["completions/truncated_fraction"] == pytest.approx(np.mean(cut))
+    # Where no answer ends with an end-of-sequence token, the stop strings tell why.
+    ends = ("1", "3")
+    reasons = {True: "stop", False: "length"}
+    rewrite(step_file(run, 1), lambda one: one.update(finish_reason=reasons[one["completion"].endswith(ends)]))
+    result = replay(run, tmp_path / "unstopped", "rollout.stop=[]", "run.steps=1")
+    assert_refused(result, "another tokenizer, or with rollout.stop", tmp_path / "unstopped")
+
+
 def test_each_step_is_replayed_under_the_settings_it_was_trained_with(config: Path, tmp_path: Path) -> None:
     run, again = config.parent / "runs" / "tiny", tmp_path / "again" / "tiny-replay"
     assert train_here(config, "run.steps=2").exit_code == 0

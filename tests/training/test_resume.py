@@ -20,11 +20,13 @@ from tests.program import (
     digest_of,
     here,
     metrics_of,
+    progress_of,
+    records_of,
     started,
     train_here,
     wait_for_step,
 )
-from tests.tiny_directory import write_model, write_tokenizer
+from tests.tiny_directory import TEMPLATE, write_model, write_tokenizer
 
 
 @pytest.fixture
@@ -275,3 +277,23 @@ def test_never_leaves_an_occupied_directory_as_it_is(finished: Path, config: Pat
     assert result.exit_code == 2
     assert "already holds a run" in result.stderr
     assert digest_of(finished) == before
+
+
+def test_other_variables_of_the_chat_template_are_another_run_unless_allowed(config: Path, tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model")
+    write_tokenizer(model, chat_template=TEMPLATE + "{% if doubled %}={% endif %}")
+    setting = f"model.path={model}"
+    run = config.parent / "runs" / "tiny"
+    assert train_here(config, setting, "run.steps=2").exit_code == 0
+    lengths = [len(one["prompt_token_ids"]) for one in records_of(run / "rollouts" / "step_000002.jsonl")]
+    before = digest_of(run)
+    changed = (setting, "data.chat_template_kwargs={doubled: true}")
+    result = train_here(config, *changed, resume="must")
+    assert result.exit_code == 2
+    assert "data.chat_template_kwargs was {} and is now {'doubled': True}" in result.stderr
+    assert digest_of(run) == before
+    result = train_here(config, *changed, resume="must", allow_changed=["data.chat_template_kwargs"])
+    assert result.exit_code == 0, result.stderr
+    longer = [len(one["prompt_token_ids"]) for one in records_of(run / "rollouts" / "step_000003.jsonl")]
+    assert max(longer) == max(lengths) + 1
+    assert progress_of(run, 4)["fingerprints"]["data.chat_template_kwargs"] == '{"doubled": true}'

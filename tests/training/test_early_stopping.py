@@ -1,0 +1,82 @@
+"""Tests of runs that end before their last step because evaluations no longer improve."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.program import assert_same_run, digest_of, here, metrics_of, newest_checkpoint, settings, train_here
+from tests.two_hosts import run_on_two_hosts
+
+NEVER_BETTER = ("run.early_stopping.patience=1", "run.early_stopping.min_delta=10")
+REASON = "eval/accuracy has not improved in 1 evaluations (run.early_stopping.patience); its best value is "
+
+
+def test_a_run_that_has_ended_early_is_complete_and_goes_on_only_under_other_settings(
+    config: Path, finished: Path
+) -> None:
+    run = config.parent / "runs" / "tiny"
+    result = train_here(config, *NEVER_BETTER, "checkpoint.every_steps=100", "logging.report=true")
+    assert result.exit_code == 0, result.stderr
+    assert f"ended early, after step 2 of 4: {REASON}" in result.stderr
+    assert f"\nended early: {REASON}" in result.stdout
+    assert f"step 2 of 4, ended early: {REASON}" in (run / "report.html").read_text()
+    assert [line["step"] for line in metrics_of(run)] == [0, 1, 2] and newest_checkpoint(run) == 2
+    before = {name: digest for name, digest in digest_of(run).items() if "rollouts/" in name}
+    again = train_here(config, *NEVER_BETTER, resume="must")
+    assert again.exit_code == 0, again.stderr
+    assert f"ended early, after step 2 of 4: {REASON}" in again.stderr
+    assert len(metrics_of(run)) == 3 and before.items() <= digest_of(run).items()
+    on = train_here(config, "logging.report=true", resume="must")
+    assert on.exit_code == 0, on.stderr
+    assert "ended early" not in on.stdout + on.stderr + (run / "report.html").read_text()
+    assert_same_run(run, finished, step=4)
+
+
+def test_evaluations_before_a_resume_count(config: Path) -> None:
+    run = config.parent / "runs" / "tiny"
+    chosen = ("run.early_stopping.patience=3", "run.early_stopping.min_delta=10", "eval.every_steps=1")
+    assert train_here(config, *chosen, "run.steps=2").exit_code == 0
+    result = train_here(config, *chosen, "run.steps=9", resume="must")
+    assert result.exit_code == 0, result.stderr
+    assert "ended early, after step 3 of 9" in result.stderr
+    assert [line["step"] for line in metrics_of(run)] == [0, 1, 2, 3]
+
+
+def test_the_last_step_is_not_early(config: Path) -> None:
+    result = train_here(config, *NEVER_BETTER, "run.steps=2", "logging.report=true")
+    assert result.exit_code == 0 and "ended early" not in result.stdout + result.stderr
+    report = here("report", config.parent / "runs" / "tiny")
+    assert report.exit_code == 0
+    assert "ended early" not in (config.parent / "runs" / "tiny" / "report.html").read_text()
+
+
+def test_a_run_ends_at_its_target(config: Path) -> None:
+    lengths = ("run.early_stopping.metric=eval/mean_length", "run.early_stopping.mode=min")
+    result = train_here(config, *lengths, "run.early_stopping.target=4")
+    assert result.exit_code == 0, result.stderr
+    assert "ended early, after step 2 of 4: eval/mean_length is " in result.stderr
+    assert "and has reached run.early_stopping.target = 4\n" in result.stderr
+
+
+@pytest.mark.parametrize("how", [(), ("--dry-run",)])
+def test_a_metric_that_is_not_measured_is_refused(config: Path, how: tuple[str, ...]) -> None:
+    chosen = settings("run.early_stopping.patience=1", "run.early_stopping.metric=eval/acuracy")
+    result = here("train", "--config", config, *how, *chosen)
+    assert result.exit_code == 2
+    assert "run.early_stopping.metric: evaluations do not measure 'eval/acuracy'" in result.stderr
+    assert result.stderr.rstrip().endswith("; did you mean eval/accuracy?")
+    assert not (config.parent / "runs").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.two_hosts
+def test_all_hosts_end_together(full_config: Path) -> None:
+    half = ("rollout.prompts_per_step=2", "algorithm.mini_batch_prompts=1")
+    chosen = settings(*NEVER_BETTER, *half, "eval.every_steps=2")
+    hosts = run_on_two_hosts("train", "--config", full_config, *chosen)
+    assert [host.exit_code for host in hosts] == [0, 0], hosts
+    assert f"ended early, after step 2 of 12: {REASON}" in hosts[0].stderr
+    run = full_config.parent / "runs" / "full"
+    assert [line["step"] for line in metrics_of(run)] == [0, 1, 2] and newest_checkpoint(run) == 2
