@@ -173,7 +173,7 @@ def _draw_axes(figure: Figure, comparison: EvaluationComparison, metrics: Sequen
         axes.grid(axis="y", visible=False)
         axes.margins(x=0.05)
         if not comparison.has_plugin_judge:
-            axes.xaxis.set_major_formatter(PercentFormatter(1.0))
+            axes.xaxis.set_major_formatter(PercentFormatter(1.0, symbol=" %"))
     if not comparison.has_plugin_judge:
         values.set_xlim(-0.02, 1.02)
     values.set_xlabel("mean over prompts, 95 % interval")

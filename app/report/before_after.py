@@ -51,10 +51,9 @@ def before_and_after(history: History) -> BeforeAfter:
         first, last = (Series.from_history(part, "reward/mean").values for part in (steps[:edge], steps[-edge:]))
         if len(first) and len(last):
             rows.append((f"reward, mean of {edge} steps", f"{np.mean(first):.3f}", f"{np.mean(last):.3f}"))
-        seconds = sorted(Series.from_history(steps, "time/step_s").values)
-        if seconds:
-            median = seconds[len(seconds) // 2]
-            pace = f"{len(steps)} steps, median {median:.2f} s a step, {sum(seconds):.0f} s in all"
+        seconds = Series.from_history(steps, "time/step_s").values
+        if len(seconds):
+            pace = f"{len(steps)} steps, median {np.median(seconds):.2f} s a step, {sum(seconds):.0f} s in all"
     return BeforeAfter(header, rows, pace)
 
 

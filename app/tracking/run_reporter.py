@@ -36,6 +36,11 @@ class RunReporter:
     def __post_init__(self) -> None:
         self._alerts = AlertMonitor(self.run_log.history)
 
+    def report_initial_evaluation(self, metrics: dict[str, Any]) -> None:
+        """Reports the metrics of the evaluation before the first step."""
+        self.run_log.write_metrics(0, metrics)
+        self._alerts.observe({"step": 0, **metrics})
+
     def report_step(self, step: int, record: dict[str, Any]) -> None:
         """Reports a step's metrics and the alerts they raise."""
         self.run_log.write_metrics(step, record)

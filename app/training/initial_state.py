@@ -75,7 +75,8 @@ def restore_or_initialize(
     progress = TrainProgress(step=0, position=0, fingerprints=fingerprints)
     networks: dict[str, TrainState] = {}
     if start is not None:
-        progress = replace(progress, step=start.step, position=start.progress.position)
+        taken = {"position": start.progress.position, "total_tokens": start.progress.total_tokens}
+        progress = replace(progress, step=start.step, **taken)
         networks = dict(start.restore_states(learner_group.shapes, learner_group.shardings))
     if "policy" not in networks:
         networks["policy"] = learner_group.policy.initial_state(session.initial_trained_params())

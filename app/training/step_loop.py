@@ -12,7 +12,7 @@ import jax
 from app.checkpoint.checkpoints import Checkpoints
 from app.checkpoint.network_states import RunState
 from app.checkpoint.retention import SaveClock
-from app.checkpoint.train_progress import TrainProgress
+from app.checkpoint.train_progress import TrainProgress, only_evaluation
 from app.distributed.preemption import PreemptionHandler
 from app.distributed.stop_check import StoppedError
 from app.distributed.watchdog import Watchdog
@@ -88,7 +88,10 @@ class StepLoop:
             self.reporter.report_step(self.progress.step, record)
             self.checkpoints.update_progress(self._progress_with_digest())
         elif self.eval_prompts and not self.progress.step:
-            self.reporter.run_log.write_metrics(0, self._evaluate(0))
+            initial = self._evaluate(0)
+            self.progress = replace(self.progress, initial_evaluation=only_evaluation(initial))
+            self.checkpoints.record_initial_evaluation(self.progress)
+            self.reporter.report_initial_evaluation(initial)
 
     def _step(self, step: int) -> None:
         """Runs one step. Raises StoppedError if it is interrupted, or after it if the run is to stop."""
@@ -103,7 +106,13 @@ class StepLoop:
         self.profiler.stop()
         record = _step_metrics(metrics, samples, timer) | {"perf/compilations": self.compilations.take_count()}
         num_prompts = int(metrics["rollout/num_rounds"] or 1) * self.trainer.global_prompts_per_step
-        self.progress = self.progress.after_step(step, num_prompts=num_prompts, **self._carried_progress())
+        num_tokens = int(metrics["data/num_tokens"] or 0)
+        self.progress = self.progress.after_step(
+            step, num_prompts=num_prompts, num_tokens=num_tokens, **self._carried_progress()
+        )
+        record |= {"data/total_tokens": self.progress.total_tokens}
+        if self.trainer.replay is None:
+            record |= {"data/epoch": self.progress.position / len(self.trainer.prompts)}
         if self.eval_prompts and (is_last or step % self.settings.eval.every_steps == 0):
             record = self._add_evaluation(record)
         self.reporter.report_step(step, record)
