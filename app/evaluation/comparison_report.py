@@ -115,7 +115,7 @@ class EvaluationComparison:
 
         def signed(change: float) -> str:
             text = format_metric(name, change, by_plug_in=self.has_plugin_judge)
-            return "+" * (not text.startswith("-")) + text.removesuffix("%")
+            return "+" * (not text.startswith("-")) + text.removesuffix(" %")
 
         unit = " pp" if format_metric(name, 0.0, by_plug_in=self.has_plugin_judge).endswith("%") else ""
         return f"{signed(difference.value)}{unit} {format_interval(difference.interval, signed)}".rstrip()

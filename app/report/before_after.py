@@ -54,7 +54,32 @@ def before_and_after(history: History) -> BeforeAfter:
         seconds = Series.from_history(steps, "time/step_s").values
         if len(seconds):
             pace = f"{len(steps)} steps, median {np.median(seconds):.2f} s a step, {sum(seconds):.0f} s in all"
+        if (tokens := finite_metric(steps[-1], "data/total_tokens")) is not None:
+            epoch = finite_metric(steps[-1], "data/epoch")
+            pace += f"; {tokens:,.0f} tokens" + ("" if epoch is None else f", {epoch:.3g} epochs of the data")
     return BeforeAfter(header, rows, pace)
+
+
+def best_evaluation(history: History, metric: str | None, mode: str) -> str:
+    """Returns a sentence on the best value of an evaluation metric; empty with fewer than two evaluations.
+
+    Args:
+        metric: value of `checkpoint.best_metric`.
+        mode: value of `checkpoint.best_mode`.
+    """
+    series = Series.from_history(history, metric or "")
+    if metric is None or len(series) < 2:
+        return ""
+    best = int(series.values.argmin() if mode == "min" else series.values.argmax())
+    return best_sentence(history, metric, float(series.values[best]), step=int(series.steps[best]))
+
+
+def best_sentence(history: History, metric: str, value: float, *, step: int) -> str:
+    """Returns a sentence on the best value of an evaluation metric and its step, which may be the start."""
+    text = format_metric(metric, value, by_plug_in=accuracy_is_plug_in_mean(history))
+    if step == 0:
+        return f"training has not improved {metric} on the start (step 0): {text}"
+    return f"best {metric} {text} after step {step}"
 
 
 def _displayed_metrics(before: MetricsRecord, after: MetricsRecord) -> list[str]:

@@ -8,7 +8,6 @@ import logging
 import math
 import os
 import platform
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -142,7 +141,7 @@ class RunLog:
 
     def write_metrics(self, step: int, metrics: Metrics) -> None:
         """Appends a line in a single write, so that it is either complete or missing."""
-        record = replace_nonfinite({"step": step, **metrics, "time/unix_s": time.time()})
+        record = replace_nonfinite({"step": step, **metrics})
         self.history.append(record)
         line = json.dumps(record, allow_nan=False) + "\n"
         self._file.write(line)

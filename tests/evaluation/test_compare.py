@@ -114,7 +114,7 @@ def test_the_table_and_the_picture_are_for_people(tmp_path: Path) -> None:
     lines = results[0].stdout.splitlines()
     assert lines[:2] == [f"before  tiny ({before})", f"after   tiny, step 9 ({after})"]
     (row,) = [line for line in lines if line.startswith("accuracy ")]
-    assert "16.7%" in row and "58.3%" in row and "+41.7 pp" in row
+    assert "16.7 %" in row and "58.3 %" in row and "+41.7 pp" in row
     assert "6 prompts better, 1 worse, 5 equal: p = 0.12 (exact McNemar test)" in lines
     assert "note: eval.temperature was 0.0 and is now 0.7" in lines
     assert not [line for line in lines if "the checkpoint" in line]

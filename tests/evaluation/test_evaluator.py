@@ -93,7 +93,7 @@ def test_a_judge_that_abstains_from_everything_leaves_no_accuracy_and_no_error()
     )
     metrics = metrics_by(scored, "judge")
     assert (metrics["eval/accuracy"], metrics["eval/error_count"], scored.fatal_error) == (None, 0, None)
-    assert evaluation_line(0, metrics).startswith("evaluation at step 0: accuracy –  truncated 0.0%")
+    assert evaluation_line(0, metrics).startswith("evaluation at step 0: accuracy –  truncated 0.0 %")
 
 
 def test_whatever_is_measured_may_choose_the_best_checkpoint_and_nothing_else() -> None:

@@ -206,7 +206,7 @@ def test_the_card_tells_what_training_changed(exported, finished):
     lines = card.splitlines()
     assert lines[1] == "# tiny after 4 steps of grpo"
     before, after = (line["eval/accuracy"] for line in metrics_of(finished) if line["step"] in (0, 4))
-    assert f"| accuracy | {before:.1%} | {after:.1%} |" in lines
+    assert f"| accuracy | {100 * before:.1f} % | {100 * after:.1f} % |" in lines
     for line in (
         "| held out | step 0 | step 4 |",
         '| `model.path` | `"tiny"` |',

@@ -366,7 +366,7 @@ def test_the_best_evaluation_is_saved_though_no_interval_falls_there(config: Pat
     best = max(accuracies, key=lambda step: (accuracies[step], -step))
     assert os.readlink(run / "checkpoints" / "best") == str(best)
     assert {path.name for path in (run / "checkpoints").iterdir()} == {str(best), "4", "best"}
-    assert f"best eval/accuracy {accuracies[best]:.1%} after step {best}: checkpoints/best\n" in result.stdout
+    assert f"best eval/accuracy {100 * accuracies[best]:.1f} % after step {best}: checkpoints/best\n" in result.stdout
 
 
 def test_a_checkpoint_by_the_clock_comes_between_the_intervals_and_changes_no_metric(
