@@ -97,7 +97,7 @@ class Checkpoints:
         return step in self._manager.all_steps()
 
     def record_initial_evaluation(self, progress: TrainProgress) -> None:
-        """Records the evaluation before the first step, which the best checkpoint must surpass."""
+        """Records the evaluation before the first step, than which the best checkpoint is not worse."""
         self._policy.initial_value = self._policy.metric_value(progress.initial_evaluation)
 
     def update_progress(self, progress: TrainProgress) -> None:

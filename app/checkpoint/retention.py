@@ -52,7 +52,7 @@ class LatestAndBestPolicy:
     metric_values: dict[int, float] = field(default_factory=dict)
     """Step -> value of the metric, for evaluated checkpoints."""
     initial_value: float | None = None
-    """Value of the metric before the first step; the best checkpoint must be better."""
+    """Value of the metric before the first step; the best checkpoint is not worse."""
 
     def record_evaluation(self, step: int, evaluation: Mapping[str, float | None] | None) -> None:
         """Records the evaluation of a step's checkpoint, or None if it was not evaluated."""
@@ -67,12 +67,16 @@ class LatestAndBestPolicy:
         return value if value is not None and math.isfinite(value) else None
 
     def best_step(self, steps: Iterable[int]) -> int | None:
-        """Returns the best of these steps, the earliest if several are equal; None if none is better than the start."""
-        sign = -1 if self.mode == "max" else 1
-        better = [
-            s for s in steps if s in self.metric_values and self._beats(self.metric_values[s], self.initial_value)
-        ]
-        return min(better, key=lambda step: (sign * self.metric_values[step], step), default=None)
+        """Returns the best of these steps, the earliest if several are equal.
+
+        Returns None if none of them was evaluated, or if the start was better than all of them.
+        """
+        values: dict[float, float] = {step: self.metric_values[step] for step in steps if step in self.metric_values}
+        if self.initial_value is not None:
+            # Any checkpoint that equals the start comes before it.
+            values[math.inf] = self.initial_value
+        best = min(values, key=lambda step: (self._sign * values[step], step), default=math.inf)
+        return None if best == math.inf else int(best)
 
     def best_checkpoint(self, steps: Iterable[int]) -> BestCheckpoint | None:
         """Returns the best of these steps with its metric, or the start; None if neither was evaluated."""
@@ -81,12 +85,17 @@ class LatestAndBestPolicy:
         return None if self.metric is None or value is None else BestCheckpoint(step or 0, self.metric, value)
 
     def is_better(self, evaluation: Mapping[str, float | None] | None, steps: Iterable[int]) -> bool:
-        """Returns whether an evaluation is better than that of the start and those of all these steps."""
-        value, best = self.metric_value(evaluation), self.best_checkpoint(steps)
-        return value is not None and self._beats(value, None if best is None else best.value)
+        """Returns whether an evaluation is better than those of all these steps, and not worse than the start."""
+        value, step = self.metric_value(evaluation), self.best_step(steps)
+        best = self.initial_value if step is None else self.metric_values[step]
+        if value is None or best is None:
+            return value is not None
+        gain = self._sign * (best - value)
+        return gain > 0 or (gain == 0 and step is None)
 
-    def _beats(self, value: float, other: float | None) -> bool:
-        return other is None or (value > other if self.mode == "max" else value < other)
+    @property
+    def _sign(self) -> int:
+        return -1 if self.mode == "max" else 1
 
     def superseded(self, steps: Sequence[int]) -> int | None:
         """Returns the best of `steps` (ascending) without the last one, if nothing else keeps it; otherwise None."""

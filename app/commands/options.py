@@ -18,4 +18,5 @@ PrintConfig = Annotated[
     bool, typer.Option("--print-config", help="Print the resolved settings with the source of each, and exit.")
 ]
 Debug = Annotated[bool, typer.Option("--debug", help="Show a traceback with errors.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace output files that exist.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -70,15 +71,19 @@ def best_evaluation(history: History, metric: str | None, mode: str) -> str:
     series = Series.from_history(history, metric or "")
     if metric is None or len(series) < 2:
         return ""
-    best = int(series.values.argmin() if mode == "min" else series.values.argmax())
-    return best_sentence(history, metric, float(series.values[best]), step=int(series.steps[best]))
+    sign = 1 if mode == "min" else -1
+    # As for checkpoints: of equal values, the earliest counts, and the start last.
+    points = zip(series.steps, series.values, strict=True)
+    step, value = min(points, key=lambda point: (sign * point[1], point[0] or math.inf))
+    return best_sentence(history, metric, value, step=int(step))
 
 
 def best_sentence(history: History, metric: str, value: float, *, step: int) -> str:
     """Returns a sentence on the best value of an evaluation metric and its step, which may be the start."""
     text = format_metric(metric, value, by_plug_in=accuracy_is_plug_in_mean(history))
-    if step == 0:
-        return f"training has not improved {metric} on the start (step 0): {text}"
+    starts = [finite_metric(record, metric) for record in history if record["step"] == 0]
+    if step == 0 or value in starts:
+        return f"training has not improved {metric} on the start (step 0): {text}{f' after step {step}' * (step > 0)}"
     return f"best {metric} {text} after step {step}"
 
 

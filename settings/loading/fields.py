@@ -71,7 +71,8 @@ def nearest_names(unknown: str, names: Iterable[str]) -> list[str]:
 
 
 def _nearest(unknown: str, known: list[tuple[str, str]]) -> list[str]:
-    scores = [(_similarity(unknown.lower(), spelling), name) for spelling, name in known]
+    # The whole name counts a little more than a field's name without its section.
+    scores = [(_similarity(unknown.lower(), spelling) - 0.05 * (spelling != name), name) for spelling, name in known]
     best = max(score for score, _ in scores)
     return sorted({name for score, name in scores if score == best}) if best >= MIN_SIMILARITY else []
 
