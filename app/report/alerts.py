@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
@@ -77,20 +76,13 @@ class AlertRule:
     """Returns the text of an alert about the last of these steps, or None."""
 
 
-class Evaluation(NamedTuple):
-    """A held-out accuracy, and the number of training steps recorded before it."""
-
-    step: int
-    accuracy: float
-    num_steps: int
-
-
 class Steps(list[MetricsRecord]):
-    """The lines of the training steps so far, and the evaluations, of which one may be older than the first step."""
+    """The lines of the training steps so far."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.evaluations: list[Evaluation] = []
+        self.evaluations: list[tuple[int, MetricsRecord]] = []
+        """The lines with a held-out accuracy, each after a number of training steps, which may be 0."""
 
 
 class AlertMonitor:
@@ -108,8 +100,8 @@ class AlertMonitor:
         is_step = bool(training_steps([record]))
         if is_step:
             self._steps.append(record)
-        if (accuracy := finite_metric(record, "eval/accuracy")) is not None:
-            self._steps.evaluations.append(Evaluation(record["step"], accuracy, len(self._steps)))
+        if finite_metric(record, "eval/accuracy") is not None:
+            self._steps.evaluations.append((len(self._steps), record))
         if not is_step:
             return []
         return [Alert(record["step"], rule.title, text) for rule in RULES if (text := self._check_rule(rule))]
@@ -240,61 +232,52 @@ def _ratio_blow_up(steps: Sequence[MetricsRecord]) -> str | None:
 
 def _reward_collapse(steps: Sequence[MetricsRecord]) -> str | None:
     recent = steps[-COLLAPSE_STEPS:]
-    rewards, now = (
-        Series.from_history(recent, "reward/mean").values,
-        _last_values(steps, "reward/mean", SHORT_WINDOW_STEPS),
-    )
-    if now is None or len(rewards) != len(recent) or len(recent) <= SHORT_WINDOW_STEPS:
+    rewards = Series.from_history(recent, "reward/mean").values
+    if not SHORT_WINDOW_STEPS < len(rewards) == len(recent):
         return None
-    best = int(rewards[:-SHORT_WINDOW_STEPS].argmax())
-    lost, spread = rewards[best] - now.mean(), finite_metric(recent[best], "reward/std") or 0.0
+    best, now = int(rewards[:-SHORT_WINDOW_STEPS].argmax()), rewards[-SHORT_WINDOW_STEPS:].mean()
+    lost, spread = rewards[best] - now, finite_metric(recent[best], "reward/std") or 0.0
     if lost <= max(COLLAPSE_FRACTION * abs(rewards[best]), COLLAPSE_STD * spread, ROUNDING_TOLERANCE):
         return None
-    signs = _signs_of_large_updates(recent, best)
-    if not signs:
+
+    def values(part: Sequence[MetricsRecord], name: str) -> np.ndarray:
+        found = Series.from_history(part, name).values
+        return found if len(found) else np.full(1, np.nan)
+
+    entropy, kl, grad_norm = "policy/entropy", "policy/kl", "policy/grad_norm"
+    before, last = recent[max(best + 1 - SHORT_WINDOW_STEPS, 0) : best + 1], recent[-SHORT_WINDOW_STEPS:]
+    old, new = values(before, entropy).mean(), values(last, entropy).mean()
+    usual, peak = np.median(values(recent[: best + 1], grad_norm)), values(recent[best:], grad_norm).max()
+    distance = values(last, kl).mean()
+    # A comparison with NaN, for a metric that was not recorded, is false.
+    signs = (
+        (f"the entropy rose from {old:.3g} to {new:.3g}", new >= ENTROPY_EXPLOSION * old > 0),
+        (f"the entropy fell from {old:.3g} to {new:.3g}", new <= ENTROPY_COLLAPSE_FRACTION * old),
+        (f"the KL to the initial model rose to {distance:.3g}", distance >= KL_THRESHOLD),
+        (f"the gradient norm rose from {usual:.3g} to {peak:.3g}", peak >= GRAD_NORM_EXPLOSION * usual > 0),
+    )
+    if not any(is_seen for _, is_seen in signs):
         return None
     rate = Series.from_history(recent, "policy/learning_rate").values.max(initial=0.0)
     return (
-        f"The mean reward fell from {rewards[best]:.3g} (step {recent[best]['step']}) to {now.mean():.3g}, and "
-        f"{' and '.join(signs)}: the updates were too large, and the policy is damaged. The usual cause is "
+        f"The mean reward fell from {rewards[best]:.3g} (step {recent[best]['step']}) to {now:.3g}, and "
+        f"{' and '.join(text for text, is_seen in signs if is_seen)}: the updates were too large. The usual cause is "
         f"optimizer.learning_rate, which reached {rate:.3g}: lower it to between {rate / 10:.2g} and {rate / 3:.2g}, "
         "and start again, or from a checkpoint before the fall."
     )
 
 
-def _signs_of_large_updates(steps: Sequence[MetricsRecord], best: int) -> list[str]:
-    """Returns what else happened since the step with the best reward, in words."""
-    signs = []
-    before, now = (
-        Series.from_history(part, "policy/entropy").values
-        for part in (steps[max(best + 1 - SHORT_WINDOW_STEPS, 0) : best + 1], steps[-SHORT_WINDOW_STEPS:])
-    )
-    if len(before) and len(now) and before.mean() > 0:
-        growth = now.mean() / before.mean()
-        if growth >= ENTROPY_EXPLOSION or growth <= ENTROPY_COLLAPSE_FRACTION:
-            signs.append(f"the entropy {'rose' if growth > 1 else 'fell'} from {before.mean():.3g} to {now.mean():.3g}")
-    kl = Series.from_history(steps[-SHORT_WINDOW_STEPS:], "policy/kl").values
-    if len(kl) and kl.mean() >= KL_THRESHOLD:
-        signs.append(f"the KL to the initial model rose to {kl.mean():.3g}")
-    norms, later = (
-        Series.from_history(part, "policy/grad_norm").values for part in (steps[: best + 1], steps[best + 1 :])
-    )
-    if len(norms) and len(later) and later.max() >= GRAD_NORM_EXPLOSION * np.median(norms) > 0:
-        signs.append(f"the gradient norm rose from {np.median(norms):.3g} to {later.max():.3g}")
-    return signs
-
-
 def _over_optimization(steps: Steps) -> str | None:
     if len(steps.evaluations) < 3:
         return None
-    *earlier, previous, last = steps.evaluations
-    best = max(earlier, key=lambda evaluation: evaluation.accuracy)
-    least = max(previous.accuracy, last.accuracy)
-    variance = best.accuracy * (1 - best.accuracy) + least * (1 - least)
+    accuracies = [record["eval/accuracy"] for _, record in steps.evaluations]
+    best = int(np.argmax(accuracies[:-2]))
+    highest, least = accuracies[best], max(accuracies[-2:])
+    variance = highest * (1 - highest) + least * (1 - least)
     # A plug-in's values may lie outside of [0, 1], and then nothing is known of their noise.
-    if variance < 0 or best.accuracy - least <= 2 * (variance / ASSUMED_EVAL_PROMPTS) ** 0.5:
+    if variance < 0 or highest - least <= 2 * (variance / ASSUMED_EVAL_PROMPTS) ** 0.5:
         return None
-    ends = (max(best.num_steps, LONG_WINDOW_STEPS), last.num_steps)
+    ends = max(steps.evaluations[best][0], LONG_WINDOW_STEPS), steps.evaluations[-1][0]
     then, now = (
         Series.from_history(steps[max(end - LONG_WINDOW_STEPS, 0) : end], "reward/mean").values for end in ends
     )
@@ -303,9 +286,9 @@ def _over_optimization(steps: Steps) -> str | None:
     noise = (then.var() / len(then) + now.var() / len(now)) ** 0.5
     if now.mean() - then.mean() <= max(2 * noise, ROUNDING_TOLERANCE):
         return None
+    first, last = (f"{format_percent(accuracies[i])} (step {steps.evaluations[i][1]['step']})" for i in (best, -1))
     return (
-        f"Held-out accuracy fell from {format_percent(best.accuracy)} (step {best.step}) to "
-        f"{format_percent(last.accuracy)} (step {last.step}), while the mean reward rose from {then.mean():.3g} to "
+        f"Held-out accuracy fell from {first} to {last}, while the mean reward rose from {then.mean():.3g} to "
         f"{now.mean():.3g}: the policy exploits the reward function (reward hacking), or memorizes the training "
         "prompts. Read samples with a high reward in rollouts.html and correct the reward, add a KL penalty with "
         "algorithm.beta, or use more data. Until then, use the weights of the best evaluation."

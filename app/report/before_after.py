@@ -62,29 +62,19 @@ def before_and_after(history: History) -> BeforeAfter:
 
 
 def best_evaluation(history: History, metric: str | None, mode: str) -> str:
-    """Returns a sentence on the best value of an evaluation metric; empty with fewer than two evaluations.
-
-    Args:
-        metric: value of `checkpoint.best_metric`.
-        mode: value of `checkpoint.best_mode`.
-    """
-    series = Series.from_history(history, metric or "")
-    if metric is None or len(series) < 2:
+    """Returns a sentence on the best value of `checkpoint.best_metric`; empty with fewer than two evaluations."""
+    series, sign = Series.from_history(history, metric or ""), 1 if mode == "min" else -1
+    if len(series) < 2:
         return ""
-    sign = 1 if mode == "min" else -1
     # As for checkpoints: of equal values, the earliest counts, and the start last.
     points = zip(series.steps, series.values, strict=True)
-    step, value = min(points, key=lambda point: (sign * point[1], point[0] or math.inf))
-    return best_sentence(history, metric, value, step=int(step))
-
-
-def best_sentence(history: History, metric: str, value: float, *, step: int) -> str:
-    """Returns a sentence on the best value of an evaluation metric and its step, which may be the start."""
-    text = format_metric(metric, value, by_plug_in=accuracy_is_plug_in_mean(history))
-    starts = [finite_metric(record, metric) for record in history if record["step"] == 0]
-    if step == 0 or value in starts:
-        return f"training has not improved {metric} on the start (step 0): {text}{f' after step {step}' * (step > 0)}"
-    return f"best {metric} {text} after step {step}"
+    at, value = min(points, key=lambda point: (sign * point[1], point[0] or math.inf))
+    text = format_metric(str(metric), value, by_plug_in=accuracy_is_plug_in_mean(history))
+    text += f" after step {at:.0f}" if at else ""
+    not_better = value in series.values[series.steps == 0]
+    return (
+        f"training has not improved {metric} on the start (step 0): {text}" if not_better else f"best {metric} {text}"
+    )
 
 
 def _displayed_metrics(before: MetricsRecord, after: MetricsRecord) -> list[str]:

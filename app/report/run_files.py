@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,6 +50,8 @@ class RunFiles:
     rollouts: Mapping[int, Path]
     evaluations: Mapping[int, Path]
     """Sample files by step."""
+    token_texts: Sequence[str]
+    """Text by token id; empty for a run of an older version."""
 
     @classmethod
     def read(cls, path: Path) -> RunFiles:
@@ -71,6 +74,7 @@ class RunFiles:
             _read_sessions(run.sessions_path),
             sample_files(path / "rollouts"),
             sample_files(path / "eval"),
+            _read_token_texts(run.tokens_path),
         )
 
     def setting(self, name: str) -> Any:
@@ -143,6 +147,14 @@ def _read_sessions(path: Path) -> list[MetricsRecord]:
     if not path.is_file():
         return []
     return [record for _, record in read_jsonl_tolerant(path) if not isinstance(record, InputError)]
+
+
+def _read_token_texts(path: Path) -> list[str]:
+    try:
+        texts = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return []
+    return texts if isinstance(texts, list) and all(isinstance(text, str) for text in texts) else []
 
 
 def format_steps(steps: Collection[int]) -> str:

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from app.checkpoint.retention import BestCheckpoint
-from app.report.before_after import before_and_after, best_sentence
+from app.report.before_after import before_and_after, format_metric
+from app.report.metrics_history import accuracy_is_plug_in_mean
 
 
 def summary_text(history: Sequence[Mapping[str, Any]], *, path: str, best: BestCheckpoint | None = None) -> str:
@@ -15,8 +16,11 @@ def summary_text(history: Sequence[Mapping[str, Any]], *, path: str, best: BestC
     table = [row for row in (result.header, *result.rows) if row is not None]
     lines = [f"{name:<28}{before:>12}{after:>12}" for name, before, after in table]
     lines += filter(None, [result.pace])
-    # The start is not the best of several evaluations if it is the only one.
-    if best is not None and (best.step or result.header):
-        place = ": checkpoints/best" if best.step else ", by the weights of model.path; there is no checkpoints/best"
-        lines.append(best_sentence(history, best.metric, best.value, step=best.step) + place)
+    if best is not None:
+        value = format_metric(best.metric, best.value, by_plug_in=accuracy_is_plug_in_mean(history))
+        if best.step:
+            lines.append(f"best {best.metric} {value} after step {best.step}: checkpoints/best")
+        elif result.header:
+            start = f"training has not improved {best.metric} on the start (step 0): {value}"
+            lines.append(f"{start}, by the weights of model.path; there is no checkpoints/best")
     return "\n".join([*lines, f"everything is in {path}"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import jax
@@ -13,6 +14,7 @@ from app.checkpoint.retention import LatestAndBestPolicy
 from app.checkpoint.train_progress import TrainProgress
 from app.mesh.placement import to_host_memory
 from app.model.decoder import Params
+from app.records.atomic_write import write_atomic
 from app.records.settings_history import settings_fields
 from app.runtime.pinned_revisions import record_commits
 from app.runtime.reward_model import RewardModel
@@ -104,6 +106,8 @@ def open_run_log(setup: RunSetup, progress: TrainProgress, *, resumed: bool) -> 
     run_log = RunLog(setup.run, setup.resolved, kept=kept, wandb_id=progress.wandb_id, session_fields=session)
     # After the session's line: settings.yaml is compared with the last one.
     setup.run.write_settings(setup.resolved)
+    if setup.resolved.settings.logging.report:
+        write_atomic(setup.run.tokens_path, json.dumps(setup.inputs.model.tokenizer.token_texts()).encode())
     return run_log
 
 
