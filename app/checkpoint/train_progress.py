@@ -59,12 +59,8 @@ class TrainProgress:
 
     def with_evaluation(self, metrics: Mapping[str, float | None]) -> TrainProgress:
         """Returns the progress after the step's evaluation, which gave these metrics."""
-        return replace(self, evaluation=only_evaluation(metrics), unevaluated=None)
-
-
-def only_evaluation(metrics: Mapping[str, float | None]) -> dict[str, float | None] | None:
-    """Returns the metrics of an evaluation; None if there are none."""
-    return {name: value for name, value in metrics.items() if name.startswith("eval/")} or None
+        evaluation = {name: value for name, value in metrics.items() if name.startswith("eval/")}
+        return replace(self, evaluation=evaluation or None, unevaluated=None)
 
 
 @dataclass(frozen=True)

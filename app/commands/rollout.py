@@ -42,7 +42,11 @@ def rollout(
     with handle_errors(debug):
         resolved = resolve(config, overrides, print_config=print_config, check=check_for_rollout)
         out = require_path(out, "--out")
-        refuse_existing({"--out": out, "--timeline": timeline}, overwrite=overwrite)
+        from app.records.partial_samples import part_paths
+
+        # A rollout that was killed after it wrote its output, and before it removed its part files, goes on.
+        refuse_existing({"--out": out}, overwrite=overwrite or bool(part_paths(out)))
+        refuse_existing({"--timeline": timeline}, overwrite=overwrite)
         print_notices(unused_adapter_notices(resolved))
         show_progress(f"grpo rollout: model {resolved.settings.model.path}; loading JAX")
         from app.stages import rollout

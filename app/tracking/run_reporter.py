@@ -37,19 +37,15 @@ class RunReporter:
     def __post_init__(self) -> None:
         self._alerts = AlertMonitor(self.run_log.history)
 
-    def report_initial_evaluation(self, metrics: dict[str, Any]) -> None:
-        """Reports the metrics of the evaluation before the first step."""
-        self._write_metrics(0, metrics)
-
     def report_step(self, step: int, record: dict[str, Any]) -> None:
         """Reports a step's metrics and the alerts they raise."""
-        alerts = self._write_metrics(step, record)
+        alerts = self.write_metrics(step, record)
         self.display.show_step(step, record)
         for alert in alerts:
             self.display.show_alert(alert)
             self.run_log.alert(alert)
 
-    def _write_metrics(self, step: int, metrics: dict[str, Any]) -> list[Alert]:
+    def write_metrics(self, step: int, metrics: dict[str, Any]) -> list[Alert]:
         """Writes a line of metrics with the time, and returns the alerts that it raises."""
         self.run_log.write_metrics(step, {**metrics, "time/unix_s": time.time()})
         return self._alerts.observe({"step": step, **metrics})

@@ -12,7 +12,7 @@ import jax
 from app.checkpoint.checkpoints import Checkpoints
 from app.checkpoint.network_states import RunState
 from app.checkpoint.retention import SaveClock
-from app.checkpoint.train_progress import TrainProgress, only_evaluation
+from app.checkpoint.train_progress import TrainProgress
 from app.distributed.preemption import PreemptionHandler
 from app.distributed.stop_check import StoppedError
 from app.distributed.watchdog import Watchdog
@@ -89,9 +89,10 @@ class StepLoop:
             self.checkpoints.update_progress(self._progress_with_digest())
         elif self.eval_prompts and not self.progress.step:
             initial = self._evaluate(0)
-            self.progress = replace(self.progress, initial_evaluation=only_evaluation(initial))
+            evaluation = self.progress.with_evaluation(initial).evaluation
+            self.progress = replace(self.progress, initial_evaluation=evaluation)
             self.checkpoints.record_initial_evaluation(self.progress)
-            self.reporter.report_initial_evaluation(initial)
+            self.reporter.write_metrics(0, initial)
 
     def _step(self, step: int) -> None:
         """Runs one step. Raises StoppedError if it is interrupted, or after it if the run is to stop."""
