@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -44,11 +45,14 @@ def global_devices(settings: MeshSettings) -> Sequence[Any]:
         devices = jax.devices()
     except (RuntimeError, AssertionError) as error:  # AssertionError: JAX does not know the platform
         cause = f" ({str(error).splitlines()[0]})" if str(error) else ""
+        asked = os.environ.get("JAX_PLATFORMS")
+        if settings.platform == "auto" and not asked:
+            raise
         if settings.platform == "auto":
             raise InputError(
-                f"JAX_PLATFORMS: {jax.config.jax_platforms!r} is not available: JAX found no such device{cause}; unset "
-                "JAX_PLATFORMS, which chooses the best device that is there, or run pip install -e '.[tpu]' or "
-                "'.[cuda]' on a machine that has one"
+                f"JAX_PLATFORMS: {asked!r} is not available: JAX found no such device{cause}; unset JAX_PLATFORMS, "
+                "so that JAX takes the best device that is there, or run pip install -e '.[tpu]' or '.[cuda]' on a "
+                "machine that has one"
             ) from error
         raise missing_platform_error(settings.platform, f"JAX found no such device{cause}") from error
     if settings.platform != "auto" and devices[0].platform != DEVICE_PLATFORMS[settings.platform]:

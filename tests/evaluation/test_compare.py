@@ -111,6 +111,7 @@ def test_the_table_and_the_picture_are_for_people(tmp_path: Path) -> None:
     pictures = [tmp_path / "p.png", tmp_path / "p.svg"]
     results = [here("evaluate", "--compare", before, after, "--picture", picture) for picture in pictures]
     assert [one.exit_code for one in results] == [0, 0], results[0].stderr
+    assert results[0].stderr == f"note: --picture: written to {pictures[0]}\n"
     lines = results[0].stdout.splitlines()
     assert lines[:2] == [f"before  tiny ({before})", f"after   tiny, step 9 ({after})"]
     (row,) = [line for line in lines if line.startswith("accuracy ")]

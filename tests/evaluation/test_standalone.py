@@ -140,6 +140,7 @@ def test_an_evaluation_that_is_done_is_only_read(finished: Path, result: Path, t
     assert evaluation.exit_code == 0, evaluation.stderr
     assert digest_of(tmp_path) == before
     assert "step 4: 20 prompts of builtin:arithmetic (test), greedy, judged by arithmetic" in evaluation.stdout
+    assert "compared by grpo evaluate --compare BEFORE AFTER" in evaluation.stdout
     accuracy = logged(finished, 4)["eval/accuracy"]
     assert any(
         line.split()[:3] == ["accuracy", f"{100 * accuracy:.1f}", "%"] for line in evaluation.stdout.splitlines()
