@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -421,3 +422,34 @@ def test_the_first_line_appears_before_jax_is_loaded(arguments: tuple[str, ...],
     assert answer.returncode == 2
     first, *_ = answer.stderr.splitlines()
     assert re.fullmatch(rf"\[ +0\.\d s\] {re.escape(progress)}", first)
+
+
+@pytest.mark.parametrize(
+    ("options", "output"),
+    [
+        (("rollout", "--out", "old"), "--out: "),
+        (("rollout", "--out", "new.jsonl", "--timeline", "old"), "--timeline: "),
+        (("score", "--input", "in.jsonl", "--out", "old"), "--out: "),
+        (("score", "--input", "old", "--out", "old"), "--out: "),
+        (("gae", "--input", "in.jsonl", "--out", "old"), "--out: "),
+        (("gae", "--bench", "--out", "."), "--out: "),
+        (("evaluate", "--compare", "a.jsonl", "b.jsonl", "--picture", "old"), "--picture: "),
+    ],
+    ids=str,
+)
+def test_an_output_that_exists_is_only_replaced_if_it_is_asked_for(
+    options: Sequence[str], output: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("old", "bench.json"):
+        (tmp_path / name).write_text("precious")
+    result = here(*options)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert f"error: {output}" in result.stderr
+    assert "exists already; give another name, or replace it with --overwrite" in result.stderr
+    # The next problem, which differs by command, comes only if it may be replaced.
+    if "--bench" not in options:
+        wrong = () if "--compare" in options else ("--set", "mesh.cpu_devices=65")
+        result = here(*options, "--overwrite", *wrong)
+        assert result.exit_code == 2 and "exists already" not in result.stderr
+    assert (tmp_path / "old").read_text() == (tmp_path / "bench.json").read_text() == "precious"

@@ -96,6 +96,10 @@ class Checkpoints:
         """Returns whether a checkpoint of a step exists or is being written. All hosts get the same answer."""
         return step in self._manager.all_steps()
 
+    def record_initial_evaluation(self, progress: TrainProgress) -> None:
+        """Records the evaluation before the first step, than which the best checkpoint is not worse."""
+        self._policy.initial_value = self._policy.metric_value(progress.initial_evaluation)
+
     def update_progress(self, progress: TrainProgress) -> None:
         """Replaces the progress in the checkpoint of a step on disk. All hosts must call it together."""
         self._policy.record_evaluation(progress.step, progress.evaluation)
@@ -111,7 +115,7 @@ class Checkpoints:
 
     @property
     def best(self) -> BestCheckpoint | None:
-        """The best checkpoint; None if none was evaluated or the policy has no metric."""
+        """The best checkpoint or the start; None if neither was evaluated or the policy has no metric."""
         return self._policy.best_checkpoint(self._manager.all_steps())
 
     def restore(
@@ -147,8 +151,9 @@ class Checkpoints:
                 sound[step] = record
                 self._policy.record_evaluation(step, record.progress.evaluation)
         while sound:
-            saved = sound[max(sound)].progress.fingerprints
-            check_fingerprints(saved, fingerprints, accepted=accepted, settings=settings)
+            newest = sound[max(sound)].progress
+            self.record_initial_evaluation(newest)
+            check_fingerprints(newest.fingerprints, fingerprints, accepted=accepted, settings=settings)
             state = self._restore_newest_and_best(sound)
             if state:
                 self._move_damaged_aside([step for step in steps if step not in sound])

@@ -11,7 +11,7 @@ from orbax.checkpoint.checkpoint_managers import PolicyCheckpointInfo, Preservat
 
 
 class BestCheckpoint(NamedTuple):
-    """The best checkpoint so far."""
+    """The best checkpoint so far, or the start of the run as step 0 if no checkpoint is better."""
 
     step: int
     metric: str
@@ -51,6 +51,8 @@ class LatestAndBestPolicy:
     mode: Literal["max", "min"] = "max"
     metric_values: dict[int, float] = field(default_factory=dict)
     """Step -> value of the metric, for evaluated checkpoints."""
+    initial_value: float | None = None
+    """Value of the metric before the first step; the best checkpoint is not worse."""
 
     def record_evaluation(self, step: int, evaluation: Mapping[str, float | None] | None) -> None:
         """Records the evaluation of a step's checkpoint, or None if it was not evaluated."""
@@ -65,24 +67,35 @@ class LatestAndBestPolicy:
         return value if value is not None and math.isfinite(value) else None
 
     def best_step(self, steps: Iterable[int]) -> int | None:
-        """Returns the best of these steps, the earliest if several are equal; None if none of them was evaluated."""
-        sign = -1 if self.mode == "max" else 1
-        evaluated = [step for step in steps if step in self.metric_values]
-        return min(evaluated, key=lambda step: (sign * self.metric_values[step], step), default=None)
+        """Returns the best of these steps, the earliest if several are equal.
+
+        Returns None if none of them was evaluated, or if the start was better than all of them.
+        """
+        values: dict[float, float] = {step: self.metric_values[step] for step in steps if step in self.metric_values}
+        if self.initial_value is not None:
+            # Any checkpoint that equals the start comes before it.
+            values[math.inf] = self.initial_value
+        best = min(values, key=lambda step: (self._sign * values[step], step), default=math.inf)
+        return None if best == math.inf else int(best)
 
     def best_checkpoint(self, steps: Iterable[int]) -> BestCheckpoint | None:
-        """Returns the best of these steps with its metric."""
+        """Returns the best of these steps with its metric, or the start; None if neither was evaluated."""
         step = self.best_step(steps)
-        if step is None or self.metric is None:
-            return None
-        return BestCheckpoint(step, self.metric, self.metric_values[step])
+        value = self.initial_value if step is None else self.metric_values[step]
+        return None if self.metric is None or value is None else BestCheckpoint(step or 0, self.metric, value)
 
     def is_better(self, evaluation: Mapping[str, float | None] | None, steps: Iterable[int]) -> bool:
-        """Returns whether an evaluation is better than those of all these steps."""
-        score, best = self.metric_value(evaluation), self.best_step(steps)
-        if score is None or best is None:
-            return score is not None
-        return score > self.metric_values[best] if self.mode == "max" else score < self.metric_values[best]
+        """Returns whether an evaluation is better than those of all these steps, and not worse than the start."""
+        value, step = self.metric_value(evaluation), self.best_step(steps)
+        best = self.initial_value if step is None else self.metric_values[step]
+        if value is None or best is None:
+            return value is not None
+        gain = self._sign * (best - value)
+        return gain > 0 or (gain == 0 and step is None)
+
+    @property
+    def _sign(self) -> int:
+        return -1 if self.mode == "max" else 1
 
     def superseded(self, steps: Sequence[int]) -> int | None:
         """Returns the best of `steps` (ascending) without the last one, if nothing else keeps it; otherwise None."""

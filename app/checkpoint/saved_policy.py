@@ -159,7 +159,8 @@ def _find_checkpoint(path: Path) -> Path:
     """Returns the folder of the checkpoint at `path`; see `PolicyCheckpoint.open`."""
     path = path.expanduser()
     if not path.is_dir():
-        hint = "; nothing was evaluated in that run" if path.name == BEST_LINK and path.parent.is_dir() else ""
+        is_absent_best = path.name == BEST_LINK and path.parent.is_dir()
+        hint = "; nothing was evaluated in that run, or nothing better than its start" if is_absent_best else ""
         raise InputError(f"{OPTION}: there is no folder {path}{hint}; give <run>/checkpoints/<step>, or a run's folder")
     folder = path.resolve()
     if folder.name.isdigit() and (folder / "state").is_dir():

@@ -36,6 +36,10 @@ class TrainProgress:
     """Number of prompts taken from the data order so far, over all hosts and epochs."""
     fingerprints: Mapping[str, str]
     """Fingerprints of what the run was started with, such as model, tokenizer and data."""
+    total_tokens: int = 0
+    """Number of prompt and completion tokens of all samples so far, over all hosts."""
+    initial_evaluation: Mapping[str, float | None] | None = None
+    """Metrics under `eval/` before the first step; None if the run started without an evaluation."""
     wandb_id: str | None = None
     metrics_sha256: str | None = None
     """Digest of the lines of `metrics.jsonl` up to this step."""
@@ -48,9 +52,10 @@ class TrainProgress:
     unevaluated: Mapping[str, Any] | None = None
     """The step's other metrics, if its evaluation was interrupted and has to be repeated."""
 
-    def after_step(self, step: int, *, num_prompts: int, **changed: Any) -> TrainProgress:
-        """Returns the progress after a step that used `num_prompts` prompts, before its evaluation."""
-        return replace(self, step=step, position=self.position + num_prompts, evaluation=None, **changed)
+    def after_step(self, step: int, *, num_prompts: int, num_tokens: int, **changed: Any) -> TrainProgress:
+        """Returns the progress after a step that used this many prompts and tokens, before its evaluation."""
+        position, total = self.position + num_prompts, self.total_tokens + num_tokens
+        return replace(self, step=step, position=position, total_tokens=total, evaluation=None, **changed)
 
     def with_evaluation(self, metrics: Mapping[str, float | None]) -> TrainProgress:
         """Returns the progress after the step's evaluation, which gave these metrics."""

@@ -154,6 +154,17 @@ def require_path(path: Path | None, option: str) -> Path:
     return path
 
 
+def refuse_existing(outputs: Mapping[str, Path | None], *, overwrite: bool) -> None:
+    """Raises InputError if an output file exists and is not to be replaced.
+
+    Args:
+        outputs: option -> the file that it names, or None.
+    """
+    for option, path in outputs.items():
+        if path is not None and path.is_file() and not overwrite:
+            raise InputError(f"{option}: {path} exists already; give another name, or replace it with --overwrite")
+
+
 @contextmanager
 def handle_errors(debug: bool) -> Iterator[None]:
     """Turns an exception in the block into a message on stderr and an exit code."""

@@ -12,10 +12,11 @@ from app.commands.command_support import (
     inherit_run_settings,
     print_notices,
     print_result,
+    refuse_existing,
     resolve,
     show_progress,
 )
-from app.commands.options import AsJson, Config, Debug, Overrides, PrintConfig
+from app.commands.options import AsJson, Config, Debug, Overrides, Overwrite, PrintConfig
 from settings import InputError
 from settings.checks.commands import check_for_evaluation
 from settings.checks.unused_settings import unused_adapter_notices
@@ -53,6 +54,7 @@ def evaluate(
         Path | None,
         typer.Option(metavar="FILE.png|.svg", rich_help_panel="Comparison", help="File for a plot. Needs --compare."),
     ] = None,
+    overwrite: Overwrite = False,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
@@ -68,12 +70,16 @@ def evaluate(
             for option, value in {**given, "--checkpoint": checkpoint, "--out": out}.items():
                 if value:
                     raise InputError(f"{option} cannot be combined with --compare, which only reads two files")
+            refuse_existing({"--picture": picture}, overwrite=overwrite)
             from app.evaluation.compare import compare_evaluations
 
             result = compare_evaluations(*compare, plot_path=picture)
+            print_notices([] if picture is None else [f"--picture: written to {picture}"])
         else:
             if picture is not None:
                 raise InputError("--picture needs --compare BEFORE.jsonl AFTER.jsonl")
+            if overwrite:
+                raise InputError("--overwrite needs --picture; to repeat a finished evaluation, delete its --out")
             base, overrides, _ = inherit_run_settings(config, overrides, {"--checkpoint": checkpoint})
             resolved = resolve(base, overrides, print_config=print_config, check=check_for_evaluation)
             if checkpoint is None:

@@ -7,12 +7,20 @@ from typing import Annotated, Literal
 
 import typer
 
-from app.commands.command_support import handle_errors, print_result, require_path, resolve, show_progress
-from app.commands.options import AsJson, Config, Debug, Overrides, PrintConfig
+from app.commands.command_support import (
+    handle_errors,
+    print_result,
+    refuse_existing,
+    require_path,
+    resolve,
+    show_progress,
+)
+from app.commands.options import AsJson, Config, Debug, Overrides, Overwrite, PrintConfig
 from settings import InputError
 from settings.checks.commands import check_for_mesh
 
 DEFAULT_BENCH_SHAPES = "16x8192,128x65536"
+DEFAULT_BENCH_FOLDER = Path("gae-bench")
 
 
 def gae(
@@ -43,6 +51,7 @@ def gae(
         str | None,
         typer.Option(metavar="BxT,...", help=f"Shapes to time with --bench.  [default: {DEFAULT_BENCH_SHAPES}]"),
     ] = None,
+    overwrite: Overwrite = False,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
@@ -68,13 +77,16 @@ def gae(
             if value is not None and bench:
                 raise InputError(f"{option} cannot be combined with --bench, which times every backend on random data")
         if bench:
+            folder = out or DEFAULT_BENCH_FOLDER
+            refuse_existing({"--out": folder / "bench.json"}, overwrite=overwrite)
             show_progress("grpo gae --bench: loading JAX")
             from app.stages import gae_benchmark
 
-            report = gae_benchmark.run_benchmark(resolved, shapes=shapes or DEFAULT_BENCH_SHAPES, out=out)
+            report = gae_benchmark.run_benchmark(resolved, shapes=shapes or DEFAULT_BENCH_SHAPES, folder=folder)
             print_result(report, as_json=as_json, text=gae_benchmark.format_report(report))
         else:
             source, out = require_path(source, "--input"), require_path(out, "--out")
+            refuse_existing({"--out": out}, overwrite=overwrite)
             show_progress(f"grpo gae: {source}; loading JAX")
             from app.stages import gae
 

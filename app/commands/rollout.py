@@ -11,11 +11,12 @@ from app.commands.command_support import (
     handle_errors,
     print_notices,
     print_result,
+    refuse_existing,
     require_path,
     resolve,
     show_progress,
 )
-from app.commands.options import AsJson, Config, Debug, Overrides, PrintConfig
+from app.commands.options import AsJson, Config, Debug, Overrides, Overwrite, PrintConfig
 from settings.checks.commands import check_for_rollout
 from settings.checks.unused_settings import unused_adapter_notices
 
@@ -33,6 +34,7 @@ def rollout(
     timeline: Annotated[
         Path | None, typer.Option(metavar="FILE.png|.svg|.html", help="File for a plot of all slots over time.")
     ] = None,
+    overwrite: Overwrite = False,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
@@ -40,6 +42,11 @@ def rollout(
     with handle_errors(debug):
         resolved = resolve(config, overrides, print_config=print_config, check=check_for_rollout)
         out = require_path(out, "--out")
+        from app.records.partial_samples import part_paths
+
+        # A rollout that was killed after it wrote its output, and before it removed its part files, goes on.
+        refuse_existing({"--out": out}, overwrite=overwrite or bool(part_paths(out)))
+        refuse_existing({"--timeline": timeline}, overwrite=overwrite)
         print_notices(unused_adapter_notices(resolved))
         show_progress(f"grpo rollout: model {resolved.settings.model.path}; loading JAX")
         from app.stages import rollout

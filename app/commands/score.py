@@ -11,11 +11,12 @@ from app.commands.command_support import (
     handle_errors,
     print_notices,
     print_result,
+    refuse_existing,
     require_path,
     resolve,
     show_progress,
 )
-from app.commands.options import AsJson, Config, Debug, Overrides, PrintConfig
+from app.commands.options import AsJson, Config, Debug, Overrides, Overwrite, PrintConfig
 from settings.checks.commands import check_for_score
 from settings.checks.unused_settings import unused_adapter_notices
 from settings.errors import InputError
@@ -40,6 +41,7 @@ def score(
             help="First check that packed rows give the same logprobs as one row per sample; if not, exit with code 1.",
         ),
     ] = False,
+    overwrite: Overwrite = False,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
@@ -47,6 +49,7 @@ def score(
     with handle_errors(debug):
         resolved = resolve(config, overrides, print_config=print_config, check=check_for_score)
         samples, out = require_path(samples, "--input"), require_path(out, "--out")
+        refuse_existing({"--out": out}, overwrite=overwrite)
         if role == "policy":
             print_notices(unused_adapter_notices(resolved))
         show_progress(f"grpo score: role {role}; loading JAX")

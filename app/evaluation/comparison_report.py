@@ -115,7 +115,7 @@ class EvaluationComparison:
 
         def signed(change: float) -> str:
             text = format_metric(name, change, by_plug_in=self.has_plugin_judge)
-            return "+" * (not text.startswith("-")) + text.removesuffix("%")
+            return "+" * (not text.startswith("-")) + text.removesuffix(" %")
 
         unit = " pp" if format_metric(name, 0.0, by_plug_in=self.has_plugin_judge).endswith("%") else ""
         return f"{signed(difference.value)}{unit} {format_interval(difference.interval, signed)}".rstrip()
@@ -173,7 +173,7 @@ def _draw_axes(figure: Figure, comparison: EvaluationComparison, metrics: Sequen
         axes.grid(axis="y", visible=False)
         axes.margins(x=0.05)
         if not comparison.has_plugin_judge:
-            axes.xaxis.set_major_formatter(PercentFormatter(1.0))
+            axes.xaxis.set_major_formatter(PercentFormatter(1.0, symbol=" %"))
     if not comparison.has_plugin_judge:
         values.set_xlim(-0.02, 1.02)
     values.set_xlabel("mean over prompts, 95 % interval")

@@ -71,5 +71,6 @@ class EvaluationSummary:
             format_table(rows, header=("", "", "95 % interval")),
             *(f"not measured: {line}" for line in self.unmeasured_metrics),
             f"{self.seconds:.1f} s; " + (f"samples in {self.out}" if self.out else "not saved: no --out was given"),
+            *(["two such files are compared by grpo evaluate --compare BEFORE AFTER"] if self.out else []),
         ]
         return "\n".join(lines)

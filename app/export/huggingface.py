@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shlex
 import shutil
 import sys
 import time
@@ -100,7 +101,14 @@ class ExportJob:
             "bytes": sum(file.stat().st_size for file in self.out.iterdir()),
             "seconds": round(time.perf_counter() - self.start, 2),
             "written to": str(self.out),
+            "load it": f"{export_format.model_class}.from_pretrained({str(self.out)!r}), as in {CARD_FILE} there",
+            **({} if export_format is ADAPTER else {"measure it": self._evaluate_command()}),
         }
+
+    def _evaluate_command(self) -> str:
+        run = self.saved_policy.run
+        config = ["--config", str(run.settings_path)] if run.has_settings else []
+        return shlex.join(["grpo", "evaluate", *config, "--set", f"model.path={self.out}"])
 
 
 def export(resolved: Resolved, *, checkpoint: Path, out: Path, dtype: WeightType) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from app.model.io.model_files import BUILTIN_PREFIX
 from app.model.quantization import QUANTIZE_BASE_SETTING
 from app.records.run_directory import RunDirectory
 from app.records.settings_history import period_of
-from app.report.before_after import before_and_after
+from app.report.before_after import before_and_after, best_evaluation
 from app.report.run_files import RunFiles
 from app.runtime.model_spec import ModelSpec
 from app.tracking.run_log import WANDB_SECTIONS
@@ -174,7 +174,8 @@ def _weights_paragraph(settings: Mapping[str, Any], export_format: ExportFormat,
 
 def _results_section(run: RunFiles, settings: Mapping[str, Any], *, step: int) -> str:
     """Returns the evaluations of the run up to this step, and how they were made."""
-    result = before_and_after([record for record in run.history if record["step"] <= step])
+    history = [record for record in run.history if record["step"] <= step]
+    result = before_and_after(history)
     text = _table(result.header or ("", "first", "last"), result.rows) if result.rows else "Nothing was measured yet."
     if not result.header:
         return text
@@ -182,6 +183,8 @@ def _results_section(run: RunFiles, settings: Mapping[str, Any], *, step: int) -
     prompts = "All held-out prompts" if limit is None else f"At most {limit} held-out prompts"
     answers = "one answer" if num_samples == 1 else f"{num_samples} answers"
     source = settings["data.eval_source"] or settings["data.source"]
+    best = best_evaluation(history, settings.get("checkpoint.best_metric"), settings.get("checkpoint.best_mode", "max"))
+    text += f"\n\n{best.capitalize()}." if best else ""
     return f"{text}\n\n{prompts} of `{source}`, {answers} each at temperature {settings['eval.temperature']}."
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import logging
+import os
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,6 +15,8 @@ import jax
 from app.mesh.tpu_chips import TpuSlice
 from settings.errors import InputError
 from settings.schema.mesh import MeshSettings
+
+log = logging.getLogger(__name__)
 
 DEVICE_PLATFORMS = {"cpu": "cpu", "cuda": "gpu", "tpu": "tpu"}
 """The `platform` of JAX devices by `mesh.platform`."""
@@ -38,13 +44,40 @@ def global_devices(settings: MeshSettings) -> Sequence[Any]:
     try:
         devices = jax.devices()
     except (RuntimeError, AssertionError) as error:  # AssertionError: JAX does not know the platform
-        if settings.platform == "auto":
-            raise
         cause = f" ({str(error).splitlines()[0]})" if str(error) else ""
+        asked = os.environ.get("JAX_PLATFORMS")
+        if settings.platform == "auto" and not asked:
+            raise
+        if settings.platform == "auto":
+            raise InputError(
+                f"JAX_PLATFORMS: {asked!r} is not available: JAX found no such device{cause}; unset JAX_PLATFORMS, "
+                "so that JAX takes the best device that is there, or run pip install -e '.[tpu]' or '.[cuda]' on a "
+                "machine that has one"
+            ) from error
         raise missing_platform_error(settings.platform, f"JAX found no such device{cause}") from error
     if settings.platform != "auto" and devices[0].platform != DEVICE_PLATFORMS[settings.platform]:
         raise missing_platform_error(settings.platform, f"JAX has started with {devices[0].platform} devices")
+    if settings.platform == "auto" and settings.cpu_devices is None:
+        _warn_of_unused_accelerator(devices[0].platform)
     return devices
+
+
+@functools.cache
+def _warn_of_unused_accelerator(platform: str) -> None:
+    extra = unused_accelerator(platform)
+    if extra is not None:
+        log.warning(
+            "this machine has an accelerator, but JAX runs on the CPU; run pip install -e '.[%s]', unset JAX_PLATFORMS "
+            "if it is set, or set mesh.platform: cpu",
+            extra,
+        )
+
+
+def unused_accelerator(platform: str, devices: Path = Path("/dev")) -> str | None:
+    """Returns the package extra to install if JAX uses the CPU of a machine with an accelerator; else None."""
+    device_files = {"cuda": ("nvidia0",), "tpu": ("accel0", "vfio/0")} if platform == "cpu" else {}
+    present = (extra for extra, names in device_files.items() if any((devices / name).exists() for name in names))
+    return next(present, None)
 
 
 def check_equal_device_counts(devices: Sequence[Any]) -> None:

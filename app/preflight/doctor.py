@@ -15,7 +15,7 @@ from app.distributed.collectives import gather_bytes_over_hosts, max_over_hosts
 from app.distributed.error_barrier import error_barrier
 from app.distributed.host_consistency import check_hosts_agree, check_shared_run_directory, describe_prompts
 from app.mesh.device_memory import device_memory_bytes
-from app.mesh.devices import global_devices
+from app.mesh.devices import global_devices, unused_accelerator
 from app.preflight.check_results import CheckRecorder, CheckResult, DoctorReport
 from app.preflight.environment_checks import (
     CACHED_ANY_COMMIT,
@@ -26,7 +26,6 @@ from app.preflight.environment_checks import (
     check_wandb,
     hub_offline,
     hub_sources,
-    unused_accelerator,
 )
 from app.preflight.memory import network_bytes, state_bytes
 from app.preflight.model_checks import (

@@ -25,7 +25,7 @@ from app.preflight.memory import (
     state_bytes,
 )
 from app.records.run_directory import Resume
-from app.records.text_format import format_bytes, format_table
+from app.records.text_format import format_bytes, format_percent, format_table
 from app.runtime.reward_model import make_reward_batcher
 from app.runtime.session import Session
 from app.tracking.flops import NO_TOKENS, TokenCounts, make_step_flops
@@ -172,7 +172,7 @@ class DryRunReport:
             yield f"{peak}, whose memory is unknown"
         else:
             share = self.peak_bytes / self.available_bytes
-            yield f"{peak}, {share:.0%} of its {format_bytes(self.available_bytes)}"
+            yield f"{peak}, {format_percent(share)} of its {format_bytes(self.available_bytes)}"
             if share > 1:
                 phase = peak_phase(self.memory)
                 is_replay = phase == "evaluation" and self.rollout is None

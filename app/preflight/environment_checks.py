@@ -203,13 +203,6 @@ def check_versions(recorder: CheckRecorder, lower_bounds: Mapping[str, str]) -> 
         recorder.ok("versions", found)
 
 
-def unused_accelerator(platform: str, devices: Path = Path("/dev")) -> str | None:
-    """Returns the package extra to install if JAX uses the CPU of a machine with an accelerator; else None."""
-    device_files = {"cuda": ("nvidia0",), "tpu": ("accel0", "vfio/0")} if platform == "cpu" else {}
-    present = (extra for extra, names in device_files.items() if any((devices / name).exists() for name in names))
-    return next(present, None)
-
-
 def check_disk(recorder: CheckRecorder, folder: Path, settings: Settings, checkpoint_bytes: int | None) -> None:
     """Checks that the disk of the run directory has enough space for the checkpoints.
 

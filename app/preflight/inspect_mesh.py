@@ -28,7 +28,7 @@ from app.preflight.memory import (
 )
 from app.preflight.mesh_layout import MeshReport, format_id_ranges, mesh_report
 from app.records.sample import Prompt
-from app.records.text_format import format_bytes, format_table
+from app.records.text_format import format_bytes, format_percent, format_table
 from app.runtime.batch_checks import check_fixed_micro_batches, check_host_offload
 from app.runtime.session import Session
 from app.training.learner import make_learner_group
@@ -90,9 +90,10 @@ class MeshInspection:
         if (available := self.mesh.topology.memory_bytes) is None:
             peak += ", whose memory is unknown"
         else:
-            peak += f", {self.peak_bytes / available:.0%} of its memory"
+            peak += f", {format_percent(self.peak_bytes / available)} of its memory"
             peak += ", which does not fit" if self.peak_bytes > available else ""
-            peak += f"\nlargest values that use at most {USABLE_MEMORY_FRACTION:.0%} of it, one setting at a time:"
+            usable = format_percent(USABLE_MEMORY_FRACTION)
+            peak += f"\nlargest values that use at most {usable} of it, one setting at a time:"
         lines += ["", format_memory_table(self.memory), "", peak, *(f"  {one.to_text()}" for one in self.largest)]
         if self.programs:
             lines += ["", format_programs_table(self.programs)]

@@ -160,7 +160,7 @@ def _choose_columns(
         elif chosen or role == "prompt":
             raise InputError(
                 f"data.{role}_column: {source} has no column {chosen or ' | '.join(candidates)};"
-                f" it has: {', '.join(available)}"
+                f" it has: {', '.join(available)}; set data.{role}_column to the one with the {role}s"
             )
     return mapping
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from app.records.text_format import format_percent
 from app.report.metrics_history import (
     History,
     MetricsRecord,
@@ -44,6 +45,16 @@ ROUNDING_TOLERANCE = 1e-9
 """Largest difference between weighted sums that is due to rounding."""
 WARM_UP_STEPS = 20
 """Number of first steps in which new shapes are expected."""
+ASSUMED_EVAL_PROMPTS = 100
+"""Number of held-out prompts from which the noise of the accuracy follows; usual evaluations have more."""
+COLLAPSE_STEPS = 100
+"""Steps within which a collapse happens; a slower decline has other causes than too large updates."""
+COLLAPSE_FRACTION = 0.5
+"""Share of its best value that the reward loses in a collapse."""
+COLLAPSE_STD = 0.25
+"""Smallest such loss, in standard deviations of the samples: twice the noise of a step of 64 samples."""
+ENTROPY_EXPLOSION, GRAD_NORM_EXPLOSION = 3.0, 10.0
+"""Growth since the best step that healthy updates do not cause: the quickstart's entropy only falls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +72,17 @@ class AlertRule:
     """A title and the condition of its alert."""
 
     title: str
-    check: Callable[[Sequence[MetricsRecord]], str | None]
+    check: Callable[[Steps], str | None]
     """Returns the text of an alert about the last of these steps, or None."""
+
+
+class Steps(list[MetricsRecord]):
+    """The lines of the training steps so far."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.evaluations: list[tuple[int, MetricsRecord]] = []
+        """The lines with a held-out accuracy, each after a number of training steps, which may be 0."""
 
 
 class AlertMonitor:
@@ -70,16 +90,20 @@ class AlertMonitor:
 
     def __init__(self, history: History = ()):
         """Starts from the steps of `history`, whose alerts are not raised again."""
-        self._steps: list[MetricsRecord] = []
+        self._steps = Steps()
         self._absent_steps = dict.fromkeys(RULES, REARM_STEPS)
         self.alerts = [alert for record in history for alert in self.observe(record)]
         """Alerts raised by `history`."""
 
     def observe(self, record: MetricsRecord) -> list[Alert]:
         """Returns the alerts of the next line of the history."""
-        if not training_steps([record]):
+        is_step = bool(training_steps([record]))
+        if is_step:
+            self._steps.append(record)
+        if finite_metric(record, "eval/accuracy") is not None:
+            self._steps.evaluations.append((len(self._steps), record))
+        if not is_step:
             return []
-        self._steps.append(record)
         return [Alert(record["step"], rule.title, text) for rule in RULES if (text := self._check_rule(rule))]
 
     def _check_rule(self, rule: AlertRule) -> str | None:
@@ -126,9 +150,9 @@ def _entropy_collapse(steps: Sequence[MetricsRecord]) -> str | None:
     if not len(start) or now is None or not start.mean() > 0 or now.mean() >= ENTROPY_COLLAPSE_FRACTION * start.mean():
         return None
     return (
-        f"Entropy is {now.mean():.3g} nats per token, {now.mean() / start.mean():.0%} of its initial value: the "
-        "samples of a prompt are nearly identical, so their rewards hardly differ. Lower optimizer.learning_rate, "
-        "raise algorithm.clip_high, or add a KL penalty with algorithm.beta."
+        f"Entropy is {now.mean():.3g} nats per token, {format_percent(now.mean() / start.mean())} of its initial "
+        "value: the samples of a prompt are nearly identical, so their rewards hardly differ. Lower "
+        "optimizer.learning_rate, raise algorithm.clip_high, or add a KL penalty with algorithm.beta."
     )
 
 
@@ -159,8 +183,8 @@ def _equal_rewards(steps: Sequence[MetricsRecord]) -> str | None:
     if not _is_solved(steps):
         remedy = "Use prompts that are sometimes solved (easier or harder ones), or raise rollout.group_size."
     return (
-        f"In {shares.mean():.0%} of the groups of the last {LONG_WINDOW_STEPS} steps all samples had the same "
-        f"reward, and such groups give no learning signal. {remedy}"
+        f"In {format_percent(shares.mean())} of the groups of the last {LONG_WINDOW_STEPS} steps all samples had the "
+        f"same reward, and such groups give no learning signal. {remedy}"
     )
 
 
@@ -169,7 +193,7 @@ def _truncation(steps: Sequence[MetricsRecord]) -> str | None:
     if shares is None or shares.mean() < TRUNCATION_THRESHOLD:
         return None
     return (
-        f"{shares.mean():.0%} of the completions of the last {SHORT_WINDOW_STEPS} steps were truncated at "
+        f"{format_percent(shares.mean())} of the completions of the last {SHORT_WINDOW_STEPS} steps were truncated at "
         "rollout.max_new_tokens. Raise it, ask for short answers in data.system_prompt, or reward short answers. If "
         "all are truncated, the model may never generate its end-of-sequence token: check that it is an "
         "instruct model with its own chat template."
@@ -197,12 +221,77 @@ def _ratio_blow_up(steps: Sequence[MetricsRecord]) -> str | None:
     largest = 0.0 if ratios is None else float(ratios.min())
     if clipped < CLIP_FRACTION_THRESHOLD and largest < RATIO_THRESHOLD:
         return None
-    what = f"{clipped:.0%} of the tokens were clipped"
+    what = f"{format_percent(clipped)} of the tokens were clipped"
     if largest >= RATIO_THRESHOLD:
         what = f"every step made some token at least {largest:.3g} times as likely, and {what}"
     return (
         f"Over the last {SHORT_WINDOW_STEPS} steps {what}: the updates are larger than the samples justify. Lower "
         "optimizer.learning_rate or algorithm.epochs, or raise algorithm.mini_batch_prompts."
+    )
+
+
+def _reward_collapse(steps: Sequence[MetricsRecord]) -> str | None:
+    recent = steps[-COLLAPSE_STEPS:]
+    rewards = Series.from_history(recent, "reward/mean").values
+    if not SHORT_WINDOW_STEPS < len(rewards) == len(recent):
+        return None
+    best, now = int(rewards[:-SHORT_WINDOW_STEPS].argmax()), rewards[-SHORT_WINDOW_STEPS:].mean()
+    lost, spread = rewards[best] - now, finite_metric(recent[best], "reward/std") or 0.0
+    if lost <= max(COLLAPSE_FRACTION * abs(rewards[best]), COLLAPSE_STD * spread, ROUNDING_TOLERANCE):
+        return None
+
+    def values(part: Sequence[MetricsRecord], name: str) -> np.ndarray:
+        found = Series.from_history(part, name).values
+        return found if len(found) else np.full(1, np.nan)
+
+    entropy, kl, grad_norm = "policy/entropy", "policy/kl", "policy/grad_norm"
+    before, last = recent[max(best + 1 - SHORT_WINDOW_STEPS, 0) : best + 1], recent[-SHORT_WINDOW_STEPS:]
+    old, new = values(before, entropy).mean(), values(last, entropy).mean()
+    usual, peak = np.median(values(recent[: best + 1], grad_norm)), values(recent[best:], grad_norm).max()
+    distance = values(last, kl).mean()
+    # A comparison with NaN, for a metric that was not recorded, is false.
+    signs = (
+        (f"the entropy rose from {old:.3g} to {new:.3g}", new >= ENTROPY_EXPLOSION * old > 0),
+        (f"the entropy fell from {old:.3g} to {new:.3g}", new <= ENTROPY_COLLAPSE_FRACTION * old),
+        (f"the KL to the initial model rose to {distance:.3g}", distance >= KL_THRESHOLD),
+        (f"the gradient norm rose from {usual:.3g} to {peak:.3g}", peak >= GRAD_NORM_EXPLOSION * usual > 0),
+    )
+    if not any(is_seen for _, is_seen in signs):
+        return None
+    rate = Series.from_history(recent, "policy/learning_rate").values.max(initial=0.0)
+    return (
+        f"The mean reward fell from {rewards[best]:.3g} (step {recent[best]['step']}) to {now:.3g}, and "
+        f"{' and '.join(text for text, is_seen in signs if is_seen)}: the updates were too large. The usual cause is "
+        f"optimizer.learning_rate, which reached {rate:.3g}: lower it to between {rate / 10:.2g} and {rate / 3:.2g}, "
+        "and start again, or from a checkpoint before the fall."
+    )
+
+
+def _over_optimization(steps: Steps) -> str | None:
+    if len(steps.evaluations) < 3:
+        return None
+    accuracies = [record["eval/accuracy"] for _, record in steps.evaluations]
+    best = int(np.argmax(accuracies[:-2]))
+    highest, least = accuracies[best], max(accuracies[-2:])
+    variance = highest * (1 - highest) + least * (1 - least)
+    # A plug-in's values may lie outside of [0, 1], and then nothing is known of their noise.
+    if variance < 0 or highest - least <= 2 * (variance / ASSUMED_EVAL_PROMPTS) ** 0.5:
+        return None
+    ends = max(steps.evaluations[best][0], LONG_WINDOW_STEPS), steps.evaluations[-1][0]
+    then, now = (
+        Series.from_history(steps[max(end - LONG_WINDOW_STEPS, 0) : end], "reward/mean").values for end in ends
+    )
+    if not len(then) or not len(now):
+        return None
+    noise = (then.var() / len(then) + now.var() / len(now)) ** 0.5
+    if now.mean() - then.mean() <= max(2 * noise, ROUNDING_TOLERANCE):
+        return None
+    first, last = (f"{format_percent(accuracies[i])} (step {steps.evaluations[i][1]['step']})" for i in (best, -1))
+    return (
+        f"Held-out accuracy fell from {first} to {last}, while the mean reward rose from {then.mean():.3g} to "
+        f"{now.mean():.3g}: the policy exploits the reward function (reward hacking), or memorizes the training "
+        "prompts. Read samples with a high reward in rollouts.html and correct the reward, add a KL penalty with "
+        "algorithm.beta, or use more data. Until then, use the weights of the best evaluation."
     )
 
 
@@ -256,6 +345,8 @@ RULES = (
     AlertRule("Many answers are truncated", _truncation),
     AlertRule("The policy is far from the initial model", _high_kl),
     AlertRule("The policy moves too far within a step", _ratio_blow_up),
+    AlertRule("The reward has collapsed", _reward_collapse),
+    AlertRule("Held-out accuracy falls while the reward rises", _over_optimization),
     AlertRule("Sampler and trainer disagree", _sampler_mismatch),
     AlertRule("A reward function fails", _reward_errors),
     AlertRule("Every step compiles", _recompilation),

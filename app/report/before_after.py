@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -51,11 +52,29 @@ def before_and_after(history: History) -> BeforeAfter:
         first, last = (Series.from_history(part, "reward/mean").values for part in (steps[:edge], steps[-edge:]))
         if len(first) and len(last):
             rows.append((f"reward, mean of {edge} steps", f"{np.mean(first):.3f}", f"{np.mean(last):.3f}"))
-        seconds = sorted(Series.from_history(steps, "time/step_s").values)
-        if seconds:
-            median = seconds[len(seconds) // 2]
-            pace = f"{len(steps)} steps, median {median:.2f} s a step, {sum(seconds):.0f} s in all"
+        seconds = Series.from_history(steps, "time/step_s").values
+        if len(seconds):
+            pace = f"{len(steps)} steps, median {np.median(seconds):.2f} s a step, {sum(seconds):.0f} s in all"
+        if (tokens := finite_metric(steps[-1], "data/total_tokens")) is not None:
+            epoch = finite_metric(steps[-1], "data/epoch")
+            pace += f"; {tokens:,.0f} tokens" + ("" if epoch is None else f", {epoch:.3g} epochs of the data")
     return BeforeAfter(header, rows, pace)
+
+
+def best_evaluation(history: History, metric: str | None, mode: str) -> str:
+    """Returns a sentence on the best value of `checkpoint.best_metric`; empty with fewer than two evaluations."""
+    series, sign = Series.from_history(history, metric or ""), 1 if mode == "min" else -1
+    if len(series) < 2:
+        return ""
+    # As for checkpoints: of equal values, the earliest counts, and the start last.
+    points = zip(series.steps, series.values, strict=True)
+    at, value = min(points, key=lambda point: (sign * point[1], point[0] or math.inf))
+    text = format_metric(str(metric), value, by_plug_in=accuracy_is_plug_in_mean(history))
+    text += f" after step {at:.0f}" if at else ""
+    not_better = value in series.values[series.steps == 0]
+    return (
+        f"training has not improved {metric} on the start (step 0): {text}" if not_better else f"best {metric} {text}"
+    )
 
 
 def _displayed_metrics(before: MetricsRecord, after: MetricsRecord) -> list[str]:

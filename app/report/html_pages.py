@@ -13,7 +13,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from app.report.alerts import Alert
-from app.report.before_after import before_and_after
+from app.report.before_after import before_and_after, best_evaluation
 from app.report.early_stopping import early_stopping_reason
 from app.report.matplotlib_figures import RenderedPlot
 from app.report.metric_registry import find_metric
@@ -42,6 +42,7 @@ def report_page(run: RunFiles, plots: Mapping[str, RenderedPlot | None], alerts:
             (name, finite_metric(last, name), find_metric(name)) for name in sorted(last) if find_metric(name)
         ],
         result=before_and_after(run.history),
+        best=best_evaluation(run.history, run.setting("checkpoint.best_metric"), run.setting("checkpoint.best_mode")),
         alerts=alerts,
         panels=[(panel, plots[panel.name]) for panel in PANELS],
         chosen=[

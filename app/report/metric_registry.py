@@ -112,6 +112,14 @@ METRICS = (
         "number of groups that did not pass the filter but fill the step, outside the loss, because "
         "`algorithm.max_rounds` was reached",
         "0", "raise `algorithm.max_rounds`, or choose other prompts"),
+    Metric("data/epoch",
+        "passes over the training prompts so far; absent in a replay, which does not read the data set",
+        "below 1 for a first run", "the same prompts come again: use more data, and watch `eval/accuracy`"),
+    Metric("data/num_tokens",
+        "prompt and completion tokens of the step's samples over all rounds and hosts; a prompt counts once for each "
+        "of its samples",
+        "steady, or grows with the completions", "see `completions/mean_length`"),
+    Metric("data/total_tokens", "sum of `data/num_tokens` since the first step", "rises", "nothing"),
     Metric("completions/mean_length", "mean number of tokens of a completion",
         "stays steady, or grows slowly with the reward", "grows while the reward does not: the reward favors length"),
     Metric("completions/{min,max}_length", "tokens of the shortest and the longest completion",
@@ -244,6 +252,8 @@ METRICS = (
         "below a third of `time/update_s`", "raise `score.max_tokens_per_device`"),
     Metric("time/step_s", "wall-clock time of the step, with saving its samples, without evaluation and checkpoint",
         "steady", "spikes: see `perf/compilations`"),
+    Metric("time/unix_s", "time at which the line was written, in seconds since 1970-01-01 UTC",
+        "rises", "a large gap: the run was stopped and resumed"),
     Metric("time/eval_s", "wall-clock time of the evaluation",
         "small compared with the steps in between", "raise `eval.every_steps`, or lower `eval.num_prompts`"),
     Metric("perf/tokens_per_s", "completion tokens per second of the whole step",

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from app.records.text_format import format_percent
 from app.report.confidence_intervals import wilson_interval
 from app.report.metrics_history import (
     History,
@@ -74,7 +75,7 @@ def _label(axes: Axes, data: PlotData, unit: str) -> None:
 def _format_as_percent(axes: Axes) -> None:
     from matplotlib.ticker import PercentFormatter
 
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0, symbol=" %"))
 
 
 def _line(axes: Axes, data: PlotData, series: Series, label: str, **style: Any) -> None:
@@ -200,7 +201,7 @@ def draw_times(figure: Figure, data: PlotData) -> None:
     for name, values in parts.items():
         above = below + np.repeat(np.add.reduceat(values, starts) / counts, 2)
         if values.sum() / whole >= 0.005:
-            label = f"{name} {values.sum() / whole:.0%}"
+            label = f"{name} {format_percent(values.sum() / whole)}"
             axes.fill_between(edges, below, above, color=PHASE_COLORS[name], linewidth=0, label=label)
         below = above
     axes.set_ylim(bottom=0)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import json
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,8 @@ class RunFiles:
     rollouts: Mapping[int, Path]
     evaluations: Mapping[int, Path]
     """Sample files by step."""
+    token_texts: Sequence[str]
+    """Text by token id; empty for a run of an older version."""
 
     @classmethod
     def read(cls, path: Path) -> RunFiles:
@@ -57,6 +60,7 @@ class RunFiles:
             settings_history,
             sample_files(path / "rollouts"),
             sample_files(path / "eval"),
+            _read_token_texts(run.tokens_path),
         )
 
     def setting(self, name: str) -> Any:
@@ -118,6 +122,14 @@ def _read_metrics(path: Path) -> list[MetricsRecord]:
             raise InputError(f"{path}:{line}: expected an integer `step`, got {record.get('step')!r:.40}")
         history.append(record)
     return history
+
+
+def _read_token_texts(path: Path) -> list[str]:
+    try:
+        texts = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return []
+    return texts if isinstance(texts, list) and all(isinstance(text, str) for text in texts) else []
 
 
 def format_steps(steps: Collection[int]) -> str:

@@ -37,6 +37,8 @@ class ViewerContent:
     num_unopened: int = 0
     damaged: list[str] = field(default_factory=list)
     """Error messages for skipped lines."""
+    token_texts: Sequence[str] = ()
+    """Text by token id; empty if it is unknown."""
 
     def add(self, key: str, kind: str, samples: Sequence[SavedSample]) -> None:
         first = samples[0]
@@ -47,7 +49,7 @@ class ViewerContent:
                 "name": key,
                 "prompt": _truncate(first.prompt),
                 "answer": first.answer,
-                "samples": [_as_json(sample) for sample in samples],
+                "samples": [_as_json(sample, self.token_texts) for sample in samples],
             }
         )
 
@@ -63,7 +65,7 @@ class SavedSample:
     answer: str | None
     completion: str
     finish_reason: str
-    num_tokens: int | None
+    token_ids: Sequence[Any] | None
     reward: float | None
     rewards: Mapping[str, float | None]
     advantage: float | None
@@ -82,13 +84,15 @@ class SavedSample:
         return "truncated" if self.finish_reason == "length" else "complete"
 
 
-def build_viewer(rollouts: Mapping[int, Path], evaluations: Mapping[int, Path], *, num_samples: int) -> ViewerContent:
+def build_viewer(
+    rollouts: Mapping[int, Path], evaluations: Mapping[int, Path], *, num_samples: int, token_texts: Sequence[str] = ()
+) -> ViewerContent:
     """Selects at most `num_samples` of the saved samples, in whole groups as far as possible.
 
     Rollouts: the groups whose rewards differ most, from steps spread evenly over the run, newest first.
     Evaluations: the same prompts in every evaluation, starting with those whose reward changed most from first to last.
     """
-    viewer = ViewerContent(num_files=len(rollouts) + len(evaluations))
+    viewer = ViewerContent(num_files=len(rollouts) + len(evaluations), token_texts=token_texts)
     kept_for_evaluations = int(num_samples * (EVAL_SHARE if rollouts else 1)) if evaluations else 0
     if rollouts:
         _add_rollouts(viewer, rollouts, num_samples - kept_for_evaluations)
@@ -192,7 +196,7 @@ def _sample(record: Mapping[str, Any], *, step: int, where: str) -> SavedSample:
         answer=None if answer is None else str(answer),
         completion=record["completion"],
         finish_reason=str(record.get("finish_reason", "")),
-        num_tokens=len(ids) if isinstance(ids, list) else None,
+        token_ids=ids if isinstance(ids, list) else None,
         reward=finite_metric(record, "reward"),
         rewards={str(name): finite_metric(rewards, name) for name in rewards} if isinstance(rewards, dict) else {},
         advantage=float(advantages[0]) if len(advantages) and np.isfinite(advantages[0]) else None,
@@ -216,7 +220,9 @@ def _truncate(text: str) -> str:
     return text if beyond <= 0 else f"{text[:MAX_CHARACTERS]} … ({beyond:,} more characters)"
 
 
-def _as_json(sample: SavedSample) -> dict[str, Any]:
+def _as_json(sample: SavedSample, token_texts: Sequence[str]) -> dict[str, Any]:
+    ids = (sample.token_ids or ())[:MAX_LOGPROBS]
+    are_known = all(type(token_id) is int and 0 <= token_id < len(token_texts) for token_id in ids)
     finite = sample.logprobs[np.isfinite(sample.logprobs)]
     return {
         "step": sample.step,
@@ -224,7 +230,8 @@ def _as_json(sample: SavedSample) -> dict[str, Any]:
         "completion": _truncate(sample.completion),
         "finish": sample.finish_reason,
         "end": sample.completion_status,
-        "tokens": sample.num_tokens,
+        "tokens": None if sample.token_ids is None else len(sample.token_ids),
+        "texts": [token_texts[token_id] for token_id in ids] if are_known else [],
         "reward": _rounded(sample.reward),
         "rewards": {name: _rounded(value) for name, value in sample.rewards.items()},
         "advantage": _rounded(sample.advantage),

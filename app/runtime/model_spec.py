@@ -17,6 +17,7 @@ from app.model.io.model_files import ModelFiles, open_model
 from app.model.lora import LoRAConfig
 from app.model.quantization import check_quantization
 from app.prompts.tokenizer import Tokenizer, encoding_fingerprint, load_fast_tokenizer, load_tokenizer
+from app.records.text_format import format_percent
 from app.records.versions import QUANTIZATION_PACKAGE, version_of
 from settings import Settings
 from settings.errors import InputError
@@ -178,8 +179,8 @@ def adapter_notes(model: ModelSpec, *, has_critic: bool) -> tuple[str, ...]:
     critic = "; the critic trains all its weights" if has_critic else ""
     return (
         f"{LORA_FINGERPRINT}: {num_trained:,} weights are trained ({definition.lora.to_text()}), "
-        f"{num_trained / num_all:.2%} of {num_all:,}; the {num_all - num_trained:,} weights of {model.files.name} are "
-        f"frozen{base}{critic}",
+        f"{format_percent(num_trained / num_all)} of {num_all:,}; the {num_all - num_trained:,} weights of "
+        f"{model.files.name} are frozen{base}{critic}",
     )
 
 

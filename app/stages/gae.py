@@ -9,6 +9,7 @@ from typing import Any
 
 from app.mesh import jax_startup
 from app.mesh.device_memory import peak_memory_bytes
+from app.mesh.devices import global_devices
 from app.records.jsonl import check_output_path
 from app.records.moments import Moments, whiten
 from app.stages.gae_jsonl import GaeSampleFile
@@ -64,6 +65,7 @@ def estimate_advantages(resolved: Resolved, *, input: Path, out: Path) -> dict[s
 def start_local_devices(mesh: MeshSettings) -> None:
     """Starts only the devices of this host, even if `mesh` is configured for several hosts."""
     jax_startup.initialize_local(mesh)
+    global_devices(mesh)
 
 
 def make_whitener(moments: Moments | None) -> AdvantageTransform:

@@ -30,7 +30,6 @@ from settings import Resolved
 from settings.errors import InputError
 from settings.schema.algorithm import AlgorithmSettings
 
-DEFAULT_FOLDER = Path("gae-bench")
 CHUNK_SIZES = (64, 128, 256, 512)
 NUM_REPEATS = 20
 MIN_REPEAT_S = 1e-3
@@ -56,14 +55,13 @@ class BenchmarkShape(NamedTuple):
         return f"{self.rows}x{self.tokens}"
 
 
-def run_benchmark(resolved: Resolved, *, shapes: str, out: Path | None) -> dict[str, Any]:
-    """Times all backends, writes bench.json and bench.png to the folder `out`, and returns the content of bench.json.
+def run_benchmark(resolved: Resolved, *, shapes: str, folder: Path) -> dict[str, Any]:
+    """Times all backends, writes bench.json and bench.png to a folder, and returns the content of bench.json.
 
     Raises:
         InputError: the shapes are malformed, or the folder cannot be written to.
     """
     parsed_shapes = parse_shapes(shapes)
-    folder = out or DEFAULT_FOLDER
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -24,6 +24,7 @@ from app.prompts.encode import EncodeReport
 from app.records.jsonl import check_distinct_paths, check_output_path
 from app.records.partial_samples import PartFile, part_path, remove_parts
 from app.records.sample import Prompt, Sample
+from app.records.text_format import format_percent
 from app.report.slot_timeline import check_timeline_path, write_timeline
 from app.rollout.scheduling.sample_states import SampleTable
 from app.rollout.sequence import RolloutSequence
@@ -171,7 +172,7 @@ def _schedule_metrics(session: Session, timeline: Path | None) -> dict[str, Any]
     bubble, tail = (np.average(shares, weights=makespans) for shares in (bubbles, tails))
     return {
         "scheduler": policy,
-        "makespan": f"{makespans.max():.3g} s, bubble {bubble:.0%}, tail {tail:.0%}",
+        "makespan": f"{makespans.max():.3g} s, bubble {format_percent(bubble)}, tail {format_percent(tail)}",
         "suspended": int(suspensions.sum()),
         "wasted tokens": int(wasted.sum()),
         **({} if timeline is None else {"timeline": str(timeline)}),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from app.records.text_format import format_percent
 from app.report.slot_timeline import Activity, TimelineBar, TimelinePanel
 from app.rollout.scheduling.metrics import ScheduleMetrics, slot_spans, slots_per_worker
 from app.rollout.scheduling.protocol import EventRecord, SampleRole, Submitted
@@ -18,8 +19,8 @@ METRIC_HEADINGS = ("bubble", "tail", "recall", "trips", "stolen", "suspended", "
 def metric_cells(metrics: ScheduleMetrics) -> tuple[str, ...]:
     """Returns the values under `METRIC_HEADINGS`."""
     return (
-        f"{metrics.bubble:.0%}",
-        f"{metrics.tail_fraction:.0%}",
+        format_percent(metrics.bubble),
+        format_percent(metrics.tail_fraction),
         "" if metrics.probe_recall is None else f"{metrics.probe_recall:.2f}",
         *map(str, (metrics.breaker_trips, metrics.stolen, metrics.suspensions, metrics.truncated)),
         f"{metrics.wasted_tokens:,}",
@@ -39,5 +40,6 @@ def timeline_panel(
         for span in slot_spans(records)
     )
     over = "" if lower_bound_s is None else f", {metrics.makespan_s / lower_bound_s:.2f} x the bound"
-    title = f"{name}: {metrics.makespan_s:.3g} s{over}, bubble {metrics.bubble:.0%}, tail {metrics.tail_fraction:.0%}"
+    bubble, tail = map(format_percent, (metrics.bubble, metrics.tail_fraction))
+    title = f"{name}: {metrics.makespan_s:.3g} s{over}, bubble {bubble}, tail {tail}"
     return TimelinePanel(title, tuple(slots_per_worker(records).items()), bars, metrics.makespan_s, lower_bound_s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +13,7 @@ from app.distributed.collective_files import gather_samples_to_first_host
 from app.distributed.collectives import gather_bytes_to_first_host
 from app.records.run_directory import RunDirectory
 from app.records.sample import Sample
-from app.report.alerts import AlertMonitor
+from app.report.alerts import Alert, AlertMonitor
 from app.report.metrics_history import training_steps
 from app.report.write_report import write_report
 from app.tracking.completions_table import completions_table
@@ -38,11 +39,16 @@ class RunReporter:
 
     def report_step(self, step: int, record: dict[str, Any]) -> None:
         """Reports a step's metrics and the alerts they raise."""
-        self.run_log.write_metrics(step, record)
+        alerts = self.write_metrics(step, record)
         self.display.show_step(step, record)
-        for alert in self._alerts.observe({"step": step, **record}):
+        for alert in alerts:
             self.display.show_alert(alert)
             self.run_log.alert(alert)
+
+    def write_metrics(self, step: int, metrics: dict[str, Any]) -> list[Alert]:
+        """Writes a line of metrics with the time, and returns the alerts that it raises."""
+        self.run_log.write_metrics(step, {**metrics, "time/unix_s": time.time()})
+        return self._alerts.observe({"step": step, **metrics})
 
     def report_samples(self, step: int, samples: Sequence[Sample]) -> None:
         """Saves the samples of a step, and shows some of them every few steps. All hosts must call it together."""

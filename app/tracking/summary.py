@@ -24,5 +24,9 @@ def summary_text(
     lines += filter(None, [result.pace, early_end and f"ended early: {early_end}"])
     if best is not None:
         value = format_metric(best.metric, best.value, by_plug_in=accuracy_is_plug_in_mean(history))
-        lines.append(f"best {best.metric} {value} after step {best.step}: checkpoints/best")
+        if best.step:
+            lines.append(f"best {best.metric} {value} after step {best.step}: checkpoints/best")
+        elif result.header:
+            start = f"training has not improved {best.metric} on the start (step 0): {value}"
+            lines.append(f"{start}, by the weights of model.path; there is no checkpoints/best")
     return "\n".join([*lines, f"everything is in {path}"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import jax
@@ -13,6 +14,7 @@ from app.checkpoint.retention import LatestAndBestPolicy
 from app.checkpoint.train_progress import TrainProgress
 from app.mesh.placement import to_host_memory
 from app.model.decoder import Params
+from app.records.atomic_write import write_atomic
 from app.runtime.pinned_revisions import record_commits
 from app.runtime.reward_model import RewardModel
 from app.runtime.session import Session
@@ -74,7 +76,8 @@ def restore_or_initialize(
     progress = TrainProgress(step=0, position=0, fingerprints=fingerprints)
     networks: dict[str, TrainState] = {}
     if start is not None:
-        progress = replace(progress, step=start.step, position=start.progress.position)
+        taken = {"position": start.progress.position, "total_tokens": start.progress.total_tokens}
+        progress = replace(progress, step=start.step, **taken)
         networks = dict(start.restore_states(learner_group.shapes, learner_group.shardings))
     if "policy" not in networks:
         networks["policy"] = learner_group.policy.initial_state(session.initial_trained_params())
@@ -98,6 +101,8 @@ def open_run_log(setup: RunSetup, progress: TrainProgress, *, resumed: bool) -> 
     # After the session's line: settings.yaml is compared with the last one.
     setup.run.write_settings(setup.resolved)
     record_commits(setup.run, setup.resolved.settings, setup.inputs.model_commits)
+    if setup.resolved.settings.logging.report:
+        write_atomic(setup.run.tokens_path, json.dumps(setup.inputs.model.tokenizer.token_texts()).encode())
     return run_log
 
 

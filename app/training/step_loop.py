@@ -97,7 +97,11 @@ class StepLoop:
             self.reporter.report_step(self.progress.step, record)
             self.checkpoints.update_progress(self._progress_with_digest())
         elif self.eval_prompts and not self.progress.step:
-            self.reporter.run_log.write_metrics(0, self._evaluate(0))
+            initial = self._evaluate(0)
+            evaluation = self.progress.with_evaluation(initial).evaluation
+            self.progress = replace(self.progress, initial_evaluation=evaluation)
+            self.checkpoints.record_initial_evaluation(self.progress)
+            self.reporter.write_metrics(0, initial)
         self._check_early_stopping()
 
     def _step(self, step: int) -> None:
@@ -113,7 +117,13 @@ class StepLoop:
         self.profiler.stop()
         record = _step_metrics(metrics, samples, timer) | {"perf/compilations": self.compilations.take_count()}
         num_prompts = int(metrics["rollout/num_rounds"] or 1) * self.trainer.global_prompts_per_step
-        self.progress = self.progress.after_step(step, num_prompts=num_prompts, **self._carried_progress())
+        num_tokens = int(metrics["data/num_tokens"] or 0)
+        self.progress = self.progress.after_step(
+            step, num_prompts=num_prompts, num_tokens=num_tokens, **self._carried_progress()
+        )
+        record |= {"data/total_tokens": self.progress.total_tokens}
+        if self.trainer.replay is None:
+            record |= {"data/epoch": self.progress.position / len(self.trainer.prompts)}
         if self.eval_prompts and (is_last or step % self.settings.eval.every_steps == 0):
             record = self._add_evaluation(record)
         self.reporter.report_step(step, record)

@@ -105,8 +105,11 @@ class Trainer:
         sampled, learned = TokenCounts.count_over_hosts(scored.samples, samples)
         work = make_step_flops(self.settings, self.session, trains_policy=learns)
         drawn_now = NO_TOKENS if self.replay else sampled
-        flops = {"perf/flops": work.total(sampled=drawn_now, learned=learned)}
-        return state, samples, {**rewarded, **scoring, **advantages.metrics, **metrics, **flops}
+        counts = {
+            "perf/flops": work.total(sampled=drawn_now, learned=learned),
+            "data/num_tokens": sampled.prompt + sampled.completion,
+        }
+        return state, samples, {**rewarded, **scoring, **advantages.metrics, **metrics, **counts}
 
     def trains_policy(self, step: int) -> bool:
         """Returns whether a step updates the policy: not while the critic warms up."""

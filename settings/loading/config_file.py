@@ -53,4 +53,5 @@ def find_config_file(config: str | ConfigFile | None) -> ConfigFile:
             f"{did_you_mean(nearest_names(name, preset_names()))}\npresets: {', '.join(preset_names())}"
         ) from None
     except OSError as error:
-        raise InputError(f"config file {Path(shown).absolute()} cannot be read: {error.strerror}") from None
+        hint = "; give a YAML file, or the settings.yaml of a run" if Path(shown).is_dir() else ""
+        raise InputError(f"config file {Path(shown).absolute()} cannot be read: {error.strerror}{hint}") from None

@@ -17,6 +17,6 @@ class CheckpointSettings(Section):
     keep: int = Field(default=2, ge=1)
     """Number of newest checkpoints kept, in addition to the best one."""
     best_metric: str | None = "eval/accuracy"
-    """Metric whose best checkpoint is kept as checkpoints/best; null keeps none."""
+    """Metric whose best checkpoint is kept as checkpoints/best, unless the start was better; null keeps none."""
     best_mode: Literal["max", "min"] = "max"
     """Whether a larger or a smaller `best_metric` is better. Of equal values, the earliest is kept."""

@@ -103,3 +103,18 @@ def test_the_clock_asks_after_its_minutes_and_starts_anew_with_every_checkpoint(
 
 def test_without_minutes_the_clock_never_asks() -> None:
     assert not SaveClock(None, iter([0.0, 1e9]).__next__).is_due
+
+
+@pytest.mark.parametrize("mode", ["max", "min"])
+def test_the_best_is_never_worse_than_the_start(mode: str) -> None:
+    sign = 1 if mode == "max" else -1
+    policy = scored({2: sign * 0.1, 4: sign * 0.4}, mode=mode)
+    policy.initial_value = sign * 0.5
+    assert policy.best_step([2, 4]) is None and kept(policy, [2, 4, 6, 8]) == [6, 8]
+    assert policy.best_checkpoint([2, 4]) == BestCheckpoint(0, "eval/accuracy", sign * 0.5)
+    assert not policy.is_better({"eval/accuracy": sign * 0.45}, [2, 4])
+    assert policy.is_better({"eval/accuracy": sign * 0.5}, [2, 4])
+    policy.record_evaluation(6, {"eval/accuracy": sign * 0.5})
+    assert policy.best_checkpoint([2, 4, 6, 8]) == BestCheckpoint(6, "eval/accuracy", sign * 0.5)
+    assert not policy.is_better({"eval/accuracy": sign * 0.5}, [2, 4, 6])
+    assert policy.superseded([2, 4, 6]) is None

@@ -111,10 +111,11 @@ def test_the_table_and_the_picture_are_for_people(tmp_path: Path) -> None:
     pictures = [tmp_path / "p.png", tmp_path / "p.svg"]
     results = [here("evaluate", "--compare", before, after, "--picture", picture) for picture in pictures]
     assert [one.exit_code for one in results] == [0, 0], results[0].stderr
+    assert results[0].stderr == f"note: --picture: written to {pictures[0]}\n"
     lines = results[0].stdout.splitlines()
     assert lines[:2] == [f"before  tiny ({before})", f"after   tiny, step 9 ({after})"]
     (row,) = [line for line in lines if line.startswith("accuracy ")]
-    assert "16.7%" in row and "58.3%" in row and "+41.7 pp" in row
+    assert "16.7 %" in row and "58.3 %" in row and "+41.7 pp" in row
     assert "6 prompts better, 1 worse, 5 equal: p = 0.12 (exact McNemar test)" in lines
     assert "note: eval.temperature was 0.0 and is now 0.7" in lines
     assert not [line for line in lines if "the checkpoint" in line]

@@ -94,7 +94,7 @@ def test_a_judge_that_abstains_from_everything_leaves_no_accuracy_and_no_error()
     )
     metrics = metrics_by(scored, "judge")
     assert (metrics["eval/accuracy"], metrics["eval/error_count"], scored.fatal_error) == (None, 0, None)
-    assert evaluation_line(0, metrics).startswith("evaluation at step 0: accuracy –  truncated 0.0%")
+    assert evaluation_line(0, metrics).startswith("evaluation at step 0: accuracy –  truncated 0.0 %")
 
 
 is_measured = partial(check_is_measured, setting="checkpoint.best_metric")

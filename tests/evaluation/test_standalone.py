@@ -140,8 +140,11 @@ def test_an_evaluation_that_is_done_is_only_read(finished: Path, result: Path, t
     assert evaluation.exit_code == 0, evaluation.stderr
     assert digest_of(tmp_path) == before
     assert "step 4: 20 prompts of builtin:arithmetic (test), greedy, judged by arithmetic" in evaluation.stdout
+    assert "compared by grpo evaluate --compare BEFORE AFTER" in evaluation.stdout
     accuracy = logged(finished, 4)["eval/accuracy"]
-    assert any(line.split()[:2] == ["accuracy", f"{accuracy:.1%}"] for line in evaluation.stdout.splitlines())
+    assert any(
+        line.split()[:3] == ["accuracy", f"{100 * accuracy:.1f}", "%"] for line in evaluation.stdout.splitlines()
+    )
 
 
 def test_what_several_hosts_have_trained_is_evaluated_by_one(finished: Path, result: Path, tmp_path: Path) -> None:

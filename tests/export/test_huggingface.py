@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -139,6 +140,9 @@ def exported(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     summary = json.loads(result.stdout)
     assert (summary["step"], summary["parameters"], summary["weights"]) == (4, 17_056, "float32 in 1 file")
     assert summary["written to"] == str(out)
+    assert summary["load it"] == f"AutoModelForCausalLM.from_pretrained('{out}'), as in README.md there"
+    config = ["--config", str(finished / "settings.yaml")]
+    assert shlex.split(summary["measure it"]) == ["grpo", "evaluate", *config, "--set", f"model.path={out}"]
     assert summary["bytes"] == sum(path.stat().st_size for path in out.iterdir())
     return out
 
@@ -206,7 +210,7 @@ def test_the_card_tells_what_training_changed(exported, finished):
     lines = card.splitlines()
     assert lines[1] == "# tiny after 4 steps of grpo"
     before, after = (line["eval/accuracy"] for line in metrics_of(finished) if line["step"] in (0, 4))
-    assert f"| accuracy | {before:.1%} | {after:.1%} |" in lines
+    assert f"| accuracy | {100 * before:.1f} % | {100 * after:.1f} % |" in lines
     for line in (
         "| held out | step 0 | step 4 |",
         '| `model.path` | `"tiny"` |',

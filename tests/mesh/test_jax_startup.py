@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import re
 import subprocess
 import sys
+from functools import partial
 
+import numpy as np
 import pytest
 
 from app.distributed import cluster_detection
 from app.distributed.rendezvous_check import ClusterMember
-from app.mesh import jax_startup
+from app.mesh import devices, jax_startup
 from app.mesh.device_mesh import make_mesh
-from app.mesh.devices import global_devices
+from app.mesh.devices import global_devices, unused_accelerator
 from settings.errors import InputError
 from settings.schema.mesh import MeshSettings
+from tests.program import REPOSITORY
 
 DEADLINE_S = 120
 
@@ -41,6 +45,53 @@ def test_an_absent_platform_is_never_replaced_by_the_cpu():
     process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=DEADLINE_S)
     assert process.returncode == 1
     assert "InputError: mesh.platform: cuda is not available: JAX found no such device" in process.stderr
+
+
+@pytest.mark.parametrize("platform", ["tpu", "cuda", "nonsense"])
+def test_a_platform_that_the_environment_asks_for_and_that_is_absent_is_one_clear_error(platform, tmp_path):
+    np.savez(tmp_path / "in.npz", rewards=np.ones((1, 2)), values=np.ones((1, 2)))
+    process = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import cli; cli.main()",
+            "gae",
+            "--input",
+            tmp_path / "in.npz",
+            "--out",
+            tmp_path / "o.npz",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        cwd=REPOSITORY,
+        env={**os.environ, "JAX_PLATFORMS": platform},
+    )
+    assert process.returncode == 2, process.stderr
+    assert f"error: JAX_PLATFORMS: '{platform}' is not available: JAX found no such device" in process.stderr
+    assert "unset JAX_PLATFORMS" in process.stderr and "Traceback" not in process.stderr
+
+
+def test_a_run_on_the_cpu_of_a_machine_with_an_accelerator_warns_and_names_the_extra_to_install(
+    tmp_path, monkeypatch, caplog
+):
+    assert unused_accelerator("cpu", tmp_path) is None
+    (tmp_path / "vfio").mkdir()
+    (tmp_path / "vfio" / "0").touch()
+    assert unused_accelerator("cpu", tmp_path) == "tpu"
+    (tmp_path / "nvidia0").touch()
+    assert unused_accelerator("cpu", tmp_path) == "cuda"
+    assert unused_accelerator("gpu", tmp_path) is None
+    monkeypatch.setattr(devices, "unused_accelerator", partial(unused_accelerator, devices=tmp_path))
+    devices._warn_of_unused_accelerator.cache_clear()
+    for settings in (MeshSettings(platform="cpu"), MeshSettings(cpu_devices=8)):
+        global_devices(settings)
+    assert not caplog.messages
+    for _ in range(2):
+        global_devices(MeshSettings())
+    (message,) = caplog.messages
+    assert "but JAX runs on the CPU; run pip install -e '.[cuda]'" in message
+    devices._warn_of_unused_accelerator.cache_clear()
 
 
 @pytest.mark.parametrize("address", [None, "auto"])

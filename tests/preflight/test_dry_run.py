@@ -170,7 +170,7 @@ def test_the_json_report_has_only_the_phases_of_the_run(config: Path) -> None:
 def test_memory_that_does_not_fit_or_is_unknown_is_reported(config: Path) -> None:
     report = foreseen(config)
     text = replace(report, available_bytes=report.peak_bytes // 2).to_text()
-    assert "200% of its" in text and "this does not fit: lower algorithm.max_tokens_per_device" in text
+    assert "200.0 % of its" in text and "this does not fit: lower algorithm.max_tokens_per_device" in text
     text = replace(report, available_bytes=None).to_text()
     assert "on each device, whose memory is unknown" in text and "does not fit" not in text
 

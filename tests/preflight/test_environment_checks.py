@@ -21,7 +21,6 @@ from app.preflight.environment_checks import (
     check_versions,
     check_wandb,
     hub_sources,
-    unused_accelerator,
 )
 from app.records.versions import minimum_versions
 from settings import Settings, load
@@ -210,16 +209,6 @@ def test_older_and_missing_packages_are_a_warning() -> None:
     assert result.verdict == "warn"
     assert "but 999.1 or later is required; no-such-package not installed, but 1.0" in result.found
     assert "numpy 2" in result.found
-
-
-def test_an_unused_accelerator_names_the_extra_to_install(tmp_path: Path) -> None:
-    assert unused_accelerator("cpu", tmp_path) is None
-    (tmp_path / "vfio").mkdir()
-    (tmp_path / "vfio" / "0").touch()
-    assert unused_accelerator("cpu", tmp_path) == "tpu"
-    (tmp_path / "nvidia0").touch()
-    assert unused_accelerator("cpu", tmp_path) == "cuda"
-    assert unused_accelerator("gpu", tmp_path) is None
 
 
 @pytest.mark.parametrize(("checkpoint_bytes", "verdict", "code"), [(1, "ok", 0), (2**60, "fail", 1), (None, "skip", 0)])

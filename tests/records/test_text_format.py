@@ -33,7 +33,7 @@ def test_sizes_have_the_unit_that_suits_them() -> None:
 
 
 def test_an_interval_has_brackets_and_none_is_empty() -> None:
-    assert format_interval((0.22, 0.295), format_percent) == "[22.0%, 29.5%]"
+    assert format_interval((0.22, 0.295), format_percent) == "[22.0 %, 29.5 %]"
     assert format_interval(None, format_percent) == ""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -98,7 +99,7 @@ def test_each_alert_is_raised_once_by_what_it_is_about_and_not_by_less(
 def test_an_alert_names_its_step_its_cause_and_a_setting_to_change() -> None:
     (alert,) = find_alerts(after_twenty_healthy_steps(LONG, completions__truncated_fraction=0.5))
     assert alert == Alert(23, alert.title, alert.text)  # the mean of five steps passes a quarter in the third
-    assert "50%" not in alert.text and "30%" in alert.text
+    assert "50.0 %" not in alert.text and "30.0 % of the completions" in alert.text
     assert "rollout.max_new_tokens" in alert.text
 
 
@@ -169,3 +170,87 @@ def test_watching_step_by_step_says_what_the_whole_history_says() -> None:
 def test_a_metric_that_is_no_number_raises_nothing(value: Any) -> None:
     history = [{**record, **dict.fromkeys(record.keys() - {"step"}, value)} for record in quickstart_history()]
     assert find_alerts(history) == []
+
+
+def evaluated(accuracies: dict[int, float], reward: Callable[[int], float]) -> History:
+    """Returns 40 healthy steps with these rewards, and held-out accuracies at some of them or before the first."""
+    steps = [
+        {k: v for k, v in step_record(step, reward__mean=reward(step)).items() if not k.startswith("eval/")}
+        | ({"eval/accuracy": accuracies[step]} if step in accuracies else {})
+        for step in range(1, 41)
+    ]
+    return [{"step": 0, "eval/accuracy": accuracies[0]}, *steps] if 0 in accuracies else steps
+
+
+def rising(step: int) -> float:
+    return 0.3 + 0.01 * step
+
+
+FALLS = "Held-out accuracy falls while the reward rises"
+
+
+def test_an_accuracy_that_falls_while_the_reward_rises_is_over_optimization_even_from_the_start() -> None:
+    history = evaluated({0: 0.6, 20: 0.4, 40: 0.35}, rising)
+    (alert,) = find_alerts(history)
+    assert (alert.step, alert.title) == (40, FALLS)
+    figures = "fell from 60.0 % (step 0) to 35.0 % (step 40), while the mean reward rose from 0.355 to 0.655"
+    assert figures in alert.text and "algorithm.beta" in alert.text
+    watch = AlertMonitor()
+    assert [one for record in history for one in watch.observe(record)] == [alert]
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "reward"),
+    [
+        ({0: 0.6, 20: 0.65, 40: 0.35}, rising),  # a single low evaluation may be chance
+        ({0: 0.6, 20: 0.55, 40: 0.5}, rising),  # within the noise of a hundred prompts
+        ({0: 0.6, 20: 0.4, 40: 0.35}, lambda step: 0.7 - 0.005 * step),  # the reward falls, too
+        ({0: 0.6, 20: 0.4, 40: 0.35}, lambda step: 0.5 + 0.1 * (step % 2)),  # nor does it rise beyond its noise
+        ({0: 60.0, 20: 40.0, 40: 35.0}, rising),  # values of a plug-in, whose noise is unknown
+    ],
+)
+def test_a_fall_by_chance_or_together_with_the_reward_is_no_over_optimization(
+    accuracies: dict[int, float], reward: Callable[[int], float]
+) -> None:
+    assert FALLS not in titles(evaluated(accuracies, reward))
+
+
+COLLAPSED = {"reward__mean": 0.1, "policy__learning_rate": 3e-3}
+
+
+@pytest.mark.parametrize(
+    ("sign", "figures"),
+    [
+        ({"policy__entropy": 2.0}, "the entropy rose from"),
+        ({"policy__entropy": 1e-3}, "the entropy fell from"),
+        ({"policy__kl": 4.0}, "the KL to the initial model rose to 4"),
+        ({"policy__grad_norm": 500.0}, "the gradient norm rose from"),
+    ],
+)
+def test_a_collapse_of_the_reward_names_its_signs_and_the_learning_rate(
+    sign: dict[str, float | None], figures: str
+) -> None:
+    found = {alert.title: alert for alert in find_alerts(after_twenty_healthy_steps(LONG, **COLLAPSED, **sign))}
+    text = found["The reward has collapsed"].text
+    assert "The mean reward fell from 0.913 (step 18) to 0." in text and figures in text
+    assert "optimizer.learning_rate, which reached 0.003: lower it to between 0.0003 and 0.001" in text
+    # The same fall without a sign that the updates were too large, and the sign without a fall.
+    assert titles(after_twenty_healthy_steps(LONG, **COLLAPSED)) == []
+    assert "The reward has collapsed" not in titles(after_twenty_healthy_steps(LONG, **sign))
+
+
+def test_a_collapse_in_the_first_update_is_noticed() -> None:
+    first = step_record(1, reward__mean=0.4, reward__std=0.49, policy__entropy=0.2)
+    rest = [step_record(step, reward__mean=0.0, reward__std=0.0, policy__entropy=0.001) for step in range(2, 9)]
+    (alert,) = [one for one in find_alerts([first, *rest]) if one.title == "The reward has collapsed"]
+    assert alert.step == 6 and "fell from 0.4 (step 1) to 0, and the entropy fell from 0.2 to 0.001" in alert.text
+
+
+def test_rewards_below_zero_collapse_too_and_rare_successes_do_not() -> None:
+    def collapses(best: float, later: float, std: float) -> bool:
+        history = [step_record(1, reward__mean=best, reward__std=std, policy__entropy=0.2)]
+        history += [step_record(step, reward__mean=later, reward__std=std, policy__entropy=2.0) for step in range(2, 9)]
+        return "The reward has collapsed" in titles(history)
+
+    assert collapses(-1.0, -3.0, 0.5) and not collapses(-1.0, -1.4, 0.5)
+    assert not collapses(0.03, 0.01, 0.17)

@@ -8,6 +8,7 @@ import json
 import re
 import shutil
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
 from pathlib import Path
@@ -196,3 +197,28 @@ def test_a_real_browser_shows_the_page_and_runs_nothing_else(run: Path, name: st
     if name == "rollouts.html":
         assert "6 samples of 2 prompts" in shown.stdout
         assert len([a for _, a in page.tags if (a.get("class") or "").startswith("sample")]) == 6
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "sentence"),
+    [
+        ((0.5, 0.25, 0.4), "Training has not improved eval/accuracy on the start (step 0): 50.0 %."),
+        ((0.5, 0.25, 0.5), "Training has not improved eval/accuracy on the start (step 0): 50.0 % after step 2."),
+        ((0.5, 0.75, 0.75), "Best eval/accuracy 75.0 % after step 1."),
+        ((0.5, None, None), None),
+    ],
+)
+def test_the_report_names_the_best_evaluation_or_that_there_is_none(
+    tmp_path: Path, accuracies: Sequence[float | None], sentence: str | None
+) -> None:
+    first, *later = accuracies
+    steps = [step_record(step, eval__accuracy=value) for step, value in enumerate(later, start=1)]
+    run = write_run(tmp_path / "run", [{"step": 0, "eval/accuracy": first}, *steps])
+    write_report(run)
+    page = (run / "report.html").read_text()
+    assert (f"<p>{sentence}</p>" in page) if sentence else ("eval/accuracy 50" not in page)
+
+
+def test_names_in_captions_and_meanings_are_code_and_not_backticks(run: Path) -> None:
+    page = (run / "report.html").read_text()
+    assert "`" not in page and "<code>rest</code> is the saving" in page

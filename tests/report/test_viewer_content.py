@@ -129,3 +129,32 @@ def test_a_chat_is_shown_with_its_roles(run: Path) -> None:
     path = run / "rollouts" / "step_000003.jsonl"
     path.write_text(json.dumps(sample_record("p/s0", prompt=chat)) + "\n")
     assert viewer(run, 1).groups[0]["prompt"] == "system: Add.\n\nuser: 5 + 7 = ?"
+
+
+@pytest.mark.parametrize(
+    ("ids", "texts"),
+    [
+        ([3, 0], [" cat", "<|end|>"]),
+        ([3, 4], []),  # the model has no token 4
+        ([3, -1], []),
+        ([3, "x"], []),
+        ([3, True], []),
+        (None, []),
+    ],
+)
+def test_tokens_have_their_text_if_it_is_known(tmp_path: Path, ids: Any, texts: list[str]) -> None:
+    written = write_run(
+        tmp_path / "run", [step_record(1)], rollouts={1: [sample_record("p/s0", completion_token_ids=ids)]}
+    )
+    (written / "tokens.json").write_text('["<|end|>", "a", "b", " cat"]')
+    found = RunFiles.read(written)
+    (group,) = build_viewer(found.rollouts, {}, num_samples=1, token_texts=found.token_texts).groups
+    assert group["samples"][0]["texts"] == texts
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[1]", "[", None])
+def test_without_a_sound_list_of_tokens_no_text_is_shown(tmp_path: Path, content: str | None) -> None:
+    written = write_run(tmp_path / "run", [step_record(1)])
+    if content is not None:
+        (written / "tokens.json").write_text(content)
+    assert RunFiles.read(written).token_texts == []

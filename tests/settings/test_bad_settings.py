@@ -166,6 +166,7 @@ def test_a_bad_set_is_refused(override: str, message: str) -> None:
             "score:\n  policy:\n    row_per_device: 4\n",
             "score.policy.row_per_device (yaml:c.yaml:3); did you mean",
         ),
+        ("rollouts:\n  group_size: 4\n", "unknown setting rollouts (yaml:c.yaml:1); did you mean rollout?"),
         ("rolout:\n  group_size: 4\n", "unknown setting rolout (yaml:c.yaml:1); did you mean rollout?"),
         ("group_size: 4\n", "unknown setting group_size (yaml:c.yaml:1); did you mean rollout.group_size?"),
         ("run: 3\n", "run (yaml:c.yaml:1) is a section; set one of its settings, such as run.name"),

@@ -369,7 +369,11 @@ def test_a_missing_config_is_named_in_full_beside_the_presets(folder: Path) -> N
 @pytest.mark.parametrize("config", ["missing.yaml", "a\0b", "c.yaml/x", "", "/"])
 def test_a_config_that_is_no_file_is_refused(folder: Path, config: str) -> None:
     (folder / "c.yaml").write_text("run: {seed: 1}")
-    expected = "cannot be read: Is a directory" if config == "/" else r"config file (not found|.*cannot be read)"
+    expected = (
+        "cannot be read: Is a directory; give a YAML file"
+        if config == "/"
+        else r"config file (not found|.*cannot be read)"
+    )
     with pytest.raises(InputError, match=expected):
         load(config, [], {})
 

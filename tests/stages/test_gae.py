@@ -359,7 +359,7 @@ def test_a_file_without_samples_is_refused(tmp_path: Path, content: str) -> None
 
 def test_the_output_may_replace_the_input(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "in.jsonl", [{"values": [1.0], "reward": 2.0}])
-    assert gae(tmp_path / "in.jsonl", tmp_path / "in.jsonl").exit_code == 0
+    assert gae(tmp_path / "in.jsonl", tmp_path / "in.jsonl", "--overwrite").exit_code == 0
     (record,) = records_of(tmp_path / "in.jsonl")
     assert record["advantages"] == [1.0]
 

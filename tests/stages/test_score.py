@@ -34,8 +34,8 @@ from tests.tiny_directory import CONFIG, random_tensors, write_model
 QUOTA = "score.max_tokens_per_device"
 
 
-def score(model: Path, source: Path, out: Path, role: str, *overrides: str) -> Any:
-    arguments = ("--input", source, "--out", out, "--role", role, "--json")
+def score(model: Path, source: Path, out: Path, role: str, *overrides: str, overwrites: bool = False) -> Any:
+    arguments = ("--input", source, "--out", out, "--role", role, "--json", *(["--overwrite"] * overwrites))
     return here("score", *of_tiny(model), *settings(*overrides), *arguments)
 
 
@@ -124,7 +124,8 @@ def test_the_table_counts_what_was_laid_out(sampled: Path, tiny_model: Path, tmp
 def test_a_person_reads_the_same_table(sampled: Path, tiny_model: Path, tmp_path: Path) -> None:
     result = here("score", *of_tiny(tiny_model), "--input", sampled, "--out", tmp_path / "scored.jsonl")
     names = [line.split("  ")[0] for line in result.stdout.splitlines()]
-    assert names == list(json.loads(score(tiny_model, sampled, tmp_path / "scored.jsonl", "policy").stdout))
+    again = score(tiny_model, sampled, tmp_path / "scored.jsonl", "policy", overwrites=True)
+    assert names == list(json.loads(again.stdout))
 
 
 @pytest.mark.parametrize("overrides", [(f"{QUOTA}=32",), ("score.rows_per_device=1",), ("score.strategy=scan",)])
@@ -166,7 +167,7 @@ def test_memory_and_shapes_do_not_grow_with_the_number_of_windows(
 
 
 def test_packing_is_checked_on_samples_of_the_file(sampled: Path, tiny_model: Path, tmp_path: Path) -> None:
-    arguments = ("--input", sampled, "--out", tmp_path / "scored.jsonl", "--check-packing", "--json")
+    arguments = ("--input", sampled, "--out", tmp_path / "scored.jsonl", "--check-packing", "--json", "--overwrite")
     for chosen in ((), settings("score.rows_per_device=8")):
         result = here("score", *of_tiny(tiny_model), *chosen, *arguments)
         assert result.exit_code == 0, result.stderr
@@ -236,11 +237,11 @@ def test_an_existing_output_is_replaced_only_when_the_new_one_is_whole(
     records = records_of(sampled)
     write_jsonl(tmp_path / "bad.jsonl", [*records[:-1], records[-1] | {"answer": "no number"}])
     before = digest_of(tmp_path)
-    result = score(tiny_model, tmp_path / "bad.jsonl", out, "reward")
+    result = score(tiny_model, tmp_path / "bad.jsonl", out, "reward", overwrites=True)
     assert result.exit_code == 2
     assert "no number" in result.stderr
     assert digest_of(tmp_path) == before
-    assert score(tiny_model, sampled, out, "reward").exit_code == 0
+    assert score(tiny_model, sampled, out, "reward", overwrites=True).exit_code == 0
     assert len(records_of(out)) == 24
     assert {path.name for path in tmp_path.iterdir()} == {"bad.jsonl", "out.jsonl"}
 
@@ -251,7 +252,9 @@ def test_scoring_that_is_killed_leaves_the_old_output(sampled: Path, tiny_model:
     out = folder / "scored.jsonl"
     out.write_text("what was there before\n")
     write_jsonl(tmp_path / "many.jsonl", records_of(sampled) * 400)
-    with started("score", *of_tiny(tiny_model), "--input", tmp_path / "many.jsonl", "--out", out) as process:
+    with started(
+        "score", *of_tiny(tiny_model), "--input", tmp_path / "many.jsonl", "--out", out, "--overwrite"
+    ) as process:
         wait_until(process, lambda: len([*folder.iterdir()]) > 1)  # the file that it writes to
         os.killpg(process.pid, signal.SIGKILL)
         assert process.wait(timeout=DEADLINE_S) == -signal.SIGKILL
@@ -311,7 +314,8 @@ def test_a_line_that_cannot_be_scored_is_named_before_any_device_work(
     (tmp_path / "samples.jsonl").write_text("\n".join(lines))
     (tmp_path / "out.jsonl").write_text("what was there before\n")
     before = digest_of(tmp_path)
-    result = score(tiny_model, tmp_path / "samples.jsonl", tmp_path / "out.jsonl", "policy", f"{QUOTA}=64")
+    paths = tmp_path / "samples.jsonl", tmp_path / "out.jsonl"
+    result = score(tiny_model, *paths, "policy", f"{QUOTA}=64", overwrites=True)
     if message is None:
         assert result.exit_code == 0, result.stderr
         return

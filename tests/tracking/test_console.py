@@ -14,14 +14,14 @@ METRICS = {
 
 def test_right_answers_are_told_in_percent() -> None:
     assert evaluation_line(5, METRICS) == (
-        "evaluation at step 5: accuracy 75.0%  difficulty_1 100.0%  format 50.0%  truncated 25.0%  length 3.0"
+        "evaluation at step 5: accuracy 75.0 %  difficulty_1 100.0 %  format 50.0 %  truncated 25.0 %  length 3.0"
     )
 
 
 def test_the_mean_of_a_plug_in_is_told_as_a_plain_number() -> None:
     metrics = METRICS | {"eval/accuracy": 3.2, "eval/format_rate": None, "eval/accuracy/difficulty_1": -120.5}
     assert evaluation_line(5, metrics) == (
-        "evaluation at step 5: accuracy 3.2  difficulty_1 -120.5  truncated 25.0%  length 3.0"
+        "evaluation at step 5: accuracy 3.2  difficulty_1 -120.5  truncated 25.0 %  length 3.0"
     )
 
 

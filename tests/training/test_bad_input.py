@@ -134,7 +134,10 @@ def test_data_with_a_line_that_is_not_json(config: Path, rows: Path) -> None:
 def test_data_without_the_columns(config: Path, rows: Path) -> None:
     rows.write_text('{"text": "1 + 1 = ?", "label": 2}\n')
     message = refused_data(config, rows)
-    assert "has no column prompt | question | problem | messages; it has: text, label" in message
+    assert (
+        "has no column prompt | question | problem | messages; it has: text, label; set data.prompt_column to"
+        in message
+    )
     assert "data.prompt_column" in message
 
 

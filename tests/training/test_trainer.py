@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import time
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from settings import load
 from tests.program import (
     DEADLINE_S,
     assert_same_run,
+    here,
     metrics_of,
     reproducible,
     saved_state,
@@ -82,6 +84,10 @@ OF_A_STEP = {
     "time/advantage_s",
     "time/update_s",
     "time/step_s",
+    "time/unix_s",
+    "data/epoch",
+    "data/num_tokens",
+    "data/total_tokens",
     "perf/tokens_per_s",
     "perf/flops",
     "perf/mfu",
@@ -125,7 +131,7 @@ def test_a_run_directory_holds_what_the_contract_names_and_nothing_else(finished
 
     assert names("") == {
         *(".lock", "settings.yaml", "metrics.jsonl", "sessions.jsonl", "rollouts", "checkpoints", "eval"),
-        *("report.html", "rollouts.html", "plots"),
+        *("report.html", "rollouts.html", "plots", "tokens.json"),
     }
     assert names("rollouts") == {f"step_00000{step}.jsonl" for step in (1, 2, 3, 4)}
     assert names("eval") == {f"step_00000{step}.jsonl" for step in (0, 2, 4)}
@@ -143,10 +149,22 @@ def test_settings_are_the_resolved_ones_with_what_set_each(finished: Path) -> No
 def test_every_step_has_a_line_with_every_name(finished: Path) -> None:
     lines = metrics_of(finished)
     assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
-    assert lines[0].keys() == {"step"} | OF_AN_EVALUATION
+    assert lines[0].keys() == {"step", "time/unix_s"} | OF_AN_EVALUATION
     for line in lines[1:]:
         assert line.keys() == OF_A_STEP | (OF_AN_EVALUATION if line["step"] in (2, 4) else set())
         assert [name for name, value in line.items() if value is None] == ["policy/kl", "perf/mfu"]
+
+
+def test_epochs_and_tokens_are_counted_from_the_first_step(finished: Path) -> None:
+    total = 0
+    for line in metrics_of(finished)[1:]:
+        samples = samples_of(finished, line["step"])
+        total += sum(len(s.prompt.token_ids) + len(s.completion_ids) for s in samples)
+        assert line["data/total_tokens"] == total
+        assert line["data/epoch"] == 4 * line["step"] / 40
+    times = [line["time/unix_s"] for line in metrics_of(finished)]
+    assert times == sorted(times)
+    assert finished.stat().st_mtime - 3600 < times[0] < time.time()
 
 
 def test_a_run_with_a_penalty_says_how_far_it_went(uninterrupted: Path) -> None:
@@ -366,7 +384,27 @@ def test_the_best_evaluation_is_saved_though_no_interval_falls_there(config: Pat
     best = max(accuracies, key=lambda step: (accuracies[step], -step))
     assert os.readlink(run / "checkpoints" / "best") == str(best)
     assert {path.name for path in (run / "checkpoints").iterdir()} == {str(best), "4", "best"}
-    assert f"best eval/accuracy {accuracies[best]:.1%} after step {best}: checkpoints/best\n" in result.stdout
+    assert f"best eval/accuracy {100 * accuracies[best]:.1f} % after step {best}: checkpoints/best\n" in result.stdout
+
+
+def test_if_the_start_was_best_there_is_no_best_checkpoint_and_the_run_says_so(config: Path) -> None:
+    best = ("checkpoint.best_metric=eval/format_rate", "checkpoint.best_mode=min")
+    spoiled = ("optimizer.learning_rate=10.0", *best)
+    result = train_here(config, *spoiled, "run.steps=2", "logging.report=true")
+    assert result.exit_code == 0, result.stderr
+    run = config.parent / "runs" / "tiny"
+    start, end = (line["eval/format_rate"] for line in metrics_of(run) if "eval/format_rate" in line)
+    assert start < end
+    assert {path.name for path in (run / "checkpoints").iterdir()} == {"2"}
+    said = f"raining has not improved eval/format_rate on the start (step 0): {100 * start:.1f} %"
+    assert f"t{said}, by the weights of model.path; there is no checkpoints/best\n" in result.stdout
+    assert f"T{said}." in (run / "report.html").read_text()
+    result = here("evaluate", "--checkpoint", run / "checkpoints" / "best")
+    assert result.exit_code == 2 and "nothing better than its start" in result.stderr
+    # A resumed run still knows its start.
+    result = train_here(config, *spoiled, "run.steps=3", resume="must")
+    assert result.exit_code == 0, result.stderr
+    assert f"t{said}" in result.stdout and not (run / "checkpoints" / "best").is_symlink()
 
 
 def test_a_checkpoint_by_the_clock_comes_between_the_intervals_and_changes_no_metric(

@@ -62,10 +62,11 @@ const ORDERS = {
   long: (group) => -Math.max(...group.samples.map((s) => s.tokens ?? 0)),
 };
 
-function drawStrip(details, logprobs) {
+function drawStrip(details, logprobs, texts) {
   const strip = element("div", "strip");
   logprobs.forEach((value, i) => {
-    const cell = element("i");
+    // Line breaks and spaces, which would not be seen, as symbols.
+    const cell = element("i", "", (texts[i] ?? "").replaceAll("\n", "↵").replaceAll(" ", "·"));
     cell.title = `token ${i}: ${value === null ? "not a number" : `logprob ${value}, p = ${Math.exp(value).toFixed(3)}`}`;
     // Likely tokens are pale blue, unlikely ones orange, which color-blind readers can distinguish, too.
     const surprise = value === null ? 1 : Math.min(-value / 4, 1);
@@ -92,7 +93,7 @@ function drawSample(sample) {
     const details = element("details");
     const part = sample.tokens > sample.logprobs.length ? `, first ${sample.logprobs.length} tokens` : "";
     details.append(element("summary", "", `probability of each token under the sampler${part}`));
-    details.addEventListener("toggle", () => drawStrip(details, sample.logprobs), { once: true });
+    details.addEventListener("toggle", () => drawStrip(details, sample.logprobs, sample.texts), { once: true });
     made.append(details);
   }
   return made;
