@@ -11,6 +11,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
@@ -21,6 +22,7 @@ from app.records.settings_history import period_of, read_settings, settings_peri
 from app.records.text_format import to_printable_lines
 from settings import InputError, Resolved, load
 from settings.loading.config_file import ConfigFile
+from settings.loading.resolve import NO_CALLABLES
 from settings.loading.sources import NO_FLAGS, Flags
 
 RUN_SUBFOLDERS = ("checkpoints", "rollouts", "eval")
@@ -35,9 +37,10 @@ def resolve(
     print_config: bool,
     check: Callable[[Resolved], None],
     flags: Flags = NO_FLAGS,
+    callables: Mapping[str, Callable[..., Any]] = NO_CALLABLES,
 ) -> Resolved:
     """Returns the checked settings and loads the secrets; with `print_config`, prints the settings and exits."""
-    resolved = load(config, overrides or [], os.environ, flags)
+    resolved = replace(load(config, overrides or [], os.environ, flags), callables=callables)
     print_notices(resolved.notices)
     if print_config:
         write(resolved.to_yaml(), sys.stdout)
@@ -74,7 +77,8 @@ def show_progress(text: str) -> None:
     logger.info(text)
 
 
-def _hide_progress() -> None:
+def hide_progress() -> None:
+    """Stops showing progress messages."""
     root = logging.getLogger()
     for handler in [handler for handler in root.handlers if isinstance(handler, _ProgressHandler)]:
         root.removeHandler(handler)
@@ -174,7 +178,7 @@ def handle_errors(debug: bool) -> Iterator[None]:
         hint = "" if debug else " (--debug shows the traceback)"
         _fail(f"error: {type(error).__name__}: {error}{hint}", EXIT_FAILURE, debug=debug)
     finally:
-        _hide_progress()
+        hide_progress()
 
 
 def _fail(message: str, code: int, *, debug: bool) -> NoReturn:

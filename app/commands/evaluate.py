@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -19,6 +20,10 @@ from app.commands.options import AsJson, Config, Debug, Overrides, PrintConfig
 from settings import InputError
 from settings.checks.commands import check_for_evaluation
 from settings.checks.unused_settings import unused_adapter_notices
+from settings.loading.resolve import NO_CALLABLES
+
+if TYPE_CHECKING:
+    from app.evaluation.printed_summary import EvaluationSummary
 
 
 def evaluate(
@@ -72,12 +77,25 @@ def evaluate(
         else:
             if picture is not None:
                 raise InputError("--picture needs --compare BEFORE.jsonl AFTER.jsonl")
-            base, overrides = inherit_run_settings(config, overrides, {"--checkpoint": checkpoint})
-            resolved = resolve(base, overrides, print_config=print_config, check=check_for_evaluation)
-            if checkpoint is None:
-                print_notices(unused_adapter_notices(resolved))
-            show_progress(f"grpo evaluate: model {resolved.settings.model.path}; loading JAX")
-            from app.evaluation.standalone import evaluate_model
-
-            result = evaluate_model(resolved, checkpoint=checkpoint, out=out)
+            result = run_evaluation(config, overrides, checkpoint=checkpoint, out=out, print_config=print_config)
         print_result(result, as_json=as_json)
+
+
+def run_evaluation(
+    config: str | None,
+    overrides: list[str] | None,
+    *,
+    checkpoint: Path | None,
+    out: Path | None,
+    callables: Mapping[str, Callable[..., Any]] = NO_CALLABLES,
+    print_config: bool = False,
+) -> EvaluationSummary | None:
+    """Evaluates a model or a checkpoint and returns the summary; None on all hosts but the first."""
+    base, overrides = inherit_run_settings(config, overrides, {"--checkpoint": checkpoint})
+    resolved = resolve(base, overrides, print_config=print_config, check=check_for_evaluation, callables=callables)
+    if checkpoint is None:
+        print_notices(unused_adapter_notices(resolved))
+    show_progress(f"grpo evaluate: model {resolved.settings.model.path}; loading JAX")
+    from app.evaluation.standalone import evaluate_model
+
+    return evaluate_model(resolved, checkpoint=checkpoint, out=out)
