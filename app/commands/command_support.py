@@ -11,7 +11,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
@@ -21,8 +20,8 @@ from app.records.run_directory import RunDirectory, step_of_samples
 from app.records.settings_history import period_of, read_settings, settings_periods
 from app.records.text_format import to_printable_lines
 from settings import InputError, Resolved, load
+from settings.checks.unused_settings import unused_adapter_notices
 from settings.loading.config_file import ConfigFile
-from settings.loading.resolve import NO_CALLABLES
 from settings.loading.sources import NO_FLAGS, Flags
 
 RUN_SUBFOLDERS = ("checkpoints", "rollouts", "eval")
@@ -37,10 +36,9 @@ def resolve(
     print_config: bool,
     check: Callable[[Resolved], None],
     flags: Flags = NO_FLAGS,
-    callables: Mapping[str, Callable[..., Any]] = NO_CALLABLES,
 ) -> Resolved:
     """Returns the checked settings and loads the secrets; with `print_config`, prints the settings and exits."""
-    resolved = replace(load(config, overrides or [], os.environ, flags), callables=callables)
+    resolved = load(config, overrides or [], os.environ, flags)
     print_notices(resolved.notices)
     if print_config:
         write(resolved.to_yaml(), sys.stdout)
@@ -49,6 +47,23 @@ def resolve(
     from settings.loading.secrets import load_secrets
 
     print_notices(load_secrets(Path.cwd()))
+    return resolved
+
+
+def resolve_policy(
+    config: str | None,
+    overrides: list[str] | None,
+    checkpoint: Path | None,
+    *,
+    check: Callable[[Resolved], None],
+    print_config: bool = False,
+    loads_policy: bool = True,
+) -> Resolved:
+    """Resolves like `resolve`; without `--config`, the settings are those of the checkpoint's run."""
+    base, overrides = inherit_run_settings(config, overrides, {"--checkpoint": checkpoint})
+    resolved = resolve(base, overrides, print_config=print_config, check=check)
+    if loads_policy and checkpoint is None:
+        print_notices(unused_adapter_notices(resolved))
     return resolved
 
 
@@ -78,7 +93,7 @@ def show_progress(text: str) -> None:
 
 
 def hide_progress() -> None:
-    """Stops showing progress messages."""
+    """Ends `show_progress`."""
     root = logging.getLogger()
     for handler in [handler for handler in root.handlers if isinstance(handler, _ProgressHandler)]:
         root.removeHandler(handler)

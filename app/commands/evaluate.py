@@ -2,42 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
-from app.commands.command_support import (
-    handle_errors,
-    inherit_run_settings,
-    print_notices,
-    print_result,
-    resolve,
-    show_progress,
-)
-from app.commands.options import AsJson, Config, Debug, Overrides, PrintConfig
+from app.commands.command_support import handle_errors, print_result, resolve_policy, show_progress
+from app.commands.options import AsJson, Checkpoint, Config, Debug, Overrides, PrintConfig
 from settings import InputError
 from settings.checks.commands import check_for_evaluation
-from settings.checks.unused_settings import unused_adapter_notices
-from settings.loading.resolve import NO_CALLABLES
-
-if TYPE_CHECKING:
-    from app.evaluation.printed_summary import EvaluationSummary
 
 
 def evaluate(
     config: Config = None,
     overrides: Overrides = None,
     print_config: PrintConfig = False,
-    checkpoint: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="Checkpoint to evaluate: <run>/checkpoints/<step> or best, or a run directory for its newest "
-            "checkpoint. Without --config, the settings of that run are used.",
-        ),
-    ] = None,
+    checkpoint: Checkpoint = None,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -77,25 +57,11 @@ def evaluate(
         else:
             if picture is not None:
                 raise InputError("--picture needs --compare BEFORE.jsonl AFTER.jsonl")
-            result = run_evaluation(config, overrides, checkpoint=checkpoint, out=out, print_config=print_config)
+            resolved = resolve_policy(
+                config, overrides, checkpoint, check=check_for_evaluation, print_config=print_config
+            )
+            show_progress(f"grpo evaluate: model {resolved.settings.model.path}; loading JAX")
+            from app.evaluation.standalone import evaluate_model
+
+            result = evaluate_model(resolved, checkpoint=checkpoint, out=out)
         print_result(result, as_json=as_json)
-
-
-def run_evaluation(
-    config: str | None,
-    overrides: list[str] | None,
-    *,
-    checkpoint: Path | None,
-    out: Path | None,
-    callables: Mapping[str, Callable[..., Any]] = NO_CALLABLES,
-    print_config: bool = False,
-) -> EvaluationSummary | None:
-    """Evaluates a model or a checkpoint and returns the summary; None on all hosts but the first."""
-    base, overrides = inherit_run_settings(config, overrides, {"--checkpoint": checkpoint})
-    resolved = resolve(base, overrides, print_config=print_config, check=check_for_evaluation, callables=callables)
-    if checkpoint is None:
-        print_notices(unused_adapter_notices(resolved))
-    show_progress(f"grpo evaluate: model {resolved.settings.model.path}; loading JAX")
-    from app.evaluation.standalone import evaluate_model
-
-    return evaluate_model(resolved, checkpoint=checkpoint, out=out)

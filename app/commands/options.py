@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -9,6 +10,14 @@ import typer
 Config = Annotated[
     str | None,
     typer.Option(metavar="FILE|PRESET", help="YAML file or preset.  [default: quickstart]", show_default=False),
+]
+Checkpoint = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR",
+        help="Checkpoint to use: <run>/checkpoints/<step> or best, or a run directory for its newest checkpoint. "
+        "Without --config, the settings of that run are used.",
+    ),
 ]
 Overrides = Annotated[
     list[str] | None,

@@ -86,7 +86,13 @@ def initialize_local(settings: MeshSettings) -> None:
         jax.config.update("jax_platforms", "cpu")
         return
     if settings.cpu_devices is not None:
-        jax.config.update("jax_num_cpu_devices", settings.cpu_devices)
+        try:
+            jax.config.update("jax_num_cpu_devices", settings.cpu_devices)
+        except RuntimeError:
+            raise InputError(
+                f"mesh.cpu_devices: {settings.cpu_devices}, but JAX has already started in this process with "
+                f"{jax.local_device_count()} devices; set it before the first use of JAX, in a new process"
+            ) from None
     if settings.platform != "auto":
         _check_backend_installed(settings.platform)
         jax.config.update("jax_platforms", settings.platform)

@@ -27,14 +27,12 @@ from app.model.architecture import Architecture
 from app.model.decoder import Params
 from app.model.io.model_files import ModelFiles
 from app.records.jsonl import check_output_path
-from app.records.run_directory import RunDirectory
 from app.records.sample import Sample
 from app.runtime.batch_checks import check_host_offload
 from app.runtime.host_supervision import iterate_in_phase, join_hosts
 from app.runtime.micro_batching import MaxLengths, make_score_batcher, num_bootstrap_tokens
 from app.runtime.model_spec import CriticSpec, ModelSpec, read_critic_spec, read_model_spec
 from app.runtime.packed_row_check import check_packing
-from app.runtime.pinned_revisions import pin_revisions
 from app.runtime.scoring import ScoringSession
 from app.stages.sample_reader import WINDOW_SAMPLES, SampleFileExtent, SampleReader, check_token_quota, file_digest
 from app.tracking.compilation_counter import CompilationCounter
@@ -47,10 +45,8 @@ NUM_CHECKED_SAMPLES = 3
 
 
 class SavedNetworks(Protocol):
-    """A checkpoint, `app.checkpoint.saved_policy.PolicyCheckpoint`; scoring without one needs none of its packages."""
+    """A `PolicyCheckpoint`; scoring without one needs none of the packages that saving does."""
 
-    @property
-    def run(self) -> RunDirectory: ...
     def describe(self) -> str: ...
     def check_compatible(self, model: ModelSpec) -> None: ...
     def check_critic(self, critic: CriticSpec, *, is_required: bool) -> None: ...
@@ -88,8 +84,6 @@ def score_logprobs(
     settings = resolved.settings
     if checks_packing and role == "critic":
         raise InputError("--check-packing compares logprobs, but --role critic has none; use --role policy")
-    if checkpoint is not None:
-        settings = pin_revisions(settings, checkpoint.run)
     model = read_model_spec(settings)
     critic = read_critic_spec(settings, model) if role == "critic" else None
     if checkpoint is None:

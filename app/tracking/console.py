@@ -108,7 +108,7 @@ class ProgressDisplay:
         self, *, num_steps: int, first_step: int, enabled: bool, on_phase: Callable[[str], None] = lambda phase: None
     ):
         self._entered = on_phase
-        self._console = Console(stderr=True, quiet=not enabled, highlight=False)
+        self._console = Console(stderr=True, quiet=not enabled, highlight=False, force_jupyter=False)
         if not self._console.is_terminal and "COLUMNS" not in os.environ:
             self._console.width = LOG_WIDTH
         self._live = self._console.is_terminal

@@ -27,7 +27,7 @@ class RolloutProgress:
 
     def __init__(self, *, num_samples: int, enabled: bool = True, clock: Callable[[], float] = time.monotonic):
         self._num_samples = num_samples
-        self._console = Console(stderr=True, highlight=False, quiet=not enabled)
+        self._console = Console(stderr=True, highlight=False, quiet=not enabled, force_jupyter=False)
         self._clock = clock
         self._live = self._console.is_terminal
         self._next = clock() + (0.0 if self._live else LOG_INTERVAL_S)

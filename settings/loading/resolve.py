@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import re
 from collections import ChainMap
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from types import MappingProxyType
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import ValidationError
@@ -47,8 +46,6 @@ from settings.schema.algorithm import AlgorithmSettings
 from settings.schema.rollout import RAY_LEASE_S
 from settings.schema.settings import LEGACY_PROMPT_ALLOWANCE, Settings
 
-NO_CALLABLES: Mapping[str, Callable[..., Any]] = MappingProxyType({})
-
 
 @dataclass(frozen=True)
 class Resolved:
@@ -59,8 +56,6 @@ class Resolved:
     """Dotted field -> `default`, `yaml:FILE:LINE`, `set`, `env:NAME`, a flag such as `--gamma`, or `derived`."""
     notices: tuple[str, ...] = ()
     """Messages for the user on stderr."""
-    callables: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
-    """The functions behind `callable:NAME` in `reward.functions`, by name; they exist only in this process."""
 
     def to_yaml(self) -> str:
         """Returns YAML that `--config` accepts, with the provenance of each value as a comment."""
