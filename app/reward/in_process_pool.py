@@ -7,7 +7,7 @@ import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 from app.reward.process_pool import LoadError, Result, parse_answer
@@ -66,7 +66,8 @@ class InProcessPool:
 
     def _run(self, requests: Sequence[Mapping[str, Any]]) -> list[Result]:
         results = []
-        with asyncio.Runner() as runner:
+        # Not entered, which would start an event loop for nothing.
+        with closing(asyncio.Runner()) as runner:
             for request in requests:
                 # A copy as a worker gets it, which the function may change.
                 answer = call_function(self._callable, json.loads(json.dumps(request)), runner)
