@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
+import inspect
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
+import textwrap
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -71,6 +76,30 @@ def test_importing_it_imports_nothing_and_leaves_the_path() -> None:
         "assert 'app' in sys.modules and 'jax' not in sys.modules and sys.path == path\n"
     )
     subprocess.run([sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": str(REPOSITORY)}, check=True)
+
+
+def documented_calls() -> Iterator[Any]:
+    """Yields each documented call of the API, as its syntax tree."""
+    sops = REPOSITORY / "sops"
+    blocks = [
+        "\n".join(re.findall(r"^```python\n(.*?)^```", path.read_text(), flags=re.DOTALL | re.MULTILINE))
+        for path in (REPOSITORY / "README.md", *sops.rglob("*.md"))
+    ]
+    for function in (grpo.train, grpo.evaluate, grpo.rollout, grpo.score):
+        blocks += re.findall(r"\n\n((?: {4}.*\n+)+)Args:", inspect.cleandoc(function.__doc__ or ""))
+    for block in blocks:
+        for node in ast.walk(ast.parse(textwrap.dedent(block))):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("grpo."):
+                yield node
+
+
+def test_documented_calls_fit_the_functions() -> None:
+    names = set()
+    for call in documented_calls():
+        names.add(ast.unparse(call.func))
+        function = getattr(grpo, ast.unparse(call.func).removeprefix("grpo."))
+        inspect.signature(function).bind(*call.args, **{keyword.arg: None for keyword in call.keywords})
+    assert names == {"grpo.train", "grpo.evaluate", "grpo.rollout", "grpo.score"}
 
 
 def test_it_has_no_other_names() -> None:
