@@ -54,6 +54,10 @@ def initialize_distributed(settings: MeshSettings) -> None:
     _check_num_processes(settings, member)
     if member is None:
         return
+    if jax.distributed.is_initialized():
+        raise InputError(
+            "this process has joined the other hosts before, and can do so only once; start a new one on each"
+        )
     _bypass_proxies(member)
     command = shlex.join(["grpo", *sys.argv[1:]])
     verify_processes(member, timeout_s=settings.start_timeout_s, command=command, notify=_print_stderr)
