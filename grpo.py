@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     import os
 
-    from app.commands.python_api import Samples, TrainingRun
+    from app.commands.python_api import Samples
     from app.evaluation.printed_summary import EvaluationSummary
+    from app.training.train import TrainingRun
     from settings import InputError as InputError
 
     File = str | os.PathLike[str] | None
@@ -146,8 +147,8 @@ def score(
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("InputError", "Samples", "TrainingRun"):
-        return getattr(_program(), name)
+    if name == "InputError":
+        return _program().InputError
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

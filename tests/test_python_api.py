@@ -114,7 +114,8 @@ def test_training_on_rows_and_functions_equals_training_on_files(
     seen: list[Any] = []
     run = train(config, on_step=seen.append, overrides={"run": {"steps": 3}})
     assert run.path == run_of(config) and run.is_complete
-    assert run.best_checkpoint is None or run.best_checkpoint.is_dir()
+    assert run.exit_code == 0 and run.best is not None
+    assert (run.path / "checkpoints" / str(run.best.step)).is_dir()
     assert list(run.metrics) == metrics_of(run.path) and seen == metrics_of(run.path)[1:]
     assert capsys.readouterr().out == ""
     # The same by the command.

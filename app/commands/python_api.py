@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app.commands.command_support import hide_progress, resolve, resolve_policy, show_progress
+from app.commands.command_support import EXIT_INTERRUPTED, hide_progress, resolve, resolve_policy, show_progress
 from app.commands.score import Role, score_file
 from app.records.atomic_write import write_atomic
 from app.records.jsonl import read_jsonl, to_json_line
@@ -25,25 +25,12 @@ from settings.schema.reward import CALLABLE_PREFIX
 
 if TYPE_CHECKING:
     from app.evaluation.printed_summary import EvaluationSummary
+    from app.training.train import TrainingRun
 
 File = str | os.PathLike[str] | None
 Values = Mapping[str, Any] | None
 Rows = Iterable[Mapping[str, Any]] | None
 Rewards = Iterable[Callable[..., Any] | str | Mapping[str, Any]] | None
-
-
-@dataclass(frozen=True)
-class TrainingRun:
-    """A training run."""
-
-    path: Path
-    """The run directory."""
-    metrics: Sequence[Mapping[str, Any]]
-    """The lines of `metrics.jsonl`, with those of earlier sessions; empty on all hosts but the first."""
-    is_complete: bool
-    """False if `on_step` or SIGTERM ended it early, with a checkpoint; `resume="auto"` continues."""
-    best_checkpoint: Path | None
-    """The checkpoint of the best evaluation; None without one."""
 
 
 @dataclass(frozen=True)
@@ -78,10 +65,9 @@ def train(
         from app.training.train import train
 
         result = train(resolved, resume=resume, allow_changed=allow_changed, on_step=on_step)
-    if result.exit_code == 130:
+    if result.exit_code == EXIT_INTERRUPTED:
         raise KeyboardInterrupt(f"{run.path} has a checkpoint of the last whole step; resume='auto' continues")
-    best = None if result.best is None else run.checkpoints_dir / str(result.best.step)
-    return TrainingRun(run.path, result.history, result.is_complete, best)
+    return result
 
 
 def evaluate(

@@ -67,14 +67,13 @@ def train_parts(parts: Sequence[ReplayPart], *, resume: Resume, allow_changed: S
     """
     for number, part in enumerate(parts):
         allowed = (*allow_changed, *part.changed)
-        result = train(
+        run = train(
             part.resolved, resume=resume if number == 0 else "must", replay_request=part.request, allow_changed=allowed
         )
         if jax.process_index() == 0:
-            path = str(RunDirectory.from_settings(part.resolved.settings.run).path)
-            print(summary_text(result.history, path=path, best=result.best), flush=True)
-        if result.exit_code or part is parts[-1]:
-            return result.exit_code
+            print(summary_text(run.metrics, path=str(run.path), best=run.best), flush=True)
+        if run.exit_code or part is parts[-1]:
+            return run.exit_code
         if jax.process_count() > 1:
             log.warning("the settings of the samples' run change after this step; --resume auto goes on under them")
             return EXIT_CODES[signal.SIGTERM]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -35,14 +36,20 @@ from settings import Resolved
 from settings.checks.unused_settings import launch_notices
 
 
-class TrainResult(NamedTuple):
+@dataclass(frozen=True)
+class TrainingRun:
+    """A run that has ended."""
+
+    path: Path
+    """The run directory."""
+    metrics: Sequence[Mapping[str, Any]]
+    """The lines of `metrics.jsonl`; empty on all processes but the first."""
+    is_complete: bool
+    """False if a signal or `on_step` ended the run before its last step, with a checkpoint."""
     exit_code: int
     """0, or 75 or 130 after a signal."""
-    is_complete: bool
-    """False if a signal or `on_step` ended the run before its last step."""
-    history: Sequence[Mapping[str, Any]]
-    """The lines of `metrics.jsonl`; empty on all processes but the first."""
     best: BestCheckpoint | None
+    """Step, metric and value of the best evaluation; the checkpoint is `checkpoints/best`."""
 
 
 def train(
@@ -53,7 +60,7 @@ def train(
     allow_changed: Sequence[str] = (),
     on_step: StepCallback | None = None,
     clock: Callable[[], float] = time.monotonic,
-) -> TrainResult:
+) -> TrainingRun:
     """Trains to `run.steps`.
 
     Args:
@@ -77,7 +84,7 @@ def train(
         return _train(setup, stack, clock, on_step)
 
 
-def _train(setup: RunSetup, stack: ExitStack, clock: Callable[[], float], on_step: StepCallback | None) -> TrainResult:
+def _train(setup: RunSetup, stack: ExitStack, clock: Callable[[], float], on_step: StepCallback | None) -> TrainingRun:
     """Opens everything that a run needs, on `stack`, and runs its steps."""
     settings, session, is_first = setup.resolved.settings, setup.session, jax.process_index() == 0
     # Signals are handled from here on, including the final report; a second Ctrl-C stops at once.
@@ -128,7 +135,8 @@ def _train(setup: RunSetup, stack: ExitStack, clock: Callable[[], float], on_ste
     )
     with broadcast_failure(setup.status_board):
         exit_code = loop.run()
-    return TrainResult(exit_code, loop.progress.step == loop.last_step, run_log.history, checkpoints.best)
+    is_complete = loop.progress.step == loop.last_step
+    return TrainingRun(setup.run.path, run_log.history, is_complete, exit_code, checkpoints.best)
 
 
 def _wait_for_hosts_on_exit(setup: RunSetup) -> Callable[..., None]:
