@@ -1,23 +1,183 @@
-"""The module that `import grpo` loads: `grpo.py` in a checkout, `grpo/__init__.py` in an installation.
+"""The Python API, and the entry point of the command line: `grpo.py` in a checkout, `grpo/__init__.py` when installed.
 
-`cli`, `app` and `settings` are in the same folder. The program's own processes put that folder first on `sys.path`, so
-that they never import a user's modules with these names.
+Importing it imports nothing else; the first call of a function imports the program. `cli`, `app` and `settings` are in
+the same folder. The program's own processes put that folder first on `sys.path`, so that they never import a user's
+modules with these names.
+
+The functions use the code of the commands, log to stderr and print nothing on stdout. `overrides` maps settings to
+values, `{"run.steps": 20}` or `{"run": {"steps": 20}}`, in place of `--set`: the environment (`GRPO__RUN__STEPS`) wins
+over it. Invalid input raises `grpo.InputError`, with the message of the command.
 """
 
 from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    import os
+
+    from app.commands.python_api import Samples
+    from app.evaluation.printed_summary import EvaluationSummary
+    from app.training.train import TrainingRun
+    from settings import InputError as InputError
+
+    File = str | os.PathLike[str] | None
+    Rows = Iterable[Mapping[str, Any]] | None
+    Rewards = Iterable[Callable[..., Any] | str | Mapping[str, Any]] | None
 
 PROGRAM_FOLDER = str(Path(__file__).resolve().parent)
+PACKAGES = ("app", "settings")
+
+
+def train(
+    config: File = None,
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    rewards: Rewards = None,
+    data: Rows = None,
+    eval_data: Rows = None,
+    on_step: Callable[[Mapping[str, Any]], object] | None = None,
+    resume: Literal["auto", "never", "must"] = "never",
+    allow_changed: Sequence[str] = (),
+) -> TrainingRun:
+    """Trains a model, as `grpo train` does, and returns its run directory and metrics.
+
+        def brevity(completion, answer):
+            return len(answer) / max(len(completion), 1)
+
+        run = grpo.train(overrides={"run.steps": 20}, rewards=["arithmetic", brevity])
+        rewards = [line["reward/mean"] for line in run.metrics[1:]]
+
+    Args:
+        config: a preset, a YAML file, or None for the preset `quickstart`.
+        rewards: the value of `reward.functions`, in which `function` may also be a Python function. It is called in
+            this process: an exception costs its own sample, but no limit of `reward.*` applies. A resumed run needs it
+            again; in the settings it is `callable:NAME`.
+        data: rows in place of `data.source`, with the columns of a JSON Lines file. They are kept in `<run>/data/`.
+        eval_data: rows in place of `data.eval_source`.
+        on_step: called on every host with the metrics of each step, a line of `metrics.jsonl`. If it returns a true
+            value on any host, the run ends there with a checkpoint.
+        resume: `auto` and `must` continue a run, `never` starts one.
+        allow_changed: settings that may differ from those of the run so far, as in `--allow-changed`.
+
+    Raises:
+        InputError: an input cannot be used.
+        KeyboardInterrupt: a first Ctrl-C ended the run with a checkpoint. A second one ends the process.
+        RuntimeError: training failed.
+    """
+    return _program().train(**locals())
+
+
+def evaluate(
+    config: File = None,
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    checkpoint: File = None,
+    data: Rows = None,
+    rewards: Rewards = None,
+    out: File = None,
+) -> EvaluationSummary | None:
+    """Evaluates a model or a checkpoint on held-out prompts, as `grpo evaluate` does; None on all hosts but the first.
+
+        after = grpo.evaluate(checkpoint="runs/quickstart-seed0")
+        print(after.metrics["eval/accuracy"].value, after.metrics["eval/accuracy"].interval)
+
+    Args:
+        config: as for `train`; with a checkpoint, None stands for the settings of its run.
+        checkpoint: `<run>/checkpoints/<step>` or a run directory; None evaluates the model of `model.path`.
+        data: rows in place of `data.eval_source`.
+        rewards: as for `train`; the first one judges.
+        out: a file for the samples.
+    """
+    return _program().evaluate(**locals())
+
+
+def rollout(
+    config: File = None,
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    checkpoint: File = None,
+    data: Rows = None,
+    limit: int | None = None,
+    out: File = None,
+) -> Samples | None:
+    """Samples completions of prompts, as `grpo rollout` does; None on all hosts but the first.
+
+        samples = grpo.rollout(data=[{"prompt": "12 + 34 = ?", "answer": "46"}])
+        print(samples.records[0]["completion"])
+
+    Args:
+        config: as for `evaluate`.
+        checkpoint: as for `evaluate`.
+        data: rows in place of `data.source`.
+        limit: the number of prompts to use; None for all.
+        out: a file for the samples, which continues an interrupted rollout.
+    """
+    return _program().rollout(**locals())
+
+
+def score(
+    samples: str | os.PathLike[str] | Iterable[Mapping[str, Any]],
+    config: File = None,
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    role: Literal["policy", "reference", "critic", "reward"] = "policy",
+    checkpoint: File = None,
+    rewards: Rewards = None,
+    out: File = None,
+) -> Samples | None:
+    """Adds logprobs, values or rewards to samples, as `grpo score` does; None on all hosts but the first.
+
+        judged = grpo.score(samples.records, role="reward", rewards=[brevity])
+        print(judged.summary["reward/mean"])
+
+    Args:
+        samples: a file or rows of samples, such as the `records` of `rollout`.
+        config: as for `evaluate`.
+        role: the network that scores; `reward` calls the reward functions.
+        checkpoint: as for `evaluate`, for the roles `policy` and `critic`.
+        rewards: as for `train`.
+        out: a file for the scored samples.
+    """
+    return _program().score(**locals())
+
+
+def __getattr__(name: str) -> Any:
+    if name == "InputError":
+        return _program().InputError
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _program() -> Any:
+    """Imports the program and returns the module that implements the API; afterwards `sys.path` is as before."""
+    add_program_to_path()
+    try:
+        return importlib.import_module("app.commands.python_api")
+    finally:
+        sys.path.remove(PROGRAM_FOLDER)
 
 
 def add_program_to_path() -> None:
-    """Puts this program's folder first on `sys.path` and imports `app` and `settings` from it."""
+    """Puts this program's folder first on `sys.path` and imports `app` and `settings` from it.
+
+    Raises:
+        ImportError: other modules with these names are already imported.
+    """
+    files = {name: getattr(sys.modules.get(name), "__file__", None) for name in PACKAGES if name in sys.modules}
+    own = {name: str(Path(PROGRAM_FOLDER, name, "__init__.py")) for name in files}
+    others = [f"{name} from {files[name]}" for name in files if str(Path(files[name] or "").resolve()) != own[name]]
+    if others:
+        raise ImportError(
+            f"grpo has modules of its own called {' and '.join(PACKAGES)}, but this process has already imported "
+            f"{' and '.join(others)}. Rename those modules, or call grpo in a process that does not import them"
+        )
     sys.path.insert(0, PROGRAM_FOLDER)
     # Imported now, because Ray puts the working directory first on the path before a worker's first task.
-    for package in ("app", "settings"):
+    for package in PACKAGES:
         importlib.import_module(package)
 
 

@@ -53,10 +53,10 @@ SETTINGS_BELOW_RUNTIME = {
         *("loading.fields.did_you_mean", "loading.fields.nearest_names"),
     },
     "app.reward": {
-        # The reward functions and their limits; two names; the values of keys, which are never shown.
+        # The reward functions and their limits; three names; the values of keys, which are never shown.
         *("loading.secrets.redact", "loading.secrets.redact_also"),
         *("schema.reward.RewardSettings", "schema.reward.RewardFunctionSettings"),
-        *("schema.reward.MODEL_REWARD", "schema.reward.OVERLONG_REWARD"),
+        *("schema.reward.MODEL_REWARD", "schema.reward.OVERLONG_REWARD", "schema.reward.CALLABLE_PREFIX"),
     },
     # The saved settings of a run, beside the defaults.
     "app.report": {"loading.fields.FIELDS", "checks.resumed_settings.SettingChange"},

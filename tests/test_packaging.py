@@ -170,3 +170,34 @@ def test_a_reward_function_finds_the_modules_of_the_user(user_folder: UserFolder
         name,
     )
     assert float(reward) == (1.0 if name == "math_verify" else 6.0)
+
+
+API_SCRIPT = """
+import sys
+path = list(sys.path)
+import grpo
+ids = {"prompt_token_ids": [1], "completion_token_ids": [2], "behavior_logprobs": [-0.5], "policy_version": 0}
+place = {"uid": "q/s0", "group_id": 0, "sample_index": 0, "finish_reason": "stop"}
+sample = {**place, **ids, "prompt": "?", "completion": "six"}
+scored = grpo.score([sample], role="reward", rewards=[lambda completion: len(completion)])
+assert sys.path == path
+print(scored.records[0]["reward"], sys.modules["app"].__file__)
+"""
+
+
+def test_the_python_api_works_where_the_user_has_modules_of_these_names(user_folder: UserFolder) -> None:
+    reward, file = user_folder.run(API_SCRIPT).split()
+    program = user_folder.installed / "grpo" if (user_folder.installed / "grpo").is_dir() else user_folder.installed
+    assert (float(reward), Path(file)) == (3.0, program / "app" / "__init__.py")
+
+
+def test_the_python_api_names_the_users_modules_that_are_in_its_way(user_folder: UserFolder) -> None:
+    message = user_folder.run(
+        "import app, settings, grpo\n"
+        "try:\n    grpo.evaluate()\n"
+        "except ImportError as error:\n    print(error)\n"
+        "print(app.REWARD, settings.FACTOR)"
+    )
+    for name in ("app", "settings"):
+        assert f"{name} from {user_folder.path / name}.py" in message
+    assert message.endswith("2.0 3.0\n")

@@ -1,12 +1,14 @@
-"""A saved policy, the starting point of evaluation, export and replay."""
+"""A saved policy, and its critic: the starting point of rollout, score, evaluation, export and replay."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import orbax.checkpoint as ocp
@@ -27,7 +29,7 @@ from app.mesh.placement import abstract_arrays
 from app.model.decoder import Params
 from app.records.run_directory import RunDirectory
 from app.records.versions import NOT_INSTALLED, QUANTIZATION_PACKAGE
-from app.runtime.model_spec import LORA_FINGERPRINT, QUANTIZER_FINGERPRINT, ModelSpec
+from app.runtime.model_spec import LORA_FINGERPRINT, QUANTIZER_FINGERPRINT, CriticSpec, ModelSpec
 from settings.errors import InputError
 
 OPTION = "--checkpoint"
@@ -74,6 +76,11 @@ class PolicyCheckpoint:
         """Checksums of all arrays of the checkpoint, by path."""
         return self.record.checksums
 
+    def describe(self) -> str:
+        """Returns the step and a digest of all arrays."""
+        digest = hashlib.sha256(json.dumps(dict(self.checksums), sort_keys=True).encode()).hexdigest()
+        return f"step {self.step}, {digest[:16]}"
+
     @property
     def run(self) -> RunDirectory:
         """The run that wrote the checkpoint."""
@@ -107,13 +114,26 @@ class PolicyCheckpoint:
                     f"omit --config to use the run's own settings, or set model.path as in {self.run.settings_path}"
                 )
 
-    def restore_params(self, shapes: Params, shardings: Params) -> Params:
-        """Restores the policy's trained arrays with these shardings. All hosts must call it together.
+    def check_critic(self, critic: CriticSpec, *, is_required: bool = False) -> None:
+        """Raises InputError if the checkpoint's critic was trained from another model, or is required and missing."""
+        saved = self.progress.fingerprints.get("the critic")
+        if saved is None and is_required:
+            raise InputError(f"{OPTION}: {self.path} holds no critic, because its run trained none")
+        if saved not in (None, critic.files.fingerprint):
+            raise InputError(
+                f"{OPTION}: {self.path} holds a critic that was trained from another model than that of critic.path; "
+                f"set critic.path to what {self.run.settings_path} names"
+            )
+
+    def restore_params(
+        self, shapes: Params, shardings: Params, *, network: Literal["policy", "critic"] = "policy"
+    ) -> Params:
+        """Restores a network's trained arrays with these shardings. All hosts must call it together.
 
         Raises:
             InputError: the arrays are damaged.
         """
-        return self._restore_item({"policy": {"params": abstract_arrays(shapes, shardings)}})["policy"]["params"]
+        return self._restore_item({network: {"params": abstract_arrays(shapes, shardings)}})[network]["params"]
 
     def restore_states(self, shapes: NetworkStates, shardings: NetworkStates) -> NetworkStates:
         """Restores the training states of those requested networks that are in the checkpoint.

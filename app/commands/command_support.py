@@ -20,6 +20,7 @@ from app.records.run_directory import RunDirectory, step_of_samples
 from app.records.settings_history import SettingsHistory, SettingsPeriod, period_of
 from app.records.text_format import to_printable_lines
 from settings import InputError, Resolved, load
+from settings.checks.unused_settings import unused_adapter_notices
 from settings.loading.config_file import ConfigFile
 from settings.loading.sources import NO_FLAGS, Flags
 
@@ -49,6 +50,23 @@ def resolve(
     return resolved
 
 
+def resolve_policy(
+    config: str | None,
+    overrides: list[str] | None,
+    checkpoint: Path | None,
+    *,
+    check: Callable[[Resolved], None],
+    print_config: bool = False,
+    loads_policy: bool = True,
+) -> Resolved:
+    """Resolves like `resolve`; without `--config`, the settings are those of the checkpoint's run."""
+    base, overrides, _ = inherit_run_settings(config, overrides, {"--checkpoint": checkpoint})
+    resolved = resolve(base, overrides, print_config=print_config, check=check)
+    if loads_policy and checkpoint is None:
+        print_notices(unused_adapter_notices(resolved))
+    return resolved
+
+
 class _ProgressHandler(logging.Handler):
     """Writes log records to stderr; progress messages of `app` start with the seconds since the command started."""
 
@@ -74,7 +92,8 @@ def show_progress(text: str) -> None:
     logger.info(text)
 
 
-def _hide_progress() -> None:
+def hide_progress() -> None:
+    """Ends `show_progress`."""
     root = logging.getLogger()
     for handler in [handler for handler in root.handlers if isinstance(handler, _ProgressHandler)]:
         root.removeHandler(handler)
@@ -162,7 +181,7 @@ def refuse_existing(outputs: Mapping[str, Path | None], *, overwrite: bool) -> N
     """
     for option, path in outputs.items():
         if path is not None and path.is_file() and not overwrite:
-            raise InputError(f"{option}: {path} exists already; give another name, or replace it with --overwrite")
+            raise InputError(f"{option}: {path} exists already; delete it, give another name, or add --overwrite")
 
 
 @contextmanager
@@ -180,7 +199,7 @@ def handle_errors(debug: bool) -> Iterator[None]:
         hint = "" if debug else " (--debug shows the traceback)"
         _fail(f"error: {type(error).__name__}: {error}{hint}", EXIT_FAILURE, debug=debug)
     finally:
-        _hide_progress()
+        hide_progress()
 
 
 def _fail(message: str, code: int, *, debug: bool) -> NoReturn:

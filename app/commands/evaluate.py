@@ -9,31 +9,22 @@ import typer
 
 from app.commands.command_support import (
     handle_errors,
-    inherit_run_settings,
     print_notices,
     print_result,
     refuse_existing,
-    resolve,
+    resolve_policy,
     show_progress,
 )
-from app.commands.options import AsJson, Config, Debug, Overrides, Overwrite, PrintConfig
+from app.commands.options import AsJson, Checkpoint, Config, Debug, Overrides, Overwrite, PrintConfig
 from settings import InputError
 from settings.checks.commands import check_for_evaluation
-from settings.checks.unused_settings import unused_adapter_notices
 
 
 def evaluate(
     config: Config = None,
     overrides: Overrides = None,
     print_config: PrintConfig = False,
-    checkpoint: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="Checkpoint to evaluate: <run>/checkpoints/<step> or best, or a run directory for its newest "
-            "checkpoint. Without --config, the settings of that run are used.",
-        ),
-    ] = None,
+    checkpoint: Checkpoint = None,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -80,10 +71,9 @@ def evaluate(
                 raise InputError("--picture needs --compare BEFORE.jsonl AFTER.jsonl")
             if overwrite:
                 raise InputError("--overwrite needs --picture; to repeat a finished evaluation, delete its --out")
-            base, overrides, _ = inherit_run_settings(config, overrides, {"--checkpoint": checkpoint})
-            resolved = resolve(base, overrides, print_config=print_config, check=check_for_evaluation)
-            if checkpoint is None:
-                print_notices(unused_adapter_notices(resolved))
+            resolved = resolve_policy(
+                config, overrides, checkpoint, check=check_for_evaluation, print_config=print_config
+            )
             show_progress(f"grpo evaluate: model {resolved.settings.model.path}; loading JAX")
             from app.evaluation.standalone import evaluate_model
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -17,6 +18,14 @@ Config = Annotated[
         show_default=False,
         autocompletion=preset_names,
         rich_help_panel="Settings",
+    ),
+]
+Checkpoint = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR",
+        help="Checkpoint to use: <run>/checkpoints/<step> or best, or a run directory for its newest checkpoint. "
+        "Without --config, the settings of that run are used.",
     ),
 ]
 Overrides = Annotated[

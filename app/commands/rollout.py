@@ -9,22 +9,21 @@ import typer
 
 from app.commands.command_support import (
     handle_errors,
-    print_notices,
     print_result,
     refuse_existing,
     require_path,
-    resolve,
+    resolve_policy,
     show_progress,
 )
-from app.commands.options import AsJson, Config, Debug, Overrides, Overwrite, PrintConfig
+from app.commands.options import AsJson, Checkpoint, Config, Debug, Overrides, Overwrite, PrintConfig
 from settings.checks.commands import check_for_rollout
-from settings.checks.unused_settings import unused_adapter_notices
 
 
 def rollout(
     config: Config = None,
     overrides: Overrides = None,
     print_config: PrintConfig = False,
+    checkpoint: Checkpoint = None,
     prompts: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="JSON Lines file with prompts to use instead of data.source."),
@@ -40,16 +39,17 @@ def rollout(
 ) -> None:
     """Sample completions; run again to continue after a stop."""
     with handle_errors(debug):
-        resolved = resolve(config, overrides, print_config=print_config, check=check_for_rollout)
+        resolved = resolve_policy(config, overrides, checkpoint, check=check_for_rollout, print_config=print_config)
         out = require_path(out, "--out")
         from app.records.partial_samples import part_paths
 
         # A rollout that was killed after it wrote its output, and before it removed its part files, goes on.
         refuse_existing({"--out": out}, overwrite=overwrite or bool(part_paths(out)))
         refuse_existing({"--timeline": timeline}, overwrite=overwrite)
-        print_notices(unused_adapter_notices(resolved))
         show_progress(f"grpo rollout: model {resolved.settings.model.path}; loading JAX")
         from app.stages import rollout
 
-        summary = rollout.rollout(resolved, prompts=prompts, limit=limit, out=out, timeline=timeline)
+        summary = rollout.rollout(
+            resolved, prompts=prompts, limit=limit, out=out, timeline=timeline, checkpoint=checkpoint
+        )
         print_result(summary, as_json=as_json)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -14,7 +12,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from app.checkpoint.policy_weights import load_policy_params
+from app.checkpoint.policy_weights import PolicySource, read_policy_source
 from app.checkpoint.saved_policy import PolicyCheckpoint
 from app.distributed.collective_files import gather_lines_to_first_host, sample_json_lines, write_collectively
 from app.distributed.collectives import max_over_hosts
@@ -43,7 +41,6 @@ from app.evaluation.results_file import (
     read_drawn_samples,
     read_results,
 )
-from app.model.decode_weights import DecodeWeights
 from app.prompts.encode import EncodeReport
 from app.records.jsonl import check_output_path
 from app.records.partial_samples import PartFile, remove_parts
@@ -54,8 +51,7 @@ from app.reward.reward_functions import RewardFunctions, accuracy_function_name
 from app.runtime.health_checks import check_rewards
 from app.runtime.host_supervision import PhaseCallback, iterate_in_phase, join_hosts, wait_for_other_hosts
 from app.runtime.inputs import eval_columns, read_eval_prompts
-from app.runtime.model_spec import ModelSpec, check_context_length, read_model_spec
-from app.runtime.pinned_revisions import pin_revisions
+from app.runtime.model_spec import ModelSpec
 from app.runtime.session import Session
 from app.tracking.rollout_progress import RolloutProgress
 from settings import Resolved, Settings
@@ -66,13 +62,14 @@ from settings.loading.fields import value_of
 class EvaluationInput:
     """Everything an evaluation reads, checked before any device is used."""
 
-    settings: Settings
-    model: ModelSpec
-    saved_policy: PolicyCheckpoint | None
-    """Checkpoint whose weights are evaluated; None for those of `model.path`."""
+    source: PolicySource
     prompts: Sequence[Prompt]
     encoding: EncodeReport
     metadata: EvaluationMetadata
+
+    @property
+    def settings(self) -> Settings:
+        return self.source.settings
 
     @property
     def evaluation_prompts(self) -> EvaluationPrompts:
@@ -119,34 +116,21 @@ def evaluate_model(resolved: Resolved, *, checkpoint: Path | None, out: Path | N
 
 def read_evaluation_input(settings: Settings, checkpoint: Path | None) -> EvaluationInput:
     """Reads the checkpoint, model and held-out prompts. Raises InputError if one of them cannot be used."""
-    saved = None
-    if checkpoint is not None:
-        saved = PolicyCheckpoint.open(checkpoint)
-        settings = pin_revisions(settings, saved.run)
-    model = read_model_spec(settings)
-    if saved is None:
-        model = model.without_adapters
-    else:
-        saved.check_compatible(model)
-    check_context_length(model.architecture, settings, path=settings.model.path)
-    prompts, encoding = read_eval_prompts(settings, model.tokenizer)
-    return EvaluationInput(settings, model, saved, prompts, encoding, _build_metadata(settings, model, saved, prompts))
+    source = read_policy_source(settings, checkpoint)
+    prompts, encoding = read_eval_prompts(source.settings, source.model.tokenizer)
+    return EvaluationInput(source, prompts, encoding, _build_metadata(*source, prompts))
 
 
 def _build_metadata(
     settings: Settings, model: ModelSpec, saved_policy: PolicyCheckpoint | None, prompts: Sequence[Prompt]
 ) -> EvaluationMetadata:
     data, evaluation, judge = settings.data, settings.eval, settings.reward.functions[0]
-    checkpoint = "none"
-    if saved_policy is not None:
-        digest = hashlib.sha256(json.dumps(dict(saved_policy.checksums), sort_keys=True).encode()).hexdigest()
-        checkpoint = f"step {saved_policy.step}, {digest[:16]}"
     # A plug-in in a file is identified by its name and the file's content, one in a module by its full name.
     module, _, function = (judge.function or "").rpartition(":")
     facts = {
         MODEL: model.files.fingerprint,
         "the tokenizer": model.tokenizer.fingerprint,
-        CHECKPOINT: checkpoint,
+        CHECKPOINT: "none" if saved_policy is None else saved_policy.describe(),
         PROMPTS: describe_prompts(prompts),
         JUDGE: accuracy_function_name(settings.reward),
         JUDGE_FUNCTION: function if module.endswith(".py") else judge.function,
@@ -236,8 +220,8 @@ def _generate_missing_samples(
     settings, num_prompts = inputs.settings, len(host_shard(len(inputs.prompts)))
     if not max_over_hosts(np.asarray(len(missing_prompts))):
         return {}
-    session = stack.enter_context(closing(Session.open(settings, inputs.model)))
-    weights = load_decode_weights(inputs, session)
+    session = stack.enter_context(closing(Session.open(settings, inputs.source.model)))
+    weights = inputs.source.load_decode_weights(session)
     session.compile_evaluation()
     generated: dict[int, list[Sample]] = {}
     num_samples = len(missing_prompts) * settings.eval.num_samples
@@ -248,11 +232,3 @@ def _generate_missing_samples(
         for sample in iterate_in_phase(part_file.write_through(fresh) if part_file else fresh, "evaluate", enter_phase):
             generated.setdefault(sample.group_id, []).append(sample)
     return generated
-
-
-def load_decode_weights(inputs: EvaluationInput, session: Session) -> DecodeWeights:
-    """Loads the decode weights; nothing else of the model stays on the devices. All hosts must call this together."""
-    params = session.load_params() if inputs.saved_policy is None else load_policy_params(inputs.saved_policy, session)
-    weights = session.engine.to_decode_weights(params)
-    session.free_frozen_params()
-    return weights

@@ -54,6 +54,10 @@ def initialize_distributed(settings: MeshSettings) -> None:
     _check_num_processes(settings, member)
     if member is None:
         return
+    if jax.distributed.is_initialized():
+        raise InputError(
+            "this process has joined the other hosts before, and can do so only once; start a new one on each"
+        )
     _bypass_proxies(member)
     command = shlex.join(["grpo", *sys.argv[1:]])
     verify_processes(member, timeout_s=settings.start_timeout_s, command=command, notify=_print_stderr)
@@ -86,7 +90,13 @@ def initialize_local(settings: MeshSettings) -> None:
         jax.config.update("jax_platforms", "cpu")
         return
     if settings.cpu_devices is not None:
-        jax.config.update("jax_num_cpu_devices", settings.cpu_devices)
+        try:
+            jax.config.update("jax_num_cpu_devices", settings.cpu_devices)
+        except RuntimeError:
+            raise InputError(
+                f"mesh.cpu_devices: {settings.cpu_devices}, but JAX has already started in this process with "
+                f"{jax.local_device_count()} devices; set it before the first use of JAX, in a new process"
+            ) from None
     if settings.platform != "auto":
         _check_backend_installed(settings.platform)
         jax.config.update("jax_platforms", settings.platform)

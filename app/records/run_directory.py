@@ -69,6 +69,11 @@ class RunDirectory:
         return self.path / "checkpoints"
 
     @property
+    def data_dir(self) -> Path:
+        """The rows that were passed to `grpo.train`, each file in a folder named by its content."""
+        return self.path / "data"
+
+    @property
     def crash_dir(self) -> Path:
         """The stack traces of each host's threads at the time when the watchdog ended it."""
         return self.path / "crash"
@@ -110,7 +115,7 @@ class RunDirectory:
         """Whether there are files that no run left, not even one that ended before its first file, `sessions.jsonl`."""
         if self.has_settings or self.has_checkpoint or not self.path.is_dir():
             return False
-        ours = {".lock", self.crash_dir.name}
+        ours = {".lock", self.crash_dir.name, self.data_dir.name}
         if self.checkpoints_dir.is_dir() and not any(self.checkpoints_dir.iterdir()):
             ours.add(self.checkpoints_dir.name)
         return not all(

@@ -67,5 +67,5 @@ def format_table(
     for row in rows:
         table.add_row(*map(Text, row))
     text = io.StringIO()
-    Console(file=text, width=width, color_system=None, force_terminal=False).print(table)
+    Console(file=text, width=width, color_system=None, force_terminal=False, force_jupyter=False).print(table)
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from app.records.sample import Sample
+from app.reward.in_process_pool import InProcessPool
 from app.reward.plugin_signature import (
     TRAINER_ARGUMENTS,
     DataColumns,
@@ -50,7 +51,7 @@ class PlugIn:
     def __init__(
         self,
         name: str,
-        pool: ProcessPool,
+        pool: ProcessPool | InProcessPool,
         parameters: Sequence[Parameter],
         columns: DataColumns,
         *,
@@ -69,7 +70,7 @@ class PlugIn:
 
     @classmethod
     def load(
-        cls, name: str, pool: ProcessPool, columns: DataColumns, *, batch_size: int, max_characters: int
+        cls, name: str, pool: ProcessPool | InProcessPool, columns: DataColumns, *, batch_size: int, max_characters: int
     ) -> PlugIn:
         """Imports the function in its first worker and reads its signature.
 

@@ -220,7 +220,7 @@ class ProcessPool:
         worker.deadline = float("inf")
         result = answer if isinstance(answer, RewardFailure) else INVALID_ANSWER
         if isinstance(answer, dict) and answer.get("call") == worker.num_calls:
-            result = _parse_answer(answer)
+            result = parse_answer(answer)
         results[call] = result
         # After an invalid answer the pipe cannot be trusted; after a memory failure the memory may stay allocated.
         is_unusable = isinstance(result, RewardFailure) and (result == INVALID_ANSWER or result.kind == "memory")
@@ -228,7 +228,7 @@ class ProcessPool:
             self._end(worker)
 
 
-def _parse_answer(answer: Mapping[str, Any]) -> Result:
+def parse_answer(answer: Mapping[str, Any]) -> Result:
     """Parses a worker's answer and checks all of it, because the function could write to the same pipe."""
     try:
         if "failure" in answer:

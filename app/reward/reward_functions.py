@@ -20,6 +20,7 @@ from app.reward.aggregate import (
     was_dropped_in_rollout,
 )
 from app.reward.builtin_tasks import FORMAT_SUFFIX, MATH_VERIFY, grade, is_task_reward
+from app.reward.in_process_pool import InProcessPool
 from app.reward.overlong import OverlongPenalty
 from app.reward.plugin import PlugIn, PlugInUnavailableError, StepInfo
 from app.reward.plugin_signature import DataColumns
@@ -27,7 +28,13 @@ from app.reward.process_pool import ProcessPool, ResourceLimits
 from app.reward.reward_outcome import RewardFailure, RewardOutcome
 from settings.errors import InputError
 from settings.loading.secrets import redact_also
-from settings.schema.reward import MODEL_REWARD, OVERLONG_REWARD, RewardFunctionSettings, RewardSettings
+from settings.schema.reward import (
+    CALLABLE_PREFIX,
+    MODEL_REWARD,
+    OVERLONG_REWARD,
+    RewardFunctionSettings,
+    RewardSettings,
+)
 
 BUILT_IN_PLUG_INS = {MATH_VERIFY: "app.reward.math_answers:math_verify"}
 """Built-in rewards that run as plug-ins: name -> function."""
@@ -179,14 +186,17 @@ class RewardFunctions:
             return TaskReward(item.name)
         if item.name == MATH_VERIFY and importlib.util.find_spec("math_verify") is None:
             raise InputError(f"reward.functions: {item.name} needs an optional package; pip install -e '.[math]'")
-        settings = self._settings
-        pool = ProcessPool(
-            item.function or BUILT_IN_PLUG_INS[item.name],
-            num_workers=settings.workers,
-            limits=ResourceLimits(settings.timeout_s, settings.cpu_s, settings.memory_mib, settings.load_timeout_s),
-            environment=settings.environment,
-        )
-        self._exit_stack.callback(pool.close)
+        settings, function = self._settings, item.function or BUILT_IN_PLUG_INS[item.name]
+        if function.startswith(CALLABLE_PREFIX):
+            pool = InProcessPool(item.name, function)
+        else:
+            pool = ProcessPool(
+                function,
+                num_workers=settings.workers,
+                limits=ResourceLimits(settings.timeout_s, settings.cpu_s, settings.memory_mib, settings.load_timeout_s),
+                environment=settings.environment,
+            )
+            self._exit_stack.callback(pool.close)
         return PlugIn.load(
             item.name, pool, self._columns, batch_size=settings.batch_size, max_characters=settings.max_characters
         )

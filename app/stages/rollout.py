@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from app.checkpoint.policy_weights import read_policy_source
 from app.distributed.collective_files import per_host_path, sample_json_lines, write_collectively
 from app.distributed.collectives import gather_over_hosts, max_over_hosts, sum_over_hosts
 from app.distributed.error_barrier import error_barrier
@@ -30,7 +31,7 @@ from app.rollout.scheduling.sample_states import SampleTable
 from app.rollout.sequence import RolloutSequence
 from app.runtime.host_supervision import PhaseCallback, iterate_in_phase, join_hosts, wait_for_other_hosts
 from app.runtime.inputs import encode_rows
-from app.runtime.model_spec import ModelSpec, check_context_length, read_model_spec
+from app.runtime.model_spec import ModelSpec
 from app.runtime.session import Session
 from app.stages.prompt_shards import PromptShard, RolloutRound
 from app.stages.rollout_resume import part_header, read_finished_samples, remove_unfinished_output, rollout_facts
@@ -41,7 +42,13 @@ from settings.errors import InputError
 
 
 def rollout(
-    resolved: Resolved, *, prompts: Path | None, limit: int | None, out: Path, timeline: Path | None = None
+    resolved: Resolved,
+    *,
+    prompts: Path | None,
+    limit: int | None,
+    out: Path,
+    timeline: Path | None = None,
+    checkpoint: Path | None = None,
 ) -> dict[str, Any] | None:
     """Samples each prompt (only the first `limit`) `rollout.group_size` times and writes the samples to `out`.
 
@@ -50,9 +57,10 @@ def rollout(
 
     Args:
         timeline: file for a plot of the workers' activity.
+        checkpoint: folder of a run or of one of its checkpoints, whose policy samples; None for that of `model.path`.
 
     Raises:
-        InputError: the settings, the model, the prompts or a file cannot be used.
+        InputError: the settings, the model, the checkpoint, the prompts or a file cannot be used.
     """
     settings = resolved.settings
     check_distinct_paths({"--prompts": prompts, "--out": out, "--timeline": timeline})
@@ -60,12 +68,12 @@ def rollout(
     if timeline is not None:
         _check_has_workers(settings)
         check_timeline_path(timeline)
-    model = read_model_spec(settings).without_adapters
-    check_context_length(model.architecture, settings, path=settings.model.path)
+    source = read_policy_source(settings, checkpoint)
+    settings, model, saved = source
     questions, report = _read_prompts(settings, model, prompts, limit=limit)
     with ExitStack() as stack:
         enter_phase = stack.enter_context(join_hosts(settings, out=out))
-        facts = rollout_facts(settings, model, questions)
+        facts = rollout_facts(settings, model, questions, saved)
         check_hosts_agree(resolved, {name: str(value) for name, value in facts.items()})
         shard = PromptShard.from_prompts(questions, settings)
         with error_barrier():
@@ -74,7 +82,7 @@ def rollout(
             stack.enter_context(part_file)
             remove_unfinished_output(out)
         session = stack.enter_context(closing(Session.open(settings, model)))
-        weights = session.engine.to_decode_weights(session.load_params())
+        weights = source.load_decode_weights(session)
         counter = SampleCounter()
         session.compile_rollout()
         start = time.perf_counter()
@@ -83,7 +91,7 @@ def rollout(
         with RolloutProgress(num_samples=num_shown, enabled=jax.process_index() == 0) as progress:
             if finished:
                 progress.print_line(f"continuing: {len(finished)} of {shard.num_samples} samples are done")
-            generation = Generation(session, weights, shard, finished, part_file)
+            generation = Generation(session, weights, shard, finished, part_file, saved.step if saved else 0)
             samples = generation.samples(progress, enter_phase)
             _write_samples(out, shard, iterate_in_phase(counter.count(samples), "rollout", enter_phase), enter_phase)
         seconds = time.perf_counter() - start
@@ -189,6 +197,8 @@ class Generation:
     finished: Mapping[str, Sample]
     """Finished samples by uid."""
     part_file: PartFile
+    policy_version: int
+    """The training step of the weights, which is part of the sampling noise's key."""
 
     def samples(self, progress: RolloutProgress, enter_phase: PhaseCallback) -> Iterator[Sample]:
         """Yields all samples in order. New ones are appended to the part file as soon as they are finished."""
@@ -215,7 +225,7 @@ class Generation:
         return self.session.stream(
             self.weights,
             prompts,
-            self.session.rollout_request(),
+            self.session.rollout_request(policy_version=self.policy_version),
             skipped_uids=self.finished.keys(),
         )
 
@@ -239,7 +249,7 @@ class Generation:
             drawn = self.session.sample(
                 self.weights,
                 self.shard.padded_prompts(one),
-                policy_version=0,
+                policy_version=self.policy_version,
                 first_group_id=one.prompt_indices.start,
             )
             yield from self.part_file.write_through(drawn[: len(one.prompt_indices) * self.shard.group_size])

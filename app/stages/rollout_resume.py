@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from app.checkpoint.saved_policy import PolicyCheckpoint
 from app.distributed.host_consistency import prompts_fingerprint
 from app.records.atomic_write import is_partial_file
 from app.records.partial_samples import read_parts
@@ -37,7 +38,9 @@ RolloutFacts = Mapping[str, Any]
 """Everything that determines the samples of a rollout: name -> JSON value."""
 
 
-def rollout_facts(settings: Settings, model: ModelSpec, prompts: Sequence[Prompt]) -> RolloutFacts:
+def rollout_facts(
+    settings: Settings, model: ModelSpec, prompts: Sequence[Prompt], saved_policy: PolicyCheckpoint | None = None
+) -> RolloutFacts:
     """Returns everything that determines the samples. The devices must have been started."""
     exact = settings.rollout.mode == "exact"
     rollout = dict(_flatten("rollout", settings.rollout.model_dump(mode="json")))
@@ -50,6 +53,7 @@ def rollout_facts(settings: Settings, model: ModelSpec, prompts: Sequence[Prompt
     return {
         "the model's files": model.files.fingerprint,
         "the tokenizer": model.tokenizer.fingerprint,
+        **({} if saved_policy is None else {"the checkpoint": saved_policy.describe()}),
         "the prompts": prompts_fingerprint(prompts),
         "run.seed": settings.run.seed,
         "model.dtype": settings.model.dtype,

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import astuple, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import jax
 import numpy as np
@@ -31,7 +31,7 @@ from app.records.sample import Sample
 from app.runtime.batch_checks import check_host_offload
 from app.runtime.host_supervision import iterate_in_phase, join_hosts
 from app.runtime.micro_batching import MaxLengths, make_score_batcher, num_bootstrap_tokens
-from app.runtime.model_spec import read_critic_spec, read_model_spec
+from app.runtime.model_spec import CriticSpec, ModelSpec, read_critic_spec, read_model_spec
 from app.runtime.packed_row_check import check_packing
 from app.runtime.scoring import ScoringSession
 from app.stages.sample_reader import WINDOW_SAMPLES, SampleFileExtent, SampleReader, check_token_quota, file_digest
@@ -44,6 +44,17 @@ NUM_CHECKED_SAMPLES = 3
 """Number of samples that `--check-packing` packs into one row."""
 
 
+class SavedNetworks(Protocol):
+    """A `PolicyCheckpoint`; scoring without one needs none of the packages that saving does."""
+
+    def describe(self) -> str: ...
+    def check_compatible(self, model: ModelSpec) -> None: ...
+    def check_critic(self, critic: CriticSpec, *, is_required: bool) -> None: ...
+    def restore_params(
+        self, shapes: Params, shardings: Params, *, network: Literal["policy", "critic"] = "policy"
+    ) -> Params: ...
+
+
 def score_logprobs(
     resolved: Resolved,
     *,
@@ -51,6 +62,7 @@ def score_logprobs(
     out: Path,
     role: ScoredRole,
     checks_packing: bool = False,
+    checkpoint: SavedNetworks | None = None,
     window: int = WINDOW_SAMPLES,
 ) -> dict[str, Any] | None:
     """Adds a role's logprobs or values to every sample of `input`, and returns the metrics to print.
@@ -61,18 +73,25 @@ def score_logprobs(
 
     Args:
         checks_packing: whether to compare the scores of a few samples in a shared row and in separate rows first.
+        checkpoint: holds the weights of the policy or the critic; None for those of the models.
         window: number of samples in memory at once.
 
     Raises:
-        InputError: the settings, model, samples or output file cannot be used.
+        InputError: the settings, model, checkpoint, samples or output file cannot be used.
         RuntimeError: samples in the same row affect each other's scores.
     """
     check_output_path(out)
     settings = resolved.settings
     if checks_packing and role == "critic":
         raise InputError("--check-packing compares logprobs, but --role critic has none; use --role policy")
-    model = read_model_spec(settings).without_adapters
+    model = read_model_spec(settings)
     critic = read_critic_spec(settings, model) if role == "critic" else None
+    if checkpoint is None:
+        model = model.without_adapters
+    else:
+        checkpoint.check_compatible(model)
+        if critic is not None:
+            checkpoint.check_critic(critic, is_required=True)
     architecture = (critic or model).architecture
     file = SampleReader(input, architecture)
     extent, drawn = file.check(num_picked=NUM_CHECKED_SAMPLES if checks_packing else 0, seed=settings.run.seed)
@@ -83,11 +102,11 @@ def score_logprobs(
         where=extent.longest_location,
     )
     with join_hosts(settings, out=out) as entered:
-        check_hosts_agree(resolved, input_facts(input, model.files, critic and critic.files))
+        facts = input_facts(input, model.files, critic and critic.files)
+        check_hosts_agree(resolved, facts if checkpoint is None else {**facts, "--checkpoint": checkpoint.describe()})
         session = ScoringSession.open(settings, model, critic)
         start = time.perf_counter()
-        params = session.critic.load_params(session.mesh) if session.critic else session.load_params()
-        params = jax.block_until_ready(params)
+        params = jax.block_until_ready(_load_params(session, checkpoint))
         figures: dict[str, Any] = {
             "samples": extent.num_samples,
             "loading seconds": round(time.perf_counter() - start, 2),
@@ -105,6 +124,17 @@ def score_logprobs(
             write_collectively(out, sample_json_lines_by_part(iterate_in_phase(scored, "score", entered), path=out))
             figures |= passes.metrics(compilations)
     return {**figures, "written to": str(out)} if jax.process_index() == 0 else None
+
+
+def _load_params(session: ScoringSession, checkpoint: SavedNetworks | None) -> Params:
+    if checkpoint is None:
+        return session.critic.load_params(session.mesh) if session.critic else session.load_params()
+    if session.critic is not None:
+        definition = session.critic.spec.definition
+        return checkpoint.restore_params(definition.shapes, definition.shardings(session.mesh), network="critic")
+    definition = session.model_spec.policy_definition
+    shapes, shardings = map(definition.trainable, (definition.shapes, definition.shardings(session.mesh)))
+    return session.full_params(checkpoint.restore_params(shapes, shardings))
 
 
 def input_facts(input: Path, *models: ModelFiles | None) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -97,6 +98,12 @@ def num_done(samples: SampleTable) -> int:
     return sum(samples.counts[state] for state in ENDED)
 
 
+def stderr_console(*, enabled: bool) -> Console:
+    """Returns a console on stderr, which is live on a terminal only: a notebook would keep every state of a bar."""
+    is_terminal = sys.stderr.isatty()
+    return Console(stderr=True, quiet=not enabled, highlight=False, force_terminal=is_terminal, force_jupyter=False)
+
+
 class ProgressDisplay:
     """Shows the phase, the progress and the last step's metrics on stderr. Silent unless `enabled`.
 
@@ -108,7 +115,7 @@ class ProgressDisplay:
         self, *, num_steps: int, first_step: int, enabled: bool, on_phase: Callable[[str], None] = lambda phase: None
     ):
         self._entered = on_phase
-        self._console = Console(stderr=True, quiet=not enabled, highlight=False)
+        self._console = stderr_console(enabled=enabled)
         if not self._console.is_terminal and "COLUMNS" not in os.environ:
             self._console.width = LOG_WIDTH
         self._live = self._console.is_terminal

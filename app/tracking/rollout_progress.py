@@ -5,12 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from app.records.sample import Sample
 from app.rollout.scheduling.sample_states import SampleTable
-from app.tracking.console import num_done, rollout_status
+from app.tracking.console import num_done, rollout_status, stderr_console
 
 REDRAW_INTERVAL_S = 0.1
 LOG_INTERVAL_S = 10.0
@@ -27,7 +26,7 @@ class RolloutProgress:
 
     def __init__(self, *, num_samples: int, enabled: bool = True, clock: Callable[[], float] = time.monotonic):
         self._num_samples = num_samples
-        self._console = Console(stderr=True, highlight=False, quiet=not enabled)
+        self._console = stderr_console(enabled=enabled)
         self._clock = clock
         self._live = self._console.is_terminal
         self._next = clock() + (0.0 if self._live else LOG_INTERVAL_S)

@@ -208,12 +208,8 @@ def _settings_by_step(run: RunDirectory, paths: Mapping[int, Path]) -> dict[int,
 def _open_initial_checkpoint(path: Path, model: ModelSpec, critic: CriticSpec | None) -> PolicyCheckpoint:
     start = PolicyCheckpoint.open(path)
     start.check_compatible(model)
-    saved = start.progress.fingerprints.get("the critic")
-    if critic is not None and saved not in (None, critic.files.fingerprint):
-        raise InputError(
-            f"--checkpoint: {start.path} holds a critic that was trained from another model than that of critic.path; "
-            f"set critic.path to what {start.run.settings_path} names"
-        )
+    if critic is not None:
+        start.check_critic(critic)
     return start
 
 

@@ -13,6 +13,7 @@ from app.checkpoint.saved_policy import PolicyCheckpoint
 from app.distributed.preemption import EXIT_CODES
 from app.records.run_directory import Resume, RunDirectory
 from app.records.settings_history import SettingsPeriod
+from app.tracking.summary import summary_text
 from app.training.replay import ReplayPeriod, ReplayRequest
 from app.training.train import train
 from settings import Resolved
@@ -69,17 +70,19 @@ def replay_parts(
 
 
 def train_parts(parts: Sequence[ReplayPart], *, resume: Resume, allow_changed: Sequence[str]) -> int:
-    """Trains one part after the other, and returns the exit code of the last one that was trained.
+    """Trains one part after the other, prints a summary of each, and returns the exit code of the last one.
 
     Several hosts end after each part with the code of a preemption, because a process can join them only once.
     """
     for number, part in enumerate(parts):
         allowed = (*allow_changed, *part.changed)
-        code = train(
+        run = train(
             part.resolved, resume=resume if number == 0 else "must", replay_request=part.request, allow_changed=allowed
         )
-        if code or part is parts[-1]:
-            return code
+        if jax.process_index() == 0:
+            print(summary_text(run.metrics, path=str(run.path), best=run.best, early_end=run.early_end), flush=True)
+        if run.exit_code or part is parts[-1]:
+            return run.exit_code
         if jax.process_count() > 1:
             log.warning("the settings of the samples' run change after this step; --resume auto goes on under them")
             return EXIT_CODES[signal.SIGTERM]

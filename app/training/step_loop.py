@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import numpy as np
 
 from app.checkpoint.checkpoints import Checkpoints
 from app.checkpoint.network_states import RunState
 from app.checkpoint.retention import SaveClock
 from app.checkpoint.train_progress import TrainProgress
-from app.distributed.collectives import gather_bytes_over_hosts
+from app.distributed.collectives import gather_bytes_over_hosts, max_over_hosts
+from app.distributed.error_barrier import error_barrier
 from app.distributed.preemption import PreemptionHandler
 from app.distributed.stop_check import StoppedError
 from app.distributed.watchdog import Watchdog
@@ -28,6 +30,9 @@ from app.tracking.run_reporter import RunReporter
 from app.tracking.timer import StepTimer
 from app.training.trainer import Trainer
 from settings import Settings
+
+StepCallback = Callable[[Mapping[str, Any]], object]
+"""Called with the metrics of a step, as in its line of `metrics.jsonl`; a true value ends the run."""
 
 
 @dataclass
@@ -48,12 +53,13 @@ class StepLoop:
     """The evaluation prompts of all hosts; empty without evaluations."""
     last_step: int
     save_clock: SaveClock
+    on_step: StepCallback | None = None
     early_end: str = ""
     """Why the run ends before its last step, once it does."""
 
     def run(self) -> int:
-        """Runs to the last step or a stop, saves, and returns the exit code: 0, or that of the stop."""
-        exit_code = 0
+        """Runs to the last step or a stop, saves, and returns the exit code: 0, or that of the signal."""
+        decision = None
         try:
             self._start()
             for step in range(self.progress.step + 1, self.last_step + 1):
@@ -62,20 +68,19 @@ class StepLoop:
                 self._step(step)
         except StoppedError:
             decision = self.interrupts.sync_stop_decision()
-            exit_code = decision.exit_code
-            assert exit_code, "generation stopped without a request"
             if not self.checkpoints.has_step(self.progress.step):
                 self._save()
         else:
             self.interrupts.all_steps_done = True
         self.reporter.display.set_phase("save")
         self.checkpoints.finish()
-        if exit_code:
+        if decision is not None:
             self.reporter.display.print_line(_stop_message(self.progress, self.last_step, decision.signaled_hosts))
-        elif self.early_end:
+            return decision.exit_code
+        if self.early_end:
             line = f"ended early, after step {self.progress.step} of {self.last_step}: {self.early_end}"
             self.reporter.display.print_line(line)
-        return exit_code
+        return 0
 
     @property
     def settings(self) -> Settings:
@@ -105,7 +110,7 @@ class StepLoop:
         self._check_early_stopping()
 
     def _step(self, step: int) -> None:
-        """Runs one step. Raises StoppedError if it is interrupted, or after it if the run is to stop."""
+        """Runs one step. Raises StoppedError on all hosts if it is interrupted, or after it if the run is to stop."""
         self.watchdog.step = step
         self.profiler.start(step)
         timer = StepTimer(self.reporter.display)
@@ -127,6 +132,8 @@ class StepLoop:
         if self.eval_prompts and (is_last or step % self.settings.eval.every_steps == 0):
             record = self._add_evaluation(record)
         self.reporter.report_step(step, record)
+        with error_barrier():
+            ends = self.on_step is not None and bool(self.on_step({"step": step, **record}))
         stop_if_diverged(metrics, self.settings)
         self._check_early_stopping()
         is_last = is_last or bool(self.early_end)
@@ -134,8 +141,9 @@ class StepLoop:
         if in_turn or self.checkpoints.is_best(self.progress):
             self._save()
         self.checkpoints.update_best_link()
-        # A signal during the last step changes nothing: the run is complete.
-        if decision.exit_code and not is_last:
+        # Hosts may disagree, because times differ. After the last step a stop changes nothing: the run is complete.
+        ends = bool(max_over_hosts(np.asarray(ends)))
+        if (decision.exit_code or ends) and not is_last:
             raise StoppedError
 
     def _carried_progress(self) -> dict[str, Any]:
@@ -196,6 +204,6 @@ def _stop_message(progress: TrainProgress, steps: int, requesting_hosts: Sequenc
     text = f"stopped after step {progress.step} of {steps}, which is saved; --resume auto goes on"
     if progress.unevaluated is not None:
         text += ", with the evaluation of that step"
-    if jax.process_count() > 1:
+    if jax.process_count() > 1 and requesting_hosts:
         text += f" (asked to stop: host {' and '.join(map(str, requesting_hosts))})"
     return text

@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -20,7 +21,6 @@ from app.tracking.compilation_counter import CompilationCounter
 from app.tracking.console import ProgressDisplay
 from app.tracking.profiler import StepProfiler
 from app.tracking.run_reporter import RunReporter
-from app.tracking.summary import summary_text
 from app.training.initial_state import (
     load_reference_params,
     load_reward_model,
@@ -30,19 +30,28 @@ from app.training.initial_state import (
 )
 from app.training.replay import ReplayRequest
 from app.training.setup import RunSetup, prepare_run
-from app.training.step_loop import StepLoop
+from app.training.step_loop import StepCallback, StepLoop
 from app.training.trainer import Trainer
 from settings import Resolved
 from settings.checks.unused_settings import launch_notices
 
 
-class TrainResult(NamedTuple):
-    exit_code: int
-    history: Sequence[Mapping[str, Any]]
+@dataclass(frozen=True)
+class TrainingRun:
+    """A run that has ended."""
+
+    path: Path
+    """The run directory."""
+    metrics: Sequence[Mapping[str, Any]]
     """The lines of `metrics.jsonl`; empty on all processes but the first."""
+    is_complete: bool
+    """False if a signal or `on_step` ended the run before its last step, with a checkpoint."""
+    exit_code: int
+    """0, or 75 or 130 after a signal."""
     best: BestCheckpoint | None
+    """Step, metric and value of the best evaluation; the checkpoint is `checkpoints/best`."""
     early_end: str
-    """Why the run ended before its last step; empty if it did not."""
+    """Why the evaluations ended the run before its last step; empty if they did not."""
 
 
 def train(
@@ -51,13 +60,16 @@ def train(
     resume: Resume,
     replay_request: ReplayRequest | None = None,
     allow_changed: Sequence[str] = (),
+    on_step: StepCallback | None = None,
     clock: Callable[[], float] = time.monotonic,
-) -> int:
-    """Trains to `run.steps`, prints a summary and returns the exit code (0, 75 or 130).
+) -> TrainingRun:
+    """Trains to `run.steps`.
 
     Args:
         replay_request: files of samples to learn from; the run ends with them.
         allow_changed: settings and sections that a resumed run may change although they change what it learns.
+        on_step: called on every host after each step with its metrics; if it returns a true value on any host, the run
+            saves a checkpoint and ends.
         clock: in seconds, decides when `checkpoint.every_minutes` have passed; process 0's counts.
 
     Raises:
@@ -71,15 +83,10 @@ def train(
         with error_barrier():
             if jax.process_index() == 0:
                 stack.enter_context(lock_run_directory(setup.run))
-        result = _train(setup, stack, clock)
-    # The display redirects stdout to stderr while it is open.
-    if jax.process_index() == 0:
-        text = summary_text(result.history, path=str(setup.run.path), best=result.best, early_end=result.early_end)
-        print(text, flush=True)
-    return result.exit_code
+        return _train(setup, stack, clock, on_step)
 
 
-def _train(setup: RunSetup, stack: ExitStack, clock: Callable[[], float]) -> TrainResult:
+def _train(setup: RunSetup, stack: ExitStack, clock: Callable[[], float], on_step: StepCallback | None) -> TrainingRun:
     """Opens everything that a run needs, on `stack`, and runs its steps."""
     settings, session, is_first = setup.resolved.settings, setup.session, jax.process_index() == 0
     # Signals are handled from here on, including the final report; a second Ctrl-C stops at once.
@@ -126,10 +133,12 @@ def _train(setup: RunSetup, stack: ExitStack, clock: Callable[[], float]) -> Tra
         eval_prompts=setup.inputs.eval_prompts,
         last_step=setup.steps[-1],
         save_clock=SaveClock(settings.checkpoint.every_minutes if is_first else None, clock),
+        on_step=on_step,
     )
     with broadcast_failure(setup.status_board):
         exit_code = loop.run()
-    return TrainResult(exit_code, run_log.history, checkpoints.best, loop.early_end)
+    is_complete = loop.progress.step == loop.last_step or bool(loop.early_end)
+    return TrainingRun(setup.run.path, run_log.history, is_complete, exit_code, checkpoints.best, loop.early_end)
 
 
 def _wait_for_hosts_on_exit(setup: RunSetup) -> Callable[..., None]:

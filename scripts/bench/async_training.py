@@ -54,8 +54,8 @@ def one_run(lead: int, *, steps: int, warmup: int, overrides: list[str]) -> dict
         overridden = dict(override.split("=", 1) for override in overrides)
         resolved = load("quickstart", [f"{name}={value}" for name, value in (lines | overridden).items()], os.environ)
         with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
-            exit_code = train(resolved, resume="never")
-        assert exit_code == 0
+            result = train(resolved, resume="never")
+        assert result.is_complete
         records = [json.loads(line) for line in (Path(folder) / "bench" / "metrics.jsonl").read_text().splitlines()]
     timed = [record for record in records if record["step"] > warmup]
     seconds = sum(record["time/step_s"] for record in timed)

@@ -22,7 +22,7 @@ def _format_lines(section: dict[str, Any], provenance: Mapping[str, str], *, pre
     for name, value in section.items():
         field = prefix + name
         if field in provenance:
-            lines.append(f"{indent}{name}: {_format_inline(value)}  # {provenance[field]}")
+            lines.append(f"{indent}{name}: {format_inline(value)}  # {provenance[field]}")
         else:
             lines += [f"{indent}{name}:", *_format_lines(value, provenance, prefix=f"{field}.")]
     return lines
@@ -51,7 +51,8 @@ def _parse_lines(section: YamlNode, lines: list[str], *, prefix: str) -> Iterato
             yield prefix + name, (node.to_python(), origin if comment else "")
 
 
-def _format_inline(value: Any) -> str:
+def format_inline(value: Any) -> str:
+    """Returns a value as YAML on one line. Raises yaml.YAMLError if it is of another type than YAML has."""
     text = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, width=10**9, allow_unicode=True, sort_keys=False)
     return text.removesuffix("...\n").strip()
 

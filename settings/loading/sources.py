@@ -5,14 +5,18 @@ In each layer, a setting may be set only once, by its dotted name or an alias.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+import yaml
+
 from settings.errors import InputError
 from settings.loading.aliases import ALIASES
 from settings.loading.fields import FIELDS, SECTIONS, is_text, suggest_fields
+from settings.loading.printing import format_inline
 from settings.loading.secrets import SECRETS
 from settings.loading.synonyms import HISTORIC_NAMES
 from settings.loading.yaml_file import YamlNode, parse_yaml
@@ -61,6 +65,22 @@ def yaml_layer(root: YamlNode, *, file: str) -> Layer:
 def set_layer(overrides: Iterable[str]) -> Layer:
     """Returns the layer of `--set NAME=VALUE` options, whose values are YAML."""
     return _build_layer(_set_entries(overrides))
+
+
+def set_options(overrides: Mapping[str, Any], *, prefix: str = "") -> Iterator[str]:
+    """Yields the `--set` option of each value in a mapping of dotted names, in which sections may be mappings."""
+    for key, value in overrides.items():
+        name = f"{prefix}{key}"
+        if name in SECTIONS and isinstance(value, Mapping):
+            yield from set_options(value, prefix=f"{name}.")
+            continue
+        try:
+            yield f"{name}={format_inline(os.fspath(value) if isinstance(value, os.PathLike) else value)}"
+        except yaml.YAMLError:
+            raise InputError(
+                f"{name}: expected None, a bool, a number, text, or a list or dict of them, got {value!r:.80} of type "
+                f"{type(value).__name__}; convert it"
+            ) from None
 
 
 def environment_layer(environ: Mapping[str, str]) -> Layer:

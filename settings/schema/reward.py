@@ -20,6 +20,9 @@ from settings.schema.section import Section
 BUILT_IN_REWARDS = ("gsm8k", "arithmetic", "gsm8k_format", "arithmetic_format", "math_verify")
 """Names of the built-in functions of `reward.functions`."""
 
+CALLABLE_PREFIX = "callable:"
+"""Start of `function` for a Python function that was passed to `grpo.train`; only that process can call it."""
+
 OVERLONG_REWARD = "overlong"
 """Name of the length penalty among a sample's rewards."""
 
@@ -67,7 +70,8 @@ class RewardFunctionSettings(Section):
         "plug-in's function when absent."
     )
     function: Annotated[str, AfterValidator(_validate_function_path)] | None = None
-    """Plug-in: `module:function` or `path/to/file.py:function`; null for a built-in reward."""
+    """Plug-in: `module:function` or `path/to/file.py:function`; null for a built-in reward. `callable:function` is a
+    Python function that was passed to `grpo.train`."""
     weight: float = 1.0
     """Weight in the sum of rewards; 0 = logged but not counted."""
 

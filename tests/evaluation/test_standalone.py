@@ -16,9 +16,9 @@ import jax
 import numpy as np
 import pytest
 
+from app.checkpoint.policy_weights import read_policy_source
 from app.evaluation.metadata import JUDGE, EvaluationMetadata
 from app.evaluation.results_file import open_part_file
-from app.evaluation.standalone import load_decode_weights, read_evaluation_input
 from app.records.jsonl import write_jsonl
 from app.runtime.session import Session
 from settings import InputError, load
@@ -293,10 +293,10 @@ def test_only_one_at_a_time_is_at_an_evaluation(tmp_path: Path, monkeypatch: pyt
 
 
 def test_nothing_of_the_model_stays_on_the_devices_beside_what_decodes(adapted: Path) -> None:
-    read = read_evaluation_input(load(str(adapted / "settings.yaml"), [], {}).settings, adapted)
-    with closing(Session.open(read.settings, read.model)) as session:
+    source = read_policy_source(load(str(adapted / "settings.yaml"), [], {}).settings, adapted)
+    with closing(Session.open(source.settings, source.model)) as session:
         frozen = [weakref.ref(array) for array in jax.tree.leaves(session.frozen_params)]
-        weights = load_decode_weights(read, session)
+        weights = source.load_decode_weights(session)
         gc.collect()
         decoding = {id(array) for array in jax.tree.leaves(weights)}
         assert {id(array) for found in frozen if (array := found()) is not None} <= decoding

@@ -39,5 +39,6 @@ def test_an_interval_has_brackets_and_none_is_empty() -> None:
 
 def test_a_table_is_plain_aligned_text_whatever_the_cells_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
     text = format_table([("[bold]a[/]", "1"), ("b", "10")], header=("", "number"))
     assert text.splitlines() == ["            number", "[bold]a[/]       1", "b               10"]

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from tests.program import DEADLINE_S, here, of_tiny, records_of, settings, started, wait_until
 
@@ -53,3 +57,37 @@ def test_the_folder_of_the_output_must_exist(tiny_model: Path, tmp_path: Path) -
     assert result.exit_code == 2
     assert "the folder" in result.stderr and "does not exist; create it first" in result.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def by_uid(path: Path) -> dict[str, dict[str, Any]]:
+    return {record["uid"]: record for record in records_of(path)}
+
+
+def test_a_checkpoint_samples_what_its_run_sampled_next(finished: Path, tmp_path: Path) -> None:
+    out = tmp_path / "samples.jsonl"
+    result = here("rollout", "--checkpoint", finished / "checkpoints" / "2", "--limit", "40", "--out", out)
+    assert result.exit_code == 0, result.stderr
+    assert "--checkpoint: using the settings in" in result.stderr
+    samples, of_run = by_uid(out), by_uid(finished / "rollouts" / "step_000003.jsonl")
+    assert len(samples) == 160 and len(of_run) == 16
+    for uid, record in of_run.items():
+        assert samples[uid]["completion_token_ids"] == record["completion_token_ids"]
+        assert samples[uid]["policy_version"] == record["policy_version"] == 2
+        np.testing.assert_allclose(samples[uid]["behavior_logprobs"], record["behavior_logprobs"], atol=1e-4)
+    # Without it, the model samples as it came.
+    untrained = here("rollout", "--config", finished / "settings.yaml", "--limit", "40", "--out", out)
+    assert untrained.exit_code == 0, untrained.stderr
+    assert {record["policy_version"] for record in records_of(out)} == {0}
+
+
+def test_adapters_of_a_checkpoint_are_sampled_with_and_scored_alike(adapted: Path, tmp_path: Path) -> None:
+    samples, scored = tmp_path / "samples.jsonl", tmp_path / "scored.jsonl"
+    drawn = here("rollout", "--checkpoint", adapted, "--limit", "4", "--out", samples)
+    assert drawn.exit_code == 0, drawn.stderr
+    differences = {}
+    for name, option in {"adapters": "--checkpoint", "none": "--config"}.items():
+        path = adapted if option == "--checkpoint" else adapted / "settings.yaml"
+        result = here("score", option, path, "--input", samples, "--out", scored, "--json")
+        assert result.exit_code == 0, result.stderr
+        differences[name] = json.loads(result.stdout)["max |logprob - behavior|"]
+    assert differences["adapters"] < 1e-4 < differences["none"]

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from app.checkpoint.policy_weights import read_policy_source
 from app.records.partial_samples import PartFile
 from app.runtime.model_spec import read_model_spec
 from app.stages.rollout import _read_prompts
@@ -144,6 +145,17 @@ def test_a_part_file_of_another_rollout_is_left_as_it_is(
     assert result.exit_code == 2 and message in result.stderr and result.stderr.count("error: ") == 1
     assert "delete the file to start over, or choose another --out" in result.stderr
     assert digest_of(tmp_path) == before
+
+
+def test_a_part_file_of_another_checkpoint_is_left_as_it_is(finished: Path, tmp_path: Path) -> None:
+    earlier, later = finished / "checkpoints" / "2", finished / "checkpoints" / "4"
+    source = read_policy_source(load(str(finished / "settings.yaml"), [], {}).settings, earlier)
+    prompts, _ = _read_prompts(source.settings, source.model, None, limit=4)
+    part = tmp_path / "samples.jsonl.part"
+    part.write_text(part_header(rollout_facts(source.settings, source.model, prompts, source.saved_policy)) + "\n")
+    result = here("rollout", "--checkpoint", later, "--limit", "4", "--out", tmp_path / "samples.jsonl")
+    assert result.exit_code == 2 and 'Different: the checkpoint ("step 2, ' in result.stderr
+    assert list(tmp_path.iterdir()) == [part]
 
 
 @pytest.mark.parametrize("line", [b"half of a download", b'{"uid": "p/s0"}\n', b"[]\n"])

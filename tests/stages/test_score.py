@@ -368,3 +368,54 @@ def test_rewards_have_no_packing_to_check(sampled: Path, tmp_path: Path) -> None
     assert result.exit_code == 2
     assert "--check-packing needs a model, but --role reward uses none" in result.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_checkpoint_scores_as_the_sampler_that_had_its_weights(finished: Path, tmp_path: Path) -> None:
+    samples, out = finished / "rollouts" / "step_000003.jsonl", tmp_path / "scored.jsonl"
+    differences = []
+    for step in ("2", "4"):
+        result = here(
+            *("score", "--checkpoint", finished / "checkpoints" / step, "--input", samples, "--out", out, "--json")
+        )
+        assert result.exit_code == 0, result.stderr
+        differences.append(json.loads(result.stdout)["max |logprob - behavior|"])
+    assert differences[0] < 1e-4 < differences[1]
+
+
+def test_the_critic_of_a_checkpoint_gives_the_values_of_its_run(tiny_model: Path, tmp_path: Path) -> None:
+    ppo = settings("algorithm.name=ppo", "critic.learning_rate=1e-2", "reward.overlong_buffer=3", "run.steps=2")
+    of_run = settings(
+        f"run.dir={tmp_path}",
+        "run.name=ppo",
+        "checkpoint.every_steps=1",
+        "checkpoint.best_metric=null",
+        "logging.report=false",
+    )
+    trained = here("train", *of_tiny(tiny_model), *ppo, *of_run, *settings("checkpoint.keep=2", "eval.every_steps=0"))
+    assert trained.exit_code == 0, trained.stderr
+    records = records_of(tmp_path / "ppo" / "rollouts" / "step_000002.jsonl")
+    write_jsonl(tmp_path / "in.jsonl", [{k: v for k, v in one.items() if k != "values"} for one in records])
+    values = []
+    for step in ("1", "2"):
+        result = here(
+            *("score", "--role", "critic", "--checkpoint", tmp_path / "ppo" / "checkpoints" / step),
+            *("--input", tmp_path / "in.jsonl", "--out", tmp_path / "out.jsonl"),
+        )
+        assert result.exit_code == 0, result.stderr
+        values.append(np.concatenate([one["values"] for one in records_of(tmp_path / "out.jsonl")]))
+    expected = np.concatenate([one["values"] for one in records])
+    np.testing.assert_allclose(values[0], expected, atol=1e-5)
+    assert np.abs(values[1] - expected).max() > 1e-3
+
+
+def test_a_checkpoint_is_refused_where_it_has_no_part(finished: Path, sampled: Path, tmp_path: Path) -> None:
+    command = ("score", "--checkpoint", finished, "--input", sampled, "--out", tmp_path / "out.jsonl", "--role")
+    for role, reason in {
+        "critic": "holds no critic, because its run trained none",
+        "reference": "--role reference uses only the weights of model.path; omit it",
+        "reward": "--role reward uses only the weights of reward.model; omit it",
+    }.items():
+        result = here(*command, role)
+        assert result.exit_code == 2
+        assert "--checkpoint" in result.stderr and reason in result.stderr
+    assert list(tmp_path.iterdir()) == []

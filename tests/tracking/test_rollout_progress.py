@@ -35,7 +35,13 @@ def test_every_sample_is_somewhere() -> None:
     assert rollout_status(make_table(8)) == "1 active  5 waiting  1 suspended  1 of 8 done"
 
 
-def test_without_a_terminal_a_line_comes_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("is_notebook", [False, True])
+def test_without_a_terminal_a_line_comes_now_and_then(
+    is_notebook: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if is_notebook:  # a kernel of Jupyter sets the variable
+        monkeypatch.setenv("FORCE_COLOR", "1")
+        monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
     clock, table = [100.0], make_table(8)
     with RolloutProgress(num_samples=8, clock=lambda: clock[0]) as progress:
         for clock[0] in (100.0, 105.0, 109.9):

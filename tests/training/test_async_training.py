@@ -103,7 +103,10 @@ def test_ctrl_c_stops_the_generation_and_the_run_goes_on_later(config: Path) -> 
             os.kill(os.getpid(), signal.SIGINT)
         return 0.0
 
-    assert train(load(str(config), [*chosen, "run.steps=40"], {}), resume="never", clock=interrupting_clock) == 130
+    assert (
+        train(load(str(config), [*chosen, "run.steps=40"], {}), resume="never", clock=interrupting_clock).exit_code
+        == 130
+    )
     assert "generation" not in {thread.name for thread in threading.enumerate()}
     done = metrics_of(run_of(config))[-1]["step"]
     assert done < 40

@@ -272,7 +272,7 @@ def test_what_is_looked_at_before_a_run_knows_the_quantized_base(tiny_model: Pat
 def test_an_evaluation_of_the_model_alone_has_floats(tiny_model: Path) -> None:
     chosen = load(None, [f"model.path={tiny_model}", "model.lora.rank=2", INT8], {}).settings
     assert read_model_spec(chosen).without_adapters.reference_definition.quantization is None
-    assert read_evaluation_input(chosen, None).model.policy_definition.quantization is None
+    assert read_evaluation_input(chosen, None).source.model.policy_definition.quantization is None
 
 
 def test_workers_far_away_are_told_how_kernels_are_held(config: Path) -> None:

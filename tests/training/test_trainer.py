@@ -413,7 +413,7 @@ def test_a_checkpoint_by_the_clock_comes_between_the_intervals_and_changes_no_me
     overrides = ("checkpoint.every_minutes=1", "checkpoint.every_steps=100", "checkpoint.best_metric=null")
     clock = itertools.count(step=40).__next__
     # Read once at the start, at every step and at every checkpoint: due after 80 seconds, at steps 2 and 4.
-    assert train(load(str(config), [*overrides, "checkpoint.keep=9"], {}), resume="never", clock=clock) == 0
+    assert train(load(str(config), [*overrides, "checkpoint.keep=9"], {}), resume="never", clock=clock).is_complete
     run = config.parent / "runs" / "tiny"
     assert {path.name for path in (run / "checkpoints").iterdir()} == {"2", "4"}
     assert reproducible(metrics_of(run)) == reproducible(metrics_of(finished))

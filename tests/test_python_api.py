@@ -1,0 +1,356 @@
+"""Tests of `import grpo`: its functions do what the commands do, with Python functions, rows and callbacks."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import inspect
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import grpo
+from app.records.jsonl import write_jsonl
+from settings import InputError
+from settings.loading.sources import set_layer, set_options
+from tests.program import here, metrics_of, records_of, reproducible, settings, train_here
+from tests.run_fixtures import NO_REPORT, TINY, write_config
+from tests.two_hosts import KEEPING, run_on_two_hosts
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+ROWS = [{"question": f"{a} + {b} = ?", "answer": str(a + b), "level": a % 3} for a in range(2, 8) for b in range(4)]
+HELD_OUT = [{"question": "9 + 9 = ?", "answer": "18"}, {"question": "8 + 9 = ?", "answer": "17"}]
+LENGTH = "def length(completion, level=0): return len(completion) + level\n"
+"""A reward function, as a file and as a function of this process."""
+
+
+def length(completion: str, level: int = 0) -> float:
+    return len(completion) + level
+
+
+@pytest.fixture(autouse=True)
+def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def run_of(config: Path) -> Path:
+    return config.parent / "runs" / "tiny"
+
+
+def train(config: Path, *, overrides: dict[str, Any] | None = None, **arguments: Any) -> Any:
+    given = {"data": ROWS, "eval_data": HELD_OUT, "rewards": ["arithmetic", {"function": length, "weight": 0.5}]}
+    return grpo.train(config, {"eval.num_prompts": 2, **(overrides or {})}, **{**given, **arguments})
+
+
+def sample(completion: str, index: int, **columns: Any) -> dict[str, Any]:
+    ids = {"prompt_token_ids": [1], "completion_token_ids": [2], "behavior_logprobs": [-0.5]}
+    place = {"uid": f"q/s{index}", "group_id": 0, "sample_index": index, "policy_version": 0, "finish_reason": "stop"}
+    return {**place, **ids, "prompt": "1 + 1 = ?", "completion": completion, "answer": "2", "columns": columns}
+
+
+def score_rewards(*rewards: Any, **overrides: Any) -> Any:
+    """Returns the rewards of two samples without a device."""
+    samples = [sample(text, i, level=i) for i, text in enumerate(("2", "three"))]
+    named = {name.replace("__", "."): value for name, value in overrides.items()}
+    return grpo.score(iter(samples), overrides=named, role="reward", rewards=rewards)
+
+
+def test_importing_it_imports_nothing_and_leaves_the_path() -> None:
+    program = (
+        "import sys; path, modules = list(sys.path), set(sys.modules)\n"
+        "import grpo\n"
+        "loaded = {name.partition('.')[0] for name in set(sys.modules) - modules}\n"
+        "assert not loaded & {'app', 'settings', 'cli', 'jax', 'numpy', 'pydantic', 'typer'}, loaded\n"
+        "assert sys.path == path\n"
+        "grpo.InputError\n"
+        "assert 'app' in sys.modules and 'jax' not in sys.modules and sys.path == path\n"
+    )
+    subprocess.run([sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": str(REPOSITORY)}, check=True)
+
+
+def documented_calls() -> Iterator[Any]:
+    """Yields each documented call of the API, as its syntax tree."""
+    sops = REPOSITORY / "sops"
+    blocks = [
+        "\n".join(re.findall(r"^```python\n(.*?)^```", path.read_text(), flags=re.DOTALL | re.MULTILINE))
+        for path in (REPOSITORY / "README.md", *sops.rglob("*.md"))
+    ]
+    for function in (grpo.train, grpo.evaluate, grpo.rollout, grpo.score):
+        blocks += re.findall(r"\n\n((?: {4}.*\n+)+)Args:", inspect.cleandoc(function.__doc__ or ""))
+    for block in blocks:
+        for node in ast.walk(ast.parse(textwrap.dedent(block))):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("grpo."):
+                yield node
+
+
+def test_documented_calls_fit_the_functions() -> None:
+    names = set()
+    for call in documented_calls():
+        names.add(ast.unparse(call.func))
+        function = getattr(grpo, ast.unparse(call.func).removeprefix("grpo."))
+        inspect.signature(function).bind(*call.args, **{keyword.arg: None for keyword in call.keywords})
+    assert names == {"grpo.train", "grpo.evaluate", "grpo.rollout", "grpo.score"}
+
+
+def test_it_has_no_other_names() -> None:
+    assert issubclass(grpo.InputError, ValueError)
+    with pytest.raises(AttributeError, match="no attribute 'Trainer'"):
+        _ = grpo.Trainer
+
+
+def test_training_on_rows_and_functions_equals_training_on_files(
+    config: Path, tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[Any] = []
+    run = train(config, on_step=seen.append, overrides={"run": {"steps": 3}})
+    assert run.path == run_of(config) and run.is_complete
+    assert run.exit_code == 0 and run.best is not None
+    assert (run.path / "checkpoints" / str(run.best.step)).is_dir()
+    assert list(run.metrics) == metrics_of(run.path) and seen == metrics_of(run.path)[1:]
+    assert capsys.readouterr().out == ""
+    # The same by the command.
+    (tmp_path / "other").mkdir()
+    other = write_config(tmp_path / "other", TINY + NO_REPORT, tiny_model)
+    write_jsonl("train.jsonl", ROWS)
+    write_jsonl("eval.jsonl", HELD_OUT)
+    Path("plug.py").write_text(LENGTH)
+    functions = "reward.functions=[arithmetic, {function: plug.py:length, weight: 0.5}]"
+    files = ("data.source=train.jsonl", "data.eval_source=eval.jsonl", "eval.num_prompts=2")
+    result = train_here(other, functions, *files, "run.steps=3")
+    assert result.exit_code == 0, result.stderr
+    assert reproducible(metrics_of(run_of(other))) == reproducible(run.metrics)
+
+
+def test_a_run_that_on_step_ends_is_saved_and_continues_like_any_other(config: Path) -> None:
+    once = {"checkpoint.every_steps": 100, "checkpoint.best_metric": None}
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    run = train(config, on_step=lambda metrics: metrics["step"] == 2, overrides=once)
+    assert {number: signal.getsignal(number) for number in handlers} == handlers
+    assert not run.is_complete and [line["step"] for line in run.metrics] == [0, 1, 2]
+    assert [path.name for path in (run.path / "checkpoints").iterdir()] == ["2"]
+    saved = (run.path / "settings.yaml").read_text()
+    assert "{name: length, function: 'callable:length', weight: 0.5}]  # set" in saved
+    assert f"source: {run.path / 'data'}" in saved
+    with pytest.raises(InputError, match="already holds a run"):
+        train(config, overrides=once)
+    with pytest.raises(InputError, match=r"length is a Python function .* \(callable:length\)"):
+        grpo.train(run.path / "settings.yaml", resume="must")
+    with pytest.raises(InputError, match="data"):
+        train(config, data=ROWS[1:], overrides=once, resume="must")
+    assert (run.path / "settings.yaml").read_text() == saved
+    resumed = train(config, overrides=once, resume="must")
+    assert resumed.is_complete
+    whole = train(config, overrides={**once, "run.name": "whole"})
+    assert reproducible(resumed.metrics) == reproducible(whole.metrics)
+
+
+def test_ctrl_c_saves_a_checkpoint_and_is_a_keyboard_interrupt(config: Path) -> None:
+    with pytest.raises(KeyboardInterrupt, match="resume='auto' continues"):
+        train(config, on_step=lambda _: os.kill(os.getpid(), signal.SIGINT), overrides={"checkpoint.every_steps": 100})
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    last = metrics_of(run_of(config))[-1]["step"]
+    assert last < 4 and (run_of(config) / "checkpoints" / str(last)).is_dir()
+
+
+def test_training_outside_the_main_thread_is_refused() -> None:
+    with ThreadPoolExecutor(1) as executor, pytest.raises(InputError, match="only the main thread can do"):
+        executor.submit(grpo.train).result()
+
+
+def test_devices_cannot_be_changed_once_jax_has_started() -> None:
+    with pytest.raises(InputError, match=r"mesh\.cpu_devices: 3, but JAX has already started in this process with 8"):
+        grpo.train(overrides={"mesh.cpu_devices": 3})
+
+
+def test_evaluation_rollout_and_score_give_what_the_commands_give(finished: Path, tmp_path: Path) -> None:
+    checkpoint, out = finished / "checkpoints" / "2", tmp_path / "samples.jsonl"
+    evaluation = grpo.evaluate(checkpoint=checkpoint)
+    assert evaluation is not None and evaluation.metadata.step == 2
+    logged = next(line for line in metrics_of(finished) if line["step"] == 2)
+    assert {name: logged[name] for name in evaluation.metrics} == {n: e.value for n, e in evaluation.metrics.items()}
+    command = here("rollout", "--checkpoint", checkpoint, "--limit", "3", "--out", out)
+    assert command.exit_code == 0, command.stderr
+    samples = grpo.rollout(checkpoint=str(checkpoint), limit=3)
+    assert samples is not None and samples.summary["prompts"] == 3
+
+    def without_clock(records: Any) -> list[dict[str, Any]]:
+        return [{name: value for name, value in one.items() if name != "elapsed_s"} for one in records]
+
+    assert without_clock(samples.records) == without_clock(records_of(out))
+    scored = grpo.score(samples.records, checkpoint=checkpoint)
+    from_file = grpo.score(out, checkpoint=checkpoint, out=tmp_path / "scored.jsonl")
+    assert scored is not None and from_file is not None
+    assert without_clock(scored.records) == without_clock(from_file.records)
+    assert without_clock(from_file.records) == without_clock(records_of(tmp_path / "scored.jsonl"))
+    assert scored.summary["max |logprob - behavior|"] < 1e-4
+
+
+def test_rows_are_evaluated_and_sampled_too(finished: Path) -> None:
+    judged = grpo.evaluate(checkpoint=finished, data=HELD_OUT, rewards=[lambda completion, answer: answer == "18"])
+    assert judged is not None and judged.num_prompts == 2
+    assert judged.metrics["eval/accuracy"].value == 0.5
+    samples = grpo.rollout(checkpoint=finished, data=ROWS, limit=2)
+    assert samples is not None
+    assert [one["prompt"] for one in samples.records[::4]] == [row["question"] for row in ROWS[:2]]
+    assert samples.records[0]["uid"] == "train/0/s0" and samples.records[0]["columns"] == {"level": 2}
+
+
+@pytest.mark.parametrize("style", ["function", "asynchronous", "batch", "closure"])
+def test_a_function_of_this_process_is_called_as_one_of_a_file(style: str) -> None:
+    async def asynchronous(completion: str) -> float:
+        return len(completion)
+
+    functions: dict[str, Any] = {
+        "function": lambda completion, level: {"score": len(completion), "level": level},
+        "asynchronous": asynchronous,
+        "batch": lambda completions, level, **_: [len(one) for one in completions],
+        "closure": lambda completion, answer, factor=1: factor * len(completion),
+    }
+    scored = score_rewards({"name": "mine", "function": functions[style], "weight": 2})
+    assert [one["rewards"] for one in scored.records] == [{"mine": 1.0}, {"mine": 5.0}]
+    assert [one["reward"] for one in scored.records] == [2.0, 10.0]
+    assert (scored.summary.get("reward/mine/level/mean") == 0.5) == (style == "function")
+
+
+def test_functions_are_called_inside_a_running_event_loop_as_in_a_notebook() -> None:
+    async def asynchronous(completion: str) -> float:
+        await asyncio.sleep(0)
+        return len(completion)
+
+    async def cell() -> Any:
+        return score_rewards(asynchronous, length)
+
+    assert [one["rewards"]["asynchronous"] for one in asyncio.run(cell()).records] == [1.0, 5.0]
+
+
+def test_a_function_that_fails_costs_its_own_sample() -> None:
+    def picky(completion: str) -> float:
+        if completion == "three":
+            raise ValueError("no digit")
+        return 1.0
+
+    with pytest.raises(RuntimeError, match=r"reward\.functions: picky: raised: ValueError: no digit"):
+        score_rewards(picky)
+    scored = score_rewards(picky, reward__on_error="zero")
+    assert [one["reward"] for one in scored.records] == [1.0, 0.0]
+    assert scored.summary["reward/picky/error_count"] == 1
+    with pytest.raises(RuntimeError, match="callable:lambda returned 1 values for 2 samples"):
+        score_rewards(lambda completions: [1.0])
+
+
+def test_a_function_cannot_change_the_data() -> None:
+    def greedy(completion: str, columns: dict[str, int]) -> float:
+        columns["level"] += 1
+        return columns["level"]
+
+    samples = [sample("2", index, columns={"level": 1}) for index in range(2)]
+    scored = grpo.score(samples, role="reward", rewards=[greedy])
+    assert scored is not None and [one["reward"] for one in scored.records] == [2.0, 2.0]
+    assert [one["columns"] for one in scored.records] == [{"columns": {"level": 1}}] * 2
+
+
+def test_ctrl_c_in_a_reward_function_is_no_failure_of_it() -> None:
+    def interrupted(completion: str) -> float:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        score_rewards(interrupted, reward__on_error="zero")
+
+
+def test_a_function_whose_parameters_nothing_fills_is_refused() -> None:
+    with pytest.raises(InputError, match=r"callable:lambda: has parameters that cannot be filled: `gold`"):
+        score_rewards(lambda completion, gold: 1.0)
+    with pytest.raises(InputError, match="expected different names, but `lambda` occurs 2 times"):
+        score_rewards(lambda completion: 1.0, lambda completion: 2.0)
+
+
+def test_an_error_is_that_of_the_command() -> None:
+    answer = here("train", *settings("run.steps=abc", "rollout.group_size=0"))
+    with pytest.raises(InputError) as raised:
+        grpo.train(overrides={"run.steps": "abc", "rollout": {"group_size": 0}})
+    assert answer.stderr == f"error: {raised.value}\n"
+    with pytest.raises(InputError, match=r"unknown setting run\.step .*did you mean run\.steps"):
+        grpo.evaluate(overrides={"run.step": 3})
+    with pytest.raises(InputError, match="config file not found"):
+        grpo.rollout(Path("missing.yaml"))
+
+
+def test_overrides_keep_their_values() -> None:
+    values: dict[str, Any] = {
+        **{
+            "optimizer.learning_rate": 1e-6,
+            "run.steps": 3,
+            "data.shuffle": False,
+            "data.system_prompt": "a: #b\nü 1e3",
+        },
+        **{"model.revision": "12e4567", "data.difficulty": (1, 2), "data.split": None, "run.name": "no"},
+        **{"reward.functions": ["gsm8k", {"function": "a.py:f", "weight": 0.5}]},
+    }
+    layer = set_layer(set_options({**values, "run.dir": Path("a b")}))
+    assert {name: leaf.value for name, leaf in layer.items()} == {
+        **values,
+        "data.difficulty": [1, 2],
+        "run.dir": "a b",
+    }
+    assert {leaf.origin for leaf in layer.values()} == {"set"}
+    nested = set_layer(set_options({"rollout": {"workers": {"fast": {"slots": 4}}, "top_k": 2}}))
+    assert {name: leaf.value for name, leaf in nested.items()} == {"rollout.workers.fast.slots": 4, "rollout.top_k": 2}
+    with pytest.raises(InputError, match=r"rollout\.top_p: expected None, a bool, .* got <object .* of type object"):
+        [*set_options({"rollout": {"top_p": object()}})]
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (["1 + 1 = ?"], r"train data, row 0: expected a dict of JSON values, got '1 \+ 1 = \?'"),
+        ([ROWS[0], {"question": "?", "weight": math.nan}], "train data, row 1: expected a dict of JSON values"),
+        ([{"question": "?", "when": object()}], "train data, row 0: .*not JSON serializable"),
+        ([], "holds no rows"),
+        ([{"question": "1"}, {"question": " "}], r"train\.jsonl:2: question: the prompt is blank"),
+        ([{"text": "1"}], "has no column prompt | question"),
+    ],
+)
+def test_rows_that_cannot_be_used_are_refused(config: Path, rows: list[Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        train(config, data=rows)
+    # What is left behind, if anything, is in the way of no run.
+    assert train(config, overrides={"run.steps": 1, "eval.every_steps": 0}).is_complete
+
+
+API_PROGRAM = (
+    "import os, sys, yaml, grpo\n"
+    "overrides = {k: yaml.safe_load(v) for k, _, v in (a.partition('=') for a in sys.argv[2:] if a != '--set')}\n"
+    "def ends(metrics):\n"
+    "    print('step', metrics['step'])\n"
+    "    return os.environ['THIS_HOST'] == '1' and metrics['step'] == 2\n"
+    "run = grpo.train(sys.argv[1], overrides, on_step=ends)\n"
+    "print(run.is_complete, len(run.metrics))\n"
+    "try: grpo.train(sys.argv[1], {**overrides, 'run.name': 'again'})\n"
+    "except grpo.InputError as error: print(error)\n"
+)
+
+
+@pytest.mark.slow
+@pytest.mark.two_hosts
+def test_hosts_end_together_when_one_of_them_wants_to(config: Path) -> None:
+    program = ("-c", KEEPING + API_PROGRAM)
+    hosts = run_on_two_hosts(
+        config, *settings("eval.every_steps=0", "checkpoint.best_metric=null"), programs=(program, program)
+    )
+    for host, ended in enumerate(hosts):
+        assert ended.exit_code == 0, ended.stderr
+        lines = [line for line in ended.stdout.splitlines() if "[Gloo]" not in line]
+        *steps, outcome, error = lines
+        assert (steps, outcome) == (["step 1", "step 2"], f"False {0 if host else 2}")
+        assert "this process has joined the other hosts before" in error
+    assert (run_of(config) / "checkpoints" / "2").is_dir()
