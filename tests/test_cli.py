@@ -104,7 +104,7 @@ def test_help_groups_the_options() -> None:
     assert [re.findall(r"^  (?:-\w, )?(--[\w-]+)", group, flags=re.MULTILINE) for group in groups] == [
         ["--config", "--set", "--print-config"],
         ["--compare", "--picture"],
-        ["--checkpoint", "--out", "--json", "--debug", "--help"],
+        ["--checkpoint", "--out", "--overwrite", "--json", "--debug", "--help"],
     ]
     assert "\nArguments:\n  RUN_DIR " in help_of("report")
 

@@ -12,10 +12,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app.commands.command_support import EXIT_INTERRUPTED, hide_progress, resolve, resolve_policy, show_progress
+from app.commands.command_support import (
+    EXIT_INTERRUPTED,
+    hide_progress,
+    refuse_existing,
+    resolve,
+    resolve_policy,
+    show_progress,
+)
 from app.commands.score import Role, score_file
 from app.records.atomic_write import write_atomic
 from app.records.jsonl import read_jsonl, to_json_line
+from app.records.partial_samples import part_paths
 from app.records.run_directory import Resume, RunDirectory, check_run_directory
 from app.reward.in_process_pool import callables_at_hand
 from settings import InputError, load
@@ -90,6 +98,7 @@ def rollout(
         from app.stages.rollout import rollout
 
         file = _path(out) or folder / "samples.jsonl"
+        refuse_existing({"out": file}, overwrite=bool(part_paths(file)))
         summary = rollout(resolved, prompts=None, limit=limit, out=file, checkpoint=_path(checkpoint))
         return _read_samples(file, summary)
 
@@ -110,6 +119,7 @@ def score(
             config, options, _path(checkpoint), check=check_for_score, loads_policy=role == "policy"
         )
         file = _path(out) or folder / "scored.jsonl"
+        refuse_existing({"out": file}, overwrite=False)
         return _read_samples(file, score_file(resolved, Path(source), file, role=role, checkpoint=_path(checkpoint)))
 
 

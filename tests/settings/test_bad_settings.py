@@ -80,7 +80,7 @@ BAD_SETS = [
     ("reward.functions=[gsm8]", "reward.functions[0]: unknown reward `gsm8`, expected one of gsm8k, arithmetic,"),
     ("reward.functions=gsm8", "reward.functions[0]: unknown reward `gsm8`, expected one of gsm8k, arithmetic,"),
     ("reward.functions=a:f,b.py:g", "expected a list for several functions, such as [a:f, b.py:g], got 'a:f,b.py:g'"),
-    ("reward.functions=3", "reward.functions: expected a valid tuple, got 3"),
+    ("reward.functions=3", "reward.functions: expected a valid list, got 3"),
     ("reward.functions=[{weight: 2}]", "reward.functions[0].name: field required"),
     ("reward.functions=['my module:f']", "functions[0].function: expected `module:function` or `path/to/file.py:f"),
     ("reward.functions=[rewards/brevity:f]", "expected `module:function` or `path/to/file.py:function`"),
@@ -166,8 +166,10 @@ def test_a_bad_set_is_refused(override: str, message: str) -> None:
             "score:\n  policy:\n    row_per_device: 4\n",
             "score.policy.row_per_device (yaml:c.yaml:3); did you mean",
         ),
-        ("rollouts:\n  group_size: 4\n", "unknown setting rollouts (yaml:c.yaml:1); did you mean rollout?"),
-        ("rolout:\n  group_size: 4\n", "unknown setting rolout (yaml:c.yaml:1); did you mean rollout?"),
+        ("rollouts:\n  group_size: 4\n", "rollouts.group_size (yaml:c.yaml:2); did you mean rollout.group_size?"),
+        ("rolout:\n  group_size: 4\n", "rolout.group_size (yaml:c.yaml:2); did you mean rollout.group_size?"),
+        ("rolout: {}\n", "unknown setting rolout (yaml:c.yaml:1); did you mean rollout?"),
+        ("rolout: 4\n", "unknown setting rolout (yaml:c.yaml:1); did you mean rollout?"),
         ("group_size: 4\n", "unknown setting group_size (yaml:c.yaml:1); did you mean rollout.group_size?"),
         ("run: 3\n", "run (yaml:c.yaml:1) is a section; set one of its settings, such as run.name"),
         ("score:\n  policy: 3\n", "score.policy (yaml:c.yaml:2) is a section; set one of its settings"),
@@ -220,7 +222,7 @@ def test_a_bad_file_is_refused_with_its_line(folder: Path, text: str, message: s
         ),
         ("algorithm.clip_ratio", "verl's actor.clip_ratio is algorithm.clip_low and algorithm.clip_high here"),
         ("epsilon", "TRL's epsilon is algorithm.clip_low here"),
-        ("report_to", "TRL's report_to is logging.wandb_project here"),
+        ("report_to", "TRL's report_to is logging.wandb_project and logging.tensorboard here"),
         ("vllm_importance_sampling_mode", "TRL's vllm_importance_sampling_mode is algorithm.correction_level here"),
         ("vllm_mode", "TRL's vllm_* has no counterpart here: rollout.slots and rollout.scheduler enable"),
         ("sync_ref_model", "TRL's sync_ref_model has no counterpart here: the reference is the starting model"),
@@ -256,6 +258,14 @@ def test_all_unknown_names_and_all_wrong_values_are_listed_at_once(folder: Path,
     with pytest.raises(InputError) as caught:
         load_text(folder, text)
     assert len(str(caught.value).splitlines()) == 2
+
+
+def test_a_file_of_another_program_gives_a_short_error(folder: Path) -> None:
+    with pytest.raises(InputError) as caught:
+        load_text(folder, "trainer: {" + ", ".join(f"option_{number}: 1" for number in range(40)) + "}")
+    lines = str(caught.value).splitlines()
+    assert lines[0].startswith("unknown setting trainer.option_0 (yaml:c.yaml:1)")
+    assert (len(lines), lines[-1]) == (11, "and 30 more")
 
 
 @pytest.mark.parametrize(
