@@ -53,6 +53,7 @@ def initialize_distributed(settings: MeshSettings) -> None:
     member = _find_cluster_member(settings)
     _check_num_processes(settings, member)
     if member is None:
+        global_devices(settings)
         return
     if jax.distributed.is_initialized():
         raise InputError(

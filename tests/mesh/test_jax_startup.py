@@ -47,20 +47,15 @@ def test_an_absent_platform_is_never_replaced_by_the_cpu():
     assert "InputError: mesh.platform: cuda is not available: JAX found no such device" in process.stderr
 
 
-@pytest.mark.parametrize("platform", ["tpu", "cuda", "nonsense"])
-def test_a_platform_that_the_environment_asks_for_and_that_is_absent_is_one_clear_error(platform, tmp_path):
+@pytest.mark.parametrize(
+    ("command", "platform"), [("gae", "tpu"), ("gae", "cuda"), ("gae", "nonsense"), ("train", "tpu"), ("train", "cuda")]
+)
+def test_a_platform_that_the_environment_asks_for_and_that_is_absent_is_one_clear_error(command, platform, tmp_path):
     np.savez(tmp_path / "in.npz", rewards=np.ones((1, 2)), values=np.ones((1, 2)))
+    files = ("--input", tmp_path / "in.npz", "--out", tmp_path / "out.npz")
+    options = files if command == "gae" else ("--set", f"run.dir={tmp_path / 'runs'}")
     process = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            "import cli; cli.main()",
-            "gae",
-            "--input",
-            tmp_path / "in.npz",
-            "--out",
-            tmp_path / "o.npz",
-        ],
+        [sys.executable, "-c", "import cli; cli.main()", command, *options],
         capture_output=True,
         text=True,
         timeout=DEADLINE_S,
