@@ -18,6 +18,8 @@ from settings.loading.synonyms import HISTORIC_NAMES
 from settings.loading.yaml_file import YamlNode, parse_yaml
 
 ENV_PREFIX = "GRPO__"
+MAX_PROBLEMS = 10
+"""Maximum number of problems in an error; another program's file may have hundreds of unknown settings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +159,7 @@ def _build_layer(entries: Iterable[_Entry]) -> Layer:
     """Returns the values by field.
 
     Raises:
-        InputError: a name is unknown or a field is set twice; the message lists all such problems.
+        InputError: a name is unknown or a field is set twice; the message lists such problems.
     """
     layer: dict[str, tuple[_Entry, SourcedValue]] = {}
     problems = []
@@ -179,6 +181,8 @@ def _build_layer(entries: Iterable[_Entry]) -> Layer:
                     entry,
                     SourcedValue(_parse_value(entry.node, field), entry.origin, entry.node, entry.given_name),
                 )
+    if len(problems) > MAX_PROBLEMS:
+        problems[MAX_PROBLEMS:] = [f"and {len(problems) - MAX_PROBLEMS} more"]
     if problems:
         raise InputError("\n".join(problems))
     return {field: leaf for field, (_, leaf) in layer.items()}

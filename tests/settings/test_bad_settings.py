@@ -146,7 +146,9 @@ def test_a_bad_set_is_refused(override: str, message: str) -> None:
             "score:\n  policy:\n    row_per_device: 4\n",
             "score.policy.row_per_device (yaml:c.yaml:3); did you mean",
         ),
-        ("rolout:\n  group_size: 4\n", "unknown setting rolout (yaml:c.yaml:1); did you mean rollout?"),
+        ("rolout:\n  group_size: 4\n", "rolout.group_size (yaml:c.yaml:2); did you mean rollout.group_size?"),
+        ("rolout: {}\n", "unknown setting rolout (yaml:c.yaml:1); did you mean rollout?"),
+        ("rolout: 4\n", "unknown setting rolout (yaml:c.yaml:1); did you mean rollout?"),
         ("group_size: 4\n", "unknown setting group_size (yaml:c.yaml:1); did you mean rollout.group_size?"),
         ("run: 3\n", "run (yaml:c.yaml:1) is a section; set one of its settings, such as run.name"),
         ("score:\n  policy: 3\n", "score.policy (yaml:c.yaml:2) is a section; set one of its settings"),
@@ -235,6 +237,14 @@ def test_all_unknown_names_and_all_wrong_values_are_listed_at_once(folder: Path,
     with pytest.raises(InputError) as caught:
         load_text(folder, text)
     assert len(str(caught.value).splitlines()) == 2
+
+
+def test_a_file_of_another_program_gives_a_short_error(folder: Path) -> None:
+    with pytest.raises(InputError) as caught:
+        load_text(folder, "trainer: {" + ", ".join(f"option_{number}: 1" for number in range(40)) + "}")
+    lines = str(caught.value).splitlines()
+    assert lines[0].startswith("unknown setting trainer.option_0 (yaml:c.yaml:1)")
+    assert (len(lines), lines[-1]) == (11, "and 30 more")
 
 
 @pytest.mark.parametrize(
