@@ -408,8 +408,8 @@ def test_a_checkpoint_is_refused_where_it_has_no_part(finished: Path, sampled: P
     command = ("score", "--checkpoint", finished, "--input", sampled, "--out", tmp_path / "out.jsonl", "--role")
     for role, reason in {
         "critic": "holds no critic, because its run trained none",
-        "reference": "--role reference uses only the weights of model.path; omit it",
-        "reward": "--role reward uses only the weights of reward.model; omit it",
+        "reference": "--role reference uses only the weights of model.path; omit one",
+        "reward": "--role reward uses only the weights of reward.model; omit one",
     }.items():
         result = here(*command, role)
         assert result.exit_code == 2
