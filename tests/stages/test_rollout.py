@@ -75,19 +75,20 @@ def test_a_checkpoint_samples_what_its_run_sampled_next(finished: Path, tmp_path
         assert samples[uid]["policy_version"] == record["policy_version"] == 2
         np.testing.assert_allclose(samples[uid]["behavior_logprobs"], record["behavior_logprobs"], atol=1e-4)
     # Without it, the model samples as it came.
-    untrained = here("rollout", "--config", finished / "settings.yaml", "--limit", "40", "--out", out)
+    other = tmp_path / "untrained.jsonl"
+    untrained = here("rollout", "--config", finished / "settings.yaml", "--limit", "40", "--out", other)
     assert untrained.exit_code == 0, untrained.stderr
-    assert {record["policy_version"] for record in records_of(out)} == {0}
+    assert {record["policy_version"] for record in records_of(other)} == {0}
 
 
 def test_adapters_of_a_checkpoint_are_sampled_with_and_scored_alike(adapted: Path, tmp_path: Path) -> None:
-    samples, scored = tmp_path / "samples.jsonl", tmp_path / "scored.jsonl"
+    samples = tmp_path / "samples.jsonl"
     drawn = here("rollout", "--checkpoint", adapted, "--limit", "4", "--out", samples)
     assert drawn.exit_code == 0, drawn.stderr
     differences = {}
     for name, option in {"adapters": "--checkpoint", "none": "--config"}.items():
         path = adapted if option == "--checkpoint" else adapted / "settings.yaml"
-        result = here("score", option, path, "--input", samples, "--out", scored, "--json")
+        result = here("score", option, path, "--input", samples, "--out", tmp_path / f"{name}.jsonl", "--json")
         assert result.exit_code == 0, result.stderr
         differences[name] = json.loads(result.stdout)["max |logprob - behavior|"]
     assert differences["adapters"] < 1e-4 < differences["none"]

@@ -371,9 +371,10 @@ def test_rewards_have_no_packing_to_check(sampled: Path, tmp_path: Path) -> None
 
 
 def test_a_checkpoint_scores_as_the_sampler_that_had_its_weights(finished: Path, tmp_path: Path) -> None:
-    samples, out = finished / "rollouts" / "step_000003.jsonl", tmp_path / "scored.jsonl"
+    samples = finished / "rollouts" / "step_000003.jsonl"
     differences = []
     for step in ("2", "4"):
+        out = tmp_path / f"{step}.jsonl"
         result = here(
             *("score", "--checkpoint", finished / "checkpoints" / step, "--input", samples, "--out", out, "--json")
         )
@@ -397,12 +398,13 @@ def test_the_critic_of_a_checkpoint_gives_the_values_of_its_run(tiny_model: Path
     write_jsonl(tmp_path / "in.jsonl", [{k: v for k, v in one.items() if k != "values"} for one in records])
     values = []
     for step in ("1", "2"):
+        out = tmp_path / f"{step}.jsonl"
         result = here(
             *("score", "--role", "critic", "--checkpoint", tmp_path / "ppo" / "checkpoints" / step),
-            *("--input", tmp_path / "in.jsonl", "--out", tmp_path / "out.jsonl"),
+            *("--input", tmp_path / "in.jsonl", "--out", out),
         )
         assert result.exit_code == 0, result.stderr
-        values.append(np.concatenate([one["values"] for one in records_of(tmp_path / "out.jsonl")]))
+        values.append(np.concatenate([one["values"] for one in records_of(out)]))
     expected = np.concatenate([one["values"] for one in records])
     np.testing.assert_allclose(values[0], expected, atol=1e-5)
     assert np.abs(values[1] - expected).max() > 1e-3
@@ -412,8 +414,8 @@ def test_a_checkpoint_is_refused_where_it_has_no_part(finished: Path, sampled: P
     command = ("score", "--checkpoint", finished, "--input", sampled, "--out", tmp_path / "out.jsonl", "--role")
     for role, reason in {
         "critic": "holds no critic, because its run trained none",
-        "reference": "--role reference uses only the weights of model.path; omit it",
-        "reward": "--role reward uses only the weights of reward.model; omit it",
+        "reference": "--role reference uses only the weights of model.path; omit one",
+        "reward": "--role reward uses only the weights of reward.model; omit one",
     }.items():
         result = here(*command, role)
         assert result.exit_code == 2

@@ -36,6 +36,21 @@ def arguments(model: Path, *, prompts_per_step: int) -> list[str]:
     ]
 
 
+def test_two_hosts_sample_and_score_with_a_checkpoint_as_one_does(finished: Path, tmp_path: Path) -> None:
+    checkpoint = ("--checkpoint", finished / "checkpoints" / "2")
+    one = here("rollout", *checkpoint, "--limit", "8", "--out", tmp_path / "one.jsonl")
+    assert one.exit_code == 0, one.stderr
+    fewer = settings("rollout.prompts_per_step=2", "algorithm.mini_batch_prompts=2")
+    for ended in run_on_two_hosts("rollout", *checkpoint, *fewer, "--limit", "8", "--out", tmp_path / "two.jsonl"):
+        assert ended.exit_code == 0, ended.stderr
+    found, expected = records_of(tmp_path / "two.jsonl"), records_of(tmp_path / "one.jsonl")
+    assert [one["completion_token_ids"] for one in found] == [one["completion_token_ids"] for one in expected]
+    files = ("--input", tmp_path / "two.jsonl", "--out", tmp_path / "scored.jsonl", "--json")
+    first, second = run_on_two_hosts("score", *checkpoint, *files)
+    assert (first.exit_code, second.exit_code) == (0, 0), first.stderr + second.stderr
+    assert json.loads(first.stdout[first.stdout.index("{") :])["max |logprob - behavior|"] < 1e-4
+
+
 def test_two_hosts_write_the_file_that_one_would(tiny_model: Path, tmp_path: Path) -> None:
     # Rounds of four prompts; the last has three, one of which is the second host's.
     prompts = write_problems(tmp_path / "prompts.jsonl", first=1, count=11)
