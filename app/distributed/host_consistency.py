@@ -93,14 +93,17 @@ def _format_fact(fact: Fact) -> str:
 
 def _setting_facts(resolved: Resolved) -> Facts:
     return {
-        field: Fact(_text_or_repr(value_of(resolved.settings, field)), resolved.origin(field))
+        field: Fact(_comparable(value_of(resolved.settings, field)), resolved.origin(field))
         for field in FIELDS
         if field not in PER_HOST_SETTINGS
     }
 
 
-def _text_or_repr(value: object) -> str:
-    return value if isinstance(value, str) else repr(value)
+def _comparable(value: object) -> str:
+    """Returns a value as text, a file without its folder, which may differ: what is read from it is compared, too."""
+    if not isinstance(value, str):
+        return repr(value)
+    return Path(value).name if Path(value).is_file() else value
 
 
 def describe_prompts(prompts: Sequence[Prompt]) -> str:
