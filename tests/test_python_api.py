@@ -285,6 +285,22 @@ def test_an_error_is_that_of_the_command() -> None:
         grpo.rollout(Path("missing.yaml"))
 
 
+def test_a_file_that_exists_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "old.jsonl").write_text("precious")
+    for call in (grpo.rollout, lambda out: grpo.score([sample("2", 0)], role="reward", out=out)):
+        with pytest.raises(InputError, match=r"^out: old\.jsonl exists already; delete it or give another name$"):
+            call(out="old.jsonl")
+    assert (tmp_path / "old.jsonl").read_text() == "precious"
+
+
+def test_one_reward_needs_no_list() -> None:
+    for one in (length, {"function": length}):
+        scored = grpo.score([sample("three", 0)], role="reward", rewards=one)
+        assert scored is not None and scored.records[0]["rewards"] == {"length": 5.0}
+    judged = grpo.score([sample("2", 0)], role="reward", rewards="arithmetic")
+    assert judged is not None and judged.records[0]["reward"] == 1.0
+
+
 def test_overrides_keep_their_values() -> None:
     values: dict[str, Any] = {
         **{
