@@ -18,7 +18,7 @@ from app.report.metrics_history import training_steps
 from app.report.write_report import write_report
 from app.tracking.completions_table import completions_table
 from app.tracking.console import ProgressDisplay, evaluation_line
-from app.tracking.run_log import NullRunLog, RunLog, replace_nonfinite, samples_to_jsonl
+from app.tracking.run_log import NullRunLog, RunLog, samples_to_jsonl
 from settings.schema.logging import LoggingSettings
 
 log = logging.getLogger(__name__)
@@ -37,20 +37,18 @@ class RunReporter:
     def __post_init__(self) -> None:
         self._alerts = AlertMonitor(self.run_log.history)
 
-    def report_step(self, step: int, record: dict[str, Any]) -> dict[str, Any]:
-        """Reports a step's metrics and the alerts they raise; returns the line of `metrics.jsonl`, on every host."""
-        line, alerts = self.write_metrics(step, record)
+    def report_step(self, step: int, record: dict[str, Any]) -> None:
+        """Reports a step's metrics and the alerts they raise."""
+        alerts = self.write_metrics(step, record)
         self.display.show_step(step, record)
         for alert in alerts:
             self.display.show_alert(alert)
             self.run_log.alert(alert)
-        return line
 
-    def write_metrics(self, step: int, metrics: dict[str, Any]) -> tuple[dict[str, Any], list[Alert]]:
-        """Writes a line of metrics with the time, and returns it with the alerts that it raises."""
-        line = replace_nonfinite({"step": step, **metrics, "time/unix_s": time.time()})
-        self.run_log.write_metrics(step, line)
-        return line, self._alerts.observe({"step": step, **metrics})
+    def write_metrics(self, step: int, metrics: dict[str, Any]) -> list[Alert]:
+        """Writes a line of metrics with the time, and returns the alerts that it raises."""
+        self.run_log.write_metrics(step, {**metrics, "time/unix_s": time.time()})
+        return self._alerts.observe({"step": step, **metrics})
 
     def report_samples(self, step: int, samples: Sequence[Sample]) -> None:
         """Saves the samples of a step, and shows some of them every few steps. All hosts must call it together."""

@@ -131,9 +131,9 @@ class StepLoop:
             record |= {"data/epoch": self.progress.position / len(self.trainer.prompts)}
         if self.eval_prompts and (is_last or step % self.settings.eval.every_steps == 0):
             record = self._add_evaluation(record)
-        line = self.reporter.report_step(step, record)
+        self.reporter.report_step(step, record)
         with error_barrier():
-            ends = self.on_step is not None and bool(self.on_step(line))
+            ends = self.on_step is not None and bool(self.on_step({"step": step, **record}))
         stop_if_diverged(metrics, self.settings)
         self._check_early_stopping()
         is_last = is_last or bool(self.early_end)
