@@ -252,7 +252,7 @@ METRICS = (
         "below a third of `time/update_s`", "raise `score.max_tokens_per_device`"),
     Metric("time/step_s", "wall-clock time of the step, with saving its samples, without evaluation and checkpoint",
         "steady", "spikes: see `perf/compilations`"),
-    Metric("time/unix_s", "time at which the line was written, in seconds since 1970-01-01 UTC",
+    Metric("time/unix_s", "time at the end of the step and its evaluation, in seconds since 1970-01-01 UTC",
         "rises", "a large gap: the run was stopped and resumed"),
     Metric("time/eval_s", "wall-clock time of the evaluation",
         "small compared with the steps in between", "raise `eval.every_steps`, or lower `eval.num_prompts`"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,8 +45,8 @@ class RunReporter:
             self.run_log.alert(alert)
 
     def write_metrics(self, step: int, metrics: dict[str, Any]) -> list[Alert]:
-        """Writes a line of metrics with the time, and returns the alerts that it raises."""
-        self.run_log.write_metrics(step, {**metrics, "time/unix_s": time.time()})
+        """Writes a line of metrics, and returns the alerts that it raises."""
+        self.run_log.write_metrics(step, metrics)
         return self._alerts.observe({"step": step, **metrics})
 
     def report_samples(self, step: int, samples: Sequence[Sample]) -> None:

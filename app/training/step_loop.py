@@ -165,7 +165,7 @@ class StepLoop:
         rewarded = self.trainer.evaluate(policy, self.eval_prompts, step=step, display=self.reporter.display)
         metrics = evaluation_metrics(rewarded.samples, self.settings)
         self.reporter.report_evaluation(step, metrics, rewarded.samples)
-        return {**metrics, "time/eval_s": time.perf_counter() - start}
+        return {**metrics, "time/eval_s": time.perf_counter() - start, "time/unix_s": time.time()}
 
     def _check_early_stopping(self) -> None:
         """Sets `early_end` from the metrics of the run, which only the first host has. All hosts call it together."""
@@ -189,7 +189,7 @@ def _step_metrics(metrics: dict[str, float | None], samples: Sequence[Sample], t
     assert flops is not None
     performance = step_performance(samples, flops=flops, seconds=timer.seconds["time/step_s"])
     # Null unless a penalty measures it.
-    return {"policy/kl": None, **metrics, **timer.seconds, **performance}
+    return {"policy/kl": None, **metrics, **timer.seconds, **performance, "time/unix_s": time.time()}
 
 
 def _resume_message(progress: TrainProgress, steps: int, profiled: Sequence[int]) -> str:
