@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import socket
 import uuid
 from collections.abc import Mapping, Sequence
@@ -101,9 +102,8 @@ def _setting_facts(resolved: Resolved) -> Facts:
 
 def _comparable(value: object) -> str:
     """Returns a value as text, a file without its folder, which may differ: what is read from it is compared, too."""
-    if not isinstance(value, str):
-        return repr(value)
-    return Path(value).name if Path(value).is_file() else value
+    text = value if isinstance(value, str) else repr(value)
+    return os.path.basename(text) if os.path.isfile(text) else text
 
 
 def describe_prompts(prompts: Sequence[Prompt]) -> str:
