@@ -173,9 +173,8 @@ def _write_rows(rows: Iterable[Mapping[str, Any]], path: Path) -> Path:
             raise InputError(f"{where}: expected a dict of JSON values, got {row!r:.80} ({error})") from None
     content = b"".join(lines)
     path = path.absolute().parent / hashlib.sha256(content).hexdigest()[:16] / path.name
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, content)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, content)
     return path
 
 
