@@ -164,11 +164,8 @@ def add_program_to_path() -> None:
         ImportError: other modules with these names are already imported.
     """
     # A folder without `__init__.py` is a package without a file.
-    places = {
-        name: [*getattr(module, "__path__", ()), getattr(module, "__file__", "")][0]
-        for name in PACKAGES
-        if (module := sys.modules.get(name)) is not None
-    }
+    loaded = {name: sys.modules[name] for name in PACKAGES if name in sys.modules}
+    places = {name: [*getattr(one, "__path__", ()), getattr(one, "__file__", "")][0] for name, one in loaded.items()}
     own = Path(PROGRAM_FOLDER)
     others = [f"{name} from {place}" for name, place in places.items() if Path(place).resolve() != own / name]
     if others:

@@ -181,8 +181,7 @@ def refuse_existing(outputs: Mapping[str, Path | None], *, overwrite: bool) -> N
     """
     for option, path in outputs.items():
         if path is not None and path.is_file() and not overwrite:
-            # The functions in Python, whose arguments have no dashes, replace no file.
-            replace = ", or add --overwrite" if option.startswith("--") else ""
+            replace = ", or add --overwrite" if option.startswith("--") else ""  # arguments in Python have no dashes
             raise InputError(f"{option}: {path} exists already; delete it or give another name{replace}")
 
 
