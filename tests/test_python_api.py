@@ -322,7 +322,7 @@ def test_overrides_keep_their_values() -> None:
     nested = set_layer(set_options({"rollout": {"workers": {"fast": {"slots": 4}}, "top_k": 2}}))
     assert {name: leaf.value for name, leaf in nested.items()} == {"rollout.workers.fast.slots": 4, "rollout.top_k": 2}
     with pytest.raises(InputError, match=r"rollout\.top_p: expected None, a bool, .* got <object .* of type object"):
-        [*set_options({"rollout": {"top_p": object()}})]
+        list(set_options({"rollout": {"top_p": object()}}))
 
 
 @pytest.mark.parametrize(
