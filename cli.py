@@ -27,9 +27,9 @@ class _Command(TyperCommand):
             if record := parameter.get_help_record(ctx):
                 kind = f"{parameter.param_type_name}s".capitalize()
                 panels.setdefault(getattr(parameter, "rich_help_panel", None) or kind, []).append(record)
-        for panel in sorted(panels, key="Options".__eq__):
+        for panel, records in sorted(panels.items(), key=lambda item: item[0] == "Options"):  # those come last
             with formatter.section(panel):
-                formatter.write_dl(panels[panel])
+                formatter.write_dl(records)
 
 
 app = typer.Typer(

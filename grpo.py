@@ -20,14 +20,10 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     import os
 
-    from app.commands.python_api import Samples
+    from app.commands.python_api import File, Rewards, Rows, Samples
     from app.evaluation.printed_summary import EvaluationSummary
     from app.training.train import TrainingRun
     from settings import InputError as InputError
-
-    File = str | os.PathLike[str] | None
-    Rows = Iterable[Mapping[str, Any]] | None
-    Rewards = Iterable[Callable[..., Any] | str | Mapping[str, Any]] | None
 
 PROGRAM_FOLDER = str(Path(__file__).resolve().parent)
 PACKAGES = ("app", "settings")
@@ -167,9 +163,11 @@ def add_program_to_path() -> None:
     Raises:
         ImportError: other modules with these names are already imported.
     """
-    files = {name: getattr(sys.modules.get(name), "__file__", None) for name in PACKAGES if name in sys.modules}
-    own = {name: str(Path(PROGRAM_FOLDER, name, "__init__.py")) for name in files}
-    others = [f"{name} from {files[name]}" for name in files if str(Path(files[name] or "").resolve()) != own[name]]
+    # A folder without `__init__.py` is a package without a file.
+    loaded = {name: sys.modules[name] for name in PACKAGES if name in sys.modules}
+    places = {name: [*getattr(one, "__path__", ()), getattr(one, "__file__", "")][0] for name, one in loaded.items()}
+    own = Path(PROGRAM_FOLDER)
+    others = [f"{name} from {place}" for name, place in places.items() if Path(place).resolve() != own / name]
     if others:
         raise ImportError(
             f"grpo has modules of its own called {' and '.join(PACKAGES)}, but this process has already imported "

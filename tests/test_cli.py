@@ -446,7 +446,7 @@ def test_an_output_that_exists_is_only_replaced_if_it_is_asked_for(
     result = here(*options)
     assert (result.exit_code, result.stdout) == (2, "")
     assert f"error: {output}" in result.stderr
-    assert "exists already; delete it, give another name, or add --overwrite" in result.stderr
+    assert "exists already; delete it or give another name, or add --overwrite" in result.stderr
     # The next problem, which differs by command, comes only if it may be replaced.
     if "--bench" not in options:
         wrong = () if "--compare" in options else ("--set", "mesh.cpu_devices=65")

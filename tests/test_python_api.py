@@ -285,6 +285,22 @@ def test_an_error_is_that_of_the_command() -> None:
         grpo.rollout(Path("missing.yaml"))
 
 
+def test_a_file_that_exists_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "old.jsonl").write_text("precious")
+    for call in (grpo.rollout, lambda out: grpo.score([sample("2", 0)], role="reward", out=out)):
+        with pytest.raises(InputError, match=r"^out: old\.jsonl exists already; delete it or give another name$"):
+            call(out="old.jsonl")
+    assert (tmp_path / "old.jsonl").read_text() == "precious"
+
+
+def test_one_reward_needs_no_list() -> None:
+    for one in (length, {"function": length}):
+        scored = grpo.score([sample("three", 0)], role="reward", rewards=one)
+        assert scored is not None and scored.records[0]["rewards"] == {"length": 5.0}
+    judged = grpo.score([sample("2", 0)], role="reward", rewards="arithmetic")
+    assert judged is not None and judged.records[0]["reward"] == 1.0
+
+
 def test_overrides_keep_their_values() -> None:
     values: dict[str, Any] = {
         **{
@@ -355,3 +371,23 @@ def test_hosts_end_together_when_one_of_them_wants_to(config: Path) -> None:
         assert (steps, outcome) == (["step 1", "step 2"], f"False {0 if host else 2}")
         assert "this process has joined the other hosts before" in error
     assert (run_of(config) / "checkpoints" / "2").is_dir()
+
+
+ROWS_PROGRAM = (
+    "import sys, yaml, grpo\n"
+    "overrides = {k: yaml.safe_load(v) for k, _, v in (a.partition('=') for a in sys.argv[2:] if a != '--set')}\n"
+    "rows = [{'question': f'{a} + 1 = ?', 'answer': str(a + 1)} for a in range(4)]\n"
+    "result = getattr(grpo, sys.argv[1])(overrides=overrides, data=rows)\n"
+    "print(result and getattr(result, 'num_prompts', None) or result and len(result.records))\n"
+)
+
+
+@pytest.mark.slow
+@pytest.mark.two_hosts
+@pytest.mark.parametrize(("function", "number"), [("rollout", 8), ("evaluate", 4)])
+def test_hosts_share_rows(function: str, number: int) -> None:
+    program = ("-c", KEEPING + ROWS_PROGRAM)
+    hosts = run_on_two_hosts(function, *settings("rollout.group_size=2"), programs=(program, program))
+    for host, ended in enumerate(hosts):
+        assert ended.exit_code == 0, ended.stderr
+        assert ended.stdout.splitlines()[-1] == str(None if host else number)

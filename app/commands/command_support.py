@@ -181,7 +181,8 @@ def refuse_existing(outputs: Mapping[str, Path | None], *, overwrite: bool) -> N
     """
     for option, path in outputs.items():
         if path is not None and path.is_file() and not overwrite:
-            raise InputError(f"{option}: {path} exists already; delete it, give another name, or add --overwrite")
+            replace = ", or add --overwrite" if option.startswith("--") else ""  # arguments in Python have no dashes
+            raise InputError(f"{option}: {path} exists already; delete it or give another name{replace}")
 
 
 @contextmanager

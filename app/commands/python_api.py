@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 File = str | os.PathLike[str] | None
 Values = Mapping[str, Any] | None
 Rows = Iterable[Mapping[str, Any]] | None
-Rewards = Iterable[Callable[..., Any] | str | Mapping[str, Any]] | None
+Reward = Callable[..., Any] | str | Mapping[str, Any]
+Rewards = Reward | Iterable[Reward] | None
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,8 @@ def _call(config: File, overrides: Values, rewards: Rewards = None) -> Iterator[
     """Yields the arguments of `--config` and `--set`, and a temporary folder. The Python functions are at hand."""
     options, callables = [*set_options(overrides or {})], dict[str, Callable[..., Any]]()
     if rewards is not None:
-        options += set_options({"reward.functions": [_reward_item(reward, callables) for reward in rewards]})
+        several = [rewards] if callable(rewards) or isinstance(rewards, str | Mapping) else rewards
+        options += set_options({"reward.functions": [_reward_item(reward, callables) for reward in several]})
     with tempfile.TemporaryDirectory(prefix="grpo-") as folder, callables_at_hand(callables):
         show_progress("loading JAX")
         try:
@@ -171,9 +173,8 @@ def _write_rows(rows: Iterable[Mapping[str, Any]], path: Path) -> Path:
             raise InputError(f"{where}: expected a dict of JSON values, got {row!r:.80} ({error})") from None
     content = b"".join(lines)
     path = path.absolute().parent / hashlib.sha256(content).hexdigest()[:16] / path.name
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, content)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, content)
     return path
 
 

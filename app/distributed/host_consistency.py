@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import socket
 import uuid
 from collections.abc import Mapping, Sequence
@@ -93,14 +94,16 @@ def _format_fact(fact: Fact) -> str:
 
 def _setting_facts(resolved: Resolved) -> Facts:
     return {
-        field: Fact(_text_or_repr(value_of(resolved.settings, field)), resolved.origin(field))
+        field: Fact(_comparable(value_of(resolved.settings, field)), resolved.origin(field))
         for field in FIELDS
         if field not in PER_HOST_SETTINGS
     }
 
 
-def _text_or_repr(value: object) -> str:
-    return value if isinstance(value, str) else repr(value)
+def _comparable(value: object) -> str:
+    """Returns a value as text, a file without its folder, which may differ: what is read from it is compared, too."""
+    text = value if isinstance(value, str) else repr(value)
+    return os.path.basename(text) if os.path.isfile(text) else text
 
 
 def describe_prompts(prompts: Sequence[Prompt]) -> str:

@@ -23,7 +23,8 @@ def open_atomic(path: Path) -> Iterator[IO[bytes]]:
 
     Its content is synced to the disk before: otherwise a power failure could leave an empty file with the new name.
     """
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    # A random number, because hosts may write the same file of a shared folder, and in containers as the same process.
+    partial = path.with_name(f".{path.name}.{int.from_bytes(os.urandom(8))}.partial")
     try:
         with partial.open("wb") as file:
             yield file

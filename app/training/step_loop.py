@@ -141,9 +141,8 @@ class StepLoop:
         if in_turn or self.checkpoints.is_best(self.progress):
             self._save()
         self.checkpoints.update_best_link()
-        # Hosts may disagree, because times differ. After the last step a stop changes nothing: the run is complete.
-        ends = bool(max_over_hosts(np.asarray(ends)))
-        if (decision.exit_code or ends) and not is_last:
+        # Callbacks of hosts may disagree. After the last step a stop changes nothing: the run is complete.
+        if (decision.exit_code or max_over_hosts(np.asarray(ends))) and not is_last:
             raise StoppedError
 
     def _carried_progress(self) -> dict[str, Any]:

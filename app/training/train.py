@@ -49,7 +49,7 @@ class TrainingRun:
     exit_code: int
     """0, or 75 or 130 after a signal."""
     best: BestCheckpoint | None
-    """Step, metric and value of the best evaluation; the checkpoint is `checkpoints/best`."""
+    """Step, metric and value of the best evaluation; that checkpoint is `checkpoints/best`. Step 0 is the start."""
     early_end: str
     """Why the evaluations ended the run before its last step; empty if they did not."""
 
@@ -68,8 +68,7 @@ def train(
     Args:
         replay_request: files of samples to learn from; the run ends with them.
         allow_changed: settings and sections that a resumed run may change although they change what it learns.
-        on_step: called on every host after each step with its metrics; if it returns a true value on any host, the run
-            saves a checkpoint and ends.
+        on_step: called on every host; a true value on any of them ends the run with a checkpoint.
         clock: in seconds, decides when `checkpoint.every_minutes` have passed; process 0's counts.
 
     Raises:

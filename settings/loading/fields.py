@@ -78,11 +78,9 @@ def suggest_fields(unknown: str, *, show: Callable[[str], str] = str) -> tuple[l
     synonyms, is_exact = find_synonyms(unknown, SECTIONS)
     if synonyms and (is_exact or last not in [name.rpartition(".")[2] for name in near]):
         near = [field for here in synonyms.values() if not here.startswith("–") for field in here.split()]
-    else:
-        synonyms = {}
-    # A name that differs only in its section, such as TRL's `top_p`, needs no explanation.
-    if synonyms and [name.rpartition(".")[2] for name in near] != [last]:
-        return near, f"; {' and '.join(_describe_synonym(title, here, show) for title, here in synonyms.items())}"
+        # A name that differs only in its section, such as TRL's `top_p`, needs no explanation.
+        if [name.rpartition(".")[2] for name in near] != [last]:
+            return near, f"; {' and '.join(_describe_synonym(title, here, show) for title, here in synonyms.items())}"
     section = unknown.partition(".")[0]
     overview = f"`grpo settings {section}`" if section in SECTIONS else "`grpo settings`"
     return near, did_you_mean([show(name) for name in near]) or f"; {overview} lists the settings"

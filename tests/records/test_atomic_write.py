@@ -96,3 +96,10 @@ def test_what_a_killed_program_of_the_same_number_left_is_no_obstacle(tmp_path: 
     with create_folder_atomic(tmp_path / "new") as folder:
         (folder / "a").write_text("a")
     assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")] == ["new", "new/a"]
+
+
+def test_two_hosts_may_write_the_same_file_at_once(tmp_path: Path) -> None:
+    with open_atomic(tmp_path / "new") as first, open_atomic(tmp_path / "new") as second:
+        first.write(b"same")
+        second.write(b"same")
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("new", b"same")]
