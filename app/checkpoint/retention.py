@@ -71,12 +71,11 @@ class LatestAndBestPolicy:
 
         Returns None if none of them was evaluated, or if the start was better than all of them.
         """
-        values: dict[float, float] = {step: self.metric_values[step] for step in steps if step in self.metric_values}
-        if self.initial_value is not None:
-            # Any checkpoint that equals the start comes before it.
-            values[math.inf] = self.initial_value
-        best = min(values, key=lambda step: (self._sign * values[step], step), default=math.inf)
-        return None if best == math.inf else int(best)
+        evaluated = [step for step in steps if step in self.metric_values]
+        best = min(evaluated, key=lambda step: (self._sign * self.metric_values[step], step), default=None)
+        if best is None or self.initial_value is None:
+            return best
+        return None if self._sign * (self.metric_values[best] - self.initial_value) > 0 else best
 
     def best_checkpoint(self, steps: Iterable[int]) -> BestCheckpoint | None:
         """Returns the best of these steps with its metric, or the start; None if neither was evaluated."""

@@ -49,7 +49,7 @@ class TrainingRun:
     exit_code: int
     """0, or 75 or 130 after a signal."""
     best: BestCheckpoint | None
-    """Step, metric and value of the best evaluation; the checkpoint is `checkpoints/best`."""
+    """Step, metric and value of the best evaluation; the checkpoint is `checkpoints/best`, of step 0 there is none."""
     early_end: str
     """Why the evaluations ended the run before its last step; empty if they did not."""
 

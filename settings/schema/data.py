@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Discriminator, Field, JsonValue, Tag
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, JsonValue, Tag
 
 from settings.schema.section import Section
 
@@ -45,7 +45,12 @@ def _validate_distinct_sources(value: tuple[DataSourceSettings, ...]) -> tuple[D
 
 
 Mixture = Annotated[
-    tuple[DataSourceSettings, ...], Field(min_length=1, strict=False), AfterValidator(_validate_distinct_sources)
+    tuple[
+        Annotated[DataSourceSettings, BeforeValidator(lambda one: {"source": one} if isinstance(one, str) else one)],
+        ...,
+    ],
+    Field(min_length=1, strict=False),
+    AfterValidator(_validate_distinct_sources),
 ]
 
 
@@ -59,7 +64,7 @@ class DataSettings(Section):
         Discriminator(_kind_of_source),
     ] = "builtin:arithmetic"
     """Training prompts: `builtin:arithmetic`, `hf:<hub id>[:<config>]`, or a .jsonl / .parquet file. A list of them, as
-    in `[{source: a.jsonl, weight: 3}, {source: b.jsonl}]`, is a mixture: reward functions get a column data_source."""
+    in `[{source: a.jsonl, weight: 3}, b.jsonl]`, is a mixture: reward functions get a column data_source."""
     split: str = "train"
     """Split of a hub data set or of the arithmetic generator."""
     revision: str | None = None
