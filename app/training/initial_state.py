@@ -102,7 +102,9 @@ def open_run_log(setup: RunSetup, progress: TrainProgress, *, resumed: bool) -> 
     setup.run.write_settings(setup.resolved)
     record_commits(setup.run, setup.resolved.settings, setup.inputs.model_commits)
     if setup.resolved.settings.logging.report:
-        write_atomic(setup.run.tokens_path, json.dumps(setup.inputs.model.tokenizer.token_texts()).encode())
+        write_atomic(
+            setup.run.tokens_path, json.dumps(setup.inputs.model.tokenizer.token_texts(), ensure_ascii=False).encode()
+        )
     return run_log
 
 
