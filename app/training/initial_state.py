@@ -76,8 +76,8 @@ def restore_or_initialize(
     progress = TrainProgress(step=0, position=0, fingerprints=fingerprints)
     networks: dict[str, TrainState] = {}
     if start is not None:
-        taken = {"position": start.progress.position, "total_tokens": start.progress.total_tokens}
-        progress = replace(progress, step=start.step, **taken)
+        before = start.progress
+        progress = replace(progress, step=start.step, position=before.position, total_tokens=before.total_tokens)
         networks = dict(start.restore_states(learner_group.shapes, learner_group.shardings))
     if "policy" not in networks:
         networks["policy"] = learner_group.policy.initial_state(session.initial_trained_params())

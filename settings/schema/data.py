@@ -10,18 +10,6 @@ from settings.schema.section import Section
 
 SINGLE_TAG, MIXTURE_TAG = "(single)", "(mixture)"
 """Parts of a pydantic error's location that are not part of a setting's name."""
-OWN_TEMPLATE_ARGUMENTS = (
-    *("self", "conversation", "messages", "chat_template", "add_generation_prompt", "continue_final_message"),
-    *("tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs"),
-    *("return_assistant_tokens_mask", "sanitize_control_tokens"),
-)
-"""Arguments of transformers' `apply_chat_template` that the program itself decides."""
-
-
-def _validate_template_kwargs(value: dict[str, JsonValue]) -> dict[str, JsonValue]:
-    if wrong := next((name for name in value if not name.isidentifier() or name in OWN_TEMPLATE_ARGUMENTS), None):
-        raise ValueError(f"{wrong!r} is not a variable that can be passed to a chat template; remove it")
-    return value
 
 
 class DataSourceSettings(Section):
@@ -80,7 +68,7 @@ class DataSettings(Section):
     """Column of the reference answers. When null, the first of answer, ground_truth, solution that exists."""
     system_prompt: str | None = None
     """System message before every prompt; none when null."""
-    chat_template_kwargs: Annotated[dict[str, JsonValue], AfterValidator(_validate_template_kwargs)] = Field(default={})
+    chat_template_kwargs: dict[str, JsonValue] = Field(default={})
     """Variables of the model's chat template, such as `{enable_thinking: false}` of Qwen3. A reward model's own
     template does not get them."""
     max_prompt_length: int = Field(default=128, ge=1)
