@@ -21,9 +21,9 @@ from app.report.metrics_history import finite_metric, training_steps
 from app.report.panels import PANELS
 from app.report.run_files import RunFiles
 from app.report.viewer_content import ViewerContent
-from settings.schema.run import EarlyStoppingSettings
 
 SESSION_COLUMNS = ("started", "after_step", "grpo", "python", "jax", "devices", "processes")
+EARLY_STOPPING_SETTINGS = ("metric", "mode", "patience", "min_delta", "target")
 REPLAY_COLUMNS = ("from_rollouts", "checkpoint")
 """Columns for sessions that trained on saved samples; omitted if there are none."""
 
@@ -36,8 +36,7 @@ def report_page(run: RunFiles, plots: Mapping[str, RenderedPlot | None], alerts:
         run=run,
         last_step=last["step"],
         early_end=early_stopping_reason(
-            run.history,
-            **{name: run.setting(f"run.early_stopping.{name}") for name in EarlyStoppingSettings.model_fields},
+            run.history, **{name: run.setting(f"run.early_stopping.{name}") for name in EARLY_STOPPING_SETTINGS}
         ),
         last_metrics=[
             (name, finite_metric(last, name), find_metric(name)) for name in sorted(last) if find_metric(name)
