@@ -184,7 +184,7 @@ def _results_section(run: RunFiles, settings: Mapping[str, Any], *, step: int) -
     answers = "one answer" if num_samples == 1 else f"{num_samples} answers"
     source = settings["data.eval_source"] or settings["data.source"]
     best = best_evaluation(history, settings.get("checkpoint.best_metric"), settings.get("checkpoint.best_mode", "max"))
-    text += f"\n\n{best.capitalize()}." if best else ""
+    text += f"\n\n{best}" if best else ""
     return f"{text}\n\n{prompts} of `{source}`, {answers} each at temperature {settings['eval.temperature']}."
 
 

@@ -82,7 +82,8 @@ def load_held_out_data(data: DataSettings, *, num_prompts: int | None) -> Datase
             f"data.eval_source is not set, and training reads the whole of data.source = {files}; set"
             " data.eval_source to held-out data, or eval.every_steps to 0"
         )
-    revision, num_problems = data.revision if source == data.source else None, num_prompts or data.num_problems
+    revision = next((one.revision for one in data.sources if one.source == source), None)
+    num_problems = num_prompts or data.num_problems
     dataset = _load(data, source, revision, split=split, num_problems=num_problems, seed=HELD_OUT_SEED)
     if not isinstance(data.source, str):
         dataset = replace(dataset, rows=_with_data_source(dataset))

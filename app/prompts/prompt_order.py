@@ -106,8 +106,7 @@ class MixtureOrder:
         """Returns the row that is a source's `number`-th prompt."""
         rows = self.rows[source]
         epoch, place = divmod(number, len(rows))
-        order = _spaced((self.seed, source), epoch, len(rows)) if self.shuffle else np.arange(len(rows))
-        return int(rows[order[place]])
+        return int(rows[_spaced((self.seed, source), epoch, len(rows))[place] if self.shuffle else place])
 
 
 @lru_cache(maxsize=64)

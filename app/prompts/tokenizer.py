@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import re
 from collections.abc import Iterable, Mapping
@@ -178,7 +179,7 @@ def load_fast_tokenizer(files: ModelFiles, template_kwargs: Mapping[str, Any] = 
 
     Raises:
         InputError: the model has no tokenizer, it cannot be read, or its chat template takes too much time or memory or
-            does not mention one of `template_kwargs`.
+            has no variable of a name in `template_kwargs`.
     """
     if isinstance(files.weights, GgufFile):
         try:
@@ -190,14 +191,16 @@ def load_fast_tokenizer(files: ModelFiles, template_kwargs: Mapping[str, Any] = 
     else:
         tokenizer = _from_directory(files.path)
     templates = tokenizer.chat_template or ""
+    # Jinja ignores variables that a template does not read. The arguments of transformers are not for the user to set.
+    own = inspect.signature(type(tokenizer).apply_chat_template).parameters.keys() - {"tools", "documents"}
+    for name in template_kwargs:
+        if name in (*own, "messages") or not re.search(rf"\b{re.escape(name)}\b", str(templates)):
+            raise InputError(
+                f"data.chat_template_kwargs: the chat template of {files.path} has no variable {name} to set; correct "
+                "the name or remove it"
+            )
     for template in templates.values() if isinstance(templates, dict) else [templates]:
         check_template(template, {**tokenizer.special_tokens_map, **template_kwargs}, where=str(files.path))
-    # Jinja ignores variables that a template does not read, so a misspelled one would have no effect.
-    if ignored := [name for name in template_kwargs if not re.search(rf"\b{name}\b", str(templates))]:
-        raise InputError(
-            f"data.chat_template_kwargs: the chat template of {files.path} has no variable {' or '.join(ignored)}, so "
-            "it would have no effect; correct the name or remove it"
-        )
     return tokenizer
 
 

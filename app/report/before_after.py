@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -66,15 +65,11 @@ def best_evaluation(history: History, metric: str | None, mode: str) -> str:
     series, sign = Series.from_history(history, metric or ""), 1 if mode == "min" else -1
     if len(series) < 2:
         return ""
-    # As for checkpoints: of equal values, the earliest counts, and the start last.
-    points = zip(series.steps, series.values, strict=True)
-    at, value = min(points, key=lambda point: (sign * point[1], point[0] or math.inf))
+    # Of equal values the earliest counts.
+    at, value = min(zip(series.steps, series.values, strict=True), key=lambda point: (sign * point[1], point[0]))
     text = format_metric(str(metric), value, by_plug_in=accuracy_is_plug_in_mean(history))
-    text += f" after step {at:.0f}" if at else ""
-    not_better = value in series.values[series.steps == 0]
-    return (
-        f"training has not improved {metric} on the start (step 0): {text}" if not_better else f"best {metric} {text}"
-    )
+    start = f"Training has not improved {metric} on the start (step 0): {text}."
+    return f"Best {metric} {text} after step {at:.0f}." if at else start
 
 
 def _displayed_metrics(before: MetricsRecord, after: MetricsRecord) -> list[str]:

@@ -113,7 +113,8 @@ METRICS = (
         "`algorithm.max_rounds` was reached",
         "0", "raise `algorithm.max_rounds`, or choose other prompts"),
     Metric("data/epoch",
-        "passes over the training prompts so far; absent in a replay, which does not read the data set",
+        "passes over the training prompts so far, in a mixture over those of all sources together; absent in a "
+        "replay, which does not read the data set",
         "below 1 for a first run", "the same prompts come again: use more data, and watch `eval/accuracy`"),
     Metric("data/num_tokens",
         "prompt and completion tokens of the step's samples over all rounds and hosts; a prompt counts once for each "

@@ -17,12 +17,14 @@ DecodeText = Callable[[Sequence[int]], str]
 def stop_length(token_ids: Sequence[int], stop: Sequence[str], decode_text: DecodeText) -> int | None:
     """Returns the number of tokens up to the first with which the text contains a stop string; None if there is none.
 
-    More tokens may only complete the last character of a text, so once it contains a stop string, it always will.
+    A text of valid UTF-8 that contains a stop string still does with more tokens. Only while a character of up to four
+    byte tokens is incomplete, some tokenizers (SentencePiece's) do not decode the byte tokens before it either.
     """
 
     def is_stopped(count: int) -> bool:
         text = decode_text(token_ids[:count])
-        return any(string in text for string in stop)
+        shorter = (decode_text(token_ids[: max(count - num, 0)]) for num in (1, 2, 3) if text.endswith("\ufffd"))
+        return any(string in one for one in (text, *shorter) for string in stop)
 
     if not stop or not is_stopped(len(token_ids)):
         return None

@@ -139,11 +139,8 @@ class RunLog:
         self._digest = hashlib.sha256(lines)
         self._file = run.metrics_path.open("a", encoding="utf-8", buffering=1)
         self._wandb = open_wandb(run, resolved, wandb_id)
-        self._tensorboard = None
-        if resolved.settings.logging.tensorboard:
-            self._tensorboard = open_tensorboard(
-                run, resolved, next_step=self.history[-1]["step"] + 1 if self.history else 0
-            )
+        next_step = self.history[-1]["step"] + 1 if self.history else 0
+        self._tensorboard = open_tensorboard(run, resolved, next_step=next_step)
 
     @property
     def metrics_sha256(self) -> str:
@@ -235,12 +232,14 @@ def open_wandb(run: RunDirectory, resolved: Resolved, wandb_id: str | None) -> A
         return None
 
 
-def open_tensorboard(run: RunDirectory, resolved: Resolved, *, next_step: int) -> SummaryWriter:
-    """Returns a writer of TensorBoard events, which begin with the settings.
+def open_tensorboard(run: RunDirectory, resolved: Resolved, *, next_step: int) -> SummaryWriter | None:
+    """Returns a writer of TensorBoard events, which begin with the settings, if `logging.tensorboard` is set.
 
     Args:
         next_step: events of this step and later ones, which an earlier session may have left, are superseded.
     """
+    if not resolved.settings.logging.tensorboard:
+        return None
     from tensorboardX import SummaryWriter
 
     writer = SummaryWriter(str(run.tensorboard_dir), purge_step=next_step)

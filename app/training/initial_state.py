@@ -76,8 +76,8 @@ def restore_or_initialize(
     progress = TrainProgress(step=0, position=0, fingerprints=fingerprints)
     networks: dict[str, TrainState] = {}
     if start is not None:
-        taken = {"position": start.progress.position, "total_tokens": start.progress.total_tokens}
-        progress = replace(progress, step=start.step, **taken)
+        before = start.progress
+        progress = replace(progress, step=start.step, position=before.position, total_tokens=before.total_tokens)
         networks = dict(start.restore_states(learner_group.shapes, learner_group.shardings))
     if "policy" not in networks:
         networks["policy"] = learner_group.policy.initial_state(session.initial_trained_params())
@@ -102,7 +102,9 @@ def open_run_log(setup: RunSetup, progress: TrainProgress, *, resumed: bool) -> 
     setup.run.write_settings(setup.resolved)
     record_commits(setup.run, setup.resolved.settings, setup.inputs.model_commits)
     if setup.resolved.settings.logging.report:
-        write_atomic(setup.run.tokens_path, json.dumps(setup.inputs.model.tokenizer.token_texts()).encode())
+        write_atomic(
+            setup.run.tokens_path, json.dumps(setup.inputs.model.tokenizer.token_texts(), ensure_ascii=False).encode()
+        )
     return run_log
 
 

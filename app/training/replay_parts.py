@@ -81,7 +81,7 @@ def train_parts(parts: Sequence[ReplayPart], *, resume: Resume, allow_changed: S
         )
         if jax.process_index() == 0:
             print(summary_text(run.metrics, path=str(run.path), best=run.best, early_end=run.early_end), flush=True)
-        if run.exit_code or part is parts[-1]:
+        if run.exit_code or run.early_end or part is parts[-1]:
             return run.exit_code
         if jax.process_count() > 1:
             log.warning("the settings of the samples' run change after this step; --resume auto goes on under them")

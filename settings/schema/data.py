@@ -4,24 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Discriminator, Field, JsonValue, Tag
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, JsonValue, Tag
 
 from settings.schema.section import Section
 
 SINGLE_TAG, MIXTURE_TAG = "(single)", "(mixture)"
 """Parts of a pydantic error's location that are not part of a setting's name."""
-OWN_TEMPLATE_ARGUMENTS = (
-    *("self", "conversation", "messages", "chat_template", "add_generation_prompt", "continue_final_message"),
-    *("tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs"),
-    *("return_assistant_tokens_mask", "sanitize_control_tokens"),
-)
-"""Arguments of transformers' `apply_chat_template` that the program itself decides."""
-
-
-def _validate_template_kwargs(value: dict[str, JsonValue]) -> dict[str, JsonValue]:
-    if wrong := next((name for name in value if not name.isidentifier() or name in OWN_TEMPLATE_ARGUMENTS), None):
-        raise ValueError(f"{wrong!r} is not a variable that can be passed to a chat template; remove it")
-    return value
 
 
 class DataSourceSettings(Section):
@@ -45,7 +33,12 @@ def _validate_distinct_sources(value: tuple[DataSourceSettings, ...]) -> tuple[D
 
 
 Mixture = Annotated[
-    tuple[DataSourceSettings, ...], Field(min_length=1, strict=False), AfterValidator(_validate_distinct_sources)
+    tuple[
+        Annotated[DataSourceSettings, BeforeValidator(lambda one: {"source": one} if isinstance(one, str) else one)],
+        ...,
+    ],
+    Field(min_length=1, strict=False),
+    AfterValidator(_validate_distinct_sources),
 ]
 
 
@@ -59,7 +52,7 @@ class DataSettings(Section):
         Discriminator(_kind_of_source),
     ] = "builtin:arithmetic"
     """Training prompts: `builtin:arithmetic`, `hf:<hub id>[:<config>]`, or a .jsonl / .parquet file. A list of them, as
-    in `[{source: a.jsonl, weight: 3}, {source: b.jsonl}]`, is a mixture: reward functions get a column data_source."""
+    in `[{source: a.jsonl, weight: 3}, b.jsonl]`, is a mixture: reward functions get a column data_source."""
     split: str = "train"
     """Split of a hub data set or of the arithmetic generator."""
     revision: str | None = None
@@ -75,7 +68,7 @@ class DataSettings(Section):
     """Column of the reference answers. When null, the first of answer, ground_truth, solution that exists."""
     system_prompt: str | None = None
     """System message before every prompt; none when null."""
-    chat_template_kwargs: Annotated[dict[str, JsonValue], AfterValidator(_validate_template_kwargs)] = Field(default={})
+    chat_template_kwargs: dict[str, JsonValue] = Field(default={})
     """Variables of the model's chat template, such as `{enable_thinking: false}` of Qwen3. A reward model's own
     template does not get them."""
     max_prompt_length: int = Field(default=128, ge=1)

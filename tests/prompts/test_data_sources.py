@@ -1,5 +1,6 @@
 import json
 
+import datasets
 import numpy as np
 import pytest
 
@@ -78,8 +79,20 @@ def test_each_source_of_a_mixture_has_its_split():
     assert len({str(row.prompt) for row in mixed.rows}) == 40
 
 
+def test_held_out_data_of_a_training_source_has_its_revision(monkeypatch):
+    rows, commits = [{"question": "1 + 1?", "answer": "2"}], []
+    monkeypatch.setattr(
+        "datasets.load_dataset",
+        lambda *args, revision, split: commits.append((revision, split)) or datasets.Dataset.from_list(rows),
+    )
+    for source in ({"source": "hf:a/b", "revision": "abc"}, {"source": [{"source": "hf:a/b", "revision": "abc"}, "c"]}):
+        load_held_out_data(DataSettings.model_validate(source | {"eval_source": "hf:a/b"}), num_prompts=1)
+        load_held_out_data(DataSettings.model_validate(source | {"eval_source": "hf:a/c"}), num_prompts=1)
+    assert commits == [("abc", "test"), (None, "test")] * 2
+
+
 def test_a_source_of_which_no_prompt_is_left_is_named():
-    data = DataSettings.model_validate({"source": [{"source": "a.jsonl"}, {"source": "b.jsonl", "weight": 3}]})
+    data = DataSettings.model_validate({"source": ["a.jsonl", {"source": "b.jsonl", "weight": 3}]})
     prompts = [Prompt(f"{i % 2}/x/{i}", np.zeros(1, np.int32), "p", None) for i in range(10)]
     order = make_prompt_order(data, prompts, seed=1)
     assert isinstance(order, MixtureOrder)

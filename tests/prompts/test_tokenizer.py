@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -339,9 +340,9 @@ def test_variables_of_the_template_reach_every_rendering_and_the_trial(tmp_path)
         tokenizer_at(folder, enable_thinking=False, loops=99999)
 
 
-def test_a_variable_that_the_template_does_not_mention_is_refused(tmp_path):
-    folder = write_directory(tmp_path / "model")
-    with pytest.raises(
-        InputError, match=r"data\.chat_template_kwargs: .* has no variable enable_thinking, so it would"
-    ):
-        tokenizer_at(folder, enable_thinking=False)
+@pytest.mark.parametrize("name", ["enable_thinking", "tokenize", "messages", "a-b", "("])
+def test_a_name_that_is_no_variable_of_the_template_is_refused(tmp_path, name):
+    folder = write_directory(tmp_path / "model", tokenizer_config={"chat_template": TEMPLATE + "{# tokenize #}"})
+    expected = rf"data\.chat_template_kwargs: .* has no variable {re.escape(name)} to set"
+    with pytest.raises(InputError, match=expected):
+        tokenizer_at(folder, **{name: False})

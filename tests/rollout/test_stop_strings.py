@@ -52,6 +52,22 @@ def test_the_first_token_that_completes_a_stop_string_is_found(token_ids: list[i
     assert stop_length(token_ids, stop, of_bytes) == first_stop(token_ids, stop, of_bytes)
 
 
+def of_fallback_bytes(token_ids: Sequence[int]) -> str:
+    """As the decoder of SentencePiece's byte tokens: a run of them that is no UTF-8 is decoded to no character."""
+    try:
+        return bytes(token_ids).decode()
+    except UnicodeDecodeError:
+        return "\ufffd" * len(token_ids)
+
+
+@given(
+    st.text("a\n€🙂", max_size=20), st.integers(0, 60), st.lists(st.text("a\n€🙂", min_size=1), min_size=1, max_size=3)
+)
+def test_a_stop_string_is_found_before_a_character_of_several_byte_tokens(text: str, cut: int, stop: list[str]) -> None:
+    token_ids = list(text.encode())[:cut]
+    assert stop_length(token_ids, stop, of_fallback_bytes) == first_stop(token_ids, stop, of_fallback_bytes)
+
+
 @pytest.mark.parametrize(
     ("text", "length"),
     [("no", None), ("1 + 1\n\nQ", 7), ("\n\n", 2), ("Question\n\n", 9), ("Question:", 9), ("Ques", None)],

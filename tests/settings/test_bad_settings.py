@@ -36,11 +36,6 @@ BAD_SETS = [
     ("algorithm.clip=none", "expected 'ppo' or 'cispo', got 'none'"),
     ("algorithm.filter=all", "expected 'none' or 'zero_variance', got 'all'"),
     ("algorithm.max_rounds=0", "expected greater than or equal to 1"),
-    (
-        "data.chat_template_kwargs={tokenize: false}",
-        "'tokenize' is not a variable that can be passed to a chat template",
-    ),
-    ("data.chat_template_kwargs={a-b: 1}", "'a-b' is not a variable that can be passed to a chat template"),
     ("data.source=[]", "data.source: list should have at least 1 item after validation, not 0, got []"),
     ("data.source=[{source: a, weight: 0}]", "data.source[0].weight: expected greater than 0, got 0"),
     ("data.source=[{source: a, weight: -1}]", "data.source[0].weight: expected greater than 0, got -1"),

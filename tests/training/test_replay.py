@@ -130,6 +130,11 @@ def test_each_step_is_replayed_under_the_settings_it_was_trained_with(config: Pa
     assert_same_steps(again, run, steps=range(1, 5))
     assert replay(run, tmp_path / "first", "run.steps=2").exit_code == 0
     assert_same_steps(tmp_path / "first" / "tiny-replay", run, steps=range(1, 3))
+    # A part that ends early is the last.
+    early = ("eval.every_steps=1", "run.early_stopping.patience=1", "run.early_stopping.min_delta=10")
+    result = replay(run, tmp_path / "early", *early)
+    assert result.exit_code == 0 and result.stdout.count("ended early") == 1, result.stderr
+    assert [line["step"] for line in metrics_of(tmp_path / "early" / "tiny-replay")] == [0, 1]
     # The files of all parts are checked before the first one is trained.
     step_file(run, 4).write_text("")
     result = replay(run, tmp_path / "broken")
