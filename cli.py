@@ -6,7 +6,6 @@ settings do not need JAX.
 
 from __future__ import annotations
 
-import os
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any
@@ -16,10 +15,20 @@ from typer.core import TyperCommand
 
 from app.commands import doctor, evaluate, export, gae, inspect_mesh, presets, report, rollout, score, settings, train
 from app.commands.command_support import write
+from settings.loading.fields import suggest_fields
 
 
 class _Command(TyperCommand):
-    """A command whose help groups the options, in plain text."""
+    """A command whose help groups the options, in plain text, and that knows settings from options."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        known = {option for parameter in self.get_params(ctx) for option in parameter.opts}
+        for name in (argument.partition("=")[0] for argument in args if argument.startswith("--")):
+            if name not in known and len(name) > 2:
+                near, text = suggest_fields(name.removeprefix("--"))
+                if near or "no counterpart" in text:
+                    ctx.fail(f"No such option: {name}. Settings are given as --set NAME=VALUE{text}")
+        return super().parse_args(ctx, args)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         panels: dict[str, list[tuple[str, str]]] = {}
@@ -79,8 +88,6 @@ def _grpo(
 
 def main() -> None:
     """Runs the command line."""
-    # Suppresses the tokenizer library's advice to install PyTorch, which this program does not use.
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     app(prog_name="grpo")
 
 

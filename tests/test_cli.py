@@ -425,6 +425,20 @@ def test_the_first_line_appears_before_jax_is_loaded(arguments: tuple[str, ...],
 
 
 @pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--max_steps", "Settings are given as --set NAME=VALUE; TRL's max_steps is run.steps here"),
+        ("--learning-rate=1", "Settings are given as --set NAME=VALUE; did you mean optimizer.learning_rate?"),
+        ("--confg", "Possible options: --config"),
+    ],
+)
+def test_a_setting_given_as_an_option_is_shown_as_one(option: str, message: str) -> None:
+    result = here("train", option)
+    assert result.exit_code == 2
+    assert f"No such option: {option.partition('=')[0]}" in result.stderr and message in result.stderr
+
+
+@pytest.mark.parametrize(
     ("options", "output"),
     [
         (("rollout", "--out", "old"), "--out: "),

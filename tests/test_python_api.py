@@ -326,6 +326,22 @@ def test_overrides_keep_their_values() -> None:
 
 
 @pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"config": {"run.steps": 2}},
+            "expected a preset or a YAML file, got .*; settings belong in `overrides`",
+        ),
+        ({"resume": True}, "resume: expected one of auto, never, must, got True"),
+        ({"data": "rows.jsonl"}, "train data: expected rows, got 'rows.jsonl'; a file belongs in data.source"),
+    ],
+)
+def test_arguments_of_another_kind_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        grpo.train(**arguments)
+
+
+@pytest.mark.parametrize(
     ("rows", "message"),
     [
         (["1 + 1 = ?"], r"train data, row 0: expected a dict of JSON values, got '1 \+ 1 = \?'"),

@@ -29,6 +29,10 @@ RUN_SUBFOLDERS = ("checkpoints", "rollouts", "eval")
 EXIT_FAILURE, EXIT_INPUT, EXIT_INTERRUPTED = 1, 2, 130
 
 
+# Suppresses the tokenizer library's advice to install PyTorch, which this program does not use.
+os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+
+
 def resolve(
     config: str | ConfigFile | None,
     overrides: list[str] | None,

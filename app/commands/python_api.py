@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from app.commands.command_support import (
     EXIT_INTERRUPTED,
@@ -62,6 +62,8 @@ def train(
     resume: Resume,
     allow_changed: Sequence[str],
 ) -> TrainingRun:
+    if resume not in get_args(Resume):
+        raise InputError(f"resume: expected one of {', '.join(get_args(Resume))}, got {resume!r}")
     if threading.current_thread() is not threading.main_thread():
         raise InputError("grpo.train handles signals, which only the main thread can do; call it there")
     with _call(config, overrides, rewards) as (config, options, _):
@@ -127,6 +129,10 @@ def score(
 @contextmanager
 def _call(config: File, overrides: Values, rewards: Rewards = None) -> Iterator[tuple[str | None, list[str], Path]]:
     """Yields the arguments of `--config` and `--set`, and a temporary folder. The Python functions are at hand."""
+    if not isinstance(config, str | os.PathLike | None):
+        raise InputError(
+            f"config: expected a preset or a YAML file, got {config!r:.80}; settings belong in `overrides`"
+        )
     options, callables = [*set_options(overrides or {})], dict[str, Callable[..., Any]]()
     if rewards is not None:
         several = [rewards] if callable(rewards) or isinstance(rewards, str | Mapping) else rewards
@@ -164,6 +170,8 @@ def _write_rows(rows: Iterable[Mapping[str, Any]], path: Path) -> Path:
 
     Uids have the name of the file only, so that the same rows have the same ones everywhere.
     """
+    if isinstance(rows, str | os.PathLike):
+        raise InputError(f"{path.stem} data: expected rows, got {rows!r:.80}; a file belongs in data.source")
     lines = []
     for index, row in enumerate(rows):
         try:

@@ -59,7 +59,9 @@ class Dataset:
         if self.parts:
             return "\n".join(part.to_text() for part in self.parts)
         columns = ", ".join(f"{role} from {column}" for role, column in self.column_mapping.items())
-        return f"{self.source}: {len(self.rows):,} rows ({columns})"
+        num_unanswered = sum(row.answer is None for row in self.rows)
+        missing = f", {num_unanswered:,} without an answer" if 0 < num_unanswered < len(self.rows) else ""
+        return f"{self.source}: {len(self.rows):,} rows ({columns}{missing})"
 
 
 @dataclass(frozen=True, slots=True)

@@ -143,8 +143,9 @@ def _check_content(run: RunDirectory, resume: Resume) -> None:
     if run.path.exists() and not run.path.is_dir():
         raise InputError(f"run.dir / run.name: {run.path} is a file; choose another run.name")
     if resume == "never" and (run.has_settings or run.has_checkpoint):
+        way = "continue it" if run.has_checkpoint else "start it over, as it has no checkpoint,"
         raise InputError(
-            f"run.name: {run.path} already holds a run; choose another run.name, or continue it with --resume auto"
+            f"run.name: {run.path} already holds a run; choose another run.name, or {way} with --resume auto"
         )
     if resume == "must" and not run.has_checkpoint:
         raise InputError(f"--resume must: {run.path} has no checkpoint; use --resume auto to start there")

@@ -43,15 +43,21 @@ def make_trial_samples(tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> tuple
 
 
 def try_reward_functions(rewards: RewardFunctions, tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> None:
-    """Calls every reward function on a real prompt with its reference answer.
+    """Calls every reward function on a real prompt with its reference answer, and on one that has none, if any.
 
     Raises:
         InputError: a function fails such that a run would stop, too; other failures are only logged.
     """
-    sample = make_trial_samples(tokenizer, prompts)[0]
-    tried = rewards.try_functions(sample)
-    place = f"for the answer {sample.completion!r:.60} to {sample.prompt.uid}"
-    if tried.fatal_error is not None:
-        raise InputError(f"reward.functions: tried before the run, {place}: {tried.fatal_error}")
-    for notice in tried.notices:
-        log.warning("a reward function fails in a trial %s: %s", place, notice)
+    samples = [make_trial_samples(tokenizer, prompts)[0]]
+    unanswered = [prompt for prompt in prompts if prompt.answer is None]
+    if unanswered and samples[0].prompt.answer is not None:
+        samples.append(make_trial_samples(tokenizer, unanswered)[0])
+    for sample in samples:
+        tried = rewards.try_functions(sample)
+        place = f"for the answer {sample.completion!r:.60} to {sample.prompt.uid}"
+        if sample.prompt.answer is None:
+            place += f", one of {len(unanswered):,} rows of {len(prompts):,} without a reference answer"
+        if tried.fatal_error is not None:
+            raise InputError(f"reward.functions: tried before the run, {place}: {tried.fatal_error}")
+        for notice in tried.notices:
+            log.warning("a reward function fails in a trial %s: %s", place, notice)

@@ -88,6 +88,10 @@ def launch_notices(resolved: Resolved) -> tuple[str, ...]:
             f"{resolved.describe(LEARNING_RATE)} suits training all weights and is too low for adapters "
             f"({resolved.describe(RANK)}); 10 to 100 times that is usual"
         )
+    data = resolved.settings.data
+    is_file = isinstance(data.source, str) and not data.source.startswith(("builtin:", "hf:"))
+    if data.eval_source == data.source and (is_file or data.eval_split == data.split):
+        lines.append("data.eval_source is data.source: evaluations use prompts of the training, not held-out ones")
     return tuple(lines)
 
 

@@ -46,6 +46,11 @@ def test_chosen_columns_win_over_usual_names(tmp_path):
     assert dataset.to_text() == f"{path}: 1 rows (prompt from text, answer from meta.key)"
 
 
+def test_rows_without_an_answer_are_counted(tmp_path):
+    path = write_lines(tmp_path / "d.jsonl", {"prompt": "p", "answer": "a"}, {"prompt": "q"}, {"prompt": "r"})
+    assert load_dataset(path).to_text().endswith("3 rows (prompt from prompt, answer from answer, 2 without an answer)")
+
+
 def test_an_answer_is_optional(tmp_path):
     dataset = load_dataset(write_lines(tmp_path / "d.jsonl", {"prompt": "p"}))
     assert dataset.rows[0].answer is None and dataset.column_mapping == {"prompt": "prompt"}

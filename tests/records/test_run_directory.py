@@ -35,8 +35,9 @@ def test_an_empty_directory_is_free(run: RunDirectory) -> None:
 
 
 def test_never_refuses_a_directory_that_holds_a_run(occupied: RunDirectory) -> None:
-    with pytest.raises(InputError, match=r"already holds a run.*--resume auto"):
+    with pytest.raises(InputError, match=r"already holds a run.*--resume auto") as refusal:
         check_run_directory(occupied, "never")
+    assert ("start it over" in str(refusal.value)) is not occupied.has_checkpoint
 
 
 @pytest.mark.parametrize("resume", ["never", "auto"])

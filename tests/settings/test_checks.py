@@ -142,6 +142,23 @@ def test_what_the_estimator_does_not_read_is_told_where_that_is_chosen_later_or_
     )
 
 
+@pytest.mark.parametrize(
+    ("source", "eval_source", "eval_split", "is_told"),
+    [
+        ("a.jsonl", "a.jsonl", None, True),
+        ("a.jsonl", "b.jsonl", None, False),
+        ("hf:a/b", "hf:a/b", None, False),
+        ("hf:a/b", "hf:a/b", "train", True),
+    ],
+)
+def test_evaluating_on_the_training_data_is_told(
+    source: str, eval_source: str, eval_split: str | None, is_told: bool
+) -> None:
+    options = [f"data.source={source}", f"data.eval_source={eval_source}", f"data.eval_split={eval_split or 'null'}"]
+    notices = launch_notices(load(None, options, {}))
+    assert any(notice.startswith("data.eval_source is data.source") for notice in notices) is is_told
+
+
 def test_the_critic_s_micro_batches_are_not_taken_for_said_where_they_are_the_policy_s(resolve) -> None:
     resolved = resolve("algorithm.rows_per_device=2", "algorithm.dynamic_microbatch=false")
     check_for_train(resolved)

@@ -212,6 +212,17 @@ def test_a_function_that_fails_on_a_real_answer_is_found_before_anything_is_comp
     assert not run_of(config).exists() and children() == []
 
 
+def test_a_function_that_cannot_do_without_an_answer_is_found_before_anything_is_compiled(config: Path) -> None:
+    path = config.parent / "rows.jsonl"
+    rows = [{"prompt": f"{i} + 1 = ?", "answer": str(i + 1)} for i in range(4)] + [{"prompt": "5 + 1 = ?"}]
+    write_jsonl(path, rows)
+    (config.parent / "needs.py").write_text("def needs(completion, answer): return len(answer)\n")
+    options = (f"data.source={path}", "data.eval_source=builtin:arithmetic", "reward.functions=needs.py:needs")
+    result = here("train", "--config", config, "--dry-run", *settings(*options))
+    assert result.exit_code == 2
+    assert "to rows/4, one of 1 rows of 5 without a reference answer: " in result.stderr
+
+
 def test_functions_may_share_the_prompts_between_them(config: Path) -> None:
     result = train_here(
         config,
