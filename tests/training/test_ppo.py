@@ -249,7 +249,7 @@ def test_score_adds_values_and_one_more_where_a_sample_was_cut(sampled: Path, tm
     assert here("score", *arguments).exit_code == 0
     records = records_of(out)
     assert all(record["values"] == [0.0] * len(record["completion_token_ids"]) for record in records)
-    result = here("score", *arguments, *settings("algorithm.bootstrap_truncated=true"))
+    result = here("score", *arguments, "--overwrite", *settings("algorithm.bootstrap_truncated=true"))
     assert result.exit_code == 0, result.stderr
     for record in records_of(out):
         behind = 1 if record["finish_reason"] == "length" else 0

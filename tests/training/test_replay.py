@@ -35,6 +35,7 @@ DAPO = ("algorithm.name=dapo", "algorithm.max_rounds=3", "reward.overlong_buffer
 OF_THE_LEFT_OUT = {
     *("rollout/num_rounds", "rollout/surplus_group_count"),
     *("reward/filtered_group_fraction", "reward/sampled_mean"),
+    *("data/num_tokens", "data/total_tokens"),
 }
 """Metrics that count groups which a filter left out, which are in no file."""
 
