@@ -78,7 +78,7 @@ def test_a_start_that_is_killed_between_its_files_may_be_repeated(
     def replace_or_die(source: Path, target: Path) -> None:
         if next(left, None) is None:
             # A killed process leaves its partial file, which an exception removes.
-            shutil.copy(source, f"{source}".replace(str(os.getpid()), "77"))
+            shutil.copy(source, source.with_name(f".{target.name}.77.partial"))
             raise SystemExit
         replace(source, target)
 
