@@ -74,9 +74,7 @@ def load_held_out_data(data: DataSettings, *, num_prompts: int | None) -> Datase
             set.
     """
     source, split = data.eval_source or data.source, data.eval_split or "test"
-    if not isinstance(source, str) or (
-        data.eval_source is None and source != ARITHMETIC and not source.startswith("hf:")
-    ):
+    if not isinstance(source, str) or (data.eval_source is None and not data.has_splits):
         files = ", ".join(one.source for one in data.sources)
         raise InputError(
             f"data.eval_source is not set, and training reads the whole of data.source = {files}; set"

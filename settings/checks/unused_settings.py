@@ -89,8 +89,7 @@ def launch_notices(resolved: Resolved) -> tuple[str, ...]:
             f"({resolved.describe(RANK)}); 10 to 100 times that is usual"
         )
     data = resolved.settings.data
-    is_file = isinstance(data.source, str) and not data.source.startswith(("builtin:", "hf:"))
-    if data.eval_source == data.source and (is_file or data.eval_split == data.split):
+    if data.eval_source == data.source and (not data.has_splits or data.eval_split == data.split):
         lines.append("data.eval_source is data.source: evaluations use prompts of the training, not held-out ones")
     return tuple(lines)
 

@@ -144,7 +144,7 @@ def _derive(given: Settings, provenance: Mapping[str, str], *, config_stem: str)
     if given.run.name is None:
         layer["run.name"] = SourcedValue(f"{_as_run_name(config_stem)}-seed{given.run.seed}", "derived")
     # Stays null for a file, because it is unknown which part of it would be held out.
-    if data.eval_source is None and isinstance(data.source, str) and data.source.startswith(("builtin:", "hf:")):
+    if data.eval_source is None and data.has_splits:
         layer["data.eval_source"] = SourcedValue(data.source, "derived")
     if data.eval_split is None:
         layer["data.eval_split"] = SourcedValue("test", "derived")

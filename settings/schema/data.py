@@ -85,6 +85,11 @@ class DataSettings(Section):
     """Number of training problems from the arithmetic generator; fewer if not that many different ones exist."""
 
     @property
+    def has_splits(self) -> bool:
+        """Whether the source is a single one with splits: built in or on the hub."""
+        return isinstance(self.source, str) and self.source.startswith(("builtin:", "hf:"))
+
+    @property
     def sources(self) -> tuple[DataSourceSettings, ...]:
         """All sources of training prompts; a single one has all the weight."""
         if isinstance(self.source, str):
