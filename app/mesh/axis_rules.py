@@ -77,6 +77,12 @@ def constrain(x: Array, *dims: str) -> Array:
     return jax.lax.with_sharding_constraint(x, partition_spec(dims, x.shape, mesh))
 
 
+def current_platform() -> str:
+    """Returns the platform of the current mesh's devices (`cpu`, `gpu` or `tpu`); JAX's default without a mesh."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return jax.default_backend() if mesh.empty else mesh.abstract_device.platform
+
+
 def row_shard_size(num_rows: int) -> int:
     """Returns the number of an array's rows on each device of the current mesh."""
     mesh = jax.sharding.get_abstract_mesh()

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from app.mesh.compile_only import compile_only_devices
 from app.mesh.tpu_chips import TpuSlice
 from settings.errors import InputError
 from settings.schema.mesh import MeshSettings
@@ -22,12 +23,14 @@ DEVICE_PLATFORMS = {"cpu": "cpu", "cuda": "gpu", "tpu": "tpu"}
 """The `platform` of JAX devices by `mesh.platform`."""
 _simulated_slice: TpuSlice | None = None
 """The slice that the virtual devices of this process simulate."""
+_simulated_devices: list[Any] | None = None
 
 
-def simulate_slice(slice: TpuSlice | None) -> None:
+def simulate_slice(slice: TpuSlice | None, *, compiles: bool = False) -> None:
     """Makes the virtual devices of this process simulate a slice; None for real devices."""
-    global _simulated_slice
+    global _simulated_slice, _simulated_devices
     _simulated_slice = slice
+    _simulated_devices = compile_only_devices(slice) if slice is not None and compiles else None
 
 
 def missing_platform_error(platform: str, reason: str) -> InputError:
@@ -41,6 +44,8 @@ def global_devices(settings: MeshSettings) -> Sequence[Any]:
     Raises:
         InputError: there are no devices of `mesh.platform`.
     """
+    if _simulated_devices is not None:
+        return _simulated_devices
     try:
         devices = jax.devices()
     except (RuntimeError, AssertionError) as error:  # AssertionError: JAX does not know the platform
@@ -113,4 +118,8 @@ def device_kind(device: Any) -> str:
 
 def local_devices() -> list[Any]:
     """Returns the devices of this host; of a simulated slice, those of its first host."""
-    return [device for device in jax.local_devices() if _simulated_slice is None or host_index(device) == 0]
+    return [
+        device
+        for device in _simulated_devices or jax.local_devices()
+        if _simulated_slice is None or host_index(device) == 0
+    ]

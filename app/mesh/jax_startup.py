@@ -37,7 +37,7 @@ NO_PROXY_VARIABLE = "no_grpc_proxy"
 """The variable that gRPC reads instead of `no_proxy`."""
 
 
-def initialize_distributed(settings: MeshSettings) -> None:
+def initialize_distributed(settings: MeshSettings, *, compiles: bool = False) -> None:
     """Sets up the backend and joins the other hosts. Must run before any other use of JAX.
 
     Hosts are joined by the three coordinator settings, automatically on a Cloud TPU VM of several hosts, and with
@@ -47,7 +47,7 @@ def initialize_distributed(settings: MeshSettings) -> None:
         InputError: a host is missing or has an unexpected id, the port or the platform is not available, or the hosts
             have different numbers of devices.
     """
-    initialize_local(settings)
+    initialize_local(settings, compiles=compiles)
     if simulated_slice() is not None:
         return
     member = _find_cluster_member(settings)
@@ -77,14 +77,14 @@ def initialize_distributed(settings: MeshSettings) -> None:
     check_equal_device_counts(global_devices(settings))
 
 
-def initialize_local(settings: MeshSettings) -> None:
+def initialize_local(settings: MeshSettings, *, compiles: bool = False) -> None:
     """Sets up the backend of this host without joining other hosts. Must run before any other use of JAX.
 
     Raises:
         InputError: the library for `mesh.platform` is not installed.
     """
     pretended = None if settings.pretend is None else parse_slice(settings.pretend)
-    simulate_slice(pretended)
+    simulate_slice(pretended, compiles=compiles)
     _configure_malloc()
     if pretended is not None:
         jax.config.update("jax_num_cpu_devices", pretended.num_chips)

@@ -31,6 +31,9 @@ class TpuChip:
     """Peak dense bfloat16 FLOPs per second."""
     ici_bytes_per_s: float
     """Outgoing bandwidth of a chip over all its links; the incoming bandwidth is the same."""
+    hbm_bytes_per_s: float
+    clock_hz: float
+    """Of the tensor core, which the compiler's estimates count in cycles."""
     dcn_bytes_per_s_per_host: float
     """Outgoing bandwidth of a host with `chips_per_host` chips."""
     chips_per_host: int
@@ -40,15 +43,29 @@ class TpuChip:
     max_chips_of_one_host: int
     """The largest number of chips in a slice of one host."""
 
+    @property
+    def num_torus_dims(self) -> int:
+        return 2 if self.cores_in_name == 1 else 3
+
+    @property
+    def link_bytes_per_s(self) -> float:
+        """Bandwidth of one link in one direction; a chip has two in each dim of the torus."""
+        return self.ici_bytes_per_s / (2 * self.num_torus_dims)
+
+    @property
+    def ring_bytes_per_s(self) -> float:
+        """Bytes per second that a chip sends in a ring of chips, which uses two of its links."""
+        return 2 * self.link_bytes_per_s
+
 
 TPU_CHIPS: Mapping[str, TpuChip] = MappingProxyType(
     {
         chip.name: chip
         for chip in (
-            TpuChip("v4", "TPU v4", 32 * GIB, 275e12, 300e9, 25e9, 4, 2, 4),
-            TpuChip("v5e", "TPU v5 lite", 16 * GIB, 197e12, 200e9, 12.5e9, 4, 1, 8),
-            TpuChip("v5p", "TPU v5", 95 * GIB, 459e12, 600e9, 25e9, 4, 2, 4),
-            TpuChip("v6e", "TPU v6 lite", 32 * GIB, 918e12, 400e9, 50e9, 4, 1, 8),
+            TpuChip("v4", "TPU v4", 32 * GIB, 275e12, 300e9, 1228e9, 1.05e9, 25e9, 4, 2, 4),
+            TpuChip("v5e", "TPU v5 lite", 16 * GIB, 197e12, 200e9, 819e9, 1.5e9, 12.5e9, 4, 1, 8),
+            TpuChip("v5p", "TPU v5", 95 * GIB, 459e12, 600e9, 2765e9, 1.75e9, 25e9, 4, 2, 4),
+            TpuChip("v6e", "TPU v6 lite", 32 * GIB, 918e12, 400e9, 1640e9, 1.75e9, 50e9, 4, 1, 8),
         )
     }
 )
@@ -72,6 +89,23 @@ class TpuSlice:
     @property
     def num_hosts(self) -> int:
         return self.num_chips // self.chips_per_host
+
+    @property
+    def topology_name(self) -> str:
+        return f"{self.chip.name}:" + "x".join(map(str, bounds(self.num_chips, self.chip.num_torus_dims)))
+
+    @property
+    def host_bounds(self) -> tuple[int, ...]:
+        return (*bounds(self.chips_per_host, 2), 1)
+
+
+def bounds(num_chips: int, dims: int) -> tuple[int, ...]:
+    sizes = [1] * dims
+    while num_chips > 1:
+        i = min(range(dims), key=lambda d: (sizes[d], -d))
+        sizes[i] *= 2
+        num_chips //= 2
+    return tuple(sorted(sizes))
 
 
 def parse_slice(name: str) -> TpuSlice:

@@ -13,19 +13,22 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
+from app.mesh.axis_rules import current_platform
 from app.model.block_attention import Blocking, block_attention
 from app.model.block_pairs import UNREACHABLE, BlockPairs, block_pairs
 from app.model.score_mod import DEFAULT_SCORE_MOD, MASK_VALUE, ScoreMod, apply_soft_cap
 from app.model.segment_layout import SegmentLayout, Window, attention_mask
 
-BLOCKING_BY_BACKEND = {"cpu": Blocking(block_size=64, pairs_per_iteration=1)}
-"""Blocking by backend: on a CPU one pair of blocks fits the cache; other backends need many pairs to stay busy."""
+ATTENTION_SCOPE = "attention"
+"""The name scope of attention in compiled programs."""
+BLOCKING_BY_PLATFORM = {"cpu": Blocking(block_size=64, pairs_per_iteration=1)}
+"""Blocking by platform: on a CPU one pair of blocks fits the cache; others need many pairs to stay busy."""
 PARALLEL_BLOCKING = Blocking(block_size=128, pairs_per_iteration=128)
 
 
-def backend_blocking() -> Blocking:
-    """Returns the blocking of the default backend."""
-    return BLOCKING_BY_BACKEND.get(jax.default_backend(), PARALLEL_BLOCKING)
+def platform_blocking() -> Blocking:
+    """Returns the blocking of the current mesh's devices."""
+    return BLOCKING_BY_PLATFORM.get(current_platform(), PARALLEL_BLOCKING)
 
 
 def apply_rope(x: Float[Array, "R T heads H"], angles: Float[Array, "R T half"]) -> Float[Array, "R T heads H"]:
@@ -38,6 +41,7 @@ def apply_rope(x: Float[Array, "R T heads H"], angles: Float[Array, "R T half"])
     return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1).astype(x.dtype)
 
 
+@jax.named_scope(ATTENTION_SCOPE)
 def dot_product_attention(
     query: Float[Array, "R T Q H"],
     keys: Float[Array, "R K S H"],
@@ -62,17 +66,19 @@ def dot_product_attention(
     return mixed.reshape(query.shape).astype(query.dtype)
 
 
+@jax.named_scope(ATTENTION_SCOPE)
 def make_block_pairs(layout: SegmentLayout, windows: Sequence[Window]) -> BlockPairs | None:
     """Returns the block pairs that `packed_attention` needs for these rows, shared by layers with any of these windows.
 
     Returns None for rows of a single block, which need none.
     """
-    size = backend_blocking().block_size
+    size = platform_blocking().block_size
     if layout.segment_ids.shape[1] <= size:
         return None
     return block_pairs(SegmentLayout(*(_pad_to_blocks(x, size, axis=1) for x in layout)), windows, size)
 
 
+@jax.named_scope(ATTENTION_SCOPE)
 def packed_attention(
     query: Float[Array, "R T Q H"],
     keys: Float[Array, "R K T H"],
@@ -88,7 +94,7 @@ def packed_attention(
     Args:
         pairs: the result of `make_block_pairs` for these rows and `window`; computed here if None.
     """
-    num_tokens, size = query.shape[1], backend_blocking().block_size
+    num_tokens, size = query.shape[1], platform_blocking().block_size
     if num_tokens <= size:
         return dot_product_attention(query, keys, values, attention_mask(layout, layout, 0, window), score_mod)
     # JAX declares no return type for custom_vjp functions.
@@ -100,7 +106,7 @@ def packed_attention(
         pairs or make_block_pairs(layout, [window]),
         jnp.asarray(UNREACHABLE if window is None else window, jnp.int32),
         score_mod,
-        backend_blocking(),
+        platform_blocking(),
     )
     return mixed[:, :num_tokens]
 

@@ -29,7 +29,9 @@ class BlockPairs(NamedTuple):
     """Smallest distance from a query of the pair to a key it sees. Pairs inside the narrowest window come first."""
 
 
-def block_pairs(layout: SegmentLayout, windows: Sequence[Window], size: int) -> BlockPairs:
+def block_pairs(
+    layout: SegmentLayout, windows: Sequence[Window], size: int, *, keeps_diagonal: bool = False
+) -> BlockPairs:
     """Returns the pairs of `size`-token blocks with a visible entry in layers with any of these windows.
 
     T must be a multiple of `size`. Relies on the token order of `SegmentLayout`; the cost per row is T * T / size.
@@ -40,6 +42,8 @@ def block_pairs(layout: SegmentLayout, windows: Sequence[Window], size: int) -> 
     def find_pairs(*layout: Array) -> tuple[Array, ...]:
         distance = _block_distances(SegmentLayout(*layout), size)
         num_rows, num_blocks, _ = distance.shape
+        if keeps_diagonal:
+            distance = jnp.where(jnp.eye(num_blocks, dtype=bool), 0, distance)
         flat = distance.ravel()
         # The sort is stable, so pairs of the same query block stay together.
         needs = sum((flat >= width).astype(jnp.int32) for width in widths)

@@ -14,7 +14,11 @@ from app.mesh.axis_rules import constrain, row_shard_size
 from app.model.decoder import Decoder, LMHead
 from app.model.segment_layout import SegmentLayout
 
+LM_HEAD_SCOPE = "lm_head"
+"""The name scope of the LM head in compiled programs."""
 
+
+@jax.named_scope(LM_HEAD_SCOPE)
 def scaled_logits(
     hidden: Float[Array, "*rows D"], head: LMHead, temperature: Float32[Array, ""] | float
 ) -> Float32[Array, "*rows V"]:
@@ -37,6 +41,7 @@ def detached_entropy(log_softmax: Float32[Array, "*rows V"]) -> Float32[Array, "
     return entropy(jax.lax.stop_gradient(log_softmax))
 
 
+@jax.named_scope(LM_HEAD_SCOPE)
 def token_logprobs(
     hidden: Float[Array, "R C D"],
     head: LMHead,

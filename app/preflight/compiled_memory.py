@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 from jax.stages import Lowered
 
@@ -48,7 +48,11 @@ def compile_programs(
     programs = []
     for phase, name, lowered in _lower_programs(session, learning, shapes):
         started = time.perf_counter()
-        analysis: Any = lowered.compile().memory_analysis()
+        compiled = lowered.compile()
+        analysis: Any = compiled.memory_analysis()
+        import os
+        if os.environ.get("HLO"):
+            open(f"{os.environ['HLO']}/{phase}_{name}.hlo", "w").write(compiled.as_text())
         buffers = ("micro_batch_gradients", *TEMPORARY_BUFFERS)
         if phase == "rollout":
             buffers = ("whole_weights", *(("activations",) if name == "prefill" else ("logits", "logits_work")))
@@ -102,7 +106,7 @@ def lower_update(session: Session, learner: Learner, plan: MicroBatchPlan) -> di
     batch = _global_shapes(session.mesh, empty)
     with jax.set_mesh(session.mesh):
         state = abstract_arrays(learner.shapes, learner.shardings)
-        return learner.update_step.lower(state, batch, jnp.float32(1), learner.frozen_shapes)
+        return learner.update_step.lower(state, batch, np.float32(1), learner.frozen_shapes)
 
 
 def _empty_micro_batch(plan: MicroBatchPlan) -> MicroBatch:

@@ -111,7 +111,7 @@ def inspect_mesh(resolved: Resolved, *, compiles: bool) -> MeshInspection:
     """
     settings = resolved.settings
     spec = read_config_only_spec(settings)
-    jax_startup.initialize_distributed(settings.mesh)
+    jax_startup.initialize_distributed(settings.mesh, compiles=compiles)
     check_hosts_agree(resolved)
     session = Session.open(settings, spec.model, spec.critic)
     check_fixed_micro_batches(settings, session)

@@ -1,0 +1,129 @@
+"""Reads the text of a compiled XLA program: its computations and their instructions in scheduled order."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+ITEM_BITS = {"pred": 8, "token": 0, "c64": 64, "c128": 128}
+"""Bits of an item by element type, where its name does not end with them."""
+
+_NAME = r"%?([\w.\-]+)"
+_ARRAY = re.compile(r"([a-z]+\d*[a-z0-9]*)\[([\d,]*)\](?:\{([^}]*)\})?")
+_INSTRUCTION = re.compile(rf"(?:ROOT )?{_NAME} = (.*)")
+_HEADER = re.compile(rf"(ENTRY )?{_NAME} \(")
+_MESH_GROUP = re.compile(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}")
+
+
+@dataclass(frozen=True)
+class ArrayShape:
+    """One array of an instruction's result, in one device's memory."""
+
+    dtype: str
+    sizes: tuple[int, ...]
+    memory_space: int
+    """0: the device's main memory (HBM); others are on the chip."""
+
+    @property
+    def num_bytes(self) -> int:
+        bits = ITEM_BITS.get(self.dtype) or int((re.search(r"\d+", self.dtype) or ["32"])[0])
+        return math.prod(self.sizes) * bits // 8
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One instruction, in the order in which the device runs them."""
+
+    name: str
+    opcode: str
+    shapes: tuple[ArrayShape, ...]
+    """The arrays of its result, those of a tuple in order."""
+    operands: tuple[str, ...]
+    text: str
+    """The line after the opcode."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the result."""
+        return sum(shape.num_bytes for shape in self.shapes)
+
+    @cached_property
+    def op_name(self) -> str:
+        """The JAX operations and name scopes that it stems from; empty if the compiler added it."""
+        return self.attribute(r'op_name="([^"]*)"') or ""
+
+    @property
+    def estimated_cycles(self) -> int | None:
+        """The compiler's estimate of its cycles; None if it has none."""
+        cycles = self.attribute(r'"estimated_cycles":"(\d+)"')
+        return None if cycles is None else int(cycles)
+
+    @property
+    def called(self) -> tuple[str, ...]:
+        """The computations of a fusion, a call or the branches of a conditional."""
+        listed = self.attribute(r"branch_computations=\{([^}]*)\}")
+        names = r"(?:calls|to_apply|true_computation|false_computation)=" + _NAME
+        return tuple(re.findall(_NAME, listed) if listed else re.findall(names, self.text))
+
+    @property
+    def group_size(self) -> int:
+        """The number of devices of one group of a collective."""
+        if mesh := _MESH_GROUP.search(self.text):
+            sizes = dict(re.findall(r"'(\w+)'=(\d+)", mesh[1]))
+            return math.prod(int(sizes[axis]) for axis in re.findall(r"'(\w+)'", mesh[2]))
+        if iota := self.attribute(r"replica_groups=\[\d+,(\d+)\]"):
+            return int(iota)
+        return len((self.attribute(r"replica_groups=\{\{([\d,]*)\}") or "").split(","))
+
+    def attribute(self, pattern: str) -> str | None:
+        """Returns the first group of a pattern in the line's attributes; None if it is not there."""
+        found = re.search(pattern, self.text)
+        return found[1] if found else None
+
+
+class HloProgram:
+    """A compiled program's computations by name."""
+
+    def __init__(self, text: str):
+        self.computations: dict[str, list[Instruction]] = {}
+        self.entry = ""
+        current: list[Instruction] = []
+        for line in text.splitlines():
+            if not line.startswith((" ", "}", "HloModule")) and line.endswith("{") and (head := _HEADER.match(line)):
+                current = self.computations.setdefault(head[2], [])
+                self.entry = head[2] if head[1] else self.entry
+            elif line.startswith("  ") and (found := _INSTRUCTION.match(line.strip())):
+                current.append(_parse_instruction(found[1], found[2]))
+
+    def fused(self, instruction: Instruction) -> Sequence[Instruction]:
+        """Returns all instructions inside a fusion, those of fusions in it included."""
+        inside = [one for name in instruction.called for one in self.computations.get(name, ())]
+        return [*inside, *(deeper for one in inside if one.opcode == "fusion" for deeper in self.fused(one))]
+
+
+def _parse_instruction(name: str, rest: str) -> Instruction:
+    end = _tuple_end(rest) if rest.startswith("(") else rest.index(" ")
+    opcode, _, arguments = rest[end:].strip().partition("(")
+    shapes = tuple(
+        ArrayShape(
+            dtype,
+            tuple(int(size) for size in sizes.split(",") if size),
+            int(space[1]) if (space := re.search(r"S\((\d+)\)", layout or "")) else 0,
+        )
+        for dtype, sizes, layout in _ARRAY.findall(re.sub(r"/\*.*?\*/", "", rest[:end]))
+    )
+    operands = tuple(re.findall(r"%([\w.\-]+)", arguments[: _tuple_end("(" + arguments) - 1]))
+    return Instruction(name, opcode, shapes, operands, arguments)
+
+
+def _tuple_end(text: str) -> int:
+    """Returns the index after the parenthesis that closes the first one."""
+    depth = 0
+    for index, letter in enumerate(text):
+        depth += (letter == "(") - (letter == ")")
+        if depth == 0:
+            return index + 1
+    raise ValueError(f"unbalanced: {text[:80]}")
