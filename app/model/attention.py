@@ -24,11 +24,17 @@ ATTENTION_SCOPE = "attention"
 BLOCKING_BY_PLATFORM = {"cpu": Blocking(block_size=64, pairs_per_iteration=1)}
 """Blocking by platform: on a CPU one pair of blocks fits the cache; others need many pairs to stay busy."""
 PARALLEL_BLOCKING = Blocking(block_size=128, pairs_per_iteration=128)
+KERNEL_BLOCK_SIZES = (128, 256, 512)
+"""Block sizes of the TPU kernels, which are fastest with the largest."""
 
 
-def platform_blocking() -> Blocking:
-    """Returns the blocking of the current mesh's devices."""
-    return BLOCKING_BY_PLATFORM.get(current_platform(), PARALLEL_BLOCKING)
+def platform_blocking(num_tokens: int) -> Blocking:
+    """Returns how the current mesh's devices compute attention over rows of this many tokens."""
+    platform = current_platform()
+    if platform == "tpu":
+        size = next((size for size in KERNEL_BLOCK_SIZES if size >= num_tokens), KERNEL_BLOCK_SIZES[-1])
+        return Blocking(size, 1, kernel=True)
+    return BLOCKING_BY_PLATFORM.get(platform, PARALLEL_BLOCKING)
 
 
 def apply_rope(x: Float[Array, "R T heads H"], angles: Float[Array, "R T half"]) -> Float[Array, "R T heads H"]:
@@ -72,10 +78,11 @@ def make_block_pairs(layout: SegmentLayout, windows: Sequence[Window]) -> BlockP
 
     Returns None for rows of a single block, which need none.
     """
-    size = platform_blocking().block_size
-    if layout.segment_ids.shape[1] <= size:
+    blocking = platform_blocking(layout.segment_ids.shape[1])
+    if layout.segment_ids.shape[1] <= blocking.block_size and not blocking.kernel:
         return None
-    return block_pairs(SegmentLayout(*(_pad_to_blocks(x, size, axis=1) for x in layout)), windows, size)
+    layout = SegmentLayout(*(_pad_to_blocks(x, blocking.block_size, axis=1) for x in layout))
+    return block_pairs(layout, windows, blocking.block_size, by_query=blocking.kernel)
 
 
 @jax.named_scope(ATTENTION_SCOPE)
@@ -94,8 +101,10 @@ def packed_attention(
     Args:
         pairs: the result of `make_block_pairs` for these rows and `window`; computed here if None.
     """
-    num_tokens, size = query.shape[1], platform_blocking().block_size
-    if num_tokens <= size:
+    num_tokens = query.shape[1]
+    blocking = platform_blocking(num_tokens)
+    size = blocking.block_size
+    if num_tokens <= size and not blocking.kernel:
         return dot_product_attention(query, keys, values, attention_mask(layout, layout, 0, window), score_mod)
     # JAX declares no return type for custom_vjp functions.
     mixed: Any = block_attention(
@@ -106,7 +115,7 @@ def packed_attention(
         pairs or make_block_pairs(layout, [window]),
         jnp.asarray(UNREACHABLE if window is None else window, jnp.int32),
         score_mod,
-        platform_blocking(),
+        blocking,
     )
     return mixed[:, :num_tokens]
 

@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
+from app.model.block_attention import Blocking
 from app.model.block_pairs import UNREACHABLE, BlockPairs
 from app.model.score_mod import MASK_VALUE, ScoreMod, apply_soft_cap
 from app.model.segment_layout import SegmentLayout
@@ -30,6 +31,8 @@ VMEM_BYTES = 96 * 2**20
 
 
 def attend(
+    score_mod: ScoreMod,
+    blocking: Blocking,
     query: Float[Array, "R T Q H"],
     keys: Float[Array, "R K T H"],
     values: Float[Array, "R K T H"],
@@ -37,8 +40,6 @@ def attend(
     pairs: BlockPairs,
     window: Int32[Array, ""],
     *,
-    score_mod: ScoreMod,
-    block_size: int,
     interpret: bool = False,
 ) -> tuple[Float[Array, "R T Q H"], Float32[Array, "K G N"]]:
     """Returns one device's attention output, and the logarithm of each softmax normalizer, N = R * T.
@@ -46,6 +47,7 @@ def attend(
     Args:
         pairs: the pairs of every query block one after the other, at least one for each block.
     """
+    block_size = blocking.block_size
     call = _Call(query.shape, keys.shape, block_size)
     mixed, normalizer = pl.pallas_call(
         functools.partial(_forward_kernel, score_mod, call.scale(score_mod)),
@@ -72,6 +74,8 @@ def attend(
 
 
 def attention_grads(
+    score_mod: ScoreMod,
+    blocking: Blocking,
     query: Float[Array, "R T Q H"],
     keys: Float[Array, "R K T H"],
     values: Float[Array, "R K T H"],
@@ -82,11 +86,10 @@ def attention_grads(
     normalizer: Float32[Array, "K G N"],
     mixed_grad: Float[Array, "R T Q H"],
     *,
-    score_mod: ScoreMod,
-    block_size: int,
     interpret: bool = False,
 ) -> tuple[Float[Array, "R T Q H"], Float[Array, "R K T H"], Float[Array, "R K T H"]]:
     """Returns the gradients of one device's query, keys and values; scores are computed again."""
+    block_size = blocking.block_size
     call = _Call(query.shape, keys.shape, block_size)
     output_grad = call.to_heads(mixed_grad)
     mean = jnp.sum(output_grad.astype(jnp.float32) * call.to_heads(mixed).astype(jnp.float32), axis=-1)

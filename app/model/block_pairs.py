@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -30,19 +31,22 @@ class BlockPairs(NamedTuple):
 
 
 def block_pairs(
-    layout: SegmentLayout, windows: Sequence[Window], size: int, *, keeps_diagonal: bool = False
+    layout: SegmentLayout, windows: Sequence[Window], size: int, *, by_query: bool = False
 ) -> BlockPairs:
     """Returns the pairs of `size`-token blocks with a visible entry in layers with any of these windows.
 
-    T must be a multiple of `size`. Relies on the token order of `SegmentLayout`; the cost per row is T * T / size.
+    With `by_query`, the pairs of a query block follow one another whatever their distance, and every block has its
+    diagonal pair even if it is all padding. T must be a multiple of `size`. Relies on the token order of `SegmentLayout`; the cost per row is T * T / size.
     """
     rows = ("rows", "tokens")
     widths = [UNREACHABLE if window is None else window for window in windows]
+    if by_query:
+        widths = [functools.reduce(jnp.maximum, widths)]
 
     def find_pairs(*layout: Array) -> tuple[Array, ...]:
         distance = _block_distances(SegmentLayout(*layout), size)
         num_rows, num_blocks, _ = distance.shape
-        if keeps_diagonal:
+        if by_query:
             distance = jnp.where(jnp.eye(num_blocks, dtype=bool), 0, distance)
         flat = distance.ravel()
         # The sort is stable, so pairs of the same query block stay together.
@@ -51,7 +55,8 @@ def block_pairs(
         order = jnp.argsort(needs, stable=True)[: num_rows * num_blocks * (num_blocks + 1) // 2]
         row, query_block, key_block = jnp.unravel_index(order, distance.shape)
         first = row * num_blocks
-        pairs = first + query_block, first + key_block, flat[order]
+        distance = jnp.where(flat[order] < widths[0], flat[order], UNREACHABLE) if by_query else flat[order]
+        pairs = first + query_block, first + key_block, distance
         return tuple(x.astype(jnp.int32).reshape(num_rows, -1) for x in pairs)
 
     return BlockPairs(*shard_map_by_dims(find_pairs, in_dims=(rows,) * 3, out_dims=(rows,) * 3)(*layout))
