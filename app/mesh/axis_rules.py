@@ -32,6 +32,8 @@ LOGICAL_AXIS_RULES: dict[str, str | tuple[str, ...] | None] = {
     "head": None,
     "mlp": "tp",
     "lora_rank": None,
+    # The LM head's vocabulary where it is used: no device then needs another's part of the table.
+    "head_vocab": ("tp", "fsdp"),
     # The model dim of activations is not split: fsdp splits their rows.
     "activation": None,
 }
