@@ -23,6 +23,8 @@ Dims = Sequence[str]
 
 LOGICAL_AXIS_RULES: dict[str, str | tuple[str, ...] | None] = {
     "rows": ROW_AXES,
+    # The rows of all devices that share weights, gathered.
+    "shared_rows": "dp",
     "tokens": None,
     "layers": None,
     "embed": "fsdp",

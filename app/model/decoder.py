@@ -273,11 +273,23 @@ class Trunk(nnx.Module):
         return ScoreMod(self.architecture.query_scale, self.architecture.attention_soft_cap)
 
     def embed(self, token_ids: Int32[Array, "R T"], dtype: jnp.dtype) -> Float[Array, "R T D"]:
+        """Returns the embeddings of tokens from a table whose model dim is not split."""
         # Gathered along the model dim before the look-up: otherwise the result would be split over fsdp twice.
-        table = constrain(self.embedding[...].astype(dtype), "vocab", "activation")
-        x = table[token_ids]
+        return self._scaled_embeddings(constrain(self.embedding[...].astype(dtype), "vocab", "activation")[token_ids])
+
+    def embed_from_shards(self, token_ids: Int32[Array, "R T"], dtype: jnp.dtype) -> Float[Array, "R T D"]:
+        """Returns the embeddings of tokens; no device holds the whole table or its gradient.
+
+        Each device looks up its part of the model dim for the rows of all devices that share the table.
+        """
+        shared = constrain(token_ids, "shared_rows", "tokens")
+        return self._scaled_embeddings(
+            constrain(self.embedding[...].astype(dtype)[shared], "shared_rows", "tokens", "embed")
+        )
+
+    def _scaled_embeddings(self, x: Float[Array, "R T D"]) -> Float[Array, "R T D"]:
         if self.architecture.scaled_embeddings:
-            x = x * jnp.asarray(np.float32(self.architecture.model_dim**0.5), dtype)
+            x = x * jnp.asarray(np.float32(self.architecture.model_dim**0.5), x.dtype)
         return constrain(x, "rows", "tokens", "activation")
 
     def angles(self, positions: Int32[Array, "R T"]) -> tuple[Float[Array, "R T half"], Float[Array, "R T half"]]:
@@ -320,7 +332,7 @@ class Trunk(nnx.Module):
             x, _ = nnx.merge(graph, weights)(x, angles, attend)
             return constrain(x, "rows", "tokens", "activation"), None
 
-        x, _ = jax.lax.scan(REMAT_POLICIES[remat](layer), self.embed(token_ids, dtype), (stacked, windows))
+        x, _ = jax.lax.scan(REMAT_POLICIES[remat](layer), self.embed_from_shards(token_ids, dtype), (stacked, windows))
         return self.final_norm(x)
 
 
