@@ -270,7 +270,9 @@ class _Call:
         self.query_info = pl.BlockSpec((INFO_ROWS, size), lambda k, p, q, *_: (0, q[p]))
         self.key_info = pl.BlockSpec((INFO_ROWS, size), lambda k, p, q, kb, *_: (0, kb[p]))
         per_row = self.blocks_per_row
-        self.whole_row = pl.BlockSpec((None, self.num_tokens, head), lambda k, p, q, *_: (k, q[p] // per_row, 0))
+        self.whole_row = pl.BlockSpec(
+            (None, self.num_tokens, head), lambda k, p, q, *_: (k, q[p] // per_row, 0), pipeline_mode=pl.Buffered(1)
+        )
 
     def scale(self, score_mod: ScoreMod) -> float:
         return score_mod.scale or self.head_dim**-0.5
