@@ -438,6 +438,16 @@ def test_a_setting_given_as_an_option_is_shown_as_one(option: str, message: str)
     assert f"No such option: {option.partition('=')[0]}" in result.stderr and message in result.stderr
 
 
+def test_an_option_with_one_value_is_given_once() -> None:
+    result = here("train", "--config", "dapo", "--set", "run.steps=3", "--config=quickstart", "--print-config")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "--config is given 2 times, but takes one value" in result.stderr
+    repeatable = ("--set", "run.steps=3", "--set", "run.seed=1", "--debug", "--debug", "--print-config")
+    result = here("train", *repeatable)
+    assert result.exit_code == 0, result.stderr
+    assert "steps: 3  # set" in result.stdout and "seed: 1  # set" in result.stdout
+
+
 @pytest.mark.parametrize(
     ("options", "output"),
     [

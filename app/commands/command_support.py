@@ -10,7 +10,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
@@ -88,7 +88,7 @@ class _ProgressHandler(logging.Handler):
 
 
 def show_progress(text: str) -> None:
-    """Logs `text` to stderr and shows all progress messages of `app` until the command ends."""
+    """Logs `text` to stderr and shows all progress messages of `app` until `command_output` ends."""
     # The handler is on the root logger, so that `logging.basicConfig`, if a library calls it, does not add another one.
     logging.getLogger().addHandler(_ProgressHandler())
     logger = logging.getLogger("app")
@@ -96,12 +96,45 @@ def show_progress(text: str) -> None:
     logger.info(text)
 
 
-def hide_progress() -> None:
-    """Ends `show_progress`."""
-    root = logging.getLogger()
-    for handler in [handler for handler in root.handlers if isinstance(handler, _ProgressHandler)]:
-        root.removeHandler(handler)
-    logging.getLogger("app").setLevel(logging.NOTSET)
+class _LastingStderr:
+    """stderr whose lines are dropped once nobody reads them, as after `2>&1 | head`: no run ends because of that."""
+
+    def __init__(self) -> None:
+        self._stream = sys.stderr
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with _ignore_closed_pipe(self._stream):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with _ignore_closed_pipe(self._stream):
+            self._stream.flush()
+
+
+@contextmanager
+def _ignore_closed_pipe(stream: TextIO) -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+@contextmanager
+def command_output() -> Iterator[None]:
+    """Keeps stderr usable while a command runs, and ends `show_progress` after it."""
+    stderr: Any = _LastingStderr()
+    try:
+        with redirect_stderr(stderr):
+            yield
+    finally:
+        root = logging.getLogger()
+        for handler in [handler for handler in root.handlers if isinstance(handler, _ProgressHandler)]:
+            root.removeHandler(handler)
+        logging.getLogger("app").setLevel(logging.NOTSET)
 
 
 def inherit_run_settings(
@@ -177,14 +210,18 @@ def require_path(path: Path | None, option: str) -> Path:
     return path
 
 
-def refuse_existing(outputs: Mapping[str, Path | None], *, overwrite: bool) -> None:
+def refuse_existing(outputs: Mapping[str, Path | None], *, overwrite: bool, resumes: bool = False) -> None:
     """Raises InputError if an output file exists and is not to be replaced.
 
     Args:
         outputs: option -> the file that it names, or None.
+        resumes: whether the command goes on if it was killed after it wrote its output, and before it removed the
+            part files.
     """
+    from app.records.partial_samples import part_paths
+
     for option, path in outputs.items():
-        if path is not None and path.is_file() and not overwrite:
+        if path is not None and path.is_file() and not (overwrite or (resumes and part_paths(path))):
             replace = ", or add --overwrite" if option.startswith("--") else ""  # arguments in Python have no dashes
             raise InputError(f"{option}: {path} exists already; delete it or give another name{replace}")
 
@@ -193,7 +230,8 @@ def refuse_existing(outputs: Mapping[str, Path | None], *, overwrite: bool) -> N
 def handle_errors(debug: bool) -> Iterator[None]:
     """Turns an exception in the block into a message on stderr and an exit code."""
     try:
-        yield
+        with command_output():
+            yield
     except KeyboardInterrupt:
         _fail("interrupted", EXIT_INTERRUPTED, debug=debug)
     except InputError as error:
@@ -203,8 +241,6 @@ def handle_errors(debug: bool) -> Iterator[None]:
     except Exception as error:
         hint = "" if debug else " (--debug shows the traceback)"
         _fail(f"error: {type(error).__name__}: {error}{hint}", EXIT_FAILURE, debug=debug)
-    finally:
-        hide_progress()
 
 
 def _fail(message: str, code: int, *, debug: bool) -> NoReturn:
@@ -225,10 +261,8 @@ def write(text: str, stream: TextIO) -> None:
 
     Characters that a terminal would execute are spelled out: names and values may come from others.
     """
-    try:
+    with _ignore_closed_pipe(stream):
         print(to_printable_lines(text.rstrip("\n")), file=stream, flush=True)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def print_result(result: Any, *, as_json: bool, text: str | None = None) -> None:

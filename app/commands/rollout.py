@@ -41,10 +41,7 @@ def rollout(
     with handle_errors(debug):
         resolved = resolve_policy(config, overrides, checkpoint, check=check_for_rollout, print_config=print_config)
         out = require_path(out, "--out")
-        from app.records.partial_samples import part_paths
-
-        # A rollout that was killed after it wrote its output, and before it removed its part files, goes on.
-        refuse_existing({"--out": out}, overwrite=overwrite or bool(part_paths(out)))
+        refuse_existing({"--out": out}, overwrite=overwrite, resumes=True)
         refuse_existing({"--timeline": timeline}, overwrite=overwrite)
         show_progress(f"grpo rollout: model {resolved.settings.model.path}; loading JAX")
         from app.stages import rollout
