@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from settings.loading.aliases import ALIASES
-from settings.loading.synonyms import VERL_ROOT, find_synonyms
+from settings.loading.synonyms import VERL_ROOT, Synonym, find_synonyms
 from settings.schema.data import DataSourceSettings
 from settings.schema.reward import RewardFunctionSettings
 from settings.schema.settings import Settings
@@ -77,19 +77,18 @@ def suggest_fields(unknown: str, *, show: Callable[[str], str] = str) -> tuple[l
     near = _nearest_fields(unknown)
     synonyms, is_exact = find_synonyms(unknown, SECTIONS)
     if synonyms and (is_exact or last not in [name.rpartition(".")[2] for name in near]):
-        near = [field for here in synonyms.values() if not here.startswith("–") for field in here.split()]
+        near = [field for synonym in synonyms for field in synonym.fields]
         # A name that differs only in its section, such as TRL's `top_p`, needs no explanation.
         if [name.rpartition(".")[2] for name in near] != [last]:
-            return near, f"; {' and '.join(_describe_synonym(title, here, show) for title, here in synonyms.items())}"
+            return near, f"; {' and '.join(_describe_synonym(synonym, show) for synonym in synonyms)}"
     section = unknown.partition(".")[0]
     overview = f"`grpo settings {section}`" if section in SECTIONS else "`grpo settings`"
     return near, did_you_mean([show(name) for name in near]) or f"; {overview} lists the settings"
 
 
-def _describe_synonym(title: str, here: str, show: Callable[[str], str]) -> str:
-    if here.startswith("–"):
-        return f"{title} has no counterpart here{here.replace('– ', ': ').removesuffix('–')}"
-    return f"{title} is {' and '.join(map(show, here.split()))} here"
+def _describe_synonym(synonym: Synonym, show: Callable[[str], str]) -> str:
+    here = f"is {' and '.join(map(show, synonym.fields))} here" if synonym.fields else "has no counterpart here"
+    return f"{synonym.title} {here}" + (f": {synonym.remark}" if synonym.remark else "")
 
 
 def _nearest_fields(unknown: str) -> list[str]:
