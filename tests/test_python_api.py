@@ -23,7 +23,7 @@ import pytest
 import grpo
 from app.records.jsonl import write_jsonl
 from settings import InputError
-from settings.loading.sources import set_layer, set_options
+from settings.loading.sources import build_layer, set_entries, set_options
 from tests.program import here, metrics_of, records_of, reproducible, settings, train_here
 from tests.run_fixtures import NO_REPORT, TINY, write_config
 from tests.two_hosts import KEEPING, run_on_two_hosts
@@ -341,14 +341,14 @@ def test_overrides_keep_their_values() -> None:
         **{"model.revision": "12e4567", "data.difficulty": (1, 2), "data.split": None, "run.name": "no"},
         **{"reward.functions": ["gsm8k", {"function": "a.py:f", "weight": 0.5}]},
     }
-    layer = set_layer(set_options({**values, "run.dir": Path("a b")}))
+    layer = build_layer(set_entries(set_options({**values, "run.dir": Path("a b")})))
     assert {name: leaf.value for name, leaf in layer.items()} == {
         **values,
         "data.difficulty": [1, 2],
         "run.dir": "a b",
     }
     assert {leaf.origin for leaf in layer.values()} == {"set"}
-    nested = set_layer(set_options({"rollout": {"workers": {"fast": {"slots": 4}}, "top_k": 2}}))
+    nested = build_layer(set_entries(set_options({"rollout": {"workers": {"fast": {"slots": 4}}, "top_k": 2}})))
     assert {name: leaf.value for name, leaf in nested.items()} == {"rollout.workers.fast.slots": 4, "rollout.top_k": 2}
     with pytest.raises(InputError, match=r"rollout\.top_p: expected None, a bool, .* got <object .* of type object"):
         list(set_options({"rollout": {"top_p": object()}}))

@@ -13,7 +13,6 @@ from typing import Any
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
-from pydantic_settings import InitSettingsSource
 
 from settings.errors import InputError
 from settings.loading.algorithm_presets import (
@@ -33,16 +32,16 @@ from settings.loading.sources import (
     Flags,
     Layer,
     SourcedValue,
+    build_layer,
     describe_origin,
-    environment_layer,
+    environment_entries,
     environment_notices,
-    flag_layer,
+    flag_entries,
     precedence,
-    set_layer,
-    yaml_layer,
+    set_entries,
+    yaml_entries,
 )
 from settings.loading.yaml_file import YamlNode, parse_settings_file
-from settings.schema.algorithm import AlgorithmSettings
 from settings.schema.data import MIXTURE_TAG, SINGLE_TAG
 from settings.schema.rollout import RAY_LEASE_S
 from settings.schema.settings import LEGACY_PROMPT_ALLOWANCE, Settings
@@ -97,10 +96,10 @@ def load(
         InputError: the file, an override, an environment variable or a flag is invalid.
     """
     file = find_config_file(config)
-    in_yaml = yaml_layer(parse_settings_file(file.content, name=file.name), file=file.name)
-    in_set = set_layer(overrides)
-    in_environment = environment_layer(environ)
-    in_flags = flag_layer(flags)
+    in_yaml = build_layer(yaml_entries(parse_settings_file(file.content, name=file.name), file=file.name))
+    in_set = build_layer(set_entries(overrides))
+    in_environment = build_layer(environment_entries(environ))
+    in_flags = build_layer(flag_entries(flags))
     layers = [in_flags, in_environment, in_set, in_yaml]
     if in_flags:
         _validate(layers[1:])  # A value must be valid even if a flag overrides it.
@@ -118,14 +117,10 @@ def load(
 
 def _validate(layers: Sequence[Layer]) -> Settings:
     """Merges and validates layers, the strongest first."""
-    sources = tuple(
-        InitSettingsSource(Settings, nested({field: leaf.value for field, leaf in layer.items()})) for layer in layers
-    )
+    leaves = ChainMap(*layers)
     try:
-        # pyright sees only the fields as arguments of a pydantic class.
-        return Settings(_build_sources=(sources, {}))  # pyright: ignore[reportCallIssue]
+        return Settings.model_validate(nested({field: leaf.value for field, leaf in leaves.items()}))
     except ValidationError as error:
-        leaves = ChainMap(*layers)
         # pydantic counts only valid items, so a list with an invalid item is also reported as too short.
         problems = [d for d in error.errors() if not (d["type"] == "too_short" and d["input"])]
         raise InputError("\n".join(_error_message(details, leaves) for details in problems)) from None
@@ -140,27 +135,28 @@ def _derive(given: Settings, provenance: Mapping[str, str], *, config_stem: str)
     """Returns values for null fields, derived from other settings but never from devices or model files."""
     rollout, data = given.rollout, given.data
     prompt_allowance = max(LEGACY_PROMPT_ALLOWANCE, data.max_prompt_length)
-    layer: Layer = {}
-    if given.run.name is None:
-        layer["run.name"] = SourcedValue(f"{_as_run_name(config_stem)}-seed{given.run.seed}", "derived")
-    # Stays null for a file, because it is unknown which part of it would be held out.
-    if data.eval_source is None and data.has_splits:
-        layer["data.eval_source"] = SourcedValue(data.source, "derived")
-    if data.eval_split is None:
-        layer["data.eval_split"] = SourcedValue("test", "derived")
-    if rollout.max_length_total is None:
-        layer["rollout.max_length_total"] = SourcedValue(rollout.max_new_tokens + prompt_allowance, "derived")
-    # A machine of a cluster may disappear at any time.
-    if rollout.pool == "ray" and rollout.workers.lease_s is None:
-        layer["rollout.workers.lease_s"] = SourcedValue(RAY_LEASE_S, "derived")
+    values = {
+        "run.name": f"{_as_run_name(config_stem)}-seed{given.run.seed}",
+        # Stays null for a file, because it is unknown which part of it would be held out.
+        "data.eval_source": data.source if data.has_splits else None,
+        "data.eval_split": "test",
+        "rollout.max_length_total": rollout.max_new_tokens + prompt_allowance,
+        # A machine of a cluster may disappear at any time.
+        "rollout.workers.lease_s": RAY_LEASE_S if rollout.pool == "ray" else None,
+        "algorithm.mini_batch_prompts": rollout.prompts_per_step,
+        **{f"algorithm.{field}": value for field, value in _algorithm_values(given).items()},
+    }
+    layer = {
+        field: SourcedValue(value, "derived")
+        for field, value in values.items()
+        if value is not None and value_of(given, field) is None
+    }
     # Drops the metric if a later layer than the one that set it disables evaluation.
     if given.eval.every_steps == 0 and precedence(provenance["eval.every_steps"]) > precedence(
         provenance["checkpoint.best_metric"]
     ):
         layer["checkpoint.best_metric"] = SourcedValue(None, "derived")
-    if given.algorithm.mini_batch_prompts is None:
-        layer["algorithm.mini_batch_prompts"] = SourcedValue(rollout.prompts_per_step, "derived")
-    return layer | _derive_algorithm(given.algorithm) | _derive_correction(given) | _derive_mesh(given, provenance)
+    return layer | _derive_mesh(given, provenance)
 
 
 def _derive_mesh(given: Settings, provenance: Mapping[str, str]) -> Layer:
@@ -190,38 +186,21 @@ def real_device_fields(settings: Settings) -> list[str]:
     return [f for f, value in values.items() if value != FIELDS[f].default and (f, value) != ("mesh.platform", "cpu")]
 
 
-def _derive_algorithm(given: AlgorithmSettings) -> Layer:
-    """Returns values that the name gives to null fields. Without a penalty, `kl_in` and `kl_estimator` stay null."""
-    paper = ALGORITHM_PRESETS[given.name]
-    kl_in = given.kl_in or paper.kl_in
-    values: dict[str, Any] = {field: getattr(paper, field) for field in PRESET_FIELDS if field != "kl_in"}
-    estimator = given.estimator or paper.estimator
-    values |= estimator_defaults(estimator)
-    if given.beta > 0:
-        values |= {"kl_in": kl_in, "kl_estimator": DEFAULT_KL_ESTIMATORS[kl_in]}
-    return {
-        f"algorithm.{field}": SourcedValue(value, "derived")
-        for field, value in values.items()
-        if getattr(given, field) is None
-    }
-
-
-def _derive_correction(given: Settings) -> Layer:
-    """Returns values for the null fields of the off-policy correction."""
+def _algorithm_values(given: Settings) -> dict[str, Any]:
+    """Returns what the algorithm's name, its estimator and the staleness of samples give to fields of `algorithm`."""
     algorithm, paper = given.algorithm, ALGORITHM_PRESETS[given.algorithm.name]
-    correction = algorithm.correction or ("truncate" if given.rollout.max_staleness > 0 else "none")
-    values: dict[str, Any] = {"correction": correction}
-    if correction != "none":
+    values: dict[str, Any] = {field: getattr(paper, field) for field in PRESET_FIELDS if field != "kl_in"}
+    values |= estimator_defaults(algorithm.estimator or paper.estimator)
+    # Without a penalty, both stay null.
+    if algorithm.beta > 0:
+        kl_in = algorithm.kl_in or paper.kl_in
+        values |= {"kl_in": kl_in, "kl_estimator": DEFAULT_KL_ESTIMATORS[kl_in]}
+    values["correction"] = algorithm.correction or ("truncate" if given.rollout.max_staleness > 0 else "none")
+    if values["correction"] != "none":
         uses_sequence_ratio = (algorithm.ratio_level or paper.ratio_level) == "sequence"
-        values |= {
-            "correction_level": "geometric" if uses_sequence_ratio else "token",
-            "correction_veto": DEFAULT_CORRECTION_VETO,
-        }
-    return {
-        f"algorithm.{field}": SourcedValue(value, "derived")
-        for field, value in values.items()
-        if getattr(algorithm, field) is None
-    }
+        values["correction_level"] = "geometric" if uses_sequence_ratio else "token"
+        values["correction_veto"] = DEFAULT_CORRECTION_VETO
+    return values
 
 
 def _as_run_name(stem: str) -> str:
