@@ -6,15 +6,18 @@ settings do not need JAX.
 
 from __future__ import annotations
 
+import functools
 import sys
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
+from inspect import Parameter, signature
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
 from app.commands import doctor, evaluate, export, gae, inspect_mesh, presets, report, rollout, score, settings, train
-from app.commands.command_support import write
+from app.commands.command_support import handle_errors, write
 from settings.loading.fields import suggest_fields
 
 
@@ -70,8 +73,25 @@ COMMANDS = {
     presets.presets: "grpo presets dapo",
 }
 """Maps each command to the example at the end of its help."""
+
+
+def _with_errors_handled(command: Callable[..., None]) -> Callable[..., None]:
+    """Returns a command with the option `--debug`, whose errors are a message and an exit code."""
+
+    @functools.wraps(command)
+    def run(*, debug: bool, **arguments: Any) -> None:
+        with handle_errors(debug):
+            command(**arguments)
+
+    option = typer.Option("--debug", help="Show a traceback with errors.")
+    debug = Parameter("debug", Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, option])
+    without = signature(command, eval_str=True)
+    setattr(run, "__signature__", without.replace(parameters=[*without.parameters.values(), debug]))  # noqa: B010
+    return run
+
+
 for command, example in COMMANDS.items():
-    app.command(cls=_Command, epilog=f"Example: {example}")(command)
+    app.command(cls=_Command, epilog=f"Example: {example}")(_with_errors_handled(command))
 
 
 def _show_version(is_requested: bool) -> None:

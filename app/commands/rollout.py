@@ -8,14 +8,13 @@ from typing import Annotated
 import typer
 
 from app.commands.command_support import (
-    handle_errors,
     print_result,
     refuse_existing,
     require_path,
     resolve_policy,
     show_progress,
 )
-from app.commands.options import AsJson, Checkpoint, Config, Debug, Overrides, Overwrite, PrintConfig
+from app.commands.options import AsJson, Checkpoint, Config, Overrides, Overwrite, PrintConfig
 from settings.checks.commands import check_for_rollout
 
 
@@ -35,18 +34,14 @@ def rollout(
     ] = None,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
-    debug: Debug = False,
 ) -> None:
     """Sample completions; run again to continue after a stop."""
-    with handle_errors(debug):
-        resolved = resolve_policy(config, overrides, checkpoint, check=check_for_rollout, print_config=print_config)
-        out = require_path(out, "--out")
-        refuse_existing({"--out": out}, overwrite=overwrite, resumes=True)
-        refuse_existing({"--timeline": timeline}, overwrite=overwrite)
-        show_progress(f"grpo rollout: model {resolved.settings.model.path}; loading JAX")
-        from app.stages import rollout
+    resolved = resolve_policy(config, overrides, checkpoint, check=check_for_rollout, print_config=print_config)
+    out = require_path(out, "--out")
+    refuse_existing({"--out": out}, overwrite=overwrite, resumes=True)
+    refuse_existing({"--timeline": timeline}, overwrite=overwrite)
+    show_progress(f"grpo rollout: model {resolved.settings.model.path}; loading JAX")
+    from app.stages import rollout
 
-        summary = rollout.rollout(
-            resolved, prompts=prompts, limit=limit, out=out, timeline=timeline, checkpoint=checkpoint
-        )
-        print_result(summary, as_json=as_json)
+    summary = rollout.rollout(resolved, prompts=prompts, limit=limit, out=out, timeline=timeline, checkpoint=checkpoint)
+    print_result(summary, as_json=as_json)
