@@ -22,6 +22,7 @@ from app.records.text_format import to_printable_lines
 from settings import InputError, Resolved, load
 from settings.checks.unused_settings import unused_adapter_notices
 from settings.loading.config_file import ConfigFile
+from settings.loading.inherited_settings import reset_overrides
 from settings.loading.sources import NO_FLAGS, Flags
 
 RUN_SUBFOLDERS = ("checkpoints", "rollouts", "eval")
@@ -156,8 +157,6 @@ def inherit_run_settings(
 
 def reset_inherited(run_config: ConfigFile, overrides: list[str] | None) -> list[str]:
     """Returns the overrides, extended by those that reset what a new run must not inherit."""
-    from settings.loading.inherited_settings import reset_overrides
-
     return [*(overrides or []), *reset_overrides(run_config, overrides or [], os.environ)]
 
 
@@ -191,16 +190,9 @@ def find_run_settings(run_paths: Mapping[str, Path | None]) -> Sequence[Settings
 
 def find_run(path: Path) -> RunDirectory | None:
     """Returns the run that a resolved path belongs to."""
-    runs = (RunDirectory(folder) for folder in _candidate_run_folders(path))
-    return next((run for run in runs if run.has_settings), None)
-
-
-def _candidate_run_folders(path: Path) -> Iterator[Path]:
-    """Yields the folders that may be the run directory of `path`."""
-    yield from (path, path.parent)
     # Outside these subfolders, a settings.yaml two levels above `path` does not belong to its run.
-    if path.parent.name in RUN_SUBFOLDERS:
-        yield path.parent.parent
+    above = [path.parent.parent] if path.parent.name in RUN_SUBFOLDERS else []
+    return next((run for run in map(RunDirectory, (path, path.parent, *above)) if run.has_settings), None)
 
 
 def require_path(path: Path | None, option: str) -> Path:
