@@ -23,6 +23,7 @@ from settings import InputError, Resolved, load
 from settings.checks.unused_settings import unused_adapter_notices
 from settings.loading.config_file import ConfigFile
 from settings.loading.inherited_settings import reset_overrides
+from settings.loading.secrets import load_secrets, redact
 from settings.loading.sources import NO_FLAGS, Flags
 
 RUN_SUBFOLDERS = ("checkpoints", "rollouts", "eval")
@@ -49,8 +50,6 @@ def resolve(
         write(resolved.to_yaml(), sys.stdout)
         raise typer.Exit
     check(resolved)
-    from settings.loading.secrets import load_secrets
-
     print_notices(load_secrets(Path.cwd()))
     return resolved
 
@@ -236,8 +235,6 @@ def handle_errors(debug: bool) -> Iterator[None]:
 
 
 def _fail(message: str, code: int, *, debug: bool) -> NoReturn:
-    from settings.loading.secrets import redact
-
     write(redact(f"{traceback.format_exc()}{message}" if debug else message), sys.stderr)
     raise typer.Exit(code)
 
