@@ -18,7 +18,7 @@ import cli
 from settings import load
 from settings.loading.config_file import preset_names
 from settings.loading.fields import FIELDS
-from tests.program import here
+from tests.program import DEADLINE_S, compilation_cache, here, metrics_of, settings
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 CANARY = "CANARY-0123456789abcdef"
@@ -388,6 +388,23 @@ def test_a_closed_pipe_is_not_an_error(tmp_path: Path) -> None:
         )
         stderr.seek(0)
         assert (answer.returncode, stderr.read()) == (0, "")
+
+
+def test_a_run_whose_output_nobody_reads_trains_to_its_end(config: Path) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "w") as closed:
+        answer = subprocess.run(
+            [sys.executable, "-m", "cli", "train", "--config", config, *settings("run.steps=1", "eval.every_steps=0")],
+            cwd=REPOSITORY,
+            env={**os.environ, **compilation_cache()},
+            stdout=closed,
+            stderr=closed,
+            check=False,
+            timeout=DEADLINE_S,
+        )
+    assert answer.returncode == 0
+    assert [line["step"] for line in metrics_of(config.parent / "runs" / "tiny")] == [1]
 
 
 def test_secrets_are_never_printed(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
@@ -96,11 +96,11 @@ def show_progress(text: str) -> None:
     logger.info(text)
 
 
-class _LastingStderr:
-    """stderr whose lines are dropped once nobody reads them, as after `2>&1 | head`: no run ends because of that."""
+class _LastingStream:
+    """A stream whose lines are dropped once nobody reads them, as after `| head`: no run ends because of that."""
 
-    def __init__(self) -> None:
-        self._stream = sys.stderr
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -125,10 +125,11 @@ def _ignore_closed_pipe(stream: TextIO) -> Iterator[None]:
 
 @contextmanager
 def command_output() -> Iterator[None]:
-    """Keeps stderr usable while a command runs, and ends `show_progress` after it."""
-    stderr: Any = _LastingStderr()
+    """Keeps stdout and stderr usable while a command runs, and ends `show_progress` after it."""
+    stdout: Any = _LastingStream(sys.stdout)
+    stderr: Any = _LastingStream(sys.stderr)
     try:
-        with redirect_stderr(stderr):
+        with redirect_stdout(stdout), redirect_stderr(stderr):
             yield
     finally:
         root = logging.getLogger()
