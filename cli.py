@@ -34,7 +34,7 @@ class _Command(TyperCommand):
                 near, text = suggest_fields(name.removeprefix("--"))
                 if near or "no counterpart" in text:
                     ctx.fail(f"No such option: {name}. Settings are given as --set NAME=VALUE{text}")
-        given = self.make_parser(ctx).parse_args([*args])[2]
+        given: list[Any] = self.make_parser(ctx).parse_args([*args])[2]
         for parameter in given:
             if given.count(parameter) > 1 and not (parameter.multiple or parameter.is_flag):
                 ctx.fail(f"{parameter.opts[0]} is given {given.count(parameter)} times, but takes one value")

@@ -36,11 +36,8 @@ if TYPE_CHECKING:
     from app.evaluation.printed_summary import EvaluationSummary
     from app.training.train import TrainingRun
 
-OPTIONS = re.compile(
-    r"--(allow-changed|checkpoint|config|input|limit|out|resume|role|set)\b"
-    r"(?: (auto|must|never|policy|reference|critic|reward)\b)?"
-)
-"""The options of commands that are arguments here, with their values, in an error."""
+OPTION = re.compile(r"--([a-z-]+)(?: (auto|must|never|policy|reference|critic|reward)\b)?")
+"""An option of a command in an error, with its value if it is that of `--resume` or `--role`."""
 ALLOWED_CHANGES = re.compile(r"--allow-changed [\w.]*\w(?: --allow-changed [\w.]*\w)*")
 ARGUMENTS = {"set": "overrides", "input": "samples", "allow-changed": "allow_changed"}
 """The arguments whose names differ from those of their options."""
@@ -128,7 +125,7 @@ def _call(*, config, overrides, rewards=None) -> Iterator[tuple[str | None, list
             yield None if config is None else os.fspath(config), options, Path(folder)
         except InputError as error:
             message = ALLOWED_CHANGES.sub(lambda match: f"allow_changed={match[0].split()[1::2]}", str(error))
-            error.args = (OPTIONS.sub(_argument, message),)
+            error.args = (OPTION.sub(_argument, message),)
             raise
 
 
