@@ -107,8 +107,7 @@ def _show_version(is_requested: bool) -> None:
 @app.callback()
 def _grpo(
     show_version: Annotated[
-        bool,
-        typer.Option("--version", help="Print the version and exit.", callback=_show_version, is_eager=True),
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_show_version, is_eager=True)
     ] = False,
 ) -> None: ...
 

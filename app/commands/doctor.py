@@ -12,10 +12,7 @@ from settings.checks.commands import check_for_mesh
 
 
 def doctor(
-    config: Config = None,
-    overrides: Overrides = None,
-    print_config: PrintConfig = False,
-    as_json: AsJson = False,
+    config: Config = None, overrides: Overrides = None, print_config: PrintConfig = False, as_json: AsJson = False
 ) -> None:
     """Check everything that a run needs, without downloads."""
     # All other checks of the settings are part of the report.

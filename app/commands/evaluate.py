@@ -7,13 +7,7 @@ from typing import Annotated
 
 import typer
 
-from app.commands.command_support import (
-    print_notices,
-    print_result,
-    refuse_existing,
-    resolve_policy,
-    show_progress,
-)
+from app.commands.command_support import print_notices, print_result, refuse_existing, resolve_policy, show_progress
 from app.commands.options import AsJson, Checkpoint, Config, Overrides, Overwrite, PrintConfig
 from settings import InputError
 from settings.checks.commands import check_for_evaluation

@@ -7,13 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from app.commands.command_support import (
-    find_run_settings,
-    print_result,
-    require_path,
-    resolve,
-    show_progress,
-)
+from app.commands.command_support import find_run_settings, print_result, require_path, resolve, show_progress
 from app.commands.options import AsJson, Config, Overrides, PrintConfig
 from settings.checks.commands import check_for_mesh
 

@@ -7,13 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from app.commands.command_support import (
-    print_result,
-    refuse_existing,
-    require_path,
-    resolve,
-    show_progress,
-)
+from app.commands.command_support import print_result, refuse_existing, require_path, resolve, show_progress
 from app.commands.options import AsJson, Config, Overrides, Overwrite, PrintConfig
 from settings import InputError
 from settings.checks.commands import check_for_mesh
@@ -31,8 +25,7 @@ def gae(
         typer.Option("--input", metavar="FILE.jsonl|FILE.npz", help="Samples with values, or matrices. Required."),
     ] = None,
     out: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Output file in the format of --input; with --bench, a folder."),
+        Path | None, typer.Option(metavar="FILE", help="Output file in the format of --input; with --bench, a folder.")
     ] = None,
     gamma: Annotated[str | None, typer.Option(metavar="G", help="Overrides algorithm.gamma.")] = None,
     lam: Annotated[str | None, typer.Option(metavar="L", help="Overrides algorithm.lam.")] = None,

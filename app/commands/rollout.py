@@ -7,13 +7,7 @@ from typing import Annotated
 
 import typer
 
-from app.commands.command_support import (
-    print_result,
-    refuse_existing,
-    require_path,
-    resolve_policy,
-    show_progress,
-)
+from app.commands.command_support import print_result, refuse_existing, require_path, resolve_policy, show_progress
 from app.commands.options import AsJson, Checkpoint, Config, Overrides, Overwrite, PrintConfig
 from settings.checks.commands import check_for_rollout
 
@@ -24,8 +18,7 @@ def rollout(
     print_config: PrintConfig = False,
     checkpoint: Checkpoint = None,
     prompts: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="JSON Lines file with prompts to use instead of data.source."),
+        Path | None, typer.Option(metavar="FILE", help="JSON Lines file with prompts to use instead of data.source.")
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="Use only the first N prompts.")] = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE.jsonl", help="Output file. Required.")] = None,

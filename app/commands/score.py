@@ -8,13 +8,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from app.commands.command_support import (
-    print_result,
-    refuse_existing,
-    require_path,
-    resolve_policy,
-    show_progress,
-)
+from app.commands.command_support import print_result, refuse_existing, require_path, resolve_policy, show_progress
 from app.commands.options import AsJson, Checkpoint, Config, Overrides, Overwrite, PrintConfig
 from settings import InputError, Resolved
 from settings.checks.commands import check_for_score

@@ -6,7 +6,7 @@ import dataclasses
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
@@ -19,6 +19,7 @@ from app.commands.command_support import (
     show_progress,
 )
 from app.commands.options import Config, Overrides, PrintConfig
+from app.records.run_directory import Resume
 from app.records.settings_history import SettingsPeriod, decisive_periods
 from settings import InputError, Resolved, load
 from settings.checks.commands import check_for_dry_run, check_for_train
@@ -31,15 +32,14 @@ def train(
     overrides: Overrides = None,
     print_config: PrintConfig = False,
     resume: Annotated[
-        Literal["auto", "never", "must"],
+        Resume,
         typer.Option(
             help="Continue from the newest checkpoint of the run directory if there is one (auto), "
             "refuse a used directory (never), or refuse a directory without a checkpoint (must)."
         ),
     ] = "never",
     dry_run: Annotated[
-        bool,
-        typer.Option("--dry-run", help="Run every launch check, print sizes and memory, and exit."),
+        bool, typer.Option("--dry-run", help="Run every launch check, print sizes and memory, and exit.")
     ] = False,
     from_rollouts: Annotated[
         Path | None,

@@ -19,6 +19,7 @@ from app.reward.plugin_signature import (
 )
 from app.reward.process_pool import INVALID_ANSWER, LoadError, ProcessPool
 from app.reward.reward_outcome import RewardFailure, RewardOutcome
+from app.reward.worker_main import FunctionLoadError
 from settings.errors import InputError
 
 PROCESS_DEATH_KINDS = ("exit", "memory")
@@ -69,7 +70,7 @@ class PlugIn:
             """Resources that this system cannot limit."""
             self._parameters = [Parameter(*parameter) for parameter in answer["parameters"]]
             self._signature = read_signature(self._parameters, columns)
-        except (LoadError, SignatureError) as problem:
+        except (LoadError, FunctionLoadError, SignatureError) as problem:
             raise InputError(f"reward.functions: {pool.function}: {problem}") from problem
 
     @property

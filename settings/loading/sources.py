@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -43,7 +42,7 @@ Layer = dict[str, SourcedValue]
 """Maps a dotted field to its value."""
 Flags = Mapping[str, tuple[str, str]]
 """Maps a command option to its field and text: `--gamma` -> (`algorithm.gamma`, `0.9`)."""
-NO_FLAGS: Flags = MappingProxyType({})
+NO_FLAGS: Flags = {}
 
 
 Entry = tuple[str, YamlNode, str, str]
