@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from difflib import SequenceMatcher
+from difflib import SequenceMatcher, get_close_matches
 from functools import reduce
 from typing import Any, get_args
 
@@ -96,18 +96,15 @@ def _nearest_fields(unknown: str) -> list[str]:
     sections = [section for section in SECTIONS if ("." in section) == ("." in unknown)]
     known = [(name, name) for name in (*FIELDS, *sections, *ALIASES)]
     known += [(name.rpartition(".")[2], name) for name in FIELDS]
-    nearest = _nearest(known, lambda spelling: _similarity(unknown, spelling), MIN_FIELD_SIMILARITY)
-    return nearest if len(nearest) <= 4 else []
+    scores = [(_similarity(unknown, spelling), name) for spelling, name in known]
+    best = max(score for score, _ in scores)
+    nearest = sorted({name for score, name in scores if score == best})
+    return nearest if best >= MIN_FIELD_SIMILARITY and len(nearest) <= 4 else []
 
 
 def nearest_names(unknown: str, names: Iterable[str]) -> list[str]:
-    return _nearest([(name, name) for name in names], lambda name: _ratio(unknown.lower(), name), MIN_SIMILARITY)
-
-
-def _nearest(known: list[tuple[str, str]], similarity: Callable[[str], float], minimum: float) -> list[str]:
-    scores = [(similarity(spelling), name) for spelling, name in known]
-    best = max(score for score, _ in scores)
-    return sorted({name for score, name in scores if score == best}) if best >= minimum else []
+    """Returns the most similar name, if any is similar."""
+    return get_close_matches(unknown.lower(), [*names], n=1, cutoff=MIN_SIMILARITY)
 
 
 def _similarity(unknown: str, known: str) -> float:

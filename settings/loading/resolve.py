@@ -106,7 +106,9 @@ def load(
     given = _validate(layers)
     micro_batching, notices = resolve_micro_batching(layers)
     derived = _derive(given, _provenance(layers), config_stem=file.stem)
-    notices += _pretend_override_notices(derived, in_set)
+    if "mesh.pretend" in derived and "mesh.pretend" in in_set:
+        value = in_set["mesh.pretend"].value
+        notices.append(f"mesh settings in the environment override mesh.pretend {value!r} from --set")
     layers.insert(0, micro_batching | derived)
     return Resolved(
         settings=_validate(layers),
@@ -168,13 +170,6 @@ def _derive_mesh(given: Settings, provenance: Mapping[str, str]) -> Layer:
     if max(real.values()) > simulated:
         return {"mesh.pretend": SourcedValue(None, "derived")}
     return {field: SourcedValue(FIELDS[field].default, "derived") for field, place in real.items() if place < simulated}
-
-
-def _pretend_override_notices(derived: Layer, in_set: Layer) -> list[str]:
-    """Returns a notice if devices set in the environment override a simulated slice from `--set`."""
-    if "mesh.pretend" not in derived or "mesh.pretend" not in in_set:
-        return []
-    return [f"mesh settings in the environment override mesh.pretend {in_set['mesh.pretend'].value!r} from --set"]
 
 
 def real_device_fields(settings: Settings) -> list[str]:
