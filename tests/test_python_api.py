@@ -322,6 +322,17 @@ def test_a_file_that_exists_is_not_replaced(tmp_path: Path) -> None:
     assert (tmp_path / "old.jsonl").read_text() == "precious"
 
 
+def test_the_output_of_a_rollout_with_part_files_is_continued_by_function_and_command() -> None:
+    Path("old.jsonl").write_text("complete")
+    Path("old.jsonl.part").write_text("no part of a rollout\n")
+    with pytest.raises(InputError) as raised:
+        grpo.rollout(out="old.jsonl", limit=1)
+    answer = here("rollout", "--out", "old.jsonl", "--limit", "1")
+    assert answer.exit_code == 2
+    for message in (str(raised.value), answer.stderr):
+        assert "old.jsonl.part" in message and "exists already" not in message
+
+
 def test_one_reward_needs_no_list() -> None:
     for one in (length, {"function": length}):
         scored = grpo.score([sample("three", 0)], role="reward", rewards=one)
