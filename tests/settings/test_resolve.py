@@ -395,10 +395,3 @@ def test_the_historic_runner_keeps_its_numbers() -> None:
     assert math.isclose(settings.optimizer.learning_rate, 1e-6)
     one_host = load("gsm8k_qwen2_5_3b_v6e_8", [], {}).settings.rollout
     assert (one_host.prompts_per_step * one_host.group_size, one_host.max_new_tokens) == (128, 1024)
-
-
-def test_a_mapping_is_replaced_as_a_whole_by_a_later_layer(folder: Path) -> None:
-    text = "data:\n  chat_template_kwargs: {enable_thinking: false}\n"
-    resolved = load_text(folder, text, "data.chat_template_kwargs={language: fr}")
-    assert resolved.settings.data.chat_template_kwargs == {"language": "fr"}
-    assert resolved.provenance["data.chat_template_kwargs"] == "set"
