@@ -129,8 +129,8 @@ def _start_devices(recorder: CheckRecorder, settings: Settings, run: RunDirector
         size = "memory unknown" if memory is None else f"{format_bytes(memory)} each"
         kind = f"{devices[0].device_kind} ({devices[0].platform})"
         found = f"{len(devices)} x {kind}, {size}, on {jax.process_count()} host(s)"
-        extra = None if settings.mesh.platform == "cpu" else unused_accelerator(devices[0].platform)
-        if extra is None or settings.mesh.cpu_devices is not None:
+        extra = unused_accelerator(settings.mesh, devices[0].platform)
+        if extra is None:
             recorder.ok("devices", found)
         else:
             advice = f"pip install -e '.[{extra}]' in the checkout, or set mesh.platform: cpu"

@@ -38,7 +38,7 @@ def format_bytes(num_bytes: float) -> str:
 
 def format_percent(share: float) -> str:
     """Formats a share as a percentage with one decimal: 0.256 is `25.6 %`."""
-    return f"{100 * share:.1f} %"
+    return f"{100 * share:z.1f} %"
 
 
 def format_interval(interval: tuple[float, float] | None, format_number: Callable[[float], str]) -> str:

@@ -50,7 +50,7 @@ def before_and_after(history: History) -> BeforeAfter:
         edge = max(min(EDGE_STEPS, len(steps) // 2), 1)
         first, last = (Series.from_history(part, "reward/mean").values for part in (steps[:edge], steps[-edge:]))
         if len(first) and len(last):
-            rows.append((f"reward, mean of {edge} steps", f"{np.mean(first):.3f}", f"{np.mean(last):.3f}"))
+            rows.append((f"reward, mean of {edge} steps", f"{np.mean(first):z.3f}", f"{np.mean(last):z.3f}"))
         seconds = Series.from_history(steps, "time/step_s").values
         if len(seconds):
             pace = f"{len(steps)} steps, median {np.median(seconds):.2f} s a step, {sum(seconds):.0f} s in all"
@@ -82,11 +82,11 @@ def _displayed_metrics(before: MetricsRecord, after: MetricsRecord) -> list[str]
 
 
 def format_metric(name: str, value: float | None, *, by_plug_in: bool) -> str:
-    """Formats an evaluation metric: shares as percentages, but the mean of a plug-in's values as a number."""
+    """Formats an evaluation metric: shares as percentages, but the mean of a plug-in's values as rewards are."""
     if value is None:
         return "–"
     if by_plug_in and name.startswith("eval/accuracy"):
-        return f"{value:.4g}"
+        return f"{value:z.3f}"
     if name.endswith(("length", "_count")):
         return f"{value:.1f}" if name.endswith("length") else f"{value:.0f}"
     return format_percent(value)
