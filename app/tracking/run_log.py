@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from app.records.atomic_write import write_atomic
+from app.records.checksum_file import write_with_checksum
 from app.records.jsonl import parse_object, to_json_line
 from app.records.run_directory import RunDirectory
 from app.records.sample import Sample
@@ -179,9 +180,9 @@ class RunLog:
             self._wandb.log({"completions": wandb_table(table)}, step=table.step)
 
     def write_lines(self, path: Path, lines: Sequence[bytes]) -> None:
-        """Writes a file of samples atomically."""
+        """Writes a file of samples atomically, and its digest beside it."""
         path.parent.mkdir(exist_ok=True)
-        write_atomic(path, b"".join(lines))
+        write_with_checksum(path, b"".join(lines))
 
     def close(self) -> None:
         self._file.close()

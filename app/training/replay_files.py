@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import jax
 
+from app.records.checksum_file import CHECKSUM_FILE, read_checksums
 from app.records.sample import Prompt, Sample
 from app.records.sample_json import read_samples
 from app.report.run_files import sample_files
@@ -109,6 +110,11 @@ def read_step_file(
             learns from the first one only, as the run did. In any other file that is an error.
     """
     stamp, digest = file_stamp(path), file_digest(path)
+    if read_checksums(path.parent).get(path.name, digest) != digest:
+        raise InputError(
+            f"{path} is not as its run wrote it: its SHA-256 is not the one in {CHECKSUM_FILE} beside it. Restore it "
+            f"from a copy; to use it as it is, delete its line in {CHECKSUM_FILE}"
+        )
     prompts: dict[tuple[str, bytes], Prompt] = {}
     members: defaultdict[int, set[int]] = defaultdict(set)
     prompt_of_group: dict[int, str] = {}
