@@ -88,6 +88,7 @@ def assert_same(state: NetworkStates, expected: NetworkStates) -> None:
 def restored(checkpoints: Checkpoints) -> tuple[NetworkStates, TrainProgress]:
     found = checkpoints.restore(FINGERPRINTS)
     assert found is not None
+    checkpoints.move_damaged_aside()
     return found
 
 

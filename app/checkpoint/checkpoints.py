@@ -77,6 +77,8 @@ class Checkpoints:
         disable_slicing_of_small_arrays()
         self._reader = open_reader(ocp.CompositeCheckpointHandler())
         self._target = abstract_arrays(shapes, shardings)
+        self._damaged: Sequence[int] = ()
+        """Steps of the damaged checkpoints that `restore` has found."""
         # Compiled here: a compilation during a step would be reported as an anomaly.
         self._checksums = jax.jit(checksums).lower(self._target).compile()
 
@@ -86,7 +88,7 @@ class Checkpoints:
         # From now on, the checkpoint that the link points to must not be deleted.
         self.update_best_link()
         record = ProgressRecord(progress, fetch_checksums(self._checksums(state))).to_json()
-        self._policy.record_evaluation(progress.step, progress.evaluation)
+        self.record_evaluations(progress)
         self._manager.save(
             progress.step,
             args=ocp.args.Composite(state=ocp.args.StandardSave(state), progress=ocp.args.JsonSave(record)),
@@ -96,13 +98,14 @@ class Checkpoints:
         """Returns whether a checkpoint of a step exists or is being written. All hosts get the same answer."""
         return step in self._manager.all_steps()
 
-    def record_initial_evaluation(self, progress: TrainProgress) -> None:
-        """Records the evaluation before the first step, than which the best checkpoint is not worse."""
-        self._policy.initial_value = self._policy.metric_value(progress.initial_evaluation)
+    def record_evaluations(self, progress: TrainProgress) -> None:
+        """Records the evaluation of the step, and the one before the first step, which is that of step 0."""
+        self._policy.record_evaluation(progress.step, progress.evaluation)
+        self._policy.record_evaluation(0, progress.initial_evaluation)
 
     def update_progress(self, progress: TrainProgress) -> None:
         """Replaces the progress in the checkpoint of a step on disk. All hosts must call it together."""
-        self._policy.record_evaluation(progress.step, progress.evaluation)
+        self.record_evaluations(progress)
         if jax.process_index() == 0:
             folder = self._directory / str(progress.step)
             record = replace(ProgressRecord.read(folder), progress=progress)
@@ -111,7 +114,8 @@ class Checkpoints:
 
     def is_best(self, progress: TrainProgress) -> bool:
         """Returns whether a checkpoint with this progress would be the best so far."""
-        return self._policy.is_better(progress.evaluation, self._manager.all_steps())
+        self.record_evaluations(progress)
+        return self._policy.best_step((*self._manager.all_steps(), progress.step)) == progress.step
 
     @property
     def best(self) -> BestCheckpoint | None:
@@ -128,7 +132,7 @@ class Checkpoints:
         """Restores the newest readable checkpoint; returns None if there is no checkpoint.
 
         The best checkpoint is read as well, so that a damaged one cannot stay the best. Damaged checkpoints are
-        reported in a warning and renamed.
+        reported in a warning; `move_damaged_aside` must be called before the first save.
 
         Args:
             fingerprints: expected fingerprints of what the run was started with.
@@ -137,7 +141,7 @@ class Checkpoints:
 
         Raises:
             InputError: the fingerprints differ, hosts see different checkpoints, another version of this program wrote
-                the checkpoints, or none can be read. In these cases, no checkpoint is renamed.
+                the checkpoints, or none can be read.
         """
         steps = self._common_steps()
         sound: dict[int, ProgressRecord] = {}
@@ -149,15 +153,14 @@ class Checkpoints:
                 raise InputError(f"--resume: {folder} {error}") from error
             if record is not None:
                 sound[step] = record
-                self._policy.record_evaluation(step, record.progress.evaluation)
+                self.record_evaluations(record.progress)
         while sound:
             newest = sound[max(sound)].progress
-            self.record_initial_evaluation(newest)
+            self.record_evaluations(newest)
             check_fingerprints(newest.fingerprints, fingerprints, accepted=accepted, settings=settings)
             state = self._restore_newest_and_best(sound)
             if state:
-                self._move_damaged_aside([step for step in steps if step not in sound])
-                self.update_best_link()
+                self._damaged = [step for step in steps if step not in sound]
                 return state, sound[max(sound)].progress
         if steps:
             raise InputError(
@@ -214,16 +217,16 @@ class Checkpoints:
             _warn_damaged(step, reason)
         return content
 
-    def _move_damaged_aside(self, steps: Sequence[int]) -> None:
-        """Renames damaged checkpoints, because Orbax saves only steps later than the newest one it finds."""
-        if not steps:
-            return
-        for step in steps if jax.process_index() == 0 else ():
-            aside = self._directory / f"damaged-{step}"
-            shutil.rmtree(aside, ignore_errors=True)
-            (self._directory / str(step)).rename(aside)
-        multihost_utils.sync_global_devices("damaged checkpoints are renamed")
-        self._manager.reload()
+    def move_damaged_aside(self) -> None:
+        """Renames the damaged checkpoints, because Orbax saves only steps later than the newest one it finds."""
+        if self._damaged:
+            for step in self._damaged if jax.process_index() == 0 else ():
+                aside = self._directory / f"damaged-{step}"
+                shutil.rmtree(aside, ignore_errors=True)
+                (self._directory / str(step)).rename(aside)
+            multihost_utils.sync_global_devices("damaged checkpoints are renamed")
+            self._manager.reload()
+        self.update_best_link()
 
     def update_best_link(self) -> None:
         """Points the link to the best checkpoint on disk; cheap if it is up to date."""

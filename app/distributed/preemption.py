@@ -44,6 +44,8 @@ class StopDecision(NamedTuple):
     exit_code: int
     """Exit code of every host; 0 if no host has to stop."""
     save_is_due: bool
+    end_is_asked: bool
+    """Whether the caller asked for the end of the run on any host."""
     signaled_hosts: tuple[int, ...]
     """Hosts that have received a signal."""
 
@@ -88,14 +90,14 @@ class PreemptionHandler:
         """Returns whether this host knows of a signal on any host. Thread-safe; does not block."""
         return bool(self._status_board.read(STOP_TOPIC))
 
-    def sync_stop_decision(self, *, save_is_due: bool = False) -> StopDecision:
-        """Returns the joint decision of all hosts: stop if any has received a signal, save if a save is due on any.
+    def sync_stop_decision(self, *, save_is_due: bool = False, end_is_asked: bool = False) -> StopDecision:
+        """Returns the joint decision of all hosts: what is true on any host is true for all.
 
         All hosts must call it at the same points of the program.
         """
-        hosts = gather_over_hosts(np.asarray([self.exit_code, save_is_due]))
-        exit_code, due = hosts.max(axis=0).tolist()
-        return StopDecision(exit_code, bool(due), tuple(np.flatnonzero(hosts[:, 0]).tolist()))
+        hosts = gather_over_hosts(np.asarray([self.exit_code, save_is_due, end_is_asked]))
+        exit_code, due, asked = hosts.max(axis=0).tolist()
+        return StopDecision(exit_code, bool(due), bool(asked), tuple(np.flatnonzero(hosts[:, 0]).tolist()))
 
     def _watch(self, read_fd: int) -> None:
         with open(read_fd, "rb", buffering=0) as numbers:

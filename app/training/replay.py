@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from app.checkpoint.saved_policy import PolicyCheckpoint
+from app.records.checksum_file import read_checksums
 from app.records.run_directory import RunDirectory, step_of_samples
 from app.records.sample import DROPPED_PREFIX, Prompt, Sample
 from app.records.sample_json import read_samples
-from app.records.settings_history import SettingsHistory, period_of
+from app.records.settings_history import SettingsHistory, SettingsPeriod, period_of
 from app.reward.builtin_tasks import check_answers
 from app.runtime.model_spec import CriticSpec, ModelSpec
 from app.runtime.pinned_revisions import pin_revisions
@@ -54,6 +55,8 @@ class ReplayRequest(NamedTuple):
     rollouts: Path
     checkpoint: Path | None = None
     """The checkpoint to start from, instead of the models' own weights."""
+    source_periods: Sequence[SettingsPeriod] = ()
+    """The settings of the samples' run; empty if they have not been read."""
     period: ReplayPeriod | None = None
     """The steps to replay now, if the settings of the samples' run changed between its steps."""
     later: Sequence[tuple[Settings, ReplayRequest]] = ()
@@ -171,21 +174,25 @@ def read_replay(
     period = request.period or ReplayPeriod(range(1, settings.run.steps + 1), settings.run.steps)
     after_step = start.step if start else 0
     paths = choose_files(request.rollouts, after_step=after_step, steps=period.num_steps, settings=settings)
-    sources = {} if run is None else _settings_by_step(run, paths)
+    replayed = {step: path for step, path in paths.items() if step in period.steps}
+    sources = {} if run is None else _settings_by_step(run, replayed, request.source_periods)
+    checksums = read_checksums(next(iter(paths.values())).parent)
     files: dict[int, StepFile] = {}
     digests: dict[int, str] = {}
     prompts: dict[tuple[str, bytes], Prompt] = {}
     with option_in_errors():
         for step, path in paths.items():
             if step in period.steps:
-                files[step], prompts_of_file = read_step_file(path, settings, model, source=sources.get(step))
+                files[step], prompts_of_file = read_step_file(
+                    path, settings, model, source=sources.get(step), checksum=checksums.get(path.name)
+                )
                 prompts |= prompts_of_file
             digests[step] = files[step].digest if step in files else file_digest(path)
     available = reduce(AvailableFields.intersection, (file.available_fields for file in files.values()))
     # A hub model that both settings name alike is at the commit that the source run used.
     pinned = settings if run is None else pin_revisions(settings, run)
     source = sources.get(min(files))
-    same_rewards = all(_same_rewards(pinned, settings) for step, settings in sources.items() if step in files)
+    same_rewards = all(_same_rewards(pinned, one) for one in sources.values())
     uses_rewards = available.rewards and same_rewards
     uses_advantages = source is None and available.advantages and (available.returns or not settings.has_critic)
     if not uses_rewards:
@@ -197,12 +204,15 @@ def read_replay(
     return replace(replay, report="\n".join(_report_lines(replay, available, pinned, source, model)))
 
 
-def _settings_by_step(run: RunDirectory, paths: Mapping[int, Path]) -> dict[int, Settings]:
+def _settings_by_step(
+    run: RunDirectory, paths: Mapping[int, Path], periods: Sequence[SettingsPeriod]
+) -> dict[int, Settings]:
     """Returns the settings under which a run drew the samples of each file, with the commits of its hub models."""
-    periods = SettingsHistory.read(run).periods
-    settings = {period.first_step: pin_revisions(load(period.file, [], {}).settings, run) for period in periods}
-    drawn = {step: step_of_samples(path) or step for step, path in paths.items()}
-    return {step: settings[period_of(periods, drawn[step]).first_step] for step in paths}
+    periods = periods or SettingsHistory.read(run).periods
+    drawn = {step: period_of(periods, step_of_samples(path) or step) for step, path in paths.items()}
+    used = {period.first_step: period for period in drawn.values()}
+    settings = {step: pin_revisions(load(period.file, [], {}).settings, run) for step, period in used.items()}
+    return {step: settings[period.first_step] for step, period in drawn.items()}
 
 
 def _open_initial_checkpoint(path: Path, model: ModelSpec, critic: CriticSpec | None) -> PolicyCheckpoint:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import jax
 
-from app.records.checksum_file import CHECKSUM_FILE, read_checksums
+from app.records.checksum_file import CHECKSUM_FILE
 from app.records.sample import Prompt, Sample
 from app.records.sample_json import read_samples
 from app.report.run_files import sample_files
@@ -101,16 +101,17 @@ def option_in_errors() -> Iterator[None]:
 
 
 def read_step_file(
-    path: Path, settings: Settings, model: ModelSpec, *, source: Settings | None
+    path: Path, settings: Settings, model: ModelSpec, *, source: Settings | None, checksum: str | None
 ) -> tuple[StepFile, dict[tuple[str, bytes], Prompt]]:
     """Reads and checks a file; returns it with its prompts.
 
     Args:
         source: the settings of the run that wrote the file, in which a prompt may have several groups; the step then
             learns from the first one only, as the run did. In any other file that is an error.
+        checksum: the SHA-256 of the file as it was written; None if it is unknown.
     """
     stamp, digest = file_stamp(path), file_digest(path)
-    if read_checksums(path.parent).get(path.name, digest) != digest:
+    if checksum not in (None, digest):
         raise InputError(
             f"{path} is not as its run wrote it: its SHA-256 is not the one in {CHECKSUM_FILE} beside it. Restore it "
             f"from a copy; to use it as it is, delete its line in {CHECKSUM_FILE}"

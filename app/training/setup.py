@@ -39,7 +39,7 @@ from app.training.learner import LearnerGroup, make_learner_group
 from app.training.replay import ReplayRequest, find_model_run
 from app.training.weight_gather_notes import weight_gather_notes
 from settings import Resolved, Settings
-from settings.checks.resumed_settings import SettingChange, changed_settings, check_allowed
+from settings.checks.resumed_settings import changed_settings, check_allowed
 from settings.loading.printing import from_yaml
 
 
@@ -111,12 +111,12 @@ def prepare_run(
         session = Session.open(settings, read.model, read.critic, generates=_needs_generator(settings, read))
         stack.enter_context(closing(session))
         check_session(settings, session)
-        notes = (*(f"changed: {change.to_text()}" for change in changes), *setup_notes(settings, session))
+        notes = (*changes, *setup_notes(settings, session))
         yield RunSetup(resolved, run, read, rewards, session, status_board, watchdog, notes, allow_changed)
 
 
-def _check_changed_settings(resolved: Resolved, run: RunDirectory, allowed: Sequence[str]) -> list[SettingChange]:
-    """Returns how the settings of a run that continues differ from those of its last session.
+def _check_changed_settings(resolved: Resolved, run: RunDirectory, allowed: Sequence[str]) -> list[str]:
+    """Returns how the settings of a run that continues differ from those of its last session, and what is lost of them.
 
     Raises:
         InputError: a change that changes what the run learns is not in `allowed`.
@@ -124,9 +124,10 @@ def _check_changed_settings(resolved: Resolved, run: RunDirectory, allowed: Sequ
     if not run.has_checkpoint:
         return []
     current = from_yaml(resolved.to_yaml().encode(), name="settings")
-    changes = changed_settings(SettingsHistory.read(run).periods[-1].settings, current)
+    history = SettingsHistory.read(run)
+    changes = changed_settings(history.periods[-1].settings, current)
     check_allowed(changes, allowed)
-    return changes
+    return [*(f"warning: {gap}" for gap in history.gaps), *(f"changed: {change.to_text()}" for change in changes)]
 
 
 def _read_inputs(settings: Settings, run: RunDirectory, replay_request: ReplayRequest | None) -> TrainingInputs:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from app.preflight.dry_run import DryRunReport, make_dry_run_report
+from app.records.checksum_file import CHECKSUM_FILE
 from app.training.replay import ReplayRequest
 from settings import load
 from tests.program import (
@@ -107,6 +108,7 @@ def test_a_run_ends_completions_at_stop_strings_and_is_reproduced(
     # Where no answer ends with an end-of-sequence token, the stop strings tell why.
     ends = ("1", "3")
     reasons = {True: "stop", False: "length"}
+    (run / "rollouts" / CHECKSUM_FILE).unlink()
     rewrite(step_file(run, 1), lambda one: one.update(finish_reason=reasons[one["completion"].endswith(ends)]))
     result = replay(run, tmp_path / "unstopped", "rollout.stop=[]", "run.steps=1")
     assert_refused(result, "another tokenizer, or with rollout.stop", tmp_path / "unstopped")
@@ -139,7 +141,7 @@ def test_each_step_is_replayed_under_the_settings_it_was_trained_with(config: Pa
     # The files of all parts are checked before the first one is trained.
     step_file(run, 4).write_text("")
     result = replay(run, tmp_path / "broken")
-    assert result.exit_code == 2 and "step_000004.jsonl holds no samples" in result.stderr
+    assert result.exit_code == 2 and "step_000004.jsonl is not as its run wrote it" in result.stderr
     assert not (tmp_path / "broken").exists()
 
 
