@@ -7,10 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from app.distributed.collectives import (
-    gather_bytes_over_hosts,
-    gather_over_hosts,
-)
+from app.distributed.collectives import gather_bytes_over_hosts, gather_over_hosts
 
 
 def gather_table(columns: Mapping[str, Sequence[float]]) -> dict[str, np.ndarray]:

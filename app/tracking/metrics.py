@@ -7,9 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from app.advantage.group import zero_variance_fraction
-from app.distributed.collectives import (
-    sum_over_hosts,
-)
+from app.distributed.collectives import sum_over_hosts
 from app.distributed.tables import gather_names, gather_table
 from app.records.sample import Sample
 from app.reward.aggregate import RewardedSamples

@@ -213,8 +213,7 @@ def open_wandb(run: RunDirectory, resolved: Resolved, wandb_id: str | None) -> A
     online = logging_settings.wandb_mode == "online" and bool(os.environ.get("WANDB_API_KEY"))
     if not online and logging_settings.wandb_mode == "online":
         log.warning(
-            "WANDB_API_KEY is not set: wandb writes only to %s; upload it later with `wandb sync`",
-            run.path / "wandb",
+            "WANDB_API_KEY is not set: wandb writes only to %s; upload it later with `wandb sync`", run.path / "wandb"
         )
     try:
         return wandb.init(

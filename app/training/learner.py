@@ -174,10 +174,7 @@ def make_critic_learner(settings: Settings, critic: CriticModel, mesh: Mesh, max
     """Builds the learner of the critic, which is updated in every step."""
     definition = critic.spec.definition
     objective = make_value_objective(
-        definition,
-        make_value_loss(settings.critic),
-        dtype=jnp.dtype(settings.model.dtype),
-        remat=settings.model.remat,
+        definition, make_value_loss(settings.critic), dtype=jnp.dtype(settings.model.dtype), remat=settings.model.remat
     )
     optimizer = settings.optimizer.model_copy(update={"learning_rate": settings.critic.learning_rate})
     schedule = make_schedule(optimizer, num_updates=settings.run.steps * settings.updates_per_step)

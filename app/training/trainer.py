@@ -97,11 +97,7 @@ class Trainer:
             self.session.take_schedule_metrics()
         )
         step_metrics |= staleness_metrics(samples, step=step) if self.session.generates_async else {}
-        rewarded = {
-            **sample_metrics(samples, self.rewards.reward_names),
-            **step_metrics,
-            **model_metrics,
-        }
+        rewarded = {**sample_metrics(samples, self.rewards.reward_names), **step_metrics, **model_metrics}
         sampled, learned = TokenCounts.count_over_hosts(scored.samples, samples)
         work = make_step_flops(self.settings, self.session, trains_policy=learns)
         drawn_now = NO_TOKENS if self.replay else sampled

@@ -33,9 +33,9 @@ def picky(completion, answer):
 def of_host(completion):
     if os.environ["THIS_HOST"] == "1": raise ValueError("not on this host")
     return {"score": len(completion), "only_here": 1}
-def wrong_on_second(completion, trainer_state):
+def wrong_on_second(completions, trainer_state):
     if os.environ["THIS_HOST"] == "1" and trainer_state.global_step == 2: raise ValueError("not on this host")
-    return 1
+    return [1.0 for _ in completions]
 def until_third(completions, trainer_state):
     if trainer_state.global_step == 3 and os.path.exists("runs/tiny"): raise ValueError("third")
     return [float(len(c)) for c in completions]
