@@ -11,7 +11,6 @@ import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -25,6 +24,7 @@ from app.records.run_directory import RunDirectory
 from app.records.sample import Sample
 from app.records.sample_json import sample_to_record
 from app.records.settings_history import sign_session
+from app.records.versions import version_of
 from app.report.alerts import Alert
 from app.tracking.completions_table import CompletionsTable, truncate_middle
 from settings import InputError, Resolved
@@ -97,13 +97,9 @@ def samples_to_jsonl(samples: Sequence[Sample]) -> bytes:
 
 def session_record() -> dict[str, Any]:
     """Returns versions and devices of this session, for `sessions.jsonl`; a run may be resumed on other devices."""
-    try:
-        own_version = version("grpo-jax")
-    except PackageNotFoundError:
-        own_version = "not installed"
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "grpo": own_version,
+        "grpo": version_of("grpo-jax"),
         "python": platform.python_version(),
         "jax": jax.__version__,
         "devices": f"{jax.device_count()} × {jax.devices()[0].device_kind}",
