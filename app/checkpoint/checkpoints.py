@@ -24,10 +24,11 @@ from jaxtyping import Array, UInt32
 from app.checkpoint.network_states import NetworkStates
 from app.checkpoint.retention import BestCheckpoint, LatestAndBestPolicy
 from app.checkpoint.train_progress import OtherVersionError, ProgressRecord, TrainProgress, progress_path
-from app.distributed.collectives import gather_over_hosts, max_over_hosts
+from app.distributed.collectives import gather_bytes_over_hosts, max_over_hosts
 from app.mesh.placement import abstract_arrays
 from app.records.atomic_write import write_atomic
 from app.runtime.model_spec import LORA_FINGERPRINT, QUANTIZER_FINGERPRINT
+from settings.checks.resumed_settings import OPTION, is_in
 from settings.errors import InputError
 
 log = logging.getLogger(__name__)
@@ -122,25 +123,17 @@ class Checkpoints:
         """The best checkpoint or the start; None if neither was evaluated or the policy has no metric."""
         return self._policy.best_checkpoint(self._manager.all_steps())
 
-    def restore(
-        self,
-        fingerprints: Mapping[str, str],
-        *,
-        accepted: Collection[str] = (),
-        settings: Mapping[str, str] = MappingProxyType({}),
-    ) -> tuple[NetworkStates, TrainProgress] | None:
+    def restore(self, check: Callable[[TrainProgress], None]) -> tuple[NetworkStates, TrainProgress] | None:
         """Restores the newest readable checkpoint; returns None if there is no checkpoint.
 
         The best checkpoint is read as well, so that a damaged one cannot stay the best. Damaged checkpoints are
         reported in a warning; `move_damaged_aside` must be called before the first save.
 
         Args:
-            fingerprints: expected fingerprints of what the run was started with.
-            accepted: names of fingerprints that may have changed.
-            settings: name of a fingerprint -> setting that `--allow-changed` accepts for it.
+            check: raises InputError if the run cannot be continued after this progress.
 
         Raises:
-            InputError: the fingerprints differ, hosts see different checkpoints, another version of this program wrote
+            InputError: `check` refused, hosts see different checkpoints, another version of this program wrote
                 the checkpoints, or none can be read.
         """
         steps = self._common_steps()
@@ -157,7 +150,7 @@ class Checkpoints:
         while sound:
             newest = sound[max(sound)].progress
             self.record_evaluations(newest)
-            check_fingerprints(newest.fingerprints, fingerprints, accepted=accepted, settings=settings)
+            check(newest)
             state = self._restore_newest_and_best(sound)
             if state:
                 self._damaged = [step for step in steps if step not in sound]
@@ -171,12 +164,15 @@ class Checkpoints:
 
     def _restore_newest_and_best(self, sound: dict[int, ProgressRecord]) -> NetworkStates | None:
         """Returns the newest state if the best one is readable too; else removes the unreadable one from `sound`."""
-        newest, best = max(sound), self._policy.best_step(sound)
-        state = None
+        newest, best, state = max(sound), self._policy.best_step(sound), None
+        args = ocp.args.Composite(state=ocp.args.StandardRestore(self._target))
         # The newest comes last: two states at once may exceed the devices' memory.
         for step in (newest,) if best in (None, newest) else (best, newest):
             state = None
-            state = self._read_on_all_hosts(step, functools.partial(self._read_state, self._directory / str(step)))
+            read = functools.partial(self._reader.restore, self._directory / str(step), args=args)
+            restored = self._read_on_all_hosts(step, read)
+            state = restored["state"] if restored else None
+            del restored
             if state is not None and fetch_checksums(self._checksums(state)) != sound[step].checksums:
                 _warn_damaged(step, CHECKSUM_MISMATCH)
                 state = None
@@ -192,23 +188,14 @@ class Checkpoints:
             InputError: hosts see different steps.
         """
         steps = sorted(self._manager.all_steps(), reverse=True)
-        most = int(max_over_hosts(np.asarray(len(steps))))
-        if most == 0:
-            return []
-        padded = np.full(most, -1, np.int64)
-        padded[: len(steps)] = steps
-        seen = gather_over_hosts(padded)
-        if (seen != seen[0]).any():
-            by_host = "; ".join(f"host {i}: {[int(step) for step in row if step >= 0]}" for i, row in enumerate(seen))
+        seen = [json.loads(host) for host in gather_bytes_over_hosts(json.dumps(steps).encode())]
+        if any(host != seen[0] for host in seen):
+            by_host = "; ".join(f"host {i}: {host}" for i, host in enumerate(seen))
             raise InputError(
                 f"run.dir: the hosts see checkpoints of different steps in {self._directory} ({by_host}); "
                 "set run.dir to a folder shared by all hosts"
             )
         return steps
-
-    def _read_state(self, folder: Path) -> NetworkStates:
-        args = ocp.args.Composite(state=ocp.args.StandardRestore(self._target))
-        return self._reader.restore(folder, args=args)["state"]
 
     def _read_on_all_hosts(self, step: int, read: Callable[[], Content]) -> Content | None:
         """Reads a part of a checkpoint; returns None on all hosts, with a warning, if it is damaged on any host."""
@@ -370,16 +357,16 @@ def check_fingerprints(
     saved: Mapping[str, str],
     current: Mapping[str, str],
     *,
-    accepted: Collection[str] = (),
-    settings: Mapping[str, str] = MappingProxyType({}),
+    changeable: Mapping[str, Sequence[str]] = MappingProxyType({}),
+    allowed: Collection[str] = (),
 ) -> None:
     """Raises InputError with the names of the fingerprints that have changed since the checkpoint was written.
 
     Args:
-        accepted: names of fingerprints that may have changed.
-        settings: name of a fingerprint -> setting that `--allow-changed` accepts for it.
+        changeable: name of a fingerprint -> settings and sections that allow its change if they are `allowed`.
     """
-    changed = [name for name in {**saved, **current} if saved.get(name) != current.get(name) and name not in accepted]
+    ways = {name: changeable.get(name, ()) for name in {**saved, **current} if saved.get(name) != current.get(name)}
+    changed = [name for name, settings in ways.items() if not any(is_in(setting, allowed) for setting in settings)]
     if changed:
         names = [
             f"{name} ({saved.get(name, 'none')} -> {current.get(name, 'none')})"
@@ -387,8 +374,8 @@ def check_fingerprints(
             else name
             for name in changed
         ]
-        options = " ".join(f"--allow-changed {settings[name]}" for name in changed if name in settings)
-        way_out = f", or continue with the new ones with {options}" if settings.keys() >= {*changed} else ""
+        options = " ".join(f"{OPTION} {ways[name][0]}" for name in changed if ways[name])
+        way_out = f", or continue with the new ones with {options}" if all(ways[name] for name in changed) else ""
         raise InputError(
             f"--resume: {' and '.join(names)} changed since this run was started, so it cannot be continued as the "
             "same run. Restore the old files (the old revision of a hub model, the old version of a package), or "

@@ -154,26 +154,20 @@ def check_shared_run_directory(run: RunDirectory) -> None:
 
     try:
         with error_barrier():
-            if is_first:
-                _create_probe(note)
+            try:
+                if is_first:
+                    note.touch(exist_ok=False)
+            except OSError as error:
+                raise InputError(
+                    f"run.dir: cannot write to {note.parent}: {error.strerror}; choose another folder"
+                ) from error
         with error_barrier():
-            _check_probe_visible(note, run)
+            if not note.exists():
+                raise InputError(
+                    f"run.dir: {run.path.absolute()} is not the same folder on all hosts: this host does not see a "
+                    f"file just written by host 0 in {note.parent}. Set run.dir to a folder shared by all hosts"
+                )
     finally:
         if is_first:
             with suppress(OSError):
                 note.unlink()
-
-
-def _create_probe(probe: Path) -> None:
-    try:
-        probe.touch(exist_ok=False)
-    except OSError as error:
-        raise InputError(f"run.dir: cannot write to {probe.parent}: {error.strerror}; choose another folder") from error
-
-
-def _check_probe_visible(probe: Path, run: RunDirectory) -> None:
-    if not probe.exists():
-        raise InputError(
-            f"run.dir: {run.path.absolute()} is not the same folder on all hosts: this host does not see a file just "
-            f"written by host 0 in {probe.parent}. Set run.dir to a folder shared by all hosts"
-        )

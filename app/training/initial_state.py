@@ -8,7 +8,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
-from app.checkpoint.checkpoints import Checkpoints
+from app.checkpoint.checkpoints import Checkpoints, check_fingerprints
 from app.checkpoint.network_states import RunState
 from app.checkpoint.retention import LatestAndBestPolicy
 from app.checkpoint.train_progress import TrainProgress
@@ -23,7 +23,7 @@ from app.training.inputs import CHANGEABLE_FINGERPRINTS, MINI_BATCH_PROMPTS, PRO
 from app.training.learner import LearnerGroup
 from app.training.setup import RunSetup
 from app.update.optimizer import TrainState
-from settings.checks.resumed_settings import METRICS, OPTION, is_in
+from settings.checks.resumed_settings import METRICS, OPTION
 from settings.errors import InputError
 
 
@@ -57,10 +57,11 @@ def restore_or_initialize(
             return settings.algorithm.beta
         return saved.kl_coef
 
-    allowed = setup.allow_changed
-    accepted = {name for name, ways in CHANGEABLE_FINGERPRINTS.items() if any(is_in(way, allowed) for way in ways)}
-    settings_of = {name: ways[0] for name, ways in CHANGEABLE_FINGERPRINTS.items()}
-    restored = checkpoints.restore(fingerprints, accepted=accepted, settings=settings_of)
+    def check(saved: TrainProgress) -> None:
+        changeable, allowed = CHANGEABLE_FINGERPRINTS, setup.allow_changed
+        check_fingerprints(saved.fingerprints, fingerprints, changeable=changeable, allowed=allowed)
+
+    restored = checkpoints.restore(check)
     if restored is not None:
         saved_networks, progress = restored
         if replay is not None and progress.step + 1 < min(replay.files):
