@@ -221,9 +221,16 @@ class Checkpoints:
             return
         # A checkpoint directory is renamed to its final name once all of it is written.
         written = [step for step in self._manager.all_steps() if (self._directory / str(step)).is_dir()]
-        best = self._policy.best_step(written)
+        link, best = self._directory / BEST_LINK, self._policy.best_step(written)
         try:
-            set_symlink(self._directory / BEST_LINK, None if best is None else str(best))
+            if best is None and link.is_symlink():
+                link.unlink()
+            elif best is not None and not (link.is_symlink() and os.readlink(link) == str(best)):
+                new = link.with_name(f".{BEST_LINK}")
+                new.unlink(missing_ok=True)
+                new.symlink_to(str(best))
+                new.replace(link)
+        # A folder with the link's name exists, or the file system has no links.
         except OSError as error:
             _warn_of_link_once(str(error))
 
@@ -312,24 +319,6 @@ def is_damage(error: Exception) -> bool:
 
 def _warn_damaged(step: int, reason: str) -> None:
     log.warning("checkpoint of step %d is damaged (%s); it is skipped", step, reason)
-
-
-def set_symlink(link: Path, target: str | None) -> None:
-    """Points a symbolic link to a file in its folder, atomically; removes the link if the target is None.
-
-    Raises:
-        OSError: a folder with the link's name exists, or the file system does not support links.
-    """
-    if target is None:
-        if link.is_symlink():
-            link.unlink()
-        return
-    if link.is_symlink() and os.readlink(link) == target:
-        return
-    new = link.with_name(f".{link.name}")
-    new.unlink(missing_ok=True)
-    new.symlink_to(target)
-    new.replace(link)
 
 
 @functools.cache

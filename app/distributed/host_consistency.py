@@ -58,9 +58,11 @@ def check_hosts_agree(resolved: Resolved, facts: Mapping[str, str] | None = None
     if jax.process_count() == 1:
         return
     local = {
-        **_setting_facts(resolved),
-        **{name: Fact(x) for name, x in {**program_versions(TRAINING_PACKAGES), **(facts or {})}.items()},
+        field: Fact(_comparable(value_of(resolved.settings, field)), resolved.origin(field))
+        for field in FIELDS
+        if field not in PER_HOST_SETTINGS
     }
+    local |= {name: Fact(x) for name, x in {**program_versions(TRAINING_PACKAGES), **(facts or {})}.items()}
     gathered = [json.loads(one) for one in gather_bytes_over_hosts(json.dumps([socket.gethostname(), local]).encode())]
     hosts = [f"host {i} ({name})" for i, (name, _) in enumerate(gathered)]
     problem = describe_difference(hosts, [{name: Fact(*fact) for name, fact in facts.items()} for _, facts in gathered])
@@ -90,14 +92,6 @@ def describe_difference(hosts: Sequence[str], facts: Sequence[Facts]) -> str | N
 def _format_fact(fact: Fact) -> str:
     value = fact.value if len(fact.value) <= MAX_VALUE_CHARACTERS else f"{fact.value[: MAX_VALUE_CHARACTERS - 3]}..."
     return f"{value} (from {fact.origin})" if fact.origin else value
-
-
-def _setting_facts(resolved: Resolved) -> Facts:
-    return {
-        field: Fact(_comparable(value_of(resolved.settings, field)), resolved.origin(field))
-        for field in FIELDS
-        if field not in PER_HOST_SETTINGS
-    }
 
 
 def _comparable(value: object) -> str:

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import NamedTuple
 
 import numpy as np
@@ -72,7 +72,8 @@ class PreemptionHandler:
         self._thread.start()
         # Under `nohup`, the process ignores SIGHUP and continues without its terminal.
         handled = [number for number in EXIT_CODES if (number, signal.getsignal(number)) != NOHUP]
-        self._handlers_before = {number: signal.signal(number, _no_op_handler) for number in handled}
+        # A handler that does nothing: a signal without one does not reach the thread.
+        self._handlers_before = {number: signal.signal(number, lambda *_: None) for number in handled}
         self._descriptor_before = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
         return self
 
@@ -120,10 +121,6 @@ class PreemptionHandler:
             _redirect_lost_terminal()
         reply = FINISHING_MESSAGE if self.all_steps_done else STOPPING_MESSAGE
         print(f"\n{reply}; a second signal stops at once", file=sys.stderr, flush=True)
-
-
-def _no_op_handler(number: int, frame: FrameType | None) -> None:
-    """Does nothing, but must exist: a signal without a handler does not reach the thread."""
 
 
 def _redirect_lost_terminal() -> None:

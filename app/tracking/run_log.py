@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from app.records.atomic_write import write_atomic
-from app.records.checksum_file import write_with_checksum
 from app.records.jsonl import parse_object, to_json_line
 from app.records.run_directory import RunDirectory
 from app.records.sample import Sample
@@ -175,11 +174,6 @@ class RunLog:
         if self._wandb is not None:
             self._wandb.log({"completions": wandb_table(table)}, step=table.step)
 
-    def write_lines(self, path: Path, lines: Sequence[bytes]) -> None:
-        """Writes a file of samples atomically, and its digest beside it."""
-        path.parent.mkdir(exist_ok=True)
-        write_with_checksum(path, b"".join(lines))
-
     def close(self) -> None:
         self._file.close()
         if self._tensorboard is not None:
@@ -272,17 +266,7 @@ class NullRunLog:
     metrics_sha256: str | None = None
     wandb_id: str | None = None
 
-    def write_metrics(self, step: int, metrics: Metrics) -> None:
-        pass
+    def _ignore(self, *_: object, **__: object) -> None:
+        """Does nothing."""
 
-    def alert(self, alert: Alert) -> None:
-        pass
-
-    def completions(self, table: CompletionsTable) -> None:
-        pass
-
-    def write_lines(self, path: Path, lines: Sequence[bytes]) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
+    write_metrics = alert = completions = close = _ignore

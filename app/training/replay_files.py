@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import jax
 
@@ -30,17 +29,6 @@ SAVED_REWARD_FIELDS = frozenset({"reward", "rewards"})
 SAVED_ADVANTAGE_FIELDS = frozenset({"advantages", "returns"})
 
 
-class AvailableFields(NamedTuple):
-    """The fields that every sample of a file has."""
-
-    rewards: bool = True
-    advantages: bool = True
-    returns: bool = True
-
-    def intersection(self, other: AvailableFields) -> AvailableFields:
-        return AvailableFields(*(one and another for one, another in zip(self, other, strict=True)))
-
-
 @dataclass(frozen=True)
 class StepFile:
     """The checked samples of one step."""
@@ -51,7 +39,8 @@ class StepFile:
     num_groups: int
     largest_group: int
     newest_version: int
-    available_fields: AvailableFields
+    available_fields: frozenset[str]
+    """Those of `reward`, `advantages` and `returns` that every sample has."""
 
     def check_unchanged(self) -> None:
         if not self.path.exists() or file_stamp(self.path) != self.stamp:
@@ -120,7 +109,7 @@ def read_step_file(
     members: defaultdict[int, set[int]] = defaultdict(set)
     prompt_of_group: dict[int, str] = {}
     group_of_prompt: dict[str, int] = {}
-    available, newest, num_stopped, num_ended = AvailableFields(), 0, 0, 0
+    missing, newest, num_stopped, num_ended = set[str](), 0, 0, 0
     for where, sample in read_samples(path, ignored_fields=RESCORED_FIELDS):
         _check_sample(sample, settings, model, where)
         group, uid = sample.group_id, sample.prompt.uid
@@ -143,8 +132,8 @@ def read_step_file(
         members[group].add(sample.sample_index)
         prompts.setdefault((uid, sample.prompt.token_ids.tobytes()), sample.prompt)
         newest = max(newest, int(sample.token_versions.max(initial=0)))
-        fields = AvailableFields(has_saved_reward(sample), sample.advantages is not None, sample.returns is not None)
-        available = available.intersection(fields)
+        missing |= {name for name in SAVED_ADVANTAGE_FIELDS if getattr(sample, name) is None}
+        missing |= set() if has_saved_reward(sample) else {"reward"}
         if sample.finish_reason == "stop":
             num_stopped += 1
             is_ended = any(token in model.tokenizer.eos_ids for token in sample.completion_ids[-1:])
@@ -157,6 +146,7 @@ def read_step_file(
             f"answer with the tokenizer of model.path ({', '.join(map(str, model.tokenizer.eos_ids))}): were they "
             "sampled with another tokenizer, or with rollout.stop? Set model.path or rollout.stop as they were then"
         )
+    available = frozenset({"reward", *SAVED_ADVANTAGE_FIELDS} - missing)
     file = StepFile(path, stamp, digest, len(members), max(map(len, members.values())), newest, available)
     file.check_unchanged()
     smallest = min(map(len, members.values()))

@@ -14,7 +14,7 @@ from app.distributed.preemption import EXIT_CODES
 from app.records.run_directory import Resume, RunDirectory
 from app.records.settings_history import SettingsPeriod, decisive_periods
 from app.tracking.summary import summary_text
-from app.training.replay import ReplayPeriod, ReplayRequest, find_source_run
+from app.training.replay import ReplayRequest, find_source_run
 from app.training.train import train
 from settings import Resolved
 from settings.checks.resumed_settings import changed_settings
@@ -55,7 +55,7 @@ def replay_parts(
     num_steps = steps[trained[-1]].stop - 1
     # A finished replay is resumed under the settings of its end.
     pending = [i for i in trained if steps[i].stop - 1 > done] or trained[-1:]
-    requests = {i: request._replace(period=ReplayPeriod(steps[i], num_steps)) for i in pending}
+    requests = {i: request._replace(steps=steps[i], num_steps=num_steps) for i in pending}
     later = [(resolved[i].settings, requests[i]) for i in pending[1:]]
     requests[pending[0]] = requests[pending[0]]._replace(later=later)
     return [

@@ -127,7 +127,8 @@ class StepLoop:
         timer.stop()
         self.profiler.stop()
         record = _step_metrics(metrics, samples, timer) | {"perf/compilations": self.compilations.take_count()}
-        num_prompts = int(metrics["rollout/num_rounds"] or 1) * self.trainer.global_prompts_per_step
+        prompts_per_round = self.settings.rollout.prompts_per_step * jax.process_count()
+        num_prompts = int(metrics["rollout/num_rounds"] or 1) * prompts_per_round
         num_tokens = int(metrics["data/num_tokens"] or 0)
         self.progress = self.progress.after_step(
             step, num_prompts=num_prompts, num_tokens=num_tokens, **self._carried_progress()

@@ -17,13 +17,13 @@ from app.distributed.preemption import PreemptionHandler
 from app.distributed.shutdown import broadcast_failure, exit_barrier
 from app.records.run_directory import Resume, lock_run_directory
 from app.runtime.packed_row_check import check_packing, random_samples
+from app.runtime.reward_model import RewardModel
 from app.tracking.compilation_counter import CompilationCounter
 from app.tracking.console import ProgressDisplay
 from app.tracking.profiler import StepProfiler
 from app.tracking.run_reporter import RunReporter
 from app.training.initial_state import (
     load_reference_params,
-    load_reward_model,
     open_checkpoints,
     open_run_log,
     restore_or_initialize,
@@ -97,7 +97,7 @@ def _train(setup: RunSetup, stack: ExitStack, clock: Callable[[], float], on_ste
     checkpoints = stack.enter_context(closing(open_checkpoints(setup, learners)))
     state, progress = restore_or_initialize(checkpoints, setup, learners)
     reference = load_reference_params(state, progress, session)
-    reward_model = load_reward_model(setup)
+    reward_model = setup.inputs.reward_model and RewardModel.load(settings, setup.inputs.reward_model, session.mesh)
     trainer = Trainer(settings, session, learners, setup.inputs.prompts, reference, setup.rewards, reward_model, replay)
     if settings.uses_packing:
         critic = state.critic and state.critic.params
