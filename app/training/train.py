@@ -73,7 +73,8 @@ def train(
 
     Raises:
         InputError: an input cannot be used; nothing on disk has changed.
-        RuntimeError: too many non-finite updates in a row, or rewards that training cannot continue with.
+        RuntimeError: too many non-finite updates in a row, or rewards that training cannot continue with; after these,
+            the last complete step is saved.
     """
     with ExitStack() as stack:
         setup = stack.enter_context(

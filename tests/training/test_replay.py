@@ -114,7 +114,9 @@ def test_a_run_ends_completions_at_stop_strings_and_is_reproduced(
     assert_refused(result, "another tokenizer, or with rollout.stop", tmp_path / "unstopped")
 
 
-def test_each_step_is_replayed_under_the_settings_it_was_trained_with(config: Path, tmp_path: Path) -> None:
+def test_each_step_is_replayed_under_the_settings_it_was_trained_with(
+    config: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     run, again = config.parent / "runs" / "tiny", tmp_path / "again" / "tiny-replay"
     assert train_here(config, "run.steps=2").exit_code == 0
     changed = ("algorithm.name=dr_grpo", "optimizer.learning_rate=0.01", "data.system_prompt=Hi")
@@ -131,7 +133,10 @@ def test_each_step_is_replayed_under_the_settings_it_was_trained_with(config: Pa
     shutil.rmtree(again / "checkpoints" / "4")
     assert replay(run, again.parent, options=["--resume", "must"]).exit_code == 0
     assert_same_steps(again, run, steps=range(1, 5))
+    # All parts use what was read once.
+    (run / "settings.yaml").unlink()
     assert replay(run, tmp_path / "first", "run.steps=2").exit_code == 0
+    assert caplog.text.count("its settings are taken from sessions.jsonl") == 1
     assert_same_steps(tmp_path / "first" / "tiny-replay", run, steps=range(1, 3))
     # A part that ends early is the last.
     early = ("eval.every_steps=1", "run.early_stopping.patience=1", "run.early_stopping.min_delta=10")
