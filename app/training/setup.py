@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 
+import jax
+
 from app.distributed.error_barrier import error_barrier
 from app.distributed.host_consistency import (
     check_hosts_agree,
@@ -103,11 +105,13 @@ def prepare_run(
             rewards = stack.enter_context(read.make_rewards(settings))
             if read.replay is None or not read.replay.uses_saved_rewards:
                 try_reward_functions(rewards, read.model.tokenizer, read.prompts)
-            eval_prompts = {"the evaluation prompts": describe_prompts(read.eval_prompts)}
-            facts = {**read.fingerprints, **eval_prompts, **file_fingerprints(settings, run)}
+            facts = dict[str, str]()
+            if jax.process_count() > 1:
+                facts = read.fingerprints | {"the evaluation prompts": describe_prompts(read.eval_prompts)}
+                facts |= file_fingerprints(settings, run)
         check_hosts_agree(resolved, facts)
         check_shared_run_directory(run)
-        # A replay only evaluates, and asynchronous workers do not.
+        # Slots or workers: a replay only evaluates, and asynchronous workers do not.
         generates = read.replay is None or (bool(read.eval_prompts) and settings.rollout.max_staleness == 0)
         session = Session.open(settings, read.model, read.critic, generates=generates)
         stack.enter_context(closing(session))
@@ -117,7 +121,7 @@ def prepare_run(
 
 
 def _check_changed_settings(resolved: Resolved, run: RunDirectory, allowed: Sequence[str]) -> list[str]:
-    """Returns how the settings of a run that continues differ from those of its last session, and what is lost of them.
+    """Returns what changes if a run continues under these settings, and which of its earlier ones are lost, as text.
 
     Raises:
         InputError: a change that changes what the run learns is not in `allowed`.
