@@ -163,6 +163,12 @@ def test_ctrl_c_saves_a_checkpoint_and_is_a_keyboard_interrupt(config: Path) -> 
     assert last < 4 and (run_of(config) / "checkpoints" / str(last)).is_dir()
 
 
+def test_an_error_of_on_step_ends_the_run(config: Path) -> None:
+    with pytest.raises(ZeroDivisionError):
+        train(config, on_step=lambda metrics: 1 / (metrics["step"] - 1), overrides={"eval.every_steps": 0})
+    assert [line["step"] for line in metrics_of(run_of(config))] == [1]
+
+
 def test_training_outside_the_main_thread_is_refused() -> None:
     with ThreadPoolExecutor(1) as executor, pytest.raises(InputError, match="only the main thread can do"):
         executor.submit(grpo.train).result()
@@ -439,6 +445,18 @@ def test_hosts_end_together_when_one_of_them_wants_to(config: Path) -> None:
         assert (steps, outcome) == (["step 1", "step 2"], f"False {0 if host else 2}")
         assert "this process has joined the other hosts before" in error
     assert (run_of(config) / "checkpoints" / "2").is_dir()
+
+
+@pytest.mark.slow
+@pytest.mark.two_hosts
+def test_an_error_of_on_step_on_one_host_ends_both(config: Path) -> None:
+    failing = API_PROGRAM.replace(
+        "    return ", "    1 // (metrics['step'] < 2 or os.environ['THIS_HOST'] == '0')\n    return "
+    )
+    program = ("-c", KEEPING + failing)
+    hosts = run_on_two_hosts(config, *settings("eval.every_steps=0"), programs=(program, program))
+    assert [host.exit_code for host in hosts] == [1, 1], hosts
+    assert "on host 1 (" in hosts[0].stderr and "ZeroDivisionError" in hosts[1].stderr
 
 
 ROWS_PROGRAM = (

@@ -11,7 +11,6 @@ from typing import Annotated
 import typer
 
 from app.commands.command_support import (
-    find_run,
     inherit_run_settings,
     print_result,
     reset_inherited,
@@ -20,7 +19,7 @@ from app.commands.command_support import (
 )
 from app.commands.options import Config, Overrides, PrintConfig
 from app.records.run_directory import Resume
-from app.records.settings_history import SettingsPeriod, decisive_periods
+from app.records.settings_history import SettingsPeriod
 from settings import InputError, Resolved, load
 from settings.checks.commands import check_for_dry_run, check_for_train
 from settings.loading.config_file import ConfigFile
@@ -76,19 +75,16 @@ def train(
     check = check_for_dry_run if dry_run else check_for_train
     run_paths = {"--from-rollouts": from_rollouts, "--checkpoint": checkpoint}
     base, overrides_of_base, periods = inherit_run_settings(config, overrides, run_paths)
-    periods = decisive_periods(periods)
     flags = _replay_run_name(base, overrides_of_base) if isinstance(base, ConfigFile) else NO_FLAGS
     resolved = resolve(base, overrides_of_base, flags=flags, print_config=print_config, check=check)
     show_progress(f"grpo train: {resolved.settings.run.name}, model {resolved.settings.model.path}; loading JAX")
     from app.training.replay import ReplayRequest
     from app.training.replay_parts import ReplayPart, replay_parts, train_parts
 
-    request = None if from_rollouts is None else ReplayRequest(from_rollouts, checkpoint)
-    parts = [ReplayPart(resolved, request, changed=())]
-    if request is not None and find_run(request.rollouts.expanduser().resolve()) is not None and len(periods) > 1:
-        parts = replay_parts(
-            periods, lambda period: _resolve_period(period, overrides, resolved, check), resolved, request
-        )
+    parts = [ReplayPart(resolved, request=None, changed=())]
+    if from_rollouts is not None:
+        request = ReplayRequest(from_rollouts, checkpoint, periods)
+        parts = replay_parts(request, lambda period: _resolve_period(period, overrides, resolved, check), resolved)
     if dry_run:
         from app.preflight.dry_run import make_dry_run_report
 

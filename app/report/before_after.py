@@ -13,6 +13,7 @@ from app.report.metrics_history import (
     MetricsRecord,
     Series,
     accuracy_is_plug_in_mean,
+    best_step,
     finite_metric,
     training_steps,
 )
@@ -62,14 +63,13 @@ def before_and_after(history: History) -> BeforeAfter:
 
 def best_evaluation(history: History, metric: str | None, mode: str) -> str:
     """Returns a sentence on the best value of `checkpoint.best_metric`; empty with fewer than two evaluations."""
-    series, sign = Series.from_history(history, metric or ""), 1 if mode == "min" else -1
-    if len(series) < 2:
+    evaluated = {r["step"]: value for r in history if (value := finite_metric(r, metric or "")) is not None}
+    step = best_step(evaluated, mode)
+    if step is None or len(evaluated) < 2:
         return ""
-    # Of equal values the earliest counts.
-    at, value = min(zip(series.steps, series.values, strict=True), key=lambda point: (sign * point[1], point[0]))
-    text = format_metric(str(metric), value, by_plug_in=accuracy_is_plug_in_mean(history))
+    text = format_metric(str(metric), evaluated[step], by_plug_in=accuracy_is_plug_in_mean(history))
     start = f"Training has not improved {metric} on the start (step 0): {text}."
-    return f"Best {metric} {text} after step {at:.0f}." if at else start
+    return f"Best {metric} {text} after step {step}." if step else start
 
 
 def _displayed_metrics(before: MetricsRecord, after: MetricsRecord) -> list[str]:

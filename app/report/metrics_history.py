@@ -27,6 +27,15 @@ def is_number(value: Any) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
+def best_step(values: Mapping[int, float], mode: str) -> int | None:
+    """Returns the step with the largest value, or with the smallest if the mode is `min`; None without values.
+
+    Of equal values the earliest counts, and the start, which is step 0, only if it is better than all others.
+    """
+    sign = 1 if mode == "min" else -1
+    return min(values, key=lambda step: (sign * values[step], step == 0, step), default=None)
+
+
 def training_steps(history: History) -> list[MetricsRecord]:
     """Returns the lines of training steps, without the evaluation before the first step."""
     return [record for record in history if "reward/mean" in record]

@@ -76,7 +76,7 @@ def render_completions(table: CompletionsTable) -> Table:
             Text(truncate_middle(row.completion, limit=COMPLETION_CELL)),
             *("–" if value is None else f"{value:.4g}" for value in numbers),
             Text(truncate_middle(row.answer or "–", limit=ANSWER_CELL)),
-            "cut" if row.is_truncated else Text(truncate_middle(row.finish_reason, limit=20)),
+            "cut" if row.finish_reason == "length" else Text(truncate_middle(row.finish_reason, limit=20)),
             end_section=row.ends_group,
         )
     return view
