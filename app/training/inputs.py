@@ -9,15 +9,15 @@ from functools import partial
 from typing import NamedTuple
 
 from app.evaluation.metrics import check_is_measured
-from app.prompts.data_sources import make_prompt_order
 from app.prompts.dataset import Dataset
 from app.prompts.encode import ChatTokenizer
+from app.prompts.tokenizer import Tokenizer
 from app.records.run_directory import RunDirectory
 from app.records.sample import Prompt
 from app.reward.reward_functions import RewardFunctions, accuracy_function_name
 from app.runtime.inputs import (
     PromptsOrRows,
-    encode_rows,
+    encode_train_rows,
     make_rewards,
     read_checked_reward_model,
     read_critic,
@@ -164,11 +164,11 @@ class PromptSource(NamedTuple):
     fingerprints: dict[str, str]
 
 
-def _prompts_from_dataset(settings: Settings, tokenizer: ChatTokenizer) -> PromptSource:
+def _prompts_from_dataset(settings: Settings, tokenizer: Tokenizer) -> PromptSource:
     dataset = read_train_rows(settings)
-    prompts, report = encode_rows(settings, dataset.rows, tokenizer)
-    make_prompt_order(settings.data, prompts, seed=settings.run.seed)
-    return PromptSource(prompts, f"{dataset.to_text()}\n{report.to_text()}", dataset_fingerprints(settings, dataset))
+    return PromptSource(
+        *encode_train_rows(settings, dataset, tokenizer), fingerprints=dataset_fingerprints(settings, dataset)
+    )
 
 
 def dataset_fingerprints(settings: Settings, dataset: Dataset) -> dict[str, str]:
