@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import astuple, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -31,7 +31,7 @@ from app.records.sample import Sample
 from app.runtime.batch_checks import check_host_offload
 from app.runtime.host_supervision import iterate_in_phase, join_hosts
 from app.runtime.micro_batching import MaxLengths, make_score_batcher, num_bootstrap_tokens
-from app.runtime.model_spec import CriticSpec, ModelSpec, read_critic_spec, read_model_spec
+from app.runtime.model_spec import read_critic_spec, read_model_spec
 from app.runtime.packed_row_check import check_packing
 from app.runtime.scoring import ScoringSession
 from app.stages.sample_reader import WINDOW_SAMPLES, SampleFileExtent, SampleReader, check_token_quota, file_digest
@@ -40,19 +40,12 @@ from settings import Resolved, Settings
 from settings.errors import InputError
 from settings.schema.score import ScoredRole
 
+if TYPE_CHECKING:
+    # Scoring without a checkpoint needs none of the packages that saving does.
+    from app.checkpoint.saved_policy import PolicyCheckpoint
+
 NUM_CHECKED_SAMPLES = 3
 """Number of samples that `--check-packing` packs into one row."""
-
-
-class SavedNetworks(Protocol):
-    """A `PolicyCheckpoint`; scoring without one needs none of the packages that saving does."""
-
-    def describe(self) -> str: ...
-    def check_compatible(self, model: ModelSpec) -> None: ...
-    def check_critic(self, critic: CriticSpec, *, is_required: bool) -> None: ...
-    def restore_params(
-        self, shapes: Params, shardings: Params, *, network: Literal["policy", "critic"] = "policy"
-    ) -> Params: ...
 
 
 def score_logprobs(
@@ -62,7 +55,7 @@ def score_logprobs(
     out: Path,
     role: ScoredRole,
     checks_packing: bool = False,
-    checkpoint: SavedNetworks | None = None,
+    checkpoint: PolicyCheckpoint | None = None,
     window: int = WINDOW_SAMPLES,
 ) -> dict[str, Any] | None:
     """Adds a role's logprobs or values to every sample of `input`, and returns the metrics to print.
@@ -126,7 +119,7 @@ def score_logprobs(
     return {**figures, "written to": str(out)} if jax.process_index() == 0 else None
 
 
-def _load_params(session: ScoringSession, checkpoint: SavedNetworks | None) -> Params:
+def _load_params(session: ScoringSession, checkpoint: PolicyCheckpoint | None) -> Params:
     if checkpoint is None:
         return session.critic.load_params(session.mesh) if session.critic else session.load_params()
     if session.critic is not None:
