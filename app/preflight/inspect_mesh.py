@@ -55,7 +55,6 @@ class MeshInspection:
 
     mesh: MeshReport
     generation: str
-    """Description of the rows generated at once."""
     workers: tuple[WorkerPlacement, ...]
     memory: Mapping[str, MemoryBreakdown]
     """Memory by phase; lines with a star in `app.preflight.memory.MEMORY_LABELS` are estimates."""
@@ -63,7 +62,6 @@ class MeshInspection:
     largest: tuple[BatchLimit, ...]
     """Largest batches that fit; empty if the memory of a device is unknown."""
     notes: tuple[str, ...] = ()
-    """Notes on the mesh that a run would print."""
     programs: tuple[CompiledProgram, ...] = ()
     """Compiled programs; empty without `--compile`."""
 

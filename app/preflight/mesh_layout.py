@@ -35,7 +35,6 @@ class Topology:
     local_devices: tuple[int, ...]
     """Ids of this host's devices."""
     memory_bytes: int | None
-    """Memory of each device; None if unknown."""
     chip: TpuChip | None
     """Bandwidths and speed of the chip; None for a device kind that is not in the table of chips."""
 

@@ -93,7 +93,6 @@ class MixtureOrder:
 
     seed: int
     rows: Sequence[Indices]
-    """The row indices of each source."""
     weights: Sequence[float]
     shuffle: bool
 

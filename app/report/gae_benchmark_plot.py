@@ -24,7 +24,6 @@ class BackendTiming:
     chunk_size: int | None = None
     """Tokens per chunk; None if the backend has no chunks."""
     is_auto: bool = False
-    """True if `auto` selects this case."""
     first_call_s: float = 0.0
     """Time of tracing and compiling."""
     median_s: float | None = None

@@ -18,9 +18,7 @@ class Metric(NamedTuple):
     pattern: str
     """Names separated by commas; `{a,b}` stands for both, `<function>` and the other `PLACEHOLDERS` for any name."""
     meaning: str
-    """The definition and unit of the metric."""
     healthy: str
-    """The values of a healthy run."""
     remedy: str
     """What to change if the values are not healthy, or what that means."""
 

@@ -97,7 +97,6 @@ class _Scan(NamedTuple):
 
     layout: _BlockLayout
     one_minus_gamma: np.float32
-    """1 - gamma."""
     step_matrix: Float32[np.ndarray, "C C"]
     chunk_matrix: Float32[np.ndarray, "N N"]
     segment_matrix: Float64[np.ndarray, "S S"]
