@@ -53,10 +53,8 @@ def new_figure(width: float, height: float, *, salt: str = "", embed_text: bool 
     """Yields an empty figure in the style of this program, regardless of the machine's matplotlibrc.
 
     Args:
-        width: in inches.
-        height: in inches.
-        salt: makes the ids in an SVG reproducible, and different from those of other plots in the same page; unused
-            in a PNG.
+        width, height: in inches.
+        salt: makes the ids in an SVG reproducible, and different from those of other plots in the same page.
         embed_text: draw letters as paths, for a stand-alone SVG file.
     """
     # Imported here, because it takes most of a second. No pyplot: it would keep figures and choose a window system.

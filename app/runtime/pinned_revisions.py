@@ -41,11 +41,11 @@ def record_commits(run: RunDirectory, settings: Settings, commits: Mapping[str, 
     Args:
         commits: commits by section; None for models that are not from the hub, which are left out.
     """
-    records = {
-        section: dict(zip(("path", "revision", "commit"), (*_requested_model(settings, section), commit), strict=True))
-        for section, commit in commits.items()
-        if commit is not None
-    }
+    records = {}
+    for section, commit in commits.items():
+        if commit is not None:
+            path, revision = _requested_model(settings, section)
+            records[section] = {"path": path, "revision": revision, "commit": commit}
     # The policy's entry is at the top level.
     record = {**records.pop("model", {}), **records}
     if record:

@@ -20,7 +20,6 @@ from app.distributed.error_barrier import error_barrier
 from app.distributed.host_consistency import check_hosts_agree
 from app.model.decode_weights import DecodeWeights
 from app.prompts.data_sources import load_training_data
-from app.prompts.dataset import load_dataset
 from app.prompts.encode import EncodeReport
 from app.records.jsonl import check_distinct_paths, check_output_path
 from app.records.partial_samples import PartFile, part_path, remove_parts
@@ -129,16 +128,8 @@ def _read_prompts(
     settings: Settings, model: ModelSpec, prompts: Path | None, *, limit: int | None
 ) -> tuple[Sequence[Prompt], EncodeReport]:
     """Returns the first `limit` prompts of the file, or of `data.source` if there is none."""
-    if prompts is None:
-        dataset = load_training_data(settings.data, seed=settings.run.seed)
-    else:
-        dataset = load_dataset(
-            str(prompts),
-            split=settings.data.split,
-            revision=None,
-            prompt_column=settings.data.prompt_column,
-            answer_column=settings.data.answer_column,
-        )
+    data = settings.data if prompts is None else settings.data.model_copy(update={"source": str(prompts)})
+    dataset = load_training_data(data, seed=settings.run.seed)
     return encode_rows(settings, dataset.rows[:limit], model.tokenizer)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import astuple, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal, Protocol
 
 import jax
 import numpy as np
@@ -40,12 +40,19 @@ from settings import Resolved, Settings
 from settings.errors import InputError
 from settings.schema.score import ScoredRole
 
-if TYPE_CHECKING:
-    # Scoring without a checkpoint needs none of the packages that saving does.
-    from app.checkpoint.saved_policy import PolicyCheckpoint
-
 NUM_CHECKED_SAMPLES = 3
 """Number of samples that `--check-packing` packs into one row."""
+
+
+class SavedNetworks(Protocol):
+    """A `PolicyCheckpoint`; scoring without one needs none of the packages that saving does."""
+
+    def describe(self) -> str: ...
+    def check_compatible(self, model: ModelSpec) -> None: ...
+    def check_critic(self, critic: CriticSpec, *, is_required: bool) -> None: ...
+    def restore_params(
+        self, shapes: Params, shardings: Params, *, network: Literal["policy", "critic"] = "policy"
+    ) -> Params: ...
 
 
 def score_logprobs(
@@ -55,7 +62,7 @@ def score_logprobs(
     out: Path,
     role: ScoredRole,
     checks_packing: bool = False,
-    checkpoint: PolicyCheckpoint | None = None,
+    checkpoint: SavedNetworks | None = None,
     window: int = WINDOW_SAMPLES,
 ) -> dict[str, Any] | None:
     """Adds a role's logprobs or values to every sample of `input`, and returns the metrics to print.
@@ -119,7 +126,7 @@ def score_logprobs(
     return {**figures, "written to": str(out)} if jax.process_index() == 0 else None
 
 
-def _load_params(session: ScoringSession, checkpoint: PolicyCheckpoint | None) -> Params:
+def _load_params(session: ScoringSession, checkpoint: SavedNetworks | None) -> Params:
     if checkpoint is None:
         return session.critic.load_params(session.mesh) if session.critic else session.load_params()
     if session.critic is not None:
