@@ -31,7 +31,7 @@ from app.records.sample import Sample
 from app.runtime.batch_checks import check_host_offload
 from app.runtime.host_supervision import iterate_in_phase, join_hosts
 from app.runtime.micro_batching import MaxLengths, make_score_batcher, num_bootstrap_tokens
-from app.runtime.model_spec import read_critic_spec, read_model_spec
+from app.runtime.model_spec import CriticSpec, ModelSpec, read_critic_spec, read_model_spec
 from app.runtime.packed_row_check import check_packing
 from app.runtime.scoring import ScoringSession
 from app.stages.sample_reader import WINDOW_SAMPLES, SampleFileExtent, SampleReader, check_token_quota, file_digest
