@@ -9,6 +9,7 @@ import numpy as np
 
 from app.records.text_format import format_percent
 from app.report.metrics_history import (
+    EVAL_PROMPTS,
     History,
     MetricsRecord,
     Series,
@@ -74,7 +75,7 @@ def best_evaluation(history: History, metric: str | None, mode: str) -> str:
 
 def _displayed_metrics(before: MetricsRecord, after: MetricsRecord) -> list[str]:
     """Returns the evaluation metrics measured at the start or the end; error counts only if there were errors."""
-    names = [name for name in after if name.startswith("eval/")]
+    names = [name for name in after if name.startswith("eval/") and name != EVAL_PROMPTS]
     known = [
         name for name in names if finite_metric(before, name) is not None or finite_metric(after, name) is not None
     ]

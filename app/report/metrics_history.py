@@ -13,6 +13,8 @@ import numpy as np
 MetricsRecord = Mapping[str, Any]
 """One line: `step` and the metrics by name."""
 History = Sequence[MetricsRecord]
+EVAL_PROMPTS = "eval/num_prompts"
+"""The number of prompts behind the other metrics of an evaluation, and their noise."""
 
 
 def finite_metric(record: MetricsRecord, name: str) -> float | None:

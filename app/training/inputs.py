@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from functools import partial
 
 from app.evaluation.metrics import check_is_measured
-from app.prompts.data_sources import make_prompt_order
 from app.prompts.dataset import Dataset
 from app.records.run_directory import RunDirectory
 from app.records.sample import Prompt
 from app.reward.reward_functions import RewardFunctions, accuracy_function_name
 from app.runtime.inputs import (
     PromptsOrRows,
-    encode_rows,
+    encode_train_rows,
     make_rewards,
     read_checked_reward_model,
     read_critic,
@@ -107,9 +106,7 @@ def read_training_inputs(settings: Settings, replay_request: ReplayRequest | Non
     replay = None
     if replay_request is None:
         dataset = read_train_rows(settings)
-        prompts, encoding = encode_rows(settings, dataset.rows, model.tokenizer)
-        make_prompt_order(settings.data, prompts, seed=settings.run.seed)
-        data_report = f"{dataset.to_text()}\n{encoding.to_text()}"
+        prompts, data_report = encode_train_rows(settings, dataset, model.tokenizer)
         data_fingerprints = dataset_fingerprints(settings, dataset)
     else:
         target_run = RunDirectory.from_settings(settings.run)

@@ -21,6 +21,7 @@ from app.distributed.watchdog import Watchdog
 from app.evaluation.evaluator import evaluation_metrics
 from app.records.sample import Prompt, Sample
 from app.report.early_stopping import early_stopping_reason
+from app.report.metrics_history import EVAL_PROMPTS
 from app.runtime.health_checks import RewardError, stop_if_diverged
 from app.tracking.compilation_counter import CompilationCounter
 from app.tracking.performance import step_performance
@@ -183,7 +184,7 @@ class StepLoop:
         start = time.perf_counter()
         policy = self.trainer.session.full_params(self.state.policy.params)
         rewarded = self.trainer.evaluate(policy, self.eval_prompts, step=step, display=self.reporter.display)
-        metrics = evaluation_metrics(rewarded.samples, self.settings)
+        metrics = {**evaluation_metrics(rewarded.samples, self.settings), EVAL_PROMPTS: len(self.eval_prompts)}
         self.reporter.report_evaluation(step, metrics, rewarded.samples)
         return {**metrics, "time/eval_s": time.perf_counter() - start, "time/unix_s": time.time()}
 

@@ -316,3 +316,12 @@ def test_other_variables_of_the_chat_template_are_another_run_unless_allowed(con
     longer = [len(one["prompt_token_ids"]) for one in records_of(run / "rollouts" / "step_000003.jsonl")]
     assert max(longer) == max(lengths) + 1
     assert progress_of(run, 4)["fingerprints"]["data.chat_template_kwargs"] == '{"doubled": true}'
+
+
+def test_the_texts_of_the_tokens_are_written_once(config: Path) -> None:
+    texts = config.parent / "runs" / "tiny" / "tokens.json"
+    assert train_here(config, "logging.report=true", "run.steps=1").exit_code == 0
+    written = texts.stat().st_ino
+    assert train_here(config, "logging.report=true", "run.steps=2", resume="must").exit_code == 0
+    # A file that is written again is another one under the same name.
+    assert texts.stat().st_ino == written

@@ -115,6 +115,7 @@ OF_AN_EVALUATION = {
     "eval/format_rate",
     "eval/truncated_fraction",
     "eval/mean_length",
+    "eval/num_prompts",
     "eval/error_count",
     "time/eval_s",
 }
