@@ -6,20 +6,26 @@ settings do not need JAX.
 
 from __future__ import annotations
 
+import functools
 import sys
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
+from inspect import Parameter, signature
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
 from app.commands import doctor, evaluate, export, gae, inspect_mesh, presets, report, rollout, score, settings, train
-from app.commands.command_support import write
+from app.commands.command_support import handle_errors, write
 from settings.loading.fields import suggest_fields
 
 
 class _Command(TyperCommand):
-    """A command whose help groups the options, in plain text, and that knows settings from options."""
+    """A command whose help groups the options, in plain text, and that knows settings from options.
+
+    An option with one value is refused if it is given twice, as the same setting is in one place.
+    """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         known = {option for parameter in self.get_params(ctx) for option in parameter.opts}
@@ -28,6 +34,10 @@ class _Command(TyperCommand):
                 near, text = suggest_fields(name.removeprefix("--"))
                 if near or "no counterpart" in text:
                     ctx.fail(f"No such option: {name}. Settings are given as --set NAME=VALUE{text}")
+        given: list[Any] = self.make_parser(ctx).parse_args([*args])[2]
+        for parameter in given:
+            if given.count(parameter) > 1 and not (parameter.multiple or parameter.is_flag):
+                ctx.fail(f"{parameter.opts[0]} is given {given.count(parameter)} times, but takes one value")
         return super().parse_args(ctx, args)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
@@ -63,8 +73,25 @@ COMMANDS = {
     presets.presets: "grpo presets dapo",
 }
 """Maps each command to the example at the end of its help."""
+
+
+def _with_errors_handled(command: Callable[..., None]) -> Callable[..., None]:
+    """Returns a command with the option `--debug`, whose errors are a message and an exit code."""
+
+    @functools.wraps(command)
+    def run(*, debug: bool, **arguments: Any) -> None:
+        with handle_errors(debug):
+            command(**arguments)
+
+    option = typer.Option("--debug", help="Show a traceback with errors.")
+    debug = Parameter("debug", Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, option])
+    without = signature(command, eval_str=True)
+    setattr(run, "__signature__", without.replace(parameters=[*without.parameters.values(), debug]))  # noqa: B010
+    return run
+
+
 for command, example in COMMANDS.items():
-    app.command(cls=_Command, epilog=f"Example: {example}")(command)
+    app.command(cls=_Command, epilog=f"Example: {example}")(_with_errors_handled(command))
 
 
 def _show_version(is_requested: bool) -> None:
@@ -80,8 +107,7 @@ def _show_version(is_requested: bool) -> None:
 @app.callback()
 def _grpo(
     show_version: Annotated[
-        bool,
-        typer.Option("--version", help="Print the version and exit.", callback=_show_version, is_eager=True),
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_show_version, is_eager=True)
     ] = False,
 ) -> None: ...
 

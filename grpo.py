@@ -6,7 +6,7 @@ modules with these names.
 
 The functions use the code of the commands, log to stderr and print nothing on stdout. `overrides` maps settings to
 values, `{"run.steps": 20}` or `{"run": {"steps": 20}}`, in place of `--set`: the environment (`GRPO__RUN__STEPS`) wins
-over it. Invalid input raises `grpo.InputError`, with the message of the command.
+over it. Invalid input raises `grpo.InputError`, with the message of the command, which names the arguments.
 """
 
 from __future__ import annotations
@@ -20,10 +20,15 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     import os
 
-    from app.commands.python_api import File, Rewards, Rows, Samples
+    from app.commands.python_api import Samples
     from app.evaluation.printed_summary import EvaluationSummary
     from app.training.train import TrainingRun
     from settings import InputError as InputError
+
+    File = str | os.PathLike[str] | None
+    Rows = Iterable[Mapping[str, Any]] | None
+    Reward = Callable[..., Any] | str | Mapping[str, Any]
+    Rewards = Reward | Iterable[Reward] | None
 
 PROGRAM_FOLDER = str(Path(__file__).resolve().parent)
 PACKAGES = ("app", "settings")

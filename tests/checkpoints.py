@@ -13,7 +13,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from app.checkpoint.checkpoints import Checkpoints
+from app.checkpoint.checkpoints import Checkpoints, check_fingerprints
 from app.checkpoint.network_states import NetworkStates
 from app.checkpoint.retention import LatestAndBestPolicy
 from app.checkpoint.train_progress import TrainProgress
@@ -85,9 +85,14 @@ def assert_same(state: NetworkStates, expected: NetworkStates) -> None:
         assert leaf.dtype == wanted.dtype
 
 
+def of_this_run(saved: TrainProgress) -> None:
+    check_fingerprints(saved.fingerprints, FINGERPRINTS)
+
+
 def restored(checkpoints: Checkpoints) -> tuple[NetworkStates, TrainProgress]:
-    found = checkpoints.restore(FINGERPRINTS)
+    found = checkpoints.restore(of_this_run)
     assert found is not None
+    checkpoints.move_damaged_aside()
     return found
 
 
@@ -100,7 +105,7 @@ jax.config.update("jax_num_cpu_devices", 1)
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(address, 2, int(process_id))
 from settings import InputError
-from tests.checkpoints import FINGERPRINTS, make_state, opened, progress
+from tests.checkpoints import make_state, of_this_run, opened, progress
 """
 
 

@@ -18,7 +18,7 @@ import cli
 from settings import load
 from settings.loading.config_file import preset_names
 from settings.loading.fields import FIELDS
-from tests.program import here
+from tests.program import DEADLINE_S, compilation_cache, here, metrics_of, settings
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 CANARY = "CANARY-0123456789abcdef"
@@ -390,6 +390,23 @@ def test_a_closed_pipe_is_not_an_error(tmp_path: Path) -> None:
         assert (answer.returncode, stderr.read()) == (0, "")
 
 
+def test_a_run_whose_output_nobody_reads_trains_to_its_end(config: Path) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "w") as closed:
+        answer = subprocess.run(
+            [sys.executable, "-m", "cli", "train", "--config", config, *settings("run.steps=1", "eval.every_steps=0")],
+            cwd=REPOSITORY,
+            env={**os.environ, **compilation_cache()},
+            stdout=closed,
+            stderr=closed,
+            check=False,
+            timeout=DEADLINE_S,
+        )
+    assert answer.returncode == 0
+    assert [line["step"] for line in metrics_of(config.parent / "runs" / "tiny")] == [1]
+
+
 def test_secrets_are_never_printed(tmp_path: Path) -> None:
     (tmp_path / ".env").write_text(f"WANDB_API_KEY={CANARY}\nGRPO__RUN__STEPS=7\n")
     (tmp_path / ".env").chmod(0o600)
@@ -436,6 +453,16 @@ def test_a_setting_given_as_an_option_is_shown_as_one(option: str, message: str)
     result = here("train", option)
     assert result.exit_code == 2
     assert f"No such option: {option.partition('=')[0]}" in result.stderr and message in result.stderr
+
+
+def test_an_option_with_one_value_is_given_once() -> None:
+    result = here("train", "--config", "dapo", "--set", "run.steps=3", "--config=quickstart", "--print-config")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "--config is given 2 times, but takes one value" in result.stderr
+    repeatable = ("--set", "run.steps=3", "--set", "run.seed=1", "--debug", "--debug", "--print-config")
+    result = here("train", *repeatable)
+    assert result.exit_code == 0, result.stderr
+    assert "steps: 3  # set" in result.stdout and "seed: 1  # set" in result.stdout
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ program are ignored.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -18,7 +18,7 @@ import yaml
 from app.report.metric_registry import expand_braces, find_metric
 from settings import Settings, load
 from settings.loading.fields import FIELDS, SECTIONS, value_of
-from settings.loading.synonyms import TRL_NAMES, VERL_NAMES
+from settings.loading.synonyms import SYNONYMS, VERL_ROOT
 from settings.loading.yaml_file import parse_scalar
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -107,20 +107,20 @@ def test_a_table_states_the_default_of_each_setting(document: Path, nothing_said
     assert [(field, text) for field, text in stated if not is_default(field, text, nothing_said)] == []
 
 
-@pytest.mark.parametrize(("document", "names_here"), [(MIGRATIONS[0], TRL_NAMES), (MIGRATIONS[1], VERL_NAMES)])
-def test_errors_about_unknown_names_say_what_the_tables_say(document: Path, names_here: Mapping[str, str]) -> None:
+@pytest.mark.parametrize(("document", "program"), [(MIGRATIONS[0], "TRL"), (MIGRATIONS[1], "verl")])
+def test_errors_about_unknown_names_say_what_the_tables_say(document: Path, program: str) -> None:
     found: set[str] = set()
     for head, *rows in tables(without_blocks(document.read_text(encoding="utf-8"))):
         for theirs, _, here, _, remark in rows if "default here" in head else ():
             fields, names = ({*re.findall(r"`([^`]+)`", cell)} for cell in (here, theirs))
             same = names & FIELDS.keys()  # never unknown
-            in_errors = {names_here[name] for name in names - same}
-            if here == "–":
-                assert in_errors == {f"– {remark}".replace("`", "").strip()}
-            elif names:
-                assert {*" ".join(in_errors).split()} | same == fields
-            found |= names - same
-    assert found == names_here.keys()
+            in_errors = [SYNONYMS[name.removeprefix(VERL_ROOT)] for name in names - same]
+            found |= {synonym.title for synonym in in_errors}
+            if here == "–" or names:
+                assert {field for synonym in in_errors for field in synonym.fields} | same == fields
+            for told in {synonym.remark for synonym in in_errors}:
+                assert told == remark.replace("`", "").strip() if here == "–" else told in remark.replace("`", "")
+    assert found == {synonym.title for synonym in SYNONYMS.values() if synonym.title.startswith(f"{program}'s ")}
 
 
 @pytest.mark.parametrize("document", MIGRATIONS, ids=lambda path: path.name)

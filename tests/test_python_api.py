@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import contextlib
 import inspect
 import math
 import os
@@ -22,7 +23,7 @@ import pytest
 import grpo
 from app.records.jsonl import write_jsonl
 from settings import InputError
-from settings.loading.sources import set_layer, set_options
+from settings.loading.sources import build_layer, set_entries, set_options
 from tests.program import here, metrics_of, records_of, reproducible, settings, train_here
 from tests.run_fixtures import NO_REPORT, TINY, write_config
 from tests.two_hosts import KEEPING, run_on_two_hosts
@@ -162,6 +163,12 @@ def test_ctrl_c_saves_a_checkpoint_and_is_a_keyboard_interrupt(config: Path) -> 
     assert last < 4 and (run_of(config) / "checkpoints" / str(last)).is_dir()
 
 
+def test_an_error_of_on_step_ends_the_run(config: Path) -> None:
+    with pytest.raises(ZeroDivisionError):
+        train(config, on_step=lambda metrics: 1 / (metrics["step"] - 1), overrides={"eval.every_steps": 0})
+    assert [line["step"] for line in metrics_of(run_of(config))] == [1]
+
+
 def test_training_outside_the_main_thread_is_refused() -> None:
     with ThreadPoolExecutor(1) as executor, pytest.raises(InputError, match="only the main thread can do"):
         executor.submit(grpo.train).result()
@@ -278,11 +285,39 @@ def test_an_error_is_that_of_the_command() -> None:
     answer = here("train", *settings("run.steps=abc", "rollout.group_size=0"))
     with pytest.raises(InputError) as raised:
         grpo.train(overrides={"run.steps": "abc", "rollout": {"group_size": 0}})
-    assert answer.stderr == f"error: {raised.value}\n"
+    assert "from --set" in answer.stderr
+    assert answer.stderr.replace("from --set", "from overrides") == f"error: {raised.value}\n"
     with pytest.raises(InputError, match=r"unknown setting run\.step .*did you mean run\.steps"):
         grpo.evaluate(overrides={"run.step": 3})
-    with pytest.raises(InputError, match="config file not found"):
-        grpo.rollout(Path("missing.yaml"))
+    with pytest.raises(InputError, match=r"config file not found: .*/models--a--resume/missing\.yaml"):
+        grpo.rollout(Path("models--a--resume/missing.yaml"))
+
+
+def test_an_error_names_the_arguments_instead_of_the_options(config: Path) -> None:
+    once = {"run.steps": 1, "eval.every_steps": 0}
+    with pytest.raises(InputError, match=r"^resume='must': .* has no checkpoint; use resume='auto' to start there$"):
+        train(config, overrides=once, resume="must")
+    train(config, overrides=once)
+    with pytest.raises(InputError, match=r"already holds a run; .* or continue it with resume='auto'$"):
+        train(config, overrides=once)
+    changed = {**once, "optimizer.weight_decay": 0.1, "rollout.top_k": 3}
+    with pytest.raises(InputError) as raised:
+        train(config, overrides=changed, resume="auto")
+    assert str(raised.value).startswith("resume: these settings differ")
+    names = "['rollout.top_k', 'optimizer.weight_decay']"
+    assert str(raised.value).endswith(f"accept the new values with allow_changed={names}")
+    with pytest.raises(InputError, match=r"^allow_changed: there is no setting or section rollout\.topk; did you mean"):
+        train(config, overrides=changed, resume="auto", allow_changed=["rollout.topk"])
+    with pytest.raises(InputError, match=r"^checkpoint: role='reference' uses only the weights of model\.path"):
+        grpo.score([sample("2", 0)], role="reference", checkpoint=run_of(config))
+
+
+def test_a_run_goes_on_when_nobody_reads_its_progress_any_more(config: Path) -> None:
+    reading, writing = os.pipe()
+    with open(writing, "w") as stderr, contextlib.redirect_stderr(stderr):
+        run = train(config, on_step=lambda metrics: os.close(reading) if metrics["step"] == 2 else None)
+        assert sys.stderr is stderr
+    assert run.is_complete and [line["step"] for line in run.metrics] == [0, 1, 2, 3, 4]
 
 
 def test_a_file_that_exists_is_not_replaced(tmp_path: Path) -> None:
@@ -291,6 +326,17 @@ def test_a_file_that_exists_is_not_replaced(tmp_path: Path) -> None:
         with pytest.raises(InputError, match=r"^out: old\.jsonl exists already; delete it or give another name$"):
             call(out="old.jsonl")
     assert (tmp_path / "old.jsonl").read_text() == "precious"
+
+
+def test_the_output_of_a_rollout_with_part_files_is_continued_by_function_and_command() -> None:
+    Path("old.jsonl").write_text("complete")
+    Path("old.jsonl.part").write_text("no part of a rollout\n")
+    with pytest.raises(InputError) as raised:
+        grpo.rollout(out="old.jsonl", limit=1)
+    answer = here("rollout", "--out", "old.jsonl", "--limit", "1")
+    assert answer.exit_code == 2
+    for message in (str(raised.value), answer.stderr):
+        assert "old.jsonl.part" in message and "exists already" not in message
 
 
 def test_one_reward_needs_no_list() -> None:
@@ -312,14 +358,14 @@ def test_overrides_keep_their_values() -> None:
         **{"model.revision": "12e4567", "data.difficulty": (1, 2), "data.split": None, "run.name": "no"},
         **{"reward.functions": ["gsm8k", {"function": "a.py:f", "weight": 0.5}]},
     }
-    layer = set_layer(set_options({**values, "run.dir": Path("a b")}))
+    layer = build_layer(set_entries(set_options({**values, "run.dir": Path("a b")})))
     assert {name: leaf.value for name, leaf in layer.items()} == {
         **values,
         "data.difficulty": [1, 2],
         "run.dir": "a b",
     }
     assert {leaf.origin for leaf in layer.values()} == {"set"}
-    nested = set_layer(set_options({"rollout": {"workers": {"fast": {"slots": 4}}, "top_k": 2}}))
+    nested = build_layer(set_entries(set_options({"rollout": {"workers": {"fast": {"slots": 4}}, "top_k": 2}})))
     assert {name: leaf.value for name, leaf in nested.items()} == {"rollout.workers.fast.slots": 4, "rollout.top_k": 2}
     with pytest.raises(InputError, match=r"rollout\.top_p: expected None, a bool, .* got <object .* of type object"):
         list(set_options({"rollout": {"top_p": object()}}))
@@ -355,8 +401,20 @@ def test_arguments_of_another_kind_are_refused(arguments: dict[str, Any], messag
 def test_rows_that_cannot_be_used_are_refused(config: Path, rows: list[Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         train(config, data=rows)
-    # What is left behind, if anything, is in the way of no run.
-    assert train(config, overrides={"run.steps": 1, "eval.every_steps": 0}).is_complete
+    assert not (config.parent / "runs").exists()
+
+
+def test_a_refused_run_leaves_no_rows_behind(config: Path) -> None:
+    (config.parent / "runs").mkdir()
+    with pytest.raises(InputError, match=r"rollout\.group_size"):
+        train(config, overrides={"rollout.group_size": 1})
+    assert [*(config.parent / "runs").iterdir()] == []
+    train(config, overrides={"run.steps": 1, "eval.every_steps": 0})
+    kept = sorted((run_of(config) / "data").rglob("*"))
+    assert {path.name for path in kept if path.is_file()} == {"train.jsonl", "eval.jsonl"}
+    with pytest.raises(InputError, match="data"):
+        train(config, data=ROWS[1:], overrides={"run.steps": 1, "eval.every_steps": 0}, resume="must")
+    assert sorted((run_of(config) / "data").rglob("*")) == kept
 
 
 API_PROGRAM = (
@@ -387,6 +445,18 @@ def test_hosts_end_together_when_one_of_them_wants_to(config: Path) -> None:
         assert (steps, outcome) == (["step 1", "step 2"], f"False {0 if host else 2}")
         assert "this process has joined the other hosts before" in error
     assert (run_of(config) / "checkpoints" / "2").is_dir()
+
+
+@pytest.mark.slow
+@pytest.mark.two_hosts
+def test_an_error_of_on_step_on_one_host_ends_both(config: Path) -> None:
+    failing = API_PROGRAM.replace(
+        "    return ", "    1 // (metrics['step'] < 2 or os.environ['THIS_HOST'] == '0')\n    return "
+    )
+    program = ("-c", KEEPING + failing)
+    hosts = run_on_two_hosts(config, *settings("eval.every_steps=0"), programs=(program, program))
+    assert [host.exit_code for host in hosts] == [1, 1], hosts
+    assert "on host 1 (" in hosts[0].stderr and "ZeroDivisionError" in hosts[1].stderr
 
 
 ROWS_PROGRAM = (

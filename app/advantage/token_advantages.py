@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import ArrayLike, Bool, Float, Float32, Float64
+from jaxtyping import ArrayLike, Bool, Float32, Float64
 
 from app.advantage.token_rewards import TokenRewardFn
 from app.batching.length_buckets import bucket_length
@@ -41,24 +41,11 @@ class TokenAdvantages(NamedTuple):
     returns: Float32[np.ndarray, "B T"]
 
 
-class GaeEstimator(Protocol):
-    """`app.advantage.gae.estimate.generalized_advantages` with all settings bound except lambda."""
-
-    def __call__(
-        self,
-        rewards: np.ndarray,
-        values: np.ndarray,
-        *,
-        lam: ArrayLike,
-        mask: np.ndarray | None,
-        ends: np.ndarray | None,
-        bootstrap: np.ndarray | None,
-    ) -> tuple[ArrayLike, ArrayLike]: ...
-
-
+GaeEstimator = Callable[..., tuple[ArrayLike, ArrayLike]]
+"""`app.advantage.gae.estimate.generalized_advantages` with all settings bound except lambda: rewards and values, and
+the keywords `lam`, `mask`, `ends` and `bootstrap`."""
 VTraceEstimator = Callable[..., tuple[ArrayLike, ArrayLike]]
 """`app.advantage.vtrace.vtrace` with all settings bound: a `GaeEstimator` that takes log ratios after the values."""
-
 LambdaFn = Callable[[TokenRows], ArrayLike]
 """Rows -> GAE's lambda: one number, or one per token."""
 BootstrapFn = Callable[[Sample], float]
@@ -119,7 +106,9 @@ def assign_gae_advantages(
     bootstrap: BootstrapFn,
 ) -> list[Sample]:
     """Returns the samples with the advantages and returns of `gae`, which is `compute_gae` with its settings bound."""
-    row = concatenate_samples(samples, token_rewards=token_rewards, values=_token_values, bootstrap=bootstrap)
+    row = concatenate_samples(
+        samples, token_rewards=token_rewards, values=lambda s: s.token_values, bootstrap=bootstrap
+    )
     return _assign_advantages(samples, gae(row))
 
 
@@ -138,19 +127,17 @@ def assign_vtrace_advantages(
 
     Source: Espeholt et al. 2018 (IMPALA), section 4.
     """
-    row = concatenate_samples(samples, token_rewards=token_rewards, values=_token_values, bootstrap=bootstrap)
-    ratios = np.concatenate([np.zeros(0, np.float32), *map(_log_ratios, samples)])
+    row = concatenate_samples(
+        samples, token_rewards=token_rewards, values=lambda s: s.token_values, bootstrap=bootstrap
+    )
+    assert all(s.policy_logprobs is not None for s in samples)
+    ratios = np.concatenate([np.zeros(0, np.float32), *(s.policy_logprobs - s.behavior_logprobs for s in samples)])
     log_ratios = np.pad(ratios, (0, row.rewards.size - ratios.size))[None]
 
     def estimate(rewards: np.ndarray, values: np.ndarray, **rest: Any) -> tuple[ArrayLike, ArrayLike]:
         return vtrace(rewards, values, log_ratios, **rest)
 
     return _assign_advantages(samples, _estimate_advantages(row, estimate, lam))
-
-
-def _log_ratios(sample: Sample) -> Float[np.ndarray, "C"]:
-    assert sample.policy_logprobs is not None
-    return sample.policy_logprobs - sample.behavior_logprobs
 
 
 def assign_return_advantages(
@@ -160,7 +147,9 @@ def assign_return_advantages(
 
     Source: Hu 2025, "REINFORCE++".
     """
-    row = concatenate_samples(samples, token_rewards=token_rewards, values=_zero_values, bootstrap=zero_bootstrap)
+    row = concatenate_samples(
+        samples, token_rewards=token_rewards, values=lambda s: np.zeros(len(s.completion_ids)), bootstrap=zero_bootstrap
+    )
     return _assign_advantages(samples, _estimate_advantages(row, estimate, partial(fixed_lambda, lam=1.0)))
 
 
@@ -188,14 +177,6 @@ def concatenate_samples(
     return TokenRows(rewards, token_values, lengths, mask, ends, bootstraps)
 
 
-def _token_values(sample: Sample) -> Float[np.ndarray, "C"]:
-    return sample.token_values
-
-
-def _zero_values(sample: Sample) -> Float[np.ndarray, "C"]:
-    return np.zeros(len(sample.completion_ids), np.float32)
-
-
 def _estimate_advantages(rows: TokenRows, estimate: GaeEstimator, lam: LambdaFn) -> TokenAdvantages:
     result = estimate(
         rows.rewards, rows.values, lam=lam(rows), mask=rows.mask, ends=rows.ends, bootstrap=rows.bootstrap
@@ -211,9 +192,5 @@ def _assign_advantages(samples: Sequence[Sample], row: TokenAdvantages) -> list[
 
 
 def whiten_advantages(samples: Sequence[Sample], moments: Moments) -> list[Sample]:
-    """Returns the samples with whitened advantages, of mean 0 and variance 1 over all hosts; returns are unchanged.
-
-    Args:
-        moments: moments of the advantages of the tokens that the policy wrote, over all hosts.
-    """
+    """Returns the samples with whitened advantages, given their moments over all hosts; returns are unchanged."""
     return [replace(s, advantages=whiten(s.advantages, s.mask, moments)) for s in samples if s.advantages is not None]

@@ -24,10 +24,11 @@ from jaxtyping import Array, UInt32
 from app.checkpoint.network_states import NetworkStates
 from app.checkpoint.retention import BestCheckpoint, LatestAndBestPolicy
 from app.checkpoint.train_progress import OtherVersionError, ProgressRecord, TrainProgress, progress_path
-from app.distributed.collectives import gather_over_hosts, max_over_hosts
+from app.distributed.collectives import gather_bytes_over_hosts, max_over_hosts
 from app.mesh.placement import abstract_arrays
 from app.records.atomic_write import write_atomic
 from app.runtime.model_spec import LORA_FINGERPRINT, QUANTIZER_FINGERPRINT
+from settings.checks.resumed_settings import OPTION, is_in
 from settings.errors import InputError
 
 log = logging.getLogger(__name__)
@@ -77,6 +78,8 @@ class Checkpoints:
         disable_slicing_of_small_arrays()
         self._reader = open_reader(ocp.CompositeCheckpointHandler())
         self._target = abstract_arrays(shapes, shardings)
+        self._damaged: Sequence[int] = ()
+        """Steps of the damaged checkpoints that `restore` has found."""
         # Compiled here: a compilation during a step would be reported as an anomaly.
         self._checksums = jax.jit(checksums).lower(self._target).compile()
 
@@ -86,7 +89,7 @@ class Checkpoints:
         # From now on, the checkpoint that the link points to must not be deleted.
         self.update_best_link()
         record = ProgressRecord(progress, fetch_checksums(self._checksums(state))).to_json()
-        self._policy.record_evaluation(progress.step, progress.evaluation)
+        self.record_evaluations(progress)
         self._manager.save(
             progress.step,
             args=ocp.args.Composite(state=ocp.args.StandardSave(state), progress=ocp.args.JsonSave(record)),
@@ -96,13 +99,14 @@ class Checkpoints:
         """Returns whether a checkpoint of a step exists or is being written. All hosts get the same answer."""
         return step in self._manager.all_steps()
 
-    def record_initial_evaluation(self, progress: TrainProgress) -> None:
-        """Records the evaluation before the first step, than which the best checkpoint is not worse."""
-        self._policy.initial_value = self._policy.metric_value(progress.initial_evaluation)
+    def record_evaluations(self, progress: TrainProgress) -> None:
+        """Records the evaluation of the step, and the one before the first step, which is that of step 0."""
+        self._policy.record_evaluation(progress.step, progress.evaluation)
+        self._policy.record_evaluation(0, progress.initial_evaluation)
 
     def update_progress(self, progress: TrainProgress) -> None:
         """Replaces the progress in the checkpoint of a step on disk. All hosts must call it together."""
-        self._policy.record_evaluation(progress.step, progress.evaluation)
+        self.record_evaluations(progress)
         if jax.process_index() == 0:
             folder = self._directory / str(progress.step)
             record = replace(ProgressRecord.read(folder), progress=progress)
@@ -111,33 +115,26 @@ class Checkpoints:
 
     def is_best(self, progress: TrainProgress) -> bool:
         """Returns whether a checkpoint with this progress would be the best so far."""
-        return self._policy.is_better(progress.evaluation, self._manager.all_steps())
+        self.record_evaluations(progress)
+        return self._policy.best_step((*self._manager.all_steps(), progress.step)) == progress.step
 
     @property
     def best(self) -> BestCheckpoint | None:
         """The best checkpoint or the start; None if neither was evaluated or the policy has no metric."""
         return self._policy.best_checkpoint(self._manager.all_steps())
 
-    def restore(
-        self,
-        fingerprints: Mapping[str, str],
-        *,
-        accepted: Collection[str] = (),
-        settings: Mapping[str, str] = MappingProxyType({}),
-    ) -> tuple[NetworkStates, TrainProgress] | None:
+    def restore(self, check: Callable[[TrainProgress], None]) -> tuple[NetworkStates, TrainProgress] | None:
         """Restores the newest readable checkpoint; returns None if there is no checkpoint.
 
         The best checkpoint is read as well, so that a damaged one cannot stay the best. Damaged checkpoints are
-        reported in a warning and renamed.
+        reported in a warning; `move_damaged_aside` must be called before the first save.
 
         Args:
-            fingerprints: expected fingerprints of what the run was started with.
-            accepted: names of fingerprints that may have changed.
-            settings: name of a fingerprint -> setting that `--allow-changed` accepts for it.
+            check: raises InputError if the run cannot be continued after this progress.
 
         Raises:
-            InputError: the fingerprints differ, hosts see different checkpoints, another version of this program wrote
-                the checkpoints, or none can be read. In these cases, no checkpoint is renamed.
+            InputError: `check` refused, hosts see different checkpoints, another version of this program wrote
+                the checkpoints, or none can be read.
         """
         steps = self._common_steps()
         sound: dict[int, ProgressRecord] = {}
@@ -149,15 +146,14 @@ class Checkpoints:
                 raise InputError(f"--resume: {folder} {error}") from error
             if record is not None:
                 sound[step] = record
-                self._policy.record_evaluation(step, record.progress.evaluation)
+                self.record_evaluations(record.progress)
         while sound:
             newest = sound[max(sound)].progress
-            self.record_initial_evaluation(newest)
-            check_fingerprints(newest.fingerprints, fingerprints, accepted=accepted, settings=settings)
+            self.record_evaluations(newest)
+            check(newest)
             state = self._restore_newest_and_best(sound)
             if state:
-                self._move_damaged_aside([step for step in steps if step not in sound])
-                self.update_best_link()
+                self._damaged = [step for step in steps if step not in sound]
                 return state, sound[max(sound)].progress
         if steps:
             raise InputError(
@@ -168,12 +164,15 @@ class Checkpoints:
 
     def _restore_newest_and_best(self, sound: dict[int, ProgressRecord]) -> NetworkStates | None:
         """Returns the newest state if the best one is readable too; else removes the unreadable one from `sound`."""
-        newest, best = max(sound), self._policy.best_step(sound)
-        state = None
+        newest, best, state = max(sound), self._policy.best_step(sound), None
+        args = ocp.args.Composite(state=ocp.args.StandardRestore(self._target))
         # The newest comes last: two states at once may exceed the devices' memory.
         for step in (newest,) if best in (None, newest) else (best, newest):
             state = None
-            state = self._read_on_all_hosts(step, functools.partial(self._read_state, self._directory / str(step)))
+            read = functools.partial(self._reader.restore, self._directory / str(step), args=args)
+            restored = self._read_on_all_hosts(step, read)
+            state = restored["state"] if restored else None
+            del restored
             if state is not None and fetch_checksums(self._checksums(state)) != sound[step].checksums:
                 _warn_damaged(step, CHECKSUM_MISMATCH)
                 state = None
@@ -189,23 +188,14 @@ class Checkpoints:
             InputError: hosts see different steps.
         """
         steps = sorted(self._manager.all_steps(), reverse=True)
-        most = int(max_over_hosts(np.asarray(len(steps))))
-        if most == 0:
-            return []
-        padded = np.full(most, -1, np.int64)
-        padded[: len(steps)] = steps
-        seen = gather_over_hosts(padded)
-        if (seen != seen[0]).any():
-            by_host = "; ".join(f"host {i}: {[int(step) for step in row if step >= 0]}" for i, row in enumerate(seen))
+        seen = [json.loads(host) for host in gather_bytes_over_hosts(json.dumps(steps).encode())]
+        if any(host != seen[0] for host in seen):
+            by_host = "; ".join(f"host {i}: {host}" for i, host in enumerate(seen))
             raise InputError(
                 f"run.dir: the hosts see checkpoints of different steps in {self._directory} ({by_host}); "
                 "set run.dir to a folder shared by all hosts"
             )
         return steps
-
-    def _read_state(self, folder: Path) -> NetworkStates:
-        args = ocp.args.Composite(state=ocp.args.StandardRestore(self._target))
-        return self._reader.restore(folder, args=args)["state"]
 
     def _read_on_all_hosts(self, step: int, read: Callable[[], Content]) -> Content | None:
         """Reads a part of a checkpoint; returns None on all hosts, with a warning, if it is damaged on any host."""
@@ -214,16 +204,16 @@ class Checkpoints:
             _warn_damaged(step, reason)
         return content
 
-    def _move_damaged_aside(self, steps: Sequence[int]) -> None:
-        """Renames damaged checkpoints, because Orbax saves only steps later than the newest one it finds."""
-        if not steps:
-            return
-        for step in steps if jax.process_index() == 0 else ():
-            aside = self._directory / f"damaged-{step}"
-            shutil.rmtree(aside, ignore_errors=True)
-            (self._directory / str(step)).rename(aside)
-        multihost_utils.sync_global_devices("damaged checkpoints are renamed")
-        self._manager.reload()
+    def move_damaged_aside(self) -> None:
+        """Renames the damaged checkpoints, because Orbax saves only steps later than the newest one it finds."""
+        if self._damaged:
+            for step in self._damaged if jax.process_index() == 0 else ():
+                aside = self._directory / f"damaged-{step}"
+                shutil.rmtree(aside, ignore_errors=True)
+                (self._directory / str(step)).rename(aside)
+            multihost_utils.sync_global_devices("damaged checkpoints are renamed")
+            self._manager.reload()
+        self.update_best_link()
 
     def update_best_link(self) -> None:
         """Points the link to the best checkpoint on disk; cheap if it is up to date."""
@@ -231,9 +221,16 @@ class Checkpoints:
             return
         # A checkpoint directory is renamed to its final name once all of it is written.
         written = [step for step in self._manager.all_steps() if (self._directory / str(step)).is_dir()]
-        best = self._policy.best_step(written)
+        link, best = self._directory / BEST_LINK, self._policy.best_step(written)
         try:
-            set_symlink(self._directory / BEST_LINK, None if best is None else str(best))
+            if best is None and link.is_symlink():
+                link.unlink()
+            elif best is not None and not (link.is_symlink() and os.readlink(link) == str(best)):
+                new = link.with_name(f".{BEST_LINK}")
+                new.unlink(missing_ok=True)
+                new.symlink_to(str(best))
+                new.replace(link)
+        # A folder with the link's name exists, or the file system has no links.
         except OSError as error:
             _warn_of_link_once(str(error))
 
@@ -324,24 +321,6 @@ def _warn_damaged(step: int, reason: str) -> None:
     log.warning("checkpoint of step %d is damaged (%s); it is skipped", step, reason)
 
 
-def set_symlink(link: Path, target: str | None) -> None:
-    """Points a symbolic link to a file in its folder, atomically; removes the link if the target is None.
-
-    Raises:
-        OSError: a folder with the link's name exists, or the file system does not support links.
-    """
-    if target is None:
-        if link.is_symlink():
-            link.unlink()
-        return
-    if link.is_symlink() and os.readlink(link) == target:
-        return
-    new = link.with_name(f".{link.name}")
-    new.unlink(missing_ok=True)
-    new.symlink_to(target)
-    new.replace(link)
-
-
 @functools.cache
 def _warn_of_link_once(reason: str) -> None:
     log.warning("checkpoints: cannot create the link to the best one (%s); the summary shows its step", reason)
@@ -367,16 +346,16 @@ def check_fingerprints(
     saved: Mapping[str, str],
     current: Mapping[str, str],
     *,
-    accepted: Collection[str] = (),
-    settings: Mapping[str, str] = MappingProxyType({}),
+    changeable: Mapping[str, Sequence[str]] = MappingProxyType({}),
+    allowed: Collection[str] = (),
 ) -> None:
     """Raises InputError with the names of the fingerprints that have changed since the checkpoint was written.
 
     Args:
-        accepted: names of fingerprints that may have changed.
-        settings: name of a fingerprint -> setting that `--allow-changed` accepts for it.
+        changeable: name of a fingerprint -> settings and sections that allow its change if they are `allowed`.
     """
-    changed = [name for name in {**saved, **current} if saved.get(name) != current.get(name) and name not in accepted]
+    ways = {name: changeable.get(name, ()) for name in {**saved, **current} if saved.get(name) != current.get(name)}
+    changed = [name for name, settings in ways.items() if not any(is_in(setting, allowed) for setting in settings)]
     if changed:
         names = [
             f"{name} ({saved.get(name, 'none')} -> {current.get(name, 'none')})"
@@ -384,8 +363,8 @@ def check_fingerprints(
             else name
             for name in changed
         ]
-        options = " ".join(f"--allow-changed {settings[name]}" for name in changed if name in settings)
-        way_out = f", or continue with the new ones with {options}" if settings.keys() >= {*changed} else ""
+        options = " ".join(f"{OPTION} {ways[name][0]}" for name in changed if ways[name])
+        way_out = f", or continue with the new ones with {options}" if all(ways[name] for name in changed) else ""
         raise InputError(
             f"--resume: {' and '.join(names)} changed since this run was started, so it cannot be continued as the "
             "same run. Restore the old files (the old revision of a hub model, the old version of a package), or "

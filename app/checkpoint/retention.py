@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from orbax.checkpoint.checkpoint_managers import PolicyCheckpointInfo, PreservationContext
+
+from app.report.metrics_history import best_step, finite_metric
 
 
 class BestCheckpoint(NamedTuple):
@@ -50,51 +51,25 @@ class LatestAndBestPolicy:
     """Name of the metric; if None, only the newest checkpoints are kept."""
     mode: Literal["max", "min"] = "max"
     metric_values: dict[int, float] = field(default_factory=dict)
-    """Step -> value of the metric, for evaluated checkpoints."""
-    initial_value: float | None = None
-    """Value of the metric before the first step; the best checkpoint is not worse."""
+    """Step -> value of the metric, for evaluated checkpoints and for the start, which is step 0."""
 
     def record_evaluation(self, step: int, evaluation: Mapping[str, float | None] | None) -> None:
         """Records the evaluation of a step's checkpoint, or None if it was not evaluated."""
         self.metric_values.pop(step, None)
-        score = self.metric_value(evaluation)
-        if score is not None:
-            self.metric_values[step] = score
-
-    def metric_value(self, evaluation: Mapping[str, float | None] | None) -> float | None:
-        """Returns the value of the metric, or None if it is missing or not finite."""
-        value = None if evaluation is None or self.metric is None else evaluation.get(self.metric)
-        return value if value is not None and math.isfinite(value) else None
+        value = finite_metric(evaluation or {}, self.metric or "")
+        if value is not None:
+            self.metric_values[step] = value
 
     def best_step(self, steps: Iterable[int]) -> int | None:
-        """Returns the best of these steps, the earliest if several are equal.
-
-        Returns None if none of them was evaluated, or if the start was better than all of them.
-        """
-        evaluated = [step for step in steps if step in self.metric_values]
-        best = min(evaluated, key=lambda step: (self._sign * self.metric_values[step], step), default=None)
-        if best is None or self.initial_value is None:
-            return best
-        return best if self._sign * (self.metric_values[best] - self.initial_value) <= 0 else None
+        """Returns the best of these steps; None if none was evaluated, or the start was better."""
+        evaluated = {step: self.metric_values[step] for step in (0, *steps) if step in self.metric_values}
+        return best_step(evaluated, self.mode) or None
 
     def best_checkpoint(self, steps: Iterable[int]) -> BestCheckpoint | None:
         """Returns the best of these steps with its metric, or the start; None if neither was evaluated."""
-        step = self.best_step(steps)
-        value = self.initial_value if step is None else self.metric_values[step]
-        return None if self.metric is None or value is None else BestCheckpoint(step or 0, self.metric, value)
-
-    def is_better(self, evaluation: Mapping[str, float | None] | None, steps: Iterable[int]) -> bool:
-        """Returns whether an evaluation is better than those of all these steps, and not worse than the start."""
-        value, step = self.metric_value(evaluation), self.best_step(steps)
-        best = self.initial_value if step is None else self.metric_values[step]
-        if value is None or best is None:
-            return value is not None
-        gain = self._sign * (best - value)
-        return gain > 0 or (gain == 0 and step is None)
-
-    @property
-    def _sign(self) -> int:
-        return -1 if self.mode == "max" else 1
+        step = self.best_step(steps) or 0
+        value = self.metric_values.get(step)
+        return None if self.metric is None or value is None else BestCheckpoint(step, self.metric, value)
 
     def superseded(self, steps: Sequence[int]) -> int | None:
         """Returns the best of `steps` (ascending) without the last one, if nothing else keeps it; otherwise None."""

@@ -10,7 +10,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
@@ -22,6 +22,8 @@ from app.records.text_format import to_printable_lines
 from settings import InputError, Resolved, load
 from settings.checks.unused_settings import unused_adapter_notices
 from settings.loading.config_file import ConfigFile
+from settings.loading.inherited_settings import reset_overrides
+from settings.loading.secrets import load_secrets, redact
 from settings.loading.sources import NO_FLAGS, Flags
 
 RUN_SUBFOLDERS = ("checkpoints", "rollouts", "eval")
@@ -48,8 +50,6 @@ def resolve(
         write(resolved.to_yaml(), sys.stdout)
         raise typer.Exit
     check(resolved)
-    from settings.loading.secrets import load_secrets
-
     print_notices(load_secrets(Path.cwd()))
     return resolved
 
@@ -88,7 +88,7 @@ class _ProgressHandler(logging.Handler):
 
 
 def show_progress(text: str) -> None:
-    """Logs `text` to stderr and shows all progress messages of `app` until the command ends."""
+    """Logs `text` to stderr and shows all progress messages of `app` until `command_output` ends."""
     # The handler is on the root logger, so that `logging.basicConfig`, if a library calls it, does not add another one.
     logging.getLogger().addHandler(_ProgressHandler())
     logger = logging.getLogger("app")
@@ -96,12 +96,46 @@ def show_progress(text: str) -> None:
     logger.info(text)
 
 
-def hide_progress() -> None:
-    """Ends `show_progress`."""
-    root = logging.getLogger()
-    for handler in [handler for handler in root.handlers if isinstance(handler, _ProgressHandler)]:
-        root.removeHandler(handler)
-    logging.getLogger("app").setLevel(logging.NOTSET)
+class _LastingStream:
+    """A stream whose lines are dropped once nobody reads them, as after `| head`: no run ends because of that."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with _ignore_closed_pipe(self._stream):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with _ignore_closed_pipe(self._stream):
+            self._stream.flush()
+
+
+@contextmanager
+def _ignore_closed_pipe(stream: TextIO) -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+@contextmanager
+def command_output() -> Iterator[None]:
+    """Keeps stdout and stderr usable while a command runs, and ends `show_progress` after it."""
+    stdout: Any = _LastingStream(sys.stdout)
+    stderr: Any = _LastingStream(sys.stderr)
+    try:
+        with redirect_stdout(stdout), redirect_stderr(stderr):
+            yield
+    finally:
+        root = logging.getLogger()
+        for handler in [handler for handler in root.handlers if isinstance(handler, _ProgressHandler)]:
+            root.removeHandler(handler)
+        logging.getLogger("app").setLevel(logging.NOTSET)
 
 
 def inherit_run_settings(
@@ -123,8 +157,6 @@ def inherit_run_settings(
 
 def reset_inherited(run_config: ConfigFile, overrides: list[str] | None) -> list[str]:
     """Returns the overrides, extended by those that reset what a new run must not inherit."""
-    from settings.loading.inherited_settings import reset_overrides
-
     return [*(overrides or []), *reset_overrides(run_config, overrides or [], os.environ)]
 
 
@@ -158,16 +190,9 @@ def find_run_settings(run_paths: Mapping[str, Path | None]) -> Sequence[Settings
 
 def find_run(path: Path) -> RunDirectory | None:
     """Returns the run that a resolved path belongs to."""
-    runs = (RunDirectory(folder) for folder in _candidate_run_folders(path))
-    return next((run for run in runs if run.has_settings), None)
-
-
-def _candidate_run_folders(path: Path) -> Iterator[Path]:
-    """Yields the folders that may be the run directory of `path`."""
-    yield from (path, path.parent)
     # Outside these subfolders, a settings.yaml two levels above `path` does not belong to its run.
-    if path.parent.name in RUN_SUBFOLDERS:
-        yield path.parent.parent
+    above = [path.parent.parent] if path.parent.name in RUN_SUBFOLDERS else []
+    return next((run for run in map(RunDirectory, (path, path.parent, *above)) if run.has_settings), None)
 
 
 def require_path(path: Path | None, option: str) -> Path:
@@ -177,14 +202,18 @@ def require_path(path: Path | None, option: str) -> Path:
     return path
 
 
-def refuse_existing(outputs: Mapping[str, Path | None], *, overwrite: bool) -> None:
+def refuse_existing(outputs: Mapping[str, Path | None], *, overwrite: bool, resumes: bool = False) -> None:
     """Raises InputError if an output file exists and is not to be replaced.
 
     Args:
         outputs: option -> the file that it names, or None.
+        resumes: whether the command goes on if it was killed after it wrote its output, and before it removed the
+            part files.
     """
+    from app.records.partial_samples import part_paths
+
     for option, path in outputs.items():
-        if path is not None and path.is_file() and not overwrite:
+        if path is not None and path.is_file() and not (overwrite or (resumes and part_paths(path))):
             replace = ", or add --overwrite" if option.startswith("--") else ""  # arguments in Python have no dashes
             raise InputError(f"{option}: {path} exists already; delete it or give another name{replace}")
 
@@ -193,7 +222,8 @@ def refuse_existing(outputs: Mapping[str, Path | None], *, overwrite: bool) -> N
 def handle_errors(debug: bool) -> Iterator[None]:
     """Turns an exception in the block into a message on stderr and an exit code."""
     try:
-        yield
+        with command_output():
+            yield
     except KeyboardInterrupt:
         _fail("interrupted", EXIT_INTERRUPTED, debug=debug)
     except InputError as error:
@@ -203,13 +233,9 @@ def handle_errors(debug: bool) -> Iterator[None]:
     except Exception as error:
         hint = "" if debug else " (--debug shows the traceback)"
         _fail(f"error: {type(error).__name__}: {error}{hint}", EXIT_FAILURE, debug=debug)
-    finally:
-        hide_progress()
 
 
 def _fail(message: str, code: int, *, debug: bool) -> NoReturn:
-    from settings.loading.secrets import redact
-
     write(redact(f"{traceback.format_exc()}{message}" if debug else message), sys.stderr)
     raise typer.Exit(code)
 
@@ -225,10 +251,8 @@ def write(text: str, stream: TextIO) -> None:
 
     Characters that a terminal would execute are spelled out: names and values may come from others.
     """
-    try:
+    with _ignore_closed_pipe(stream):
         print(to_printable_lines(text.rstrip("\n")), file=stream, flush=True)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def print_result(result: Any, *, as_json: bool, text: str | None = None) -> None:

@@ -6,28 +6,23 @@ import sys
 
 import typer
 
-from app.commands.command_support import handle_errors, print_result, resolve, show_progress, write
-from app.commands.options import AsJson, Config, Debug, Overrides, PrintConfig
+from app.commands.command_support import print_result, resolve, show_progress, write
+from app.commands.options import AsJson, Config, Overrides, PrintConfig
 from settings.checks.commands import check_for_mesh
 
 
 def doctor(
-    config: Config = None,
-    overrides: Overrides = None,
-    print_config: PrintConfig = False,
-    as_json: AsJson = False,
-    debug: Debug = False,
+    config: Config = None, overrides: Overrides = None, print_config: PrintConfig = False, as_json: AsJson = False
 ) -> None:
     """Check everything that a run needs, without downloads."""
-    with handle_errors(debug):
-        # All other checks of the settings are part of the report.
-        resolved = resolve(config, overrides, print_config=print_config, check=check_for_mesh)
-        show_progress(f"grpo doctor: {resolved.settings.run.name}, model {resolved.settings.model.path}; loading JAX")
-        from app.preflight.doctor import run_doctor
+    # All other checks of the settings are part of the report.
+    resolved = resolve(config, overrides, print_config=print_config, check=check_for_mesh)
+    show_progress(f"grpo doctor: {resolved.settings.run.name}, model {resolved.settings.model.path}; loading JAX")
+    from app.preflight.doctor import run_doctor
 
-        report = run_doctor(resolved)
-        if report.host == 0:
-            print_result(report, as_json=as_json)
+    report = run_doctor(resolved)
+    if report.host == 0:
+        print_result(report, as_json=as_json)
     if report.exit_code:
         write(f"error: {', '.join(report.failed_checks)}: a run with these settings would fail", sys.stderr)
     raise typer.Exit(report.exit_code)

@@ -7,15 +7,8 @@ from typing import Annotated
 
 import typer
 
-from app.commands.command_support import (
-    handle_errors,
-    print_notices,
-    print_result,
-    refuse_existing,
-    resolve_policy,
-    show_progress,
-)
-from app.commands.options import AsJson, Checkpoint, Config, Debug, Overrides, Overwrite, PrintConfig
+from app.commands.command_support import print_notices, print_result, refuse_existing, resolve_policy, show_progress
+from app.commands.options import AsJson, Checkpoint, Config, Overrides, Overwrite, PrintConfig
 from settings import InputError
 from settings.checks.commands import check_for_evaluation
 
@@ -47,7 +40,6 @@ def evaluate(
     ] = None,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
-    debug: Debug = False,
 ) -> None:
     """Measure a model on held-out prompts, or compare results.
 
@@ -55,27 +47,24 @@ def evaluate(
     Uses data.eval_*, eval.* and the first of reward.functions, as training does. pass@k and maj@k need
     eval.num_samples above 1 and eval.temperature above 0.
     """
-    with handle_errors(debug):
-        if compare is not None:
-            given = {"--config": config, "--set": overrides, "--print-config": print_config}
-            for option, value in {**given, "--checkpoint": checkpoint, "--out": out}.items():
-                if value:
-                    raise InputError(f"{option} cannot be combined with --compare, which only reads two files")
-            refuse_existing({"--picture": picture}, overwrite=overwrite)
-            from app.evaluation.compare import compare_evaluations
+    if compare is not None:
+        given = {"--config": config, "--set": overrides, "--print-config": print_config}
+        for option, value in {**given, "--checkpoint": checkpoint, "--out": out}.items():
+            if value:
+                raise InputError(f"{option} cannot be combined with --compare, which only reads two files")
+        refuse_existing({"--picture": picture}, overwrite=overwrite)
+        from app.evaluation.compare import compare_evaluations
 
-            result = compare_evaluations(*compare, plot_path=picture)
-            print_notices([] if picture is None else [f"--picture: written to {picture}"])
-        else:
-            if picture is not None:
-                raise InputError("--picture needs --compare BEFORE.jsonl AFTER.jsonl")
-            if overwrite:
-                raise InputError("--overwrite needs --picture; to repeat a finished evaluation, delete its --out")
-            resolved = resolve_policy(
-                config, overrides, checkpoint, check=check_for_evaluation, print_config=print_config
-            )
-            show_progress(f"grpo evaluate: model {resolved.settings.model.path}; loading JAX")
-            from app.evaluation.standalone import evaluate_model
+        result = compare_evaluations(*compare, plot_path=picture)
+        print_notices([] if picture is None else [f"--picture: written to {picture}"])
+    else:
+        if picture is not None:
+            raise InputError("--picture needs --compare BEFORE.jsonl AFTER.jsonl")
+        if overwrite:
+            raise InputError("--overwrite needs --picture; to repeat a finished evaluation, delete its --out")
+        resolved = resolve_policy(config, overrides, checkpoint, check=check_for_evaluation, print_config=print_config)
+        show_progress(f"grpo evaluate: model {resolved.settings.model.path}; loading JAX")
+        from app.evaluation.standalone import evaluate_model
 
-            result = evaluate_model(resolved, checkpoint=checkpoint, out=out)
-        print_result(result, as_json=as_json)
+        result = evaluate_model(resolved, checkpoint=checkpoint, out=out)
+    print_result(result, as_json=as_json)

@@ -7,15 +7,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from app.commands.command_support import (
-    find_run_settings,
-    handle_errors,
-    print_result,
-    require_path,
-    resolve,
-    show_progress,
-)
-from app.commands.options import AsJson, Config, Debug, Overrides, PrintConfig
+from app.commands.command_support import find_run_settings, print_result, require_path, resolve, show_progress
+from app.commands.options import AsJson, Config, Overrides, PrintConfig
 from settings.checks.commands import check_for_mesh
 
 
@@ -41,19 +34,17 @@ def export(
         bool, typer.Option("--adapter", help="Export only the adapters of a run with model.lora, in PEFT format.")
     ] = False,
     as_json: AsJson = False,
-    debug: Debug = False,
 ) -> None:
     """Export the policy as a Hugging Face model directory.
 
     Adapters are merged into the model's weights, unless --adapter exports them alone.
     """
-    with handle_errors(debug):
-        found = () if config else find_run_settings({"--checkpoint": checkpoint})
-        base = found[-1].file if found else config
-        resolved = resolve(base, overrides, print_config=print_config, check=check_for_mesh)
-        checkpoint, out = require_path(checkpoint, "--checkpoint"), require_path(out, "--out")
-        show_progress(f"grpo export: {checkpoint}; loading JAX")
-        from app.export import huggingface
+    found = () if config else find_run_settings({"--checkpoint": checkpoint})
+    base = found[-1].file if found else config
+    resolved = resolve(base, overrides, print_config=print_config, check=check_for_mesh)
+    checkpoint, out = require_path(checkpoint, "--checkpoint"), require_path(out, "--out")
+    show_progress(f"grpo export: {checkpoint}; loading JAX")
+    from app.export import huggingface
 
-        export_policy = huggingface.export_adapter if adapter else huggingface.export
-        print_result(export_policy(resolved, checkpoint=checkpoint, out=out, dtype=dtype), as_json=as_json)
+    export_policy = huggingface.export_adapter if adapter else huggingface.export
+    print_result(export_policy(resolved, checkpoint=checkpoint, out=out, dtype=dtype), as_json=as_json)

@@ -7,15 +7,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from app.commands.command_support import (
-    handle_errors,
-    print_result,
-    refuse_existing,
-    require_path,
-    resolve,
-    show_progress,
-)
-from app.commands.options import AsJson, Config, Debug, Overrides, Overwrite, PrintConfig
+from app.commands.command_support import print_result, refuse_existing, require_path, resolve, show_progress
+from app.commands.options import AsJson, Config, Overrides, Overwrite, PrintConfig
 from settings import InputError
 from settings.checks.commands import check_for_mesh
 
@@ -32,8 +25,7 @@ def gae(
         typer.Option("--input", metavar="FILE.jsonl|FILE.npz", help="Samples with values, or matrices. Required."),
     ] = None,
     out: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Output file in the format of --input; with --bench, a folder."),
+        Path | None, typer.Option(metavar="FILE", help="Output file in the format of --input; with --bench, a folder.")
     ] = None,
     gamma: Annotated[str | None, typer.Option(metavar="G", help="Overrides algorithm.gamma.")] = None,
     lam: Annotated[str | None, typer.Option(metavar="L", help="Overrides algorithm.lam.")] = None,
@@ -53,7 +45,6 @@ def gae(
     ] = None,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
-    debug: Debug = False,
 ) -> None:
     """Add advantages and returns to samples or matrices.
 
@@ -61,33 +52,32 @@ def gae(
     length_adaptive_lam, mask_mode, bootstrap_truncated, whiten_advantages, critic.lam, and the KL penalty of
     algorithm.beta if it is in the reward. The summary lists settings that could not be applied.
     """
-    with handle_errors(debug):
-        flags = {
-            "--gamma": ("algorithm.gamma", gamma),
-            "--lam": ("algorithm.lam", lam),
-            "--chunk-size": ("algorithm.gae_chunk_size", chunk_size),
-            "--backend": ("algorithm.gae_backend", backend),
-            "--mask-mode": ("algorithm.mask_mode", mask_mode),
-        }
-        given = {option: (field, text) for option, (field, text) in flags.items() if text is not None}
-        resolved = resolve(config, overrides, flags=given, print_config=print_config, check=check_for_mesh)
-        if shapes is not None and not bench:
-            raise InputError("--shapes is only used with --bench; add --bench or omit --shapes")
-        for option, value in (("--input", source), ("--backend", backend)):
-            if value is not None and bench:
-                raise InputError(f"{option} cannot be combined with --bench, which times every backend on random data")
-        if bench:
-            folder = out or DEFAULT_BENCH_FOLDER
-            refuse_existing({"--out": folder / "bench.json"}, overwrite=overwrite)
-            show_progress("grpo gae --bench: loading JAX")
-            from app.stages import gae_benchmark
+    flags = {
+        "--gamma": ("algorithm.gamma", gamma),
+        "--lam": ("algorithm.lam", lam),
+        "--chunk-size": ("algorithm.gae_chunk_size", chunk_size),
+        "--backend": ("algorithm.gae_backend", backend),
+        "--mask-mode": ("algorithm.mask_mode", mask_mode),
+    }
+    given = {option: (field, text) for option, (field, text) in flags.items() if text is not None}
+    resolved = resolve(config, overrides, flags=given, print_config=print_config, check=check_for_mesh)
+    if shapes is not None and not bench:
+        raise InputError("--shapes is only used with --bench; add --bench or omit --shapes")
+    for option, value in (("--input", source), ("--backend", backend)):
+        if value is not None and bench:
+            raise InputError(f"{option} cannot be combined with --bench, which times every backend on random data")
+    if bench:
+        folder = out or DEFAULT_BENCH_FOLDER
+        refuse_existing({"--out": folder / "bench.json"}, overwrite=overwrite)
+        show_progress("grpo gae --bench: loading JAX")
+        from app.stages import gae_benchmark
 
-            report = gae_benchmark.run_benchmark(resolved, shapes=shapes or DEFAULT_BENCH_SHAPES, folder=folder)
-            print_result(report, as_json=as_json, text=gae_benchmark.format_report(report))
-        else:
-            source, out = require_path(source, "--input"), require_path(out, "--out")
-            refuse_existing({"--out": out}, overwrite=overwrite)
-            show_progress(f"grpo gae: {source}; loading JAX")
-            from app.stages import gae
+        report = gae_benchmark.run_benchmark(resolved, shapes=shapes or DEFAULT_BENCH_SHAPES, folder=folder)
+        print_result(report, as_json=as_json, text=gae_benchmark.format_report(report))
+    else:
+        source, out = require_path(source, "--input"), require_path(out, "--out")
+        refuse_existing({"--out": out}, overwrite=overwrite)
+        show_progress(f"grpo gae: {source}; loading JAX")
+        from app.stages import gae
 
-            print_result(gae.estimate_advantages(resolved, input=source, out=out), as_json=as_json)
+        print_result(gae.estimate_advantages(resolved, input=source, out=out), as_json=as_json)

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from app.commands.command_support import handle_errors, print_result, resolve, show_progress
-from app.commands.options import AsJson, Config, Debug, Overrides, PrintConfig
+from app.commands.command_support import print_result, resolve, show_progress
+from app.commands.options import AsJson, Config, Overrides, PrintConfig
 from settings.checks.commands import check_for_inspect_mesh
 
 
@@ -22,12 +22,10 @@ def inspect_mesh(
         ),
     ] = False,
     as_json: AsJson = False,
-    debug: Debug = False,
 ) -> None:
     """Show how a model is sharded and which batches fit."""
-    with handle_errors(debug):
-        resolved = resolve(config, overrides, print_config=print_config, check=check_for_inspect_mesh)
-        show_progress(f"grpo inspect-mesh: model {resolved.settings.model.path}; loading JAX")
-        from app.preflight import inspect_mesh
+    resolved = resolve(config, overrides, print_config=print_config, check=check_for_inspect_mesh)
+    show_progress(f"grpo inspect-mesh: model {resolved.settings.model.path}; loading JAX")
+    from app.preflight import inspect_mesh
 
-        print_result(inspect_mesh.inspect_mesh(resolved, compiles=compiles), as_json=as_json)
+    print_result(inspect_mesh.inspect_mesh(resolved, compiles=compiles), as_json=as_json)

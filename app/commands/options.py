@@ -46,6 +46,5 @@ PrintConfig = Annotated[
         rich_help_panel="Settings",
     ),
 ]
-Debug = Annotated[bool, typer.Option("--debug", help="Show a traceback with errors.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace output files that exist.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]

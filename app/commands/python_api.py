@@ -1,29 +1,30 @@
-"""The functions of `import grpo`, which documents them: the commands, with Python values in place of files."""
+"""The functions of `import grpo`, which has their signatures and documents them: the commands, with Python values."""
 
 from __future__ import annotations
 
 import hashlib
 import os
+import re
+import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from app.commands.command_support import (
     EXIT_INTERRUPTED,
-    hide_progress,
+    command_output,
     refuse_existing,
     resolve,
     resolve_policy,
     show_progress,
 )
-from app.commands.score import Role, score_file
+from app.commands.score import score_file
 from app.records.atomic_write import write_atomic
 from app.records.jsonl import read_jsonl, to_json_line
-from app.records.partial_samples import part_paths
 from app.records.run_directory import Resume, RunDirectory, check_run_directory
 from app.reward.in_process_pool import callables_at_hand
 from settings import InputError, load
@@ -35,11 +36,11 @@ if TYPE_CHECKING:
     from app.evaluation.printed_summary import EvaluationSummary
     from app.training.train import TrainingRun
 
-File = str | os.PathLike[str] | None
-Values = Mapping[str, Any] | None
-Rows = Iterable[Mapping[str, Any]] | None
-Reward = Callable[..., Any] | str | Mapping[str, Any]
-Rewards = Reward | Iterable[Reward] | None
+OPTION = re.compile(r"(?<![\w./-])--([a-z][a-z-]*)(?: (auto|must|never|policy|reference|critic|reward)\b)?")
+"""An option of a command in an error, with its value if it is that of `--resume` or `--role`."""
+ALLOWED_CHANGES = re.compile(r"--allow-changed [\w.]*\w(?: --allow-changed [\w.]*\w)*")
+ARGUMENTS = {"set": "overrides", "input": "samples", "allow-changed": "allow_changed"}
+"""The arguments whose names differ from those of their options."""
 
 
 @dataclass(frozen=True)
@@ -51,40 +52,29 @@ class Samples:
     summary: Mapping[str, Any]
 
 
-def train(
-    config: File,
-    overrides: Values,
-    *,
-    rewards: Rewards,
-    data: Rows,
-    eval_data: Rows,
-    on_step: Callable[[Mapping[str, Any]], object] | None,
-    resume: Resume,
-    allow_changed: Sequence[str],
-) -> TrainingRun:
+def train(*, data, eval_data, on_step, resume, allow_changed, **given: Any) -> TrainingRun:
     if resume not in get_args(Resume):
         raise InputError(f"resume: expected one of {', '.join(get_args(Resume))}, got {resume!r}")
     if threading.current_thread() is not threading.main_thread():
         raise InputError("grpo.train handles signals, which only the main thread can do; call it there")
-    with _call(config, overrides, rewards) as (config, options, _):
+    with _call(**given) as (config, options, _):
         run = RunDirectory.from_settings(load(config, options, os.environ).settings.run)
         if data is not None or eval_data is not None:
             check_run_directory(run, resume)
-        options += _data_options("data.source", data, run.data_dir / "train.jsonl")
-        options += _data_options("data.eval_source", eval_data, run.data_dir / "eval.jsonl")
-        resolved = resolve(config, options, print_config=False, check=check_for_train)
-        from app.training.train import train
+        with _rows_of_run(run):
+            options += _data_options("data.source", data, run.data_dir / "train.jsonl")
+            options += _data_options("data.eval_source", eval_data, run.data_dir / "eval.jsonl")
+            resolved = resolve(config, options, print_config=False, check=check_for_train)
+            from app.training.train import train
 
-        result = train(resolved, resume=resume, allow_changed=allow_changed, on_step=on_step)
+            result = train(resolved, resume=resume, allow_changed=allow_changed, on_step=on_step)
     if result.exit_code == EXIT_INTERRUPTED:
         raise KeyboardInterrupt(f"{run.path} has a checkpoint of the last whole step; resume='auto' continues")
     return result
 
 
-def evaluate(
-    config: File, overrides: Values, *, checkpoint: File, data: Rows, rewards: Rewards, out: File
-) -> EvaluationSummary | None:
-    with _call(config, overrides, rewards) as (config, options, folder):
+def evaluate(*, checkpoint, data, out, **given: Any) -> EvaluationSummary | None:
+    with _call(**given) as (config, options, folder):
         options += _data_options("data.eval_source", data, folder / "eval.jsonl")
         resolved = resolve_policy(config, options, _path(checkpoint), check=check_for_evaluation)
         from app.evaluation.standalone import evaluate_model
@@ -92,31 +82,20 @@ def evaluate(
         return evaluate_model(resolved, checkpoint=_path(checkpoint), out=_path(out))
 
 
-def rollout(
-    config: File, overrides: Values, *, checkpoint: File, data: Rows, limit: int | None, out: File
-) -> Samples | None:
-    with _call(config, overrides) as (config, options, folder):
+def rollout(*, checkpoint, data, limit, out, **given: Any) -> Samples | None:
+    with _call(**given) as (config, options, folder):
         options += _data_options("data.source", data, folder / "train.jsonl")
         resolved = resolve_policy(config, options, _path(checkpoint), check=check_for_rollout)
         from app.stages.rollout import rollout
 
         file = _path(out) or folder / "samples.jsonl"
-        refuse_existing({"out": file}, overwrite=bool(part_paths(file)))
+        refuse_existing({"out": file}, overwrite=False, resumes=True)
         summary = rollout(resolved, prompts=None, limit=limit, out=file, checkpoint=_path(checkpoint))
         return _read_samples(file, summary)
 
 
-def score(
-    samples: str | os.PathLike[str] | Iterable[Mapping[str, Any]],
-    config: File,
-    overrides: Values,
-    *,
-    role: Role,
-    checkpoint: File,
-    rewards: Rewards,
-    out: File,
-) -> Samples | None:
-    with _call(config, overrides, rewards) as (config, options, folder):
+def score(*, samples, role, checkpoint, out, **given: Any) -> Samples | None:
+    with _call(**given) as (config, options, folder):
         source = samples if isinstance(samples, str | os.PathLike) else _write_rows(samples, folder / "samples.jsonl")
         resolved = resolve_policy(
             config, options, _path(checkpoint), check=check_for_score, loads_policy=role == "policy"
@@ -127,8 +106,11 @@ def score(
 
 
 @contextmanager
-def _call(config: File, overrides: Values, rewards: Rewards = None) -> Iterator[tuple[str | None, list[str], Path]]:
-    """Yields the arguments of `--config` and `--set`, and a temporary folder. The Python functions are at hand."""
+def _call(*, config, overrides, rewards=None) -> Iterator[tuple[str | None, list[str], Path]]:
+    """Yields the arguments of `--config` and `--set`, and a temporary folder. The Python functions are at hand.
+
+    An InputError of the block speaks of the arguments of these functions instead of the options of commands.
+    """
     if not isinstance(config, str | os.PathLike | None):
         raise InputError(
             f"config: expected a preset or a YAML file, got {config!r:.80}; settings belong in `overrides`"
@@ -137,12 +119,38 @@ def _call(config: File, overrides: Values, rewards: Rewards = None) -> Iterator[
     if rewards is not None:
         several = [rewards] if callable(rewards) or isinstance(rewards, str | Mapping) else rewards
         options += set_options({"reward.functions": [_reward_item(reward, callables) for reward in several]})
-    with tempfile.TemporaryDirectory(prefix="grpo-") as folder, callables_at_hand(callables):
+    with tempfile.TemporaryDirectory(prefix="grpo-") as folder, callables_at_hand(callables), command_output():
         show_progress("loading JAX")
         try:
             yield None if config is None else os.fspath(config), options, Path(folder)
-        finally:
-            hide_progress()
+        except InputError as error:
+            message = ALLOWED_CHANGES.sub(lambda match: f"allow_changed={match[0].split()[1::2]}", str(error))
+            error.args = (OPTION.sub(_argument, message),)
+            raise
+
+
+def _argument(option: re.Match[str]) -> str:
+    """Returns the argument for an option in an error: `resume='auto'` for `--resume auto`."""
+    name = ARGUMENTS.get(option[1], option[1])
+    return name if option[2] is None else f"{name}={option[2]!r}"
+
+
+@contextmanager
+def _rows_of_run(run: RunDirectory) -> Iterator[None]:
+    """Removes the rows that the block has written if an InputError refuses the run that was to use them."""
+    present = {*run.data_dir.glob("*")}
+    missing = [folder for folder in (run.data_dir, *run.data_dir.parents) if not folder.exists()]
+    try:
+        yield
+    except InputError:
+        used = run.settings_path.read_text(encoding="utf-8") if run.settings_path.exists() else ""
+        for folder in {*run.data_dir.glob("*")} - present:
+            if folder.name not in used:
+                shutil.rmtree(folder, ignore_errors=True)
+        with suppress(OSError):  # A folder has other files by now.
+            for folder in missing:
+                folder.rmdir()
+        raise
 
 
 def _reward_item(reward: Any, callables: dict[str, Callable[..., Any]]) -> Any:
@@ -157,11 +165,11 @@ def _reward_item(reward: Any, callables: dict[str, Callable[..., Any]]) -> Any:
     return item
 
 
-def _path(file: File) -> Path | None:
+def _path(file: str | os.PathLike[str] | None) -> Path | None:
     return None if file is None else Path(file).expanduser()
 
 
-def _data_options(setting: str, rows: Rows, path: Path) -> Iterator[str]:
+def _data_options(setting: str, rows: Iterable[Mapping[str, Any]] | None, path: Path) -> Iterator[str]:
     return set_options({} if rows is None else {setting: _write_rows(rows, path)})
 
 

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from app.commands.command_support import handle_errors, print_result
-from app.commands.options import AsJson, Debug
+from app.commands.command_support import print_result
+from app.commands.options import AsJson
 
 
 def report(
@@ -18,11 +18,9 @@ def report(
         typer.Option(min=1, metavar="N", help="Samples in rollouts.html.  [default: 400]", show_default=False),
     ] = None,
     as_json: AsJson = False,
-    debug: Debug = False,
 ) -> None:
     """Write the report pages of a run from its other files."""
-    with handle_errors(debug):
-        from app.report.write_report import write_report
+    from app.report.write_report import write_report
 
-        summary = write_report(run) if samples is None else write_report(run, num_samples=samples)
-        print_result(summary, as_json=as_json)
+    summary = write_report(run) if samples is None else write_report(run, num_samples=samples)
+    print_result(summary, as_json=as_json)

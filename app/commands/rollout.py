@@ -7,15 +7,8 @@ from typing import Annotated
 
 import typer
 
-from app.commands.command_support import (
-    handle_errors,
-    print_result,
-    refuse_existing,
-    require_path,
-    resolve_policy,
-    show_progress,
-)
-from app.commands.options import AsJson, Checkpoint, Config, Debug, Overrides, Overwrite, PrintConfig
+from app.commands.command_support import print_result, refuse_existing, require_path, resolve_policy, show_progress
+from app.commands.options import AsJson, Checkpoint, Config, Overrides, Overwrite, PrintConfig
 from settings.checks.commands import check_for_rollout
 
 
@@ -25,8 +18,7 @@ def rollout(
     print_config: PrintConfig = False,
     checkpoint: Checkpoint = None,
     prompts: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="JSON Lines file with prompts to use instead of data.source."),
+        Path | None, typer.Option(metavar="FILE", help="JSON Lines file with prompts to use instead of data.source.")
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="Use only the first N prompts.")] = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE.jsonl", help="Output file. Required.")] = None,
@@ -35,21 +27,14 @@ def rollout(
     ] = None,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
-    debug: Debug = False,
 ) -> None:
     """Sample completions; run again to continue after a stop."""
-    with handle_errors(debug):
-        resolved = resolve_policy(config, overrides, checkpoint, check=check_for_rollout, print_config=print_config)
-        out = require_path(out, "--out")
-        from app.records.partial_samples import part_paths
+    resolved = resolve_policy(config, overrides, checkpoint, check=check_for_rollout, print_config=print_config)
+    out = require_path(out, "--out")
+    refuse_existing({"--out": out}, overwrite=overwrite, resumes=True)
+    refuse_existing({"--timeline": timeline}, overwrite=overwrite)
+    show_progress(f"grpo rollout: model {resolved.settings.model.path}; loading JAX")
+    from app.stages import rollout
 
-        # A rollout that was killed after it wrote its output, and before it removed its part files, goes on.
-        refuse_existing({"--out": out}, overwrite=overwrite or bool(part_paths(out)))
-        refuse_existing({"--timeline": timeline}, overwrite=overwrite)
-        show_progress(f"grpo rollout: model {resolved.settings.model.path}; loading JAX")
-        from app.stages import rollout
-
-        summary = rollout.rollout(
-            resolved, prompts=prompts, limit=limit, out=out, timeline=timeline, checkpoint=checkpoint
-        )
-        print_result(summary, as_json=as_json)
+    summary = rollout.rollout(resolved, prompts=prompts, limit=limit, out=out, timeline=timeline, checkpoint=checkpoint)
+    print_result(summary, as_json=as_json)

@@ -8,15 +8,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from app.commands.command_support import (
-    handle_errors,
-    print_result,
-    refuse_existing,
-    require_path,
-    resolve_policy,
-    show_progress,
-)
-from app.commands.options import AsJson, Checkpoint, Config, Debug, Overrides, Overwrite, PrintConfig
+from app.commands.command_support import print_result, refuse_existing, require_path, resolve_policy, show_progress
+from app.commands.options import AsJson, Checkpoint, Config, Overrides, Overwrite, PrintConfig
 from settings import InputError, Resolved
 from settings.checks.commands import check_for_score
 
@@ -45,19 +38,17 @@ def score(
     ] = False,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
-    debug: Debug = False,
 ) -> None:
     """Add logprobs, values or rewards to the samples in a file."""
-    with handle_errors(debug):
-        is_policy = role == "policy"
-        resolved = resolve_policy(
-            config, overrides, checkpoint, check=check_for_score, print_config=print_config, loads_policy=is_policy
-        )
-        samples, out = require_path(samples, "--input"), require_path(out, "--out")
-        refuse_existing({"--out": out}, overwrite=overwrite)
-        show_progress(f"grpo score: role {role}; loading JAX")
-        summary = score_file(resolved, samples, out, role=role, checkpoint=checkpoint, check_packing=check_packing)
-        print_result(summary, as_json=as_json)
+    is_policy = role == "policy"
+    resolved = resolve_policy(
+        config, overrides, checkpoint, check=check_for_score, print_config=print_config, loads_policy=is_policy
+    )
+    samples, out = require_path(samples, "--input"), require_path(out, "--out")
+    refuse_existing({"--out": out}, overwrite=overwrite)
+    show_progress(f"grpo score: role {role}; loading JAX")
+    summary = score_file(resolved, samples, out, role=role, checkpoint=checkpoint, check_packing=check_packing)
+    print_result(summary, as_json=as_json)
 
 
 def score_file(

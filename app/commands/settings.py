@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 from pydantic_core import to_jsonable_python
 
-from app.commands.command_support import handle_errors, print_notices, print_result
-from app.commands.options import AsJson, Debug
+from app.commands.command_support import print_notices, print_result
+from app.commands.options import AsJson
 from settings import InputError
 from settings.loading.aliases import ALIASES
 from settings.loading.descriptions import describe_field
@@ -26,15 +26,13 @@ def settings(
         ),
     ] = "",
     as_json: AsJson = False,
-    debug: Debug = False,
 ) -> None:
     """List settings with their type, default and meaning."""
-    with handle_errors(debug):
-        described = {field: describe_field(FIELDS[field]) for field in _find_settings(name)}
-        texts = [_format_setting(field, **parts) for field, parts in described.items()]
-        for field, parts in described.items():
-            parts["default"] = to_jsonable_python(FIELDS[field].default)
-        print_result(described, as_json=as_json, text="\n\n".join(texts))
+    described = {field: describe_field(FIELDS[field]) for field in _find_settings(name)}
+    texts = [_format_setting(field, **parts) for field, parts in described.items()]
+    for field, parts in described.items():
+        parts["default"] = to_jsonable_python(FIELDS[field].default)
+    print_result(described, as_json=as_json, text="\n\n".join(texts))
 
 
 def _find_settings(name: str) -> list[str]:

@@ -6,21 +6,20 @@ import dataclasses
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
 from app.commands.command_support import (
-    find_run,
-    handle_errors,
     inherit_run_settings,
     print_result,
     reset_inherited,
     resolve,
     show_progress,
 )
-from app.commands.options import Config, Debug, Overrides, PrintConfig
-from app.records.settings_history import SettingsPeriod, decisive_periods
+from app.commands.options import Config, Overrides, PrintConfig
+from app.records.run_directory import Resume
+from app.records.settings_history import SettingsPeriod
 from settings import InputError, Resolved, load
 from settings.checks.commands import check_for_dry_run, check_for_train
 from settings.loading.config_file import ConfigFile
@@ -32,15 +31,14 @@ def train(
     overrides: Overrides = None,
     print_config: PrintConfig = False,
     resume: Annotated[
-        Literal["auto", "never", "must"],
+        Resume,
         typer.Option(
             help="Continue from the newest checkpoint of the run directory if there is one (auto), "
             "refuse a used directory (never), or refuse a directory without a checkpoint (must)."
         ),
     ] = "never",
     dry_run: Annotated[
-        bool,
-        typer.Option("--dry-run", help="Run every launch check, print sizes and memory, and exit."),
+        bool, typer.Option("--dry-run", help="Run every launch check, print sizes and memory, and exit.")
     ] = False,
     from_rollouts: Annotated[
         Path | None,
@@ -66,41 +64,36 @@ def train(
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report of --dry-run as JSON.")] = False,
-    debug: Debug = False,
 ) -> None:
     """Train by rollout, reward, score, advantage and update."""
-    with handle_errors(debug):
-        if as_json and not dry_run:
-            raise InputError("--json needs --dry-run; the metrics of a run are in its metrics.jsonl")
-        if checkpoint is not None and from_rollouts is None:
-            raise InputError("--checkpoint needs --from-rollouts; to continue a run, use --resume")
-        if allow_changed and resume == "never":
-            raise InputError("--allow-changed needs --resume auto or must; a new run has no earlier settings")
-        check = check_for_dry_run if dry_run else check_for_train
-        run_paths = {"--from-rollouts": from_rollouts, "--checkpoint": checkpoint}
-        base, overrides_of_base, periods = inherit_run_settings(config, overrides, run_paths)
-        periods = decisive_periods(periods)
-        flags = _replay_run_name(base, overrides_of_base) if isinstance(base, ConfigFile) else NO_FLAGS
-        resolved = resolve(base, overrides_of_base, flags=flags, print_config=print_config, check=check)
-        show_progress(f"grpo train: {resolved.settings.run.name}, model {resolved.settings.model.path}; loading JAX")
-        from app.training.replay import ReplayRequest
-        from app.training.replay_parts import ReplayPart, replay_parts, train_parts
+    if as_json and not dry_run:
+        raise InputError("--json needs --dry-run; the metrics of a run are in its metrics.jsonl")
+    if checkpoint is not None and from_rollouts is None:
+        raise InputError("--checkpoint needs --from-rollouts; to continue a run, use --resume")
+    if allow_changed and resume == "never":
+        raise InputError("--allow-changed needs --resume auto or must; a new run has no earlier settings")
+    check = check_for_dry_run if dry_run else check_for_train
+    run_paths = {"--from-rollouts": from_rollouts, "--checkpoint": checkpoint}
+    base, overrides_of_base, periods = inherit_run_settings(config, overrides, run_paths)
+    flags = _replay_run_name(base, overrides_of_base) if isinstance(base, ConfigFile) else NO_FLAGS
+    resolved = resolve(base, overrides_of_base, flags=flags, print_config=print_config, check=check)
+    show_progress(f"grpo train: {resolved.settings.run.name}, model {resolved.settings.model.path}; loading JAX")
+    from app.training.replay import ReplayRequest
+    from app.training.replay_parts import ReplayPart, replay_parts, train_parts
 
-        request = None if from_rollouts is None else ReplayRequest(from_rollouts, checkpoint)
-        parts = [ReplayPart(resolved, request, changed=())]
-        if request is not None and find_run(request.rollouts.expanduser().resolve()) is not None and len(periods) > 1:
-            parts = replay_parts(
-                periods, lambda period: _resolve_period(period, overrides, resolved, check), resolved, request
-            )
-        if dry_run:
-            from app.preflight.dry_run import make_dry_run_report
+    parts = [ReplayPart(resolved, request=None, changed=())]
+    if from_rollouts is not None:
+        request = ReplayRequest(from_rollouts, checkpoint, periods)
+        parts = replay_parts(request, lambda period: _resolve_period(period, overrides, resolved, check), resolved)
+    if dry_run:
+        from app.preflight.dry_run import make_dry_run_report
 
-            report = make_dry_run_report(
-                parts[0].resolved, resume=resume, replay_request=parts[0].request, allow_changed=allow_changed or ()
-            )
-            print_result(report, as_json=as_json)
-            raise typer.Exit
-        code = train_parts(parts, resume=resume, allow_changed=allow_changed or ())
+        report = make_dry_run_report(
+            parts[0].resolved, resume=resume, replay_request=parts[0].request, allow_changed=allow_changed or ()
+        )
+        print_result(report, as_json=as_json)
+        raise typer.Exit
+    code = train_parts(parts, resume=resume, allow_changed=allow_changed or ())
     raise typer.Exit(code)
 
 

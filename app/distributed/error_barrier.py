@@ -44,16 +44,12 @@ def error_barrier() -> Iterator[None]:
     worst = int(max_over_hosts(np.asarray(kind)))
     if not worst:
         return
-    gathered = gather_bytes_over_hosts(json.dumps([kind, socket.gethostname(), _error_message(problem)]).encode())
+    message = str(problem) if kind == 2 or isinstance(problem, RuntimeError) else f"{type(problem).__name__}: {problem}"
+    gathered = gather_bytes_over_hosts(json.dumps([kind, socket.gethostname(), message]).encode())
     if problem is not None:
         raise problem
     host, name, reason = next((i, *rest) for i, (code, *rest) in enumerate(map(json.loads, gathered)) if code == worst)
     raise (InputError if worst == 2 else RuntimeError)(f"on host {host} ({name}): {reason}")
-
-
-def _error_message(error: Exception | None) -> str:
-    """Returns the error's message, preceded by its type unless it is an InputError or a RuntimeError."""
-    return str(error) if isinstance(error, InputError | RuntimeError) else f"{type(error).__name__}: {error}"
 
 
 def iterate_in_lockstep(items: Iterable[Item]) -> Iterator[Item]:

@@ -58,9 +58,11 @@ def check_hosts_agree(resolved: Resolved, facts: Mapping[str, str] | None = None
     if jax.process_count() == 1:
         return
     local = {
-        **_setting_facts(resolved),
-        **{name: Fact(x) for name, x in {**program_versions(TRAINING_PACKAGES), **(facts or {})}.items()},
+        field: Fact(_comparable(value_of(resolved.settings, field)), resolved.origin(field))
+        for field in FIELDS
+        if field not in PER_HOST_SETTINGS
     }
+    local |= {name: Fact(x) for name, x in {**program_versions(TRAINING_PACKAGES), **(facts or {})}.items()}
     gathered = [json.loads(one) for one in gather_bytes_over_hosts(json.dumps([socket.gethostname(), local]).encode())]
     hosts = [f"host {i} ({name})" for i, (name, _) in enumerate(gathered)]
     problem = describe_difference(hosts, [{name: Fact(*fact) for name, fact in facts.items()} for _, facts in gathered])
@@ -90,14 +92,6 @@ def describe_difference(hosts: Sequence[str], facts: Sequence[Facts]) -> str | N
 def _format_fact(fact: Fact) -> str:
     value = fact.value if len(fact.value) <= MAX_VALUE_CHARACTERS else f"{fact.value[: MAX_VALUE_CHARACTERS - 3]}..."
     return f"{value} (from {fact.origin})" if fact.origin else value
-
-
-def _setting_facts(resolved: Resolved) -> Facts:
-    return {
-        field: Fact(_comparable(value_of(resolved.settings, field)), resolved.origin(field))
-        for field in FIELDS
-        if field not in PER_HOST_SETTINGS
-    }
 
 
 def _comparable(value: object) -> str:
@@ -154,26 +148,20 @@ def check_shared_run_directory(run: RunDirectory) -> None:
 
     try:
         with error_barrier():
-            if is_first:
-                _create_probe(note)
+            try:
+                if is_first:
+                    note.touch(exist_ok=False)
+            except OSError as error:
+                raise InputError(
+                    f"run.dir: cannot write to {note.parent}: {error.strerror}; choose another folder"
+                ) from error
         with error_barrier():
-            _check_probe_visible(note, run)
+            if not note.exists():
+                raise InputError(
+                    f"run.dir: {run.path.absolute()} is not the same folder on all hosts: this host does not see a "
+                    f"file just written by host 0 in {note.parent}. Set run.dir to a folder shared by all hosts"
+                )
     finally:
         if is_first:
             with suppress(OSError):
                 note.unlink()
-
-
-def _create_probe(probe: Path) -> None:
-    try:
-        probe.touch(exist_ok=False)
-    except OSError as error:
-        raise InputError(f"run.dir: cannot write to {probe.parent}: {error.strerror}; choose another folder") from error
-
-
-def _check_probe_visible(probe: Path, run: RunDirectory) -> None:
-    if not probe.exists():
-        raise InputError(
-            f"run.dir: {run.path.absolute()} is not the same folder on all hosts: this host does not see a file just "
-            f"written by host 0 in {probe.parent}. Set run.dir to a folder shared by all hosts"
-        )

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import NamedTuple
 
 import numpy as np
@@ -44,6 +44,8 @@ class StopDecision(NamedTuple):
     exit_code: int
     """Exit code of every host; 0 if no host has to stop."""
     save_is_due: bool
+    end_is_asked: bool
+    """Whether the caller asked for the end of the run on any host."""
     signaled_hosts: tuple[int, ...]
     """Hosts that have received a signal."""
 
@@ -70,7 +72,8 @@ class PreemptionHandler:
         self._thread.start()
         # Under `nohup`, the process ignores SIGHUP and continues without its terminal.
         handled = [number for number in EXIT_CODES if (number, signal.getsignal(number)) != NOHUP]
-        self._handlers_before = {number: signal.signal(number, _no_op_handler) for number in handled}
+        # A handler that does nothing: a signal without one does not reach the thread.
+        self._handlers_before = {number: signal.signal(number, lambda *_: None) for number in handled}
         self._descriptor_before = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
         return self
 
@@ -88,14 +91,14 @@ class PreemptionHandler:
         """Returns whether this host knows of a signal on any host. Thread-safe; does not block."""
         return bool(self._status_board.read(STOP_TOPIC))
 
-    def sync_stop_decision(self, *, save_is_due: bool = False) -> StopDecision:
-        """Returns the joint decision of all hosts: stop if any has received a signal, save if a save is due on any.
+    def sync_stop_decision(self, *, save_is_due: bool = False, end_is_asked: bool = False) -> StopDecision:
+        """Returns the joint decision of all hosts: what is true on any host is true for all.
 
         All hosts must call it at the same points of the program.
         """
-        hosts = gather_over_hosts(np.asarray([self.exit_code, save_is_due]))
-        exit_code, due = hosts.max(axis=0).tolist()
-        return StopDecision(exit_code, bool(due), tuple(np.flatnonzero(hosts[:, 0]).tolist()))
+        hosts = gather_over_hosts(np.asarray([self.exit_code, save_is_due, end_is_asked]))
+        exit_code, due, asked = hosts.max(axis=0).tolist()
+        return StopDecision(exit_code, bool(due), bool(asked), tuple(np.flatnonzero(hosts[:, 0]).tolist()))
 
     def _watch(self, read_fd: int) -> None:
         with open(read_fd, "rb", buffering=0) as numbers:
@@ -118,10 +121,6 @@ class PreemptionHandler:
             _redirect_lost_terminal()
         reply = FINISHING_MESSAGE if self.all_steps_done else STOPPING_MESSAGE
         print(f"\n{reply}; a second signal stops at once", file=sys.stderr, flush=True)
-
-
-def _no_op_handler(number: int, frame: FrameType | None) -> None:
-    """Does nothing, but must exist: a signal without a handler does not reach the thread."""
 
 
 def _redirect_lost_terminal() -> None:

@@ -155,10 +155,12 @@ def _run_coordinator(member: ClusterMember, deadline: Deadline, notify: Notify) 
         peers, problem = {0: PeerConnection(None, _process_name())}, None
         notices = iter((True,))
         while problem is None and len(peers) < member.num_processes:
+            missing = _format_processes([number for number in range(member.num_processes) if number not in peers])
             if deadline.remaining_s <= 0:
-                problem = deadline.timeout_message(_missing_message(member, peers))
+                problem = deadline.timeout_message(
+                    f"{missing} of {member.num_processes} had not connected to {member.coordinator_address}"
+                )
             elif deadline.is_notice_due and next(notices, False):
-                missing = _format_processes(_missing_processes(member, peers))
                 notify(f"waiting at {member.coordinator_address} for {missing}")
             elif select.select([listener], [], [], min(deadline.remaining_s, LIVENESS_POLL_S))[0]:
                 problem = _accept_peer(member, peers, stack.enter_context(listener.accept()[0]))
@@ -314,15 +316,6 @@ def _listen_error_message(member: ClusterMember, error: OSError) -> str:
 
 def _process_name() -> str:
     return f"{socket.gethostname()}, pid {os.getpid()}"
-
-
-def _missing_processes(member: ClusterMember, peers: Mapping[int, PeerConnection]) -> list[int]:
-    return [number for number in range(member.num_processes) if number not in peers]
-
-
-def _missing_message(member: ClusterMember, peers: Mapping[int, PeerConnection]) -> str:
-    missing = _missing_processes(member, peers)
-    return f"{_format_processes(missing)} of {member.num_processes} had not connected to {member.coordinator_address}"
 
 
 def _format_processes(numbers: list[int]) -> str:

@@ -72,8 +72,15 @@ def coordinated_shutdown(
             _exit_alone(status_board, "interrupted", exit_code=130)
         raise
     except Exception as error:
-        if status_board.num_hosts > 1:
-            _exit_after_error(status_board, error, heartbeat_s=heartbeat_s, enter_phase=enter_phase)
+        if status_board.num_hosts == 1:
+            raise
+        if _all_hosts_failed(status_board, str(error)):
+            enter_phase("report")
+            exit_barrier(status_board)
+        elif _may_be_peer_death(error):
+            atexit.register(_exit_after_delay, 1, heartbeat_s + COMMON_FAILURE_WINDOW_S)
+        else:
+            _exit_alone(status_board, str(error), exit_code=2 if isinstance(error, InputError) else 1)
         raise
 
 
@@ -82,18 +89,6 @@ def exit_delay_s(status_board: StatusBoard, *, broadcasts: bool) -> float:
     if status_board.num_hosts == 1:
         return 0.0
     return COORDINATOR_LINGER_S if status_board.host == 0 else 3 * POLL_INTERVAL_S if broadcasts else 0.0
-
-
-def _exit_after_error(
-    status_board: StatusBoard, error: Exception, *, heartbeat_s: float, enter_phase: Callable[[str], None]
-) -> None:
-    if _all_hosts_failed(status_board, str(error)):
-        enter_phase("report")
-        exit_barrier(status_board)
-    elif _may_be_peer_death(error):
-        atexit.register(_exit_after_delay, 1, heartbeat_s + COMMON_FAILURE_WINDOW_S)
-    else:
-        _exit_alone(status_board, str(error), exit_code=2 if isinstance(error, InputError) else 1)
 
 
 def _may_be_peer_death(error: Exception) -> bool:

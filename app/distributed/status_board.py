@@ -68,29 +68,20 @@ class StatusBoard:
         assert self._store is not None
         next_poll_s = 0.0
         while True:
-            with suppress(Empty):
-                notice = self._outgoing.get(timeout=max(next_poll_s - time.monotonic(), 0.0))
+            # JAX's heartbeat ends a host that cannot reach process 0.
+            with suppress(RuntimeError):
+                try:
+                    notice = self._outgoing.get(timeout=max(next_poll_s - time.monotonic(), 0.0))
+                except Empty:
+                    next_poll_s = time.monotonic() + POLL_INTERVAL_S
+                    for key, text in self._store.key_value_dir_get(KEY_PREFIX):
+                        topic, host = key.removeprefix(KEY_PREFIX).split("/")
+                        self._notices[topic, int(host)] = text
+                    continue
                 if notice is None:
                     return
-                self._call_store(self._send, *notice)
-                continue
-            self._call_store(self._poll)
-            next_poll_s = time.monotonic() + POLL_INTERVAL_S
-
-    def _call_store(self, call: Any, *arguments: str) -> None:
-        # JAX's heartbeat ends a host that cannot reach process 0.
-        with suppress(RuntimeError):
-            call(*arguments)
-
-    def _send(self, topic: str, text: str) -> None:
-        assert self._store is not None
-        self._store.key_value_set(f"{KEY_PREFIX}{topic}/{self.host}", text, allow_overwrite=True)
-
-    def _poll(self) -> None:
-        assert self._store is not None
-        for key, text in self._store.key_value_dir_get(KEY_PREFIX):
-            topic, host = key.removeprefix(KEY_PREFIX).split("/")
-            self._notices[topic, int(host)] = text
+                topic, text = notice
+                self._store.key_value_set(f"{KEY_PREFIX}{topic}/{self.host}", text, allow_overwrite=True)
 
 
 def open_status_board() -> StatusBoard:

@@ -8,7 +8,7 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import NamedTuple
 
 from app.distributed.shutdown import EXITING_TOPIC, exit_delay_s
 from app.distributed.status_board import StatusBoard
@@ -74,10 +74,8 @@ class Watchdog:
     def enter_phase(self, phase: str) -> None:
         """Starts a phase and ends the one before it."""
         section = LIMIT_PHASES.get(phase, phase.split("_")[0])
-        setting, allowed = (
-            f"watchdog.{section}_s",
-            None if phase == WAIT_PHASE else getattr(self._limits, f"{section}_s"),
-        )
+        setting = f"watchdog.{section}_s"
+        allowed = None if phase == WAIT_PHASE else getattr(self._limits, f"{section}_s")
         if phase not in self._seen and section != "compile":
             setting = f"{setting} + watchdog.compile_s"
             compile_s = self._limits.compile_s
@@ -129,14 +127,9 @@ class Watchdog:
         with suppress(OSError):
             self._crash_dir.mkdir(parents=True, exist_ok=True)
             with (self._crash_dir / f"host_{self._status_board.host}.txt").open("w", encoding="utf-8") as file:
-                _write_stacks(file, text)
+                file.write(text)
+                file.flush()
+                faulthandler.dump_traceback(file=file, all_threads=True)
+                os.fsync(file.fileno())
         time.sleep(exit_delay_s(self._status_board, broadcasts=broadcasts))
         os._exit(EXIT_CODE)
-
-
-def _write_stacks(file: IO[str], text: str) -> None:
-    """Writes the text and the stack of every thread, and flushes the file to disk."""
-    file.write(text)
-    file.flush()
-    faulthandler.dump_traceback(file=file, all_threads=True)
-    os.fsync(file.fileno())

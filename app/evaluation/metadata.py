@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ JUDGE_FILE, JUDGE_FUNCTION = "the judge's file", "the judge's function"
 JUDGE_SETTINGS = ("reward.batch_size", "reward.environment", "reward.max_characters")
 """Settings that determine the input of a judge that runs in another process."""
 CHANGEABLE_JUDGE_FACTS = (JUDGE_FILE, *JUDGE_SETTINGS)
+"""Facts that may change although the judge keeps its name."""
 
 
 @dataclass(frozen=True)
@@ -36,23 +37,12 @@ class EvaluationMetadata:
         """The name of the evaluation in printed output."""
         return self.model if self.step is None else f"{self.model}, step {self.step}"
 
-    @property
-    def without_judge(self) -> EvaluationMetadata:
-        """This metadata without the facts about the judge."""
-        return self._without_facts(JUDGE, JUDGE_FUNCTION, *CHANGEABLE_JUDGE_FACTS)
-
-    @property
-    def without_judge_details(self) -> EvaluationMetadata:
-        """This metadata without the facts that may change although the judge keeps its name."""
-        return self._without_facts(*CHANGEABLE_JUDGE_FACTS)
-
-    def _without_facts(self, *names: str) -> EvaluationMetadata:
-        return replace(self, facts={name: fact for name, fact in self.facts.items() if name not in names})
-
-    def first_difference(self, other: EvaluationMetadata) -> str | None:
-        """Returns the name of the first fact that differs; None if all are equal."""
+    def first_difference(self, other: EvaluationMetadata, ignored: Sequence[str] = ()) -> str | None:
+        """Returns the name of the first fact that differs and is not ignored; None if there is none."""
         names = dict.fromkeys([*self.facts, *other.facts])
-        return next((name for name in names if self.facts.get(name) != other.facts.get(name)), None)
+        return next(
+            (name for name in names if name not in ignored and self.facts.get(name) != other.facts.get(name)), None
+        )
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

@@ -76,9 +76,8 @@ def prompt_columns(samples: Sequence[Sample], *, judge: str, num_samples: int) -
     """Returns columns with one value per prompt. Their names do not depend on the samples.
 
     Args:
-        samples: the judged samples, grouped by prompt.
+        samples: the judged samples, `num_samples` of each prompt in a row.
         judge: the reward function whose values determine correctness.
-        num_samples: samples per prompt.
     """
     groups = [samples[i : i + num_samples] for i in range(0, len(samples), num_samples)]
     values = [

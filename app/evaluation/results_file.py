@@ -12,6 +12,9 @@ import numpy as np
 
 from app.distributed.collective_files import per_host_path
 from app.evaluation.metadata import (
+    CHANGEABLE_JUDGE_FACTS,
+    JUDGE,
+    JUDGE_FUNCTION,
     EvaluationMetadata,
     metadata_from_json,
     metadata_path,
@@ -47,18 +50,17 @@ class EvaluationPrompts:
             with suppress(InputError):
                 sample = sample_from_record(record, where=f"{path}:{line}")
                 place = places.get(sample.prompt.uid)
-                if place is not None and self._is_expected(sample, self.prompts[place]):
-                    whole = replace(sample, prompt=self.prompts[place], group_id=place)
+                if place is None or not 0 <= sample.sample_index < self.num_samples:
+                    continue
+                prompt = self.prompts[place]
+                if np.array_equal(sample.prompt.token_ids, prompt.token_ids):
+                    whole = replace(sample, prompt=prompt, group_id=place)
                     samples.setdefault(place, {})[sample.sample_index] = whole
         return {
             place: [by_index[i] for i in range(self.num_samples)]
             for place, by_index in samples.items()
             if len(by_index) == self.num_samples
         }
-
-    def _is_expected(self, sample: Sample, prompt: Prompt) -> bool:
-        is_same = np.array_equal(sample.prompt.token_ids, prompt.token_ids)
-        return is_same and 0 <= sample.sample_index < self.num_samples
 
 
 class StoredSamples(NamedTuple):
@@ -125,7 +127,7 @@ def _header_check(metadata: EvaluationMetadata) -> Callable[[Path, bytes], None]
             stored = metadata_from_json(header)
         except (ValueError, RecursionError) as error:
             raise InputError(f"--out: {path} is not a part file of an evaluation ({error}); delete it") from error
-        _check_same_evaluation(path, metadata.without_judge, stored.without_judge)
+        _check_same_evaluation(path, metadata, stored, ignored=(JUDGE, JUDGE_FUNCTION, *CHANGEABLE_JUDGE_FACTS))
 
     return check
 
@@ -140,20 +142,18 @@ def _has_results(out: Path, metadata: EvaluationMetadata) -> bool:
             f"--out: {out} exists without {metadata_path(out).name}, which would identify its evaluation; give "
             "another --out, or delete the file"
         )
-    if metadata.first_difference(stored) is not None and _has_failures(out):
-        # All samples will be judged again.
-        metadata, stored = metadata.without_judge_details, stored.without_judge_details
-    _check_same_evaluation(out, metadata, stored)
+    # If the judge failed on any sample, all will be judged again.
+    has_failures = metadata.first_difference(stored) is not None and any(
+        not isinstance(record, InputError) and ERRORS_FIELD in record for _, record in read_jsonl_tolerant(out)
+    )
+    _check_same_evaluation(out, metadata, stored, ignored=CHANGEABLE_JUDGE_FACTS if has_failures else ())
     return True
 
 
-def _has_failures(out: Path) -> bool:
-    """Returns whether the judge failed on any sample."""
-    return any(not isinstance(record, InputError) and ERRORS_FIELD in record for _, record in read_jsonl_tolerant(out))
-
-
-def _check_same_evaluation(path: Path, metadata: EvaluationMetadata, stored: EvaluationMetadata) -> None:
-    name = metadata.first_difference(stored)
+def _check_same_evaluation(
+    path: Path, metadata: EvaluationMetadata, stored: EvaluationMetadata, *, ignored: Sequence[str]
+) -> None:
+    name = metadata.first_difference(stored, ignored)
     if name is not None:
         was, now = (one.facts.get(name) for one in (stored, metadata))
         raise InputError(

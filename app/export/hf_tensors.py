@@ -43,15 +43,13 @@ class HfTensors:
         return merge_adapters(arrays, self._lora)[leaf]
 
 
+@jax.jit
 def slice_layer(stacked: Array, layer: int) -> Array:
     """Returns one layer of a stacked array, with a layer dim of size 1.
 
     The slice is taken on the devices: fetching the stacked array would copy all layers, and JAX would keep the copy.
     """
-    return _jitted_layer_slice(stacked, layer)
-
-
-_jitted_layer_slice = jax.jit(lambda stacked, layer: jax.lax.dynamic_slice_in_dim(stacked, layer, 1))
+    return jax.lax.dynamic_slice_in_dim(stacked, layer, 1)
 
 
 def to_hf_layout(tensor: np.ndarray, path: ParamPath, file_shape: tuple[int, ...]) -> np.ndarray:

@@ -80,9 +80,7 @@ class ExportJob:
         """Creates the folder and returns the summary to print.
 
         Args:
-            export_format: the format to write.
-            write_files: function that fills a folder and returns the names of its weight files.
-            num_parameters: number of weights to write.
+            write_files: fills a folder and returns the names of its weight files.
         """
         card = model_card(self.resolved, self.saved_policy, self.model, export_format=export_format, dtype=self.dtype)
         check_disk_space(self.out, num_parameters * jnp.dtype(self.dtype).itemsize + SMALL_FILES_BYTES)

@@ -75,8 +75,6 @@ def export_notes(export_format: ExportFormat, *, dtype: str, quantization: str |
     """Yields notes on how the exported model differs from the one evaluated during the run.
 
     Args:
-        export_format: the format to write.
-        dtype: type of the written weights.
         quantization: format of the quantized base weights in training; None if they were not quantized.
     """
     if export_format is MERGED_MODEL and dtype != "float32":
@@ -150,9 +148,7 @@ def front_matter(export_format: ExportFormat, hub_id: str | None, *sources: str)
     """Returns the metadata of a card for the hub.
 
     Args:
-        export_format: the format to write.
         hub_id: id of the base model; None if it is not on the hub, because cards accept only hub models as base.
-        sources: the sources of the training data.
     """
     hub_data = [one.split(":")[1] for one in sources if one.startswith(HUB_DATA_PREFIX)]
     return ModelCardData(

@@ -66,7 +66,6 @@ def adapter_config(lora: LoRAConfig, *, base: str, revision: str | None) -> dict
     """Returns the content of `adapter_config.json`.
 
     Args:
-        lora: rank, alpha and projections of the adapters.
         base: hub id or absolute path of the base model.
         revision: commit of the hub id; None for a path.
     """

@@ -17,10 +17,12 @@ from app.mesh.tpu_chips import TpuSlice
 from settings.errors import InputError
 from settings.schema.mesh import MeshSettings
 
-log = logging.getLogger(__name__)
+_warn_once = functools.cache(logging.getLogger(__name__).warning)
 
 DEVICE_PLATFORMS = {"cpu": "cpu", "cuda": "gpu", "tpu": "tpu"}
 """The `platform` of JAX devices by `mesh.platform`."""
+ACCELERATOR_FILES = {"/dev/nvidia0": "cuda", "/dev/accel0": "tpu", "/dev/vfio/0": "tpu"}
+"""Package extra for each device file of an accelerator."""
 _simulated_slice: TpuSlice | None = None
 """The slice that the virtual devices of this process simulate."""
 _simulated_devices: list[Any] | None = None
@@ -62,27 +64,20 @@ def global_devices(settings: MeshSettings) -> Sequence[Any]:
         raise missing_platform_error(settings.platform, f"JAX found no such device{cause}") from error
     if settings.platform != "auto" and devices[0].platform != DEVICE_PLATFORMS[settings.platform]:
         raise missing_platform_error(settings.platform, f"JAX has started with {devices[0].platform} devices")
-    if settings.platform == "auto" and settings.cpu_devices is None:
-        _warn_of_unused_accelerator(devices[0].platform)
-    return devices
-
-
-@functools.cache
-def _warn_of_unused_accelerator(platform: str) -> None:
-    extra = unused_accelerator(platform)
-    if extra is not None:
-        log.warning(
+    if extra := unused_accelerator(settings, devices[0].platform):
+        _warn_once(
             "this machine has an accelerator, but JAX runs on the CPU; run pip install -e '.[%s]', unset JAX_PLATFORMS "
             "if it is set, or set mesh.platform: cpu",
             extra,
         )
+    return devices
 
 
-def unused_accelerator(platform: str, devices: Path = Path("/dev")) -> str | None:
-    """Returns the package extra to install if JAX uses the CPU of a machine with an accelerator; else None."""
-    device_files = {"cuda": ("nvidia0",), "tpu": ("accel0", "vfio/0")} if platform == "cpu" else {}
-    present = (extra for extra, names in device_files.items() if any((devices / name).exists() for name in names))
-    return next(present, None)
+def unused_accelerator(settings: MeshSettings, platform: str) -> str | None:
+    """Returns the package extra to install if JAX falls back to the CPU of a machine with an accelerator; else None."""
+    if platform != "cpu" or settings.platform != "auto" or settings.cpu_devices is not None:
+        return None
+    return next((extra for file, extra in ACCELERATOR_FILES.items() if Path(file).exists()), None)
 
 
 def check_equal_device_counts(devices: Sequence[Any]) -> None:

@@ -29,7 +29,6 @@ class CheckResult:
     check: str
     verdict: Verdict
     found: str
-    """Description of the finding."""
     advice: str = ""
     exit_code: int = 0
     """Exit code of a run that fails for this reason; 0 unless the check fails."""

@@ -30,7 +30,6 @@ class CompiledProgram:
     phase: str
     name: str
     backend: str
-    """Backend for which the program was compiled."""
     argument_bytes: int
     output_bytes: int
     aliased_bytes: int

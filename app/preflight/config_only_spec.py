@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from app.model.decoder import DecoderDefinition, ValueDecoder
 from app.model.io.families import CAUSAL_LM, SEQUENCE_CLASSIFICATION, architecture_from_config
-from app.model.io.model_files import open_config_only, open_model
+from app.model.io.model_files import open_model
 from app.prompts.tokenizer import load_tokenizer
 from app.runtime.model_spec import (
     CriticSpec,
@@ -35,7 +35,7 @@ def read_config_only_spec(settings: Settings) -> ConfigOnlySpec:
     Raises:
         InputError: a configuration cannot be found or used, or its context is shorter than the longest sample.
     """
-    files = open_config_only(settings.model.path, revision=settings.model.revision)
+    files = open_model(settings.model.path, revision=settings.model.revision, config_only=True)
     architecture = architecture_from_config(files.config)
     check_context_length(architecture, settings, path=settings.model.path)
     tokenizer = load_tokenizer(open_model("builtin:tiny"))
@@ -56,6 +56,6 @@ def read_config_only_spec(settings: Settings) -> ConfigOnlySpec:
 
 
 def _read_value_network(path: str, revision: str | None, heads: tuple[str, ...]) -> CriticSpec:
-    files = open_config_only(path, revision=revision)
+    files = open_model(path, revision=revision, config_only=True)
     architecture = architecture_from_config(files.config, heads=heads)
     return CriticSpec(files, architecture, DecoderDefinition.create(architecture, ValueDecoder))

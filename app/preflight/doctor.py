@@ -35,7 +35,6 @@ from app.preflight.model_checks import (
     check_reward_model,
     too_large_reason,
 )
-from app.prompts.data_sources import make_prompt_order
 from app.prompts.dataset import Dataset
 from app.records.run_directory import RunDirectory, check_run_directory
 from app.records.sample import Prompt
@@ -44,6 +43,7 @@ from app.records.versions import minimum_versions
 from app.runtime.host_supervision import join_hosts
 from app.runtime.inputs import (
     encode_rows,
+    encode_train_rows,
     read_checked_reward_model,
     read_critic,
     read_eval_rows,
@@ -129,8 +129,8 @@ def _start_devices(recorder: CheckRecorder, settings: Settings, run: RunDirector
         size = "memory unknown" if memory is None else f"{format_bytes(memory)} each"
         kind = f"{devices[0].device_kind} ({devices[0].platform})"
         found = f"{len(devices)} x {kind}, {size}, on {jax.process_count()} host(s)"
-        extra = None if settings.mesh.platform == "cpu" else unused_accelerator(devices[0].platform)
-        if extra is None or settings.mesh.cpu_devices is not None:
+        extra = unused_accelerator(settings.mesh, devices[0].platform)
+        if extra is None:
             recorder.ok("devices", found)
         else:
             advice = f"pip install -e '.[{extra}]' in the checkout, or set mesh.platform: cpu"
@@ -202,15 +202,13 @@ def _read_data(
     tokenizer = None if inputs.model is None else inputs.model.tokenizer
     with recorder.run_check("data"), _skip_uncached(recorder, "data", "data.source", cached):
         inputs.dataset = read_train_rows(settings)
-        found = inputs.dataset.to_text()
         if tokenizer is None:
-            recorder.ok("data", f"{found}; {NO_TOKENIZER}")
+            recorder.ok("data", f"{inputs.dataset.to_text()}; {NO_TOKENIZER}")
         else:
-            inputs.prompts, report = encode_rows(settings, inputs.dataset.rows, tokenizer)
-            make_prompt_order(settings.data, inputs.prompts, seed=settings.run.seed)
+            inputs.prompts, found = encode_train_rows(settings, inputs.dataset, tokenizer)
             if inputs.reward_model is not None:
                 inputs.reward_model.check_prompt(inputs.prompts[0])
-            recorder.ok("data", f"{found}\n{report.to_text()}")
+            recorder.ok("data", found)
     if not settings.eval.every_steps:
         return
     setting = "data.eval_source" if settings.data.eval_source else "data.source"

@@ -209,11 +209,15 @@ def make_dry_run_report(
         shapes = compute_step_shapes(launch.session, learning, *prompts, inputs.reward_model, generates=generates)
         if jax.process_index():
             return None
+        memory = memory_by_phase(launch.session, learning, shapes, inputs.reward_model)
         return DryRunReport(
             **_run_fields(launch),
             **_step_fields(launch, learning),
             **_shape_fields(launch, learning, shapes),
-            **_memory_fields(launch, learning, shapes),
+            memory=memory,
+            peak_bytes=sum(memory[peak_phase(memory)].values()),
+            available_bytes=device_memory_bytes(),
+            checkpoint_bytes=state_bytes(learning),
         )
 
 
@@ -286,16 +290,6 @@ def _shape_fields(launch: RunSetup, learning: LearnerGroup, shapes: StepShapes) 
         "update": _summarize_plan(session, shapes.update, learning.policy.updater.micro_batcher),
         "critic_update": critic_update,
         "reward_model": reward,
-    }
-
-
-def _memory_fields(launch: RunSetup, learning: LearnerGroup, shapes: StepShapes) -> dict[str, Any]:
-    memory = memory_by_phase(launch.session, learning, shapes, launch.inputs.reward_model)
-    return {
-        "memory": memory,
-        "peak_bytes": sum(memory[peak_phase(memory)].values()),
-        "available_bytes": device_memory_bytes(),
-        "checkpoint_bytes": state_bytes(learning),
     }
 
 

@@ -26,9 +26,9 @@ from app.preflight.memory import (
     memory_by_phase,
     peak_phase,
 )
-from app.preflight.mesh_layout import MeshReport, format_id_ranges, mesh_report
+from app.preflight.mesh_layout import MeshReport, mesh_report
 from app.records.sample import Prompt
-from app.records.text_format import format_bytes, format_percent, format_table
+from app.records.text_format import format_bytes, format_percent, format_ranges, format_table
 from app.runtime.batch_checks import check_fixed_micro_batches, check_host_offload
 from app.runtime.session import Session
 from app.training.learner import make_learner_group
@@ -55,7 +55,6 @@ class MeshInspection:
 
     mesh: MeshReport
     generation: str
-    """Description of the rows generated at once."""
     workers: tuple[WorkerPlacement, ...]
     memory: Mapping[str, MemoryBreakdown]
     """Memory by phase; lines with a star in `app.preflight.memory.MEMORY_LABELS` are estimates."""
@@ -63,7 +62,6 @@ class MeshInspection:
     largest: tuple[BatchLimit, ...]
     """Largest batches that fit; empty if the memory of a device is unknown."""
     notes: tuple[str, ...] = ()
-    """Notes on the mesh that a run would print."""
     programs: tuple[CompiledProgram, ...] = ()
     """Compiled programs; empty without `--compile`."""
 
@@ -80,7 +78,7 @@ class MeshInspection:
             header = ("worker", "devices", "dp, fsdp, tp", "slots", "caches on each device")
             rows = [
                 (
-                    *(one.name, format_id_ranges(one.devices), ", ".join(map(str, one.mesh.values()))),
+                    *(one.name, format_ranges(one.devices), ", ".join(map(str, one.mesh.values()))),
                     *(str(one.slots), format_bytes(one.cache_bytes)),
                 )
                 for one in self.workers

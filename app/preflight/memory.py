@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +29,8 @@ from app.model.decoder import DecoderDefinition
 from app.records.sample import Prompt
 from app.records.text_format import format_bytes, format_table
 from app.rollout.batch_engine import BatchShape, Footprint
-from app.runtime.reward_model import make_reward_batcher
+from app.runtime.model_spec import CriticSpec, ModelSpec
+from app.runtime.reward_model import RewardModelSpec, make_reward_batcher
 from app.runtime.session import Session
 from app.training.learner import Learner, LearnerGroup
 from settings.schema.score import ScoredRole
@@ -72,14 +72,8 @@ SAMPLING_LOGITS_FACTOR = 4
 """Number of arrays of the size of the logits that sampling needs for its noise."""
 
 
-class NetworkSpec(Protocol):
-    """Description of a network, without its weights."""
-
-    @property
-    def architecture(self) -> Architecture: ...
-
-    @property
-    def definition(self) -> DecoderDefinition: ...
+NetworkSpec = ModelSpec | CriticSpec | RewardModelSpec
+"""Description of a network, without its weights."""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from app.mesh.device_mesh import num_hosts
 from app.mesh.devices import device_kind, device_platform, host_index, local_devices, simulated_slice
 from app.mesh.placement import bytes_per_device, num_row_shards
 from app.mesh.tpu_chips import TpuChip, find_chip
-from app.records.text_format import format_bytes, format_table
+from app.records.text_format import format_bytes, format_ranges, format_table
 
 MAX_HOSTS_SHOWN = 4
 """Maximum number of hosts in the text; if there are more, it shows only the first two and the last."""
@@ -35,7 +35,6 @@ class Topology:
     local_devices: tuple[int, ...]
     """Ids of this host's devices."""
     memory_bytes: int | None
-    """Memory of each device; None if unknown."""
     chip: TpuChip | None
     """Bandwidths and speed of the chip; None for a device kind that is not in the table of chips."""
 
@@ -104,7 +103,7 @@ class MeshReport:
         return "\n".join(
             [
                 f"{of.num_devices} x {of.device_kind} ({of.platform}), {memory}, on {of.num_hosts} host(s)",
-                f"host {of.this_host}{kind}: devices {format_id_ranges(of.local_devices)}",
+                f"host {of.this_host}{kind}: devices {format_ranges(of.local_devices)}",
                 f"\nmesh {axes}\n{self._host_table()}\n",
                 format_table(weights, header=("weight", "shape", "axes", "on each device"), num_left=3),
                 f"\n{self.num_parameters:,} parameters, {format_bytes(self.weight_bytes_per_device)} on each device",
@@ -123,7 +122,7 @@ class MeshReport:
         rows = []
         for host, devices in sorted(hosts.items()):
             numbers = zip(*((device.id, device.row_shard, *device.weight_shard) for device in devices), strict=True)
-            rows.append([str(host), *map(format_id_ranges, numbers)])
+            rows.append([str(host), *map(format_ranges, numbers)])
         if len(rows) > MAX_HOSTS_SHOWN:
             rows = [*rows[:2], ["..."] * len(header), rows[-1]]
         return format_table(rows, header=header, num_left=len(header))
@@ -180,14 +179,3 @@ def mesh_report(
         samples_per_step=samples_per_step,
         samples_per_device=samples_per_step / num_row_shards(mesh),
     )
-
-
-def format_id_ranges(numbers: Iterable[int]) -> str:
-    """Returns the numbers as ranges, such as `0-3, 6`."""
-    ranges: list[list[int]] = []
-    for number in sorted(set(numbers)):
-        if ranges and number == ranges[-1][-1] + 1:
-            ranges[-1][1:] = [number]
-        else:
-            ranges.append([number])
-    return ", ".join("-".join(map(str, one)) for one in ranges)

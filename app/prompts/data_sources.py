@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import numpy as np
 
@@ -16,6 +17,8 @@ from settings.errors import InputError
 from settings.schema.data import DataSettings
 
 log = logging.getLogger(__name__)
+
+Row = TypeVar("Row")
 
 ARITHMETIC = "builtin:arithmetic"
 HELD_OUT_SEED = 0
@@ -49,17 +52,11 @@ def _with_data_source(dataset: Dataset, *, uid_prefix: str = "") -> list[Dataset
 
 
 def make_prompt_order(data: DataSettings, prompts: Sequence[Prompt], *, seed: int) -> PromptOrder | MixtureOrder:
-    """Returns the order of the prompts of `load_training_data`.
-
-    Raises:
-        InputError: no prompt of one of the sources is left.
-    """
+    """Returns the order of the prompts of `load_training_data`."""
     if isinstance(data.source, str):
         return PromptOrder(seed, len(prompts), data.shuffle)
     sources = np.asarray([int(prompt.uid.partition("/")[0]) for prompt in prompts])
     rows = [np.flatnonzero(sources == i) for i in range(len(data.source))]
-    if empty := next((one.source for one, found in zip(data.source, rows, strict=True) if not len(found)), None):
-        raise InputError(f"data.source: every prompt of {empty} is longer than data.max_prompt_length; raise the limit")
     return MixtureOrder(seed, rows, [one.weight for one in data.source], data.shuffle)
 
 
@@ -88,7 +85,7 @@ def load_held_out_data(data: DataSettings, *, num_prompts: int | None) -> Datase
     return dataset if num_prompts is None else replace(dataset, rows=evenly_spaced(dataset.rows, num_prompts))
 
 
-def evenly_spaced(rows: Sequence[DatasetRow], max_rows: int) -> Sequence[DatasetRow]:
+def evenly_spaced(rows: Sequence[Row], max_rows: int) -> Sequence[Row]:
     """Returns at most `max_rows` rows at even distances."""
     return rows if len(rows) <= max_rows else [rows[i * len(rows) // max_rows] for i in range(max_rows)]
 

@@ -43,7 +43,6 @@ class Dataset:
     """Maps `prompt` and `answer` to their columns; has no `answer` if the data set has no answers."""
     source: str
     parts: Sequence[Dataset] = ()
-    """The data sets of a mixture."""
 
     @cached_property
     def fingerprint(self) -> str:

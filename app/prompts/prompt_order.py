@@ -24,9 +24,12 @@ PATTERN_LENGTH = 10_000
 class PromptOrder:
     """The global order of prompts, which does not depend on the number of hosts (see `host_slice`)."""
 
-    seed: int
+    seed: int | tuple[int, int]
     num_rows: int
     shuffle: bool
+    window: int | None = None
+    """Number of consecutive prompts, from any position, that must differ: at most a third of the rows. None if only the
+    prompts of a step must differ."""
 
     def row_indices(self, position: int, count: int) -> Indices:
         """Returns the row indices of a step.
@@ -43,7 +46,11 @@ class PromptOrder:
 
     def _epoch(self, epoch: int, count: int, offset: int) -> Indices:
         """Returns the order of an epoch if steps begin at positions offset, offset + count, ..."""
-        if count > self.num_rows:
+        if self.window is not None and epoch > 0:
+            # What was deferred in the previous epoch is before its last third.
+            recent = self._permutation(epoch - 1)[self.num_rows - self.window :]
+            return _defer_repeated(self._permutation(epoch), recent, self.window)
+        if self.window is not None or count > self.num_rows:
             return self._permutation(epoch)
         start = self._last_independent_epoch(epoch, count, offset)
         order = self._permutation(start)
@@ -86,7 +93,6 @@ class MixtureOrder:
 
     seed: int
     rows: Sequence[Indices]
-    """The row indices of each source."""
     weights: Sequence[float]
     shuffle: bool
 
@@ -99,23 +105,13 @@ class MixtureOrder:
         round_, place = np.divmod(np.arange(position, position + count), len(pattern))
         sources = np.repeat(np.arange(len(ranks)), num_places)[pattern[place]]
         numbers = round_ * num_places[sources] + np.concatenate(ranks)[pattern[place]]
-        taken = zip(sources.tolist(), numbers.tolist(), strict=True)
-        return np.asarray([self._row(source, number) for source, number in taken], np.int64)
-
-    def _row(self, source: int, number: int) -> int:
-        """Returns the row that is a source's `number`-th prompt."""
-        rows = self.rows[source]
-        epoch, place = divmod(number, len(rows))
-        return int(rows[_spaced((self.seed, source), epoch, len(rows))[place] if self.shuffle else place])
-
-
-@lru_cache(maxsize=64)
-def _spaced(seed: tuple[int, int], epoch: int, num_rows: int) -> Indices:
-    """Returns the permutation of an epoch, without the last third of the previous one in its first third."""
-    order, previous = (np.random.default_rng([*seed, e]).permutation(num_rows) for e in (epoch, max(epoch - 1, 0)))
-    third = num_rows // 3
-    # The last third of the previous epoch is never among what was deferred in that one.
-    return order if epoch == 0 else _defer_repeated(order, previous[num_rows - third :], third)
+        indices = np.empty(count, np.int64)
+        for source, rows in enumerate(self.rows):
+            order = PromptOrder((self.seed, source), len(rows), self.shuffle, window=len(rows) // 3)
+            places = np.flatnonzero(sources == source)
+            if len(places):
+                indices[places] = rows[order.row_indices(int(numbers[places[0]]), len(places))]
+        return indices
 
 
 def _defer_repeated(order: Indices, recent: Indices, count: int) -> Indices:
@@ -124,8 +120,8 @@ def _defer_repeated(order: Indices, recent: Indices, count: int) -> Indices:
     return np.concatenate([order[front], np.delete(order, front)])
 
 
-@lru_cache(maxsize=4)
-def _shuffled(seed: int, epoch: int, num_rows: int) -> Indices:
+@lru_cache(maxsize=16)
+def _shuffled(seed: int | tuple[int, int], epoch: int, num_rows: int) -> Indices:
     order = np.random.default_rng([seed, epoch]).permutation(num_rows)
     order.flags.writeable = False
     return order

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import numpy as np
 from jaxtyping import Int32
-from transformers import PreTrainedTokenizerFast
 
 from app.model.io.model_files import ModelFiles
 from app.prompts.encode import to_messages
@@ -23,10 +22,11 @@ class ConversationEncoder:
     `pad_token_id`, since transformers reads the score there.
 
     Raises:
-        InputError: the tokenizer has ids that exceed the model's vocabulary.
+        InputError: the model has no tokenizer, or one with ids that exceed its vocabulary.
     """
 
-    def __init__(self, hf_tokenizer: PreTrainedTokenizerFast, files: ModelFiles, *, system_prompt: str | None) -> None:
+    def __init__(self, files: ModelFiles, *, system_prompt: str | None) -> None:
+        hf_tokenizer = load_fast_tokenizer(files)
         # Callers check the context length; transformers would only warn.
         hf_tokenizer.model_max_length = 2**31
         self._hf_tokenizer = hf_tokenizer
@@ -37,10 +37,6 @@ class ConversationEncoder:
             raise InputError(
                 f"{files.path}: the tokenizer has ids up to {largest}, but the model's vocab_size is {num_rows}"
             )
-
-    @property
-    def vocab(self) -> dict[str, int]:
-        return self._hf_tokenizer.get_vocab()
 
     def encode(self, prompt: Prompt, completion: str) -> Int32[np.ndarray, "T"]:
         """Returns the token ids of a conversation, at least one.
@@ -64,12 +60,3 @@ class ConversationEncoder:
                 "chat_template.jinja, or choose another model"
             )
         return self._hf_tokenizer.encode(source + completion, split_special_tokens=True)
-
-
-def load_conversation_encoder(files: ModelFiles, *, system_prompt: str | None) -> ConversationEncoder:
-    """Loads the conversation encoder of an opened model.
-
-    Raises:
-        InputError: the model has no tokenizer, or its tokenizer does not fit it.
-    """
-    return ConversationEncoder(load_fast_tokenizer(files), files, system_prompt=system_prompt)

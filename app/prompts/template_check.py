@@ -69,7 +69,6 @@ def check_template(template: str, variables: Mapping[str, Any], *, where: str) -
     """Renders short chats in a separate process. A template that fails for other reasons fails again where it is used.
 
     Args:
-        template: the Jinja source.
         variables: the special tokens and other variables of the template.
         where: the start of an error message.
 

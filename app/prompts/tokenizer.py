@@ -73,6 +73,9 @@ class Tokenizer:
         """Ids that end a completion: those of the generation configuration and of the tokenizer."""
         self.pad_id: int = pad_id if isinstance(pad_id, int) else eos_id
         """Padding id. It may equal an end-of-sequence id, so masks must be computed from lengths."""
+        unk_id = hf_tokenizer.unk_token_id
+        self.unk_id: int | None = unk_id if isinstance(unk_id, int) and unk_id not in self.eos_ids else None
+        """Id of unknown text; None if there is none. Byte-level tokenizers name their end-of-sequence token for it."""
         if self.vocab_size > _num_rows(files):
             raise InputError(
                 f"{files.path}: the tokenizer has ids up to {self.vocab_size - 1}, "

@@ -8,8 +8,6 @@ from typing import IO
 
 from filelock import lock_descriptor
 
-from settings.errors import InputError
-
 
 class FileLockedError(Exception):
     """Another process holds the lock."""
@@ -34,24 +32,3 @@ def lock_file(path: Path) -> IO[bytes]:
             file.close()
             raise
         file.close()
-
-
-def open_locked(path: Path, *, command: str) -> IO[bytes]:
-    """Opens the file of a command's `--out` for appending and locks it until the file is closed.
-
-    Args:
-        command: the name of the command for error messages, such as `rollout`.
-
-    Raises:
-        InputError: another process holds the lock, or the file cannot be written or locked.
-    """
-    try:
-        return lock_file(path)
-    except FileLockedError:
-        raise InputError(
-            f"--out: another process is running this {command} ({path}); wait for it, or give another --out"
-        ) from None
-    except OSError as error:
-        raise InputError(
-            f"--out: {path} cannot be written or locked: {error.strerror}; give another --out on a disk with locks"
-        ) from error

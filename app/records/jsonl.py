@@ -29,8 +29,10 @@ def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
         InputError: the file cannot be read, or a line is not UTF-8, not JSON, not an object, or has a number that is
             not finite.
     """
-    for number, raw in _nonblank_lines(path):
-        yield number, parse_object(raw, f"{path}:{number}")
+    for number, record in read_jsonl_tolerant(path):
+        if isinstance(record, InputError):
+            raise record
+        yield number, record
 
 
 def read_jsonl_tolerant(path: str | Path) -> Iterator[tuple[int, dict[str, Any] | InputError]]:
@@ -39,23 +41,19 @@ def read_jsonl_tolerant(path: str | Path) -> Iterator[tuple[int, dict[str, Any] 
     Raises:
         InputError: the file cannot be read.
     """
-    for number, raw in _nonblank_lines(path):
-        try:
-            yield number, parse_object(raw, f"{path}:{number}")
-        except InputError as error:
-            yield number, error
-
-
-def _nonblank_lines(path: str | Path) -> Iterator[tuple[int, bytes]]:
-    """Yields (line number, line) for every line that is not blank."""
     path = Path(path)
     try:
         with path.open("rb") as file:
             for number, raw in enumerate(file, start=1):
                 if number == 1:
                     raw = raw.removeprefix(b"\xef\xbb\xbf")
-                if raw.strip():
-                    yield number, raw
+                if not raw.strip():
+                    continue
+                try:
+                    record = parse_object(raw, f"{path}:{number}")
+                except InputError as error:
+                    record = error
+                yield number, record
     except FileNotFoundError:
         raise InputError(f"{path.absolute()}: no such file") from None
     except OSError as error:

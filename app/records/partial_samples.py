@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from app.records.file_lock import open_locked
+from app.records.file_lock import FileLockedError, lock_file
 from app.records.jsonl import read_jsonl_tolerant, to_json_line
 from app.records.sample import Sample
 from app.records.sample_json import sample_to_record
@@ -38,7 +38,16 @@ class PartFile:
 
     def __init__(self, path: Path, *, header: str, command: str) -> None:
         self.path, self._header = path, header
-        self._file = open_locked(path, command=command)
+        try:
+            self._file = lock_file(path)
+        except FileLockedError:
+            raise InputError(
+                f"--out: another process is running this {command} ({path}); wait for it, or give another --out"
+            ) from None
+        except OSError as error:
+            raise InputError(
+                f"--out: {path} cannot be written or locked: {error.strerror}; give another --out on a disk with locks"
+            ) from error
         content = path.read_bytes()
         if b"\n" not in content:
             # The process was killed while it wrote the header.

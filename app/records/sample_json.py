@@ -161,6 +161,8 @@ def sample_from_record(record: Mapping[str, Any], *, where: str) -> Sample:
                 "they must be equal"
             )
         optional["policy_versions"] = np.array(fields.policy_versions, np.int32)
+    if not fields.prompt_token_ids:
+        raise InputError(f"{where}: prompt_token_ids is empty; a completion needs a token before it")
     suffix = f"/s{fields.sample_index}"
     if not fields.uid.endswith(suffix) or fields.uid == suffix:
         raise InputError(f"{where}: uid: expected `<prompt uid>{suffix}`, got {fields.uid!r}")
@@ -170,7 +172,7 @@ def sample_from_record(record: Mapping[str, Any], *, where: str) -> Sample:
     return Sample(
         prompt=Prompt(
             uid=fields.uid.removesuffix(suffix),
-            token_ids=_prompt_ids(fields, where),
+            token_ids=np.array(fields.prompt_token_ids, np.int32),
             source=fields.prompt,
             answer=fields.answer,
             extra=fields.columns if isinstance(fields.columns, dict) else {},
@@ -306,9 +308,3 @@ def _check_length(
             f"{where}: {name} has {len(entries)} entries, expected {' or '.join(map(str, allowed))}:"
             f" one per completion token{source}"
         )
-
-
-def _prompt_ids(fields: SampleRecord, where: str) -> np.ndarray:
-    if not fields.prompt_token_ids:
-        raise InputError(f"{where}: prompt_token_ids is empty; a completion needs a token before it")
-    return np.array(fields.prompt_token_ids, np.int32)

@@ -19,16 +19,14 @@ from settings.loading.printing import from_yaml
 
 log = logging.getLogger(__name__)
 
-SavedSettings = Mapping[str, tuple[Any, str]]
-"""Dotted name -> (value, provenance)."""
-
 
 class SettingsPeriod(NamedTuple):
     """Settings, and the first step that was trained under them."""
 
     first_step: int
     file: ConfigFile
-    settings: SavedSettings
+    settings: Mapping[str, tuple[Any, str]]
+    """Dotted name -> (value, provenance)."""
 
 
 @dataclass(frozen=True)

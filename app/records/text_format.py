@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 TABLE_WIDTH = 1000
 """Characters: wider than any table, so that none is wrapped to the terminal."""
@@ -38,7 +38,18 @@ def format_bytes(num_bytes: float) -> str:
 
 def format_percent(share: float) -> str:
     """Formats a share as a percentage with one decimal: 0.256 is `25.6 %`."""
-    return f"{100 * share:.1f} %"
+    return f"{100 * share:z.1f} %"
+
+
+def format_ranges(numbers: Iterable[int]) -> str:
+    """Formats integers, in ascending order and without repetitions, as ranges such as `0-3, 6`."""
+    ranges: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if ranges and number == ranges[-1][-1] + 1:
+            ranges[-1][1:] = [number]
+        else:
+            ranges.append([number])
+    return ", ".join("-".join(map(str, ends)) for ends in ranges)
 
 
 def format_interval(interval: tuple[float, float] | None, format_number: Callable[[float], str]) -> str:

@@ -13,6 +13,7 @@ import numpy as np
 
 from app.records.text_format import format_percent
 from app.report.metrics_history import (
+    EVAL_PROMPTS,
     History,
     MetricsRecord,
     Series,
@@ -45,12 +46,10 @@ ROUNDING_TOLERANCE = 1e-9
 """Largest difference between weighted sums that is due to rounding."""
 WARM_UP_STEPS = 20
 """Number of first steps in which new shapes are expected."""
-ASSUMED_EVAL_PROMPTS = 100
-"""Number of held-out prompts from which the noise of the accuracy follows; usual evaluations have more."""
 COLLAPSE_STEPS = 100
 """Steps within which a collapse happens; a slower decline has other causes than too large updates."""
 COLLAPSE_FRACTION = 0.5
-"""Share of its best value that the reward loses in a collapse."""
+"""Share of its best mean over a short window that the reward loses in a collapse."""
 COLLAPSE_STD = 0.25
 """Smallest such loss, in standard deviations of the samples: twice the noise of a step of 64 samples."""
 ENTROPY_EXPLOSION, GRAD_NORM_EXPLOSION = 3.0, 10.0
@@ -232,12 +231,14 @@ def _ratio_blow_up(steps: Sequence[MetricsRecord]) -> str | None:
 
 def _reward_collapse(steps: Sequence[MetricsRecord]) -> str | None:
     recent = steps[-COLLAPSE_STEPS:]
-    rewards = Series.from_history(recent, "reward/mean").values
-    if not SHORT_WINDOW_STEPS < len(rewards) == len(recent):
+    means = Series.from_history(recent, "reward/mean").trailing_mean(SHORT_WINDOW_STEPS)
+    if not SHORT_WINDOW_STEPS < len(means) == len(recent):
         return None
-    best, now = int(rewards[:-SHORT_WINDOW_STEPS].argmax()), rewards[-SHORT_WINDOW_STEPS:].mean()
-    lost, spread = rewards[best] - now, finite_metric(recent[best], "reward/std") or 0.0
-    if lost <= max(COLLAPSE_FRACTION * abs(rewards[best]), COLLAPSE_STD * spread, ROUNDING_TOLERANCE):
+    # A trailing mean has fewer steps only at the start of the run, where the first update may be the one at fault.
+    first = SHORT_WINDOW_STEPS - 1 if len(recent) < len(steps) else 0
+    best, now = first + int(means[first:-SHORT_WINDOW_STEPS].argmax()), means[-1]
+    lost, spread = means[best] - now, finite_metric(recent[best], "reward/std") or 0.0
+    if lost <= max(COLLAPSE_FRACTION * abs(means[best]), COLLAPSE_STD * spread, ROUNDING_TOLERANCE):
         return None
 
     def values(part: Sequence[MetricsRecord], name: str) -> np.ndarray:
@@ -260,8 +261,9 @@ def _reward_collapse(steps: Sequence[MetricsRecord]) -> str | None:
         return None
     rate = Series.from_history(recent, "policy/learning_rate").values.max(initial=0.0)
     return (
-        f"The mean reward fell from {rewards[best]:.3g} (step {recent[best]['step']}) to {now:.3g}, and "
-        f"{' and '.join(text for text, is_seen in signs if is_seen)}: the updates were too large. The usual cause is "
+        f"The mean reward of {SHORT_WINDOW_STEPS} steps fell from {means[best]:.3g} (up to step "
+        f"{recent[best]['step']}) to {now:.3g}, and {' and '.join(text for text, is_seen in signs if is_seen)}: the "
+        "updates were too large. The usual cause is "
         f"optimizer.learning_rate, which reached {rate:.3g}: lower it to between {rate / 10:.2g} and {rate / 3:.2g}, "
         "and start again, or from a checkpoint before the fall."
     )
@@ -273,9 +275,9 @@ def _over_optimization(steps: Steps) -> str | None:
     accuracies = [record["eval/accuracy"] for _, record in steps.evaluations]
     best = int(np.argmax(accuracies[:-2]))
     highest, least = accuracies[best], max(accuracies[-2:])
-    variance = highest * (1 - highest) + least * (1 - least)
+    variance, num_prompts = highest * (1 - highest) + least * (1 - least), steps.evaluations[-1][1].get(EVAL_PROMPTS)
     # A plug-in's values may lie outside of [0, 1], and then nothing is known of their noise.
-    if variance < 0 or highest - least <= 2 * (variance / ASSUMED_EVAL_PROMPTS) ** 0.5:
+    if variance < 0 or not num_prompts or highest - least <= 2 * (variance / num_prompts) ** 0.5:
         return None
     ends = max(steps.evaluations[best][0], LONG_WINDOW_STEPS), steps.evaluations[-1][0]
     then, now = (

@@ -9,10 +9,12 @@ import numpy as np
 
 from app.records.text_format import format_percent
 from app.report.metrics_history import (
+    EVAL_PROMPTS,
     History,
     MetricsRecord,
     Series,
     accuracy_is_plug_in_mean,
+    best_step,
     finite_metric,
     training_steps,
 )
@@ -50,7 +52,7 @@ def before_and_after(history: History) -> BeforeAfter:
         edge = max(min(EDGE_STEPS, len(steps) // 2), 1)
         first, last = (Series.from_history(part, "reward/mean").values for part in (steps[:edge], steps[-edge:]))
         if len(first) and len(last):
-            rows.append((f"reward, mean of {edge} steps", f"{np.mean(first):.3f}", f"{np.mean(last):.3f}"))
+            rows.append((f"reward, mean of {edge} steps", f"{np.mean(first):z.3f}", f"{np.mean(last):z.3f}"))
         seconds = Series.from_history(steps, "time/step_s").values
         if len(seconds):
             pace = f"{len(steps)} steps, median {np.median(seconds):.2f} s a step, {sum(seconds):.0f} s in all"
@@ -62,19 +64,18 @@ def before_and_after(history: History) -> BeforeAfter:
 
 def best_evaluation(history: History, metric: str | None, mode: str) -> str:
     """Returns a sentence on the best value of `checkpoint.best_metric`; empty with fewer than two evaluations."""
-    series, sign = Series.from_history(history, metric or ""), 1 if mode == "min" else -1
-    if len(series) < 2:
+    evaluated = {r["step"]: value for r in history if (value := finite_metric(r, metric or "")) is not None}
+    step = best_step(evaluated, mode)
+    if step is None or len(evaluated) < 2:
         return ""
-    # Of equal values the earliest counts.
-    at, value = min(zip(series.steps, series.values, strict=True), key=lambda point: (sign * point[1], point[0]))
-    text = format_metric(str(metric), value, by_plug_in=accuracy_is_plug_in_mean(history))
+    text = format_metric(str(metric), evaluated[step], by_plug_in=accuracy_is_plug_in_mean(history))
     start = f"Training has not improved {metric} on the start (step 0): {text}."
-    return f"Best {metric} {text} after step {at:.0f}." if at else start
+    return f"Best {metric} {text} after step {step}." if step else start
 
 
 def _displayed_metrics(before: MetricsRecord, after: MetricsRecord) -> list[str]:
     """Returns the evaluation metrics measured at the start or the end; error counts only if there were errors."""
-    names = [name for name in after if name.startswith("eval/")]
+    names = [name for name in after if name.startswith("eval/") and name != EVAL_PROMPTS]
     known = [
         name for name in names if finite_metric(before, name) is not None or finite_metric(after, name) is not None
     ]
@@ -82,11 +83,11 @@ def _displayed_metrics(before: MetricsRecord, after: MetricsRecord) -> list[str]
 
 
 def format_metric(name: str, value: float | None, *, by_plug_in: bool) -> str:
-    """Formats an evaluation metric: shares as percentages, but the mean of a plug-in's values as a number."""
+    """Formats an evaluation metric: shares as percentages, but the mean of a plug-in's values as rewards are."""
     if value is None:
         return "–"
     if by_plug_in and name.startswith("eval/accuracy"):
-        return f"{value:.4g}"
+        return f"{value:z.3f}"
     if name.endswith(("length", "_count")):
         return f"{value:.1f}" if name.endswith("length") else f"{value:.0f}"
     return format_percent(value)

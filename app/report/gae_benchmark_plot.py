@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from app.report.matplotlib_figures import STYLE
+from app.report.matplotlib_figures import new_figure, save_figure
 from app.report.plots import BLUE, GREEN, GREY, ORANGE
 
 COLORS = {"copy": GREY, "chunked": BLUE, "fused": GREEN, "serial": ORANGE}
@@ -25,7 +24,6 @@ class BackendTiming:
     chunk_size: int | None = None
     """Tokens per chunk; None if the backend has no chunks."""
     is_auto: bool = False
-    """True if `auto` selects this case."""
     first_call_s: float = 0.0
     """Time of tracing and compiling."""
     median_s: float | None = None
@@ -45,17 +43,8 @@ class BackendTiming:
 
 def render_benchmark(timings: Sequence[BackendTiming], *, title: str) -> bytes:
     """Returns a PNG with one panel per shape and kind of decay; equal timings give equal bytes."""
-    # As in `app.report.matplotlib_figures`: loading takes most of a second, and pyplot would choose a window system.
-    import matplotlib
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     panels = list(dict.fromkeys((t.shape, t.decay) for t in timings if t.backend != "copy"))
-    with matplotlib.rc_context():
-        matplotlib.rcdefaults()
-        matplotlib.rcParams.update(STYLE)
-        figure = Figure(figsize=(max(6.0, 3.6 * len(panels)), 3.8))
-        FigureCanvasAgg(figure)
+    with new_figure(max(6.0, 3.6 * len(panels)), 3.8) as figure:
         for axes, (shape, decay) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
             axes.set_xscale("log", base=2)
             axes.set_yscale("log")
@@ -81,6 +70,4 @@ def render_benchmark(timings: Sequence[BackendTiming], *, title: str) -> bytes:
             axes.set_ylabel("milliseconds")
             axes.legend(frameon=False, fontsize=7)
         figure.suptitle(title, x=0.01, ha="left", fontsize=10, fontweight="bold")
-        output = io.BytesIO()
-        figure.savefig(output, format="png", dpi=150, metadata={"Software": None})
-    return output.getvalue()
+        return save_figure(figure, "png")

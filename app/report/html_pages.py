@@ -45,13 +45,7 @@ def report_page(run: RunFiles, plots: Mapping[str, RenderedPlot | None], alerts:
         best=best_evaluation(run.history, run.setting("checkpoint.best_metric"), run.setting("checkpoint.best_mode")),
         alerts=alerts,
         panels=[(panel, plots[panel.name]) for panel in PANELS],
-        chosen=[
-            (s.name, _text_or_json(s.value), _text_or_json(s.default), s.origin) for s in run.non_default_settings()
-        ],
-        changes=[
-            (step, change.name, _text_or_json(change.before), _text_or_json(change.after))
-            for step, change in run.setting_changes
-        ],
+        text=_text_or_json,
         session_columns=(
             *SESSION_COLUMNS,
             *(c for c in REPLAY_COLUMNS if any(c in one for one in run.settings_history.sessions)),
@@ -73,13 +67,7 @@ def rollouts_page(run: RunFiles, viewer: ViewerContent) -> str:
 
 
 def timeline_page(svg: str, table: Sequence[Sequence[str]], *, title: str) -> str:
-    """Renders the page of a timeline: its plot and a table.
-
-    Args:
-        svg: the plot, as an SVG element.
-        table: rows of cells, the header first.
-        title: title of the page.
-    """
+    """Renders the page of a timeline: its plot, an SVG element, and a table, whose first row is the header."""
     return _render("timeline.html", picture=svg, table=table, title=title)
 
 

@@ -49,12 +49,11 @@ class RenderedPlot:
 
 
 @contextmanager
-def new_figure(width: float, height: float, *, salt: str, embed_text: bool = False) -> Iterator[Figure]:
+def new_figure(width: float, height: float, *, salt: str = "", embed_text: bool = False) -> Iterator[Figure]:
     """Yields an empty figure in the style of this program, regardless of the machine's matplotlibrc.
 
     Args:
-        width: in inches.
-        height: in inches.
+        width, height: in inches.
         salt: makes the ids in an SVG reproducible, and different from those of other plots in the same page.
         embed_text: draw letters as paths, for a stand-alone SVG file.
     """

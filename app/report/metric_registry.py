@@ -18,9 +18,7 @@ class Metric(NamedTuple):
     pattern: str
     """Names separated by commas; `{a,b}` stands for both, `<function>` and the other `PLACEHOLDERS` for any name."""
     meaning: str
-    """The definition and unit of the metric."""
     healthy: str
-    """The values of a healthy run."""
     remedy: str
     """What to change if the values are not healthy, or what that means."""
 
@@ -241,6 +239,8 @@ METRICS = (
         "near 0", "raise `rollout.max_new_tokens`"),
     Metric("eval/mean_length", "mean number of tokens of a held-out answer",
         "near `completions/mean_length`", "compare `eval.temperature` with `rollout.temperature`"),
+    Metric("eval/num_prompts", "number of held-out prompts",
+        "hundreds", "wide intervals: raise `eval.num_prompts`"),
     Metric("eval/error_count", "number of held-out samples on which the reward failed; they count as 0",
         "0", "read `reward_errors` in `eval/`"),
     Metric("time/{rollout,reward,score,advantage,update}_s",

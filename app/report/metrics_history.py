@@ -13,6 +13,8 @@ import numpy as np
 MetricsRecord = Mapping[str, Any]
 """One line: `step` and the metrics by name."""
 History = Sequence[MetricsRecord]
+EVAL_PROMPTS = "eval/num_prompts"
+"""The number of prompts behind the other metrics of an evaluation, and their noise."""
 
 
 def finite_metric(record: MetricsRecord, name: str) -> float | None:
@@ -25,6 +27,15 @@ def is_number(value: Any) -> TypeGuard[int | float]:
     """Returns whether a JSON value is a number that a float can represent."""
     # Python treats JSON's true as an int. Comparisons with NaN are False.
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+
+
+def best_step(values: Mapping[int, float], mode: str) -> int | None:
+    """Returns the step with the largest value, or with the smallest if the mode is `min`; None without values.
+
+    Of equal values the earliest counts, and the start, which is step 0, only if it is better than all others.
+    """
+    sign = 1 if mode == "min" else -1
+    return min(values, key=lambda step: (sign * values[step], step == 0, step), default=None)
 
 
 def training_steps(history: History) -> list[MetricsRecord]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,7 @@ import numpy as np
 from app.records.text_format import format_percent
 from app.report.confidence_intervals import wilson_interval
 from app.report.metrics_history import (
+    EVAL_PROMPTS,
     History,
     Series,
     accuracy_is_plug_in_mean,
@@ -41,8 +42,6 @@ class PlotData:
     """The data for all plots."""
 
     history: History
-    eval_counts: Mapping[int, int]
-    """Step -> number of prompts in its evaluation, if known."""
 
     def series(self, name: str) -> Series:
         return Series.from_history(self.history, name)
@@ -134,7 +133,8 @@ def draw_accuracy(figure: Figure, data: PlotData) -> None:
     axes = _axes(figure, data, "mean value of the plug-in" if by_plug_in else "right answers")
     series = data.series("eval/accuracy")
     if not by_plug_in:
-        _draw_intervals(axes, series, [data.eval_counts.get(int(step), 0) for step in series.steps])
+        counts = data.series(EVAL_PROMPTS)
+        _draw_intervals(axes, series, dict(zip(counts.steps, counts.values, strict=True)))
         axes.set_ylim(-0.03, 1.03)
         _format_as_percent(axes)
     axes.plot(series.steps, series.values, color=BLUE, marker="o", markersize=4, label="accuracy", linewidth=2)
@@ -146,15 +146,15 @@ def draw_accuracy(figure: Figure, data: PlotData) -> None:
     _legend(figure)
 
 
-def _draw_intervals(axes: Axes, shares: Series, counts: Sequence[int]) -> None:
-    """Draws the intervals of shares of right answers; `counts` holds the number of prompts of each, or 0 if unknown."""
-    known = [i for i, n in enumerate(counts) if n and 0 <= shares.values[i] <= 1]
+def _draw_intervals(axes: Axes, shares: Series, num_prompts: Mapping[float, float]) -> None:
+    """Draws the intervals of shares of right answers at the steps whose number of prompts is known."""
+    known = [i for i, step in enumerate(shares.steps) if step in num_prompts and 0 <= shares.values[i] <= 1]
     if not known:
         return
-    bounds = np.array([wilson_interval(shares.values[i], counts[i]) for i in known]).T
+    counts = [num_prompts[step] for step in shares.steps[known]]
+    bounds = np.array([wilson_interval(share, n) for share, n in zip(shares.values[known], counts, strict=True)]).T
     reach = np.abs(bounds - shares.values[known])
-    sizes = sorted({counts[i] for i in known})
-    number = f"{sizes[0]}" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
+    number = " to ".join(f"{count:.0f}" for count in sorted({min(counts), max(counts)}))
     label = f"95 % interval ({number} prompts)"
     axes.errorbar(shares.steps[known], shares.values[known], reach, fmt="none", ecolor=BLUE, capsize=3, label=label)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 from app.records.jsonl import read_jsonl_tolerant
 from app.records.run_directory import RunDirectory, step_of_samples
 from app.records.settings_history import SettingsHistory, changes_by_step, period_of
+from app.records.text_format import format_ranges
 from app.report.metrics_history import History, MetricsRecord, training_steps
 from settings.checks.resumed_settings import SettingChange
 from settings.errors import InputError
@@ -90,7 +91,8 @@ class RunFiles:
         unrecorded = {*range(first, max(recorded) + 1)} - recorded
         unsaved = {step for step in recorded if self.setting_at("logging.save_rollouts", step)} - self.rollouts.keys()
         found = (("metrics.jsonl has no line for", unrecorded), ("rollouts/ has no samples of", unsaved))
-        return [*(f"{text} {format_steps(steps)}" for text, steps in found if steps), *self.settings_history.gaps]
+        gaps = (f"{text} step{'s' * (len(steps) > 1)} {format_ranges(steps)}" for text, steps in found if steps)
+        return [*gaps, *self.settings_history.gaps]
 
     def non_default_settings(self) -> list[NonDefaultSetting]:
         """Returns the settings that were set or derived to another value than the default."""
@@ -130,17 +132,6 @@ def _read_token_texts(path: Path) -> list[str]:
     except (OSError, ValueError):
         return []
     return texts if isinstance(texts, list) and all(isinstance(text, str) for text in texts) else []
-
-
-def format_steps(steps: Collection[int]) -> str:
-    """Formats steps as text, such as `steps 3-5, 9`."""
-    ranges: list[list[int]] = []
-    for step in sorted(steps):
-        if ranges and step == ranges[-1][-1] + 1:
-            ranges[-1][1:] = [step]
-        else:
-            ranges.append([step])
-    return f"step{'s' * (len(steps) > 1)} {', '.join('-'.join(map(str, ends)) for ends in ranges)}"
 
 
 def sample_files(folder: Path) -> dict[int, Path]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from app.records.atomic_write import write_atomic
 from app.records.jsonl import check_output_path
 from app.report.html_pages import timeline_page
-from app.report.matplotlib_figures import POINTS_PER_INCH, STYLE, inline_svg
+from app.report.matplotlib_figures import POINTS_PER_INCH, inline_svg, new_figure, save_figure
 from app.report.plots import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, escape_label
 from settings.errors import InputError
 
@@ -109,28 +108,15 @@ def render_timeline(
     Args:
         is_inline: whether the SVG uses the background and fonts of the page that contains it.
     """
-    # As in `app.report.matplotlib_figures`: loading takes most of a second, and pyplot would choose a window system.
-    import matplotlib
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    with matplotlib.rc_context():
-        matplotlib.rcdefaults()
-        letters = "none" if is_inline else "path"
-        matplotlib.rcParams.update(STYLE | {"svg.hashsalt": "timeline", "svg.fonttype": letters})
-        heights = [max(panel.height, MIN_HEIGHT) for panel in panels]
-        figure = Figure(figsize=_size(panels))
-        FigureCanvasAgg(figure)
+    heights = [max(panel.height, MIN_HEIGHT) for panel in panels]
+    with new_figure(*_size(panels), salt="timeline", embed_text=not is_inline) as figure:
         grid = figure.subplots(len(panels), 1, squeeze=False, sharex=True, height_ratios=heights)
         for axes, panel in zip(grid[:, 0], panels, strict=True):
             _draw(axes, panel)
         grid[-1, 0].set_xlabel("seconds")
         grid[-1, 0].set_xlim(0, 1.01 * max(panel.makespan_s for panel in panels))
         _add_legend(figure, title)
-        image = io.BytesIO()
-        metadata = {"Date": None} if kind == "svg" else {"Software": None}
-        figure.savefig(image, format=kind, dpi=130, transparent=is_inline, metadata=metadata)
-    return image.getvalue()
+        return save_figure(figure, kind, transparent=is_inline)
 
 
 def _size(panels: Sequence[TimelinePanel]) -> tuple[float, float]:

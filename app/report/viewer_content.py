@@ -30,7 +30,7 @@ class ViewerContent:
     """The content of the page, and counts of what it omits."""
 
     groups: list[dict[str, Any]] = field(default_factory=list)
-    """Groups of samples of one prompt, from one step or from all evaluations; `_as_json` defines a sample."""
+    """Groups of samples of one prompt, from one step or from all evaluations."""
     num_shown: int = 0
     num_read: int = 0
     num_files: int = 0
@@ -49,39 +49,26 @@ class ViewerContent:
                 "name": key,
                 "prompt": _truncate(first.prompt),
                 "answer": first.answer,
-                "samples": [_as_json(sample, self.token_texts) for sample in samples],
+                "samples": [sample.fields for sample in samples],
             }
         )
 
 
 @dataclass(frozen=True, slots=True)
 class SavedSample:
-    """The displayed fields of a sample; a number is None if the file lacks it."""
+    """A sample: what the page is selected by, and its fields in the page."""
 
     step: int
     uid: str
     group: str
     prompt: str
     answer: str | None
-    completion: str
-    finish_reason: str
-    token_ids: Sequence[Any] | None
     reward: float | None
-    rewards: Mapping[str, float | None]
-    advantage: float | None
-    logprobs: np.ndarray
-    """Logprobs of the sampler; NaN if the model has diverged."""
+    fields: Mapping[str, Any]
 
     @property
     def prompt_uid(self) -> str:
         return self.uid.rpartition("/s")[0] or self.uid
-
-    @property
-    def completion_status(self) -> str:
-        """The status by which the page filters samples."""
-        if self.finish_reason.startswith(DROPPED_PREFIX):
-            return "dropped"
-        return "truncated" if self.finish_reason == "length" else "complete"
 
 
 def build_viewer(
@@ -171,7 +158,7 @@ def _read_samples(viewer: ViewerContent, step: int, path: Path) -> list[SavedSam
             try:
                 if isinstance(record, InputError):
                     raise record
-                samples.append(_sample(record, step=step, where=f"{path}:{line}"))
+                samples.append(_sample(record, viewer.token_texts, step=step, where=f"{path}:{line}"))
             except InputError as error:
                 viewer.damaged.append(str(error))
     except InputError as error:  # the file itself
@@ -180,28 +167,37 @@ def _read_samples(viewer: ViewerContent, step: int, path: Path) -> list[SavedSam
     return samples
 
 
-def _sample(record: Mapping[str, Any], *, step: int, where: str) -> SavedSample:
+def _sample(record: Mapping[str, Any], token_texts: Sequence[str], *, step: int, where: str) -> SavedSample:
     """Parses a record, tolerating nulls among its numbers: samples of a diverged model matter most."""
     for name in ("uid", "completion"):
         if not isinstance(record.get(name), str):
             raise InputError(f"{where}: {name}: expected text, got {record.get(name)!r:.40}")
-    rewards = record.get("rewards")
-    ids, advantages = record.get("completion_token_ids"), _numbers(record.get("advantages"))
-    answer = record.get("answer")
-    return SavedSample(
-        step=step,
-        uid=record["uid"],
-        group=str(record.get("group_id")),
-        prompt=_prompt_text(record.get("prompt")),
-        answer=None if answer is None else str(answer),
-        completion=record["completion"],
-        finish_reason=str(record.get("finish_reason", "")),
-        token_ids=ids if isinstance(ids, list) else None,
-        reward=finite_metric(record, "reward"),
-        rewards={str(name): finite_metric(rewards, name) for name in rewards} if isinstance(rewards, dict) else {},
-        advantage=float(advantages[0]) if len(advantages) and np.isfinite(advantages[0]) else None,
-        logprobs=_numbers(record.get("behavior_logprobs")),
-    )
+    ids, rewards, answer = (record.get(name) for name in ("completion_token_ids", "rewards", "answer"))
+    ids = ids if isinstance(ids, list) else None
+    are_known = all(type(token_id) is int and 0 <= token_id < len(token_texts) for token_id in ids or ())
+    advantages, logprobs = _numbers(record.get("advantages")), _numbers(record.get("behavior_logprobs"))
+    finite, finish = logprobs[np.isfinite(logprobs)], str(record.get("finish_reason", ""))
+    is_dropped, is_truncated = finish.startswith(DROPPED_PREFIX), finish == "length"
+    reward = finite_metric(record, "reward")
+    fields = {
+        "step": step,
+        "uid": record["uid"],
+        "completion": _truncate(record["completion"]),
+        "finish": finish,
+        "end": "dropped" if is_dropped else "truncated" if is_truncated else "complete",
+        "tokens": None if ids is None else len(ids),
+        "texts": [token_texts[token_id] for token_id in (ids or ())[:MAX_LOGPROBS]] if are_known else [],
+        "reward": _rounded(reward),
+        "rewards": {name: _rounded(finite_metric(rewards, name)) for name in rewards}
+        if isinstance(rewards, dict)
+        else {},
+        "advantage": _rounded(advantages[0]) if len(advantages) else None,
+        "mean_logprob": _rounded(finite.mean()) if len(finite) else None,
+        "min_logprob": _rounded(finite.min()) if len(finite) else None,
+        "logprobs": [_rounded(value, 2) for value in logprobs[:MAX_LOGPROBS].tolist()],
+    }
+    group, prompt = str(record.get("group_id")), _prompt_text(record.get("prompt"))
+    return SavedSample(step, record["uid"], group, prompt, None if answer is None else str(answer), reward, fields)
 
 
 def _numbers(values: Any) -> np.ndarray:
@@ -220,26 +216,5 @@ def _truncate(text: str) -> str:
     return text if beyond <= 0 else f"{text[:MAX_CHARACTERS]} … ({beyond:,} more characters)"
 
 
-def _as_json(sample: SavedSample, token_texts: Sequence[str]) -> dict[str, Any]:
-    ids = (sample.token_ids or ())[:MAX_LOGPROBS]
-    are_known = all(type(token_id) is int and 0 <= token_id < len(token_texts) for token_id in ids)
-    finite = sample.logprobs[np.isfinite(sample.logprobs)]
-    return {
-        "step": sample.step,
-        "uid": sample.uid,
-        "completion": _truncate(sample.completion),
-        "finish": sample.finish_reason,
-        "end": sample.completion_status,
-        "tokens": None if sample.token_ids is None else len(sample.token_ids),
-        "texts": [token_texts[token_id] for token_id in ids] if are_known else [],
-        "reward": _rounded(sample.reward),
-        "rewards": {name: _rounded(value) for name, value in sample.rewards.items()},
-        "advantage": _rounded(sample.advantage),
-        "mean_logprob": _rounded(float(finite.mean())) if len(finite) else None,
-        "min_logprob": _rounded(float(finite.min())) if len(finite) else None,
-        "logprobs": [_rounded(float(v), 2) if np.isfinite(v) else None for v in sample.logprobs[:MAX_LOGPROBS]],
-    }
-
-
 def _rounded(value: float | None, digits: int = 4) -> float | None:
-    return None if value is None else round(value, digits)
+    return round(float(value), digits) if value is not None and np.isfinite(value) else None

@@ -33,7 +33,7 @@ def write_report(path: Path, *, num_samples: int = DEFAULT_NUM_SAMPLES) -> dict[
         log.warning("%s: %s", path, gap)
     viewer = build_viewer(run.rollouts, run.evaluations, num_samples=num_samples, token_texts=run.token_texts)
     alerts = find_alerts(run.history)
-    data = PlotData(run.history, _eval_counts(run))
+    data = PlotData(run.history)
     drawn = {panel.name: render_panel(panel, data) for panel in PANELS}
     pages = {"report.html": report_page(run, drawn, alerts), "rollouts.html": rollouts_page(run, viewer)}
     try:
@@ -53,19 +53,6 @@ def write_report(path: Path, *, num_samples: int = DEFAULT_NUM_SAMPLES) -> dict[
         "samples": str(path / "rollouts.html"),
         "plots": str(path / "plots"),
     }
-
-
-def _eval_counts(run: RunFiles) -> dict[int, int]:
-    """Returns the number of prompts of each evaluation: the samples of one prompt are not independent trials."""
-    return {
-        step: _num_lines(path) // (run.setting_at("eval.num_samples", step) or 1)
-        for step, path in run.evaluations.items()
-    }
-
-
-def _num_lines(path: Path) -> int:
-    with path.open("rb") as file:
-        return sum(1 for line in file if line.strip())
 
 
 def _write_plots(folder: Path, plots: Mapping[str, RenderedPlot | None]) -> None:

@@ -13,13 +13,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-from app.reward.numbers import (
-    MAX_NUMBER_CHARACTERS,
-    MAX_SEARCHED_CHARACTERS,
-    NUMBER_PATTERN,
-    last_number,
-    parse_number,
-)
+from app.reward.numbers import MAX_NUMBER_CHARACTERS, MAX_SEARCHED_CHARACTERS, NUMBER_PATTERN, last_number, parse_number
 
 _HASHES = re.compile(rf"####[ \t*]*+(?P<number>{NUMBER_PATTERN})")
 _BOX = re.compile(r"\\boxed[ ]?\{(?P<content>(?:[^{}]++|\{[^{}]*+\})*+)\}")

@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from typing import Any
 
-from app.reward.process_pool import LoadError, Result, parse_answer
-from app.reward.worker_main import FunctionLoadError, call_function, describe_parameters
+from app.reward.process_pool import Result, parse_answer
+from app.reward.worker_main import call_function, describe_parameters
 from settings.errors import InputError
 
 _callables: dict[str, Callable[..., Any]] = {}
@@ -50,11 +50,8 @@ class InProcessPool:
         self._callable = _callables[reward]
 
     def load(self) -> dict[str, Any]:
-        """Returns the description of the function. Raises LoadError if its signature cannot be read."""
-        try:
-            return {"parameters": describe_parameters(self._callable), "unlimited": ()}
-        except FunctionLoadError as refusal:
-            raise LoadError(str(refusal)) from None
+        """Returns the description of the function. Raises FunctionLoadError if its signature cannot be read."""
+        return {"parameters": describe_parameters(self._callable), "unlimited": ()}
 
     def run(self, requests: Sequence[Mapping[str, Any]], *, fresh: bool = False) -> list[Result]:
         """Returns the result of each request, in order; `fresh` has no meaning in a single process."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from app.reward.plugin_signature import (
 )
 from app.reward.process_pool import INVALID_ANSWER, LoadError, ProcessPool
 from app.reward.reward_outcome import RewardFailure, RewardOutcome
+from app.reward.worker_main import FunctionLoadError
 from settings.errors import InputError
 
 PROCESS_DEATH_KINDS = ("exit", "memory")
@@ -40,55 +42,35 @@ class PlugIn:
     """A user-supplied reward function and its pool of workers. The creator of the pool must close it.
 
     Args:
+        columns: columns of the data, which can fill parameters of the function.
         batch_size: maximum number of samples per batch-style call; a group is never split.
         max_characters: maximum number of characters, from the end of a completion, passed to the function.
-        unlimited: resources that this system cannot limit.
 
     Raises:
-        SignatureError: a required parameter cannot be filled from the data.
+        InputError: the function cannot be imported, or has a required parameter that the data cannot fill.
     """
 
     def __init__(
         self,
         name: str,
         pool: ProcessPool | InProcessPool,
-        parameters: Sequence[Parameter],
         columns: DataColumns,
         *,
         batch_size: int,
         max_characters: int,
-        unlimited: Sequence[str] = (),
     ) -> None:
         self.name = name
         self._pool = pool
-        self._parameters = parameters
-        self._signature = read_signature(parameters, columns)
-        self._unlimited = unlimited
         self._columns = columns
         self._batch_size = batch_size
         self._max_characters = max_characters
-
-    @classmethod
-    def load(
-        cls, name: str, pool: ProcessPool | InProcessPool, columns: DataColumns, *, batch_size: int, max_characters: int
-    ) -> PlugIn:
-        """Imports the function in its first worker and reads its signature.
-
-        Raises:
-            InputError: the function cannot be imported, or has a required parameter that the data cannot fill.
-        """
         try:
             answer = pool.load()
-            return cls(
-                name,
-                pool,
-                [Parameter(*parameter) for parameter in answer["parameters"]],
-                columns,
-                batch_size=batch_size,
-                max_characters=max_characters,
-                unlimited=answer["unlimited"],
-            )
-        except (LoadError, SignatureError) as problem:
+            self._unlimited = answer["unlimited"]
+            """Resources that this system cannot limit."""
+            self._parameters = [Parameter(*parameter) for parameter in answer["parameters"]]
+            self._signature = read_signature(self._parameters, columns)
+        except (LoadError, FunctionLoadError, SignatureError) as problem:
             raise InputError(f"reward.functions: {pool.function}: {problem}") from problem
 
     @property
@@ -103,20 +85,15 @@ class PlugIn:
         Raises:
             InputError: a column required by the function is missing.
         """
+        twin = copy.copy(self)
+        twin._columns = columns
         try:
-            return PlugIn(
-                self.name,
-                self._pool,
-                self._parameters,
-                columns,
-                batch_size=self._batch_size,
-                max_characters=self._max_characters,
-                unlimited=self._unlimited,
-            )
+            twin._signature = read_signature(self._parameters, columns)
         except SignatureError as problem:
             raise InputError(
                 f"data.eval_source: {self._pool.function} also grades held-out samples, but it {problem}"
             ) from None
+        return twin
 
     def compute_outcomes(self, samples: Sequence[Sample], step_info: StepInfo) -> list[RewardOutcome]:
         """Returns one outcome per sample, in order.

@@ -56,12 +56,7 @@ class DataColumns:
 
     @classmethod
     def from_rows(
-        cls,
-        rows: Iterable[Any],
-        *,
-        source: str,
-        prompt_column: str | None = None,
-        answer_column: str | None = None,
+        cls, rows: Iterable[Any], *, source: str, prompt_column: str | None = None, answer_column: str | None = None
     ) -> DataColumns:
         """Returns the columns found in at least one of the rows or prompts."""
         rows = list(rows)

@@ -44,10 +44,6 @@ class LoadError(Exception):
     """The plug-in cannot be loaded in a worker; the message gives the reason."""
 
 
-class LoadTimeoutError(LoadError):
-    """The plug-in's import takes longer than `load_timeout_s`."""
-
-
 class ProcessPool:
     """A pool of at most `num_workers` workers that have loaded one function; they are kept between training steps.
 
@@ -184,8 +180,7 @@ class ProcessPool:
 
     def _finish_load(self, worker: WorkerProcess, answer: Answer) -> dict[str, Any]:
         if isinstance(answer, RewardFailure):
-            kind = LoadTimeoutError if answer.kind == "timeout" else LoadError
-            raise kind(f"during the import, it {answer.text.removeprefix('its process ')}")
+            raise LoadError(f"during the import, it {answer.text.removeprefix('its process ')}")
         if "refused" in answer:
             text = one_line(redact(str(answer["refused"])))
             is_memory = any(sign in text for sign in OUT_OF_MEMORY_SIGNS)

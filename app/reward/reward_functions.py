@@ -103,7 +103,9 @@ class RewardFunctions:
         with self._exit_stack:
             self._functions = [self._make_function(item) for item in self._settings.functions]
             if self._held_out_columns is not None:
-                self._held_out_function = self._make_held_out_function(self._functions[0], self._held_out_columns)
+                first, name = self._functions[0], accuracy_function_name(self._settings)
+                is_plug_in = isinstance(first, PlugIn)
+                self._held_out_function = first.for_held_out(self._held_out_columns) if is_plug_in else TaskReward(name)
             self._exit_stack = self._exit_stack.pop_all()
         self.plug_in_summaries = tuple(f.summary for f in self._functions if isinstance(f, PlugIn))
         return self
@@ -174,13 +176,6 @@ class RewardFunctions:
             judged, samples=[replace(s, rewards=wrong) if was_dropped_in_rollout(s) else s for s in judged.samples]
         )
 
-    def _make_held_out_function(self, first: RewardFunc, columns: DataColumns) -> RewardFunc:
-        return (
-            first.for_held_out(columns)
-            if isinstance(first, PlugIn)
-            else TaskReward(accuracy_function_name(self._settings))
-        )
-
     def _make_function(self, item: RewardFunctionSettings) -> RewardFunc:
         if is_task_reward(item.name):
             return TaskReward(item.name)
@@ -197,7 +192,7 @@ class RewardFunctions:
                 environment=settings.environment,
             )
             self._exit_stack.callback(pool.close)
-        return PlugIn.load(
+        return PlugIn(
             item.name, pool, self._columns, batch_size=settings.batch_size, max_characters=settings.max_characters
         )
 

@@ -66,7 +66,6 @@ class AdvantageEstimator:
     whiten_advantages: bool
     """Whether advantages are whitened over all hosts, after their metrics are computed."""
     has_kl_penalty: bool
-    """Whether the reward contains a KL penalty."""
     next_kl_coef: NextKLCoef
 
     def __call__(self, samples: Sequence[Sample], kl_coef: float) -> AdvantageResult:

@@ -12,10 +12,19 @@ from app.rollout.sampling import FINISH_NON_FINITE
 from settings import Settings
 
 
+class RewardError(RuntimeError):
+    """The reward functions have failed for good; raised on every host."""
+
+
 def check_rewards(scored: RewardedSamples) -> None:
-    """Raises RuntimeError on every host if any host's rewards are unusable; otherwise hosts would wait forever."""
+    """Checks that training can go on with the rewards of all hosts.
+
+    Raises:
+        RewardError: a reward function ends the run, or no sample has a reward.
+        RuntimeError: the policy's weights generate no sample; raised on every host, too.
+    """
     if max_over_hosts(np.asarray(scored.fatal_error is not None)):
-        raise RuntimeError(scored.fatal_error or "a reward function failed on another host; see its log")
+        raise RewardError(scored.fatal_error or "a reward function failed on another host; see its log")
     num_kept = sum_over_hosts(np.asarray(sum(s.reward is not None for s in scored.samples)))
     if num_kept == 0 and scored.samples and all(s.finish_reason == FINISH_NON_FINITE for s in scored.samples):
         raise RuntimeError(
@@ -23,7 +32,7 @@ def check_rewards(scored: RewardedSamples) -> None:
             "infinity, or overflow: lower optimizer.learning_rate, train in float32, or choose another model.path"
         )
     if num_kept == 0:
-        raise RuntimeError(
+        raise RewardError(
             "no sample of this step has a reward, because all were dropped (reward.on_error); first: "
             f"{next(iter(scored.notices), 'on another host')}. Fix the reward functions before continuing"
         )

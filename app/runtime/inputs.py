@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
-from app.prompts.data_sources import load_held_out_data, load_training_data
+import numpy as np
+
+from app.prompts.data_sources import evenly_spaced, load_held_out_data, load_training_data
 from app.prompts.dataset import Dataset, DatasetRow
 from app.prompts.encode import ChatTokenizer, EncodeReport, encode_prompts
+from app.prompts.tokenizer import Tokenizer
 from app.records.sample import Prompt
+from app.records.text_format import format_percent
 from app.reward.builtin_tasks import check_answers
 from app.reward.overlong import OverlongPenalty
 from app.reward.plugin_signature import DataColumns
@@ -16,7 +21,13 @@ from app.reward.reward_functions import RewardFunctions, accuracy_function_name
 from app.runtime.model_spec import CriticSpec, ModelSpec, check_context_length, read_critic_spec, read_model_spec
 from app.runtime.reward_model import RewardModelSpec, check_reward_context_length, read_reward_model_spec
 from settings import Settings
+from settings.errors import InputError
 
+log = logging.getLogger(__name__)
+
+NUM_PROMPTS_LOOKED_AT = 1000
+MAX_UNKNOWN_SHARE = 0.1
+"""Share of unknown tokens from which a warning is shown; text in the tokenizer's language has next to none."""
 PromptsOrRows = Sequence[Prompt] | Sequence[DatasetRow]
 """Rows of a data set, tokenized or not."""
 
@@ -95,6 +106,27 @@ def encode_rows(
         max_prompt_length=settings.data.max_prompt_length,
         overlong=settings.data.overlong_prompts,
     )
+
+
+def encode_train_rows(settings: Settings, dataset: Dataset, tokenizer: Tokenizer) -> tuple[list[Prompt], str]:
+    """Tokenizes the training data, warns if the tokenizer does not know it, and returns a report on it for users.
+
+    Raises:
+        InputError: no prompt is left, or none of one of the sources of a mixture.
+    """
+    prompts, report = encode_rows(settings, dataset.rows, tokenizer)
+    left = {prompt.uid.partition("/")[0] for prompt in prompts}
+    if empty := next((part.source for i, part in enumerate(dataset.parts) if str(i) not in left), None):
+        raise InputError(f"data.source: every prompt of {empty} is longer than data.max_prompt_length; raise the limit")
+    looked_at = evenly_spaced(prompts, NUM_PROMPTS_LOOKED_AT)
+    share = np.mean(np.concatenate([prompt.token_ids for prompt in looked_at]) == tokenizer.unk_id)
+    if share >= MAX_UNKNOWN_SHARE:
+        log.warning(
+            "%s of the tokens of the prompts are unknown to the tokenizer of %s, so the model cannot read them; use "
+            "a model for the language of the data",
+            *(format_percent(share), settings.model.path),
+        )
+    return prompts, f"{dataset.to_text()}\n{report.to_text()}"
 
 
 def read_eval_rows(settings: Settings) -> Sequence[DatasetRow]:

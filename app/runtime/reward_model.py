@@ -18,7 +18,7 @@ from app.model.decoder import DecoderDefinition, Params, ValueDecoder
 from app.model.io.families import SEQUENCE_CLASSIFICATION, architecture_from_config
 from app.model.io.hf_weights import VALUE_HEAD, check_tensors, expected_tensors, load_weights
 from app.model.io.model_files import ModelFiles, open_model
-from app.prompts.reward_model_encoder import ConversationEncoder, load_conversation_encoder
+from app.prompts.reward_model_encoder import ConversationEncoder
 from app.records.sample import Prompt, Sample
 from app.reward.reward_outcome import RewardFailure, RewardOutcome, one_line
 from app.runtime.micro_batching import MaxLengths, make_score_batcher
@@ -58,7 +58,7 @@ def read_reward_model_spec(settings: Settings) -> RewardModelSpec | None:
         definition = DecoderDefinition.create(architecture, ValueDecoder)
         _check_one_label(files, architecture)
         check_tensors(expected_tensors(definition), files.weights.shapes, architecture)
-        conversations = load_conversation_encoder(files, system_prompt=settings.data.system_prompt)
+        conversations = ConversationEncoder(files, system_prompt=settings.data.system_prompt)
     return RewardModelSpec(files, architecture, definition, conversations)
 
 

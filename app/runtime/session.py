@@ -145,10 +145,6 @@ class Session(ScoringSession):
         """
         return self.continuous_generator is None or self.generates_async
 
-    @property
-    def _generator(self) -> ContinuousBatchGenerator | RolloutWorkerPool | BatchEngine:
-        return self.continuous_generator if self.continuous_generator and not self.generates_async else self.engine
-
     def open_async_generation(self, weights: DecodeWeights, *, policy_version: int) -> AsyncRollout:
         """Opens rollouts that run during training, as `rollout.*` specifies."""
         assert self.workers is not None
@@ -184,7 +180,8 @@ class Session(ScoringSession):
 
     def generate(self, weights: DecodeWeights, prompts: Sequence[Prompt], request: GenerationRequest) -> list[Sample]:
         """Generates with workers or slots; in one batch if there are none, or if workers run during training."""
-        return self._generator.generate(weights, prompts, request)
+        generator = None if self.generates_async else self.continuous_generator
+        return (generator or self.engine).generate(weights, prompts, request)
 
     def take_counters(self) -> RolloutCounters:
         """Returns the counts of generation since the last call."""

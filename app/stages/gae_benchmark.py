@@ -24,6 +24,7 @@ from app.advantage.gae.backend_choice import choose_backend
 from app.advantage.gae.estimate import BACKENDS, generalized_advantages
 from app.records.atomic_write import write_atomic
 from app.records.jsonl import check_output_path
+from app.records.text_format import format_table
 from app.report.gae_benchmark_plot import DECAY_NAMES, BackendTiming, render_benchmark
 from app.stages.gae import start_local_devices
 from settings import Resolved
@@ -276,7 +277,7 @@ def _describe(case: BackendTiming) -> str:
 
 def format_report(report: dict[str, Any]) -> str:
     """Returns the report as a readable table, followed by the conclusion."""
-    table: list[tuple[str, ...]] = [HEADINGS]
+    cells = []
     rows = [row for copy in report["copies"] for row in (copy, *report["cases"]) if row["shape"] == copy["shape"]]
     for case in rows:
         ms = [f"> {1e3 * MAX_CALL_S:.0f}", "", "", ""]
@@ -285,15 +286,13 @@ def format_report(report: dict[str, Any]) -> str:
                   f"{case['percent_of_copy']:.0f}"]  # fmt: skip
         error = "" if case["max_error"] is None else f"{case['max_error']:.0e}"
         name, chunk = f"{case['backend']}{'*' if case['is_auto'] else ''}", str(case["chunk_size"] or "")
-        table.append((case["shape"], case["decay"], name, chunk, f"{case['first_call_s']:.2f}", *ms, error))
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = ["  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in table]
+        cells.append((case["shape"], case["decay"], name, chunk, f"{case['first_call_s']:.2f}", *ms, error))
     machine, method = report["machine"], report["method"]
     note = (
         f"* selected by auto; {method['repeats']} warm repeats, in turn; {method['timing']}; arrays: {method['arrays']}"
     )
     head = f"{machine['device']}, {machine['cpu_cores']} CPU cores, jax {machine['jax']}"
-    return "\n".join([head, "", *lines, "", note, "", report["conclusion"]])
+    return "\n".join([head, "", format_table(cells, header=HEADINGS, num_left=0), "", note, "", report["conclusion"]])
 
 
 def _print_progress(progress: str) -> None:

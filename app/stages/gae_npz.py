@@ -71,17 +71,8 @@ class GaeMatrixFile:
         if values.dtype == bool:
             raise InputError(f"{self._path}: values: expected numbers, got dtype bool; is it the mask?")
         mask = as_mask(arrays["mask"], f"{self._path}: mask") if "mask" in arrays else None
-        algorithm = self._algorithm
         with self._errors_with_path():
-            check_inputs(
-                rewards,
-                values,
-                gamma=algorithm.gamma,
-                lam=algorithm.lam,
-                mask=mask,
-                mask_mode=algorithm.mask_mode,
-                chunk_size=algorithm.gae_chunk_size,
-            )
+            check_inputs(rewards, values, mask=mask, mask_mode=self._algorithm.mask_mode)
         with np.errstate(over="ignore"):  # Numbers at masked tokens may overflow.
             rewards, values = rewards.astype(np.float32), values.astype(np.float32)
         counts = np.full((len(rewards), 1), rewards.shape[1]) if mask is None else mask.sum(axis=1, keepdims=True)

@@ -43,7 +43,6 @@ class GaeSummary:
     num_unused_bootstraps: int = 0
     """Number of truncated samples whose value after the last token is ignored under these settings."""
     advantages: Moments = EMPTY_MOMENTS
-    """Moments of the written advantages."""
     returns: Moments = EMPTY_MOMENTS
     choice: BackendChoice | None = None
     """Backend of the first window, because the last may be smaller."""

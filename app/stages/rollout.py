@@ -20,7 +20,6 @@ from app.distributed.error_barrier import error_barrier
 from app.distributed.host_consistency import check_hosts_agree
 from app.model.decode_weights import DecodeWeights
 from app.prompts.data_sources import load_training_data
-from app.prompts.dataset import load_dataset
 from app.prompts.encode import EncodeReport
 from app.records.jsonl import check_distinct_paths, check_output_path
 from app.records.partial_samples import PartFile, part_path, remove_parts
@@ -98,7 +97,7 @@ def rollout(
         with error_barrier():
             remove_parts(out)
         schedule = _schedule_metrics(session, timeline and per_host_path(timeline))
-        sampling = _sampling_metrics(counter.total_over_hosts(), finished, seconds)
+        sampling = counter.metrics_over_hosts(finished, seconds)
     if jax.process_index() > 0:
         return None
     return {
@@ -125,33 +124,12 @@ def _write_samples(out: Path, shard: PromptShard, samples: Iterator[Sample], ent
         write_collectively(out, shard.split_by_round(file))
 
 
-def _sampling_metrics(total: SampleCounter, finished: Mapping[str, Sample], seconds: float) -> dict[str, Any]:
-    """Returns the counts of all hosts' samples, and the speed at which the new ones were generated."""
-    num_before, tokens_before = sum_over_hosts(
-        np.asarray([len(finished), sum(len(sample.completion_ids) for sample in finished.values())])
-    ).tolist()
-    return {
-        **total.metrics(),
-        "seconds": round(seconds, 2),
-        "tokens per second": round((total.num_tokens - tokens_before) / seconds, 1),
-        **({"sampled before": f"{num_before} samples, {tokens_before} tokens"} if num_before else {}),
-    }
-
-
 def _read_prompts(
     settings: Settings, model: ModelSpec, prompts: Path | None, *, limit: int | None
 ) -> tuple[Sequence[Prompt], EncodeReport]:
     """Returns the first `limit` prompts of the file, or of `data.source` if there is none."""
-    if prompts is None:
-        dataset = load_training_data(settings.data, seed=settings.run.seed)
-    else:
-        dataset = load_dataset(
-            str(prompts),
-            split=settings.data.split,
-            revision=None,
-            prompt_column=settings.data.prompt_column,
-            answer_column=settings.data.answer_column,
-        )
+    data = settings.data if prompts is None else settings.data.model_copy(update={"source": str(prompts)})
+    dataset = load_training_data(data, seed=settings.run.seed)
     return encode_rows(settings, dataset.rows[:limit], model.tokenizer)
 
 
@@ -267,29 +245,29 @@ class Generation:
 
 
 class SampleCounter:
-    """Counts samples as they pass through."""
+    """Counts samples, their tokens, and truncated samples as they pass through."""
 
     def __init__(self) -> None:
-        self.num_samples = self.num_tokens = self.num_truncated = 0
+        self.counts = np.zeros(3, np.int64)
 
     def count(self, samples: Iterator[Sample]) -> Iterator[Sample]:
         """Yields the samples and counts them."""
         for sample in samples:
-            self.num_samples += 1
-            self.num_tokens += len(sample.completion_ids)
-            self.num_truncated += sample.finish_reason == "length"
+            self.counts += (1, len(sample.completion_ids), sample.finish_reason == "length")
             yield sample
 
-    def total_over_hosts(self) -> SampleCounter:
-        """Returns the counts of all hosts together."""
-        total, local = SampleCounter(), (self.num_samples, self.num_tokens, self.num_truncated)
-        total.num_samples, total.num_tokens, total.num_truncated = sum_over_hosts(np.asarray(local)).tolist()
-        return total
-
-    def metrics(self) -> dict[str, Any]:
+    def metrics_over_hosts(self, finished: Mapping[str, Sample], seconds: float) -> dict[str, Any]:
+        """Returns the counts of all hosts' samples, and the speed at which those not yet finished were generated."""
+        before = [len(finished), sum(len(sample.completion_ids) for sample in finished.values())]
+        samples, tokens, truncated, num_before, tokens_before = sum_over_hosts(
+            np.asarray([*self.counts, *before])
+        ).tolist()
         return {
-            "samples": self.num_samples,
-            "completion tokens": self.num_tokens,
-            "mean length": round(self.num_tokens / max(self.num_samples, 1), 1),
-            "truncated": self.num_truncated,
+            "samples": samples,
+            "completion tokens": tokens,
+            "mean length": round(tokens / max(samples, 1), 1),
+            "truncated": truncated,
+            "seconds": round(seconds, 2),
+            "tokens per second": round((tokens - tokens_before) / seconds, 1),
+            **({"sampled before": f"{num_before} samples, {tokens_before} tokens"} if num_before else {}),
         }

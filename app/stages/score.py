@@ -207,12 +207,8 @@ class WindowScorer:
             self._totals["differences"] += differences.size
             self._totals["difference"] += float(differences.sum(dtype=np.float64))
         figures = micro_batches.packing_stats()
-        for name, count in {
-            "real tokens": figures["real_tokens"],
-            "computed tokens": figures["computed_tokens"],
-            "micro-batches": figures["num_micro_batches"],
-        }.items():
-            self._totals[name] += count
+        for name in ("real_tokens", "computed_tokens", "num_micro_batches"):
+            self._totals[name] += figures[name]
         plan = micro_batches.local_plan
         scanned = (
             (plan.num_micro_batches,) if self._session.settings.score.for_role(self._role).strategy == "scan" else ()
@@ -225,14 +221,14 @@ class WindowScorer:
     def metrics(self, compilations: CompilationCounter) -> dict[str, Any]:
         """Returns tokens, shapes and seconds of all windows, without compilation. All hosts must call it together."""
         total = self._totals
-        real, computed = total["real tokens"], total["computed tokens"]
+        real, computed = total["real_tokens"], total["computed_tokens"]
         seconds = self._seconds - compilations.seconds
         return {
             "tokens": total["tokens"],
             "real tokens": real,
             "padded tokens": computed - real,
             "fill": round(real / computed, 4),
-            "micro-batches": total["micro-batches"],
+            "micro-batches": total["num_micro_batches"],
             "shapes compiled": len(self._shapes),
             "compilations": compilations.take_count(),
             "compiling seconds": round(compilations.seconds, 2),

@@ -28,10 +28,6 @@ class CompletionRow:
     ends_group: bool
     """Whether the next row belongs to another prompt."""
 
-    @property
-    def is_truncated(self) -> bool:
-        return self.finish_reason == "length"
-
 
 @dataclass(frozen=True, slots=True)
 class CompletionsTable:
@@ -47,26 +43,18 @@ def completions_table(samples: Sequence[Sample], *, step: int) -> CompletionsTab
     groups: dict[int, list[Sample]] = {}
     for sample in samples:
         groups.setdefault(sample.group_id, []).append(sample)
-    selected = sorted(groups.values(), key=lambda group: -_reward_std(group))[:NUM_GROUPS]
+    selected = sorted(groups.values(), key=lambda group: -np.std([*map(_reward_or_zero, group)]))[:NUM_GROUPS]
     names = tuple({name: None for sample in samples for name in sample.rewards or {}})
     rows = []
     for group in selected:
-        chosen = _best_and_worst(group)
+        best, worst = max(group, key=_reward_or_zero), min(group, key=_reward_or_zero)
+        chosen = [best] if best is worst else [best, worst]
         rows += [_to_row(sample, names, ends_group=sample is chosen[-1]) for sample in chosen]
     return CompletionsTable(step, names, tuple(rows))
 
 
 def _reward_or_zero(sample: Sample) -> float:
     return sample.reward if sample.reward is not None else 0.0
-
-
-def _reward_std(group: Sequence[Sample]) -> float:
-    return float(np.std([_reward_or_zero(sample) for sample in group]))
-
-
-def _best_and_worst(group: Sequence[Sample]) -> list[Sample]:
-    best, worst = max(group, key=_reward_or_zero), min(group, key=_reward_or_zero)
-    return [best] if best is worst else [best, worst]
 
 
 def _to_row(sample: Sample, names: Iterable[str], *, ends_group: bool) -> CompletionRow:

@@ -34,9 +34,9 @@ def step_line(step: int, metrics: Mapping[str, Any]) -> str:
     """Returns the main metrics of a step in one line."""
     # None while only the critic is trained.
     entropy, loss = metrics["policy/entropy"], metrics["loss"]
-    learned = "critic only" if loss is None else f"entropy {entropy:.3f}  loss {loss:+.4f}"
+    learned = "critic only" if loss is None else f"entropy {entropy:.3f}  loss {loss:+z.4f}"
     return (
-        f"step {step:>5}  reward {metrics['reward/mean']:.3f}  length {metrics['completions/mean_length']:.1f}  "
+        f"step {step:>5}  reward {metrics['reward/mean']:z.3f}  length {metrics['completions/mean_length']:.1f}  "
         f"{learned}  {metrics['time/step_s']:.2f} s "
         f"({metrics['perf/tokens_per_s']:.0f} tokens/s)"
     )
@@ -76,7 +76,7 @@ def render_completions(table: CompletionsTable) -> Table:
             Text(truncate_middle(row.completion, limit=COMPLETION_CELL)),
             *("–" if value is None else f"{value:.4g}" for value in numbers),
             Text(truncate_middle(row.answer or "–", limit=ANSWER_CELL)),
-            "cut" if row.is_truncated else Text(truncate_middle(row.finish_reason, limit=20)),
+            "cut" if row.finish_reason == "length" else Text(truncate_middle(row.finish_reason, limit=20)),
             end_section=row.ends_group,
         )
     return view
@@ -171,7 +171,7 @@ class ProgressDisplay:
     def show_step(self, step: int, metrics: Mapping[str, Any]) -> None:
         if self._live:
             self._figures = (
-                f"reward {metrics['reward/mean']:.3f}  {metrics['time/step_s']:.2f} s/step  "
+                f"reward {metrics['reward/mean']:z.3f}  {metrics['time/step_s']:.2f} s/step  "
                 f"{metrics['perf/tokens_per_s']:.0f} tokens/s"
             )
             self._progress.update(self._task, completed=step, figures=self._figures)

@@ -8,9 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from app.distributed.collectives import (
-    sum_over_hosts,
-)
+from app.distributed.collectives import sum_over_hosts
 from app.mesh.tpu_chips import TPU_CHIPS
 from app.model.decoder import DecoderDefinition
 from app.records.sample import Sample

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
 import numpy as np
 
 from app.advantage.group import zero_variance_fraction
-from app.distributed.collectives import (
-    sum_over_hosts,
-)
-from app.distributed.tables import gather_names, gather_table
+from app.distributed.collectives import gather_bytes_over_hosts, sum_over_hosts
+from app.distributed.tables import gather_table
 from app.records.sample import Sample
 from app.reward.aggregate import RewardedSamples
 
@@ -67,7 +66,8 @@ def reward_counts(scored: RewardedSamples) -> dict[str, float]:
     counts, extras = local_reward_counts(scored)
     totals = sum_over_hosts(np.asarray(list(counts.values())))
     # The names of plug-in metrics depend on the samples, so hosts must gather them first.
-    names = gather_names(extras)
+    gathered = gather_bytes_over_hosts(json.dumps([*extras]).encode())
+    names = sorted({name for host in gathered for name in json.loads(host)})
     sums = sum_over_hosts(np.asarray([extras.get(name, (0.0, 0)) for name in names]).reshape(-1, 2))
     return {
         **{name: int(total) for name, total in zip(counts, totals, strict=True)},

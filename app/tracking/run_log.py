@@ -11,7 +11,6 @@ import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -24,6 +23,7 @@ from app.records.run_directory import RunDirectory
 from app.records.sample import Sample
 from app.records.sample_json import sample_to_record
 from app.records.settings_history import sign_session
+from app.records.versions import version_of
 from app.report.alerts import Alert
 from app.tracking.completions_table import CompletionsTable, truncate_middle
 from settings import InputError, Resolved
@@ -96,13 +96,9 @@ def samples_to_jsonl(samples: Sequence[Sample]) -> bytes:
 
 def session_record() -> dict[str, Any]:
     """Returns versions and devices of this session, for `sessions.jsonl`; a run may be resumed on other devices."""
-    try:
-        own_version = version("grpo-jax")
-    except PackageNotFoundError:
-        own_version = "not installed"
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "grpo": own_version,
+        "grpo": version_of("grpo-jax"),
         "python": platform.python_version(),
         "jax": jax.__version__,
         "devices": f"{jax.device_count()} × {jax.devices()[0].device_kind}",
@@ -178,11 +174,6 @@ class RunLog:
         if self._wandb is not None:
             self._wandb.log({"completions": wandb_table(table)}, step=table.step)
 
-    def write_lines(self, path: Path, lines: Sequence[bytes]) -> None:
-        """Writes a file of samples atomically."""
-        path.parent.mkdir(exist_ok=True)
-        write_atomic(path, b"".join(lines))
-
     def close(self) -> None:
         self._file.close()
         if self._tensorboard is not None:
@@ -212,8 +203,7 @@ def open_wandb(run: RunDirectory, resolved: Resolved, wandb_id: str | None) -> A
     online = logging_settings.wandb_mode == "online" and bool(os.environ.get("WANDB_API_KEY"))
     if not online and logging_settings.wandb_mode == "online":
         log.warning(
-            "WANDB_API_KEY is not set: wandb writes only to %s; upload it later with `wandb sync`",
-            run.path / "wandb",
+            "WANDB_API_KEY is not set: wandb writes only to %s; upload it later with `wandb sync`", run.path / "wandb"
         )
     try:
         return wandb.init(
@@ -276,17 +266,7 @@ class NullRunLog:
     metrics_sha256: str | None = None
     wandb_id: str | None = None
 
-    def write_metrics(self, step: int, metrics: Metrics) -> None:
-        pass
+    def _ignore(self, *_: object, **__: object) -> None:
+        """Does nothing."""
 
-    def alert(self, alert: Alert) -> None:
-        pass
-
-    def completions(self, table: CompletionsTable) -> None:
-        pass
-
-    def write_lines(self, path: Path, lines: Sequence[bytes]) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
+    write_metrics = alert = completions = close = _ignore

@@ -8,8 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from app.distributed.collective_files import gather_samples_to_first_host
 from app.distributed.collectives import gather_bytes_to_first_host
+from app.records.checksum_file import write_with_checksum
 from app.records.run_directory import RunDirectory
 from app.records.sample import Sample
 from app.report.alerts import Alert, AlertMonitor
@@ -66,7 +69,10 @@ class RunReporter:
 
     def _write_samples(self, path: Path, samples: Sequence[Sample]) -> None:
         """Writes the samples of all hosts; the file does not depend on the number of hosts."""
-        self.run_log.write_lines(path, gather_bytes_to_first_host(samples_to_jsonl(samples)))
+        lines = gather_bytes_to_first_host(samples_to_jsonl(samples))
+        if jax.process_index() == 0:
+            path.parent.mkdir(exist_ok=True)
+            write_with_checksum(path, b"".join(lines))
 
     def write_final_report(self) -> None:
         """Writes the report, regardless of how the run ended."""

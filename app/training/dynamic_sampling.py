@@ -16,11 +16,7 @@ import jax
 import numpy as np
 
 from app.distributed.collective_files import decode_gathered_sample
-from app.distributed.collectives import (
-    gather_bytes_over_hosts,
-    gather_over_hosts,
-    sum_over_hosts,
-)
+from app.distributed.collectives import gather_bytes_over_hosts, gather_over_hosts, sum_over_hosts
 from app.records.sample import Sample
 from app.records.sample_json import sample_to_record
 from settings.schema.reward import OVERLONG_REWARD

@@ -8,7 +8,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
-from app.checkpoint.checkpoints import Checkpoints
+from app.checkpoint.checkpoints import Checkpoints, check_fingerprints
 from app.checkpoint.network_states import RunState
 from app.checkpoint.retention import LatestAndBestPolicy
 from app.checkpoint.train_progress import TrainProgress
@@ -16,14 +16,13 @@ from app.mesh.placement import to_host_memory
 from app.model.decoder import Params
 from app.records.atomic_write import write_atomic
 from app.runtime.pinned_revisions import record_commits
-from app.runtime.reward_model import RewardModel
 from app.runtime.session import Session
 from app.tracking.run_log import MetricsLines, NullRunLog, RunLog
 from app.training.inputs import CHANGEABLE_FINGERPRINTS, MINI_BATCH_PROMPTS, PROMPTS_PER_STEP
 from app.training.learner import LearnerGroup
 from app.training.setup import RunSetup
 from app.update.optimizer import TrainState
-from settings.checks.resumed_settings import METRICS, OPTION, is_in
+from settings.checks.resumed_settings import METRICS, OPTION
 from settings.errors import InputError
 
 
@@ -57,10 +56,11 @@ def restore_or_initialize(
             return settings.algorithm.beta
         return saved.kl_coef
 
-    allowed = setup.allow_changed
-    accepted = {name for name, ways in CHANGEABLE_FINGERPRINTS.items() if any(is_in(way, allowed) for way in ways)}
-    settings_of = {name: ways[0] for name, ways in CHANGEABLE_FINGERPRINTS.items()}
-    restored = checkpoints.restore(fingerprints, accepted=accepted, settings=settings_of)
+    def check(saved: TrainProgress) -> None:
+        changeable, allowed = CHANGEABLE_FINGERPRINTS, setup.allow_changed
+        check_fingerprints(saved.fingerprints, fingerprints, changeable=changeable, allowed=allowed)
+
+    restored = checkpoints.restore(check)
     if restored is not None:
         saved_networks, progress = restored
         if replay is not None and progress.step + 1 < min(replay.files):
@@ -89,40 +89,37 @@ def restore_or_initialize(
 
 
 def open_run_log(setup: RunSetup, progress: TrainProgress, *, resumed: bool) -> RunLog | NullRunLog:
-    """Writes the settings into the run directory and opens its log, or continues the existing one."""
+    """Writes the settings into the run directory and opens its log, or continues the existing one.
+
+    Raises:
+        InputError: the metrics are not those that the checkpoint was saved after, and this is not allowed.
+    """
     if jax.process_index() != 0:
         return NullRunLog()
     # The line of a step is written after its evaluation, and the line of step 0 is always the evaluation.
     is_to_come = progress.step == 0 or progress.unevaluated is not None
-    kept = _read_metrics(setup, progress, last_step=progress.step - is_to_come) if resumed else None
+    kept = None
+    if resumed:
+        path, digest = setup.run.metrics_path, progress.metrics_sha256 if progress.step else None
+        kept = MetricsLines.read(path, last_step=progress.step - is_to_come, sha256=digest)
+        if not kept.is_complete and METRICS not in setup.allow_changed:
+            raise InputError(
+                f"--resume: {path} lacks lines up to step {progress.step}, or they were changed after the checkpoint "
+                f"was saved. Restore the file from a copy, or continue with the readable lines by {OPTION} {METRICS}; "
+                f"the file is then kept as {setup.run.damaged_metrics_path.name}"
+            )
     replayed = setup.inputs.replay.session_fields if setup.inputs.replay else {}
     session = {"after_step": progress.step, **replayed, "settings": setup.resolved.to_yaml()}
     run_log = RunLog(setup.run, setup.resolved, kept=kept, wandb_id=progress.wandb_id, session_fields=session)
     # After the session's line: settings.yaml is compared with the last one.
     setup.run.write_settings(setup.resolved)
     record_commits(setup.run, setup.resolved.settings, setup.inputs.model_commits)
-    if setup.resolved.settings.logging.report:
+    # A resumed run has the same tokenizer.
+    if setup.resolved.settings.logging.report and not setup.run.tokens_path.exists():
         write_atomic(
             setup.run.tokens_path, json.dumps(setup.inputs.model.tokenizer.token_texts(), ensure_ascii=False).encode()
         )
     return run_log
-
-
-def _read_metrics(setup: RunSetup, progress: TrainProgress, *, last_step: int) -> MetricsLines:
-    """Reads the lines that a resumed run continues.
-
-    Raises:
-        InputError: they are not those that the checkpoint was saved after, and going on without them is not allowed.
-    """
-    path = setup.run.metrics_path
-    kept = MetricsLines.read(path, last_step=last_step, sha256=progress.metrics_sha256 if progress.step else None)
-    if not kept.is_complete and METRICS not in setup.allow_changed:
-        raise InputError(
-            f"--resume: {path} lacks lines up to step {progress.step}, or they were changed after the checkpoint was "
-            f"saved. Restore the file from a copy, or continue with the readable lines by {OPTION} {METRICS}; the file "
-            f"is then kept as {setup.run.damaged_metrics_path.name}"
-        )
-    return kept
 
 
 def load_reference_params(state: RunState, progress: TrainProgress, session: Session) -> Params | None:
@@ -137,8 +134,3 @@ def load_reference_params(state: RunState, progress: TrainProgress, session: Ses
     if session.settings.offloads_reference:
         return to_host_memory(session.load_params() if progress.step else state.policy.params)
     return session.load_params() if progress.step else jax.tree.map(jnp.copy, state.policy.params)
-
-
-def load_reward_model(setup: RunSetup) -> RewardModel | None:
-    model = setup.inputs.reward_model
-    return None if model is None else RewardModel.load(setup.resolved.settings, model, setup.session.mesh)

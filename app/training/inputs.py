@@ -6,18 +6,15 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 from app.evaluation.metrics import check_is_measured
-from app.prompts.data_sources import make_prompt_order
 from app.prompts.dataset import Dataset
-from app.prompts.encode import ChatTokenizer
 from app.records.run_directory import RunDirectory
 from app.records.sample import Prompt
 from app.reward.reward_functions import RewardFunctions, accuracy_function_name
 from app.runtime.inputs import (
     PromptsOrRows,
-    encode_rows,
+    encode_train_rows,
     make_rewards,
     read_checked_reward_model,
     read_critic,
@@ -84,15 +81,6 @@ class TrainingInputs:
         return make_rewards(settings, self.prompts, self.eval_prompts)
 
 
-def read_periodic_eval_prompts(settings: Settings, tokenizer: ChatTokenizer) -> Sequence[Prompt]:
-    """Reads the prompts of the evaluations during a run; none if it has no evaluations."""
-    if not settings.eval.every_steps:
-        return ()
-    held_out, _ = read_eval_prompts(settings, tokenizer)
-    check_chosen_metrics(settings, held_out)
-    return held_out
-
-
 def check_chosen_metrics(settings: Settings, eval_rows: PromptsOrRows) -> None:
     """Raises InputError if evaluations of these rows do not measure a metric that a setting of the run names."""
     judge, num_samples = accuracy_function_name(settings.reward), settings.eval.num_samples
@@ -116,18 +104,24 @@ def read_training_inputs(settings: Settings, replay_request: ReplayRequest | Non
     model = read_policy(settings)
     critic = read_critic(settings, model)
     replay = None
-    if replay_request is not None:
-        replay = read_replay(
-            replay_request, settings, model, critic, target_run=RunDirectory.from_settings(settings.run)
-        )
-    source = _prompts_from_dataset(settings, model.tokenizer) if replay is None else _prompts_from_replay(replay)
+    if replay_request is None:
+        dataset = read_train_rows(settings)
+        prompts, data_report = encode_train_rows(settings, dataset, model.tokenizer)
+        data_fingerprints = dataset_fingerprints(settings, dataset)
+    else:
+        target_run = RunDirectory.from_settings(settings.run)
+        replay = read_replay(replay_request, settings, model, critic, target_run=target_run)
+        prompts, data_report, data_fingerprints = replay.prompts, replay.report, replay.fingerprints
     # Saved rewards need no reward model.
     reward_model = None if replay is not None and replay.uses_saved_rewards else read_checked_reward_model(settings)
     if reward_model is not None:
-        reward_model.check_prompt(source.prompts[0])
-    held_out = read_periodic_eval_prompts(settings, model.tokenizer)
-    fingerprints = input_fingerprints(model, source.fingerprints, critic, reward_model)
-    return TrainingInputs(model, critic, source.prompts, held_out, fingerprints, source.report, reward_model, replay)
+        reward_model.check_prompt(prompts[0])
+    held_out: Sequence[Prompt] = ()
+    if settings.eval.every_steps:
+        held_out, _ = read_eval_prompts(settings, model.tokenizer)
+        check_chosen_metrics(settings, held_out)
+    fingerprints = input_fingerprints(model, data_fingerprints, critic, reward_model)
+    return TrainingInputs(model, critic, prompts, held_out, fingerprints, data_report, reward_model, replay)
 
 
 def input_fingerprints(
@@ -156,21 +150,6 @@ def input_fingerprints(
     return fingerprints
 
 
-class PromptSource(NamedTuple):
-    """The training prompts of a run, from a data set or a replay."""
-
-    prompts: Sequence[Prompt]
-    report: str
-    fingerprints: dict[str, str]
-
-
-def _prompts_from_dataset(settings: Settings, tokenizer: ChatTokenizer) -> PromptSource:
-    dataset = read_train_rows(settings)
-    prompts, report = encode_rows(settings, dataset.rows, tokenizer)
-    make_prompt_order(settings.data, prompts, seed=settings.run.seed)
-    return PromptSource(prompts, f"{dataset.to_text()}\n{report.to_text()}", dataset_fingerprints(settings, dataset))
-
-
 def dataset_fingerprints(settings: Settings, dataset: Dataset) -> dict[str, str]:
     """Returns the fingerprints of a data set and of the order of its prompts."""
     weights = [one.weight for one in settings.data.sources]
@@ -182,7 +161,3 @@ def dataset_fingerprints(settings: Settings, dataset: Dataset) -> dict[str, str]
         ),
         **({} if isinstance(settings.data.source, str) else {WEIGHTS: str(weights)}),
     }
-
-
-def _prompts_from_replay(replay: Replay) -> PromptSource:
-    return PromptSource(replay.prompts, replay.report, replay.fingerprints)

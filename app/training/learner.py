@@ -56,7 +56,6 @@ from app.update.value_loss import (
 )
 from settings import Settings
 from settings.schema.algorithm import AlgorithmSettings
-from settings.schema.critic import CriticSettings
 from settings.schema.optimizer import OptimizerSettings
 from settings.schema.score import ScoredRole
 
@@ -159,9 +158,11 @@ def make_policy_learner(settings: Settings, session: Session, max_lengths: MaxLe
         remat=model.remat,
         logits_chunk=model.logits_chunk,
     )
+    # The scored logprobs of the proximal policy, and those of the reference for any KL.
+    is_in_loss = {"policy": settings.updates_per_step > 1, "reference": algorithm.beta > 0, "critic": False}
     pack = PolicyBatchPacker(
         aggregation=aggregations(max_new_tokens=settings.rollout.max_new_tokens)[algorithm.loss_aggregation],
-        roles=_roles_in_loss(settings),
+        roles=[role for role in settings.scored_roles if is_in_loss[role]],
         needs_sample_reducer=_reads_sample_means(algorithm),
     )
     schedule = make_schedule(settings.optimizer, num_updates=settings.num_policy_updates)
@@ -173,11 +174,10 @@ def make_policy_learner(settings: Settings, session: Session, max_lengths: MaxLe
 def make_critic_learner(settings: Settings, critic: CriticModel, mesh: Mesh, max_lengths: MaxLengths) -> Learner:
     """Builds the learner of the critic, which is updated in every step."""
     definition = critic.spec.definition
+    clip_range = settings.critic.clip_range
+    loss = squared_error if clip_range is None else functools.partial(clipped_squared_error, clip_range=clip_range)
     objective = make_value_objective(
-        definition,
-        make_value_loss(settings.critic),
-        dtype=jnp.dtype(settings.model.dtype),
-        remat=settings.model.remat,
+        definition, ValueLoss(loss), dtype=jnp.dtype(settings.model.dtype), remat=settings.model.remat
     )
     optimizer = settings.optimizer.model_copy(update={"learning_rate": settings.critic.learning_rate})
     schedule = make_schedule(optimizer, num_updates=settings.run.steps * settings.updates_per_step)
@@ -208,25 +208,12 @@ def _make_learner(
     return Learner(step, updater, optimizer, shapes, shardings, frozen)
 
 
-def make_value_loss(critic: CriticSettings) -> ValueLoss:
-    """Returns the critic's loss, clipped if `critic.clip_range` is set."""
-    if critic.clip_range is None:
-        return ValueLoss(squared_error)
-    return ValueLoss(functools.partial(clipped_squared_error, clip_range=critic.clip_range))
-
-
 def make_mini_batch_sampler(settings: Settings) -> MiniBatchSplitter:
     """Returns the split into mini-batches: the same in every epoch, or shuffled."""
     sizes = {"num_mini_batches": settings.num_mini_batches, "epochs": settings.algorithm.epochs}
     if settings.algorithm.shuffle:
         return functools.partial(shuffled_mini_batches, seed=settings.run.seed, **sizes)
     return functools.partial(repeated_mini_batches, **sizes)
-
-
-def _roles_in_loss(settings: Settings) -> list[ScoredRole]:
-    """Returns the roles whose scored logprobs the loss uses: proximal policy, and reference for any KL."""
-    read = {"policy": settings.updates_per_step > 1, "reference": settings.algorithm.beta > 0, "critic": False}
-    return [role for role in settings.scored_roles if read[role]]
 
 
 def make_policy_loss(algorithm: AlgorithmSettings, *, several_updates: bool) -> PolicyLoss:

@@ -13,15 +13,15 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from app.checkpoint.saved_policy import PolicyCheckpoint
+from app.records.checksum_file import read_checksums
 from app.records.run_directory import RunDirectory, step_of_samples
 from app.records.sample import DROPPED_PREFIX, Prompt, Sample
 from app.records.sample_json import read_samples
-from app.records.settings_history import SettingsHistory, period_of
+from app.records.settings_history import SettingsHistory, SettingsPeriod, period_of
 from app.reward.builtin_tasks import check_answers
 from app.runtime.model_spec import CriticSpec, ModelSpec
 from app.runtime.pinned_revisions import pin_revisions
@@ -33,7 +33,6 @@ from app.training.replay_files import (
     ROLLOUTS_DIR,
     SAVED_ADVANTAGE_FIELDS,
     SAVED_REWARD_FIELDS,
-    AvailableFields,
     StepFile,
     choose_files,
     option_in_errors,
@@ -54,18 +53,14 @@ class ReplayRequest(NamedTuple):
     rollouts: Path
     checkpoint: Path | None = None
     """The checkpoint to start from, instead of the models' own weights."""
-    period: ReplayPeriod | None = None
-    """The steps to replay now, if the settings of the samples' run changed between its steps."""
+    source_periods: Sequence[SettingsPeriod] = ()
+    """The settings of the samples' run; empty if they have not been read."""
+    steps: range | None = None
+    """The steps to replay now; None for all."""
+    num_steps: int | None = None
+    """Number of steps of the whole replay, if other settings belong to some of them; None = `run.steps`."""
     later: Sequence[tuple[Settings, ReplayRequest]] = ()
     """The parts that follow under other settings, whose files are checked now."""
-
-
-class ReplayPeriod(NamedTuple):
-    """Steps of a run under the same settings."""
-
-    steps: range
-    num_steps: int
-    """Number of steps of the whole replay."""
 
 
 @dataclass(frozen=True)
@@ -135,14 +130,9 @@ def _clear_filter_mask(sample: Sample) -> Sample:
 def find_source_run(path: Path) -> RunDirectory | None:
     """Returns the run whose folder, `rollouts/` or file `path` is; None for other files."""
     path = path.expanduser().resolve()
-    if path.is_file():
-        folder, is_inside = path.parent.parent, path.parent.name == ROLLOUTS_DIR
-    elif path.name == ROLLOUTS_DIR:
-        folder, is_inside = path.parent, True
-    else:
-        folder, is_inside = path, (path / ROLLOUTS_DIR).is_dir()
-    run = RunDirectory(folder)
-    return run if is_inside and run.has_settings else None
+    samples = path.parent if path.is_file() else path if path.name == ROLLOUTS_DIR else path / ROLLOUTS_DIR
+    run = RunDirectory(samples.parent)
+    return run if samples.name == ROLLOUTS_DIR and samples.is_dir() and run.has_settings else None
 
 
 def find_model_run(request: ReplayRequest) -> RunDirectory | None:
@@ -167,27 +157,36 @@ def read_replay(
     run = find_source_run(request.rollouts)
     if run is not None and run.path == target_run.path.resolve():
         raise InputError(f"run.name: {target_run.path} is what {OPTION} would replay; choose another run.name")
-    start = None if request.checkpoint is None else _open_initial_checkpoint(request.checkpoint, model, critic)
-    period = request.period or ReplayPeriod(range(1, settings.run.steps + 1), settings.run.steps)
+    start = None if request.checkpoint is None else PolicyCheckpoint.open(request.checkpoint)
+    if start is not None:
+        start.check_compatible(model)
+        if critic is not None:
+            start.check_critic(critic)
+    num_steps = settings.run.steps if request.num_steps is None else request.num_steps
     after_step = start.step if start else 0
-    paths = choose_files(request.rollouts, after_step=after_step, steps=period.num_steps, settings=settings)
-    sources = {} if run is None else _settings_by_step(run, paths)
+    paths = choose_files(request.rollouts, after_step=after_step, steps=num_steps, settings=settings)
+    replayed = paths if request.steps is None else {step: paths[step] for step in request.steps if step in paths}
+    sources = {} if run is None else _settings_by_step(run, replayed, request.source_periods)
+    checksums = read_checksums(next(iter(paths.values())).parent)
     files: dict[int, StepFile] = {}
     digests: dict[int, str] = {}
     prompts: dict[tuple[str, bytes], Prompt] = {}
     with option_in_errors():
         for step, path in paths.items():
-            if step in period.steps:
-                files[step], prompts_of_file = read_step_file(path, settings, model, source=sources.get(step))
+            if step in replayed:
+                files[step], prompts_of_file = read_step_file(
+                    path, settings, model, source=sources.get(step), checksum=checksums.get(path.name)
+                )
                 prompts |= prompts_of_file
             digests[step] = files[step].digest if step in files else file_digest(path)
-    available = reduce(AvailableFields.intersection, (file.available_fields for file in files.values()))
+    available = frozenset.intersection(*(file.available_fields for file in files.values()))
     # A hub model that both settings name alike is at the commit that the source run used.
     pinned = settings if run is None else pin_revisions(settings, run)
     source = sources.get(min(files))
-    same_rewards = all(_same_rewards(pinned, settings) for step, settings in sources.items() if step in files)
-    uses_rewards = available.rewards and same_rewards
-    uses_advantages = source is None and available.advantages and (available.returns or not settings.has_critic)
+    same_rewards = all(_same_rewards(pinned, one) for one in sources.values())
+    uses_rewards = "reward" in available and same_rewards
+    needed = {"advantages", "returns"} if settings.has_critic else {"advantages"}
+    uses_advantages = source is None and needed <= available
     if not uses_rewards:
         with option_in_errors():
             check_answers(list(prompts.values()), [function.name for function in settings.reward.functions])
@@ -197,20 +196,15 @@ def read_replay(
     return replace(replay, report="\n".join(_report_lines(replay, available, pinned, source, model)))
 
 
-def _settings_by_step(run: RunDirectory, paths: Mapping[int, Path]) -> dict[int, Settings]:
+def _settings_by_step(
+    run: RunDirectory, paths: Mapping[int, Path], periods: Sequence[SettingsPeriod]
+) -> dict[int, Settings]:
     """Returns the settings under which a run drew the samples of each file, with the commits of its hub models."""
-    periods = SettingsHistory.read(run).periods
-    settings = {period.first_step: pin_revisions(load(period.file, [], {}).settings, run) for period in periods}
-    drawn = {step: step_of_samples(path) or step for step, path in paths.items()}
-    return {step: settings[period_of(periods, drawn[step]).first_step] for step in paths}
-
-
-def _open_initial_checkpoint(path: Path, model: ModelSpec, critic: CriticSpec | None) -> PolicyCheckpoint:
-    start = PolicyCheckpoint.open(path)
-    start.check_compatible(model)
-    if critic is not None:
-        start.check_critic(critic)
-    return start
+    periods = periods or SettingsHistory.read(run).periods
+    drawn = {step: period_of(periods, step_of_samples(path) or step) for step, path in paths.items()}
+    used = {period.first_step: period for period in drawn.values()}
+    settings = {step: pin_revisions(load(period.file, [], {}).settings, run) for step, period in used.items()}
+    return {step: settings[period.first_step] for step, period in drawn.items()}
 
 
 def _same_rewards(settings: Settings, source: Settings) -> bool:
@@ -229,7 +223,7 @@ def _same_rewards(settings: Settings, source: Settings) -> bool:
 
 
 def _report_lines(
-    replay: Replay, available: AvailableFields, settings: Settings, source: Settings | None, model: ModelSpec
+    replay: Replay, available: frozenset[str], settings: Settings, source: Settings | None, model: ModelSpec
 ) -> list[str]:
     """Returns what is replayed and taken, then warnings about samples that may not be what the user means."""
     files, rollout = replay.files, settings.rollout
@@ -237,7 +231,7 @@ def _report_lines(
     steps = f"step {first}" if first == last else f"steps {first} to {last}"
     start = f", from the state of {replay.initial_checkpoint.path}" if replay.initial_checkpoint else ""
     lines = [f"{OPTION}: {steps} on the samples of {replay.request.rollouts}{start}; nothing is generated for them"]
-    differs = "reward.* differs from that of the samples' run" if available.rewards else "not every sample has one"
+    differs = "reward.* differs from that of the samples' run" if "reward" in available else "not every sample has one"
     lines.append(f"rewards: {'those of the samples' if replay.uses_saved_rewards else f'computed again, {differs}'}")
     if replay.uses_saved_advantages:
         lines.append("advantages and returns: those of the samples; without these fields algorithm.* would decide")

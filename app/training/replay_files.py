@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import jax
 
+from app.records.checksum_file import CHECKSUM_FILE
 from app.records.sample import Prompt, Sample
 from app.records.sample_json import read_samples
 from app.report.run_files import sample_files
@@ -29,17 +29,6 @@ SAVED_REWARD_FIELDS = frozenset({"reward", "rewards"})
 SAVED_ADVANTAGE_FIELDS = frozenset({"advantages", "returns"})
 
 
-class AvailableFields(NamedTuple):
-    """The fields that every sample of a file has."""
-
-    rewards: bool = True
-    advantages: bool = True
-    returns: bool = True
-
-    def intersection(self, other: AvailableFields) -> AvailableFields:
-        return AvailableFields(*(one and another for one, another in zip(self, other, strict=True)))
-
-
 @dataclass(frozen=True)
 class StepFile:
     """The checked samples of one step."""
@@ -50,7 +39,8 @@ class StepFile:
     num_groups: int
     largest_group: int
     newest_version: int
-    available_fields: AvailableFields
+    available_fields: frozenset[str]
+    """Those of `reward`, `advantages` and `returns` that every sample has."""
 
     def check_unchanged(self) -> None:
         if not self.path.exists() or file_stamp(self.path) != self.stamp:
@@ -100,20 +90,26 @@ def option_in_errors() -> Iterator[None]:
 
 
 def read_step_file(
-    path: Path, settings: Settings, model: ModelSpec, *, source: Settings | None
+    path: Path, settings: Settings, model: ModelSpec, *, source: Settings | None, checksum: str | None
 ) -> tuple[StepFile, dict[tuple[str, bytes], Prompt]]:
     """Reads and checks a file; returns it with its prompts.
 
     Args:
         source: the settings of the run that wrote the file, in which a prompt may have several groups; the step then
             learns from the first one only, as the run did. In any other file that is an error.
+        checksum: the SHA-256 of the file as it was written; None if it is unknown.
     """
     stamp, digest = file_stamp(path), file_digest(path)
+    if checksum not in (None, digest):
+        raise InputError(
+            f"{path} is not as its run wrote it: its SHA-256 is not the one in {CHECKSUM_FILE} beside it. Restore it "
+            f"from a copy; to use it as it is, delete its line in {CHECKSUM_FILE}"
+        )
     prompts: dict[tuple[str, bytes], Prompt] = {}
     members: defaultdict[int, set[int]] = defaultdict(set)
     prompt_of_group: dict[int, str] = {}
     group_of_prompt: dict[str, int] = {}
-    available, newest, num_stopped, num_ended = AvailableFields(), 0, 0, 0
+    missing, newest, num_stopped, num_ended = set[str](), 0, 0, 0
     for where, sample in read_samples(path, ignored_fields=RESCORED_FIELDS):
         _check_sample(sample, settings, model, where)
         group, uid = sample.group_id, sample.prompt.uid
@@ -136,8 +132,8 @@ def read_step_file(
         members[group].add(sample.sample_index)
         prompts.setdefault((uid, sample.prompt.token_ids.tobytes()), sample.prompt)
         newest = max(newest, int(sample.token_versions.max(initial=0)))
-        fields = AvailableFields(has_saved_reward(sample), sample.advantages is not None, sample.returns is not None)
-        available = available.intersection(fields)
+        missing |= {name for name in SAVED_ADVANTAGE_FIELDS if getattr(sample, name) is None}
+        missing |= set() if has_saved_reward(sample) else {"reward"}
         if sample.finish_reason == "stop":
             num_stopped += 1
             is_ended = any(token in model.tokenizer.eos_ids for token in sample.completion_ids[-1:])
@@ -150,6 +146,7 @@ def read_step_file(
             f"answer with the tokenizer of model.path ({', '.join(map(str, model.tokenizer.eos_ids))}): were they "
             "sampled with another tokenizer, or with rollout.stop? Set model.path or rollout.stop as they were then"
         )
+    available = frozenset({"reward", *SAVED_ADVANTAGE_FIELDS} - missing)
     file = StepFile(path, stamp, digest, len(members), max(map(len, members.values())), newest, available)
     file.check_unchanged()
     smallest = min(map(len, members.values()))

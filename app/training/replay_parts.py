@@ -12,9 +12,9 @@ import jax
 from app.checkpoint.saved_policy import PolicyCheckpoint
 from app.distributed.preemption import EXIT_CODES
 from app.records.run_directory import Resume, RunDirectory
-from app.records.settings_history import SettingsPeriod
+from app.records.settings_history import SettingsPeriod, decisive_periods
 from app.tracking.summary import summary_text
-from app.training.replay import ReplayPeriod, ReplayRequest
+from app.training.replay import ReplayRequest, find_source_run
 from app.training.train import train
 from settings import Resolved
 from settings.checks.resumed_settings import changed_settings
@@ -33,18 +33,17 @@ class ReplayPart(NamedTuple):
 
 
 def replay_parts(
-    periods: Sequence[SettingsPeriod],
-    resolve: Callable[[SettingsPeriod], Resolved],
-    last: Resolved,
-    request: ReplayRequest,
+    request: ReplayRequest, resolve: Callable[[SettingsPeriod], Resolved], last: Resolved
 ) -> list[ReplayPart]:
     """Returns the parts of a replay that are still to be trained, at least one.
 
     Args:
-        periods: the settings of the samples' run, by step.
         resolve: returns the settings for the replay of an earlier period, in the run directory of `last`.
         last: the settings for the replay of the last period.
     """
+    periods = decisive_periods(request.source_periods)
+    if len(periods) < 2 or find_source_run(request.rollouts) is None:
+        return [ReplayPart(last, request, changed=())]
     resolved = [*map(resolve, periods[:-1]), last]
     ends = [*(period.first_step for period in periods[1:]), resolved[-1].settings.run.steps + 1]
     ends = [min(end, one.settings.run.steps + 1) for end, one in zip(ends, resolved, strict=True)]
@@ -56,7 +55,7 @@ def replay_parts(
     num_steps = steps[trained[-1]].stop - 1
     # A finished replay is resumed under the settings of its end.
     pending = [i for i in trained if steps[i].stop - 1 > done] or trained[-1:]
-    requests = {i: request._replace(period=ReplayPeriod(steps[i], num_steps)) for i in pending}
+    requests = {i: request._replace(steps=steps[i], num_steps=num_steps) for i in pending}
     later = [(resolved[i].settings, requests[i]) for i in pending[1:]]
     requests[pending[0]] = requests[pending[0]]._replace(later=later)
     return [

@@ -6,11 +6,11 @@ of the step, `AsyncRolloutSource` generates it while earlier steps train, `Repla
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
 
 import jax
 
@@ -30,13 +30,10 @@ TakeRound = Callable[[int], list[Sample]]
 """Number of a round in its step (0, 1, ...) -> this host's samples of it."""
 
 
-class RolloutSource(Protocol):
-    """The interface from which steps take their samples."""
+class RolloutSource(ABC):
+    """The interface from which steps take their samples. What a source does not need does nothing."""
 
-    def compile(self) -> None:
-        """Compiles what the first round would compile otherwise."""
-        ...
-
+    @abstractmethod
     def rounds_for_step(
         self, params: Params, *, step: int, position: int, timer: StepTimer
     ) -> AbstractContextManager[TakeRound]:
@@ -46,15 +43,15 @@ class RolloutSource(Protocol):
             params: the weights of the step's policy.
             position: position of its first prompt in the global order.
         """
-        ...
 
-    def publish(self, params: Params, *, step: int) -> None:
+    def compile(self) -> None:  # noqa: B027
+        """Compiles what the first round would compile otherwise."""
+
+    def publish(self, params: Params, *, step: int) -> None:  # noqa: B027
         """Receives the policy's weights after a step; they may be donated afterwards."""
-        ...
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Ends generation after the last step."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -84,7 +81,7 @@ class RoundPrompts:
         return (number * jax.process_count() + jax.process_index()) * self.settings.rollout.prompts_per_step
 
 
-class SyncRolloutSource:
+class SyncRolloutSource(RolloutSource):
     """Generates in turn with training.
 
     Args:
@@ -118,14 +115,8 @@ class SyncRolloutSource:
 
         yield take
 
-    def publish(self, params: Params, *, step: int) -> None:
-        """Does nothing: the next step passes the weights."""
 
-    def close(self) -> None:
-        """Does nothing: no generation runs between steps."""
-
-
-class AsyncRolloutSource:
+class AsyncRolloutSource(RolloutSource):
     """Generates while steps train, at most `rollout.max_staleness` = k steps ahead of them.
 
     Between the end of step v, which publishes version v, and the first round that step v + 1 takes, k + 1 rounds may be
@@ -196,7 +187,7 @@ class AsyncRolloutSource:
             self._generation.close()
 
 
-class ReplayRolloutSource:
+class ReplayRolloutSource(RolloutSource):
     """Reads each step's only round from its file. Nothing is generated.
 
     Each host takes an equal, contiguous part of the file's groups.
@@ -205,9 +196,6 @@ class ReplayRolloutSource:
     def __init__(self, replay: Replay, *, num_groups: int):
         self._replay = replay
         self._num_groups = num_groups
-
-    def compile(self) -> None:
-        """Does nothing: nothing is generated."""
 
     @contextmanager
     def rounds_for_step(self, params: Params, *, step: int, position: int, timer: StepTimer) -> Iterator[TakeRound]:
@@ -219,12 +207,6 @@ class ReplayRolloutSource:
             return [sample for group in groups[first : first + self._num_groups] for sample in group]
 
         yield take
-
-    def publish(self, params: Params, *, step: int) -> None:
-        """Does nothing: nothing is generated with the weights."""
-
-    def close(self) -> None:
-        """Does nothing: files are open only while they are read."""
 
 
 def make_rollout_source(session: Session, prompts: Sequence[Prompt], *, max_rounds: int) -> RolloutSource:

@@ -39,7 +39,7 @@ from app.training.learner import LearnerGroup, make_learner_group
 from app.training.replay import ReplayRequest, find_model_run
 from app.training.weight_gather_notes import weight_gather_notes
 from settings import Resolved, Settings
-from settings.checks.resumed_settings import SettingChange, changed_settings, check_allowed
+from settings.checks.resumed_settings import changed_settings, check_allowed
 from settings.loading.printing import from_yaml
 
 
@@ -87,9 +87,7 @@ def prepare_run(
 ) -> Iterator[RunSetup]:
     """Joins the other hosts, then checks run directory, model, tokenizer, data, reward functions and mesh.
 
-    Args:
-        replay_request: files of samples to learn from.
-        allow_changed: settings and sections that a resumed run may change although they change what it learns.
+    The arguments are those of `train`.
 
     Raises:
         InputError: one of them cannot be used, on this host or another, or hosts have different inputs.
@@ -101,22 +99,29 @@ def prepare_run(
         with error_barrier():
             check_run_directory(run, resume)
             changes = _check_changed_settings(resolved, run, allow_changed)
-            read = _read_inputs(settings, run, replay_request)
+            # A hub model is at the commit of this run, or of the run that it replays.
+            known = None if replay_request is None or run.model_path.is_file() else find_model_run(replay_request)
+            read = read_training_inputs(pin_revisions(settings, known or run), replay_request)
             rewards = stack.enter_context(read.make_rewards(settings))
             if read.replay is None or not read.replay.uses_saved_rewards:
                 try_reward_functions(rewards, read.model.tokenizer, read.prompts)
-            facts = _shared_fingerprints(settings, run, read)
+            facts = dict[str, str]()
+            if jax.process_count() > 1:
+                facts = read.fingerprints | {"the evaluation prompts": describe_prompts(read.eval_prompts)}
+                facts |= file_fingerprints(settings, run)
         check_hosts_agree(resolved, facts)
         check_shared_run_directory(run)
-        session = Session.open(settings, read.model, read.critic, generates=_needs_generator(settings, read))
+        # Slots or workers: a replay only evaluates, and asynchronous workers do not.
+        generates = read.replay is None or (bool(read.eval_prompts) and settings.rollout.max_staleness == 0)
+        session = Session.open(settings, read.model, read.critic, generates=generates)
         stack.enter_context(closing(session))
         check_session(settings, session)
-        notes = (*(f"changed: {change.to_text()}" for change in changes), *setup_notes(settings, session))
+        notes = (*changes, *setup_notes(settings, session))
         yield RunSetup(resolved, run, read, rewards, session, status_board, watchdog, notes, allow_changed)
 
 
-def _check_changed_settings(resolved: Resolved, run: RunDirectory, allowed: Sequence[str]) -> list[SettingChange]:
-    """Returns how the settings of a run that continues differ from those of its last session.
+def _check_changed_settings(resolved: Resolved, run: RunDirectory, allowed: Sequence[str]) -> list[str]:
+    """Returns what changes if a run continues under these settings, and which of its earlier ones are lost, as text.
 
     Raises:
         InputError: a change that changes what the run learns is not in `allowed`.
@@ -124,20 +129,10 @@ def _check_changed_settings(resolved: Resolved, run: RunDirectory, allowed: Sequ
     if not run.has_checkpoint:
         return []
     current = from_yaml(resolved.to_yaml().encode(), name="settings")
-    changes = changed_settings(SettingsHistory.read(run).periods[-1].settings, current)
+    history = SettingsHistory.read(run)
+    changes = changed_settings(history.periods[-1].settings, current)
     check_allowed(changes, allowed)
-    return changes
-
-
-def _read_inputs(settings: Settings, run: RunDirectory, replay_request: ReplayRequest | None) -> TrainingInputs:
-    # A hub model is at the commit of this run, or of the run that it replays.
-    known = None if replay_request is None or run.model_path.is_file() else find_model_run(replay_request)
-    return read_training_inputs(pin_revisions(settings, known or run), replay_request)
-
-
-def _needs_generator(settings: Settings, inputs: TrainingInputs) -> bool:
-    """Returns whether slots or workers are needed. A replay only evaluates, and asynchronous workers do not."""
-    return inputs.replay is None or (bool(inputs.eval_prompts) and settings.rollout.max_staleness == 0)
+    return [*(f"warning: {gap}" for gap in history.gaps), *(f"changed: {change.to_text()}" for change in changes)]
 
 
 def check_session(settings: Settings, session: Session) -> None:
@@ -147,17 +142,6 @@ def check_session(settings: Settings, session: Session) -> None:
         check_async_workers(session.workers)
     if settings.offloads_reference:
         check_host_offload(session.mesh)
-
-
-def _shared_fingerprints(settings: Settings, run: RunDirectory, inputs: TrainingInputs) -> dict[str, str]:
-    """Returns what must be equal on all hosts, apart from the settings."""
-    if jax.process_count() == 1:
-        return {}
-    return {
-        **inputs.fingerprints,
-        "the evaluation prompts": describe_prompts(inputs.eval_prompts),
-        **file_fingerprints(settings, run),
-    }
 
 
 def file_fingerprints(settings: Settings, run: RunDirectory) -> dict[str, str]:

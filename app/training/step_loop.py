@@ -8,21 +8,21 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import numpy as np
 
 from app.checkpoint.checkpoints import Checkpoints
 from app.checkpoint.network_states import RunState
 from app.checkpoint.retention import SaveClock
 from app.checkpoint.train_progress import TrainProgress
-from app.distributed.collectives import gather_bytes_over_hosts, max_over_hosts
+from app.distributed.collectives import gather_bytes_over_hosts
 from app.distributed.error_barrier import error_barrier
-from app.distributed.preemption import PreemptionHandler
+from app.distributed.preemption import PreemptionHandler, StopDecision
 from app.distributed.stop_check import StoppedError
 from app.distributed.watchdog import Watchdog
 from app.evaluation.evaluator import evaluation_metrics
 from app.records.sample import Prompt, Sample
 from app.report.early_stopping import early_stopping_reason
-from app.runtime.health_checks import stop_if_diverged
+from app.report.metrics_history import EVAL_PROMPTS
+from app.runtime.health_checks import RewardError, stop_if_diverged
 from app.tracking.compilation_counter import CompilationCounter
 from app.tracking.performance import step_performance
 from app.tracking.profiler import StepProfiler
@@ -70,6 +70,14 @@ class StepLoop:
             decision = self.interrupts.sync_stop_decision()
             if not self.checkpoints.has_step(self.progress.step):
                 self._save()
+        except RewardError:
+            # Raised on all hosts, and not during an update: the state is that of the last completed step.
+            if self.progress.step:
+                if not self.checkpoints.has_step(self.progress.step):
+                    self._save()
+                self.checkpoints.finish()
+                self.reporter.display.print_line(_stop_message(self.progress, self.last_step, ()))
+            raise
         else:
             self.interrupts.all_steps_done = True
         self.reporter.display.set_phase("save")
@@ -105,7 +113,7 @@ class StepLoop:
             initial = self._evaluate(0)
             evaluation = self.progress.with_evaluation(initial).evaluation
             self.progress = replace(self.progress, initial_evaluation=evaluation)
-            self.checkpoints.record_initial_evaluation(self.progress)
+            self.checkpoints.record_evaluations(self.progress)
             self.reporter.write_metrics(0, initial)
         self._check_early_stopping()
 
@@ -117,11 +125,11 @@ class StepLoop:
         position, is_last = self.progress.position, step == self.last_step
         self.state, samples, metrics = self.trainer.step(self.state, step=step, position=position, timer=timer)
         self.reporter.report_samples(step, samples)
-        decision = self.interrupts.sync_stop_decision(save_is_due=self.save_clock.is_due)
         timer.stop()
         self.profiler.stop()
         record = _step_metrics(metrics, samples, timer) | {"perf/compilations": self.compilations.take_count()}
-        num_prompts = int(metrics["rollout/num_rounds"] or 1) * self.trainer.global_prompts_per_step
+        prompts_per_round = self.settings.rollout.prompts_per_step * jax.process_count()
+        num_prompts = int(metrics["rollout/num_rounds"] or 1) * prompts_per_round
         num_tokens = int(metrics["data/num_tokens"] or 0)
         self.progress = self.progress.after_step(
             step, num_prompts=num_prompts, num_tokens=num_tokens, **self._carried_progress()
@@ -132,8 +140,7 @@ class StepLoop:
         if self.eval_prompts and (is_last or step % self.settings.eval.every_steps == 0):
             record = self._add_evaluation(record)
         self.reporter.report_step(step, record)
-        with error_barrier():
-            ends = self.on_step is not None and bool(self.on_step({"step": step, **record}))
+        decision = self._decide({"step": step, **record})
         stop_if_diverged(metrics, self.settings)
         self._check_early_stopping()
         is_last = is_last or bool(self.early_end)
@@ -141,9 +148,24 @@ class StepLoop:
         if in_turn or self.checkpoints.is_best(self.progress):
             self._save()
         self.checkpoints.update_best_link()
-        # Callbacks of hosts may disagree. After the last step a stop changes nothing: the run is complete.
-        if (decision.exit_code or max_over_hosts(np.asarray(ends))) and not is_last:
+        # After the last step a stop changes nothing: the run is complete.
+        if (decision.exit_code or decision.end_is_asked) and not is_last:
             raise StoppedError
+
+    def _decide(self, record: Mapping[str, Any]) -> StopDecision:
+        """Calls `on_step` and returns the decision of all hosts; an error of a host's callback is raised on all."""
+        ends, problem = False, None
+        try:
+            ends = self.on_step is not None and bool(self.on_step(record))
+        # Every exception, because the other hosts wait for this one's decision; it is raised below.
+        except Exception as error:
+            ends, problem = True, error
+        decision = self.interrupts.sync_stop_decision(save_is_due=self.save_clock.is_due, end_is_asked=ends)
+        if decision.end_is_asked:
+            with error_barrier():
+                if problem is not None:
+                    raise problem
+        return decision
 
     def _carried_progress(self) -> dict[str, Any]:
         """Returns the changed fields of the progress, except step and evaluation. All hosts must call it together."""
@@ -162,7 +184,7 @@ class StepLoop:
         start = time.perf_counter()
         policy = self.trainer.session.full_params(self.state.policy.params)
         rewarded = self.trainer.evaluate(policy, self.eval_prompts, step=step, display=self.reporter.display)
-        metrics = evaluation_metrics(rewarded.samples, self.settings)
+        metrics = {**evaluation_metrics(rewarded.samples, self.settings), EVAL_PROMPTS: len(self.eval_prompts)}
         self.reporter.report_evaluation(step, metrics, rewarded.samples)
         return {**metrics, "time/eval_s": time.perf_counter() - start, "time/unix_s": time.time()}
 

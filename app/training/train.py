@@ -17,13 +17,13 @@ from app.distributed.preemption import PreemptionHandler
 from app.distributed.shutdown import broadcast_failure, exit_barrier
 from app.records.run_directory import Resume, lock_run_directory
 from app.runtime.packed_row_check import check_packing, random_samples
+from app.runtime.reward_model import RewardModel
 from app.tracking.compilation_counter import CompilationCounter
 from app.tracking.console import ProgressDisplay
 from app.tracking.profiler import StepProfiler
 from app.tracking.run_reporter import RunReporter
 from app.training.initial_state import (
     load_reference_params,
-    load_reward_model,
     open_checkpoints,
     open_run_log,
     restore_or_initialize,
@@ -73,7 +73,8 @@ def train(
 
     Raises:
         InputError: an input cannot be used; nothing on disk has changed.
-        RuntimeError: too many non-finite updates in a row, or rewards that training cannot continue with.
+        RuntimeError: too many non-finite updates in a row, or rewards that training cannot continue with; after these,
+            the last complete step is saved.
     """
     with ExitStack() as stack:
         setup = stack.enter_context(
@@ -97,7 +98,7 @@ def _train(setup: RunSetup, stack: ExitStack, clock: Callable[[], float], on_ste
     checkpoints = stack.enter_context(closing(open_checkpoints(setup, learners)))
     state, progress = restore_or_initialize(checkpoints, setup, learners)
     reference = load_reference_params(state, progress, session)
-    reward_model = load_reward_model(setup)
+    reward_model = setup.inputs.reward_model and RewardModel.load(settings, setup.inputs.reward_model, session.mesh)
     trainer = Trainer(settings, session, learners, setup.inputs.prompts, reference, setup.rewards, reward_model, replay)
     if settings.uses_packing:
         critic = state.critic and state.critic.params
@@ -114,6 +115,8 @@ def _train(setup: RunSetup, stack: ExitStack, clock: Callable[[], float], on_ste
     resumed = checkpoints.has_step(progress.step)
     with error_barrier():
         run_log = stack.enter_context(closing(open_run_log(setup, progress, resumed=resumed)))
+    # After the last check that may refuse the resume.
+    checkpoints.move_damaged_aside()
     reporter = RunReporter(setup.run, settings.logging, display, run_log)
     stack.callback(reporter.write_final_report)
     profiler = StepProfiler(settings.logging.profile_steps if is_first else (), setup.run.profile_dir)

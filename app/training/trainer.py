@@ -7,7 +7,6 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-import jax
 import numpy as np
 
 from app.batching.metrics import scoring_batching_metrics
@@ -97,11 +96,7 @@ class Trainer:
             self.session.take_schedule_metrics()
         )
         step_metrics |= staleness_metrics(samples, step=step) if self.session.generates_async else {}
-        rewarded = {
-            **sample_metrics(samples, self.rewards.reward_names),
-            **step_metrics,
-            **model_metrics,
-        }
+        rewarded = {**sample_metrics(samples, self.rewards.reward_names), **step_metrics, **model_metrics}
         sampled, learned = TokenCounts.count_over_hosts(scored.samples, samples)
         work = make_step_flops(self.settings, self.session, trains_policy=learns)
         drawn_now = NO_TOKENS if self.replay else sampled
@@ -157,11 +152,6 @@ class Trainer:
             timer.display.print_lines(gather_lines_to_first_host(scored.notices))
             check_rewards(scored)
         return scored
-
-    @property
-    def global_prompts_per_step(self) -> int:
-        """Number of prompts of a round over all hosts."""
-        return self.settings.rollout.prompts_per_step * jax.process_count()
 
     def score(
         self, state: RunState, samples: list[Sample], first_epoch: Sequence[np.ndarray], timer: StepTimer

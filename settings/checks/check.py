@@ -10,8 +10,8 @@ from settings.errors import InputError
 from settings.loading.resolve import Resolved
 from settings.schema.settings import Settings
 
-Check = Callable[[Resolved], str | None]
-"""Returns an error message or None. `<a.b>` in a message is replaced by the setting's name, value and origin."""
+Check = Callable[[Resolved], Iterable[str]]
+"""Yields error messages. `<a.b>` in a message is replaced by the setting's name, value and origin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,12 +21,12 @@ class Rule:
     is_broken: Callable[[Settings], bool]
     message: str
 
-    def __call__(self, resolved: Resolved) -> str | None:
-        return self.message if self.is_broken(resolved.settings) else None
+    def __call__(self, resolved: Resolved) -> Iterable[str]:
+        return [self.message] if self.is_broken(resolved.settings) else []
 
 
 def run_checks(resolved: Resolved, checks: Iterable[Check]) -> None:
     """Runs every check and raises InputError listing all problems, one per line."""
-    problems = [message for check in checks if (message := check(resolved))]
+    problems = [message for check in checks for message in check(resolved)]
     if problems:
         raise InputError(re.sub(r"<([a-z_.]+)>", lambda match: resolved.describe(match[1]), "\n".join(problems)))

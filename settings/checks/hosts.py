@@ -2,36 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from settings.checks.check import Rule
 from settings.loading.fields import value_of
+from settings.loading.inherited_settings import RENDEZVOUS_FIELDS
 from settings.loading.resolve import Resolved, real_device_fields
 
-PROCESS_FIELDS = ("mesh.coordinator_address", "mesh.num_processes", "mesh.process_id")
 
-
-def _check_processes(resolved: Resolved) -> str | None:
+def _check_processes(resolved: Resolved) -> Iterator[str]:
     mesh = resolved.settings.mesh
-    missing = [field for field in PROCESS_FIELDS if value_of(resolved.settings, field) is None]
-    given = [f"<{field}>" for field in PROCESS_FIELDS if field not in missing]
+    missing = [field for field in RENDEZVOUS_FIELDS if value_of(resolved.settings, field) is None]
+    given = [f"<{field}>" for field in RENDEZVOUS_FIELDS if field not in missing]
     if mesh.coordinator_address == "auto":
-        return f"{' and '.join(given[1:])}: must be null with mesh.coordinator_address: auto" if given[1:] else None
-    if given and missing:
-        return (
+        if given[1:]:
+            yield f"{' and '.join(given[1:])}: must be null with mesh.coordinator_address: auto"
+    elif given and missing:
+        yield (
             f"{' and '.join(given)}: also set {' and '.join(missing)}, or only mesh.coordinator_address: auto if the "
             "platform provides the list of hosts"
         )
-    if mesh.num_processes is not None and mesh.process_id is not None and mesh.process_id >= mesh.num_processes:
+    elif mesh.num_processes is not None and mesh.process_id is not None and mesh.process_id >= mesh.num_processes:
         last = mesh.num_processes - 1
-        return f"<mesh.process_id> is too large for <mesh.num_processes>; ids range from 0 to {last}"
-    return None
+        yield f"<mesh.process_id> is too large for <mesh.num_processes>; ids range from 0 to {last}"
 
 
-def check_pretend_conflicts(resolved: Resolved) -> str | None:
-    real = real_device_fields(resolved.settings)
-    if resolved.settings.mesh.pretend is None or not real:
-        return None
-    listed = " and ".join(f"<{field}>" for field in real)
-    return f"<mesh.pretend> requests simulated devices, which cannot be combined with {listed}; remove one or the other"
+def check_pretend_conflicts(resolved: Resolved) -> Iterator[str]:
+    real = " and ".join(f"<{field}>" for field in real_device_fields(resolved.settings))
+    if resolved.settings.mesh.pretend is not None and real:
+        yield (
+            f"<mesh.pretend> requests simulated devices, which cannot be combined with {real}; remove one or the other"
+        )
 
 
 HOST_CHECKS = (

@@ -30,15 +30,8 @@ FREE_SETTINGS = (
     *("reward.timeout_s", "reward.cpu_s", "reward.memory_mib", "reward.workers", "reward.batch_size"),
     *("reward.load_timeout_s", "reward.environment", "optimizer.max_nonfinite_steps"),
     # Checkpoints contain fingerprints of the models and data that these select.
-    *(
-        "model.path",
-        "model.revision",
-        "model.lora",
-        "critic.path",
-        "critic.revision",
-        "reward.model",
-        "reward.model_revision",
-    ),
+    *("model.path", "model.revision", "model.lora", "critic.path", "critic.revision"),
+    *("reward.model", "reward.model_revision"),
     *("rollout.prompts_per_step", "algorithm.mini_batch_prompts"),
     *("data.source", "data.split", "data.revision", "data.prompt_column", "data.answer_column"),
 )

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from settings.checks.check import Rule
 from settings.loading.resolve import Resolved
 from settings.schema.settings import Settings
 
 
-def _check_worker_devices(resolved: Resolved) -> str | None:
+def _check_worker_devices(resolved: Resolved) -> Iterator[str]:
     workers = resolved.settings.rollout.workers
     named = [*(workers.fast.devices or ()), *(workers.heavy.devices or ())]
     twice = sorted({device for device in named if named.count(device) > 1})
-    if not twice:
-        return None
-    return (
-        f"<rollout.workers.fast.devices> and <rollout.workers.heavy.devices> name devices more than once: "
-        f"{', '.join(map(str, twice))}; assign each device to one pool, once"
-    )
+    if twice:
+        yield (
+            f"<rollout.workers.fast.devices> and <rollout.workers.heavy.devices> name devices more than once: "
+            f"{', '.join(map(str, twice))}; assign each device to one pool, once"
+        )
 
 
 def _has_unequal_slots(settings: Settings) -> bool:
@@ -24,54 +25,49 @@ def _has_unequal_slots(settings: Settings) -> bool:
     return settings.rollout.has_workers and fast.count > 0 and heavy.count > 0 and fast.slots != heavy.slots
 
 
-def _check_exact_mode(resolved: Resolved) -> str | None:
-    rollout = resolved.settings.rollout
-    if rollout.mode != "exact":
-        return None
-    if rollout.slots is None and not rollout.has_workers:
-        return (
-            "<rollout.mode>: samples are bitwise reproducible only with a fixed number of slots; set rollout.slots "
-            "(for example to 16), or rollout.mode: fast"
-        )
-    if _has_unequal_slots(resolved.settings):
-        return (
-            "<rollout.mode>: samples are bitwise reproducible only if all workers have the same number of slots, got "
-            "<rollout.workers.fast.slots> and <rollout.workers.heavy.slots>; set both to the same number"
-        )
-    if resolved.settings.model.dtype != "float32":
-        return (
-            "<rollout.mode>: with <model.dtype> rounding depends on the batch; set model.dtype: float32, or "
-            "rollout.mode: fast"
-        )
-    return None
+EXACT_MODE_CHECKS = (
+    Rule(
+        lambda s: s.rollout.mode == "exact" and s.rollout.slots is None and not s.rollout.has_workers,
+        "<rollout.mode>: samples are bitwise reproducible only with a fixed number of slots; set rollout.slots "
+        "(for example to 16), or rollout.mode: fast",
+    ),
+    Rule(
+        lambda s: s.rollout.mode == "exact" and _has_unequal_slots(s),
+        "<rollout.mode>: samples are bitwise reproducible only if all workers have the same number of slots, got "
+        "<rollout.workers.fast.slots> and <rollout.workers.heavy.slots>; set both to the same number",
+    ),
+    Rule(
+        lambda s: s.rollout.mode == "exact" and s.model.dtype != "float32",
+        "<rollout.mode>: with <model.dtype> rounding depends on the batch; set model.dtype: float32, or "
+        "rollout.mode: fast",
+    ),
+)
 
 
-def _check_ray_pool(resolved: Resolved) -> str | None:
+def _check_ray_pool(resolved: Resolved) -> Iterator[str]:
     rollout = resolved.settings.rollout
     if rollout.pool == "local":
-        return None
+        return
     if not rollout.has_workers:
-        return (
+        yield (
             "<rollout.pool>: Ray runs only workers with a scheduler; "
             f"set {_how_to_get_workers(resolved)}, or rollout.pool: local"
         )
     for kind in ("fast", "heavy"):
         if getattr(rollout.workers, kind).devices is not None:
-            return (
+            yield (
                 f"<rollout.workers.{kind}.devices> lists device numbers of this host, but with <rollout.pool> a worker "
                 f"uses the devices that Ray assigns; set it to null, and set rollout.ray.{kind}.num_gpus or resources"
             )
-    return None
 
 
-def _check_staleness(resolved: Resolved) -> str | None:
+def _check_staleness(resolved: Resolved) -> Iterator[str]:
     rollout = resolved.settings.rollout
-    if rollout.max_staleness == 0 or rollout.has_workers:
-        return None
-    return (
-        "<rollout.max_staleness>: only workers with a scheduler generate during training; "
-        f"set {_how_to_get_workers(resolved)}, or rollout.max_staleness: 0"
-    )
+    if rollout.max_staleness > 0 and not rollout.has_workers:
+        yield (
+            "<rollout.max_staleness>: only workers with a scheduler generate during training; "
+            f"set {_how_to_get_workers(resolved)}, or rollout.max_staleness: 0"
+        )
 
 
 def _how_to_get_workers(resolved: Resolved) -> str:
@@ -118,7 +114,7 @@ WORKER_CHECKS = (
         "set rollout.decode_layout: gathered, or rollout.scheduler: null",
     ),
     _check_ray_pool,
-    _check_exact_mode,
+    *EXACT_MODE_CHECKS,
 )
 
 STALENESS_CHECKS = (

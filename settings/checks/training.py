@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from importlib.util import find_spec
 
 from settings.checks.check import Rule
@@ -13,151 +14,130 @@ from settings.schema.run import EarlyStoppingSettings
 from settings.schema.settings import Settings
 
 
-def _check_group_size(resolved: Resolved) -> str | None:
+def _check_group_size(resolved: Resolved) -> Iterator[str]:
     algorithm = resolved.settings.algorithm
-    if resolved.settings.rollout.group_size >= 2 or algorithm.estimator not in GROUP_RELATIVE_ESTIMATORS:
-        return None
-    return (
-        f"<rollout.group_size>: {algorithm.name} compares the samples of a prompt with each other, so it needs at "
-        "least 2 (8 is usual)"
-    )
+    if resolved.settings.rollout.group_size < 2 and algorithm.estimator in GROUP_RELATIVE_ESTIMATORS:
+        yield (
+            f"<rollout.group_size>: {algorithm.name} compares the samples of a prompt with each other, so it needs at "
+            "least 2 (8 is usual)"
+        )
 
 
-def _check_temperature(resolved: Resolved) -> str | None:
+def _check_temperature(resolved: Resolved) -> Iterator[str]:
     algorithm = resolved.settings.algorithm
     if resolved.settings.rollout.temperature > 0:
-        return None
+        return
     if algorithm.estimator in GROUP_RELATIVE_ESTIMATORS:
         reason = f"greedy samples of a prompt are identical, so {algorithm.name} has nothing to compare"
     else:
         reason = "greedy sampling does not explore, and logprobs at temperature 0 are undefined"
-    return f"<rollout.temperature>: {reason}; set it above 0 (1.0 is usual)"
+    yield f"<rollout.temperature>: {reason}; set it above 0 (1.0 is usual)"
 
 
-def _check_overlong_name(resolved: Resolved) -> str | None:
-    return _reserved_name(resolved, OVERLONG_REWARD, "reward.overlong_buffer", "length penalty")
-
-
-def _check_model_name(resolved: Resolved) -> str | None:
-    return _reserved_name(resolved, MODEL_REWARD, "reward.model", "score")
-
-
-def _reserved_name(resolved: Resolved, name: str, setting: str, owner: str) -> str | None:
-    names = [function.name for function in resolved.settings.reward.functions]
-    if name not in names or value_of(resolved.settings, setting) is None:
-        return None
-    return f"<reward.functions>: `{name}` is reserved for the {owner} of <{setting}>; give the function another `name:`"
-
-
-def _check_kl_weight(resolved: Resolved) -> str | None:
-    algorithm = resolved.settings.algorithm
-    # A weight of 0 from a later layer turns the penalty off.
-    if algorithm.beta > 0 or algorithm.kl_in != "reward" or resolved.is_later("algorithm.beta", "algorithm.kl_in"):
-        return None
-    return (
-        "<algorithm.kl_in>: with <algorithm.beta> there is no penalty to subtract from the reward; set algorithm.beta "
-        "above 0 (0.05 is usual), or set algorithm.kl_in to null"
+def _reserved_name(name: str, setting: str, owner: str) -> Rule:
+    return Rule(
+        lambda s: value_of(s, setting) is not None and name in [function.name for function in s.reward.functions],
+        f"<reward.functions>: `{name}` is reserved for the {owner} of <{setting}>; give the function another `name:`",
     )
 
 
-def _check_adaptive_kl(resolved: Resolved) -> str | None:
+def _check_kl_weight(resolved: Resolved) -> Iterator[str]:
+    algorithm = resolved.settings.algorithm
+    # A weight of 0 from a later layer turns the penalty off.
+    is_off = resolved.is_later("algorithm.beta", "algorithm.kl_in")
+    if algorithm.beta == 0 and algorithm.kl_in == "reward" and not is_off:
+        yield (
+            "<algorithm.kl_in>: with <algorithm.beta> there is no penalty to subtract from the reward; set "
+            "algorithm.beta above 0 (0.05 is usual), or set algorithm.kl_in to null"
+        )
+
+
+def _check_adaptive_kl(resolved: Resolved) -> Iterator[str]:
     algorithm = resolved.settings.algorithm
     if algorithm.kl_target is None:
-        return None
-    if algorithm.beta == 0:
-        if resolved.is_later("algorithm.beta", "algorithm.kl_target"):
-            return None
-        return (
+        return
+    if algorithm.beta == 0 and not resolved.is_later("algorithm.beta", "algorithm.kl_target"):
+        yield (
             "<algorithm.kl_target>: <algorithm.beta> would stay 0, because it is adapted by multiplication; set "
             "algorithm.beta above 0 (0.05 is usual), or set algorithm.kl_target to null"
         )
-    if algorithm.kl_in == "reward":
-        return None
-    return (
-        "<algorithm.kl_target>: only a penalty in the reward can be adapted, but <algorithm.kl_in>; set "
-        "algorithm.kl_in: reward, or set algorithm.kl_target to null"
-    )
+    if algorithm.beta > 0 and algorithm.kl_in != "reward":
+        yield (
+            "<algorithm.kl_target>: only a penalty in the reward can be adapted, but <algorithm.kl_in>; set "
+            "algorithm.kl_in: reward, or set algorithm.kl_target to null"
+        )
 
 
-def _check_mini_batch_size(resolved: Resolved) -> str | None:
+def _check_mini_batch_size(resolved: Resolved) -> Iterator[str]:
     step = resolved.settings.rollout.prompts_per_step
     mini_batch = resolved.settings.algorithm.mini_batch_prompts or step
-    if step % mini_batch == 0:
-        return None
-    divisors = [size for size in range(1, step + 1) if step % size == 0]
-    nearest = [size for size in divisors if size < mini_batch][-1:] + [size for size in divisors if size > mini_batch][
-        :1
-    ]
-    return (
-        "<algorithm.mini_batch_prompts> does not divide <rollout.prompts_per_step>; the nearest divisors: "
-        f"{' or '.join(map(str, nearest))}"
-    )
+    if step % mini_batch:
+        divisors = [size for size in range(1, step + 1) if step % size == 0]
+        above = next((place for place, size in enumerate(divisors) if size > mini_batch), len(divisors))
+        yield (
+            "<algorithm.mini_batch_prompts> does not divide <rollout.prompts_per_step>; the nearest divisors: "
+            f"{' or '.join(map(str, divisors[above - 1 : above + 1]))}"
+        )
 
 
-def check_max_length(resolved: Resolved) -> str | None:
+def check_max_length(resolved: Resolved) -> Iterator[str]:
     rollout, data = resolved.settings.rollout, resolved.settings.data
     longest = data.max_prompt_length + rollout.max_new_tokens
-    if rollout.max_length_total is None or longest <= rollout.max_length_total:
-        return None
-    remaining = rollout.max_length_total - data.max_prompt_length
-    lower = f", or lower rollout.max_new_tokens to {remaining}" if remaining >= 1 else ""
-    return (
-        f"<data.max_prompt_length> and <rollout.max_new_tokens> add up to {longest} tokens, more than "
-        f"<rollout.max_length_total>; set the latter to {longest} or null{lower}"
-    )
+    if rollout.max_length_total is not None and longest > rollout.max_length_total:
+        remaining = rollout.max_length_total - data.max_prompt_length
+        lower = f", or lower rollout.max_new_tokens to {remaining}" if remaining >= 1 else ""
+        yield (
+            f"<data.max_prompt_length> and <rollout.max_new_tokens> add up to {longest} tokens, more than "
+            f"<rollout.max_length_total>; set the latter to {longest} or null{lower}"
+        )
 
 
-def check_token_quotas(resolved: Resolved) -> str | None:
+def check_token_quotas(resolved: Resolved) -> Iterator[str]:
     """Checks the token quotas of the updates and of every role that a step scores."""
     settings = resolved.settings
     updated = ("algorithm", "critic") if settings.has_critic else ("algorithm",)
     roles = (*settings.scored_roles, "reward") if settings.reward.model else settings.scored_roles
     # Bootstrapping truncated samples and reward models both read one token after a sample.
     extra_tokens = {"score.critic": int(settings.algorithm.bootstrap_truncated), "score.reward": 1}
-    problems = []
     for scope in (*updated, *(f"score.{role}" for role in roles)):
         quota = value_of(settings, f"{scope}.max_tokens_per_device")
         extra = extra_tokens.get(scope, 0)
         longest = settings.data.max_prompt_length + settings.rollout.max_new_tokens + extra
         if quota is not None and quota < longest:
-            problems.append(
+            yield (
                 f"<{scope}.max_tokens_per_device> is less than the longest possible sample: <data.max_prompt_length> + "
                 f"<rollout.max_new_tokens>{' + 1 token after it' if extra else ''} = {longest} tokens, and samples are "
                 f"not split; raise the quota to {longest} or more, lower one of these lengths, or set "
                 f"{scope}.rows_per_device instead"
             )
-    return "\n".join(problems) or None
 
 
-def _check_warmup(resolved: Resolved) -> str | None:
+def _check_warmup(resolved: Resolved) -> Iterator[str]:
     updates = resolved.settings.num_policy_updates
-    if resolved.settings.optimizer.warmup_steps < max(updates, 1):
-        return None
-    return (
-        f"<optimizer.warmup_steps>: <run.steps> gives {updates} optimizer steps, so the warm-up would not end; lower "
-        f"it to at most {updates - 1}"
-    )
+    if resolved.settings.optimizer.warmup_steps >= max(updates, 1):
+        yield (
+            f"<optimizer.warmup_steps>: <run.steps> gives {updates} optimizer steps, so the warm-up would not end; "
+            f"lower it to at most {updates - 1}"
+        )
 
 
-def _check_critic_warmup(resolved: Resolved) -> str | None:
+def _check_critic_warmup(resolved: Resolved) -> Iterator[str]:
     settings = resolved.settings
-    if not settings.has_critic or settings.critic.warmup_steps < settings.run.steps:
-        return None
-    return (
-        "<critic.warmup_steps> leaves no step to train the policy, because <run.steps>; "
-        f"lower it to at most {settings.run.steps - 1}"
-    )
+    if settings.has_critic and settings.critic.warmup_steps >= settings.run.steps:
+        yield (
+            "<critic.warmup_steps> leaves no step to train the policy, because <run.steps>; "
+            f"lower it to at most {settings.run.steps - 1}"
+        )
 
 
-def _check_profile_steps(resolved: Resolved) -> str | None:
+def _check_profile_steps(resolved: Resolved) -> Iterator[str]:
     steps = resolved.settings.run.steps
     beyond = [step for step in resolved.settings.logging.profile_steps if step > steps]
-    if not beyond:
-        return None
-    return (
-        f"<logging.profile_steps>: step {beyond[0]} is not part of the run, because <run.steps>; choose steps from 1 "
-        f"to {steps}"
-    )
+    if beyond:
+        yield (
+            f"<logging.profile_steps>: step {beyond[0]} is not part of the run, because <run.steps>; choose steps from "
+            f"1 to {steps}"
+        )
 
 
 def _rewards_count_nothing(settings: Settings) -> bool:
@@ -175,7 +155,11 @@ check_evaluation_temperature = Rule(
     "<eval.num_samples>: with <eval.temperature> all samples of a prompt are identical; set eval.temperature above 0 "
     "(1.0 is usual), or eval.num_samples to 1",
 )
-REWARD_CHECKS = (_check_model_name, check_overlong_buffer, _check_overlong_name)
+REWARD_CHECKS = (
+    _reserved_name(MODEL_REWARD, "reward.model", "score"),
+    check_overlong_buffer,
+    _reserved_name(OVERLONG_REWARD, "reward.overlong_buffer", "length penalty"),
+)
 
 BATCH_CHECKS = (
     Rule(

@@ -64,15 +64,14 @@ USAGE_CONDITIONS = (
 )
 
 
-def check_unused_settings(resolved: Resolved) -> str | None:
-    """Returns an error about settings from a later layer than the choice that makes them unused, or None."""
-    lines = [
-        f"<{field}> has no effect with <{choice}>: it is only for {condition.text}; "
-        f"remove it, or change {condition.setting}"
-        for field, choice, condition in _unused_fields(resolved)
-        if resolved.is_later(field, choice)
-    ]
-    return "\n".join(lines) or None
+def check_unused_settings(resolved: Resolved) -> Iterator[str]:
+    """Yields an error for each setting from a later layer than the choice that makes it unused."""
+    for field, choice, condition in _unused_fields(resolved):
+        if resolved.is_later(field, choice):
+            yield (
+                f"<{field}> has no effect with <{choice}>: it is only for {condition.text}; "
+                f"remove it, or change {condition.setting}"
+            )
 
 
 def launch_notices(resolved: Resolved) -> tuple[str, ...]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
+from dataclasses import dataclass, fields
 
 from settings.schema.algorithm import CRITIC_ESTIMATORS, AlgorithmSettings
 
@@ -24,35 +23,33 @@ class AlgorithmPreset:
     filter: str = "none"
 
 
-ALGORITHM_PRESETS: Mapping[str, AlgorithmPreset] = MappingProxyType(
-    {
-        # The paper uses sequence-mean-token-mean, which favors short correct answers and long wrong ones.
-        # The token mean of Yu et al. 2025 (DAPO) is also the default of TRL and verl.
-        "grpo": AlgorithmPreset("Shao et al. 2024"),
-        "dr_grpo": AlgorithmPreset("Liu et al. 2025", estimator="dr_grpo", loss_aggregation="constant-length"),
-        # The whole completion is one action, so the penalty is part of its reward.
-        "rloo": AlgorithmPreset(
-            "Ahmadian et al. 2024", estimator="rloo", loss_aggregation="sequence-mean-token-sum", kl_in="reward"
-        ),
-        "reinforce_plus_plus": AlgorithmPreset("Hu 2025", estimator="reinforce_plus_plus", kl_in="reward"),
-        # The ratio of a sequence changes far less than that of a token, hence the narrow clip (section 5.1).
-        "gspo": AlgorithmPreset(
-            "Zheng et al. 2025",
-            ratio_level="sequence",
-            clip_low=3e-4,
-            clip_high=4e-4,
-            loss_aggregation="sequence-mean-token-mean",
-        ),
-        "dapo": AlgorithmPreset("Yu et al. 2025", clip_high=0.28, filter="zero_variance"),
-        # The paper does not report its upper bound; both numbers are from verl's example. The lower bound has no
-        # effect, since 1 - 10 is below any ratio. Dynamic sampling follows DAPO (section 3.1).
-        "cispo": AlgorithmPreset("MiniMax 2025", clip="cispo", clip_low=10.0, clip_high=0.2, filter="zero_variance"),
-        # The KL penalty follows Stiennon et al. 2020.
-        "ppo": AlgorithmPreset("Schulman et al. 2017", estimator="gae", kl_in="reward"),
-    }
-)
+ALGORITHM_PRESETS: Mapping[str, AlgorithmPreset] = {
+    # The paper uses sequence-mean-token-mean, which favors short correct answers and long wrong ones.
+    # The token mean of Yu et al. 2025 (DAPO) is also the default of TRL and verl.
+    "grpo": AlgorithmPreset("Shao et al. 2024"),
+    "dr_grpo": AlgorithmPreset("Liu et al. 2025", estimator="dr_grpo", loss_aggregation="constant-length"),
+    # The whole completion is one action, so the penalty is part of its reward.
+    "rloo": AlgorithmPreset(
+        "Ahmadian et al. 2024", estimator="rloo", loss_aggregation="sequence-mean-token-sum", kl_in="reward"
+    ),
+    "reinforce_plus_plus": AlgorithmPreset("Hu 2025", estimator="reinforce_plus_plus", kl_in="reward"),
+    # The ratio of a sequence changes far less than that of a token, hence the narrow clip (section 5.1).
+    "gspo": AlgorithmPreset(
+        "Zheng et al. 2025",
+        ratio_level="sequence",
+        clip_low=3e-4,
+        clip_high=4e-4,
+        loss_aggregation="sequence-mean-token-mean",
+    ),
+    "dapo": AlgorithmPreset("Yu et al. 2025", clip_high=0.28, filter="zero_variance"),
+    # The paper does not report its upper bound; both numbers are from verl's example. The lower bound has no
+    # effect, since 1 - 10 is below any ratio. Dynamic sampling follows DAPO (section 3.1).
+    "cispo": AlgorithmPreset("MiniMax 2025", clip="cispo", clip_low=10.0, clip_high=0.2, filter="zero_variance"),
+    # The KL penalty follows Stiennon et al. 2020.
+    "ppo": AlgorithmPreset("Schulman et al. 2017", estimator="gae", kl_in="reward"),
+}
 
-DEFAULT_KL_ESTIMATORS: Mapping[str, str] = MappingProxyType({"loss": "k3", "reward": "k1"})
+DEFAULT_KL_ESTIMATORS: Mapping[str, str] = {"loss": "k3", "reward": "k1"}
 """Default KL estimator for each value of `algorithm.kl_in`. Sources: Shao et al. 2024, eq. 4; Ahmadian et al. 2024."""
 
 DEFAULT_CORRECTION_VETO = 1e-4
@@ -61,7 +58,7 @@ DEFAULT_CORRECTION_VETO = 1e-4
 GROUP_RELATIVE_ESTIMATORS = frozenset({"grpo", "dr_grpo", "rloo"})
 """Estimators that compare a sample with the other samples of its group."""
 
-PRESET_FIELDS = ("estimator", "ratio_level", "clip", "clip_low", "clip_high", "loss_aggregation", "kl_in", "filter")
+PRESET_FIELDS = tuple(field.name for field in fields(AlgorithmPreset) if field.name != "source")
 """Fields of `algorithm` that `algorithm.name` determines if they are null."""
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from difflib import SequenceMatcher
+from difflib import SequenceMatcher, get_close_matches
 from functools import reduce
 from typing import Any, get_args
 
@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from settings.loading.aliases import ALIASES
-from settings.loading.synonyms import VERL_ROOT, find_synonyms
+from settings.loading.synonyms import VERL_ROOT, Synonym, find_synonyms
 from settings.schema.data import DataSourceSettings
 from settings.schema.reward import RewardFunctionSettings
 from settings.schema.settings import Settings
@@ -77,19 +77,18 @@ def suggest_fields(unknown: str, *, show: Callable[[str], str] = str) -> tuple[l
     near = _nearest_fields(unknown)
     synonyms, is_exact = find_synonyms(unknown, SECTIONS)
     if synonyms and (is_exact or last not in [name.rpartition(".")[2] for name in near]):
-        near = [field for here in synonyms.values() if not here.startswith("–") for field in here.split()]
+        near = [field for synonym in synonyms for field in synonym.fields]
         # A name that differs only in its section, such as TRL's `top_p`, needs no explanation.
         if [name.rpartition(".")[2] for name in near] != [last]:
-            return near, f"; {' and '.join(_describe_synonym(title, here, show) for title, here in synonyms.items())}"
+            return near, f"; {' and '.join(_describe_synonym(synonym, show) for synonym in synonyms)}"
     section = unknown.partition(".")[0]
     overview = f"`grpo settings {section}`" if section in SECTIONS else "`grpo settings`"
     return near, did_you_mean([show(name) for name in near]) or f"; {overview} lists the settings"
 
 
-def _describe_synonym(title: str, here: str, show: Callable[[str], str]) -> str:
-    if here.startswith("–"):
-        return f"{title} has no counterpart here{here.replace('– ', ': ').removesuffix('–')}"
-    return f"{title} is {' and '.join(map(show, here.split()))} here"
+def _describe_synonym(synonym: Synonym, show: Callable[[str], str]) -> str:
+    here = f"is {' and '.join(map(show, synonym.fields))} here" if synonym.fields else "has no counterpart here"
+    return f"{synonym.title} {here}" + (f": {synonym.remark}" if synonym.remark else "")
 
 
 def _nearest_fields(unknown: str) -> list[str]:
@@ -97,18 +96,15 @@ def _nearest_fields(unknown: str) -> list[str]:
     sections = [section for section in SECTIONS if ("." in section) == ("." in unknown)]
     known = [(name, name) for name in (*FIELDS, *sections, *ALIASES)]
     known += [(name.rpartition(".")[2], name) for name in FIELDS]
-    nearest = _nearest(known, lambda spelling: _similarity(unknown, spelling), MIN_FIELD_SIMILARITY)
-    return nearest if len(nearest) <= 4 else []
+    scores = [(_similarity(unknown, spelling), name) for spelling, name in known]
+    best = max(score for score, _ in scores)
+    nearest = sorted({name for score, name in scores if score == best})
+    return nearest if best >= MIN_FIELD_SIMILARITY and len(nearest) <= 4 else []
 
 
 def nearest_names(unknown: str, names: Iterable[str]) -> list[str]:
-    return _nearest([(name, name) for name in names], lambda name: _ratio(unknown.lower(), name), MIN_SIMILARITY)
-
-
-def _nearest(known: list[tuple[str, str]], similarity: Callable[[str], float], minimum: float) -> list[str]:
-    scores = [(similarity(spelling), name) for spelling, name in known]
-    best = max(score for score, _ in scores)
-    return sorted({name for score, name in scores if score == best}) if best >= minimum else []
+    """Returns the most similar name, if any is similar."""
+    return get_close_matches(unknown.lower(), [*names], n=1, cutoff=MIN_SIMILARITY)
 
 
 def _similarity(unknown: str, known: str) -> float:

@@ -84,7 +84,8 @@ class _Scope:
         return self.explicit[part].value if part == "dynamic" else part == TOKEN_QUOTA
 
     def _describe(self, parts: Sequence[str]) -> str:
-        return " and ".join(f"{self.fields[part]} = {_value_and_origin(self.explicit[part])}" for part in parts)
+        leaves = {self.fields[part]: self.explicit[part] for part in parts}
+        return " and ".join(f"{name} = {x.value!r} (from {describe_origin(x.origin)})" for name, x in leaves.items())
 
     def _given_names(self, parts: Sequence[str]) -> str:
         return " and ".join(self.explicit[part].given_name for part in parts)
@@ -138,10 +139,6 @@ def _override_notices(scope: _Scope, effective: Mapping[str, SourcedValue | None
 
 def _is_off(values: SourcedValues) -> bool:
     return "strategy" in values and values["strategy"].value == "off"
-
-
-def _value_and_origin(leaf: SourcedValue) -> str:
-    return f"{leaf.value!r} (from {describe_origin(leaf.origin)})"
 
 
 def _verb_form(parts: Sequence[str]) -> str:

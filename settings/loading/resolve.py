@@ -33,16 +33,16 @@ from settings.loading.sources import (
     Flags,
     Layer,
     SourcedValue,
+    build_layer,
     describe_origin,
-    environment_layer,
+    environment_entries,
     environment_notices,
-    flag_layer,
+    flag_entries,
     precedence,
-    set_layer,
-    yaml_layer,
+    set_entries,
+    yaml_entries,
 )
 from settings.loading.yaml_file import YamlNode, parse_settings_file
-from settings.schema.algorithm import AlgorithmSettings
 from settings.schema.data import MIXTURE_TAG, SINGLE_TAG
 from settings.schema.rollout import RAY_LEASE_S
 from settings.schema.settings import LEGACY_PROMPT_ALLOWANCE, Settings
@@ -97,17 +97,19 @@ def load(
         InputError: the file, an override, an environment variable or a flag is invalid.
     """
     file = find_config_file(config)
-    in_yaml = yaml_layer(parse_settings_file(file.content, name=file.name), file=file.name)
-    in_set = set_layer(overrides)
-    in_environment = environment_layer(environ)
-    in_flags = flag_layer(flags)
+    in_yaml = build_layer(yaml_entries(parse_settings_file(file.content, name=file.name), file=file.name))
+    in_set = build_layer(set_entries(overrides))
+    in_environment = build_layer(environment_entries(environ))
+    in_flags = build_layer(flag_entries(flags))
     layers = [in_flags, in_environment, in_set, in_yaml]
     if in_flags:
         _validate(layers[1:])  # A value must be valid even if a flag overrides it.
     given = _validate(layers)
     micro_batching, notices = resolve_micro_batching(layers)
     derived = _derive(given, _provenance(layers), config_stem=file.stem)
-    notices += _pretend_override_notices(derived, in_set)
+    if "mesh.pretend" in derived and "mesh.pretend" in in_set:
+        value = in_set["mesh.pretend"].value
+        notices.append(f"mesh settings in the environment override mesh.pretend {value!r} from --set")
     layers.insert(0, micro_batching | derived)
     return Resolved(
         settings=_validate(layers),
@@ -140,27 +142,28 @@ def _derive(given: Settings, provenance: Mapping[str, str], *, config_stem: str)
     """Returns values for null fields, derived from other settings but never from devices or model files."""
     rollout, data = given.rollout, given.data
     prompt_allowance = max(LEGACY_PROMPT_ALLOWANCE, data.max_prompt_length)
-    layer: Layer = {}
-    if given.run.name is None:
-        layer["run.name"] = SourcedValue(f"{_as_run_name(config_stem)}-seed{given.run.seed}", "derived")
-    # Stays null for a file, because it is unknown which part of it would be held out.
-    if data.eval_source is None and data.has_splits:
-        layer["data.eval_source"] = SourcedValue(data.source, "derived")
-    if data.eval_split is None:
-        layer["data.eval_split"] = SourcedValue("test", "derived")
-    if rollout.max_length_total is None:
-        layer["rollout.max_length_total"] = SourcedValue(rollout.max_new_tokens + prompt_allowance, "derived")
-    # A machine of a cluster may disappear at any time.
-    if rollout.pool == "ray" and rollout.workers.lease_s is None:
-        layer["rollout.workers.lease_s"] = SourcedValue(RAY_LEASE_S, "derived")
+    values = {
+        "run.name": f"{_as_run_name(config_stem)}-seed{given.run.seed}",
+        # Stays null for a file, because it is unknown which part of it would be held out.
+        "data.eval_source": data.source if data.has_splits else None,
+        "data.eval_split": "test",
+        "rollout.max_length_total": rollout.max_new_tokens + prompt_allowance,
+        # A machine of a cluster may disappear at any time.
+        "rollout.workers.lease_s": RAY_LEASE_S if rollout.pool == "ray" else None,
+        "algorithm.mini_batch_prompts": rollout.prompts_per_step,
+        **{f"algorithm.{field}": value for field, value in _algorithm_values(given).items()},
+    }
+    layer = {
+        field: SourcedValue(value, "derived")
+        for field, value in values.items()
+        if value is not None and value_of(given, field) is None
+    }
     # Drops the metric if a later layer than the one that set it disables evaluation.
     if given.eval.every_steps == 0 and precedence(provenance["eval.every_steps"]) > precedence(
         provenance["checkpoint.best_metric"]
     ):
         layer["checkpoint.best_metric"] = SourcedValue(None, "derived")
-    if given.algorithm.mini_batch_prompts is None:
-        layer["algorithm.mini_batch_prompts"] = SourcedValue(rollout.prompts_per_step, "derived")
-    return layer | _derive_algorithm(given.algorithm) | _derive_correction(given) | _derive_mesh(given, provenance)
+    return layer | _derive_mesh(given, provenance)
 
 
 def _derive_mesh(given: Settings, provenance: Mapping[str, str]) -> Layer:
@@ -174,13 +177,6 @@ def _derive_mesh(given: Settings, provenance: Mapping[str, str]) -> Layer:
     return {field: SourcedValue(FIELDS[field].default, "derived") for field, place in real.items() if place < simulated}
 
 
-def _pretend_override_notices(derived: Layer, in_set: Layer) -> list[str]:
-    """Returns a notice if devices set in the environment override a simulated slice from `--set`."""
-    if "mesh.pretend" not in derived or "mesh.pretend" not in in_set:
-        return []
-    return [f"mesh settings in the environment override mesh.pretend {in_set['mesh.pretend'].value!r} from --set"]
-
-
 def real_device_fields(settings: Settings) -> list[str]:
     """Returns the settings that require real devices."""
     names = ("cpu_devices", "platform", "coordinator_address", "num_processes", "process_id", "expect_processes")
@@ -190,38 +186,21 @@ def real_device_fields(settings: Settings) -> list[str]:
     return [f for f, value in values.items() if value != FIELDS[f].default and (f, value) != ("mesh.platform", "cpu")]
 
 
-def _derive_algorithm(given: AlgorithmSettings) -> Layer:
-    """Returns values that the name gives to null fields. Without a penalty, `kl_in` and `kl_estimator` stay null."""
-    paper = ALGORITHM_PRESETS[given.name]
-    kl_in = given.kl_in or paper.kl_in
-    values: dict[str, Any] = {field: getattr(paper, field) for field in PRESET_FIELDS if field != "kl_in"}
-    estimator = given.estimator or paper.estimator
-    values |= estimator_defaults(estimator)
-    if given.beta > 0:
-        values |= {"kl_in": kl_in, "kl_estimator": DEFAULT_KL_ESTIMATORS[kl_in]}
-    return {
-        f"algorithm.{field}": SourcedValue(value, "derived")
-        for field, value in values.items()
-        if getattr(given, field) is None
-    }
-
-
-def _derive_correction(given: Settings) -> Layer:
-    """Returns values for the null fields of the off-policy correction."""
+def _algorithm_values(given: Settings) -> dict[str, Any]:
+    """Returns what the algorithm's name, its estimator and the staleness of samples give to fields of `algorithm`."""
     algorithm, paper = given.algorithm, ALGORITHM_PRESETS[given.algorithm.name]
-    correction = algorithm.correction or ("truncate" if given.rollout.max_staleness > 0 else "none")
-    values: dict[str, Any] = {"correction": correction}
-    if correction != "none":
+    values: dict[str, Any] = {field: getattr(paper, field) for field in PRESET_FIELDS if field != "kl_in"}
+    values |= estimator_defaults(algorithm.estimator or paper.estimator)
+    # Without a penalty, both stay null.
+    if algorithm.beta > 0:
+        kl_in = algorithm.kl_in or paper.kl_in
+        values |= {"kl_in": kl_in, "kl_estimator": DEFAULT_KL_ESTIMATORS[kl_in]}
+    values["correction"] = algorithm.correction or ("truncate" if given.rollout.max_staleness > 0 else "none")
+    if values["correction"] != "none":
         uses_sequence_ratio = (algorithm.ratio_level or paper.ratio_level) == "sequence"
-        values |= {
-            "correction_level": "geometric" if uses_sequence_ratio else "token",
-            "correction_veto": DEFAULT_CORRECTION_VETO,
-        }
-    return {
-        f"algorithm.{field}": SourcedValue(value, "derived")
-        for field, value in values.items()
-        if getattr(algorithm, field) is None
-    }
+        values["correction_level"] = "geometric" if uses_sequence_ratio else "token"
+        values["correction_veto"] = DEFAULT_CORRECTION_VETO
+    return values
 
 
 def _as_run_name(stem: str) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -43,30 +42,17 @@ Layer = dict[str, SourcedValue]
 """Maps a dotted field to its value."""
 Flags = Mapping[str, tuple[str, str]]
 """Maps a command option to its field and text: `--gamma` -> (`algorithm.gamma`, `0.9`)."""
-NO_FLAGS: Flags = MappingProxyType({})
+NO_FLAGS: Flags = {}
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """A name and a value as the user wrote them; the name may be unknown."""
-
-    name: str
-    node: YamlNode
-    origin: str
-    given_name: str
-    """Name as the user wrote it, such as `NUM_PRE_Q`."""
+Entry = tuple[str, YamlNode, str, str]
+"""A name, which may be unknown, its value, provenance, and the name as the user wrote it, such as `NUM_PRE_Q`."""
 
 
-def yaml_layer(root: YamlNode, *, file: str) -> Layer:
-    """Returns the layer of a settings file."""
-    return _build_layer(
-        _Entry(name, node, f"yaml:{file}:{node.line}", name) for name, node in _flatten(root.value, prefix="")
-    )
-
-
-def set_layer(overrides: Iterable[str]) -> Layer:
-    """Returns the layer of `--set NAME=VALUE` options, whose values are YAML."""
-    return _build_layer(_set_entries(overrides))
+def yaml_entries(root: YamlNode, *, file: str) -> Iterator[Entry]:
+    """Yields the values of a settings file."""
+    for name, node in _flatten(root.value, prefix=""):
+        yield name, node, f"yaml:{file}:{node.line}", name
 
 
 def set_options(overrides: Mapping[str, Any], *, prefix: str = "") -> Iterator[str]:
@@ -83,16 +69,6 @@ def set_options(overrides: Mapping[str, Any], *, prefix: str = "") -> Iterator[s
                 f"{name}: expected None, a bool, a number, text, or a list or dict of them, got {value!r:.80} of type "
                 f"{type(value).__name__}; convert it"
             ) from None
-
-
-def environment_layer(environ: Mapping[str, str]) -> Layer:
-    """Returns the layer of GRPO__SECTION__FIELD and upper-case aliases, whose values are YAML."""
-    return _build_layer(_environment_entries(environ))
-
-
-def flag_layer(flags: Flags) -> Layer:
-    """Returns the layer of a command's options, whose values are YAML."""
-    return _build_layer(_flag_entries(flags))
 
 
 def env_name(field: str) -> str:
@@ -140,7 +116,8 @@ def _flatten(section: Any, *, prefix: str) -> Iterator[tuple[str, YamlNode]]:
             yield name, node
 
 
-def _set_entries(overrides: Iterable[str]) -> Iterator[_Entry]:
+def set_entries(overrides: Iterable[str]) -> Iterator[Entry]:
+    """Yields the values of `--set NAME=VALUE` options, which are YAML."""
     for override in overrides:
         name, equals, value = override.partition("=")
         name = name.strip()
@@ -148,17 +125,19 @@ def _set_entries(overrides: Iterable[str]) -> Iterator[_Entry]:
             raise InputError(f"--set {override}: expected NAME=VALUE, as in --set run.steps=20")
         if not value.strip():
             raise InputError(f"--set {name}= has no value; to reset the setting, write {name}=null")
-        yield _Entry(name, parse_yaml(value, name=f"--set {name}"), "set", name)
+        yield name, parse_yaml(value, name=f"--set {name}"), "set", name
 
 
-def _flag_entries(flags: Flags) -> Iterator[_Entry]:
+def flag_entries(flags: Flags) -> Iterator[Entry]:
+    """Yields the values of a command's options, which are YAML."""
     for option, (field, value) in flags.items():
         if not value.strip():
             raise InputError(f"{option} has no value; to reset the setting, write {option} null")
-        yield _Entry(field, parse_yaml(value, name=option), option, option)
+        yield field, parse_yaml(value, name=option), option, option
 
 
-def _environment_entries(environ: Mapping[str, str]) -> Iterator[_Entry]:
+def environment_entries(environ: Mapping[str, str]) -> Iterator[Entry]:
+    """Yields the values of GRPO__SECTION__FIELD and upper-case aliases, which are YAML."""
     ours = {env_name(name): name for name in (*FIELDS, *ALIASES, *HISTORIC_NAMES)}
     for variable in sorted(environ):
         if variable not in ours and not variable.startswith(ENV_PREFIX):
@@ -172,40 +151,38 @@ def _environment_entries(environ: Mapping[str, str]) -> Iterator[_Entry]:
         if not environ[variable].strip():
             raise InputError(f"environment variable {variable} is empty; unset it, or set it to null")
         node = parse_yaml(environ[variable], name=f"environment variable {variable}")
-        yield _Entry(ours[variable], node, f"env:{variable}", variable)
+        yield ours[variable], node, f"env:{variable}", variable
 
 
-def _build_layer(entries: Iterable[_Entry]) -> Layer:
+def build_layer(entries: Iterable[Entry]) -> Layer:
     """Returns the values by field.
 
     Raises:
         InputError: a name is unknown or a field is set twice; the message lists such problems.
     """
-    layer: dict[str, tuple[_Entry, SourcedValue]] = {}
+    layer: Layer = {}
     problems = []
-    for entry in entries:
-        for field in ALIASES.get(entry.name, (entry.name,)):
+    for name, node, origin, given_name in entries:
+        for field in ALIASES.get(name, (name,)):
+            shown = f"{given_name} ({describe_origin(origin)})"
             if field not in FIELDS:
-                problems.append(_unknown_setting_message(entry))
-            elif field in layer:
-                first, leaf = layer[field]
-                # verl's general switch and one for a part may both be set, if they have the same value.
-                both_are_historic = {first.name, entry.name} <= ALIASES.keys()
-                general_and_part = both_are_historic and ALIASES[first.name] != ALIASES[entry.name]
-                if not (general_and_part and leaf.value == _parse_value(entry.node, field)):
-                    problems.append(
-                        f"{field} is set twice: {_describe_entry(first)} and {_describe_entry(entry)}; keep one of them"
-                    )
-            else:
-                layer[field] = (
-                    entry,
-                    SourcedValue(_parse_value(entry.node, field), entry.origin, entry.node, entry.given_name),
-                )
+                problems.append(_unknown_setting_message(name, shown))
+                continue
+            value, first = _parse_value(node, field), layer.get(field)
+            if first is None:
+                layer[field] = SourcedValue(value, origin, node, given_name)
+                continue
+            # verl's general switch and one for a part may both be set, if they have the same value.
+            fields_of_first = ALIASES.get(first.given_name.lower())
+            general_and_part = name in ALIASES and fields_of_first not in (None, ALIASES[name])
+            if not (general_and_part and first.value == value):
+                earlier = f"{first.given_name} ({describe_origin(first.origin)})"
+                problems.append(f"{field} is set twice: {earlier} and {shown}; keep one of them")
     if len(problems) > MAX_PROBLEMS:
         problems[MAX_PROBLEMS:] = [f"and {len(problems) - MAX_PROBLEMS} more"]
     if problems:
         raise InputError("\n".join(problems))
-    return {field: leaf for field, (_, leaf) in layer.items()}
+    return layer
 
 
 def _parse_value(node: YamlNode, field: str) -> Any:
@@ -215,14 +192,10 @@ def _parse_value(node: YamlNode, field: str) -> Any:
     return node.to_python()
 
 
-def _describe_entry(entry: _Entry) -> str:
-    return f"{entry.given_name} ({describe_origin(entry.origin)})"
-
-
-def _unknown_setting_message(entry: _Entry) -> str:
-    if entry.name in SECTIONS:
-        inside = next(field for field in FIELDS if field.startswith(f"{entry.name}."))
-        return f"{_describe_entry(entry)} is a section; set one of its settings, such as {inside}"
-    if entry.name.upper() in SECRETS:
-        return f"{_describe_entry(entry)} is a secret; set {entry.name.upper()} in the environment or a .env"
-    return f"unknown setting {_describe_entry(entry)}{suggest_fields(entry.name)[1]}"
+def _unknown_setting_message(name: str, shown: str) -> str:
+    if name in SECTIONS:
+        inside = next(field for field in FIELDS if field.startswith(f"{name}."))
+        return f"{shown} is a section; set one of its settings, such as {inside}"
+    if name.upper() in SECRETS:
+        return f"{shown} is a secret; set {name.upper()} in the environment or a .env"
+    return f"unknown setting {shown}{suggest_fields(name)[1]}"

@@ -2,221 +2,174 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from fnmatch import fnmatchcase
+from typing import NamedTuple
 
-TRL_NAMES = {
-    "model": "model.path",
-    "model_name_or_path": "model.path",
-    "train_dataset": "data.source",
-    "dataset_name": "data.source",
-    "eval_dataset": "data.eval_source",
-    "shuffle_dataset": "data.shuffle",
-    "reward_funcs": "reward.functions",
-    "reward_weights": "reward.functions",
-    "num_generations": "rollout.group_size",
-    "num_generations_eval": "eval.num_samples",
-    "max_completion_length": "rollout.max_new_tokens",
-    "temperature": "rollout.temperature",
-    "top_p": "rollout.top_p",
-    "top_k": "rollout.top_k",
-    "min_p": "rollout.min_p",
-    "chat_template_kwargs": "data.chat_template_kwargs",
-    "generation_kwargs": "rollout.stop",
-    "stop_strings": "rollout.stop",
-    "generation_batch_size": "rollout.prompts_per_step",
-    "steps_per_generation": "rollout.prompts_per_step",
-    "gradient_accumulation_steps": "algorithm.mini_batch_prompts",
-    "per_device_train_batch_size": "algorithm.rows_per_device",
-    "num_iterations": "algorithm.epochs",
-    "loss_type": "algorithm.loss_aggregation",
-    "scale_rewards": "algorithm.estimator",
-    "importance_sampling_level": "algorithm.ratio_level",
-    "epsilon": "algorithm.clip_low",
-    "epsilon_high": "algorithm.clip_high",
-    "delta": "algorithm.dual_clip",
-    "beta": "algorithm.beta",
-    "entropy_coef": "algorithm.entropy_coef",
-    "vllm_importance_sampling_correction": "algorithm.correction",
-    "vllm_importance_sampling_mode": "algorithm.correction_level",
-    "vllm_importance_sampling_clip_max": "algorithm.correction_max",
-    "vllm_importance_sampling_clip_min": "algorithm.correction_min",
-    "learning_rate": "optimizer.learning_rate",
-    "lr_scheduler_type": "optimizer.schedule",
-    "warmup_steps": "optimizer.warmup_steps",
-    "adam_beta1": "optimizer.beta1",
-    "adam_beta2": "optimizer.beta2",
-    "adam_epsilon": "optimizer.epsilon",
-    "weight_decay": "optimizer.weight_decay",
-    "max_grad_norm": "optimizer.max_grad_norm",
-    "max_steps": "run.steps",
-    "num_train_epochs": "run.steps",
-    "bf16": "model.dtype",
-    "gradient_checkpointing": "model.remat",
-    "peft_config": "model.lora.rank model.lora.alpha model.lora.targets",
-    "r": "model.lora.rank",
-    "lora_alpha": "model.lora.alpha",
-    "target_modules": "model.lora.targets",
-    "use_liger_kernel": "model.logits_chunk",
-    "seed": "run.seed",
-    "output_dir": "run.dir",
-    "run_name": "run.name",
-    "save_steps": "checkpoint.every_steps",
-    "save_total_limit": "checkpoint.keep",
-    "metric_for_best_model": "checkpoint.best_metric",
-    "greater_is_better": "checkpoint.best_mode",
-    "eval_strategy": "eval.every_steps",
-    "eval_steps": "eval.every_steps",
-    "early_stopping_patience": "run.early_stopping.patience",
-    "early_stopping_threshold": "run.early_stopping.min_delta",
-    "report_to": "logging.wandb_project logging.tensorboard",
-    "log_completions": "logging.completions_every_steps",
-    "logging_steps": "logging.completions_every_steps",
-    "multi_objective_aggregation": "– always sum_then_normalize",
-    "repetition_penalty": "–",
-    "use_vllm": "– rollout.slots and rollout.scheduler enable continuous batching",
-    "vllm_*": "– rollout.slots and rollout.scheduler enable continuous batching",
-    "use_bias_correction_kl": "–",
-    "sync_ref_model": "– the reference is the starting model",
-    "use_adaptive_entropy": "–",
-    "top_entropy_quantile": "–",
-    "mask_truncated_completions": "– reward.overlong_buffer penalizes length instead",
-    "off_policy_mask_threshold": "–",
-    "resume_from_checkpoint": "– use --resume auto",
-}
-"""Maps a setting of TRL, or a pattern, to the dotted settings that it is here, separated by spaces, or to `–` and a
-remark if there are none."""
+TABLE = """
+model.path | model, model_name_or_path, actor_rollout_ref.model.path
+data.source | train_dataset, dataset_name, data.train_files
+data.eval_source | eval_dataset, data.val_files
+data.shuffle | shuffle_dataset
+reward.functions | reward_funcs, reward_weights, custom_reward_function.path, custom_reward_function.name
+rollout.group_size | num_generations, rollout.n
+eval.num_samples | num_generations_eval, rollout.val_kwargs.n
+rollout.max_new_tokens | max_completion_length, data.max_response_length
+rollout.temperature | temperature
+rollout.top_p | top_p
+rollout.top_k | top_k
+rollout.min_p | min_p
+data.chat_template_kwargs | chat_template_kwargs, data.apply_chat_template_kwargs
+rollout.stop | generation_kwargs, stop_strings
+rollout.prompts_per_step | generation_batch_size | generation_batch_size / num_generations / hosts
+rollout.prompts_per_step | steps_per_generation, per_device_train_batch_size | \
+    per_device_train_batch_size x devices x steps_per_generation / num_generations / hosts
+algorithm.mini_batch_prompts | gradient_accumulation_steps | \
+    per_device_train_batch_size x devices x gradient_accumulation_steps / num_generations / hosts
+algorithm.epochs | num_iterations, actor.ppo_epochs
+algorithm.loss_aggregation | loss_type, actor.loss_agg_mode
+algorithm.estimator | scale_rewards, algorithm.norm_adv_by_std_in_grpo
+algorithm.ratio_level | importance_sampling_level
+algorithm.clip_low | epsilon, actor.clip_ratio_low
+algorithm.clip_high | epsilon_high, actor.clip_ratio_high
+algorithm.dual_clip | delta, actor.clip_ratio_c
+algorithm.beta | beta, actor.use_kl_loss, actor.kl_loss_coef, algorithm.use_kl_in_reward, algorithm.kl_ctrl.kl_coef
+algorithm.entropy_coef | entropy_coef, actor.entropy_coeff
+algorithm.correction | vllm_importance_sampling_correction, algorithm.rollout_correction.rollout_is
+algorithm.correction_level | vllm_importance_sampling_mode
+algorithm.correction_max | vllm_importance_sampling_clip_max, algorithm.rollout_correction.rollout_is_threshold
+algorithm.correction_min | vllm_importance_sampling_clip_min
+optimizer.learning_rate | learning_rate, actor.optim.lr
+optimizer.schedule | lr_scheduler_type, actor.optim.lr_scheduler_type
+optimizer.warmup_steps | warmup_steps, actor.optim.lr_warmup_steps
+optimizer.beta1 | adam_beta1
+optimizer.beta2 | adam_beta2
+optimizer.epsilon | adam_epsilon
+optimizer.weight_decay | weight_decay, actor.optim.weight_decay
+optimizer.max_grad_norm | max_grad_norm, actor.grad_clip
+run.steps | max_steps | a step here is a rollout with all its optimizer steps
+run.steps | num_train_epochs, trainer.total_epochs | epochs x prompts of the data / prompts of a step
+model.dtype | bf16, actor.fsdp_config.dtype
+model.remat | gradient_checkpointing, actor_rollout_ref.model.enable_gradient_checkpointing
+model.lora.rank model.lora.alpha model.lora.targets | peft_config
+model.lora.rank | r, actor_rollout_ref.model.lora_rank
+model.lora.alpha | lora_alpha, actor_rollout_ref.model.lora_alpha
+model.lora.targets | target_modules, actor_rollout_ref.model.target_modules
+model.logits_chunk | use_liger_kernel
+run.seed | seed, data.seed
+run.dir | output_dir, trainer.default_local_dir
+run.name | run_name, trainer.experiment_name
+checkpoint.every_steps | save_steps, trainer.save_freq
+checkpoint.keep | save_total_limit, trainer.max_actor_ckpt_to_keep
+checkpoint.best_metric | metric_for_best_model
+checkpoint.best_mode | greater_is_better
+eval.every_steps | eval_strategy, eval_steps, trainer.val_before_train, trainer.test_freq
+run.early_stopping.patience | early_stopping_patience
+run.early_stopping.min_delta | early_stopping_threshold
+logging.wandb_project logging.tensorboard | report_to, trainer.logger
+logging.completions_every_steps | log_completions, logging_steps, trainer.log_val_generations
+– | multi_objective_aggregation | always sum_then_normalize
+– | repetition_penalty, use_bias_correction_kl, use_adaptive_entropy, top_entropy_quantile, off_policy_mask_threshold
+– | use_vllm, vllm_* | rollout.slots and rollout.scheduler enable continuous batching
+– | sync_ref_model | the reference is the starting model
+– | mask_truncated_completions | reward.overlong_buffer penalizes length instead
+– | resume_from_checkpoint | use --resume auto
+data.prompt_column | data.prompt_key
+rollout.prompts_per_step | data.train_batch_size | train_batch_size / hosts
+data.overlong_prompts | data.truncation, data.filter_overlong_prompts
+reward.model | reward_model.enable, reward_model.model.path
+reward.overlong_buffer | reward_kwargs.overlong_buffer_cfg.len
+reward.overlong_penalty | reward_kwargs.overlong_buffer_cfg.penalty_factor
+rollout.slots | rollout.max_num_seqs
+eval.temperature | rollout.val_kwargs.temperature
+rollout.max_staleness | trainer.v1.trainer_mode, trainer.v1.sampler.max_off_policy_threshold
+algorithm.name | algorithm.adv_estimator, actor.policy_loss.loss_mode
+algorithm.mini_batch_prompts | actor.ppo_mini_batch_size | ppo_mini_batch_size / hosts
+algorithm.shuffle | actor.shuffle
+algorithm.clip_low algorithm.clip_high | actor.clip_ratio
+algorithm.kl_estimator | actor.kl_loss_type
+algorithm.kl_target | algorithm.kl_ctrl.type, algorithm.kl_ctrl.target_kl
+algorithm.kl_horizon | algorithm.kl_ctrl.horizon
+algorithm.filter | algorithm.filter_groups.enable
+algorithm.max_rounds | algorithm.filter_groups.max_num_gen_batches
+algorithm.correction_veto | algorithm.rollout_correction.rollout_rs
+critic.path | critic.model.path
+critic.learning_rate | critic.optim.lr
+critic.clip_range | critic.cliprange_value
+critic.warmup_steps | trainer.critic_warmup
+critic.max_tokens_per_device | critic.ppo_max_token_len_per_gpu
+algorithm.dynamic_microbatch score.dynamic | actor.use_dynamic_bsz
+algorithm.max_tokens_per_device | actor.ppo_max_token_len_per_gpu
+algorithm.rows_per_device | actor.ppo_micro_batch_size_per_gpu
+score.dynamic | rollout.log_prob_use_dynamic_bsz
+score.max_tokens_per_device | rollout.log_prob_max_token_len_per_gpu, actor.ppo_infer_max_token_len_per_gpu
+score.policy.rows_per_device | rollout.log_prob_micro_batch_size_per_gpu
+score.reference.rows_per_device | ref.log_prob_micro_batch_size_per_gpu
+score.critic.max_tokens_per_device | critic.forward_max_token_len_per_gpu
+algorithm.balance_batch | trainer.balance_batch
+optimizer.final_fraction | actor.optim.min_lr_ratio
+optimizer.beta1 optimizer.beta2 | actor.optim.betas
+mesh.shape | actor.strategy, actor.fsdp_config.fsdp_size, rollout.tensor_model_parallel_size
+score.reference.offload | ref.fsdp_config.param_offload
+mesh.expect_processes | trainer.nnodes, trainer.n_gpus_per_node
+run.steps | trainer.total_training_steps
+eval.num_prompts | data.val_max_samples
+logging.wandb_project | trainer.project_name
+logging.save_rollouts | trainer.rollout_data_dir
+– | rollout.gpu_memory_utilization, rollout.free_cache_engine | caches exist during the rollout
+– | trainer.resume_mode | use --resume auto; without it an occupied run directory is refused
+– | grad_accum_steps | \
+    micro-batches follow from the token quota algorithm.max_tokens_per_device and change no result; \
+    for several optimizer steps per rollout, set algorithm.mini_batch_prompts
+"""
+"""One line each: settings here, or `–` if there are none | names or patterns of the other programs | remark.
 
-VERL_NAMES = {
-    "data.train_files": "data.source",
-    "data.val_files": "data.eval_source",
-    "data.prompt_key": "data.prompt_column",
-    "data.train_batch_size": "rollout.prompts_per_step",
-    "data.apply_chat_template_kwargs": "data.chat_template_kwargs",
-    "data.max_response_length": "rollout.max_new_tokens",
-    "data.truncation": "data.overlong_prompts",
-    "data.filter_overlong_prompts": "data.overlong_prompts",
-    "data.seed": "run.seed",
-    "custom_reward_function.path": "reward.functions",
-    "custom_reward_function.name": "reward.functions",
-    "reward_model.enable": "reward.model",
-    "reward_model.model.path": "reward.model",
-    "reward_kwargs.overlong_buffer_cfg.len": "reward.overlong_buffer",
-    "reward_kwargs.overlong_buffer_cfg.penalty_factor": "reward.overlong_penalty",
-    "rollout.n": "rollout.group_size",
-    "rollout.max_num_seqs": "rollout.slots",
-    "rollout.val_kwargs.temperature": "eval.temperature",
-    "rollout.val_kwargs.n": "eval.num_samples",
-    "trainer.v1.trainer_mode": "rollout.max_staleness",
-    "trainer.v1.sampler.max_off_policy_threshold": "rollout.max_staleness",
-    "algorithm.adv_estimator": "algorithm.name",
-    "algorithm.norm_adv_by_std_in_grpo": "algorithm.estimator",
-    "actor.ppo_mini_batch_size": "algorithm.mini_batch_prompts",
-    "actor.ppo_epochs": "algorithm.epochs",
-    "actor.shuffle": "algorithm.shuffle",
-    "actor.clip_ratio": "algorithm.clip_low algorithm.clip_high",
-    "actor.clip_ratio_low": "algorithm.clip_low",
-    "actor.clip_ratio_high": "algorithm.clip_high",
-    "actor.clip_ratio_c": "algorithm.dual_clip",
-    "actor.policy_loss.loss_mode": "algorithm.name",
-    "actor.loss_agg_mode": "algorithm.loss_aggregation",
-    "actor.entropy_coeff": "algorithm.entropy_coef",
-    "actor.use_kl_loss": "algorithm.beta",
-    "actor.kl_loss_coef": "algorithm.beta",
-    "actor.kl_loss_type": "algorithm.kl_estimator",
-    "algorithm.use_kl_in_reward": "algorithm.beta",
-    "algorithm.kl_ctrl.kl_coef": "algorithm.beta",
-    "algorithm.kl_ctrl.type": "algorithm.kl_target",
-    "algorithm.kl_ctrl.target_kl": "algorithm.kl_target",
-    "algorithm.kl_ctrl.horizon": "algorithm.kl_horizon",
-    "algorithm.filter_groups.enable": "algorithm.filter",
-    "algorithm.filter_groups.max_num_gen_batches": "algorithm.max_rounds",
-    "algorithm.rollout_correction.rollout_is": "algorithm.correction",
-    "algorithm.rollout_correction.rollout_is_threshold": "algorithm.correction_max",
-    "algorithm.rollout_correction.rollout_rs": "algorithm.correction_veto",
-    "critic.model.path": "critic.path",
-    "critic.optim.lr": "critic.learning_rate",
-    "critic.cliprange_value": "critic.clip_range",
-    "trainer.critic_warmup": "critic.warmup_steps",
-    "critic.ppo_max_token_len_per_gpu": "critic.max_tokens_per_device",
-    "actor.use_dynamic_bsz": "algorithm.dynamic_microbatch score.dynamic",
-    "actor.ppo_max_token_len_per_gpu": "algorithm.max_tokens_per_device",
-    "actor.ppo_micro_batch_size_per_gpu": "algorithm.rows_per_device",
-    "rollout.log_prob_use_dynamic_bsz": "score.dynamic",
-    "rollout.log_prob_max_token_len_per_gpu": "score.max_tokens_per_device",
-    "actor.ppo_infer_max_token_len_per_gpu": "score.max_tokens_per_device",
-    "rollout.log_prob_micro_batch_size_per_gpu": "score.policy.rows_per_device",
-    "ref.log_prob_micro_batch_size_per_gpu": "score.reference.rows_per_device",
-    "critic.forward_max_token_len_per_gpu": "score.critic.max_tokens_per_device",
-    "trainer.balance_batch": "algorithm.balance_batch",
-    "actor.optim.lr": "optimizer.learning_rate",
-    "actor.optim.lr_scheduler_type": "optimizer.schedule",
-    "actor.optim.min_lr_ratio": "optimizer.final_fraction",
-    "actor.optim.lr_warmup_steps": "optimizer.warmup_steps",
-    "actor.optim.weight_decay": "optimizer.weight_decay",
-    "actor.optim.betas": "optimizer.beta1 optimizer.beta2",
-    "actor.grad_clip": "optimizer.max_grad_norm",
-    "actor_rollout_ref.model.path": "model.path",
-    "actor_rollout_ref.model.enable_gradient_checkpointing": "model.remat",
-    "actor_rollout_ref.model.lora_rank": "model.lora.rank",
-    "actor_rollout_ref.model.lora_alpha": "model.lora.alpha",
-    "actor_rollout_ref.model.target_modules": "model.lora.targets",
-    "actor.fsdp_config.dtype": "model.dtype",
-    "actor.strategy": "mesh.shape",
-    "actor.fsdp_config.fsdp_size": "mesh.shape",
-    "rollout.tensor_model_parallel_size": "mesh.shape",
-    "ref.fsdp_config.param_offload": "score.reference.offload",
-    "trainer.nnodes": "mesh.expect_processes",
-    "trainer.n_gpus_per_node": "mesh.expect_processes",
-    "trainer.total_training_steps": "run.steps",
-    "trainer.total_epochs": "run.steps",
-    "trainer.val_before_train": "eval.every_steps",
-    "trainer.test_freq": "eval.every_steps",
-    "data.val_max_samples": "eval.num_prompts",
-    "trainer.save_freq": "checkpoint.every_steps",
-    "trainer.max_actor_ckpt_to_keep": "checkpoint.keep",
-    "trainer.default_local_dir": "run.dir",
-    "trainer.experiment_name": "run.name",
-    "trainer.project_name": "logging.wandb_project",
-    "trainer.logger": "logging.wandb_project logging.tensorboard",
-    "trainer.rollout_data_dir": "logging.save_rollouts",
-    "trainer.log_val_generations": "logging.completions_every_steps",
-    "rollout.gpu_memory_utilization": "– caches exist during the rollout",
-    "rollout.free_cache_engine": "– caches exist during the rollout",
-    "trainer.resume_mode": "– use --resume auto; without it an occupied run directory is refused",
-}
-"""Maps a setting of verl to ours, as `TRL_NAMES` does. `actor`, `ref` and `rollout` are inside `actor_rollout_ref`."""
+A pattern comes after the names that it matches. `actor`, `ref` and `rollout` are inside verl's `actor_rollout_ref`.
+"""
 
-HISTORIC_NAMES = {
-    "grad_accum_steps": "– micro-batches follow from the token quota algorithm.max_tokens_per_device and change no "
-    "result; for several optimizer steps per rollout, set algorithm.mini_batch_prompts",
-}
-"""Names of the historic runner that have no field in `ALIASES`, as in `TRL_NAMES`."""
-
+HISTORIC_NAMES = ("grad_accum_steps",)
+"""Names of the historic runner that have no field in `ALIASES`. Of the others, those with a dot are verl's."""
 VERL_ROOT = "actor_rollout_ref."
-SYNONYMS = {
-    (f"{program}'s {name}", name.removeprefix(VERL_ROOT)): here
-    for program, names in (("TRL", TRL_NAMES), ("verl", VERL_NAMES), ("the historic runner", HISTORIC_NAMES))
-    for name, here in names.items()
-}
-"""Maps (title, name) of every setting of the other programs to what it is here."""
 
 
-def find_synonyms(name: str, sections: Collection[str]) -> tuple[dict[str, str], bool]:
-    """Returns title -> counterpart of the other programs' settings that a name may be, and whether it is exactly one.
+class Synonym(NamedTuple):
+    """A setting of another program."""
+
+    title: str
+    """Such as `TRL's num_generations`."""
+    fields: tuple[str, ...]
+    """The settings that it is here; empty if there are none."""
+    remark: str
+    """How to convert its value, or what there is instead; may be empty."""
+
+
+def _read_table() -> Iterator[tuple[str, Synonym]]:
+    for line in TABLE.strip().splitlines():
+        here, names, *remark = (cell.strip() for cell in line.split("|"))
+        for name in names.split(", "):
+            program = "the historic runner" if name in HISTORIC_NAMES else "verl" if "." in name else "TRL"
+            fields = () if here == "–" else tuple(here.split())
+            yield name.removeprefix(VERL_ROOT), Synonym(f"{program}'s {name}", fields, "".join(remark))
+
+
+SYNONYMS = dict(_read_table())
+
+
+def find_synonyms(name: str, sections: Collection[str]) -> tuple[list[Synonym], bool]:
+    """Returns the settings of other programs that a name may be, and whether it is exactly one.
 
     Otherwise they have the same last part and share most of the other parts. A short name inside one of our `sections`
     must share a part: `critic.lr` is verl's `critic.optim.lr`, but `critic.epsilon` is not TRL's `epsilon`.
     """
-    for (title, theirs), here in SYNONYMS.items():  # a pattern comes after the names that it matches
+    for theirs, synonym in SYNONYMS.items():
         if fnmatchcase(name, theirs):
-            return {title: here}, True
+            return [synonym], True
     *parts, last = name.split(".")
     shared = {
-        (title, here): len({*parts} & {*f"{theirs} {here}".replace(" ", ".").split(".")})
-        for (title, theirs), here in SYNONYMS.items()
+        theirs: len({*parts} & {*".".join((theirs, *synonym.fields)).split(".")})
+        for theirs, synonym in SYNONYMS.items()
         if theirs.rpartition(".")[2] == last
     }
     is_clear = not parts or parts[0] not in sections or "_" in last
     most = max(shared.values(), default=0)
-    return dict(synonym for synonym, number in shared.items() if number == most and (number or is_clear)), False
+    return [SYNONYMS[theirs] for theirs, number in shared.items() if number == most and (number or is_clear)], False

@@ -23,14 +23,15 @@ MAX_VALUES = 10_000
 MAX_DEPTH = 20
 """Maximum nesting depth, which also catches an alias that contains itself."""
 
-_NULL = re.compile(r"~|null|Null|NULL|")
-_TRUE = re.compile(r"true|True|TRUE")
-_FALSE = re.compile(r"false|False|FALSE")
+_WORDS = {
+    **dict.fromkeys(("", "~", "null", "Null", "NULL"), None),
+    **dict.fromkeys(("true", "True", "TRUE"), True),
+    **dict.fromkeys(("false", "False", "FALSE"), False),
+}
 _INTEGER = re.compile(r"[-+]?[0-9]+")
 _PREFIXED_INTEGER = re.compile(r"0o[0-7]+|0x[0-9a-fA-F]+")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
-_INFINITY = re.compile(r"[-+]?\.(inf|Inf|INF)")
-_NAN = re.compile(r"\.(nan|NaN|NAN)")
+_NOT_FINITE = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,17 +98,15 @@ def parse_settings_file(content: bytes, *, name: str) -> YamlNode:
 
 def parse_scalar(text: str) -> bool | int | float | str | None:
     """Returns the value of an unquoted scalar in the core schema of YAML 1.2."""
-    if _NULL.fullmatch(text):
-        return None
-    if _TRUE.fullmatch(text) or _FALSE.fullmatch(text):
-        return text.lower() == "true"
+    if text in _WORDS:
+        return _WORDS[text]
     if _INTEGER.fullmatch(text):
         return int(text)
     if _PREFIXED_INTEGER.fullmatch(text):
         return int(text, base=0)
     if _FLOAT.fullmatch(text):
         return float(text)
-    if _INFINITY.fullmatch(text) or _NAN.fullmatch(text):
+    if _NOT_FINITE.fullmatch(text):
         return float(text.replace(".", "", 1))
     return text
 

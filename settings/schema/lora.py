@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import AfterValidator, BeforeValidator, Field
@@ -13,12 +12,10 @@ from settings.schema.section import Section
 
 MAX_RANK = 4096
 """Upper bound that catches typing errors."""
-PROJECTION_GROUPS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "attention": ("q_proj", "k_proj", "v_proj", "o_proj"),
-        "mlp": ("gate_proj", "up_proj", "down_proj"),
-    }
-)
+PROJECTION_GROUPS: Mapping[str, tuple[str, ...]] = {
+    "attention": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "mlp": ("gate_proj", "up_proj", "down_proj"),
+}
 """Names that stand for several projections of a layer."""
 PROJECTIONS = (*PROJECTION_GROUPS["attention"], *PROJECTION_GROUPS["mlp"])
 """The projections of a layer in order of computation, by their Hugging Face names."""

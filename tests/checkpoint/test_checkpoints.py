@@ -12,9 +12,9 @@ import pytest
 
 from app.checkpoint.checkpoints import checksums, fetch_checksums
 from tests.checkpoints import (
-    FINGERPRINTS,
     assert_same,
     make_state,
+    of_this_run,
     opened,
     progress,
     restored,
@@ -45,7 +45,7 @@ def test_the_newest_comes_back_bit_for_bit(tmp_path: Path) -> None:
 
 def test_a_directory_without_checkpoints_has_none(tmp_path: Path) -> None:
     checkpoints = opened(tmp_path / "new")
-    assert checkpoints.restore(FINGERPRINTS) is None
+    assert checkpoints.restore(of_this_run) is None
     checkpoints.close()
 
 

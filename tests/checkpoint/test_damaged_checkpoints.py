@@ -22,6 +22,7 @@ from tests.checkpoints import (
     FINGERPRINTS,
     assert_same,
     make_state,
+    of_this_run,
     opened,
     progress,
     restored,
@@ -34,7 +35,7 @@ from tests.checkpoints import (
 RESTORE = """
 checkpoints = opened(Path(folder), num_devices=2)
 try:
-    found = checkpoints.restore(FINGERPRINTS)
+    found = checkpoints.restore(of_this_run)
     print("\\nfound", found and found[1].step)
 except InputError as error:
     print("\\nerror", error)
@@ -181,7 +182,7 @@ def test_where_all_are_damaged_nothing_is_guessed_or_moved(folder: Path, checkpo
     for step in ("2", "4"):
         flip_a_bit(folder / step)
     with pytest.raises(InputError, match=r"none of the checkpoints of steps \[4, 2\] in .* can be read"):
-        checkpoints.restore(FINGERPRINTS)
+        checkpoints.restore(of_this_run)
     assert steps_in(folder) == {"2", "4"}
 
 
@@ -191,7 +192,7 @@ def test_a_good_one_that_cannot_be_read_now_stays_where_it_is(folder: Path, chec
     metadata.unlink()
     metadata.symlink_to("/proc/self/mem")  # at its beginning, a read is an I/O error
     with pytest.raises(OSError, match="Input/output error"):
-        checkpoints.restore(FINGERPRINTS)
+        checkpoints.restore(of_this_run)
     assert steps_in(folder) == {"2", "4"}
     metadata.unlink()
     metadata.write_bytes(content)
@@ -265,10 +266,13 @@ def test_hosts_that_see_different_checkpoints_are_told_to_share(folder: Path, tm
     assert steps_in(folder) == {"2", "4"}
 
 
-def test_what_changed_since_is_named(checkpoints: Checkpoints) -> None:
-    with pytest.raises(InputError, match="--resume: model and data changed since this run was started"):
-        checkpoints.restore({"model": "x", "tokenizer": "t", "data": "y"})
-    check_fingerprints(FINGERPRINTS, FINGERPRINTS)
+def test_what_changed_since_is_named() -> None:
+    changed = {"model": "x", "tokenizer": "t", "data": "y"}
+    with pytest.raises(InputError, match=r"--resume: model and data changed since this run was started.*run.name$"):
+        check_fingerprints(FINGERPRINTS, changed, changeable={"data": ["data"]})
+    with pytest.raises(InputError, match=r"--resume: data changed .* with --allow-changed data$"):
+        check_fingerprints(FINGERPRINTS, {**changed, "model": "m"}, changeable={"data": ["data", "run.seed"]})
+    check_fingerprints(FINGERPRINTS, {**changed, "model": "m"}, changeable={"data": ["data"]}, allowed=["data"])
 
 
 def test_an_unfinished_save_is_no_checkpoint_and_is_cleared_away(folder: Path) -> None:
@@ -287,7 +291,7 @@ def test_one_of_an_older_version_is_named_as_such_and_stays(folder: Path, checkp
         path.write_text(json.loads(path.read_text())["record"])
     older = "was written by an older version; finish the run with that version, or start one with another run.name"
     with pytest.raises(InputError, match=f"^--resume: {re.escape(str(folder))}/4 {re.escape(older)}$"):
-        checkpoints.restore(FINGERPRINTS)
+        checkpoints.restore(of_this_run)
     with pytest.raises(InputError, match=f"^--checkpoint: {re.escape(str(folder))}/2 {re.escape(older)}$"):
         PolicyCheckpoint.open(folder / "2")
     assert steps_in(folder) == {"2", "4"}

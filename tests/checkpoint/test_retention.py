@@ -46,26 +46,20 @@ def test_without_a_metric_or_an_evaluation_the_newest_alone_stay() -> None:
         assert policy.best_checkpoint([1, 2, 3]) is None
 
 
-def test_less_may_be_better() -> None:
-    policy = scored({1: 3.0, 2: 1.0, 3: 2.0}, mode="min")
-    assert policy.best_step([1, 2, 3]) == 2
-    assert policy.is_better({"eval/accuracy": 0.5}, [1, 2, 3])
-    assert not policy.is_better({"eval/accuracy": 1.5}, [1, 2, 3])
+@pytest.mark.parametrize(("mode", "best"), [("max", 1), ("min", 2)])
+def test_less_may_be_better(mode: str, best: int) -> None:
+    assert scored({1: 3.0, 2: 1.0, 3: 2.0}, mode=mode).best_step([1, 2, 3]) == best
 
 
 @pytest.mark.parametrize("mode", ["max", "min"])
 def test_of_equals_the_earlier_stays(mode: str) -> None:
-    policy = scored({1: 0.5, 2: 0.5}, mode=mode)
-    assert policy.best_step([1, 2]) == 1
-    assert not policy.is_better({"eval/accuracy": 0.5}, [1, 2])
+    assert scored({1: 0.5, 2: 0.5}, mode=mode).best_step([2, 1]) == 1
 
 
 def test_a_figure_that_is_none_or_not_finite_is_no_figure() -> None:
     policy = scored({1: float("nan"), 2: float("inf"), 3: 0.0})
     policy.record_evaluation(4, None)
     assert policy.best_step([1, 2, 3, 4]) == 3
-    assert not policy.is_better(None, [])
-    assert not policy.is_better({"eval/accuracy": float("nan")}, [])
     policy.record_evaluation(3, None)  # saved again, without an evaluation
     assert policy.best_step([3]) is None
 
@@ -82,14 +76,13 @@ def test_the_last_best_stays_until_the_new_one_is_on_disk() -> None:
 @given(st.lists(st.one_of(st.none(), st.integers(0, 5)), min_size=1, max_size=20), st.integers(1, 3))
 def test_the_best_of_all_is_never_given_up(scores: list[int | None], keep: int) -> None:
     policy, steps, best = LatestAndBestPolicy(keep, "eval/accuracy"), [], None
-    for step, score in enumerate(scores):
-        evaluation = None if score is None else {"eval/accuracy": float(score)}
-        if policy.is_better(evaluation, steps):
+    for step, score in enumerate(scores, start=1):
+        policy.record_evaluation(step, None if score is None else {"eval/accuracy": float(score)})
+        if policy.best_step([*steps, step]) == step:
             best = step
-        policy.record_evaluation(step, evaluation)
         steps = kept(policy, [*steps, step])
         assert policy.best_step(steps) == best
-        assert steps[-keep:] == list(range(step + 1))[-keep:]
+        assert steps[-keep:] == list(range(1, step + 1))[-keep:]
         assert len(steps) <= keep + 1
 
 
@@ -108,13 +101,10 @@ def test_without_minutes_the_clock_never_asks() -> None:
 @pytest.mark.parametrize("mode", ["max", "min"])
 def test_the_best_is_never_worse_than_the_start(mode: str) -> None:
     sign = 1 if mode == "max" else -1
-    policy = scored({2: sign * 0.1, 4: sign * 0.4}, mode=mode)
-    policy.initial_value = sign * 0.5
+    policy = scored({0: sign * 0.5, 2: sign * 0.1, 4: sign * 0.4}, mode=mode)
     assert policy.best_step([2, 4]) is None and kept(policy, [2, 4, 6, 8]) == [6, 8]
     assert policy.best_checkpoint([2, 4]) == BestCheckpoint(0, "eval/accuracy", sign * 0.5)
-    assert not policy.is_better({"eval/accuracy": sign * 0.45}, [2, 4])
-    assert policy.is_better({"eval/accuracy": sign * 0.5}, [2, 4])
-    policy.record_evaluation(6, {"eval/accuracy": sign * 0.5})
+    for step in (6, 8):
+        policy.record_evaluation(step, {"eval/accuracy": sign * 0.5})
     assert policy.best_checkpoint([2, 4, 6, 8]) == BestCheckpoint(6, "eval/accuracy", sign * 0.5)
-    assert not policy.is_better({"eval/accuracy": sign * 0.5}, [2, 4, 6])
     assert policy.superseded([2, 4, 6]) is None

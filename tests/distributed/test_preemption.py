@@ -167,7 +167,7 @@ def test_handlers_are_what_they_were_afterwards() -> None:
     with PreemptionHandler(StatusBoard(None, host=0)) as interrupts:
         assert [signal.getsignal(number) for number in SIGNALS] != before
         assert not interrupts.stop_requested()
-        assert interrupts.sync_stop_decision() == (0, False, ())
+        assert interrupts.sync_stop_decision() == (0, False, False, ())
     assert [signal.getsignal(number) for number in SIGNALS] == before
     assert signal.set_wakeup_fd(descriptor) == descriptor
 
@@ -176,7 +176,7 @@ def test_generation_and_the_loop_hear_of_a_signal() -> None:
     with PreemptionHandler(StatusBoard(None, host=0)) as interrupts:
         os.kill(os.getpid(), signal.SIGTERM)
         wait_for(interrupts)
-        assert interrupts.sync_stop_decision(save_is_due=True) == (75, True, (0,))
+        assert interrupts.sync_stop_decision(save_is_due=True) == (75, True, False, (0,))
 
 
 def test_a_signal_after_the_last_step_is_told_that_nothing_is_lost(

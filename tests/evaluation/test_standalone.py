@@ -40,9 +40,9 @@ def refused(*arguments: str | Path) -> str:
 
 
 def logged(run: Path, step: int) -> dict[str, Any]:
-    """Returns the metrics that a run logged for its evaluation."""
+    """Returns the metrics that a run logged for its evaluation, without its number of prompts."""
     (line,) = [line for line in metrics_of(run) if line["step"] == step]
-    return {name: value for name, value in line.items() if name.startswith("eval/")}
+    return {k: value for k, value in line.items() if k.startswith("eval/") and k != "eval/num_prompts"}
 
 
 def without_clock(path: Path) -> list[dict[str, Any]]:

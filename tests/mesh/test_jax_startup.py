@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-from functools import partial
 
 import numpy as np
 import pytest
@@ -70,15 +69,16 @@ def test_a_platform_that_the_environment_asks_for_and_that_is_absent_is_one_clea
 def test_a_run_on_the_cpu_of_a_machine_with_an_accelerator_warns_and_names_the_extra_to_install(
     tmp_path, monkeypatch, caplog
 ):
-    assert unused_accelerator("cpu", tmp_path) is None
+    files = {str(tmp_path / "nvidia0"): "cuda", str(tmp_path / "vfio" / "0"): "tpu"}
+    monkeypatch.setattr(devices, "ACCELERATOR_FILES", files)
+    devices._warn_once.cache_clear()
+    assert unused_accelerator(MeshSettings(), "cpu") is None
     (tmp_path / "vfio").mkdir()
     (tmp_path / "vfio" / "0").touch()
-    assert unused_accelerator("cpu", tmp_path) == "tpu"
+    assert unused_accelerator(MeshSettings(), "cpu") == "tpu"
     (tmp_path / "nvidia0").touch()
-    assert unused_accelerator("cpu", tmp_path) == "cuda"
-    assert unused_accelerator("gpu", tmp_path) is None
-    monkeypatch.setattr(devices, "unused_accelerator", partial(unused_accelerator, devices=tmp_path))
-    devices._warn_of_unused_accelerator.cache_clear()
+    assert unused_accelerator(MeshSettings(), "cpu") == "cuda"
+    assert unused_accelerator(MeshSettings(), "gpu") is None
     for settings in (MeshSettings(platform="cpu"), MeshSettings(cpu_devices=8)):
         global_devices(settings)
     assert not caplog.messages
@@ -86,7 +86,7 @@ def test_a_run_on_the_cpu_of_a_machine_with_an_accelerator_warns_and_names_the_e
         global_devices(MeshSettings())
     (message,) = caplog.messages
     assert "but JAX runs on the CPU; run pip install -e '.[cuda]'" in message
-    devices._warn_of_unused_accelerator.cache_clear()
+    devices._warn_once.cache_clear()
 
 
 @pytest.mark.parametrize("address", [None, "auto"])

@@ -91,11 +91,9 @@ def test_held_out_data_of_a_training_source_has_its_revision(monkeypatch):
     assert commits == [("abc", "test"), (None, "test")] * 2
 
 
-def test_a_source_of_which_no_prompt_is_left_is_named():
+def test_the_prompts_of_a_mixture_are_in_the_order_of_their_sources_and_weights():
     data = DataSettings.model_validate({"source": ["a.jsonl", {"source": "b.jsonl", "weight": 3}]})
     prompts = [Prompt(f"{i % 2}/x/{i}", np.zeros(1, np.int32), "p", None) for i in range(10)]
     order = make_prompt_order(data, prompts, seed=1)
     assert isinstance(order, MixtureOrder)
     assert sum(index % 2 for index in order.row_indices(0, 8)) == 6
-    with pytest.raises(InputError, match=r"data\.source: every prompt of b\.jsonl is longer than"):
-        make_prompt_order(data, prompts[::2], seed=1)

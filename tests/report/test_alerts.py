@@ -172,14 +172,15 @@ def test_a_metric_that_is_no_number_raises_nothing(value: Any) -> None:
     assert find_alerts(history) == []
 
 
-def evaluated(accuracies: dict[int, float], reward: Callable[[int], float]) -> History:
+def evaluated(accuracies: dict[int, float], reward: Callable[[int], float], num_prompts: int | None = 100) -> History:
     """Returns 40 healthy steps with these rewards, and held-out accuracies at some of them or before the first."""
+    found = {step: {"eval/accuracy": one, "eval/num_prompts": num_prompts} for step, one in accuracies.items()}
     steps = [
         {k: v for k, v in step_record(step, reward__mean=reward(step)).items() if not k.startswith("eval/")}
-        | ({"eval/accuracy": accuracies[step]} if step in accuracies else {})
+        | found.get(step, {})
         for step in range(1, 41)
     ]
-    return [{"step": 0, "eval/accuracy": accuracies[0]}, *steps] if 0 in accuracies else steps
+    return [{"step": 0, **found[0]}, *steps] if 0 in found else steps
 
 
 def rising(step: int) -> float:
@@ -215,6 +216,11 @@ def test_a_fall_by_chance_or_together_with_the_reward_is_no_over_optimization(
     assert FALLS not in titles(evaluated(accuracies, reward))
 
 
+@pytest.mark.parametrize(("num_prompts", "found"), [(100, []), (1000, [FALLS]), (None, [])])
+def test_the_noise_of_an_accuracy_is_that_of_its_number_of_prompts(num_prompts: int | None, found: list[str]) -> None:
+    assert titles(evaluated({0: 0.6, 20: 0.55, 40: 0.5}, rising, num_prompts)) == found
+
+
 COLLAPSED = {"reward__mean": 0.1, "policy__learning_rate": 3e-3}
 
 
@@ -232,7 +238,7 @@ def test_a_collapse_of_the_reward_names_its_signs_and_the_learning_rate(
 ) -> None:
     found = {alert.title: alert for alert in find_alerts(after_twenty_healthy_steps(LONG, **COLLAPSED, **sign))}
     text = found["The reward has collapsed"].text
-    assert "The mean reward fell from 0.913 (step 18) to 0." in text and figures in text
+    assert "The mean reward of 5 steps fell from 0.8" in text and figures in text
     assert "optimizer.learning_rate, which reached 0.003: lower it to between 0.0003 and 0.001" in text
     # The same fall without a sign that the updates were too large, and the sign without a fall.
     assert titles(after_twenty_healthy_steps(LONG, **COLLAPSED)) == []
@@ -243,7 +249,16 @@ def test_a_collapse_in_the_first_update_is_noticed() -> None:
     first = step_record(1, reward__mean=0.4, reward__std=0.49, policy__entropy=0.2)
     rest = [step_record(step, reward__mean=0.0, reward__std=0.0, policy__entropy=0.001) for step in range(2, 9)]
     (alert,) = [one for one in find_alerts([first, *rest]) if one.title == "The reward has collapsed"]
-    assert alert.step == 6 and "fell from 0.4 (step 1) to 0, and the entropy fell from 0.2 to 0.001" in alert.text
+    assert alert.step == 6 and "fell from 0.4 (up to step 1) to 0, and the entropy fell from 0.2 to 0.001" in alert.text
+
+
+def test_a_single_lucky_step_is_no_best_reward_to_collapse_from() -> None:
+    def history(num_lucky: int) -> History:
+        rewards = [0.2] * 110 + [0.9] * num_lucky + [0.2] * 30
+        return [step_record(i, reward__mean=r, policy__kl=4.0) for i, r in enumerate(rewards, start=1)]
+
+    title = "The reward has collapsed"
+    assert title not in titles(history(1)) and title in titles(history(5))
 
 
 def test_rewards_below_zero_collapse_too_and_rare_successes_do_not() -> None:

@@ -31,8 +31,8 @@ EVERYTHING = {
 }
 
 
-def svg_of(name: str, history: History, eval_counts: dict[int, int] | None = None) -> str:
-    drawn = render_panel(BY_NAME[name], PlotData(history, eval_counts or {}))
+def svg_of(name: str, history: History) -> str:
+    drawn = render_panel(BY_NAME[name], PlotData(history))
     assert drawn is not None
     return drawn.svg
 
@@ -46,7 +46,7 @@ def texts(svg: str) -> list[str]:
 @pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel.name)
 def test_every_plot_is_drawn_from_a_run_that_has_its_metrics(panel: Panel) -> None:
     history = [*quickstart_history(), step_record(101, **EVERYTHING)]
-    drawn = render_panel(panel, PlotData(history, {0: 512, 100: 512}))
+    drawn = render_panel(panel, PlotData(history))
     assert drawn is not None
     assert drawn.png.startswith(PNG) and 5_000 < len(drawn.png) < 150_000
     assert "step" in texts(drawn.svg)
@@ -57,12 +57,12 @@ def test_every_plot_is_drawn_from_a_run_that_has_its_metrics(panel: Panel) -> No
 @pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel.name)
 def test_a_plot_without_data_is_a_sentence(panel: Panel) -> None:
     nothing = {"step": 1, "reward/mean": None, "policy/clip_fraction_low": 0.0, "perf/compilations": 0}
-    assert render_panel(panel, PlotData([nothing], {})) is None
+    assert render_panel(panel, PlotData([nothing])) is None
     assert panel.absent.endswith(".")
 
 
 def test_the_quickstart_has_no_kl_clips_nothing_and_no_reward_fails() -> None:
-    evidence = PlotData(quickstart_history(), {})
+    evidence = PlotData(quickstart_history())
     assert [panel.name for panel in PANELS if not panel.is_present(evidence)] == [
         "reward_failures",
         "kl",
@@ -78,14 +78,14 @@ def test_page_glossary_and_alert_name_one_bound_of_the_samplers_mismatch() -> No
 
 
 def test_one_step_is_enough() -> None:
-    evidence = PlotData([step_record(1, **EVERYTHING, eval__accuracy=0.5)], {1: 10})
+    evidence = PlotData([step_record(1, **EVERYTHING, eval__accuracy=0.5, eval__num_prompts=10)])
     # Nothing was compiled in that step, which a sentence says.
     assert [panel.name for panel in PANELS if render_panel(panel, evidence) is None] == ["compilations"]
 
 
 def test_the_same_run_gives_the_same_bytes_and_leaves_matplotlib_as_it_was() -> None:
     before = dict(matplotlib.rcParams)
-    evidence = PlotData(quickstart_history(), {})
+    evidence = PlotData(quickstart_history())
     assert render_panel(BY_NAME["reward"], evidence) == render_panel(BY_NAME["reward"], evidence)
     assert dict(matplotlib.rcParams) == before
 
@@ -106,17 +106,18 @@ def test_a_long_run_is_joined_into_points_which_is_said() -> None:
 
 def test_accuracy_names_the_answers_behind_its_interval() -> None:
     history = quickstart_history()
-    counts = {record["step"]: 512 for record in history if "eval/accuracy" in record}
-    assert "95 % interval (512 prompts)" in texts(svg_of("accuracy", history, counts))
-    assert "95 % interval (256 to 512 prompts)" in texts(svg_of("accuracy", history, counts | {0: 256}))
+    counted = [record | {"eval/num_prompts": 512} if "eval/accuracy" in record else record for record in history]
+    assert "95 % interval (512 prompts)" in texts(svg_of("accuracy", counted))
+    counted[0]["eval/num_prompts"] = 256
+    assert "95 % interval (256 to 512 prompts)" in texts(svg_of("accuracy", counted))
     assert not any("interval" in text for text in texts(svg_of("accuracy", history)))
     assert "difficulty_3" in texts(svg_of("accuracy", history))
 
 
 def test_the_mean_of_a_plug_in_is_drawn_as_a_plain_number_without_an_interval() -> None:
     values = {"eval/format_rate": None, "eval/accuracy/difficulty_1": 2.0}
-    history = [{**step_record(step), **values, "eval/accuracy": 3.2 * step} for step in (1, 2)]
-    shown = texts(svg_of("accuracy", history, {1: 512, 2: 512}))
+    history = [{**step_record(step), **values, "eval/accuracy": 3.2 * step, "eval/num_prompts": 512} for step in (1, 2)]
+    shown = texts(svg_of("accuracy", history))
     assert "6" in shown and "mean value of the plug-in" in shown and "difficulty_1" in shown
     assert not any("%" in text or "interval" in text for text in shown)
 

@@ -44,17 +44,6 @@ def test_it_needs_no_jax_no_model_and_no_window_and_says_what_it_wrote(tmp_path:
     assert not list(run.rglob("*.partial"))
 
 
-def test_the_answers_of_an_evaluation_are_counted(tmp_path: Path) -> None:
-    evaluated = {"eval/accuracy": 0.5, "eval/format_rate": 1.0}
-    run = write_run(
-        tmp_path / "run",
-        [{"step": 0, **evaluated}, step_record(1), {**step_record(2), **evaluated}],
-        evaluations={0: SAMPLES, 2: SAMPLES * 2},
-    )
-    assert here("report", run).exit_code == 0
-    assert "95 % interval (3 to 6 prompts)" in (run / "report.html").read_text()
-
-
 def test_a_plot_whose_data_is_gone_goes(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", [step_record(1, policy__kl=0.1)])
     assert here("report", run).exit_code == 0

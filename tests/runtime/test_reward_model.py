@@ -16,7 +16,8 @@ from app.model.io.families import FAMILIES
 from app.model.io.hf_weights import load_weights
 from app.model.io.model_files import open_model
 from app.model.segment_layout import single_segment_layout
-from app.prompts.reward_model_encoder import load_conversation_encoder
+from app.prompts.reward_model_encoder import ConversationEncoder
+from app.prompts.tokenizer import load_fast_tokenizer
 from app.records.jsonl import read_jsonl
 from app.records.sample import Sample
 from app.records.text_format import format_bytes
@@ -112,8 +113,9 @@ def test_every_family_scores_as_transformers_does(model_type: str, tmp_path: Pat
     template = "{% for message in messages %}<|user|>{{ message.content }}{% endfor %}<|end|>"
     write_tokenizer(tmp_path, chat_template=template)
     ours, samples = loaded(tmp_path), dialogues()
+    vocab = load_fast_tokenizer(ours.spec.files).get_vocab()
     texts = [
-        [ours.spec.conversations.vocab[token] for token in ("<|user|>", *q, "<|user|>", *s.completion, "<|end|>")]
+        [vocab[token] for token in ("<|user|>", *q, "<|user|>", *s.completion, "<|end|>")]
         for s in samples
         for q in [str(s.prompt.source)]
     ]
@@ -228,9 +230,10 @@ def test_a_reward_model_may_have_its_own_vocabulary_and_no_template(judge: Path,
     model = write_reward_model(tmp_path / "judge")
     (model / "chat_template.jinja").unlink()
     write_tokenizer(model, chat_template=None)
-    conversations = load_conversation_encoder(open_model(str(model)), system_prompt=None)
+    conversations = ConversationEncoder(open_model(str(model)), system_prompt=None)
+    vocab = load_fast_tokenizer(open_model(str(model))).get_vocab()
     sample = dialogues()[0]
-    spelled = [conversations.vocab[c] for c in "1+2=?3"]
+    spelled = [vocab[c] for c in "1+2=?3"]
     assert conversations.encode(sample.prompt, sample.completion).tolist() == spelled
     object.__setattr__(sample.prompt, "source", [{"role": "user", "content": "1+2=?"}])
     with pytest.raises(InputError, match="no chat template"):

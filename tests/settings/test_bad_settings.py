@@ -212,8 +212,8 @@ def test_a_bad_file_is_refused_with_its_line(folder: Path, text: str, message: s
         ("optimizer.lr", "verl's actor.optim.lr is optimizer.learning_rate here"),
         (
             "lr",
-            "verl's critic.optim.lr is critic.learning_rate here and "
-            "verl's actor.optim.lr is optimizer.learning_rate here",
+            "verl's actor.optim.lr is optimizer.learning_rate here and "
+            "verl's critic.optim.lr is critic.learning_rate here",
         ),
         ("algorithm.clip_ratio", "verl's actor.clip_ratio is algorithm.clip_low and algorithm.clip_high here"),
         ("epsilon", "TRL's epsilon is algorithm.clip_low here"),
@@ -221,6 +221,15 @@ def test_a_bad_file_is_refused_with_its_line(folder: Path, text: str, message: s
         ("vllm_importance_sampling_mode", "TRL's vllm_importance_sampling_mode is algorithm.correction_level here"),
         ("vllm_mode", "TRL's vllm_* has no counterpart here: rollout.slots and rollout.scheduler enable"),
         ("sync_ref_model", "TRL's sync_ref_model has no counterpart here: the reference is the starting model"),
+        (
+            "per_device_train_batch_size",
+            "TRL's per_device_train_batch_size is rollout.prompts_per_step here: "
+            "per_device_train_batch_size x devices x steps_per_generation / num_generations / hosts",
+        ),
+        (
+            "num_train_epochs",
+            "TRL's num_train_epochs is run.steps here: epochs x prompts of the data / prompts of a step",
+        ),
         ("repetition_penalty", "TRL's repetition_penalty has no counterpart here"),
         # The same last part in another section, abbreviations and misspellings.
         ("top_p", "did you mean rollout.top_p?"),

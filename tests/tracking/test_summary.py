@@ -56,10 +56,10 @@ def test_the_mean_of_a_plug_in_is_no_percentage() -> None:
     history = [before, {**before, "step": 1, "eval/accuracy": -0.00125, "reward/mean": 0.5}]
     lines = summary_text(history, path="runs/a", best=BestCheckpoint(1, "eval/accuracy", 3.2)).splitlines()
     assert lines[1:3] == [
-        f"{'accuracy':<28}{'3.2':>12}{'-0.00125':>12}",
+        f"{'accuracy':<28}{'3.200':>12}{'-0.001':>12}",
         f"{'truncated_fraction':<28}{'50.0 %':>12}{'50.0 %':>12}",
     ]
-    assert "best eval/accuracy 3.2 after step 1: checkpoints/best" in lines
+    assert "best eval/accuracy 3.200 after step 1: checkpoints/best" in lines
 
 
 def test_without_evaluation_only_the_reward_is_compared() -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from app.preflight.dry_run import DryRunReport, make_dry_run_report
+from app.records.checksum_file import CHECKSUM_FILE
 from app.training.replay import ReplayRequest
 from settings import load
 from tests.program import (
@@ -107,12 +108,15 @@ def test_a_run_ends_completions_at_stop_strings_and_is_reproduced(
     # Where no answer ends with an end-of-sequence token, the stop strings tell why.
     ends = ("1", "3")
     reasons = {True: "stop", False: "length"}
+    (run / "rollouts" / CHECKSUM_FILE).unlink()
     rewrite(step_file(run, 1), lambda one: one.update(finish_reason=reasons[one["completion"].endswith(ends)]))
     result = replay(run, tmp_path / "unstopped", "rollout.stop=[]", "run.steps=1")
     assert_refused(result, "another tokenizer, or with rollout.stop", tmp_path / "unstopped")
 
 
-def test_each_step_is_replayed_under_the_settings_it_was_trained_with(config: Path, tmp_path: Path) -> None:
+def test_each_step_is_replayed_under_the_settings_it_was_trained_with(
+    config: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     run, again = config.parent / "runs" / "tiny", tmp_path / "again" / "tiny-replay"
     assert train_here(config, "run.steps=2").exit_code == 0
     changed = ("algorithm.name=dr_grpo", "optimizer.learning_rate=0.01", "data.system_prompt=Hi")
@@ -129,7 +133,10 @@ def test_each_step_is_replayed_under_the_settings_it_was_trained_with(config: Pa
     shutil.rmtree(again / "checkpoints" / "4")
     assert replay(run, again.parent, options=["--resume", "must"]).exit_code == 0
     assert_same_steps(again, run, steps=range(1, 5))
+    # All parts use what was read once.
+    (run / "settings.yaml").unlink()
     assert replay(run, tmp_path / "first", "run.steps=2").exit_code == 0
+    assert caplog.text.count("its settings are taken from sessions.jsonl") == 1
     assert_same_steps(tmp_path / "first" / "tiny-replay", run, steps=range(1, 3))
     # A part that ends early is the last.
     early = ("eval.every_steps=1", "run.early_stopping.patience=1", "run.early_stopping.min_delta=10")
@@ -139,7 +146,7 @@ def test_each_step_is_replayed_under_the_settings_it_was_trained_with(config: Pa
     # The files of all parts are checked before the first one is trained.
     step_file(run, 4).write_text("")
     result = replay(run, tmp_path / "broken")
-    assert result.exit_code == 2 and "step_000004.jsonl holds no samples" in result.stderr
+    assert result.exit_code == 2 and "step_000004.jsonl is not as its run wrote it" in result.stderr
     assert not (tmp_path / "broken").exists()
 
 

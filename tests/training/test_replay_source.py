@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from app.records.checksum_file import CHECKSUM_FILE
 from app.records.run_directory import RunDirectory
 from app.records.sample import DROPPED_PREFIX, Sample
 from app.training.inputs import read_training_inputs
@@ -59,6 +60,14 @@ def test_a_file_of_a_run_that_lost_its_last_line_is_refused(source: Path) -> Non
     file = step_file(source, 2)
     write(file, records_of(file)[:-1])
     with pytest.raises(InputError, match=r"step_000002.jsonl is incomplete: it holds a group of 3 samples, .* drew 4"):
+        looked(source)
+
+
+def test_a_file_of_a_run_that_was_changed_is_refused(source: Path, finished: Path) -> None:
+    shutil.copy(finished / "rollouts" / CHECKSUM_FILE, source / "rollouts")
+    assert looked(source).uses_saved_rewards
+    rewrite(step_file(source, 2), lambda record: record.update(reward=record["reward"] + 1))
+    with pytest.raises(InputError, match=r"step_000002.jsonl is not as its run wrote it: its SHA-256 .* SHA256SUMS"):
         looked(source)
 
 

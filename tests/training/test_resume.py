@@ -200,6 +200,25 @@ def test_a_run_is_not_continued_without_a_word_if_its_metrics_are_damaged(
     assert train_here(full_config, "run.steps=8", resume="auto").exit_code == 0
 
 
+def test_a_damaged_checkpoint_stays_where_it_is_if_the_resume_is_refused(stopped: Path, full_config: Path) -> None:
+    (stopped / "checkpoints" / "6" / "progress" / "metadata").write_text("{}")
+    lines = (stopped / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    (stopped / "metrics.jsonl").write_bytes(b"".join(lines[:2] + lines[3:]))
+    before = digest_of(stopped)
+    result = train_here(full_config, resume="auto")
+    assert result.exit_code == 2 and "metrics.jsonl lacks lines up to step 3" in result.stderr
+    assert digest_of(stopped) == before
+
+
+def test_lost_settings_of_an_earlier_session_are_told(stopped: Path, full_config: Path) -> None:
+    path = stopped / "sessions.jsonl"
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b"after_step", b"before_step") + content)
+    result = train_here(full_config, "run.steps=7", resume="auto")
+    assert result.exit_code == 0
+    assert result.stderr.count("warning: sessions.jsonl has no valid settings in line 1; others are taken") == 1
+
+
 @pytest.mark.parametrize("name", ["metrics.jsonl", "rollouts", "checkpoints", "checkpoints/6"])
 def test_links_in_a_run_directory_are_refused(stopped: Path, full_config: Path, tmp_path: Path, name: str) -> None:
     elsewhere = tmp_path / "elsewhere"
@@ -297,3 +316,12 @@ def test_other_variables_of_the_chat_template_are_another_run_unless_allowed(con
     longer = [len(one["prompt_token_ids"]) for one in records_of(run / "rollouts" / "step_000003.jsonl")]
     assert max(longer) == max(lengths) + 1
     assert progress_of(run, 4)["fingerprints"]["data.chat_template_kwargs"] == '{"doubled": true}'
+
+
+def test_the_texts_of_the_tokens_are_written_once(config: Path) -> None:
+    texts = config.parent / "runs" / "tiny" / "tokens.json"
+    assert train_here(config, "logging.report=true", "run.steps=1").exit_code == 0
+    written = texts.stat().st_ino
+    assert train_here(config, "logging.report=true", "run.steps=2", resume="must").exit_code == 0
+    # A file that is written again is another one under the same name.
+    assert texts.stat().st_ino == written

@@ -15,7 +15,7 @@ from app.records.jsonl import read_jsonl, write_jsonl
 from app.records.sample import Sample
 from app.rollout.sampling import FINISH_NON_FINITE
 from app.runtime.session import Session
-from tests.program import here, metrics_of, settings, train_here
+from tests.program import here, metrics_of, reproducible, settings, train_here
 from tests.reward.processes import children
 from tests.training.test_trainer import samples_of
 from tests.two_hosts import run_on_two_hosts
@@ -33,9 +33,12 @@ def picky(completion, answer):
 def of_host(completion):
     if os.environ["THIS_HOST"] == "1": raise ValueError("not on this host")
     return {"score": len(completion), "only_here": 1}
-def wrong_on_second(completion, answer):
-    if os.environ["THIS_HOST"] == "1" and completion != answer: raise ValueError("not on this host")
-    return 1
+def wrong_on_second(completions, trainer_state):
+    if os.environ["THIS_HOST"] == "1" and trainer_state.global_step == 2: raise ValueError("not on this host")
+    return [1.0 for _ in completions]
+def until_third(completions, trainer_state):
+    if trainer_state.global_step == 3 and os.path.exists("runs/tiny"): raise ValueError("third")
+    return [float(len(c)) for c in completions]
 def silent(completions): return [None] * len(completions)
 def even(completions, prompts): return [1.0 if len(p) % 2 == 0 else None for p in prompts]
 def odd(completions, prompts): return [3.0 if len(p) % 2 else None for p in prompts]
@@ -197,9 +200,33 @@ def test_a_run_that_cannot_go_on_stops_with_the_way_out(
     result = train_here(config, f"reward.functions=[{functions}]", f"reward.on_error={on_error}", *QUIET)
     assert result.exit_code == 1
     error = result.stderr.splitlines()[-1]
-    assert error.startswith(f"error: RuntimeError: {message}")
+    assert error.startswith(f"error: RewardError: {message}")
     assert "Fix the" in error and "Traceback" not in result.stderr
     assert metrics_of(run_of(config)) == [] and children() == []
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_a_run_whose_reward_function_fails_is_saved_and_goes_on_once_it_is_mended(
+    config: Path, evaluates: bool
+) -> None:
+    chosen = (
+        *("reward.functions=[plug.py:until_third]", "reward.on_error=raise", "checkpoint.every_steps=100"),
+        *(f"eval.every_steps={3 if evaluates else 0}", "eval.num_prompts=8", "checkpoint.best_metric=null"),
+    )
+    plug = Path("plug.py")
+    if evaluates:  # not in the step, but in the evaluation after it
+        plug.write_text(PLUG.replace("runs/tiny", "runs/tiny/rollouts/step_000003.jsonl"))
+    result = train_here(config, *chosen)
+    assert result.exit_code == 1 and "until_third: raised: ValueError: third" in result.stderr
+    last = 3 if evaluates else 2
+    assert f"stopped after step {last} of 4, which is saved" in result.stderr
+    assert {path.name for path in (run_of(config) / "checkpoints").iterdir()} == {str(last)}
+    plug.write_text(PLUG.replace("runs/tiny", "nowhere"))
+    result = train_here(config, *chosen, resume="must")
+    assert result.exit_code == 0 and f"continuing after step {last} of 4" in result.stderr, result.stderr
+    assert train_here(config, *chosen, "run.name=whole").exit_code == 0
+    whole = config.parent / "runs" / "whole"
+    assert reproducible(metrics_of(run_of(config))) == reproducible(metrics_of(whole))
 
 
 def test_a_function_that_fails_on_a_real_answer_is_found_before_anything_is_compiled(config: Path) -> None:
@@ -337,17 +364,18 @@ def test_scoring_a_file_uses_the_same_functions(config: Path, tmp_path: Path) ->
 def test_what_fails_on_one_host_is_counted_on_both_and_stops_both(
     config: Path, tmp_path: Path, on_error: str, exit_code: int
 ) -> None:
-    fails = "of_host" if on_error == "drop" else "wrong_on_second"
+    fails, steps = ("of_host", 1) if on_error == "drop" else ("wrong_on_second", 2)
     chosen = settings(
         f"reward.functions=[{{function: plug.py:on_first_host, weight: 0}}, plug.py:{fails}, arithmetic]",
         *(f"reward.on_error={on_error}", "eval.num_prompts=8"),
-        *("reward.environment=[THIS_HOST]", "rollout.prompts_per_step=2", "run.steps=1"),
+        *("reward.environment=[THIS_HOST]", "rollout.prompts_per_step=2", f"run.steps={steps}"),
     )
     hosts = run_on_two_hosts("train", "--config", config, *chosen, cwd=tmp_path)
     assert [host.exit_code for host in hosts] == [exit_code] * 2, hosts
     if on_error == "raise":
         assert "a reward function failed on another host; see its log" in hosts[0].stderr
         assert "wrong_on_second: raised: ValueError: not on this host" in hosts[1].stderr
+        assert (run_of(config) / "checkpoints" / "1" / "state").is_dir()
         return
     assert "host 1: " in hosts[0].stderr and "not on this host" in hosts[0].stderr
     before, line = metrics_of(run_of(config))

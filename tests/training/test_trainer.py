@@ -115,6 +115,7 @@ OF_AN_EVALUATION = {
     "eval/format_rate",
     "eval/truncated_fraction",
     "eval/mean_length",
+    "eval/num_prompts",
     "eval/error_count",
     "time/eval_s",
 }
@@ -133,8 +134,8 @@ def test_a_run_directory_holds_what_the_contract_names_and_nothing_else(finished
         *(".lock", "settings.yaml", "metrics.jsonl", "sessions.jsonl", "rollouts", "checkpoints", "eval"),
         *("report.html", "rollouts.html", "plots", "tokens.json"),
     }
-    assert names("rollouts") == {f"step_00000{step}.jsonl" for step in (1, 2, 3, 4)}
-    assert names("eval") == {f"step_00000{step}.jsonl" for step in (0, 2, 4)}
+    assert names("rollouts") == {"SHA256SUMS", *(f"step_00000{step}.jsonl" for step in (1, 2, 3, 4))}
+    assert names("eval") == {"SHA256SUMS", *(f"step_00000{step}.jsonl" for step in (0, 2, 4))}
     assert names("checkpoints") == {"2", "4", "best"}
 
 

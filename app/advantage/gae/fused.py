@@ -35,14 +35,10 @@ def solve_fused(terms: RecurrenceTerms) -> GaeOutput:
 def fused_gae_on_host(
     rewards: HostOrDevice, values: HostOrDevice, last_values: HostOrDevice, gamma: float, lam: float
 ) -> GaeOutput:
-    """Computes GAE for rows of one sequence each, in numpy and float32.
+    """Computes GAE for rows of one sequence each, [B, T], in numpy and float32.
 
     Args:
-        rewards: [B, T].
-        values: [B, T].
         last_values: [B], the value after each row's last step.
-        gamma: in [0, 1].
-        lam: in [0, 1].
 
     Source: Schulman et al. 2016, eq. 16.
     """
@@ -97,7 +93,6 @@ class _Scan(NamedTuple):
 
     layout: _BlockLayout
     one_minus_gamma: np.float32
-    """1 - gamma."""
     step_matrix: Float32[np.ndarray, "C C"]
     chunk_matrix: Float32[np.ndarray, "N N"]
     segment_matrix: Float64[np.ndarray, "S S"]

@@ -3,32 +3,18 @@
 from __future__ import annotations
 
 import numpy as np
-from jaxtyping import ArrayLike, Bool
+from jaxtyping import Bool
 
 
 def check_inputs(
-    rewards: np.ndarray,
-    values: np.ndarray,
-    *,
-    gamma: ArrayLike,
-    lam: ArrayLike,
-    mask: np.ndarray | None = None,
-    mask_mode: str = "skip",
-    chunk_size: int | None = None,
+    rewards: np.ndarray, values: np.ndarray, *, mask: np.ndarray | None = None, mask_mode: str = "skip"
 ) -> None:
     """Checks that `generalized_advantages` is defined for these arrays.
 
     Raises:
-        ValueError: shapes do not match, gamma or lambda is outside [0, 1], the chunk size is below 1, or a number that
-            would be read is not finite in float32; the message gives its row and index.
+        ValueError: shapes do not match, or a number that would be read is not finite in float32; the message gives its
+            row and index.
     """
-    for name, number in (("gamma", gamma), ("lam", lam)):
-        numbers = np.asarray(number)
-        outside = numbers[~((numbers >= 0) & (numbers <= 1))]
-        if outside.size:
-            raise ValueError(f"{name}: expected a number from 0 to 1, got {outside.flat[0]}")
-    if chunk_size is not None and chunk_size < 1:
-        raise ValueError(f"chunk_size: expected at least 1 step, got {chunk_size}")
     check_shapes(rewards.shape, values.shape, None if mask is None else mask.shape)
     # Masked tokens may hold any number in the modes that do not read them.
     read = None if mask is None or mask_mode == "through" else mask.astype(bool)

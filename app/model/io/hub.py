@@ -81,11 +81,9 @@ def latest_commit(
         if kind == "dataset":
             return _latest_dataset_commit(hub_id, revision, timeout_s=timeout_s)
         return str(get_hf_file_metadata(hf_hub_url(hub_id, file, revision=revision), timeout=timeout_s).commit_hash)
-    except GatedRepoError as error:
+    except RepositoryNotFoundError as error:  # of which GatedRepoError is a kind
         page = f"datasets/{hub_id}" if kind == "dataset" else hub_id
-        raise InputError(_explain_hub_error(error, page)) from error
-    except RepositoryNotFoundError as error:
-        raise InputError(f"there is no such {kind}, or it is private; check the id, or log in with HF_TOKEN") from error
+        raise InputError(_explain_hub_error(error, page, kind=kind)) from error
     except (EntryNotFoundError, RevisionNotFoundError) as error:
         at = f"no revision {revision!r}" if isinstance(error, RevisionNotFoundError) else f"no {file}"
         raise InputError(f"it has {at}; choose another") from error
@@ -103,14 +101,14 @@ def _latest_dataset_commit(hub_id: str, revision: str | None, *, timeout_s: floa
     return str(info.sha)
 
 
-def _explain_hub_error(error: Exception, page: str) -> str:
+def _explain_hub_error(error: Exception, page: str, *, kind: str = "model") -> str:
     if isinstance(error, GatedRepoError):
         return (
             "it is gated, and this user has no access; "
             f"accept its license at https://huggingface.co/{page} and log in with HF_TOKEN"
         )
     if isinstance(error, RepositoryNotFoundError):
-        return "there is no such model, or it is private; check the id, or log in with HF_TOKEN"
+        return f"there is no such {kind}, or it is private; check the id, or log in with HF_TOKEN"
     if isinstance(error, RevisionNotFoundError):
         return "it has no such revision; set model.revision to one of its commits, tags or branches"
     cause = error.__cause__ if isinstance(error, LocalEntryNotFoundError) and error.__cause__ else error

@@ -135,57 +135,37 @@ class ConfigOnlyTensors:
         raise AssertionError(f"{name}: the model was opened without its weights")
 
 
-def open_config_only(path: str, *, revision: str | None = None) -> ModelFiles:
-    """Opens only the configuration of `model.path`; nothing else is downloaded from the hub.
-
-    Raises:
-        InputError: the model does not exist or cannot be downloaded.
-    """
-    local = Path(path).expanduser()
-    if not is_from_hub(path):
-        directory = _builtin_directory(path) if path.startswith(BUILTIN_PREFIX) else local
-        if not directory.is_dir():
-            return open_model(path)
-        return _config_only_files(directory, name=directory.resolve().name)
-    snapshot = fetch_from_hub(path, revision, files=(CONFIG_FILE,))
-    return _config_only_files(snapshot, name=path, commit=snapshot.name)
-
-
 def is_from_hub(path: str) -> bool:
     """Returns whether `model.path` is a hub id: local paths and built-in models take precedence."""
     local = Path(path).expanduser()
     return not (path.startswith(BUILTIN_PREFIX) or local.exists() or local.suffix == ".gguf")
 
 
-def _config_only_files(directory: Path, *, name: str, commit: str | None = None) -> ModelFiles:
-    config = _read_config(directory)
-    return ModelFiles(name, directory, config, {}, ConfigOnlyTensors(), fingerprint(config, {}), commit)
-
-
-def open_model(path: str, *, revision: str | None = None) -> ModelFiles:
+def open_model(path: str, *, revision: str | None = None, config_only: bool = False) -> ModelFiles:
     """Opens `model.path`; an existing file or directory takes precedence over a hub id of the same name.
 
     Args:
         revision: the revision of a hub id; ignored for other models.
+        config_only: opens the configuration without weights, and downloads nothing else from the hub.
 
     Raises:
         InputError: the model does not exist, or cannot be downloaded or used.
     """
-    local = Path(path).expanduser()
+    local, commit = Path(path).expanduser(), None
     if path.startswith(BUILTIN_PREFIX):
-        return _open_directory(_builtin_directory(path), name=path)
-    if local.is_dir():
-        return _open_directory(local, name=local.resolve().name)
-    if local.suffix == ".gguf":
+        directory, name = _builtin_directory(path), path
+    elif local.is_dir():
+        directory, name = local, local.resolve().name
+    elif local.suffix == ".gguf":
         return _open_gguf(local)
-    if local.is_file():
+    elif local.is_file():
         raise InputError(f"model.path: {path} is a file, but not a .gguf file; set it to the model's directory")
-    snapshot = fetch_from_hub(path, revision, files=HUB_FILES)
-    return _open_directory(snapshot, name=path, commit=snapshot.name)
-
-
-def _open_directory(directory: Path, *, name: str, commit: str | None = None) -> ModelFiles:
+    else:
+        directory, name = fetch_from_hub(path, revision, files=(CONFIG_FILE,) if config_only else HUB_FILES), path
+        commit = directory.name
     config = _read_config(directory)
+    if config_only:
+        return ModelFiles(name, directory, config, {}, ConfigOnlyTensors(), fingerprint(config, {}), commit)
     generation = directory / "generation_config.json"
     weights = SafetensorsFiles(directory)
     return ModelFiles(
