@@ -3,17 +3,54 @@
 from __future__ import annotations
 
 import os
+import shlex
+import tempfile
+from pathlib import Path
 from typing import Any
 
 from jax.experimental import topologies
 
 from app.mesh.tpu_chips import TpuSlice
+from settings.errors import InputError
+
+SCHEDULES = ".*schedule-analysis_final_bundles.*"
+"""The compiler's files on the instructions that a Pallas kernel became."""
 
 
 def compile_only_devices(slice: TpuSlice) -> list[Any]:
-    """Returns the devices of a TPU slice from libtpu's description of its topology."""
+    """Returns the devices of a TPU slice, from libtpu's description of its topology.
+
+    Raises:
+        InputError: libtpu is not installed, or does not know the slice.
+    """
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    description = topologies.get_topology_desc(
-        platform="tpu", topology_name=slice.topology_name, chips_per_host_bounds=slice.host_bounds
-    )
+    try:
+        description = topologies.get_topology_desc(
+            platform="tpu",
+            topology_name=slice.topology_name,
+            chips_per_host_bounds=slice.host_bounds,
+            **slice.topology_options,
+        )
+    except Exception as error:  # JAX raises several types, some of them its own
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise InputError(
+            f"mesh.pretend: cannot compile for {slice.name}: {reason}; run pip install -e '.[tpu]', which installs the "
+            "TPU compiler on any x86-64 Linux"
+        ) from None
     return list(description.devices)
+
+
+def keep_kernel_schedules() -> None:
+    """Makes libtpu write the schedule of each kernel that it compiles. Must run before JAX loads it."""
+    options = {"--xla_jf_dump_llo_text": "true", "--xla_jf_dump_llo_pass_label_regex": SCHEDULES}
+    options["--xla_jf_dump_to"] = tempfile.mkdtemp(prefix="grpo-kernels-")
+    given = os.environ.get("LIBTPU_INIT_ARGS", "")
+    added = shlex.join(f"{name}={value}" for name, value in options.items())
+    os.environ["LIBTPU_INIT_ARGS"] = f"{given} {added}".strip()
+
+
+def kernel_schedules() -> Path | None:
+    """Returns the folder of `keep_kernel_schedules`; None if libtpu writes none."""
+    given = shlex.split(os.environ.get("LIBTPU_INIT_ARGS", ""))
+    folders = [one.partition("=")[2] for one in given if one.startswith("--xla_jf_dump_to=")]
+    return Path(folders[-1]) if folders else None

@@ -13,6 +13,7 @@ import jax
 
 from app.distributed.cluster_detection import detect_cluster, is_cloud_tpu_vm
 from app.distributed.rendezvous_check import ClusterMember, resolve_bind_address, verify_processes
+from app.mesh.compile_only import keep_kernel_schedules
 from app.mesh.devices import (
     check_equal_device_counts,
     global_devices,
@@ -84,6 +85,8 @@ def initialize_local(settings: MeshSettings, *, compiles: bool = False) -> None:
         InputError: the library for `mesh.platform` is not installed.
     """
     pretended = None if settings.pretend is None else parse_slice(settings.pretend)
+    if compiles:
+        keep_kernel_schedules()
     simulate_slice(pretended, compiles=compiles)
     _configure_malloc()
     if pretended is not None:

@@ -92,20 +92,27 @@ class TpuSlice:
 
     @property
     def topology_name(self) -> str:
-        return f"{self.chip.name}:" + "x".join(map(str, bounds(self.num_chips, self.chip.num_torus_dims)))
+        """The name of its topology for libtpu, such as `v4:2x2x2`."""
+        family = "v5" if self.chip.name == "v5p" else self.chip.name
+        return f"{family}:" + "x".join(map(str, _torus_sizes(self.num_chips, self.chip.num_torus_dims)))
 
     @property
     def host_bounds(self) -> tuple[int, ...]:
-        return (*bounds(self.chips_per_host, 2), 1)
+        """The chips of a host along each dim of the torus."""
+        return (*_torus_sizes(self.chips_per_host, 2), 1)
+
+    @property
+    def topology_options(self) -> dict[str, str]:
+        """Options of its topology: a chip with two cores is one device."""
+        return {"chip_config_name": "megacore"} if self.chip.name == "v4" else {}
 
 
-def bounds(num_chips: int, dims: int) -> tuple[int, ...]:
-    sizes = [1] * dims
-    while num_chips > 1:
-        i = min(range(dims), key=lambda d: (sizes[d], -d))
-        sizes[i] *= 2
-        num_chips //= 2
-    return tuple(sorted(sizes))
+def _torus_sizes(num_chips: int, num_dims: int) -> list[int]:
+    """Returns powers of two, as equal as can be and in increasing order, whose product is `num_chips`."""
+    each, larger = divmod(num_chips.bit_length() - 1, num_dims)
+    sizes = [2 ** (each + (dim >= num_dims - larger)) for dim in range(num_dims)]
+    # A host's chips lie in the first two dims.
+    return sizes if sizes[0] > 1 or num_dims == 2 else sizes[::-1]
 
 
 def parse_slice(name: str) -> TpuSlice:

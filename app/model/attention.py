@@ -81,7 +81,16 @@ def make_block_pairs(layout: SegmentLayout, windows: Sequence[Window]) -> BlockP
     blocking = platform_blocking(layout.segment_ids.shape[1])
     if layout.segment_ids.shape[1] <= blocking.block_size and not blocking.kernel:
         return None
-    layout = SegmentLayout(*(_pad_to_blocks(x, blocking.block_size, axis=1) for x in layout))
+    return _pairs_of_blocks(layout, windows, blocking)
+
+
+def visible_pairs(layout: SegmentLayout, windows: Sequence[Window], blocking: Blocking) -> int:
+    """Returns the number of pairs of blocks that attention computes for one device's rows, outside of a program."""
+    return int(jnp.sum(_pairs_of_blocks(layout, windows, blocking).distance < UNREACHABLE))
+
+
+def _pairs_of_blocks(layout: SegmentLayout, windows: Sequence[Window], blocking: Blocking) -> BlockPairs:
+    layout = SegmentLayout(*(_pad_to_blocks(jnp.asarray(x), blocking.block_size, axis=1) for x in layout))
     return block_pairs(layout, windows, blocking.block_size, by_query=blocking.kernel)
 
 

@@ -114,7 +114,12 @@ def attention_grads(
         name="attention_backward",
         interpret=interpret,
     )(
-        *_prefetched(pairs, window), *arrays, *[_token_info(layout)] * 2, output_grad.astype(query.dtype), normalizer, mean
+        *_prefetched(pairs, window),
+        *arrays,
+        *[_token_info(layout)] * 2,
+        output_grad.astype(query.dtype),
+        normalizer,
+        mean,
     )
     keys_grad, values_grad = (
         x.reshape(call.num_kv_heads, keys.shape[0], -1, call.head_dim).swapaxes(0, 1).astype(keys.dtype)
@@ -124,7 +129,9 @@ def attention_grads(
 
 
 def _forward_kernel(score_mod: ScoreMod, scale: float, *refs: Any) -> None:
-    query_block, key_block, window, query, key, value, query_info, key_info, mixed, normalizer, highest, total, sums = refs
+    query_block, key_block, window, query, key, value, query_info, key_info, mixed, normalizer, highest, total, sums = (
+        refs
+    )
     turn = pl.program_id(1)
     starts, ends = _block_edges(query_block, turn)
 
@@ -155,7 +162,9 @@ def _forward_kernel(score_mod: ScoreMod, scale: float, *refs: Any) -> None:
 
 
 def _backward_kernel(score_mod: ScoreMod, scale: float, blocks_per_row: int, *refs: Any) -> None:
-    query_block, key_block, window, query, key, value, query_info, key_info, output_grad, normalizer, mean, *outputs = refs
+    query_block, key_block, window, query, key, value, query_info, key_info, output_grad, normalizer, mean, *outputs = (
+        refs
+    )
     query_grad, keys_grad, values_grad, sums = outputs
     turn = pl.program_id(1)
     starts, ends = _block_edges(query_block, turn)

@@ -212,7 +212,9 @@ def _attend_blocks(score_mod: ScoreMod, blocking: Blocking, *inputs: Any) -> tup
     total = jnp.where(total > 0, total, 1.0)
     # [blocks, K, G * size] -> [K, G, N], with the tokens of all rows in order.
     num_kv_heads = highest.shape[1]
-    normalizer = (highest + jnp.log(total)).reshape(-1, num_kv_heads, query.shape[2] // num_kv_heads, blocking.block_size)
+    normalizer = (highest + jnp.log(total)).reshape(
+        -1, num_kv_heads, query.shape[2] // num_kv_heads, blocking.block_size
+    )
     normalizer = normalizer.transpose(1, 2, 0, 3).reshape(*normalizer.shape[1:3], -1)
     return _from_query_blocks(mixed / total[..., None], query), normalizer
 

@@ -30,9 +30,7 @@ class BlockPairs(NamedTuple):
     """Smallest distance from a query of the pair to a key it sees. Pairs inside the narrowest window come first."""
 
 
-def block_pairs(
-    layout: SegmentLayout, windows: Sequence[Window], size: int, *, by_query: bool = False
-) -> BlockPairs:
+def block_pairs(layout: SegmentLayout, windows: Sequence[Window], size: int, *, by_query: bool = False) -> BlockPairs:
     """Returns the pairs of `size`-token blocks with a visible entry in layers with any of these windows.
 
     With `by_query`, the pairs of a query block follow one another whatever their distance, and every block has its

@@ -22,6 +22,9 @@ from app.model.decode_weights import DecodeWeights
 from app.model.decoder import AttentionFn, Decoder, DecoderDefinition
 from app.model.segment_layout import single_segment_layout
 
+DECODE_SCOPE = "decode"
+"""The name scope of the loop over tokens in compiled programs."""
+
 
 class LayerCache(NamedTuple):
     """The keys and values of one layer."""

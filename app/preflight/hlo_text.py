@@ -28,9 +28,13 @@ class ArrayShape:
     """0: the device's main memory (HBM); others are on the chip."""
 
     @property
+    def num_items(self) -> int:
+        return math.prod(self.sizes)
+
+    @property
     def num_bytes(self) -> int:
         bits = ITEM_BITS.get(self.dtype) or int((re.search(r"\d+", self.dtype) or ["32"])[0])
-        return math.prod(self.sizes) * bits // 8
+        return self.num_items * bits // 8
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from app.mesh import device_mesh, jax_startup
 from app.mesh.device_memory import device_memory_bytes
 from app.mesh.placement import bytes_per_device
 from app.model.decoder import flatten_by_path
-from app.preflight.compiled_memory import CompiledProgram, compile_programs, format_programs_table
+from app.preflight.compiled_programs import CompiledProgram, compile_programs, format_programs_table
 from app.preflight.config_only_spec import ConfigOnlySpec, read_config_only_spec
 from app.preflight.largest_batches import USABLE_MEMORY_FRACTION, BatchLimit, find_batch_limits
 from app.preflight.memory import (

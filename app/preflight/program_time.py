@@ -14,11 +14,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from app.mesh.tpu_chips import TpuChip
-from app.preflight.hlo_text import ArrayShape, HloProgram, Instruction
+from app.preflight.hlo_text import HloProgram, Instruction
 
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
 FREE_OPCODES = frozenset(
-    "parameter constant tuple get-tuple-element bitcast after-all partition-id replica-id opt-barrier iota".split()
+    [
+        "parameter",
+        "constant",
+        "tuple",
+        "get-tuple-element",
+        "bitcast",
+        "after-all",
+        "partition-id",
+        "replica-id",
+        "opt-barrier",
+        "iota",
+    ]
 )
 """Instructions that move no arrays of any size."""
 ALIASING_CALLS = ("AllocateBuffer", "ConcatBitcast", "AssumeGatherIndicesInBound", "Sharding")
@@ -68,18 +79,28 @@ def program_time(
     *,
     kernel_s: Mapping[str, float],
     loop_counts: Mapping[str, int],
-    computation: str | None = None,
+    turn_of: str | None = None,
 ) -> ProgramTime:
-    """Returns the time of one call of a program, or of one turn of one of its computations.
+    """Returns the time of one call of a program on each device.
 
     Args:
         kernel_s: seconds of each Pallas kernel by the name of its instruction.
-        loop_counts: turns of loops that depend on data, by a name scope in their `op_name`.
+        loop_counts: turns of loops that depend on data, by their name scope.
+        turn_of: the name scope of a loop of which only one turn is counted, instead of the whole call.
 
     Raises:
         UnknownLoopCountError: a loop's count is unknown.
     """
-    return _Walk(program, chip, kernel_s, loop_counts).time_of(computation or program.entry)
+    walk = _Walk(program, chip, kernel_s, loop_counts)
+    if turn_of is None:
+        return walk.time_of(program.entry)
+    loops = [one for lines in program.computations.values() for one in lines if one.opcode == "while"]
+    [loop] = [one for one in loops if one.op_name.endswith(f"{turn_of}/while")]
+    return walk.time_of(_body(loop))
+
+
+def _body(loop: Instruction) -> str:
+    return loop.attribute(r"body=%?([\w.\-]+)") or ""
 
 
 @dataclass
@@ -154,20 +175,21 @@ class _Walk:
             total.parts[part] += exposed
 
     def _loop(self, one: Instruction, part: str) -> ProgramTime:
-        condition, body = (one.attribute(rf"{name}=%?([\w.\-]+)") or "" for name in ("condition", "body"))
-        known = one.attribute(r'"known_trip_count":\{"n":"(\d+)"') or self._compared_count(condition)
-        given = next((count for scope, count in self.loop_counts.items() if re.search(rf"\b{scope}\b", one.op_name)), None)
+        known = one.attribute(r'"known_trip_count":\{"n":"(\d+)"') or self._compared_count(one)
+        given = next(
+            (count for scope, count in self.loop_counts.items() if re.search(rf"\b{scope}\b", one.op_name)), None
+        )
         count = given if given is not None else known
         if count is None:
             raise UnknownLoopCountError(f"the loop {one.name} ({one.op_name}) has no known number of turns")
-        turn = self.time_of(body, self._part(one, part))
+        turn = self.time_of(_body(one), self._part(one, part))
         total = ProgramTime()
         total.add(turn, int(count))
         return total
 
-    def _compared_count(self, condition: str) -> int | None:
+    def _compared_count(self, loop: Instruction) -> int | None:
         """Returns the one constant that a loop's condition compares its counter with; None if there is another way."""
-        lines = self.program.computations[condition]
+        lines = self.program.computations[loop.attribute(r"condition=%?([\w.\-]+)") or ""]
         constants = [one.attribute(r"^(\d+)\)") for one in lines if one.opcode == "constant"]
         return int(constants[0]) if len(constants) == 1 and constants[0] else None
 

@@ -11,6 +11,7 @@ import optax
 from jax.stages import Lowered
 from jaxtyping import Array
 
+from app.mesh.compiler_options import compiler_options
 from app.model.decoder import Params
 from app.model.lora import combine_params
 from app.update.optimizer import TrainState
@@ -79,8 +80,9 @@ class UpdateStep:
         self._names = metrics
         self._parts: LossStats | None = None
         self._zeros = jax.jit(zeros, out_shardings=sums)
-        self._add = jax.jit(add, donate_argnums=0, out_shardings=sums)
-        self._apply = jax.jit(apply, donate_argnums=0, out_shardings=(shardings, None))
+        options = compiler_options(shardings.num_updates.mesh)  # pyright: ignore[reportAttributeAccessIssue]
+        self._add = jax.jit(add, donate_argnums=0, out_shardings=sums, compiler_options=options)
+        self._apply = jax.jit(apply, donate_argnums=0, out_shardings=(shardings, None), compiler_options=options)
 
     def __call__(
         self, state: TrainState, micro_batches: Sequence[Any], temperature: Array, frozen: Params | None = None

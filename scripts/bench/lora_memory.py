@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from app.preflight.compiled_memory import lower_update
 from memory_estimate import SHAPES
 
 from app.mesh import jax_startup
 from app.mesh.placement import abstract_arrays, bytes_per_device
 from app.model.quantization import QUANTIZE_BASE_SETTING
-from app.preflight.compiled_memory import lower_update
 from app.preflight.config_only_spec import read_config_only_spec
 from app.preflight.inspect_mesh import make_longest_prompt
 from app.preflight.memory import compute_step_shapes, memory_by_phase, state_bytes

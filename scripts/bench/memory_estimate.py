@@ -21,7 +21,7 @@ import jax
 from shapes import QWEN2_5
 
 from app.mesh import jax_startup
-from app.preflight.compiled_memory import format_programs_table
+from app.preflight.compiled_programs import format_programs_table
 from app.preflight.config_only_spec import read_config_only_spec
 from app.preflight.inspect_mesh import build_mesh_inspection
 from app.runtime.session import Session

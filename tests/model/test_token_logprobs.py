@@ -142,9 +142,7 @@ def test_the_head_is_applied_as_often_as_there_are_chunks_with_targets(monkeypat
     monkeypatch.setattr(ShardedHead, "_logits", counted)
 
     def total(hidden, mask):
-        return jnp.sum(
-            token_logprobs(hidden, LMHead(head), targets, mask, temperature=1.0, chunk=3)[0]
-        )
+        return jnp.sum(token_logprobs(hidden, LMHead(head), targets, mask, temperature=1.0, chunk=3)[0])
 
     for mask, num_chunks in ((PLACES, 2), (EVERYWHERE, 5), (~EVERYWHERE, 0)):
         jax.block_until_ready(jax.grad(total)(hidden, mask))
@@ -159,7 +157,9 @@ def test_enormous_logits_keep_the_gradient_of_the_entropy_finite():
 
     def total(hidden):
         return jnp.sum(
-            token_logprobs(hidden, LMHead(head), targets, EVERYWHERE, temperature=1.0, chunk=5, entropy_gradient=True)[1]
+            token_logprobs(hidden, LMHead(head), targets, EVERYWHERE, temperature=1.0, chunk=5, entropy_gradient=True)[
+                1
+            ]
         )
 
     assert np.isfinite(jax.grad(total)(1e4 * hidden)).all()

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 
-from app.preflight.compiled_memory import lower_update
+from app.preflight.compiled_programs import lower_update
 from app.preflight.dry_run import DryRunReport, make_dry_run_report
 from app.preflight.memory import TEMPORARY_BUFFERS, compute_step_shapes, memory_by_phase
 from app.records.sample import Prompt
