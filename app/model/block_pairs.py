@@ -33,8 +33,11 @@ class BlockPairs(NamedTuple):
 def block_pairs(layout: SegmentLayout, windows: Sequence[Window], size: int, *, by_query: bool = False) -> BlockPairs:
     """Returns the pairs of `size`-token blocks with a visible entry in layers with any of these windows.
 
-    With `by_query`, the pairs of a query block follow one another whatever their distance, and every block has its
-    diagonal pair even if it is all padding. T must be a multiple of `size`. Relies on the token order of `SegmentLayout`; the cost per row is T * T / size.
+    T must be a multiple of `size`. Relies on the token order of `SegmentLayout`; the cost per row is T * T / size.
+
+    Args:
+        by_query: whether the pairs of a query block follow one another whatever their distance, with a pair of each
+            block with itself even if the block is all padding.
     """
     rows = ("rows", "tokens")
     widths = [UNREACHABLE if window is None else window for window in windows]

@@ -120,7 +120,8 @@ class ShardedHead:
                 logits_grad -= entropy_grad * probabilities * (log_softmax + entropies)
             logits_grad /= temperature
             if self.soft_cap is not None:
-                logits_grad *= 1 - jnp.square(logits * temperature / self.soft_cap)
+                # Clipped only where the vocabulary is padded, since no capped logit is beyond its cap.
+                logits_grad *= 1 - jnp.square(jnp.clip(logits * temperature / self.soft_cap, -1, 1))
             logits_grad = logits_grad.astype(hidden.dtype)
             rows_grad = self._own_rows_of_sum(_einsum("rcv,vd->rcd", logits_grad, table))
             table_grad = sums[1] + _einsum("rcv,rcd->vd", logits_grad, rows)

@@ -17,12 +17,12 @@ from app.batching.token_batch import pack_tokens
 from app.mesh.compile_only import kernel_schedules
 from app.mesh.device_mesh import num_hosts
 from app.mesh.placement import abstract_arrays, num_local_row_shards, row_sharding
-from app.mesh.tpu_chips import TpuChip, find_chip
+from app.mesh.tpu_chips import find_chip
 from app.model.prefill_and_decode import DECODE_SCOPE
 from app.preflight.hlo_text import HloProgram
 from app.preflight.kernel_time import kernel_times, take_scheduled_bundles
 from app.preflight.memory import TEMPORARY_BUFFERS, MemoryBreakdown, StepShapes, largest_micro_batch
-from app.preflight.program_time import PARTS, ProgramTime, program_time
+from app.preflight.program_time import PARTS, program_time
 from app.preflight.program_work import ProgramWork, decode_work, longest_samples, packed_pass_work, prefill_work
 from app.records.text_format import format_bytes, format_percent, format_table
 from app.runtime.session import Session
@@ -103,7 +103,7 @@ def compile_programs(
                 kernel_s=estimate and estimate.kernel_s,
                 exposed_collective_s=estimate and estimate.exposed_collective_s,
                 estimated_s=estimate and estimate.estimated_s,
-                parts_s=estimate and dict(estimate.parts),
+                parts_s=estimate and {part: estimate.parts[part] for part in PARTS},
                 model_flops=work.model_flops or None,
                 mfu=(work.model_flops / estimate.estimated_s / chip.flops)
                 if estimate and chip and work.model_flops

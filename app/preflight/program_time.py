@@ -18,18 +18,10 @@ from app.preflight.hlo_text import HloProgram, Instruction
 
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
 FREE_OPCODES = frozenset(
-    [
-        "parameter",
-        "constant",
-        "tuple",
-        "get-tuple-element",
-        "bitcast",
-        "after-all",
-        "partition-id",
-        "replica-id",
-        "opt-barrier",
-        "iota",
-    ]
+    {
+        *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "opt-barrier", "iota"),
+        *("partition-id", "replica-id"),
+    }
 )
 """Instructions that move no arrays of any size."""
 ALIASING_CALLS = ("AllocateBuffer", "ConcatBitcast", "AssumeGatherIndicesInBound", "Sharding")
@@ -203,8 +195,9 @@ class _Walk:
         if found is None or (one.opcode == "fusion" and self._carries(one)):
             return None
         kind, n = found.opcode.removesuffix("-start"), found.group_size
-        # The result of a start holds its operands too.
-        size = found.num_bytes // (2 if found.opcode.endswith("-start") and kind != "all-gather" else 1)
+        # The result of most starts holds the operands, then what the collective yields.
+        shapes = [shape for shape in found.shapes if shape.memory_space != SEMAPHORES and shape.sizes]
+        size = sum(shape.num_bytes for shape in shapes[len(shapes) // 2 if found.opcode.endswith("-start") else 0 :])
         if one.opcode == "fusion" and kind == "all-reduce" and any(x.opcode == "dynamic-slice" for x in inside):
             kind, size = "reduce-scatter", size // n
         if kind == "collective-permute":

@@ -14,7 +14,7 @@ from app.model.decoder import DecoderDefinition, LMHead
 from app.model.segment_layout import single_segment_layout
 from app.model.sharded_head import ShardedHead
 from app.model.token_logprobs import completion_logprobs, scaled_logits, token_logprobs
-from tests.tiny import ODD, assert_trees_close
+from tests.tiny import ODD, assert_trees_close, make_mesh
 
 ROWS, TOKENS, WIDTH, VOCAB = 3, 14, 5, 23
 EVERYWHERE = jnp.ones((ROWS, TOKENS), bool)
@@ -229,3 +229,25 @@ def test_only_a_chunk_of_completion_tokens_ever_has_logits():
 
 def test_without_chunks_all_completion_tokens_and_no_prompt_tokens_have_logits():
     assert most_tokens_with_logits(program(logits_chunk=64 * ROWS)) == ROWS * COMPLETION_TOKENS
+
+
+@pytest.mark.parametrize("shape", [(2, 2, 2), (1, 4, 1), (1, 1, 4)])
+@pytest.mark.parametrize("rows", [4, ROWS])
+@pytest.mark.parametrize("soft_cap", [None, 3.0])
+def test_parts_of_the_vocabulary_on_a_mesh_give_the_numbers_of_one_device(shape, rows, soft_cap):
+    # 23 tokens do not split evenly, and 3 rows stay whole on every device.
+    rng = np.random.default_rng(1)
+    hidden = jnp.asarray(rng.normal(size=(rows, TOKENS, WIDTH)).astype(np.float32))
+    weights = jnp.asarray(rng.normal(size=(2, rows, TOKENS)).astype(np.float32))
+    targets, mask = jnp.asarray(rng.integers(0, VOCAB, (rows, TOKENS))), jnp.asarray(rng.random((rows, TOKENS)) < 0.7)
+
+    def loss(hidden, table):
+        logprobs, entropies = token_logprobs(
+            hidden, LMHead(table, soft_cap), targets, mask, temperature=0.7, chunk=3, entropy_gradient=True
+        )
+        return jnp.sum(jnp.where(mask, weights[0] * logprobs + weights[1] * entropies, 0.0))
+
+    differentiated = jax.value_and_grad(loss, argnums=(0, 1))
+    alone = jax.jit(differentiated)(hidden, inputs()[1])
+    with jax.set_mesh(make_mesh(shape)):
+        assert_trees_close(jax.jit(differentiated)(hidden, inputs()[1]), alone)
