@@ -53,7 +53,9 @@ class ShardedHead:
     ) -> tuple[Float32[Array, "R C"], Float32[Array, "R C"], Float32[Array, "R C"]]:
         """Returns logprobs, entropies, and the logarithms of the softmax normalizers; 0 in chunks without targets."""
         run = shard_map_by_dims(self._apply_part, in_dims=INPUT_DIMS, out_dims=(ROW_DIMS,) * 3)
-        return run(hidden, self._padded(table, hidden.dtype), targets, has_targets, temperature)
+        inputs = hidden, self._padded(table, hidden.dtype), targets, has_targets, temperature
+        logprobs, entropies, normalizers = run(*inputs)
+        return logprobs, entropies, normalizers
 
     def gradients(
         self,
@@ -82,10 +84,10 @@ class ShardedHead:
 
     def _apply_part(
         self, hidden: Array, table: Array, targets: Array, has_targets: Array, temperature: Array
-    ) -> tuple[Array, Array, Array]:
+    ) -> tuple[Array, ...]:
         """Returns one device's part of the results of `apply`."""
 
-        def write(i: Array, results: tuple[Array, Array, Array]) -> tuple[Array, ...]:
+        def write(i: Array, results: tuple[Array, ...]) -> tuple[Array, ...]:
             first = chunks[i] * self.chunk_size
             logits = self._logits(self._rows(hidden, first), table, temperature)
             highest = _over_vocab(jax.lax.pmax, logits.max(axis=-1))

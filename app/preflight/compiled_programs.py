@@ -85,7 +85,7 @@ def compile_programs(
             bundles |= take_scheduled_bundles(schedules)
         estimate = None
         if chip is not None:
-            program = HloProgram(compiled.as_text())
+            program = HloProgram(compiled.as_text() or "")
             kernels = dict(kernel_times(program, chip, bundles, work.turns))
             turn_of = DECODE_SCOPE if name == "decode" else None
             estimate = program_time(program, chip, kernel_s=kernels, loop_counts=work.turns, turn_of=turn_of)
@@ -187,7 +187,9 @@ def lower_update(session: Session, learner: Learner, plan: MicroBatchPlan) -> di
     batch = _global_shapes(session.mesh, empty)
     with jax.set_mesh(session.mesh):
         state = abstract_arrays(learner.shapes, learner.shardings)
-        return learner.update_step.lower(state, batch, np.float32(1), learner.frozen_shapes)
+        # Arrays cannot be made on devices that are not there.
+        temperature: Any = jax.ShapeDtypeStruct((), np.float32)
+        return learner.update_step.lower(state, batch, temperature, learner.frozen_shapes)
 
 
 def _empty_micro_batch(plan: MicroBatchPlan) -> MicroBatch:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -43,7 +43,7 @@ class ProgramTime:
     compute_s: float = 0.0
     kernel_s: float = 0.0
     exposed_collective_s: float = 0.0
-    parts: Counter[str] = field(default_factory=Counter)
+    parts: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Seconds by part: those of `PARTS`, which add up to the whole."""
     collective_bytes: Counter[str] = field(default_factory=Counter)
     """Bytes that each device sends, by kind of collective."""
@@ -57,9 +57,10 @@ class ProgramTime:
         self.compute_s += other.compute_s * times
         self.kernel_s += other.kernel_s * times
         self.exposed_collective_s += other.exposed_collective_s * times
-        for counter, added in ((self.parts, other.parts), (self.collective_bytes, other.collective_bytes)):
-            for key, value in added.items():
-                counter[key] += value * times
+        for part, seconds in other.parts.items():
+            self.parts[part] += seconds * times
+        for kind, num_bytes in other.collective_bytes.items():
+            self.collective_bytes[kind] += num_bytes * times
 
 
 PARTS = ("attention", "matrix products", "LM head", "collectives", "rest")
@@ -197,7 +198,8 @@ class _Walk:
         kind, n = found.opcode.removesuffix("-start"), found.group_size
         # The result of most starts holds the operands, then what the collective yields.
         shapes = [shape for shape in found.shapes if shape.memory_space != SEMAPHORES and shape.sizes]
-        size = sum(shape.num_bytes for shape in shapes[len(shapes) // 2 if found.opcode.endswith("-start") else 0 :])
+        holds_operands = found.opcode.endswith("-start") and kind != "all-reduce"
+        size = sum(shape.num_bytes for shape in shapes[len(shapes) // 2 if holds_operands else 0 :])
         if one.opcode == "fusion" and kind == "all-reduce" and any(x.opcode == "dynamic-slice" for x in inside):
             kind, size = "reduce-scatter", size // n
         if kind == "collective-permute":

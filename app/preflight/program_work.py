@@ -34,9 +34,6 @@ class ProgramWork:
     turns: Mapping[str, int]
     """Turns of loops and grids whose number depends on the rows, by the name scope in compiled programs."""
 
-    def __add__(self, other: ProgramWork) -> ProgramWork:
-        return ProgramWork(self.model_flops + other.model_flops, self.turns | other.turns)
-
 
 def longest_samples(num_samples: int, *, prompt: int, completion: int) -> list[Sample]:
     """Returns samples of these lengths in tokens, with tokens of no meaning."""

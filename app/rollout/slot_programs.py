@@ -22,7 +22,15 @@ from app.mesh.compiler_options import compiler_options
 from app.mesh.placement import tree_shardings
 from app.model.decode_weights import DecodeWeights, abstract_decode_weights
 from app.model.decoder import DecoderDefinition
-from app.model.prefill_and_decode import KVCache, LayerCache, abstract_cache, constrain_cache, decode_step, prefill
+from app.model.prefill_and_decode import (
+    DECODE_SCOPE,
+    KVCache,
+    LayerCache,
+    abstract_cache,
+    constrain_cache,
+    decode_step,
+    prefill,
+)
 from app.model.token_logprobs import scaled_logits
 from app.rollout.sampling import (
     Sampler,

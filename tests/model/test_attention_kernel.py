@@ -39,16 +39,16 @@ def compiled(rule):
 def kernel(arrays, layout: SegmentLayout, rule=DEFAULT_SCORE_MOD, window: int | None = None):
     """Returns the results and gradients at the tokens; they have no meaning on padding."""
     is_token = (layout.segment_ids != 0)[:, :, None, None]
-    *arrays, weights = arrays
-    window = jnp.int32(UNREACHABLE if window is None else window)
-    mixed, *gradients = compiled(rule)(*arrays, jnp.where(is_token, weights, 0.0), layout, window)
+    query, keys, values, weights = arrays
+    window_size = jnp.int32(UNREACHABLE if window is None else window)
+    mixed, *gradients = compiled(rule)(query, keys, values, jnp.where(is_token, weights, 0.0), layout, window_size)
     return jnp.where(is_token, mixed, 0.0), *gradients
 
 
 def exact(arrays, layout: SegmentLayout, rule=DEFAULT_SCORE_MOD, window: int | None = None):
-    *arrays, weights = arrays
+    query, keys, values, weights = arrays
     weights = jnp.where((layout.segment_ids != 0)[:, :, None, None], weights, 0.0)
-    return oracle(*arrays, weights, seen(layout, window), rule)
+    return oracle(query, keys, values, weights, seen(layout, window), rule)
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -82,7 +82,9 @@ def test_padding_is_finite_whatever_stands_there_and_changes_nothing():
     by_key = padding.swapaxes(1, 2)
     filled = [jnp.where(mask, 1e3, x) for mask, x in zip((padding, by_key, by_key, padding), arrays, strict=True)]
     pairs = block_pairs(SHARED, [None], SIZE, by_query=True)
-    mixed, _ = attend(DEFAULT_SCORE_MOD, BLOCKING, *filled[:3], SHARED, pairs, jnp.int32(UNREACHABLE), interpret=True)
+    query, keys, values, _ = filled
+    window = jnp.int32(UNREACHABLE)
+    mixed, _ = attend(DEFAULT_SCORE_MOD, BLOCKING, query, keys, values, SHARED, pairs, window, interpret=True)
     assert np.isfinite(mixed).all()
     assert_close(kernel(filled, SHARED), kernel(arrays, SHARED), tolerance=0)
 

@@ -49,8 +49,9 @@ def program(*lines: str, scope: str = "rest") -> HloProgram:
     return HloProgram(text.replace("CYCLES", CYCLES).replace("OF", scope))
 
 
-def time_of(*lines: str, scope: str = "rest", turns=None, turn_of: str | None = None, **kernel_s) -> ProgramTime:
-    return program_time(program(*lines, scope=scope), CHIP, kernel_s=kernel_s, loop_counts=turns or {}, turn_of=turn_of)
+def time_of(*lines: str, scope="rest", turns=None, turn_of: str | None = None, kernel_s=None) -> ProgramTime:
+    found = program(*lines, scope=scope)
+    return program_time(found, CHIP, kernel_s=kernel_s or {}, loop_counts=turns or {}, turn_of=turn_of)
 
 
 WORK = '%w = f32[8]{0} fusion(%p), kind=kLoop, calls=%fused, metadata={op_name="jit(f)/add"}, CYCLES'
@@ -149,5 +150,5 @@ ENTRY %main () -> f32[8] {{
 
 def test_a_kernel_costs_what_its_schedule_says():
     call = '%attention_forward.3 = f32[2,6,512,64]{3,2,1,0} custom-call(%p), custom_call_target="tpu_custom_call"'
-    time = time_of(call, WORK, **{"attention_forward.3": 0.25})
+    time = time_of(call, WORK, kernel_s={"attention_forward.3": 0.25})
     assert (time.kernel_s, time.compute_s, time.estimated_s) == (0.25, pytest.approx(1e-3), pytest.approx(0.251))
