@@ -390,6 +390,12 @@ def test_a_closed_pipe_is_not_an_error(tmp_path: Path) -> None:
         assert (answer.returncode, stderr.read()) == (0, "")
 
 
+def test_a_stdout_that_was_closed_before_the_start_is_not_an_error() -> None:
+    command = ["sh", "-c", 'exec "$0" -m cli presets >&-', sys.executable]
+    answer = subprocess.run(command, cwd=REPOSITORY, stderr=subprocess.PIPE, text=True, check=False, timeout=60)
+    assert (answer.returncode, answer.stderr) == (0, "")
+
+
 def test_a_run_whose_output_nobody_reads_trains_to_its_end(config: Path) -> None:
     reading, writing = os.pipe()
     os.close(reading)

@@ -126,8 +126,9 @@ def _ignore_closed_pipe(stream: TextIO) -> Iterator[None]:
 @contextmanager
 def command_output() -> Iterator[None]:
     """Keeps stdout and stderr usable while a command runs, and ends `show_progress` after it."""
-    stdout: Any = _LastingStream(sys.stdout)
-    stderr: Any = _LastingStream(sys.stderr)
+    # A stream is None if its descriptor was closed before the start, as by `>&-`.
+    stdout: Any = sys.stdout and _LastingStream(sys.stdout)
+    stderr: Any = sys.stderr and _LastingStream(sys.stderr)
     try:
         with redirect_stdout(stdout), redirect_stderr(stderr):
             yield
