@@ -122,6 +122,7 @@ def test_the_program_alone_prints_its_help() -> None:
         ("grpo presets quickstart_", ["quickstart_ppo"]),
         ("grpo settings rollout.gr", ["rollout.group_size"]),
         ("grpo evaluate --pic", ["--picture"]),
+        ("grpo train --config a --config b --num_generations 8 --set rollout.gr", ["rollout.group_size="]),
     ],
 )
 def test_the_shell_completes_commands_options_presets_and_settings(words: str, expected: list[str]) -> None:
