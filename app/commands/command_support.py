@@ -127,10 +127,9 @@ def _ignore_closed_pipe(stream: TextIO) -> Iterator[None]:
 def command_output() -> Iterator[None]:
     """Keeps stdout and stderr usable while a command runs, and ends `show_progress` after it."""
     # A stream is None if its descriptor was closed before the start, as by `>&-`.
-    stdout: Any = sys.stdout and _LastingStream(sys.stdout)
-    stderr: Any = sys.stderr and _LastingStream(sys.stderr)
+    streams: list[Any] = [stream and _LastingStream(stream) for stream in (sys.stdout, sys.stderr)]
     try:
-        with redirect_stdout(stdout), redirect_stderr(stderr):
+        with redirect_stdout(streams[0]), redirect_stderr(streams[1]):
             yield
     finally:
         root = logging.getLogger()
