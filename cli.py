@@ -24,19 +24,19 @@ from settings.loading.fields import suggest_fields
 class _Command(TyperCommand):
     """A command whose help groups the options, in plain text, and that knows settings from options.
 
-    An option with one value is refused if it is given twice, as the same setting is in one place.
+    An option with one value is refused if it is given twice. While the shell completes a line, nothing is refused.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         known = {option for parameter in self.get_params(ctx) for option in parameter.opts}
         for name in (argument.partition("=")[0] for argument in args if argument.startswith("--")):
-            if name not in known and len(name) > 2:
+            if name not in known and len(name) > 2 and not ctx.resilient_parsing:
                 near, text = suggest_fields(name.removeprefix("--"))
                 if near or "no counterpart" in text:
                     ctx.fail(f"No such option: {name}. Settings are given as --set NAME=VALUE{text}")
         given: list[Any] = self.make_parser(ctx).parse_args([*args])[2]
         for parameter in given:
-            if given.count(parameter) > 1 and not (parameter.multiple or parameter.is_flag):
+            if given.count(parameter) > 1 and not (parameter.multiple or parameter.is_flag or ctx.resilient_parsing):
                 ctx.fail(f"{parameter.opts[0]} is given {given.count(parameter)} times, but takes one value")
         return super().parse_args(ctx, args)
 

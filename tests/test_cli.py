@@ -122,6 +122,7 @@ def test_the_program_alone_prints_its_help() -> None:
         ("grpo presets quickstart_", ["quickstart_ppo"]),
         ("grpo settings rollout.gr", ["rollout.group_size"]),
         ("grpo evaluate --pic", ["--picture"]),
+        ("grpo train --config a --config b --num_generations 8 --set rollout.gr", ["rollout.group_size="]),
     ],
 )
 def test_the_shell_completes_commands_options_presets_and_settings(words: str, expected: list[str]) -> None:
@@ -388,6 +389,12 @@ def test_a_closed_pipe_is_not_an_error(tmp_path: Path) -> None:
         )
         stderr.seek(0)
         assert (answer.returncode, stderr.read()) == (0, "")
+
+
+def test_a_stdout_that_was_closed_before_the_start_is_not_an_error() -> None:
+    command = ["sh", "-c", 'exec "$0" -m cli presets >&-', sys.executable]
+    answer = subprocess.run(command, cwd=REPOSITORY, stderr=subprocess.PIPE, text=True, check=False, timeout=60)
+    assert (answer.returncode, answer.stderr) == (0, "")
 
 
 def test_a_run_whose_output_nobody_reads_trains_to_its_end(config: Path) -> None:

@@ -289,8 +289,8 @@ def test_an_error_is_that_of_the_command() -> None:
     assert answer.stderr.replace("from --set", "from overrides") == f"error: {raised.value}\n"
     with pytest.raises(InputError, match=r"unknown setting run\.step .*did you mean run\.steps"):
         grpo.evaluate(overrides={"run.step": 3})
-    with pytest.raises(InputError, match=r"config file not found: .*/models--a--resume/missing\.yaml"):
-        grpo.rollout(Path("models--a--resume/missing.yaml"))
+    with pytest.raises(InputError, match=r"config file not found: .*/models--a--resume/ray --head\.yaml"):
+        grpo.rollout(Path("models--a--resume/ray --head.yaml"))
 
 
 def test_an_error_names_the_arguments_instead_of_the_options(config: Path) -> None:

@@ -126,10 +126,10 @@ def _ignore_closed_pipe(stream: TextIO) -> Iterator[None]:
 @contextmanager
 def command_output() -> Iterator[None]:
     """Keeps stdout and stderr usable while a command runs, and ends `show_progress` after it."""
-    stdout: Any = _LastingStream(sys.stdout)
-    stderr: Any = _LastingStream(sys.stderr)
+    # A stream is None if its descriptor was closed before the start, as by `>&-`.
+    streams: list[Any] = [stream and _LastingStream(stream) for stream in (sys.stdout, sys.stderr)]
     try:
-        with redirect_stdout(stdout), redirect_stderr(stderr):
+        with redirect_stdout(streams[0]), redirect_stderr(streams[1]):
             yield
     finally:
         root = logging.getLogger()

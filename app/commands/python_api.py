@@ -36,8 +36,11 @@ if TYPE_CHECKING:
     from app.evaluation.printed_summary import EvaluationSummary
     from app.training.train import TrainingRun
 
-OPTION = re.compile(r"(?<![\w./-])--([a-z][a-z-]*)(?: (auto|must|never|policy|reference|critic|reward)\b)?")
-"""An option of a command in an error, with its value if it is that of `--resume` or `--role`."""
+OPTION = re.compile(
+    r"(?<![\w./-])--(allow-changed|checkpoint|config|input|limit|out|resume|role|set)\b(?!-)"
+    r"(?: (auto|must|never|policy|reference|critic|reward)\b)?"
+)
+"""An option in an error that is an argument here, with its value if it is that of `--resume` or `--role`."""
 ALLOWED_CHANGES = re.compile(r"--allow-changed [\w.]*\w(?: --allow-changed [\w.]*\w)*")
 ARGUMENTS = {"set": "overrides", "input": "samples", "allow-changed": "allow_changed"}
 """The arguments whose names differ from those of their options."""

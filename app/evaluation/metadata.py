@@ -39,10 +39,8 @@ class EvaluationMetadata:
 
     def first_difference(self, other: EvaluationMetadata, ignored: Sequence[str] = ()) -> str | None:
         """Returns the name of the first fact that differs and is not ignored; None if there is none."""
-        names = dict.fromkeys([*self.facts, *other.facts])
-        return next(
-            (name for name in names if name not in ignored and self.facts.get(name) != other.facts.get(name)), None
-        )
+        names = [name for name in dict.fromkeys([*self.facts, *other.facts]) if name not in ignored]
+        return next((name for name in names if self.facts.get(name) != other.facts.get(name)), None)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

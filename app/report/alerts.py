@@ -275,9 +275,10 @@ def _over_optimization(steps: Steps) -> str | None:
     accuracies = [record["eval/accuracy"] for _, record in steps.evaluations]
     best = int(np.argmax(accuracies[:-2]))
     highest, least = accuracies[best], max(accuracies[-2:])
-    variance, num_prompts = highest * (1 - highest) + least * (1 - least), steps.evaluations[-1][1].get(EVAL_PROMPTS)
+    variance = highest * (1 - highest) + least * (1 - least)
+    num_prompts = finite_metric(steps.evaluations[-1][1], EVAL_PROMPTS) or 0.0
     # A plug-in's values may lie outside of [0, 1], and then nothing is known of their noise.
-    if variance < 0 or not num_prompts or highest - least <= 2 * (variance / num_prompts) ** 0.5:
+    if variance < 0 or num_prompts <= 0 or highest - least <= 2 * (variance / num_prompts) ** 0.5:
         return None
     ends = max(steps.evaluations[best][0], LONG_WINDOW_STEPS), steps.evaluations[-1][0]
     then, now = (

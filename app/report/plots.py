@@ -148,7 +148,7 @@ def draw_accuracy(figure: Figure, data: PlotData) -> None:
 
 def _draw_intervals(axes: Axes, shares: Series, num_prompts: Mapping[float, float]) -> None:
     """Draws the intervals of shares of right answers at the steps whose number of prompts is known."""
-    known = [i for i, step in enumerate(shares.steps) if step in num_prompts and 0 <= shares.values[i] <= 1]
+    known = [i for i, step in enumerate(shares.steps) if num_prompts.get(step, 0) > 0 and 0 <= shares.values[i] <= 1]
     if not known:
         return
     counts = [num_prompts[step] for step in shares.steps[known]]

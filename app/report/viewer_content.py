@@ -173,7 +173,7 @@ def _sample(record: Mapping[str, Any], token_texts: Sequence[str], *, step: int,
         if not isinstance(record.get(name), str):
             raise InputError(f"{where}: {name}: expected text, got {record.get(name)!r:.40}")
     ids, rewards, answer = (record.get(name) for name in ("completion_token_ids", "rewards", "answer"))
-    ids = ids if isinstance(ids, list) else None
+    ids, rewards = ids if isinstance(ids, list) else None, rewards if isinstance(rewards, dict) else {}
     are_known = all(type(token_id) is int and 0 <= token_id < len(token_texts) for token_id in ids or ())
     advantages, logprobs = _numbers(record.get("advantages")), _numbers(record.get("behavior_logprobs"))
     finite, finish = logprobs[np.isfinite(logprobs)], str(record.get("finish_reason", ""))
@@ -188,9 +188,7 @@ def _sample(record: Mapping[str, Any], token_texts: Sequence[str], *, step: int,
         "tokens": None if ids is None else len(ids),
         "texts": [token_texts[token_id] for token_id in (ids or ())[:MAX_LOGPROBS]] if are_known else [],
         "reward": _rounded(reward),
-        "rewards": {name: _rounded(finite_metric(rewards, name)) for name in rewards}
-        if isinstance(rewards, dict)
-        else {},
+        "rewards": {name: _rounded(finite_metric(rewards, name)) for name in rewards},
         "advantage": _rounded(advantages[0]) if len(advantages) else None,
         "mean_logprob": _rounded(finite.mean()) if len(finite) else None,
         "min_logprob": _rounded(finite.min()) if len(finite) else None,

@@ -85,15 +85,15 @@ class PlugIn:
         Raises:
             InputError: a column required by the function is missing.
         """
-        twin = copy.copy(self)
-        twin._columns = columns
+        held_out = copy.copy(self)
+        held_out._columns = columns
         try:
-            twin._signature = read_signature(self._parameters, columns)
+            held_out._signature = read_signature(self._parameters, columns)
         except SignatureError as problem:
             raise InputError(
                 f"data.eval_source: {self._pool.function} also grades held-out samples, but it {problem}"
             ) from None
-        return twin
+        return held_out
 
     def compute_outcomes(self, samples: Sequence[Sample], step_info: StepInfo) -> list[RewardOutcome]:
         """Returns one outcome per sample, in order.

@@ -114,8 +114,8 @@ def open_run_log(setup: RunSetup, progress: TrainProgress, *, resumed: bool) -> 
     # After the session's line: settings.yaml is compared with the last one.
     setup.run.write_settings(setup.resolved)
     record_commits(setup.run, setup.resolved.settings, setup.inputs.model_commits)
-    # A resumed run has the same tokenizer.
-    if setup.resolved.settings.logging.report and not setup.run.tokens_path.exists():
+    # A resumed run has the same tokenizer; one that starts over may have another.
+    if setup.resolved.settings.logging.report and not (resumed and setup.run.tokens_path.exists()):
         write_atomic(
             setup.run.tokens_path, json.dumps(setup.inputs.model.tokenizer.token_texts(), ensure_ascii=False).encode()
         )

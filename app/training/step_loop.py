@@ -68,13 +68,11 @@ class StepLoop:
                 self._step(step)
         except StoppedError:
             decision = self.interrupts.sync_stop_decision()
-            if not self.checkpoints.has_step(self.progress.step):
-                self._save()
+            self._save()
         except RewardError:
             # Raised on all hosts, and not during an update: the state is that of the last completed step.
             if self.progress.step:
-                if not self.checkpoints.has_step(self.progress.step):
-                    self._save()
+                self._save()
                 self.checkpoints.finish()
                 self.reporter.display.print_line(_stop_message(self.progress, self.last_step, ()))
             raise
@@ -197,8 +195,9 @@ class StepLoop:
 
     def _save(self) -> None:
         self.reporter.display.set_phase("save")
-        self.checkpoints.save(self.state.networks, self._progress_with_digest())
-        self.save_clock.reset()
+        if not self.checkpoints.has_step(self.progress.step):
+            self.checkpoints.save(self.state.networks, self._progress_with_digest())
+            self.save_clock.reset()
 
     def _progress_with_digest(self) -> TrainProgress:
         return replace(self.progress, metrics_sha256=self.reporter.run_log.metrics_sha256)

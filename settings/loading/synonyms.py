@@ -145,7 +145,7 @@ class Synonym(NamedTuple):
 
 def _read_table() -> Iterator[tuple[str, Synonym]]:
     for line in TABLE.strip().splitlines():
-        here, names, *remark = (cell.strip() for cell in line.split("|"))
+        here, names, *remark = (" ".join(cell.split()) for cell in line.split("|"))
         for name in names.split(", "):
             program = "the historic runner" if name in HISTORIC_NAMES else "verl" if "." in name else "TRL"
             fields = () if here == "–" else tuple(here.split())

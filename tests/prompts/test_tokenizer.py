@@ -159,6 +159,11 @@ def test_padding_is_the_tokenizers_own_or_its_end_token(tmp_path, tiny):
     assert tokenizer_at(named).pad_id == 0
 
 
+@pytest.mark.parametrize(("named", "unk_id"), [(None, None), ("<|endoftext|>", 0), ("<|im_end|>", None)])
+def test_an_end_token_does_not_stand_for_unknown_text(tmp_path, named, unk_id):
+    assert tokenizer_at(write_directory(tmp_path, tokenizer_config={"unk_token": named})).unk_id == unk_id
+
+
 def test_a_tokenizer_without_an_end_token_is_refused(tmp_path):
     with pytest.raises(InputError, match="no end-of-sequence token"):
         tokenizer_at(write_directory(tmp_path, tokenizer_config={"eos_token": None}))

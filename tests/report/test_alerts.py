@@ -172,7 +172,7 @@ def test_a_metric_that_is_no_number_raises_nothing(value: Any) -> None:
     assert find_alerts(history) == []
 
 
-def evaluated(accuracies: dict[int, float], reward: Callable[[int], float], num_prompts: int | None = 100) -> History:
+def evaluated(accuracies: dict[int, float], reward: Callable[[int], float], num_prompts: Any = 100) -> History:
     """Returns 40 healthy steps with these rewards, and held-out accuracies at some of them or before the first."""
     found = {step: {"eval/accuracy": one, "eval/num_prompts": num_prompts} for step, one in accuracies.items()}
     steps = [
@@ -216,8 +216,10 @@ def test_a_fall_by_chance_or_together_with_the_reward_is_no_over_optimization(
     assert FALLS not in titles(evaluated(accuracies, reward))
 
 
-@pytest.mark.parametrize(("num_prompts", "found"), [(100, []), (1000, [FALLS]), (None, [])])
-def test_the_noise_of_an_accuracy_is_that_of_its_number_of_prompts(num_prompts: int | None, found: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("num_prompts", "found"), [(100, []), (1000, [FALLS]), (None, []), (0, []), (-1000, []), ("many", [])]
+)
+def test_the_noise_of_an_accuracy_is_that_of_its_number_of_prompts(num_prompts: Any, found: list[str]) -> None:
     assert titles(evaluated({0: 0.6, 20: 0.55, 40: 0.5}, rising, num_prompts)) == found
 
 

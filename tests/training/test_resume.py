@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -325,3 +326,8 @@ def test_the_texts_of_the_tokens_are_written_once(config: Path) -> None:
     assert train_here(config, "logging.report=true", "run.steps=2", resume="must").exit_code == 0
     # A file that is written again is another one under the same name.
     assert texts.stat().st_ino == written
+    # A run without a checkpoint starts over, perhaps with another model.
+    shutil.rmtree(texts.parent / "checkpoints")
+    texts.write_text("[]")
+    assert train_here(config, "logging.report=true", "run.steps=1", resume="auto").exit_code == 0
+    assert "<|end|>" in json.loads(texts.read_text())
