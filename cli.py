@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from inspect import Parameter, signature
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 from typer.core import TyperCommand
@@ -30,7 +30,7 @@ class _Command(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if ctx.resilient_parsing:
             return super().parse_args(ctx, args)
-        known = {option: parameter for parameter in self.get_params(ctx) for option in parameter.opts}
+        known: dict[str, Any] = {option: parameter for parameter in self.get_params(ctx) for option in parameter.opts}
         for name in (argument.partition("=")[0] for argument in args if argument.startswith("--")):
             if name not in known and len(name) > 2:
                 near, text = suggest_fields(name.removeprefix("--"))
@@ -38,7 +38,7 @@ class _Command(TyperCommand):
                     ctx.fail(f"No such option: {name}. Settings are given as --set NAME=VALUE{text}")
         if args and (last := known.get(args[-1])) and args[-1].startswith("-") and not last.is_flag:
             ctx.fail(f"{args[-1]} needs a value: {last.get_help_record(ctx)[0]}")
-        _, extra, given = self.make_parser(ctx).parse_args([*args])
+        extra, given = cast("Any", self.make_parser(ctx).parse_args([*args])[1:])
         if "--set" in known and (names := [word.partition("=")[0].lstrip("+") for word in extra if "=" in word]):
             hints = "".join(suggest_fields(name)[1] for name in names if name not in FIELDS)
             ctx.fail(f"Unexpected arguments: {' '.join(extra)}. Settings are given as --set NAME=VALUE{hints}")
