@@ -11,14 +11,14 @@ import sys
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from inspect import Parameter, signature
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 from typer.core import TyperCommand
 
 from app.commands import doctor, evaluate, export, gae, inspect_mesh, presets, report, rollout, score, settings, train
 from app.commands.command_support import handle_errors, write
-from settings.loading.fields import suggest_fields
+from settings.loading.fields import FIELDS, suggest_fields
 
 
 class _Command(TyperCommand):
@@ -28,15 +28,22 @@ class _Command(TyperCommand):
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        known = {option for parameter in self.get_params(ctx) for option in parameter.opts}
+        if ctx.resilient_parsing:
+            return super().parse_args(ctx, args)
+        known: dict[str, Any] = {option: parameter for parameter in self.get_params(ctx) for option in parameter.opts}
         for name in (argument.partition("=")[0] for argument in args if argument.startswith("--")):
-            if name not in known and len(name) > 2 and not ctx.resilient_parsing:
+            if name not in known and len(name) > 2:
                 near, text = suggest_fields(name.removeprefix("--"))
                 if near or "no counterpart" in text:
                     ctx.fail(f"No such option: {name}. Settings are given as --set NAME=VALUE{text}")
-        given: list[Any] = self.make_parser(ctx).parse_args([*args])[2]
+        if args and (last := known.get(args[-1])) and args[-1].startswith("-") and not last.is_flag:
+            ctx.fail(f"{args[-1]} needs a value: {last.get_help_record(ctx)[0]}")
+        extra, given = cast("Any", self.make_parser(ctx).parse_args([*args])[1:])
+        if "--set" in known and (names := [word.partition("=")[0].lstrip("+") for word in extra if "=" in word]):
+            hints = "".join(suggest_fields(name)[1] for name in names if name not in FIELDS)
+            ctx.fail(f"Unexpected arguments: {' '.join(extra)}. Settings are given as --set NAME=VALUE{hints}")
         for parameter in given:
-            if given.count(parameter) > 1 and not (parameter.multiple or parameter.is_flag or ctx.resilient_parsing):
+            if given.count(parameter) > 1 and not (parameter.multiple or parameter.is_flag):
                 ctx.fail(f"{parameter.opts[0]} is given {given.count(parameter)} times, but takes one value")
         return super().parse_args(ctx, args)
 

@@ -44,6 +44,7 @@ def train(
     on_step: Callable[[Mapping[str, Any]], object] | None = None,
     resume: Literal["auto", "never", "must"] = "never",
     allow_changed: Sequence[str] = (),
+    **unknown: object,
 ) -> TrainingRun:
     """Trains a model, as `grpo train` does, and returns its run directory and metrics.
 
@@ -64,6 +65,7 @@ def train(
             value on any host, the run ends there with a checkpoint.
         resume: `auto` and `must` continue a run, `never` starts one.
         allow_changed: settings that may differ from those of the run so far, as in `--allow-changed`.
+        unknown: refused, with the setting or argument that an argument of another program stands for.
 
     Raises:
         InputError: an input cannot be used.
@@ -150,7 +152,8 @@ def score(
 def __getattr__(name: str) -> Any:
     if name == "InputError":
         return _program().InputError
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    hint = "; its functions are train, evaluate, rollout and score, and sops/migrate/from_trl.md is for users of TRL"
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{'' if name.startswith('_') else hint}")
 
 
 def _program() -> Any:

@@ -462,6 +462,33 @@ def test_a_setting_given_as_an_option_is_shown_as_one(option: str, message: str)
     assert f"No such option: {option.partition('=')[0]}" in result.stderr and message in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("argument", "hint"),
+    [
+        ("data.train_files=x", "; verl's data.train_files is data.source here"),
+        ("+learning_rate=1", "; did you mean optimizer.learning_rate?"),
+        ("run.steps=3", ""),
+    ],
+)
+def test_a_setting_given_as_in_hydra_is_shown_as_an_option(argument: str, hint: str) -> None:
+    result = here("train", argument, "--print-config")
+    assert (result.exit_code, result.stdout) == (2, "")
+    expected = f"Error: Unexpected arguments: {argument}. Settings are given as --set NAME=VALUE{hint}"
+    assert result.stderr.splitlines()[-1] == expected
+    result = here("report", "a", argument)
+    assert result.exit_code == 2 and "--set" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "values"),
+    [(("train", "--resume"), "<auto|never|must>"), (("evaluate", "--compare"), "BEFORE.jsonl AFTER.jsonl")],
+)
+def test_an_option_without_its_value_is_shown_with_one(arguments: Sequence[str], values: str) -> None:
+    result = here(*arguments)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.splitlines()[-1] == f"Error: {arguments[-1]} needs a value: {arguments[-1]} {values}"
+
+
 def test_an_option_with_one_value_is_given_once() -> None:
     result = here("train", "--config", "dapo", "--set", "run.steps=3", "--config=quickstart", "--print-config")
     assert (result.exit_code, result.stdout) == (2, "")

@@ -99,14 +99,26 @@ def test_documented_calls_fit_the_functions() -> None:
     for call in documented_calls():
         names.add(ast.unparse(call.func))
         function = getattr(grpo, ast.unparse(call.func).removeprefix("grpo."))
-        inspect.signature(function).bind(*call.args, **{keyword.arg: None for keyword in call.keywords})
+        bound = inspect.signature(function).bind(*call.args, **{keyword.arg: None for keyword in call.keywords})
+        assert "unknown" not in bound.arguments
     assert names == {"grpo.train", "grpo.evaluate", "grpo.rollout", "grpo.score"}
 
 
 def test_it_has_no_other_names() -> None:
     assert issubclass(grpo.InputError, ValueError)
-    with pytest.raises(AttributeError, match="no attribute 'Trainer'"):
+    with pytest.raises(
+        AttributeError, match=r"no attribute 'Trainer'; .* train, evaluate, .* sops/migrate/from_trl\.md"
+    ):
         _ = grpo.Trainer
+    with pytest.raises(AttributeError, match=r"no attribute '__wrapped__'$"):
+        _ = grpo.__wrapped__
+    assert (REPOSITORY / "sops/migrate/from_trl.md").is_file()
+
+
+def test_arguments_of_another_trainer_are_shown_as_settings() -> None:
+    with pytest.raises(InputError, match=r"^model, reward_funcs: .* overrides=\{.*`rewards`, rows as `data`") as raised:
+        grpo.train(model="m", reward_funcs=[length])
+    assert str(raised.value).endswith("; TRL's model is model.path here; TRL's reward_funcs is reward.functions here")
 
 
 def test_training_on_rows_and_functions_equals_training_on_files(

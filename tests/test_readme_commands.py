@@ -96,6 +96,18 @@ def test_readme_and_contributing_show_commands() -> None:
         assert list(bash_commands((REPOSITORY / name).read_text(encoding="utf-8"))), f"{name} shows no command"
 
 
+def test_no_two_pages_write_the_same_file() -> None:
+    pages: dict[str, set[str]] = {}
+    for path in DOCUMENTS:
+        for command in bash_commands(path.read_text(encoding="utf-8")):
+            words, _ = words_and_environment(command)
+            for option, file in itertools.pairwise(words):
+                if option in ("--out", "--picture", "--timeline"):
+                    pages.setdefault(file, set()).add(path.name)
+    assert "README.md" in pages["samples.jsonl"]
+    assert {file: names for file, names in pages.items() if len(names) > 1} == {}
+
+
 @pytest.mark.parametrize("command", COMMANDS + EXAMPLES)
 def test_command_works_as_written(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     words, environment = words_and_environment(command)

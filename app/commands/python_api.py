@@ -29,6 +29,7 @@ from app.records.run_directory import Resume, RunDirectory, check_run_directory
 from app.reward.in_process_pool import callables_at_hand
 from settings import InputError, load
 from settings.checks.commands import check_for_evaluation, check_for_rollout, check_for_score, check_for_train
+from settings.loading.fields import suggest_fields
 from settings.loading.sources import set_options
 from settings.schema.reward import CALLABLE_PREFIX
 
@@ -55,7 +56,12 @@ class Samples:
     summary: Mapping[str, Any]
 
 
-def train(*, data, eval_data, on_step, resume, allow_changed, **given: Any) -> TrainingRun:
+def train(*, data, eval_data, on_step, resume, allow_changed, unknown, **given: Any) -> TrainingRun:
+    if unknown:
+        raise InputError(
+            f"{', '.join(unknown)}: grpo.train has no such argument; settings are given as overrides={{NAME: VALUE}}, "
+            f"functions as `rewards`, rows as `data`{''.join(suggest_fields(name)[1] for name in unknown)}"
+        )
     if resume not in get_args(Resume):
         raise InputError(f"resume: expected one of {', '.join(get_args(Resume))}, got {resume!r}")
     if threading.current_thread() is not threading.main_thread():

@@ -19,6 +19,7 @@ from app.model.io.model_files import BUILTIN_PREFIX
 from app.model.quantization import QUANTIZE_BASE_SETTING
 from app.records.run_directory import RunDirectory
 from app.records.settings_history import period_of
+from app.records.text_format import format_count
 from app.report.before_after import before_and_after, best_evaluation
 from app.report.run_files import RunFiles
 from app.runtime.model_spec import ModelSpec
@@ -115,7 +116,7 @@ def model_card(
     card = ModelCard.from_template(
         front_matter(export_format, hub_id, *sources),
         template_str=(files("app.export") / TEMPLATE_FILE).read_text(encoding="utf-8"),
-        title=f"{short_name} after {step} steps of {algorithms}",
+        title=f"{short_name} after {format_count(step, 'step')} of {algorithms}",
         base=base,
         algorithm=algorithms,
         source="`, `".join(sources),

@@ -25,7 +25,7 @@ from app.preflight.memory import (
     state_bytes,
 )
 from app.records.run_directory import Resume
-from app.records.text_format import format_bytes, format_percent, format_table
+from app.records.text_format import format_bytes, format_count, format_percent, format_table
 from app.runtime.reward_model import make_reward_batcher
 from app.runtime.session import Session
 from app.tracking.flops import NO_TOKENS, TokenCounts, make_step_flops
@@ -139,7 +139,8 @@ class DryRunReport:
     def _sizes(self) -> Iterator[tuple[str, str]]:
         """Yields the name and the text of each part of the run; the text is empty if the run has no such part."""
         at_least = "at least " if self.max_rounds_per_step > 1 else ""
-        run = f"{self.directory}: {self.steps:,} steps, {self.optimizer_steps:,} optimizer steps, "
+        updates = format_count(self.optimizer_steps, "optimizer step")
+        run = f"{self.directory}: {format_count(self.steps, 'step')}, {updates}, "
         yield "run", "\n".join([f"{run}{at_least}{self.epochs_of_data:.3g} epochs of the data", *self.notes])
         networks = {"critic": self.num_critic_parameters, "reward model": self.num_reward_model_parameters}
         others = "".join(f"; {name}: {count:,}" for name, count in networks.items() if count)
@@ -155,7 +156,8 @@ class DryRunReport:
             f"{self.prompt_tokens_per_step:,} prompt tokens on average, at most "
             f"{self.max_completion_tokens_per_step:,} completion tokens, {self.max_flops_per_step / 1e12:.3g} TFLOP",
         )
-        ahead = f"\nasynchronous, at most {self.max_staleness} steps ahead of training" if self.max_staleness else ""
+        staleness = format_count(self.max_staleness, "step")
+        ahead = f"\nasynchronous, at most {staleness} ahead of training" if self.max_staleness else ""
         yield "rollout", f"{_format_generation(self.rollout)}{ahead}" if self.rollout else ""
         yield "evaluation", _format_generation(self.evaluation) if self.evaluation else ""
         yield "score reward", self.reward_model.to_text() if self.reward_model else ""

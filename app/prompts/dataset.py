@@ -32,6 +32,8 @@ class DatasetRow:
     """Reference answer as in the data set; reward functions parse it."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Other columns whose values can be represented in JSON."""
+    where: str = ""
+    """File and line, or another location, for error messages; empty if the row was generated."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,6 +188,7 @@ def _to_row(uid: str, raw: _RawRow, mapping: Mapping[str, str]) -> DatasetRow:
         if "answer" in mapping
         else None,
         extra={name: v for name, v in raw.columns.items() if name not in used and _is_json(v)},
+        where=raw.where,
     )
 
 

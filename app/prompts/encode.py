@@ -51,15 +51,14 @@ class EncodeReport:
 
 
 def _check_text(row: DatasetRow) -> None:
+    where = row.where or row.uid
     texts = [row.prompt] if isinstance(row.prompt, str) else [message["content"] for message in row.prompt]
     if (count := sum(map(len, texts))) > MAX_CHARACTERS:
-        raise InputError(
-            f"{row.uid}: the prompt has {count:,} characters, more than {MAX_CHARACTERS:,}; remove the row"
-        )
+        raise InputError(f"{where}: the prompt has {count:,} characters, more than {MAX_CHARACTERS:,}; remove the row")
     try:
         "".join([*texts, row.answer or ""]).encode()
     except UnicodeEncodeError as error:
-        raise InputError(f"{row.uid}: prompt or answer is not Unicode text: {error.reason}; remove the row") from error
+        raise InputError(f"{where}: prompt or answer is not Unicode text: {error.reason}; remove the row") from error
 
 
 def encode_prompts(

@@ -70,7 +70,8 @@ def parse_object(raw: bytes, where: str) -> dict[str, Any]:
         InputError: see `read_jsonl`.
     """
     try:
-        value = json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant)
+        # Without its end, so that an error at the end of the line is not at column 1 of the next.
+        value = json.loads(raw.decode("utf-8").rstrip("\r\n"), parse_constant=_refuse_constant)
     except UnicodeDecodeError as error:
         raise InputError(f"{where}: not UTF-8 text: {error.reason} at byte {error.start + 1}") from None
     except json.JSONDecodeError as error:

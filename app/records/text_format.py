@@ -36,6 +36,11 @@ def format_bytes(num_bytes: float) -> str:
     return f"{num_bytes / 2**20:,.1f} MiB" if 10 * num_bytes >= 2**20 else f"{num_bytes / 2**10:,.1f} KiB"
 
 
+def format_count(count: int, noun: str) -> str:
+    """Formats a number of things: `1 step`, `2,000 steps`."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
 def format_percent(share: float) -> str:
     """Formats a share as a percentage with one decimal: 0.256 is `25.6 %`."""
     return f"{100 * share:z.1f} %"

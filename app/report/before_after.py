@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from app.records.text_format import format_percent
+from app.records.text_format import format_count, format_percent
 from app.report.metrics_history import (
     EVAL_PROMPTS,
     History,
@@ -52,10 +52,12 @@ def before_and_after(history: History) -> BeforeAfter:
         edge = max(min(EDGE_STEPS, len(steps) // 2), 1)
         first, last = (Series.from_history(part, "reward/mean").values for part in (steps[:edge], steps[-edge:]))
         if len(first) and len(last):
-            rows.append((f"reward, mean of {edge} steps", f"{np.mean(first):z.3f}", f"{np.mean(last):z.3f}"))
+            name = f"reward, mean of {format_count(edge, 'step')}"
+            rows.append((name, f"{np.mean(first):z.3f}", f"{np.mean(last):z.3f}"))
         seconds = Series.from_history(steps, "time/step_s").values
         if len(seconds):
-            pace = f"{len(steps)} steps, median {np.median(seconds):.2f} s a step, {sum(seconds):.0f} s in all"
+            pace = f"{format_count(len(steps), 'step')}, median {np.median(seconds):.2f} s a step, "
+            pace += f"{sum(seconds):.0f} s in all"
         if (tokens := finite_metric(steps[-1], "data/total_tokens")) is not None:
             epoch = finite_metric(steps[-1], "data/epoch")
             pace += f"; {tokens:,.0f} tokens" + ("" if epoch is None else f", {epoch:.3g} epochs of the data")

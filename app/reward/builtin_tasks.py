@@ -121,8 +121,10 @@ def _describe_ungradable(name: str, bad: Sequence[HasAnswer], eval_source: str |
     origin, other = "", ""
     if eval_source is not None:
         origin, other = f" of the evaluation set (data.eval_source: {eval_source})", "another data.eval_source, or "
+    # Rows of data sets have a location, prompts only an id.
+    where = getattr(first, "where", "") or first.uid
     return (
-        f"reward.functions: {name} compares with a reference {expected}, but {first.uid}{origin} has {problem}{others};"
+        f"reward.functions: {name} compares with a reference {expected}, but {where}{origin} has {problem}{others};"
         f" choose {other}the column of the answers with data.answer_column{instead}"
     )
 

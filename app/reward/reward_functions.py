@@ -147,10 +147,14 @@ class RewardFunctions:
         return replace(scored, samples=[self._overlong.apply(sample) for sample in scored.samples])
 
     def try_functions(self, sample: Sample) -> RewardedSamples:
-        """Calls every function on a sample; the reward model is left out."""
+        """Calls every function on two copies of a sample, which shows whether a list has one value for each.
+
+        The reward model is left out.
+        """
+        pair = [sample, replace(sample, sample_index=sample.sample_index + 1)]
         weights = {function.name: function.weight for function in self._settings.functions}
         on_error = self._settings.on_error
-        return _compute_rewards([sample], StepInfo(), self._functions, weights, on_error, when_all_abstain=None)
+        return _compute_rewards(pair, StepInfo(), self._functions, weights, on_error, when_all_abstain=None)
 
     def grade_held_out(self, samples: Sequence[Sample], step_info: StepInfo) -> RewardedSamples:
         """Returns held-out samples whose only reward is their accuracy; none if the function abstained.

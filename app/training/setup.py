@@ -24,6 +24,7 @@ from app.mesh.device_mesh import num_hosts
 from app.mesh.placement import num_row_shards
 from app.records.run_directory import Resume, RunDirectory, check_run_directory
 from app.records.settings_history import SettingsHistory
+from app.records.text_format import format_count
 from app.reward.reward_functions import RewardFunctions
 from app.runtime.advantages import with_saved_advantages
 from app.runtime.batch_checks import check_fixed_micro_batches, check_host_offload
@@ -132,7 +133,12 @@ def _check_changed_settings(resolved: Resolved, run: RunDirectory, allowed: Sequ
     history = SettingsHistory.read(run)
     changes = changed_settings(history.periods[-1].settings, current)
     check_allowed(changes, allowed)
-    return [*(f"warning: {gap}" for gap in history.gaps), *(f"changed: {change.to_text()}" for change in changes)]
+    texts = {change.name: change.to_text() for change in changes}
+    schedule = resolved.settings.optimizer.schedule
+    if "run.steps" in texts and schedule != "constant":
+        reason = f"because the {schedule} schedule ends at the last one"
+        texts["run.steps"] += f"; this changes the learning rate of the remaining steps, {reason}"
+    return [*(f"warning: {gap}" for gap in history.gaps), *(f"changed: {text}" for text in texts.values())]
 
 
 def check_session(settings: Settings, session: Session) -> None:
@@ -169,7 +175,7 @@ def setup_notes(settings: Settings, session: Session) -> tuple[str, ...]:
         f"{num_hosts(mesh)} hosts, {mesh.size} devices ({axes}): {rollout.prompts_per_step} prompts x "
         f"{rollout.group_size} samples x {num_hosts(mesh)} hosts = {samples} samples a step, "
         f"{samples / num_row_shards(mesh):g} a {'device' if mesh.shape['tp'] == 1 else 'group of tp devices'}; "
-        f"{settings.updates_per_step} optimizer step{'s' if settings.updates_per_step > 1 else ''} of "
+        f"{format_count(settings.updates_per_step, 'optimizer step')} of "
         f"{samples // settings.num_mini_batches} samples each",
         *notes,
     )

@@ -103,6 +103,10 @@ class StepLoop:
             raise StoppedError
         if self.progress.step:
             display.print_line(_resume_message(self.progress, self.last_step, self.settings.logging.profile_steps))
+            # The evaluation of the last step may be missing; the steps of a replay are those of its files.
+            is_complete = self.progress.step >= self.last_step and self.progress.unevaluated is None
+            if is_complete and self.trainer.replay is None:
+                display.print_line(f"no step is left; --set run.steps={2 * self.last_step} continues the training")
         if self.progress.unevaluated is not None:
             record = self._add_evaluation(self.progress.unevaluated)
             self.reporter.report_step(self.progress.step, record)

@@ -94,6 +94,8 @@ class RewardFunctionSettings(Section):
 def _expand_shorthand(value: Any) -> Any:
     """Expands `- gsm8k` to `- {name: gsm8k}`, and `- my_module:brevity` to a function of that name."""
     if isinstance(value, str):
+        if value.endswith(".py"):
+            raise ValueError(f"{value} names no function; write {value}:FUNCTION")
         value = {"function": value} if ":" in value else {"name": value}
     if isinstance(value, dict) and isinstance(value.get("function"), str) and "name" not in value:
         value = value | {"name": re.split(r"[:.]", value["function"])[-1]}

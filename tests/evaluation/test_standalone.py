@@ -264,8 +264,9 @@ def test_input_that_cannot_be_evaluated(config: Path, finished: Path, tmp_path: 
     assert "was trained from another model" in refused(*of_run, *settings(f"model.path={other}"))
     write_jsonl(tmp_path / "rows.jsonl", [{"question": "1 + 1 = ?"}])
     unanswered = f"data.eval_source={tmp_path / 'rows.jsonl'}"
-    assert f"rows/0 of the evaluation set ({unanswered.replace('=', ': ')}) has no answer" in refused(
-        *of_run, *settings(unanswered)
+    assert (
+        f"{tmp_path / 'rows.jsonl'}:1 of the evaluation set ({unanswered.replace('=', ': ')}) has no answer"
+        in refused(*of_run, *settings(unanswered))
     )
     assert "--checkpoint: there is no folder" in refused("--checkpoint", finished / "checkpoints" / "3")
     part = tmp_path / "out.jsonl.part"

@@ -88,3 +88,10 @@ def test_the_report_is_one_line():
     assert report.to_text() == (
         "prompts: 1 kept, 1 dropped, 0 truncated (data.max_prompt_length 4); longest 6 tokens; <=2: 1, <=8: 1"
     )
+
+
+def test_a_row_that_cannot_be_encoded_is_named_by_its_location():
+    for where, shown in (("a.jsonl:3", "a.jsonl:3"), ("", "a/2")):
+        row = DatasetRow(uid="a/2", prompt="x" * 1_000_001, answer=None, where=where)
+        with pytest.raises(InputError, match=f"^{shown}: the prompt has 1,000,001 characters"):
+            encode([row])

@@ -4,7 +4,14 @@ import sys
 
 import pytest
 
-from app.records.text_format import format_bytes, format_interval, format_percent, format_table, to_printable
+from app.records.text_format import (
+    format_bytes,
+    format_count,
+    format_interval,
+    format_percent,
+    format_table,
+    to_printable,
+)
 
 
 @pytest.mark.parametrize(
@@ -25,6 +32,10 @@ def test_no_character_gets_through_that_is_not_printable() -> None:
     shown = to_printable("".join(map(chr, range(sys.maxunicode + 1))))
     assert shown.isprintable()
     shown.encode("utf-8")
+
+
+def test_one_thing_is_singular() -> None:
+    assert [format_count(count, "step") for count in (0, 1, 2000)] == ["0 steps", "1 step", "2,000 steps"]
 
 
 def test_sizes_have_the_unit_that_suits_them() -> None:

@@ -158,9 +158,9 @@ def test_memory_is_limited_before_the_import_and_honest_use_is_not(tmp_path: Pat
         score([f"{hog}:f"], make_group("a"), memory_mib=1024)
 
 
-def test_functions_are_tried_on_one_sample(tmp_path: Path) -> None:
+def test_functions_are_tried_on_two_copies_of_a_sample(tmp_path: Path) -> None:
     path = write_plug_in(tmp_path, "def f(completion, answer): return 1 / (len(answer) - 2)")
     (sample,) = make_group("18")
     with opened([f"{path}:f", "gsm8k"], [sample]) as rewards:
         tried = rewards.try_functions(sample)
-    assert "ZeroDivisionError: division by zero" in tried.notices[0] and values_of(tried) == [1.0]
+    assert "ZeroDivisionError: division by zero" in tried.notices[0] and values_of(tried) == [1.0, 1.0]

@@ -78,6 +78,7 @@ BAD_SETS = [
     ("reward.functions=3", "reward.functions: expected a valid list, got 3"),
     ("reward.functions=[{weight: 2}]", "reward.functions[0].name: field required"),
     ("reward.functions=['my module:f']", "functions[0].function: expected `module:function` or `path/to/file.py:f"),
+    ("reward.functions=rewards.py", "functions[0]: rewards.py names no function; write rewards.py:FUNCTION"),
     ("reward.functions=[rewards/brevity:f]", "expected `module:function` or `path/to/file.py:function`"),
     ("reward.functions=['brevity.py:']", "expected `module:function` or `path/to/file.py:function`"),
     ("reward.functions=[a:f, b.py:f]", "`f` occurs 2 times; name a plug-in as in `{name: other,"),

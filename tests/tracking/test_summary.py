@@ -48,7 +48,7 @@ def test_tokens_and_epochs_of_the_run_are_counted() -> None:
     lines = summary_text([step(1, 0.5), last], path="runs/a").splitlines()
     assert "2 steps, median 1.50 s a step, 3 s in all; 1,234,567 tokens, 0.0625 epochs of the data" in lines
     lines = summary_text([{**last, "data/epoch": None}], path="runs/a").splitlines()
-    assert "1 steps, median 2.00 s a step, 2 s in all; 1,234,567 tokens" in lines
+    assert "1 step, median 2.00 s a step, 2 s in all; 1,234,567 tokens" in lines
 
 
 def test_the_mean_of_a_plug_in_is_no_percentage() -> None:
@@ -65,8 +65,8 @@ def test_the_mean_of_a_plug_in_is_no_percentage() -> None:
 def test_without_evaluation_only_the_reward_is_compared() -> None:
     text = summary_text([step(1, 0.25)], path="runs/a")
     assert text.splitlines() == [
-        f"{'reward, mean of 1 steps':<28}{'0.250':>12}{'0.250':>12}",
-        "1 steps, median 1.00 s a step, 1 s in all",
+        f"{'reward, mean of 1 step':<28}{'0.250':>12}{'0.250':>12}",
+        "1 step, median 1.00 s a step, 1 s in all",
         "everything is in runs/a",
     ]
 

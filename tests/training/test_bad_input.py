@@ -143,7 +143,7 @@ def test_data_without_the_columns(config: Path, rows: Path) -> None:
 
 def test_data_without_reference_answers(config: Path, rows: Path) -> None:
     rows.write_text('{"question": "1 + 1 = ?"}\n')
-    assert "arithmetic compares with a reference number, but rows/0 has no answer" in refused_data(config, rows)
+    assert f"arithmetic compares with a reference number, but {rows}:1 has no answer" in refused_data(config, rows)
 
 
 def test_data_of_which_every_row_is_too_long(config: Path, rows: Path) -> None:

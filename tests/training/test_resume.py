@@ -84,10 +84,24 @@ def test_a_finished_run_has_nothing_left_to_do(finished: Path, config: Path) -> 
     (run / "report.html").write_text("old")
     result = train_here(config, "logging.report=true", resume="must")
     assert result.exit_code == 0
-    assert "continuing after step 4 of 4" in result.stderr
+    assert "continuing after step 4 of 4\nno step is left; --set run.steps=8 continues the training\n" in result.stderr
     assert metrics_of(run) == before
     assert "step 4 of 4" in (run / "report.html").read_text()
     assert [record["after_step"] for _, record in read_jsonl(run / "sessions.jsonl")] == [0, 4]
+
+
+def test_more_steps_say_that_they_change_a_learning_rate_that_decays(finished: Path, config: Path) -> None:
+    shutil.copytree(finished, config.parent / "runs" / "tiny")
+    result = train_here(config, "run.steps=5", resume="must")
+    assert result.exit_code == 0, result.stderr
+    assert "changed: run.steps was 4 and is now 5\n" in result.stderr and "no step is left" not in result.stderr
+    linear = ("run.steps=6", "optimizer.schedule=linear")
+    result = train_here(config, *linear, resume="must", allow_changed=["optimizer.schedule"])
+    assert result.exit_code == 0, result.stderr
+    assert (
+        "changed: run.steps was 5 and is now 6; this changes the learning rate of the remaining steps, because the "
+        "linear schedule ends at the last one\n"
+    ) in result.stderr
 
 
 def test_a_report_that_fails_costs_a_warning_and_not_the_run(

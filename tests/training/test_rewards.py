@@ -39,6 +39,7 @@ def wrong_on_second(completions, trainer_state):
 def until_third(completions, trainer_state):
     if trainer_state.global_step == 3 and os.path.exists("runs/tiny"): raise ValueError("third")
     return [float(len(c)) for c in completions]
+def one_for_all(completions): return [1.0]
 def silent(completions): return [None] * len(completions)
 def even(completions, prompts): return [1.0 if len(p) % 2 == 0 else None for p in prompts]
 def odd(completions, prompts): return [3.0 if len(p) % 2 else None for p in prompts]
@@ -236,6 +237,15 @@ def test_a_function_that_fails_on_a_real_answer_is_found_before_anything_is_comp
         error = next(line for line in result.stderr.splitlines() if line.startswith("error: "))
         assert error.startswith("error: reward.functions: tried before the run, for the answer ")
         assert "broken: raised: ValueError: always (plug.py:6)" in error
+    assert not run_of(config).exists() and children() == []
+
+
+def test_a_list_that_fits_one_sample_only_is_found_before_anything_is_compiled(config: Path) -> None:
+    result = here("train", "--config", config, "--dry-run", *settings("reward.functions=[plug.py:one_for_all]"))
+    assert result.exit_code == 2
+    error = result.stderr.splitlines()[-1]
+    assert error.startswith("error: reward.functions: tried before the run, for the answer ")
+    assert "one_for_all" in error and "2 " in error
     assert not run_of(config).exists() and children() == []
 
 
