@@ -81,10 +81,11 @@ def constrain(x: Array, *dims: str) -> Array:
     return jax.lax.with_sharding_constraint(x, partition_spec(dims, x.shape, mesh))
 
 
-def current_platform() -> str:
-    """Returns the platform of the current mesh's devices (`cpu`, `gpu` or `tpu`); JAX's default without a mesh."""
+def current_device() -> tuple[str, str]:
+    """Returns platform (`cpu`, `gpu` or `tpu`) and kind of the current mesh's devices; JAX's default without a mesh."""
     mesh = jax.sharding.get_abstract_mesh()
-    return jax.default_backend() if mesh.empty else mesh.abstract_device.platform
+    device = jax.devices()[0] if mesh.empty else mesh.abstract_device
+    return device.platform, device.device_kind
 
 
 def row_shard_size(num_rows: int) -> int:

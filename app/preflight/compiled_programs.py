@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
-from jax.stages import Lowered
+from jax.stages import Compiled, Lowered
 
 from app.batching.micro_batch_plan import MicroBatch, MicroBatchPlan
 from app.batching.token_batch import pack_tokens
@@ -28,6 +30,7 @@ from app.records.text_format import format_bytes, format_percent, format_table
 from app.runtime.session import Session
 from app.training.learner import Learner, LearnerGroup
 from app.update.loss_aggregation import StepTotals
+from settings.errors import InputError
 from settings.schema.score import ScoredRole
 
 
@@ -67,25 +70,40 @@ class CompiledProgram:
 
 
 def compile_programs(
-    session: Session, learning: LearnerGroup, shapes: StepShapes, memory: Mapping[str, MemoryBreakdown]
+    session: Session,
+    learning: LearnerGroup,
+    shapes: StepShapes,
+    memory: Mapping[str, MemoryBreakdown],
+    *,
+    hlo: Path | None = None,
 ) -> tuple[CompiledProgram, ...]:
-    """Compiles the programs of every phase of a step for the devices of the mesh, which need not be there."""
+    """Compiles the programs of every phase of a step for the devices of the mesh, which need not be there.
+
+    Args:
+        hlo: folder for the texts of the programs.
+
+    Raises:
+        InputError: a program does not fit.
+    """
     device = session.mesh.devices.flat[0]
     chip = find_chip(device.device_kind) if device.platform == "tpu" else None
     programs, bundles, schedules = [], {}, kernel_schedules()
     for phase, name, lowered, work in _lower_programs(session, learning, shapes):
         started = time.perf_counter()
-        compiled = lowered.compile()
+        compiled = _compile(lowered, f"{phase}: {name}")
         analysis: Any = compiled.memory_analysis()
         took = time.perf_counter() - started
         buffers = ("micro_batch_gradients", *TEMPORARY_BUFFERS)
         if phase == "rollout":
             buffers = ("whole_weights", *(("activations",) if name == "prefill" else ("logits", "logits_work")))
+        text = compiled.as_text() or ""
+        if hlo is not None:
+            write_atomic(hlo / f"{phase}_{name}.hlo", text.encode())
         if schedules is not None:
             bundles |= take_scheduled_bundles(schedules)
         estimate = None
         if chip is not None:
-            program = HloProgram(compiled.as_text() or "")
+            program = HloProgram(text)
             kernels = dict(kernel_times(program, chip, bundles, work.turns))
             turn_of = DECODE_SCOPE if name == "decode" else None
             estimate = program_time(program, chip, kernel_s=kernels, loop_counts=work.turns, turn_of=turn_of)
@@ -113,6 +131,22 @@ def compile_programs(
             )
         )
     return tuple(programs)
+
+
+def _compile(lowered: Lowered, name: str) -> Compiled:
+    """Compiles a program; raises InputError with the compiler's figures if it does not fit."""
+    try:
+        return lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        if not str(error).startswith("RESOURCE_EXHAUSTED"):
+            raise
+        lines = [line.strip() for line in str(error).splitlines()]
+        largest = ", ".join(line.partition(": ")[2] for line in lines if re.match(r"(\d+\. )?Size: ", line))
+        raise InputError(
+            f"{name} does not fit: {lines[0].removeprefix('RESOURCE_EXHAUSTED: ')}"
+            f"{f' Its largest buffers: {largest}.' if largest else ''} Lower algorithm.max_tokens_per_device, "
+            "rollout.prompts_per_step or rollout.max_new_tokens, set model.remat: block, or use more devices"
+        ) from None
 
 
 def _lower_programs(

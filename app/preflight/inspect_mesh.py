@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -98,11 +99,12 @@ class MeshInspection:
         return "\n".join(lines)
 
 
-def inspect_mesh(resolved: Resolved, *, compiles: bool) -> MeshInspection:
+def inspect_mesh(resolved: Resolved, *, compiles: bool, hlo: Path | None = None) -> MeshInspection:
     """Returns the layout of weights, rows and workers under these settings, and the memory of each phase.
 
     Args:
-        compiles: whether to compile the programs of every phase for the available devices.
+        compiles: whether to compile the programs of every phase for the devices of the mesh.
+        hlo: folder for the texts of the compiled programs.
 
     Raises:
         InputError: the settings or a configuration cannot be used, or rows do not divide evenly over the devices.
@@ -117,10 +119,12 @@ def inspect_mesh(resolved: Resolved, *, compiles: bool) -> MeshInspection:
         check_host_offload(session.mesh)
     # Keeps the hosts together until the end: if one exits early, JAX times out on the others.
     with error_barrier():
-        return build_mesh_inspection(session, spec, compiles=compiles)
+        return build_mesh_inspection(session, spec, compiles=compiles, hlo=hlo)
 
 
-def build_mesh_inspection(session: Session, spec: ConfigOnlySpec, *, compiles: bool) -> MeshInspection:
+def build_mesh_inspection(
+    session: Session, spec: ConfigOnlySpec, *, compiles: bool, hlo: Path | None = None
+) -> MeshInspection:
     """Returns the report for a session, without loading its networks."""
     settings, memory_bytes = session.settings, device_memory_bytes()
     rollout, num_hosts = settings.rollout, device_mesh.num_hosts(session.mesh)
@@ -147,7 +151,7 @@ def build_mesh_inspection(session: Session, spec: ConfigOnlySpec, *, compiles: b
         peak_bytes=sum(memory[peak_phase(memory)].values()),
         largest=tuple(find_batch_limits(session, memory, available_bytes=memory_bytes)) if memory_bytes else (),
         notes=setup_notes(settings, session),
-        programs=compile_programs(session, learning, shapes, memory) if compiles else (),
+        programs=compile_programs(session, learning, shapes, memory, hlo=hlo) if compiles else (),
     )
 
 
