@@ -25,7 +25,7 @@ BLOCKING_BY_PLATFORM = {"cpu": Blocking(block_size=64, pairs_per_iteration=1)}
 """Blocking by platform: on a CPU one pair of blocks fits the cache; others need many pairs to stay busy."""
 PARALLEL_BLOCKING = Blocking(block_size=128, pairs_per_iteration=128)
 KERNEL_BLOCK_SIZES = (128, 256, 512)
-"""Block sizes of the TPU kernels, which are fastest with the largest; a v4, with 16 MiB on the chip, holds none of 512."""
+"""Block sizes of the TPU kernels, which are fastest with the largest. A v4 has no room for those of 512."""
 
 
 def platform_blocking(num_tokens: int) -> Blocking:

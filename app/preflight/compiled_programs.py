@@ -26,6 +26,7 @@ from app.preflight.kernel_time import kernel_times, take_scheduled_bundles
 from app.preflight.memory import TEMPORARY_BUFFERS, MemoryBreakdown, StepShapes, largest_micro_batch
 from app.preflight.program_time import PARTS, program_time
 from app.preflight.program_work import ProgramWork, decode_work, longest_samples, packed_pass_work, prefill_work
+from app.records.atomic_write import write_atomic
 from app.records.text_format import format_bytes, format_percent, format_table
 from app.runtime.session import Session
 from app.training.learner import Learner, LearnerGroup
@@ -98,6 +99,7 @@ def compile_programs(
             buffers = ("whole_weights", *(("activations",) if name == "prefill" else ("logits", "logits_work")))
         text = compiled.as_text() or ""
         if hlo is not None:
+            hlo.mkdir(parents=True, exist_ok=True)
             write_atomic(hlo / f"{phase}_{name}.hlo", text.encode())
         if schedules is not None:
             bundles |= take_scheduled_bundles(schedules)
