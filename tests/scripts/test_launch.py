@@ -30,7 +30,7 @@ echo "$*" >>"$HOME/calls"
 attempt=$(wc -l <"$HOME/calls")
 worker=${HOME##*-}
 """
-SLEEP_UNTIL_TERM = "trap 'echo saved; exit 75' TERM\nsleep 60 & wait $!\n"
+SLEEP_UNTIL_TERM = "trap 'echo saved; exit 75' TERM\ntouch $HOME/ready\nsleep 60 & wait $!\n"
 
 
 @pytest.fixture
@@ -86,7 +86,8 @@ def test_every_argument_arrives_whole(tpu: Tpu, launch: Launch) -> None:
 
 
 def test_one_that_ends_badly_takes_the_others_with_it(tpu: Tpu, launch: Launch) -> None:
-    install_grpo(tpu, f"[ $worker = 0 ] || exit 3\n{SLEEP_UNTIL_TERM}")
+    other_is_ready = f"while [ ! -e {tpu.home(0)}/ready ]; do sleep 0.05; done"
+    install_grpo(tpu, f"[ $worker = 0 ] || {{ {other_is_ready}; exit 3; }}\n{SLEEP_UNTIL_TERM}")
     done = launch("grpo", "train")
     assert done.returncode == 3
     assert "stopping the others, since worker 1 ended with 3" in done.stderr
@@ -244,7 +245,7 @@ def test_a_command_that_gcloud_repeats_after_a_lost_connection_runs_once(tpu: Tp
 
 
 def test_a_launch_does_not_disturb_another_which_stop_ends(tpu: Tpu) -> None:
-    install_grpo(tpu, f"touch $HOME/ready\n{SLEEP_UNTIL_TERM}")
+    install_grpo(tpu, SLEEP_UNTIL_TERM)
     with started(tpu, "--", "grpo", "train") as first:
         wait_for(lambda: all((tpu.home(worker) / "ready").exists() for worker in (0, 1)))
         second = tpu.run(SCRIPT, *QUICK[:-2], "--logs", "logs-2", "--restarts", "3", "--", "grpo", "train")
