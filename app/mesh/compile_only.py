@@ -12,8 +12,15 @@ from jax.experimental import topologies
 from app.mesh.tpu_chips import TpuSlice
 from settings.errors import InputError
 
-SCHEDULES = ".*schedule-analysis_final_bundles.*"
+SCHEDULES = ".*final_bundles.*"
 """The compiler's files on the instructions that a Pallas kernel became."""
+LIBTPU_VARIABLES = {
+    # Otherwise it looks for its machine on the network, and complains on stderr of what it does not find.
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    # Otherwise it refuses to load beside a process that uses the chips, which compiling does not.
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",
+}
 _schedules: tempfile.TemporaryDirectory[str] | None = None
 
 
@@ -23,7 +30,8 @@ def compile_only_devices(slice: TpuSlice) -> list[Any]:
     Raises:
         InputError: libtpu is not installed, or does not know the slice.
     """
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    for name, value in {**LIBTPU_VARIABLES, "TPU_ACCELERATOR_TYPE": slice.name}.items():
+        os.environ.setdefault(name, value)
     try:
         description = topologies.get_topology_desc(
             platform="tpu",
