@@ -7,6 +7,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,9 @@ def check_equal_device_counts(devices: Sequence[Any]) -> None:
 
 def host_index(device: Any) -> int:
     """Returns the index of a device's host."""
-    return device.process_index if _simulated_slice is None else device.id // _simulated_slice.chips_per_host
+    if _simulated_slice is not None and _simulated_devices is None:
+        return device.id // _simulated_slice.chips_per_host
+    return device.process_index
 
 
 def simulated_slice() -> TpuSlice | None:
@@ -118,3 +121,13 @@ def local_devices() -> list[Any]:
         for device in _simulated_devices or jax.local_devices()
         if _simulated_slice is None or host_index(device) == 0
     ]
+
+
+def devices_of_submesh(devices: Sequence[Any]) -> Sequence[Any]:
+    """Returns the devices for a submesh: these, or others of their kind where programs are only compiled.
+
+    Compilers number the devices of a program from 0 on, and know no part of a slice but a smaller slice.
+    """
+    if _simulated_slice is None or _simulated_devices is None or len(devices).bit_count() != 1:
+        return devices
+    return compile_only_devices(replace(_simulated_slice, num_chips=len(devices), chips_per_host=len(devices)))

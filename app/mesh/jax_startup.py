@@ -90,7 +90,8 @@ def initialize_local(settings: MeshSettings, *, compiles: bool = False) -> None:
     simulate_slice(pretended, compiles=compiles)
     _configure_malloc()
     if pretended is not None:
-        jax.config.update("jax_num_cpu_devices", pretended.num_chips)
+        if not compiles:
+            jax.config.update("jax_num_cpu_devices", pretended.num_chips)
         jax.config.update("jax_platforms", "cpu")
         return
     if settings.cpu_devices is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from app.preflight.program_time import PARTS, program_time
 from app.preflight.program_work import ProgramWork, decode_work, longest_samples, packed_pass_work, prefill_work
 from app.records.atomic_write import write_atomic
 from app.records.text_format import format_bytes, format_percent, format_table
+from app.rollout.slot_programs import INSERT_SCOPE
 from app.runtime.session import Session
 from app.training.learner import Learner, LearnerGroup
 from app.update.loss_aggregation import StepTotals
@@ -212,7 +213,8 @@ def _lower_generation(session: Session, shapes: StepShapes) -> Iterator[tuple[st
         num_rows, cache_length = shape.num_rows, shape.cache_length
     parts = num_local_row_shards(mesh)
     sizes = {"num_prompts": -(-num_prompts // parts), "prompt_length": prompt_length}
-    yield "prefill", programs["prefill"], prefill_work(architecture, mesh, **sizes)
+    work = prefill_work(architecture, mesh, **sizes)
+    yield "prefill", programs["prefill"], replace(work, turns={**work.turns, INSERT_SCOPE: num_prompts})
     sizes = {"num_rows": -(-num_rows // parts), "cache_length": cache_length}
     yield "decode", programs["decode"], decode_work(architecture, mesh, **sizes)
 

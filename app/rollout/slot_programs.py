@@ -44,6 +44,9 @@ from app.rollout.sampling import (
 from app.rollout.shape_buckets import SlotShapes
 from settings.schema.rollout import DecodeLayout
 
+INSERT_SCOPE = "insert_rows"
+"""The name scope of the loop over copied rows in compiled programs."""
+
 PerSlot = Any
 """int32 [B], on the host or in a program."""
 
@@ -129,7 +132,8 @@ def insert_rows(
 
         return jax.tree.map(copy_layer, cache, other)
 
-    return constrain_cache(jax.lax.fori_loop(0, count, copy, cache))
+    with jax.named_scope(INSERT_SCOPE):
+        return constrain_cache(jax.lax.fori_loop(0, count, copy, cache))
 
 
 def extract_row(cache: KVCache, source: Int32[Array, ""]) -> KVCache:
