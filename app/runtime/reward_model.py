@@ -109,12 +109,13 @@ class RewardModel:
 
     @classmethod
     def load(cls, settings: Settings, model: RewardModelSpec, mesh: Mesh) -> RewardModel:
-        """Loads the weights in float32, sharded over the mesh; the model computes in `model.dtype`."""
+        """Loads the weights, sharded over the mesh, in `model.dtype`, in which the model computes."""
+        dtype = set_compute_dtype(settings)
         return cls(
             model,
             mesh,
-            ValueScorer(model.definition, mesh, dtype=set_compute_dtype(settings)),
-            load_weights(model.definition, model.files.weights, mesh),
+            ValueScorer(model.definition, mesh, dtype=dtype),
+            load_weights(model.definition, model.files.weights, mesh, dtype=dtype),
             make_reward_batcher(settings, model.architecture),
             uses_scan=settings.score.reward.strategy == "scan",
         )

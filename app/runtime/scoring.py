@@ -62,9 +62,9 @@ class ScoringSession:
         """Returns the architecture of the network that scores for a role."""
         return self.critic.spec.architecture if role == "critic" and self.critic else self.model_spec.architecture
 
-    def load_params(self) -> Params:
+    def load_params(self, dtype: jnp.dtype | type = jnp.float32) -> Params:
         """Loads the weights of `model.path`, sharded over the mesh and quantized if training quantizes them."""
-        return load_weights(self.model_spec.reference_definition, self.model_spec.files.weights, self.mesh)
+        return load_weights(self.model_spec.reference_definition, self.model_spec.files.weights, self.mesh, dtype=dtype)
 
     @cached_property
     def frozen_params(self) -> Params:
