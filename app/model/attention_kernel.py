@@ -175,10 +175,10 @@ def _backward_kernel(score_mod: ScoreMod, scale: float, blocks_per_row: int, *re
     def _() -> None:
         sums[...] = jnp.zeros_like(sums)
 
-    @pl.when(starts & (query_block[turn] % blocks_per_row == 0))
+    # Pairs are causal, and in order of their queries: a key block meets its own queries first.
+    @pl.when(query_block[turn] == key_block[turn])
     def _() -> None:
-        keys_grad[...] = jnp.zeros_like(keys_grad)
-        values_grad[...] = jnp.zeros_like(values_grad)
+        keys_grad[in_row, :] = values_grad[in_row, :] = jnp.zeros(key.shape, jnp.float32)
 
     visible = _visible_mask(query_info[...], key_info[...], query_block[turn] - key_block[turn], window[0])
     new_keys_grad = new_values_grad = jnp.zeros(key.shape, jnp.float32)
