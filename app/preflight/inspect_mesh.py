@@ -16,7 +16,7 @@ from app.mesh import device_mesh, jax_startup
 from app.mesh.device_memory import device_memory_bytes
 from app.mesh.placement import bytes_per_device
 from app.model.decoder import flatten_by_path
-from app.preflight.compiled_programs import CompiledProgram, compile_programs, format_programs_table
+from app.preflight.compiled_programs import CompiledProgram, format_programs_table, step_memory
 from app.preflight.config_only_spec import ConfigOnlySpec, read_config_only_spec
 from app.preflight.largest_batches import USABLE_MEMORY_FRACTION, BatchLimit, find_batch_limits
 from app.preflight.memory import (
@@ -24,7 +24,6 @@ from app.preflight.memory import (
     StepShapes,
     compute_step_shapes,
     format_memory_table,
-    memory_by_phase,
     peak_phase,
 )
 from app.preflight.mesh_layout import MeshReport, mesh_report
@@ -58,10 +57,10 @@ class MeshInspection:
     generation: str
     workers: tuple[WorkerPlacement, ...]
     memory: Mapping[str, MemoryBreakdown]
-    """Memory by phase; lines with a star in `app.preflight.memory.MEMORY_LABELS` are estimates."""
+    """Memory by phase and buffer; temporaries only with `--compile`."""
     peak_bytes: int
     largest: tuple[BatchLimit, ...]
-    """Largest batches that fit; empty if the memory of a device is unknown."""
+    """Largest token quotas that fit, by estimate; empty without `--compile` or if a device's memory is unknown."""
     notes: tuple[str, ...] = ()
     programs: tuple[CompiledProgram, ...] = ()
     """Compiled programs; empty without `--compile`."""
@@ -91,9 +90,11 @@ class MeshInspection:
         else:
             peak += f", {format_percent(self.peak_bytes / available)} of its memory"
             peak += ", which does not fit" if self.peak_bytes > available else ""
+        lines += ["", format_memory_table(self.memory), "", peak]
+        if self.largest:
             usable = format_percent(USABLE_MEMORY_FRACTION)
-            peak += f"\nlargest values that use at most {usable} of it, one setting at a time:"
-        lines += ["", format_memory_table(self.memory), "", peak, *(f"  {one.to_text()}" for one in self.largest)]
+            lines.append(f"estimated to use {usable} of it, if temporaries grow in proportion to the setting:")
+            lines += [f"  {one.to_text()}" for one in self.largest]
         if self.programs:
             lines += ["", format_programs_table(self.programs)]
         return "\n".join(lines)
@@ -134,7 +135,8 @@ def build_mesh_inspection(
     num_held_out = settings.eval.num_prompts or rollout.prompts_per_step * rollout.group_size * num_hosts
     held_out = [prompt] * num_held_out if settings.eval.every_steps else []
     shapes = compute_step_shapes(session, learning, [prompt], held_out, spec.reward_model)
-    memory = memory_by_phase(session, learning, shapes, spec.reward_model)
+    memory, programs = step_memory(session, learning, shapes, spec.reward_model, compiles=compiles, hlo=hlo)
+    limits = find_batch_limits(settings, programs, memory, available_bytes=memory_bytes) if memory_bytes else ()
     definition = spec.model.policy_definition
     weights, dims = flatten_by_path(definition.shapes), flatten_by_path(definition.dims)
     return MeshInspection(
@@ -149,9 +151,9 @@ def build_mesh_inspection(
         workers=tuple(_worker_placements(session)),
         memory=memory,
         peak_bytes=sum(memory[peak_phase(memory)].values()),
-        largest=tuple(find_batch_limits(session, memory, available_bytes=memory_bytes)) if memory_bytes else (),
+        largest=tuple(limits),
         notes=setup_notes(settings, session),
-        programs=compile_programs(session, learning, shapes, memory, hlo=hlo) if compiles else (),
+        programs=programs,
     )
 
 
