@@ -168,10 +168,11 @@ class DryRunReport:
             share = self.peak_bytes / self.available_bytes
             yield f"{peak}, {format_percent(share)} of its {format_bytes(self.available_bytes)}"
             if share > 1:
-                phase = peak_phase(self.memory)
-                is_replay = phase == "evaluation" and self.rollout is None
-                advice = REPLAY_EVALUATION_ADVICE if is_replay else MEMORY_ADVICE[phase]
-                yield f"this does not fit: {advice}, or split the weights over more devices with mesh.shape"
+                phase, advice = peak_phase(self.memory), ""
+                if phase in ("rollout", "evaluation"):
+                    is_replay = phase == "evaluation" and self.rollout is None
+                    advice = f"{REPLAY_EVALUATION_ADVICE if is_replay else MEMORY_ADVICE[phase]}, or "
+                yield f"this does not fit: {advice}split the weights over more devices with mesh.shape"
         size = format_bytes(self.checkpoint_bytes)
         yield f"a checkpoint takes {size} on disk, and the same amount of the hosts' memory while it is written"
 
