@@ -40,13 +40,13 @@ from app.preflight.program_time import PARTS, program_time
 from app.preflight.program_work import ProgramWork, decode_work, longest_samples, packed_pass_work, prefill_work
 from app.records.atomic_write import write_atomic
 from app.records.text_format import format_bytes, format_percent, format_table
+from app.rollout.batch_engine import BatchShape
 from app.runtime.scoring import set_compute_dtype
 from app.runtime.session import Session
 from app.score.scorer import PackedForward, Scorer, ValueScorer
 from app.training.learner import Learner, LearnerGroup
 from app.update.loss_aggregation import StepTotals
 from settings.errors import InputError
-from settings.schema.score import ScoredRole
 
 
 @dataclass(frozen=True)
@@ -226,13 +226,11 @@ def _lower_programs(
         architecture: Architecture, plan: MicroBatchPlan, *, has_lm_head: bool, has_gradients: bool = False
     ) -> ProgramWork:
         # The reward model reads one more token.
-        completion = rollout.max_new_tokens + (plan is shapes.reward)
+        lengths = {"prompt": shapes.longest_prompt, "completion": rollout.max_new_tokens + (plan is shapes.reward)}
         return packed_pass_work(
             architecture,
             mesh,
-            longest_samples(
-                rollout.prompts_per_step * rollout.group_size, prompt=shapes.longest_prompt, completion=completion
-            ),
+            longest_samples(rollout.prompts_per_step * rollout.group_size, **lengths),
             largest_micro_batch(plan),
             logits_chunk=settings.model.logits_chunk if has_lm_head else None,
             has_gradients=has_gradients,
@@ -255,46 +253,49 @@ def _lower_programs(
         batch = _global_shapes(mesh, pack_tokens((), _empty_micro_batch(plan)))
         has_lm_head = isinstance(scorer, Scorer)
         yield phase, name, scorer.lower(params, batch), work_of(definition.architecture, plan, has_lm_head=has_lm_head)
-    learners: Mapping[str, tuple[ScoredRole, Learner | None, MicroBatchPlan | None]] = {
-        "critic": ("critic", learning.critic, shapes.critic_update),
-        "update": ("policy", learning.policy, shapes.update),
-    }
-    for phase, (role, learner, plan) in learners.items():
+    for phase, learner, plan in (
+        ("critic", learning.critic, shapes.critic_update),
+        ("update", learning.policy, shapes.update),
+    ):
         if learner is not None and plan is not None:
-            lowered = lower_update(session, learner, plan)
-            architecture, has_lm_head = session.architecture_of(role), phase == "update"
-            work = work_of(architecture, plan, has_lm_head=has_lm_head, has_gradients=True)
+            lowered, is_policy = lower_update(session, learner, plan), phase == "update"
+            architecture = session.architecture_of("policy" if is_policy else "critic")
+            work = work_of(architecture, plan, has_lm_head=is_policy, has_gradients=True)
             yield phase, "gradients", lowered["gradients"], work
             yield phase, "optimizer", lowered["optimizer"], ProgramWork(0, {})
 
 
 def _lower_generation(session: Session, shapes: StepShapes) -> Iterator[tuple[str, str, Lowered, ProgramWork]]:
     """Yields (phase, name, lowered program, its work) for prefill and decode on this host's devices."""
-    rules, evaluation_rules = session.sampling_params, session.eval_sampling_params
-    architecture, generator, mesh = session.model_spec.architecture, session.continuous_generator, session.engine.mesh
-    # Phase, mesh, programs, and numbers and lengths of prompts and rows.
-    found: list[tuple[str, Mesh, Mapping[str, Lowered], tuple[int, int], tuple[int, int]]] = []
-    if generator is not None and session.settings.rollout.pool != "ray":
-        workers = [] if session.workers is None else [worker.engine for worker in session.workers.workers]
-        engines = workers or [session.continuous_batching.engine]
+    batches = {"evaluation": (shapes.evaluation, session.eval_sampling_params)} if session.evaluates_in_batches else {}
+    if session.continuous_generator is None:
+        batches["rollout"] = (shapes.rollout, session.sampling_params)
+    elif session.settings.rollout.pool != "ray":
+        # The phases share the programs of the slots.
+        phase = "evaluation" if shapes.rollout is None else "rollout"
+        engines = [] if session.continuous_batching is None else [session.continuous_batching.engine]
+        if session.workers is not None:
+            engines = [worker.engine for worker in session.workers.workers]
         engine = max(engines, key=lambda one: one.shapes.num_slots)
-        phase, sampling = ("evaluation", evaluation_rules) if shapes.rollout is None else ("rollout", rules)
-        programs, slots = engine.programs.lower_programs(truncates=sampling.truncates), engine.shapes
-        prompts, rows = (slots.prefill_rows[-1], slots.max_prompt_length), (slots.num_slots, slots.max_length)
-        found.append((phase, engine.programs.mesh, programs, prompts, rows))
-    batches = (("rollout", shapes.rollout, rules, generator is None),)
-    batches += (("evaluation", shapes.evaluation, evaluation_rules, session.evaluates_in_batches),)
-    for phase, shape, sampling, is_batch in batches:
-        if shape is not None and is_batch:
+        slots, truncates = engine.shapes, session.sampling_params.truncates
+        shape = BatchShape(slots.prefill_rows[-1], slots.num_slots, slots.max_prompt_length, slots.max_length, 0)
+        programs = engine.programs.lower_programs(truncates=truncates)
+        yield from _generation_work(session, phase, engine.programs.mesh, programs, shape)
+    for phase, (shape, sampling) in batches.items():
+        if shape is not None:
             programs = session.engine.lower_programs(shape, truncates=sampling.truncates)
-            prompts, rows = (shape.num_prompts, shape.prompt_length), (shape.num_rows, shape.cache_length)
-            found.append((phase, mesh, programs, prompts, rows))
-    for phase, mesh, programs, (num_prompts, prompt_length), (num_rows, cache_length) in found:
-        parts = num_local_row_shards(mesh)
-        sizes = {"num_prompts": -(-num_prompts // parts), "prompt_length": prompt_length}
-        yield phase, "prefill", programs["prefill"], prefill_work(architecture, mesh, **sizes)
-        sizes = {"num_rows": -(-num_rows // parts), "cache_length": cache_length}
-        yield phase, "decode", programs["decode"], decode_work(architecture, mesh, **sizes)
+            yield from _generation_work(session, phase, session.engine.mesh, programs, shape)
+
+
+def _generation_work(
+    session: Session, phase: str, mesh: Mesh, programs: Mapping[str, Lowered], shape: BatchShape
+) -> Iterator[tuple[str, str, Lowered, ProgramWork]]:
+    architecture, parts = session.model_spec.architecture, num_local_row_shards(mesh)
+    num_prompts, num_rows = -(-shape.num_prompts // parts), -(-shape.num_rows // parts)
+    work = prefill_work(architecture, mesh, num_prompts=num_prompts, prompt_length=shape.prompt_length)
+    yield phase, "prefill", programs["prefill"], work
+    work = decode_work(architecture, mesh, num_rows=num_rows, cache_length=shape.cache_length)
+    yield phase, "decode", programs["decode"], work
 
 
 def lower_update(session: Session, learner: Learner, plan: MicroBatchPlan) -> dict[str, Lowered]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,8 @@ from app.mesh.placement import bytes_per_device
 from app.model.decoder import flatten_by_path
 from app.preflight.compiled_programs import CompiledProgram, format_programs_table, step_memory
 from app.preflight.config_only_spec import ConfigOnlySpec, read_config_only_spec
-from app.preflight.largest_batches import USABLE_MEMORY_FRACTION, BatchLimit, find_batch_limits
 from app.preflight.memory import (
+    USABLE_MEMORY_FRACTION,
     MemoryBreakdown,
     StepShapes,
     compute_step_shapes,
@@ -33,7 +33,7 @@ from app.runtime.batch_checks import check_fixed_micro_batches, check_host_offlo
 from app.runtime.session import Session
 from app.training.learner import make_learner_group
 from app.training.setup import setup_notes
-from settings import Resolved
+from settings import Resolved, Settings
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,16 @@ class WorkerPlacement:
     slots: int
     cache_bytes: int
     """Bytes of the worker's slots and prompt cache on each of its devices."""
+
+
+@dataclass(frozen=True)
+class BatchLimit:
+    """Largest value of one setting while all others stay the same."""
+
+    setting: str
+    now: int
+    fits: int | None
+    """Largest value that fits, by estimate; None if no value does."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +104,9 @@ class MeshInspection:
         if self.largest:
             usable = format_percent(USABLE_MEMORY_FRACTION)
             lines.append(f"estimated to use {usable} of it, if temporaries grow in proportion to the setting:")
-            lines += [f"  {one.to_text()}" for one in self.largest]
+            for one in self.largest:
+                fits = "no value" if one.fits is None else f"at most {one.fits:,}"
+                lines.append(f"  {one.setting} = {one.now:,}: {fits} fits")
         if self.programs:
             lines += ["", format_programs_table(self.programs)]
         return "\n".join(lines)
@@ -136,7 +148,6 @@ def build_mesh_inspection(
     held_out = [prompt] * num_held_out if settings.eval.every_steps else []
     shapes = compute_step_shapes(session, learning, [prompt], held_out, spec.reward_model)
     memory, programs = step_memory(session, learning, shapes, spec.reward_model, compiles=compiles, hlo=hlo)
-    limits = find_batch_limits(settings, programs, memory, available_bytes=memory_bytes) if memory_bytes else ()
     definition = spec.model.policy_definition
     weights, dims = flatten_by_path(definition.shapes), flatten_by_path(definition.dims)
     return MeshInspection(
@@ -151,10 +162,26 @@ def build_mesh_inspection(
         workers=tuple(_worker_placements(session)),
         memory=memory,
         peak_bytes=sum(memory[peak_phase(memory)].values()),
-        largest=tuple(limits),
+        largest=tuple(_batch_limits(settings, programs, memory, memory_bytes)) if memory_bytes else (),
         notes=setup_notes(settings, session),
         programs=programs,
     )
+
+
+def _batch_limits(
+    settings: Settings,
+    programs: Sequence[CompiledProgram],
+    memory: Mapping[str, MemoryBreakdown],
+    available_bytes: int,
+) -> Iterator[BatchLimit]:
+    """Yields the largest quota of each update, if the temporaries of its gradients are in proportion to the quota."""
+    quotas = {"update": ("algorithm", settings.algorithm), "critic": ("critic", settings.critic)}
+    for program in programs:
+        section, values = quotas.get(program.phase, ("", None))
+        if program.name == "gradients" and values is not None and (now := values.max_tokens_per_device) is not None:
+            fixed = sum(size for name, size in memory[program.phase].items() if name != "temporaries")
+            fits = int((USABLE_MEMORY_FRACTION * available_bytes - fixed) * now / program.temporary_bytes)
+            yield BatchLimit(f"{section}.max_tokens_per_device", now, fits if fits > 0 else None)
 
 
 def make_longest_prompt(num_tokens: int) -> Prompt:

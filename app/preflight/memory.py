@@ -58,6 +58,9 @@ MEMORY_ADVICE = {
 }
 """Phase -> how to reduce its memory."""
 
+USABLE_MEMORY_FRACTION = 0.9
+"""Fraction of a device's memory for what is foreseen; the rest is for fragmentation and errors of estimates."""
+
 NetworkSpec = ModelSpec | CriticSpec | RewardModelSpec
 """Description of a network, without its weights."""
 
@@ -232,10 +235,7 @@ def format_memory_table(memory: Mapping[str, MemoryBreakdown]) -> str:
         if any(phase.get(name) for phase in memory.values())
     ]
     rows.append(["total", *(format_bytes(sum(phase.values())) for phase in memory.values())])
-    return f"{format_table(rows, header=['on each device', *memory])}\n{_what_is_counted(memory)}"
-
-
-def _what_is_counted(memory: Mapping[str, MemoryBreakdown]) -> str:
+    counted = "without what programs need beside these arrays while they run, which --compile adds"
     if any("temporaries" in phase for phase in memory.values()):
-        return "* of the phase's fullest program, as the compiler reports them; all other lines follow from shapes"
-    return "without what programs need beside these arrays while they run, which --compile adds"
+        counted = "* of the phase's fullest program, as the compiler reports them; all other lines follow from shapes"
+    return f"{format_table(rows, header=['on each device', *memory])}\n{counted}"

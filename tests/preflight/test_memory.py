@@ -11,9 +11,10 @@ import pytest
 
 from app.preflight import compiled_programs, inspect_mesh
 from app.preflight.compiled_programs import check_fits
-from app.preflight.largest_batches import USABLE_MEMORY_FRACTION
+from app.preflight.memory import USABLE_MEMORY_FRACTION
 from settings import InputError
 from tests.program import here, of_tiny, settings
+from tests.tiny_directory import write_reward_model
 
 GIB = 2**30
 PENALISED = settings("algorithm.beta=0.1", "algorithm.max_tokens_per_device=256")
@@ -65,6 +66,17 @@ def test_an_evaluation_in_slots_runs_the_programs_of_the_rollout(tiny_model: Pat
     for phase in ("rollout", "evaluation"):
         # Slots keep both caches.
         assert report["memory"][phase] == arrays[phase] | {"temporaries": largest, "padding": 0}
+
+
+def test_critic_and_reward_model_have_programs_of_their_own(tiny_model: Path, tmp_path: Path) -> None:
+    judge = write_reward_model(tmp_path / "judge")
+    chosen = settings(f"reward.model={judge}", "algorithm.name=ppo", "eval.every_steps=0")
+    arguments = ("inspect-mesh", *of_tiny(tiny_model), *chosen)
+    arrays, report = report_of(*arguments)["memory"], report_of(*arguments, "--compile")
+    programs = {(one["phase"], one["name"]): one["temporary_bytes"] for one in report["programs"]}
+    for phase, name in (("reward", "model"), ("critic", "gradients")):
+        assert report["memory"][phase] == arrays[phase] | {"temporaries": programs[phase, name], "padding": 0}
+    assert {"policy", "reference", "critic"} >= {name for phase, name in programs if phase == "score"} >= {"critic"}
 
 
 def test_a_dry_run_and_doctor_count_the_same_programs(config: Path) -> None:
