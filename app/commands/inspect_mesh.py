@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from app.commands.command_support import print_result, resolve, show_progress
-from app.commands.options import AsJson, Config, Overrides, PrintConfig
+from app.commands.options import AsJson, Compiles, Config, Overrides, PrintConfig
 from settings import InputError
 from settings.checks.commands import check_for_inspect_mesh
 
@@ -17,12 +17,7 @@ def inspect_mesh(
     config: Config = None,
     overrides: Overrides = None,
     print_config: PrintConfig = False,
-    compiles: Annotated[
-        bool,
-        typer.Option(
-            "--compile", help="Also compile the programs of each phase and show the memory they need. Takes minutes."
-        ),
-    ] = False,
+    compiles: Compiles = False,
     hlo: Annotated[
         Path | None,
         typer.Option("--hlo", metavar="DIR", help="With --compile: write the text of each compiled program to DIR."),

@@ -47,4 +47,10 @@ PrintConfig = Annotated[
     ),
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace output files that exist.")]
+Compiles = Annotated[
+    bool,
+    typer.Option(
+        "--compile", help="Also compile the programs of each phase and show the memory they need. Takes minutes."
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]

@@ -15,7 +15,11 @@ _NAME = r"%?([\w.\-]+)"
 _ARRAY = re.compile(r"([a-z]+\d*[a-z0-9]*)\[([\d,]*)\](?:\{([^}]*)\})?")
 _INSTRUCTION = re.compile(rf"(?:ROOT )?{_NAME} = (.*)")
 _HEADER = re.compile(rf"(ENTRY )?{_NAME} \(")
-_MESH_GROUP = re.compile(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}")
+_MESH_GROUP = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(.*?\)\))? \{([^}]*)\}")
+
+COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
+SEMAPHORES = 4
+"""The memory space that holds the handle of a collective in the background."""
 
 
 @dataclass(frozen=True)
@@ -74,18 +78,41 @@ class Instruction:
 
     @property
     def group_size(self) -> int:
-        """The number of devices of one group of a collective."""
+        """The number of devices of one group of a collective.
+
+        Written as `{{0,1},{2,3}}`, as `[2,2]<=[4]`, or by the axes of a mesh: `mesh['x'=2,'y'=4] {'y'}`, of which
+        `'y':(2)4` is the part of size 4.
+        """
         if mesh := _MESH_GROUP.search(self.text):
             sizes = dict(re.findall(r"'(\w+)'=(\d+)", mesh[1]))
-            return math.prod(int(sizes[axis]) for axis in re.findall(r"'(\w+)'", mesh[2]))
+            parts = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", mesh[2])
+            return math.prod(int(part or sizes[axis]) for axis, part in parts)
         if iota := self.attribute(r"replica_groups=\[\d+,(\d+)\]"):
             return int(iota)
-        return len((self.attribute(r"replica_groups=\{\{([\d,]*)\}") or "").split(","))
+        if listed := self.attribute(r"replica_groups=\{\{([\d,]+)\}"):
+            return len(listed.split(","))
+        raise ValueError(f"the groups of {self.name} are in a notation that is not known: {self.text[:120]}")
 
     def attribute(self, pattern: str) -> str | None:
         """Returns the first group of a pattern in the line's attributes; None if it is not there."""
         found = re.search(pattern, self.text)
         return found[1] if found else None
+
+
+@dataclass(frozen=True)
+class Collective:
+    """What a collective sends, under ring algorithms.
+
+    Source: Chan, Heimlich, Purkayastha and van de Geijn 2007, "Collective communication"; NVIDIA nccl-tests,
+    PERFORMANCE.md.
+    """
+
+    kind: str
+    dtype: str
+    group_size: int | None
+    """Devices that communicate with each other; None for a permutation."""
+    sent_bytes: int
+    """Bytes that each device sends."""
 
 
 class HloProgram:
@@ -106,6 +133,26 @@ class HloProgram:
         """Returns all instructions inside a fusion, those of fusions in it included."""
         inside = [one for name in instruction.called for one in self.computations.get(name, ())]
         return [*inside, *(deeper for one in inside if one.opcode == "fusion" for deeper in self.fused(one))]
+
+    def collective(self, one: Instruction) -> Collective | None:
+        """Returns the collective that an instruction is, starts or has in it; None for other instructions."""
+        inside = self.fused(one) if one.opcode in ("fusion", "async-start") else [one]
+        found = next((x for x in inside if x.opcode.removesuffix("-start") in COLLECTIVES), None)
+        if found is None:
+            return None
+        kind = found.opcode.removesuffix("-start")
+        # The result of most starts holds the operands, then what the collective yields.
+        shapes = [shape for shape in found.shapes if shape.memory_space != SEMAPHORES and shape.sizes]
+        holds_operands = found.opcode.endswith("-start") and kind != "all-reduce"
+        size = sum(shape.num_bytes for shape in shapes[len(shapes) // 2 if holds_operands else 0 :])
+        dtype = found.shapes[0].dtype
+        if kind == "collective-permute":
+            return Collective(kind, dtype, None, size)
+        n = found.group_size
+        if one.opcode == "fusion" and kind == "all-reduce" and any(x.opcode == "dynamic-slice" for x in inside):
+            kind, size = "reduce-scatter", size // n
+        factor = {"all-reduce": 2 * (n - 1) / n, "reduce-scatter": n - 1}.get(kind, (n - 1) / n)
+        return Collective(kind, dtype, n, int(size * factor))
 
 
 def _parse_instruction(name: str, rest: str) -> Instruction:

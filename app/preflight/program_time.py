@@ -14,9 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from app.mesh.tpu_chips import TpuChip
-from app.preflight.hlo_text import HloProgram, Instruction
+from app.preflight.hlo_text import SEMAPHORES, Collective, HloProgram, Instruction
 
-COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
 FREE_OPCODES = frozenset(
     {
         *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "opt-barrier", "iota"),
@@ -28,8 +27,6 @@ ALIASING_CALLS = ("AllocateBuffer", "ConcatBitcast", "AssumeGatherIndicesInBound
 """Targets of custom calls that only name memory."""
 TOUCHED_ONCE = ("dynamic-slice", "slice", "gather", "dynamic-reshape")
 """Instructions that read as much as they write, however large their first operand is."""
-SEMAPHORES = 4
-"""The memory space that holds the handle of a collective in the background."""
 
 
 class UnknownLoopCountError(ValueError):
@@ -128,10 +125,9 @@ class _Walk:
                 total.add(self.time_of(one.called[0], part))
             elif one.opcode.endswith("-done") or self._calls(one, "AsyncCollectiveDone"):
                 self._wait(total, in_flight.pop(one.name, []))
-            elif (collective := self._collective(one)) is not None:
-                kind, num_bytes, seconds = collective
-                total.collective_bytes[kind] += num_bytes
-                links_free_at = max(now, links_free_at) + seconds
+            elif (collective := self.program.collective(one)) is not None and not self._carries(one):
+                total.collective_bytes[collective.kind] += collective.sent_bytes
+                links_free_at = max(now, links_free_at) + self._collective_s(collective)
                 ends = [(links_free_at, "collectives")]
                 if one.opcode.endswith("-start") or self._calls(one, "AsyncCollectiveStart"):
                     in_flight[one.name] = ends
@@ -189,27 +185,17 @@ class _Walk:
     def _calls(self, one: Instruction, target: str) -> bool:
         return one.opcode == "fusion" and any(f'"{target}"' in inner.text for inner in self.program.fused(one))
 
-    def _collective(self, one: Instruction) -> tuple[str, int, float] | None:
-        """Returns kind, bytes sent by each device, and seconds of a collective; None for other instructions."""
-        inside = self.program.fused(one) if one.opcode == "fusion" else [one]
-        found = next((x for x in inside if x.opcode.removesuffix("-start") in COLLECTIVES), None)
-        if found is None or (one.opcode == "fusion" and self._carries(one)):
-            return None
-        kind, n = found.opcode.removesuffix("-start"), found.group_size
-        # The result of most starts holds the operands, then what the collective yields.
-        shapes = [shape for shape in found.shapes if shape.memory_space != SEMAPHORES and shape.sizes]
-        holds_operands = found.opcode.endswith("-start") and kind != "all-reduce"
-        size = sum(shape.num_bytes for shape in shapes[len(shapes) // 2 if holds_operands else 0 :])
-        if one.opcode == "fusion" and kind == "all-reduce" and any(x.opcode == "dynamic-slice" for x in inside):
-            kind, size = "reduce-scatter", size // n
-        if kind == "collective-permute":
-            return kind, size, size / self.chip.link_bytes_per_s
-        factor = {"all-reduce": 2 * (n - 1) / n, "reduce-scatter": n - 1}.get(kind, (n - 1) / n)
-        return kind, int(size * factor), size * factor / self.chip.ring_bytes_per_s
+    def _collective_s(self, one: Collective) -> float:
+        in_ring = one.kind != "collective-permute"
+        return one.sent_bytes / (self.chip.ring_bytes_per_s if in_ring else self.chip.link_bytes_per_s)
 
     def _carries(self, one: Instruction) -> bool:
         """Returns whether a fusion does other work while a collective that has been started goes on."""
-        return any(x.memory_space == SEMAPHORES for x in one.shapes) and not self._calls(one, "AsyncCollectiveStart")
+        return (
+            one.opcode == "fusion"
+            and any(x.memory_space == SEMAPHORES for x in one.shapes)
+            and not self._calls(one, "AsyncCollectiveStart")
+        )
 
     def _instruction_s(self, one: Instruction, results: Mapping[str, Instruction]) -> float:
         if (cycles := one.estimated_cycles) is not None:

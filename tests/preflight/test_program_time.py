@@ -148,6 +148,23 @@ ENTRY %main () -> f32[8] {{
     assert found.collective_bytes == {"reduce-scatter": pytest.approx(2**20 * 7 / 8)}
 
 
+def test_a_wrapped_collective_runs_in_the_background():
+    text = f"""HloModule jit_f
+
+%wrapped (x: f32[8]) -> f32[8] {{
+  %r = {MEGABYTE} reduce-scatter(%x), replica_groups=[1,8]<=[8], dimensions={{0}}
+}}
+
+ENTRY %main () -> f32[8] {{
+  %s = ((f32[2097152]), {MEGABYTE}, u32[]{{:S(4)}}) async-start(%p), calls=%wrapped
+  %d = {MEGABYTE} async-done(%s), calls=%wrapped
+}}
+"""
+    found = program_time(HloProgram(text), CHIP, kernel_s={}, loop_counts={})
+    assert found.collective_bytes == {"reduce-scatter": 7 * 2**20}
+    assert found.exposed_collective_s == found.estimated_s == pytest.approx(7 * 2**20 / CHIP.ring_bytes_per_s)
+
+
 def test_a_kernel_costs_what_its_schedule_says():
     call = '%attention_forward.3 = f32[2,6,512,64]{3,2,1,0} custom-call(%p), custom_call_target="tpu_custom_call"'
     time = time_of(call, WORK, kernel_s={"attention_forward.3": 0.25})
