@@ -316,7 +316,10 @@ class Trunk(nnx.Module):
         arch = self.architecture
         graph, stacked = nnx.split(self.blocks)
         whole, windowed = self.angles(layout.positions)
-        pairs = make_block_pairs(layout, sorted({w or NO_WINDOW for w in arch.layer_windows}))
+        implementation = arch.attention_implementation
+        pairs = make_block_pairs(
+            layout, sorted({w or NO_WINDOW for w in arch.layer_windows}), implementation=implementation
+        )
         # Scanned together with the weights, so that one body serves layers with and without a window.
         windows = jnp.array([w or NO_WINDOW for w in arch.windows], jnp.int32) if arch.windows else None
 
@@ -326,8 +329,8 @@ class Trunk(nnx.Module):
             angles = jnp.where(window == NO_WINDOW, whole, windowed) if two_ropes else whole
 
             def attend(query: Array, key: Array, value: Array) -> tuple[Array, None]:
-                mix = functools.partial(packed_attention, window=window, score_mod=self.score_mod, pairs=pairs)
-                return mix(query, key, value, layout), None
+                mix = functools.partial(packed_attention, score_mod=self.score_mod, implementation=implementation)
+                return mix(query, key, value, layout, window=window, pairs=pairs), None
 
             x, _ = nnx.merge(graph, weights)(x, angles, attend)
             return constrain(x, "rows", "tokens", "activation"), None
