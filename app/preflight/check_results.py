@@ -65,7 +65,7 @@ class CheckRecorder:
 
     @contextmanager
     def run_check(self, check: str, advice: str = "") -> Iterator[None]:
-        """Records any exception raised in the block as a failure of the check; `advice` is for exceptions of libraries."""
+        """Records any exception raised in the block as a failure of the check; `advice` is for those of libraries."""
         try:
             yield
         except InputError as error:
