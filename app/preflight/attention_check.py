@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Float64
 
 from app.batching.micro_batch_plan import MicroBatch, RowShape
 from app.batching.token_batch import pack_tokens
-from app.mesh.placement import num_local_row_shards, to_global
+from app.mesh.placement import num_local_row_shards, row_sharding, to_global, to_local
 from app.model.architecture import Architecture
 from app.model.attention import dot_product_attention, packed_attention, platform_blocking
 from app.model.score_mod import ScoreMod
@@ -59,43 +60,42 @@ def check_attention(recorder: CheckRecorder, session: Session, reward_model: Rew
 
 def attention_differences(
     architecture: Architecture, mesh: Mesh, dtype: jnp.dtype, *, window: int | None
-) -> Float32[np.ndarray, "4"]:
+) -> Float64[np.ndarray, "4"]:
     """Returns the largest difference of each of `RESULTS` from dense attention in float32, on random packed rows.
 
-    Differences are relative to the largest number of each result. Each device has a row with two samples that share
-    their prompt, one with a prompt of its own, and padding. All hosts must call it together.
+    Differences are relative to the largest number of each result. A row has two samples that share their prompt, one
+    with a prompt of its own, and padding. Every device computes the same row. All hosts must call it together.
     """
     a, score_mod = architecture, ScoreMod(architecture.query_scale, architecture.attention_soft_cap)
-    rows = (((0, 1), (2,)),) * num_local_row_shards(mesh)
-    samples = longest_samples(3, prompt=PROMPT, completion=COMPLETION)
-    batch = pack_tokens(samples, MicroBatch(rows, RowShape(NUM_TOKENS, 3 * COMPLETION)))
+    row = MicroBatch((((0, 1), (2,)),), RowShape(NUM_TOKENS, 3 * COMPLETION))
+    batch = pack_tokens(longest_samples(3, prompt=PROMPT, completion=COMPLETION), row)
+    layout = SegmentLayout(batch.segment_ids, batch.branch_ids, batch.positions)
+    is_token = (layout.segment_ids != 0)[:, :, None, None]
+    by_token, by_key = (1, NUM_TOKENS, a.num_query_heads, a.head_dim), (1, a.num_kv_heads, NUM_TOKENS, a.head_dim)
+    rng = np.random.default_rng(0)
+    query, keys, values, weights = (rng.standard_normal(shape) for shape in (by_token, by_key, by_key, by_token))
+    # Some scores reach the soft cap.
+    query *= (score_mod.soft_cap or 1.0) ** 0.5
+    arrays = [x.astype(dtype) for x in (query, keys, values, weights * is_token)]
 
-    def compare(layout: SegmentLayout, seed: Int32[np.ndarray, ""]) -> Float32[Array, "4"]:
-        is_token = (layout.segment_ids != 0)[:, :, None, None]
-        by_token = (*is_token.shape[:2], a.num_query_heads, a.head_dim)
-        by_key = (is_token.shape[0], a.num_kv_heads, NUM_TOKENS, a.head_dim)
-        draws = zip(jax.random.split(jax.random.key(seed), 4), (by_token, by_key, by_key, by_token), strict=True)
-        query, keys, values, weights = (jax.random.normal(key, shape, jnp.float32) for key, shape in draws)
-        # Some scores reach the soft cap.
-        query *= (score_mod.soft_cap or 1.0) ** 0.5
-        rounded = [x.astype(dtype) for x in (query, keys, values, jnp.where(is_token, weights, 0.0))]
+    def packed(layout: SegmentLayout, *arrays: Array) -> Array:
+        choice = a.attention_implementation
+        return packed_attention(*arrays, layout, window=window, score_mod=score_mod, implementation=choice)
 
-        def packed(*arrays: Array) -> Array:
-            choice = a.attention_implementation
-            return packed_attention(*arrays, layout, window=window, score_mod=score_mod, implementation=choice)
+    def dense(layout: SegmentLayout, *arrays: Array) -> Array:
+        return dot_product_attention(*arrays, attention_mask(layout, layout, 0, window), score_mod)
 
-        def dense(*arrays: Array) -> Array:
-            return dot_product_attention(*arrays, attention_mask(layout, layout, 0, window), score_mod)
+    def results(attention: Callable[..., Array], layout: SegmentLayout, *arrays: Array) -> list[Array]:
+        mixed, pull = jax.vjp(partial(attention, layout), *arrays[:3])
+        return [mixed, *pull(arrays[3])]
 
-        def results(attention: Callable[..., Array], *arrays: Array) -> list[Float[Array, "*dims"]]:
-            mixed, pull = jax.vjp(attention, *arrays[:3])
-            return [jnp.where(is_token, mixed, 0.0), *pull(arrays[3])]
-
-        ours = results(packed, *rounded)
-        with jax.default_matmul_precision("highest"):
-            exact = results(dense, *(x.astype(jnp.float32) for x in rounded))
-        return jnp.stack([jnp.max(jnp.abs(x - y)) / jnp.max(jnp.abs(y)) for x, y in zip(ours, exact, strict=True)])
-
+    rows = jax.tree.map(lambda x: np.repeat(x, num_local_row_shards(mesh), axis=0), (layout, *arrays))
     with jax.set_mesh(mesh):
-        layout = to_global(mesh, SegmentLayout(batch.segment_ids, batch.branch_ids, batch.positions))
-        return np.asarray(jax.jit(compare)(layout, np.int32(0)))
+        ours = jax.jit(partial(results, packed), out_shardings=row_sharding(mesh))(*to_global(mesh, rows))
+    with jax.default_matmul_precision("highest"):
+        exact = jax.jit(partial(results, dense))(layout, *(x.astype(np.float32) for x in arrays))
+    differences = []
+    for name, x, y in zip(RESULTS, map(to_local, ours), map(np.asarray, exact), strict=True):
+        difference = np.abs(np.float64(x) - y) * (is_token if name == RESULTS[0] else 1.0)
+        differences.append(difference.max() / np.abs(y).max())
+    return np.array(differences)
