@@ -45,8 +45,10 @@ SETTINGS_BELOW_RUNTIME = {
     },
     # Source, split and columns of the data sets.
     "app.prompts": {"schema.data.DataSettings"},
-    # Two literals.
-    "app.model": {"schema.rollout.DecodeLayout", "schema.lora.Quantization"},
+    # Three literals.
+    "app.model": {
+        *("schema.model.AttentionImplementation", "schema.rollout.DecodeLayout", "schema.lora.Quantization"),
+    },
     "app.mesh": {
         # Shape, platform and hosts; devices of the workers of a kind; suggestions for the misspelled name of a slice.
         *("schema.mesh.MeshSettings", "schema.rollout.WorkerPoolSettings"),

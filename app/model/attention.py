@@ -18,9 +18,12 @@ from app.model.block_attention import Blocking, block_attention
 from app.model.block_pairs import UNREACHABLE, BlockPairs, block_pairs
 from app.model.score_mod import DEFAULT_SCORE_MOD, MASK_VALUE, ScoreMod, apply_soft_cap
 from app.model.segment_layout import SegmentLayout, Window, attention_mask
+from settings.schema.model import AttentionImplementation
 
 ATTENTION_SCOPE = "attention"
 """The name scope of attention in compiled programs."""
+KERNEL_PLATFORMS = ("tpu",)
+"""Platforms whose devices compute attention by a kernel, unless `model.attention` is `xla`."""
 BLOCKING_BY_PLATFORM = {"cpu": Blocking(block_size=64, pairs_per_iteration=1)}
 """Blocking by platform: on a CPU one pair of blocks fits the cache; others need many pairs to stay busy."""
 PARALLEL_BLOCKING = Blocking(block_size=128, pairs_per_iteration=128)
@@ -28,10 +31,10 @@ KERNEL_BLOCK_SIZES = (128, 256, 512)
 """Block sizes of the TPU kernels, which are fastest with the largest. A v4 has no room for those of 512."""
 
 
-def platform_blocking(num_tokens: int) -> Blocking:
-    """Returns how the current mesh's devices compute attention over rows of this many tokens."""
+def platform_blocking(num_tokens: int, implementation: AttentionImplementation = "auto") -> Blocking:
+    """Returns how the current mesh's devices compute attention over rows of this many tokens: by kernel or by XLA."""
     platform, kind = current_device()
-    if platform == "tpu":
+    if platform in KERNEL_PLATFORMS and implementation != "xla":
         sizes = KERNEL_BLOCK_SIZES[:-1] if kind == "TPU v4" else KERNEL_BLOCK_SIZES
         size = next((size for size in sizes if size >= num_tokens), sizes[-1])
         return Blocking(size, 1, kernel=True)
@@ -74,12 +77,14 @@ def dot_product_attention(
 
 
 @jax.named_scope(ATTENTION_SCOPE)
-def make_block_pairs(layout: SegmentLayout, windows: Sequence[Window]) -> BlockPairs | None:
+def make_block_pairs(
+    layout: SegmentLayout, windows: Sequence[Window], *, implementation: AttentionImplementation = "auto"
+) -> BlockPairs | None:
     """Returns the block pairs that `packed_attention` needs for these rows, shared by layers with any of these windows.
 
     Returns None for rows of a single block, which need none.
     """
-    blocking = platform_blocking(layout.segment_ids.shape[1])
+    blocking = platform_blocking(layout.segment_ids.shape[1], implementation)
     if layout.segment_ids.shape[1] <= blocking.block_size and not blocking.kernel:
         return None
     return _pairs_of_blocks(layout, windows, blocking)
@@ -105,6 +110,7 @@ def packed_attention(
     window: Window = None,
     score_mod: ScoreMod = DEFAULT_SCORE_MOD,
     pairs: BlockPairs | None = None,
+    implementation: AttentionImplementation = "auto",
 ) -> Float[Array, "R T Q H"]:
     """Returns causal attention inside each sample of packed rows. The result is finite but meaningless on padding.
 
@@ -112,7 +118,7 @@ def packed_attention(
         pairs: the result of `make_block_pairs` for these rows and `window`; computed here if None.
     """
     num_tokens = query.shape[1]
-    blocking = platform_blocking(num_tokens)
+    blocking = platform_blocking(num_tokens, implementation)
     size = blocking.block_size
     if num_tokens <= size and not blocking.kernel:
         return dot_product_attention(query, keys, values, attention_mask(layout, layout, 0, window), score_mod)
@@ -122,7 +128,7 @@ def packed_attention(
         _pad_to_blocks(keys, size, axis=2),
         _pad_to_blocks(values, size, axis=2),
         SegmentLayout(*(_pad_to_blocks(x, size, axis=1) for x in layout)),
-        pairs or make_block_pairs(layout, [window]),
+        pairs or make_block_pairs(layout, [window], implementation=implementation),
         jnp.asarray(UNREACHABLE if window is None else window, jnp.int32),
         score_mod,
         blocking,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any
@@ -29,7 +29,7 @@ from app.model.attention import apply_rope, make_block_pairs, packed_attention
 from app.model.block_attention import ATTENTION_CHECKPOINT_NAME
 from app.model.block_pairs import UNREACHABLE
 from app.model.lora import LoRAConfig, LoRAParam
-from app.model.quantization import KernelQuantizer
+from app.model.quantization import CODES, SCALES, KernelQuantizer
 from app.model.rope import rope_frequencies
 from app.model.score_mod import ScoreMod, apply_soft_cap
 from app.model.segment_layout import SegmentLayout
@@ -316,7 +316,10 @@ class Trunk(nnx.Module):
         arch = self.architecture
         graph, stacked = nnx.split(self.blocks)
         whole, windowed = self.angles(layout.positions)
-        pairs = make_block_pairs(layout, sorted({w or NO_WINDOW for w in arch.layer_windows}))
+        implementation = arch.attention_implementation
+        pairs = make_block_pairs(
+            layout, sorted({w or NO_WINDOW for w in arch.layer_windows}), implementation=implementation
+        )
         # Scanned together with the weights, so that one body serves layers with and without a window.
         windows = jnp.array([w or NO_WINDOW for w in arch.windows], jnp.int32) if arch.windows else None
 
@@ -326,8 +329,8 @@ class Trunk(nnx.Module):
             angles = jnp.where(window == NO_WINDOW, whole, windowed) if two_ropes else whole
 
             def attend(query: Array, key: Array, value: Array) -> tuple[Array, None]:
-                mix = functools.partial(packed_attention, window=window, score_mod=self.score_mod, pairs=pairs)
-                return mix(query, key, value, layout), None
+                mix = functools.partial(packed_attention, score_mod=self.score_mod, implementation=implementation)
+                return mix(query, key, value, layout, window=window, pairs=pairs), None
 
             x, _ = nnx.merge(graph, weights)(x, angles, attend)
             return constrain(x, "rows", "tokens", "activation"), None
@@ -407,6 +410,18 @@ class DecoderDefinition:
         if self.lora is None:
             return self
         return self.create(self.architecture, self.network_class, quantization=self.quantization)
+
+    def held_in(self, dtype: jnp.dtype) -> DecoderDefinition:
+        """Returns the same network with weights of this type, which it computes in, apart from quantized kernels.
+
+        For frozen weights: the network would convert those in float32 to the same numbers.
+        """
+        flat = flatten_by_path(self.shapes)
+        shapes = {
+            path: leaf if path[-1] in (CODES, SCALES) else jax.ShapeDtypeStruct(leaf.shape, dtype)
+            for path, leaf in flat.items()
+        }
+        return replace(self, shapes=unflatten_dict(shapes))
 
     def bind(self, params: Params) -> Any:
         """Returns the network with these weights, for use inside a jitted function."""

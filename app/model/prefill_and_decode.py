@@ -6,6 +6,7 @@ last token. Decoding overwrites them before they become visible, since a token s
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -79,14 +80,15 @@ def prefill(
     slots = jnp.arange(token_ids.shape[1])[None, :]
     layout = single_segment_layout(slots < lengths[:, None])
     windows = definition.architecture.layer_windows
-    pairs = make_block_pairs(layout, windows)
+    implementation = definition.architecture.attention_implementation
+    pairs = make_block_pairs(layout, windows, implementation=implementation)
+    mix = functools.partial(
+        packed_attention, layout=layout, score_mod=decoder.score_mod, pairs=pairs, implementation=implementation
+    )
 
     def attend_within(window: int | None) -> AttentionFn:
         def attend(query: Array, keys: Array, values: Array) -> tuple[Array, LayerCache]:
-            mixed = packed_attention(
-                query, keys, values, layout, window=window, score_mod=decoder.score_mod, pairs=pairs
-            )
-            return mixed, LayerCache(keys, values)
+            return mix(query, keys, values, window=window), LayerCache(keys, values)
 
         return attend
 

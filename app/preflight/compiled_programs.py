@@ -238,13 +238,15 @@ def _lower_programs(
         )
 
     scored: list[tuple[str, str, DecoderDefinition, PackedForward, MicroBatchPlan]] = []
+    dtype = set_compute_dtype(settings)
     if reward_model is not None and shapes.reward is not None:
-        valuer = ValueScorer(reward_model.definition, mesh, dtype=set_compute_dtype(settings))
-        scored.append(("reward", "model", reward_model.definition, valuer, shapes.reward))
+        valuer = ValueScorer(reward_model.definition, mesh, dtype=dtype)
+        scored.append(("reward", "model", reward_model.definition.held_in(dtype), valuer, shapes.reward))
     for role, plan in shapes.scores.items():
         definition, scorer = model.policy_definition, session.scorer
         if role == "reference":
             definition, scorer = model.reference_definition, session.reference_scorer
+            definition = definition if model.policy_definition.lora else definition.held_in(dtype)
         if role == "critic":
             assert critic is not None
             definition, scorer = critic.spec.definition, critic.valuer

@@ -16,6 +16,7 @@ from app.distributed.error_barrier import error_barrier
 from app.distributed.host_consistency import check_hosts_agree, check_shared_run_directory, describe_prompts
 from app.mesh.device_memory import device_memory_bytes
 from app.mesh.devices import global_devices, unused_accelerator
+from app.preflight.attention_check import check_attention
 from app.preflight.check_results import CheckRecorder, CheckResult, DoctorReport
 from app.preflight.compiled_programs import step_memory
 from app.preflight.environment_checks import (
@@ -112,9 +113,10 @@ def run_doctor(resolved: Resolved, *, compiles: bool = False) -> DoctorReport:
         if has_devices:
             session = _open_session(recorder, resolved, run, inputs, stack)
             checkpoint_bytes = _check_memory(recorder, session, inputs, compiles=compiles)
+            _check_attention(recorder, session, inputs)
             _check_real_weights(recorder, session, inputs)
         else:
-            recorder.skip("mesh", "memory", *inputs.weight_checks, reason="there are no devices")
+            recorder.skip("mesh", "memory", "attention", *inputs.weight_checks, reason="there are no devices")
         with recorder.run_check("disk"):
             check_disk(recorder, run.path, settings, checkpoint_bytes)
         host = jax.process_index() if has_devices else 0
@@ -312,6 +314,15 @@ def _check_memory(
         else:
             recorder.ok("memory", f"{found}; --compile adds the memory of a whole step")
     return checkpoint_bytes
+
+
+def _check_attention(recorder: CheckRecorder, session: Session | None, inputs: PreflightInputs) -> None:
+    """Compares attention with dense attention, on all hosts or on none."""
+    if max_over_hosts(np.asarray(int(session is None))):
+        recorder.skip("attention", reason="there is no mesh on this host or on another one")
+        return
+    assert session is not None
+    check_attention(recorder, session, inputs.reward_model)
 
 
 def _check_real_weights(recorder: CheckRecorder, session: Session | None, inputs: PreflightInputs) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from app.batching.micro_batch_plan import MicroBatch, MicroBatchPlan, SequenceLengths
@@ -18,6 +19,7 @@ from app.evaluation.evaluator import evaluation_batch_size
 from app.mesh.device_mesh import num_hosts
 from app.mesh.devices import device_platform
 from app.mesh.placement import abstract_arrays, bytes_per_device, num_local_row_shards
+from app.model.decoder import DecoderDefinition
 from app.records.sample import Prompt
 from app.records.text_format import format_bytes, format_table
 from app.rollout.batch_engine import BatchShape, Footprint
@@ -161,7 +163,7 @@ def memory_by_phase(
         kept = {name: size for name, size in rollout.items() if name == "decode_weights" and learning.max_rounds > 1}
         phases["reward"] = {**always, **kept}
     if shapes.scores:
-        phases["score"] = {**always, **_reference_bytes(session, learning)}
+        phases["score"] = {**always, **_reference_bytes(session)}
     for phase, learner in (("critic", learning.critic), ("update", learning.policy)):
         if learner is not None:
             gradients = bytes_per_device(abstract_arrays(learner.shapes, learner.shardings).params)
@@ -192,18 +194,22 @@ def network_bytes(session: Session, learning: LearnerGroup, reward_model: Networ
     if learning.critic:
         sizes["critic"], sizes["critic_optimizer"] = _learner_bytes(learning.critic)
     if reward_model is not None:
-        definition = reward_model.definition
-        sizes["reward_model"] = bytes_per_device(abstract_arrays(definition.shapes, definition.shardings(session.mesh)))
+        sizes["reward_model"] = _frozen_bytes(session, reward_model.definition)
     # On a CPU, an offloaded reference stays in the same memory.
     if not session.settings.offloads_reference or device_platform(session.mesh.devices.flat[0]) == "cpu":
-        sizes |= _reference_bytes(session, learning)
+        sizes |= _reference_bytes(session)
     return sizes
 
 
-def _reference_bytes(session: Session, learning: LearnerGroup) -> MemoryBreakdown:
+def _reference_bytes(session: Session) -> MemoryBreakdown:
     """Returns the bytes of the reference policy's own copy of the weights; empty if it needs none."""
     has_copy = "reference" in session.settings.scored_roles and session.model_spec.policy_definition.lora is None
-    return {"reference": _learner_bytes(learning.policy)[0]} if has_copy else {}
+    return {"reference": _frozen_bytes(session, session.model_spec.reference_definition)} if has_copy else {}
+
+
+def _frozen_bytes(session: Session, definition: DecoderDefinition) -> int:
+    held = definition.held_in(jnp.dtype(session.settings.model.dtype))
+    return bytes_per_device(abstract_arrays(held.shapes, held.shardings(session.mesh)))
 
 
 def _sum_breakdowns(first: MemoryBreakdown, second: MemoryBreakdown) -> MemoryBreakdown:

@@ -101,7 +101,7 @@ def _rows_work(architecture: Architecture, mesh: Mesh, layout: SegmentLayout, *,
     flops = token_flops(architecture) * int(is_token.sum()) + pair_flops(architecture) * pairs
     flops += 2 * architecture.model_dim * architecture.vocab_size * num_logits
     with jax.set_mesh(mesh):
-        blocking = platform_blocking(is_token.shape[1])
+        blocking = platform_blocking(is_token.shape[1], architecture.attention_implementation)
     return ProgramWork(
         flops // mesh.shape["tp"],
         {

@@ -13,7 +13,9 @@ from jax.sharding import Mesh
 
 from app.batching.micro_batcher import GlobalPlan, MicroBatcher
 from app.mesh import device_mesh, placement
+from app.mesh.devices import device_platform
 from app.model.architecture import Architecture
+from app.model.attention import KERNEL_PLATFORMS
 from app.model.decoder import Params
 from app.model.io.hf_weights import critic_tensors, load_weights
 from app.model.lora import combine_params, init_adapters
@@ -23,6 +25,7 @@ from app.runtime.model_spec import CriticSpec, ModelSpec
 from app.runtime.tensor_parallel_checks import check_tp_divides_heads
 from app.score.scorer import BatchRunner, PackedForward, Scorer, ValueScorer, append_dummy_token
 from settings import Settings
+from settings.errors import InputError
 from settings.schema.score import ScoredRole
 
 
@@ -62,9 +65,16 @@ class ScoringSession:
         """Returns the architecture of the network that scores for a role."""
         return self.critic.spec.architecture if role == "critic" and self.critic else self.model_spec.architecture
 
-    def load_params(self, dtype: jnp.dtype | type = jnp.float32) -> Params:
-        """Loads the weights of `model.path`, sharded over the mesh and quantized if training quantizes them."""
-        return load_weights(self.model_spec.reference_definition, self.model_spec.files.weights, self.mesh, dtype=dtype)
+    def load_params(self, *, frozen: bool = False) -> Params:
+        """Loads the weights of `model.path`, sharded over the mesh and quantized if training quantizes them.
+
+        Args:
+            frozen: whether to hold them in the compute type, since they will not learn.
+        """
+        definition = self.model_spec.reference_definition
+        if frozen:
+            definition = definition.held_in(jnp.dtype(self.settings.model.dtype))
+        return load_weights(definition, self.model_spec.files.weights, self.mesh)
 
     @cached_property
     def frozen_params(self) -> Params:
@@ -155,8 +165,18 @@ def open_scorers(settings: Settings, model: ModelSpec, critic: CriticSpec | None
 
 
 def open_mesh(settings: Settings) -> Mesh:
-    """Opens the mesh of `mesh.shape`. `jax_startup.initialize_distributed` must have run."""
+    """Opens the mesh of `mesh.shape`. `jax_startup.initialize_distributed` must have run.
+
+    Raises:
+        InputError: the settings do not fit the devices.
+    """
     mesh = device_mesh.make_mesh(settings.mesh)
+    platform = device_platform(mesh.devices.flat[0])
+    if settings.model.attention == "kernel" and platform not in KERNEL_PLATFORMS:
+        raise InputError(
+            f"model.attention: kernel, but there is no attention kernel for {platform} devices, only for "
+            f"{', '.join(KERNEL_PLATFORMS)}; set model.attention: auto"
+        )
     placement.check_rows_per_host(mesh)
     return mesh
 

@@ -145,18 +145,13 @@ def check_tensors(
 
 
 def load_weights(
-    definition: DecoderDefinition,
-    source: TensorSource,
-    mesh: Mesh,
-    *,
-    entries: list[TensorEntry] | None = None,
-    dtype: jnp.dtype | type = jnp.float32,
+    definition: DecoderDefinition, source: TensorSource, mesh: Mesh, *, entries: list[TensorEntry] | None = None
 ) -> Params:
     """Reads every tensor once into its sharded parameter, with one tensor at a time in host memory.
 
+    All parameters get the types of the definition: float32, unless they are quantized or `held_in` another type.
+
     Args:
-        dtype: type of all parameters but the kernels that the definition quantizes: float32 for training; the compute
-            type for frozen weights, which networks convert to it anyway.
         entries: the tensors to read; None = all that the architecture needs. Other weights are zeros.
 
     Raises:
@@ -173,7 +168,7 @@ def load_weights(
         tensor = from_hf_layout(tensor, entry.path, shape if entry.layer is None else shape[1:])
         if entry.path not in shapes:
             return quantize_kernel(definition, entry.path, tensor)
-        return {entry.path: tensor.astype(dtype, copy=False)}
+        return {entry.path: tensor.astype(shapes[entry.path].dtype, copy=False)}
 
     log.info("loading %s tensors onto %d device%s", f"{len(entries):,}", mesh.size, "" if mesh.size == 1 else "s")
     params: dict[ParamPath, Array] = {}
@@ -181,8 +176,7 @@ def load_weights(
     def allocate(paths: Iterable[ParamPath]) -> None:
         for path in paths:
             if path not in params:
-                leaf_dtype = shapes[path].dtype if path[-1] in (CODES, SCALES) else dtype
-                params[path] = make_zeros_fn(shapes[path].shape, leaf_dtype, shardings[path])()
+                params[path] = make_zeros_fn(shapes[path].shape, shapes[path].dtype, shardings[path])()
 
     def write(parts: dict[ParamPath, np.ndarray], layer: int) -> None:
         for path, part in parts.items():
