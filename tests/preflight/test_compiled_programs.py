@@ -1,4 +1,4 @@
-"""`grpo inspect-mesh --compile`: programs as the compilers of the CPU at hand and of TPUs that are not there see them."""
+"""`grpo inspect-mesh --compile`: programs as compilers see them, for the CPU at hand and for TPUs that are not there."""
 
 from __future__ import annotations
 

@@ -177,6 +177,7 @@ def test_a_reference_in_the_compute_type_has_the_logprobs_of_one_in_float32(
     params = session.initial_trained_params()
     state = RunState(learning.policy.initial_state(params))
     reference = load_reference_params(state, TrainProgress(step=step, position=0, fingerprints={}), session)
+    assert reference is not None
     assert {leaf.dtype for leaf in jax.tree.leaves(reference)} == {jnp.dtype("bfloat16")}
     records = records_of(finished / "rollouts" / "step_000001.jsonl")[:4]
     samples = [sample_from_record(record, where="") for record in records]
