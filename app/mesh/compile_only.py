@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,16 @@ from jax.experimental import topologies
 from app.mesh.tpu_chips import TpuSlice
 from settings.errors import InputError
 
-SCHEDULES = ".*schedule-analysis_final_bundles.*"
+SCHEDULES = ".*final_bundles.*"
 """The compiler's files on the instructions that a Pallas kernel became."""
+LIBTPU_VARIABLES = {
+    # Otherwise it looks for its machine on the network, and complains on stderr of what it does not find.
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    # Otherwise it refuses to load beside a process that uses the chips, which compiling does not.
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",
+}
+_schedules: tempfile.TemporaryDirectory[str] | None = None
 
 
 def compile_only_devices(slice: TpuSlice) -> list[Any]:
@@ -23,7 +30,8 @@ def compile_only_devices(slice: TpuSlice) -> list[Any]:
     Raises:
         InputError: libtpu is not installed, or does not know the slice.
     """
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    for name, value in {**LIBTPU_VARIABLES, "TPU_ACCELERATOR_TYPE": slice.name}.items():
+        os.environ.setdefault(name, value)
     try:
         description = topologies.get_topology_desc(
             platform="tpu",
@@ -41,16 +49,19 @@ def compile_only_devices(slice: TpuSlice) -> list[Any]:
 
 
 def keep_kernel_schedules() -> None:
-    """Makes libtpu write the schedule of each kernel that it compiles. Must run before JAX loads it."""
-    options = {"--xla_jf_dump_llo_text": "true", "--xla_jf_dump_llo_pass_label_regex": SCHEDULES}
-    options["--xla_jf_dump_to"] = tempfile.mkdtemp(prefix="grpo-kernels-")
-    given = os.environ.get("LIBTPU_INIT_ARGS", "")
-    added = shlex.join(f"{name}={value}" for name, value in options.items())
-    os.environ["LIBTPU_INIT_ARGS"] = f"{given} {added}".strip()
+    """Makes libtpu write the schedule of each kernel that it compiles, into a folder that ends with this process.
+
+    Must run before JAX loads libtpu.
+    """
+    global _schedules
+    if _schedules is None:
+        _schedules = tempfile.TemporaryDirectory(prefix="grpo-kernels-")
+        # libtpu splits the variable at spaces and knows no quotes.
+        given = os.environ.get("LIBTPU_INIT_ARGS", "")
+        added = f"--xla_jf_dump_to={_schedules.name} --xla_jf_dump_llo_text=true"
+        os.environ["LIBTPU_INIT_ARGS"] = f"{given} {added} --xla_jf_dump_llo_pass_label_regex={SCHEDULES}".strip()
 
 
 def kernel_schedules() -> Path | None:
-    """Returns the folder of `keep_kernel_schedules`; None if libtpu writes none."""
-    given = shlex.split(os.environ.get("LIBTPU_INIT_ARGS", ""))
-    folders = [one.partition("=")[2] for one in given if one.startswith("--xla_jf_dump_to=")]
-    return Path(folders[-1]) if folders else None
+    """Returns the folder of `keep_kernel_schedules`; None if it has not run."""
+    return None if _schedules is None else Path(_schedules.name)
