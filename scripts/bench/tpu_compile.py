@@ -35,18 +35,15 @@ from app.mesh.tpu_chips import parse_slice
 from app.preflight.hlo_text import HloProgram
 from app.preflight.kernel_time import kernel_times, take_scheduled_bundles
 from app.preflight.program_time import program_time
+from app.records.text_format import format_bytes, format_table
 
 HERE = Path(__file__).resolve().parent
-PRESETS = {
-    "Qwen2.5-1.5B": ("gsm8k_qwen2_5_1_5b_v5e_8", "v5e-8"),
-    "Qwen2.5-3B": ("gsm8k_qwen2_5_3b_v6e_8", "v6e-8"),
-}
-PROMPT = COMPLETION = 512
-GROUP_SIZE = 8
-OURS, OURS_FULL, TUNIX = "grpo", "grpo, fullest micro-batch", "Tunix"
-ROWS = {OURS: 32, OURS_FULL: 128}
-TUNIX_VARIANTS: Mapping[str, Mapping[str, Any]] = {
-    TUNIX: {"flash": False, "compiler_options": {}},
+PRESETS = {"Qwen2.5-1.5B": ("gsm8k_qwen2_5_1_5b_v5e_8", "v5e-8"), "Qwen2.5-3B": ("gsm8k_qwen2_5_3b_v6e_8", "v6e-8")}
+WORK = {"prompt": 512, "completion": 512, "group_size": 8}
+OURS = "grpo"
+ROWS = {OURS: 32, "grpo, fullest micro-batch": 128}
+TUNIX: Mapping[str, Mapping[str, Any]] = {
+    "Tunix": {"flash": False, "compiler_options": {}},
     "Tunix, splash": {"flash": True, "compiler_options": {}},
     "Tunix, splash, our options": {"flash": True, "compiler_options": dict(COMPILER_OPTIONS["tpu"])},
 }
@@ -57,11 +54,11 @@ def programs(tunix_python: str | None) -> Iterator[tuple[str, str, list[str], di
     for model, (preset, slice_name) in PRESETS.items():
         place = parse_slice(slice_name)
         topology = {"topology_name": place.topology_name, "chips_per_host_bounds": place.host_bounds}
-        work = {"config": QWEN2_5[model], "prompt": PROMPT, "completion": COMPLETION, "group_size": GROUP_SIZE}
+        work = {**WORK, "config": QWEN2_5[model]}
         for side, rows in ROWS.items():
             command = [sys.executable, str(HERE / "gradients_of_grpo.py")]
             yield model, side, command, {**work, "preset": preset, "slice": slice_name, "rows": rows}
-        for side, variant in TUNIX_VARIANTS.items() if tunix_python else ():
+        for side, variant in TUNIX.items() if tunix_python else ():
             command = [tunix_python or "", str(HERE / "gradients_of_tunix.py")]
             options = {**topology, **place.topology_options}
             yield model, side, command, {**work, **variant, "topology": options, "rows": ROWS[OURS]}
@@ -69,19 +66,16 @@ def programs(tunix_python: str | None) -> Iterator[tuple[str, str, list[str], di
 
 def compiled(command: list[str], work: Mapping[str, Any], directory: Path) -> dict[str, Any]:
     """Returns the figures of a program, compiled in a process of its own unless the directory has it."""
-    figures = directory / "figures.json"
-    schedules = directory / "schedules"
+    figures, schedules = directory / "figures.json", directory / "schedules"
     if not figures.exists():
         schedules.mkdir(parents=True, exist_ok=True)
         options = f"--xla_jf_dump_to={schedules} --xla_jf_dump_llo_text=true"
         options += " --xla_jf_dump_llo_pass_label_regex=.*schedule-analysis_final_bundles.*"
-        environment = {**os.environ, "LIBTPU_INIT_ARGS": options}
+        environment = {**os.environ, "LIBTPU_INIT_ARGS": options, "ALLOW_MULTIPLE_LIBTPU_LOAD": "true"}
         subprocess.run([*command, json.dumps(work), str(directory)], env=environment, check=True)
-    found = json.loads(figures.read_text())
-    if "bundles" not in found:
-        found["bundles"] = take_scheduled_bundles(schedules)
-        figures.write_text(json.dumps(found))
-    return found
+        found = json.loads(figures.read_text())
+        figures.write_text(json.dumps({"bundles": take_scheduled_bundles(schedules), **found}))
+    return json.loads(figures.read_text())
 
 
 def estimated(model: str, side: str, figures: Mapping[str, Any], hlo: str) -> dict[str, Any]:
@@ -91,36 +85,29 @@ def estimated(model: str, side: str, figures: Mapping[str, Any], hlo: str) -> di
     kernels = dict(kernel_times(program, place.chip, figures["bundles"], turns))
     time = program_time(program, place.chip, kernel_s=kernels, loop_counts=turns)
     rows = figures.get("rows", ROWS[OURS])
-    tokens = rows * COMPLETION / place.num_chips
+    tokens = rows * WORK["completion"] / place.num_chips
     return {
-        "model": model,
-        "slice": place.name,
-        "side": side,
-        "samples": rows,
-        "completion_tokens_per_device": tokens,
-        "estimated_s": time.estimated_s,
+        **{"model": model, "slice": place.name, "side": side, "samples": rows, "estimated_s": time.estimated_s},
         "parts_s": dict(time.parts),
-        "collective_bytes": dict(time.collective_bytes),
-        **{name: figures[name] for name in ("argument_bytes", "output_bytes", "temporary_bytes", "compile_s")},
+        **{name: one for name, one in figures.items() if name.endswith("_bytes") or name == "versions"},
         "s_per_token": time.estimated_s / tokens,
         "temporary_bytes_per_token": figures["temporary_bytes"] / tokens,
-        **({"versions": figures["versions"]} if "versions" in figures else {}),
     }
 
 
 def table(lines: list[dict[str, Any]]) -> str:
     """Formats the record; the last columns are the figures of `OURS` relative to those of each line."""
-    head = f"{'by the compiler':<52}{'samples':>8}{'ms':>8}{'GiB':>6}{'us/token':>10}{'MiB/token':>11}"
-    out = [f"{head}{'ours, time':>12}{'ours, HBM':>11}"]
+    rows = []
     for one in lines:
         seconds, size = one["s_per_token"], one["temporary_bytes_per_token"]
-        row = f"{one['model']} {one['slice']} {one['side']:<30}{one['samples']:>6}{one['estimated_s'] * 1e3:>8.0f}"
-        row = f"{row:<66}{one['temporary_bytes'] / 2**30:>6.1f}{seconds * 1e6:>10.0f}{size / 2**20:>11.2f}"
+        row = [one["model"], one["slice"], one["side"], str(one["samples"]), f"{one['estimated_s'] * 1e3:.0f} ms"]
+        row += [format_bytes(one["temporary_bytes"]), f"{seconds * 1e6:.0f} us", format_bytes(size), "", ""]
         ours = next((x for x in lines if (x["model"], x["side"]) == (one["model"], OURS)), None)
         if ours is not None and one["side"] not in ROWS:
-            row += f"{ours['s_per_token'] / seconds:>11.2f}x{ours['temporary_bytes_per_token'] / size:>10.2f}x"
-        out.append(row)
-    return "\n".join(out)
+            row[-2:] = f"{ours['s_per_token'] / seconds:.2f}x", f"{ours['temporary_bytes_per_token'] / size:.2f}x"
+        rows.append(row)
+    head = ("model", "slice", "side", "samples", "time", "temporaries", "a token", "a token", "ours: time", "HBM")
+    return format_table(rows, header=head, num_left=3)
 
 
 def main() -> None:
