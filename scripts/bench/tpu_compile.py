@@ -1,6 +1,6 @@
 """Our gradients against Tunix's: estimated time and HBM for each completion token, compiled for the same TPU slice.
 
-    python scripts/bench/tpu_compile.py [--tunix-python PYTHON] [--only TEXT ...] [--keep DIRECTORY] [--out FILE.json]
+    python scripts/bench/tpu_compile.py [--tunix-python PYTHON] [--only NAME ...] [--keep DIRECTORY] [--out FILE.json]
 
 Nothing is run or downloaded: libtpu (`pip install -e '.[tpu]'`, on any x86-64 Linux) compiles for chips that are not
 there. PYTHON is the interpreter of an environment with google-tunix and libtpu; without it only our side is compiled.
@@ -113,7 +113,7 @@ def table(lines: list[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tunix-python", help="interpreter of an environment with google-tunix 0.1.7 and libtpu")
-    parser.add_argument("--only", nargs="*", default=[""], help="part of the names of models or sides")
+    parser.add_argument("--only", nargs="*", help="programs, such as 'Qwen2.5-1.5B grpo'")
     parser.add_argument("--keep", type=Path, help="folder for compiled programs")
     parser.add_argument("--out", type=Path, default=HERE / "results" / "tpu_compile.json")
     options = parser.parse_args()
@@ -123,7 +123,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for model, side, command, work in programs(options.tunix_python):
             name = f"{model} {side}"
-            if any(part in name for part in options.only):
+            if options.only is None or name in options.only:
                 directory = (options.keep or Path(folder)) / name.replace(", ", "-").replace(" ", "-")
                 print(name, file=sys.stderr, flush=True)
                 figures = compiled(command, work, directory)
