@@ -55,7 +55,7 @@ def main() -> None:
     schedules = kernel_schedules()
     assert schedules is not None
     figures = {
-        "rows": sum(len(segment) for device in largest.rows for row in device for segment in row),
+        "rows": sum(len(segment) for row in largest.rows for segment in row),
         "argument_bytes": memory.argument_size_in_bytes,
         "output_bytes": memory.output_size_in_bytes,
         "temporary_bytes": memory.temp_size_in_bytes,
