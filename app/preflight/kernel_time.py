@@ -31,7 +31,7 @@ def kernel_times(
     for instructions in program.computations.values():
         for one in instructions:
             if one.attribute(r'custom_call_target="(\w+)"') == "tpu_custom_call":
-                num_turns, num_bytes = _turns_and_copies(one, turns.get(ATTENTION_SCOPE))
+                num_turns, num_bytes = _turns_and_copies(one, turns)
                 cycles = bundles[one.name.partition(".")[0]] * num_turns
                 yield one.name, max(cycles / chip.clock_hz, num_bytes / chip.hbm_bytes_per_s)
 
@@ -52,14 +52,11 @@ def take_scheduled_bundles(folder: Path) -> dict[str, int]:
     return bundles
 
 
-def _turns_and_copies(one: Instruction, pairs: int | None) -> tuple[int, int]:
+def _turns_and_copies(one: Instruction, turns: Mapping[str, int]) -> tuple[int, int]:
     """Returns the turns of a kernel's grid, and the bytes that it copies at most between HBM and the chip.
 
     A block is copied whenever the innermost index that selects it changes. Blocks that are not copied in the background
     stay for many turns, and are left out.
-
-    Args:
-        pairs: the size of the grid where it depends on data.
     """
     body = one.attribute(r'"body":"([^"]+)"')
     assert body, one.name
@@ -68,9 +65,11 @@ def _turns_and_copies(one: Instruction, pairs: int | None) -> tuple[int, int]:
         context.allow_unregistered_dialects = True
         module = ir.Module.parse(base64.b64decode(body))
         [kernel, *others] = module.body.operations
-        functions = {ir.StringAttr(one.attributes["sym_name"]).value: one for one in others}
+        functions = {ir.StringAttr(index.attributes["sym_name"]).value: index for index in others}
         attributes: Any = kernel.attributes
-        grid = [pairs if size < 0 else size for size in attributes["iteration_bounds"]]
+        if "iteration_bounds" not in attributes:  # a single turn
+            return 1, one.num_bytes
+        grid = [turns[ATTENTION_SCOPE] if size < 0 else size for size in attributes["iteration_bounds"]]
         arrays = list(kernel.regions[0].blocks[0].arguments)[len(grid) + int(attributes["scalar_prefetch"]) :]
         num_bytes = 0
         for array, window in zip(arrays, attributes["window_params"], strict=False):

@@ -73,6 +73,12 @@ def test_the_turns_of_a_grid_that_depends_on_data_are_given():
     assert times(program, bundles=0, pairs=11) == {"turned.7": pytest.approx(2 * 11 * BLOCK_S)}
 
 
+def test_a_kernel_without_a_grid_has_one_turn():
+    assert times(calling(pl.pallas_call(copy_kernel, out_shape=X), X), bundles=1_000_000) == {
+        "turned.7": pytest.approx(1_000_000 / CHIP.clock_hz)
+    }
+
+
 def test_only_schedules_of_kernels_count_and_of_equal_names_the_longest(tmp_path):
     schedule = "Schedule analysis:\n\ttotal scheduled bundles:    {}\n\t%x = custom-call(), custom_call_target={}"
     for name, bundles, target in (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -25,9 +26,7 @@ CYCLES = 2_048 * 3_000
 @pytest.fixture
 def bench(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCH))
-    import tpu_compile
-
-    yield tpu_compile
+    yield importlib.import_module("tpu_compile")
     for name in ("tpu_compile", "shapes"):
         sys.modules.pop(name, None)
 
