@@ -29,11 +29,10 @@ from settings import load
 def main() -> None:
     work, directory = json.loads(sys.argv[1]), Path(sys.argv[2])
     (directory / "config.json").write_text(json.dumps(work["config"]))
-    lengths = {"prompt": work["prompt"], "completion": work["completion"]}
+    lengths, group_size = {name: work[name] for name in ("prompt", "completion")}, work["group_size"]
     changes = [f"model.path={directory}", f"mesh.pretend={work['slice']}", "mesh.platform=auto"]
     changes += [f"data.max_prompt_length={work['prompt']}", f"rollout.max_new_tokens={work['completion']}"]
-    changes += [f"rollout.group_size={work['group_size']}"]
-    changes += [f"rollout.prompts_per_step={work['rows'] // work['group_size']}"]
+    changes += [f"rollout.group_size={group_size}", f"rollout.prompts_per_step={work['rows'] // group_size}"]
     settings = load(work["preset"], changes, {}).settings
     spec = read_config_only_spec(settings)
     jax_startup.initialize_distributed(settings.mesh, compiles=True)
@@ -52,8 +51,7 @@ def main() -> None:
     compiled = lower_update(session, learning.policy, plan)["gradients"].compile()
     memory: Any = compiled.memory_analysis()
     (directory / "program.hlo").write_text(compiled.as_text() or "")
-    schedules = kernel_schedules()
-    assert schedules is not None
+    assert (schedules := kernel_schedules())
     figures = {
         "rows": sum(len(segment) for row in largest.rows for segment in row),
         "argument_bytes": memory.argument_size_in_bytes,

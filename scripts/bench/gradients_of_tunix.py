@@ -37,7 +37,6 @@ SIZES = {
     **{"num_heads": "num_attention_heads", "num_kv_heads": "num_key_value_heads", "vocab_size": "vocab_size"},
     **{"rope_theta": "rope_theta", "norm_eps": "rms_norm_eps", "use_tied_embedding": "tie_word_embeddings"},
 }
-"""Tunix's names of the fields of config.json."""
 
 
 def main() -> None:

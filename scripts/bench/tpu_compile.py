@@ -53,15 +53,14 @@ def programs(tunix_python: str | None) -> Iterator[tuple[str, str, list[str], di
     """Yields (model, side, command, work) for each program."""
     for model, (preset, slice_name) in PRESETS.items():
         place = parse_slice(slice_name)
-        topology = {"topology_name": place.topology_name, "chips_per_host_bounds": place.host_bounds}
         work = {**WORK, "config": QWEN2_5[model]}
         for side, rows in ROWS.items():
             command = [sys.executable, str(HERE / "gradients_of_grpo.py")]
             yield model, side, command, {**work, "preset": preset, "slice": slice_name, "rows": rows}
         for side, variant in TUNIX.items() if tunix_python else ():
             command = [tunix_python or "", str(HERE / "gradients_of_tunix.py")]
-            options = {**topology, **place.topology_options}
-            yield model, side, command, {**work, **variant, "topology": options, "rows": ROWS[OURS]}
+            topology = {"topology_name": place.topology_name, "chips_per_host_bounds": place.host_bounds}
+            yield model, side, command, {**work, **variant, "topology": topology, "rows": ROWS[OURS]}
 
 
 def compiled(command: list[str], work: Mapping[str, Any], directory: Path) -> dict[str, Any]:
@@ -124,7 +123,7 @@ def main() -> None:
         for model, side, command, work in programs(options.tunix_python):
             name = f"{model} {side}"
             if options.only is None or name in options.only:
-                directory = (options.keep or Path(folder)) / name.replace(", ", "-").replace(" ", "-")
+                directory = (options.keep or Path(folder)).resolve() / name.replace(", ", "-").replace(" ", "-")
                 print(name, file=sys.stderr, flush=True)
                 figures = compiled(command, work, directory)
                 lines.append(estimated(model, side, figures, (directory / "program.hlo").read_text()))
