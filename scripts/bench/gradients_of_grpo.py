@@ -51,7 +51,8 @@ def main() -> None:
     compiled = lower_update(session, learning.policy, plan)["gradients"].compile()
     memory: Any = compiled.memory_analysis()
     (directory / "program.hlo").write_text(compiled.as_text() or "")
-    assert (schedules := kernel_schedules())
+    schedules = kernel_schedules()
+    assert schedules
     figures = {
         "rows": sum(len(segment) for row in largest.rows for segment in row),
         "argument_bytes": memory.argument_size_in_bytes,

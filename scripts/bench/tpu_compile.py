@@ -77,10 +77,10 @@ def compiled(command: list[str], work: Mapping[str, Any], directory: Path) -> di
     return json.loads(figures.read_text())
 
 
-def estimated(model: str, side: str, figures: Mapping[str, Any], hlo: str) -> dict[str, Any]:
+def estimated(model: str, side: str, figures: Mapping[str, Any], directory: Path) -> dict[str, Any]:
     """Returns one line of the record: the program's time by part, and time and HBM for each completion token."""
     place = parse_slice(PRESETS[model][1])
-    program, turns = HloProgram(hlo), figures.get("turns", {})
+    program, turns = HloProgram((directory / "program.hlo").read_text()), figures.get("turns", {})
     kernels = dict(kernel_times(program, place.chip, figures["bundles"], turns))
     time = program_time(program, place.chip, kernel_s=kernels, loop_counts=turns)
     rows = figures.get("rows", ROWS[OURS])
@@ -125,8 +125,7 @@ def main() -> None:
             if options.only is None or name in options.only:
                 directory = (options.keep or Path(folder)).resolve() / name.replace(", ", "-").replace(" ", "-")
                 print(name, file=sys.stderr, flush=True)
-                figures = compiled(command, work, directory)
-                lines.append(estimated(model, side, figures, (directory / "program.hlo").read_text()))
+                lines.append(estimated(model, side, compiled(command, work, directory), directory))
     print(table(lines))
     record = {"date": datetime.now(UTC).date().isoformat(), "estimated_by": "libtpu", "programs": lines}
     options.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
