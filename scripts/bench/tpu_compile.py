@@ -30,6 +30,7 @@ from typing import Any
 
 from shapes import QWEN2_5
 
+from app.mesh.compile_only import SCHEDULES
 from app.mesh.compiler_options import COMPILER_OPTIONS
 from app.mesh.tpu_chips import parse_slice
 from app.preflight.hlo_text import HloProgram
@@ -69,7 +70,7 @@ def compiled(command: list[str], work: Mapping[str, Any], directory: Path) -> di
     if not figures.exists():
         schedules.mkdir(parents=True, exist_ok=True)
         options = f"--xla_jf_dump_to={schedules} --xla_jf_dump_llo_text=true"
-        options += " --xla_jf_dump_llo_pass_label_regex=.*schedule-analysis_final_bundles.*"
+        options += f" --xla_jf_dump_llo_pass_label_regex={SCHEDULES}"
         environment = {**os.environ, "LIBTPU_INIT_ARGS": options, "ALLOW_MULTIPLE_LIBTPU_LOAD": "true"}
         subprocess.run([*command, json.dumps(work), str(directory)], env=environment, check=True)
         found = json.loads(figures.read_text())
