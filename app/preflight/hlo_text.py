@@ -122,7 +122,8 @@ class HloProgram:
         self.computations: dict[str, list[Instruction]] = {}
         self.entry = ""
         current: list[Instruction] = []
-        for line in text.splitlines():
+        # The metadata that a kernel's author gives it may span lines.
+        for line in re.sub(r'\n(?="|\}\})', "", text).splitlines():
             if not line.startswith((" ", "}", "HloModule")) and line.endswith("{") and (head := _HEADER.match(line)):
                 current = self.computations.setdefault(head[2], [])
                 self.entry = head[2] if head[1] else self.entry

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import base64
+import math
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
+
+from jaxlib.mlir import ir
+from jaxlib.mosaic.python import tpu
 
 from app.mesh.tpu_chips import TpuChip
-from app.model.attention import ATTENTION_SCOPE, KERNEL_BLOCK_SIZES
-from app.preflight.hlo_text import HloProgram, Instruction
-
-BLOCKS_PER_TURN = {"attention_forward": (2, 2), "attention_backward": (3, 2)}
-"""Kernel -> blocks of query heads, and of key heads, that a turn copies at most."""
+from app.model.attention import ATTENTION_SCOPE
+from app.preflight.hlo_text import ArrayShape, HloProgram, Instruction
 
 
 def kernel_times(
@@ -19,40 +22,61 @@ def kernel_times(
 ) -> Iterator[tuple[str, float]]:
     """Yields the name and the seconds of each kernel of a program: the longer of its instructions and its copies.
 
+    Each turn of a kernel's grid takes a cycle for each bundle. The grid is read from the kernel.
+
     Args:
         bundles: see `take_scheduled_bundles`.
-        turns: the pairs of blocks for each key head, as `ATTENTION_SCOPE`.
+        turns: where the size of a grid depends on data, the number of pairs of blocks, as `ATTENTION_SCOPE`.
     """
     for instructions in program.computations.values():
         for one in instructions:
-            kernel = next((name for name in BLOCKS_PER_TURN if one.name.startswith(name)), None)
-            if kernel is None or one.opcode != "custom-call":
-                continue
-            num_turns = one.shapes[0].sizes[0] * turns[ATTENTION_SCOPE]
-            cycles = bundles[kernel] * num_turns
-            copied = _bytes_per_turn(kernel, one) * num_turns
-            yield one.name, max(cycles / chip.clock_hz, copied / chip.hbm_bytes_per_s)
+            if one.attribute(r'custom_call_target="(\w+)"') == "tpu_custom_call":
+                num_turns, num_bytes = _turns_and_copies(one, turns)
+                cycles = bundles[one.name.partition(".")[0]] * num_turns
+                yield one.name, max(cycles / chip.clock_hz, num_bytes / chip.hbm_bytes_per_s)
 
 
 def take_scheduled_bundles(folder: Path) -> dict[str, int]:
     """Returns the bundles of instructions of each kernel that was compiled since the last call.
 
-    One turn of a kernel's grid takes a cycle for each bundle. The compiler compiles equal kernels of a program once.
+    The compiler compiles equal kernels of a program once. Of several with one name, the longest counts.
     """
     bundles: dict[str, int] = {}
     for path in folder.iterdir():
         name = re.fullmatch(r"\d+-(\w+)[.\w]*-\d+-schedule-analysis_final_bundles\.txt", path.name)
-        if name and name[1] in BLOCKS_PER_TURN:
-            total = re.search(r"total scheduled bundles:\s+(\d+)", path.read_text(errors="replace"))
+        if name and '"tpu_custom_call"' in (text := path.read_text(errors="replace")):
+            total = re.search(r"total scheduled bundles:\s+(\d+)", text)
             assert total, path
             bundles[name[1]] = max(int(total[1]), bundles.get(name[1], 0))
         path.unlink()
     return bundles
 
 
-def _bytes_per_turn(kernel: str, one: Instruction) -> int:
-    _, group_size, num_tokens, head_dim = one.shapes[0].sizes
-    by_query, by_key = BLOCKS_PER_TURN[kernel]
-    size = max(size for size in KERNEL_BLOCK_SIZES if num_tokens % size == 0)
-    bytes_per_number = one.shapes[0].num_bytes // (one.shapes[0].num_items or 1)
-    return (by_query * group_size + by_key) * size * head_dim * bytes_per_number
+def _turns_and_copies(one: Instruction, turns: Mapping[str, int]) -> tuple[int, int]:
+    """Returns the turns of a kernel's grid, and the bytes that it copies at most between HBM and the chip.
+
+    A block is copied whenever the innermost index that selects it changes. Blocks that are not copied in the background
+    stay for many turns, and are left out.
+    """
+    body = one.attribute(r'"body":"([^"]+)"')
+    assert body, one.name
+    with ir.Context() as context:
+        tpu.register_dialect(context)
+        context.allow_unregistered_dialects = True
+        module = ir.Module.parse(base64.b64decode(body))
+        [kernel, *others] = module.body.operations
+        functions = {ir.StringAttr(index.attributes["sym_name"]).value: index for index in others}
+        attributes: Any = kernel.attributes
+        if "iteration_bounds" not in attributes:  # a single turn
+            return 1, one.num_bytes
+        grid = [turns[ATTENTION_SCOPE] if size < 0 else size for size in attributes["iteration_bounds"]]
+        arrays = list(kernel.regions[0].blocks[0].arguments)[len(grid) + int(attributes["scalar_prefetch"]) :]
+        num_bytes = 0
+        for array, window in zip(arrays, attributes["window_params"], strict=False):
+            if "pipeline_mode" not in window:
+                selects = functions[window["transform_indices"].value].regions[0].blocks[0].arguments
+                used = [dim for dim in range(len(grid)) if list(selects[dim].uses)]
+                sizes, dtype = re.findall(r"memref<((?:\d+x)*)(\w+)", str(array.type))[0]
+                block = ArrayShape(dtype, tuple(map(int, sizes.split("x")[:-1])), 0)
+                num_bytes += block.num_bytes * math.prod(grid[: max(used, default=-1) + 1])
+    return math.prod(grid), num_bytes
