@@ -1,4 +1,4 @@
-"""`grpo inspect-mesh --compile`: programs as compilers see them, for the CPU at hand and for TPUs that are not there."""
+"""`grpo inspect-mesh --compile`: programs as compilers see them, for a CPU and for TPUs that are not there."""
 
 from __future__ import annotations
 
