@@ -26,6 +26,8 @@ BLOCKING_BY_PLATFORM = {"cpu": Blocking(block_size=64, pairs_per_iteration=1)}
 PARALLEL_BLOCKING = Blocking(block_size=128, pairs_per_iteration=128)
 KERNEL_BLOCK_SIZES = (128, 256, 512)
 """Block sizes of the TPU kernels, which are fastest with the largest. A v4 has no room for those of 512."""
+GPU_BLOCK_SIZE = 64
+"""Block size of the GPU kernels, whose sums then fit the registers."""
 
 
 def platform_blocking(num_tokens: int) -> Blocking:
@@ -34,7 +36,9 @@ def platform_blocking(num_tokens: int) -> Blocking:
     if platform == "tpu":
         sizes = KERNEL_BLOCK_SIZES[:-1] if kind == "TPU v4" else KERNEL_BLOCK_SIZES
         size = next((size for size in sizes if size >= num_tokens), sizes[-1])
-        return Blocking(size, 1, kernel=True)
+        return Blocking(size, 1, kernel="tpu")
+    if platform == "gpu":
+        return Blocking(GPU_BLOCK_SIZE, 1, kernel="gpu")
     return BLOCKING_BY_PLATFORM.get(platform, PARALLEL_BLOCKING)
 
 
@@ -92,7 +96,7 @@ def visible_pairs(layout: SegmentLayout, windows: Sequence[Window], blocking: Bl
 
 def _pairs_of_blocks(layout: SegmentLayout, windows: Sequence[Window], blocking: Blocking) -> BlockPairs:
     layout = SegmentLayout(*(_pad_to_blocks(jnp.asarray(x), blocking.block_size, axis=1) for x in layout))
-    return block_pairs(layout, windows, blocking.block_size, by_query=blocking.kernel)
+    return block_pairs(layout, windows, blocking.block_size, by_query=blocking.kernel is not None)
 
 
 @jax.named_scope(ATTENTION_SCOPE)

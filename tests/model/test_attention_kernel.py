@@ -20,7 +20,7 @@ from tests.layouts import layout_of, seen, segments_of_rows
 from tests.model.test_block_attention import RULES, assert_close, inputs, oracle
 
 TOKENS, SIZE = 64, 16
-BLOCKING = Blocking(SIZE, 1, kernel=True)
+BLOCKING = Blocking(SIZE, 1, kernel="tpu")
 SHARED = layout_of([[(20, (9, 14)), (6, (5,))], [(3, (30,))]], num_tokens=TOKENS)
 """Rows with shared and unshared prompts; the second ends with whole blocks of padding."""
 
