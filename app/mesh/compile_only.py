@@ -32,8 +32,8 @@ def compile_only_devices(place: TpuSlice | GpuHost) -> list[Any]:
     except Exception as error:  # JAX raises several types, some of them its own
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise InputError(
-            f"mesh.pretend: cannot compile for {place.name}: {reason}; run pip install -e '.[{place.compiler}]', which installs "
-            "the compiler on any x86-64 Linux, with or without the device"
+            f"mesh.pretend: cannot compile for {place.name}: {reason}; run pip install -e "
+            f"'.[{place.compiler}]', which installs the compiler on any x86-64 Linux, with or without the device"
         ) from None
     return list(description.devices)
 

@@ -36,12 +36,9 @@ class GpuHost:
     name: str
     chip: GpuCard
     num_chips: int
+    chips_per_host: int
     compiler = "cuda"
     """The platform under which JAX finds the compiler, and the package extra that installs it."""
-
-    @property
-    def chips_per_host(self) -> int:
-        return self.num_chips
 
     @property
     def num_hosts(self) -> int:
@@ -78,6 +75,10 @@ GPU_CARDS = (
 are those of CUDA 13, which the compiler's package brings along."""
 
 GPU_HOSTS: Mapping[str, GpuHost] = MappingProxyType(
-    {f"{card.name}-{size}": GpuHost(f"{card.name}-{size}", card, size) for card in GPU_CARDS for size in (1, 2, 4, 8)}
+    {
+        f"{card.name}-{size}": GpuHost(f"{card.name}-{size}", card, size, chips_per_host=size)
+        for card in GPU_CARDS
+        for size in (1, 2, 4, 8)
+    }
 )
 """Hosts by name, the card's and the number of cards."""

@@ -89,7 +89,8 @@ def initialize_local(settings: MeshSettings, *, compiles: bool = False) -> None:
         keep_kernel_schedules()
     _configure_malloc()
     if pretended is not None:
-        jax.config.update("jax_num_cpu_devices", pretended.num_chips)
+        if not compiles:
+            jax.config.update("jax_num_cpu_devices", pretended.num_chips)
         # CUDA's plugin looks for a GPU when it is loaded, unless JAX is to use another platform.
         jax.config.update("jax_platforms", "cpu")
     simulate_slice(pretended, compiles=compiles)

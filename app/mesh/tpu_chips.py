@@ -102,7 +102,7 @@ class TpuSlice:
 
     @property
     def topology_options(self) -> dict[str, Any]:
-        """Options of its topology: the chips of a host along each dim of the torus; a chip with two cores is one device."""
+        """Options of its topology: the chips of a host along each dim of the torus; two cores are one device."""
         cores = {"chip_config_name": "megacore"} if self.chip.name == "v4" else {}
         return {"chips_per_host_bounds": (*_torus_sizes(self.chips_per_host, 2), 1), **cores}
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int32
 
 from app.mesh.axis_rules import current_device
@@ -30,14 +31,19 @@ GPU_BLOCK_SIZE = 64
 """Block size of the GPU kernels, whose sums then fit the registers."""
 
 
-def platform_blocking(num_tokens: int) -> Blocking:
-    """Returns how the current mesh's devices compute attention over rows of this many tokens."""
+def platform_blocking(num_tokens: int, dtype: DTypeLike = jnp.bfloat16) -> Blocking:
+    """Returns how the current mesh's devices compute attention over rows of this many tokens.
+
+    Args:
+        dtype: type of queries, keys and values.
+    """
     platform, kind = current_device()
     if platform == "tpu":
         sizes = KERNEL_BLOCK_SIZES[:-1] if kind == "TPU v4" else KERNEL_BLOCK_SIZES
         size = next((size for size in sizes if size >= num_tokens), sizes[-1])
         return Blocking(size, 1, kernel="tpu")
-    if platform == "gpu":
+    # Triton multiplies float32 arrays from registers, which have no room for blocks of them, and not on tensor cores.
+    if platform == "gpu" and jnp.dtype(dtype) != jnp.float32:
         return Blocking(GPU_BLOCK_SIZE, 1, kernel="gpu")
     return BLOCKING_BY_PLATFORM.get(platform, PARALLEL_BLOCKING)
 
@@ -78,12 +84,15 @@ def dot_product_attention(
 
 
 @jax.named_scope(ATTENTION_SCOPE)
-def make_block_pairs(layout: SegmentLayout, windows: Sequence[Window]) -> BlockPairs | None:
+def make_block_pairs(layout: SegmentLayout, windows: Sequence[Window], dtype: DTypeLike) -> BlockPairs | None:
     """Returns the block pairs that `packed_attention` needs for these rows, shared by layers with any of these windows.
 
     Returns None for rows of a single block, which need none.
+
+    Args:
+        dtype: type of queries, keys and values.
     """
-    blocking = platform_blocking(layout.segment_ids.shape[1])
+    blocking = platform_blocking(layout.segment_ids.shape[1], dtype)
     if layout.segment_ids.shape[1] <= blocking.block_size and not blocking.kernel:
         return None
     return _pairs_of_blocks(layout, windows, blocking)
@@ -116,7 +125,7 @@ def packed_attention(
         pairs: the result of `make_block_pairs` for these rows and `window`; computed here if None.
     """
     num_tokens = query.shape[1]
-    blocking = platform_blocking(num_tokens)
+    blocking = platform_blocking(num_tokens, query.dtype)
     size = blocking.block_size
     if num_tokens <= size and not blocking.kernel:
         return dot_product_attention(query, keys, values, attention_mask(layout, layout, 0, window), score_mod)
@@ -126,7 +135,7 @@ def packed_attention(
         _pad_to_blocks(keys, size, axis=2),
         _pad_to_blocks(values, size, axis=2),
         SegmentLayout(*(_pad_to_blocks(x, size, axis=1) for x in layout)),
-        pairs or make_block_pairs(layout, [window]),
+        pairs or make_block_pairs(layout, [window], query.dtype),
         jnp.asarray(UNREACHABLE if window is None else window, jnp.int32),
         score_mod,
         blocking,

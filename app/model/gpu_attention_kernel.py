@@ -166,7 +166,9 @@ def _query_kernel(score_mod: ScoreMod, scale: float, *refs: Any) -> None:
 
 
 def _keys_kernel(score_mod: ScoreMod, scale: float, *refs: Any) -> None:
-    query, keys, values, output_grad, normalizer, mean, info, window, starts, query_blocks, keys_grad, values_grad = refs
+    query, keys, values, output_grad, normalizer, mean, info, window, starts, query_blocks, keys_grad, values_grad = (
+        refs
+    )
     size, block = keys.shape[0], pl.program_id(0)
     key, value = keys[...], values[...]
 
@@ -220,7 +222,7 @@ def _tokens_in_row(block: Array, size: int, num_tokens: int) -> Any:
 def _pair_lists(pairs: BlockPairs, num_blocks: int) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
     """Returns the key blocks of each query block, and the query blocks of each key block.
 
-    Each is the lists of all blocks, one after the other, behind the positions at which they start and the last one ends.
+    Each is where the lists of all blocks start and the last one ends, and the lists, one after the other.
     """
     is_pair = pairs.distance < UNREACHABLE
     query_blocks, key_blocks = (

@@ -79,7 +79,7 @@ def prefill(
     slots = jnp.arange(token_ids.shape[1])[None, :]
     layout = single_segment_layout(slots < lengths[:, None])
     windows = definition.architecture.layer_windows
-    pairs = make_block_pairs(layout, windows)
+    pairs = make_block_pairs(layout, windows, weights.params["embedding"].dtype)
 
     def attend_within(window: int | None) -> AttentionFn:
         def attend(query: Array, keys: Array, values: Array) -> tuple[Array, LayerCache]:

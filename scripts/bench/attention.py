@@ -50,7 +50,7 @@ def masked_attention(query: Array, keys: Array, values: Array, layout: SegmentLa
 
 def block_attention(query: Array, keys: Array, values: Array, layout: SegmentLayout) -> Array:
     """Computes our attention, with the block pairs that a decoder computes once for all layers."""
-    return packed_attention(query, keys, values, layout, pairs=make_block_pairs(layout, [None]))
+    return packed_attention(query, keys, values, layout, pairs=make_block_pairs(layout, [None], query.dtype))
 
 
 def log_normal_rows(rng: np.random.Generator, num_tokens: int, mean: float) -> SegmentLayout:
