@@ -9,6 +9,7 @@ from typing import Any
 
 from jax.experimental import topologies
 
+from app.mesh.gpu_cards import GpuHost
 from app.mesh.tpu_chips import TpuSlice
 from settings.errors import InputError
 
@@ -24,26 +25,23 @@ LIBTPU_VARIABLES = {
 _schedules: tempfile.TemporaryDirectory[str] | None = None
 
 
-def compile_only_devices(slice: TpuSlice) -> list[Any]:
-    """Returns the devices of a TPU slice, from libtpu's description of its topology.
+def compile_only_devices(place: TpuSlice | GpuHost) -> list[Any]:
+    """Returns the devices of a TPU slice or of a host with GPUs, as the accelerator's compiler describes them.
 
     Raises:
-        InputError: libtpu is not installed, or does not know the slice.
+        InputError: the compiler is not installed, or does not know the devices.
     """
-    for name, value in {**LIBTPU_VARIABLES, "TPU_ACCELERATOR_TYPE": slice.name}.items():
+    for name, value in {**LIBTPU_VARIABLES, "TPU_ACCELERATOR_TYPE": place.name}.items():
         os.environ.setdefault(name, value)
     try:
         description = topologies.get_topology_desc(
-            platform="tpu",
-            topology_name=slice.topology_name,
-            chips_per_host_bounds=slice.host_bounds,
-            **slice.topology_options,
+            platform=place.compiler, topology_name=place.topology_name, **place.topology_options
         )
     except Exception as error:  # JAX raises several types, some of them its own
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise InputError(
-            f"mesh.pretend: cannot compile for {slice.name}: {reason}; run pip install -e '.[tpu]', which installs the "
-            "TPU compiler on any x86-64 Linux"
+            f"mesh.pretend: cannot compile for {place.name}: {reason}; run pip install -e "
+            f"'.[{place.compiler}]', which installs the compiler on any x86-64 Linux, with or without the device"
         ) from None
     return list(description.devices)
 

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from app.mesh.compile_only import compile_only_devices
+from app.mesh.gpu_cards import GpuHost
 from app.mesh.tpu_chips import TpuSlice
 from settings.errors import InputError
 from settings.schema.mesh import MeshSettings
@@ -24,13 +25,13 @@ DEVICE_PLATFORMS = {"cpu": "cpu", "cuda": "gpu", "tpu": "tpu"}
 """The `platform` of JAX devices by `mesh.platform`."""
 ACCELERATOR_FILES = {"/dev/nvidia0": "cuda", "/dev/accel0": "tpu", "/dev/vfio/0": "tpu"}
 """Package extra for each device file of an accelerator."""
-_simulated_slice: TpuSlice | None = None
-"""The slice that the virtual devices of this process simulate."""
+_simulated_slice: TpuSlice | GpuHost | None = None
+"""The slice, or the host with GPUs, that the virtual devices of this process simulate."""
 _simulated_devices: list[Any] | None = None
 
 
-def simulate_slice(slice: TpuSlice | None, *, compiles: bool = False) -> None:
-    """Makes the virtual devices of this process simulate a slice; None for real devices."""
+def simulate_slice(slice: TpuSlice | GpuHost | None, *, compiles: bool = False) -> None:
+    """Makes the virtual devices of this process simulate a slice, or a host with GPUs; None for real devices."""
     global _simulated_slice, _simulated_devices
     _simulated_slice = slice
     _simulated_devices = compile_only_devices(slice) if slice is not None and compiles else None
@@ -99,14 +100,14 @@ def host_index(device: Any) -> int:
     return device.process_index
 
 
-def simulated_slice() -> TpuSlice | None:
-    """Returns the slice that this process's virtual devices simulate; None for real devices."""
+def simulated_slice() -> TpuSlice | GpuHost | None:
+    """Returns the slice, or the host with GPUs, that this process's virtual devices simulate; None for real devices."""
     return _simulated_slice
 
 
 def device_platform(device: Any) -> str:
     """Returns `cpu`, `gpu` or `tpu`."""
-    return device.platform if _simulated_slice is None else "tpu"
+    return device.platform if _simulated_slice is None else DEVICE_PLATFORMS[_simulated_slice.compiler]
 
 
 def device_kind(device: Any) -> str:

@@ -21,7 +21,7 @@ from app.mesh.devices import (
     simulate_slice,
     simulated_slice,
 )
-from app.mesh.tpu_chips import parse_slice
+from app.mesh.tpu_chips import parse_pretended
 from settings.errors import InputError
 from settings.schema.mesh import MeshSettings
 
@@ -84,15 +84,17 @@ def initialize_local(settings: MeshSettings, *, compiles: bool = False) -> None:
     Raises:
         InputError: the library for `mesh.platform` is not installed.
     """
-    pretended = None if settings.pretend is None else parse_slice(settings.pretend)
+    pretended = None if settings.pretend is None else parse_pretended(settings.pretend)
     if compiles:
         keep_kernel_schedules()
-    simulate_slice(pretended, compiles=compiles)
     _configure_malloc()
     if pretended is not None:
         if not compiles:
             jax.config.update("jax_num_cpu_devices", pretended.num_chips)
+        # CUDA's plugin looks for a GPU when it is loaded, unless JAX is to use another platform.
         jax.config.update("jax_platforms", "cpu")
+    simulate_slice(pretended, compiles=compiles)
+    if pretended is not None:
         return
     if settings.cpu_devices is not None:
         try:

@@ -9,7 +9,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
+from app.mesh.gpu_cards import GPU_HOSTS, GpuHost
 from settings.errors import InputError
 from settings.loading.fields import did_you_mean, nearest_names
 
@@ -85,6 +87,8 @@ class TpuSlice:
     chip: TpuChip
     num_chips: int
     chips_per_host: int
+    compiler = "tpu"
+    """The platform under which JAX finds the compiler, and the package extra that installs it."""
 
     @property
     def num_hosts(self) -> int:
@@ -97,14 +101,10 @@ class TpuSlice:
         return f"{family}:" + "x".join(map(str, _torus_sizes(self.num_chips, self.chip.num_torus_dims)))
 
     @property
-    def host_bounds(self) -> tuple[int, ...]:
-        """The chips of a host along each dim of the torus."""
-        return (*_torus_sizes(self.chips_per_host, 2), 1)
-
-    @property
-    def topology_options(self) -> dict[str, str]:
-        """Options of its topology: a chip with two cores is one device."""
-        return {"chip_config_name": "megacore"} if self.chip.name == "v4" else {}
+    def topology_options(self) -> dict[str, Any]:
+        """Options of its topology: the chips of a host along each dim of the torus; two cores are one device."""
+        cores = {"chip_config_name": "megacore"} if self.chip.name == "v4" else {}
+        return {"chips_per_host_bounds": (*_torus_sizes(self.chips_per_host, 2), 1), **cores}
 
 
 def _torus_sizes(num_chips: int, num_dims: int) -> list[int]:
@@ -125,11 +125,21 @@ def parse_slice(name: str) -> TpuSlice:
     chip = TPU_CHIPS.get(match[1]) if match else None
     if match is None or chip is None or int(match[2]) not in SLICE_SIZES[chip.cores_in_name]:
         names = [f"{chip.name}-{size}" for chip in TPU_CHIPS.values() for size in SLICE_SIZES[chip.cores_in_name]]
+        names += GPU_HOSTS
         suggestion = did_you_mean(nearest_names(name, names)[:3])
         raise InputError(f"mesh.pretend: got {name!r}; known: {', '.join(names)}{suggestion}")
     num_chips = int(match[2]) // chip.cores_in_name
     chips_per_host = num_chips if num_chips <= chip.max_chips_of_one_host else chip.chips_per_host
     return TpuSlice(match[0], chip, num_chips, chips_per_host)
+
+
+def parse_pretended(name: str) -> TpuSlice | GpuHost:
+    """Returns the slice or the host with GPUs of a name such as `v4-16` or `h100-1`.
+
+    Raises:
+        InputError: there is neither.
+    """
+    return GPU_HOSTS.get(name.strip().lower()) or parse_slice(name)
 
 
 def find_chip(device_kind: str) -> TpuChip | None:

@@ -25,7 +25,7 @@ from app.model.score_mod import MASK_VALUE, ScoreMod, apply_soft_cap
 from app.model.segment_layout import SegmentLayout
 
 INFO_ROWS = 8
-"""Rows of the tokens' description, one tile of int32; see `_token_info`."""
+"""Rows of the tokens' description, one tile of int32; see `token_info`."""
 MAX_BRANCHES = 1 << 16
 VMEM_BYTES = 96 * 2**20
 
@@ -69,7 +69,7 @@ def attend(
         compiler_params=_compiler_params(),
         name="attention_forward",
         interpret=interpret,
-    )(*_prefetched(pairs, window), *call.arrays(query, keys, values), *[_token_info(layout)] * 2)
+    )(*_prefetched(pairs, window), *call.arrays(query, keys, values), *[token_info(layout)] * 2)
     return call.from_heads(mixed), normalizer
 
 
@@ -116,7 +116,7 @@ def attention_grads(
     )(
         *_prefetched(pairs, window),
         *arrays,
-        *[_token_info(layout)] * 2,
+        *[token_info(layout)] * 2,
         output_grad.astype(query.dtype),
         normalizer,
         mean,
@@ -144,14 +144,14 @@ def _forward_kernel(score_mod: ScoreMod, scale: float, *refs: Any) -> None:
     visible = _visible_mask(query_info[...], key_info[...], query_block[turn] - key_block[turn], window[0])
     for head in range(query.shape[0]):
         row = pl.ds(head, 1)
-        scores = apply_soft_cap(_product(key[...], query[head], (1, 1)) * scale, score_mod.soft_cap)
+        scores = apply_soft_cap(product(key[...], query[head], (1, 1)) * scale, score_mod.soft_cap)
         scores = jnp.where(visible, scores, MASK_VALUE)
         new_highest = jnp.maximum(highest[row, :], jnp.max(scores, axis=0, keepdims=True))
         shrink = jnp.exp(highest[row, :] - new_highest)
         weights = jnp.exp(scores - new_highest)
         highest[row, :] = new_highest
         total[row, :] = total[row, :] * shrink + jnp.sum(weights, axis=0, keepdims=True)
-        sums[head] = sums[head] * shrink + _product(value[...], weights.astype(value.dtype), (0, 0))
+        sums[head] = sums[head] * shrink + product(value[...], weights.astype(value.dtype), (0, 0))
 
     @pl.when(ends)
     def _() -> None:
@@ -184,16 +184,16 @@ def _backward_kernel(score_mod: ScoreMod, scale: float, blocks_per_row: int, *re
     new_keys_grad = new_values_grad = jnp.zeros(key.shape, jnp.float32)
     for head in range(query.shape[0]):
         row = pl.ds(head, 1)
-        scores = apply_soft_cap(_product(key[...], query[head], (1, 1)) * scale, score_mod.soft_cap)
+        scores = apply_soft_cap(product(key[...], query[head], (1, 1)) * scale, score_mod.soft_cap)
         weights = jnp.where(visible, jnp.exp(scores - normalizer[row, :]), 0.0)
-        weights_grad = _product(value[...], output_grad[head], (1, 1))
+        weights_grad = product(value[...], output_grad[head], (1, 1))
         scores_grad = weights * (weights_grad - mean[row, :])
         if score_mod.soft_cap is not None:
             scores_grad *= 1 - jnp.square(scores / score_mod.soft_cap)
         scores_grad = scores_grad.astype(key.dtype)
-        new_values_grad += _product(weights.astype(key.dtype), output_grad[head], (1, 0))
-        new_keys_grad += _product(scores_grad, query[head], (1, 0))
-        sums[head] += _product(key[...], scores_grad, (0, 0))
+        new_values_grad += product(weights.astype(key.dtype), output_grad[head], (1, 0))
+        new_keys_grad += product(scores_grad, query[head], (1, 0))
+        sums[head] += product(key[...], scores_grad, (0, 0))
     keys_grad[in_row, :] += new_keys_grad * scale
     values_grad[in_row, :] += new_values_grad
 
@@ -216,18 +216,32 @@ def _visible_mask(
     """Returns whether each query (column) sees each key (row); the same rule as `attention_mask`."""
     size = keys.shape[1]
     by_key = keys.T
-    key_run, key_position = by_key[:, 0:1], by_key[:, 3:4]
-    own_run, prompt_run, position = queries[1:2], queries[2:3], queries[3:4]
     shape = (size, size)
     later = jax.lax.broadcasted_iota(jnp.int32, shape, 0) - jax.lax.broadcasted_iota(jnp.int32, shape, 1)
-    return (
-        ((key_run == own_run) | (key_run == prompt_run))
-        & (later <= blocks_apart * size)
-        & (position - key_position < window)
+    return is_visible(
+        (queries[1:2], queries[2:3], queries[3:4]),
+        (by_key[:, 0:1], by_key[:, 3:4]),
+        later <= blocks_apart * size,
+        window,
     )
 
 
-def _token_info(layout: SegmentLayout) -> Int32[Array, "I N"]:
+def is_visible(
+    query: tuple[Array, Array, Array], key: tuple[Array, Array], is_not_later: Array, window: Array
+) -> Bool[Array, "rows columns"]:
+    """Returns whether queries see keys; the arguments broadcast to the pairs.
+
+    Args:
+        query: run, run of the prompt, and position of the queries; see `token_info`.
+        key: run and position of the keys.
+        is_not_later: whether the key stands at or before the query in the row.
+    """
+    own_run, prompt_run, position = query
+    run, key_position = key
+    return ((run == own_run) | (run == prompt_run)) & is_not_later & (position - key_position < window)
+
+
+def token_info(layout: SegmentLayout) -> Int32[Array, "I N"]:
     """Returns, per token: its run as a key, its run as a query, the run of its prompt, and its position.
 
     A run is a prompt or a completion. Padding has runs of its own, so that nothing sees it and it sees nothing.
@@ -243,7 +257,7 @@ def _token_info(layout: SegmentLayout) -> Int32[Array, "I N"]:
     return jnp.pad(jnp.stack(rows), ((0, INFO_ROWS - len(rows)), (0, 0)))
 
 
-def _product(a: Array, b: Array, dims: tuple[int, int]) -> Float32[Array, "m n"]:
+def product(a: Array, b: Array, dims: tuple[int, int]) -> Float32[Array, "m n"]:
     """Returns the float32 product of two matrices, contracted over one dim of each."""
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     return jax.lax.dot_general(

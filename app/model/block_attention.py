@@ -9,7 +9,7 @@ Source: Dao et al. 2022, FlashAttention, algorithms 1 and 4; here as one loop ov
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -46,8 +46,8 @@ class Blocking(NamedTuple):
     """Tokens per block."""
     pairs_per_iteration: int
     """Pairs of blocks per iteration of the loop."""
-    kernel: bool = False
-    """Whether the Pallas kernels of `app.model.attention_kernel` compute a pair each."""
+    kernel: Literal["tpu", "gpu"] | None = None
+    """The platform whose Pallas kernels compute the pairs; None without kernels."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
@@ -71,10 +71,7 @@ def block_attention(
 
 def _forward(*args: Any) -> tuple[Array, tuple]:
     *inputs, score_mod, blocking = args
-    attend = _attend_blocks
-    if blocking.kernel:
-        # Pallas is slow to import and not needed on a CPU.
-        from app.model.attention_kernel import attend
+    attend = _kernels(blocking.kernel).attend if blocking.kernel else _attend_blocks
     mix = shard_map_by_dims(
         functools.partial(attend, score_mod, blocking), in_dims=INPUT_DIMS, out_dims=(QUERY_DIMS, NORMALIZER_DIMS)
     )
@@ -83,15 +80,22 @@ def _forward(*args: Any) -> tuple[Array, tuple]:
 
 
 def _backward(score_mod: ScoreMod, blocking: Blocking, residuals: tuple, output_grad: Array) -> tuple:
-    attention_grads = _attention_grads
-    if blocking.kernel:
-        from app.model.attention_kernel import attention_grads
+    attention_grads = _kernels(blocking.kernel).attention_grads if blocking.kernel else _attention_grads
     gradients = shard_map_by_dims(
         functools.partial(attention_grads, score_mod, blocking),
         in_dims=(*INPUT_DIMS, QUERY_DIMS, NORMALIZER_DIMS, QUERY_DIMS),
         out_dims=(QUERY_DIMS, KEY_DIMS, KEY_DIMS),
     )
     return *gradients(*residuals, output_grad), None, None, None
+
+
+def _kernels(platform: Literal["tpu", "gpu"]) -> Any:
+    # Pallas is slow to import and not needed on a CPU.
+    if platform == "tpu":
+        from app.model import attention_kernel as kernels
+    else:
+        from app.model import gpu_attention_kernel as kernels
+    return kernels
 
 
 block_attention.defvjp(_forward, _backward)

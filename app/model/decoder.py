@@ -25,7 +25,7 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from app.mesh.axis_rules import constrain, sharding_tree
 from app.model.architecture import Architecture
-from app.model.attention import apply_rope, make_block_pairs, packed_attention
+from app.model.attention import apply_rope, make_block_pairs, packed_attention, platform_blocking
 from app.model.block_attention import ATTENTION_CHECKPOINT_NAME
 from app.model.block_pairs import UNREACHABLE
 from app.model.lora import LoRAConfig, LoRAParam
@@ -316,10 +316,8 @@ class Trunk(nnx.Module):
         arch = self.architecture
         graph, stacked = nnx.split(self.blocks)
         whole, windowed = self.angles(layout.positions)
-        implementation = arch.attention_implementation
-        pairs = make_block_pairs(
-            layout, sorted({w or NO_WINDOW for w in arch.layer_windows}), implementation=implementation
-        )
+        blocking = platform_blocking(token_ids.shape[1], dtype, arch.attention_implementation)
+        pairs = make_block_pairs(layout, sorted({w or NO_WINDOW for w in arch.layer_windows}), blocking)
         # Scanned together with the weights, so that one body serves layers with and without a window.
         windows = jnp.array([w or NO_WINDOW for w in arch.windows], jnp.int32) if arch.windows else None
 
@@ -329,7 +327,7 @@ class Trunk(nnx.Module):
             angles = jnp.where(window == NO_WINDOW, whole, windowed) if two_ropes else whole
 
             def attend(query: Array, key: Array, value: Array) -> tuple[Array, None]:
-                mix = functools.partial(packed_attention, score_mod=self.score_mod, implementation=implementation)
+                mix = functools.partial(packed_attention, score_mod=self.score_mod, blocking=blocking)
                 return mix(query, key, value, layout, window=window, pairs=pairs), None
 
             x, _ = nnx.merge(graph, weights)(x, angles, attend)

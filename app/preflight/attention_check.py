@@ -78,12 +78,12 @@ def attention_differences(
     query *= (score_mod.soft_cap or 1.0) ** 0.5
     arrays = [x.astype(dtype) for x in (query, keys, values, weights * is_token)]
 
-    def packed(layout: SegmentLayout, *arrays: Array) -> Array:
-        choice = a.attention_implementation
-        return packed_attention(*arrays, layout, window=window, score_mod=score_mod, implementation=choice)
+    def packed(layout: SegmentLayout, query: Array, keys: Array, values: Array) -> Array:
+        blocking = platform_blocking(NUM_TOKENS, dtype, a.attention_implementation)
+        return packed_attention(query, keys, values, layout, window=window, score_mod=score_mod, blocking=blocking)
 
-    def dense(layout: SegmentLayout, *arrays: Array) -> Array:
-        return dot_product_attention(*arrays, attention_mask(layout, layout, 0, window), score_mod)
+    def dense(layout: SegmentLayout, query: Array, keys: Array, values: Array) -> Array:
+        return dot_product_attention(query, keys, values, attention_mask(layout, layout, 0, window), score_mod)
 
     def results(attention: Callable[..., Array], layout: SegmentLayout, *arrays: Array) -> list[Array]:
         mixed, pull = jax.vjp(partial(attention, layout), *arrays[:3])

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Bool, Int32
@@ -101,7 +102,7 @@ def _rows_work(architecture: Architecture, mesh: Mesh, layout: SegmentLayout, *,
     flops = token_flops(architecture) * int(is_token.sum()) + pair_flops(architecture) * pairs
     flops += 2 * architecture.model_dim * architecture.vocab_size * num_logits
     with jax.set_mesh(mesh):
-        blocking = platform_blocking(is_token.shape[1], architecture.attention_implementation)
+        blocking = platform_blocking(is_token.shape[1], jnp.bfloat16, architecture.attention_implementation)
     return ProgramWork(
         flops // mesh.shape["tp"],
         {

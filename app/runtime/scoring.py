@@ -15,7 +15,7 @@ from app.batching.micro_batcher import GlobalPlan, MicroBatcher
 from app.mesh import device_mesh, placement
 from app.mesh.devices import device_platform
 from app.model.architecture import Architecture
-from app.model.attention import KERNEL_PLATFORMS
+from app.model.attention import platform_blocking
 from app.model.decoder import Params
 from app.model.io.hf_weights import critic_tensors, load_weights
 from app.model.lora import combine_params, init_adapters
@@ -25,7 +25,6 @@ from app.runtime.model_spec import CriticSpec, ModelSpec
 from app.runtime.tensor_parallel_checks import check_tp_divides_heads
 from app.score.scorer import BatchRunner, PackedForward, Scorer, ValueScorer, append_dummy_token
 from settings import Settings
-from settings.errors import InputError
 from settings.schema.score import ScoredRole
 
 
@@ -171,12 +170,11 @@ def open_mesh(settings: Settings) -> Mesh:
         InputError: the settings do not fit the devices.
     """
     mesh = device_mesh.make_mesh(settings.mesh)
-    platform = device_platform(mesh.devices.flat[0])
-    if settings.model.attention == "kernel" and platform not in KERNEL_PLATFORMS:
-        raise InputError(
-            f"model.attention: kernel, but there is no attention kernel for {platform} devices, only for "
-            f"{', '.join(KERNEL_PLATFORMS)}; set model.attention: auto"
-        )
+    device = mesh.devices.flat[0]
+    # CPU devices that stand in for others run nothing.
+    if device.platform == device_platform(device):
+        with jax.set_mesh(mesh):
+            platform_blocking(1, settings.model.dtype, settings.model.attention)
     placement.check_rows_per_host(mesh)
     return mesh
 

@@ -69,9 +69,13 @@ class UpdateStep:
         def add(
             total: AccumulatedGradients, params: Params, frozen: Params | None, batch: Any, temperature: Array
         ) -> AccumulatedGradients:
-            differentiated = jax.value_and_grad(trained_objective, has_aux=True)
-            (_, parts), gradients = differentiated(params, frozen, batch, temperature)
-            return AccumulatedGradients(jax.tree.map(jnp.add, total.gradients, gradients), total.stats + parts)
+            loss, backward, parts = jax.vjp(
+                lambda params: trained_objective(params, frozen, batch, temperature), params, has_aux=True
+            )
+            # Each layer's gradients are added in place, so those of a micro-batch never exist as a whole.
+            sums = jax.tree.map(jax.new_ref, total.gradients)
+            backward.with_refs(sums)(jnp.ones_like(loss))
+            return AccumulatedGradients(jax.tree.map(jax.freeze, sums), total.stats + parts)
 
         def apply(state: TrainState, total: AccumulatedGradients) -> tuple[TrainState, dict[str, Array]]:
             return apply_gradients(state, total, optimizer, schedule, metrics)

@@ -60,7 +60,7 @@ def programs(tunix_python: str | None) -> Iterator[tuple[str, str, list[str], di
             yield model, side, command, {**work, "preset": preset, "slice": slice_name, "rows": rows}
         for side, variant in TUNIX.items() if tunix_python else ():
             command = [tunix_python or "", str(HERE / "gradients_of_tunix.py")]
-            topology = {"topology_name": place.topology_name, "chips_per_host_bounds": place.host_bounds}
+            topology = {"topology_name": place.topology_name, **place.topology_options}
             yield model, side, command, {**work, **variant, "topology": topology, "rows": ROWS[OURS]}
 
 

@@ -1,8 +1,9 @@
-"""Tests of the TPU kernels in Pallas' interpreter, compared with dense attention in float64."""
+"""Tests of the TPU and GPU kernels in Pallas' interpreter, compared with dense attention in float64."""
 
 from __future__ import annotations
 
 import functools
+from types import ModuleType
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.model.attention_kernel import attend, attention_grads
+from app.model import attention_kernel, gpu_attention_kernel
 from app.model.block_attention import Blocking
 from app.model.block_pairs import UNREACHABLE, BlockPairs, block_pairs
 from app.model.score_mod import DEFAULT_SCORE_MOD
@@ -20,28 +21,32 @@ from tests.layouts import layout_of, seen, segments_of_rows
 from tests.model.test_block_attention import RULES, assert_close, inputs, oracle
 
 TOKENS, SIZE = 64, 16
-BLOCKING = Blocking(SIZE, 1, kernel=True)
+BLOCKING = Blocking(SIZE, 1, kernel="tpu")
+KERNELS = [attention_kernel, gpu_attention_kernel]
+on_each_platform = pytest.mark.parametrize("kernels", KERNELS, ids=["tpu", "gpu"])
 SHARED = layout_of([[(20, (9, 14)), (6, (5,))], [(3, (30,))]], num_tokens=TOKENS)
 """Rows with shared and unshared prompts; the second ends with whole blocks of padding."""
 
 
 @functools.cache
-def compiled(rule):
+def compiled(kernels: ModuleType, rule):
     def run(query, keys, values, weights, layout, window):
         pairs = block_pairs(layout, [window], SIZE, by_query=True)
         arguments = rule, BLOCKING, query, keys, values, layout, pairs, window
-        mixed, normalizer = attend(*arguments, interpret=True)
-        return mixed, *attention_grads(*arguments, mixed, normalizer, weights, interpret=True)
+        mixed, normalizer = kernels.attend(*arguments, interpret=True)
+        return mixed, *kernels.attention_grads(*arguments, mixed, normalizer, weights, interpret=True)
 
     return jax.jit(run)
 
 
-def kernel(arrays, layout: SegmentLayout, rule=DEFAULT_SCORE_MOD, window: int | None = None):
+def kernel(kernels: ModuleType, arrays, layout: SegmentLayout, rule=DEFAULT_SCORE_MOD, window: int | None = None):
     """Returns the results and gradients at the tokens; they have no meaning on padding."""
     is_token = (layout.segment_ids != 0)[:, :, None, None]
     query, keys, values, weights = arrays
     window_size = jnp.int32(UNREACHABLE if window is None else window)
-    mixed, *gradients = compiled(rule)(query, keys, values, jnp.where(is_token, weights, 0.0), layout, window_size)
+    mixed, *gradients = compiled(kernels, rule)(
+        query, keys, values, jnp.where(is_token, weights, 0.0), layout, window_size
+    )
     return jnp.where(is_token, mixed, 0.0), *gradients
 
 
@@ -51,32 +56,36 @@ def exact(arrays, layout: SegmentLayout, rule=DEFAULT_SCORE_MOD, window: int | N
     return oracle(query, keys, values, weights, seen(layout, window), rule)
 
 
+@on_each_platform
 @pytest.mark.parametrize("rule", RULES)
 @settings(max_examples=8)
 @given(
     segments=segments_of_rows(num_rows=2, num_tokens=TOKENS, longest=40),
     window=st.sampled_from([None, 1, 7, SIZE, 40]),
 )
-def test_values_and_gradients_equal_a_float64_oracle_for_random_rows(rule, segments, window):
+def test_values_and_gradients_equal_a_float64_oracle_for_random_rows(kernels, rule, segments, window):
     layout, arrays = layout_of(segments, num_tokens=TOKENS), inputs(tokens=TOKENS)
-    assert_close(kernel(arrays, layout, rule, window), exact(arrays, layout, rule, window))
+    assert_close(kernel(kernels, arrays, layout, rule, window), exact(arrays, layout, rule, window))
 
 
+@on_each_platform
 @pytest.mark.parametrize("query_heads, kv_heads", [(1, 1), (4, 4), (8, 2), (7, 1)])
-def test_query_heads_share_key_heads(query_heads, kv_heads):
+def test_query_heads_share_key_heads(kernels, query_heads, kv_heads):
     arrays = inputs(tokens=TOKENS, query_heads=query_heads, kv_heads=kv_heads)
-    assert_close(kernel(arrays, SHARED), exact(arrays, SHARED))
+    assert_close(kernel(kernels, arrays, SHARED), exact(arrays, SHARED))
 
 
-def test_operands_in_bfloat16_are_summed_in_float32():
+@on_each_platform
+def test_operands_in_bfloat16_are_summed_in_float32(kernels):
     arrays = [x.astype(jnp.bfloat16) for x in inputs(tokens=TOKENS)]
-    ours = kernel(arrays, SHARED)
+    ours = kernel(kernels, arrays, SHARED)
     assert {x.dtype for x in ours[1:]} == {jnp.dtype(jnp.bfloat16)}
     rounded = [x.astype(jnp.float32) for x in arrays]
     assert_close([x.astype(jnp.float32) for x in ours], exact(rounded, SHARED), tolerance=2e-2)
 
 
-def test_padding_is_finite_whatever_stands_there_and_changes_nothing():
+@on_each_platform
+def test_padding_is_finite_whatever_stands_there_and_changes_nothing(kernels):
     arrays = inputs(tokens=TOKENS)
     padding = (SHARED.segment_ids == 0)[:, :, None, None]
     by_key = padding.swapaxes(1, 2)
@@ -84,9 +93,10 @@ def test_padding_is_finite_whatever_stands_there_and_changes_nothing():
     pairs = block_pairs(SHARED, [None], SIZE, by_query=True)
     query, keys, values, _ = filled
     window = jnp.int32(UNREACHABLE)
-    mixed, _ = attend(DEFAULT_SCORE_MOD, BLOCKING, query, keys, values, SHARED, pairs, window, interpret=True)
+    arguments = DEFAULT_SCORE_MOD, BLOCKING, query, keys, values, SHARED, pairs, window
+    mixed, _ = kernels.attend(*arguments, interpret=True)
     assert np.isfinite(mixed).all()
-    assert_close(kernel(filled, SHARED), kernel(arrays, SHARED), tolerance=0)
+    assert_close(kernel(kernels, filled, SHARED), kernel(kernels, arrays, SHARED), tolerance=0)
 
 
 @pytest.mark.parametrize("window", [None, 20])

@@ -35,14 +35,14 @@ def test_attention_in_blocks_is_within_rounding(architecture, window):
     assert 1e-4 < rounded < attention_check.TOLERANCES["bfloat16"]
 
 
-def without_branches(*arrays: Any, **rest: Any) -> Any:
-    *arrays, layout = arrays
-    return packed_attention(*arrays, layout._replace(branch_ids=jnp.zeros_like(layout.branch_ids)), **rest)
+def without_branches(query: Any, keys: Any, values: Any, layout: SegmentLayout, **rest: Any) -> Any:
+    return packed_attention(query, keys, values, layout._replace(branch_ids=jnp.zeros_like(layout.branch_ids)), **rest)
 
 
-def without_segments(*arrays: Any, **rest: Any) -> Any:
-    *arrays, layout = arrays
-    return packed_attention(*arrays, layout._replace(segment_ids=jnp.minimum(layout.segment_ids, 1)), **rest)
+def without_segments(query: Any, keys: Any, values: Any, layout: SegmentLayout, **rest: Any) -> Any:
+    return packed_attention(
+        query, keys, values, layout._replace(segment_ids=jnp.minimum(layout.segment_ids, 1)), **rest
+    )
 
 
 def without_window(*arrays: Any, **rest: Any) -> Any:
@@ -98,9 +98,9 @@ def check(session: Session) -> CheckResult:
 
 def use_kernel(monkeypatch: pytest.MonkeyPatch, **kernels: Callable[..., Any]) -> None:
     """Makes this platform's devices use the kernels, in Pallas' interpreter unless others are given."""
-    blocking = Blocking(128, 1, kernel=True)
+    blocking = Blocking(128, 1, kernel="tpu")
     for module in (attention, attention_check):
-        monkeypatch.setattr(module, "platform_blocking", lambda num_tokens, implementation: blocking)
+        monkeypatch.setattr(module, "platform_blocking", lambda *_: blocking)
     for name in ("attend", "attention_grads"):
         default = functools.partial(getattr(attention_kernel, name), interpret=True)
         monkeypatch.setattr(attention_kernel, name, kernels.get(name, default))

@@ -19,7 +19,7 @@ NAMES = {
     *(("rollout", "prefill"), ("rollout", "decode"), ("score", "reference")),
     *(("update", "gradients"), ("update", "optimizer")),
 }
-PENALISED = ("algorithm.beta=0.1",)
+PENALISED = ("algorithm.beta=0.1", "eval.every_steps=0")
 
 
 @pytest.fixture(autouse=True)
