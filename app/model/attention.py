@@ -49,8 +49,8 @@ def platform_blocking(num_tokens: int, dtype: DTypeLike, implementation: Attenti
     if kernel is None and implementation == "kernel":
         raise InputError(
             f"model.attention: kernel, but there is no attention kernel for {platform} devices ({kind}) and rows of "
-            f"{num_tokens:,} tokens in {jnp.dtype(dtype)}: there are some for TPUs (v4: up to {MAX_V4_TOKENS:,} tokens) "
-            "and, in bfloat16, for GPUs; set model.attention: auto"
+            f"{num_tokens:,} tokens in {jnp.dtype(dtype)}: there are some for TPUs (v4: up to {MAX_V4_TOKENS:,} "
+            "tokens) and, in bfloat16, for GPUs; set model.attention: auto"
         )
     return kernel or BLOCKING_BY_PLATFORM.get(platform, PARALLEL_BLOCKING)
 

@@ -14,6 +14,7 @@ import pytest
 from app.model import attention, attention_kernel
 from app.model.block_attention import Blocking
 from app.model.score_mod import DEFAULT_SCORE_MOD
+from app.model.segment_layout import SegmentLayout
 from app.preflight import attention_check
 from app.preflight.attention_check import WINDOW, attention_differences, check_attention
 from app.preflight.check_results import CheckRecorder, CheckResult
