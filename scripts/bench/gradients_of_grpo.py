@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,7 @@ def main() -> None:
         "argument_bytes": memory.argument_size_in_bytes,
         "output_bytes": memory.output_size_in_bytes,
         "temporary_bytes": memory.temp_size_in_bytes,
+        "versions": {name: version(name) for name in ("libtpu", "jax")},
         "turns": dict(passed.turns),
         "bundles": take_scheduled_bundles(schedules),
     }

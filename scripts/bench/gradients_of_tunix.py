@@ -90,7 +90,7 @@ def main() -> None:
         "argument_bytes": memory.argument_size_in_bytes,
         "output_bytes": memory.output_size_in_bytes,
         "temporary_bytes": memory.temp_size_in_bytes,
-        "versions": {name: version(name) for name in ("google-tunix", "jax", "flax")},
+        "versions": {name: version(name) for name in ("google-tunix", "libtpu", "jax", "flax")},
     }
     (directory / "figures.json").write_text(json.dumps(figures))
 

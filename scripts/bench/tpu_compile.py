@@ -80,8 +80,8 @@ def compiled(command: list[str], work: Mapping[str, Any], directory: Path) -> di
 
 def estimated(model: str, side: str, figures: Mapping[str, Any], directory: Path) -> dict[str, Any]:
     """Returns one line of the record: the program's time by part, and time and HBM for each completion token."""
-    place = parse_slice(PRESETS[model][1])
-    program, turns = HloProgram((directory / "program.hlo").read_text()), figures.get("turns", {})
+    place, turns = parse_slice(PRESETS[model][1]), figures.get("turns", {})
+    program = HloProgram((directory / "program.hlo").read_text())
     kernels = dict(kernel_times(program, place.chip, figures["bundles"], turns))
     time = program_time(program, place.chip, kernel_s=kernels, loop_counts=turns)
     rows = figures.get("rows", ROWS[OURS])
@@ -128,7 +128,7 @@ def main() -> None:
                 print(name, file=sys.stderr, flush=True)
                 lines.append(estimated(model, side, compiled(command, work, directory), directory))
     print(table(lines))
-    record = {"date": datetime.now(UTC).date().isoformat(), "estimated_by": "libtpu", "programs": lines}
+    record = {"date": datetime.now(UTC).date().isoformat(), "programs": lines}
     options.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
