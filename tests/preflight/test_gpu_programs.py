@@ -24,7 +24,7 @@ def no_simulated_slice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "_simulated_devices", None)
 
 
-def report_of(model: Path, *overrides: str, options: tuple[object, ...] = ()) -> dict[str, Any]:
+def report_of(model: Path, *overrides: str, options: tuple[str | Path, ...] = ()) -> dict[str, Any]:
     result = here("inspect-mesh", *of_tiny(model), *settings(*overrides), "--json", *options)
     assert result.exit_code == 0, result.stderr
     return json.loads(result.stdout)
