@@ -53,7 +53,7 @@ def attend(
     mixed, normalizer = pl.pallas_call(
         functools.partial(_forward_kernel, score_mod, call.scale(score_mod)),
         grid=call.grid,
-        in_specs=[call.query_block, call.key_row, call.key_row, *call.whole(4)],
+        in_specs=[call.query_block, call.key_row, call.key_row, *[pl.BlockSpec()] * 4],
         out_specs=[call.query_block, call.query_numbers],
         out_shape=[
             jax.ShapeDtypeStruct(call.query_shape, query.dtype),
@@ -97,7 +97,7 @@ def attention_grads(
         functools.partial(_query_kernel, score_mod, call.scale(score_mod)),
         in_specs=[
             *(call.query_block, call.key_row, call.key_row, call.query_block),
-            *(call.query_numbers, call.query_numbers, *call.whole(4)),
+            *(call.query_numbers, call.query_numbers, *[pl.BlockSpec()] * 4),
         ],
         out_specs=call.query_block,
         out_shape=jax.ShapeDtypeStruct(call.query_shape, query.dtype),
@@ -111,7 +111,7 @@ def attention_grads(
         functools.partial(_keys_kernel, score_mod, call.scale(score_mod)),
         in_specs=[
             *(call.query_row, call.key_block, call.key_block, call.query_row),
-            *(call.row_numbers, call.row_numbers, *call.whole(4)),
+            *(call.row_numbers, call.row_numbers, *[pl.BlockSpec()] * 4),
         ],
         out_specs=[call.grad_block, call.grad_block],
         out_shape=[by_query_head, by_query_head],
@@ -254,9 +254,6 @@ class _Call:
         self.key_block = pl.BlockSpec((None, None, size, head), lambda i, h: (i // per_row, h // group, i % per_row, 0))
         self.key_row = pl.BlockSpec((None, None, num_tokens, head), lambda i, h: (i // per_row, h // group, 0, 0))
         self.grad_block = pl.BlockSpec((None, None, size, head), lambda i, h: (i // per_row, h, i % per_row, 0))
-
-    def whole(self, number: int) -> list[pl.BlockSpec]:
-        return [pl.BlockSpec()] * number
 
     def scale(self, score_mod: ScoreMod) -> float:
         return score_mod.scale or self.head_dim**-0.5
