@@ -24,12 +24,6 @@ INPUT_DIMS = (HIDDEN_DIMS, TABLE_DIMS, ROW_DIMS, ("tokens",), ())
 """The dims of hidden states, table, targets, chunks with targets, and temperature."""
 
 
-def entropy(log_softmax: Float32[Array, "*rows V"]) -> Float32[Array, "*rows"]:
-    """Returns -sum(p log p)."""
-    # log_normalizer - sum(p * logits) would lose digits in proportion to the square of the logits.
-    return -jnp.sum(jnp.exp(log_softmax) * log_softmax, axis=-1)
-
-
 @dataclass(frozen=True)
 class ShardedHead:
     """Logprobs and entropies of targets, and their gradients, chunk by chunk; static in compiled functions."""
@@ -91,12 +85,15 @@ class ShardedHead:
             first = chunks[i] * self.chunk_size
             logits = self._logits(self._rows(hidden, first), table, temperature)
             highest = _over_vocab(jax.lax.pmax, logits.max(axis=-1))
-            total = _over_vocab(jax.lax.psum, jnp.exp(logits - highest[..., None]).sum(axis=-1))
-            normalizer = highest + jnp.log(total)
-            log_softmax = logits - normalizer[..., None]
+            # Relative to the highest logit, so that the entropy does not lose digits with the size of the logits. All
+            # sums come from one pass over the logits.
+            relative = logits - highest[..., None]
+            weights = jnp.exp(relative)
             is_target = _vocab_ids(table) == self._rows(targets, first)[..., None]
-            logprobs = _over_vocab(jax.lax.psum, jnp.where(is_target, log_softmax, 0.0).sum(axis=-1))
-            entropies = _over_vocab(jax.lax.psum, entropy(log_softmax))
+            terms = weights, weights * relative, jnp.where(is_target, relative, 0.0)
+            total, weighted, of_target = (_over_vocab(jax.lax.psum, x.sum(axis=-1)) for x in terms)
+            log_total = jnp.log(total)
+            logprobs, entropies, normalizer = of_target - log_total, log_total - weighted / total, highest + log_total
             new = (self._own_rows(x) for x in (logprobs, entropies, normalizer))
             return tuple(_update_tokens(x, part, first) for x, part in zip(results, new, strict=True))
 
@@ -112,7 +109,8 @@ class ShardedHead:
         def add(i: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
             first = chunks[i] * self.chunk_size
             rows = self._rows(hidden, first)
-            entropies, normalizer, logprob_grad, entropy_grad = (self._rows(x, first)[..., None] for x in by_token)
+            entropies, normalizer, *grads = (self._rows(x, first)[..., None] for x in by_token)
+            logprob_grad, entropy_grad = (x / temperature for x in grads)
             logits = self._logits(rows, table, temperature)
             log_softmax = logits - normalizer
             probabilities = jnp.exp(log_softmax)
@@ -120,7 +118,6 @@ class ShardedHead:
             logits_grad = logprob_grad * (is_target - probabilities)
             if self.entropy_gradient:
                 logits_grad -= entropy_grad * probabilities * (log_softmax + entropies)
-            logits_grad /= temperature
             if self.soft_cap is not None:
                 # Clipped only where the vocabulary is padded, since no capped logit is beyond its cap.
                 logits_grad *= 1 - jnp.square(jnp.clip(logits * temperature / self.soft_cap, -1, 1))

@@ -59,7 +59,7 @@ def refused(config: Path, *overrides: str, resume: str = "never") -> str:
         ("checkpoint.every_minutes=0", "checkpoint.every_minutes: expected greater than 0, got 0"),
         (
             "model.attention=kernel",
-            "there is no attention kernel for cpu devices, only for tpu; set model.attention: auto",
+            "there is no attention kernel for cpu devices (cpu)",
         ),
         ("mesh.shape='3,1,1'", "mesh.shape: '3,1,1' needs 3 devices, but there are 8"),
         ("mesh.num_processes=2", "also set mesh.coordinator_address and mesh.process_id"),
