@@ -11,8 +11,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from app.mesh.axis_rules import current_device
 from app.model.block_attention import Blocking, block_attention
@@ -72,9 +73,20 @@ def apply_rope(x: Float[Array, "R T heads H"], angles: Float[Array, "R T half"])
 
     Source: Su et al. 2021, RoFormer, eq. 34, with dims paired (i, i + H/2).
     """
-    cos, sin = jnp.cos(angles)[:, :, None, :], jnp.sin(angles)[:, :, None, :]
-    x1, x2 = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1).astype(x.dtype)
+    cos, sin = (jnp.concatenate([part(angles)] * 2, axis=-1)[:, :, None, :] for part in (jnp.cos, jnp.sin))
+    return (x.astype(jnp.float32) * cos + _quarter_turn(x) * sin).astype(x.dtype)
+
+
+def _quarter_turn(x: Float[Array, "R T heads H"]) -> Float32[Array, "R T heads H"]:
+    """Returns (-x2, x1) of the halves (x1, x2) of every head."""
+    half = x.shape[-1] // 2
+    if current_device()[0] != "tpu":
+        x1, x2 = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+        return jnp.concatenate([-x2, x1], axis=-1)
+    # A TPU moves parts of a register slowly. This product is exact, and three times as fast by the compiler's estimate.
+    turn = np.kron([[0, 1], [-1, 0]], np.eye(half))
+    exact = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return jnp.einsum("rtqh,hg->rtqg", x, turn.astype(x.dtype), precision=exact, preferred_element_type=jnp.float32)
 
 
 @jax.named_scope(ATTENTION_SCOPE)
