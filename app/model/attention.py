@@ -68,6 +68,7 @@ def _kernel_blocking(platform: str, kind: str, num_tokens: int, dtype: DTypeLike
     return None
 
 
+@jax.custom_vjp
 def apply_rope(x: Float[Array, "R T heads H"], angles: Float[Array, "R T half"]) -> Float[Array, "R T heads H"]:
     """Applies rotary position embedding, halves convention: (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin).
 
@@ -75,6 +76,18 @@ def apply_rope(x: Float[Array, "R T heads H"], angles: Float[Array, "R T half"])
     """
     cos, sin = (jnp.concatenate([part(angles)] * 2, axis=-1)[:, :, None, :] for part in (jnp.cos, jnp.sin))
     return (x.astype(jnp.float32) * cos + _quarter_turn(x) * sin).astype(x.dtype)
+
+
+def _rope_forward(x: Array, angles: Array) -> tuple[Array, Array]:
+    return apply_rope(x, angles), angles
+
+
+def _rope_backward(angles: Array, gradient: Array) -> tuple[Array, None]:
+    """Returns the gradient of `x`: turned back by the same angles, which get none."""
+    return apply_rope(gradient, -angles), None
+
+
+apply_rope.defvjp(_rope_forward, _rope_backward)
 
 
 def _quarter_turn(x: Float[Array, "R T heads H"]) -> Float32[Array, "R T heads H"]:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.test_util import check_grads
 
 from app.model.attention import apply_rope, cached_attention, dot_product_attention, packed_attention
 from app.model.score_mod import DEFAULT_SCORE_MOD, ScoreMod
@@ -41,6 +42,13 @@ def test_a_quarter_turn_moves_the_first_half_into_the_second():
     x = jnp.array([1.0, 2.0, 3.0, 4.0]).reshape(1, 1, 1, 4)
     angles = jnp.array([np.pi / 2, 0.0]).reshape(1, 1, 2)
     np.testing.assert_allclose(apply_rope(x, angles).ravel(), [-3.0, 2.0, 1.0, 4.0], atol=1e-6)
+
+
+def test_gradients_of_a_rotation_equal_finite_differences():
+    rng = np.random.default_rng(0)
+    x, weights = (jnp.asarray(rng.normal(size=(1, 3, 2, 4)), jnp.float32) for _ in range(2))
+    angles = jnp.asarray(rng.normal(size=(1, 3, 2)), jnp.float32)
+    check_grads(lambda x: jnp.vdot(apply_rope(x, angles), weights), (x,), order=1, modes=["rev"], rtol=1e-3)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
