@@ -45,4 +45,9 @@ COMPILER_OPTIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
 def compiler_options(mesh: Mesh) -> dict[str, str]:
     """Returns the options for programs on a mesh."""
     device = mesh.devices.flat[0]
-    return {**COMPILER_OPTIONS.get(device.platform, {}), **COMPILER_OPTIONS.get(device.device_kind, {})}
+    return options_for(device.platform, device.device_kind)
+
+
+def options_for(platform: str, device_kind: str) -> dict[str, str]:
+    """Returns the options for devices by JAX's names of their platform and kind."""
+    return {**COMPILER_OPTIONS.get(platform, {}), **COMPILER_OPTIONS.get(device_kind, {})}

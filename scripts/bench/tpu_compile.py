@@ -31,7 +31,7 @@ from typing import Any
 from shapes import QWEN2_5
 
 from app.mesh.compile_only import SCHEDULES
-from app.mesh.compiler_options import COMPILER_OPTIONS
+from app.mesh.compiler_options import options_for
 from app.mesh.tpu_chips import parse_slice
 from app.preflight.hlo_text import HloProgram
 from app.preflight.kernel_time import kernel_times, take_scheduled_bundles
@@ -43,10 +43,10 @@ PRESETS = {"Qwen2.5-1.5B": ("gsm8k_qwen2_5_1_5b_v5e_8", "v5e-8"), "Qwen2.5-3B": 
 WORK = {"prompt": 512, "completion": 512, "group_size": 8}
 OURS = "grpo"
 ROWS = {OURS: 32, "grpo, fullest micro-batch": 128}
-TUNIX: Mapping[str, Mapping[str, Any]] = {
-    "Tunix": {"flash": False, "compiler_options": {}},
-    "Tunix, splash": {"flash": True, "compiler_options": {}},
-    "Tunix, splash, our options": {"flash": True, "compiler_options": dict(COMPILER_OPTIONS["tpu"])},
+TUNIX: Mapping[str, Mapping[str, bool]] = {
+    "Tunix": {"flash": False, "our_options": False},
+    "Tunix, splash": {"flash": True, "our_options": False},
+    "Tunix, splash, our options": {"flash": True, "our_options": True},
 }
 
 
@@ -61,6 +61,8 @@ def programs(tunix_python: str | None) -> Iterator[tuple[str, str, list[str], di
         for side, variant in TUNIX.items() if tunix_python else ():
             command = [tunix_python or "", str(HERE / "gradients_of_tunix.py")]
             topology = {"topology_name": place.topology_name, **place.topology_options}
+            options = options_for("tpu", place.chip.device_kind) if variant["our_options"] else {}
+            variant = {"flash": variant["flash"], "compiler_options": options}
             yield model, side, command, {**work, **variant, "topology": topology, "rows": ROWS[OURS]}
 
 

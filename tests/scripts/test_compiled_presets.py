@@ -34,9 +34,7 @@ def test_every_preset_for_an_accelerator_is_in_the_record(bench: ModuleType) -> 
 @pytest.mark.compile
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("preset", RECORD)
-def test_a_preset_compiles_for_its_hardware_and_fits_and_is_as_fast_as_recorded(
-    preset: str, bench: ModuleType
-) -> None:
+def test_a_preset_compiles_for_its_hardware_and_fits_and_is_as_fast_as_recorded(preset: str, bench: ModuleType) -> None:
     if module := bench.missing_compiler(preset):
         pytest.skip(f"{module} is not installed")
     found, recorded = bench.compiled(preset), RECORD[preset]
