@@ -1,4 +1,4 @@
-"""The presets for accelerators, compiled for their hardware and compared with the record: `scripts/test.sh --compile`."""
+"""Presets for accelerators compiled for their hardware, against the record: `scripts/test.sh --compile`."""
 
 from __future__ import annotations
 
