@@ -36,7 +36,12 @@ COMPILER_OPTIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "xla_tpu_overlap_compute_collective_tc": "true",
         },
         "TPU v5 lite": _large_tiles(64 * 1024),
-        "TPU v6 lite": _large_tiles(80 * 1024),
+        "TPU v6 lite": {
+            **_large_tiles(80 * 1024),
+            # The SparseCores add gradients up over the chips meanwhile: 11 ms of collectives stay exposed, not 33.
+            "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": "true",
+            "xla_tpu_enable_sparse_core_reduce_scatter_v2": "true",
+        },
     }
 )
 """Options by platform and by kind of device. The reasons are estimates by the compiler."""

@@ -137,7 +137,7 @@ class HloProgram:
 
     def collective(self, one: Instruction) -> Collective | None:
         """Returns the collective that an instruction is, starts or has in it; None for other instructions."""
-        inside = self.fused(one) if one.opcode in ("fusion", "async-start") else [one]
+        inside = self.fused(one) if one.opcode in ("fusion", "async-start", "call-start") else [one]
         found = next((x for x in inside if x.opcode.removesuffix("-start") in COLLECTIVES), None)
         if found is None:
             return None

@@ -148,7 +148,8 @@ ENTRY %main () -> f32[8] {{
     assert found.collective_bytes == {"reduce-scatter": pytest.approx(2**20 * 7 / 8)}
 
 
-def test_a_wrapped_collective_runs_in_the_background():
+@pytest.mark.parametrize("start, names", [("async", "calls"), ("call", "to_apply")])
+def test_a_wrapped_collective_runs_in_the_background(start: str, names: str) -> None:
     text = f"""HloModule jit_f
 
 %wrapped (x: f32[8]) -> f32[8] {{
@@ -156,8 +157,8 @@ def test_a_wrapped_collective_runs_in_the_background():
 }}
 
 ENTRY %main () -> f32[8] {{
-  %s = ((f32[2097152]), {MEGABYTE}, u32[]{{:S(4)}}) async-start(%p), calls=%wrapped
-  %d = {MEGABYTE} async-done(%s), calls=%wrapped
+  %s = ((f32[2097152]), {MEGABYTE}, u32[]{{:S(4)}}) {start}-start(%p), {names}=%wrapped
+  %d = {MEGABYTE} {start}-done(%s), {names}=%wrapped
 }}
 """
     found = program_time(HloProgram(text), CHIP, kernel_s={}, loop_counts={})
