@@ -42,7 +42,7 @@ class PackedForward:
         def scan(params: Params, stacked: TokenBatch, temperature: Array) -> Array:
             return jax.lax.map(lambda rows: forward(params, rows, temperature), stacked)
 
-        options = compiler_options(mesh)
+        options = compiler_options(mesh, packed_rows=True)
         self._forward = jax.jit(forward, out_shardings=row_sharding(mesh), compiler_options=options)
         self._scan = jax.jit(scan, out_shardings=row_sharding(mesh, row_dim=1), compiler_options=options)
 

@@ -84,7 +84,7 @@ class UpdateStep:
         self._names = metrics
         self._parts: LossStats | None = None
         self._zeros = jax.jit(zeros, out_shardings=sums)
-        options = compiler_options(shardings.num_updates.mesh)  # pyright: ignore[reportAttributeAccessIssue]
+        options = compiler_options(shardings.num_updates.mesh, packed_rows=True)  # pyright: ignore[reportAttributeAccessIssue]
         self._add = jax.jit(add, donate_argnums=0, out_shardings=sums, compiler_options=options)
         self._apply = jax.jit(apply, donate_argnums=0, out_shardings=(shardings, None), compiler_options=options)
 

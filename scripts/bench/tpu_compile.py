@@ -61,7 +61,7 @@ def programs(tunix_python: str | None) -> Iterator[tuple[str, str, list[str], di
         for side, variant in TUNIX.items() if tunix_python else ():
             command = [tunix_python or "", str(HERE / "gradients_of_tunix.py")]
             topology = {"topology_name": place.topology_name, **place.topology_options}
-            options = options_for("tpu", place.chip.device_kind) if variant["our_options"] else {}
+            options = options_for("tpu", place.chip.device_kind, packed_rows=True) if variant["our_options"] else {}
             variant = {"flash": variant["flash"], "compiler_options": options}
             yield model, side, command, {**work, **variant, "topology": topology, "rows": ROWS[OURS]}
 
