@@ -355,3 +355,8 @@ def test_the_checker_follows_imports_through_the_program() -> None:
     }
     assert reached({"app.reward.gsm8k"}, sources, lazily=False) == {"re"}
     assert reached({"app.reward.gsm8k"}, sources, lazily=True) == {"re", "jax", "flax"}
+
+
+def test_the_platform_is_that_of_the_devices_in_use():
+    asking = [path for path in (REPOSITORY / "app").rglob("*.py") if "default_backend" in path.read_text()]
+    assert asking == []

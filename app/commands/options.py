@@ -50,7 +50,8 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace output fil
 Compiles = Annotated[
     bool,
     typer.Option(
-        "--compile", help="Also compile the programs of each phase and show the memory they need. Takes minutes."
+        "--compile",
+        help="Also compile the programs of each phase: the memory they need and, for TPUs, their time. Takes minutes.",
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]

@@ -100,7 +100,7 @@ def shard_map_by_dims(
 ) -> Callable[..., tuple[Array, ...]]:
     """Returns a function that applies `function` to each device's part of its arguments on the current mesh.
 
-    No device may need another's part; loops may differ in length between devices. A dim is split if its axis divides it
+    Loops may differ in length between devices, but not around collectives. A dim is split if its axis divides it
     in every argument that has it; otherwise it is replicated. The returned function cannot be differentiated.
 
     Args:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from importlib.metadata import distributions, version
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +41,17 @@ def compile_only_devices(place: TpuSlice | GpuHost) -> list[Any]:
     except Exception as error:  # JAX raises several types, some of them its own
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise InputError(
-            f"mesh.pretend: cannot compile for {place.name}: {reason}; run pip install -e "
-            f"'.[{place.compiler}]', which installs the compiler on any x86-64 Linux, with or without the device"
+            f"mesh.pretend: cannot compile for {place.name}: {reason} (with {compiler_versions()}); run pip install -e "
+            f"'.[{place.compiler}]', which installs the compiler that belongs to this JAX on any x86-64 Linux, with or "
+            "without the device"
         ) from None
     return list(description.devices)
+
+
+def compiler_versions() -> str:
+    """Returns the versions of JAX and of the accelerators' compilers that are installed."""
+    names = {distribution.name for distribution in distributions()} & {"jax", "libtpu", "jax-cuda13-plugin"}
+    return ", ".join(f"{name} {version(name)}" for name in sorted(names))
 
 
 def keep_kernel_schedules() -> None:

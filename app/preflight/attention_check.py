@@ -36,11 +36,11 @@ def check_attention(recorder: CheckRecorder, session: Session, reward_model: Rew
     mesh, device = session.mesh, session.mesh.devices.flat[0]
     architectures = [session.model_spec.architecture, session.architecture_of("critic")]
     architectures += [] if reward_model is None else [reward_model.architecture]
+    dtype = set_compute_dtype(session.settings)
     with jax.set_mesh(mesh):
-        has_kernel = platform_blocking(NUM_TOKENS, session.settings.model.attention).kernel
+        has_kernel = platform_blocking(NUM_TOKENS, dtype, session.settings.model.attention).kernel
     name = f"the kernel for {device.device_kind}" if has_kernel else f"attention on {device.platform} without a kernel"
     with recorder.run_check("attention", "set model.attention: xla" if has_kernel else ""):
-        dtype = set_compute_dtype(session.settings)
         differences = np.array(
             [
                 attention_differences(architecture, mesh, dtype, window=window)

@@ -17,7 +17,7 @@ from jax.stages import Compiled, Lowered
 
 from app.batching.micro_batch_plan import MicroBatch, MicroBatchPlan
 from app.batching.token_batch import pack_tokens
-from app.mesh.compile_only import kernel_schedules
+from app.mesh.compile_only import compiler_versions, kernel_schedules
 from app.mesh.device_memory import device_memory_bytes
 from app.mesh.device_mesh import num_hosts
 from app.mesh.placement import abstract_arrays, num_local_row_shards, row_sharding
@@ -198,9 +198,12 @@ def _compile(lowered: Lowered, phase: str, name: str) -> Compiled:
     try:
         return lowered.compile()
     except jax.errors.JaxRuntimeError as error:
-        if not str(error).startswith("RESOURCE_EXHAUSTED"):
-            raise
         lines = [line.strip() for line in str(error).splitlines()]
+        if not lines[0].startswith("RESOURCE_EXHAUSTED"):
+            raise InputError(
+                f"{phase}: {name} does not compile: {lines[0]} (with {compiler_versions()}; pip install -e '.[tpu]' "
+                "or '.[cuda]' installs the compiler that belongs to this JAX)"
+            ) from error
         largest = ", ".join(line.partition(": ")[2] for line in lines if re.match(r"(\d+\. )?Size: ", line))
         named = f" Its largest buffers: {largest}." if largest else ""
         raise _does_not_fit(phase, name, lines[0].removeprefix("RESOURCE_EXHAUSTED: ") + named) from None

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-ITEM_BITS = {"pred": 8, "token": 0, "c64": 64, "c128": 128}
-"""Bits of an item by element type, where its name does not end with them."""
+ITEM_BITS = {"pred": 8, "token": 0}
+"""Bits of an item by element type, where its name does not have them."""
 
 _NAME = r"%?([\w.\-]+)"
 _ARRAY = re.compile(r"([a-z]+\d*[a-z0-9]*)\[([\d,]*)\](?:\{([^}]*)\})?")
@@ -37,7 +37,7 @@ class ArrayShape:
 
     @property
     def num_bytes(self) -> int:
-        bits = ITEM_BITS.get(self.dtype) or int((re.search(r"\d+", self.dtype) or ["32"])[0])
+        bits = ITEM_BITS.get(self.dtype, int((re.search(r"\d+", self.dtype) or ["32"])[0]))
         return self.num_items * bits // 8
 
 

@@ -15,6 +15,7 @@ from jaxlib.mosaic.python import tpu
 from app.mesh.tpu_chips import TpuChip
 from app.model.attention import ATTENTION_SCOPE
 from app.preflight.hlo_text import ArrayShape, HloProgram, Instruction
+from settings.errors import InputError
 
 
 def kernel_times(
@@ -27,12 +28,21 @@ def kernel_times(
     Args:
         bundles: see `take_scheduled_bundles`.
         turns: where the size of a grid depends on data, the number of pairs of blocks, as `ATTENTION_SCOPE`.
+
+    Raises:
+        InputError: the schedule of a kernel is missing.
     """
     for instructions in program.computations.values():
         for one in instructions:
             if one.attribute(r'custom_call_target="(\w+)"') == "tpu_custom_call":
+                kernel = one.name.partition(".")[0]
+                if kernel not in bundles:
+                    raise InputError(
+                        f"libtpu wrote no schedule of the kernel {kernel}, so its time is unknown: unset "
+                        "JAX_COMPILATION_CACHE_DIR, and use the libtpu that this JAX asks for (pip install -e '.[tpu]')"
+                    )
                 num_turns, num_bytes = _turns_and_copies(one, turns)
-                cycles = bundles[one.name.partition(".")[0]] * num_turns
+                cycles = bundles[kernel] * num_turns
                 yield one.name, max(cycles / chip.clock_hz, num_bytes / chip.hbm_bytes_per_s)
 
 

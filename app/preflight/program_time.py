@@ -164,12 +164,9 @@ class _Walk:
             total.parts[part] += exposed
 
     def _loop(self, one: Instruction, part: str) -> ProgramTime:
-        known = one.attribute(r'"known_trip_count":\{"n":"(\d+)"') or self._compared_count(one)
-        given = next(
-            (count for scope, count in self.loop_counts.items() if re.search(rf"\b{scope}\b", one.op_name)), None
-        )
-        count = given if given is not None else known
-        if count is None:
+        scopes = (scope for scope in self.loop_counts if re.search(rf"\b{scope}\b", one.op_name))
+        count = one.attribute(r'"known_trip_count":\{"n":"(\d+)"') or self.loop_counts.get(next(scopes, ""))
+        if count is None and (count := self._compared_count(one)) is None:
             raise UnknownLoopCountError(f"the loop {one.name} ({one.op_name}) has no known number of turns")
         turn = self.time_of(_body(one), self._part(one, part))
         total = ProgramTime()
@@ -177,10 +174,14 @@ class _Walk:
         return total
 
     def _compared_count(self, loop: Instruction) -> int | None:
-        """Returns the one constant that a loop's condition compares its counter with; None if there is another way."""
-        lines = self.program.computations[loop.attribute(r"condition=%?([\w.\-]+)") or ""]
-        constants = [one.attribute(r"^(\d+)\)") for one in lines if one.opcode == "constant"]
-        return int(constants[0]) if len(constants) == 1 and constants[0] else None
+        """Returns the constant that the loop's counter stays below; None if its condition is another."""
+        lines = {one.name: one for one in self.program.computations[loop.attribute(r"condition=%?([\w.\-]+)") or ""]}
+        *_, condition = lines.values()
+        limit = lines.get(condition.operands[-1]) if condition.operands else None
+        if limit is None or condition.opcode != "compare" or condition.attribute(r"direction=(\w+)") != "LT":
+            return None
+        constant = limit.attribute(r"^(\d+)\)") if limit.opcode == "constant" else None
+        return None if constant is None else int(constant)
 
     def _calls(self, one: Instruction, target: str) -> bool:
         return one.opcode == "fusion" and any(f'"{target}"' in inner.text for inner in self.program.fused(one))

@@ -115,20 +115,22 @@ def table(lines: list[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tunix-python", help="interpreter of an environment with google-tunix 0.1.7 and libtpu")
-    parser.add_argument("--only", nargs="*", help="programs, such as 'Qwen2.5-1.5B grpo'")
+    parser.add_argument("--only", nargs="*", help="programs, such as 'Qwen2.5-1.5B grpo'; the record keeps the others")
     parser.add_argument("--keep", type=Path, help="folder for compiled programs")
     parser.add_argument("--out", type=Path, default=HERE / "results" / "tpu_compile.json")
     options = parser.parse_args()
     if options.tunix_python is None:
         print("Tunix is missing: --tunix-python PYTHON, with google-tunix==0.1.7 and libtpu", file=sys.stderr)
-    lines = []
+    lines = json.loads(options.out.read_text())["programs"] if options.only and options.out.exists() else []
     with tempfile.TemporaryDirectory() as folder:
         for model, side, command, work in programs(options.tunix_python):
             name = f"{model} {side}"
             if options.only is None or name in options.only:
                 directory = (options.keep or Path(folder)).resolve() / name.replace(", ", "-").replace(" ", "-")
                 print(name, file=sys.stderr, flush=True)
+                lines = [one for one in lines if (one["model"], one["side"]) != (model, side)]
                 lines.append(estimated(model, side, compiled(command, work, directory), directory))
+    lines.sort(key=lambda one: (one["model"], one["side"]))
     print(table(lines))
     record = {"date": datetime.now(UTC).date().isoformat(), "programs": lines}
     options.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
