@@ -4,6 +4,9 @@ One program computes a block of queries of one head, or the gradients of a block
 over the pairs of its block, and its sums stay in registers. Operands keep their type, scores, softmax and sums are
 float32. No two programs write the same numbers, so results do not depend on their order.
 
+cuDNN's attention, which `jax.nn.dot_product_attention` can call, knows no samples that share a prompt: it would need a
+[tokens, tokens] bias for them, and would compute every pair.
+
 Source: Dao 2023, FlashAttention-2, algorithms 1 and 2.
 """
 
