@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import sys
 from types import ModuleType
 from typing import Any
 
 import pytest
 
+from settings.loading.config_file import preset_names
 from tests.scripts.conftest import SCRIPTS
 
 SLACK = 1.05
 """How much more than the record says a program may need before the record must be made again, and argued for."""
-RECORD: dict[str, Any] = json.loads((SCRIPTS / "bench" / "results" / "compiled_presets.json").read_text())["presets"]
+
+
+@pytest.fixture
+def record() -> dict[str, Any]:
+    return json.loads((SCRIPTS / "bench" / "results" / "compiled_presets.json").read_text())["presets"]
 
 
 @pytest.fixture
@@ -24,20 +30,23 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("compiled_presets")
 
 
-def test_every_preset_for_an_accelerator_is_in_the_record(bench: ModuleType) -> None:
-    assert sorted(RECORD) == sorted(bench.accelerator_presets())
-    for preset, one in RECORD.items():
+def test_recorded_presets_are_for_their_devices(bench: ModuleType, record: dict[str, Any]) -> None:
+    assert record.keys() <= set(bench.accelerator_presets())
+    for preset, one in record.items():
         assert one["devices"] == bench.devices_of(preset)
         assert {"rollout/prefill", "rollout/decode", "update/gradients", "update/optimizer"} <= set(one["programs"])
 
 
 @pytest.mark.compile
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("preset", RECORD)
-def test_a_preset_compiles_for_its_hardware_and_fits_and_is_as_fast_as_recorded(preset: str, bench: ModuleType) -> None:
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("preset", [name for name in preset_names() if re.search(r"_(v\w+_\d+|gpu)$", name)])
+def test_a_preset_compiles_for_its_hardware_and_fits_and_is_as_fast_as_recorded(
+    preset: str, bench: ModuleType, record: dict[str, Any]
+) -> None:
     if module := bench.missing_compiler(preset):
         pytest.skip(f"{module} is not installed")
-    found, recorded = bench.compiled(preset), RECORD[preset]
+    assert preset in record, f"make its record: python scripts/bench/compiled_presets.py {preset}"
+    found, recorded = bench.compiled(preset), record[preset]
     assert set(found["programs"]) == set(recorded["programs"])
     for name, before in recorded["programs"].items():
         now = found["programs"][name]
