@@ -1,19 +1,21 @@
 #!/usr/bin/env bash
 # Creates the environment with the test extra and runs the tests.
 #
-#   bash scripts/test.sh [--lint] [--all] [options of pytest]
+#   bash scripts/test.sh [--lint] [--all | --compile] [options of pytest]
 #
 # --all adds the slow tests and those that start two processes as hosts.
+# --compile runs only those that compile the presets for their hardware, minutes each and one at a time.
 # --lint, or CI=true, first checks style, formatting and types with ruff and pyright, and the scripts with shellcheck.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
 case ${CI:-} in true | 1) lint=true ;; *) lint=false ;; esac
-selection=(-m "not slow and not two_hosts")
+selection=(-m "not slow and not two_hosts and not compile")
 while :; do
     case ${1:-} in
         --lint) lint=true ;;
-        --all) selection=() ;;
+        --all) selection=(-m "not compile") ;;
+        --compile) selection=(-m compile --numprocesses 0) ;;
         *) break ;;
     esac
     shift
@@ -29,4 +31,4 @@ if [ "$lint" = true ]; then
     "$VENV/bin/shellcheck" scripts/*.sh .ci/run
 fi
 echo "Running the tests"
-run_tests ${selection[@]+"${selection[@]}"} "$@"
+run_tests "${selection[@]}" "$@"

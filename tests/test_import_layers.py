@@ -45,8 +45,10 @@ SETTINGS_BELOW_RUNTIME = {
     },
     # Source, split and columns of the data sets.
     "app.prompts": {"schema.data.DataSettings"},
-    # Two literals.
-    "app.model": {"schema.rollout.DecodeLayout", "schema.lora.Quantization"},
+    # Three literals.
+    "app.model": {
+        *("schema.model.AttentionImplementation", "schema.rollout.DecodeLayout", "schema.lora.Quantization"),
+    },
     "app.mesh": {
         # Shape, platform and hosts; devices of the workers of a kind; suggestions for the misspelled name of a slice.
         *("schema.mesh.MeshSettings", "schema.rollout.WorkerPoolSettings"),
@@ -353,3 +355,8 @@ def test_the_checker_follows_imports_through_the_program() -> None:
     }
     assert reached({"app.reward.gsm8k"}, sources, lazily=False) == {"re"}
     assert reached({"app.reward.gsm8k"}, sources, lazily=True) == {"re", "jax", "flax"}
+
+
+def test_the_platform_is_that_of_the_devices_in_use():
+    asking = [path for path in (REPOSITORY / "app").rglob("*.py") if "default_backend" in path.read_text()]
+    assert asking == []

@@ -19,8 +19,8 @@ from app.records.versions import code_digest, minimum_versions
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-PINNED_BY_ANOTHER = {"pydantic-core"}
-"""Packages of which pydantic requires exactly one version."""
+PINNED_BY_ANOTHER = {"pydantic-core", "jaxlib"}
+"""Packages of which pydantic and jax require exactly one version."""
 
 OPTIONAL = {"math-verify": "math", "qwix": "qlora", "ray": "ray", "tensorboardx": "tensorboard"}
 """Packages of extras, which the program imports only if they are installed."""

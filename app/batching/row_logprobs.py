@@ -8,7 +8,7 @@ from jaxtyping import Array, Float32
 from app.batching.token_batch import TokenBatch
 from app.model.decoder import Decoder
 from app.model.segment_layout import SegmentLayout
-from app.model.token_logprobs import EntropyFn, completion_logprobs, detached_entropy
+from app.model.token_logprobs import completion_logprobs
 
 
 def row_logprobs(
@@ -19,7 +19,7 @@ def row_logprobs(
     dtype: jnp.dtype,
     remat: str,
     logits_chunk: int,
-    entropy_fn: EntropyFn = detached_entropy,
+    entropy_gradient: bool = False,
 ) -> tuple[Float32[Array, "R C"], Float32[Array, "R C"]]:
     """Returns the logprob and entropy of each target of a micro-batch; undefined on padding."""
     return completion_logprobs(
@@ -33,5 +33,5 @@ def row_logprobs(
         dtype=dtype,
         remat=remat,
         logits_chunk=logits_chunk,
-        entropy_fn=entropy_fn,
+        entropy_gradient=entropy_gradient,
     )

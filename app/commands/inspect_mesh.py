@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from app.commands.command_support import print_result, resolve, show_progress
-from app.commands.options import AsJson, Config, Overrides, PrintConfig
+from app.commands.options import AsJson, Compiles, Config, Overrides, PrintConfig
+from settings import InputError
 from settings.checks.commands import check_for_inspect_mesh
 
 
@@ -15,17 +17,18 @@ def inspect_mesh(
     config: Config = None,
     overrides: Overrides = None,
     print_config: PrintConfig = False,
-    compiles: Annotated[
-        bool,
-        typer.Option(
-            "--compile", help="Also compile the programs of each phase and show the memory they need. Takes minutes."
-        ),
-    ] = False,
+    compiles: Compiles = False,
+    hlo: Annotated[
+        Path | None,
+        typer.Option("--hlo", metavar="DIR", help="With --compile: write the text of each compiled program to DIR."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show how a model is sharded and which batches fit."""
+    if hlo is not None and not compiles:
+        raise InputError("--hlo needs --compile, which makes the programs that it writes")
     resolved = resolve(config, overrides, print_config=print_config, check=check_for_inspect_mesh)
     show_progress(f"grpo inspect-mesh: model {resolved.settings.model.path}; loading JAX")
     from app.preflight import inspect_mesh
 
-    print_result(inspect_mesh.inspect_mesh(resolved, compiles=compiles), as_json=as_json)
+    print_result(inspect_mesh.inspect_mesh(resolved, compiles=compiles, hlo=hlo), as_json=as_json)

@@ -47,4 +47,11 @@ PrintConfig = Annotated[
     ),
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace output files that exist.")]
+Compiles = Annotated[
+    bool,
+    typer.Option(
+        "--compile",
+        help="Also compile the programs of each phase: the memory they need and, for TPUs, their time. Takes minutes.",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]

@@ -17,7 +17,7 @@ from app.commands.command_support import (
     resolve,
     show_progress,
 )
-from app.commands.options import Config, Overrides, PrintConfig
+from app.commands.options import Compiles, Config, Overrides, PrintConfig
 from app.records.run_directory import Resume
 from app.records.settings_history import SettingsPeriod
 from settings import InputError, Resolved, load
@@ -40,6 +40,7 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Run every launch check, print sizes and memory, and exit.")
     ] = False,
+    compiles: Compiles = False,
     from_rollouts: Annotated[
         Path | None,
         typer.Option(
@@ -68,6 +69,8 @@ def train(
     """Train by rollout, reward, score, advantage and update."""
     if as_json and not dry_run:
         raise InputError("--json needs --dry-run; the metrics of a run are in its metrics.jsonl")
+    if compiles and not dry_run:
+        raise InputError("--compile needs --dry-run; a run compiles its programs anyway")
     if checkpoint is not None and from_rollouts is None:
         raise InputError("--checkpoint needs --from-rollouts; to continue a run, use --resume")
     if allow_changed and resume == "never":
@@ -89,7 +92,11 @@ def train(
         from app.preflight.dry_run import make_dry_run_report
 
         report = make_dry_run_report(
-            parts[0].resolved, resume=resume, replay_request=parts[0].request, allow_changed=allow_changed or ()
+            parts[0].resolved,
+            resume=resume,
+            replay_request=parts[0].request,
+            allow_changed=allow_changed or (),
+            compiles=compiles,
         )
         print_result(report, as_json=as_json)
         raise typer.Exit

@@ -23,6 +23,8 @@ Dims = Sequence[str]
 
 LOGICAL_AXIS_RULES: dict[str, str | tuple[str, ...] | None] = {
     "rows": ROW_AXES,
+    # The rows of all devices that share weights, gathered.
+    "shared_rows": "dp",
     "tokens": None,
     "layers": None,
     "embed": "fsdp",
@@ -32,6 +34,8 @@ LOGICAL_AXIS_RULES: dict[str, str | tuple[str, ...] | None] = {
     "head": None,
     "mlp": "tp",
     "lora_rank": None,
+    # The LM head's vocabulary where it is used: no device then needs another's part of the table.
+    "head_vocab": ("tp", "fsdp"),
     # The model dim of activations is not split: fsdp splits their rows.
     "activation": None,
 }
@@ -77,6 +81,13 @@ def constrain(x: Array, *dims: str) -> Array:
     return jax.lax.with_sharding_constraint(x, partition_spec(dims, x.shape, mesh))
 
 
+def current_device() -> tuple[str, str]:
+    """Returns platform (`cpu`, `gpu` or `tpu`) and kind of the current mesh's devices; JAX's default without a mesh."""
+    mesh = jax.sharding.get_abstract_mesh()
+    device = jax.devices()[0] if mesh.empty else mesh.abstract_device
+    return device.platform, device.device_kind
+
+
 def row_shard_size(num_rows: int) -> int:
     """Returns the number of an array's rows on each device of the current mesh."""
     mesh = jax.sharding.get_abstract_mesh()
@@ -89,7 +100,7 @@ def shard_map_by_dims(
 ) -> Callable[..., tuple[Array, ...]]:
     """Returns a function that applies `function` to each device's part of its arguments on the current mesh.
 
-    No device may need another's part; loops may differ in length between devices. A dim is split if its axis divides it
+    Loops may differ in length between devices, but not around collectives. A dim is split if its axis divides it
     in every argument that has it; otherwise it is replicated. The returned function cannot be differentiated.
 
     Args:

@@ -7,11 +7,14 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from app.mesh.compile_only import compile_only_devices
+from app.mesh.gpu_cards import GpuHost
 from app.mesh.tpu_chips import TpuSlice
 from settings.errors import InputError
 from settings.schema.mesh import MeshSettings
@@ -22,14 +25,16 @@ DEVICE_PLATFORMS = {"cpu": "cpu", "cuda": "gpu", "tpu": "tpu"}
 """The `platform` of JAX devices by `mesh.platform`."""
 ACCELERATOR_FILES = {"/dev/nvidia0": "cuda", "/dev/accel0": "tpu", "/dev/vfio/0": "tpu"}
 """Package extra for each device file of an accelerator."""
-_simulated_slice: TpuSlice | None = None
-"""The slice that the virtual devices of this process simulate."""
+_simulated_slice: TpuSlice | GpuHost | None = None
+"""The slice, or the host with GPUs, that the virtual devices of this process simulate."""
+_simulated_devices: list[Any] | None = None
 
 
-def simulate_slice(slice: TpuSlice | None) -> None:
-    """Makes the virtual devices of this process simulate a slice; None for real devices."""
-    global _simulated_slice
+def simulate_slice(slice: TpuSlice | GpuHost | None, *, compiles: bool = False) -> None:
+    """Makes the virtual devices of this process simulate a slice, or a host with GPUs; None for real devices."""
+    global _simulated_slice, _simulated_devices
     _simulated_slice = slice
+    _simulated_devices = compile_only_devices(slice) if slice is not None and compiles else None
 
 
 def missing_platform_error(platform: str, reason: str) -> InputError:
@@ -43,6 +48,8 @@ def global_devices(settings: MeshSettings) -> Sequence[Any]:
     Raises:
         InputError: there are no devices of `mesh.platform`.
     """
+    if _simulated_devices is not None:
+        return _simulated_devices
     try:
         devices = jax.devices()
     except (RuntimeError, AssertionError) as error:  # AssertionError: JAX does not know the platform
@@ -88,17 +95,19 @@ def check_equal_device_counts(devices: Sequence[Any]) -> None:
 
 def host_index(device: Any) -> int:
     """Returns the index of a device's host."""
-    return device.process_index if _simulated_slice is None else device.id // _simulated_slice.chips_per_host
+    if _simulated_slice is not None and _simulated_devices is None:
+        return device.id // _simulated_slice.chips_per_host
+    return device.process_index
 
 
-def simulated_slice() -> TpuSlice | None:
-    """Returns the slice that this process's virtual devices simulate; None for real devices."""
+def simulated_slice() -> TpuSlice | GpuHost | None:
+    """Returns the slice, or the host with GPUs, that this process's virtual devices simulate; None for real devices."""
     return _simulated_slice
 
 
 def device_platform(device: Any) -> str:
     """Returns `cpu`, `gpu` or `tpu`."""
-    return device.platform if _simulated_slice is None else "tpu"
+    return device.platform if _simulated_slice is None else DEVICE_PLATFORMS[_simulated_slice.compiler]
 
 
 def device_kind(device: Any) -> str:
@@ -108,4 +117,18 @@ def device_kind(device: Any) -> str:
 
 def local_devices() -> list[Any]:
     """Returns the devices of this host; of a simulated slice, those of its first host."""
-    return [device for device in jax.local_devices() if _simulated_slice is None or host_index(device) == 0]
+    return [
+        device
+        for device in _simulated_devices or jax.local_devices()
+        if _simulated_slice is None or host_index(device) == 0
+    ]
+
+
+def devices_of_submesh(devices: Sequence[Any]) -> Sequence[Any]:
+    """Returns the devices for a submesh: these, or others of their kind where programs are only compiled.
+
+    Compilers number the devices of a program from 0 on, and know no part of a slice but a smaller slice.
+    """
+    if _simulated_slice is None or _simulated_devices is None or len(devices).bit_count() != 1:
+        return devices
+    return compile_only_devices(replace(_simulated_slice, num_chips=len(devices), chips_per_host=len(devices)))

@@ -13,6 +13,7 @@ import jax
 
 from app.distributed.cluster_detection import detect_cluster, is_cloud_tpu_vm
 from app.distributed.rendezvous_check import ClusterMember, resolve_bind_address, verify_processes
+from app.mesh.compile_only import keep_kernel_schedules
 from app.mesh.devices import (
     check_equal_device_counts,
     global_devices,
@@ -20,7 +21,7 @@ from app.mesh.devices import (
     simulate_slice,
     simulated_slice,
 )
-from app.mesh.tpu_chips import parse_slice
+from app.mesh.tpu_chips import parse_pretended
 from settings.errors import InputError
 from settings.schema.mesh import MeshSettings
 
@@ -37,7 +38,7 @@ NO_PROXY_VARIABLE = "no_grpc_proxy"
 """The variable that gRPC reads instead of `no_proxy`."""
 
 
-def initialize_distributed(settings: MeshSettings) -> None:
+def initialize_distributed(settings: MeshSettings, *, compiles: bool = False) -> None:
     """Sets up the backend and joins the other hosts. Must run before any other use of JAX.
 
     Hosts are joined by the three coordinator settings, automatically on a Cloud TPU VM of several hosts, and with
@@ -47,7 +48,7 @@ def initialize_distributed(settings: MeshSettings) -> None:
         InputError: a host is missing or has an unexpected id, the port or the platform is not available, or the hosts
             have different numbers of devices.
     """
-    initialize_local(settings)
+    initialize_local(settings, compiles=compiles)
     if simulated_slice() is not None:
         return
     member = _find_cluster_member(settings)
@@ -77,18 +78,23 @@ def initialize_distributed(settings: MeshSettings) -> None:
     check_equal_device_counts(global_devices(settings))
 
 
-def initialize_local(settings: MeshSettings) -> None:
+def initialize_local(settings: MeshSettings, *, compiles: bool = False) -> None:
     """Sets up the backend of this host without joining other hosts. Must run before any other use of JAX.
 
     Raises:
         InputError: the library for `mesh.platform` is not installed.
     """
-    pretended = None if settings.pretend is None else parse_slice(settings.pretend)
-    simulate_slice(pretended)
+    pretended = None if settings.pretend is None else parse_pretended(settings.pretend)
+    if compiles:
+        keep_kernel_schedules()
     _configure_malloc()
     if pretended is not None:
-        jax.config.update("jax_num_cpu_devices", pretended.num_chips)
+        if not compiles:
+            jax.config.update("jax_num_cpu_devices", pretended.num_chips)
+        # CUDA's plugin looks for a GPU when it is loaded, unless JAX is to use another platform.
         jax.config.update("jax_platforms", "cpu")
+    simulate_slice(pretended, compiles=compiles)
+    if pretended is not None:
         return
     if settings.cpu_devices is not None:
         try:

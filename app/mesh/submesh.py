@@ -16,7 +16,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 
 from app.mesh.axis_rules import AXES
 from app.mesh.device_mesh import num_hosts
-from app.mesh.devices import host_index, local_devices
+from app.mesh.devices import devices_of_submesh, host_index, local_devices
 from settings.errors import InputError
 from settings.schema.rollout import WorkerPoolSettings
 
@@ -77,7 +77,8 @@ def make_submesh(device_indices: Sequence[int], *, template: Mesh) -> Mesh:
         )
     local = local_devices()
     shape = (1, len(device_indices) // tp, tp)
-    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * 3, devices=[local[i] for i in device_indices])
+    devices = devices_of_submesh([local[i] for i in device_indices])
+    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
 
 
 def host_submesh(mesh: Mesh) -> Mesh:
@@ -87,7 +88,8 @@ def host_submesh(mesh: Mesh) -> Mesh:
     groups = mesh.devices.reshape(-1, mesh.shape["tp"])
     assert all(len(set(map(host_index, group))) == 1 for group in groups), "`check_rows_per_host` keeps tp inside hosts"
     local = np.stack([group for group in groups if host_index(group[0]) == jax.process_index()])
-    return Mesh(local[None], AXES, axis_types=(AxisType.Auto,) * 3)
+    devices = np.asarray(devices_of_submesh(list(local.flat))).reshape(local[None].shape)
+    return Mesh(devices, AXES, axis_types=(AxisType.Auto,) * 3)
 
 
 def to_host_submesh(arrays: Any, mesh: Mesh) -> Any:

@@ -9,7 +9,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
+from app.mesh.gpu_cards import GPU_HOSTS, GpuHost
 from settings.errors import InputError
 from settings.loading.fields import did_you_mean, nearest_names
 
@@ -31,6 +33,9 @@ class TpuChip:
     """Peak dense bfloat16 FLOPs per second."""
     ici_bytes_per_s: float
     """Outgoing bandwidth of a chip over all its links; the incoming bandwidth is the same."""
+    hbm_bytes_per_s: float
+    clock_hz: float
+    """Of the tensor core, which the compiler's estimates count in cycles."""
     dcn_bytes_per_s_per_host: float
     """Outgoing bandwidth of a host with `chips_per_host` chips."""
     chips_per_host: int
@@ -40,15 +45,29 @@ class TpuChip:
     max_chips_of_one_host: int
     """The largest number of chips in a slice of one host."""
 
+    @property
+    def num_torus_dims(self) -> int:
+        return 2 if self.cores_in_name == 1 else 3
+
+    @property
+    def link_bytes_per_s(self) -> float:
+        """Bandwidth of one link in one direction; a chip has two in each dim of the torus."""
+        return self.ici_bytes_per_s / (2 * self.num_torus_dims)
+
+    @property
+    def ring_bytes_per_s(self) -> float:
+        """Bytes per second that a chip sends in a ring of chips, which uses two of its links."""
+        return 2 * self.link_bytes_per_s
+
 
 TPU_CHIPS: Mapping[str, TpuChip] = MappingProxyType(
     {
         chip.name: chip
         for chip in (
-            TpuChip("v4", "TPU v4", 32 * GIB, 275e12, 300e9, 25e9, 4, 2, 4),
-            TpuChip("v5e", "TPU v5 lite", 16 * GIB, 197e12, 200e9, 12.5e9, 4, 1, 8),
-            TpuChip("v5p", "TPU v5", 95 * GIB, 459e12, 600e9, 25e9, 4, 2, 4),
-            TpuChip("v6e", "TPU v6 lite", 32 * GIB, 918e12, 400e9, 50e9, 4, 1, 8),
+            TpuChip("v4", "TPU v4", 32 * GIB, 275e12, 300e9, 1228e9, 1.05e9, 25e9, 4, 2, 4),
+            TpuChip("v5e", "TPU v5 lite", 16 * GIB, 197e12, 200e9, 819e9, 1.5e9, 12.5e9, 4, 1, 8),
+            TpuChip("v5p", "TPU v5", 95 * GIB, 459e12, 600e9, 2765e9, 1.75e9, 25e9, 4, 2, 4),
+            TpuChip("v6e", "TPU v6 lite", 32 * GIB, 918e12, 400e9, 1640e9, 1.75e9, 50e9, 4, 1, 8),
         )
     }
 )
@@ -68,10 +87,32 @@ class TpuSlice:
     chip: TpuChip
     num_chips: int
     chips_per_host: int
+    compiler = "tpu"
+    """The platform under which JAX finds the compiler, and the package extra that installs it."""
 
     @property
     def num_hosts(self) -> int:
         return self.num_chips // self.chips_per_host
+
+    @property
+    def topology_name(self) -> str:
+        """The name of its topology for libtpu, such as `v4:2x2x2`."""
+        family = "v5" if self.chip.name == "v5p" else self.chip.name
+        return f"{family}:" + "x".join(map(str, _torus_sizes(self.num_chips, self.chip.num_torus_dims)))
+
+    @property
+    def topology_options(self) -> dict[str, Any]:
+        """Options of its topology: the chips of a host along each dim of the torus; two cores are one device."""
+        cores = {"chip_config_name": "megacore"} if self.chip.name == "v4" else {}
+        return {"chips_per_host_bounds": (*_torus_sizes(self.chips_per_host, 2), 1), **cores}
+
+
+def _torus_sizes(num_chips: int, num_dims: int) -> list[int]:
+    """Returns powers of two, as equal as can be and in increasing order, whose product is `num_chips`."""
+    each, larger = divmod(num_chips.bit_length() - 1, num_dims)
+    sizes = [2 ** (each + (dim >= num_dims - larger)) for dim in range(num_dims)]
+    # A host's chips lie in the first two dims.
+    return sizes if sizes[0] > 1 or num_dims == 2 else sizes[::-1]
 
 
 def parse_slice(name: str) -> TpuSlice:
@@ -84,11 +125,21 @@ def parse_slice(name: str) -> TpuSlice:
     chip = TPU_CHIPS.get(match[1]) if match else None
     if match is None or chip is None or int(match[2]) not in SLICE_SIZES[chip.cores_in_name]:
         names = [f"{chip.name}-{size}" for chip in TPU_CHIPS.values() for size in SLICE_SIZES[chip.cores_in_name]]
+        names += GPU_HOSTS
         suggestion = did_you_mean(nearest_names(name, names)[:3])
         raise InputError(f"mesh.pretend: got {name!r}; known: {', '.join(names)}{suggestion}")
     num_chips = int(match[2]) // chip.cores_in_name
     chips_per_host = num_chips if num_chips <= chip.max_chips_of_one_host else chip.chips_per_host
     return TpuSlice(match[0], chip, num_chips, chips_per_host)
+
+
+def parse_pretended(name: str) -> TpuSlice | GpuHost:
+    """Returns the slice or the host with GPUs of a name such as `v4-16` or `h100-1`.
+
+    Raises:
+        InputError: there is neither.
+    """
+    return GPU_HOSTS.get(name.strip().lower()) or parse_slice(name)
 
 
 def find_chip(device_kind: str) -> TpuChip | None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from app.model.rope import RopeConfig
+from settings.schema.model import AttentionImplementation
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,8 @@ class Architecture:
     activation: Literal["silu", "gelu_tanh"] = "silu"
     scaled_embeddings: bool = False
     """Whether embeddings are multiplied by sqrt(model_dim), rounded to the compute type."""
+    attention_implementation: AttentionImplementation = "auto"
+    """What computes attention over packed rows; the results differ only in rounding."""
 
     @property
     def layer_windows(self) -> tuple[int | None, ...]:

@@ -11,33 +11,98 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int32
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
+from app.mesh.axis_rules import current_device
 from app.model.block_attention import Blocking, block_attention
 from app.model.block_pairs import UNREACHABLE, BlockPairs, block_pairs
 from app.model.score_mod import DEFAULT_SCORE_MOD, MASK_VALUE, ScoreMod, apply_soft_cap
 from app.model.segment_layout import SegmentLayout, Window, attention_mask
+from settings.errors import InputError
+from settings.schema.model import AttentionImplementation
 
-BLOCKING_BY_BACKEND = {"cpu": Blocking(block_size=64, pairs_per_iteration=1)}
-"""Blocking by backend: on a CPU one pair of blocks fits the cache; other backends need many pairs to stay busy."""
+ATTENTION_SCOPE = "attention"
+"""The name scope of attention in compiled programs."""
+BLOCKING_BY_PLATFORM = {"cpu": Blocking(block_size=64, pairs_per_iteration=1)}
+"""Blocking by platform: on a CPU one pair of blocks fits the cache; others need many pairs to stay busy."""
 PARALLEL_BLOCKING = Blocking(block_size=128, pairs_per_iteration=128)
+KERNEL_BLOCK_SIZES = (128, 256, 512)
+"""Block sizes of the TPU kernels, which are fastest with the largest. A v4 has no room for those of 512."""
+MAX_V4_TOKENS = 8192
+"""The longest row whose gradients of keys and values fit the 16 MiB of on-chip memory of a v4."""
+GPU_BLOCK_SIZE = 64
+"""Block size of the GPU kernels, whose sums then fit the registers."""
 
 
-def backend_blocking() -> Blocking:
-    """Returns the blocking of the default backend."""
-    return BLOCKING_BY_BACKEND.get(jax.default_backend(), PARALLEL_BLOCKING)
+def platform_blocking(num_tokens: int, dtype: DTypeLike, implementation: AttentionImplementation = "auto") -> Blocking:
+    """Returns how the current mesh's devices compute attention over rows of this many tokens.
+
+    Args:
+        dtype: type of queries, keys and values.
+
+    Raises:
+        InputError: `implementation` is `kernel`, and there is none for these devices and rows.
+    """
+    platform, kind = current_device()
+    kernel = None if implementation == "xla" else _kernel_blocking(platform, kind, num_tokens, dtype)
+    if kernel is None and implementation == "kernel":
+        raise InputError(
+            f"model.attention: kernel, but there is no attention kernel for {platform} devices ({kind}) and rows of "
+            f"{num_tokens:,} tokens in {jnp.dtype(dtype)}: there are some for TPUs (v4: up to {MAX_V4_TOKENS:,} "
+            "tokens) and, in bfloat16, for GPUs; set model.attention: auto"
+        )
+    return kernel or BLOCKING_BY_PLATFORM.get(platform, PARALLEL_BLOCKING)
 
 
+def _kernel_blocking(platform: str, kind: str, num_tokens: int, dtype: DTypeLike) -> Blocking | None:
+    """Returns the blocking of the platform's kernel; None without one."""
+    is_v4 = kind == "TPU v4"
+    if platform == "tpu" and not (is_v4 and num_tokens > MAX_V4_TOKENS):
+        sizes = KERNEL_BLOCK_SIZES[:-1] if is_v4 else KERNEL_BLOCK_SIZES
+        return Blocking(next((size for size in sizes if size >= num_tokens), sizes[-1]), 1, kernel="tpu")
+    # Triton multiplies float32 arrays from registers, which have no room for blocks of them, and not on tensor cores.
+    if platform == "gpu" and jnp.dtype(dtype) != jnp.float32:
+        return Blocking(GPU_BLOCK_SIZE, 1, kernel="gpu")
+    return None
+
+
+@jax.custom_vjp
 def apply_rope(x: Float[Array, "R T heads H"], angles: Float[Array, "R T half"]) -> Float[Array, "R T heads H"]:
     """Applies rotary position embedding, halves convention: (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin).
 
     Source: Su et al. 2021, RoFormer, eq. 34, with dims paired (i, i + H/2).
     """
-    cos, sin = jnp.cos(angles)[:, :, None, :], jnp.sin(angles)[:, :, None, :]
-    x1, x2 = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1).astype(x.dtype)
+    cos, sin = (jnp.concatenate([part(angles)] * 2, axis=-1)[:, :, None, :] for part in (jnp.cos, jnp.sin))
+    return (x.astype(jnp.float32) * cos + _quarter_turn(x) * sin).astype(x.dtype)
 
 
+def _rope_forward(x: Array, angles: Array) -> tuple[Array, Array]:
+    return apply_rope(x, angles), angles
+
+
+def _rope_backward(angles: Array, gradient: Array) -> tuple[Array, None]:
+    """Returns the gradient of `x`: turned back by the same angles, which get none."""
+    return apply_rope(gradient, -angles), None
+
+
+apply_rope.defvjp(_rope_forward, _rope_backward)
+
+
+def _quarter_turn(x: Float[Array, "R T heads H"]) -> Float32[Array, "R T heads H"]:
+    """Returns (-x2, x1) of the halves (x1, x2) of every head."""
+    half = x.shape[-1] // 2
+    if current_device()[0] != "tpu":
+        x1, x2 = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+        return jnp.concatenate([-x2, x1], axis=-1)
+    # A TPU moves parts of a register slowly. This product is exact, and three times as fast by the compiler's estimate.
+    turn = np.kron([[0, 1], [-1, 0]], np.eye(half))
+    exact = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return jnp.einsum("rtqh,hg->rtqg", x, turn.astype(x.dtype), precision=exact, preferred_element_type=jnp.float32)
+
+
+@jax.named_scope(ATTENTION_SCOPE)
 def dot_product_attention(
     query: Float[Array, "R T Q H"],
     keys: Float[Array, "R K S H"],
@@ -62,17 +127,28 @@ def dot_product_attention(
     return mixed.reshape(query.shape).astype(query.dtype)
 
 
-def make_block_pairs(layout: SegmentLayout, windows: Sequence[Window]) -> BlockPairs | None:
+@jax.named_scope(ATTENTION_SCOPE)
+def make_block_pairs(layout: SegmentLayout, windows: Sequence[Window], blocking: Blocking) -> BlockPairs | None:
     """Returns the block pairs that `packed_attention` needs for these rows, shared by layers with any of these windows.
 
     Returns None for rows of a single block, which need none.
     """
-    size = backend_blocking().block_size
-    if layout.segment_ids.shape[1] <= size:
+    if layout.segment_ids.shape[1] <= blocking.block_size and not blocking.kernel:
         return None
-    return block_pairs(SegmentLayout(*(_pad_to_blocks(x, size, axis=1) for x in layout)), windows, size)
+    return _pairs_of_blocks(layout, windows, blocking)
 
 
+def visible_pairs(layout: SegmentLayout, windows: Sequence[Window], blocking: Blocking) -> int:
+    """Returns the number of pairs of blocks that attention computes for one device's rows, outside of a program."""
+    return int(jnp.sum(_pairs_of_blocks(layout, windows, blocking).distance < UNREACHABLE))
+
+
+def _pairs_of_blocks(layout: SegmentLayout, windows: Sequence[Window], blocking: Blocking) -> BlockPairs:
+    layout = SegmentLayout(*(_pad_to_blocks(jnp.asarray(x), blocking.block_size, axis=1) for x in layout))
+    return block_pairs(layout, windows, blocking.block_size, by_query=blocking.kernel is not None)
+
+
+@jax.named_scope(ATTENTION_SCOPE)
 def packed_attention(
     query: Float[Array, "R T Q H"],
     keys: Float[Array, "R K T H"],
@@ -82,14 +158,18 @@ def packed_attention(
     window: Window = None,
     score_mod: ScoreMod = DEFAULT_SCORE_MOD,
     pairs: BlockPairs | None = None,
+    blocking: Blocking | None = None,
 ) -> Float[Array, "R T Q H"]:
     """Returns causal attention inside each sample of packed rows. The result is finite but meaningless on padding.
 
     Args:
+        blocking: the result of `platform_blocking` for these rows; computed here if None.
         pairs: the result of `make_block_pairs` for these rows and `window`; computed here if None.
     """
-    num_tokens, size = query.shape[1], backend_blocking().block_size
-    if num_tokens <= size:
+    num_tokens = query.shape[1]
+    blocking = blocking or platform_blocking(num_tokens, query.dtype)
+    size = blocking.block_size
+    if num_tokens <= size and not blocking.kernel:
         return dot_product_attention(query, keys, values, attention_mask(layout, layout, 0, window), score_mod)
     # JAX declares no return type for custom_vjp functions.
     mixed: Any = block_attention(
@@ -97,10 +177,10 @@ def packed_attention(
         _pad_to_blocks(keys, size, axis=2),
         _pad_to_blocks(values, size, axis=2),
         SegmentLayout(*(_pad_to_blocks(x, size, axis=1) for x in layout)),
-        pairs or make_block_pairs(layout, [window]),
+        pairs or make_block_pairs(layout, [window], blocking),
         jnp.asarray(UNREACHABLE if window is None else window, jnp.int32),
         score_mod,
-        backend_blocking(),
+        blocking,
     )
     return mixed[:, :num_tokens]
 

@@ -9,7 +9,7 @@ Source: Dao et al. 2022, FlashAttention, algorithms 1 and 4; here as one loop ov
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ from app.model.segment_layout import SegmentLayout, attention_mask
 # Query heads are split over devices only if their shared key heads are.
 QUERY_DIMS = ("rows", "tokens", "kv_heads", "head")
 KEY_DIMS = ("rows", "kv_heads", "tokens", "head")
-NORMALIZER_DIMS = ("rows", "tokens", "kv_heads", "head")
+NORMALIZER_DIMS = ("kv_heads", "head", "rows")
 ROW_DIMS: Any = ("rows", "tokens")
 INPUT_DIMS = (
     QUERY_DIMS,
@@ -46,6 +46,8 @@ class Blocking(NamedTuple):
     """Tokens per block."""
     pairs_per_iteration: int
     """Pairs of blocks per iteration of the loop."""
+    kernel: Literal["tpu", "gpu"] | None = None
+    """The platform whose Pallas kernels compute the pairs; None without kernels."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
@@ -68,21 +70,32 @@ def block_attention(
 
 
 def _forward(*args: Any) -> tuple[Array, tuple]:
-    *inputs, rule, blocking = args
+    *inputs, score_mod, blocking = args
+    attend = _kernels(blocking.kernel).attend if blocking.kernel else _attend_blocks
     mix = shard_map_by_dims(
-        functools.partial(_attend_blocks, rule, blocking), in_dims=INPUT_DIMS, out_dims=(QUERY_DIMS, NORMALIZER_DIMS)
+        functools.partial(attend, score_mod, blocking), in_dims=INPUT_DIMS, out_dims=(QUERY_DIMS, NORMALIZER_DIMS)
     )
     mixed, normalizer = checkpoint_name(mix(*inputs), ATTENTION_CHECKPOINT_NAME)
     return mixed, (*inputs, mixed, normalizer)
 
 
 def _backward(score_mod: ScoreMod, blocking: Blocking, residuals: tuple, output_grad: Array) -> tuple:
+    attention_grads = _kernels(blocking.kernel).attention_grads if blocking.kernel else _attention_grads
     gradients = shard_map_by_dims(
-        functools.partial(_attention_grads, score_mod, blocking),
+        functools.partial(attention_grads, score_mod, blocking),
         in_dims=(*INPUT_DIMS, QUERY_DIMS, NORMALIZER_DIMS, QUERY_DIMS),
         out_dims=(QUERY_DIMS, KEY_DIMS, KEY_DIMS),
     )
     return *gradients(*residuals, output_grad), None, None, None
+
+
+def _kernels(platform: Literal["tpu", "gpu"]) -> Any:
+    # Pallas is slow to import and not needed on a CPU.
+    if platform == "tpu":
+        from app.model import attention_kernel as kernels
+    else:
+        from app.model import gpu_attention_kernel as kernels
+    return kernels
 
 
 block_attention.defvjp(_forward, _backward)
@@ -116,7 +129,7 @@ class BlockLoop(NamedTuple):
         *,
         blocking: Blocking,
     ) -> BlockLoop:
-        size, at_once = blocking
+        size, at_once, _ = blocking
 
         def by_iteration(pairs: Array) -> Array:
             return jnp.pad(pairs.ravel(), (0, -pairs.size % at_once)).reshape(-1, at_once)
@@ -201,7 +214,12 @@ def _attend_blocks(score_mod: ScoreMod, blocking: Blocking, *inputs: Any) -> tup
     none = jnp.zeros(shape, jnp.float32), jnp.full(shape[:-1], MASK_VALUE), jnp.zeros(shape[:-1], jnp.float32)
     mixed, highest, total = jax.lax.fori_loop(0, loop.num_iterations, add, none)
     total = jnp.where(total > 0, total, 1.0)
-    normalizer = (highest + jnp.log(total)).reshape(query.shape[0], -1, *highest.shape[1:])
+    # [blocks, K, G * size] -> [K, G, N], with the tokens of all rows in order.
+    num_kv_heads = highest.shape[1]
+    normalizer = (highest + jnp.log(total)).reshape(
+        -1, num_kv_heads, query.shape[2] // num_kv_heads, blocking.block_size
+    )
+    normalizer = normalizer.transpose(1, 2, 0, 3).reshape(*normalizer.shape[1:3], -1)
     return _from_query_blocks(mixed / total[..., None], query), normalizer
 
 
@@ -215,7 +233,8 @@ def _attention_grads(
     mixed, mixed_grad = (
         _to_query_blocks(x, keys.shape[1], blocking.block_size).astype(jnp.float32) for x in (mixed, mixed_grad)
     )
-    normalizer = normalizer.reshape(mixed.shape[:-1])
+    by_block = normalizer.reshape(*normalizer.shape[:2], -1, blocking.block_size).transpose(2, 0, 1, 3)
+    normalizer = by_block.reshape(mixed.shape[:-1])
     mean = jnp.sum(mixed_grad * mixed, axis=-1)
 
     def add(iteration: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:

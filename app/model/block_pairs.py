@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -29,17 +30,25 @@ class BlockPairs(NamedTuple):
     """Smallest distance from a query of the pair to a key it sees. Pairs inside the narrowest window come first."""
 
 
-def block_pairs(layout: SegmentLayout, windows: Sequence[Window], size: int) -> BlockPairs:
+def block_pairs(layout: SegmentLayout, windows: Sequence[Window], size: int, *, by_query: bool = False) -> BlockPairs:
     """Returns the pairs of `size`-token blocks with a visible entry in layers with any of these windows.
 
     T must be a multiple of `size`. Relies on the token order of `SegmentLayout`; the cost per row is T * T / size.
+
+    Args:
+        by_query: whether the pairs of a query block follow one another whatever their distance, with a pair of each
+            block with itself even if the block is all padding.
     """
     rows = ("rows", "tokens")
     widths = [UNREACHABLE if window is None else window for window in windows]
+    if by_query:
+        widths = [functools.reduce(jnp.maximum, widths)]
 
     def find_pairs(*layout: Array) -> tuple[Array, ...]:
         distance = _block_distances(SegmentLayout(*layout), size)
         num_rows, num_blocks, _ = distance.shape
+        if by_query:
+            distance = jnp.where(jnp.eye(num_blocks, dtype=bool), 0, distance)
         flat = distance.ravel()
         # The sort is stable, so pairs of the same query block stay together.
         needs = sum((flat >= width).astype(jnp.int32) for width in widths)
@@ -47,7 +56,8 @@ def block_pairs(layout: SegmentLayout, windows: Sequence[Window], size: int) -> 
         order = jnp.argsort(needs, stable=True)[: num_rows * num_blocks * (num_blocks + 1) // 2]
         row, query_block, key_block = jnp.unravel_index(order, distance.shape)
         first = row * num_blocks
-        pairs = first + query_block, first + key_block, flat[order]
+        distance = jnp.where(flat[order] < widths[0], flat[order], UNREACHABLE) if by_query else flat[order]
+        pairs = first + query_block, first + key_block, distance
         return tuple(x.astype(jnp.int32).reshape(num_rows, -1) for x in pairs)
 
     return BlockPairs(*shard_map_by_dims(find_pairs, in_dims=(rows,) * 3, out_dims=(rows,) * 3)(*layout))

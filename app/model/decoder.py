@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any
@@ -25,11 +25,11 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from app.mesh.axis_rules import constrain, sharding_tree
 from app.model.architecture import Architecture
-from app.model.attention import apply_rope, make_block_pairs, packed_attention
+from app.model.attention import apply_rope, make_block_pairs, packed_attention, platform_blocking
 from app.model.block_attention import ATTENTION_CHECKPOINT_NAME
 from app.model.block_pairs import UNREACHABLE
 from app.model.lora import LoRAConfig, LoRAParam
-from app.model.quantization import KernelQuantizer
+from app.model.quantization import CODES, SCALES, KernelQuantizer
 from app.model.rope import rope_frequencies
 from app.model.score_mod import ScoreMod, apply_soft_cap
 from app.model.segment_layout import SegmentLayout
@@ -273,11 +273,23 @@ class Trunk(nnx.Module):
         return ScoreMod(self.architecture.query_scale, self.architecture.attention_soft_cap)
 
     def embed(self, token_ids: Int32[Array, "R T"], dtype: jnp.dtype) -> Float[Array, "R T D"]:
+        """Returns the embeddings of tokens from a table whose model dim is not split."""
         # Gathered along the model dim before the look-up: otherwise the result would be split over fsdp twice.
-        table = constrain(self.embedding[...].astype(dtype), "vocab", "activation")
-        x = table[token_ids]
+        return self._scaled_embeddings(constrain(self.embedding[...].astype(dtype), "vocab", "activation")[token_ids])
+
+    def embed_from_shards(self, token_ids: Int32[Array, "R T"], dtype: jnp.dtype) -> Float[Array, "R T D"]:
+        """Returns the embeddings of tokens; no device holds the whole table or its gradient.
+
+        Each device looks up its part of the model dim for the rows of all devices that share the table.
+        """
+        shared = constrain(token_ids, "shared_rows", "tokens")
+        return self._scaled_embeddings(
+            constrain(self.embedding[...].astype(dtype)[shared], "shared_rows", "tokens", "embed")
+        )
+
+    def _scaled_embeddings(self, x: Float[Array, "R T D"]) -> Float[Array, "R T D"]:
         if self.architecture.scaled_embeddings:
-            x = x * jnp.asarray(np.float32(self.architecture.model_dim**0.5), dtype)
+            x = x * jnp.asarray(np.float32(self.architecture.model_dim**0.5), x.dtype)
         return constrain(x, "rows", "tokens", "activation")
 
     def angles(self, positions: Int32[Array, "R T"]) -> tuple[Float[Array, "R T half"], Float[Array, "R T half"]]:
@@ -304,7 +316,8 @@ class Trunk(nnx.Module):
         arch = self.architecture
         graph, stacked = nnx.split(self.blocks)
         whole, windowed = self.angles(layout.positions)
-        pairs = make_block_pairs(layout, sorted({w or NO_WINDOW for w in arch.layer_windows}))
+        blocking = platform_blocking(token_ids.shape[1], dtype, arch.attention_implementation)
+        pairs = make_block_pairs(layout, sorted({w or NO_WINDOW for w in arch.layer_windows}), blocking)
         # Scanned together with the weights, so that one body serves layers with and without a window.
         windows = jnp.array([w or NO_WINDOW for w in arch.windows], jnp.int32) if arch.windows else None
 
@@ -314,13 +327,13 @@ class Trunk(nnx.Module):
             angles = jnp.where(window == NO_WINDOW, whole, windowed) if two_ropes else whole
 
             def attend(query: Array, key: Array, value: Array) -> tuple[Array, None]:
-                mix = functools.partial(packed_attention, window=window, score_mod=self.score_mod, pairs=pairs)
-                return mix(query, key, value, layout), None
+                mix = functools.partial(packed_attention, score_mod=self.score_mod, blocking=blocking)
+                return mix(query, key, value, layout, window=window, pairs=pairs), None
 
             x, _ = nnx.merge(graph, weights)(x, angles, attend)
             return constrain(x, "rows", "tokens", "activation"), None
 
-        x, _ = jax.lax.scan(REMAT_POLICIES[remat](layer), self.embed(token_ids, dtype), (stacked, windows))
+        x, _ = jax.lax.scan(REMAT_POLICIES[remat](layer), self.embed_from_shards(token_ids, dtype), (stacked, windows))
         return self.final_norm(x)
 
 
@@ -395,6 +408,18 @@ class DecoderDefinition:
         if self.lora is None:
             return self
         return self.create(self.architecture, self.network_class, quantization=self.quantization)
+
+    def held_in(self, dtype: jnp.dtype) -> DecoderDefinition:
+        """Returns the same network with weights of this type, which it computes in, apart from quantized kernels.
+
+        For frozen weights: the network would convert those in float32 to the same numbers.
+        """
+        flat = flatten_by_path(self.shapes)
+        shapes = {
+            path: leaf if path[-1] in (CODES, SCALES) else jax.ShapeDtypeStruct(leaf.shape, dtype)
+            for path, leaf in flat.items()
+        }
+        return replace(self, shapes=unflatten_dict(shapes))
 
     def bind(self, params: Params) -> Any:
         """Returns the network with these weights, for use inside a jitted function."""

@@ -11,22 +11,30 @@ from jaxtyping import Int64
 from app.model.architecture import Architecture
 
 
+def token_flops(architecture: Architecture) -> int:
+    """Returns the FLOPs of the blocks' matrices for one token: 2 x their parameters."""
+    a = architecture
+    attention = a.model_dim * a.head_dim * 2 * (a.num_query_heads + a.num_kv_heads)
+    return 2 * a.num_layers * (attention + 3 * a.model_dim * a.mlp_dim)
+
+
+def pair_flops(architecture: Architecture) -> int:
+    """Returns the FLOPs of one layer for one visible pair of tokens: per query head, 2 x head size twice."""
+    return 4 * architecture.num_query_heads * architecture.head_dim
+
+
 def forward_flops(architecture: Architecture) -> Callable[[np.ndarray], Int64[np.ndarray, "N"]]:
     """Returns a function that maps lengths in tokens to the blocks' FLOPs for a sequence of each length.
 
-    Counts 2 x parameters of the blocks' matrices per token, and 4 x query heads x head size per layer and visible pair
-    of tokens (2 for the score, 2 for the value). Leaves out the LM head, which runs over completion tokens only.
+    Leaves out the LM head, which runs over completion tokens only.
     """
-    a = architecture
-    attention = a.model_dim * a.head_dim * 2 * (a.num_query_heads + a.num_kv_heads)
-    per_token = 2 * a.num_layers * (attention + 3 * a.model_dim * a.mlp_dim)
-    per_pair = 4 * a.num_query_heads * a.head_dim
 
     def flops(lengths: np.ndarray) -> Int64[np.ndarray, "N"]:
         lengths = np.asarray(lengths, np.int64)
         # Layers have few distinct windows, so pairs are counted once per window.
-        pairs = sum(n * num_visible_pairs(lengths, window) for window, n in Counter(a.layer_windows).items())
-        return per_token * lengths + per_pair * pairs
+        windows = Counter(architecture.layer_windows)
+        pairs = sum(n * num_visible_pairs(lengths, window) for window, n in windows.items())
+        return token_flops(architecture) * lengths + pair_flops(architecture) * pairs
 
     return flops
 

@@ -6,6 +6,7 @@ last token. Decoding overwrites them before they become visible, since a token s
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -17,10 +18,13 @@ from jaxtyping import Array, Float, Int32
 
 from app.mesh.axis_rules import constrain, sharding_tree
 from app.mesh.placement import abstract_arrays
-from app.model.attention import cached_attention, make_block_pairs, packed_attention
+from app.model.attention import cached_attention, make_block_pairs, packed_attention, platform_blocking
 from app.model.decode_weights import DecodeWeights
 from app.model.decoder import AttentionFn, Decoder, DecoderDefinition
 from app.model.segment_layout import single_segment_layout
+
+DECODE_SCOPE = "decode"
+"""The name scope of the loop over tokens in compiled programs."""
 
 
 class LayerCache(NamedTuple):
@@ -76,14 +80,15 @@ def prefill(
     slots = jnp.arange(token_ids.shape[1])[None, :]
     layout = single_segment_layout(slots < lengths[:, None])
     windows = definition.architecture.layer_windows
-    pairs = make_block_pairs(layout, windows)
+    dtype, choice = weights.params["embedding"].dtype, definition.architecture.attention_implementation
+    blocking = platform_blocking(token_ids.shape[1], dtype, choice)
+    pairs = make_block_pairs(layout, windows, blocking)
+    how = {"score_mod": decoder.score_mod, "pairs": pairs, "blocking": blocking}
+    mix = functools.partial(packed_attention, layout=layout, **how)
 
     def attend_within(window: int | None) -> AttentionFn:
         def attend(query: Array, keys: Array, values: Array) -> tuple[Array, LayerCache]:
-            mixed = packed_attention(
-                query, keys, values, layout, window=window, score_mod=decoder.score_mod, pairs=pairs
-            )
-            return mixed, LayerCache(keys, values)
+            return mix(query, keys, values, window=window), LayerCache(keys, values)
 
         return attend
 

@@ -64,8 +64,8 @@ class CheckRecorder:
         self.results.append(CheckResult(check, verdict, redact(message), redact(advice), exit_code))
 
     @contextmanager
-    def run_check(self, check: str) -> Iterator[None]:
-        """Records any exception raised in the block as a failure of the check."""
+    def run_check(self, check: str, advice: str = "") -> Iterator[None]:
+        """Records any exception raised in the block as a failure of the check; `advice` is for those of libraries."""
         try:
             yield
         except InputError as error:
@@ -75,7 +75,7 @@ class CheckRecorder:
             if isinstance(error, jax.errors.JaxRuntimeError) and jax.process_count() > 1:
                 # Another host may have died, and any further collective would hang.
                 raise
-            self.fail(check, f"{type(error).__name__}: {error}")
+            self.fail(check, f"{type(error).__name__}: {error}", advice)
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ def read_config_only_spec(settings: Settings) -> ConfigOnlySpec:
         InputError: a configuration cannot be found or used, or its context is shorter than the longest sample.
     """
     files = open_model(settings.model.path, revision=settings.model.revision, config_only=True)
-    architecture = architecture_from_config(files.config)
+    architecture = architecture_from_config(files.config, attention=settings.model.attention)
     check_context_length(architecture, settings, path=settings.model.path)
     tokenizer = load_tokenizer(open_model("builtin:tiny"))
     definition = DecoderDefinition.create(architecture)
@@ -47,15 +47,15 @@ def read_config_only_spec(settings: Settings) -> ConfigOnlySpec:
         if settings.critic.path is not None:
             with model_setting_in_errors("critic.path", revision="critic.revision"):
                 heads = CAUSAL_LM + SEQUENCE_CLASSIFICATION
-                critic = _read_value_network(settings.critic.path, settings.critic.revision, heads)
+                critic = _read_value_network(settings, settings.critic.path, settings.critic.revision, heads)
     if settings.reward.model is not None:
         with model_setting_in_errors("reward.model", revision="reward.model_revision"):
-            heads = SEQUENCE_CLASSIFICATION
-            reward_model = _read_value_network(settings.reward.model, settings.reward.model_revision, heads)
+            path, revision = settings.reward.model, settings.reward.model_revision
+            reward_model = _read_value_network(settings, path, revision, SEQUENCE_CLASSIFICATION)
     return ConfigOnlySpec(model, critic, reward_model)
 
 
-def _read_value_network(path: str, revision: str | None, heads: tuple[str, ...]) -> CriticSpec:
+def _read_value_network(settings: Settings, path: str, revision: str | None, heads: tuple[str, ...]) -> CriticSpec:
     files = open_model(path, revision=revision, config_only=True)
-    architecture = architecture_from_config(files.config, heads=heads)
+    architecture = architecture_from_config(files.config, heads=heads, attention=settings.model.attention)
     return CriticSpec(files, architecture, DecoderDefinition.create(architecture, ValueDecoder))

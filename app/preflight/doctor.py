@@ -16,7 +16,9 @@ from app.distributed.error_barrier import error_barrier
 from app.distributed.host_consistency import check_hosts_agree, check_shared_run_directory, describe_prompts
 from app.mesh.device_memory import device_memory_bytes
 from app.mesh.devices import global_devices, unused_accelerator
+from app.preflight.attention_check import check_attention
 from app.preflight.check_results import CheckRecorder, CheckResult, DoctorReport
+from app.preflight.compiled_programs import step_memory
 from app.preflight.environment_checks import (
     CACHED_ANY_COMMIT,
     cached_commit_of,
@@ -27,7 +29,7 @@ from app.preflight.environment_checks import (
     hub_offline,
     hub_sources,
 )
-from app.preflight.memory import network_bytes, state_bytes
+from app.preflight.memory import compute_step_shapes, network_bytes, peak_phase, state_bytes
 from app.preflight.model_checks import (
     check_chat_template,
     check_forward_pass,
@@ -86,15 +88,19 @@ class PreflightInputs:
         return ("forward",) if self.reward_model is None else ("forward", "reward model")
 
 
-def run_doctor(resolved: Resolved) -> DoctorReport:
-    """Runs all checks on all hosts together. Downloads nothing, claims no run directory and leaves no files behind."""
+def run_doctor(resolved: Resolved, *, compiles: bool = False) -> DoctorReport:
+    """Runs all checks on all hosts together. Downloads nothing, claims no run directory and leaves no files behind.
+
+    Args:
+        compiles: whether to compile the programs of a step, and check that they fit.
+    """
     start, settings = time.perf_counter(), resolved.settings
     recorder, run = CheckRecorder(), RunDirectory.from_settings(settings.run)
     with suppress(InputError):
         # Uses the revisions of a resumed run. If their record is unreadable, the check of the run directory fails.
         settings = pin_revisions(settings, run)
     with ExitStack() as stack:
-        has_devices = _start_devices(recorder, settings, run, stack)
+        has_devices = _start_devices(recorder, settings, run, stack, compiles=compiles)
         with recorder.run_check("settings"):
             check_for_train(resolved)
             recorder.ok("settings", "\n".join(launch_notices(resolved)) or "the settings are consistent")
@@ -106,10 +112,11 @@ def run_doctor(resolved: Resolved) -> DoctorReport:
         checkpoint_bytes = None
         if has_devices:
             session = _open_session(recorder, resolved, run, inputs, stack)
-            checkpoint_bytes = _check_memory(recorder, session, inputs)
+            checkpoint_bytes = _check_memory(recorder, session, inputs, compiles=compiles)
+            _check_attention(recorder, session, inputs)
             _check_real_weights(recorder, session, inputs)
         else:
-            recorder.skip("mesh", "memory", *inputs.weight_checks, reason="there are no devices")
+            recorder.skip("mesh", "memory", "attention", *inputs.weight_checks, reason="there are no devices")
         with recorder.run_check("disk"):
             check_disk(recorder, run.path, settings, checkpoint_bytes)
         host = jax.process_index() if has_devices else 0
@@ -117,14 +124,16 @@ def run_doctor(resolved: Resolved) -> DoctorReport:
     return DoctorReport(results, time.perf_counter() - start, host)
 
 
-def _start_devices(recorder: CheckRecorder, settings: Settings, run: RunDirectory, stack: ExitStack) -> bool:
+def _start_devices(
+    recorder: CheckRecorder, settings: Settings, run: RunDirectory, stack: ExitStack, *, compiles: bool
+) -> bool:
     """Joins the other hosts and returns whether the devices could be started."""
     with recorder.run_check("devices"):
         # A run may wait a long time for slow machines; a check should soon report which one is missing.
         timeout_s = min(settings.mesh.start_timeout_s, MAX_START_S)
         mesh = settings.mesh.model_copy(update={"start_timeout_s": timeout_s})
         crash_dir = run.path.with_name(f"{run.path.name}.doctor")
-        stack.enter_context(join_hosts(settings.model_copy(update={"mesh": mesh}), out=crash_dir))
+        stack.enter_context(join_hosts(settings.model_copy(update={"mesh": mesh}), out=crash_dir, compiles=compiles))
         devices, memory = global_devices(settings.mesh), device_memory_bytes()
         size = "memory unknown" if memory is None else f"{format_bytes(memory)} each"
         kind = f"{devices[0].device_kind} ({devices[0].platform})"
@@ -280,23 +289,40 @@ def _host_facts(settings: Settings, run: RunDirectory, inputs: PreflightInputs) 
     return facts
 
 
-def _check_memory(recorder: CheckRecorder, session: Session | None, inputs: PreflightInputs) -> int | None:
-    """Checks that weights and optimizer moments fit; returns the bytes of a checkpoint, None if unknown."""
+def _check_memory(
+    recorder: CheckRecorder, session: Session | None, inputs: PreflightInputs, *, compiles: bool
+) -> int | None:
+    """Checks that weights, moments and with `compiles` all programs fit; returns the bytes of a checkpoint if known."""
     if session is None:
         recorder.skip("memory", reason="there is no mesh")
         return None
     checkpoint_bytes = None
     with recorder.run_check("memory"):
         learning = make_learner_group(session.settings, session)
+        checkpoint_bytes = state_bytes(learning)
         needed, available = sum(network_bytes(session, learning, inputs.reward_model).values()), device_memory_bytes()
         has = ", whose memory is unknown" if available is None else f", which has {format_bytes(available)}"
         found = f"weights and optimizer moments take {format_bytes(needed)} on each device{has}"
         if available is not None and needed > available:
             recorder.fail("memory", found, "use more devices or a smaller model; grpo train --dry-run shows the parts")
+        elif compiles and inputs.prompts:
+            shapes = compute_step_shapes(session, learning, inputs.prompts, inputs.held_out, inputs.reward_model)
+            phases, _ = step_memory(session, learning, shapes, inputs.reward_model, compiles=True)
+            phase = peak_phase(phases)
+            peak = f"{phase} needs most, {format_bytes(sum(phases[phase].values()))} as compiled"
+            recorder.ok("memory", f"{found}; {peak}; grpo train --dry-run --compile shows the parts")
         else:
-            recorder.ok("memory", f"{found}; grpo train --dry-run shows the memory of a whole step")
-        checkpoint_bytes = state_bytes(learning)
+            recorder.ok("memory", f"{found}; --compile adds the memory of a whole step")
     return checkpoint_bytes
+
+
+def _check_attention(recorder: CheckRecorder, session: Session | None, inputs: PreflightInputs) -> None:
+    """Compares attention with dense attention, on all hosts or on none."""
+    if max_over_hosts(np.asarray(int(session is None))):
+        recorder.skip("attention", reason="there is no mesh on this host or on another one")
+        return
+    assert session is not None
+    check_attention(recorder, session, inputs.reward_model)
 
 
 def _check_real_weights(recorder: CheckRecorder, session: Session | None, inputs: PreflightInputs) -> None:

@@ -10,17 +10,19 @@ import jax
 
 from app.batching.micro_batch_plan import MicroBatchPlan
 from app.batching.micro_batcher import MicroBatcher
+from app.distributed.error_barrier import error_barrier
 from app.mesh.device_memory import device_memory_bytes
 from app.mesh.device_mesh import num_hosts
 from app.mesh.devices import device_kind, simulated_slice
+from app.preflight.compiled_programs import step_memory
 from app.preflight.memory import (
+    MEMORY_ADVICE,
     MemoryBreakdown,
     StepShapes,
     compute_step_shapes,
     format_memory_table,
     largest_micro_batch,
     max_rows_on_device,
-    memory_by_phase,
     peak_phase,
     state_bytes,
 )
@@ -35,16 +37,6 @@ from app.training.setup import RunSetup, prepare_run
 from settings import Resolved
 from settings.checks.unused_settings import launch_notices
 
-GENERATION_ADVICE = "lower rollout.prompts_per_step, rollout.group_size or rollout.max_new_tokens"
-MEMORY_ADVICE = {
-    "rollout": GENERATION_ADVICE,
-    "evaluation": GENERATION_ADVICE,
-    "reward": "lower score.reward.max_tokens_per_device or rows_per_device",
-    "score": "lower score.max_tokens_per_device or rows_per_device, or model.logits_chunk",
-    "critic": "lower critic.max_tokens_per_device or rows_per_device, set model.remat: block",
-    "update": "lower algorithm.max_tokens_per_device or rows_per_device, set model.remat: block",
-}
-"""Phase -> how to reduce its memory."""
 REPLAY_EVALUATION_ADVICE = (
     "set eval.every_steps: 0 and checkpoint.best_metric: null (`grpo evaluate` measures the checkpoints), "
     "or lower rollout.max_new_tokens to the length of the longest sample"
@@ -120,7 +112,7 @@ class DryRunReport:
     """Passes of a step through the reward model."""
     num_reward_model_parameters: int
     memory: Mapping[str, MemoryBreakdown]
-    """Memory by phase; lines with a star in `app.preflight.memory.MEMORY_LABELS` are estimates."""
+    """Memory by phase and buffer; temporaries only with `--compile`."""
     peak_bytes: int
     available_bytes: int | None
     """Memory of a device, or on a CPU its share of the host's memory; None if unknown."""
@@ -176,10 +168,11 @@ class DryRunReport:
             share = self.peak_bytes / self.available_bytes
             yield f"{peak}, {format_percent(share)} of its {format_bytes(self.available_bytes)}"
             if share > 1:
-                phase = peak_phase(self.memory)
-                is_replay = phase == "evaluation" and self.rollout is None
-                advice = REPLAY_EVALUATION_ADVICE if is_replay else MEMORY_ADVICE[phase]
-                yield f"this does not fit: {advice}, or split the weights over more devices with mesh.shape"
+                phase, advice = peak_phase(self.memory), ""
+                if phase in ("rollout", "evaluation"):
+                    is_replay = phase == "evaluation" and self.rollout is None
+                    advice = f"{REPLAY_EVALUATION_ADVICE if is_replay else MEMORY_ADVICE[phase]}, or "
+                yield f"this does not fit: {advice}split the weights over more devices with mesh.shape"
         size = format_bytes(self.checkpoint_bytes)
         yield f"a checkpoint takes {size} on disk, and the same amount of the hosts' memory while it is written"
 
@@ -197,21 +190,27 @@ def make_dry_run_report(
     resume: Resume,
     replay_request: ReplayRequest | None = None,
     allow_changed: Sequence[str] = (),
+    compiles: bool = False,
 ) -> DryRunReport | None:
     """Returns the sizes of a run, from shapes and file headers; None on all hosts but the first.
 
-    Runs the checks of a launch (`prepare_run`). Compiles nothing, loads no weights and writes nothing.
+    Runs the checks of a launch (`prepare_run`). Loads no weights and writes nothing.
+
+    Args:
+        compiles: whether to compile the programs of every phase, and include the memory that they need.
 
     Raises:
-        InputError: the run could not start. The checkpoint of a resumed run is not checked.
+        InputError: the run could not start, or a program does not fit. The checkpoint of a resumed run is not checked.
     """
-    with prepare_run(resolved, resume=resume, replay_request=replay_request, allow_changed=allow_changed) as launch:
+    run = {"resume": resume, "replay_request": replay_request, "allow_changed": allow_changed}
+    with prepare_run(resolved, **run, compiles=compiles) as launch:
         learning, inputs = launch.make_learner_group(), launch.inputs
         generates, prompts = inputs.replay is None, (inputs.prompts, inputs.eval_prompts)
         shapes = compute_step_shapes(launch.session, learning, *prompts, inputs.reward_model, generates=generates)
+        with error_barrier():
+            memory, _ = step_memory(launch.session, learning, shapes, inputs.reward_model, compiles=compiles)
         if jax.process_index():
             return None
-        memory = memory_by_phase(launch.session, learning, shapes, inputs.reward_model)
         return DryRunReport(
             **_run_fields(launch),
             **_step_fields(launch, learning),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,15 +16,14 @@ from app.mesh import device_mesh, jax_startup
 from app.mesh.device_memory import device_memory_bytes
 from app.mesh.placement import bytes_per_device
 from app.model.decoder import flatten_by_path
-from app.preflight.compiled_memory import CompiledProgram, compile_programs, format_programs_table
+from app.preflight.compiled_programs import CompiledProgram, format_programs_table, step_memory
 from app.preflight.config_only_spec import ConfigOnlySpec, read_config_only_spec
-from app.preflight.largest_batches import USABLE_MEMORY_FRACTION, BatchLimit, find_batch_limits
 from app.preflight.memory import (
+    USABLE_MEMORY_FRACTION,
     MemoryBreakdown,
     StepShapes,
     compute_step_shapes,
     format_memory_table,
-    memory_by_phase,
     peak_phase,
 )
 from app.preflight.mesh_layout import MeshReport, mesh_report
@@ -33,7 +33,7 @@ from app.runtime.batch_checks import check_fixed_micro_batches, check_host_offlo
 from app.runtime.session import Session
 from app.training.learner import make_learner_group
 from app.training.setup import setup_notes
-from settings import Resolved
+from settings import Resolved, Settings
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,16 @@ class WorkerPlacement:
 
 
 @dataclass(frozen=True)
+class BatchLimit:
+    """Largest value of one setting while all others stay the same."""
+
+    setting: str
+    now: int
+    fits: int | None
+    """Largest value that fits, by estimate; None if no value does."""
+
+
+@dataclass(frozen=True)
 class MeshInspection:
     """Layout and memory, in bytes on each device, for the longest prompts and completions under the settings."""
 
@@ -57,10 +67,10 @@ class MeshInspection:
     generation: str
     workers: tuple[WorkerPlacement, ...]
     memory: Mapping[str, MemoryBreakdown]
-    """Memory by phase; lines with a star in `app.preflight.memory.MEMORY_LABELS` are estimates."""
+    """Memory by phase and buffer; temporaries only with `--compile`."""
     peak_bytes: int
     largest: tuple[BatchLimit, ...]
-    """Largest batches that fit; empty if the memory of a device is unknown."""
+    """Largest token quotas that fit, by estimate; empty without `--compile` or if a device's memory is unknown."""
     notes: tuple[str, ...] = ()
     programs: tuple[CompiledProgram, ...] = ()
     """Compiled programs; empty without `--compile`."""
@@ -90,26 +100,31 @@ class MeshInspection:
         else:
             peak += f", {format_percent(self.peak_bytes / available)} of its memory"
             peak += ", which does not fit" if self.peak_bytes > available else ""
+        lines += ["", format_memory_table(self.memory), "", peak]
+        if self.largest:
             usable = format_percent(USABLE_MEMORY_FRACTION)
-            peak += f"\nlargest values that use at most {usable} of it, one setting at a time:"
-        lines += ["", format_memory_table(self.memory), "", peak, *(f"  {one.to_text()}" for one in self.largest)]
+            lines.append(f"estimated to use {usable} of it, if temporaries grow in proportion to the setting:")
+            for one in self.largest:
+                fits = "no value" if one.fits is None else f"at most {one.fits:,}"
+                lines.append(f"  {one.setting} = {one.now:,}: {fits} fits")
         if self.programs:
             lines += ["", format_programs_table(self.programs)]
         return "\n".join(lines)
 
 
-def inspect_mesh(resolved: Resolved, *, compiles: bool) -> MeshInspection:
+def inspect_mesh(resolved: Resolved, *, compiles: bool, hlo: Path | None = None) -> MeshInspection:
     """Returns the layout of weights, rows and workers under these settings, and the memory of each phase.
 
     Args:
-        compiles: whether to compile the programs of every phase for the available devices.
+        compiles: whether to compile the programs of every phase for the devices of the mesh.
+        hlo: folder for the texts of the compiled programs.
 
     Raises:
         InputError: the settings or a configuration cannot be used, or rows do not divide evenly over the devices.
     """
     settings = resolved.settings
     spec = read_config_only_spec(settings)
-    jax_startup.initialize_distributed(settings.mesh)
+    jax_startup.initialize_distributed(settings.mesh, compiles=compiles)
     check_hosts_agree(resolved)
     session = Session.open(settings, spec.model, spec.critic)
     check_fixed_micro_batches(settings, session)
@@ -117,10 +132,12 @@ def inspect_mesh(resolved: Resolved, *, compiles: bool) -> MeshInspection:
         check_host_offload(session.mesh)
     # Keeps the hosts together until the end: if one exits early, JAX times out on the others.
     with error_barrier():
-        return build_mesh_inspection(session, spec, compiles=compiles)
+        return build_mesh_inspection(session, spec, compiles=compiles, hlo=hlo)
 
 
-def build_mesh_inspection(session: Session, spec: ConfigOnlySpec, *, compiles: bool) -> MeshInspection:
+def build_mesh_inspection(
+    session: Session, spec: ConfigOnlySpec, *, compiles: bool, hlo: Path | None = None
+) -> MeshInspection:
     """Returns the report for a session, without loading its networks."""
     settings, memory_bytes = session.settings, device_memory_bytes()
     rollout, num_hosts = settings.rollout, device_mesh.num_hosts(session.mesh)
@@ -130,7 +147,7 @@ def build_mesh_inspection(session: Session, spec: ConfigOnlySpec, *, compiles: b
     num_held_out = settings.eval.num_prompts or rollout.prompts_per_step * rollout.group_size * num_hosts
     held_out = [prompt] * num_held_out if settings.eval.every_steps else []
     shapes = compute_step_shapes(session, learning, [prompt], held_out, spec.reward_model)
-    memory = memory_by_phase(session, learning, shapes, spec.reward_model)
+    memory, programs = step_memory(session, learning, shapes, spec.reward_model, compiles=compiles, hlo=hlo)
     definition = spec.model.policy_definition
     weights, dims = flatten_by_path(definition.shapes), flatten_by_path(definition.dims)
     return MeshInspection(
@@ -145,10 +162,26 @@ def build_mesh_inspection(session: Session, spec: ConfigOnlySpec, *, compiles: b
         workers=tuple(_worker_placements(session)),
         memory=memory,
         peak_bytes=sum(memory[peak_phase(memory)].values()),
-        largest=tuple(find_batch_limits(session, memory, available_bytes=memory_bytes)) if memory_bytes else (),
+        largest=tuple(_batch_limits(settings, programs, memory, memory_bytes)) if memory_bytes else (),
         notes=setup_notes(settings, session),
-        programs=compile_programs(session, learning, shapes, memory) if compiles else (),
+        programs=programs,
     )
+
+
+def _batch_limits(
+    settings: Settings,
+    programs: Sequence[CompiledProgram],
+    memory: Mapping[str, MemoryBreakdown],
+    available_bytes: int,
+) -> Iterator[BatchLimit]:
+    """Yields the largest quota of each update, if the temporaries of its gradients are in proportion to the quota."""
+    quotas = {"update": ("algorithm", settings.algorithm), "critic": ("critic", settings.critic)}
+    for program in programs:
+        section, values = quotas.get(program.phase, ("", None))
+        if program.name == "gradients" and values is not None and (now := values.max_tokens_per_device) is not None:
+            fixed = sum(size for name, size in memory[program.phase].items() if name != "temporaries")
+            fits = int((USABLE_MEMORY_FRACTION * available_bytes - fixed) * now / program.temporary_bytes)
+            yield BatchLimit(f"{section}.max_tokens_per_device", now, fits if fits > 0 else None)
 
 
 def make_longest_prompt(num_tokens: int) -> Prompt:

@@ -28,7 +28,7 @@ class Topology:
     platform: str
     device_kind: str
     pretended: str | None
-    """Name of the TPU slice that virtual devices simulate; None for real devices."""
+    """Name of the TPU slice, or of the host with GPUs, that virtual devices simulate; None for real devices."""
     num_devices: int
     num_hosts: int
     this_host: int

@@ -17,6 +17,7 @@ from jaxtyping import Array, Int32
 from app.batching.length_buckets import bucket_length
 from app.distributed.collectives import max_over_hosts
 from app.distributed.stop_check import StopCheck, StoppedError, never_stop
+from app.mesh.compiler_options import compiler_options
 from app.mesh.device_mesh import num_hosts
 from app.mesh.placement import (
     local_row_indices,
@@ -137,7 +138,10 @@ class BatchEngine:
             else functools.partial(make_merged_decode_weights, merge=merge_adapters)
         )
         self._weights = jax.jit(lambda params: lay_out(definition, params, dtype, decode_layout), out_shardings=layout)
-        self._prefill = jax.jit(lambda weights, ids, lengths: prefill(definition, weights, ids, lengths))
+        options = compiler_options(mesh)
+        self._prefill = jax.jit(
+            lambda weights, ids, lengths: prefill(definition, weights, ids, lengths), compiler_options=options
+        )
         self._keys = jax.jit(sample_keys)
         # The shardings are explicit, because XLA may replicate a small array on every device. A host would then read
         # the first host's rows as its own, and the second segment would be compiled for a different layout.
@@ -149,7 +153,12 @@ class BatchEngine:
         )
         shardings = slots, NamedSharding(mesh, PartitionSpec())
         self._decode = {
-            sampler: jax.jit(make_decode_loop(definition, sampler), donate_argnames="slots", out_shardings=shardings)
+            sampler: jax.jit(
+                make_decode_loop(definition, sampler),
+                donate_argnames="slots",
+                out_shardings=shardings,
+                compiler_options=options,
+            )
             for sampler in (sample_tokens, sample_tokens_truncated)
         }
 

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32, Key
 from app.mesh.axis_rules import constrain
 from app.model.decode_weights import DecodeWeights
 from app.model.decoder import DecoderDefinition
-from app.model.prefill_and_decode import KVCache, constrain_cache, decode_step
+from app.model.prefill_and_decode import DECODE_SCOPE, KVCache, constrain_cache, decode_step
 from app.model.token_logprobs import scaled_logits
 from app.rollout.sampling import Sampler, SamplingRules, effective_temperature, token_outcomes
 
@@ -122,7 +122,8 @@ def make_decode_loop(
         drawn = slots._replace(cache=())
         drawn = jax.lax.cond(first == 0, lambda drawn: draw_next(hidden, drawn), lambda drawn: drawn, drawn)
         slots = drawn._replace(cache=slots.cache)
-        _, slots = jax.lax.while_loop(continues, step, (jnp.maximum(first, 1), slots))
+        with jax.named_scope(DECODE_SCOPE):
+            _, slots = jax.lax.while_loop(continues, step, (jnp.maximum(first, 1), slots))
         return slots, jnp.all(slots.done)
 
     return loop

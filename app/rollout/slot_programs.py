@@ -18,10 +18,19 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.stages import Lowered
 from jaxtyping import Array, Bool, Int32
 
+from app.mesh.compiler_options import compiler_options
 from app.mesh.placement import tree_shardings
 from app.model.decode_weights import DecodeWeights, abstract_decode_weights
 from app.model.decoder import DecoderDefinition
-from app.model.prefill_and_decode import KVCache, LayerCache, abstract_cache, constrain_cache, decode_step, prefill
+from app.model.prefill_and_decode import (
+    DECODE_SCOPE,
+    KVCache,
+    LayerCache,
+    abstract_cache,
+    constrain_cache,
+    decode_step,
+    prefill,
+)
 from app.model.token_logprobs import scaled_logits
 from app.rollout.sampling import (
     Sampler,
@@ -34,6 +43,9 @@ from app.rollout.sampling import (
 )
 from app.rollout.shape_buckets import SlotShapes
 from settings.schema.rollout import DecodeLayout
+
+INSERT_SCOPE = "insert_rows"
+"""The name scope of the loop over copied rows in compiled programs."""
 
 PerSlot = Any
 """int32 [B], on the host or in a program."""
@@ -120,7 +132,8 @@ def insert_rows(
 
         return jax.tree.map(copy_layer, cache, other)
 
-    return constrain_cache(jax.lax.fori_loop(0, count, copy, cache))
+    with jax.named_scope(INSERT_SCOPE):
+        return constrain_cache(jax.lax.fori_loop(0, count, copy, cache))
 
 
 def extract_row(cache: KVCache, source: Int32[Array, ""]) -> KVCache:
@@ -197,7 +210,8 @@ def decode_segment(
         tokens=jnp.zeros((3, segment_max, len(rows.token)), jnp.int32),
         step=jnp.int32(0),
     )
-    end = jax.lax.while_loop(continues, step, start)
+    with jax.named_scope(DECODE_SCOPE):
+        end = jax.lax.while_loop(continues, step, start)
     steps = jnp.broadcast_to(end.step, end.remaining.shape)
     status = RowStatus(end.token, end.length, end.remaining, end.stopped, end.non_finite, steps)
     return _zero_rows(end.cache, end.non_finite), jnp.stack(status), end.tokens
@@ -256,7 +270,7 @@ class SlotPrograms:
             specs = self.program_specs(suspends=suspends, recomputes=recomputes, truncates=truncates)
             for name, (function, arguments, options) in specs.items():
                 if name not in self._compiled:
-                    self._compiled[name] = jax.jit(function, **options).lower(*arguments).compile()
+                    self._compiled[name] = self._jit(function, **options).lower(*arguments).compile()
 
     def lower_programs(self, *, truncates: bool) -> dict[str, Lowered]:
         """Lowers the programs that take the most memory: the longest prefill, and decoding with all slots full."""
@@ -266,7 +280,10 @@ class SlotPrograms:
             "decode": self._decode_program(shapes.num_slots, shapes.max_length, truncates=truncates),
         }
         with jax.set_mesh(self.mesh):
-            return {name: jax.jit(run, **options).lower(*args) for name, (run, args, options) in specs.items()}
+            return {name: self._jit(run, **options).lower(*args) for name, (run, args, options) in specs.items()}
+
+    def _jit(self, function: Callable[..., Any], **options: Any) -> Any:
+        return jax.jit(function, compiler_options=compiler_options(self.mesh), **options)
 
     def abstract_cache(self, rows: int, length: int) -> KVCache:
         """Returns the shapes and shardings of a cache with `rows` rows of `length` tokens."""

@@ -48,12 +48,12 @@ def ignore_phase(phase: str) -> None:
 
 
 @contextmanager
-def join_hosts(settings: Settings, *, out: Path) -> Iterator[PhaseCallback]:
+def join_hosts(settings: Settings, *, out: Path, compiles: bool = False) -> Iterator[PhaseCallback]:
     """Joins the other hosts for a command that writes one file; a single host is not watched.
 
-    Stack traces are written to `<out>.crash/`.
+    Stack traces are written to `<out>.crash/`; `compiles` is that of `initialize_distributed`.
     """
-    jax_startup.initialize_distributed(settings.mesh)
+    jax_startup.initialize_distributed(settings.mesh, compiles=compiles)
     if jax.process_count() == 1:
         yield ignore_phase
         return

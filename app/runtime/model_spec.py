@@ -88,7 +88,7 @@ def read_model_spec(settings: Settings) -> ModelSpec:
         InputError: the model cannot be used; found here rather than later on the device.
     """
     files = open_model(settings.model.path, revision=settings.model.revision)
-    architecture = architecture_from_config(files.config)
+    architecture = architecture_from_config(files.config, attention=settings.model.attention)
     definition = DecoderDefinition.create(architecture)
     check_tensors(expected_tensors(definition), files.weights.shapes, architecture)
     adapted = adapted_definition(definition, settings.model.lora)
@@ -137,7 +137,8 @@ def read_critic_spec(settings: Settings, policy: ModelSpec) -> CriticSpec:
         return CriticSpec(policy.files, policy.architecture, definition)
     with model_setting_in_errors("critic.path", revision="critic.revision"):
         files = open_model(settings.critic.path, revision=settings.critic.revision)
-        architecture = architecture_from_config(files.config, heads=CAUSAL_LM + SEQUENCE_CLASSIFICATION)
+        heads = CAUSAL_LM + SEQUENCE_CLASSIFICATION
+        architecture = architecture_from_config(files.config, heads=heads, attention=settings.model.attention)
         definition = DecoderDefinition.create(architecture, ValueDecoder)
         check_tensors(critic_tensors(definition, files.weights.shapes), files.weights.shapes, architecture)
         _check_vocab_size(policy.tokenizer, architecture)

@@ -54,7 +54,8 @@ def read_reward_model_spec(settings: Settings) -> RewardModelSpec | None:
         return None
     with model_setting_in_errors("reward.model", revision="reward.model_revision"):
         files = open_model(settings.reward.model, revision=settings.reward.model_revision)
-        architecture = architecture_from_config(files.config, heads=SEQUENCE_CLASSIFICATION)
+        heads, attention = SEQUENCE_CLASSIFICATION, settings.model.attention
+        architecture = architecture_from_config(files.config, heads=heads, attention=attention)
         definition = DecoderDefinition.create(architecture, ValueDecoder)
         _check_one_label(files, architecture)
         check_tensors(expected_tensors(definition), files.weights.shapes, architecture)
@@ -109,12 +110,13 @@ class RewardModel:
 
     @classmethod
     def load(cls, settings: Settings, model: RewardModelSpec, mesh: Mesh) -> RewardModel:
-        """Loads the weights in float32, sharded over the mesh; the model computes in `model.dtype`."""
+        """Loads the weights, sharded over the mesh, in `model.dtype`, in which the model computes."""
+        dtype = set_compute_dtype(settings)
         return cls(
             model,
             mesh,
-            ValueScorer(model.definition, mesh, dtype=set_compute_dtype(settings)),
-            load_weights(model.definition, model.files.weights, mesh),
+            ValueScorer(model.definition, mesh, dtype=dtype),
+            load_weights(model.definition.held_in(dtype), model.files.weights, mesh),
             make_reward_batcher(settings, model.architecture),
             uses_scan=settings.score.reward.strategy == "scan",
         )

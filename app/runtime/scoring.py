@@ -13,7 +13,9 @@ from jax.sharding import Mesh
 
 from app.batching.micro_batcher import GlobalPlan, MicroBatcher
 from app.mesh import device_mesh, placement
+from app.mesh.devices import device_platform
 from app.model.architecture import Architecture
+from app.model.attention import platform_blocking
 from app.model.decoder import Params
 from app.model.io.hf_weights import critic_tensors, load_weights
 from app.model.lora import combine_params, init_adapters
@@ -62,9 +64,16 @@ class ScoringSession:
         """Returns the architecture of the network that scores for a role."""
         return self.critic.spec.architecture if role == "critic" and self.critic else self.model_spec.architecture
 
-    def load_params(self) -> Params:
-        """Loads the weights of `model.path`, sharded over the mesh and quantized if training quantizes them."""
-        return load_weights(self.model_spec.reference_definition, self.model_spec.files.weights, self.mesh)
+    def load_params(self, *, frozen: bool = False) -> Params:
+        """Loads the weights of `model.path`, sharded over the mesh and quantized if training quantizes them.
+
+        Args:
+            frozen: whether to hold them in the compute type, since they will not learn.
+        """
+        definition = self.model_spec.reference_definition
+        if frozen:
+            definition = definition.held_in(jnp.dtype(self.settings.model.dtype))
+        return load_weights(definition, self.model_spec.files.weights, self.mesh)
 
     @cached_property
     def frozen_params(self) -> Params:
@@ -155,8 +164,17 @@ def open_scorers(settings: Settings, model: ModelSpec, critic: CriticSpec | None
 
 
 def open_mesh(settings: Settings) -> Mesh:
-    """Opens the mesh of `mesh.shape`. `jax_startup.initialize_distributed` must have run."""
+    """Opens the mesh of `mesh.shape`. `jax_startup.initialize_distributed` must have run.
+
+    Raises:
+        InputError: the settings do not fit the devices.
+    """
     mesh = device_mesh.make_mesh(settings.mesh)
+    device = mesh.devices.flat[0]
+    # CPU devices that stand in for others run nothing.
+    if device.platform == device_platform(device):
+        with jax.set_mesh(mesh):
+            platform_blocking(1, settings.model.dtype, settings.model.attention)
     placement.check_rows_per_host(mesh)
     return mesh
 

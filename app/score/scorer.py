@@ -17,6 +17,7 @@ from app.batching.critic_values import critic_values
 from app.batching.micro_batch_plan import MicroBatchPlan
 from app.batching.row_logprobs import row_logprobs
 from app.batching.token_batch import TokenBatch, pack_tokens, unpack_per_token
+from app.mesh.compiler_options import compiler_options
 from app.mesh.placement import row_sharding, to_global, to_local
 from app.model.decoder import DecoderDefinition, Params
 from app.records.sample import Sample
@@ -41,8 +42,9 @@ class PackedForward:
         def scan(params: Params, stacked: TokenBatch, temperature: Array) -> Array:
             return jax.lax.map(lambda rows: forward(params, rows, temperature), stacked)
 
-        self._forward = jax.jit(forward, out_shardings=row_sharding(mesh))
-        self._scan = jax.jit(scan, out_shardings=row_sharding(mesh, row_dim=1))
+        options = compiler_options(mesh, packed_rows=True)
+        self._forward = jax.jit(forward, out_shardings=row_sharding(mesh), compiler_options=options)
+        self._scan = jax.jit(scan, out_shardings=row_sharding(mesh, row_dim=1), compiler_options=options)
 
     def per_token(
         self,

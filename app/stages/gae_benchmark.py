@@ -22,6 +22,7 @@ import numpy as np
 
 from app.advantage.gae.backend_choice import choose_backend
 from app.advantage.gae.estimate import BACKENDS, generalized_advantages
+from app.mesh.axis_rules import current_device
 from app.records.atomic_write import write_atomic
 from app.records.jsonl import check_output_path
 from app.records.text_format import format_table
@@ -104,7 +105,7 @@ def run_benchmark(resolved: Resolved, *, shapes: str, folder: Path) -> dict[str,
 
 
 def on_cpu() -> bool:
-    return jax.default_backend() == "cpu"
+    return current_device()[0] == "cpu"
 
 
 def parse_shapes(text: str) -> list[BenchmarkShape]:

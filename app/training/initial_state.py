@@ -125,12 +125,16 @@ def open_run_log(setup: RunSetup, progress: TrainProgress, *, resumed: bool) -> 
 def load_reference_params(state: RunState, progress: TrainProgress, session: Session) -> Params | None:
     """Returns the weights of `model.path`, copied from a fresh state or loaded again if the state was restored.
 
+    They are held in the compute type, to which the network would convert them anyway: bfloat16 takes half the bytes.
     With adapters they are the frozen weights, quantized or not, and there is no second copy.
     """
     if "reference" not in session.settings.scored_roles:
         return None
     if session.model_spec.policy_definition.lora is not None:
         return session.frozen_params
-    if session.settings.offloads_reference:
-        return to_host_memory(session.load_params() if progress.step else state.policy.params)
-    return session.load_params() if progress.step else jax.tree.map(jnp.copy, state.policy.params)
+    dtype = jnp.dtype(session.settings.model.dtype)
+    if progress.step:
+        params = session.load_params(frozen=True)
+    else:
+        params = jax.tree.map(lambda x: jnp.array(x, dtype), state.policy.params)
+    return to_host_memory(params) if session.settings.offloads_reference else params

@@ -85,17 +85,18 @@ def prepare_run(
     resume: Resume,
     replay_request: ReplayRequest | None = None,
     allow_changed: Sequence[str] = (),
+    compiles: bool = False,
 ) -> Iterator[RunSetup]:
     """Joins the other hosts, then checks run directory, model, tokenizer, data, reward functions and mesh.
 
-    The arguments are those of `train`.
+    The arguments are those of `train`; `compiles` is that of `initialize_distributed`.
 
     Raises:
         InputError: one of them cannot be used, on this host or another, or hosts have different inputs.
     """
     settings, run = resolved.settings, RunDirectory.from_settings(resolved.settings.run)
     with ExitStack() as stack:
-        jax_startup.initialize_distributed(settings.mesh)
+        jax_startup.initialize_distributed(settings.mesh, compiles=compiles)
         status_board, watchdog = stack.enter_context(open_host_group(settings, run.crash_dir))
         with error_barrier():
             check_run_directory(run, resume)

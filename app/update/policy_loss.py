@@ -12,7 +12,6 @@ from jaxtyping import Array, Float32
 from app.batching.row_logprobs import row_logprobs
 from app.batching.token_batch import HostOrDevice, TokenBatch
 from app.model.decoder import DecoderDefinition, Params
-from app.model.token_logprobs import detached_entropy, entropy
 from app.update.importance_correction import ImportanceCorrection
 from app.update.kl import KLEstimator
 from app.update.log_ratio import LogRatioFn, SampleReducer, token_log_ratio
@@ -167,7 +166,6 @@ def make_policy_objective(
     definition: DecoderDefinition, policy_loss: PolicyLoss, *, dtype: jnp.dtype, remat: str, logits_chunk: int
 ) -> Objective:
     """Returns the function (params, one micro-batch, temperature) -> (its share of the loss, of the metrics)."""
-    entropy_of = entropy if policy_loss.entropy_coef else detached_entropy
 
     def objective(params: Params, batch: PolicyBatch, temperature: Array) -> tuple[Array, LossStats]:
         logprobs, entropies = row_logprobs(
@@ -177,7 +175,7 @@ def make_policy_objective(
             dtype=dtype,
             remat=remat,
             logits_chunk=logits_chunk,
-            entropy_fn=entropy_of,
+            entropy_gradient=policy_loss.entropy_coef != 0,
         )
         return policy_loss(logprobs, entropies, batch)
 

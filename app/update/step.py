@@ -11,6 +11,7 @@ import optax
 from jax.stages import Lowered
 from jaxtyping import Array
 
+from app.mesh.compiler_options import compiler_options
 from app.model.decoder import Params
 from app.model.lora import combine_params
 from app.update.optimizer import TrainState
@@ -68,9 +69,13 @@ class UpdateStep:
         def add(
             total: AccumulatedGradients, params: Params, frozen: Params | None, batch: Any, temperature: Array
         ) -> AccumulatedGradients:
-            differentiated = jax.value_and_grad(trained_objective, has_aux=True)
-            (_, parts), gradients = differentiated(params, frozen, batch, temperature)
-            return AccumulatedGradients(jax.tree.map(jnp.add, total.gradients, gradients), total.stats + parts)
+            loss, backward, parts = jax.vjp(
+                lambda params: trained_objective(params, frozen, batch, temperature), params, has_aux=True
+            )
+            # Each layer's gradients are added in place, so those of a micro-batch never exist as a whole.
+            sums = jax.tree.map(jax.new_ref, total.gradients)
+            backward.with_refs(sums)(jnp.ones_like(loss))
+            return AccumulatedGradients(jax.tree.map(jax.freeze, sums), total.stats + parts)
 
         def apply(state: TrainState, total: AccumulatedGradients) -> tuple[TrainState, dict[str, Array]]:
             return apply_gradients(state, total, optimizer, schedule, metrics)
@@ -79,8 +84,9 @@ class UpdateStep:
         self._names = metrics
         self._parts: LossStats | None = None
         self._zeros = jax.jit(zeros, out_shardings=sums)
-        self._add = jax.jit(add, donate_argnums=0, out_shardings=sums)
-        self._apply = jax.jit(apply, donate_argnums=0, out_shardings=(shardings, None))
+        options = compiler_options(shardings.num_updates.mesh, packed_rows=True)  # pyright: ignore[reportAttributeAccessIssue]
+        self._add = jax.jit(add, donate_argnums=0, out_shardings=sums, compiler_options=options)
+        self._apply = jax.jit(apply, donate_argnums=0, out_shardings=(shardings, None), compiler_options=options)
 
     def __call__(
         self, state: TrainState, micro_batches: Sequence[Any], temperature: Array, frozen: Params | None = None

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from app.model.attention import dot_product_attention, make_block_pairs, packed_attention
+from app.model.attention import dot_product_attention, make_block_pairs, packed_attention, platform_blocking
 from app.model.segment_layout import SegmentLayout, attention_mask
 
 TOKENS = 8192
@@ -50,7 +50,9 @@ def masked_attention(query: Array, keys: Array, values: Array, layout: SegmentLa
 
 def block_attention(query: Array, keys: Array, values: Array, layout: SegmentLayout) -> Array:
     """Computes our attention, with the block pairs that a decoder computes once for all layers."""
-    return packed_attention(query, keys, values, layout, pairs=make_block_pairs(layout, [None]))
+    blocking = platform_blocking(query.shape[1], query.dtype)
+    pairs = make_block_pairs(layout, [None], blocking)
+    return packed_attention(query, keys, values, layout, pairs=pairs, blocking=blocking)
 
 
 def log_normal_rows(rng: np.random.Generator, num_tokens: int, mean: float) -> SegmentLayout:

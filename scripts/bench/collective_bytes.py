@@ -3,9 +3,8 @@
     python scripts/bench/collective_bytes.py [--rows 128] [--new-tokens 1024] [--out FILE.json]
 
 Baseline of the ratios: fsdp-decode, the layout of the historic runner and of MaxText-like samplers, where weights stay
-split as they are trained and every decode step gathers them. Read from compiled programs
-(`scripts/bench/hlo_collectives.py`) on
-8 virtual CPU devices; nothing is run. Hosts are the first and the last four of them at v4-16, all of them at v5e-8.
+split as they are trained and every decode step gathers them. Read from programs compiled for 8 virtual CPU devices;
+nothing is run. Hosts are the first and the last four of them at v4-16, all of them at v5e-8.
 
 A decode program is a loop over tokens, as the engine's; what is counted is one turn of it, and what XLA moved before
 the loop is told apart. Programs of one, two and three layers are compiled: a layer's collectives are the same in each,
@@ -26,7 +25,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from hlo_collectives import Collective, program_collectives, total_traffic
+import numpy as np
+from hlo_collectives import LoopedCollective, program_collectives
 from jax.sharding import AxisType, Mesh
 from shapes import QWEN2_5_1_5B, QWEN2_5_7B
 
@@ -65,28 +65,39 @@ class Moved:
         return self.per_device, self.leaving_host, self.calls
 
 
-def moved_by(collectives: Sequence[Collective], hosts: Sequence[int]) -> Moved:
-    """Returns the bytes of weights in the compute type; the check whether all rows are done is only a few bits."""
-    weights = [one for one in collectives if one.dtype != "pred"]
-    assert {(one.kind, one.dtype) for one in weights} <= {("all-gather", "f32")}, weights
-    found, narrower = total_traffic(weights, hosts), COUNTED.itemsize / COMPILED.itemsize
-    return Moved(found.bytes_per_device * narrower, found.bytes_leaving_host * narrower, found.count)
+def moved_by(collectives: Sequence[LoopedCollective], mesh: Mesh, hosts: Sequence[int]) -> Moved:
+    """Returns the bytes of weights in the compute type; the check whether all rows are done is only a few bits.
+
+    A ring over hosts leaves each host over one link.
+
+    Args:
+        hosts: the host of each device of the mesh, in order.
+    """
+    weights = [one for one in collectives if one.collective.dtype != "pred"]
+    kinds = {(one.collective.kind, one.collective.dtype, one.collective.group_size) for one in weights}
+    assert kinds <= {("all-gather", "f32", mesh.shape["fsdp"])}, kinds
+    per_device = sum(one.bytes_per_device for one in weights) * COUNTED.itemsize / COMPILED.itemsize
+    lines = np.moveaxis(np.reshape(hosts, mesh.devices.shape), AXES.index("fsdp"), -1).reshape(-1, mesh.shape["fsdp"])
+    crossing = sum(len(set(line)) > 1 for line in lines.tolist())
+    return Moved(per_device, per_device * crossing, sum(one.num_executions for one in weights))
 
 
-def in_layers(compile_with: Callable[[int], list[Collective]], hosts: Sequence[int], num_layers: int) -> list[Moved]:
+def in_layers(
+    compile_with: Callable[[int], list[LoopedCollective]], mesh: Mesh, hosts: Sequence[int], num_layers: int
+) -> list[Moved]:
     """Returns the bytes [per iteration of the loop, before the loop] of all layers."""
     found = []
     programs = [compile_with(count) for count in (1, 2, 3)]
     for in_loop in (True, False):
         one, two, three = (
-            moved_by([c for c in program if c.is_in_dynamic_loop == in_loop], hosts) for program in programs
+            moved_by([c for c in program if c.is_in_dynamic_loop == in_loop], mesh, hosts) for program in programs
         )
         assert one.of_layers(two, 3) == three, "layers differ in what they move"
         found.append(one.of_layers(two, num_layers))
     return found
 
 
-def decoding(architecture: Architecture, mesh: Mesh, layout: DecodeLayout, rows: int) -> list[Collective]:
+def decoding(architecture: Architecture, mesh: Mesh, layout: DecodeLayout, rows: int) -> list[LoopedCollective]:
     """Returns the bytes of a loop of decode steps."""
     definition = DecoderDefinition.create(architecture)
     weights = abstract_decode_weights(definition, mesh, COMPILED, layout)
@@ -112,7 +123,7 @@ def decoding(architecture: Architecture, mesh: Mesh, layout: DecodeLayout, rows:
     return program_collectives(compiled)
 
 
-def gathering(architecture: Architecture, mesh: Mesh, layout: DecodeLayout) -> list[Collective]:
+def gathering(architecture: Architecture, mesh: Mesh, layout: DecodeLayout) -> list[LoopedCollective]:
     """Returns the bytes of converting trained weights to decoding weights, once per policy version."""
     definition = DecoderDefinition.create(architecture)
     params = abstract_arrays(definition.shapes, definition.shardings(mesh))
@@ -125,9 +136,11 @@ def measure(architecture: Architecture, mesh: Mesh, hosts: Sequence[int], layout
     """Returns the bytes per token step, before the loop, and per policy version."""
     layers = architecture.num_layers
     step, before = in_layers(
-        lambda count: decoding(replace(architecture, num_layers=count), mesh, layout, rows), hosts, layers
+        lambda count: decoding(replace(architecture, num_layers=count), mesh, layout, rows), mesh, hosts, layers
     )
-    _, once = in_layers(lambda count: gathering(replace(architecture, num_layers=count), mesh, layout), hosts, layers)
+    _, once = in_layers(
+        lambda count: gathering(replace(architecture, num_layers=count), mesh, layout), mesh, hosts, layers
+    )
     return {name: moved.__dict__ for name, moved in (("step", step), ("before_loop", before), ("version", once))}
 
 

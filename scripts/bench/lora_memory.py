@@ -6,8 +6,7 @@ Nothing is run.
 
 For each shape, on one device: what stays through a step (weights, moments), what an optimizer step has beside it (the
 sum of gradients; arguments, outputs and temporaries of both its programs, compiled by this machine's backend), and what
-a checkpoint takes. Ratios are to all weights of the same run. Networks are those of `memory_estimate.SHAPES`; there are
-no weights.
+a checkpoint takes. Ratios are to all weights of the same run. There are no weights.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from memory_estimate import SHAPES
+from shapes import QWEN2_5, SMOLLM2
 
 from app.mesh import jax_startup
 from app.mesh.placement import abstract_arrays, bytes_per_device
 from app.model.quantization import QUANTIZE_BASE_SETTING
-from app.preflight.compiled_memory import lower_update
+from app.preflight.compiled_programs import lower_update
 from app.preflight.config_only_spec import read_config_only_spec
 from app.preflight.inspect_mesh import make_longest_prompt
 from app.preflight.memory import compute_step_shapes, memory_by_phase, state_bytes
@@ -34,6 +33,7 @@ from app.training.learner import make_learner_group
 from settings import load
 
 RESULTS = Path(__file__).resolve().parent / "results" / "lora_memory.json"
+SHAPES = {**SMOLLM2, **QWEN2_5}
 RUN = (
     *("mesh.shape=1,1,1", "model.dtype=float32", "model.remat=block", "algorithm.beta=0.04", "eval.every_steps=0"),
     *("data.max_prompt_length=512", "rollout.max_new_tokens=1024", "rollout.prompts_per_step=16"),
@@ -72,7 +72,6 @@ def measured(shape: str, overrides: list[str]) -> dict[str, int]:
         "gradients": memory["update"]["gradients"],
         "checkpoint": state_bytes(learning),
         "peak_of_update": peak,
-        "peak_foreseen": sum(size for name, size in memory["update"].items() if name != "checkpoint"),
     }
 
 

@@ -39,8 +39,6 @@ NUM_GROUPS = SAMPLES // GROUP
 SEGMENT = 256
 HISTORIC = {"step": (12.0, 13.5), "rollout": 9.5, "update": 3.9}
 BF16, F32 = 2, 4
-HBM_BYTES_PER_S = {"v4": 1.2e12, "v5e": 819e9, "v5p": 2765e9, "v6e": 1638e9}
-"""Peak rate of the memory of `app.mesh.tpu_chips.TPU_CHIPS`, from the same pages."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +134,7 @@ class Paper:
         return (n - 1) / n * num_bytes / (self.assumed.links * self.chip.ici_bytes_per_s)
 
     def hbm_s(self, num_bytes: float) -> float:
-        return num_bytes / (self.assumed.hbm * HBM_BYTES_PER_S[self.chip.name])
+        return num_bytes / (self.assumed.hbm * self.chip.hbm_bytes_per_s)
 
     def cost(self) -> CostModel:
         """Returns the cost model of decoding on one chip."""
@@ -204,7 +202,7 @@ def main() -> None:
         chip = place.chip
         print(
             f"- {place.name}: {place.num_chips} chips on {place.num_hosts} host(s), each {chip.flops / 1e12:g} TFLOP/s,"
-            f" HBM {chip.hbm_bytes / 2**30:g} GiB at {HBM_BYTES_PER_S[chip.name] / 1e9:g} GB/s, links "
+            f" HBM {chip.hbm_bytes / 2**30:g} GiB at {chip.hbm_bytes_per_s / 1e9:g} GB/s, links "
             f"{chip.ici_bytes_per_s / 1e9:g} GB/s"
         )
     low, high = HISTORIC["step"]
@@ -218,10 +216,7 @@ def main() -> None:
         "assumptions": FIXED,
         "sets": {name: asdict(one) for name, one in SETS.items()},
         "historic": HISTORIC,
-        "chips": {
-            name: asdict(place.chip) | {"hbm_bytes_per_s": HBM_BYTES_PER_S[place.chip.name]}
-            for name, place in places.items()
-        },
+        "chips": {name: asdict(place.chip) for name, place in places.items()},
         "cases": record,
     }
     options.out.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")

@@ -44,9 +44,7 @@ def temporary_bytes(definition: DecoderDefinition, *, quota: int, logits_chunk: 
     mask = jax.ShapeDtypeStruct((1, quota), jnp.bool)
     batch = TokenBatch(row, row, row, row, logits_indices=row, targets=row, loss_mask=mask)
     params = abstract_arrays(definition.shapes, definition.shardings(mesh))
-    with jax.set_mesh(mesh):
-        compiled = scorer._forward.lower(params, batch, jax.ShapeDtypeStruct((), jnp.float32)).compile()
-    memory = compiled.memory_analysis()
+    memory = scorer.lower(params, batch).compile().memory_analysis()
     assert memory is not None, "this backend does not tell"
     return memory.temp_size_in_bytes
 

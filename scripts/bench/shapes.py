@@ -32,6 +32,13 @@ QWEN2_5 = {
     "Qwen2.5-7B": _qwen2_5(28, 3584, 18_944, 28, 4, vocab_size=152_064, tied=False),
 }
 """Fields of each model's `config.json` that determine its network."""
+SMOLLM2 = {
+    "SmolLM2-135M": {
+        **{"model_type": "llama", "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30},
+        **{"num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True, "vocab_size": 49_152},
+        "rope_theta": 1e5,
+    }
+}
 QWEN2_5_0_5B = qwen2(QWEN2_5["Qwen2.5-0.5B"])
 QWEN2_5_1_5B = qwen2(QWEN2_5["Qwen2.5-1.5B"])
 QWEN2_5_3B = qwen2(QWEN2_5["Qwen2.5-3B"])

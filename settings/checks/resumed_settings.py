@@ -20,7 +20,7 @@ FREE_SETTINGS = (
     *("run.steps", "run.early_stopping", "logging", "eval", "checkpoint", "watchdog", "mesh"),
     *("data.eval_source", "data.eval_split"),
     # Speed and memory.
-    *("model.remat", "model.logits_chunk", "score", "batching", "algorithm.balance_batch"),
+    *("model.remat", "model.attention", "model.logits_chunk", "score", "batching", "algorithm.balance_batch"),
     *("algorithm.dynamic_microbatch", "algorithm.max_tokens_per_device", "algorithm.rows_per_device"),
     *("algorithm.gae_backend", "algorithm.gae_chunk_size"),
     *("critic.dynamic_microbatch", "critic.max_tokens_per_device", "critic.rows_per_device"),

@@ -51,6 +51,7 @@ run.steps | max_steps | a step here is a rollout with all its optimizer steps
 run.steps | num_train_epochs, trainer.total_epochs | epochs x prompts of the data / prompts of a step
 model.dtype | bf16, actor.fsdp_config.dtype
 model.remat | gradient_checkpointing, actor_rollout_ref.model.enable_gradient_checkpointing
+model.attention | attn_implementation
 model.lora.rank model.lora.alpha model.lora.targets | peft_config
 model.lora.rank | r, actor_rollout_ref.model.lora_rank
 model.lora.alpha | lora_alpha, actor_rollout_ref.model.lora_alpha

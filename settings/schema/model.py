@@ -9,6 +9,8 @@ from pydantic import Field
 from settings.schema.lora import LoRASettings
 from settings.schema.section import Section
 
+AttentionImplementation = Literal["auto", "kernel", "xla"]
+
 
 class ModelSettings(Section):
     path: str = Field(default="builtin:tiny", min_length=1)
@@ -16,10 +18,14 @@ class ModelSettings(Section):
     revision: str | None = None
     """Commit, tag or branch of a hub id; its newest commit when null. A resumed run keeps its commit."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Compute dtype. Weights, optimizer state, softmax and losses are always float32."""
+    """Compute dtype. Trained weights, optimizer state, softmax and losses are always float32."""
     remat: Literal["none", "minimal", "block"] = "minimal"
     """What the backward pass recomputes: nothing, everything except the products with weights (minimal), or whole
     blocks. Each uses less memory and more time than the one before."""
+    attention: AttentionImplementation = "auto"
+    """What computes attention in prefill, scoring and training: `kernel` is a Pallas kernel, which TPUs have, and
+    GPUs in bfloat16; `xla` works everywhere; `auto` takes the kernel where there is one. Set `xla` if `grpo doctor`
+    says that the kernel fails."""
     logits_chunk: int = Field(default=1024, ge=1)
     """Tokens per device that pass through the LM head at once in scoring and training. Lower it if logits (this x
     vocabulary x 4 bytes) use too much memory."""

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.test_util import check_grads
 
 from app.model.attention import apply_rope, cached_attention, dot_product_attention, packed_attention
 from app.model.score_mod import DEFAULT_SCORE_MOD, ScoreMod
@@ -40,6 +42,24 @@ def test_a_quarter_turn_moves_the_first_half_into_the_second():
     x = jnp.array([1.0, 2.0, 3.0, 4.0]).reshape(1, 1, 1, 4)
     angles = jnp.array([np.pi / 2, 0.0]).reshape(1, 1, 2)
     np.testing.assert_allclose(apply_rope(x, angles).ravel(), [-3.0, 2.0, 1.0, 4.0], atol=1e-6)
+
+
+def test_gradients_of_a_rotation_equal_finite_differences():
+    rng = np.random.default_rng(0)
+    x, weights = (jnp.asarray(rng.normal(size=(1, 3, 2, 4)), jnp.float32) for _ in range(2))
+    angles = jnp.asarray(rng.normal(size=(1, 3, 2)), jnp.float32)
+    check_grads(lambda x: jnp.vdot(apply_rope(x, angles), weights), (x,), order=1, modes=["rev"], rtol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_on_a_tpu_halves_are_exchanged_by_a_product_that_is_exact(monkeypatch, dtype):
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(2, 3, 4, 6)), dtype)
+    angles = jnp.asarray(rng.normal(size=(2, 3, 3)), jnp.float32)
+    elsewhere = apply_rope(x, angles)
+    monkeypatch.setattr("app.model.attention.current_device", lambda: ("tpu", "TPU v5 lite"))
+    assert "dot_general" in str(jax.make_jaxpr(apply_rope)(x, angles))
+    np.testing.assert_array_equal(apply_rope(x, angles), elsewhere)
 
 
 @given(st.integers(0, 500), st.integers(0, 500), st.integers(0, 500))

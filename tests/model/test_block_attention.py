@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jaxtyping import Array
 
-from app.model.attention import make_block_pairs, packed_attention
+from app.model.attention import make_block_pairs, packed_attention, platform_blocking
 from app.model.block_attention import Blocking, block_attention
 from app.model.block_pairs import UNREACHABLE, block_pairs
 from app.model.score_mod import DEFAULT_SCORE_MOD, ScoreMod
@@ -172,7 +172,7 @@ def four_rows(kv_heads: int) -> tuple[Inputs, SegmentLayout]:
 def scanned(query, keys, values, layout):
     """Applies two layers as the decoder does, which computes the block pairs once."""
     windows = jnp.array([UNREACHABLE, 30], jnp.int32)
-    pairs = make_block_pairs(layout, [None, 30])
+    pairs = make_block_pairs(layout, [None, 30], platform_blocking(layout.segment_ids.shape[1], jnp.float32))
 
     def layer(query, window):
         return packed_attention(query, keys, values, layout, window=window, pairs=pairs), None

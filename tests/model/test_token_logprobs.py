@@ -12,8 +12,9 @@ from jaxtyping import Array
 
 from app.model.decoder import DecoderDefinition, LMHead
 from app.model.segment_layout import single_segment_layout
-from app.model.token_logprobs import completion_logprobs, detached_entropy, entropy, scaled_logits, token_logprobs
-from tests.tiny import ODD, assert_trees_close
+from app.model.sharded_head import ShardedHead
+from app.model.token_logprobs import completion_logprobs, scaled_logits, token_logprobs
+from tests.tiny import ODD, assert_trees_close, make_mesh
 
 ROWS, TOKENS, WIDTH, VOCAB = 3, 14, 5, 23
 EVERYWHERE = jnp.ones((ROWS, TOKENS), bool)
@@ -80,7 +81,7 @@ def test_gradients_of_an_entropy_that_is_learned_from_equal_a_float64_oracle(chu
 
     def loss(hidden, head):
         _, entropies = token_logprobs(
-            hidden, LMHead(head), targets, EVERYWHERE, temperature=temperature, chunk=chunk, entropy_fn=entropy
+            hidden, LMHead(head), targets, EVERYWHERE, temperature=temperature, chunk=chunk, entropy_gradient=True
         )
         return jnp.sum(weights * entropies)
 
@@ -94,11 +95,6 @@ def test_gradients_of_an_entropy_that_is_learned_from_equal_a_float64_oracle(chu
     assert_trees_close(jax.jit(jax.grad(loss, argnums=(0, 1)))(hidden, head), exact)
 
 
-def test_a_measured_entropy_is_the_same_number():
-    log_softmax = jax.nn.log_softmax(inputs()[0])
-    np.testing.assert_array_equal(detached_entropy(log_softmax), entropy(log_softmax))
-
-
 PLACES = jnp.arange(TOKENS) < jnp.array([[3], [5], [4]])
 """Positions of targets, at the start of every row; chunks of 3 contain targets of two rows, and the last three have
 none."""
@@ -110,7 +106,7 @@ def test_chunks_without_targets_change_no_logprob_and_no_gradient(chunk):
 
     def loss(hidden, head, mask):
         logprobs, entropies = token_logprobs(
-            hidden, LMHead(head), targets, mask, temperature=0.7, chunk=chunk, entropy_fn=entropy
+            hidden, LMHead(head), targets, mask, temperature=0.7, chunk=chunk, entropy_gradient=True
         )
         return jnp.sum(jnp.where(PLACES, weights * logprobs + entropies, 0.0)), (logprobs, entropies)
 
@@ -134,18 +130,19 @@ def test_rows_without_any_target_have_zeros_and_no_gradient():
     jax.tree.map(lambda x: np.testing.assert_array_equal(x, 0.0), gradients)
 
 
-def test_the_head_is_applied_as_often_as_there_are_chunks_with_targets():
+def test_the_head_is_applied_as_often_as_there_are_chunks_with_targets(monkeypatch):
     hidden, head, targets, _ = inputs()
     passes = []
+    logits = ShardedHead._logits
 
-    def counted(log_softmax):
+    def counted(self, *arguments):
         jax.debug.callback(lambda: passes.append("pass"))
-        return detached_entropy(log_softmax)
+        return logits(self, *arguments)
+
+    monkeypatch.setattr(ShardedHead, "_logits", counted)
 
     def total(hidden, mask):
-        return jnp.sum(
-            token_logprobs(hidden, LMHead(head), targets, mask, temperature=1.0, chunk=3, entropy_fn=counted)[0]
-        )
+        return jnp.sum(token_logprobs(hidden, LMHead(head), targets, mask, temperature=1.0, chunk=3)[0])
 
     for mask, num_chunks in ((PLACES, 2), (EVERYWHERE, 5), (~EVERYWHERE, 0)):
         jax.block_until_ready(jax.grad(total)(hidden, mask))
@@ -160,7 +157,9 @@ def test_enormous_logits_keep_the_gradient_of_the_entropy_finite():
 
     def total(hidden):
         return jnp.sum(
-            token_logprobs(hidden, LMHead(head), targets, EVERYWHERE, temperature=1.0, chunk=5, entropy_fn=entropy)[1]
+            token_logprobs(hidden, LMHead(head), targets, EVERYWHERE, temperature=1.0, chunk=5, entropy_gradient=True)[
+                1
+            ]
         )
 
     assert np.isfinite(jax.grad(total)(1e4 * hidden)).all()
@@ -230,3 +229,25 @@ def test_only_a_chunk_of_completion_tokens_ever_has_logits():
 
 def test_without_chunks_all_completion_tokens_and_no_prompt_tokens_have_logits():
     assert most_tokens_with_logits(program(logits_chunk=64 * ROWS)) == ROWS * COMPLETION_TOKENS
+
+
+@pytest.mark.parametrize("shape", [(2, 2, 2), (1, 4, 1), (1, 1, 4)])
+@pytest.mark.parametrize("rows", [4, ROWS])
+@pytest.mark.parametrize("soft_cap", [None, 3.0])
+def test_parts_of_the_vocabulary_on_a_mesh_give_the_numbers_of_one_device(shape, rows, soft_cap):
+    # 23 tokens do not split evenly, and 3 rows stay whole on every device.
+    rng = np.random.default_rng(1)
+    hidden = jnp.asarray(rng.normal(size=(rows, TOKENS, WIDTH)).astype(np.float32))
+    weights = jnp.asarray(rng.normal(size=(2, rows, TOKENS)).astype(np.float32))
+    targets, mask = jnp.asarray(rng.integers(0, VOCAB, (rows, TOKENS))), jnp.asarray(rng.random((rows, TOKENS)) < 0.7)
+
+    def loss(hidden, table):
+        logprobs, entropies = token_logprobs(
+            hidden, LMHead(table, soft_cap), targets, mask, temperature=0.7, chunk=3, entropy_gradient=True
+        )
+        return jnp.sum(jnp.where(mask, weights[0] * logprobs + weights[1] * entropies, 0.0))
+
+    differentiated = jax.value_and_grad(loss, argnums=(0, 1))
+    alone = jax.jit(differentiated)(hidden, inputs()[1])
+    with jax.set_mesh(make_mesh(shape)):
+        assert_trees_close(jax.jit(differentiated)(hidden, inputs()[1]), alone)

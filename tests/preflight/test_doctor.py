@@ -40,7 +40,7 @@ def test_the_quickstart_passes_every_check_and_leaves_nothing(tmp_path: Path) ->
     assert (code, stderr) == (0, "")
     assert list(checks) == [
         *("devices", "settings", "versions", "run directory", "model", "data", "held-out data", "template", "reward"),
-        *("mesh", "memory", "forward", "disk"),
+        *("mesh", "memory", "attention", "forward", "disk"),
     ]
     assert {one["verdict"] for one in checks.values()} == {"ok"}
     assert list(tmp_path.iterdir()) == [] and children() == []
@@ -107,7 +107,7 @@ def test_without_model_and_devices_the_other_checks_still_run(config: Path, judg
     assert {name: one["verdict"] for name, one in checks.items()} == {
         **{"devices": "fail", "settings": "ok", "versions": "ok", "run directory": "ok", "model": "fail"},
         **{"data": "ok", "held-out data": "ok", "template": "skip", "reward": "skip", "mesh": "skip"},
-        **{"memory": "skip", "forward": "skip", "reward model": "skip", "disk": "skip"},
+        **{"memory": "skip", "attention": "skip", "forward": "skip", "reward model": "skip", "disk": "skip"},
     }
     assert "mesh.platform: tpu is not available" in checks["devices"]["found"]
     assert "nowhere' is neither an existing directory or file nor a hub id" in checks["model"]["found"]
@@ -120,8 +120,8 @@ def test_a_mesh_that_does_not_fit_skips_only_the_checks_that_need_it(config: Pat
     code, checks, _ = run_doctor("--config", config, *overrides)
     assert code == 2
     assert "mesh.shape: '3,1,1' needs 3 devices, but there are 8" in checks["mesh"]["found"]
-    skipped = ("memory", "forward", "reward model", "disk")
-    assert verdicts(checks, "mesh", "reward", *skipped) == ["fail", "ok", *["skip"] * 4]
+    skipped = ("memory", "attention", "forward", "reward model", "disk")
+    assert verdicts(checks, "mesh", "reward", *skipped) == ["fail", "ok", *["skip"] * 5]
     assert "free at" in checks["disk"]["found"]
 
 

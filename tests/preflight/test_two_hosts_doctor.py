@@ -28,7 +28,7 @@ def test_a_failure_of_one_host_is_reported_by_the_first(tiny_model: Path, tmp_pa
     (failed,) = [one for one in checks if one["verdict"] == "fail"]
     assert (failed["check"], failed["host"]) == ("reward", 1) and "not here" in failed["found"]
     first_host = {one["check"]: one["verdict"] for one in checks if one["host"] == 0}
-    assert {first_host[name] for name in ("hosts", "reward", "mesh", "forward", "disk")} == {"ok"}
+    assert {first_host[name] for name in ("hosts", "reward", "mesh", "attention", "forward", "disk")} == {"ok"}
     assert "error: reward (host 1): a run with these settings would fail" in second.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["plug.py"]
 
@@ -52,4 +52,4 @@ def test_hosts_with_different_settings_skip_the_shared_checks(tiny_model: Path, 
     assert [host.exit_code for host in hosts] == [2, 2], hosts
     checks = json.loads(hosts[0].stdout[hosts[0].stdout.index("{") :])["checks"]
     assert {one["check"] for one in checks if one["verdict"] == "fail"} == {"hosts"}
-    assert {"mesh", "forward"} <= {one["check"] for one in checks if one["verdict"] == "skip"}
+    assert {"mesh", "attention", "forward"} <= {one["check"] for one in checks if one["verdict"] == "skip"}

@@ -21,7 +21,7 @@ from app.rollout.sampling import SamplingRules
 from app.rollout.shape_buckets import make_slot_shapes
 from app.rollout.slot_engine import SlotEngine
 from app.training.weight_gather_notes import weight_gather_notes
-from scripts.bench.hlo_collectives import Collective, program_collectives
+from scripts.bench.hlo_collectives import LoopedCollective, program_collectives
 from settings import InputError, Settings, load
 from settings.checks.commands import check_for_train
 from settings.schema.rollout import DecodeLayout, SegmentSettings
@@ -69,7 +69,7 @@ def test_slots_draw_the_same_samples_from_split_weights():
 
 
 @functools.cache
-def collectives_of_decoding(layout: DecodeLayout) -> list[Collective]:
+def collectives_of_decoding(layout: DecodeLayout) -> list[LoopedCollective]:
     """Returns the collectives of a decode loop on eight devices that share every weight."""
     mesh = make_mesh((1, 8, 1))
     weights = abstract_decode_weights(DEFINITION, mesh, FLOAT32, layout)
@@ -91,10 +91,10 @@ def collectives_of_decoding(layout: DecodeLayout) -> list[Collective]:
 
 
 def test_split_weights_are_gathered_for_every_token_and_whole_ones_never():
-    gathers = [one for one in collectives_of_decoding("fsdp") if one.kind == "all-gather"]
+    gathers = [one for one in collectives_of_decoding("fsdp") if one.collective.kind == "all-gather"]
     # Before the loop they would be gathered once, and held whole.
     assert gathers and all(one.is_in_dynamic_loop for one in gathers)
-    assert [one.kind for one in collectives_of_decoding("gathered") if one.dtype == "f32"] == []
+    assert [one for one in collectives_of_decoding("gathered") if one.collective.dtype == "f32"] == []
 
 
 def test_a_launch_foresees_what_the_compiled_steps_move():
@@ -103,7 +103,8 @@ def test_a_launch_foresees_what_the_compiled_steps_move():
         bytes_per_device(abstract_decode_weights(DEFINITION, mesh, FLOAT32, layout)) for layout in ("fsdp", "gathered")
     )
     assert whole == 8 * held
-    moved = sum(one.bytes_per_device for one in collectives_of_decoding("fsdp") if one.kind == "all-gather")
+    fsdp = collectives_of_decoding("fsdp")
+    moved = sum(one.bytes_per_device for one in fsdp if one.collective.kind == "all-gather")
     assert moved == whole - held
     settings = load(None, ["rollout.decode_layout=fsdp"], {}).settings
     (line,) = weight_gather_notes(settings, DEFINITION, mesh)

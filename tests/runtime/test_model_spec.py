@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import jax.numpy as jnp
 import pytest
 
+from app.preflight.config_only_spec import read_config_only_spec
 from app.runtime.model_spec import CriticSpec, adapter_notes, read_critic_spec, read_model_spec
+from app.runtime.reward_model import read_reward_model_spec
 from settings import InputError, Settings, load
-from tests.tiny_directory import write_model, write_tokenizer
+from tests.tiny_directory import write_model, write_reward_model, write_tokenizer
 
 
 def test_a_launch_says_which_weights_learn_and_that_a_critic_has_no_adapters(tiny_model: Path) -> None:
@@ -24,6 +27,20 @@ def test_a_launch_says_which_weights_learn_and_that_a_critic_has_no_adapters(tin
 def critic_input(policy: Path, critic: Path) -> CriticSpec:
     settings = load(None, [f"model.path={policy}", f"critic.path={critic}"], {}).settings
     return read_critic_spec(settings, read_model_spec(settings))
+
+
+def test_every_network_computes_attention_as_the_setting_says(tiny_model: Path, tmp_path: Path) -> None:
+    other, judge = write_model(tmp_path / "critic"), write_reward_model(tmp_path / "judge")
+    chosen = [f"model.path={tiny_model}", "data.max_prompt_length=16", "algorithm.name=ppo", f"reward.model={judge}"]
+    settings = load(None, [*chosen, f"critic.path={other}", "model.attention=xla", "model.lora.rank=2"], {}).settings
+    policy, reward_model = read_model_spec(settings), read_reward_model_spec(settings)
+    definitions = [policy.definition, policy.policy_definition, policy.reference_definition]
+    definitions += [policy.decode_definition(jnp.dtype("float32")), read_critic_spec(settings, policy).definition]
+    without_files = read_config_only_spec(settings)
+    assert reward_model is not None and without_files.critic is not None and without_files.reward_model is not None
+    definitions += [reward_model.definition, without_files.model.policy_definition]
+    definitions += [without_files.critic.definition, without_files.reward_model.definition]
+    assert [one.architecture.attention_implementation for one in definitions] == ["xla"] * 9
 
 
 def change_tokenizer(model: Path, **changes: object) -> Path:

@@ -57,6 +57,10 @@ def refused(config: Path, *overrides: str, resume: str = "never") -> str:
         ("checkpoint.best_metric=eval/acuracy", "or null to keep no best checkpoint; did you mean eval/accuracy?"),
         ("checkpoint.best_metric=reward/mean", "checkpoint.best_metric: evaluations do not measure 'reward/mean'"),
         ("checkpoint.every_minutes=0", "checkpoint.every_minutes: expected greater than 0, got 0"),
+        (
+            "model.attention=kernel",
+            "there is no attention kernel for cpu devices (cpu)",
+        ),
         ("mesh.shape='3,1,1'", "mesh.shape: '3,1,1' needs 3 devices, but there are 8"),
         ("mesh.num_processes=2", "also set mesh.coordinator_address and mesh.process_id"),
         ("model.path=builtin:huge", "model.path: there is no built-in model 'builtin:huge'"),

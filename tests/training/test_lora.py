@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -165,6 +166,24 @@ def test_the_reference_is_the_model_without_its_adapters_and_no_copy(run: Path, 
     of_policy = field_of(policy, "policy_logprobs")
     np.testing.assert_allclose(of_policy, field_of(plain, "policy_logprobs"), atol=1e-5)
     assert np.abs(of_policy - of_reference).max() > 1e-3
+
+
+@pytest.mark.parametrize("step", [0, 1])
+def test_a_reference_in_the_compute_type_has_the_logprobs_of_one_in_float32(
+    step: int, config: Path, finished: Path
+) -> None:
+    launch, learning = launched(config, "run.name=half", "algorithm.beta=0.1", "model.dtype=bfloat16")
+    session = launch.session
+    params = session.initial_trained_params()
+    state = RunState(learning.policy.initial_state(params))
+    reference = load_reference_params(state, TrainProgress(step=step, position=0, fingerprints={}), session)
+    assert reference is not None
+    assert {leaf.dtype for leaf in jax.tree.leaves(reference)} == {jnp.dtype("bfloat16")}
+    records = records_of(finished / "rollouts" / "step_000001.jsonl")[:4]
+    samples = [sample_from_record(record, where="") for record in records]
+    cut = learning.score_batchers["reference"]
+    halves, floats = (session.score(one, samples, "reference", batcher=cut)[0] for one in (reference, params))
+    np.testing.assert_array_equal(field_of(halves, "reference_logprobs"), field_of(floats, "reference_logprobs"))
 
 
 def field_of(samples: Sequence[Sample], name: str) -> np.ndarray:

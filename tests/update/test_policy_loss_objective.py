@@ -11,7 +11,6 @@ import pytest
 
 from app.batching.row_logprobs import row_logprobs
 from app.model.decoder import DecoderDefinition
-from app.model.token_logprobs import entropy
 from app.records.sample import Sample
 from app.update.kl import KLEstimator, k1, k3
 from app.update.loss_aggregation import AggregationFn, sequence_mean_token_mean, token_mean
@@ -177,7 +176,7 @@ def test_the_bonus_takes_the_weighted_entropy_from_the_loss():
 
     def bonus(params):
         tokens = batch.tokens
-        _, entropies = row_logprobs(DEFINITION.bind(params), tokens, temperature=1.3, entropy_fn=entropy, **FORWARD)
+        _, entropies = row_logprobs(DEFINITION.bind(params), tokens, temperature=1.3, entropy_gradient=True, **FORWARD)
         return jnp.sum(batch.loss_weights * entropies)
 
     (without, _), plain = loss_and_gradient()(params(), batch, 1.3)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import jax
-
 from app.advantage.gae.chunked import CHUNK_SIZE
+from app.mesh.axis_rules import current_device
 
 REQUESTED = "requested"
 MIN_FUSED_TOKENS = 256
@@ -44,7 +43,7 @@ def choose_backend(
     chunks = BackendChoice("chunked", chunk_size or CHUNK_SIZE, REQUESTED)
     if backend == "chunked":
         return chunks
-    on_cpu = jax.default_backend() == "cpu"
+    on_cpu = current_device()[0] == "cpu"
     if not constant_decay and on_cpu and backend == "auto":
         # Milliseconds, measured as below but with a mask: a scan over pairs needs several times the arithmetic.
         #   shape          serial  chunked by 16  by 64

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import jax
 import numpy as np
 from jaxtyping import Float32, Float64
 
 from app.advantage.gae.recurrence import GaeOutput, HostOrDevice, RecurrenceTerms
+from app.mesh.axis_rules import current_device
 
 CHUNK_STEPS = 16
 """Steps per chunk."""
@@ -29,7 +29,7 @@ def solve_fused(terms: RecurrenceTerms) -> GaeOutput:
     # Pallas is slow to import and not needed on a CPU.
     from app.advantage.gae import pallas_kernel
 
-    return pallas_kernel.KERNELS[jax.default_backend()](terms)
+    return pallas_kernel.KERNELS[current_device()[0]](terms)
 
 
 def fused_gae_on_host(

@@ -106,7 +106,7 @@ def solve_on_tpu(terms: RecurrenceTerms, *, interpret: bool = False) -> GaeOutpu
 
 
 KERNELS: Mapping[str, Callable[..., GaeOutput]] = MappingProxyType({"gpu": solve_on_gpu, "tpu": solve_on_tpu})
-"""Kernels by platform, as `jax.default_backend` names it: (terms, interpret=False) -> advantages and returns."""
+"""Kernels by platform, as JAX names it: (terms, interpret=False) -> advantages and returns."""
 
 
 def _solve_tile(

@@ -7,6 +7,7 @@ the decoder does not support is never ignored: it raises an InputError.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from app.model.architecture import Architecture
@@ -21,6 +22,7 @@ from app.model.io.config_fields import (
 )
 from app.model.rope import RopeConfig, parse_rope
 from settings.errors import InputError
+from settings.schema.model import AttentionImplementation
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -56,7 +58,9 @@ CAUSAL_LM = ("ForCausalLM",)
 SEQUENCE_CLASSIFICATION = ("ForSequenceClassification",)
 
 
-def architecture_from_config(config: HfConfig, *, heads: Sequence[str] = CAUSAL_LM) -> Architecture:
+def architecture_from_config(
+    config: HfConfig, *, heads: Sequence[str] = CAUSAL_LM, attention: AttentionImplementation = "auto"
+) -> Architecture:
     """Returns the architecture of a parsed `config.json`.
 
     Args:
@@ -86,7 +90,7 @@ def architecture_from_config(config: HfConfig, *, heads: Sequence[str] = CAUSAL_
     for field, why in UNSUPPORTED_FIELDS.items():
         if config.get(field):
             raise InputError(f"config.json has `{field}`: {why}")
-    return family.parse_config(config)
+    return replace(family.parse_config(config), attention_implementation=attention)
 
 
 def llama(config: HfConfig) -> Architecture:

@@ -149,7 +149,7 @@ def load_weights(
 ) -> Params:
     """Reads every tensor once into its sharded parameter, with one tensor at a time in host memory.
 
-    All parameters become float32, except kernels that the definition quantizes.
+    All parameters get the types of the definition: float32, unless they are quantized or `held_in` another type.
 
     Args:
         entries: the tensors to read; None = all that the architecture needs. Other weights are zeros.
@@ -166,7 +166,9 @@ def load_weights(
         shape = in_files[entry.path].shape
         tensor = np.asarray(source.read(entry.name)).astype(np.float32, copy=False)
         tensor = from_hf_layout(tensor, entry.path, shape if entry.layer is None else shape[1:])
-        return {entry.path: tensor} if entry.path in shapes else quantize_kernel(definition, entry.path, tensor)
+        if entry.path not in shapes:
+            return quantize_kernel(definition, entry.path, tensor)
+        return {entry.path: tensor.astype(shapes[entry.path].dtype, copy=False)}
 
     log.info("loading %s tensors onto %d device%s", f"{len(entries):,}", mesh.size, "" if mesh.size == 1 else "s")
     params: dict[ParamPath, Array] = {}

@@ -1,0 +1,73 @@
+"""Devices that are not there, for which the accelerator's own compiler compiles programs without running them."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from importlib.metadata import distributions, version
+from pathlib import Path
+from typing import Any
+
+from jax.experimental import topologies
+
+from app.mesh.gpu_cards import GpuHost
+from app.mesh.tpu_chips import TpuSlice
+from settings.errors import InputError
+
+SCHEDULES = ".*final_bundles.*"
+"""The compiler's files on the instructions that a Pallas kernel became."""
+LIBTPU_VARIABLES = {
+    # Otherwise it looks for its machine on the network, and complains on stderr of what it does not find.
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    # Otherwise it refuses to load beside a process that uses the chips, which compiling does not.
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",
+}
+_schedules: tempfile.TemporaryDirectory[str] | None = None
+
+
+def compile_only_devices(place: TpuSlice | GpuHost) -> list[Any]:
+    """Returns the devices of a TPU slice or of a host with GPUs, as the accelerator's compiler describes them.
+
+    Raises:
+        InputError: the compiler is not installed, or does not know the devices.
+    """
+    for name, value in {**LIBTPU_VARIABLES, "TPU_ACCELERATOR_TYPE": place.name}.items():
+        os.environ.setdefault(name, value)
+    try:
+        description = topologies.get_topology_desc(
+            platform=place.compiler, topology_name=place.topology_name, **place.topology_options
+        )
+    except Exception as error:  # JAX raises several types, some of them its own
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise InputError(
+            f"mesh.pretend: cannot compile for {place.name}: {reason} (with {compiler_versions()}); run pip install -e "
+            f"'.[{place.compiler}]', which installs the compiler that belongs to this JAX on any x86-64 Linux, with or "
+            "without the device"
+        ) from None
+    return list(description.devices)
+
+
+def compiler_versions() -> str:
+    """Returns the versions of JAX and of the accelerators' compilers that are installed."""
+    names = {distribution.name for distribution in distributions()} & {"jax", "libtpu", "jax-cuda13-plugin"}
+    return ", ".join(f"{name} {version(name)}" for name in sorted(names))
+
+
+def keep_kernel_schedules() -> None:
+    """Makes libtpu write the schedule of each kernel that it compiles, into a folder that ends with this process.
+
+    Must run before JAX loads libtpu.
+    """
+    global _schedules
+    if _schedules is None:
+        _schedules = tempfile.TemporaryDirectory(prefix="grpo-kernels-")
+        # libtpu splits the variable at spaces and knows no quotes.
+        given = os.environ.get("LIBTPU_INIT_ARGS", "")
+        added = f"--xla_jf_dump_to={_schedules.name} --xla_jf_dump_llo_text=true"
+        os.environ["LIBTPU_INIT_ARGS"] = f"{given} {added} --xla_jf_dump_llo_pass_label_regex={SCHEDULES}".strip()
+
+
+def kernel_schedules() -> Path | None:
+    """Returns the folder of `keep_kernel_schedules`; None if it has not run."""
+    return None if _schedules is None else Path(_schedules.name)

@@ -1,0 +1,311 @@
+"""Attention over packed rows as Pallas kernels for TPUs: forward and backward over the visible pairs of blocks.
+
+A turn of the grid is one pair of a query block and a key block, for the query heads that share a key head. The pairs
+of a query block follow one another, so its output stays on the chip until the last of them. Scores are held as
+[keys, queries]: the softmax then reduces over sublanes, and its statistics are rows. Operands keep their type, scores,
+softmax and sums are float32.
+
+Source: Dao et al. 2022, FlashAttention, algorithms 1 and 4.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Bool, Float, Float32, Int32
+
+from app.model.block_attention import Blocking
+from app.model.block_pairs import UNREACHABLE, BlockPairs
+from app.model.score_mod import MASK_VALUE, ScoreMod, apply_soft_cap
+from app.model.segment_layout import SegmentLayout
+
+INFO_ROWS = 8
+"""Rows of the tokens' description, one tile of int32; see `token_info`."""
+MAX_BRANCHES = 1 << 16
+VMEM_BYTES = 96 * 2**20
+
+
+def attend(
+    score_mod: ScoreMod,
+    blocking: Blocking,
+    query: Float[Array, "R T Q H"],
+    keys: Float[Array, "R K T H"],
+    values: Float[Array, "R K T H"],
+    layout: SegmentLayout,
+    pairs: BlockPairs,
+    window: Int32[Array, ""],
+    *,
+    interpret: bool = False,
+) -> tuple[Float[Array, "R T Q H"], Float32[Array, "K G N"]]:
+    """Returns one device's attention output, and the logarithm of each softmax normalizer, N = R * T.
+
+    Args:
+        pairs: the pairs of every query block one after the other, at least one for each block.
+    """
+    block_size = blocking.block_size
+    call = _Call(query.shape, keys.shape, block_size)
+    mixed, normalizer = pl.pallas_call(
+        functools.partial(_forward_kernel, score_mod, call.scale(score_mod)),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=3,
+            grid=(call.num_kv_heads, _num_pairs(pairs)),
+            in_specs=[call.by_query, call.by_key, call.by_key, call.query_info, call.key_info],
+            out_specs=[call.by_query, call.by_query_row],
+            scratch_shapes=[
+                pltpu.VMEM((call.group_size, block_size), jnp.float32),
+                pltpu.VMEM((call.group_size, block_size), jnp.float32),
+                pltpu.VMEM((call.group_size, call.head_dim, block_size), jnp.float32),
+            ],
+        ),
+        out_shape=[
+            jax.ShapeDtypeStruct(call.query_shape, query.dtype),
+            jax.ShapeDtypeStruct(call.query_shape[:3], jnp.float32),
+        ],
+        compiler_params=_compiler_params(),
+        name="attention_forward",
+        interpret=interpret,
+    )(*_prefetched(pairs, window), *call.arrays(query, keys, values), *[token_info(layout)] * 2)
+    return call.from_heads(mixed), normalizer
+
+
+def attention_grads(
+    score_mod: ScoreMod,
+    blocking: Blocking,
+    query: Float[Array, "R T Q H"],
+    keys: Float[Array, "R K T H"],
+    values: Float[Array, "R K T H"],
+    layout: SegmentLayout,
+    pairs: BlockPairs,
+    window: Int32[Array, ""],
+    mixed: Float[Array, "R T Q H"],
+    normalizer: Float32[Array, "K G N"],
+    mixed_grad: Float[Array, "R T Q H"],
+    *,
+    interpret: bool = False,
+) -> tuple[Float[Array, "R T Q H"], Float[Array, "R K T H"], Float[Array, "R K T H"]]:
+    """Returns the gradients of one device's query, keys and values; scores are computed again."""
+    block_size = blocking.block_size
+    call = _Call(query.shape, keys.shape, block_size)
+    output_grad = call.to_heads(mixed_grad)
+    mean = jnp.sum(output_grad.astype(jnp.float32) * call.to_heads(mixed).astype(jnp.float32), axis=-1)
+    arrays = call.arrays(query, keys, values)
+    query_grad, keys_grad, values_grad = pl.pallas_call(
+        functools.partial(_backward_kernel, score_mod, call.scale(score_mod), call.blocks_per_row),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=3,
+            grid=(call.num_kv_heads, _num_pairs(pairs)),
+            in_specs=[
+                *(call.by_query, call.by_key, call.by_key, call.query_info, call.key_info),
+                *(call.by_query, call.by_query_row, call.by_query_row),
+            ],
+            out_specs=[call.by_query, call.whole_row, call.whole_row],
+            scratch_shapes=[pltpu.VMEM((call.group_size, call.head_dim, block_size), jnp.float32)],
+        ),
+        out_shape=[
+            jax.ShapeDtypeStruct(call.query_shape, query.dtype),
+            *[jax.ShapeDtypeStruct(arrays[1].shape, jnp.float32)] * 2,
+        ],
+        compiler_params=_compiler_params(),
+        name="attention_backward",
+        interpret=interpret,
+    )(
+        *_prefetched(pairs, window),
+        *arrays,
+        *[token_info(layout)] * 2,
+        output_grad.astype(query.dtype),
+        normalizer,
+        mean,
+    )
+    keys_grad, values_grad = (
+        x.reshape(call.num_kv_heads, keys.shape[0], -1, call.head_dim).swapaxes(0, 1).astype(keys.dtype)
+        for x in (keys_grad, values_grad)
+    )
+    return call.from_heads(query_grad), keys_grad, values_grad
+
+
+def _forward_kernel(score_mod: ScoreMod, scale: float, *refs: Any) -> None:
+    query_block, key_block, window, query, key, value, query_info, key_info, mixed, normalizer, highest, total, sums = (
+        refs
+    )
+    turn = pl.program_id(1)
+    starts, ends = _block_edges(query_block, turn)
+
+    @pl.when(starts)
+    def _() -> None:
+        highest[...] = jnp.full_like(highest, MASK_VALUE)
+        total[...] = jnp.zeros_like(total)
+        sums[...] = jnp.zeros_like(sums)
+
+    visible = _visible_mask(query_info[...], key_info[...], query_block[turn] - key_block[turn], window[0])
+    for head in range(query.shape[0]):
+        row = pl.ds(head, 1)
+        scores = apply_soft_cap(product(key[...], query[head], (1, 1)) * scale, score_mod.soft_cap)
+        scores = jnp.where(visible, scores, MASK_VALUE)
+        new_highest = jnp.maximum(highest[row, :], jnp.max(scores, axis=0, keepdims=True))
+        shrink = jnp.exp(highest[row, :] - new_highest)
+        weights = jnp.exp(scores - new_highest)
+        highest[row, :] = new_highest
+        total[row, :] = total[row, :] * shrink + jnp.sum(weights, axis=0, keepdims=True)
+        sums[head] = sums[head] * shrink + product(value[...], weights.astype(value.dtype), (0, 0))
+
+    @pl.when(ends)
+    def _() -> None:
+        for head in range(query.shape[0]):
+            row = pl.ds(head, 1)
+            mixed[head] = (sums[head] / total[row, :]).T.astype(mixed.dtype)
+        normalizer[...] = highest[...] + jnp.log(total[...])
+
+
+def _backward_kernel(score_mod: ScoreMod, scale: float, blocks_per_row: int, *refs: Any) -> None:
+    query_block, key_block, window, query, key, value, query_info, key_info, output_grad, normalizer, mean, *outputs = (
+        refs
+    )
+    query_grad, keys_grad, values_grad, sums = outputs
+    turn = pl.program_id(1)
+    starts, ends = _block_edges(query_block, turn)
+    size = key.shape[0]
+    in_row = pl.ds(pl.multiple_of(key_block[turn] % blocks_per_row * size, size), size)
+
+    @pl.when(starts)
+    def _() -> None:
+        sums[...] = jnp.zeros_like(sums)
+
+    # Pairs are causal, and in order of their queries: a key block meets its own queries first.
+    @pl.when(query_block[turn] == key_block[turn])
+    def _() -> None:
+        keys_grad[in_row, :] = values_grad[in_row, :] = jnp.zeros(key.shape, jnp.float32)
+
+    visible = _visible_mask(query_info[...], key_info[...], query_block[turn] - key_block[turn], window[0])
+    new_keys_grad = new_values_grad = jnp.zeros(key.shape, jnp.float32)
+    for head in range(query.shape[0]):
+        row = pl.ds(head, 1)
+        scores = apply_soft_cap(product(key[...], query[head], (1, 1)) * scale, score_mod.soft_cap)
+        weights = jnp.where(visible, jnp.exp(scores - normalizer[row, :]), 0.0)
+        weights_grad = product(value[...], output_grad[head], (1, 1))
+        scores_grad = weights * (weights_grad - mean[row, :])
+        if score_mod.soft_cap is not None:
+            scores_grad *= 1 - jnp.square(scores / score_mod.soft_cap)
+        scores_grad = scores_grad.astype(key.dtype)
+        new_values_grad += product(weights.astype(key.dtype), output_grad[head], (1, 0))
+        new_keys_grad += product(scores_grad, query[head], (1, 0))
+        sums[head] += product(key[...], scores_grad, (0, 0))
+    keys_grad[in_row, :] += new_keys_grad * scale
+    values_grad[in_row, :] += new_values_grad
+
+    @pl.when(ends)
+    def _() -> None:
+        for head in range(query.shape[0]):
+            query_grad[head] = (sums[head] * scale).T.astype(query_grad.dtype)
+
+
+def _block_edges(query_block: Any, turn: Array) -> tuple[Array, Array]:
+    """Returns whether a turn is the first, and the last, of its query block."""
+    last = pl.num_programs(1) - 1
+    before, after = query_block[jnp.maximum(turn - 1, 0)], query_block[jnp.minimum(turn + 1, last)]
+    return (turn == 0) | (before != query_block[turn]), (turn == last) | (after != query_block[turn])
+
+
+def _visible_mask(
+    queries: Int32[Array, "I size"], keys: Int32[Array, "I size"], blocks_apart: Array, window: Array
+) -> Bool[Array, "keys queries"]:
+    """Returns whether each query (column) sees each key (row); the same rule as `attention_mask`."""
+    size = keys.shape[1]
+    by_key = keys.T
+    shape = (size, size)
+    later = jax.lax.broadcasted_iota(jnp.int32, shape, 0) - jax.lax.broadcasted_iota(jnp.int32, shape, 1)
+    return is_visible(
+        (queries[1:2], queries[2:3], queries[3:4]),
+        (by_key[:, 0:1], by_key[:, 3:4]),
+        later <= blocks_apart * size,
+        window,
+    )
+
+
+def is_visible(
+    query: tuple[Array, Array, Array], key: tuple[Array, Array], is_not_later: Array, window: Array
+) -> Bool[Array, "rows columns"]:
+    """Returns whether queries see keys; the arguments broadcast to the pairs.
+
+    Args:
+        query: run, run of the prompt, and position of the queries; see `token_info`.
+        key: run and position of the keys.
+        is_not_later: whether the key stands at or before the query in the row.
+    """
+    own_run, prompt_run, position = query
+    run, key_position = key
+    return ((run == own_run) | (run == prompt_run)) & is_not_later & (position - key_position < window)
+
+
+def token_info(layout: SegmentLayout) -> Int32[Array, "I N"]:
+    """Returns, per token: its run as a key, its run as a query, the run of its prompt, and its position.
+
+    A run is a prompt or a completion. Padding has runs of its own, so that nothing sees it and it sees nothing.
+    """
+    segment, branch, position = (x.reshape(-1) for x in layout)
+    is_token, prompt_run = segment != 0, segment * MAX_BRANCHES
+    rows = (
+        jnp.where(is_token, prompt_run + branch, -1),
+        jnp.where(is_token, prompt_run + branch, -2),
+        jnp.where(is_token, prompt_run, -2),
+        position,
+    )
+    return jnp.pad(jnp.stack(rows), ((0, INFO_ROWS - len(rows)), (0, 0)))
+
+
+def product(a: Array, b: Array, dims: tuple[int, int]) -> Float32[Array, "m n"]:
+    """Returns the float32 product of two matrices, contracted over one dim of each."""
+    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    return jax.lax.dot_general(
+        a, b, (((dims[0],), (dims[1],)), ((), ())), precision=precision, preferred_element_type=jnp.float32
+    )
+
+
+def _num_pairs(pairs: BlockPairs) -> Int32[Array, ""]:
+    return jnp.sum(pairs.distance < UNREACHABLE, dtype=jnp.int32)
+
+
+def _prefetched(pairs: BlockPairs, window: Array) -> tuple[Array, Array, Array]:
+    return pairs.query_block.ravel(), pairs.key_block.ravel(), window.reshape(1)
+
+
+def _compiler_params() -> pltpu.CompilerParams:
+    return pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM_BYTES)
+
+
+class _Call:
+    """Shapes and blocks of the arrays of a call: heads before tokens, the rows of a device one after the other."""
+
+    def __init__(self, query_shape: tuple[int, ...], keys_shape: tuple[int, ...], block_size: int):
+        self.rows, self.num_tokens, num_query_heads, self.head_dim = query_shape
+        self.num_kv_heads = keys_shape[1]
+        self.group_size = num_query_heads // self.num_kv_heads
+        self.query_shape = (self.num_kv_heads, self.group_size, self.rows * self.num_tokens, self.head_dim)
+        self.blocks_per_row = self.num_tokens // block_size
+        group, size, head = self.group_size, block_size, self.head_dim
+        self.by_query = pl.BlockSpec((None, group, size, head), lambda k, p, q, *_: (k, 0, q[p], 0))
+        self.by_query_row = pl.BlockSpec((None, group, size), lambda k, p, q, *_: (k, 0, q[p]))
+        self.by_key = pl.BlockSpec((None, size, head), lambda k, p, q, kb, *_: (k, kb[p], 0))
+        self.query_info = pl.BlockSpec((INFO_ROWS, size), lambda k, p, q, *_: (0, q[p]))
+        self.key_info = pl.BlockSpec((INFO_ROWS, size), lambda k, p, q, kb, *_: (0, kb[p]))
+        per_row = self.blocks_per_row
+        self.whole_row = pl.BlockSpec(
+            (None, self.num_tokens, head), lambda k, p, q, *_: (k, q[p] // per_row, 0), pipeline_mode=pl.Buffered(1)
+        )
+
+    def scale(self, score_mod: ScoreMod) -> float:
+        return score_mod.scale or self.head_dim**-0.5
+
+    def arrays(self, query: Array, keys: Array, values: Array) -> tuple[Array, Array, Array]:
+        keys, values = (x.swapaxes(0, 1).reshape(self.num_kv_heads, -1, self.head_dim) for x in (keys, values))
+        return self.to_heads(query), keys, values
+
+    def to_heads(self, x: Float[Array, "R T Q H"]) -> Float[Array, "K G N H"]:
+        return x.reshape(-1, self.num_kv_heads, self.group_size, self.head_dim).transpose(1, 2, 0, 3)
+
+    def from_heads(self, x: Float[Array, "K G N H"]) -> Float[Array, "R T Q H"]:
+        return x.transpose(2, 0, 1, 3).reshape(self.rows, self.num_tokens, -1, self.head_dim)

@@ -1,0 +1,101 @@
+"""Check of attention on the devices of a run: the kernel or the program that it would use, against dense attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array, Float64
+
+from app.batching.micro_batch_plan import MicroBatch, RowShape
+from app.batching.token_batch import pack_tokens
+from app.mesh.placement import num_local_row_shards, row_sharding, to_global, to_local
+from app.model.architecture import Architecture
+from app.model.attention import dot_product_attention, packed_attention, platform_blocking
+from app.model.score_mod import ScoreMod
+from app.model.segment_layout import SegmentLayout, attention_mask
+from app.preflight.check_results import CheckRecorder
+from app.preflight.program_work import longest_samples
+from app.runtime.reward_model import RewardModelSpec
+from app.runtime.scoring import set_compute_dtype
+from app.runtime.session import Session
+
+TOLERANCES = {"float32": 1e-4, "bfloat16": 2e-2}
+"""Differences that rounding explains, relative to the largest number of the array, by compute type."""
+NUM_TOKENS, PROMPT, COMPLETION, WINDOW = 700, 150, 120, 100
+"""Tokens of a row, which are several blocks on every platform; of a prompt; of a completion; and of a window."""
+RESULTS = ("the output", "the gradient of queries", "the gradient of keys", "the gradient of values")
+
+
+def check_attention(recorder: CheckRecorder, session: Session, reward_model: RewardModelSpec | None) -> None:
+    """Checks the attention of all networks of a run. All hosts must call it together."""
+    mesh, device = session.mesh, session.mesh.devices.flat[0]
+    architectures = [session.model_spec.architecture, session.architecture_of("critic")]
+    architectures += [] if reward_model is None else [reward_model.architecture]
+    dtype = set_compute_dtype(session.settings)
+    with jax.set_mesh(mesh):
+        has_kernel = platform_blocking(NUM_TOKENS, dtype, session.settings.model.attention).kernel
+    name = f"the kernel for {device.device_kind}" if has_kernel else f"attention on {device.platform} without a kernel"
+    with recorder.run_check("attention", "set model.attention: xla" if has_kernel else ""):
+        differences = np.array(
+            [
+                attention_differences(architecture, mesh, dtype, window=window)
+                for architecture in dict.fromkeys(architectures)
+                for window in ((None, WINDOW) if any(architecture.windows) else (None,))
+            ]
+        ).max(axis=0)
+        tolerance, worst = TOLERANCES[dtype.name], int(differences.argmax())
+        if differences[worst] <= tolerance:
+            found = f"equals dense attention within {differences[worst]:.1e} of the largest number"
+            recorder.ok("attention", f"{name} {found} ({tolerance:g} is allowed in {dtype}): output and gradients")
+        else:
+            found = f"{RESULTS[worst]} differs from that of dense attention by {differences[worst]:.1e} of its largest"
+            advice = "set model.attention: xla" if has_kernel else "report this with the versions above"
+            recorder.fail("attention", f"{name}: {found} number; {tolerance:g} is allowed in {dtype}", advice)
+
+
+def attention_differences(
+    architecture: Architecture, mesh: Mesh, dtype: jnp.dtype, *, window: int | None
+) -> Float64[np.ndarray, "4"]:
+    """Returns the largest difference of each of `RESULTS` from dense attention in float32, on random packed rows.
+
+    Differences are relative to the largest number of each result. A row has two samples that share their prompt, one
+    with a prompt of its own, and padding. Every device computes the same row. All hosts must call it together.
+    """
+    a, score_mod = architecture, ScoreMod(architecture.query_scale, architecture.attention_soft_cap)
+    row = MicroBatch((((0, 1), (2,)),), RowShape(NUM_TOKENS, 3 * COMPLETION))
+    batch = pack_tokens(longest_samples(3, prompt=PROMPT, completion=COMPLETION), row)
+    layout = SegmentLayout(batch.segment_ids, batch.branch_ids, batch.positions)
+    is_token = (layout.segment_ids != 0)[:, :, None, None]
+    by_token, by_key = (1, NUM_TOKENS, a.num_query_heads, a.head_dim), (1, a.num_kv_heads, NUM_TOKENS, a.head_dim)
+    rng = np.random.default_rng(0)
+    query, keys, values, weights = (rng.standard_normal(shape) for shape in (by_token, by_key, by_key, by_token))
+    # Some scores reach the soft cap.
+    query *= (score_mod.soft_cap or 1.0) ** 0.5
+    arrays = [x.astype(dtype) for x in (query, keys, values, weights * is_token)]
+
+    def packed(layout: SegmentLayout, query: Array, keys: Array, values: Array) -> Array:
+        blocking = platform_blocking(NUM_TOKENS, dtype, a.attention_implementation)
+        return packed_attention(query, keys, values, layout, window=window, score_mod=score_mod, blocking=blocking)
+
+    def dense(layout: SegmentLayout, query: Array, keys: Array, values: Array) -> Array:
+        return dot_product_attention(query, keys, values, attention_mask(layout, layout, 0, window), score_mod)
+
+    def results(attention: Callable[..., Array], layout: SegmentLayout, *arrays: Array) -> list[Array]:
+        mixed, pull = jax.vjp(partial(attention, layout), *arrays[:3])
+        return [mixed, *pull(arrays[3])]
+
+    rows = jax.tree.map(lambda x: np.repeat(x, num_local_row_shards(mesh), axis=0), (layout, *arrays))
+    with jax.set_mesh(mesh):
+        ours = jax.jit(partial(results, packed), out_shardings=row_sharding(mesh))(*to_global(mesh, rows))
+    with jax.default_matmul_precision("highest"):
+        exact = jax.jit(partial(results, dense))(layout, *(x.astype(np.float32) for x in arrays))
+    differences = []
+    for name, x, y in zip(RESULTS, map(to_local, ours), map(np.asarray, exact), strict=True):
+        difference = np.abs(np.float64(x) - y) * (is_token if name == RESULTS[0] else 1.0)
+        differences.append(difference.max() / np.abs(y).max())
+    return np.array(differences)

@@ -1,0 +1,181 @@
+"""Reads the text of a compiled XLA program: its computations and their instructions in scheduled order."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+ITEM_BITS = {"pred": 8, "token": 0}
+"""Bits of an item by element type, where its name does not have them."""
+
+_NAME = r"%?([\w.\-]+)"
+_ARRAY = re.compile(r"([a-z]+\d*[a-z0-9]*)\[([\d,]*)\](?:\{([^}]*)\})?")
+_INSTRUCTION = re.compile(rf"(?:ROOT )?{_NAME} = (.*)")
+_HEADER = re.compile(rf"(ENTRY )?{_NAME} \(")
+_MESH_GROUP = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(.*?\)\))? \{([^}]*)\}")
+
+COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
+SEMAPHORES = 4
+"""The memory space that holds the handle of a collective in the background."""
+
+
+@dataclass(frozen=True)
+class ArrayShape:
+    """One array of an instruction's result, in one device's memory."""
+
+    dtype: str
+    sizes: tuple[int, ...]
+    memory_space: int
+    """0: the device's main memory (HBM); others are on the chip."""
+
+    @property
+    def num_items(self) -> int:
+        return math.prod(self.sizes)
+
+    @property
+    def num_bytes(self) -> int:
+        bits = ITEM_BITS.get(self.dtype, int((re.search(r"\d+", self.dtype) or ["32"])[0]))
+        return self.num_items * bits // 8
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One instruction, in the order in which the device runs them."""
+
+    name: str
+    opcode: str
+    shapes: tuple[ArrayShape, ...]
+    """The arrays of its result, those of a tuple in order."""
+    operands: tuple[str, ...]
+    text: str
+    """The line after the opcode."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the result."""
+        return sum(shape.num_bytes for shape in self.shapes)
+
+    @cached_property
+    def op_name(self) -> str:
+        """The JAX operations and name scopes that it stems from; empty if the compiler added it."""
+        return self.attribute(r'op_name="([^"]*)"') or ""
+
+    @property
+    def estimated_cycles(self) -> int | None:
+        """The compiler's estimate of its cycles; None if it has none."""
+        cycles = self.attribute(r'"estimated_cycles":"(\d+)"')
+        return None if cycles is None else int(cycles)
+
+    @property
+    def called(self) -> tuple[str, ...]:
+        """The computations of a fusion, a call or the branches of a conditional."""
+        listed = self.attribute(r"branch_computations=\{([^}]*)\}")
+        names = r"(?:calls|to_apply|true_computation|false_computation)=" + _NAME
+        return tuple(re.findall(_NAME, listed) if listed else re.findall(names, self.text))
+
+    @property
+    def group_size(self) -> int:
+        """The number of devices of one group of a collective.
+
+        Written as `{{0,1},{2,3}}`, as `[2,2]<=[4]`, or by the axes of a mesh: `mesh['x'=2,'y'=4] {'y'}`, of which
+        `'y':(2)4` is the part of size 4.
+        """
+        if mesh := _MESH_GROUP.search(self.text):
+            sizes = dict(re.findall(r"'(\w+)'=(\d+)", mesh[1]))
+            parts = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", mesh[2])
+            return math.prod(int(part or sizes[axis]) for axis, part in parts)
+        if iota := self.attribute(r"replica_groups=\[\d+,(\d+)\]"):
+            return int(iota)
+        if listed := self.attribute(r"replica_groups=\{\{([\d,]+)\}"):
+            return len(listed.split(","))
+        raise ValueError(f"the groups of {self.name} are in a notation that is not known: {self.text[:120]}")
+
+    def attribute(self, pattern: str) -> str | None:
+        """Returns the first group of a pattern in the line's attributes; None if it is not there."""
+        found = re.search(pattern, self.text)
+        return found[1] if found else None
+
+
+@dataclass(frozen=True)
+class Collective:
+    """What a collective sends, under ring algorithms.
+
+    Source: Chan, Heimlich, Purkayastha and van de Geijn 2007, "Collective communication"; NVIDIA nccl-tests,
+    PERFORMANCE.md.
+    """
+
+    kind: str
+    dtype: str
+    group_size: int | None
+    """Devices that communicate with each other; None for a permutation."""
+    sent_bytes: int
+    """Bytes that each device sends."""
+
+
+class HloProgram:
+    """A compiled program's computations by name."""
+
+    def __init__(self, text: str):
+        self.computations: dict[str, list[Instruction]] = {}
+        self.entry = ""
+        current: list[Instruction] = []
+        # The metadata that a kernel's author gives it may span lines.
+        for line in re.sub(r'\n(?="|\}\})', "", text).splitlines():
+            if not line.startswith((" ", "}", "HloModule")) and line.endswith("{") and (head := _HEADER.match(line)):
+                current = self.computations.setdefault(head[2], [])
+                self.entry = head[2] if head[1] else self.entry
+            elif line.startswith("  ") and (found := _INSTRUCTION.match(line.strip())):
+                current.append(_parse_instruction(found[1], found[2]))
+
+    def fused(self, instruction: Instruction) -> Sequence[Instruction]:
+        """Returns all instructions inside a fusion, those of fusions in it included."""
+        inside = [one for name in instruction.called for one in self.computations.get(name, ())]
+        return [*inside, *(deeper for one in inside if one.opcode == "fusion" for deeper in self.fused(one))]
+
+    def collective(self, one: Instruction) -> Collective | None:
+        """Returns the collective that an instruction is, starts or has in it; None for other instructions."""
+        inside = self.fused(one) if one.opcode in ("fusion", "async-start", "call-start") else [one]
+        found = next((x for x in inside if x.opcode.removesuffix("-start") in COLLECTIVES), None)
+        if found is None:
+            return None
+        kind = found.opcode.removesuffix("-start")
+        # The result of most starts holds the operands, then what the collective yields.
+        shapes = [shape for shape in found.shapes if shape.memory_space != SEMAPHORES and shape.sizes]
+        holds_operands = found.opcode.endswith("-start") and kind != "all-reduce"
+        size = sum(shape.num_bytes for shape in shapes[len(shapes) // 2 if holds_operands else 0 :])
+        dtype = found.shapes[0].dtype
+        if kind == "collective-permute":
+            return Collective(kind, dtype, None, size)
+        n = found.group_size
+        if one.opcode == "fusion" and kind == "all-reduce" and any(x.opcode == "dynamic-slice" for x in inside):
+            kind, size = "reduce-scatter", size // n
+        factor = {"all-reduce": 2 * (n - 1) / n, "reduce-scatter": n - 1}.get(kind, (n - 1) / n)
+        return Collective(kind, dtype, n, int(size * factor))
+
+
+def _parse_instruction(name: str, rest: str) -> Instruction:
+    end = _tuple_end(rest) if rest.startswith("(") else rest.index(" ")
+    opcode, _, arguments = rest[end:].strip().partition("(")
+    shapes = tuple(
+        ArrayShape(
+            dtype,
+            tuple(int(size) for size in sizes.split(",") if size),
+            int(space[1]) if (space := re.search(r"S\((\d+)\)", layout or "")) else 0,
+        )
+        for dtype, sizes, layout in _ARRAY.findall(re.sub(r"/\*.*?\*/", "", rest[:end]))
+    )
+    operands = tuple(re.findall(r"%([\w.\-]+)", arguments[: _tuple_end("(" + arguments) - 1]))
+    return Instruction(name, opcode, shapes, operands, arguments)
+
+
+def _tuple_end(text: str) -> int:
+    """Returns the index after the parenthesis that closes the first one."""
+    depth = 0
+    for index, letter in enumerate(text):
+        depth += (letter == "(") - (letter == ")")
+        if depth == 0:
+            return index + 1
+    raise ValueError(f"unbalanced: {text[:80]}")

@@ -1,0 +1,92 @@
+"""The time of Pallas kernels on a TPU, from the instructions that the compiler scheduled for them."""
+
+from __future__ import annotations
+
+import base64
+import math
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxlib.mlir import ir
+from jaxlib.mosaic.python import tpu
+
+from app.mesh.tpu_chips import TpuChip
+from app.model.attention import ATTENTION_SCOPE
+from app.preflight.hlo_text import ArrayShape, HloProgram, Instruction
+from settings.errors import InputError
+
+
+def kernel_times(
+    program: HloProgram, chip: TpuChip, bundles: Mapping[str, int], turns: Mapping[str, int]
+) -> Iterator[tuple[str, float]]:
+    """Yields the name and the seconds of each kernel of a program: the longer of its instructions and its copies.
+
+    Each turn of a kernel's grid takes a cycle for each bundle. The grid is read from the kernel.
+
+    Args:
+        bundles: see `take_scheduled_bundles`.
+        turns: where the size of a grid depends on data, the number of pairs of blocks, as `ATTENTION_SCOPE`.
+
+    Raises:
+        InputError: the schedule of a kernel is missing.
+    """
+    for instructions in program.computations.values():
+        for one in instructions:
+            if one.attribute(r'custom_call_target="(\w+)"') == "tpu_custom_call":
+                kernel = one.name.partition(".")[0]
+                if kernel not in bundles:
+                    raise InputError(
+                        f"libtpu wrote no schedule of the kernel {kernel}, so its time is unknown: unset "
+                        "JAX_COMPILATION_CACHE_DIR, and use the libtpu that this JAX asks for (pip install -e '.[tpu]')"
+                    )
+                num_turns, num_bytes = _turns_and_copies(one, turns)
+                cycles = bundles[kernel] * num_turns
+                yield one.name, max(cycles / chip.clock_hz, num_bytes / chip.hbm_bytes_per_s)
+
+
+def take_scheduled_bundles(folder: Path) -> dict[str, int]:
+    """Returns the bundles of instructions of each kernel that was compiled since the last call.
+
+    The compiler compiles equal kernels of a program once. Of several with one name, the longest counts.
+    """
+    bundles: dict[str, int] = {}
+    for path in folder.iterdir():
+        name = re.fullmatch(r"\d+-(\w+)[.\w]*-\d+-schedule-analysis_final_bundles\.txt", path.name)
+        if name and '"tpu_custom_call"' in (text := path.read_text(errors="replace")):
+            total = re.search(r"total scheduled bundles:\s+(\d+)", text)
+            assert total, path
+            bundles[name[1]] = max(int(total[1]), bundles.get(name[1], 0))
+        path.unlink()
+    return bundles
+
+
+def _turns_and_copies(one: Instruction, turns: Mapping[str, int]) -> tuple[int, int]:
+    """Returns the turns of a kernel's grid, and the bytes that it copies at most between HBM and the chip.
+
+    A block is copied whenever the innermost index that selects it changes. Blocks that are not copied in the background
+    stay for many turns, and are left out.
+    """
+    body = one.attribute(r'"body":"([^"]+)"')
+    assert body, one.name
+    with ir.Context() as context:
+        tpu.register_dialect(context)
+        context.allow_unregistered_dialects = True
+        module = ir.Module.parse(base64.b64decode(body))
+        [kernel, *others] = module.body.operations
+        functions = {ir.StringAttr(index.attributes["sym_name"]).value: index for index in others}
+        attributes: Any = kernel.attributes
+        if "iteration_bounds" not in attributes:  # a single turn
+            return 1, one.num_bytes
+        grid = [turns[ATTENTION_SCOPE] if size < 0 else size for size in attributes["iteration_bounds"]]
+        arrays = list(kernel.regions[0].blocks[0].arguments)[len(grid) + int(attributes["scalar_prefetch"]) :]
+        num_bytes = 0
+        for array, window in zip(arrays, attributes["window_params"], strict=False):
+            if "pipeline_mode" not in window:
+                selects = functions[window["transform_indices"].value].regions[0].blocks[0].arguments
+                used = [dim for dim in range(len(grid)) if list(selects[dim].uses)]
+                sizes, dtype = re.findall(r"memref<((?:\d+x)*)(\w+)", str(array.type))[0]
+                block = ArrayShape(dtype, tuple(map(int, sizes.split("x")[:-1])), 0)
+                num_bytes += block.num_bytes * math.prod(grid[: max(used, default=-1) + 1])
+    return math.prod(grid), num_bytes

@@ -1,0 +1,121 @@
+"""What the fullest device computes in one call of a program, counted from the shapes of its rows."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Bool, Int32
+
+from app.batching.micro_batch_plan import MicroBatch
+from app.batching.token_batch import pack_tokens
+from app.mesh.placement import num_local_row_shards
+from app.model.architecture import Architecture
+from app.model.attention import ATTENTION_SCOPE, platform_blocking, visible_pairs
+from app.model.flops import pair_flops, token_flops
+from app.model.segment_layout import SegmentLayout
+from app.model.token_logprobs import LM_HEAD_SCOPE
+from app.records.sample import Prompt, Sample
+
+BACKWARD_FACTOR = 3
+"""FLOPs of a forward and a backward pass relative to the forward pass; nothing is counted twice for recomputation."""
+
+
+@dataclass(frozen=True)
+class ProgramWork:
+    """The work of one call on the fullest device."""
+
+    model_flops: int
+    """FLOPs that the network needs: those of its matrices for each token, and of the visible pairs of tokens."""
+    turns: Mapping[str, int]
+    """Turns of loops and grids whose number depends on the rows, by the name scope in compiled programs."""
+
+
+def longest_samples(num_samples: int, *, prompt: int, completion: int) -> list[Sample]:
+    """Returns samples of these lengths in tokens, with tokens of no meaning."""
+    tokens = np.zeros(completion, np.int32)
+    sample = Sample(Prompt("longest", np.zeros(prompt, np.int32), "", None), 0, 0, tokens, "", tokens, "length", 0)
+    return [sample] * num_samples
+
+
+def packed_pass_work(
+    architecture: Architecture,
+    mesh: Mesh,
+    samples: list[Sample],
+    micro_batch: MicroBatch,
+    *,
+    logits_chunk: int | None,
+    has_gradients: bool,
+) -> ProgramWork:
+    """Returns the work of a pass over a micro-batch of packed rows.
+
+    Args:
+        logits_chunk: `model.logits_chunk`; None for a network without LM head.
+    """
+    batch = pack_tokens(samples, micro_batch)
+    layout = SegmentLayout(batch.segment_ids, batch.branch_ids, batch.positions)
+    targets = batch.logits_indices >= 0
+    work = max(
+        (
+            _rows_work(architecture, mesh, part, num_logits=0 if logits_chunk is None else int(has_target.sum()))
+            for part, has_target in _by_device(mesh, layout, targets)
+        ),
+        key=lambda one: one.model_flops,
+    )
+    turns = dict(work.turns)
+    if logits_chunk is not None:
+        rows_on_device = len(targets) // num_local_row_shards(mesh)
+        chunk = min(max(1, logits_chunk // rows_on_device), targets.shape[1])
+        padded = np.pad(targets, ((0, 0), (0, -targets.shape[1] % chunk)))
+        turns[LM_HEAD_SCOPE] = int(padded.reshape(len(targets), -1, chunk).any(axis=(0, 2)).sum())
+    return ProgramWork(work.model_flops * (BACKWARD_FACTOR if has_gradients else 1), turns)
+
+
+def prefill_work(architecture: Architecture, mesh: Mesh, *, num_prompts: int, prompt_length: int) -> ProgramWork:
+    """Returns the work of a prefill of full prompts on each device."""
+    ones = np.ones((num_prompts, prompt_length), np.int32)
+    positions = np.broadcast_to(np.arange(prompt_length, dtype=np.int32), ones.shape)
+    # Logits are computed by the decode program.
+    return _rows_work(architecture, mesh, SegmentLayout(ones, np.zeros_like(ones), positions), num_logits=0)
+
+
+def decode_work(architecture: Architecture, mesh: Mesh, *, num_rows: int, cache_length: int) -> ProgramWork:
+    """Returns the work of one token of all rows of a device, with full caches."""
+    a = architecture
+    windows = Counter(a.layer_windows)
+    keys = sum(n * (cache_length if window is None else min(cache_length, window)) for window, n in windows.items())
+    flops = token_flops(a) + pair_flops(a) * keys + 2 * a.model_dim * a.vocab_size
+    return ProgramWork(num_rows * flops // mesh.shape["tp"], {})
+
+
+def _rows_work(architecture: Architecture, mesh: Mesh, layout: SegmentLayout, *, num_logits: int) -> ProgramWork:
+    is_token = layout.segment_ids != 0
+    # A token sees itself and all positions before it, as far as its layer's window reaches.
+    seen = np.where(is_token, layout.positions + 1, 0)
+    windows = Counter(architecture.layer_windows)
+    pairs = sum(n * int((seen if w is None else np.minimum(seen, w)).sum()) for w, n in windows.items())
+    flops = token_flops(architecture) * int(is_token.sum()) + pair_flops(architecture) * pairs
+    flops += 2 * architecture.model_dim * architecture.vocab_size * num_logits
+    with jax.set_mesh(mesh):
+        blocking = platform_blocking(is_token.shape[1], jnp.bfloat16, architecture.attention_implementation)
+    return ProgramWork(
+        flops // mesh.shape["tp"],
+        {
+            ATTENTION_SCOPE: -(
+                -visible_pairs(layout, architecture.layer_windows, blocking) // blocking.pairs_per_iteration
+            )
+        },
+    )
+
+
+def _by_device(
+    mesh: Mesh, layout: SegmentLayout, targets: Bool[np.ndarray, "R C"]
+) -> list[tuple[SegmentLayout, Int32[np.ndarray, "r C"]]]:
+    num_devices = num_local_row_shards(mesh)
+    parts = [np.split(x, num_devices) for x in (*layout, targets)]
+    return [(SegmentLayout(*part[:3]), part[3]) for part in zip(*parts, strict=True)]

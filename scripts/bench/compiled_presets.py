@@ -1,0 +1,105 @@
+"""The programs of every preset for accelerators, compiled for its hardware by the hardware's own compiler.
+
+    python scripts/bench/compiled_presets.py [PRESET ...] [--out FILE.json]
+
+`grpo inspect-mesh --compile` of the preset, with a `config.json` of the model's sizes in place of the model. Nothing is
+run or downloaded, and no device is needed, but its compiler is: `pip install -e '.[tpu]'` or `'.[cuda]'`. Times are the
+compiler's estimates for the longest prompts and answers. The tests of `scripts/test.sh --compile` compare each preset
+with the record that this script writes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from datetime import UTC, datetime
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from shapes import QWEN2_5
+
+from app.records.text_format import format_bytes, format_percent, format_table
+from settings import load
+from settings.loading.config_file import preset_names
+
+RESULTS = Path(__file__).resolve().parent / "results" / "compiled_presets.json"
+DEVICES = {"v5e_8": "v5e-8", "v6e_8": "v6e-8", "v4_16": "v4-16", "gpu": "h100-1"}
+"""Devices to compile for by the end of a preset's name."""
+COMPILERS = {"h100-1": "jax_cuda13_plugin"}
+"""Module of the compiler by devices; that of all others is libtpu."""
+FIELDS = ("argument_bytes", "temporary_bytes", "estimated_s", "parts_s", "mfu", "collective_bytes")
+GRPO = "import sys; from cli import main; sys.exit(main())"
+
+
+def devices_of(preset: str) -> str | None:
+    """Returns the devices that a preset is for; None for one that is for no accelerator."""
+    return next((devices for end, devices in DEVICES.items() if preset.endswith(end)), None)
+
+
+def accelerator_presets() -> list[str]:
+    return [preset for preset in preset_names() if devices_of(preset)]
+
+
+def missing_compiler(preset: str) -> str | None:
+    """Returns the compiler's module if it is not installed."""
+    module = COMPILERS.get(devices_of(preset) or "", "libtpu")
+    return None if find_spec(module) else module
+
+
+def compiled(preset: str) -> dict[str, Any]:
+    """Returns the figures of a preset's programs by `phase/name`."""
+    model = load(preset, [], {}).settings.model.path.split("/")[-1].removesuffix("-Instruct")
+    devices = devices_of(preset)
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(QWEN2_5[model]))
+        overrides = (f"model.path={folder}", f"mesh.pretend={devices}", "mesh.platform=auto")
+        sets = [word for one in overrides for word in ("--set", one)]
+        command = [sys.executable, "-c", GRPO, "inspect-mesh", "--config", preset, *sets, "--compile", "--json"]
+        # Whoever calls may ask JAX for quick compilation, which the tests do: it is not what users get.
+        environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "false"}
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if done.returncode:
+        raise RuntimeError(f"{preset}: {done.stderr.strip().splitlines()[-1]}")
+    found = json.loads(done.stdout)
+    programs = {f"{one['phase']}/{one['name']}": {name: one[name] for name in FIELDS} for one in found["programs"]}
+    return {"devices": devices, "model": model, "peak_bytes": found["peak_bytes"], "programs": programs}
+
+
+def to_text(preset: str, one: dict[str, Any]) -> str:
+    rows = [
+        (
+            name,
+            *(format_bytes(program[field]) for field in ("argument_bytes", "temporary_bytes")),
+            "-" if program["estimated_s"] is None else f"{program['estimated_s'] * 1e3:.2f} ms",
+            "-" if program["mfu"] is None else format_percent(program["mfu"]),
+        )
+        for name, program in one["programs"].items()
+    ]
+    table = format_table(rows, header=(f"{preset} on {one['devices']}", "arguments", "temporaries", "time", "MFU"))
+    return f"{table}\npeak on each device: {format_bytes(one['peak_bytes'])}\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("presets", nargs="*", metavar="PRESET", help="all presets for accelerators if none is given")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    record = json.loads(options.out.read_text()) if options.out.exists() else {"presets": {}}
+    for preset in options.presets or accelerator_presets():
+        if module := missing_compiler(preset):
+            print(f"{preset}: {module} is not installed; the record keeps what it has", file=sys.stderr)
+            continue
+        one = compiled(preset)
+        print(to_text(preset, one), flush=True)
+        record["presets"][preset] = {"date": datetime.now(UTC).date().isoformat(), "jax": version("jax"), **one}
+        options.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

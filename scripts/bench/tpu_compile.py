@@ -1,0 +1,140 @@
+"""Our gradients against Tunix's: estimated time and HBM for each completion token, compiled for the same TPU slice.
+
+    python scripts/bench/tpu_compile.py [--tunix-python PYTHON] [--only NAME ...] [--keep DIRECTORY] [--out FILE.json]
+
+Nothing is run or downloaded: libtpu (`pip install -e '.[tpu]'`, on any x86-64 Linux) compiles for chips that are not
+there. PYTHON is the interpreter of an environment with google-tunix and libtpu; without it only our side is compiled.
+A program takes minutes; `--keep` holds compiled programs, and those already there are not compiled again.
+
+The work is the longest samples that the settings allow: 32 of 512 prompt and 512 completion tokens, 8 of each prompt.
+Both sides have float32 weights over fsdp and compute in bfloat16, without reference model. Ours has the settings of
+the preset; a second line shows the fullest micro-batch of the preset's own step. Tunix has its defaults and BLOCK
+remat, all 32 samples at once; `splash` is its flash attention, and `our options` gives it our compiler options, too.
+
+Times are by the same accounting for both (`app.preflight.program_time`): the compiler's cycles, and for a Pallas kernel
+the bundles of its schedule times the turns of its grid, or the bytes that it copies if that takes longer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from shapes import QWEN2_5
+
+from app.mesh.compile_only import SCHEDULES
+from app.mesh.compiler_options import options_for
+from app.mesh.tpu_chips import parse_slice
+from app.preflight.hlo_text import HloProgram
+from app.preflight.kernel_time import kernel_times, take_scheduled_bundles
+from app.preflight.program_time import program_time
+from app.records.text_format import format_bytes, format_table
+
+HERE = Path(__file__).resolve().parent
+PRESETS = {"Qwen2.5-1.5B": ("gsm8k_qwen2_5_1_5b_v5e_8", "v5e-8"), "Qwen2.5-3B": ("gsm8k_qwen2_5_3b_v6e_8", "v6e-8")}
+WORK = {"prompt": 512, "completion": 512, "group_size": 8}
+OURS = "grpo"
+ROWS = {OURS: 32, "grpo, fullest micro-batch": 128}
+TUNIX: Mapping[str, Mapping[str, bool]] = {
+    "Tunix": {"flash": False, "our_options": False},
+    "Tunix, splash": {"flash": True, "our_options": False},
+    "Tunix, splash, our options": {"flash": True, "our_options": True},
+}
+
+
+def programs(tunix_python: str | None) -> Iterator[tuple[str, str, list[str], dict[str, Any]]]:
+    """Yields (model, side, command, work) for each program."""
+    for model, (preset, slice_name) in PRESETS.items():
+        place = parse_slice(slice_name)
+        work = {**WORK, "config": QWEN2_5[model]}
+        for side, rows in ROWS.items():
+            command = [sys.executable, str(HERE / "gradients_of_grpo.py")]
+            yield model, side, command, {**work, "preset": preset, "slice": slice_name, "rows": rows}
+        for side, variant in TUNIX.items() if tunix_python else ():
+            command = [tunix_python or "", str(HERE / "gradients_of_tunix.py")]
+            topology = {"topology_name": place.topology_name, **place.topology_options}
+            options = options_for("tpu", place.chip.device_kind, packed_rows=True) if variant["our_options"] else {}
+            variant = {"flash": variant["flash"], "compiler_options": options}
+            yield model, side, command, {**work, **variant, "topology": topology, "rows": ROWS[OURS]}
+
+
+def compiled(command: list[str], work: Mapping[str, Any], directory: Path) -> dict[str, Any]:
+    """Returns the figures of a program, compiled in a process of its own unless the directory has it."""
+    figures, schedules = directory / "figures.json", directory / "schedules"
+    if not figures.exists():
+        schedules.mkdir(parents=True, exist_ok=True)
+        options = f"--xla_jf_dump_to={schedules} --xla_jf_dump_llo_text=true"
+        options += f" --xla_jf_dump_llo_pass_label_regex={SCHEDULES}"
+        environment = {**os.environ, "LIBTPU_INIT_ARGS": options, "ALLOW_MULTIPLE_LIBTPU_LOAD": "true"}
+        subprocess.run([*command, json.dumps(work), str(directory)], env=environment, check=True)
+        found = json.loads(figures.read_text())
+        figures.write_text(json.dumps({"bundles": take_scheduled_bundles(schedules), **found}))
+    return json.loads(figures.read_text())
+
+
+def estimated(model: str, side: str, figures: Mapping[str, Any], directory: Path) -> dict[str, Any]:
+    """Returns one line of the record: the program's time by part, and time and HBM for each completion token."""
+    place, turns = parse_slice(PRESETS[model][1]), figures.get("turns", {})
+    program = HloProgram((directory / "program.hlo").read_text())
+    kernels = dict(kernel_times(program, place.chip, figures["bundles"], turns))
+    time = program_time(program, place.chip, kernel_s=kernels, loop_counts=turns)
+    rows = figures.get("rows", ROWS[OURS])
+    tokens = rows * WORK["completion"] / place.num_chips
+    return {
+        **{"model": model, "slice": place.name, "side": side, "samples": rows, "estimated_s": time.estimated_s},
+        "parts_s": dict(time.parts),
+        **{name: one for name, one in figures.items() if name.endswith("_bytes") or name == "versions"},
+        "s_per_token": time.estimated_s / tokens,
+        "temporary_bytes_per_token": figures["temporary_bytes"] / tokens,
+    }
+
+
+def table(lines: list[dict[str, Any]]) -> str:
+    """Formats the record; the last columns are the figures of `OURS` relative to those of each line."""
+    rows = []
+    for one in lines:
+        seconds, size = one["s_per_token"], one["temporary_bytes_per_token"]
+        row = [one["model"], one["slice"], one["side"], str(one["samples"]), f"{one['estimated_s'] * 1e3:.0f} ms"]
+        row += [format_bytes(one["temporary_bytes"]), f"{seconds * 1e6:.0f} us", format_bytes(size), "", ""]
+        ours = next((x for x in lines if (x["model"], x["side"]) == (one["model"], OURS)), None)
+        if ours is not None and one["side"] not in ROWS:
+            row[-2:] = f"{ours['s_per_token'] / seconds:.2f}x", f"{ours['temporary_bytes_per_token'] / size:.2f}x"
+        rows.append(row)
+    head = ("model", "slice", "side", "samples", "time", "temporaries", "a token", "a token", "ours: time", "HBM")
+    return format_table(rows, header=head, num_left=3)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tunix-python", help="interpreter of an environment with google-tunix 0.1.7 and libtpu")
+    parser.add_argument("--only", nargs="*", help="programs, such as 'Qwen2.5-1.5B grpo'; the record keeps the others")
+    parser.add_argument("--keep", type=Path, help="folder for compiled programs")
+    parser.add_argument("--out", type=Path, default=HERE / "results" / "tpu_compile.json")
+    options = parser.parse_args()
+    if options.tunix_python is None:
+        print("Tunix is missing: --tunix-python PYTHON, with google-tunix==0.1.7 and libtpu", file=sys.stderr)
+    lines = json.loads(options.out.read_text())["programs"] if options.only and options.out.exists() else []
+    with tempfile.TemporaryDirectory() as folder:
+        for model, side, command, work in programs(options.tunix_python):
+            name = f"{model} {side}"
+            if options.only is None or name in options.only:
+                directory = (options.keep or Path(folder)).resolve() / name.replace(", ", "-").replace(" ", "-")
+                print(name, file=sys.stderr, flush=True)
+                lines = [one for one in lines if (one["model"], one["side"]) != (model, side)]
+                lines.append(estimated(model, side, compiled(command, work, directory), directory))
+    lines.sort(key=lambda one: (one["model"], one["side"]))
+    print(table(lines))
+    record = {"date": datetime.now(UTC).date().isoformat(), "programs": lines}
+    options.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""Tests of the TPU and GPU kernels in Pallas' interpreter, compared with dense attention in float64."""
+
+from __future__ import annotations
+
+import functools
+from types import ModuleType
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from app.model import attention_kernel, gpu_attention_kernel
+from app.model.block_attention import Blocking
+from app.model.block_pairs import UNREACHABLE, BlockPairs, block_pairs
+from app.model.score_mod import DEFAULT_SCORE_MOD
+from app.model.segment_layout import SegmentLayout
+from tests.layouts import layout_of, seen, segments_of_rows
+from tests.model.test_block_attention import RULES, assert_close, inputs, oracle
+
+TOKENS, SIZE = 64, 16
+BLOCKING = Blocking(SIZE, 1, kernel="tpu")
+KERNELS = [attention_kernel, gpu_attention_kernel]
+on_each_platform = pytest.mark.parametrize("kernels", KERNELS, ids=["tpu", "gpu"])
+SHARED = layout_of([[(20, (9, 14)), (6, (5,))], [(3, (30,))]], num_tokens=TOKENS)
+"""Rows with shared and unshared prompts; the second ends with whole blocks of padding."""
+
+
+@functools.cache
+def compiled(kernels: ModuleType, rule):
+    def run(query, keys, values, weights, layout, window):
+        pairs = block_pairs(layout, [window], SIZE, by_query=True)
+        arguments = rule, BLOCKING, query, keys, values, layout, pairs, window
+        mixed, normalizer = kernels.attend(*arguments, interpret=True)
+        return mixed, *kernels.attention_grads(*arguments, mixed, normalizer, weights, interpret=True)
+
+    return jax.jit(run)
+
+
+def kernel(kernels: ModuleType, arrays, layout: SegmentLayout, rule=DEFAULT_SCORE_MOD, window: int | None = None):
+    """Returns the results and gradients at the tokens; they have no meaning on padding."""
+    is_token = (layout.segment_ids != 0)[:, :, None, None]
+    query, keys, values, weights = arrays
+    window_size = jnp.int32(UNREACHABLE if window is None else window)
+    mixed, *gradients = compiled(kernels, rule)(
+        query, keys, values, jnp.where(is_token, weights, 0.0), layout, window_size
+    )
+    return jnp.where(is_token, mixed, 0.0), *gradients
+
+
+def exact(arrays, layout: SegmentLayout, rule=DEFAULT_SCORE_MOD, window: int | None = None):
+    query, keys, values, weights = arrays
+    weights = jnp.where((layout.segment_ids != 0)[:, :, None, None], weights, 0.0)
+    return oracle(query, keys, values, weights, seen(layout, window), rule)
+
+
+@on_each_platform
+@pytest.mark.parametrize("rule", RULES)
+@settings(max_examples=8)
+@given(
+    segments=segments_of_rows(num_rows=2, num_tokens=TOKENS, longest=40),
+    window=st.sampled_from([None, 1, 7, SIZE, 40]),
+)
+def test_values_and_gradients_equal_a_float64_oracle_for_random_rows(kernels, rule, segments, window):
+    layout, arrays = layout_of(segments, num_tokens=TOKENS), inputs(tokens=TOKENS)
+    assert_close(kernel(kernels, arrays, layout, rule, window), exact(arrays, layout, rule, window))
+
+
+@on_each_platform
+@pytest.mark.parametrize("query_heads, kv_heads", [(1, 1), (4, 4), (8, 2), (7, 1)])
+def test_query_heads_share_key_heads(kernels, query_heads, kv_heads):
+    arrays = inputs(tokens=TOKENS, query_heads=query_heads, kv_heads=kv_heads)
+    assert_close(kernel(kernels, arrays, SHARED), exact(arrays, SHARED))
+
+
+@on_each_platform
+def test_operands_in_bfloat16_are_summed_in_float32(kernels):
+    arrays = [x.astype(jnp.bfloat16) for x in inputs(tokens=TOKENS)]
+    ours = kernel(kernels, arrays, SHARED)
+    assert {x.dtype for x in ours[1:]} == {jnp.dtype(jnp.bfloat16)}
+    rounded = [x.astype(jnp.float32) for x in arrays]
+    assert_close([x.astype(jnp.float32) for x in ours], exact(rounded, SHARED), tolerance=2e-2)
+
+
+@on_each_platform
+def test_padding_is_finite_whatever_stands_there_and_changes_nothing(kernels):
+    arrays = inputs(tokens=TOKENS)
+    padding = (SHARED.segment_ids == 0)[:, :, None, None]
+    by_key = padding.swapaxes(1, 2)
+    filled = [jnp.where(mask, 1e3, x) for mask, x in zip((padding, by_key, by_key, padding), arrays, strict=True)]
+    pairs = block_pairs(SHARED, [None], SIZE, by_query=True)
+    query, keys, values, _ = filled
+    window = jnp.int32(UNREACHABLE)
+    arguments = DEFAULT_SCORE_MOD, BLOCKING, query, keys, values, SHARED, pairs, window
+    mixed, _ = kernels.attend(*arguments, interpret=True)
+    assert np.isfinite(mixed).all()
+    assert_close(kernel(kernels, filled, SHARED), kernel(kernels, arrays, SHARED), tolerance=0)
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_the_pairs_of_a_query_block_follow_one_another_and_every_block_has_one(window):
+    pairs = block_pairs(SHARED, [5, window], SIZE, by_query=True)
+    used = np.asarray(pairs.distance).ravel() < UNREACHABLE
+    query_blocks, key_blocks = (np.asarray(x).ravel()[used] for x in (pairs.query_block, pairs.key_block))
+    assert (np.diff(query_blocks) >= 0).all()
+    assert {(block, block) for block in range(2 * TOKENS // SIZE)} <= set(zip(query_blocks, key_blocks, strict=True))
+    # Nothing that the widest window shows is left out, and nothing else but blocks with themselves is there.
+    visible = seen(SHARED, window).reshape(2, TOKENS // SIZE, SIZE, TOKENS // SIZE, SIZE).any(axis=(2, 4))
+    expected = {
+        (row * TOKENS // SIZE + query, row * TOKENS // SIZE + key) for row, query, key in np.argwhere(visible).tolist()
+    } | {(block, block) for block in range(2 * TOKENS // SIZE)}
+    assert set(zip(query_blocks.tolist(), key_blocks.tolist(), strict=True)) == expected
+    assert isinstance(pairs, BlockPairs)

@@ -1,0 +1,69 @@
+"""Tests of what is special to the GPU kernels: where they run, and their programs for a GPU that is not there.
+
+Their results are tested with those of the TPU kernels.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from app.mesh.axis_rules import AXES
+from app.mesh.compile_only import compile_only_devices
+from app.mesh.gpu_cards import GPU_HOSTS
+from app.model.attention import GPU_BLOCK_SIZE, PARALLEL_BLOCKING, packed_attention, platform_blocking
+from app.model.block_attention import Blocking
+from app.model.score_mod import DEFAULT_SCORE_MOD, ScoreMod
+from app.model.segment_layout import SegmentLayout
+from tests.model.test_block_attention import with_gradients
+
+KERNELS = ("attention_forward", "attention_backward_query", "attention_backward_keys")
+
+
+@pytest.fixture
+def gpus() -> None:
+    pytest.importorskip("jax_plugins.xla_cuda13", reason="JAX for CUDA is not installed: pip install -e '.[cuda]'")
+
+
+def mesh_of(host: str) -> jax.sharding.Mesh:
+    devices = compile_only_devices(GPU_HOSTS[host])
+    return jax.sharding.Mesh(np.array(devices).reshape(1, -1, 1), AXES)
+
+
+def compiled(host: str, *, head_dim: int, dtype: type, rows: int = 1, score_mod: ScoreMod = DEFAULT_SCORE_MOD) -> str:
+    """Returns the text of attention and its gradients over rows of 100 tokens, with two query heads for a key head."""
+    mesh = mesh_of(host)
+    by_row = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("fsdp"))
+
+    def shape(*sizes: int, dtype: type = dtype) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((rows, *sizes), dtype, sharding=by_row)
+
+    def attention(query, keys, values, layout):
+        return packed_attention(query, keys, values, layout, window=40, score_mod=score_mod)
+
+    query, keys, ids = shape(100, 4, head_dim), shape(2, 100, head_dim), shape(100, dtype=jnp.int32)
+    with jax.set_mesh(mesh):
+        lowered = jax.jit(with_gradients(attention)).lower(query, keys, keys, query, SegmentLayout(ids, ids, ids))
+    return lowered.compile().as_text() or ""
+
+
+@pytest.mark.parametrize("head_dim", [10, 64, 128, 256])
+def test_the_kernels_compile_for_an_h100(head_dim: int, gpus: None) -> None:
+    text = compiled("h100-1", head_dim=head_dim, dtype=jnp.bfloat16, score_mod=ScoreMod(0.4, 50.0))
+    assert [text.count(f'name = "{kernel}"') for kernel in KERNELS] == [1, 1, 1]
+
+
+def test_each_gpu_computes_its_own_rows(gpus: None) -> None:
+    text = compiled("h100-4", head_dim=64, dtype=jnp.bfloat16, rows=8)
+    # Two rows, padded to whole blocks.
+    assert f"bf16[{2 * 2 * GPU_BLOCK_SIZE},4,64]" in text
+    assert "all-gather" not in text and "all-reduce" not in text
+
+
+def test_arrays_in_float32_take_no_kernel(gpus: None) -> None:
+    assert not any(kernel in compiled("h100-1", head_dim=64, dtype=jnp.float32) for kernel in KERNELS)
+    with jax.set_mesh(mesh_of("h100-1")):
+        assert platform_blocking(8192, jnp.float32) == PARALLEL_BLOCKING
+        assert platform_blocking(8192, jnp.bfloat16) == Blocking(GPU_BLOCK_SIZE, 1, kernel="gpu")

@@ -1,0 +1,148 @@
+"""Tests that the check of attention finds errors of every kind, and says how to avoid a kernel that has one."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from app.model import attention, attention_kernel
+from app.model.block_attention import Blocking
+from app.model.score_mod import DEFAULT_SCORE_MOD
+from app.model.segment_layout import SegmentLayout
+from app.preflight import attention_check
+from app.preflight.attention_check import WINDOW, attention_differences, check_attention
+from app.preflight.check_results import CheckRecorder, CheckResult
+from app.preflight.config_only_spec import read_config_only_spec
+from app.runtime.session import Session
+from settings import load
+from tests.program import of_tiny
+from tests.tiny import ODD, SWITCHED, make_mesh
+
+FLOAT32, BFLOAT16 = jnp.dtype("float32"), jnp.dtype("bfloat16")
+packed_attention = attention.packed_attention
+
+
+@pytest.mark.parametrize("architecture", [ODD, SWITCHED], ids=["plain", "every-switch"])
+@pytest.mark.parametrize("window", [None, WINDOW])
+def test_attention_in_blocks_is_within_rounding(architecture, window):
+    assert attention_differences(architecture, make_mesh((2, 2, 2)), FLOAT32, window=window).max() < 1e-5
+    rounded = attention_differences(architecture, make_mesh(), BFLOAT16, window=window).max()
+    assert 1e-4 < rounded < attention_check.TOLERANCES["bfloat16"]
+
+
+def without_branches(query: Any, keys: Any, values: Any, layout: SegmentLayout, **rest: Any) -> Any:
+    return packed_attention(query, keys, values, layout._replace(branch_ids=jnp.zeros_like(layout.branch_ids)), **rest)
+
+
+def without_segments(query: Any, keys: Any, values: Any, layout: SegmentLayout, **rest: Any) -> Any:
+    return packed_attention(
+        query, keys, values, layout._replace(segment_ids=jnp.minimum(layout.segment_ids, 1)), **rest
+    )
+
+
+def without_window(*arrays: Any, **rest: Any) -> Any:
+    return packed_attention(*arrays, **{**rest, "window": None})
+
+
+def without_soft_cap(*arrays: Any, **rest: Any) -> Any:
+    return packed_attention(*arrays, **{**rest, "score_mod": rest["score_mod"]._replace(soft_cap=None)})
+
+
+def with_plain_scores(*arrays: Any, **rest: Any) -> Any:
+    return packed_attention(*arrays, **{**rest, "score_mod": DEFAULT_SCORE_MOD})
+
+
+def without_gradient_of_keys(query: Any, keys: Any, *arrays: Any, **rest: Any) -> Any:
+    return packed_attention(query, jax.lax.stop_gradient(keys), *arrays, **rest)
+
+
+def with_a_nan(*arrays: Any, **rest: Any) -> Any:
+    return packed_attention(*arrays, **rest).at[0, 0, 0, 0].set(jnp.nan)
+
+
+@pytest.mark.parametrize(
+    "faulty",
+    [
+        *(without_branches, without_segments, without_window, without_soft_cap, with_plain_scores),
+        *(without_gradient_of_keys, with_a_nan),
+    ],
+    ids=lambda fault: fault.__name__,
+)
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=str)
+def test_every_fault_is_more_than_rounding(faulty, dtype, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(attention_check, "packed_attention", faulty)
+    differences = attention_differences(SWITCHED, make_mesh(), dtype, window=WINDOW)
+    assert not differences.max() <= 2 * attention_check.TOLERANCES[dtype.name], differences
+    if faulty is without_gradient_of_keys:
+        assert differences.argmax() == 2 and differences[2] == 1
+
+
+@pytest.fixture
+def session(tiny_model: Path) -> Session:
+    overrides = (*of_tiny(tiny_model)[1::2], "mesh.shape=2,2,2")
+    settings = load(None, overrides, {}).settings
+    return Session.open(settings, read_config_only_spec(settings).model)
+
+
+def check(session: Session) -> CheckResult:
+    recorder = CheckRecorder()
+    check_attention(recorder, session, None)
+    (result,) = recorder.results
+    return result
+
+
+def use_kernel(monkeypatch: pytest.MonkeyPatch, **kernels: Callable[..., Any]) -> None:
+    """Makes this platform's devices use the kernels, in Pallas' interpreter unless others are given."""
+    blocking = Blocking(128, 1, kernel="tpu")
+    for module in (attention, attention_check):
+        monkeypatch.setattr(module, "platform_blocking", lambda *_: blocking)
+    for name in ("attend", "attention_grads"):
+        default = functools.partial(getattr(attention_kernel, name), interpret=True)
+        monkeypatch.setattr(attention_kernel, name, kernels.get(name, default))
+
+
+def test_without_a_kernel_the_check_says_so(session: Session) -> None:
+    result = check(session)
+    assert result.verdict == "ok"
+    assert result.found.startswith("attention on cpu without a kernel equals dense attention within ")
+    assert result.found.endswith("of the largest number (0.0001 is allowed in float32): output and gradients")
+
+
+def test_the_kernel_that_a_run_would_use_is_compared(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_kernel(monkeypatch)
+    result = check(session)
+    assert result.verdict == "ok", result
+    assert result.found.startswith("the kernel for cpu equals dense attention within ")
+
+
+def test_a_kernel_with_wrong_gradients_fails_with_the_way_out(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = functools.partial(attention_kernel.attention_grads, interpret=True)
+
+    def halved(*arguments: Any) -> Any:
+        query_grad, keys_grad, values_grad = right(*arguments)
+        return query_grad, keys_grad, values_grad / 2
+
+    use_kernel(monkeypatch, attention_grads=halved)
+    result = check(session)
+    assert (result.verdict, result.exit_code, result.advice) == ("fail", 1, "set model.attention: xla")
+    assert "the gradient of values differs from that of dense attention by 5.0e-01 of its largest" in result.found
+
+
+def test_a_kernel_that_does_not_compile_fails_with_the_way_out(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: Any) -> Any:
+        raise jax.errors.JaxRuntimeError("INTERNAL: Mosaic failed to compile TPU kernel")
+
+    use_kernel(monkeypatch, attend=refuse)
+    result = check(session)
+    assert (result.verdict, result.advice) == ("fail", "set model.attention: xla")
+    assert "Mosaic failed to compile" in result.found

@@ -1,0 +1,119 @@
+"""`grpo inspect-mesh --compile`: programs as compilers see them, for a CPU and for TPUs that are not there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.mesh import devices
+from app.mesh.compile_only import compile_only_devices
+from app.mesh.tpu_chips import SLICE_SIZES, TPU_CHIPS, TpuChip, parse_slice
+from app.preflight.program_time import PARTS
+from settings import InputError
+from tests.program import here, of_tiny, settings
+
+NAMES = {
+    *(("rollout", "prefill"), ("rollout", "decode"), ("score", "reference")),
+    *(("update", "gradients"), ("update", "optimizer")),
+}
+PENALISED = ("algorithm.beta=0.1", "eval.every_steps=0")
+
+
+@pytest.fixture(autouse=True)
+def no_simulated_slice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ends the simulation of a slice with the test."""
+    monkeypatch.setattr(devices, "_simulated_slice", None)
+    monkeypatch.setattr(devices, "_simulated_devices", None)
+
+
+@pytest.fixture
+def libtpu() -> None:
+    pytest.importorskip("libtpu", reason="libtpu is not installed: pip install -e '.[tpu]'")
+
+
+def compiled(model: Path, *overrides: str, hlo: Path | None = None) -> dict[str, Any]:
+    """Returns the report on a tiny run."""
+    folder = [] if hlo is None else ["--hlo", hlo]
+    result = here("inspect-mesh", *of_tiny(model), *settings(*overrides), "--compile", "--json", *folder)
+    assert result.exit_code == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+def by_name(report: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
+    return {(one["phase"], one["name"]): one for one in report["programs"]}
+
+
+def test_the_arguments_of_compiled_programs_equal_those_of_the_table(tiny_model: Path) -> None:
+    report = compiled(tiny_model, *PENALISED)
+    programs, memory = by_name(report), report["memory"]
+    assert set(programs) == NAMES
+    assert {(one["backend"], one["estimated_s"], one["mfu"]) for one in programs.values()} == {("cpu", None, None)}
+    state = memory["update"]["weights"] + memory["update"]["optimizer"]
+    # In addition to the buffers of the table, a few integers for each row.
+    small = 20_000
+    for name, size in {
+        ("rollout", "decode"): memory["rollout"]["decode_weights"] + memory["rollout"]["kv_cache"],
+        ("score", "reference"): memory["score"]["reference"],
+        ("update", "gradients"): memory["update"]["weights"] + memory["update"]["gradients"],
+        ("update", "optimizer"): state + memory["update"]["gradients"],
+    }.items():
+        assert size <= programs[name]["argument_bytes"] <= size + small
+    assert programs["update", "optimizer"]["aliased_bytes"] == pytest.approx(state, abs=small)
+
+
+@pytest.mark.parametrize(
+    "slice", ["v5e-8", *(pytest.param(name, marks=pytest.mark.slow) for name in ("v4-16", "v5p-16", "v6e-8", "v5e-16"))]
+)
+def test_a_cpu_process_compiles_a_step_for_tpus_with_their_kernels(
+    slice: str, tiny_model: Path, tmp_path: Path, libtpu: None
+) -> None:
+    report = compiled(tiny_model, *PENALISED, f"mesh.pretend={slice}", hlo=tmp_path / "texts")
+    programs = by_name(report)
+    assert set(programs) == NAMES
+    assert report["num_processes"] == parse_slice(slice).num_hosts
+    for (phase, name), one in programs.items():
+        assert one["backend"] == "tpu"
+        assert one["estimated_s"] == one["compute_s"] + one["kernel_s"] + one["exposed_collective_s"]
+        assert one["estimated_s"] == pytest.approx(sum(one["parts_s"][part] for part in PARTS))
+        assert one["mfu"] is None if name == "optimizer" else 0 < one["mfu"] < 1
+        text = (tmp_path / "texts" / f"{phase}_{name}.hlo").read_text()
+        kernels = {kernel for kernel in ("attention_forward", "attention_backward") if f"%{kernel}" in text}
+        expected = {"prefill": {"attention_forward"}, "reference": {"attention_forward"}}
+        expected["gradients"] = {"attention_forward", "attention_backward"}
+        assert kernels == expected.get(name, set())
+        assert (one["kernel_s"] > 0) == bool(kernels)
+    assert programs["update", "gradients"]["collective_bytes"].get("all-gather", 0) > 0
+
+
+@pytest.mark.slow
+def test_the_programs_of_ppo_with_slots_and_adapters_compile_for_a_tpu(tiny_model: Path, libtpu: None) -> None:
+    slots = ("rollout.mode=fast", "rollout.slots=8")
+    lora = by_name(compiled(tiny_model, "mesh.pretend=v5e-8", "model.lora.rank=2", *slots))
+    assert {("rollout", "prefill"), ("rollout", "decode"), ("update", "gradients")} <= set(lora)
+    ppo = by_name(compiled(tiny_model, "mesh.pretend=v5e-8", "algorithm.name=ppo"))
+    assert {("score", "critic"), ("critic", "gradients"), ("critic", "optimizer")} <= set(ppo)
+    assert all(one["estimated_s"] > 0 for one in (*lora.values(), *ppo.values()))
+
+
+@pytest.mark.parametrize("chip", TPU_CHIPS.values(), ids=list(TPU_CHIPS))
+def test_libtpu_describes_every_slice_of_the_table(chip: TpuChip, libtpu: None) -> None:
+    for size in SLICE_SIZES[chip.cores_in_name]:
+        slice = parse_slice(f"{chip.name}-{size}")
+        found = compile_only_devices(slice)
+        assert (len(found), len({device.process_index for device in found})) == (slice.num_chips, slice.num_hosts)
+        assert {device.device_kind.startswith(chip.device_kind) for device in found} == {True}
+
+
+def test_a_slice_that_libtpu_does_not_know_is_one_error(monkeypatch: pytest.MonkeyPatch, libtpu: None) -> None:
+    unknown = parse_slice("v5e-8")
+    monkeypatch.setattr(type(unknown), "topology_name", "v9:2x4")
+    with pytest.raises(InputError, match=r"mesh.pretend: cannot compile for v5e-8: .*pip install -e '.\[tpu\]'"):
+        compile_only_devices(unknown)
+
+
+def test_the_texts_of_programs_need_programs(tiny_model: Path, tmp_path: Path) -> None:
+    result = here("inspect-mesh", *of_tiny(tiny_model), "--hlo", tmp_path)
+    assert result.exit_code == 2 and "--hlo needs --compile" in result.stderr

@@ -1,0 +1,143 @@
+"""Tests of the script for the first run on new devices, and of the text that it prints."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts.first_run_report import report
+from tests.program import DEADLINE_S, compilation_cache, here, settings
+from tests.scripts.conftest import SCRIPTS
+
+SMALL = settings("rollout.prompts_per_step=4", "data.num_problems=40", "eval.num_prompts=8", "mesh.cpu_devices=1")
+OUTPUTS = [
+    *(f"{name}.{kind}" for name in ("doctor", "dry-run", "inspect-mesh") for kind in ("err", "out", "status")),
+    *("report.txt", "settings.yaml", "train.err", "train.out", "train.status"),
+]
+
+
+def run_script(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", str(SCRIPTS / "first_tpu_run.sh"), *arguments],
+        cwd=folder,
+        env={**os.environ, **compilation_cache(), "GRPO_VENV": sys.prefix},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=4 * DEADLINE_S,
+    )
+
+
+@pytest.mark.slow
+def test_the_quickstart_runs_to_the_end_on_a_cpu(tmp_path: Path) -> None:
+    done = run_script(tmp_path, "quickstart", *SMALL)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "exit codes: dry-run 0, doctor 0, inspect-mesh 0, train 0" in done.stdout
+    assert "builtin:tiny, model.dtype float32, model.attention auto; 10 of 10 steps" in done.stdout
+    assert "attention: ok: attention on cpu without a kernel equals dense attention within " in done.stdout
+    for name in ("rollout: prefill", "rollout: decode", "update: gradients", "update: optimizer"):
+        assert re.search(rf"^{name} .* [MK]iB .* [MK]iB .* s +- +-$", done.stdout, re.M), name
+    assert re.search(r"^update +[\d.]+ m?s +-$", done.stdout, re.M)
+    steps = re.findall(r"^(\d+) +-?\d.*$", done.stdout, re.M)
+    assert steps == [str(step) for step in range(1, 11)]
+    assert "failed" not in done.stdout
+    (logs,) = (tmp_path / "launches").iterdir()
+    assert sorted(path.name for path in logs.iterdir()) == OUTPUTS
+    assert (logs / "report.txt").read_text() == done.stdout
+    assert (tmp_path / "runs" / logs.name / "metrics.jsonl").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["launches", "runs"]
+
+
+@pytest.mark.slow
+def test_every_command_runs_although_each_fails(tmp_path: Path) -> None:
+    done = run_script(tmp_path, *SMALL, *settings("model.attention=kernel", "run.name=mine"))
+    assert done.returncode == 2, done.stderr
+    assert "exit codes: dry-run 2, doctor 2, inspect-mesh 2, train 2" in done.stdout
+    assert "mesh: fail: model.attention: kernel, but there is no attention kernel for cpu" in done.stdout
+    for name in ("dry-run", "inspect-mesh", "train"):
+        _, _, end = done.stdout.partition(f"{name} failed; the end of {name}.err:\n")
+        assert "error: model.attention: kernel, but there is no" in end.split("\n\n")[0]
+    (logs,) = (tmp_path / "launches").iterdir()
+    assert "name: mine" in (logs / "settings.yaml").read_text()
+
+
+def test_settings_that_cannot_be_used_end_it_before_anything_is_written(tmp_path: Path) -> None:
+    done = run_script(tmp_path, "quickstrat")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "did you mean quickstart" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def program(phase: str, name: str, estimated_s: float | None) -> dict[str, Any]:
+    sizes = {"argument_bytes": 2**30, "temporary_bytes": 2**20, "compile_s": 1.5, "mfu": 0.25}
+    return {"phase": phase, "name": name, "backend": "tpu", "estimated_s": estimated_s, **sizes}
+
+
+PROGRAMS = [
+    *(program("rollout", "prefill", 0.5), program("rollout", "decode", 0.01), program("score", "reference", 0.02)),
+    *(program("critic", "gradients", 0.3), program("critic", "optimizer", 0.1)),
+    *(program("update", "gradients", 0.2), program("update", "optimizer", 0.4)),
+]
+
+
+def step(number: int, seconds: float) -> dict[str, Any]:
+    times = {f"time/{phase}_s": seconds for phase in ("rollout", "score", "update", "step")}
+    counts = {"completions/max_length": 20, "rollout/num_rounds": 2, "score/reference/num_micro_batches": 5}
+    batches = {"batching/num_micro_batches": 6, "value/batching/num_micro_batches": 3}
+    return {"step": number, "loss": 0.5, "perf/peak_memory_bytes": 3 * 2**20, **times, **counts, **batches}
+
+
+def write_outputs(folder: Path, *overrides: str, programs: list[dict[str, Any]] | None = None) -> Path:
+    """Writes what the script would have left of a run of four steps, of which the last two are compared."""
+    run = settings(f"run.dir={folder}", "run.name=run", "run.steps=4", *overrides)
+    (folder / "settings.yaml").write_text(here("train", *run, "--print-config").stdout)
+    (folder / "inspect-mesh.out").write_text(json.dumps({"peak_bytes": 2**21, "programs": programs or PROGRAMS}))
+    for name in ("dry-run", "doctor", "inspect-mesh", "train"):
+        (folder / f"{name}.status").write_text("0\n")
+    (folder / "run").mkdir()
+    lines = [step(number, seconds) for number, seconds in enumerate((60.0, 9.0, 2.0, 4.0), start=1)]
+    (folder / "run" / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return folder
+
+
+TWO_EPOCHS = (
+    "algorithm.name=ppo",
+    "algorithm.epochs=2",
+    "rollout.prompts_per_step=8",
+    "algorithm.mini_batch_prompts=4",
+)
+
+
+def test_estimates_count_every_call_of_a_step(tmp_path: Path) -> None:
+    text = report(write_outputs(tmp_path, *TWO_EPOCHS))
+    rows = {row.split()[0]: re.split(" {2,}", row) for row in text.splitlines() if row}
+    assert rows["phase"][1] == "measured, median of steps 3 to 4"
+    # Two rounds of a prefill and 20 tokens; 5 micro-batches; 2 epochs of 3 and 6 micro-batches and 2 updates each.
+    assert rows["rollout"] == ["rollout", "3.00 s", "1.40 s"]
+    assert rows["score"] == ["score", "3.00 s", "100.00 ms"]
+    assert rows["update"] == ["update", "3.00 s", f"{2 * (3 * 0.3 + 2 * 0.1 + 6 * 0.2 + 2 * 0.4):.2f} s"]
+    assert re.search(r"^update: gradients +1\.00 GiB +1\.0 MiB +1\.5 s +200\.00 ms +25\.0 %$", text, re.M)
+    assert "the first step, which compiles, took 60.00 s" in text
+    assert "3.0 MiB; 2.0 MiB foreseen" in text
+
+
+def test_what_is_unknown_is_not_estimated(tmp_path: Path) -> None:
+    programs = [program("rollout", "decode", 0.01), program("update", "gradients", None)]
+    rows = report(write_outputs(tmp_path, "rollout.slots=8", programs=programs)).splitlines()
+    assert [re.split(" {2,}", row)[2] for row in rows if row.startswith(("rollout ", "score ", "update "))] == ["-"] * 3
+
+
+def test_a_report_without_results_shows_the_errors(tmp_path: Path) -> None:
+    (tmp_path / "settings.yaml").write_text(here("train", "--print-config", *settings(f"run.dir={tmp_path}")).stdout)
+    (tmp_path / "train.status").write_text("1\n")
+    (tmp_path / "train.err").write_text("".join(f"line {number}\n" for number in range(20)))
+    text = report(tmp_path)
+    assert "exit codes: dry-run ?, doctor ?, inspect-mesh ?, train 1" in text and "0 of 100 steps" in text
+    assert "the end of train.err:\nline 12\n" in text and "line 19\n---" in text
