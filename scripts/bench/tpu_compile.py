@@ -130,7 +130,6 @@ def main() -> None:
                 print(name, file=sys.stderr, flush=True)
                 lines = [one for one in lines if (one["model"], one["side"]) != (model, side)]
                 lines.append(estimated(model, side, compiled(command, work, directory), directory))
-    lines.sort(key=lambda one: (one["model"], one["side"]))
     print(table(lines))
     record = {"date": datetime.now(UTC).date().isoformat(), "programs": lines}
     options.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

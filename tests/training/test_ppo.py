@@ -235,7 +235,6 @@ def test_dry_run_counts_the_critic(config: Path) -> None:
     assert smaller * report["num_devices"] == 4 * (24 * 32 - 32)
     assert memory["update"]["critic_optimizer"] > 2 * memory["update"]["critic"]
     assert memory["critic"]["gradients"] == memory["critic"]["critic"]
-    assert memory["critic"]["activations"] > 0
     assert report["optimizer_steps"] == 2 * 4
     grpo = settings("algorithm.name=grpo", "rollout.group_size=2", "algorithm.kl_target=null")
     without = here("train", "--config", config, "--dry-run", "--json", *grpo)
