@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-from importlib.metadata import distributions, version
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from jax.experimental import topologies
 
 from app.mesh.gpu_cards import GpuHost
 from app.mesh.tpu_chips import TpuSlice
+from app.records.versions import version_of
 from settings.errors import InputError
 
 SCHEDULES = ".*final_bundles.*"
@@ -49,9 +49,8 @@ def compile_only_devices(place: TpuSlice | GpuHost) -> list[Any]:
 
 
 def compiler_versions() -> str:
-    """Returns the versions of JAX and of the accelerators' compilers that are installed."""
-    names = {distribution.name for distribution in distributions()} & {"jax", "libtpu", "jax-cuda13-plugin"}
-    return ", ".join(f"{name} {version(name)}" for name in sorted(names))
+    """Returns the versions of JAX and of the accelerators' compilers."""
+    return ", ".join(f"{name} {version_of(name)}" for name in ("jax", "libtpu", "jax-cuda13-plugin"))
 
 
 def keep_kernel_schedules() -> None:

@@ -93,9 +93,9 @@ def initialize_local(settings: MeshSettings, *, compiles: bool = False) -> None:
             jax.config.update("jax_num_cpu_devices", pretended.num_chips)
         # CUDA's plugin looks for a GPU when it is loaded, unless JAX is to use another platform.
         jax.config.update("jax_platforms", "cpu")
-    simulate_slice(pretended, compiles=compiles)
-    if pretended is not None:
+        simulate_slice(pretended, compiles=compiles)
         return
+    simulate_slice(None)
     if settings.cpu_devices is not None:
         try:
             jax.config.update("jax_num_cpu_devices", settings.cpu_devices)

@@ -118,7 +118,7 @@ def dot_product_attention(
     num_kv_heads = keys.shape[1]
     grouped = query.reshape(rows, num_tokens, num_kv_heads, num_query_heads // num_kv_heads, head_dim)
     scores = jnp.einsum("rtkgh,rksh->rkgts", grouped, keys, preferred_element_type=jnp.float32)
-    scores = apply_soft_cap(scores * (score_mod.scale or head_dim**-0.5), score_mod.soft_cap)
+    scores = apply_soft_cap(scores * score_mod.scale_for(head_dim), score_mod.soft_cap)
     scores = jnp.where(visible_mask[:, None, None], scores, MASK_VALUE)
     weights = jax.nn.softmax(scores, axis=-1).astype(values.dtype)
     # XLA accumulates in float32 anyway. Requesting it would also make the result float32, and XLA on CPU cannot run

@@ -50,7 +50,7 @@ def attend(
     block_size = blocking.block_size
     call = _Call(query.shape, keys.shape, block_size)
     mixed, normalizer = pl.pallas_call(
-        functools.partial(_forward_kernel, score_mod, call.scale(score_mod)),
+        functools.partial(_forward_kernel, score_mod, score_mod.scale_for(call.head_dim)),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
             grid=(call.num_kv_heads, _num_pairs(pairs)),
@@ -95,7 +95,7 @@ def attention_grads(
     mean = jnp.sum(output_grad.astype(jnp.float32) * call.to_heads(mixed).astype(jnp.float32), axis=-1)
     arrays = call.arrays(query, keys, values)
     query_grad, keys_grad, values_grad = pl.pallas_call(
-        functools.partial(_backward_kernel, score_mod, call.scale(score_mod), call.blocks_per_row),
+        functools.partial(_backward_kernel, score_mod, score_mod.scale_for(call.head_dim), call.blocks_per_row),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
             grid=(call.num_kv_heads, _num_pairs(pairs)),
@@ -144,7 +144,7 @@ def _forward_kernel(score_mod: ScoreMod, scale: float, *refs: Any) -> None:
     visible = _visible_mask(query_info[...], key_info[...], query_block[turn] - key_block[turn], window[0])
     for head in range(query.shape[0]):
         row = pl.ds(head, 1)
-        scores = apply_soft_cap(product(key[...], query[head], (1, 1)) * scale, score_mod.soft_cap)
+        scores = pair_scores(score_mod, scale, key[...], query[head])
         scores = jnp.where(visible, scores, MASK_VALUE)
         new_highest = jnp.maximum(highest[row, :], jnp.max(scores, axis=0, keepdims=True))
         shrink = jnp.exp(highest[row, :] - new_highest)
@@ -184,13 +184,10 @@ def _backward_kernel(score_mod: ScoreMod, scale: float, blocks_per_row: int, *re
     new_keys_grad = new_values_grad = jnp.zeros(key.shape, jnp.float32)
     for head in range(query.shape[0]):
         row = pl.ds(head, 1)
-        scores = apply_soft_cap(product(key[...], query[head], (1, 1)) * scale, score_mod.soft_cap)
+        scores = pair_scores(score_mod, scale, key[...], query[head])
         weights = jnp.where(visible, jnp.exp(scores - normalizer[row, :]), 0.0)
         weights_grad = product(value[...], output_grad[head], (1, 1))
-        scores_grad = weights * (weights_grad - mean[row, :])
-        if score_mod.soft_cap is not None:
-            scores_grad *= 1 - jnp.square(scores / score_mod.soft_cap)
-        scores_grad = scores_grad.astype(key.dtype)
+        scores_grad = pair_scores_grad(score_mod, scores, weights, weights_grad - mean[row, :]).astype(key.dtype)
         new_values_grad += product(weights.astype(key.dtype), output_grad[head], (1, 0))
         new_keys_grad += product(scores_grad, query[head], (1, 0))
         sums[head] += product(key[...], scores_grad, (0, 0))
@@ -257,6 +254,21 @@ def token_info(layout: SegmentLayout) -> Int32[Array, "I N"]:
     return jnp.pad(jnp.stack(rows), ((0, INFO_ROWS - len(rows)), (0, 0)))
 
 
+def pair_scores(score_mod: ScoreMod, scale: float, a: Array, b: Array) -> Float32[Array, "m n"]:
+    """Returns the scores, soft-capped, of queries and keys, or of keys and queries."""
+    return apply_soft_cap(product(a, b, (1, 1)) * scale, score_mod.soft_cap)
+
+
+def pair_scores_grad(score_mod: ScoreMod, scores: Array, weights: Array, centered: Array) -> Float32[Array, "m n"]:
+    """Returns the gradient of scores before their cap.
+
+    Args:
+        centered: the gradient of the weights, less its mean over the weights of each query.
+    """
+    grad = weights * centered
+    return grad if score_mod.soft_cap is None else grad * (1 - jnp.square(scores / score_mod.soft_cap))
+
+
 def product(a: Array, b: Array, dims: tuple[int, int]) -> Float32[Array, "m n"]:
     """Returns the float32 product of two matrices, contracted over one dim of each."""
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
@@ -296,9 +308,6 @@ class _Call:
         self.whole_row = pl.BlockSpec(
             (None, self.num_tokens, head), lambda k, p, q, *_: (k, q[p] // per_row, 0), pipeline_mode=pl.Buffered(1)
         )
-
-    def scale(self, score_mod: ScoreMod) -> float:
-        return score_mod.scale or self.head_dim**-0.5
 
     def arrays(self, query: Array, keys: Array, values: Array) -> tuple[Array, Array, Array]:
         keys, values = (x.swapaxes(0, 1).reshape(self.num_kv_heads, -1, self.head_dim) for x in (keys, values))

@@ -178,17 +178,13 @@ class PairScores(NamedTuple):
 
 def _pair_scores(loop: BlockLoop, iteration: Array, score_mod: ScoreMod) -> PairScores:
     query_blocks, key_blocks = loop.query_blocks[iteration], loop.key_blocks[iteration]
-    query = loop.query[query_blocks].astype(jnp.float32) * _score_scale(score_mod, loop.query)
+    query = loop.query[query_blocks].astype(jnp.float32) * score_mod.scale_for(loop.query.shape[-1])
     keys, values = (x[key_blocks].astype(jnp.float32) for x in (loop.keys, loop.values))
     scores = apply_soft_cap(jnp.einsum("pkmh,pknh->pkmn", query, keys), score_mod.soft_cap)
     slope = None if score_mod.soft_cap is None else 1 - jnp.square(scores / score_mod.soft_cap)
     by_head = scores.reshape(*keys.shape[:2], -1, *[keys.shape[2]] * 2)
     masked = jnp.where(loop.visible_mask(iteration)[:, None, None], by_head, MASK_VALUE)
     return PairScores(query, keys, values, masked.reshape(scores.shape), slope)
-
-
-def _score_scale(score_mod: ScoreMod, query: Float[Array, "*dims H"]) -> float:
-    return score_mod.scale or query.shape[-1] ** -0.5
 
 
 def _attend_blocks(score_mod: ScoreMod, blocking: Blocking, *inputs: Any) -> tuple[Array, Array]:
@@ -253,7 +249,7 @@ def _attention_grads(
 
     none = tuple(jnp.zeros(x.shape, jnp.float32) for x in (loop.query, loop.keys, loop.values))
     query_grad, keys_grad, values_grad = jax.lax.fori_loop(0, loop.num_iterations, add, none)
-    query_grad = query_grad * _score_scale(score_mod, query)
+    query_grad = query_grad * score_mod.scale_for(query.shape[-1])
     return (
         _from_query_blocks(query_grad, query),
         _from_key_blocks(keys_grad, keys),

@@ -268,10 +268,6 @@ class Trunk(nnx.Module):
     def make_head(self, arch: Architecture, rngs: nnx.Rngs) -> None:
         """Adds the parameters of the head; a bare trunk has none."""
 
-    @property
-    def score_mod(self) -> ScoreMod:
-        return ScoreMod(self.architecture.query_scale, self.architecture.attention_soft_cap)
-
     def embed(self, token_ids: Int32[Array, "R T"], dtype: jnp.dtype) -> Float[Array, "R T D"]:
         """Returns the embeddings of tokens from a table whose model dim is not split."""
         # Gathered along the model dim before the look-up: otherwise the result would be split over fsdp twice.
@@ -299,6 +295,14 @@ class Trunk(nnx.Module):
         angles = [positions[..., None].astype(jnp.float32) * rope_frequencies(rope, arch.head_dim) for rope in ropes]
         return angles[0], angles[-1]
 
+    def attention_over(self, layout: SegmentLayout, dtype: jnp.dtype) -> Callable[..., Float[Array, "R T Q H"]]:
+        """Returns `packed_attention` over these rows, of query, keys, values and a layer's `window`."""
+        arch = self.architecture
+        blocking = platform_blocking(layout.segment_ids.shape[1], dtype, arch.attention_implementation)
+        pairs = make_block_pairs(layout, sorted({w or NO_WINDOW for w in arch.layer_windows}), blocking)
+        how = {"layout": layout, "score_mod": ScoreMod.of(arch), "pairs": pairs, "blocking": blocking}
+        return functools.partial(packed_attention, **how)
+
     def hidden(
         self,
         token_ids: Int32[Array, "R T"],
@@ -316,8 +320,7 @@ class Trunk(nnx.Module):
         arch = self.architecture
         graph, stacked = nnx.split(self.blocks)
         whole, windowed = self.angles(layout.positions)
-        blocking = platform_blocking(token_ids.shape[1], dtype, arch.attention_implementation)
-        pairs = make_block_pairs(layout, sorted({w or NO_WINDOW for w in arch.layer_windows}), blocking)
+        attention = self.attention_over(layout, dtype)
         # Scanned together with the weights, so that one body serves layers with and without a window.
         windows = jnp.array([w or NO_WINDOW for w in arch.windows], jnp.int32) if arch.windows else None
 
@@ -327,8 +330,7 @@ class Trunk(nnx.Module):
             angles = jnp.where(window == NO_WINDOW, whole, windowed) if two_ropes else whole
 
             def attend(query: Array, key: Array, value: Array) -> tuple[Array, None]:
-                mix = functools.partial(packed_attention, score_mod=self.score_mod, blocking=blocking)
-                return mix(query, key, value, layout, window=window, pairs=pairs), None
+                return attention(query, key, value, window=window), None
 
             x, _ = nnx.merge(graph, weights)(x, angles, attend)
             return constrain(x, "rows", "tokens", "activation"), None

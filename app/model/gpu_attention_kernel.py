@@ -21,10 +21,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from app.model.attention_kernel import is_visible, product, token_info
+from app.model.attention_kernel import is_visible, pair_scores, pair_scores_grad, product, token_info
 from app.model.block_attention import Blocking
 from app.model.block_pairs import UNREACHABLE, BlockPairs
-from app.model.score_mod import MASK_VALUE, ScoreMod, apply_soft_cap
+from app.model.score_mod import MASK_VALUE, ScoreMod
 from app.model.segment_layout import SegmentLayout
 
 MIN_HEAD_DIM = 16
@@ -54,7 +54,7 @@ def attend(
     call = _Call(query, keys, blocking.block_size)
     by_query, _ = _pair_lists(pairs, call.num_blocks)
     mixed, normalizer = pl.pallas_call(
-        functools.partial(_forward_kernel, score_mod, call.scale(score_mod)),
+        functools.partial(_forward_kernel, score_mod, score_mod.scale_for(call.head_dim)),
         grid=call.grid,
         in_specs=[call.query_block, call.key_row, call.key_row, *[pl.BlockSpec()] * 4],
         out_specs=[call.query_block, call.query_numbers],
@@ -97,7 +97,7 @@ def attention_grads(
     )
     by_query, by_key = _pair_lists(pairs, call.num_blocks)
     query_grad = pl.pallas_call(
-        functools.partial(_query_kernel, score_mod, call.scale(score_mod)),
+        functools.partial(_query_kernel, score_mod, score_mod.scale_for(call.head_dim)),
         in_specs=[
             *(call.query_block, call.key_row, call.key_row, call.query_block),
             *(call.query_numbers, call.query_numbers, *[pl.BlockSpec()] * 4),
@@ -111,7 +111,7 @@ def attention_grads(
     )(*inputs, *by_query)
     by_query_head = jax.ShapeDtypeStruct((*query.shape[::2], keys.shape[2], call.query_shape[2]), jnp.float32)
     parts = pl.pallas_call(
-        functools.partial(_keys_kernel, score_mod, call.scale(score_mod)),
+        functools.partial(_keys_kernel, score_mod, score_mod.scale_for(call.head_dim)),
         in_specs=[
             *(call.query_row, call.key_block, call.key_block, call.query_row),
             *(call.row_numbers, call.row_numbers, *[pl.BlockSpec()] * 4),
@@ -137,7 +137,7 @@ def _forward_kernel(score_mod: ScoreMod, scale: float, *refs: Any) -> None:
     def add(pair: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         highest, total, mixed = sums
         tokens = _tokens_in_row(key_blocks[pair], size, keys.shape[0])
-        scores = apply_soft_cap(product(own, keys[tokens, :], (1, 1)) * scale, score_mod.soft_cap)
+        scores = pair_scores(score_mod, scale, own, keys[tokens, :])
         scores = jnp.where(_visible_mask(info, block, key_blocks[pair], size, window[0]), scores, MASK_VALUE)
         new_highest = jnp.maximum(highest, jnp.max(scores, axis=1))
         shrink, weights = jnp.exp(highest - new_highest), jnp.exp(scores - new_highest[:, None])
@@ -159,9 +159,10 @@ def _query_kernel(score_mod: ScoreMod, scale: float, *refs: Any) -> None:
         tokens = _tokens_in_row(key_blocks[pair], size, keys.shape[0])
         key = keys[tokens, :]
         visible = _visible_mask(info, block, key_blocks[pair], size, window[0])
-        scores = apply_soft_cap(product(own, key, (1, 1)) * scale, score_mod.soft_cap)
+        scores = pair_scores(score_mod, scale, own, key)
         weights = jnp.where(visible, jnp.exp(scores - own_normalizer[:, None]), 0.0)
-        grad = _scores_grad(score_mod, scores, weights, product(own_grad, values[tokens, :], (1, 1)), own_mean[:, None])
+        weights_grad = product(own_grad, values[tokens, :], (1, 1))
+        grad = pair_scores_grad(score_mod, scores, weights, weights_grad - own_mean[:, None])
         return total + product(grad.astype(key.dtype), key, (1, 0))
 
     none = jnp.zeros(own.shape, jnp.float32)
@@ -180,9 +181,10 @@ def _keys_kernel(score_mod: ScoreMod, scale: float, *refs: Any) -> None:
         queries, queries_grad = query[tokens, :], output_grad[tokens, :]
         # [keys, queries], so that no product has to transpose weights.
         visible = _visible_mask(info, query_blocks[pair], block, size, window[0], keys_first=True)
-        scores = apply_soft_cap(product(key, queries, (1, 1)) * scale, score_mod.soft_cap)
+        scores = pair_scores(score_mod, scale, key, queries)
         weights = jnp.where(visible, jnp.exp(scores - normalizer[tokens][None, :]), 0.0)
-        grad = _scores_grad(score_mod, scores, weights, product(value, queries_grad, (1, 1)), mean[tokens][None, :])
+        weights_grad = product(value, queries_grad, (1, 1))
+        grad = pair_scores_grad(score_mod, scores, weights, weights_grad - mean[tokens][None, :])
         return (
             sums[0] + product(grad.astype(key.dtype), queries, (1, 0)),
             sums[1] + product(weights.astype(value.dtype), queries_grad, (1, 0)),
@@ -191,12 +193,6 @@ def _keys_kernel(score_mod: ScoreMod, scale: float, *refs: Any) -> None:
     none = jnp.zeros(key.shape, jnp.float32), jnp.zeros(key.shape, jnp.float32)
     key_sum, values_grad[...] = jax.lax.fori_loop(starts[block], starts[block + 1], add, none)
     keys_grad[...] = key_sum * scale
-
-
-def _scores_grad(score_mod: ScoreMod, scores: Array, weights: Array, weights_grad: Array, mean: Array) -> Array:
-    """Returns the gradient of scores before their cap."""
-    grad = weights * (weights_grad - mean)
-    return grad if score_mod.soft_cap is None else grad * (1 - jnp.square(scores / score_mod.soft_cap))
 
 
 def _visible_mask(
@@ -257,9 +253,6 @@ class _Call:
         self.key_block = pl.BlockSpec((None, None, size, head), lambda i, h: (i // per_row, h // group, i % per_row, 0))
         self.key_row = pl.BlockSpec((None, None, num_tokens, head), lambda i, h: (i // per_row, h // group, 0, 0))
         self.grad_block = pl.BlockSpec((None, None, size, head), lambda i, h: (i // per_row, h, i % per_row, 0))
-
-    def scale(self, score_mod: ScoreMod) -> float:
-        return score_mod.scale or self.head_dim**-0.5
 
     def padded(self, x: Float[Array, "*dims H"]) -> Float[Array, "*dims padded"]:
         return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, self.query_shape[2] - x.shape[-1])])

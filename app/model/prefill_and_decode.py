@@ -6,7 +6,6 @@ last token. Decoding overwrites them before they become visible, since a token s
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -18,9 +17,10 @@ from jaxtyping import Array, Float, Int32
 
 from app.mesh.axis_rules import constrain, sharding_tree
 from app.mesh.placement import abstract_arrays
-from app.model.attention import cached_attention, make_block_pairs, packed_attention, platform_blocking
+from app.model.attention import cached_attention
 from app.model.decode_weights import DecodeWeights
 from app.model.decoder import AttentionFn, Decoder, DecoderDefinition
+from app.model.score_mod import ScoreMod
 from app.model.segment_layout import single_segment_layout
 
 DECODE_SCOPE = "decode"
@@ -79,20 +79,15 @@ def prefill(
     decoder = definition.bind(weights.params)
     slots = jnp.arange(token_ids.shape[1])[None, :]
     layout = single_segment_layout(slots < lengths[:, None])
-    windows = definition.architecture.layer_windows
-    dtype, choice = weights.params["embedding"].dtype, definition.architecture.attention_implementation
-    blocking = platform_blocking(token_ids.shape[1], dtype, choice)
-    pairs = make_block_pairs(layout, windows, blocking)
-    how = {"score_mod": decoder.score_mod, "pairs": pairs, "blocking": blocking}
-    mix = functools.partial(packed_attention, layout=layout, **how)
+    attention = decoder.attention_over(layout, weights.params["embedding"].dtype)
 
     def attend_within(window: int | None) -> AttentionFn:
         def attend(query: Array, keys: Array, values: Array) -> tuple[Array, LayerCache]:
-            return mix(query, keys, values, window=window), LayerCache(keys, values)
+            return attention(query, keys, values, window=window), LayerCache(keys, values)
 
         return attend
 
-    attends = [attend_within(window) for window in windows]
+    attends = [attend_within(window) for window in definition.architecture.layer_windows]
     hidden, cache = _run_layers(decoder, weights, token_ids, layout.positions, attends)
     last = jnp.maximum(lengths - 1, 0)[:, None, None]
     return jnp.take_along_axis(hidden, last, axis=1)[:, 0], constrain_cache(cache)
@@ -109,7 +104,7 @@ def decode_step(
     if weights.layout == "fsdp":
         # Makes the weights depend on the token: otherwise XLA would gather them all before the loop and keep them.
         weights, token_ids = jax.lax.optimization_barrier((weights, token_ids))
-    decoder = definition.bind(weights.params)
+    decoder, score_mod = definition.bind(weights.params), ScoreMod.of(definition.architecture)
     # With vmap the partitioner knows that slots are independent, so no slot moves between devices.
     write = jax.vmap(lambda row, new, position: row.at[:, position].set(new))
 
@@ -117,7 +112,7 @@ def decode_step(
         def attend(query: Array, key: Array, value: Array) -> tuple[Array, LayerCache]:
             keys = write(layer.keys, key[:, :, 0], positions)
             values = write(layer.values, value[:, :, 0], positions)
-            mixed = cached_attention(query, keys, values, positions, window=window, score_mod=decoder.score_mod)
+            mixed = cached_attention(query, keys, values, positions, window=window, score_mod=score_mod)
             return mixed, LayerCache(keys, values)
 
         return attend

@@ -66,7 +66,7 @@ def attention_differences(
     Differences are relative to the largest number of each result. A row has two samples that share their prompt, one
     with a prompt of its own, and padding. Every device computes the same row. All hosts must call it together.
     """
-    a, score_mod = architecture, ScoreMod(architecture.query_scale, architecture.attention_soft_cap)
+    a, score_mod = architecture, ScoreMod.of(architecture)
     row = MicroBatch((((0, 1), (2,)),), RowShape(NUM_TOKENS, 3 * COMPLETION))
     batch = pack_tokens(longest_samples(3, prompt=PROMPT, completion=COMPLETION), row)
     layout = SegmentLayout(batch.segment_ids, batch.branch_ids, batch.positions)

@@ -248,8 +248,7 @@ def _lower_programs(
     for role, plan in shapes.scores.items():
         definition, scorer = model.policy_definition, session.scorer
         if role == "reference":
-            definition, scorer = model.reference_definition, session.reference_scorer
-            definition = definition if model.policy_definition.lora else definition.held_in(dtype)
+            definition, scorer = session.held_reference, session.reference_scorer
         if role == "critic":
             assert critic is not None
             definition, scorer = critic.spec.definition, critic.valuer

@@ -194,7 +194,8 @@ def network_bytes(session: Session, learning: LearnerGroup, reward_model: Networ
     if learning.critic:
         sizes["critic"], sizes["critic_optimizer"] = _learner_bytes(learning.critic)
     if reward_model is not None:
-        sizes["reward_model"] = _frozen_bytes(session, reward_model.definition)
+        dtype = jnp.dtype(session.settings.model.dtype)
+        sizes["reward_model"] = _weight_bytes(session, reward_model.definition.held_in(dtype))
     # On a CPU, an offloaded reference stays in the same memory.
     if not session.settings.offloads_reference or device_platform(session.mesh.devices.flat[0]) == "cpu":
         sizes |= _reference_bytes(session)
@@ -204,12 +205,11 @@ def network_bytes(session: Session, learning: LearnerGroup, reward_model: Networ
 def _reference_bytes(session: Session) -> MemoryBreakdown:
     """Returns the bytes of the reference policy's own copy of the weights; empty if it needs none."""
     has_copy = "reference" in session.settings.scored_roles and session.model_spec.policy_definition.lora is None
-    return {"reference": _frozen_bytes(session, session.model_spec.reference_definition)} if has_copy else {}
+    return {"reference": _weight_bytes(session, session.held_reference)} if has_copy else {}
 
 
-def _frozen_bytes(session: Session, definition: DecoderDefinition) -> int:
-    held = definition.held_in(jnp.dtype(session.settings.model.dtype))
-    return bytes_per_device(abstract_arrays(held.shapes, held.shardings(session.mesh)))
+def _weight_bytes(session: Session, definition: DecoderDefinition) -> int:
+    return bytes_per_device(abstract_arrays(definition.shapes, definition.shardings(session.mesh)))
 
 
 def _sum_breakdowns(first: MemoryBreakdown, second: MemoryBreakdown) -> MemoryBreakdown:

@@ -16,7 +16,7 @@ from app.mesh import device_mesh, placement
 from app.mesh.devices import device_platform
 from app.model.architecture import Architecture
 from app.model.attention import platform_blocking
-from app.model.decoder import Params
+from app.model.decoder import DecoderDefinition, Params
 from app.model.io.hf_weights import critic_tensors, load_weights
 from app.model.lora import combine_params, init_adapters
 from app.model.quantization import check_qwix_installed
@@ -64,16 +64,24 @@ class ScoringSession:
         """Returns the architecture of the network that scores for a role."""
         return self.critic.spec.architecture if role == "critic" and self.critic else self.model_spec.architecture
 
-    def load_params(self, *, frozen: bool = False) -> Params:
-        """Loads the weights of `model.path`, sharded over the mesh and quantized if training quantizes them.
+    @property
+    def held_reference(self) -> DecoderDefinition:
+        """The reference policy as its weights are held: in the compute type, since they never learn.
 
-        Args:
-            frozen: whether to hold them in the compute type, since they will not learn.
+        With adapters they are the policy's own frozen weights.
         """
         definition = self.model_spec.reference_definition
-        if frozen:
-            definition = definition.held_in(jnp.dtype(self.settings.model.dtype))
-        return load_weights(definition, self.model_spec.files.weights, self.mesh)
+        if self.model_spec.policy_definition.lora is not None:
+            return definition
+        return definition.held_in(jnp.dtype(self.settings.model.dtype))
+
+    def load_params(self) -> Params:
+        """Loads the weights of `model.path`, sharded over the mesh and quantized if training quantizes them."""
+        return load_weights(self.model_spec.reference_definition, self.model_spec.files.weights, self.mesh)
+
+    def load_reference(self) -> Params:
+        """Loads the same weights as `held_reference` holds them."""
+        return load_weights(self.held_reference, self.model_spec.files.weights, self.mesh)
 
     @cached_property
     def frozen_params(self) -> Params:

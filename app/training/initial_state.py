@@ -134,7 +134,7 @@ def load_reference_params(state: RunState, progress: TrainProgress, session: Ses
         return session.frozen_params
     dtype = jnp.dtype(session.settings.model.dtype)
     if progress.step:
-        params = session.load_params(frozen=True)
+        params = session.load_reference()
     else:
         params = jax.tree.map(lambda x: jnp.array(x, dtype), state.policy.params)
     return to_host_memory(params) if session.settings.offloads_reference else params
