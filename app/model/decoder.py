@@ -316,7 +316,7 @@ class Trunk(nnx.Module):
         arch = self.architecture
         graph, stacked = nnx.split(self.blocks)
         whole, windowed = self.angles(layout.positions)
-        blocking = platform_blocking(token_ids.shape[1], dtype, arch.attention_implementation)
+        blocking = platform_blocking(token_ids.shape[1], arch.head_dim, dtype, arch.attention_implementation)
         pairs = make_block_pairs(layout, sorted({w or NO_WINDOW for w in arch.layer_windows}), blocking)
         # Scanned together with the weights, so that one body serves layers with and without a window.
         windows = jnp.array([w or NO_WINDOW for w in arch.windows], jnp.int32) if arch.windows else None

@@ -79,9 +79,9 @@ def prefill(
     decoder = definition.bind(weights.params)
     slots = jnp.arange(token_ids.shape[1])[None, :]
     layout = single_segment_layout(slots < lengths[:, None])
-    windows = definition.architecture.layer_windows
-    dtype, choice = weights.params["embedding"].dtype, definition.architecture.attention_implementation
-    blocking = platform_blocking(token_ids.shape[1], dtype, choice)
+    arch, windows = definition.architecture, definition.architecture.layer_windows
+    dtype = weights.params["embedding"].dtype
+    blocking = platform_blocking(token_ids.shape[1], arch.head_dim, dtype, arch.attention_implementation)
     pairs = make_block_pairs(layout, windows, blocking)
     how = {"score_mod": decoder.score_mod, "pairs": pairs, "blocking": blocking}
     mix = functools.partial(packed_attention, layout=layout, **how)
