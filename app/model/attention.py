@@ -30,13 +30,17 @@ BLOCKING_BY_PLATFORM = {"cpu": Blocking(block_size=64, pairs_per_iteration=1)}
 PARALLEL_BLOCKING = Blocking(block_size=128, pairs_per_iteration=128)
 KERNEL_BLOCK_SIZES = (128, 256, 512)
 """Block sizes of the TPU kernels, which are fastest with the largest. A v4 has no room for those of 512."""
-MAX_V4_TOKENS = 8192
-"""The longest row whose gradients of keys and values fit the 16 MiB of on-chip memory of a v4."""
+MAX_KEY_GRADIENTS = {"TPU v4": 8 * 2**20}
+"""Bytes of a row's gradients of keys and values, for one head, that fit the memory on a chip beside the rest of the
+kernel, by kind of TPU."""
+MAX_KEY_GRADIENTS_ELSEWHERE = 64 * 2**20
 GPU_BLOCK_SIZE = 64
 """Block size of the GPU kernels, whose sums then fit the registers."""
 
 
-def platform_blocking(num_tokens: int, dtype: DTypeLike, implementation: AttentionImplementation = "auto") -> Blocking:
+def platform_blocking(
+    num_tokens: int, head_dim: int, dtype: DTypeLike, implementation: AttentionImplementation = "auto"
+) -> Blocking:
     """Returns how the current mesh's devices compute attention over rows of this many tokens.
 
     Args:
@@ -46,21 +50,22 @@ def platform_blocking(num_tokens: int, dtype: DTypeLike, implementation: Attenti
         InputError: `implementation` is `kernel`, and there is none for these devices and rows.
     """
     platform, kind = current_device()
-    kernel = None if implementation == "xla" else _kernel_blocking(platform, kind, num_tokens, dtype)
+    kernel = None if implementation == "xla" else _kernel_blocking(platform, kind, num_tokens, head_dim, dtype)
     if kernel is None and implementation == "kernel":
         raise InputError(
             f"model.attention: kernel, but there is no attention kernel for {platform} devices ({kind}) and rows of "
-            f"{num_tokens:,} tokens in {jnp.dtype(dtype)}: there are some for TPUs (v4: up to {MAX_V4_TOKENS:,} "
-            "tokens) and, in bfloat16, for GPUs; set model.attention: auto"
+            f"{num_tokens:,} tokens in {jnp.dtype(dtype)}: there are some for TPUs (v4: up to 8,192 tokens, others "
+            "65,536, fewer with heads above 128) and, in bfloat16, for GPUs; set model.attention: auto"
         )
     return kernel or BLOCKING_BY_PLATFORM.get(platform, PARALLEL_BLOCKING)
 
 
-def _kernel_blocking(platform: str, kind: str, num_tokens: int, dtype: DTypeLike) -> Blocking | None:
+def _kernel_blocking(platform: str, kind: str, num_tokens: int, head_dim: int, dtype: DTypeLike) -> Blocking | None:
     """Returns the blocking of the platform's kernel; None without one."""
-    is_v4 = kind == "TPU v4"
-    if platform == "tpu" and not (is_v4 and num_tokens > MAX_V4_TOKENS):
-        sizes = KERNEL_BLOCK_SIZES[:-1] if is_v4 else KERNEL_BLOCK_SIZES
+    # Two arrays in float32, whose heads are padded to the width of a register.
+    key_gradients = 2 * 4 * num_tokens * max(head_dim, 128)
+    if platform == "tpu" and key_gradients <= MAX_KEY_GRADIENTS.get(kind, MAX_KEY_GRADIENTS_ELSEWHERE):
+        sizes = KERNEL_BLOCK_SIZES[:-1] if kind == "TPU v4" else KERNEL_BLOCK_SIZES
         return Blocking(next((size for size in sizes if size >= num_tokens), sizes[-1]), 1, kernel="tpu")
     # Triton multiplies float32 arrays from registers, which have no room for blocks of them, and not on tensor cores.
     if platform == "gpu" and jnp.dtype(dtype) != jnp.float32:
@@ -167,7 +172,7 @@ def packed_attention(
         pairs: the result of `make_block_pairs` for these rows and `window`; computed here if None.
     """
     num_tokens = query.shape[1]
-    blocking = blocking or platform_blocking(num_tokens, query.dtype)
+    blocking = blocking or platform_blocking(num_tokens, query.shape[-1], query.dtype)
     size = blocking.block_size
     if num_tokens <= size and not blocking.kernel:
         return dot_product_attention(query, keys, values, attention_mask(layout, layout, 0, window), score_mod)

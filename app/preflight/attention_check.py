@@ -38,7 +38,9 @@ def check_attention(recorder: CheckRecorder, session: Session, reward_model: Rew
     architectures += [] if reward_model is None else [reward_model.architecture]
     dtype = set_compute_dtype(session.settings)
     with jax.set_mesh(mesh):
-        has_kernel = platform_blocking(NUM_TOKENS, dtype, session.settings.model.attention).kernel
+        has_kernel = platform_blocking(
+            NUM_TOKENS, session.model_spec.architecture.head_dim, dtype, session.settings.model.attention
+        ).kernel
     name = f"the kernel for {device.device_kind}" if has_kernel else f"attention on {device.platform} without a kernel"
     with recorder.run_check("attention", "set model.attention: xla" if has_kernel else ""):
         differences = np.array(
@@ -79,7 +81,7 @@ def attention_differences(
     arrays = [x.astype(dtype) for x in (query, keys, values, weights * is_token)]
 
     def packed(layout: SegmentLayout, query: Array, keys: Array, values: Array) -> Array:
-        blocking = platform_blocking(NUM_TOKENS, dtype, a.attention_implementation)
+        blocking = platform_blocking(NUM_TOKENS, a.head_dim, dtype, a.attention_implementation)
         return packed_attention(query, keys, values, layout, window=window, score_mod=score_mod, blocking=blocking)
 
     def dense(layout: SegmentLayout, query: Array, keys: Array, values: Array) -> Array:

@@ -1,8 +1,8 @@
-"""`grpo inspect-mesh`: reports mesh layout, memory of each phase and largest batches, without loading weights."""
+"""`grpo inspect-mesh`: reports mesh layout and the memory of each phase, without loading weights."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ from app.model.decoder import flatten_by_path
 from app.preflight.compiled_programs import CompiledProgram, format_programs_table, step_memory
 from app.preflight.config_only_spec import ConfigOnlySpec, read_config_only_spec
 from app.preflight.memory import (
-    USABLE_MEMORY_FRACTION,
     MemoryBreakdown,
     StepShapes,
     compute_step_shapes,
@@ -33,7 +32,7 @@ from app.runtime.batch_checks import check_fixed_micro_batches, check_host_offlo
 from app.runtime.session import Session
 from app.training.learner import make_learner_group
 from app.training.setup import setup_notes
-from settings import Resolved, Settings
+from settings import Resolved
 
 
 @dataclass(frozen=True)
@@ -50,16 +49,6 @@ class WorkerPlacement:
 
 
 @dataclass(frozen=True)
-class BatchLimit:
-    """Largest value of one setting while all others stay the same."""
-
-    setting: str
-    now: int
-    fits: int | None
-    """Largest value that fits, by estimate; None if no value does."""
-
-
-@dataclass(frozen=True)
 class MeshInspection:
     """Layout and memory, in bytes on each device, for the longest prompts and completions under the settings."""
 
@@ -69,8 +58,6 @@ class MeshInspection:
     memory: Mapping[str, MemoryBreakdown]
     """Memory by phase and buffer; temporaries only with `--compile`."""
     peak_bytes: int
-    largest: tuple[BatchLimit, ...]
-    """Largest token quotas that fit, by estimate; empty without `--compile` or if a device's memory is unknown."""
     notes: tuple[str, ...] = ()
     programs: tuple[CompiledProgram, ...] = ()
     """Compiled programs; empty without `--compile`."""
@@ -101,12 +88,6 @@ class MeshInspection:
             peak += f", {format_percent(self.peak_bytes / available)} of its memory"
             peak += ", which does not fit" if self.peak_bytes > available else ""
         lines += ["", format_memory_table(self.memory), "", peak]
-        if self.largest:
-            usable = format_percent(USABLE_MEMORY_FRACTION)
-            lines.append(f"estimated to use {usable} of it, if temporaries grow in proportion to the setting:")
-            for one in self.largest:
-                fits = "no value" if one.fits is None else f"at most {one.fits:,}"
-                lines.append(f"  {one.setting} = {one.now:,}: {fits} fits")
         if self.programs:
             lines += ["", format_programs_table(self.programs)]
         return "\n".join(lines)
@@ -162,26 +143,9 @@ def build_mesh_inspection(
         workers=tuple(_worker_placements(session)),
         memory=memory,
         peak_bytes=sum(memory[peak_phase(memory)].values()),
-        largest=tuple(_batch_limits(settings, programs, memory, memory_bytes)) if memory_bytes else (),
         notes=setup_notes(settings, session),
         programs=programs,
     )
-
-
-def _batch_limits(
-    settings: Settings,
-    programs: Sequence[CompiledProgram],
-    memory: Mapping[str, MemoryBreakdown],
-    available_bytes: int,
-) -> Iterator[BatchLimit]:
-    """Yields the largest quota of each update, if the temporaries of its gradients are in proportion to the quota."""
-    quotas = {"update": ("algorithm", settings.algorithm), "critic": ("critic", settings.critic)}
-    for program in programs:
-        section, values = quotas.get(program.phase, ("", None))
-        if program.name == "gradients" and values is not None and (now := values.max_tokens_per_device) is not None:
-            fixed = sum(size for name, size in memory[program.phase].items() if name != "temporaries")
-            fits = int((USABLE_MEMORY_FRACTION * available_bytes - fixed) * now / program.temporary_bytes)
-            yield BatchLimit(f"{section}.max_tokens_per_device", now, fits if fits > 0 else None)
 
 
 def make_longest_prompt(num_tokens: int) -> Prompt:

@@ -102,7 +102,9 @@ def _rows_work(architecture: Architecture, mesh: Mesh, layout: SegmentLayout, *,
     flops = token_flops(architecture) * int(is_token.sum()) + pair_flops(architecture) * pairs
     flops += 2 * architecture.model_dim * architecture.vocab_size * num_logits
     with jax.set_mesh(mesh):
-        blocking = platform_blocking(is_token.shape[1], jnp.bfloat16, architecture.attention_implementation)
+        blocking = platform_blocking(
+            is_token.shape[1], architecture.head_dim, jnp.bfloat16, architecture.attention_implementation
+        )
     return ProgramWork(
         flops // mesh.shape["tp"],
         {

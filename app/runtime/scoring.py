@@ -182,7 +182,7 @@ def open_mesh(settings: Settings) -> Mesh:
     # CPU devices that stand in for others run nothing.
     if device.platform == device_platform(device):
         with jax.set_mesh(mesh):
-            platform_blocking(1, settings.model.dtype, settings.model.attention)
+            platform_blocking(1, 1, settings.model.dtype, settings.model.attention)
     placement.check_rows_per_host(mesh)
     return mesh
 

@@ -63,15 +63,23 @@ def test_the_kernels_are_in_every_program_of_a_platform_that_has_them(implementa
 
 def test_on_a_tpu_xla_computes_many_blocks_at_once():
     with jax.sharding.use_abstract_mesh(mesh_of("tpu", "TPU v5 lite")):
-        assert platform_blocking(4096, FLOAT32, "xla") == (128, 128, None)
-        assert platform_blocking(4096, FLOAT32, "auto") == (512, 1, "tpu")
+        assert platform_blocking(4096, 128, FLOAT32, "xla") == (128, 128, None)
+        assert platform_blocking(4096, 128, FLOAT32, "auto") == (512, 1, "tpu")
     with jax.sharding.use_abstract_mesh(mesh_of("cpu")):
-        assert platform_blocking(4096, FLOAT32, "auto") == platform_blocking(4096, FLOAT32, "xla") == (64, 1, None)
+        assert (
+            platform_blocking(4096, 128, FLOAT32, "auto")
+            == platform_blocking(4096, 128, FLOAT32, "xla")
+            == (64, 1, None)
+        )
 
 
-def test_rows_too_long_for_a_v4_take_xla_unless_the_kernel_is_insisted_on():
+def test_rows_too_long_for_a_chip_take_xla_unless_the_kernel_is_insisted_on():
     with jax.sharding.use_abstract_mesh(mesh_of("tpu", "TPU v4")):
-        assert platform_blocking(8192, FLOAT32) == (256, 1, "tpu")
-        assert platform_blocking(8193, FLOAT32).kernel is None
+        assert platform_blocking(8192, 64, FLOAT32) == (256, 1, "tpu")
+        assert platform_blocking(8193, 64, FLOAT32).kernel is None
+        assert platform_blocking(4097, 256, FLOAT32).kernel is None
         with pytest.raises(InputError, match=r"model.attention: kernel, but there is no attention kernel for tpu"):
-            platform_blocking(8193, FLOAT32, "kernel")
+            platform_blocking(8193, 64, FLOAT32, "kernel")
+    with jax.sharding.use_abstract_mesh(mesh_of("tpu", "TPU v6 lite")):
+        assert platform_blocking(65_536, 128, FLOAT32).kernel == "tpu"
+        assert platform_blocking(65_537, 128, FLOAT32).kernel is None

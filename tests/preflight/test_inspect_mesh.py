@@ -1,4 +1,4 @@
-"""`grpo inspect-mesh`: placement, memory and the largest batches, on real and on simulated devices."""
+"""`grpo inspect-mesh`: placement and memory, on real and on simulated devices."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_the_report_is_text_or_json(tiny_model: Path) -> None:
     for part in ("mesh dp 2 x fsdp 2 x tp 2", "MiB", "rollout: one batch of 16 rows", "which --compile adds"):
         assert part in text.stdout
     report = inspect_json(tiny_model)
-    assert report["programs"] == report["largest"] == []
+    assert report["programs"] == []
     assert report["shape"] == {"dp": 1, "fsdp": 8, "tp": 1}
     assert report["samples_per_step"] == 16 and report["samples_per_device"] == 2
     names = [weight["name"] for weight in report["weights"]]

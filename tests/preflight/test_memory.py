@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from app.preflight import compiled_programs, inspect_mesh
+from app.preflight import compiled_programs
 from app.preflight.compiled_programs import check_fits
-from app.preflight.memory import USABLE_MEMORY_FRACTION
 from settings import InputError
 from tests.program import here, of_tiny, settings
 from tests.tiny_directory import write_reward_model
@@ -45,17 +44,6 @@ def test_the_compiled_memory_of_a_phase_is_that_of_its_arrays_and_of_its_fullest
         decode = total(arrays[phase], without="prompt_cache") + temporaries[phase, "decode"]
         assert total(memory[phase]) == max(prefill, decode, total(arrays[phase])) < total(arrays[phase]) + prefill
     assert report["peak_bytes"] == max(map(total, memory.values()))
-
-
-def test_the_largest_quota_follows_from_the_temporaries_of_the_gradients(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(inspect_mesh, "device_memory_bytes", lambda: GIB)
-    report = report_of("inspect-mesh", *of_tiny(tiny_model), *PENALISED, "--compile")
-    [program] = [one for one in report["programs"] if (one["phase"], one["name"]) == ("update", "gradients")]
-    fixed = total(report["memory"]["update"], without="temporaries")
-    largest = int((USABLE_MEMORY_FRACTION * GIB - fixed) * 256 / program["temporary_bytes"])
-    assert report["largest"] == [{"setting": "algorithm.max_tokens_per_device", "now": 256, "fits": largest}]
 
 
 def test_an_evaluation_in_slots_runs_the_programs_of_the_rollout(tiny_model: Path) -> None:
