@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax.traverse_util import unflatten_dict
 from jax.sharding import Mesh
 from jaxtyping import Array
 
 from app.mesh.axis_rules import constrain, sharding_tree
-from app.mesh.placement import abstract_arrays
+from app.mesh.placement import abstract_arrays, tree_shardings
 from app.model.decoder import DecoderDefinition, Params, flatten_by_path
 from app.model.quantization import CODES, SCALES
 from settings.schema.rollout import DecodeLayout
@@ -34,53 +36,52 @@ class DecodeWeights:
     """`gathered`: split over tp only; `fsdp`: split over fsdp as in training, and gathered for every token."""
 
 
-def make_decode_weights(
-    definition: DecoderDefinition, params: Params, dtype: jnp.dtype, layout: DecodeLayout = "gathered"
-) -> DecodeWeights:
-    """Unstacks, casts and lays out the weights; runs once per policy version, under jit."""
+class DecodeConversion:
+    """Unstacks, casts and lays out a policy's weights on a mesh, with adapters merged into the kernels.
 
-    def constrain_param(x: Array, dims: tuple[str, ...]) -> Array:
-        return constrain(x, *decode_dims(dims, layout))
+    One small program serves every layer: a program of all layers takes seconds to compile, and merging adapters in it
+    would hold all layers both in float32 and in the compute type.
+    """
 
-    def layer_params(layer: int) -> Params:
-        return jax.tree.map(
-            lambda x, dims: constrain(x[layer], *decode_dims(dims[1:], layout)),
-            constrained["blocks"],
-            definition.dims["blocks"],
-        )
+    def __init__(
+        self,
+        definition: DecoderDefinition,
+        mesh: Mesh,
+        dtype: jnp.dtype,
+        layout: DecodeLayout = "gathered",
+        *,
+        merge: Callable[[Params], Params] | None = None,
+    ):
+        self._num_layers, self._layout = definition.architecture.num_layers, layout
+        merged = merge or (lambda params: params)
+        # Explicit, because a host's submesh receives the weights in them, and slot programs are compiled for them.
+        shardings = tree_shardings(abstract_decode_weights(definition, mesh, dtype, layout))
 
-    constrained = jax.tree.map(constrain_param, _cast_params(params, dtype), definition.dims)
-    # The stacked blocks stay in the tree as empty leaves, so that the tree still fits the graph.
-    rest = {**constrained, "blocks": jax.tree.map(lambda x: x[:0], constrained["blocks"])}
-    num_layers = jax.tree.leaves(params["blocks"])[0].shape[0]
-    return DecodeWeights(rest, tuple(layer_params(i) for i in range(num_layers)), layout)
+        def lay_out(params: Params, dims: Any) -> Params:
+            return jax.tree.map(lambda x, dims: constrain(x, *decode_dims(dims, layout)), _cast(params, dtype), dims)
+
+        def block(stacked: Params, layer: Array) -> Params:
+            one = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, layer, 1), stacked)
+            return jax.tree.map(lambda x: x[0], lay_out(merged({"blocks": one})["blocks"], definition.dims["blocks"]))
+
+        def others(params: Params) -> Params:
+            # The stacked blocks stay in the tree as empty leaves, so that the tree still fits the graph.
+            stacked = jax.tree.map(lambda x: x[:0], params["blocks"])
+            return lay_out(merged({**params, "blocks": stacked}), definition.dims)
+
+        self._block = jax.jit(block, out_shardings=shardings.blocks[0])
+        self._others = jax.jit(others, out_shardings=shardings.params)
+
+    def __call__(self, params: Params) -> DecodeWeights:
+        """Returns the decode weights. All hosts must call it together, with its mesh as the current one."""
+        blocks = tuple(self._block(params["blocks"], np.int32(i)) for i in range(self._num_layers))
+        return DecodeWeights(self._others(params), blocks, self._layout)
 
 
-def _cast_params(params: Params, dtype: jnp.dtype) -> Params:
+def _cast(params: Params, dtype: jnp.dtype) -> Params:
     """Casts weights to the compute type, except quantized kernels, which are dequantized as in training."""
     flat = flatten_by_path(params)
     return unflatten_dict({path: x if path[-1] in (CODES, SCALES) else x.astype(dtype) for path, x in flat.items()})
-
-
-def make_merged_decode_weights(
-    definition: DecoderDefinition,
-    params: Params,
-    dtype: jnp.dtype,
-    layout: DecodeLayout = "gathered",
-    *,
-    merge: Callable[[Params], Params],
-) -> DecodeWeights:
-    """Returns decode weights with the adapters merged into the kernels by `merge`.
-
-    Works layer by layer: merging all layers at once would hold them in memory both in float32 and in the compute type.
-    """
-
-    def layer_params(layer: int) -> DecodeWeights:
-        block = jax.tree.map(lambda x: x[layer : layer + 1], params["blocks"])
-        return make_decode_weights(definition, merge({**params, "blocks": block}), dtype, layout)
-
-    first, *others = map(layer_params, range(definition.architecture.num_layers))
-    return replace(first, blocks=(*first.blocks, *(other.blocks[0] for other in others)))
 
 
 def decode_dims(dims: tuple[str, ...], layout: DecodeLayout) -> tuple[str, ...]:
@@ -91,9 +92,17 @@ def decode_dims(dims: tuple[str, ...], layout: DecodeLayout) -> tuple[str, ...]:
 def abstract_decode_weights(
     definition: DecoderDefinition, mesh: Mesh, dtype: jnp.dtype, layout: DecodeLayout = "gathered"
 ) -> DecodeWeights:
-    """Returns the result of `make_decode_weights` as shapes with shardings."""
-    shapes = jax.eval_shape(lambda params: make_decode_weights(definition, params, dtype, layout), definition.shapes)
-    dims = jax.tree.map(lambda _, dims: decode_dims(dims, layout), definition.shapes, definition.dims)
-    layer_dims = jax.tree.map(lambda _, dims: dims[1:], definition.shapes["blocks"], dims["blocks"])
-    tree = DecodeWeights(dims, (layer_dims,) * len(shapes.blocks), layout)
-    return abstract_arrays(shapes, sharding_tree(mesh, shapes, tree))
+    """Returns the result of a `DecodeConversion` as shapes with shardings."""
+    shapes = jax.eval_shape(lambda params: _cast(params, dtype), definition.shapes)
+
+    def resized(num_layers: tuple[int, ...]) -> Params:
+        resize = lambda x: jax.ShapeDtypeStruct((*num_layers, *x.shape[1:]), x.dtype)  # noqa: E731
+        return jax.tree.map(resize, shapes["blocks"])
+
+    def placed(shapes: Params, dims: Any) -> Params:
+        dims = jax.tree.map(lambda _, dims: decode_dims(dims, layout), shapes, dims)
+        return abstract_arrays(shapes, sharding_tree(mesh, shapes, dims))
+
+    layer_dims = jax.tree.map(lambda _, dims: dims[1:], shapes["blocks"], definition.dims["blocks"])
+    others = placed({**shapes, "blocks": resized((0,))}, definition.dims)
+    return DecodeWeights(others, (placed(resized(()), layer_dims),) * definition.architecture.num_layers, layout)

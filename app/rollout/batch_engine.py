@@ -25,15 +25,9 @@ from app.mesh.placement import (
     row_sharding,
     to_global,
     to_local,
-    tree_shardings,
 )
 from app.mesh.submesh import to_host_submesh
-from app.model.decode_weights import (
-    DecodeWeights,
-    abstract_decode_weights,
-    make_decode_weights,
-    make_merged_decode_weights,
-)
+from app.model.decode_weights import DecodeConversion, DecodeWeights, abstract_decode_weights
 from app.model.decoder import DecoderDefinition, Params
 from app.model.prefill_and_decode import KVCache, abstract_cache, prefill
 from app.records.sample import Prompt, Sample
@@ -130,14 +124,9 @@ class BatchEngine:
         self._dtype = dtype
         self._decode_layout: DecodeLayout = decode_layout
         self._eos_ids = np.asarray(eos_ids, np.int32)
-        # The layout is explicit: a host's submesh receives the weights in it, and slot programs are compiled for it.
-        layout = tree_shardings(abstract_decode_weights(definition, self._training_mesh, dtype, decode_layout))
-        lay_out = (
-            make_decode_weights
-            if merge_adapters is None
-            else functools.partial(make_merged_decode_weights, merge=merge_adapters)
+        self._to_decode_weights = DecodeConversion(
+            definition, self._training_mesh, dtype, decode_layout, merge=merge_adapters
         )
-        self._weights = jax.jit(lambda params: lay_out(definition, params, dtype, decode_layout), out_shardings=layout)
         options = compiler_options(mesh)
         self._prefill = jax.jit(
             lambda weights, ids, lengths: prefill(definition, weights, ids, lengths), compiler_options=options
@@ -169,7 +158,7 @@ class BatchEngine:
         threads; while one waits for the others, no host may run another program.
         """
         with jax.set_mesh(self._training_mesh):
-            weights = self._weights(params)
+            weights = self._to_decode_weights(params)
         return weights if self.mesh == self._training_mesh else to_host_submesh(weights, self.mesh)
 
     def generate(self, weights: DecodeWeights, prompts: Sequence[Prompt], request: GenerationRequest) -> list[Sample]:

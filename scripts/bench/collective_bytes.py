@@ -34,7 +34,7 @@ from app.mesh.axis_rules import AXES
 from app.mesh.placement import abstract_arrays, row_sharding
 from app.mesh.tpu_chips import parse_slice
 from app.model.architecture import Architecture
-from app.model.decode_weights import abstract_decode_weights, make_decode_weights
+from app.model.decode_weights import DecodeConversion, abstract_decode_weights
 from app.model.decoder import DecoderDefinition
 from app.model.prefill_and_decode import LayerCache, abstract_cache, constrain_cache, decode_step
 from app.model.token_logprobs import scaled_logits
@@ -128,7 +128,7 @@ def gathering(architecture: Architecture, mesh: Mesh, layout: DecodeLayout) -> l
     definition = DecoderDefinition.create(architecture)
     params = abstract_arrays(definition.shapes, definition.shardings(mesh))
     with jax.set_mesh(mesh):
-        program = jax.jit(lambda params: make_decode_weights(definition, params, COMPILED, layout))
+        program = jax.jit(DecodeConversion(definition, mesh, COMPILED, layout))
         return program_collectives(program.lower(params).compile())
 
 

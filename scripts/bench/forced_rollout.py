@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, UInt32
 
 from app.mesh.device_mesh import make_mesh
-from app.model.decode_weights import DecodeWeights, make_decode_weights
+from app.model.decode_weights import DecodeConversion, DecodeWeights
 from app.model.decoder import DecoderDefinition
 from app.model.io.families import architecture_from_config
 from app.model.io.hf_weights import load_weights
@@ -230,7 +230,7 @@ def open_rollout(
     mesh = make_mesh(MeshSettings())
     params = load_weights(definition, files.weights, mesh)
     with jax.set_mesh(mesh):
-        weights = jax.jit(lambda params: make_decode_weights(definition, params, DTYPE))(params)
+        weights = DecodeConversion(definition, mesh, DTYPE)(params)
     prompts = random_prompts(num_prompts, vocab_size=definition.architecture.vocab_size)
     return ForcedRollout(
         Path(model).name, prompts, list(lengths), longest, tuple(slots), definition, mesh, weights, rule

@@ -12,7 +12,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from app.mesh.axis_rules import AXES
 from app.model.attention import platform_blocking
-from app.model.decode_weights import make_decode_weights
+from app.model.decode_weights import abstract_decode_weights
 from app.model.decoder import DecoderDefinition
 from app.model.prefill_and_decode import prefill
 from app.model.segment_layout import single_segment_layout
@@ -38,13 +38,14 @@ def traced(implementation, platform: str, num_tokens: int) -> tuple[str, str]:
         layout = single_segment_layout(jnp.ones(tokens.shape, bool))
         return jnp.sum(definition.bind(params).hidden(tokens, layout, dtype=FLOAT32))
 
-    def fill(params, tokens):
-        weights = make_decode_weights(definition, params, FLOAT32)
+    def fill(weights, tokens):
         return prefill(definition, weights, tokens, jnp.array([num_tokens, 3]))
 
     with jax.sharding.use_abstract_mesh(mesh_of(platform)):
-        gradients, filled = (str(jax.make_jaxpr(f)(definition.shapes, tokens)) for f in (jax.grad(loss), fill))
-    return gradients, filled
+        weights = abstract_decode_weights(definition, mesh_of(platform), FLOAT32)
+        return str(jax.make_jaxpr(jax.grad(loss))(definition.shapes, tokens)), str(
+            jax.make_jaxpr(fill)(weights, tokens)
+        )
 
 
 @pytest.mark.parametrize("num_tokens", [LONG, SHORT])

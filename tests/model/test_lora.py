@@ -12,7 +12,7 @@ import pytest
 
 from app.mesh.placement import tree_shardings
 from app.model.architecture import Architecture
-from app.model.decode_weights import make_decode_weights, make_merged_decode_weights
+from app.model.decode_weights import DecodeConversion
 from app.model.decoder import DecoderDefinition, Params, flatten_by_path
 from app.model.lora import LORA_A, LORA_B, LoRAConfig, combine_params, init_adapters, merge_adapters
 from app.model.segment_layout import single_segment_layout
@@ -131,11 +131,11 @@ def test_without_adapters_all_weights_learn_and_merging_leaves_them_alone():
 def test_decode_weights_are_those_of_the_merged_kernels_on_any_mesh(layout):
     definition, base = adapted(EVEN, EVERYWHERE)
     params = random_params(definition)
-    plain = jax.tree.leaves(make_decode_weights(base, merge_adapters(params, EVERYWHERE), FLOAT32))
+    plain = jax.tree.leaves(DecodeConversion(base, make_mesh(), FLOAT32)(merge_adapters(params, EVERYWHERE)))
     mesh, merge = make_mesh((1, 2, 2)), functools.partial(merge_adapters, lora=EVERYWHERE)
-    laid_out = functools.partial(make_merged_decode_weights, base, dtype=FLOAT32, layout=layout, merge=merge)
+    convert = DecodeConversion(base, mesh, FLOAT32, layout, merge=merge)
     with jax.set_mesh(mesh):
-        found = jax.jit(laid_out)(jax.device_put(params, definition.shardings(mesh)))
+        found = convert(jax.device_put(params, definition.shardings(mesh)))
     assert len(found.blocks) == EVEN.num_layers
     for ours, expected in zip(jax.tree.leaves(found), plain, strict=True):
         np.testing.assert_allclose(ours, expected, atol=1e-6)

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from app.model.architecture import Architecture
-from app.model.decode_weights import make_decode_weights
+from app.model.decode_weights import DecodeConversion
 from app.model.decoder import DecoderDefinition
 from app.model.prefill_and_decode import decode_step, prefill
 from app.model.segment_layout import single_segment_layout
-from tests.tiny import BIASED, ODD, SWITCHED, random_params
+from tests.tiny import BIASED, ODD, SWITCHED, make_mesh, random_params
 
 ARCHITECTURES = pytest.mark.parametrize(
     "architecture", [ODD, BIASED, SWITCHED], ids=["tied", "untied-biases", "every-switch"]
@@ -28,7 +28,7 @@ class Compiled:
     def __init__(self, architecture: Architecture):
         definition = DecoderDefinition.create(architecture)
         self.params = random_params(definition)
-        self.weights = jax.jit(lambda params: make_decode_weights(definition, params, FLOAT32))(self.params)
+        self.weights = DecodeConversion(definition, make_mesh(), FLOAT32)(self.params)
         self.prefill = jax.jit(functools.partial(prefill, definition))
         self.decode_step = jax.jit(functools.partial(decode_step, definition))
         self.hidden = jax.jit(lambda *rows: definition.bind(self.params).hidden(*rows, dtype=FLOAT32))
@@ -97,7 +97,7 @@ def test_a_prompt_of_no_tokens_is_finite_padding():
 def test_decoding_weights_are_one_array_per_layer_in_the_compute_type():
     definition = DecoderDefinition.create(ODD)
     params = random_params(definition)
-    weights = make_decode_weights(definition, params, jnp.dtype("bfloat16"))
+    weights = DecodeConversion(definition, make_mesh(), jnp.dtype("bfloat16"))(params)
     assert len(weights.blocks) == ODD.num_layers
     assert {leaf.dtype for leaf in jax.tree.leaves(weights)} == {jnp.dtype("bfloat16")}
     for layer, block in enumerate(weights.blocks):

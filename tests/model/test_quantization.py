@@ -14,7 +14,7 @@ import pytest
 import app.model.quantization
 from app.mesh.placement import bytes_per_device
 from app.model.architecture import Architecture
-from app.model.decode_weights import make_decode_weights
+from app.model.decode_weights import DecodeConversion
 from app.model.decoder import DecoderDefinition, Params, flatten_by_path
 from app.model.io.hf_weights import load_weights
 from app.model.lora import LoRAConfig, combine_params
@@ -234,7 +234,7 @@ def test_samples_are_those_of_the_kernels_in_floats(
 @EACH
 def test_codes_and_scales_decode_as_they_are_in_any_compute_type(quantization: Quantization) -> None:
     definition, params, _ = loaded(WIDE, quantization)
-    found = make_decode_weights(definition, params, jnp.dtype("bfloat16"))
+    found = DecodeConversion(definition, make_mesh(), jnp.dtype("bfloat16"))(params)
     stacked = flatten_by_path(params["blocks"])
     for path, x in flatten_by_path(found.blocks[1]).items():
         if path[-1] in (CODES, SCALES):
