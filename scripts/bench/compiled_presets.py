@@ -29,8 +29,8 @@ from settings import load
 from settings.loading.config_file import preset_names
 
 RESULTS = Path(__file__).resolve().parent / "results" / "compiled_presets.json"
-DEVICES = {"v5e_8": "v5e-8", "v6e_8": "v6e-8", "v4_16": "v4-16", "gpu": "h100-1"}
-"""Devices to compile for by the end of a preset's name."""
+DEVICES = {"v5e_8": "v5e-8", "v6e_8": "v6e-8", "v4_16": "v4-16"}
+"""Devices to compile for by the end of the name of a preset for real models; all others are for one GPU."""
 COMPILERS = {"h100-1": "jax_cuda13_plugin"}
 """Module of the compiler by devices; that of all others is libtpu."""
 FIELDS = ("argument_bytes", "temporary_bytes", "estimated_s", "parts_s", "mfu", "collective_bytes")
@@ -39,7 +39,9 @@ GRPO = "import sys; from cli import main; sys.exit(main())"
 
 def devices_of(preset: str) -> str | None:
     """Returns the devices that a preset is for; None for one that is for no accelerator."""
-    return next((devices for end, devices in DEVICES.items() if preset.endswith(end)), None)
+    if not preset.startswith("gsm8k"):
+        return None
+    return next((devices for end, devices in DEVICES.items() if preset.endswith(end)), "h100-1")
 
 
 def accelerator_presets() -> list[str]:

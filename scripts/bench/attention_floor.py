@@ -1,0 +1,89 @@
+"""Attention over long packed rows on a TPU that is not there, against the floor of its visible pairs.
+
+    python scripts/bench/attention_floor.py [--slice v5e-8] [--tokens 16384] [--prompts 512 2048 8192]
+
+Compiles the forward and backward pass of one layer's attention, with the heads of Qwen2.5-1.5B in bfloat16, for rows of
+eight samples that share a prompt. The floor is the products of visible pairs of tokens alone, twelve floating-point
+operations for each number of a head, at the chip's peak. Estimated by the compiler, never measured; needs libtpu
+(`pip install -e '.[tpu]'`).
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array
+from shapes import QWEN2_5
+
+from app.batching.micro_batch_plan import MicroBatch, RowShape
+from app.batching.token_batch import pack_tokens
+from app.mesh.axis_rules import AXES
+from app.mesh.compile_only import compile_only_devices, keep_kernel_schedules, kernel_schedules
+from app.mesh.compiler_options import compiler_options
+from app.mesh.placement import row_sharding
+from app.mesh.tpu_chips import parse_slice
+from app.model.attention import packed_attention
+from app.model.io.families import architecture_from_config
+from app.model.segment_layout import SegmentLayout
+from app.preflight.hlo_text import HloProgram
+from app.preflight.kernel_time import kernel_times, take_scheduled_bundles
+from app.preflight.program_time import program_time
+from app.preflight.program_work import longest_samples, packed_pass_work
+from app.records.text_format import format_percent, format_table
+
+MODEL = "Qwen2.5-1.5B"
+SAMPLES = 8
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--slice", default="v5e-8", help="TPU slice")
+    parser.add_argument("--tokens", type=int, default=16384, help="tokens of a row")
+    parser.add_argument("--prompts", type=int, nargs="+", default=[512, 2048, 8192], help="tokens of the prompt")
+    options = parser.parse_args()
+    rows = [estimated(options.slice, options.tokens, prompt) for prompt in options.prompts]
+    print(format_table(rows, header=("prompt", "completions", "estimated by the compiler", "floor", "of the floor")))
+
+
+def estimated(slice_name: str, num_tokens: int, prompt: int) -> tuple[str, ...]:
+    """Returns a line of the table."""
+    keep_kernel_schedules()
+    place, architecture = parse_slice(slice_name), architecture_from_config(QWEN2_5[MODEL])
+    mesh = Mesh(np.array(compile_only_devices(place)).reshape(1, -1, 1), AXES)
+    completion = (num_tokens - prompt) // SAMPLES
+    samples = longest_samples(SAMPLES, prompt=prompt, completion=completion)
+    row = MicroBatch(((tuple(range(SAMPLES)),),) * mesh.size, RowShape(num_tokens, SAMPLES * completion))
+    turns = packed_pass_work(architecture, mesh, samples, row, logits_chunk=None, has_gradients=True).turns
+    batch = pack_tokens(samples, row)
+
+    def loss(query: Array, keys: Array, values: Array, layout: SegmentLayout) -> Array:
+        return jnp.sum(packed_attention(query, keys, values, layout).astype(jnp.float32))
+
+    def on_mesh(shape: tuple[int, ...], dtype: object) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=row_sharding(mesh))
+
+    heads, key_heads, head_dim = architecture.num_query_heads, architecture.num_kv_heads, architecture.head_dim
+    query = on_mesh((mesh.size, num_tokens, heads, head_dim), jnp.bfloat16)
+    keys = on_mesh((mesh.size, key_heads, num_tokens, head_dim), jnp.bfloat16)
+    layout = SegmentLayout(*(on_mesh(x.shape, x.dtype) for x in (batch.segment_ids, batch.branch_ids, batch.positions)))
+    with jax.set_mesh(mesh):
+        gradients = jax.jit(
+            jax.grad(loss, argnums=(0, 1, 2)), compiler_options=compiler_options(mesh, packed_rows=True)
+        )
+        program = HloProgram(gradients.lower(query, keys, keys, layout).compile().as_text() or "")
+    schedules = kernel_schedules()
+    assert schedules
+    kernels = dict(kernel_times(program, place.chip, take_scheduled_bundles(schedules), turns))
+    time = program_time(program, place.chip, kernel_s=kernels, loop_counts=turns)
+    visible = prompt * (prompt + 1) // 2 + SAMPLES * (completion * (completion + 1) // 2 + completion * prompt)
+    floor = 12 * heads * head_dim * visible / place.chip.flops
+    milliseconds = (f"{seconds * 1e3:.2f} ms" for seconds in (time.kernel_s, floor))
+    return f"{prompt:,}", f"{SAMPLES} x {completion:,}", *milliseconds, format_percent(floor / time.kernel_s)
+
+
+if __name__ == "__main__":
+    main()
