@@ -14,7 +14,7 @@ from app.distributed.error_barrier import error_barrier
 from app.mesh.device_memory import device_memory_bytes
 from app.mesh.device_mesh import num_hosts
 from app.mesh.devices import device_kind, simulated_slice
-from app.preflight.compiled_programs import step_memory
+from app.preflight.compiled_programs import CompiledProgram, format_programs_table, step_memory
 from app.preflight.memory import (
     MEMORY_ADVICE,
     MemoryBreakdown,
@@ -113,6 +113,8 @@ class DryRunReport:
     num_reward_model_parameters: int
     memory: Mapping[str, MemoryBreakdown]
     """Memory by phase and buffer; temporaries only with `--compile`."""
+    programs: tuple[CompiledProgram, ...]
+    """Compiled programs; empty without `--compile`."""
     peak_bytes: int
     available_bytes: int | None
     """Memory of a device, or on a CPU its share of the host's memory; None if unknown."""
@@ -126,7 +128,9 @@ class DryRunReport:
     def to_text(self) -> str:
         """Returns the report as readable text."""
         table = format_table([part for part in self._sizes() if part[1]], header=("", ""), num_left=2)
-        return "\n".join([table.lstrip("\n"), "", format_memory_table(self.memory), "", *self._memory_summary()])
+        programs = ["", format_programs_table(self.programs)] if self.programs else []
+        memory = format_memory_table(self.memory)
+        return "\n".join([table.lstrip("\n"), "", memory, "", *self._memory_summary(), *programs])
 
     def _sizes(self) -> Iterator[tuple[str, str]]:
         """Yields the name and the text of each part of the run; the text is empty if the run has no such part."""
@@ -208,7 +212,7 @@ def make_dry_run_report(
         generates, prompts = inputs.replay is None, (inputs.prompts, inputs.eval_prompts)
         shapes = compute_step_shapes(launch.session, learning, *prompts, inputs.reward_model, generates=generates)
         with error_barrier():
-            memory, _ = step_memory(launch.session, learning, shapes, inputs.reward_model, compiles=compiles)
+            memory, programs = step_memory(launch.session, learning, shapes, inputs.reward_model, compiles=compiles)
         if jax.process_index():
             return None
         return DryRunReport(
@@ -216,6 +220,7 @@ def make_dry_run_report(
             **_step_fields(launch, learning),
             **_shape_fields(launch, learning, shapes),
             memory=memory,
+            programs=programs,
             peak_bytes=sum(memory[peak_phase(memory)].values()),
             available_bytes=device_memory_bytes(),
             checkpoint_bytes=state_bytes(learning),

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from app.mesh.tpu_chips import TpuChip
 from app.preflight.hlo_text import SEMAPHORES, Collective, HloProgram, Instruction
+from settings.errors import InputError
 
 FREE_OPCODES = frozenset(
     {
@@ -27,10 +28,6 @@ ALIASING_CALLS = ("AllocateBuffer", "ConcatBitcast", "AssumeGatherIndicesInBound
 """Targets of custom calls that only name memory."""
 TOUCHED_ONCE = ("dynamic-slice", "slice", "gather", "dynamic-reshape")
 """Instructions that read as much as they write, however large their first operand is."""
-
-
-class UnknownLoopCountError(ValueError):
-    """A loop's number of turns is neither in the program nor given."""
 
 
 @dataclass
@@ -79,7 +76,7 @@ def program_time(
         turn_of: the name scope of a loop of which only one turn is counted, instead of the whole call.
 
     Raises:
-        UnknownLoopCountError: a loop's count is unknown.
+        InputError: a loop's count is unknown.
     """
     walk = _Walk(program, chip, kernel_s, loop_counts)
     if turn_of is None:
@@ -167,7 +164,10 @@ class _Walk:
         scopes = (scope for scope in self.loop_counts if re.search(rf"\b{scope}\b", one.op_name))
         count = one.attribute(r'"known_trip_count":\{"n":"(\d+)"') or self.loop_counts.get(next(scopes, ""))
         if count is None and (count := self._compared_count(one)) is None:
-            raise UnknownLoopCountError(f"the loop {one.name} ({one.op_name}) has no known number of turns")
+            raise InputError(
+                f"the loop {one.name} ({one.op_name}) of a compiled program has no known number of turns, so the time "
+                "of the program is unknown: use the libtpu that this JAX asks for (pip install -e '.[tpu]')"
+            )
         turn = self.time_of(_body(one), self._part(one, part))
         total = ProgramTime()
         total.add(turn, int(count))

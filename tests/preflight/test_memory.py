@@ -70,7 +70,7 @@ def test_critic_and_reward_model_have_programs_of_their_own(tiny_model: Path, tm
 def test_a_dry_run_and_doctor_count_the_same_programs(config: Path) -> None:
     arguments = ("train", "--config", config, "--dry-run")
     arrays, report = report_of(*arguments)["memory"], report_of(*arguments, "--compile")
-    assert set(report["memory"]) == set(arrays)
+    assert set(report["memory"]) == set(arrays) == {one["phase"] for one in report["programs"]}
     assert all(phase["temporaries"] > 0 for phase in report["memory"].values())
     assert report["peak_bytes"] == max(map(total, report["memory"].values())) > max(map(total, arrays.values()))
     checks = {one["check"]: one for one in report_of("doctor", "--config", config, "--compile")["checks"]}
