@@ -52,7 +52,8 @@ class DecodeConversion:
         *,
         merge: Callable[[Params], Params] | None = None,
     ):
-        self._num_layers, self._layout = definition.architecture.num_layers, layout
+        self._num_layers = definition.architecture.num_layers
+        self._layout: DecodeLayout = layout
         merged = merge or (lambda params: params)
         # Explicit, because a host's submesh receives the weights in them, and slot programs are compiled for them.
         shardings = tree_shardings(abstract_decode_weights(definition, mesh, dtype, layout))
