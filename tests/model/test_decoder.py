@@ -168,6 +168,32 @@ def test_recomputing_changes_neither_logprobs_nor_gradients_and_saves_memory():
 
 
 @ARCHITECTURES
+def test_weights_held_in_the_compute_type_give_the_logprobs_of_those_in_float32(architecture):
+    definition, dtype = DecoderDefinition.create(architecture), jnp.dtype("bfloat16")
+    params = random_params(definition)
+    held = jax.tree.map(lambda leaf, x: x.astype(leaf.dtype), definition.held_in(dtype).shapes, params)
+    assert {leaf.dtype for leaf in jax.tree.leaves(held)} == {dtype}
+    token_ids = np.random.default_rng(7).integers(0, architecture.vocab_size, (1, 151))
+
+    @jax.jit
+    def logprobs(params: Params) -> Array:
+        return completion_logprobs(
+            definition.bind(params),
+            token_ids=token_ids,
+            layout=SHARED,
+            logits_indices=np.arange(150)[None],
+            targets=token_ids[:, 1:],
+            target_mask=np.ones((1, 150), bool),
+            temperature=0.7,
+            dtype=dtype,
+            remat="none",
+            logits_chunk=40,
+        )[0]
+
+    np.testing.assert_array_equal(logprobs(held), logprobs(params))
+
+
+@ARCHITECTURES
 def test_every_weight_has_as_many_dims_as_its_shape(architecture):
     definition = DecoderDefinition.create(architecture)
     shapes, dims = flatten_by_path(definition.shapes), flatten_by_path(definition.dims)

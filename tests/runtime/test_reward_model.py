@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from app.records.text_format import format_bytes
 from app.runtime.reward_model import RewardModel, RewardModelSpec, read_reward_model_spec
 from settings import Settings
 from settings.errors import InputError
+from settings.schema.model import ModelSettings
 from settings.schema.reward import RewardSettings
 from settings.schema.score import MicroBatchSettings, ScoreSettings
 from tests.model.test_parity import SIZES, SWITCHES, import_reference
@@ -94,6 +96,16 @@ def test_the_score_is_read_at_the_last_token_however_conversations_share_rows(ju
     for strategy in ("loop", "scan"):
         np.testing.assert_allclose(values_of(loaded(judge, **fixed, strategy=strategy), samples), expected, atol=1e-5)
     assert packed.score([])[0] == []
+
+
+def test_weights_in_the_compute_type_score_as_those_in_float32(judge: Path) -> None:
+    chosen = settings_of(judge).model_copy(update={"model": ModelSettings(dtype="bfloat16")})
+    read = read_reward_model_spec(chosen)
+    assert read is not None
+    ours = RewardModel.load(chosen, read, make_mesh())
+    assert {leaf.dtype for leaf in jax.tree.leaves(ours.params)} == {jnp.dtype("bfloat16")}
+    in_float32 = replace(ours, params=load_weights(read.definition, read.files.weights, make_mesh()))
+    np.testing.assert_array_equal(values_of(ours, dialogues()), values_of(in_float32, dialogues()))
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
