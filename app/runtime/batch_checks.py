@@ -1,17 +1,21 @@
-"""Checks that a run's micro-batches divide evenly over its devices."""
+"""Checks that a run's micro-batches divide evenly over its devices, which can compute them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from jax.sharding import Mesh
 
+from app.batching.micro_batcher import PackedRowBatcher
 from app.mesh.placement import num_local_row_shards, supports_host_memory
-from app.runtime.scoring import ScoringSession
+from app.runtime.micro_batching import MaxLengths, make_update_batcher
+from app.runtime.scoring import ScoringSession, check_attention
 from settings import Settings
 from settings.errors import InputError
 from settings.schema.algorithm import AlgorithmSettings
 from settings.schema.critic import CriticSettings
+from settings.schema.score import ScoredRole
 
 DYNAMIC_BATCHING_HINT = "or set {scope}.dynamic_microbatch: true instead of {scope}.rows_per_device, for any number"
 
@@ -59,6 +63,19 @@ def _nearest_values(fitting: Sequence[int], value: int) -> str:
     below = [n for n in fitting if n < value][-1:]
     above = [n for n in fitting if n > value][:1]
     return " or ".join(map(str, below + above))
+
+
+def check_attention_rows(settings: Settings, session: ScoringSession) -> None:
+    """Raises InputError if `model.attention` needs a kernel that cannot hold the longest rows of a run."""
+    longest = MaxLengths.from_settings(settings)
+    passes: list[tuple[ScoredRole, Any]] = [("policy", settings.algorithm)]
+    passes += [("critic", settings.critic)] if settings.has_critic else []
+    passes += [(role, settings.score.for_role(role)) for role in settings.scored_roles]
+    for role, scope in passes:
+        network = session.architecture_of(role)
+        batcher = make_update_batcher(settings, scope, network, longest)
+        num_tokens = batcher.budget.row_length if isinstance(batcher, PackedRowBatcher) else longest.sample
+        check_attention(settings, session.mesh, num_tokens=num_tokens, head_dim=network.head_dim)
 
 
 def check_host_offload(mesh: Mesh) -> None:

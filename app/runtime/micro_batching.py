@@ -11,7 +11,7 @@ from app.model.flops import forward_flops
 from settings import Settings
 from settings.schema.algorithm import AlgorithmSettings
 from settings.schema.critic import CriticSettings
-from settings.schema.score import ForwardRole
+from settings.schema.score import ForwardRole, MicroBatchSettings
 
 
 class MaxLengths(NamedTuple):
@@ -51,7 +51,10 @@ def make_score_batcher(
 
 
 def make_update_batcher(
-    settings: Settings, scope: AlgorithmSettings | CriticSettings, architecture: Architecture, max_lengths: MaxLengths
+    settings: Settings,
+    scope: AlgorithmSettings | CriticSettings | MicroBatchSettings,
+    architecture: Architecture,
+    max_lengths: MaxLengths,
 ) -> FixedRowBatcher | PackedRowBatcher:
     """Returns the batcher of an optimizer step for the network that `scope` configures."""
     if scope.max_tokens_per_device is None:

@@ -178,13 +178,18 @@ def open_mesh(settings: Settings) -> Mesh:
         InputError: the settings do not fit the devices.
     """
     mesh = device_mesh.make_mesh(settings.mesh)
+    check_attention(settings, mesh)
+    placement.check_rows_per_host(mesh)
+    return mesh
+
+
+def check_attention(settings: Settings, mesh: Mesh, *, num_tokens: int = 1, head_dim: int = 1) -> None:
+    """Raises InputError if `model.attention` needs a kernel that the devices do not have for rows of this length."""
     device = mesh.devices.flat[0]
     # CPU devices that stand in for others run nothing.
     if device.platform == device_platform(device):
         with jax.set_mesh(mesh):
-            platform_blocking(1, 1, settings.model.dtype, settings.model.attention)
-    placement.check_rows_per_host(mesh)
-    return mesh
+            platform_blocking(num_tokens, head_dim, settings.model.dtype, settings.model.attention)
 
 
 def set_compute_dtype(settings: Settings) -> jnp.dtype:

@@ -27,7 +27,7 @@ from app.records.settings_history import SettingsHistory
 from app.records.text_format import format_count
 from app.reward.reward_functions import RewardFunctions
 from app.runtime.advantages import with_saved_advantages
-from app.runtime.batch_checks import check_fixed_micro_batches, check_host_offload
+from app.runtime.batch_checks import check_attention_rows, check_fixed_micro_batches, check_host_offload
 from app.runtime.generators import check_async_workers
 from app.runtime.host_supervision import open_host_group
 from app.runtime.model_spec import adapter_notes
@@ -145,6 +145,7 @@ def _check_changed_settings(resolved: Resolved, run: RunDirectory, allowed: Sequ
 def check_session(settings: Settings, session: Session) -> None:
     """Raises InputError if the mesh of a session cannot train under the settings."""
     check_fixed_micro_batches(settings, session)
+    check_attention_rows(settings, session)
     if session.workers is not None and session.generates_async:
         check_async_workers(session.workers)
     if settings.offloads_reference:

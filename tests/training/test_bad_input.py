@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from app.mesh import devices
 from app.mesh.placement import num_local_row_shards
 from app.training.setup import prepare_run
 from settings import load
-from tests.program import digest_of, train_here
+from tests.program import digest_of, here, settings, train_here
 from tests.tiny import make_mesh
 from tests.tiny_directory import CONFIG, random_tensors, write_model, write_tokenizer
 
@@ -100,6 +101,23 @@ def test_fixed_rows_of_the_critic_are_looked_at_as_the_policy_s(config: Path) ->
     message = refused(config, *ppo)
     assert "critic.rows_per_device: 4 does not divide the 6 samples of an optimizer step on each device" in message
     assert "the nearest that do: 3 or 6; or set critic.dynamic_microbatch: true" in message
+
+
+@pytest.mark.parametrize(
+    ("rows", "length"), [("algorithm.dynamic_microbatch=true", "16,384"), ("algorithm.rows_per_device=4", "8,516")]
+)
+def test_rows_too_long_for_the_attention_kernel_of_a_chip(
+    rows: str, length: str, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("libtpu", reason="libtpu is not installed: pip install -e '.[tpu]'")
+    for name in ("_simulated_slice", "_simulated_devices"):
+        monkeypatch.setattr(devices, name, None)
+    long = write_model(tmp_path / "long", max_position_embeddings=9000)
+    overrides = (f"model.path={long}", "rollout.max_new_tokens=8500", rows)
+    on_tpu = ("mesh.pretend=v4-8", "model.attention=kernel")
+    result = here("train", "--config", config, "--dry-run", "--compile", *settings(*overrides, *on_tpu))
+    assert result.exit_code == 2, result.stderr
+    assert f"there is no attention kernel for tpu devices (TPU v4) and rows of {length} tokens" in result.stderr
 
 
 def test_packed_micro_batches_take_any_number_of_samples(config: Path) -> None:
