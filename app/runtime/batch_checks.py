@@ -69,8 +69,9 @@ def check_attention_rows(settings: Settings, session: ScoringSession) -> None:
     """Raises InputError if `model.attention` needs a kernel that cannot hold the longest rows of a run."""
     longest = MaxLengths.from_settings(settings)
     passes: list[tuple[ScoredRole, Any]] = [("policy", settings.algorithm)]
-    passes += [("critic", settings.critic)] if settings.has_critic else []
-    passes += [(role, settings.score.for_role(role)) for role in settings.scored_roles]
+    if settings.has_critic:
+        passes.append(("critic", settings.critic))
+    passes.extend((role, settings.score.for_role(role)) for role in settings.scored_roles)
     for role, scope in passes:
         network = session.architecture_of(role)
         batcher = make_update_batcher(settings, scope, network, longest)

@@ -174,22 +174,15 @@ def test_weights_held_in_the_compute_type_give_the_logprobs_of_those_in_float32(
     held = jax.tree.map(lambda leaf, x: x.astype(leaf.dtype), definition.held_in(dtype).shapes, params)
     assert {leaf.dtype for leaf in jax.tree.leaves(held)} == {dtype}
     token_ids = np.random.default_rng(7).integers(0, architecture.vocab_size, (1, 151))
-
-    @jax.jit
-    def logprobs(params: Params) -> Array:
-        return completion_logprobs(
-            definition.bind(params),
-            token_ids=token_ids,
-            layout=SHARED,
-            logits_indices=np.arange(150)[None],
-            targets=token_ids[:, 1:],
-            target_mask=np.ones((1, 150), bool),
-            temperature=0.7,
-            dtype=dtype,
-            remat="none",
-            logits_chunk=40,
-        )[0]
-
+    batch: dict[str, Any] = {
+        "token_ids": token_ids,
+        "layout": SHARED,
+        "logits_indices": np.arange(150)[None],
+        "targets": token_ids[:, 1:],
+        "target_mask": np.ones((1, 150), bool),
+    }
+    how: Any = {"temperature": 0.7, "dtype": dtype, "remat": "none", "logits_chunk": 40}
+    logprobs = jax.jit(lambda params: completion_logprobs(definition.bind(params), **batch, **how)[0])
     np.testing.assert_array_equal(logprobs(held), logprobs(params))
 
 
