@@ -39,6 +39,10 @@ def test_turns_are_those_of_loops_or_of_the_kernel(implementation, turns):
     work = prefill_work(architecture, tpu, num_prompts=1, prompt_length=4096)
     assert work.turns == {ATTENTION_SCOPE: turns}
     assert work.model_flops == prefill_work(EVEN, make_mesh(), num_prompts=1, prompt_length=4096).model_flops
+    # Inside a window of 512, blocks of 512 see themselves and the block before: 15 pairs.
+    windowed = replace(EVEN, windows=(512, None))
+    work = prefill_work(windowed, tpu, num_prompts=1, prompt_length=4096)
+    assert work.turns == {ATTENTION_SCOPE: (15 + 36 + 1) // 2}
 
 
 @pytest.mark.slow
