@@ -116,7 +116,8 @@ def attention_grads(
         name="attention_backward",
         interpret=interpret,
     )(
-        *blocks, window.reshape(1),
+        *blocks,
+        window.reshape(1),
         *arrays,
         *[token_info(layout)] * 2,
         output_grad.astype(query.dtype),
