@@ -6,7 +6,7 @@ import math
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,13 +20,12 @@ from app.batching.token_batch import pack_tokens
 from app.mesh.compile_only import compiler_versions, kernel_schedules
 from app.mesh.device_memory import device_memory_bytes
 from app.mesh.device_mesh import num_hosts
-from app.mesh.placement import abstract_arrays, num_local_row_shards, row_sharding
+from app.mesh.placement import abstract_arrays, row_sharding
 from app.mesh.tpu_chips import find_chip
 from app.model.architecture import Architecture
 from app.model.decoder import DecoderDefinition
 from app.model.prefill_and_decode import DECODE_SCOPE
-from app.preflight.hlo_text import HloProgram
-from app.preflight.kernel_time import kernel_times, take_scheduled_bundles
+from app.preflight.kernel_time import take_scheduled_bundles
 from app.preflight.memory import (
     MEMORY_ADVICE,
     MEMORY_LABELS,
@@ -37,11 +36,10 @@ from app.preflight.memory import (
     memory_by_phase,
 )
 from app.preflight.program_time import PARTS, program_time
-from app.preflight.program_work import ProgramWork, decode_work, longest_samples, packed_pass_work, prefill_work
+from app.preflight.program_work import ProgramWork, generation_work, longest_samples, packed_pass_work
 from app.records.atomic_write import write_atomic
 from app.records.text_format import format_bytes, format_percent, format_table
 from app.rollout.batch_engine import BatchShape
-from app.rollout.slot_programs import INSERT_SCOPE
 from app.runtime.scoring import set_compute_dtype
 from app.runtime.session import Session
 from app.score.scorer import PackedForward, Scorer, ValueScorer
@@ -164,12 +162,11 @@ def _compile_programs(
             write_atomic(hlo / f"{phase}_{name}.hlo", text.encode())
         if schedules is not None:
             bundles |= take_scheduled_bundles(schedules)
-        estimate = None
+        estimate = mfu = None
         if chip is not None:
-            program = HloProgram(text)
-            kernels = dict(kernel_times(program, chip, bundles, work.turns))
             turn_of = DECODE_SCOPE if name == "decode" else None
-            estimate = program_time(program, chip, kernel_s=kernels, loop_counts=work.turns, turn_of=turn_of)
+            estimate = program_time(text, chip, bundles=bundles, turns=work.turns, turn_of=turn_of)
+            mfu = work.model_flops / estimate.estimated_s / chip.flops
         yield CompiledProgram(
             phase=phase,
             name=name,
@@ -185,9 +182,7 @@ def _compile_programs(
             estimated_s=estimate and estimate.estimated_s,
             parts_s=estimate and {part: estimate.parts[part] for part in PARTS},
             model_flops=work.model_flops or None,
-            mfu=(work.model_flops / estimate.estimated_s / chip.flops)
-            if estimate and chip and work.model_flops
-            else None,
+            mfu=mfu or None,
             collective_bytes=estimate and dict(estimate.collective_bytes),
             compile_s=took,
         )
@@ -273,34 +268,21 @@ def _lower_programs(
 def _lower_generation(session: Session, shapes: StepShapes) -> Iterator[tuple[str, str, Lowered, ProgramWork]]:
     """Yields (phase, name, lowered program, its work) for prefill and decode on this host's devices."""
     batches = {"evaluation": (shapes.evaluation, session.eval_sampling_params)} if session.evaluates_in_batches else {}
+    found: list[tuple[str, Mesh, BatchShape, Mapping[str, Lowered]]] = []
     if session.continuous_generator is None:
         batches["rollout"] = (shapes.rollout, session.sampling_params)
     elif session.settings.rollout.pool != "ray":
         # The phases share the programs of the slots.
-        phase = "evaluation" if shapes.rollout is None else "rollout"
-        engines = [] if session.continuous_batching is None else [session.continuous_batching.engine]
-        if session.workers is not None:
-            engines = [worker.engine for worker in session.workers.workers]
-        engine = max(engines, key=lambda one: one.shapes.num_slots)
-        slots, truncates = engine.shapes, session.sampling_params.truncates
-        shape = BatchShape(slots.prefill_rows[-1], slots.num_slots, slots.max_prompt_length, slots.max_length, 0)
-        programs = engine.programs.lower_programs(truncates=truncates)
-        yield from _generation_work(session, phase, engine.programs.mesh, programs, shape)
+        phase, engine = "evaluation" if shapes.rollout is None else "rollout", session.continuous_generator.engine
+        programs = engine.programs.lower_programs(truncates=session.sampling_params.truncates)
+        found.append((phase, engine.programs.mesh, engine.batch_shape, programs))
     for phase, (shape, sampling) in batches.items():
         if shape is not None:
             programs = session.engine.lower_programs(shape, truncates=sampling.truncates)
-            yield from _generation_work(session, phase, session.engine.mesh, programs, shape)
-
-
-def _generation_work(
-    session: Session, phase: str, mesh: Mesh, programs: Mapping[str, Lowered], shape: BatchShape
-) -> Iterator[tuple[str, str, Lowered, ProgramWork]]:
-    architecture, parts = session.model_spec.architecture, num_local_row_shards(mesh)
-    num_prompts, num_rows = -(-shape.num_prompts // parts), -(-shape.num_rows // parts)
-    work = prefill_work(architecture, mesh, num_prompts=num_prompts, prompt_length=shape.prompt_length)
-    yield phase, "prefill", programs["prefill"], replace(work, turns={**work.turns, INSERT_SCOPE: shape.num_prompts})
-    work = decode_work(architecture, mesh, num_rows=num_rows, cache_length=shape.cache_length)
-    yield phase, "decode", programs["decode"], work
+            found.append((phase, session.engine.mesh, shape, programs))
+    for phase, mesh, shape, programs in found:
+        for name, work in generation_work(session.model_spec.architecture, mesh, shape).items():
+            yield phase, name, programs[name], work
 
 
 def lower_update(session: Session, learner: Learner, plan: MicroBatchPlan) -> dict[str, Lowered]:

@@ -33,8 +33,7 @@ from shapes import QWEN2_5
 from app.mesh.compile_only import SCHEDULES
 from app.mesh.compiler_options import options_for
 from app.mesh.tpu_chips import parse_slice
-from app.preflight.hlo_text import HloProgram
-from app.preflight.kernel_time import kernel_times, take_scheduled_bundles
+from app.preflight.kernel_time import take_scheduled_bundles
 from app.preflight.program_time import program_time
 from app.records.text_format import format_bytes, format_table
 
@@ -83,9 +82,8 @@ def compiled(command: list[str], work: Mapping[str, Any], directory: Path) -> di
 def estimated(model: str, side: str, figures: Mapping[str, Any], directory: Path) -> dict[str, Any]:
     """Returns one line of the record: the program's time by part, and time and HBM for each completion token."""
     place, turns = parse_slice(PRESETS[model][1]), figures.get("turns", {})
-    program = HloProgram((directory / "program.hlo").read_text())
-    kernels = dict(kernel_times(program, place.chip, figures["bundles"], turns))
-    time = program_time(program, place.chip, kernel_s=kernels, loop_counts=turns)
+    text = (directory / "program.hlo").read_text()
+    time = program_time(text, place.chip, bundles=figures["bundles"], turns=turns)
     rows = figures.get("rows", ROWS[OURS])
     tokens = rows * WORK["completion"] / place.num_chips
     return {

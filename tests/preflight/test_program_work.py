@@ -15,7 +15,9 @@ from app.mesh.axis_rules import AXES
 from app.mesh.compile_only import compile_only_devices
 from app.mesh.tpu_chips import parse_slice
 from app.model.attention import ATTENTION_SCOPE
-from app.preflight.program_work import prefill_work
+from app.preflight.program_work import generation_work
+from app.rollout.batch_engine import BatchShape
+from app.rollout.slot_programs import INSERT_SCOPE
 from tests.program import here, of_tiny, settings
 from tests.tiny import EVEN, make_mesh
 
@@ -36,9 +38,11 @@ def libtpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_turns_are_those_of_loops_or_of_the_kernel(implementation, turns):
     tpu = Mesh(np.array(compile_only_devices(parse_slice("v5e-1"))).reshape(1, 1, 1), AXES)
     architecture = replace(EVEN, attention_implementation=implementation)
-    work = prefill_work(architecture, tpu, num_prompts=1, prompt_length=4096)
-    assert work.turns == {ATTENTION_SCOPE: turns}
-    assert work.model_flops == prefill_work(EVEN, make_mesh(), num_prompts=1, prompt_length=4096).model_flops
+    shape = BatchShape(num_prompts=1, num_rows=1, prompt_length=4096, cache_length=4096, num_new=0)
+    work = generation_work(architecture, tpu, shape)
+    assert work["prefill"].turns == {ATTENTION_SCOPE: turns, INSERT_SCOPE: 1}
+    others = generation_work(EVEN, make_mesh(), shape)
+    assert [one.model_flops for one in work.values()] == [one.model_flops for one in others.values()]
 
 
 @pytest.mark.slow
