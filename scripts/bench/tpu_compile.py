@@ -31,7 +31,7 @@ from typing import Any
 from shapes import QWEN2_5
 
 from app.mesh.compile_only import SCHEDULES
-from app.mesh.compiler_options import options_for
+from app.mesh.compiler_options import COMPILER_OPTIONS, PACKED_ROWS_OPTIONS
 from app.mesh.tpu_chips import parse_slice
 from app.preflight.kernel_time import take_scheduled_bundles
 from app.preflight.program_time import program_time
@@ -60,8 +60,8 @@ def programs(tunix_python: str | None) -> Iterator[tuple[str, str, list[str], di
         for side, variant in TUNIX.items() if tunix_python else ():
             command = [tunix_python or "", str(HERE / "gradients_of_tunix.py")]
             topology = {"topology_name": place.topology_name, **place.topology_options}
-            options = options_for("tpu", place.chip.device_kind, packed_rows=True) if variant["our_options"] else {}
-            variant = {"flash": variant["flash"], "compiler_options": options}
+            ours = {**COMPILER_OPTIONS["tpu"], **PACKED_ROWS_OPTIONS.get(place.chip.device_kind, {})}
+            variant = {"flash": variant["flash"], "compiler_options": ours if variant["our_options"] else {}}
             yield model, side, command, {**work, **variant, "topology": topology, "rows": ROWS[OURS]}
 
 
