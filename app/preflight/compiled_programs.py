@@ -150,7 +150,7 @@ def _compile_programs(
 ) -> Iterator[CompiledProgram]:
     device = session.mesh.devices.flat[0]
     chip = find_chip(device.device_kind) if device.platform == "tpu" else None
-    bundles, schedules = {}, kernel_schedules()
+    bundles: dict[str, int] = {}
     for phase, name, lowered, work in _lower_programs(session, learning, shapes, reward_model):
         started = time.perf_counter()
         compiled = _compile(lowered, phase, name)
@@ -160,8 +160,7 @@ def _compile_programs(
         if hlo is not None:
             hlo.mkdir(parents=True, exist_ok=True)
             write_atomic(hlo / f"{phase}_{name}.hlo", text.encode())
-        if schedules is not None:
-            bundles |= take_scheduled_bundles(schedules)
+        bundles |= take_scheduled_bundles(kernel_schedules())
         estimate = mfu = None
         if chip is not None:
             turn_of = DECODE_SCOPE if name == "decode" else None

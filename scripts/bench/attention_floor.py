@@ -22,7 +22,7 @@ from shapes import QWEN2_5
 from app.batching.micro_batch_plan import MicroBatch, RowShape
 from app.batching.token_batch import pack_tokens
 from app.mesh.axis_rules import AXES
-from app.mesh.compile_only import compile_only_devices, keep_kernel_schedules, kernel_schedules
+from app.mesh.compile_only import compile_only_devices, kernel_schedules
 from app.mesh.compiler_options import compiler_options
 from app.mesh.placement import row_sharding
 from app.mesh.tpu_chips import parse_slice
@@ -50,7 +50,7 @@ def main() -> None:
 
 def estimated(slice_name: str, num_tokens: int, prompt: int) -> tuple[str, ...]:
     """Returns a line of the table."""
-    keep_kernel_schedules()
+    schedules = kernel_schedules()
     place, architecture = parse_slice(slice_name), architecture_from_config(QWEN2_5[MODEL])
     mesh = Mesh(np.array(compile_only_devices(place)).reshape(1, -1, 1), AXES)
     completion = (num_tokens - prompt) // SAMPLES
@@ -74,8 +74,6 @@ def estimated(slice_name: str, num_tokens: int, prompt: int) -> tuple[str, ...]:
             jax.grad(loss, argnums=(0, 1, 2)), compiler_options=compiler_options(mesh, packed_rows=True)
         )
         text = gradients.lower(query, keys, keys, layout).compile().as_text() or ""
-    schedules = kernel_schedules()
-    assert schedules
     time = program_time(text, place.chip, bundles=take_scheduled_bundles(schedules), turns=turns)
     visible = prompt * (prompt + 1) // 2 + SAMPLES * (completion * (completion + 1) // 2 + completion * prompt)
     floor = 12 * heads * head_dim * visible / place.chip.flops

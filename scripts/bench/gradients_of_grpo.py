@@ -52,8 +52,6 @@ def main() -> None:
     compiled = lower_update(session, learning.policy, plan)["gradients"].compile()
     memory: Any = compiled.memory_analysis()
     (directory / "program.hlo").write_text(compiled.as_text() or "")
-    schedules = kernel_schedules()
-    assert schedules
     figures = {
         "rows": sum(len(segment) for row in largest.rows for segment in row),
         "argument_bytes": memory.argument_size_in_bytes,
@@ -61,7 +59,7 @@ def main() -> None:
         "temporary_bytes": memory.temp_size_in_bytes,
         "versions": {name: version(name) for name in ("libtpu", "jax")},
         "turns": dict(passed.turns),
-        "bundles": take_scheduled_bundles(schedules),
+        "bundles": take_scheduled_bundles(kernel_schedules()),
     }
     (directory / "figures.json").write_text(json.dumps(figures))
 
