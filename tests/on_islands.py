@@ -115,8 +115,8 @@ def taken(found: Found) -> dict[str, Any]:
     session = found.session("island")
     engine, params = session.engine, session.load_params()
     laid_out: list[Any] = []
-    lay_out = engine._weights
-    engine._weights = lambda params: laid_out.append(lay_out(params)) or laid_out[-1]  # pyright: ignore[reportAttributeAccessIssue]
+    lay_out = engine._to_decode_weights
+    engine._to_decode_weights = lambda params: laid_out.append(lay_out(params)) or laid_out[-1]  # pyright: ignore[reportAttributeAccessIssue]
     weights = engine.to_decode_weights(params)
     (whole,) = laid_out
     return {

@@ -6,7 +6,9 @@ softmax.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections import Counter
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -133,24 +135,28 @@ def dot_product_attention(
 
 
 @jax.named_scope(ATTENTION_SCOPE)
-def make_block_pairs(layout: SegmentLayout, windows: Sequence[Window], blocking: Blocking) -> BlockPairs | None:
+def make_block_pairs(layout: SegmentLayout, windows: Collection[Window], blocking: Blocking) -> BlockPairs | None:
     """Returns the block pairs that `packed_attention` needs for these rows, shared by layers with any of these windows.
 
     Returns None for rows of a single block, which need none.
     """
-    if layout.segment_ids.shape[1] <= blocking.block_size and not blocking.kernel:
+    size = blocking.block_size
+    if layout.segment_ids.shape[1] <= size and not blocking.kernel:
         return None
-    return _pairs_of_blocks(layout, windows, blocking)
+    layout = SegmentLayout(*(_pad_to_blocks(jnp.asarray(x), size, axis=1) for x in layout))
+    return block_pairs(layout, windows, size, with_padding=blocking.kernel is not None)
 
 
-def visible_pairs(layout: SegmentLayout, windows: Sequence[Window], blocking: Blocking) -> int:
-    """Returns the number of pairs of blocks that attention computes for one device's rows, outside of a program."""
-    return int(jnp.sum(_pairs_of_blocks(layout, windows, blocking).distance < UNREACHABLE))
+def visible_pairs(layout: SegmentLayout, windows: Sequence[int | None], blocking: Blocking) -> int:
+    """Returns how many pairs of blocks a layer computes for one device's rows, outside of a program.
 
-
-def _pairs_of_blocks(layout: SegmentLayout, windows: Sequence[Window], blocking: Blocking) -> BlockPairs:
-    layout = SegmentLayout(*(_pad_to_blocks(jnp.asarray(x), blocking.block_size, axis=1) for x in layout))
-    return block_pairs(layout, windows, blocking.block_size, by_query=blocking.kernel is not None)
+    This is the mean over layers with these windows, rounded up.
+    """
+    num_layers = Counter(windows)
+    pairs = make_block_pairs(layout, num_layers, blocking)
+    if pairs is None:
+        return len(layout.segment_ids)
+    return math.ceil(np.average(pairs.num_pairs.sum(axis=1), weights=list(num_layers.values())))
 
 
 @jax.named_scope(ATTENTION_SCOPE)

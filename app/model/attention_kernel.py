@@ -20,7 +20,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from app.model.block_attention import Blocking
-from app.model.block_pairs import UNREACHABLE, BlockPairs
+from app.model.block_pairs import BlockPairs
 from app.model.score_mod import MASK_VALUE, ScoreMod, apply_soft_cap
 from app.model.segment_layout import SegmentLayout
 
@@ -45,15 +45,16 @@ def attend(
     """Returns one device's attention output, and the logarithm of each softmax normalizer, N = R * T.
 
     Args:
-        pairs: the pairs of every query block one after the other, at least one for each block.
+        pairs: the result of `block_pairs`, with at least one pair for each query block.
     """
     block_size = blocking.block_size
+    *blocks, num_pairs = pairs.inside(window)
     call = _Call(query.shape, keys.shape, block_size)
     mixed, normalizer = pl.pallas_call(
         functools.partial(_forward_kernel, score_mod, score_mod.scale_for(call.head_dim)),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
-            grid=(call.num_kv_heads, _num_pairs(pairs)),
+            grid=(call.num_kv_heads, num_pairs),
             in_specs=[call.by_query, call.by_key, call.by_key, call.query_info, call.key_info],
             out_specs=[call.by_query, call.by_query_row],
             scratch_shapes=[
@@ -69,7 +70,7 @@ def attend(
         compiler_params=_compiler_params(),
         name="attention_forward",
         interpret=interpret,
-    )(*_prefetched(pairs, window), *call.arrays(query, keys, values), *[token_info(layout)] * 2)
+    )(*blocks, window.reshape(1), *call.arrays(query, keys, values), *[token_info(layout)] * 2)
     return call.from_heads(mixed), normalizer
 
 
@@ -90,6 +91,7 @@ def attention_grads(
 ) -> tuple[Float[Array, "R T Q H"], Float[Array, "R K T H"], Float[Array, "R K T H"]]:
     """Returns the gradients of one device's query, keys and values; scores are computed again."""
     block_size = blocking.block_size
+    *blocks, num_pairs = pairs.inside(window)
     call = _Call(query.shape, keys.shape, block_size)
     output_grad = call.to_heads(mixed_grad)
     mean = jnp.sum(output_grad.astype(jnp.float32) * call.to_heads(mixed).astype(jnp.float32), axis=-1)
@@ -98,7 +100,7 @@ def attention_grads(
         functools.partial(_backward_kernel, score_mod, score_mod.scale_for(call.head_dim), call.blocks_per_row),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
-            grid=(call.num_kv_heads, _num_pairs(pairs)),
+            grid=(call.num_kv_heads, num_pairs),
             in_specs=[
                 *(call.by_query, call.by_key, call.by_key, call.query_info, call.key_info),
                 *(call.by_query, call.by_query_row, call.by_query_row),
@@ -114,7 +116,8 @@ def attention_grads(
         name="attention_backward",
         interpret=interpret,
     )(
-        *_prefetched(pairs, window),
+        *blocks,
+        window.reshape(1),
         *arrays,
         *[token_info(layout)] * 2,
         output_grad.astype(query.dtype),
@@ -275,14 +278,6 @@ def product(a: Array, b: Array, dims: tuple[int, int]) -> Float32[Array, "m n"]:
     return jax.lax.dot_general(
         a, b, (((dims[0],), (dims[1],)), ((), ())), precision=precision, preferred_element_type=jnp.float32
     )
-
-
-def _num_pairs(pairs: BlockPairs) -> Int32[Array, ""]:
-    return jnp.sum(pairs.distance < UNREACHABLE, dtype=jnp.int32)
-
-
-def _prefetched(pairs: BlockPairs, window: Array) -> tuple[Array, Array, Array]:
-    return pairs.query_block.ravel(), pairs.key_block.ravel(), window.reshape(1)
 
 
 def _compiler_params() -> pltpu.CompilerParams:

@@ -26,12 +26,13 @@ QUERY_DIMS = ("rows", "tokens", "kv_heads", "head")
 KEY_DIMS = ("rows", "kv_heads", "tokens", "head")
 NORMALIZER_DIMS = ("kv_heads", "head", "rows")
 ROW_DIMS: Any = ("rows", "tokens")
+PAIR_DIMS: Any = ("layers", "rows", "tokens")
 INPUT_DIMS = (
     QUERY_DIMS,
     KEY_DIMS,
     KEY_DIMS,
     SegmentLayout(ROW_DIMS, ROW_DIMS, ROW_DIMS),
-    BlockPairs(ROW_DIMS, ROW_DIMS, ROW_DIMS),
+    BlockPairs(PAIR_DIMS[:1], PAIR_DIMS, PAIR_DIMS, PAIR_DIMS[:2]),
     (),
 )
 
@@ -115,7 +116,7 @@ class BlockLoop(NamedTuple):
     query_blocks: Int32[Array, "iterations pairs_at_once"]
     key_blocks: Int32[Array, "iterations pairs_at_once"]
     num_pairs: Int32[Array, ""]
-    """The number of pairs inside the window; they come first."""
+    """The number of pairs inside the window; others follow them."""
 
     @classmethod
     def from_rows(
@@ -132,17 +133,18 @@ class BlockLoop(NamedTuple):
         size, at_once, _ = blocking
 
         def by_iteration(pairs: Array) -> Array:
-            return jnp.pad(pairs.ravel(), (0, -pairs.size % at_once)).reshape(-1, at_once)
+            return jnp.pad(pairs, (0, -pairs.size % at_once)).reshape(-1, at_once)
 
+        query_blocks, key_blocks, num_pairs = pairs.inside(window)
         return cls(
             _to_query_blocks(query, keys.shape[1], size),
             _to_key_blocks(keys, size),
             _to_key_blocks(values, size),
             SegmentLayout(*(x.reshape(-1, size) for x in layout)),
             window,
-            by_iteration(pairs.query_block),
-            by_iteration(pairs.key_block),
-            jnp.sum(pairs.distance < window, dtype=jnp.int32),
+            by_iteration(query_blocks),
+            by_iteration(key_blocks),
+            num_pairs,
         )
 
     @property

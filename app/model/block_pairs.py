@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
+from collections.abc import Collection
 from typing import NamedTuple
 
 import jax
@@ -18,49 +17,54 @@ UNREACHABLE = 2**30
 
 
 class BlockPairs(NamedTuple):
-    """The pairs of query and key blocks with visible entries, as one list for all rows of a device.
+    """The pairs of query and key blocks with visible entries: for each window, one list for all rows of a device.
 
-    Blocks are numbered row by row. The list is shaped like the rows, so it is split over devices in the same way.
-    Attention reads it from the front, up to the last pair inside its window.
+    Blocks are numbered row by row, and pairs are in the order of their query blocks. A list is shaped like the rows, so
+    it is split over devices in the same way, and filled from the front.
     """
 
-    query_block: Int32[Array, "R pairs"]
-    key_block: Int32[Array, "R pairs"]
-    distance: Int32[Array, "R pairs"]
-    """Smallest distance from a query of the pair to a key it sees. Pairs inside the narrowest window come first."""
+    windows: Int32[Array, "windows"]
+    query_block: Int32[Array, "windows R pairs"]
+    key_block: Int32[Array, "windows R pairs"]
+    num_pairs: Int32[Array, "windows R"]
+    """The number of pairs of each row."""
+
+    def inside(self, window: Int32[Array, ""]) -> tuple[Int32[Array, "N"], Int32[Array, "N"], Int32[Array, ""]]:
+        """Returns the query blocks and key blocks of one window's list, and the number of its pairs on this device."""
+        number = jnp.argmax(self.windows == window)
+        return self.query_block[number].ravel(), self.key_block[number].ravel(), self.num_pairs[number].sum()
 
 
-def block_pairs(layout: SegmentLayout, windows: Sequence[Window], size: int, *, by_query: bool = False) -> BlockPairs:
-    """Returns the pairs of `size`-token blocks with a visible entry in layers with any of these windows.
+def block_pairs(
+    layout: SegmentLayout, windows: Collection[Window], size: int, *, with_padding: bool = False
+) -> BlockPairs:
+    """Returns the pairs of `size`-token blocks with a visible entry in layers with each of these windows.
 
     T must be a multiple of `size`. Relies on the token order of `SegmentLayout`; the cost per row is T * T / size.
 
     Args:
-        by_query: whether the pairs of a query block follow one another whatever their distance, with a pair of each
-            block with itself even if the block is all padding.
+        with_padding: whether blocks of padding are paired with themselves.
     """
-    rows = ("rows", "tokens")
-    widths = [UNREACHABLE if window is None else window for window in windows]
-    if by_query:
-        widths = [functools.reduce(jnp.maximum, widths)]
+    rows, lists = ("rows", "tokens"), ("layers", "rows", "tokens")
+    widths = jnp.stack([jnp.asarray(UNREACHABLE if window is None else window, jnp.int32) for window in windows])
 
     def find_pairs(*layout: Array) -> tuple[Array, ...]:
         distance = _block_distances(SegmentLayout(*layout), size)
         num_rows, num_blocks, _ = distance.shape
-        if by_query:
+        if with_padding:
             distance = jnp.where(jnp.eye(num_blocks, dtype=bool), 0, distance)
-        flat = distance.ravel()
+        is_outside = (distance >= widths[:, None, None, None]).astype(jnp.int32)
         # The sort is stable, so pairs of the same query block stay together.
-        needs = sum((flat >= width).astype(jnp.int32) for width in widths)
+        order = jnp.argsort(is_outside.reshape(len(windows), -1), axis=1, stable=True)
         # A row of n blocks has at most n (n + 1) / 2 causal pairs.
-        order = jnp.argsort(needs, stable=True)[: num_rows * num_blocks * (num_blocks + 1) // 2]
+        order = order[:, : num_rows * num_blocks * (num_blocks + 1) // 2].reshape(len(windows), num_rows, -1)
         row, query_block, key_block = jnp.unravel_index(order, distance.shape)
-        first = row * num_blocks
-        distance = jnp.where(flat[order] < widths[0], flat[order], UNREACHABLE) if by_query else flat[order]
-        pairs = first + query_block, first + key_block, distance
-        return tuple(x.astype(jnp.int32).reshape(num_rows, -1) for x in pairs)
+        blocks = (row * num_blocks + query_block, row * num_blocks + key_block)
+        num_pairs = jnp.sum(1 - is_outside, axis=(2, 3), dtype=jnp.int32)
+        return *(x.astype(jnp.int32) for x in blocks), num_pairs
 
-    return BlockPairs(*shard_map_by_dims(find_pairs, in_dims=(rows,) * 3, out_dims=(rows,) * 3)(*layout))
+    pairs = shard_map_by_dims(find_pairs, in_dims=(rows,) * 3, out_dims=(lists, lists, lists[:2]))(*layout)
+    return BlockPairs(widths, *pairs)
 
 
 def _block_distances(layout: SegmentLayout, size: int) -> Int32[Array, "R blocks blocks"]:

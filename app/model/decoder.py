@@ -299,7 +299,7 @@ class Trunk(nnx.Module):
         """Returns `packed_attention` over these rows, of query, keys, values and a layer's `window`."""
         arch = self.architecture
         blocking = platform_blocking(layout.segment_ids.shape[1], arch.head_dim, dtype, arch.attention_implementation)
-        pairs = make_block_pairs(layout, sorted({w or NO_WINDOW for w in arch.layer_windows}), blocking)
+        pairs = make_block_pairs(layout, dict.fromkeys(arch.layer_windows), blocking)
         how = {"layout": layout, "score_mod": ScoreMod.of(arch), "pairs": pairs, "blocking": blocking}
         return functools.partial(packed_attention, **how)
 

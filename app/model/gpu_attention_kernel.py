@@ -23,7 +23,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from app.model.attention_kernel import is_visible, pair_scores, pair_scores_grad, product, token_info
 from app.model.block_attention import Blocking
-from app.model.block_pairs import UNREACHABLE, BlockPairs
+from app.model.block_pairs import BlockPairs
 from app.model.score_mod import MASK_VALUE, ScoreMod
 from app.model.segment_layout import SegmentLayout
 
@@ -49,10 +49,10 @@ def attend(
     """Returns one device's attention output, and the logarithm of each softmax normalizer, N = R * T.
 
     Args:
-        pairs: the pairs of every query block one after the other, at least one for each block.
+        pairs: the result of `block_pairs`, with at least one pair for each query block.
     """
     call = _Call(query, keys, blocking.block_size)
-    by_query, _ = _pair_lists(pairs, call.num_blocks)
+    by_query, _ = _pair_lists(*pairs.inside(window), call.num_blocks)
     mixed, normalizer = pl.pallas_call(
         functools.partial(_forward_kernel, score_mod, score_mod.scale_for(call.head_dim)),
         grid=call.grid,
@@ -95,7 +95,7 @@ def attention_grads(
         *(normalizer.reshape(call.numbers_shape), mean.reshape(call.numbers_shape)),
         *(token_info(layout), window.reshape(1)),
     )
-    by_query, by_key = _pair_lists(pairs, call.num_blocks)
+    by_query, by_key = _pair_lists(*pairs.inside(window), call.num_blocks)
     query_grad = pl.pallas_call(
         functools.partial(_query_kernel, score_mod, score_mod.scale_for(call.head_dim)),
         in_specs=[
@@ -218,15 +218,15 @@ def _tokens_in_row(block: Array, size: int, num_tokens: int) -> Any:
     return pl.ds(block % (num_tokens // size) * size, size)
 
 
-def _pair_lists(pairs: BlockPairs, num_blocks: int) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+def _pair_lists(
+    query_blocks: Array, key_blocks: Array, num_pairs: Array, num_blocks: int
+) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
     """Returns the key blocks of each query block, and the query blocks of each key block.
 
     Each is where the lists of all blocks start and the last one ends, and the lists, one after the other.
     """
-    is_pair = pairs.distance < UNREACHABLE
-    query_blocks, key_blocks = (
-        jnp.where(is_pair, blocks, num_blocks).ravel() for blocks in (pairs.query_block, pairs.key_block)
-    )
+    is_pair = jnp.arange(len(query_blocks)) < num_pairs
+    query_blocks, key_blocks = (jnp.where(is_pair, blocks, num_blocks) for blocks in (query_blocks, key_blocks))
 
     def starts(blocks: Array) -> Array:
         return jnp.searchsorted(blocks, jnp.arange(num_blocks + 1), method="compare_all").astype(jnp.int32)

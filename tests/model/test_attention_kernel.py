@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from app.model import attention_kernel, gpu_attention_kernel
 from app.model.block_attention import Blocking
-from app.model.block_pairs import UNREACHABLE, BlockPairs, block_pairs
+from app.model.block_pairs import UNREACHABLE, block_pairs
 from app.model.score_mod import DEFAULT_SCORE_MOD
 from app.model.segment_layout import SegmentLayout
 from tests.layouts import layout_of, seen, segments_of_rows
@@ -31,7 +31,7 @@ SHARED = layout_of([[(20, (9, 14)), (6, (5,))], [(3, (30,))]], num_tokens=TOKENS
 @functools.cache
 def compiled(kernels: ModuleType, rule):
     def run(query, keys, values, weights, layout, window):
-        pairs = block_pairs(layout, [window], SIZE, by_query=True)
+        pairs = block_pairs(layout, [5, window, UNREACHABLE], SIZE, with_padding=True)
         arguments = rule, BLOCKING, query, keys, values, layout, pairs, window
         mixed, normalizer = kernels.attend(*arguments, interpret=True)
         return mixed, *kernels.attention_grads(*arguments, mixed, normalizer, weights, interpret=True)
@@ -90,7 +90,7 @@ def test_padding_is_finite_whatever_stands_there_and_changes_nothing(kernels):
     padding = (SHARED.segment_ids == 0)[:, :, None, None]
     by_key = padding.swapaxes(1, 2)
     filled = [jnp.where(mask, 1e3, x) for mask, x in zip((padding, by_key, by_key, padding), arrays, strict=True)]
-    pairs = block_pairs(SHARED, [None], SIZE, by_query=True)
+    pairs = block_pairs(SHARED, [None], SIZE, with_padding=True)
     query, keys, values, _ = filled
     window = jnp.int32(UNREACHABLE)
     arguments = DEFAULT_SCORE_MOD, BLOCKING, query, keys, values, SHARED, pairs, window
@@ -99,17 +99,25 @@ def test_padding_is_finite_whatever_stands_there_and_changes_nothing(kernels):
     assert_close(kernel(kernels, filled, SHARED), kernel(kernels, arrays, SHARED), tolerance=0)
 
 
-@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("window", [None, 20, 5])
 def test_the_pairs_of_a_query_block_follow_one_another_and_every_block_has_one(window):
-    pairs = block_pairs(SHARED, [5, window], SIZE, by_query=True)
-    used = np.asarray(pairs.distance).ravel() < UNREACHABLE
-    query_blocks, key_blocks = (np.asarray(x).ravel()[used] for x in (pairs.query_block, pairs.key_block))
-    assert (np.diff(query_blocks) >= 0).all()
-    assert {(block, block) for block in range(2 * TOKENS // SIZE)} <= set(zip(query_blocks, key_blocks, strict=True))
-    # Nothing that the widest window shows is left out, and nothing else but blocks with themselves is there.
+    pairs = block_pairs(SHARED, [20, None, 5], SIZE, with_padding=True)
+    *blocks, num_pairs = pairs.inside(jnp.int32(UNREACHABLE if window is None else window))
+    # Nothing that the window shows is left out, and nothing else but blocks with themselves is there.
     visible = seen(SHARED, window).reshape(2, TOKENS // SIZE, SIZE, TOKENS // SIZE, SIZE).any(axis=(2, 4))
-    expected = {
-        (row * TOKENS // SIZE + query, row * TOKENS // SIZE + key) for row, query, key in np.argwhere(visible).tolist()
-    } | {(block, block) for block in range(2 * TOKENS // SIZE)}
-    assert set(zip(query_blocks.tolist(), key_blocks.tolist(), strict=True)) == expected
-    assert isinstance(pairs, BlockPairs)
+    expected = np.argwhere(visible | np.eye(TOKENS // SIZE, dtype=bool))
+    in_device = expected[:, :1] * TOKENS // SIZE + expected[:, 1:]
+    np.testing.assert_array_equal(np.stack(blocks, axis=1)[:num_pairs], in_device)
+
+
+@on_each_platform
+def test_a_layer_computes_only_the_pairs_inside_its_own_window(kernels):
+    layout, window = layout_of([[(TOKENS, ())]], num_tokens=TOKENS), 7
+    query, keys, values, weights = inputs(rows=1, tokens=TOKENS)
+    # A pair with these values is not finite even where the window hides all of them.
+    values = values.at[:, :, : 2 * SIZE].set(np.nan)
+    mixed, query_grad, *_ = compiled(kernels, DEFAULT_SCORE_MOD)(query, keys, values, weights, layout, window)
+    for by_query in (mixed, query_grad):
+        is_finite = np.isfinite(by_query).reshape(TOKENS // SIZE, -1).all(axis=1)
+        # A block sees itself and, through the window of its first token, the block before it.
+        assert is_finite.tolist() == [False, False, False, True]

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 from jaxtyping import Array
 
+from app.model import attention_kernel, decoder, gpu_attention_kernel
 from app.model.architecture import Architecture
+from app.model.block_attention import Blocking
 from app.model.decoder import REMAT_POLICIES, DecoderDefinition, Params, flatten_by_path
 from app.model.rope import rope_frequencies
 from app.model.segment_layout import SegmentLayout, single_segment_layout
@@ -270,3 +272,26 @@ def test_rows_of_several_blocks_have_the_same_gradients_on_a_mesh():
     with jax.set_mesh(mesh):
         ours = gradient(jax.device_put(params, definition.shardings(mesh)))
     assert_trees_close(ours, gradient(params))
+
+
+@pytest.mark.parametrize(
+    ("platform", "kernels"), [("tpu", attention_kernel), ("gpu", gpu_attention_kernel)], ids=["tpu", "gpu"]
+)
+def test_kernels_give_layers_with_and_without_windows_what_xla_gives_them(platform, kernels, monkeypatch):
+    architecture = replace(SWITCHED, windows=(20, None, 60))
+    params = random_params(DecoderDefinition.create(architecture))
+    rows = np.random.default_rng(6).integers(0, architecture.vocab_size, (1, 151)), SHARED
+    is_token = (np.asarray(SHARED.segment_ids) != 0)[..., None]
+
+    def gradient() -> Any:
+        def loss(params):
+            hidden = DecoderDefinition.create(architecture).bind(params).hidden(*rows, dtype=FLOAT32, remat="minimal")
+            return jnp.sum(jnp.where(is_token, jnp.sin(hidden), 0.0))
+
+        return jax.jit(jax.value_and_grad(loss))(params)
+
+    expected = gradient()
+    monkeypatch.setattr(decoder, "platform_blocking", lambda *_: Blocking(16, 1, kernel=platform))
+    for name in ("attend", "attention_grads"):
+        monkeypatch.setattr(kernels, name, functools.partial(getattr(kernels, name), interpret=True))
+    assert_trees_close(gradient(), expected)

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-import json
+import functools
 from dataclasses import replace
-from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from app.mesh import devices
 from app.mesh.axis_rules import AXES
 from app.mesh.compile_only import compile_only_devices
+from app.mesh.placement import row_sharding
 from app.mesh.tpu_chips import parse_slice
-from app.model.attention import ATTENTION_SCOPE
+from app.model.attention import ATTENTION_SCOPE, packed_attention, platform_blocking
+from app.model.segment_layout import SegmentLayout
+from app.preflight.program_time import program_time
 from app.preflight.program_work import generation_work
 from app.rollout.batch_engine import BatchShape
 from app.rollout.slot_programs import INSERT_SCOPE
-from tests.program import here, of_tiny, settings
 from tests.tiny import EVEN, make_mesh
 
 
@@ -43,13 +47,26 @@ def test_turns_are_those_of_loops_or_of_the_kernel(implementation, turns):
     assert work["prefill"].turns == {ATTENTION_SCOPE: turns, INSERT_SCOPE: 1}
     others = generation_work(EVEN, make_mesh(), shape)
     assert [one.model_flops for one in work.values()] == [one.model_flops for one in others.values()]
+    # Inside a window of 512, blocks of 512 see themselves and the block before: 15 pairs.
+    windowed = generation_work(replace(EVEN, windows=(512, None)), tpu, shape)["prefill"]
+    assert windowed.turns[ATTENTION_SCOPE] == (15 + 36 + 1) // 2
 
 
-@pytest.mark.slow
-def test_loops_of_xla_on_a_tpu_are_part_of_the_estimate(tiny_model: Path) -> None:
-    chosen = settings("mesh.pretend=v5e-8", "model.attention=xla")
-    result = here("inspect-mesh", *of_tiny(tiny_model), *chosen, "--compile", "--json")
-    assert result.exit_code == 0, result.stderr
-    programs = {one["name"]: one for one in json.loads(result.stdout)["programs"]}
-    assert {one["kernel_s"] for one in programs.values()} == {0}
-    assert programs["gradients"]["parts_s"]["attention"] > 0
+def test_each_turn_of_xlas_loop_over_pairs_adds_to_the_estimate() -> None:
+    place = parse_slice("v5e-1")
+    tpu = Mesh(np.array(compile_only_devices(place)).reshape(1, 1, 1), AXES)
+
+    def on_tpu(shape: tuple[int, ...], dtype: DTypeLike) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=row_sharding(tpu))
+
+    query, keys = on_tpu((1, 512, 2, 16), jnp.bfloat16), on_tpu((1, 1, 512, 16), jnp.bfloat16)
+    layout = SegmentLayout(*[on_tpu((1, 512), jnp.int32)] * 3)
+    with jax.set_mesh(tpu):
+        blocking = platform_blocking(512, 16, jnp.bfloat16, "xla")
+        attend = jax.jit(functools.partial(packed_attention, blocking=blocking))
+        text = attend.lower(query, keys, keys, layout).compile().as_text() or ""
+    once, twice, thrice = (
+        program_time(text, place.chip, bundles={}, turns={ATTENTION_SCOPE: turns}).parts["attention"]
+        for turns in (1, 2, 3)
+    )
+    assert thrice - twice == pytest.approx(twice - once) and 0 < twice - once < once
