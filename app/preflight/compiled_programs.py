@@ -114,7 +114,7 @@ def step_memory(
     fullest, programs, available = dict(arrays), [], device_memory_bytes()
     # Slots keep both caches. A batch has none of its rows during the prefill, and none of its prompts during decoding.
     absent = {"prefill": "kv_cache", "decode": "prompt_cache"} if session.continuous_generator is None else {}
-    for one in _compile_programs(session, learning, shapes, reward_model, hlo) if compiles else ():
+    for one in compile_programs(session, learning, shapes, reward_model, hlo) if compiles else ():
         programs.append(one)
         shared = one.phase == "rollout" and "evaluation" in arrays and not session.evaluates_in_batches
         for phase in (one.phase, "evaluation") if shared else (one.phase,):
@@ -145,9 +145,10 @@ def _does_not_fit(phase: str, name: str, reason: str) -> InputError:
     return InputError(f"{phase}: {name} does not fit: {reason} {advice[0].upper()}{advice[1:]}")
 
 
-def _compile_programs(
+def compile_programs(
     session: Session, learning: LearnerGroup, shapes: StepShapes, reward_model: NetworkSpec | None, hlo: Path | None
 ) -> Iterator[CompiledProgram]:
+    """Compiles the programs of a step one after the other; see `step_memory`."""
     device = session.mesh.devices.flat[0]
     chip = find_chip(device.device_kind) if device.platform == "tpu" else None
     bundles: dict[str, int] = {}
@@ -216,42 +217,33 @@ def _lower_programs(
     session: Session, learning: LearnerGroup, shapes: StepShapes, reward_model: NetworkSpec | None
 ) -> Iterator[tuple[str, str, Lowered, ProgramWork]]:
     """Yields (phase, name, lowered program, its work) for each program of a step, with the longest samples."""
-    settings, mesh = session.settings, session.mesh
-    rollout, model, critic = settings.rollout, session.model_spec, session.critic
+    settings, mesh, model = session.settings, session.mesh, session.model_spec
+    dtype, logits_chunk = set_compute_dtype(settings), settings.model.logits_chunk
     yield from _lower_generation(session, shapes)
 
-    def work_of(
-        architecture: Architecture, plan: MicroBatchPlan, *, has_lm_head: bool, has_gradients: bool = False
-    ) -> ProgramWork:
+    def work_of(architecture: Architecture, plan: MicroBatchPlan, **how: Any) -> ProgramWork:
         # The reward model reads one more token.
-        lengths = {"prompt": shapes.longest_prompt, "completion": rollout.max_new_tokens + (plan is shapes.reward)}
-        return packed_pass_work(
-            architecture,
-            mesh,
-            longest_samples(rollout.prompts_per_step * rollout.group_size, **lengths),
-            largest_micro_batch(plan),
-            logits_chunk=settings.model.logits_chunk if has_lm_head else None,
-            has_gradients=has_gradients,
-        )
+        completion = settings.rollout.max_new_tokens + (plan is shapes.reward)
+        num_samples = settings.rollout.prompts_per_step * settings.rollout.group_size
+        samples = longest_samples(num_samples, prompt=shapes.longest_prompt, completion=completion)
+        return packed_pass_work(architecture, mesh, samples, largest_micro_batch(plan), **how)
 
-    scored: list[tuple[str, str, DecoderDefinition, PackedForward, MicroBatchPlan]] = []
-    dtype = set_compute_dtype(settings)
+    networks: dict[str, tuple[DecoderDefinition, PackedForward]] = {
+        "policy": (model.policy_definition, session.scorer),
+        "reference": (session.held_reference, session.reference_scorer),
+    }
+    if session.critic is not None:
+        networks["critic"] = session.critic.spec.definition, session.critic.valuer
+    scored = [("score", role, *networks[role], plan) for role, plan in shapes.scores.items()]
     if reward_model is not None and shapes.reward is not None:
         valuer = ValueScorer(reward_model.definition, mesh, dtype=dtype)
-        scored.append(("reward", "model", reward_model.definition.held_in(dtype), valuer, shapes.reward))
-    for role, plan in shapes.scores.items():
-        definition, scorer = model.policy_definition, session.scorer
-        if role == "reference":
-            definition, scorer = session.held_reference, session.reference_scorer
-        if role == "critic":
-            assert critic is not None
-            definition, scorer = critic.spec.definition, critic.valuer
-        scored.append(("score", role, definition, scorer, plan))
+        scored.insert(0, ("reward", "model", reward_model.definition.held_in(dtype), valuer, shapes.reward))
     for phase, name, definition, scorer, plan in scored:
         params = abstract_arrays(definition.shapes, definition.shardings(mesh))
         batch = _global_shapes(mesh, pack_tokens((), _empty_micro_batch(plan)))
-        has_lm_head = isinstance(scorer, Scorer)
-        yield phase, name, scorer.lower(params, batch), work_of(definition.architecture, plan, has_lm_head=has_lm_head)
+        chunk = logits_chunk if isinstance(scorer, Scorer) else None
+        work = work_of(definition.architecture, plan, logits_chunk=chunk, has_gradients=False)
+        yield phase, name, scorer.lower(params, batch), work
     for phase, learner, plan in (
         ("critic", learning.critic, shapes.critic_update),
         ("update", learning.policy, shapes.update),
@@ -259,7 +251,7 @@ def _lower_programs(
         if learner is not None and plan is not None:
             lowered, is_policy = lower_update(session, learner, plan), phase == "update"
             architecture = session.architecture_of("policy" if is_policy else "critic")
-            work = work_of(architecture, plan, has_lm_head=is_policy, has_gradients=True)
+            work = work_of(architecture, plan, logits_chunk=logits_chunk if is_policy else None, has_gradients=True)
             yield phase, "gradients", lowered["gradients"], work
             yield phase, "optimizer", lowered["optimizer"], ProgramWork(0, {})
 

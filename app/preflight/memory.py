@@ -49,7 +49,9 @@ MEMORY_LABELS = {
 }
 """Name of a buffer -> label of its line in the table, in order."""
 
-GENERATION_ADVICE = "lower rollout.prompts_per_step, rollout.group_size or rollout.max_new_tokens, set rollout.decode_layout: fsdp"
+GENERATION_ADVICE = (
+    "lower rollout.prompts_per_step, rollout.group_size or rollout.max_new_tokens, set rollout.decode_layout: fsdp"
+)
 MEMORY_ADVICE = {
     "rollout": GENERATION_ADVICE,
     "evaluation": GENERATION_ADVICE,
