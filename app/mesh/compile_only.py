@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import os
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -23,7 +26,6 @@ LIBTPU_VARIABLES = {
     # Otherwise it refuses to load beside a process that uses the chips, which compiling does not.
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",
 }
-_schedules: tempfile.TemporaryDirectory[str] | None = None
 
 
 def compile_only_devices(place: TpuSlice | GpuHost) -> list[Any]:
@@ -53,20 +55,15 @@ def compiler_versions() -> str:
     return ", ".join(f"{name} {version_of(name)}" for name in ("jax", "libtpu", "jax-cuda13-plugin"))
 
 
-def keep_kernel_schedules() -> None:
-    """Makes libtpu write the schedule of each kernel that it compiles, into a folder that ends with this process.
+@functools.cache
+def kernel_schedules() -> Path:
+    """Returns the folder, gone after this process, to which libtpu writes the schedule of each kernel that it compiles.
 
-    Must run before JAX loads libtpu.
+    The first call must be before JAX loads libtpu.
     """
-    global _schedules
-    if _schedules is None:
-        _schedules = tempfile.TemporaryDirectory(prefix="grpo-kernels-")
-        # libtpu splits the variable at spaces and knows no quotes.
-        given = os.environ.get("LIBTPU_INIT_ARGS", "")
-        added = f"--xla_jf_dump_to={_schedules.name} --xla_jf_dump_llo_text=true"
-        os.environ["LIBTPU_INIT_ARGS"] = f"{given} {added} --xla_jf_dump_llo_pass_label_regex={SCHEDULES}".strip()
-
-
-def kernel_schedules() -> Path | None:
-    """Returns the folder of `keep_kernel_schedules`; None if it has not run."""
-    return None if _schedules is None else Path(_schedules.name)
+    folder = tempfile.mkdtemp(prefix="grpo-kernels-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    # libtpu splits the variable at spaces and knows no quotes.
+    added = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex={SCHEDULES}"
+    os.environ["LIBTPU_INIT_ARGS"] = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {added}".strip()
+    return Path(folder)

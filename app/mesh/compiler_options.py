@@ -61,10 +61,5 @@ def compiler_options(mesh: Mesh, *, packed_rows: bool = False) -> dict[str, str]
         packed_rows: whether they are passes over packed rows, as scoring and updates are.
     """
     device = mesh.devices.flat[0]
-    return options_for(device.platform, device.device_kind, packed_rows=packed_rows)
-
-
-def options_for(platform: str, device_kind: str, *, packed_rows: bool) -> dict[str, str]:
-    """Returns the options for devices by JAX's names of their platform and kind."""
-    further = PACKED_ROWS_OPTIONS.get(device_kind, {}) if packed_rows else {}
-    return {**COMPILER_OPTIONS.get(platform, {}), **further}
+    further = PACKED_ROWS_OPTIONS.get(device.device_kind, {}) if packed_rows else {}
+    return {**COMPILER_OPTIONS.get(device.platform, {}), **further}

@@ -13,7 +13,7 @@ import jax
 
 from app.distributed.cluster_detection import detect_cluster, is_cloud_tpu_vm
 from app.distributed.rendezvous_check import ClusterMember, resolve_bind_address, verify_processes
-from app.mesh.compile_only import keep_kernel_schedules
+from app.mesh.compile_only import kernel_schedules
 from app.mesh.devices import (
     check_equal_device_counts,
     global_devices,
@@ -86,7 +86,8 @@ def initialize_local(settings: MeshSettings, *, compiles: bool = False) -> None:
     """
     pretended = None if settings.pretend is None else parse_pretended(settings.pretend)
     if compiles:
-        keep_kernel_schedules()
+        # libtpu reads where they go when it is loaded.
+        kernel_schedules()
     _configure_malloc()
     if pretended is not None:
         if not compiles:

@@ -36,8 +36,6 @@ class TpuChip:
     hbm_bytes_per_s: float
     clock_hz: float
     """Of the tensor core, which the compiler's estimates count in cycles."""
-    dcn_bytes_per_s_per_host: float
-    """Outgoing bandwidth of a host with `chips_per_host` chips."""
     chips_per_host: int
     """Chips per host in slices of several hosts."""
     cores_in_name: int
@@ -64,10 +62,10 @@ TPU_CHIPS: Mapping[str, TpuChip] = MappingProxyType(
     {
         chip.name: chip
         for chip in (
-            TpuChip("v4", "TPU v4", 32 * GIB, 275e12, 300e9, 1228e9, 1.05e9, 25e9, 4, 2, 4),
-            TpuChip("v5e", "TPU v5 lite", 16 * GIB, 197e12, 200e9, 819e9, 1.5e9, 12.5e9, 4, 1, 8),
-            TpuChip("v5p", "TPU v5", 95 * GIB, 459e12, 600e9, 2765e9, 1.75e9, 25e9, 4, 2, 4),
-            TpuChip("v6e", "TPU v6 lite", 32 * GIB, 918e12, 400e9, 1640e9, 1.75e9, 50e9, 4, 1, 8),
+            TpuChip("v4", "TPU v4", 32 * GIB, 275e12, 300e9, 1228e9, 1.05e9, 4, 2, 4),
+            TpuChip("v5e", "TPU v5 lite", 16 * GIB, 197e12, 200e9, 819e9, 1.5e9, 4, 1, 8),
+            TpuChip("v5p", "TPU v5", 95 * GIB, 459e12, 600e9, 2765e9, 1.75e9, 4, 2, 4),
+            TpuChip("v6e", "TPU v6 lite", 32 * GIB, 918e12, 400e9, 1640e9, 1.75e9, 4, 1, 8),
         )
     }
 )

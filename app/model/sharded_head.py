@@ -47,33 +47,26 @@ class ShardedHead:
     ) -> tuple[Float32[Array, "R C"], Float32[Array, "R C"], Float32[Array, "R C"]]:
         """Returns logprobs, entropies, and the logarithms of the softmax normalizers; 0 in chunks without targets."""
         run = shard_map_by_dims(self._apply_part, in_dims=INPUT_DIMS, out_dims=(ROW_DIMS,) * 3)
-        inputs = hidden, self._padded(table, hidden.dtype), targets, has_targets, temperature
-        logprobs, entropies, normalizers = run(*inputs)
+        logprobs, entropies, normalizers = run(hidden, self._padded(table, hidden), targets, has_targets, temperature)
         return logprobs, entropies, normalizers
 
     def gradients(
-        self,
-        hidden: Float[Array, "R C D"],
-        table: Float[Array, "V D"],
-        targets: Int32[Array, "R C"],
-        has_targets: Bool[Array, "chunks"],
-        temperature: Float32[Array, ""],
-        *by_token: Float32[Array, "R C"],
+        self, hidden: Float[Array, "R C D"], table: Float[Array, "V D"], *others: Array
     ) -> tuple[Float[Array, "R C D"], Float[Array, "V D"]]:
         """Returns the gradients of the hidden states and of the table.
 
         Args:
-            by_token: entropies, normalizers, and the gradients of logprobs and of entropies.
+            others: the other arguments of `apply`, its entropies and normalizers, and the gradients of logprobs and of
+                entropies.
         """
-        in_dims = (*INPUT_DIMS, *(ROW_DIMS for _ in by_token))
+        in_dims = (*INPUT_DIMS, *(ROW_DIMS,) * 4)
         run = shard_map_by_dims(self._part_gradients, in_dims=in_dims, out_dims=(HIDDEN_DIMS, TABLE_DIMS))
-        inputs = hidden, self._padded(table, hidden.dtype), targets, has_targets, temperature
-        hidden_grad, table_grad = run(*inputs, *by_token)
+        hidden_grad, table_grad = run(hidden, self._padded(table, hidden), *others)
         return hidden_grad, constrain(table_grad[: self.vocab_size], "vocab", "embed").astype(table.dtype)
 
-    def _padded(self, table: Float[Array, "V D"], dtype: jnp.dtype) -> Float[Array, "padded D"]:
-        """Returns the table in the compute type, its vocabulary padded so that it splits evenly."""
-        table = jnp.pad(table.astype(dtype), ((0, -self.vocab_size % _num_parts()), (0, 0)))
+    def _padded(self, table: Float[Array, "V D"], hidden: Array) -> Float[Array, "padded D"]:
+        """Returns the table in the type of the hidden states, its vocabulary padded so that it splits evenly."""
+        table = jnp.pad(table.astype(hidden.dtype), ((0, -self.vocab_size % _num_parts()), (0, 0)))
         return constrain(table, *TABLE_DIMS)
 
     def _apply_part(
@@ -140,7 +133,7 @@ class ShardedHead:
     def _splits_rows(self) -> bool:
         """Returns whether each device along dp and fsdp has its own rows."""
         mesh = jax.sharding.get_abstract_mesh()
-        return _num_devices() > 1 and self.num_rows % axis_size(mesh, LOGICAL_AXIS_RULES["rows"]) == 0
+        return mesh.size > 1 and self.num_rows % axis_size(mesh, LOGICAL_AXIS_RULES["rows"]) == 0
 
     def _rows(self, x: Array, first: Array) -> Array:
         """Returns a chunk of the rows of all devices along fsdp."""
@@ -161,23 +154,19 @@ class ShardedHead:
         return jax.lax.psum(jax.lax.psum_scatter(x, "fsdp", tiled=True), "tp")
 
 
-def _num_devices() -> int:
-    mesh = jax.sharding.get_abstract_mesh()
-    return 1 if mesh.empty else mesh.size
-
-
 def _num_parts() -> int:
     """Returns the number of parts of the vocabulary."""
-    return axis_size(jax.sharding.get_abstract_mesh(), VOCAB_AXES) if _num_devices() > 1 else 1
+    mesh = jax.sharding.get_abstract_mesh()
+    return axis_size(mesh, VOCAB_AXES) if mesh.size > 1 else 1
 
 
 def _over_vocab(reduce: Callable[..., Array], x: Array) -> Array:
-    return reduce(x, VOCAB_AXES) if _num_devices() > 1 else x
+    return reduce(x, VOCAB_AXES) if _num_parts() > 1 else x
 
 
 def _vocab_ids(table: Float[Array, "V D"]) -> Int32[Array, "V"]:
     """Returns the token ids of this device's part of the table."""
-    first = jax.lax.axis_index(VOCAB_AXES) * len(table) if _num_devices() > 1 else 0
+    first = jax.lax.axis_index(VOCAB_AXES) * len(table) if _num_parts() > 1 else 0
     return first + jnp.arange(len(table))
 
 

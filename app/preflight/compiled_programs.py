@@ -6,7 +6,7 @@ import math
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,13 +20,12 @@ from app.batching.token_batch import pack_tokens
 from app.mesh.compile_only import compiler_versions, kernel_schedules
 from app.mesh.device_memory import device_memory_bytes
 from app.mesh.device_mesh import num_hosts
-from app.mesh.placement import abstract_arrays, num_local_row_shards, row_sharding
+from app.mesh.placement import abstract_arrays, row_sharding
 from app.mesh.tpu_chips import find_chip
 from app.model.architecture import Architecture
 from app.model.decoder import DecoderDefinition
 from app.model.prefill_and_decode import DECODE_SCOPE
-from app.preflight.hlo_text import HloProgram
-from app.preflight.kernel_time import kernel_times, take_scheduled_bundles
+from app.preflight.kernel_time import take_scheduled_bundles
 from app.preflight.memory import (
     MEMORY_ADVICE,
     MEMORY_LABELS,
@@ -37,11 +36,10 @@ from app.preflight.memory import (
     memory_by_phase,
 )
 from app.preflight.program_time import PARTS, program_time
-from app.preflight.program_work import ProgramWork, decode_work, longest_samples, packed_pass_work, prefill_work
+from app.preflight.program_work import ProgramWork, generation_work, longest_samples, packed_pass_work
 from app.records.atomic_write import write_atomic
 from app.records.text_format import format_bytes, format_percent, format_table
 from app.rollout.batch_engine import BatchShape
-from app.rollout.slot_programs import INSERT_SCOPE
 from app.runtime.scoring import set_compute_dtype
 from app.runtime.session import Session
 from app.score.scorer import PackedForward, Scorer, ValueScorer
@@ -116,7 +114,7 @@ def step_memory(
     fullest, programs, available = dict(arrays), [], device_memory_bytes()
     # Slots keep both caches. A batch has none of its rows during the prefill, and none of its prompts during decoding.
     absent = {"prefill": "kv_cache", "decode": "prompt_cache"} if session.continuous_generator is None else {}
-    for one in _compile_programs(session, learning, shapes, reward_model, hlo) if compiles else ():
+    for one in compile_programs(session, learning, shapes, reward_model, hlo) if compiles else ():
         programs.append(one)
         shared = one.phase == "rollout" and "evaluation" in arrays and not session.evaluates_in_batches
         for phase in (one.phase, "evaluation") if shared else (one.phase,):
@@ -147,12 +145,13 @@ def _does_not_fit(phase: str, name: str, reason: str) -> InputError:
     return InputError(f"{phase}: {name} does not fit: {reason} {advice[0].upper()}{advice[1:]}")
 
 
-def _compile_programs(
+def compile_programs(
     session: Session, learning: LearnerGroup, shapes: StepShapes, reward_model: NetworkSpec | None, hlo: Path | None
 ) -> Iterator[CompiledProgram]:
+    """Compiles the programs of a step one after the other; see `step_memory`."""
     device = session.mesh.devices.flat[0]
     chip = find_chip(device.device_kind) if device.platform == "tpu" else None
-    bundles, schedules = {}, kernel_schedules()
+    bundles: dict[str, int] = {}
     for phase, name, lowered, work in _lower_programs(session, learning, shapes, reward_model):
         started = time.perf_counter()
         compiled = _compile(lowered, phase, name)
@@ -162,14 +161,12 @@ def _compile_programs(
         if hlo is not None:
             hlo.mkdir(parents=True, exist_ok=True)
             write_atomic(hlo / f"{phase}_{name}.hlo", text.encode())
-        if schedules is not None:
-            bundles |= take_scheduled_bundles(schedules)
-        estimate = None
+        bundles |= take_scheduled_bundles(kernel_schedules())
+        estimate = mfu = None
         if chip is not None:
-            program = HloProgram(text)
-            kernels = dict(kernel_times(program, chip, bundles, work.turns))
             turn_of = DECODE_SCOPE if name == "decode" else None
-            estimate = program_time(program, chip, kernel_s=kernels, loop_counts=work.turns, turn_of=turn_of)
+            estimate = program_time(text, chip, bundles=bundles, turns=work.turns, turn_of=turn_of)
+            mfu = work.model_flops / estimate.estimated_s / chip.flops
         yield CompiledProgram(
             phase=phase,
             name=name,
@@ -185,9 +182,7 @@ def _compile_programs(
             estimated_s=estimate and estimate.estimated_s,
             parts_s=estimate and {part: estimate.parts[part] for part in PARTS},
             model_flops=work.model_flops or None,
-            mfu=(work.model_flops / estimate.estimated_s / chip.flops)
-            if estimate and chip and work.model_flops
-            else None,
+            mfu=mfu or None,
             collective_bytes=estimate and dict(estimate.collective_bytes),
             compile_s=took,
         )
@@ -222,42 +217,33 @@ def _lower_programs(
     session: Session, learning: LearnerGroup, shapes: StepShapes, reward_model: NetworkSpec | None
 ) -> Iterator[tuple[str, str, Lowered, ProgramWork]]:
     """Yields (phase, name, lowered program, its work) for each program of a step, with the longest samples."""
-    settings, mesh = session.settings, session.mesh
-    rollout, model, critic = settings.rollout, session.model_spec, session.critic
+    settings, mesh, model = session.settings, session.mesh, session.model_spec
+    dtype, logits_chunk = set_compute_dtype(settings), settings.model.logits_chunk
     yield from _lower_generation(session, shapes)
 
-    def work_of(
-        architecture: Architecture, plan: MicroBatchPlan, *, has_lm_head: bool, has_gradients: bool = False
-    ) -> ProgramWork:
+    def work_of(architecture: Architecture, plan: MicroBatchPlan, **how: Any) -> ProgramWork:
         # The reward model reads one more token.
-        lengths = {"prompt": shapes.longest_prompt, "completion": rollout.max_new_tokens + (plan is shapes.reward)}
-        return packed_pass_work(
-            architecture,
-            mesh,
-            longest_samples(rollout.prompts_per_step * rollout.group_size, **lengths),
-            largest_micro_batch(plan),
-            logits_chunk=settings.model.logits_chunk if has_lm_head else None,
-            has_gradients=has_gradients,
-        )
+        completion = settings.rollout.max_new_tokens + (plan is shapes.reward)
+        num_samples = settings.rollout.prompts_per_step * settings.rollout.group_size
+        samples = longest_samples(num_samples, prompt=shapes.longest_prompt, completion=completion)
+        return packed_pass_work(architecture, mesh, samples, largest_micro_batch(plan), **how)
 
-    scored: list[tuple[str, str, DecoderDefinition, PackedForward, MicroBatchPlan]] = []
-    dtype = set_compute_dtype(settings)
+    networks: dict[str, tuple[DecoderDefinition, PackedForward]] = {
+        "policy": (model.policy_definition, session.scorer),
+        "reference": (session.held_reference, session.reference_scorer),
+    }
+    if session.critic is not None:
+        networks["critic"] = session.critic.spec.definition, session.critic.valuer
+    scored = [("score", role, *networks[role], plan) for role, plan in shapes.scores.items()]
     if reward_model is not None and shapes.reward is not None:
         valuer = ValueScorer(reward_model.definition, mesh, dtype=dtype)
-        scored.append(("reward", "model", reward_model.definition.held_in(dtype), valuer, shapes.reward))
-    for role, plan in shapes.scores.items():
-        definition, scorer = model.policy_definition, session.scorer
-        if role == "reference":
-            definition, scorer = session.held_reference, session.reference_scorer
-        if role == "critic":
-            assert critic is not None
-            definition, scorer = critic.spec.definition, critic.valuer
-        scored.append(("score", role, definition, scorer, plan))
+        scored.insert(0, ("reward", "model", reward_model.definition.held_in(dtype), valuer, shapes.reward))
     for phase, name, definition, scorer, plan in scored:
         params = abstract_arrays(definition.shapes, definition.shardings(mesh))
         batch = _global_shapes(mesh, pack_tokens((), _empty_micro_batch(plan)))
-        has_lm_head = isinstance(scorer, Scorer)
-        yield phase, name, scorer.lower(params, batch), work_of(definition.architecture, plan, has_lm_head=has_lm_head)
+        chunk = logits_chunk if isinstance(scorer, Scorer) else None
+        work = work_of(definition.architecture, plan, logits_chunk=chunk, has_gradients=False)
+        yield phase, name, scorer.lower(params, batch), work
     for phase, learner, plan in (
         ("critic", learning.critic, shapes.critic_update),
         ("update", learning.policy, shapes.update),
@@ -265,7 +251,7 @@ def _lower_programs(
         if learner is not None and plan is not None:
             lowered, is_policy = lower_update(session, learner, plan), phase == "update"
             architecture = session.architecture_of("policy" if is_policy else "critic")
-            work = work_of(architecture, plan, has_lm_head=is_policy, has_gradients=True)
+            work = work_of(architecture, plan, logits_chunk=logits_chunk if is_policy else None, has_gradients=True)
             yield phase, "gradients", lowered["gradients"], work
             yield phase, "optimizer", lowered["optimizer"], ProgramWork(0, {})
 
@@ -273,34 +259,21 @@ def _lower_programs(
 def _lower_generation(session: Session, shapes: StepShapes) -> Iterator[tuple[str, str, Lowered, ProgramWork]]:
     """Yields (phase, name, lowered program, its work) for prefill and decode on this host's devices."""
     batches = {"evaluation": (shapes.evaluation, session.eval_sampling_params)} if session.evaluates_in_batches else {}
+    found: list[tuple[str, Mesh, BatchShape, Mapping[str, Lowered]]] = []
     if session.continuous_generator is None:
         batches["rollout"] = (shapes.rollout, session.sampling_params)
     elif session.settings.rollout.pool != "ray":
         # The phases share the programs of the slots.
-        phase = "evaluation" if shapes.rollout is None else "rollout"
-        engines = [] if session.continuous_batching is None else [session.continuous_batching.engine]
-        if session.workers is not None:
-            engines = [worker.engine for worker in session.workers.workers]
-        engine = max(engines, key=lambda one: one.shapes.num_slots)
-        slots, truncates = engine.shapes, session.sampling_params.truncates
-        shape = BatchShape(slots.prefill_rows[-1], slots.num_slots, slots.max_prompt_length, slots.max_length, 0)
-        programs = engine.programs.lower_programs(truncates=truncates)
-        yield from _generation_work(session, phase, engine.programs.mesh, programs, shape)
+        phase, engine = "evaluation" if shapes.rollout is None else "rollout", session.continuous_generator.engine
+        programs = engine.programs.lower_programs(truncates=session.sampling_params.truncates)
+        found.append((phase, engine.programs.mesh, engine.batch_shape, programs))
     for phase, (shape, sampling) in batches.items():
         if shape is not None:
             programs = session.engine.lower_programs(shape, truncates=sampling.truncates)
-            yield from _generation_work(session, phase, session.engine.mesh, programs, shape)
-
-
-def _generation_work(
-    session: Session, phase: str, mesh: Mesh, programs: Mapping[str, Lowered], shape: BatchShape
-) -> Iterator[tuple[str, str, Lowered, ProgramWork]]:
-    architecture, parts = session.model_spec.architecture, num_local_row_shards(mesh)
-    num_prompts, num_rows = -(-shape.num_prompts // parts), -(-shape.num_rows // parts)
-    work = prefill_work(architecture, mesh, num_prompts=num_prompts, prompt_length=shape.prompt_length)
-    yield phase, "prefill", programs["prefill"], replace(work, turns={**work.turns, INSERT_SCOPE: shape.num_prompts})
-    work = decode_work(architecture, mesh, num_rows=num_rows, cache_length=shape.cache_length)
-    yield phase, "decode", programs["decode"], work
+            found.append((phase, session.engine.mesh, shape, programs))
+    for phase, mesh, shape, programs in found:
+        for name, work in generation_work(session.model_spec.architecture, mesh, shape).items():
+            yield phase, name, programs[name], work
 
 
 def lower_update(session: Session, learner: Learner, plan: MicroBatchPlan) -> dict[str, Lowered]:

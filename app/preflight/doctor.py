@@ -113,8 +113,7 @@ def run_doctor(resolved: Resolved, *, compiles: bool = False) -> DoctorReport:
         if has_devices:
             session = _open_session(recorder, resolved, run, inputs, stack)
             checkpoint_bytes = _check_memory(recorder, session, inputs, compiles=compiles)
-            _check_attention(recorder, session, inputs)
-            _check_real_weights(recorder, session, inputs)
+            _check_networks(recorder, session, inputs)
         else:
             recorder.skip("mesh", "memory", "attention", *inputs.weight_checks, reason="there are no devices")
         with recorder.run_check("disk"):
@@ -316,23 +315,17 @@ def _check_memory(
     return checkpoint_bytes
 
 
-def _check_attention(recorder: CheckRecorder, session: Session | None, inputs: PreflightInputs) -> None:
-    """Compares attention with dense attention, on all hosts or on none."""
+def _check_networks(recorder: CheckRecorder, session: Session | None, inputs: PreflightInputs) -> None:
+    """Checks attention, and runs the networks with their real weights, on all hosts or on none."""
     if max_over_hosts(np.asarray(int(session is None))):
-        recorder.skip("attention", reason="there is no mesh on this host or on another one")
+        reason = "the model or the mesh is missing on this host or on another one"
+        recorder.skip("attention", *inputs.weight_checks, reason=reason)
         return
     assert session is not None
     check_attention(recorder, session, inputs.reward_model)
-
-
-def _check_real_weights(recorder: CheckRecorder, session: Session | None, inputs: PreflightInputs) -> None:
-    """Runs the networks with their real weights, on all hosts or on none."""
-    is_ready = session is not None and bool(inputs.prompts)
-    if max_over_hosts(np.asarray(int(not is_ready))):
-        reason = "the model, the prompts or the mesh is missing on this host or on another one"
-        recorder.skip(*inputs.weight_checks, reason=reason)
+    if max_over_hosts(np.asarray(int(not inputs.prompts))):
+        recorder.skip(*inputs.weight_checks, reason="the prompts are missing on this host or on another one")
         return
-    assert session is not None
     if (reason := too_large_reason(session, session.model_spec.reference_definition)) is not None:
         recorder.skip("forward", reason=reason)
     else:

@@ -14,6 +14,7 @@ from app.distributed.error_barrier import error_barrier
 from app.mesh.device_memory import device_memory_bytes
 from app.mesh.device_mesh import num_hosts
 from app.mesh.devices import device_kind, simulated_slice
+from app.mesh.placement import num_local_row_shards
 from app.preflight.compiled_programs import CompiledProgram, format_programs_table, step_memory
 from app.preflight.memory import (
     MEMORY_ADVICE,
@@ -22,7 +23,6 @@ from app.preflight.memory import (
     compute_step_shapes,
     format_memory_table,
     largest_micro_batch,
-    max_rows_on_device,
     peak_phase,
     state_bytes,
 )
@@ -300,9 +300,10 @@ def _shape_fields(launch: RunSetup, learning: LearnerGroup, shapes: StepShapes) 
 
 
 def _summarize_plan(session: Session, plan: MicroBatchPlan, micro_batcher: MicroBatcher) -> MicroBatchSummary:
+    largest = largest_micro_batch(plan)
     return MicroBatchSummary(
         count=len(plan.micro_batches),
         packed=micro_batcher.max_tokens_per_device is not None,
-        rows_per_device=max_rows_on_device(session, plan),
-        tokens_per_row=largest_micro_batch(plan).shape.num_tokens,
+        rows_per_device=len(largest.rows) // num_local_row_shards(session.mesh),
+        tokens_per_row=largest.shape.num_tokens,
     )

@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 ITEM_BITS = {"pred": 8, "token": 0}
 """Bits of an item by element type, where its name does not have them."""
@@ -32,13 +33,9 @@ class ArrayShape:
     """0: the device's main memory (HBM); others are on the chip."""
 
     @property
-    def num_items(self) -> int:
-        return math.prod(self.sizes)
-
-    @property
     def num_bytes(self) -> int:
         bits = ITEM_BITS.get(self.dtype, int((re.search(r"\d+", self.dtype) or ["32"])[0]))
-        return self.num_items * bits // 8
+        return math.prod(self.sizes) * bits // 8
 
 
 @dataclass(frozen=True)
@@ -99,8 +96,7 @@ class Instruction:
         return found[1] if found else None
 
 
-@dataclass(frozen=True)
-class Collective:
+class Collective(NamedTuple):
     """What a collective sends, under ring algorithms.
 
     Source: Chan, Heimlich, Purkayastha and van de Geijn 2007, "Collective communication"; NVIDIA nccl-tests,
@@ -108,9 +104,6 @@ class Collective:
     """
 
     kind: str
-    dtype: str
-    group_size: int | None
-    """Devices that communicate with each other; None for a permutation."""
     sent_bytes: int
     """Bytes that each device sends."""
 
@@ -146,14 +139,13 @@ class HloProgram:
         shapes = [shape for shape in found.shapes if shape.memory_space != SEMAPHORES and shape.sizes]
         holds_operands = found.opcode.endswith("-start") and kind != "all-reduce"
         size = sum(shape.num_bytes for shape in shapes[len(shapes) // 2 if holds_operands else 0 :])
-        dtype = found.shapes[0].dtype
         if kind == "collective-permute":
-            return Collective(kind, dtype, None, size)
+            return Collective(kind, size)
         n = found.group_size
         if one.opcode == "fusion" and kind == "all-reduce" and any(x.opcode == "dynamic-slice" for x in inside):
             kind, size = "reduce-scatter", size // n
         factor = {"all-reduce": 2 * (n - 1) / n, "reduce-scatter": n - 1}.get(kind, (n - 1) / n)
-        return Collective(kind, dtype, n, int(size * factor))
+        return Collective(kind, int(size * factor))
 
 
 def _parse_instruction(name: str, rest: str) -> Instruction:

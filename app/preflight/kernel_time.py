@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,12 @@ from jaxlib.mosaic.python import tpu
 
 from app.mesh.tpu_chips import TpuChip
 from app.model.attention import ATTENTION_SCOPE
-from app.preflight.hlo_text import ArrayShape, HloProgram, Instruction
+from app.preflight.hlo_text import ArrayShape, Instruction
 from settings.errors import InputError
 
 
-def kernel_times(
-    program: HloProgram, chip: TpuChip, bundles: Mapping[str, int], turns: Mapping[str, int]
-) -> Iterator[tuple[str, float]]:
-    """Yields the name and the seconds of each kernel of a program: the longer of its instructions and its copies.
+def kernel_time(one: Instruction, chip: TpuChip, bundles: Mapping[str, int], turns: Mapping[str, int]) -> float:
+    """Returns the seconds of a kernel: the longer of its instructions and its copies.
 
     Each turn of a kernel's grid takes a cycle for each bundle. The grid is read from the kernel.
 
@@ -30,20 +28,16 @@ def kernel_times(
         turns: where the size of a grid depends on data, the number of pairs of blocks, as `ATTENTION_SCOPE`.
 
     Raises:
-        InputError: the schedule of a kernel is missing.
+        InputError: the schedule of the kernel is missing.
     """
-    for instructions in program.computations.values():
-        for one in instructions:
-            if one.attribute(r'custom_call_target="(\w+)"') == "tpu_custom_call":
-                kernel = one.name.partition(".")[0]
-                if kernel not in bundles:
-                    raise InputError(
-                        f"libtpu wrote no schedule of the kernel {kernel}, so its time is unknown: unset "
-                        "JAX_COMPILATION_CACHE_DIR, and use the libtpu that this JAX asks for (pip install -e '.[tpu]')"
-                    )
-                num_turns, num_bytes = _turns_and_copies(one, turns)
-                cycles = bundles[kernel] * num_turns
-                yield one.name, max(cycles / chip.clock_hz, num_bytes / chip.hbm_bytes_per_s)
+    kernel = one.name.partition(".")[0]
+    if kernel not in bundles:
+        raise InputError(
+            f"libtpu wrote no schedule of the kernel {kernel}, so its time is unknown: unset "
+            "JAX_COMPILATION_CACHE_DIR, and use the libtpu that this JAX asks for (pip install -e '.[tpu]')"
+        )
+    num_turns, num_bytes = _turns_and_copies(one, turns)
+    return max(bundles[kernel] * num_turns / chip.clock_hz, num_bytes / chip.hbm_bytes_per_s)
 
 
 def take_scheduled_bundles(folder: Path) -> dict[str, int]:

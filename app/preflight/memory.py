@@ -49,7 +49,9 @@ MEMORY_LABELS = {
 }
 """Name of a buffer -> label of its line in the table, in order."""
 
-GENERATION_ADVICE = "lower rollout.prompts_per_step, rollout.group_size or rollout.max_new_tokens, set rollout.decode_layout: fsdp"
+GENERATION_ADVICE = (
+    "lower rollout.prompts_per_step, rollout.group_size or rollout.max_new_tokens, set rollout.decode_layout: fsdp"
+)
 MEMORY_ADVICE = {
     "rollout": GENERATION_ADVICE,
     "evaluation": GENERATION_ADVICE,
@@ -59,9 +61,6 @@ MEMORY_ADVICE = {
     "update": "lower algorithm.max_tokens_per_device or rows_per_device, set model.remat: block",
 }
 """Phase -> how to reduce its memory."""
-
-USABLE_MEMORY_FRACTION = 0.9
-"""Fraction of a device's memory for what is foreseen; the rest is for fragmentation and errors of estimates."""
 
 NetworkSpec = ModelSpec | CriticSpec | RewardModelSpec
 """Description of a network, without its weights."""
@@ -180,11 +179,6 @@ def _generation_bytes(footprint: Footprint) -> MemoryBreakdown:
 def largest_micro_batch(plan: MicroBatchPlan) -> MicroBatch:
     """Returns the micro-batch with the most token positions."""
     return max(plan.micro_batches, key=lambda one: len(one.rows) * one.shape.num_tokens)
-
-
-def max_rows_on_device(session: Session, plan: MicroBatchPlan) -> int:
-    """Returns the rows of the largest micro-batch on each device."""
-    return len(largest_micro_batch(plan).rows) // num_local_row_shards(session.mesh)
 
 
 def network_bytes(session: Session, learning: LearnerGroup, reward_model: NetworkSpec | None = None) -> MemoryBreakdown:

@@ -25,7 +25,6 @@ from app.mesh.placement import (
 from app.model.decoder import DecoderDefinition, Params
 from app.model.segment_layout import single_segment_layout
 from app.preflight.check_results import CheckRecorder
-from app.preflight.memory import USABLE_MEMORY_FRACTION
 from app.prompts.encode import to_messages
 from app.prompts.tokenizer import Tokenizer
 from app.records.sample import Prompt, Sample
@@ -42,6 +41,8 @@ MAX_SHOWN_CHARACTERS = 240
 """Maximum number of characters shown of the end of a prompt."""
 NUM_TOP_TOKENS = 5
 """Number of likeliest tokens shown."""
+USABLE_MEMORY_FRACTION = 0.9
+"""Fraction of a device's memory for weights; the rest is for what runs with them."""
 MAX_PARAMETERS = {"cpu": 10**9, "gpu": 3 * 10**9, "tpu": 3 * 10**9}
 """Platform -> parameters of the largest model to load, which takes about half a minute."""
 

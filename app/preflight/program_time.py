@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from app.mesh.tpu_chips import TpuChip
 from app.preflight.hlo_text import SEMAPHORES, Collective, HloProgram, Instruction
+from app.preflight.kernel_time import kernel_time
 from settings.errors import InputError
 
 FREE_OPCODES = frozenset(
@@ -36,21 +37,35 @@ class ProgramTime:
 
     compute_s: float = 0.0
     kernel_s: float = 0.0
-    exposed_collective_s: float = 0.0
     parts: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Seconds by part: those of `PARTS`, which add up to the whole."""
     collective_bytes: Counter[str] = field(default_factory=Counter)
     """Bytes that each device sends, by kind of collective."""
 
     @property
+    def exposed_collective_s(self) -> float:
+        """Seconds of collectives that no other work covers."""
+        return self.parts.get("collectives", 0.0)
+
+    @property
     def estimated_s(self) -> float:
         return self.compute_s + self.kernel_s + self.exposed_collective_s
+
+    def spend(self, part: str, seconds: float) -> None:
+        """Adds seconds of a part, apart from those of kernels."""
+        self.parts[part] += seconds
+        if part != "collectives":
+            self.compute_s += seconds
+
+    def wait(self, ends: list[tuple[float, str]]) -> None:
+        """Adds the time until the ends of what runs in the background, each with its part."""
+        for until, part in sorted(ends):
+            self.spend(part, max(0.0, until - self.estimated_s))
 
     def add(self, other: ProgramTime, times: int = 1) -> None:
         """Adds another's figures `times` times."""
         self.compute_s += other.compute_s * times
         self.kernel_s += other.kernel_s * times
-        self.exposed_collective_s += other.exposed_collective_s * times
         for part, seconds in other.parts.items():
             self.parts[part] += seconds * times
         for kind, num_bytes in other.collective_bytes.items():
@@ -61,27 +76,22 @@ PARTS = ("attention", "matrix products", "LM head", "collectives", "rest")
 
 
 def program_time(
-    program: HloProgram,
-    chip: TpuChip,
-    *,
-    kernel_s: Mapping[str, float],
-    loop_counts: Mapping[str, int],
-    turn_of: str | None = None,
+    text: str, chip: TpuChip, *, bundles: Mapping[str, int], turns: Mapping[str, int], turn_of: str | None = None
 ) -> ProgramTime:
     """Returns the time of one call of a program on each device.
 
     Args:
-        kernel_s: seconds of each Pallas kernel by the name of its instruction.
-        loop_counts: turns of loops that depend on data, by their name scope.
+        bundles: see `app.preflight.kernel_time.take_scheduled_bundles`.
+        turns: turns of loops and grids that depend on data, by their name scope.
         turn_of: the name scope of a loop of which only one turn is counted, instead of the whole call.
 
     Raises:
-        InputError: a loop's count is unknown.
+        InputError: a loop's count is unknown, or a kernel's schedule.
     """
-    walk = _Walk(program, chip, kernel_s, loop_counts)
+    walk = _Walk(HloProgram(text), chip, bundles, turns)
     if turn_of is None:
-        return walk.time_of(program.entry)
-    loops = [one for lines in program.computations.values() for one in lines if one.opcode == "while"]
+        return walk.time_of(walk.program.entry)
+    loops = [one for lines in walk.program.computations.values() for one in lines if one.opcode == "while"]
     [loop] = [one for one in loops if one.op_name.endswith(f"{turn_of}/while")]
     return walk.time_of(_body(loop))
 
@@ -94,8 +104,8 @@ def _body(loop: Instruction) -> str:
 class _Walk:
     program: HloProgram
     chip: TpuChip
-    kernel_s: Mapping[str, float]
-    loop_counts: Mapping[str, int]
+    bundles: Mapping[str, int]
+    turns: Mapping[str, int]
 
     def time_of(self, computation: str, part: str = "rest") -> ProgramTime:
         """Returns the time of one run of a computation, whose instructions start one after the other.
@@ -111,77 +121,57 @@ class _Walk:
         for one in self.program.computations[computation]:
             results[one.name] = one
             now = total.estimated_s
-            self._follow(one, in_flight)
-            if one.opcode in FREE_OPCODES or one.attribute(r'custom_call_target="(\w+)"') in ALIASING_CALLS:
+            starts = one.opcode.endswith("-start") or self._calls(one, "AsyncCollectiveStart")
+            ends = one.opcode.endswith("-done") or self._calls(one, "AsyncCollectiveDone")
+            holds_handles = any(shape.memory_space == SEMAPHORES for shape in one.shapes)
+            if ends or holds_handles:
+                in_flight[one.name] = [end for operand in one.operands for end in in_flight.pop(operand, [])]
+            # A fusion that does other work while a collective that has been started goes on.
+            carries = one.opcode == "fusion" and holds_handles and not starts
+            target = one.attribute(r'custom_call_target="(\w+)"')
+            if one.opcode in FREE_OPCODES or target in ALIASING_CALLS:
                 continue
             if one.opcode == "while":
-                total.add(self._loop(one, part))
+                total.add(self.time_of(_body(one), self._part(one, part)), self._num_turns(one))
             elif one.opcode == "conditional":
                 total.add(max((self.time_of(name, part) for name in one.called), key=lambda branch: branch.estimated_s))
             elif one.opcode == "call":
                 total.add(self.time_of(one.called[0], part))
-            elif one.opcode.endswith("-done") or self._calls(one, "AsyncCollectiveDone"):
-                self._wait(total, in_flight.pop(one.name, []))
-            elif (collective := self.program.collective(one)) is not None and not self._carries(one):
+            elif ends:
+                total.wait(in_flight.pop(one.name))
+            elif not carries and (collective := self.program.collective(one)) is not None:
                 total.collective_bytes[collective.kind] += collective.sent_bytes
                 links_free_at = max(now, links_free_at) + self._collective_s(collective)
-                ends = [(links_free_at, "collectives")]
-                if one.opcode.endswith("-start") or self._calls(one, "AsyncCollectiveStart"):
-                    in_flight[one.name] = ends
+                if starts:
+                    in_flight[one.name] = [(links_free_at, "collectives")]
                 else:
-                    self._wait(total, ends)
-            elif one.opcode.endswith("-start"):
-                in_flight[one.name] = [(now + self._memory_s(one.num_bytes / 2), "rest")]
-            elif (kernel := self.kernel_s.get(one.name)) is not None:
-                total.kernel_s += kernel
-                total.parts[self._part(one, part)] += kernel
+                    total.wait([(links_free_at, "collectives")])
+            elif starts:
+                in_flight[one.name] = [(now + one.num_bytes / 2 / self.chip.hbm_bytes_per_s, "rest")]
+            elif target == "tpu_custom_call":
+                kernel_s = kernel_time(one, self.chip, self.bundles, self.turns)
+                total.kernel_s += kernel_s
+                total.parts[self._part(one, part)] += kernel_s
             else:
-                seconds = self._instruction_s(one, results)
-                total.compute_s += seconds
-                total.parts[self._part(one, part)] += seconds
-        self._wait(total, [ended for several in in_flight.values() for ended in several])
+                total.spend(self._part(one, part), self._instruction_s(one, results))
+        total.wait([end for several in in_flight.values() for end in several])
         return total
 
-    def _follow(self, one: Instruction, in_flight: dict[str, list[tuple[float, str]]]) -> None:
-        """Passes the handles in an instruction's operands on to its own result."""
-        is_end = one.opcode.endswith("-done") or self._calls(one, "AsyncCollectiveDone")
-        if is_end or any(shape.memory_space == SEMAPHORES for shape in one.shapes):
-            handles = [ended for operand in one.operands for ended in in_flight.pop(operand, [])]
-            if handles:
-                in_flight[one.name] = handles
-
-    @staticmethod
-    def _wait(total: ProgramTime, ends: list[tuple[float, str]]) -> None:
-        for until, part in sorted(ends):
-            exposed = max(0.0, until - total.estimated_s)
-            if part == "collectives":
-                total.exposed_collective_s += exposed
-            else:
-                total.compute_s += exposed
-            total.parts[part] += exposed
-
-    def _loop(self, one: Instruction, part: str) -> ProgramTime:
-        scopes = (scope for scope in self.loop_counts if re.search(rf"\b{scope}\b", one.op_name))
-        count = one.attribute(r'"known_trip_count":\{"n":"(\d+)"') or self.loop_counts.get(next(scopes, ""))
-        if count is None and (count := self._compared_count(one)) is None:
+    def _num_turns(self, loop: Instruction) -> int:
+        """Returns what the compiler or `turns` says, or the constant that the loop's counter stays below."""
+        scopes = (scope for scope in self.turns if re.search(rf"\b{scope}\b", loop.op_name))
+        count = loop.attribute(r'"known_trip_count":\{"n":"(\d+)"') or self.turns.get(next(scopes, ""))
+        if count is None:
+            *lines, condition = self.program.computations[loop.attribute(r"condition=%?([\w.\-]+)") or ""]
+            if condition.opcode == "compare" and condition.attribute(r"direction=(\w+)") == "LT":
+                limits = (one for one in lines if one.name == condition.operands[-1] and one.opcode == "constant")
+                count = next((one.attribute(r"^(\d+)\)") for one in limits), None)
+        if count is None:
             raise InputError(
-                f"the loop {one.name} ({one.op_name}) of a compiled program has no known number of turns, so the time "
-                "of the program is unknown: use the libtpu that this JAX asks for (pip install -e '.[tpu]')"
+                f"the loop {loop.name} ({loop.op_name}) of a compiled program has no known number of turns, so the "
+                "time of the program is unknown: use the libtpu that this JAX asks for (pip install -e '.[tpu]')"
             )
-        turn = self.time_of(_body(one), self._part(one, part))
-        total = ProgramTime()
-        total.add(turn, int(count))
-        return total
-
-    def _compared_count(self, loop: Instruction) -> int | None:
-        """Returns the constant that the loop's counter stays below; None if its condition is another."""
-        lines = {one.name: one for one in self.program.computations[loop.attribute(r"condition=%?([\w.\-]+)") or ""]}
-        *_, condition = lines.values()
-        limit = lines.get(condition.operands[-1]) if condition.operands else None
-        if limit is None or condition.opcode != "compare" or condition.attribute(r"direction=(\w+)") != "LT":
-            return None
-        constant = limit.attribute(r"^(\d+)\)") if limit.opcode == "constant" else None
-        return None if constant is None else int(constant)
+        return int(count)
 
     def _calls(self, one: Instruction, target: str) -> bool:
         return one.opcode == "fusion" and any(f'"{target}"' in inner.text for inner in self.program.fused(one))
@@ -190,31 +180,20 @@ class _Walk:
         in_ring = one.kind != "collective-permute"
         return one.sent_bytes / (self.chip.ring_bytes_per_s if in_ring else self.chip.link_bytes_per_s)
 
-    def _carries(self, one: Instruction) -> bool:
-        """Returns whether a fusion does other work while a collective that has been started goes on."""
-        return (
-            one.opcode == "fusion"
-            and any(x.memory_space == SEMAPHORES for x in one.shapes)
-            and not self._calls(one, "AsyncCollectiveStart")
-        )
-
     def _instruction_s(self, one: Instruction, results: Mapping[str, Instruction]) -> float:
         if (cycles := one.estimated_cycles) is not None:
             return cycles / self.chip.clock_hz
         operands = [results[name] for name in one.operands if name in results]
-        if one.opcode in TOUCHED_ONCE:
-            return self._memory_s(2 * one.num_bytes)
-        if one.opcode == "dynamic-update-slice":
-            return self._memory_s(2 * operands[1].num_bytes)
         touched = one.num_bytes + sum(operand.num_bytes for operand in operands)
-        if one.opcode == "sort":
+        if one.opcode in TOUCHED_ONCE:
+            touched = 2 * one.num_bytes
+        elif one.opcode == "dynamic-update-slice":
+            touched = 2 * operands[1].num_bytes
+        elif one.opcode == "sort":
             # A bitonic sort: each of its passes reads and writes the arrays.
             passes = math.log2(max(2, *one.shapes[0].sizes))
-            return self._memory_s(touched * passes * (passes + 1) / 2)
-        return self._memory_s(touched)
-
-    def _memory_s(self, num_bytes: float) -> float:
-        return num_bytes / self.chip.hbm_bytes_per_s
+            touched = touched * passes * (passes + 1) / 2
+        return touched / self.chip.hbm_bytes_per_s
 
     def _part(self, one: Instruction, default: str) -> str:
         if re.search(r"\battention\b", one.op_name):

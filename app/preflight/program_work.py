@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,8 @@ from app.model.flops import pair_flops, token_flops
 from app.model.segment_layout import SegmentLayout
 from app.model.token_logprobs import LM_HEAD_SCOPE
 from app.records.sample import Prompt, Sample
+from app.rollout.batch_engine import BatchShape
+from app.rollout.slot_programs import INSERT_SCOPE
 
 BACKWARD_FACTOR = 3
 """FLOPs of a forward and a backward pass relative to the forward pass; nothing is counted twice for recomputation."""
@@ -76,21 +78,19 @@ def packed_pass_work(
     return ProgramWork(work.model_flops * (BACKWARD_FACTOR if has_gradients else 1), turns)
 
 
-def prefill_work(architecture: Architecture, mesh: Mesh, *, num_prompts: int, prompt_length: int) -> ProgramWork:
-    """Returns the work of a prefill of full prompts on each device."""
-    ones = np.ones((num_prompts, prompt_length), np.int32)
-    positions = np.broadcast_to(np.arange(prompt_length, dtype=np.int32), ones.shape)
+def generation_work(architecture: Architecture, mesh: Mesh, shape: BatchShape) -> dict[str, ProgramWork]:
+    """Returns the work of a prefill of full prompts, and of one decoded token of all rows with full caches."""
+    a, parts = architecture, num_local_row_shards(mesh)
+    ones = np.ones((-(-shape.num_prompts // parts), shape.prompt_length), np.int32)
+    positions = np.broadcast_to(np.arange(shape.prompt_length, dtype=np.int32), ones.shape)
     # Logits are computed by the decode program.
-    return _rows_work(architecture, mesh, SegmentLayout(ones, np.zeros_like(ones), positions), num_logits=0)
-
-
-def decode_work(architecture: Architecture, mesh: Mesh, *, num_rows: int, cache_length: int) -> ProgramWork:
-    """Returns the work of one token of all rows of a device, with full caches."""
-    a = architecture
-    windows = Counter(a.layer_windows)
-    keys = sum(n * (cache_length if window is None else min(cache_length, window)) for window, n in windows.items())
+    prefill = _rows_work(a, mesh, SegmentLayout(ones, np.zeros_like(ones), positions), num_logits=0)
+    keys = sum(min(shape.cache_length, window or shape.cache_length) for window in a.layer_windows)
     flops = token_flops(a) + pair_flops(a) * keys + 2 * a.model_dim * a.vocab_size
-    return ProgramWork(num_rows * flops // mesh.shape["tp"], {})
+    return {
+        "prefill": replace(prefill, turns={**prefill.turns, INSERT_SCOPE: shape.num_prompts}),
+        "decode": ProgramWork(-(-shape.num_rows // parts) * flops // mesh.shape["tp"], {}),
+    }
 
 
 def _rows_work(architecture: Architecture, mesh: Mesh, layout: SegmentLayout, *, num_logits: int) -> ProgramWork:

@@ -10,7 +10,7 @@ import jax
 from app.distributed.stop_check import StoppedError
 from app.model.decode_weights import DecodeWeights
 from app.records.sample import Prompt
-from app.rollout.batch_engine import BatchShape, Footprint
+from app.rollout.batch_engine import Footprint
 from app.rollout.counters import RolloutCounters
 from app.rollout.request import GenerationRequest
 from app.rollout.sample_generator import SampleGenerator
@@ -56,11 +56,6 @@ class ContinuousBatchGenerator(SampleGenerator):
     def take_counters(self) -> RolloutCounters:
         """Returns the counts since the last call."""
         return self.engine.counters.take()
-
-    @property
-    def batch_shape(self) -> BatchShape:
-        """Largest batch shape of the engine."""
-        return self.engine.batch_shape
 
     def footprint(self) -> Footprint:
         """Returns the arrays on the devices when all slots are full."""

@@ -14,7 +14,7 @@ import numpy as np
 
 from app.mesh.placement import bytes_per_device
 from app.model.decode_weights import DecodeWeights
-from app.rollout.batch_engine import BatchShape, Footprint
+from app.rollout.batch_engine import Footprint
 from app.rollout.counters import RolloutCounters
 from app.rollout.request import GenerationRequest
 from app.rollout.sample_generator import SampleGenerator
@@ -25,6 +25,7 @@ from app.rollout.scheduling.protocol import EventRecord
 from app.rollout.scheduling.sample_states import SampleState
 from app.rollout.scheduling.scheduler import Scheduler
 from app.rollout.sequence import RolloutSequence
+from app.rollout.slot_engine import SlotEngine
 from app.rollout.stop_strings import DecodeText
 from app.rollout.worker import Clock, RolloutWorker
 from app.rollout.worker_drivers import SequentialDriver, ThreadedDriver
@@ -209,9 +210,9 @@ class RolloutWorkerPool(SampleGenerator):
         return RolloutCounters.sum([worker.take_counters() for worker in self.workers])
 
     @property
-    def batch_shape(self) -> BatchShape:
-        """Largest batch shape of the worker with the most slots."""
-        return max((worker.engine.batch_shape for worker in self.workers), key=lambda shape: shape.num_rows)
+    def engine(self) -> SlotEngine:
+        """The engine of the worker with the most slots."""
+        return max((worker.engine for worker in self.workers), key=lambda engine: engine.shapes.num_slots)
 
     def footprint(self) -> Footprint:
         """Returns the arrays on the fullest device when all slots are full."""

@@ -207,13 +207,13 @@ class Session(ScoringSession):
     def rollout_shape(self, *, num_prompts: int, group_size: int, longest_prompt: int) -> BatchShape:
         """Returns the shape of a rollout of `num_prompts` prompts on this host."""
         if self.continuous_generator:
-            return self.continuous_generator.batch_shape
+            return self.continuous_generator.engine.batch_shape
         return self._batch_shape(num_prompts, group_size=group_size, longest_prompt=longest_prompt)
 
     def evaluation_shape(self, *, num_prompts: int, longest_prompt: int) -> BatchShape:
         """Returns the shape of an evaluation of `num_prompts` prompts on this host."""
         if self.continuous_generator and not self.generates_async:
-            return self.continuous_generator.batch_shape
+            return self.continuous_generator.engine.batch_shape
         return self._batch_shape(num_prompts, group_size=self.settings.eval.num_samples, longest_prompt=longest_prompt)
 
     def _batch_shape(self, num_prompts: int, *, group_size: int, longest_prompt: int) -> BatchShape:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
-from app.mesh.devices import device_kind
-from app.mesh.interconnect import all_gather_time_s, num_hosts_per_weight
+from app.mesh.axis_rules import AXES, LOGICAL_AXIS_RULES
+from app.mesh.devices import host_index
 from app.mesh.placement import bytes_per_device
-from app.mesh.tpu_chips import find_chip
 from app.model.decode_weights import abstract_decode_weights
 from app.model.decoder import DecoderDefinition
 from app.records.text_format import format_bytes
@@ -37,10 +37,16 @@ def _fsdp_decode_warning(definition: DecoderDefinition, mesh: Mesh, dtype: jnp.d
     moved = whole - held
     if moved == 0:
         return []
-    chip, hosts = find_chip(device_kind(mesh.devices.flat[0])), num_hosts_per_weight(mesh)
-    seconds = f", at best {all_gather_time_s(mesh, moved, chip):.2g} s" if chip else ""
+    hosts = num_hosts_per_weight(mesh)
     across = f", across {hosts} hosts" if hosts > 1 else ""
     return [
         f"warning: rollout.decode_layout: fsdp moves {format_bytes(moved)} of weights into each device at every token "
-        f"step{across}{seconds}; gathered moves none and holds {format_bytes(whole)} instead of {format_bytes(held)}"
+        f"step{across}; gathered moves none and holds {format_bytes(whole)} instead of {format_bytes(held)}"
     ]
+
+
+def num_hosts_per_weight(mesh: Mesh) -> int:
+    """Returns the largest number of hosts that a weight's model dim is split over; 1 if none is gathered."""
+    axis = AXES.index(str(LOGICAL_AXIS_RULES["embed"]))
+    hosts = np.vectorize(host_index, otypes=[int])(mesh.devices)
+    return max(len(set(group)) for group in np.moveaxis(hosts, axis, -1).reshape(-1, mesh.devices.shape[axis]).tolist())

@@ -22,15 +22,14 @@ from shapes import QWEN2_5
 from app.batching.micro_batch_plan import MicroBatch, RowShape
 from app.batching.token_batch import pack_tokens
 from app.mesh.axis_rules import AXES
-from app.mesh.compile_only import compile_only_devices, keep_kernel_schedules, kernel_schedules
+from app.mesh.compile_only import compile_only_devices, kernel_schedules
 from app.mesh.compiler_options import compiler_options
 from app.mesh.placement import row_sharding
 from app.mesh.tpu_chips import parse_slice
 from app.model.attention import packed_attention
 from app.model.io.families import architecture_from_config
 from app.model.segment_layout import SegmentLayout
-from app.preflight.hlo_text import HloProgram
-from app.preflight.kernel_time import kernel_times, take_scheduled_bundles
+from app.preflight.kernel_time import take_scheduled_bundles
 from app.preflight.program_time import program_time
 from app.preflight.program_work import longest_samples, packed_pass_work
 from app.records.text_format import format_percent, format_table
@@ -51,7 +50,7 @@ def main() -> None:
 
 def estimated(slice_name: str, num_tokens: int, prompt: int) -> tuple[str, ...]:
     """Returns a line of the table."""
-    keep_kernel_schedules()
+    schedules = kernel_schedules()
     place, architecture = parse_slice(slice_name), architecture_from_config(QWEN2_5[MODEL])
     mesh = Mesh(np.array(compile_only_devices(place)).reshape(1, -1, 1), AXES)
     completion = (num_tokens - prompt) // SAMPLES
@@ -74,11 +73,8 @@ def estimated(slice_name: str, num_tokens: int, prompt: int) -> tuple[str, ...]:
         gradients = jax.jit(
             jax.grad(loss, argnums=(0, 1, 2)), compiler_options=compiler_options(mesh, packed_rows=True)
         )
-        program = HloProgram(gradients.lower(query, keys, keys, layout).compile().as_text() or "")
-    schedules = kernel_schedules()
-    assert schedules
-    kernels = dict(kernel_times(program, place.chip, take_scheduled_bundles(schedules), turns))
-    time = program_time(program, place.chip, kernel_s=kernels, loop_counts=turns)
+        text = gradients.lower(query, keys, keys, layout).compile().as_text() or ""
+    time = program_time(text, place.chip, bundles=take_scheduled_bundles(schedules), turns=turns)
     visible = prompt * (prompt + 1) // 2 + SAMPLES * (completion * (completion + 1) // 2 + completion * prompt)
     floor = 12 * heads * head_dim * visible / place.chip.flops
     milliseconds = (f"{seconds * 1e3:.2f} ms" for seconds in (time.kernel_s, floor))

@@ -73,8 +73,8 @@ def moved_by(collectives: Sequence[LoopedCollective], mesh: Mesh, hosts: Sequenc
     Args:
         hosts: the host of each device of the mesh, in order.
     """
-    weights = [one for one in collectives if one.collective.dtype != "pred"]
-    kinds = {(one.collective.kind, one.collective.dtype, one.collective.group_size) for one in weights}
+    weights = [one for one in collectives if one.dtype != "pred"]
+    kinds = {(one.collective.kind, one.dtype, one.instruction.group_size) for one in weights}
     assert kinds <= {("all-gather", "f32", mesh.shape["fsdp"])}, kinds
     per_device = sum(one.bytes_per_device for one in weights) * COUNTED.itemsize / COMPILED.itemsize
     lines = np.moveaxis(np.reshape(hosts, mesh.devices.shape), AXES.index("fsdp"), -1).reshape(-1, mesh.shape["fsdp"])

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from jax.stages import Compiled
 
-from app.preflight.hlo_text import Collective, HloProgram
+from app.preflight.hlo_text import COLLECTIVES, Collective, HloProgram, Instruction
 
 
 @dataclass(frozen=True)
@@ -18,8 +18,14 @@ class LoopedCollective:
     """A collective and how often it runs, in one turn of each loop that depends on data."""
 
     collective: Collective
+    instruction: Instruction
+    """What the program does, without what wraps it."""
     num_executions: int
     is_in_dynamic_loop: bool
+
+    @property
+    def dtype(self) -> str:
+        return self.instruction.shapes[0].dtype
 
     @property
     def bytes_per_device(self) -> int:
@@ -40,7 +46,9 @@ def _collectives_of(
 ) -> Iterator[LoopedCollective]:
     for one in program.computations[computation]:
         if (collective := program.collective(one)) is not None:
-            yield LoopedCollective(collective, num_executions, is_in_dynamic_loop)
+            inside = (one, *program.fused(one))
+            bare = next(x for x in inside if x.opcode.removesuffix("-start") in COLLECTIVES)
+            yield LoopedCollective(collective, bare, num_executions, is_in_dynamic_loop)
         elif one.opcode == "while":
             turns = one.attribute(r'"known_trip_count":\{"n":"(\d+)"')
             is_open, count = is_in_dynamic_loop or turns is None, num_executions * int(turns or 1)

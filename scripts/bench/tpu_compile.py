@@ -31,10 +31,9 @@ from typing import Any
 from shapes import QWEN2_5
 
 from app.mesh.compile_only import SCHEDULES
-from app.mesh.compiler_options import options_for
+from app.mesh.compiler_options import COMPILER_OPTIONS, PACKED_ROWS_OPTIONS
 from app.mesh.tpu_chips import parse_slice
-from app.preflight.hlo_text import HloProgram
-from app.preflight.kernel_time import kernel_times, take_scheduled_bundles
+from app.preflight.kernel_time import take_scheduled_bundles
 from app.preflight.program_time import program_time
 from app.records.text_format import format_bytes, format_table
 
@@ -61,8 +60,8 @@ def programs(tunix_python: str | None) -> Iterator[tuple[str, str, list[str], di
         for side, variant in TUNIX.items() if tunix_python else ():
             command = [tunix_python or "", str(HERE / "gradients_of_tunix.py")]
             topology = {"topology_name": place.topology_name, **place.topology_options}
-            options = options_for("tpu", place.chip.device_kind, packed_rows=True) if variant["our_options"] else {}
-            variant = {"flash": variant["flash"], "compiler_options": options}
+            ours = {**COMPILER_OPTIONS["tpu"], **PACKED_ROWS_OPTIONS.get(place.chip.device_kind, {})}
+            variant = {"flash": variant["flash"], "compiler_options": ours if variant["our_options"] else {}}
             yield model, side, command, {**work, **variant, "topology": topology, "rows": ROWS[OURS]}
 
 
@@ -82,17 +81,17 @@ def compiled(command: list[str], work: Mapping[str, Any], directory: Path) -> di
 
 def estimated(model: str, side: str, figures: Mapping[str, Any], directory: Path) -> dict[str, Any]:
     """Returns one line of the record: the program's time by part, and time and HBM for each completion token."""
-    place, turns = parse_slice(PRESETS[model][1]), figures.get("turns", {})
-    program = HloProgram((directory / "program.hlo").read_text())
-    kernels = dict(kernel_times(program, place.chip, figures["bundles"], turns))
-    time = program_time(program, place.chip, kernel_s=kernels, loop_counts=turns)
+    place = parse_slice(PRESETS[model][1])
+    if "estimated_s" not in figures:
+        text = (directory / "program.hlo").read_text()
+        time = program_time(text, place.chip, bundles=figures["bundles"], turns={})
+        figures = {**figures, "estimated_s": time.estimated_s, "parts_s": dict(time.parts)}
     rows = figures.get("rows", ROWS[OURS])
     tokens = rows * WORK["completion"] / place.num_chips
     return {
-        **{"model": model, "slice": place.name, "side": side, "samples": rows, "estimated_s": time.estimated_s},
-        "parts_s": dict(time.parts),
-        **{name: one for name, one in figures.items() if name.endswith("_bytes") or name == "versions"},
-        "s_per_token": time.estimated_s / tokens,
+        **{"model": model, "slice": place.name, "side": side, "samples": rows},
+        **{name: one for name, one in figures.items() if name.endswith(("_s", "_bytes")) or name == "versions"},
+        "s_per_token": figures["estimated_s"] / tokens,
         "temporary_bytes_per_token": figures["temporary_bytes"] / tokens,
     }
 

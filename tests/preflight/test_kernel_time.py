@@ -12,8 +12,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from app.mesh.tpu_chips import TPU_CHIPS
-from app.preflight.hlo_text import HloProgram
-from app.preflight.kernel_time import kernel_times, take_scheduled_bundles
+from app.preflight.kernel_time import take_scheduled_bundles
+from app.preflight.program_time import program_time
+from settings.errors import InputError
 
 CHIP = TPU_CHIPS["v5e"]
 BLOCK = (8, 128)
@@ -26,7 +27,7 @@ def copy_kernel(*refs: Any) -> None:
     target[...] = source[...]
 
 
-def calling(call: Any, *shapes: jax.ShapeDtypeStruct) -> HloProgram:
+def calling(call: Any, *shapes: jax.ShapeDtypeStruct) -> str:
     """Returns a program with one kernel, whose author's metadata spans lines as that of JAX's splash attention does."""
     text = jax.jit(call).trace(*shapes).lower(lowering_platforms=("tpu",)).as_text()
     body = re.search(r"\\22body\\22: \\22([^\\]+)\\22", text)
@@ -34,12 +35,14 @@ def calling(call: Any, *shapes: jax.ShapeDtypeStruct) -> HloProgram:
     metadata = 'frontend_attributes={kernel_metadata={\n"xprof_metadata":"{\\"block\\": 8}"\n}}'
     config = f'backend_config={{"custom_call_config":{{"body":"{body[1]}"}}}}'
     line = f'%turned.7 = f32[64,128] custom-call(%p), custom_call_target="tpu_custom_call", {metadata}, {config}'
-    return HloProgram(f"HloModule jit_f\n\nENTRY %main () -> f32[64,128] {{\n  {line}\n}}\n")
+    return f"HloModule jit_f\n\nENTRY %main () -> f32[64,128] {{\n  {line}\n}}\n"
 
 
-def times(program: HloProgram, *, bundles: int, pairs: int | None = None) -> dict[str, float]:
+def kernel_s(program: str, *, bundles: int, pairs: int | None = None) -> float:
     turns = {} if pairs is None else {"attention": pairs}
-    return dict(kernel_times(program, CHIP, {"turned": bundles}, turns))
+    time = program_time(program, CHIP, bundles={"turned": bundles}, turns=turns)
+    assert (time.estimated_s, dict(time.parts)) == (time.kernel_s, {"rest": time.kernel_s})
+    return time.kernel_s
 
 
 X = jax.ShapeDtypeStruct((64, 128), jnp.float32)
@@ -48,14 +51,14 @@ X = jax.ShapeDtypeStruct((64, 128), jnp.float32)
 def test_a_kernel_takes_a_cycle_for_each_bundle_and_turn_of_its_own_grid():
     spec = pl.BlockSpec(BLOCK, lambda i, j: (i, 0))
     call = pl.pallas_call(copy_kernel, grid=(8, 5), in_specs=[spec], out_specs=spec, out_shape=X)
-    assert times(calling(call, X), bundles=3_000) == {"turned.7": pytest.approx(8 * 5 * 3_000 / CHIP.clock_hz)}
+    assert kernel_s(calling(call, X), bundles=3_000) == pytest.approx(8 * 5 * 3_000 / CHIP.clock_hz)
 
 
 def test_a_kernel_takes_at_least_the_time_of_its_copies():
     by_row, by_turn = pl.BlockSpec(BLOCK, lambda i, j: (i, 0)), pl.BlockSpec(BLOCK, lambda i, j: (j, 0))
     call = pl.pallas_call(copy_kernel, grid=(4, 8), in_specs=[by_turn], out_specs=by_row, out_shape=X)
     # The result's block changes with the outer index only.
-    assert times(calling(call, X), bundles=1) == {"turned.7": pytest.approx((32 + 4) * BLOCK_S)}
+    assert kernel_s(calling(call, X), bundles=1) == pytest.approx((32 + 4) * BLOCK_S)
 
 
 def test_the_turns_of_a_grid_that_depends_on_data_are_given():
@@ -68,15 +71,20 @@ def test_the_turns_of_a_grid_that_depends_on_data_are_given():
         return pl.pallas_call(lambda blocks, source, target: None, grid_spec=grid, out_shape=X)(count, x)
 
     program = calling(call, jax.ShapeDtypeStruct((16,), jnp.int32), X)
-    assert times(program, bundles=900, pairs=11) == {"turned.7": pytest.approx(2 * 11 * 900 / CHIP.clock_hz)}
+    assert kernel_s(program, bundles=900, pairs=11) == pytest.approx(2 * 11 * 900 / CHIP.clock_hz)
     # A block that is held for many turns is not counted.
-    assert times(program, bundles=0, pairs=11) == {"turned.7": pytest.approx(2 * 11 * BLOCK_S)}
+    assert kernel_s(program, bundles=0, pairs=11) == pytest.approx(2 * 11 * BLOCK_S)
 
 
 def test_a_kernel_without_a_grid_has_one_turn():
-    assert times(calling(pl.pallas_call(copy_kernel, out_shape=X), X), bundles=1_000_000) == {
-        "turned.7": pytest.approx(1_000_000 / CHIP.clock_hz)
-    }
+    program = calling(pl.pallas_call(copy_kernel, out_shape=X), X)
+    assert kernel_s(program, bundles=1_000_000) == pytest.approx(1_000_000 / CHIP.clock_hz)
+
+
+def test_a_kernel_without_a_schedule_has_no_time():
+    program = calling(pl.pallas_call(copy_kernel, out_shape=X), X)
+    with pytest.raises(InputError, match=r"no schedule of the kernel turned.*pip install -e '\.\[tpu\]'"):
+        program_time(program, CHIP, bundles={}, turns={})
 
 
 def test_only_schedules_of_kernels_count_and_of_equal_names_the_longest(tmp_path):

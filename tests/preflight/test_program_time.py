@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from app.mesh.tpu_chips import TPU_CHIPS
-from app.preflight.hlo_text import HloProgram
 from app.preflight.program_time import ProgramTime, program_time
 from settings.errors import InputError
 
@@ -44,15 +43,11 @@ BODIES = """
 """
 
 
-def program(*lines: str, scope: str = "rest") -> HloProgram:
+def time_of(*lines: str, scope="rest", turns=None, turn_of: str | None = None) -> ProgramTime:
     entry = "\n".join(f"  {line}" for line in lines)
     text = f"HloModule jit_f, is_scheduled=true\n{BODIES}\nENTRY %main (p: f32[8]) -> f32[8] {{\n{entry}\n}}\n"
-    return HloProgram(text.replace("CYCLES", CYCLES).replace("OF", scope))
-
-
-def time_of(*lines: str, scope="rest", turns=None, turn_of: str | None = None, kernel_s=None) -> ProgramTime:
-    found = program(*lines, scope=scope)
-    return program_time(found, CHIP, kernel_s=kernel_s or {}, loop_counts=turns or {}, turn_of=turn_of)
+    text = text.replace("CYCLES", CYCLES).replace("OF", scope)
+    return program_time(text, CHIP, bundles={}, turns=turns or {}, turn_of=turn_of)
 
 
 WORK = '%w = f32[8]{0} fusion(%p), kind=kLoop, calls=%fused, metadata={op_name="jit(f)/add"}, CYCLES'
@@ -145,7 +140,7 @@ ENTRY %main () -> f32[8] {{
   %f = f32[32768]{{0}} fusion(%p), kind=kCustom, calls=%scattered
 }}
 """
-    found = program_time(HloProgram(text), CHIP, kernel_s={}, loop_counts={})
+    found = program_time(text, CHIP, bundles={}, turns={})
     assert found.collective_bytes == {"reduce-scatter": pytest.approx(2**20 * 7 / 8)}
 
 
@@ -162,12 +157,6 @@ ENTRY %main () -> f32[8] {{
   %d = {MEGABYTE} {start}-done(%s), {names}=%wrapped
 }}
 """
-    found = program_time(HloProgram(text), CHIP, kernel_s={}, loop_counts={})
+    found = program_time(text, CHIP, bundles={}, turns={})
     assert found.collective_bytes == {"reduce-scatter": 7 * 2**20}
     assert found.exposed_collective_s == found.estimated_s == pytest.approx(7 * 2**20 / CHIP.ring_bytes_per_s)
-
-
-def test_a_kernel_costs_what_its_schedule_says():
-    call = '%attention_forward.3 = f32[2,6,512,64]{3,2,1,0} custom-call(%p), custom_call_target="tpu_custom_call"'
-    time = time_of(call, WORK, kernel_s={"attention_forward.3": 0.25})
-    assert (time.kernel_s, time.compute_s, time.estimated_s) == (0.25, pytest.approx(1e-3), pytest.approx(0.251))

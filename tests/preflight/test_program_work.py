@@ -19,9 +19,10 @@ from app.mesh.placement import row_sharding
 from app.mesh.tpu_chips import parse_slice
 from app.model.attention import ATTENTION_SCOPE, packed_attention, platform_blocking
 from app.model.segment_layout import SegmentLayout
-from app.preflight.hlo_text import HloProgram
 from app.preflight.program_time import program_time
-from app.preflight.program_work import prefill_work
+from app.preflight.program_work import generation_work
+from app.rollout.batch_engine import BatchShape
+from app.rollout.slot_programs import INSERT_SCOPE
 from tests.tiny import EVEN, make_mesh
 
 
@@ -41,13 +42,14 @@ def libtpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_turns_are_those_of_loops_or_of_the_kernel(implementation, turns):
     tpu = Mesh(np.array(compile_only_devices(parse_slice("v5e-1"))).reshape(1, 1, 1), AXES)
     architecture = replace(EVEN, attention_implementation=implementation)
-    work = prefill_work(architecture, tpu, num_prompts=1, prompt_length=4096)
-    assert work.turns == {ATTENTION_SCOPE: turns}
-    assert work.model_flops == prefill_work(EVEN, make_mesh(), num_prompts=1, prompt_length=4096).model_flops
+    shape = BatchShape(num_prompts=1, num_rows=1, prompt_length=4096, cache_length=4096, num_new=0)
+    work = generation_work(architecture, tpu, shape)
+    assert work["prefill"].turns == {ATTENTION_SCOPE: turns, INSERT_SCOPE: 1}
+    others = generation_work(EVEN, make_mesh(), shape)
+    assert [one.model_flops for one in work.values()] == [one.model_flops for one in others.values()]
     # Inside a window of 512, blocks of 512 see themselves and the block before: 15 pairs.
-    windowed = replace(EVEN, windows=(512, None))
-    work = prefill_work(windowed, tpu, num_prompts=1, prompt_length=4096)
-    assert work.turns == {ATTENTION_SCOPE: (15 + 36 + 1) // 2}
+    windowed = generation_work(replace(EVEN, windows=(512, None)), tpu, shape)["prefill"]
+    assert windowed.turns[ATTENTION_SCOPE] == (15 + 36 + 1) // 2
 
 
 def test_each_turn_of_xlas_loop_over_pairs_adds_to_the_estimate() -> None:
@@ -62,9 +64,9 @@ def test_each_turn_of_xlas_loop_over_pairs_adds_to_the_estimate() -> None:
     with jax.set_mesh(tpu):
         blocking = platform_blocking(512, 16, jnp.bfloat16, "xla")
         attend = jax.jit(functools.partial(packed_attention, blocking=blocking))
-        program = HloProgram(attend.lower(query, keys, keys, layout).compile().as_text() or "")
+        text = attend.lower(query, keys, keys, layout).compile().as_text() or ""
     once, twice, thrice = (
-        program_time(program, place.chip, kernel_s={}, loop_counts={ATTENTION_SCOPE: turns}).parts["attention"]
+        program_time(text, place.chip, bundles={}, turns={ATTENTION_SCOPE: turns}).parts["attention"]
         for turns in (1, 2, 3)
     )
     assert thrice - twice == pytest.approx(twice - once) and 0 < twice - once < once

@@ -94,7 +94,7 @@ def test_split_weights_are_gathered_for_every_token_and_whole_ones_never():
     gathers = [one for one in collectives_of_decoding("fsdp") if one.collective.kind == "all-gather"]
     # Before the loop they would be gathered once, and held whole.
     assert gathers and all(one.is_in_dynamic_loop for one in gathers)
-    assert [one for one in collectives_of_decoding("gathered") if one.collective.dtype == "f32"] == []
+    assert [one for one in collectives_of_decoding("gathered") if one.dtype == "f32"] == []
 
 
 def test_a_launch_foresees_what_the_compiled_steps_move():
