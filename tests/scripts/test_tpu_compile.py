@@ -6,6 +6,7 @@ import importlib
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,7 +36,7 @@ def keep(folder: Path, name: str, *, cycles: int, temporary_bytes: int) -> None:
     """Writes what a compiled program leaves behind: ours its time, the other's its text."""
     directory = folder / name
     directory.mkdir()
-    figures = {"argument_bytes": 1, "output_bytes": 2, "temporary_bytes": temporary_bytes}
+    figures: dict[str, Any] = {"argument_bytes": 1, "output_bytes": 2, "temporary_bytes": temporary_bytes}
     if "grpo" in name:
         seconds = cycles / TPU_CHIPS["v5e"].clock_hz
         figures |= {"rows": 32, "estimated_s": seconds, "parts_s": {"attention": seconds}}
