@@ -27,8 +27,8 @@ from settings.schema.model import AttentionImplementation
 
 ATTENTION_SCOPE = "attention"
 """The name scope of attention in compiled programs."""
-BLOCKING_BY_PLATFORM = {"cpu": Blocking(block_size=64, pairs_per_iteration=1)}
-"""Blocking by platform: on a CPU one pair of blocks fits the cache; others need many pairs to stay busy."""
+BLOCKING_BY_PLATFORM = {"cpu": Blocking(64, pairs_per_iteration=1), "tpu": Blocking(512, pairs_per_iteration=1)}
+"""Blocking by platform: on a CPU one pair of blocks fits the cache; a TPU is as busy with one pair of large ones."""
 PARALLEL_BLOCKING = Blocking(block_size=128, pairs_per_iteration=128)
 KERNEL_BLOCK_SIZES = (128, 256, 512)
 """Block sizes of the TPU kernels, which are fastest with the largest. A v4 has no room for those of 512."""

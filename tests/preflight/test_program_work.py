@@ -36,8 +36,8 @@ def libtpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("implementation", "turns"),
-    # 32 blocks of 128 tokens have 528 pairs, computed 128 at once; 8 blocks of 512 tokens have 36.
-    [("xla", 5), ("auto", 36), ("kernel", 36)],
+    # 8 blocks of 512 tokens have 36 pairs.
+    [("xla", 36), ("auto", 36), ("kernel", 36)],
 )
 def test_turns_are_those_of_loops_or_of_the_kernel(implementation, turns):
     tpu = Mesh(np.array(compile_only_devices(parse_slice("v5e-1"))).reshape(1, 1, 1), AXES)
@@ -59,10 +59,10 @@ def test_each_turn_of_xlas_loop_over_pairs_adds_to_the_estimate() -> None:
     def on_tpu(shape: tuple[int, ...], dtype: DTypeLike) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=row_sharding(tpu))
 
-    query, keys = on_tpu((1, 512, 2, 16), jnp.bfloat16), on_tpu((1, 1, 512, 16), jnp.bfloat16)
-    layout = SegmentLayout(*[on_tpu((1, 512), jnp.int32)] * 3)
+    query, keys = on_tpu((1, 1024, 2, 16), jnp.bfloat16), on_tpu((1, 1, 1024, 16), jnp.bfloat16)
+    layout = SegmentLayout(*[on_tpu((1, 1024), jnp.int32)] * 3)
     with jax.set_mesh(tpu):
-        blocking = platform_blocking(512, 16, jnp.bfloat16, "xla")
+        blocking = platform_blocking(1024, 16, jnp.bfloat16, "xla")
         attend = jax.jit(functools.partial(packed_attention, blocking=blocking))
         text = attend.lower(query, keys, keys, layout).compile().as_text() or ""
     once, twice, thrice = (
