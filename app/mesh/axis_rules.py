@@ -14,6 +14,8 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
+from app.mesh.devices import device_kind, device_platform
+
 AXES = ("dp", "fsdp", "tp")
 ROW_AXES = ("dp", "fsdp")
 """The axes over which the rows of a batch (prompts, samples, slots, packed rows) are split."""
@@ -82,10 +84,13 @@ def constrain(x: Array, *dims: str) -> Array:
 
 
 def current_device() -> tuple[str, str]:
-    """Returns platform (`cpu`, `gpu` or `tpu`) and kind of the current mesh's devices; JAX's default without a mesh."""
+    """Returns platform (`cpu`, `gpu` or `tpu`) and kind of the current mesh's devices; JAX's default without a mesh.
+
+    Of devices that stand in for others, those of the others, since they only trace programs.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     device = jax.devices()[0] if mesh.empty else mesh.abstract_device
-    return device.platform, device.device_kind
+    return device_platform(device), device_kind(device)
 
 
 def row_shard_size(num_rows: int) -> int:

@@ -15,7 +15,10 @@ from app.mesh.gpu_cards import GPU_HOSTS, GpuHost
 from settings.errors import InputError
 from settings.loading.fields import did_you_mean, nearest_names
 
+MIB = 2**20
 GIB = 2**30
+MAX_KERNEL_BYTES = 96 * MIB
+"""Memory on a chip that a Pallas kernel may use, where there is as much."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +30,10 @@ class TpuChip:
 
     name: str
     device_kind: str
-    """The prefix of JAX's `device_kind`."""
+    """JAX's `device_kind`, or its beginning."""
     hbm_bytes: int
+    vmem_bytes: int
+    """Memory on the chip."""
     flops: float
     """Peak dense bfloat16 FLOPs per second."""
     ici_bytes_per_s: float
@@ -62,10 +67,10 @@ TPU_CHIPS: Mapping[str, TpuChip] = MappingProxyType(
     {
         chip.name: chip
         for chip in (
-            TpuChip("v4", "TPU v4", 32 * GIB, 275e12, 300e9, 1228e9, 1.05e9, 4, 2, 4),
-            TpuChip("v5e", "TPU v5 lite", 16 * GIB, 197e12, 200e9, 819e9, 1.5e9, 4, 1, 8),
-            TpuChip("v5p", "TPU v5", 95 * GIB, 459e12, 600e9, 2765e9, 1.75e9, 4, 2, 4),
-            TpuChip("v6e", "TPU v6 lite", 32 * GIB, 918e12, 400e9, 1640e9, 1.75e9, 4, 1, 8),
+            TpuChip("v4", "TPU v4", 32 * GIB, 16 * MIB, 275e12, 300e9, 1228e9, 1.05e9, 4, 2, 4),
+            TpuChip("v5e", "TPU v5 lite", 16 * GIB, 128 * MIB, 197e12, 200e9, 819e9, 1.5e9, 4, 1, 8),
+            TpuChip("v5p", "TPU v5", 95 * GIB, 64 * MIB, 459e12, 600e9, 2765e9, 1.75e9, 4, 2, 4),
+            TpuChip("v6e", "TPU v6 lite", 32 * GIB, 128 * MIB, 918e12, 400e9, 1640e9, 1.75e9, 4, 1, 8),
         )
     }
 )
@@ -141,5 +146,6 @@ def parse_pretended(name: str) -> TpuSlice | GpuHost:
 
 
 def find_chip(device_kind: str) -> TpuChip | None:
-    """Returns the chip of a JAX device kind; None for other devices."""
+    """Returns the chip of a JAX device kind, such as TPU v5 lite or TPU v5e; None for other devices."""
+    device_kind = re.sub(r"^(TPU v\d)e\b", r"\1 lite", device_kind)
     return next((chip for chip in TPU_CHIPS.values() if device_kind.startswith(chip.device_kind)), None)

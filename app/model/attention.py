@@ -18,6 +18,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from app.mesh.axis_rules import current_device
+from app.mesh.tpu_chips import MAX_KERNEL_BYTES, find_chip
+from app.model.architecture import Architecture
 from app.model.block_attention import Blocking, block_attention
 from app.model.block_pairs import UNREACHABLE, BlockPairs, block_pairs
 from app.model.score_mod import DEFAULT_SCORE_MOD, MASK_VALUE, ScoreMod, apply_soft_cap
@@ -31,48 +33,69 @@ BLOCKING_BY_PLATFORM = {"cpu": Blocking(64, pairs_per_iteration=1), "tpu": Block
 """Blocking by platform: on a CPU one pair of blocks fits the cache; a TPU is as busy with one pair of large ones."""
 PARALLEL_BLOCKING = Blocking(block_size=128, pairs_per_iteration=128)
 KERNEL_BLOCK_SIZES = (128, 256, 512)
-"""Block sizes of the TPU kernels, which are fastest with the largest. A v4 has no room for those of 512."""
-MAX_KEY_GRADIENTS = {"TPU v4": 8 * 2**20}
-"""Bytes of a row's gradients of keys and values, for one head, that fit the memory on a chip beside the rest of the
-kernel, by kind of TPU."""
-MAX_KEY_GRADIENTS_ELSEWHERE = 64 * 2**20
+"""Block sizes of the TPU kernels, which are fastest with the largest that fits."""
 GPU_BLOCK_SIZE = 64
 """Block size of the GPU kernels, whose sums then fit the registers."""
 
 
 def platform_blocking(
-    num_tokens: int, head_dim: int, dtype: DTypeLike, implementation: AttentionImplementation = "auto"
+    num_tokens: int,
+    head_dim: int,
+    dtype: DTypeLike,
+    implementation: AttentionImplementation = "auto",
+    *,
+    group_size: int = 1,
 ) -> Blocking:
     """Returns how the current mesh's devices compute attention over rows of this many tokens.
 
     Args:
         dtype: type of queries, keys and values.
+        group_size: query heads that share a key head.
 
     Raises:
         InputError: `implementation` is `kernel`, and there is none for these devices and rows.
     """
     platform, kind = current_device()
-    kernel = None if implementation == "xla" else _kernel_blocking(platform, kind, num_tokens, head_dim, dtype)
+    kernel = None
+    if platform == "tpu" and implementation != "xla":
+        kernel = _tpu_kernel_blocking(kind, num_tokens, head_dim, group_size, jnp.dtype(dtype).itemsize)
+    # Triton multiplies float32 arrays from registers, which have no room for blocks of them, and not on tensor cores.
+    if platform == "gpu" and implementation != "xla" and jnp.dtype(dtype) != jnp.float32:
+        kernel = Blocking(GPU_BLOCK_SIZE, 1, kernel="gpu")
     if kernel is None and implementation == "kernel":
         raise InputError(
             f"model.attention: kernel, but there is no attention kernel for {platform} devices ({kind}) and rows of "
-            f"{num_tokens:,} tokens in {jnp.dtype(dtype)}: there are some for TPUs (v4: up to 8,192 tokens, others "
-            "65,536, fewer with heads above 128) and, in bfloat16, for GPUs; set model.attention: auto"
+            f"{num_tokens:,} tokens with {group_size} query heads of size {head_dim} for each key head in "
+            f"{jnp.dtype(dtype)}: there are some for TPUs, up to the rows that fit the memory on the chip, and, in "
+            "bfloat16, for GPUs; set model.attention: auto"
         )
     return kernel or BLOCKING_BY_PLATFORM.get(platform, PARALLEL_BLOCKING)
 
 
-def _kernel_blocking(platform: str, kind: str, num_tokens: int, head_dim: int, dtype: DTypeLike) -> Blocking | None:
-    """Returns the blocking of the platform's kernel; None without one."""
-    # Two arrays in float32, whose heads are padded to the width of a register.
-    key_gradients = 2 * 4 * num_tokens * max(head_dim, 128)
-    if platform == "tpu" and key_gradients <= MAX_KEY_GRADIENTS.get(kind, MAX_KEY_GRADIENTS_ELSEWHERE):
-        sizes = KERNEL_BLOCK_SIZES[:-1] if kind == "TPU v4" else KERNEL_BLOCK_SIZES
-        return Blocking(next((size for size in sizes if size >= num_tokens), sizes[-1]), 1, kernel="tpu")
-    # Triton multiplies float32 arrays from registers, which have no room for blocks of them, and not on tensor cores.
-    if platform == "gpu" and jnp.dtype(dtype) != jnp.float32:
-        return Blocking(GPU_BLOCK_SIZE, 1, kernel="gpu")
+def _tpu_kernel_blocking(kind: str, num_tokens: int, head_dim: int, group_size: int, itemsize: int) -> Blocking | None:
+    """Returns the largest blocks with which the backward kernel fits the memory on the chip; None without such blocks.
+
+    The memory is that of a row's gradients of one key head in float32; of a block's queries, their two gradients (all
+    twice, for copies in the background) and sums; of a block's keys and values; and of scores. The last is fitted to
+    what compilers for v4 and v5p reported of rows that did not fit.
+    """
+    chip = find_chip(kind)
+    available = MAX_KERNEL_BYTES if chip is None else min(MAX_KERNEL_BYTES, chip.vmem_bytes)
+    # Heads are padded to the width of a register.
+    width = -(-head_dim // 128) * 128
+    sizes = [size for size in KERNEL_BLOCK_SIZES if size < 2 * num_tokens] or KERNEL_BLOCK_SIZES[:1]
+    for size in reversed(sizes):
+        queries, keys = group_size * size * width * (6 * itemsize + 4), 4 * size * width * itemsize
+        if 2 * 4 * num_tokens * width + queries + keys + 5 * 1024 * size * itemsize <= available:
+            return Blocking(size, 1, kernel="tpu")
     return None
+
+
+def architecture_blocking(architecture: Architecture, num_tokens: int, dtype: DTypeLike) -> Blocking:
+    """Returns `platform_blocking` of an architecture's layers."""
+    a = architecture
+    group_size = a.num_query_heads // a.num_kv_heads
+    return platform_blocking(num_tokens, a.head_dim, dtype, a.attention_implementation, group_size=group_size)
 
 
 @jax.custom_vjp
@@ -178,7 +201,9 @@ def packed_attention(
         pairs: the result of `make_block_pairs` for these rows and `window`; computed here if None.
     """
     num_tokens = query.shape[1]
-    blocking = blocking or platform_blocking(num_tokens, query.shape[-1], query.dtype)
+    if blocking is None:
+        group_size = query.shape[2] // keys.shape[1]
+        blocking = platform_blocking(num_tokens, query.shape[-1], query.dtype, group_size=group_size)
     size = blocking.block_size
     if num_tokens <= size and not blocking.kernel:
         return dot_product_attention(query, keys, values, attention_mask(layout, layout, 0, window), score_mod)

@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
+from app.mesh.tpu_chips import MAX_KERNEL_BYTES
 from app.model.block_attention import Blocking
 from app.model.block_pairs import BlockPairs
 from app.model.score_mod import MASK_VALUE, ScoreMod, apply_soft_cap
@@ -27,7 +28,6 @@ from app.model.segment_layout import SegmentLayout
 INFO_ROWS = 8
 """Rows of the tokens' description, one tile of int32; see `token_info`."""
 MAX_BRANCHES = 1 << 16
-VMEM_BYTES = 96 * 2**20
 
 
 def attend(
@@ -281,7 +281,7 @@ def product(a: Array, b: Array, dims: tuple[int, int]) -> Float32[Array, "m n"]:
 
 
 def _compiler_params() -> pltpu.CompilerParams:
-    return pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM_BYTES)
+    return pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=MAX_KERNEL_BYTES)
 
 
 class _Call:

@@ -25,7 +25,7 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from app.mesh.axis_rules import constrain, sharding_tree
 from app.model.architecture import Architecture
-from app.model.attention import apply_rope, make_block_pairs, packed_attention, platform_blocking
+from app.model.attention import apply_rope, architecture_blocking, make_block_pairs, packed_attention
 from app.model.block_attention import ATTENTION_CHECKPOINT_NAME
 from app.model.block_pairs import UNREACHABLE
 from app.model.lora import LoRAConfig, LoRAParam
@@ -298,7 +298,7 @@ class Trunk(nnx.Module):
     def attention_over(self, layout: SegmentLayout, dtype: jnp.dtype) -> Callable[..., Float[Array, "R T Q H"]]:
         """Returns `packed_attention` over these rows, of query, keys, values and a layer's `window`."""
         arch = self.architecture
-        blocking = platform_blocking(layout.segment_ids.shape[1], arch.head_dim, dtype, arch.attention_implementation)
+        blocking = architecture_blocking(arch, layout.segment_ids.shape[1], dtype)
         pairs = make_block_pairs(layout, dict.fromkeys(arch.layer_windows), blocking)
         how = {"layout": layout, "score_mod": ScoreMod.of(arch), "pairs": pairs, "blocking": blocking}
         return functools.partial(packed_attention, **how)

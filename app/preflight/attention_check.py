@@ -15,7 +15,7 @@ from app.batching.micro_batch_plan import MicroBatch, RowShape
 from app.batching.token_batch import pack_tokens
 from app.mesh.placement import num_local_row_shards, row_sharding, to_global, to_local
 from app.model.architecture import Architecture
-from app.model.attention import dot_product_attention, packed_attention, platform_blocking
+from app.model.attention import architecture_blocking, dot_product_attention, packed_attention
 from app.model.score_mod import ScoreMod
 from app.model.segment_layout import SegmentLayout, attention_mask
 from app.preflight.check_results import CheckRecorder
@@ -38,9 +38,7 @@ def check_attention(recorder: CheckRecorder, session: Session, reward_model: Rew
     architectures += [] if reward_model is None else [reward_model.architecture]
     dtype = set_compute_dtype(session.settings)
     with jax.set_mesh(mesh):
-        has_kernel = platform_blocking(
-            NUM_TOKENS, session.model_spec.architecture.head_dim, dtype, session.settings.model.attention
-        ).kernel
+        has_kernel = architecture_blocking(session.model_spec.architecture, NUM_TOKENS, dtype).kernel
     name = f"the kernel for {device.device_kind}" if has_kernel else f"attention on {device.platform} without a kernel"
     with recorder.run_check("attention", "set model.attention: xla" if has_kernel else ""):
         differences = np.array(
@@ -81,7 +79,7 @@ def attention_differences(
     arrays = [x.astype(dtype) for x in (query, keys, values, weights * is_token)]
 
     def packed(layout: SegmentLayout, query: Array, keys: Array, values: Array) -> Array:
-        blocking = platform_blocking(NUM_TOKENS, a.head_dim, dtype, a.attention_implementation)
+        blocking = architecture_blocking(a, NUM_TOKENS, dtype)
         return packed_attention(query, keys, values, layout, window=window, score_mod=score_mod, blocking=blocking)
 
     def dense(layout: SegmentLayout, query: Array, keys: Array, values: Array) -> Array:

@@ -199,6 +199,11 @@ def _compile(lowered: Lowered, phase: str, name: str) -> Compiled:
                 f"{phase}: {name} does not compile: {lines[0]} (with {compiler_versions()}; pip install -e '.[tpu]' "
                 "or '.[cuda]' installs the compiler that belongs to this JAX)"
             ) from error
+        if "memory space vmem" in lines[0]:
+            raise InputError(
+                f"{phase}: {name} does not compile: a kernel needs more memory than there is on the chip "
+                f"({lines[0].removeprefix('RESOURCE_EXHAUSTED: ')}); set model.attention: xla"
+            ) from error
         largest = ", ".join(line.partition(": ")[2] for line in lines if re.match(r"(\d+\. )?Size: ", line))
         named = f" Its largest buffers: {largest}." if largest else ""
         raise _does_not_fit(phase, name, lines[0].removeprefix("RESOURCE_EXHAUSTED: ") + named) from None
@@ -226,7 +231,7 @@ def _lower_programs(
         completion = settings.rollout.max_new_tokens + (plan is shapes.reward)
         num_samples = settings.rollout.prompts_per_step * settings.rollout.group_size
         samples = longest_samples(num_samples, prompt=shapes.longest_prompt, completion=completion)
-        return packed_pass_work(architecture, mesh, samples, largest_micro_batch(plan), **how)
+        return packed_pass_work(architecture, mesh, dtype, samples, largest_micro_batch(plan), **how)
 
     networks: dict[str, tuple[DecoderDefinition, PackedForward]] = {
         "policy": (model.policy_definition, session.scorer),
@@ -272,7 +277,9 @@ def _lower_generation(session: Session, shapes: StepShapes) -> Iterator[tuple[st
             programs = session.engine.lower_programs(shape, truncates=sampling.truncates)
             found.append((phase, session.engine.mesh, shape, programs))
     for phase, mesh, shape, programs in found:
-        for name, work in generation_work(session.model_spec.architecture, mesh, shape).items():
+        for name, work in generation_work(
+            session.model_spec.architecture, mesh, session.settings.model.dtype, shape
+        ).items():
             yield phase, name, programs[name], work
 
 

@@ -7,16 +7,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 from jaxtyping import Bool, Int32
 
 from app.batching.micro_batch_plan import MicroBatch
 from app.batching.token_batch import pack_tokens
 from app.mesh.placement import num_local_row_shards
 from app.model.architecture import Architecture
-from app.model.attention import ATTENTION_SCOPE, platform_blocking, visible_pairs
+from app.model.attention import ATTENTION_SCOPE, architecture_blocking, visible_pairs
 from app.model.flops import pair_flops, token_flops
 from app.model.segment_layout import SegmentLayout
 from app.model.token_logprobs import LM_HEAD_SCOPE
@@ -48,6 +48,7 @@ def longest_samples(num_samples: int, *, prompt: int, completion: int) -> list[S
 def packed_pass_work(
     architecture: Architecture,
     mesh: Mesh,
+    dtype: DTypeLike,
     samples: list[Sample],
     micro_batch: MicroBatch,
     *,
@@ -57,6 +58,7 @@ def packed_pass_work(
     """Returns the work of a pass over a micro-batch of packed rows.
 
     Args:
+        dtype: the compute type.
         logits_chunk: `model.logits_chunk`; None for a network without LM head.
     """
     batch = pack_tokens(samples, micro_batch)
@@ -64,7 +66,7 @@ def packed_pass_work(
     targets = batch.logits_indices >= 0
     work = max(
         (
-            _rows_work(architecture, mesh, part, num_logits=0 if logits_chunk is None else int(has_target.sum()))
+            _rows_work(architecture, mesh, dtype, part, num_logits=0 if logits_chunk is None else int(has_target.sum()))
             for part, has_target in _by_device(mesh, layout, targets)
         ),
         key=lambda one: one.model_flops,
@@ -78,13 +80,15 @@ def packed_pass_work(
     return ProgramWork(work.model_flops * (BACKWARD_FACTOR if has_gradients else 1), turns)
 
 
-def generation_work(architecture: Architecture, mesh: Mesh, shape: BatchShape) -> dict[str, ProgramWork]:
+def generation_work(
+    architecture: Architecture, mesh: Mesh, dtype: DTypeLike, shape: BatchShape
+) -> dict[str, ProgramWork]:
     """Returns the work of a prefill of full prompts, and of one decoded token of all rows with full caches."""
     a, parts = architecture, num_local_row_shards(mesh)
     ones = np.ones((-(-shape.num_prompts // parts), shape.prompt_length), np.int32)
     positions = np.broadcast_to(np.arange(shape.prompt_length, dtype=np.int32), ones.shape)
     # Logits are computed by the decode program.
-    prefill = _rows_work(a, mesh, SegmentLayout(ones, np.zeros_like(ones), positions), num_logits=0)
+    prefill = _rows_work(a, mesh, dtype, SegmentLayout(ones, np.zeros_like(ones), positions), num_logits=0)
     keys = sum(min(shape.cache_length, window or shape.cache_length) for window in a.layer_windows)
     flops = token_flops(a) + pair_flops(a) * keys + 2 * a.model_dim * a.vocab_size
     return {
@@ -93,7 +97,9 @@ def generation_work(architecture: Architecture, mesh: Mesh, shape: BatchShape) -
     }
 
 
-def _rows_work(architecture: Architecture, mesh: Mesh, layout: SegmentLayout, *, num_logits: int) -> ProgramWork:
+def _rows_work(
+    architecture: Architecture, mesh: Mesh, dtype: DTypeLike, layout: SegmentLayout, *, num_logits: int
+) -> ProgramWork:
     is_token = layout.segment_ids != 0
     # A token sees itself and all positions before it, as far as its layer's window reaches.
     seen = np.where(is_token, layout.positions + 1, 0)
@@ -102,9 +108,7 @@ def _rows_work(architecture: Architecture, mesh: Mesh, layout: SegmentLayout, *,
     flops = token_flops(architecture) * int(is_token.sum()) + pair_flops(architecture) * pairs
     flops += 2 * architecture.model_dim * architecture.vocab_size * num_logits
     with jax.set_mesh(mesh):
-        blocking = platform_blocking(
-            is_token.shape[1], architecture.head_dim, jnp.bfloat16, architecture.attention_implementation
-        )
+        blocking = architecture_blocking(architecture, is_token.shape[1], dtype)
     return ProgramWork(
         flops // mesh.shape["tp"],
         {

@@ -76,7 +76,7 @@ def check_attention_rows(settings: Settings, session: ScoringSession) -> None:
         network = session.architecture_of(role)
         batcher = make_update_batcher(settings, scope, network, longest)
         num_tokens = batcher.budget.row_length if isinstance(batcher, PackedRowBatcher) else longest.sample
-        check_attention(settings, session.mesh, num_tokens=num_tokens, head_dim=network.head_dim)
+        check_attention(settings, session.mesh, network, num_tokens=num_tokens)
 
 
 def check_host_offload(mesh: Mesh) -> None:

@@ -13,9 +13,8 @@ from jax.sharding import Mesh
 
 from app.batching.micro_batcher import GlobalPlan, MicroBatcher
 from app.mesh import device_mesh, placement
-from app.mesh.devices import device_platform
 from app.model.architecture import Architecture
-from app.model.attention import platform_blocking
+from app.model.attention import architecture_blocking, platform_blocking
 from app.model.decoder import DecoderDefinition, Params
 from app.model.io.hf_weights import critic_tensors, load_weights
 from app.model.lora import combine_params, init_adapters
@@ -183,13 +182,15 @@ def open_mesh(settings: Settings) -> Mesh:
     return mesh
 
 
-def check_attention(settings: Settings, mesh: Mesh, *, num_tokens: int = 1, head_dim: int = 1) -> None:
-    """Raises InputError if `model.attention` needs a kernel that the devices do not have for rows of this length."""
-    device = mesh.devices.flat[0]
-    # CPU devices that stand in for others run nothing.
-    if device.platform == device_platform(device):
-        with jax.set_mesh(mesh):
-            platform_blocking(num_tokens, head_dim, settings.model.dtype, settings.model.attention)
+def check_attention(
+    settings: Settings, mesh: Mesh, architecture: Architecture | None = None, *, num_tokens: int = 1
+) -> None:
+    """Raises InputError if `model.attention` needs a kernel that the devices do not have, for these rows if given."""
+    with jax.set_mesh(mesh):
+        if architecture is None:
+            platform_blocking(num_tokens, 1, settings.model.dtype, settings.model.attention)
+        else:
+            architecture_blocking(architecture, num_tokens, settings.model.dtype)
 
 
 def set_compute_dtype(settings: Settings) -> jnp.dtype:

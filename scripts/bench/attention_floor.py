@@ -56,7 +56,9 @@ def estimated(slice_name: str, num_tokens: int, prompt: int) -> tuple[str, ...]:
     completion = (num_tokens - prompt) // SAMPLES
     samples = longest_samples(SAMPLES, prompt=prompt, completion=completion)
     row = MicroBatch(((tuple(range(SAMPLES)),),) * mesh.size, RowShape(num_tokens, SAMPLES * completion))
-    turns = packed_pass_work(architecture, mesh, samples, row, logits_chunk=None, has_gradients=True).turns
+    turns = packed_pass_work(
+        architecture, mesh, jnp.bfloat16, samples, row, logits_chunk=None, has_gradients=True
+    ).turns
     batch = pack_tokens(samples, row)
 
     def loss(query: Array, keys: Array, values: Array, layout: SegmentLayout) -> Array:

@@ -60,7 +60,7 @@ def programs(tunix_python: str | None) -> Iterator[tuple[str, str, list[str], di
         for side, variant in TUNIX.items() if tunix_python else ():
             command = [tunix_python or "", str(HERE / "gradients_of_tunix.py")]
             topology = {"topology_name": place.topology_name, **place.topology_options}
-            ours = {**COMPILER_OPTIONS["tpu"], **PACKED_ROWS_OPTIONS.get(place.chip.device_kind, {})}
+            ours = {**COMPILER_OPTIONS["tpu"], **PACKED_ROWS_OPTIONS.get(place.chip.name, {})}
             variant = {"flash": variant["flash"], "compiler_options": ours if variant["our_options"] else {}}
             yield model, side, command, {**work, **variant, "topology": topology, "rows": ROWS[OURS]}
 

@@ -310,7 +310,7 @@ def test_kernels_give_layers_with_and_without_windows_what_xla_gives_them(platfo
         return jax.jit(jax.value_and_grad(loss))(params)
 
     expected = gradient()
-    monkeypatch.setattr(decoder, "platform_blocking", lambda *_: Blocking(16, 1, kernel=platform))
+    monkeypatch.setattr(decoder, "architecture_blocking", lambda *_: Blocking(16, 1, kernel=platform))
     for name in ("attend", "attention_grads"):
         monkeypatch.setattr(kernels, name, functools.partial(getattr(kernels, name), interpret=True))
     assert_trees_close(gradient(), expected)

@@ -100,8 +100,7 @@ def check(session: Session) -> CheckResult:
 def use_kernel(monkeypatch: pytest.MonkeyPatch, **kernels: Callable[..., Any]) -> None:
     """Makes this platform's devices use the kernels, in Pallas' interpreter unless others are given."""
     blocking = Blocking(128, 1, kernel="tpu")
-    for module in (attention, attention_check):
-        monkeypatch.setattr(module, "platform_blocking", lambda *_: blocking)
+    monkeypatch.setattr(attention_check, "architecture_blocking", lambda *_: blocking)
     for name in ("attend", "attention_grads"):
         default = functools.partial(getattr(attention_kernel, name), interpret=True)
         monkeypatch.setattr(attention_kernel, name, kernels.get(name, default))
