@@ -75,9 +75,9 @@ def platform_blocking(
 def _tpu_kernel_blocking(kind: str, num_tokens: int, head_dim: int, group_size: int, itemsize: int) -> Blocking | None:
     """Returns the largest blocks with which the backward kernel fits the memory on the chip; None without such blocks.
 
-    The memory is that of a row's gradients of one key head in float32; of a block's queries, their two gradients (all
-    twice, for copies in the background) and sums; of a block's keys and values; and of scores. The last is fitted to
-    what compilers for v4 and v5p reported of rows that did not fit.
+    The memory is that of a row's gradients of one key head in float32; of a block's queries and their two gradients,
+    all twice for copies in the background, and sums; of a block's keys and values, likewise, with products in float32;
+    and of scores. The number of the last two is the compiler's, as it reports them for blocks that do not fit.
     """
     chip = find_chip(kind)
     available = MAX_KERNEL_BYTES if chip is None else min(MAX_KERNEL_BYTES, chip.vmem_bytes)
@@ -85,8 +85,9 @@ def _tpu_kernel_blocking(kind: str, num_tokens: int, head_dim: int, group_size: 
     width = -(-head_dim // 128) * 128
     sizes = [size for size in KERNEL_BLOCK_SIZES if size < 2 * num_tokens] or KERNEL_BLOCK_SIZES[:1]
     for size in reversed(sizes):
-        queries, keys = group_size * size * width * (6 * itemsize + 4), 4 * size * width * itemsize
-        if 2 * 4 * num_tokens * width + queries + keys + 5 * 1024 * size * itemsize <= available:
+        row, scores = 2 * 4 * num_tokens * width, 10 * itemsize * size**2
+        queries, keys = group_size * size * width * (6 * itemsize + 4), size * width * (16 * itemsize)
+        if row + queries + keys + scores <= available:
             return Blocking(size, 1, kernel="tpu")
     return None
 

@@ -8,15 +8,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
 from app.mesh.axis_rules import AXES
-from app.model.attention import platform_blocking
+from app.mesh.compile_only import compile_only_devices
+from app.mesh.compiler_options import compiler_options
+from app.mesh.placement import row_sharding
+from app.mesh.tpu_chips import parse_slice
+from app.model.attention import packed_attention, platform_blocking
 from app.model.decode_weights import abstract_decode_weights
 from app.model.decoder import DecoderDefinition
 from app.model.prefill_and_decode import prefill
-from app.model.segment_layout import single_segment_layout
+from app.model.segment_layout import SegmentLayout, single_segment_layout
 from settings import InputError
 from tests.tiny import EVEN
 
@@ -75,13 +80,48 @@ def test_xla_computes_larger_blocks_on_a_tpu_than_on_a_cpu():
         )
 
 
-def test_rows_too_long_for_a_chip_take_xla_unless_the_kernel_is_insisted_on():
+def longest_rows(head_dim: int, group_size: int, dtype: Any) -> dict[int, int]:
+    """Returns the longest rows, in multiples of 512 tokens, that the current chip's kernel computes by each block."""
+    longest = {}
+    for num_tokens in range(512, 100_000, 512):
+        blocking = platform_blocking(num_tokens, head_dim, dtype, group_size=group_size)
+        if blocking.kernel:
+            longest[blocking.block_size] = num_tokens
+    return longest
+
+
+def test_longer_rows_and_larger_heads_take_smaller_blocks_and_then_xla_unless_the_kernel_is_insisted_on():
     with jax.sharding.use_abstract_mesh(mesh_of("tpu", "TPU v4")):
-        assert platform_blocking(8192, 64, FLOAT32) == (256, 1, "tpu")
-        assert platform_blocking(8193, 64, FLOAT32).kernel is None
-        assert platform_blocking(4097, 256, FLOAT32).kernel is None
+        assert longest_rows(128, 8, jnp.bfloat16) == {512: 1024, 256: 9728, 128: 13312}
+        assert longest_rows(128, 8, FLOAT32) == {256: 4608, 128: 10752}
+        assert longest_rows(256, 8, jnp.bfloat16) == {256: 2048, 128: 5120}
+        assert platform_blocking(13_312 + 512, 128, jnp.bfloat16, group_size=8).kernel is None
         with pytest.raises(InputError, match=r"model.attention: kernel, but there is no attention kernel for tpu"):
-            platform_blocking(8193, 64, FLOAT32, "kernel")
+            platform_blocking(13_312 + 512, 128, jnp.bfloat16, "kernel", group_size=8)
     with jax.sharding.use_abstract_mesh(mesh_of("tpu", "TPU v6 lite")):
-        assert platform_blocking(65_536, 128, FLOAT32).kernel == "tpu"
-        assert platform_blocking(65_537, 128, FLOAT32).kernel is None
+        assert longest_rows(128, 8, jnp.bfloat16) == {512: 82_944, 256: 91_648, 128: 95_232}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["v4-8", "v5e-1", "v5p-8", "v6e-1"])
+@pytest.mark.parametrize(
+    ("head_dim", "group_size", "dtype"), [(128, 8, jnp.bfloat16), (256, 4, jnp.bfloat16), (64, 3, jnp.float32)]
+)
+def test_the_kernel_compiles_with_the_longest_rows_of_each_block(name, head_dim, group_size, dtype):
+    pytest.importorskip("libtpu", reason="libtpu is not installed: pip install -e '.[tpu]'")
+    tpu = Mesh(np.array(compile_only_devices(parse_slice(name))).reshape(1, -1, 1), AXES)
+
+    def on_tpu(*shape: int, dtype: Any = dtype) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((tpu.size, *shape), dtype, sharding=row_sharding(tpu))
+
+    @functools.partial(jax.grad, argnums=(0, 1, 2))
+    def gradients(query, keys, values, layout):
+        return jnp.sum(packed_attention(query, keys, values, layout).astype(jnp.float32))
+
+    with jax.set_mesh(tpu):
+        program = jax.jit(gradients, compiler_options=compiler_options(tpu, packed_rows=True))
+        for num_tokens in longest_rows(head_dim, group_size, dtype).values():
+            keys = on_tpu(1, num_tokens, head_dim)
+            layout = SegmentLayout(*[on_tpu(num_tokens, dtype=jnp.int32)] * 3)
+            text = program.lower(on_tpu(num_tokens, group_size, head_dim), keys, keys, layout).compile().as_text()
+            assert "attention_backward" in (text or "")

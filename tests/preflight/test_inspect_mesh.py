@@ -131,7 +131,7 @@ def test_the_report_lists_the_workers_of_a_host(tiny_model: Path) -> None:
 
 
 def test_a_dry_run_can_simulate_a_slice(config: Path) -> None:
-    result = here("train", "--config", config, "--dry-run", *settings("mesh.pretend=v5p-16"))
+    result = here("train", "--config", config, "--dry-run", *settings("mesh.pretend=v5p-16", "model.attention=kernel"))
     assert result.exit_code == 0, result.stderr
     assert "mesh        8 x TPU v5 on 2 host(s): dp 2, fsdp 4, tp 1 (simulated)" in result.stdout
     assert "of its 95.00 GiB" in result.stdout

@@ -43,12 +43,12 @@ def test_turns_are_those_of_loops_or_of_the_kernel(implementation, turns):
     tpu = Mesh(np.array(compile_only_devices(parse_slice("v5e-1"))).reshape(1, 1, 1), AXES)
     architecture = replace(EVEN, attention_implementation=implementation)
     shape = BatchShape(num_prompts=1, num_rows=1, prompt_length=4096, cache_length=4096, num_new=0)
-    work = generation_work(architecture, tpu, shape)
+    work = generation_work(architecture, tpu, jnp.float32, shape)
     assert work["prefill"].turns == {ATTENTION_SCOPE: turns, INSERT_SCOPE: 1}
-    others = generation_work(EVEN, make_mesh(), shape)
+    others = generation_work(EVEN, make_mesh(), jnp.float32, shape)
     assert [one.model_flops for one in work.values()] == [one.model_flops for one in others.values()]
     # Inside a window of 512, blocks of 512 see themselves and the block before: 15 pairs.
-    windowed = generation_work(replace(EVEN, windows=(512, None)), tpu, shape)["prefill"]
+    windowed = generation_work(replace(EVEN, windows=(512, None)), tpu, jnp.float32, shape)["prefill"]
     assert windowed.turns[ATTENTION_SCOPE] == (15 + 36 + 1) // 2
 
 

@@ -104,7 +104,7 @@ def test_fixed_rows_of_the_critic_are_looked_at_as_the_policy_s(config: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("rows", "length"), [("algorithm.dynamic_microbatch=true", "16,384"), ("algorithm.rows_per_device=4", "8,516")]
+    ("rows", "length"), [("algorithm.dynamic_microbatch=true", "16,384"), ("algorithm.rows_per_device=4", "14,516")]
 )
 def test_rows_too_long_for_the_attention_kernel_of_a_chip(
     rows: str, length: str, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -112,8 +112,8 @@ def test_rows_too_long_for_the_attention_kernel_of_a_chip(
     pytest.importorskip("libtpu", reason="libtpu is not installed: pip install -e '.[tpu]'")
     for name in ("_simulated_slice", "_simulated_devices"):
         monkeypatch.setattr(devices, name, None)
-    long = write_model(tmp_path / "long", max_position_embeddings=9000)
-    overrides = (f"model.path={long}", "rollout.max_new_tokens=8500", rows)
+    long = write_model(tmp_path / "long", max_position_embeddings=15_000)
+    overrides = (f"model.path={long}", "rollout.max_new_tokens=14500", rows)
     on_tpu = ("mesh.pretend=v4-8", "model.attention=kernel")
     result = here("train", "--config", config, "--dry-run", "--compile", *settings(*overrides, *on_tpu))
     assert result.exit_code == 2, result.stderr
