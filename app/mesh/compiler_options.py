@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+import jax
 from jax.sharding import Mesh
 
 from app.mesh.tpu_chips import find_chip
@@ -25,6 +26,10 @@ def _large_tiles(kib: int) -> Mapping[str, str]:
 
 COMPILER_OPTIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
+        "cpu": {
+            # Measured, not estimated: an update of SmolLM2 compiles in 4 instead of 5.5 s and runs as fast.
+            "xla_backend_optimization_level": "1",
+        },
         "tpu": {
             # Otherwise XLA multiplies by one shard of a weight after another and adds the results up in bfloat16:
             # slower than gathering the weight once (1.7 times, for an update on v5e-8), and less exact.
@@ -39,7 +44,7 @@ COMPILER_OPTIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
         },
     }
 )
-"""Options by platform. The reasons here and below are estimates by the compiler."""
+"""Options by platform. The reasons for TPUs are estimates by the compiler."""
 
 PACKED_ROWS_OPTIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
@@ -65,4 +70,5 @@ def compiler_options(mesh: Mesh, *, packed_rows: bool = False) -> dict[str, str]
     device = mesh.devices.flat[0]
     chip = find_chip(device.device_kind)
     further = PACKED_ROWS_OPTIONS.get(chip.name, {}) if packed_rows and chip is not None else {}
-    return {**COMPILER_OPTIONS.get(device.platform, {}), **further}
+    options = {**COMPILER_OPTIONS.get(device.platform, {}), **further}
+    return {} if jax.config.read("jax_disable_most_optimizations") and device.platform == "cpu" else options

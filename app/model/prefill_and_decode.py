@@ -6,7 +6,8 @@ last token. Decoding overwrites them before they become visible, since a token s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -19,7 +20,7 @@ from app.mesh.axis_rules import constrain, sharding_tree
 from app.mesh.placement import abstract_arrays
 from app.model.attention import cached_attention
 from app.model.decode_weights import DecodeWeights
-from app.model.decoder import AttentionFn, Decoder, DecoderDefinition
+from app.model.decoder import Decoder, DecoderDefinition, Params
 from app.model.score_mod import ScoreMod
 from app.model.segment_layout import single_segment_layout
 
@@ -56,17 +57,30 @@ def _run_layers(
     weights: DecodeWeights,
     token_ids: Int32[Array, "B T"],
     positions: Int32[Array, "B T"],
-    attention_fns: Sequence[AttentionFn],
+    cache: KVCache | None,
+    attend: Callable[[int | None, LayerCache | None, Array, Array, Array], tuple[Array, LayerCache]],
 ) -> tuple[Float[Array, "B T D"], KVCache]:
+    """Returns the normalized hidden states and the new cache.
+
+    Args:
+        attend: attention of a layer, of its window, old cache, query, keys and values; returns the new cache, too.
+    """
     block_graph, _ = nnx.split(decoder.blocks)
     whole, windowed = decoder.angles(positions)
     x = decoder.embed(token_ids, weights.params["embedding"].dtype)
-    cache = []
-    layers = zip(weights.blocks, decoder.architecture.layer_windows, attention_fns, strict=True)
-    for params, window, attend in layers:
-        x, kept = nnx.merge(block_graph, params)(x, whole if window is None else windowed, attend)
-        cache.append(kept)
-    return decoder.final_norm(x), tuple(cache)
+
+    # Layers of the same window are traced once. Inlined, they are the program that separate traces would give.
+    @functools.partial(jax.jit, static_argnums=0, inline=True)
+    def run_layer(window: int | None, old: LayerCache | None, params: Params, x: Array) -> tuple[Array, LayerCache]:
+        angles = whole if window is None else windowed
+        return nnx.merge(block_graph, params)(x, angles, functools.partial(attend, window, old))
+
+    new = []
+    windows = decoder.architecture.layer_windows
+    for window, old, params in zip(windows, cache or (None,) * len(windows), weights.blocks, strict=True):
+        x, kept = run_layer(window, old, params, x)
+        new.append(kept)
+    return decoder.final_norm(x), tuple(new)
 
 
 def prefill(
@@ -81,14 +95,12 @@ def prefill(
     layout = single_segment_layout(slots < lengths[:, None])
     attention = decoder.attention_over(layout, weights.params["embedding"].dtype)
 
-    def attend_within(window: int | None) -> AttentionFn:
-        def attend(query: Array, keys: Array, values: Array) -> tuple[Array, LayerCache]:
-            return attention(query, keys, values, window=window), LayerCache(keys, values)
+    def attend(
+        window: int | None, _: LayerCache | None, query: Array, keys: Array, values: Array
+    ) -> tuple[Array, LayerCache]:
+        return attention(query, keys, values, window=window), LayerCache(keys, values)
 
-        return attend
-
-    attends = [attend_within(window) for window in definition.architecture.layer_windows]
-    hidden, cache = _run_layers(decoder, weights, token_ids, layout.positions, attends)
+    hidden, cache = _run_layers(decoder, weights, token_ids, layout.positions, None, attend)
     last = jnp.maximum(lengths - 1, 0)[:, None, None]
     return jnp.take_along_axis(hidden, last, axis=1)[:, 0], constrain_cache(cache)
 
@@ -108,15 +120,14 @@ def decode_step(
     # With vmap the partitioner knows that slots are independent, so no slot moves between devices.
     write = jax.vmap(lambda row, new, position: row.at[:, position].set(new))
 
-    def attend_with(layer: LayerCache, window: int | None) -> AttentionFn:
-        def attend(query: Array, key: Array, value: Array) -> tuple[Array, LayerCache]:
-            keys = write(layer.keys, key[:, :, 0], positions)
-            values = write(layer.values, value[:, :, 0], positions)
-            mixed = cached_attention(query, keys, values, positions, window=window, score_mod=score_mod)
-            return mixed, LayerCache(keys, values)
+    def attend(
+        window: int | None, old: LayerCache | None, query: Array, key: Array, value: Array
+    ) -> tuple[Array, LayerCache]:
+        assert old is not None
+        keys = write(old.keys, key[:, :, 0], positions)
+        values = write(old.values, value[:, :, 0], positions)
+        mixed = cached_attention(query, keys, values, positions, window=window, score_mod=score_mod)
+        return mixed, LayerCache(keys, values)
 
-        return attend
-
-    attends = [attend_with(*one) for one in zip(cache, definition.architecture.layer_windows, strict=True)]
-    hidden, cache = _run_layers(decoder, weights, token_ids[:, None], positions[:, None], attends)
+    hidden, cache = _run_layers(decoder, weights, token_ids[:, None], positions[:, None], cache, attend)
     return hidden[:, 0], cache
