@@ -20,7 +20,7 @@ from settings.errors import InputError
 SCHEDULES = ".*final_bundles.*"
 """The compiler's files on the instructions that a Pallas kernel became."""
 LIBTPU_VARIABLES = {
-    # Otherwise it looks for its machine on the network, and complains on stderr of what it does not find.
+    # Otherwise it looks for its machine on the network.
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
     # Otherwise it refuses to load beside a process that uses the chips, which compiling does not.
@@ -34,8 +34,7 @@ def compile_only_devices(place: TpuSlice | GpuHost) -> list[Any]:
     Raises:
         InputError: the compiler is not installed, or does not know the devices.
     """
-    for name, value in {**LIBTPU_VARIABLES, "TPU_ACCELERATOR_TYPE": place.name}.items():
-        os.environ.setdefault(name, value)
+    quiet_libtpu(place.name)
     try:
         description = topologies.get_topology_desc(
             platform=place.compiler, topology_name=place.topology_name, **place.topology_options
@@ -48,6 +47,12 @@ def compile_only_devices(place: TpuSlice | GpuHost) -> list[Any]:
             "without the device"
         ) from None
     return list(description.devices)
+
+
+def quiet_libtpu(slice_name: str) -> None:
+    """Tells libtpu what it would otherwise look for, and complain on stderr of not finding, without TPU."""
+    for name, value in {**LIBTPU_VARIABLES, "TPU_ACCELERATOR_TYPE": slice_name}.items():
+        os.environ.setdefault(name, value)
 
 
 def compiler_versions() -> str:

@@ -8,12 +8,13 @@ import pkgutil
 import shlex
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 import jax
 
 from app.distributed.cluster_detection import detect_cluster, is_cloud_tpu_vm
 from app.distributed.rendezvous_check import ClusterMember, resolve_bind_address, verify_processes
-from app.mesh.compile_only import kernel_schedules
+from app.mesh.compile_only import kernel_schedules, quiet_libtpu
 from app.mesh.devices import (
     check_equal_device_counts,
     global_devices,
@@ -105,7 +106,11 @@ def initialize_local(settings: MeshSettings, *, compiles: bool = False) -> None:
                 f"mesh.cpu_devices: {settings.cpu_devices}, but JAX has already started in this process with "
                 f"{jax.local_device_count()} devices; set it before the first use of JAX, in a new process"
             ) from None
-    if settings.platform != "auto":
+    if settings.platform == "auto":
+        if not any(Path("/dev").glob("accel*")) and not Path("/dev/vfio").exists():
+            # JAX tries libtpu first where it is installed, as it is to compile for TPUs without them.
+            quiet_libtpu("v5e-1")
+    else:
         _check_backend_installed(settings.platform)
         jax.config.update("jax_platforms", settings.platform)
 

@@ -164,3 +164,13 @@ print(resident() - before)
 def test_freed_arrays_go_back_to_the_system():
     process = subprocess.run([sys.executable, "-c", FREED_ARRAYS], capture_output=True, text=True, check=True)
     assert int(process.stdout) < 16 << 20
+
+
+@pytest.mark.slow
+def test_a_libtpu_that_is_installed_only_to_compile_does_not_complain() -> None:
+    pytest.importorskip("libtpu", reason="libtpu is not installed: pip install -e '.[tpu]'")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("TPU_", "JAX_PLATFORMS"))}
+    command = [sys.executable, "-c", "import sys; from cli import main; sys.exit(main())", "inspect-mesh"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=REPOSITORY, timeout=DEADLINE_S)
+    assert done.returncode == 0, done.stderr
+    assert "TPU" not in done.stderr
