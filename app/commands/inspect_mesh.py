@@ -24,7 +24,7 @@ def inspect_mesh(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show how a model is sharded and which batches fit."""
+    """Show how a model is sharded and what memory it needs."""
     if hlo is not None and not compiles:
         raise InputError("--hlo needs --compile, which makes the programs that it writes")
     resolved = resolve(config, overrides, print_config=print_config, check=check_for_inspect_mesh)

@@ -23,6 +23,8 @@ LIBTPU_VARIABLES = {
     # Otherwise it looks for its machine on the network.
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
+    # Of no influence on what it compiles for.
+    "TPU_ACCELERATOR_TYPE": "v5e-1",
     # Otherwise it refuses to load beside a process that uses the chips, which compiling does not.
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",
 }
@@ -34,7 +36,7 @@ def compile_only_devices(place: TpuSlice | GpuHost) -> list[Any]:
     Raises:
         InputError: the compiler is not installed, or does not know the devices.
     """
-    quiet_libtpu(place.name)
+    quiet_libtpu()
     try:
         description = topologies.get_topology_desc(
             platform=place.compiler, topology_name=place.topology_name, **place.topology_options
@@ -49,9 +51,9 @@ def compile_only_devices(place: TpuSlice | GpuHost) -> list[Any]:
     return list(description.devices)
 
 
-def quiet_libtpu(slice_name: str) -> None:
+def quiet_libtpu() -> None:
     """Tells libtpu what it would otherwise look for, and complain on stderr of not finding, without TPU."""
-    for name, value in {**LIBTPU_VARIABLES, "TPU_ACCELERATOR_TYPE": slice_name}.items():
+    for name, value in LIBTPU_VARIABLES.items():
         os.environ.setdefault(name, value)
 
 

@@ -71,4 +71,5 @@ def compiler_options(mesh: Mesh, *, packed_rows: bool = False) -> dict[str, str]
     chip = find_chip(device.device_kind)
     further = PACKED_ROWS_OPTIONS.get(chip.name, {}) if packed_rows and chip is not None else {}
     options = {**COMPILER_OPTIONS.get(device.platform, {}), **further}
+    # Whoever asks JAX for the quickest compilation, as the tests do, gets it.
     return {} if jax.config.read("jax_disable_most_optimizations") and device.platform == "cpu" else options

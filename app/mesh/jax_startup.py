@@ -8,7 +8,6 @@ import pkgutil
 import shlex
 import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 import jax
 
@@ -107,9 +106,9 @@ def initialize_local(settings: MeshSettings, *, compiles: bool = False) -> None:
                 f"{jax.local_device_count()} devices; set it before the first use of JAX, in a new process"
             ) from None
     if settings.platform == "auto":
-        if not any(Path("/dev").glob("accel*")) and not Path("/dev/vfio").exists():
+        if not is_cloud_tpu_vm():
             # JAX tries libtpu first where it is installed, as it is to compile for TPUs without them.
-            quiet_libtpu("v5e-1")
+            quiet_libtpu()
     else:
         _check_backend_installed(settings.platform)
         jax.config.update("jax_platforms", settings.platform)

@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from app.mesh.axis_rules import current_device
-from app.mesh.tpu_chips import MAX_KERNEL_BYTES, find_chip
+from app.mesh.tpu_chips import MAX_KERNEL_BYTES, TPU_CHIPS, find_chip
 from app.model.architecture import Architecture
 from app.model.block_attention import Blocking, block_attention
 from app.model.block_pairs import UNREACHABLE, BlockPairs, block_pairs
@@ -34,6 +34,8 @@ BLOCKING_BY_PLATFORM = {"cpu": Blocking(64, pairs_per_iteration=1), "tpu": Block
 PARALLEL_BLOCKING = Blocking(block_size=128, pairs_per_iteration=128)
 KERNEL_BLOCK_SIZES = (128, 256, 512)
 """Block sizes of the TPU kernels, which are fastest with the largest that fits."""
+MAX_BLOCKS_PER_ROW = 256
+"""Blocks of a row whose pairs fit the TPU's memory for scalars."""
 GPU_BLOCK_SIZE = 64
 """Block size of the GPU kernels, whose sums then fit the registers."""
 
@@ -44,7 +46,7 @@ def platform_blocking(
     dtype: DTypeLike,
     implementation: AttentionImplementation = "auto",
     *,
-    group_size: int = 1,
+    group_size: int,
 ) -> Blocking:
     """Returns how the current mesh's devices compute attention over rows of this many tokens.
 
@@ -80,14 +82,17 @@ def _tpu_kernel_blocking(kind: str, num_tokens: int, head_dim: int, group_size: 
     and of scores. The number of the last two is the compiler's, as it reports them for blocks that do not fit.
     """
     chip = find_chip(kind)
-    available = MAX_KERNEL_BYTES if chip is None else min(MAX_KERNEL_BYTES, chip.vmem_bytes)
+    # An unknown chip has no less than the one with the least.
+    vmem_bytes = min(one.vmem_bytes for one in TPU_CHIPS.values()) if chip is None else chip.vmem_bytes
+    available = min(MAX_KERNEL_BYTES, vmem_bytes)
     # Heads are padded to the width of a register.
     width = -(-head_dim // 128) * 128
     sizes = [size for size in KERNEL_BLOCK_SIZES if size < 2 * num_tokens] or KERNEL_BLOCK_SIZES[:1]
     for size in reversed(sizes):
-        row, scores = 2 * 4 * num_tokens * width, 10 * itemsize * size**2
+        num_blocks = -(-num_tokens // size)
+        row, scores = 2 * 4 * num_blocks * size * width, 10 * itemsize * size**2
         queries, keys = group_size * size * width * (6 * itemsize + 4), size * width * (16 * itemsize)
-        if row + queries + keys + scores <= available:
+        if row + queries + keys + scores <= available and num_blocks <= MAX_BLOCKS_PER_ROW:
             return Blocking(size, 1, kernel="tpu")
     return None
 

@@ -274,7 +274,8 @@ def pair_scores_grad(score_mod: ScoreMod, scores: Array, weights: Array, centere
 
 def product(a: Array, b: Array, dims: tuple[int, int]) -> Float32[Array, "m n"]:
     """Returns the float32 product of two matrices, contracted over one dim of each."""
-    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    # Always given, since kernels cannot multiply bfloat16 at the precision that JAX's default may ask for.
+    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     return jax.lax.dot_general(
         a, b, (((dims[0],), (dims[1],)), ((), ())), precision=precision, preferred_element_type=jnp.float32
     )

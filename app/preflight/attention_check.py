@@ -16,10 +16,12 @@ from app.batching.token_batch import pack_tokens
 from app.mesh.placement import num_local_row_shards, row_sharding, to_global, to_local
 from app.model.architecture import Architecture
 from app.model.attention import architecture_blocking, dot_product_attention, packed_attention
+from app.model.block_attention import Blocking
 from app.model.score_mod import ScoreMod
 from app.model.segment_layout import SegmentLayout, attention_mask
 from app.preflight.check_results import CheckRecorder
 from app.preflight.program_work import longest_samples
+from app.runtime.batch_checks import attention_rows
 from app.runtime.reward_model import RewardModelSpec
 from app.runtime.scoring import set_compute_dtype
 from app.runtime.session import Session
@@ -32,19 +34,20 @@ RESULTS = ("the output", "the gradient of queries", "the gradient of keys", "the
 
 
 def check_attention(recorder: CheckRecorder, session: Session, reward_model: RewardModelSpec | None) -> None:
-    """Checks the attention of all networks of a run. All hosts must call it together."""
+    """Checks the attention of all networks of a run, computed as for their rows. All hosts must call it together."""
     mesh, device = session.mesh, session.mesh.devices.flat[0]
-    architectures = [session.model_spec.architecture, session.architecture_of("critic")]
-    architectures += [] if reward_model is None else [reward_model.architecture]
+    rows = attention_rows(session.settings, session)
+    rows += [] if reward_model is None else [(reward_model.architecture, rows[0][1])]
     dtype = set_compute_dtype(session.settings)
     with jax.set_mesh(mesh):
-        has_kernel = architecture_blocking(session.model_spec.architecture, NUM_TOKENS, dtype).kernel
+        compared = {(network, architecture_blocking(network, num_tokens, dtype)) for network, num_tokens in rows}
+    has_kernel = any(blocking.kernel for _, blocking in compared)
     name = f"the kernel for {device.device_kind}" if has_kernel else f"attention on {device.platform} without a kernel"
     with recorder.run_check("attention", "set model.attention: xla" if has_kernel else ""):
         differences = np.array(
             [
-                attention_differences(architecture, mesh, dtype, window=window)
-                for architecture in dict.fromkeys(architectures)
+                attention_differences(architecture, mesh, dtype, window=window, blocking=blocking)
+                for architecture, blocking in sorted(compared, key=str)
                 for window in ((None, WINDOW) if any(architecture.windows) else (None,))
             ]
         ).max(axis=0)
@@ -59,7 +62,7 @@ def check_attention(recorder: CheckRecorder, session: Session, reward_model: Rew
 
 
 def attention_differences(
-    architecture: Architecture, mesh: Mesh, dtype: jnp.dtype, *, window: int | None
+    architecture: Architecture, mesh: Mesh, dtype: jnp.dtype, *, window: int | None, blocking: Blocking
 ) -> Float64[np.ndarray, "4"]:
     """Returns the largest difference of each of `RESULTS` from dense attention in float32, on random packed rows.
 
@@ -79,7 +82,6 @@ def attention_differences(
     arrays = [x.astype(dtype) for x in (query, keys, values, weights * is_token)]
 
     def packed(layout: SegmentLayout, query: Array, keys: Array, values: Array) -> Array:
-        blocking = architecture_blocking(a, NUM_TOKENS, dtype)
         return packed_attention(query, keys, values, layout, window=window, score_mod=score_mod, blocking=blocking)
 
     def dense(layout: SegmentLayout, query: Array, keys: Array, values: Array) -> Array:

@@ -199,9 +199,9 @@ def _compile(lowered: Lowered, phase: str, name: str) -> Compiled:
                 f"{phase}: {name} does not compile: {lines[0]} (with {compiler_versions()}; pip install -e '.[tpu]' "
                 "or '.[cuda]' installs the compiler that belongs to this JAX)"
             ) from error
-        if "memory space vmem" in lines[0]:
+        if "memory space vmem" in lines[0] and "attention_" in str(error):
             raise InputError(
-                f"{phase}: {name} does not compile: a kernel needs more memory than there is on the chip "
+                f"{phase}: {name} does not compile: the attention kernel needs more memory than there is on the chip "
                 f"({lines[0].removeprefix('RESOURCE_EXHAUSTED: ')}); set model.attention: xla"
             ) from error
         largest = ", ".join(line.partition(": ")[2] for line in lines if re.match(r"(\d+\. )?Size: ", line))

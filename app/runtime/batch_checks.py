@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
 
 from app.batching.micro_batcher import PackedRowBatcher
 from app.mesh.placement import num_local_row_shards, supports_host_memory
+from app.model.architecture import Architecture
+from app.model.attention import architecture_blocking
 from app.runtime.micro_batching import MaxLengths, make_update_batcher
-from app.runtime.scoring import ScoringSession, check_attention
+from app.runtime.scoring import ScoringSession
 from settings import Settings
 from settings.errors import InputError
 from settings.schema.algorithm import AlgorithmSettings
@@ -65,18 +68,27 @@ def _nearest_values(fitting: Sequence[int], value: int) -> str:
     return " or ".join(map(str, below + above))
 
 
-def check_attention_rows(settings: Settings, session: ScoringSession) -> None:
-    """Raises InputError if `model.attention` needs a kernel that cannot hold the longest rows of a run."""
+def attention_rows(settings: Settings, session: ScoringSession) -> list[tuple[Architecture, int]]:
+    """Returns the networks that update and score in a run, each with the tokens of its longest rows."""
     longest = MaxLengths.from_settings(settings)
     passes: list[tuple[ScoredRole, Any]] = [("policy", settings.algorithm)]
     if settings.has_critic:
         passes.append(("critic", settings.critic))
     passes.extend((role, settings.score.for_role(role)) for role in settings.scored_roles)
+    rows = []
     for role, scope in passes:
         network = session.architecture_of(role)
         batcher = make_update_batcher(settings, scope, network, longest)
         num_tokens = batcher.budget.row_length if isinstance(batcher, PackedRowBatcher) else longest.sample
-        check_attention(settings, session.mesh, network, num_tokens=num_tokens)
+        rows.append((network, num_tokens))
+    return rows
+
+
+def check_attention_rows(settings: Settings, session: ScoringSession) -> None:
+    """Raises InputError if `model.attention` needs a kernel that cannot hold the longest rows of a run."""
+    with jax.set_mesh(session.mesh):
+        for network, num_tokens in attention_rows(settings, session):
+            architecture_blocking(network, num_tokens, settings.model.dtype)
 
 
 def check_host_offload(mesh: Mesh) -> None:

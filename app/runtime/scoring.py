@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from app.batching.micro_batcher import GlobalPlan, MicroBatcher
 from app.mesh import device_mesh, placement
 from app.model.architecture import Architecture
-from app.model.attention import architecture_blocking, platform_blocking
+from app.model.attention import platform_blocking
 from app.model.decoder import DecoderDefinition, Params
 from app.model.io.hf_weights import critic_tensors, load_weights
 from app.model.lora import combine_params, init_adapters
@@ -177,20 +177,11 @@ def open_mesh(settings: Settings) -> Mesh:
         InputError: the settings do not fit the devices.
     """
     mesh = device_mesh.make_mesh(settings.mesh)
-    check_attention(settings, mesh)
+    with jax.set_mesh(mesh):
+        # Raises if `model.attention` needs a kernel that there is for no rows on these devices.
+        platform_blocking(1, 1, settings.model.dtype, settings.model.attention, group_size=1)
     placement.check_rows_per_host(mesh)
     return mesh
-
-
-def check_attention(
-    settings: Settings, mesh: Mesh, architecture: Architecture | None = None, *, num_tokens: int = 1
-) -> None:
-    """Raises InputError if `model.attention` needs a kernel that the devices do not have, for these rows if given."""
-    with jax.set_mesh(mesh):
-        if architecture is None:
-            platform_blocking(num_tokens, 1, settings.model.dtype, settings.model.attention)
-        else:
-            architecture_blocking(architecture, num_tokens, settings.model.dtype)
 
 
 def set_compute_dtype(settings: Settings) -> jnp.dtype:

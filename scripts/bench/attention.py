@@ -50,7 +50,7 @@ def masked_attention(query: Array, keys: Array, values: Array, layout: SegmentLa
 
 def block_attention(query: Array, keys: Array, values: Array, layout: SegmentLayout) -> Array:
     """Computes our attention, with the block pairs that a decoder computes once for all layers."""
-    blocking = platform_blocking(query.shape[1], query.shape[-1], query.dtype)
+    blocking = platform_blocking(query.shape[1], query.shape[-1], query.dtype, group_size=QUERY_HEADS // KV_HEADS)
     pairs = make_block_pairs(layout, [None], blocking)
     return packed_attention(query, keys, values, layout, pairs=pairs, blocking=blocking)
 

@@ -83,7 +83,7 @@ def main() -> None:
 
     with mesh:
         lowered = jax.jit(gradients, out_shardings=(over(), shardings)).lower(state, example)
-        compiled = lowered.compile(compiler_options=work["compiler_options"] or None)
+        compiled = lowered.compile()
     memory: Any = compiled.memory_analysis()
     (directory / "program.hlo").write_text(compiled.as_text() or "")
     figures = {

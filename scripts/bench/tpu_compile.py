@@ -9,7 +9,7 @@ A program takes minutes; `--keep` holds compiled programs, and those already the
 The work is the longest samples that the settings allow: 32 of 512 prompt and 512 completion tokens, 8 of each prompt.
 Both sides have float32 weights over fsdp and compute in bfloat16, without reference model. Ours has the settings of
 the preset; a second line shows the fullest micro-batch of the preset's own step. Tunix has its defaults and BLOCK
-remat, all 32 samples at once; `splash` is its flash attention, and `our options` gives it our compiler options, too.
+remat, all 32 samples at once; `splash` is its flash attention.
 
 Times are by the same accounting for both (`app.preflight.program_time`): the compiler's cycles, and for a Pallas kernel
 the bundles of its schedule times the turns of its grid, or the bytes that it copies if that takes longer.
@@ -31,7 +31,6 @@ from typing import Any
 from shapes import QWEN2_5
 
 from app.mesh.compile_only import SCHEDULES
-from app.mesh.compiler_options import COMPILER_OPTIONS, PACKED_ROWS_OPTIONS
 from app.mesh.tpu_chips import parse_slice
 from app.preflight.kernel_time import take_scheduled_bundles
 from app.preflight.program_time import program_time
@@ -42,11 +41,8 @@ PRESETS = {"Qwen2.5-1.5B": ("gsm8k_qwen2_5_1_5b_v5e_8", "v5e-8"), "Qwen2.5-3B": 
 WORK = {"prompt": 512, "completion": 512, "group_size": 8}
 OURS = "grpo"
 ROWS = {OURS: 32, "grpo, fullest micro-batch": 128}
-TUNIX: Mapping[str, Mapping[str, bool]] = {
-    "Tunix": {"flash": False, "our_options": False},
-    "Tunix, splash": {"flash": True, "our_options": False},
-    "Tunix, splash, our options": {"flash": True, "our_options": True},
-}
+TUNIX = {"Tunix": False, "Tunix, splash": True}
+"""Whether a side of Tunix has flash attention."""
 
 
 def programs(tunix_python: str | None) -> Iterator[tuple[str, str, list[str], dict[str, Any]]]:
@@ -57,12 +53,10 @@ def programs(tunix_python: str | None) -> Iterator[tuple[str, str, list[str], di
         for side, rows in ROWS.items():
             command = [sys.executable, str(HERE / "gradients_of_grpo.py")]
             yield model, side, command, {**work, "preset": preset, "slice": slice_name, "rows": rows}
-        for side, variant in TUNIX.items() if tunix_python else ():
+        for side, flash in TUNIX.items() if tunix_python else ():
             command = [tunix_python or "", str(HERE / "gradients_of_tunix.py")]
             topology = {"topology_name": place.topology_name, **place.topology_options}
-            ours = {**COMPILER_OPTIONS["tpu"], **PACKED_ROWS_OPTIONS.get(place.chip.name, {})}
-            variant = {"flash": variant["flash"], "compiler_options": ours if variant["our_options"] else {}}
-            yield model, side, command, {**work, **variant, "topology": topology, "rows": ROWS[OURS]}
+            yield model, side, command, {**work, "flash": flash, "topology": topology, "rows": ROWS[OURS]}
 
 
 def compiled(command: list[str], work: Mapping[str, Any], directory: Path) -> dict[str, Any]:

@@ -172,7 +172,8 @@ def four_rows(kv_heads: int) -> tuple[Inputs, SegmentLayout]:
 def scanned(query, keys, values, layout):
     """Applies two layers as the decoder does, which computes the block pairs once."""
     windows = jnp.array([UNREACHABLE, 30], jnp.int32)
-    pairs = make_block_pairs(layout, [None, 30], platform_blocking(layout.segment_ids.shape[1], 64, jnp.float32))
+    blocking = platform_blocking(layout.segment_ids.shape[1], 64, jnp.float32, group_size=1)
+    pairs = make_block_pairs(layout, [None, 30], blocking)
 
     def layer(query, window):
         return packed_attention(query, keys, values, layout, window=window, pairs=pairs), None

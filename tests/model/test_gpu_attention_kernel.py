@@ -65,5 +65,5 @@ def test_each_gpu_computes_its_own_rows(gpus: None) -> None:
 def test_arrays_in_float32_take_no_kernel(gpus: None) -> None:
     assert not any(kernel in compiled("h100-1", head_dim=64, dtype=jnp.float32) for kernel in KERNELS)
     with jax.set_mesh(mesh_of("h100-1")):
-        assert platform_blocking(8192, 64, jnp.float32) == PARALLEL_BLOCKING
-        assert platform_blocking(8192, 64, jnp.bfloat16) == Blocking(GPU_BLOCK_SIZE, 1, kernel="gpu")
+        assert platform_blocking(8192, 64, jnp.float32, group_size=1) == PARALLEL_BLOCKING
+        assert platform_blocking(8192, 64, jnp.bfloat16, group_size=1) == Blocking(GPU_BLOCK_SIZE, 1, kernel="gpu")

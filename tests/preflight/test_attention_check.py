@@ -19,6 +19,7 @@ from app.preflight import attention_check
 from app.preflight.attention_check import WINDOW, attention_differences, check_attention
 from app.preflight.check_results import CheckRecorder, CheckResult
 from app.preflight.config_only_spec import read_config_only_spec
+from app.runtime.batch_checks import attention_rows
 from app.runtime.session import Session
 from settings import load
 from tests.program import of_tiny
@@ -26,13 +27,14 @@ from tests.tiny import ODD, SWITCHED, make_mesh
 
 FLOAT32, BFLOAT16 = jnp.dtype("float32"), jnp.dtype("bfloat16")
 packed_attention = attention.packed_attention
+in_blocks = functools.partial(attention_differences, blocking=attention.BLOCKING_BY_PLATFORM["cpu"])
 
 
 @pytest.mark.parametrize("architecture", [ODD, SWITCHED], ids=["plain", "every-switch"])
 @pytest.mark.parametrize("window", [None, WINDOW])
 def test_attention_in_blocks_is_within_rounding(architecture, window):
-    assert attention_differences(architecture, make_mesh((2, 2, 2)), FLOAT32, window=window).max() < 1e-5
-    rounded = attention_differences(architecture, make_mesh(), BFLOAT16, window=window).max()
+    assert in_blocks(architecture, make_mesh((2, 2, 2)), FLOAT32, window=window).max() < 1e-5
+    rounded = in_blocks(architecture, make_mesh(), BFLOAT16, window=window).max()
     assert 1e-4 < rounded < attention_check.TOLERANCES["bfloat16"]
 
 
@@ -77,7 +79,7 @@ def with_a_nan(*arrays: Any, **rest: Any) -> Any:
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=str)
 def test_every_fault_is_more_than_rounding(faulty, dtype, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(attention_check, "packed_attention", faulty)
-    differences = attention_differences(SWITCHED, make_mesh(), dtype, window=WINDOW)
+    differences = in_blocks(SWITCHED, make_mesh(), dtype, window=WINDOW)
     assert not differences.max() <= 2 * attention_check.TOLERANCES[dtype.name], differences
     if faulty is without_gradient_of_keys:
         assert differences.argmax() == 2 and differences[2] == 1
@@ -145,3 +147,17 @@ def test_a_kernel_that_does_not_compile_fails_with_the_way_out(
     result = check(session)
     assert (result.verdict, result.advice) == ("fail", "set model.attention: xla")
     assert "Mosaic failed to compile" in result.found
+
+
+def test_attention_is_compared_as_it_is_computed_for_the_rows_of_the_run(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def blocking_of(architecture: Any, num_tokens: int, dtype: Any) -> Blocking:
+        asked.append(num_tokens)
+        return attention.BLOCKING_BY_PLATFORM["cpu"]
+
+    monkeypatch.setattr(attention_check, "architecture_blocking", blocking_of)
+    assert check(session).verdict == "ok"
+    assert asked == [num_tokens for _, num_tokens in attention_rows(session.settings, session)]

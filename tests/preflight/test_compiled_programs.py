@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 from app.mesh import devices
+from app.mesh.axis_rules import AXES
 from app.mesh.compile_only import compile_only_devices
+from app.mesh.placement import row_sharding
 from app.mesh.tpu_chips import SLICE_SIZES, TPU_CHIPS, TpuChip, parse_slice
+from app.model.attention import packed_attention
+from app.model.block_attention import Blocking
+from app.model.segment_layout import SegmentLayout
+from app.preflight.compiled_programs import _compile
 from app.preflight.program_time import PARTS
 from settings import InputError
 from tests.program import here, of_tiny, settings
@@ -117,3 +128,18 @@ def test_a_slice_that_libtpu_does_not_know_is_one_error(monkeypatch: pytest.Monk
 def test_the_texts_of_programs_need_programs(tiny_model: Path, tmp_path: Path) -> None:
     result = here("inspect-mesh", *of_tiny(tiny_model), "--hlo", tmp_path)
     assert result.exit_code == 2 and "--hlo needs --compile" in result.stderr
+
+
+def test_a_kernel_too_large_for_the_chip_is_one_error_with_the_way_out(libtpu: None) -> None:
+    tpu = Mesh(np.array(compile_only_devices(parse_slice("v4-8"))).reshape(1, -1, 1), AXES)
+
+    def on_tpu(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((tpu.size, *shape), dtype, sharding=row_sharding(tpu))
+
+    keys, layout = on_tpu(1, 16_384, 128), SegmentLayout(*[on_tpu(16_384, dtype=jnp.int32)] * 3)
+    attend = functools.partial(packed_attention, blocking=Blocking(512, 1, kernel="tpu"))
+    with jax.set_mesh(tpu):
+        gradients = jax.jit(jax.grad(lambda *arrays: jnp.sum(attend(*arrays).astype(jnp.float32)), argnums=(0, 1, 2)))
+        lowered = gradients.lower(on_tpu(16_384, 1, 128), keys, keys, layout)
+    with pytest.raises(InputError, match=r"does not compile: the attention kernel needs more memory.*attention: xla"):
+        _compile(lowered, "update", "gradients")

@@ -62,7 +62,7 @@ def test_each_turn_of_xlas_loop_over_pairs_adds_to_the_estimate() -> None:
     query, keys = on_tpu((1, 1024, 2, 16), jnp.bfloat16), on_tpu((1, 1, 1024, 16), jnp.bfloat16)
     layout = SegmentLayout(*[on_tpu((1, 1024), jnp.int32)] * 3)
     with jax.set_mesh(tpu):
-        blocking = platform_blocking(1024, 16, jnp.bfloat16, "xla")
+        blocking = platform_blocking(1024, 16, jnp.bfloat16, "xla", group_size=2)
         attend = jax.jit(functools.partial(packed_attention, blocking=blocking))
         text = attend.lower(query, keys, keys, layout).compile().as_text() or ""
     once, twice, thrice = (

@@ -58,7 +58,7 @@ def test_both_sides_are_counted_for_each_completion_token(bench, tmp_path, monke
     keep(tmp_path, "Qwen2.5-1.5B-Tunix-splash", cycles=4 * CYCLES, temporary_bytes=2_048 * 2**21)
     only = ("--tunix-python", sys.executable, "--only", "Qwen2.5-1.5B grpo", "Qwen2.5-1.5B Tunix, splash")
     monkeypatch.setattr(bench, "ROWS", {bench.OURS: 32})
-    monkeypatch.setattr(bench, "TUNIX", {"Tunix, splash": {"flash": True, "our_options": False}})
+    monkeypatch.setattr(bench, "TUNIX", {"Tunix, splash": True})
     ours, tunix = run(bench, monkeypatch, tmp_path, *only)
     assert ours["s_per_token"] == pytest.approx(3_000 / TPU_CHIPS["v5e"].clock_hz)
     assert (ours["side"], ours["samples"], ours["parts_s"]) == ("grpo", 32, {"attention": ours["estimated_s"]})
