@@ -40,14 +40,14 @@ def check_attention(recorder: CheckRecorder, session: Session, reward_model: Rew
     rows += [] if reward_model is None else [(reward_model.architecture, rows[0][1])]
     dtype = set_compute_dtype(session.settings)
     with jax.set_mesh(mesh):
-        compared = {(network, architecture_blocking(network, num_tokens, dtype)) for network, num_tokens in rows}
+        compared = dict.fromkeys((network, architecture_blocking(network, tokens, dtype)) for network, tokens in rows)
     has_kernel = any(blocking.kernel for _, blocking in compared)
     name = f"the kernel for {device.device_kind}" if has_kernel else f"attention on {device.platform} without a kernel"
     with recorder.run_check("attention", "set model.attention: xla" if has_kernel else ""):
         differences = np.array(
             [
                 attention_differences(architecture, mesh, dtype, window=window, blocking=blocking)
-                for architecture, blocking in sorted(compared, key=str)
+                for architecture, blocking in compared
                 for window in ((None, WINDOW) if any(architecture.windows) else (None,))
             ]
         ).max(axis=0)
