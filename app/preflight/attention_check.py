@@ -36,8 +36,7 @@ RESULTS = ("the output", "the gradient of queries", "the gradient of keys", "the
 def check_attention(recorder: CheckRecorder, session: Session, reward_model: RewardModelSpec | None) -> None:
     """Checks the attention of all networks of a run, computed as for their rows. All hosts must call it together."""
     mesh, device = session.mesh, session.mesh.devices.flat[0]
-    rows = attention_rows(session.settings, session)
-    rows += [] if reward_model is None else [(reward_model.architecture, rows[0][1])]
+    rows = attention_rows(session.settings, session, reward_model)
     dtype = set_compute_dtype(session.settings)
     with jax.set_mesh(mesh):
         compared = dict.fromkeys((network, architecture_blocking(network, tokens, dtype)) for network, tokens in rows)

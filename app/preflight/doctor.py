@@ -270,7 +270,7 @@ def _open_session(
         return None
     with recorder.run_check("mesh"):
         session = stack.enter_context(closing(Session.open(settings, inputs.model, inputs.critic)))
-        check_session(settings, session)
+        check_session(settings, session, inputs.reward_model)
         axes = ", ".join(f"{axis} {size}" for axis, size in session.mesh.shape.items())
         recorder.ok("mesh", "\n".join((axes, *setup_notes(settings, session))))
     return session

@@ -13,6 +13,7 @@ from app.mesh.placement import num_local_row_shards, supports_host_memory
 from app.model.architecture import Architecture
 from app.model.attention import architecture_blocking
 from app.runtime.micro_batching import MaxLengths, make_update_batcher
+from app.runtime.reward_model import RewardModelSpec, make_reward_batcher
 from app.runtime.scoring import ScoringSession
 from settings import Settings
 from settings.errors import InputError
@@ -68,26 +69,29 @@ def _nearest_values(fitting: Sequence[int], value: int) -> str:
     return " or ".join(map(str, below + above))
 
 
-def attention_rows(settings: Settings, session: ScoringSession) -> list[tuple[Architecture, int]]:
+def attention_rows(
+    settings: Settings, session: ScoringSession, reward_model: RewardModelSpec | None
+) -> list[tuple[Architecture, int]]:
     """Returns the networks that update and score in a run, each with the tokens of its longest rows."""
     longest = MaxLengths.from_settings(settings)
     passes: list[tuple[ScoredRole, Any]] = [("policy", settings.algorithm)]
     if settings.has_critic:
         passes.append(("critic", settings.critic))
     passes.extend((role, settings.score.for_role(role)) for role in settings.scored_roles)
-    rows = []
-    for role, scope in passes:
-        network = session.architecture_of(role)
-        batcher = make_update_batcher(settings, scope, network, longest)
-        num_tokens = batcher.budget.row_length if isinstance(batcher, PackedRowBatcher) else longest.sample
-        rows.append((network, num_tokens))
-    return rows
+    networks = [(session.architecture_of(role), scope) for role, scope in passes]
+    batchers = [(network, make_update_batcher(settings, scope, network, longest)) for network, scope in networks]
+    if reward_model is not None:
+        batchers.append((reward_model.architecture, make_reward_batcher(settings, reward_model.architecture)))
+    return [
+        (network, batcher.budget.row_length if isinstance(batcher, PackedRowBatcher) else longest.sample)
+        for network, batcher in batchers
+    ]
 
 
-def check_attention_rows(settings: Settings, session: ScoringSession) -> None:
+def check_attention_rows(settings: Settings, session: ScoringSession, reward_model: RewardModelSpec | None) -> None:
     """Raises InputError if `model.attention` needs a kernel that cannot hold the longest rows of a run."""
     with jax.set_mesh(session.mesh):
-        for network, num_tokens in attention_rows(settings, session):
+        for network, num_tokens in attention_rows(settings, session, reward_model):
             architecture_blocking(network, num_tokens, settings.model.dtype)
 
 

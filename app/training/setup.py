@@ -32,6 +32,7 @@ from app.runtime.generators import check_async_workers
 from app.runtime.host_supervision import open_host_group
 from app.runtime.model_spec import adapter_notes
 from app.runtime.pinned_revisions import pin_revisions
+from app.runtime.reward_model import RewardModelSpec
 from app.runtime.reward_trial import try_reward_functions
 from app.runtime.session import Session
 from app.runtime.tensor_parallel_checks import replicated_dim_notes
@@ -117,7 +118,7 @@ def prepare_run(
         generates = read.replay is None or (bool(read.eval_prompts) and settings.rollout.max_staleness == 0)
         session = Session.open(settings, read.model, read.critic, generates=generates)
         stack.enter_context(closing(session))
-        check_session(settings, session)
+        check_session(settings, session, read.reward_model)
         notes = (*changes, *setup_notes(settings, session))
         yield RunSetup(resolved, run, read, rewards, session, status_board, watchdog, notes, allow_changed)
 
@@ -142,10 +143,10 @@ def _check_changed_settings(resolved: Resolved, run: RunDirectory, allowed: Sequ
     return [*(f"warning: {gap}" for gap in history.gaps), *(f"changed: {text}" for text in texts.values())]
 
 
-def check_session(settings: Settings, session: Session) -> None:
+def check_session(settings: Settings, session: Session, reward_model: RewardModelSpec | None) -> None:
     """Raises InputError if the mesh of a session cannot train under the settings."""
     check_fixed_micro_batches(settings, session)
-    check_attention_rows(settings, session)
+    check_attention_rows(settings, session, reward_model)
     if session.workers is not None and session.generates_async:
         check_async_workers(session.workers)
     if settings.offloads_reference:

@@ -19,11 +19,12 @@ from app.preflight import attention_check
 from app.preflight.attention_check import WINDOW, attention_differences, check_attention
 from app.preflight.check_results import CheckRecorder, CheckResult
 from app.preflight.config_only_spec import read_config_only_spec
-from app.runtime.batch_checks import attention_rows
+from app.runtime.reward_model import read_reward_model_spec
 from app.runtime.session import Session
 from settings import load
 from tests.program import of_tiny
 from tests.tiny import ODD, SWITCHED, make_mesh
+from tests.tiny_directory import write_reward_model
 
 FLOAT32, BFLOAT16 = jnp.dtype("float32"), jnp.dtype("bfloat16")
 packed_attention = attention.packed_attention
@@ -149,9 +150,13 @@ def test_a_kernel_that_does_not_compile_fails_with_the_way_out(
     assert "Mosaic failed to compile" in result.found
 
 
-def test_attention_is_compared_as_it_is_computed_for_the_rows_of_the_run(
-    session: Session, monkeypatch: pytest.MonkeyPatch
+def test_attention_is_compared_as_it_is_computed_for_the_rows_of_each_network(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    judge = write_reward_model(tmp_path / "judge")
+    budgets = ("algorithm.max_tokens_per_device=44", "score.reward.max_tokens_per_device=60")
+    settings = load(None, (*of_tiny(tiny_model)[1::2], f"reward.model={judge}", *budgets), {}).settings
+    session = Session.open(settings, read_config_only_spec(settings).model)
     asked = []
 
     def blocking_of(architecture: Any, num_tokens: int, dtype: Any) -> Blocking:
@@ -159,5 +164,7 @@ def test_attention_is_compared_as_it_is_computed_for_the_rows_of_the_run(
         return attention.BLOCKING_BY_PLATFORM["cpu"]
 
     monkeypatch.setattr(attention_check, "architecture_blocking", blocking_of)
-    assert check(session).verdict == "ok"
-    assert asked == [num_tokens for _, num_tokens in attention_rows(session.settings, session)]
+    recorder = CheckRecorder()
+    check_attention(recorder, session, read_reward_model_spec(settings))
+    assert recorder.results[0].verdict == "ok"
+    assert asked == [44, 60]
