@@ -23,7 +23,7 @@ LIBTPU_VARIABLES = {
     # Otherwise it looks for its machine on the network.
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
-    # Of no influence on what it compiles for.
+    # Any type will do: the topology decides what it compiles for.
     "TPU_ACCELERATOR_TYPE": "v5e-1",
     # Otherwise it refuses to load beside a process that uses the chips, which compiling does not.
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",

@@ -35,7 +35,7 @@ PARALLEL_BLOCKING = Blocking(block_size=128, pairs_per_iteration=128)
 KERNEL_BLOCK_SIZES = (128, 256, 512)
 """Block sizes of the TPU kernels, which are fastest with the largest that fits."""
 MAX_BLOCKS_PER_ROW = 256
-"""Blocks of a row whose pairs fit the TPU's memory for scalars."""
+"""Blocks of a row whose pairs fit the TPU's memory for scalars, with room for several rows on a device."""
 GPU_BLOCK_SIZE = 64
 """Block size of the GPU kernels, whose sums then fit the registers."""
 
@@ -82,7 +82,7 @@ def _tpu_kernel_blocking(kind: str, num_tokens: int, head_dim: int, group_size: 
     and of scores. The number of the last two is the compiler's, as it reports them for blocks that do not fit.
     """
     chip = find_chip(kind)
-    # An unknown chip has no less than the one with the least.
+    # An unknown chip is assumed to have as little as the smallest known one.
     vmem_bytes = min(one.vmem_bytes for one in TPU_CHIPS.values()) if chip is None else chip.vmem_bytes
     available = min(MAX_KERNEL_BYTES, vmem_bytes)
     # Heads are padded to the width of a register.

@@ -116,13 +116,8 @@ def attention_grads(
         name="attention_backward",
         interpret=interpret,
     )(
-        *blocks,
-        window.reshape(1),
-        *arrays,
-        *[token_info(layout)] * 2,
-        output_grad.astype(query.dtype),
-        normalizer,
-        mean,
+        *(*blocks, window.reshape(1), *arrays, *[token_info(layout)] * 2),
+        *(output_grad.astype(query.dtype), normalizer, mean),
     )
     keys_grad, values_grad = (
         x.reshape(call.num_kv_heads, keys.shape[0], -1, call.head_dim).swapaxes(0, 1).astype(keys.dtype)
@@ -274,7 +269,7 @@ def pair_scores_grad(score_mod: ScoreMod, scores: Array, weights: Array, centere
 
 def product(a: Array, b: Array, dims: tuple[int, int]) -> Float32[Array, "m n"]:
     """Returns the float32 product of two matrices, contracted over one dim of each."""
-    # Always given, since kernels cannot multiply bfloat16 at the precision that JAX's default may ask for.
+    # Explicit, because JAX's default may be `highest`, at which kernels cannot multiply bfloat16.
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     return jax.lax.dot_general(
         a, b, (((dims[0],), (dims[1],)), ((), ())), precision=precision, preferred_element_type=jnp.float32

@@ -37,6 +37,8 @@ def check_attention(recorder: CheckRecorder, session: Session, reward_model: Rew
     """Checks the attention of all networks of a run, computed as for their rows. All hosts must call it together."""
     mesh, device = session.mesh, session.mesh.devices.flat[0]
     rows = attention_rows(session.settings, session, reward_model)
+    # Prompts are prefilled by the same attention.
+    rows.append((session.model_spec.architecture, session.settings.data.max_prompt_length))
     dtype = set_compute_dtype(session.settings)
     with jax.set_mesh(mesh):
         compared = dict.fromkeys((network, architecture_blocking(network, tokens, dtype)) for network, tokens in rows)

@@ -199,7 +199,7 @@ def _compile(lowered: Lowered, phase: str, name: str) -> Compiled:
                 f"{phase}: {name} does not compile: {lines[0]} (with {compiler_versions()}; pip install -e '.[tpu]' "
                 "or '.[cuda]' installs the compiler that belongs to this JAX)"
             ) from error
-        if "memory space vmem" in lines[0] and "attention_" in str(error):
+        if re.search("memory space [vs]mem", lines[0]) and "attention_" in str(error):
             raise InputError(
                 f"{phase}: {name} does not compile: the attention kernel needs more memory than there is on the chip "
                 f"({lines[0].removeprefix('RESOURCE_EXHAUSTED: ')}); set model.attention: xla"

@@ -61,12 +61,6 @@ class Instruction:
         return self.attribute(r'op_name="([^"]*)"') or ""
 
     @property
-    def estimated_cycles(self) -> int | None:
-        """The compiler's estimate of its cycles; None if it has none."""
-        cycles = self.attribute(r'"estimated_cycles":"(\d+)"')
-        return None if cycles is None else int(cycles)
-
-    @property
     def called(self) -> tuple[str, ...]:
         """The computations of a fusion, a call or the branches of a conditional."""
         listed = self.attribute(r"branch_computations=\{([^}]*)\}")

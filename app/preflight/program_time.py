@@ -181,8 +181,8 @@ class _Walk:
         return one.sent_bytes / (self.chip.ring_bytes_per_s if in_ring else self.chip.link_bytes_per_s)
 
     def _instruction_s(self, one: Instruction, results: Mapping[str, Instruction]) -> float:
-        if (cycles := one.estimated_cycles) is not None:
-            return cycles / self.chip.clock_hz
+        if cycles := one.attribute(r'"estimated_cycles":"(\d+)"'):
+            return int(cycles) / self.chip.clock_hz
         operands = [results[name] for name in one.operands if name in results]
         touched = one.num_bytes + sum(operand.num_bytes for operand in operands)
         if one.opcode in TOUCHED_ONCE:

@@ -1,4 +1,4 @@
-"""Checks that a run's micro-batches divide evenly over its devices, which can compute them."""
+"""Checks that a run's micro-batches divide over its devices, and that its attention can compute their rows."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from app.batching.length_buckets import bucket_length
 from app.batching.micro_batcher import PackedRowBatcher
 from app.mesh.placement import num_local_row_shards, supports_host_memory
 from app.model.architecture import Architecture
 from app.model.attention import architecture_blocking
-from app.runtime.micro_batching import MaxLengths, make_update_batcher
+from app.runtime.micro_batching import MaxLengths, make_score_batcher, make_update_batcher, num_bootstrap_tokens
 from app.runtime.reward_model import RewardModelSpec, make_reward_batcher
 from app.runtime.scoring import ScoringSession
 from settings import Settings
@@ -72,19 +73,29 @@ def _nearest_values(fitting: Sequence[int], value: int) -> str:
 def attention_rows(
     settings: Settings, session: ScoringSession, reward_model: RewardModelSpec | None
 ) -> list[tuple[Architecture, int]]:
-    """Returns the networks that update and score in a run, each with the tokens of its longest rows."""
+    """Returns the networks that update and score in a run, each with the tokens of its longest rows.
+
+    A reward model without a token budget is assumed to read conversations as long as the policy's samples.
+    """
     longest = MaxLengths.from_settings(settings)
-    passes: list[tuple[ScoredRole, Any]] = [("policy", settings.algorithm)]
-    if settings.has_critic:
-        passes.append(("critic", settings.critic))
-    passes.extend((role, settings.score.for_role(role)) for role in settings.scored_roles)
-    networks = [(session.architecture_of(role), scope) for role, scope in passes]
-    batchers = [(network, make_update_batcher(settings, scope, network, longest)) for network, scope in networks]
+    updated: list[tuple[ScoredRole, Any]] = [("policy", settings.algorithm)]
+    updated += [("critic", settings.critic)] if settings.has_critic else []
+    passes = []
+    for role, scope in updated:
+        network = session.architecture_of(role)
+        passes.append((network, make_update_batcher(settings, scope, network, longest), longest.sample))
+    for role in settings.scored_roles:
+        network, num_tokens = session.architecture_of(role), longest.sample + num_bootstrap_tokens(settings, role)
+        passes.append((network, make_score_batcher(settings, role, network, longest), num_tokens))
     if reward_model is not None:
-        batchers.append((reward_model.architecture, make_reward_batcher(settings, reward_model.architecture)))
+        network = reward_model.architecture
+        passes.append((network, make_reward_batcher(settings, network), longest.sample + 1))
     return [
-        (network, batcher.budget.row_length if isinstance(batcher, PackedRowBatcher) else longest.sample)
-        for network, batcher in batchers
+        (
+            network,
+            batcher.budget.row_length if isinstance(batcher, PackedRowBatcher) else bucket_length(num_tokens),
+        )
+        for network, batcher, num_tokens in passes
     ]
 
 

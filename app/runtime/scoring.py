@@ -178,7 +178,7 @@ def open_mesh(settings: Settings) -> Mesh:
     """
     mesh = device_mesh.make_mesh(settings.mesh)
     with jax.set_mesh(mesh):
-        # Raises if `model.attention` needs a kernel that there is for no rows on these devices.
+        # Raises InputError if `model.attention` is `kernel` and these devices have none, however short the rows.
         platform_blocking(1, 1, settings.model.dtype, settings.model.attention, group_size=1)
     placement.check_rows_per_host(mesh)
     return mesh

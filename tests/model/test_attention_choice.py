@@ -96,7 +96,7 @@ def test_longer_rows_and_larger_heads_take_smaller_blocks_and_then_xla_unless_th
         assert longest_rows(128, 8, FLOAT32) == {256: 4608, 128: 10752}
         assert longest_rows(256, 8, jnp.bfloat16) == {256: 2048, 128: 5120}
         assert platform_blocking(13_312 + 512, 128, jnp.bfloat16, group_size=8).kernel is None
-        # Rows are padded to whole blocks: of 256 tokens, these would be as long as rows that take blocks of 128.
+        # Rows are padded to whole blocks, so 9,000 tokens need what 9,216 need.
         assert platform_blocking(9000, 64, FLOAT32, group_size=3) == platform_blocking(9216, 64, FLOAT32, group_size=3)
         with pytest.raises(InputError, match=r"model.attention: kernel, but there is no attention kernel for tpu"):
             platform_blocking(13_312 + 512, 128, jnp.bfloat16, "kernel", group_size=8)

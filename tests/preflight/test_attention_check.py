@@ -167,4 +167,4 @@ def test_attention_is_compared_as_it_is_computed_for_the_rows_of_each_network(
     recorder = CheckRecorder()
     check_attention(recorder, session, read_reward_model_spec(settings))
     assert recorder.results[0].verdict == "ok"
-    assert asked == [44, 60]
+    assert asked == [44, 60, 16]

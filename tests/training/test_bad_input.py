@@ -17,7 +17,7 @@ from app.training.setup import prepare_run
 from settings import load
 from tests.program import digest_of, here, settings, train_here
 from tests.tiny import make_mesh
-from tests.tiny_directory import CONFIG, random_tensors, write_model, write_tokenizer
+from tests.tiny_directory import CONFIG, random_tensors, write_model, write_reward_model, write_tokenizer
 
 
 def refused(config: Path, *overrides: str, resume: str = "never") -> str:
@@ -104,16 +104,23 @@ def test_fixed_rows_of_the_critic_are_looked_at_as_the_policy_s(config: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("rows", "length"), [("algorithm.dynamic_microbatch=true", "16,384"), ("algorithm.rows_per_device=4", "14,516")]
+    ("rows", "new_tokens", "length"),
+    [
+        ("algorithm.dynamic_microbatch=true", 14500, "16,384"),
+        # Rows of one sample each have the length of a bucket: the sample alone would fit.
+        ("algorithm.rows_per_device=4", 12500, "16,384"),
+        ("reward.model={judge} score.reward.max_tokens_per_device=15001", 100, "15,001"),
+    ],
 )
 def test_rows_too_long_for_the_attention_kernel_of_a_chip(
-    rows: str, length: str, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rows: str, new_tokens: int, length: str, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("libtpu", reason="libtpu is not installed: pip install -e '.[tpu]'")
     for name in ("_simulated_slice", "_simulated_devices"):
         monkeypatch.setattr(devices, name, None)
     long = write_model(tmp_path / "long", max_position_embeddings=15_000)
-    overrides = (f"model.path={long}", "rollout.max_new_tokens=14500", rows)
+    judge = write_reward_model(tmp_path / "judge", max_position_embeddings=15_000)
+    overrides = (f"model.path={long}", f"rollout.max_new_tokens={new_tokens}", *rows.format(judge=judge).split())
     on_tpu = ("mesh.pretend=v4-8", "model.attention=kernel")
     result = here("train", "--config", config, "--dry-run", "--compile", *settings(*overrides, *on_tpu))
     assert result.exit_code == 2, result.stderr
