@@ -27,6 +27,8 @@ LOGICAL_AXIS_RULES: dict[str, str | tuple[str, ...] | None] = {
     "rows": ROW_AXES,
     # The rows of all devices that share weights, gathered.
     "shared_rows": "dp",
+    # The rows for which tokens are drawn: tp devices, which have a part of the vocabulary each, share these out, too.
+    "drawn_rows": AXES,
     "tokens": None,
     "layers": None,
     "embed": "fsdp",

@@ -149,3 +149,11 @@ def find_chip(device_kind: str) -> TpuChip | None:
     """Returns the chip of a JAX device kind, such as TPU v5 lite or TPU v5e; None for other devices."""
     device_kind = re.sub(r"^(TPU v\d)e\b", r"\1 lite", device_kind)
     return next((chip for chip in TPU_CHIPS.values() if device_kind.startswith(chip.device_kind)), None)
+
+
+def kernel_bytes(device_kind: str) -> int:
+    """Returns the memory on a TPU chip that a Pallas kernel may use."""
+    chip = find_chip(device_kind)
+    # An unknown chip is assumed to have as little as the smallest known one.
+    vmem_bytes = min(one.vmem_bytes for one in TPU_CHIPS.values()) if chip is None else chip.vmem_bytes
+    return min(MAX_KERNEL_BYTES, vmem_bytes)

@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from app.mesh.axis_rules import current_device
-from app.mesh.tpu_chips import MAX_KERNEL_BYTES, TPU_CHIPS, find_chip
+from app.mesh.tpu_chips import kernel_bytes
 from app.model.architecture import Architecture
 from app.model.block_attention import Blocking, block_attention
 from app.model.block_pairs import UNREACHABLE, BlockPairs, block_pairs
@@ -81,10 +81,7 @@ def _tpu_kernel_blocking(kind: str, num_tokens: int, head_dim: int, group_size: 
     all twice for copies in the background, and sums; of a block's keys and values, likewise, with products in float32;
     and of scores. The number of the last two is the compiler's, as it reports them for blocks that do not fit.
     """
-    chip = find_chip(kind)
-    # An unknown chip is assumed to have as little as the smallest known one.
-    vmem_bytes = min(one.vmem_bytes for one in TPU_CHIPS.values()) if chip is None else chip.vmem_bytes
-    available = min(MAX_KERNEL_BYTES, vmem_bytes)
+    available = kernel_bytes(kind)
     # Heads are padded to the width of a register.
     width = -(-head_dim // 128) * 128
     sizes = [size for size in KERNEL_BLOCK_SIZES if size < 2 * num_tokens] or KERNEL_BLOCK_SIZES[:1]

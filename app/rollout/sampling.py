@@ -15,7 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32, Key, UInt32
 
+from app.mesh.axis_rules import constrain
 from app.records.sample import DROPPED_PREFIX
+from app.rollout.threshold_search import TOKEN_DIMS
+from app.rollout.truncation import kept_tokens
 
 
 class SamplingRules(NamedTuple):
@@ -90,36 +93,29 @@ def gumbel_noise(keys: Key[Array, "B"], rules: SamplingRules, num_tokens: int) -
 
 def sample_tokens(logits: Float32[Array, "B V"], rules: SamplingRules, keys: Key[Array, "B"]) -> SampledTokens:
     """Draws from softmax(logits) over the whole vocabulary; `logits` are already divided by the temperature."""
-    token_ids = jnp.argmax(logits + gumbel_noise(keys, rules, logits.shape[-1]), axis=-1).astype(jnp.int32)
-    chosen = jnp.take_along_axis(logits, token_ids[:, None], axis=-1)[:, 0]
+    token_ids, chosen = _draw(logits, logits, rules, keys)
     return SampledTokens(token_ids, chosen - jax.nn.logsumexp(logits, axis=-1), jnp.zeros_like(chosen))
 
 
 def sample_tokens_truncated(
     logits: Float32[Array, "B V"], rules: SamplingRules, keys: Key[Array, "B"]
 ) -> SampledTokens:
-    """Draws from the tokens that remain after top-k, then top-p of the remaining mass, then min-p.
+    """Draws from the tokens that remain after top-k, then top-p of the remaining mass, then min-p."""
+    logits = constrain(logits, *TOKEN_DIMS)
+    log_normalizer = jax.nn.logsumexp(logits, axis=-1)
+    probabilities = jnp.exp(logits - log_normalizer[:, None])
+    kept = kept_tokens(logits, probabilities, *map(jnp.asarray, rules[1:]))
+    token_ids, chosen = _draw(logits, jnp.where(kept, logits, -jnp.inf), rules, keys)
+    kept_mass = jnp.sum(jnp.where(kept, probabilities, 0.0), axis=-1)
+    return SampledTokens(token_ids, chosen - log_normalizer, jnp.log(kept_mass))
 
-    Sources: Fan et al. 2018 (top-k), Holtzman et al. 2020 (top-p), Nguyen et al. 2024 (min-p).
-    """
-    vocab_size = logits.shape[-1]
-    order = jnp.argsort(-logits, axis=-1, stable=True)
-    ranked = jnp.take_along_axis(logits, order, axis=-1)
-    log_normalizer = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-    probabilities = jnp.exp(ranked - log_normalizer)
-    in_top_k = jnp.arange(vocab_size) < jnp.where(jnp.asarray(rules.top_k) > 0, rules.top_k, vocab_size)
-    mass_before = jnp.cumsum(probabilities, axis=-1) - probabilities
-    mass_of_top_k = jnp.sum(jnp.where(in_top_k, probabilities, 0.0), axis=-1, keepdims=True)
-    in_top_p = (mass_before < rules.top_p * mass_of_top_k) | (jnp.asarray(rules.top_p) >= 1)
-    kept = in_top_k & in_top_p & (probabilities >= rules.min_p * probabilities[:, :1])
-    kept = kept.at[:, 0].set(True)
-    noise = jnp.take_along_axis(gumbel_noise(keys, rules, vocab_size), order, axis=-1)
-    rank = jnp.argmax(jnp.where(kept, ranked + noise, -jnp.inf), axis=-1)[:, None]
-    return SampledTokens(
-        jnp.take_along_axis(order, rank, axis=-1)[:, 0].astype(jnp.int32),
-        (jnp.take_along_axis(ranked, rank, axis=-1) - log_normalizer)[:, 0],
-        jnp.log(jnp.sum(jnp.where(kept, probabilities, 0.0), axis=-1)),
-    )
+
+def _draw(
+    logits: Float32[Array, "B V"], candidates: Float32[Array, "B V"], rules: SamplingRules, keys: Key[Array, "B"]
+) -> tuple[Int32[Array, "B"], Float32[Array, "B"]]:
+    """Draws from softmax(candidates); returns the tokens and their logits."""
+    token_ids = jnp.argmax(candidates + gumbel_noise(keys, rules, logits.shape[-1]), axis=-1).astype(jnp.int32)
+    return token_ids, jnp.take_along_axis(logits, token_ids[:, None], axis=-1)[:, 0]
 
 
 def token_outcomes(

@@ -75,13 +75,17 @@ def test_the_arguments_of_compiled_programs_equal_those_of_the_table(tiny_model:
     assert programs["update", "optimizer"]["aliased_bytes"] == pytest.approx(state, abs=small)
 
 
+KERNELS = ("attention_forward", "attention_backward", "threshold_by_count", "threshold_by_weight")
+
+
 @pytest.mark.parametrize(
     "slice", ["v5e-8", *(pytest.param(name, marks=pytest.mark.slow) for name in ("v4-16", "v5p-16", "v6e-8", "v5e-16"))]
 )
 def test_a_cpu_process_compiles_a_step_for_tpus_with_their_kernels(
     slice: str, tiny_model: Path, tmp_path: Path, libtpu: None
 ) -> None:
-    report = compiled(tiny_model, *PENALISED, f"mesh.pretend={slice}", hlo=tmp_path / "texts")
+    overrides = (*PENALISED, "rollout.top_p=0.95", f"mesh.pretend={slice}")
+    report = compiled(tiny_model, *overrides, hlo=tmp_path / "texts")
     programs = by_name(report)
     assert set(programs) == NAMES
     assert report["num_processes"] == parse_slice(slice).num_hosts
@@ -91,9 +95,10 @@ def test_a_cpu_process_compiles_a_step_for_tpus_with_their_kernels(
         assert one["estimated_s"] == pytest.approx(sum(one["parts_s"][part] for part in PARTS))
         assert one["mfu"] is None if name == "optimizer" else 0 < one["mfu"] < 1
         text = (tmp_path / "texts" / f"{phase}_{name}.hlo").read_text()
-        kernels = {kernel for kernel in ("attention_forward", "attention_backward") if f"%{kernel}" in text}
+        kernels = {kernel for kernel in KERNELS if f"%{kernel}" in text}
         expected = {"prefill": {"attention_forward"}, "reference": {"attention_forward"}}
         expected["gradients"] = {"attention_forward", "attention_backward"}
+        expected["decode"] = {"threshold_by_count", "threshold_by_weight"}
         assert kernels == expected.get(name, set())
         assert (one["kernel_s"] > 0) == bool(kernels)
     assert programs["update", "gradients"]["collective_bytes"].get("all-gather", 0) > 0

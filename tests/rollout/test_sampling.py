@@ -162,7 +162,7 @@ def test_uids_become_the_same_words_in_every_process():
     assert hash_uids([]).shape == (0, 2)
 
 
-def test_only_rules_that_can_exclude_a_token_pay_for_sorting():
+def test_only_rules_that_can_exclude_a_token_pay_for_the_search():
     assert not any(rules.truncates for rules in (SamplingRules(1.0), SamplingRules(0.0)))
     truncating = SamplingRules(1.0, top_k=1), SamplingRules(1.0, top_p=0.99), SamplingRules(1.0, min_p=0.01)
     assert all(rules.truncates for rules in truncating)

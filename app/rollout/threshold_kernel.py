@@ -1,0 +1,82 @@
+"""The search of `app.rollout.threshold_search` as a Pallas kernel for TPUs.
+
+Values and weights of a few rows stay on the chip while each turn of the grid decides one bit of their thresholds.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Int32, Num
+
+from app.rollout.threshold_search import lowest_code, value_of_code
+
+ROWS, LANES = 8, 128
+"""The shape of a register: so many rows are searched at once, and their numbers are held in all lanes."""
+NUM_SUMS = 8
+"""Parts of a row that are summed on their own, since each addition to a sum waits for the one before."""
+OTHER_BYTES = 2**20
+"""Memory on the chip for everything but values and weights."""
+
+
+def num_buffers(vocab_size: int, available_bytes: int) -> int:
+    """Returns how many blocks of values, and of weights, fit the memory on the chip: 2, 1 or none."""
+    block_bytes = 4 * ROWS * -(-vocab_size // LANES) * LANES
+    return min(2, max(0, available_bytes - OTHER_BYTES) // (2 * block_bytes))
+
+
+def search(
+    values: Num[Array, "B V"],
+    weights: Int32[Array, "B V"] | None,
+    limits: Int32[Array, "B"],
+    *,
+    num_bits: int,
+    available_bytes: int,
+    interpret: bool = False,
+) -> Int32[Array, "B"]:
+    """Returns the codes of what `threshold_search.lowest_reached` returns, for one device's rows."""
+    num_rows, vocab_size = values.shape
+    padding = -num_rows % ROWS
+    by_tokens = [jnp.pad(x, ((0, padding), (0, 0))) for x in (values, weights) if x is not None]
+    held = jnp.broadcast_to(jnp.pad(limits, (0, padding), constant_values=1)[:, None], (num_rows + padding, LANES))
+    buffers = pl.Buffered(num_buffers(vocab_size, available_bytes))
+    by_token = pl.BlockSpec((ROWS, vocab_size), lambda block, bit: (block, 0), pipeline_mode=buffers)
+    by_row = pl.BlockSpec((ROWS, LANES), lambda block, bit: (block, 0))
+    found = pl.pallas_call(
+        _kernel,
+        grid=(len(held) // ROWS, num_bits),
+        in_specs=[by_row, *[by_token] * len(by_tokens)],
+        out_specs=by_row,
+        out_shape=jax.ShapeDtypeStruct(held.shape, jnp.int32),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=available_bytes
+        ),
+        name="threshold_by_count" if weights is None else "threshold_by_weight",
+        interpret=interpret,
+    )(held, *by_tokens)
+    return found[:num_rows, 0]
+
+
+def _kernel(limits: Any, values: Any, *weights_and_found: Any) -> None:
+    *weights, found = weights_and_found
+    turn = pl.program_id(1)
+
+    @pl.when(turn == 0)
+    def _() -> None:
+        found[...] = jnp.full_like(found, lowest_code(values.dtype))
+
+    bit = jnp.int32(1) << (pl.num_programs(1) - 1 - turn)
+    # Numbers without this bit are too low if the greatest of them has the limit above it.
+    greatest = value_of_code(found[:, :1] + bit - 1, values.dtype)
+    vocab_size = values.shape[1]
+    step = -(-vocab_size // (NUM_SUMS * LANES)) * LANES
+    above = jnp.zeros((ROWS, 1), jnp.int32)
+    for start in range(0, vocab_size, step):
+        part = slice(start, min(start + step, vocab_size))
+        is_above = values[:, part] > greatest
+        above += jnp.sum(jnp.where(is_above, weights[0][:, part] if weights else 1, 0), axis=1, keepdims=True)
+    found[...] += jnp.where(above >= limits[...], bit, 0)
