@@ -21,6 +21,7 @@ from app.mesh.devices import (
     simulate_slice,
     simulated_slice,
 )
+from app.mesh.program_cache import share_program_cache, use_program_cache
 from app.mesh.tpu_chips import parse_pretended
 from settings.errors import InputError
 from settings.schema.mesh import MeshSettings
@@ -76,6 +77,7 @@ def initialize_distributed(settings: MeshSettings, *, compiles: bool = False) ->
         shutdown_timeout_seconds=SHUTDOWN_TIMEOUT_S,
     )
     check_equal_device_counts(global_devices(settings))
+    share_program_cache()
 
 
 def initialize_local(settings: MeshSettings, *, compiles: bool = False) -> None:
@@ -112,6 +114,8 @@ def initialize_local(settings: MeshSettings, *, compiles: bool = False) -> None:
     else:
         _check_backend_installed(settings.platform)
         jax.config.update("jax_platforms", settings.platform)
+    if not compiles:
+        use_program_cache()
 
 
 def expects_other_hosts(settings: MeshSettings) -> bool:

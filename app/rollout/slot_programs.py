@@ -7,7 +7,9 @@ updated in place. The rest of a row's state is a few integers, sent to the devic
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, NamedTuple
 
@@ -268,9 +270,14 @@ class SlotPrograms:
         self.truncates |= truncates
         with jax.set_mesh(self.mesh):
             specs = self.program_specs(suspends=suspends, recomputes=recomputes, truncates=truncates)
-            for name, (function, arguments, options) in specs.items():
-                if name not in self._compiled:
-                    self._compiled[name] = self._jit(function, **options).lower(*arguments).compile()
+            lowered = {
+                name: self._jit(function, **options).lower(*arguments)
+                for name, (function, arguments, options) in specs.items()
+                if name not in self._compiled
+            }
+        # XLA compiles outside of Python's lock.
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            self._compiled |= zip(lowered, pool.map(Lowered.compile, lowered.values()), strict=True)
 
     def lower_programs(self, *, truncates: bool) -> dict[str, Lowered]:
         """Lowers the programs that take the most memory: the longest prefill, and decoding with all slots full."""

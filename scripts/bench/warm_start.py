@@ -1,0 +1,54 @@
+"""The first step of a second start, which loads compiled programs from disk, against that of the first start.
+
+    python scripts/bench/warm_start.py [--config quickstart] [--set NAME=VALUE ...]
+
+Starts the same run twice with an empty cache of programs, two steps each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from app.records.text_format import format_table
+
+GRPO = "import sys; from cli import main; sys.exit(main())"
+NAMES = ("first", "second")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", default="quickstart")
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        (cold, _), (warm, after) = (steps(Path(folder), name, options.config, options.set) for name in NAMES)
+    rows = [
+        (name, *(f"{step[key]:.1f} s" for key in ("time/step_s", "time/rollout_s", "time/update_s")), str(count))
+        for name, step in (("the first start's", cold), ("the second start's", warm), ("its second step", after))
+        for count in [step["perf/compilations"]]
+    ]
+    print(format_table(rows, header=("first step", "seconds", "rollout", "update", "compiled")))
+    print(f"The second start's first step takes {warm['time/step_s'] / cold['time/step_s']:.2f}x the first start's.")
+
+
+def steps(folder: Path, name: str, config: str, overrides: list[str]) -> list[dict[str, Any]]:
+    """Returns the metrics of the two steps of a run."""
+    settings = [f"run.dir={folder}", f"run.name={name}", "run.steps=2", *overrides]
+    sets = [word for one in settings for word in ("--set", one)]
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("JAX_COMPILATION_CACHE")}
+    environment |= {"XDG_CACHE_HOME": str(folder), "JAX_ENABLE_COMPILATION_CACHE": "true"}
+    command = [sys.executable, "-c", GRPO, "train", "--config", config, *sets]
+    subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
+    lines = map(json.loads, (folder / name / "metrics.jsonl").read_text().splitlines())
+    return [line for line in lines if line["step"] > 0]
+
+
+if __name__ == "__main__":
+    main()
