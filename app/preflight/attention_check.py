@@ -21,7 +21,7 @@ from app.model.score_mod import ScoreMod
 from app.model.segment_layout import SegmentLayout, attention_mask
 from app.preflight.check_results import CheckRecorder
 from app.preflight.program_work import longest_samples
-from app.runtime.batch_checks import attention_rows
+from app.runtime.attention_rows import attention_rows
 from app.runtime.reward_model import RewardModelSpec
 from app.runtime.scoring import set_compute_dtype
 from app.runtime.session import Session

@@ -1,26 +1,17 @@
-"""Checks that a run's micro-batches divide over its devices, and that its attention can compute their rows."""
+"""Checks that a run's micro-batches divide evenly over its devices."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-import jax
 from jax.sharding import Mesh
 
-from app.batching.length_buckets import bucket_length
-from app.batching.micro_batcher import PackedRowBatcher
 from app.mesh.placement import num_local_row_shards, supports_host_memory
-from app.model.architecture import Architecture
-from app.model.attention import architecture_blocking
-from app.runtime.micro_batching import MaxLengths, make_score_batcher, make_update_batcher, num_bootstrap_tokens
-from app.runtime.reward_model import RewardModelSpec, make_reward_batcher
 from app.runtime.scoring import ScoringSession
 from settings import Settings
 from settings.errors import InputError
 from settings.schema.algorithm import AlgorithmSettings
 from settings.schema.critic import CriticSettings
-from settings.schema.score import ScoredRole
 
 DYNAMIC_BATCHING_HINT = "or set {scope}.dynamic_microbatch: true instead of {scope}.rows_per_device, for any number"
 
@@ -68,42 +59,6 @@ def _nearest_values(fitting: Sequence[int], value: int) -> str:
     below = [n for n in fitting if n < value][-1:]
     above = [n for n in fitting if n > value][:1]
     return " or ".join(map(str, below + above))
-
-
-def attention_rows(
-    settings: Settings, session: ScoringSession, reward_model: RewardModelSpec | None
-) -> list[tuple[Architecture, int]]:
-    """Returns the networks that update and score in a run, each with the tokens of its longest rows.
-
-    A reward model without a token budget is assumed to read conversations as long as the policy's samples.
-    """
-    longest = MaxLengths.from_settings(settings)
-    updated: list[tuple[ScoredRole, Any]] = [("policy", settings.algorithm)]
-    updated += [("critic", settings.critic)] if settings.has_critic else []
-    passes = []
-    for role, scope in updated:
-        network = session.architecture_of(role)
-        passes.append((network, make_update_batcher(settings, scope, network, longest), longest.sample))
-    for role in settings.scored_roles:
-        network, num_tokens = session.architecture_of(role), longest.sample + num_bootstrap_tokens(settings, role)
-        passes.append((network, make_score_batcher(settings, role, network, longest), num_tokens))
-    if reward_model is not None:
-        network = reward_model.architecture
-        passes.append((network, make_reward_batcher(settings, network), longest.sample + 1))
-    return [
-        (
-            network,
-            batcher.budget.row_length if isinstance(batcher, PackedRowBatcher) else bucket_length(num_tokens),
-        )
-        for network, batcher, num_tokens in passes
-    ]
-
-
-def check_attention_rows(settings: Settings, session: ScoringSession, reward_model: RewardModelSpec | None) -> None:
-    """Raises InputError if `model.attention` needs a kernel that cannot hold the longest rows of a run."""
-    with jax.set_mesh(session.mesh):
-        for network, num_tokens in attention_rows(settings, session, reward_model):
-            architecture_blocking(network, num_tokens, settings.model.dtype)
 
 
 def check_host_offload(mesh: Mesh) -> None:

@@ -27,7 +27,8 @@ from app.records.settings_history import SettingsHistory
 from app.records.text_format import format_count
 from app.reward.reward_functions import RewardFunctions
 from app.runtime.advantages import with_saved_advantages
-from app.runtime.batch_checks import check_attention_rows, check_fixed_micro_batches, check_host_offload
+from app.runtime.attention_rows import check_attention_rows
+from app.runtime.batch_checks import check_fixed_micro_batches, check_host_offload
 from app.runtime.generators import check_async_workers
 from app.runtime.host_supervision import open_host_group
 from app.runtime.model_spec import adapter_notes
