@@ -26,7 +26,8 @@ def attention_rows(
     """
     longest = MaxLengths.from_settings(settings)
     updated: list[tuple[ScoredRole, Any]] = [("policy", settings.algorithm)]
-    updated += [("critic", settings.critic)] if settings.has_critic else []
+    if settings.has_critic:
+        updated.append(("critic", settings.critic))
     passes = []
     for role, scope in updated:
         network = session.architecture_of(role)
