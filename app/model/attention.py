@@ -6,6 +6,7 @@ softmax.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Collection, Sequence
@@ -17,10 +18,10 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from app.mesh.axis_rules import current_device
+from app.mesh.axis_rules import current_device, shard_map_by_dims
 from app.mesh.tpu_chips import kernel_bytes
 from app.model.architecture import Architecture
-from app.model.block_attention import Blocking, block_attention
+from app.model.block_attention import KEY_DIMS, QUERY_DIMS, ROW_DIMS, Blocking, block_attention
 from app.model.block_pairs import UNREACHABLE, BlockPairs, block_pairs
 from app.model.score_mod import DEFAULT_SCORE_MOD, MASK_VALUE, ScoreMod, apply_soft_cap
 from app.model.segment_layout import SegmentLayout, Window, attention_mask
@@ -36,6 +37,8 @@ KERNEL_BLOCK_SIZES = (128, 256, 512)
 """Block sizes of the TPU kernels, which are fastest with the largest that fits."""
 MAX_BLOCKS_PER_ROW = 256
 """Blocks of a row whose pairs fit the TPU's memory for scalars, with room for several rows on a device."""
+DECODE_BLOCK_SIZES = (512, 256, 128, 64, 32, 16)
+"""Tokens of a cache that the TPU's decode kernel reads at once: the first that fits the memory on the chip."""
 GPU_BLOCK_SIZE = 64
 """Block size of the GPU kernels, whose sums then fit the registers."""
 
@@ -99,6 +102,18 @@ def architecture_blocking(architecture: Architecture, num_tokens: int, dtype: DT
     a = architecture
     group_size = a.num_query_heads // a.num_kv_heads
     return platform_blocking(num_tokens, a.head_dim, dtype, a.attention_implementation, group_size=group_size)
+
+
+def decode_block_size(architecture: Architecture, cache_length: int, dtype: DTypeLike) -> int | None:
+    """Returns the block size with which the current mesh's devices read caches by a kernel; None without a kernel."""
+    platform, kind = current_device()
+    if platform != "tpu" or architecture.attention_implementation == "xla":
+        return None
+    # Keys and values, twice for copies in the background. Heads are padded to the width of a register.
+    width = -(-architecture.head_dim // 128) * 128
+    token_bytes = 4 * architecture.num_kv_heads * width * jnp.dtype(dtype).itemsize
+    sizes = [min(cache_length, DECODE_BLOCK_SIZES[0]), *(size for size in DECODE_BLOCK_SIZES if size < cache_length)]
+    return next((size for size in sizes if 2 * size * token_bytes <= kernel_bytes(kind)), None)
 
 
 @jax.custom_vjp
@@ -231,6 +246,42 @@ def _pad_to_blocks(x: Array, size: int, *, axis: int) -> Array:
     return jnp.pad(x, widths)
 
 
+def extend_cache(
+    query: Float[Array, "B 1 Q H"],
+    key: Float[Array, "B K 1 H"],
+    value: Float[Array, "B K 1 H"],
+    keys: Float[Array, "B K S H"],
+    values: Float[Array, "B K S H"],
+    positions: Int32[Array, "B"],
+    active: Bool[Array, "B"],
+    *,
+    window: int | None = None,
+    score_mod: ScoreMod = DEFAULT_SCORE_MOD,
+    block_size: int | None = None,
+) -> tuple[Float[Array, "B 1 Q H"], Float[Array, "B K S H"], Float[Array, "B K S H"]]:
+    """Writes the key and value of one new token per slot at `positions`; returns its attention, and the caches.
+
+    Args:
+        active: rows whose results are used; those of others have no meaning.
+        window: the number of visible entries, including the token's own; None = all.
+        block_size: the result of `decode_block_size`.
+    """
+    if block_size is None:
+        # With vmap the partitioner knows that slots are independent, so no slot moves between devices.
+        write = jax.vmap(lambda row, new, position: row.at[:, position].set(new))
+        keys, values = write(keys, key[:, :, 0], positions), write(values, value[:, :, 0], positions)
+        return cached_attention(query, keys, values, positions, window=window, score_mod=score_mod), keys, values
+    # Pallas is slow to import and not needed on a CPU.
+    from app.model import decode_attention_kernel
+
+    attend = functools.partial(decode_attention_kernel.attend, score_mod, window, block_size)
+    in_dims = (QUERY_DIMS, *[KEY_DIMS] * 4, *[ROW_DIMS[:1]] * 2)
+    by_device = shard_map_by_dims(attend, in_dims=in_dims, out_dims=(QUERY_DIMS, KEY_DIMS, KEY_DIMS))
+    with jax.named_scope(ATTENTION_SCOPE):
+        mixed, keys, values = by_device(query, key, value, keys, values, positions, active)
+    return mixed, keys, values
+
+
 def cached_attention(
     query: Float[Array, "B 1 Q H"],
     keys: Float[Array, "B K S H"],
@@ -240,11 +291,7 @@ def cached_attention(
     window: int | None = None,
     score_mod: ScoreMod = DEFAULT_SCORE_MOD,
 ) -> Float[Array, "B 1 Q H"]:
-    """Returns the attention of one new token per slot over the cache entries up to its own, at `positions`.
-
-    Args:
-        window: the number of visible entries, including the token's own; None = all.
-    """
+    """Returns the attention of one new token per slot over the cache entries up to its own, at `positions`."""
     slots = jnp.arange(keys.shape[2])[None, :]
     visible = slots <= positions[:, None]
     if window is not None:

@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32
 
 from app.mesh.axis_rules import constrain, sharding_tree
 from app.mesh.placement import abstract_arrays
-from app.model.attention import cached_attention
+from app.model.attention import decode_block_size, extend_cache
 from app.model.decode_weights import DecodeWeights
 from app.model.decoder import Decoder, DecoderDefinition, Params
 from app.model.score_mod import ScoreMod
@@ -112,22 +112,25 @@ def decode_step(
     cache: KVCache,
     token_ids: Int32[Array, "B"],
     positions: Int32[Array, "B"],
+    active: Bool[Array, "B"],
 ) -> tuple[Float[Array, "B D"], KVCache]:
-    """Decodes one token per slot at its position; returns the hidden states and the updated cache."""
+    """Decodes one token per slot at its position; returns the hidden states and the updated cache.
+
+    Args:
+        active: rows whose results are used; those of others have no meaning.
+    """
     if weights.layout == "fsdp":
         # Makes the weights depend on the token: otherwise XLA would gather them all before the loop and keep them.
         weights, token_ids = jax.lax.optimization_barrier((weights, token_ids))
     decoder, score_mod = definition.bind(weights.params), ScoreMod.of(definition.architecture)
-    # With vmap the partitioner knows that slots are independent, so no slot moves between devices.
-    write = jax.vmap(lambda row, new, position: row.at[:, position].set(new))
+    block_size = decode_block_size(definition.architecture, cache[0].keys.shape[2], cache[0].keys.dtype)
 
     def attend(
         window: int | None, old: LayerCache | None, query: Array, key: Array, value: Array
     ) -> tuple[Array, LayerCache]:
         assert old is not None
-        keys = write(old.keys, key[:, :, 0], positions)
-        values = write(old.values, value[:, :, 0], positions)
-        mixed = cached_attention(query, keys, values, positions, window=window, score_mod=score_mod)
+        rules = {"window": window, "score_mod": score_mod, "block_size": block_size}
+        mixed, keys, values = extend_cache(query, key, value, old.keys, old.values, positions, active, **rules)
         return mixed, LayerCache(keys, values)
 
     hidden, cache = _run_layers(decoder, weights, token_ids[:, None], positions[:, None], cache, attend)

@@ -15,13 +15,20 @@ from app.batching.micro_batch_plan import MicroBatch, RowShape
 from app.batching.token_batch import pack_tokens
 from app.mesh.placement import num_local_row_shards, row_sharding, to_global, to_local
 from app.model.architecture import Architecture
-from app.model.attention import architecture_blocking, dot_product_attention, packed_attention
+from app.model.attention import (
+    architecture_blocking,
+    decode_block_size,
+    dot_product_attention,
+    extend_cache,
+    packed_attention,
+)
 from app.model.block_attention import Blocking
 from app.model.score_mod import ScoreMod
 from app.model.segment_layout import SegmentLayout, attention_mask
 from app.preflight.check_results import CheckRecorder
 from app.preflight.program_work import longest_samples
 from app.runtime.attention_rows import attention_rows
+from app.runtime.micro_batching import MaxLengths
 from app.runtime.reward_model import RewardModelSpec
 from app.runtime.scoring import set_compute_dtype
 from app.runtime.session import Session
@@ -30,7 +37,10 @@ TOLERANCES = {"float32": 1e-4, "bfloat16": 2e-2}
 """Differences that rounding explains, relative to the largest number of the array, by compute type."""
 NUM_TOKENS, PROMPT, COMPLETION, WINDOW = 700, 150, 120, 100
 """Tokens of a row, which are several blocks on every platform; of a prompt; of a completion; and of a window."""
-RESULTS = ("the output", "the gradient of queries", "the gradient of keys", "the gradient of values")
+RESULTS = (
+    *("the output", "the gradient of queries", "the gradient of keys", "the gradient of values"),
+    *("the output of decoding", "the cache of keys", "the cache of values"),
+)
 
 
 def check_attention(recorder: CheckRecorder, session: Session, reward_model: RewardModelSpec | None) -> None:
@@ -42,6 +52,8 @@ def check_attention(recorder: CheckRecorder, session: Session, reward_model: Rew
     dtype = set_compute_dtype(session.settings)
     with jax.set_mesh(mesh):
         compared = dict.fromkeys((network, architecture_blocking(network, tokens, dtype)) for network, tokens in rows)
+        policy = session.model_spec.architecture
+        decode_block = decode_block_size(policy, MaxLengths.from_settings(session.settings).sample, dtype)
     has_kernel = any(blocking.kernel for _, blocking in compared)
     name = f"the kernel for {device.device_kind}" if has_kernel else f"attention on {device.platform} without a kernel"
     with recorder.run_check("attention", "set model.attention: xla" if has_kernel else ""):
@@ -49,9 +61,13 @@ def check_attention(recorder: CheckRecorder, session: Session, reward_model: Rew
             [
                 attention_differences(architecture, mesh, dtype, window=window, blocking=blocking)
                 for architecture, blocking in compared
-                for window in ((None, WINDOW) if any(architecture.windows) else (None,))
+                for window in _windows(architecture)
             ]
         ).max(axis=0)
+        decoding = [
+            decode_differences(policy, mesh, dtype, window=w, block_size=decode_block) for w in _windows(policy)
+        ]
+        differences = np.concatenate([differences, np.max(decoding, axis=0)])
         tolerance, worst = TOLERANCES[dtype.name], int(differences.argmax())
         if differences[worst] <= tolerance:
             found = f"equals dense attention within {differences[worst]:.1e} of the largest number"
@@ -62,13 +78,18 @@ def check_attention(recorder: CheckRecorder, session: Session, reward_model: Rew
             recorder.fail("attention", f"{name}: {found} number; {tolerance:g} is allowed in {dtype}", advice)
 
 
+def _windows(architecture: Architecture) -> tuple[int | None, ...]:
+    return (None, WINDOW) if any(architecture.windows) else (None,)
+
+
 def attention_differences(
     architecture: Architecture, mesh: Mesh, dtype: jnp.dtype, *, window: int | None, blocking: Blocking
 ) -> Float64[np.ndarray, "4"]:
-    """Returns the largest difference of each of `RESULTS` from dense attention in float32, on random packed rows.
+    """Returns the largest difference of each of the first four `RESULTS` from dense attention in float32.
 
-    Differences are relative to the largest number of each result. A row has two samples that share their prompt, one
-    with a prompt of its own, and padding. Every device computes the same row. All hosts must call it together.
+    Differences are relative to the largest number of each result. A random packed row has two samples that share their
+    prompt, one with a prompt of its own, and padding. Every device computes the same row. All hosts must call it
+    together.
     """
     a, score_mod = architecture, ScoreMod.of(architecture)
     row = MicroBatch((((0, 1), (2,)),), RowShape(NUM_TOKENS, 3 * COMPLETION))
@@ -97,5 +118,44 @@ def attention_differences(
         ours = jax.jit(partial(results, packed), out_shardings=row_sharding(mesh))(*to_global(mesh, rows))
     with jax.default_matmul_precision("highest"):
         exact = jax.jit(partial(results, dense))(layout, *(x.astype(np.float32) for x in arrays))
-    pairs = zip(map(to_local, ours), map(np.asarray, exact), strict=True)
-    return np.array([np.abs(np.float64(x) - y).max() / np.abs(y).max() for x, y in pairs])
+    return _largest_differences(ours, exact)
+
+
+def decode_differences(
+    architecture: Architecture, mesh: Mesh, dtype: jnp.dtype, *, window: int | None, block_size: int | None
+) -> Float64[np.ndarray, "3"]:
+    """Returns what `attention_differences` does for a new token in caches, of which each device has the same rows."""
+    a, score_mod = architecture, ScoreMod.of(architecture)
+    positions = np.array([0, PROMPT, NUM_TOKENS // 2, NUM_TOKENS - 1], np.int32)
+    rng = np.random.default_rng(0)
+    new, cache = (
+        (len(positions), a.num_kv_heads, 1, a.head_dim),
+        (len(positions), a.num_kv_heads, NUM_TOKENS, a.head_dim),
+    )
+    shapes = ((len(positions), 1, a.num_query_heads, a.head_dim), new, new, cache, cache)
+    arrays = [rng.standard_normal(shape).astype(dtype) for shape in shapes]
+
+    def results(block_size: int | None, positions: Array, *arrays: Array) -> list[Array]:
+        active = jnp.ones_like(positions, bool)
+        mixed, *caches = extend_cache(
+            *arrays, positions, active, window=window, score_mod=score_mod, block_size=block_size
+        )
+        # Entries behind the new one have no meaning.
+        seen = (jnp.arange(NUM_TOKENS) <= positions[:, None])[:, None, :, None]
+        return [mixed, *(jnp.where(seen, x, 0) for x in caches)]
+
+    rows = [np.tile(x, (num_local_row_shards(mesh), *[1] * (x.ndim - 1))) for x in (positions, *arrays)]
+    with jax.set_mesh(mesh):
+        ours = jax.jit(partial(results, block_size), out_shardings=row_sharding(mesh))(*to_global(mesh, rows))
+    with jax.default_matmul_precision("highest"):
+        exact = jax.jit(partial(results, None))(positions, *(x.astype(np.float32) for x in arrays))
+    return _largest_differences(ours, exact)
+
+
+def _largest_differences(ours: list[Array], exact: list[Array]) -> Float64[np.ndarray, "results"]:
+    """Returns the largest difference of each array on any device, relative to its largest number."""
+    found = []
+    for x, y in zip(map(to_local, ours), map(np.asarray, exact), strict=True):
+        difference = np.abs(np.float64(x).reshape(-1, *y.shape) - y)
+        found.append(difference.max() / np.abs(y).max())
+    return np.array(found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from app.batching.micro_batch_plan import MicroBatch
 from app.batching.token_batch import pack_tokens
 from app.mesh.placement import num_local_row_shards
 from app.model.architecture import Architecture
-from app.model.attention import ATTENTION_SCOPE, architecture_blocking, visible_pairs
+from app.model.attention import ATTENTION_SCOPE, architecture_blocking, decode_block_size, visible_pairs
 from app.model.flops import pair_flops, token_flops
 from app.model.segment_layout import SegmentLayout
 from app.model.token_logprobs import LM_HEAD_SCOPE
@@ -89,11 +90,18 @@ def generation_work(
     positions = np.broadcast_to(np.arange(shape.prompt_length, dtype=np.int32), ones.shape)
     # Logits are computed by the decode program.
     prefill = _rows_work(a, mesh, dtype, SegmentLayout(ones, np.zeros_like(ones), positions), num_logits=0)
-    keys = sum(min(shape.cache_length, window or shape.cache_length) for window in a.layer_windows)
-    flops = token_flops(a) + pair_flops(a) * keys + 2 * a.model_dim * a.vocab_size
+    length, rows = shape.cache_length, -(-shape.num_rows // parts)
+    seen = [min(length, window or length) for window in a.layer_windows]
+    flops = token_flops(a) + pair_flops(a) * sum(seen) + 2 * a.model_dim * a.vocab_size
+    turns = {}
+    with jax.set_mesh(mesh):
+        if size := decode_block_size(a, length, dtype):
+            # The blocks that a row sees, in the mean over layers; windows begin within a block.
+            blocks = np.mean([-(-length // size) - (length - tokens) // size for tokens in seen])
+            turns[ATTENTION_SCOPE] = math.ceil(rows * blocks)
     return {
         "prefill": replace(prefill, turns={**prefill.turns, INSERT_SCOPE: shape.num_prompts}),
-        "decode": ProgramWork(-(-shape.num_rows // parts) * flops // mesh.shape["tp"], {}),
+        "decode": ProgramWork(rows * flops // mesh.shape["tp"], turns),
     }
 
 

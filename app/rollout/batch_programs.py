@@ -109,7 +109,8 @@ def make_decode_loop(
             number, slots = carry
             last = jnp.maximum(slots.lengths - 1, 0)
             token_ids = jnp.take_along_axis(slots.token_ids, last[:, None], axis=1)[:, 0]
-            hidden, cache = decode_step(definition, weights, slots.cache, token_ids, rows.prompt_lengths + last)
+            positions = rows.prompt_lengths + last
+            hidden, cache = decode_step(definition, weights, slots.cache, token_ids, positions, ~slots.done)
             return number + 1, draw_next(hidden, slots._replace(cache=constrain_cache(cache)))
 
         def continues(carry: tuple[Array, BatchDecodeState]) -> Bool[Array, ""]:

@@ -185,7 +185,7 @@ def decode_segment(
 
     def step(now: _DecodeState) -> _DecodeState:
         positions = jnp.maximum(now.length - 1, 0)
-        hidden, cache = decode_step(definition, weights, now.cache, now.token, positions)
+        hidden, cache = decode_step(definition, weights, now.cache, now.token, positions, now.remaining > 0)
         logits = scaled_logits(hidden, head, effective_temperature(rules.temperature))
         sampled = sampler(logits, rules, jax.vmap(jax.random.fold_in)(keys, now.length))
         active, ends, broken = token_outcomes(sampled, now.remaining > 0, eos_ids)

@@ -110,7 +110,9 @@ def decoding(architecture: Architecture, mesh: Mesh, layout: DecodeLayout, rows:
 
         def step(carry: tuple) -> tuple:
             cache, token_ids, positions = carry
-            hidden, cache = decode_step(definition, weights, cache, token_ids, positions)
+            hidden, cache = decode_step(
+                definition, weights, cache, token_ids, positions, jnp.ones_like(positions, bool)
+            )
             drawn = sample_tokens(
                 scaled_logits(hidden, head, 1.0), SamplingRules(1.0), jax.vmap(jax.random.key)(positions)
             )

@@ -17,7 +17,7 @@ from app.mesh.compile_only import compile_only_devices
 from app.mesh.compiler_options import compiler_options
 from app.mesh.placement import row_sharding
 from app.mesh.tpu_chips import parse_slice
-from app.model.attention import packed_attention, platform_blocking
+from app.model.attention import decode_block_size, packed_attention, platform_blocking
 from app.model.decode_weights import abstract_decode_weights
 from app.model.decoder import DecoderDefinition
 from app.model.prefill_and_decode import prefill
@@ -102,6 +102,19 @@ def test_longer_rows_and_larger_heads_take_smaller_blocks_and_then_xla_unless_th
             platform_blocking(13_312 + 512, 128, jnp.bfloat16, "kernel", group_size=8)
     with jax.sharding.use_abstract_mesh(mesh_of("tpu", "TPU v6 lite")):
         assert longest_rows(128, 8, jnp.bfloat16) == {512: 82_944}
+
+
+def test_caches_are_read_in_the_largest_blocks_that_fit_the_chip():
+    def sizes(kv_heads: int, dtype: Any, **changes: Any) -> list[int | None]:
+        architecture = replace(EVEN, num_kv_heads=kv_heads, num_query_heads=kv_heads, head_dim=128, **changes)
+        return [decode_block_size(architecture, length, dtype) for length in (100, 512, 5000)]
+
+    with jax.sharding.use_abstract_mesh(mesh_of("tpu", "TPU v4")):
+        assert sizes(8, jnp.bfloat16) == [100, 512, 512]
+        assert sizes(32, FLOAT32) == [100, 128, 128]
+        assert sizes(8, FLOAT32, attention_implementation="xla") == [None] * 3
+    with jax.sharding.use_abstract_mesh(mesh_of("cpu")):
+        assert sizes(8, FLOAT32) == [None] * 3
 
 
 @pytest.mark.slow

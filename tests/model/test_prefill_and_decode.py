@@ -70,7 +70,7 @@ def test_prefill_and_decode_equal_one_forward_pass(architecture):
     for step in range(9 - LENGTHS.max()):
         positions = LENGTHS + step
         hidden, cache = model.decode_step(
-            model.weights, cache, token_ids()[np.arange(3), positions], positions.astype(np.int32)
+            model.weights, cache, token_ids()[np.arange(3), positions], positions.astype(np.int32), np.ones(3, bool)
         )
         np.testing.assert_allclose(hidden, expected[np.arange(3), positions], atol=2e-5)
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from app.model import attention, attention_kernel
+from app.model import attention, attention_kernel, decode_attention_kernel
 from app.model.block_attention import Blocking
 from app.model.score_mod import DEFAULT_SCORE_MOD
 from app.model.segment_layout import SegmentLayout
@@ -104,6 +104,9 @@ def use_kernel(monkeypatch: pytest.MonkeyPatch, **kernels: Callable[..., Any]) -
     """Makes this platform's devices use the kernels, in Pallas' interpreter unless others are given."""
     blocking = Blocking(128, 1, kernel="tpu")
     monkeypatch.setattr(attention_check, "architecture_blocking", lambda *_: blocking)
+    monkeypatch.setattr(attention_check, "decode_block_size", lambda *_: 128)
+    decode = functools.partial(decode_attention_kernel.attend, interpret=True)
+    monkeypatch.setattr(decode_attention_kernel, "attend", kernels.pop("decode", decode))
     for name in ("attend", "attention_grads"):
         default = functools.partial(getattr(attention_kernel, name), interpret=True)
         monkeypatch.setattr(attention_kernel, name, kernels.get(name, default))
@@ -136,6 +139,22 @@ def test_a_kernel_with_wrong_gradients_fails_with_the_way_out(
     result = check(session)
     assert (result.verdict, result.exit_code, result.advice) == ("fail", 1, "set model.attention: xla")
     assert "the gradient of values differs from that of dense attention by 5.0e-01 of its largest" in result.found
+
+
+def test_a_decode_kernel_that_loses_a_token_fails_with_the_way_out(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = functools.partial(decode_attention_kernel.attend, interpret=True)
+
+    def forgetful(*arguments: Any) -> Any:
+        *rules, query, key, value, keys, values, positions, active = arguments
+        mixed, _, new_values = right(*rules, query, key, value, keys, values, positions, active)
+        return mixed, keys, new_values
+
+    use_kernel(monkeypatch, decode=forgetful)
+    result = check(session)
+    assert (result.verdict, result.advice) == ("fail", "set model.attention: xla")
+    assert "the cache of keys differs from that of dense attention by" in result.found
 
 
 def test_a_kernel_that_does_not_compile_fails_with_the_way_out(

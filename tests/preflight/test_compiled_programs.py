@@ -75,7 +75,8 @@ def test_the_arguments_of_compiled_programs_equal_those_of_the_table(tiny_model:
     assert programs["update", "optimizer"]["aliased_bytes"] == pytest.approx(state, abs=small)
 
 
-KERNELS = ("attention_forward", "attention_backward", "threshold_by_count", "threshold_by_weight")
+ATTENTION = {"attention_forward", "attention_backward", "attention_decode"}
+KERNELS = ATTENTION | {"threshold_by_count", "threshold_by_weight"}
 
 
 @pytest.mark.parametrize(
@@ -98,7 +99,7 @@ def test_a_cpu_process_compiles_a_step_for_tpus_with_their_kernels(
         kernels = {kernel for kernel in KERNELS if f"%{kernel}" in text}
         expected = {"prefill": {"attention_forward"}, "reference": {"attention_forward"}}
         expected["gradients"] = {"attention_forward", "attention_backward"}
-        expected["decode"] = {"threshold_by_count", "threshold_by_weight"}
+        expected["decode"] = {"attention_decode", "threshold_by_count", "threshold_by_weight"}
         assert kernels == expected.get(name, set())
         assert (one["kernel_s"] > 0) == bool(kernels)
     assert programs["update", "gradients"]["collective_bytes"].get("all-gather", 0) > 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -50,6 +51,19 @@ def test_turns_are_those_of_loops_or_of_the_kernel(implementation, turns):
     # Inside a window of 512, blocks of 512 see themselves and the block before: 15 pairs.
     windowed = generation_work(replace(EVEN, windows=(512, None)), tpu, jnp.float32, shape)["prefill"]
     assert windowed.turns[ATTENTION_SCOPE] == (15 + 36 + 1) // 2
+
+
+def test_decoding_has_as_many_turns_as_blocks_that_rows_see():
+    tpu = Mesh(np.array(compile_only_devices(parse_slice("v5e-1"))).reshape(1, 1, 1), AXES)
+    shape = BatchShape(num_prompts=1, num_rows=3, prompt_length=4096, cache_length=4096, num_new=0)
+
+    def turns(mesh: Mesh, **changes: Any) -> dict:
+        return dict(generation_work(replace(EVEN, **changes), mesh, jnp.float32, shape)["decode"].turns)
+
+    assert turns(tpu) == {ATTENTION_SCOPE: 3 * 8}
+    # Inside a window of 513, the last token also sees the last of the block before its own.
+    assert turns(tpu, windows=(513, None)) == {ATTENTION_SCOPE: 3 * (2 + 8) // 2}
+    assert turns(tpu, attention_implementation="xla") == turns(make_mesh()) == {}
 
 
 def test_each_turn_of_xlas_loop_over_pairs_adds_to_the_estimate() -> None:

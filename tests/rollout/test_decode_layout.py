@@ -1,8 +1,9 @@
-"""Tests of weights that stay split over fsdp during decoding: equal samples, less memory, more communication."""
+"""Tests that samples depend neither on where weights lie during decoding, nor on who computes the attention."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from app.mesh.placement import bytes_per_device, row_sharding
+from app.model import decode_attention_kernel, prefill_and_decode
 from app.model.decode_weights import abstract_decode_weights
 from app.model.decoder import DecoderDefinition
 from app.model.prefill_and_decode import LayerCache, abstract_cache, constrain_cache, decode_step
@@ -68,6 +70,48 @@ def test_slots_draw_the_same_samples_from_split_weights():
     assert_same_samples(batching.generate(weights, PROMPTS, REQUEST))
 
 
+@pytest.fixture
+def decode_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes this platform decode by the TPU's kernel, in Pallas' interpreter and small blocks."""
+    attend = functools.partial(decode_attention_kernel.attend, interpret=True)
+    monkeypatch.setattr(decode_attention_kernel, "attend", attend)
+    monkeypatch.setattr(prefill_and_decode, "decode_block_size", lambda *_: 16)
+
+
+LONG_PROMPTS = random_prompts(4, vocab_size=50, longest=40)
+
+
+def long_samples(shape: tuple[int, int, int]) -> list[Sample]:
+    mesh = make_mesh(shape)
+    params = jax.device_put(random_params(DEFINITION), DEFINITION.shardings(mesh))
+    engine = make_engine(DEFINITION, mesh)
+    return engine.generate(engine.to_decode_weights(params), LONG_PROMPTS, REQUEST)
+
+
+def long_samples_of_slots(mesh_shape: tuple[int, int, int]) -> list[Sample]:
+    mesh = make_mesh(mesh_shape)
+    shapes = make_slot_shapes(
+        4, max_prompt_length=40, max_new_tokens=6, prefill_length_min=8, num_pooled_prompts=4, segment_max=3, exact=True
+    )
+    engine = SlotEngine(DEFINITION, mesh, shapes, eos_ids=(), dtype=FLOAT32, exact=True)
+    params = jax.device_put(random_params(DEFINITION), DEFINITION.shardings(mesh))
+    batching = ContinuousBatchGenerator(engine, decode_text=spell, segment_rule=SegmentSettings(min=1))
+    weights = make_engine(DEFINITION, mesh).to_decode_weights(params)
+    return batching.generate(weights, LONG_PROMPTS, REQUEST)
+
+
+@pytest.mark.parametrize("generate", [long_samples, long_samples_of_slots])
+@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 2, 1), (1, 2, 2)])
+def test_the_decode_kernel_draws_the_samples_of_xla(
+    generate: Callable[..., list[Sample]], shape: tuple[int, int, int], request: pytest.FixtureRequest
+) -> None:
+    without = generate(shape)
+    request.getfixturevalue("decode_kernel")
+    for sample, other in zip(generate(shape), without, strict=True):
+        np.testing.assert_array_equal(sample.completion_ids, other.completion_ids)
+        np.testing.assert_allclose(sample.behavior_logprobs, other.behavior_logprobs, atol=1e-5)
+
+
 @functools.cache
 def collectives_of_decoding(layout: DecodeLayout) -> list[LoopedCollective]:
     """Returns the collectives of a decode loop on eight devices that share every weight."""
@@ -80,7 +124,9 @@ def collectives_of_decoding(layout: DecodeLayout) -> list[LoopedCollective]:
     def decode(weights: Any, cache: Any, token_ids: jax.Array, positions: jax.Array) -> Any:
         def step(carry: tuple) -> tuple:
             cache, token_ids, positions = carry
-            hidden, cache = decode_step(DEFINITION, weights, cache, token_ids, positions)
+            hidden, cache = decode_step(
+                DEFINITION, weights, cache, token_ids, positions, jnp.ones_like(positions, bool)
+            )
             token_ids = jnp.argmax(hidden, axis=-1).astype(jnp.int32)
             return constrain_cache(cache), token_ids, positions + 1
 

@@ -1,0 +1,146 @@
+"""Attention of one new token per row over its cache, as a Pallas kernel for TPUs that reads only blocks with tokens.
+
+A turn of the grid is one block of one row's cache. The blocks of a row follow one another, so its sums stay on the chip
+until the last of them, when the new key and value are written in place. Operands keep their type, scores, softmax and
+sums are float32.
+
+Source: Dao et al. 2022, FlashAttention, algorithm 1; over blocks of a cache: Kwon et al. 2023, PagedAttention.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Bool, Float, Int32
+
+from app.model.attention_kernel import pair_scores, product
+from app.model.score_mod import MASK_VALUE, ScoreMod, apply_soft_cap
+
+TILE = 16
+"""Tokens that are written together, since memory holds so many bfloat16 rows in one piece."""
+
+
+def attend(
+    score_mod: ScoreMod,
+    window: int | None,
+    block_size: int,
+    query: Float[Array, "B 1 Q H"],
+    key: Float[Array, "B K 1 H"],
+    value: Float[Array, "B K 1 H"],
+    keys: Float[Array, "B K S H"],
+    values: Float[Array, "B K S H"],
+    positions: Int32[Array, "B"],
+    active: Bool[Array, "B"],
+    *,
+    interpret: bool = False,
+) -> tuple[Float[Array, "B 1 Q H"], Float[Array, "B K S H"], Float[Array, "B K S H"]]:
+    """Returns one device's attention, 0 for rows that are not active, and its caches with the new keys and values.
+
+    Args:
+        block_size: tokens of a block, a multiple of `TILE` or the whole cache.
+        key: of the new token, at `positions`; so is `value`.
+        active: rows whose caches are read and written.
+    """
+    num_rows, num_kv_heads, cache_length, head_dim = keys.shape
+    # A grid has at least one turn.
+    visited = active.at[0].set(active[0] | ~jnp.any(active))
+    rows, blocks, num_pairs = _live_blocks(positions, visited, window, block_size, -(-cache_length // block_size))
+    by_head = query.reshape(num_rows, num_kv_heads, query.shape[2] // num_kv_heads, head_dim)
+    of_row = lambda *sizes: pl.BlockSpec((None, num_kv_heads, *sizes), lambda p, rows, *_: (rows[p], 0, 0, 0))  # noqa: E731
+    by_row, new = of_row(*by_head.shape[2:]), of_row(1, head_dim)
+    block = pl.BlockSpec(
+        (None, num_kv_heads, block_size, head_dim), lambda p, rows, blocks, *_: (rows[p], 0, blocks[p], 0)
+    )
+    tile_size = min(TILE, cache_length)
+    tile = pl.BlockSpec(
+        (None, num_kv_heads, tile_size, head_dim),
+        lambda p, rows, _, positions: (rows[p], 0, positions[rows[p]] // tile_size, 0),
+    )
+    statistic = pltpu.VMEM((*by_head.shape[1:3], 1), jnp.float32)
+    mixed, keys, values = pl.pallas_call(
+        functools.partial(_kernel, score_mod, score_mod.scale_for(head_dim), window, cache_length),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=3,
+            grid=(num_pairs,),
+            in_specs=[by_row, new, new, block, block],
+            out_specs=[by_row, tile, tile],
+            scratch_shapes=[statistic, statistic, pltpu.VMEM(by_head.shape[1:], jnp.float32)],
+        ),
+        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (by_head, keys, values)],
+        input_output_aliases={6: 1, 7: 2},
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
+        name="attention_decode",
+        interpret=interpret,
+    )(rows, blocks, positions, by_head, key, value, keys, values)
+    return jnp.where(active[:, None, None, None], mixed.reshape(query.shape), 0), keys, values
+
+
+def _live_blocks(
+    positions: Int32[Array, "B"],
+    visited: Bool[Array, "B"],
+    window: int | None,
+    block_size: int,
+    blocks_per_row: int,
+) -> tuple[Int32[Array, "pairs"], Int32[Array, "pairs"], Int32[Array, ""]]:
+    """Returns row and block of each block with tokens before the new one that it sees, and how many there are.
+
+    They are in order, and every visited row has at least one.
+    """
+    last = jnp.maximum(positions - 1, 0) // block_size
+    first = jnp.zeros_like(last) if window is None else jnp.maximum(positions - window + 1, 0) // block_size
+    first = jnp.minimum(first, last)
+    ends = jnp.cumsum(jnp.where(visited, last - first + 1, 0))
+    pair = jnp.arange(len(positions) * blocks_per_row)
+    rows = jnp.minimum(jnp.searchsorted(ends, pair, side="right", method="compare_all"), len(positions) - 1)
+    before = jnp.concatenate([jnp.zeros(1, ends.dtype), ends])
+    blocks = jnp.minimum(pair - before[rows] + first[rows], blocks_per_row - 1)
+    return rows.astype(jnp.int32), blocks.astype(jnp.int32), ends[-1]
+
+
+def _kernel(score_mod: ScoreMod, scale: float, window: int | None, cache_length: int, *refs: Any) -> None:
+    rows, blocks, positions, query, key, value, keys, values, mixed, key_tile, value_tile, *sums_of_row = refs
+    highest, total, sums = sums_of_row
+    turn, last_turn = pl.program_id(0), pl.num_programs(0) - 1
+    row, block = rows[turn], blocks[turn]
+    position = positions[row]
+    num_kv_heads, block_size, _ = keys.shape
+
+    # Starts with the new token, which sees itself and is not in the cache yet.
+    @pl.when((turn == 0) | (rows[jnp.maximum(turn - 1, 0)] != row))
+    def _() -> None:
+        own = query[...].astype(jnp.float32) * key[...].astype(jnp.float32)
+        highest[...] = apply_soft_cap(jnp.sum(own, axis=2, keepdims=True) * scale, score_mod.soft_cap)
+        total[...] = jnp.ones_like(total)
+        sums[...] = jnp.broadcast_to(value[...].astype(jnp.float32), sums.shape)
+
+    token = block * block_size + jax.lax.broadcasted_iota(jnp.int32, (1, block_size), 1)
+    visible = token < position
+    if window is not None:
+        visible &= token > position - window
+    for head in range(num_kv_heads):
+        old_values = values[head]
+        if cache_length % block_size:
+            # The last block reaches beyond the cache, where there may be anything.
+            place = block * block_size + jax.lax.broadcasted_iota(jnp.int32, (block_size, 1), 0)
+            old_values = jnp.where(place < cache_length, old_values, 0)
+        scores = jnp.where(visible, pair_scores(score_mod, scale, query[head], keys[head]), MASK_VALUE)
+        new_highest = jnp.maximum(highest[head], jnp.max(scores, axis=1, keepdims=True))
+        shrink, weights = jnp.exp(highest[head] - new_highest), jnp.exp(scores - new_highest)
+        highest[head] = new_highest
+        total[head] = total[head] * shrink + jnp.sum(weights, axis=1, keepdims=True)
+        sums[head] = sums[head] * shrink + product(weights.astype(old_values.dtype), old_values, (1, 0))
+
+    @pl.when((turn == last_turn) | (rows[jnp.minimum(turn + 1, last_turn)] != row))
+    def _() -> None:
+        mixed[...] = (sums[...] / total[...]).astype(mixed.dtype)
+        # Tokens before the new one in its tile are in this block. What follows it is not read before it is overwritten.
+        size = key_tile.shape[1]
+        start = pl.multiple_of(position % block_size // size * size, size)
+        is_old = jax.lax.broadcasted_iota(jnp.int32, (1, size, 1), 1) < position % size
+        for tile, old, added in ((key_tile, keys, key), (value_tile, values, value)):
+            tile[...] = jnp.where(is_old, old[:, pl.ds(start, size), :], added[...])
