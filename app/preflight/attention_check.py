@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -135,11 +136,9 @@ def decode_differences(
     shapes = ((len(positions), 1, a.num_query_heads, a.head_dim), new, new, cache, cache)
     arrays = [rng.standard_normal(shape).astype(dtype) for shape in shapes]
 
-    def results(block_size: int | None, positions: Array, *arrays: Array) -> list[Array]:
-        active = jnp.ones_like(positions, bool)
-        mixed, *caches = extend_cache(
-            *arrays, positions, active, window=window, score_mod=score_mod, block_size=block_size
-        )
+    def results(block_size: int | None, positions: Array, *arrays: Any) -> list[Array]:
+        inputs: Any = *arrays, positions, jnp.ones_like(positions, bool)
+        mixed, *caches = extend_cache(*inputs, window=window, score_mod=score_mod, block_size=block_size)
         # Entries behind the new one have no meaning.
         seen = (jnp.arange(NUM_TOKENS) <= positions[:, None])[:, None, :, None]
         return [mixed, *(jnp.where(seen, x, 0) for x in caches)]

@@ -1,0 +1,99 @@
+"""A decoded token on TPUs that are not there, against reading weights and live cache once: the compiler's estimates.
+
+    python scripts/bench/decode_step.py [--preset NAME] [--set NAME=VALUE ...] [--new 512 8192] [--filled 1.0 0.5]
+
+Compiles the decode program of a preset for its slice, for rows of its longest prompt and so many new tokens. The floor
+is the bytes of weights, and of the cache of tokens so far with all rows filled to a share, at the memory's bandwidth.
+Nothing is run; libtpu is needed (`pip install -e '.[tpu]'`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from compiled_presets import devices_of
+from shapes import QWEN2_5
+
+from app.mesh import jax_startup
+from app.mesh.compile_only import kernel_schedules
+from app.mesh.placement import bytes_per_device
+from app.mesh.tpu_chips import find_chip
+from app.model.attention import ATTENTION_SCOPE, decode_block_size
+from app.model.prefill_and_decode import DECODE_SCOPE
+from app.preflight.config_only_spec import read_config_only_spec
+from app.preflight.kernel_time import take_scheduled_bundles
+from app.preflight.program_time import program_time
+from app.preflight.program_work import generation_work
+from app.records.text_format import format_table
+from app.runtime.session import Session
+from settings import Settings, load
+
+HEAD = ("cache", "rows a chip", "filled", "estimated", "attention", "floor", "of the floor")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", default="gsm8k_qwen2_5_1_5b_v5e_8")
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="settings of the preset")
+    parser.add_argument("--new", type=int, nargs="+", default=[512, 8192], help="new tokens of the longest sample")
+    parser.add_argument("--filled", type=float, nargs="+", default=[1.0, 0.5], help="filled share of all rows")
+    options = parser.parse_args()
+    kernel_schedules()
+    model = load(options.preset, options.set, {}).settings.model.path.split("/")[-1].removesuffix("-Instruct")
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(QWEN2_5[model]))
+        place = (f"model.path={folder}", f"mesh.pretend={devices_of(options.preset)}", "mesh.platform=auto")
+        rows: list[tuple[str, ...]] = []
+        for new in options.new:
+            sets = (*place, *options.set, f"rollout.max_new_tokens={new}")
+            rows += estimated(load(options.preset, sets, {}).settings, options.filled)
+    print(f"{options.preset} {' '.join(options.set)}")
+    print(format_table(rows, header=HEAD, num_left=0))
+
+
+def estimated(settings: Settings, shares: Sequence[float]) -> list[tuple[str, ...]]:
+    """Returns a line of the table for each share of the cache that is filled."""
+    jax_startup.initialize_distributed(settings.mesh, compiles=True)
+    session = Session.open(settings, read_config_only_spec(settings).model)
+    rollout, engine = settings.rollout, session.engine
+    shape = engine.batch_shape(
+        num_prompts=rollout.prompts_per_step,
+        group_size=rollout.group_size,
+        longest_prompt=settings.data.max_prompt_length,
+        max_new_tokens=rollout.max_new_tokens,
+    )
+    text = engine.lower_programs(shape, truncates=session.sampling_params.truncates)["decode"].compile().as_text()
+    bundles, chip = take_scheduled_bundles(kernel_schedules()), find_chip(engine.mesh.devices.flat[0].device_kind)
+    assert chip is not None
+    footprint, architecture = engine.footprint(shape), session.model_spec.architecture
+    weights, cache = bytes_per_device(footprint.weights), bytes_per_device(footprint.slots)
+    work = generation_work(architecture, engine.mesh, settings.model.dtype, shape)["decode"]
+    with jax.set_mesh(engine.mesh):
+        block_size = decode_block_size(architecture, shape.cache_length, settings.model.dtype)
+    lines = []
+    for share in shares:
+        turns: dict[str, Any] = dict(work.turns)
+        if block_size is not None:
+            all_blocks, blocks = (-(-int(shape.cache_length * part) // block_size) for part in (1, share))
+            turns[ATTENTION_SCOPE] = turns[ATTENTION_SCOPE] * blocks // all_blocks
+        time = program_time(text or "", chip, bundles=bundles, turns=turns, turn_of=DECODE_SCOPE)
+        floor = (weights + cache * share) / chip.hbm_bytes_per_s
+        seconds = (time.estimated_s, time.parts["attention"], floor)
+        lines.append(
+            (
+                *(f"{shape.cache_length:,}", str(shape.num_rows // engine.mesh.size), f"{share:.0%}"),
+                *(f"{one * 1e3:.2f} ms" for one in seconds),
+                f"{time.estimated_s / floor:.2f}x",
+            )
+        )
+    return lines
+
+
+if __name__ == "__main__":
+    main()
