@@ -15,54 +15,63 @@ from typing import Any
 import jax
 from filelock import FileLock, Timeout
 
-MAX_BYTES = 8 * 2**30
+MAX_BYTES, MAX_PROGRAMS = 8 * 2**30, 4000
 """Of all programs together; those that were not used for longest are dropped."""
 LOCK_TIMEOUT_S = 10
 """As long as JAX waits for the folder's lock."""
 
 _log = logging.getLogger(__name__)
-_warn_once = functools.cache(_log.warning)
+_warned_about = set[Path]()
 
 
 def use_program_cache() -> None:
     """Makes JAX keep the programs that it compiles in `$XDG_CACHE_HOME/grpo/programs`, from where later runs load them.
 
-    Machines whose processors differ, which may share a home directory, keep programs of their own. JAX's own variables
-    (`JAX_COMPILATION_CACHE_DIR`, `JAX_ENABLE_COMPILATION_CACHE`) take precedence. A folder that cannot be used is a
-    warning: everything is then compiled anew.
+    Machines whose processors differ, which may share a home directory, keep programs of their own. What JAX's own
+    variables (`JAX_COMPILATION_CACHE_DIR` and others) say takes precedence. A folder that cannot be used is a warning:
+    everything is then compiled anew.
     """
     config: Any = jax.config
     if config.jax_compilation_cache_dir or not config.jax_enable_compilation_cache:
         return
     try:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "grpo" / "programs" / _processor()
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        _check_owner(folder)
-        _remove_interrupted(folder)
+        cache_home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        cache_home.mkdir(parents=True, exist_ok=True)
+        folder = _make_private(cache_home, "grpo", "programs", _processor())
+        _tidy(folder)
     except (OSError, RuntimeError) as error:  # RuntimeError: there is no home directory
-        reason = f"{folder} is locked by another process" if isinstance(error, Timeout) else error
+        reason = "another process holds the lock of its folder" if isinstance(error, Timeout) else error
         _log.warning("programs are compiled anew, because they cannot be kept: %s; set XDG_CACHE_HOME", reason)
         return
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_compilation_cache_max_size", MAX_BYTES)
-    # By default, only what took a second to compile is kept; a step has many small programs.
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    config.update("jax_compilation_cache_dir", str(folder))
+    if config.jax_compilation_cache_max_size == -1:
+        config.update("jax_compilation_cache_max_size", MAX_BYTES)
+    if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
+        # By default, only what took a second to compile is kept; a step has many small programs.
+        config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     warnings.showwarning = functools.partial(_show_warning, warnings.showwarning, folder)
 
 
-def _show_warning(show: Callable[..., None], folder: Path, message: Warning | str, *where: Any, **more: Any) -> None:
-    """Shows a warning of JAX about a program that cannot be read or written once, as one about the folder."""
-    if "persistent compilation cache entry" in str(message):
-        _warn_once("programs in %s cannot be read or written, and are compiled anew; delete the folder", folder)
-        _log.debug("%s", message)
-    else:
-        show(message, *where, **more)
-
-
 def share_program_cache() -> None:
-    """Lets all hosts but the first read programs without the folder's lock: JAX writes them on the first alone."""
+    """Adapts the cache to several hosts, of which JAX lets the first alone write; the others read without its lock."""
+    if jax.process_count() == 1:
+        return
+    if jax.devices()[0].platform == "gpu" and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        # Hosts that compile a program tune it together: one that loads it would keep the others waiting.
+        jax.config.update("jax_compilation_cache_dir", None)
     if jax.process_index() > 0:
         jax.config.update("jax_compilation_cache_max_size", -1)
+
+
+def _show_warning(show: Callable[..., None], folder: Path, message: Warning | str, *where: Any, **more: Any) -> None:
+    """Shows JAX's first warning about a program that cannot be read or written as one about the folder."""
+    if "persistent compilation cache entry" not in str(message):
+        show(message, *where, **more)
+        return
+    if folder not in _warned_about:
+        _warned_about.add(folder)
+        advice = "if this goes on, delete the folder while no run uses it"
+        _log.warning("programs in %s cannot be kept or loaded, and are compiled anew: %s; %s", folder, message, advice)
 
 
 def _processor() -> str:
@@ -74,17 +83,28 @@ def _processor() -> str:
     return f"{platform.machine()}-{hashlib.sha256(instructions.encode()).hexdigest()[:8]}"
 
 
-def _check_owner(folder: Path) -> None:
-    """Raises PermissionError if others could put programs into the folder, from where they are run."""
-    found = folder.stat()
-    if found.st_uid != os.getuid() or found.st_mode & 0o022:
-        raise PermissionError(f"others than this user may write to {folder}")
+def _make_private(folder: Path, *names: str) -> Path:
+    """Makes folders inside one another that only this user may write to, and returns the last.
+
+    Raises:
+        PermissionError: others could put programs into one of them, from where they would be run.
+    """
+    for name in names:
+        folder /= name
+        folder.mkdir(exist_ok=True, mode=0o700)
+        found = folder.lstat()
+        if found.st_uid != os.getuid() or found.st_mode & 0o022 or folder.is_symlink():
+            raise PermissionError(f"others than this user may write to {folder}")
+    return folder
 
 
-def _remove_interrupted(folder: Path) -> None:
-    """Removes programs whose writing was interrupted, which JAX would neither use nor replace."""
+def _tidy(folder: Path) -> None:
+    """Removes the oldest of many programs, and those whose writing was interrupted, which JAX would never replace."""
     with FileLock(folder / ".lockfile", timeout=LOCK_TIMEOUT_S):
-        for program in folder.glob("*-cache"):
-            # Written after the program, under the same lock.
-            if not program.with_name(f"{program.name.removesuffix('-cache')}-atime").exists():
-                program.unlink()
+        programs = set(folder.glob("*-cache"))
+        # Written after the program, under the same lock, and again at each use.
+        used = {path: path.with_name(path.name.removesuffix("-cache") + "-atime") for path in programs}
+        whole = sorted((path for path in programs if used[path].exists()), key=lambda path: used[path].stat().st_mtime)
+        for path in programs - {*whole[-MAX_PROGRAMS:]}:
+            path.unlink()
+            used[path].unlink(missing_ok=True)

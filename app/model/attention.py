@@ -38,7 +38,7 @@ KERNEL_BLOCK_SIZES = (128, 256, 512)
 MAX_BLOCKS_PER_ROW = 256
 """Blocks of a row whose pairs fit the TPU's memory for scalars, with room for several rows on a device."""
 DECODE_BLOCK_SIZES = (512, 256, 128, 64, 32, 16)
-"""Tokens of a cache that the TPU's decode kernel reads at once: the first that fits the memory on the chip."""
+"""Tokens of a cache that the TPU's decode kernel reads at once: the first that fits the cache and the chip's memory."""
 GPU_BLOCK_SIZE = 64
 """Block size of the GPU kernels, whose sums then fit the registers."""
 
@@ -112,7 +112,10 @@ def decode_block_size(architecture: Architecture, cache_length: int, dtype: DTyp
     # Keys and values, twice for copies in the background. Heads are padded to the width of a register.
     width = -(-architecture.head_dim // 128) * 128
     token_bytes = 4 * architecture.num_kv_heads * width * jnp.dtype(dtype).itemsize
-    sizes = [min(cache_length, DECODE_BLOCK_SIZES[0]), *(size for size in DECODE_BLOCK_SIZES if size < cache_length)]
+    smallest = DECODE_BLOCK_SIZES[-1]
+    # Shorter caches are one block; otherwise blocks are whole tiles.
+    longest = cache_length if cache_length < smallest else cache_length // smallest * smallest
+    sizes = [min(longest, DECODE_BLOCK_SIZES[0]), *(size for size in DECODE_BLOCK_SIZES if size < longest)]
     return next((size for size in sizes if 2 * size * token_bytes <= kernel_bytes(kind)), None)
 
 

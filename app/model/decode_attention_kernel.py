@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int32
 
+from app.mesh.tpu_chips import MAX_KERNEL_BYTES
 from app.model.attention_kernel import pair_scores, product
 from app.model.score_mod import MASK_VALUE, ScoreMod, apply_soft_cap
 
@@ -42,11 +43,14 @@ def attend(
     """Returns one device's attention, 0 for rows that are not active, and its caches with the new keys and values.
 
     Args:
-        block_size: tokens of a block, a multiple of `TILE` or the whole cache.
+        block_size: tokens of a block, a multiple of `TILE`, or a whole cache that is shorter.
         key: of the new token, at `positions`; so is `value`.
         active: rows whose caches are read and written.
     """
     num_rows, num_kv_heads, cache_length, head_dim = keys.shape
+    assert block_size % TILE == 0 or block_size == cache_length < TILE, (block_size, cache_length)
+    # A row that has filled its cache and stopped may be at its end.
+    positions = jnp.minimum(positions, cache_length - 1)
     # A grid has at least one turn.
     visited = active.at[0].set(active[0] | ~jnp.any(active))
     rows, blocks, num_pairs = _live_blocks(positions, visited, window, block_size, -(-cache_length // block_size))
@@ -73,7 +77,7 @@ def attend(
         ),
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (by_head, keys, values)],
         input_output_aliases={6: 1, 7: 2},
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), vmem_limit_bytes=MAX_KERNEL_BYTES),
         name="attention_decode",
         interpret=interpret,
     )(rows, blocks, positions, by_head, key, value, keys, values)

@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float64
 
+from app.batching.length_buckets import bucket_length
 from app.batching.micro_batch_plan import MicroBatch, RowShape
 from app.batching.token_batch import pack_tokens
 from app.mesh.placement import num_local_row_shards, row_sharding, to_global, to_local
@@ -54,8 +55,9 @@ def check_attention(recorder: CheckRecorder, session: Session, reward_model: Rew
     with jax.set_mesh(mesh):
         compared = dict.fromkeys((network, architecture_blocking(network, tokens, dtype)) for network, tokens in rows)
         policy = session.model_spec.architecture
-        decode_block = decode_block_size(policy, MaxLengths.from_settings(session.settings).sample, dtype)
-    has_kernel = any(blocking.kernel for _, blocking in compared)
+        cache_length = bucket_length(MaxLengths.from_settings(session.settings).sample)
+        decode_block = decode_block_size(policy, cache_length, dtype)
+    has_kernel = decode_block is not None or any(blocking.kernel for _, blocking in compared)
     name = f"the kernel for {device.device_kind}" if has_kernel else f"attention on {device.platform} without a kernel"
     with recorder.run_check("attention", "set model.attention: xla" if has_kernel else ""):
         differences = np.array(
@@ -72,7 +74,9 @@ def check_attention(recorder: CheckRecorder, session: Session, reward_model: Rew
         tolerance, worst = TOLERANCES[dtype.name], int(differences.argmax())
         if differences[worst] <= tolerance:
             found = f"equals dense attention within {differences[worst]:.1e} of the largest number"
-            recorder.ok("attention", f"{name} {found} ({tolerance:g} is allowed in {dtype}): output and gradients")
+            recorder.ok(
+                "attention", f"{name} {found} ({tolerance:g} is allowed in {dtype}): output, gradients, decoding"
+            )
         else:
             found = f"{RESULTS[worst]} differs from that of dense attention by {differences[worst]:.1e} of its largest"
             advice = "set model.attention: xla" if has_kernel else "report this with the versions above"

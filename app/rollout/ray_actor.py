@@ -22,6 +22,7 @@ from jaxtyping import Int32
 
 from app.mesh import device_mesh
 from app.mesh.placement import num_row_shards
+from app.mesh.program_cache import use_program_cache
 from app.model.architecture import Architecture
 from app.model.decoder import DecoderDefinition
 from app.model.lora import LoRAConfig
@@ -115,6 +116,7 @@ class RolloutActor:
         jax.config.update("jax_default_matmul_precision", spec.matmul_precision)
         if spec.platforms == "cpu":
             jax.config.update("jax_num_cpu_devices", spec.tp)
+        use_program_cache()
         try:
             jax.devices()
         except (RuntimeError, AssertionError) as error:

@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float32, Int32, Key, UInt32
 
 from app.mesh.axis_rules import constrain
 from app.records.sample import DROPPED_PREFIX
-from app.rollout.threshold_search import TOKEN_DIMS
+from app.rollout.threshold_search import drawing_dims
 from app.rollout.truncation import kept_tokens
 
 
@@ -101,10 +101,11 @@ def sample_tokens_truncated(
     logits: Float32[Array, "B V"], rules: SamplingRules, keys: Key[Array, "B"]
 ) -> SampledTokens:
     """Draws from the tokens that remain after top-k, then top-p of the remaining mass, then min-p."""
-    logits = constrain(logits, *TOKEN_DIMS)
+    logits = constrain(logits, *drawing_dims(len(logits)))
     log_normalizer = jax.nn.logsumexp(logits, axis=-1)
     probabilities = jnp.exp(logits - log_normalizer[:, None])
-    kept = kept_tokens(logits, probabilities, *map(jnp.asarray, rules[1:]))
+    top_k, top_p, min_p = jnp.asarray(rules.top_k), jnp.asarray(rules.top_p), jnp.asarray(rules.min_p)
+    kept = kept_tokens(logits, probabilities, top_k, top_p, min_p)
     token_ids, chosen = _draw(logits, jnp.where(kept, logits, -jnp.inf), rules, keys)
     kept_mass = jnp.sum(jnp.where(kept, probabilities, 0.0), axis=-1)
     return SampledTokens(token_ids, chosen - log_normalizer, jnp.log(kept_mass))

@@ -233,7 +233,7 @@ class SlotEngine:
     def _replay_tokens(self, rows: Sequence[RolloutSequence]) -> None:
         """Feeds the tokens of rows again after their prompts, one per segment, and ignores what these segments draw.
 
-        All other rows are idle: they only write the cache entry that their next step will overwrite.
+        All other rows are idle: at most they write cache entries that later steps overwrite before reading them.
         """
         table, known = self._table.copy(), [(self._rows.index(row), row, row.token_ids) for row in rows]
         columns = RowTable(*table)

@@ -49,6 +49,9 @@ from settings.schema.rollout import DecodeLayout
 INSERT_SCOPE = "insert_rows"
 """The name scope of the loop over copied rows in compiled programs."""
 
+MAX_COMPILING = 16
+"""Programs that are compiled at the same time, each of which takes memory meanwhile."""
+
 PerSlot = Any
 """int32 [B], on the host or in a program."""
 
@@ -276,7 +279,7 @@ class SlotPrograms:
                 if name not in self._compiled
             }
         # XLA compiles outside of Python's lock.
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
+        with ThreadPoolExecutor(min(MAX_COMPILING, os.cpu_count() or 1)) as pool:
             self._compiled |= zip(lowered, pool.map(Lowered.compile, lowered.values()), strict=True)
 
     def lower_programs(self, *, truncates: bool) -> dict[str, Lowered]:

@@ -9,12 +9,14 @@ import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import pytest
 
 from app.mesh import program_cache
 from app.mesh.program_cache import MAX_BYTES, share_program_cache, use_program_cache
+from app.tracking.compilation_counter import CompilationCounter
 from tests.program import DEADLINE_S, REPOSITORY, metrics_of, of_tiny, reproducible, settings
 
 CONFIG = (
@@ -66,6 +68,7 @@ def test_only_the_first_host_locks_the_folder(monkeypatch: pytest.MonkeyPatch) -
     use_program_cache()
     share_program_cache()
     assert read_config("jax_compilation_cache_max_size") == MAX_BYTES
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     share_program_cache()
     assert read_config("jax_compilation_cache_max_size") == -1
@@ -86,16 +89,17 @@ def test_a_folder_that_cannot_be_used_is_a_warning(
 
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert "Not a directory" in refused()
+    assert "File exists" in refused()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     use_program_cache()
     jax.config.update("jax_compilation_cache_dir", None)
-    folder_in(tmp_path).chmod(0o777)
-    assert f"others than this user may write to {folder_in(tmp_path)}" in refused()
-    folder_in(tmp_path).chmod(0o700)
+    for shared in (folder_in(tmp_path), folder_in(tmp_path).parent, tmp_path / "grpo"):
+        shared.chmod(0o770)
+        assert f"others than this user may write to {shared};" in refused()
+        shared.chmod(0o700)
     monkeypatch.setattr(program_cache, "LOCK_TIMEOUT_S", 0.01)
     with program_cache.FileLock(folder_in(tmp_path) / ".lockfile"):
-        assert f"{folder_in(tmp_path)} is locked by another process" in refused()
+        assert "another process holds the lock of its folder" in refused()
 
 
 def test_a_program_whose_writing_was_interrupted_is_removed(tmp_path: Path) -> None:
@@ -106,6 +110,41 @@ def test_a_program_whose_writing_was_interrupted_is_removed(tmp_path: Path) -> N
     use_program_cache()
     assert {path.name for path in folder_in(tmp_path).glob("*e")} >= {"whole-cache", "whole-atime"}
     assert not (folder_in(tmp_path) / "half-cache").exists()
+
+
+def test_of_too_many_programs_the_oldest_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_program_cache()
+    jax.config.update("jax_compilation_cache_dir", None)
+    for age, name in enumerate(("newest", "older", "oldest")):
+        for suffix in ("cache", "atime"):
+            path = folder_in(tmp_path) / f"{name}-{suffix}"
+            path.touch()
+            os.utime(path, (1e9 - age, 1e9 - age))
+    monkeypatch.setattr(program_cache, "MAX_PROGRAMS", 2)
+    use_program_cache()
+    left = {path.name for path in folder_in(tmp_path).glob("*e")}
+    assert left - {".lockfile"} == {"newest-cache", "newest-atime", "older-cache", "older-atime"}
+
+
+def test_hosts_with_gpus_which_tune_programs_together_keep_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_program_cache()
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(platform="gpu")])
+    share_program_cache()
+    assert read_config("jax_compilation_cache_dir") is None
+
+
+def test_programs_that_the_cache_has_are_not_compiled() -> None:
+    request, hit = CompilationCounter.REQUEST, "/jax/compilation_cache/cache_hits"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CompilationCounter, "CACHE_HIT", hit)
+        counter = CompilationCounter()
+        jax.monitoring.record_event_duration_secs(request, 2.0)
+        assert (counter.take_count(), counter.seconds) == (1, 2.0)
+        jax.monitoring.record_event(hit)
+        jax.monitoring.record_event_duration_secs(request, 1.0)
+        assert (counter.take_count(), counter.seconds) == (0, 3.0)
+        counter.close()
 
 
 def run(cache_home: Path, *arguments: str | Path) -> str:
@@ -145,7 +184,7 @@ def test_a_second_start_compiles_nothing_and_damaged_programs_are_compiled_anew(
         program.write_bytes(content if number % 2 else content[: len(content) // 2])
     third, shown = train("third")
     assert third["perf/compilations"] == first["perf/compilations"]
-    assert shown.count("cannot be read or written, and are compiled anew; delete the folder") == 1
+    assert shown.count("cannot be kept or loaded, and are compiled anew: Error reading persistent") == 1
     assert "UserWarning" not in shown
     assert reproducible([first]) == reproducible([second]) == reproducible([third])
 

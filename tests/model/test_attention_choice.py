@@ -107,14 +107,14 @@ def test_longer_rows_and_larger_heads_take_smaller_blocks_and_then_xla_unless_th
 def test_caches_are_read_in_the_largest_blocks_that_fit_the_chip():
     def sizes(kv_heads: int, dtype: Any, **changes: Any) -> list[int | None]:
         architecture = replace(EVEN, num_kv_heads=kv_heads, num_query_heads=kv_heads, head_dim=128, **changes)
-        return [decode_block_size(architecture, length, dtype) for length in (100, 512, 5000)]
+        return [decode_block_size(architecture, length, dtype) for length in (12, 104, 512, 5000)]
 
     with jax.sharding.use_abstract_mesh(mesh_of("tpu", "TPU v4")):
-        assert sizes(8, jnp.bfloat16) == [100, 512, 512]
-        assert sizes(32, FLOAT32) == [100, 128, 128]
-        assert sizes(8, FLOAT32, attention_implementation="xla") == [None] * 3
+        assert sizes(8, jnp.bfloat16) == [12, 96, 512, 512]
+        assert sizes(32, FLOAT32) == [12, 96, 128, 128]
+        assert sizes(8, FLOAT32, attention_implementation="xla") == [None] * 4
     with jax.sharding.use_abstract_mesh(mesh_of("cpu")):
-        assert sizes(8, FLOAT32) == [None] * 3
+        assert sizes(8, FLOAT32) == [None] * 4
 
 
 @pytest.mark.slow

@@ -57,8 +57,11 @@ def assert_equal_attention(
                 np.testing.assert_array_equal(new[seen], right[seen])
                 beyond = np.s_[row, :, (position // TILE + 1) * TILE :]
                 np.testing.assert_array_equal(new[beyond], old[beyond])
-            elif is_active.any():
-                np.testing.assert_array_equal(new[row], old[row])
+            else:
+                # Without any active row, the first one is visited: a grid has a turn.
+                at_end = min(position, cache_length - 1)
+                kept = at_end if row == 0 and not is_active.any() else cache_length
+                np.testing.assert_array_equal(new[row, :, :kept], old[row, :, :kept])
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -68,7 +71,9 @@ def test_the_kernel_equals_attention_over_the_whole_cache(rule, window) -> None:
         assert_equal_attention(positions, cache_length=96, block_size=32, window=window, rule=rule)
 
 
-@pytest.mark.parametrize(("cache_length", "block_size"), [(96, 96), (100, 32), (12, 12), (40, 16)])
+@pytest.mark.parametrize(
+    ("cache_length", "block_size"), [(96, 96), (100, 32), (100, 96), (104, 96), (12, 12), (40, 16)]
+)
 def test_a_cache_of_any_length(cache_length: int, block_size: int) -> None:
     last = cache_length - 1
     assert_equal_attention([0, 1, last // 2, last - 1, last], cache_length=cache_length, block_size=block_size)
@@ -87,6 +92,11 @@ def test_rows_that_are_not_active_are_neither_read_nor_written(active) -> None:
 )
 def test_random_positions_windows_and_rows(positions, window, active) -> None:
     assert_equal_attention(positions, cache_length=80, block_size=16, window=window, active=active)
+
+
+def test_a_stopped_row_at_the_end_of_its_cache_harms_no_other() -> None:
+    for position in (63, 64):
+        assert_equal_attention([position, 40, 17, 63, 0], cache_length=64, block_size=16, active=(False,) * ROWS)
 
 
 def test_a_block_beyond_the_live_ones_is_never_looked_at() -> None:

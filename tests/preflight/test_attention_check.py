@@ -116,7 +116,7 @@ def test_without_a_kernel_the_check_says_so(session: Session) -> None:
     result = check(session)
     assert result.verdict == "ok"
     assert result.found.startswith("attention on cpu without a kernel equals dense attention within ")
-    assert result.found.endswith("of the largest number (0.0001 is allowed in float32): output and gradients")
+    assert result.found.endswith("of the largest number (0.0001 is allowed in float32): output, gradients, decoding")
 
 
 def test_the_kernel_that_a_run_would_use_is_compared(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
