@@ -23,10 +23,13 @@ OTHER_BYTES = 2**20
 """Memory on the chip for everything but values and weights."""
 
 
+def _block_bytes(vocab_size: int) -> int:
+    return 4 * ROWS * -(-vocab_size // LANES) * LANES
+
+
 def num_buffers(vocab_size: int, available_bytes: int) -> int:
     """Returns how many blocks of values, and of weights, fit the memory on the chip: 2, 1 or none."""
-    block_bytes = 4 * ROWS * -(-vocab_size // LANES) * LANES
-    return min(2, max(0, available_bytes - OTHER_BYTES) // (2 * block_bytes))
+    return min(2, max(0, available_bytes - OTHER_BYTES) // (2 * _block_bytes(vocab_size)))
 
 
 def search(
@@ -43,7 +46,8 @@ def search(
     padding = -num_rows % ROWS
     by_tokens = [jnp.pad(x, ((0, padding), (0, 0))) for x in (values, weights) if x is not None]
     held = jnp.broadcast_to(jnp.pad(limits, (0, padding), constant_values=1)[:, None], (num_rows + padding, LANES))
-    buffers = pl.Buffered(num_buffers(vocab_size, available_bytes))
+    count = num_buffers(vocab_size, available_bytes)
+    buffers = pl.Buffered(count)
     by_token = pl.BlockSpec((ROWS, vocab_size), lambda block, bit: (block, 0), pipeline_mode=buffers)
     by_row = pl.BlockSpec((ROWS, LANES), lambda block, bit: (block, 0))
     found = pl.pallas_call(
@@ -53,7 +57,9 @@ def search(
         out_specs=by_row,
         out_shape=jax.ShapeDtypeStruct(held.shape, jnp.int32),
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=available_bytes
+            dimension_semantics=("parallel", "arbitrary"),
+            # What a kernel may take and does not need, the compiler lacks for weights that it copies ahead.
+            vmem_limit_bytes=2 * count * _block_bytes(vocab_size) + OTHER_BYTES,
         ),
         name="threshold_by_count" if weights is None else "threshold_by_weight",
         interpret=interpret,
