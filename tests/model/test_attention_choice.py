@@ -162,4 +162,4 @@ def test_the_decode_kernel_compiles_with_the_blocks_of_many_heads(name, dtype, c
         decode = jax.jit(functools.partial(extend_cache, block_size=block_size), donate_argnums=(3, 4))
         arguments = on_tpu(1, 32, 128), new, new, cache, cache, on_tpu(dtype=jnp.int32), on_tpu(dtype=jnp.bool)
         program = decode.lower(*arguments).compile()
-    assert "attention_decode" in program.as_text()
+    assert "attention_decode" in (program.as_text() or "")
