@@ -84,9 +84,7 @@ def _tpu_kernel_blocking(kind: str, num_tokens: int, head_dim: int, group_size: 
     all twice for copies in the background, and sums; of a block's keys and values, likewise, with products in float32;
     and of scores. The number of the last two is the compiler's, as it reports them for blocks that do not fit.
     """
-    available = kernel_bytes(kind)
-    # Heads are padded to the width of a register.
-    width = -(-head_dim // 128) * 128
+    available, width = kernel_bytes(kind), _padded_head_dim(head_dim)
     sizes = [size for size in KERNEL_BLOCK_SIZES if size < 2 * num_tokens] or KERNEL_BLOCK_SIZES[:1]
     for size in reversed(sizes):
         num_blocks = -(-num_tokens // size)
@@ -109,14 +107,22 @@ def decode_block_size(architecture: Architecture, cache_length: int, dtype: DTyp
     platform, kind = current_device()
     if platform != "tpu" or architecture.attention_implementation == "xla":
         return None
-    # Keys and values, twice for copies in the background. Heads are padded to the width of a register.
-    width = -(-architecture.head_dim // 128) * 128
-    token_bytes = 4 * architecture.num_kv_heads * width * jnp.dtype(dtype).itemsize
+    heads = architecture.num_kv_heads, architecture.head_dim
     smallest = DECODE_BLOCK_SIZES[-1]
     # Shorter caches are one block; otherwise blocks are whole tiles.
     longest = cache_length if cache_length < smallest else cache_length // smallest * smallest
     sizes = [min(longest, DECODE_BLOCK_SIZES[0]), *(size for size in DECODE_BLOCK_SIZES if size < longest)]
-    return next((size for size in sizes if 2 * size * token_bytes <= kernel_bytes(kind)), None)
+    return next((size for size in sizes if 2 * cache_block_bytes(*heads, size, dtype) <= kernel_bytes(kind)), None)
+
+
+def cache_block_bytes(num_kv_heads: int, head_dim: int, block_size: int, dtype: DTypeLike) -> int:
+    """Returns the memory on a TPU for a block of keys and one of values, twice for copies in the background."""
+    return 4 * num_kv_heads * block_size * _padded_head_dim(head_dim) * jnp.dtype(dtype).itemsize
+
+
+def _padded_head_dim(head_dim: int) -> int:
+    """Returns the numbers that a head takes in a TPU's memory, whose registers have 128 in a row."""
+    return -(-head_dim // 128) * 128
 
 
 @jax.custom_vjp

@@ -18,13 +18,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int32
 
+from app.model.attention import cache_block_bytes
 from app.model.attention_kernel import pair_scores, product
 from app.model.score_mod import MASK_VALUE, ScoreMod, apply_soft_cap
 
-LANES = 128
-"""Numbers of a register's row, to whose multiples heads are padded."""
 OTHER_BYTES = 8 * 2**20
-"""Memory on the chip for everything but blocks of keys and values."""
+"""Memory on the chip for everything but blocks of keys and values. What a kernel may take and does not need, the
+compiler lacks for weights that it copies ahead."""
 TILE = 16
 """Tokens that are written together, since memory holds so many bfloat16 rows in one piece."""
 
@@ -68,6 +68,7 @@ def attend(
         (None, num_kv_heads, tile_size, head_dim),
         lambda p, rows, _, positions: (rows[p], 0, positions[rows[p]] // tile_size, 0),
     )
+    vmem_bytes = cache_block_bytes(num_kv_heads, head_dim, block_size, keys.dtype) + OTHER_BYTES
     statistic = pltpu.VMEM((*by_head.shape[1:3], 1), jnp.float32)
     mixed, keys, values = pl.pallas_call(
         functools.partial(_kernel, score_mod, score_mod.scale_for(head_dim), window, cache_length),
@@ -80,22 +81,11 @@ def attend(
         ),
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (by_head, keys, values)],
         input_output_aliases={6: 1, 7: 2},
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary",), vmem_limit_bytes=_needed_bytes(keys, block_size)
-        ),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), vmem_limit_bytes=vmem_bytes),
         name="attention_decode",
         interpret=interpret,
     )(rows, blocks, positions, by_head, key, value, keys, values)
     return jnp.where(active[:, None, None, None], mixed.reshape(query.shape), 0), keys, values
-
-
-def _needed_bytes(keys: Float[Array, "B K S H"], block_size: int) -> int:
-    """Returns the memory on the chip for blocks of keys and values, each twice, and for the rest.
-
-    A kernel that may take more than it needs leaves the compiler less for weights that it copies ahead.
-    """
-    _, num_kv_heads, _, head_dim = keys.shape
-    return 4 * num_kv_heads * block_size * -(-head_dim // LANES) * LANES * keys.dtype.itemsize + OTHER_BYTES
 
 
 def _live_blocks(

@@ -54,13 +54,20 @@ def missing_compiler(preset: str) -> str | None:
     return None if find_spec(module) else module
 
 
+def model_of(preset: str) -> str:
+    return load(preset, [], {}).settings.model.path.split("/")[-1].removesuffix("-Instruct")
+
+
+def without_weights(preset: str, folder: str) -> tuple[str, ...]:
+    """Writes the `config.json` of a preset's model; returns settings for it and for devices that are not there."""
+    (Path(folder) / "config.json").write_text(json.dumps(QWEN2_5[model_of(preset)]))
+    return f"model.path={folder}", f"mesh.pretend={devices_of(preset)}", "mesh.platform=auto"
+
+
 def compiled(preset: str) -> dict[str, Any]:
     """Returns the figures of a preset's programs by `phase/name`."""
-    model = load(preset, [], {}).settings.model.path.split("/")[-1].removesuffix("-Instruct")
-    devices = devices_of(preset)
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(QWEN2_5[model]))
-        overrides = (f"model.path={folder}", f"mesh.pretend={devices}", "mesh.platform=auto")
+        overrides = without_weights(preset, folder)
         sets = [word for one in overrides for word in ("--set", one)]
         command = [sys.executable, "-c", GRPO, "inspect-mesh", "--config", preset, *sets, "--compile", "--json"]
         # Whoever calls may ask JAX for quick compilation, which the tests do: it is not what users get.
@@ -70,7 +77,12 @@ def compiled(preset: str) -> dict[str, Any]:
         raise RuntimeError(f"{preset}: {done.stderr.strip().splitlines()[-1]}")
     found = json.loads(done.stdout)
     programs = {f"{one['phase']}/{one['name']}": {name: one[name] for name in FIELDS} for one in found["programs"]}
-    return {"devices": devices, "model": model, "peak_bytes": found["peak_bytes"], "programs": programs}
+    return {
+        "devices": devices_of(preset),
+        "model": model_of(preset),
+        "peak_bytes": found["peak_bytes"],
+        "programs": programs,
+    }
 
 
 def to_text(preset: str, one: dict[str, Any]) -> str:

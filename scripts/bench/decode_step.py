@@ -10,15 +10,12 @@ Nothing is run; libtpu is needed (`pip install -e '.[tpu]'`).
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
-from compiled_presets import devices_of
-from shapes import QWEN2_5
+from compiled_presets import without_weights
 
 from app.mesh import jax_startup
 from app.mesh.compile_only import kernel_schedules
@@ -45,10 +42,8 @@ def main() -> None:
     parser.add_argument("--filled", type=float, nargs="+", default=[1.0, 0.5], help="filled share of all rows")
     options = parser.parse_args()
     kernel_schedules()
-    model = load(options.preset, options.set, {}).settings.model.path.split("/")[-1].removesuffix("-Instruct")
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(QWEN2_5[model]))
-        place = (f"model.path={folder}", f"mesh.pretend={devices_of(options.preset)}", "mesh.platform=auto")
+        place = without_weights(options.preset, folder)
         rows: list[tuple[str, ...]] = []
         for new in options.new:
             sets = (*place, *options.set, f"rollout.max_new_tokens={new}")

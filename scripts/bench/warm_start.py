@@ -16,9 +16,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from compiled_presets import GRPO
+
 from app.records.text_format import format_table
 
-GRPO = "import sys; from cli import main; sys.exit(main())"
 NAMES = ("first", "second")
 
 
@@ -30,9 +31,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         (cold, _), (warm, after) = (steps(Path(folder), name, options.config, options.set) for name in NAMES)
     rows = [
-        (name, *(f"{step[key]:.1f} s" for key in ("time/step_s", "time/rollout_s", "time/update_s")), str(count))
+        (
+            *(name, *(f"{step[key]:.1f} s" for key in ("time/step_s", "time/rollout_s", "time/update_s"))),
+            str(step["perf/compilations"]),
+        )
         for name, step in (("the first start's", cold), ("the second start's", warm), ("its second step", after))
-        for count in [step["perf/compilations"]]
     ]
     print(format_table(rows, header=("first step", "seconds", "rollout", "update", "compiled")))
     print(f"The second start's first step takes {warm['time/step_s'] / cold['time/step_s']:.2f}x the first start's.")
