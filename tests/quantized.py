@@ -13,17 +13,16 @@ from app.model.quantization import CODES, SCALES, KernelQuantizer
 
 
 def dequantized(held: KernelQuantizer, codes: ArrayLike, scales: ArrayLike) -> jax.Array:
-    return held.dequantize(jnp.asarray(codes), jnp.asarray(scales), depends_on=jnp.zeros((1, 1, 1)))
+    kernel, factors = held.dequantize(jnp.asarray(codes), jnp.asarray(scales), depends_on=jnp.zeros((1, 1, 1)))
+    return kernel if factors is None else kernel * factors
 
 
 def dequantized_params(definition: DecoderDefinition, params: Params) -> Params:
     """Returns the weights with float kernels, for the same network without quantization, on the host."""
-    assert definition.quantization is not None
-    dims, flat = flatten_by_path(definition.dims), {path: np.asarray(x) for path, x in flatten_by_path(params).items()}
+    flat = {path: np.asarray(x) for path, x in flatten_by_path(params).items()}
     floats = {path: x for path, x in flat.items() if path[-1] not in (CODES, SCALES)}
     for path in (path for path in flat if path[-1] == CODES):
-        of_scales = (*path[:-1], SCALES)
-        held = KernelQuantizer(definition.quantization, dims[path][1:], dims[of_scales][1:])
-        layers = zip(flat[path], flat[of_scales], strict=True)
-        floats[*path[:-1], "kernel"] = np.stack([dequantized(held, *layer) for layer in layers])
+        held, kernel = definition.quantizer(path), (*path[:-1], "kernel")
+        layers = zip(flat[path], flat[*path[:-1], SCALES], strict=True)
+        floats[kernel] = np.stack([dequantized(held, *layer) for layer in layers])
     return unflatten_dict(floats)

@@ -39,7 +39,7 @@ KEY_SETTINGS = (
     "rollout.max_new_tokens", "rollout.temperature", "run.steps", "run.seed",
 )  # fmt: skip
 """Settings listed in every card."""
-LORA_RANK_SETTING = "model.lora.rank"
+LORA_RANK_SETTING, ROLLOUT_WEIGHTS_SETTING = "model.lora.rank", "rollout.weights"
 ADAPTER_SETTINGS = (LORA_RANK_SETTING, "model.lora.alpha", "model.lora.targets", QUANTIZE_BASE_SETTING)
 """Settings listed only in the card of a run with adapters."""
 TEMPLATE_KWARGS = "data.chat_template_kwargs"
@@ -72,12 +72,20 @@ ADAPTER = ExportFormat(
 )
 
 
-def export_notes(export_format: ExportFormat, *, dtype: str, quantization: str | None) -> Iterator[str]:
+def export_notes(
+    export_format: ExportFormat, *, dtype: str, quantization: str | None, rollout_weights: str | None
+) -> Iterator[str]:
     """Yields notes on how the exported model differs from the one evaluated during the run.
 
     Args:
         quantization: format of the quantized base weights in training; None if they were not quantized.
+        rollout_weights: format of the weights that generated, also in evaluations; None if it was the model's own.
     """
+    if rollout_weights is not None:
+        yield (
+            f"the run evaluated a policy rounded to {rollout_weights} ({ROLLOUT_WEIGHTS_SETTING}), and exported is the "
+            f"policy itself; `grpo evaluate` with `--set {ROLLOUT_WEIGHTS_SETTING}=null` measures it"
+        )
     if export_format is MERGED_MODEL and dtype != "float32":
         yield (
             f"adapters merged in {dtype} lose small weight changes to rounding, perhaps most of what was learned; "
@@ -165,7 +173,8 @@ def front_matter(export_format: ExportFormat, hub_id: str | None, *sources: str)
 def _weights_paragraph(settings: Mapping[str, Any], export_format: ExportFormat, dtype: str) -> str:
     rounding = "in float32" if dtype == "float32" else f"rounded once to {dtype}"
     quantization = settings.get(QUANTIZE_BASE_SETTING) if settings.get(LORA_RANK_SETTING) else None
-    notes = export_notes(export_format, dtype=dtype, quantization=quantization)
+    rollout_weights = settings.get(ROLLOUT_WEIGHTS_SETTING)
+    notes = export_notes(export_format, dtype=dtype, quantization=quantization, rollout_weights=rollout_weights)
     return " ".join([f"{export_format.weights_description}, {rounding}.", *(f"Note: {note}." for note in notes)])
 
 

@@ -277,6 +277,8 @@ def product(a: Array, b: Array, dims: tuple[int, int]) -> Float32[Array, "m n"]:
 
 
 def _compiler_params() -> pltpu.CompilerParams:
+    # Asking for no more than is needed, as decoding does, is no faster in all: for 1.5B on a v5e-8 the prefill of
+    # rollouts takes 2 % less time, that of evaluations 4 % more, and gradients as long (libtpu 0.0.42.1).
     return pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=MAX_KERNEL_BYTES)
 
 

@@ -39,6 +39,8 @@ class DecodeWeights:
 class DecodeConversion:
     """Unstacks, casts and lays out a policy's weights on a mesh, with adapters merged into the kernels.
 
+    Float kernels are quantized if those of the definition are.
+
     One small program serves every layer: a program of all layers takes seconds to compile, and merging adapters in it
     would hold all layers both in float32 and in the compute type.
     """
@@ -54,9 +56,12 @@ class DecodeConversion:
     ):
         self._num_layers = definition.architecture.num_layers
         self._layout: DecodeLayout = layout
-        merged = merge or (lambda params: params)
+        merge = merge or (lambda params: params)
         # Explicit, because a host's submesh receives the weights in them, and slot programs are compiled for them.
         shardings = tree_shardings(abstract_decode_weights(definition, mesh, dtype, layout))
+
+        def merged(params: Params) -> Params:
+            return _quantize_kernels(definition, merge(params))
 
         def lay_out(params: Params, dims: Any) -> Params:
             return jax.tree.map(lambda x, dims: constrain(x, *decode_dims(dims, layout)), _cast(params, dtype), dims)
@@ -77,6 +82,17 @@ class DecodeConversion:
         """Returns the decode weights. All hosts must call it together, with its mesh as the current one."""
         blocks = tuple(self._block(params["blocks"], np.int32(i)) for i in range(self._num_layers))
         return DecodeWeights(self._others(params), blocks, self._layout)
+
+
+def _quantize_kernels(definition: DecoderDefinition, params: Params) -> Params:
+    """Replaces float kernels by codes and scales if those of the definition are quantized."""
+    if definition.quantization is None:
+        return params
+    flat = flatten_by_path(params)
+    for path in [path for path in flat if path[-1] == "kernel"]:
+        parts = jax.vmap(definition.quantizer(path).quantize)(flat.pop(path).astype(jnp.float32))
+        flat |= {(*path[:-1], leaf): part for leaf, part in parts.items()}
+    return unflatten_dict(flat)
 
 
 def _cast(params: Params, dtype: jnp.dtype) -> Params:

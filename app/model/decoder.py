@@ -104,7 +104,7 @@ class Projection(nnx.Module):
     """A product with a kernel, input dims first, and a bias if the family has one.
 
     With an adapter it computes x W + scale (x A) B; A and B are zeros until `app.model.lora.init_adapters`. A quantized
-    W, also zeros at first, is dequantized to float32 for each product.
+    W, also zeros at first, is dequantized for each product.
     """
 
     def __init__(
@@ -149,8 +149,9 @@ class Projection(nnx.Module):
             return contract_dims(x, self.kernel[...], num_dims=self.num_input_dims)
 
         def dequantize_and_contract(x: Array, codes: Array, scales: Array) -> Array:
-            kernel = self.quantizer.dequantize(codes, scales, depends_on=x)
-            return contract_dims(x, kernel, num_dims=self.num_input_dims)
+            kernel, factors = self.quantizer.dequantize(codes, scales, depends_on=x)
+            y = contract_dims(x, kernel, num_dims=self.num_input_dims)
+            return y if factors is None else (y * factors).astype(x.dtype)
 
         # The backward pass dequantizes kernels again; otherwise the float kernels of all layers would be kept for it.
         return jax.checkpoint(dequantize_and_contract, prevent_cse=False)(x, self.codes[...], self.scales[...])
@@ -402,7 +403,18 @@ class DecoderDefinition:
     @cached_property
     def unquantized(self) -> DecoderDefinition:
         """The same network with float32 kernels, as stored in files."""
-        return self if self.quantization is None else self.create(self.architecture, self.network_class, lora=self.lora)
+        return self if self.quantization is None else self.quantized(None)
+
+    def quantized(self, quantization: Quantization | None) -> DecoderDefinition:
+        """Returns the same network with quantized kernels, or with float32 ones."""
+        return self.create(self.architecture, self.network_class, lora=self.lora, quantization=quantization)
+
+    def quantizer(self, path: ParamPath) -> KernelQuantizer:
+        """Returns the layout of the quantized kernel at a path that ends in `kernel`."""
+        assert self.quantization is not None, f"{path} is not a parameter"
+        dims = flatten_by_path(self.dims)
+        codes, scales = (dims[*path[:-1], leaf][1:] for leaf in (CODES, SCALES))
+        return KernelQuantizer(self.quantization, codes, scales)
 
     @cached_property
     def without_adapters(self) -> DecoderDefinition:

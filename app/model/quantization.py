@@ -2,7 +2,7 @@
 
 int8 has one scale per output, which maps the output's largest weight to the end of the range. nf4 has one scale per
 tile of weights along the model dim: the tile's largest weight. Its codes stand for 16 quantiles of the normal
-distribution. Qwix quantizes and dequantizes on any backend; this module defines the layout and packs 4-bit codes.
+distribution. Qwix finds them on any backend; this module defines the layout, rounds to int8 and packs 4-bit codes.
 
 Source: Dettmers et al. 2023, "QLoRA: Efficient Finetuning of Quantized LLMs", section 3.
 """
@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int, UInt8, UInt32
 
-from app.mesh.axis_rules import shard_map_by_dims
+from app.mesh.axis_rules import current_device, shard_map_by_dims
 from app.records.versions import NOT_INSTALLED, QUANTIZATION_PACKAGE, minimum_versions, parse_release, version_of
 from settings.errors import InputError
 from settings.schema.lora import Quantization
@@ -28,6 +28,8 @@ from settings.schema.lora import Quantization
 CODES, SCALES = "codes", "scales"
 """Leaf names of a quantized kernel, in place of `kernel`."""
 
+INT8_END = 127.5
+"""The code to which an output's largest weight is scaled, as Qwix does it: rounding then uses all 256 codes."""
 TILED_DIM = "embed"
 """The dim that nf4 splits into tiles: every kernel has it, and tp never splits it."""
 MAX_TILE = 64
@@ -67,9 +69,9 @@ class KernelQuantizer:
         tiles = {TILED_DIM: sizes[TILED_DIM] // tile_size(sizes[TILED_DIM])} if self.quantization == "nf4" else {}
         return {dim: sizes[dim] for dim in self.scale_dims} | tiles
 
-    def quantize(self, kernel: Float32[np.ndarray, "*dims"]) -> dict[str, np.ndarray]:
-        """Returns codes and scales, computed on one device of this host, so that they do not depend on the mesh."""
-        return jax.tree.map(np.asarray, _quantize(self, kernel))
+    def quantize(self, kernel: Float[Array, "*dims"] | Float32[np.ndarray, "*dims"]) -> dict[str, Array]:
+        """Returns codes and scales by leaf name. They do not depend on the mesh."""
+        return _quantize(self, kernel)
 
     def dequantize(
         self,
@@ -77,22 +79,30 @@ class KernelQuantizer:
         scales: Float32[Array, "*scales"],
         *,
         depends_on: Float[Array, "R T *inputs"],
-    ) -> Float32[Array, "*dims"]:
-        """Returns the kernel as float32, gathered along its model dim on every device.
+    ) -> tuple[Float[Array, "*dims"], Float32[Array, "*outputs"] | None]:
+        """Returns a kernel gathered along its model dim on every device, and the factors of the product's outputs.
+
+        That of int8 is the codes, exact in any float type, and the factors are the scales: where the kernel is only
+        converted, a TPU's product reads the codes. That of nf4 is float32, without factors.
 
         Codes and scales are gathered over fsdp, not the float kernel. No gradient passes through.
 
         Args:
-            depends_on: the other factor of the product; the kernel is dequantized only after this is computed.
+            depends_on: the other factor of the product. The kernel is dequantized only after this is computed, except
+                that of int8 on a TPU, whose product does it.
         """
         code_dims, scale_dims = (
             tuple("activation" if dim == TILED_DIM else dim for dim in dims) for dims in (self.dims, self.scale_dims)
         )
         x_dims = ("rows", "tokens", *code_dims[: depends_on.ndim - 2])
+        has_factors = self.quantization == "int8"
         dequantize = shard_map_by_dims(
-            functools.partial(_dequantize, self), in_dims=(code_dims, scale_dims, x_dims), out_dims=(code_dims,)
+            _codes_and_factors if has_factors else functools.partial(_dequantize_tiles, self),
+            in_dims=(code_dims, scale_dims, x_dims),
+            out_dims=(code_dims, scale_dims) if has_factors else (code_dims,),
         )
-        return dequantize(codes, scales, jax.lax.stop_gradient(depends_on))[0]
+        kernel, *factors = dequantize(codes, *jax.lax.stop_gradient((scales, depends_on)))
+        return kernel, factors[0] if has_factors else None
 
 
 def tile_size(model_dim: int) -> int:
@@ -122,27 +132,38 @@ def check_qwix_installed() -> None:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _quantize(quantizer: KernelQuantizer, kernel: Array) -> dict[str, Array]:
+    if quantizer.quantization == "int8":
+        inputs = tuple(axis for axis, dim in enumerate(quantizer.dims) if dim not in quantizer.scale_dims)
+        scales = jnp.max(jnp.abs(kernel), axis=inputs) / INT8_END
+        scales = jnp.where(scales == 0, 1.0, scales)
+        codes = jnp.clip(jnp.round(kernel / scales), -128, 127)
+        return {CODES: codes.astype(jnp.int8), SCALES: scales}
+
     import qwix
 
     by_dim = dict(zip(quantizer.dims, kernel.shape, strict=True))
-    tiles = {quantizer.dims.index(TILED_DIM): tile_size(by_dim[TILED_DIM])} if quantizer.quantization == "nf4" else {}
-    channelwise = [axis for axis, dim in enumerate(quantizer.dims) if dim in quantizer.scale_dims and axis not in tiles]
-    quantized = qwix.quantize(kernel, quantizer.quantization, channelwise_axes=channelwise, tiled_axes=tiles)
-    codes = quantized.qvalue
-    if quantizer.quantization == "nf4":
-        codes = _pack_4bit(codes, quantizer.dims.index(TILED_DIM))
-    return {CODES: codes, SCALES: quantized.scale.reshape(tuple(quantizer.scale_sizes(by_dim).values()))}
+    tiled = quantizer.dims.index(TILED_DIM)
+    channelwise = [axis for axis in range(len(quantizer.dims)) if axis != tiled]
+    tiles = {tiled: tile_size(by_dim[TILED_DIM])}
+    quantized = qwix.quantize(kernel, "nf4", channelwise_axes=channelwise, tiled_axes=tiles)
+    scales = quantized.scale.reshape(tuple(quantizer.scale_sizes(by_dim).values()))
+    return {CODES: _pack_4bit(quantized.qvalue, tiled), SCALES: scales}
 
 
-def _dequantize(quantizer: KernelQuantizer, codes: Array, scales: Array, depends_on: Array) -> tuple[Array]:
+def _codes_and_factors(codes: Array, scales: Array, depends_on: Array) -> tuple[Array, Array]:
+    """Returns the kernel and the factors of int8."""
+    if current_device()[0] != "tpu":
+        codes = codes ^ _zero_depending_on(depends_on).astype(codes.dtype)
+    return codes.astype(depends_on.dtype), scales
+
+
+def _dequantize_tiles(quantizer: KernelQuantizer, codes: Array, scales: Array, depends_on: Array) -> tuple[Array]:
+    """Returns the kernel of nf4."""
     import qwix
 
     codes = codes ^ _zero_depending_on(depends_on).astype(codes.dtype)
-    shape = iter(scales.shape)
-    scales = scales.reshape([next(shape) if dim in quantizer.scale_dims else 1 for dim in quantizer.dims])
-    if quantizer.quantization == "nf4":
-        codes = _unpack_4bit(codes, quantizer.dims.index(TILED_DIM))
-    return (qwix.dequantize(qwix.QArray(codes, scales, qtype=quantizer.quantization)),)
+    codes = _unpack_4bit(codes, quantizer.dims.index(TILED_DIM))
+    return (qwix.dequantize(qwix.QArray(codes, scales, qtype="nf4")),)
 
 
 def _zero_depending_on(x: Array) -> UInt32[Array, ""]:

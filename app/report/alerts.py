@@ -42,6 +42,8 @@ CLIP_FRACTION_THRESHOLD = 0.3
 """Fraction of clipped tokens above which the later updates of a step have little effect."""
 MISMATCH_THRESHOLD = 0.02
 """Mean difference in nats between sampler and trainer: 1e-7 in float32, 0.004 in bfloat16 (the quickstart)."""
+CORRECTED_MISMATCH_THRESHOLD = 0.1
+"""The same where importance weights correct for it; 0.05 by `rollout.weights: int8` (SmolLM2-135M)."""
 ROUNDING_TOLERANCE = 1e-9
 """Largest difference between weighted sums that is due to rounding."""
 WARM_UP_STEPS = 20
@@ -303,12 +305,14 @@ def _sampler_mismatch(steps: Sequence[MetricsRecord]) -> str | None:
         # Older policies generated some samples, as rollout.max_staleness allows.
         return None
     differences = _last_values(steps, "rollout/sampler_scorer_logprob_diff_mean", SHORT_WINDOW_STEPS)
-    if differences is None or differences.mean() < MISMATCH_THRESHOLD:
+    corrects = finite_metric(steps[-1], "policy/correction_mean") is not None
+    threshold = CORRECTED_MISMATCH_THRESHOLD if corrects else MISMATCH_THRESHOLD
+    if differences is None or differences.mean() < threshold:
         return None
     return (
         f"Sampler and trainer disagree by {differences.mean():.2g} nats on the average token, so the gradient is "
-        "not that of the policy that generated the samples. Set model.dtype: float32. If that does not help, "
-        "please report a bug."
+        "not that of the policy that generated the samples. Set model.dtype: float32, and rollout.weights: null. If "
+        "that does not help, please report a bug."
     )
 
 

@@ -15,13 +15,14 @@ from app.model.io.families import CAUSAL_LM, SEQUENCE_CLASSIFICATION, architectu
 from app.model.io.hf_weights import check_tensors, critic_tensors, expected_tensors
 from app.model.io.model_files import ModelFiles, open_model
 from app.model.lora import LoRAConfig
-from app.model.quantization import check_quantization
+from app.model.quantization import QUANTIZE_BASE_SETTING, check_quantization
 from app.prompts.tokenizer import Tokenizer, encoding_fingerprint, load_fast_tokenizer, load_tokenizer
 from app.records.text_format import format_percent
 from app.records.versions import QUANTIZATION_PACKAGE, version_of
 from settings import Settings
 from settings.errors import InputError
 from settings.schema.lora import LoRASettings
+from settings.schema.rollout import RolloutWeights
 
 LORA_FINGERPRINT = "model.lora"
 """Name of the fingerprint of the adapters."""
@@ -62,18 +63,29 @@ class ModelSpec:
             QUANTIZER_FINGERPRINT: version_of(QUANTIZATION_PACKAGE),
         }
 
-    def decode_definition(self, dtype: jnp.dtype) -> DecoderDefinition:
+    def decode_definition(self, dtype: jnp.dtype, weights: RolloutWeights | None = None) -> DecoderDefinition:
         """Returns the definition for generation: in float32 the model's own, with adapters merged into its kernels.
 
         In bfloat16, W + (alpha / rank) A B would lose the part of A B below the last bit of W. For many steps that is
-        most of it, so the sampler would not follow the policy. Quantized kernels would lose even more. In both cases
-        adapters stay separate from the kernels, as in training and scoring.
+        most of it, so the sampler would not follow the policy. Quantized kernels would lose even more, those of
+        `weights` included. In these cases adapters stay separate from the kernels, as in training and scoring.
+
+        Args:
+            weights: quantization of the kernels for generation only (`rollout.weights`).
+
+        Raises:
+            InputError: the policy's kernels are quantized already.
         """
-        return (
-            self.definition
-            if dtype == jnp.float32 and self.policy_definition.quantization is None
-            else self.policy_definition
-        )
+        if weights is not None and self.policy_definition.quantization is not None:
+            raise InputError(
+                f"rollout.weights: {weights} rounds weights for generation, which {QUANTIZE_BASE_SETTING}: "
+                f"{self.policy_definition.quantization} already stores in few bits; set rollout.weights to null"
+            )
+        if weights is not None:
+            return self.policy_definition.quantized(weights)
+        if dtype == jnp.float32 and self.policy_definition.quantization is None:
+            return self.definition
+        return self.policy_definition
 
     @property
     def without_adapters(self) -> ModelSpec:

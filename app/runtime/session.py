@@ -55,12 +55,12 @@ class Session(ScoringSession):
         """
         if generates:
             check_ray_installed(settings)
+        dtype, lora = jnp.dtype(settings.model.dtype), model.policy_definition.lora
+        decoder = model.decode_definition(dtype, settings.rollout.weights if generates else None)
         scoring = open_scorers(settings, model, critic)
         mesh: Mesh = scoring["mesh"]
         if generates:
             check_decode_layout(settings, mesh)
-        dtype, lora = jnp.dtype(settings.model.dtype), model.policy_definition.lora
-        decoder = model.decode_definition(dtype)
         rollout_mesh = mesh if settings.rollout.placement == "global" else host_submesh(mesh)
         engine = BatchEngine(
             decoder,
@@ -72,7 +72,7 @@ class Session(ScoringSession):
             prefill_length_min=settings.rollout.prefill_length_min,
             max_length_total=settings.rollout.max_length_total,
             decode_layout=settings.rollout.decode_layout,
-            merge_adapters=None if decoder is model.policy_definition else partial(merge_adapters, lora=lora),
+            merge_adapters=None if decoder.lora == lora else partial(merge_adapters, lora=lora),
         )
         session = cls(**scoring, engine=engine)
         if generates:

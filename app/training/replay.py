@@ -256,6 +256,11 @@ def _report_lines(
                 "the samples' run had another tokenizer, chat template or end-of-sequence token than model.path has: "
                 "token ids are taken as they are"
             )
+        if source.rollout.weights is not None and settings.algorithm.correction == "none":
+            lines.append(
+                f"the samples were drawn with rollout.weights: {source.rollout.weights}, so they are off-policy; "
+                "algorithm.correction: truncate corrects for that"
+            )
         if source.rollout.temperature != rollout.temperature:
             lines.append(
                 f"rollout.temperature is {rollout.temperature}, and the samples were drawn at "

@@ -42,8 +42,9 @@ def k2(policy_logprobs: Float[HostOrDevice, "*tokens"], reference_logprobs: Floa
 def k3(policy_logprobs: Float[HostOrDevice, "*tokens"], reference_logprobs: Float[HostOrDevice, "*tokens"]) -> Any:
     """Returns exp(-d) + d - 1: unbiased, never negative. The estimator of the GRPO paper."""
     # numpy for the reward, jax.numpy for the loss: both implement the array API.
-    xp = policy_logprobs.__array_namespace__()
-    d = xp.clip(policy_logprobs - reference_logprobs, -DIFFERENCE_LIMIT, DIFFERENCE_LIMIT)
+    d = policy_logprobs - reference_logprobs
+    xp = d.__array_namespace__()
+    d = xp.clip(d, -DIFFERENCE_LIMIT, DIFFERENCE_LIMIT)
     return xp.expm1(-d) + d
 
 

@@ -13,7 +13,7 @@ from app.batching.row_logprobs import row_logprobs
 from app.batching.token_batch import HostOrDevice, TokenBatch
 from app.model.decoder import DecoderDefinition, Params
 from app.update.importance_correction import ImportanceCorrection
-from app.update.kl import KLEstimator
+from app.update.kl import KLEstimator, k3
 from app.update.log_ratio import LogRatioFn, SampleReducer, token_log_ratio
 from app.update.surrogate import SurrogateFn
 
@@ -123,6 +123,7 @@ class PolicyLoss:
             "policy/clip_fraction_low": mean(surrogate.clipped_low),
             "policy/clip_fraction_high": mean(surrogate.clipped_high),
             "policy/clip_fraction_dual": mean(surrogate.clipped_dual),
+            "rollout/sampler_scorer_kl": mean(k3(batch.behavior_logprobs, current)),
             "rollout/sampler_scorer_logprob_diff_mean": mean(difference),
         }
         if self.kl_estimator is not None:

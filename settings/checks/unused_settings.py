@@ -124,4 +124,7 @@ def _deciding_setting(resolved: Resolved, choice: str) -> str:
     """Returns the choice itself, or the setting from which it was derived."""
     if resolved.provenance[choice] != "derived":
         return choice
-    return "rollout.max_staleness" if choice == CORRECTION else "algorithm.name"
+    if choice != CORRECTION:
+        return "algorithm.name"
+    staleness, weights = "rollout.max_staleness", "rollout.weights"
+    return weights if resolved.is_later(weights, staleness) else staleness

@@ -195,7 +195,8 @@ def _algorithm_values(given: Settings) -> dict[str, Any]:
     if algorithm.beta > 0:
         kl_in = algorithm.kl_in or paper.kl_in
         values |= {"kl_in": kl_in, "kl_estimator": DEFAULT_KL_ESTIMATORS[kl_in]}
-    values["correction"] = algorithm.correction or ("truncate" if given.rollout.max_staleness > 0 else "none")
+    is_off_policy = given.rollout.max_staleness > 0 or given.rollout.weights is not None
+    values["correction"] = algorithm.correction or ("truncate" if is_off_policy else "none")
     if values["correction"] != "none":
         uses_sequence_ratio = (algorithm.ratio_level or paper.ratio_level) == "sequence"
         values["correction_level"] = "geometric" if uses_sequence_ratio else "token"

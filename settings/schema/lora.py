@@ -52,8 +52,8 @@ class LoRASettings(Section):
     """Matrices of every layer that get adapters: q_proj, k_proj, v_proj, o_proj (together: attention), gate_proj,
     up_proj, down_proj (together: mlp), or all."""
     quantize_base: Quantization | None = None
-    """QLoRA: stores the frozen matrices of the layers in 8 bits (int8) or 4 bits (nf4), and converts each to float32
-    when it is used. Needs the extra [qlora]. float32 when null."""
+    """QLoRA: stores the frozen matrices of the layers in 8 bits (int8) or 4 bits (nf4), and converts each when
+    it is used. Needs the extra [qlora]. float32 when null."""
 
     @property
     def projections(self) -> tuple[str, ...]:

@@ -18,6 +18,8 @@ RAY_LEASE_S = 600.0
 
 DecodeLayout = Literal["gathered", "fsdp"]
 """Values of `rollout.decode_layout`."""
+RolloutWeights = Literal["int8"]
+"""Values of `rollout.weights`."""
 
 
 class SegmentSettings(Section):
@@ -159,6 +161,10 @@ class RolloutSettings(Section):
     decode_layout: DecodeLayout = "gathered"
     """Sharding of weights during decoding: split only over tp (gathered), or also over fsdp, which uses less memory but
     transfers all weights for every token."""
+    weights: RolloutWeights | None = None
+    """Precision of the layers' matrices during generation, evaluations included: 8 bits (int8), half as much to read
+    for each token as in bfloat16. The sampler is then another policy than the one that learns, for which
+    `algorithm.correction` corrects. `model.dtype` when null."""
     max_staleness: int = Field(default=0, ge=0, le=MAX_STALENESS)
     """Maximum age, in training steps, of the policy that sampled a token used for training. 0 is on-policy: generation
     and training alternate. Above 0 they overlap, which requires `rollout.scheduler`, and a resumed run is no longer

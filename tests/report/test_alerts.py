@@ -39,6 +39,15 @@ def test_samples_of_an_older_policy_are_no_mismatch() -> None:
     assert titles(after_twenty_healthy_steps(12, **differences, perf__rollout__staleness_max=1)) == []
 
 
+def test_a_difference_that_importance_weights_correct_is_no_mismatch() -> None:
+    def raised(difference: float) -> list[str]:
+        metrics = {"rollout__sampler_scorer_logprob_diff_mean": difference, "policy__correction_mean": 1.0}
+        return titles(after_twenty_healthy_steps(12, **metrics))
+
+    assert raised(0.05) == []
+    assert "Sampler and trainer disagree" in raised(0.2)
+
+
 LONG = 12
 """Number of steps that exceeds the waiting time of every rule."""
 

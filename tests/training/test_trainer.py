@@ -65,6 +65,7 @@ OF_A_STEP = {
     "policy/nonfinite_in_a_row",
     "advantage/mean",
     "advantage/std",
+    "rollout/sampler_scorer_kl",
     "rollout/sampler_scorer_logprob_diff_mean",
     "rollout/sampler_scorer_logprob_diff_max",
     "batching/fill",

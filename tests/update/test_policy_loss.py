@@ -136,6 +136,19 @@ def test_the_kl_is_reported_alike_whether_loss_or_reward_pays_for_it():
     assert in_loss["policy/kl"] == in_reward["policy/kl"] != 0.0
 
 
+def test_the_kl_of_the_sampler_is_that_of_its_logprobs_to_the_policys():
+    samples = Combination("clip", None, "loss", 0.0).with_advantages("grpo")
+    expected = []
+    for sample, start in zip(samples, STARTS[:-1], strict=True):
+        logits = TABLE[start : start + len(sample.completion_ids)].astype(np.float64)
+        logprobs = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+        current = np.take_along_axis(logprobs, np.asarray(sample.completion_ids)[:, None], axis=1)[:, 0]
+        d = (current - np.asarray(sample.behavior_logprobs))[np.asarray(sample.mask)]
+        expected += [*(np.exp(d) - 1 - d)]
+    found = metrics_of(Combination("clip", None, "loss", 0.0))["rollout/sampler_scorer_kl"]
+    assert found == pytest.approx(np.mean(expected), rel=1e-4) and found > 0
+
+
 def test_the_second_clip_is_counted_where_it_cuts_and_zero_where_it_is_off():
     on, off = (metrics_of(Combination(surrogate, None, "loss", 0.0)) for surrogate in ("dual", "clip"))
     assert on["policy/clip_fraction_dual"] > 0.05

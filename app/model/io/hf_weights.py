@@ -21,7 +21,7 @@ from jaxtyping import Array
 from app.model.architecture import Architecture
 from app.model.decoder import DecoderDefinition, ParamPath, Params, flatten_by_path
 from app.model.io.model_files import TensorSource
-from app.model.quantization import CODES, SCALES, KernelQuantizer
+from app.model.quantization import CODES, SCALES
 from settings.errors import InputError
 
 log = logging.getLogger(__name__)
@@ -198,11 +198,8 @@ def load_weights(
 
 def quantize_kernel(definition: DecoderDefinition, path: ParamPath, kernel: np.ndarray) -> dict[ParamPath, np.ndarray]:
     """Quantizes the kernel of one layer and returns its codes and scales by path."""
-    assert definition.quantization is not None, f"{path} is not a parameter"
-    dims = flatten_by_path(definition.dims)
-    codes, scales = (dims[*path[:-1], leaf][1:] for leaf in (CODES, SCALES))
-    parts = KernelQuantizer(definition.quantization, codes, scales).quantize(kernel)
-    return {(*path[:-1], leaf): part for leaf, part in parts.items()}
+    parts = definition.quantizer(path).quantize(kernel)
+    return {(*path[:-1], leaf): np.asarray(part) for leaf, part in parts.items()}
 
 
 def place_tensor(tensor: np.ndarray, sharding: NamedSharding) -> Array:
