@@ -146,7 +146,7 @@ def logits(definition: DecoderDefinition, params: Params, *, dtype: Any = FLOAT3
 @EACH
 @pytest.mark.parametrize(
     ("dtype", "mesh_shape", "tolerance"),
-    [("float32", (1, 1, 1), 1e-5), ("float32", (2, 2, 2), 1e-5), ("bfloat16", (1, 1, 1), 5e-2)],
+    [("float32", (1, 1, 1), 1e-5), ("float32", (2, 2, 2), 1e-5), ("bfloat16", (1, 1, 1), 2e-2)],
     ids=str,
 )
 def test_a_network_computes_what_its_kernels_in_floats_would(
@@ -154,7 +154,11 @@ def test_a_network_computes_what_its_kernels_in_floats_would(
 ) -> None:
     architecture = replace(WIDE, qkv_bias=True, attention_output_bias=True, mlp_bias=True)
     definition, params, exact = loaded(architecture, quantization, mesh_shape)
-    expected = logits(definition.unquantized, dequantized_params(definition, params))
+    of_dtype = jnp.dtype(dtype)
+    if quantization == "int8" and dtype == "bfloat16":
+        # Codes are exact in bfloat16, where kernels in floats are rounded: only in float32 do the two compute the same.
+        of_dtype, tolerance = FLOAT32, 5e-2
+    expected = logits(definition.unquantized, dequantized_params(definition, params), dtype=of_dtype)
     with jax.set_mesh(make_mesh(mesh_shape)):
         found = logits(definition, params, dtype=jnp.dtype(dtype))
     np.testing.assert_allclose(found, expected, atol=tolerance * float(jnp.abs(expected).max()))

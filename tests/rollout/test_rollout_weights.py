@@ -13,6 +13,7 @@ from flax.traverse_util import unflatten_dict
 
 from app.model.decode_weights import abstract_decode_weights
 from app.model.decoder import DecoderDefinition, Params, flatten_by_path
+from app.model.io.hf_weights import quantize_kernel
 from app.model.lora import LoRAConfig
 from app.model.quantization import CODES, SCALES
 from app.records.sample import Sample
@@ -39,9 +40,8 @@ def quantized_params(definition: DecoderDefinition, params: Params) -> Params:
     """Returns the weights with the codes and scales of each layer's kernels."""
     flat = flatten_by_path(params)
     for path in [path for path in flat if path[-1] == "kernel"]:
-        layers = [definition.quantizer(path).quantize(np.asarray(layer)) for layer in flat.pop(path)]
-        for leaf in (CODES, SCALES):
-            flat[*path[:-1], leaf] = np.stack([layer[leaf] for layer in layers])
+        layers = [quantize_kernel(definition, path, np.asarray(layer)) for layer in flat.pop(path)]
+        flat |= {leaf: np.stack([layer[leaf] for layer in layers]) for leaf in layers[0]}
     return jax.tree.map(jnp.asarray, unflatten_dict(flat))
 
 
