@@ -37,6 +37,7 @@ def compile_only_devices(place: TpuSlice | GpuHost) -> list[Any]:
         InputError: the compiler is not installed, or does not know the devices.
     """
     quiet_libtpu()
+    kernel_schedules()
     try:
         description = topologies.get_topology_desc(
             platform=place.compiler, topology_name=place.topology_name, **place.topology_options

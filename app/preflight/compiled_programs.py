@@ -151,6 +151,7 @@ def compile_programs(
     """Compiles the programs of a step one after the other; see `step_memory`."""
     device = session.mesh.devices.flat[0]
     chip = find_chip(device.device_kind) if device.platform == "tpu" else None
+    take_scheduled_bundles(kernel_schedules())  # those of programs that this process compiled before
     bundles: dict[str, int] = {}
     for phase, name, lowered, work in _lower_programs(session, learning, shapes, reward_model):
         started = time.perf_counter()

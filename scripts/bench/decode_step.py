@@ -41,7 +41,6 @@ def main() -> None:
     parser.add_argument("--new", type=int, nargs="+", default=[512, 8192], help="new tokens of the longest sample")
     parser.add_argument("--filled", type=float, nargs="+", default=[1.0, 0.5], help="filled share of all rows")
     options = parser.parse_args()
-    kernel_schedules()
     with tempfile.TemporaryDirectory() as folder:
         place = without_weights(options.preset, folder)
         rows: list[tuple[str, ...]] = []
