@@ -37,6 +37,8 @@ WORKER = ("rollout.workers.fast.slots=4", "rollout.workers.fast.devices=[1]", "r
 WAYS = {
     "global": ("rollout.placement=global",),
     "island": (),
+    "global with tp": ("rollout.placement=global", "rollout.mesh=tp=2"),
+    "island with tp": ("rollout.mesh=dp=4,tp=2",),
     "slots": ("rollout.slots=4", "rollout.mode=exact"),
     "adaptive": ("rollout.scheduler=adaptive", "rollout.mode=exact", *WORKER),
 }

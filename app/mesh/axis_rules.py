@@ -27,8 +27,8 @@ LOGICAL_AXIS_RULES: dict[str, str | tuple[str, ...] | None] = {
     "rows": ROW_AXES,
     # The rows of all devices that share weights, gathered.
     "shared_rows": "dp",
-    # The rows for which tokens are drawn: tp devices, which have a part of the vocabulary each, share these out, too.
-    "drawn_rows": AXES,
+    # Rows that the devices along tp share out, too; see `spread_rows`.
+    "spread_rows": AXES,
     "tokens": None,
     "layers": None,
     "embed": "fsdp",
@@ -93,6 +93,16 @@ def current_device() -> tuple[str, str]:
     mesh = jax.sharding.get_abstract_mesh()
     device = jax.devices()[0] if mesh.empty else mesh.abstract_device
     return device_platform(device), device_kind(device)
+
+
+def spread_rows(num_rows: int, mesh: Mesh | AbstractMesh | None = None) -> str:
+    """Returns the dim of rows that all devices share out: `rows` if there are not enough rows for those along tp, too.
+
+    Args:
+        mesh: the current one if None.
+    """
+    mesh = mesh or jax.sharding.get_abstract_mesh()
+    return "rows" if mesh.empty or num_rows % mesh.size else "spread_rows"
 
 
 def row_shard_size(num_rows: int) -> int:

@@ -71,6 +71,11 @@ def make_mesh(settings: MeshSettings) -> DeviceMesh:
     return DeviceMesh(np.asarray(in_order).reshape(shape), AXES, axis_types=axis_types)
 
 
+def with_tp(mesh: DeviceMesh, tp: int) -> DeviceMesh:
+    """Returns a mesh of the same devices, in the same order, that splits weights over tp alone."""
+    return DeviceMesh(mesh.devices.reshape(-1, 1, tp), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
 def is_grouped_by_host(mesh: DeviceMesh) -> bool:
     """Returns whether the devices of each host are contiguous, in the order of the hosts."""
     hosts = [host_index(device) for device in mesh.devices.flat]

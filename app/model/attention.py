@@ -15,13 +15,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from app.mesh.axis_rules import current_device, shard_map_by_dims
+from app.mesh.axis_rules import Dims, constrain, current_device, shard_map_by_dims, spread_rows
 from app.mesh.tpu_chips import kernel_bytes
 from app.model.architecture import Architecture
-from app.model.block_attention import KEY_DIMS, QUERY_DIMS, ROW_DIMS, Blocking, block_attention
+from app.model.block_attention import KEY_DIMS, QUERY_DIMS, Blocking, block_attention
 from app.model.block_pairs import UNREACHABLE, BlockPairs, block_pairs
 from app.model.score_mod import DEFAULT_SCORE_MOD, MASK_VALUE, ScoreMod, apply_soft_cap
 from app.model.segment_layout import SegmentLayout, Window, attention_mask
@@ -255,6 +256,20 @@ def _pad_to_blocks(x: Array, size: int, *, axis: int) -> Array:
     return jnp.pad(x, widths)
 
 
+def cache_dims(cache: Float[Array, "B K S H"] | jax.ShapeDtypeStruct, mesh: Mesh | None = None) -> Dims:
+    """Returns the dims of a cache of keys or values, of which no device holds what another one does.
+
+    Where tp does not divide the heads, the devices along tp share out the rows.
+
+    Args:
+        mesh: the current one if None.
+    """
+    num_rows, num_heads = cache.shape[:2]
+    of_mesh = mesh or jax.sharding.get_abstract_mesh()
+    splits_heads = of_mesh.empty or num_heads % of_mesh.shape["tp"] == 0
+    return ("rows" if splits_heads else spread_rows(num_rows, mesh)), *KEY_DIMS[1:]
+
+
 def extend_cache(
     query: Float[Array, "B 1 Q H"],
     key: Float[Array, "B K 1 H"],
@@ -275,7 +290,10 @@ def extend_cache(
         window: the number of visible entries, including the token's own; None = all.
         block_size: the result of `decode_block_size`.
     """
+    key_dims = cache_dims(keys)
+    query_dims = QUERY_DIMS if key_dims == KEY_DIMS else (key_dims[0], "tokens", "head", "head")
     if block_size is None:
+        query, key, value = constrain(query, *query_dims), constrain(key, *key_dims), constrain(value, *key_dims)
         # With vmap the partitioner knows that slots are independent, so no slot moves between devices.
         write = jax.vmap(lambda row, new, position: row.at[:, position].set(new))
         keys, values = write(keys, key[:, :, 0], positions), write(values, value[:, :, 0], positions)
@@ -284,8 +302,8 @@ def extend_cache(
     from app.model import decode_attention_kernel
 
     attend = functools.partial(decode_attention_kernel.attend, score_mod, window, block_size)
-    in_dims = (QUERY_DIMS, *[KEY_DIMS] * 4, *[ROW_DIMS[:1]] * 2)
-    by_device = shard_map_by_dims(attend, in_dims=in_dims, out_dims=(QUERY_DIMS, KEY_DIMS, KEY_DIMS))
+    in_dims = (query_dims, *[key_dims] * 4, *[key_dims[:1]] * 2)
+    by_device = shard_map_by_dims(attend, in_dims=in_dims, out_dims=(query_dims, key_dims, key_dims))
     with jax.named_scope(ATTENTION_SCOPE):
         mixed, keys, values = by_device(query, key, value, keys, values, positions, active)
     return mixed, keys, values

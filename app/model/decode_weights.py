@@ -39,6 +39,8 @@ class DecodeWeights:
 class DecodeConversion:
     """Unstacks, casts and lays out a policy's weights on a mesh, with adapters merged into the kernels.
 
+    The mesh has the devices of the one that trains, in the same order.
+
     Float kernels are quantized if those of the definition are.
 
     One small program serves every layer: a program of all layers takes seconds to compile, and merging adapters in it
@@ -64,6 +66,8 @@ class DecodeConversion:
             return _quantize_kernels(definition, merge(params))
 
         def lay_out(params: Params, dims: Any) -> Params:
+            # Gathered over fsdp first; a mesh with another tp then takes its part. XLA would do the same to move them
+            # there at once, and complain.
             return jax.tree.map(lambda x, dims: constrain(x, *decode_dims(dims, layout)), _cast(params, dtype), dims)
 
         def block(stacked: Params, layer: Array) -> Params:

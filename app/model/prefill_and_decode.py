@@ -18,7 +18,8 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from app.mesh.axis_rules import constrain, sharding_tree
 from app.mesh.placement import abstract_arrays
-from app.model.attention import decode_block_size, extend_cache
+from app.model.attention import cache_dims, decode_block_size, extend_cache
+from app.model.block_attention import KEY_DIMS
 from app.model.decode_weights import DecodeWeights
 from app.model.decoder import Decoder, DecoderDefinition, Params
 from app.model.score_mod import ScoreMod
@@ -39,17 +40,17 @@ KVCache = tuple[LayerCache, ...]
 """The caches of all layers: separate buffers, which a decode step updates in place."""
 
 
-CACHE_DIMS = ("rows", "kv_heads", "tokens", "head")
+HEAD_DIMS = ("rows", "tokens", "query_heads", "head")
 
 
 def constrain_cache(cache: KVCache) -> KVCache:
-    """Constrains the cache to the shardings of `CACHE_DIMS`."""
-    return jax.tree.map(lambda x: constrain(x, *CACHE_DIMS), cache)
+    """Constrains the cache to the shardings of `cache_dims`."""
+    return jax.tree.map(lambda x: constrain(x, *cache_dims(x)), cache)
 
 
 def abstract_cache(shapes: KVCache, mesh: Mesh) -> KVCache:
     """Returns a cache's shapes with the shardings of `constrain_cache`."""
-    return abstract_arrays(shapes, sharding_tree(mesh, shapes, jax.tree.map(lambda _: CACHE_DIMS, shapes)))
+    return abstract_arrays(shapes, sharding_tree(mesh, shapes, jax.tree.map(lambda x: cache_dims(x, mesh), shapes)))
 
 
 def _run_layers(
@@ -80,6 +81,7 @@ def _run_layers(
     windows = decoder.architecture.layer_windows
     for window, old, params in zip(windows, cache or (None,) * len(windows), weights.blocks, strict=True):
         x, kept = run_layer(window, old, params, x)
+        x = constrain(x, "rows", "tokens", "activation")
         new.append(kept)
     return decoder.final_norm(x), tuple(new)
 
@@ -130,8 +132,10 @@ def decode_step(
     ) -> tuple[Array, LayerCache]:
         assert old is not None
         rules = {"window": window, "score_mod": score_mod, "block_size": block_size}
+        # As the projections before and after split them: rows move between devices along tp, and weights never.
+        query, key, value = constrain(query, *HEAD_DIMS), constrain(key, *KEY_DIMS), constrain(value, *KEY_DIMS)
         mixed, keys, values = extend_cache(query, key, value, old.keys, old.values, positions, active, **rules)
-        return mixed, LayerCache(keys, values)
+        return constrain(mixed, *HEAD_DIMS), LayerCache(keys, values)
 
     hidden, cache = _run_layers(decoder, weights, token_ids[:, None], positions[:, None], cache, attend)
     return hidden[:, 0], cache

@@ -89,7 +89,9 @@ class BatchEngine:
 
     Args:
         mesh: devices used for generation. If they belong to several hosts, these hosts generate one batch together.
-        training_mesh: mesh of the policy if it differs from `mesh`, which is then this host's part of it.
+        training_mesh: mesh of the policy if it differs from `mesh`.
+        mesh_of_all_hosts: mesh over the devices of `training_mesh`, in their order, of which `mesh` is this host's
+            part; `training_mesh` if None.
         eos_ids: every token id that ends a sequence.
         decode_text: converts token ids to text.
         prefill_length_min: smallest prompt bucket, in tokens.
@@ -105,6 +107,7 @@ class BatchEngine:
         mesh: Mesh,
         *,
         training_mesh: Mesh | None = None,
+        mesh_of_all_hosts: Mesh | None = None,
         eos_ids: Sequence[int],
         decode_text: DecodeText,
         dtype: jnp.dtype,
@@ -115,6 +118,7 @@ class BatchEngine:
     ):
         self.mesh = mesh
         self._training_mesh = training_mesh or mesh
+        self.mesh_of_all_hosts = mesh_of_all_hosts or self._training_mesh
         self.decode_text = decode_text
         self.prefill_length_min = prefill_length_min
         self.max_length_total = max_length_total
@@ -125,7 +129,7 @@ class BatchEngine:
         self._decode_layout: DecodeLayout = decode_layout
         self._eos_ids = np.asarray(eos_ids, np.int32)
         self._to_decode_weights = DecodeConversion(
-            definition, self._training_mesh, dtype, decode_layout, merge=merge_adapters
+            definition, self.mesh_of_all_hosts, dtype, decode_layout, merge=merge_adapters
         )
         options = compiler_options(mesh)
         self._prefill = jax.jit(
@@ -159,7 +163,7 @@ class BatchEngine:
         """
         with jax.set_mesh(self._training_mesh):
             weights = self._to_decode_weights(params)
-        return weights if self.mesh == self._training_mesh else to_host_submesh(weights, self.mesh)
+        return weights if self.mesh == self.mesh_of_all_hosts else to_host_submesh(weights, self.mesh)
 
     def generate(self, weights: DecodeWeights, prompts: Sequence[Prompt], request: GenerationRequest) -> list[Sample]:
         """Returns `group_size` samples for each of this host's prompts, in order, as ragged records.
@@ -225,7 +229,10 @@ class BatchEngine:
     def batch_shape(self, *, num_prompts: int, group_size: int, longest_prompt: int, max_new_tokens: int) -> BatchShape:
         """Returns the shape of a batch: lengths rounded up to buckets, rows to a multiple of the devices."""
         shards = num_local_row_shards(self.mesh)
-        prompts, rows = (-(-n // shards) * shards for n in (num_prompts, num_prompts * group_size))
+        prompts = -(-num_prompts // shards) * shards
+        # Of the devices along tp, too, which share out rows where they cannot split heads.
+        devices = self.mesh.size // num_hosts(self.mesh)
+        rows = -(-num_prompts * group_size // devices) * devices
         cache_length = self._bucket_length(longest_prompt + max_new_tokens)
         return BatchShape(prompts, rows, self._bucket_length(longest_prompt), cache_length, max_new_tokens)
 

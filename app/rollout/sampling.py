@@ -15,9 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32, Key, UInt32
 
-from app.mesh.axis_rules import constrain
+from app.mesh.axis_rules import constrain, spread_rows
 from app.records.sample import DROPPED_PREFIX
-from app.rollout.threshold_search import drawing_dims
 from app.rollout.truncation import kept_tokens
 
 
@@ -101,7 +100,7 @@ def sample_tokens_truncated(
     logits: Float32[Array, "B V"], rules: SamplingRules, keys: Key[Array, "B"]
 ) -> SampledTokens:
     """Draws from the tokens that remain after top-k, then top-p of the remaining mass, then min-p."""
-    logits = constrain(logits, *drawing_dims(len(logits)))
+    logits = constrain(logits, spread_rows(len(logits)), "tokens")
     log_normalizer = jax.nn.logsumexp(logits, axis=-1)
     probabilities = jnp.exp(logits - log_normalizer[:, None])
     top_k, top_p, min_p = jnp.asarray(rules.top_k), jnp.asarray(rules.top_p), jnp.asarray(rules.min_p)

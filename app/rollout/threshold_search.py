@@ -12,18 +12,12 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Int32, Num
 
-from app.mesh.axis_rules import current_device, shard_map_by_dims
+from app.mesh.axis_rules import current_device, shard_map_by_dims, spread_rows
 from app.mesh.tpu_chips import kernel_bytes
 
 BITS_PER_PASS = {"cpu": 1}
 """Bits that a pass decides by platform. On others, reading takes as long as several comparisons."""
 CODE_OF_MINUS_INFINITY = -0x7F800001
-
-
-def drawing_dims(num_rows: int) -> tuple[str, str]:
-    """Returns the dims of the logits of rows whose next tokens are drawn: shared out among all devices if they can."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return ("rows" if mesh.empty or num_rows % mesh.size else "drawn_rows"), "tokens"
 
 
 def lowest_reached(
@@ -48,7 +42,7 @@ def lowest_reached(
         available = kernel_bytes(kind)
         if threshold_kernel.num_buffers(values.shape[1], available):
             search = functools.partial(threshold_kernel.search, num_bits=num_bits, available_bytes=available)
-    dims = drawing_dims(len(values))
+    dims = spread_rows(len(values)), "tokens"
     in_dims = (dims, None if weights is None else dims, dims[:1])
     by_device = shard_map_by_dims(lambda *rows: (search(*rows),), in_dims=in_dims, out_dims=(dims[:1],))
     return value_of_code(by_device(values, weights, limits)[0], values.dtype)

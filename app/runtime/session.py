@@ -27,6 +27,7 @@ from app.rollout.worker_pool import RolloutWorkerPool
 from app.runtime.generators import open_continuous_batching, open_workers
 from app.runtime.model_spec import CriticSpec, ModelSpec
 from app.runtime.ray_workers import check_ray_installed
+from app.runtime.rollout_mesh import rollout_mesh
 from app.runtime.scoring import ScoringSession, open_scorers
 from app.runtime.tensor_parallel_checks import check_decode_layout
 from settings import Settings
@@ -61,11 +62,13 @@ class Session(ScoringSession):
         mesh: Mesh = scoring["mesh"]
         if generates:
             check_decode_layout(settings, mesh)
-        rollout_mesh = mesh if settings.rollout.placement == "global" else host_submesh(mesh)
+        of_all_hosts = rollout_mesh(settings, mesh, decoder) if generates else mesh
+        of_host = of_all_hosts if settings.rollout.placement == "global" else host_submesh(of_all_hosts)
         engine = BatchEngine(
             decoder,
-            rollout_mesh,
+            of_host,
             training_mesh=mesh,
+            mesh_of_all_hosts=of_all_hosts,
             eos_ids=model.tokenizer.eos_ids,
             decode_text=model.tokenizer.decode,
             dtype=dtype,
@@ -77,9 +80,9 @@ class Session(ScoringSession):
         session = cls(**scoring, engine=engine)
         if generates:
             session.continuous_batching = open_continuous_batching(
-                settings, decoder, model.tokenizer, rollout_mesh, dtype=dtype
+                settings, decoder, model.tokenizer, of_host, dtype=dtype
             )
-            session.workers = open_workers(settings, decoder, model.tokenizer, mesh, dtype=dtype)
+            session.workers = open_workers(settings, decoder, model.tokenizer, of_all_hosts, dtype=dtype)
         return session
 
     def close(self) -> None:

@@ -20,7 +20,7 @@ def check_tp_divides_heads(mesh: Mesh, architecture: Architecture, *, path: str)
     if queries % tp and keys % tp:
         raise InputError(
             f"mesh.shape: tp = {tp} divides neither the {queries} query heads nor the {keys} kv heads of {path}; the "
-            f"nearest tp that divides the query heads: {_nearest_divisors(tp, queries)}"
+            f"nearest tp that divides the query heads: {nearest_divisors(tp, queries)}"
         )
 
 
@@ -34,13 +34,13 @@ def replicated_dim_notes(mesh: Mesh, architecture: Architecture) -> tuple[str, .
     }
     return tuple(
         f"mesh.shape: tp = {tp} does not divide the {size:,} {name}, so every device holds them all; the nearest tp "
-        f"that does: {_nearest_divisors(tp, size)}"
+        f"that does: {nearest_divisors(tp, size)}"
         for name, size in sizes.items()
         if size % tp
     )
 
 
-def _nearest_divisors(tp: int, size: int) -> str:
+def nearest_divisors(tp: int, size: int) -> str:
     """Returns the nearest divisors of `size` below and above `tp`."""
     below = max(n for n in range(1, tp + 1) if size % n == 0)
     above = next((n for n in range(tp, size + 1) if size % n == 0), None)

@@ -35,6 +35,7 @@ from app.runtime.model_spec import adapter_notes
 from app.runtime.pinned_revisions import pin_revisions
 from app.runtime.reward_model import RewardModelSpec
 from app.runtime.reward_trial import try_reward_functions
+from app.runtime.rollout_mesh import rollout_mesh_notes
 from app.runtime.session import Session
 from app.runtime.tensor_parallel_checks import replicated_dim_notes
 from app.training.inputs import TrainingInputs, read_training_inputs
@@ -169,6 +170,7 @@ def setup_notes(settings: Settings, session: Session) -> tuple[str, ...]:
         *adapter_notes(session.model_spec, has_critic=settings.has_critic),
         *replicated_dim_notes(mesh, session.model_spec.architecture),
         *weight_gather_notes(settings, session.engine.definition, mesh),
+        *rollout_mesh_notes(settings, mesh, session.engine.mesh_of_all_hosts, session.engine.definition),
     )
     if num_hosts(mesh) == 1:
         return notes

@@ -58,9 +58,12 @@ def model_of(preset: str) -> str:
     return load(preset, [], {}).settings.model.path.split("/")[-1].removesuffix("-Instruct")
 
 
-def without_weights(preset: str, folder: str) -> tuple[str, ...]:
-    """Writes the `config.json` of a preset's model; returns settings for it and for devices that are not there."""
-    (Path(folder) / "config.json").write_text(json.dumps(QWEN2_5[model_of(preset)]))
+def without_weights(preset: str, folder: str, model: str | None = None) -> tuple[str, ...]:
+    """Writes the `config.json` of a model, by default the preset's.
+
+    Returns settings for it, and for the preset's devices, which are not there.
+    """
+    (Path(folder) / "config.json").write_text(json.dumps(QWEN2_5[model or model_of(preset)]))
     return f"model.path={folder}", f"mesh.pretend={devices_of(preset)}", "mesh.platform=auto"
 
 

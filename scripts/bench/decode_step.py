@@ -1,6 +1,7 @@
 """A decoded token on TPUs that are not there, against reading weights and live cache once: the compiler's estimates.
 
-    python scripts/bench/decode_step.py [--preset NAME] [--set NAME=VALUE ...] [--new 512 8192] [--filled 1.0 0.5]
+    python scripts/bench/decode_step.py [--preset NAME] [--model NAME] [--set NAME=VALUE ...] [--new 512 8192]
+        [--filled 1.0 0.5]
 
 Compiles the decode program of a preset for its slice, for rows of its longest prompt and so many new tokens. The floor
 is the bytes of weights, and of the cache of tokens so far with all rows filled to a share, at the memory's bandwidth.
@@ -16,6 +17,7 @@ from typing import Any
 
 import jax
 from compiled_presets import without_weights
+from shapes import QWEN2_5
 
 from app.mesh import jax_startup
 from app.mesh.compile_only import kernel_schedules
@@ -37,17 +39,18 @@ HEAD = ("cache", "rows a chip", "filled", "estimated", "attention", "floor", "of
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", default="gsm8k_qwen2_5_1_5b_v5e_8")
+    parser.add_argument("--model", choices=QWEN2_5, help="another model than the preset's")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="settings of the preset")
     parser.add_argument("--new", type=int, nargs="+", default=[512, 8192], help="new tokens of the longest sample")
     parser.add_argument("--filled", type=float, nargs="+", default=[1.0, 0.5], help="filled share of all rows")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        place = without_weights(options.preset, folder)
+        place = without_weights(options.preset, folder, options.model)
         rows: list[tuple[str, ...]] = []
         for new in options.new:
             sets = (*place, *options.set, f"rollout.max_new_tokens={new}")
             rows += estimated(load(options.preset, sets, {}).settings, options.filled)
-    print(f"{options.preset} {' '.join(options.set)}")
+    print(" ".join((options.preset, *filter(None, [options.model]), *options.set)))
     print(format_table(rows, header=HEAD, num_left=0))
 
 

@@ -113,6 +113,11 @@ WORKER_CHECKS = (
         "<rollout.decode_layout>: <rollout.scheduler> gives each worker its own weights, which are split over tp only; "
         "set rollout.decode_layout: gathered, or rollout.scheduler: null",
     ),
+    Rule(
+        lambda s: s.rollout.decode_layout == "fsdp" and s.rollout.mesh not in ("auto", "training"),
+        "<rollout.decode_layout> splits weights over the fsdp of the training mesh, and <rollout.mesh> has none; set "
+        "rollout.decode_layout: gathered, or rollout.mesh: training",
+    ),
     _check_ray_pool,
     *EXACT_MODE_CHECKS,
 )

@@ -124,6 +124,13 @@ def _validate_stop_string(value: str) -> str:
     return value
 
 
+def _validate_rollout_mesh(value: str) -> str:
+    value = value.replace(" ", "")
+    if value not in ("auto", "training") and not re.fullmatch(r"(dp=[1-9][0-9]{0,5},)?tp=[1-9][0-9]{0,5}", value):
+        raise ValueError("expected `auto`, `training`, or sizes as in `dp=2,tp=4` or `tp=4`")
+    return value
+
+
 class RolloutSettings(Section):
     prompts_per_step: int = Field(default=8, ge=1, le=2**20)
     """Prompts per training step, per host."""
@@ -161,6 +168,10 @@ class RolloutSettings(Section):
     decode_layout: DecodeLayout = "gathered"
     """Sharding of weights during decoding: split only over tp (gathered), or also over fsdp, which uses less memory but
     transfers all weights for every token."""
+    mesh: Annotated[str, AfterValidator(_validate_rollout_mesh)] = "auto"
+    """Split of the devices of `mesh.shape` during generation: dp, over which rows are split, and tp, over which weights
+    are, as in `dp=2,tp=4` or `tp=4`. `auto`: on TPUs what reads the fewest bytes for a token, sums over tp included,
+    elsewhere and with workers `training`, which keeps the tp of `mesh.shape`."""
     weights: RolloutWeights | None = None
     """Precision of the layers' matrices during generation, evaluations included: 8 bits (int8), half as much to read
     for each token as in bfloat16. The sampler is then another policy than the one that learns, for which

@@ -1,0 +1,107 @@
+"""The mesh on which samples are generated: the devices of the training mesh, split between rows and weights anew."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from app.mesh.device_mesh import num_hosts, with_tp
+from app.mesh.devices import device_kind
+from app.mesh.placement import bytes_per_device, num_row_shards
+from app.mesh.tpu_chips import TpuChip, find_chip
+from app.model.architecture import Architecture
+from app.model.decode_weights import abstract_decode_weights
+from app.model.decoder import DecoderDefinition
+from app.model.prefill_and_decode import LayerCache, abstract_cache
+from app.records.text_format import format_count
+from app.runtime.tensor_parallel_checks import nearest_divisors
+from settings import Settings
+from settings.errors import InputError
+
+HOP_S = 1.5e-6
+"""Seconds assumed for a message between neighbouring chips, however short."""
+MIN_GAIN = 0.1
+"""Share of the time of a token by which another mesh must be faster to be chosen."""
+
+
+def rollout_mesh(settings: Settings, mesh: Mesh, definition: DecoderDefinition) -> Mesh:
+    """Returns the mesh of `rollout.mesh` over the devices of the training mesh, whose axis fsdp then has one device.
+
+    Raises:
+        InputError: it does not divide the devices or the model's heads.
+    """
+    wanted = settings.rollout.mesh
+    if wanted == "training":
+        return mesh
+    if wanted == "auto":
+        return _fastest(settings, mesh, definition)
+    sizes = {name: int(size) for name, size in re.findall(r"(dp|tp)=(\d+)", wanted)}
+    tp, per_host = sizes["tp"], mesh.size // num_hosts(mesh)
+    if sizes.get("dp", mesh.size // tp) * tp != mesh.size or per_host % tp:
+        raise InputError(
+            f"rollout.mesh: {wanted!r} does not divide the {format_count(mesh.size, 'device')}, {per_host} on each "
+            f"host: dp x tp must be {mesh.size}, and tp must divide {per_host}, since every host generates whole rows; "
+            f"set tp={nearest_divisors(tp, per_host)}, or rollout.mesh: auto"
+        )
+    num_heads = definition.architecture.num_query_heads
+    if num_heads % tp:
+        raise InputError(
+            f"rollout.mesh: {wanted!r} does not divide the {num_heads} query heads of the model; the nearest tp that "
+            f"does: {nearest_divisors(tp, num_heads)}"
+        )
+    return with_tp(mesh, tp)
+
+
+def rollout_mesh_notes(settings: Settings, mesh: Mesh, generation: Mesh, definition: DecoderDefinition) -> list[str]:
+    """Returns a note if samples are generated on another mesh than the one that trains."""
+    if mesh == generation:
+        return []
+    dp, tp = num_row_shards(generation), generation.shape["tp"]
+    line = f"rollout.mesh: {settings.rollout.mesh}: weights split over tp={tp} and rows over dp={dp} during generation"
+    chip = find_chip(device_kind(mesh.devices.flat[0]))
+    if chip is None:
+        return [line]
+    before, after = (token_seconds(settings, one, definition, chip) for one in (with_tp(mesh, 1), generation))
+    return [
+        f"{line}: {after * 1e3:.1f} ms for a token of every row by estimate, {before * 1e3:.1f} ms with whole weights"
+    ]
+
+
+def token_seconds(settings: Settings, mesh: Mesh, definition: DecoderDefinition, chip: TpuChip) -> float:
+    """Returns an estimate of the time of one token of all rows: of its reads from memory, and of its sums over tp.
+
+    Weights are read once, and the caches of all rows half full. A sum over tp is that of a ring.
+    """
+    rollout, arch = settings.rollout, definition.architecture
+    dtype = jnp.dtype(settings.model.dtype)
+    num_rows = rollout.slots or rollout.prompts_per_step * rollout.group_size
+    rows_of_all = math.ceil(num_rows * num_hosts(mesh) / mesh.size) * mesh.size
+    length = settings.data.max_prompt_length + rollout.max_new_tokens
+    layer: jax.ShapeDtypeStruct = jax.ShapeDtypeStruct((rows_of_all, arch.num_kv_heads, length, arch.head_dim), dtype)
+    cache = abstract_cache((LayerCache(layer, layer),) * arch.num_layers, mesh)  # pyright: ignore[reportArgumentType]
+    read = bytes_per_device(abstract_decode_weights(definition, mesh, dtype)) + bytes_per_device(cache) / 2
+    hops = 2 * (mesh.shape["tp"] - 1)
+    summed = rows_of_all // num_row_shards(mesh) * arch.model_dim * dtype.itemsize
+    a_sum = hops * (HOP_S + summed / mesh.shape["tp"] / chip.ring_bytes_per_s)
+    # One after attention, one after the MLP.
+    return read / chip.hbm_bytes_per_s + 2 * arch.num_layers * a_sum
+
+
+def _fastest(settings: Settings, mesh: Mesh, definition: DecoderDefinition) -> Mesh:
+    """Returns the mesh with the shortest estimated time of a token; the training mesh where no estimate is known."""
+    chip = find_chip(device_kind(mesh.devices.flat[0]))
+    if chip is None or settings.rollout.has_workers or settings.rollout.decode_layout == "fsdp":
+        return mesh
+    per_host = mesh.size // num_hosts(mesh)
+    sizes = [tp for tp in range(1, per_host + 1) if per_host % tp == 0 and _divides(tp, definition.architecture)]
+    seconds = {tp: token_seconds(settings, with_tp(mesh, tp), definition, chip) for tp in sizes}
+    best, now = min(sizes, key=seconds.__getitem__), mesh.shape["tp"]
+    return with_tp(mesh, best) if seconds[best] < (1 - MIN_GAIN) * seconds.get(now, math.inf) else mesh
+
+
+def _divides(tp: int, architecture: Architecture) -> bool:
+    return architecture.num_query_heads % tp == 0 and architecture.mlp_dim % tp == 0
