@@ -24,8 +24,11 @@ from settings.errors import InputError
 
 HOP_S = 1.5e-6
 """Seconds assumed for a message between neighbouring chips, however short."""
-MIN_GAIN = 0.1
-"""Share of the time of a token by which another mesh must be faster to be chosen."""
+MIN_GAIN = 0.3
+"""Share of the estimated time by which another mesh must be faster to be chosen.
+
+The estimate leaves out what no mesh makes faster: the head's products, sampling, and prefills, which tp makes slower.
+"""
 
 
 def rollout_mesh(settings: Settings, mesh: Mesh, definition: DecoderDefinition) -> Mesh:
