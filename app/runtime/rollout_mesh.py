@@ -13,7 +13,6 @@ from app.mesh.device_mesh import num_hosts, with_tp
 from app.mesh.devices import device_kind
 from app.mesh.placement import bytes_per_device, num_row_shards
 from app.mesh.tpu_chips import TpuChip, find_chip
-from app.model.architecture import Architecture
 from app.model.decode_weights import abstract_decode_weights
 from app.model.decoder import DecoderDefinition
 from app.model.prefill_and_decode import LayerCache, abstract_cache
@@ -99,12 +98,13 @@ def _fastest(settings: Settings, mesh: Mesh, definition: DecoderDefinition) -> M
     chip = find_chip(device_kind(mesh.devices.flat[0]))
     if chip is None or settings.rollout.has_workers or settings.rollout.decode_layout == "fsdp":
         return mesh
-    per_host = mesh.size // num_hosts(mesh)
-    sizes = [tp for tp in range(1, per_host + 1) if per_host % tp == 0 and _divides(tp, definition.architecture)]
-    seconds = {tp: token_seconds(settings, with_tp(mesh, tp), definition, chip) for tp in sizes}
-    best, now = min(sizes, key=seconds.__getitem__), mesh.shape["tp"]
-    return with_tp(mesh, best) if seconds[best] < (1 - MIN_GAIN) * seconds.get(now, math.inf) else mesh
-
-
-def _divides(tp: int, architecture: Architecture) -> bool:
-    return architecture.num_query_heads % tp == 0 and architecture.mlp_dim % tp == 0
+    now, per_host, arch = mesh.shape["tp"], mesh.size // num_hosts(mesh), definition.architecture
+    sizes = [arch.num_query_heads, arch.mlp_dim, per_host]
+    if settings.rollout.slots is not None:
+        # As they are compacted, there may be too few rows to share out among all devices.
+        sizes.append(arch.num_kv_heads)
+    # With a smaller tp than in training, weights might not fit.
+    fitting = [tp for tp in range(now, per_host + 1) if not any(size % tp for size in sizes)]
+    seconds = {tp: token_seconds(settings, with_tp(mesh, tp), definition, chip) for tp in {now, *fitting}}
+    best = min(seconds, key=seconds.__getitem__)
+    return with_tp(mesh, best) if seconds[best] < (1 - MIN_GAIN) * seconds[now] else mesh
