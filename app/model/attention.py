@@ -257,9 +257,9 @@ def _pad_to_blocks(x: Array, size: int, *, axis: int) -> Array:
 
 
 def cache_dims(cache: Float[Array, "B K S H"] | jax.ShapeDtypeStruct, mesh: Mesh | None = None) -> Dims:
-    """Returns the dims of a cache of keys or values, of which no device holds what another one does.
+    """Returns the dims of a cache of keys or values: split over tp by heads, by rows if tp does not divide the heads.
 
-    Where tp does not divide the heads, the devices along tp share out the rows.
+    Where it divides neither, the devices along tp hold the same.
 
     Args:
         mesh: the current one if None.

@@ -39,9 +39,8 @@ class DecodeWeights:
 class DecodeConversion:
     """Unstacks, casts and lays out a policy's weights on a mesh, with adapters merged into the kernels.
 
-    The mesh has the devices of the one that trains, in the same order.
-
-    Float kernels are quantized if those of the definition are.
+    The mesh has the devices of the one that trains, in the same order. Float kernels are quantized if those of the
+    definition are.
 
     One small program serves every layer: a program of all layers takes seconds to compile, and merging adapters in it
     would hold all layers both in float32 and in the compute type.
@@ -83,7 +82,7 @@ class DecodeConversion:
         self._others = jax.jit(others, out_shardings=shardings.params)
 
     def __call__(self, params: Params) -> DecodeWeights:
-        """Returns the decode weights. All hosts must call it together, with its mesh as the current one."""
+        """Returns the decode weights. All hosts must call it together, with the training mesh as the current one."""
         blocks = tuple(self._block(params["blocks"], np.int32(i)) for i in range(self._num_layers))
         return DecodeWeights(self._others(params), blocks, self._layout)
 

@@ -15,18 +15,12 @@ from jaxtyping import Bool, Int32
 
 from app.batching.micro_batch_plan import MicroBatch
 from app.batching.token_batch import pack_tokens
-from app.mesh.axis_rules import LOGICAL_AXIS_RULES, axis_size
 from app.mesh.device_mesh import num_hosts
 from app.mesh.placement import num_local_row_shards
 from app.model.architecture import Architecture
-from app.model.attention import (
-    ATTENTION_SCOPE,
-    architecture_blocking,
-    cache_dims,
-    decode_block_size,
-    visible_pairs,
-)
+from app.model.attention import ATTENTION_SCOPE, architecture_blocking, decode_block_size, visible_pairs
 from app.model.flops import pair_flops, token_flops
+from app.model.prefill_and_decode import abstract_cache, cache_shapes
 from app.model.segment_layout import SegmentLayout
 from app.model.token_logprobs import LM_HEAD_SCOPE
 from app.records.sample import Prompt, Sample
@@ -106,9 +100,8 @@ def generation_work(
         if size := decode_block_size(a, length, dtype):
             # The blocks that a row sees, in the mean over layers; windows begin within a block.
             blocks = np.mean([-(-length // size) - (length - tokens) // size for tokens in seen])
-            cache = jax.ShapeDtypeStruct((shape.num_rows * num_hosts(mesh), a.num_kv_heads, length, a.head_dim), dtype)
-            parts = axis_size(mesh, LOGICAL_AXIS_RULES[cache_dims(cache)[0]]) // num_hosts(mesh)
-            turns[ATTENTION_SCOPE] = math.ceil(-(-shape.num_rows // parts) * blocks)
+            cache = abstract_cache(cache_shapes(a, shape.num_rows * num_hosts(mesh), length, dtype), mesh)[0].keys
+            turns[ATTENTION_SCOPE] = math.ceil(cache.sharding.shard_shape(cache.shape)[0] * blocks)
     return {
         "prefill": replace(prefill, turns={**prefill.turns, INSERT_SCOPE: shape.num_prompts}),
         "decode": ProgramWork(rows * flops // mesh.shape["tp"], turns),

@@ -29,6 +29,7 @@ from app.model.prefill_and_decode import (
     KVCache,
     LayerCache,
     abstract_cache,
+    cache_shapes,
     constrain_cache,
     decode_step,
     prefill,
@@ -297,9 +298,7 @@ class SlotPrograms:
 
     def abstract_cache(self, rows: int, length: int) -> KVCache:
         """Returns the shapes and shardings of a cache with `rows` rows of `length` tokens."""
-        arch = self.definition.architecture
-        x: Any = jax.ShapeDtypeStruct((rows, arch.num_kv_heads, length, arch.head_dim), self.dtype)
-        return abstract_cache((LayerCache(x, x),) * arch.num_layers, self.mesh)
+        return abstract_cache(cache_shapes(self.definition.architecture, rows, length, self.dtype), self.mesh)
 
     @property
     def abstract_pool(self) -> KVCache:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 
-import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
@@ -15,7 +14,7 @@ from app.mesh.placement import bytes_per_device, num_row_shards
 from app.mesh.tpu_chips import TpuChip, find_chip
 from app.model.decode_weights import abstract_decode_weights
 from app.model.decoder import DecoderDefinition
-from app.model.prefill_and_decode import LayerCache, abstract_cache
+from app.model.prefill_and_decode import abstract_cache, cache_shapes
 from app.records.text_format import format_count
 from app.runtime.tensor_parallel_checks import nearest_divisors
 from settings import Settings
@@ -83,8 +82,7 @@ def token_seconds(settings: Settings, mesh: Mesh, definition: DecoderDefinition,
     num_rows = rollout.slots or rollout.prompts_per_step * rollout.group_size
     rows_of_all = math.ceil(num_rows * num_hosts(mesh) / mesh.size) * mesh.size
     length = settings.data.max_prompt_length + rollout.max_new_tokens
-    layer: jax.ShapeDtypeStruct = jax.ShapeDtypeStruct((rows_of_all, arch.num_kv_heads, length, arch.head_dim), dtype)
-    cache = abstract_cache((LayerCache(layer, layer),) * arch.num_layers, mesh)  # pyright: ignore[reportArgumentType]
+    cache = abstract_cache(cache_shapes(arch, rows_of_all, length, dtype), mesh)
     read = bytes_per_device(abstract_decode_weights(definition, mesh, dtype)) + bytes_per_device(cache) / 2
     hops = 2 * (mesh.shape["tp"] - 1)
     summed = rows_of_all // num_row_shards(mesh) * arch.model_dim * dtype.itemsize

@@ -36,7 +36,7 @@ from app.mesh.tpu_chips import parse_slice
 from app.model.architecture import Architecture
 from app.model.decode_weights import DecodeConversion, abstract_decode_weights
 from app.model.decoder import DecoderDefinition
-from app.model.prefill_and_decode import LayerCache, abstract_cache, constrain_cache, decode_step
+from app.model.prefill_and_decode import abstract_cache, cache_shapes, constrain_cache, decode_step
 from app.model.token_logprobs import scaled_logits
 from app.rollout.sampling import SamplingRules, sample_tokens
 from settings.schema.rollout import DecodeLayout
@@ -101,8 +101,7 @@ def decoding(architecture: Architecture, mesh: Mesh, layout: DecodeLayout, rows:
     """Returns the bytes of a loop of decode steps."""
     definition = DecoderDefinition.create(architecture)
     weights = abstract_decode_weights(definition, mesh, COMPILED, layout)
-    one: Any = jax.ShapeDtypeStruct((rows, architecture.num_kv_heads, CACHE_LENGTH, architecture.head_dim), COMPILED)
-    cache = abstract_cache((LayerCache(one, one),) * architecture.num_layers, mesh)
+    cache = abstract_cache(cache_shapes(architecture, rows, CACHE_LENGTH, COMPILED), mesh)
     of_rows: Any = jax.ShapeDtypeStruct((rows,), jnp.int32, sharding=row_sharding(mesh))
 
     def decode(weights: Any, cache: Any, token_ids: jax.Array, positions: jax.Array) -> Any:

@@ -170,8 +170,8 @@ class RolloutSettings(Section):
     transfers all weights for every token."""
     mesh: Annotated[str, AfterValidator(_validate_rollout_mesh)] = "auto"
     """Split of the devices of `mesh.shape` during generation: dp, over which rows are split, and tp, over which weights
-    are, as in `dp=2,tp=4` or `tp=4`. `auto`: on TPUs what reads the fewest bytes for a token, sums over tp included,
-    elsewhere and with workers `training`, which keeps the tp of `mesh.shape`."""
+    are, as in `dp=2,tp=4` or `tp=4`. `training` keeps the tp of `mesh.shape`. `auto` does, too, except on TPUs without
+    workers, if a larger tp is estimated to take at least 30 % less time for a token."""
     weights: RolloutWeights | None = None
     """Precision of the layers' matrices during generation, evaluations included: 8 bits (int8), half as much to read
     for each token as in bfloat16. The sampler is then another policy than the one that learns, for which

@@ -114,6 +114,9 @@ def test_no_device_holds_what_another_one_does() -> None:
     weights, foreseen = engine.to_decode_weights(params), abstract_decode_weights(definition, mesh, FLOAT32)
     same = jax.tree.map(lambda x, y: x.sharding == y.sharding, weights, foreseen)
     assert all(jax.tree.leaves(same))
+    jax.tree.map(
+        np.testing.assert_array_equal, weights, make_engine(definition).to_decode_weights(random_params(definition))
+    )
 
 
 @pytest.mark.parametrize("architecture", [EVEN, FEW_HEADS])
