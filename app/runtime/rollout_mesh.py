@@ -41,34 +41,34 @@ def rollout_mesh(settings: Settings, mesh: Mesh, definition: DecoderDefinition) 
     if wanted == "auto":
         return _fastest(settings, mesh, definition)
     sizes = {name: int(size) for name, size in re.findall(r"(dp|tp)=(\d+)", wanted)}
-    tp, per_host = sizes["tp"], mesh.size // num_hosts(mesh)
+    tp, per_host, num_heads = sizes["tp"], mesh.size // num_hosts(mesh), definition.architecture.num_query_heads
+    fitting = nearest_divisors(tp, math.gcd(per_host, num_heads))
     if sizes.get("dp", mesh.size // tp) * tp != mesh.size or per_host % tp:
         raise InputError(
             f"rollout.mesh: {wanted!r} does not divide the {format_count(mesh.size, 'device')}, {per_host} on each "
             f"host: dp x tp must be {mesh.size}, and tp must divide {per_host}, since every host generates whole rows; "
-            f"set tp={nearest_divisors(tp, per_host)}, or rollout.mesh: auto"
+            f"set tp={fitting}, without dp, or rollout.mesh: auto"
         )
-    num_heads = definition.architecture.num_query_heads
     if num_heads % tp:
         raise InputError(
             f"rollout.mesh: {wanted!r} does not divide the {num_heads} query heads of the model; the nearest tp that "
-            f"does: {nearest_divisors(tp, num_heads)}"
+            f"divides them and the devices of a host: {fitting}"
         )
     return with_tp(mesh, tp)
 
 
 def rollout_mesh_notes(settings: Settings, mesh: Mesh, generation: Mesh, definition: DecoderDefinition) -> list[str]:
     """Returns a note if samples are generated on another mesh than the one that trains."""
-    if mesh == generation:
+    dp, tp, before = num_row_shards(generation), generation.shape["tp"], mesh.shape["tp"]
+    if tp == before:
         return []
-    dp, tp = num_row_shards(generation), generation.shape["tp"]
     line = f"rollout.mesh: {settings.rollout.mesh}: weights split over tp={tp} and rows over dp={dp} during generation"
     chip = find_chip(device_kind(mesh.devices.flat[0]))
     if chip is None:
         return [line]
-    before, after = (token_seconds(settings, one, definition, chip) for one in (with_tp(mesh, 1), generation))
+    ours, others = (token_seconds(settings, with_tp(mesh, size), definition, chip) * 1e3 for size in (tp, before))
     return [
-        f"{line}: {after * 1e3:.1f} ms for a token of every row by estimate, {before * 1e3:.1f} ms with whole weights"
+        f"{line}: {ours:.1f} ms for a token of every row by estimate, {others:.1f} with tp={before} of mesh.shape"
     ]
 
 

@@ -44,7 +44,7 @@ def nearest_divisors(tp: int, size: int) -> str:
     """Returns the nearest divisors of `size` below and above `tp`."""
     below = max(n for n in range(1, tp + 1) if size % n == 0)
     above = next((n for n in range(tp, size + 1) if size % n == 0), None)
-    return " or ".join(str(n) for n in (below, above) if n is not None)
+    return " or ".join(str(n) for n in dict.fromkeys((below, above)) if n is not None)
 
 
 def check_decode_layout(settings: Settings, mesh: Mesh) -> None:
