@@ -67,9 +67,7 @@ def rollout_mesh_notes(settings: Settings, mesh: Mesh, generation: Mesh, definit
     if chip is None:
         return [line]
     ours, others = (token_seconds(settings, with_tp(mesh, size), definition, chip) * 1e3 for size in (tp, before))
-    return [
-        f"{line}: {ours:.1f} ms for a token of every row by estimate, {others:.1f} with tp={before} of mesh.shape"
-    ]
+    return [f"{line}: {ours:.1f} ms for a token of every row by estimate, {others:.1f} with tp={before} of mesh.shape"]
 
 
 def token_seconds(settings: Settings, mesh: Mesh, definition: DecoderDefinition, chip: TpuChip) -> float:
