@@ -20,7 +20,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from app.mesh.axis_rules import Dims, constrain, current_device, shard_map_by_dims, spread_rows
+from app.mesh.placement import num_row_shards
 from app.mesh.tpu_chips import kernel_bytes
+from app.model import paged_attention
 from app.model.architecture import Architecture
 from app.model.block_attention import KEY_DIMS, QUERY_DIMS, Blocking, block_attention
 from app.model.block_pairs import UNREACHABLE, BlockPairs, block_pairs
@@ -40,6 +42,12 @@ MAX_BLOCKS_PER_ROW = 256
 """Blocks of a row whose pairs fit the TPU's memory for scalars, with room for several rows on a device."""
 DECODE_BLOCK_SIZES = (512, 256, 128, 64, 32, 16)
 """Tokens of a cache that the TPU's decode kernel reads at once: the first that fits the cache and the chip's memory."""
+BLOCKS_PER_ROW = 16
+"""Blocks of a paged cache that the longest row should have at least."""
+PAGE_SIZE_MAX = 512
+"""Tokens of the largest block of a paged cache."""
+TPU_PAGE_SIZE = 256
+"""Tokens of the smallest one on a TPU, whose time for a block hardly depends on smaller sizes."""
 GPU_BLOCK_SIZE = 64
 """Block size of the GPU kernels, whose sums then fit the registers."""
 
@@ -114,6 +122,19 @@ def decode_block_size(architecture: Architecture, cache_length: int, dtype: DTyp
     longest = cache_length if cache_length < smallest else cache_length // smallest * smallest
     sizes = [min(longest, DECODE_BLOCK_SIZES[0]), *(size for size in DECODE_BLOCK_SIZES if size < longest)]
     return next((size for size in sizes if 2 * cache_block_bytes(*heads, size, dtype) <= kernel_bytes(kind)), None)
+
+
+def cache_block_size(architecture: Architecture, max_length: int, dtype: DTypeLike) -> int:
+    """Returns the tokens of a block of a paged cache, for rows of up to `max_length` tokens.
+
+    Half a block of each row stays empty. A TPU reads large blocks faster, others read them all alike.
+    """
+    smallest = DECODE_BLOCK_SIZES[-1]
+    size = 2 ** math.floor(math.log2(max(max_length / BLOCKS_PER_ROW, smallest)))
+    if current_device()[0] == "tpu":
+        size = max(size, TPU_PAGE_SIZE)
+    fitting = decode_block_size(architecture, min(size, PAGE_SIZE_MAX), dtype)
+    return fitting or min(size, PAGE_SIZE_MAX)
 
 
 def cache_block_bytes(num_kv_heads: int, head_dim: int, block_size: int, dtype: DTypeLike) -> int:
@@ -270,6 +291,11 @@ def cache_dims(cache: Float[Array, "B K S H"] | jax.ShapeDtypeStruct, mesh: Mesh
     return ("rows" if splits_heads else spread_rows(num_rows, mesh)), *KEY_DIMS[1:]
 
 
+def num_cache_shards(mesh: Mesh, num_kv_heads: int) -> int:
+    """Returns the number of devices that share out the rows of caches: all, where tp does not divide the heads."""
+    return num_row_shards(mesh) if num_kv_heads % mesh.shape["tp"] == 0 else mesh.size
+
+
 def extend_cache(
     query: Float[Array, "B 1 Q H"],
     key: Float[Array, "B K 1 H"],
@@ -279,6 +305,7 @@ def extend_cache(
     positions: Int32[Array, "B"],
     active: Bool[Array, "B"],
     *,
+    tables: Int32[Array, "B M"] | None = None,
     window: int | None = None,
     score_mod: ScoreMod = DEFAULT_SCORE_MOD,
     block_size: int | None = None,
@@ -287,26 +314,30 @@ def extend_cache(
 
     Args:
         active: rows whose results are used; those of others have no meaning.
+        tables: for each slot, the rows of `keys` and `values` that are the blocks of its cache, as numbers among those
+            of its device; None if each slot has the row of its own number.
         window: the number of visible entries, including the token's own; None = all.
         block_size: the result of `decode_block_size`.
     """
     key_dims = cache_dims(keys)
     query_dims = QUERY_DIMS if key_dims == KEY_DIMS else (key_dims[0], "tokens", "head", "head")
-    if block_size is None:
+    if block_size is None and tables is None:
         query, key, value = constrain(query, *query_dims), constrain(key, *key_dims), constrain(value, *key_dims)
         # With vmap the partitioner knows that slots are independent, so no slot moves between devices.
         write = jax.vmap(lambda row, new, position: row.at[:, position].set(new))
         keys, values = write(keys, key[:, :, 0], positions), write(values, value[:, :, 0], positions)
         return cached_attention(query, keys, values, positions, window=window, score_mod=score_mod), keys, values
-    # Pallas is slow to import and not needed on a CPU.
-    from app.model import decode_attention_kernel
+    if block_size is None:
+        attend = functools.partial(paged_attention.attend, score_mod, window)
+    else:
+        # Pallas is slow to import and not needed on a CPU.
+        from app.model import decode_attention_kernel
 
-    attend = functools.partial(decode_attention_kernel.attend, score_mod, window, block_size)
-    in_dims = (query_dims, *[key_dims] * 4, *[key_dims[:1]] * 2)
+        attend = functools.partial(decode_attention_kernel.attend, score_mod, window, block_size)
+    in_dims = (query_dims, *[key_dims] * 4, *[key_dims[:1]] * 2, *[(key_dims[0], "tokens")] * (tables is not None))
     by_device = shard_map_by_dims(attend, in_dims=in_dims, out_dims=(query_dims, key_dims, key_dims))
     with jax.named_scope(ATTENTION_SCOPE):
-        mixed, keys, values = by_device(query, key, value, keys, values, positions, active)
-    return mixed, keys, values
+        return by_device(query, key, value, keys, values, positions, active, *[] if tables is None else [tables])  # pyright: ignore[reportReturnType]
 
 
 def cached_attention(

@@ -27,6 +27,8 @@ OTHER_BYTES = 8 * 2**20
 compiler lacks for weights that it copies ahead."""
 TILE = 16
 """Tokens that are written together, since memory holds so many bfloat16 rows in one piece."""
+NUM_SCALARS = 7
+"""Arrays of scalars, which say what each turn of the grid reads and writes."""
 
 
 def attend(
@@ -40,6 +42,7 @@ def attend(
     values: Float[Array, "B K S H"],
     positions: Int32[Array, "B"],
     active: Bool[Array, "B"],
+    tables: Int32[Array, "B M"] | None = None,
     *,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B 1 Q H"], Float[Array, "B K S H"], Float[Array, "B K S H"]]:
@@ -49,42 +52,55 @@ def attend(
         block_size: tokens of a block, a multiple of `TILE`, or a whole cache that is shorter.
         key: of the new token, at `positions`; so is `value`.
         active: rows whose caches are read and written.
+        tables: places of the blocks of each row in `keys` and `values` [N, K, T, H], where T is `block_size`; None if
+            each row's blocks follow one another in its own place. A device without active rows writes into the place of
+            its first row.
     """
-    num_rows, num_kv_heads, cache_length, head_dim = keys.shape
+    num_rows = len(query)
+    _, num_kv_heads, cache_length, head_dim = keys.shape
     assert block_size % TILE == 0 or block_size == cache_length < TILE, (block_size, cache_length)
+    if tables is not None:
+        assert block_size == cache_length, (block_size, cache_length)
+        cache_length *= tables.shape[1]
     # A row that has filled its cache and stopped may be at its end.
     positions = jnp.minimum(positions, cache_length - 1)
     # A grid has at least one turn.
     visited = active.at[0].set(active[0] | ~jnp.any(active))
     rows, blocks, num_pairs = _live_blocks(positions, visited, window, block_size, -(-cache_length // block_size))
+    tile_size = min(TILE, block_size)
+    places, offsets, tile_places, tile_offsets = rows, blocks, jnp.arange(num_rows), positions // tile_size
+    if tables is not None:
+        places, offsets = tables[rows, blocks], jnp.zeros_like(blocks)
+        tile_places = jnp.take_along_axis(tables, positions[:, None] // block_size, axis=1)[:, 0]
+        tile_offsets = positions % block_size // tile_size
     by_head = query.reshape(num_rows, num_kv_heads, query.shape[2] // num_kv_heads, head_dim)
     of_row = lambda *sizes: pl.BlockSpec((None, num_kv_heads, *sizes), lambda p, rows, *_: (rows[p], 0, 0, 0))  # noqa: E731
     by_row, new = of_row(*by_head.shape[2:]), of_row(1, head_dim)
     block = pl.BlockSpec(
-        (None, num_kv_heads, block_size, head_dim), lambda p, rows, blocks, *_: (rows[p], 0, blocks[p], 0)
+        (None, num_kv_heads, block_size, head_dim),
+        lambda p, rows, blocks, positions, places, offsets, *_: (places[p], 0, offsets[p], 0),
     )
-    tile_size = min(TILE, cache_length)
     tile = pl.BlockSpec(
         (None, num_kv_heads, tile_size, head_dim),
-        lambda p, rows, _, positions: (rows[p], 0, positions[rows[p]] // tile_size, 0),
+        lambda p, rows, *others: (others[-2][rows[p]], 0, others[-1][rows[p]], 0),
     )
     vmem_bytes = cache_block_bytes(num_kv_heads, head_dim, block_size, keys.dtype) + OTHER_BYTES
     statistic = pltpu.VMEM((*by_head.shape[1:3], 1), jnp.float32)
     mixed, keys, values = pl.pallas_call(
         functools.partial(_kernel, score_mod, score_mod.scale_for(head_dim), window, cache_length),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=3,
+            num_scalar_prefetch=NUM_SCALARS,
             grid=(num_pairs,),
             in_specs=[by_row, new, new, block, block],
             out_specs=[by_row, tile, tile],
             scratch_shapes=[statistic, statistic, pltpu.VMEM(by_head.shape[1:], jnp.float32)],
         ),
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (by_head, keys, values)],
-        input_output_aliases={6: 1, 7: 2},
+        input_output_aliases={NUM_SCALARS + 3: 1, NUM_SCALARS + 4: 2},
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), vmem_limit_bytes=vmem_bytes),
         name="attention_decode",
         interpret=interpret,
-    )(rows, blocks, positions, by_head, key, value, keys, values)
+    )(rows, blocks, positions, places, offsets, tile_places, tile_offsets, by_head, key, value, keys, values)
     return jnp.where(active[:, None, None, None], mixed.reshape(query.shape), 0), keys, values
 
 
@@ -111,7 +127,8 @@ def _live_blocks(
 
 
 def _kernel(score_mod: ScoreMod, scale: float, window: int | None, cache_length: int, *refs: Any) -> None:
-    rows, blocks, positions, query, key, value, keys, values, mixed, key_tile, value_tile, *sums_of_row = refs
+    rows, blocks, positions = refs[:3]
+    query, key, value, keys, values, mixed, key_tile, value_tile, *sums_of_row = refs[NUM_SCALARS:]
     highest, total, sums = sums_of_row
     turn, last_turn = pl.program_id(0), pl.num_programs(0) - 1
     row, block = rows[turn], blocks[turn]

@@ -125,11 +125,13 @@ def decode_step(
     token_ids: Int32[Array, "B"],
     positions: Int32[Array, "B"],
     active: Bool[Array, "B"],
+    tables: Int32[Array, "B M"] | None = None,
 ) -> tuple[Float[Array, "B D"], KVCache]:
     """Decodes one token per slot at its position; returns the hidden states and the updated cache.
 
     Args:
         active: rows whose results are used; those of others have no meaning.
+        tables: the blocks of each slot, if the cache's rows are blocks; see `extend_cache`.
     """
     if weights.layout == "fsdp":
         # Makes the weights depend on the token: otherwise XLA would gather them all before the loop and keep them.
@@ -141,7 +143,7 @@ def decode_step(
         window: int | None, old: LayerCache | None, query: Array, key: Array, value: Array
     ) -> tuple[Array, LayerCache]:
         assert old is not None
-        rules = {"window": window, "score_mod": score_mod, "block_size": block_size}
+        rules = {"tables": tables, "window": window, "score_mod": score_mod, "block_size": block_size}
         # Otherwise XLA may move weights between the devices along tp, and not rows.
         query = constrain(query, *PROJECTED_DIMS)
         mixed, keys, values = extend_cache(query, key, value, old.keys, old.values, positions, active, **rules)

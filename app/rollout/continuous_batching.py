@@ -76,8 +76,6 @@ class ContinuousBatchGenerator(SampleGenerator):
             if waiting and engine.num_free_slots:
                 self._prefill_ahead(waiting)
                 engine.admit([waiting.popleft() for _ in range(min(engine.num_free_slots, len(waiting)))])
-            if not waiting:
-                engine.compact()
             prior = prior_mean_length(max(row.max_new_tokens for row in engine.active_rows))
             limits = segment_limits(
                 self._segment_rule,
@@ -101,12 +99,12 @@ class ContinuousBatchGenerator(SampleGenerator):
             yield
 
     def _prefill_ahead(self, waiting: deque[RolloutSequence]) -> None:
-        """Prefills as many waiting prompts as fit into the pool, unless the next prompt is already in it."""
+        """Prefills as many waiting prompts as one program takes, unless the next one is already in the cache."""
         if self.engine.has_prefilled(waiting[0].prompt):
             return
         prompts: dict[str, Prompt] = {}
         for row in waiting:
-            if row.prompt.uid not in prompts and len(prompts) == self.engine.shapes.num_pooled_prompts:
-                break
             prompts[row.prompt.uid] = row.prompt
+            if len(prompts) == self.engine.shapes.prefill_rows[-1]:
+                break
         self.engine.prefill(list(prompts.values()))

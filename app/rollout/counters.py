@@ -17,6 +17,8 @@ class RolloutCounters:
     """Prompt tokens actually prefilled, without padding."""
     recomputed_tokens: int = 0
     """Tokens processed again because suspended samples continued without their caches."""
+    preempted_rows: int = 0
+    """Times that a row gave its blocks up for older rows."""
     row_steps: int = 0
     """Rows times steps, including replay steps: the number of tokens that could have been drawn."""
     generated_tokens: int = 0

@@ -191,8 +191,8 @@ class RolloutActor:
         fetched: Future[SuspendedSequence] = Future()
         try:
             leaves = ray.get(cache_refs[one.uid], timeout=self._cache_timeout_s)
-            shapes = self._engine.programs.abstract_cache(1, self._spec.shapes.max_length)
-            fetched.set_result(SuspendedSequence(one.row, from_bit_leaves(leaves, like=shapes)))
+            cache = from_bit_leaves(leaves, like=self._engine.programs.abstract_row)
+            fetched.set_result(SuspendedSequence(one.row, cache))
         except Exception as error:
             # The actor that suspended the row may have died together with the cache, or before storing it.
             fetched.set_exception(error)

@@ -19,16 +19,18 @@ class SlotShapes(NamedTuple):
 
     batch_buckets: tuple[int, ...]
     """Batch sizes of the decode programs, in rows."""
-    cache_buckets: tuple[int, ...]
-    """Cache lengths of the decode programs, in tokens."""
     prompt_buckets: tuple[int, ...]
-    """Padded lengths of prefilled prompts, in tokens."""
+    """Padded lengths of prompts, in tokens."""
+    recompute_buckets: tuple[int, ...]
+    """Padded lengths of prompts with completions whose cache is computed again; the last is that of a whole row."""
     prefill_rows: tuple[int, ...]
-    """Numbers of prompts prefilled together."""
-    num_pooled_prompts: int
-    """Maximum number of prefilled prompts kept in the pool."""
+    """Numbers of prompts that a device prefills together."""
     segment_max: int
     """Longest segment, in tokens per row."""
+    block_size: int | None = None
+    """Tokens of a block of the cache; None = as the devices read it best."""
+    num_blocks: int | None = None
+    """Blocks on each device; None = as many as all slots can fill."""
 
     @property
     def num_slots(self) -> int:
@@ -37,7 +39,7 @@ class SlotShapes(NamedTuple):
     @property
     def max_length(self) -> int:
         """Maximum length of prompt and completion together."""
-        return self.cache_buckets[-1]
+        return self.recompute_buckets[-1]
 
     @property
     def max_prompt_length(self) -> int:
@@ -63,18 +65,18 @@ def make_slot_shapes(
     max_prompt_length: int,
     max_new_tokens: int,
     prefill_length_min: int,
-    num_pooled_prompts: int,
     segment_max: int,
     exact: bool,
+    block_size: int | None = None,
+    num_blocks: int | None = None,
     row_shards: int = 1,
     setting: str = "rollout.slots",
 ) -> SlotShapes:
     """Returns the slot sizes for prompts and completions of at most these numbers of tokens.
 
     Args:
-        num_pooled_prompts: number of distinct prompts whose samples are generated at the same time.
-        exact: whether every sample must run in programs of the same sizes: one batch size, one cache length, and a
-            separate prefill for each prompt.
+        exact: whether every sample must run in programs of the same sizes: one batch size, and a separate prefill for
+            each prompt.
         row_shards: number of devices over which the slots are split.
         setting: name of the setting that gives `num_slots`, for error messages.
 
@@ -87,16 +89,17 @@ def make_slot_shapes(
             f"set it to a multiple of {row_shards}"
         )
     prompts = _length_buckets(max_prompt_length, min_bucket=prefill_length_min)
-    caches = _length_buckets(max_prompt_length + max_new_tokens, min_bucket=prompts[-1])
+    rows = _length_buckets(max_prompt_length + max_new_tokens, min_bucket=prompts[-1] + 1)
     halves = [num_slots // 2**i for i in range(NUM_BUCKETS)]
     batches = [rows for rows in halves if rows == num_slots or (rows >= MIN_ROWS and rows % row_shards == 0)]
     return SlotShapes(
         batch_buckets=(num_slots,) if exact else tuple(sorted(set(batches))),
-        cache_buckets=caches[-1:] if exact else caches,
         prompt_buckets=prompts,
+        recompute_buckets=rows,
         prefill_rows=(1,) if exact else PREFILL_ROWS,
-        num_pooled_prompts=max(num_pooled_prompts, PREFILL_ROWS[-1]),
         segment_max=min(segment_max, max_new_tokens),
+        block_size=block_size,
+        num_blocks=num_blocks,
     )
 
 

@@ -1,15 +1,20 @@
 """Slots on one mesh, decoded segment by segment.
 
-Between segments, waiting samples are admitted to free slots, others may be suspended, and the remaining rows are
-compacted. A segment runs on the devices while the host reads the tokens of the previous one.
+Between segments, waiting samples are admitted to free slots and others may be suspended. A segment runs on the devices
+while the host reads the tokens of the previous one.
+
+Every row has a table of blocks on one device, so that memory follows its tokens, and samples of a prompt share its full
+blocks. Where blocks run out, the newest row of the device gives its own up and waits in the engine.
 """
 
 from __future__ import annotations
 
+import bisect
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -21,6 +26,7 @@ from app.model.decoder import DecoderDefinition
 from app.model.prefill_and_decode import KVCache
 from app.records.sample import Prompt
 from app.rollout.batch_engine import BatchShape, Footprint
+from app.rollout.block_pool import BlockPool
 from app.rollout.counters import RolloutCounters
 from app.rollout.request import GenerationRequest
 from app.rollout.sampling import SamplingRules, finish_reason, hash_uids
@@ -32,28 +38,66 @@ from settings.errors import InputError
 from settings.schema.rollout import DecodeLayout
 
 
-@dataclass(frozen=True)
+@dataclass
 class SegmentResult:
     """Result of one segment. Until `collect`, its tokens are being copied from the devices."""
 
     decoded: Sequence[tuple[int, RolloutSequence, int]]
-    """(slot, row, number of drawn tokens) for every row that was unfinished before the segment."""
+    """(place in the batch, row, number of drawn tokens) for every row of the engine that was unfinished before; 0 tokens
+    for those that waited for blocks."""
     steps: int
     num_rows: int
     """Number of rows decoded at each step, including empty ones."""
     policy_version: int
-    _tokens: Array
+    _tokens: Array | None
 
     @property
     def finished(self) -> list[RolloutSequence]:
         return [row for _, row, _ in self.decoded if row.finish_reason]
 
     def collect(self) -> None:
-        """Appends the tokens of the segment to its rows. Must be called once per segment, in order."""
-        drawn = np.asarray(self._tokens)
-        for slot, row, count in self.decoded:
-            row.segment_tokens.append(drawn[:, :count, slot].copy())
+        """Appends the tokens of the segment to its rows, once. Segments must be collected in order."""
+        if self._tokens is None:
+            return
+        drawn, self._tokens = np.asarray(self._tokens), None
+        for place, row, count in self.decoded:
+            row.segment_tokens.append(drawn[:, :count, place].copy())
             row.segment_versions.append((self.policy_version, count))
+
+
+@dataclass(eq=False)
+class _Slot:
+    """A row on a device."""
+
+    row: RolloutSequence
+    device: int
+    """Number of its device among those that hold different rows."""
+    blocks: list[int]
+    column: Int32[np.ndarray, "7"]
+    """Its `RowTable`."""
+
+    @property
+    def length(self) -> int:
+        return int(RowTable(*self.column).length)
+
+    @property
+    def remaining(self) -> int:
+        return int(RowTable(*self.column).remaining)
+
+    def num_cached(self, steps: int) -> int:
+        """Returns the number of tokens in its blocks after this many steps; the last token drawn is not fed."""
+        return self.length - 1 + min(steps, self.remaining)
+
+
+class _Work(NamedTuple):
+    """What the devices do before the next segment, in this order; each entry starts with the device."""
+
+    prefills: list[tuple[int, np.ndarray, list[int]]]
+    """Tokens, and the block of each part of them."""
+    copies: list[tuple[int, int, int]]
+    """Source and target."""
+    insertions: list[tuple[int, list[int], KVCache]]
+    """Blocks of a row, and what they will hold."""
 
 
 class SlotEngine:
@@ -66,6 +110,9 @@ class SlotEngine:
         decode_text: converts token ids to text, to find stop strings between segments; None = only when they are cut.
         programs: programs of another engine with the same arguments, shared so that they are compiled only once.
         decode_layout: layout of the weights; see `DecodeWeights`.
+
+    Raises:
+        InputError: the slots cannot be split over the devices, or the blocks do not hold one sample.
     """
 
     def __init__(
@@ -90,12 +137,17 @@ class SlotEngine:
         self._eos_ids = np.asarray(eos_ids, np.int32)
         self._decode_text = decode_text
         self._weights: Any = ()
-        self._pool: KVCache = ()
         self._cache: KVCache = ()
         self.on_token_replayed: Callable[[], None] | None = None
         """Called after each replayed token, in the thread that admits rows."""
-        self._rows: list[RolloutSequence | None] = []
-        self._running: tuple[list[tuple[int, RolloutSequence]], Array, Array] | None = None
+        self._slots: list[_Slot] = []
+        """Oldest first."""
+        self._queued: deque[RolloutSequence | SuspendedSequence] = deque()
+        """Rows that wait for blocks."""
+        self._pools: list[BlockPool] = []
+        """The blocks of each device."""
+        self._running: tuple[dict[int, _Slot], int, Array, Array] | None = None
+        self._last: SegmentResult | None = None
 
     # A rollout ---------------------------------------------------------------------------------------------------
 
@@ -107,7 +159,8 @@ class SlotEngine:
         """
         # The truncating sampler also serves rules that exclude no token, which saves a program.
         truncates = rules.truncates or self.programs.truncates
-        self.programs.compile(suspends=suspends, recomputes=suspends and not self.exact, truncates=truncates)
+        recomputes = (suspends or self.programs.preempts) and not self.exact
+        self.programs.compile(suspends=suspends, recomputes=recomputes, truncates=truncates)
 
     def open(self, weights: DecodeWeights, request: GenerationRequest, *, suspends: bool = False) -> None:
         """Starts a rollout with empty slots, after compiling any missing programs."""
@@ -115,11 +168,9 @@ class SlotEngine:
         self._truncates, self._suspends = self.programs.truncates, suspends
         self._rules, self._seed = rules_to_arrays(request.rules), np.int32(request.seed)
         self._stop = request.stop
-        self._pool, self._cache = self.programs["open",]()
-        self._pooled: dict[bytes, int] = {}
-        self._cache_length = self.shapes.cache_buckets[0]
-        self._rows = [None] * self.shapes.num_slots
-        self._table = np.zeros((len(RowTable._fields), self.shapes.num_slots), np.int32)
+        self._cache = self.programs["open",]()
+        self._pools = [BlockPool(self.programs.num_blocks) for _ in range(self.programs.num_shards)]
+        self._slots, self._queued, self._last = [], deque(), None
         self.load_weights(weights, policy_version=request.policy_version)
 
     def load_weights(self, weights: DecodeWeights, *, policy_version: int) -> None:
@@ -128,12 +179,13 @@ class SlotEngine:
         Prompts of rows admitted later are prefilled again.
         """
         self._weights, self._policy_version = weights, policy_version
-        self._pooled.clear()
+        for pool in self._pools:
+            pool.drop_prompts()
 
     def close(self) -> None:
         """Frees the devices. Unfinished samples and the caches of suspended ones are lost."""
-        self._pool = self._cache = self._weights = ()
-        self._rows, self._running = [], None
+        self._cache = self._weights = ()
+        self._slots, self._queued, self._running, self._last = [], deque(), None, None
 
     @property
     def is_open(self) -> bool:
@@ -142,12 +194,12 @@ class SlotEngine:
 
     @property
     def active_rows(self) -> list[RolloutSequence]:
-        """Rows in slots; all of them are unfinished."""
-        return [row for row in self._rows if row is not None]
+        """All rows of the engine, none of which is finished."""
+        return [slot.row for slot in self._slots] + [_row_of(one) for one in self._queued]
 
     @property
     def num_free_slots(self) -> int:
-        return self.shapes.num_slots - len(self.active_rows)
+        return self.shapes.num_slots - len(self._slots) - len(self._queued)
 
     # Between segments --------------------------------------------------------------------------------------------
 
@@ -162,241 +214,345 @@ class SlotEngine:
             )
 
     def has_prefilled(self, prompt: Prompt) -> bool:
-        return _prompt_key(prompt) in self._pooled
+        return any(pool.has_prompt(_prompt_key(prompt)) for pool in self._pools)
 
     def prefill(self, prompts: Sequence[Prompt]) -> None:
-        """Prefills the distinct prompts that are not in the pool, and evicts the least recently used prompts."""
-        wanted = {_prompt_key(prompt): prompt for prompt in prompts}
-        assert len(wanted) <= self.shapes.num_pooled_prompts
-        for key in [key for key in wanted if key in self._pooled]:
-            self._pooled[key] = self._pooled.pop(key)
-        by_bucket: dict[int, list[bytes]] = {}
-        for key, prompt in wanted.items():
-            if key not in self._pooled:
-                by_bucket.setdefault(self.shapes.prompt_bucket(len(prompt.token_ids)), []).append(key)
-        most = self.shapes.prefill_rows[-1]
-        for bucket, keys in by_bucket.items():
-            for first in range(0, len(keys), most):
-                self._prefill(bucket, keys[first : first + most], wanted)
+        """Prefills distinct prompts of samples that come next, as far as the only device has room for them.
 
-    def _prefill(self, prompt_length: int, keys: Sequence[bytes], wanted: dict[bytes, Prompt]) -> None:
-        num_rows = next(rows for rows in self.shapes.prefill_rows if rows >= len(keys))
-        ids, lengths, places = np.zeros((num_rows, prompt_length), np.int32), np.zeros(num_rows, np.int32), []
-        for i, key in enumerate(keys):
-            prompt = wanted[key]
-            lengths[i] = len(prompt.token_ids)
-            ids[i, : lengths[i]] = prompt.token_ids
-            free = set(range(self.shapes.num_pooled_prompts)) - set(self._pooled.values())
-            places.append(
-                min(free) if free else self._pooled.pop(next(old for old in self._pooled if old not in wanted))
-            )
-            self._pooled[key] = places[-1]
-        run = self.programs["prefill", num_rows, prompt_length]
-        self._pool = run(self._weights, self._pool, ids, lengths, _pad_indices(places, num_rows), np.int32(len(places)))
-        self.counters.prefilled_tokens += int(lengths.sum())
+        Of several devices, it is not known yet which will have the slots.
+        """
+        if len(self._pools) > 1:
+            return
+        work = _Work([], [], [])
+        for prompt in prompts:
+            key, needed = _prompt_key(prompt), self._prompt_blocks(prompt)
+            if not self._pools[0].has_prompt(key) and self._pools[0].num_available() >= needed + len(self._slots):
+                self._keep_prompt(prompt, 0, work)
+        self._carry_out(work)
 
     def admit(self, rows: Sequence[RolloutSequence | SuspendedSequence]) -> None:
-        """Puts rows into free slots. Prompts that are not in the pool are prefilled first.
+        """Puts rows into free slots. Those for which there are no blocks yet follow before later segments.
 
         Raises:
             InputError: a row does not fit into a slot.
         """
         assert self._running is None and len(rows) <= self.num_free_slots
-        if not rows:
-            return
         for row in rows:
-            self.check_fits(row.row if isinstance(row, SuspendedSequence) else row)
-        self._expand()
-        fresh = []
-        for row in rows:
-            if isinstance(row, RolloutSequence):
-                fresh.append(row)
-            elif row.cache is None and (self.exact or not row.row.num_tokens):
-                fresh.append(row.row)
+            self.check_fits(_row_of(row))
+        for row in map(_row_of, rows):
+            if not row.started_s:
+                row.started_s = time.perf_counter()
+                self.counters.prompt_tokens += len(row.prompt.token_ids)
+        self._queued.extend(rows)
+        self._admit_queued()
+
+    def _admit_queued(self) -> None:
+        """Gives blocks to queued rows, in order, until no device can hold the next one."""
+        while self._admit_some():
+            pass
+
+    def _admit_some(self) -> bool:
+        """Admits the rows whose blocks can be filled together; returns whether there were any."""
+        work, admitted, replayed = _Work([], [], []), [], []
+        held: list[tuple[BlockPool, list[int]]] = []
+        while self._queued and (device := self._device_for(self._queued[0])) is not None:
+            one = self._queued.popleft()
+            row, pool = _row_of(one), self._pools[device]
+            slot = _Slot(row, device, [], np.asarray(_table_column(row, row.num_tokens), np.int32))
+            needed = self.programs.blocks_for(max(slot.length, 1))
+            if self._continues_prompt(one):
+                key, num_shared = _prompt_key(row.prompt), self._num_full_blocks(row.prompt)
+                if not pool.has_prompt(key):
+                    self._keep_prompt(row.prompt, device, work)
+                blocks = pool.prompt_blocks(key)
+                # Until the work is done, no later row may get them.
+                pool.share(blocks)
+                held.append((pool, blocks))
+                pool.share(blocks[:num_shared])
+                slot.blocks = blocks[:num_shared] + pool.allocate(needed - num_shared)
+                work.copies.extend((device, block, slot.blocks[num_shared]) for block in blocks[num_shared:])
+                if row.num_tokens:
+                    replayed.append(slot)
             else:
-                self._insert_suspended(row)
-        for first in range(0, len(fresh), self.shapes.num_pooled_prompts):
-            self._insert(fresh[first : first + self.shapes.num_pooled_prompts])
-        self._replay_tokens([row for row in fresh if row.num_tokens])
+                slot.blocks = pool.allocate(needed)
+                if isinstance(one, SuspendedSequence) and one.cache is not None:
+                    work.insertions.append((device, slot.blocks, one.cache))
+                else:
+                    ids = np.concatenate([row.prompt.token_ids, row.token_ids])
+                    work.prefills.append((device, ids, slot.blocks))
+                    self.counters.recomputed_tokens += len(ids)
+            self._slots.append(slot)
+            admitted.append(slot)
+        self._carry_out(work)
+        for pool, blocks in held:
+            pool.release(blocks)
+        self._replay_tokens(replayed)
+        return bool(admitted)
 
-    def _insert(self, rows: Sequence[RolloutSequence]) -> None:
-        """Inserts rows with the caches of their prompts, which must all fit into the pool."""
-        self.prefill([row.prompt for row in rows])
-        self.counters.prompt_tokens += sum(len(row.prompt.token_ids) for row in rows if not row.started_s)
-        slots = [self._assign_slot(row) for row in rows]
-        sources = _pad_indices([self._pooled[_prompt_key(row.prompt)] for row in rows], self.shapes.num_slots)
-        targets = _pad_indices(slots, self.shapes.num_slots)
-        self._cache = self.programs["insert", self._cache_length](
-            self._cache, self._pool, sources, targets, np.int32(len(rows))
-        )
+    def _continues_prompt(self, one: RolloutSequence | SuspendedSequence) -> bool:
+        """Returns whether a row starts from the cache of its prompt."""
+        if isinstance(one, SuspendedSequence) and one.cache is not None:
+            return False
+        return self.exact or not _row_of(one).num_tokens
 
-    def _replay_tokens(self, rows: Sequence[RolloutSequence]) -> None:
+    def _num_full_blocks(self, prompt: Prompt) -> int:
+        """Returns the number of blocks that all samples of a prompt share."""
+        return max(len(prompt.token_ids) - 1, 0) // self.programs.block_size
+
+    def _prompt_blocks(self, prompt: Prompt) -> int:
+        """Returns the number of blocks of a prompt, whose last token every sample feeds itself."""
+        return self.programs.blocks_for(max(len(prompt.token_ids) - 1, 0))
+
+    def _keep_prompt(self, prompt: Prompt, device: int, work: _Work) -> None:
+        blocks = self._pools[device].allocate(self._prompt_blocks(prompt))
+        self._pools[device].keep_prompt(_prompt_key(prompt), blocks)
+        if blocks:
+            work.prefills.append((device, prompt.token_ids, blocks))
+            self.counters.prefilled_tokens += len(prompt.token_ids)
+
+    def _device_for(self, one: RolloutSequence | SuspendedSequence) -> int | None:
+        """Returns the device for a row: one that has its prompt, then one with few rows; None if all are full.
+
+        All rows of a device that can grow, and the new one, must be able to grow by a block.
+        """
+        row, key = _row_of(one), _prompt_key(_row_of(one).prompt)
+        counts = [sum(slot.device == i for slot in self._slots) for i in range(len(self._pools))]
+        length = len(row.prompt.token_ids) + row.num_tokens
+        needed = self.programs.blocks_for(max(length, 1))
+
+        def has_room(device: int) -> bool:
+            if counts[device] == self.shapes.num_slots // len(self._pools):
+                return False
+            pool, missing = self._pools[device], needed
+            if self._continues_prompt(one):
+                # The last block of a prompt is kept beside its copy.
+                missing += -self._num_full_blocks(row.prompt) if pool.has_prompt(key) else 1
+            can_grow = sum(self._can_grow(slot) for slot in self._slots if slot.device == device)
+            can_grow += self.programs.blocks_for(length + row.max_new_tokens - row.num_tokens - 1) > needed
+            return not counts[device] or pool.num_available(keeping=key) >= missing + can_grow
+
+        fitting = [i for i in range(len(self._pools)) if has_room(i)]
+        return min(fitting, key=lambda i: (not self._pools[i].has_prompt(key), counts[i], i), default=None)
+
+    def _can_grow(self, slot: _Slot) -> bool:
+        return self.programs.blocks_for(slot.num_cached(slot.remaining)) > len(slot.blocks)
+
+    def _carry_out(self, work: _Work) -> None:
+        """Dispatches the programs that do the work."""
+        self._prefill(work.prefills)
+        self._copy(work.copies)
+        for device, blocks, cache in work.insertions:
+            places = self._blocks_of_row(device, blocks, missing=self.programs.num_blocks)
+            self._cache = self.programs["put",](self._cache, cache, places)
+
+    def _prefill(self, prefills: Sequence[tuple[int, np.ndarray, list[int]]]) -> None:
+        """Prefills rows of tokens, on all devices at once."""
+        shapes, num_shards = self.shapes, len(self._pools)
+        buckets = sorted({*shapes.prompt_buckets, *shapes.recompute_buckets})
+        by_bucket: dict[int, list[list[tuple[np.ndarray, list[int]]]]] = {}
+        for device, ids, blocks in prefills:
+            bucket = next(size for size in buckets if size >= len(ids))
+            by_bucket.setdefault(bucket, [[] for _ in range(num_shards)])[device].append((ids, blocks))
+        for bucket, by_device in sorted(by_bucket.items()):
+            rows = shapes.prefill_rows if bucket in shapes.prompt_buckets else (1,)
+            while most := max(map(len, by_device)):
+                count = next((size for size in rows if size >= most), rows[-1])
+                ids, lengths = np.zeros((num_shards, count, bucket), np.int32), np.zeros((num_shards, count), np.int32)
+                targets = np.full((num_shards, count, self.programs.blocks_for(bucket)), self.programs.num_blocks)
+                for device, waiting in enumerate(by_device):
+                    for i, (tokens, blocks) in enumerate(waiting[:count]):
+                        ids[device, i, : len(tokens)], lengths[device, i] = tokens, len(tokens)
+                        targets[device, i, : len(blocks)] = blocks
+                    del waiting[:count]
+                flat = (x.reshape(-1, *x.shape[2:]) for x in (ids, lengths, targets.astype(np.int32)))
+                self._cache = self.programs["prefill", count, bucket](self._weights, self._cache, *flat)
+
+    def _copy(self, copies: Sequence[tuple[int, int, int]]) -> None:
+        """Copies blocks; the source -1 stands for zeros."""
+        num_shards, most = len(self._pools), self.shapes.num_slots // len(self._pools)
+        by_device = [[pair for device, *pair in copies if device == i] for i in range(num_shards)]
+        for first in range(0, max(map(len, by_device)), most):
+            pairs, counts = np.zeros((2, num_shards, most), np.int32), np.zeros(num_shards, np.int32)
+            for device, waiting in enumerate(by_device):
+                for i, pair in enumerate(waiting[first : first + most]):
+                    pairs[:, device, i] = pair
+                    counts[device] = i + 1
+            self._cache = self.programs["copy",](self._cache, *pairs.reshape(2, -1), counts)
+
+    def _blocks_of_row(self, device: int, blocks: Sequence[int], *, missing: int) -> Int32[np.ndarray, "DM"]:
+        """Returns the blocks of a row for its device, and `missing` for all others."""
+        places = np.full((len(self._pools), self.programs.blocks_per_row), missing, np.int32)
+        places[device, : len(blocks)] = blocks
+        return places.reshape(-1)
+
+    def _replay_tokens(self, slots: Sequence[_Slot]) -> None:
         """Feeds the tokens of rows again after their prompts, one per segment, and ignores what these segments draw.
 
-        All other rows are idle: at most they write cache entries that later steps overwrite before reading them.
+        All other rows are idle.
         """
-        table, known = self._table.copy(), [(self._rows.index(row), row, row.token_ids) for row in rows]
+        if not slots:
+            return
+        places = self._places()
+        table, blocks = self._table(places)
         columns = RowTable(*table)
         columns.remaining[:] = 0
-        for slot, row, _ in known:
-            table[:, slot] = _table_column(row, 0)
-        steps = max((row.num_tokens for row in rows), default=0)
+        known = [(place, slot.row, slot.row.token_ids) for place, slot in places.items() if slot in slots]
+        for place, row, _ in known:
+            table[:, place] = _table_column(row, 0)
+        steps = max(row.num_tokens for _, row, _ in known)
         for count in range(steps):
-            for slot, row, ids in known:
+            for place, row, ids in known:
                 fed = min(count, len(ids))
-                columns.token[slot] = ids[fed - 1] if fed else columns.token[slot]
-                columns.length[slot] = len(row.prompt.token_ids) + fed
-                columns.remaining[slot] = count < len(ids)
+                columns.token[place] = ids[fed - 1] if fed else columns.token[place]
+                columns.length[place] = len(row.prompt.token_ids) + fed
+                columns.remaining[place] = count < len(ids)
             # A copy, because the devices may still be reading the table when the host changes it.
-            status, _ = self._decode(table.copy(), DecodeLimits(length=1, leave_when_finished=0, leave_when_active=0))
+            limits = DecodeLimits(length=1, leave_when_finished=0, leave_when_active=0)
+            status, _ = self._decode(table.copy(), blocks, limits)
             if self.on_token_replayed is not None:
                 status.block_until_ready()
                 self.on_token_replayed()
-        self.counters.row_steps += steps * len(self._rows)
-        self.counters.recomputed_tokens += sum(row.num_tokens for row in rows)
-
-    def _insert_suspended(self, suspended: SuspendedSequence) -> None:
-        row, cache = suspended
-        self._grow_cache(self.shapes.max_length)
-        if cache is None:
-            ids = np.concatenate([row.prompt.token_ids, row.token_ids])
-            padded = np.zeros((1, self.shapes.max_length), np.int32)
-            padded[0, : len(ids)] = ids
-            cache = self.programs["read",](self._weights, padded, np.asarray([len(ids)], np.int32))
-            self.counters.recomputed_tokens += len(ids)
-        places = _pad_indices([0], self.shapes.num_slots), _pad_indices([self._assign_slot(row)], self.shapes.num_slots)
-        self._cache = self.programs["put",](self._cache, cache, *places, np.int32(1))
-
-    def _assign_slot(self, row: RolloutSequence) -> int:
-        """Assigns the first free slot to a row and returns it."""
-        assert row.is_collected
-        slot = self._rows.index(None)
-        row.started_s = row.started_s or time.perf_counter()
-        self._rows[slot] = row
-        self._table[:, slot] = _table_column(row, row.num_tokens)
-        return slot
+        self.counters.row_steps += steps * len(blocks)
+        self.counters.recomputed_tokens += sum(row.num_tokens for _, row, _ in known)
 
     def suspend(self, rows: Sequence[RolloutSequence]) -> list[SuspendedSequence]:
         """Takes unfinished samples out of their slots. Their last segment must have been collected."""
         assert self._running is None and self._suspends
-        if not rows:
-            return []
-        self._expand()
-        self._grow_cache(self.shapes.max_length)
         suspended = []
         for row in rows:
-            slot = self._rows.index(row)
-            suspended.append(SuspendedSequence(row, self.programs["take",](self._cache, np.int32(slot))))
-            self._rows[slot] = None
-            self._table[:, slot] = 0
+            assert row.is_collected
+            slot = next((slot for slot in self._slots if slot.row is row), None)
+            if slot is None:
+                one = next(one for one in self._queued if _row_of(one) is row)
+                self._queued.remove(one)
+                suspended.append(one if isinstance(one, SuspendedSequence) else SuspendedSequence(row, None))
+            else:
+                used = slot.blocks[: self.programs.blocks_for(slot.length)]
+                places = self._blocks_of_row(slot.device, used, missing=-1)
+                suspended.append(SuspendedSequence(row, self.programs["take",](self._cache, places)))
+                self._free(slot)
         return suspended
 
-    @property
-    def compact_size(self) -> int:
-        """Number of rows of the smallest program that holds all active rows."""
-        return next(size for size in self.shapes.batch_buckets if size >= len(self.active_rows))
-
-    def compact(self) -> None:
-        """Compacts the active rows, if a smaller program can hold them."""
-        while self.compact_size < len(self._rows):
-            self._grow_cache(self.shapes.max_length)
-            size, active = len(self._rows), [i for i, row in enumerate(self._rows) if row is not None]
-            smaller = max(bucket for bucket in self.shapes.batch_buckets if bucket < size)
-            self._move(_pad_indices(active, smaller), len(active), program=("compact", size))
-
-    def _expand(self) -> None:
-        size = len(self._rows)
-        if size < self.shapes.num_slots:
-            self._move(_pad_indices(list(range(size)), self.shapes.num_slots), size, program=("expand", size))
-
-    def _move(self, sources: np.ndarray, count: int, *, program: tuple) -> None:
-        """Moves slot `sources[i]` to slot i; slots from `count` on become empty."""
-        self._run_by_layer(program, sources)
-        self._rows = [self._rows[source] if i < count else None for i, source in enumerate(sources)]
-        self._table = self._table[:, sources]
-        self._table[:, count:] = 0
-
-    def _grow_cache(self, length: int) -> None:
-        while self._cache_length < length:
-            self._run_by_layer(("grow", self._cache_length))
-            self._cache_length = next(size for size in self.shapes.cache_buckets if size > self._cache_length)
-
-    def _run_by_layer(self, program: tuple, *arguments: np.ndarray) -> None:
-        run, layers = self.programs[program], list(self._cache)
-        # No other reference to the old layers may exist, or the devices would hold two caches.
-        self._cache = ()
-        for i in range(len(layers)):
-            layers[i] = run(layers[i], *arguments)
-        self._cache = tuple(layers)
+    def _free(self, slot: _Slot) -> None:
+        self._slots.remove(slot)
+        pool = self._pools[slot.device]
+        pool.release(slot.blocks)
+        # A value that is not finite would break the next row even where it is masked.
+        self._copy([(slot.device, -1, block) for block in pool.take_spoilt()])
 
     # A segment ---------------------------------------------------------------------------------------------------
 
     def start_segment(self, *, length: int, leave_when_finished: int = 0, leave_when_active: int = 0) -> None:
         """Dispatches a segment and returns at once.
 
-        The segment ends after `length` tokens of each row, when all rows are done, or when the caches are full (they
-        grow before the next segment).
+        The segment ends after `length` tokens of each row, when all rows are done, or when the blocks are full.
 
         Args:
             leave_when_finished: number of newly finished rows at which it ends, because samples need slots; 0 = never.
             leave_when_active: number of active rows at which it ends, because they fit into a smaller program.
         """
         assert self._running is None and self.active_rows
-        rows = [(slot, row) for slot, row in enumerate(self._rows) if row is not None]
-        length = min(length, self.shapes.segment_max, self._steps_until_full())
-        status, drawn = self._decode(self._table, DecodeLimits(length, leave_when_finished, leave_when_active))
+        self._admit_queued()
+        length = self._allocate(min(length, self.shapes.segment_max))
+        if self._queued and not leave_when_finished:
+            leave_when_finished, leave_when_active = 1, 0
+        places = self._places()
+        limits = DecodeLimits(length, leave_when_finished, leave_when_active)
+        status, drawn = self._decode(*self._table(places), limits)
         for array in (status, drawn):
             array.copy_to_host_async()
-        self._running = rows, status, drawn
+        self._running = places, self._batch_size, status, drawn
 
-    def _decode(self, table: Int32[np.ndarray, "7 B"], limits: DecodeLimits) -> tuple[Array, Array]:
+    def _allocate(self, length: int) -> int:
+        """Gives every row the blocks for a segment of up to `length` steps; returns how many steps it can have.
+
+        While a device cannot give each of its rows one more block, its newest row gives its own up.
+        """
+        for device, pool in enumerate(self._pools):
+            while True:
+                slots = [slot for slot in self._slots if slot.device == device]
+                fitting = _most_steps(slots, length, pool.num_available(), self.programs.blocks_for)
+                if len(slots) <= 1 or fitting >= min(length, self.programs.block_size):
+                    break
+                self._preempt(slots[-1])
+            length = fitting
+        for slot in self._slots:
+            missing = self.programs.blocks_for(slot.num_cached(length)) - len(slot.blocks)
+            slot.blocks += self._pools[slot.device].allocate(max(missing, 0))
+        return length
+
+    def _preempt(self, slot: _Slot) -> None:
+        """Puts a row back into the queue, without its cache."""
+        if self._last is not None:
+            self._last.collect()
+        self._free(slot)
+        self._queued.appendleft(SuspendedSequence(slot.row, None) if slot.row.num_tokens else slot.row)
+        self.counters.preempted_rows += 1
+
+    @property
+    def _batch_size(self) -> int:
+        """Number of rows of the smallest program that holds all rows, which do not change their devices."""
+        most = max(sum(slot.device == i for slot in self._slots) for i in range(len(self._pools)))
+        return next(size for size in self.shapes.batch_buckets if size >= most * len(self._pools))
+
+    def _places(self) -> dict[int, _Slot]:
+        """Returns the rows by their places in the batch."""
+        per_device, places = self._batch_size // len(self._pools), {}
+        for device in range(len(self._pools)):
+            slots = [slot for slot in self._slots if slot.device == device]
+            places |= {device * per_device + i: slot for i, slot in enumerate(slots)}
+        return places
+
+    def _table(self, places: dict[int, _Slot]) -> tuple[Int32[np.ndarray, "7 B"], Int32[np.ndarray, "B M"]]:
+        """Returns the `RowTable` of the batch, and its tables of blocks."""
+        table = np.zeros((len(RowTable._fields), self._batch_size), np.int32)
+        blocks = np.zeros((self._batch_size, self.programs.blocks_per_row), np.int32)
+        for place, slot in places.items():
+            table[:, place] = slot.column
+            blocks[place, : len(slot.blocks)] = slot.blocks
+        return table, blocks
+
+    def _decode(
+        self, table: Int32[np.ndarray, "7 B"], blocks: Int32[np.ndarray, "B M"], limits: DecodeLimits
+    ) -> tuple[Array, Array]:
         """Dispatches the decode program; returns the `RowStatus` and the drawn tokens."""
-        self._cache, status, drawn = self.programs["decode", len(self._rows), self._cache_length, self._truncates](
-            *(self._weights, self._cache, table, np.asarray(limits, np.int32)),
+        self._cache, status, drawn = self.programs["decode", len(blocks), self._truncates](
+            *(self._weights, self._cache, table, blocks, np.asarray(limits, np.int32)),
             *(self._rules, self._seed, self._eos_ids),
         )
         return status, drawn
 
-    def _steps_until_full(self) -> int:
-        """Returns how many tokens all rows can draw before one needs a longer cache. Grows a full cache."""
-        table = RowTable(*self._table)
-        while True:
-            # The last drawn token is not fed, so it needs no cache entry.
-            steps = self._cache_length - table.length + 1
-            short = (table.remaining > 0) & (table.remaining > steps)
-            least = int(steps[short].min()) if short.any() else self.shapes.segment_max
-            if least > 0:
-                return least
-            self._grow_cache(self._cache_length + 1)
-
     def finish_segment(self) -> SegmentResult:
         """Waits for the running segment and frees the slots of finished rows."""
         assert self._running is not None
-        (rows, status, drawn), self._running = self._running, None
-        after = RowStatus(*np.asarray(status))
-        counts = after.length - RowTable(*self._table).length
-        for slot, row in rows:
-            row.num_tokens += int(counts[slot])
+        (places, num_rows, status, drawn), self._running = self._running, None
+        after, decoded = RowStatus(*np.asarray(status)), []
+        for place, slot in places.items():
+            row, count = slot.row, int(after.length[place]) - slot.length
+            row.num_tokens += count
             row.num_segments += 1
-            if after.remaining[slot] == 0:
-                self._finish_row(slot, row, finish_reason(after.stopped[slot], after.non_finite[slot]))
-        self._table[:3] = after.token, after.length, after.remaining
-        steps, num_rows = int(after.steps[0]), len(self._rows)
-        decoded = [(slot, row, int(counts[slot])) for slot, row in rows]
+            decoded.append((place, row, count))
+            slot.column[:3] = after.token[place], after.length[place], after.remaining[place]
+            if after.remaining[place] == 0:
+                if after.non_finite[place]:
+                    self._pools[slot.device].spoil(slot.blocks)
+                self._finish(slot, finish_reason(after.stopped[place], after.non_finite[place]))
+        steps = int(after.steps[0])
         self.counters.count_segment(steps=steps, num_rows=num_rows, num_generated=sum(n for _, _, n in decoded))
-        return SegmentResult(decoded, steps, num_rows, self._policy_version, drawn)
+        decoded += [(0, _row_of(one), 0) for one in self._queued]
+        self._last = SegmentResult(decoded, steps, num_rows, self._policy_version, drawn)
+        return self._last
 
-    def _finish_row(self, slot: int, row: RolloutSequence, reason: str) -> None:
-        row.finish_reason, row.elapsed_s = reason, time.perf_counter() - row.started_s
-        self._rows[slot] = None
+    def _finish(self, slot: _Slot, reason: str) -> None:
+        slot.row.finish_reason, slot.row.elapsed_s = reason, time.perf_counter() - slot.row.started_s
+        self._free(slot)
 
     def finish_stopped_rows(self) -> None:
         """Frees the slots of rows whose collected text contains a stop string. No segment may be running."""
         assert self._running is None
-        for slot, row in enumerate(self._rows):
-            if row is not None and self._decode_text and row.newly_contains(self._stop, self._decode_text):
-                self._finish_row(slot, row, "stop")
-                self._table[:, slot] = 0
+        for slot in list(self._slots):
+            if self._decode_text and slot.row.newly_contains(self._stop, self._decode_text):
+                self._finish(slot, "stop")
 
     # Sizes -------------------------------------------------------------------------------------------------------
 
@@ -405,12 +561,24 @@ class SlotEngine:
         """Largest batch shape of the engine."""
         shapes = self.shapes
         lengths = shapes.max_prompt_length, shapes.max_length, shapes.segment_max
-        return BatchShape(shapes.prefill_rows[-1], shapes.num_slots, *lengths)
+        return BatchShape(shapes.prefill_rows[-1] * self.programs.num_shards, shapes.num_slots, *lengths)
 
     def footprint(self) -> Footprint:
-        """Returns the arrays on the devices when all slots are full. Compiles nothing."""
-        slots = self.programs.abstract_cache(self.shapes.num_slots, self.shapes.max_length)
-        return Footprint(self.programs.abstract_weights, self.programs.abstract_pool, slots)
+        """Returns the arrays on the devices. Compiles nothing."""
+        return Footprint(self.programs.abstract_weights, (), self.programs.abstract_pool)
+
+
+def _row_of(one: RolloutSequence | SuspendedSequence) -> RolloutSequence:
+    return one.row if isinstance(one, SuspendedSequence) else one
+
+
+def _most_steps(slots: Sequence[_Slot], length: int, available: int, blocks_for: Callable[[int], int]) -> int:
+    """Returns the largest number of steps, up to `length`, for which the blocks of all rows are available."""
+
+    def missing(steps: int) -> int:
+        return sum(max(blocks_for(slot.num_cached(steps)) - len(slot.blocks), 0) for slot in slots)
+
+    return bisect.bisect_right(range(length + 1), available, key=missing) - 1
 
 
 def _table_column(row: RolloutSequence, num_tokens: int) -> RowTable:
@@ -431,8 +599,3 @@ def _table_column(row: RolloutSequence, num_tokens: int) -> RowTable:
 def _prompt_key(prompt: Prompt) -> bytes:
     """Returns a key that is equal for prompts with equal tokens."""
     return prompt.token_ids.tobytes()
-
-
-def _pad_indices(indices: Sequence[int], size: int) -> Int32[np.ndarray, "size"]:
-    """Pads indices with zeros, which the programs ignore."""
-    return np.asarray([*indices, *[0] * (size - len(indices))], np.int32)

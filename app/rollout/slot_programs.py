@@ -1,7 +1,7 @@
 """Compiled programs of slots: a small set, compiled before the first of them is used.
 
-A pool holds the caches of prefilled prompts, and the slots hold those of samples. Both stay on the devices and are
-updated in place. The rest of a row's state is a few integers, sent to the devices and back with each segment.
+The cache is a pool of blocks on each device, which stays there and is updated in place. A table of blocks for each row,
+and a few integers, are sent to the devices with each segment.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.stages import Lowered
 from jaxtyping import Array, Bool, Int32
 
+from app.mesh.axis_rules import LOGICAL_AXIS_RULES, Dims, shard_map_by_dims, sharding_tree
 from app.mesh.compiler_options import compiler_options
-from app.mesh.placement import tree_shardings
+from app.mesh.placement import abstract_arrays, tree_shardings
+from app.model.attention import cache_block_size, cache_dims, num_cache_shards
 from app.model.decode_weights import DecodeWeights, abstract_decode_weights
 from app.model.decoder import DecoderDefinition
 from app.model.prefill_and_decode import (
     DECODE_SCOPE,
     KVCache,
-    LayerCache,
     abstract_cache,
     cache_shapes,
     constrain_cache,
@@ -45,6 +46,7 @@ from app.rollout.sampling import (
     token_outcomes,
 )
 from app.rollout.shape_buckets import SlotShapes
+from settings.errors import InputError
 from settings.schema.rollout import DecodeLayout
 
 INSERT_SCOPE = "insert_rows"
@@ -110,52 +112,80 @@ class _DecodeState(NamedTuple):
     step: Int32[Array, ""]
 
 
-def prefill_into_pool(
+def prefill_blocks(
     definition: DecoderDefinition,
     weights: DecodeWeights,
     pool: KVCache,
     token_ids: Int32[Array, "P S"],
     lengths: Int32[Array, "P"],
-    pool_slots: Int32[Array, "P"],
-    count: Int32[Array, ""],
+    targets: Int32[Array, "P M"],
 ) -> KVCache:
-    """Prefills prompts and writes the caches of the first `count` to their places in the pool."""
+    """Prefills rows of tokens and writes their caches to the blocks `targets` of their devices.
+
+    Args:
+        targets: a number beyond the pool for blocks that are not written.
+    """
     _, fresh = prefill(definition, weights, token_ids, lengths)
-    # Whole rows are written: masked entries are multiplied by 0, which would keep a NaN left by an earlier prompt.
-    fresh = tuple(pad_cache(layer, length=pool[0].keys.shape[2]) for layer in fresh)
-    return insert_rows(pool, fresh, jnp.arange(len(pool_slots)), pool_slots, count)
+
+    def write(pool: Array, fresh: Array, targets: Array) -> tuple[Array]:
+        _, num_heads, size, head_dim = pool.shape
+        num_rows, num_blocks = targets.shape
+        padded = jnp.pad(fresh, ((0, 0), (0, 0), (0, num_blocks * size - fresh.shape[2]), (0, 0)))
+        blocks = jnp.moveaxis(padded.reshape(num_rows, num_heads, num_blocks, size, head_dim), 2, 1)
+        return (pool.at[targets.reshape(-1)].set(blocks.reshape(-1, *pool.shape[1:]), mode="drop"),)
+
+    return _map_pool(write, pool, (fresh, _pool_dims(pool)), (targets, (_pool_dims(pool)[0], "tokens")))
 
 
-def insert_rows(
-    cache: KVCache, other: KVCache, sources: Int32[Array, "n"], targets: Int32[Array, "n"], count: Int32[Array, ""]
+def copy_blocks(
+    pool: KVCache, sources: Int32[Array, "n"], targets: Int32[Array, "n"], counts: Int32[Array, "D"]
 ) -> KVCache:
-    """Copies the first `count` rows `sources` of `other` over the rows `targets` of `cache`, which may be longer."""
+    """Copies, on each device, its first blocks `sources` to `targets`, as many as it counts; -1 stands for zeros."""
 
-    def copy(i: Array, cache: KVCache) -> KVCache:
-        def copy_layer(into: Array, out_of: Array) -> Array:
-            row = jax.lax.dynamic_slice_in_dim(out_of, sources[i], 1)
-            return jax.lax.dynamic_update_slice(into, row, (targets[i], 0, 0, 0))
+    def copy(pool: Array, sources: Array, targets: Array, counts: Array) -> tuple[Array]:
+        def copy_one(i: Array, pool: Array) -> Array:
+            block = jax.lax.dynamic_slice_in_dim(pool, jnp.maximum(sources[i], 0), 1)
+            block = jnp.where(sources[i] < 0, 0, block)
+            return jax.lax.dynamic_update_slice_in_dim(pool, block, targets[i], 0)
 
-        return jax.tree.map(copy_layer, cache, other)
+        return (jax.lax.fori_loop(0, counts[0], copy_one, pool),)
 
+    dims = _pool_dims(pool)[:1]
     with jax.named_scope(INSERT_SCOPE):
-        return constrain_cache(jax.lax.fori_loop(0, count, copy, cache))
+        return _map_pool(copy, pool, *((x, dims) for x in (sources, targets, counts)))
 
 
-def extract_row(cache: KVCache, source: Int32[Array, ""]) -> KVCache:
-    """Returns one row of a cache."""
-    return constrain_cache(jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, source, 1), cache))
+def take_row(pool: KVCache, blocks: Int32[Array, "DM"]) -> KVCache:
+    """Returns the M blocks of a row, which one device has; the others pass -1."""
+    mesh, dims = jax.sharding.get_abstract_mesh(), _pool_dims(pool)
+    axes = LOGICAL_AXIS_RULES[dims[0]]
+
+    def take(pool: Array, blocks: Array) -> tuple[Array]:
+        row = jnp.where((blocks >= 0)[:, None, None, None], pool[jnp.maximum(blocks, 0)], 0)
+        return (row if mesh.empty or mesh.size == 1 else jax.lax.psum(row, axes),)
+
+    run = shard_map_by_dims(take, in_dims=(dims, dims[:1]), out_dims=(("tokens", *dims[1:]),))
+    return jax.tree.map(lambda x: run(x, blocks)[0], pool)
 
 
-def gather_rows(layer: LayerCache, sources: Int32[Array, "b"]) -> LayerCache:
-    """Returns the rows `sources` of a layer's cache."""
-    return constrain_cache((jax.tree.map(lambda x: x[sources], layer),))[0]
+def put_row(pool: KVCache, row: KVCache, blocks: Int32[Array, "DM"]) -> KVCache:
+    """Writes the M blocks of a row to one device; the others pass numbers beyond the pool."""
+    dims = _pool_dims(pool)
+    put = lambda pool, row, blocks: (pool.at[blocks].set(row, mode="drop"),)  # noqa: E731
+    run = shard_map_by_dims(put, in_dims=(dims, ("tokens", *dims[1:]), dims[:1]), out_dims=(dims,))
+    return jax.tree.map(lambda x, y: run(x, y, blocks)[0], pool, row)
 
 
-def pad_cache(layer: LayerCache, *, length: int) -> LayerCache:
-    """Pads a layer's cache to `length` tokens."""
-    pad = lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, length - x.shape[2]), (0, 0)))  # noqa: E731
-    return constrain_cache((jax.tree.map(pad, layer),))[0]
+def _pool_dims(pool: KVCache) -> Dims:
+    return cache_dims(pool[0].keys)
+
+
+def _map_pool(function: Callable[..., tuple[Array]], pool: KVCache, *others: tuple[Any, Dims]) -> KVCache:
+    """Returns `function` of each array of a pool on each device, with other arrays or trees like the pool."""
+    dims = _pool_dims(pool)
+    run = shard_map_by_dims(function, in_dims=(dims, *(dims for _, dims in others)), out_dims=(dims,))
+    trees = [x if isinstance(x, tuple) else jax.tree.map(lambda _, x=x: x, pool) for x, _ in others]
+    return jax.tree.map(lambda *arrays: run(*arrays)[0], pool, *trees)
 
 
 def decode_segment(
@@ -165,6 +195,7 @@ def decode_segment(
     weights: DecodeWeights,
     cache: KVCache,
     table: Int32[Array, "7 B"],
+    blocks: Int32[Array, "B M"],
     limits: Int32[Array, "3"],
     rules: SamplingRules,
     seed: Int32[Array, ""],
@@ -174,6 +205,9 @@ def decode_segment(
 
     A prompt's last token is fed here and not in the prefill, so that the first token of a sample is drawn by the same
     program as all others.
+
+    Args:
+        blocks: each row's blocks on its device, which must hold all tokens that are fed.
     """
     rows, limit = RowTable(*table), DecodeLimits(*limits)
     words = jax.lax.bitcast_convert_type(jnp.stack([rows.uid_hash_low, rows.uid_hash_high], axis=1), jnp.uint32)
@@ -189,7 +223,7 @@ def decode_segment(
 
     def step(now: _DecodeState) -> _DecodeState:
         positions = jnp.maximum(now.length - 1, 0)
-        hidden, cache = decode_step(definition, weights, now.cache, now.token, positions, now.remaining > 0)
+        hidden, cache = decode_step(definition, weights, now.cache, now.token, positions, now.remaining > 0, blocks)
         logits = scaled_logits(hidden, head, effective_temperature(rules.temperature))
         sampled = sampler(logits, rules, jax.vmap(jax.random.fold_in)(keys, now.length))
         active, ends, broken = token_outcomes(sampled, now.remaining > 0, eos_ids)
@@ -220,18 +254,7 @@ def decode_segment(
         end = jax.lax.while_loop(continues, step, start)
     steps = jnp.broadcast_to(end.step, end.remaining.shape)
     status = RowStatus(end.token, end.length, end.remaining, end.stopped, end.non_finite, steps)
-    return _zero_rows(end.cache, end.non_finite), jnp.stack(status), end.tokens
-
-
-def _zero_rows(cache: KVCache, mask: Bool[Array, "B"]) -> KVCache:
-    """Zeroes the masked rows: a NaN left in a slot would break the next row there, even at masked positions."""
-    first = jnp.argsort(~mask)
-
-    def clear(i: Array, cache: KVCache) -> KVCache:
-        empty = lambda x: jnp.zeros_like(x, shape=(1, *x.shape[1:]))  # noqa: E731
-        return jax.tree.map(lambda x: jax.lax.dynamic_update_slice(x, empty(x), (first[i], 0, 0, 0)), cache)
-
-    return constrain_cache(jax.lax.fori_loop(0, jnp.sum(mask), clear, cache))
+    return constrain_cache(end.cache), jnp.stack(status), end.tokens
 
 
 ProgramName = tuple[Any, ...]
@@ -254,8 +277,56 @@ class SlotPrograms:
     decode_layout: DecodeLayout = "gathered"
     truncates: bool = field(default=False, init=False)
     """Whether the decode programs support truncating rules."""
+    num_shards: int = field(init=False)
+    """Number of devices with different rows."""
+    block_size: int = field(init=False)
+    """Tokens of a block."""
+    num_blocks: int = field(init=False)
+    """Blocks on each device, of which the first belongs to no row."""
     _compiled: dict[ProgramName, Callable[..., Any]] = field(default_factory=dict, init=False)
     _compiled_for: set[tuple[bool, bool, bool]] = field(default_factory=set, init=False)
+
+    def __post_init__(self) -> None:
+        arch, shapes = self.definition.architecture, self.shapes
+        self.num_shards = num_cache_shards(self.mesh, arch.num_kv_heads)
+        with jax.set_mesh(self.mesh):
+            self.block_size = shapes.block_size or cache_block_size(arch, shapes.max_length, self.dtype)
+        if any(rows % self.num_shards for rows in shapes.batch_buckets):
+            raise InputError(
+                f"rollout.slots: batches of {', '.join(map(str, shapes.batch_buckets))} rows cannot all be split over "
+                f"the {self.num_shards} devices that hold rows; set the slots to a multiple of {4 * self.num_shards}"
+            )
+        self.num_blocks = shapes.num_blocks or self._blocks_for_rows(shapes.num_slots // self.num_shards)
+        least = self._blocks_for_rows(1)
+        if shapes.num_blocks and shapes.num_blocks < least:
+            raise InputError(
+                f"rollout.kv_blocks: {shapes.num_blocks} blocks of {self.block_size} tokens on each device do not hold "
+                f"one sample of {shapes.max_length} tokens; set it to at least {least}, or to null, or lower "
+                "rollout.max_new_tokens"
+            )
+
+    @property
+    def blocks_per_row(self) -> int:
+        """Blocks of the longest row."""
+        return self.blocks_for(self.shapes.max_length)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Returns the number of blocks that hold this many tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def _blocks_for_rows(self, num_rows: int) -> int:
+        """Returns the blocks that hold rows of any lengths, with block 0 and the last block of a prompt to copy."""
+        return num_rows * self.blocks_per_row + 2
+
+    @property
+    def preempts(self) -> bool:
+        """Whether there may be fewer blocks than rows need."""
+        return self.num_blocks < self._blocks_for_rows(self.shapes.num_slots // self.num_shards)
+
+    @property
+    def capacity(self) -> int:
+        """Number of tokens that the caches of all devices hold."""
+        return self.num_shards * (self.num_blocks - 2) * self.block_size
 
     def __getitem__(self, name: ProgramName) -> Callable[..., Any]:
         return self._compiled[name]
@@ -288,7 +359,7 @@ class SlotPrograms:
         shapes = self.shapes
         specs = {
             "prefill": self._prefill_program(shapes.prefill_rows[-1], shapes.max_prompt_length),
-            "decode": self._decode_program(shapes.num_slots, shapes.max_length, truncates=truncates),
+            "decode": self._decode_program(shapes.num_slots, truncates=truncates),
         }
         with jax.set_mesh(self.mesh):
             return {name: self._jit(run, **options).lower(*args) for name, (run, args, options) in specs.items()}
@@ -296,13 +367,20 @@ class SlotPrograms:
     def _jit(self, function: Callable[..., Any], **options: Any) -> Any:
         return jax.jit(function, compiler_options=compiler_options(self.mesh), **options)
 
-    def abstract_cache(self, rows: int, length: int) -> KVCache:
-        """Returns the shapes and shardings of a cache with `rows` rows of `length` tokens."""
-        return abstract_cache(cache_shapes(self.definition.architecture, rows, length, self.dtype), self.mesh)
-
     @property
     def abstract_pool(self) -> KVCache:
-        return self.abstract_cache(self.shapes.num_pooled_prompts, self.shapes.max_prompt_length)
+        """Shapes and shardings of the blocks of all devices."""
+        shapes = cache_shapes(
+            self.definition.architecture, self.num_shards * self.num_blocks, self.block_size, self.dtype
+        )
+        return abstract_cache(shapes, self.mesh)
+
+    @property
+    def abstract_row(self) -> KVCache:
+        """Shapes and shardings of the blocks of one row, which every device gets that holds other rows."""
+        dims = ("tokens", *cache_dims(self.abstract_pool[0].keys, self.mesh)[1:])
+        shapes = cache_shapes(self.definition.architecture, self.blocks_per_row, self.block_size, self.dtype)
+        return abstract_arrays(shapes, sharding_tree(self.mesh, shapes, jax.tree.map(lambda _: dims, shapes)))
 
     @functools.cached_property
     def abstract_weights(self) -> DecodeWeights:
@@ -313,63 +391,43 @@ class SlotPrograms:
 
     def program_specs(self, *, suspends: bool, recomputes: bool, truncates: bool) -> dict[ProgramName, ProgramSpec]:
         """Returns the specifications of the programs that `compile` compiles, by name."""
-        shapes, num_slots, longest = self.shapes, self.shapes.num_slots, self.shapes.max_length
-        empty = self.abstract_pool, self.abstract_cache(num_slots, shapes.cache_buckets[0])
-        zeros = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), empty)  # noqa: E731
-        specs: dict[ProgramName, ProgramSpec] = {("open",): (zeros, (), {"out_shardings": tree_shardings(empty)})}
+        shapes, pool, row = self.shapes, self.abstract_pool, self.abstract_row
+        per_row = self._replicated(self.num_shards * self.blocks_per_row)
+        most_copies = self._replicated(shapes.num_slots)
+        zeros = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), pool)  # noqa: E731
+        copied = pool, most_copies, most_copies, self._replicated(self.num_shards)
+        specs: dict[ProgramName, ProgramSpec] = {
+            ("open",): (zeros, (), {"out_shardings": tree_shardings(pool)}),
+            ("copy",): (copy_blocks, copied, _donate_options(0, pool)),
+        }
         for length in shapes.prompt_buckets:
             specs |= {("prefill", rows, length): self._prefill_program(rows, length) for rows in shapes.prefill_rows}
-        for length in shapes.cache_buckets:
-            specs["insert", length] = self._insert_program(self.abstract_cache(num_slots, length), self.abstract_pool)
-            specs["decode", num_slots, length, truncates] = self._decode_program(num_slots, length, truncates=truncates)
-        for shorter, longer in zip(shapes.cache_buckets, shapes.cache_buckets[1:], strict=False):
-            pad = functools.partial(pad_cache, length=longer)
-            specs["grow", shorter] = self._layer_program(pad, (num_slots, shorter), (num_slots, longer))
-        # Batches with fewer rows than slots always have caches of the full length.
-        for rows, larger in zip(shapes.batch_buckets, shapes.batch_buckets[1:], strict=False):
-            specs["decode", rows, longest, truncates] = self._decode_program(rows, longest, truncates=truncates)
-            for name, before, after in (("compact", larger, rows), ("expand", rows, num_slots)):
-                specs[name, before] = self._layer_program(
-                    gather_rows, (before, longest), (after, longest), self._replicated(after)
-                )
-        row = self.abstract_cache(1, longest)
-        row_options = {"out_shardings": tree_shardings(row)}
+        for rows in shapes.batch_buckets:
+            specs["decode", rows, truncates] = self._decode_program(rows, truncates=truncates)
         if suspends:
-            full = self.abstract_cache(num_slots, longest)
-            specs["take",] = extract_row, (full, self._replicated()), row_options
-            specs["put",] = self._insert_program(full, row)
+            specs["take",] = take_row, (pool, per_row), {"out_shardings": tree_shardings(row)}
+            specs["put",] = put_row, (pool, row, per_row), _donate_options(0, pool)
         if recomputes:
-            read = lambda *arguments: prefill(self.definition, *arguments)[1]  # noqa: E731
-            ids = self._replicated(1, longest), self._replicated(1)
-            specs["read",] = read, (self.abstract_weights, *ids), row_options
+            specs |= {("prefill", 1, length): self._prefill_program(1, length) for length in shapes.recompute_buckets}
         return specs
 
     def _prefill_program(self, rows: int, length: int) -> ProgramSpec:
-        pool = self.abstract_pool
-        ids, places = (self._replicated(rows, length), self._replicated(rows)), self._replicated(rows)
-        arguments = self.abstract_weights, pool, *ids, places, self._replicated()
-        return functools.partial(prefill_into_pool, self.definition), arguments, _donate_options(1, pool)
+        """Returns a prefill of so many rows on each device."""
+        pool, rows = self.abstract_pool, rows * self.num_shards
+        ids, targets = self._replicated(rows, length), self._replicated(rows, self.blocks_for(length))
+        arguments = self.abstract_weights, pool, ids, self._replicated(rows), targets
+        return functools.partial(prefill_blocks, self.definition), arguments, _donate_options(1, pool)
 
-    def _insert_program(self, cache: KVCache, other: KVCache) -> ProgramSpec:
-        indices = self._replicated(self.shapes.num_slots)
-        return insert_rows, (cache, other, indices, indices, self._replicated()), _donate_options(0, cache)
-
-    def _layer_program(
-        self, function: Callable[..., Any], before: tuple[int, int], after: tuple[int, int], *more: Any
-    ) -> ProgramSpec:
-        """Returns a program that changes one layer, so that only one layer at a time is in memory twice."""
-        arguments = (self.abstract_cache(*before)[0], *more)
-        return function, arguments, {"out_shardings": tree_shardings(self.abstract_cache(*after)[0])}
-
-    def _decode_program(self, rows: int, length: int, *, truncates: bool) -> ProgramSpec:
-        cache, scalar = self.abstract_cache(rows, length), self._replicated(dtype=jnp.float32)
+    def _decode_program(self, rows: int, *, truncates: bool) -> ProgramSpec:
+        pool, scalar = self.abstract_pool, self._replicated(dtype=jnp.float32)
         rules = SamplingRules(scalar, self._replicated(), scalar, scalar)  # pyright: ignore[reportArgumentType]
         arguments = (
-            *(self.abstract_weights, cache, self._replicated(len(RowTable._fields), rows)),
-            *(self._replicated(len(DecodeLimits._fields)), rules, self._replicated(), self._replicated(self.num_eos)),
+            *(self.abstract_weights, pool, self._replicated(len(RowTable._fields), rows)),
+            *(self._replicated(rows, self.blocks_per_row), self._replicated(len(DecodeLimits._fields))),
+            *(rules, self._replicated(), self._replicated(self.num_eos)),
         )
         whole = self._replicated().sharding
-        options = {"donate_argnums": 1, "out_shardings": (tree_shardings(cache), whole, whole)}
+        options = {"donate_argnums": 1, "out_shardings": (tree_shardings(pool), whole, whole)}
         sampler: Sampler = sample_tokens_truncated if truncates else sample_tokens
         bound = functools.partial(decode_segment, self.definition, sampler, self.shapes.segment_max)
         return bound, arguments, options

@@ -120,8 +120,6 @@ class RolloutWorker:
                 self.engine.admit([SuspendedSequence(one.row, cache)])
                 del cache
         self.engine.admit(computed)
-        if not command.leave_when_finished:
-            self.engine.compact()
         self.engine.start_segment(
             length=command.length,
             leave_when_finished=command.leave_when_finished,
@@ -138,8 +136,7 @@ class RolloutWorker:
         except Exception as error:
             log.warning("rollout worker %s recomputes the cache of %s", self.name, one.uid, exc_info=error)
             return None
-        shapes = self.engine.programs.abstract_cache(1, self.engine.shapes.max_length)
-        return jax.device_put(cache, tree_shardings(shapes))
+        return jax.device_put(cache, tree_shardings(self.engine.programs.abstract_row))
 
     def finish_segment(self, *, not_before: float = 0.0) -> SegmentEnded:
         """Waits for the segment and collects its tokens.

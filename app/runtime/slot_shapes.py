@@ -15,9 +15,10 @@ def slot_shapes_from_settings(
         max_prompt_length=max_prompt_length,
         max_new_tokens=rollout.max_new_tokens,
         prefill_length_min=rollout.prefill_length_min,
-        num_pooled_prompts=rollout.prompts_per_step,
         segment_max=rollout.segment.max,
         exact=rollout.mode == "exact",
+        block_size=rollout.kv_block_size,
+        num_blocks=rollout.kv_blocks,
         row_shards=row_shards,
         setting=setting,
     )

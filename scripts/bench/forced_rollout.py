@@ -149,7 +149,6 @@ class ForcedRollout:
             max_prompt_length=PROMPT_LENGTHS[1],
             max_new_tokens=self.longest,
             prefill_length_min=32,
-            num_pooled_prompts=len(self.prompts),
             segment_max=min(self.rule.max, self.longest),
             exact=False,
         )

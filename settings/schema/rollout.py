@@ -12,6 +12,8 @@ from settings.schema.section import Section
 MAX_TOKENS = 2**24
 """Upper bound of token limits, which catches typing errors."""
 MAX_SLOTS = 2**16
+BLOCK_SIZES = (16, 32, 64, 128, 256, 512)
+"""Values of `rollout.kv_block_size`."""
 MAX_STALENESS = 64
 RAY_LEASE_S = 600.0
 """Default of `rollout.workers.lease_s` with Ray, longer than any segment takes."""
@@ -124,6 +126,12 @@ def _validate_stop_string(value: str) -> str:
     return value
 
 
+def _validate_block_size(value: int) -> int:
+    if value not in BLOCK_SIZES:
+        raise ValueError(f"expected {', '.join(map(str, BLOCK_SIZES[:-1]))} or {BLOCK_SIZES[-1]}")
+    return value
+
+
 def _validate_rollout_mesh(value: str) -> str:
     value = value.replace(" ", "")
     if value not in ("auto", "training") and not re.fullmatch(r"(dp=[1-9][0-9]{0,5},)?tp=[1-9][0-9]{0,5}", value):
@@ -156,6 +164,13 @@ class RolloutSettings(Section):
     slots: int | None = Field(default=None, ge=1, le=MAX_SLOTS)
     """Samples that a host decodes at once (continuous batching): when one finishes, the next one starts. When null,
     all samples of a rollout are decoded in one batch. Lower it if KV caches use too much memory."""
+    kv_block_size: Annotated[int, AfterValidator(_validate_block_size)] | None = None
+    """With slots or workers: tokens in a block of their KV cache, a power of two. When null, 16 to 512, by the longest
+    sample and the kind of device."""
+    kv_blocks: int | None = Field(default=None, ge=1, le=2**31 - 1)
+    """With slots or workers: blocks of their KV cache on each device. A sample has as many as its tokens fill, and
+    samples of a prompt share the full ones of the prompt. Where they run out, the newest sample waits, and its cache is
+    computed again later. When null, enough for all slots at full length."""
     mode: Literal["exact", "fast"] = "fast"
     """With slots or workers: shapes that adapt to the samples (fast), or fixed shapes in float32 (exact), so that each
     sample is bitwise independent of the schedule and of the other samples."""

@@ -61,7 +61,7 @@ def test_samples_do_not_depend_on_where_weights_lie(shape: tuple[int, int, int])
 def test_slots_draw_the_same_samples_from_split_weights():
     mesh = make_mesh((1, 4, 1))
     shapes = make_slot_shapes(
-        4, max_prompt_length=8, max_new_tokens=6, prefill_length_min=8, num_pooled_prompts=4, segment_max=6, exact=True
+        4, max_prompt_length=8, max_new_tokens=6, prefill_length_min=8, segment_max=6, exact=True
     )
     engine = SlotEngine(DEFINITION, mesh, shapes, eos_ids=(), dtype=FLOAT32, exact=True, decode_layout="fsdp")
     params = jax.device_put(random_params(DEFINITION), DEFINITION.shardings(mesh))
@@ -91,7 +91,7 @@ def long_samples(shape: tuple[int, int, int]) -> list[Sample]:
 def long_samples_of_slots(mesh_shape: tuple[int, int, int]) -> list[Sample]:
     mesh = make_mesh(mesh_shape)
     shapes = make_slot_shapes(
-        4, max_prompt_length=40, max_new_tokens=6, prefill_length_min=8, num_pooled_prompts=4, segment_max=3, exact=True
+        4, max_prompt_length=40, max_new_tokens=6, prefill_length_min=8, segment_max=3, exact=True
     )
     engine = SlotEngine(DEFINITION, mesh, shapes, eos_ids=(), dtype=FLOAT32, exact=True)
     params = jax.device_put(random_params(DEFINITION), DEFINITION.shardings(mesh))

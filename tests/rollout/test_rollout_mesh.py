@@ -59,7 +59,7 @@ def slot_samples(architecture: Architecture, tp: int) -> list[Sample]:
     definition, training = DecoderDefinition.create(architecture), make_mesh(TRAINING)
     mesh = with_tp(training, tp)
     shapes = make_slot_shapes(
-        8, max_prompt_length=12, max_new_tokens=6, prefill_length_min=8, num_pooled_prompts=8, segment_max=3, exact=True
+        8, max_prompt_length=12, max_new_tokens=6, prefill_length_min=8, segment_max=3, exact=True
     )
     slots = SlotEngine(definition, mesh, shapes, eos_ids=(), dtype=FLOAT32, exact=True)
     engine = make_engine(definition, mesh, training_mesh=training, mesh_of_all_hosts=mesh)

@@ -59,7 +59,6 @@ def new_slots(
         max_prompt_length=8,
         max_new_tokens=LONGEST,
         prefill_length_min=4,
-        num_pooled_prompts=4,
         segment_max=16,
         exact=exact,
     )
@@ -111,9 +110,7 @@ def rows_of(prompts: Sequence[Prompt] = PROMPTS, lengths: Sequence[int] = LENGTH
     return [RolloutSequence(prompts[i // GROUP_SIZE], i % GROUP_SIZE, lengths[i], noise_step=3) for i in numbers]
 
 
-def run_at_random(
-    engine: SlotEngine, seed: int, *, suspends: bool = True, compacts: bool = False
-) -> list[RolloutSequence]:
+def run_at_random(engine: SlotEngine, seed: int, *, suspends: bool = True) -> list[RolloutSequence]:
     """Generates with random orders, lengths, suspensions and lost caches."""
     rng = np.random.default_rng(seed)
     rows = rows_of()
@@ -122,8 +119,6 @@ def run_at_random(
     while waiting or engine.active_rows:
         num_admitted = int(rng.integers(0 if engine.active_rows else 1, engine.num_free_slots + 1))
         engine.admit([waiting.popleft() for _ in range(min(num_admitted, len(waiting)))])
-        if compacts:
-            engine.compact()
         engine.start_segment(
             length=int(rng.integers(1, 9)),
             leave_when_finished=int(rng.integers(1, 4)),
@@ -199,7 +194,7 @@ def test_in_exact_mode_segment_lengths_change_no_bit(rule):
 
 @pytest.mark.parametrize("seed", range(2))
 def test_in_fast_mode_any_schedule_agrees_with_the_scorer(seed):
-    rows = run_at_random(slots_of(False), seed, compacts=True)
+    rows = run_at_random(slots_of(False), seed)
     groups = {prompt.uid: i for i, prompt in enumerate(PROMPTS)}
     samples = [
         replace(
@@ -220,10 +215,10 @@ def test_in_fast_mode_any_schedule_agrees_with_the_scorer(seed):
 
 def test_nothing_is_compiled_once_the_slots_are_open():
     engine = slots_of(False)
-    run_at_random(engine, 0, compacts=True)
+    run_at_random(engine, 0)
     compilations = CompilationCounter()
     for seed in range(2, 6):
-        run_at_random(engine, seed, compacts=seed % 2 == 0)
+        run_at_random(engine, seed)
     generate(engine, PROMPTS[::-1], LENGTHS[::-1])
     assert compilations.take_count() == 0
     compilations.close()
@@ -249,14 +244,13 @@ def test_there_are_few_programs_however_long_the_samples(num_slots, max_prompt_l
         max_prompt_length=max_prompt_length,
         max_new_tokens=max_new_tokens,
         prefill_length_min=16,
-        num_pooled_prompts=8,
         segment_max=4096,
         exact=False,
     )
     programs = SlotPrograms(DEFINITION, make_mesh(), shapes, dtype=FLOAT32, num_eos=1)
     specs = programs.program_specs(suspends=True, recomputes=True, truncates=False)
     assert len(specs) == len(programs.program_specs(suspends=True, recomputes=True, truncates=True)) <= 24
-    assert sum(name[0] == "decode" for name in specs) == 5
+    assert sum(name[0] == "decode" for name in specs) == 3
 
 
 def test_each_distinct_prompt_is_read_once():
@@ -325,22 +319,6 @@ def test_a_segment_leaves_when_enough_rows_are_done_or_few_are_left():
     engine.close()
 
 
-def test_caches_that_are_full_end_a_segment_and_grow():
-    engine = slots_of(False)
-    room = engine.shapes.cache_buckets
-    assert len(room) == 3
-    row = replace(rows_of()[0], max_new_tokens=LONGEST)
-    engine.open(weights_on(), REQUEST)
-    engine.admit([row])
-    lengths = []
-    while engine.active_rows:
-        engine.start_segment(length=LONGEST)
-        engine.finish_segment().collect()
-        lengths.append(len(row.prompt.token_ids) + row.num_tokens)
-    assert lengths[:2] == [size + 1 for size in room[:2]] and row.num_tokens == LONGEST
-    engine.close()
-
-
 def test_a_row_is_done_at_its_first_token_where_that_ends_it_or_no_more_are_allowed():
     samples = generate(slots_of(True), max_new_tokens=1)
     assert [len(s.completion_ids) for s in samples] == [1] * len(samples)
@@ -360,7 +338,8 @@ def test_a_row_whose_logits_are_not_finite_ends_before_them_and_no_neighbour_cha
     engine.start_segment(length=4)
     engine.finish_segment().collect()
     whole, num_tokens = by_uid(rows), rows[1].num_tokens
-    engine._cache = jax.tree.map(lambda x: x.at[1].set(np.nan), engine._cache)
+    [second] = [slot.blocks[0] for slot in engine._slots if slot.row is rows[1]]
+    engine._cache = jax.tree.map(lambda x: x.at[second].set(np.nan), engine._cache)
     while engine.active_rows:
         engine.start_segment(length=16)
         engine.finish_segment().collect()
@@ -370,7 +349,7 @@ def test_a_row_whose_logits_are_not_finite_ends_before_them_and_no_neighbour_cha
     assert by_uid(rows)[rows[1].uid] == whole[rows[1].uid] and rows[1].num_tokens == num_tokens > 0
     for row in (rows[0], rows[2]):
         assert row.token_ids.tolist() == expected[row.uid] and np.isfinite(row.logprobs).all()
-    # Nothing is left in the slot for whoever comes next.
+    # Nothing is left in the blocks for whoever comes next.
     assert all(np.isfinite(layer).all() for layer in caches)
 
 
@@ -392,6 +371,6 @@ def test_a_prompt_beyond_the_slots_is_refused_before_anything_runs():
 
 def test_slots_that_devices_cannot_share_are_refused():
     sizes: Any = {"max_prompt_length": 8, "max_new_tokens": 8, "prefill_length_min": 4}
-    sizes |= {"num_pooled_prompts": 1, "segment_max": 8}
+    sizes |= {"segment_max": 8}
     with pytest.raises(InputError, match=r"rollout\.slots: 6 .* 4 devices"):
         make_slot_shapes(6, **sizes, exact=False, row_shards=4)

@@ -1,0 +1,84 @@
+"""Which blocks of a device's KV cache are free, and which hold prompts that several samples share.
+
+Block 0 belongs to no row: it stands in tables where a row has no block.
+
+Source: Kwon et al. 2023, PagedAttention, sections 4.2 to 4.4.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+
+class BlockPool:
+    """Counts the holders of each block: rows, and the prompts that are kept for samples to come.
+
+    Prompts that no row shares are dropped when their blocks are needed, least recently used first.
+    """
+
+    def __init__(self, num_blocks: int):
+        self._free = list(range(num_blocks - 1, 0, -1))
+        self._holders: Counter[int] = Counter()
+        self._prompts: dict[bytes, list[int]] = {}
+        """Blocks of each kept prompt, least recently used first."""
+        self._spoilt: set[int] = set()
+
+    def num_available(self, *, keeping: bytes | None = None) -> int:
+        """Returns how many blocks can be allocated without dropping the prompt `keeping`."""
+        droppable = [blocks for key, blocks in self._prompts.items() if key != keeping]
+        return len(self._free) + sum(self._holders[block] == 1 for blocks in droppable for block in blocks)
+
+    def has_prompt(self, key: bytes) -> bool:
+        return key in self._prompts
+
+    def prompt_blocks(self, key: bytes) -> list[int]:
+        """Returns the blocks of a kept prompt, which is now the most recently used."""
+        blocks = self._prompts[key] = self._prompts.pop(key)
+        return blocks
+
+    def allocate(self, count: int) -> list[int]:
+        """Returns blocks for one holder; at most `num_available` can be allocated."""
+        while len(self._free) < count:
+            self._drop_prompt(next(key for key, held in self._prompts.items() if self._frees_any(held)))
+        taken = [self._free.pop() for _ in range(count)]
+        self._holders.update(taken)
+        return taken
+
+    def keep_prompt(self, key: bytes, blocks: list[int]) -> None:
+        """Keeps allocated blocks as those of a prompt."""
+        self._prompts[key] = blocks
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """Adds a holder to blocks."""
+        self._holders.update(blocks)
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """Removes a holder of blocks; those without any are free."""
+        for block in blocks:
+            self._holders[block] -= 1
+            if not self._holders[block]:
+                self._free.append(block)
+
+    def drop_prompts(self) -> None:
+        """Drops all prompts; rows keep the blocks that they share."""
+        for key in list(self._prompts):
+            self._drop_prompt(key)
+
+    def spoil(self, blocks: Sequence[int]) -> None:
+        """Marks blocks that may hold values that are not finite, and drops the prompts that they belong to."""
+        self._spoilt.update(blocks)
+        for key in [key for key, held in self._prompts.items() if self._spoilt & set(held)]:
+            self._drop_prompt(key)
+
+    def take_spoilt(self) -> list[int]:
+        """Returns the marked blocks that are free, which must now be overwritten."""
+        taken = [block for block in self._spoilt if not self._holders[block]]
+        self._spoilt.difference_update(taken)
+        return taken
+
+    def _frees_any(self, blocks: list[int]) -> bool:
+        return any(self._holders[block] == 1 for block in blocks)
+
+    def _drop_prompt(self, key: bytes) -> None:
+        self.release(self._prompts.pop(key))
