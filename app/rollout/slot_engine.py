@@ -43,8 +43,8 @@ class SegmentResult:
     """Result of one segment. Until `collect`, its tokens are being copied from the devices."""
 
     decoded: Sequence[tuple[int, RolloutSequence, int]]
-    """(place in the batch, row, number of drawn tokens) for every row of the engine that was unfinished before; 0 tokens
-    for those that waited for blocks."""
+    """(place in the batch, row, number of drawn tokens) for every row that was unfinished before, also for those that
+    waited for blocks."""
     steps: int
     num_rows: int
     """Number of rows decoded at each step, including empty ones."""

@@ -90,8 +90,8 @@ class EndingPrograms(SlotPrograms):
             self.decode_asked_s = time.perf_counter()
         return super().__getitem__(name)
 
-    def _decode_program(self, rows: int, length: int, *, truncates: bool) -> ProgramSpec:
-        _, arguments, options = super()._decode_program(rows, length, truncates=truncates)
+    def _decode_program(self, rows: int, *, truncates: bool) -> ProgramSpec:
+        _, arguments, options = super()._decode_program(rows, truncates=truncates)
         first = self.definition, self.sampler, self.shapes.segment_max
         return lambda *more: decode_segment(*first, *more), arguments, options
 
@@ -208,10 +208,8 @@ class ForcedRollout:
 
 
 def spec_of(name: str, kind: WorkerKind, shapes: SlotShapes) -> SimulatedWorkerSpec:
-    ladders = ProgramSizes(shapes.batch_buckets, shapes.cache_buckets, shapes.prompt_buckets, shapes.prefill_rows)
-    return SimulatedWorkerSpec(
-        name, kind, shapes.num_slots, shapes.batch_buckets[:-1], device="0", program_sizes=ladders
-    )
+    sizes = ProgramSizes.of(shapes)
+    return SimulatedWorkerSpec(name, kind, shapes.num_slots, shapes.batch_buckets[:-1], device="0", program_sizes=sizes)
 
 
 def open_rollout(

@@ -4,9 +4,9 @@
 
     python scripts/simulate/simulate_rollout.py --trace samples.jsonl --cost costs.json
 
-It times decode segments for several numbers of rows and cache lengths, prefills, admitted and suspended rows, and
-growing caches. Small scheduled rollouts with short segments add the cost between segments, including the scheduler. All
-constants are fitted to these times (`cost_fit.py`).
+It times decode segments for several numbers of rows and cache lengths, prefills, and admitted and suspended rows.
+Small scheduled rollouts with short segments add the cost between segments, including the scheduler. All constants are
+fitted to these times (`cost_fit.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -28,6 +27,7 @@ from app.rollout.request import GenerationRequest
 from app.rollout.scheduling.metrics import schedule_metrics
 from app.rollout.scheduling.scheduler import Scheduler
 from app.rollout.sequence import RolloutSequence
+from app.rollout.slot_engine import SegmentResult
 from scripts.bench.forced_rollout import (
     POLICY_VERSION,
     RULES,
@@ -37,7 +37,7 @@ from scripts.bench.forced_rollout import (
     positive,
     several,
 )
-from scripts.simulate.cost_fit import CALL, FREE, OTHER_NAMES, Timed, explained, fit
+from scripts.simulate.cost_fit import CALL, FREE, NAMES, Timed, explained, fit, step_counts
 from scripts.simulate.cost_model import CostModel
 from scripts.simulate.length_traces import trace_from_records
 from scripts.simulate.simulator import SchedulerSimulator
@@ -94,57 +94,52 @@ class Bench:
         for num_rows in self.shapes.prefill_rows:
             for rung in self.shapes.prompt_buckets:
                 prompts = [self.prompt(rung) for _ in range(num_rows)]
-                taken = seconds_of(lambda prompts=prompts: (engine.prefill(prompts), engine._pool))
+                taken = seconds_of(lambda prompts=prompts: (engine.prefill(prompts), engine._cache))
                 counts = {"prefill_s": 1, "prefill_token_s": num_rows * rung}
                 yield Timed(f"prefill {num_rows} x {rung}", counts, taken)
 
     def slots(self) -> Iterator[Timed]:
-        """Times segments from the shortest caches to the longest, and from all rows to the fewest."""
+        """Times segments with short and long caches, and from all rows to the fewest."""
         engine, slots, full = self.engine, self.shapes.num_slots, self.shapes.max_length
-        # Short prompts leave room for many steps.
         length = self.shapes.prompt_buckets[0]
         prompt = self.prompt(length)
         rows = [
             RolloutSequence(prompt, i, max_new_tokens=full - length, noise_step=POLICY_VERSION) for i in range(slots)
         ]
-        seconds_of(lambda: (engine.prefill([prompt]), engine._pool))
+        seconds_of(lambda: (engine.prefill([prompt]), engine._cache))
         for part in (rows[:1], rows[1:]):
             taken = seconds_of(lambda part=part: (engine.admit(part), engine._cache))
             yield Timed(f"admit {len(part)}", {"admit_s": 1, "admit_row_s": len(part)}, taken)
-        for room in self.shapes.cache_buckets:
-            if room != self.shapes.cache_buckets[0]:
-                taken = seconds_of(lambda room=room: (engine._grow_cache(room), engine._cache))
-                yield Timed(f"grow to {room}", {"copy_token_s": slots * room}, taken)
+        for part in (0, 1 / 3, 2 / 3):
+            while rows[0].num_tokens < part * (full - length):
+                self._decode(max(STEPS))
             yield from self.decoding()
         for count in (1, 2):
             taken = seconds_of(lambda count=count: (self._move(count), engine._cache))
-            yield Timed(f"move {count}", {"move_s": count, "move_token_s": count * full}, taken)
-        for rung in reversed(self.shapes.batch_buckets[:-1]):
-            engine.suspend(engine.active_rows[rung:])
-            taken = seconds_of(lambda: (engine.compact(), engine._cache))
-            yield Timed(f"compact to {rung}", {"copy_token_s": rung * full}, taken)
+            moved = count * (length + rows[0].num_tokens)
+            yield Timed(f"move {count}", {"move_s": count, "move_token_s": moved}, taken)
+        for size in reversed(self.shapes.batch_buckets[:-1]):
+            engine.suspend(engine.active_rows[size:])
             yield from self.decoding()
 
     def _move(self, count: int) -> None:
         self.engine.admit(self.engine.suspend(self.engine.active_rows[:count]))
 
     def decoding(self) -> Iterator[Timed]:
-        engine = self.engine
         for most in STEPS:
-            rows, room = len(engine._rows), engine._cache_length
+            row = self.engine.active_rows[0]
+            length = len(row.prompt.token_ids) + row.num_tokens
             start = time.perf_counter()
-            engine.start_segment(length=most)
-            ran = engine.finish_segment()
-            ran.collect()
+            ran = self._decode(most)
             taken = time.perf_counter() - start
-            counts = {(rows, room): ran.steps, CALL: 1}
-            yield Timed(f"decode {ran.steps} steps, {rows} rows, room {room}", counts, taken)
+            counts = step_counts(ran.steps, rows=ran.num_rows, cache_length=length + (ran.steps - 1) / 2)
+            yield Timed(f"decode {ran.steps} steps, {ran.num_rows} rows of {length}", {**counts, CALL: 1}, taken)
 
-
-def programs_of(rollout: ForcedRollout) -> list[tuple[int, int]]:
-    """Returns the decode programs of the first worker, as (rows, cache length)."""
-    specs = rollout.engines[0].programs.program_specs(suspends=True, recomputes=True, truncates=False)
-    return [name[1:3] for name in specs if name[0] == "decode"]
+    def _decode(self, most: int) -> SegmentResult:
+        self.engine.start_segment(length=most)
+        ran = self.engine.finish_segment()
+        ran.collect()
+        return ran
 
 
 def edges(rollout: ForcedRollout) -> Iterator[Timed]:
@@ -173,8 +168,7 @@ def edges(rollout: ForcedRollout) -> Iterator[Timed]:
             ).makespan_s
 
         # With one worker no command depends on costs, so that the makespan is a sum of them.
-        counts: dict[Any, float] = {name: paid(replace(FREE, **{name: 1.0})) for name in OTHER_NAMES}
-        counts |= {program: paid(replace(FREE, measured_steps=((*program, 1.0),))) for program in programs_of(rollout)}
+        counts = {name: paid(replace(FREE, **{name: 1.0})) for name in NAMES}
         # A makespan is never quite 0.
         counts = {name: count for name, count in counts.items() if count > 0.5}
         yield Timed(f"rollout in segments of {length}", counts, schedule_metrics(made.records).makespan_s)

@@ -11,13 +11,11 @@ from scipy.optimize import nnls
 
 from scripts.simulate.cost_model import CostModel
 
-STEP_NAMES = ("step_s", "step_row_s", "step_cached_token_s")
-OTHER_NAMES = tuple(field.name for field in fields(CostModel) if field.name not in (*STEP_NAMES, "measured_steps"))
-FREE = replace(CostModel(), **dict.fromkeys((*STEP_NAMES, *OTHER_NAMES), 0.0))
+NAMES = tuple(field.name for field in fields(CostModel))
+FREE = replace(CostModel(), **dict.fromkeys(NAMES, 0.0))
 
-Counts = Mapping[Any, float]
-"""How often each constant was paid: one of `OTHER_NAMES`, `CALL`, or (rows, cache length) for a step of that program.
-"""
+Counts = Mapping[str, float]
+"""How often each constant was paid, one of `NAMES` or `CALL`."""
 CALL = "call_s"
 """Cost of timing a single segment; fitted, but not a part of the model."""
 
@@ -33,20 +31,12 @@ class Timed(NamedTuple):
 def fit(measured: Sequence[Timed]) -> CostModel:
     """Returns the model with the smallest relative errors of these times.
 
-    It first fits all constants, with one for each decode program, and then the three constants of a step to those of
-    the programs. A constant that was never paid is 0. If two were always paid in the same proportion (moving a row and
-    its tokens, if all caches have one length), one may absorb the other.
+    A constant that was never paid is 0. If two were always paid in the same proportion (moving a row and its tokens, if
+    all caches have one length), one may absorb the other.
     """
-    names = sorted({name for one in measured for name, count in one.counts.items() if count}, key=str)
+    names = sorted({name for one in measured for name, count in one.counts.items() if count})
     found = _least_squares([one.counts for one in measured], names, [one.seconds for one in measured])
-    programs = {paid: seconds for paid, seconds in found.items() if isinstance(paid, tuple) and seconds > 0}
-    of_step = [{"step_s": 1.0, "step_row_s": rows, "step_cached_token_s": rows * length} for rows, length in programs]
-    steps = _least_squares(of_step, STEP_NAMES, list(programs.values()))
-    return CostModel(
-        **{name: steps[name] for name in STEP_NAMES},
-        **{name: found.get(name, 0.0) for name in OTHER_NAMES},
-        measured_steps=tuple((*program, seconds) for program, seconds in programs.items()),
-    )
+    return CostModel(**{name: found.get(name, 0.0) for name in NAMES})
 
 
 def _least_squares(counts: Sequence[Counts], names: Iterable[Any], seconds: Sequence[float]) -> dict[Any, float]:
@@ -60,6 +50,13 @@ def _least_squares(counts: Sequence[Counts], names: Iterable[Any], seconds: Sequ
 
 def explained(one: Timed, cost: CostModel) -> float:
     """Returns fitted / measured seconds. A single timed segment is underestimated by `CALL`."""
-    constants = {name: getattr(cost, name) for name in OTHER_NAMES}
-    constants |= {(rows, length): seconds for rows, length, seconds in cost.measured_steps}
-    return sum(constants.get(name, 0.0) * count for name, count in one.counts.items()) / one.seconds
+    return sum(getattr(cost, name, 0.0) * count for name, count in one.counts.items()) / one.seconds
+
+
+def step_counts(num_steps: int, *, rows: int, cache_length: float) -> dict[str, float]:
+    """Returns what these decode steps pay."""
+    return {
+        "step_s": num_steps,
+        "step_row_s": num_steps * rows,
+        "step_cached_token_s": num_steps * rows * cache_length,
+    }

@@ -20,7 +20,7 @@ class CostModel:
     step_row_s: float = 1.5e-5
     """Seconds per row of a step, including padding rows."""
     step_cached_token_s: float = 1.2e-8
-    """Seconds per token of cache that a step reads: rows x cache length, both padded."""
+    """Seconds per token of cache that a step reads: rows, including padding rows, x length of the longest."""
     segment_s: float = 1.5e-3
     """Seconds on the host between two segments; another worker may use the device meanwhile."""
     prefill_s: float = 5e-3
@@ -28,29 +28,15 @@ class CostModel:
     prefill_token_s: float = 3.8e-5
     """Seconds per prefilled token, including padding."""
     admit_s: float = 1e-4
-    """Seconds to insert the caches of prompts into slots, for all that are admitted together."""
+    """Seconds to copy the ends of prompts for their samples, for all that are admitted together."""
     admit_row_s: float = 1e-5
     """Seconds per inserted row."""
-    copy_token_s: float = 2.4e-8
-    """Seconds per token of cache copied on its device: to another number of rows or a longer cache."""
     move_s: float = 1e-3
     """Seconds to take a row out of a worker and insert it into another, or back."""
     move_token_s: float = 1e-6
-    """Seconds per token of the moved cache's length."""
-    measured_steps: tuple[tuple[int, int, float], ...] = ()
-    """Measured (rows, cache length, seconds per step), which replace the first three constants for these programs.
+    """Seconds per token of a moved row."""
 
-    A cache that exceeds that of a processor does not follow a straight line.
-    """
-
-    def step(self, *, rows: int, cache_length: int) -> float:
-        for program in self.measured_steps:
-            if program[:2] == (rows, cache_length):
-                return program[2]
-        return self.fitted_step(rows=rows, cache_length=cache_length)
-
-    def fitted_step(self, *, rows: int, cache_length: int) -> float:
-        """Returns the seconds of a step by the three constants."""
+    def step(self, *, rows: int, cache_length: float) -> float:
         return self.step_s + self.step_row_s * rows + self.step_cached_token_s * rows * cache_length
 
     def prefill(self, num_tokens: int) -> float:
@@ -60,20 +46,16 @@ class CostModel:
     def admit(self, num_rows: int) -> float:
         return self.admit_s + self.admit_row_s * num_rows
 
-    def copy(self, num_tokens: int) -> float:
-        return self.copy_token_s * num_tokens
-
     def move(self, num_tokens: int) -> float:
         return self.move_s + self.move_token_s * num_tokens
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {"measured_steps": [list(program) for program in self.measured_steps]}
+        return asdict(self)
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> CostModel:
         """Returns the costs that `to_json` wrote."""
-        fields: dict[str, Any] = {**values, "measured_steps": tuple(map(tuple, values.get("measured_steps", ())))}
-        return cls(**fields)
+        return cls(**values)
 
 
 class SampleLengths(NamedTuple):
@@ -95,10 +77,7 @@ def lower_bound_s(samples: Sequence[SampleLengths], slots: Iterable[int], cost: 
     slots = list(slots)
     if not samples or not slots:
         return 0.0
-    # The bounds are of the three constants; a program that is faster than they say lowers them.
-    fastest = [taken / cost.fitted_step(rows=rows, cache_length=length) for rows, length, taken in cost.measured_steps]
-    scale = min([1.0, *fastest])
-    a, b, c = scale * cost.step_s, scale * cost.step_row_s, scale * cost.step_cached_token_s
+    a, b, c = cost.step_s, cost.step_row_s, cost.step_cached_token_s
     tokens = sum(one.num_tokens for one in samples)
     read = {one: _cache_tokens_read(one) * c for one in set(samples)}
     prompts = {one.prompt: one.prompt_length for one in samples}

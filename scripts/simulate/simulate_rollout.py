@@ -86,7 +86,7 @@ def worker_specs(slots: Sequence[int], *, max_prompt_length: int, max_new: int) 
     for number, count in enumerate(slots):
         kind: WorkerKind = "heavy" if number else "fast"
         shapes = slot_shapes_from_settings(rollout, count, max_prompt_length=max_prompt_length, setting="--slots")
-        sizes = ProgramSizes(shapes.batch_buckets, shapes.cache_buckets, shapes.prompt_buckets, shapes.prefill_rows)
+        sizes = ProgramSizes.of(shapes)
         specs.append(SimulatedWorkerSpec(f"{kind}-{number}", kind, count, sizes.batch[:-1], program_sizes=sizes))
     return specs
 

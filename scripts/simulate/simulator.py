@@ -31,8 +31,6 @@ from scripts.simulate.cost_model import CostModel
 from scripts.simulate.length_traces import Trace, TraceSample, new_samples
 from scripts.simulate.simulated_slots import ProgramSizes, SimulatedSlots
 
-CACHE_LENGTHS = tuple(256 * 2**i for i in range(13))
-"""The cache lengths of an engine's programs, up to the longest that a sample may need."""
 SUBMIT_INTERVAL_S = 0.5
 
 
@@ -46,7 +44,7 @@ class SimulatedWorkerSpec:
     device: str | None = None
     """Device that workers share in turns; None for a separate device."""
     program_sizes: ProgramSizes | None = None
-    """Program sizes of its engine; None for `CACHE_LENGTHS` and unpadded prompts."""
+    """Program sizes of its engine; None for unpadded prompts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +82,6 @@ class _SimulatedWorker:
     rows: dict[str, _SimulatedRow] = field(default_factory=dict)
     cached_uids: set[str] = field(default_factory=set)
     """Uids whose caches it keeps."""
-    pending_s: float = 0.0
-    """Seconds of commands since its last segment."""
 
 
 class SchedulerSimulator:
@@ -168,13 +164,9 @@ class SchedulerSimulator:
         return True
 
     def add_worker(self, spec: SimulatedWorkerSpec, *, at: float = 0.0) -> None:
-        ladders = spec.program_sizes or self._default_sizes((*spec.batch_sizes, spec.slots))
-        self._workers[spec.name] = _SimulatedWorker(spec, SimulatedSlots(ladders, self.cost))
+        sizes = spec.program_sizes or ProgramSizes((*spec.batch_sizes, spec.slots))
+        self._workers[spec.name] = _SimulatedWorker(spec, SimulatedSlots(sizes, self.cost))
         self._post(WorkerJoined(at, spec.name, spec.kind, spec.slots, spec.batch_sizes, spec.device))
-
-    def _default_sizes(self, rows: tuple[int, ...]) -> ProgramSizes:
-        top = max(one.prompt_length for one in self.trace_samples.values()) + self.max_new
-        return ProgramSizes(rows, (*(rung for rung in CACHE_LENGTHS if rung < top), top))
 
     def _report_lost(self, spec: SimulatedWorkerSpec, why: str, *, at: float) -> None:
         """Reports the worker as lost; it joins again once under another name."""
@@ -189,7 +181,6 @@ class SchedulerSimulator:
         match command:
             case Suspend():
                 worker = self._workers[command.worker]
-                worker.pending_s += worker.slots.suspend()
                 for uid in command.uids:
                     del worker.rows[uid]
                 if command.why != "truncated":
@@ -203,21 +194,15 @@ class SchedulerSimulator:
                 self._workers.pop(command.worker, None)
 
     def _run_segment(self, command: RunSegment, now: float) -> None:
-        worker, slots = self._workers[command.worker], self._workers[command.worker].slots
-        seconds = worker.pending_s + self._admit(worker, command.admit)
-        worker.pending_s = 0.0
+        worker = self._workers[command.worker]
+        seconds = self._admit(worker, command.admit)
         rows = list(worker.rows.values())
         assert 0 < len(rows) <= worker.spec.slots, f"{command.worker}: {len(rows)} rows"
-        if not command.leave_when_finished:
-            seconds += slots.compact(len(rows))
-        in_room, growth_s = slots.grow_to_fit(
-            (row.sample.prompt_length + row.num_tokens, self.max_new - row.num_tokens) for row in rows
-        )
         steps = self._steps(command, [row.sample.length - row.num_tokens for row in rows])
-        steps = steps if in_room is None else min(steps, in_room)
         # Replayed tokens pass through the decode program, all rows side by side.
         replayed = max((one.num_tokens for one in command.admit if one.how == "replay"), default=0)
-        seconds += growth_s + slots.decode(steps + replayed)
+        longest = max(row.sample.prompt_length + row.num_tokens for row in rows)
+        seconds += worker.slots.decode(steps + replayed, num_rows=len(rows), longest=longest)
         device = worker.spec.device or worker.spec.name.partition("#")[0]
         free_at = self._device_free_at.get(device, 0.0)
         starts = max(now, free_at)
@@ -255,7 +240,7 @@ class SchedulerSimulator:
         """Admits rows and returns the seconds."""
         prompts: dict[str, int] = {}
         reread: list[int] = []
-        num_copied = 0
+        copied: list[int] = []
         for one in admitted:
             traced = self.trace_samples[one.uid]
             traced = traced._replace(length=min(traced.length, self.max_new))
@@ -266,15 +251,15 @@ class SchedulerSimulator:
                     f"{one.uid}: nobody kept its cache"
                 )
                 self._workers[one.source].cached_uids.remove(one.uid)
-                num_copied += 1
+                copied.append(traced.prompt_length + one.num_tokens)
             elif one.how == "prefill" and one.num_tokens:
                 reread.append(traced.prompt_length + one.num_tokens)
             else:
                 prompts[traced.prompt] = traced.prompt_length
         if not admitted:
             return 0.0
-        num_fresh = len(admitted) - len(reread) - num_copied
-        return worker.slots.admit(prompts, num_fresh=num_fresh, recomputed=reread, num_copied=num_copied)
+        num_fresh = len(admitted) - len(reread) - len(copied)
+        return worker.slots.admit(prompts, num_fresh=num_fresh, recomputed=reread, copied=copied)
 
     @staticmethod
     def _steps(command: RunSegment, left: list[int]) -> int:

@@ -60,9 +60,7 @@ def test_samples_do_not_depend_on_where_weights_lie(shape: tuple[int, int, int])
 
 def test_slots_draw_the_same_samples_from_split_weights():
     mesh = make_mesh((1, 4, 1))
-    shapes = make_slot_shapes(
-        4, max_prompt_length=8, max_new_tokens=6, prefill_length_min=8, segment_max=6, exact=True
-    )
+    shapes = make_slot_shapes(4, max_prompt_length=8, max_new_tokens=6, prefill_length_min=8, segment_max=6, exact=True)
     engine = SlotEngine(DEFINITION, mesh, shapes, eos_ids=(), dtype=FLOAT32, exact=True, decode_layout="fsdp")
     params = jax.device_put(random_params(DEFINITION), DEFINITION.shardings(mesh))
     weights = make_engine(DEFINITION, mesh, decode_layout="fsdp").to_decode_weights(params)

@@ -73,9 +73,7 @@ def test_samples_depend_neither_on_the_mesh_nor_on_slots(shape: tuple[int, int, 
     params = jax.device_put(random_params(policy), policy.shardings(mesh))
     weights = engine.to_decode_weights(params)
     assert_same_samples(engine.generate(weights, PROMPTS, REQUEST), expected)
-    shapes = make_slot_shapes(
-        8, max_prompt_length=8, max_new_tokens=6, prefill_length_min=8, segment_max=6, exact=True
-    )
+    shapes = make_slot_shapes(8, max_prompt_length=8, max_new_tokens=6, prefill_length_min=8, segment_max=6, exact=True)
     slots = SlotEngine(held, mesh, shapes, eos_ids=(), dtype=FLOAT32, exact=True, decode_layout=layout)
     batching = ContinuousBatchGenerator(slots, decode_text=spell, segment_rule=SegmentSettings(min=1))
     assert_same_samples(batching.generate(weights, PROMPTS, REQUEST), expected)

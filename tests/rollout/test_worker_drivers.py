@@ -72,9 +72,10 @@ class Mortal(SlotEngine):
     """Uid of a sample whose cache becomes NaN after its first token."""
 
     def start_segment(self, **limits: int) -> None:
-        for slot, row in enumerate(self._rows):
-            if row is not None and row.uid == self.broken and row.num_tokens:
-                self._cache = jax.tree.map(lambda x, slot=slot: x.at[slot].set(np.nan), self._cache)
+        for slot in self._slots:
+            if slot.row.uid == self.broken and slot.row.num_tokens:
+                own = slot.blocks[-1]
+                self._cache = jax.tree.map(lambda x, own=own: x.at[own].set(np.nan), self._cache)
         super().start_segment(**limits)
 
     def finish_segment(self) -> RanSegment:
@@ -324,9 +325,9 @@ def test_the_simulator_gives_the_same_commands_as_real_workers_did(num_workers: 
     samples = made.generate(weights_on(), PROMPTS, replace(REQUEST, max_new_tokens=LONGEST))
     assert len({len(sample.completion_ids) for sample in samples}) > 5
     shapes = engines[0].shapes
-    ladders = ProgramSizes(shapes.batch_buckets, shapes.cache_buckets, shapes.prompt_buckets, shapes.prefill_rows)
+    sizes = ProgramSizes.of(shapes)
     specs = [
-        SimulatedWorkerSpec(one.name, one.kind, shapes.num_slots, shapes.batch_buckets[:-1], one.device, ladders)
+        SimulatedWorkerSpec(one.name, one.kind, shapes.num_slots, shapes.batch_buckets[:-1], one.device, sizes)
         for one in workers
     ]
     scheduler = Scheduler(policy, pdsr=EAGER, segment=SHORT)

@@ -6,12 +6,11 @@ import runpy
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from scripts.simulate.cost_fit import CALL, FREE, OTHER_NAMES, Timed, explained, fit
+from scripts.simulate.cost_fit import CALL, FREE, NAMES, Timed, explained, fit, step_counts
 from scripts.simulate.cost_model import CostModel
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
@@ -25,45 +24,36 @@ KNOWN = replace(
     prefill_token_s=2e-5,
     admit_s=3e-4,
     admit_row_s=1e-5,
-    copy_token_s=4e-8,
     move_s=2e-3,
     move_token_s=1e-6,
 )
 CALL_S = 1e-4
-PROGRAMS = ((16, 64), (16, 128), (16, 256), (8, 256))
+SEGMENTS = ((16, 64), (16, 128), (16, 256), (8, 256))
+"""(rows, cache length)"""
 
 
-def timed(what: str, counts: dict[Any, float]) -> Timed:
+def timed(what: str, counts: dict[str, float]) -> Timed:
     """Returns the times that `KNOWN` gives."""
-    seconds = counts.get(CALL, 0.0) * CALL_S + sum(getattr(KNOWN, n) * counts.get(n, 0.0) for n in OTHER_NAMES)
-    programs = [program for program in counts if isinstance(program, tuple)]
-    seconds += sum(counts[rows, room] * KNOWN.step(rows=rows, cache_length=room) for rows, room in programs)
+    seconds = counts.get(CALL, 0.0) * CALL_S + sum(getattr(KNOWN, name) * counts.get(name, 0.0) for name in NAMES)
     return Timed(what, counts, seconds)
 
 
 def measurements() -> list[Timed]:
     made = [
-        timed(f"decode {rows} {room} {steps}", {(rows, room): steps, CALL: 1})
-        for rows, room in PROGRAMS
+        timed(f"decode {rows} {length} {steps}", {**step_counts(steps, rows=rows, cache_length=length), CALL: 1})
+        for rows, length in SEGMENTS
         for steps in (8, 40)
     ]
     made += [timed(f"prefill {n}", {"prefill_s": 1, "prefill_token_s": n}) for n in (32, 64, 256)]
     made += [timed(f"admit {n}", {"admit_s": 1, "admit_row_s": n}) for n in (1, 15)]
-    made += [timed(f"copy {n}", {"copy_token_s": n}) for n in (2048, 4096)]
     made += [timed(f"move {n}", {"move_s": 2, "move_token_s": n}) for n in (64, 512)]
-    return [*made, timed("segments", {"segment_s": 20, (16, 64): 20, "admit_s": 2, "admit_row_s": 20})]
-
-
-def constants(cost: CostModel) -> dict[str, float]:
-    return {name: value for name, value in cost.to_json().items() if name != "measured_steps"}
+    steps = step_counts(20, rows=16, cache_length=64)
+    return [*made, timed("segments", {"segment_s": 20, **steps, "admit_s": 2, "admit_row_s": 20})]
 
 
 def test_known_constants_are_found_again() -> None:
     found = fit(measurements())
-    assert constants(found) == pytest.approx(constants(KNOWN), rel=1e-6)
-    assert {program[:2] for program in found.measured_steps} == set(PROGRAMS)
-    for rows, room, seconds in found.measured_steps:
-        assert seconds == pytest.approx(KNOWN.step(rows=rows, cache_length=room))
+    assert found.to_json() == pytest.approx(KNOWN.to_json(), rel=1e-6)
     assert explained(measurements()[-1], found) == pytest.approx(1)
 
 
@@ -71,14 +61,16 @@ def test_times_that_are_a_little_off_give_constants_that_are_a_little_off_and_ne
     rng = np.random.default_rng(0)
     noisy = [one._replace(seconds=one.seconds * rng.uniform(0.98, 1.02)) for one in measurements()]
     found = fit(noisy)
-    assert min(constants(found).values()) >= 0
-    for rows, room, seconds in found.measured_steps:
-        assert seconds == pytest.approx(KNOWN.step(rows=rows, cache_length=room), rel=0.05)
+    assert min(found.to_json().values()) >= 0
+    for rows, length in SEGMENTS:
+        known = KNOWN.step(rows=rows, cache_length=length)
+        assert found.step(rows=rows, cache_length=length) == pytest.approx(known, rel=0.05)
 
 
 def test_what_was_never_paid_costs_nothing() -> None:
-    found = fit([timed("decode", {(8, 64): 10}), timed("prefill", {"prefill_s": 1})])
-    assert (found.move_s, found.copy_token_s) == (0, 0) and found.prefill_s == pytest.approx(KNOWN.prefill_s)
+    steps = step_counts(10, rows=8, cache_length=64)
+    found = fit([timed("decode", steps), timed("prefill", {"prefill_s": 1})])
+    assert (found.move_s, found.admit_s) == (0, 0) and found.prefill_s == pytest.approx(KNOWN.prefill_s)
 
 
 def test_fitted_costs_are_what_the_simulator_reads() -> None:

@@ -9,7 +9,6 @@ from app.rollout.scheduling.scheduler import POLICIES
 from scripts.simulate import length_traces
 from scripts.simulate.cost_model import CostModel, SampleLengths, lower_bound_s
 from scripts.simulate.length_traces import Trace, TraceSample
-from scripts.simulate.simulated_slots import ProgramSizes
 from scripts.simulate.simulator import SchedulerSimulator, SimulatedWorkerSpec
 from tests.rollout.scheduling.driving import FREE, make_scheduler
 from tests.rollout.scheduling.storms import storm
@@ -135,18 +134,3 @@ def test_the_host_makes_a_segment_ready_while_another_worker_has_the_device() ->
     assert simulated("sync", lone(5, 5, 5, 5), alone, cost).makespan_s == 4 * (3 + 5)
     # Only the very first has to be waited for.
     assert simulated("sync", lone(5, 5, 5, 5), together, cost).makespan_s == 3 + 4 * 5
-
-
-def test_a_segment_ends_where_caches_are_full() -> None:
-    cost = replace(STEPS_ONLY, copy_token_s=1.0)
-    ladders = ProgramSizes(batch=(1,), cache=(150, 300))
-    trace = [one._replace(prompt_length=100) for one in lone(120)]
-    clock = SchedulerSimulator(
-        make_scheduler("adaptive"),
-        trace,
-        [SimulatedWorkerSpec("w", "fast", 1, program_sizes=ladders)],
-        cost,
-        max_new=200,
-    )
-    found = schedule_metrics(clock.run())
-    assert (found.segments, found.makespan_s) == (2, 120 + 300)

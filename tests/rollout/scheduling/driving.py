@@ -23,7 +23,7 @@ from app.rollout.scheduling.scheduling_policy import Probes
 from scripts.simulate.cost_model import CostModel
 from settings.schema.rollout import PdsrSettings, SegmentSettings
 
-FREE = replace(CostModel(), **dict.fromkeys(CostModel().to_json().keys() - {"measured_steps"}, 0.0))
+FREE = replace(CostModel(), **dict.fromkeys(CostModel().to_json(), 0.0))
 """A cost model in which everything takes no time."""
 
 
