@@ -52,6 +52,7 @@ def new_slots(
     mesh_shape: tuple[int, int, int] = (1, 1, 1),
     eos_ids: Sequence[int] = (),
     decode_text: DecodeText | None = None,
+    **blocks: int,
 ) -> SlotEngine:
     """Returns slots that have been compacted to half their number, in fast mode."""
     shapes = make_slot_shapes(
@@ -61,6 +62,7 @@ def new_slots(
         prefill_length_min=4,
         segment_max=16,
         exact=exact,
+        **blocks,
     )
     if not exact:
         shapes = shapes._replace(batch_buckets=(num_slots // 2, num_slots))
@@ -374,3 +376,110 @@ def test_slots_that_devices_cannot_share_are_refused():
     sizes |= {"segment_max": 8}
     with pytest.raises(InputError, match=r"rollout\.slots: 6 .* 4 devices"):
         make_slot_shapes(6, **sizes, exact=False, row_shards=4)
+
+
+# Blocks ----------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def few_blocks(exact: bool) -> SlotEngine:
+    """Returns four slots with blocks for one of the longest samples, or a few shorter ones."""
+    return new_slots(4, exact=exact, block_size=4, num_blocks=12)
+
+
+def num_free(engine: SlotEngine) -> list[int]:
+    return [pool.num_available() for pool in engine._pools]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_where_blocks_run_out_rows_give_theirs_up_and_no_bit_of_a_sample_changes(seed: int) -> None:
+    engine = few_blocks(True)
+    engine.counters.take()
+    expected = {s.uid: (s.completion_ids.tolist(), s.behavior_logprobs.tobytes()) for s in generate(engine)}
+    counts = engine.counters.take()
+    assert counts.preempted_rows > 0 and counts.recomputed_tokens > 0
+    assert counts.generated_tokens == sum(LENGTHS)
+    assert counts.prompt_tokens == GROUP_SIZE * sum(len(prompt.token_ids) for prompt in PROMPTS)
+    assert by_uid(run_at_random(engine, seed)) == expected
+    for sample in in_one_batch():
+        assert expected[sample.uid][0] == sample.completion_ids.tolist()
+
+
+def test_in_fast_mode_rows_that_gave_their_blocks_up_are_computed_again() -> None:
+    engine = few_blocks(False)
+    engine.counters.take()
+    samples = generate(engine)
+    counts = engine.counters.take()
+    assert counts.preempted_rows > 0 and counts.recomputed_tokens > 0
+    assert counts.generated_tokens == sum(LENGTHS)
+    for ours, theirs in zip(samples, in_one_batch(), strict=True):
+        np.testing.assert_array_equal(ours.completion_ids, theirs.completion_ids)
+        np.testing.assert_allclose(ours.behavior_logprobs, theirs.behavior_logprobs, atol=1e-5)
+
+
+def test_blocks_follow_tokens_samples_share_those_of_their_prompt_and_all_come_back() -> None:
+    engine = new_slots(4, exact=True, block_size=4)
+    assert engine.programs.num_blocks == 4 * 8 + 2
+    prompt = replace(PROMPTS[0], token_ids=np.arange(1, 8, dtype=np.int32))
+    rows = [RolloutSequence(prompt, i, max_new_tokens=LONGEST, noise_step=3) for i in range(4)]
+    engine.open(weights_on(), REQUEST)
+    before = num_free(engine)
+    engine.admit(rows)
+    # Tokens 0 to 3 are shared, and each sample has its own block of the next three; so has the prompt.
+    assert [len(slot.blocks) for slot in engine._slots] == [2] * 4
+    assert len({slot.blocks[0] for slot in engine._slots}) == 1 and len({slot.blocks[1] for slot in engine._slots}) == 4
+    # The prompt's own last block is given up where others need it.
+    assert before[0] - num_free(engine)[0] == 1 + 4
+    engine.start_segment(length=4)
+    assert [len(slot.blocks) for slot in engine._slots] == [3] * 4
+    engine.finish_segment().collect()
+    while engine.active_rows:
+        engine.start_segment(length=16)
+        engine.finish_segment().collect()
+    assert num_free(engine) == before
+    engine.close()
+
+
+def test_a_suspended_row_moves_its_blocks_to_wherever_there_are_some() -> None:
+    engine = new_slots(2, exact=True, block_size=4, num_blocks=18)
+    whole = {s.uid: s.completion_ids.tolist() for s in generate(slots_of(True), PROMPTS[:1], LONGEST)}
+    rows = [RolloutSequence(PROMPTS[0], i, max_new_tokens=LONGEST, noise_step=3) for i in range(2)]
+    engine.open(weights_on(), REQUEST, suspends=True)
+    engine.admit(rows)
+    engine.start_segment(length=9)
+    engine.finish_segment().collect()
+    before = engine._slots[0].blocks
+    [suspended] = engine.suspend(rows[:1])
+    engine.start_segment(length=9)
+    engine.finish_segment().collect()
+    engine.admit([suspended])
+    assert engine._slots[1].blocks != before
+    while engine.active_rows:
+        engine.start_segment(length=16)
+        engine.finish_segment().collect()
+    engine.close()
+    assert [row.token_ids.tolist() for row in rows] == [whole[row.uid] for row in rows]
+
+
+def test_a_prompt_whose_last_block_is_full_needs_no_copy() -> None:
+    for length in (1, 4, 5, 8):
+        prompt = replace(PROMPTS[0], token_ids=np.arange(1, 1 + length, dtype=np.int32))
+        theirs = without_slots().generate(weights_on(), [prompt], replace(REQUEST, max_new_tokens=9))
+        ours = generate(few_blocks(True), [prompt], 9)
+        for sample, other in zip(ours, theirs, strict=True):
+            np.testing.assert_array_equal(sample.completion_ids, other.completion_ids)
+
+
+def test_blocks_that_do_not_hold_one_sample_are_refused() -> None:
+    with pytest.raises(InputError, match=r"rollout\.kv_blocks: 9 blocks of 4 tokens .* 32 tokens; set it to at least 10"):
+        new_slots(4, exact=True, block_size=4, num_blocks=9)
+
+
+def test_blocks_on_several_devices_make_the_same_samples() -> None:
+    engine = new_slots(8, exact=True, mesh_shape=(2, 1, 2), block_size=4, num_blocks=12)
+    engine.counters.take()
+    samples = batching(engine).generate(weights_on((2, 1, 2)), PROMPTS, REQUEST)
+    assert engine.counters.take().preempted_rows > 0
+    for ours, theirs in zip(samples, in_one_batch(), strict=True):
+        np.testing.assert_array_equal(ours.completion_ids, theirs.completion_ids)
+        np.testing.assert_allclose(ours.behavior_logprobs, theirs.behavior_logprobs, atol=1e-5)

@@ -75,7 +75,8 @@ def test_a_run_trains_and_is_evaluated_on_the_same_samples(config: Path, finishe
     step = metrics_of(run)[-1]
     assert step["perf/compilations"] == 0
     assert step["perf/rollout/segments"] >= 2
-    assert step["perf/rollout/prefill_tokens_saved"] == metrics_of(finished)[2]["perf/rollout/prefill_tokens_saved"] > 0
+    # Every device prefills the prompts of its own samples, of which it has one at a time.
+    assert metrics_of(finished)[2]["perf/rollout/prefill_tokens_saved"] > step["perf/rollout/prefill_tokens_saved"] == 0
     assert 0 <= step["perf/rollout/bubble"] < 1
 
 
@@ -87,9 +88,8 @@ def test_a_dry_run_foresees_the_caches_of_the_slots(config: Path) -> None:
     engine = session.continuous_batching.engine
     weights = session.engine.to_decode_weights(session.load_params())
     engine.open(weights, session.rollout_request())
-    engine._grow_cache(engine.shapes.max_length)
     assert memory["rollout"]["kv_cache"] == memory["evaluation"]["kv_cache"] == bytes_per_device(engine._cache)
-    assert memory["rollout"]["prompt_cache"] == bytes_per_device(engine._pool)
+    assert memory["rollout"]["prompt_cache"] == 0
     engine.close()
 
 
