@@ -97,7 +97,7 @@ def generation_work(
     flops = token_flops(a) + pair_flops(a) * sum(seen) + 2 * a.model_dim * a.vocab_size
     turns = {}
     with jax.set_mesh(mesh):
-        if size := decode_block_size(a, length, dtype):
+        if size := decode_block_size(a, shape.block_size or length, dtype):
             # The blocks that a row sees, in the mean over layers; windows begin within a block.
             blocks = np.mean([-(-length // size) - (length - tokens) // size for tokens in seen])
             cache = abstract_cache(cache_shapes(a, shape.num_rows * num_hosts(mesh), length, dtype), mesh)[0].keys

@@ -60,6 +60,8 @@ class BatchShape(NamedTuple):
     prompt_length: int
     cache_length: int
     num_new: int
+    block_size: int | None = None
+    """Tokens of a block of the cache, if rows are split into blocks."""
 
 
 class Footprint(NamedTuple):

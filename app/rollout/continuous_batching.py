@@ -83,6 +83,7 @@ class ContinuousBatchGenerator(SampleGenerator):
                 has_waiting=bool(waiting),
                 mean_length=max(sum_finished / num_finished, 1.0) if num_finished else prior,
                 batch_sizes=engine.shapes.batch_buckets[:-1],
+                capacity=engine.programs.capacity,
             )
             engine.start_segment(**limits._asdict())
             # The devices decode while the host reads the tokens of the previous segment.

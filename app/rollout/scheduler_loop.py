@@ -93,8 +93,8 @@ class RolloutExecutor:
         """Registers all workers with the scheduler."""
         for worker in self._workers.values():
             shapes = worker.engine.shapes
-            name, buckets = worker.name, shapes.batch_buckets[:-1]
-            self._handle_event(WorkerJoined(self._clock(), name, worker.kind, shapes.num_slots, buckets, worker.device))
+            sizes = shapes.num_slots, shapes.batch_buckets[:-1], worker.device, worker.engine.programs.capacity
+            self._handle_event(WorkerJoined(self._clock(), worker.name, worker.kind, *sizes))
 
     def submit(self, rows: Mapping[str, RolloutSequence]) -> None:
         """Adds rows; their uids must be new to the rollout."""

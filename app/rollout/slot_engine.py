@@ -560,7 +560,7 @@ class SlotEngine:
     def batch_shape(self) -> BatchShape:
         """Largest batch shape of the engine."""
         shapes = self.shapes
-        lengths = shapes.max_prompt_length, shapes.max_length, shapes.segment_max
+        lengths = shapes.max_prompt_length, shapes.max_length, shapes.segment_max, self.programs.block_size
         return BatchShape(shapes.prefill_rows[-1] * self.programs.num_shards, shapes.num_slots, *lengths)
 
     def footprint(self) -> Footprint:

@@ -58,21 +58,31 @@ def estimated(settings: Settings, shares: Sequence[float]) -> list[tuple[str, ..
     """Returns a line of the table for each share of the cache that is filled."""
     jax_startup.initialize_distributed(settings.mesh, compiles=True)
     session = Session.open(settings, read_config_only_spec(settings).model)
-    rollout, engine = settings.rollout, session.engine
-    shape = engine.batch_shape(
-        num_prompts=rollout.prompts_per_step,
-        group_size=rollout.group_size,
-        longest_prompt=settings.data.max_prompt_length,
-        max_new_tokens=rollout.max_new_tokens,
-    )
-    text = engine.lower_programs(shape, truncates=session.sampling_params.truncates)["decode"].compile().as_text()
-    bundles, chip = take_scheduled_bundles(kernel_schedules()), find_chip(engine.mesh.devices.flat[0].device_kind)
+    rollout, slots = settings.rollout, session.continuous_batching
+    if slots is not None:
+        engine, shape = slots.engine, slots.engine.batch_shape
+        mesh, footprint = engine.programs.mesh, engine.footprint()
+        programs = engine.programs.lower_programs(truncates=session.sampling_params.truncates)
+    else:
+        mesh, shape = (
+            session.engine.mesh,
+            session.engine.batch_shape(
+                num_prompts=rollout.prompts_per_step,
+                group_size=rollout.group_size,
+                longest_prompt=settings.data.max_prompt_length,
+                max_new_tokens=rollout.max_new_tokens,
+            ),
+        )
+        footprint = session.engine.footprint(shape)
+        programs = session.engine.lower_programs(shape, truncates=session.sampling_params.truncates)
+    text = programs["decode"].compile().as_text()
+    bundles, chip = take_scheduled_bundles(kernel_schedules()), find_chip(mesh.devices.flat[0].device_kind)
     assert chip is not None
-    footprint, architecture = engine.footprint(shape), session.model_spec.architecture
+    architecture, dtype = session.model_spec.architecture, settings.model.dtype
     weights, cache = bytes_per_device(footprint.weights), bytes_per_device(footprint.slots)
-    work = generation_work(architecture, engine.mesh, settings.model.dtype, shape)["decode"]
-    with jax.set_mesh(engine.mesh):
-        block_size = decode_block_size(architecture, shape.cache_length, settings.model.dtype)
+    work = generation_work(architecture, mesh, dtype, shape)["decode"]
+    with jax.set_mesh(mesh):
+        block_size = decode_block_size(architecture, shape.block_size or shape.cache_length, dtype)
     lines = []
     for share in shares:
         turns: dict[str, Any] = dict(work.turns)
@@ -84,7 +94,7 @@ def estimated(settings: Settings, shares: Sequence[float]) -> list[tuple[str, ..
         seconds = (time.estimated_s, time.parts["attention"], floor)
         lines.append(
             (
-                *(f"{shape.cache_length:,}", str(shape.num_rows // engine.mesh.size), f"{share:.0%}"),
+                *(f"{shape.cache_length:,}", str(shape.num_rows // mesh.size), f"{share:.0%}"),
                 *(f"{one * 1e3:.2f} ms" for one in seconds),
                 f"{time.estimated_s / floor:.2f}x",
             )

@@ -184,9 +184,7 @@ class ForcedRollout:
 
     def specs(self, num_workers: int | None = None) -> list[SimulatedWorkerSpec]:
         """Returns the same workers for the virtual clock."""
-        return [spec_of(worker.name, worker.kind, worker.engine.shapes) for worker in self.workers("sync").workers][
-            :num_workers
-        ]
+        return [spec_of(worker) for worker in self.workers("sync").workers][:num_workers]
 
     def generate(self, made: SampleGenerator, *, seed: int = 0) -> float:
         """Generates all samples and returns the seconds, with opening and closing the slots and making records."""
@@ -207,9 +205,10 @@ class ForcedRollout:
         return seconds
 
 
-def spec_of(name: str, kind: WorkerKind, shapes: SlotShapes) -> SimulatedWorkerSpec:
-    sizes = ProgramSizes.of(shapes)
-    return SimulatedWorkerSpec(name, kind, shapes.num_slots, shapes.batch_buckets[:-1], device="0", program_sizes=sizes)
+def spec_of(worker: RolloutWorker) -> SimulatedWorkerSpec:
+    shapes = worker.engine.shapes
+    slots, capacity = (shapes.num_slots, shapes.batch_buckets[:-1]), worker.engine.programs.capacity
+    return SimulatedWorkerSpec(worker.name, worker.kind, *slots, "0", ProgramSizes.of(shapes), capacity)
 
 
 def open_rollout(

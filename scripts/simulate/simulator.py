@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from app.records.sample import DROPPED_PREFIX
 from app.rollout.scheduling.protocol import (
+    DEFAULT_CAPACITY,
     Admit,
     Closed,
     Command,
@@ -45,6 +46,8 @@ class SimulatedWorkerSpec:
     """Device that workers share in turns; None for a separate device."""
     program_sizes: ProgramSizes | None = None
     """Program sizes of its engine; None for unpadded prompts."""
+    capacity: int = DEFAULT_CAPACITY
+    """Number of tokens that its KV cache holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +169,8 @@ class SchedulerSimulator:
     def add_worker(self, spec: SimulatedWorkerSpec, *, at: float = 0.0) -> None:
         sizes = spec.program_sizes or ProgramSizes((*spec.batch_sizes, spec.slots))
         self._workers[spec.name] = _SimulatedWorker(spec, SimulatedSlots(sizes, self.cost))
-        self._post(WorkerJoined(at, spec.name, spec.kind, spec.slots, spec.batch_sizes, spec.device))
+        sizes = spec.slots, spec.batch_sizes, spec.device, spec.capacity
+        self._post(WorkerJoined(at, spec.name, spec.kind, *sizes))
 
     def _report_lost(self, spec: SimulatedWorkerSpec, why: str, *, at: float) -> None:
         """Reports the worker as lost; it joins again once under another name."""

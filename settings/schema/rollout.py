@@ -34,8 +34,9 @@ class SegmentSettings(Section):
     """Minimum length of a segment, in tokens per row."""
     max: int = Field(default=4096, ge=1, le=MAX_TOKENS)
     """Maximum length of a segment, in tokens per row."""
-    capacity: int = Field(default=8192, ge=1, le=MAX_TOKENS)
-    """Total number of tokens of all rows in a segment, for the rule budget."""
+    capacity: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
+    """Total number of tokens of all rows in a segment, for the rule budget; when null, as many as the KV cache of the
+    slots holds."""
     overhead_steps: float = Field(default=0.5, gt=0, le=1000)
     """Overhead of ending a segment, in decode steps, for the rule balance."""
 

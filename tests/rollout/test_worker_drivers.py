@@ -325,9 +325,11 @@ def test_the_simulator_gives_the_same_commands_as_real_workers_did(num_workers: 
     samples = made.generate(weights_on(), PROMPTS, replace(REQUEST, max_new_tokens=LONGEST))
     assert len({len(sample.completion_ids) for sample in samples}) > 5
     shapes = engines[0].shapes
-    sizes = ProgramSizes.of(shapes)
+    sizes, capacity = ProgramSizes.of(shapes), engines[0].programs.capacity
     specs = [
-        SimulatedWorkerSpec(one.name, one.kind, shapes.num_slots, shapes.batch_buckets[:-1], one.device, sizes)
+        SimulatedWorkerSpec(
+            one.name, one.kind, shapes.num_slots, shapes.batch_buckets[:-1], one.device, sizes, capacity
+        )
         for one in workers
     ]
     scheduler = Scheduler(policy, pdsr=EAGER, segment=SHORT)

@@ -28,6 +28,8 @@ SampleRole = Literal["probe", "fast", "heavy", "any"]
 """Role of an admitted sample: its prompt's probe, expected to be short, expected to be long, or no expectation."""
 AdmitMethod = Literal["prefill", "copy", "replay"]
 
+DEFAULT_CAPACITY = 8192
+
 FINISH_LENGTH = "length"
 """Finish reason of a sample that has reached its maximum number of tokens."""
 
@@ -77,9 +79,11 @@ class WorkerJoined:
     kind: WorkerKind
     slots: int
     rungs: tuple[int, ...] = ()
-    """Numbers of rows to which the worker can be compacted, ascending, without `slots` itself."""
+    """Numbers of rows of its smaller programs, ascending, without `slots` itself."""
     device: str | None = None
     """Device that this worker shares with others in turns; None = the worker has its own devices."""
+    capacity: int = DEFAULT_CAPACITY
+    """Number of tokens that its KV cache holds."""
 
     def __post_init__(self) -> None:
         if self.slots < 1:

@@ -124,7 +124,9 @@ class Scheduler:
 
     def _add_worker(self, event: WorkerJoined) -> None:
         if event.worker not in self.context.workers and event.worker not in self._lost_workers:
-            worker = WorkerState(event.worker, event.kind, event.slots, tuple(event.rungs), event.device)
+            worker = WorkerState(
+                event.worker, event.kind, event.slots, tuple(event.rungs), event.device, event.capacity
+            )
             self.context.workers[event.worker] = worker
 
     def _remove_worker(self, name: str) -> list[Command]:
@@ -227,6 +229,7 @@ class Scheduler:
             has_waiting=self.policy.has_sample_for(worker) or not self.is_closed,
             mean_length=self.context.lengths.mean_length(default=prior_mean_length(rows[0].sample.max_new)),
             batch_sizes=worker.rungs,
+            capacity=worker.capacity,
         )
         looks = ((self.policy.token_limit(entry, worker), entry.num_tokens) for entry in rows)
         left = [limit - tokens for limit, tokens in looks if limit is not None and limit > tokens]

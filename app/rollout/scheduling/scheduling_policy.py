@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
 from app.rollout.scheduling.length_estimator import LengthEstimator
-from app.rollout.scheduling.protocol import SampleRole, WorkerKind
+from app.rollout.scheduling.protocol import DEFAULT_CAPACITY, SampleRole, WorkerKind
 from app.rollout.scheduling.sample_states import SampleEntry, SampleState, SampleTable
 from settings.schema.rollout import PdsrSettings
 
@@ -21,6 +21,7 @@ class WorkerState:
     slots: int
     rungs: tuple[int, ...]
     device: str | None = None
+    capacity: int = DEFAULT_CAPACITY
     rows: list[str] = field(default_factory=list)
     """Uids in the order of admission."""
     segment: int = 0

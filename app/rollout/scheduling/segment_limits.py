@@ -23,7 +23,13 @@ class SegmentLimits(NamedTuple):
 
 
 def segment_limits(
-    rule: SegmentSettings, *, num_active: int, has_waiting: bool, mean_length: float, batch_sizes: tuple[int, ...]
+    rule: SegmentSettings,
+    *,
+    num_active: int,
+    has_waiting: bool,
+    mean_length: float,
+    batch_sizes: tuple[int, ...],
+    capacity: int,
 ) -> SegmentLimits:
     """Returns the limits of a worker's next segment.
 
@@ -31,11 +37,12 @@ def segment_limits(
         num_active: number of rows on the worker.
         has_waiting: whether samples could take the slots of rows that finish.
         mean_length: mean length of completions.
-        batch_sizes: numbers of rows to which the worker can be compacted.
+        batch_sizes: numbers of rows of the worker's smaller programs.
+        capacity: number of tokens that its KV cache holds.
     """
     bounds = {"minimum": rule.min, "maximum": rule.max}
     if rule.rule == "budget" or (rule.rule == "auto" and not has_waiting):
-        length = budget_length(num_active, capacity=rule.capacity, **bounds)
+        length = budget_length(num_active, capacity=rule.capacity or capacity, **bounds)
     else:
         length = balanced_length(mean_length, overhead_steps=rule.overhead_steps, **bounds)
     if not has_waiting:

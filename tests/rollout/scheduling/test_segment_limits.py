@@ -51,4 +51,7 @@ def test_the_next_rung_is_below_the_active_rows() -> None:
 )
 def test_a_segment_leaves_for_those_who_wait_or_for_a_smaller_program(rule, some_wait, expected) -> None:
     segment = SegmentSettings(rule=rule, min=10, max=4096, capacity=1000, overhead_steps=0.5)
-    assert segment_limits(segment, num_active=4, has_waiting=some_wait, mean_length=1024, batch_sizes=(2,)) == expected
+    state = {"num_active": 4, "has_waiting": some_wait, "mean_length": 1024, "batch_sizes": (2,)}
+    assert segment_limits(segment, **state, capacity=1) == expected
+    # What the cache holds counts unless the setting says otherwise.
+    assert segment_limits(segment.model_copy(update={"capacity": None}), **state, capacity=1000) == expected
