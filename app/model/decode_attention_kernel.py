@@ -27,8 +27,6 @@ OTHER_BYTES = 8 * 2**20
 compiler lacks for weights that it copies ahead."""
 TILE = 16
 """Tokens that are written together, since memory holds so many bfloat16 rows in one piece."""
-NUM_SCALARS = 7
-"""Arrays of scalars, which say what each turn of the grid reads and writes."""
 
 
 def attend(
@@ -67,40 +65,41 @@ def attend(
     # A grid has at least one turn.
     visited = active.at[0].set(active[0] | ~jnp.any(active))
     rows, blocks, num_pairs = _live_blocks(positions, visited, window, block_size, -(-cache_length // block_size))
-    tile_size = min(TILE, block_size)
-    places, offsets, tile_places, tile_offsets = rows, blocks, jnp.arange(num_rows), positions // tile_size
+    tile_size, width = min(TILE, block_size), -(-cache_length // block_size)
+    scalars = [rows, blocks, positions, positions // tile_size]
     if tables is not None:
-        places, offsets = tables[rows, blocks], jnp.zeros_like(blocks)
-        tile_places = jnp.take_along_axis(tables, positions[:, None] // block_size, axis=1)[:, 0]
-        tile_offsets = positions % block_size // tile_size
+        scalars[3:] = [positions % block_size // tile_size, positions // block_size, tables.reshape(-1)]
+
+    def block_at(turn: Array, rows: Any, blocks: Any, positions: Any, tiles: Any, *paged: Any) -> tuple[Any, ...]:
+        row, block = rows[turn], blocks[turn]
+        return (paged[1][row * width + block], 0, 0, 0) if paged else (row, 0, block, 0)
+
+    def tile_at(turn: Array, rows: Any, blocks: Any, positions: Any, tiles: Any, *paged: Any) -> tuple[Any, ...]:
+        row = rows[turn]
+        return (paged[1][row * width + paged[0][row]] if paged else row, 0, tiles[row], 0)
+
     by_head = query.reshape(num_rows, num_kv_heads, query.shape[2] // num_kv_heads, head_dim)
     of_row = lambda *sizes: pl.BlockSpec((None, num_kv_heads, *sizes), lambda p, rows, *_: (rows[p], 0, 0, 0))  # noqa: E731
     by_row, new = of_row(*by_head.shape[2:]), of_row(1, head_dim)
-    block = pl.BlockSpec(
-        (None, num_kv_heads, block_size, head_dim),
-        lambda p, rows, blocks, positions, places, offsets, *_: (places[p], 0, offsets[p], 0),
-    )
-    tile = pl.BlockSpec(
-        (None, num_kv_heads, tile_size, head_dim),
-        lambda p, rows, *others: (others[-2][rows[p]], 0, others[-1][rows[p]], 0),
-    )
+    block = pl.BlockSpec((None, num_kv_heads, block_size, head_dim), block_at)
+    tile = pl.BlockSpec((None, num_kv_heads, tile_size, head_dim), tile_at)
     vmem_bytes = cache_block_bytes(num_kv_heads, head_dim, block_size, keys.dtype) + OTHER_BYTES
     statistic = pltpu.VMEM((*by_head.shape[1:3], 1), jnp.float32)
     mixed, keys, values = pl.pallas_call(
-        functools.partial(_kernel, score_mod, score_mod.scale_for(head_dim), window, cache_length),
+        functools.partial(_kernel, score_mod, score_mod.scale_for(head_dim), window, cache_length, len(scalars)),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=NUM_SCALARS,
+            num_scalar_prefetch=len(scalars),
             grid=(num_pairs,),
             in_specs=[by_row, new, new, block, block],
             out_specs=[by_row, tile, tile],
             scratch_shapes=[statistic, statistic, pltpu.VMEM(by_head.shape[1:], jnp.float32)],
         ),
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (by_head, keys, values)],
-        input_output_aliases={NUM_SCALARS + 3: 1, NUM_SCALARS + 4: 2},
+        input_output_aliases={len(scalars) + 3: 1, len(scalars) + 4: 2},
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), vmem_limit_bytes=vmem_bytes),
         name="attention_decode",
         interpret=interpret,
-    )(rows, blocks, positions, places, offsets, tile_places, tile_offsets, by_head, key, value, keys, values)
+    )(*scalars, by_head, key, value, keys, values)
     return jnp.where(active[:, None, None, None], mixed.reshape(query.shape), 0), keys, values
 
 
@@ -126,9 +125,11 @@ def _live_blocks(
     return rows.astype(jnp.int32), blocks.astype(jnp.int32), ends[-1]
 
 
-def _kernel(score_mod: ScoreMod, scale: float, window: int | None, cache_length: int, *refs: Any) -> None:
+def _kernel(
+    score_mod: ScoreMod, scale: float, window: int | None, cache_length: int, num_scalars: int, *refs: Any
+) -> None:
     rows, blocks, positions = refs[:3]
-    query, key, value, keys, values, mixed, key_tile, value_tile, *sums_of_row = refs[NUM_SCALARS:]
+    query, key, value, keys, values, mixed, key_tile, value_tile, *sums_of_row = refs[num_scalars:]
     highest, total, sums = sums_of_row
     turn, last_turn = pl.program_id(0), pl.num_programs(0) - 1
     row, block = rows[turn], blocks[turn]
