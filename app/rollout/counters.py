@@ -16,7 +16,7 @@ class RolloutCounters:
     prefilled_tokens: int = 0
     """Prompt tokens actually prefilled, without padding."""
     recomputed_tokens: int = 0
-    """Tokens processed again because suspended samples continued without their caches."""
+    """Tokens processed again because suspended or preempted samples continued without their caches."""
     preempted_rows: int = 0
     """Times that a row gave its blocks up for older rows."""
     row_steps: int = 0

@@ -37,6 +37,7 @@ def rollout_performance(counters: RolloutCounters) -> dict[str, float]:
     return {
         "perf/rollout/segments": total.segments / jax.process_count(),
         "perf/rollout/prefill_tokens_saved": total.prompt_tokens - total.prefilled_tokens - total.recomputed_tokens,
+        "perf/rollout/preemptions": total.preempted_rows,
         # With asynchronous rollouts, there may be steps in which no sample was finished.
         "perf/rollout/bubble": 1 - total.generated_tokens / total.row_steps if total.row_steps else 0.0,
     }

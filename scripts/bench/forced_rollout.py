@@ -142,7 +142,7 @@ class ForcedRollout:
     def group_size(self) -> int:
         return len(self.lengths[0]) // len(self.prompts)
 
-    def new_engine(self, num_slots: int) -> WatchedEngine:
+    def new_engine(self, num_slots: int, *, num_blocks: int | None = None) -> WatchedEngine:
         """Returns an engine; engines with equal slots share their programs."""
         shapes = make_slot_shapes(
             num_slots,
@@ -151,6 +151,7 @@ class ForcedRollout:
             prefill_length_min=32,
             segment_max=min(self.rule.max, self.longest),
             exact=False,
+            num_blocks=num_blocks,
         )
         if shapes not in self._programs:
             programs = EndingPrograms(self.definition, self.mesh, shapes, dtype=DTYPE, num_eos=1)

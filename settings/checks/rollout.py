@@ -25,6 +25,17 @@ def _has_unequal_slots(settings: Settings) -> bool:
     return settings.rollout.has_workers and fast.count > 0 and heavy.count > 0 and fast.slots != heavy.slots
 
 
+KV_BLOCK_CHECKS = tuple(
+    Rule(
+        lambda s, name=name: (
+            getattr(s.rollout, name) is not None and s.rollout.slots is None and not s.rollout.has_workers
+        ),
+        f"<rollout.{name}>: a batch has whole caches; blocks need slots: set rollout.slots (for example to 16) or "
+        "rollout.scheduler, or remove it",
+    )
+    for name in ("kv_blocks", "kv_block_size")
+)
+
 EXACT_MODE_CHECKS = (
     Rule(
         lambda s: s.rollout.mode == "exact" and s.rollout.slots is None and not s.rollout.has_workers,
@@ -120,6 +131,7 @@ WORKER_CHECKS = (
     ),
     _check_ray_pool,
     *EXACT_MODE_CHECKS,
+    *KV_BLOCK_CHECKS,
 )
 
 STALENESS_CHECKS = (

@@ -52,7 +52,8 @@ def new_slots(
     mesh_shape: tuple[int, int, int] = (1, 1, 1),
     eos_ids: Sequence[int] = (),
     decode_text: DecodeText | None = None,
-    **blocks: int,
+    block_size: int | None = None,
+    num_blocks: int | None = None,
 ) -> SlotEngine:
     """Returns slots that have been compacted to half their number, in fast mode."""
     shapes = make_slot_shapes(
@@ -62,7 +63,8 @@ def new_slots(
         prefill_length_min=4,
         segment_max=16,
         exact=exact,
-        **blocks,
+        block_size=block_size,
+        num_blocks=num_blocks,
     )
     if not exact:
         shapes = shapes._replace(batch_buckets=(num_slots // 2, num_slots))

@@ -1,0 +1,72 @@
+"""Memory of slots whose KV cache is a pool of blocks, against caches of full length.
+
+    python scripts/bench/kv_blocks.py --model DIR [--slots 64] [--samples 128] [--tokens 64] [--shares 0.5 0.33]
+
+Samples have log-normal lengths that nobody knows beforehand, at most 4 times the mean. They are generated with blocks
+for all slots at full length, and with shares of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import numpy as np
+
+from app.rollout.continuous_batching import ContinuousBatchGenerator
+from scripts.bench.forced_rollout import ForcedRollout, WatchedEngine, open_rollout, positive
+from scripts.simulate import length_traces
+from settings.schema.rollout import SegmentSettings
+
+LONGEST_OVER_MEAN = 4
+
+
+def measure(rollout: ForcedRollout, num_slots: int, num_blocks: int | None) -> tuple[WatchedEngine, float]:
+    """Returns the engine after a rollout, and its seconds, compiling and a first rollout left out."""
+    engine = rollout.new_engine(num_slots, num_blocks=num_blocks)
+    batching = ContinuousBatchGenerator(engine, decode_text=lambda _: "", segment_rule=rollout.rule)
+    rollout.generate(batching)
+    engine.counters.take()
+    return engine, rollout.generate(batching)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="builtin:tiny", help="as `model.path`")
+    parser.add_argument("--slots", type=positive, default=64)
+    parser.add_argument("--samples", type=positive, default=128)
+    parser.add_argument("--group", type=positive, default=8, help="samples of a prompt")
+    parser.add_argument("--tokens", type=positive, default=64, help="mean length of a sample")
+    parser.add_argument("--sigma", type=float, default=0.8)
+    parser.add_argument("--shares", type=float, nargs="+", default=[0.5, 0.33], help="of the blocks of all slots")
+    options = parser.parse_args()
+    drawn = length_traces.log_normal(
+        np.random.default_rng(0),
+        prompts=options.samples // options.group,
+        group=options.group,
+        mean=options.tokens,
+        sigma=options.sigma,
+        correlation=0.5,
+        max_new=LONGEST_OVER_MEAN * options.tokens,
+    )
+    rollout = open_rollout(
+        options.model,
+        num_prompts=options.samples // options.group,
+        lengths=[[one.length for one in drawn]],
+        longest=LONGEST_OVER_MEAN * options.tokens,
+        slots=[options.slots],
+        rule=SegmentSettings(min=1),
+    )
+    whole, whole_s = measure(rollout, options.slots, None)
+    full, size = whole.programs.num_blocks, whole.programs.block_size
+    print(f"{options.slots} slots, samples of up to {max(rollout.lengths[0])} tokens: {full} blocks of {size} tokens")
+    for share in options.shares:
+        engine, seconds = measure(rollout, options.slots, int(share * full))
+        counts = engine.counters.take()
+        print(
+            f"with {share:.2f}x the blocks: {seconds / whole_s:.2f}x the time, {counts.preempted_rows} preemptions, "
+            f"{counts.recomputed_tokens} of {counts.generated_tokens} tokens computed again"
+        )
+
+
+if __name__ == "__main__":
+    main()
