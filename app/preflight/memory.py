@@ -50,8 +50,8 @@ MEMORY_LABELS = {
 """Name of a buffer -> label of its line in the table, in order."""
 
 GENERATION_ADVICE = (
-    "set rollout.slots and rollout.kv_blocks, lower rollout.prompts_per_step, rollout.group_size or "
-    "rollout.max_new_tokens, set rollout.mesh: tp=N or rollout.decode_layout: fsdp"
+    "lower rollout.prompts_per_step, rollout.group_size or rollout.max_new_tokens, set rollout.slots and "
+    "rollout.kv_blocks, or rollout.mesh: tp=N"
 )
 MEMORY_ADVICE = {
     "rollout": GENERATION_ADVICE,

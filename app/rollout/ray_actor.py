@@ -21,9 +21,9 @@ import ray
 from jaxtyping import Int32
 
 from app.mesh import device_mesh
-from app.mesh.placement import num_row_shards
 from app.mesh.program_cache import use_program_cache
 from app.model.architecture import Architecture
+from app.model.attention import num_cache_shards
 from app.model.decoder import DecoderDefinition
 from app.model.lora import LoRAConfig
 from app.records.versions import program_versions, sampling_packages
@@ -125,7 +125,7 @@ class RolloutActor:
                 "started an actor; request them with num_gpus or resources"
             ) from error
         mesh = device_mesh.make_mesh(MeshSettings(shape=f"1,-1,{spec.tp}"))
-        check_slots_divide(spec, num_row_shards(mesh))
+        check_slots_divide(spec, num_cache_shards(mesh, spec.architecture.num_kv_heads))
         self._spec, self._cache_timeout_s = spec, cache_timeout_s
         self._engine = SlotEngine(
             DecoderDefinition.create(spec.architecture, lora=spec.lora, quantization=spec.quantization),

@@ -291,11 +291,6 @@ class SlotPrograms:
         self.num_shards = num_cache_shards(self.mesh, arch.num_kv_heads)
         with jax.set_mesh(self.mesh):
             self.block_size = shapes.block_size or cache_block_size(arch, shapes.max_length, self.dtype)
-        if any(rows % self.num_shards for rows in shapes.batch_buckets):
-            raise InputError(
-                f"rollout.slots: batches of {', '.join(map(str, shapes.batch_buckets))} rows cannot all be split over "
-                f"the {self.num_shards} devices that hold rows; set the slots to a multiple of {4 * self.num_shards}"
-            )
         self.num_blocks = shapes.num_blocks or self._blocks_for_rows(shapes.num_slots // self.num_shards)
         least = self._blocks_for_rows(1)
         if shapes.num_blocks and shapes.num_blocks < least:
@@ -326,6 +321,8 @@ class SlotPrograms:
     @property
     def capacity(self) -> int:
         """Number of tokens that the caches of all devices hold."""
+        if self.shapes.num_blocks is None:
+            return self.shapes.num_slots * self.blocks_per_row * self.block_size
         return self.num_shards * (self.num_blocks - 2) * self.block_size
 
     def __getitem__(self, name: ProgramName) -> Callable[..., Any]:

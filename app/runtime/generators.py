@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from app.mesh import placement
 from app.mesh.devices import local_devices
 from app.mesh.submesh import assign_worker_devices, make_submesh
+from app.model.attention import num_cache_shards
 from app.model.decoder import DecoderDefinition
 from app.prompts.tokenizer import Tokenizer
 from app.rollout.continuous_batching import ContinuousBatchGenerator
@@ -121,7 +121,7 @@ def _make_slot_engine(
         settings.rollout,
         num_slots,
         max_prompt_length=settings.data.max_prompt_length,
-        row_shards=placement.num_row_shards(mesh),
+        row_shards=num_cache_shards(mesh, definition.architecture.num_kv_heads),
         setting=setting,
     )
     engine = SlotEngine(

@@ -69,9 +69,8 @@ def test_blocks_anywhere_equal_a_cache_in_one_piece(way: str, rule, window: int 
 @given(data=st.data())
 @settings(max_examples=15)
 def test_rows_that_are_not_active_change_nothing(way: str, data: st.DataObject) -> None:
-    rows = {"min_size": ROWS, "max_size": ROWS}
-    positions = data.draw(st.lists(st.integers(0, BLOCK * WIDTH - 1), **rows))
-    active = data.draw(st.lists(st.booleans(), **rows))
+    positions = data.draw(st.lists(st.integers(0, BLOCK * WIDTH - 1), min_size=ROWS, max_size=ROWS))
+    active = data.draw(st.lists(st.booleans(), min_size=ROWS, max_size=ROWS))
     window = data.draw(st.sampled_from([None, 3, 24]))
     assert_equal_attention(way, positions, active=active, window=window, seed=data.draw(st.integers(0, 99)))
 

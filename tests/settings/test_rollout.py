@@ -43,6 +43,11 @@ from settings.checks.commands import check_for_rollout, check_for_train
             "if all workers have the same number of slots, got rollout.workers.fast.slots = 4",
         ),
         (
+            ["rollout.kv_blocks=100"],
+            "rollout.kv_blocks = 100 (from --set): a batch has whole caches; blocks need slots",
+        ),
+        (["rollout.kv_block_size=32"], "rollout.kv_block_size = 32 (from --set): a batch has whole caches"),
+        (
             ["rollout.pool=ray"],
             "rollout.pool = 'ray' (from --set): Ray runs only workers with a scheduler; set rollout.scheduler",
         ),
@@ -69,6 +74,8 @@ def test_a_rollout_that_cannot_be_scheduled_is_refused_in_one_line(check, overri
         "rollout.workers.fast.devices=[-1]",
         "rollout.workers.fast.devices=[]",
         "rollout.scheduler=fifo",
+        "rollout.kv_blocks=0",
+        "rollout.kv_block_size=24",
         "rollout.placement=here",
         "rollout.workers.fast.slots=0",
         "rollout.workers.heavy.count=-1",
