@@ -42,11 +42,11 @@ MAX_BLOCKS_PER_ROW = 256
 """Blocks of a row whose pairs fit the TPU's memory for scalars, with room for several rows on a device."""
 DECODE_BLOCK_SIZES = (512, 256, 128, 64, 32, 16)
 """Tokens of a cache that the TPU's decode kernel reads at once: the first that fits the cache and the chip's memory."""
-BLOCKS_PER_ROW = 16
+CACHE_BLOCKS_MIN = 16
 """Blocks of a paged cache that the longest row should have at least."""
-PAGE_SIZE_MAX = 512
+CACHE_BLOCK_MAX = 512
 """Tokens of the largest block of a paged cache."""
-TPU_PAGE_SIZE = 256
+TPU_CACHE_BLOCK_MIN = 256
 """Tokens of the smallest one on a TPU, whose time for a block hardly depends on smaller sizes."""
 GPU_BLOCK_SIZE = 64
 """Block size of the GPU kernels, whose sums then fit the registers."""
@@ -130,11 +130,11 @@ def cache_block_size(architecture: Architecture, max_length: int, dtype: DTypeLi
     Half a block of each row stays empty. A TPU reads large blocks faster, others read them all alike.
     """
     smallest = DECODE_BLOCK_SIZES[-1]
-    size = 2 ** math.floor(math.log2(max(max_length / BLOCKS_PER_ROW, smallest)))
+    size = 2 ** math.floor(math.log2(max(max_length / CACHE_BLOCKS_MIN, smallest)))
     if current_device()[0] == "tpu":
-        size = max(size, TPU_PAGE_SIZE)
-    fitting = decode_block_size(architecture, min(size, PAGE_SIZE_MAX), dtype)
-    return fitting or min(size, PAGE_SIZE_MAX)
+        size = max(size, TPU_CACHE_BLOCK_MIN)
+    fitting = decode_block_size(architecture, min(size, CACHE_BLOCK_MAX), dtype)
+    return fitting or min(size, CACHE_BLOCK_MAX)
 
 
 def cache_block_bytes(num_kv_heads: int, head_dim: int, block_size: int, dtype: DTypeLike) -> int:

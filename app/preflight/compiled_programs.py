@@ -112,7 +112,7 @@ def step_memory(
     """
     arrays = memory_by_phase(session, learning, shapes, reward_model)
     fullest, programs, available = dict(arrays), [], device_memory_bytes()
-    # Slots keep both caches. A batch has none of its rows during the prefill, and none of its prompts during decoding.
+    # Slots have one cache. A batch has none of its rows during the prefill, and none of its prompts during decoding.
     absent = {"prefill": "kv_cache", "decode": "prompt_cache"} if session.continuous_generator is None else {}
     for one in compile_programs(session, learning, shapes, reward_model, hlo) if compiles else ():
         programs.append(one)

@@ -45,7 +45,7 @@ class WorkerPlacement:
     mesh: Mapping[str, int]
     slots: int
     cache_bytes: int
-    """Bytes of the worker's slots and prompt cache on each of its devices."""
+    """Bytes of the worker's KV cache on each of its devices."""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import jax
 import numpy as np
@@ -25,7 +25,6 @@ from app.model.segment_layout import SegmentLayout
 from app.model.token_logprobs import LM_HEAD_SCOPE
 from app.records.sample import Prompt, Sample
 from app.rollout.batch_engine import BatchShape
-from app.rollout.slot_programs import INSERT_SCOPE
 
 BACKWARD_FACTOR = 3
 """FLOPs of a forward and a backward pass relative to the forward pass; nothing is counted twice for recomputation."""
@@ -103,7 +102,7 @@ def generation_work(
             cache = abstract_cache(cache_shapes(a, shape.num_rows * num_hosts(mesh), length, dtype), mesh)[0].keys
             turns[ATTENTION_SCOPE] = math.ceil(cache.sharding.shard_shape(cache.shape)[0] * blocks)
     return {
-        "prefill": replace(prefill, turns={**prefill.turns, INSERT_SCOPE: shape.num_prompts}),
+        "prefill": prefill,
         "decode": ProgramWork(rows * flops // mesh.shape["tp"], turns),
     }
 

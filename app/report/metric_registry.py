@@ -272,9 +272,12 @@ METRICS = (
         "a few per sample in a slot", "raise `rollout.segment.min`, or `rollout.segment.overhead_steps`"),
     Metric("perf/rollout/prefill_tokens_saved",
         "prompt tokens not prefilled because samples of the same prompt share them, minus tokens prefilled "
-        "again after a suspension",
-        "near (`rollout.group_size` − 1) × a step's prompt tokens",
-        "far below: more prompts wait than fit in the pool, `rollout.prompts_per_step`"),
+        "again after a suspension or a preemption; each device prefills the prompts of its own samples",
+        "near (`rollout.group_size` − 1) × a step's prompt tokens on one device",
+        "far below on one device: see `perf/rollout/preemptions`"),
+    Metric("perf/rollout/preemptions",
+        "times that a sample gave its blocks of the KV cache up for older ones, and was computed again later",
+        "0, or a few in a hundred samples", "raise `rollout.kv_blocks`, or lower `rollout.slots`"),
     Metric("perf/rollout/bubble",
         "share of row steps in which the row was finished or empty; with `rollout.scheduler`, share of the slots' "
         "time in which no row decoded",

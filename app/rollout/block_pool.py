@@ -65,11 +65,11 @@ class BlockPool:
         for key in list(self._prompts):
             self._drop_prompt(key)
 
-    def spoil(self, blocks: Sequence[int]) -> None:
-        """Marks blocks that may hold values that are not finite, and drops the prompts that they belong to."""
-        self._spoilt.update(blocks)
-        for key in [key for key, held in self._prompts.items() if self._spoilt & set(held)]:
-            self._drop_prompt(key)
+    def spoil(self, blocks: Sequence[int], prompt: bytes) -> None:
+        """Marks blocks of a row that may hold values that are not finite, and those of its prompt, which it drops."""
+        self._spoilt.update(blocks, self._prompts.get(prompt, ()))
+        if prompt in self._prompts:
+            self._drop_prompt(prompt)
 
     def take_spoilt(self) -> list[int]:
         """Returns the marked blocks that are free, which must now be overwritten."""

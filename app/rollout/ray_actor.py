@@ -175,6 +175,7 @@ class RolloutActor:
                 self._worker.queue_weights(weights, policy_version=policy_version)
                 del weights, new_weights
             self._rows |= {one.uid: one.row for one in admissions}
+            known = {uid: row.num_tokens for uid, row in self._rows.items()}
             self._worker.start_segment(
                 command, deque(one._replace(suspended=self._fetch_cache(one, cache_refs)) for one in admissions)
             )
@@ -182,7 +183,9 @@ class RolloutActor:
             tokens, version = {}, 0
             for report in ended.rows:
                 row = self._rows[report.uid] if report.finish is None else self._rows.pop(report.uid)
-                tokens[report.uid], version = row.segment_tokens[-1], row.segment_versions[-1][0]
+                # A row that waited for blocks drew nothing.
+                if row.num_tokens > known[report.uid] or report.finish is not None:
+                    tokens[report.uid], version = row.segment_tokens[-1], row.segment_versions[-1][0]
             return ActorSegment(ended, tokens, version, self._worker.take_counters())
 
     def _fetch_cache(self, one: Admission, cache_refs: Mapping[str, Any]) -> Future[SuspendedSequence] | None:
@@ -191,7 +194,7 @@ class RolloutActor:
         fetched: Future[SuspendedSequence] = Future()
         try:
             leaves = ray.get(cache_refs[one.uid], timeout=self._cache_timeout_s)
-            cache = from_bit_leaves(leaves, like=self._engine.programs.abstract_row)
+            cache = from_bit_leaves(leaves, like=self._engine.programs.abstract_row) if leaves else None
             fetched.set_result(SuspendedSequence(one.row, cache))
         except Exception as error:
             # The actor that suspended the row may have died together with the cache, or before storing it.

@@ -139,7 +139,7 @@ class RayWorker(RolloutWorker):
         if self._opening is not None:
             opening, self._opening = self._opening, None
             self._wait(opening, timeout_s=self.start_timeout_s)
-        incoming, cache_refs, longest = [], {}, 0
+        incoming, cache_refs = [], {}
         while admissions:
             one = admissions.popleft()
             try:
@@ -149,11 +149,12 @@ class RayWorker(RolloutWorker):
                 log.warning("rollout worker %s recomputes the cache of %s", self.name, one.uid, exc_info=error)
             one = self._admissions[one.row] = one._replace(suspended=None)
             one.row.started_s = one.row.started_s or time.perf_counter()
-            longest = max(longest, one.row.num_tokens)
             # Slots do not read these fields of a prompt.
             prompt = replace(one.row.prompt, source="", answer=None, extra={})
             incoming.append(one._replace(row=replace(one.row, prompt=prompt)))
-        # A row without a cache replays its tokens in segments of one token each.
+        # A row without a cache replays its tokens one by one, as does any that had to give its blocks up.
+        replayed = self._admissions if self.engine.programs.preempts else (one.row for one in incoming)
+        longest = max((row.num_tokens for row in replayed), default=0)
         self._segment_timeout_s = self.lease_s * (1 + longest / command.length)
         new_weights = self._queued_weights.pop() if self._queued_weights else (None, 0)
         self._segment = self._actor.run_segment.remote(command, incoming, cache_refs, *new_weights)
@@ -174,8 +175,10 @@ class RayWorker(RolloutWorker):
         self._segment_counters.append(result.counters)
         rows = {admission.uid: row for row, admission in self._admissions.items()}
         for report in result.ended.rows:
-            row, tokens = rows[report.uid], result.tokens[report.uid]
+            row, tokens = rows[report.uid], result.tokens.get(report.uid)
             row.worker = self.name
+            if tokens is None:
+                continue
             # A copy, because the array may be in memory shared with other processes of this machine.
             row.segment_tokens.append(tokens.copy())
             row.segment_versions.append((result.policy_version, tokens.shape[1]))

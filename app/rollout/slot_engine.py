@@ -9,7 +9,6 @@ blocks. Where blocks run out, the newest row of the device gives its own up and 
 
 from __future__ import annotations
 
-import bisect
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -26,12 +25,12 @@ from app.model.decoder import DecoderDefinition
 from app.model.prefill_and_decode import KVCache
 from app.records.sample import Prompt
 from app.rollout.batch_engine import BatchShape, Footprint
-from app.rollout.block_pool import BlockPool
 from app.rollout.counters import RolloutCounters
 from app.rollout.request import GenerationRequest
 from app.rollout.sampling import SamplingRules, finish_reason, hash_uids
 from app.rollout.sequence import RolloutSequence, SuspendedSequence
 from app.rollout.shape_buckets import SlotShapes
+from app.rollout.slot_device import NoiseKey, Slot, SlotDevice
 from app.rollout.slot_programs import DecodeLimits, RowStatus, RowTable, SlotPrograms, rules_to_arrays
 from app.rollout.stop_strings import DecodeText
 from settings.errors import InputError
@@ -43,8 +42,9 @@ class SegmentResult:
     """Result of one segment. Until `collect`, its tokens are being copied from the devices."""
 
     decoded: Sequence[tuple[int, RolloutSequence, int]]
-    """(place in the batch, row, number of drawn tokens) for every row that was unfinished before, also for those that
-    waited for blocks."""
+    """(place in the batch, row, number of drawn tokens) for every row that was decoded."""
+    waited: Sequence[RolloutSequence]
+    """Rows of the engine for which there were no blocks."""
     steps: int
     num_rows: int
     """Number of rows decoded at each step, including empty ones."""
@@ -65,30 +65,6 @@ class SegmentResult:
             row.segment_versions.append((self.policy_version, count))
 
 
-@dataclass(eq=False)
-class _Slot:
-    """A row on a device."""
-
-    row: RolloutSequence
-    device: int
-    """Number of its device among those that hold different rows."""
-    blocks: list[int]
-    column: Int32[np.ndarray, "7"]
-    """Its `RowTable`."""
-
-    @property
-    def length(self) -> int:
-        return int(RowTable(*self.column).length)
-
-    @property
-    def remaining(self) -> int:
-        return int(RowTable(*self.column).remaining)
-
-    def num_cached(self, steps: int) -> int:
-        """Returns the number of tokens in its blocks after this many steps; the last token drawn is not fed."""
-        return self.length - 1 + min(steps, self.remaining)
-
-
 class _Work(NamedTuple):
     """What the devices do before the next segment, in this order; each entry starts with the device."""
 
@@ -98,6 +74,8 @@ class _Work(NamedTuple):
     """Source and target."""
     insertions: list[tuple[int, list[int], KVCache]]
     """Blocks of a row, and what they will hold."""
+    held: list[tuple[int, list[int]]]
+    """Blocks of prompts that are in use until then."""
 
 
 class SlotEngine:
@@ -112,7 +90,7 @@ class SlotEngine:
         decode_layout: layout of the weights; see `DecodeWeights`.
 
     Raises:
-        InputError: the slots cannot be split over the devices, or the blocks do not hold one sample.
+        InputError: the blocks do not hold one sample.
     """
 
     def __init__(
@@ -140,13 +118,11 @@ class SlotEngine:
         self._cache: KVCache = ()
         self.on_token_replayed: Callable[[], None] | None = None
         """Called after each replayed token, in the thread that admits rows."""
-        self._slots: list[_Slot] = []
-        """Oldest first."""
         self._queued: deque[RolloutSequence | SuspendedSequence] = deque()
         """Rows that wait for blocks."""
-        self._pools: list[BlockPool] = []
-        """The blocks of each device."""
-        self._running: tuple[dict[int, _Slot], int, Array, Array] | None = None
+        self._devices: list[SlotDevice] = []
+        """Those with different rows."""
+        self._running: tuple[dict[int, Slot], int, Array, Array] | None = None
         self._last: SegmentResult | None = None
 
     # A rollout ---------------------------------------------------------------------------------------------------
@@ -169,8 +145,10 @@ class SlotEngine:
         self._rules, self._seed = rules_to_arrays(request.rules), np.int32(request.seed)
         self._stop = request.stop
         self._cache = self.programs["open",]()
-        self._pools = [BlockPool(self.programs.num_blocks) for _ in range(self.programs.num_shards)]
-        self._slots, self._queued, self._last = [], deque(), None
+        programs = self.programs
+        sizes = self.shapes.num_slots // programs.num_shards, programs.num_blocks, programs.block_size
+        self._devices = [SlotDevice(*sizes) for _ in range(programs.num_shards)]
+        self._queued, self._last = deque(), None
         self.load_weights(weights, policy_version=request.policy_version)
 
     def load_weights(self, weights: DecodeWeights, *, policy_version: int) -> None:
@@ -179,13 +157,13 @@ class SlotEngine:
         Prompts of rows admitted later are prefilled again.
         """
         self._weights, self._policy_version = weights, policy_version
-        for pool in self._pools:
-            pool.drop_prompts()
+        for device in self._devices:
+            device.pool.drop_prompts()
 
     def close(self) -> None:
         """Frees the devices. Unfinished samples and the caches of suspended ones are lost."""
         self._cache = self._weights = ()
-        self._slots, self._queued, self._running, self._last = [], deque(), None, None
+        self._devices, self._queued, self._running, self._last = [], deque(), None, None
 
     @property
     def is_open(self) -> bool:
@@ -196,6 +174,10 @@ class SlotEngine:
     def active_rows(self) -> list[RolloutSequence]:
         """All rows of the engine, none of which is finished."""
         return [slot.row for slot in self._slots] + [_row_of(one) for one in self._queued]
+
+    @property
+    def _slots(self) -> list[Slot]:
+        return [slot for device in self._devices for slot in device.slots]
 
     @property
     def num_free_slots(self) -> int:
@@ -214,21 +196,25 @@ class SlotEngine:
             )
 
     def has_prefilled(self, prompt: Prompt) -> bool:
-        return any(pool.has_prompt(_prompt_key(prompt)) for pool in self._pools)
+        return any(device.pool.has_prompt(_prompt_key(prompt)) for device in self._devices)
 
     def prefill(self, prompts: Sequence[Prompt]) -> None:
         """Prefills distinct prompts of samples that come next, as far as the only device has room for them.
 
         Of several devices, it is not known yet which will have the slots.
         """
-        if len(self._pools) > 1:
+        if len(self._devices) > 1:
             return
-        work = _Work([], [], [])
+        work, pool, growing = _Work([], [], [], []), self._devices[0].pool, self._devices[0].num_growing()
         for prompt in prompts:
-            key, needed = _prompt_key(prompt), self._prompt_blocks(prompt)
-            if not self._pools[0].has_prompt(key) and self._pools[0].num_available() >= needed + len(self._slots):
-                self._keep_prompt(prompt, 0, work)
+            key = _prompt_key(prompt)
+            if not pool.has_prompt(key) and pool.num_available() >= self._num_prompt_blocks(prompt) + growing:
+                self._share_prompt(prompt, 0, work)
         self._carry_out(work)
+
+    def has_room(self, row: RolloutSequence) -> bool:
+        """Returns whether a row would get blocks at once."""
+        return not self._queued and self._device_for(row) is not None
 
     def admit(self, rows: Sequence[RolloutSequence | SuspendedSequence]) -> None:
         """Puts rows into free slots. Those for which there are no blocks yet follow before later segments.
@@ -248,45 +234,36 @@ class SlotEngine:
 
     def _admit_queued(self) -> None:
         """Gives blocks to queued rows, in order, until no device can hold the next one."""
-        while self._admit_some():
+        for device in self._devices:
+            device.trim()
+        while self._queued and self._admit_some():
             pass
 
     def _admit_some(self) -> bool:
         """Admits the rows whose blocks can be filled together; returns whether there were any."""
-        work, admitted, replayed = _Work([], [], []), [], []
-        held: list[tuple[BlockPool, list[int]]] = []
-        while self._queued and (device := self._device_for(self._queued[0])) is not None:
+        work, admitted = _Work([], [], [], []), []
+        while self._queued and (number := self._device_for(self._queued[0])) is not None:
             one = self._queued.popleft()
-            row, pool = _row_of(one), self._pools[device]
-            slot = _Slot(row, device, [], np.asarray(_table_column(row, row.num_tokens), np.int32))
+            slot, pool = _make_slot(_row_of(one)), self._devices[number].pool
             needed = self.programs.blocks_for(max(slot.length, 1))
             if self._continues_prompt(one):
-                key, num_shared = _prompt_key(row.prompt), self._num_full_blocks(row.prompt)
-                if not pool.has_prompt(key):
-                    self._keep_prompt(row.prompt, device, work)
-                blocks = pool.prompt_blocks(key)
-                # Until the work is done, no later row may get them.
-                pool.share(blocks)
-                held.append((pool, blocks))
-                pool.share(blocks[:num_shared])
-                slot.blocks = blocks[:num_shared] + pool.allocate(needed - num_shared)
-                work.copies.extend((device, block, slot.blocks[num_shared]) for block in blocks[num_shared:])
-                if row.num_tokens:
-                    replayed.append(slot)
+                prompt = self._share_prompt(slot.row.prompt, number, work)
+                num_full = self._num_full_blocks(slot.row.prompt)
+                pool.share(prompt[:num_full])
+                slot.blocks = prompt[:num_full] + pool.allocate(needed - num_full)
+                work.copies.extend((number, block, slot.blocks[num_full]) for block in prompt[num_full:])
             else:
                 slot.blocks = pool.allocate(needed)
                 if isinstance(one, SuspendedSequence) and one.cache is not None:
-                    work.insertions.append((device, slot.blocks, one.cache))
+                    work.insertions.append((number, slot.blocks, one.cache))
                 else:
-                    ids = np.concatenate([row.prompt.token_ids, row.token_ids])
-                    work.prefills.append((device, ids, slot.blocks))
+                    ids = np.concatenate([slot.row.prompt.token_ids, slot.row.token_ids])
+                    work.prefills.append((number, ids, slot.blocks))
                     self.counters.recomputed_tokens += len(ids)
-            self._slots.append(slot)
-            admitted.append(slot)
+            self._devices[number].slots.append(slot)
+            admitted.append((slot, self._continues_prompt(one)))
         self._carry_out(work)
-        for pool, blocks in held:
-            pool.release(blocks)
-        self._replay_tokens(replayed)
+        self._replay_tokens([slot for slot, is_replayed in admitted if is_replayed and slot.row.num_tokens])
         return bool(admitted)
 
     def _continues_prompt(self, one: RolloutSequence | SuspendedSequence) -> bool:
@@ -299,55 +276,70 @@ class SlotEngine:
         """Returns the number of blocks that all samples of a prompt share."""
         return max(len(prompt.token_ids) - 1, 0) // self.programs.block_size
 
-    def _prompt_blocks(self, prompt: Prompt) -> int:
+    def _num_prompt_blocks(self, prompt: Prompt) -> int:
         """Returns the number of blocks of a prompt, whose last token every sample feeds itself."""
         return self.programs.blocks_for(max(len(prompt.token_ids) - 1, 0))
 
-    def _keep_prompt(self, prompt: Prompt, device: int, work: _Work) -> None:
-        blocks = self._pools[device].allocate(self._prompt_blocks(prompt))
-        self._pools[device].keep_prompt(_prompt_key(prompt), blocks)
-        if blocks:
-            work.prefills.append((device, prompt.token_ids, blocks))
-            self.counters.prefilled_tokens += len(prompt.token_ids)
+    def _share_prompt(self, prompt: Prompt, number: int, work: _Work) -> list[int]:
+        """Returns the blocks of a prompt on a device, which no other row gets until the work is done."""
+        pool, key = self._devices[number].pool, _prompt_key(prompt)
+        if not pool.has_prompt(key):
+            blocks = pool.allocate(self._num_prompt_blocks(prompt))
+            pool.keep_prompt(key, blocks)
+            if blocks:
+                work.prefills.append((number, prompt.token_ids, blocks))
+                self.counters.prefilled_tokens += len(prompt.token_ids)
+        blocks = pool.prompt_blocks(key)
+        pool.share(blocks)
+        work.held.append((number, blocks))
+        return blocks
 
     def _device_for(self, one: RolloutSequence | SuspendedSequence) -> int | None:
-        """Returns the device for a row: one that has its prompt, then one with few rows; None if all are full.
+        """Returns the number of the device for a row; None if all are full.
 
-        All rows of a device that can grow, and the new one, must be able to grow by a block.
+        A device that has the row's prompt is preferred until it has its share of the rows. All rows that can grow, and
+        the new one, must be able to grow by a block.
         """
-        row, key = _row_of(one), _prompt_key(_row_of(one).prompt)
-        counts = [sum(slot.device == i for slot in self._slots) for i in range(len(self._pools))]
-        length = len(row.prompt.token_ids) + row.num_tokens
+        row = _row_of(one)
+        key, length = _prompt_key(row.prompt), len(row.prompt.token_ids) + row.num_tokens
         needed = self.programs.blocks_for(max(length, 1))
+        grows = self.programs.blocks_for(length + row.max_new_tokens - row.num_tokens - 1) > needed
+        share = -(-(len(self._slots) + max(len(self._queued), 1)) // len(self._devices))
 
-        def has_room(device: int) -> bool:
-            if counts[device] == self.shapes.num_slots // len(self._pools):
+        def has_room(device: SlotDevice) -> bool:
+            if len(device.slots) == device.num_slots:
                 return False
-            pool, missing = self._pools[device], needed
+            missing = needed + grows
             if self._continues_prompt(one):
                 # The last block of a prompt is kept beside its copy.
-                missing += -self._num_full_blocks(row.prompt) if pool.has_prompt(key) else 1
-            can_grow = sum(self._can_grow(slot) for slot in self._slots if slot.device == device)
-            can_grow += self.programs.blocks_for(length + row.max_new_tokens - row.num_tokens - 1) > needed
-            return not counts[device] or pool.num_available(keeping=key) >= missing + can_grow
+                missing += -self._num_full_blocks(row.prompt) if device.pool.has_prompt(key) else 1
+            available = device.pool.num_available(keeping=key)
+            # The number of growing rows takes longer to count.
+            return (
+                not device.slots
+                or available >= missing + len(device.slots)
+                or (available >= missing + device.num_growing())
+            )
 
-        fitting = [i for i in range(len(self._pools)) if has_room(i)]
-        return min(fitting, key=lambda i: (not self._pools[i].has_prompt(key), counts[i], i), default=None)
+        def rank(number: int) -> tuple[bool, bool, int]:
+            device = self._devices[number]
+            return len(device.slots) >= share, not device.pool.has_prompt(key), len(device.slots)
 
-    def _can_grow(self, slot: _Slot) -> bool:
-        return self.programs.blocks_for(slot.num_cached(slot.remaining)) > len(slot.blocks)
+        return min((i for i, device in enumerate(self._devices) if has_room(device)), key=rank, default=None)
 
     def _carry_out(self, work: _Work) -> None:
         """Dispatches the programs that do the work."""
         self._prefill(work.prefills)
         self._copy(work.copies)
-        for device, blocks, cache in work.insertions:
-            places = self._blocks_of_row(device, blocks, missing=self.programs.num_blocks)
+        for number, blocks, cache in work.insertions:
+            places = self._blocks_of_row(number, blocks, missing=self.programs.num_blocks)
             self._cache = self.programs["put",](self._cache, cache, places)
+        for number, blocks in work.held:
+            self._devices[number].pool.release(blocks)
 
     def _prefill(self, prefills: Sequence[tuple[int, np.ndarray, list[int]]]) -> None:
         """Prefills rows of tokens, on all devices at once."""
-        shapes, num_shards = self.shapes, len(self._pools)
+        shapes, num_shards = self.shapes, len(self._devices)
         buckets = sorted({*shapes.prompt_buckets, *shapes.recompute_buckets})
         by_bucket: dict[int, list[list[tuple[np.ndarray, list[int]]]]] = {}
         for device, ids, blocks in prefills:
@@ -369,7 +361,7 @@ class SlotEngine:
 
     def _copy(self, copies: Sequence[tuple[int, int, int]]) -> None:
         """Copies blocks; the source -1 stands for zeros."""
-        num_shards, most = len(self._pools), self.shapes.num_slots // len(self._pools)
+        num_shards, most = len(self._devices), self.shapes.num_slots // len(self._devices)
         by_device = [[pair for device, *pair in copies if device == i] for i in range(num_shards)]
         for first in range(0, max(map(len, by_device)), most):
             pairs, counts = np.zeros((2, num_shards, most), np.int32), np.zeros(num_shards, np.int32)
@@ -381,11 +373,11 @@ class SlotEngine:
 
     def _blocks_of_row(self, device: int, blocks: Sequence[int], *, missing: int) -> Int32[np.ndarray, "DM"]:
         """Returns the blocks of a row for its device, and `missing` for all others."""
-        places = np.full((len(self._pools), self.programs.blocks_per_row), missing, np.int32)
+        places = np.full((len(self._devices), self.programs.blocks_per_row), missing, np.int32)
         places[device, : len(blocks)] = blocks
         return places.reshape(-1)
 
-    def _replay_tokens(self, slots: Sequence[_Slot]) -> None:
+    def _replay_tokens(self, slots: Sequence[Slot]) -> None:
         """Feeds the tokens of rows again after their prompts, one per segment, and ignores what these segments draw.
 
         All other rows are idle.
@@ -398,7 +390,7 @@ class SlotEngine:
         columns.remaining[:] = 0
         known = [(place, slot.row, slot.row.token_ids) for place, slot in places.items() if slot in slots]
         for place, row, _ in known:
-            table[:, place] = _table_column(row, 0)
+            columns.token[place] = row.prompt.token_ids[-1] if len(row.prompt.token_ids) else 0
         steps = max(row.num_tokens for _, row, _ in known)
         for count in range(steps):
             for place, row, ids in known:
@@ -421,31 +413,32 @@ class SlotEngine:
         suspended = []
         for row in rows:
             assert row.is_collected
-            slot = next((slot for slot in self._slots if slot.row is row), None)
-            if slot is None:
-                one = next(one for one in self._queued if _row_of(one) is row)
-                self._queued.remove(one)
-                suspended.append(one if isinstance(one, SuspendedSequence) else SuspendedSequence(row, None))
-            else:
-                used = slot.blocks[: self.programs.blocks_for(slot.length)]
-                places = self._blocks_of_row(slot.device, used, missing=-1)
-                suspended.append(SuspendedSequence(row, self.programs["take",](self._cache, places)))
-                self._free(slot)
+            if waiting := [one for one in self._queued if _row_of(one) is row]:
+                self._queued.remove(waiting[0])
+                cache = waiting[0].cache if isinstance(waiting[0], SuspendedSequence) else None
+                suspended.append(SuspendedSequence(row, cache))
+                continue
+            number, slot = next(
+                (i, slot) for i, device in enumerate(self._devices) for slot in device.slots if slot.row is row
+            )
+            places = self._blocks_of_row(number, slot.blocks[: self.programs.blocks_for(slot.length)], missing=-1)
+            suspended.append(SuspendedSequence(row, self.programs["take",](self._cache, places)))
+            self._remove(slot)
         return suspended
 
-    def _free(self, slot: _Slot) -> None:
-        self._slots.remove(slot)
-        pool = self._pools[slot.device]
-        pool.release(slot.blocks)
+    def _remove(self, slot: Slot) -> None:
+        [(number, device)] = [(i, device) for i, device in enumerate(self._devices) if slot in device.slots]
+        device.remove(slot)
         # A value that is not finite would break the next row even where it is masked.
-        self._copy([(slot.device, -1, block) for block in pool.take_spoilt()])
+        self._copy([(number, -1, block) for block in device.pool.take_spoilt()])
 
     # A segment ---------------------------------------------------------------------------------------------------
 
     def start_segment(self, *, length: int, leave_when_finished: int = 0, leave_when_active: int = 0) -> None:
         """Dispatches a segment and returns at once.
 
-        The segment ends after `length` tokens of each row, when all rows are done, or when the blocks are full.
+        The segment ends after `length` tokens of each row, when all rows are done, when the blocks are full, or, while
+        rows wait for blocks, as soon as a row is done.
 
         Args:
             leave_when_finished: number of newly finished rows at which it ends, because samples need slots; 0 = never.
@@ -453,7 +446,7 @@ class SlotEngine:
         """
         assert self._running is None and self.active_rows
         self._admit_queued()
-        length = self._allocate(min(length, self.shapes.segment_max))
+        length = self._reserve(min(length, self.shapes.segment_max))
         if self._queued and not leave_when_finished:
             leave_when_finished, leave_when_active = 1, 0
         places = self._places()
@@ -463,52 +456,50 @@ class SlotEngine:
             array.copy_to_host_async()
         self._running = places, self._batch_size, status, drawn
 
-    def _allocate(self, length: int) -> int:
+    def _reserve(self, length: int) -> int:
         """Gives every row the blocks for a segment of up to `length` steps; returns how many steps it can have.
 
-        While a device cannot give each of its rows one more block, its newest row gives its own up.
+        While a device has no blocks for as many steps as a block holds, its newest row gives its own up.
         """
-        for device, pool in enumerate(self._pools):
-            while True:
-                slots = [slot for slot in self._slots if slot.device == device]
-                fitting = _most_steps(slots, length, pool.num_available(), self.programs.blocks_for)
-                if len(slots) <= 1 or fitting >= min(length, self.programs.block_size):
-                    break
-                self._preempt(slots[-1])
+        for device in self._devices:
+            least = min(length, self.programs.block_size)
+            while (fitting := device.most_steps(length)) < least and len(device.slots) > 1:
+                self._preempt(device.slots[-1])
             length = fitting
-        for slot in self._slots:
-            missing = self.programs.blocks_for(slot.num_cached(length)) - len(slot.blocks)
-            slot.blocks += self._pools[slot.device].allocate(max(missing, 0))
+        for device in self._devices:
+            device.reserve(length)
         return length
 
-    def _preempt(self, slot: _Slot) -> None:
+    def _preempt(self, slot: Slot) -> None:
         """Puts a row back into the queue, without its cache."""
         if self._last is not None:
             self._last.collect()
-        self._free(slot)
+        if self._contains_stop(slot.row):
+            self._finish(slot, "stop")
+            return
+        self._remove(slot)
         self._queued.appendleft(SuspendedSequence(slot.row, None) if slot.row.num_tokens else slot.row)
         self.counters.preempted_rows += 1
 
     @property
     def _batch_size(self) -> int:
         """Number of rows of the smallest program that holds all rows, which do not change their devices."""
-        most = max(sum(slot.device == i for slot in self._slots) for i in range(len(self._pools)))
-        return next(size for size in self.shapes.batch_buckets if size >= most * len(self._pools))
+        most = max(len(device.slots) for device in self._devices)
+        return next(size for size in self.shapes.batch_buckets if size >= most * len(self._devices))
 
-    def _places(self) -> dict[int, _Slot]:
+    def _places(self) -> dict[int, Slot]:
         """Returns the rows by their places in the batch."""
-        per_device, places = self._batch_size // len(self._pools), {}
-        for device in range(len(self._pools)):
-            slots = [slot for slot in self._slots if slot.device == device]
-            places |= {device * per_device + i: slot for i, slot in enumerate(slots)}
-        return places
+        per_device = self._batch_size // len(self._devices)
+        return {
+            n * per_device + i: slot for n, device in enumerate(self._devices) for i, slot in enumerate(device.slots)
+        }
 
-    def _table(self, places: dict[int, _Slot]) -> tuple[Int32[np.ndarray, "7 B"], Int32[np.ndarray, "B M"]]:
+    def _table(self, places: dict[int, Slot]) -> tuple[Int32[np.ndarray, "7 B"], Int32[np.ndarray, "B M"]]:
         """Returns the `RowTable` of the batch, and its tables of blocks."""
         table = np.zeros((len(RowTable._fields), self._batch_size), np.int32)
         blocks = np.zeros((self._batch_size, self.programs.blocks_per_row), np.int32)
         for place, slot in places.items():
-            table[:, place] = slot.column
+            table[:, place] = RowTable(slot.token, slot.length, slot.remaining, *slot.noise_key)
             blocks[place, : len(slot.blocks)] = slot.blocks
         return table, blocks
 
@@ -532,27 +523,31 @@ class SlotEngine:
             row.num_tokens += count
             row.num_segments += 1
             decoded.append((place, row, count))
-            slot.column[:3] = after.token[place], after.length[place], after.remaining[place]
-            if after.remaining[place] == 0:
+            slot.token, slot.length, slot.remaining = (int(field[place]) for field in after[:3])
+            if slot.remaining == 0:
                 if after.non_finite[place]:
-                    self._pools[slot.device].spoil(slot.blocks)
+                    device = next(device for device in self._devices if slot in device.slots)
+                    device.pool.spoil(slot.blocks, slot.prompt_key)
                 self._finish(slot, finish_reason(after.stopped[place], after.non_finite[place]))
         steps = int(after.steps[0])
         self.counters.count_segment(steps=steps, num_rows=num_rows, num_generated=sum(n for _, _, n in decoded))
-        decoded += [(0, _row_of(one), 0) for one in self._queued]
-        self._last = SegmentResult(decoded, steps, num_rows, self._policy_version, drawn)
+        waited = [_row_of(one) for one in self._queued]
+        self._last = SegmentResult(decoded, waited, steps, num_rows, self._policy_version, drawn)
         return self._last
 
-    def _finish(self, slot: _Slot, reason: str) -> None:
+    def _finish(self, slot: Slot, reason: str) -> None:
         slot.row.finish_reason, slot.row.elapsed_s = reason, time.perf_counter() - slot.row.started_s
-        self._free(slot)
+        self._remove(slot)
 
     def finish_stopped_rows(self) -> None:
         """Frees the slots of rows whose collected text contains a stop string. No segment may be running."""
         assert self._running is None
-        for slot in list(self._slots):
-            if self._decode_text and slot.row.newly_contains(self._stop, self._decode_text):
+        for slot in self._slots:
+            if self._contains_stop(slot.row):
                 self._finish(slot, "stop")
+
+    def _contains_stop(self, row: RolloutSequence) -> bool:
+        return self._decode_text is not None and row.newly_contains(self._stop, self._decode_text)
 
     # Sizes -------------------------------------------------------------------------------------------------------
 
@@ -572,27 +567,17 @@ def _row_of(one: RolloutSequence | SuspendedSequence) -> RolloutSequence:
     return one.row if isinstance(one, SuspendedSequence) else one
 
 
-def _most_steps(slots: Sequence[_Slot], length: int, available: int, blocks_for: Callable[[int], int]) -> int:
-    """Returns the largest number of steps, up to `length`, for which the blocks of all rows are available."""
-
-    def missing(steps: int) -> int:
-        return sum(max(blocks_for(slot.num_cached(steps)) - len(slot.blocks), 0) for slot in slots)
-
-    return bisect.bisect_right(range(length + 1), available, key=missing) - 1
-
-
-def _table_column(row: RolloutSequence, num_tokens: int) -> RowTable:
-    """Returns the table entry of a row whose first `num_tokens` tokens are in its slot."""
-    ids = row.token_ids[:num_tokens] if num_tokens else row.prompt.token_ids
+def _make_slot(row: RolloutSequence) -> Slot:
+    """Returns a slot, still without blocks, for a row with all its tokens."""
     low, high = hash_uids([row.prompt.uid])[0].view(np.int32)
-    return RowTable(
+    ids = row.token_ids if row.num_tokens else row.prompt.token_ids
+    return Slot(
+        row,
+        _prompt_key(row.prompt),
+        NoiseKey(int(low), int(high), row.sample_index, row.noise_step),
         token=int(ids[-1]) if len(ids) else 0,
-        length=len(row.prompt.token_ids) + num_tokens,
-        remaining=row.max_new_tokens - num_tokens,
-        uid_hash_low=low,
-        uid_hash_high=high,
-        sample_index=row.sample_index,
-        policy_version=row.noise_step,
+        length=len(row.prompt.token_ids) + row.num_tokens,
+        remaining=row.max_new_tokens - row.num_tokens,
     )
 
 

@@ -23,7 +23,7 @@ from jaxtyping import Array, Bool, Int32
 from app.mesh.axis_rules import LOGICAL_AXIS_RULES, Dims, shard_map_by_dims, sharding_tree
 from app.mesh.compiler_options import compiler_options
 from app.mesh.placement import abstract_arrays, tree_shardings
-from app.model.attention import cache_block_size, cache_dims, num_cache_shards
+from app.model.attention import cache_block_size, cache_dims, decode_block_size, num_cache_shards
 from app.model.decode_weights import DecodeWeights, abstract_decode_weights
 from app.model.decoder import DecoderDefinition
 from app.model.prefill_and_decode import (
@@ -48,9 +48,6 @@ from app.rollout.sampling import (
 from app.rollout.shape_buckets import SlotShapes
 from settings.errors import InputError
 from settings.schema.rollout import DecodeLayout
-
-INSERT_SCOPE = "insert_rows"
-"""The name scope of the loop over copied rows in compiled programs."""
 
 MAX_COMPILING = 16
 """Programs that are compiled at the same time, each of which takes memory meanwhile."""
@@ -151,8 +148,7 @@ def copy_blocks(
         return (jax.lax.fori_loop(0, counts[0], copy_one, pool),)
 
     dims = _pool_dims(pool)[:1]
-    with jax.named_scope(INSERT_SCOPE):
-        return _map_pool(copy, pool, *((x, dims) for x in (sources, targets, counts)))
+    return _map_pool(copy, pool, *((x, dims) for x in (sources, targets, counts)))
 
 
 def take_row(pool: KVCache, blocks: Int32[Array, "DM"]) -> KVCache:
@@ -291,7 +287,15 @@ class SlotPrograms:
         self.num_shards = num_cache_shards(self.mesh, arch.num_kv_heads)
         with jax.set_mesh(self.mesh):
             self.block_size = shapes.block_size or cache_block_size(arch, shapes.max_length, self.dtype)
-        self.num_blocks = shapes.num_blocks or self._blocks_for_rows(shapes.num_slots // self.num_shards)
+            readable = decode_block_size(arch, self.block_size, self.dtype) or self.block_size
+        if readable < self.block_size:
+            raise InputError(
+                f"rollout.kv_block_size: blocks of {self.block_size} tokens do not fit the memory on the chip beside "
+                f"others of {arch.num_kv_heads} key heads; set it to {readable} or less, or to null"
+            )
+        self.num_blocks = self._blocks_for_rows(shapes.num_slots // self.num_shards)
+        if shapes.num_blocks is not None:
+            self.num_blocks = min(self.num_blocks, shapes.num_blocks)
         least = self._blocks_for_rows(1)
         if shapes.num_blocks and shapes.num_blocks < least:
             raise InputError(
@@ -321,9 +325,10 @@ class SlotPrograms:
     @property
     def capacity(self) -> int:
         """Number of tokens that the caches of all devices hold."""
-        if self.shapes.num_blocks is None:
-            return self.shapes.num_slots * self.blocks_per_row * self.block_size
-        return self.num_shards * (self.num_blocks - 2) * self.block_size
+        of_slots = self.shapes.num_slots * self.blocks_per_row
+        if self.preempts:
+            of_slots = min(of_slots, self.num_shards * (self.num_blocks - 2))
+        return of_slots * self.block_size
 
     def __getitem__(self, name: ProgramName) -> Callable[..., Any]:
         return self._compiled[name]

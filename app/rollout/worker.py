@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from app.mesh.placement import tree_shardings
 from app.model.decode_weights import DecodeWeights
@@ -112,7 +113,8 @@ class RolloutWorker:
         while admissions:
             one = admissions.popleft()
             self._admissions[one.row] = one._replace(suspended=None)
-            cache = self._fetch_cache(one)
+            # A row that has to wait for blocks must not keep a cache beside them.
+            cache = self._fetch_cache(one) if self.engine.has_room(one.row) else None
             if cache is None:
                 computed.append(SuspendedSequence(one.row, None) if one.row.num_tokens else one.row)
             else:
@@ -136,7 +138,11 @@ class RolloutWorker:
         except Exception as error:
             log.warning("rollout worker %s recomputes the cache of %s", self.name, one.uid, exc_info=error)
             return None
-        return jax.device_put(cache, tree_shardings(self.engine.programs.abstract_row))
+        shapes = self.engine.programs.abstract_row
+        if cache is None or jax.tree.map(jnp.shape, cache) != jax.tree.map(jnp.shape, shapes):
+            # It waited for blocks, or comes from a device with blocks of another size.
+            return None
+        return jax.device_put(cache, tree_shardings(shapes))
 
     def finish_segment(self, *, not_before: float = 0.0) -> SegmentEnded:
         """Waits for the segment and collects its tokens.
@@ -153,7 +159,7 @@ class RolloutWorker:
         self._segment_counters.append(self.engine.counters.take())
         at = self.clock()
         reports = []
-        for _, row, _ in segment.decoded:
+        for row in [*(row for _, row, _ in segment.decoded), *segment.waited]:
             admission, row.worker = self._admissions[row], self.name
             reports.append(RowReport(admission.uid, admission.epoch, row.num_tokens, row.finish_reason))
             if row.finish_reason is not None:

@@ -23,9 +23,16 @@ from settings import Settings
 from settings.errors import InputError
 
 FORMAT = "grpo-rollout-part/1"
-EXACT_MODE_SETTINGS = ("rollout.workers.", "rollout.kv_", "rollout.pool", "rollout.ray.", "rollout.prompts_per_step")
+EXACT_MODE_SETTINGS = (
+    "rollout.workers.",
+    "rollout.kv_block_size",
+    "rollout.pool",
+    "rollout.ray.",
+    "rollout.prompts_per_step",
+)
 """Settings that affect only the rounding of samples, except in exact mode."""
 IGNORED_SETTINGS = (
+    "rollout.kv_blocks",
     *("rollout.workers.lease_s", "rollout.workers.deterministic"),
     *("rollout.max_staleness", "rollout.max_length_total"),
     *("rollout.ray.address", "rollout.ray.start_timeout_s"),

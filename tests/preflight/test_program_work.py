@@ -23,7 +23,6 @@ from app.model.segment_layout import SegmentLayout
 from app.preflight.program_time import program_time
 from app.preflight.program_work import generation_work
 from app.rollout.batch_engine import BatchShape
-from app.rollout.slot_programs import INSERT_SCOPE
 from tests.tiny import EVEN, make_mesh
 
 
@@ -45,7 +44,7 @@ def test_turns_are_those_of_loops_or_of_the_kernel(implementation, turns):
     architecture = replace(EVEN, attention_implementation=implementation)
     shape = BatchShape(num_prompts=1, num_rows=1, prompt_length=4096, cache_length=4096, num_new=0)
     work = generation_work(architecture, tpu, jnp.float32, shape)
-    assert work["prefill"].turns == {ATTENTION_SCOPE: turns, INSERT_SCOPE: 1}
+    assert work["prefill"].turns == {ATTENTION_SCOPE: turns}
     others = generation_work(EVEN, make_mesh(), jnp.float32, shape)
     assert [one.model_flops for one in work.values()] == [one.model_flops for one in others.values()]
     # Inside a window of 512, blocks of 512 see themselves and the block before: 15 pairs.

@@ -55,7 +55,7 @@ def new_slots(
     block_size: int | None = None,
     num_blocks: int | None = None,
 ) -> SlotEngine:
-    """Returns slots that have been compacted to half their number, in fast mode."""
+    """Returns slots with a second program for half their number, in fast mode."""
     shapes = make_slot_shapes(
         num_slots,
         max_prompt_length=8,
@@ -390,7 +390,7 @@ def few_blocks(exact: bool) -> SlotEngine:
 
 
 def num_free(engine: SlotEngine) -> list[int]:
-    return [pool.num_available() for pool in engine._pools]
+    return [device.pool.num_available() for device in engine._devices]
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -96,6 +96,7 @@ OF_A_STEP = {
     "perf/compilations",
     "perf/rollout/segments",
     "perf/rollout/prefill_tokens_saved",
+    "perf/rollout/preemptions",
     "perf/rollout/bubble",
 }
 OF_SCORING = {

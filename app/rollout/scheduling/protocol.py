@@ -29,6 +29,7 @@ SampleRole = Literal["probe", "fast", "heavy", "any"]
 AdmitMethod = Literal["prefill", "copy", "replay"]
 
 DEFAULT_CAPACITY = 8192
+"""Tokens that a worker's KV cache holds if it does not say."""
 
 FINISH_LENGTH = "length"
 """Finish reason of a sample that has reached its maximum number of tokens."""

@@ -1,0 +1,82 @@
+"""The slots of one device, and the blocks of their rows: accounts on the host, without arrays."""
+
+from __future__ import annotations
+
+import bisect
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from app.rollout.block_pool import BlockPool
+from app.rollout.sequence import RolloutSequence
+
+
+class NoiseKey(NamedTuple):
+    """The last four fields of a slot's `RowTable`."""
+
+    uid_hash_low: int
+    uid_hash_high: int
+    sample_index: int
+    policy_version: int
+
+
+@dataclass(eq=False)
+class Slot:
+    """A row on a device, with the first fields of its `RowTable`."""
+
+    row: RolloutSequence
+    prompt_key: bytes
+    noise_key: NoiseKey
+    token: int
+    length: int
+    remaining: int
+    blocks: list[int] = field(default_factory=list)
+
+    def num_cached(self, steps: int) -> int:
+        """Returns the number of tokens in its blocks after this many steps; the last token drawn is not fed."""
+        return self.length - 1 + min(steps, self.remaining)
+
+
+class SlotDevice:
+    """Slots in the order of admission.
+
+    Args:
+        num_blocks: including block 0, which belongs to no row.
+    """
+
+    def __init__(self, num_slots: int, num_blocks: int, block_size: int):
+        self.num_slots, self.block_size = num_slots, block_size
+        self.pool = BlockPool(num_blocks)
+        self.slots: list[Slot] = []
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Returns the number of blocks that hold this many tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def num_growing(self) -> int:
+        """Returns the number of rows that may need another block."""
+        return sum(self.blocks_for(slot.num_cached(slot.remaining)) > len(slot.blocks) for slot in self.slots)
+
+    def trim(self) -> None:
+        """Takes the blocks of steps that were not taken back from all rows."""
+        for slot in self.slots:
+            kept = self.blocks_for(max(slot.length, 1))
+            self.pool.release(slot.blocks[kept:])
+            del slot.blocks[kept:]
+
+    def most_steps(self, length: int) -> int:
+        """Returns the largest number of steps, up to `length`, for which there are blocks for all rows."""
+
+        def missing(steps: int) -> int:
+            return sum(max(self.blocks_for(slot.num_cached(steps)) - len(slot.blocks), 0) for slot in self.slots)
+
+        return bisect.bisect_right(range(length + 1), self.pool.num_available(), key=missing) - 1
+
+    def reserve(self, steps: int) -> None:
+        """Gives all rows the blocks for this many steps."""
+        for slot in self.slots:
+            missing = self.blocks_for(slot.num_cached(steps)) - len(slot.blocks)
+            slot.blocks += self.pool.allocate(max(missing, 0))
+
+    def remove(self, slot: Slot) -> None:
+        self.slots.remove(slot)
+        self.pool.release(slot.blocks)
