@@ -18,6 +18,7 @@ class BlockPool:
     """
 
     def __init__(self, num_blocks: int):
+        self.num_blocks = num_blocks
         self._free = list(range(num_blocks - 1, 0, -1))
         self._holders: Counter[int] = Counter()
         self._prompts: dict[bytes, list[int]] = {}

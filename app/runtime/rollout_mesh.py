@@ -96,8 +96,8 @@ def _fastest(settings: Settings, mesh: Mesh, definition: DecoderDefinition) -> M
         return mesh
     now, per_host, arch = mesh.shape["tp"], mesh.size // num_hosts(mesh), definition.architecture
     sizes = [arch.num_query_heads, arch.mlp_dim, per_host]
-    if settings.rollout.slots is not None:
-        # As they are compacted, there may be too few rows to share out among all devices.
+    if (settings.rollout.slots or 0) % per_host:
+        # Where tp does not divide the key heads, all devices share the slots out.
         sizes.append(arch.num_kv_heads)
     # With a smaller tp than in training, weights might not fit.
     fitting = [tp for tp in range(now, per_host + 1) if not any(size % tp for size in sizes)]

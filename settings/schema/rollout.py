@@ -166,8 +166,8 @@ class RolloutSettings(Section):
     """Samples that a host decodes at once (continuous batching): when one finishes, the next one starts. When null,
     all samples of a rollout are decoded in one batch. Lower it if KV caches use too much memory."""
     kv_block_size: Annotated[int, AfterValidator(_validate_block_size)] | None = None
-    """With slots or workers: tokens in a block of their KV cache, 16, 32, 64, 128, 256 or 512. When null, by the longest
-    sample and the kind of device."""
+    """With slots or workers: tokens in a block of their KV cache: 16, 32, 64, 128, 256 or 512. When null, by the
+    longest sample and the kind of device."""
     kv_blocks: int | None = Field(default=None, ge=1, le=2**31 - 1)
     """With slots or workers: blocks of their KV cache on each device. A sample has as many as its tokens fill, and
     samples of a prompt share the full ones of the prompt. Where they run out, the newest sample waits, and its cache is

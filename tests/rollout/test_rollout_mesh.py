@@ -156,10 +156,11 @@ def test_auto_splits_weights_as_far_as_the_sums_cost_less() -> None:
     assert note.startswith("rollout.mesh: auto: weights split over tp=4 and rows over dp=2 during generation: ")
     # A small model's weights are read sooner than the sums come back.
     assert chosen(architecture=EVEN)[0] == make_mesh(TRAINING)
-    # Compacted slots are split over tp only by heads, of which this model has one.
+    # Without heads to split, all devices share the slots out, if they can.
     one_key_head = replace(QWEN2_5_7B, num_kv_heads=1)
     assert chosen(architecture=one_key_head)[0].shape["tp"] == 4
-    assert chosen("rollout.slots=64", architecture=one_key_head)[0] == make_mesh(TRAINING)
+    assert chosen("rollout.slots=64", architecture=one_key_head)[0].shape["tp"] == 4
+    assert chosen("rollout.slots=60", architecture=one_key_head)[0] == make_mesh(TRAINING)
     # A tp that training needs is kept.
     assert chosen(mesh=make_mesh((1, 2, 4)))[0].shape["tp"] == 4
     assert chosen("rollout.decode_layout=fsdp")[0] == make_mesh(TRAINING)

@@ -316,7 +316,7 @@ def test_a_later_rollout_knows_how_long_the_prompts_samples_were() -> None:
 @pytest.mark.parametrize("policy", ["sync", "adaptive"])
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_the_simulator_gives_the_same_commands_as_real_workers_did(num_workers: int, policy: str) -> None:
-    """Slots grow and shrink, and samples end without notice; only measured times may differ."""
+    """Samples end without notice; only measured times may differ."""
     engines = [unforeseen_engine(number) for number in range(num_workers)]
     workers = [
         RolloutWorker(f"{kind}-0", kind, engine, device="0") for kind, engine in zip(KINDS, engines, strict=False)
