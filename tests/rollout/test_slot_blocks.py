@@ -103,7 +103,7 @@ class HostPrograms:
             enough = 0 < limits[1] <= start - active
             if steps == limits[0] or enough or active <= limits[2]:
                 break
-            for i in np.flatnonzero(rows.remaining):
+            for i in np.flatnonzero(rows.remaining).tolist():
                 drawn[0, steps, i] = self._step(pool[i // (num_rows // self.num_shards)], rows, blocks[i], i)
             steps += 1
         ended = rows.remaining == 0

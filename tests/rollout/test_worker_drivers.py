@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from threading import Event
@@ -32,9 +34,10 @@ from app.rollout.scheduling.protocol import (
     WorkerLost,
 )
 from app.rollout.scheduling.scheduler import POLICIES, Scheduler
+from app.rollout.sequence import RolloutSequence, SuspendedSequence
 from app.rollout.slot_engine import SegmentResult as RanSegment
 from app.rollout.slot_engine import SlotEngine
-from app.rollout.worker import RolloutWorker
+from app.rollout.worker import Admission, RolloutWorker
 from app.rollout.worker_pool import RolloutWorkerPool, ScheduleConfig
 from app.tracking.compilation_counter import CompilationCounter
 from scripts.simulate.cost_model import CostModel
@@ -159,6 +162,44 @@ def test_in_exact_mode_neither_scheduler_nor_workers_change_a_bit(policy: str, n
     assert found.useful_tokens == sum(LENGTHS) and found.wasted_tokens == 0
     assert 0 <= found.bubble < 1 and found.makespan_s > 0
     assert made.take_counters().generated_tokens == sum(LENGTHS)
+
+
+@functools.cache
+def engine_with_few_blocks(device: int, exact: bool) -> Mortal:
+    """Returns an engine with blocks for little more than one of the longest samples."""
+    shapes = new_slots(4, exact=True).shapes._replace(block_size=4, num_blocks=12)
+    return Mortal(DEFINITION, mesh_of(device), shapes, eos_ids=(), dtype=FLOAT32, exact=exact)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_where_blocks_run_out_rows_wait_in_their_worker_and_may_be_moved_from_there(policy: str) -> None:
+    workers = [RolloutWorker(f"{k}-{i}", k, engine_with_few_blocks(i, True)) for i, k in enumerate(KINDS[:2])]
+    made = scheduled(workers, policy, in_turn=True)
+    assert bits(samples_of(made)) == bits(generate(engine_with_few_blocks(0, True)))
+    counts = made.take_counters()
+    assert counts.preempted_rows > 0 and counts.generated_tokens == sum(LENGTHS)
+    for ours, theirs in zip(samples_of(made), expected(), strict=True):
+        assert ours.completion_ids.tolist() == theirs.completion_ids.tolist()
+
+
+def test_a_row_that_waits_for_blocks_leaves_without_a_cache() -> None:
+    fast, heavy = (RolloutWorker(k, k, engine_with_few_blocks(i, False)) for i, k in enumerate(KINDS[:2]))
+    rows = [RolloutSequence(PROMPTS[0], i, LONGEST, noise_step=3) for i in range(4)]
+    for worker in (fast, heavy):
+        worker.open(weights_on(), REQUEST, suspends=True)
+    command, admissions = RunSegment("fast", 1, (), 16, 0, 0), deque(Admission(row, row.uid, 0, None) for row in rows)
+    while len(fast.engine._slots) == len(fast.engine.active_rows):
+        fast.start_segment(command, admissions)
+        assert {report.uid for report in fast.finish_segment().rows} == {row.uid for row in rows}
+    [waiting, *_] = [row for row in rows if row not in [slot.row for slot in fast.engine._slots]]
+    moved = fast.suspend(waiting)
+    assert moved.cache is None
+    given: Future[SuspendedSequence] = Future()
+    given.set_result(moved)
+    heavy.start_segment(replace(command, worker="heavy"), deque([Admission(waiting, waiting.uid, 1, given)]))
+    assert [report.num_tokens for report in heavy.finish_segment().rows] == [waiting.num_tokens] > [0]
+    fast.close()
+    heavy.close()
 
 
 def test_suspended_rows_move_to_other_devices_with_their_caches() -> None:
