@@ -17,7 +17,13 @@ from app.mesh.compile_only import compile_only_devices
 from app.mesh.compiler_options import compiler_options
 from app.mesh.placement import row_sharding
 from app.mesh.tpu_chips import parse_slice
-from app.model.attention import decode_block_size, extend_cache, packed_attention, platform_blocking
+from app.model.attention import (
+    cache_block_size,
+    decode_block_size,
+    extend_cache,
+    packed_attention,
+    platform_blocking,
+)
 from app.model.decode_weights import abstract_decode_weights
 from app.model.decoder import DecoderDefinition
 from app.model.prefill_and_decode import prefill
@@ -146,9 +152,12 @@ def test_the_kernel_compiles_with_the_longest_rows_of_each_block(name, head_dim,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "dtype"), [("v4-8", FLOAT32), ("v5e-1", jnp.bfloat16), ("v6e-1", FLOAT32)])
-@pytest.mark.parametrize("cache_length", [104, 2048])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("v4-8", FLOAT32), ("v5e-1", jnp.bfloat16), ("v5p-8", jnp.bfloat16), ("v6e-1", FLOAT32)]
+)
+@pytest.mark.parametrize("cache_length", [104, 2048, None])
 def test_the_decode_kernel_compiles_with_the_blocks_of_many_heads(name, dtype, cache_length):
+    """Without a length, rows have blocks of a pool, for up to 8,192 tokens."""
     pytest.importorskip("libtpu", reason="libtpu is not installed: pip install -e '.[tpu]'")
     tpu = Mesh(np.array(compile_only_devices(parse_slice(name))).reshape(1, -1, 1), AXES)
     architecture = replace(EVEN, num_kv_heads=32, num_query_heads=32, head_dim=128)
@@ -156,10 +165,15 @@ def test_the_decode_kernel_compiles_with_the_blocks_of_many_heads(name, dtype, c
     def on_tpu(*shape: int, dtype: Any = dtype) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((4 * tpu.size, *shape), dtype, sharding=row_sharding(tpu))
 
-    new, cache = on_tpu(32, 1, 128), on_tpu(32, cache_length, 128)
     with jax.set_mesh(tpu):
-        block_size = decode_block_size(architecture, cache_length, dtype)
+        length = cache_length or cache_block_size(architecture, 8192, dtype)
+        new, cache, block_size = (
+            on_tpu(32, 1, 128),
+            on_tpu(32, length, 128),
+            decode_block_size(architecture, length, dtype),
+        )
         decode = jax.jit(functools.partial(extend_cache, block_size=block_size), donate_argnums=(3, 4))
         arguments = on_tpu(1, 32, 128), new, new, cache, cache, on_tpu(dtype=jnp.int32), on_tpu(dtype=jnp.bool)
-        program = decode.lower(*arguments).compile()
+        tables = None if cache_length else on_tpu(8192 // length, dtype=jnp.int32)
+        program = decode.lower(*arguments, tables=tables).compile()
     assert "attention_decode" in (program.as_text() or "")
