@@ -46,8 +46,8 @@ CACHE_BLOCKS_MIN = 16
 """Blocks of a paged cache that the longest row should have at least."""
 CACHE_BLOCK_MAX = 512
 """Tokens of the largest block of a paged cache."""
-TPU_CACHE_BLOCK_MIN = 256
-"""Tokens of the smallest one on a TPU, whose time for a block hardly depends on smaller sizes."""
+CACHE_BLOCK_MIN = {"tpu": 256, "gpu": 64}
+"""Tokens of the smallest one by platform, whose time for a block hardly depends on smaller sizes."""
 GPU_BLOCK_SIZE = 64
 """Block size of the GPU kernels, whose sums then fit the registers."""
 
@@ -111,9 +111,19 @@ def architecture_blocking(architecture: Architecture, num_tokens: int, dtype: DT
     return platform_blocking(num_tokens, a.head_dim, dtype, a.attention_implementation, group_size=group_size)
 
 
-def decode_block_size(architecture: Architecture, cache_length: int, dtype: DTypeLike) -> int | None:
-    """Returns the block size with which the current mesh's devices read caches by a kernel; None without a kernel."""
+def decode_block_size(
+    architecture: Architecture, cache_length: int, dtype: DTypeLike, *, is_paged: bool = False
+) -> int | None:
+    """Returns the tokens that a kernel of the current mesh's devices reads from caches at once; None without a kernel.
+
+    Args:
+        cache_length: that of a block, if the cache `is_paged`; a GPU reads no others by a kernel.
+    """
     platform, kind = current_device()
+    if platform == "gpu" and is_paged and architecture.attention_implementation != "xla":
+        # Triton has blocks of powers of two, and multiplies float32 arrays from registers, which have no room for them.
+        fits = architecture.head_dim & (architecture.head_dim - 1) == 0 and jnp.dtype(dtype) != jnp.float32
+        return min(cache_length, GPU_BLOCK_SIZE) if fits else None
     if platform != "tpu" or architecture.attention_implementation == "xla":
         return None
     heads = architecture.num_kv_heads, architecture.head_dim
@@ -131,8 +141,7 @@ def cache_block_size(architecture: Architecture, max_length: int, dtype: DTypeLi
     """
     smallest = DECODE_BLOCK_SIZES[-1]
     size = 2 ** math.floor(math.log2(max(max_length / CACHE_BLOCKS_MIN, smallest)))
-    if current_device()[0] == "tpu":
-        size = max(size, TPU_CACHE_BLOCK_MIN)
+    size = max(size, CACHE_BLOCK_MIN.get(current_device()[0], smallest))
     fitting = decode_block_size(architecture, min(size, CACHE_BLOCK_MAX), dtype)
     return fitting or min(size, CACHE_BLOCK_MAX)
 
@@ -327,10 +336,14 @@ def extend_cache(
         write = jax.vmap(lambda row, new, position: row.at[:, position].set(new))
         keys, values = write(keys, key[:, :, 0], positions), write(values, value[:, :, 0], positions)
         return cached_attention(query, keys, values, positions, window=window, score_mod=score_mod), keys, values
+    # Pallas is slow to import and not needed on a CPU.
     if block_size is None:
         attend = functools.partial(paged_attention.attend, score_mod, window)
+    elif current_device()[0] == "gpu":
+        from app.model import gpu_decode_kernel
+
+        attend = functools.partial(gpu_decode_kernel.attend, score_mod, window, block_size)
     else:
-        # Pallas is slow to import and not needed on a CPU.
         from app.model import decode_attention_kernel
 
         attend = functools.partial(decode_attention_kernel.attend, score_mod, window, block_size)

@@ -36,12 +36,10 @@ def attend(
     Args:
         key: of the new token, at `positions`; so is `value`. Only active rows are written.
     """
-    num_blocks, num_kv_heads, block_size, head_dim = keys.shape
+    _, num_kv_heads, block_size, head_dim = keys.shape
     num_rows = query.shape[0]
     last = jnp.where(active, positions, 0) // block_size
-    place = jnp.where(active, jnp.take_along_axis(tables, last[:, None], axis=1)[:, 0], num_blocks)
-    write = lambda pool, new: pool.at[place, :, positions % block_size].set(new[:, :, 0], mode="drop")  # noqa: E731
-    keys, values = write(keys, key), write(values, value)
+    keys, values = write_tokens(key, value, keys, values, positions, active, tables)
     grouped = query.reshape(num_rows, num_kv_heads, query.shape[2] // num_kv_heads, head_dim)
     scale = score_mod.scale_for(head_dim)
     # XLA on CPU multiplies no bfloat16 arrays into float32 ones.
@@ -70,3 +68,20 @@ def attend(
     start = statistic + MASK_VALUE, statistic, jnp.zeros(grouped.shape, jnp.float32)
     _, total, mixed = jax.lax.fori_loop(first, jnp.max(last) + 1, add_block, start)
     return (mixed / total).reshape(query.shape).astype(query.dtype), keys, values
+
+
+def write_tokens(
+    key: Float[Array, "B K 1 H"],
+    value: Float[Array, "B K 1 H"],
+    keys: Float[Array, "N K T H"],
+    values: Float[Array, "N K T H"],
+    positions: Int32[Array, "B"],
+    active: Bool[Array, "B"],
+    tables: Int32[Array, "B M"],
+) -> tuple[Float[Array, "N K T H"], Float[Array, "N K T H"]]:
+    """Returns the pools with the new token of each active row."""
+    num_blocks, _, block_size, _ = keys.shape
+    own = jnp.take_along_axis(tables, positions[:, None] // block_size, axis=1)[:, 0]
+    place, offset = jnp.where(active, own, num_blocks), positions % block_size
+    write = lambda pool, new: pool.at[place, :, offset].set(new[:, :, 0], mode="drop")  # noqa: E731
+    return write(keys, key), write(values, value)

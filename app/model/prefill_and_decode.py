@@ -137,7 +137,8 @@ def decode_step(
         # Makes the weights depend on the token: otherwise XLA would gather them all before the loop and keep them.
         weights, token_ids = jax.lax.optimization_barrier((weights, token_ids))
     decoder, score_mod = definition.bind(weights.params), ScoreMod.of(definition.architecture)
-    block_size = decode_block_size(definition.architecture, cache[0].keys.shape[2], cache[0].keys.dtype)
+    length, dtype = cache[0].keys.shape[2], cache[0].keys.dtype
+    block_size = decode_block_size(definition.architecture, length, dtype, is_paged=tables is not None)
 
     def attend(
         window: int | None, old: LayerCache | None, query: Array, key: Array, value: Array

@@ -1,4 +1,4 @@
-"""Tests of attention over blocks, in XLA and by the TPU's kernel, compared with attention over whole caches."""
+"""Tests of attention over blocks, in XLA and by the kernels, compared with attention over whole caches."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.model import decode_attention_kernel, paged_attention
+from app.model import decode_attention_kernel, gpu_decode_kernel, paged_attention
 from app.model.attention import extend_cache
 from app.model.score_mod import DEFAULT_SCORE_MOD
 from tests.model.test_block_attention import RULES
 
 ROWS, KV_HEADS, GROUP, HEAD = 5, 2, 3, 8
 BLOCK, WIDTH = 16, 4
-WAYS = ("xla", "kernel")
+WAYS = ("xla", "tpu", "gpu")
 
 
 @functools.cache
@@ -26,6 +26,8 @@ def compiled(rule, window: int | None, way: str):
         return jax.jit(functools.partial(extend_cache, window=window, score_mod=rule))
     if way == "xla":
         return jax.jit(functools.partial(paged_attention.attend, rule, window))
+    if way == "gpu":
+        return jax.jit(functools.partial(gpu_decode_kernel.attend, rule, window, BLOCK // 2, interpret=True))
     return jax.jit(functools.partial(decode_attention_kernel.attend, rule, window, BLOCK, interpret=True))
 
 

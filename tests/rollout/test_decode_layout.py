@@ -73,7 +73,7 @@ def decode_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes this platform decode by the TPU's kernel, in Pallas' interpreter and small blocks."""
     attend = functools.partial(decode_attention_kernel.attend, interpret=True)
     monkeypatch.setattr(decode_attention_kernel, "attend", attend)
-    monkeypatch.setattr(prefill_and_decode, "decode_block_size", lambda *_: 16)
+    monkeypatch.setattr(prefill_and_decode, "decode_block_size", lambda *_, **__: 16)
 
 
 LONG_PROMPTS = random_prompts(4, vocab_size=50, longest=40)

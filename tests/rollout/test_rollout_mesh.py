@@ -96,7 +96,7 @@ def test_nor_do_samples_from_slots(architecture: Architecture, tp: int) -> None:
 def test_nor_do_those_of_the_decode_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     attend = functools.partial(decode_attention_kernel.attend, interpret=True)
     monkeypatch.setattr(decode_attention_kernel, "attend", attend)
-    monkeypatch.setattr(prefill_and_decode, "decode_block_size", lambda *_: 16)
+    monkeypatch.setattr(prefill_and_decode, "decode_block_size", lambda *_, **__: 16)
     assert_same_samples(batch_samples(WINDOWED, 4), expected(WINDOWED))
 
 
