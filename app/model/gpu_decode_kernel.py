@@ -73,7 +73,8 @@ def _kernel(score_mod: ScoreMod, scale: float, window: int | None, chunk_size: i
 
     def add(chunk: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         highest, total, mixed = sums
-        place, tokens = tables[row, chunk // chunks_per_block], pl.ds(chunk % chunks_per_block * chunk_size, chunk_size)
+        place = tables[row, _divide(chunk, chunks_per_block)]
+        tokens = pl.ds(jax.lax.rem(chunk, jnp.int32(chunks_per_block)) * chunk_size, chunk_size)
         token = chunk * chunk_size + jnp.arange(chunk_size, dtype=jnp.int32)
         visible = token <= position
         if window is not None:
@@ -85,9 +86,14 @@ def _kernel(score_mod: ScoreMod, scale: float, window: int | None, chunk_size: i
         added = product(weights.astype(values.dtype), values[place, head, tokens, :], (1, 0))
         return new_highest, total * shrink + jnp.sum(weights, axis=1), mixed * shrink[:, None] + added
 
-    first = 0 if window is None else jnp.maximum(position - window + 1, 0) // chunk_size
+    first = 0 if window is None else _divide(jnp.maximum(position - window + 1, 0), chunk_size)
     rows = own.shape[0]
     none = jnp.full(rows, MASK_VALUE, jnp.float32), jnp.zeros(rows, jnp.float32), jnp.zeros(own.shape, jnp.float32)
     # A row that is not active is at -1 and has no chunks.
-    _, total, sums = jax.lax.fori_loop(first, (position + chunk_size) // chunk_size, add, none)
+    _, total, sums = jax.lax.fori_loop(first, _divide(position + chunk_size, chunk_size), add, none)
     mixed[...] = (sums / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[:, None]).astype(mixed.dtype)
+
+
+def _divide(x: Array, divisor: int) -> Array:
+    """Returns a quotient of numbers that are not negative, without the case of negative ones, which Triton refuses."""
+    return jax.lax.div(x, jnp.int32(divisor))

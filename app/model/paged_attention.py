@@ -1,4 +1,4 @@
-"""Attention of one new token per row over a pool of blocks, in plain XLA: the oracle of the TPU's kernel.
+"""Attention of one new token per row over a pool of blocks, in plain XLA: the oracle of the kernels.
 
 A pool [N, K, T, H] holds the keys or the values of one layer. Tokens j T to (j + 1) T - 1 of row b are in the block
 `tables[b, j]`, and rows may share blocks that are full.

@@ -5,19 +5,32 @@ Their results are tested with those of the TPU kernels.
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from app.mesh.axis_rules import AXES
 from app.mesh.compile_only import compile_only_devices
 from app.mesh.gpu_cards import GPU_HOSTS
-from app.model.attention import GPU_BLOCK_SIZE, PARALLEL_BLOCKING, packed_attention, platform_blocking
+from app.model.attention import (
+    GPU_BLOCK_SIZE,
+    PARALLEL_BLOCKING,
+    decode_block_size,
+    extend_cache,
+    packed_attention,
+    platform_blocking,
+)
 from app.model.block_attention import Blocking
 from app.model.score_mod import DEFAULT_SCORE_MOD, ScoreMod
 from app.model.segment_layout import SegmentLayout
 from tests.model.test_block_attention import with_gradients
+from tests.tiny import EVEN
 
 KERNELS = ("attention_forward", "attention_backward_query", "attention_backward_keys")
 
@@ -53,6 +66,32 @@ def compiled(host: str, *, head_dim: int, dtype: type, rows: int = 1, score_mod:
 def test_the_kernels_compile_for_an_h100(head_dim: int, gpus: None) -> None:
     text = compiled("h100-1", head_dim=head_dim, dtype=jnp.bfloat16, score_mod=ScoreMod(0.4, 50.0))
     assert [text.count(f'name = "{kernel}"') for kernel in KERNELS] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(("head_dim", "block_size", "window"), [(64, 16, None), (128, 256, 100), (256, 64, None)])
+def test_the_decode_kernel_compiles_for_an_h100(head_dim: int, block_size: int, window: int | None, gpus: None) -> None:
+    architecture = replace(EVEN, num_kv_heads=2, num_query_heads=12, head_dim=head_dim)
+    mesh = mesh_of("h100-1")
+
+    def shape(*sizes: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(sizes, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
+
+    with jax.set_mesh(mesh):
+        chunk = decode_block_size(architecture, block_size, jnp.bfloat16, is_paged=True)
+        assert chunk == min(block_size, GPU_BLOCK_SIZE)
+        assert decode_block_size(architecture, block_size, jnp.float32, is_paged=True) is None
+        decode = jax.jit(
+            lambda *arrays, tables: extend_cache(*arrays, tables=tables, window=window, block_size=chunk),
+            donate_argnums=(3, 4),
+        )
+        new, pool = shape(8, 2, 1, head_dim), shape(65, 2, block_size, head_dim)
+        arrays = shape(8, 1, 12, head_dim), new, new, pool, pool, shape(8, dtype=jnp.int32), shape(8, dtype=jnp.bool)
+        compiled = decode.lower(*arrays, tables=shape(8, 8, dtype=jnp.int32)).compile()
+    assert (compiled.as_text() or "").count('name = "attention_decode"') == 1
+    # The pools are updated in place.
+    analysis: Any = compiled.memory_analysis()
+    pools = 2 * 2 * math.prod(pool.shape)
+    assert analysis.alias_size_in_bytes >= pools and analysis.temp_size_in_bytes < pools
 
 
 def test_each_gpu_computes_its_own_rows(gpus: None) -> None:

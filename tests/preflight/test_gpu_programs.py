@@ -65,3 +65,11 @@ def test_a_cpu_process_compiles_a_step_for_gpus_with_their_kernels(host: str, ti
     optimizer, memory = programs["update", "optimizer"], report["memory"]["update"]
     state = memory["weights"] + memory["optimizer"]
     assert state <= optimizer["aliased_bytes"] <= optimizer["output_bytes"] <= state + 20_000
+
+
+def test_slots_read_their_blocks_by_a_kernel(tiny_model: Path, tmp_path: Path) -> None:
+    pytest.importorskip("jax_plugins.xla_cuda13", reason="JAX for CUDA is not installed: pip install -e '.[cuda]'")
+    chosen = ("mesh.pretend=h100-1", "model.dtype=bfloat16", "rollout.slots=8", "rollout.top_p=0.95")
+    report_of(tiny_model, *chosen, options=("--compile", "--hlo", tmp_path))
+    text = (tmp_path / "rollout_decode.hlo").read_text()
+    assert 'name = "attention_decode"' in text
