@@ -12,8 +12,8 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -65,16 +65,17 @@ class SegmentResult:
             row.segment_versions.append((self.policy_version, count))
 
 
-class _Work(NamedTuple):
-    """What the devices do before the next segment, in this order; each entry starts with the device."""
+@dataclass
+class _Work:
+    """What the devices do before the next segment, in this order; each entry starts with the number of the device."""
 
-    prefills: list[tuple[int, np.ndarray, list[int]]]
+    prefills: list[tuple[int, np.ndarray, list[int]]] = field(default_factory=list)
     """Tokens, and the block of each part of them."""
-    copies: list[tuple[int, int, int]]
+    copies: list[tuple[int, int, int]] = field(default_factory=list)
     """Source and target."""
-    insertions: list[tuple[int, list[int], KVCache]]
+    insertions: list[tuple[int, list[int], KVCache]] = field(default_factory=list)
     """Blocks of a row, and what they will hold."""
-    held: list[tuple[int, list[int]]]
+    held: list[tuple[int, list[int]]] = field(default_factory=list)
     """Blocks of prompts that are in use until then."""
 
 
@@ -205,7 +206,7 @@ class SlotEngine:
         """
         if len(self._devices) > 1:
             return
-        work, pool, growing = _Work([], [], [], []), self._devices[0].pool, self._devices[0].num_growing()
+        work, pool, growing = _Work(), self._devices[0].pool, self._devices[0].num_growing()
         for prompt in prompts:
             key = _prompt_key(prompt)
             if not pool.has_prompt(key) and pool.num_available() >= self._num_prompt_blocks(prompt) + growing:
@@ -241,7 +242,7 @@ class SlotEngine:
 
     def _admit_some(self) -> bool:
         """Admits the rows whose blocks can be filled together; returns whether there were any."""
-        work, admitted = _Work([], [], [], []), []
+        work, admitted = _Work(), []
         while self._queued and (number := self._device_for(self._queued[0])) is not None:
             one = self._queued.popleft()
             slot, pool = _make_slot(_row_of(one)), self._devices[number].pool
@@ -314,12 +315,7 @@ class SlotEngine:
                 # The last block of a prompt is kept beside its copy.
                 missing += -self._num_full_blocks(row.prompt) if device.pool.has_prompt(key) else 1
             available = device.pool.num_available(keeping=key)
-            # The number of growing rows takes longer to count.
-            return (
-                not device.slots
-                or available >= missing + len(device.slots)
-                or (available >= missing + device.num_growing())
-            )
+            return not device.slots or available >= missing + device.num_growing()
 
         def rank(number: int) -> tuple[bool, bool, int]:
             device = self._devices[number]
