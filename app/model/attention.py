@@ -22,7 +22,6 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 from app.mesh.axis_rules import Dims, constrain, current_device, shard_map_by_dims, spread_rows
 from app.mesh.placement import num_row_shards
 from app.mesh.tpu_chips import kernel_bytes
-from app.model import paged_attention
 from app.model.architecture import Architecture
 from app.model.block_attention import KEY_DIMS, QUERY_DIMS, Blocking, block_attention
 from app.model.block_pairs import UNREACHABLE, BlockPairs, block_pairs
@@ -336,8 +335,10 @@ def extend_cache(
         write = jax.vmap(lambda row, new, position: row.at[:, position].set(new))
         keys, values = write(keys, key[:, :, 0], positions), write(values, value[:, :, 0], positions)
         return cached_attention(query, keys, values, positions, window=window, score_mod=score_mod), keys, values
-    # Pallas is slow to import and not needed on a CPU.
+    # Scoring needs none of these, and Pallas is slow to import.
     if block_size is None:
+        from app.model import paged_attention
+
         attend = functools.partial(paged_attention.attend, score_mod, window)
     elif current_device()[0] == "gpu":
         from app.model import gpu_decode_kernel
