@@ -6,7 +6,6 @@ softmax.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections import Counter
 from collections.abc import Collection, Sequence
@@ -15,15 +14,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Float32, Int32
+from jaxtyping import Array, Bool, Float, Float32
 
-from app.mesh.axis_rules import Dims, constrain, current_device, shard_map_by_dims, spread_rows
-from app.mesh.placement import num_row_shards
+from app.mesh.axis_rules import current_device
 from app.mesh.tpu_chips import kernel_bytes
 from app.model.architecture import Architecture
-from app.model.block_attention import KEY_DIMS, QUERY_DIMS, Blocking, block_attention
+from app.model.block_attention import Blocking, block_attention
 from app.model.block_pairs import UNREACHABLE, BlockPairs, block_pairs
 from app.model.score_mod import DEFAULT_SCORE_MOD, MASK_VALUE, ScoreMod, apply_soft_cap
 from app.model.segment_layout import SegmentLayout, Window, attention_mask
@@ -39,14 +36,6 @@ KERNEL_BLOCK_SIZES = (128, 256, 512)
 """Block sizes of the TPU kernels, which are fastest with the largest that fits."""
 MAX_BLOCKS_PER_ROW = 256
 """Blocks of a row whose pairs fit the TPU's memory for scalars, with room for several rows on a device."""
-DECODE_BLOCK_SIZES = (512, 256, 128, 64, 32, 16)
-"""Tokens of a cache that the TPU's decode kernel reads at once: the first that fits the cache and the chip's memory."""
-CACHE_BLOCKS_MIN = 16
-"""Blocks of a paged cache that the longest row should have at least."""
-CACHE_BLOCK_MAX = 512
-"""Tokens of the largest block of a paged cache."""
-CACHE_BLOCK_MIN = {"tpu": 256, "gpu": 64}
-"""Tokens of the smallest one by platform, whose time for a block hardly depends on smaller sizes."""
 GPU_BLOCK_SIZE = 64
 """Block size of the GPU kernels, whose sums then fit the registers."""
 
@@ -92,7 +81,7 @@ def _tpu_kernel_blocking(kind: str, num_tokens: int, head_dim: int, group_size: 
     all twice for copies in the background, and sums; of a block's keys and values, likewise, with products in float32;
     and of scores. The number of the last two is the compiler's, as it reports them for blocks that do not fit.
     """
-    available, width = kernel_bytes(kind), _padded_head_dim(head_dim)
+    available, width = kernel_bytes(kind), padded_head_dim(head_dim)
     sizes = [size for size in KERNEL_BLOCK_SIZES if size < 2 * num_tokens] or KERNEL_BLOCK_SIZES[:1]
     for size in reversed(sizes):
         num_blocks = -(-num_tokens // size)
@@ -110,47 +99,7 @@ def architecture_blocking(architecture: Architecture, num_tokens: int, dtype: DT
     return platform_blocking(num_tokens, a.head_dim, dtype, a.attention_implementation, group_size=group_size)
 
 
-def decode_block_size(
-    architecture: Architecture, cache_length: int, dtype: DTypeLike, *, is_paged: bool = False
-) -> int | None:
-    """Returns the tokens that a kernel of the current mesh's devices reads from caches at once; None without a kernel.
-
-    Args:
-        cache_length: that of a block, if the cache `is_paged`; a GPU reads no others by a kernel.
-    """
-    platform, kind = current_device()
-    if platform == "gpu" and is_paged and architecture.attention_implementation != "xla":
-        # Triton has blocks of powers of two, and multiplies float32 arrays from registers, which have no room for them.
-        fits = architecture.head_dim & (architecture.head_dim - 1) == 0 and jnp.dtype(dtype) != jnp.float32
-        return min(cache_length, GPU_BLOCK_SIZE) if fits else None
-    if platform != "tpu" or architecture.attention_implementation == "xla":
-        return None
-    heads = architecture.num_kv_heads, architecture.head_dim
-    smallest = DECODE_BLOCK_SIZES[-1]
-    # Shorter caches are one block; otherwise blocks are whole tiles.
-    longest = cache_length if cache_length < smallest else cache_length // smallest * smallest
-    sizes = [min(longest, DECODE_BLOCK_SIZES[0]), *(size for size in DECODE_BLOCK_SIZES if size < longest)]
-    return next((size for size in sizes if 2 * cache_block_bytes(*heads, size, dtype) <= kernel_bytes(kind)), None)
-
-
-def cache_block_size(architecture: Architecture, max_length: int, dtype: DTypeLike) -> int:
-    """Returns the tokens of a block of a paged cache, for rows of up to `max_length` tokens.
-
-    Half a block of each row stays empty. A TPU reads large blocks faster, others read them all alike.
-    """
-    smallest = DECODE_BLOCK_SIZES[-1]
-    size = 2 ** math.floor(math.log2(max(max_length / CACHE_BLOCKS_MIN, smallest)))
-    size = max(size, CACHE_BLOCK_MIN.get(current_device()[0], smallest))
-    fitting = decode_block_size(architecture, min(size, CACHE_BLOCK_MAX), dtype)
-    return fitting or min(size, CACHE_BLOCK_MAX)
-
-
-def cache_block_bytes(num_kv_heads: int, head_dim: int, block_size: int, dtype: DTypeLike) -> int:
-    """Returns the memory on a TPU for a block of keys and one of values, twice for copies in the background."""
-    return 4 * num_kv_heads * block_size * _padded_head_dim(head_dim) * jnp.dtype(dtype).itemsize
-
-
-def _padded_head_dim(head_dim: int) -> int:
+def padded_head_dim(head_dim: int) -> int:
     """Returns the numbers that a head takes in a TPU's memory, whose registers have 128 in a row."""
     return -(-head_dim // 128) * 128
 
@@ -283,89 +232,3 @@ def _pad_to_blocks(x: Array, size: int, *, axis: int) -> Array:
     widths = [(0, 0)] * x.ndim
     widths[axis] = (0, -x.shape[axis] % size)
     return jnp.pad(x, widths)
-
-
-def cache_dims(cache: Float[Array, "B K S H"] | jax.ShapeDtypeStruct, mesh: Mesh | None = None) -> Dims:
-    """Returns the dims of a cache of keys or values: split over tp by heads, by rows if tp does not divide the heads.
-
-    Where it divides neither, the devices along tp hold the same.
-
-    Args:
-        mesh: the current one if None.
-    """
-    num_rows, num_heads = cache.shape[:2]
-    of_mesh = mesh or jax.sharding.get_abstract_mesh()
-    splits_heads = of_mesh.empty or num_heads % of_mesh.shape["tp"] == 0
-    return ("rows" if splits_heads else spread_rows(num_rows, mesh)), *KEY_DIMS[1:]
-
-
-def num_cache_shards(mesh: Mesh, num_kv_heads: int) -> int:
-    """Returns the number of devices that share out the rows of caches: all, where tp does not divide the heads."""
-    return num_row_shards(mesh) if num_kv_heads % mesh.shape["tp"] == 0 else mesh.size
-
-
-def extend_cache(
-    query: Float[Array, "B 1 Q H"],
-    key: Float[Array, "B K 1 H"],
-    value: Float[Array, "B K 1 H"],
-    keys: Float[Array, "B K S H"],
-    values: Float[Array, "B K S H"],
-    positions: Int32[Array, "B"],
-    active: Bool[Array, "B"],
-    *,
-    tables: Int32[Array, "B M"] | None = None,
-    window: int | None = None,
-    score_mod: ScoreMod = DEFAULT_SCORE_MOD,
-    block_size: int | None = None,
-) -> tuple[Float[Array, "B 1 Q H"], Float[Array, "B K S H"], Float[Array, "B K S H"]]:
-    """Writes the key and value of one new token per slot at `positions`; returns its attention, and the caches.
-
-    Args:
-        active: rows whose results are used; those of others have no meaning.
-        tables: for each slot, the rows of `keys` and `values` that are the blocks of its cache, as numbers among those
-            of its device; None if each slot has the row of its own number.
-        window: the number of visible entries, including the token's own; None = all.
-        block_size: the result of `decode_block_size`.
-    """
-    key_dims = cache_dims(keys)
-    query_dims = QUERY_DIMS if key_dims == KEY_DIMS else (key_dims[0], "tokens", "head", "head")
-    if block_size is None and tables is None:
-        query, key, value = constrain(query, *query_dims), constrain(key, *key_dims), constrain(value, *key_dims)
-        # With vmap the partitioner knows that slots are independent, so no slot moves between devices.
-        write = jax.vmap(lambda row, new, position: row.at[:, position].set(new))
-        keys, values = write(keys, key[:, :, 0], positions), write(values, value[:, :, 0], positions)
-        return cached_attention(query, keys, values, positions, window=window, score_mod=score_mod), keys, values
-    # Scoring needs none of these, and Pallas is slow to import.
-    if block_size is None:
-        from app.model import paged_attention
-
-        attend = functools.partial(paged_attention.attend, score_mod, window)
-    elif current_device()[0] == "gpu":
-        from app.model import gpu_decode_kernel
-
-        attend = functools.partial(gpu_decode_kernel.attend, score_mod, window, block_size)
-    else:
-        from app.model import decode_attention_kernel
-
-        attend = functools.partial(decode_attention_kernel.attend, score_mod, window, block_size)
-    in_dims = (query_dims, *[key_dims] * 4, *[key_dims[:1]] * 2, *[(key_dims[0], "tokens")] * (tables is not None))
-    by_device = shard_map_by_dims(attend, in_dims=in_dims, out_dims=(query_dims, key_dims, key_dims))
-    with jax.named_scope(ATTENTION_SCOPE):
-        return by_device(query, key, value, keys, values, positions, active, *[] if tables is None else [tables])  # pyright: ignore[reportReturnType]
-
-
-def cached_attention(
-    query: Float[Array, "B 1 Q H"],
-    keys: Float[Array, "B K S H"],
-    values: Float[Array, "B K S H"],
-    positions: Int32[Array, "B"],
-    *,
-    window: int | None = None,
-    score_mod: ScoreMod = DEFAULT_SCORE_MOD,
-) -> Float[Array, "B 1 Q H"]:
-    """Returns the attention of one new token per slot over the cache entries up to its own, at `positions`."""
-    slots = jnp.arange(keys.shape[2])[None, :]
-    visible = slots <= positions[:, None]
-    if window is not None:
-        visible &= slots > positions[:, None] - window
-    return dot_product_attention(query, keys, values, visible[:, None, :], score_mod)

@@ -18,8 +18,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int32
 
-from app.model.attention import cache_block_bytes
 from app.model.attention_kernel import pair_scores, product
+from app.model.cache_attention import cache_block_bytes
 from app.model.score_mod import MASK_VALUE, ScoreMod, apply_soft_cap
 
 OTHER_BYTES = 8 * 2**20

@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int32
 from app.mesh.axis_rules import constrain, sharding_tree
 from app.mesh.placement import abstract_arrays
 from app.model.architecture import Architecture
-from app.model.attention import cache_dims, decode_block_size, extend_cache
+from app.model.cache_attention import cache_dims, decode_block_size, extend_cache
 from app.model.decode_weights import DecodeWeights
 from app.model.decoder import Decoder, DecoderDefinition, Params
 from app.model.score_mod import ScoreMod

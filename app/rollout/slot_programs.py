@@ -23,7 +23,7 @@ from jaxtyping import Array, Bool, Int32
 from app.mesh.axis_rules import LOGICAL_AXIS_RULES, Dims, shard_map_by_dims, sharding_tree
 from app.mesh.compiler_options import compiler_options
 from app.mesh.placement import abstract_arrays, tree_shardings
-from app.model.attention import cache_block_size, cache_dims, decode_block_size, num_cache_shards
+from app.model.cache_attention import cache_block_size, cache_dims, decode_block_size, num_cache_shards
 from app.model.decode_weights import DecodeWeights, abstract_decode_weights
 from app.model.decoder import DecoderDefinition
 from app.model.prefill_and_decode import (

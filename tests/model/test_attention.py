@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.test_util import check_grads
 
-from app.model.attention import apply_rope, cached_attention, dot_product_attention, packed_attention
+from app.model.attention import apply_rope, dot_product_attention, packed_attention
+from app.model.cache_attention import cached_attention
 from app.model.score_mod import DEFAULT_SCORE_MOD, ScoreMod
 from app.model.segment_layout import single_segment_layout
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.model import decode_attention_kernel
-from app.model.attention import extend_cache
+from app.model.cache_attention import extend_cache
 from app.model.decode_attention_kernel import TILE
 from app.model.score_mod import DEFAULT_SCORE_MOD
 from tests.model.test_block_attention import RULES

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.model import decode_attention_kernel, gpu_decode_kernel, paged_attention
-from app.model.attention import extend_cache
+from app.model.cache_attention import extend_cache
 from app.model.score_mod import DEFAULT_SCORE_MOD
 from tests.model.test_block_attention import RULES
 
