@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -24,6 +25,8 @@ class Slot:
     """A row on a device, with the first fields of its `RowTable`."""
 
     row: RolloutSequence
+    device: int
+    """Number of its device among those of the engine."""
     prompt_key: bytes
     noise_key: NoiseKey
     token: int
@@ -41,16 +44,13 @@ class SlotDevice:
 
     Args:
         num_blocks: including block 0, which belongs to no row.
+        blocks_for: returns the number of blocks that hold a number of tokens.
     """
 
-    def __init__(self, num_slots: int, num_blocks: int, block_size: int):
-        self.num_slots, self.block_size = num_slots, block_size
+    def __init__(self, num_slots: int, num_blocks: int, blocks_for: Callable[[int], int]):
+        self.num_slots, self.blocks_for = num_slots, blocks_for
         self.pool = BlockPool(num_blocks)
         self.slots: list[Slot] = []
-
-    def blocks_for(self, num_tokens: int) -> int:
-        """Returns the number of blocks that hold this many tokens."""
-        return -(-num_tokens // self.block_size)
 
     def num_growing(self) -> int:
         """Returns the number of rows that may need another block."""

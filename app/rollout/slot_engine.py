@@ -147,7 +147,7 @@ class SlotEngine:
         self._stop = request.stop
         self._cache = self.programs["open",]()
         programs = self.programs
-        sizes = self.shapes.num_slots // programs.num_shards, programs.num_blocks, programs.block_size
+        sizes = self.shapes.num_slots // programs.num_shards, programs.num_blocks, programs.blocks_for
         self._devices = [SlotDevice(*sizes) for _ in range(programs.num_shards)]
         self._queued, self._last = deque(), None
         self.load_weights(weights, policy_version=request.policy_version)
@@ -245,7 +245,7 @@ class SlotEngine:
         work, admitted = _Work(), []
         while self._queued and (number := self._device_for(self._queued[0])) is not None:
             one = self._queued.popleft()
-            slot, pool = _make_slot(_row_of(one)), self._devices[number].pool
+            slot, pool = _make_slot(_row_of(one), number), self._devices[number].pool
             needed = self.programs.blocks_for(max(slot.length, 1))
             if self._continues_prompt(one):
                 prompt = self._share_prompt(slot.row.prompt, number, work)
@@ -414,19 +414,17 @@ class SlotEngine:
                 cache = waiting[0].cache if isinstance(waiting[0], SuspendedSequence) else None
                 suspended.append(SuspendedSequence(row, cache))
                 continue
-            number, slot = next(
-                (i, slot) for i, device in enumerate(self._devices) for slot in device.slots if slot.row is row
-            )
-            places = self._blocks_of_row(number, slot.blocks[: self.programs.blocks_for(slot.length)], missing=-1)
+            slot = next(slot for slot in self._slots if slot.row is row)
+            places = self._blocks_of_row(slot.device, slot.blocks[: self.programs.blocks_for(slot.length)], missing=-1)
             suspended.append(SuspendedSequence(row, self.programs["take",](self._cache, places)))
             self._remove(slot)
         return suspended
 
     def _remove(self, slot: Slot) -> None:
-        [(number, device)] = [(i, device) for i, device in enumerate(self._devices) if slot in device.slots]
+        device = self._devices[slot.device]
         device.remove(slot)
         # A value that is not finite would break the next row even where it is masked.
-        self._copy([(number, -1, block) for block in device.pool.take_spoilt()])
+        self._copy([(slot.device, -1, block) for block in device.pool.take_spoilt()])
 
     # A segment ---------------------------------------------------------------------------------------------------
 
@@ -522,8 +520,7 @@ class SlotEngine:
             slot.token, slot.length, slot.remaining = (int(field[place]) for field in after[:3])
             if slot.remaining == 0:
                 if after.non_finite[place]:
-                    device = next(device for device in self._devices if slot in device.slots)
-                    device.pool.spoil(slot.blocks, slot.prompt_key)
+                    self._devices[slot.device].pool.spoil(slot.blocks, slot.prompt_key)
                 self._finish(slot, finish_reason(after.stopped[place], after.non_finite[place]))
         steps = int(after.steps[0])
         self.counters.count_segment(steps=steps, num_rows=num_rows, num_generated=sum(n for _, _, n in decoded))
@@ -563,12 +560,13 @@ def _row_of(one: RolloutSequence | SuspendedSequence) -> RolloutSequence:
     return one.row if isinstance(one, SuspendedSequence) else one
 
 
-def _make_slot(row: RolloutSequence) -> Slot:
+def _make_slot(row: RolloutSequence, device: int) -> Slot:
     """Returns a slot, still without blocks, for a row with all its tokens."""
     low, high = hash_uids([row.prompt.uid])[0].view(np.int32)
     ids = row.token_ids if row.num_tokens else row.prompt.token_ids
     return Slot(
         row,
+        device,
         _prompt_key(row.prompt),
         NoiseKey(int(low), int(high), row.sample_index, row.noise_step),
         token=int(ids[-1]) if len(ids) else 0,

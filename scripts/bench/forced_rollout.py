@@ -37,6 +37,7 @@ from app.rollout.slot_engine import SlotEngine
 from app.rollout.slot_programs import ProgramName, ProgramSpec, SlotPrograms, decode_segment
 from app.rollout.worker import RolloutWorker
 from app.rollout.worker_pool import RolloutWorkerPool, ScheduleConfig
+from scripts.simulate import length_traces
 from scripts.simulate.simulated_slots import ProgramSizes
 from scripts.simulate.simulator import SimulatedWorkerSpec
 from settings.schema.mesh import MeshSettings
@@ -47,6 +48,8 @@ EOS = 0
 RULES = SamplingRules(1.0)
 DTYPE = jnp.dtype("float32")
 PROMPT_LENGTHS = (48, 96)
+LONGEST_OVER_MEAN = 4
+"""Maximum length of a log-normal sample divided by the mean length."""
 
 
 def random_prompts(count: int, *, vocab_size: int) -> list[Prompt]:
@@ -210,6 +213,20 @@ def spec_of(worker: RolloutWorker) -> SimulatedWorkerSpec:
     shapes = worker.engine.shapes
     slots, capacity = (shapes.num_slots, shapes.batch_buckets[:-1]), worker.engine.programs.capacity
     return SimulatedWorkerSpec(worker.name, worker.kind, *slots, "0", ProgramSizes.of(shapes), capacity)
+
+
+def log_normal_lengths(num_samples: int, *, group: int, mean: int, sigma: float) -> list[int]:
+    """Returns lengths up to `LONGEST_OVER_MEAN` times the mean, those of a group correlated by one half."""
+    drawn = length_traces.log_normal(
+        np.random.default_rng(0),
+        prompts=num_samples // group,
+        group=group,
+        mean=mean,
+        sigma=sigma,
+        correlation=0.5,
+        max_new=LONGEST_OVER_MEAN * mean,
+    )
+    return [one.length for one in drawn]
 
 
 def open_rollout(

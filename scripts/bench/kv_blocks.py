@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import argparse
 
-import numpy as np
-
 from app.rollout.continuous_batching import ContinuousBatchGenerator
-from scripts.bench.forced_rollout import ForcedRollout, WatchedEngine, open_rollout, positive
-from scripts.simulate import length_traces
+from scripts.bench.forced_rollout import (
+    LONGEST_OVER_MEAN,
+    ForcedRollout,
+    WatchedEngine,
+    log_normal_lengths,
+    open_rollout,
+    positive,
+)
 from settings.schema.rollout import SegmentSettings
-
-LONGEST_OVER_MEAN = 4
 
 
 def measure(rollout: ForcedRollout, num_slots: int, num_blocks: int | None) -> tuple[WatchedEngine, float]:
@@ -39,19 +41,11 @@ def main() -> None:
     parser.add_argument("--sigma", type=float, default=0.8)
     parser.add_argument("--shares", type=float, nargs="+", default=[0.5, 0.33], help="of the blocks of all slots")
     options = parser.parse_args()
-    drawn = length_traces.log_normal(
-        np.random.default_rng(0),
-        prompts=options.samples // options.group,
-        group=options.group,
-        mean=options.tokens,
-        sigma=options.sigma,
-        correlation=0.5,
-        max_new=LONGEST_OVER_MEAN * options.tokens,
-    )
+    drawn = log_normal_lengths(options.samples, group=options.group, mean=options.tokens, sigma=options.sigma)
     rollout = open_rollout(
         options.model,
         num_prompts=options.samples // options.group,
-        lengths=[[one.length for one in drawn]],
+        lengths=[drawn],
         longest=LONGEST_OVER_MEAN * options.tokens,
         slots=[options.slots],
         rule=SegmentSettings(min=1),

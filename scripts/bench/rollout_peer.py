@@ -26,8 +26,14 @@ import numpy as np
 from app.records.sample import Prompt
 from app.rollout.continuous_batching import ContinuousBatchGenerator
 from app.rollout.sample_generator import SampleGenerator
-from scripts.bench.forced_rollout import ForcedRollout, machine, open_rollout, positive
-from scripts.simulate import length_traces
+from scripts.bench.forced_rollout import (
+    LONGEST_OVER_MEAN,
+    ForcedRollout,
+    log_normal_lengths,
+    machine,
+    open_rollout,
+    positive,
+)
 from settings.schema.rollout import SegmentSettings
 
 try:
@@ -38,8 +44,6 @@ except ImportError as error:
 
 RESULTS = Path(__file__).parent / "results" / "rollout_peer.json"
 ROWS = 16
-LONGEST_OVER_MEAN = 4
-"""Maximum length of a sample divided by the mean length."""
 PAD = 2
 
 
@@ -137,19 +141,11 @@ def main() -> None:
     options = parser.parse_args()
     if options.samples % options.group:
         parser.error(f"--samples: {options.samples} are no whole groups of --group {options.group}")
-    drawn = length_traces.log_normal(
-        np.random.default_rng(0),
-        prompts=options.samples // options.group,
-        group=options.group,
-        mean=options.tokens,
-        sigma=options.sigma,
-        correlation=0.5,
-        max_new=LONGEST_OVER_MEAN * options.tokens,
-    )
+    drawn = log_normal_lengths(options.samples, group=options.group, mean=options.tokens, sigma=options.sigma)
     rollout = open_rollout(
         options.model,
         num_prompts=options.samples // options.group,
-        lengths=[[options.tokens] * len(drawn), [one.length for one in drawn]],
+        lengths=[[options.tokens] * len(drawn), drawn],
         longest=LONGEST_OVER_MEAN * options.tokens,
         slots=[ROWS // 2] * 2,
         rule=SegmentSettings(min=1, overhead_steps=options.overhead_steps),
