@@ -65,6 +65,7 @@ class Found:
         if way not in self._sessions:
             settings = load(None, [*self._overrides, *WAYS[way]], {}).settings
             self._sessions[way] = Session.open(settings, self._model)
+            self._sessions[way].open_generators()
         return self._sessions[way]
 
     def samples(self, way: str) -> list[Sample]:

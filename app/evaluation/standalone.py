@@ -222,11 +222,14 @@ def _generate_missing_samples(
     if not max_over_hosts(np.asarray(len(missing_prompts))):
         return {}
     session = stack.enter_context(closing(Session.open(settings, inputs.source.model)))
+    session.open_generators()
     weights = inputs.source.load_decode_weights(session)
     session.compile_evaluation()
     generated: dict[int, list[Sample]] = {}
     num_samples = len(missing_prompts) * settings.eval.num_samples
     with RolloutProgress(num_samples=num_samples, enabled=jax.process_index() == 0) as progress:
+        for note in session.generation_notes:
+            progress.print_line(note)
         if len(missing_prompts) < num_prompts:
             progress.print_line(f"continuing: {num_prompts - len(missing_prompts)} of {num_prompts} prompts are done")
         fresh = progress.track(generate_samples(session, weights, inputs.prompts, prompt_indices=missing_prompts))

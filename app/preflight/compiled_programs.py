@@ -29,8 +29,6 @@ from app.preflight.kernel_time import take_scheduled_bundles
 from app.preflight.memory import (
     MEMORY_ADVICE,
     MEMORY_LABELS,
-    MemoryBreakdown,
-    NetworkSpec,
     StepShapes,
     largest_micro_batch,
     memory_by_phase,
@@ -40,10 +38,12 @@ from app.preflight.program_work import ProgramWork, generation_work, longest_sam
 from app.records.atomic_write import write_atomic
 from app.records.text_format import format_bytes, format_percent, format_table
 from app.rollout.batch_engine import BatchShape
+from app.runtime.reward_model import NetworkSpec
 from app.runtime.scoring import set_compute_dtype
 from app.runtime.session import Session
 from app.score.scorer import PackedForward, Scorer, ValueScorer
 from app.training.learner import Learner, LearnerGroup
+from app.training.network_memory import MemoryBreakdown
 from app.update.loss_aggregation import StepTotals
 from settings.errors import InputError
 

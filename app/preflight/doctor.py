@@ -29,7 +29,7 @@ from app.preflight.environment_checks import (
     hub_offline,
     hub_sources,
 )
-from app.preflight.memory import compute_step_shapes, network_bytes, peak_phase, state_bytes
+from app.preflight.memory import compute_step_shapes, peak_phase, state_bytes
 from app.preflight.model_checks import (
     check_chat_template,
     check_forward_pass,
@@ -58,8 +58,9 @@ from app.runtime.reward_model import RewardModelSpec
 from app.runtime.reward_trial import make_trial_samples
 from app.runtime.session import Session
 from app.training.inputs import check_chosen_metrics, dataset_fingerprints, input_fingerprints
-from app.training.learner import make_learner_group
-from app.training.setup import check_session, file_fingerprints, setup_notes
+from app.training.learner import LearnerGroup
+from app.training.network_memory import network_bytes
+from app.training.setup import configure_session, file_fingerprints, setup_notes
 from settings import Resolved, Settings
 from settings.checks.commands import check_for_train
 from settings.checks.unused_settings import launch_notices
@@ -111,9 +112,9 @@ def run_doctor(resolved: Resolved, *, compiles: bool = False) -> DoctorReport:
         inputs = _read_inputs(recorder, settings)
         checkpoint_bytes = None
         if has_devices:
-            session = _open_session(recorder, resolved, run, inputs, stack)
-            checkpoint_bytes = _check_memory(recorder, session, inputs, compiles=compiles)
-            _check_networks(recorder, session, inputs)
+            opened = _open_session(recorder, resolved, run, inputs, stack)
+            checkpoint_bytes = _check_memory(recorder, opened, inputs, compiles=compiles)
+            _check_networks(recorder, opened and opened[0], inputs)
         else:
             recorder.skip("mesh", "memory", "attention", *inputs.weight_checks, reason="there are no devices")
         with recorder.run_check("disk"):
@@ -249,9 +250,9 @@ def _skip_uncached(recorder: CheckRecorder, check: str, setting: str, cached: di
 
 def _open_session(
     recorder: CheckRecorder, resolved: Resolved, run: RunDirectory, inputs: PreflightInputs, stack: ExitStack
-) -> Session | None:
-    """Returns the session that a launch would open; None if it cannot be opened. All hosts must call it together."""
-    settings, session = resolved.settings, None
+) -> tuple[Session, LearnerGroup] | None:
+    """Returns what a launch would open; None if it cannot be opened. All hosts must call it together."""
+    settings, opened = resolved.settings, None
     if jax.process_count() > 1:
         agreed = False
         with recorder.run_check("hosts"):
@@ -270,10 +271,10 @@ def _open_session(
         return None
     with recorder.run_check("mesh"):
         session = stack.enter_context(closing(Session.open(settings, inputs.model, inputs.critic)))
-        check_session(settings, session, inputs.reward_model)
+        opened = session, configure_session(session, inputs.reward_model)
         axes = ", ".join(f"{axis} {size}" for axis, size in session.mesh.shape.items())
         recorder.ok("mesh", "\n".join((axes, *setup_notes(settings, session))))
-    return session
+    return opened
 
 
 def _host_facts(settings: Settings, run: RunDirectory, inputs: PreflightInputs) -> dict[str, str]:
@@ -289,15 +290,15 @@ def _host_facts(settings: Settings, run: RunDirectory, inputs: PreflightInputs) 
 
 
 def _check_memory(
-    recorder: CheckRecorder, session: Session | None, inputs: PreflightInputs, *, compiles: bool
+    recorder: CheckRecorder, opened: tuple[Session, LearnerGroup] | None, inputs: PreflightInputs, *, compiles: bool
 ) -> int | None:
     """Checks that weights, moments and with `compiles` all programs fit; returns the bytes of a checkpoint if known."""
-    if session is None:
+    if opened is None:
         recorder.skip("memory", reason="there is no mesh")
         return None
+    session, learning = opened
     checkpoint_bytes = None
     with recorder.run_check("memory"):
-        learning = make_learner_group(session.settings, session)
         checkpoint_bytes = state_bytes(learning)
         needed, available = sum(network_bytes(session, learning, inputs.reward_model).values()), device_memory_bytes()
         has = ", whose memory is unknown" if available is None else f", which has {format_bytes(available)}"

@@ -18,7 +18,6 @@ from app.mesh.placement import num_local_row_shards
 from app.preflight.compiled_programs import CompiledProgram, format_programs_table, step_memory
 from app.preflight.memory import (
     MEMORY_ADVICE,
-    MemoryBreakdown,
     StepShapes,
     compute_step_shapes,
     format_memory_table,
@@ -32,6 +31,7 @@ from app.runtime.reward_model import make_reward_batcher
 from app.runtime.session import Session
 from app.tracking.flops import NO_TOKENS, TokenCounts, make_step_flops
 from app.training.learner import LearnerGroup
+from app.training.network_memory import MemoryBreakdown
 from app.training.replay import ReplayRequest
 from app.training.setup import RunSetup, prepare_run
 from settings import Resolved
@@ -208,7 +208,7 @@ def make_dry_run_report(
     """
     run = {"resume": resume, "replay_request": replay_request, "allow_changed": allow_changed}
     with prepare_run(resolved, **run, compiles=compiles) as launch:
-        learning, inputs = launch.make_learner_group(), launch.inputs
+        learning, inputs = launch.learning, launch.inputs
         generates, prompts = inputs.replay is None, (inputs.prompts, inputs.eval_prompts)
         shapes = compute_step_shapes(launch.session, learning, *prompts, inputs.reward_model, generates=generates)
         with error_barrier():

@@ -19,7 +19,6 @@ from app.model.decoder import flatten_by_path
 from app.preflight.compiled_programs import CompiledProgram, format_programs_table, step_memory
 from app.preflight.config_only_spec import ConfigOnlySpec, read_config_only_spec
 from app.preflight.memory import (
-    MemoryBreakdown,
     StepShapes,
     compute_step_shapes,
     format_memory_table,
@@ -28,10 +27,10 @@ from app.preflight.memory import (
 from app.preflight.mesh_layout import MeshReport, mesh_report
 from app.records.sample import Prompt
 from app.records.text_format import format_bytes, format_percent, format_ranges, format_table
-from app.runtime.batch_checks import check_fixed_micro_batches, check_host_offload
 from app.runtime.session import Session
-from app.training.learner import make_learner_group
-from app.training.setup import setup_notes
+from app.training.learner import LearnerGroup
+from app.training.network_memory import MemoryBreakdown
+from app.training.setup import configure_session, setup_notes
 from settings import Resolved
 
 
@@ -108,21 +107,18 @@ def inspect_mesh(resolved: Resolved, *, compiles: bool, hlo: Path | None = None)
     jax_startup.initialize_distributed(settings.mesh, compiles=compiles)
     check_hosts_agree(resolved)
     session = Session.open(settings, spec.model, spec.critic)
-    check_fixed_micro_batches(settings, session)
-    if settings.offloads_reference:
-        check_host_offload(session.mesh)
+    learning = configure_session(session, spec.reward_model)
     # Keeps the hosts together until the end: if one exits early, JAX times out on the others.
     with error_barrier():
-        return build_mesh_inspection(session, spec, compiles=compiles, hlo=hlo)
+        return build_mesh_inspection(session, learning, spec, compiles=compiles, hlo=hlo)
 
 
 def build_mesh_inspection(
-    session: Session, spec: ConfigOnlySpec, *, compiles: bool, hlo: Path | None = None
+    session: Session, learning: LearnerGroup, spec: ConfigOnlySpec, *, compiles: bool, hlo: Path | None = None
 ) -> MeshInspection:
     """Returns the report for a session, without loading its networks."""
     settings, memory_bytes = session.settings, device_memory_bytes()
     rollout, num_hosts = settings.rollout, device_mesh.num_hosts(session.mesh)
-    learning = make_learner_group(settings, session)
     prompt = make_longest_prompt(settings.data.max_prompt_length)
     # Without the data, the number of held-out prompts is unknown: assumes full batches on all hosts.
     num_held_out = settings.eval.num_prompts or rollout.prompts_per_step * rollout.group_size * num_hosts

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from app.batching.micro_batch_plan import MicroBatch, MicroBatchPlan, SequenceLengths
@@ -19,18 +18,14 @@ from app.evaluation.evaluator import evaluation_batch_size
 from app.mesh.device_mesh import num_hosts
 from app.mesh.devices import device_platform
 from app.mesh.placement import abstract_arrays, bytes_per_device, num_local_row_shards
-from app.model.decoder import DecoderDefinition
 from app.records.sample import Prompt
 from app.records.text_format import format_bytes, format_table
 from app.rollout.batch_engine import BatchShape, Footprint
-from app.runtime.model_spec import CriticSpec, ModelSpec
-from app.runtime.reward_model import RewardModelSpec, make_reward_batcher
+from app.runtime.reward_model import NetworkSpec, make_reward_batcher
 from app.runtime.session import Session
-from app.training.learner import Learner, LearnerGroup
+from app.training.learner import LearnerGroup
+from app.training.network_memory import MemoryBreakdown, network_bytes, reference_bytes
 from settings.schema.score import ScoredRole
-
-MemoryBreakdown = dict[str, int]
-"""Name of a buffer in `MEMORY_LABELS` -> its bytes on each device."""
 
 MEMORY_LABELS = {
     "weights": "weights",
@@ -62,9 +57,6 @@ MEMORY_ADVICE = {
     "update": "lower algorithm.max_tokens_per_device or rows_per_device, set model.remat: block",
 }
 """Phase -> how to reduce its memory."""
-
-NetworkSpec = ModelSpec | CriticSpec | RewardModelSpec
-"""Description of a network, without its weights."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +155,7 @@ def memory_by_phase(
         kept = {name: size for name, size in rollout.items() if name == "decode_weights" and learning.max_rounds > 1}
         phases["reward"] = {**always, **kept}
     if shapes.scores:
-        phases["score"] = {**always, **_reference_bytes(session)}
+        phases["score"] = {**always, **reference_bytes(session)}
     for phase, learner in (("critic", learning.critic), ("update", learning.policy)):
         if learner is not None:
             gradients = bytes_per_device(abstract_arrays(learner.shapes, learner.shardings).params)
@@ -182,40 +174,8 @@ def largest_micro_batch(plan: MicroBatchPlan) -> MicroBatch:
     return max(plan.micro_batches, key=lambda one: len(one.rows) * one.shape.num_tokens)
 
 
-def network_bytes(session: Session, learning: LearnerGroup, reward_model: NetworkSpec | None = None) -> MemoryBreakdown:
-    """Returns the bytes on each device of the weights and moments kept throughout the run."""
-    sizes: MemoryBreakdown = {}
-    sizes["weights"], sizes["optimizer"] = _learner_bytes(learning.policy)
-    if learning.critic:
-        sizes["critic"], sizes["critic_optimizer"] = _learner_bytes(learning.critic)
-    if reward_model is not None:
-        dtype = jnp.dtype(session.settings.model.dtype)
-        sizes["reward_model"] = _weight_bytes(session, reward_model.definition.held_in(dtype))
-    # On a CPU, an offloaded reference stays in the same memory.
-    if not session.settings.offloads_reference or device_platform(session.mesh.devices.flat[0]) == "cpu":
-        sizes |= _reference_bytes(session)
-    return sizes
-
-
-def _reference_bytes(session: Session) -> MemoryBreakdown:
-    """Returns the bytes of the reference policy's own copy of the weights; empty if it needs none."""
-    has_copy = "reference" in session.settings.scored_roles and session.model_spec.policy_definition.lora is None
-    return {"reference": _weight_bytes(session, session.held_reference)} if has_copy else {}
-
-
-def _weight_bytes(session: Session, definition: DecoderDefinition) -> int:
-    return bytes_per_device(abstract_arrays(definition.shapes, definition.shardings(session.mesh)))
-
-
 def _sum_breakdowns(first: MemoryBreakdown, second: MemoryBreakdown) -> MemoryBreakdown:
     return dict(Counter(first) + Counter(second))
-
-
-def _learner_bytes(learner: Learner) -> tuple[int, int]:
-    """Returns the bytes of a network's weights, including frozen ones, and of the rest of its training state."""
-    state = abstract_arrays(learner.shapes, learner.shardings)
-    trained = bytes_per_device(state.params)
-    return trained + bytes_per_device(learner.frozen_shapes), bytes_per_device(state) - trained
 
 
 def state_bytes(learning: LearnerGroup) -> int:

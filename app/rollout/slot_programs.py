@@ -10,7 +10,7 @@ import functools
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -347,11 +347,7 @@ class SlotPrograms:
         self.truncates |= truncates
         with jax.set_mesh(self.mesh):
             specs = self.program_specs(suspends=suspends, recomputes=recomputes, truncates=truncates)
-            lowered = {
-                name: self._jit(function, **options).lower(*arguments)
-                for name, (function, arguments, options) in specs.items()
-                if name not in self._compiled
-            }
+            lowered = {name: self._lower(spec) for name, spec in specs.items() if name not in self._compiled}
         # XLA compiles outside of Python's lock.
         with ThreadPoolExecutor(min(MAX_COMPILING, os.cpu_count() or 1)) as pool:
             self._compiled |= zip(lowered, pool.map(Lowered.compile, lowered.values()), strict=True)
@@ -359,15 +355,23 @@ class SlotPrograms:
     def lower_programs(self, *, truncates: bool) -> dict[str, Lowered]:
         """Lowers the programs that take the most memory: the longest prefill, and decoding with all slots full."""
         shapes = self.shapes
-        specs = {
-            "prefill": self._prefill_program(shapes.prefill_rows[-1], shapes.max_prompt_length),
-            "decode": self._decode_program(shapes.num_slots, truncates=truncates),
+        return {
+            "prefill": self._lower(self._prefill_program(shapes.prefill_rows[-1], shapes.max_prompt_length)),
+            "decode": self._lower(self._decode_program(shapes.num_slots, truncates=truncates)),
         }
-        with jax.set_mesh(self.mesh):
-            return {name: self._jit(run, **options).lower(*args) for name, (run, args, options) in specs.items()}
 
-    def _jit(self, function: Callable[..., Any], **options: Any) -> Any:
-        return jax.jit(function, compiler_options=compiler_options(self.mesh), **options)
+    def lower_open(self) -> Lowered:
+        """Lowers the program whose output is the pool."""
+        return self._lower(self._open_program())
+
+    def with_least_blocks(self) -> SlotPrograms:
+        """Returns programs for the same slots with the fewest blocks, to compile and never to run."""
+        return replace(self, shapes=self.shapes._replace(num_blocks=self._blocks_for_rows(1)))
+
+    def _lower(self, spec: ProgramSpec) -> Lowered:
+        function, arguments, options = spec
+        with jax.set_mesh(self.mesh):
+            return jax.jit(function, compiler_options=compiler_options(self.mesh), **options).lower(*arguments)
 
     @property
     def abstract_pool(self) -> KVCache:
@@ -396,10 +400,9 @@ class SlotPrograms:
         shapes, pool, row = self.shapes, self.abstract_pool, self.abstract_row
         per_row = self._replicated(self.num_shards * self.blocks_per_row)
         most_copies = self._replicated(shapes.num_slots)
-        zeros = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), pool)  # noqa: E731
         copied = pool, most_copies, most_copies, self._replicated(self.num_shards)
         specs: dict[ProgramName, ProgramSpec] = {
-            ("open",): (zeros, (), {"out_shardings": tree_shardings(pool)}),
+            ("open",): self._open_program(),
             ("copy",): (copy_blocks, copied, _donate_options(0, pool)),
         }
         for length in shapes.prompt_buckets:
@@ -412,6 +415,12 @@ class SlotPrograms:
         if recomputes:
             specs |= {("prefill", 1, length): self._prefill_program(1, length) for length in shapes.recompute_buckets}
         return specs
+
+    def _open_program(self) -> ProgramSpec:
+        """Returns the program that fills the pool with zeros."""
+        pool = self.abstract_pool
+        zeros = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), pool)  # noqa: E731
+        return zeros, (), {"out_shardings": tree_shardings(pool)}
 
     def _prefill_program(self, rows: int, length: int) -> ProgramSpec:
         """Returns a prefill of so many rows on each device."""

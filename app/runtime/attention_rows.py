@@ -11,14 +11,14 @@ from app.batching.micro_batcher import PackedRowBatcher
 from app.model.architecture import Architecture
 from app.model.attention import architecture_blocking
 from app.runtime.micro_batching import MaxLengths, make_score_batcher, make_update_batcher, num_bootstrap_tokens
-from app.runtime.reward_model import RewardModelSpec, make_reward_batcher
+from app.runtime.reward_model import NetworkSpec, make_reward_batcher
 from app.runtime.scoring import ScoringSession
 from settings import Settings
 from settings.schema.score import ScoredRole
 
 
 def attention_rows(
-    settings: Settings, session: ScoringSession, reward_model: RewardModelSpec | None
+    settings: Settings, session: ScoringSession, reward_model: NetworkSpec | None
 ) -> list[tuple[Architecture, int]]:
     """Returns the networks that update and score in a run, each with the tokens of its longest rows.
 
@@ -47,7 +47,7 @@ def attention_rows(
     ]
 
 
-def check_attention_rows(settings: Settings, session: ScoringSession, reward_model: RewardModelSpec | None) -> None:
+def check_attention_rows(settings: Settings, session: ScoringSession, reward_model: NetworkSpec | None) -> None:
     """Raises InputError if `model.attention` needs a kernel that cannot hold the longest rows of a run."""
     with jax.set_mesh(session.mesh):
         for network, num_tokens in attention_rows(settings, session, reward_model):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -19,6 +21,7 @@ from app.rollout.slot_programs import SlotPrograms
 from app.rollout.worker import RolloutWorker
 from app.rollout.worker_pool import RolloutWorkerPool, ScheduleConfig
 from app.runtime.ray_workers import open_ray_workers
+from app.runtime.slot_choice import blocks_in_memory, generates_in_slots, slots_in_blocks
 from app.runtime.slot_shapes import slot_shapes_from_settings
 from settings import Settings
 from settings.errors import InputError
@@ -26,19 +29,43 @@ from settings.schema.rollout import WorkerPoolSettings
 
 
 def open_continuous_batching(
-    settings: Settings, definition: DecoderDefinition, tokenizer: Tokenizer, mesh: Mesh, *, dtype: jnp.dtype
+    settings: Settings,
+    definition: DecoderDefinition,
+    tokenizer: Tokenizer,
+    mesh: Mesh,
+    *,
+    dtype: jnp.dtype,
+    held_bytes: int,
+    truncates: bool,
 ) -> ContinuousBatchGenerator | None:
-    """Opens the decode slots of `rollout.slots` on this host; returns None without slots. Compiles nothing.
+    """Opens the decode slots of `rollout.slots` on this host; returns None without slots.
+
+    Compiles nothing unless memory is scarce.
+
+    Args:
+        held_bytes: bytes on each device of other arrays, which stay there during generation.
+        truncates: whether the sampling rules can exclude tokens.
 
     Raises:
         InputError: the slots cannot be split over the devices.
     """
-    num_slots = settings.rollout.slots
-    if num_slots is None:
+    rollout, num_shards = settings.rollout, num_cache_shards(mesh, definition.architecture.num_kv_heads)
+    if not generates_in_slots(rollout, definition):
         return None
-    engine = _make_slot_engine(
-        settings, definition, tokenizer, mesh, num_slots=num_slots, setting="rollout.slots", dtype=dtype, compiled={}
-    )
+
+    def make_engine(num_slots: int, num_blocks: int | None = None) -> SlotEngine:
+        sizes = {"num_slots": num_slots, "num_blocks": num_blocks, "setting": "rollout.slots"}
+        return _make_slot_engine(settings, definition, tokenizer, mesh, **sizes, dtype=dtype, compiled={})
+
+    is_auto, num_slots = rollout.slots == "auto", rollout.num_rows
+    if is_auto:
+        num_slots = math.ceil(num_slots / num_shards) * num_shards
+    engine = make_engine(num_slots)
+    if rollout.kv_blocks == "auto":
+        num_blocks = blocks_in_memory(engine.programs, held_bytes=held_bytes, truncates=truncates)
+        if num_blocks is not None:
+            fitting = slots_in_blocks(engine.programs, num_blocks)
+            engine = make_engine(fitting if is_auto else num_slots, num_blocks)
     return ContinuousBatchGenerator(engine, decode_text=tokenizer.decode, segment_rule=settings.rollout.segment)
 
 
@@ -115,6 +142,7 @@ def _make_slot_engine(
     setting: str,
     dtype: jnp.dtype,
     compiled: dict[SlotShapes, SlotPrograms],
+    num_blocks: int | None = None,
 ) -> SlotEngine:
     """Creates a slot engine, which reuses the programs in `compiled` for the same shapes, if there are any."""
     shapes = slot_shapes_from_settings(
@@ -123,6 +151,7 @@ def _make_slot_engine(
         max_prompt_length=settings.data.max_prompt_length,
         row_shards=num_cache_shards(mesh, definition.architecture.num_kv_heads),
         setting=setting,
+        num_blocks=num_blocks,
     )
     engine = SlotEngine(
         definition,

@@ -22,7 +22,7 @@ from app.prompts.reward_model_encoder import ConversationEncoder
 from app.records.sample import Prompt, Sample
 from app.reward.reward_outcome import RewardFailure, RewardOutcome, one_line
 from app.runtime.micro_batching import MaxLengths, make_score_batcher
-from app.runtime.model_spec import model_setting_in_errors
+from app.runtime.model_spec import CriticSpec, ModelSpec, model_setting_in_errors
 from app.runtime.scoring import set_compute_dtype
 from app.score.reward_model_inputs import reward_model_inputs
 from app.score.scorer import ValueScorer
@@ -42,6 +42,10 @@ class RewardModelSpec(NamedTuple):
         """Raises InputError if the model's chat template cannot encode this prompt."""
         with model_setting_in_errors("reward.model", revision="reward.model_revision"):
             self.conversations.encode(prompt, completion="")
+
+
+NetworkSpec = ModelSpec | CriticSpec | RewardModelSpec
+"""Description of a network, without its weights."""
 
 
 def read_reward_model_spec(settings: Settings) -> RewardModelSpec | None:

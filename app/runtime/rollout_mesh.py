@@ -77,8 +77,7 @@ def token_seconds(settings: Settings, mesh: Mesh, definition: DecoderDefinition,
     """
     rollout, arch = settings.rollout, definition.architecture
     dtype = jnp.dtype(settings.model.dtype)
-    num_rows = rollout.slots or rollout.prompts_per_step * rollout.group_size
-    rows_of_all = math.ceil(num_rows * num_hosts(mesh) / mesh.size) * mesh.size
+    rows_of_all = math.ceil(rollout.num_rows * num_hosts(mesh) / mesh.size) * mesh.size
     length = settings.data.max_prompt_length + rollout.max_new_tokens
     cache = abstract_cache(cache_shapes(arch, rows_of_all, length, dtype), mesh)
     read = bytes_per_device(abstract_decode_weights(definition, mesh, dtype)) + bytes_per_device(cache) / 2
@@ -96,7 +95,8 @@ def _fastest(settings: Settings, mesh: Mesh, definition: DecoderDefinition) -> M
         return mesh
     now, per_host, arch = mesh.shape["tp"], mesh.size // num_hosts(mesh), definition.architecture
     sizes = [arch.num_query_heads, arch.mlp_dim, per_host]
-    if (settings.rollout.slots or 0) % per_host:
+    slots = settings.rollout.slots
+    if isinstance(slots, int) and slots % per_host:
         # Where tp does not divide the key heads, all devices share the slots out.
         sizes.append(arch.num_kv_heads)
     # With a smaller tp than in training, weights might not fit.

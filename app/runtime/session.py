@@ -27,8 +27,9 @@ from app.rollout.worker_pool import RolloutWorkerPool
 from app.runtime.generators import open_continuous_batching, open_workers
 from app.runtime.model_spec import CriticSpec, ModelSpec
 from app.runtime.ray_workers import check_ray_installed
-from app.runtime.rollout_mesh import rollout_mesh
+from app.runtime.rollout_mesh import rollout_mesh, rollout_mesh_notes
 from app.runtime.scoring import ScoringSession, open_scorers
+from app.runtime.slot_choice import slots_note
 from app.runtime.tensor_parallel_checks import check_decode_layout
 from settings import Settings
 
@@ -41,7 +42,7 @@ class Session(ScoringSession):
     """Generates in batches, and converts the weights for every generator. It uses this host's part of the mesh or the
     whole mesh (`rollout.placement`)."""
     continuous_batching: ContinuousBatchGenerator | None = None
-    """Generates in place of the engine if `rollout.slots` is set."""
+    """Generates in place of the engine; see `generates_in_slots`."""
     workers: RolloutWorkerPool | None = None
     """Generate in place of both if `rollout.scheduler` is set."""
 
@@ -51,8 +52,10 @@ class Session(ScoringSession):
     ) -> Session:
         """Opens a session: the first use of the devices. `jax_startup.initialize_distributed` must have run.
 
+        It generates in batches until `open_generators` is called.
+
         Args:
-            generates: False if samples are only read, so that slots and workers are neither checked nor opened.
+            generates: False if samples are only read, so that slots and workers are not checked.
         """
         if generates:
             check_ray_installed(settings)
@@ -77,13 +80,37 @@ class Session(ScoringSession):
             decode_layout=settings.rollout.decode_layout,
             merge_adapters=None if decoder.lora == lora else partial(merge_adapters, lora=lora),
         )
-        session = cls(**scoring, engine=engine)
-        if generates:
-            session.continuous_batching = open_continuous_batching(
-                settings, decoder, model.tokenizer, of_host, dtype=dtype
-            )
-            session.workers = open_workers(settings, decoder, model.tokenizer, of_all_hosts, dtype=dtype)
-        return session
+        return cls(**scoring, engine=engine)
+
+    def open_generators(self, *, held_bytes: int = 0) -> None:
+        """Opens slots or workers in place of the engine, if the settings ask for them.
+
+        All hosts must call it together.
+
+        Args:
+            held_bytes: bytes on each device of arrays that stay there during generation, besides those that it needs.
+
+        Raises:
+            InputError: they do not fit the devices.
+        """
+        settings, engine, tokenizer = self.settings, self.engine, self.model_spec.tokenizer
+        dtype = jnp.dtype(settings.model.dtype)
+        self.continuous_batching = open_continuous_batching(
+            *(settings, engine.definition, tokenizer, engine.mesh),
+            dtype=dtype,
+            held_bytes=held_bytes,
+            truncates=self.sampling_params.truncates,
+        )
+        self.workers = open_workers(settings, engine.definition, tokenizer, engine.mesh_of_all_hosts, dtype=dtype)
+
+    @property
+    def generation_notes(self) -> tuple[str, ...]:
+        """Text for users about the mesh of generation and its slots."""
+        settings, engine, slots = self.settings, self.engine, self.continuous_batching
+        return (
+            *rollout_mesh_notes(settings, self.mesh, engine.mesh_of_all_hosts, engine.definition),
+            *slots_note(settings.rollout, engine.definition, slots and slots.engine.programs),
+        )
 
     def close(self) -> None:
         """Shuts the workers down, including their processes."""

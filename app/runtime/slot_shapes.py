@@ -7,9 +7,19 @@ from settings.schema.rollout import RolloutSettings
 
 
 def slot_shapes_from_settings(
-    rollout: RolloutSettings, num_slots: int, *, max_prompt_length: int, setting: str, row_shards: int = 1
+    rollout: RolloutSettings,
+    num_slots: int,
+    *,
+    max_prompt_length: int,
+    setting: str,
+    row_shards: int = 1,
+    num_blocks: int | None = None,
 ) -> SlotShapes:
-    """Returns the sizes for the settings; see `make_slot_shapes`."""
+    """Returns the sizes for the settings; see `make_slot_shapes`.
+
+    Args:
+        num_blocks: what `rollout.kv_blocks: auto` stands for.
+    """
     return make_slot_shapes(
         num_slots,
         max_prompt_length=max_prompt_length,
@@ -18,7 +28,7 @@ def slot_shapes_from_settings(
         segment_max=rollout.segment.max,
         exact=rollout.mode == "exact",
         block_size=rollout.kv_block_size,
-        num_blocks=rollout.kv_blocks,
+        num_blocks=num_blocks if rollout.kv_blocks == "auto" else rollout.kv_blocks,
         row_shards=row_shards,
         setting=setting,
     )

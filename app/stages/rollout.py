@@ -81,6 +81,7 @@ def rollout(
             stack.enter_context(part_file)
             remove_unfinished_output(out)
         session = stack.enter_context(closing(Session.open(settings, model)))
+        session.open_generators()
         weights = source.load_decode_weights(session)
         counter = SampleCounter()
         session.compile_rollout()
@@ -88,6 +89,8 @@ def rollout(
         # Workers report only the samples generated now.
         num_shown = shard.num_samples - (len(finished) if session.workers else 0)
         with RolloutProgress(num_samples=num_shown, enabled=jax.process_index() == 0) as progress:
+            for note in session.generation_notes:
+                progress.print_line(note)
             if finished:
                 progress.print_line(f"continuing: {len(finished)} of {shard.num_samples} samples are done")
             generation = Generation(session, weights, shard, finished, part_file, saved.step if saved else 0)

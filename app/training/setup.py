@@ -33,14 +33,14 @@ from app.runtime.generators import check_async_workers
 from app.runtime.host_supervision import open_host_group
 from app.runtime.model_spec import adapter_notes
 from app.runtime.pinned_revisions import pin_revisions
-from app.runtime.reward_model import RewardModelSpec
+from app.runtime.reward_model import NetworkSpec
 from app.runtime.reward_trial import try_reward_functions
-from app.runtime.rollout_mesh import rollout_mesh_notes
 from app.runtime.session import Session
 from app.runtime.tensor_parallel_checks import replicated_dim_notes
 from app.training.inputs import TrainingInputs, read_training_inputs
 from app.training.learner import LearnerGroup, make_learner_group
-from app.training.replay import ReplayRequest, find_model_run
+from app.training.network_memory import network_bytes
+from app.training.replay import Replay, ReplayRequest, find_model_run
 from app.training.weight_gather_notes import weight_gather_notes
 from settings import Resolved, Settings
 from settings.checks.resumed_settings import changed_settings, check_allowed
@@ -57,22 +57,14 @@ class RunSetup:
     rewards: RewardFunctions
     """The reward functions, with their workers running."""
     session: Session
+    learning: LearnerGroup
+    """Advantages and updates; in a replay they may use the samples' saved advantages."""
     status_board: StatusBoard
     watchdog: Watchdog
     notes: tuple[str, ...]
     """Text for users about mesh and adapters."""
     allow_changed: Sequence[str] = ()
     """Settings and sections that a resumed run may change although they change what it learns."""
-
-    def make_learner_group(self) -> LearnerGroup:
-        """Builds advantages and updates; in a replay they may use the samples' saved advantages."""
-        learning, replay = make_learner_group(self.resolved.settings, self.session), self.inputs.replay
-        if replay is None:
-            return learning
-        estimator = learning.advantage_estimator
-        if replay.uses_saved_advantages:
-            estimator = with_saved_advantages(estimator)
-        return dataclasses.replace(learning, advantage_estimator=estimator, max_rounds=1)
 
     @property
     def steps(self) -> range:
@@ -120,9 +112,18 @@ def prepare_run(
         generates = read.replay is None or (bool(read.eval_prompts) and settings.rollout.max_staleness == 0)
         session = Session.open(settings, read.model, read.critic, generates=generates)
         stack.enter_context(closing(session))
-        check_session(settings, session, read.reward_model)
+        learning = configure_session(session, read.reward_model, generates=generates)
+        if read.replay is not None:
+            learning = _for_replay(learning, read.replay)
         notes = (*changes, *setup_notes(settings, session))
-        yield RunSetup(resolved, run, read, rewards, session, status_board, watchdog, notes, allow_changed)
+        yield RunSetup(resolved, run, read, rewards, session, learning, status_board, watchdog, notes, allow_changed)
+
+
+def _for_replay(learning: LearnerGroup, replay: Replay) -> LearnerGroup:
+    estimator = learning.advantage_estimator
+    if replay.uses_saved_advantages:
+        estimator = with_saved_advantages(estimator)
+    return dataclasses.replace(learning, advantage_estimator=estimator, max_rounds=1)
 
 
 def _check_changed_settings(resolved: Resolved, run: RunDirectory, allowed: Sequence[str]) -> list[str]:
@@ -145,14 +146,26 @@ def _check_changed_settings(resolved: Resolved, run: RunDirectory, allowed: Sequ
     return [*(f"warning: {gap}" for gap in history.gaps), *(f"changed: {text}" for text in texts.values())]
 
 
-def check_session(settings: Settings, session: Session, reward_model: RewardModelSpec | None) -> None:
-    """Raises InputError if the mesh of a session cannot train under the settings."""
+def configure_session(session: Session, reward_model: NetworkSpec | None, *, generates: bool = True) -> LearnerGroup:
+    """Builds the learners of a session, and opens its generators in the memory that these leave.
+
+    Args:
+        generates: as for `Session.open`.
+
+    Raises:
+        InputError: its mesh cannot train under the settings.
+    """
+    settings = session.settings
     check_fixed_micro_batches(settings, session)
     check_attention_rows(settings, session, reward_model)
-    if session.workers is not None and session.generates_async:
-        check_async_workers(session.workers)
     if settings.offloads_reference:
         check_host_offload(session.mesh)
+    learning = make_learner_group(settings, session)
+    if generates:
+        session.open_generators(held_bytes=sum(network_bytes(session, learning, reward_model).values()))
+        if session.workers is not None and session.generates_async:
+            check_async_workers(session.workers)
+    return learning
 
 
 def file_fingerprints(settings: Settings, run: RunDirectory) -> dict[str, str]:
@@ -170,7 +183,7 @@ def setup_notes(settings: Settings, session: Session) -> tuple[str, ...]:
         *adapter_notes(session.model_spec, has_critic=settings.has_critic),
         *replicated_dim_notes(mesh, session.model_spec.architecture),
         *weight_gather_notes(settings, session.engine.definition, mesh),
-        *rollout_mesh_notes(settings, mesh, session.engine.mesh_of_all_hosts, session.engine.definition),
+        *session.generation_notes,
     )
     if num_hosts(mesh) == 1:
         return notes

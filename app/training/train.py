@@ -93,7 +93,7 @@ def _train(setup: RunSetup, stack: ExitStack, clock: Callable[[], float], on_ste
     interrupts = stack.enter_context(PreemptionHandler(setup.status_board))
     stack.push(_wait_for_hosts_on_exit(setup))
     session.stop_when(interrupts.stop_requested)
-    learners, replay = setup.make_learner_group(), setup.inputs.replay
+    learners, replay = setup.learning, setup.inputs.replay
     compilations = stack.enter_context(closing(CompilationCounter()))
     checkpoints = stack.enter_context(closing(open_checkpoints(setup, learners)))
     state, progress = restore_or_initialize(checkpoints, setup, learners)

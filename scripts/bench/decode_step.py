@@ -59,6 +59,7 @@ def estimated(settings: Settings, shares: Sequence[float]) -> list[tuple[str, ..
     """Returns a line of the table for each share of the cache that is filled."""
     jax_startup.initialize_distributed(settings.mesh, compiles=True)
     session = Session.open(settings, read_config_only_spec(settings).model)
+    session.open_generators()
     rollout, slots = settings.rollout, session.continuous_batching
     if slots is not None:
         engine, shape = slots.engine, slots.engine.batch_shape

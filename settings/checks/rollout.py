@@ -28,7 +28,9 @@ def _has_unequal_slots(settings: Settings) -> bool:
 KV_BLOCK_CHECKS = tuple(
     Rule(
         lambda s, name=name: (
-            getattr(s.rollout, name) is not None and s.rollout.slots is None and not s.rollout.has_workers
+            isinstance(getattr(s.rollout, name), int)
+            and (s.rollout.slots is None or s.rollout.placement == "global")
+            and not s.rollout.has_workers
         ),
         f"<rollout.{name}>: a batch has whole caches; blocks need slots: set rollout.slots (for example to 16) or "
         "rollout.scheduler, or remove it",
@@ -38,7 +40,7 @@ KV_BLOCK_CHECKS = tuple(
 
 EXACT_MODE_CHECKS = (
     Rule(
-        lambda s: s.rollout.mode == "exact" and s.rollout.slots is None and not s.rollout.has_workers,
+        lambda s: s.rollout.mode == "exact" and not isinstance(s.rollout.slots, int) and not s.rollout.has_workers,
         "<rollout.mode>: samples are bitwise reproducible only with a fixed number of slots; set rollout.slots "
         "(for example to 16), or rollout.mode: fast",
     ),
@@ -110,12 +112,12 @@ WORKER_CHECKS = (
         "rollout.placement: island",
     ),
     Rule(
-        lambda s: s.rollout.slots is not None and s.rollout.has_workers,
-        "<rollout.slots>: with <rollout.scheduler> each worker has its own slots; set it to null, and set "
+        lambda s: isinstance(s.rollout.slots, int) and s.rollout.has_workers,
+        "<rollout.slots>: with <rollout.scheduler> each worker has its own slots; remove it, and set "
         "rollout.workers.fast.slots and rollout.workers.heavy.slots",
     ),
     Rule(
-        lambda s: s.rollout.slots is not None and s.rollout.placement == "global",
+        lambda s: isinstance(s.rollout.slots, int) and s.rollout.placement == "global",
         "<rollout.slots>: slots are filled on each host separately, but <rollout.placement> means one batch over all "
         "hosts; set rollout.slots to null, or set rollout.placement: island",
     ),

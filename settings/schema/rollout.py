@@ -162,16 +162,19 @@ class RolloutSettings(Section):
     """Samples from the most likely tokens with this total probability; 1 = all."""
     min_p: float = Field(default=0.0, ge=0, lt=1)
     """Samples from the tokens with at least this probability relative to the most likely one; 0 = all."""
-    slots: int | None = Field(default=None, ge=1, le=MAX_SLOTS)
+    slots: Annotated[int, Field(ge=1, le=MAX_SLOTS)] | Literal["auto"] | None = "auto"
     """Samples that a host decodes at once (continuous batching): when one finishes, the next one starts. When null,
-    all samples of a rollout are decoded in one batch. Lower it if KV caches use too much memory."""
+    all samples of a rollout are decoded in one batch. `auto` is a slot for every sample of a step, or as many as the
+    memory holds at half their full length; but one batch for models so small that programs take longer to compile than
+    samples to generate, and with `rollout.placement: global`. A launch says which."""
     kv_block_size: Annotated[int, AfterValidator(_validate_block_size)] | None = None
     """With slots or workers: tokens in a block of their KV cache: 16, 32, 64, 128, 256 or 512. When null, by the
     longest sample and the kind of device."""
-    kv_blocks: int | None = Field(default=None, ge=1, le=2**31 - 1)
+    kv_blocks: Annotated[int, Field(ge=1, le=2**31 - 1)] | Literal["auto"] | None = "auto"
     """With slots or workers: blocks of their KV cache on each device. A sample has as many as its tokens fill, and
     samples of a prompt share the full ones of the prompt. Where they run out, the newest sample waits, and its cache is
-    computed again later. When null, enough for all slots at full length, of which no more are used."""
+    computed again later. When null, enough for all slots at full length, of which no more are used. `auto` is the same,
+    but for slots at most what the memory of a device holds beside weights, optimizer and compiled programs."""
     mode: Literal["exact", "fast"] = "fast"
     """With slots or workers: shapes that adapt to the samples (fast), or fixed shapes in float32 (exact), so that each
     sample is bitwise independent of the schedule and of the other samples."""
@@ -208,3 +211,8 @@ class RolloutSettings(Section):
     def has_workers(self) -> bool:
         """Whether workers with their own devices generate samples, instead of one batch or queue over all devices."""
         return self.scheduler is not None and self.placement == "island"
+
+    @property
+    def num_rows(self) -> int:
+        """Samples that a host without workers decodes at once if its memory allows."""
+        return self.slots if isinstance(self.slots, int) else self.prompts_per_step * self.group_size

@@ -16,7 +16,7 @@ import pytest
 from app.preflight.dry_run import DryRunReport, make_dry_run_report
 from app.records.sample import Prompt
 from app.tracking.compilation_counter import CompilationCounter
-from app.training.learner import LearnerGroup, make_learner_group
+from app.training.learner import LearnerGroup
 from app.training.setup import RunSetup, prepare_run
 from settings import load
 from tests.program import digest_of, here, settings
@@ -29,7 +29,7 @@ FIXED = (*SHARDED, "algorithm.rows_per_device=2", "score.rows_per_device=2")
 def launched(config: Path, *overrides: str) -> tuple[RunSetup, LearnerGroup]:
     resolved = load(str(config), overrides, {})
     with prepare_run(resolved, resume="never") as launch:
-        return launch, make_learner_group(resolved.settings, launch.session)
+        return launch, launch.learning
 
 
 def foreseen(config: Path, *overrides: str) -> DryRunReport:

@@ -15,6 +15,7 @@ from app.mesh.placement import bytes_per_device
 from app.preflight.config_only_spec import read_config_only_spec
 from app.preflight.inspect_mesh import MeshInspection, build_mesh_inspection
 from app.runtime.session import Session
+from app.training.setup import configure_session
 from settings import InputError, Settings, load
 from settings.checks.commands import check_for_inspect_mesh
 from tests.program import DEADLINE_S, here, of_tiny, settings, started
@@ -44,7 +45,8 @@ def inspect(settings: Settings) -> tuple[Session, MeshInspection]:
     spec = read_config_only_spec(settings)
     jax_startup.initialize_distributed(settings.mesh)
     session = Session.open(settings, spec.model, spec.critic)
-    return session, build_mesh_inspection(session, spec, compiles=False)
+    learning = configure_session(session, spec.reward_model)
+    return session, build_mesh_inspection(session, learning, spec, compiles=False)
 
 
 def test_the_report_is_text_or_json(tiny_model: Path) -> None:

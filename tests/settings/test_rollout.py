@@ -43,10 +43,10 @@ from settings.checks.commands import check_for_rollout, check_for_train
             "if all workers have the same number of slots, got rollout.workers.fast.slots = 4",
         ),
         (
-            ["rollout.kv_blocks=100"],
+            ["rollout.slots=null", "rollout.kv_blocks=100"],
             "rollout.kv_blocks = 100 (from --set): a batch has whole caches; blocks need slots",
         ),
-        (["rollout.kv_block_size=32"], "rollout.kv_block_size = 32 (from --set): a batch has whole caches"),
+        (["rollout.placement=global", "rollout.kv_block_size=32"], "rollout.kv_block_size = 32 (from --set): a batch has whole caches"),
         (
             ["rollout.pool=ray"],
             "rollout.pool = 'ray' (from --set): Ray runs only workers with a scheduler; set rollout.scheduler",

@@ -21,7 +21,7 @@ from app.records.sample import Sample
 from app.records.sample_json import sample_from_record
 from app.tracking.flops import make_step_flops
 from app.training.initial_state import load_reference_params
-from app.training.learner import LearnerGroup, make_learner_group
+from app.training.learner import LearnerGroup
 from app.training.setup import RunSetup, prepare_run
 from settings import InputError, load
 from tests.preflight.test_dry_run import foreseen, held
@@ -68,7 +68,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
 def launched(config: Path, *overrides: str) -> tuple[RunSetup, LearnerGroup]:
     resolved = load(str(config), overrides, {})
     with prepare_run(resolved, resume="auto") as launch:
-        return launch, make_learner_group(resolved.settings, launch.session)
+        return launch, launch.learning
 
 
 def test_a_checkpoint_holds_adapters_and_their_moments_and_no_weight_of_the_model(run: Path) -> None:

@@ -1,0 +1,47 @@
+"""Bytes of the networks and of their training state on each device, from shapes."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+from app.mesh.devices import device_platform
+from app.mesh.placement import abstract_arrays, bytes_per_device
+from app.model.decoder import DecoderDefinition
+from app.runtime.reward_model import NetworkSpec
+from app.runtime.session import Session
+from app.training.learner import Learner, LearnerGroup
+
+MemoryBreakdown = dict[str, int]
+"""Name of a buffer -> its bytes on each device."""
+
+
+def network_bytes(session: Session, learning: LearnerGroup, reward_model: NetworkSpec | None = None) -> MemoryBreakdown:
+    """Returns the bytes on each device of the weights and moments kept throughout the run."""
+    sizes: MemoryBreakdown = {}
+    sizes["weights"], sizes["optimizer"] = _learner_bytes(learning.policy)
+    if learning.critic:
+        sizes["critic"], sizes["critic_optimizer"] = _learner_bytes(learning.critic)
+    if reward_model is not None:
+        dtype = jnp.dtype(session.settings.model.dtype)
+        sizes["reward_model"] = _weight_bytes(session, reward_model.definition.held_in(dtype))
+    # On a CPU, an offloaded reference stays in the same memory.
+    if not session.settings.offloads_reference or device_platform(session.mesh.devices.flat[0]) == "cpu":
+        sizes |= reference_bytes(session)
+    return sizes
+
+
+def reference_bytes(session: Session) -> MemoryBreakdown:
+    """Returns the bytes of the reference policy's own copy of the weights; empty if it needs none."""
+    has_copy = "reference" in session.settings.scored_roles and session.model_spec.policy_definition.lora is None
+    return {"reference": _weight_bytes(session, session.held_reference)} if has_copy else {}
+
+
+def _weight_bytes(session: Session, definition: DecoderDefinition) -> int:
+    return bytes_per_device(abstract_arrays(definition.shapes, definition.shardings(session.mesh)))
+
+
+def _learner_bytes(learner: Learner) -> tuple[int, int]:
+    """Returns the bytes of a network's weights, including frozen ones, and of the rest of its training state."""
+    state = abstract_arrays(learner.shapes, learner.shardings)
+    trained = bytes_per_device(state.params)
+    return trained + bytes_per_device(learner.frozen_shapes), bytes_per_device(state) - trained
