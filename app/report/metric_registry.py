@@ -268,7 +268,7 @@ METRICS = (
         "counted",
         "steady", "nothing: this is only the basis of `perf/mfu`"),
     Metric("perf/rollout/segments",
-        "decode segments (without a host round trip) per host; one per rollout without `rollout.slots`",
+        "decode segments (without a host round trip) per host; one per rollout in one batch",
         "a few per sample in a slot", "raise `rollout.segment.min`, or `rollout.segment.overhead_steps`"),
     Metric("perf/rollout/prefill_tokens_saved",
         "prompt tokens not prefilled because samples of the same prompt share them, minus tokens prefilled "
@@ -281,8 +281,9 @@ METRICS = (
     Metric("perf/rollout/bubble",
         "share of row steps in which the row was finished or empty; with `rollout.scheduler`, share of the slots' "
         "time in which no row decoded",
-        "below 0.2 with `rollout.slots`; 0.5 to 0.8 without, if lengths differ",
-        "set `rollout.slots` to a fraction of a step's samples; use fewer workers if they share a device"),
+        "below 0.2 with fewer slots than samples; if lengths differ, 0.3 to 0.5 with as many, and 0.5 to 0.8 in one batch",
+        "if fewer rows take less time, set `rollout.slots` to a fraction of a step's samples; use fewer workers if they "
+        "share a device"),
     Metric("perf/rollout/makespan_s",
         "seconds from the first submission to the last token, summed over the rollouts of a step; with "
         "`rollout.max_staleness`, from the end of one round to the end of the next (this row to `repacked_tokens`: "

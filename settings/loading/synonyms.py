@@ -71,7 +71,7 @@ logging.wandb_project logging.tensorboard | report_to, trainer.logger
 logging.completions_every_steps | log_completions, logging_steps, trainer.log_val_generations
 – | multi_objective_aggregation | always sum_then_normalize
 – | repetition_penalty, use_bias_correction_kl, use_adaptive_entropy, top_entropy_quantile, off_policy_mask_threshold
-– | use_vllm, vllm_* | rollout.slots and rollout.scheduler enable continuous batching
+– | use_vllm, vllm_* | rollout.slots is continuous batching, the default for real models
 – | sync_ref_model | the reference is the starting model
 – | mask_truncated_completions | reward.overlong_buffer penalizes length instead
 – | resume_from_checkpoint | use --resume auto
@@ -117,7 +117,8 @@ run.steps | trainer.total_training_steps
 eval.num_prompts | data.val_max_samples
 logging.wandb_project | trainer.project_name
 logging.save_rollouts | trainer.rollout_data_dir
-– | rollout.gpu_memory_utilization, rollout.free_cache_engine | caches exist during the rollout
+rollout.kv_blocks | rollout.gpu_memory_utilization | what the memory holds
+– | rollout.free_cache_engine | caches exist during the rollout
 – | trainer.resume_mode | use --resume auto; without it an occupied run directory is refused
 – | grad_accum_steps | \
     micro-batches follow from the token quota algorithm.max_tokens_per_device and change no result; \

@@ -220,7 +220,7 @@ def test_a_bad_file_is_refused_with_its_line(folder: Path, text: str, message: s
         ("epsilon", "TRL's epsilon is algorithm.clip_low here"),
         ("report_to", "TRL's report_to is logging.wandb_project and logging.tensorboard here"),
         ("vllm_importance_sampling_mode", "TRL's vllm_importance_sampling_mode is algorithm.correction_level here"),
-        ("vllm_mode", "TRL's vllm_* has no counterpart here: rollout.slots and rollout.scheduler enable"),
+        ("vllm_mode", "TRL's vllm_* has no counterpart here: rollout.slots is continuous batching"),
         ("sync_ref_model", "TRL's sync_ref_model has no counterpart here: the reference is the starting model"),
         (
             "per_device_train_batch_size",

@@ -1,0 +1,153 @@
+"""Tests of what `rollout.slots: auto` and `rollout.kv_blocks: auto` stand for."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import closing
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from app.mesh import jax_startup
+from app.model.decoder import DecoderDefinition
+from app.records.sample import Sample
+from app.runtime import slot_choice
+from app.runtime.model_spec import read_model_spec
+from app.runtime.session import Session
+from app.runtime.slot_choice import blocks_in_memory, generates_in_slots
+from app.training.inputs import read_training_inputs
+from settings import load
+from tests.tiny import ODD
+
+LARGE = DecoderDefinition.create(replace(ODD, vocab_size=2**22))
+SMALL = DecoderDefinition.create(ODD)
+TINY = {
+    **{"data.max_prompt_length": 16, "data.num_problems": 8, "model.dtype": "float32", "mesh.shape": "'8,1,1'"},
+    **{"rollout.prompts_per_step": 4, "rollout.group_size": 4, "rollout.max_new_tokens": 48},
+    "rollout.kv_block_size": 16,
+}
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("overrides", "definition", "in_slots"),
+    [
+        ((), LARGE, True),
+        ((), SMALL, False),
+        (("rollout.kv_blocks=100",), SMALL, True),
+        (("rollout.kv_block_size=32",), SMALL, True),
+        (("rollout.slots=4",), SMALL, True),
+        (("rollout.slots=null",), LARGE, False),
+        (("rollout.placement=global",), LARGE, False),
+        (("rollout.scheduler=adaptive",), LARGE, False),
+        (("rollout.scheduler=sync", "rollout.placement=global"), LARGE, False),
+    ],
+)
+def test_slots_generate_for_models_that_are_not_tiny_unless_told_otherwise(
+    overrides: tuple[str, ...], definition: DecoderDefinition, in_slots: bool
+) -> None:
+    assert generates_in_slots(load(None, overrides, {}).settings.rollout, definition) == in_slots
+
+
+def opened(held_bytes: int = 0, **rollout: int | str) -> Session:
+    chosen = TINY | {f"rollout.{name}": value for name, value in rollout.items()}
+    settings = load(None, [f"{name}={value}" for name, value in chosen.items()], {}).settings
+    jax_startup.initialize_distributed(settings.mesh)
+    session = Session.open(settings, read_model_spec(settings))
+    session.open_generators(held_bytes=held_bytes)
+    return session
+
+
+def set_memory(monkeypatch: pytest.MonkeyPatch, size: int | None) -> None:
+    monkeypatch.setattr(slot_choice, "device_memory_bytes", lambda: size)
+
+
+def size_of(session: Session) -> tuple[int, int]:
+    """Returns the numbers of slots, and of blocks on each device."""
+    assert session.continuous_batching is not None
+    programs = session.continuous_batching.engine.programs
+    return programs.shapes.num_slots, programs.num_blocks
+
+
+@pytest.mark.parametrize("memory", [None, 100 * GIB])
+def test_all_samples_of_a_step_get_slots_and_blocks_where_memory_is_no_limit(
+    memory: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_memory(monkeypatch, memory)
+    session = opened()
+    assert size_of(session) == (16, 2 * 4 + 2)
+    assert session.generation_notes[-1].startswith(
+        "rollout.slots: auto: 16 on each host for all samples of a step, with a KV cache of 1,024 tokens, "
+    )
+    # A step of 15 samples needs a number that all devices share.
+    assert size_of(opened(prompts_per_step=3, group_size=5))[0] == 16
+
+
+def needed_bytes(session: Session) -> tuple[int, int]:
+    """Returns the bytes on a device beside the blocks that the compiler counts, and those of a block."""
+    assert session.continuous_batching is not None
+    programs, sizes = session.continuous_batching.engine.programs, []
+    for num_blocks in (6, 7):
+        few = replace(programs, shapes=programs.shapes._replace(num_blocks=num_blocks))
+        compiled: list[Any] = [one.compile().memory_analysis() for one in few.lower_programs(truncates=False).values()]
+        sizes.append(
+            max(
+                one.argument_size_in_bytes + one.temp_size_in_bytes + one.output_size_in_bytes - one.alias_size_in_bytes
+                for one in compiled
+            )
+        )
+    block = sizes[1] - sizes[0]
+    return sizes[0] - 6 * block, block
+
+
+def test_blocks_fill_what_the_compiled_programs_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_memory(monkeypatch, None)
+    session = opened()
+    assert session.continuous_batching is not None
+    programs = session.continuous_batching.engine.programs
+    others, block = needed_bytes(session)
+    for held, rest in ((0, block // 8), (3 * GIB, block // 8), (3 * GIB, block // 2)):
+        room = held + others + 8 * block + rest
+        set_memory(monkeypatch, int(room / (1 - slot_choice.SPARE_SHARE)) + 2)
+        assert blocks_in_memory(programs, held_bytes=held, truncates=False) == 8
+        assert blocks_in_memory(programs, held_bytes=held + block, truncates=False) == 7
+
+
+def test_slots_are_as_many_as_the_blocks_hold_at_half_their_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_memory(monkeypatch, None)
+    full = opened(prompts_per_step=16)
+    assert size_of(full) == (64, 8 * 4 + 2)
+    monkeypatch.setattr("app.runtime.generators.blocks_in_memory", lambda *_, **__: 12)
+    scarce = opened(prompts_per_step=16)
+    assert size_of(scarce) == (6 * 8, 12)
+    assert "48 on each host for as many samples as fit the memory" in scarce.generation_notes[-1]
+    # A number that somebody set stays.
+    assert size_of(opened(prompts_per_step=16, slots=64)) == (64, 12)
+    assert size_of(opened(slots=64, kv_blocks="null")) == (64, 34)
+
+
+def test_samples_in_scarce_memory_are_those_of_one_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def samples(session: Session) -> list[Sample]:
+        with closing(session):
+            prompts = read_training_inputs(session.settings).prompts[:4]
+            weights = session.engine.to_decode_weights(session.load_params())
+            return session.sample(weights, prompts, policy_version=1)
+
+    batch = samples(opened(slots="null", kv_block_size="null"))
+    monkeypatch.setattr("app.runtime.generators.blocks_in_memory", lambda *_, **__: 6)
+    scarce = opened(slots=16)
+    found = samples(scarce)
+    assert size_of(scarce) == (16, 6)  # one of a device's two rows waits for the other
+    assert [(x.uid, x.completion_ids.tolist()) for x in found] == [(x.uid, x.completion_ids.tolist()) for x in batch]
+
+
+def test_memory_for_no_sample_is_a_warning_that_names_the_way_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    set_memory(monkeypatch, 2**20)
+    with caplog.at_level(logging.WARNING):
+        session = opened(held_bytes=2**20)
+    assert size_of(session) == (16, 6)
+    assert "rollout.kv_blocks: auto: of the 1.0 MiB of a device, 0.0 KiB are left" in caplog.text
+    assert "lower rollout.max_new_tokens" in caplog.text
