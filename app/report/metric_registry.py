@@ -281,9 +281,9 @@ METRICS = (
     Metric("perf/rollout/bubble",
         "share of row steps in which the row was finished or empty; with `rollout.scheduler`, share of the slots' "
         "time in which no row decoded",
-        "below 0.2 with fewer slots than samples; if lengths differ, 0.3 to 0.5 with as many, and 0.5 to 0.8 in one batch",
-        "if fewer rows take less time, set `rollout.slots` to a fraction of a step's samples; use fewer workers if they "
-        "share a device"),
+        "below 0.2 with fewer slots than samples; with as many 0.3 to 0.5, in one batch 0.5 to 0.8, if lengths differ",
+        "if fewer rows take less time, set `rollout.slots` to a fraction of a step's samples; use fewer workers if "
+        "they share a device"),
     Metric("perf/rollout/makespan_s",
         "seconds from the first submission to the last token, summed over the rollouts of a step; with "
         "`rollout.max_staleness`, from the end of one round to the end of the next (this row to `repacked_tokens`: "
