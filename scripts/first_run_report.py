@@ -134,7 +134,8 @@ def _num_calls(settings: Settings, phase: str, name: str, line: Mapping[str, Any
     epochs, rollout = settings.algorithm.epochs, settings.rollout
     if phase == "rollout":
         tokens = {"prefill": 1, "decode": line["completions/max_length"]}[name]
-        return None if rollout.slots or rollout.scheduler else tokens * line["rollout/num_rounds"]
+        # With `auto` there is a slot for every sample, or one batch.
+        return None if isinstance(rollout.slots, int) or rollout.scheduler else tokens * line["rollout/num_rounds"]
     if phase == "score":
         return line.get(f"score/{name}/num_micro_batches", 0)
     if name == "optimizer":

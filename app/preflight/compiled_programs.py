@@ -271,17 +271,17 @@ def _lower_generation(session: Session, shapes: StepShapes) -> Iterator[tuple[st
     elif session.settings.rollout.pool != "ray":
         # The phases share the programs of the slots.
         phase, engine = "evaluation" if shapes.rollout is None else "rollout", session.continuous_generator.engine
-        programs = engine.programs.lower_programs(truncates=session.sampling_params.truncates)
+        truncates = session.sampling_params.truncates
+        programs = engine.programs.lower_programs(truncates=truncates, recomputes=engine.recomputes)
         found.append((phase, engine.programs.mesh, engine.batch_shape, programs))
     for phase, (shape, sampling) in batches.items():
         if shape is not None:
             programs = session.engine.lower_programs(shape, truncates=sampling.truncates)
             found.append((phase, session.engine.mesh, shape, programs))
     for phase, mesh, shape, programs in found:
-        for name, work in generation_work(
-            session.model_spec.architecture, mesh, session.settings.model.dtype, shape
-        ).items():
-            yield phase, name, programs[name], work
+        work = generation_work(session.model_spec.architecture, mesh, session.settings.model.dtype, shape)
+        for name, lowered in programs.items():
+            yield phase, name, lowered, work.get(name, ProgramWork(0, {}))
 
 
 def lower_update(session: Session, learner: Learner, plan: MicroBatchPlan) -> dict[str, Lowered]:

@@ -136,8 +136,13 @@ class SlotEngine:
         """
         # The truncating sampler also serves rules that exclude no token, which saves a program.
         truncates = rules.truncates or self.programs.truncates
-        recomputes = (suspends or self.programs.preempts) and not self.exact
+        recomputes = self.recomputes or (suspends and not self.exact)
         self.programs.compile(suspends=suspends, recomputes=recomputes, truncates=truncates)
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether a prefill computes the caches of preempted rows again."""
+        return self.programs.preempts and not self.exact
 
     def open(self, weights: DecodeWeights, request: GenerationRequest, *, suspends: bool = False) -> None:
         """Starts a rollout with empty slots, after compiling any missing programs."""

@@ -352,13 +352,20 @@ class SlotPrograms:
         with ThreadPoolExecutor(min(MAX_COMPILING, os.cpu_count() or 1)) as pool:
             self._compiled |= zip(lowered, pool.map(Lowered.compile, lowered.values()), strict=True)
 
-    def lower_programs(self, *, truncates: bool) -> dict[str, Lowered]:
-        """Lowers the programs that take the most memory: the longest prefill, and decoding with all slots full."""
+    def lower_programs(self, *, truncates: bool, recomputes: bool) -> dict[str, Lowered]:
+        """Lowers the programs that take the most memory: the longest prefills, and decoding with all slots full.
+
+        Args:
+            recomputes: as for `compile`.
+        """
         shapes = self.shapes
-        return {
-            "prefill": self._lower(self._prefill_program(shapes.prefill_rows[-1], shapes.max_prompt_length)),
-            "decode": self._lower(self._decode_program(shapes.num_slots, truncates=truncates)),
+        specs = {
+            "prefill": self._prefill_program(shapes.prefill_rows[-1], shapes.max_prompt_length),
+            "decode": self._decode_program(shapes.num_slots, truncates=truncates),
         }
+        if recomputes:
+            specs["recompute"] = self._prefill_program(1, shapes.max_length)
+        return {name: self._lower(spec) for name, spec in specs.items()}
 
     def lower_open(self) -> Lowered:
         """Lowers the program whose output is the pool."""

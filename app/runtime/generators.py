@@ -54,18 +54,23 @@ def open_continuous_batching(
         return None
 
     def make_engine(num_slots: int, num_blocks: int | None = None) -> SlotEngine:
-        sizes = {"num_slots": num_slots, "num_blocks": num_blocks, "setting": "rollout.slots"}
-        return _make_slot_engine(settings, definition, tokenizer, mesh, **sizes, dtype=dtype, compiled={})
+        return _make_slot_engine(
+            *(settings, definition, tokenizer, mesh),
+            num_slots=num_slots,
+            num_blocks=num_blocks,
+            setting="rollout.slots",
+            dtype=dtype,
+            compiled={},
+        )
 
-    is_auto, num_slots = rollout.slots == "auto", rollout.num_rows
+    is_auto, num_slots, num_blocks = rollout.slots == "auto", rollout.num_rows, rollout.kv_blocks
     if is_auto:
         num_slots = math.ceil(num_slots / num_shards) * num_shards
     engine = make_engine(num_slots)
-    if rollout.kv_blocks == "auto":
-        num_blocks = blocks_in_memory(engine.programs, held_bytes=held_bytes, truncates=truncates)
-        if num_blocks is not None:
-            fitting = slots_in_blocks(engine.programs, num_blocks)
-            engine = make_engine(fitting if is_auto else num_slots, num_blocks)
+    if num_blocks == "auto":
+        num_blocks = blocks_in_memory(engine, held_bytes=held_bytes, truncates=truncates)
+    if num_blocks is not None:
+        engine = make_engine(slots_in_blocks(engine.programs, num_blocks) if is_auto else num_slots, num_blocks)
     return ContinuousBatchGenerator(engine, decode_text=tokenizer.decode, segment_rule=settings.rollout.segment)
 
 

@@ -45,6 +45,8 @@ class Session(ScoringSession):
     """Generates in place of the engine; see `generates_in_slots`."""
     workers: RolloutWorkerPool | None = None
     """Generate in place of both if `rollout.scheduler` is set."""
+    generation_notes: tuple[str, ...] = ()
+    """Text for users about the mesh of generation and its slots, once generators are open."""
 
     @classmethod
     def open(
@@ -55,7 +57,7 @@ class Session(ScoringSession):
         It generates in batches until `open_generators` is called.
 
         Args:
-            generates: False if samples are only read, so that slots and workers are not checked.
+            generates: False if samples are only read, so that the settings of their generation are not used.
         """
         if generates:
             check_ray_installed(settings)
@@ -102,12 +104,8 @@ class Session(ScoringSession):
             truncates=self.sampling_params.truncates,
         )
         self.workers = open_workers(settings, engine.definition, tokenizer, engine.mesh_of_all_hosts, dtype=dtype)
-
-    @property
-    def generation_notes(self) -> tuple[str, ...]:
-        """Text for users about the mesh of generation and its slots."""
-        settings, engine, slots = self.settings, self.engine, self.continuous_batching
-        return (
+        slots = self.continuous_batching
+        self.generation_notes = (
             *rollout_mesh_notes(settings, self.mesh, engine.mesh_of_all_hosts, engine.definition),
             *slots_note(settings.rollout, engine.definition, slots and slots.engine.programs),
         )

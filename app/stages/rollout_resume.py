@@ -24,6 +24,7 @@ from settings.errors import InputError
 
 FORMAT = "grpo-rollout-part/1"
 EXACT_MODE_SETTINGS = (
+    "rollout.slots",
     "rollout.workers.",
     "rollout.kv_block_size",
     "rollout.pool",
@@ -37,7 +38,7 @@ IGNORED_SETTINGS = (
     *("rollout.max_staleness", "rollout.max_length_total"),
     *("rollout.ray.address", "rollout.ray.start_timeout_s"),
 )
-"""Settings that do not affect any sample."""
+"""Settings that do not affect any sample in exact mode, nor more than its rounding in fast mode."""
 MAX_SHOWN_CHARS = 40
 """Maximum length of a value shown in an error message; longer values are hashes."""
 

@@ -64,7 +64,7 @@ def estimated(settings: Settings, shares: Sequence[float]) -> list[tuple[str, ..
     if slots is not None:
         engine, shape = slots.engine, slots.engine.batch_shape
         mesh, footprint = engine.programs.mesh, engine.footprint()
-        programs = engine.programs.lower_programs(truncates=session.sampling_params.truncates)
+        programs = engine.programs.lower_programs(truncates=session.sampling_params.truncates, recomputes=False)
     else:
         mesh, shape = (
             session.engine.mesh,

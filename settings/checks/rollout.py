@@ -32,8 +32,8 @@ KV_BLOCK_CHECKS = tuple(
             and (s.rollout.slots is None or s.rollout.placement == "global")
             and not s.rollout.has_workers
         ),
-        f"<rollout.{name}>: a batch has whole caches; blocks need slots: set rollout.slots (for example to 16) or "
-        "rollout.scheduler, or remove it",
+        f"<rollout.{name}>: a batch has whole caches; blocks need slots or workers on each host: set rollout.slots: "
+        "auto and rollout.placement: island, or remove it",
     )
     for name in ("kv_blocks", "kv_block_size")
 )
@@ -119,7 +119,7 @@ WORKER_CHECKS = (
     Rule(
         lambda s: isinstance(s.rollout.slots, int) and s.rollout.placement == "global",
         "<rollout.slots>: slots are filled on each host separately, but <rollout.placement> means one batch over all "
-        "hosts; set rollout.slots to null, or set rollout.placement: island",
+        "hosts; remove it, or set rollout.placement: island",
     ),
     Rule(
         lambda s: s.rollout.decode_layout != "gathered" and s.rollout.has_workers,

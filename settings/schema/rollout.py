@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from settings.schema.section import Section
 
 MAX_TOKENS = 2**24
 """Upper bound of token limits, which catches typing errors."""
 MAX_SLOTS = 2**16
+MAX_BLOCKS = 2**31 - 1
 BLOCK_SIZES = (16, 32, 64, 128, 256, 512)
 """Values of `rollout.kv_block_size`."""
 MAX_STALENESS = 64
@@ -133,6 +134,15 @@ def _validate_block_size(value: int) -> int:
     return value
 
 
+def _auto_or_count(most: int) -> BeforeValidator:
+    def validate(value: Any) -> Any:
+        if value not in (None, "auto") and not (type(value) is int and 1 <= value <= most):
+            raise ValueError(f"expected auto, null or an integer from 1 to {most}")
+        return value
+
+    return BeforeValidator(validate)
+
+
 def _validate_rollout_mesh(value: str) -> str:
     value = value.replace(" ", "")
     if value not in ("auto", "training") and not re.fullmatch(r"(dp=[1-9][0-9]{0,5},)?tp=[1-9][0-9]{0,5}", value):
@@ -162,15 +172,15 @@ class RolloutSettings(Section):
     """Samples from the most likely tokens with this total probability; 1 = all."""
     min_p: float = Field(default=0.0, ge=0, lt=1)
     """Samples from the tokens with at least this probability relative to the most likely one; 0 = all."""
-    slots: Annotated[int, Field(ge=1, le=MAX_SLOTS)] | Literal["auto"] | None = "auto"
+    slots: Annotated[int | Literal["auto"] | None, _auto_or_count(MAX_SLOTS)] = "auto"
     """Samples that a host decodes at once (continuous batching): when one finishes, the next one starts. When null,
-    all samples of a rollout are decoded in one batch. `auto` is a slot for every sample of a step, or as many as the
-    memory holds at half their full length; but one batch for models so small that programs take longer to compile than
-    samples to generate, and with `rollout.placement: global`. A launch says which."""
+    all samples of a rollout are decoded in one batch. `auto` is a slot for every sample of a step, or as many as
+    `rollout.kv_blocks` hold at half their full length; but one batch for models so small that programs take longer to
+    compile than samples to generate, and with `rollout.placement: global`. A launch says which."""
     kv_block_size: Annotated[int, AfterValidator(_validate_block_size)] | None = None
     """With slots or workers: tokens in a block of their KV cache: 16, 32, 64, 128, 256 or 512. When null, by the
     longest sample and the kind of device."""
-    kv_blocks: Annotated[int, Field(ge=1, le=2**31 - 1)] | Literal["auto"] | None = "auto"
+    kv_blocks: Annotated[int | Literal["auto"] | None, _auto_or_count(MAX_BLOCKS)] = "auto"
     """With slots or workers: blocks of their KV cache on each device. A sample has as many as its tokens fill, and
     samples of a prompt share the full ones of the prompt. Where they run out, the newest sample waits, and its cache is
     computed again later. When null, enough for all slots at full length, of which no more are used. `auto` is the same,
@@ -180,7 +190,7 @@ class RolloutSettings(Section):
     sample is bitwise independent of the schedule and of the other samples."""
     scheduler: Literal["sync", "pdsr_v1", "pdsr_v2", "adaptive"] | None = None
     """Schedule of the workers of `rollout.workers`: whole batches (sync), P-DSR version 1 or 2, or longest expected
-    sample first (adaptive). When null there are no workers: one batch, or `rollout.slots`."""
+    sample first (adaptive). When null there are no workers, but slots or one batch; see `rollout.slots`."""
     placement: Literal["island", "global"] = "island"
     """Each host generates on its own devices independently (island), or all hosts generate one batch on all devices,
     without slots or workers (global). On one host this matters only for the sync scheduler: workers, or one batch."""

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from app.mesh import jax_startup
+from app.mesh.placement import bytes_per_device
 from app.model.decoder import DecoderDefinition
 from app.records.sample import Sample
 from app.runtime import slot_choice
@@ -17,6 +18,7 @@ from app.runtime.model_spec import read_model_spec
 from app.runtime.session import Session
 from app.runtime.slot_choice import blocks_in_memory, generates_in_slots
 from app.training.inputs import read_training_inputs
+from app.training.setup import configure_session
 from settings import load
 from tests.tiny import ODD
 
@@ -90,7 +92,9 @@ def needed_bytes(session: Session) -> tuple[int, int]:
     programs, sizes = session.continuous_batching.engine.programs, []
     for num_blocks in (6, 7):
         few = replace(programs, shapes=programs.shapes._replace(num_blocks=num_blocks))
-        compiled: list[Any] = [one.compile().memory_analysis() for one in few.lower_programs(truncates=False).values()]
+        compiled: list[Any] = [
+            one.compile().memory_analysis() for one in few.lower_programs(truncates=False, recomputes=True).values()
+        ]
         sizes.append(
             max(
                 one.argument_size_in_bytes + one.temp_size_in_bytes + one.output_size_in_bytes - one.alias_size_in_bytes
@@ -105,13 +109,51 @@ def test_blocks_fill_what_the_compiled_programs_leave(monkeypatch: pytest.Monkey
     set_memory(monkeypatch, None)
     session = opened()
     assert session.continuous_batching is not None
-    programs = session.continuous_batching.engine.programs
+    engine = session.continuous_batching.engine
     others, block = needed_bytes(session)
     for held, rest in ((0, block // 8), (3 * GIB, block // 8), (3 * GIB, block // 2)):
         room = held + others + 8 * block + rest
         set_memory(monkeypatch, int(room / (1 - slot_choice.SPARE_SHARE)) + 2)
-        assert blocks_in_memory(programs, held_bytes=held, truncates=False) == 8
-        assert blocks_in_memory(programs, held_bytes=held + block, truncates=False) == 7
+        assert blocks_in_memory(engine, held_bytes=held, truncates=False) == 8
+        assert blocks_in_memory(engine, held_bytes=held + block, truncates=False) == 7
+
+
+def test_room_is_left_to_compute_preempted_samples_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prefill of prompt and completion needs more than that of four prompts."""
+    set_memory(monkeypatch, None)
+    session = opened(max_new_tokens=512)
+    assert session.continuous_batching is not None
+    engine = session.continuous_batching.engine
+    few = engine.programs.with_least_blocks()
+    needed = {
+        name: slot_choice._peak_bytes(one) for name, one in few.lower_programs(truncates=False, recomputes=True).items()
+    }
+    assert needed["recompute"] > max(needed["prefill"], needed["decode"])
+    spare = 1 - slot_choice.SPARE_SHARE
+    set_memory(monkeypatch, int((GIB + needed["recompute"]) / spare) + 2)
+    found = blocks_in_memory(engine, held_bytes=GIB, truncates=False)
+    assert found is not None and found <= few.num_blocks + 1
+
+
+def test_what_training_holds_leaves_less_for_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_memory(monkeypatch, None)
+    session = opened(max_new_tokens=512)
+    assert session.continuous_batching is not None
+    programs = session.continuous_batching.engine.programs
+    alone = bytes_per_device(programs.abstract_weights) + bytes_per_device(programs.abstract_pool)
+    set_memory(monkeypatch, int(alone / slot_choice.SURE_SHARE) + 1)
+    session.open_generators()
+    blocks_alone = size_of(session)[1]
+    configure_session(session, None)
+    assert size_of(session)[1] < blocks_alone
+
+
+def test_without_generation_nothing_is_said_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_memory(monkeypatch, None)
+    settings = opened().settings
+    session = Session.open(settings, read_model_spec(settings), generates=False)
+    configure_session(session, None, generates=False)
+    assert not session.generation_notes
 
 
 def test_slots_are_as_many_as_the_blocks_hold_at_half_their_length(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,7 +163,8 @@ def test_slots_are_as_many_as_the_blocks_hold_at_half_their_length(monkeypatch: 
     monkeypatch.setattr("app.runtime.generators.blocks_in_memory", lambda *_, **__: 12)
     scarce = opened(prompts_per_step=16)
     assert size_of(scarce) == (6 * 8, 12)
-    assert "48 on each host for as many samples as fit the memory" in scarce.generation_notes[-1]
+    assert "48 on each host for as many samples as fit, with a KV cache" in scarce.generation_notes[-1]
+    assert size_of(opened(prompts_per_step=16, kv_blocks=9)) == (4 * 8, 9)
     # A number that somebody set stays.
     assert size_of(opened(prompts_per_step=16, slots=64)) == (64, 12)
     assert size_of(opened(slots=64, kv_blocks="null")) == (64, 34)

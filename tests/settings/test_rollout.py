@@ -46,7 +46,10 @@ from settings.checks.commands import check_for_rollout, check_for_train
             ["rollout.slots=null", "rollout.kv_blocks=100"],
             "rollout.kv_blocks = 100 (from --set): a batch has whole caches; blocks need slots",
         ),
-        (["rollout.placement=global", "rollout.kv_block_size=32"], "rollout.kv_block_size = 32 (from --set): a batch has whole caches"),
+        (
+            ["rollout.placement=global", "rollout.kv_block_size=32"],
+            "rollout.kv_block_size = 32 (from --set): a batch has whole caches",
+        ),
         (
             ["rollout.pool=ray"],
             "rollout.pool = 'ray' (from --set): Ray runs only workers with a scheduler; set rollout.scheduler",
@@ -74,7 +77,6 @@ def test_a_rollout_that_cannot_be_scheduled_is_refused_in_one_line(check, overri
         "rollout.workers.fast.devices=[-1]",
         "rollout.workers.fast.devices=[]",
         "rollout.scheduler=fifo",
-        "rollout.kv_blocks=0",
         "rollout.kv_block_size=24",
         "rollout.placement=here",
         "rollout.workers.fast.slots=0",
@@ -95,6 +97,15 @@ def test_a_rollout_that_cannot_be_scheduled_is_refused_in_one_line(check, overri
 def test_values_out_of_bounds_are_refused(override: str) -> None:
     with pytest.raises(InputError, match=override.partition("=")[0]):
         load(None, [override], {})
+
+
+@pytest.mark.parametrize(("name", "most"), [("slots", 2**16), ("kv_blocks", 2**31 - 1)])
+@pytest.mark.parametrize("value", ["0", "many", "true", "1.5", str(2**31)])
+def test_what_is_neither_a_count_nor_auto_is_refused_in_one_line(name: str, most: int, value: str) -> None:
+    with pytest.raises(InputError) as caught:
+        load(None, [f"rollout.{name}={value}"], {})
+    assert str(caught.value).startswith(f"rollout.{name}: expected auto, null or an integer from 1 to {most}, got ")
+    assert len(str(caught.value).splitlines()) == 1
 
 
 @pytest.mark.parametrize("check", [check_for_rollout, check_for_train])
