@@ -286,7 +286,9 @@ class SlotPrograms:
         arch, shapes = self.definition.architecture, self.shapes
         self.num_shards = num_cache_shards(self.mesh, arch.num_kv_heads)
         with jax.set_mesh(self.mesh):
-            self.block_size = shapes.block_size or cache_block_size(arch, shapes.max_length, self.dtype)
+            self.block_size = shapes.block_size or cache_block_size(
+                arch, shapes.max_length, self.dtype, is_scarce=shapes.num_blocks is not None
+            )
             readable = decode_block_size(arch, self.block_size, self.dtype) or self.block_size
         if readable < self.block_size:
             raise InputError(
@@ -373,7 +375,9 @@ class SlotPrograms:
 
     def with_least_blocks(self) -> SlotPrograms:
         """Returns programs for the same slots with the fewest blocks, to compile and never to run."""
-        return replace(self, shapes=self.shapes._replace(num_blocks=self._blocks_for_rows(1)))
+        # Their size depends on whether they are limited.
+        limited = replace(self, shapes=self.shapes._replace(num_blocks=self.num_blocks * self.block_size))
+        return replace(limited, shapes=limited.shapes._replace(num_blocks=limited._blocks_for_rows(1)))
 
     def _lower(self, spec: ProgramSpec) -> Lowered:
         function, arguments, options = spec

@@ -63,14 +63,15 @@ def open_continuous_batching(
             compiled={},
         )
 
-    is_auto, num_slots, num_blocks = rollout.slots == "auto", rollout.num_rows, rollout.kv_blocks
+    is_auto, num_slots, num_blocks = rollout.slots == "auto", rollout.num_rows, None
     if is_auto:
         num_slots = math.ceil(num_slots / num_shards) * num_shards
     engine = make_engine(num_slots)
-    if num_blocks == "auto":
+    if rollout.kv_blocks == "auto":
         num_blocks = blocks_in_memory(engine, held_bytes=held_bytes, truncates=truncates)
-    if num_blocks is not None:
-        engine = make_engine(slots_in_blocks(engine.programs, num_blocks) if is_auto else num_slots, num_blocks)
+        engine = engine if num_blocks is None else make_engine(num_slots, num_blocks)
+    if is_auto and engine.programs.preempts:
+        engine = make_engine(slots_in_blocks(engine.programs), num_blocks)
     return ContinuousBatchGenerator(engine, decode_text=tokenizer.decode, segment_rule=settings.rollout.segment)
 
 

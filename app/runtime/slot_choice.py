@@ -51,7 +51,7 @@ def generates_in_slots(rollout: RolloutSettings, definition: DecoderDefinition) 
 
 
 def blocks_in_memory(engine: SlotEngine, *, held_bytes: int, truncates: bool) -> int | None:
-    """Returns how many blocks fit each device beside all else; None if all slots fit at full length.
+    """Returns how many limited blocks fit each device beside all else; None if all slots fit at full length.
 
     Compiles the programs that need most, with few blocks, unless the answer is clear without. If not even one sample
     fits, it warns, and returns the blocks of one.
@@ -89,7 +89,7 @@ def blocks_in_memory(engine: SlotEngine, *, held_bytes: int, truncates: bool) ->
             *map(format_bytes, (available, free, pool_bytes)),
         )
         return few.num_blocks
-    return fitting if fitting < programs.num_blocks else None
+    return fitting if fitting * few.block_size < programs.num_blocks * programs.block_size else None
 
 
 def _peak_bytes(program: Lowered) -> int:
@@ -99,13 +99,13 @@ def _peak_bytes(program: Lowered) -> int:
     return found.argument_size_in_bytes + outputs + found.temp_size_in_bytes
 
 
-def slots_in_blocks(programs: SlotPrograms, num_blocks: int) -> int:
-    """Returns the number of slots that so many blocks on each device hold at their assumed mean length.
+def slots_in_blocks(programs: SlotPrograms) -> int:
+    """Returns the number of slots that the blocks hold at their assumed mean length, at most as many as there are.
 
     Large numbers are rounded down, so that batches can be halved twice.
     """
     per_device = programs.shapes.num_slots // programs.num_shards
-    fitting = max(int(num_blocks / MEAN_FILL) // programs.blocks_per_row, 1)
+    fitting = max(int(programs.num_blocks / MEAN_FILL) // programs.blocks_per_row, 1)
     if fitting >= per_device:
         return programs.shapes.num_slots
     return (fitting if fitting < 8 else fitting // 4 * 4) * programs.num_shards
