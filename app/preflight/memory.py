@@ -45,7 +45,7 @@ MEMORY_LABELS = {
 """Name of a buffer -> label of its line in the table, in order."""
 
 GENERATION_ADVICE = (
-    "lower rollout.prompts_per_step, rollout.group_size or rollout.max_new_tokens, set rollout.slots and "
+    "lower rollout.prompts_per_step, rollout.group_size or rollout.max_new_tokens, set fewer rollout.slots or "
     "rollout.kv_blocks, or rollout.mesh: tp=N"
 )
 MEMORY_ADVICE = {
