@@ -133,9 +133,11 @@ def _num_calls(settings: Settings, phase: str, name: str, line: Mapping[str, Any
     """Returns how often a step has called a program; None if that depends on the slots."""
     epochs, rollout = settings.algorithm.epochs, settings.rollout
     if phase == "rollout":
-        tokens = {"prefill": 1, "decode": line["completions/max_length"]}[name]
-        # With `auto` there is a slot for every sample, or one batch.
-        return None if isinstance(rollout.slots, int) or rollout.scheduler else tokens * line["rollout/num_rounds"]
+        if isinstance(rollout.slots, int) or rollout.scheduler:
+            return None
+        # As if there were a slot for every sample, and one prefill took all prompts.
+        tokens = {"prefill": 1, "recompute": 0, "decode": line["completions/max_length"]}[name]
+        return tokens * line["rollout/num_rounds"]
     if phase == "score":
         return line.get(f"score/{name}/num_micro_batches", 0)
     if name == "optimizer":

@@ -23,7 +23,7 @@ from app.model.score_mod import DEFAULT_SCORE_MOD, ScoreMod
 DECODE_BLOCK_SIZES = (512, 256, 128, 64, 32, 16)
 """Tokens of a cache that the TPU's decode kernel reads at once: the first that fits the cache and the chip's memory."""
 BLOCKS_PER_ROW_MIN = 16
-"""Blocks of a paged cache that the longest row should have at least."""
+"""Blocks of a paged cache that the longest row should have at least, where they are scarce."""
 BLOCK_SIZE_MAX = 512
 """Tokens of the largest block of a paged cache."""
 BLOCK_SIZE_MIN = {"tpu": 256, "gpu": 64}
@@ -56,17 +56,18 @@ def decode_block_size(
     return next((size for size in sizes if 2 * cache_block_bytes(*heads, size, dtype) <= kernel_bytes(kind)), None)
 
 
-def cache_block_size(architecture: Architecture, max_length: int, dtype: DTypeLike, *, is_scarce: bool) -> int:
+def cache_block_size(architecture: Architecture, max_length: int, dtype: DTypeLike, *, is_large: bool) -> int:
     """Returns the tokens of a block of a paged cache, for rows of up to `max_length` tokens.
 
     Half a block of each row stays empty. A TPU reads large blocks faster, others read them all alike.
 
     Args:
-        is_scarce: whether there may be fewer blocks than rows at full length need.
+        is_large: whether blocks may be as large as a TPU reads them best, because there are enough.
     """
     smallest = DECODE_BLOCK_SIZES[-1]
-    if current_device()[0] == "tpu" and not is_scarce:
-        return decode_block_size(architecture, BLOCK_SIZE_MAX, dtype) or BLOCK_SIZE_MAX
+    if current_device()[0] == "tpu" and is_large:
+        size = min(2 ** math.ceil(math.log2(max(max_length, smallest))), BLOCK_SIZE_MAX)
+        return decode_block_size(architecture, size, dtype) or size
     size = 2 ** math.floor(math.log2(max(max_length / BLOCKS_PER_ROW_MIN, smallest)))
     size = min(max(size, BLOCK_SIZE_MIN.get(current_device()[0], smallest)), BLOCK_SIZE_MAX)
     return decode_block_size(architecture, size, dtype) or size

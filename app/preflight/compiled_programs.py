@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 import time
@@ -279,9 +280,13 @@ def _lower_generation(session: Session, shapes: StepShapes) -> Iterator[tuple[st
             programs = session.engine.lower_programs(shape, truncates=sampling.truncates)
             found.append((phase, session.engine.mesh, shape, programs))
     for phase, mesh, shape, programs in found:
-        work = generation_work(session.model_spec.architecture, mesh, session.settings.model.dtype, shape)
+        work_of = functools.partial(
+            generation_work, session.model_spec.architecture, mesh, session.settings.model.dtype
+        )
+        whole_row = shape._replace(num_prompts=1, prompt_length=shape.cache_length)
+        work = work_of(shape) | {"recompute": work_of(whole_row)["prefill"]}
         for name, lowered in programs.items():
-            yield phase, name, lowered, work.get(name, ProgramWork(0, {}))
+            yield phase, name, lowered, work[name]
 
 
 def lower_update(session: Session, learner: Learner, plan: MicroBatchPlan) -> dict[str, Lowered]:

@@ -31,6 +31,8 @@ class SlotShapes(NamedTuple):
     """Tokens of a block of the cache; None = as the devices read it best."""
     num_blocks: int | None = None
     """Blocks on each device; None = as many as all slots can fill."""
+    has_large_blocks: bool = False
+    """Whether blocks of no given size may be larger than scarce ones, because there are enough."""
 
     @property
     def num_slots(self) -> int:
@@ -100,6 +102,8 @@ def make_slot_shapes(
         segment_max=min(segment_max, max_new_tokens),
         block_size=block_size,
         num_blocks=num_blocks,
+        # In exact mode, a memory limit must not change the size of blocks, which changes the rounding.
+        has_large_blocks=num_blocks is None and not exact,
     )
 
 

@@ -287,7 +287,7 @@ class SlotPrograms:
         self.num_shards = num_cache_shards(self.mesh, arch.num_kv_heads)
         with jax.set_mesh(self.mesh):
             self.block_size = shapes.block_size or cache_block_size(
-                arch, shapes.max_length, self.dtype, is_scarce=shapes.num_blocks is not None
+                arch, shapes.max_length, self.dtype, is_large=shapes.has_large_blocks
             )
             readable = decode_block_size(arch, self.block_size, self.dtype) or self.block_size
         if readable < self.block_size:
@@ -369,15 +369,10 @@ class SlotPrograms:
             specs["recompute"] = self._prefill_program(1, shapes.max_length)
         return {name: self._lower(spec) for name, spec in specs.items()}
 
-    def lower_open(self) -> Lowered:
-        """Lowers the program whose output is the pool."""
-        return self._lower(self._open_program())
-
-    def with_least_blocks(self) -> SlotPrograms:
-        """Returns programs for the same slots with the fewest blocks, to compile and never to run."""
-        # Their size depends on whether they are limited.
-        limited = replace(self, shapes=self.shapes._replace(num_blocks=self.num_blocks * self.block_size))
-        return replace(limited, shapes=limited.shapes._replace(num_blocks=limited._blocks_for_rows(1)))
+    def with_scarce_blocks(self, num_rows: int) -> SlotPrograms:
+        """Returns programs for the same slots, with blocks for so many full rows on each device."""
+        scarce = replace(self, shapes=self.shapes._replace(has_large_blocks=False))
+        return replace(scarce, shapes=scarce.shapes._replace(num_blocks=scarce._blocks_for_rows(num_rows)))
 
     def _lower(self, spec: ProgramSpec) -> Lowered:
         function, arguments, options = spec
@@ -411,9 +406,10 @@ class SlotPrograms:
         shapes, pool, row = self.shapes, self.abstract_pool, self.abstract_row
         per_row = self._replicated(self.num_shards * self.blocks_per_row)
         most_copies = self._replicated(shapes.num_slots)
+        zeros = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), pool)  # noqa: E731
         copied = pool, most_copies, most_copies, self._replicated(self.num_shards)
         specs: dict[ProgramName, ProgramSpec] = {
-            ("open",): self._open_program(),
+            ("open",): (zeros, (), {"out_shardings": tree_shardings(pool)}),
             ("copy",): (copy_blocks, copied, _donate_options(0, pool)),
         }
         for length in shapes.prompt_buckets:
@@ -426,12 +422,6 @@ class SlotPrograms:
         if recomputes:
             specs |= {("prefill", 1, length): self._prefill_program(1, length) for length in shapes.recompute_buckets}
         return specs
-
-    def _open_program(self) -> ProgramSpec:
-        """Returns the program that fills the pool with zeros."""
-        pool = self.abstract_pool
-        zeros = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), pool)  # noqa: E731
-        return zeros, (), {"out_shardings": tree_shardings(pool)}
 
     def _prefill_program(self, rows: int, length: int) -> ProgramSpec:
         """Returns a prefill of so many rows on each device."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,8 +26,10 @@ MIN_PARAMETERS = 2**25
 
 The up to 16 programs of slots take longer to compile than a smaller model takes for its samples.
 """
-SURE_SHARE = 0.5
-"""Share of a device's memory up to which arrays surely leave room for padding and for temporaries of programs."""
+SURE_SHARE = 0.7
+"""Share of a device's memory up to which arrays surely leave room for temporaries of programs."""
+POOL_COPIES = 3
+"""Times that a program may hold the KV cache: a TPU copies one whose heads are half as wide as its tiles, padded."""
 SPARE_SHARE = 0.05
 """Share of a device's memory that is left free, for fragments and for what nobody counts."""
 MEAN_FILL = 0.5
@@ -51,10 +54,10 @@ def generates_in_slots(rollout: RolloutSettings, definition: DecoderDefinition) 
 
 
 def blocks_in_memory(engine: SlotEngine, *, held_bytes: int, truncates: bool) -> int | None:
-    """Returns how many limited blocks fit each device beside all else; None if all slots fit at full length.
+    """Returns how many scarce blocks fit each device beside all else; None if all slots fit at full length.
 
-    Compiles the programs that need most, with few blocks, unless the answer is clear without. If not even one sample
-    fits, it warns, and returns the blocks of one.
+    Compiles the programs that need most for two numbers of blocks, unless the answer is clear without. If not even one
+    sample fits, it warns, and returns the blocks of one.
 
     Args:
         engine: slots with enough blocks for all at full length.
@@ -62,34 +65,49 @@ def blocks_in_memory(engine: SlotEngine, *, held_bytes: int, truncates: bool) ->
         truncates: whether the sampling rules can exclude tokens.
     """
     available, programs = device_memory_bytes(), engine.programs
-    needed = held_bytes + bytes_per_device(programs.abstract_weights) + bytes_per_device(programs.abstract_pool)
-    if available is None or needed <= SURE_SHARE * available:
+    weight_bytes, pool_bytes = map(bytes_per_device, (programs.abstract_weights, programs.abstract_pool))
+    if available is None or held_bytes + weight_bytes + POOL_COPIES * pool_bytes <= SURE_SHARE * available:
         return None
-    few = programs.with_least_blocks()
-    pool_bytes, others = bytes_per_device(few.abstract_pool), bytes_per_device(few.abstract_weights)
+    few, more = programs.with_scarce_blocks(1), programs.with_scarce_blocks(2)
+    if few.num_blocks == more.num_blocks:
+        return None  # one slot on each device
+    room = int((1 - SPARE_SHARE) * available) - held_bytes
     device = programs.mesh.devices.flat[0]
-    # Virtual devices cannot compile for those that they stand for.
-    if held_bytes + others < available and device.platform == device_platform(device):
+    if device.platform != device_platform(device):
+        # Virtual devices cannot compile for those that they stand for.
+        fitting = (room - weight_bytes) * few.num_blocks // bytes_per_device(few.abstract_pool)
+    elif weight_bytes > room:
+        fitting = 0
+    else:
         log.info("compiling programs of slots, to see how much memory they leave for the KV cache")
-        lowered = few.lower_programs(truncates=truncates, recomputes=not engine.exact)
-        try:
-            pool_bytes = _peak_bytes(few.lower_open())
-            others = max(map(_peak_bytes, lowered.values())) - pool_bytes
-        except jax.errors.JaxRuntimeError as error:
-            if not str(error).startswith("RESOURCE_EXHAUSTED"):
-                raise
-            others = available
-    free = max(int((1 - SPARE_SHARE) * available) - held_bytes - others, 0)
-    fitting = free * few.num_blocks // pool_bytes
+        fitting = _blocks_beside_programs(few, more, room, truncates=truncates, recomputes=not engine.exact)
     if fitting < few.num_blocks:
         log.warning(
-            "rollout.kv_blocks: auto: of the %s of a device, %s are left for the KV cache, which needs %s for one "
-            "sample; lower rollout.max_new_tokens or data.max_prompt_length, or split the weights over more devices "
-            "with mesh.shape or rollout.mesh",
-            *map(format_bytes, (available, free, pool_bytes)),
+            "rollout.kv_blocks: auto: the %s of a device do not hold the KV cache of one sample, %s, beside all else; "
+            "set fewer rollout.slots, lower rollout.max_new_tokens or data.max_prompt_length, or split the weights "
+            "over more devices with mesh.shape or rollout.mesh",
+            *map(format_bytes, (available, bytes_per_device(few.abstract_pool))),
         )
         return few.num_blocks
     return fitting if fitting * few.block_size < programs.num_blocks * programs.block_size else None
+
+
+def _blocks_beside_programs(
+    few: SlotPrograms, more: SlotPrograms, room: int, *, truncates: bool, recomputes: bool
+) -> int:
+    """Returns the number of blocks with which each program takes at most `room` bytes; 0 if some takes more with few.
+
+    What a block takes is seen from two numbers of them: its padding, and copies for which the compiler has a reason.
+    """
+    lowered = (one.lower_programs(truncates=truncates, recomputes=recomputes).values() for one in (few, more))
+    try:
+        peaks = [(_peak_bytes(with_few), _peak_bytes(with_more)) for with_few, with_more in zip(*lowered, strict=True)]
+    except jax.errors.JaxRuntimeError as error:
+        if not str(error).startswith("RESOURCE_EXHAUSTED"):
+            raise
+        return 0
+    added = more.num_blocks - few.num_blocks
+    return few.num_blocks + min(math.floor((room - least) * added / (most - least)) for least, most in peaks)
 
 
 def _peak_bytes(program: Lowered) -> int:
@@ -105,7 +123,9 @@ def slots_in_blocks(programs: SlotPrograms) -> int:
     Large numbers are rounded down, so that batches can be halved twice.
     """
     per_device = programs.shapes.num_slots // programs.num_shards
-    fitting = max(int(programs.num_blocks / MEAN_FILL) // programs.blocks_per_row, 1)
+    # A row's last block is half empty.
+    of_a_row = min(MEAN_FILL * programs.blocks_per_row + 0.5, programs.blocks_per_row)
+    fitting = max(int((programs.num_blocks - 2) / of_a_row), 1)
     if fitting >= per_device:
         return programs.shapes.num_slots
     return (fitting if fitting < 8 else fitting // 4 * 4) * programs.num_shards

@@ -18,7 +18,6 @@ from app.rollout.batch_engine import BatchEngine
 from app.runtime.session import Session
 from app.tracking.console import ProgressDisplay
 from app.tracking.timer import StepTimer
-from app.training.learner import make_learner_group
 from app.training.setup import RunSetup, prepare_run
 from app.training.trainer import Trainer
 
@@ -60,7 +59,7 @@ def opened(launch: RunSetup) -> tuple[Trainer, RunState]:
     """Returns the trainer, whose completions all have the maximum length, and initial weights."""
     chosen, session = launch.resolved.settings, launch.session
     session.engine = endless(session)
-    learning = make_learner_group(chosen, session)
+    learning = launch.learning
     state = RunState(learning.policy.initial_state(session.load_params()))
     reference = session.load_params() if "reference" in chosen.scored_roles else None
     return Trainer(chosen, session, learning, launch.inputs.prompts, reference, launch.rewards), state
@@ -75,6 +74,7 @@ def resolved(options: argparse.Namespace, folder: str) -> settings.Resolved:
         "data.shuffle": "false",
         "data.max_prompt_length": workload.MAX_PROMPT_LENGTH,
         "eval.every_steps": 0,
+        "rollout.slots": "null",  # the batch engine, which is replaced
         "rollout.prompts_per_step": workload.NUM_PROMPTS,
         "rollout.group_size": workload.GROUP_SIZE,
         "rollout.max_new_tokens": workload.NEW_TOKENS,

@@ -179,7 +179,7 @@ class RolloutSettings(Section):
     compile than samples to generate, and with `rollout.placement: global`. A launch says which."""
     kv_block_size: Annotated[int, AfterValidator(_validate_block_size)] | None = None
     """With slots or workers: tokens in a block of their KV cache: 16, 32, 64, 128, 256 or 512. When null, by the
-    longest sample and the kind of device."""
+    kind of device, the longest sample and whether blocks are scarce."""
     kv_blocks: Annotated[int | Literal["auto"] | None, _auto_or_count(MAX_BLOCKS)] = "auto"
     """With slots or workers: blocks of their KV cache on each device. A sample has as many as its tokens fill, and
     samples of a prompt share the full ones of the prompt. Where they run out, the newest sample waits, and its cache is

@@ -161,7 +161,7 @@ def test_the_decode_kernel_compiles_with_the_blocks_of_many_heads(name, dtype, c
         return jax.ShapeDtypeStruct((4 * tpu.size, *shape), dtype, sharding=row_sharding(tpu))
 
     with jax.set_mesh(tpu):
-        length = cache_length or cache_block_size(architecture, 8192, dtype, is_scarce=False)
+        length = cache_length or cache_block_size(architecture, 8192, dtype, is_large=True)
         new, cache, block_size = (
             on_tpu(32, 1, 128),
             on_tpu(32, length, 128),
