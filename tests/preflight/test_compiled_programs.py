@@ -107,9 +107,10 @@ def test_a_cpu_process_compiles_a_step_for_tpus_with_their_kernels(
 
 @pytest.mark.slow
 def test_the_programs_of_ppo_with_slots_and_adapters_compile_for_a_tpu(tiny_model: Path, libtpu: None) -> None:
-    slots = ("rollout.mode=fast", "rollout.slots=8")
+    slots = ("rollout.mode=fast", "rollout.slots=16", "rollout.kv_blocks=3")
     lora = by_name(compiled(tiny_model, "mesh.pretend=v5e-8", "model.lora.rank=2", *slots))
-    assert {("rollout", "prefill"), ("rollout", "decode"), ("update", "gradients")} <= set(lora)
+    generation = {("rollout", "prefill"), ("rollout", "decode"), ("rollout", "recompute")}
+    assert {*generation, ("update", "gradients")} <= set(lora)
     ppo = by_name(compiled(tiny_model, "mesh.pretend=v5e-8", "algorithm.name=ppo"))
     assert {("score", "critic"), ("critic", "gradients"), ("critic", "optimizer")} <= set(ppo)
     assert all(one["estimated_s"] > 0 for one in (*lora.values(), *ppo.values()))
