@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jax.stages import Lowered
+from jax.stages import Compiled, Lowered
 from jaxtyping import Array, Bool, Int32
 
 from app.mesh.axis_rules import LOGICAL_AXIS_RULES, Dims, shard_map_by_dims, sharding_tree
@@ -350,9 +350,7 @@ class SlotPrograms:
         with jax.set_mesh(self.mesh):
             specs = self.program_specs(suspends=suspends, recomputes=recomputes, truncates=truncates)
             lowered = {name: self._lower(spec) for name, spec in specs.items() if name not in self._compiled}
-        # XLA compiles outside of Python's lock.
-        with ThreadPoolExecutor(min(MAX_COMPILING, os.cpu_count() or 1)) as pool:
-            self._compiled |= zip(lowered, pool.map(Lowered.compile, lowered.values()), strict=True)
+        self._compiled |= zip(lowered, compile_together(lowered.values()), strict=True)
 
     def lower_programs(self, *, truncates: bool, recomputes: bool) -> dict[str, Lowered]:
         """Lowers the programs that take the most memory: the longest prefills, and decoding with all slots full.
@@ -443,6 +441,12 @@ class SlotPrograms:
         sampler: Sampler = sample_tokens_truncated if truncates else sample_tokens
         bound = functools.partial(decode_segment, self.definition, sampler, self.shapes.segment_max)
         return bound, arguments, options
+
+
+def compile_together(programs: Collection[Lowered]) -> list[Compiled]:
+    """Compiles programs in parallel, since XLA works outside of Python's lock."""
+    with ThreadPoolExecutor(min(MAX_COMPILING, os.cpu_count() or 1)) as pool:
+        return list(pool.map(Lowered.compile, programs))
 
 
 def _donate_options(number: int, cache: KVCache) -> dict[str, Any]:

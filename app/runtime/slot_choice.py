@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-from jax.stages import Lowered
+from jax.stages import Compiled
 
 from app.mesh.device_memory import device_memory_bytes
 from app.mesh.devices import device_platform
@@ -16,7 +16,7 @@ from app.mesh.placement import bytes_per_device
 from app.model.decoder import DecoderDefinition
 from app.records.text_format import format_bytes, format_count
 from app.rollout.slot_engine import SlotEngine
-from app.rollout.slot_programs import SlotPrograms
+from app.rollout.slot_programs import SlotPrograms, compile_together
 from settings.schema.rollout import RolloutSettings
 
 log = logging.getLogger(__name__)
@@ -99,20 +99,21 @@ def _blocks_beside_programs(
 
     What a block takes is seen from two numbers of them: its padding, and copies for which the compiler has a reason.
     """
-    lowered = (one.lower_programs(truncates=truncates, recomputes=recomputes).values() for one in (few, more))
+    lowered = [one.lower_programs(truncates=truncates, recomputes=recomputes).values() for one in (few, more)]
     try:
-        peaks = [(_peak_bytes(with_few), _peak_bytes(with_more)) for with_few, with_more in zip(*lowered, strict=True)]
+        peaks = [*map(_peak_bytes, compile_together([*lowered[0], *lowered[1]]))]
     except jax.errors.JaxRuntimeError as error:
         if not str(error).startswith("RESOURCE_EXHAUSTED"):
             raise
         return 0
-    added = more.num_blocks - few.num_blocks
-    return few.num_blocks + min(math.floor((room - least) * added / (most - least)) for least, most in peaks)
+    added, num_programs = more.num_blocks - few.num_blocks, len(peaks) // 2
+    pairs = zip(peaks[:num_programs], peaks[num_programs:], strict=True)
+    return few.num_blocks + min(math.floor((room - least) * added / (most - least)) for least, most in pairs)
 
 
-def _peak_bytes(program: Lowered) -> int:
+def _peak_bytes(program: Compiled) -> int:
     """Returns the memory of a program on each device while it runs, its arguments included."""
-    found: Any = program.compile().memory_analysis()
+    found: Any = program.memory_analysis()
     outputs = found.output_size_in_bytes - found.alias_size_in_bytes
     return found.argument_size_in_bytes + outputs + found.temp_size_in_bytes
 

@@ -126,7 +126,8 @@ def test_room_is_left_to_compute_preempted_samples_again(monkeypatch: pytest.Mon
     engine = session.continuous_batching.engine
     few = engine.programs.with_scarce_blocks(1)
     needed = {
-        name: slot_choice._peak_bytes(one) for name, one in few.lower_programs(truncates=False, recomputes=True).items()
+        name: slot_choice._peak_bytes(one.compile())
+        for name, one in few.lower_programs(truncates=False, recomputes=True).items()
     }
     assert needed["recompute"] > max(needed["prefill"], needed["decode"])
     spare = 1 - slot_choice.SPARE_SHARE
