@@ -136,8 +136,8 @@ def _num_calls(settings: Settings, phase: str, name: str, line: Mapping[str, Any
         if isinstance(rollout.slots, int) or rollout.scheduler:
             return None
         # As if there were a slot for every sample, and one prefill took all prompts.
-        tokens = {"prefill": 1, "recompute": 0, "decode": line["completions/max_length"]}[name]
-        return tokens * line["rollout/num_rounds"]
+        calls = {"prefill": 1, "recompute": 0, "decode": line["completions/max_length"]}[name]
+        return calls * line["rollout/num_rounds"]
     if phase == "score":
         return line.get(f"score/{name}/num_micro_batches", 0)
     if name == "optimizer":

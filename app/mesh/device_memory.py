@@ -6,8 +6,10 @@ import os
 import resource
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
+from jax.stages import Compiled
 
 from app.mesh.devices import simulated_slice
 
@@ -31,6 +33,13 @@ def device_memory_bytes() -> int | None:
     if jax.local_devices()[0].platform != "cpu":
         return None
     return host_memory_bytes() // jax.local_device_count()
+
+
+def program_memory_bytes(program: Compiled) -> int:
+    """Returns the memory of a program on each device while it runs, its arguments included, as the compiler counts."""
+    found: Any = program.memory_analysis()
+    outputs = found.output_size_in_bytes - found.alias_size_in_bytes
+    return found.argument_size_in_bytes + outputs + found.temp_size_in_bytes
 
 
 def host_memory_bytes(limit: Path = Path("/sys/fs/cgroup/memory.max")) -> int:

@@ -64,12 +64,13 @@ def cache_block_size(architecture: Architecture, max_length: int, dtype: DTypeLi
     Args:
         is_large: whether blocks may be as large as a TPU reads them best, because there are enough.
     """
-    smallest = DECODE_BLOCK_SIZES[-1]
-    if current_device()[0] == "tpu" and is_large:
-        size = min(2 ** math.ceil(math.log2(max(max_length, smallest))), BLOCK_SIZE_MAX)
-        return decode_block_size(architecture, size, dtype) or size
-    size = 2 ** math.floor(math.log2(max(max_length / BLOCKS_PER_ROW_MIN, smallest)))
-    size = min(max(size, BLOCK_SIZE_MIN.get(current_device()[0], smallest)), BLOCK_SIZE_MAX)
+    platform, smallest = current_device()[0], DECODE_BLOCK_SIZES[-1]
+    if platform == "tpu" and is_large:
+        size = 2 ** math.ceil(math.log2(max(max_length, smallest)))
+    else:
+        size = 2 ** math.floor(math.log2(max(max_length / BLOCKS_PER_ROW_MIN, smallest)))
+        size = max(size, BLOCK_SIZE_MIN.get(platform, smallest))
+    size = min(size, BLOCK_SIZE_MAX)
     return decode_block_size(architecture, size, dtype) or size
 
 

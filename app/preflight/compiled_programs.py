@@ -283,8 +283,10 @@ def _lower_generation(session: Session, shapes: StepShapes) -> Iterator[tuple[st
         work_of = functools.partial(
             generation_work, session.model_spec.architecture, mesh, session.settings.model.dtype
         )
-        whole_row = shape._replace(num_prompts=1, prompt_length=shape.cache_length)
-        work = work_of(shape) | {"recompute": work_of(whole_row)["prefill"]}
+        work = work_of(shape)
+        if "recompute" in programs:
+            whole_row = shape._replace(num_prompts=1, prompt_length=shape.cache_length)
+            work["recompute"] = work_of(whole_row)["prefill"]
         for name, lowered in programs.items():
             yield phase, name, lowered, work[name]
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator
-from typing import Any
 
 import jax
-from jax.stages import Compiled
 
-from app.mesh.device_memory import device_memory_bytes
+from app.mesh.device_memory import device_memory_bytes, program_memory_bytes
 from app.mesh.devices import device_platform
 from app.mesh.placement import bytes_per_device
 from app.model.decoder import DecoderDefinition
@@ -101,7 +99,7 @@ def _blocks_beside_programs(
     """
     lowered = [one.lower_programs(truncates=truncates, recomputes=recomputes).values() for one in (few, more)]
     try:
-        peaks = [*map(_peak_bytes, compile_together([*lowered[0], *lowered[1]]))]
+        peaks = [*map(program_memory_bytes, compile_together([*lowered[0], *lowered[1]]))]
     except jax.errors.JaxRuntimeError as error:
         if not str(error).startswith("RESOURCE_EXHAUSTED"):
             raise
@@ -109,13 +107,6 @@ def _blocks_beside_programs(
     added, num_programs = more.num_blocks - few.num_blocks, len(peaks) // 2
     pairs = zip(peaks[:num_programs], peaks[num_programs:], strict=True)
     return few.num_blocks + min(math.floor((room - least) * added / (most - least)) for least, most in pairs)
-
-
-def _peak_bytes(program: Compiled) -> int:
-    """Returns the memory of a program on each device while it runs, its arguments included."""
-    found: Any = program.memory_analysis()
-    outputs = found.output_size_in_bytes - found.alias_size_in_bytes
-    return found.argument_size_in_bytes + outputs + found.temp_size_in_bytes
 
 
 def slots_in_blocks(programs: SlotPrograms) -> int:

@@ -22,6 +22,7 @@ import jax
 from shapes import QWEN2_5, SMOLLM2
 
 from app.mesh import jax_startup
+from app.mesh.device_memory import program_memory_bytes
 from app.mesh.placement import abstract_arrays, bytes_per_device
 from app.model.quantization import QUANTIZE_BASE_SETTING
 from app.preflight.compiled_programs import lower_update
@@ -56,11 +57,8 @@ def measured(shape: str, overrides: list[str]) -> dict[str, int]:
     memory = memory_by_phase(session, learning, shapes)
     state = abstract_arrays(learning.policy.shapes, learning.policy.shardings)
     moments = bytes_per_device(state) - bytes_per_device(state.params)
-    reserved = {}
-    for name, lowered in lower_update(session, learning.policy, shapes.update).items():
-        found: Any = lowered.compile().memory_analysis()
-        written = found.output_size_in_bytes - found.alias_size_in_bytes
-        reserved[name] = found.argument_size_in_bytes + written + found.temp_size_in_bytes
+    programs = lower_update(session, learning.policy, shapes.update)
+    reserved = {name: program_memory_bytes(lowered.compile()) for name, lowered in programs.items()}
     # The optimizer's moments wait while gradients are computed; frozen weights and the reference wait in both.
     frozen, reference = bytes_per_device(learning.policy.frozen_shapes), memory["score"].get("reference", 0)
     peak = max(reserved["gradients"] + moments, reserved["optimizer"] + frozen) + reference

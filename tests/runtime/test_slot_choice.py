@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from app.mesh import jax_startup
+from app.mesh.device_memory import program_memory_bytes
 from app.mesh.placement import bytes_per_device
 from app.model.decoder import DecoderDefinition
 from app.records.sample import Sample
@@ -126,7 +127,7 @@ def test_room_is_left_to_compute_preempted_samples_again(monkeypatch: pytest.Mon
     engine = session.continuous_batching.engine
     few = engine.programs.with_scarce_blocks(1)
     needed = {
-        name: slot_choice._peak_bytes(one.compile())
+        name: program_memory_bytes(one.compile())
         for name, one in few.lower_programs(truncates=False, recomputes=True).items()
     }
     assert needed["recompute"] > max(needed["prefill"], needed["decode"])
