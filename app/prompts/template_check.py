@@ -31,9 +31,10 @@ MEMORY_STATUS = 3
 
 PROGRAM = f"""
 import json, resource, sys
-resource.setrlimit(resource.RLIMIT_CPU, ({CPU_LIMIT_S}, {CPU_LIMIT_S}))
+request = json.load(sys.stdin)
+resource.setrlimit(resource.RLIMIT_CPU, (request["cpu_limit_s"],) * 2)
 try:
-    resource.setrlimit(resource.RLIMIT_AS, ({MEMORY_LIMIT_BYTES}, {MEMORY_LIMIT_BYTES}))
+    resource.setrlimit(resource.RLIMIT_AS, (request["memory_limit_bytes"],) * 2)
 except (ValueError, OSError):  # macOS
     pass
 import jinja2.ext, jinja2.sandbox
@@ -41,7 +42,6 @@ import jinja2.ext, jinja2.sandbox
 def raise_exception(message):
     raise jinja2.TemplateError(message)
 
-request = json.load(sys.stdin)
 environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
     trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
 )
@@ -87,7 +87,15 @@ def check_template(template: str, variables: Mapping[str, Any], *, where: str) -
 
 @lru_cache
 def _trial_status(template: str, variables: str) -> int:
-    request = json.dumps({"template": template, "variables": json.loads(variables), "chats": TRIAL_CHATS})
+    request = json.dumps(
+        {
+            "template": template,
+            "variables": json.loads(variables),
+            "chats": TRIAL_CHATS,
+            "cpu_limit_s": CPU_LIMIT_S,
+            "memory_limit_bytes": MEMORY_LIMIT_BYTES,
+        }
+    )
     try:
         trial = subprocess.run(
             [sys.executable, "-P", "-c", PROGRAM],

@@ -315,10 +315,11 @@ def test_the_result_goes_to_stdout_and_progress_to_stderr(config: Path) -> None:
     assert result[-2].startswith("best eval/accuracy ")
     assert len(result) == 11
     progress = without_progress(stderr).splitlines()
-    assert progress[0] == "builtin:arithmetic: 40 rows (prompt from prompt, answer from answer)"
+    assert progress[0].startswith("rollout.slots: auto: one batch, because the model has only ")
+    assert progress[1] == "builtin:arithmetic: 40 rows (prompt from prompt, answer from answer)"
     assert [line.split()[1] for line in progress if line.startswith("step ")] == ["1", "2", "3", "4"]
     assert len([line for line in progress if line.startswith("evaluation at step ")]) == 3
-    assert len(progress) == 9, stderr
+    assert len(progress) == 10, stderr
 
 
 @pytest.mark.slow
