@@ -37,6 +37,7 @@ from app.rollout.slot_engine import SlotEngine
 from app.rollout.slot_programs import ProgramName, ProgramSpec, SlotPrograms, decode_segment
 from app.rollout.worker import RolloutWorker
 from app.rollout.worker_pool import RolloutWorkerPool, ScheduleConfig
+from scripts.bench.shapes import QWEN2_5
 from scripts.simulate import length_traces
 from scripts.simulate.simulated_slots import ProgramSizes
 from scripts.simulate.simulator import SimulatedWorkerSpec
@@ -46,7 +47,6 @@ from settings.schema.rollout import PdsrSettings, SegmentSettings
 POLICY_VERSION = 0
 EOS = 0
 RULES = SamplingRules(1.0)
-DTYPE = jnp.dtype("float32")
 PROMPT_LENGTHS = (48, 96)
 LONGEST_OVER_MEAN = 4
 """Maximum length of a log-normal sample divided by the mean length."""
@@ -138,6 +138,7 @@ class ForcedRollout:
     mesh: Mesh
     weights: DecodeWeights
     rule: SegmentSettings
+    dtype: jnp.dtype
     engines: list[WatchedEngine] = field(default_factory=list)
     _programs: dict[SlotShapes, EndingPrograms] = field(default_factory=dict)
 
@@ -157,13 +158,13 @@ class ForcedRollout:
             num_blocks=num_blocks,
         )
         if shapes not in self._programs:
-            programs = EndingPrograms(self.definition, self.mesh, shapes, dtype=DTYPE, num_eos=1)
+            programs = EndingPrograms(self.definition, self.mesh, shapes, dtype=self.dtype, num_eos=1)
             ends = [last_keys(self.prompts, lengths, seed=seed) for seed, lengths in enumerate(self.lengths)]
             programs.sampler = ending_draw(np.concatenate(ends))
             self._programs[shapes] = programs
         programs = self._programs[shapes]
         return WatchedEngine(
-            self.definition, self.mesh, shapes, eos_ids=[EOS], dtype=DTYPE, exact=False, programs=programs
+            self.definition, self.mesh, shapes, eos_ids=[EOS], dtype=self.dtype, exact=False, programs=programs
         )
 
     def compile(self) -> float:
@@ -237,17 +238,23 @@ def open_rollout(
     longest: int,
     slots: Sequence[int],
     rule: SegmentSettings,
+    dtype: str = "float32",
 ) -> ForcedRollout:
-    """Opens a rollout for `model`, as in `model.path`, without compiling."""
-    files = open_model(model, revision=None)
-    definition = DecoderDefinition.create(architecture_from_config(files.config))
+    """Opens a rollout without compiling.
+
+    Args:
+        model: as `model.path`, or the name of one of `shapes.QWEN2_5` for random weights of its sizes.
+    """
     mesh = make_mesh(MeshSettings())
-    params = load_weights(definition, files.weights, mesh)
+    files = None if model in QWEN2_5 else open_model(model, revision=None)
+    definition = DecoderDefinition.create(architecture_from_config(files.config if files else QWEN2_5[model]))
+    params = load_weights(definition, files.weights, mesh) if files else definition.initialise(0)
     with jax.set_mesh(mesh):
-        weights = DecodeConversion(definition, mesh, DTYPE)(params)
+        weights = DecodeConversion(definition, mesh, jnp.dtype(dtype))(params)
     prompts = random_prompts(num_prompts, vocab_size=definition.architecture.vocab_size)
     return ForcedRollout(
-        Path(model).name, prompts, list(lengths), longest, tuple(slots), definition, mesh, weights, rule
+        *(Path(model).name, prompts, list(lengths), longest, tuple(slots)),
+        *(definition, mesh, weights, rule, jnp.dtype(dtype)),
     )
 
 

@@ -1,12 +1,17 @@
 """Our rollout against transformers' `generate`: the same prompts, lengths, precision and process, in turn.
 
-    python scripts/bench/rollout_peer.py --model DIR [--samples 32] [--tokens 64] [--repeats 1]
+    python scripts/bench/rollout_peer.py --model MODEL [--samples 32] [--rows 16] [--tokens 64] [--repeats 1]
+        [--dtype float32] [--no-workers]
 
-DIR is a Hugging Face directory; PyTorch must be installed, its CPU build will do. Samples get the
+MODEL is a Hugging Face directory, or a name as Qwen2.5-1.5B for random weights of its sizes. PyTorch must be installed,
+and runs on a GPU if JAX does (with XLA_PYTHON_CLIENT_PREALLOCATE=false, so that both have room). Samples get the
 lengths that the benchmark says, once all equal, once log-normal with about the same mean: ours by an end-of-sequence
 token, the peer's by a stopping criterion. Three ways take turns: `generate` on 16 rows at a time, each batch to its
 longest; ours through 16 slots; ours by a fast and a heavy worker of 8 slots each under `adaptive`. Nobody knows the
 lengths beforehand. Counted are tokens of samples, not of rows that wait for others; all is compiled before.
+
+The floor of slots with equal lengths is one read of the weights and of the keys and values so far for each token, at
+the bandwidth of a plain sum over an array.
 """
 
 from __future__ import annotations
@@ -21,11 +26,13 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from app.records.sample import Prompt
 from app.rollout.continuous_batching import ContinuousBatchGenerator
 from app.rollout.sample_generator import SampleGenerator
+from scripts.bench import ceilings
 from scripts.bench.forced_rollout import (
     LONGEST_OVER_MEAN,
     ForcedRollout,
@@ -34,6 +41,7 @@ from scripts.bench.forced_rollout import (
     open_rollout,
     positive,
 )
+from scripts.bench.shapes import QWEN2_5
 from settings.schema.rollout import SegmentSettings
 
 try:
@@ -43,7 +51,6 @@ except ImportError as error:
     sys.exit(f"{error.name} is not installed: this benchmark compares with transformers' generate on PyTorch")
 
 RESULTS = Path(__file__).parent / "results" / "rollout_peer.json"
-ROWS = 16
 PAD = 2
 
 
@@ -54,21 +61,28 @@ class StopsAt(transformers.StoppingCriteria):
         self._ends = torch.as_tensor([prompt_length + length for length in lengths])
 
     def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
-        return input_ids.shape[1] >= self._ends
+        return input_ids.shape[1] >= self._ends.to(input_ids.device)
 
 
 class Peer:
-    def __init__(self, model: str):
+    def __init__(self, model: str, num_rows: int, dtype: str):
         torch.set_num_threads(os.cpu_count() or 1)
         transformers.logging.set_verbosity_error()
-        self._model: Any = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+        loader: Any = transformers.AutoModelForCausalLM
+        self._num_rows, self._device = num_rows, "cuda" if jax.default_backend() == "gpu" else "cpu"
+        if model in QWEN2_5:
+            with torch.device(self._device):
+                self._model: Any = loader.from_config(transformers.AutoConfig.for_model(**QWEN2_5[model]))
+        else:
+            self._model = loader.from_pretrained(model)
+        self._model = self._model.to(self._device, getattr(torch, dtype)).eval()
         self._model.generation_config.eos_token_id = None
 
     def generate(self, prompts: Sequence[Prompt], lengths: Sequence[int]) -> float:
-        """Generates in left-padded batches of `ROWS`, and returns the seconds."""
+        """Generates in left-padded batches, and returns the seconds."""
         start = time.perf_counter()
-        for first in range(0, len(lengths), ROWS):
-            self._batch(prompts[first : first + ROWS], lengths[first : first + ROWS])
+        for first in range(0, len(lengths), self._num_rows):
+            self._batch(prompts[first : first + self._num_rows], lengths[first : first + self._num_rows])
         return time.perf_counter() - start
 
     def _batch(self, prompts: Sequence[Prompt], lengths: Sequence[int]) -> None:
@@ -80,8 +94,8 @@ class Peer:
         stop = transformers.StoppingCriteriaList([StopsAt(longest, lengths)])
         with torch.inference_mode():
             out = self._model.generate(
-                ids,
-                attention_mask=mask,
+                ids.to(self._device),
+                attention_mask=mask.to(self._device),
                 do_sample=True,
                 temperature=1.0,
                 top_k=0,
@@ -93,22 +107,37 @@ class Peer:
         assert out.shape[1] == longest + max(lengths)
 
 
-def ours(rollout: ForcedRollout) -> dict[str, Callable[[], SampleGenerator]]:
+def ours(rollout: ForcedRollout, num_rows: int, *, workers: bool) -> dict[str, Callable[[], SampleGenerator]]:
     """Returns compiled workers without knowledge of earlier rollouts."""
-    engine = rollout.new_engine(ROWS)
+    engine, start = rollout.new_engine(num_rows), time.perf_counter()
     engine.programs.compile(suspends=False, recomputes=False, truncates=False)
-    print(f"compiled in {rollout.compile():.1f} s", flush=True)
-    return {
-        "slots": lambda: ContinuousBatchGenerator(engine, decode_text=lambda _: "", segment_rule=rollout.rule),
-        "workers": lambda: rollout.workers("adaptive"),
+    ways: dict[str, Callable[[], SampleGenerator]] = {
+        "slots": lambda: ContinuousBatchGenerator(engine, decode_text=lambda _: "", segment_rule=rollout.rule)
     }
+    if workers:
+        rollout.compile()
+        ways["workers"] = lambda: rollout.workers("adaptive")
+    print(f"compiled in {time.perf_counter() - start:.1f} s", flush=True)
+    return ways
 
 
-def compare(peer: Peer, rollout: ForcedRollout, *, repeats: int) -> Iterator[dict[str, Any]]:
+def floor_tokens_per_s(rollout: ForcedRollout, num_rows: int, num_tokens: int) -> float:
+    """Returns the tokens per second of rows of `num_tokens` new tokens, if only memory took time."""
+    arch = rollout.definition.architecture
+    prompt = np.mean([len(prompt.token_ids) for prompt in rollout.prompts])
+    of_token = 2 * arch.num_layers * arch.num_kv_heads * arch.head_dim * rollout.dtype.itemsize
+    weights = sum(x.nbytes for x in jax.tree.leaves(rollout.weights))
+    read_bytes = weights + num_rows * (prompt + num_tokens / 2) * of_token
+    return num_rows / (read_bytes / ceilings.read_bytes_per_s())
+
+
+def compare(
+    peer: Peer, rollout: ForcedRollout, num_rows: int, *, workers: bool, repeats: int
+) -> Iterator[dict[str, Any]]:
     """Compares all ways for the lengths of each seed."""
     prompts = [prompt for prompt in rollout.prompts for _ in range(rollout.group_size)]
-    made = ours(rollout)
-    peer.generate(prompts[:ROWS], [2] * ROWS)
+    made = ours(rollout, num_rows, workers=workers)
+    peer.generate(prompts[:num_rows], [2] * num_rows)
     for new in made.values():
         rollout.generate(new())
     for seed, lengths in enumerate(rollout.lengths):
@@ -130,8 +159,11 @@ def compare(peer: Peer, rollout: ForcedRollout, *, repeats: int) -> Iterator[dic
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="Hugging Face directory")
+    parser.add_argument("--model", required=True, help="Hugging Face directory, or a name for random weights")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--samples", type=positive, default=32)
+    parser.add_argument("--rows", type=positive, default=16, help="rows that are generated together")
+    parser.add_argument("--no-workers", action="store_true", help="leaves the third way out")
     parser.add_argument("--group", type=positive, default=8, help="samples of a prompt")
     parser.add_argument("--tokens", type=positive, default=64, help="mean length of a sample")
     parser.add_argument("--sigma", type=float, default=0.8)
@@ -147,16 +179,19 @@ def main() -> None:
         num_prompts=options.samples // options.group,
         lengths=[[options.tokens] * len(drawn), drawn],
         longest=LONGEST_OVER_MEAN * options.tokens,
-        slots=[ROWS // 2] * 2,
+        slots=[options.rows // 2] * 2,
         rule=SegmentSettings(min=1, overhead_steps=options.overhead_steps),
+        dtype=options.dtype,
     )
-    found = compare(Peer(options.model), rollout, repeats=options.repeats)
+    peer = Peer(options.model, options.rows, options.dtype)
+    found = compare(peer, rollout, options.rows, workers=not options.no_workers, repeats=options.repeats)
     result = {
         "model": Path(options.model).resolve().name,
-        "dtype": "float32",
+        "dtype": options.dtype,
         "samples": len(drawn),
-        "rows": ROWS,
+        "rows": options.rows,
         **dict(zip(("equal", "log-normal"), found, strict=True)),
+        "floor_tokens_per_s": round(floor_tokens_per_s(rollout, options.rows, options.tokens), 1),
         "torch": str(torch.__version__),
         "torch_threads": torch.get_num_threads(),
         "transformers": transformers.__version__,

@@ -1,0 +1,153 @@
+"""The attention kernels on this machine's accelerator, against plain XLA: error and seconds.
+
+    python scripts/bench/kernels_on_device.py [--model Qwen2.5-1.5B] [--rows 256] [--length 832]
+
+Both sides compute in bfloat16; errors are relative to attention in float32 at the highest precision, and must be as
+small as XLA's. Decoding is one token of `--rows` rows, filled to random lengths up to `--length`, over a pool of
+blocks; the read column is keys and values of their tokens by the seconds, beside a plain read of as many bytes.
+Scoring and update are a row of 8,192 packed tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import ceilings
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+from shapes import QWEN2_5
+
+from app.mesh.device_mesh import make_mesh
+from app.model.architecture import Architecture
+from app.model.attention import PARALLEL_BLOCKING, make_block_pairs, packed_attention, platform_blocking
+from app.model.block_attention import Blocking
+from app.model.cache_attention import cache_block_size, cached_attention, decode_block_size, extend_cache
+from app.model.io.families import architecture_from_config
+from app.records.text_format import format_table
+from scripts.bench.attention import TOKENS, interleaved_seconds, log_normal_rows
+from settings.schema.mesh import MeshSettings
+
+ERROR_LIMIT = 1.5
+"""The largest error of a kernel, as a multiple of XLA's."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=QWEN2_5, default="Qwen2.5-1.5B")
+    parser.add_argument("--rows", type=int, default=256)
+    parser.add_argument("--length", type=int, default=832, help="tokens of the longest row")
+    options = parser.parse_args()
+    architecture, mesh = architecture_from_config(QWEN2_5[options.model]), make_mesh(MeshSettings())
+    with jax.set_mesh(mesh):
+        lines = [*decoding(architecture, options.rows, options.length), *packed(architecture, TOKENS)]
+    print(f"{jax.devices()[0].device_kind}, JAX {jax.__version__}, {options.model}, bfloat16")
+    print(format_table(lines, header=("", "XLA", "kernel", "ratio", "error of XLA", "error of the kernel", "read")))
+
+
+def relative_error(found: Any, right: Any) -> float:
+    differences, sizes = zip(
+        *(
+            (np.linalg.norm(np.asarray(x, np.float64) - np.asarray(y, np.float64)), np.linalg.norm(np.asarray(y)))
+            for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(right), strict=True)
+        ),
+        strict=True,
+    )
+    return math.hypot(*differences) / math.hypot(*sizes)
+
+
+def line(what: str, calls: dict[str, Callable[[], Any]], right: Any, read_bytes: int = 0) -> tuple[str, ...]:
+    """Returns a line of the table. `calls` are XLA and the kernel."""
+    errors = [relative_error(call(), right) for call in calls.values()]
+    assert errors[1] <= ERROR_LIMIT * errors[0], (what, errors)
+    plain, kernel = interleaved_seconds(calls).values()
+    read = ""
+    if read_bytes:
+        read = f"{read_bytes / kernel / 1e9:,.0f} of {ceilings.read_bytes_per_s(read_bytes) / 1e9:,.0f} GB/s"
+    figures = *(f"{seconds * 1e3:.3f} ms" for seconds in (plain, kernel)), f"{plain / kernel:.2f}x"
+    return what, *figures, *(f"{error:.1e}" for error in errors), read
+
+
+def decoding(architecture: Architecture, num_rows: int, length: int) -> list[tuple[str, ...]]:
+    rng, a = np.random.default_rng(0), architecture
+    size = cache_block_size(a, length, jnp.bfloat16, is_large=True)
+    kernel_size = decode_block_size(a, size, jnp.bfloat16, is_paged=True)
+    assert kernel_size is not None, "no kernel for this device"
+    width = -(-length // size)
+    pool = (num_rows * width + 1, a.num_kv_heads, size, a.head_dim)
+    arrays = [jnp.asarray(rng.standard_normal(shape, np.float32), jnp.bfloat16) for shape in (pool, pool)]
+    new = [
+        jnp.asarray(rng.standard_normal((num_rows, *shape), np.float32), jnp.bfloat16)
+        for shape in ((1, a.num_query_heads, a.head_dim), *[(a.num_kv_heads, 1, a.head_dim)] * 2)
+    ]
+    tables = jnp.asarray(1 + rng.permutation(num_rows * width).reshape(num_rows, width), jnp.int32)
+    lengths = rng.integers(length // 4, length, num_rows)
+    positions, active = jnp.asarray(lengths, jnp.int32), jnp.ones(num_rows, bool)
+
+    def attend(block_size: int | None) -> Callable[[], Array]:
+        compute = lambda pools: extend_cache(*new, *pools, positions, active, tables=tables, block_size=block_size)  # noqa: E731
+        step = jax.jit(compute, donate_argnums=0)
+        # The pools are updated in place, as in a rollout.
+        kept = [jax.tree.map(jnp.copy, arrays)]
+
+        def call() -> Array:
+            mixed, *kept[0] = step(kept[0])
+            return mixed
+
+        return call
+
+    @jax.jit
+    def oracle() -> Array:
+        whole = [jnp.moveaxis(x.astype(jnp.float32)[tables], 1, 2) for x in arrays]
+        whole = [x.reshape(num_rows, a.num_kv_heads, width * size, a.head_dim) for x in whole]
+        write = jax.vmap(lambda row, new, position: row.at[:, position].set(new))
+        whole = [write(x, one[:, :, 0].astype(jnp.float32), positions) for x, one in zip(whole, new[1:], strict=True)]
+        return cached_attention(new[0].astype(jnp.float32), *whole, positions)
+
+    with jax.default_matmul_precision("highest"):
+        right = oracle()
+    read_bytes = 2 * 2 * int(lengths.sum()) * a.num_kv_heads * a.head_dim
+    calls = {"XLA": attend(None), "kernel": attend(kernel_size)}
+    return [line(f"decode {num_rows} rows, blocks of {size}", calls, right, read_bytes)]
+
+
+def packed(architecture: Architecture, num_tokens: int) -> list[tuple[str, ...]]:
+    rng, a = np.random.default_rng(0), architecture
+    layout = log_normal_rows(rng, num_tokens, mean=500)
+    shapes = (1, num_tokens, a.num_query_heads, a.head_dim), *[(1, a.num_kv_heads, num_tokens, a.head_dim)] * 2
+    whole = [jnp.asarray(rng.standard_normal(shape, np.float32)) for shape in (*shapes, shapes[0])]
+    arrays = [x.astype(jnp.bfloat16) for x in whole]
+
+    def attention(blocking: Blocking) -> Callable[..., Array]:
+        return lambda *qkv: packed_attention(
+            *qkv, layout, pairs=make_block_pairs(layout, [None], blocking), blocking=blocking
+        )
+
+    def gradients(blocking: Blocking) -> Callable[..., Any]:
+        def both(query: Array, keys: Array, values: Array, cotangent: Array) -> Any:
+            mixed, backward = jax.vjp(attention(blocking), query, keys, values)
+            return mixed, backward(cotangent)
+
+        return both
+
+    kernel = platform_blocking(num_tokens, a.head_dim, jnp.bfloat16, group_size=a.num_query_heads // a.num_kv_heads)
+    assert kernel.kernel, "no kernel for this device"
+    lines = []
+    for what, function, count in (("forward", attention, 3), ("forward and backward", gradients, 4)):
+        with jax.default_matmul_precision("highest"):
+            right = jax.jit(function(PARALLEL_BLOCKING))(*[x.astype(jnp.float32) for x in arrays[:count]])
+        calls = {
+            name: functools.partial(jax.jit(function(blocking)), *arrays[:count])
+            for name, blocking in (("XLA", PARALLEL_BLOCKING), ("kernel", kernel))
+        }
+        lines.append(line(f"{num_tokens:,} packed tokens, {what}", calls, right))
+    return lines
+
+
+if __name__ == "__main__":
+    main()
