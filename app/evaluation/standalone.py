@@ -143,7 +143,7 @@ def _build_metadata(
         "rollout.max_new_tokens": settings.rollout.max_new_tokens,
         **({"rollout.stop": list(settings.rollout.stop)} if settings.rollout.stop else {}),
         "model.dtype": settings.model.dtype,
-        **({"rollout.weights": settings.rollout.weights} if settings.rollout.weights else {}),
+        **settings.rollout.rounding,
     }
     source = data.eval_source or data.sources[0].source
     dataset = f"{source} ({data.eval_split})" if source.startswith(("builtin:", "hf:")) else source

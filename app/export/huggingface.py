@@ -84,8 +84,8 @@ class ExportJob:
         """
         card = model_card(self.resolved, self.saved_policy, self.model, export_format=export_format, dtype=self.dtype)
         check_disk_space(self.out, num_parameters * jnp.dtype(self.dtype).itemsize + SMALL_FILES_BYTES)
-        quantization, rounded = self.model.policy_definition.quantization, self.resolved.settings.rollout.weights
-        for note in export_notes(export_format, dtype=self.dtype, quantization=quantization, rollout_weights=rounded):
+        quantization, rounding = self.model.policy_definition.quantization, self.resolved.settings.rollout.rounding
+        for note in export_notes(export_format, dtype=self.dtype, quantization=quantization, rounding=rounding):
             print(f"note: {note}", file=sys.stderr)
         with create_folder_atomic(self.out) as folder:
             weight_files = write_files(folder)
@@ -106,7 +106,7 @@ class ExportJob:
     def _evaluate_command(self) -> str:
         run = self.saved_policy.run
         config = ["--config", str(run.settings_path)] if run.has_settings else []
-        exact = ["--set", "rollout.weights=null"] if self.resolved.settings.rollout.weights else []
+        exact = [word for name in self.resolved.settings.rollout.rounding for word in ("--set", f"{name}=null")]
         return shlex.join(["grpo", "evaluate", *config, "--set", f"model.path={self.out}", *exact])
 
 

@@ -28,6 +28,7 @@ from settings import InputError, Resolved
 from settings.checks.resumed_settings import SettingChange
 from settings.loading.printing import from_yaml
 from settings.loading.secrets import redact
+from settings.schema.rollout import ROUNDING_SETTINGS
 
 CARD_FILE = "README.md"
 TEMPLATE_FILE = "model_card.md.jinja"
@@ -39,7 +40,7 @@ KEY_SETTINGS = (
     "rollout.max_new_tokens", "rollout.temperature", "run.steps", "run.seed",
 )  # fmt: skip
 """Settings listed in every card."""
-LORA_RANK_SETTING, ROLLOUT_WEIGHTS_SETTING = "model.lora.rank", "rollout.weights"
+LORA_RANK_SETTING = "model.lora.rank"
 ADAPTER_SETTINGS = (LORA_RANK_SETTING, "model.lora.alpha", "model.lora.targets", QUANTIZE_BASE_SETTING)
 """Settings listed only in the card of a run with adapters."""
 TEMPLATE_KWARGS = "data.chat_template_kwargs"
@@ -73,18 +74,22 @@ ADAPTER = ExportFormat(
 
 
 def export_notes(
-    export_format: ExportFormat, *, dtype: str, quantization: str | None, rollout_weights: str | None
+    export_format: ExportFormat, *, dtype: str, quantization: str | None, rounding: Mapping[str, str]
 ) -> Iterator[str]:
     """Yields notes on how the exported model differs from the one evaluated during the run.
 
     Args:
         quantization: format of the quantized base weights in training; None if they were not quantized.
-        rollout_weights: format of the weights that generated, also in evaluations; None if it was the model's own.
+        rounding: settings by which generation, also in evaluations, rounded the policy.
     """
-    if rollout_weights is not None:
+    if rounding:
+        given, exact = (
+            " and ".join(f"{name}: {value}" for name, value in rounding.items()),
+            " ".join(f"--set {name}=null" for name in rounding),
+        )
         yield (
-            f"the run evaluated a policy rounded to {rollout_weights} ({ROLLOUT_WEIGHTS_SETTING}), and exported is the "
-            f"policy itself; `grpo evaluate` with `--set {ROLLOUT_WEIGHTS_SETTING}=null` measures it"
+            f"the run evaluated a rounded policy ({given}), and exported is the policy itself; `grpo evaluate` with "
+            f"`{exact}` measures it"
         )
     if export_format is MERGED_MODEL and dtype != "float32":
         yield (
@@ -173,8 +178,8 @@ def front_matter(export_format: ExportFormat, hub_id: str | None, *sources: str)
 def _weights_paragraph(settings: Mapping[str, Any], export_format: ExportFormat, dtype: str) -> str:
     rounding = "in float32" if dtype == "float32" else f"rounded once to {dtype}"
     quantization = settings.get(QUANTIZE_BASE_SETTING) if settings.get(LORA_RANK_SETTING) else None
-    rollout_weights = settings.get(ROLLOUT_WEIGHTS_SETTING)
-    notes = export_notes(export_format, dtype=dtype, quantization=quantization, rollout_weights=rollout_weights)
+    rounding = {name: settings[name] for name in ROUNDING_SETTINGS if settings.get(name)}
+    notes = export_notes(export_format, dtype=dtype, quantization=quantization, rounding=rounding)
     return " ".join([f"{export_format.weights_description}, {rounding}.", *(f"Note: {note}." for note in notes)])
 
 

@@ -252,9 +252,16 @@ def token_info(layout: SegmentLayout) -> Int32[Array, "I N"]:
     return jnp.pad(jnp.stack(rows), ((0, INFO_ROWS - len(rows)), (0, 0)))
 
 
-def pair_scores(score_mod: ScoreMod, scale: float, a: Array, b: Array) -> Float32[Array, "m n"]:
-    """Returns the scores, soft-capped, of queries and keys, or of keys and queries."""
-    return apply_soft_cap(product(a, b, (1, 1)) * scale, score_mod.soft_cap)
+def pair_scores(
+    score_mod: ScoreMod, scale: float, a: Array, b: Array, factors: Float32[Array, "1 n"] | None = None
+) -> Float32[Array, "m n"]:
+    """Returns the scores, soft-capped, of queries and keys, or of keys and queries.
+
+    Args:
+        factors: what products are multiplied by, too.
+    """
+    products = product(a, b, (1, 1)) * scale
+    return apply_soft_cap(products if factors is None else products * factors, score_mod.soft_cap)
 
 
 def pair_scores_grad(score_mod: ScoreMod, scores: Array, weights: Array, centered: Array) -> Float32[Array, "m n"]:

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int32
 
-from app.mesh.axis_rules import Dims, constrain, current_device, shard_map_by_dims, spread_rows
-from app.mesh.placement import num_row_shards
+from app.mesh.axis_rules import constrain, current_device, shard_map_by_dims
 from app.mesh.tpu_chips import kernel_bytes
 from app.model import paged_attention
 from app.model.architecture import Architecture
 from app.model.attention import ATTENTION_SCOPE, GPU_BLOCK_SIZE, dot_product_attention, padded_head_dim
 from app.model.block_attention import KEY_DIMS, QUERY_DIMS
+from app.model.kv_cache import LayerCache, cache_dims, to_codes
 from app.model.score_mod import DEFAULT_SCORE_MOD, ScoreMod
 
 DECODE_BLOCK_SIZES = (512, 256, 128, 64, 32, 16)
@@ -79,31 +79,11 @@ def cache_block_bytes(num_kv_heads: int, head_dim: int, block_size: int, dtype: 
     return 4 * num_kv_heads * block_size * padded_head_dim(head_dim) * jnp.dtype(dtype).itemsize
 
 
-def cache_dims(cache: Float[Array, "B K S H"] | jax.ShapeDtypeStruct, mesh: Mesh | None = None) -> Dims:
-    """Returns the dims of a cache of keys or values: split over tp by heads, by rows if tp does not divide the heads.
-
-    Where it divides neither, the devices along tp hold the same.
-
-    Args:
-        mesh: the current one if None.
-    """
-    num_rows, num_heads = cache.shape[:2]
-    of_mesh = mesh or jax.sharding.get_abstract_mesh()
-    splits_heads = of_mesh.empty or num_heads % of_mesh.shape["tp"] == 0
-    return ("rows" if splits_heads else spread_rows(num_rows, mesh)), *KEY_DIMS[1:]
-
-
-def num_cache_shards(mesh: Mesh, num_kv_heads: int) -> int:
-    """Returns the number of devices that share out the rows of caches: all, where tp does not divide the heads."""
-    return num_row_shards(mesh) if num_kv_heads % mesh.shape["tp"] == 0 else mesh.size
-
-
 def extend_cache(
     query: Float[Array, "B 1 Q H"],
     key: Float[Array, "B K 1 H"],
     value: Float[Array, "B K 1 H"],
-    keys: Float[Array, "B K S H"],
-    values: Float[Array, "B K S H"],
+    cache: LayerCache,
     positions: Int32[Array, "B"],
     active: Bool[Array, "B"],
     *,
@@ -111,24 +91,26 @@ def extend_cache(
     window: int | None = None,
     score_mod: ScoreMod = DEFAULT_SCORE_MOD,
     block_size: int | None = None,
-) -> tuple[Float[Array, "B 1 Q H"], Float[Array, "B K S H"], Float[Array, "B K S H"]]:
-    """Writes the key and value of one new token per slot at `positions`; returns its attention, and the caches.
+) -> tuple[Float[Array, "B 1 Q H"], LayerCache]:
+    """Writes the key and value of one new token per slot at `positions`; returns its attention, and the cache.
 
     Args:
+        cache: of codes only with `tables`.
         active: rows whose results are used; those of others have no meaning.
-        tables: for each slot, the rows of `keys` and `values` that are the blocks of its cache, as numbers among those
-            of its device; None if each slot has the row of its own number.
+        tables: for each slot, the rows of the cache that are its blocks, as numbers among those of its device; None if
+            each slot has the row of its own number.
         window: the number of visible entries, including the token's own; None = all.
         block_size: the result of `decode_block_size`.
     """
-    key_dims = cache_dims(keys)
+    key_dims = cache_dims(cache.keys)
     query_dims = QUERY_DIMS if key_dims == KEY_DIMS else (key_dims[0], "tokens", "head", "head")
     if block_size is None and tables is None:
         query, key, value = constrain(query, *query_dims), constrain(key, *key_dims), constrain(value, *key_dims)
         # With vmap the partitioner knows that slots are independent, so no slot moves between devices.
         write = jax.vmap(lambda row, new, position: row.at[:, position].set(new))
-        keys, values = write(keys, key[:, :, 0], positions), write(values, value[:, :, 0], positions)
-        return cached_attention(query, keys, values, positions, window=window, score_mod=score_mod), keys, values
+        keys, values = (write(x, new[:, :, 0], positions) for x, new in ((cache.keys, key), (cache.values, value)))
+        mixed = cached_attention(query, keys, values, positions, window=window, score_mod=score_mod)
+        return mixed, LayerCache(keys, values)
     # Pallas is slow to import and not needed on a CPU.
     if block_size is None:
         attend = functools.partial(paged_attention.attend, score_mod, window)
@@ -140,10 +122,21 @@ def extend_cache(
         from app.model import decode_attention_kernel
 
         attend = functools.partial(decode_attention_kernel.attend, score_mod, window, block_size)
-    in_dims = (query_dims, *[key_dims] * 4, *[key_dims[:1]] * 2, *[(key_dims[0], "tokens")] * (tables is not None))
-    by_device = shard_map_by_dims(attend, in_dims=in_dims, out_dims=(query_dims, key_dims, key_dims))
+    new = LayerCache(key, value) if cache.key_scales is None else to_codes(LayerCache(key, value))
+    arrays = (positions, active) if tables is None else (positions, active, tables)
+    dims_of_cache = jax.tree.map(lambda x: key_dims[: x.ndim], cache)
+    in_dims = query_dims, dims_of_cache, dims_of_cache, *[(key_dims[0], "tokens")[: x.ndim] for x in arrays]
+    out_dims = query_dims, *(key_dims[: x.ndim] for x in jax.tree.leaves(cache))
+
+    def attend_flat(*arguments: Any) -> tuple[Array, ...]:
+        mixed, extended = attend(*arguments)
+        return mixed, *jax.tree.leaves(extended)
+
     with jax.named_scope(ATTENTION_SCOPE):
-        return by_device(query, key, value, keys, values, positions, active, *[] if tables is None else [tables])  # pyright: ignore[reportReturnType]
+        mixed, *extended = shard_map_by_dims(attend_flat, in_dims=in_dims, out_dims=out_dims)(
+            query, new, cache, *arrays
+        )
+    return mixed, LayerCache(*extended)
 
 
 def cached_attention(

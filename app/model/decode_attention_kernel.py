@@ -20,6 +20,7 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from app.model.attention_kernel import pair_scores, product
 from app.model.cache_attention import cache_block_bytes
+from app.model.kv_cache import LayerCache
 from app.model.score_mod import MASK_VALUE, ScoreMod, apply_soft_cap
 
 OTHER_BYTES = 8 * 2**20
@@ -34,28 +35,27 @@ def attend(
     window: int | None,
     block_size: int,
     query: Float[Array, "B 1 Q H"],
-    key: Float[Array, "B K 1 H"],
-    value: Float[Array, "B K 1 H"],
-    keys: Float[Array, "B K S H"],
-    values: Float[Array, "B K S H"],
+    new: LayerCache,
+    cache: LayerCache,
     positions: Int32[Array, "B"],
     active: Bool[Array, "B"],
     tables: Int32[Array, "B M"] | None = None,
     *,
     interpret: bool = False,
-) -> tuple[Float[Array, "B 1 Q H"], Float[Array, "B K S H"], Float[Array, "B K S H"]]:
-    """Returns one device's attention, 0 for rows that are not active, and its caches with the new keys and values.
+) -> tuple[Float[Array, "B 1 Q H"], LayerCache]:
+    """Returns one device's attention, 0 for rows that are not active, and its cache with the new tokens.
 
     Args:
         block_size: tokens of a block, a multiple of `TILE`, or a whole cache that is shorter.
-        key: of the new token, at `positions`; so is `value`.
+        new: of the new token, at `positions`.
+        cache: of codes only with `tables`.
         active: rows whose caches are read and written.
-        tables: places of the blocks of each row in `keys` and `values` [N, K, T, H], where T is `block_size`; None if
-            each row's blocks follow one another in its own place. A device without active rows writes into the place of
-            its first row.
+        tables: places of the blocks of each row in the cache [N, K, T, H], where T is `block_size`; None if each row's
+            blocks follow one another in its own place. A device without active rows writes into the place of its first
+            row.
     """
-    num_rows = len(query)
-    _, num_kv_heads, cache_length, head_dim = keys.shape
+    num_rows, has_scales = len(query), cache.key_scales is not None
+    _, num_kv_heads, cache_length, head_dim = cache.keys.shape
     assert block_size % TILE == 0 or block_size == cache_length < TILE, (block_size, cache_length)
     if tables is not None:
         assert block_size == cache_length, (block_size, cache_length)
@@ -65,7 +65,7 @@ def attend(
     # A grid has at least one turn.
     visited = active.at[0].set(active[0] | ~jnp.any(active))
     rows, blocks, num_pairs = _live_blocks(positions, visited, window, block_size, -(-cache_length // block_size))
-    tile_size, width = min(TILE, block_size), -(-cache_length // block_size)
+    tile_size, width = min(2 * TILE if has_scales else TILE, block_size), -(-cache_length // block_size)
     scalars = [rows, blocks, positions, positions // tile_size]
     if tables is not None:
         scalars[3:] = [positions % block_size // tile_size, positions // block_size, tables.reshape(-1)]
@@ -80,27 +80,37 @@ def attend(
 
     by_head = query.reshape(num_rows, num_kv_heads, query.shape[2] // num_kv_heads, head_dim)
     of_row = lambda *sizes: pl.BlockSpec((None, num_kv_heads, *sizes), lambda p, rows, *_: (rows[p], 0, 0, 0))  # noqa: E731
-    by_row, new = of_row(*by_head.shape[2:]), of_row(1, head_dim)
+    by_row, of_token = of_row(*by_head.shape[2:]), of_row(1, head_dim)
     block = pl.BlockSpec((None, num_kv_heads, block_size, head_dim), block_at)
     tile = pl.BlockSpec((None, num_kv_heads, tile_size, head_dim), tile_at)
-    vmem_bytes = cache_block_bytes(num_kv_heads, head_dim, block_size, keys.dtype) + OTHER_BYTES
+    in_specs, out_specs = [by_row, of_token, of_token, block, block], [by_row, tile, tile]
+    if has_scales:
+        # Of whole blocks, since the scales of a head follow one another.
+        scales = pl.BlockSpec((None, num_kv_heads, block_size), lambda *turn: block_at(*turn)[:3])
+        of_block = pl.BlockSpec((None, num_kv_heads, block_size), lambda *turn: (tile_at(*turn)[0], 0, 0))
+        of_token = pl.BlockSpec((None, num_kv_heads, 1), lambda p, rows, *_: (rows[p], 0, 0))
+        in_specs[3:3], out_specs[3:3] = [of_token] * 2, [of_block] * 2
+        in_specs += [scales] * 2
+    arrays = jax.tree.leaves(cache)
+    first = len(scalars) + 1 + len(arrays)
+    vmem_bytes = cache_block_bytes(num_kv_heads, head_dim, block_size, query.dtype) + OTHER_BYTES
     statistic = pltpu.VMEM((*by_head.shape[1:3], 1), jnp.float32)
-    mixed, keys, values = pl.pallas_call(
+    mixed, *extended = pl.pallas_call(
         functools.partial(_kernel, score_mod, score_mod.scale_for(head_dim), window, cache_length, len(scalars)),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
             grid=(num_pairs,),
-            in_specs=[by_row, new, new, block, block],
-            out_specs=[by_row, tile, tile],
+            in_specs=in_specs,
+            out_specs=out_specs,
             scratch_shapes=[statistic, statistic, pltpu.VMEM(by_head.shape[1:], jnp.float32)],
         ),
-        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (by_head, keys, values)],
-        input_output_aliases={len(scalars) + 3: 1, len(scalars) + 4: 2},
+        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (by_head, *arrays)],
+        input_output_aliases={first + i: 1 + i for i in range(len(arrays))},
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), vmem_limit_bytes=vmem_bytes),
         name="attention_decode",
         interpret=interpret,
-    )(*scalars, by_head, key, value, keys, values)
-    return jnp.where(active[:, None, None, None], mixed.reshape(query.shape), 0), keys, values
+    )(*scalars, by_head, *jax.tree.leaves(new), *arrays)
+    return jnp.where(active[:, None, None, None], mixed.reshape(query.shape), 0), LayerCache(*extended)
 
 
 def _live_blocks(
@@ -129,8 +139,12 @@ def _kernel(
     score_mod: ScoreMod, scale: float, window: int | None, cache_length: int, num_scalars: int, *refs: Any
 ) -> None:
     rows, blocks, positions = refs[:3]
-    query, key, value, keys, values, mixed, key_tile, value_tile, *sums_of_row = refs[num_scalars:]
-    highest, total, sums = sums_of_row
+    query, *arrays = refs[num_scalars:-3]
+    highest, total, sums = refs[-3:]
+    # In this order: of the new token, the cache, and where the new token is written.
+    size = len(arrays) // 3
+    new, cache, mixed, written = arrays[:size], arrays[size : 2 * size], arrays[2 * size], arrays[2 * size + 1 :]
+    (key, value, *new_scales), (keys, values, *scales), (key_tile, value_tile, *scale_blocks) = new, cache, written
     turn, last_turn = pl.program_id(0), pl.num_programs(0) - 1
     row, block = rows[turn], blocks[turn]
     position = positions[row]
@@ -139,27 +153,32 @@ def _kernel(
     # Starts with the new token, which sees itself and is not in the cache yet.
     @pl.when((turn == 0) | (rows[jnp.maximum(turn - 1, 0)] != row))
     def _() -> None:
-        own = query[...].astype(jnp.float32) * key[...].astype(jnp.float32)
+        own_key, own_value = (x[...].astype(jnp.float32) for x in (key, value))
+        if scales:
+            own_key, own_value = (x * y[...][:, :, None] for x, y in zip((own_key, own_value), new_scales, strict=True))
+        own = query[...].astype(jnp.float32) * own_key
         highest[...] = apply_soft_cap(jnp.sum(own, axis=2, keepdims=True) * scale, score_mod.soft_cap)
         total[...] = jnp.ones_like(total)
-        sums[...] = jnp.broadcast_to(value[...].astype(jnp.float32), sums.shape)
+        sums[...] = jnp.broadcast_to(own_value, sums.shape)
 
     token = block * block_size + jax.lax.broadcasted_iota(jnp.int32, (1, block_size), 1)
     visible = token < position
     if window is not None:
         visible &= token > position - window
     for head in range(num_kv_heads):
-        old_values = values[head]
+        old_keys, old_values = (x[head].astype(query.dtype) for x in (keys, values))
+        key_scales, value_scales = (x[pl.ds(head, 1), :] for x in scales) if scales else (None, None)
         if cache_length % block_size:
             # The last block reaches beyond the cache, where there may be anything.
             place = block * block_size + jax.lax.broadcasted_iota(jnp.int32, (block_size, 1), 0)
             old_values = jnp.where(place < cache_length, old_values, 0)
-        scores = jnp.where(visible, pair_scores(score_mod, scale, query[head], keys[head]), MASK_VALUE)
+        scores = jnp.where(visible, pair_scores(score_mod, scale, query[head], old_keys, key_scales), MASK_VALUE)
         new_highest = jnp.maximum(highest[head], jnp.max(scores, axis=1, keepdims=True))
         shrink, weights = jnp.exp(highest[head] - new_highest), jnp.exp(scores - new_highest)
         highest[head] = new_highest
         total[head] = total[head] * shrink + jnp.sum(weights, axis=1, keepdims=True)
-        sums[head] = sums[head] * shrink + product(weights.astype(old_values.dtype), old_values, (1, 0))
+        mixing = weights if value_scales is None else weights * value_scales
+        sums[head] = sums[head] * shrink + product(mixing.astype(old_values.dtype), old_values, (1, 0))
 
     @pl.when((turn == last_turn) | (rows[jnp.minimum(turn + 1, last_turn)] != row))
     def _() -> None:
@@ -170,3 +189,6 @@ def _kernel(
         is_old = jax.lax.broadcasted_iota(jnp.int32, (1, size, 1), 1) < position % size
         for tile, old, added in ((key_tile, keys, key), (value_tile, values, value)):
             tile[...] = jnp.where(is_old, old[:, pl.ds(start, size), :], added[...])
+        before = jax.lax.broadcasted_iota(jnp.int32, (1, block_size), 1) < position % block_size
+        for scale_block, old, added in zip(scale_blocks, scales, new_scales, strict=True):
+            scale_block[...] = jnp.where(before, old[...], added[...])

@@ -18,6 +18,7 @@ from jax.experimental.pallas import triton
 from jaxtyping import Array, Bool, Float, Int32
 
 from app.model.attention_kernel import pair_scores, product
+from app.model.kv_cache import LayerCache
 from app.model.paged_attention import write_tokens
 from app.model.score_mod import MASK_VALUE, ScoreMod
 
@@ -30,46 +31,45 @@ def attend(
     window: int | None,
     chunk_size: int,
     query: Float[Array, "B 1 Q H"],
-    key: Float[Array, "B K 1 H"],
-    value: Float[Array, "B K 1 H"],
-    keys: Float[Array, "N K T H"],
-    values: Float[Array, "N K T H"],
+    new: LayerCache,
+    pool: LayerCache,
     positions: Int32[Array, "B"],
     active: Bool[Array, "B"],
     tables: Int32[Array, "B M"],
     *,
     interpret: bool = False,
-) -> tuple[Float[Array, "B 1 Q H"], Float[Array, "N K T H"], Float[Array, "N K T H"]]:
-    """Returns one device's attention, 0 for rows that are not active, and its pools with the new tokens.
+) -> tuple[Float[Array, "B 1 Q H"], LayerCache]:
+    """Returns one device's attention, 0 for rows that are not active, and its pool with the new tokens.
 
     Args:
         chunk_size: tokens that are read at once, which divide a block.
-        key: of the new token, at `positions`; so is `value`. Only active rows are written.
+        new: of the new token, at `positions`. Only active rows are written.
     """
-    keys, values = write_tokens(key, value, keys, values, positions, active, tables)
-    num_rows, num_kv_heads, group = len(query), keys.shape[1], query.shape[2] // keys.shape[1]
-    padded = max(MIN_QUERIES, 2 ** (group - 1).bit_length())
-    grouped = query.reshape(num_rows, num_kv_heads, group, -1)
-    grouped = jnp.pad(grouped, ((0, 0), (0, 0), (0, padded - group), (0, 0)))
-    block = pl.BlockSpec((None, None, padded, query.shape[-1]), lambda row, head: (row, head, 0, 0))
+    pool = write_tokens(new, pool, positions, active, tables)
+    arrays = query[:, 0], *jax.tree.leaves(pool), jnp.where(active, positions, -1), tables
+    num_rows, _, num_heads, head_dim = query.shape
     mixed = pl.pallas_call(
-        functools.partial(_kernel, score_mod, score_mod.scale_for(query.shape[-1]), window, chunk_size),
-        grid=(num_rows, num_kv_heads),
-        in_specs=[block, *[pl.BlockSpec()] * 4],
-        out_specs=block,
-        out_shape=jax.ShapeDtypeStruct(grouped.shape, query.dtype),
+        functools.partial(_kernel, score_mod, score_mod.scale_for(head_dim), window, chunk_size),
+        grid=(num_rows, pool.keys.shape[1]),
+        in_specs=[pl.BlockSpec()] * len(arrays),
+        out_specs=pl.BlockSpec(),
+        out_shape=jax.ShapeDtypeStruct((num_rows, num_heads, head_dim), query.dtype),
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=3),
         name="attention_decode",
         interpret=interpret,
-    )(grouped, keys, values, jnp.where(active, positions, -1), tables)
-    return mixed[:, :, :group].reshape(query.shape), keys, values
+    )(*arrays)
+    return mixed[:, None], pool
 
 
 def _kernel(score_mod: ScoreMod, scale: float, window: int | None, chunk_size: int, *refs: Any) -> None:
-    query, keys, values, positions, tables, mixed = refs
+    query, keys, values, *scales, positions, tables, mixed = refs
     row, head = pl.program_id(0), pl.program_id(1)
     position, chunks_per_block = positions[row], keys.shape[2] // chunk_size
-    own = query[...]
+    group = query.shape[1] // keys.shape[1]
+    num_queries = max(MIN_QUERIES, 2 ** (group - 1).bit_length())
+    heads = row, pl.ds(head * group, num_queries), slice(None)
+    is_own = jnp.broadcast_to(jnp.arange(num_queries)[:, None] < group, (num_queries, query.shape[2]))
+    own = triton.load(query.at[heads], mask=is_own, other=0)
 
     def add(chunk: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         highest, total, mixed = sums
@@ -79,19 +79,22 @@ def _kernel(score_mod: ScoreMod, scale: float, window: int | None, chunk_size: i
         visible = token <= position
         if window is not None:
             visible &= token > position - window
-        scores = pair_scores(score_mod, scale, own, keys[place, head, tokens, :])
+        key_scales, value_scales = (x[place, head, tokens][None, :] for x in scales) if scales else (None, None)
+        scores = pair_scores(score_mod, scale, own, keys[place, head, tokens, :].astype(own.dtype), key_scales)
         scores = jnp.where(visible[None, :], scores, MASK_VALUE)
         new_highest = jnp.maximum(highest, jnp.max(scores, axis=1))
         shrink, weights = jnp.exp(highest - new_highest), jnp.exp(scores - new_highest[:, None])
-        added = product(weights.astype(values.dtype), values[place, head, tokens, :], (1, 0))
+        mixing = weights if value_scales is None else weights * value_scales
+        added = product(mixing.astype(own.dtype), values[place, head, tokens, :].astype(own.dtype), (1, 0))
         return new_highest, total * shrink + jnp.sum(weights, axis=1), mixed * shrink[:, None] + added
 
     first = 0 if window is None else _divide(jnp.maximum(position - window + 1, 0), chunk_size)
-    rows = own.shape[0]
-    none = jnp.full(rows, MASK_VALUE, jnp.float32), jnp.zeros(rows, jnp.float32), jnp.zeros(own.shape, jnp.float32)
+    statistic = jnp.zeros(num_queries, jnp.float32)
+    none = statistic + MASK_VALUE, statistic, jnp.zeros(own.shape, jnp.float32)
     # A row that is not active is at -1 and has no chunks.
     _, total, sums = jax.lax.fori_loop(first, _divide(position + chunk_size, chunk_size), add, none)
-    mixed[...] = (sums / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[:, None]).astype(mixed.dtype)
+    result = (sums / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[:, None]).astype(mixed.dtype)
+    triton.store(mixed.at[heads], result, mask=is_own)
 
 
 def _divide(x: Array, divisor: int) -> Array:

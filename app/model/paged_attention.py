@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
 from app.mesh.axis_rules import current_device
+from app.model.kv_cache import LayerCache
 from app.model.score_mod import MASK_VALUE, ScoreMod, apply_soft_cap
 
 
@@ -20,30 +21,31 @@ def attend(
     score_mod: ScoreMod,
     window: int | None,
     query: Float[Array, "B 1 Q H"],
-    key: Float[Array, "B K 1 H"],
-    value: Float[Array, "B K 1 H"],
-    keys: Float[Array, "N K T H"],
-    values: Float[Array, "N K T H"],
+    new: LayerCache,
+    pool: LayerCache,
     positions: Int32[Array, "B"],
     active: Bool[Array, "B"],
     tables: Int32[Array, "B M"],
-) -> tuple[Float[Array, "B 1 Q H"], Float[Array, "N K T H"], Float[Array, "N K T H"]]:
-    """Returns one device's attention, meaningless for rows that are not active, and its pools with the new tokens.
+) -> tuple[Float[Array, "B 1 Q H"], LayerCache]:
+    """Returns one device's attention, meaningless for rows that are not active, and its pool with the new tokens.
 
     Only blocks up to the longest active row are read, so that a row's result depends on no other row's length: what
     is masked adds exactly 0.
 
     Args:
-        key: of the new token, at `positions`; so is `value`. Only active rows are written.
+        new: of the new token, at `positions`. Only active rows are written.
     """
-    _, num_kv_heads, block_size, head_dim = keys.shape
+    _, num_kv_heads, block_size, head_dim = pool.keys.shape
     num_rows = query.shape[0]
     last = jnp.where(active, positions, 0) // block_size
-    keys, values = write_tokens(key, value, keys, values, positions, active, tables)
+    pool = write_tokens(new, pool, positions, active, tables)
     grouped = query.reshape(num_rows, num_kv_heads, query.shape[2] // num_kv_heads, head_dim)
     scale = score_mod.scale_for(head_dim)
     # XLA on CPU multiplies no bfloat16 arrays into float32 ones.
-    operand = jnp.float32 if current_device()[0] == "cpu" else values.dtype
+    operand = jnp.float32 if current_device()[0] == "cpu" else query.dtype
+
+    def factors(scales: Array | None, blocks: Array) -> Array | float:
+        return 1.0 if scales is None else scales[blocks][:, :, None]
 
     def add_block(j: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         highest, total, mixed = sums
@@ -53,11 +55,13 @@ def attend(
         if window is not None:
             visible &= token > positions[:, None] - window
         product = {"preferred_element_type": jnp.float32}
-        scores = jnp.einsum("bkgh,bkth->bkgt", grouped.astype(operand), keys[blocks].astype(operand), **product)
-        scores = jnp.where(visible[:, None, None], apply_soft_cap(scores * scale, score_mod.soft_cap), MASK_VALUE)
+        scores = jnp.einsum("bkgh,bkth->bkgt", grouped.astype(operand), pool.keys[blocks].astype(operand), **product)
+        scores = apply_soft_cap(scores * scale * factors(pool.key_scales, blocks), score_mod.soft_cap)
+        scores = jnp.where(visible[:, None, None], scores, MASK_VALUE)
         new_highest = jnp.maximum(highest, jnp.max(scores, axis=-1, keepdims=True))
         shrink, weights = jnp.exp(highest - new_highest), jnp.exp(scores - new_highest)
-        added = jnp.einsum("bkgt,bkth->bkgh", weights.astype(operand), values[blocks].astype(operand), **product)
+        mixing = (weights * factors(pool.value_scales, blocks)).astype(operand)
+        added = jnp.einsum("bkgt,bkth->bkgh", mixing, pool.values[blocks].astype(operand), **product)
         return new_highest, total * shrink + jnp.sum(weights, axis=-1, keepdims=True), mixed * shrink + added
 
     first = jnp.int32(0)
@@ -67,21 +71,18 @@ def attend(
     statistic = jnp.zeros((*grouped.shape[:3], 1), jnp.float32)
     start = statistic + MASK_VALUE, statistic, jnp.zeros(grouped.shape, jnp.float32)
     _, total, mixed = jax.lax.fori_loop(first, jnp.max(last) + 1, add_block, start)
-    return (mixed / total).reshape(query.shape).astype(query.dtype), keys, values
+    return (mixed / total).reshape(query.shape).astype(query.dtype), pool
 
 
 def write_tokens(
-    key: Float[Array, "B K 1 H"],
-    value: Float[Array, "B K 1 H"],
-    keys: Float[Array, "N K T H"],
-    values: Float[Array, "N K T H"],
+    new: LayerCache,
+    pool: LayerCache,
     positions: Int32[Array, "B"],
     active: Bool[Array, "B"],
     tables: Int32[Array, "B M"],
-) -> tuple[Float[Array, "N K T H"], Float[Array, "N K T H"]]:
-    """Returns the pools with the new token of each active row."""
-    num_blocks, _, block_size, _ = keys.shape
+) -> LayerCache:
+    """Returns the pool with the new token of each active row."""
+    num_blocks, _, block_size, _ = pool.keys.shape
     own = jnp.take_along_axis(tables, positions[:, None] // block_size, axis=1)[:, 0]
     place, offset = jnp.where(active, own, num_blocks), positions % block_size
-    write = lambda pool, new: pool.at[place, :, offset].set(new[:, :, 0], mode="drop")  # noqa: E731
-    return write(keys, key), write(values, value)
+    return jax.tree.map(lambda pool, new: pool.at[place, :, offset].set(new[:, :, 0], mode="drop"), pool, new)

@@ -8,21 +8,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh
-from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int32
 
-from app.mesh.axis_rules import constrain, sharding_tree
-from app.mesh.placement import abstract_arrays
-from app.model.architecture import Architecture
-from app.model.cache_attention import cache_dims, decode_block_size, extend_cache
+from app.mesh.axis_rules import constrain
+from app.model.cache_attention import decode_block_size, extend_cache
 from app.model.decode_weights import DecodeWeights
 from app.model.decoder import Decoder, DecoderDefinition, Params
+from app.model.kv_cache import KVCache, LayerCache, constrain_cache
 from app.model.score_mod import ScoreMod
 from app.model.segment_layout import single_segment_layout
 
@@ -30,36 +26,8 @@ DECODE_SCOPE = "decode"
 """The name scope of the loop over tokens in compiled programs."""
 
 
-class LayerCache(NamedTuple):
-    """The keys and values of one layer."""
-
-    keys: Float[Array, "B K S H"]
-    values: Float[Array, "B K S H"]
-
-
-KVCache = tuple[LayerCache, ...]
-"""The caches of all layers: separate buffers, which a decode step updates in place."""
-
-
 PROJECTED_DIMS = ("rows", "tokens", "query_heads", "head")
 """Of queries and of their attention, as the projections before and after it split them."""
-
-
-def cache_shapes(architecture: Architecture, num_rows: int, length: int, dtype: DTypeLike) -> KVCache:
-    """Returns the shapes of a cache with rows of `length` tokens."""
-    shape = num_rows, architecture.num_kv_heads, length, architecture.head_dim
-    layer: Any = jax.ShapeDtypeStruct(shape, dtype)
-    return (LayerCache(layer, layer),) * architecture.num_layers
-
-
-def constrain_cache(cache: KVCache) -> KVCache:
-    """Constrains the cache to the shardings of `cache_dims`."""
-    return jax.tree.map(lambda x: constrain(x, *cache_dims(x)), cache)
-
-
-def abstract_cache(shapes: KVCache, mesh: Mesh) -> KVCache:
-    """Returns a cache's shapes with the shardings of `constrain_cache`."""
-    return abstract_arrays(shapes, sharding_tree(mesh, shapes, jax.tree.map(lambda x: cache_dims(x, mesh), shapes)))
 
 
 def _run_layers(
@@ -137,7 +105,7 @@ def decode_step(
         # Makes the weights depend on the token: otherwise XLA would gather them all before the loop and keep them.
         weights, token_ids = jax.lax.optimization_barrier((weights, token_ids))
     decoder, score_mod = definition.bind(weights.params), ScoreMod.of(definition.architecture)
-    length, dtype = cache[0].keys.shape[2], cache[0].keys.dtype
+    length, dtype = cache[0].keys.shape[2], weights.params["embedding"].dtype
     block_size = decode_block_size(definition.architecture, length, dtype, is_paged=tables is not None)
 
     def attend(
@@ -147,8 +115,8 @@ def decode_step(
         rules = {"tables": tables, "window": window, "score_mod": score_mod, "block_size": block_size}
         # Otherwise XLA may move weights between the devices along tp, and not rows.
         query = constrain(query, *PROJECTED_DIMS)
-        mixed, keys, values = extend_cache(query, key, value, old.keys, old.values, positions, active, **rules)
-        return constrain(mixed, *PROJECTED_DIMS), LayerCache(keys, values)
+        mixed, extended = extend_cache(query, key, value, old, positions, active, **rules)
+        return constrain(mixed, *PROJECTED_DIMS), extended
 
     hidden, cache = _run_layers(decoder, weights, token_ids[:, None], positions[:, None], cache, attend)
     return hidden[:, 0], cache

@@ -20,6 +20,7 @@ from app.model.architecture import Architecture
 from app.model.attention import architecture_blocking, dot_product_attention, packed_attention
 from app.model.block_attention import Blocking
 from app.model.cache_attention import decode_block_size, extend_cache
+from app.model.kv_cache import LayerCache
 from app.model.score_mod import ScoreMod
 from app.model.segment_layout import SegmentLayout, attention_mask
 from app.preflight.check_results import CheckRecorder
@@ -136,11 +137,12 @@ def decode_differences(
     arrays = [rng.standard_normal(shape).astype(dtype) for shape in shapes]
 
     def results(block_size: int | None, positions: Array, *arrays: Any) -> list[Array]:
-        inputs: Any = *arrays, positions, jnp.ones_like(positions, bool)
-        mixed, *caches = extend_cache(*inputs, window=window, score_mod=score_mod, block_size=block_size)
+        query, key, value, *cache = arrays
+        inputs: Any = query, key, value, LayerCache(*cache), positions, jnp.ones_like(positions, bool)
+        mixed, cache = extend_cache(*inputs, window=window, score_mod=score_mod, block_size=block_size)
         # Entries behind the new one have no meaning.
         seen = (jnp.arange(NUM_TOKENS) <= positions[:, None])[:, None, :, None]
-        return [mixed, *(jnp.where(seen, x, 0) for x in caches)]
+        return [mixed, *(jnp.where(seen, x, 0) for x in jax.tree.leaves(cache))]
 
     rows = [np.tile(x, (num_local_row_shards(mesh), *[1] * (x.ndim - 1))) for x in (positions, *arrays)]
     with jax.set_mesh(mesh):

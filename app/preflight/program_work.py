@@ -21,7 +21,7 @@ from app.model.architecture import Architecture
 from app.model.attention import ATTENTION_SCOPE, architecture_blocking, visible_pairs
 from app.model.cache_attention import decode_block_size
 from app.model.flops import pair_flops, token_flops
-from app.model.prefill_and_decode import abstract_cache, cache_shapes
+from app.model.kv_cache import abstract_cache, cache_shapes
 from app.model.segment_layout import SegmentLayout
 from app.model.token_logprobs import LM_HEAD_SCOPE
 from app.records.sample import Prompt, Sample

@@ -311,8 +311,8 @@ def _sampler_mismatch(steps: Sequence[MetricsRecord]) -> str | None:
         return None
     return (
         f"Sampler and trainer disagree by {differences.mean():.2g} nats on the average token, so the gradient is "
-        "not that of the policy that generated the samples. Set model.dtype: float32, and rollout.weights: null. If "
-        "that does not help, please report a bug."
+        "not that of the policy that generated the samples. Set model.dtype: float32, and null for rollout.weights and "
+        "rollout.kv_cache. If that does not help, please report a bug."
     )
 
 

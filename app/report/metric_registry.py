@@ -164,7 +164,7 @@ METRICS = (
     Metric("policy/veto_fraction", "share of tokens in samples with weight 0 because of `algorithm.correction_veto`",
         "0", "above 1 % on-policy: sampler and update disagree"),
     Metric("policy/correction_ess", "effective sample size, as a share of n tokens: (Σw)² / (n Σw²)",
-        "above 0.7", "lower `rollout.max_staleness`, or set `rollout.weights` to null"),
+        "above 0.7", "lower `rollout.max_staleness`, or set `rollout.weights` and `rollout.kv_cache` to null"),
     Metric("policy/ratio_max", "largest probability ratio; exactly 1 with one update per step",
         "below 10", "lower the learning rate or `algorithm.epochs`"),
     Metric("policy/learning_rate", "learning rate of the last update",
@@ -187,13 +187,13 @@ METRICS = (
     Metric("value/nonfinite_{updates,in_a_row}", "the same for the critic",
         "0", "as for `policy/nonfinite_updates`"),
     Metric("rollout/sampler_scorer_logprob_diff_{mean,max}", "difference between sampler and trainer logprobs, in nats",
-        "in float32 max below 1e-4; in bfloat16 mean below 0.02; with `rollout.weights` mean below 0.1; any with "
-        "`rollout.max_staleness`, because the policy has changed in the meantime",
-        "without `max_staleness`: use float32, and `rollout.weights: null`; if that does not help, report a bug. With "
-        "it: see `policy/correction_ess`"),
+        "in float32 max below 1e-4; in bfloat16 mean below 0.02; with `rollout.weights` or `kv_cache` mean below "
+        "0.1; any with `rollout.max_staleness`, because the policy has changed in the meantime",
+        "without `max_staleness`: use float32, and null for both; if that does not help, report a bug. With it: see "
+        "`policy/correction_ess`"),
     Metric("rollout/sampler_scorer_kl", "divergence of the sampler from the policy that learns, per token, by the "
         "estimator k3",
-        "below 1e-3 in bfloat16, below 0.01 with `rollout.weights`", "as for the differences"),
+        "below 1e-3 in bfloat16, below 0.01 with `rollout.weights` or `kv_cache`", "as for the differences"),
     Metric("batching/fill", "share of the update's token positions that are not padding",
         "above 0.9",
         "more samples per optimizer step, or a smaller `algorithm.max_tokens_per_device`, because the last "

@@ -144,7 +144,7 @@ PANELS = (
         "Difference between sampler and trainer",
         "Mean difference between their logprobs of the same tokens, in nats: about 1e-7 in float32 and below "
         f"{MISMATCH_THRESHOLD:g} in bfloat16; if it is larger, the gradient is not that of the policy that generated "
-        "the samples. With rollout.max_staleness or rollout.weights a difference is expected.",
+        "the samples. With rollout.max_staleness, rollout.weights or rollout.kv_cache a difference is expected.",
         "This was not recorded.",
         has_values("rollout/sampler_scorer_logprob_diff_mean"),
         draw_line("rollout/sampler_scorer_logprob_diff_mean", "nats per token"),

@@ -12,7 +12,8 @@ from jaxtyping import Array, Bool, Float, Float32, Int32, Key
 from app.mesh.axis_rules import constrain
 from app.model.decode_weights import DecodeWeights
 from app.model.decoder import DecoderDefinition
-from app.model.prefill_and_decode import DECODE_SCOPE, KVCache, constrain_cache, decode_step
+from app.model.kv_cache import KVCache, constrain_cache
+from app.model.prefill_and_decode import DECODE_SCOPE, decode_step
 from app.model.token_logprobs import scaled_logits
 from app.rollout.sampling import Sampler, SamplingRules, effective_temperature, token_outcomes
 

@@ -23,8 +23,8 @@ from jaxtyping import Int32
 from app.mesh import device_mesh
 from app.mesh.program_cache import use_program_cache
 from app.model.architecture import Architecture
-from app.model.cache_attention import num_cache_shards
 from app.model.decoder import DecoderDefinition
+from app.model.kv_cache import num_cache_shards
 from app.model.lora import LoRAConfig
 from app.records.versions import program_versions, sampling_packages
 from app.rollout.counters import RolloutCounters

@@ -19,7 +19,7 @@ import ray
 import ray.exceptions
 
 from app.model.decode_weights import DecodeWeights
-from app.model.prefill_and_decode import KVCache
+from app.model.kv_cache import KVCache
 from app.rollout.ray_actor import ActorInfo, ActorSegment, ActorSpec, RolloutActor, to_bit_leaves
 from app.rollout.request import GenerationRequest
 from app.rollout.sampling import SamplingRules

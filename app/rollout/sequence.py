@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float32, Int32
 
-from app.model.prefill_and_decode import KVCache
+from app.model.kv_cache import KVCache
 from app.records.sample import Prompt, Sample
 from app.rollout.request import GenerationRequest
 from app.rollout.stop_strings import DecodeText, stop_length

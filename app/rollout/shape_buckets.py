@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from settings.errors import InputError
+from settings.schema.rollout import KVCacheType
 
 NUM_BUCKETS = 3
 """Number of sizes of each kind: full, half and quarter. More would save little and take longer to compile."""
@@ -33,6 +34,8 @@ class SlotShapes(NamedTuple):
     """Blocks on each device; None = as many as all slots can fill."""
     has_large_blocks: bool = False
     """Whether blocks of no given size may be larger than scarce ones, because there are enough."""
+    kv_cache: KVCacheType | None = None
+    """Precision of keys and values; None = that of the weights."""
 
     @property
     def num_slots(self) -> int:
@@ -71,6 +74,7 @@ def make_slot_shapes(
     exact: bool,
     block_size: int | None = None,
     num_blocks: int | None = None,
+    kv_cache: KVCacheType | None = None,
     row_shards: int = 1,
     setting: str = "rollout.slots",
 ) -> SlotShapes:
@@ -104,6 +108,7 @@ def make_slot_shapes(
         num_blocks=num_blocks,
         # In exact mode, a memory limit must not change the size of blocks, which changes the rounding.
         has_large_blocks=num_blocks is None and not exact,
+        kv_cache=kv_cache,
     )
 
 

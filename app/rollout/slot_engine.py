@@ -22,7 +22,7 @@ from jaxtyping import Array, Int32
 
 from app.model.decode_weights import DecodeWeights
 from app.model.decoder import DecoderDefinition
-from app.model.prefill_and_decode import KVCache
+from app.model.kv_cache import KVCache
 from app.records.sample import Prompt
 from app.rollout.batch_engine import BatchShape, Footprint
 from app.rollout.counters import RolloutCounters

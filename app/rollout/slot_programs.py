@@ -20,21 +20,22 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.stages import Compiled, Lowered
 from jaxtyping import Array, Bool, Int32
 
-from app.mesh.axis_rules import LOGICAL_AXIS_RULES, Dims, shard_map_by_dims, sharding_tree
+from app.mesh.axis_rules import LOGICAL_AXIS_RULES, current_device, shard_map_by_dims, sharding_tree
 from app.mesh.compiler_options import compiler_options
 from app.mesh.placement import abstract_arrays, tree_shardings
-from app.model.cache_attention import cache_block_size, cache_dims, decode_block_size, num_cache_shards
+from app.model.cache_attention import cache_block_size, decode_block_size
 from app.model.decode_weights import DecodeWeights, abstract_decode_weights
 from app.model.decoder import DecoderDefinition
-from app.model.prefill_and_decode import (
-    DECODE_SCOPE,
+from app.model.kv_cache import (
     KVCache,
     abstract_cache,
+    cache_dims,
     cache_shapes,
     constrain_cache,
-    decode_step,
-    prefill,
+    num_cache_shards,
+    to_codes,
 )
+from app.model.prefill_and_decode import DECODE_SCOPE, decode_step, prefill
 from app.model.token_logprobs import scaled_logits
 from app.rollout.sampling import (
     Sampler,
@@ -124,20 +125,29 @@ def prefill_blocks(
     """
     _, fresh = prefill(definition, weights, token_ids, lengths)
 
+    if pool[0].key_scales is not None:
+        fresh = tuple(map(to_codes, fresh))
+
     def write(pool: Array, fresh: Array, targets: Array) -> tuple[Array]:
-        _, num_heads, size, head_dim = pool.shape
+        _, num_heads, size, *head_dim = pool.shape
         num_rows, num_blocks = targets.shape
-        padded = jnp.pad(fresh, ((0, 0), (0, 0), (0, num_blocks * size - fresh.shape[2]), (0, 0)))
-        blocks = jnp.moveaxis(padded.reshape(num_rows, num_heads, num_blocks, size, head_dim), 2, 1)
+        missing = num_blocks * size - fresh.shape[2]
+        padded = jnp.pad(fresh, [(0, missing if axis == 2 else 0) for axis in range(fresh.ndim)])
+        blocks = jnp.moveaxis(padded.reshape(num_rows, num_heads, num_blocks, size, *head_dim), 2, 1)
         return (pool.at[targets.reshape(-1)].set(blocks.reshape(-1, *pool.shape[1:]), mode="drop"),)
 
-    return _map_pool(write, pool, (fresh, _pool_dims(pool)), (targets, (_pool_dims(pool)[0], "tokens")))
+    return _map_pool(write, pool, fresh, targets)
 
 
 def copy_blocks(
     pool: KVCache, sources: Int32[Array, "n"], targets: Int32[Array, "n"], counts: Int32[Array, "D"]
 ) -> KVCache:
     """Copies, on each device, its first blocks `sources` to `targets`, as many as it counts; -1 stands for zeros."""
+
+    def copy_together(pool: Array, sources: Array, targets: Array, counts: Array) -> tuple[Array]:
+        blocks = _where_rows(sources < 0, 0, pool[jnp.maximum(sources, 0)])
+        targets = jnp.where(jnp.arange(len(targets)) < counts[0], targets, len(pool))
+        return (pool.at[targets].set(blocks, mode="drop"),)
 
     def copy(pool: Array, sources: Array, targets: Array, counts: Array) -> tuple[Array]:
         def copy_one(i: Array, pool: Array) -> Array:
@@ -147,41 +157,58 @@ def copy_blocks(
 
         return (jax.lax.fori_loop(0, counts[0], copy_one, pool),)
 
-    dims = _pool_dims(pool)[:1]
-    return _map_pool(copy, pool, *((x, dims) for x in (sources, targets, counts)))
+    # With a GPU, the host waits for every turn of a loop.
+    return _map_pool(copy_together if current_device()[0] == "gpu" else copy, pool, sources, targets, counts)
 
 
 def take_row(pool: KVCache, blocks: Int32[Array, "DM"]) -> KVCache:
     """Returns the M blocks of a row, which one device has; the others pass -1."""
-    mesh, dims = jax.sharding.get_abstract_mesh(), _pool_dims(pool)
-    axes = LOGICAL_AXIS_RULES[dims[0]]
+    mesh, axes = jax.sharding.get_abstract_mesh(), LOGICAL_AXIS_RULES[cache_dims(pool[0].keys)[0]]
 
     def take(pool: Array, blocks: Array) -> tuple[Array]:
-        row = jnp.where((blocks >= 0)[:, None, None, None], pool[jnp.maximum(blocks, 0)], 0)
+        row = _where_rows(blocks >= 0, pool[jnp.maximum(blocks, 0)], 0)
+        # The other devices add zeros.
         return (row if mesh.empty or mesh.size == 1 else jax.lax.psum(row, axes),)
 
-    run = shard_map_by_dims(take, in_dims=(dims, dims[:1]), out_dims=(("tokens", *dims[1:]),))
-    return jax.tree.map(lambda x: run(x, blocks)[0], pool)
+    def take_from(array: Array) -> Array:
+        dims = cache_dims(array)
+        return shard_map_by_dims(take, in_dims=(dims, dims[:1]), out_dims=(("tokens", *dims[1:]),))(array, blocks)[0]
+
+    return jax.tree.map(take_from, pool)
 
 
 def put_row(pool: KVCache, row: KVCache, blocks: Int32[Array, "DM"]) -> KVCache:
     """Writes the M blocks of a row to one device; the others pass numbers beyond the pool."""
-    dims = _pool_dims(pool)
-    put = lambda pool, row, blocks: (pool.at[blocks].set(row, mode="drop"),)  # noqa: E731
-    run = shard_map_by_dims(put, in_dims=(dims, ("tokens", *dims[1:]), dims[:1]), out_dims=(dims,))
-    return jax.tree.map(lambda x, y: run(x, y, blocks)[0], pool, row)
+
+    def put(array: Array, row: Array) -> Array:
+        dims = cache_dims(array)
+        put = lambda array, row, blocks: (array.at[blocks].set(row, mode="drop"),)  # noqa: E731
+        run = shard_map_by_dims(put, in_dims=(dims, ("tokens", *dims[1:]), dims[:1]), out_dims=(dims,))
+        return run(array, row, blocks)[0]
+
+    return jax.tree.map(put, pool, row)
 
 
-def _pool_dims(pool: KVCache) -> Dims:
-    return cache_dims(pool[0].keys)
+def _where_rows(is_row: Bool[Array, "n"], x: Array | int, y: Array | int) -> Array:
+    """Returns rows of `x`, and of `y` where `is_row` is not."""
+    rank = max(jnp.ndim(x), jnp.ndim(y))
+    return jnp.where(is_row.reshape(-1, *[1] * (rank - 1)), x, y)
 
 
-def _map_pool(function: Callable[..., tuple[Array]], pool: KVCache, *others: tuple[Any, Dims]) -> KVCache:
-    """Returns `function` of each array of a pool on each device, with other arrays or trees like the pool."""
-    dims = _pool_dims(pool)
-    run = shard_map_by_dims(function, in_dims=(dims, *(dims for _, dims in others)), out_dims=(dims,))
-    trees = [x if isinstance(x, tuple) else jax.tree.map(lambda _, x=x: x, pool) for x, _ in others]
-    return jax.tree.map(lambda *arrays: run(*arrays)[0], pool, *trees)
+def _map_pool(function: Callable[..., tuple[Array]], pool: KVCache, *others: Array | KVCache) -> KVCache:
+    """Returns `function` of each array of a pool on each device.
+
+    Args:
+        others: further arguments: trees like the pool, whose arrays are split like it, or arrays with rows of devices.
+    """
+
+    def run(array: Array, *others: Array) -> Array:
+        dims = cache_dims(array)
+        split = [dims if x.ndim > 2 else (dims[0], "tokens")[: x.ndim] for x in others]
+        return shard_map_by_dims(function, in_dims=(dims, *split), out_dims=(dims,))(array, *others)[0]
+
+    trees = [x if isinstance(x, tuple) else jax.tree.map(lambda _, x=x: x, pool) for x in others]
+    return jax.tree.map(run, pool, *trees)
 
 
 def decode_segment(
@@ -380,17 +407,18 @@ class SlotPrograms:
     @property
     def abstract_pool(self) -> KVCache:
         """Shapes and shardings of the blocks of all devices."""
-        shapes = cache_shapes(
-            self.definition.architecture, self.num_shards * self.num_blocks, self.block_size, self.dtype
-        )
-        return abstract_cache(shapes, self.mesh)
+        return abstract_cache(self._cache_shapes(self.num_shards * self.num_blocks), self.mesh)
 
     @property
     def abstract_row(self) -> KVCache:
         """Shapes and shardings of the blocks of one row, which every device gets that holds other rows."""
-        dims = ("tokens", *cache_dims(self.abstract_pool[0].keys, self.mesh)[1:])
-        shapes = cache_shapes(self.definition.architecture, self.blocks_per_row, self.block_size, self.dtype)
-        return abstract_arrays(shapes, sharding_tree(self.mesh, shapes, jax.tree.map(lambda _: dims, shapes)))
+        shapes = self._cache_shapes(self.blocks_per_row)
+        dims = jax.tree.map(lambda x: ("tokens", *cache_dims(x, self.mesh)[1:]), self.abstract_pool)
+        return abstract_arrays(shapes, sharding_tree(self.mesh, shapes, dims))
+
+    def _cache_shapes(self, num_blocks: int) -> KVCache:
+        is_int8 = self.shapes.kv_cache == "int8"
+        return cache_shapes(self.definition.architecture, num_blocks, self.block_size, self.dtype, is_int8=is_int8)
 
     @functools.cached_property
     def abstract_weights(self) -> DecodeWeights:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from app.mesh.placement import tree_shardings
 from app.model.decode_weights import DecodeWeights
-from app.model.prefill_and_decode import KVCache
+from app.model.kv_cache import KVCache
 from app.rollout.counters import RolloutCounters
 from app.rollout.request import GenerationRequest
 from app.rollout.scheduling.protocol import RowReport, RunSegment, SegmentEnded, WorkerKind

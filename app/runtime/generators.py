@@ -10,8 +10,8 @@ from jax.sharding import Mesh
 
 from app.mesh.devices import local_devices
 from app.mesh.submesh import assign_worker_devices, make_submesh
-from app.model.cache_attention import num_cache_shards
 from app.model.decoder import DecoderDefinition
+from app.model.kv_cache import num_cache_shards
 from app.prompts.tokenizer import Tokenizer
 from app.rollout.continuous_batching import ContinuousBatchGenerator
 from app.rollout.scheduling.protocol import WorkerKind

@@ -14,7 +14,7 @@ from app.mesh.placement import bytes_per_device, num_row_shards
 from app.mesh.tpu_chips import TpuChip, find_chip
 from app.model.decode_weights import abstract_decode_weights
 from app.model.decoder import DecoderDefinition
-from app.model.prefill_and_decode import abstract_cache, cache_shapes
+from app.model.kv_cache import abstract_cache, cache_shapes
 from app.records.text_format import format_count
 from app.runtime.tensor_parallel_checks import nearest_divisors
 from settings import Settings
@@ -79,7 +79,8 @@ def token_seconds(settings: Settings, mesh: Mesh, definition: DecoderDefinition,
     dtype = jnp.dtype(settings.model.dtype)
     rows_of_all = math.ceil(rollout.num_rows * num_hosts(mesh) / mesh.size) * mesh.size
     length = settings.data.max_prompt_length + rollout.max_new_tokens
-    cache = abstract_cache(cache_shapes(arch, rows_of_all, length, dtype), mesh)
+    shapes = cache_shapes(arch, rows_of_all, length, dtype, is_int8=rollout.kv_cache == "int8")
+    cache = abstract_cache(shapes, mesh)
     read = bytes_per_device(abstract_decode_weights(definition, mesh, dtype)) + bytes_per_device(cache) / 2
     hops = 2 * (mesh.shape["tp"] - 1)
     summed = rows_of_all // num_row_shards(mesh) * arch.model_dim * dtype.itemsize

@@ -38,7 +38,7 @@ def batch_reason(rollout: RolloutSettings, definition: DecoderDefinition) -> str
     """Returns why `rollout.slots: auto` stands for one batch, as text; None if it stands for slots."""
     if rollout.placement == "global":
         return "all hosts generate it together"
-    asks_for_blocks = isinstance(rollout.kv_blocks, int) or rollout.kv_block_size is not None
+    asks_for_blocks = isinstance(rollout.kv_blocks, int) or bool(rollout.kv_block_size or rollout.kv_cache)
     if asks_for_blocks or definition.num_parameters >= MIN_PARAMETERS:
         return None
     return f"the model has only {format_count(definition.num_parameters, 'parameter')}"

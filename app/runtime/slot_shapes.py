@@ -29,6 +29,7 @@ def slot_shapes_from_settings(
         exact=rollout.mode == "exact",
         block_size=rollout.kv_block_size,
         num_blocks=num_blocks if rollout.kv_blocks == "auto" else rollout.kv_blocks,
+        kv_cache=rollout.kv_cache,
         row_shards=row_shards,
         setting=setting,
     )

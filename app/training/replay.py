@@ -256,10 +256,11 @@ def _report_lines(
                 "the samples' run had another tokenizer, chat template or end-of-sequence token than model.path has: "
                 "token ids are taken as they are"
             )
-        if source.rollout.weights is not None and settings.algorithm.correction == "none":
+        if source.rollout.rounding and settings.algorithm.correction == "none":
+            rounding = " and ".join(f"{name}: {value}" for name, value in source.rollout.rounding.items())
             lines.append(
-                f"the samples were drawn with rollout.weights: {source.rollout.weights}, so they are off-policy; "
-                "algorithm.correction: truncate corrects for that"
+                f"the samples were drawn with {rounding}, so they are off-policy; algorithm.correction: truncate "
+                "corrects for that"
             )
         if source.rollout.temperature != rollout.temperature:
             lines.append(

@@ -36,7 +36,8 @@ from app.mesh.tpu_chips import parse_slice
 from app.model.architecture import Architecture
 from app.model.decode_weights import DecodeConversion, abstract_decode_weights
 from app.model.decoder import DecoderDefinition
-from app.model.prefill_and_decode import abstract_cache, cache_shapes, constrain_cache, decode_step
+from app.model.kv_cache import abstract_cache, cache_shapes, constrain_cache
+from app.model.prefill_and_decode import decode_step
 from app.model.token_logprobs import scaled_logits
 from app.rollout.sampling import SamplingRules, sample_tokens
 from settings.schema.rollout import DecodeLayout

@@ -29,6 +29,7 @@ from app.model.attention import PARALLEL_BLOCKING, make_block_pairs, packed_atte
 from app.model.block_attention import Blocking
 from app.model.cache_attention import cache_block_size, cached_attention, decode_block_size, extend_cache
 from app.model.io.families import architecture_from_config
+from app.model.kv_cache import LayerCache, to_codes
 from app.records.text_format import format_table
 from scripts.bench.attention import TOKENS, interleaved_seconds, log_normal_rows
 from settings.schema.mesh import MeshSettings
@@ -45,7 +46,8 @@ def main() -> None:
     options = parser.parse_args()
     architecture, mesh = architecture_from_config(QWEN2_5[options.model]), make_mesh(MeshSettings())
     with jax.set_mesh(mesh):
-        lines = [*decoding(architecture, options.rows, options.length), *packed(architecture, TOKENS)]
+        lines = [decoding(architecture, options.rows, options.length, is_int8=is_int8) for is_int8 in (False, True)]
+        lines += packed(architecture, TOKENS)
     print(f"{jax.devices()[0].device_kind}, JAX {jax.__version__}, {options.model}, bfloat16")
     print(format_table(lines, header=("", "XLA", "kernel", "ratio", "error of XLA", "error of the kernel", "read")))
 
@@ -73,47 +75,50 @@ def line(what: str, calls: dict[str, Callable[[], Any]], right: Any, read_bytes:
     return what, *figures, *(f"{error:.1e}" for error in errors), read
 
 
-def decoding(architecture: Architecture, num_rows: int, length: int) -> list[tuple[str, ...]]:
+def decoding(architecture: Architecture, num_rows: int, length: int, *, is_int8: bool) -> tuple[str, ...]:
     rng, a = np.random.default_rng(0), architecture
     size = cache_block_size(a, length, jnp.bfloat16, is_large=True)
     kernel_size = decode_block_size(a, size, jnp.bfloat16, is_paged=True)
     assert kernel_size is not None, "no kernel for this device"
     width = -(-length // size)
-    pool = (num_rows * width + 1, a.num_kv_heads, size, a.head_dim)
-    arrays = [jnp.asarray(rng.standard_normal(shape, np.float32), jnp.bfloat16) for shape in (pool, pool)]
-    new = [
+    shape = num_rows * width + 1, a.num_kv_heads, size, a.head_dim
+    exact = LayerCache(*(jnp.asarray(rng.standard_normal(shape, np.float32), jnp.bfloat16) for _ in range(2)))
+    pool = to_codes(exact) if is_int8 else exact
+    query, key, value = (
         jnp.asarray(rng.standard_normal((num_rows, *shape), np.float32), jnp.bfloat16)
         for shape in ((1, a.num_query_heads, a.head_dim), *[(a.num_kv_heads, 1, a.head_dim)] * 2)
-    ]
+    )
     tables = jnp.asarray(1 + rng.permutation(num_rows * width).reshape(num_rows, width), jnp.int32)
     lengths = rng.integers(length // 4, length, num_rows)
     positions, active = jnp.asarray(lengths, jnp.int32), jnp.ones(num_rows, bool)
 
     def attend(block_size: int | None) -> Callable[[], Array]:
-        compute = lambda pools: extend_cache(*new, *pools, positions, active, tables=tables, block_size=block_size)  # noqa: E731
+        rules = {"tables": tables, "block_size": block_size}
+        compute = lambda pool: extend_cache(query, key, value, pool, positions, active, **rules)  # noqa: E731
         step = jax.jit(compute, donate_argnums=0)
-        # The pools are updated in place, as in a rollout.
-        kept = [jax.tree.map(jnp.copy, arrays)]
+        # The pool is updated in place, as in a rollout.
+        kept = [jax.tree.map(jnp.copy, pool)]
 
         def call() -> Array:
-            mixed, *kept[0] = step(kept[0])
+            mixed, kept[0] = step(kept[0])
             return mixed
 
         return call
 
     @jax.jit
     def oracle() -> Array:
-        whole = [jnp.moveaxis(x.astype(jnp.float32)[tables], 1, 2) for x in arrays]
+        whole = [jnp.moveaxis(x.astype(jnp.float32)[tables], 1, 2) for x in (exact.keys, exact.values)]
         whole = [x.reshape(num_rows, a.num_kv_heads, width * size, a.head_dim) for x in whole]
-        write = jax.vmap(lambda row, new, position: row.at[:, position].set(new))
-        whole = [write(x, one[:, :, 0].astype(jnp.float32), positions) for x, one in zip(whole, new[1:], strict=True)]
-        return cached_attention(new[0].astype(jnp.float32), *whole, positions)
+        write = jax.vmap(lambda row, new, position: row.at[:, position].set(new[:, 0].astype(jnp.float32)))
+        keys, values = (write(x, one, positions) for x, one in zip(whole, (key, value), strict=True))
+        return cached_attention(query.astype(jnp.float32), keys, values, positions)
 
     with jax.default_matmul_precision("highest"):
         right = oracle()
-    read_bytes = 2 * 2 * int(lengths.sum()) * a.num_kv_heads * a.head_dim
+    bytes_of_token = sum(x.nbytes for x in jax.tree.leaves(pool)) / (len(pool.keys) * size)
     calls = {"XLA": attend(None), "kernel": attend(kernel_size)}
-    return [line(f"decode {num_rows} rows, blocks of {size}", calls, right, read_bytes)]
+    kind = "int8" if is_int8 else "bfloat16"
+    return line(f"decode {num_rows} rows, {kind} blocks of {size}", calls, right, int(lengths.sum() * bytes_of_token))
 
 
 def packed(architecture: Architecture, num_tokens: int) -> list[tuple[str, ...]]:
@@ -124,8 +129,8 @@ def packed(architecture: Architecture, num_tokens: int) -> list[tuple[str, ...]]
     arrays = [x.astype(jnp.bfloat16) for x in whole]
 
     def attention(blocking: Blocking) -> Callable[..., Array]:
-        return lambda *qkv: packed_attention(
-            *qkv, layout, pairs=make_block_pairs(layout, [None], blocking), blocking=blocking
+        return lambda query, keys, values: packed_attention(
+            query, keys, values, layout, pairs=make_block_pairs(layout, [None], blocking), blocking=blocking
         )
 
     def gradients(blocking: Blocking) -> Callable[..., Any]:

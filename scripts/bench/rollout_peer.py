@@ -124,7 +124,7 @@ def ours(rollout: ForcedRollout, num_rows: int, *, workers: bool) -> dict[str, C
 def floor_tokens_per_s(rollout: ForcedRollout, num_rows: int, num_tokens: int) -> float:
     """Returns the tokens per second of rows of `num_tokens` new tokens, if only memory took time."""
     arch = rollout.definition.architecture
-    prompt = np.mean([len(prompt.token_ids) for prompt in rollout.prompts])
+    prompt = sum(len(prompt.token_ids) for prompt in rollout.prompts) / len(rollout.prompts)
     of_token = 2 * arch.num_layers * arch.num_kv_heads * arch.head_dim * rollout.dtype.itemsize
     weights = sum(x.nbytes for x in jax.tree.leaves(rollout.weights))
     read_bytes = weights + num_rows * (prompt + num_tokens / 2) * of_token

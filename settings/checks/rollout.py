@@ -28,14 +28,15 @@ def _has_unequal_slots(settings: Settings) -> bool:
 KV_BLOCK_CHECKS = tuple(
     Rule(
         lambda s, name=name: (
-            isinstance(getattr(s.rollout, name), int)
+            isinstance(getattr(s.rollout, name), int | str)
+            and getattr(s.rollout, name) != "auto"
             and (s.rollout.slots is None or s.rollout.placement == "global")
             and not s.rollout.has_workers
         ),
-        f"<rollout.{name}>: a batch has whole caches; blocks need slots or workers on each host: set rollout.slots: "
-        "auto and rollout.placement: island, or remove it",
+        f"<rollout.{name}>: a batch has whole caches, not blocks, which need slots or workers on each host: set "
+        "rollout.slots: auto and rollout.placement: island, or remove it",
     )
-    for name in ("kv_blocks", "kv_block_size")
+    for name in ("kv_blocks", "kv_block_size", "kv_cache")
 )
 
 EXACT_MODE_CHECKS = (

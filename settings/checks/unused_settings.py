@@ -126,5 +126,7 @@ def _deciding_setting(resolved: Resolved, choice: str) -> str:
         return choice
     if choice != CORRECTION:
         return "algorithm.name"
-    staleness, weights = "rollout.max_staleness", "rollout.weights"
-    return weights if resolved.is_later(weights, staleness) else staleness
+    deciding = "rollout.max_staleness"
+    for name in resolved.settings.rollout.rounding:
+        deciding = name if resolved.is_later(name, deciding) else deciding
+    return deciding

@@ -195,7 +195,7 @@ def _algorithm_values(given: Settings) -> dict[str, Any]:
     if algorithm.beta > 0:
         kl_in = algorithm.kl_in or paper.kl_in
         values |= {"kl_in": kl_in, "kl_estimator": DEFAULT_KL_ESTIMATORS[kl_in]}
-    is_off_policy = given.rollout.max_staleness > 0 or given.rollout.weights is not None
+    is_off_policy = given.rollout.max_staleness > 0 or bool(given.rollout.rounding)
     values["correction"] = algorithm.correction or ("truncate" if is_off_policy else "none")
     if values["correction"] != "none":
         uses_sequence_ratio = (algorithm.ratio_level or paper.ratio_level) == "sequence"

@@ -60,7 +60,8 @@ class AlgorithmSettings(Section):
     correction: Literal["none", "truncate", "mask"] | None = None
     """Importance-sampling correction of off-policy tokens, with w = pi_old / mu: none, min(w, correction_max)
     (truncate), or 0 if w is outside [correction_min, correction_max] (mask). Tokens of weight 0 stay in the loss's
-    denominators. When null: truncate with `rollout.max_staleness` above 0 or `rollout.weights`, else none."""
+    denominators. When null: truncate with `rollout.max_staleness` above 0, `rollout.weights` or
+    `rollout.kv_cache`, else none."""
     correction_level: Literal["token", "sequence", "geometric"] | None = None
     """Level of w: one per token, or one per sample, the product (sequence) or geometric mean of its tokens. When null:
     geometric for `ratio_level: sequence`, else token."""

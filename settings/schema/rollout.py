@@ -23,6 +23,10 @@ DecodeLayout = Literal["gathered", "fsdp"]
 """Values of `rollout.decode_layout`."""
 RolloutWeights = Literal["int8"]
 """Values of `rollout.weights`."""
+KVCacheType = Literal["int8"]
+"""Values of `rollout.kv_cache`."""
+ROUNDING_SETTINGS = ("rollout.weights", "rollout.kv_cache")
+"""Settings with which the sampler is the policy, rounded."""
 
 
 class SegmentSettings(Section):
@@ -205,6 +209,9 @@ class RolloutSettings(Section):
     """Precision of the layers' matrices during generation, evaluations included: 8 bits (int8), half as much to read
     for each token as in bfloat16. The sampler is then another policy than the one that learns, for which
     `algorithm.correction` corrects. `model.dtype` when null."""
+    kv_cache: KVCacheType | None = None
+    """Precision of the KV cache of slots and workers, evaluations included: 8 bits (int8), half as much to hold and to
+    read as in bfloat16; otherwise as `rollout.weights`. `model.dtype` when null."""
     max_staleness: int = Field(default=0, ge=0, le=MAX_STALENESS)
     """Maximum age, in training steps, of the policy that sampled a token used for training. 0 is on-policy: generation
     and training alternate. Above 0 they overlap, which requires `rollout.scheduler`, and a resumed run is no longer
@@ -221,6 +228,12 @@ class RolloutSettings(Section):
     def has_workers(self) -> bool:
         """Whether workers with their own devices generate samples, instead of one batch or queue over all devices."""
         return self.scheduler is not None and self.placement == "island"
+
+    @property
+    def rounding(self) -> dict[str, str]:
+        """Those of `ROUNDING_SETTINGS` that are set."""
+        values = {name: getattr(self, name.partition(".")[2]) for name in ROUNDING_SETTINGS}
+        return {name: value for name, value in values.items() if value is not None}
 
     @property
     def num_rows(self) -> int:

@@ -21,6 +21,7 @@ from app.model.attention import packed_attention, platform_blocking
 from app.model.cache_attention import cache_block_size, decode_block_size, extend_cache
 from app.model.decode_weights import abstract_decode_weights
 from app.model.decoder import DecoderDefinition
+from app.model.kv_cache import abstract_cache, cache_shapes
 from app.model.prefill_and_decode import prefill
 from app.model.segment_layout import SegmentLayout, single_segment_layout
 from settings import InputError
@@ -150,8 +151,10 @@ def test_the_kernel_compiles_with_the_longest_rows_of_each_block(name, head_dim,
 @pytest.mark.parametrize(
     ("name", "dtype"), [("v4-8", FLOAT32), ("v5e-1", jnp.bfloat16), ("v5p-8", jnp.bfloat16), ("v6e-1", FLOAT32)]
 )
-@pytest.mark.parametrize("cache_length", [104, 2048, None])
-def test_the_decode_kernel_compiles_with_the_blocks_of_many_heads(name, dtype, cache_length):
+@pytest.mark.parametrize(
+    ("cache_length", "is_int8"), [(104, False), (2048, False), (None, False), (None, True)], ids=str
+)
+def test_the_decode_kernel_compiles_with_the_blocks_of_many_heads(name, dtype, cache_length, is_int8):
     """Without a length, rows have blocks of a pool, for up to 8,192 tokens."""
     pytest.importorskip("libtpu", reason="libtpu is not installed: pip install -e '.[tpu]'")
     tpu = Mesh(np.array(compile_only_devices(parse_slice(name))).reshape(1, -1, 1), AXES)
@@ -162,13 +165,10 @@ def test_the_decode_kernel_compiles_with_the_blocks_of_many_heads(name, dtype, c
 
     with jax.set_mesh(tpu):
         length = cache_length or cache_block_size(architecture, 8192, dtype, is_large=True)
-        new, cache, block_size = (
-            on_tpu(32, 1, 128),
-            on_tpu(32, length, 128),
-            decode_block_size(architecture, length, dtype),
-        )
-        decode = jax.jit(functools.partial(extend_cache, block_size=block_size), donate_argnums=(3, 4))
-        arguments = on_tpu(1, 32, 128), new, new, cache, cache, on_tpu(dtype=jnp.int32), on_tpu(dtype=jnp.bool)
+        new, block_size = on_tpu(32, 1, 128), decode_block_size(architecture, length, dtype)
+        cache = abstract_cache(cache_shapes(architecture, 4 * tpu.size, length, dtype, is_int8=is_int8), tpu)[0]
+        decode = jax.jit(functools.partial(extend_cache, block_size=block_size), donate_argnums=3)
+        arguments = on_tpu(1, 32, 128), new, new, cache, on_tpu(dtype=jnp.int32), on_tpu(dtype=jnp.bool)
         tables = None if cache_length else on_tpu(8192 // length, dtype=jnp.int32)
         program = decode.lower(*arguments, tables=tables).compile()
     assert "attention_decode" in (program.as_text() or "")

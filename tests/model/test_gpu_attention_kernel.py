@@ -21,6 +21,7 @@ from app.mesh.gpu_cards import GPU_HOSTS
 from app.model.attention import GPU_BLOCK_SIZE, PARALLEL_BLOCKING, packed_attention, platform_blocking
 from app.model.block_attention import Blocking
 from app.model.cache_attention import decode_block_size, extend_cache
+from app.model.kv_cache import cache_shapes
 from app.model.score_mod import DEFAULT_SCORE_MOD, ScoreMod
 from app.model.segment_layout import SegmentLayout
 from tests.model.test_block_attention import with_gradients
@@ -62,8 +63,11 @@ def test_the_kernels_compile_for_an_h100(head_dim: int, gpus: None) -> None:
     assert [text.count(f'name = "{kernel}"') for kernel in KERNELS] == [1, 1, 1]
 
 
+@pytest.mark.parametrize("is_int8", [False, True], ids=["bfloat16", "int8"])
 @pytest.mark.parametrize(("head_dim", "block_size", "window"), [(64, 16, None), (128, 256, 100), (256, 64, None)])
-def test_the_decode_kernel_compiles_for_an_h100(head_dim: int, block_size: int, window: int | None, gpus: None) -> None:
+def test_the_decode_kernel_compiles_for_an_h100(
+    head_dim: int, block_size: int, window: int | None, is_int8: bool, gpus: None
+) -> None:
     architecture = replace(EVEN, num_kv_heads=2, num_query_heads=12, head_dim=head_dim)
     mesh = mesh_of("h100-1")
 
@@ -76,15 +80,18 @@ def test_the_decode_kernel_compiles_for_an_h100(head_dim: int, block_size: int, 
         assert decode_block_size(architecture, block_size, jnp.float32, is_paged=True) is None
         decode = jax.jit(
             lambda *arrays, tables: extend_cache(*arrays, tables=tables, window=window, block_size=chunk),
-            donate_argnums=(3, 4),
+            donate_argnums=3,
         )
-        new, pool = shape(8, 2, 1, head_dim), shape(65, 2, block_size, head_dim)
-        arrays = shape(8, 1, 12, head_dim), new, new, pool, pool, shape(8, dtype=jnp.int32), shape(8, dtype=jnp.bool)
+        new, (pool, *_) = (
+            shape(8, 2, 1, head_dim),
+            cache_shapes(architecture, 65, block_size, jnp.bfloat16, is_int8=is_int8),
+        )
+        arrays = shape(8, 1, 12, head_dim), new, new, pool, shape(8, dtype=jnp.int32), shape(8, dtype=jnp.bool)
         compiled = decode.lower(*arrays, tables=shape(8, 8, dtype=jnp.int32)).compile()
     assert (compiled.as_text() or "").count('name = "attention_decode"') == 1
     # The pools are updated in place.
     analysis: Any = compiled.memory_analysis()
-    pools = 2 * 2 * math.prod(pool.shape)
+    pools = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(pool))
     assert analysis.alias_size_in_bytes >= pools and analysis.temp_size_in_bytes < pools
 
 

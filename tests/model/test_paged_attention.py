@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from app.model import decode_attention_kernel, gpu_decode_kernel, paged_attention
 from app.model.cache_attention import extend_cache
+from app.model.kv_cache import LayerCache, to_codes
 from app.model.score_mod import DEFAULT_SCORE_MOD
 from tests.model.test_block_attention import RULES
 
@@ -23,12 +24,17 @@ WAYS = ("xla", "tpu", "gpu")
 @functools.cache
 def compiled(rule, window: int | None, way: str):
     if way == "whole":
-        return jax.jit(functools.partial(extend_cache, window=window, score_mod=rule))
+        whole = functools.partial(extend_cache, window=window, score_mod=rule)
+        return jax.jit(lambda query, new, cache, at, active: whole(query, new.keys, new.values, cache, at, active))
     if way == "xla":
         return jax.jit(functools.partial(paged_attention.attend, rule, window))
     if way == "gpu":
         return jax.jit(functools.partial(gpu_decode_kernel.attend, rule, window, BLOCK // 2, interpret=True))
     return jax.jit(functools.partial(decode_attention_kernel.attend, rule, window, BLOCK, interpret=True))
+
+
+def in_one_piece(pools: LayerCache, tables: np.ndarray) -> LayerCache:
+    return jax.tree.map(lambda x: np.moveaxis(x[tables], 1, 2).reshape(ROWS, KV_HEADS, -1, *x.shape[3:]), pools)
 
 
 def assert_equal_attention(
@@ -37,18 +43,17 @@ def assert_equal_attention(
     """Asserts that rows whose blocks lie anywhere get the attention and the caches of rows that lie in one piece."""
     rng = np.random.default_rng(seed)
     normal = lambda *shape: rng.standard_normal(shape).astype(np.float32)  # noqa: E731
-    new = normal(ROWS, 1, KV_HEADS * GROUP, HEAD), normal(ROWS, KV_HEADS, 1, HEAD), normal(ROWS, KV_HEADS, 1, HEAD)
-    pools = [normal(1 + ROWS * WIDTH, KV_HEADS, BLOCK, HEAD) for _ in range(2)]
+    query, new = normal(ROWS, 1, KV_HEADS * GROUP, HEAD), LayerCache(*normal(2, ROWS, KV_HEADS, 1, HEAD))
+    pools = LayerCache(*normal(2, 1 + ROWS * WIDTH, KV_HEADS, BLOCK, HEAD))
     tables = 1 + rng.permutation(ROWS * WIDTH).reshape(ROWS, WIDTH).astype(np.int32)
     # A row needs no more blocks than it has tokens.
     tables = np.where(np.arange(WIDTH) <= np.asarray(positions)[:, None] // BLOCK, tables, 0)
-    whole = [np.moveaxis(pool[tables], 1, 2).reshape(ROWS, KV_HEADS, WIDTH * BLOCK, HEAD) for pool in pools]
     at, is_active = np.array(positions, np.int32), np.array(active)
-    expected = compiled(rule, window, "whole")(*new, *whole, at, is_active)
-    mixed, *caches = compiled(rule, window, way)(*new, *pools, at, is_active, tables)
-    np.testing.assert_allclose(mixed[is_active], expected[0][is_active], atol=1e-5)
+    expected_mixed, whole = compiled(rule, window, "whole")(query, new, in_one_piece(pools, tables), at, is_active)
+    mixed, written_pools = compiled(rule, window, way)(query, new, pools, at, is_active, tables)
+    np.testing.assert_allclose(mixed[is_active], expected_mixed[is_active], atol=1e-5)
     written = {tables[row, position // BLOCK] for row, position in enumerate(positions) if is_active[row]}
-    for ours, old, right in zip(caches, pools, expected[1:], strict=True):
+    for ours, old, right in zip(written_pools[:2], pools[:2], whole[:2], strict=True):
         for row in np.flatnonzero(is_active):
             for j in range(positions[row] // BLOCK + 1):
                 seen = slice(0, min(BLOCK, positions[row] + 1 - j * BLOCK))
@@ -81,11 +86,43 @@ def test_rows_that_are_not_active_change_nothing(way: str, data: st.DataObject) 
 def test_a_longer_neighbour_changes_no_bit_of_a_row(window: int | None) -> None:
     rng = np.random.default_rng(0)
     normal = lambda *shape: rng.standard_normal(shape).astype(np.float32)  # noqa: E731
-    new = normal(2, 1, KV_HEADS * GROUP, HEAD), normal(2, KV_HEADS, 1, HEAD), normal(2, KV_HEADS, 1, HEAD)
-    pools = [normal(9, KV_HEADS, BLOCK, HEAD) for _ in range(2)]
+    query, new = normal(2, 1, KV_HEADS * GROUP, HEAD), LayerCache(*normal(2, 2, KV_HEADS, 1, HEAD))
+    pools = LayerCache(*normal(2, 9, KV_HEADS, BLOCK, HEAD))
     tables = np.array([[1, 2, 0, 0], [3, 4, 5, 6]], np.int32)
     attend = compiled(DEFAULT_SCORE_MOD, window, "xla")
     for active in ([True, True], [True, False]):
-        found = [attend(*new, *pools, np.array([25, at], np.int32), np.array(active), tables)[0] for at in (2, 40, 63)]
+        found = [
+            attend(query, new, pools, np.array([25, at], np.int32), np.array(active), tables)[0] for at in (2, 40, 63)
+        ]
         np.testing.assert_array_equal(found[0][0], found[1][0])
         np.testing.assert_array_equal(found[0][0], found[2][0])
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("window", [None, 20])
+def test_codes_give_the_attention_of_what_they_stand_for(way: str, window: int | None) -> None:
+    rng = np.random.default_rng(0)
+    normal = lambda *shape: rng.standard_normal(shape).astype(np.float32)  # noqa: E731
+    query, new = normal(ROWS, 1, KV_HEADS * GROUP, HEAD), LayerCache(*normal(2, ROWS, KV_HEADS, 1, HEAD))
+    pools = LayerCache(*normal(2, 1 + ROWS * WIDTH, KV_HEADS, BLOCK, HEAD))
+    tables = 1 + rng.permutation(ROWS * WIDTH).reshape(ROWS, WIDTH).astype(np.int32)
+    positions, active = np.array([0, 15, 16, 33, 63], np.int32), np.array([True, True, True, True, False])
+    codes, new_codes = to_codes(pools), to_codes(new)
+    for exact, near in zip((pools.keys, pools.values), stood_for(codes)[:2], strict=True):
+        assert np.abs(exact - near).max() <= np.abs(exact).max() / 254 + 1e-6
+    rule = RULES[1]
+    whole = in_one_piece(stood_for(codes), tables)
+    expected, _ = compiled(rule, window, "whole")(query, stood_for(new_codes), whole, positions, active)
+    mixed, written = compiled(rule, window, way)(query, new_codes, codes, positions, active, tables)
+    np.testing.assert_allclose(mixed[active], expected[active], atol=1e-5)
+    for row in np.flatnonzero(active):
+        own, offset = tables[row, positions[row] // BLOCK], positions[row] % BLOCK
+        for ours, old, added in zip(*map(jax.tree.leaves, (written, codes, new_codes)), strict=True):
+            np.testing.assert_array_equal(ours[own, :, :offset], old[own, :, :offset])
+            np.testing.assert_array_equal(ours[own, :, offset], added[row, :, 0])
+
+
+def stood_for(cache: LayerCache) -> LayerCache:
+    """Returns the numbers that codes stand for."""
+    assert cache.key_scales is not None and cache.value_scales is not None
+    return LayerCache(cache.keys * cache.key_scales[..., None], cache.values * cache.value_scales[..., None])

@@ -15,7 +15,8 @@ from app.mesh.placement import bytes_per_device, row_sharding
 from app.model import decode_attention_kernel, prefill_and_decode
 from app.model.decode_weights import abstract_decode_weights
 from app.model.decoder import DecoderDefinition
-from app.model.prefill_and_decode import LayerCache, abstract_cache, constrain_cache, decode_step
+from app.model.kv_cache import LayerCache, abstract_cache, constrain_cache
+from app.model.prefill_and_decode import decode_step
 from app.records.sample import Sample
 from app.rollout.continuous_batching import ContinuousBatchGenerator
 from app.rollout.request import GenerationRequest

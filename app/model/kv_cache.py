@@ -1,0 +1,90 @@
+"""The KV cache: its arrays, their shardings, and its 8-bit codes.
+
+int8 has one scale for the key, and one for the value, of each token and head, which maps its largest number to the end
+of the range. Scores and sums take the scales as factors, so that products read the codes.
+
+Source: Liu et al. 2024, KIVI, on the formats; per-token scales are the plain case of its values.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Float32, Int8
+
+from app.mesh.axis_rules import Dims, constrain, sharding_tree, spread_rows
+from app.mesh.placement import abstract_arrays, num_row_shards
+from app.model.architecture import Architecture
+from app.model.block_attention import KEY_DIMS
+
+INT8_END = 127
+
+
+class LayerCache(NamedTuple):
+    """The keys and values of one layer."""
+
+    keys: Float[Array, "B K S H"] | Int8[Array, "B K S H"]
+    values: Float[Array, "B K S H"] | Int8[Array, "B K S H"]
+    key_scales: Float32[Array, "B K S"] | None = None
+    """What the codes of keys are multiplied by; None if keys and values are no codes."""
+    value_scales: Float32[Array, "B K S"] | None = None
+
+
+KVCache = tuple[LayerCache, ...]
+"""The caches of all layers: separate buffers, which a decode step updates in place."""
+
+
+def to_codes(cache: LayerCache) -> LayerCache:
+    """Returns int8 codes, and scales, of keys and values."""
+    (keys, key_scales), (values, value_scales) = map(_to_codes, (cache.keys, cache.values))
+    return LayerCache(keys, values, key_scales, value_scales)
+
+
+def _to_codes(x: Float[Array, "B K S H"]) -> tuple[Int8[Array, "B K S H"], Float32[Array, "B K S"]]:
+    x = x.astype(jnp.float32)
+    scales = jnp.max(jnp.abs(x), axis=-1) / INT8_END
+    codes = jnp.round(x / jnp.where(scales == 0, 1, scales)[..., None])
+    return codes.astype(jnp.int8), scales
+
+
+def cache_shapes(
+    architecture: Architecture, num_rows: int, length: int, dtype: DTypeLike, *, is_int8: bool = False
+) -> KVCache:
+    """Returns the shapes of a cache with rows of `length` tokens."""
+    shape = num_rows, architecture.num_kv_heads, length, architecture.head_dim
+    of_tokens: Any = jax.ShapeDtypeStruct(shape, jnp.int8 if is_int8 else dtype)
+    scales: Any = jax.ShapeDtypeStruct(shape[:-1], jnp.float32) if is_int8 else None
+    return (LayerCache(of_tokens, of_tokens, scales, scales),) * architecture.num_layers
+
+
+def cache_dims(cache: Array | jax.ShapeDtypeStruct, mesh: Mesh | None = None) -> Dims:
+    """Returns the dims of an array of a cache: split over tp by heads, by rows if tp does not divide the heads.
+
+    Where it divides neither, the devices along tp hold the same.
+
+    Args:
+        mesh: the current one if None.
+    """
+    num_rows, num_heads = cache.shape[:2]
+    of_mesh = mesh or jax.sharding.get_abstract_mesh()
+    splits_heads = of_mesh.empty or num_heads % of_mesh.shape["tp"] == 0
+    return ("rows" if splits_heads else spread_rows(num_rows, mesh), *KEY_DIMS[1:])[: len(cache.shape)]
+
+
+def num_cache_shards(mesh: Mesh, num_kv_heads: int) -> int:
+    """Returns the number of devices that share out the rows of caches: all, where tp does not divide the heads."""
+    return num_row_shards(mesh) if num_kv_heads % mesh.shape["tp"] == 0 else mesh.size
+
+
+def constrain_cache(cache: KVCache) -> KVCache:
+    """Constrains the cache to the shardings of `cache_dims`."""
+    return jax.tree.map(lambda x: constrain(x, *cache_dims(x)), cache)
+
+
+def abstract_cache(shapes: KVCache, mesh: Mesh) -> KVCache:
+    """Returns a cache's shapes with the shardings of `constrain_cache`."""
+    return abstract_arrays(shapes, sharding_tree(mesh, shapes, jax.tree.map(lambda x: cache_dims(x, mesh), shapes)))
