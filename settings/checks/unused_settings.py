@@ -13,6 +13,7 @@ from settings.loading.fields import FIELDS, value_of
 from settings.loading.resolve import Resolved
 from settings.schema.algorithm import CRITIC_ESTIMATORS
 from settings.schema.lora import MAX_RANK
+from settings.schema.rollout import ROUNDING_SETTINGS
 
 ESTIMATOR, CORRECTION, RANK = "algorithm.estimator", "algorithm.correction", "model.lora.rank"
 LEARNING_RATE = "optimizer.learning_rate"
@@ -127,6 +128,6 @@ def _deciding_setting(resolved: Resolved, choice: str) -> str:
     if choice != CORRECTION:
         return "algorithm.name"
     deciding = "rollout.max_staleness"
-    for name in resolved.settings.rollout.rounding:
+    for name in ROUNDING_SETTINGS:
         deciding = name if resolved.is_later(name, deciding) else deciding
     return deciding

@@ -91,6 +91,7 @@ def test_matrices_take_a_byte_for_each_number() -> None:
 def test_the_importance_weights_correct_for_the_rounding_unless_told_otherwise() -> None:
     assert load(None, [], {}).settings.algorithm.correction == "none"
     assert load(None, ["rollout.weights=int8"], {}).settings.algorithm.correction == "truncate"
+    assert load(None, ["rollout.kv_cache=int8"], {}).settings.algorithm.correction == "truncate"
     told = ["rollout.weights=int8", "algorithm.correction=none"]
     assert load(None, told, {}).settings.algorithm.correction == "none"
 
@@ -125,14 +126,21 @@ def test_an_evaluation_by_other_weights_is_another_one(tiny_model: Path, tmp_pat
 @pytest.mark.parametrize(
     "sets",
     [
-        (),
-        pytest.param(("rollout.slots=8", "rollout.mode=exact", "model.lora.rank=2"), marks=pytest.mark.slow),
-        pytest.param(("rollout.scheduler=adaptive", "model.dtype=bfloat16"), marks=pytest.mark.slow),
+        ("rollout.weights=int8",),
+        ("rollout.kv_cache=int8",),
+        pytest.param(
+            ("rollout.weights=int8", "rollout.slots=8", "rollout.mode=exact", "model.lora.rank=2"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ("rollout.weights=int8", "rollout.kv_cache=int8", "rollout.scheduler=adaptive", "model.dtype=bfloat16"),
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["batch", "slots_and_adapters", "workers_in_bfloat16"],
+    ids=["batch", "cache", "slots_and_adapters", "workers_in_bfloat16"],
 )
 def test_a_run_measures_the_rounding_of_its_sampler_and_corrects_for_it(config: Path, sets: tuple[str, ...]) -> None:
-    result = train_here(config, "rollout.weights=int8", *sets)
+    result = train_here(config, *sets)
     assert result.exit_code == 0, result.stderr
     lines = metrics_of(config.parent / "runs" / "tiny")[1:]
     assert all(line["rollout/sampler_scorer_logprob_diff_mean"] > 1e-6 for line in lines)
@@ -142,13 +150,14 @@ def test_a_run_measures_the_rounding_of_its_sampler_and_corrects_for_it(config: 
 
 
 def test_what_comes_of_such_a_run_says_so(config: Path, tmp_path: Path) -> None:
-    assert train_here(config, "rollout.weights=int8", "run.steps=2").exit_code == 0
+    assert train_here(config, "rollout.weights=int8", "rollout.kv_cache=int8", "run.steps=2").exit_code == 0
     run = config.parent / "runs" / "tiny"
     exported = here("export", "--checkpoint", run, "--out", tmp_path / "out")
     assert exported.exit_code == 0, exported.stderr
-    note = "the run evaluated a policy rounded to int8 (rollout.weights)"
+    note = "the run evaluated a rounded policy (rollout.weights: int8 and rollout.kv_cache: int8)"
     assert note in exported.stderr and note in (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
-    assert "rollout.weights=null" in exported.stdout
+    assert "--set rollout.weights=null --set rollout.kv_cache=null" in exported.stdout
     replayed = replay(run / "rollouts", tmp_path / "runs", "algorithm.correction=none")
     assert replayed.exit_code == 0, replayed.stderr
-    assert "the samples were drawn with rollout.weights: int8, so they are off-policy" in replayed.stderr
+    drawn = "the samples were drawn with rollout.weights: int8 and rollout.kv_cache: int8, so they are off-policy"
+    assert drawn in replayed.stderr

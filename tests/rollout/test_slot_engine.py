@@ -1,18 +1,22 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from app.mesh.placement import bytes_per_device, num_row_shards
 from app.model.decode_weights import DecodeWeights
 from app.model.decoder import DecoderDefinition
 from app.records.sample import Prompt, Sample
+from app.rollout import slot_programs
 from app.rollout.batch_engine import BatchEngine
 from app.rollout.continuous_batching import ContinuousBatchGenerator
 from app.rollout.request import GenerationRequest
@@ -20,12 +24,12 @@ from app.rollout.sampling import SamplingRules
 from app.rollout.sequence import RolloutSequence, SuspendedSequence
 from app.rollout.shape_buckets import make_slot_shapes
 from app.rollout.slot_engine import SlotEngine
-from app.rollout.slot_programs import SlotPrograms
+from app.rollout.slot_programs import SlotPrograms, copy_blocks
 from app.rollout.stop_strings import DecodeText
 from app.score.scorer import Scorer
 from app.tracking.compilation_counter import CompilationCounter
 from settings.errors import InputError
-from settings.schema.rollout import SegmentSettings
+from settings.schema.rollout import KVCacheType, SegmentSettings
 from tests.tiny import ODD, make_engine, make_mesh, packed_plan, random_params, random_prompts, spell
 
 FLOAT32 = np.dtype("float32")
@@ -54,6 +58,7 @@ def new_slots(
     decode_text: DecodeText | None = None,
     block_size: int | None = None,
     num_blocks: int | None = None,
+    kv_cache: KVCacheType | None = None,
 ) -> SlotEngine:
     """Returns slots with a second program for half their number, in fast mode."""
     shapes = make_slot_shapes(
@@ -65,6 +70,7 @@ def new_slots(
         exact=exact,
         block_size=block_size,
         num_blocks=num_blocks,
+        kv_cache=kv_cache,
     )
     if not exact:
         shapes = shapes._replace(batch_buckets=(num_slots // 2, num_slots))
@@ -109,6 +115,11 @@ def by_uid(rows: Sequence[RolloutSequence]) -> dict[str, tuple[list[int], bytes]
     return {row.uid: (row.token_ids.tolist(), row.logprobs.tobytes()) for row in rows}
 
 
+def bits_of(samples: Sequence[Sample]) -> dict[str, tuple[list[int], bytes]]:
+    """Returns what `by_uid` does."""
+    return {one.uid: (one.completion_ids.tolist(), one.behavior_logprobs.tobytes()) for one in samples}
+
+
 def rows_of(prompts: Sequence[Prompt] = PROMPTS, lengths: Sequence[int] = LENGTHS) -> list[RolloutSequence]:
     numbers = range(len(prompts) * GROUP_SIZE)
     return [RolloutSequence(prompts[i // GROUP_SIZE], i % GROUP_SIZE, lengths[i], noise_step=3) for i in numbers]
@@ -149,7 +160,7 @@ def test_slots_make_the_same_samples_as_one_batch_to_the_end():
 
 @pytest.mark.parametrize("seed", range(6))
 def test_in_exact_mode_no_schedule_changes_a_bit_of_any_sample(seed):
-    expected = {s.uid: (s.completion_ids.tolist(), s.behavior_logprobs.tobytes()) for s in generate(slots_of(True))}
+    expected = bits_of(generate(slots_of(True)))
     assert by_uid(run_at_random(slots_of(True), seed)) == expected
 
 
@@ -397,7 +408,7 @@ def num_free(engine: SlotEngine) -> list[int]:
 def test_where_blocks_run_out_rows_give_theirs_up_and_no_bit_of_a_sample_changes(seed: int) -> None:
     engine = few_blocks(True)
     engine.counters.take()
-    expected = {s.uid: (s.completion_ids.tolist(), s.behavior_logprobs.tobytes()) for s in generate(engine)}
+    expected = bits_of(generate(engine))
     counts = engine.counters.take()
     assert counts.preempted_rows > 0 and counts.recomputed_tokens > 0
     assert counts.generated_tokens == sum(LENGTHS)
@@ -461,6 +472,75 @@ def test_a_suspended_row_moves_its_blocks_to_wherever_there_are_some() -> None:
         engine.finish_segment().collect()
     engine.close()
     assert [row.token_ids.tolist() for row in rows] == [whole[row.uid] for row in rows]
+
+
+def of_8_bits(mesh_shape: tuple[int, int, int] = (1, 1, 1)) -> SlotEngine:
+    """Returns slots whose cache is codes, with few blocks on each device."""
+    num_slots = 4 * num_row_shards(make_mesh(mesh_shape))
+    return new_slots(num_slots, exact=True, mesh_shape=mesh_shape, block_size=4, num_blocks=12, kv_cache="int8")
+
+
+@functools.cache
+def samples_of_8_bits() -> list[Sample]:
+    engine = new_slots(4, exact=True, block_size=4, kv_cache="int8")
+    samples = generate(engine)
+    assert engine.counters.take().preempted_rows == 0
+    return samples
+
+
+def test_a_cache_of_8_bits_rounds_a_little() -> None:
+    exact = generate(slots_of(True))
+    for ours, theirs in zip(samples_of_8_bits(), exact, strict=True):
+        # Behind the first token that differs, they have nothing in common.
+        same = ours.completion_ids == theirs.completion_ids
+        together = len(same) if same.all() else int(same.argmin())
+        assert np.abs(ours.behavior_logprobs - theirs.behavior_logprobs)[:together].max(initial=0) < 0.2
+    assert bits_of(samples_of_8_bits()) != bits_of(exact)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_cache_of_8_bits_is_moved_suspended_and_made_again_bit_for_bit(seed: int) -> None:
+    engine = of_8_bits()
+    rows = run_at_random(engine, seed)
+    assert engine.counters.take().preempted_rows > 0
+    assert by_uid(rows) == bits_of(samples_of_8_bits())
+
+
+@pytest.mark.parametrize("mesh_shape", [(2, 1, 2), (1, 2, 1), (1, 1, 4)], ids=str)
+def test_a_cache_of_8_bits_on_several_devices_is_the_same(mesh_shape: tuple[int, int, int]) -> None:
+    """Key heads are split over tp, or, where it does not divide them, rows are."""
+    samples = batching(of_8_bits(mesh_shape)).generate(weights_on(mesh_shape), PROMPTS, REQUEST)
+    for ours, theirs in zip(samples, samples_of_8_bits(), strict=True):
+        np.testing.assert_array_equal(ours.completion_ids, theirs.completion_ids)
+        # A number that lies between two codes may get either.
+        np.testing.assert_allclose(ours.behavior_logprobs, theirs.behavior_logprobs, atol=2e-3)
+
+
+def test_a_cache_of_8_bits_takes_a_byte_for_each_number_and_four_for_each_head() -> None:
+    of_token = lambda engine: bytes_per_device(engine.programs.abstract_pool) / engine.programs.num_blocks / 4  # noqa: E731
+    numbers = 2 * DEFINITION.architecture.num_layers * DEFINITION.architecture.num_kv_heads
+    assert of_token(of_8_bits()) == numbers * (DEFINITION.architecture.head_dim + 4)
+    assert of_token(few_blocks(True)) == numbers * DEFINITION.architecture.head_dim * 4
+
+
+@pytest.mark.parametrize("kv_cache", [None, "int8"])
+def test_blocks_are_copied_alike_at_once_and_one_after_another(
+    kv_cache: KVCacheType | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = jax.tree.map(
+        lambda x: jnp.arange(math.prod(x.shape)).reshape(x.shape).astype(x.dtype),
+        new_slots(4, exact=True, block_size=4, num_blocks=12, kv_cache=kv_cache).programs.abstract_pool,
+    )
+    arguments = jnp.array([3, -1, 5, 7]), jnp.array([1, 2, 8, 9]), jnp.array([3])
+    one_by_one = copy_blocks(pool, *arguments)
+    monkeypatch.setattr(slot_programs, "current_device", lambda: ("gpu", ""))
+    for together, other, old in zip(
+        *map(jax.tree.leaves, (copy_blocks(pool, *arguments), one_by_one, pool)), strict=True
+    ):
+        np.testing.assert_array_equal(together, other)
+        np.testing.assert_array_equal(together[8], old[5])
+        assert not together[2].any()
+        np.testing.assert_array_equal(together[9], old[9])
 
 
 def test_a_prompt_whose_last_block_is_full_needs_no_copy() -> None:
