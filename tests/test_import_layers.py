@@ -41,6 +41,7 @@ SETTINGS_BELOW_RUNTIME = {
     "app.rollout": {
         # The numbers of the policies and of the length of segments; two literals; a Ray actor makes a mesh of its own.
         *("schema.rollout.PdsrSettings", "schema.rollout.SegmentSettings", "schema.rollout.DecodeLayout"),
+        "schema.rollout.KVCacheType",
         *("schema.lora.Quantization", "schema.mesh.MeshSettings"),
     },
     # Source, split and columns of the data sets.
