@@ -39,7 +39,7 @@ SETTINGS_BELOW_RUNTIME = {
     # The numbers of AdamW and its schedule; a literal.
     "app.update": {"schema.optimizer.OptimizerSettings", "schema.score.ScoredRole"},
     "app.rollout": {
-        # The numbers of the policies and of the length of segments; two literals; a Ray actor makes a mesh of its own.
+        # The numbers of the policies and of the length of segments; literals; a Ray actor makes a mesh of its own.
         *("schema.rollout.PdsrSettings", "schema.rollout.SegmentSettings", "schema.rollout.DecodeLayout"),
         "schema.rollout.KVCacheType",
         *("schema.lora.Quantization", "schema.mesh.MeshSettings"),
