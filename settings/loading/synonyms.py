@@ -118,6 +118,7 @@ eval.num_prompts | data.val_max_samples
 logging.wandb_project | trainer.project_name
 logging.save_rollouts | trainer.rollout_data_dir
 rollout.kv_blocks | rollout.gpu_memory_utilization | what the memory holds
+rollout.kv_cache | rollout.engine_kwargs.vllm.kv_cache_dtype | int8 or null
 – | rollout.free_cache_engine | caches exist during the rollout
 – | trainer.resume_mode | use --resume auto; without it an occupied run directory is refused
 – | grad_accum_steps | \
