@@ -136,9 +136,7 @@ def test_a_damaged_settings_file_is_one_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "value", ["9" * 5000, "0x" + "f" * 5000, "1e999", '"\\ud800"', "[" * 5000, "\x1b[2J", "{a: 1}"]
-)
+@pytest.mark.parametrize("value", ["9" * 5000, "0x" + "f" * 5000, "1e999", '"\\ud800"', "[" * 500, "\x1b[2J", "{a: 1}"])
 def test_no_setting_breaks_on_an_extreme_value(value: str) -> None:
     for field in FIELDS:
         num_refused(lambda field=field: check_for_train(load(None, [f"{field}={value}"], {})))
@@ -148,6 +146,7 @@ def test_no_setting_breaks_on_an_extreme_value(value: str) -> None:
     ("setting", "message"),
     [
         ("run.steps=" + "9" * 5000, "too many digits"),
+        ("run.steps=" + "[" * 5000, "values are nested more than 20 deep"),
         ("run.steps=0x" + "f" * 5000, "run.steps: expected a number that fits in 64 bits, got 0xffff"),
         ("rollout.group_size=1000000000", "rollout.group_size: expected less than or equal to 65536, got 1000000000"),
         ("rollout.prompts_per_step=1000000000", "rollout.prompts_per_step: expected less than or equal to 1048576"),

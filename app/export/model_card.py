@@ -28,7 +28,7 @@ from settings import InputError, Resolved
 from settings.checks.resumed_settings import SettingChange
 from settings.loading.printing import from_yaml
 from settings.loading.secrets import redact
-from settings.schema.rollout import ROUNDING_SETTINGS
+from settings.schema.rollout import ROUNDING_SETTINGS, format_rounding
 
 CARD_FILE = "README.md"
 TEMPLATE_FILE = "model_card.md.jinja"
@@ -83,13 +83,10 @@ def export_notes(
         rounding: settings by which generation, also in evaluations, rounded the policy.
     """
     if rounding:
-        given, exact = (
-            " and ".join(f"{name}: {value}" for name, value in rounding.items()),
-            " ".join(f"--set {name}=null" for name in rounding),
-        )
+        exact = " ".join(f"--set {name}=null" for name in rounding)
         yield (
-            f"the run evaluated a rounded policy ({given}), and exported is the policy itself; `grpo evaluate` with "
-            f"`{exact}` measures it"
+            f"the run evaluated a rounded policy ({format_rounding(rounding)}), and exported is the policy itself; "
+            f"`grpo evaluate` with `{exact}` measures it"
         )
     if export_format is MERGED_MODEL and dtype != "float32":
         yield (
@@ -176,11 +173,11 @@ def front_matter(export_format: ExportFormat, hub_id: str | None, *sources: str)
 
 
 def _weights_paragraph(settings: Mapping[str, Any], export_format: ExportFormat, dtype: str) -> str:
-    rounding = "in float32" if dtype == "float32" else f"rounded once to {dtype}"
+    precision = "in float32" if dtype == "float32" else f"rounded once to {dtype}"
     quantization = settings.get(QUANTIZE_BASE_SETTING) if settings.get(LORA_RANK_SETTING) else None
     rounding = {name: settings[name] for name in ROUNDING_SETTINGS if settings.get(name)}
     notes = export_notes(export_format, dtype=dtype, quantization=quantization, rounding=rounding)
-    return " ".join([f"{export_format.weights_description}, {rounding}.", *(f"Note: {note}." for note in notes)])
+    return " ".join([f"{export_format.weights_description}, {precision}.", *(f"Note: {note}." for note in notes)])
 
 
 def _results_section(run: RunFiles, settings: Mapping[str, Any], *, step: int) -> str:

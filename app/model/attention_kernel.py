@@ -258,7 +258,7 @@ def pair_scores(
     """Returns the scores, soft-capped, of queries and keys, or of keys and queries.
 
     Args:
-        factors: what products are multiplied by, too.
+        factors: scales of the columns, applied before the soft cap.
     """
     products = product(a, b, (1, 1)) * scale
     return apply_soft_cap(products if factors is None else products * factors, score_mod.soft_cap)

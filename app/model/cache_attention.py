@@ -102,6 +102,7 @@ def extend_cache(
         window: the number of visible entries, including the token's own; None = all.
         block_size: the result of `decode_block_size`.
     """
+    assert cache.key_scales is None or tables is not None
     key_dims = cache_dims(cache.keys)
     query_dims = QUERY_DIMS if key_dims == KEY_DIMS else (key_dims[0], "tokens", "head", "head")
     if block_size is None and tables is None:

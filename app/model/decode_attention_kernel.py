@@ -55,6 +55,7 @@ def attend(
             row.
     """
     num_rows, has_scales = len(query), cache.key_scales is not None
+    assert not has_scales or tables is not None
     _, num_kv_heads, cache_length, head_dim = cache.keys.shape
     assert block_size % TILE == 0 or block_size == cache_length < TILE, (block_size, cache_length)
     if tables is not None:
@@ -65,7 +66,9 @@ def attend(
     # A grid has at least one turn.
     visited = active.at[0].set(active[0] | ~jnp.any(active))
     rows, blocks, num_pairs = _live_blocks(positions, visited, window, block_size, -(-cache_length // block_size))
+    # Memory holds twice as many rows of codes in one piece.
     tile_size, width = min(2 * TILE if has_scales else TILE, block_size), -(-cache_length // block_size)
+    assert block_size % tile_size == 0, (block_size, tile_size)
     scalars = [rows, blocks, positions, positions // tile_size]
     if tables is not None:
         scalars[3:] = [positions % block_size // tile_size, positions // block_size, tables.reshape(-1)]

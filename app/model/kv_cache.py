@@ -1,9 +1,8 @@
 """The KV cache: its arrays, their shardings, and its 8-bit codes.
 
-int8 has one scale for the key, and one for the value, of each token and head, which maps its largest number to the end
-of the range. Scores and sums take the scales as factors, so that products read the codes.
-
-Source: Liu et al. 2024, KIVI, on the formats; per-token scales are the plain case of its values.
+int8 has one scale for the key, and one for the value, of each token and head, which maps its largest absolute value to
+the end of the range. Scores and sums take the scales as factors, so that products read the codes. Liu et al. 2024,
+KIVI, give keys scales per channel instead, for their outliers at 2 bits; such scales need many tokens at once.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class LayerCache(NamedTuple):
     keys: Float[Array, "B K S H"] | Int8[Array, "B K S H"]
     values: Float[Array, "B K S H"] | Int8[Array, "B K S H"]
     key_scales: Float32[Array, "B K S"] | None = None
-    """What the codes of keys are multiplied by; None if keys and values are no codes."""
+    """What the codes of keys are multiplied by; None if keys and values are not codes."""
     value_scales: Float32[Array, "B K S"] | None = None
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Array, Float64
+from jaxtyping import Array, Float, Float64
 
 from app.batching.length_buckets import bucket_length
 from app.batching.micro_batch_plan import MicroBatch, RowShape
@@ -19,7 +19,7 @@ from app.mesh.placement import num_local_row_shards, row_sharding, to_global, to
 from app.model.architecture import Architecture
 from app.model.attention import architecture_blocking, dot_product_attention, packed_attention
 from app.model.block_attention import Blocking
-from app.model.cache_attention import decode_block_size, extend_cache
+from app.model.cache_attention import cache_block_size, decode_block_size, extend_cache
 from app.model.kv_cache import LayerCache
 from app.model.score_mod import ScoreMod
 from app.model.segment_layout import SegmentLayout, attention_mask
@@ -27,9 +27,12 @@ from app.preflight.check_results import CheckRecorder
 from app.preflight.program_work import longest_samples
 from app.runtime.attention_rows import attention_rows
 from app.runtime.micro_batching import MaxLengths
+from app.runtime.model_spec import ModelSpec
 from app.runtime.reward_model import RewardModelSpec
 from app.runtime.scoring import set_compute_dtype
 from app.runtime.session import Session
+from app.runtime.slot_choice import generates_in_slots
+from settings.schema.rollout import RolloutSettings
 
 TOLERANCES = {"float32": 1e-4, "bfloat16": 2e-2}
 """Differences that rounding explains, relative to the largest number of the array, by compute type."""
@@ -51,8 +54,8 @@ def check_attention(recorder: CheckRecorder, session: Session, reward_model: Rew
     with jax.set_mesh(mesh):
         compared = dict.fromkeys((network, architecture_blocking(network, tokens, dtype)) for network, tokens in rows)
         policy = session.model_spec.architecture
-        cache_length = bucket_length(MaxLengths.from_settings(session.settings).sample)
-        decode_block = decode_block_size(policy, cache_length, dtype)
+        length = MaxLengths.from_settings(session.settings).sample
+        block, decode_block = _decode_blocks(session.settings.rollout, session.model_spec, length, dtype)
     has_kernel = decode_block is not None or any(blocking.kernel for _, blocking in compared)
     name = f"the kernel for {device.device_kind}" if has_kernel else f"attention on {device.platform} without a kernel"
     with recorder.run_check("attention", "set model.attention: xla" if has_kernel else ""):
@@ -64,7 +67,8 @@ def check_attention(recorder: CheckRecorder, session: Session, reward_model: Rew
             ]
         ).max(axis=0)
         decoding = [
-            decode_differences(policy, mesh, dtype, window=w, block_size=decode_block) for w in _windows(policy)
+            decode_differences(policy, mesh, dtype, window=window, block=block, block_size=decode_block)
+            for window in _windows(policy)
         ]
         differences = np.concatenate([differences, np.max(decoding, axis=0)])
         tolerance, worst = TOLERANCES[dtype.name], int(differences.argmax())
@@ -77,6 +81,17 @@ def check_attention(recorder: CheckRecorder, session: Session, reward_model: Rew
             found = f"{RESULTS[worst]} differs from that of dense attention by {differences[worst]:.1e} of its largest"
             advice = "set model.attention: xla" if has_kernel else "report this with the versions above"
             recorder.fail("attention", f"{name}: {found} number; {tolerance:g} is allowed in {dtype}", advice)
+
+
+def _decode_blocks(
+    rollout: RolloutSettings, model: ModelSpec, length: int, dtype: jnp.dtype
+) -> tuple[int | None, int | None]:
+    """Returns the tokens of a block of the cache, None without blocks, and those that a kernel reads at once."""
+    if not rollout.has_workers and not generates_in_slots(rollout, model.definition):
+        return None, decode_block_size(model.architecture, bucket_length(length), dtype)
+    is_large = rollout.mode == "fast" and not isinstance(rollout.kv_blocks, int)
+    block = rollout.kv_block_size or cache_block_size(model.architecture, length, dtype, is_large=is_large)
+    return block, decode_block_size(model.architecture, block, dtype, is_paged=True)
 
 
 def _windows(architecture: Architecture) -> tuple[int | None, ...]:
@@ -119,13 +134,24 @@ def attention_differences(
         ours = jax.jit(partial(results, packed), out_shardings=row_sharding(mesh))(*to_global(mesh, rows))
     with jax.default_matmul_precision("highest"):
         exact = jax.jit(partial(results, dense))(layout, *(x.astype(np.float32) for x in arrays))
-    return _largest_differences(ours, exact)
+    return _largest_differences([*map(to_local, ours)], exact)
 
 
 def decode_differences(
-    architecture: Architecture, mesh: Mesh, dtype: jnp.dtype, *, window: int | None, block_size: int | None
+    architecture: Architecture,
+    mesh: Mesh,
+    dtype: jnp.dtype,
+    *,
+    window: int | None,
+    block: int | None,
+    block_size: int | None,
 ) -> Float64[np.ndarray, "3"]:
-    """Returns what `attention_differences` does for a new token in caches, of which each device has the same rows."""
+    """Returns what `attention_differences` does for a new token in caches, of which each device has the same rows.
+
+    Args:
+        block: tokens of a block of the cache; None if each row is in one piece.
+        block_size: the result of `decode_block_size`.
+    """
     a, score_mod = architecture, ScoreMod.of(architecture)
     positions = np.array([0, PROMPT, NUM_TOKENS // 2, NUM_TOKENS - 1], np.int32)
     rng = np.random.default_rng(0)
@@ -134,28 +160,57 @@ def decode_differences(
         (len(positions), a.num_kv_heads, NUM_TOKENS, a.head_dim),
     )
     shapes = ((len(positions), 1, a.num_query_heads, a.head_dim), new, new, cache, cache)
-    arrays = [rng.standard_normal(shape).astype(dtype) for shape in shapes]
+    *new, keys, values = (rng.standard_normal(shape).astype(dtype) for shape in shapes)
 
     def results(block_size: int | None, positions: Array, *arrays: Any) -> list[Array]:
-        query, key, value, *cache = arrays
-        inputs: Any = query, key, value, LayerCache(*cache), positions, jnp.ones_like(positions, bool)
-        mixed, cache = extend_cache(*inputs, window=window, score_mod=score_mod, block_size=block_size)
-        # Entries behind the new one have no meaning.
-        seen = (jnp.arange(NUM_TOKENS) <= positions[:, None])[:, None, :, None]
-        return [mixed, *(jnp.where(seen, x, 0) for x in jax.tree.leaves(cache))]
+        query, key, value, keys, values, *tables = arrays
+        inputs: Any = query, key, value, LayerCache(keys, values), positions, jnp.ones_like(positions, bool)
+        rules: Any = {"tables": tables[0] if tables else None, "window": window, "score_mod": score_mod}
+        mixed, cache = extend_cache(*inputs, **rules, block_size=block_size)
+        return [mixed, cache.keys, cache.values]
 
-    rows = [np.tile(x, (num_local_row_shards(mesh), *[1] * (x.ndim - 1))) for x in (positions, *arrays)]
+    given = positions, *new, keys, values
+    if block is not None:
+        blocks = [_to_blocks(x, block) for x in (keys, values)]
+        # The first row has the last blocks.
+        tables = np.arange(len(blocks[0]), dtype=np.int32)[::-1].reshape(len(positions), -1)
+        given = positions, *new, *blocks, tables
+    rows = [np.tile(x, (num_local_row_shards(mesh), *[1] * (x.ndim - 1))) for x in given]
     with jax.set_mesh(mesh):
-        ours = jax.jit(partial(results, block_size), out_shardings=row_sharding(mesh))(*to_global(mesh, rows))
+        compute = jax.jit(partial(results, block_size), out_shardings=row_sharding(mesh))
+        ours = [to_local(x) for x in compute(*to_global(mesh, rows))]
+    if block is not None:
+        ours[1:] = [_to_rows(x, len(positions)) for x in ours[1:]]
     with jax.default_matmul_precision("highest"):
-        exact = jax.jit(partial(results, None))(positions, *(x.astype(np.float32) for x in arrays))
+        exact = jax.jit(partial(results, None))(positions, *(x.astype(np.float32) for x in (*new, keys, values)))
+    # Entries behind the new one have no meaning.
+    seen = (np.arange(NUM_TOKENS) <= positions[:, None])[:, None, :, None]
+    exact = [exact[0], *(np.where(seen, x, 0) for x in exact[1:])]
+    ours[1:] = [np.where(seen, x.reshape(-1, *keys.shape), 0) for x in ours[1:]]
     return _largest_differences(ours, exact)
 
 
-def _largest_differences(ours: list[Array], exact: list[Array]) -> Float64[np.ndarray, "results"]:
+def _to_blocks(cache: Float[np.ndarray, "B K S H"], size: int) -> Float[np.ndarray, "N K T H"]:
+    """Returns the blocks of all rows, the last one first."""
+    num_rows, num_heads, length, head_dim = cache.shape
+    padded = np.pad(cache, ((0, 0), (0, 0), (0, -length % size), (0, 0)))
+    blocks = np.moveaxis(padded.reshape(num_rows, num_heads, -1, size, head_dim), 2, 1)
+    return blocks.reshape(-1, num_heads, size, head_dim)[::-1]
+
+
+def _to_rows(blocks: Float[np.ndarray, "N K T H"], num_rows: int) -> Float[np.ndarray, "R K S H"]:
+    """Returns the caches of the rows of each device from the blocks of all devices."""
+    _, num_heads, size, head_dim = blocks.shape
+    # Devices one after another, each with its last block first.
+    by_row = blocks.reshape(-1, num_rows * -(-NUM_TOKENS // size), num_heads, size, head_dim)[:, ::-1]
+    whole = np.moveaxis(by_row.reshape(-1, -(-NUM_TOKENS // size), num_heads, size, head_dim), 1, 2)
+    return whole.reshape(len(whole), num_heads, -1, head_dim)[:, :, :NUM_TOKENS]
+
+
+def _largest_differences(ours: Sequence[np.ndarray], exact: Sequence[Any]) -> Float64[np.ndarray, "results"]:
     """Returns the largest difference of each array on any device, relative to its largest number."""
     found = []
-    for x, y in zip(map(to_local, ours), map(np.asarray, exact), strict=True):
+    for x, y in zip(ours, map(np.asarray, exact), strict=True):
         difference = np.abs(np.float64(x).reshape(-1, *y.shape) - y)
         found.append(difference.max() / np.abs(y).max())
     return np.array(found)

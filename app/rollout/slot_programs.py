@@ -142,10 +142,13 @@ def prefill_blocks(
 def copy_blocks(
     pool: KVCache, sources: Int32[Array, "n"], targets: Int32[Array, "n"], counts: Int32[Array, "D"]
 ) -> KVCache:
-    """Copies, on each device, its first blocks `sources` to `targets`, as many as it counts; -1 stands for zeros."""
+    """Copies, on each device, its first blocks `sources` to `targets`, as many as it counts; -1 stands for zeros.
+
+    No target is the source of another.
+    """
 
     def copy_together(pool: Array, sources: Array, targets: Array, counts: Array) -> tuple[Array]:
-        blocks = _where_rows(sources < 0, 0, pool[jnp.maximum(sources, 0)])
+        blocks = _select_rows(sources < 0, 0, pool[jnp.maximum(sources, 0)])
         targets = jnp.where(jnp.arange(len(targets)) < counts[0], targets, len(pool))
         return (pool.at[targets].set(blocks, mode="drop"),)
 
@@ -157,7 +160,7 @@ def copy_blocks(
 
         return (jax.lax.fori_loop(0, counts[0], copy_one, pool),)
 
-    # With a GPU, the host waits for every turn of a loop.
+    # With a GPU, the host waits for every turn of a loop. Others copy only what is counted, which is mostly little.
     return _map_pool(copy_together if current_device()[0] == "gpu" else copy, pool, sources, targets, counts)
 
 
@@ -166,7 +169,7 @@ def take_row(pool: KVCache, blocks: Int32[Array, "DM"]) -> KVCache:
     mesh, axes = jax.sharding.get_abstract_mesh(), LOGICAL_AXIS_RULES[cache_dims(pool[0].keys)[0]]
 
     def take(pool: Array, blocks: Array) -> tuple[Array]:
-        row = _where_rows(blocks >= 0, pool[jnp.maximum(blocks, 0)], 0)
+        row = _select_rows(blocks >= 0, pool[jnp.maximum(blocks, 0)], 0)
         # The other devices add zeros.
         return (row if mesh.empty or mesh.size == 1 else jax.lax.psum(row, axes),)
 
@@ -180,19 +183,21 @@ def take_row(pool: KVCache, blocks: Int32[Array, "DM"]) -> KVCache:
 def put_row(pool: KVCache, row: KVCache, blocks: Int32[Array, "DM"]) -> KVCache:
     """Writes the M blocks of a row to one device; the others pass numbers beyond the pool."""
 
-    def put(array: Array, row: Array) -> Array:
+    def put(pool: Array, row: Array, blocks: Array) -> tuple[Array]:
+        return (pool.at[blocks].set(row, mode="drop"),)
+
+    def put_into(array: Array, row: Array) -> Array:
         dims = cache_dims(array)
-        put = lambda array, row, blocks: (array.at[blocks].set(row, mode="drop"),)  # noqa: E731
         run = shard_map_by_dims(put, in_dims=(dims, ("tokens", *dims[1:]), dims[:1]), out_dims=(dims,))
         return run(array, row, blocks)[0]
 
-    return jax.tree.map(put, pool, row)
+    return jax.tree.map(put_into, pool, row)
 
 
-def _where_rows(is_row: Bool[Array, "n"], x: Array | int, y: Array | int) -> Array:
-    """Returns rows of `x`, and of `y` where `is_row` is not."""
+def _select_rows(mask: Bool[Array, "n"], x: Array | int, y: Array | int) -> Array:
+    """Returns the rows of `x` where the mask is True, and of `y` elsewhere."""
     rank = max(jnp.ndim(x), jnp.ndim(y))
-    return jnp.where(is_row.reshape(-1, *[1] * (rank - 1)), x, y)
+    return jnp.where(mask.reshape(-1, *[1] * (rank - 1)), x, y)
 
 
 def _map_pool(function: Callable[..., tuple[Array]], pool: KVCache, *others: Array | KVCache) -> KVCache:

@@ -40,6 +40,7 @@ from app.training.replay_files import (
 )
 from settings import Settings, load
 from settings.errors import InputError
+from settings.schema.rollout import format_rounding
 
 REWARD_NEUTRAL_FIELDS = frozenset({"workers", "load_timeout_s"})
 """Fields of `reward` that no sample's reward depends on."""
@@ -257,10 +258,9 @@ def _report_lines(
                 "token ids are taken as they are"
             )
         if source.rollout.rounding and settings.algorithm.correction == "none":
-            rounding = " and ".join(f"{name}: {value}" for name, value in source.rollout.rounding.items())
             lines.append(
-                f"the samples were drawn with {rounding}, so they are off-policy; algorithm.correction: truncate "
-                "corrects for that"
+                f"the samples were drawn with {format_rounding(source.rollout.rounding)}, so they are off-policy; "
+                "algorithm.correction: truncate corrects for that"
             )
         if source.rollout.temperature != rollout.temperature:
             lines.append(

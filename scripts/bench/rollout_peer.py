@@ -6,9 +6,10 @@
 MODEL is a Hugging Face directory, or a name as Qwen2.5-1.5B for random weights of its sizes. PyTorch must be installed,
 and runs on a GPU if JAX does (with XLA_PYTHON_CLIENT_PREALLOCATE=false, so that both have room). Samples get the
 lengths that the benchmark says, once all equal, once log-normal with about the same mean: ours by an end-of-sequence
-token, the peer's by a stopping criterion. Three ways take turns: `generate` on 16 rows at a time, each batch to its
-longest; ours through 16 slots; ours by a fast and a heavy worker of 8 slots each under `adaptive`. Nobody knows the
-lengths beforehand. Counted are tokens of samples, not of rows that wait for others; all is compiled before.
+token, the peer's by a stopping criterion. Three ways take turns: `generate` on so many rows at a time, each batch to
+its longest; ours through as many slots; ours by a fast and a heavy worker, of half of them each, under `adaptive`.
+Nobody knows the lengths beforehand. Counted are tokens of samples, not of rows that wait for others; all is compiled
+before.
 
 The floor of slots with equal lengths is one read of the weights and of the keys and values so far for each token, at
 the bandwidth of a plain sum over an array.
@@ -127,6 +128,8 @@ def floor_tokens_per_s(rollout: ForcedRollout, num_rows: int, num_tokens: int) -
     prompt = sum(len(prompt.token_ids) for prompt in rollout.prompts) / len(rollout.prompts)
     of_token = 2 * arch.num_layers * arch.num_kv_heads * arch.head_dim * rollout.dtype.itemsize
     weights = sum(x.nbytes for x in jax.tree.leaves(rollout.weights))
+    if not arch.tied_embeddings:
+        weights -= arch.vocab_size * arch.model_dim * rollout.dtype.itemsize  # looked up, not read
     read_bytes = weights + num_rows * (prompt + num_tokens / 2) * of_token
     return num_rows / (read_bytes / ceilings.read_bytes_per_s())
 
@@ -171,6 +174,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=positive, default=1)
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
+    if options.rows % 2 and not options.no_workers:
+        parser.error(f"--rows: {options.rows} cannot be halved for two workers; use --no-workers")
     if options.samples % options.group:
         parser.error(f"--samples: {options.samples} are no whole groups of --group {options.group}")
     drawn = log_normal_lengths(options.samples, group=options.group, mean=options.tokens, sigma=options.sigma)

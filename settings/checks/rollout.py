@@ -28,12 +28,11 @@ def _has_unequal_slots(settings: Settings) -> bool:
 KV_BLOCK_CHECKS = tuple(
     Rule(
         lambda s, name=name: (
-            isinstance(getattr(s.rollout, name), int | str)
-            and getattr(s.rollout, name) != "auto"
+            getattr(s.rollout, name) not in (None, "auto")
             and (s.rollout.slots is None or s.rollout.placement == "global")
             and not s.rollout.has_workers
         ),
-        f"<rollout.{name}>: a batch has whole caches, not blocks, which need slots or workers on each host: set "
+        f"<rollout.{name}> is for slots and workers on each host, and one batch has whole caches in model.dtype; set "
         "rollout.slots: auto and rollout.placement: island, or remove it",
     )
     for name in ("kv_blocks", "kv_block_size", "kv_cache")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
@@ -26,7 +27,7 @@ RolloutWeights = Literal["int8"]
 KVCacheType = Literal["int8"]
 """Values of `rollout.kv_cache`."""
 ROUNDING_SETTINGS = ("rollout.weights", "rollout.kv_cache")
-"""Settings with which the sampler is the policy, rounded."""
+"""Settings that make the sampler a rounded policy."""
 
 
 class SegmentSettings(Section):
@@ -126,6 +127,11 @@ class RayPoolSettings(Section):
     heavy: RayActorSettings = RayActorSettings()
 
 
+def format_rounding(rounding: Mapping[str, str]) -> str:
+    """Returns what `RolloutSettings.rounding` does as text."""
+    return " and ".join(f"{name}: {value}" for name, value in rounding.items())
+
+
 def _validate_stop_string(value: str) -> str:
     if not value or "\ufffd" in value:
         raise ValueError("expected at least one character, and no U+FFFD, which stands for incomplete characters")
@@ -210,8 +216,8 @@ class RolloutSettings(Section):
     for each token as in bfloat16. The sampler is then another policy than the one that learns, for which
     `algorithm.correction` corrects. `model.dtype` when null."""
     kv_cache: KVCacheType | None = None
-    """Precision of the KV cache of slots and workers, evaluations included: 8 bits (int8), half as much to hold and to
-    read as in bfloat16; otherwise as `rollout.weights`. `model.dtype` when null."""
+    """Precision of the KV cache of slots and workers, evaluations included: 8 bits (int8), about half as much to
+    hold as in bfloat16; otherwise as `rollout.weights`. `model.dtype` when null."""
     max_staleness: int = Field(default=0, ge=0, le=MAX_STALENESS)
     """Maximum age, in training steps, of the policy that sampled a token used for training. 0 is on-policy: generation
     and training alternate. Above 0 they overlap, which requires `rollout.scheduler`, and a resumed run is no longer

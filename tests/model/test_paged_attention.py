@@ -22,15 +22,15 @@ WAYS = ("xla", "tpu", "gpu")
 
 
 @functools.cache
-def compiled(rule, window: int | None, way: str):
+def compiled(rule, window: int | None, way: str, block_size: int = BLOCK):
     if way == "whole":
         whole = functools.partial(extend_cache, window=window, score_mod=rule)
         return jax.jit(lambda query, new, cache, at, active: whole(query, new.keys, new.values, cache, at, active))
     if way == "xla":
         return jax.jit(functools.partial(paged_attention.attend, rule, window))
     if way == "gpu":
-        return jax.jit(functools.partial(gpu_decode_kernel.attend, rule, window, BLOCK // 2, interpret=True))
-    return jax.jit(functools.partial(decode_attention_kernel.attend, rule, window, BLOCK, interpret=True))
+        return jax.jit(functools.partial(gpu_decode_kernel.attend, rule, window, block_size // 2, interpret=True))
+    return jax.jit(functools.partial(decode_attention_kernel.attend, rule, window, block_size, interpret=True))
 
 
 def in_one_piece(pools: LayerCache, tables: np.ndarray) -> LayerCache:
@@ -99,24 +99,26 @@ def test_a_longer_neighbour_changes_no_bit_of_a_row(window: int | None) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("window", [None, 20])
-def test_codes_give_the_attention_of_what_they_stand_for(way: str, window: int | None) -> None:
+@pytest.mark.parametrize(("block_size", "window"), [(16, None), (16, 20), (64, None), (64, 20)])
+def test_codes_give_the_attention_of_what_they_stand_for(way: str, block_size: int, window: int | None) -> None:
+    """Blocks are one tile of codes, or several."""
     rng = np.random.default_rng(0)
     normal = lambda *shape: rng.standard_normal(shape).astype(np.float32)  # noqa: E731
     query, new = normal(ROWS, 1, KV_HEADS * GROUP, HEAD), LayerCache(*normal(2, ROWS, KV_HEADS, 1, HEAD))
-    pools = LayerCache(*normal(2, 1 + ROWS * WIDTH, KV_HEADS, BLOCK, HEAD))
+    pools = LayerCache(*normal(2, 1 + ROWS * WIDTH, KV_HEADS, block_size, HEAD))
     tables = 1 + rng.permutation(ROWS * WIDTH).reshape(ROWS, WIDTH).astype(np.int32)
-    positions, active = np.array([0, 15, 16, 33, 63], np.int32), np.array([True, True, True, True, False])
+    last = WIDTH * block_size - 1
+    positions, active = np.array([0, 31, 32, last // 2, last], np.int32), np.array([True, True, True, True, False])
     codes, new_codes = to_codes(pools), to_codes(new)
     for exact, near in zip((pools.keys, pools.values), stood_for(codes)[:2], strict=True):
         assert np.abs(exact - near).max() <= np.abs(exact).max() / 254 + 1e-6
     rule = RULES[1]
     whole = in_one_piece(stood_for(codes), tables)
     expected, _ = compiled(rule, window, "whole")(query, stood_for(new_codes), whole, positions, active)
-    mixed, written = compiled(rule, window, way)(query, new_codes, codes, positions, active, tables)
+    mixed, written = compiled(rule, window, way, block_size)(query, new_codes, codes, positions, active, tables)
     np.testing.assert_allclose(mixed[active], expected[active], atol=1e-5)
     for row in np.flatnonzero(active):
-        own, offset = tables[row, positions[row] // BLOCK], positions[row] % BLOCK
+        own, offset = tables[row, positions[row] // block_size], positions[row] % block_size
         for ours, old, added in zip(*map(jax.tree.leaves, (written, codes, new_codes)), strict=True):
             np.testing.assert_array_equal(ours[own, :, :offset], old[own, :, :offset])
             np.testing.assert_array_equal(ours[own, :, offset], added[row, :, 0])

@@ -86,9 +86,10 @@ def test_every_fault_is_more_than_rounding(faulty, dtype, monkeypatch: pytest.Mo
         assert differences.argmax() == 2 and differences[2] == 1
 
 
-@pytest.fixture
-def session(tiny_model: Path) -> Session:
-    overrides = (*of_tiny(tiny_model)[1::2], "mesh.shape=2,2,2")
+@pytest.fixture(params=["rollout.slots=null", "rollout.slots=8"])
+def session(tiny_model: Path, request: pytest.FixtureRequest) -> Session:
+    """Opens a session whose caches are in one piece, and one whose caches are blocks."""
+    overrides = (*of_tiny(tiny_model)[1::2], "mesh.shape=2,2,2", request.param)
     settings = load(None, overrides, {}).settings
     return Session.open(settings, read_config_only_spec(settings).model)
 
@@ -104,7 +105,8 @@ def use_kernel(monkeypatch: pytest.MonkeyPatch, **kernels: Callable[..., Any]) -
     """Makes this platform's devices use the kernels, in Pallas' interpreter unless others are given."""
     blocking = Blocking(128, 1, kernel="tpu")
     monkeypatch.setattr(attention_check, "architecture_blocking", lambda *_: blocking)
-    monkeypatch.setattr(attention_check, "decode_block_size", lambda *_: 128)
+    for size in ("decode_block_size", "cache_block_size"):
+        monkeypatch.setattr(attention_check, size, lambda *_, **__: 128)
     decode = functools.partial(decode_attention_kernel.attend, interpret=True)
     monkeypatch.setattr(decode_attention_kernel, "attend", kernels.pop("decode", decode))
     for name in ("attend", "attention_grads"):
@@ -147,8 +149,8 @@ def test_a_decode_kernel_that_loses_a_token_fails_with_the_way_out(
     right: Any = functools.partial(decode_attention_kernel.attend, interpret=True)
 
     def forgetful(*arguments: Any) -> Any:
-        mixed, _, values = right(*arguments)
-        return mixed, arguments[6], values
+        mixed, cache = right(*arguments)
+        return mixed, cache._replace(keys=arguments[5].keys)
 
     use_kernel(monkeypatch, decode=forgetful)
     result = check(session)

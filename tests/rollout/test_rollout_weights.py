@@ -96,12 +96,14 @@ def test_the_importance_weights_correct_for_the_rounding_unless_told_otherwise()
     assert load(None, told, {}).settings.algorithm.correction == "none"
 
 
-@pytest.mark.parametrize("layers", [{"rollout.weights": "int8"}, {"rollout.max_staleness": 1}])
+@pytest.mark.parametrize(
+    "layers", [{"rollout.weights": "int8"}, {"rollout.kv_cache": "int8"}, {"rollout.max_staleness": 1}]
+)
 def test_a_bound_of_a_correction_that_is_not_derived_any_more_is_a_notice(tmp_path: Path, layers: dict) -> None:
     """A value of a file that a later layer makes useless is no error."""
     (setting, value), file = next(iter(layers.items())), tmp_path / "settings.yaml"
     file.write_text(f"{setting}: {value}\nalgorithm.correction_max: 3.0\n", encoding="utf-8")
-    off = {"rollout.weights": "null", "rollout.max_staleness": "0"}[setting]
+    off = "0" if setting == "rollout.max_staleness" else "null"
     check_for_train(load(str(file), [f"{setting}={off}"], {}))
 
 
@@ -117,10 +119,12 @@ def test_an_evaluation_by_other_weights_is_another_one(tiny_model: Path, tmp_pat
         out = ("--out", tmp_path / "out.json")
         return here("evaluate", *of_tiny(tiny_model), *settings("eval.num_prompts=4", *sets), *out)
 
-    assert evaluated("rollout.weights=int8").exit_code == 0
-    again = evaluated()
-    assert again.exit_code == 2 and "rollout.weights" in again.stderr
-    assert evaluated("rollout.weights=int8").exit_code == 0
+    sets = "rollout.weights=int8", "rollout.kv_cache=int8"
+    assert evaluated(*sets).exit_code == 0
+    for missing, others in zip(sets, reversed(sets), strict=True):
+        again = evaluated(others)
+        assert again.exit_code == 2 and missing.partition("=")[0] in again.stderr
+    assert evaluated(*sets).exit_code == 0
 
 
 @pytest.mark.parametrize(

@@ -344,9 +344,10 @@ def test_a_row_is_done_at_its_first_token_where_that_ends_it_or_no_more_are_allo
     assert any(s.finish_reason == "length" and len(s.completion_ids) == 3 for s in ended)
 
 
-@pytest.mark.parametrize("exact", [True, False])
-def test_a_row_whose_logits_are_not_finite_ends_before_them_and_no_neighbour_changes(exact):
-    engine, rows = slots_of(exact), rows_of(lengths=[9] * len(LENGTHS))[:3]
+@pytest.mark.parametrize(("exact", "kv_cache"), [(True, None), (False, None), (True, "int8")])
+def test_a_row_whose_logits_are_not_finite_ends_before_them_and_no_neighbour_changes(exact, kv_cache):
+    engine = new_slots(4, exact=True, kv_cache=kv_cache) if kv_cache else slots_of(exact)
+    rows = rows_of(lengths=[9] * len(LENGTHS))[:3]
     expected = {s.uid: s.completion_ids.tolist() for s in generate(engine, PROMPTS[:1], 9)}
     engine.open(weights_on(), REQUEST)
     engine.admit(rows)
@@ -354,7 +355,9 @@ def test_a_row_whose_logits_are_not_finite_ends_before_them_and_no_neighbour_cha
     engine.finish_segment().collect()
     whole, num_tokens = by_uid(rows), rows[1].num_tokens
     [second] = [slot.blocks[0] for slot in engine._slots if slot.row is rows[1]]
-    engine._cache = jax.tree.map(lambda x: x.at[second].set(np.nan), engine._cache)
+    # Codes are finite, their scales may not be.
+    spoil = lambda x: x if x.dtype == jnp.int8 else x.at[second].set(np.nan)  # noqa: E731
+    engine._cache = jax.tree.map(spoil, engine._cache)
     while engine.active_rows:
         engine.start_segment(length=16)
         engine.finish_segment().collect()
@@ -506,9 +509,9 @@ def test_a_cache_of_8_bits_is_moved_suspended_and_made_again_bit_for_bit(seed: i
     assert by_uid(rows) == bits_of(samples_of_8_bits())
 
 
-@pytest.mark.parametrize("mesh_shape", [(2, 1, 2), (1, 2, 1), (1, 1, 4)], ids=str)
+@pytest.mark.parametrize("mesh_shape", [(1, 1, 3), (2, 1, 2), (1, 2, 1)], ids=str)
 def test_a_cache_of_8_bits_on_several_devices_is_the_same(mesh_shape: tuple[int, int, int]) -> None:
-    """Key heads are split over tp, or, where it does not divide them, rows are."""
+    """Key heads are split over tp (3), or, where it does not divide them (2), rows are."""
     samples = batching(of_8_bits(mesh_shape)).generate(weights_on(mesh_shape), PROMPTS, REQUEST)
     for ours, theirs in zip(samples, samples_of_8_bits(), strict=True):
         np.testing.assert_array_equal(ours.completion_ids, theirs.completion_ids)

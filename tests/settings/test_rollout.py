@@ -44,15 +44,15 @@ from settings.checks.commands import check_for_rollout, check_for_train
         ),
         (
             ["rollout.slots=null", "rollout.kv_blocks=100"],
-            "rollout.kv_blocks = 100 (from --set): a batch has whole caches, not blocks, which need slots",
+            "rollout.kv_blocks = 100 (from --set) is for slots and workers on each host",
         ),
         (
             ["rollout.placement=global", "rollout.kv_block_size=32"],
-            "rollout.kv_block_size = 32 (from --set): a batch has whole caches",
+            "rollout.kv_block_size = 32 (from --set) is for slots and workers on each host",
         ),
         (
             ["rollout.slots=null", "rollout.kv_cache=int8"],
-            "rollout.kv_cache = 'int8' (from --set): a batch has whole caches, not blocks, which need slots",
+            "rollout.kv_cache = 'int8' (from --set) is for slots and workers on each host",
         ),
         (
             ["rollout.pool=ray"],
