@@ -43,7 +43,8 @@ CLIP_FRACTION_THRESHOLD = 0.3
 MISMATCH_THRESHOLD = 0.02
 """Mean difference in nats between sampler and trainer: 1e-7 in float32, 0.004 in bfloat16 (the quickstart)."""
 CORRECTED_MISMATCH_THRESHOLD = 0.1
-"""The same where importance weights correct for it; 0.05 by `rollout.weights: int8` (SmolLM2-135M)."""
+"""The same where importance weights correct for it; 0.05 by `rollout.weights: int8`, 0.03 by
+`rollout.kv_cache: int8` (SmolLM2-135M)."""
 ROUNDING_TOLERANCE = 1e-9
 """Largest difference between weighted sums that is due to rounding."""
 WARM_UP_STEPS = 20
