@@ -32,6 +32,7 @@ from app.runtime.reward_model import RewardModelSpec
 from app.runtime.scoring import set_compute_dtype
 from app.runtime.session import Session
 from app.runtime.slot_choice import generates_in_slots
+from app.runtime.slot_shapes import slot_shapes_from_settings
 from settings.schema.rollout import RolloutSettings
 
 TOLERANCES = {"float32": 1e-4, "bfloat16": 2e-2}
@@ -89,8 +90,12 @@ def _decode_blocks(
     """Returns the tokens of a block of the cache, None without blocks, and those that a kernel reads at once."""
     if not rollout.has_workers and not generates_in_slots(rollout, model.definition):
         return None, decode_block_size(model.architecture, bucket_length(length), dtype)
-    is_large = rollout.mode == "fast" and not isinstance(rollout.kv_blocks, int)
-    block = rollout.kv_block_size or cache_block_size(model.architecture, length, dtype, is_large=is_large)
+    shapes = slot_shapes_from_settings(
+        rollout, 1, max_prompt_length=length - rollout.max_new_tokens, setting="rollout.slots"
+    )
+    block = shapes.block_size or cache_block_size(
+        model.architecture, shapes.max_length, dtype, is_large=shapes.has_large_blocks
+    )
     return block, decode_block_size(model.architecture, block, dtype, is_paged=True)
 
 
