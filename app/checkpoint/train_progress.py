@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,8 @@ class TrainProgress:
     """Weight of the KL penalty in the next step's rewards, if the penalty is adaptive."""
     lengths: Mapping[str, float] | None = None
     """Prompt -> mean length of its latest samples, used to schedule its next samples."""
+    finished_lengths: Sequence[tuple[int, float | None]] | None = None
+    """Tokens and seconds of the samples that finished last, oldest first, used to schedule the next ones."""
     evaluation: Mapping[str, float | None] | None = None
     """Metrics under `eval/` of this step; None if it was not evaluated."""
     unevaluated: Mapping[str, Any] | None = None

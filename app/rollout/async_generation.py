@@ -21,6 +21,7 @@ from app.records.sample import Prompt, Sample
 from app.rollout.request import GenerationRequest
 from app.rollout.sample_generator import make_sequences
 from app.rollout.scheduler_loop import RolloutExecutor
+from app.rollout.scheduling.length_estimator import FinishedLength, LearnedLengths
 from app.rollout.scheduling.metrics import ScheduleMetrics, ScheduleMetricsTracker
 from app.rollout.sequence import RolloutSequence
 from app.rollout.worker_drivers import CLOSE_TIMEOUT_S
@@ -30,11 +31,11 @@ log = logging.getLogger(__name__)
 
 
 class CompletedRound(NamedTuple):
-    """Rows, mean lengths and metrics of a completed round."""
+    """Rows, lengths and metrics of a completed round."""
 
     rows: list[RolloutSequence]
-    mean_lengths: dict[str, float]
-    """Maps the uid of each prompt to the mean length of its samples."""
+    lengths: LearnedLengths
+    """Mean lengths of its prompts, and the samples of any round that finished since the previous one was completed."""
     metrics: ScheduleMetrics
     """Metrics of all workers since the previous round was completed."""
 
@@ -52,6 +53,8 @@ class RoundExecutor:
         self._waiting: deque[dict[str, RolloutSequence]] = deque()
         self._in_flight: deque[list[str]] = deque()
         self._num_submitted = 0
+        self._num_finished = 0
+        """Number of samples whose lengths were taken."""
         executor.add_workers()
 
     @property
@@ -83,8 +86,14 @@ class RoundExecutor:
             metrics = self._metrics.take_window()
             rows = self._executor.release(self._in_flight.popleft())
             history = self._executor.scheduler.context.lengths.history
-            lengths = {row.prompt.uid: history[row.prompt.uid] for row in rows if row.prompt.uid in history}
-            yield CompletedRound(rows, lengths, metrics)
+            means = {row.prompt.uid: history[row.prompt.uid] for row in rows if row.prompt.uid in history}
+            yield CompletedRound(rows, LearnedLengths(means, self._take_finished()), metrics)
+
+    def _take_finished(self) -> tuple[FinishedLength, ...]:
+        """Returns the lengths of the samples that have finished since the last call."""
+        lengths = self._executor.scheduler.context.lengths
+        new, self._num_finished = lengths.num_finished - self._num_finished, lengths.num_finished
+        return lengths.last_finished(new)
 
 
 class AsyncRollout:
@@ -104,7 +113,7 @@ class AsyncRollout:
         self._outbox: SimpleQueue[CompletedRound | BaseException] = SimpleQueue()
         metrics = ScheduleMetricsTracker()
         with ExitStack() as stack:
-            scheduler = workers.make_scheduler(workers.length_history)
+            scheduler = workers.make_scheduler(workers.learned_lengths.prompts)
             opened = workers.open_executor(weights, scheduler, request, on_record=metrics.add)
             self._executor = stack.enter_context(opened)
             self._rounds = RoundExecutor(self._executor, metrics)
@@ -142,7 +151,7 @@ class AsyncRollout:
             self._outbox.put(done)
             raise done
         self._workers.add_metrics(done.metrics)
-        self._workers.record_lengths(done.mean_lengths)
+        self._workers.record_lengths(done.lengths)
         group_size = self._request.group_size
         return [
             self._workers.to_sample(row, first_group_id + number // group_size, self._request)

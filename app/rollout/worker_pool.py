@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Thread
@@ -20,6 +20,7 @@ from app.rollout.request import GenerationRequest
 from app.rollout.sample_generator import SampleGenerator
 from app.rollout.sampling import SamplingRules
 from app.rollout.scheduler_loop import WORKER_FAILURES, ProgressCallback, RolloutExecutor, SampleDoneCallback
+from app.rollout.scheduling.length_estimator import NOTHING_LEARNED, LearnedLengths
 from app.rollout.scheduling.metrics import ScheduleMetrics, schedule_metrics
 from app.rollout.scheduling.protocol import EventRecord
 from app.rollout.scheduling.sample_states import SampleState
@@ -71,10 +72,10 @@ class RolloutWorkerPool(SampleGenerator):
         self.on_sample_done: SampleDoneCallback | None = None
         self.on_progress: ProgressCallback | None = None
         self._clock = clock
-        self.length_history: Mapping[str, float] = {}
-        """Maps the uid of a prompt to the mean length of its latest samples; the next schedule is based on it."""
-        self._length_updates: dict[str, float] = {}
-        """Entries of `length_history` learned on this host since the last `take_length_updates`."""
+        self.shared_lengths = NOTHING_LEARNED
+        """What all hosts had found out about lengths when they last shared it."""
+        self.new_lengths = NOTHING_LEARNED
+        """What this host has found out since then."""
         self._metrics: list[ScheduleMetrics] = []
         self._stalled: dict[RolloutWorker, Thread] = {}
 
@@ -176,14 +177,14 @@ class RolloutWorkerPool(SampleGenerator):
         return workers
 
     def make_scheduler(self, prompts: Iterable[str] = ()) -> Scheduler:
-        """Returns a new scheduler with the length history of these prompts."""
-        schedule = self.schedule
+        """Returns a new scheduler that knows what was learned, of prompts about these."""
+        schedule, learned = self.schedule, self.learned_lengths
         return Scheduler(
             schedule.policy,
             pdsr=schedule.pdsr,
             segment=schedule.segment,
             rebuild="replay" if self.workers[0].engine.exact else "prefill",
-            history={uid: self.length_history[uid] for uid in prompts if uid in self.length_history},
+            learned=learned.about(prompts),
         )
 
     def _record_results(self, executor: RolloutExecutor) -> None:
@@ -193,17 +194,27 @@ class RolloutWorkerPool(SampleGenerator):
             if entry.state is not SampleState.DONE:
                 continue
             lengths.setdefault(entry.prompt, []).append(entry.num_tokens)
-        self.record_lengths({prompt: float(np.mean(known)) for prompt, known in lengths.items()})
+        means = {prompt: float(np.mean(known)) for prompt, known in lengths.items()}
+        estimator = executor.scheduler.context.lengths
+        self.record_lengths(LearnedLengths(means, estimator.last_finished(estimator.num_finished)))
 
-    def record_lengths(self, lengths: Mapping[str, float]) -> None:
-        """Adds the mean sample lengths of finished prompts to the length history."""
-        self._length_updates |= lengths
-        self.length_history = {**self.length_history, **lengths}
+    @property
+    def learned_lengths(self) -> LearnedLengths:
+        """What the rollouts so far have found out about lengths; the next schedule is based on it."""
+        return self._add_lengths(self.shared_lengths, self.new_lengths)
 
-    def take_length_updates(self) -> dict[str, float]:
-        """Returns the entries added to the length history since the last call, for other hosts."""
-        taken, self._length_updates = self._length_updates, {}
-        return taken
+    def record_lengths(self, newer: LearnedLengths) -> None:
+        """Adds what a rollout, or a part of it, has found out about lengths."""
+        self.new_lengths = self._add_lengths(self.new_lengths, newer)
+
+    def share_lengths(self, of_hosts: Iterable[LearnedLengths]) -> None:
+        """Takes over the `new_lengths` of all hosts, this one included, in the same order on all of them."""
+        for newer in of_hosts:
+            self.shared_lengths = self._add_lengths(self.shared_lengths, newer)
+        self.new_lengths = NOTHING_LEARNED
+
+    def _add_lengths(self, older: LearnedLengths, newer: LearnedLengths) -> LearnedLengths:
+        return older.updated(newer, window=self.schedule.pdsr.window)
 
     def take_counters(self) -> RolloutCounters:
         """Returns the counts of all workers since the last call."""

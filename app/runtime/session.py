@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -22,6 +22,7 @@ from app.rollout.continuous_batching import ContinuousBatchGenerator
 from app.rollout.counters import RolloutCounters
 from app.rollout.request import GenerationRequest
 from app.rollout.sampling import SamplingRules
+from app.rollout.scheduling.length_estimator import LearnedLengths
 from app.rollout.scheduling.metrics import ScheduleMetrics
 from app.rollout.worker_pool import RolloutWorkerPool
 from app.runtime.generators import open_continuous_batching, open_workers
@@ -215,18 +216,18 @@ class Session(ScoringSession):
         """Returns the counts of generation since the last call."""
         return self.continuous_generator.take_counters() if self.continuous_generator else self.engine.counters.take()
 
-    def sync_length_history(self) -> Mapping[str, float] | None:
-        """Merges the length histories of all hosts: prompt -> mean length of its samples. None without a scheduler.
+    def share_lengths(self) -> LearnedLengths | None:
+        """Shares what all hosts have found out about lengths, and returns it. None without a scheduler.
 
         All hosts must call it together at the end of a step, so that a resumed run schedules the next step as an
         uninterrupted one would. An open rollout continues with its own history.
         """
         if self.workers is None:
             return None
-        updates = json.dumps(self.workers.take_length_updates()).encode()
-        for update in map(json.loads, gather_bytes_over_hosts(updates)):
-            self.workers.length_history = {**self.workers.length_history, **update}
-        return self.workers.length_history
+        new = json.dumps(self.workers.new_lengths.to_json()).encode()
+        of_hosts = map(json.loads, gather_bytes_over_hosts(new))
+        self.workers.share_lengths(map(LearnedLengths.from_json, of_hosts))
+        return self.workers.shared_lengths
 
     def take_schedule_metrics(self) -> list[ScheduleMetrics]:
         """Returns the metrics of the schedules since the last call; empty without a scheduler."""

@@ -15,6 +15,7 @@ from app.checkpoint.train_progress import TrainProgress
 from app.mesh.placement import to_host_memory
 from app.model.decoder import Params
 from app.records.atomic_write import write_atomic
+from app.rollout.scheduling.length_estimator import LearnedLengths
 from app.runtime.pinned_revisions import record_commits
 from app.runtime.session import Session
 from app.tracking.run_log import MetricsLines, NullRunLog, RunLog
@@ -70,7 +71,8 @@ def restore_or_initialize(
             )
         progress = replace(progress, fingerprints=fingerprints)
         if session.workers is not None:
-            session.workers.length_history = progress.lengths or {}
+            fields = {"prompts": progress.lengths or {}, "finished": progress.finished_lengths or ()}
+            session.workers.share_lengths([LearnedLengths.from_json(fields)])
         return RunState.from_networks(saved_networks, kl_coef=kl_coef(progress)), progress
     start = None if replay is None else replay.initial_checkpoint
     progress = TrainProgress(step=0, position=0, fingerprints=fingerprints)

@@ -171,7 +171,12 @@ class StepLoop:
 
     def _carried_progress(self) -> dict[str, Any]:
         """Returns the changed fields of the progress, except step and evaluation. All hosts must call it together."""
-        return {"kl_coef": self.state.kl_coef, "lengths": self.trainer.session.sync_length_history()}
+        lengths = self.trainer.session.share_lengths()
+        return {
+            "kl_coef": self.state.kl_coef,
+            "lengths": lengths and lengths.prompts,
+            "finished_lengths": lengths and lengths.finished,
+        }
 
     def _add_evaluation(self, record: Mapping[str, Any]) -> dict[str, Any]:
         """Evaluates, and returns the step's record with the evaluation; if interrupted, it is repeated on resume."""

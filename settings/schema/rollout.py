@@ -53,7 +53,8 @@ class PdsrSettings(Section):
     unit: Literal["tokens", "seconds"] = "tokens"
     """Unit in which samples are ranked and limited. With seconds, the schedule depends on the machine's load."""
     heavy_percent: float = Field(default=10.0, gt=0, lt=100)
-    """pdsr_v1: percentage of prompts whose samples go to heavy workers, those with the longest probes."""
+    """pdsr_v1: percentage of prompts whose samples go to heavy workers, those with the longest probes. Once the window
+    is known, so do all whose probes are longer than 100 minus so many percent of it."""
     probe_limit_tokens: int = Field(default=1024, ge=1, le=MAX_TOKENS)
     """pdsr_v1: a probe that reaches this many tokens moves to a heavy worker, and its prompt counts as heavy."""
     probe_limit_s: float = Field(default=5.0, gt=0)
@@ -68,9 +69,23 @@ class PdsrSettings(Section):
     percentile: float = Field(default=80.0, gt=0, lt=100)
     """pdsr_v2, adaptive: samples longer than this percentile of the window are heavy."""
     window: int = Field(default=256, ge=1, le=MAX_SLOTS)
-    """pdsr_v2, adaptive: number of finished samples from which the percentile is computed."""
+    """Number of recently finished samples, of earlier steps, too, whose lengths decide what is heavy."""
     window_min: int = Field(default=32, ge=1, le=MAX_SLOTS)
-    """pdsr_v2, adaptive: number of finished samples required before any sample is classified as heavy."""
+    """Number of finished samples required before their lengths decide what is heavy."""
+    probe_advance: int = Field(default=256, ge=0, le=MAX_SLOTS)
+    """pdsr_v2: number of samples that a probe may overtake in the queue. Without a bound, new prompts would starve the
+    samples of old ones."""
+    tripped_share: float = Field(default=0.12, gt=0, le=1)
+    """pdsr_v2: largest share of a fast worker's slots that samples at the limit leave at once. More would only overload
+    the heavy workers."""
+    steal_limit_tokens: int = Field(default=512, ge=1, le=MAX_TOKENS)
+    """pdsr_v2: number of tokens after which a sample that a fast worker took from the heavy ones should go back to
+    them."""
+    steal_limit_s: float = Field(default=2.5, gt=0)
+    """pdsr_v2: the limit of taken samples in seconds, used in addition to the tokens if the unit is seconds."""
+    max_moves: int = Field(default=2, ge=1, le=16)
+    """pdsr_v2, adaptive: number of times that a sample may leave a worker before it is done; then pdsr_v2 leaves it to
+    heavy workers."""
 
 
 class WorkerPoolSettings(Section):

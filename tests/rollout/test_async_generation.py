@@ -233,10 +233,13 @@ def test_lengths_are_known_to_the_next_generation() -> None:
     with closing(generation_of(made)) as first:
         first.submit(PROMPTS[:HALF], noise_step=KEY)
         samples = first.collect_round()
-    assert made.length_history.keys() == {prompt.uid for prompt in PROMPTS[:HALF]}
+    assert made.learned_lengths.prompts.keys() == {prompt.uid for prompt in PROMPTS[:HALF]}
     of_first = [len(s.completion_ids) for s in samples if s.prompt.uid == PROMPTS[0].uid]
-    assert made.length_history[PROMPTS[0].uid] == np.mean(of_first)
-    assert made.make_scheduler(made.length_history).context.lengths.has_estimate(PROMPTS[0].uid)
+    assert made.learned_lengths.prompts[PROMPTS[0].uid] == np.mean(of_first)
+    assert sorted(tokens for tokens, _ in made.learned_lengths.finished) == sorted(
+        len(s.completion_ids) for s in samples
+    )
+    assert made.make_scheduler(made.learned_lengths.prompts).context.lengths.has_estimate(PROMPTS[0].uid)
 
 
 def test_a_sample_without_a_token_is_of_the_version_that_dropped_it() -> None:

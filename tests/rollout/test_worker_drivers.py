@@ -167,7 +167,7 @@ def test_in_exact_mode_neither_scheduler_nor_workers_change_a_bit(policy: str, n
 @functools.cache
 def engine_with_few_blocks(device: int, exact: bool) -> Mortal:
     """Returns an engine with blocks for little more than one of the longest samples."""
-    shapes = new_slots(4, exact=True).shapes._replace(block_size=4, num_blocks=12)
+    shapes = new_slots(4, exact=True).shapes._replace(block_size=4, num_blocks=11)
     return Mortal(DEFINITION, mesh_of(device), shapes, eos_ids=(), dtype=FLOAT32, exact=exact)
 
 
@@ -261,7 +261,7 @@ def test_a_sample_that_breaks_is_dropped_and_teaches_nothing() -> None:
     assert longest.completion_ids.tolist()[: len(broken.completion_ids)] == broken.completion_ids.tolist()
     assert bits([s for s in samples if s is not broken]) == bits([s for s in expected() if s.uid != broken.uid])
     siblings = [len(s.completion_ids) for s in samples if s.prompt is broken.prompt and s is not broken]
-    assert made.length_history[broken.prompt.uid] == np.mean(siblings)
+    assert made.learned_lengths.prompts[broken.prompt.uid] == np.mean(siblings)
 
 
 def test_a_worker_that_falls_asleep_is_given_up_until_it_wakes() -> None:
@@ -305,8 +305,8 @@ def test_what_the_last_worker_failed_with_is_raised() -> None:
 
 def test_the_events_of_real_workers_replay_in_the_core() -> None:
     made = scheduled(workers_on(3), "pdsr_v2")
-    samples_of(made)
     replayed = made.make_scheduler()
+    samples_of(made)
     for event, commands in made.records:
         assert tuple(replayed.handle(event)) == commands
         replayed.check_invariants()

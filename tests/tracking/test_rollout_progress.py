@@ -28,7 +28,7 @@ def make_table(num_samples: int) -> SampleTable:
 
 
 def grow(table: SampleTable, index: int, num_tokens: int, finish: str | None = None) -> None:
-    assert table.commit("fast-0", RowReport(f"p/s{index}", 1, num_tokens, finish), 1.0)
+    assert table.commit("fast-0", RowReport(f"p/s{index}", 1, num_tokens, finish), seconds=1.0, steps=1)
 
 
 def test_every_sample_is_somewhere() -> None:

@@ -113,3 +113,5 @@ def test_hosts_generate_ahead_each_by_itself_and_train_as_one_does_that_waits(co
             lengths[record["uid"].rpartition("/")[0]].append(len(record["completion_token_ids"]))
     assert progress_of(two, 3)["lengths"] == {uid: sum(one) / len(one) for uid, one in lengths.items()}
     assert len(lengths) == progress_of(two, 3)["position"] == 12
+    finished = [tokens for tokens, _ in progress_of(two, 3)["finished_lengths"]]
+    assert {length for one in lengths.values() for length in one} <= set(finished), "of both hosts"

@@ -131,7 +131,13 @@ def test_a_resumed_run_schedules_by_the_lengths_that_it_knew(config: Path) -> No
         assert train_here(config, *given, f"run.steps={steps}", "run.name=parts", resume=resume).exit_code == 0
     runs = config.parent / "runs"
     assert_same_run(runs / "parts", runs / "whole", step=4)
-    assert len(progress_of(runs / "parts", 2)["lengths"]) == 4
+    saved = progress_of(runs / "parts", 2)
+    assert len(saved["lengths"]) == 4
+    samples = [
+        record for step in (1, 2) for record in records_of(runs / "parts" / "rollouts" / f"step_{step:06d}.jsonl")
+    ]
+    lengths = sorted(len(record["completion_token_ids"]) for record in samples)
+    assert sorted(tokens for tokens, _ in saved["finished_lengths"]) == lengths
 
 
 @pytest.mark.slow

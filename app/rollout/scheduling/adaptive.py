@@ -15,8 +15,6 @@ from app.rollout.scheduling.scheduling_policy import (
 
 AGING_FINISHES = 256
 """Number of samples that must finish before a waiting sample outranks every newly submitted one."""
-MAX_MOVES = 2
-"""Maximum number of moves of a sample."""
 
 
 class AdaptivePolicy(SchedulingPolicy):
@@ -79,7 +77,8 @@ class AdaptivePolicy(SchedulingPolicy):
             and not (other.is_busy or other.rows)
             and (other.device is None or other.device != worker.device)
         )
-        movable = [entry for entry in running_rows(self.context, worker) if entry.moves < MAX_MOVES]
+        max_moves = self.context.pdsr.max_moves
+        movable = [entry for entry in running_rows(self.context, worker) if entry.moves < max_moves]
         return [Eviction(entry.uid, "spread") for entry in movable[: min(len(worker.rows) // 2, num_free)]]
 
     def has_sample_for(self, worker: WorkerState) -> bool:

@@ -5,49 +5,94 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
 from app.records.sample import DROPPED_PREFIX
 from app.rollout.scheduling.sample_states import SampleEntry
 
 
+class FinishedLength(NamedTuple):
+    """The length of a finished sample."""
+
+    num_tokens: int
+    seconds: float | None
+    """None if `rollout.pdsr.unit` was `tokens`, so that a repeated run learns the same."""
+
+
+@dataclass(frozen=True)
+class LearnedLengths:
+    """What schedules have found out about lengths, for the next one."""
+
+    prompts: Mapping[str, float]
+    """Prompt -> mean length of its latest samples, in tokens."""
+    finished: tuple[FinishedLength, ...]
+    """The samples that finished last, oldest first."""
+
+    def about(self, prompts: Iterable[str]) -> LearnedLengths:
+        """Returns it without what is known of other prompts."""
+        return LearnedLengths({uid: self.prompts[uid] for uid in prompts if uid in self.prompts}, self.finished)
+
+    def updated(self, newer: LearnedLengths, *, window: int) -> LearnedLengths:
+        """Returns both together, with at most `window` finished samples."""
+        return LearnedLengths({**self.prompts, **newer.prompts}, (*self.finished, *newer.finished)[-window:])
+
+    def to_json(self) -> dict[str, Any]:
+        return {"prompts": self.prompts, "finished": self.finished}
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> LearnedLengths:
+        return cls(dict(fields["prompts"]), tuple(FinishedLength(*one) for one in fields["finished"]))
+
+
+NOTHING_LEARNED = LearnedLengths({}, ())
+
+
 class LengthEstimator:
-    """Estimates lengths from token counts, and from the measures passed to `observe`.
+    """Estimates lengths from the progress of samples and from what earlier schedules have learned.
 
     Args:
-        window: number of recently finished samples that determine the threshold.
-        history: prompt -> mean length of its samples in earlier epochs, if known.
+        window: number of recently finished samples that determine the threshold and the mean.
+        unit: unit of measures and of the threshold.
         known_lengths: uid -> final length, which makes the estimator an oracle.
     """
 
     def __init__(
-        self, *, window: int, history: Mapping[str, float] | None = None, known_lengths: Mapping[str, int] | None = None
+        self,
+        *,
+        window: int,
+        unit: Literal["tokens", "seconds"] = "tokens",
+        learned: LearnedLengths = NOTHING_LEARNED,
+        known_lengths: Mapping[str, int] | None = None,
     ):
-        self.history = dict(history or {})
+        self.unit = unit
+        self.history = dict(learned.prompts)
         self.known_lengths = dict(known_lengths or {})
         self.group_max: dict[str, int] = {}
         """Prompt -> tokens of its longest sample so far, including running ones."""
         self.group_measure: dict[str, float] = {}
-        """Prompt -> largest measure of its samples so far, in the unit of the threshold."""
-        self.measures: deque[float] = deque(maxlen=window)
+        """Prompt -> largest measure of its samples so far."""
+        self.finished: deque[FinishedLength] = deque(learned.finished, maxlen=window)
+        """The window of recently finished samples, oldest first."""
         self.num_finished = 0
-        self._sum_finished = 0
+        """Number of samples that have finished, without those learned from earlier schedules."""
 
-    def observe(self, entry: SampleEntry, *, measure: float) -> bool:
-        """Learns from a committed row and returns whether its group's maximum length grew. Ignores dropped samples.
+    def measure(self, entry: SampleEntry) -> float:
+        """Returns the length of a sample so far, in the unit of the threshold."""
+        return entry.seconds if self.unit == "seconds" else entry.num_tokens
 
-        Args:
-            measure: length so far in the unit of the threshold, tokens or seconds.
-        """
+    def observe(self, entry: SampleEntry) -> bool:
+        """Learns from a committed row and returns whether its group's maximum length grew. Ignores dropped samples."""
         if entry.finish is not None and entry.finish.startswith(DROPPED_PREFIX):
             # A dropped probe gives no length: its siblings are as unknown as before.
             if self.group_max.get(entry.prompt) == 0:
                 del self.group_max[entry.prompt]
             return False
         if entry.finish is not None:
-            self.measures.append(measure)
+            seconds = entry.seconds if self.unit == "seconds" else None
+            self.finished.append(FinishedLength(entry.num_tokens, seconds))
             self.num_finished += 1
-            self._sum_finished += entry.num_tokens
-        self.group_measure[entry.prompt] = max(measure, self.group_measure.get(entry.prompt, 0.0))
+        self.group_measure[entry.prompt] = max(self.measure(entry), self.group_measure.get(entry.prompt, 0.0))
         if entry.num_tokens <= self.group_max.get(entry.prompt, -1):
             return False
         self.group_max[entry.prompt] = entry.num_tokens
@@ -79,8 +124,14 @@ class LengthEstimator:
         return max(self.history.get(entry.prompt, 0), self.group_max.get(entry.prompt, 0), entry.num_tokens)
 
     def mean_length(self, *, default: float) -> float:
-        """Returns the mean length of the finished samples, at least 1."""
-        return max(self._sum_finished / self.num_finished, 1.0) if self.num_finished else default
+        """Returns the mean length of the window in tokens, at least 1."""
+        if not self.finished:
+            return default
+        return max(sum(one.num_tokens for one in self.finished) / len(self.finished), 1.0)
+
+    def last_finished(self, count: int) -> tuple[FinishedLength, ...]:
+        """Returns the samples that finished last, at most as many as the window holds."""
+        return tuple(self.finished)[max(len(self.finished) - count, 0) :]
 
     def threshold(self, running: Iterable[float], *, percentile: float, min_finished: int) -> float | None:
         """Returns the percentile of the window; None before enough samples have finished.
@@ -88,9 +139,11 @@ class LengthEstimator:
         Args:
             running: present measures of samples that are still running.
         """
-        if len(self.measures) < min_finished:
+        measures = [one.seconds if self.unit == "seconds" else one.num_tokens for one in self.finished]
+        finished = [measure for measure in measures if measure is not None]
+        if len(finished) < min_finished:
             return None
-        threshold = censored_quantile(self.measures, running, percentile / 100)
+        threshold = censored_quantile(finished, running, percentile / 100)
         return None if math.isinf(threshold) else threshold
 
 

@@ -13,6 +13,7 @@ from app.rollout.scheduling.sample_states import SampleEntry
 from app.rollout.scheduling.scheduling_policy import (
     Eviction,
     Probes,
+    RowLimit,
     SchedulingContext,
     SchedulingPolicy,
     WorkerState,
@@ -28,13 +29,16 @@ class PdsrV1Policy(SchedulingPolicy):
 
     The longest `heavy_percent` of the prompts in a batch are heavy, and so are all prompts whose probes exceeded their
     limit. Such probes move to heavy workers. Other samples over the fast limit move there too, or are truncated.
+
+    Once the window has enough samples, a batch does not wait for probes that are longer than 100 - `heavy_percent`
+    percent of them: these are heavy already. Prompts known from an earlier epoch are judged by that threshold, too.
     """
 
     name = "pdsr_v1"
 
     def __init__(self, context: SchedulingContext):
         super().__init__(context)
-        self._probes = Probes()
+        self._probes = Probes(context)
         self._queues: dict[SampleRole, PriorityQueue] = {
             "probe": PriorityQueue(),
             "fast": PriorityQueue(),
@@ -42,6 +46,10 @@ class PdsrV1Policy(SchedulingPolicy):
         }
         self._batch: dict[str, float | None] = {}
         """Prompt -> measured length of its probe; infinite if it exceeded the limit, None while it is running."""
+
+    @property
+    def percentile(self) -> float:
+        return 100 - self.context.pdsr.heavy_percent
 
     def add(self, entry: SampleEntry) -> None:
         if not self._probes.admit_or_hold_back(entry):
@@ -53,8 +61,13 @@ class PdsrV1Policy(SchedulingPolicy):
             self._queues[self._probes.verdicts[entry.prompt]].put(entry.uid, 0, entry.number)
 
     def observe(self, entry: SampleEntry, *, grew: bool) -> None:
-        if entry.finish is not None and self._is_running_probe(entry):
-            self._record_probe(entry, self.context.measure(entry))
+        if not self._is_running_probe(entry):
+            return
+        measure, threshold = self.context.lengths.measure(entry), self.context.threshold
+        if entry.finish is not None:
+            self._record_probe(entry, measure)
+        elif threshold is not None and measure > threshold:
+            self._record_probe(entry, math.inf)
 
     def _is_running_probe(self, entry: SampleEntry) -> bool:
         return self._probes.is_probe(entry) and self._batch.get(entry.prompt, math.inf) is None
@@ -72,25 +85,29 @@ class PdsrV1Policy(SchedulingPolicy):
                 self._queues[verdict].put(uid, 0, self.context.samples[uid].number)
         self._batch = {}
 
+    def may_release(self) -> bool:
+        """See `SchedulingPolicy`. The end of one of many probes releases nothing, but those that grow too long may."""
+        num_unmeasured = sum(length is None for length in self._batch.values())
+        return num_unmeasured == 1 or (num_unmeasured > 1 and self.context.threshold is not None)
+
     def evictions(self, worker: WorkerState) -> list[Eviction]:
         if self.context.serves(worker, "heavy"):
             return []
-        rules, gone = self.context.pdsr, []
+        gone = []
         for entry in running_rows(self.context, worker):
             if self._is_running_probe(entry):
-                if self.context.is_over_limit(entry, tokens=rules.probe_limit_tokens, seconds=rules.probe_limit_s):
+                if self.context.is_over_limit(entry, self.context.probe_limit):
                     self._record_probe(entry, math.inf)
                     gone.append(Eviction(entry.uid, "probe limit"))
-            elif self.context.is_over_limit(entry, tokens=rules.fast_limit_tokens, seconds=rules.fast_limit_s):
-                truncates = rules.on_fast_limit == "truncate" and self._queue_for_sample(entry) == "fast"
+            elif self.context.is_over_limit(entry, self.context.fast_limit):
+                truncates = self.context.pdsr.on_fast_limit == "truncate" and self._queue_for_sample(entry) == "fast"
                 gone.append(Eviction(entry.uid, "truncated" if truncates else "breaker"))
         return gone
 
-    def token_limit(self, entry: SampleEntry, worker: WorkerState) -> int | None:
+    def limit(self, entry: SampleEntry, worker: WorkerState) -> RowLimit | None:
         if self.context.serves(worker, "heavy"):
             return None
-        rules = self.context.pdsr
-        return rules.probe_limit_tokens if self._is_running_probe(entry) else rules.fast_limit_tokens
+        return self.context.probe_limit if self._is_running_probe(entry) else self.context.fast_limit
 
     def requeue(self, entry: SampleEntry) -> None:
         self._queues[self._queue_for_sample(entry)].put(entry.uid, -1, entry.number)

@@ -13,18 +13,12 @@ from app.rollout.scheduling.sample_states import SampleEntry
 from app.rollout.scheduling.scheduling_policy import (
     Eviction,
     Probes,
+    RowLimit,
     SchedulingContext,
     SchedulingPolicy,
     WorkerState,
     running_rows,
 )
-
-PROBE_ADVANCE = 256
-"""Number of samples that a probe may overtake. Without a bound, new prompts would starve the samples of old ones."""
-TRIPPED_SHARE = 0.12
-"""Maximum share of a worker's slots that the breaker empties at once: more would only overload the heavy workers."""
-MAX_MOVES = 2
-"""Maximum number of moves of a sample, after which it stays on heavy workers."""
 
 
 class PdsrV2Policy(SchedulingPolicy):
@@ -32,28 +26,35 @@ class PdsrV2Policy(SchedulingPolicy):
 
     Until the window has enough samples, prompts are neutral: their samples go to the fast queue, and those still
     waiting are judged by the first threshold. The limit of a sample doubles with every move.
+
+    A fast worker steals heavy samples for a limited time. At its end they leave if a heavy worker has a free slot or
+    short samples wait; else the time begins again.
     """
 
     name = "pdsr_v2"
 
     def __init__(self, context: SchedulingContext):
         super().__init__(context)
-        self._probes = Probes()
+        self._probes = Probes(context)
         self._queues = {name: PriorityQueue() for name in ("fast", "heavy", "tripped", "pinned")}
         self._neutral: dict[str, float] = {}
         """Prompt -> measured length of its probe before there was a threshold."""
+        self._stolen: dict[str, RowLimit] = {}
+        """Uid of a heavy sample on a fast worker -> the length at which it should leave."""
 
     def add(self, entry: SampleEntry) -> None:
         if self._probes.admit_or_hold_back(entry):
-            advance = PROBE_ADVANCE if self._probes.is_probe(entry) else 0
+            advance = self.context.pdsr.probe_advance if self._probes.is_probe(entry) else 0
             self._queues[self._queue_for_sample(entry)].put(entry.uid, entry.number - advance, entry.number)
 
     def _queue_for_sample(self, entry: SampleEntry) -> str:
-        if entry.moves >= MAX_MOVES:
+        if entry.moves >= self.context.pdsr.max_moves:
             return "pinned"
         return "tripped" if entry.moves else self._probes.verdicts.get(entry.prompt, "fast")
 
     def observe(self, entry: SampleEntry, *, grew: bool) -> None:
+        if entry.finish is not None:
+            self._stolen.pop(entry.uid, None)
         threshold = self.context.threshold
         if threshold is not None and self._neutral:
             for prompt, measure in self._neutral.items():
@@ -62,7 +63,7 @@ class PdsrV2Policy(SchedulingPolicy):
             self._neutral = {}
         if not self._probes.is_probe(entry) or entry.prompt in self._probes.verdicts:
             return
-        measure = self.context.measure(entry)
+        measure = self.context.lengths.measure(entry)
         if threshold is not None and measure > threshold:
             self._apply_verdict(entry.prompt, "heavy")
         elif entry.finish is not None:
@@ -82,29 +83,44 @@ class PdsrV2Policy(SchedulingPolicy):
     def evictions(self, worker: WorkerState) -> list[Eviction]:
         if self.context.serves(worker, "heavy"):
             return []
-        rules = self.context.pdsr
-        tripped = [
-            entry
-            for entry in running_rows(self.context, worker)
-            if self.context.is_over_limit(
-                entry, tokens=self._limit_tokens(entry), seconds=rules.fast_limit_s * 2**entry.moves
-            )
-        ]
+        rows = running_rows(self.context, worker)
+        tripped = [entry for entry in rows if self.context.is_over_limit(entry, self._breaker_limit(entry))]
         tripped.sort(key=lambda entry: -entry.num_tokens)
-        tripped = tripped[: max(1, math.ceil(TRIPPED_SHARE * worker.slots))]
+        tripped = tripped[: max(1, math.ceil(self.context.pdsr.tripped_share * worker.slots))]
         for entry in tripped:
             self._neutral.pop(entry.prompt, None)
             self._apply_verdict(entry.prompt, "heavy")
-        return [Eviction(entry.uid, "breaker") for entry in tripped]
+        gone = [Eviction(entry.uid, "breaker") for entry in tripped]
+        for entry in rows:
+            if entry not in tripped and entry.uid in self._stolen:
+                if not self.context.is_over_limit(entry, self._stolen[entry.uid]):
+                    continue
+                if len(self._queues["fast"]) or self.context.has_idle_slot("heavy"):
+                    gone.append(Eviction(entry.uid, "steal limit"))
+                else:
+                    self._stolen[entry.uid] = self._steal_limit(entry)
+        return gone
 
-    def _limit_tokens(self, entry: SampleEntry) -> int:
-        return self.context.pdsr.fast_limit_tokens * 2**entry.moves
+    def _breaker_limit(self, entry: SampleEntry) -> RowLimit:
+        return self.context.fast_limit.times(2**entry.moves)
 
-    def token_limit(self, entry: SampleEntry, worker: WorkerState) -> int | None:
-        return None if self.context.serves(worker, "heavy") else self._limit_tokens(entry)
+    def _steal_limit(self, entry: SampleEntry) -> RowLimit:
+        rules = self.context.pdsr
+        return RowLimit(entry.num_tokens + rules.steal_limit_tokens, entry.seconds + rules.steal_limit_s)
+
+    def limit(self, entry: SampleEntry, worker: WorkerState) -> RowLimit | None:
+        if self.context.serves(worker, "heavy"):
+            return None
+        breaker, stolen = self._breaker_limit(entry), self._stolen.get(entry.uid)
+        return breaker if stolen is None else RowLimit(*map(min, breaker, stolen))
 
     def requeue(self, entry: SampleEntry) -> None:
-        self._queues[self._queue_for_sample(entry)].put(entry.uid, -PROBE_ADVANCE - 1, entry.number)
+        self._stolen.pop(entry.uid, None)
+        rank = -self.context.pdsr.probe_advance - 1
+        self._queues[self._queue_for_sample(entry)].put(entry.uid, rank, entry.number)
+
+    def may_release(self) -> bool:
+        return bool(self._probes.held_back)
 
     def forget(self, prompt: str) -> None:
         self._probes.forget(prompt)
@@ -129,9 +145,12 @@ class PdsrV2Policy(SchedulingPolicy):
         uid = self._queues[source].pop() if source else None
         if uid is None:
             return None
+        entry = self.context.samples[uid]
         if source != "fast":
+            if not self.context.serves(worker, "heavy"):
+                self._stolen[uid] = self._steal_limit(entry)
             return uid, "heavy"
-        return uid, "probe" if self._probes.is_probe(self.context.samples[uid]) else "fast"
+        return uid, "probe" if self._probes.is_probe(entry) else "fast"
 
     def waiting(self) -> list[str]:
         return [uid for queue in self._queues.values() for uid in queue.uids()] + self._probes.waiting()

@@ -40,7 +40,7 @@ class SampleEntry:
     num_tokens: int = 0
     """Number of committed tokens."""
     seconds: float = 0.0
-    """Duration of its segments, by the executor's clock."""
+    """Time in which it was decoded, by the executor's clock: of each segment its share of the decode steps."""
     finish: str | None = None
     held_by: str | None = None
     """Worker that keeps the cache of the suspended row."""
@@ -99,15 +99,20 @@ class SampleTable:
         entry.epoch += 1
         entry.held_by = None
 
-    def commit(self, worker: str, row: RowReport, seconds: float) -> bool:
-        """Commits a reported row. Returns False, without a change, if the report is out of date."""
+    def commit(self, worker: str, row: RowReport, *, seconds: float, steps: int) -> bool:
+        """Commits a reported row. Returns False, without a change, if the report is out of date.
+
+        Args:
+            seconds: duration of the segment.
+            steps: number of its decode steps, of which the row pays for those that it took part in.
+        """
         entry = self.entries.get(row.uid)
         if entry is None or (entry.state, entry.worker, entry.epoch) != (SampleState.RUNNING, worker, row.epoch):
             return False
         if row.num_tokens < entry.num_tokens:
             return False
+        entry.seconds += seconds * min((row.num_tokens - entry.num_tokens) / max(steps, 1), 1.0)
         entry.num_tokens = row.num_tokens
-        entry.seconds += seconds
         if row.finish is not None:
             self._end(entry, row.finish)
         return True

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 from app.rollout.scheduling.adaptive import AdaptivePolicy
-from app.rollout.scheduling.length_estimator import LengthEstimator
+from app.rollout.scheduling.length_estimator import NOTHING_LEARNED, LearnedLengths, LengthEstimator
 from app.rollout.scheduling.pdsr_v1 import PdsrV1Policy
 from app.rollout.scheduling.pdsr_v2 import PdsrV2Policy
 from app.rollout.scheduling.protocol import (
@@ -45,7 +45,7 @@ class Scheduler:
     Args:
         policy: name in `POLICIES`.
         rebuild: how to rebuild the cache of a row whose cache is lost.
-        history: prompt -> mean length of its samples in earlier epochs.
+        learned: what earlier schedules have found out about lengths.
         known_lengths: uid -> final length, which makes `adaptive` an oracle.
     """
 
@@ -56,14 +56,15 @@ class Scheduler:
         pdsr: PdsrSettings,
         segment: SegmentSettings,
         rebuild: Literal["prefill", "replay"] = "prefill",
-        history: Mapping[str, float] | None = None,
+        learned: LearnedLengths = NOTHING_LEARNED,
         known_lengths: Mapping[str, int] | None = None,
     ):
         self.rebuild: AdmitMethod = rebuild
         self.segment = segment
-        lengths = LengthEstimator(window=pdsr.window, history=history, known_lengths=known_lengths)
+        lengths = LengthEstimator(window=pdsr.window, unit=pdsr.unit, learned=learned, known_lengths=known_lengths)
         self.context = SchedulingContext(SampleTable(), {}, lengths, pdsr)
         self.policy = POLICIES[policy](self.context)
+        self.context.update_threshold(self.policy.percentile)
         self.is_closed = False
         self.is_finished = False
         self._lost_workers: set[str] = set()
@@ -148,16 +149,18 @@ class Scheduler:
         if worker is None or not worker.is_busy or event.segment != worker.segment:
             return []
         worker.is_busy = False
+        if event.steps:
+            worker.step_s = event.seconds / event.steps
         committed, grown = [], set()
         for row in event.rows:
-            if self.samples.commit(event.worker, row, event.seconds):
+            if self.samples.commit(event.worker, row, seconds=event.seconds, steps=event.steps):
                 entry = self.samples[row.uid]
                 committed.append(entry)
-                if self.context.lengths.observe(entry, measure=self.context.measure(entry)):
+                if self.context.lengths.observe(entry):
                     grown.add(entry.prompt)
         worker.rows = [uid for uid in worker.rows if self.samples[uid].state is SampleState.RUNNING]
         if any(entry.finish is not None for entry in committed):
-            self.context.update_threshold()
+            self.context.update_threshold(self.policy.percentile)
         for entry in committed:
             self.policy.observe(entry, grew=entry.prompt in grown)
         return [Commit(tuple(CommittedRow(e.uid, e.num_tokens, e.finish) for e in committed))]
@@ -183,7 +186,7 @@ class Scheduler:
             entry = self.samples[uid]
             if why == "truncated":
                 self.samples.truncate(entry)
-                self.context.lengths.observe(entry, measure=self.context.measure(entry))
+                self.context.lengths.observe(entry)
                 self.policy.observe(entry, grew=False)
             else:
                 self.samples.suspend(entry, held_by=worker.name)
@@ -223,17 +226,23 @@ class Scheduler:
         if not self.policy.refills:
             return RunSegment(worker.name, worker.segment, tuple(admitted), self.segment.max, 0, 0)
         rows = [self.samples[uid] for uid in worker.rows]
+        # Samples held back for a verdict wait, too: for the end of a probe, and then for a slot of any worker.
+        awaited = self.policy.has_sample_for(worker) or self.policy.may_release()
         limits = segment_limits(
             self.segment,
             num_active=len(rows),
-            has_waiting=self.policy.has_sample_for(worker) or not self.is_closed,
+            has_waiting=awaited or not self.is_closed,
             mean_length=self.context.lengths.mean_length(default=prior_mean_length(rows[0].sample.max_new)),
             batch_sizes=worker.rungs,
             capacity=worker.capacity,
         )
-        looks = ((self.policy.token_limit(entry, worker), entry.num_tokens) for entry in rows)
-        left = [limit - tokens for limit, tokens in looks if limit is not None and limit > tokens]
-        limits = limits._replace(length=min([limits.length, *left]))
+        looks = [(entry, limit) for entry in rows if (limit := self.policy.limit(entry, worker)) is not None]
+        left = [
+            self.context.steps_to_limit(entry, limit, worker, default=self.segment.min)
+            for entry, limit in looks
+            if not self.context.is_over_limit(entry, limit)
+        ]
+        limits = limits._replace(length=int(min([limits.length, *left])))
         return RunSegment(worker.name, worker.segment, tuple(admitted), **limits._asdict())
 
     def check_invariants(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
@@ -30,10 +31,23 @@ class WorkerState:
     """Whether a segment is running."""
     num_carried: int = 0
     """Number of rows kept from the last segment."""
+    step_s: float | None = None
+    """Duration of a decode step in the last segment."""
 
     @property
     def has_free_slot(self) -> bool:
         return len(self.rows) < self.slots
+
+
+class RowLimit(NamedTuple):
+    """A length at which the policy must look at a row again."""
+
+    tokens: float
+    seconds: float
+    """Used only if `rollout.pdsr.unit` is `seconds`."""
+
+    def times(self, factor: float) -> RowLimit:
+        return RowLimit(self.tokens * factor, self.seconds * factor)
 
 
 class Eviction(NamedTuple):
@@ -56,27 +70,49 @@ class SchedulingContext:
     threshold: float | None = None
     """Length above which a sample is heavy; updated when a sample finishes."""
 
-    def measure(self, entry: SampleEntry) -> float:
-        """Returns the length of a sample so far, in `rollout.pdsr.unit`."""
-        return entry.seconds if self.pdsr.unit == "seconds" else entry.num_tokens
+    @property
+    def fast_limit(self) -> RowLimit:
+        return RowLimit(self.pdsr.fast_limit_tokens, self.pdsr.fast_limit_s)
+
+    @property
+    def probe_limit(self) -> RowLimit:
+        return RowLimit(self.pdsr.probe_limit_tokens, self.pdsr.probe_limit_s)
 
     def expected_length(self, entry: SampleEntry) -> float:
         """Returns the expected length in `rollout.pdsr.unit`. The history of earlier epochs is in tokens only."""
         if self.pdsr.unit == "tokens":
             return self.lengths.estimate(entry)
-        return max(self.lengths.group_measure.get(entry.prompt, 0.0), self.measure(entry))
+        return max(self.lengths.group_measure.get(entry.prompt, 0.0), self.lengths.measure(entry))
 
-    def is_over_limit(self, entry: SampleEntry, *, tokens: int, seconds: float) -> bool:
+    def known_verdict(self, prompt: str) -> WorkerKind | None:
+        """Returns the verdict on a prompt by the lengths of its samples in an earlier epoch, if they are known.
+
+        They are in tokens, so nothing is known if `rollout.pdsr.unit` is `seconds`.
+        """
+        length = self.lengths.history.get(prompt)
+        if length is None or self.threshold is None or self.pdsr.unit == "seconds":
+            return None
+        return "heavy" if length > self.threshold else "fast"
+
+    def is_over_limit(self, entry: SampleEntry, limit: RowLimit) -> bool:
         """Returns whether a sample has reached a limit."""
-        return entry.num_tokens >= tokens or (self.pdsr.unit == "seconds" and entry.seconds >= seconds)
+        return entry.num_tokens >= limit.tokens or (self.pdsr.unit == "seconds" and entry.seconds >= limit.seconds)
 
-    def update_threshold(self) -> None:
-        running = [
-            self.measure(entry) for w in self.workers.values() for entry in map(self.samples.__getitem__, w.rows)
-        ]
-        self.threshold = self.lengths.threshold(
-            running, percentile=self.pdsr.percentile, min_finished=self.pdsr.window_min
-        )
+    def steps_to_limit(self, entry: SampleEntry, limit: RowLimit, worker: WorkerState, *, default: int) -> float:
+        """Returns the number of decode steps, at least 1, after which a sample will have reached a limit.
+
+        Args:
+            default: number of steps if the limit is in seconds and the duration of a step on this worker is unknown.
+        """
+        steps = limit.tokens - entry.num_tokens
+        if self.pdsr.unit == "seconds":
+            left_s = limit.seconds - entry.seconds
+            steps = min(steps, default if worker.step_s is None else math.ceil(left_s / max(worker.step_s, 1e-9)))
+        return max(steps, 1)
+
+    def update_threshold(self, percentile: float) -> None:
+        running = [self.lengths.measure(self.samples[uid]) for worker in self.workers.values() for uid in worker.rows]
+        self.threshold = self.lengths.threshold(running, percentile=percentile, min_finished=self.pdsr.window_min)
 
     def has_worker(self, kind: WorkerKind) -> bool:
         return any(worker.kind == kind for worker in self.workers.values())
@@ -119,6 +155,15 @@ class SchedulingPolicy(ABC):
     def waiting(self) -> list[str]:
         """Returns all waiting samples, including those held back, for the invariant checks."""
 
+    @property
+    def percentile(self) -> float:
+        """The percentile of the window that is the threshold of heavy samples."""
+        return self.context.pdsr.percentile
+
+    def may_release(self) -> bool:
+        """Returns whether samples are held back that the next end of a row may release, for any worker."""
+        return False
+
     def observe(self, entry: SampleEntry, *, grew: bool) -> None:  # noqa: B027 - a policy may learn nothing
         """Learns from a committed row; `grew`: its group's maximum length has grown."""
 
@@ -129,21 +174,27 @@ class SchedulingPolicy(ABC):
         """Returns the rows that should leave a worker between two segments."""
         return []
 
-    def token_limit(self, entry: SampleEntry, worker: WorkerState) -> int | None:
-        """Returns the number of tokens at which the policy must look at the row again; None = no limit."""
+    def limit(self, entry: SampleEntry, worker: WorkerState) -> RowLimit | None:
+        """Returns the length at which the policy must look at the row again; None = no limit."""
         return None
 
 
 class Probes:
-    """Tracks the probe of each prompt, its first sample; holds siblings back until the prompt has a verdict."""
+    """Tracks the probe of each prompt, its first sample; holds siblings back until the prompt has a verdict.
 
-    def __init__(self) -> None:
+    A prompt whose samples had a known length in an earlier epoch has a verdict without a probe.
+    """
+
+    def __init__(self, context: SchedulingContext) -> None:
+        self._context = context
         self.probe_uids: dict[str, str] = {}
         self.verdicts: dict[str, WorkerKind] = {}
         self.held_back: dict[str, list[str]] = {}
 
     def admit_or_hold_back(self, entry: SampleEntry) -> bool:
         """Returns whether the sample may run: a probe, or one whose prompt has a verdict. Otherwise holds it back."""
+        if entry.prompt not in self.probe_uids and (known := self._context.known_verdict(entry.prompt)) is not None:
+            self.verdicts.setdefault(entry.prompt, known)
         if entry.prompt in self.verdicts or self.probe_uids.setdefault(entry.prompt, entry.uid) == entry.uid:
             return True
         self.held_back.setdefault(entry.prompt, []).append(entry.uid)

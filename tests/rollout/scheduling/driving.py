@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from app.rollout.scheduling.length_estimator import FinishedLength, LearnedLengths
 from app.rollout.scheduling.pdsr_v1 import PdsrV1Policy
 from app.rollout.scheduling.pdsr_v2 import PdsrV2Policy
 from app.rollout.scheduling.protocol import (
@@ -27,8 +29,19 @@ FREE = replace(CostModel(), **dict.fromkeys(CostModel().to_json(), 0.0))
 """A cost model in which everything takes no time."""
 
 
-def make_scheduler(policy: str = "adaptive", *, pdsr: dict | None = None, segment: dict | None = None, **more: Any):
-    return Scheduler(policy, pdsr=PdsrSettings(**(pdsr or {})), segment=SegmentSettings(**(segment or {})), **more)
+def make_scheduler(
+    policy: str = "adaptive",
+    *,
+    pdsr: dict | None = None,
+    segment: dict | None = None,
+    history: Mapping[str, float] | None = None,
+    finished: Sequence[int] = (),
+    **more: Any,
+) -> Scheduler:
+    """Returns a scheduler that knows these mean lengths of prompts, and the tokens of these finished samples."""
+    learned = LearnedLengths(history or {}, tuple(FinishedLength(tokens, tokens / 100) for tokens in finished))
+    rules = PdsrSettings(**(pdsr or {})), SegmentSettings(**(segment or {}))
+    return Scheduler(policy, pdsr=rules[0], segment=rules[1], learned=learned, **more)
 
 
 def samples(prompts: int, group: int, *, max_new: int = 4096, first: int = 0) -> tuple[NewSample, ...]:
@@ -69,11 +82,12 @@ class Driven:
 
     def ended(self, worker: str, tokens: dict[str, int], finished: tuple[str, ...] = (), seconds: float = 1.0):
         self.at += seconds
+        gained = [count - self.scheduler.samples[uid].num_tokens for uid, count in tokens.items()]
         rows = tuple(
             RowReport(uid, self.epochs[uid], count, "stop" if uid in finished else None)
             for uid, count in tokens.items()
         )
-        return SegmentEnded(self.at, worker, self.running[worker].segment, rows, seconds, max(tokens.values()))
+        return SegmentEnded(self.at, worker, self.running[worker].segment, rows, seconds, max(gained))
 
     def rows(self, worker: str) -> list[str]:
         return list(self.scheduler.context.workers[worker].rows)

@@ -6,6 +6,7 @@ import random
 
 import numpy as np
 
+from app.rollout.scheduling.length_estimator import FinishedLength, LearnedLengths
 from app.rollout.scheduling.scheduler import POLICIES, Scheduler
 from scripts.simulate import length_traces
 from scripts.simulate.cost_model import CostModel
@@ -27,7 +28,7 @@ def storm(seed: int) -> SchedulerSimulator:
         pdsr=random_rules(rng),
         segment=random_segment(rng),
         rebuild=rng.choice(["prefill", "replay"]),
-        history={f"p{i}": rng.randint(1, MAX_NEW) for i in range(rng.choice([0, 3]))},
+        learned=random_knowledge(rng),
     )
     is_calm = rng.random() < 0.2
     faults = Faults() if is_calm else random_faults(rng, seed)
@@ -74,6 +75,14 @@ def random_trace(rng: random.Random, seed: int) -> Trace:
     return length_traces.ascending(trace) if kind == 4 else trace
 
 
+def random_knowledge(rng: random.Random) -> LearnedLengths:
+    prompts = {f"p{i}": rng.randint(1, MAX_NEW) for i in range(rng.choice([0, 3]))}
+    num_finished = rng.choice([0, 0, 40])
+    return LearnedLengths(
+        prompts, tuple(FinishedLength(rng.randint(1, MAX_NEW), rng.random()) for _ in range(num_finished))
+    )
+
+
 def random_rules(rng: random.Random) -> PdsrSettings:
     """Returns random limits, from below every sample (all are heavy) to above every sample (all are fast)."""
     window_min = rng.choice([1, 4, 32])
@@ -88,6 +97,11 @@ def random_rules(rng: random.Random) -> PdsrSettings:
         percentile=rng.choice([1.0, 80.0, 99.0]),
         window=window_min * rng.choice([1, 4]),
         window_min=window_min,
+        probe_advance=rng.choice([0, 256]),
+        tripped_share=rng.choice([0.12, 1.0]),
+        steal_limit_tokens=rng.choice([1, 20, 1000]),
+        steal_limit_s=rng.choice([0.01, 1.0, 100.0]),
+        max_moves=rng.choice([1, 2, 5]),
     )
 
 

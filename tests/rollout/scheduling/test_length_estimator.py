@@ -1,3 +1,4 @@
+import json
 import math
 
 import numpy as np
@@ -5,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.rollout.scheduling.length_estimator import LengthEstimator, censored_quantile
+from app.rollout.scheduling.length_estimator import FinishedLength, LearnedLengths, LengthEstimator, censored_quantile
 from app.rollout.scheduling.protocol import NewSample
 from app.rollout.scheduling.sample_states import SampleEntry
 
@@ -36,21 +37,21 @@ def test_running_samples_can_only_raise_it() -> None:
 
 def test_nothing_is_learnt_from_a_sample_that_was_dropped() -> None:
     lengths = LengthEstimator(window=4)
-    assert not lengths.observe(entry(tokens=5, finish="dropped:non-finite logits"), measure=5)
-    assert lengths.num_finished == 0 and not lengths.measures and not lengths.has_estimate("p")
+    assert not lengths.observe(entry(tokens=5, finish="dropped:non-finite logits"))
+    assert lengths.num_finished == 0 and not lengths.finished and not lengths.has_estimate("p")
 
 
 def test_siblings_of_a_first_sample_that_was_dropped_are_as_unknown_as_before() -> None:
     lengths = LengthEstimator(window=4)
     lengths.start_probe("p")
     assert lengths.has_estimate("p")
-    lengths.observe(entry(tokens=0, finish="dropped:non-finite logits"), measure=0)
+    lengths.observe(entry(tokens=0, finish="dropped:non-finite logits"))
     assert not lengths.has_estimate("p")
 
 
 def test_a_prompt_whose_samples_were_all_dropped_has_no_history() -> None:
     lengths = LengthEstimator(window=4)
-    lengths.observe(entry(tokens=7, finish=None), measure=7)
+    lengths.observe(entry(tokens=7, finish=None))
     lengths.finish_prompt("p", mean=None)
     assert not lengths.has_estimate("p") and not lengths.group_measure
 
@@ -62,15 +63,33 @@ def test_it_is_infinite_while_too_many_run() -> None:
 def test_there_is_no_threshold_before_enough_have_finished() -> None:
     lengths = LengthEstimator(window=4)
     for i in range(3):
-        lengths.observe(entry(f"{i}", tokens=i + 1, finish="stop"), measure=i + 1)
+        lengths.observe(entry(f"{i}", tokens=i + 1, finish="stop"))
     assert lengths.threshold([], percentile=80, min_finished=4) is None
     assert lengths.threshold([], percentile=80, min_finished=3) == 3
+
+
+def test_a_threshold_in_seconds_ignores_samples_that_were_only_counted_in_tokens() -> None:
+    learned = LearnedLengths({}, (FinishedLength(9, None), FinishedLength(5, 2.0), FinishedLength(7, 1.0)))
+    lengths = LengthEstimator(window=4, unit="seconds", learned=learned)
+    assert lengths.threshold([], percentile=80, min_finished=3) is None
+    assert lengths.threshold([], percentile=80, min_finished=2) == 2.0
+    assert lengths.mean_length(default=1) == 7
+    assert LengthEstimator(window=4, learned=learned).threshold([], percentile=80, min_finished=3) == 9
+
+
+def test_what_was_learned_survives_json_and_is_joined_in_order() -> None:
+    first = LearnedLengths({"p": 3.0, "q": 1.0}, (FinishedLength(1, None), FinishedLength(2, 0.5)))
+    second = LearnedLengths({"p": 5.0}, (FinishedLength(3, None),))
+    assert LearnedLengths.from_json(json.loads(json.dumps(first.to_json()))) == first
+    both = first.updated(second, window=2)
+    assert both.prompts == {"p": 5.0, "q": 1.0} and [one.num_tokens for one in both.finished] == [2, 3]
+    assert both.about(["q", "r"]) == LearnedLengths({"q": 1.0}, both.finished)
 
 
 def test_the_window_forgets() -> None:
     lengths = LengthEstimator(window=4)
     for i, length in enumerate([1000, 1000, 1, 1, 1, 1]):
-        lengths.observe(entry(f"{i}", tokens=length, finish="stop"), measure=length)
+        lengths.observe(entry(f"{i}", tokens=length, finish="stop"))
     assert lengths.threshold([], percentile=99, min_finished=1) == 1
 
 
@@ -78,6 +97,6 @@ def test_the_window_forgets() -> None:
 def test_the_estimate_is_the_largest_of_history_group_and_own(
     history: int, sibling: int, own: int, expected: int
 ) -> None:
-    lengths = LengthEstimator(window=4, history={"p": history})
-    lengths.observe(entry("sibling", tokens=sibling), measure=sibling)
+    lengths = LengthEstimator(window=4, learned=LearnedLengths({"p": history}, ()))
+    lengths.observe(entry("sibling", tokens=sibling))
     assert lengths.estimate(entry(tokens=own)) == expected

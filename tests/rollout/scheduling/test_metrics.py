@@ -62,9 +62,9 @@ def test_slots_count_while_their_worker_is_there() -> None:
     tell(WorkerJoined(7.5, "a#2", "fast", 9))  # once more
     tell(Closed(7.0))
     driven.at = 7.0
-    tell(driven.ended("a#2", {"p0/s0": 7, "p1/s0": 3}, finished=("p0/s0", "p1/s0"), seconds=3.0))  # at 10
+    tell(driven.ended("a#2", {"p0/s0": 7, "p1/s0": 6}, finished=("p0/s0", "p1/s0"), seconds=3.0))  # at 10
     tell(WorkerLost(20.0, "a#2", "late"))
-    share = (3 / 7 + 3 / 7) * 3 + 4
+    share = (3 / 6 + 6 / 6) * 3 + 4
     assert schedule_metrics(records).bubble == pytest.approx(1 - share / (1 * 4 + 2 * 3))
     tracker = ScheduleMetricsTracker()
     for record in records[:4]:

@@ -5,8 +5,9 @@ from app.rollout.scheduling.sample_states import SampleState
 from tests.rollout.scheduling.driving import Driven, admitted, make_scheduler, probes_of, samples, suspended
 
 
-def driven_pair(policy: str, *, slots: int = 2, **pdsr) -> Driven:
-    driven = Driven(make_scheduler(policy, pdsr=pdsr))
+def driven_pair(policy: str, *, slots: int = 2, history=None, finished=(), **pdsr) -> Driven:
+    rules = {"window_min": 30 if not finished else len(finished)} | pdsr
+    driven = Driven(make_scheduler(policy, pdsr=rules, history=history, finished=finished))
     driven.join("fast", "fast", slots=slots)
     driven.join("heavy", "heavy", slots=slots)
     return driven
@@ -153,6 +154,77 @@ def test_v2_steals_both_ways() -> None:
     assert driven.rows("heavy") == ["p1/s0"]
     driven.end("heavy", {"p1/s0": 3}, finished=("p1/s0",))
     assert driven.rows("heavy") == ["p2/s0"]
+
+
+def test_v2_takes_stolen_samples_back_after_a_while_if_their_workers_are_free() -> None:
+    driven = driven_pair(
+        "pdsr_v2", slots=1, steal_limit_tokens=30, history={"p0": 90, "p1": 9, "p2": 90}, finished=[40]
+    )
+    driven.submit(samples(3, 1))
+    assert (driven.rows("fast"), driven.rows("heavy")) == (["p1/s0"], ["p0/s0"])
+    driven.end("fast", {"p1/s0": 5}, finished=("p1/s0",))
+    assert driven.rows("fast") == ["p2/s0"], "stolen"
+    assert driven.running["fast"].length == 30
+    assert suspended(driven.end("fast", {"p2/s0": 30})) == [], "heavy is busy, and nothing short waits"
+    assert driven.running["fast"].length == 30, "the time begins again"
+    driven.end("heavy", {"p0/s0": 99}, finished=("p0/s0",))
+    commands = driven.end("fast", {"p2/s0": 60})
+    assert suspended(commands) == [("p2/s0", "steal limit")] and admitted(commands, "heavy") == ["p2/s0"]
+
+
+def test_v2_takes_stolen_samples_back_if_short_ones_wait() -> None:
+    driven = driven_pair(
+        "pdsr_v2", slots=1, steal_limit_tokens=30, history={"p0": 90, "p1": 90, "p2": 9}, finished=[40]
+    )
+    driven.submit(samples(2, 1), close=False)
+    assert (driven.rows("fast"), driven.rows("heavy")) == (["p1/s0"], ["p0/s0"])
+    driven.submit(samples(1, 1, first=2))
+    commands = driven.end("fast", {"p1/s0": 30})
+    assert suspended(commands) == [("p1/s0", "steal limit")] and driven.rows("fast") == ["p2/s0"]
+
+
+@pytest.mark.parametrize(("max_moves", "queue"), [(1, "pinned"), (2, "tripped")])
+def test_v2_leaves_a_sample_to_heavy_workers_after_so_many_moves(max_moves: int, queue: str) -> None:
+    driven = driven_pair("pdsr_v2", slots=1, fast_limit_tokens=50, max_moves=max_moves)
+    driven.submit(samples(2, 1))
+    driven.end("fast", {"p0/s0": 50})
+    assert driven.rows("fast") == ([] if queue == "pinned" else ["p0/s0"])
+
+
+@pytest.mark.parametrize(("share", "num_gone"), [(0.12, 2), (0.5, 8)])
+def test_v2_empties_a_share_of_a_worker(share: float, num_gone: int) -> None:
+    driven = driven_pair("pdsr_v2", slots=16, fast_limit_tokens=50, tripped_share=share)
+    driven.submit(samples(32, 1))
+    assert len(suspended(driven.end("fast", dict.fromkeys(driven.rows("fast"), 60)))) == num_gone
+
+
+@pytest.mark.parametrize(("advance", "first"), [(0, "p0/s0"), (256, "p1/s0")])
+def test_v2_lets_probes_overtake_as_many_samples_as_it_is_told(advance: int, first: str) -> None:
+    driven = driven_pair("pdsr_v2", slots=1, probe_advance=advance, history={"p0": 9}, finished=[40])
+    driven.submit(samples(1, 3) + samples(1, 1, first=1))
+    assert driven.rows("fast") == [first]
+
+
+@pytest.mark.parametrize("policy", ["pdsr_v1", "pdsr_v2"])
+def test_known_prompts_are_judged_without_a_probe(policy: str) -> None:
+    driven = driven_pair(policy, slots=4, history={"p0": 5, "p1": 500}, finished=[10, 20, 30, 40, 50])
+    commands = driven.submit(samples(3, 3))
+    assert roles(commands) == {f"p0/s{i}": "fast" for i in range(3)} | {f"p1/s{i}": "heavy" for i in range(3)} | {
+        "p2/s0": "probe"
+    }
+    assert admitted(commands, "heavy") == ["p1/s0", "p1/s1", "p1/s2"]
+
+
+@pytest.mark.parametrize("policy", ["pdsr_v1", "pdsr_v2"])
+def test_a_second_step_knows_the_threshold_of_the_first(policy: str) -> None:
+    driven = driven_pair(policy, slots=4, heavy_percent=20.0, finished=[10, 20, 30, 40, 50])
+    assert driven.scheduler.context.threshold == 40
+    driven.submit(samples(2, 2))
+    (run,) = driven.running.values()
+    commands = driven.end("fast", {"p0/s0": 60, "p1/s0": 12}, finished=("p1/s0",))
+    assert run.length == 64, "held back samples wait for an early verdict"
+    assert admitted(commands, "heavy") == ["p0/s1"] and admitted(commands, "fast") == ["p1/s1"]
+    assert suspended(commands) == []
 
 
 def test_seconds_can_be_the_unit() -> None:

@@ -16,9 +16,17 @@ def running(worker: str = "w") -> tuple[SampleTable, str]:
 
 def test_a_result_counts_once() -> None:
     table, uid = running()
-    assert table.commit("w", RowReport(uid, 1, 7, "stop"), 1.0)
-    assert not table.commit("w", RowReport(uid, 1, 7, "stop"), 1.0)
+    assert table.commit("w", RowReport(uid, 1, 7, "stop"), seconds=1.0, steps=7)
+    assert not table.commit("w", RowReport(uid, 1, 7, "stop"), seconds=1.0, steps=7)
     assert (table[uid].state, table[uid].num_tokens, table[uid].seconds) == (SampleState.DONE, 7, 1.0)
+
+
+def test_a_row_pays_for_the_steps_that_it_took_part_in() -> None:
+    table, uid = running()
+    table.commit("w", RowReport(uid, 1, 5, None), seconds=4.0, steps=10)
+    table.commit("w", RowReport(uid, 1, 5, None), seconds=4.0, steps=10)  # waited for blocks
+    table.commit("w", RowReport(uid, 1, 8, "stop"), seconds=3.0, steps=3)
+    assert table[uid].seconds == 2.0 + 0.0 + 3.0
 
 
 @pytest.mark.parametrize(
@@ -33,30 +41,30 @@ def test_a_result_counts_once() -> None:
 def test_a_result_of_another_worker_epoch_or_sample_changes_nothing(worker: str, row: RowReport) -> None:
     table, uid = running()
     before = replace(table[uid])
-    assert not table.commit(worker, row, 1.0)
+    assert not table.commit(worker, row, seconds=1.0, steps=7)
     assert table[uid] == before and len(table.entries) == 1
 
 
 def test_the_epoch_before_a_loss_is_fenced_off() -> None:
     table, uid = running()
-    table.commit("w", RowReport(uid, 1, 7, None), 1.0)
+    table.commit("w", RowReport(uid, 1, 7, None), seconds=1.0, steps=7)
     table.mark_lost(table[uid])
-    assert not table.commit("w", RowReport(uid, 1, 9, "stop"), 1.0)
+    assert not table.commit("w", RowReport(uid, 1, 9, "stop"), seconds=1.0, steps=7)
     table.start(table[uid], "w")
-    assert not table.commit("w", RowReport(uid, 1, 9, "stop"), 1.0)
-    assert table.commit("w", RowReport(uid, 2, 8, None), 1.0)
+    assert not table.commit("w", RowReport(uid, 1, 9, "stop"), seconds=1.0, steps=7)
+    assert table.commit("w", RowReport(uid, 2, 8, None), seconds=1.0, steps=7)
 
 
 def test_tokens_never_shrink() -> None:
     table, uid = running()
-    table.commit("w", RowReport(uid, 1, 7, None), 1.0)
-    assert not table.commit("w", RowReport(uid, 1, 6, None), 1.0)
+    table.commit("w", RowReport(uid, 1, 7, None), seconds=1.0, steps=7)
+    assert not table.commit("w", RowReport(uid, 1, 6, None), seconds=1.0, steps=7)
     assert table[uid].num_tokens == 7
 
 
 def test_a_dropped_sample_keeps_its_reason() -> None:
     table, uid = running()
-    table.commit("w", RowReport(uid, 1, 3, "dropped:non-finite logits"), 1.0)
+    table.commit("w", RowReport(uid, 1, 3, "dropped:non-finite logits"), seconds=1.0, steps=7)
     assert (table[uid].state, table[uid].finish) == (SampleState.DROPPED, "dropped:non-finite logits")
 
 
