@@ -75,6 +75,8 @@ class RolloutExecutor:
         """Maps the uid of a suspended row to its cache."""
         self._failed: set[str] = set()
         """Names of failed workers."""
+        self._failure: BaseException | None = None
+        """Error of the last worker that failed."""
 
     def run_in_order(self, rows: Iterable[RolloutSequence]) -> Iterator[RolloutSequence]:
         """Yields all rows in order, each once it is done. No other rows may be submitted."""
@@ -94,7 +96,8 @@ class RolloutExecutor:
         for worker in self._workers.values():
             shapes = worker.engine.shapes
             sizes = shapes.num_slots, shapes.batch_buckets[:-1], worker.device, worker.engine.programs.capacity
-            self._handle_event(WorkerJoined(self._clock(), worker.name, worker.kind, *sizes))
+            joined = WorkerJoined(self._clock(), worker.name, worker.kind, *sizes, max_length=shapes.row_limit)
+            self._handle_event(joined)
 
     def submit(self, rows: Mapping[str, RolloutSequence]) -> None:
         """Adds rows; their uids must be new to the rollout."""
@@ -133,7 +136,7 @@ class RolloutExecutor:
 
         Raises:
             StoppedError: a stop was requested.
-            Exception: the error of the last worker, if all workers have failed.
+            Exception: the error of the last worker, if all workers have failed that could hold the samples.
         """
         if self._stop_requested():
             raise StoppedError
@@ -145,18 +148,23 @@ class RolloutExecutor:
     def _handle_outcome(self, outcome: WorkerOutcome) -> None:
         worker, result = outcome
         if isinstance(result, SegmentEnded):
-            return self._handle_event(result)
+            self._handle_event(result)
+            # The last worker for long rows may have failed before.
+            if self._failure is not None and self.scheduler.is_stuck:
+                raise self._failure
+            return
         if not isinstance(result, WORKER_FAILURES):
             raise result
         log.warning("rollout worker %s failed; its samples continue on other workers", worker.name, exc_info=result)
         self._failed.add(worker.name)
+        self._failure = result
         self._handle_event(WorkerLost(self._clock(), worker.name, repr(result)))
         if not isinstance(result, LeaseExpiredError):
             # Frees its devices now, because an open rollout may last long.
             worker.close()
-        if not self.scheduler.context.workers and not self.scheduler.is_finished:
+        no_worker_left = not self.scheduler.context.workers and not self.scheduler.is_finished
+        if no_worker_left or self.scheduler.is_stuck:
             raise result
-        return None
 
     def _handle_event(self, event: Event) -> None:
         record = EventRecord(event, tuple(self.scheduler.handle(event)))

@@ -36,6 +36,10 @@ class SlotShapes(NamedTuple):
     """Whether blocks of no given size may be larger than scarce ones, because there are enough."""
     kv_cache: KVCacheType | None = None
     """Precision of keys and values; None = that of the weights."""
+    row_limit: int | None = None
+    """Longest row of these slots, in tokens; None = `max_length`. Longer samples continue in other slots."""
+    rows_together: int | None = None
+    """Rows that a decode step computes together, so that slots of other numbers round alike; None = all."""
 
     @property
     def num_slots(self) -> int:
@@ -45,6 +49,11 @@ class SlotShapes(NamedTuple):
     def max_length(self) -> int:
         """Maximum length of prompt and completion together."""
         return self.recompute_buckets[-1]
+
+    @property
+    def max_row_length(self) -> int:
+        """Maximum length of a row while it is in these slots."""
+        return min(self.row_limit or self.max_length, self.max_length)
 
     @property
     def max_prompt_length(self) -> int:
@@ -75,6 +84,8 @@ def make_slot_shapes(
     block_size: int | None = None,
     num_blocks: int | None = None,
     kv_cache: KVCacheType | None = None,
+    row_limit: int | None = None,
+    rows_together: int | None = None,
     row_shards: int = 1,
     setting: str = "rollout.slots",
 ) -> SlotShapes:
@@ -83,6 +94,7 @@ def make_slot_shapes(
     Args:
         exact: whether every sample must run in programs of the same sizes: one batch size, and a separate prefill for
             each prompt.
+        row_limit, rows_together: see `SlotShapes`.
         row_shards: number of devices over which the slots are split.
         setting: name of the setting that gives `num_slots`, for error messages.
 
@@ -109,6 +121,8 @@ def make_slot_shapes(
         # In exact mode, a memory limit must not change the size of blocks, which changes the rounding.
         has_large_blocks=num_blocks is None and not exact,
         kv_cache=kv_cache,
+        row_limit=row_limit,
+        rows_together=rows_together,
     )
 
 

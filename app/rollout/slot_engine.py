@@ -28,10 +28,11 @@ from app.rollout.batch_engine import BatchShape, Footprint
 from app.rollout.counters import RolloutCounters
 from app.rollout.request import GenerationRequest
 from app.rollout.sampling import SamplingRules, finish_reason, hash_uids
+from app.rollout.segment_decoding import DecodeLimits, RowStatus, RowTable
 from app.rollout.sequence import RolloutSequence, SuspendedSequence
 from app.rollout.shape_buckets import SlotShapes
 from app.rollout.slot_device import NoiseKey, Slot, SlotDevice
-from app.rollout.slot_programs import DecodeLimits, RowStatus, RowTable, SlotPrograms, rules_to_arrays
+from app.rollout.slot_programs import SlotPrograms, rules_to_arrays
 from app.rollout.stop_strings import DecodeText
 from settings.errors import InputError
 from settings.schema.rollout import DecodeLayout
@@ -373,8 +374,8 @@ class SlotEngine:
             self._cache = self.programs["copy",](self._cache, *pairs.reshape(2, -1), counts)
 
     def _blocks_of_row(self, device: int, blocks: Sequence[int], *, missing: int) -> Int32[np.ndarray, "DM"]:
-        """Returns the blocks of a row for its device, and `missing` for all others."""
-        places = np.full((len(self._devices), self.programs.blocks_per_row), missing, np.int32)
+        """Returns the blocks of a row for its device, padded to those of a sample, and `missing` for all others."""
+        places = np.full((len(self._devices), self.programs.blocks_per_sample), missing, np.int32)
         places[device, : len(blocks)] = blocks
         return places.reshape(-1)
 
@@ -496,7 +497,7 @@ class SlotEngine:
     def _table(self, places: dict[int, Slot]) -> tuple[Int32[np.ndarray, "7 B"], Int32[np.ndarray, "B M"]]:
         """Returns the `RowTable` of the batch, and its tables of blocks."""
         table = np.zeros((len(RowTable._fields), self._batch_size), np.int32)
-        blocks = np.zeros((self._batch_size, self.programs.blocks_per_row), np.int32)
+        blocks = np.zeros((self._batch_size, self.programs.table_width), np.int32)
         for place, slot in places.items():
             table[:, place] = RowTable(slot.token, slot.length, slot.remaining, *slot.noise_key)
             blocks[place, : len(slot.blocks)] = slot.blocks

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,83 +31,23 @@ from app.model.kv_cache import (
     abstract_cache,
     cache_dims,
     cache_shapes,
-    constrain_cache,
     num_cache_shards,
     to_codes,
 )
-from app.model.prefill_and_decode import DECODE_SCOPE, decode_step, prefill
-from app.model.token_logprobs import scaled_logits
+from app.model.prefill_and_decode import prefill
 from app.rollout.sampling import (
     Sampler,
     SamplingRules,
-    effective_temperature,
-    sample_keys,
     sample_tokens,
     sample_tokens_truncated,
-    token_outcomes,
 )
+from app.rollout.segment_decoding import DecodeLimits, RowGroups, RowTable, decode_segment
 from app.rollout.shape_buckets import SlotShapes
 from settings.errors import InputError
 from settings.schema.rollout import DecodeLayout
 
 MAX_COMPILING = 16
 """Programs that are compiled at the same time, each of which takes memory meanwhile."""
-
-PerSlot = Any
-"""int32 [B], on the host or in a program."""
-
-
-class RowTable(NamedTuple):
-    """State of each slot at the start of a segment; on the host, one array [fields, B]."""
-
-    token: PerSlot
-    """Last token of prompt and completion so far, fed at the next step."""
-    length: PerSlot
-    """Number of tokens of prompt and completion so far."""
-    remaining: PerSlot
-    """Number of tokens that may still be drawn; 0 if the slot is idle."""
-    uid_hash_low: PerSlot
-    uid_hash_high: PerSlot
-    sample_index: PerSlot
-    policy_version: PerSlot
-    """Version in the key of the noise, together with the three fields before it."""
-
-
-class RowStatus(NamedTuple):
-    """State of each slot after a segment; on the host, one array [fields, B]."""
-
-    token: PerSlot
-    length: PerSlot
-    remaining: PerSlot
-    stopped: PerSlot
-    """1 if an end-of-sequence token was drawn."""
-    non_finite: PerSlot
-    """1 if the logits were not finite; the row then ends without a token from that step."""
-    steps: PerSlot
-    """Number of steps in the segment, the same for all slots."""
-
-
-class DecodeLimits(NamedTuple):
-    """Conditions that end a segment. They are traced, so new values never trigger a recompilation."""
-
-    length: int
-    """Maximum number of tokens per row."""
-    leave_when_finished: int
-    """Number of newly finished rows at which the segment ends; 0 = no such limit."""
-    leave_when_active: int
-    """Number of unfinished rows at which the segment ends."""
-
-
-class _DecodeState(NamedTuple):
-    cache: KVCache
-    token: Int32[Array, "B"]
-    length: Int32[Array, "B"]
-    remaining: Int32[Array, "B"]
-    stopped: Bool[Array, "B"]
-    non_finite: Bool[Array, "B"]
-    tokens: Int32[Array, "3 C B"]
-    """Token ids, bits of the logprobs, and bits of the kept-mass logs."""
-    step: Int32[Array, ""]
 
 
 def prefill_blocks(
@@ -216,75 +156,6 @@ def _map_pool(function: Callable[..., tuple[Array]], pool: KVCache, *others: Arr
     return jax.tree.map(run, pool, *trees)
 
 
-def decode_segment(
-    definition: DecoderDefinition,
-    sampler: Sampler,
-    segment_max: int,
-    weights: DecodeWeights,
-    cache: KVCache,
-    table: Int32[Array, "7 B"],
-    blocks: Int32[Array, "B M"],
-    limits: Int32[Array, "3"],
-    rules: SamplingRules,
-    seed: Int32[Array, ""],
-    eos_ids: Int32[Array, "E"],
-) -> tuple[KVCache, Int32[Array, "6 B"], Int32[Array, "3 C B"]]:
-    """Draws up to `segment_max` tokens for every row; returns the cache, a `RowStatus` and the tokens of each step.
-
-    A prompt's last token is fed here and not in the prefill, so that the first token of a sample is drawn by the same
-    program as all others.
-
-    Args:
-        blocks: each row's blocks on its device, which must hold all tokens that are fed.
-    """
-    rows, limit = RowTable(*table), DecodeLimits(*limits)
-    words = jax.lax.bitcast_convert_type(jnp.stack([rows.uid_hash_low, rows.uid_hash_high], axis=1), jnp.uint32)
-    row_key = lambda version, words, index: sample_keys(seed, version, words[None], index[None])[0]  # noqa: E731
-    keys = jax.vmap(row_key)(rows.policy_version, words, rows.sample_index)
-    head = definition.bind(weights.params).head
-    num_active = jnp.sum(rows.remaining > 0)
-
-    def continues(now: _DecodeState) -> Array:
-        active = jnp.sum(now.remaining > 0)
-        enough = (limit.leave_when_finished > 0) & (num_active - active >= limit.leave_when_finished)
-        return (now.step < limit.length) & ~enough & (active > limit.leave_when_active)
-
-    def step(now: _DecodeState) -> _DecodeState:
-        positions = jnp.maximum(now.length - 1, 0)
-        hidden, cache = decode_step(definition, weights, now.cache, now.token, positions, now.remaining > 0, blocks)
-        logits = scaled_logits(hidden, head, effective_temperature(rules.temperature))
-        sampled = sampler(logits, rules, jax.vmap(jax.random.fold_in)(keys, now.length))
-        active, ends, broken = token_outcomes(sampled, now.remaining > 0, eos_ids)
-        bits = [jax.lax.bitcast_convert_type(x, jnp.int32) for x in (sampled.logprobs, sampled.kept_mass_logs)]
-        record = jnp.stack([sampled.token_ids, *bits])[:, None]
-        return _DecodeState(
-            cache=constrain_cache(cache),
-            token=jnp.where(active, sampled.token_ids, now.token),
-            length=now.length + active,
-            remaining=jnp.where(ends | broken, 0, now.remaining - active),
-            stopped=now.stopped | ends,
-            non_finite=now.non_finite | broken,
-            tokens=jax.lax.dynamic_update_slice(now.tokens, record, (0, now.step, 0)),
-            step=now.step + 1,
-        )
-
-    start = _DecodeState(
-        cache=cache,
-        token=rows.token,
-        length=rows.length,
-        remaining=rows.remaining,
-        stopped=jnp.zeros_like(rows.remaining, bool),
-        non_finite=jnp.zeros_like(rows.remaining, bool),
-        tokens=jnp.zeros((3, segment_max, len(rows.token)), jnp.int32),
-        step=jnp.int32(0),
-    )
-    with jax.named_scope(DECODE_SCOPE):
-        end = jax.lax.while_loop(continues, step, start)
-    steps = jnp.broadcast_to(end.step, end.remaining.shape)
-    status = RowStatus(end.token, end.length, end.remaining, end.stopped, end.non_finite, steps)
-    return constrain_cache(end.cache), jnp.stack(status), end.tokens
-
-
 ProgramName = tuple[Any, ...]
 """Operation of a program, followed by its sizes."""
 
@@ -334,14 +205,24 @@ class SlotPrograms:
         if shapes.num_blocks and shapes.num_blocks < least:
             raise InputError(
                 f"rollout.kv_blocks: {shapes.num_blocks} blocks of {self.block_size} tokens on each device do not hold "
-                f"one sample of {shapes.max_length} tokens; set it to at least {least}, or to null, or lower "
+                f"one sample of {shapes.max_row_length} tokens; set it to at least {least}, or to null, or lower "
                 "rollout.max_new_tokens"
             )
 
     @property
     def blocks_per_row(self) -> int:
-        """Blocks of the longest row."""
+        """Blocks of the longest row in these slots."""
+        return self.blocks_for(self.shapes.max_row_length)
+
+    @property
+    def blocks_per_sample(self) -> int:
+        """Blocks of the longest sample, as which a row moves between slots of any limit."""
         return self.blocks_for(self.shapes.max_length)
+
+    @property
+    def table_width(self) -> int:
+        """Blocks of a row in the table; as many as of a sample if slots of other limits must round alike."""
+        return self.blocks_per_row if self.shapes.rows_together is None else self.blocks_per_sample
 
     def blocks_for(self, num_tokens: int) -> int:
         """Returns the number of blocks that hold this many tokens."""
@@ -416,8 +297,8 @@ class SlotPrograms:
 
     @property
     def abstract_row(self) -> KVCache:
-        """Shapes and shardings of the blocks of one row, which every device gets that holds other rows."""
-        shapes = self._cache_shapes(self.blocks_per_row)
+        """Shapes and shardings of the blocks of one sample, which every device gets that holds other rows."""
+        shapes = self._cache_shapes(self.blocks_per_sample)
         dims = jax.tree.map(lambda x: ("tokens", *cache_dims(x, self.mesh)[1:]), self.abstract_pool)
         return abstract_arrays(shapes, sharding_tree(self.mesh, shapes, dims))
 
@@ -435,7 +316,7 @@ class SlotPrograms:
     def program_specs(self, *, suspends: bool, recomputes: bool, truncates: bool) -> dict[ProgramName, ProgramSpec]:
         """Returns the specifications of the programs that `compile` compiles, by name."""
         shapes, pool, row = self.shapes, self.abstract_pool, self.abstract_row
-        per_row = self._replicated(self.num_shards * self.blocks_per_row)
+        per_row = self._replicated(self.num_shards * self.blocks_per_sample)
         most_copies = self._replicated(shapes.num_slots)
         zeros = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), pool)  # noqa: E731
         copied = pool, most_copies, most_copies, self._replicated(self.num_shards)
@@ -466,13 +347,16 @@ class SlotPrograms:
         rules = SamplingRules(scalar, self._replicated(), scalar, scalar)  # pyright: ignore[reportArgumentType]
         arguments = (
             *(self.abstract_weights, pool, self._replicated(len(RowTable._fields), rows)),
-            *(self._replicated(rows, self.blocks_per_row), self._replicated(len(DecodeLimits._fields))),
+            *(self._replicated(rows, self.table_width), self._replicated(len(DecodeLimits._fields))),
             *(rules, self._replicated(), self._replicated(self.num_eos)),
         )
         whole = self._replicated().sharding
         options = {"donate_argnums": 1, "out_shardings": (tree_shardings(pool), whole, whole)}
         sampler: Sampler = sample_tokens_truncated if truncates else sample_tokens
-        bound = functools.partial(decode_segment, self.definition, sampler, self.shapes.segment_max)
+        groups = None
+        if self.shapes.rows_together not in (None, rows):
+            groups = RowGroups(rows // self.shapes.rows_together, self.num_shards)
+        bound = functools.partial(decode_segment, self.definition, sampler, self.shapes.segment_max, groups)
         return bound, arguments, options
 
 

@@ -110,6 +110,7 @@ def open_workers(
         engine = _make_slot_engine(
             *(settings, definition, tokenizer, make_submesh(devices, template=mesh)),
             num_slots=pools[kind].slots,
+            row_limit=pools[kind].max_length,
             setting=f"rollout.workers.{kind}.slots",
             dtype=dtype,
             compiled=compiled if are_shared else {},
@@ -149,6 +150,7 @@ def _make_slot_engine(
     dtype: jnp.dtype,
     compiled: dict[SlotShapes, SlotPrograms],
     num_blocks: int | None = None,
+    row_limit: int | None = None,
 ) -> SlotEngine:
     """Creates a slot engine, which reuses the programs in `compiled` for the same shapes, if there are any."""
     shapes = slot_shapes_from_settings(
@@ -158,6 +160,7 @@ def _make_slot_engine(
         row_shards=num_cache_shards(mesh, definition.architecture.num_kv_heads),
         setting=setting,
         num_blocks=num_blocks,
+        row_limit=row_limit,
     )
     engine = SlotEngine(
         definition,

@@ -57,7 +57,9 @@ def open_ray_workers(
         setting, longest = f"rollout.workers.{kind}.slots", settings.data.max_prompt_length
         spec = ActorSpec(
             architecture=definition.architecture,
-            shapes=slot_shapes_from_settings(rollout, pool.slots, max_prompt_length=longest, setting=setting),
+            shapes=slot_shapes_from_settings(
+                rollout, pool.slots, max_prompt_length=longest, row_limit=pool.max_length, setting=setting
+            ),
             kind=kind,
             eos_ids=tuple(tokenizer.eos_ids),
             dtype=jnp.dtype(dtype).name,

@@ -14,11 +14,13 @@ def slot_shapes_from_settings(
     setting: str,
     row_shards: int = 1,
     num_blocks: int | None = None,
+    row_limit: int | None = None,
 ) -> SlotShapes:
     """Returns the sizes for the settings; see `make_slot_shapes`.
 
     Args:
         num_blocks: what `rollout.kv_blocks: auto` stands for.
+        row_limit: see `SlotShapes`.
     """
     return make_slot_shapes(
         num_slots,
@@ -30,6 +32,8 @@ def slot_shapes_from_settings(
         block_size=rollout.kv_block_size,
         num_blocks=num_blocks if rollout.kv_blocks == "auto" else rollout.kv_blocks,
         kv_cache=rollout.kv_cache,
+        row_limit=row_limit,
+        rows_together=rollout.rows_together,
         row_shards=row_shards,
         setting=setting,
     )

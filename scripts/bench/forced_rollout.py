@@ -31,10 +31,11 @@ from app.rollout.request import GenerationRequest
 from app.rollout.sample_generator import SampleGenerator
 from app.rollout.sampling import SampledTokens, Sampler, SamplingRules, hash_uids, sample_keys, sample_tokens
 from app.rollout.scheduling.protocol import WorkerKind
+from app.rollout.segment_decoding import decode_segment
 from app.rollout.shape_buckets import SlotShapes, make_slot_shapes
 from app.rollout.slot_engine import SegmentResult as RanSegment
 from app.rollout.slot_engine import SlotEngine
-from app.rollout.slot_programs import ProgramName, ProgramSpec, SlotPrograms, decode_segment
+from app.rollout.slot_programs import ProgramName, ProgramSpec, SlotPrograms
 from app.rollout.worker import RolloutWorker
 from app.rollout.worker_pool import RolloutWorkerPool, ScheduleConfig
 from scripts.bench.shapes import QWEN2_5
@@ -95,7 +96,7 @@ class EndingPrograms(SlotPrograms):
 
     def _decode_program(self, rows: int, *, truncates: bool) -> ProgramSpec:
         _, arguments, options = super()._decode_program(rows, truncates=truncates)
-        first = self.definition, self.sampler, self.shapes.segment_max
+        first = self.definition, self.sampler, self.shapes.segment_max, None
         return lambda *more: decode_segment(*first, *more), arguments, options
 
 

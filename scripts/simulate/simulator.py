@@ -48,6 +48,8 @@ class SimulatedWorkerSpec:
     """Program sizes of its engine; None for unpadded prompts."""
     capacity: int = DEFAULT_CAPACITY
     """Number of tokens that its KV cache holds."""
+    max_length: int | None = None
+    """Longest row of its slots; None = the longest sample."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +171,7 @@ class SchedulerSimulator:
     def add_worker(self, spec: SimulatedWorkerSpec, *, at: float = 0.0) -> None:
         sizes = spec.program_sizes or ProgramSizes((*spec.batch_sizes, spec.slots))
         self._workers[spec.name] = _SimulatedWorker(spec, SimulatedSlots(sizes, self.cost))
-        sizes = spec.slots, spec.batch_sizes, spec.device, spec.capacity
+        sizes = spec.slots, spec.batch_sizes, spec.device, spec.capacity, spec.max_length
         self._post(WorkerJoined(at, spec.name, spec.kind, *sizes))
 
     def _report_lost(self, spec: SimulatedWorkerSpec, why: str, *, at: float) -> None:
@@ -206,6 +208,8 @@ class SchedulerSimulator:
         # Replayed tokens pass through the decode program, all rows side by side.
         replayed = max((one.num_tokens for one in command.admit if one.how == "replay"), default=0)
         longest = max(row.sample.prompt_length + row.num_tokens for row in rows)
+        limit = worker.spec.max_length
+        assert limit is None or longest + steps <= limit, f"{command.worker}: a row of {longest + steps} tokens"
         seconds += worker.slots.decode(steps + replayed, num_rows=len(rows), longest=longest)
         device = worker.spec.device or worker.spec.name.partition("#")[0]
         free_at = self._device_free_at.get(device, 0.0)

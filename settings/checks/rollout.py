@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from settings.checks.check import Rule
 from settings.loading.resolve import Resolved
-from settings.schema.settings import Settings
 
 
 def _check_worker_devices(resolved: Resolved) -> Iterator[str]:
@@ -20,9 +19,26 @@ def _check_worker_devices(resolved: Resolved) -> Iterator[str]:
         )
 
 
-def _has_unequal_slots(settings: Settings) -> bool:
-    fast, heavy = settings.rollout.workers.fast, settings.rollout.workers.heavy
-    return settings.rollout.has_workers and fast.count > 0 and heavy.count > 0 and fast.slots != heavy.slots
+def _check_row_limits(resolved: Resolved) -> Iterator[str]:
+    """Every prompt must fit every worker, and every sample the workers of one kind."""
+    settings = resolved.settings
+    workers, longest_prompt = settings.rollout.workers, settings.data.max_prompt_length
+    longest = longest_prompt + settings.rollout.max_new_tokens
+    limits = {kind: pool.max_length for kind in ("fast", "heavy") if (pool := getattr(workers, kind)).count}
+    for kind, limit in limits.items():
+        if limit is not None and limit <= longest_prompt:
+            yield (
+                f"<rollout.workers.{kind}.max_length> leaves no token for a completion after a prompt of "
+                f"{longest_prompt} tokens (<data.max_prompt_length>); raise it to {longest_prompt + 1} or more, or set "
+                "it to null"
+            )
+    if limits and all(limit is not None and limit < longest for limit in limits.values()):
+        named = " and ".join(f"<rollout.workers.{kind}.max_length>" for kind in limits)
+        yield (
+            f"{named}: no worker holds the longest sample, {longest_prompt} tokens of <data.max_prompt_length> and "
+            f"{settings.rollout.max_new_tokens} of <rollout.max_new_tokens>; set "
+            f"rollout.workers.{list(limits)[-1]}.max_length to null, or to at least {longest}"
+        )
 
 
 KV_BLOCK_CHECKS = tuple(
@@ -43,11 +59,6 @@ EXACT_MODE_CHECKS = (
         lambda s: s.rollout.mode == "exact" and not isinstance(s.rollout.slots, int) and not s.rollout.has_workers,
         "<rollout.mode>: samples are bitwise reproducible only with a fixed number of slots; set rollout.slots "
         "(for example to 16), or rollout.mode: fast",
-    ),
-    Rule(
-        lambda s: s.rollout.mode == "exact" and _has_unequal_slots(s),
-        "<rollout.mode>: samples are bitwise reproducible only if all workers have the same number of slots, got "
-        "<rollout.workers.fast.slots> and <rollout.workers.heavy.slots>; set both to the same number",
     ),
     Rule(
         lambda s: s.rollout.mode == "exact" and s.model.dtype != "float32",
@@ -103,6 +114,7 @@ SCHEDULE_CHECKS = (
         "them to 1 or more",
     ),
     _check_worker_devices,
+    _check_row_limits,
 )
 
 WORKER_CHECKS = (

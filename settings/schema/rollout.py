@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -96,6 +97,9 @@ class WorkerPoolSettings(Section):
     assigned to the other kind. On a single device all workers take turns."""
     slots: int = Field(default=8, ge=1, le=MAX_SLOTS)
     """Number of samples that each worker decodes at once."""
+    max_length: int | None = Field(default=None, ge=2, le=MAX_TOKENS)
+    """Longest prompt plus completion in a slot of these workers, in tokens: their KV cache is that much smaller, and
+    samples that grow longer continue on the workers of the other kind. When null, as long as any sample may be."""
 
 
 class WorkersSettings(Section):
@@ -255,6 +259,17 @@ class RolloutSettings(Section):
         """Those of `ROUNDING_SETTINGS` that are set."""
         values = {name: getattr(self, name.partition(".")[2]) for name in ROUNDING_SETTINGS}
         return {name: value for name, value in values.items() if value is not None}
+
+    @property
+    def rows_together(self) -> int | None:
+        """Rows that a decode step of workers computes together so that workers of unequal slots round alike.
+
+        None if there is no need.
+        """
+        slots = {pool.slots for pool in (self.workers.fast, self.workers.heavy) if pool.count}
+        limits = {pool.max_length for pool in (self.workers.fast, self.workers.heavy) if pool.count}
+        is_unequal = self.mode == "exact" and self.has_workers and (len(slots) > 1 or len(limits) > 1)
+        return math.gcd(*slots) if is_unequal else None
 
     @property
     def num_rows(self) -> int:

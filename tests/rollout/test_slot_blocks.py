@@ -19,10 +19,10 @@ from app.records.sample import Prompt
 from app.rollout.block_pool import BlockPool
 from app.rollout.request import GenerationRequest
 from app.rollout.sampling import SamplingRules, hash_uids
+from app.rollout.segment_decoding import RowStatus, RowTable
 from app.rollout.sequence import RolloutSequence, SuspendedSequence
 from app.rollout.shape_buckets import SlotShapes, make_slot_shapes
 from app.rollout.slot_engine import SlotEngine
-from app.rollout.slot_programs import RowStatus, RowTable
 from tests.tiny import ODD, make_mesh
 
 REQUEST = GenerationRequest(group_size=1, max_new_tokens=1, rules=SamplingRules(1.0), seed=0, policy_version=0)

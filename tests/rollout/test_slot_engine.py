@@ -59,6 +59,8 @@ def new_slots(
     block_size: int | None = None,
     num_blocks: int | None = None,
     kv_cache: KVCacheType | None = None,
+    row_limit: int | None = None,
+    rows_together: int | None = None,
 ) -> SlotEngine:
     """Returns slots with a second program for half their number, in fast mode."""
     shapes = make_slot_shapes(
@@ -71,6 +73,8 @@ def new_slots(
         block_size=block_size,
         num_blocks=num_blocks,
         kv_cache=kv_cache,
+        row_limit=row_limit,
+        rows_together=rows_together,
     )
     if not exact:
         shapes = shapes._replace(batch_buckets=(num_slots // 2, num_slots))
@@ -385,6 +389,12 @@ def test_a_prompt_beyond_the_slots_is_refused_before_anything_runs():
         generate(slots_of(True), [long], 5)
     with pytest.raises(InputError, match=r"rollout\.max_new_tokens: .* more than the 32"):
         generate(slots_of(True), max_new_tokens=40)
+
+
+@pytest.mark.parametrize("mesh_shape", [(1, 1, 1), (2, 1, 1)])
+def test_in_exact_mode_rows_in_groups_round_as_fewer_slots_do(mesh_shape: tuple[int, int, int]) -> None:
+    few, many = (new_slots(n, exact=True, mesh_shape=mesh_shape, rows_together=4) for n in (4, 12))
+    assert bits_of(generate(many)) == bits_of(generate(few))
 
 
 def test_slots_that_devices_cannot_share_are_refused():

@@ -61,6 +61,8 @@ from tests.tiny import make_mesh, spell
 EAGER = PdsrSettings(fast_limit_tokens=8, probe_limit_tokens=4, window=64, window_min=4)
 """Limits that even these short samples exceed."""
 SHORT = SegmentSettings(min=1, max=5, overhead_steps=0.5)
+LIMIT = 16
+"""Longest row of fast workers in tests of unequal workers, of which samples have up to 28."""
 KINDS: tuple[WorkerKind, ...] = ("fast", "heavy", "fast")
 
 
@@ -94,6 +96,16 @@ class Mortal(SlotEngine):
 def engine_on(device: int, *, exact: bool = True) -> Mortal:
     """Returns an engine with four slots on one device, and few programs in either mode."""
     shapes = new_slots(4, exact=True).shapes
+    return Mortal(DEFINITION, mesh_of(device), shapes, eos_ids=(), dtype=FLOAT32, exact=exact)
+
+
+@functools.cache
+def unequal_engine(device: int, kind: WorkerKind, *, exact: bool) -> Mortal:
+    """Returns an engine of many slots for short rows (fast), or of few slots for long ones (heavy)."""
+    sizes = {"fast": (8, LIMIT), "heavy": (4, None)}[kind]
+    shapes = new_slots(
+        sizes[0], exact=True, block_size=4, row_limit=sizes[1], rows_together=4 if exact else None
+    ).shapes
     return Mortal(DEFINITION, mesh_of(device), shapes, eos_ids=(), dtype=FLOAT32, exact=exact)
 
 
@@ -180,6 +192,31 @@ def test_where_blocks_run_out_rows_wait_in_their_worker_and_may_be_moved_from_th
     assert counts.preempted_rows > 0 and counts.generated_tokens == sum(LENGTHS)
     for ours, theirs in zip(samples_of(made), expected(), strict=True):
         assert ours.completion_ids.tolist() == theirs.completion_ids.tolist()
+
+
+@pytest.mark.parametrize("exact", [True, False], ids=["exact", "fast"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_samples_grow_from_many_short_slots_into_few_long_ones(policy: str, exact: bool) -> None:
+    """In exact mode they are bit for bit those of equal workers."""
+    workers = [RolloutWorker(f"{k}-{i}", k, unequal_engine(i, k, exact=exact)) for i, k in enumerate(KINDS[:2])]
+    fast, heavy = (worker.engine.programs for worker in workers)
+    assert (fast.num_blocks - 2, heavy.num_blocks - 2) == (8 * LIMIT // 4, 4 * heavy.blocks_per_sample)
+    made = scheduled(workers, policy, in_turn=True)
+    compare = bits if exact else (lambda samples: [s.completion_ids.tolist() for s in samples])
+    equal = new_slots(4, exact=True, block_size=4)
+    assert compare(samples_of(made)) == compare(generate(equal))
+    reasons = {one.why for one in commands_of(made) if isinstance(one, Suspend)}
+    assert reasons & {"row limit", "breaker", "probe limit"}
+    assert all(one.how == "copy" for one in admitted(made) if one.num_tokens), "rows move with their caches"
+    longest = max(len(s.prompt.token_ids) + len(s.completion_ids) for s in expected())
+    assert longest > LIMIT and made.take_counters().recomputed_tokens == 0
+
+
+def test_long_rows_that_no_worker_is_left_for_end_the_rollout_with_the_error_of_the_lost_one() -> None:
+    workers = [RolloutWorker(f"{k}-{i}", k, unequal_engine(i, k, exact=True)) for i, k in enumerate(KINDS[:2])]
+    made = scheduled(workers, "adaptive", in_turn=True)
+    with dying(workers[1], lives=1), pytest.raises(RuntimeError, match="device is gone"):
+        samples_of(made)
 
 
 def test_a_row_that_waits_for_blocks_leaves_without_a_cache() -> None:

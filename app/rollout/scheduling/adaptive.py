@@ -70,24 +70,29 @@ class AdaptivePolicy(SchedulingPolicy):
 
         Workers on the same device would only take turns, so they get none.
         """
-        num_free = sum(
-            other.slots
+        others = [
+            other
             for other in self.context.workers.values()
             if other is not worker
             and not (other.is_busy or other.rows)
             and (other.device is None or other.device != worker.device)
-        )
-        max_moves = self.context.pdsr.max_moves
-        movable = [entry for entry in running_rows(self.context, worker) if entry.moves < max_moves]
-        return [Eviction(entry.uid, "spread") for entry in movable[: min(len(worker.rows) // 2, num_free)]]
+        ]
+        movable = [
+            entry
+            for entry in running_rows(self.context, worker)
+            if entry.moves < self.context.pdsr.max_moves and any(other.fits(entry) for other in others)
+        ]
+        most = min(len(worker.rows) // 2, sum(other.slots for other in others))
+        return [Eviction(entry.uid, "spread") for entry in movable[:most]]
 
     def has_sample_for(self, worker: WorkerState) -> bool:
-        return len(self._queue) > 0
+        return self.context.first_fitting(self._queue, worker) is not None
 
     def next_sample(self, worker: WorkerState) -> tuple[str, SampleRole] | None:
-        uid = self._queue.pop()
+        uid = self.context.first_fitting(self._queue, worker)
         if uid is None:
             return None
+        self._queue.remove(uid)
         entry = self.context.samples[uid]
         role = self._role(entry)
         self._waiting_by_prompt[entry.prompt].remove(uid)

@@ -96,10 +96,10 @@ class PdsrV1Policy(SchedulingPolicy):
         gone = []
         for entry in running_rows(self.context, worker):
             if self._is_running_probe(entry):
-                if self.context.is_over_limit(entry, self.context.probe_limit):
+                if self.context.is_over_limit(entry, self.context.probe_limit) or not worker.fits(entry):
                     self._record_probe(entry, math.inf)
                     gone.append(Eviction(entry.uid, "probe limit"))
-            elif self.context.is_over_limit(entry, self.context.fast_limit):
+            elif self.context.is_over_limit(entry, self.context.fast_limit) or not worker.fits(entry):
                 truncates = self.context.pdsr.on_fast_limit == "truncate" and self._queue_for_sample(entry) == "fast"
                 gone.append(Eviction(entry.uid, "truncated" if truncates else "breaker"))
         return gone
@@ -110,13 +110,15 @@ class PdsrV1Policy(SchedulingPolicy):
         return self.context.probe_limit if self._is_running_probe(entry) else self.context.fast_limit
 
     def requeue(self, entry: SampleEntry) -> None:
+        if self._is_running_probe(entry) and self.context.outgrows(entry, "fast"):
+            self._record_probe(entry, math.inf)
         self._queues[self._queue_for_sample(entry)].put(entry.uid, -1, entry.number)
 
     def _queue_for_sample(self, entry: SampleEntry) -> SampleRole:
         """Returns the queue of a sample that has run before."""
         if self._is_running_probe(entry):
             return "probe"
-        if entry.moves or self._probes.is_probe(entry):
+        if entry.moves or self._probes.is_probe(entry) or self.context.outgrows(entry, "fast"):
             return "heavy"
         return self._probes.verdicts[entry.prompt]
 
@@ -125,18 +127,21 @@ class PdsrV1Policy(SchedulingPolicy):
         self._batch.pop(prompt, None)
 
     def has_sample_for(self, worker: WorkerState) -> bool:
-        return self._queue_for_worker(worker) is not None
+        return self._sample_for(worker) is not None
 
-    def _queue_for_worker(self, worker: WorkerState) -> SampleRole | None:
+    def _sample_for(self, worker: WorkerState) -> tuple[str, SampleRole] | None:
         for role, kind in SERVED_BY.items():
-            if self.context.serves(worker, kind) and len(self._queues[role]):
-                return role
+            if self.context.serves(worker, kind):
+                uid = self.context.first_fitting(self._queues[role], worker)
+                if uid is not None:
+                    return uid, role
         return None
 
     def next_sample(self, worker: WorkerState) -> tuple[str, SampleRole] | None:
-        role = self._queue_for_worker(worker)
-        uid = self._queues[role].pop() if role else None
-        return None if role is None or uid is None else (uid, role)
+        found = self._sample_for(worker)
+        if found is not None:
+            self._queues[found[1]].remove(found[0])
+        return found
 
     def waiting(self) -> list[str]:
         return [uid for queue in self._queues.values() for uid in queue.uids()] + self._probes.waiting()

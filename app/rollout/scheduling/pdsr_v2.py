@@ -20,6 +20,11 @@ from app.rollout.scheduling.scheduling_policy import (
     running_rows,
 )
 
+SERVED_BY: dict[str, WorkerKind] = {"pinned": "heavy", "tripped": "heavy", "heavy": "heavy", "fast": "fast"}
+"""Kind of worker that serves each queue, in the order in which a worker checks them."""
+STOLEN = ("fast", "heavy", "tripped")
+"""Queues from which other workers steal, in order."""
+
 
 class PdsrV2Policy(SchedulingPolicy):
     """Gives each prompt a final verdict, except that a prompt becomes heavy if one of its samples trips the breaker.
@@ -87,6 +92,7 @@ class PdsrV2Policy(SchedulingPolicy):
         tripped = [entry for entry in rows if self.context.is_over_limit(entry, self._breaker_limit(entry))]
         tripped.sort(key=lambda entry: -entry.num_tokens)
         tripped = tripped[: max(1, math.ceil(self.context.pdsr.tripped_share * worker.slots))]
+        tripped += [entry for entry in rows if entry not in tripped and not worker.fits(entry)]
         for entry in tripped:
             self._neutral.pop(entry.prompt, None)
             self._apply_verdict(entry.prompt, "heavy")
@@ -95,7 +101,7 @@ class PdsrV2Policy(SchedulingPolicy):
             if entry not in tripped and entry.uid in self._stolen:
                 if not self.context.is_over_limit(entry, self._stolen[entry.uid]):
                     continue
-                if len(self._queues["fast"]) or self.context.has_idle_slot("heavy"):
+                if len(self._queues["fast"]) or self.context.has_idle_slot("heavy", entry.uid):
                     gone.append(Eviction(entry.uid, "steal limit"))
                 else:
                     self._stolen[entry.uid] = self._steal_limit(entry)
@@ -116,6 +122,8 @@ class PdsrV2Policy(SchedulingPolicy):
 
     def requeue(self, entry: SampleEntry) -> None:
         self._stolen.pop(entry.uid, None)
+        if self.context.outgrows(entry, "fast"):
+            self._apply_verdict(entry.prompt, "heavy")
         rank = -self.context.pdsr.probe_advance - 1
         self._queues[self._queue_for_sample(entry)].put(entry.uid, rank, entry.number)
 
@@ -127,24 +135,30 @@ class PdsrV2Policy(SchedulingPolicy):
         self._neutral.pop(prompt, None)
 
     def has_sample_for(self, worker: WorkerState) -> bool:
-        return self._queue_for_worker(worker) is not None
+        return self._sample_for(worker) is not None
 
-    def _queue_for_worker(self, worker: WorkerState) -> str | None:
-        """Returns the queue from which a worker takes: its own, or that of the other kind if its workers are full.
+    def _sample_for(self, worker: WorkerState) -> tuple[str, str] | None:
+        """Returns a sample and its queue: the worker's own, or that of the other kind if its workers are full.
 
         Samples that tripped a breaker are stolen last: they would most likely trip the next one, too.
         """
-        serves_heavy, serves_fast = (self.context.serves(worker, kind) for kind in ("heavy", "fast"))
-        sources = ["pinned", "tripped", "heavy"] if serves_heavy else []
-        sources += ["fast"] if serves_fast or not self.context.has_idle_slot("fast") else []
-        sources += ["heavy", "tripped"] if not self.context.has_idle_slot("heavy") else []
-        return next((source for source in sources if len(self._queues[source])), None)
+        for source, kind in SERVED_BY.items():
+            if self.context.serves(worker, kind):
+                uid = self.context.first_fitting(self._queues[source], worker)
+                if uid is not None:
+                    return uid, source
+        for source in STOLEN:
+            uid = self.context.first_fitting(self._queues[source], worker)
+            if uid is not None and not self.context.has_idle_slot(SERVED_BY[source], uid):
+                return uid, source
+        return None
 
     def next_sample(self, worker: WorkerState) -> tuple[str, SampleRole] | None:
-        source = self._queue_for_worker(worker)
-        uid = self._queues[source].pop() if source else None
-        if uid is None:
+        found = self._sample_for(worker)
+        if found is None:
             return None
+        uid, source = found
+        self._queues[source].remove(uid)
         entry = self.context.samples[uid]
         if source != "fast":
             if not self.context.serves(worker, "heavy"):

@@ -34,12 +34,6 @@ class PriorityQueue:
             heapq.heappop(self._heap)
         return None
 
-    def pop(self) -> str | None:
-        uid = self.peek()
-        if uid is not None:
-            self.remove(uid)
-        return uid
-
     def remove(self, uid: str) -> None:
         """Removes a sample, if it is in the queue."""
         self._keys.pop(uid, None)

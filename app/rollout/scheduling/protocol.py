@@ -85,6 +85,8 @@ class WorkerJoined:
     """Device that this worker shares with others in turns; None = the worker has its own devices."""
     capacity: int = DEFAULT_CAPACITY
     """Number of tokens that its KV cache holds."""
+    max_length: int | None = None
+    """Longest row of its slots, prompt and completion, longer than any prompt; None = the longest sample."""
 
     def __post_init__(self) -> None:
         if self.slots < 1:
@@ -151,7 +153,8 @@ class Suspend:
     worker: str
     uids: tuple[str, ...]
     why: str
-    """`probe limit`, `breaker`, `spread`, or `truncated`: the samples end here, and a `Commit` follows."""
+    """`row limit` (the slots hold no more tokens of it), `probe limit`, `breaker`, `steal limit`, `spread`, or
+    `truncated`: the samples end here, and a `Commit` follows."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,6 +55,11 @@ class SampleEntry:
     def prompt(self) -> str:
         return self.sample.prompt
 
+    @property
+    def length(self) -> int:
+        """Number of tokens of prompt and completion so far."""
+        return self.sample.prompt_length + self.num_tokens
+
 
 @dataclass
 class SampleTable:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Literal
 
@@ -100,6 +101,11 @@ class Scheduler:
             commands.append(Finished())
         return commands
 
+    @property
+    def is_stuck(self) -> bool:
+        """Whether no worker is left for the samples that wait."""
+        return self.samples.num_waiting > 0 and not any(w.is_busy for w in self.context.workers.values())
+
     def _submit(self, event: Submitted) -> None:
         if self.is_closed and any(sample.uid not in self.samples for sample in event.samples):
             raise ValueError("new samples were submitted to a closed scheduler; submit them before `Closed`")
@@ -126,9 +132,13 @@ class Scheduler:
     def _add_worker(self, event: WorkerJoined) -> None:
         if event.worker not in self.context.workers and event.worker not in self._lost_workers:
             worker = WorkerState(
-                event.worker, event.kind, event.slots, tuple(event.rungs), event.device, event.capacity
+                *(event.worker, event.kind, event.slots, tuple(event.rungs), event.device, event.capacity),
+                max_length=event.max_length,
             )
             self.context.workers[event.worker] = worker
+            longest_row = math.inf if event.max_length is None else event.max_length
+            known = self.context.longest_rows.get(event.kind, 0)
+            self.context.longest_rows[event.kind] = max(known, longest_row)
 
     def _remove_worker(self, name: str) -> list[Command]:
         if name in self._lost_workers:
@@ -180,7 +190,9 @@ class Scheduler:
     def _evict(self, worker: WorkerState) -> list[Command]:
         commands: list[Command] = []
         by_reason: dict[str, list[str]] = {}
-        for uid, why in self.policy.evictions(worker):
+        leaving = {one.uid: one.why for one in self.policy.evictions(worker)}
+        outgrown = [uid for uid in worker.rows if uid not in leaving and not worker.fits(self.samples[uid])]
+        for uid, why in {**leaving, **dict.fromkeys(outgrown, "row limit")}.items():
             by_reason.setdefault(why, []).append(uid)
             worker.rows.remove(uid)
             entry = self.samples[uid]
@@ -223,9 +235,11 @@ class Scheduler:
     def _run_segment(self, worker: WorkerState, admitted: list[Admit]) -> RunSegment:
         worker.is_busy = True
         worker.segment += 1
-        if not self.policy.refills:
-            return RunSegment(worker.name, worker.segment, tuple(admitted), self.segment.max, 0, 0)
         rows = [self.samples[uid] for uid in worker.rows]
+        fitting = min(worker.num_fitting(entry) for entry in rows)
+        if not self.policy.refills:
+            length = int(min(self.segment.max, fitting))
+            return RunSegment(worker.name, worker.segment, tuple(admitted), length, 0, 0)
         # Samples held back for a verdict wait, too: for the end of a probe, and then for a slot of any worker.
         awaited = self.policy.has_sample_for(worker) or self.policy.may_release()
         limits = segment_limits(
@@ -242,7 +256,7 @@ class Scheduler:
             for entry, limit in looks
             if not self.context.is_over_limit(entry, limit)
         ]
-        limits = limits._replace(length=int(min([limits.length, *left])))
+        limits = limits._replace(length=int(min([limits.length, fitting, *left])))
         return RunSegment(worker.name, worker.segment, tuple(admitted), **limits._asdict())
 
     def check_invariants(self) -> None:
@@ -261,6 +275,7 @@ class Scheduler:
             assert len(worker.rows) <= worker.slots, f"{worker.name}: {len(worker.rows)} rows in {worker.slots} slots"
             assert worker.is_busy == bool(worker.rows), f"{worker.name} is idle with rows, or busy without"
             assert worker.is_busy or not self.policy.has_sample_for(worker), f"{worker.name} is idle while samples wait"
-        all_wait = self.context.workers and not running and expected
-        assert not all_wait, "samples wait, but no worker is running"
+        workers = self.context.workers.values()
+        has_place = any(worker.fits(self.samples[uid]) for uid in expected for worker in workers)
+        assert running or not has_place, "samples wait, but no worker is running"
         assert self.is_finished == (self.is_closed and all(e.state in ENDED for e in self.samples)), "wrong is_finished"

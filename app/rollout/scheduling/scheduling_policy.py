@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
 from app.rollout.scheduling.length_estimator import LengthEstimator
+from app.rollout.scheduling.priority_queue import PriorityQueue
 from app.rollout.scheduling.protocol import DEFAULT_CAPACITY, SampleRole, WorkerKind
 from app.rollout.scheduling.sample_states import SampleEntry, SampleState, SampleTable
 from settings.schema.rollout import PdsrSettings
@@ -23,6 +24,7 @@ class WorkerState:
     rungs: tuple[int, ...]
     device: str | None = None
     capacity: int = DEFAULT_CAPACITY
+    max_length: int | None = None
     rows: list[str] = field(default_factory=list)
     """Uids in the order of admission."""
     segment: int = 0
@@ -37,6 +39,15 @@ class WorkerState:
     @property
     def has_free_slot(self) -> bool:
         return len(self.rows) < self.slots
+
+    def num_fitting(self, entry: SampleEntry) -> float:
+        """Returns how many more tokens of a sample fit into a slot."""
+        if self.max_length is None:
+            return math.inf
+        return self.max_length - entry.length
+
+    def fits(self, entry: SampleEntry) -> bool:
+        return self.num_fitting(entry) > 0
 
 
 class RowLimit(NamedTuple):
@@ -67,6 +78,8 @@ class SchedulingContext:
     """Live workers, in the order of joining."""
     lengths: LengthEstimator
     pdsr: PdsrSettings
+    longest_rows: dict[WorkerKind, float] = field(default_factory=dict)
+    """Longest row that workers of a kind hold, lost ones included."""
     threshold: float | None = None
     """Length above which a sample is heavy; updated when a sample finishes."""
 
@@ -93,6 +106,10 @@ class SchedulingContext:
         if length is None or self.threshold is None or self.pdsr.unit == "seconds":
             return None
         return "heavy" if length > self.threshold else "fast"
+
+    def outgrows(self, entry: SampleEntry, kind: WorkerKind) -> bool:
+        """Returns whether a sample is too long for all workers of a kind that have ever joined."""
+        return entry.length >= self.longest_rows.get(kind, math.inf)
 
     def is_over_limit(self, entry: SampleEntry, limit: RowLimit) -> bool:
         """Returns whether a sample has reached a limit."""
@@ -121,8 +138,18 @@ class SchedulingContext:
         """Returns whether the worker serves a kind of work: its own kind, or a kind without workers."""
         return worker.kind == kind or not self.has_worker(kind)
 
-    def has_idle_slot(self, kind: WorkerKind) -> bool:
-        return any(w.kind == kind and not w.is_busy and w.has_free_slot for w in self.workers.values())
+    def has_idle_slot(self, kind: WorkerKind, uid: str) -> bool:
+        """Returns whether a sample could start on a worker of a kind now."""
+        entry = self.samples[uid]
+        of_kind = (worker for worker in self.workers.values() if worker.kind == kind and not worker.is_busy)
+        return any(worker.has_free_slot and worker.fits(entry) for worker in of_kind)
+
+    def first_fitting(self, queue: PriorityQueue, worker: WorkerState) -> str | None:
+        """Returns the first sample of a queue that fits a worker, without removing it."""
+        first = queue.peek()
+        if first is None or worker.fits(self.samples[first]):
+            return first
+        return next((uid for uid in queue.uids() if worker.fits(self.samples[uid])), None)
 
 
 class SchedulingPolicy(ABC):

@@ -23,11 +23,14 @@ class SyncPolicy(SchedulingPolicy):
         self.add(entry)
 
     def has_sample_for(self, worker: WorkerState) -> bool:
-        return worker.num_carried == 0 and len(self._queue) > 0
+        return worker.num_carried == 0 and self.context.first_fitting(self._queue, worker) is not None
 
     def next_sample(self, worker: WorkerState) -> tuple[str, SampleRole] | None:
-        uid = self._queue.pop() if self.has_sample_for(worker) else None
-        return None if uid is None else (uid, "any")
+        uid = self.context.first_fitting(self._queue, worker)
+        if uid is None or worker.num_carried:
+            return None
+        self._queue.remove(uid)
+        return uid, "any"
 
     def waiting(self) -> list[str]:
         return self._queue.uids()

@@ -69,8 +69,8 @@ class Driven:
                 self.epochs |= {one.uid: one.epoch for one in command.admit}
         return self.last
 
-    def join(self, worker: str, kind: Any = "fast", slots: int = 2, rungs: tuple[int, ...] = ()) -> list[Command]:
-        return self.tell(WorkerJoined(self.at, worker, kind, slots, rungs))
+    def join(self, worker: str, kind: Any = "fast", slots: int = 2, rungs: tuple[int, ...] = (), **more: Any):
+        return self.tell(WorkerJoined(self.at, worker, kind, slots, rungs, **more))
 
     def submit(self, new: tuple[NewSample, ...], *, close: bool = True) -> list[Command]:
         commands = self.tell(Submitted(self.at, new))

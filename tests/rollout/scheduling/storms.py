@@ -119,10 +119,11 @@ def random_segment(rng: random.Random) -> SegmentSettings:
 def random_workers(rng: random.Random) -> list[SimulatedWorkerSpec]:
     """Returns random workers, at least one, some of them on one device."""
     counts = rng.choice([(1, 0), (0, 1), (1, 1), (2, 1), (1, 2), (3, 0)])
-    specs = []
+    specs, limits = [], {"fast": rng.choice([None, 130, 150, 250]) if counts[1] else None, "heavy": None}
     for kind, count in zip(("fast", "heavy"), counts, strict=True):
         for i in range(count):
             slots = rng.choice([1, 2, 5, 8])
             rungs = tuple(rung for rung in (2, 4) if rung < slots)
-            specs.append(SimulatedWorkerSpec(f"{kind}-{i}", kind, slots, rungs, device=rng.choice([None, "shared"])))
+            device = rng.choice([None, "shared"])
+            specs.append(SimulatedWorkerSpec(f"{kind}-{i}", kind, slots, rungs, device, max_length=limits[kind]))
     return specs

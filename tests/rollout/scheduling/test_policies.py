@@ -2,6 +2,7 @@ import pytest
 
 from app.rollout.scheduling.protocol import Commit, RunSegment, WorkerLost
 from app.rollout.scheduling.sample_states import SampleState
+from app.rollout.scheduling.scheduler import POLICIES
 from tests.rollout.scheduling.driving import Driven, admitted, make_scheduler, probes_of, samples, suspended
 
 
@@ -225,6 +226,34 @@ def test_a_second_step_knows_the_threshold_of_the_first(policy: str) -> None:
     assert run.length == 64, "held back samples wait for an early verdict"
     assert admitted(commands, "heavy") == ["p0/s1"] and admitted(commands, "fast") == ["p1/s1"]
     assert suspended(commands) == []
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_rows_leave_slots_that_they_outgrow_and_never_come_back(policy: str) -> None:
+    driven = Driven(make_scheduler(policy))
+    driven.join("fast", "fast", slots=2, max_length=50)
+    driven.join("heavy", "heavy", slots=1)
+    driven.submit(samples(4, 1))
+    first = driven.rows("fast")
+    assert len(first) == 2 and driven.running["fast"].length == 40, "prompts have 10 tokens"
+    commands = driven.end("fast", dict.fromkeys(first, 40))
+    assert {uid for uid, _ in suspended(commands)} == set(first)
+    assert not set(first) & set(driven.rows("fast")), "they do not fit, although slots are free"
+    while not driven.scheduler.is_finished:
+        worker = next(name for name in ("heavy", "fast") if driven.rows(name))
+        rows = driven.rows(worker)
+        driven.end(worker, {uid: driven.scheduler.samples[uid].num_tokens + 9 for uid in rows}, finished=tuple(rows))
+    assert all(driven.scheduler.samples[uid].num_tokens == 49 for uid in first)
+
+
+def test_a_probe_that_outgrows_its_slot_is_heavy() -> None:
+    for policy in ("pdsr_v1", "pdsr_v2"):
+        driven = Driven(make_scheduler(policy))
+        driven.join("fast", "fast", slots=1, max_length=50)
+        driven.join("heavy", "heavy", slots=2)
+        driven.submit(samples(1, 2))
+        driven.end("fast", {"p0/s0": 40})
+        assert driven.rows("heavy") == ["p0/s0", "p0/s1"]
 
 
 def test_seconds_can_be_the_unit() -> None:

@@ -1,0 +1,177 @@
+"""The decoding of a segment: its tables, and the loop over its tokens on the devices."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int32
+
+from app.model.decode_weights import DecodeWeights
+from app.model.decoder import DecoderDefinition
+from app.model.kv_cache import KVCache, constrain_cache
+from app.model.prefill_and_decode import DECODE_SCOPE, decode_step
+from app.model.token_logprobs import scaled_logits
+from app.rollout.sampling import (
+    SampledTokens,
+    Sampler,
+    SamplingRules,
+    effective_temperature,
+    sample_keys,
+    token_outcomes,
+)
+
+PerSlot = Any
+"""int32 [B], on the host or in a program."""
+
+
+class RowTable(NamedTuple):
+    """State of each slot at the start of a segment; on the host, one array [fields, B]."""
+
+    token: PerSlot
+    """Last token of prompt and completion so far, fed at the next step."""
+    length: PerSlot
+    """Number of tokens of prompt and completion so far."""
+    remaining: PerSlot
+    """Number of tokens that may still be drawn; 0 if the slot is idle."""
+    uid_hash_low: PerSlot
+    uid_hash_high: PerSlot
+    sample_index: PerSlot
+    policy_version: PerSlot
+    """Version in the key of the noise, together with the three fields before it."""
+
+
+class RowStatus(NamedTuple):
+    """State of each slot after a segment; on the host, one array [fields, B]."""
+
+    token: PerSlot
+    length: PerSlot
+    remaining: PerSlot
+    stopped: PerSlot
+    """1 if an end-of-sequence token was drawn."""
+    non_finite: PerSlot
+    """1 if the logits were not finite; the row then ends without a token from that step."""
+    steps: PerSlot
+    """Number of steps in the segment, the same for all slots."""
+
+
+class DecodeLimits(NamedTuple):
+    """Conditions that end a segment. They are traced, so new values never trigger a recompilation."""
+
+    length: int
+    """Maximum number of tokens per row."""
+    leave_when_finished: int
+    """Number of newly finished rows at which the segment ends; 0 = no such limit."""
+    leave_when_active: int
+    """Number of unfinished rows at which the segment ends."""
+
+
+class RowGroups(NamedTuple):
+    """Rows of a batch in groups of equal size, each of which has as many rows of every device."""
+
+    num_groups: int
+    num_shards: int
+
+    def split(self, x: Array) -> Array:
+        """Returns rows by group: [groups, rows of a group, ...] of [B, ...]."""
+        by_device = x.reshape(self.num_shards, self.num_groups, -1, *x.shape[1:])
+        return jnp.moveaxis(by_device, 1, 0).reshape(self.num_groups, -1, *x.shape[1:])
+
+    def join(self, x: Array) -> Array:
+        """Returns the rows in the order of the batch."""
+        by_group = x.reshape(self.num_groups, self.num_shards, -1, *x.shape[2:])
+        return jnp.moveaxis(by_group, 0, 1).reshape(-1, *x.shape[2:])
+
+
+class _DecodeState(NamedTuple):
+    cache: KVCache
+    token: Int32[Array, "B"]
+    length: Int32[Array, "B"]
+    remaining: Int32[Array, "B"]
+    stopped: Bool[Array, "B"]
+    non_finite: Bool[Array, "B"]
+    tokens: Int32[Array, "3 C B"]
+    """Token ids, bits of the logprobs, and bits of the kept-mass logs."""
+    step: Int32[Array, ""]
+
+
+def decode_segment(
+    definition: DecoderDefinition,
+    sampler: Sampler,
+    segment_max: int,
+    groups: RowGroups | None,
+    weights: DecodeWeights,
+    cache: KVCache,
+    table: Int32[Array, "7 B"],
+    blocks: Int32[Array, "B M"],
+    limits: Int32[Array, "3"],
+    rules: SamplingRules,
+    seed: Int32[Array, ""],
+    eos_ids: Int32[Array, "E"],
+) -> tuple[KVCache, Int32[Array, "6 B"], Int32[Array, "3 C B"]]:
+    """Draws up to `segment_max` tokens for every row; returns the cache, a `RowStatus` and the tokens of each step.
+
+    A prompt's last token is fed here and not in the prefill, so that the first token of a sample is drawn by the same
+    program as all others.
+
+    Args:
+        groups: groups of rows that a step computes one after another; None = all rows together.
+        blocks: each row's blocks on its device, which must hold all tokens that are fed.
+    """
+    rows, limit = RowTable(*table), DecodeLimits(*limits)
+    words = jax.lax.bitcast_convert_type(jnp.stack([rows.uid_hash_low, rows.uid_hash_high], axis=1), jnp.uint32)
+    row_key = lambda version, words, index: sample_keys(seed, version, words[None], index[None])[0]  # noqa: E731
+    keys = jax.vmap(row_key)(rows.policy_version, words, rows.sample_index)
+    head = definition.bind(weights.params).head
+    num_active = jnp.sum(rows.remaining > 0)
+
+    def continues(now: _DecodeState) -> Array:
+        active = jnp.sum(now.remaining > 0)
+        enough = (limit.leave_when_finished > 0) & (num_active - active >= limit.leave_when_finished)
+        return (now.step < limit.length) & ~enough & (active > limit.leave_when_active)
+
+    def draw(cache: KVCache, rows: tuple[Array, ...]) -> tuple[KVCache, SampledTokens]:
+        token, length, remaining, keys, blocks = rows
+        positions = jnp.maximum(length - 1, 0)
+        hidden, cache = decode_step(definition, weights, cache, token, positions, remaining > 0, blocks)
+        logits = scaled_logits(hidden, head, effective_temperature(rules.temperature))
+        sampled = sampler(logits, rules, jax.vmap(jax.random.fold_in)(keys, length))
+        return constrain_cache(cache), sampled
+
+    def step(now: _DecodeState) -> _DecodeState:
+        drawn = now.token, now.length, now.remaining, keys, blocks
+        if groups is None:
+            cache, sampled = draw(now.cache, drawn)
+        else:
+            cache, sampled = jax.lax.scan(draw, now.cache, jax.tree.map(groups.split, drawn))
+            sampled = jax.tree.map(groups.join, sampled)
+        active, ends, broken = token_outcomes(sampled, now.remaining > 0, eos_ids)
+        bits = [jax.lax.bitcast_convert_type(x, jnp.int32) for x in (sampled.logprobs, sampled.kept_mass_logs)]
+        record = jnp.stack([sampled.token_ids, *bits])[:, None]
+        return _DecodeState(
+            cache=cache,
+            token=jnp.where(active, sampled.token_ids, now.token),
+            length=now.length + active,
+            remaining=jnp.where(ends | broken, 0, now.remaining - active),
+            stopped=now.stopped | ends,
+            non_finite=now.non_finite | broken,
+            tokens=jax.lax.dynamic_update_slice(now.tokens, record, (0, now.step, 0)),
+            step=now.step + 1,
+        )
+
+    start = _DecodeState(
+        cache=cache,
+        token=rows.token,
+        length=rows.length,
+        remaining=rows.remaining,
+        stopped=jnp.zeros_like(rows.remaining, bool),
+        non_finite=jnp.zeros_like(rows.remaining, bool),
+        tokens=jnp.zeros((3, segment_max, len(rows.token)), jnp.int32),
+        step=jnp.int32(0),
+    )
+    with jax.named_scope(DECODE_SCOPE):
+        end = jax.lax.while_loop(continues, step, start)
+    steps = jnp.broadcast_to(end.step, end.remaining.shape)
+    status = RowStatus(end.token, end.length, end.remaining, end.stopped, end.non_finite, steps)
+    return constrain_cache(end.cache), jnp.stack(status), end.tokens
