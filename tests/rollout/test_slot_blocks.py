@@ -43,7 +43,7 @@ class HostPrograms:
         self.shapes, self.num_shards = shapes, num_shards
         assert shapes.block_size is not None and shapes.num_blocks is not None
         self.block_size, self.num_blocks = shapes.block_size, shapes.num_blocks
-        self.blocks_per_row = self.blocks_for(shapes.max_length)
+        self.blocks_per_sample = self.table_width = self.blocks_for(shapes.max_length)
         self.preempts = True
         self._known: dict[tuple[int, ...], list[int]] = {}
         for number, (row, length) in enumerate(zip(rows, lengths, strict=True)):
@@ -84,7 +84,7 @@ class HostPrograms:
         return pool
 
     def _take(self, pool: np.ndarray, places: np.ndarray) -> np.ndarray:
-        row = np.zeros((self.blocks_per_row, self.block_size), int)
+        row = np.zeros((self.blocks_per_sample, self.block_size), int)
         for blocks, own in zip(pool, np.split(places, self.num_shards), strict=True):
             row[own >= 0] = blocks[own[own >= 0]]
         return row

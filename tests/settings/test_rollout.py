@@ -39,16 +39,16 @@ from settings.checks.commands import check_for_rollout, check_for_train
             "rollout.slots = 8 (from --set): with rollout.scheduler = 'adaptive' (from --set) each worker has",
         ),
         (
-            ["rollout.workers.fast.max_length=128"],
-            "rollout.workers.fast.max_length = 128 (from --set) leaves no token for a completion after a prompt of 128",
+            ["rollout.workers.fast.max_length=16"],
+            "rollout.workers.fast.max_length = 16 (from --set) leaves no token for a completion after a prompt of 16",
         ),
         (
-            ["rollout.workers.fast.max_length=150", "rollout.workers.heavy.max_length=191"],
-            "no worker holds the longest sample, 128 tokens of data.max_prompt_length = 128",
+            ["rollout.workers.fast.max_length=20", "rollout.workers.heavy.max_length=23"],
+            "no worker holds the longest sample, 16 tokens of data.max_prompt_length = 16",
         ),
         (
-            ["rollout.workers.fast.max_length=150", "rollout.workers.heavy.count=0"],
-            "set rollout.workers.fast.max_length to null, or to at least 192",
+            ["rollout.workers.fast.max_length=20", "rollout.workers.heavy.count=0"],
+            "set rollout.workers.fast.max_length to null, or to at least 24",
         ),
         (
             ["rollout.slots=null", "rollout.kv_blocks=100"],
