@@ -21,7 +21,7 @@ from app.records.sample import Prompt, Sample
 from app.rollout.request import GenerationRequest
 from app.rollout.sample_generator import make_sequences
 from app.rollout.scheduler_loop import RolloutExecutor
-from app.rollout.scheduling.length_estimator import FinishedLength, LearnedLengths
+from app.rollout.scheduling.length_estimator import LearnedLengths
 from app.rollout.scheduling.metrics import ScheduleMetrics, ScheduleMetricsTracker
 from app.rollout.sequence import RolloutSequence
 from app.rollout.worker_drivers import CLOSE_TIMEOUT_S
@@ -53,8 +53,6 @@ class RoundExecutor:
         self._waiting: deque[dict[str, RolloutSequence]] = deque()
         self._in_flight: deque[list[str]] = deque()
         self._num_submitted = 0
-        self._num_finished = 0
-        """Number of samples whose lengths were taken."""
         executor.add_workers()
 
     @property
@@ -87,13 +85,8 @@ class RoundExecutor:
             rows = self._executor.release(self._in_flight.popleft())
             history = self._executor.scheduler.context.lengths.history
             means = {row.prompt.uid: history[row.prompt.uid] for row in rows if row.prompt.uid in history}
-            yield CompletedRound(rows, LearnedLengths(means, self._take_finished()), metrics)
-
-    def _take_finished(self) -> tuple[FinishedLength, ...]:
-        """Returns the lengths of the samples that have finished since the last call."""
-        lengths = self._executor.scheduler.context.lengths
-        new, self._num_finished = lengths.num_finished - self._num_finished, lengths.num_finished
-        return lengths.last_finished(new)
+            finished = self._executor.scheduler.context.lengths.take_finished()
+            yield CompletedRound(rows, LearnedLengths(means, finished), metrics)
 
 
 class AsyncRollout:

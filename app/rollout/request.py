@@ -25,3 +25,5 @@ class GenerationRequest:
     """Texts that end a completion; see `app.rollout.stop_strings`."""
     first_group_id: int = 0
     """Group id of the first prompt."""
+    is_evaluation: bool = False
+    """Whether the lengths of its samples say nothing about those of training."""

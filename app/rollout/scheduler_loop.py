@@ -75,7 +75,7 @@ class RolloutExecutor:
         """Maps the uid of a suspended row to its cache."""
         self._failed: set[str] = set()
         """Names of failed workers."""
-        self._failure: BaseException | None = None
+        self._failure: Exception | None = None
         """Error of the last worker that failed."""
 
     def run_in_order(self, rows: Iterable[RolloutSequence]) -> Iterator[RolloutSequence]:
@@ -148,11 +148,7 @@ class RolloutExecutor:
     def _handle_outcome(self, outcome: WorkerOutcome) -> None:
         worker, result = outcome
         if isinstance(result, SegmentEnded):
-            self._handle_event(result)
-            # The last worker for long rows may have failed before.
-            if self._failure is not None and self.scheduler.is_stuck:
-                raise self._failure
-            return
+            return self._handle_event(result)
         if not isinstance(result, WORKER_FAILURES):
             raise result
         log.warning("rollout worker %s failed; its samples continue on other workers", worker.name, exc_info=result)
@@ -162,9 +158,9 @@ class RolloutExecutor:
         if not isinstance(result, LeaseExpiredError):
             # Frees its devices now, because an open rollout may last long.
             worker.close()
-        no_worker_left = not self.scheduler.context.workers and not self.scheduler.is_finished
-        if no_worker_left or self.scheduler.is_stuck:
+        if not self.scheduler.context.workers and not self.scheduler.is_finished:
             raise result
+        return None
 
     def _handle_event(self, event: Event) -> None:
         record = EventRecord(event, tuple(self.scheduler.handle(event)))
@@ -173,6 +169,11 @@ class RolloutExecutor:
             self._execute(command)
         if self._on_progress is not None:
             self._on_progress(self.scheduler.samples)
+        if self.scheduler.is_stuck and self.scheduler.context.workers:
+            raise self._failure or RuntimeError(
+                "no rollout worker is left for samples that are longer than rollout.workers.fast.max_length: the heavy "
+                "ones did not start, or were lost in an earlier rollout"
+            )
 
     def _execute(self, command: Command) -> None:
         match command:

@@ -153,7 +153,7 @@ class SlotEngine:
         self._stop = request.stop
         self._cache = self.programs["open",]()
         programs = self.programs
-        sizes = self.shapes.num_slots // programs.num_shards, programs.num_blocks, programs.blocks_for
+        sizes = self.shapes.num_slots // programs.num_shards, programs.num_blocks, programs.blocks_for_row
         self._devices = [SlotDevice(*sizes) for _ in range(programs.num_shards)]
         self._queued, self._last = deque(), None
         self.load_weights(weights, policy_version=request.policy_version)
@@ -310,7 +310,7 @@ class SlotEngine:
         row = _row_of(one)
         key, length = _prompt_key(row.prompt), len(row.prompt.token_ids) + row.num_tokens
         needed = self.programs.blocks_for(max(length, 1))
-        grows = self.programs.blocks_for(length + row.max_new_tokens - row.num_tokens - 1) > needed
+        grows = self.programs.blocks_for_row(length + row.max_new_tokens - row.num_tokens - 1) > needed
         share = -(-(len(self._slots) + max(len(self._queued), 1)) // len(self._devices))
 
         def has_room(device: SlotDevice) -> bool:
@@ -554,7 +554,7 @@ class SlotEngine:
     def batch_shape(self) -> BatchShape:
         """Largest batch shape of the engine."""
         shapes = self.shapes
-        lengths = shapes.max_prompt_length, shapes.max_length, shapes.segment_max, self.programs.block_size
+        lengths = shapes.max_prompt_length, shapes.max_row_length, shapes.segment_max, self.programs.block_size
         return BatchShape(shapes.prefill_rows[-1] * self.programs.num_shards, shapes.num_slots, *lengths)
 
     def footprint(self) -> Footprint:

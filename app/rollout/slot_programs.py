@@ -205,8 +205,8 @@ class SlotPrograms:
         if shapes.num_blocks and shapes.num_blocks < least:
             raise InputError(
                 f"rollout.kv_blocks: {shapes.num_blocks} blocks of {self.block_size} tokens on each device do not hold "
-                f"one sample of {shapes.max_row_length} tokens; set it to at least {least}, or to null, or lower "
-                "rollout.max_new_tokens"
+                f"one row of {shapes.max_row_length} tokens; set it to at least {least}, or to null, or lower "
+                "rollout.max_new_tokens or rollout.workers.fast.max_length"
             )
 
     @property
@@ -227,6 +227,10 @@ class SlotPrograms:
     def blocks_for(self, num_tokens: int) -> int:
         """Returns the number of blocks that hold this many tokens."""
         return -(-num_tokens // self.block_size)
+
+    def blocks_for_row(self, num_tokens: int) -> int:
+        """Returns the number of blocks that a row has here which may grow to so many tokens elsewhere."""
+        return min(self.blocks_for(num_tokens), self.blocks_per_row)
 
     def _blocks_for_rows(self, num_rows: int) -> int:
         """Returns the blocks that hold rows of any lengths, with block 0 and the last block of a prompt to copy."""
@@ -332,7 +336,9 @@ class SlotPrograms:
             specs["take",] = take_row, (pool, per_row), {"out_shardings": tree_shardings(row)}
             specs["put",] = put_row, (pool, row, per_row), _donate_options(0, pool)
         if recomputes:
-            specs |= {("prefill", 1, length): self._prefill_program(1, length) for length in shapes.recompute_buckets}
+            longest = next(length for length in shapes.recompute_buckets if length >= shapes.max_row_length)
+            lengths = [length for length in shapes.recompute_buckets if length <= longest]
+            specs |= {("prefill", 1, length): self._prefill_program(1, length) for length in lengths}
         return specs
 
     def _prefill_program(self, rows: int, length: int) -> ProgramSpec:

@@ -53,7 +53,8 @@ class RolloutWorkerPool(SampleGenerator):
     """Generates samples on workers controlled by a scheduler.
 
     Args:
-        workers: workers of the pool; in the exact mode, all need the same slot sizes and number of devices.
+        workers: workers of the pool; in the exact mode, all need the same number of devices and the same
+            `SlotShapes.rows_together`.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class RolloutWorkerPool(SampleGenerator):
         )
         with opened as run:
             yield from run.run_in_order(rows)
-            self._record_results(run)
+            self._record_results(run, request)
 
     def check_fits(self, rows: Iterable[RolloutSequence]) -> None:
         """Raises InputError if a row does not fit into a slot."""
@@ -177,7 +178,7 @@ class RolloutWorkerPool(SampleGenerator):
         return workers
 
     def make_scheduler(self, prompts: Iterable[str] = ()) -> Scheduler:
-        """Returns a new scheduler that knows what was learned, of prompts about these."""
+        """Returns a new scheduler with the window of finished samples and the mean lengths of these prompts."""
         schedule, learned = self.schedule, self.learned_lengths
         return Scheduler(
             schedule.policy,
@@ -187,7 +188,7 @@ class RolloutWorkerPool(SampleGenerator):
             learned=learned.about(prompts),
         )
 
-    def _record_results(self, executor: RolloutExecutor) -> None:
+    def _record_results(self, executor: RolloutExecutor, request: GenerationRequest) -> None:
         self.add_metrics(schedule_metrics(self.records))
         lengths: dict[str, list[int]] = {}
         for entry in executor.scheduler.samples:
@@ -195,26 +196,23 @@ class RolloutWorkerPool(SampleGenerator):
                 continue
             lengths.setdefault(entry.prompt, []).append(entry.num_tokens)
         means = {prompt: float(np.mean(known)) for prompt, known in lengths.items()}
-        estimator = executor.scheduler.context.lengths
-        self.record_lengths(LearnedLengths(means, estimator.last_finished(estimator.num_finished)))
+        finished = () if request.is_evaluation else executor.scheduler.context.lengths.take_finished()
+        self.record_lengths(LearnedLengths(means, finished))
 
     @property
     def learned_lengths(self) -> LearnedLengths:
         """What the rollouts so far have found out about lengths; the next schedule is based on it."""
-        return self._add_lengths(self.shared_lengths, self.new_lengths)
+        return self.shared_lengths.updated(self.new_lengths, window=self.schedule.pdsr.window)
 
     def record_lengths(self, newer: LearnedLengths) -> None:
         """Adds what a rollout, or a part of it, has found out about lengths."""
-        self.new_lengths = self._add_lengths(self.new_lengths, newer)
+        self.new_lengths = self.new_lengths.updated(newer)
 
     def share_lengths(self, of_hosts: Iterable[LearnedLengths]) -> None:
         """Takes over the `new_lengths` of all hosts, this one included, in the same order on all of them."""
-        for newer in of_hosts:
-            self.shared_lengths = self._add_lengths(self.shared_lengths, newer)
+        newer = LearnedLengths.of_hosts(of_hosts)
+        self.shared_lengths = self.shared_lengths.updated(newer, window=self.schedule.pdsr.window)
         self.new_lengths = NOTHING_LEARNED
-
-    def _add_lengths(self, older: LearnedLengths, newer: LearnedLengths) -> LearnedLengths:
-        return older.updated(newer, window=self.schedule.pdsr.window)
 
     def take_counters(self) -> RolloutCounters:
         """Returns the counts of all workers since the last call."""
@@ -222,8 +220,8 @@ class RolloutWorkerPool(SampleGenerator):
 
     @property
     def engine(self) -> SlotEngine:
-        """The engine of the worker with the most slots."""
-        return max((worker.engine for worker in self.workers), key=lambda engine: engine.shapes.num_slots)
+        """The engine of the worker with the largest cache."""
+        return max((worker.engine for worker in self.workers), key=lambda engine: engine.programs.capacity)
 
     def footprint(self) -> Footprint:
         """Returns the arrays on the fullest device when all slots are full."""

@@ -205,7 +205,7 @@ class Session(ScoringSession):
     def evaluation_request(self, *, first_group_id: int = 0) -> GenerationRequest:
         """Returns the request that `eval.*` specifies."""
         request, group_size = self.rollout_request(first_group_id=first_group_id), self.settings.eval.num_samples
-        return replace(request, rules=self.eval_sampling_params, group_size=group_size)
+        return replace(request, rules=self.eval_sampling_params, group_size=group_size, is_evaluation=True)
 
     def generate(self, weights: DecodeWeights, prompts: Sequence[Prompt], request: GenerationRequest) -> list[Sample]:
         """Generates with workers or slots; in one batch if there are none, or if workers run during training."""

@@ -20,24 +20,25 @@ def _check_worker_devices(resolved: Resolved) -> Iterator[str]:
 
 
 def _check_row_limits(resolved: Resolved) -> Iterator[str]:
-    """Every prompt must fit every worker, and every sample the workers of one kind."""
+    """Every prompt must fit every worker, and every sample the heavy ones, or the fast ones if there are no others."""
     settings = resolved.settings
     workers, longest_prompt = settings.rollout.workers, settings.data.max_prompt_length
     longest = longest_prompt + settings.rollout.max_new_tokens
-    limits = {kind: pool.max_length for kind in ("fast", "heavy") if (pool := getattr(workers, kind)).count}
-    for kind, limit in limits.items():
+    for kind in ("fast", "heavy"):
+        limit = getattr(workers, kind).max_length
         if limit is not None and limit <= longest_prompt:
             yield (
                 f"<rollout.workers.{kind}.max_length> leaves no token for a completion after a prompt of "
                 f"{longest_prompt} tokens (<data.max_prompt_length>); raise it to {longest_prompt + 1} or more, or set "
                 "it to null"
             )
-    if limits and all(limit is not None and limit < longest for limit in limits.values()):
-        named = " and ".join(f"<rollout.workers.{kind}.max_length>" for kind in limits)
+    kind = "heavy" if workers.heavy.count else "fast"
+    limit = getattr(workers, kind).max_length
+    if limit is not None and limit < longest:
         yield (
-            f"{named}: no worker holds the longest sample, {longest_prompt} tokens of <data.max_prompt_length> and "
-            f"{settings.rollout.max_new_tokens} of <rollout.max_new_tokens>; set "
-            f"rollout.workers.{list(limits)[-1]}.max_length to null, or to at least {longest}"
+            f"<rollout.workers.{kind}.max_length>: no worker is left for the longest sample, {longest_prompt} tokens "
+            f"of <data.max_prompt_length> and {settings.rollout.max_new_tokens} of <rollout.max_new_tokens>; set it to "
+            f"null, or to at least {longest}"
         )
 
 

@@ -59,7 +59,7 @@ class PdsrSettings(Section):
     probe_limit_tokens: int = Field(default=1024, ge=1, le=MAX_TOKENS)
     """pdsr_v1: a probe that reaches this many tokens moves to a heavy worker, and its prompt counts as heavy."""
     probe_limit_s: float = Field(default=5.0, gt=0)
-    """pdsr_v1: the probe limit in seconds, used if the unit is seconds."""
+    """pdsr_v1: the probe limit in seconds, used in addition to the tokens if the unit is seconds."""
     fast_limit_tokens: int = Field(default=2048, ge=1, le=MAX_TOKENS)
     """pdsr_v1, pdsr_v2: a sample that reaches this many tokens leaves its fast worker for a heavy one."""
     fast_limit_s: float = Field(default=10.0, gt=0)
@@ -70,7 +70,8 @@ class PdsrSettings(Section):
     percentile: float = Field(default=80.0, gt=0, lt=100)
     """pdsr_v2, adaptive: samples longer than this percentile of the window are heavy."""
     window: int = Field(default=256, ge=1, le=MAX_SLOTS)
-    """Number of recently finished samples, of earlier steps, too, whose lengths decide what is heavy."""
+    """Number of recently finished samples, of earlier steps, too, whose lengths decide what is heavy, and whose mean
+    how long segments are."""
     window_min: int = Field(default=32, ge=1, le=MAX_SLOTS)
     """Number of finished samples required before their lengths decide what is heavy."""
     probe_advance: int = Field(default=256, ge=0, le=MAX_SLOTS)
@@ -85,8 +86,8 @@ class PdsrSettings(Section):
     steal_limit_s: float = Field(default=2.5, gt=0)
     """pdsr_v2: the limit of taken samples in seconds, used in addition to the tokens if the unit is seconds."""
     max_moves: int = Field(default=2, ge=1, le=16)
-    """pdsr_v2, adaptive: number of times that a sample may leave a worker before it is done; then pdsr_v2 leaves it to
-    heavy workers."""
+    """pdsr_v2, adaptive: number of moves after which adaptive moves a sample no more, and pdsr_v2 leaves it to heavy
+    workers. Samples that a fast worker gives back, and those too long for their slots, move in any case."""
 
 
 class WorkerPoolSettings(Section):
@@ -99,7 +100,7 @@ class WorkerPoolSettings(Section):
     """Number of samples that each worker decodes at once."""
     max_length: int | None = Field(default=None, ge=2, le=MAX_TOKENS)
     """Longest prompt plus completion in a slot of these workers, in tokens: their KV cache is that much smaller, and
-    samples that grow longer continue on the workers of the other kind. When null, as long as any sample may be."""
+    samples that grow longer continue on heavy workers, which must hold all. When null, as long as any may be."""
 
 
 class WorkersSettings(Section):

@@ -54,6 +54,8 @@ class HostPrograms:
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
+    blocks_for_row = blocks_for
+
     def compile(self, **_: bool) -> None:
         """Does nothing."""
 

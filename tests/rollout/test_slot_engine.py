@@ -398,6 +398,22 @@ def test_in_exact_mode_rows_in_groups_round_as_fewer_slots_do(mesh_shape: tuple[
     assert bits_of(made[0]) == bits_of(made[1])
 
 
+@pytest.mark.parametrize("block_size", [4, 8, 16])
+def test_no_slot_is_kept_empty_for_tokens_that_its_row_will_have_elsewhere(block_size: int) -> None:
+    engine = new_slots(8, exact=True, block_size=block_size, row_limit=16)
+    rows = rows_of(lengths=[LONGEST] * len(LENGTHS))[:8]
+    engine.open(weights_on(), REQUEST, suspends=True)
+    for _ in range(2):
+        engine.admit([*rows])
+        assert len(engine._slots) == 8 and not engine._queued
+        longest = max(len(row.prompt.token_ids) + row.num_tokens for row in rows)
+        engine.start_segment(length=16 - longest)
+        engine.finish_segment().collect()
+        engine.suspend(rows)
+        rows = rows_of(lengths=[LONGEST] * len(LENGTHS))[8:16]
+    engine.close()
+
+
 def test_slots_that_devices_cannot_share_are_refused():
     sizes: Any = {"max_prompt_length": 8, "max_new_tokens": 8, "prefill_length_min": 4}
     sizes |= {"segment_max": 8}

@@ -219,6 +219,12 @@ def test_long_rows_that_no_worker_is_left_for_end_the_rollout_with_the_error_of_
         samples_of(made)
 
 
+def test_a_rollout_without_workers_for_long_rows_says_so() -> None:
+    worker = RolloutWorker("fast-0", "fast", unequal_engine(0, "fast", exact=True))
+    with pytest.raises(RuntimeError, match=r"longer than rollout\.workers\.fast\.max_length"):
+        samples_of(scheduled([worker], "pdsr_v2", in_turn=True))
+
+
 def test_a_row_that_waits_for_blocks_leaves_without_a_cache() -> None:
     fast, heavy = (RolloutWorker(k, k, engine_with_few_blocks(i, False)) for i, k in enumerate(KINDS[:2]))
     rows = [RolloutSequence(PROMPTS[0], i, LONGEST, noise_step=3) for i in range(4)]

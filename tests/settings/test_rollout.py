@@ -43,12 +43,12 @@ from settings.checks.commands import check_for_rollout, check_for_train
             "rollout.workers.fast.max_length = 16 (from --set) leaves no token for a completion after a prompt of 16",
         ),
         (
-            ["rollout.workers.fast.max_length=20", "rollout.workers.heavy.max_length=23"],
-            "no worker holds the longest sample, 16 tokens of data.max_prompt_length = 16",
+            ["rollout.workers.heavy.max_length=23"],
+            "rollout.workers.heavy.max_length = 23 (from --set): no worker is left for the longest sample",
         ),
         (
             ["rollout.workers.fast.max_length=20", "rollout.workers.heavy.count=0"],
-            "set rollout.workers.fast.max_length to null, or to at least 24",
+            "rollout.workers.fast.max_length = 20 (from --set): no worker is left for the longest sample",
         ),
         (
             ["rollout.slots=null", "rollout.kv_blocks=100"],

@@ -23,7 +23,7 @@ def make_table(num_samples: int) -> SampleTable:
     grow(table, 0, 10, "stop")
     grow(table, 1, 20)
     grow(table, 2, 30)
-    table.suspend(table["p/s2"], held_by=None)
+    table.suspend(table["p/s2"], held_by=None, is_move=True)
     return table
 
 

@@ -82,7 +82,8 @@ class AdaptivePolicy(SchedulingPolicy):
             for entry in running_rows(self.context, worker)
             if entry.moves < self.context.pdsr.max_moves and any(other.fits(entry) for other in others)
         ]
-        most = min(len(worker.rows) // 2, sum(other.slots for other in others))
+        num_free = sum(other.slots for other in others if any(map(other.fits, movable)))
+        most = min(len(worker.rows) // 2, num_free)
         return [Eviction(entry.uid, "spread") for entry in movable[:most]]
 
     def has_sample_for(self, worker: WorkerState) -> bool:

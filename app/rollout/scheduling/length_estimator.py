@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -33,9 +34,26 @@ class LearnedLengths:
         """Returns it without what is known of other prompts."""
         return LearnedLengths({uid: self.prompts[uid] for uid in prompts if uid in self.prompts}, self.finished)
 
-    def updated(self, newer: LearnedLengths, *, window: int) -> LearnedLengths:
-        """Returns both together, with at most `window` finished samples."""
-        return LearnedLengths({**self.prompts, **newer.prompts}, (*self.finished, *newer.finished)[-window:])
+    def updated(self, newer: LearnedLengths, *, window: int | None = None) -> LearnedLengths:
+        """Returns both together.
+
+        Args:
+            window: largest number of finished samples. Of newer ones beyond it, samples at equal distances are kept:
+                short ones finish first, so that the last ones would be the longest.
+        """
+        finished = newer.finished
+        if window is not None and len(finished) > window:
+            finished = tuple(finished[i * len(finished) // window] for i in range(window))
+        both = (*self.finished, *finished)
+        return LearnedLengths({**self.prompts, **newer.prompts}, both if window is None else both[-window:])
+
+    @classmethod
+    def of_hosts(cls, parts: Iterable[LearnedLengths]) -> LearnedLengths:
+        """Returns what several hosts have found out at the same time."""
+        parts = list(parts)
+        prompts = {uid: mean for part in parts for uid, mean in part.prompts.items()}
+        in_turn = itertools.zip_longest(*(part.finished for part in parts))
+        return cls(prompts, tuple(one for turn in in_turn for one in turn if one is not None))
 
     def to_json(self) -> dict[str, Any]:
         return {"prompts": self.prompts, "finished": self.finished}
@@ -74,6 +92,8 @@ class LengthEstimator:
         """Prompt -> largest measure of its samples so far."""
         self.finished: deque[FinishedLength] = deque(learned.finished, maxlen=window)
         """The window of recently finished samples, oldest first."""
+        self.new_finished: list[FinishedLength] = []
+        """All samples that have finished since the last `take_finished`."""
         self.num_finished = 0
         """Number of samples that have finished, without those learned from earlier schedules."""
 
@@ -90,7 +110,8 @@ class LengthEstimator:
             return False
         if entry.finish is not None:
             seconds = entry.seconds if self.unit == "seconds" else None
-            self.finished.append(FinishedLength(entry.num_tokens, seconds))
+            self.new_finished.append(FinishedLength(entry.num_tokens, seconds))
+            self.finished.append(self.new_finished[-1])
             self.num_finished += 1
         self.group_measure[entry.prompt] = max(self.measure(entry), self.group_measure.get(entry.prompt, 0.0))
         if entry.num_tokens <= self.group_max.get(entry.prompt, -1):
@@ -129,9 +150,10 @@ class LengthEstimator:
             return default
         return max(sum(one.num_tokens for one in self.finished) / len(self.finished), 1.0)
 
-    def last_finished(self, count: int) -> tuple[FinishedLength, ...]:
-        """Returns the samples that finished last, at most as many as the window holds."""
-        return tuple(self.finished)[max(len(self.finished) - count, 0) :]
+    def take_finished(self) -> tuple[FinishedLength, ...]:
+        """Returns the samples that have finished since the last call."""
+        taken, self.new_finished = tuple(self.new_finished), []
+        return taken
 
     def threshold(self, running: Iterable[float], *, percentile: float, min_finished: int) -> float | None:
         """Returns the percentile of the window; None before enough samples have finished.

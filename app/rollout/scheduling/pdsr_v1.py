@@ -88,7 +88,8 @@ class PdsrV1Policy(SchedulingPolicy):
     def may_release(self) -> bool:
         """See `SchedulingPolicy`. The end of one of many probes releases nothing, but those that grow too long may."""
         num_unmeasured = sum(length is None for length in self._batch.values())
-        return num_unmeasured == 1 or (num_unmeasured > 1 and self.context.threshold is not None)
+        is_near = num_unmeasured == 1 or (num_unmeasured > 1 and self.context.threshold is not None)
+        return is_near and bool(self._probes.held_back)
 
     def evictions(self, worker: WorkerState) -> list[Eviction]:
         if self.context.serves(worker, "heavy"):
@@ -96,10 +97,10 @@ class PdsrV1Policy(SchedulingPolicy):
         gone = []
         for entry in running_rows(self.context, worker):
             if self._is_running_probe(entry):
-                if self.context.is_over_limit(entry, self.context.probe_limit) or not worker.fits(entry):
+                if self.context.is_over_limit(entry, self.context.probe_limit):
                     self._record_probe(entry, math.inf)
                     gone.append(Eviction(entry.uid, "probe limit"))
-            elif self.context.is_over_limit(entry, self.context.fast_limit) or not worker.fits(entry):
+            elif self.context.is_over_limit(entry, self.context.fast_limit):
                 truncates = self.context.pdsr.on_fast_limit == "truncate" and self._queue_for_sample(entry) == "fast"
                 gone.append(Eviction(entry.uid, "truncated" if truncates else "breaker"))
         return gone

@@ -32,8 +32,8 @@ class PdsrV2Policy(SchedulingPolicy):
     Until the window has enough samples, prompts are neutral: their samples go to the fast queue, and those still
     waiting are judged by the first threshold. The limit of a sample doubles with every move.
 
-    A fast worker steals heavy samples for a limited time. At its end they leave if a heavy worker has a free slot or
-    short samples wait; else the time begins again.
+    A fast worker steals heavy samples for a limited time. At its end as many leave as an idle heavy worker can take, or
+    as short samples wait for their slots; for the others the time begins again.
     """
 
     name = "pdsr_v2"
@@ -92,20 +92,20 @@ class PdsrV2Policy(SchedulingPolicy):
         tripped = [entry for entry in rows if self.context.is_over_limit(entry, self._breaker_limit(entry))]
         tripped.sort(key=lambda entry: -entry.num_tokens)
         tripped = tripped[: max(1, math.ceil(self.context.pdsr.tripped_share * worker.slots))]
-        tripped += [entry for entry in rows if entry not in tripped and not worker.fits(entry)]
         for entry in tripped:
             self._neutral.pop(entry.prompt, None)
             self._apply_verdict(entry.prompt, "heavy")
         gone = [Eviction(entry.uid, "breaker") for entry in tripped]
-        for entry in rows:
-            if entry not in tripped and entry.uid in self._stolen:
-                if not self.context.is_over_limit(entry, self._stolen[entry.uid]):
-                    continue
-                if len(self._queues["fast"]) or self.context.has_idle_slot("heavy", entry.uid):
-                    gone.append(Eviction(entry.uid, "steal limit"))
-                else:
-                    self._stolen[entry.uid] = self._steal_limit(entry)
-        return gone
+        return gone + self._end_stealing([entry for entry in rows if entry not in tripped])
+
+    def _end_stealing(self, rows: list[SampleEntry]) -> list[Eviction]:
+        """Returns the stolen rows whose time is over and whose leaving is of use."""
+        stolen = [entry for entry in rows if entry.uid in self._stolen]
+        ended = [entry for entry in stolen if self.context.is_over_limit(entry, self._stolen[entry.uid])]
+        num_leaving = len(self._queues["fast"]) + self.context.num_idle_slots("heavy")
+        for entry in ended[num_leaving:]:
+            self._stolen[entry.uid] = self._steal_limit(entry)
+        return [Eviction(entry.uid, "steal limit") for entry in ended[:num_leaving]]
 
     def _breaker_limit(self, entry: SampleEntry) -> RowLimit:
         return self.context.fast_limit.times(2**entry.moves)

@@ -45,7 +45,7 @@ class SampleEntry:
     held_by: str | None = None
     """Worker that keeps the cache of the suspended row."""
     moves: int = 0
-    """Number of times it was suspended."""
+    """Number of times it was suspended, without those after it was stolen."""
 
     @property
     def uid(self) -> str:
@@ -122,11 +122,15 @@ class SampleTable:
             self._end(entry, row.finish)
         return True
 
-    def suspend(self, entry: SampleEntry, *, held_by: str | None) -> None:
-        """Records that the row has left its worker."""
+    def suspend(self, entry: SampleEntry, *, held_by: str | None, is_move: bool) -> None:
+        """Records that the row has left its worker.
+
+        Args:
+            is_move: whether it counts as one of the moves of the sample.
+        """
         self._to_waiting(entry)
         entry.held_by = held_by if entry.num_tokens else None
-        entry.moves += 1
+        entry.moves += is_move
 
     def mark_lost(self, entry: SampleEntry) -> None:
         """Records that the row was lost with its worker; the sample keeps its committed tokens."""

@@ -201,7 +201,7 @@ class Scheduler:
                 self.context.lengths.observe(entry)
                 self.policy.observe(entry, grew=False)
             else:
-                self.samples.suspend(entry, held_by=worker.name)
+                self.samples.suspend(entry, held_by=worker.name, is_move=why != "steal limit")
                 self.policy.requeue(entry)
         for why, uids in by_reason.items():
             commands.append(Suspend(worker.name, tuple(uids), why))

@@ -144,6 +144,11 @@ class SchedulingContext:
         of_kind = (worker for worker in self.workers.values() if worker.kind == kind and not worker.is_busy)
         return any(worker.has_free_slot and worker.fits(entry) for worker in of_kind)
 
+    def num_idle_slots(self, kind: WorkerKind) -> int:
+        """Returns the number of slots of idle workers of a kind."""
+        idle = (worker for worker in self.workers.values() if worker.kind == kind and not worker.is_busy)
+        return sum(worker.slots - len(worker.rows) for worker in idle)
+
     def first_fitting(self, queue: PriorityQueue, worker: WorkerState) -> str | None:
         """Returns the first sample of a queue that fits a worker, without removing it."""
         first = queue.peek()

@@ -73,6 +73,7 @@ class Driven:
         return self.tell(WorkerJoined(self.at, worker, kind, slots, rungs, **more))
 
     def submit(self, new: tuple[NewSample, ...], *, close: bool = True) -> list[Command]:
+        """Submits samples; the first segments start before `Closed`, so that samples count as waiting in them."""
         commands = self.tell(Submitted(self.at, new))
         return commands + (self.tell(Closed(self.at)) if close else [])
 

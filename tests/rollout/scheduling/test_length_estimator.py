@@ -83,6 +83,10 @@ def test_what_was_learned_survives_json_and_is_joined_in_order() -> None:
     assert LearnedLengths.from_json(json.loads(json.dumps(first.to_json()))) == first
     both = first.updated(second, window=2)
     assert both.prompts == {"p": 5.0, "q": 1.0} and [one.num_tokens for one in both.finished] == [2, 3]
+    many = LearnedLengths({}, tuple(FinishedLength(i, None) for i in range(8)))
+    assert [one.num_tokens for one in first.updated(many, window=4).finished] == [0, 2, 4, 6], "short ones finish first"
+    hosts = LearnedLengths.of_hosts([second, many])
+    assert [one.num_tokens for one in hosts.finished] == [3, 0, 1, 2, 3, 4, 5, 6, 7] and hosts.prompts == {"p": 5.0}
     assert both.about(["q", "r"]) == LearnedLengths({"q": 1.0}, both.finished)
 
 

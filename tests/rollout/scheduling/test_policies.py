@@ -173,6 +173,71 @@ def test_v2_takes_stolen_samples_back_after_a_while_if_their_workers_are_free() 
     assert suspended(commands) == [("p2/s0", "steal limit")] and admitted(commands, "heavy") == ["p2/s0"]
 
 
+def test_v2_takes_only_so_many_stolen_samples_back_as_are_of_use() -> None:
+    driven = driven_pair(
+        "pdsr_v2", slots=4, steal_limit_tokens=30, history={f"p{i}": 90 for i in range(9)}, finished=[40]
+    )
+    driven.submit(samples(8, 1), close=False)
+    stolen = driven.rows("fast")
+    assert len(stolen) == 4
+    driven.submit(samples(1, 1, first=8))
+    heavy = driven.rows("heavy")
+    driven.end("heavy", dict.fromkeys(heavy, 99), finished=tuple(heavy[:3]))
+    assert driven.rows("heavy") == [heavy[3], "p8/s0"]
+    assert suspended(driven.end("fast", dict.fromkeys(stolen, 30))) == [], "heavy is busy"
+    rows = driven.rows("heavy")
+    driven.end("heavy", dict.fromkeys(rows, 199), finished=tuple(rows))
+    commands = driven.end("fast", dict.fromkeys(stolen, 60))
+    assert suspended(commands) == [(uid, "steal limit") for uid in stolen] and driven.rows("heavy") == stolen
+    assert {driven.scheduler.samples[uid].moves for uid in stolen} == {0}, "to be given back is no move"
+
+
+def test_v2_gives_back_one_stolen_sample_for_each_short_one() -> None:
+    history = {f"p{i}": 90 for i in range(8)} | {"p8": 9}
+    driven = driven_pair("pdsr_v2", slots=4, steal_limit_tokens=30, history=history, finished=[40])
+    driven.submit(samples(8, 1), close=False)
+    stolen = driven.rows("fast")
+    driven.submit(samples(1, 1, first=8))
+    commands = driven.end("fast", dict.fromkeys(stolen, 30))
+    assert suspended(commands) == [(stolen[0], "steal limit")]
+    assert driven.rows("fast") == [*stolen[1:], "p8/s0"]
+
+
+def test_a_stolen_sample_has_a_limit_in_seconds() -> None:
+    driven = driven_pair("pdsr_v2", slots=1, unit="seconds", fast_limit_s=3.0, steal_limit_s=2.0)
+    driven.submit(samples(2, 1), close=False)
+    assert suspended(driven.end("fast", {"p0/s0": 9}, seconds=3.0)) == [("p0/s0", "breaker")]
+    assert driven.rows("fast") == ["p0/s0"], "heavy is full, so that fast steals it back"
+    driven.submit(samples(1, 1, first=2))
+    assert suspended(driven.end("fast", {"p0/s0": 18}, seconds=1.5)) == []
+    assert suspended(driven.end("fast", {"p0/s0": 21}, seconds=0.5)) == [("p0/s0", "steal limit")]
+
+
+def test_v1_has_a_probe_limit_in_seconds() -> None:
+    driven = driven_pair("pdsr_v1", unit="seconds", probe_limit_s=3.0, fast_limit_s=50.0)
+    driven.submit(samples(1, 2))
+    assert suspended(driven.end("fast", {"p0/s0": 9}, seconds=2.0)) == []
+    commands = driven.end("fast", {"p0/s0": 12}, seconds=1.0)
+    assert suspended(commands) == [("p0/s0", "probe limit")]
+
+
+def test_v1_looks_up_for_the_last_probe_only_if_it_holds_samples_back() -> None:
+    for group, length in ((2, 64), (1, 2000)):
+        driven = Driven(make_scheduler("pdsr_v1", segment={"capacity": 2000}, pdsr={"probe_limit_tokens": 4000}))
+        driven.submit(samples(1, group))
+        driven.join("fast", "fast", slots=2)
+        assert driven.running["fast"].length == length
+
+
+def test_adaptive_spreads_a_row_only_so_often() -> None:
+    driven = driven_pair("adaptive", slots=4, max_moves=1)
+    driven.submit(samples(8, 1))
+    for entry in driven.scheduler.samples:
+        entry.moves = 1
+    driven.end("heavy", dict.fromkeys(driven.rows("heavy"), 9), finished=tuple(driven.rows("heavy")))
+    assert suspended(driven.end("fast", dict.fromkeys(driven.rows("fast"), 64))) == []
+
+
 def test_v2_takes_stolen_samples_back_if_short_ones_wait() -> None:
     driven = driven_pair(
         "pdsr_v2", slots=1, steal_limit_tokens=30, history={"p0": 90, "p1": 90, "p2": 9}, finished=[40]
@@ -218,12 +283,14 @@ def test_known_prompts_are_judged_without_a_probe(policy: str) -> None:
 
 @pytest.mark.parametrize("policy", ["pdsr_v1", "pdsr_v2"])
 def test_a_second_step_knows_the_threshold_of_the_first(policy: str) -> None:
-    driven = driven_pair(policy, slots=4, heavy_percent=20.0, finished=[10, 20, 30, 40, 50])
-    assert driven.scheduler.context.threshold == 40
+    rules = {"heavy_percent": 40.0, "percentile": 60.0 if policy == "pdsr_v2" else 1.0, "window_min": 5}
+    driven = Driven(make_scheduler(policy, pdsr=rules, finished=[10, 20, 30, 40, 50]))
+    assert driven.scheduler.context.threshold == 30
     driven.submit(samples(2, 2))
-    (run,) = driven.running.values()
+    driven.join("fast", "fast", slots=4)
+    driven.join("heavy", "heavy", slots=4)
+    assert driven.running["fast"].length == 64, "held back samples wait for an early verdict"
     commands = driven.end("fast", {"p0/s0": 60, "p1/s0": 12}, finished=("p1/s0",))
-    assert run.length == 64, "held back samples wait for an early verdict"
     assert admitted(commands, "heavy") == ["p0/s1"] and admitted(commands, "fast") == ["p1/s1"]
     assert suspended(commands) == []
 

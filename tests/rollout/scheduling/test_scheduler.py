@@ -152,9 +152,9 @@ def test_a_segment_does_not_leave_for_samples_that_wait_for_a_verdict() -> None:
 def test_samples_held_back_by_v2_wait_for_the_end_of_a_probe_and_for_free_slots_of_all_workers() -> None:
     """Eight prompts of eight samples on 8 + 8 slots: without this, no worker would look up for 1,024 tokens."""
     driven = Driven(make_scheduler("pdsr_v2", segment={"capacity": 8192}))
+    driven.submit(samples(8, 8))
     driven.join("fast", "fast", slots=8, rungs=(4,))
     driven.join("heavy", "heavy", slots=8, rungs=(4,))
-    driven.submit(samples(8, 8))
     assert len(driven.rows("fast")) == 8 and not driven.rows("heavy")
     run = driven.running["fast"]
     assert (run.length, run.leave_when_finished, run.leave_when_active) == (64, 1, 0)
@@ -177,14 +177,14 @@ def test_the_rule_of_a_segments_length_can_be_chosen(rule: str, length: int) -> 
 def test_a_limit_in_seconds_ends_a_segment_by_the_steps_that_it_takes() -> None:
     rules = {"unit": "seconds", "fast_limit_s": 10.0, "window_min": 30}
     driven = Driven(make_scheduler("pdsr_v2", pdsr=rules, segment={"capacity": 4000}))
-    driven.join("fast", "fast", slots=2)
-    driven.join("heavy", "heavy", slots=1)
     driven.submit(samples(3, 1))
+    driven.join("heavy", "heavy", slots=1)
+    driven.join("fast", "fast", slots=2)
     assert driven.running["fast"].length == 64, "nobody knows how long a step takes"
-    driven.end("fast", {"p0/s0": 64, "p1/s0": 32}, seconds=4.0)
+    driven.end("fast", {"p1/s0": 64, "p2/s0": 32}, seconds=4.0)
     entries = driven.scheduler.samples
-    assert (entries["p0/s0"].seconds, entries["p1/s0"].seconds) == (4.0, 2.0)
-    assert driven.running["fast"].length == 96, "the first sample has 6 s left, at 1/16 s a step"
+    assert (entries["p1/s0"].seconds, entries["p2/s0"].seconds) == (4.0, 2.0)
+    assert driven.running["fast"].length == 96, "the first of them has 6 s left, at 1/16 s a step"
 
 
 def test_submitting_after_closing_is_a_bug() -> None:
