@@ -14,8 +14,7 @@ from app.model.decode_weights import DecodeWeights
 from app.model.decoder import DecoderDefinition
 from app.model.kv_cache import KVCache, constrain_cache
 from app.model.prefill_and_decode import DECODE_SCOPE, decode_step
-from app.model.token_logprobs import scaled_logits
-from app.rollout.sampling import Sampler, SamplingRules, effective_temperature, token_outcomes
+from app.rollout.sampling import Sampler, SamplingRules, draw_tokens, token_outcomes
 
 
 class BatchDecodeState(NamedTuple):
@@ -90,9 +89,8 @@ def make_decode_loop(
         head = definition.bind(weights.params).head
 
         def draw_next(hidden: Array, state: BatchDecodeState) -> BatchDecodeState:
-            logits = scaled_logits(hidden, head, effective_temperature(rules.temperature))
             positions = rows.prompt_lengths + state.lengths
-            sampled = sampler(logits, rules, jax.vmap(jax.random.fold_in)(rows.keys, positions))
+            sampled = draw_tokens(sampler, hidden, head, rules, rows.keys, positions)
             active, ends, broken = token_outcomes(sampled, ~state.done, eos_ids)
             writes = (jnp.arange(state.token_ids.shape[1]) == state.lengths[:, None]) & active[:, None]
             lengths = state.lengths + active

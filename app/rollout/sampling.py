@@ -13,9 +13,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float32, Int32, Key, UInt32
+from jaxtyping import Array, Bool, Float, Float32, Int32, Key, UInt32
 
 from app.mesh.axis_rules import constrain, spread_rows
+from app.model.decoder import LMHead
+from app.model.token_logprobs import scaled_logits
 from app.records.sample import DROPPED_PREFIX
 from app.rollout.truncation import kept_tokens
 
@@ -116,6 +118,19 @@ def _draw(
     """Draws from softmax(candidates); returns the tokens and their logits."""
     token_ids = jnp.argmax(candidates + gumbel_noise(keys, rules, logits.shape[-1]), axis=-1).astype(jnp.int32)
     return token_ids, jnp.take_along_axis(logits, token_ids[:, None], axis=-1)[:, 0]
+
+
+def draw_tokens(
+    sampler: Sampler,
+    hidden: Float[Array, "B D"],
+    head: LMHead,
+    rules: SamplingRules,
+    keys: Key[Array, "B"],
+    positions: Int32[Array, "B"],
+) -> SampledTokens:
+    """Draws the tokens at these positions from the hidden states before them; `keys` are those of `sample_keys`."""
+    logits = scaled_logits(hidden, head, effective_temperature(rules.temperature))
+    return sampler(logits, rules, jax.vmap(jax.random.fold_in)(keys, positions))
 
 
 def token_outcomes(

@@ -12,12 +12,11 @@ from app.model.decode_weights import DecodeWeights
 from app.model.decoder import DecoderDefinition
 from app.model.kv_cache import KVCache, constrain_cache
 from app.model.prefill_and_decode import DECODE_SCOPE, decode_step
-from app.model.token_logprobs import scaled_logits
 from app.rollout.sampling import (
     SampledTokens,
     Sampler,
     SamplingRules,
-    effective_temperature,
+    draw_tokens,
     sample_keys,
     token_outcomes,
 )
@@ -135,9 +134,7 @@ def decode_segment(
         token, length, remaining, keys, blocks = rows
         positions = jnp.maximum(length - 1, 0)
         hidden, cache = decode_step(definition, weights, cache, token, positions, remaining > 0, blocks)
-        logits = scaled_logits(hidden, head, effective_temperature(rules.temperature))
-        sampled = sampler(logits, rules, jax.vmap(jax.random.fold_in)(keys, length))
-        return constrain_cache(cache), sampled
+        return constrain_cache(cache), draw_tokens(sampler, hidden, head, rules, keys, length)
 
     def step(now: _DecodeState) -> _DecodeState:
         drawn = now.token, now.length, now.remaining, keys, blocks

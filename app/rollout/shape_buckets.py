@@ -56,6 +56,12 @@ class SlotShapes(NamedTuple):
         return min(self.row_limit or self.max_length, self.max_length)
 
     @property
+    def used_recompute_buckets(self) -> tuple[int, ...]:
+        """Those of `recompute_buckets` that rows in these slots need."""
+        enough = next(i for i, length in enumerate(self.recompute_buckets, 1) if length >= self.max_row_length)
+        return self.recompute_buckets[:enough]
+
+    @property
     def max_prompt_length(self) -> int:
         return self.prompt_buckets[-1]
 

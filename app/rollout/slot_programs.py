@@ -281,7 +281,7 @@ class SlotPrograms:
             "decode": self._decode_program(shapes.num_slots, truncates=truncates),
         }
         if recomputes:
-            specs["recompute"] = self._prefill_program(1, shapes.max_length)
+            specs["recompute"] = self._prefill_program(1, shapes.used_recompute_buckets[-1])
         return {name: self._lower(spec) for name, spec in specs.items()}
 
     def with_scarce_blocks(self, num_rows: int) -> SlotPrograms:
@@ -336,8 +336,7 @@ class SlotPrograms:
             specs["take",] = take_row, (pool, per_row), {"out_shardings": tree_shardings(row)}
             specs["put",] = put_row, (pool, row, per_row), _donate_options(0, pool)
         if recomputes:
-            longest = next(length for length in shapes.recompute_buckets if length >= shapes.max_row_length)
-            lengths = [length for length in shapes.recompute_buckets if length <= longest]
+            lengths = shapes.used_recompute_buckets
             specs |= {("prefill", 1, length): self._prefill_program(1, length) for length in lengths}
         return specs
 

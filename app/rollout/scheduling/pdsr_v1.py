@@ -128,18 +128,10 @@ class PdsrV1Policy(SchedulingPolicy):
         self._batch.pop(prompt, None)
 
     def has_sample_for(self, worker: WorkerState) -> bool:
-        return self._sample_for(worker) is not None
-
-    def _sample_for(self, worker: WorkerState) -> tuple[str, SampleRole] | None:
-        for role, kind in SERVED_BY.items():
-            if self.context.serves(worker, kind):
-                uid = self.context.first_fitting(self._queues[role], worker)
-                if uid is not None:
-                    return uid, role
-        return None
+        return self.context.first_served(self._queues, SERVED_BY, worker) is not None
 
     def next_sample(self, worker: WorkerState) -> tuple[str, SampleRole] | None:
-        found = self._sample_for(worker)
+        found = self.context.first_served(self._queues, SERVED_BY, worker)
         if found is not None:
             self._queues[found[1]].remove(found[0])
         return found

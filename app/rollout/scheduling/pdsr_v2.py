@@ -142,11 +142,9 @@ class PdsrV2Policy(SchedulingPolicy):
 
         Samples that tripped a breaker are stolen last: they would most likely trip the next one, too.
         """
-        for source, kind in SERVED_BY.items():
-            if self.context.serves(worker, kind):
-                uid = self.context.first_fitting(self._queues[source], worker)
-                if uid is not None:
-                    return uid, source
+        own = self.context.first_served(self._queues, SERVED_BY, worker)
+        if own is not None:
+            return own
         for source in STOLEN:
             uid = self.context.first_fitting(self._queues[source], worker)
             if uid is not None and not self.context.has_idle_slot(SERVED_BY[source], uid):

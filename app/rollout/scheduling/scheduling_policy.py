@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, TypeVar
 
 from app.rollout.scheduling.length_estimator import LengthEstimator
 from app.rollout.scheduling.priority_queue import PriorityQueue
 from app.rollout.scheduling.protocol import DEFAULT_CAPACITY, SampleRole, WorkerKind
 from app.rollout.scheduling.sample_states import SampleEntry, SampleState, SampleTable
 from settings.schema.rollout import PdsrSettings
+
+QueueName = TypeVar("QueueName", bound=str)
 
 
 @dataclass(slots=True)
@@ -141,13 +144,14 @@ class SchedulingContext:
     def has_idle_slot(self, kind: WorkerKind, uid: str) -> bool:
         """Returns whether a sample could start on a worker of a kind now."""
         entry = self.samples[uid]
-        of_kind = (worker for worker in self.workers.values() if worker.kind == kind and not worker.is_busy)
-        return any(worker.has_free_slot and worker.fits(entry) for worker in of_kind)
+        return any(worker.has_free_slot and worker.fits(entry) for worker in self._idle_workers(kind))
 
     def num_idle_slots(self, kind: WorkerKind) -> int:
-        """Returns the number of slots of idle workers of a kind."""
-        idle = (worker for worker in self.workers.values() if worker.kind == kind and not worker.is_busy)
-        return sum(worker.slots - len(worker.rows) for worker in idle)
+        """Returns the number of free slots of idle workers of a kind."""
+        return sum(worker.slots - len(worker.rows) for worker in self._idle_workers(kind))
+
+    def _idle_workers(self, kind: WorkerKind) -> list[WorkerState]:
+        return [worker for worker in self.workers.values() if worker.kind == kind and not worker.is_busy]
 
     def first_fitting(self, queue: PriorityQueue, worker: WorkerState) -> str | None:
         """Returns the first sample of a queue that fits a worker, without removing it."""
@@ -155,6 +159,21 @@ class SchedulingContext:
         if first is None or worker.fits(self.samples[first]):
             return first
         return next((uid for uid in queue.uids() if worker.fits(self.samples[uid])), None)
+
+    def first_served(
+        self, queues: Mapping[QueueName, PriorityQueue], served_by: Mapping[QueueName, WorkerKind], worker: WorkerState
+    ) -> tuple[str, QueueName] | None:
+        """Returns the first fitting sample, and its queue, of the queues that a worker serves.
+
+        Args:
+            served_by: kind of worker that serves each queue, in the order in which a worker checks them.
+        """
+        for name, kind in served_by.items():
+            if self.serves(worker, kind):
+                uid = self.first_fitting(queues[name], worker)
+                if uid is not None:
+                    return uid, name
+        return None
 
 
 class SchedulingPolicy(ABC):
