@@ -71,8 +71,15 @@ class Checkpoints:
     ):
         self._directory = directory.absolute()
         self._policy = policy
+        self._directory.mkdir(parents=True, exist_ok=True)
+        # With named processes, hosts wait for each other without a program on all devices, some of which may generate.
+        all_hosts = ocp.options.MultiprocessingOptions(active_processes=set(range(jax.process_count())))
         options = ocp.CheckpointManagerOptions(
-            preservation_policy=policy, cleanup_tmp_directories=True, enable_async_checkpointing=True
+            preservation_policy=policy,
+            cleanup_tmp_directories=True,
+            enable_async_checkpointing=True,
+            create=False,
+            multiprocessing_options=all_hosts,
         )
         self._manager = ocp.CheckpointManager(self._directory, options=options)
         disable_slicing_of_small_arrays()

@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from app.records.moments import Moments, merge_moments
+
+_mesh: Mesh | None = None
+"""One device of each host, over which values are exchanged; None = all devices."""
+
+
+def exchange_over(devices: Sequence[Any] | None) -> None:
+    """Sets the devices that exchange values: one of each host, in their order; None = all devices.
+
+    Two threads must not start programs of several devices on the same devices, since each might wait for the other.
+    """
+    global _mesh
+    _mesh = None if devices is None else Mesh(np.asarray(devices), ("hosts",))
 
 
 def gather_over_hosts(values: np.ndarray) -> np.ndarray:
@@ -18,8 +33,19 @@ def gather_over_hosts(values: np.ndarray) -> np.ndarray:
         return values[None]
     # JAX would narrow 64-bit numbers, but not bytes.
     raw = np.frombuffer(values.tobytes(), np.uint8)
-    gathered = np.asarray(multihost_utils.process_allgather(raw))
-    return np.frombuffer(gathered.tobytes(), values.dtype).reshape(jax.process_count(), *values.shape)
+    gathered = multihost_utils.process_allgather(raw) if _mesh is None else _gather_over(_mesh, raw)
+    return np.frombuffer(np.asarray(gathered).tobytes(), values.dtype).reshape(jax.process_count(), *values.shape)
+
+
+def _gather_over(mesh: Mesh, raw: np.ndarray) -> jax.Array:
+    """Returns the bytes of all hosts on this host's device of a mesh."""
+    local = jax.make_array_from_process_local_data(NamedSharding(mesh, PartitionSpec("hosts")), raw[None])
+    return _replicate(mesh)(local).addressable_data(0)
+
+
+@functools.cache
+def _replicate(mesh: Mesh) -> Callable[[jax.Array], jax.Array]:
+    return jax.jit(lambda rows: rows, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
 def sum_over_hosts(values: np.ndarray) -> np.ndarray:

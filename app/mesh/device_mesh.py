@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import jax
@@ -13,6 +13,7 @@ from jax.sharding import Mesh as DeviceMesh
 
 from app.mesh.axis_rules import AXES
 from app.mesh.devices import check_equal_device_counts, global_devices, host_index
+from app.mesh.generation_devices import without_generation_devices
 from settings.errors import InputError
 from settings.schema.mesh import MeshSettings
 
@@ -51,17 +52,21 @@ def parse_mesh_shape(text: str, *, num_devices: int, num_processes: int) -> tupl
     return dp, fsdp, tp
 
 
-def make_mesh(settings: MeshSettings) -> DeviceMesh:
-    """Returns the mesh over all devices of all hosts. Axes are Auto: XLA places arrays that have no constraint.
+def make_mesh(settings: MeshSettings, *, set_aside: Collection[int] = ()) -> DeviceMesh:
+    """Returns the mesh over the devices of all hosts. Axes are Auto: XLA places arrays that have no constraint.
 
     Devices are in the best order for their links if this keeps each host's devices contiguous; otherwise they are
     ordered host by host.
+
+    Args:
+        set_aside: numbers, on each host, of devices that are not part of it.
 
     Raises:
         InputError: `mesh.shape` does not fit the devices.
     """
     devices = global_devices(settings)
     check_equal_device_counts(devices)
+    devices = without_generation_devices(devices, set_aside)
     shape = parse_mesh_shape(settings.shape, num_devices=len(devices), num_processes=_count_hosts(devices))
     axis_types = (AxisType.Auto,) * len(AXES)
     mesh = jax.make_mesh(shape, AXES, axis_types=axis_types, devices=devices)
@@ -69,6 +74,12 @@ def make_mesh(settings: MeshSettings) -> DeviceMesh:
         return mesh
     in_order = sorted(devices, key=lambda device: (host_index(device), device.id))
     return DeviceMesh(np.asarray(in_order).reshape(shape), AXES, axis_types=axis_types)
+
+
+def first_devices(mesh: DeviceMesh) -> list[Any]:
+    """Returns one device of each host of a mesh, in the order of the hosts."""
+    first = {host_index(device): device for device in reversed(list(mesh.devices.flat))}
+    return [first[host] for host in sorted(first)]
 
 
 def with_tp(mesh: DeviceMesh, tp: int) -> DeviceMesh:

@@ -105,6 +105,11 @@ def simulated_slice() -> TpuSlice | GpuHost | None:
     return _simulated_slice
 
 
+def is_compile_only() -> bool:
+    """Returns whether the devices are those of a compiler, which run nothing."""
+    return _simulated_devices is not None
+
+
 def device_platform(device: Any) -> str:
     """Returns `cpu`, `gpu` or `tpu`."""
     return device.platform if _simulated_slice is None else DEVICE_PLATFORMS[_simulated_slice.compiler]

@@ -17,42 +17,44 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from app.mesh.axis_rules import AXES
 from app.mesh.device_mesh import num_hosts
 from app.mesh.devices import devices_of_submesh, host_index, local_devices
+from app.records.text_format import format_ranges
 from settings.errors import InputError
 from settings.schema.rollout import WorkerPoolSettings
 
 
-def assign_worker_devices(pools: dict[str, WorkerPoolSettings], *, num_devices: int) -> list[tuple[int, ...]]:
-    """Returns the devices of each worker by their index on this host, pool after pool.
+def assign_worker_devices(pools: dict[str, WorkerPoolSettings], devices: Sequence[int]) -> list[tuple[int, ...]]:
+    """Returns the devices of each worker by their number on this host, pool after pool.
 
     The devices that a pool names are split evenly among its workers, and all other devices among the workers of pools
     that name none. On a single device, all workers take turns.
 
     Args:
         pools: worker pools by dotted setting; no device may be named twice.
+        devices: numbers of this host's devices that generate.
 
     Raises:
-        InputError: a named device does not exist, or there are fewer devices than workers.
+        InputError: a named device is not one of these, or there are fewer devices than workers.
     """
     named = [device for pool in pools.values() for device in pool.devices or ()]
     for name, pool in pools.items():
-        if beyond := [device for device in pool.devices or () if device >= num_devices]:
+        if beyond := [device for device in pool.devices or () if device not in devices]:
             raise InputError(
-                f"{name}.devices: got {beyond[0]}, but this host has devices 0 to {num_devices - 1}; set it to null to "
-                "split them evenly"
+                f"{name}.devices: got {beyond[0]}, but the devices of this host that generate are "
+                f"{format_ranges(devices)}; set it to null to split them evenly"
             )
-    if num_devices == 1:
-        return [(0,)] * sum(pool.count for pool in pools.values())
-    free = [device for device in range(num_devices) if device not in named]
+    if len(devices) == 1:
+        return [tuple(devices)] * sum(pool.count for pool in pools.values())
+    free = [device for device in devices if device not in named]
     num_unassigned = sum(pool.count for pool in pools.values() if pool.devices is None)
     shared = iter(_split_evenly(free, num_unassigned))
     islands: list[tuple[int, ...]] = []
     for name, pool in pools.items():
-        devices, num_workers = (free, num_unassigned) if pool.devices is None else (pool.devices, pool.count)
-        if pool.count and num_workers > len(devices):
+        own, num_workers = (free, num_unassigned) if pool.devices is None else (pool.devices, pool.count)
+        if pool.count and num_workers > len(own):
             raise InputError(
-                f"{name}.count: {num_workers} workers need a device each, but there are only {len(devices)}; lower it"
+                f"{name}.count: {num_workers} workers need a device each, but there are only {len(own)}; lower it"
             )
-        shares = shared if pool.devices is None else iter(_split_evenly(devices, num_workers))
+        shares = shared if pool.devices is None else iter(_split_evenly(own, num_workers))
         islands += itertools.islice(shares, pool.count)
     return islands
 

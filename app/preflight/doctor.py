@@ -270,7 +270,7 @@ def _open_session(
         recorder.skip("mesh", reason="the model could not be read")
         return None
     with recorder.run_check("mesh"):
-        session = stack.enter_context(closing(Session.open(settings, inputs.model, inputs.critic)))
+        session = stack.enter_context(closing(Session.open(settings, inputs.model, inputs.critic, trains=True)))
         opened = session, configure_session(session, inputs.reward_model)
         axes = ", ".join(f"{axis} {size}" for axis, size in session.mesh.shape.items())
         recorder.ok("mesh", "\n".join((axes, *setup_notes(settings, session))))

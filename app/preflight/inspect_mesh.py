@@ -106,7 +106,7 @@ def inspect_mesh(resolved: Resolved, *, compiles: bool, hlo: Path | None = None)
     spec = read_config_only_spec(settings)
     jax_startup.initialize_distributed(settings.mesh, compiles=compiles)
     check_hosts_agree(resolved)
-    session = Session.open(settings, spec.model, spec.critic)
+    session = Session.open(settings, spec.model, spec.critic, trains=True)
     learning = configure_session(session, spec.reward_model)
     # Keeps the hosts together until the end: if one exits early, JAX times out on the others.
     with error_barrier():

@@ -49,6 +49,7 @@ GENERATION_ADVICE = (
     "rollout.kv_blocks, or rollout.mesh: tp=N"
 )
 MEMORY_ADVICE = {
+    "publish": "set a smaller share of rollout.devices, or rollout.mesh: tp=N",
     "rollout": GENERATION_ADVICE,
     "evaluation": GENERATION_ADVICE,
     "reward": "lower score.reward.max_tokens_per_device or rows_per_device",
@@ -134,19 +135,26 @@ def memory_by_phase(
 ) -> dict[str, MemoryBreakdown]:
     """Returns the bytes of the arrays on each device in each phase of the run.
 
-    The phases are `rollout`, `evaluation`, `reward`, `score`, `critic` and `update`.
+    The phases are `rollout`, `evaluation`, `reward`, `score`, `critic`, `update` and `publish`. With
+    `rollout.devices`, the rollout is that on the devices that generate, and all others are on those that train.
     """
     always = network_bytes(session, learning, reward_model)
     if device_platform(session.mesh.devices.flat[0]) == "cpu":
         # The copy written in the background is in the host's memory, which is also that of the device.
-        always["checkpoint"] = state_bytes(learning) // jax.device_count()
+        always["checkpoint"] = state_bytes(learning) // session.mesh.size
     rollout: MemoryBreakdown = {}
+    phases: dict[str, MemoryBreakdown] = {}
     if shapes.rollout is not None:
         rollout = _generation_bytes(session.rollout_footprint(shapes.rollout))
-    if rollout and session.generates_async:
-        # Workers keep their slots during the other phases, and receive new weights before dropping the old ones.
-        always, rollout = _sum_breakdowns(always, {**rollout, "decode_weights": 2 * rollout["decode_weights"]}), {}
-    phases: dict[str, MemoryBreakdown] = {} if shapes.rollout is None else {"rollout": {**always, **rollout}}
+        if session.generates_async:
+            # Workers receive new weights before dropping the old ones.
+            rollout = {**rollout, "decode_weights": 2 * rollout["decode_weights"]}
+        if session.generation_devices:
+            phases["rollout"], rollout = rollout, {}
+        elif session.generates_async:
+            # Workers keep their slots during the other phases.
+            always, rollout = _sum_breakdowns(always, rollout), {}
+        phases.setdefault("rollout", {**always, **rollout})
     if shapes.evaluation is not None:
         footprint = session.evaluation_footprint(shapes.evaluation)
         phases["evaluation"] = _sum_breakdowns(always, _generation_bytes(footprint))
@@ -160,6 +168,9 @@ def memory_by_phase(
         if learner is not None:
             gradients = bytes_per_device(abstract_arrays(learner.shapes, learner.shardings).params)
             phases[phase] = {**always, "gradients": gradients}
+    if session.generation_devices:
+        weights = bytes_per_device(session.engine.abstract_weights)
+        phases["publish"] = _sum_breakdowns(always, {"decode_weights": weights})
     return phases
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from app.records.step_timeline import StepTimeline
 from app.records.text_format import format_percent
 from app.report.confidence_intervals import wilson_interval
 from app.report.metrics_history import (
@@ -37,11 +38,16 @@ PHASE_COLORS = {
 }  # fmt: skip
 
 
+MAX_TIMELINE_STEPS = 8
+"""Maximum number of steps in the plot of training and workers."""
+
+
 @dataclass(frozen=True)
 class PlotData:
     """The data for all plots."""
 
     history: History
+    timeline: Sequence[StepTimeline] = ()
 
     def series(self, name: str) -> Series:
         return Series.from_history(self.history, name)
@@ -206,6 +212,29 @@ def draw_times(figure: Figure, data: PlotData) -> None:
         below = above
     axes.set_ylim(bottom=0)
     _clip_peaks(axes, steps, totals)
+    _legend(figure)
+
+
+def draw_training_and_workers(figure: Figure, data: PlotData) -> None:
+    """Draws the last steps: when training was in which phase, and above it when each worker decoded how many rows."""
+    axes, steps = figure.add_subplot(), data.timeline[-MAX_TIMELINE_STEPS:]
+    workers = sorted({segment.worker for one in steps for segment in one.segments}, reverse=True)
+    drawn: set[str] = set()
+    for one in steps:
+        start = one.unix_s - steps[0].unix_s
+        axes.axvline(start, color=GREY, linewidth=0.6)
+        for name, begin, end in one.phases:
+            label = name if name not in drawn else None
+            drawn.add(name)
+            axes.barh(0, end - begin, left=start + begin, height=0.8, color=PHASE_COLORS.get(name, GREY), label=label)
+        for segment in one.segments:
+            filled, row = segment.num_rows / segment.num_slots, 1 + workers.index(segment.worker)
+            left, width = start + segment.start_s, segment.end_s - segment.start_s
+            axes.barh(row - 0.4, width, left=left, height=0.8 * filled, align="edge", color=BLUE, linewidth=0)
+    axes.set_yticks(range(len(workers) + 1), ["training", *map(escape_label, workers)])
+    axes.set_xlim(left=0)
+    axes.set_xlabel(f"seconds since step {steps[0].step} began")
+    axes.grid(visible=False)
     _legend(figure)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from app.records.jsonl import read_jsonl_tolerant
 from app.records.run_directory import RunDirectory, step_of_samples
 from app.records.settings_history import SettingsHistory, changes_by_step, period_of
+from app.records.step_timeline import StepTimeline
 from app.records.text_format import format_ranges
 from app.report.metrics_history import History, MetricsRecord, training_steps
 from settings.checks.resumed_settings import SettingChange
@@ -41,6 +43,8 @@ class RunFiles:
     """Sample files by step."""
     token_texts: Sequence[str]
     """Text by token id; empty for a run of an older version."""
+    timeline: Sequence[StepTimeline]
+    """What training and workers did; empty unless they ran at the same time."""
 
     @classmethod
     def read(cls, path: Path) -> RunFiles:
@@ -62,6 +66,7 @@ class RunFiles:
             sample_files(path / "rollouts"),
             sample_files(path / "eval"),
             _read_token_texts(run.tokens_path),
+            _read_timeline(run.timeline_path),
         )
 
     def setting(self, name: str) -> Any:
@@ -132,6 +137,16 @@ def _read_token_texts(path: Path) -> list[str]:
     except (OSError, ValueError):
         return []
     return texts if isinstance(texts, list) and all(isinstance(text, str) for text in texts) else []
+
+
+def _read_timeline(path: Path) -> list[StepTimeline]:
+    """Reads the last line of each step, which a resumed run may repeat, and passes over lines that are damaged."""
+    steps: dict[int, StepTimeline] = {}
+    for _, record in read_jsonl_tolerant(path) if path.is_file() else ():
+        with suppress(KeyError, TypeError, ValueError):
+            if not isinstance(record, InputError):
+                steps[record["step"]] = StepTimeline.from_json(record)
+    return [steps[step] for step in sorted(steps)]
 
 
 def sample_files(folder: Path) -> dict[int, Path]:

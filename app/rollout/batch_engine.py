@@ -239,10 +239,14 @@ class BatchEngine:
         cache_length = self._bucket_length(longest_prompt + max_new_tokens)
         return BatchShape(prompts, rows, self._bucket_length(longest_prompt), cache_length, max_new_tokens)
 
+    @property
+    def abstract_weights(self) -> DecodeWeights:
+        """Shapes of the decode weights, with shardings."""
+        return abstract_decode_weights(self.definition, self.mesh, self._dtype, self._decode_layout)
+
     def footprint(self, shape: BatchShape) -> Footprint:
         """Returns the arrays of `generate` on the devices of all hosts. Traces its programs without compiling them."""
-        hosts = num_hosts(self.mesh)
-        weights = abstract_decode_weights(self.definition, self.mesh, self._dtype, self._decode_layout)
+        hosts, weights = num_hosts(self.mesh), self.abstract_weights
         per_prompt: Any = jax.ShapeDtypeStruct((shape.num_prompts * hosts,), jnp.int32)
         per_row: Any = jax.ShapeDtypeStruct((shape.num_rows * hosts,), jnp.int32)
         ids = jax.ShapeDtypeStruct((*per_prompt.shape, shape.prompt_length), jnp.int32)

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from queue import SimpleQueue
 
 from app.distributed.stop_check import StopCheck, StoppedError, never_stop
 from app.model.decode_weights import DecodeWeights
@@ -55,6 +56,7 @@ class RolloutExecutor:
         workers: Sequence[RolloutWorker],
         *,
         clock: Clock,
+        reopen: Callable[[RolloutWorker, DecodeWeights, int], None],
         on_record: Callable[[EventRecord], None],
         on_sample_done: SampleDoneCallback | None = None,
         on_progress: ProgressCallback | None = None,
@@ -63,9 +65,9 @@ class RolloutExecutor:
         self.scheduler = scheduler
         self._on_record, self._on_sample_done, self._on_progress = on_record, on_sample_done, on_progress
         self._stop_requested = stop_requested
-        self._driver = driver
-        self._workers: Mapping[str, RolloutWorker] = {worker.name: worker for worker in workers}
-        self._clock = clock
+        self._driver, self._reopen = driver, reopen
+        self._workers: dict[str, RolloutWorker] = {worker.name: worker for worker in workers}
+        self.clock = clock
         for worker in workers:
             worker.clock = clock
         self._rows: dict[str, RolloutSequence] = {}
@@ -75,6 +77,10 @@ class RolloutExecutor:
         """Maps the uid of a suspended row to its cache."""
         self._failed: set[str] = set()
         """Names of failed workers."""
+        self._idle_failed: SimpleQueue[RolloutWorker] = SimpleQueue()
+        """Failed workers that run nothing any more, so that they can be opened again."""
+        self._reopened: SimpleQueue[RolloutWorker] = SimpleQueue()
+        """Failed workers that are open again and still have to join."""
         self._failure: Exception | None = None
         """Error of the last worker that failed."""
 
@@ -85,7 +91,7 @@ class RolloutExecutor:
             named[row.uid if row.uid not in named else f"{row.uid}@{number}"] = row
         self.add_workers()
         self.submit(named)
-        self._handle_event(Closed(self._clock()))
+        self._handle_event(Closed(self.clock()))
         for uid in named:
             while not self.is_done(uid):
                 self.advance()
@@ -94,10 +100,13 @@ class RolloutExecutor:
     def add_workers(self) -> None:
         """Registers all workers with the scheduler."""
         for worker in self._workers.values():
-            shapes = worker.engine.shapes
-            sizes = shapes.num_slots, shapes.batch_buckets[:-1], worker.device, worker.engine.programs.capacity
-            joined = WorkerJoined(self._clock(), worker.name, worker.kind, *sizes, max_length=shapes.row_limit)
-            self._handle_event(joined)
+            self._add_worker(worker)
+
+    def _add_worker(self, worker: RolloutWorker) -> None:
+        shapes = worker.engine.shapes
+        sizes = shapes.num_slots, shapes.batch_buckets[:-1], worker.device, worker.engine.programs.capacity
+        joined = WorkerJoined(self.clock(), worker.name, worker.kind, *sizes, max_length=shapes.row_limit)
+        self._handle_event(joined)
 
     def submit(self, rows: Mapping[str, RolloutSequence]) -> None:
         """Adds rows; their uids must be new to the rollout."""
@@ -106,13 +115,30 @@ class RolloutExecutor:
             NewSample(uid, row.prompt.uid, row.sample_index, len(row.prompt.token_ids), row.max_new_tokens)
             for uid, row in rows.items()
         ]
-        self._handle_event(Submitted(self._clock(), tuple(samples)))
+        self._handle_event(Submitted(self.clock(), tuple(samples)))
 
     def publish(self, weights: DecodeWeights, *, policy_version: int) -> None:
-        """Sets the weights for all segments started from now on. May be called from any thread."""
-        for name, worker in self._workers.items():
+        """Sets the weights for all segments started from now on. May be called from any one other thread.
+
+        Failed workers are opened again with them, and join the rollout under a new name.
+        """
+        for name, worker in list(self._workers.items()):
             if name not in self._failed:
                 worker.queue_weights(weights, policy_version=policy_version)
+        for _ in range(self._idle_failed.qsize()):
+            worker = self._idle_failed.get()
+            try:
+                self._reopen(worker, weights, policy_version)
+            except WORKER_FAILURES as failure:
+                log.warning("rollout worker %s failed to open again", worker.name, exc_info=failure)
+                self._idle_failed.put(worker)
+                continue
+            name, _, number = worker.name.partition("#")
+            worker.name = f"{name}#{int(number or 1) + 1}"
+            # From now on it receives newer weights, even if it joins later.
+            self._workers[worker.name] = worker
+            self._reopened.put(worker)
+            self._driver.wake()
 
     def is_done(self, uid: str) -> bool:
         return self._rows[uid].finish_reason is not None and self.scheduler.samples[uid].finish is not None
@@ -124,7 +150,7 @@ class RolloutExecutor:
 
     def release(self, uids: Sequence[str]) -> list[RolloutSequence]:
         """Removes finished rows from the rollout and returns them."""
-        self._handle_event(Released(self._clock(), tuple(uids)))
+        self._handle_event(Released(self.clock(), tuple(uids)))
         return [self._rows.pop(uid) for uid in uids]
 
     def wake(self) -> None:
@@ -140,6 +166,10 @@ class RolloutExecutor:
         """
         if self._stop_requested():
             raise StoppedError
+        while not self._reopened.empty():
+            worker = self._reopened.get()
+            self._driver.add(worker)
+            self._add_worker(worker)
         assert self.is_busy, "no worker is decoding"
         outcome = self._driver.next_outcome()
         if outcome is not None:
@@ -147,6 +177,9 @@ class RolloutExecutor:
 
     def _handle_outcome(self, outcome: WorkerOutcome) -> None:
         worker, result = outcome
+        if worker.name in self._failed:
+            # The end of a segment that outlived its lease.
+            return self._close_failed(worker)
         if isinstance(result, SegmentEnded):
             return self._handle_event(result)
         if not isinstance(result, WORKER_FAILURES):
@@ -154,13 +187,18 @@ class RolloutExecutor:
         log.warning("rollout worker %s failed; its samples continue on other workers", worker.name, exc_info=result)
         self._failed.add(worker.name)
         self._failure = result
-        self._handle_event(WorkerLost(self._clock(), worker.name, repr(result)))
+        self._handle_event(WorkerLost(self.clock(), worker.name, repr(result)))
         if not isinstance(result, LeaseExpiredError):
-            # Frees its devices now, because an open rollout may last long.
-            worker.close()
+            self._close_failed(worker)
         if not self.scheduler.context.workers and not self.scheduler.is_finished:
             raise result
         return None
+
+    def _close_failed(self, worker: RolloutWorker) -> None:
+        """Frees a failed worker's devices now, because an open rollout may last long."""
+        del self._workers[worker.name]
+        worker.close()
+        self._idle_failed.put(worker)
 
     def _handle_event(self, event: Event) -> None:
         record = EventRecord(event, tuple(self.scheduler.handle(event)))

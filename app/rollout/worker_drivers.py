@@ -49,19 +49,28 @@ class ThreadedDriver:
 
     def __init__(self, workers: Sequence[RolloutWorker], *, lease_s: float | None):
         self._lease_s = lease_s
-        self._inboxes: dict[RolloutWorker, SimpleQueue[_Job | None]] = {worker: SimpleQueue() for worker in workers}
+        self._inboxes: dict[RolloutWorker, SimpleQueue[_Job | None]] = {}
+        self._threads: dict[RolloutWorker, Thread] = {}
         self._outcomes: SimpleQueue[WorkerOutcome | None] = SimpleQueue()
         self._lease_ends: dict[RolloutWorker, float] = {}
         """End of the lease of each worker that runs a segment, by `time.monotonic`."""
         self._stalled: set[RolloutWorker] = set()
-        # Daemon threads, because a thread that never returns must not keep the program alive.
-        self._threads = {
-            worker: Thread(target=self._run_thread, args=(worker,), name=worker.name, daemon=True) for worker in workers
-        }
-        for worker in workers if lease_s is not None else ():
+        for worker in workers:
+            self.add(worker)
+
+    def add(self, worker: RolloutWorker) -> None:
+        """Starts the thread of a worker: a new one for a worker that had failed and whose thread has no job."""
+        if worker in self._inboxes:
+            self._inboxes[worker].put(None)
+            self._stalled.discard(worker)
+        if self._lease_s is not None:
             worker.engine.on_token_replayed = functools.partial(self._renew_lease, worker)
-        for thread in self._threads.values():
-            thread.start()
+        inbox = self._inboxes[worker] = SimpleQueue()
+        # A daemon thread, because one that never returns must not keep the program alive.
+        thread = self._threads[worker] = Thread(
+            target=self._run_thread, args=(worker, inbox), name=worker.name, daemon=True
+        )
+        thread.start()
 
     def _renew_lease(self, worker: RolloutWorker) -> None:
         """Extends the worker's lease after a replayed token."""
@@ -85,8 +94,7 @@ class ThreadedDriver:
         self._inboxes[worker].put((future, function))
         return future
 
-    def _run_thread(self, worker: RolloutWorker) -> None:
-        inbox = self._inboxes[worker]
+    def _run_thread(self, worker: RolloutWorker, inbox: SimpleQueue[_Job | None]) -> None:
         failure: BaseException | None = None
         while (job := inbox.get()) is not None:
             future, work = job
@@ -155,6 +163,10 @@ class SequentialDriver:
         self._failed: set[RolloutWorker] = set()
         self._device_free_at: dict[str, float] = {}
         """Maps a device to the end of its last segment."""
+
+    def add(self, worker: RolloutWorker) -> None:
+        """Lets a worker that had failed run commands again."""
+        self._failed.discard(worker)
 
     def suspend(self, worker: RolloutWorker, row: RolloutSequence) -> Future[SuspendedSequence]:
         future: Future[SuspendedSequence] = Future()

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import Thread
 
 import numpy as np
@@ -149,6 +149,9 @@ class RolloutWorkerPool(SampleGenerator):
                 driver,
                 workers,
                 clock=lambda: self._clock() - start_s,
+                reopen=lambda worker, newer, version: worker.open(
+                    newer, replace(request, policy_version=version), suspends=self._suspends
+                ),
                 on_record=on_record,
                 on_sample_done=on_sample_done,
                 on_progress=self.on_progress,

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from app.mesh.devices import local_devices
 from app.mesh.submesh import assign_worker_devices, make_submesh
 from app.model.decoder import DecoderDefinition
 from app.model.kv_cache import num_cache_shards
@@ -76,9 +76,19 @@ def open_continuous_batching(
 
 
 def open_workers(
-    settings: Settings, definition: DecoderDefinition, tokenizer: Tokenizer, mesh: Mesh, *, dtype: jnp.dtype
+    settings: Settings,
+    definition: DecoderDefinition,
+    tokenizer: Tokenizer,
+    mesh: Mesh,
+    *,
+    devices: Sequence[int],
+    dtype: jnp.dtype,
 ) -> RolloutWorkerPool | None:
     """Opens the workers of `rollout.workers` under `rollout.scheduler`; returns None without them. Compiles nothing.
+
+    Args:
+        mesh: a mesh with the tp of each worker.
+        devices: numbers of this host's devices that generate.
 
     Raises:
         InputError: there are too few devices, or the slots cannot be split over them.
@@ -94,8 +104,7 @@ def open_workers(
         (kind, f"{host}{kind}-{i}") for kind, pool in pools.items() for i in range(pool.count)
     ]
     dotted = {f"rollout.workers.{kind}": pool for kind, pool in pools.items()}
-    num_devices = len(local_devices())
-    device_groups = assign_worker_devices(dotted, num_devices=num_devices)
+    device_groups = assign_worker_devices(dotted, devices)
     sizes = {len(devices) for devices in device_groups}
     if rollout.mode == "exact" and len(sizes) > 1:
         raise InputError(
@@ -103,12 +112,12 @@ def open_workers(
             f"{' and '.join(map(str, sorted(sizes)))}; set rollout.workers.fast.devices and "
             "rollout.workers.heavy.devices, or rollout.mode: fast"
         )
-    are_shared = len(device_groups) > 1 and num_devices == 1
+    are_shared = len(device_groups) > 1 and len(devices) == 1
     compiled: dict[SlotShapes, SlotPrograms] = {}
     workers = []
-    for (kind, name), devices in zip(names, device_groups, strict=True):
+    for (kind, name), of_worker in zip(names, device_groups, strict=True):
         engine = _make_slot_engine(
-            *(settings, definition, tokenizer, make_submesh(devices, template=mesh)),
+            *(settings, definition, tokenizer, make_submesh(of_worker, template=mesh)),
             num_slots=pools[kind].slots,
             row_limit=pools[kind].max_length,
             setting=f"rollout.workers.{kind}.slots",
@@ -123,7 +132,7 @@ def open_workers(
 
 
 def check_async_workers(workers: RolloutWorkerPool) -> None:
-    """Raises InputError if workers cannot generate during training.
+    """Raises InputError if workers cannot generate during training on the devices that train.
 
     A device runs programs in the order in which they were dispatched. A program on one device waits for no other, so
     every program of a one-device worker ends, and a training program queued after it continues. Training programs wait
@@ -134,8 +143,8 @@ def check_async_workers(workers: RolloutWorkerPool) -> None:
             raise InputError(
                 f"rollout.max_staleness: the worker {worker.name} has {worker.num_devices} devices, which wait for "
                 "each other, as in training; programs dispatched to the same devices in different orders would wait "
-                f"forever. Give each worker one device (rollout.workers.{worker.kind}.devices and count), or set "
-                "rollout.max_staleness: 0"
+                "forever. Set rollout.devices: 0.5, which gives workers devices of their own, or give each worker one "
+                f"device (rollout.workers.{worker.kind}.devices and count), or set rollout.max_staleness: 0"
             )
 
 

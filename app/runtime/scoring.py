@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -144,14 +144,16 @@ class ScoringSession:
         return scorer.run_scanned if self.settings.score.for_role(role).strategy == "scan" else scorer.run_looped
 
 
-def open_scorers(settings: Settings, model: ModelSpec, critic: CriticSpec | None) -> dict[str, Any]:
+def open_scorers(
+    settings: Settings, model: ModelSpec, critic: CriticSpec | None, *, set_aside: Collection[int] = ()
+) -> dict[str, Any]:
     """Opens the mesh, checks that it fits the model, and returns the fields of a `ScoringSession`.
 
-    This is the first call that uses a device.
+    This is the first call that uses a device. `set_aside` is that of `make_mesh`.
     """
     if model.policy_definition.quantization is not None:
         check_qwix_installed()
-    mesh = open_mesh(settings)
+    mesh = open_mesh(settings, set_aside=set_aside)
     check_tp_divides_heads(mesh, model.architecture, path=settings.model.path)
     if critic is not None:
         check_tp_divides_heads(mesh, critic.architecture, path=settings.critic.path or settings.model.path)
@@ -170,13 +172,16 @@ def open_scorers(settings: Settings, model: ModelSpec, critic: CriticSpec | None
     }
 
 
-def open_mesh(settings: Settings) -> Mesh:
+def open_mesh(settings: Settings, *, set_aside: Collection[int] = ()) -> Mesh:
     """Opens the mesh of `mesh.shape`. `jax_startup.initialize_distributed` must have run.
+
+    Args:
+        set_aside: as for `make_mesh`.
 
     Raises:
         InputError: the settings do not fit the devices.
     """
-    mesh = device_mesh.make_mesh(settings.mesh)
+    mesh = device_mesh.make_mesh(settings.mesh, set_aside=set_aside)
     with jax.set_mesh(mesh):
         # Raises InputError if `model.attention` is `kernel` and these devices have none, however short the rows.
         platform_blocking(1, 1, settings.model.dtype, settings.model.attention, group_size=1)

@@ -10,12 +10,16 @@ from functools import partial
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from app.distributed.collectives import gather_bytes_over_hosts
+from app.distributed.collectives import exchange_over, gather_bytes_over_hosts
 from app.distributed.stop_check import StopCheck
+from app.mesh.device_mesh import first_devices
+from app.mesh.devices import local_devices
+from app.mesh.generation_devices import generation_devices
 from app.mesh.submesh import host_submesh
 from app.model.decode_weights import DecodeWeights
 from app.model.lora import merge_adapters
 from app.records.sample import Prompt, Sample
+from app.records.text_format import format_ranges
 from app.rollout.async_generation import AsyncRollout
 from app.rollout.batch_engine import BatchEngine, BatchShape, Footprint
 from app.rollout.continuous_batching import ContinuousBatchGenerator
@@ -46,12 +50,20 @@ class Session(ScoringSession):
     """Generates in place of the engine; see `generates_in_slots`."""
     workers: RolloutWorkerPool | None = None
     """Generate in place of both if `rollout.scheduler` is set."""
+    generation_devices: tuple[int, ...] = ()
+    """Numbers of this host's devices that only generate; empty if all are those of the mesh."""
     generation_notes: tuple[str, ...] = ()
     """Text for users about the mesh of generation and its slots, once generators are open."""
 
     @classmethod
     def open(
-        cls, settings: Settings, model: ModelSpec, critic: CriticSpec | None = None, *, generates: bool = True
+        cls,
+        settings: Settings,
+        model: ModelSpec,
+        critic: CriticSpec | None = None,
+        *,
+        generates: bool = True,
+        trains: bool = False,
     ) -> Session:
         """Opens a session: the first use of the devices. `jax_startup.initialize_distributed` must have run.
 
@@ -59,13 +71,18 @@ class Session(ScoringSession):
 
         Args:
             generates: False if samples are only read, so that the settings of their generation are not used.
+            trains: whether the session is for training, so that the devices of `rollout.devices` only generate.
         """
+        set_aside = ()
         if generates:
             check_ray_installed(settings)
+            if trains and settings.rollout.devices is not None:
+                set_aside = generation_devices(settings.rollout.devices, num_devices=len(local_devices()))
         dtype, lora = jnp.dtype(settings.model.dtype), model.policy_definition.lora
         decoder = model.decode_definition(dtype, settings.rollout.weights if generates else None)
-        scoring = open_scorers(settings, model, critic)
+        scoring = open_scorers(settings, model, critic, set_aside=set_aside)
         mesh: Mesh = scoring["mesh"]
+        exchange_over(first_devices(mesh) if set_aside else None)
         if generates:
             check_decode_layout(settings, mesh)
         of_all_hosts = rollout_mesh(settings, mesh, decoder) if generates else mesh
@@ -83,7 +100,7 @@ class Session(ScoringSession):
             decode_layout=settings.rollout.decode_layout,
             merge_adapters=None if decoder.lora == lora else partial(merge_adapters, lora=lora),
         )
-        return cls(**scoring, engine=engine)
+        return cls(**scoring, engine=engine, generation_devices=set_aside)
 
     def open_generators(self, *, held_bytes: int = 0) -> None:
         """Opens slots or workers in place of the engine, if the settings ask for them.
@@ -104,12 +121,22 @@ class Session(ScoringSession):
             held_bytes=held_bytes,
             truncates=self.sampling_params.truncates,
         )
-        self.workers = open_workers(settings, engine.definition, tokenizer, engine.mesh_of_all_hosts, dtype=dtype)
+        self.workers = open_workers(
+            *(settings, engine.definition, tokenizer, engine.mesh_of_all_hosts),
+            devices=self.generation_devices or range(len(local_devices())),
+            dtype=dtype,
+        )
         slots = self.continuous_batching
         self.generation_notes = (
+            *self._devices_note(),
             *rollout_mesh_notes(settings, self.mesh, engine.mesh_of_all_hosts, engine.definition),
             *slots_note(settings.rollout, engine.definition, slots and slots.engine.programs),
         )
+
+    def _devices_note(self) -> Iterator[str]:
+        if self.generation_devices:
+            numbers, total = format_ranges(self.generation_devices), len(local_devices())
+            yield f"rollout.devices: of the {total} devices of each host, {numbers} generate and the others train"
 
     def close(self) -> None:
         """Shuts the workers down, including their processes."""
@@ -267,5 +294,5 @@ class Session(ScoringSession):
             return whole._replace(prompts=(), slots=())
         footprint = self.continuous_generator.footprint()
         # Workers hold copies of weights that are also on the whole mesh.
-        has_copies = self.workers is not None and self.mesh.size > 1
+        has_copies = self.workers is not None and self.mesh.size > 1 and not self.generation_devices
         return footprint._replace(weights=(whole.weights, footprint.weights)) if has_copies else footprint

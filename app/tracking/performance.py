@@ -69,11 +69,16 @@ def schedule_performance(schedules: Sequence[ScheduleMetrics]) -> dict[str, floa
     }
 
 
-def staleness_metrics(samples: Sequence[Sample], *, step: int) -> dict[str, float]:
-    """Returns the mean and maximum age, in steps, of the policies that sampled the step's tokens."""
+def async_metrics(samples: Sequence[Sample], *, step: int, num_ready: int) -> dict[str, float]:
+    """Returns the mean and maximum age, in steps, of the policies that sampled the step's tokens, and of the queue.
+
+    Args:
+        num_ready: number of rounds of this host that were complete when the step began.
+    """
     lags = np.concatenate([(step - 1 - s.token_versions)[s.mask] for s in samples])
     total, count = sum_over_hosts(np.asarray([lags.sum(), len(lags)], np.int64)).tolist()
     return {
         "perf/rollout/staleness_mean": total / count if count else 0.0,
         "perf/rollout/staleness_max": int(max_over_hosts(np.asarray(lags.max(initial=0)))),
+        "perf/rollout/rounds_ready": -int(max_over_hosts(np.asarray(-num_ready))),
     }

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import jax
 
+from app.records.step_timeline import PhaseTime
 from app.tracking.console import ProgressDisplay
 
 
@@ -18,12 +19,15 @@ class StepTimer:
 
     display: ProgressDisplay
     seconds: dict[str, float] = field(default_factory=dict)
-    _start: float = field(default_factory=time.perf_counter)
+    phases: list[PhaseTime] = field(default_factory=list)
+    """When each phase ran that was not part of another."""
+    start: float = field(default_factory=time.perf_counter)
+    """When the step began, by `time.perf_counter`."""
     _within: list[str] = field(default_factory=list)
     """Active phases, the innermost last."""
 
     def stop(self) -> None:
-        self.seconds["time/step_s"] = time.perf_counter() - self._start
+        self.seconds["time/step_s"] = time.perf_counter() - self.start
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -32,9 +36,11 @@ class StepTimer:
         start = time.perf_counter()
         with jax.profiler.TraceAnnotation(name):
             yield
-        key = f"time/{name}_s"
+        key, end = f"time/{name}_s", time.perf_counter()
         # A phase may run several times in a step.
-        self.seconds[key] = self.seconds.get(key, 0.0) + time.perf_counter() - start
+        self.seconds[key] = self.seconds.get(key, 0.0) + end - start
         self._within.pop()
         if self._within:
             self.display.set_phase(self._within[-1])
+        else:
+            self.phases.append(PhaseTime(name, start - self.start, end - self.start))

@@ -20,6 +20,7 @@ from app.model.decoder import Params
 from app.prompts.data_sources import make_prompt_order
 from app.prompts.prompt_order import MixtureOrder, PromptOrder, host_slice
 from app.records.sample import Prompt, Sample
+from app.records.step_timeline import SegmentTime
 from app.rollout.async_generation import AsyncRollout
 from app.runtime.session import Session
 from app.tracking.timer import StepTimer
@@ -32,6 +33,9 @@ TakeRound = Callable[[int], list[Sample]]
 
 class RolloutSource(ABC):
     """The interface from which steps take their samples. What a source does not need does nothing."""
+
+    num_ready = 0
+    """Number of rounds that were complete when a step asked for its first one."""
 
     @abstractmethod
     def rounds_for_step(
@@ -49,6 +53,10 @@ class RolloutSource(ABC):
 
     def publish(self, params: Params, *, step: int) -> None:  # noqa: B027
         """Receives the policy's weights after a step; they may be donated afterwards."""
+
+    def take_segments(self, *, since: float) -> list[SegmentTime]:
+        """Returns what the workers did while steps trained; see `AsyncRollout.take_segments`."""
+        return []
 
     def close(self) -> None:  # noqa: B027
         """Ends generation after the last step."""
@@ -147,6 +155,8 @@ class AsyncRolloutSource(RolloutSource):
                 generation = self._generation or self._start_generation(params, step=step, position=position)
                 taken = self._position - self._num_waiting * self._prompts.global_prompts_per_round
                 assert taken == position + number * self._prompts.global_prompts_per_round
+                if number == 0:
+                    self.num_ready = generation.num_ready
                 samples = generation.collect_round(first_group_id=self._prompts.first_group_id(number))
             self._num_waiting -= 1
             left_in_step = self._max_rounds - number - 1
@@ -181,6 +191,9 @@ class AsyncRolloutSource(RolloutSource):
             generation.submit(self._prompts.prompts_at(self._position), noise_step=number)
             self._position += self._prompts.global_prompts_per_round
             self._num_waiting += 1
+
+    def take_segments(self, *, since: float) -> list[SegmentTime]:
+        return [] if self._generation is None else self._generation.take_segments(since=since)
 
     def close(self) -> None:
         if self._generation is not None:

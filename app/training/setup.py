@@ -110,7 +110,7 @@ def prepare_run(
         check_shared_run_directory(run)
         # Slots or workers: a replay only evaluates, and asynchronous workers do not.
         generates = read.replay is None or (bool(read.eval_prompts) and settings.rollout.max_staleness == 0)
-        session = Session.open(settings, read.model, read.critic, generates=generates)
+        session = Session.open(settings, read.model, read.critic, generates=generates, trains=True)
         stack.enter_context(closing(session))
         learning = configure_session(session, read.reward_model, generates=generates)
         if read.replay is not None:
@@ -163,7 +163,7 @@ def configure_session(session: Session, reward_model: NetworkSpec | None, *, gen
     learning = make_learner_group(settings, session)
     if generates:
         session.open_generators(held_bytes=sum(network_bytes(session, learning, reward_model).values()))
-        if session.workers is not None and session.generates_async:
+        if session.workers is not None and session.generates_async and not session.generation_devices:
             check_async_workers(session.workers)
     return learning
 

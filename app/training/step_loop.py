@@ -20,6 +20,7 @@ from app.distributed.stop_check import StoppedError
 from app.distributed.watchdog import Watchdog
 from app.evaluation.evaluator import evaluation_metrics
 from app.records.sample import Prompt, Sample
+from app.records.step_timeline import StepTimeline
 from app.report.early_stopping import early_stopping_reason
 from app.report.metrics_history import EVAL_PROMPTS
 from app.runtime.health_checks import RewardError, stop_if_diverged
@@ -130,6 +131,9 @@ class StepLoop:
         timer.stop()
         self.profiler.stop()
         record = _step_metrics(metrics, samples, timer) | {"perf/compilations": self.compilations.take_count()}
+        if self.trainer.session.generates_async:
+            record |= {"perf/training_bubble": timer.seconds["time/rollout_s"] / timer.seconds["time/step_s"]}
+            self._report_timeline(step, timer)
         prompts_per_round = self.settings.rollout.prompts_per_step * jax.process_count()
         num_prompts = int(metrics["rollout/num_rounds"] or 1) * prompts_per_round
         num_tokens = int(metrics["data/num_tokens"] or 0)
@@ -153,6 +157,11 @@ class StepLoop:
         # After the last step a stop changes nothing: the run is complete.
         if (decision.exit_code or decision.end_is_asked) and not is_last:
             raise StoppedError
+
+    def _report_timeline(self, step: int, timer: StepTimer) -> None:
+        segments = self.trainer.rollout_source.take_segments(since=timer.start)
+        began = time.time() - (time.perf_counter() - timer.start)
+        self.reporter.report_timeline(StepTimeline(step, began, tuple(timer.phases), tuple(segments)))
 
     def _decide(self, record: Mapping[str, Any]) -> StopDecision:
         """Calls `on_step` and returns the decision of all hosts; an error of a host's callback is raised on all."""

@@ -29,7 +29,7 @@ from app.tracking.compilation_counter import CompilationCounter
 from app.tracking.console import ProgressDisplay
 from app.tracking.flops import NO_TOKENS, TokenCounts, make_step_flops
 from app.tracking.metrics import reward_counts, sample_metrics
-from app.tracking.performance import rollout_performance, schedule_performance, staleness_metrics
+from app.tracking.performance import async_metrics, rollout_performance, schedule_performance
 from app.tracking.timer import StepTimer
 from app.training.dynamic_sampling import DynamicSamplingResult, dynamic_sampling_metrics, sample_until_filled
 from app.training.learner import LearnerGroup
@@ -95,7 +95,8 @@ class Trainer:
         step_metrics |= rollout_performance(self.session.take_counters()) | schedule_performance(
             self.session.take_schedule_metrics()
         )
-        step_metrics |= staleness_metrics(samples, step=step) if self.session.generates_async else {}
+        if self.session.generates_async:
+            step_metrics |= async_metrics(samples, step=step, num_ready=self.rollout_source.num_ready)
         rewarded = {**sample_metrics(samples, self.rewards.reward_names), **step_metrics, **model_metrics}
         sampled, learned = TokenCounts.count_over_hosts(scored.samples, samples)
         work = make_step_flops(self.settings, self.session, trains_policy=learns)

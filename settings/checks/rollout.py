@@ -152,10 +152,24 @@ WORKER_CHECKS = (
 STALENESS_CHECKS = (
     _check_staleness,
     Rule(
-        # Ray actors have devices of their own, so training does not delay them.
-        lambda s: s.rollout.max_staleness > 0 and s.rollout.workers.lease_s is not None and s.rollout.pool != "ray",
+        lambda s: s.rollout.devices is not None and s.rollout.max_staleness == 0,
+        "<rollout.devices> would wait for training, and training for them: with <rollout.max_staleness> generation and "
+        "training alternate; set rollout.max_staleness: 1, or rollout.devices: null",
+    ),
+    Rule(
+        lambda s: s.rollout.devices is not None and s.rollout.pool == "ray",
+        "<rollout.devices>: with <rollout.pool> no device of this host generates; set rollout.devices: null, or "
+        "rollout.pool: local",
+    ),
+    Rule(
+        lambda s: (
+            s.rollout.max_staleness > 0
+            and s.rollout.workers.lease_s is not None
+            # Otherwise training does not delay the workers.
+            and not (s.rollout.pool == "ray" or s.rollout.devices)
+        ),
         "<rollout.workers.lease_s>: with <rollout.max_staleness> training uses the workers' devices, and a worker "
-        "that waits for training would be considered lost; set rollout.workers.lease_s to null, or set "
-        "rollout.max_staleness: 0",
+        "that waits for training would be considered lost; set rollout.devices: 0.5, which gives workers devices of "
+        "their own, or rollout.workers.lease_s to null, or rollout.max_staleness: 0",
     ),
 )

@@ -173,6 +173,16 @@ def _auto_or_count(most: int) -> BeforeValidator:
     return BeforeValidator(validate)
 
 
+def _validate_rollout_devices(value: Any) -> Any:
+    if type(value) in (int, float) and not 0 < value < 1:
+        raise ValueError("expected a share between 0 and 1, without both, or a list of device numbers")
+    if not isinstance(value, list | tuple):
+        return value
+    if not value or len(set(value)) < len(value) or any(type(one) is not int or one < 1 for one in value):
+        raise ValueError("expected different device numbers from 1 on: device 0 of each host trains")
+    return tuple(sorted(value))
+
+
 def _validate_rollout_mesh(value: str) -> str:
     value = value.replace(" ", "")
     if value not in ("auto", "training") and not re.fullmatch(r"(dp=[1-9][0-9]{0,5},)?tp=[1-9][0-9]{0,5}", value):
@@ -238,6 +248,11 @@ class RolloutSettings(Section):
     kv_cache: KVCacheType | None = None
     """Precision of the KV cache of slots and workers, evaluations included: 8 bits (int8), about half as much to
     hold as in bfloat16; otherwise as `rollout.weights`. `model.dtype` when null."""
+    devices: Annotated[float | tuple[int, ...] | None, BeforeValidator(_validate_rollout_devices)] = None
+    """Devices of each host that only generate while all others train, with `rollout.max_staleness` above 0: a share of
+    them, as 0.5, or their numbers on every host, as `[2, 3]`. `mesh.shape` is then that of the others, and each worker
+    may have several devices, of which `rollout.mesh: tp=N` splits the weights over N. When null, training uses the
+    workers' devices, too, and each takes its turn. Used only by training."""
     max_staleness: int = Field(default=0, ge=0, le=MAX_STALENESS)
     """Maximum age, in training steps, of the policy that sampled a token used for training. 0 is on-policy: generation
     and training alternate. Above 0 they overlap, which requires `rollout.scheduler`, and a resumed run is no longer

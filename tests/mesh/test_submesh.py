@@ -24,11 +24,11 @@ def pools(fast: WorkerPoolSettings, heavy: WorkerPoolSettings) -> dict[str, Work
     ],
 )
 def test_devices_are_shared_out_evenly_and_no_two_workers_have_one(fast, heavy, islands) -> None:
-    assert assign_worker_devices(pools(fast, heavy), num_devices=8) == islands
+    assert assign_worker_devices(pools(fast, heavy), range(8)) == islands
 
 
 def test_on_a_single_device_all_workers_share_it() -> None:
-    assert assign_worker_devices(pools(WorkerPoolSettings(count=2), WorkerPoolSettings()), num_devices=1) == [(0,)] * 3
+    assert assign_worker_devices(pools(WorkerPoolSettings(count=2), WorkerPoolSettings()), range(1)) == [(0,)] * 3
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_on_a_single_device_all_workers_share_it() -> None:
 )
 def test_devices_that_do_not_exist_or_suffice_are_refused(fast, message) -> None:
     with pytest.raises(InputError, match=message):
-        assign_worker_devices(pools(fast, WorkerPoolSettings()), num_devices=8)
+        assign_worker_devices(pools(fast, WorkerPoolSettings()), range(8))
 
 
 def test_an_island_splits_weights_as_the_whole_mesh_does() -> None:

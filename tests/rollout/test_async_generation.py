@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import threading
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -19,13 +21,14 @@ from app.rollout.sample_generator import make_sequences
 from app.rollout.scheduler_loop import RolloutExecutor
 from app.rollout.scheduling.metrics import ScheduleMetricsTracker
 from app.rollout.scheduling.protocol import Event as SchedulerEvent
-from app.rollout.scheduling.protocol import Submitted
+from app.rollout.scheduling.protocol import Submitted, WorkerJoined
 from app.rollout.scheduling.scheduler import POLICIES
 from app.rollout.sequence import RolloutSequence
 from app.rollout.worker import RolloutWorker
+from app.rollout.worker_drivers import ThreadedDriver
 from app.rollout.worker_pool import RolloutWorkerPool
 from tests.rollout.test_slot_engine import DEFINITION, GROUP_SIZE, LENGTHS, PROMPTS, REQUEST, weights_on
-from tests.rollout.test_worker_drivers import bits, dying, engine_on, expected, scheduled, workers_on
+from tests.rollout.test_worker_drivers import Mortal, bits, dying, engine_on, expected, scheduled, workers_on
 from tests.tiny import make_engine, make_mesh, random_params
 
 KEY = REQUEST.policy_version
@@ -198,6 +201,71 @@ def test_a_worker_that_dies_hands_its_rows_to_the_others_of_an_open_rollout() ->
         generation.submit(PROMPTS[:HALF], noise_step=KEY)
         assert bits(generation.collect_round()) == bits(expected()[: HALF * GROUP_SIZE])
     generation.close()
+
+
+def joined(events: list[SchedulerEvent]) -> list[str]:
+    return [event.worker for event in events if isinstance(event, WorkerJoined)]
+
+
+def test_a_worker_that_died_joins_again_with_the_next_weights() -> None:
+    workers, events = workers_on(2), list[SchedulerEvent]()
+    first, second = halves()
+    with opened(scheduled(workers, in_turn=True), events) as one:
+        with dying(workers[0], lives=1):
+            one.rollout.submit(first)
+            one.finish(1)
+        assert not workers[0].engine.is_open
+        one.run.publish(weights_on(), policy_version=KEY + 1)
+        one.rollout.submit(second)
+        one.finish(2)
+        assert joined(events) == ["fast-0", "heavy-1", "fast-0#2"]
+        assert {row.worker for row in second} == {"heavy-1", "fast-0#2"}
+        assert bits(samples_of(one.made, one.rows)) == bits(expected())
+        versions = {version for row in second for version, _ in row.segment_versions}
+        assert versions == {KEY + 1}
+
+
+def test_a_worker_that_cannot_be_opened_again_is_asked_at_the_next_weights(caplog: pytest.LogCaptureFixture) -> None:
+    workers, events = workers_on(2), list[SchedulerEvent]()
+    with opened(scheduled(workers, in_turn=True), events) as one:
+        with dying(workers[0], lives=1):
+            one.rollout.submit(halves()[0])
+            one.finish(1)
+        worker = workers[0]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                worker.engine, "open", lambda *args, **named: (_ for _ in ()).throw(RuntimeError("no device"))
+            )
+            one.run.publish(weights_on(), policy_version=KEY + 1)
+        assert "rollout worker fast-0 failed to open again" in caplog.text
+        one.run.publish(weights_on(), policy_version=KEY + 2)
+        one.rollout.submit(halves()[1])
+        one.finish(2)
+    assert joined(events) == ["fast-0", "heavy-1", "fast-0#2"]
+
+
+def test_a_worker_that_outlived_its_lease_joins_again_once_it_wakes() -> None:
+    workers, events = workers_on(2), list[SchedulerEvent]()
+    sleeper = workers[1].engine
+    assert isinstance(sleeper, Mortal)
+    sleeper.sleep = threading.Event()
+    with opened(scheduled(workers, lease_s=1.0), events) as one:
+        one.rollout.submit(halves()[0])
+        one.finish(1)
+        one.run.publish(weights_on(), policy_version=KEY + 1)
+        assert joined(events) == ["fast-0", "heavy-1"], "it still holds its slots"
+        sleeper.sleep.set()
+        driver = one.run._driver
+        assert isinstance(driver, ThreadedDriver)
+        while driver._outcomes.empty():
+            time.sleep(0.01)
+        sleeper.sleep = None
+        one.rollout.submit(halves()[1])
+        one.advance()
+        one.run.publish(weights_on(), policy_version=KEY + 2)
+        one.finish(2)
+    assert joined(events) == ["fast-0", "heavy-1", "heavy-1#2"]
+    assert bits(samples_of(one.made, one.rows)) == bits(expected())
 
 
 def test_a_failure_of_the_last_worker_surfaces_where_samples_are_taken() -> None:

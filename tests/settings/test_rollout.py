@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from settings import InputError, load
@@ -129,6 +131,31 @@ def test_training_does_not_run_a_lease_out() -> None:
     asked = ["rollout.scheduler=adaptive", "rollout.max_staleness=1", "rollout.workers.lease_s=60"]
     with pytest.raises(InputError, match="lease_s to null, or"):
         check_for_train(load(None, asked, {}))
+
+
+def test_workers_with_their_own_devices_may_have_a_lease() -> None:
+    asked = ["rollout.scheduler=adaptive", "rollout.max_staleness=1", "rollout.workers.lease_s=60"]
+    check_for_train(load(None, [*asked, "rollout.devices=0.5"], {}))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["rollout.max_staleness=0"], "rollout.devices = 0.5 (from --set) would wait for training"),
+        (["rollout.pool=ray"], "with rollout.pool = 'ray' (from --set) no device of this host generates"),
+    ],
+)
+def test_devices_that_would_idle_are_refused(overrides: list[str], message: str) -> None:
+    chosen = ["rollout.scheduler=adaptive", "rollout.devices=0.5"]
+    chosen += [] if "rollout.max_staleness=0" in overrides else ["rollout.max_staleness=1"]
+    with pytest.raises(InputError, match=re.escape(message)):
+        check_for_train(load(None, [*chosen, *overrides], {}))
+
+
+@pytest.mark.parametrize("value", ["0", "1", "1.5", "-0.5", "[]", "[0, 1]", "[2, 2]", "[1.5]", "half"])
+def test_devices_that_only_generate_are_a_share_or_a_list(value: str) -> None:
+    with pytest.raises(InputError, match=r"rollout\.devices"):
+        load(None, [f"rollout.devices={value}"], {})
 
 
 def test_actors_always_have_a_lease_and_may_have_one_beside_training() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from app.records.step_timeline import StepTimeline
 from app.training.train import train
 from settings import load
 from tests.preflight.test_dry_run import foreseen
@@ -56,6 +57,52 @@ def test_no_token_is_older_than_allowed(config: Path, k: int) -> None:
     assert "eval/accuracy" in metrics_of(run_of(config))[-1]
     assert progress_of(run_of(config), 4)["position"] == 16
     assert not [thread for thread in threading.enumerate() if thread.name in ("generation", "fast-0", "heavy-0")]
+
+
+APART = ("rollout.scheduler=adaptive", "rollout.max_staleness=1", "rollout.devices=0.75", "mesh.shape=1,2,1")
+"""Two devices that train, and six that generate."""
+
+
+def test_with_devices_of_their_own_workers_generate_while_the_others_train(config: Path) -> None:
+    of_workers = ("rollout.workers.fast.devices=[2,3]", "rollout.workers.heavy.count=0")
+    chosen = (*APART, *of_workers, "rollout.mesh=tp=2", "rollout.workers.lease_s=60")
+    result = train_here(config, *chosen, "logging.save_rollouts=true")
+    assert result.exit_code == 0, result.stderr
+    assert "rollout.devices: of the 8 devices of each host, 2-7 generate and the others train" in result.stderr
+    steps = steps_of(run_of(config))
+    assert oldest_of(steps)[:2] == [0, 1] and max(oldest_of(steps)) == 1
+    # The weights that drew the first samples are those that score them, however they were split.
+    assert steps[0]["rollout/sampler_scorer_logprob_diff_max"] < 1e-4
+    assert steps[-1]["perf/compilations"] == 0
+    assert all(0 <= step["perf/training_bubble"] < 1 and 0 <= step["perf/rollout/rounds_ready"] <= 2 for step in steps)
+    lines = [StepTimeline.from_json(line) for line in records_of(run_of(config) / "timeline.jsonl")]
+    assert [line.step for line in lines] == [1, 2, 3, 4]
+    assert all({"rollout", "reward", "advantage", "update"} <= {phase.name for phase in line.phases} for line in lines)
+    segments = [segment for line in lines for segment in line.segments]
+    assert {segment.worker for segment in segments} == {"fast-0"} and segments[0].start_s >= 0
+    assert all(one.start_s < one.end_s and 0 < one.num_rows <= one.num_slots for one in segments)
+
+
+@pytest.mark.slow
+def test_on_any_devices_where_nothing_is_learned_samples_are_the_same(config: Path) -> None:
+    standing_still = ("optimizer.learning_rate=1e-30", "rollout.mode=exact", "logging.save_rollouts=true", *UNJUDGED)
+    for name, chosen in (("shared", (*SCHEDULED, "rollout.max_staleness=1")), ("apart", APART)):
+        own = ("rollout.workers.fast.count=2", *SCHEDULED[1:3], "rollout.workers.heavy.devices=[7]")
+        of_workers = (*own, "rollout.workers.fast.devices=[3,5]") if name == "apart" else ()
+        result = train_here(config, *chosen, *of_workers, *standing_still, f"run.name={name}")
+        assert result.exit_code == 0, result.stderr
+    for step in range(1, 5):
+        shared, apart = (samples_of(config.parent / "runs" / name, step) for name in ("shared", "apart"))
+        for name in ("uid", "group_id", "completion_token_ids", "behavior_logprobs", "finish_reason", "reward"):
+            assert [record[name] for record in apart] == [record[name] for record in shared], name
+
+
+def test_a_dry_run_tells_the_devices_that_generate_from_those_that_train(config: Path) -> None:
+    ways = (*SCHEDULED, "rollout.max_staleness=1"), (*APART, "rollout.workers.fast.count=5")
+    shared, apart = (foreseen(config, *chosen).memory for chosen in ways)
+    assert apart["rollout"].keys() == {"decode_weights", "prompt_cache", "kv_cache"}
+    assert "kv_cache" not in apart["update"] and shared["update"]["kv_cache"] > 0
+    assert apart["rollout"]["decode_weights"] == 2 * apart["publish"]["decode_weights"]
 
 
 @pytest.mark.slow
@@ -124,6 +171,11 @@ def test_ctrl_c_stops_the_generation_and_the_run_goes_on_later(config: Path) -> 
          "rollout.scheduler: adaptive"),
         (("rollout.scheduler=sync", "rollout.placement=global"), "set rollout.placement: island, or"),
         (SCHEDULED[:3], "rollout.max_staleness: the worker fast-0 has 4 devices, which wait for"),
+        ((SCHEDULED[0], "rollout.devices=0.3"), "rollout.devices: 0.3 of the 8 devices of a host is not a whole"),
+        ((*SCHEDULED, "rollout.devices=[2,3]"), "rollout.workers.fast.devices: got 0, but the devices of this host "
+         "that generate are 2-3"),
+        ((SCHEDULED[0], "rollout.devices=0.75", "mesh.shape=1,8,1"), "needs 8 devices, but there are 2"),
+        ((*APART[:1], *APART[2:], "rollout.mesh=tp=4"), "rollout.mesh: 'tp=4' does not divide the 2 devices"),
     ],
 )  # fmt: skip
 def test_what_cannot_run_ahead_is_refused(config: Path, overrides: tuple[str, ...], message: str) -> None:
