@@ -84,6 +84,7 @@ reward.overlong_penalty | reward_kwargs.overlong_buffer_cfg.penalty_factor
 rollout.slots | rollout.max_num_seqs
 eval.temperature | rollout.val_kwargs.temperature
 rollout.max_staleness | trainer.v1.trainer_mode, trainer.v1.sampler.max_off_policy_threshold
+rollout.devices | rollout.n_gpus_per_node
 algorithm.name | algorithm.adv_estimator, actor.policy_loss.loss_mode
 algorithm.mini_batch_prompts | actor.ppo_mini_batch_size | ppo_mini_batch_size / hosts
 algorithm.shuffle | actor.shuffle

@@ -15,6 +15,7 @@ from app.training.train import train
 from settings import load
 from tests.preflight.test_dry_run import foreseen
 from tests.program import here, metrics_of, of_tiny, progress_of, records_of, settings, train_here
+from tests.two_hosts import run_on_two_hosts
 
 SCHEDULED = (
     *("rollout.scheduler=adaptive", "rollout.workers.fast.slots=4", "rollout.workers.heavy.slots=4"),
@@ -81,6 +82,27 @@ def test_with_devices_of_their_own_workers_generate_while_the_others_train(confi
     segments = [segment for line in lines for segment in line.segments]
     assert {segment.worker for segment in segments} == {"fast-0"} and segments[0].start_s >= 0
     assert all(one.start_s < one.end_s and 0 < one.num_rows <= one.num_slots for one in segments)
+
+
+@pytest.mark.slow
+@pytest.mark.two_hosts
+def test_on_two_hosts_workers_of_several_devices_generate_while_the_others_train(config: Path) -> None:
+    of_workers = ("rollout.workers.heavy.count=0", "rollout.mesh=tp=2", "rollout.workers.fast.slots=8")
+    chosen = ("rollout.scheduler=adaptive", "rollout.max_staleness=1", "rollout.devices=0.5", *of_workers)
+    saved = ("logging.save_rollouts=true", "checkpoint.every_steps=1", "run.steps=3")
+    hosts = run_on_two_hosts("train", "--config", config, *settings(*chosen, *saved))
+    assert [host.exit_code for host in hosts] == [0, 0], hosts[0].stderr + hosts[1].stderr
+    assert "of the 4 devices of each host, 2-3 generate and the others train" in hosts[0].stderr
+    assert "2 hosts, 4 devices" in hosts[0].stderr
+    steps = steps_of(run_of(config))
+    assert oldest_of(steps) == [0, 1, 1]
+    assert steps[0]["rollout/sampler_scorer_logprob_diff_max"] < 1e-4
+    assert steps[-1]["perf/compilations"] == 0 and "eval/accuracy" in metrics_of(run_of(config))[-1]
+    assert len(samples_of(run_of(config), 3)) == 2 * 16
+    # One host of eight devices goes on, all of which then train and generate.
+    whole = ("rollout.max_staleness=1", "rollout.prompts_per_step=8", "run.steps=4")
+    result = train_here(config, *SCHEDULED, *whole, resume="must")
+    assert result.exit_code == 0, result.stderr
 
 
 @pytest.mark.slow
