@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from queue import Empty, SimpleQueue
 from threading import Thread
@@ -20,7 +20,7 @@ from app.model.decode_weights import DecodeWeights
 from app.records.sample import Prompt, Sample
 from app.rollout.request import GenerationRequest
 from app.rollout.sample_generator import make_sequences
-from app.rollout.scheduler_loop import RolloutExecutor
+from app.rollout.scheduler_loop import RolloutExecutor, name_rows
 from app.rollout.scheduling.length_estimator import LearnedLengths
 from app.rollout.scheduling.metrics import ScheduleMetrics, ScheduleMetricsTracker
 from app.rollout.sequence import RolloutSequence
@@ -63,7 +63,7 @@ class RoundExecutor:
     def submit(self, rows: Sequence[RolloutSequence]) -> None:
         """Adds the next round."""
         # Several open rounds may contain the same prompt.
-        self._waiting.append({f"{row.uid}@{self._num_submitted}": row for row in rows})
+        self._waiting.append({f"{name}@{self._num_submitted}": row for name, row in name_rows(rows).items()})
         self._num_submitted += 1
         self._submit_next_rounds()
 
@@ -145,11 +145,8 @@ class AsyncRollout:
             raise done
         self._workers.add_metrics(done.metrics)
         self._workers.record_lengths(done.lengths)
-        group_size = self._request.group_size
-        return [
-            self._workers.to_sample(row, first_group_id + number // group_size, self._request)
-            for number, row in enumerate(done.rows)
-        ]
+        own = [row for row in done.rows if row.home[0] == 0]
+        return samples_of_round(self._workers, own, self._request, first_group_id=first_group_id)
 
     def close(self) -> None:
         """Stops after the running segments, or after `CLOSE_TIMEOUT_S`. Uncollected rounds are lost."""
@@ -168,7 +165,14 @@ class AsyncRollout:
                 for done in self._rounds.completed_rounds():
                     self._outbox.put(done)
         except BaseException as error:
-            self._outbox.put(error)
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        """Ends generation with an error."""
+        self._outbox.put(error)
+
+    def _add_round(self, rows: Sequence[RolloutSequence]) -> None:
+        self._rounds.submit(rows)
 
     def _receive_rounds(self) -> bool:
         """Receives submitted rounds; waits for one if no worker is decoding. Returns False after `close`."""
@@ -179,4 +183,14 @@ class AsyncRollout:
                 return True
             if rows is None:
                 return False
-            self._rounds.submit(rows)
+            self._add_round(rows)
+
+
+def samples_of_round(
+    workers: RolloutWorkerPool, rows: Iterable[RolloutSequence], request: GenerationRequest, *, first_group_id: int
+) -> list[Sample]:
+    """Returns the records of the rows of a completed round."""
+    return [
+        workers.to_sample(row, first_group_id + number // request.group_size, request)
+        for number, row in enumerate(rows)
+    ]

@@ -45,6 +45,14 @@ SampleDoneCallback = Callable[[RolloutSequence], None]
 """Called with every sample when it is done."""
 
 
+def name_rows(rows: Iterable[RolloutSequence]) -> dict[str, RolloutSequence]:
+    """Returns the rows by names, which are their uids as far as these are unique."""
+    named: dict[str, RolloutSequence] = {}
+    for number, row in enumerate(rows):
+        named[row.uid if row.uid not in named else f"{row.uid}@{number}"] = row
+    return named
+
+
 class RolloutExecutor:
     """Runs one rollout: assigns submitted samples to workers until they are done. Driven by one thread."""
 
@@ -78,15 +86,12 @@ class RolloutExecutor:
         self._failure: Exception | None = None
         """Error of the last worker that failed."""
 
-    def run_in_order(self, rows: Iterable[RolloutSequence]) -> Iterator[RolloutSequence]:
+    def run_in_order(self, rows: Mapping[str, RolloutSequence]) -> Iterator[RolloutSequence]:
         """Yields all rows in order, each once it is done. No other rows may be submitted."""
-        named: dict[str, RolloutSequence] = {}
-        for number, row in enumerate(rows):
-            named[row.uid if row.uid not in named else f"{row.uid}@{number}"] = row
         self.add_workers()
-        self.submit(named)
+        self.submit(rows)
         self._handle_event(Closed(self._clock()))
-        for uid in named:
+        for uid in rows:
             while not self.is_done(uid):
                 self.advance()
             yield self._rows[uid]
@@ -96,8 +101,8 @@ class RolloutExecutor:
         for worker in self._workers.values():
             shapes = worker.engine.shapes
             sizes = shapes.num_slots, shapes.batch_buckets[:-1], worker.device, worker.engine.programs.capacity
-            joined = WorkerJoined(self._clock(), worker.name, worker.kind, *sizes, max_length=shapes.row_limit)
-            self._handle_event(joined)
+            limits = {"max_length": shapes.row_limit, "host": worker.host}
+            self._handle_event(WorkerJoined(self._clock(), worker.name, worker.kind, *sizes, **limits))
 
     def submit(self, rows: Mapping[str, RolloutSequence]) -> None:
         """Adds rows; their uids must be new to the rollout."""
