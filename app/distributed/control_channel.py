@@ -70,16 +70,24 @@ class ControlChannel:
 
     def _receive(self, on_message: Callable[[Any], None], on_lost: Callable[[], None]) -> None:
         try:
-            while not self._is_closing:
-                if self._connection.poll(POLL_INTERVAL_S):
-                    on_message(self._connection.recv())
-        except (OSError, EOFError) as error:
-            log.debug("the channel to host %d ends", self.host, exc_info=error)
+            while (received := self._next_message()) is not None:
+                on_message(*received)
         finally:
             self.is_lost = True
             with self._sending:
                 self._connection.close()
             on_lost()
+
+    def _next_message(self) -> tuple[Any] | None:
+        """Waits for a message; returns None at the end of the channel."""
+        try:
+            while not self._connection.poll(POLL_INTERVAL_S):
+                if self._is_closing:
+                    return None
+            return (self._connection.recv(),)
+        except (OSError, EOFError) as error:
+            log.debug("the channel to host %d ends", self.host, exc_info=error)
+            return None
 
     def send(self, message: object) -> None:
         """Sends a message. May be called from any thread.

@@ -93,6 +93,7 @@ class PeerHost:
         for one in joined.workers:
             if one.name not in self.workers:
                 engine = copy.copy(engines[one.kind])
+                engine.on_token_replayed = None
                 self.workers[one.name] = HostWorker(one.name, one.kind, engine, one.device, host=self.host, peer=self)
         return [self.workers[one.name] for one in joined.workers]
 

@@ -148,6 +148,8 @@ class WorkerService:
 
     def close(self) -> None:
         """Ends the reports, once the driver is closed."""
+        for worker in self._workers.values():
+            worker.engine.on_token_replayed = None
         self._driver.wake()
         self._reporter.join()
 

@@ -237,11 +237,11 @@ def test_one_scheduler_is_done_before_the_slower_of_two() -> None:
                 taken[event.worker] += event.steps
         return max(taken.values())
 
-    with two_hosts(kinds=("fast",)) as hosts:
+    with two_hosts(kinds=("fast",), in_turn=True) as hosts:
         hosts.samples(split=0)
         both = [*hosts.first.workers, *hosts.second.workers]
         shared = steps(both, hosts.first.records)
-        alone = scheduled(hosts.second.workers)
+        alone = scheduled(hosts.second.workers, in_turn=True)
         assert bits(samples_of(alone)) == bits(expected())
         assert shared < 0.75 * steps(alone.workers, alone.records)
 
