@@ -81,13 +81,12 @@ class ControlChannel:
     def _next_message(self) -> tuple[Any] | None:
         """Waits for a message; returns None at the end of the channel."""
         try:
-            while not self._connection.poll(POLL_INTERVAL_S):
-                if self._is_closing:
-                    return None
-            return (self._connection.recv(),)
+            while not self._is_closing:
+                if self._connection.poll(POLL_INTERVAL_S):
+                    return (self._connection.recv(),)
         except (OSError, EOFError) as error:
             log.debug("the channel to host %d ends", self.host, exc_info=error)
-            return None
+        return None
 
     def send(self, message: object) -> None:
         """Sends a message. May be called from any thread.
@@ -179,7 +178,7 @@ def connect_to_first_host(address: tuple[str, int], host: int, key: bytes) -> Co
         answer_challenge(connection, key)
         deliver_challenge(connection, key)
         connection.send(host)
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, multiprocessing.AuthenticationError) as error:
         raise InputError(
             f"mesh.coordinator_address: host {host} cannot connect to port {address[1]} of {address[0]} ({error}), "
             "where host 0 schedules the workers of all hosts; let the hosts reach each other on all ports, or set "

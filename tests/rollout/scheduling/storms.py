@@ -27,7 +27,7 @@ def storm(seed: int, *, num_hosts: int = 1) -> SchedulerSimulator:
     """
     rng = random.Random(seed)
     policy = rng.choice(list(POLICIES))
-    trace = random_trace(rng, seed, num_hosts=num_hosts)
+    trace = random_trace(rng, seed)
     scheduler = Scheduler(
         policy,
         pdsr=random_rules(rng),
@@ -61,8 +61,8 @@ def random_faults(rng: random.Random, seed: int) -> Faults:
     return Faults(seed, death, stall, silence, duplicate, delay, no_number)
 
 
-def random_trace(rng: random.Random, seed: int, *, num_hosts: int = 1) -> Trace:
-    prompts, group = rng.randint(1, 8 if num_hosts == 1 else 16), rng.randint(1, 5)
+def random_trace(rng: random.Random, seed: int) -> Trace:
+    prompts, group = rng.randint(1, 8), rng.randint(1, 5)
     numpy_rng = np.random.default_rng(seed)
     shape = {"prompts": prompts, "group": group}
     log_normal = {
@@ -141,7 +141,7 @@ def random_workers(rng: random.Random) -> list[SimulatedWorkerSpec]:
 def workers_of_hosts(rng: random.Random, num_hosts: int) -> list[SimulatedWorkerSpec]:
     """Returns two random workers for each host, on devices of their own or on one device of their host."""
     pairs: list[tuple[WorkerKind, WorkerKind]] = [("fast", "heavy"), ("fast", "fast")]
-    kinds, slots = rng.choice(pairs), rng.choice([1, 2, 5])
+    kinds, slots = rng.choice(pairs), rng.choice([1, 2])
     limit, is_shared = rng.choice([None, 130, 250]), rng.random() < 0.5
     return [
         SimulatedWorkerSpec(
