@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from queue import Empty, SimpleQueue
 from threading import Thread
@@ -22,7 +22,7 @@ from app.records.sample import Prompt, Sample
 from app.records.step_timeline import SegmentTime
 from app.rollout.request import GenerationRequest
 from app.rollout.sample_generator import make_sequences
-from app.rollout.scheduler_loop import RolloutExecutor
+from app.rollout.scheduler_loop import RolloutExecutor, name_rows
 from app.rollout.scheduling.length_estimator import LearnedLengths
 from app.rollout.scheduling.metrics import ScheduleMetrics, ScheduleMetricsTracker
 from app.rollout.scheduling.protocol import EventRecord, SegmentEnded
@@ -66,7 +66,7 @@ class RoundExecutor:
     def submit(self, rows: Sequence[RolloutSequence]) -> None:
         """Adds the next round."""
         # Several open rounds may contain the same prompt.
-        self._waiting.append({f"{row.uid}@{self._num_submitted}": row for row in rows})
+        self._waiting.append({f"{name}@{self._num_submitted}": row for name, row in name_rows(rows).items()})
         self._num_submitted += 1
         self._submit_next_rounds()
 
@@ -156,11 +156,8 @@ class AsyncRollout:
             raise done
         self._workers.add_metrics(done.metrics)
         self._workers.record_lengths(done.lengths)
-        group_size = self._request.group_size
-        return [
-            self._workers.to_sample(row, first_group_id + number // group_size, self._request)
-            for number, row in enumerate(done.rows)
-        ]
+        own = [row for row in done.rows if row.home[0] == 0]
+        return samples_of_round(self._workers, own, self._request, first_group_id=first_group_id)
 
     @property
     def num_ready(self) -> int:
@@ -197,7 +194,14 @@ class AsyncRollout:
                 for done in self._rounds.completed_rounds():
                     self._outbox.put(done)
         except BaseException as error:
-            self._outbox.put(error)
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        """Ends generation with an error."""
+        self._outbox.put(error)
+
+    def _add_round(self, rows: Sequence[RolloutSequence]) -> None:
+        self._rounds.submit(rows)
 
     def _receive_rounds(self) -> bool:
         """Receives submitted rounds; waits for one if no worker is decoding. Returns False after `close`."""
@@ -208,4 +212,14 @@ class AsyncRollout:
                 return True
             if rows is None:
                 return False
-            self._rounds.submit(rows)
+            self._add_round(rows)
+
+
+def samples_of_round(
+    workers: RolloutWorkerPool, rows: Iterable[RolloutSequence], request: GenerationRequest, *, first_group_id: int
+) -> list[Sample]:
+    """Returns the records of the rows of a completed round."""
+    return [
+        workers.to_sample(row, first_group_id + number // request.group_size, request)
+        for number, row in enumerate(rows)
+    ]

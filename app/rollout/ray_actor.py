@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import ray
-from jaxtyping import Int32
 
 from app.mesh import device_mesh
 from app.mesh.program_cache import use_program_cache
@@ -27,11 +26,11 @@ from app.model.decoder import DecoderDefinition
 from app.model.kv_cache import num_cache_shards
 from app.model.lora import LoRAConfig
 from app.records.versions import program_versions, sampling_packages
-from app.rollout.counters import RolloutCounters
+from app.rollout.remote_worker import RemoteSegment, ServedRows
 from app.rollout.request import GenerationRequest
 from app.rollout.sampling import SamplingRules
-from app.rollout.scheduling.protocol import RunSegment, SegmentEnded, WorkerKind
-from app.rollout.sequence import RolloutSequence, SuspendedSequence
+from app.rollout.scheduling.protocol import RunSegment, WorkerKind
+from app.rollout.sequence import SuspendedSequence
 from app.rollout.shape_buckets import SlotShapes
 from app.rollout.slot_engine import SlotEngine
 from app.rollout.stop_strings import DecodeText
@@ -90,17 +89,6 @@ class ActorInfo(NamedTuple):
     """Versions that must be the same in all processes of a rollout."""
 
 
-class ActorSegment(NamedTuple):
-    """Result of a segment run by an actor."""
-
-    ended: SegmentEnded
-    tokens: dict[str, Int32[np.ndarray, "3 C"]]
-    """Tokens of each row, by uid; see `RolloutSequence.segment_tokens`."""
-    policy_version: int
-    """Version of the weights that drew these tokens."""
-    counters: RolloutCounters
-
-
 class RolloutActor:
     """Slots on all devices of this process. After an error it refuses every call until it is opened again.
 
@@ -137,7 +125,7 @@ class RolloutActor:
             decode_text=spec.decode_text,
         )
         self._worker = RolloutWorker("", spec.kind, self._engine)
-        self._rows: dict[str, RolloutSequence] = {}
+        self._served = ServedRows(self._worker)
         self._has_failed = False
 
     def get_info(self) -> ActorInfo:
@@ -150,7 +138,7 @@ class RolloutActor:
 
     def open(self, weights: BitLeaves, request: GenerationRequest, *, suspends: bool) -> None:
         """Starts a rollout with empty slots; see `RolloutWorker.open`."""
-        self._rows, self._has_failed = {}, False
+        self._served, self._has_failed = ServedRows(self._worker), False
         with self._refuse_after_failure():
             tree = from_bit_leaves(weights, like=self._engine.programs.abstract_weights)
             self._worker.open(tree, request, suspends=suspends)
@@ -162,7 +150,7 @@ class RolloutActor:
         cache_refs: Mapping[str, Any],
         new_weights: BitLeaves | None,
         policy_version: int,
-    ) -> ActorSegment:
+    ) -> RemoteSegment:
         """Admits rows and decodes a segment.
 
         Args:
@@ -174,19 +162,11 @@ class RolloutActor:
                 weights = from_bit_leaves(new_weights, like=self._engine.programs.abstract_weights)
                 self._worker.queue_weights(weights, policy_version=policy_version)
                 del weights, new_weights
-            self._rows |= {one.uid: one.row for one in admissions}
-            known = {uid: row.num_tokens for uid, row in self._rows.items()}
+            self._served.admit(admissions)
             self._worker.start_segment(
                 command, deque(one._replace(suspended=self._fetch_cache(one, cache_refs)) for one in admissions)
             )
-            ended = self._worker.finish_segment()
-            tokens, version = {}, 0
-            for report in ended.rows:
-                row = self._rows[report.uid] if report.finish is None else self._rows.pop(report.uid)
-                # A row that waited for blocks drew nothing.
-                if row.num_tokens > known[report.uid] or report.finish is not None:
-                    tokens[report.uid], version = row.segment_tokens[-1], row.segment_versions[-1][0]
-            return ActorSegment(ended, tokens, version, self._worker.take_counters())
+            return self._served.segment_result(self._worker.finish_segment())
 
     def _fetch_cache(self, one: Admission, cache_refs: Mapping[str, Any]) -> Future[SuspendedSequence] | None:
         if one.uid not in cache_refs:
@@ -204,11 +184,11 @@ class RolloutActor:
     def suspend(self, uid: str) -> BitLeaves:
         """Takes a row out of its slot and returns its cache."""
         with self._refuse_after_failure():
-            return to_bit_leaves(self._worker.suspend(self._rows.pop(uid)).cache)
+            return to_bit_leaves(self._worker.suspend(self._served.take(uid)).cache)
 
     def close(self) -> None:
         """Frees the devices."""
-        self._rows = {}
+        self._served = ServedRows(self._worker)
         self._worker.close()
 
     @contextmanager

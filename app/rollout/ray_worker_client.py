@@ -5,29 +5,23 @@ Every wait is limited: an actor that does not answer in time is killed.
 
 from __future__ import annotations
 
-import logging
-import time
 import weakref
-from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from threading import Lock
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import jax
 import ray
 import ray.exceptions
 
 from app.model.decode_weights import DecodeWeights
-from app.model.kv_cache import KVCache
-from app.rollout.ray_actor import ActorInfo, ActorSegment, ActorSpec, RolloutActor, to_bit_leaves
+from app.rollout.ray_actor import ActorInfo, ActorSpec, RolloutActor, to_bit_leaves
+from app.rollout.remote_worker import RemoteCache, RemoteSegment, RemoteWorker
 from app.rollout.request import GenerationRequest
 from app.rollout.sampling import SamplingRules
-from app.rollout.scheduling.protocol import RunSegment, SegmentEnded
-from app.rollout.sequence import RolloutSequence, SuspendedSequence
-from app.rollout.worker import Admission, RolloutWorker
-
-log = logging.getLogger(__name__)
+from app.rollout.scheduling.protocol import RunSegment
+from app.rollout.worker import Admission
 
 _Actor: Any = ray.remote(RolloutActor)  # pyright: ignore[reportCallIssue, reportArgumentType]
 
@@ -58,8 +52,8 @@ class WeightBroadcast:
 
 
 @dataclass(eq=False, kw_only=True)
-class RayWorker(RolloutWorker):
-    """Worker with slots in an actor. `engine` only describes the slots and is never opened.
+class RayWorker(RemoteWorker):
+    """Worker with slots in an actor.
 
     A lost actor is replaced at once. The new actor takes part in the first rollout that starts after it is ready.
     """
@@ -83,11 +77,6 @@ class RayWorker(RolloutWorker):
     _segment_timeout_s: float = 0.0
     _is_open: bool = False
     _is_lost: bool = False
-
-    @property
-    def num_devices(self) -> int:
-        """0, because the actor uses no devices of this process."""
-        return 0
 
     def start_actor(self) -> None:
         """Requests an actor from Ray, then its information and compilations, without waiting for any of them."""
@@ -133,66 +122,35 @@ class RayWorker(RolloutWorker):
         if self._is_open:
             self._queued_weights.append((self.broadcast.put(weights), policy_version))
 
-    def start_segment(self, command: RunSegment, admissions: deque[Admission]) -> None:
-        """Sends the rows; see `RolloutWorker.start_segment`."""
-        started = self.clock()
+    def _send_segment(
+        self, command: RunSegment, admissions: Sequence[Admission], caches: dict[str, RemoteCache]
+    ) -> None:
         if self._opening is not None:
             opening, self._opening = self._opening, None
             self._wait(opening, timeout_s=self.start_timeout_s)
-        incoming, cache_refs = [], {}
-        while admissions:
-            one = admissions.popleft()
-            try:
-                if one.suspended is not None:
-                    (cache_refs[one.uid],) = cast("Any", one.suspended.result(self.cache_timeout_s).cache)
-            except Exception as error:
-                log.warning("rollout worker %s recomputes the cache of %s", self.name, one.uid, exc_info=error)
-            one = self._admissions[one.row] = one._replace(suspended=None)
-            one.row.started_s = one.row.started_s or time.perf_counter()
-            # Slots do not read these fields of a prompt.
-            prompt = replace(one.row.prompt, source="", answer=None, extra={})
-            incoming.append(one._replace(row=replace(one.row, prompt=prompt)))
         # A row without a cache replays its tokens one by one, as does any that had to give its blocks up.
-        replayed = self._admissions if self.engine.programs.preempts else (one.row for one in incoming)
+        replayed = self._admissions if self.engine.programs.preempts else (one.row for one in admissions)
         longest = max((row.num_tokens for row in replayed), default=0)
         self._segment_timeout_s = self.lease_s * (1 + longest / command.length)
         new_weights = self._queued_weights.pop() if self._queued_weights else (None, 0)
-        self._segment = self._actor.run_segment.remote(command, incoming, cache_refs, *new_weights)
-        self._running = command, started
+        refs = {uid: cache.key for uid, cache in caches.items()}
+        self._segment = self._actor.run_segment.remote(command, admissions, refs, *new_weights)
 
-    def finish_segment(self, *, not_before: float = 0.0) -> SegmentEnded:
-        """Waits for the segment until its lease ends; see `RolloutWorker.finish_segment`.
+    def _receive_segment(self) -> RemoteSegment:
+        """Waits for the segment until its lease ends.
 
         Raises:
             ActorLostError: the actor is lost.
             Exception: the error raised in the actor.
         """
-        assert self._running is not None
-        (_, started), self._running = self._running, None
         call, self._segment = self._segment, None
-        result: ActorSegment = self._wait(call, timeout_s=self._segment_timeout_s)
-        at = self.clock()
-        self._segment_counters.append(result.counters)
-        rows = {admission.uid: row for row, admission in self._admissions.items()}
-        for report in result.ended.rows:
-            row, tokens = rows[report.uid], result.tokens.get(report.uid)
-            row.worker = self.name
-            if tokens is None:
-                continue
-            # A copy, because the array may be in memory shared with other processes of this machine.
-            row.segment_tokens.append(tokens.copy())
-            row.segment_versions.append((result.policy_version, tokens.shape[1]))
-            row.num_tokens += tokens.shape[1]
-            row.num_segments += 1
-            if report.finish is not None:
-                row.finish_reason, row.elapsed_s = report.finish, time.perf_counter() - row.started_s
-                del self._admissions[row]
-        return replace(result.ended, at=at, worker=self.name, seconds=at - max(started, not_before))
+        result: RemoteSegment = self._wait(call, timeout_s=self._segment_timeout_s)
+        # Copies, because the arrays may be in memory shared with other processes of this machine.
+        return result._replace(tokens={uid: tokens.copy() for uid, tokens in result.tokens.items()})
 
-    def suspend(self, row: RolloutSequence) -> SuspendedSequence:
-        """Takes a row out of its slot. Its cache is a reference to a Ray object that the actor stores later."""
-        ref = self._actor.suspend.remote(self._admissions.pop(row).uid)
-        return SuspendedSequence(row, cast(KVCache, (ref,)))
+    def _send_suspend(self, uid: str) -> RemoteCache:
+        # A Ray object that the actor stores later.
+        return RemoteCache(self._actor.suspend.remote(uid))
 
     def close(self) -> None:
         """Frees the actor's devices, or replaces the actor if it is lost."""

@@ -46,6 +46,14 @@ SampleDoneCallback = Callable[[RolloutSequence], None]
 """Called with every sample when it is done."""
 
 
+def name_rows(rows: Iterable[RolloutSequence]) -> dict[str, RolloutSequence]:
+    """Returns the rows by names, which are their uids as far as these are unique."""
+    named: dict[str, RolloutSequence] = {}
+    for number, row in enumerate(rows):
+        named[row.uid if row.uid not in named else f"{row.uid}@{number}"] = row
+    return named
+
+
 class RolloutExecutor:
     """Runs one rollout: assigns submitted samples to workers until they are done. Driven by one thread."""
 
@@ -84,15 +92,12 @@ class RolloutExecutor:
         self._failure: Exception | None = None
         """Error of the last worker that failed."""
 
-    def run_in_order(self, rows: Iterable[RolloutSequence]) -> Iterator[RolloutSequence]:
+    def run_in_order(self, rows: Mapping[str, RolloutSequence]) -> Iterator[RolloutSequence]:
         """Yields all rows in order, each once it is done. No other rows may be submitted."""
-        named: dict[str, RolloutSequence] = {}
-        for number, row in enumerate(rows):
-            named[row.uid if row.uid not in named else f"{row.uid}@{number}"] = row
         self.add_workers()
-        self.submit(named)
+        self.submit(rows)
         self._handle_event(Closed(self.clock()))
-        for uid in named:
+        for uid in rows:
             while not self.is_done(uid):
                 self.advance()
             yield self._rows[uid]
@@ -105,8 +110,8 @@ class RolloutExecutor:
     def _add_worker(self, worker: RolloutWorker) -> None:
         shapes = worker.engine.shapes
         sizes = shapes.num_slots, shapes.batch_buckets[:-1], worker.device, worker.engine.programs.capacity
-        joined = WorkerJoined(self.clock(), worker.name, worker.kind, *sizes, max_length=shapes.row_limit)
-        self._handle_event(joined)
+        limits = {"max_length": shapes.row_limit, "host": worker.host}
+        self._handle_event(WorkerJoined(self.clock(), worker.name, worker.kind, *sizes, **limits))
 
     def submit(self, rows: Mapping[str, RolloutSequence]) -> None:
         """Adds rows; their uids must be new to the rollout."""
@@ -127,14 +132,16 @@ class RolloutExecutor:
                 worker.queue_weights(weights, policy_version=policy_version)
         for _ in range(self._idle_failed.qsize()):
             worker = self._idle_failed.get()
+            if not worker.can_open:
+                self._idle_failed.put(worker)
+                continue
             try:
                 self._reopen(worker, weights, policy_version)
             except WORKER_FAILURES as failure:
                 log.warning("rollout worker %s failed to open again", worker.name, exc_info=failure)
                 self._idle_failed.put(worker)
                 continue
-            name, _, number = worker.name.partition("#")
-            worker.name = f"{name}#{int(number or 1) + 1}"
+            worker.name = worker.next_name
             # From now on it receives newer weights, even if it joins later.
             self._workers[worker.name] = worker
             self._reopened.put(worker)

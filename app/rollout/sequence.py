@@ -34,6 +34,8 @@ class RolloutSequence:
     """`stop`, `length` or `dropped:<why>` once it is done."""
     worker: str = ""
     """Name of its last worker, or the process index if there are no workers."""
+    home: tuple[int, int] = (0, 0)
+    """Host that it belongs to, and its number among the rows of that host; (0, 0) for a scheduler of one host."""
     segment_tokens: list[np.ndarray] = field(default_factory=list)
     """Tokens of each segment, int32 [3, tokens]: ids, bits of the logprobs, and bits of the kept-mass logs."""
     segment_versions: list[tuple[int, int]] = field(default_factory=list)

@@ -51,6 +51,8 @@ class RolloutWorker:
     cache_timeout_s: float | None = None
     """Maximum wait for the cache of a row from another worker; None = no limit."""
     clock: Clock = time.perf_counter
+    host: int = 0
+    """Number of the host of its devices, among those that share a scheduler."""
     _admissions: dict[RolloutSequence, Admission] = field(default_factory=dict)
     """Maps rows in its slots to their admissions."""
     _running: tuple[RunSegment, float] | None = None
@@ -67,6 +69,17 @@ class RolloutWorker:
         # An update may still be computing the weights, and no lease may be running meanwhile.
         jax.block_until_ready(placed)
         self.engine.open(placed, request, suspends=suspends)
+
+    @property
+    def can_open(self) -> bool:
+        """Whether `open` may succeed after a failure."""
+        return True
+
+    @property
+    def next_name(self) -> str:
+        """Its name when it joins again after a failure, which tells it from the worker that failed."""
+        name, _, number = self.name.partition("#")
+        return f"{name}#{int(number or 1) + 1}"
 
     @property
     def num_devices(self) -> int:

@@ -19,17 +19,23 @@ from app.rollout.counters import RolloutCounters
 from app.rollout.request import GenerationRequest
 from app.rollout.sample_generator import SampleGenerator
 from app.rollout.sampling import SamplingRules
-from app.rollout.scheduler_loop import WORKER_FAILURES, ProgressCallback, RolloutExecutor, SampleDoneCallback
+from app.rollout.scheduler_loop import (
+    WORKER_FAILURES,
+    ProgressCallback,
+    RolloutExecutor,
+    SampleDoneCallback,
+    name_rows,
+)
 from app.rollout.scheduling.length_estimator import NOTHING_LEARNED, LearnedLengths
 from app.rollout.scheduling.metrics import ScheduleMetrics, schedule_metrics
 from app.rollout.scheduling.protocol import EventRecord
-from app.rollout.scheduling.sample_states import SampleState
+from app.rollout.scheduling.sample_states import SampleState, SampleTable
 from app.rollout.scheduling.scheduler import Scheduler
 from app.rollout.sequence import RolloutSequence
 from app.rollout.slot_engine import SlotEngine
 from app.rollout.stop_strings import DecodeText
 from app.rollout.worker import Clock, RolloutWorker
-from app.rollout.worker_drivers import SequentialDriver, ThreadedDriver
+from app.rollout.worker_drivers import SequentialDriver, ThreadedDriver, WorkerDriver
 from settings.schema.rollout import PdsrSettings, SegmentSettings
 
 log = logging.getLogger(__name__)
@@ -108,8 +114,16 @@ class RolloutWorkerPool(SampleGenerator):
             on_sample_done=self.on_sample_done,
         )
         with opened as run:
-            yield from run.run_in_order(rows)
+            yield from run.run_in_order(name_rows(rows))
             self._record_results(run, request)
+
+    def _report_progress(self, samples: SampleTable) -> None:
+        if self.on_progress is not None:
+            self.on_progress(samples)
+
+    def _is_stopped(self) -> bool:
+        """Whether the rollout must stop."""
+        return self.stop_requested()
 
     def check_fits(self, rows: Iterable[RolloutSequence]) -> None:
         """Raises InputError if a row does not fit into a slot."""
@@ -125,43 +139,53 @@ class RolloutWorkerPool(SampleGenerator):
         *,
         on_record: Callable[[EventRecord], None],
         on_sample_done: SampleDoneCallback | None = None,
+        remote_workers: Sequence[RolloutWorker] = (),
     ) -> Iterator[RolloutExecutor]:
         """Opens a rollout on all available workers; on exit, waits for running segments.
 
         Args:
             on_record: called with every event and the commands that answered it.
             on_sample_done: called with every sample when it is done.
+            remote_workers: open workers of other hosts.
 
         Raises:
             RuntimeError: all workers stalled in earlier rollouts.
         """
         awake = self._available_workers()
+        every = [*awake, *remote_workers]
         driver = (
-            SequentialDriver() if self.schedule.single_thread else ThreadedDriver(awake, lease_s=self.schedule.lease_s)
+            SequentialDriver() if self.schedule.single_thread else ThreadedDriver(every, lease_s=self.schedule.lease_s)
         )
-        try:
-            workers = _open_workers(awake, weights, request, suspends=self._suspends)
+        with self._opened_workers(awake, driver, weights, request) as opened:
             # The workers have their own copies, and an open rollout outlives these weights by many versions.
             del weights
             start_s = self._clock()
             yield RolloutExecutor(
                 scheduler,
                 driver,
-                workers,
+                [*opened, *remote_workers],
                 clock=lambda: self._clock() - start_s,
-                reopen=lambda worker, newer, version: worker.open(
-                    newer, replace(request, policy_version=version), suspends=self._suspends
-                ),
+                reopen=self._reopener(request),
                 on_record=on_record,
                 on_sample_done=on_sample_done,
-                on_progress=self.on_progress,
-                stop_requested=self.stop_requested,
+                on_progress=self._report_progress,
+                stop_requested=self._is_stopped,
             )
+
+    @contextmanager
+    def _opened_workers(
+        self, workers: Sequence[RolloutWorker], driver: WorkerDriver, weights: DecodeWeights, request: GenerationRequest
+    ) -> Iterator[list[RolloutWorker]]:
+        """Opens workers of this host; on exit, closes the driver and the workers that are not stuck."""
+        try:
+            opened = _open_workers(workers, weights, request, suspends=self._suspends)
+            del weights
+            yield opened
         finally:
             try:
                 self._stalled |= driver.close()
             finally:
-                for worker in awake:
+                for worker in workers:
                     if worker not in self._stalled:
                         worker.close()
 
@@ -179,6 +203,14 @@ class RolloutWorkerPool(SampleGenerator):
         if not workers:
             raise RuntimeError("every rollout worker is stuck in a segment of an earlier rollout; restart the run")
         return workers
+
+    def _reopener(self, request: GenerationRequest) -> Callable[[RolloutWorker, DecodeWeights, int], None]:
+        """Returns a function that opens a failed worker again with weights of a version."""
+
+        def reopen(worker: RolloutWorker, weights: DecodeWeights, version: int) -> None:
+            worker.open(weights, replace(request, policy_version=version), suspends=self._suspends)
+
+        return reopen
 
     def make_scheduler(self, prompts: Iterable[str] = ()) -> Scheduler:
         """Returns a new scheduler with the window of finished samples and the mean lengths of these prompts."""

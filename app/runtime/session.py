@@ -20,7 +20,6 @@ from app.model.decode_weights import DecodeWeights
 from app.model.lora import merge_adapters
 from app.records.sample import Prompt, Sample
 from app.records.text_format import format_ranges
-from app.rollout.async_generation import AsyncRollout
 from app.rollout.batch_engine import BatchEngine, BatchShape, Footprint
 from app.rollout.continuous_batching import ContinuousBatchGenerator
 from app.rollout.counters import RolloutCounters
@@ -28,6 +27,7 @@ from app.rollout.request import GenerationRequest
 from app.rollout.sampling import SamplingRules
 from app.rollout.scheduling.length_estimator import LearnedLengths
 from app.rollout.scheduling.metrics import ScheduleMetrics
+from app.rollout.shared_generation import AsyncGeneration, open_async_generation
 from app.rollout.worker_pool import RolloutWorkerPool
 from app.runtime.generators import open_continuous_batching, open_workers
 from app.runtime.model_spec import CriticSpec, ModelSpec
@@ -201,10 +201,10 @@ class Session(ScoringSession):
         """
         return self.continuous_generator is None or self.generates_async
 
-    def open_async_generation(self, weights: DecodeWeights, *, policy_version: int) -> AsyncRollout:
+    def open_async_generation(self, weights: DecodeWeights, *, policy_version: int) -> AsyncGeneration:
         """Opens rollouts that run during training, as `rollout.*` specifies."""
         assert self.workers is not None
-        return AsyncRollout(self.workers, weights, self.rollout_request(policy_version=policy_version))
+        return open_async_generation(self.workers, weights, self.rollout_request(policy_version=policy_version))
 
     @property
     def sampling_params(self) -> SamplingRules:

@@ -180,13 +180,16 @@ def show(name: str, result: dict[str, Any]) -> None:
     print(f"{name:<44} {cells}", flush=True)
 
 
-def run_storms(num_storms: int) -> dict[str, Any]:
-    """Runs random rollouts under random faults, with every invariant checked after every event."""
+def run_storms(num_storms: int, *, num_hosts: int) -> dict[str, Any]:
+    """Runs random rollouts under random faults, with every invariant checked after every event.
+
+    Several hosts may die or stall as a whole.
+    """
     from tests.rollout.scheduling.storms import storm
 
     violations, events, faulty, start = [], 0, 0, time.perf_counter()
     for seed in range(num_storms):
-        clock = storm(seed)
+        clock = storm(seed, num_hosts=num_hosts)
         try:
             events += len(clock.run())
             assert clock.scheduler.is_finished, "the rollout did not end"
@@ -221,8 +224,9 @@ def compare_on_distributions(options: argparse.Namespace) -> None:
                     key = f"{machine}, {size}, {load}: {name}"
                     result[key] = measure(draw, slots, cost, options.seeds)
                     show(key, result[key])
-    result["faults"] = run_storms(options.storms)
-    print("\nfaults:", json.dumps(result["faults"]))
+    for name, num_hosts in {"faults": 1, "faults of 8 hosts": 8}.items():
+        result[name] = run_storms(options.storms, num_hosts=num_hosts)
+        print(f"\n{name}:", json.dumps(result[name]))
     options.out.write_text(json.dumps(result, indent=1) + "\n")
 
 

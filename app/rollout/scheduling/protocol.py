@@ -87,6 +87,8 @@ class WorkerJoined:
     """Number of tokens that its KV cache holds."""
     max_length: int | None = None
     """Longest row of its slots, prompt and completion, longer than any prompt; None = the longest sample."""
+    host: int = 0
+    """Host that keeps the caches of its suspended rows; workers of other hosts compute them again."""
 
     def __post_init__(self) -> None:
         if self.slots < 1:
@@ -142,13 +144,13 @@ class Admit:
     kept when it suspended the row. `replay`: prefill of the prompt, then the committed tokens through the decode
     program, which gives the same bits."""
     source: str | None
-    """Worker that kept the cache, for `copy`; it may be the same worker."""
+    """Worker that kept the cache, for `copy`; it may be the same worker, and is on the same host."""
     role: SampleRole
 
 
 @dataclass(frozen=True, slots=True)
 class Suspend:
-    """Takes rows out of a worker, which keeps the caches until the rows are admitted again or truncated."""
+    """Takes rows out of a worker, whose host keeps the caches until the rows are admitted again or truncated."""
 
     worker: str
     uids: tuple[str, ...]

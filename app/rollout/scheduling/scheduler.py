@@ -134,6 +134,7 @@ class Scheduler:
             worker = WorkerState(
                 *(event.worker, event.kind, event.slots, tuple(event.rungs), event.device, event.capacity),
                 max_length=event.max_length,
+                host=event.host,
             )
             self.context.workers[event.worker] = worker
             longest_row = math.inf if event.max_length is None else event.max_length
@@ -227,6 +228,8 @@ class Scheduler:
     def _admit(self, worker: WorkerState, uid: str, role: SampleRole) -> Admit:
         entry = self.samples[uid]
         source = entry.held_by
+        if source is not None and self.context.workers[source].host != worker.host:
+            source = None
         how = "prefill" if entry.num_tokens == 0 else "copy" if source is not None else self.rebuild
         self.samples.start(entry, worker.name)
         worker.rows.append(uid)

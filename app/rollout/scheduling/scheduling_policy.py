@@ -28,6 +28,7 @@ class WorkerState:
     device: str | None = None
     capacity: int = DEFAULT_CAPACITY
     max_length: int | None = None
+    host: int = 0
     rows: list[str] = field(default_factory=list)
     """Uids in the order of admission."""
     segment: int = 0

@@ -1,0 +1,131 @@
+"""The messages of a rollout that host 0 schedules on the workers of all hosts.
+
+Each host joins with its workers and submits its rows. Host 0 sends commands to the workers, and sends every row home
+once it is done. Every message names its rollout, so that late messages of an earlier one have no effect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from app.rollout.remote_worker import RemoteSegment
+from app.rollout.scheduling.protocol import RunSegment, WorkerKind
+from app.rollout.sequence import RolloutSequence
+from app.rollout.worker import Admission
+
+
+class WorkerInfo(NamedTuple):
+    name: str
+    kind: WorkerKind
+    device: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """To host 0: these workers are open."""
+
+    rollout: int
+    workers: Sequence[WorkerInfo]
+
+
+@dataclass(frozen=True, slots=True)
+class Submitted:
+    """To host 0: these rows are to be generated, as the next round if there are several."""
+
+    rollout: int
+    rows: Sequence[RolloutSequence]
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """To host 0: the sender takes no further part in the rollout, because it failed or was stopped."""
+
+    rollout: int
+    is_stop: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentResult:
+    """To host 0: the end of a worker's segment."""
+
+    rollout: int
+    worker: str
+    result: RemoteSegment | str
+    """What it has drawn, or why the worker has failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenReplayed:
+    """To host 0: a worker makes progress in its segment."""
+
+    rollout: int
+    worker: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reopened:
+    """To host 0: a worker that it had given up is open again, under its next name."""
+
+    rollout: int
+    worker: str
+    """Its earlier name."""
+
+
+@dataclass(frozen=True, slots=True)
+class StartSegment:
+    rollout: int
+    command: RunSegment
+    admissions: Sequence[Admission]
+    """Rows to admit, without their caches."""
+    caches: Mapping[str, int]
+    """Keys of the caches of some of them, by uid."""
+    unused: Sequence[int]
+    """Keys of caches that nobody needs any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class SuspendRow:
+    rollout: int
+    worker: str
+    uid: str
+    key: int
+    """Key under which the host keeps the cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """From host 0: a worker that runs nothing has failed, and its rows are elsewhere."""
+
+    rollout: int
+    worker: str
+
+
+@dataclass(frozen=True, slots=True)
+class RowDone:
+    """From host 0: a row of the receiver, its `home`, is done."""
+
+    rollout: int
+    row: RolloutSequence
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """From host 0: the rollout makes progress."""
+
+    rollout: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """From host 0: the rollout is over."""
+
+    rollout: int
+    is_stop: bool = False
+    error: str | None = None
+    """Why it failed; None if all rows are done or the rollout was stopped."""
+
+
+ToFirstHost = Joined | Submitted | Left | SegmentResult | TokenReplayed | Reopened
+FromFirstHost = StartSegment | SuspendRow | GiveUp | RowDone | Progress | Ended
