@@ -112,7 +112,7 @@ class WorkersSettings(Section):
     be null for local workers with `rollout.max_staleness` above 0."""
     deterministic: bool = False
     """Drives all workers in turn from one thread, so that the schedule of a rollout is reproducible. A single
-    device always implies this."""
+    device of a single host always implies this."""
 
 
 def _validate_ray_address(value: str) -> str:

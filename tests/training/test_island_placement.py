@@ -28,6 +28,7 @@ SCHEDULED = (
     *("rollout.workers.fast.slots=4", "rollout.workers.heavy.slots=4"),
     *("rollout.workers.fast.devices=[0]", "rollout.workers.heavy.devices=[1]"),
 )
+HALF = ("rollout.prompts_per_step=2", "run.name=two")
 UNJUDGED = ("eval.every_steps=0", "checkpoint.best_metric=null", "logging.save_rollouts=true")
 
 
@@ -93,11 +94,11 @@ def test_one_host_that_is_asked_ends_what_hosts_generate_together_and_of_islands
 
 
 @pytest.mark.slow
-def test_hosts_generate_ahead_each_by_itself_and_train_as_one_does_that_waits(config: Path) -> None:
+def test_hosts_generate_ahead_together_and_train_as_one_does_that_waits(config: Path) -> None:
     """With a learning rate of 0, samples equal those of one host without asynchronous generation. Lengths are those of
     all hosts."""
     overrides = ("optimizer.learning_rate=1e-30", "run.steps=3", *UNJUDGED)
-    ahead = (*SCHEDULED, "rollout.max_staleness=1", "rollout.prompts_per_step=2", "run.name=two")
+    ahead = (*SCHEDULED, "rollout.max_staleness=1", *HALF)
     with two_hosts("train", "--config", config, *settings(*overrides, *ahead)) as hosts:
         ends = ended(hosts, deadline_s=2 * DEADLINE_S)
     assert [end.exit_code for end in ends] == [0, 0], ends
@@ -116,3 +117,22 @@ def test_hosts_generate_ahead_each_by_itself_and_train_as_one_does_that_waits(co
     assert len(lengths) == progress_of(two, 3)["position"] == 12
     finished = [tokens for tokens, _ in progress_of(two, 3)["finished_lengths"]]
     assert {length for one in lengths.values() for length in one} <= set(finished), "of both hosts"
+
+
+@pytest.mark.slow
+def test_hosts_that_share_a_scheduler_train_as_one_does(config: Path) -> None:
+    overrides = (*SCHEDULED, *UNJUDGED, "run.steps=3")
+    with two_hosts("train", "--config", config, *settings(*overrides, *HALF)) as hosts:
+        ends = ended(hosts, deadline_s=2 * DEADLINE_S)
+    assert [end.exit_code for end in ends] == [0, 0], ends
+    assert train_here(config, *overrides, "run.name=one").exit_code == 0
+    two, one = (config.parent / "runs" / name for name in ("two", "one"))
+    for ours, expected in zip(metrics_of(two), reproducible(metrics_of(one)), strict=True):
+        for name in (name for name in expected if not name.startswith(("batching/", "global_seqlen/"))):
+            assert (ours[name] or 0.0) == pytest.approx(expected[name] or 0.0, rel=1e-5, abs=1e-5), name
+    # Of the schedule, which only the first host has.
+    assert all(line["perf/rollout/makespan_s"] > 0 for line in metrics_of(two)[1:])
+    records = [record for step in (1, 2, 3) for record in records_of(two / "rollouts" / f"step_{step:06d}.jsonl")]
+    assert {record["worker"] for record in records} == {
+        f"host{i}/{kind}-0" for i in (0, 1) for kind in ("fast", "heavy")
+    }
