@@ -212,9 +212,14 @@ class ForcedRollout:
 
 
 def spec_of(worker: RolloutWorker) -> SimulatedWorkerSpec:
+    """Returns the worker for the virtual clock."""
     shapes = worker.engine.shapes
-    slots, capacity = (shapes.num_slots, shapes.batch_buckets[:-1]), worker.engine.programs.capacity
-    return SimulatedWorkerSpec(worker.name, worker.kind, *slots, "0", ProgramSizes.of(shapes), capacity)
+    return SimulatedWorkerSpec(
+        *(worker.name, worker.kind, shapes.num_slots, shapes.batch_buckets[:-1], worker.device),
+        program_sizes=ProgramSizes.of(shapes),
+        capacity=worker.engine.programs.capacity,
+        max_length=shapes.row_limit,
+    )
 
 
 def log_normal_lengths(num_samples: int, *, group: int, mean: int, sigma: float) -> list[int]:
