@@ -187,30 +187,30 @@ def figures(of_seeds: Sequence[SimulatedPolicy]) -> dict[str, float]:
 
 
 def summary(cells: Sequence[dict[str, Any]]) -> str:
-    """Returns a Markdown table of how many times as fast as sync each policy is, and where it is slower.
+    """Returns a Markdown table of how many times as fast as sync the policies are, and where they are slower.
 
-    Of each machine and number of prompts: the mean over slots and seeds, and the worst seed of all slots in brackets.
+    Each entry has all policies but sync, in the mean over slots and seeds.
     """
     rivals = [policy for policy in POLICIES if policy != "sync"]
-    machines = sorted({cell["machine"] for cell in cells})
-    columns = [(machine, per_slot) for machine in machines for per_slot in PROMPTS_PER_SLOT]
+    columns = list(dict.fromkeys((cell["machine"], cell["prompts_per_slot"]) for cell in cells))
     heads = [f"{machine}, {per_slot} x slots" for machine, per_slot in columns]
-    lines = [f"| lengths | policy | {' | '.join(heads)} |", "|---|---|" + "---|" * len(columns)]
+    lines = [f"| {' / '.join(rivals)} | {' | '.join(heads)} |", "|---|" + "---|" * len(columns)]
     for lengths in dict.fromkeys(cell["lengths"] for cell in cells):
-        for policy in rivals:
-            found = [
-                [one[policy] for one in cells if (one["lengths"], one["machine"], one["prompts_per_slot"]) == of]
-                for of in ((lengths, *column) for column in columns)
-            ]
-            ratios = (
-                f"{statistics.mean(one['x_sync'] for one in ones):.2f} ({min(one['x_sync_worst'] for one in ones):.2f})"
-                for ones in found
-            )
-            lines.append(f"| {lengths} | `{policy}` | {' | '.join(ratios)} |")
+        of_columns = (
+            [one for one in cells if (one["lengths"], one["machine"], one["prompts_per_slot"]) == (lengths, *column)]
+            for column in columns
+        )
+        entries = (
+            " / ".join(f"{statistics.mean(one[policy]['x_sync'] for one in ones):.2f}" for policy in rivals)
+            for ones in of_columns
+        )
+        lines.append(f"| {lengths} | {' | '.join(entries)} |")
     for policy in rivals:
         slower = [cell for cell in cells if cell[policy]["x_sync"] < 1]
-        where = Counter(f"{cell['prompts_per_slot']} x slots, {cell['lengths']}" for cell in slower)
-        lines.append(f"\n{policy} is slower than sync in {len(slower)} of {len(cells)} cells: {dict(where)}")
+        worst = min(cell[policy]["x_sync_worst"] for cell in cells)
+        where = Counter((f"{cell['prompts_per_slot']} x slots", cell["lengths"]) for cell in slower)
+        lines.append(f"\n{policy} is slower than sync in {len(slower)} of {len(cells)} cells, at worst {worst:.2f}:")
+        lines += [f"  {', '.join(place)}: {count}" for place, count in where.items()]
     return "\n".join(lines)
 
 
