@@ -189,11 +189,21 @@ class _Walk:
             touched = 2 * one.num_bytes
         elif one.opcode == "dynamic-update-slice":
             touched = 2 * operands[1].num_bytes
+        elif one.opcode == "fusion":
+            touched = self._fusion_bytes(one) or touched
         elif one.opcode == "sort":
             # A bitonic sort: each of its passes reads and writes the arrays.
             passes = math.log2(max(2, *one.shapes[0].sizes))
             touched = touched * passes * (passes + 1) / 2
         return touched / self.chip.hbm_bytes_per_s
+
+    def _fusion_bytes(self, one: Instruction) -> int | None:
+        """Returns the bytes that a fusion around a gather, or a scatter in place, moves; None for others."""
+        inside = {inner.name: inner for inner in self.program.fused(one)}
+        opcodes = {inner.opcode: inner for inner in inside.values()}
+        if "scatter" in opcodes and '"aliasing_operands":{"lists":[{' in one.text:
+            return 2 * inside[opcodes["scatter"].operands[-1]].num_bytes
+        return 2 * one.num_bytes if "gather" in opcodes else None
 
     def _part(self, one: Instruction, default: str) -> str:
         if re.search(r"\battention\b", one.op_name):

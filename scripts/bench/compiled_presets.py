@@ -22,15 +22,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from shapes import QWEN2_5
-
 from app.records.text_format import format_bytes, format_percent, format_table
+from scripts.bench.shapes import QWEN2_5
 from settings import load
 from settings.loading.config_file import preset_names
 
 RESULTS = Path(__file__).resolve().parent / "results" / "compiled_presets.json"
 DEVICES = {"v5e_8": "v5e-8", "v6e_8": "v6e-8", "v4_16": "v4-16"}
-"""Devices to compile for by the end of the name of a preset for real models; all others are for one GPU."""
+"""Devices to compile for by a part of the name of a preset for real models; all others are for one GPU."""
 COMPILERS = {"h100-1": "jax_cuda13_plugin"}
 """Module of the compiler by devices; that of all others is libtpu."""
 FIELDS = ("argument_bytes", "temporary_bytes", "estimated_s", "parts_s", "mfu", "collective_bytes")
@@ -41,7 +40,7 @@ def devices_of(preset: str) -> str | None:
     """Returns the devices that a preset is for; None for one that is for no accelerator."""
     if not preset.startswith("gsm8k"):
         return None
-    return next((devices for end, devices in DEVICES.items() if preset.endswith(end)), "h100-1")
+    return next((devices for part, devices in DEVICES.items() if part in preset), "h100-1")
 
 
 def accelerator_presets() -> list[str]:

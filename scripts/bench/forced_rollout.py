@@ -128,6 +128,7 @@ class ForcedRollout:
         lengths: lengths of all samples, for each seed from 0 on. With other seeds, samples end only at `longest`.
         longest: maximum length of a sample, which scheduler and engine know.
         slots: slots of each worker. The first is fast, the others are heavy, and all share one device.
+        fast_length: longest row of the fast worker, prompt included, as `rollout.workers.fast.max_length`.
     """
 
     model: str
@@ -140,6 +141,8 @@ class ForcedRollout:
     weights: DecodeWeights
     rule: SegmentSettings
     dtype: jnp.dtype
+    fast_length: int | None = None
+    pdsr: PdsrSettings = field(default_factory=PdsrSettings)
     engines: list[WatchedEngine] = field(default_factory=list)
     _programs: dict[SlotShapes, EndingPrograms] = field(default_factory=dict)
 
@@ -147,7 +150,9 @@ class ForcedRollout:
     def group_size(self) -> int:
         return len(self.lengths[0]) // len(self.prompts)
 
-    def new_engine(self, num_slots: int, *, num_blocks: int | None = None) -> WatchedEngine:
+    def new_engine(
+        self, num_slots: int, *, num_blocks: int | None = None, row_limit: int | None = None
+    ) -> WatchedEngine:
         """Returns an engine; engines with equal slots share their programs."""
         shapes = make_slot_shapes(
             num_slots,
@@ -157,6 +162,7 @@ class ForcedRollout:
             segment_max=min(self.rule.max, self.longest),
             exact=False,
             num_blocks=num_blocks,
+            row_limit=row_limit,
         )
         if shapes not in self._programs:
             programs = EndingPrograms(self.definition, self.mesh, shapes, dtype=self.dtype, num_eos=1)
@@ -171,7 +177,8 @@ class ForcedRollout:
     def compile(self) -> float:
         """Compiles all programs and returns the seconds."""
         start = time.perf_counter()
-        self.engines = [self.new_engine(count) for count in self.slots]
+        fast, *heavy = self.slots
+        self.engines = [self.new_engine(fast, row_limit=self.fast_length), *map(self.new_engine, heavy)]
         for engine in self.engines:
             engine.programs.compile(suspends=True, recomputes=True, truncates=False)
         return time.perf_counter() - start
@@ -185,7 +192,7 @@ class ForcedRollout:
             RolloutWorker(f"{kind}-{i}", kind, engine, device="0")
             for i, (kind, engine) in enumerate(zip(kinds, self.engines, strict=True))
         ]
-        schedule = ScheduleConfig(policy, PdsrSettings(), rule or self.rule, single_thread=True)
+        schedule = ScheduleConfig(policy, self.pdsr, rule or self.rule, single_thread=True)
         return RolloutWorkerPool(workers[:num_workers], schedule, decode_text=lambda _: "")
 
     def specs(self, num_workers: int | None = None) -> list[SimulatedWorkerSpec]:
@@ -212,9 +219,14 @@ class ForcedRollout:
 
 
 def spec_of(worker: RolloutWorker) -> SimulatedWorkerSpec:
+    """Returns the worker for the virtual clock."""
     shapes = worker.engine.shapes
-    slots, capacity = (shapes.num_slots, shapes.batch_buckets[:-1]), worker.engine.programs.capacity
-    return SimulatedWorkerSpec(worker.name, worker.kind, *slots, "0", ProgramSizes.of(shapes), capacity)
+    return SimulatedWorkerSpec(
+        *(worker.name, worker.kind, shapes.num_slots, shapes.batch_buckets[:-1], worker.device),
+        program_sizes=ProgramSizes.of(shapes),
+        capacity=worker.engine.programs.capacity,
+        max_length=shapes.row_limit,
+    )
 
 
 def log_normal_lengths(num_samples: int, *, group: int, mean: int, sigma: float) -> list[int]:

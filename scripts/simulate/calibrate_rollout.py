@@ -100,7 +100,7 @@ class Bench:
 
     def slots(self) -> Iterator[Timed]:
         """Times segments with short and long caches, and from all rows to the fewest."""
-        engine, slots, full = self.engine, self.shapes.num_slots, self.shapes.max_length
+        engine, slots, full = self.engine, self.shapes.num_slots, self.shapes.max_row_length
         length = self.shapes.prompt_buckets[0]
         prompt = self.prompt(length)
         rows = [

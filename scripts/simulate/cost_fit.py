@@ -11,7 +11,7 @@ from scipy.optimize import nnls
 
 from scripts.simulate.cost_model import CostModel
 
-NAMES = tuple(field.name for field in fields(CostModel))
+NAMES = tuple(field.name for field in fields(CostModel) if field.name.endswith("_s"))
 FREE = replace(CostModel(), **dict.fromkeys(NAMES, 0.0))
 
 Counts = Mapping[str, float]
@@ -36,7 +36,7 @@ def fit(measured: Sequence[Timed]) -> CostModel:
     """
     names = sorted({name for one in measured for name, count in one.counts.items() if count})
     found = _least_squares([one.counts for one in measured], names, [one.seconds for one in measured])
-    return CostModel(**{name: found.get(name, 0.0) for name in NAMES})
+    return replace(FREE, **{name: found.get(name, 0.0) for name in NAMES})
 
 
 def _least_squares(counts: Sequence[Counts], names: Iterable[Any], seconds: Sequence[float]) -> dict[Any, float]:

@@ -20,7 +20,7 @@ class CostModel:
     step_row_s: float = 1.5e-5
     """Seconds per row of a step, including padding rows."""
     step_cached_token_s: float = 1.2e-8
-    """Seconds per token of cache that a step reads: rows, including padding rows, x length of the longest."""
+    """Seconds per token of cache that a step reads; see `reads_to_longest`."""
     segment_s: float = 1.5e-3
     """Seconds on the host between two segments; another worker may use the device meanwhile."""
     prefill_s: float = 5e-3
@@ -35,6 +35,9 @@ class CostModel:
     """Seconds to take a row out of a worker and insert it into another, or back."""
     move_token_s: float = 1e-6
     """Seconds per token of a moved row."""
+    reads_to_longest: bool = True
+    """Whether a step reads all rows, including padding rows, up to the longest, as on a CPU, or each row as far as it
+    has tokens, as the kernels of TPUs and GPUs do."""
 
     def step(self, *, rows: int, cache_length: float) -> float:
         return self.step_s + self.step_row_s * rows + self.step_cached_token_s * rows * cache_length

@@ -1,25 +1,29 @@
 """Compares all scheduling policies on the virtual clock: on the lengths of a file, or on distributions of lengths.
 
     python scripts/simulate/simulate_rollout.py --trace samples.jsonl [--cost costs.json] [--slots 16 16] [--timeline F]
-    python scripts/simulate/simulate_rollout.py [--seeds 5] [--storms 10000] [--out FILE.json]
+    python scripts/simulate/simulate_rollout.py [--seeds 3] [--storms 10000] [--out FILE.json]
 
-No model and no device: seconds come from a cost model, by default that of a 7B model on an H200 by its data sheet;
-`calibrate_rollout.py` measures the costs of a machine. A trace is samples as `grpo rollout` writes them, or lines of
-`uid`, `prompt`, `index`, `length` and `prompt_length`. Makespans are over the lower bound of `cost_model.py` (no
-padding, perfect packing). `sync` is the baseline of the ratios. `oracle` is `adaptive` that knows every length.
+No model and no device: seconds come from a cost model. Makespans are over the lower bound of `cost_model.py` (no
+padding, perfect packing), and `sync` is the baseline of the ratios.
 
-Without `--trace`: log-normal and other lengths, means over the seeds with the worst seed next to them, and random
+With `--trace`: samples as `grpo rollout` writes them, or lines of `uid`, `prompt`, `index`, `length` and
+`prompt_length`. Costs are those of a 7B model on an H200 by its data sheet, or those that `calibrate_rollout.py` has
+measured on a machine. `oracle` is `adaptive` that knows every length.
+
+Without: a grid of lengths, slots and prompts, on TPUs whose costs `compile_costs.py` has from the compiler, and random
 rollouts under random faults with every invariant checked after every event.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -42,19 +46,15 @@ from settings.schema.rollout import PdsrSettings, RolloutSettings, SegmentSettin
 ORACLE = "oracle"
 """`adaptive` that knows every length."""
 HEADINGS = ("policy", "makespan s", "/ bound", "x sync", *METRIC_HEADINGS)
-SIGMAS, CORRELATIONS = (0.5, 0.8, 1.0), (0.0, 0.5, 0.9)
-MEAN, MAX_NEW, GROUP = 512, 4096, 8
-SAMPLES_PER_SLOT = {"closed": 8, "queued": 64}
-SLOTS_OF_A_WORKER = {"16 slots": 8, "64 slots": 32}
-"""One fast and one heavy worker."""
-COSTS = {
-    "7B on an H200": CostModel(),
-    "2-core CPU": CostModel(
-        step_s=0.06, step_row_s=0.01, step_cached_token_s=5e-7, segment_s=0.005, prefill_s=0.02,
-        prefill_token_s=0.004, move_s=0.005, move_token_s=1e-5,
-    ),
-}  # fmt: skip
-"""Cost models; in the second, which is not measured, arithmetic is scarce instead of memory."""
+TPU_COSTS = Path(__file__).parent / "results" / "tpu_costs.json"
+"""Costs and workers of the machines of the grid, by `compile_costs.py`."""
+SIGMAS, CORRELATIONS = (0.5, 0.8, 1.2), (0.0, 0.5, 0.9)
+EQUAL = "equal"
+MEAN, MAX_NEW, GROUP, PROMPT_LENGTH = 512, 4096, 8, 128
+SLOTS = (8, 16, 32, 64)
+"""Slots of each worker."""
+PROMPTS_PER_SLOT = (1, 4)
+"""Prompts of a rollout for each slot of one worker."""
 
 
 @dataclass(frozen=True)
@@ -87,17 +87,28 @@ def worker_specs(slots: Sequence[int], *, max_prompt_length: int, max_new: int) 
         kind: WorkerKind = "heavy" if number else "fast"
         shapes = slot_shapes_from_settings(rollout, count, max_prompt_length=max_prompt_length, setting="--slots")
         sizes = ProgramSizes.of(shapes)
-        specs.append(SimulatedWorkerSpec(f"{kind}-{number}", kind, count, sizes.batch[:-1], program_sizes=sizes))
+        specs.append(
+            SimulatedWorkerSpec(
+                *(f"{kind}-{number}", kind, count, sizes.batch[:-1]),
+                program_sizes=sizes,
+                capacity=count * shapes.max_length,
+            )
+        )
     return specs
 
 
 def compare_policies(
-    trace: Trace, workers: Sequence[SimulatedWorkerSpec], cost: CostModel, *, max_new: int
+    trace: Trace,
+    workers: Sequence[SimulatedWorkerSpec],
+    cost: CostModel,
+    *,
+    max_new: int,
+    policies: Iterable[str] = POLICIES,
 ) -> list[SimulatedPolicy]:
-    """Returns what all policies and the oracle make of the trace."""
+    """Returns what policies, `sync` among them, make of the trace."""
     bound = lower_bound_s(to_sample_lengths(trace), [spec.slots for spec in workers], cost)
     runs = {}
-    for policy in (*POLICIES, ORACLE):
+    for policy in policies:
         known = {one.uid: one.length for one in trace} if policy == ORACLE else None
         scheduler = Scheduler(
             "adaptive" if known else policy, pdsr=PdsrSettings(), segment=SegmentSettings(), known_lengths=known
@@ -119,7 +130,7 @@ def compare_on_trace(options: argparse.Namespace) -> None:
         cost = CostModel.from_json(json.loads(options.cost.read_text(encoding="utf-8")))
     max_new, max_prompt_length = max(one.length for one in trace), max(one.prompt_length for one in trace)
     workers = worker_specs(options.slots, max_prompt_length=max_prompt_length, max_new=max_new)
-    results = compare_policies(trace, workers, cost, max_new=max_new)
+    results = compare_policies(trace, workers, cost, max_new=max_new, policies=(*POLICIES, ORACLE))
     rows = [HEADINGS, *(one.cells for one in results)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
@@ -129,55 +140,78 @@ def compare_on_trace(options: argparse.Namespace) -> None:
         write_timeline(options.timeline, [one.panel for one in results], title=title, table=rows)
 
 
-def log_normal(sigma: float, correlation: float, num_samples: int) -> Callable[[int], Trace]:
-    return lambda seed: length_traces.log_normal(
-        np.random.default_rng(seed), prompts=num_samples // GROUP, group=GROUP, mean=MEAN, sigma=sigma,
-        correlation=correlation, max_new=MAX_NEW,
-    )  # fmt: skip
+def distributions(num_prompts: int) -> dict[str, Callable[[int], Trace]]:
+    """Returns, by name, functions from a seed to the lengths of the samples of so many prompts."""
+    shape = {"prompts": num_prompts, "group": GROUP}
 
+    def log_normal(sigma: float, correlation: float) -> Callable[[int], Trace]:
+        return lambda seed: length_traces.log_normal(
+            np.random.default_rng(seed), **shape, mean=MEAN, sigma=sigma, correlation=correlation, max_new=MAX_NEW
+        )
 
-def other_traces(num_samples: int) -> dict[str, Callable[[int], Trace]]:
-    shape = {"prompts": num_samples // GROUP, "group": GROUP}
-    drawn = {"mean": MEAN, "sigma": 0.8, "correlation": 0.5, "max_new": MAX_NEW}
     return {
-        "equal": lambda seed: length_traces.equal(**shape, length=MEAN),
+        **{f"sigma {sigma}, r {r}": log_normal(sigma, r) for sigma in SIGMAS for r in CORRELATIONS},
         "bimodal": lambda seed: length_traces.bimodal(
             np.random.default_rng(seed), **shape, short=256, long=MAX_NEW, share=0.1
         ),
-        "one giant, last": lambda seed: length_traces.one_giant(**shape, length=256, giant=MAX_NEW),
-        "mean doubles": lambda seed: length_traces.drift(np.random.default_rng(seed), **shape, **drawn),
-        "longest last": lambda seed: length_traces.ascending(log_normal(0.8, 0.5, num_samples)(seed)),
+        EQUAL: lambda _: length_traces.equal(**shape, length=MEAN),
     }
 
 
-def measure(draw: Callable[[int], Trace], slots: int, cost: CostModel, seeds: int) -> dict[str, Any]:
-    """Returns policy -> means over the seeds."""
-    workers = worker_specs((slots, slots), max_prompt_length=128, max_new=MAX_NEW)
-    runs = [compare_policies(draw(seed), workers, cost, max_new=MAX_NEW) for seed in range(seeds)]
-    result = {}
-    for of_policy in zip(*runs, strict=True):
-        metrics = [one.metrics for one in of_policy]
-        recalls = [one.probe_recall for one in metrics if one.probe_recall is not None]
-        num_samples = len(draw(0))
-        result[of_policy[0].policy] = {
-            "over_bound": statistics.mean(one.over_lower_bound for one in of_policy),
-            "over_bound_worst": max(one.over_lower_bound for one in of_policy),
-            "x_sync": statistics.mean(one.faster_than_sync for one in of_policy),
-            "bubble": statistics.mean(one.bubble for one in metrics),
-            "tail": statistics.mean(one.tail_fraction for one in metrics),
-            "recall": statistics.mean(recalls) if recalls else None,
-            "trips_per_1000": 1000 * statistics.mean(one.breaker_trips for one in metrics) / num_samples,
-            "wasted": statistics.mean(one.wasted_tokens / one.useful_tokens for one in metrics),
-        }
-    return result
+def grid_cells(num_seeds: int) -> Iterator[dict[str, Any]]:
+    """Yields the cells of the grid, with the figures of all policies over the seeds."""
+    machines = json.loads(TPU_COSTS.read_text(encoding="utf-8"))
+    for (machine, known), slots, per_slot in itertools.product(machines.items(), SLOTS, PROMPTS_PER_SLOT):
+        cost = CostModel.from_json(known["cost"])
+        [spec] = worker_specs([slots], max_prompt_length=PROMPT_LENGTH, max_new=MAX_NEW)
+        kinds: list[WorkerKind] = [kind for kind, count in known["workers"].items() for _ in range(count)]
+        workers = [replace(spec, name=f"{kind}-{i}", kind=kind) for i, kind in enumerate(kinds)]
+        for lengths, draw in distributions(slots * per_slot).items():
+            seeds = range(1 if lengths == EQUAL else num_seeds)
+            runs = [compare_policies(draw(seed), workers, cost, max_new=MAX_NEW) for seed in seeds]
+            cell = {"machine": machine, "slots": slots, "prompts_per_slot": per_slot, "lengths": lengths}
+            yield cell | {of_seeds[0].policy: figures(of_seeds) for of_seeds in zip(*runs, strict=True)}
 
 
-def show(name: str, result: dict[str, Any]) -> None:
-    cells = "  ".join(
-        f"{policy} {one['over_bound']:.2f} ({one['over_bound_worst']:.2f}) {one['x_sync']:.2f}x"
-        for policy, one in result.items()
-    )
-    print(f"{name:<44} {cells}", flush=True)
+def figures(of_seeds: Sequence[SimulatedPolicy]) -> dict[str, float]:
+    """Returns means over the seeds, and the ratio to sync of the worst."""
+    found = {
+        "x_sync": statistics.mean(one.faster_than_sync for one in of_seeds),
+        "x_sync_worst": min(one.faster_than_sync for one in of_seeds),
+        "over_bound": statistics.mean(one.over_lower_bound for one in of_seeds),
+        "bubble": statistics.mean(one.metrics.bubble for one in of_seeds),
+        "tail": statistics.mean(one.metrics.tail_fraction for one in of_seeds),
+        "suspensions": statistics.mean(one.metrics.suspensions for one in of_seeds),
+    }
+    return {name: round(value, 4) for name, value in found.items()}
+
+
+def summary(cells: Sequence[dict[str, Any]]) -> str:
+    """Returns a Markdown table of how many times as fast as sync the policies are, and where they are slower.
+
+    Each entry has all policies but sync, in the mean over slots and seeds.
+    """
+    rivals = [policy for policy in POLICIES if policy != "sync"]
+    columns = list(dict.fromkeys((cell["machine"], cell["prompts_per_slot"]) for cell in cells))
+    heads = [f"{machine}, {per_slot} x slots" for machine, per_slot in columns]
+    lines = [f"| {' / '.join(rivals)} | {' | '.join(heads)} |", "|---|" + "---|" * len(columns)]
+    for lengths in dict.fromkeys(cell["lengths"] for cell in cells):
+        of_columns = (
+            [one for one in cells if (one["lengths"], one["machine"], one["prompts_per_slot"]) == (lengths, *column)]
+            for column in columns
+        )
+        entries = (
+            " / ".join(f"{statistics.mean(one[policy]['x_sync'] for one in ones):.2f}" for policy in rivals)
+            for ones in of_columns
+        )
+        lines.append(f"| {lengths} | {' | '.join(entries)} |")
+    for policy in rivals:
+        slower = [cell for cell in cells if cell[policy]["x_sync"] < 1]
+        worst = min(cell[policy]["x_sync_worst"] for cell in cells)
+        where = Counter((f"{cell['prompts_per_slot']} x slots", cell["lengths"]) for cell in slower)
+        lines.append(f"\n{policy} is slower than sync in {len(slower)} of {len(cells)} cells, at worst {worst:.2f}:")
+        lines += [f"  {', '.join(place)}: {count}" for place, count in where.items()]
+    return "\n".join(lines)
 
 
 def run_storms(num_storms: int, *, num_hosts: int) -> dict[str, Any]:
@@ -205,29 +239,20 @@ def run_storms(num_storms: int, *, num_hosts: int) -> dict[str, Any]:
     }
 
 
-def compare_on_distributions(options: argparse.Namespace) -> None:
-    result: dict[str, Any] = {"measured_at": datetime.now(UTC).isoformat(timespec="seconds"), "seeds": options.seeds}
-    print("makespan / lower bound: mean (worst seed), and times as fast as sync\n")
-    for machine, cost in COSTS.items():
-        for size, slots in SLOTS_OF_A_WORKER.items():
-            for load, per_slot in SAMPLES_PER_SLOT.items():
-                # The large queue takes minutes and gives the same result.
-                if load == "queued" and (slots > 8 or machine != "7B on an H200"):
-                    continue
-                num_samples = 2 * slots * per_slot
-                cases = {
-                    f"sigma {sigma} r {correlation}": log_normal(sigma, correlation, num_samples)
-                    for sigma in SIGMAS
-                    for correlation in CORRELATIONS
-                }
-                for name, draw in (cases | other_traces(num_samples)).items():
-                    key = f"{machine}, {size}, {load}: {name}"
-                    result[key] = measure(draw, slots, cost, options.seeds)
-                    show(key, result[key])
+def compare_on_grid(options: argparse.Namespace) -> None:
+    result: dict[str, Any] = {"simulated_at": datetime.now(UTC).isoformat(timespec="seconds"), "seeds": options.seeds}
+    cells = []
+    for cell in grid_cells(options.seeds):
+        cells.append(cell)
+        print(*list(cell.values())[:4], {policy: cell[policy]["x_sync"] for policy in POLICIES}, flush=True)
+    print(f"\n{summary(cells)}", flush=True)
+    result["grid"] = cells
     for name, num_hosts in {"faults": 1, "faults of 8 hosts": 8}.items():
         result[name] = run_storms(options.storms, num_hosts=num_hosts)
         print(f"\n{name}:", json.dumps(result[name]))
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    # A cell on a line.
+    text = json.dumps(result).replace('{"machine"', '\n{"machine"').replace(', "faults', ',\n"faults')
+    options.out.write_text(text + "\n", encoding="utf-8")
 
 
 def main() -> None:
@@ -236,14 +261,14 @@ def main() -> None:
     parser.add_argument("--cost", type=Path, help="JSON of `calibrate_rollout.py`, with --trace")
     parser.add_argument("--slots", type=int, nargs="+", default=[16, 16], help="of each worker, with --trace")
     parser.add_argument("--timeline", type=Path, help="plot as .png, .svg or .html, with --trace")
-    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--storms", type=int, default=10_000)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "rollout_schedules.json")
     options = parser.parse_args()
     if options.trace is not None:
         compare_on_trace(options)
     else:
-        compare_on_distributions(options)
+        compare_on_grid(options)
 
 
 if __name__ == "__main__":

@@ -70,8 +70,10 @@ class SimulatedSlots:
             seconds += self.cost.prefill(_smallest_fitting(rows, rest) * size) if rest else 0.0
         return seconds
 
-    def decode(self, steps: int, *, num_rows: int, longest: int) -> float:
-        """Decodes in the smallest program; each step reads all rows up to the longest, now of `longest` tokens."""
-        size = _smallest_fitting(self.program_sizes.batch, num_rows)
+    def decode(self, steps: int, *, lengths: Sequence[int]) -> float:
+        """Decodes rows, which now have `lengths` tokens of cache, in the smallest program."""
+        size = _smallest_fitting(self.program_sizes.batch, len(lengths))
+        longest = max(lengths) if self.cost.reads_to_longest else sum(lengths) / size
+        growing = 1 if self.cost.reads_to_longest else len(lengths) / size
         # The mean of lengths that grow by a token at each step.
-        return steps * self.cost.step(rows=size, cache_length=longest + max(steps - 1, 0) / 2)
+        return steps * self.cost.step(rows=size, cache_length=longest + growing * max(steps - 1, 0) / 2)

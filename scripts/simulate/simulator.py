@@ -219,10 +219,10 @@ class SchedulerSimulator:
         steps = self._steps(command, [row.sample.length - row.num_tokens for row in rows])
         # Replayed tokens pass through the decode program, all rows side by side.
         replayed = max((one.num_tokens for one in command.admit if one.how == "replay"), default=0)
-        longest = max(row.sample.prompt_length + row.num_tokens for row in rows)
+        lengths = [row.sample.prompt_length + row.num_tokens for row in rows]
         limit = worker.spec.max_length
-        assert limit is None or longest + steps <= limit, f"{command.worker}: a row of {longest + steps} tokens"
-        seconds += worker.slots.decode(steps + replayed, num_rows=len(rows), longest=longest)
+        assert limit is None or max(lengths) + steps <= limit, f"{command.worker}: rows beyond {limit} tokens"
+        seconds += worker.slots.decode(steps + replayed, lengths=lengths)
         device = worker.spec.device or worker.spec.name.partition("#")[0]
         free_at = self._device_free_at.get(device, 0.0)
         starts = max(now, free_at)

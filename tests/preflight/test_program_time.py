@@ -21,6 +21,17 @@ BODIES = """
   ROOT %conv = f32[8]{0} convolution(%x, %x), dim_labels=bf_io->bf
 }
 
+%gathered (x3: f32[262144]) -> f32[1024] {
+  %x3 = f32[262144]{0} parameter(0)
+  ROOT %g = f32[1024]{0} gather(%x3, %x3), slice_sizes={1024}
+}
+
+%scattered (x4: f32[262144], u4: f32[1024]) -> f32[262144] {
+  %x4 = f32[262144]{0} parameter(0)
+  %u4 = f32[1024]{0} parameter(1)
+  ROOT %g4 = f32[262144]{0} scatter(%x4, %u4, %u4), to_apply=%fused
+}
+
 %body (s: (s32[], f32[8])) -> (s32[], f32[8]) {
   %s = (s32[], f32[8]) parameter(0)
   %v = f32[8]{0} get-tuple-element(%s), index=1
@@ -90,6 +101,12 @@ def test_an_instruction_without_estimate_costs_the_bytes_that_it_moves():
     update = f"%u = {MEGABYTE} dynamic-update-slice(%big, %p1, %i)"
     small = "%p1 = f32[1024]{0} parameter(1)"
     assert time_of(big, small, update).compute_s == pytest.approx(MEBIBYTE_S / 128)
+    gathered = "%g = f32[1024]{0} fusion(%big), kind=kCustom, calls=%gathered"
+    assert time_of(big, gathered).compute_s == pytest.approx(MEBIBYTE_S / 128)
+    scattered = f"%g = {MEGABYTE} fusion(%big, %p1), kind=kCustom, calls=%scattered"
+    in_place = '{"aliasing_operands":{"lists":[{"indices":["0","2"]}]}}'
+    assert time_of(big, small, f"{scattered}, backend_config={in_place}").compute_s == pytest.approx(MEBIBYTE_S / 128)
+    assert time_of(big, small, scattered).compute_s == pytest.approx((2 + 1 / 256) * MEBIBYTE_S)
 
 
 def gather(tail: str = "") -> tuple[str, str]:

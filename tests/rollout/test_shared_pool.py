@@ -411,6 +411,38 @@ def test_each_host_publishes_weights_to_its_own_workers() -> None:
         assert [s.completion_ids.tolist() for s in samples] == [s.completion_ids.tolist() for s in same]
 
 
+@pytest.mark.parametrize("in_turn", [True, False])
+def test_a_worker_of_another_host_joins_again_with_the_next_weights(in_turn: bool) -> None:
+    with two_hosts(in_turn=in_turn) as hosts, generating(hosts, [KEY]) as generations:
+        with dying(hosts.second.workers[0], lives=1):
+            samples = [sample for generation in generations for sample in generation.collect_round()]
+        (peer,) = hosts.first.peers
+        generations[1].publish(weights_on(), policy_version=KEY + 1)
+        while "host1/fast-0#2" not in peer.workers:
+            time.sleep(0.01)
+        generations[0].publish(weights_on(), policy_version=KEY + 1)
+        for generation, (prompts, _) in zip(generations, OWN, strict=True):
+            generation.submit(prompts, noise_step=KEY)
+        again = [sample for generation in generations for sample in generation.collect_round()]
+        assert [s.completion_ids.tolist() for s in again] == [s.completion_ids.tolist() for s in samples]
+        assert "host1/fast-0#2" in {sample.worker for sample in again}
+        assert {sample.policy_version for sample in again} == {KEY + 1}
+        segments = generations[0].take_segments(since=0.0)
+        assert {"host0/fast-0", "host1/fast-0", "host1/fast-0#2"} <= {segment.worker for segment in segments}
+        assert not generations[1].take_segments(since=0.0)
+
+
+def test_each_host_knows_how_many_of_its_rounds_are_complete() -> None:
+    with two_hosts(in_turn=True) as hosts, generating(hosts, [KEY] * 2) as generations:
+        for generation in generations:
+            generation.collect_round()
+        while any(generation.num_ready == 0 for generation in generations):
+            time.sleep(0.01)
+        for generation in generations:
+            generation.collect_round()
+            assert generation.num_ready == 0
+
+
 def test_a_failure_on_host_0_surfaces_where_any_host_takes_samples() -> None:
     with two_hosts() as hosts, ExitStack() as stack:
         for worker in (*hosts.first.workers, *hosts.second.workers):

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
-from threading import Event
+from operator import attrgetter
+from threading import Event as ThreadEvent
 from typing import Any
 
 import jax
@@ -25,6 +26,7 @@ from app.rollout.scheduling.protocol import (
     Admit,
     Command,
     Commit,
+    Event,
     EventRecord,
     RunSegment,
     SegmentEnded,
@@ -40,10 +42,10 @@ from app.rollout.slot_engine import SlotEngine
 from app.rollout.worker import Admission, RolloutWorker
 from app.rollout.worker_pool import RolloutWorkerPool, ScheduleConfig
 from app.tracking.compilation_counter import CompilationCounter
-from scripts.simulate.cost_model import CostModel
+from scripts.bench.forced_rollout import spec_of
+from scripts.simulate.cost_fit import FREE
 from scripts.simulate.length_traces import trace_from_records
-from scripts.simulate.simulated_slots import ProgramSizes
-from scripts.simulate.simulator import SchedulerSimulator, SimulatedWorkerSpec
+from scripts.simulate.simulator import SchedulerSimulator
 from settings.schema.rollout import PdsrSettings, SegmentSettings
 from tests.rollout.test_slot_engine import (
     DEFINITION,
@@ -58,7 +60,7 @@ from tests.rollout.test_slot_engine import (
 )
 from tests.tiny import make_mesh, spell
 
-EAGER = PdsrSettings(fast_limit_tokens=8, probe_limit_tokens=4, window=64, window_min=4)
+EAGER = PdsrSettings(fast_limit_tokens=8, probe_limit_tokens=4, steal_limit_tokens=3, window=64, window_min=4)
 """Limits that even these short samples exceed."""
 SHORT = SegmentSettings(min=1, max=5, overhead_steps=0.5)
 LIMIT = 16
@@ -70,7 +72,7 @@ class Mortal(SlotEngine):
     """A worker that fails after a number of segments."""
 
     lives = math.inf
-    sleep: Event | None = None
+    sleep: ThreadEvent | None = None
     """Event without which no segment ends."""
 
     broken: str | None = None
@@ -311,7 +313,7 @@ def test_a_worker_that_falls_asleep_is_given_up_until_it_wakes() -> None:
     workers = workers_on(2)
     sleeper = workers[1].engine
     assert isinstance(sleeper, Mortal)
-    sleeper.sleep = Event()
+    sleeper.sleep = ThreadEvent()
     made = scheduled(workers, lease_s=2.0)
     assert bits(samples_of(made)) == bits(expected())
     (lost,) = [record.event for record in made.records if isinstance(record.event, WorkerLost)]
@@ -397,44 +399,58 @@ def test_a_later_rollout_knows_how_long_the_prompts_samples_were() -> None:
     assert len(made.take_schedule_metrics()) == 2 and made.take_schedule_metrics() == []
 
 
-@pytest.mark.parametrize("policy", ["sync", "adaptive"])
-@pytest.mark.parametrize("num_workers", [1, 2])
-def test_the_simulator_gives_the_same_commands_as_real_workers_did(num_workers: int, policy: str) -> None:
-    """Samples end without notice; only measured times may differ."""
-    engines = [unforeseen_engine(number) for number in range(num_workers)]
+UNFORESEEN: dict[str, list[tuple[WorkerKind, int]]] = {
+    "one": [("fast", 0)],
+    "two of equal slots in turns": [("fast", 0), ("heavy", 0)],
+    "two of unequal slots in turns": [("fast", 0), ("heavy", 0)],
+    "three of unequal slots": [("fast", 0), ("heavy", 1), ("fast", 2)],
+}
+"""Kinds and devices of workers."""
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("pools", UNFORESEEN)
+def test_the_simulator_gives_the_events_and_commands_of_real_workers(pools: str, policy: str) -> None:
+    """Samples end without notice; only times and the order of the rows in a report may differ."""
+    slots = {"fast": (8, LIMIT), "heavy": (4, None)} if "unequal" in pools else dict.fromkeys(KINDS, (4, None))
+    shared = "0" if "turns" in pools else None
     workers = [
-        RolloutWorker(f"{kind}-0", kind, engine, device="0") for kind, engine in zip(KINDS, engines, strict=False)
+        RolloutWorker(f"{kind}-{i}", kind, unforeseen_engine(device, i, *slots[kind]), shared)
+        for i, (kind, device) in enumerate(UNFORESEEN[pools])
     ]
     made = scheduled(workers, policy, in_turn=True)
-    samples = made.generate(weights_on(), PROMPTS, replace(REQUEST, max_new_tokens=LONGEST))
-    assert len({len(sample.completion_ids) for sample in samples}) > 5
-    shapes = engines[0].shapes
-    sizes, capacity = ProgramSizes.of(shapes), engines[0].programs.capacity
-    specs = [
-        SimulatedWorkerSpec(
-            one.name, one.kind, shapes.num_slots, shapes.batch_buckets[:-1], one.device, sizes, capacity
-        )
-        for one in workers
+    # With this seed, no sample ends by an end token at its very limit; a trace does not say why a sample ended.
+    request = replace(REQUEST, max_new_tokens=LONGEST, seed=4)
+    samples = made.generate(weights_on(), PROMPTS, request)
+    assert len({len(sample.completion_ids) for sample in samples}) > 10
+    clock = SchedulerSimulator(
+        Scheduler(policy, pdsr=EAGER, segment=SHORT),
+        trace_from_records(made.records),
+        [spec_of(worker) for worker in workers],
+        # Segments of equal duration end in the order in which they started, as those of one thread do.
+        replace(FREE, segment_s=1.0),
+        max_new=LONGEST,
+    )
+    assert list(map(without_times, clock.run())) == list(map(without_times, made.records))
+    if "unequal" in pools:
+        longest = max(len(s.prompt.token_ids) + len(s.completion_ids) for s in samples)
+        assert longest > LIMIT and any(isinstance(command, Suspend) for command in commands_of(made))
+
+
+def without_times(record: EventRecord) -> tuple[Event, Sequence[Command]]:
+    """Returns the event and the commands, with rows in the order of their uids; workers report them by slot."""
+    event = replace(record.event, at=0.0)
+    if isinstance(event, SegmentEnded):
+        event = replace(event, seconds=0.0, rows=tuple(sorted(event.rows, key=attrgetter("uid"))))
+    return event, [
+        replace(one, rows=tuple(sorted(one.rows, key=attrgetter("uid")))) if isinstance(one, Commit) else one
+        for one in record.commands
     ]
-    scheduler = Scheduler(policy, pdsr=EAGER, segment=SHORT)
-    clock = SchedulerSimulator(scheduler, trace_from_records(made.records), specs, CostModel(), max_new=LONGEST)
-    assert list(map(decisions, clock.run())) == list(map(decisions, made.records))
-
-
-def decisions(record: EventRecord) -> tuple[Sequence[Command], set[tuple[str, int]]]:
-    """Returns the commands and the states of the samples; workers report rows in the order of their slots."""
-    commits = [command for command in record.commands if isinstance(command, Commit)]
-    others = [command for command in record.commands if not isinstance(command, Commit)]
-    return others, {(row.uid, row.num_tokens) for commit in commits for row in commit.rows}
 
 
 @functools.cache
-def unforeseen_engine(number: int) -> SlotEngine:
-    """Returns an engine in fast mode with a tenth of the vocabulary as end tokens; all share their programs."""
+def unforeseen_engine(device: int, number: int, num_slots: int, row_limit: int | None) -> SlotEngine:
+    """Returns an engine in fast mode with a tenth of the vocabulary as end tokens; `number` distinguishes twins."""
     eos_ids = range(0, DEFINITION.architecture.vocab_size, 10)
-    if number == 0:
-        return new_slots(4, exact=False, eos_ids=eos_ids)
-    first = unforeseen_engine(0)
-    return SlotEngine(
-        *(DEFINITION, mesh_of(0), first.shapes), eos_ids=eos_ids, dtype=FLOAT32, exact=False, programs=first.programs
-    )
+    shapes = new_slots(num_slots, exact=False, block_size=4, row_limit=row_limit).shapes
+    return SlotEngine(DEFINITION, mesh_of(device), shapes, eos_ids=eos_ids, dtype=FLOAT32, exact=False)

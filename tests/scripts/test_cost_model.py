@@ -1,7 +1,7 @@
 from dataclasses import replace
 
+from scripts.simulate.cost_fit import FREE
 from scripts.simulate.cost_model import CostModel
-from tests.rollout.scheduling.driving import FREE
 
 COST = replace(FREE, step_s=1.0, step_row_s=0.5)
 

@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
+from scripts.simulate.cost_fit import FREE
 from scripts.simulate.simulated_slots import ProgramSizes, SimulatedSlots
-from tests.rollout.scheduling.driving import FREE
 
 SIZES = ProgramSizes(batch=(2, 4, 8), prompt=(4, 8), prefill_rows=(1, 4), recompute=(16, 64))
 
@@ -25,4 +25,9 @@ def test_a_row_that_is_read_anew_pays_for_its_padding_and_one_that_moves_for_its
 
 def test_steps_cost_what_the_smallest_program_does_up_to_the_longest_row() -> None:
     slots = SimulatedSlots(SIZES, replace(FREE, step_row_s=1.0, step_cached_token_s=0.5))
-    assert slots.decode(3, num_rows=3, longest=16) == 3 * 4 + 0.5 * 4 * (16 + 17 + 18)
+    assert slots.decode(3, lengths=[16, 2, 1]) == 3 * 4 + 0.5 * 4 * (16 + 17 + 18)
+
+
+def test_a_kernel_reads_each_row_only_as_far_as_it_has_tokens() -> None:
+    cost = replace(FREE, step_row_s=1.0, step_cached_token_s=0.5, reads_to_longest=False)
+    assert SimulatedSlots(SIZES, cost).decode(3, lengths=[16, 2, 1]) == 3 * 4 + 0.5 * (19 + 22 + 25)

@@ -7,10 +7,11 @@ from app.rollout.scheduling.metrics import schedule_metrics
 from app.rollout.scheduling.protocol import Finished, RunSegment, WorkerLost
 from app.rollout.scheduling.scheduler import POLICIES
 from scripts.simulate import length_traces
+from scripts.simulate.cost_fit import FREE
 from scripts.simulate.cost_model import CostModel, SampleLengths, lower_bound_s
 from scripts.simulate.length_traces import Trace, TraceSample
 from scripts.simulate.simulator import SchedulerSimulator, SimulatedWorkerSpec
-from tests.rollout.scheduling.driving import FREE, make_scheduler
+from tests.rollout.scheduling.driving import make_scheduler
 from tests.rollout.scheduling.storms import storm
 
 STEPS_ONLY = replace(FREE, step_s=1.0)

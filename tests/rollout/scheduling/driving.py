@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from app.rollout.scheduling.length_estimator import FinishedLength, LearnedLengths
@@ -22,10 +21,8 @@ from app.rollout.scheduling.protocol import (
 )
 from app.rollout.scheduling.scheduler import Scheduler
 from app.rollout.scheduling.scheduling_policy import Probes
-from scripts.simulate.cost_model import CostModel
 from settings.schema.rollout import PdsrSettings, SegmentSettings
 
-FREE = replace(CostModel(), **dict.fromkeys(CostModel().to_json(), 0.0))
 """A cost model in which everything takes no time."""
 
 
