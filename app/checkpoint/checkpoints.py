@@ -64,22 +64,29 @@ class Checkpoints:
     Args:
         shapes: shapes of the saved state, by network.
         shardings: shardings of the restored state; the mesh may differ from the one on which it was saved.
+        are_devices_shared: whether other threads run programs of several devices on some of this host's devices.
     """
 
     def __init__(
-        self, directory: Path, *, policy: LatestAndBestPolicy, shapes: NetworkStates, shardings: NetworkStates
+        self,
+        directory: Path,
+        *,
+        policy: LatestAndBestPolicy,
+        shapes: NetworkStates,
+        shardings: NetworkStates,
+        are_devices_shared: bool = False,
     ):
         self._directory = directory.absolute()
         self._policy = policy
         self._directory.mkdir(parents=True, exist_ok=True)
-        # With named processes, hosts wait for each other without a program on all devices, some of which may generate.
-        all_hosts = ocp.options.MultiprocessingOptions(active_processes=set(range(jax.process_count())))
+        # Processes that are named wait for each other without a program on all devices, but no longer than 5 minutes.
+        named = set(range(jax.process_count())) if are_devices_shared else None
         options = ocp.CheckpointManagerOptions(
             preservation_policy=policy,
             cleanup_tmp_directories=True,
             enable_async_checkpointing=True,
             create=False,
-            multiprocessing_options=all_hosts,
+            multiprocessing_options=ocp.options.MultiprocessingOptions(active_processes=named),
         )
         self._manager = ocp.CheckpointManager(self._directory, options=options)
         disable_slicing_of_small_arrays()

@@ -27,7 +27,7 @@ HARD_EXIT_DELAY_S = 10.0
 WAIT_PHASE = "wait"
 """Phase without a limit: this host has finished and waits for the others, whose phases have their own limits."""
 
-LIMIT_PHASES = {"advantage": "update", "report": "save"}
+LIMIT_PHASES = {"advantage": "update", "publish": "update", "report": "save"}
 """Phase without a limit of its own -> the phase whose limit it shares."""
 
 

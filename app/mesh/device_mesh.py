@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import jax
@@ -27,13 +28,14 @@ def _count_hosts(devices: Iterable[Any]) -> int:
     return len({host_index(device) for device in devices})
 
 
-def parse_mesh_shape(text: str, *, num_devices: int, num_processes: int) -> tuple[int, int, int]:
+def parse_mesh_shape(text: str, *, num_devices: int, num_processes: int, others: str = "") -> tuple[int, int, int]:
     """Returns (dp, fsdp, tp), whose product is `num_devices`.
 
     `auto` splits dp across hosts and fsdp inside a host, so that weights are gathered over fast links.
 
     Args:
         text: the value of `mesh.shape`.
+        others: for the error, devices that do not count.
 
     Raises:
         InputError: the product is not the number of devices.
@@ -46,7 +48,7 @@ def parse_mesh_shape(text: str, *, num_devices: int, num_processes: int) -> tupl
     if num_devices % known != 0 or (-1 not in sizes and known != num_devices):
         raise InputError(
             f"mesh.shape: {text!r} needs {'a multiple of ' if -1 in sizes else ''}{known} devices, but there "
-            f"are {num_devices}; set sizes whose product is {num_devices}, or one size to -1 to derive it"
+            f"are {num_devices}{others}; set sizes whose product is {num_devices}, or one size to -1 to derive it"
         )
     dp, fsdp, tp = (num_devices // known if size == -1 else size for size in sizes)
     return dp, fsdp, tp
@@ -67,19 +69,17 @@ def make_mesh(settings: MeshSettings, *, set_aside: Collection[int] = ()) -> Dev
     devices = global_devices(settings)
     check_equal_device_counts(devices)
     devices = without_generation_devices(devices, set_aside)
-    shape = parse_mesh_shape(settings.shape, num_devices=len(devices), num_processes=_count_hosts(devices))
+    others = " besides those of rollout.devices" if set_aside else ""
+    sizes = {"num_devices": len(devices), "num_processes": _count_hosts(devices)}
+    shape = parse_mesh_shape(settings.shape, **sizes, others=others)
     axis_types = (AxisType.Auto,) * len(AXES)
-    mesh = jax.make_mesh(shape, AXES, axis_types=axis_types, devices=devices)
-    if is_grouped_by_host(mesh):
-        return mesh
+    # JAX knows the best order of chips only where they form a cuboid, as what is left of a slice may not.
+    with suppress(AssertionError, NotImplementedError) if set_aside else nullcontext():
+        mesh = jax.make_mesh(shape, AXES, axis_types=axis_types, devices=devices)
+        if is_grouped_by_host(mesh):
+            return mesh
     in_order = sorted(devices, key=lambda device: (host_index(device), device.id))
     return DeviceMesh(np.asarray(in_order).reshape(shape), AXES, axis_types=axis_types)
-
-
-def first_devices(mesh: DeviceMesh) -> list[Any]:
-    """Returns one device of each host of a mesh, in the order of the hosts."""
-    first = {host_index(device): device for device in reversed(list(mesh.devices.flat))}
-    return [first[host] for host in sorted(first)]
 
 
 def with_tp(mesh: DeviceMesh, tp: int) -> DeviceMesh:

@@ -17,7 +17,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from app.mesh.axis_rules import AXES
 from app.mesh.device_mesh import num_hosts
 from app.mesh.devices import devices_of_submesh, host_index, local_devices
-from app.records.text_format import format_ranges
+from app.records.text_format import format_count, format_ranges
 from settings.errors import InputError
 from settings.schema.rollout import WorkerPoolSettings
 
@@ -74,8 +74,9 @@ def make_submesh(device_indices: Sequence[int], *, template: Mesh) -> Mesh:
     tp = template.shape["tp"]
     if len(device_indices) % tp:
         raise InputError(
-            f"rollout.workers: a worker has {len(device_indices)} devices, but mesh.shape splits weights over {tp}; "
-            f"give each worker a multiple of {tp}"
+            f"rollout.workers: a worker has {format_count(len(device_indices), 'device')}, but weights are split over "
+            f"tp={tp} (mesh.shape, or rollout.mesh if it is set); give each worker a multiple of {tp}: more devices, or "
+            "fewer workers (rollout.workers.fast.count and heavy.count)"
         )
     local = local_devices()
     shape = (1, len(device_indices) // tp, tp)

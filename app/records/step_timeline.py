@@ -36,6 +36,11 @@ class StepTimeline:
     phases: tuple[PhaseTime, ...]
     segments: tuple[SegmentTime, ...]
 
+    @property
+    def duration_s(self) -> float:
+        """Seconds until its last phase ended."""
+        return max((phase.end_s for phase in self.phases), default=0.0)
+
     def to_json(self) -> dict[str, Any]:
         """Returns a line of the file; times are rounded to 0.1 ms."""
         phases, segments = ([_rounded(one) for one in part] for part in (self.phases, self.segments))

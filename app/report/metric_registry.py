@@ -246,9 +246,9 @@ METRICS = (
         "hundreds", "wide intervals: raise `eval.num_prompts`"),
     Metric("eval/error_count", "number of held-out samples on which the reward failed; they count as 0",
         "0", "read `reward_errors` in `eval/`"),
-    Metric("time/{rollout,reward,score,advantage,update}_s",
+    Metric("time/{rollout,reward,score,advantage,update,publish}_s",
         "wall-clock time of each phase; with `rollout.max_staleness`, `rollout` is the time that the step waited "
-        "for samples",
+        "for samples, and `publish` converts the new weights and sends them to the workers",
         "rollout and update dominate",
         "slow reward: simplify it; slow scoring: raise `score.max_tokens_per_device`"),
     Metric("time/score_{policy,reference,critic,reward}_s",

@@ -34,12 +34,15 @@ BLUE, ORANGE, GREEN, RED, PURPLE, SKY, GREY = (
 )  # fmt: skip
 """Colors after Okabe and Ito, distinguishable for color-blind readers; legible on white and on near-black."""
 PHASE_COLORS = {
-    "rollout": BLUE, "reward": ORANGE, "score": SKY, "advantage": PURPLE, "update": RED, "eval": GREEN, "rest": GREY,
+    "rollout": BLUE, "reward": ORANGE, "score": SKY, "advantage": PURPLE, "update": RED, "publish": GREY,
+    "eval": GREEN, "rest": "#c8c8c8",
 }  # fmt: skip
 
 
 MAX_TIMELINE_STEPS = 8
 """Maximum number of steps in the plot of training and workers."""
+PIXELS = 800
+"""Width of that plot in pixels, about: shorter bars are merged."""
 
 
 @dataclass(frozen=True)
@@ -217,25 +220,61 @@ def draw_times(figure: Figure, data: PlotData) -> None:
 
 def draw_training_and_workers(figure: Figure, data: PlotData) -> None:
     """Draws the last steps: when training was in which phase, and above it when each worker decoded how many rows."""
-    axes, steps = figure.add_subplot(), data.timeline[-MAX_TIMELINE_STEPS:]
-    workers = sorted({segment.worker for one in steps for segment in one.segments}, reverse=True)
-    drawn: set[str] = set()
+    from matplotlib.collections import PolyCollection
+
+    axes, steps = figure.add_subplot(), _last_steps(data.timeline)
+    first = steps[0].unix_s
+    phases: dict[str, list[tuple[float, float]]] = {}
+    lanes: dict[str, list[tuple[float, float, float]]] = {}
     for one in steps:
-        start = one.unix_s - steps[0].unix_s
+        start = one.unix_s - first
         axes.axvline(start, color=GREY, linewidth=0.6)
         for name, begin, end in one.phases:
-            label = name if name not in drawn else None
-            drawn.add(name)
-            axes.barh(0, end - begin, left=start + begin, height=0.8, color=PHASE_COLORS.get(name, GREY), label=label)
-        for segment in one.segments:
-            filled, row = segment.num_rows / segment.num_slots, 1 + workers.index(segment.worker)
-            left, width = start + segment.start_s, segment.end_s - segment.start_s
-            axes.barh(row - 0.4, width, left=left, height=0.8 * filled, align="edge", color=BLUE, linewidth=0)
-    axes.set_yticks(range(len(workers) + 1), ["training", *map(escape_label, workers)])
+            phases.setdefault(name, []).append((start + begin, end - begin))
+        for worker, begin, end, num_rows, num_slots in one.segments:
+            lanes.setdefault(worker, []).append((start + begin, start + end, num_rows / num_slots))
+    for name, bars in phases.items():
+        axes.broken_barh(bars, (-0.4, 0.8), facecolors=PHASE_COLORS.get(name, GREY), linewidth=0, label=name)
+    shortest = (steps[-1].unix_s + steps[-1].duration_s - first) / PIXELS
+    for row, worker in enumerate(sorted(lanes, reverse=True), start=1):
+        bars = _merge_short(lanes[worker], shortest=shortest)
+        corners = [
+            [(x, row - 0.4) for x in (begin, end)] + [(x, row - 0.4 + 0.8 * filled) for x in (end, begin)]
+            for begin, end, filled in bars
+        ]
+        axes.add_collection(PolyCollection(corners, facecolors=BLUE, linewidth=0))
+    axes.set_yticks(range(len(lanes) + 1), ["training", *map(escape_label, sorted(lanes, reverse=True))])
+    axes.autoscale()
     axes.set_xlim(left=0)
     axes.set_xlabel(f"seconds since step {steps[0].step} began")
     axes.grid(visible=False)
     _legend(figure)
+
+
+def _last_steps(timeline: Sequence[StepTimeline]) -> list[StepTimeline]:
+    """Returns the last steps, without those before a pause that is longer than all of them together."""
+    steps = [timeline[-1]]
+    for one in reversed(timeline[-MAX_TIMELINE_STEPS:-1]):
+        pause = steps[0].unix_s - one.unix_s - one.duration_s
+        if pause > steps[-1].unix_s + steps[-1].duration_s - steps[0].unix_s + one.duration_s:
+            break
+        steps.insert(0, one)
+    return steps
+
+
+def _merge_short(bars: Sequence[tuple[float, float, float]], *, shortest: float) -> list[tuple[float, float, float]]:
+    """Returns bars (start, end, height), in which those are merged that together are shorter than `shortest`.
+
+    A merged bar is as high as they are in the mean over its time.
+    """
+    merged: list[tuple[float, float, float]] = []
+    for begin, end, height in bars:
+        if merged and end - merged[-1][0] < shortest:
+            start, until, before = merged.pop()
+            area = (until - start) * before + (end - begin) * height
+            begin, height = start, area / (end - start)
+        merged.append((begin, end, height))
+    return merged
 
 
 def _seconds_by_phase(data: PlotData) -> tuple[np.ndarray, dict[str, np.ndarray]]:

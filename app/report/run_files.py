@@ -140,13 +140,16 @@ def _read_token_texts(path: Path) -> list[str]:
 
 
 def _read_timeline(path: Path) -> list[StepTimeline]:
-    """Reads the last line of each step, which a resumed run may repeat, and passes over lines that are damaged."""
-    steps: dict[int, StepTimeline] = {}
+    """Reads the steps, without those that a resumed run has repeated, and passes over lines that are damaged."""
+    steps: list[StepTimeline] = []
     for _, record in read_jsonl_tolerant(path) if path.is_file() else ():
         with suppress(KeyError, TypeError, ValueError):
             if not isinstance(record, InputError):
-                steps[record["step"]] = StepTimeline.from_json(record)
-    return [steps[step] for step in sorted(steps)]
+                newest = StepTimeline.from_json(record)
+                while steps and steps[-1].step >= newest.step:
+                    steps.pop()
+                steps.append(newest)
+    return steps
 
 
 def sample_files(folder: Path) -> dict[int, Path]:

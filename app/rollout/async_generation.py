@@ -111,9 +111,12 @@ class AsyncRollout:
         metrics = ScheduleMetricsTracker()
 
         def observe(record: EventRecord) -> None:
+            event = record.event
+            if isinstance(event, SegmentEnded):
+                # A row that waited for blocks drew nothing.
+                drew = [row for row in event.rows if row.num_tokens > metrics.num_tokens.get(row.uid, 0)]
+                self._add_segment(event, num_rows=len(drew), num_slots=metrics.workers[event.worker].slots)
             metrics.add(record)
-            if isinstance(record.event, SegmentEnded):
-                self._add_segment(record.event, num_slots=metrics.workers[record.event.worker].slots)
 
         with ExitStack() as stack:
             scheduler = workers.make_scheduler(workers.learned_lengths.prompts)
@@ -173,9 +176,9 @@ class AsyncRollout:
         segments = [self._segments.get() for _ in range(self._segments.qsize())]
         return [one._replace(start_s=one.start_s - since, end_s=one.end_s - since) for one in segments]
 
-    def _add_segment(self, event: SegmentEnded, *, num_slots: int) -> None:
+    def _add_segment(self, event: SegmentEnded, *, num_rows: int, num_slots: int) -> None:
         end = self._opened_s + event.at
-        self._segments.put(SegmentTime(event.worker, end - event.seconds, end, len(event.rows), num_slots))
+        self._segments.put(SegmentTime(event.worker, end - event.seconds, end, num_rows, num_slots))
 
     def close(self) -> None:
         """Stops after the running segments, or after `CLOSE_TIMEOUT_S`. Uncollected rounds are lost."""

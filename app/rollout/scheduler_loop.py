@@ -55,7 +55,15 @@ def name_rows(rows: Iterable[RolloutSequence]) -> dict[str, RolloutSequence]:
 
 
 class RolloutExecutor:
-    """Runs one rollout: assigns submitted samples to workers until they are done. Driven by one thread."""
+    """Runs one rollout: assigns submitted samples to workers until they are done.
+
+    One thread drives it; another one may publish weights.
+
+    Args:
+        workers: open workers.
+        unopened: workers that failed to open, which is tried again when weights are published.
+        reopen: opens a failed worker with weights of a version.
+    """
 
     def __init__(
         self,
@@ -64,6 +72,7 @@ class RolloutExecutor:
         workers: Sequence[RolloutWorker],
         *,
         clock: Clock,
+        unopened: Iterable[RolloutWorker] = (),
         reopen: Callable[[RolloutWorker, DecodeWeights, int], None],
         on_record: Callable[[EventRecord], None],
         on_sample_done: SampleDoneCallback | None = None,
@@ -87,6 +96,8 @@ class RolloutExecutor:
         """Names of failed workers."""
         self._idle_failed: SimpleQueue[RolloutWorker] = SimpleQueue()
         """Failed workers that run nothing any more, so that they can be opened again."""
+        for worker in unopened:
+            self._idle_failed.put(worker)
         self._reopened: SimpleQueue[RolloutWorker] = SimpleQueue()
         """Failed workers that are open again and still have to join."""
         self._failure: Exception | None = None
@@ -138,7 +149,8 @@ class RolloutExecutor:
             try:
                 self._reopen(worker, weights, policy_version)
             except WORKER_FAILURES as failure:
-                log.warning("rollout worker %s failed to open again", worker.name, exc_info=failure)
+                log.warning("rollout worker %s failed to open again: %s", worker.name, failure)
+                worker.close()
                 self._idle_failed.put(worker)
                 continue
             worker.name = worker.next_name
@@ -184,13 +196,15 @@ class RolloutExecutor:
 
     def _handle_outcome(self, outcome: WorkerOutcome) -> None:
         worker, result = outcome
+        if not isinstance(result, SegmentEnded | WORKER_FAILURES):
+            raise result
+        if isinstance(result, SegmentEnded):
+            self._handle_event(result)
         if worker.name in self._failed:
-            # The end of a segment that outlived its lease.
+            # Its segment outlived the lease.
             return self._close_failed(worker)
         if isinstance(result, SegmentEnded):
-            return self._handle_event(result)
-        if not isinstance(result, WORKER_FAILURES):
-            raise result
+            return None
         log.warning("rollout worker %s failed; its samples continue on other workers", worker.name, exc_info=result)
         self._failed.add(worker.name)
         self._failure = result

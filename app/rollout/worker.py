@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from threading import Lock
 from typing import NamedTuple
 
 import jax
@@ -59,6 +60,8 @@ class RolloutWorker:
     """Command and start time of the running segment."""
     _queued_weights: deque[tuple[DecodeWeights, int]] = field(default_factory=lambda: deque(maxlen=1))
     """Newest weights not loaded yet, already on its devices, with their version. Set by another thread."""
+    _queueing: Lock = field(default_factory=Lock)
+    """Held while weights are queued or taken."""
     _segment_counters: deque[RolloutCounters] = field(default_factory=deque)
     """Counts of each segment since the last `take_counters`."""
 
@@ -95,7 +98,10 @@ class RolloutWorker:
         see it before JAX has listed all its shards (jax 0.10.2).
         """
         if self.engine.is_open:
-            self._queued_weights.append((self._place_weights(weights), policy_version))
+            # So that a device has no third copy, and no segment begins with older weights meanwhile.
+            with self._queueing:
+                self._queued_weights.clear()
+                self._queued_weights.append((self._place_weights(weights), policy_version))
             # If another thread has closed the engine meanwhile, no weights may stay on its devices.
             if not self.engine.is_open:
                 self._queued_weights.clear()
@@ -119,9 +125,11 @@ class RolloutWorker:
     def start_segment(self, command: RunSegment, admissions: deque[Admission]) -> None:
         """Admits rows and dispatches the segment. Empties `admissions`, so that it keeps no caches alive."""
         started = self.clock()
-        if self._queued_weights:
-            weights, version = self._queued_weights.pop()
-            self.engine.load_weights(weights, policy_version=version)
+        with self._queueing:
+            newer = self._queued_weights.pop() if self._queued_weights else None
+        if newer is not None:
+            self.engine.load_weights(newer[0], policy_version=newer[1])
+            del newer
         computed = []
         while admissions:
             one = admissions.popleft()

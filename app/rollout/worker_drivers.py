@@ -126,6 +126,9 @@ class ThreadedDriver:
             late = min(self._lease_ends, key=lambda worker: self._lease_ends[worker])
             outcome = WorkerOutcome(late, LeaseExpiredError(f"silent for {self._lease_s} s"))
             self._stalled.add(late)
+        else:
+            if outcome is not None:
+                self._stalled.discard(outcome.worker)
         if outcome is not None:
             self._lease_ends.pop(outcome.worker, None)
         return outcome

@@ -165,6 +165,7 @@ class RolloutWorkerPool(SampleGenerator):
                 driver,
                 [*opened, *remote_workers],
                 clock=lambda: self._clock() - start_s,
+                unopened=[worker for worker in awake if worker not in opened],
                 reopen=self._reopener(request),
                 on_record=on_record,
                 on_sample_done=on_sample_done,

@@ -45,8 +45,8 @@ def rollout_mesh(settings: Settings, mesh: Mesh, definition: DecoderDefinition) 
     fitting = nearest_divisors(tp, math.gcd(per_host, num_heads))
     if sizes.get("dp", mesh.size // tp) * tp != mesh.size or per_host % tp:
         raise InputError(
-            f"rollout.mesh: {wanted!r} does not divide the {format_count(mesh.size, 'device')}, {per_host} on each "
-            f"host: dp x tp must be {mesh.size}, and tp must divide {per_host}, since every host generates whole rows; "
+            f"rollout.mesh: {wanted!r} does not divide the {format_count(mesh.size, 'device')} of mesh.shape, {per_host} "
+            f"on each host: dp x tp must be {mesh.size}, and tp must divide {per_host}, since every host generates whole rows; "
             f"set tp={fitting}, without dp, or rollout.mesh: auto"
         )
     if num_heads % tp:
@@ -62,6 +62,8 @@ def rollout_mesh_notes(settings: Settings, mesh: Mesh, generation: Mesh, definit
     dp, tp, before = num_row_shards(generation), generation.shape["tp"], mesh.shape["tp"]
     if tp == before:
         return []
+    if settings.rollout.has_workers:
+        return [f"rollout.mesh: {settings.rollout.mesh}: each worker's weights are split over tp={tp} of its devices"]
     line = f"rollout.mesh: {settings.rollout.mesh}: weights split over tp={tp} and rows over dp={dp} during generation"
     chip = find_chip(device_kind(mesh.devices.flat[0]))
     if chip is None:

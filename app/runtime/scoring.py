@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -24,7 +25,10 @@ from app.runtime.model_spec import CriticSpec, ModelSpec
 from app.runtime.tensor_parallel_checks import check_tp_divides_heads
 from app.score.scorer import BatchRunner, PackedForward, Scorer, ValueScorer, append_dummy_token
 from settings import Settings
+from settings.schema.mesh import MeshSettings
 from settings.schema.score import ScoredRole
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -181,12 +185,24 @@ def open_mesh(settings: Settings, *, set_aside: Collection[int] = ()) -> Mesh:
     Raises:
         InputError: the settings do not fit the devices.
     """
-    mesh = device_mesh.make_mesh(settings.mesh, set_aside=set_aside)
+    shape_is_of_training = settings.rollout.devices is not None and not set_aside
+    of_mesh = _with_shape_of_all_devices(settings.mesh) if shape_is_of_training else settings.mesh
+    mesh = device_mesh.make_mesh(of_mesh, set_aside=set_aside)
     with jax.set_mesh(mesh):
         # Raises InputError if `model.attention` is `kernel` and these devices have none, however short the rows.
         platform_blocking(1, 1, settings.model.dtype, settings.model.attention, group_size=1)
     placement.check_rows_per_host(mesh)
     return mesh
+
+
+def _with_shape_of_all_devices(settings: MeshSettings) -> MeshSettings:
+    """Returns the settings with a shape for all devices, where `mesh.shape` is that of some of them; keeps its tp."""
+    sizes = settings.shape.split(",")
+    if {"auto", "-1"} & {*sizes}:
+        return settings
+    shape = "auto" if sizes[-1] == "1" else f"1,-1,{sizes[-1]}"
+    log.info("mesh.shape: %s is for training, which rollout.devices leaves fewer; here it is %s", settings.shape, shape)
+    return settings.model_copy(update={"shape": shape})
 
 
 def set_compute_dtype(settings: Settings) -> jnp.dtype:

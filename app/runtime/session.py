@@ -12,8 +12,7 @@ from jax.sharding import Mesh
 
 from app.distributed.collectives import exchange_over, gather_bytes_over_hosts
 from app.distributed.stop_check import StopCheck
-from app.mesh.device_mesh import first_devices
-from app.mesh.devices import local_devices
+from app.mesh.devices import first_devices, global_devices, local_devices
 from app.mesh.generation_devices import generation_devices
 from app.mesh.submesh import host_submesh
 from app.model.decode_weights import DecodeWeights
@@ -76,13 +75,13 @@ class Session(ScoringSession):
         set_aside = ()
         if generates:
             check_ray_installed(settings)
-            if trains and settings.rollout.devices is not None:
-                set_aside = generation_devices(settings.rollout.devices, num_devices=len(local_devices()))
+        if trains and settings.rollout.devices is not None:
+            set_aside = generation_devices(settings.rollout.devices, num_devices=len(local_devices()))
+        exchange_over(first_devices(global_devices(settings.mesh)) if set_aside else None)
         dtype, lora = jnp.dtype(settings.model.dtype), model.policy_definition.lora
         decoder = model.decode_definition(dtype, settings.rollout.weights if generates else None)
         scoring = open_scorers(settings, model, critic, set_aside=set_aside)
         mesh: Mesh = scoring["mesh"]
-        exchange_over(first_devices(mesh) if set_aside else None)
         if generates:
             check_decode_layout(settings, mesh)
         of_all_hosts = rollout_mesh(settings, mesh, decoder) if generates else mesh

@@ -35,7 +35,7 @@ EXACT_MODE_SETTINGS = (
 IGNORED_SETTINGS = (
     "rollout.kv_blocks",
     *("rollout.workers.lease_s", "rollout.workers.deterministic"),
-    *("rollout.max_staleness", "rollout.max_length_total"),
+    *("rollout.devices", "rollout.max_staleness", "rollout.max_length_total"),
     *("rollout.ray.address", "rollout.ray.start_timeout_s"),
 )
 """Settings that do not affect any sample in exact mode, nor more than its rounding in fast mode."""

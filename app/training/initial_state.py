@@ -31,7 +31,11 @@ def open_checkpoints(setup: RunSetup, learner_group: LearnerGroup) -> Checkpoint
     settings = setup.resolved.settings.checkpoint
     policy = LatestAndBestPolicy(settings.keep, settings.best_metric, settings.best_mode)
     return Checkpoints(
-        setup.run.checkpoints_dir, policy=policy, shapes=learner_group.shapes, shardings=learner_group.shardings
+        setup.run.checkpoints_dir,
+        policy=policy,
+        shapes=learner_group.shapes,
+        shardings=learner_group.shardings,
+        are_devices_shared=bool(setup.session.generation_devices),
     )
 
 

@@ -23,7 +23,6 @@ from app.records.sample import Prompt, Sample
 from app.records.step_timeline import SegmentTime
 from app.rollout.shared_generation import AsyncGeneration
 from app.runtime.session import Session
-from app.tracking.timer import StepTimer
 from app.training.replay import Replay
 from settings import Settings
 
@@ -38,9 +37,7 @@ class RolloutSource(ABC):
     """Number of rounds that were complete when a step asked for its first one."""
 
     @abstractmethod
-    def rounds_for_step(
-        self, params: Params, *, step: int, position: int, timer: StepTimer
-    ) -> AbstractContextManager[TakeRound]:
+    def rounds_for_step(self, params: Params, *, step: int, position: int) -> AbstractContextManager[TakeRound]:
         """Yields a function that returns the rounds of a step.
 
         Args:
@@ -105,21 +102,19 @@ class SyncRolloutSource(RolloutSource):
         self._session.compile_rollout()
 
     @contextmanager
-    def rounds_for_step(self, params: Params, *, step: int, position: int, timer: StepTimer) -> Iterator[TakeRound]:
+    def rounds_for_step(self, params: Params, *, step: int, position: int) -> Iterator[TakeRound]:
         weights: list[DecodeWeights] = []
 
         def take(number: int) -> list[Sample]:
-            with timer.phase("rollout"):
-                # Inside the phase, because the first conversion may compile.
-                if number == 0:
-                    weights.append(self._session.engine.to_decode_weights(params))
-                return self._session.sample(
-                    # After the last round the weights are freed before rewards are computed.
-                    weights.pop() if number + 1 == self._max_rounds else weights[0],
-                    self._prompts.prompts_at(position + number * self._prompts.global_prompts_per_round),
-                    policy_version=step - 1,
-                    first_group_id=self._prompts.first_group_id(number),
-                )
+            if number == 0:
+                weights.append(self._session.engine.to_decode_weights(params))
+            return self._session.sample(
+                # After the last round the weights are freed before rewards are computed.
+                weights.pop() if number + 1 == self._max_rounds else weights[0],
+                self._prompts.prompts_at(position + number * self._prompts.global_prompts_per_round),
+                policy_version=step - 1,
+                first_group_id=self._prompts.first_group_id(number),
+            )
 
         yield take
 
@@ -149,15 +144,14 @@ class AsyncRolloutSource(RolloutSource):
         self._session.compile_rollout()
 
     @contextmanager
-    def rounds_for_step(self, params: Params, *, step: int, position: int, timer: StepTimer) -> Iterator[TakeRound]:
+    def rounds_for_step(self, params: Params, *, step: int, position: int) -> Iterator[TakeRound]:
         def take(number: int) -> list[Sample]:
-            with timer.phase("rollout"):
-                generation = self._generation or self._start_generation(params, step=step, position=position)
-                taken = self._position - self._num_waiting * self._prompts.global_prompts_per_round
-                assert taken == position + number * self._prompts.global_prompts_per_round
-                if number == 0:
-                    self.num_ready = generation.num_ready
-                samples = generation.collect_round(first_group_id=self._prompts.first_group_id(number))
+            generation = self._generation or self._start_generation(params, step=step, position=position)
+            taken = self._position - self._num_waiting * self._prompts.global_prompts_per_round
+            assert taken == position + number * self._prompts.global_prompts_per_round
+            if number == 0:
+                self.num_ready = generation.num_ready
+            samples = generation.collect_round(first_group_id=self._prompts.first_group_id(number))
             self._num_waiting -= 1
             left_in_step = self._max_rounds - number - 1
             self._submit_rounds(generation, self._max_staleness, needed=left_in_step + self._needed_after(step))
@@ -211,10 +205,10 @@ class ReplayRolloutSource(RolloutSource):
         self._num_groups = num_groups
 
     @contextmanager
-    def rounds_for_step(self, params: Params, *, step: int, position: int, timer: StepTimer) -> Iterator[TakeRound]:
+    def rounds_for_step(self, params: Params, *, step: int, position: int) -> Iterator[TakeRound]:
         def take(number: int) -> list[Sample]:
             assert number == 0
-            with timer.phase("rollout"), error_barrier():
+            with error_barrier():
                 groups = self._replay.load_groups(step)
             first = jax.process_index() * self._num_groups
             return [sample for group in groups[first : first + self._num_groups] for sample in group]

@@ -90,7 +90,9 @@ class Trainer:
             state, metrics = self.update(state, select_samples(samples, drawn), trains_policy=learns)
             # The coefficient only adapts in steps that train the policy.
             state = replace(state, kl_coef=advantages.kl_coef) if learns else state
-        self.rollout_source.publish(self.session.full_params(state.policy.params), step=step)
+        if self.session.generates_async:
+            with timer.phase("publish"):
+                self.rollout_source.publish(self.session.full_params(state.policy.params), step=step)
         step_metrics = {**reward_counts(scored), **dynamic_sampling_metrics(sampling, scored.samples)}
         step_metrics |= rollout_performance(self.session.take_counters()) | schedule_performance(
             self.session.take_schedule_metrics()
@@ -121,10 +123,11 @@ class Trainer:
         """
         rounds: list[RewardedSamples] = []
         reward_passes: list[RewardPass] = []
-        with self.rollout_source.rounds_for_step(params, step=step, position=position, timer=timer) as take:
+        with self.rollout_source.rounds_for_step(params, step=step, position=position) as take:
 
             def next_round(number: int) -> list[Sample]:
-                with cancellation_barrier():
+                # The wait for the slowest host is part of the phase.
+                with timer.phase("rollout"), cancellation_barrier():
                     samples = take(number)
                 rounds.append(self.reward(samples, reward_passes, step=step, timer=timer))
                 return rounds[-1].samples

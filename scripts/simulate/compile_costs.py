@@ -50,8 +50,12 @@ MACHINES: dict[str, dict[str, Any]] = {
         **{"preset": "gsm8k_qwen2_5_3b_v6e_8", "model": "Qwen2.5-7B"},
         **{"mesh": "1,4,2", "workers": {"fast": 3, "heavy": 1}},
     },
+    "Qwen2.5-3B on v6e-8": {
+        **{"preset": "gsm8k_qwen2_5_3b_v6e_8", "model": "Qwen2.5-3B"},
+        **{"mesh": "1,8,1", "workers": {"fast": 6, "heavy": 2}},
+    },
 }
-"""Workers of one chip with all weights, and of two chips that split them."""
+"""Workers of one chip with all weights, and of two chips that split them. `simulate_async.py` has the last one."""
 SLOTS, MAX_PROMPT, MAX_NEW = 64, 128, 4096
 FILLED = (256, 1024, 2304, 4096)
 """Tokens in the cache of each row for which a decoded token is estimated."""

@@ -48,6 +48,7 @@ ORACLE = "oracle"
 HEADINGS = ("policy", "makespan s", "/ bound", "x sync", *METRIC_HEADINGS)
 TPU_COSTS = Path(__file__).parent / "results" / "tpu_costs.json"
 """Costs and workers of the machines of the grid, by `compile_costs.py`."""
+GRID_MACHINES = ("Qwen2.5-1.5B on v5e-8", "Qwen2.5-7B on v6e-8")
 SIGMAS, CORRELATIONS = (0.5, 0.8, 1.2), (0.0, 0.5, 0.9)
 EQUAL = "equal"
 MEAN, MAX_NEW, GROUP, PROMPT_LENGTH = 512, 4096, 8, 128
@@ -160,7 +161,8 @@ def distributions(num_prompts: int) -> dict[str, Callable[[int], Trace]]:
 
 def grid_cells(num_seeds: int) -> Iterator[dict[str, Any]]:
     """Yields the cells of the grid, with the figures of all policies over the seeds."""
-    machines = json.loads(TPU_COSTS.read_text(encoding="utf-8"))
+    costs = json.loads(TPU_COSTS.read_text(encoding="utf-8"))
+    machines = {machine: costs[machine] for machine in GRID_MACHINES}
     for (machine, known), slots, per_slot in itertools.product(machines.items(), SLOTS, PROMPTS_PER_SLOT):
         cost = CostModel.from_json(known["cost"])
         [spec] = worker_specs([slots], max_prompt_length=PROMPT_LENGTH, max_new=MAX_NEW)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -146,15 +147,29 @@ class SchedulerSimulator:
     def run(self) -> list[EventRecord]:
         """Runs to the last message, including those after the last sample."""
         while self._inbox:
-            at, _, event = heapq.heappop(self._inbox)
-            event = replace(event, at=at)
-            commands = self.scheduler.handle(event)
-            self.records.append(EventRecord(event, tuple(commands)))
-            if self.check:
-                self.scheduler.check_invariants()
-            for command in commands:
-                self._execute(command, at)
+            self.advance()
         return self.records
+
+    @property
+    def next_at(self) -> float:
+        """Time of the next message; infinity without one."""
+        return self._inbox[0][0] if self._inbox else math.inf
+
+    def advance(self) -> None:
+        """Handles the next message."""
+        at, _, event = heapq.heappop(self._inbox)
+        event = replace(event, at=at)
+        commands = self.scheduler.handle(event)
+        self.records.append(EventRecord(event, tuple(commands)))
+        if self.check:
+            self.scheduler.check_invariants()
+        for command in commands:
+            self._execute(command, at)
+
+    def submit(self, trace: Trace, *, at: float) -> None:
+        """Submits more samples at once."""
+        self.trace_samples |= {one.uid: one for one in trace}
+        self._post(Submitted(at, new_samples(trace, max_new=self.max_new)))
 
     def _post(self, event: Event) -> None:
         """Puts a message into the inbox, maybe late or twice."""

@@ -7,7 +7,8 @@ import re
 import jax
 import pytest
 
-from app.mesh.device_mesh import first_devices, make_mesh
+from app.mesh.device_mesh import make_mesh
+from app.mesh.devices import first_devices
 from app.mesh.generation_devices import generation_devices, without_generation_devices
 from settings.errors import InputError
 from settings.schema.mesh import MeshSettings
@@ -55,6 +56,6 @@ def test_the_mesh_has_the_devices_that_train() -> None:
     mesh = make_mesh(MeshSettings(shape="1,-1,2"), set_aside=(4, 5, 6, 7))
     assert [one.id for one in mesh.devices.flat] == [one.id for one in jax.devices()[:4]]
     assert dict(mesh.shape) == {"dp": 1, "fsdp": 2, "tp": 2}
-    assert first_devices(mesh) == jax.devices()[:1]
-    with pytest.raises(InputError, match="needs 8 devices, but there are 4"):
+    assert first_devices([Device(id=i, process_index=i // 4) for i in range(8)]) == [Device(0, 0), Device(4, 1)]
+    with pytest.raises(InputError, match=r"needs 8 devices, but there are 4 besides those of rollout\.devices"):
         make_mesh(MeshSettings(shape="1,8,1"), set_aside=(4, 5, 6, 7))

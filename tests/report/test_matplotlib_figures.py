@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from xml.etree import ElementTree
 
 import matplotlib
@@ -105,6 +106,16 @@ def test_training_and_each_worker_have_a_lane() -> None:
     drawn = render_panel(BY_NAME["training_and_workers"], PlotData(quickstart_history(), TIMELINE))
     assert drawn is not None
     assert {"training", "fast-0", "heavy-0", "rollout", "update"} <= set(texts(drawn.svg))
+
+
+def test_thousands_of_segments_and_a_long_pause_leave_the_plot_small_and_readable() -> None:
+    short = tuple(SegmentTime("fast-0", i / 1000, (i + 0.9) / 1000, 4, 8) for i in range(2000))
+    busy = [replace(one, segments=short) for one in TIMELINE]
+    drawn = render_panel(BY_NAME["training_and_workers"], PlotData(quickstart_history(), busy))
+    assert drawn is not None and len(drawn.svg) < 300_000
+    paused = [replace(one, unix_s=one.unix_s + 1e5 * (one.step > 8)) for one in TIMELINE]
+    drawn = render_panel(BY_NAME["training_and_workers"], PlotData(quickstart_history(), paused))
+    assert drawn is not None and "seconds since step 9 began" in texts(drawn.svg)
 
 
 def test_a_smoothed_line_says_so_beside_the_raw_one() -> None:

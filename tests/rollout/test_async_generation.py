@@ -6,7 +6,7 @@ import gc
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 
@@ -203,6 +203,13 @@ def test_a_worker_that_dies_hands_its_rows_to_the_others_of_an_open_rollout() ->
     generation.close()
 
 
+def wait_until(happened: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not happened():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
 def joined(events: list[SchedulerEvent]) -> list[str]:
     return [event.worker for event in events if isinstance(event, WorkerJoined)]
 
@@ -225,6 +232,10 @@ def test_a_worker_that_died_joins_again_with_the_next_weights() -> None:
         assert versions == {KEY + 1}
 
 
+def refuse(*_: object, **__: object) -> None:
+    raise RuntimeError("no device")
+
+
 def test_a_worker_that_cannot_be_opened_again_is_asked_at_the_next_weights(caplog: pytest.LogCaptureFixture) -> None:
     workers, events = workers_on(2), list[SchedulerEvent]()
     with opened(scheduled(workers, in_turn=True), events) as one:
@@ -233,15 +244,40 @@ def test_a_worker_that_cannot_be_opened_again_is_asked_at_the_next_weights(caplo
             one.finish(1)
         worker = workers[0]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(
-                worker.engine, "open", lambda *args, **named: (_ for _ in ()).throw(RuntimeError("no device"))
-            )
+            patch.setattr(worker.engine, "open", refuse)
             one.run.publish(weights_on(), policy_version=KEY + 1)
         assert "rollout worker fast-0 failed to open again" in caplog.text
         one.run.publish(weights_on(), policy_version=KEY + 2)
         one.rollout.submit(halves()[1])
         one.finish(2)
     assert joined(events) == ["fast-0", "heavy-1", "fast-0#2"]
+
+
+def test_a_worker_that_did_not_start_joins_with_the_next_weights() -> None:
+    workers, events = workers_on(2), list[SchedulerEvent]()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(workers[0].engine, "open", refuse)
+        rollout = opened(scheduled(workers, in_turn=True), events)
+        one = rollout.__enter__()
+    one.run.publish(weights_on(), policy_version=KEY + 1)
+    one.rollout.submit(halves()[0])
+    one.finish(1)
+    assert joined(events) == ["heavy-1", "fast-0#2"]
+    rollout.__exit__(None, None, None)
+
+
+def test_a_device_has_no_third_copy_of_the_weights() -> None:
+    worker = RolloutWorker("fast-0", "fast", engine_on(0))
+    worker.open(weights_on(), REQUEST, suspends=False)
+    copies = [jax.tree.map(jnp.copy, weights_on()) for _ in range(3)]
+    queued = []
+    for version, weights in enumerate(copies):
+        worker.queue_weights(weights, policy_version=version)
+        queued.append(weakref.ref(jax.tree.leaves(worker._queued_weights[0][0])[0]))
+    del copies, weights
+    gc.collect()
+    assert [leaf() is not None for leaf in queued] == [False, False, True]
+    worker.close()
 
 
 def test_a_worker_that_outlived_its_lease_joins_again_once_it_wakes() -> None:
@@ -257,8 +293,7 @@ def test_a_worker_that_outlived_its_lease_joins_again_once_it_wakes() -> None:
         sleeper.sleep.set()
         driver = one.run._driver
         assert isinstance(driver, ThreadedDriver)
-        while driver._outcomes.empty():
-            time.sleep(0.01)
+        wait_until(lambda: not driver._outcomes.empty())
         sleeper.sleep = None
         one.rollout.submit(halves()[1])
         one.advance()

@@ -34,6 +34,7 @@ from app.rollout.shared_pool import SchedulingPool, ServingPool, share_workers
 from app.rollout.worker import RolloutWorker
 from app.rollout.worker_pool import ScheduleConfig
 from settings.errors import InputError
+from tests.rollout.test_async_generation import wait_until
 from tests.rollout.test_slot_engine import DEFINITION, GROUP_SIZE, LENGTHS, PROMPTS, REQUEST, weights_on
 from tests.rollout.test_worker_drivers import (
     EAGER,
@@ -42,12 +43,12 @@ from tests.rollout.test_worker_drivers import (
     Mortal,
     bits,
     commands_of,
-    decisions,
     dying,
     engine_on,
     expected,
     samples_of,
     scheduled,
+    without_times,
 )
 from tests.tiny import make_engine, random_params, spell
 
@@ -215,7 +216,7 @@ def test_suspended_rows_keep_their_caches_on_their_host_and_compute_them_again_o
 def test_the_log_in_turn_is_reproducible_and_can_be_replayed() -> None:
     def log_of(hosts: TwoHosts) -> list[Any]:
         hosts.samples()
-        return [decisions(record) for record in hosts.first.records]
+        return [without_times(record) for record in hosts.first.records]
 
     with two_hosts(in_turn=True) as hosts:
         first = log_of(hosts)
@@ -418,8 +419,7 @@ def test_a_worker_of_another_host_joins_again_with_the_next_weights(in_turn: boo
             samples = [sample for generation in generations for sample in generation.collect_round()]
         (peer,) = hosts.first.peers
         generations[1].publish(weights_on(), policy_version=KEY + 1)
-        while "host1/fast-0#2" not in peer.workers:
-            time.sleep(0.01)
+        wait_until(lambda: "host1/fast-0#2" in peer.workers)
         generations[0].publish(weights_on(), policy_version=KEY + 1)
         for generation, (prompts, _) in zip(generations, OWN, strict=True):
             generation.submit(prompts, noise_step=KEY)
@@ -436,8 +436,7 @@ def test_each_host_knows_how_many_of_its_rounds_are_complete() -> None:
     with two_hosts(in_turn=True) as hosts, generating(hosts, [KEY] * 2) as generations:
         for generation in generations:
             generation.collect_round()
-        while any(generation.num_ready == 0 for generation in generations):
-            time.sleep(0.01)
+        wait_until(lambda: all(generation.num_ready for generation in generations))
         for generation in generations:
             generation.collect_round()
             assert generation.num_ready == 0

@@ -65,7 +65,11 @@ APART = ("rollout.scheduler=adaptive", "rollout.max_staleness=1", "rollout.devic
 
 
 def test_with_devices_of_their_own_workers_generate_while_the_others_train(config: Path) -> None:
-    of_workers = ("rollout.workers.fast.devices=[2,3]", "rollout.workers.heavy.count=0")
+    of_workers = (
+        "rollout.workers.fast.devices=[2,3,4,5]",
+        "rollout.workers.fast.count=2",
+        "rollout.workers.heavy.count=0",
+    )
     chosen = (*APART, *of_workers, "rollout.mesh=tp=2", "rollout.workers.lease_s=60")
     result = train_here(config, *chosen, "logging.save_rollouts=true")
     assert result.exit_code == 0, result.stderr
@@ -80,8 +84,14 @@ def test_with_devices_of_their_own_workers_generate_while_the_others_train(confi
     assert [line.step for line in lines] == [1, 2, 3, 4]
     assert all({"rollout", "reward", "advantage", "update"} <= {phase.name for phase in line.phases} for line in lines)
     segments = [segment for line in lines for segment in line.segments]
-    assert {segment.worker for segment in segments} == {"fast-0"} and segments[0].start_s >= 0
+    assert {segment.worker for segment in segments} == {"fast-0", "fast-1"} and segments[0].start_s >= 0
     assert all(one.start_s < one.end_s and 0 < one.num_rows <= one.num_slots for one in segments)
+    # Commands that do not train use all devices, for which that shape is none.
+    for command in (("evaluate", "--checkpoint", run_of(config)), ("rollout", "--config", config, *settings(*chosen))):
+        of_command = here(
+            *command, "--out", config.parent / "out.jsonl", "--overwrite", *settings("eval.num_prompts=4")
+        )
+        assert of_command.exit_code == 0, of_command.stderr
 
 
 @pytest.mark.slow

@@ -12,8 +12,6 @@ import pytest
 
 from app.records.sample import Prompt, Sample
 from app.runtime.session import Session
-from app.tracking.console import ProgressDisplay
-from app.tracking.timer import StepTimer
 from app.training.rollout_source import AsyncRolloutSource, RoundPrompts, SyncRolloutSource
 from settings import load
 from tests.tiny import make_prompt, make_sample
@@ -57,7 +55,6 @@ class Walk:
         )
         self.prompts = RoundPrompts(settings, PROMPTS)
         self.rounds = AsyncRolloutSource(cast(Session, session), self.prompts, max_rounds=MAX_ROUNDS)
-        self.timer = StepTimer(ProgressDisplay(num_steps=num_steps, first_step=0, enabled=False))
         self.ages: list[int] = []
         """Age in steps of each round when it was taken."""
         self._num_taken = 0
@@ -65,7 +62,7 @@ class Walk:
     def step(self, step: int, *, num_rounds: int) -> tuple[int, list[int], int]:
         """Returns the numbers of pending rounds before the first is taken, after each, and after the step."""
         position = self._num_taken * self.prompts.global_prompts_per_round
-        with self.rounds.rounds_for_step({}, step=step, position=position, timer=self.timer) as take:
+        with self.rounds.rounds_for_step({}, step=step, position=position) as take:
             before, after = len(self.generation.waiting), []
             for number in range(num_rounds):
                 (sample,) = take(number)
@@ -98,14 +95,14 @@ def test_no_round_is_asked_for_that_no_step_could_take(k: int) -> None:
     assert walk.generation.noise_steps == list(range(2 * MAX_ROUNDS))
 
 
-def test_weights_are_laid_out_in_the_phase_whose_first_pass_may_compile() -> None:
+def test_weights_are_laid_out_once_when_the_first_round_is_taken() -> None:
     settings = load(None, ["rollout.prompts_per_step=2"], {}).settings
     entered: list[str] = []
     engine = SimpleNamespace(to_decode_weights=lambda _: entered.append("weights"))
     session = SimpleNamespace(settings=settings, engine=engine, sample=lambda *_, **__: entered.append("sample"))
     rounds = SyncRolloutSource(cast(Session, session), RoundPrompts(settings, PROMPTS), max_rounds=2)
-    timer = StepTimer(ProgressDisplay(num_steps=1, first_step=0, enabled=False, on_phase=entered.append))
-    with rounds.rounds_for_step({}, step=1, position=0, timer=timer) as take:
+    with rounds.rounds_for_step({}, step=1, position=0) as take:
+        assert not entered
         take(0)
         take(1)
-    assert entered == ["rollout", "weights", "sample", "rollout", "sample"]
+    assert entered == ["weights", "sample", "sample"]
