@@ -40,7 +40,8 @@ class SchedulingPool(RolloutWorkerPool):
     """The pool of host 0, whose scheduler uses the workers of all hosts.
 
     Rows are submitted host by host, which is the order in which a step's prompts are assigned to hosts. If a host
-    leaves or is lost, the scheduler goes on without its workers.
+    leaves or is lost, the scheduler goes on without its workers. With `ScheduleConfig.single_thread`, the same
+    samples give the same schedule, and a slow host is waited for.
     """
 
     def __init__(

@@ -273,8 +273,8 @@ def test_a_slow_worker_of_another_host_is_given_up_until_it_wakes() -> None:
 
 def test_rows_that_are_replayed_for_long_do_not_end_a_lease() -> None:
     """The reports of a worker on another host extend it."""
-    with two_hosts(kinds=("fast",), lease_s=2.0) as hosts:
-        engine, waits = hosts.second.workers[0].engine, iter(range(3))
+    with two_hosts(kinds=("fast",), lease_s=4.0) as hosts:
+        engine, waits = hosts.second.workers[0].engine, iter(range(4))
         replay = engine._replay_tokens
 
         def replay_slowly(slots: Sequence[Any]) -> None:
@@ -322,7 +322,7 @@ def test_an_error_on_host_0_ends_the_rollout_on_all() -> None:
 @pytest.mark.parametrize("asked", [0, 1])
 def test_a_stop_of_one_host_ends_the_rollout_on_both(asked: int) -> None:
     with two_hosts() as hosts:
-        looks = iter(range(3))
+        looks = iter(range(4))
         hosts[asked].stop_requested = lambda: next(looks, None) is None
         for started in hosts.start():
             with pytest.raises(StoppedError):

@@ -77,7 +77,7 @@ def test_two_hosts_write_the_file_that_one_would(tiny_model: Path, tmp_path: Pat
 
 def test_two_hosts_under_one_scheduler_write_the_file_of_one_worker(tiny_model: Path, tmp_path: Path) -> None:
     prompts = write_problems(tmp_path / "prompts.jsonl", first=1, count=11)
-    workers = ("rollout.scheduler=adaptive", "rollout.mode=exact", "model.dtype=float32", "rollout.max_new_tokens=12")
+    workers = ("rollout.scheduler=adaptive", "rollout.mode=exact", "model.dtype=float32")
     slots = ("rollout.workers.fast.slots=4", "rollout.workers.fast.devices=[0]", "rollout.workers.heavy.count=0")
     chosen = (*settings(*workers, *slots), "--prompts", prompts, "--out")
     one = here(*arguments(tiny_model, prompts_per_step=4), *chosen, tmp_path / "one.jsonl")
