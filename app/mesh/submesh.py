@@ -75,8 +75,8 @@ def make_submesh(device_indices: Sequence[int], *, template: Mesh) -> Mesh:
     if len(device_indices) % tp:
         raise InputError(
             f"rollout.workers: a worker has {format_count(len(device_indices), 'device')}, but weights are split over "
-            f"tp={tp} (mesh.shape, or rollout.mesh if it is set); give each worker a multiple of {tp}: more devices, or "
-            "fewer workers (rollout.workers.fast.count and heavy.count)"
+            f"tp={tp} (mesh.shape, or rollout.mesh if set); give each worker a multiple of {tp}, by fewer workers "
+            "(rollout.workers.fast.count, heavy.count) or more devices"
         )
     local = local_devices()
     shape = (1, len(device_indices) // tp, tp)

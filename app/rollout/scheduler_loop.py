@@ -196,24 +196,26 @@ class RolloutExecutor:
 
     def _handle_outcome(self, outcome: WorkerOutcome) -> None:
         worker, result = outcome
-        if not isinstance(result, SegmentEnded | WORKER_FAILURES):
-            raise result
+        # Of a segment that has outlived its lease, only the end matters.
+        is_late = worker.name in self._failed
         if isinstance(result, SegmentEnded):
             self._handle_event(result)
-        if worker.name in self._failed:
-            # Its segment outlived the lease.
-            return self._close_failed(worker)
-        if isinstance(result, SegmentEnded):
-            return None
-        log.warning("rollout worker %s failed; its samples continue on other workers", worker.name, exc_info=result)
-        self._failed.add(worker.name)
-        self._failure = result
-        self._handle_event(WorkerLost(self.clock(), worker.name, repr(result)))
-        if not isinstance(result, LeaseExpiredError):
-            self._close_failed(worker)
-        if not self.scheduler.context.workers and not self.scheduler.is_finished:
+        elif isinstance(result, WORKER_FAILURES):
+            self._handle_failure(worker, result, is_late=is_late)
+        else:
             raise result
-        return None
+        if is_late or (worker.name in self._failed and not isinstance(result, LeaseExpiredError)):
+            self._close_failed(worker)
+        if not self.scheduler.context.workers and not self.scheduler.is_finished and self._failure is not None:
+            raise self._failure
+
+    def _handle_failure(self, worker: RolloutWorker, failure: Exception, *, is_late: bool) -> None:
+        consequence = "after it was given up" if is_late else "its samples continue on other workers"
+        log.warning("rollout worker %s failed; %s", worker.name, consequence, exc_info=failure)
+        if not is_late:
+            self._failed.add(worker.name)
+            self._failure = failure
+            self._handle_event(WorkerLost(self.clock(), worker.name, repr(failure)))
 
     def _close_failed(self, worker: RolloutWorker) -> None:
         """Frees a failed worker's devices now, because an open rollout may last long."""

@@ -45,8 +45,9 @@ def rollout_mesh(settings: Settings, mesh: Mesh, definition: DecoderDefinition) 
     fitting = nearest_divisors(tp, math.gcd(per_host, num_heads))
     if sizes.get("dp", mesh.size // tp) * tp != mesh.size or per_host % tp:
         raise InputError(
-            f"rollout.mesh: {wanted!r} does not divide the {format_count(mesh.size, 'device')} of mesh.shape, {per_host} "
-            f"on each host: dp x tp must be {mesh.size}, and tp must divide {per_host}, since every host generates whole rows; "
+            f"rollout.mesh: {wanted!r} does not divide the {format_count(mesh.size, 'device')} of mesh.shape, "
+            f"{per_host} on each host: dp x tp must be {mesh.size}, and tp must divide {per_host}, since every host "
+            "generates whole rows; "
             f"set tp={fitting}, without dp, or rollout.mesh: auto"
         )
     if num_heads % tp:

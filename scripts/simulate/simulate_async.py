@@ -64,6 +64,7 @@ class Training:
         """Returns the duration of a step that learns from samples of these lengths, up to the new weights' arrival."""
         programs = json.loads(PRESETS.read_text(encoding="utf-8"))["presets"][self.preset]["programs"]
         quota = load(self.preset, [], {}).settings.algorithm.max_tokens_per_device
+        assert quota is not None
         prompts = {one.prompt: one.prompt_length for one in lengths}
         tokens = sum(prompts.values()) + sum(one.length for one in lengths)
         passes = math.ceil(tokens / (self.num_chips * quota))
@@ -163,8 +164,8 @@ class Pipeline:
             trace = self._waiting.popleft()
             self._in_flight.append(trace)
             self._simulator.submit(trace, at=now)
-            # Nothing that is still in the inbox is earlier.
-            self._simulator.advance()
+            while trace[0].uid not in self._scheduler.samples:
+                self._simulator.advance()
 
     def _advance(self, *, until: float) -> None:
         while (at := self._simulator.next_at) <= until:

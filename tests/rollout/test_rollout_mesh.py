@@ -184,7 +184,7 @@ def test_a_mesh_that_is_named_is_used(value: str, shape: tuple[int, int, int]) -
 @pytest.mark.parametrize(
     ("value", "reason"),
     [
-        ("tp=3", r"rollout\.mesh: 'tp=3' does not divide the 8 devices, 8 on each host: .* set tp=2 or 4"),
+        ("tp=3", r"rollout\.mesh: 'tp=3' does not divide the 8 devices of mesh.shape, 8 on each .* set tp=2 or 4"),
         ("dp=4,tp=4", r"dp x tp must be 8, .* set tp=4, without dp, or"),
         ("tp=8", r"rollout\.mesh: 'tp=8' does not divide the 28 query heads .* devices of a host: 4$"),
     ],

@@ -37,6 +37,10 @@ class CountingGeneration:
         assert policy_version == self.newest + 1
         self.newest = policy_version
 
+    @property
+    def num_ready(self) -> int:
+        return len(self.waiting)
+
     def collect_round(self, *, first_group_id: int) -> list[Sample]:
         return [self.waiting.popleft()]
 
