@@ -88,9 +88,7 @@ def test_with_devices_of_their_own_workers_generate_while_the_others_train(confi
     assert all(one.start_s < one.end_s and 0 < one.num_rows <= one.num_slots for one in segments)
     # Commands that do not train use all devices, for which that shape is none.
     for command in (("evaluate", "--checkpoint", run_of(config)), ("rollout", "--config", config, *settings(*chosen))):
-        of_command = here(
-            *command, "--out", config.parent / "out.jsonl", "--overwrite", *settings("eval.num_prompts=4")
-        )
+        of_command = here(*command, "--out", config.parent / f"{command[0]}.jsonl")
         assert of_command.exit_code == 0, of_command.stderr
 
 

@@ -106,7 +106,7 @@ def test_a_dry_run_foresees_the_caches_of_the_slots(config: Path) -> None:
         (("rollout.slots=0",), "rollout.slots"),
         (
             (*SCHEDULED, "rollout.workers.fast.devices=[8]"),
-            "rollout.workers.fast.devices: got 8, but this host has devices 0 to 7",
+            "rollout.workers.fast.devices: got 8, but the devices of this host that generate are 0-7",
         ),
         (
             ("rollout.scheduler=sync", "rollout.workers.fast.slots=6"),
