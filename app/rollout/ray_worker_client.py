@@ -55,8 +55,8 @@ class WeightBroadcast:
 class RayWorker(RemoteWorker):
     """Worker with slots in an actor.
 
-    A lost actor is replaced at once. The new actor takes part in the first rollout that starts after it is ready, and in
-    an open one once weights are published.
+    A lost actor is replaced at once. The new actor takes part in the first rollout that starts after it is ready, and
+    in an open one once weights are published.
     """
 
     spec: ActorSpec
