@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable
-from contextlib import nullcontext, suppress
 from typing import Any
 
 import jax
@@ -73,11 +72,15 @@ def make_mesh(settings: MeshSettings, *, set_aside: Collection[int] = ()) -> Dev
     sizes = {"num_devices": len(devices), "num_processes": _count_hosts(devices)}
     shape = parse_mesh_shape(settings.shape, **sizes, others=others)
     axis_types = (AxisType.Auto,) * len(AXES)
-    # JAX knows the best order of chips only where they form a cuboid, as what is left of a slice may not.
-    with suppress(AssertionError, NotImplementedError) if set_aside else nullcontext():
+    try:
         mesh = jax.make_mesh(shape, AXES, axis_types=axis_types, devices=devices)
-        if is_grouped_by_host(mesh):
-            return mesh
+    except (AssertionError, NotImplementedError):
+        # JAX knows the best order of chips only where they form a cuboid, as what is left of a slice may not.
+        if not set_aside:
+            raise
+        mesh = None
+    if mesh is not None and is_grouped_by_host(mesh):
+        return mesh
     in_order = sorted(devices, key=lambda device: (host_index(device), device.id))
     return DeviceMesh(np.asarray(in_order).reshape(shape), AXES, axis_types=axis_types)
 

@@ -44,6 +44,8 @@ ProgressCallback = Callable[[SampleTable], None]
 """Called after every event with the state of all samples."""
 SampleDoneCallback = Callable[[RolloutSequence], None]
 """Called with every sample when it is done."""
+Reopen = Callable[[RolloutWorker, DecodeWeights, int], bool]
+"""Opens a failed worker with weights of a version, under its next name; returns False, with a warning, if it fails."""
 
 
 def name_rows(rows: Iterable[RolloutSequence]) -> dict[str, RolloutSequence]:
@@ -62,7 +64,7 @@ class RolloutExecutor:
     Args:
         workers: open workers.
         unopened: workers that failed to open, which is tried again when weights are published.
-        reopen: opens a failed worker with weights of a version.
+        reopen: see `Reopen`.
     """
 
     def __init__(
@@ -73,7 +75,7 @@ class RolloutExecutor:
         *,
         clock: Clock,
         unopened: Iterable[RolloutWorker] = (),
-        reopen: Callable[[RolloutWorker, DecodeWeights, int], None],
+        reopen: Reopen,
         on_record: Callable[[EventRecord], None],
         on_sample_done: SampleDoneCallback | None = None,
         on_progress: ProgressCallback | None = None,
@@ -143,17 +145,9 @@ class RolloutExecutor:
                 worker.queue_weights(weights, policy_version=policy_version)
         for _ in range(self._idle_failed.qsize()):
             worker = self._idle_failed.get()
-            if not worker.can_open:
+            if not (worker.can_open and self._reopen(worker, weights, policy_version)):
                 self._idle_failed.put(worker)
                 continue
-            try:
-                self._reopen(worker, weights, policy_version)
-            except WORKER_FAILURES as failure:
-                log.warning("rollout worker %s failed to open again: %s", worker.name, failure)
-                worker.close()
-                self._idle_failed.put(worker)
-                continue
-            worker.name = worker.next_name
             # From now on it receives newer weights, even if it joins later.
             self._workers[worker.name] = worker
             self._reopened.put(worker)

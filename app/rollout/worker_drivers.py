@@ -124,13 +124,12 @@ class ThreadedDriver:
                 # The lease was extended meanwhile.
                 return None
             late = min(self._lease_ends, key=lambda worker: self._lease_ends[worker])
-            outcome = WorkerOutcome(late, LeaseExpiredError(f"silent for {self._lease_s} s"))
+            del self._lease_ends[late]
             self._stalled.add(late)
-        else:
-            if outcome is not None:
-                self._stalled.discard(outcome.worker)
+            return WorkerOutcome(late, LeaseExpiredError(f"silent for {self._lease_s} s"))
         if outcome is not None:
             self._lease_ends.pop(outcome.worker, None)
+            self._stalled.discard(outcome.worker)
         return outcome
 
     def _seconds_until_due(self) -> float | None:

@@ -22,6 +22,7 @@ from app.rollout.sampling import SamplingRules
 from app.rollout.scheduler_loop import (
     WORKER_FAILURES,
     ProgressCallback,
+    Reopen,
     RolloutExecutor,
     SampleDoneCallback,
     name_rows,
@@ -205,11 +206,16 @@ class RolloutWorkerPool(SampleGenerator):
             raise RuntimeError("every rollout worker is stuck in a segment of an earlier rollout; restart the run")
         return workers
 
-    def _reopener(self, request: GenerationRequest) -> Callable[[RolloutWorker, DecodeWeights, int], None]:
-        """Returns a function that opens a failed worker again with weights of a version."""
-
-        def reopen(worker: RolloutWorker, weights: DecodeWeights, version: int) -> None:
-            worker.open(weights, replace(request, policy_version=version), suspends=self._suspends)
+    def _reopener(self, request: GenerationRequest) -> Reopen:
+        def reopen(worker: RolloutWorker, weights: DecodeWeights, version: int) -> bool:
+            try:
+                worker.open(weights, replace(request, policy_version=version), suspends=self._suspends)
+            except WORKER_FAILURES as failure:
+                log.warning("rollout worker %s failed to open again: %s", worker.name, failure)
+                worker.close()
+                return False
+            worker.name = worker.next_name
+            return True
 
         return reopen
 

@@ -31,7 +31,7 @@ from app.rollout.host_messages import (
     WorkerInfo,
 )
 from app.rollout.remote_worker import ServedRows, without_columns
-from app.rollout.scheduler_loop import WORKER_FAILURES, SampleDoneCallback
+from app.rollout.scheduler_loop import WORKER_FAILURES, Reopen, SampleDoneCallback
 from app.rollout.scheduling.protocol import SegmentEnded
 from app.rollout.sequence import RolloutSequence, SuspendedSequence
 from app.rollout.worker import RolloutWorker
@@ -59,7 +59,7 @@ class WorkerService:
         workers: Sequence[RolloutWorker],
         *,
         rollout: int,
-        reopen: Callable[[RolloutWorker, DecodeWeights, int], None],
+        reopen: Reopen,
         stop_requested: StopCheck,
         on_sample_done: SampleDoneCallback | None,
         on_progress: Callable[[], None],
@@ -137,13 +137,9 @@ class WorkerService:
     def _open_again(self, name: str, weights: DecodeWeights, policy_version: int) -> None:
         worker = self._workers[name]
         worker.close()
-        try:
-            self._reopen(worker, weights, policy_version)
-        except WORKER_FAILURES as failure:
-            log.warning("rollout worker %s failed to open again", name, exc_info=failure)
+        if not self._reopen(worker, weights, policy_version):
             self._given_up.put(name)
             return
-        worker.name = worker.next_name
         self._served[worker.name] = ServedRows(worker)
         self._workers[worker.name] = self._workers.pop(name)
         self._driver.add(worker)

@@ -79,8 +79,9 @@ def async_metrics(samples: Sequence[Sample], *, step: int, num_ready: int) -> di
     """
     lags = np.concatenate([(step - 1 - s.token_versions)[s.mask] for s in samples])
     total, count = sum_over_hosts(np.asarray([lags.sum(), len(lags)], np.int64)).tolist()
+    oldest, fewest_ready = max_over_hosts(np.asarray([lags.max(initial=0), -num_ready], np.int64)).tolist()
     return {
         "perf/rollout/staleness_mean": total / count if count else 0.0,
-        "perf/rollout/staleness_max": int(max_over_hosts(np.asarray(lags.max(initial=0)))),
-        "perf/rollout/rounds_ready": -int(max_over_hosts(np.asarray(-num_ready))),
+        "perf/rollout/staleness_max": oldest,
+        "perf/rollout/rounds_ready": -fewest_ready,
     }

@@ -18,6 +18,7 @@ import statistics
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -62,14 +63,22 @@ class Training:
 
     def seconds(self, lengths: Trace) -> float:
         """Returns the duration of a step that learns from samples of these lengths, up to the new weights' arrival."""
-        programs = json.loads(PRESETS.read_text(encoding="utf-8"))["presets"][self.preset]["programs"]
-        quota = load(self.preset, [], {}).settings.algorithm.max_tokens_per_device
-        assert quota is not None
         prompts = {one.prompt: one.prompt_length for one in lengths}
         tokens = sum(prompts.values()) + sum(one.length for one in lengths)
-        passes = math.ceil(tokens / (self.num_chips * quota))
-        updates = passes * programs["update/gradients"]["estimated_s"] + programs["update/optimizer"]["estimated_s"]
-        return updates + self.publish_s
+        passes = math.ceil(tokens / (self.num_chips * self._quota))
+        return passes * self._program_s["gradients"] + self._program_s["optimizer"] + self.publish_s
+
+    @cached_property
+    def _quota(self) -> int:
+        """Tokens of a pass on each chip."""
+        quota = load(self.preset, [], {}).settings.algorithm.max_tokens_per_device
+        assert quota is not None
+        return quota
+
+    @cached_property
+    def _program_s(self) -> dict[str, float]:
+        programs = json.loads(PRESETS.read_text(encoding="utf-8"))["presets"][self.preset]["programs"]
+        return {name: programs[f"update/{name}"]["estimated_s"] for name in ("gradients", "optimizer")}
 
     @property
     def publish_s(self) -> float:
