@@ -36,7 +36,7 @@ from app.rollout.batch_programs import BatchDecodeState, RowConstants, init_deco
 from app.rollout.counters import RolloutCounters
 from app.rollout.request import GenerationRequest
 from app.rollout.sample_generator import make_sequences
-from app.rollout.sampling import (
+from app.rollout.sampling.token_sampling import (
     SamplingRules,
     finish_reason,
     hash_uids,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from app.rollout.sampling import SamplingRules
+from app.rollout.sampling.token_sampling import SamplingRules
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,14 +16,14 @@ from app.mesh.submesh import assign_worker_devices, make_submesh
 from app.model.decoder import DecoderDefinition
 from app.model.kv_cache import num_cache_shards
 from app.prompts.tokenizer import Tokenizer
-from app.rollout.continuous_batching import ContinuousBatchGenerator
+from app.rollout.hosts.shared_pool import share_workers
 from app.rollout.scheduling.protocol import WorkerKind
-from app.rollout.shape_buckets import SlotShapes
-from app.rollout.shared_pool import share_workers
-from app.rollout.slot_engine import SlotEngine
-from app.rollout.slot_programs import SlotPrograms
-from app.rollout.worker import RolloutWorker
-from app.rollout.worker_pool import RolloutWorkerPool, ScheduleConfig
+from app.rollout.slots.continuous_batching import ContinuousBatchGenerator
+from app.rollout.slots.shape_buckets import SlotShapes
+from app.rollout.slots.slot_engine import SlotEngine
+from app.rollout.slots.slot_programs import SlotPrograms
+from app.rollout.workers.worker import RolloutWorker
+from app.rollout.workers.worker_pool import RolloutWorkerPool, ScheduleConfig
 from app.runtime.ray_workers import open_ray_workers
 from app.runtime.slot_choice import blocks_in_memory, generates_in_slots, slots_in_blocks
 from app.runtime.slot_shapes import slot_shapes_from_settings

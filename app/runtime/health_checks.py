@@ -8,7 +8,7 @@ import numpy as np
 
 from app.distributed.collectives import max_over_hosts, sum_over_hosts
 from app.reward.aggregate import RewardedSamples
-from app.rollout.sampling import FINISH_NON_FINITE
+from app.rollout.sampling.token_sampling import FINISH_NON_FINITE
 from settings import Settings
 
 

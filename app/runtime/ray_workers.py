@@ -12,15 +12,15 @@ from jax.sharding import Mesh
 from app.model.decoder import DecoderDefinition
 from app.prompts.tokenizer import Tokenizer
 from app.rollout.scheduling.protocol import WorkerKind
-from app.rollout.slot_engine import SlotEngine
-from app.rollout.worker_pool import ScheduleConfig
+from app.rollout.slots.slot_engine import SlotEngine
+from app.rollout.workers.worker_pool import ScheduleConfig
 from app.runtime.slot_shapes import slot_shapes_from_settings
 from settings import Settings
 from settings.errors import InputError
 from settings.schema.rollout import RayActorSettings, WorkerPoolSettings
 
 if TYPE_CHECKING:
-    from app.rollout.ray_pool import RayWorkerPool
+    from app.rollout.ray_cluster.ray_pool import RayWorkerPool
 
 
 def check_ray_installed(settings: Settings) -> None:
@@ -37,9 +37,9 @@ def open_ray_workers(
     Raises:
         InputError: training runs on several hosts.
     """
-    from app.rollout.ray_actor import ActorSpec
-    from app.rollout.ray_pool import RayWorkerPool
-    from app.rollout.ray_worker_client import RayWorker, WeightBroadcast
+    from app.rollout.ray_cluster.ray_actor import ActorSpec
+    from app.rollout.ray_cluster.ray_pool import RayWorkerPool
+    from app.rollout.ray_cluster.ray_worker_client import RayWorker, WeightBroadcast
 
     if jax.process_count() > 1:
         raise InputError(

@@ -20,14 +20,14 @@ from app.model.lora import merge_adapters
 from app.records.sample import Prompt, Sample
 from app.records.text_format import format_ranges
 from app.rollout.batch_engine import BatchEngine, BatchShape, Footprint
-from app.rollout.continuous_batching import ContinuousBatchGenerator
 from app.rollout.counters import RolloutCounters
+from app.rollout.hosts.shared_generation import AsyncGeneration, open_async_generation
 from app.rollout.request import GenerationRequest
-from app.rollout.sampling import SamplingRules
+from app.rollout.sampling.token_sampling import SamplingRules
 from app.rollout.scheduling.length_estimator import LearnedLengths
 from app.rollout.scheduling.metrics import ScheduleMetrics
-from app.rollout.shared_generation import AsyncGeneration, open_async_generation
-from app.rollout.worker_pool import RolloutWorkerPool
+from app.rollout.slots.continuous_batching import ContinuousBatchGenerator
+from app.rollout.workers.worker_pool import RolloutWorkerPool
 from app.runtime.generators import open_continuous_batching, open_workers
 from app.runtime.model_spec import CriticSpec, ModelSpec
 from app.runtime.ray_workers import check_ray_installed

@@ -13,8 +13,8 @@ from app.mesh.devices import device_platform
 from app.mesh.placement import bytes_per_device
 from app.model.decoder import DecoderDefinition
 from app.records.text_format import format_bytes, format_count
-from app.rollout.slot_engine import SlotEngine
-from app.rollout.slot_programs import SlotPrograms, compile_together
+from app.rollout.slots.slot_engine import SlotEngine
+from app.rollout.slots.slot_programs import SlotPrograms, compile_together
 from settings.schema.rollout import RolloutSettings
 
 log = logging.getLogger(__name__)

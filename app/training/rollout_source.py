@@ -21,7 +21,7 @@ from app.prompts.data_sources import make_prompt_order
 from app.prompts.prompt_order import MixtureOrder, PromptOrder, host_slice
 from app.records.sample import Prompt, Sample
 from app.records.step_timeline import SegmentTime
-from app.rollout.shared_generation import AsyncGeneration
+from app.rollout.hosts.shared_generation import AsyncGeneration
 from app.runtime.session import Session
 from app.training.replay import Replay
 from settings import Settings

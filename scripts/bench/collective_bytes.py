@@ -39,7 +39,7 @@ from app.model.decoder import DecoderDefinition
 from app.model.kv_cache import abstract_cache, cache_shapes, constrain_cache
 from app.model.prefill_and_decode import decode_step
 from app.model.token_logprobs import scaled_logits
-from app.rollout.sampling import SamplingRules, sample_tokens
+from app.rollout.sampling.token_sampling import SamplingRules, sample_tokens
 from settings.schema.rollout import DecodeLayout
 
 MODELS = {"1.5B": QWEN2_5_1_5B, "7B": QWEN2_5_7B}

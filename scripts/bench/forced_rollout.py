@@ -29,15 +29,22 @@ from app.model.io.model_files import open_model
 from app.records.sample import Prompt
 from app.rollout.request import GenerationRequest
 from app.rollout.sample_generator import SampleGenerator
-from app.rollout.sampling import SampledTokens, Sampler, SamplingRules, hash_uids, sample_keys, sample_tokens
+from app.rollout.sampling.token_sampling import (
+    SampledTokens,
+    Sampler,
+    SamplingRules,
+    hash_uids,
+    sample_keys,
+    sample_tokens,
+)
 from app.rollout.scheduling.protocol import WorkerKind
-from app.rollout.segment_decoding import decode_segment
-from app.rollout.shape_buckets import SlotShapes, make_slot_shapes
-from app.rollout.slot_engine import SegmentResult as RanSegment
-from app.rollout.slot_engine import SlotEngine
-from app.rollout.slot_programs import ProgramName, ProgramSpec, SlotPrograms
-from app.rollout.worker import RolloutWorker
-from app.rollout.worker_pool import RolloutWorkerPool, ScheduleConfig
+from app.rollout.slots.segment_decoding import decode_segment
+from app.rollout.slots.shape_buckets import SlotShapes, make_slot_shapes
+from app.rollout.slots.slot_engine import SegmentResult as RanSegment
+from app.rollout.slots.slot_engine import SlotEngine
+from app.rollout.slots.slot_programs import ProgramName, ProgramSpec, SlotPrograms
+from app.rollout.workers.worker import RolloutWorker
+from app.rollout.workers.worker_pool import RolloutWorkerPool, ScheduleConfig
 from scripts.bench.shapes import QWEN2_5
 from scripts.simulate import length_traces
 from scripts.simulate.simulated_slots import ProgramSizes

@@ -27,7 +27,13 @@ from app.mesh.tpu_chips import TpuSlice, parse_slice
 from app.preflight.kernel_time import take_scheduled_bundles
 from app.preflight.program_time import program_time
 from app.records.text_format import format_table
-from app.rollout.sampling import SampledTokens, SamplingRules, gumbel_noise, sample_tokens, sample_tokens_truncated
+from app.rollout.sampling.token_sampling import (
+    SampledTokens,
+    SamplingRules,
+    gumbel_noise,
+    sample_tokens,
+    sample_tokens_truncated,
+)
 from settings.schema.mesh import MeshSettings
 
 ROUNDS = 5

@@ -27,7 +27,7 @@ from app.rollout.request import GenerationRequest
 from app.rollout.scheduling.metrics import schedule_metrics
 from app.rollout.scheduling.scheduler import Scheduler
 from app.rollout.sequence import RolloutSequence
-from app.rollout.slot_engine import SegmentResult
+from app.rollout.slots.slot_engine import SegmentResult
 from scripts.bench.forced_rollout import (
     POLICY_VERSION,
     RULES,

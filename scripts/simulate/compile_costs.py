@@ -32,8 +32,8 @@ from app.preflight.config_only_spec import read_config_only_spec
 from app.preflight.kernel_time import take_scheduled_bundles
 from app.preflight.program_time import program_time
 from app.preflight.program_work import generation_work
-from app.rollout.slot_engine import SlotEngine
-from app.rollout.slot_programs import ProgramName
+from app.rollout.slots.slot_engine import SlotEngine
+from app.rollout.slots.slot_programs import ProgramName
 from app.runtime.session import Session
 from scripts.bench.compiled_presets import without_weights
 from scripts.simulate.cost_fit import Timed, explained, fit, step_counts

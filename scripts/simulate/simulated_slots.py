@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from app.rollout.shape_buckets import SlotShapes
+from app.rollout.slots.shape_buckets import SlotShapes
 from scripts.simulate.cost_model import CostModel
 
 

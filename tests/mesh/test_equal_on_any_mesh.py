@@ -19,7 +19,7 @@ from app.model.decoder import DecoderDefinition, Params, ValueDecoder
 from app.model.flops import forward_flops
 from app.records.sample import Sample
 from app.rollout.request import GenerationRequest
-from app.rollout.sampling import SamplingRules
+from app.rollout.sampling.token_sampling import SamplingRules
 from app.score.scorer import Scorer, ValueScorer
 from app.update.kl import k3
 from app.update.loss_aggregation import aggregations

@@ -24,7 +24,7 @@ from app.model.io.model_files import open_model
 from app.model.segment_layout import SegmentLayout
 from app.model.token_logprobs import completion_logprobs
 from app.rollout.request import GenerationRequest
-from app.rollout.sampling import SamplingRules
+from app.rollout.sampling.token_sampling import SamplingRules
 from tests.tiny import make_engine, make_mesh, make_prompt
 
 SIZES: dict[str, Any] = {

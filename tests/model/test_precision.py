@@ -6,7 +6,7 @@ import pytest
 
 from app.model.decoder import DecoderDefinition
 from app.rollout.request import GenerationRequest
-from app.rollout.sampling import SamplingRules
+from app.rollout.sampling.token_sampling import SamplingRules
 from app.score.scorer import Scorer
 from tests.tiny import BIASED, SWITCHED, make_engine, make_mesh, packed_plan, random_params, random_prompts
 

@@ -23,7 +23,7 @@ from app.model.quantization import CODES, SCALES, KernelQuantizer, check_quantiz
 from app.model.segment_layout import single_segment_layout
 from app.records.versions import NOT_INSTALLED
 from app.rollout.request import GenerationRequest
-from app.rollout.sampling import SamplingRules
+from app.rollout.sampling.token_sampling import SamplingRules
 from settings.errors import InputError
 from settings.schema.lora import PROJECTIONS, Quantization
 from tests.model.io.test_hf_weights import Held, random_file

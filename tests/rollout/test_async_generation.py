@@ -16,17 +16,17 @@ import numpy as np
 import pytest
 
 from app.model.decode_weights import DecodeWeights
-from app.rollout.async_generation import AsyncRollout, CompletedRound, RoundExecutor
 from app.rollout.sample_generator import make_sequences
-from app.rollout.scheduler_loop import RolloutExecutor
 from app.rollout.scheduling.metrics import ScheduleMetricsTracker
 from app.rollout.scheduling.protocol import Event as SchedulerEvent
 from app.rollout.scheduling.protocol import Submitted, WorkerJoined
 from app.rollout.scheduling.scheduler import POLICIES
 from app.rollout.sequence import RolloutSequence
-from app.rollout.worker import RolloutWorker
-from app.rollout.worker_drivers import ThreadedDriver
-from app.rollout.worker_pool import RolloutWorkerPool
+from app.rollout.workers.async_generation import AsyncRollout, CompletedRound, RoundExecutor
+from app.rollout.workers.scheduler_loop import RolloutExecutor
+from app.rollout.workers.worker import RolloutWorker
+from app.rollout.workers.worker_drivers import ThreadedDriver
+from app.rollout.workers.worker_pool import RolloutWorkerPool
 from tests.rollout.test_slot_engine import DEFINITION, GROUP_SIZE, LENGTHS, PROMPTS, REQUEST, weights_on
 from tests.rollout.test_worker_drivers import Mortal, bits, dying, engine_on, expected, scheduled, workers_on
 from tests.tiny import make_engine, make_mesh, random_params

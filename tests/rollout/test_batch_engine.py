@@ -18,7 +18,7 @@ from app.records.sample import Prompt, Sample
 from app.rollout.batch_engine import BatchEngine
 from app.rollout.batch_programs import RowConstants, init_decode_state, make_decode_loop
 from app.rollout.request import GenerationRequest
-from app.rollout.sampling import SamplingRules, hash_uids, sample_keys, sample_tokens
+from app.rollout.sampling.token_sampling import SamplingRules, hash_uids, sample_keys, sample_tokens
 from app.score.scorer import Scorer
 from app.tracking.compilation_counter import CompilationCounter
 from tests.tiny import BIASED, ODD, make_engine, make_mesh, packed_plan, random_params, random_prompts

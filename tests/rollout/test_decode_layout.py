@@ -18,11 +18,11 @@ from app.model.decoder import DecoderDefinition
 from app.model.kv_cache import LayerCache, abstract_cache, constrain_cache
 from app.model.prefill_and_decode import decode_step
 from app.records.sample import Sample
-from app.rollout.continuous_batching import ContinuousBatchGenerator
 from app.rollout.request import GenerationRequest
-from app.rollout.sampling import SamplingRules
-from app.rollout.shape_buckets import make_slot_shapes
-from app.rollout.slot_engine import SlotEngine
+from app.rollout.sampling.token_sampling import SamplingRules
+from app.rollout.slots.continuous_batching import ContinuousBatchGenerator
+from app.rollout.slots.shape_buckets import make_slot_shapes
+from app.rollout.slots.slot_engine import SlotEngine
 from app.training.weight_gather_notes import weight_gather_notes
 from scripts.bench.hlo_collectives import LoopedCollective, program_collectives
 from settings import InputError, Settings, load

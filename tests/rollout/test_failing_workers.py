@@ -10,7 +10,7 @@ import pytest
 
 from app.rollout.scheduling.protocol import WorkerJoined, WorkerLost
 from app.rollout.sequence import RolloutSequence, SuspendedSequence
-from app.rollout.worker import RolloutWorker
+from app.rollout.workers.worker import RolloutWorker
 from tests.rollout.test_slot_engine import DEFINITION, FLOAT32, PROMPTS, REQUEST, weights_on
 from tests.rollout.test_worker_drivers import (
     KINDS,
@@ -110,7 +110,7 @@ def test_closing_waits_for_a_sleeping_worker_no_longer_than_its_lease() -> None:
 
 
 def test_a_segment_that_does_not_end_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.rollout.worker_drivers.CLOSE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("app.rollout.workers.worker_drivers.CLOSE_TIMEOUT_S", 0.2)
     workers = workers_on(2)
     sleeper = workers[1].engine
     assert isinstance(sleeper, Mortal)

@@ -21,16 +21,16 @@ from ray.cluster_utils import Cluster
 from app.distributed.stop_check import StoppedError
 from app.model.io.model_files import open_model
 from app.prompts.tokenizer import load_tokenizer
-from app.rollout.async_generation import AsyncRollout
-from app.rollout.ray_actor import ActorSpec, check_slots_divide
-from app.rollout.ray_pool import RayWorkerPool, connect
-from app.rollout.ray_worker_client import ActorLostError, RayWorker, WeightBroadcast
+from app.rollout.ray_cluster.ray_actor import ActorSpec, check_slots_divide
+from app.rollout.ray_cluster.ray_pool import RayWorkerPool, connect
+from app.rollout.ray_cluster.ray_worker_client import ActorLostError, RayWorker, WeightBroadcast
 from app.rollout.scheduling.metrics import schedule_metrics
 from app.rollout.scheduling.protocol import SegmentEnded, Suspend, WorkerJoined, WorkerLost
 from app.rollout.scheduling.sample_states import SampleTable
 from app.rollout.scheduling.scheduler import POLICIES
 from app.rollout.sequence import RolloutSequence, SuspendedSequence
-from app.rollout.worker_pool import ScheduleConfig
+from app.rollout.workers.async_generation import AsyncRollout
+from app.rollout.workers.worker_pool import ScheduleConfig
 from settings.errors import InputError
 from tests.rollout.test_slot_engine import DEFINITION, LENGTHS, LONGEST, PROMPTS, REQUEST, batching, weights_on
 from tests.rollout.test_worker_drivers import (

@@ -19,11 +19,11 @@ from app.model.architecture import Architecture
 from app.model.decode_weights import abstract_decode_weights
 from app.model.decoder import DecoderDefinition
 from app.records.sample import Sample
-from app.rollout.continuous_batching import ContinuousBatchGenerator
 from app.rollout.request import GenerationRequest
-from app.rollout.sampling import SamplingRules
-from app.rollout.shape_buckets import make_slot_shapes
-from app.rollout.slot_engine import SlotEngine
+from app.rollout.sampling.token_sampling import SamplingRules
+from app.rollout.slots.continuous_batching import ContinuousBatchGenerator
+from app.rollout.slots.shape_buckets import make_slot_shapes
+from app.rollout.slots.slot_engine import SlotEngine
 from app.runtime import rollout_mesh as choice
 from app.runtime.rollout_mesh import rollout_mesh, rollout_mesh_notes
 from scripts.bench.hlo_collectives import program_collectives

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from app.rollout.sampling import (
+from app.rollout.sampling.token_sampling import (
     SampledTokens,
     SamplingRules,
     hash_uids,

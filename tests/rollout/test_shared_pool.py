@@ -17,6 +17,8 @@ from app.distributed.control_channel import HostLostError, accept_hosts, connect
 from app.distributed.rendezvous_check import listen
 from app.distributed.stop_check import StoppedError
 from app.records.sample import Sample
+from app.rollout.hosts.shared_generation import AsyncGeneration, open_async_generation
+from app.rollout.hosts.shared_pool import SchedulingPool, ServingPool, share_workers
 from app.rollout.scheduling.length_estimator import NOTHING_LEARNED
 from app.rollout.scheduling.metrics import schedule_metrics
 from app.rollout.scheduling.protocol import (
@@ -29,10 +31,8 @@ from app.rollout.scheduling.protocol import (
 )
 from app.rollout.scheduling.sample_states import SampleTable
 from app.rollout.scheduling.scheduler import POLICIES, Scheduler
-from app.rollout.shared_generation import AsyncGeneration, open_async_generation
-from app.rollout.shared_pool import SchedulingPool, ServingPool, share_workers
-from app.rollout.worker import RolloutWorker
-from app.rollout.worker_pool import ScheduleConfig
+from app.rollout.workers.worker import RolloutWorker
+from app.rollout.workers.worker_pool import ScheduleConfig
 from settings.errors import InputError
 from tests.rollout.test_async_generation import wait_until
 from tests.rollout.test_slot_engine import DEFINITION, GROUP_SIZE, LENGTHS, PROMPTS, REQUEST, weights_on

@@ -16,15 +16,15 @@ from app.mesh.placement import bytes_per_device, num_row_shards
 from app.model.decode_weights import DecodeWeights
 from app.model.decoder import DecoderDefinition
 from app.records.sample import Prompt, Sample
-from app.rollout import slot_programs
 from app.rollout.batch_engine import BatchEngine
-from app.rollout.continuous_batching import ContinuousBatchGenerator
 from app.rollout.request import GenerationRequest
-from app.rollout.sampling import SamplingRules
+from app.rollout.sampling.token_sampling import SamplingRules
 from app.rollout.sequence import RolloutSequence, SuspendedSequence
-from app.rollout.shape_buckets import make_slot_shapes
-from app.rollout.slot_engine import SlotEngine
-from app.rollout.slot_programs import SlotPrograms, copy_blocks
+from app.rollout.slots import slot_programs
+from app.rollout.slots.continuous_batching import ContinuousBatchGenerator
+from app.rollout.slots.shape_buckets import make_slot_shapes
+from app.rollout.slots.slot_engine import SlotEngine
+from app.rollout.slots.slot_programs import SlotPrograms, copy_blocks
 from app.rollout.stop_strings import DecodeText
 from app.score.scorer import Scorer
 from app.tracking.compilation_counter import CompilationCounter

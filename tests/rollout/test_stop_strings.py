@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.records.sample import Sample
-from app.rollout.async_generation import AsyncRollout
-from app.rollout.slot_engine import SlotEngine
+from app.rollout.slots.slot_engine import SlotEngine
 from app.rollout.stop_strings import stop_length
-from app.rollout.worker import RolloutWorker
+from app.rollout.workers.async_generation import AsyncRollout
+from app.rollout.workers.worker import RolloutWorker
 from tests.rollout.test_slot_engine import (
     GROUP_SIZE,
     LONGEST,

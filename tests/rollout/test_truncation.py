@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.rollout import threshold_kernel, threshold_search
-from app.rollout.sampling import SamplingRules, sample_tokens_truncated
-from app.rollout.threshold_search import lowest_code, lowest_reached, value_of_code
-from app.rollout.truncation import MASS_UNIT, kept_tokens
+from app.rollout.sampling import threshold_kernel, threshold_search
+from app.rollout.sampling.threshold_search import lowest_code, lowest_reached, value_of_code
+from app.rollout.sampling.token_sampling import SamplingRules, sample_tokens_truncated
+from app.rollout.sampling.truncation import MASS_UNIT, kept_tokens
 from tests.tiny import make_mesh
 
 VOCAB = 304

@@ -37,10 +37,10 @@ from app.rollout.scheduling.protocol import (
 )
 from app.rollout.scheduling.scheduler import POLICIES, Scheduler
 from app.rollout.sequence import RolloutSequence, SuspendedSequence
-from app.rollout.slot_engine import SegmentResult as RanSegment
-from app.rollout.slot_engine import SlotEngine
-from app.rollout.worker import Admission, RolloutWorker
-from app.rollout.worker_pool import RolloutWorkerPool, ScheduleConfig
+from app.rollout.slots.slot_engine import SegmentResult as RanSegment
+from app.rollout.slots.slot_engine import SlotEngine
+from app.rollout.workers.worker import Admission, RolloutWorker
+from app.rollout.workers.worker_pool import RolloutWorkerPool, ScheduleConfig
 from app.tracking.compilation_counter import CompilationCounter
 from scripts.bench.forced_rollout import spec_of
 from scripts.simulate.cost_fit import FREE

@@ -13,7 +13,7 @@ import pytest
 from app.advantage.group import grpo_advantages
 from app.records.jsonl import read_jsonl, write_jsonl
 from app.records.sample import Sample
-from app.rollout.sampling import FINISH_NON_FINITE
+from app.rollout.sampling.token_sampling import FINISH_NON_FINITE
 from app.runtime.session import Session
 from tests.program import here, metrics_of, reproducible, settings, train_here
 from tests.reward.processes import children

@@ -17,20 +17,20 @@ from app.distributed.control_channel import ControlChannel, HostLostError
 from app.distributed.stop_check import StoppedError
 from app.model.decode_weights import DecodeWeights
 from app.rollout.counters import RolloutCounters
-from app.rollout.host_messages import FromFirstHost, Left
-from app.rollout.peer_host import PeerHost
+from app.rollout.hosts.host_messages import FromFirstHost, Left
+from app.rollout.hosts.peer_host import PeerHost
+from app.rollout.hosts.worker_service import WorkerService
 from app.rollout.request import GenerationRequest
-from app.rollout.scheduler_loop import RolloutExecutor, name_rows
 from app.rollout.scheduling.protocol import EventRecord, WorkerKind
 from app.rollout.scheduling.sample_states import SampleTable
 from app.rollout.scheduling.scheduler import Scheduler
 from app.rollout.sequence import RolloutSequence
-from app.rollout.slot_engine import SlotEngine
+from app.rollout.slots.slot_engine import SlotEngine
 from app.rollout.stop_strings import DecodeText
-from app.rollout.worker import RolloutWorker
-from app.rollout.worker_drivers import ThreadedDriver
-from app.rollout.worker_pool import RolloutWorkerPool, ScheduleConfig
-from app.rollout.worker_service import WorkerService
+from app.rollout.workers.scheduler_loop import RolloutExecutor, name_rows
+from app.rollout.workers.worker import RolloutWorker
+from app.rollout.workers.worker_drivers import ThreadedDriver
+from app.rollout.workers.worker_pool import RolloutWorkerPool, ScheduleConfig
 
 PROGRESS_INTERVAL_S = 1.0
 """Minimum time between two reports of progress to the other hosts."""

@@ -16,12 +16,12 @@ import ray
 import ray.exceptions
 
 from app.model.decode_weights import DecodeWeights
-from app.rollout.ray_actor import ActorInfo, ActorSpec, RolloutActor, to_bit_leaves
-from app.rollout.remote_worker import RemoteCache, RemoteSegment, RemoteWorker
+from app.rollout.ray_cluster.ray_actor import ActorInfo, ActorSpec, RolloutActor, to_bit_leaves
 from app.rollout.request import GenerationRequest
-from app.rollout.sampling import SamplingRules
+from app.rollout.sampling.token_sampling import SamplingRules
 from app.rollout.scheduling.protocol import RunSegment
-from app.rollout.worker import Admission
+from app.rollout.workers.remote_worker import RemoteCache, RemoteSegment, RemoteWorker
+from app.rollout.workers.worker import Admission
 
 _Actor: Any = ray.remote(RolloutActor)  # pyright: ignore[reportCallIssue, reportArgumentType]
 

@@ -27,12 +27,12 @@ from app.records.sample import Prompt
 from app.rollout.batch_engine import BatchShape, Footprint
 from app.rollout.counters import RolloutCounters
 from app.rollout.request import GenerationRequest
-from app.rollout.sampling import SamplingRules, finish_reason, hash_uids
-from app.rollout.segment_decoding import DecodeLimits, RowStatus, RowTable
+from app.rollout.sampling.token_sampling import SamplingRules, finish_reason, hash_uids
 from app.rollout.sequence import RolloutSequence, SuspendedSequence
-from app.rollout.shape_buckets import SlotShapes
-from app.rollout.slot_device import NoiseKey, Slot, SlotDevice
-from app.rollout.slot_programs import SlotPrograms, rules_to_arrays
+from app.rollout.slots.segment_decoding import DecodeLimits, RowStatus, RowTable
+from app.rollout.slots.shape_buckets import SlotShapes
+from app.rollout.slots.slot_device import NoiseKey, Slot, SlotDevice
+from app.rollout.slots.slot_programs import SlotPrograms, rules_to_arrays
 from app.rollout.stop_strings import DecodeText
 from settings.errors import InputError
 from settings.schema.rollout import DecodeLayout

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from app.rollout.scheduling.protocol import RunSegment, SegmentEnded
 from app.rollout.sequence import RolloutSequence, SuspendedSequence
-from app.rollout.worker import Admission, RolloutWorker
+from app.rollout.workers.worker import Admission, RolloutWorker
 
 log = logging.getLogger(__name__)
 

@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from app.rollout.remote_worker import RemoteSegment
 from app.rollout.scheduling.protocol import RunSegment, WorkerKind
 from app.rollout.sequence import RolloutSequence
-from app.rollout.worker import Admission
+from app.rollout.workers.remote_worker import RemoteSegment
+from app.rollout.workers.worker import Admission
 
 
 class WorkerInfo(NamedTuple):

@@ -14,10 +14,10 @@ from app.rollout.batch_engine import Footprint
 from app.rollout.counters import RolloutCounters
 from app.rollout.request import GenerationRequest
 from app.rollout.sample_generator import SampleGenerator
-from app.rollout.sampling import SamplingRules
+from app.rollout.sampling.token_sampling import SamplingRules
 from app.rollout.scheduling.segment_limits import prior_mean_length, segment_limits
 from app.rollout.sequence import RolloutSequence
-from app.rollout.slot_engine import SegmentResult, SlotEngine
+from app.rollout.slots.slot_engine import SegmentResult, SlotEngine
 from app.rollout.stop_strings import DecodeText
 from settings.schema.rollout import SegmentSettings
 

@@ -26,15 +26,15 @@ from app.model.decoder import DecoderDefinition
 from app.model.kv_cache import num_cache_shards
 from app.model.lora import LoRAConfig
 from app.records.versions import program_versions, sampling_packages
-from app.rollout.remote_worker import RemoteSegment, ServedRows
 from app.rollout.request import GenerationRequest
-from app.rollout.sampling import SamplingRules
+from app.rollout.sampling.token_sampling import SamplingRules
 from app.rollout.scheduling.protocol import RunSegment, WorkerKind
 from app.rollout.sequence import SuspendedSequence
-from app.rollout.shape_buckets import SlotShapes
-from app.rollout.slot_engine import SlotEngine
+from app.rollout.slots.shape_buckets import SlotShapes
+from app.rollout.slots.slot_engine import SlotEngine
 from app.rollout.stop_strings import DecodeText
-from app.rollout.worker import Admission, RolloutWorker
+from app.rollout.workers.remote_worker import RemoteSegment, ServedRows
+from app.rollout.workers.worker import Admission, RolloutWorker
 from settings.errors import InputError
 from settings.schema.lora import Quantization
 from settings.schema.mesh import MeshSettings

@@ -15,12 +15,12 @@ import jax
 from app.model.decode_weights import DecodeWeights
 from app.records.sample import Prompt, Sample
 from app.records.step_timeline import SegmentTime
-from app.rollout.async_generation import AsyncRollout, samples_of_round
+from app.rollout.hosts.shared_pool import SchedulingPool, ServingPool
 from app.rollout.request import GenerationRequest
 from app.rollout.sample_generator import make_sequences
 from app.rollout.sequence import RolloutSequence
-from app.rollout.shared_pool import SchedulingPool, ServingPool
-from app.rollout.worker_pool import RolloutWorkerPool
+from app.rollout.workers.async_generation import AsyncRollout, samples_of_round
+from app.rollout.workers.worker_pool import RolloutWorkerPool
 
 
 class SchedulingRollout(AsyncRollout):

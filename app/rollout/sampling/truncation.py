@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int32
 
-from app.rollout.threshold_search import lowest_reached
+from app.rollout.sampling.threshold_search import lowest_reached
 
 MASS_UNIT = 2.0**-30
 """Probabilities are added up as integers of this unit: their sums do not depend on the order of the tokens."""

@@ -15,7 +15,7 @@ from app.distributed.control_channel import POLL_INTERVAL_S, ControlChannel, Hos
 from app.distributed.stop_check import StopCheck, StoppedError
 from app.model.decode_weights import DecodeWeights
 from app.records.sample import Prompt
-from app.rollout.host_messages import (
+from app.rollout.hosts.host_messages import (
     Ended,
     FromFirstHost,
     GiveUp,
@@ -30,12 +30,12 @@ from app.rollout.host_messages import (
     TokenReplayed,
     WorkerInfo,
 )
-from app.rollout.remote_worker import ServedRows, without_columns
-from app.rollout.scheduler_loop import WORKER_FAILURES, Reopen, SampleDoneCallback
 from app.rollout.scheduling.protocol import SegmentEnded
 from app.rollout.sequence import RolloutSequence, SuspendedSequence
-from app.rollout.worker import RolloutWorker
-from app.rollout.worker_drivers import ThreadedDriver
+from app.rollout.workers.remote_worker import ServedRows, without_columns
+from app.rollout.workers.scheduler_loop import WORKER_FAILURES, Reopen, SampleDoneCallback
+from app.rollout.workers.worker import RolloutWorker
+from app.rollout.workers.worker_drivers import ThreadedDriver
 
 log = logging.getLogger(__name__)
 

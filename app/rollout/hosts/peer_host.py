@@ -15,7 +15,7 @@ from queue import Empty, SimpleQueue
 
 from app.distributed.control_channel import POLL_INTERVAL_S, ControlChannel, HostLostError
 from app.distributed.stop_check import StopCheck, StoppedError
-from app.rollout.host_messages import (
+from app.rollout.hosts.host_messages import (
     Ended,
     FromFirstHost,
     GiveUp,
@@ -31,11 +31,11 @@ from app.rollout.host_messages import (
     ToFirstHost,
     TokenReplayed,
 )
-from app.rollout.remote_worker import RemoteCache, RemoteSegment, RemoteWorker, without_columns
 from app.rollout.scheduling.protocol import RunSegment, WorkerKind
 from app.rollout.sequence import RolloutSequence
-from app.rollout.slot_engine import SlotEngine
-from app.rollout.worker import Admission
+from app.rollout.slots.slot_engine import SlotEngine
+from app.rollout.workers.remote_worker import RemoteCache, RemoteSegment, RemoteWorker, without_columns
+from app.rollout.workers.worker import Admission
 
 log = logging.getLogger(__name__)
 

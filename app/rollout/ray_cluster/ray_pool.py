@@ -24,9 +24,9 @@ from ray._private import worker as ray_process
 
 from app.distributed.stop_check import StoppedError
 from app.records.versions import program_versions, sampling_packages
-from app.rollout.ray_worker_client import RayWorker
-from app.rollout.sampling import SamplingRules
-from app.rollout.worker_pool import RolloutWorkerPool, ScheduleConfig
+from app.rollout.ray_cluster.ray_worker_client import RayWorker
+from app.rollout.sampling.token_sampling import SamplingRules
+from app.rollout.workers.worker_pool import RolloutWorkerPool, ScheduleConfig
 from settings.errors import InputError
 
 CONNECT_TIMEOUT_S = 10.0

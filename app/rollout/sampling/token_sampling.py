@@ -19,7 +19,7 @@ from app.mesh.axis_rules import constrain, spread_rows
 from app.model.decoder import LMHead
 from app.model.token_logprobs import scaled_logits
 from app.records.sample import DROPPED_PREFIX
-from app.rollout.truncation import kept_tokens
+from app.rollout.sampling.truncation import kept_tokens
 
 
 class SamplingRules(NamedTuple):

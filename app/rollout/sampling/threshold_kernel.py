@@ -1,4 +1,4 @@
-"""The search of `app.rollout.threshold_search` as a Pallas kernel for TPUs.
+"""The search of `app.rollout.sampling.threshold_search` as a Pallas kernel for TPUs.
 
 Values and weights of a few rows stay on the chip while each turn of the grid decides one bit of their thresholds.
 """
@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Int32, Num
 
-from app.rollout.threshold_search import lowest_code, value_of_code
+from app.rollout.sampling.threshold_search import lowest_code, value_of_code
 
 ROWS, LANES = 8, 128
 """The shape of a register: so many rows are searched at once, and their numbers are held in all lanes."""

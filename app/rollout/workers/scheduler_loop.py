@@ -32,8 +32,8 @@ from app.rollout.scheduling.protocol import (
 from app.rollout.scheduling.sample_states import SampleTable
 from app.rollout.scheduling.scheduler import Scheduler
 from app.rollout.sequence import RolloutSequence, SuspendedSequence
-from app.rollout.worker import Admission, Clock, RolloutWorker
-from app.rollout.worker_drivers import LeaseExpiredError, WorkerDriver, WorkerOutcome
+from app.rollout.workers.worker import Admission, Clock, RolloutWorker
+from app.rollout.workers.worker_drivers import LeaseExpiredError, WorkerDriver, WorkerOutcome
 
 log = logging.getLogger(__name__)
 

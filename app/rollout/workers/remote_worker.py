@@ -21,7 +21,7 @@ from app.model.kv_cache import KVCache
 from app.rollout.counters import RolloutCounters
 from app.rollout.scheduling.protocol import RunSegment, SegmentEnded
 from app.rollout.sequence import RolloutSequence, SuspendedSequence
-from app.rollout.worker import Admission, RolloutWorker
+from app.rollout.workers.worker import Admission, RolloutWorker
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from app.model.decode_weights import DecodeWeights
 from app.model.decoder import DecoderDefinition
 from app.model.kv_cache import KVCache, constrain_cache
 from app.model.prefill_and_decode import DECODE_SCOPE, decode_step
-from app.rollout.sampling import (
+from app.rollout.sampling.token_sampling import (
     SampledTokens,
     Sampler,
     SamplingRules,

@@ -21,7 +21,7 @@ from app.rollout.counters import RolloutCounters
 from app.rollout.request import GenerationRequest
 from app.rollout.scheduling.protocol import RowReport, RunSegment, SegmentEnded, WorkerKind
 from app.rollout.sequence import RolloutSequence, SuspendedSequence
-from app.rollout.slot_engine import SlotEngine
+from app.rollout.slots.slot_engine import SlotEngine
 
 log = logging.getLogger(__name__)
 

@@ -18,8 +18,16 @@ from app.rollout.batch_engine import Footprint
 from app.rollout.counters import RolloutCounters
 from app.rollout.request import GenerationRequest
 from app.rollout.sample_generator import SampleGenerator
-from app.rollout.sampling import SamplingRules
-from app.rollout.scheduler_loop import (
+from app.rollout.sampling.token_sampling import SamplingRules
+from app.rollout.scheduling.length_estimator import NOTHING_LEARNED, LearnedLengths
+from app.rollout.scheduling.metrics import ScheduleMetrics, schedule_metrics
+from app.rollout.scheduling.protocol import EventRecord
+from app.rollout.scheduling.sample_states import SampleState, SampleTable
+from app.rollout.scheduling.scheduler import Scheduler
+from app.rollout.sequence import RolloutSequence
+from app.rollout.slots.slot_engine import SlotEngine
+from app.rollout.stop_strings import DecodeText
+from app.rollout.workers.scheduler_loop import (
     WORKER_FAILURES,
     ProgressCallback,
     Reopen,
@@ -27,16 +35,8 @@ from app.rollout.scheduler_loop import (
     SampleDoneCallback,
     name_rows,
 )
-from app.rollout.scheduling.length_estimator import NOTHING_LEARNED, LearnedLengths
-from app.rollout.scheduling.metrics import ScheduleMetrics, schedule_metrics
-from app.rollout.scheduling.protocol import EventRecord
-from app.rollout.scheduling.sample_states import SampleState, SampleTable
-from app.rollout.scheduling.scheduler import Scheduler
-from app.rollout.sequence import RolloutSequence
-from app.rollout.slot_engine import SlotEngine
-from app.rollout.stop_strings import DecodeText
-from app.rollout.worker import Clock, RolloutWorker
-from app.rollout.worker_drivers import SequentialDriver, ThreadedDriver, WorkerDriver
+from app.rollout.workers.worker import Clock, RolloutWorker
+from app.rollout.workers.worker_drivers import SequentialDriver, ThreadedDriver, WorkerDriver
 from settings.schema.rollout import PdsrSettings, SegmentSettings
 
 log = logging.getLogger(__name__)

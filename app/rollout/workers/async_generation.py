@@ -22,13 +22,13 @@ from app.records.sample import Prompt, Sample
 from app.records.step_timeline import SegmentTime
 from app.rollout.request import GenerationRequest
 from app.rollout.sample_generator import make_sequences
-from app.rollout.scheduler_loop import RolloutExecutor, name_rows
 from app.rollout.scheduling.length_estimator import LearnedLengths
 from app.rollout.scheduling.metrics import ScheduleMetrics, ScheduleMetricsTracker
 from app.rollout.scheduling.protocol import EventRecord, SegmentEnded
 from app.rollout.sequence import RolloutSequence
-from app.rollout.worker_drivers import CLOSE_TIMEOUT_S
-from app.rollout.worker_pool import RolloutWorkerPool
+from app.rollout.workers.scheduler_loop import RolloutExecutor, name_rows
+from app.rollout.workers.worker_drivers import CLOSE_TIMEOUT_S
+from app.rollout.workers.worker_pool import RolloutWorkerPool
 
 log = logging.getLogger(__name__)
 

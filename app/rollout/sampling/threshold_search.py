@@ -37,7 +37,7 @@ def lowest_reached(
     search = functools.partial(_search, num_bits=num_bits, bits_per_pass=BITS_PER_PASS.get(platform, 4))
     if platform == "tpu":
         # Pallas is slow to import and not needed elsewhere.
-        from app.rollout import threshold_kernel
+        from app.rollout.sampling import threshold_kernel
 
         available = kernel_bytes(kind)
         if threshold_kernel.num_buffers(values.shape[1], available):

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from app.rollout.block_pool import BlockPool
 from app.rollout.sequence import RolloutSequence
+from app.rollout.slots.block_pool import BlockPool
 
 
 class NoiseKey(NamedTuple):

@@ -1,0 +1,1 @@
+"""Workers of several hosts under the scheduler of host 0."""

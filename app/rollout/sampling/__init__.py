@@ -1,0 +1,1 @@
+"""Draws tokens from logits: noise that only the token decides, and truncation."""
