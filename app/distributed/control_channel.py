@@ -50,8 +50,6 @@ class ControlChannel:
 
     def __init__(self, connection: Connection, *, host: int):
         self.host = host
-        self.is_lost = False
-        """Whether no message can be sent or received any more."""
         self._connection = connection
         self._sending = Lock()
         self._is_closing = False
@@ -73,7 +71,6 @@ class ControlChannel:
             while (received := self._next_message()) is not None:
                 on_message(*received)
         finally:
-            self.is_lost = True
             with self._sending:
                 self._connection.close()
             on_lost()
@@ -99,7 +96,7 @@ class ControlChannel:
                 self._connection.send(message)
         except OSError as error:
             # Part of the message may have been sent, so that nothing can follow it.
-            self._is_closing = self.is_lost = True
+            self._is_closing = True
             raise HostLostError(f"the connection to host {self.host} is lost") from error
 
     def close(self) -> None:

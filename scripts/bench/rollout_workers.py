@@ -73,12 +73,12 @@ def open_workers(options: argparse.Namespace) -> ForcedRollout:
 
 def measure(rollout: ForcedRollout, policy: str, seed: int, cost: CostModel, *, repeats: int) -> dict[str, float]:
     """Returns the tokens per second of a schedule, the median of some rollouts, and the figures of the last."""
-    made = rollout.workers(policy)
-    seconds = statistics.median(rollout.generate(rollout.workers(policy), seed=seed) for _ in range(repeats))
-    rollout.generate(made, seed=seed)
-    found = schedule_metrics(made.records)
+    made = [rollout.workers(policy) for _ in range(repeats)]
+    seconds = statistics.median(rollout.generate(workers, seed=seed) for workers in made)
+    records = made[-1].records
+    found = schedule_metrics(records)
     scheduler = Scheduler(policy, pdsr=rollout.pdsr, segment=rollout.rule)
-    trace = trace_from_records(made.records)
+    trace = trace_from_records(records)
     clock = SchedulerSimulator(scheduler, trace, rollout.specs(), cost, max_new=rollout.longest)
     return {
         "tokens_per_s": found.useful_tokens / seconds,

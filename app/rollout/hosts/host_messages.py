@@ -1,7 +1,8 @@
 """The messages of a rollout that host 0 schedules on the workers of all hosts.
 
 Each host joins with its workers and submits its rows. Host 0 sends commands to the workers, and sends every row home
-once it is done. Every message names its rollout, so that late messages of an earlier one have no effect.
+once it is done. A message travels with the number of its rollout, so that late ones of an earlier rollout have no
+effect.
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ class WorkerInfo(NamedTuple):
 class Joined:
     """To host 0: these workers are open."""
 
-    rollout: int
     workers: Sequence[WorkerInfo]
 
 
@@ -34,7 +34,6 @@ class Joined:
 class Submitted:
     """To host 0: these rows are to be generated, as the next round if there are several."""
 
-    rollout: int
     rows: Sequence[RolloutSequence]
 
 
@@ -42,7 +41,6 @@ class Submitted:
 class Left:
     """To host 0: the sender takes no further part in the rollout, because it failed or was stopped."""
 
-    rollout: int
     is_stop: bool
 
 
@@ -50,7 +48,6 @@ class Left:
 class SegmentResult:
     """To host 0: the end of a worker's segment."""
 
-    rollout: int
     worker: str
     result: RemoteSegment | str
     """What it has drawn, or why the worker has failed."""
@@ -60,7 +57,6 @@ class SegmentResult:
 class TokenReplayed:
     """To host 0: a worker makes progress in its segment."""
 
-    rollout: int
     worker: str
 
 
@@ -68,14 +64,12 @@ class TokenReplayed:
 class Reopened:
     """To host 0: a worker that it had given up is open again, under its next name."""
 
-    rollout: int
     worker: str
     """Its earlier name."""
 
 
 @dataclass(frozen=True, slots=True)
 class StartSegment:
-    rollout: int
     command: RunSegment
     admissions: Sequence[Admission]
     """Rows to admit, without their caches."""
@@ -87,7 +81,6 @@ class StartSegment:
 
 @dataclass(frozen=True, slots=True)
 class SuspendRow:
-    rollout: int
     worker: str
     uid: str
     key: int
@@ -98,7 +91,6 @@ class SuspendRow:
 class GiveUp:
     """From host 0: a worker that runs nothing has failed, and its rows are elsewhere."""
 
-    rollout: int
     worker: str
 
 
@@ -106,7 +98,6 @@ class GiveUp:
 class RowDone:
     """From host 0: a row of the receiver, its `home`, is done."""
 
-    rollout: int
     row: RolloutSequence
 
 
@@ -114,14 +105,11 @@ class RowDone:
 class Progress:
     """From host 0: the rollout makes progress."""
 
-    rollout: int
-
 
 @dataclass(frozen=True, slots=True)
 class Ended:
     """From host 0: the rollout is over."""
 
-    rollout: int
     is_stop: bool = False
     error: str | None = None
     """Why it failed; None if all rows are done or the rollout was stopped."""

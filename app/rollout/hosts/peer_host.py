@@ -10,6 +10,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
@@ -55,7 +56,8 @@ class PeerHost:
         self.host = channel.host
         self._channel = channel
         self._rollout = 0
-        self._inbox: SimpleQueue[Joined | Submitted | Left | None] = SimpleQueue()
+        self._inbox: SimpleQueue[tuple[int, Joined | Submitted | Left] | None] = SimpleQueue()
+        """Messages with their rollouts; None once the connection is lost."""
         self._num_rows = 0
         """Number of rows that the host has submitted to the rollout."""
         self.on_submitted: Callable[[], None] = do_nothing
@@ -64,8 +66,8 @@ class PeerHost:
         """The last rollout that the host has left; infinity once it is lost."""
         self._last_stopped = 0
         """The last rollout that the host has left because it was asked to stop."""
-        self._end: Ended | None = None
-        """End of the last rollout that has ended."""
+        self._last_end = 0, Ended()
+        """The last rollout that has ended, and how."""
         self._segments: dict[str, Future[RemoteSegment]] = {}
         """Running segments by worker."""
         self.workers: dict[str, HostWorker] = {}
@@ -112,9 +114,11 @@ class PeerHost:
         """Returns the rounds submitted since the last call."""
         rounds = []
         while not self._inbox.empty():
-            message = self._inbox.get()
-            if isinstance(message, Submitted) and message.rollout == self._rollout:
-                rounds.append(self._number_rows(message))
+            match self._inbox.get():
+                case (self._rollout, Submitted() as submitted):
+                    rounds.append(self._number_rows(submitted))
+                case _:
+                    pass
         return rounds
 
     def _number_rows(self, submitted: Submitted) -> Sequence[RolloutSequence]:
@@ -127,12 +131,15 @@ class PeerHost:
         """Returns the next message about the rollout; None if the connection is lost."""
         while not stop_requested():
             try:
-                message = self._inbox.get(timeout=POLL_INTERVAL_S)
+                received = self._inbox.get(timeout=POLL_INTERVAL_S)
             except Empty:
                 if self.has_left:
                     return None
                 continue
-            if message is None or message.rollout == self._rollout:
+            if received is None:
+                return None
+            rollout, message = received
+            if rollout == self._rollout:
                 return message
         raise StoppedError
 
@@ -153,13 +160,13 @@ class PeerHost:
         ended = self._segments[command.worker] = Future()
         unused = [self._unused_caches.popleft() for _ in range(len(self._unused_caches))]
         keys = {uid: cache.key for uid, cache in caches.items()}
-        self._send(StartSegment(self._rollout, command, admissions, keys, unused))
+        self._send(StartSegment(command, admissions, keys, unused))
         return ended
 
     def suspend(self, worker: str, uid: str) -> RemoteCache:
         """Raises HostLostError if the host has left."""
         key = next(self._cache_keys)
-        self._send(SuspendRow(self._rollout, worker, uid, key))
+        self._send(SuspendRow(worker, uid, key))
         cache = RemoteCache(key)
         # The host frees the cache with the next segment after its last user here has gone.
         weakref.finalize(cache, self._unused_caches.append, key).atexit = False
@@ -167,21 +174,21 @@ class PeerHost:
 
     def give_up(self, worker: str) -> None:
         """Lets the host open a failed worker again when it publishes the next weights."""
-        self._send_unless_left(GiveUp(self._rollout, worker))
+        self._send_unless_left(GiveUp(worker))
 
     def send_home(self, row: RolloutSequence) -> None:
         """Sends a finished row to the host, which has submitted it, unless the host has left."""
-        self._send_unless_left(RowDone(self._rollout, *without_columns([row])))
+        self._send_unless_left(RowDone(*without_columns([row])))
 
     def report_progress(self) -> None:
-        self._send_unless_left(Progress(self._rollout))
+        self._send_unless_left(Progress())
 
     def end(self, error: BaseException | None) -> None:
         """Ends the rollout on the host, with the reason if it has failed or was stopped here."""
         is_stop = isinstance(error, StoppedError | GeneratorExit)
         why = None if error is None or is_stop else f"{type(error).__name__}: {error}"
-        self._end = Ended(self._rollout, is_stop, why)
-        self._send_unless_left(self._end)
+        self._last_end = self._rollout, Ended(is_stop, why)
+        self._send_unless_left(self._last_end[1])
         self._fail_segments("the rollout has ended")
 
     def close(self) -> None:
@@ -190,7 +197,7 @@ class PeerHost:
     def _send(self, message: FromFirstHost) -> None:
         if self.has_left:
             raise HostLostError(f"host {self.host} has left the rollout")
-        self._channel.send(message)
+        self._channel.send((self._rollout, message))
 
     def _send_unless_left(self, message: FromFirstHost) -> None:
         try:
@@ -200,32 +207,34 @@ class PeerHost:
 
     # In the channel's thread -------------------------------------------------------------------------------------
 
-    def _receive(self, message: ToFirstHost) -> None:
+    def _receive(self, received: tuple[int, ToFirstHost]) -> None:
+        rollout, message = received
         match message:
-            case Joined() if self._end is not None and message.rollout <= self._end.rollout:
+            case Joined() if rollout <= self._last_end[0]:
                 # It has ended before this host joined.
-                self._send_unless_left(self._end)
+                with suppress(HostLostError):
+                    self._channel.send(self._last_end)
             case Joined() | Submitted():
-                self._inbox.put(message)
+                self._inbox.put((rollout, message))
                 self.on_submitted()
             case Left():
-                self._last_left = message.rollout
-                self._last_stopped = message.rollout if message.is_stop else self._last_stopped
-                self._inbox.put(message)
+                self._last_left = rollout
+                self._last_stopped = rollout if message.is_stop else self._last_stopped
+                self._inbox.put((rollout, message))
                 self.on_submitted()
                 if self.has_left:
                     self._fail_segments(f"host {self.host} has left the rollout")
-            case SegmentResult() if message.rollout == self._rollout:
+            case SegmentResult() if rollout == self._rollout:
                 ended = self._segments.pop(message.worker, None)
                 if ended is not None and isinstance(message.result, str):
                     ended.set_exception(HostWorkerError(message.result))
                 elif ended is not None and not isinstance(message.result, str):
                     ended.set_result(message.result)
-            case Reopened() if message.rollout == self._rollout:
+            case Reopened() if rollout == self._rollout:
                 worker = self.workers.pop(message.worker)
                 self.workers[worker.next_name] = worker
                 worker.is_reopened = True
-            case TokenReplayed() if message.rollout == self._rollout:
+            case TokenReplayed() if rollout == self._rollout:
                 renew_lease = self.workers[message.worker].engine.on_token_replayed
                 if renew_lease is not None:
                     renew_lease()

@@ -215,11 +215,11 @@ class ServingPool(RolloutWorkerPool):
 
     def _leave(self, *, is_stop: bool) -> None:
         with suppress(HostLostError):
-            self._channel.send(Left(self._num_rollouts, is_stop))
+            self._channel.send((self._num_rollouts, Left(is_stop)))
 
-    def _receive(self, message: FromFirstHost) -> None:
-        service = self._service
-        if service is not None and message.rollout == service.rollout:
+    def _receive(self, received: tuple[int, FromFirstHost]) -> None:
+        (rollout, message), service = received, self._service
+        if service is not None and rollout == service.rollout:
             service.receive(message)
 
     def _lose(self) -> None:

@@ -27,6 +27,7 @@ from app.rollout.hosts.host_messages import (
     StartSegment,
     Submitted,
     SuspendRow,
+    ToFirstHost,
     TokenReplayed,
     WorkerInfo,
 )
@@ -90,7 +91,10 @@ class WorkerService:
     def join(self) -> None:
         """Joins the rollout with the workers of this host."""
         workers = [WorkerInfo(worker.name, worker.kind, worker.device) for worker in self._workers.values()]
-        self._channel.send(Joined(self.rollout, workers))
+        self._send(Joined(workers))
+
+    def _send(self, message: ToFirstHost) -> None:
+        self._channel.send((self.rollout, message))
 
     def submit(self, rows: Iterable[RolloutSequence]) -> range:
         """Submits rows, as the next round if there are several; returns their numbers."""
@@ -98,7 +102,7 @@ class WorkerService:
         numbers = range(self._num_rows, self._num_rows + len(sent))
         self._num_rows += len(sent)
         self._prompts |= {number: row.prompt for number, row in zip(numbers, sent, strict=True)}
-        self._channel.send(Submitted(self.rollout, without_columns(sent)))
+        self._send(Submitted(without_columns(sent)))
         return numbers
 
     def is_done(self, numbers: Iterable[int]) -> bool:
@@ -143,7 +147,7 @@ class WorkerService:
         self._served[worker.name] = ServedRows(worker)
         self._workers[worker.name] = self._workers.pop(name)
         self._driver.add(worker)
-        self._channel.send(Reopened(self.rollout, name))
+        self._send(Reopened(name))
 
     def _handle_news(self) -> None:
         if self._stop_requested():
@@ -211,7 +215,7 @@ class WorkerService:
         now = time.monotonic()
         if now - self._reported_s[worker] >= REPLAY_REPORT_INTERVAL_S:
             self._reported_s[worker] = now
-            self._channel.send(TokenReplayed(self.rollout, worker.name))
+            self._send(TokenReplayed(worker.name))
 
     def _report_outcomes(self) -> None:
         try:
@@ -226,7 +230,7 @@ class WorkerService:
             if not isinstance(result, WORKER_FAILURES):
                 self._news.put(result)
             worker.close()
-            self._channel.send(SegmentResult(self.rollout, worker.name, f"{type(result).__name__}: {result}"))
+            self._send(SegmentResult(worker.name, f"{type(result).__name__}: {result}"))
         else:
             ended = self._served[worker.name].segment_result(result)
-            self._channel.send(SegmentResult(self.rollout, worker.name, ended))
+            self._send(SegmentResult(worker.name, ended))
