@@ -201,9 +201,9 @@ def one_a_row(num_samples: int, **sizes: int) -> MicroBatchPlan:
 
 
 def packed_plan(samples: Sequence[Sample], *, quota: int, row_length: int, share_prompts: bool) -> MicroBatchPlan:
-    """Returns the planner's plan for one host's samples on one device."""
+    """Returns the planner's plan for one device."""
     budget = TokenBudget(quota, row_length, share_prompts, packing="best_fit", balance=True)
-    return plan_token_budget([sequence_lengths(samples)], budget, lambda lengths: lengths**2, devices_per_host=1)[0]
+    return plan_token_budget(sequence_lengths(samples), budget, lambda lengths: lengths**2, num_devices=1)
 
 
 def pack_update(

@@ -42,7 +42,7 @@ def _batching_metrics(stats: Sequence[Mapping[str, float]]) -> dict[str, float]:
 def scoring_batching_metrics(role: str, global_plans: Sequence[GlobalPlan]) -> Mapping[str, float]:
     """Returns `score/<role>/*`, the metrics of one role's scoring pass."""
     stats = [plan.packing_stats() for plan in global_plans]
-    rows = max(len(one.rows) // plan.devices_per_host for plan in global_plans for one in plan.local_plan.micro_batches)
+    rows = max(len(one.rows) // plan.num_devices for plan in global_plans for one in plan.plan.micro_batches)
     return {
         f"score/{role}/fill": sum(s["real_tokens"] for s in stats) / sum(s["computed_tokens"] for s in stats),
         f"score/{role}/num_micro_batches": sum(s["num_micro_batches"] for s in stats),

@@ -1,7 +1,7 @@
 """Plans micro-batches: decides which row holds each sample. Uses only numpy: no JAX, settings or devices.
 
-Every host plans for all hosts from the same all-gathered lengths, so that all have equal counts and shapes. Samples
-stay on their host. Ties are broken by index: the same lengths always give the same plan.
+A plan is for all devices of all hosts. Every host makes it from the same all-gathered lengths, with samples numbered
+host by host. Ties are broken by index: the same lengths always give the same plan.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class RowShape:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """One host's rows of a micro-batch, device by device; an empty row is padding."""
+    """Rows of a micro-batch, device by device; an empty row is padding."""
 
     rows: tuple[PackedRow, ...]
     shape: RowShape
@@ -60,7 +60,7 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchPlan:
-    """One host's micro-batches, in the order in which they are computed."""
+    """Micro-batches of all devices, or of those of a host, in the order in which they are computed."""
 
     micro_batches: tuple[MicroBatch, ...]
 
@@ -68,10 +68,19 @@ class MicroBatchPlan:
     def num_micro_batches(self) -> int:
         return len(self.micro_batches)
 
+    def part(self, index: int, num_parts: int) -> MicroBatchPlan:
+        """Returns the rows of one of `num_parts` equal, contiguous blocks of devices."""
+
+        def rows_of_part(one: MicroBatch) -> tuple[PackedRow, ...]:
+            count = len(one.rows) // num_parts
+            return one.rows[index * count : (index + 1) * count]
+
+        return MicroBatchPlan(tuple(MicroBatch(rows_of_part(one), one.shape) for one in self.micro_batches))
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SequenceLengths:
-    """Lengths of one host's samples in tokens, and the number of each sample's prompt."""
+    """Lengths of samples in tokens, and the number of each sample's prompt."""
 
     prompts: Int64[np.ndarray, "N"]
     completions: Int64[np.ndarray, "N"]
@@ -94,8 +103,6 @@ class TokenBudget:
     packing: Literal["best_fit", "karmarkar_karp"]
     balance: bool
     """Whether rows are assigned to devices with balanced cost; otherwise in packing order."""
-    min_num_micro_batches: int = 1
-    num_micro_batches_divisible_by: int = 1
 
 
 def choose_row_length(max_tokens_per_device: int, max_sample_tokens: int, *, max_group_tokens: int = 0) -> int:
@@ -120,29 +127,26 @@ def choose_row_length(max_tokens_per_device: int, max_sample_tokens: int, *, max
 
 
 def plan_fixed_rows(
-    lengths_by_host: Sequence[SequenceLengths], *, rows_per_device: int | None, devices_per_host: int, trim_tail: bool
-) -> tuple[MicroBatchPlan, ...]:
+    lengths: SequenceLengths, *, rows_per_device: int | None, num_devices: int, trim_tail: bool
+) -> MicroBatchPlan:
     """Plans one sample per row, in order, with `rows_per_device` rows on each device of a micro-batch.
 
-    Every host has as many micro-batches as the host with the most samples needs, at least one. All rows have the
-    bucketed lengths of the longest sample and the longest completion on any host.
+    There is at least one micro-batch. All rows have the bucketed lengths of the longest sample and the longest
+    completion.
 
     Args:
         rows_per_device: number of rows; None = all samples are in one micro-batch.
         trim_tail: whether to give the last micro-batch only the rows it needs: less padding, but a second shape.
     """
-    num_samples = max(len(host.prompts) for host in lengths_by_host)
-    max_rows = max(1, -(-num_samples // devices_per_host))
-    rows = min(rows_per_device or max_rows, max_rows) * devices_per_host
+    num_samples = len(lengths.prompts)
+    max_rows = max(1, -(-num_samples // num_devices))
+    rows = min(rows_per_device or max_rows, max_rows) * num_devices
     count = max(1, -(-num_samples // rows))
     tail = rows
     if trim_tail:
-        tail = max(1, -(-(num_samples - (count - 1) * rows) // devices_per_host)) * devices_per_host
-    shape = bucketed_row_shape(
-        max((int(host.totals.max(initial=1)) for host in lengths_by_host), default=1),
-        max((int(host.completions.max(initial=1)) for host in lengths_by_host), default=1),
-    )
-    return tuple(_plan_in_order(len(host.prompts), [rows] * (count - 1) + [tail], shape) for host in lengths_by_host)
+        tail = max(1, -(-(num_samples - (count - 1) * rows) // num_devices)) * num_devices
+    shape = bucketed_row_shape(int(lengths.totals.max(initial=1)), int(lengths.completions.max(initial=1)))
+    return _plan_in_order(num_samples, [rows] * (count - 1) + [tail], shape)
 
 
 def bucketed_row_shape(num_tokens: int, num_completion_tokens: int) -> RowShape:
@@ -161,16 +165,11 @@ def _plan_in_order(num_samples: int, rows_per_micro_batch: Sequence[int], shape:
 
 
 def plan_token_budget(
-    lengths_by_host: Sequence[SequenceLengths],
-    budget: TokenBudget,
-    sequence_cost: SequenceCost,
-    *,
-    devices_per_host: int,
-) -> tuple[MicroBatchPlan, ...]:
-    """Plans micro-batches of packed rows for every host; all plans have as many as the fullest host needs.
+    lengths: SequenceLengths, budget: TokenBudget, sequence_cost: SequenceCost, *, num_devices: int
+) -> MicroBatchPlan:
+    """Plans micro-batches of packed rows.
 
-    All have the full shape except the last, which has the smallest of a few shapes that holds the remaining samples. If
-    the budget requires more micro-batches, all have the smallest of these shapes that holds rows of similar lengths.
+    All have the full shape except the last, which has the smallest of a few shapes that holds the remaining samples.
 
     Args:
         sequence_cost: cost function of sequences; used only if `budget.balance`.
@@ -178,16 +177,11 @@ def plan_token_budget(
     Raises:
         ValueError: a sample is longer than a row.
     """
-    for host in lengths_by_host:
-        _check_lengths(host, budget)
+    _check_lengths(lengths, budget)
     shapes = candidate_shapes(budget.max_tokens_per_device, budget.row_length)
-    fit = _best_fit_packing if budget.packing == "best_fit" else _karmarkar_karp_packing
-    packings = [fit(packers, shapes, budget, devices_per_host) for packers in _packer_variants(lengths_by_host, budget)]
+    packings = [_pack(packer, shapes, budget, num_devices) for packer in _packer_variants(lengths, budget)]
     cheapest = min(packings, key=lambda packing: packing.cost)
-    return tuple(
-        _assign_rows(cheapest, number, host, budget, sequence_cost, devices_per_host)
-        for number, host in enumerate(lengths_by_host)
-    )
+    return _assign_rows(cheapest, lengths, budget, sequence_cost, num_devices)
 
 
 def _check_lengths(lengths: SequenceLengths, budget: TokenBudget) -> None:
@@ -200,20 +194,15 @@ def _check_lengths(lengths: SequenceLengths, budget: TokenBudget) -> None:
         )
 
 
-def _packer_variants(lengths_by_host: Sequence[SequenceLengths], budget: TokenBudget) -> Iterator[list[RowPacker]]:
+def _packer_variants(lengths: SequenceLengths, budget: TokenBudget) -> Iterator[RowPacker]:
     """Yields packers with different options, since none is always best; the caller keeps the cheapest result."""
-    for max_item_tokens, num_candidates, split_groups in _packing_options(
-        sum(len(host.prompts) for host in lengths_by_host), budget
-    ):
-        yield [
-            RowPacker(
-                _prompt_group_items(host, max_item_tokens) if budget.share_prompts else _single_sample_items(host),
-                host.completions.tolist(),
-                num_candidates=num_candidates,
-                split_groups=split_groups,
-            )
-            for host in lengths_by_host
-        ]
+    for max_item_tokens, num_candidates, split_groups in _packing_options(len(lengths.prompts), budget):
+        yield RowPacker(
+            _prompt_group_items(lengths, max_item_tokens) if budget.share_prompts else _single_sample_items(lengths),
+            lengths.completions.tolist(),
+            num_candidates=num_candidates,
+            split_groups=split_groups,
+        )
 
 
 def _packing_options(num_samples: int, budget: TokenBudget) -> list[tuple[int, int, bool]]:
@@ -247,45 +236,23 @@ def _prompt_group_items(lengths: SequenceLengths, max_tokens: int) -> list[Packi
     return items
 
 
-def _best_fit_packing(
-    packers: Sequence[RowPacker], shapes: Sequence[MicroBatchShape], budget: TokenBudget, num_devices: int
-) -> Packing:
-    fit = pack_into_fewest(packers, shapes, num_devices, even_tail=budget.balance)
-    count = _allowed_num_micro_batches(fit.num_micro_batches, budget)
-    if count == fit.num_micro_batches:
-        return fit
-    return pack_evenly(packers, shapes, num_devices, count=count) or fit.to_full_shape(shapes[-1], count)
-
-
-def _karmarkar_karp_packing(
-    packers: Sequence[RowPacker], shapes: Sequence[MicroBatchShape], budget: TokenBudget, num_devices: int
-) -> Packing:
-    count = _allowed_num_micro_batches(min_micro_batches(packers, shapes[-1], num_devices), budget)
-    while (fit := pack_evenly(packers, shapes, num_devices, count=count)) is None:
-        count = _allowed_num_micro_batches(count + max(1, count // 64), budget)
-    return fit
-
-
-def _allowed_num_micro_batches(count: int, budget: TokenBudget) -> int:
-    """Returns the smallest number of micro-batches, at least `count`, that the budget allows."""
-    multiple = budget.num_micro_batches_divisible_by
-    return -(-max(count, budget.min_num_micro_batches, 1) // multiple) * multiple
+def _pack(packer: RowPacker, shapes: Sequence[MicroBatchShape], budget: TokenBudget, num_devices: int) -> Packing:
+    if budget.packing == "best_fit":
+        return pack_into_fewest(packer, shapes, num_devices, even_tail=budget.balance)
+    count = max(min_micro_batches(packer, shapes[-1], num_devices), 1)
+    while (packing := pack_evenly(packer, shapes, num_devices, count=count)) is None:
+        count += max(1, count // 64)
+    return packing
 
 
 def _assign_rows(
-    packing: Packing,
-    host_index: int,
-    lengths: SequenceLengths,
-    budget: TokenBudget,
-    sequence_cost: SequenceCost,
-    num_devices: int,
+    packing: Packing, lengths: SequenceLengths, budget: TokenBudget, sequence_cost: SequenceCost, num_devices: int
 ) -> MicroBatchPlan:
-    """Assigns one host's rows to micro-batches and devices, without changing the rows."""
+    """Assigns rows to micro-batches and devices, without changing the rows."""
     micro_batches: list[MicroBatch] = []
     loads: list[float] = [0] * num_devices
     prompt_numbers = lengths.prompt_indices.tolist()
-    for (rows_per_device, num_tokens), num_micro_batches, rows_of_host in packing.shape_groups:
-        rows = rows_of_host[host_index]
+    for (rows_per_device, num_tokens), num_micro_batches, rows in packing.shape_groups:
         if budget.share_prompts:
             rows = [merge_shared_prompts(row, prompt_numbers) for row in rows]
         sizes = {

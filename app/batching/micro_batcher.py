@@ -1,4 +1,4 @@
-"""Ways to split samples into micro-batches; all hosts make the same plans from all-gathered lengths."""
+"""Ways to split samples into micro-batches; all hosts make the same plan from all-gathered lengths."""
 
 from __future__ import annotations
 
@@ -22,33 +22,34 @@ from app.batching.micro_batch_plan import (
 )
 from app.batching.packing_stats import packing_stats
 from app.distributed.collectives import gather_over_hosts
-from app.mesh.placement import num_local_row_shards
+from app.mesh.placement import num_row_shards
 from app.records.sample import Sample
 
 
 @dataclass(frozen=True, slots=True)
 class GlobalPlan:
-    """Micro-batches of all hosts."""
+    """Micro-batches of all devices, for the samples of all hosts, which are numbered host by host."""
 
-    plans: tuple[MicroBatchPlan, ...]
-    lengths_by_host: tuple[SequenceLengths, ...]
-    devices_per_host: int
+    plan: MicroBatchPlan
+    lengths: SequenceLengths
+    num_samples_by_host: tuple[int, ...]
+    num_devices: int
     sequence_cost: SequenceCost
     max_tokens_per_device: int | None
     """Quota of tokens per device; None = no quota."""
 
     @property
     def local_plan(self) -> MicroBatchPlan:
-        """Plan of this host."""
-        return self.plans[jax.process_index()]
+        """The rows of this host's devices; see `SampleExchange` for their samples."""
+        return self.plan.part(jax.process_index(), len(self.num_samples_by_host))
 
     def packing_stats(self) -> dict[str, float]:
         """Returns the statistics of `app.batching.packing_stats`."""
         return packing_stats(
-            self.plans,
-            self.lengths_by_host,
+            self.plan,
+            self.lengths,
             self.sequence_cost,
-            devices_per_host=self.devices_per_host,
+            num_devices=self.num_devices,
             max_tokens_per_device=self.max_tokens_per_device,
         )
 
@@ -69,13 +70,14 @@ class MicroBatcher(ABC):
         """Quota of tokens per device; None = no quota."""
 
     @abstractmethod
-    def plan(self, lengths_by_host: Sequence[SequenceLengths], *, devices_per_host: int) -> tuple[MicroBatchPlan, ...]:
-        """Returns the plan of each host."""
+    def plan(self, lengths: SequenceLengths, *, num_devices: int) -> MicroBatchPlan:
+        """Returns the plan for all devices."""
 
     def __call__(self, samples: Sequence[Sample], mesh: Mesh) -> GlobalPlan:
-        lengths, devices = gather_lengths(samples), num_local_row_shards(mesh)
-        plans = self.plan(lengths, devices_per_host=devices)
-        return GlobalPlan(plans, lengths, devices, self.sequence_cost, self.max_tokens_per_device)
+        """Plans for the samples of all hosts. All hosts must call it together."""
+        (lengths, counts), num_devices = gather_lengths(samples), num_row_shards(mesh)
+        plan = self.plan(lengths, num_devices=num_devices)
+        return GlobalPlan(plan, lengths, counts, num_devices, self.sequence_cost, self.max_tokens_per_device)
 
 
 @dataclass(frozen=True)
@@ -92,18 +94,13 @@ class FixedRowBatcher(MicroBatcher):
     def max_tokens_per_device(self) -> None:
         return None
 
-    def plan(self, lengths_by_host: Sequence[SequenceLengths], *, devices_per_host: int) -> tuple[MicroBatchPlan, ...]:
-        plans = plan_fixed_rows(
-            lengths_by_host,
-            rows_per_device=self.rows_per_device,
-            devices_per_host=devices_per_host,
-            trim_tail=self.trim_tail,
+    def plan(self, lengths: SequenceLengths, *, num_devices: int) -> MicroBatchPlan:
+        plan = plan_fixed_rows(
+            lengths, rows_per_device=self.rows_per_device, num_devices=num_devices, trim_tail=self.trim_tail
         )
         if self.shape is None:
-            return plans
-        return tuple(
-            MicroBatchPlan(tuple(replace(one, shape=self.shape) for one in plan.micro_batches)) for plan in plans
-        )
+            return plan
+        return MicroBatchPlan(tuple(replace(one, shape=self.shape) for one in plan.micro_batches))
 
 
 @dataclass(frozen=True)
@@ -117,8 +114,8 @@ class PackedRowBatcher(MicroBatcher):
     def max_tokens_per_device(self) -> int:
         return self.budget.max_tokens_per_device
 
-    def plan(self, lengths_by_host: Sequence[SequenceLengths], *, devices_per_host: int) -> tuple[MicroBatchPlan, ...]:
-        return plan_token_budget(lengths_by_host, self.budget, self.sequence_cost, devices_per_host=devices_per_host)
+    def plan(self, lengths: SequenceLengths, *, num_devices: int) -> MicroBatchPlan:
+        return plan_token_budget(lengths, self.budget, self.sequence_cost, num_devices=num_devices)
 
 
 @dataclass(frozen=True)
@@ -138,9 +135,8 @@ class EqualShapeBatcher(MicroBatcher):
     def max_tokens_per_device(self) -> int | None:
         return self.batcher.max_tokens_per_device
 
-    def plan(self, lengths_by_host: Sequence[SequenceLengths], *, devices_per_host: int) -> tuple[MicroBatchPlan, ...]:
-        plans = self.batcher.plan(lengths_by_host, devices_per_host=devices_per_host)
-        return tuple(_pad_tail_micro_batch(plan, devices_per_host) for plan in plans)
+    def plan(self, lengths: SequenceLengths, *, num_devices: int) -> MicroBatchPlan:
+        return _pad_tail_micro_batch(self.batcher.plan(lengths, num_devices=num_devices), num_devices)
 
 
 def _pad_tail_micro_batch(plan: MicroBatchPlan, num_devices: int) -> MicroBatchPlan:
@@ -164,11 +160,17 @@ def sequence_lengths(samples: Sequence[Sample]) -> SequenceLengths:
     )
 
 
-def gather_lengths(samples: Sequence[Sample]) -> tuple[SequenceLengths, ...]:
-    """Returns the lengths of every host, in the order of process indices."""
+def gather_lengths(samples: Sequence[Sample]) -> tuple[SequenceLengths, tuple[int, ...]]:
+    """Returns the lengths of all hosts' samples, host by host, and their number on each host.
+
+    Only samples of one host share a prompt.
+    """
     local = sequence_lengths(samples)
     counts = gather_over_hosts(np.asarray(len(samples)))
     padded = np.zeros((3, max(1, counts.max())), np.int64)
     padded[:, : len(samples)] = local.prompts, local.completions, local.prompt_indices
-    gathered = gather_over_hosts(padded)
-    return tuple(SequenceLengths(*columns[:, :count]) for columns, count in zip(gathered, counts, strict=True))
+    gathered = [columns[:, :count] for columns, count in zip(gather_over_hosts(padded), counts, strict=True)]
+    num_prompts = [int(numbers.max(initial=-1)) + 1 for _, _, numbers in gathered]
+    prompts, completions, numbers = np.concatenate(gathered, axis=1)
+    first_of_host = np.cumsum(num_prompts) - num_prompts
+    return SequenceLengths(prompts, completions, numbers + np.repeat(first_of_host, counts)), tuple(counts.tolist())

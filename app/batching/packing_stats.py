@@ -1,8 +1,7 @@
-"""Statistics of all hosts' plans: fill, balance and padding."""
+"""Statistics of plans: fill, balance and padding."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -13,14 +12,14 @@ from app.batching.micro_batch_plan import MicroBatchPlan, SequenceCost, Sequence
 
 
 def packing_stats(
-    plans: Sequence[MicroBatchPlan],
-    lengths_by_host: Sequence[SequenceLengths],
+    plan: MicroBatchPlan,
+    lengths: SequenceLengths,
     sequence_cost: SequenceCost,
     *,
-    devices_per_host: int,
+    num_devices: int,
     max_tokens_per_device: int | None,
 ) -> dict[str, float]:
-    """Returns statistics over all hosts, in tokens unless noted otherwise.
+    """Returns statistics of a plan for all devices, in tokens unless noted otherwise.
 
     Args:
         max_tokens_per_device: quota of tokens per device; None = no quota.
@@ -33,25 +32,19 @@ def packing_stats(
         seqlen_min, max, mean, minmax_diff: tokens per device if samples were split in order; balanced_min,
             balanced_max: tokens per device in the plan. Prompts count once per sample.
     """
-    hosts = [
-        _row_stats(plan, host, sequence_cost, first_device=number * devices_per_host, num_devices=devices_per_host)
-        for number, (plan, host) in enumerate(zip(plans, lengths_by_host, strict=True))
-    ]
-    rows = _RowStats(*map(np.concatenate, zip(*hosts, strict=True)))
-    num_devices = len(plans) * devices_per_host
+    rows = _row_stats(plan, lengths, sequence_cost, num_devices=num_devices)
     works = np.bincount(rows.device, rows.cost, num_devices)
     balanced = np.bincount(rows.device, rows.sample_tokens, num_devices)
-    totals = np.concatenate([host.totals for host in lengths_by_host])
-    edges = np.arange(num_devices + 1) * len(totals) // num_devices
-    blocks = np.asarray([totals[first:last].sum() for first, last in pairwise(edges)])
+    edges = np.arange(num_devices + 1) * len(lengths.totals) // num_devices
+    blocks = np.asarray([lengths.totals[first:last].sum() for first, last in pairwise(edges)])
     over = int((rows.num_real_tokens > rows.length).sum()) + _num_devices_over_quota(
-        plans, devices_per_host, max_tokens_per_device
+        plan, num_devices, max_tokens_per_device
     )
     return {
         "real_tokens": int(rows.num_real_tokens.sum()),
         "computed_tokens": int(rows.length.sum()),
         "fill": float(rows.num_real_tokens.sum() / rows.length.sum()),
-        "num_micro_batches": plans[0].num_micro_batches,
+        "num_micro_batches": plan.num_micro_batches,
         "num_rows": len(rows.empty),
         "num_dummy_rows": int(rows.empty.sum()),
         "dummy_fraction": float(rows.empty.mean()),
@@ -78,12 +71,7 @@ class _RowStats(NamedTuple):
 
 
 def _row_stats(
-    plan: MicroBatchPlan,
-    host_lengths: SequenceLengths,
-    sequence_cost: SequenceCost,
-    *,
-    first_device: int,
-    num_devices: int,
+    plan: MicroBatchPlan, lengths: SequenceLengths, sequence_cost: SequenceCost, *, num_devices: int
 ) -> _RowStats:
     rows = [row for micro_batch in plan.micro_batches for row in micro_batch.rows]
     segments = [segment for row in rows for segment in row]
@@ -97,23 +85,19 @@ def _row_stats(
         completion_sums = np.bincount(row_of_member, completion_values[members], len(rows))
         return np.bincount(row_of_segment, prompt_values[owners], len(rows)) + completion_sums
 
-    prompt_work = sequence_cost(host_lengths.prompts)
+    prompt_work = sequence_cost(lengths.prompts)
     return _RowStats(
-        num_real_tokens=sums(host_lengths.prompts, host_lengths.completions),
+        num_real_tokens=sums(lengths.prompts, lengths.completions),
         length=np.repeat([micro_batch.shape.num_tokens for micro_batch in plan.micro_batches], counts),
         empty=np.asarray([not row for row in rows]),
-        device=first_device + np.concatenate([np.arange(count) * num_devices // count for count in counts]),
-        sample_tokens=np.bincount(row_of_member, host_lengths.totals[members], len(rows)),
-        cost=sums(prompt_work, sequence_cost(host_lengths.totals) - prompt_work),
+        device=np.concatenate([np.arange(count) * num_devices // count for count in counts]),
+        sample_tokens=np.bincount(row_of_member, lengths.totals[members], len(rows)),
+        cost=sums(prompt_work, sequence_cost(lengths.totals) - prompt_work),
     )
 
 
-def _num_devices_over_quota(plans: Sequence[MicroBatchPlan], num_devices: int, quota: int | None) -> int:
+def _num_devices_over_quota(plan: MicroBatchPlan, num_devices: int, quota: int | None) -> int:
     if quota is None:
         return 0
-    shares = [
-        len(micro_batch.rows) // num_devices * micro_batch.shape.num_tokens
-        for plan in plans
-        for micro_batch in plan.micro_batches
-    ]
+    shares = [len(one.rows) // num_devices * one.shape.num_tokens for one in plan.micro_batches]
     return num_devices * sum(share > quota for share in shares)

@@ -1,4 +1,4 @@
-"""Collectives over hosts for small values: numbers and byte strings."""
+"""Collectives over hosts for values in host memory: numbers, byte strings, and samples that move."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Int32, Int64
 
 from app.records.moments import Moments, merge_moments
 
@@ -46,6 +47,37 @@ def _gather_over(mesh: Mesh, raw: np.ndarray) -> jax.Array:
 @functools.cache
 def _replicate(mesh: Mesh) -> Callable[[jax.Array], jax.Array]:
     return jax.jit(lambda rows: rows, out_shardings=NamedSharding(mesh, PartitionSpec()))
+
+
+def exchange_over_hosts(
+    parts: Sequence[Int32[np.ndarray, "n"]], sizes: Int64[np.ndarray, "hosts hosts"]
+) -> list[Int32[np.ndarray, "n"]]:
+    """Sends every host its part, and returns what each host has sent to this one. All hosts must call it together.
+
+    Args:
+        sizes: number of elements from each host (first index) to each (second), equal on all hosts.
+    """
+    here, num_hosts = jax.process_index(), jax.process_count()
+    # Padded to powers of two, because JAX compiles a program for each new size.
+    padded = np.zeros((1, num_hosts, 1 << (int(sizes.max(initial=1)) - 1).bit_length()), np.int32)
+    for host, part in enumerate(parts):
+        padded[0, host, : len(part)] = part
+    mesh = _mesh or _one_device_per_host()
+    local = jax.make_array_from_process_local_data(NamedSharding(mesh, PartitionSpec("hosts")), padded)
+    received = np.asarray(_transpose(mesh)(local).addressable_data(0))[:, 0]
+    return [row[:size] for row, size in zip(received, sizes[:, here], strict=True)]
+
+
+@functools.cache
+def _one_device_per_host() -> Mesh:
+    first = {device.process_index: device for device in reversed(jax.devices())}
+    return Mesh(np.asarray([first[host] for host in range(jax.process_count())]), ("hosts",))
+
+
+@functools.cache
+def _transpose(mesh: Mesh) -> Callable[[jax.Array], jax.Array]:
+    """Returns a program that leaves each host with the column of an array of which it had a row."""
+    return jax.jit(lambda rows: rows, out_shardings=NamedSharding(mesh, PartitionSpec(None, "hosts")))
 
 
 def sum_over_hosts(values: np.ndarray) -> np.ndarray:

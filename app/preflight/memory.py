@@ -17,7 +17,7 @@ from app.batching.micro_batcher import MicroBatcher
 from app.evaluation.evaluator import evaluation_batch_size
 from app.mesh.device_mesh import num_hosts
 from app.mesh.devices import device_platform
-from app.mesh.placement import abstract_arrays, bytes_per_device, num_local_row_shards
+from app.mesh.placement import abstract_arrays, bytes_per_device, num_row_shards
 from app.records.sample import Prompt
 from app.records.text_format import format_bytes, format_table
 from app.rollout.batch_engine import BatchShape, Footprint
@@ -98,11 +98,14 @@ def compute_step_shapes(
     )
 
     def plan(batcher: MicroBatcher, num_prompts: int, completion: int = rollout.max_new_tokens) -> MicroBatchPlan:
-        """Returns one host's plan, assuming that every host has only groups of the longest samples."""
-        indices = np.arange(num_prompts).repeat(rollout.group_size)
+        """Returns one host's rows, assuming that all hosts have only groups of the longest samples."""
+        hosts = num_hosts(session.mesh)
+        indices = np.arange(num_prompts * hosts).repeat(rollout.group_size)
         lengths = [np.full_like(indices, length) for length in (longest_prompt, completion)]
-        all_hosts = [SequenceLengths(*lengths, prompt_indices=indices)] * num_hosts(session.mesh)
-        return batcher.plan(all_hosts, devices_per_host=num_local_row_shards(session.mesh))[0]
+        all_rows = batcher.plan(
+            SequenceLengths(*lengths, prompt_indices=indices), num_devices=num_row_shards(session.mesh)
+        )
+        return all_rows.part(0, hosts)
 
     mini_batch = rollout.prompts_per_step // settings.num_mini_batches
     shape = evaluation = reward = critic_update = None

@@ -76,7 +76,5 @@ def _make_packed_rows(
         share_prompts=batching.share_prompts,
         packing=batching.packing,
         balance=settings.algorithm.balance_batch,
-        min_num_micro_batches=batching.min_num_micro_batches,
-        num_micro_batches_divisible_by=batching.num_micro_batches_divisible_by,
     )
     return PackedRowBatcher(budget, forward_flops(architecture))

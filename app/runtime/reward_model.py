@@ -13,6 +13,7 @@ from jaxtyping import Int32
 
 from app.batching.metrics import scoring_batching_metrics
 from app.batching.micro_batcher import FixedRowBatcher, GlobalPlan, PackedRowBatcher
+from app.batching.sample_exchange import READ_BY_SCORING, fetch_rows
 from app.model.architecture import Architecture
 from app.model.decoder import DecoderDefinition, Params, ValueDecoder
 from app.model.io.families import SEQUENCE_CLASSIFICATION, architecture_from_config
@@ -140,7 +141,8 @@ class RewardModel:
         conversations = reward_model_inputs([s for s, _ in readable], [text for _, text in readable])
         pieces = self.batcher(conversations, self.mesh)
         run = self.valuer.run_scanned if self.uses_scan else self.valuer.run_looped
-        values = iter(self.valuer.values(self.params, conversations, pieces.local_plan, runner=run))
+        rows = fetch_rows(conversations, pieces, READ_BY_SCORING)
+        values = iter(rows.send_home(self.valuer.values(self.params, rows.samples, rows.plan, runner=run)))
         return [
             RewardOutcome(failure=text) if isinstance(text, RewardFailure) else _outcome(float(next(values)[-1]))
             for text in texts

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from app.batching.micro_batcher import GlobalPlan, MicroBatcher
+from app.batching.sample_exchange import READ_BY_SCORING, fetch_rows
 from app.mesh import device_mesh, placement
 from app.model.architecture import Architecture
 from app.model.attention import platform_blocking
@@ -121,16 +122,17 @@ class ScoringSession:
         if role == "critic":
             return self._score_values(params, samples, batcher=batcher)
         plan = batcher(samples, self.mesh)
+        rows = fetch_rows(samples, plan, READ_BY_SCORING)
         scorer = self.reference_scorer if role == "reference" else self.scorer
         logprobs = scorer.logprobs(
             params,
-            samples,
-            plan.local_plan,
+            rows.samples,
+            rows.plan,
             temperature=self.settings.rollout.temperature,
             runner=self._batch_runner(scorer, role),
         )
-        scored = [replace(s, **{f"{role}_logprobs": x}) for s, x in zip(samples, logprobs, strict=True)]
-        return scored, plan
+        scored = zip(samples, rows.send_home(logprobs), strict=True)
+        return [replace(sample, **{f"{role}_logprobs": x}) for sample, x in scored], plan
 
     def _score_values(
         self, params: Params, samples: Sequence[Sample], *, batcher: MicroBatcher
@@ -140,9 +142,9 @@ class ScoringSession:
         bootstraps = self.settings.algorithm.bootstrap_truncated
         inputs = [append_dummy_token(s) if bootstraps and s.finish_reason == "length" else s for s in samples]
         plan = batcher(inputs, self.mesh)
-        valuer = self.critic.valuer
-        values = valuer.values(params, inputs, plan.local_plan, runner=self._batch_runner(valuer, "critic"))
-        return [replace(s, values=x) for s, x in zip(samples, values, strict=True)], plan
+        rows, valuer = fetch_rows(inputs, plan, READ_BY_SCORING), self.critic.valuer
+        values = valuer.values(params, rows.samples, rows.plan, runner=self._batch_runner(valuer, "critic"))
+        return [replace(s, values=x) for s, x in zip(samples, rows.send_home(values), strict=True)], plan
 
     def _batch_runner(self, scorer: PackedForward, role: ScoredRole) -> BatchRunner:
         return scorer.run_scanned if self.settings.score.for_role(role).strategy == "scan" else scorer.run_looped

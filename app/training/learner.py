@@ -46,12 +46,12 @@ from app.update.surrogate import (
     clipped_surrogate,
     dual_clipped_surrogate,
 )
-from app.update.updater import BatchingMetricsFn, PackFn, PolicyBatchPacker, Updater
+from app.update.updater import BatchingMetricsFn, BatchPacker, PolicyBatchPacker, Updater
 from app.update.value_loss import (
+    ValueBatchPacker,
     ValueLoss,
     clipped_squared_error,
     make_value_objective,
-    pack_value_batch,
     squared_error,
 )
 from settings import Settings
@@ -183,7 +183,7 @@ def make_critic_learner(settings: Settings, critic: CriticModel, mesh: Mesh, max
     schedule = make_schedule(optimizer, num_updates=settings.run.steps * settings.updates_per_step)
     batcher = make_update_batcher(settings, settings.critic, critic.spec.architecture, max_lengths)
     names = VALUE_METRICS, critic_batching_metrics
-    return _make_learner(optimizer, schedule, definition, mesh, objective, batcher, pack_value_batch, *names)
+    return _make_learner(optimizer, schedule, definition, mesh, objective, batcher, ValueBatchPacker(), *names)
 
 
 def _make_learner(
@@ -193,7 +193,7 @@ def _make_learner(
     mesh: Mesh,
     objective: Callable[..., Any],
     batcher: MicroBatcher,
-    pack: PackFn,
+    pack: BatchPacker,
     metric_names: MetricNames,
     batching_metrics_fn: BatchingMetricsFn,
 ) -> Learner:

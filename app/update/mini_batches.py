@@ -28,8 +28,8 @@ def split_by_group(
     """Returns the indices of this host's samples in each of `num_parts` mini-batches, in whole groups and in order.
 
     The step's groups, in the order of hosts, form consecutive blocks of `num_parts`, and each mini-batch gets one group
-    of every block. A host has whole blocks, so mini-batches do not depend on the number of hosts, and no sample moves
-    between hosts. If groups are missing, the last block is short.
+    of every block. A host has whole blocks, so mini-batches do not depend on the number of hosts. If groups are
+    missing, the last block is short.
 
     Args:
         order: mini-batch of each group in a block; None = the k-th group goes to the k-th mini-batch.

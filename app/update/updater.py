@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from jaxtyping import Array
 from app.batching.metrics import policy_batching_metrics
 from app.batching.micro_batch_plan import MicroBatch
 from app.batching.micro_batcher import GlobalPlan, MicroBatcher
+from app.batching.sample_exchange import HostRows, fetch_rows
 from app.batching.token_batch import pack_last_target_indices, pack_per_token, pack_tokens
 from app.distributed.collectives import sum_over_hosts
 from app.mesh.placement import to_global
@@ -30,8 +31,23 @@ from settings.schema.score import ScoredRole
 UpdateStepFn = Callable[[TrainState, Sequence[Any], Array, Params | None], tuple[TrainState, dict[str, Array]]]
 """(state, micro-batches, temperature, frozen) -> (new state, metrics); see `app.update.step.UpdateStep`."""
 
-PackFn = Callable[[Sequence[Sample], MicroBatch, StepTotals], Any]
-"""(samples of a mini-batch, one micro-batch of it, counts of the optimizer step) -> the inputs of the loss."""
+
+class BatchPacker(Protocol):
+    """Packs one micro-batch into the inputs of a loss."""
+
+    @property
+    def fields(self) -> Sequence[str]:
+        """The fields of samples that it reads, one value per completion token."""
+        ...
+
+    def __call__(self, samples: Sequence[Sample], micro_batch: MicroBatch, totals: StepTotals) -> Any:
+        """Returns the inputs of the loss.
+
+        Args:
+            samples: samples of a mini-batch, as `micro_batch` numbers them.
+            totals: counts of the optimizer step.
+        """
+
 
 BatchingMetricsFn = Callable[[Sequence[GlobalPlan]], Mapping[str, float]]
 
@@ -54,7 +70,7 @@ class Updater:
         mesh: Mesh,
         *,
         micro_batcher: MicroBatcher,
-        pack: PackFn,
+        pack: BatchPacker,
         batching_metrics: BatchingMetricsFn = policy_batching_metrics,
     ):
         self.step = step
@@ -76,18 +92,19 @@ class Updater:
         """
         mini_batches = {id(samples): samples for epoch in epochs for samples in epoch}
         plans = {key: self.micro_batcher(samples, self.mesh) for key, samples in mini_batches.items()}
+        rows = {key: fetch_rows(samples, plans[key], self.pack.fields) for key, samples in mini_batches.items()}
         history = []
         for samples in (samples for epoch in epochs for samples in epoch):
-            micro_batches = self._pack_micro_batches(samples, plans[id(samples)])
+            micro_batches = self._pack_micro_batches(samples, rows[id(samples)])
             with jax.set_mesh(self.mesh):
                 state, metrics = self.step(state, micro_batches, jnp.float32(temperature), frozen)
             history.append(metrics)
         metrics = summarize_updates([{k: float(v) for k, v in m.items()} for m in jax.device_get(history)])
         return state, {**metrics, **self.batching_metrics([plans[id(samples)] for samples in epochs[0]])}
 
-    def _pack_micro_batches(self, samples: Sequence[Sample], global_plan: GlobalPlan) -> list[Any]:
+    def _pack_micro_batches(self, samples: Sequence[Sample], rows: HostRows) -> list[Any]:
         totals = StepTotals(*sum_over_hosts(np.asarray(StepTotals.from_samples(samples))).tolist())
-        return [to_global(self.mesh, self.pack(samples, one, totals)) for one in global_plan.local_plan.micro_batches]
+        return [to_global(self.mesh, self.pack(rows.samples, one, totals)) for one in rows.plan.micro_batches]
 
 
 @dataclass(frozen=True)
@@ -103,6 +120,10 @@ class PolicyBatchPacker:
     aggregation: AggregationFn
     roles: Collection[ScoredRole]
     needs_sample_reducer: bool = False
+
+    @property
+    def fields(self) -> list[str]:
+        return ["mask", "behavior_logprobs", "advantages", *(f"{role}_logprobs" for role in self.roles)]
 
     def __call__(self, samples: Sequence[Sample], micro_batch: MicroBatch, totals: StepTotals) -> PolicyBatch:
         def packed(value_of: Callable[[Sample], Any]) -> np.ndarray:

@@ -33,18 +33,21 @@ class ValueBatch:
     """1 / (tokens of the step) on tokens that the policy wrote."""
 
 
-def pack_value_batch(samples: Sequence[Sample], micro_batch: MicroBatch, totals: StepTotals) -> ValueBatch:
+class ValueBatchPacker:
     """Packs the inputs of the critic's loss from samples with values and returns."""
 
-    def packed(value_of: Callable[[Sample], Any]) -> np.ndarray:
-        return pack_per_token(samples, micro_batch, value_of)
+    fields = ("mask", "token_values", "returns")
 
-    return ValueBatch(
-        tokens=pack_tokens(samples, micro_batch),
-        old_values=packed(lambda s: s.token_values),
-        returns=packed(lambda s: s.returns),
-        token_weights=packed(lambda s: token_mean(s, totals)),
-    )
+    def __call__(self, samples: Sequence[Sample], micro_batch: MicroBatch, totals: StepTotals) -> ValueBatch:
+        def packed(value_of: Callable[[Sample], Any]) -> np.ndarray:
+            return pack_per_token(samples, micro_batch, value_of)
+
+        return ValueBatch(
+            tokens=pack_tokens(samples, micro_batch),
+            old_values=packed(lambda s: s.token_values),
+            returns=packed(lambda s: s.returns),
+            token_weights=packed(lambda s: token_mean(s, totals)),
+        )
 
 
 class SquaredError(NamedTuple):

@@ -35,6 +35,8 @@ from app.batching.micro_batch_shapes import candidate_shapes
 from app.batching.packing_stats import packing_stats
 
 QUOTA = 4096
+DEFAULT_QUOTA = 16384
+"""That of `algorithm.max_tokens_per_device`."""
 MEAN_LENGTH = 800
 GSM8K_QUANTILES = (
     *(65, 97, 109, 118, 126, 133, 141, 148, 156, 163, 172),
@@ -80,9 +82,9 @@ def groups(rng: np.random.Generator, count: int, size: int) -> SequenceLengths:
     return SequenceLengths(prompts, completions, numbers)
 
 
-def make_budget(quota: int, longest: int, **changes: Any) -> TokenBudget:
+def make_budget(quota: int, longest: int, *, max_group_tokens: int = 0, **changes: Any) -> TokenBudget:
     fields = {"share_prompts": False, "packing": "best_fit", "balance": True} | changes
-    return TokenBudget(quota, choose_row_length(quota, longest), **fields)
+    return TokenBudget(quota, choose_row_length(quota, longest, max_group_tokens=max_group_tokens), **fields)
 
 
 def first_fit(host: SequenceLengths, num_devices: int) -> int:
@@ -98,7 +100,7 @@ def first_fit(host: SequenceLengths, num_devices: int) -> int:
 def padded(host: SequenceLengths, num_devices: int) -> int:
     """Returns the tokens of fixed micro-batches with as many rows as the quota can hold."""
     rows = max(1, QUOTA // bucketed_row_shape(int(host.totals.max()), int(host.completions.max())).num_tokens)
-    (plan,) = plan_fixed_rows([host], rows_per_device=rows, devices_per_host=num_devices, trim_tail=True)
+    plan = plan_fixed_rows(host, rows_per_device=rows, num_devices=num_devices, trim_tail=True)
     return computed_tokens(plan)
 
 
@@ -119,14 +121,10 @@ def fill_of_cell(draw: Callable, count: int, num_devices: int, num_seeds: int) -
     for seed in range(num_seeds):
         host = lone(draw(np.random.default_rng(seed), count))
         plans = {
-            name: plan_token_budget(
-                [host], make_budget(QUOTA, QUOTA, packing=name), flops, devices_per_host=num_devices
-            )
+            name: plan_token_budget(host, make_budget(QUOTA, QUOTA, packing=name), flops, num_devices=num_devices)
             for name in ("best_fit", "karmarkar_karp")
         }
-        ours = packing_stats(
-            plans["best_fit"], [host], flops, devices_per_host=num_devices, max_tokens_per_device=QUOTA
-        )
+        ours = packing_stats(plans["best_fit"], host, flops, num_devices=num_devices, max_tokens_per_device=QUOTA)
         tokens, computed = int(host.totals.sum()), ours["computed_tokens"]
         in_arrival_order = first_fit(host, num_devices)
         row = {
@@ -136,9 +134,9 @@ def fill_of_cell(draw: Callable, count: int, num_devices: int, num_seeds: int) -
             "over_quota": ours["over_quota"],
             "micro_batches": ours["num_micro_batches"],
             "bound": -(-tokens // (QUOTA * num_devices)),
-            "karmarkar_karp_micro_batches": plans["karmarkar_karp"][0].num_micro_batches,
+            "karmarkar_karp_micro_batches": plans["karmarkar_karp"].num_micro_batches,
             "first_fit_micro_batches": in_arrival_order,
-            "karmarkar_karp_ratio": computed_tokens(plans["karmarkar_karp"][0]) / computed,
+            "karmarkar_karp_ratio": computed_tokens(plans["karmarkar_karp"]) / computed,
             "first_fit_ratio": in_arrival_order * num_devices * QUOTA / computed,
             "padded_ratio": padded(host, num_devices) / computed,
         }
@@ -179,7 +177,7 @@ def sharing_table() -> dict[str, dict[str, float]]:
         computed = {}
         for share in (False, True):
             budget = make_budget(quota, longest, share_prompts=share)
-            (plan,) = plan_token_budget([host], budget, flops, devices_per_host=num_devices)
+            plan = plan_token_budget(host, budget, flops, num_devices=num_devices)
             computed[share] = computed_tokens(plan)
         once = int(host.completions.sum() + host.prompts[::8].sum())
         row = choose_row_length(quota, longest)
@@ -196,46 +194,85 @@ def sharing_table() -> dict[str, dict[str, float]]:
     return cells
 
 
-def random_case(rng: np.random.Generator) -> tuple[list[SequenceLengths], TokenBudget, int]:
-    """Returns a random case of up to 8 hosts with up to 8 devices, up to 2,000 samples, any quota and options."""
-    num_hosts, num_devices = (int(n) for n in rng.integers(1, 9, 2))
+def joined(hosts: Sequence[SequenceLengths]) -> SequenceLengths:
+    """Returns the samples of several hosts, whose prompts remain separate."""
+    first_prompts = np.cumsum([0, *(host.prompt_indices.max(initial=-1) + 1 for host in hosts)])
+    return SequenceLengths(
+        np.concatenate([host.prompts for host in hosts]),
+        np.concatenate([host.completions for host in hosts]),
+        np.concatenate([host.prompt_indices + first for host, first in zip(hosts, first_prompts, strict=False)]),
+    )
+
+
+def hosts_table(num_seeds: int) -> dict[str, dict[str, float]]:
+    """Compares one plan for all hosts with a plan of each host's own samples, as large as that of the fullest host."""
+    print(
+        f"\nHosts of 8 devices, quota {DEFAULT_QUOTA}, shared prompts, 8 samples a prompt; means over {num_seeds} seeds"
+    )
+    print(f"{'samples':<10}{'hosts':>6}{'fill':>8}{'least':>8}{'imbal.':>8}{'most':>8}{'positions of own plans':>24}")
+    cells = {}
+    longest = 2000
+    budget = make_budget(DEFAULT_QUOTA, longest, share_prompts=True, max_group_tokens=8 * longest)
+    for of_host in (64, 256):
+        for num_hosts in (1, 2, 4, 8):
+            found = []
+            for seed in range(num_seeds):
+                hosts = [groups(np.random.default_rng((seed, host)), of_host, 8) for host in range(num_hosts)]
+                plan = plan_token_budget(joined(hosts), budget, flops, num_devices=8 * num_hosts)
+                own = [computed_tokens(plan_token_budget(host, budget, flops, num_devices=8)) for host in hosts]
+                stats = packing_stats(
+                    plan, joined(hosts), flops, num_devices=8 * num_hosts, max_tokens_per_device=DEFAULT_QUOTA
+                )
+                positions = num_hosts * max(own) / stats["computed_tokens"]
+                found.append((stats["fill"], stats["flops_imbalance"], positions))
+            fills, imbalances, positions = zip(*found, strict=True)
+            cells[f"{of_host} samples a host, {num_hosts} hosts"] = c = {
+                "fill": float(np.mean(fills)),
+                "fill_min": min(fills),
+                "flops_imbalance": float(np.mean(imbalances)),
+                "flops_imbalance_max": max(imbalances),
+                "positions_of_own_plans": float(np.mean(positions)),
+            }
+            print(
+                f"{of_host:<10}{num_hosts:>6}{c['fill']:>8.3f}{c['fill_min']:>8.3f}{c['flops_imbalance']:>8.3f}"
+                f"{c['flops_imbalance_max']:>8.3f}{c['positions_of_own_plans']:>24.3f}"
+            )
+    return cells
+
+
+def random_case(rng: np.random.Generator) -> tuple[SequenceLengths, TokenBudget, int]:
+    """Returns a random case of up to 64 devices, up to 2,000 samples, any quota and options."""
+    num_devices = math.prod(int(n) for n in rng.integers(1, 9, 2))
     quota = int(rng.choice([64, 500, 1024, 4096, 16384]))
     longest = int(rng.integers(2, quota + 1))
     count = int(rng.choice([2, 20, 200, 2001]) * rng.random())
-    shares = np.sort(rng.integers(0, num_hosts, count)) if rng.random() < 0.5 else np.arange(count) * num_hosts // count
-    hosts = []
-    for size in np.bincount(shares, minlength=num_hosts).tolist():
-        numbers = np.arange(size) // int(rng.integers(1, 9))
-        prompts = rng.integers(1, longest, size + 1)[numbers]
-        totals = np.clip(rng.lognormal(math.log(longest) - 1.5, 1, size).astype(np.int64), prompts + 1, longest)
-        hosts.append(SequenceLengths(prompts, totals - prompts, numbers))
+    numbers = np.arange(count) // int(rng.integers(1, 9))
+    prompts = rng.integers(1, longest, count + 1)[numbers]
+    totals = np.clip(rng.lognormal(math.log(longest) - 1.5, 1, count).astype(np.int64), prompts + 1, longest)
     budget = make_budget(
         quota,
         longest,
         share_prompts=bool(rng.random() < 0.5),
         packing="karmarkar_karp" if rng.random() < 0.2 else "best_fit",
         balance=bool(rng.random() < 0.5),
-        min_num_micro_batches=int(rng.choice([1, 1, 2, 5])),
-        num_micro_batches_divisible_by=int(rng.choice([1, 1, 2, 4])),
     )
-    return hosts, budget, num_devices
+    return SequenceLengths(prompts, totals - prompts, numbers), budget, num_devices
 
 
 def random_cases(num_cases: int) -> dict[str, int]:
-    """Counts plans above the quota, with unequal counts or shapes on hosts, and with missing samples."""
-    over = unequal = incomplete = 0
+    """Counts plans above the quota, and those with missing samples."""
+    over = incomplete = 0
     for seed in range(num_cases):
-        hosts, budget, num_devices = random_case(np.random.default_rng(seed))
-        plans = plan_token_budget(hosts, budget, flops, devices_per_host=num_devices)
+        lengths, budget, num_devices = random_case(np.random.default_rng(seed))
+        plan = plan_token_budget(lengths, budget, flops, num_devices=num_devices)
         found = packing_stats(
-            plans, hosts, flops, devices_per_host=num_devices, max_tokens_per_device=budget.max_tokens_per_device
+            plan, lengths, flops, num_devices=num_devices, max_tokens_per_device=budget.max_tokens_per_device
         )
         over += found["over_quota"] > 0
-        unequal += len({tuple((len(m.rows), m.shape) for m in plan.micro_batches) for plan in plans}) != 1
-        held = [sorted(i for m in p.micro_batches for row in m.rows for s in row for i in s) for p in plans]
-        incomplete += held != [list(range(len(host.prompts))) for host in hosts]
-    print(f"\n{num_cases} random cases: {over} over the quota, {unequal} of unequal counts, {incomplete} incomplete")
-    return {"cases": num_cases, "over_quota": over, "unequal_counts": unequal, "incomplete": incomplete}
+        held = sorted(i for m in plan.micro_batches for row in m.rows for segment in row for i in segment)
+        incomplete += held != list(range(len(lengths.prompts)))
+    print(f"\n{num_cases} random cases: {over} over the quota, {incomplete} incomplete")
+    return {"cases": num_cases, "over_quota": over, "incomplete": incomplete}
 
 
 def median_ms(call: Callable[[], object], repeats: int = 9) -> float:
@@ -253,21 +290,19 @@ def times() -> dict[str, float]:
     for name, draw in DISTRIBUTIONS.items():
         host = lone(draw(np.random.default_rng(0), 8192))
         for num_devices in (1, 8):
-            plan = functools.partial(
-                plan_token_budget, [host], make_budget(QUOTA, QUOTA), flops, devices_per_host=num_devices
-            )
+            plan = functools.partial(plan_token_budget, host, make_budget(QUOTA, QUOTA), flops, num_devices=num_devices)
             found[f"plan 8192, {name}, dp {num_devices}"] = median_ms(plan)
         budget = make_budget(QUOTA, QUOTA, packing="karmarkar_karp")
-        plan = functools.partial(plan_token_budget, [host], budget, flops, devices_per_host=8)
+        plan = functools.partial(plan_token_budget, host, budget, flops, num_devices=8)
         found[f"plan 8192 by Karmarkar-Karp, {name}, dp 8"] = median_ms(plan, repeats=3)
     host = groups(np.random.default_rng(0), 8192, 8)
     for quota, longest in ((QUOTA, QUOTA), (16384, 2000)):
         budget = make_budget(quota, longest, share_prompts=True)
-        plan = functools.partial(plan_token_budget, [host], budget, flops, devices_per_host=1)
+        plan = functools.partial(plan_token_budget, host, budget, flops, num_devices=1)
         found[f"plan 8192, shared prompts, quota {quota}, rows of {budget.row_length}"] = median_ms(plan)
-    plans = plan_token_budget([host], budget, flops, devices_per_host=1)
+    planned = plan_token_budget(host, budget, flops, num_devices=1)
     found["figures of 8192"] = median_ms(
-        lambda: packing_stats(plans, [host], flops, devices_per_host=1, max_tokens_per_device=QUOTA)
+        lambda: packing_stats(planned, host, flops, num_devices=1, max_tokens_per_device=QUOTA)
     )
     return found | assembly_times()
 
@@ -283,8 +318,8 @@ def assembly_times() -> dict[str, float]:
         asked = Prompt(str(number), np.full(prompt, number, np.int32), "", None)
         ids, logprobs = np.ones(completion, np.int32), np.ones(completion, np.float32)
         samples.append(Sample(asked, 0, int(number), ids, "", logprobs, "length", 0))
-    (plan,) = plan_token_budget(
-        [sequence_lengths(samples)], make_budget(16384, 2000, share_prompts=True), flops, devices_per_host=1
+    plan = plan_token_budget(
+        sequence_lengths(samples), make_budget(16384, 2000, share_prompts=True), flops, num_devices=1
     )
 
     def assemble() -> list[np.ndarray]:
@@ -312,6 +347,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     record: dict[str, Any] = {"measured_at": datetime.now(UTC).isoformat(timespec="seconds")}
     record["fill"] = fill_table({64: options.seeds, 512: max(1, options.seeds // 4)})
     record["shared_prompts"] = sharing_table()
+    record["hosts"] = hosts_table(max(1, options.seeds // 2))
     record["times_ms"] = times()
     print("\nMilliseconds, medians of 9 (Karmarkar-Karp: of 3)")
     for name, milliseconds in record["times_ms"].items():

@@ -84,8 +84,8 @@ def device_work(plan: MicroBatchPlan, host: SequenceLengths, num_devices: int) -
     return np.asarray([[work[members(rows)].sum() for rows in device_rows(m, num_devices)] for m in plan.micro_batches])
 
 
-def random_case(seed: int) -> tuple[list[SequenceLengths], TokenBudget, int]:
-    """Returns a random case of up to 8 hosts with up to 8 devices, groups of up to 8 samples, and any quota."""
+def random_case(seed: int) -> tuple[SequenceLengths, TokenBudget, int]:
+    """Returns a random case of samples, up to 64 devices, groups of up to 8 samples, and any quota."""
     rng = np.random.default_rng(seed)
     quota = int(rng.choice([64, 500, 1024, 4096]))
     longest = int(rng.integers(2, quota + 1))
@@ -95,8 +95,6 @@ def random_case(seed: int) -> tuple[list[SequenceLengths], TokenBudget, int]:
         share_prompts=bool(rng.random() < 0.5),
         packing=str(rng.choice(["best_fit", "best_fit", "karmarkar_karp"])),
         balance=bool(rng.random() < 0.5),
-        min_num_micro_batches=int(rng.choice([1, 1, 5])),
-        num_micro_batches_divisible_by=int(rng.choice([1, 1, 3])),
     )
     hosts = []
     for _ in range(int(rng.integers(1, 9))):
@@ -105,29 +103,22 @@ def random_case(seed: int) -> tuple[list[SequenceLengths], TokenBudget, int]:
         prompts = rng.integers(1, longest, count + 1)[numbers]
         totals = np.clip(rng.lognormal(np.log(longest) - 1.5, 1, count).astype(int), prompts + 1, longest)
         hosts.append(SequenceLengths(prompts, totals - prompts, numbers))
-    return hosts, budget, int(rng.integers(1, 9))
+    return joined(*hosts), budget, int(rng.integers(1, 9)) * len(hosts)
 
 
-def check_plans(
-    plans: Sequence[MicroBatchPlan], hosts: Sequence[SequenceLengths], budget: TokenBudget, num_devices: int
-) -> None:
-    """Asserts equal counts and shapes on all hosts, every sample once, and no row or device above its limit."""
-    first = plans[0].micro_batches
-    assert len(first) >= max(1, budget.min_num_micro_batches)
-    assert len(first) % budget.num_micro_batches_divisible_by == 0
-    for plan, host in zip(plans, hosts, strict=True):
-        assert [(m.shape, len(m.rows)) for m in plan.micro_batches] == [(m.shape, len(m.rows)) for m in first]
-        rows = [(row, m.shape) for m in plan.micro_batches for row in m.rows]
-        assert sorted(members([row for row, _ in rows])) == list(range(len(host.prompts)))
-        for row, shape in rows:
-            assert tokens_of(row, host) <= shape.num_tokens
-            assert shape == RowShape(shape.num_tokens, shape.num_tokens)
-            numbers = [int(host.prompt_indices[segment[0]]) for segment in row]
-            assert all(set(host.prompt_indices[list(s)]) == {n} for s, n in zip(row, numbers, strict=True))
-            if budget.share_prompts:
-                assert len(set(numbers)) == len(numbers)
-            else:
-                assert all(len(segment) == 1 for segment in row)
-        for m in plan.micro_batches:
-            assert len(m.rows) % num_devices == 0
-            assert len(m.rows) // num_devices * m.shape.num_tokens <= budget.max_tokens_per_device
+def check_plan(plan: MicroBatchPlan, lengths: SequenceLengths, budget: TokenBudget, num_devices: int) -> None:
+    """Asserts that every sample is in the plan once, and no row or device is above its limit."""
+    rows = [(row, m.shape) for m in plan.micro_batches for row in m.rows]
+    assert sorted(members([row for row, _ in rows])) == list(range(len(lengths.prompts)))
+    for row, shape in rows:
+        assert tokens_of(row, lengths) <= shape.num_tokens
+        assert shape == RowShape(shape.num_tokens, shape.num_tokens)
+        numbers = [int(lengths.prompt_indices[segment[0]]) for segment in row]
+        assert all(set(lengths.prompt_indices[list(s)]) == {n} for s, n in zip(row, numbers, strict=True))
+        if budget.share_prompts:
+            assert len(set(numbers)) == len(numbers)
+        else:
+            assert all(len(segment) == 1 for segment in row)
+    for m in plan.micro_batches:
+        assert len(m.rows) % num_devices == 0
+        assert len(m.rows) // num_devices * m.shape.num_tokens <= budget.max_tokens_per_device

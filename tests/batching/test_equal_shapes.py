@@ -16,7 +16,7 @@ def lengths(totals: list[int]) -> SequenceLengths:
 
 def test_a_trimmed_tail_gets_empty_rows_on_each_device() -> None:
     cut = EqualShapeBatcher(FixedRowBatcher(2, trim_tail=True))
-    (plan,) = cut.plan([lengths([5] * 6)], devices_per_host=2)
+    plan = cut.plan(lengths([5] * 6), num_devices=2)
     shape = RowShape(16, 4)
     assert plan.micro_batches == (
         MicroBatch((((0,),), ((1,),), ((2,),), ((3,),)), shape),
@@ -27,9 +27,9 @@ def test_a_trimmed_tail_gets_empty_rows_on_each_device() -> None:
 def test_a_short_row_becomes_a_full_one() -> None:
     budget = TokenBudget(64, row_length=32, share_prompts=False, packing="best_fit", balance=True)
     for num_samples in range(9, 60):
-        (own,) = PackedRowBatcher(budget, token_count_cost).plan([lengths([7] * num_samples)], devices_per_host=1)
-        (plan,) = EqualShapeBatcher(PackedRowBatcher(budget, token_count_cost)).plan(
-            [lengths([7] * num_samples)], devices_per_host=1
+        own = PackedRowBatcher(budget, token_count_cost).plan(lengths([7] * num_samples), num_devices=1)
+        plan = EqualShapeBatcher(PackedRowBatcher(budget, token_count_cost)).plan(
+            lengths([7] * num_samples), num_devices=1
         )
         held = [sorted(i for row in one.rows for segment in row for i in segment) for one in plan.micro_batches]
         assert held == [sorted(i for row in one.rows for segment in row for i in segment) for one in own.micro_batches]
@@ -38,13 +38,11 @@ def test_a_short_row_becomes_a_full_one() -> None:
 
 def test_a_lone_micro_batch_stays_as_it_is() -> None:
     cut = FixedRowBatcher(8, trim_tail=True)
-    assert EqualShapeBatcher(cut).plan([lengths([5])], devices_per_host=2) == cut.plan(
-        [lengths([5])], devices_per_host=2
-    )
+    assert EqualShapeBatcher(cut).plan(lengths([5]), num_devices=2) == cut.plan(lengths([5]), num_devices=2)
 
 
 @pytest.mark.parametrize("totals", [[3], [16, 9, 3]])
 def test_fixed_rows_can_be_told_their_shape(totals: list[int]) -> None:
     shape = RowShape(48, 24)
-    (plan,) = FixedRowBatcher(2, trim_tail=False, shape=shape).plan([lengths(totals)], devices_per_host=1)
+    plan = FixedRowBatcher(2, trim_tail=False, shape=shape).plan(lengths(totals), num_devices=1)
     assert {one.shape for one in plan.micro_batches} == {shape}

@@ -18,8 +18,10 @@ from app.batching.micro_batch_plan import (
     plan_fixed_rows,
     plan_token_budget,
 )
+from app.batching.micro_batch_shapes import candidate_shapes
+from app.batching.packing_stats import packing_stats
 from tests.batching.plans import (
-    check_plans,
+    check_plan,
     computed_tokens,
     device_work,
     flops,
@@ -36,8 +38,8 @@ from tests.batching.plans import (
 
 
 def planned(host: SequenceLengths, budget: TokenBudget, num_devices: int = 1) -> MicroBatchPlan:
-    (plan,) = plan_token_budget([host], budget, flops, devices_per_host=num_devices)
-    check_plans([plan], [host], budget, num_devices)
+    plan = plan_token_budget(host, budget, flops, num_devices=num_devices)
+    check_plan(plan, host, budget, num_devices)
     return plan
 
 
@@ -80,7 +82,7 @@ def test_a_quota_below_the_longest_possible_sample_is_refused():
 
 
 def test_fixed_rows_by_hand():
-    (plan,) = plan_fixed_rows([lone(5, 6, 7, 8, 9)], rows_per_device=2, devices_per_host=1, trim_tail=False)
+    plan = plan_fixed_rows(lone(5, 6, 7, 8, 9), rows_per_device=2, num_devices=1, trim_tail=False)
     shape = RowShape(16, 8)
     assert plan == MicroBatchPlan(
         (
@@ -92,40 +94,68 @@ def test_fixed_rows_by_hand():
 
 
 @pytest.mark.parametrize(
-    ("counts", "rows_per_device", "num_devices", "trim_tail", "expected"),
+    ("count", "rows_per_device", "num_devices", "trim_tail", "expected"),
     [
-        ([5], 2, 1, True, [2, 2, 1]),
-        ([5], 2, 1, False, [2, 2, 2]),
-        ([5], 8, 1, False, [5]),
-        ([5], None, 1, False, [5]),
-        ([12], 1, 4, True, [4, 4, 4]),
-        ([13], 1, 4, True, [4, 4, 4, 4]),
-        ([13], 2, 4, True, [8, 8]),
-        ([9], 2, 4, True, [8, 4]),
-        ([9], 2, 4, False, [8, 8]),
-        ([9], None, 4, True, [12]),
-        ([10, 7], 2, 2, True, [4, 4, 2]),
-        ([0, 7], 2, 2, False, [4, 4]),
-        ([0, 0], 2, 2, True, [2]),
-        ([16], 2, 4, True, [8, 8]),
+        (5, 2, 1, True, [2, 2, 1]),
+        (5, 2, 1, False, [2, 2, 2]),
+        (5, 8, 1, False, [5]),
+        (5, None, 1, False, [5]),
+        (12, 1, 4, True, [4, 4, 4]),
+        (13, 1, 4, True, [4, 4, 4, 4]),
+        (13, 2, 4, True, [8, 8]),
+        (9, 2, 4, True, [8, 4]),
+        (9, 2, 4, False, [8, 8]),
+        (9, None, 4, True, [12]),
+        (0, 2, 2, True, [2]),
+        (16, 2, 4, True, [8, 8]),
     ],
 )
-def test_fixed_micro_batches_fill_whole_devices_on_every_host(
-    counts, rows_per_device, num_devices, trim_tail, expected
-):
-    hosts = [lone(*[4] * count) for count in counts]
-    plans = plan_fixed_rows(hosts, rows_per_device=rows_per_device, devices_per_host=num_devices, trim_tail=trim_tail)
-    for plan, count in zip(plans, counts, strict=True):
-        assert [len(m.rows) for m in plan.micro_batches] == expected
-        assert [i for m in plan.micro_batches for i in members(m.rows)] == list(range(count))
-        assert all(len(row) <= 1 for m in plan.micro_batches for row in m.rows)
-
-
-def test_fixed_rows_hold_the_longest_sample_and_completion_of_any_host():
-    plans = plan_fixed_rows(
-        [lone(23, prompt=20), lone(10, prompt=1), lone()], rows_per_device=1, devices_per_host=1, trim_tail=True
+def test_fixed_micro_batches_fill_whole_devices(count, rows_per_device, num_devices, trim_tail, expected):
+    plan = plan_fixed_rows(
+        lone(*[4] * count), rows_per_device=rows_per_device, num_devices=num_devices, trim_tail=trim_tail
     )
-    assert {m.shape for plan in plans for m in plan.micro_batches} == {RowShape(24, 12)}
+    assert [len(m.rows) for m in plan.micro_batches] == expected
+    assert [i for m in plan.micro_batches for i in members(m.rows)] == list(range(count))
+    assert all(len(row) <= 1 for m in plan.micro_batches for row in m.rows)
+
+
+def test_fixed_rows_hold_the_longest_sample_and_completion():
+    lengths = joined(lone(23, prompt=20), lone(10, prompt=1))
+    plan = plan_fixed_rows(lengths, rows_per_device=1, num_devices=1, trim_tail=True)
+    assert {m.shape for m in plan.micro_batches} == {RowShape(24, 12)}
+
+
+def test_a_part_of_a_plan_has_the_rows_of_its_devices():
+    plan = plan_token_budget(lone(*range(100, 164)), make_budget(1024), flops, num_devices=8)
+    parts = [plan.part(host, 4) for host in range(4)]
+    for number, whole in enumerate(plan.micro_batches):
+        assert tuple(row for part in parts for row in part.micro_batches[number].rows) == whole.rows
+        assert {(len(part.micro_batches[number].rows), part.micro_batches[number].shape) for part in parts} == {
+            (len(whole.rows) // 4, whole.shape)
+        }
+
+
+@pytest.mark.parametrize("num_hosts", [1, 2, 4, 8])
+def test_hosts_share_the_work_whoever_drew_the_longest_samples(num_hosts):
+    fills, imbalances = [], []
+
+    def cost(lengths: np.ndarray) -> np.ndarray:
+        """Attention costs as much as the rest at 8,000 tokens, as in SmolLM2-135M."""
+        return 8000 * lengths + lengths**2
+
+    for seed in range(10):
+        rng = np.random.default_rng(seed)
+        hosts = [
+            joined(*(group(150, *np.clip(rng.lognormal(mean, 0.8, 8), 1, 1600).astype(int)) for _ in range(8)))
+            for mean in rng.normal(6.2, 0.2, num_hosts)
+        ]
+        budget = make_budget(16384, share_prompts=True)
+        plan = plan_token_budget(joined(*hosts), budget, cost, num_devices=8 * num_hosts)
+        stats = packing_stats(plan, joined(*hosts), cost, num_devices=8 * num_hosts, max_tokens_per_device=16384)
+        fills.append(stats["fill"])
+        imbalances.append(stats["flops_imbalance"])
+    assert np.mean(fills) > 0.95
+    assert np.mean(imbalances) < 1.06 and max(imbalances) < 1.08
 
 
 def test_samples_share_rows_up_to_the_quota():
@@ -143,23 +173,20 @@ def test_a_sample_as_long_as_the_quota_stands_alone(packing):
 def test_a_sample_longer_than_the_quota_is_an_error_that_says_so(packing):
     budget = make_budget(4096, packing=packing)
     with pytest.raises(ValueError, match="sample 2 has 4097 tokens, too many for a quota of 4096 tokens per device"):
-        plan_token_budget([lone(), lone(5, 5, 4097)], budget, flops, devices_per_host=1)
+        plan_token_budget(lone(5, 5, 4097), budget, flops, num_devices=1)
 
 
 def test_a_sample_longer_than_its_row_is_an_error_that_names_the_row_too():
     with pytest.raises(ValueError, match=r"sample 0 has 3000 .* quota of 4096 tokens per device, which .* of 2048"):
-        plan_token_budget([lone(3000)], make_budget(4096, 1000), flops, devices_per_host=1)
+        plan_token_budget(lone(3000), make_budget(4096, 1000), flops, num_devices=1)
 
 
 @pytest.mark.parametrize("packing", ["best_fit", "karmarkar_karp"])
 @pytest.mark.parametrize("share_prompts", [False, True])
-@pytest.mark.parametrize("counts", [[0], [1], [0, 0], [0, 1], [3, 0]])
-def test_hosts_and_devices_without_samples_keep_step_with_empty_rows(packing, share_prompts, counts):
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_devices_without_samples_keep_step_with_empty_rows(packing, share_prompts, count):
     budget = make_budget(1024, 512, packing=packing, share_prompts=share_prompts)
-    hosts = [lone(*[300] * count) for count in counts]
-    plans = plan_token_budget(hosts, budget, flops, devices_per_host=4)
-    check_plans(plans, hosts, budget, 4)
-    assert plans[0].num_micro_batches == 1
+    assert planned(lone(*[300] * count), budget, num_devices=4).num_micro_batches == 1
 
 
 def test_few_samples_are_computed_in_a_small_shape():
@@ -176,51 +203,26 @@ def test_only_the_last_micro_batch_has_another_shape_and_it_is_of_the_ladder():
         *full, tail = plan.micro_batches
         assert {(len(m.rows), m.shape.num_tokens) for m in full} <= {(4, 2048)}
         seen.add((len(tail.rows), tail.shape.num_tokens))
-    assert seen <= {(2, 256 * n) for n in range(1, 9)} | {(4, 2048)}
-    assert len(seen) > 2
-
-
-@pytest.mark.parametrize("packing", ["best_fit", "karmarkar_karp"])
-@pytest.mark.parametrize(("least", "multiple", "expected"), [(1, 1, 4), (6, 1, 6), (1, 3, 6), (5, 4, 8), (9, 2, 10)])
-def test_forced_counts_spread_rows_evenly_in_a_smaller_shape(packing, least, multiple, expected):
-    budget = make_budget(1024, packing=packing, min_num_micro_batches=least, num_micro_batches_divisible_by=multiple)
-    plan = planned(lone(*[128] * 32), budget)
-    assert plan.num_micro_batches == expected
-    counts = [len(members(m.rows)) for m in plan.micro_batches]
-    assert max(counts) - min(counts) <= 1
-    if expected > 4:
-        assert {m.shape.num_tokens for m in plan.micro_batches} == {1024 * 6 // 8 if expected < 8 else 512}
-
-
-def test_micro_batches_are_empty_only_where_there_are_too_few_samples():
-    plan = planned(lone(10, 20, 30), make_budget(4096, min_num_micro_batches=5))
-    assert sorted(len(members(m.rows)) for m in plan.micro_batches) == [0, 0, 1, 1, 1]
-
-
-def test_forced_counts_of_rows_that_cannot_be_evened_out_keep_the_rows():
-    # Five of 6 in rows of 10: not two fit, so 5 rows; a count of 6 cannot make them shorter.
-    plan = planned(lone(6, 6, 6, 6, 6), make_budget(10, num_micro_batches_divisible_by=3))
-    assert [len(members(m.rows)) for m in plan.micro_batches] == [1, 1, 1, 1, 1, 0]
+    assert seen <= {(2 * shape.rows_per_device, shape.row_length) for shape in candidate_shapes(4096, 2048)}
+    assert 2 < len(seen) < 24
 
 
 @pytest.mark.parametrize(
-    ("lengths", "quota", "options", "expected"),
+    ("lengths", "quota", "expected"),
     [
-        ([100, 200, 300], 300, {}, 2),
-        ([8, 7, 6, 5, 4], 15, {}, 3),
-        ([5, 3, 7, 2, 6], 10, {}, 3),
-        ([1, 1, 1, 1], 100, {}, 1),
-        ([1, 1, 1, 1], 100, {"min_num_micro_batches": 3}, 3),
-        ([512, 384, 256, 128, 64, 32, 16, 8], 512, {}, 3),
-        ([512, 384, 256, 128, 64, 32, 16, 8], 512, {"num_micro_batches_divisible_by": 4}, 4),
-        ([4096, 1024, 1024, 1024, 1024], 4096, {}, 2),
-        ([10, 10, 10], 15, {}, 3),
-        ([7] * 8, 8, {}, 8),
+        ([100, 200, 300], 300, 2),
+        ([8, 7, 6, 5, 4], 15, 3),
+        ([5, 3, 7, 2, 6], 10, 3),
+        ([1, 1, 1, 1], 100, 1),
+        ([512, 384, 256, 128, 64, 32, 16, 8], 512, 3),
+        ([4096, 1024, 1024, 1024, 1024], 4096, 2),
+        ([10, 10, 10], 15, 3),
+        ([7] * 8, 8, 8),
     ],
 )
-def test_karmarkar_karp_raises_the_count_until_no_row_is_over_the_quota(lengths, quota, options, expected):
+def test_karmarkar_karp_raises_the_count_until_no_row_is_over_the_quota(lengths, quota, expected):
     # verl's cases (github.com/verl-project/verl, seqlen_balancing.py), whose quota is soft: ours may need one more.
-    plan = planned(lone(*lengths), make_budget(quota, packing="karmarkar_karp", **options))
+    plan = planned(lone(*lengths), make_budget(quota, packing="karmarkar_karp"))
     assert plan.num_micro_batches == expected
 
 
@@ -249,8 +251,8 @@ def test_a_group_is_split_where_that_saves_a_micro_batch():
     # Three groups of 60 in rows of 100: whole, each needs a row; split, two rows are enough.
     host = joined(*[group(10, *[10] * 5)] * 3)
     plan = planned(host, make_budget(100, share_prompts=True))
-    assert computed_tokens(plan) == 200
-    assert laid_out_tokens(plan, host) == 190
+    assert plan.num_micro_batches == 2
+    assert laid_out_tokens(plan, host) == 190 <= computed_tokens(plan) <= 200
 
 
 def test_a_group_stays_whole_where_splitting_saves_nothing():
@@ -263,26 +265,25 @@ def test_a_group_stays_whole_where_splitting_saves_nothing():
     }
 
 
-def test_random_plans_hold_every_sample_once_within_the_quota_and_equal_counts():
+def test_random_plans_hold_every_sample_once_within_the_quota():
     for seed in range(400):
-        hosts, budget, num_devices = random_case(seed)
-        plans = plan_token_budget(hosts, budget, flops, devices_per_host=num_devices)
-        check_plans(plans, hosts, budget, num_devices)
-        assert plans == plan_token_budget(hosts, budget, flops, devices_per_host=num_devices)
+        lengths, budget, num_devices = random_case(seed)
+        plan = plan_token_budget(lengths, budget, flops, num_devices=num_devices)
+        check_plan(plan, lengths, budget, num_devices)
+        assert plan == plan_token_budget(lengths, budget, flops, num_devices=num_devices)
 
 
 def test_balancing_changes_neither_the_count_nor_what_is_computed():
     for seed in range(100):
-        hosts, budget, num_devices = random_case(seed)
-        plans = {
-            balance: plan_token_budget(hosts, replace(budget, balance=balance), flops, devices_per_host=num_devices)
+        lengths, budget, num_devices = random_case(seed)
+        off, on = (
+            plan_token_budget(lengths, replace(budget, balance=balance), flops, num_devices=num_devices)
             for balance in (False, True)
-        }
-        for off, on in zip(plans[False], plans[True], strict=True):
-            assert off.num_micro_batches == on.num_micro_batches
-            assert sorted(members([r for m in off.micro_batches for r in m.rows])) == sorted(
-                members([r for m in on.micro_batches for r in m.rows])
-            )
+        )
+        assert off.num_micro_batches == on.num_micro_batches
+        assert sorted(members([r for m in off.micro_batches for r in m.rows])) == sorted(
+            members([r for m in on.micro_batches for r in m.rows])
+        )
 
 
 def test_balancing_evens_out_the_given_work_of_devices():
@@ -290,7 +291,7 @@ def test_balancing_evens_out_the_given_work_of_devices():
     host = lone(*np.clip(rng.lognormal(6.2, 1, 256), 2, 4096).astype(int))
 
     def imbalance(budget: TokenBudget, work: SequenceCost) -> float:
-        (plan,) = plan_token_budget([host], budget, work, devices_per_host=4)
+        plan = plan_token_budget(host, budget, work, num_devices=4)
         of_device = device_work(plan, host, 4).sum(axis=0)
         return of_device.max() / of_device.mean()
 

@@ -39,7 +39,7 @@ def test_fixed_rows_fill_whole_devices_and_are_no_more_than_needed(
     samples = [make_sample([0])] * num_samples
     cut = FixedRowBatcher(rows_per_device, trim_tail=False)(samples, make_mesh(mesh_shape))
     assert [len(m.rows) for m in cut.local_plan.micro_batches] == [rows] * count
-    assert cut.plans == (cut.local_plan,)
+    assert cut.plan == cut.local_plan
     assert cut.packing_stats()["num_micro_batches"] == count
 
 

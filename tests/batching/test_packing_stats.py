@@ -10,17 +10,15 @@ from tests.batching.plans import flops, group, joined, lone, per_token, random_c
 LONG_ROWS = RowShape(10, 10)
 
 
-def figures(plans, hosts, *, work=per_token, num_devices: int = 1, quota: int | None = 10) -> dict[str, float]:
-    return packing_stats(plans, hosts, work, devices_per_host=num_devices, max_tokens_per_device=quota)
+def figures(plan, lengths, *, work=per_token, num_devices: int = 1, quota: int | None = 10) -> dict[str, float]:
+    return packing_stats(plan, lengths, work, num_devices=num_devices, max_tokens_per_device=quota)
 
 
-def test_figures_of_two_hosts_by_hand():
-    hosts = [joined(group(2, 3, 4)), lone(7, 1)]
-    plans = [
-        MicroBatchPlan((MicroBatch((((0, 1),),), LONG_ROWS), MicroBatch(((),), RowShape(2, 2)))),
-        MicroBatchPlan((MicroBatch((((0,),),), LONG_ROWS), MicroBatch((((1,),),), RowShape(2, 2)))),
-    ]
-    assert figures(plans, hosts) == {
+def test_figures_by_hand():
+    plan = MicroBatchPlan(
+        (MicroBatch((((0, 1),), ((2,),)), LONG_ROWS), MicroBatch(((), ((3,),)), RowShape(2, 2))),
+    )
+    assert figures(plan, joined(group(2, 3, 4), lone(7, 1)), num_devices=2) == {
         "real_tokens": 9 + 7 + 1,
         "computed_tokens": 24,
         "fill": 17 / 24,
@@ -44,7 +42,7 @@ def test_token_sums_of_verl():
     # github.com/verl-project/verl: 8..1 over two ranks: 26 and 10 in order, 18 and 18 dealt.
     host = lone(*range(8, 0, -1))
     plan = MicroBatchPlan((MicroBatch((((0,), (3,)), ((5,), (6,)), ((1,), (2,)), ((4,), (7,))), RowShape(15, 15)),))
-    found = figures([plan], [host], num_devices=2, quota=None)
+    found = figures(plan, host, num_devices=2, quota=None)
     assert [found[f"seqlen_{name}"] for name in ("min", "max", "minmax_diff", "mean")] == [10, 26, 16, 18.0]
     assert [found[f"seqlen_balanced_{name}"] for name in ("min", "max")] == [18, 18]
 
@@ -52,8 +50,8 @@ def test_token_sums_of_verl():
 def test_work_is_that_of_the_fullest_device_over_the_mean():
     host = lone(3, 1)
     plan = MicroBatchPlan((MicroBatch((((0,),), ((1,),)), LONG_ROWS),))
-    assert figures([plan], [host], num_devices=2)["flops_imbalance"] == 1.5
-    assert figures([plan], [host], work=np.square, num_devices=2)["flops_imbalance"] == 9 / 5
+    assert figures(plan, host, num_devices=2)["flops_imbalance"] == 1.5
+    assert figures(plan, host, work=np.square, num_devices=2)["flops_imbalance"] == 9 / 5
 
 
 @pytest.mark.parametrize(
@@ -68,11 +66,11 @@ def test_work_is_that_of_the_fullest_device_over_the_mean():
 )
 def test_rows_over_their_length_and_devices_over_the_quota_are_counted(rows, num_tokens, quota, over):
     plan = MicroBatchPlan((MicroBatch(rows, RowShape(num_tokens, num_tokens)),))
-    assert figures([plan], [lone(5, 5)], quota=quota)["over_quota"] == over
+    assert figures(plan, lone(5, 5), quota=quota)["over_quota"] == over
 
 
 def test_figures_of_no_samples():
-    found = figures([MicroBatchPlan((MicroBatch(((),), LONG_ROWS),))], [lone()])
+    found = figures(MicroBatchPlan((MicroBatch(((),), LONG_ROWS),)), lone())
     assert found["fill"] == 0.0
     assert found["dummy_fraction"] == 1.0
     assert found["flops_imbalance"] == 1.0
@@ -80,8 +78,8 @@ def test_figures_of_no_samples():
 
 def test_no_random_plan_is_over_its_quota():
     for seed in range(200):
-        hosts, budget, num_devices = random_case(seed)
-        plans = plan_token_budget(hosts, budget, flops, devices_per_host=num_devices)
-        found = figures(plans, hosts, work=flops, num_devices=num_devices, quota=budget.max_tokens_per_device)
+        lengths, budget, num_devices = random_case(seed)
+        plan = plan_token_budget(lengths, budget, flops, num_devices=num_devices)
+        found = figures(plan, lengths, work=flops, num_devices=num_devices, quota=budget.max_tokens_per_device)
         assert found["over_quota"] == 0
         assert 0 <= found["fill"] <= 1 <= found["flops_imbalance"]

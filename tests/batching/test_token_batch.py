@@ -171,7 +171,7 @@ def test_planned_samples_come_back_in_order_whatever_their_order_was(share_promp
     for seed in range(20):
         shuffled = [samples[i] for i in np.random.default_rng(seed).permutation(len(samples))]
         budget = make_budget(48, 16, share_prompts=share_prompts)
-        (plan,) = plan_token_budget([sequence_lengths(shuffled)], budget, flops, devices_per_host=2)
+        plan = plan_token_budget(sequence_lengths(shuffled), budget, flops, num_devices=2)
         packed = [pack_tokens(shuffled, m).targets.astype(np.float32) for m in plan.micro_batches]
         for sample, values in zip(shuffled, unpack_per_token(packed, shuffled, plan), strict=True):
             np.testing.assert_array_equal(values, sample.completion_ids)

@@ -28,7 +28,7 @@ from app.update.policy_loss import make_policy_objective
 from app.update.step import VALUE_METRICS, UpdateStep
 from app.update.surrogate import dual_clipped_surrogate
 from app.update.updater import PolicyBatchPacker, Updater
-from app.update.value_loss import ValueLoss, clipped_squared_error, make_value_objective, pack_value_batch
+from app.update.value_loss import ValueBatchPacker, ValueLoss, clipped_squared_error, make_value_objective
 from settings.schema.optimizer import OptimizerSettings
 from tests.tiny import (
     BIASED,
@@ -161,7 +161,7 @@ def critic_outcome(shape: tuple[int, int, int], cut: MicroBatcher) -> tuple[list
     loss = ValueLoss(functools.partial(clipped_squared_error, clip_range=0.2))
     objective = make_value_objective(definition, loss, dtype=FLOAT32, remat="none")
     step = UpdateStep(objective, optimizer, schedule, state_layout, metrics=VALUE_METRICS)
-    updater = Updater(step, mesh, micro_batcher=cut, pack=pack_value_batch, batching_metrics=critic_batching_metrics)
+    updater = Updater(step, mesh, micro_batcher=cut, pack=ValueBatchPacker(), batching_metrics=critic_batching_metrics)
     state, metrics = updater.update(init_train_state(optimizer, params, state_layout), [[learned]], temperature=0.9)
     assert metrics["value/batching/over_quota"] == 0
     assert 0 < metrics["value/clip_fraction"] < 1

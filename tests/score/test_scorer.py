@@ -151,7 +151,7 @@ def test_packed_rows_of_random_lengths_compile_once_for_each_row_shape():
             plan = cut(samples, scorer.mesh).local_plan
             shapes |= {(len(one.rows), one.shape) for one in plan.micro_batches}
             scorer.logprobs(params_of(ODD), samples, plan, temperature=1.0)
-        assert compilations.take_count() == len(shapes) <= 12
+        assert compilations.take_count() == len(shapes) <= 16
 
 
 def test_scoring_never_holds_logits_of_all_tokens_whatever_the_batch():

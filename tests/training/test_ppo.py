@@ -135,8 +135,8 @@ class Noting(MicroBatcher):
     def max_tokens_per_device(self) -> int | None:
         return self.cut.max_tokens_per_device
 
-    def plan(self, hosts: Sequence[SequenceLengths], *, devices_per_host: int) -> tuple[MicroBatchPlan, ...]:
-        return self.cut.plan(hosts, devices_per_host=devices_per_host)
+    def plan(self, lengths: SequenceLengths, *, num_devices: int) -> MicroBatchPlan:
+        return self.cut.plan(lengths, num_devices=num_devices)
 
     def __call__(self, samples: Sequence[Sample], mesh: Mesh) -> GlobalPlan:
         self.noted.append([sample.uid for sample in samples])

@@ -19,10 +19,10 @@ from app.update.loss_aggregation import StepTotals
 from app.update.surrogate import clipped_surrogate
 from app.update.value_loss import (
     ValueBatch,
+    ValueBatchPacker,
     ValueLoss,
     clipped_squared_error,
     make_value_objective,
-    pack_value_batch,
     squared_error,
 )
 from tests.tiny import (
@@ -93,7 +93,7 @@ def loss_and_gradient(plan, samples=SAMPLES):
     objective = make_value_objective(DEFINITION, CLIPPED, dtype=FLOAT32, remat="none")
     totals, sums, gradients = StepTotals.from_samples(samples), [], []
     for micro_batch in plan.micro_batches:
-        batch = pack_value_batch(samples, micro_batch, totals)
+        batch = ValueBatchPacker()(samples, micro_batch, totals)
         (_, parts), gradient = jax.value_and_grad(objective, has_aux=True)(PARAMS, batch, jnp.float32(1))
         sums.append(parts.sums)
         gradients.append(gradient)
@@ -163,7 +163,7 @@ def with_another_token(sample: Sample, at: int) -> Sample:
 def test_a_fresh_head_says_zero_everywhere_and_learns():
     objective = make_value_objective(DEFINITION, CLIPPED, dtype=FLOAT32, remat="none")
     fresh = {**PARAMS, "value": jnp.zeros_like(PARAMS["value"])}
-    batch: ValueBatch = pack_value_batch(SAMPLES, ALONE.micro_batches[0], StepTotals.from_samples(SAMPLES))
+    batch: ValueBatch = ValueBatchPacker()(SAMPLES, ALONE.micro_batches[0], StepTotals.from_samples(SAMPLES))
     values = critic_values(DEFINITION.bind(fresh), batch.tokens, dtype=FLOAT32, remat="none")
     np.testing.assert_array_equal(values, 0)
     gradient = jax.grad(lambda params: objective(params, batch, jnp.float32(1))[0])(fresh)

@@ -1,0 +1,188 @@
+"""Moves samples to the hosts whose devices have their rows, and numbers per token back.
+
+All hosts know from the plan which samples move, and how long they are. So what a host sends to another has no headers:
+for each sample, by its number, the token ids of prompt and completion, and then the fields that the receiver reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from itertools import chain, pairwise
+
+import jax
+import numpy as np
+from jaxtyping import Float32, Int32, Int64
+
+from app.batching.micro_batch_plan import MicroBatchPlan
+from app.batching.micro_batcher import GlobalPlan
+from app.distributed.collectives import exchange_over_hosts, gather_over_hosts
+from app.records.sample import Prompt, Sample
+
+READ_BY_SCORING = ("mask",)
+"""Fields that a forward pass reads besides token ids."""
+
+
+@dataclass(frozen=True)
+class HostRows:
+    """The rows of this host's devices, and their samples."""
+
+    samples: Sequence[Sample]
+    """Of other hosts, they have only token ids and the requested fields."""
+    plan: MicroBatchPlan
+    """Micro-batches of this host's devices, of these samples."""
+    _moves: Moves | None = None
+
+    def send_home(self, values: Sequence[Float32[np.ndarray, "C"]]) -> list[Float32[np.ndarray, "C"]]:
+        """Returns the values of the samples that this host has planned, wherever their rows are.
+
+        All hosts must call it together.
+
+        Args:
+            values: one per completion token of `samples`.
+        """
+        return list(values) if self._moves is None else self._moves.send_home(values)
+
+
+def fetch_rows(samples: Sequence[Sample], global_plan: GlobalPlan, fields: Sequence[str]) -> HostRows:
+    """Exchanges samples, so that each host has those of its rows. All hosts must call it together.
+
+    Args:
+        samples: this host's samples, as planned.
+        fields: per-token fields that the receiver reads, of which all samples have a value.
+
+    Raises:
+        RuntimeError: hosts have made different plans, which is a bug.
+    """
+    if len(global_plan.num_samples_by_host) == 1:
+        return HostRows(samples, global_plan.plan)
+    _check_equal_plans(global_plan.plan)
+    moves = Moves.from_plan(global_plan)
+    fetched = moves.fetch(samples, fields)
+    numbers = {number: i for i, number in enumerate(moves.numbers_of(moves.here))}
+    return HostRows(fetched, _renumbered(global_plan.local_plan, numbers.__getitem__), moves)
+
+
+def _check_equal_plans(plan: MicroBatchPlan) -> None:
+    digests = gather_over_hosts(np.frombuffer(sha256(repr(plan).encode()).digest(), np.uint8))
+    for host, digest in enumerate(digests):
+        if not np.array_equal(digest, digests[0]):
+            raise RuntimeError(f"host {host} and host 0 plan different micro-batches for the same lengths: a bug")
+
+
+def _renumbered(plan: MicroBatchPlan, number_of: Callable[[int], int]) -> MicroBatchPlan:
+    return MicroBatchPlan(
+        tuple(
+            replace(one, rows=tuple(tuple(tuple(map(number_of, segment)) for segment in row) for row in one.rows))
+            for one in plan.micro_batches
+        )
+    )
+
+
+@dataclass(frozen=True)
+class Moves:
+    """Which samples go from which host to which."""
+
+    here: int
+    """Number of this host."""
+    numbers: Sequence[Sequence[Int64[np.ndarray, "N"]]]
+    """Numbers of the samples from each host (first index) in the rows of each host (second), ascending."""
+    first_number: int
+    """Number of this host's first sample."""
+    prompt_lengths: Int64[np.ndarray, "N"]
+    completion_lengths: Int64[np.ndarray, "N"]
+
+    @classmethod
+    def from_plan(cls, global_plan: GlobalPlan) -> Moves:
+        num_hosts = len(global_plan.num_samples_by_host)
+        edges = np.cumsum([0, *global_plan.num_samples_by_host])
+        in_rows = [np.sort(_members(global_plan.plan.part(host, num_hosts))) for host in range(num_hosts)]
+        numbers = [
+            [members[np.searchsorted(members, first) : np.searchsorted(members, last)] for members in in_rows]
+            for first, last in pairwise(edges)
+        ]
+        here, lengths = jax.process_index(), global_plan.lengths
+        return cls(here, numbers, int(edges[here]), lengths.prompts, lengths.completions)
+
+    def numbers_of(self, host: int) -> list[int]:
+        """Returns the numbers of the samples in a host's rows, ascending."""
+        return list(chain.from_iterable(sent[host].tolist() for sent in self.numbers))
+
+    def fetch(self, samples: Sequence[Sample], fields: Sequence[str]) -> list[Sample]:
+        """Returns the samples of this host's rows, by number; see `fetch_rows`."""
+        own = dict(enumerate(samples, start=self.first_number))
+
+        def columns(number: int) -> list[np.ndarray]:
+            sample = own[number]
+            values = [_as_int32(getattr(sample, field)) for field in fields]
+            return [sample.prompt.token_ids, sample.completion_ids, *values]
+
+        sizes = self.prompt_lengths + (1 + len(fields)) * self.completion_lengths
+        received = self._exchange(self.numbers, sizes, columns)
+        return [
+            self._to_sample(number, received[number], fields) if number in received else own[number]
+            for number in self.numbers_of(self.here)
+        ]
+
+    def _to_sample(self, number: int, data: Int32[np.ndarray, "numbers"], fields: Sequence[str]) -> Sample:
+        length = int(self.prompt_lengths[number])
+        prompt = Prompt(str(number), data[:length], "", None)
+        completion, *values = data[length:].reshape(1 + len(fields), -1)
+        behavior = np.zeros(len(completion), np.float32)
+        sample = Sample(prompt, 0, number, completion, "", behavior, "", 0)
+        return replace(sample, **dict(_from_int32(field, value) for field, value in zip(fields, values, strict=True)))
+
+    def send_home(self, values: Sequence[Float32[np.ndarray, "C"]]) -> list[Float32[np.ndarray, "C"]]:
+        """Returns the values of this host's samples; see `HostRows.send_home`."""
+        found = dict(zip(self.numbers_of(self.here), values, strict=True))
+        back = list(zip(*self.numbers, strict=True))
+        received = self._exchange(back, self.completion_lengths, lambda number: [_as_int32(found[number])])
+        found |= {number: data.view(np.float32) for number, data in received.items()}
+        own = chain.from_iterable(moved.tolist() for moved in self.numbers[self.here])
+        return [found[number] for number in sorted(own)]
+
+    def _exchange(
+        self,
+        numbers: Sequence[Sequence[Int64[np.ndarray, "N"]]],
+        sizes: Int64[np.ndarray, "N"],
+        columns: Callable[[int], Iterable[Int32[np.ndarray, "n"]]],
+    ) -> dict[int, Int32[np.ndarray, "n"]]:
+        """Sends arrays of known sizes by sample to other hosts; returns those received, by the number of the sample.
+
+        Args:
+            numbers: as in `numbers`.
+            sizes: 32-bit numbers of each sample.
+            columns: number of a sample on this host -> its arrays.
+        """
+        counts = np.asarray([[sizes[moved].sum() for moved in sent] for sent in numbers])
+        np.fill_diagonal(counts, 0)
+        nothing = np.zeros(0, np.int32)
+        parts = [
+            np.concatenate([nothing, *(array for number in moved.tolist() for array in columns(number))])
+            for moved in (nothing if host == self.here else moved for host, moved in enumerate(numbers[self.here]))
+        ]
+        found: dict[int, np.ndarray] = {}
+        for host, data in enumerate(exchange_over_hosts(parts, counts)):
+            if host != self.here:
+                moved = numbers[host][self.here]
+                ends = np.cumsum(sizes[moved])
+                found |= zip(moved.tolist(), np.split(data, ends[:-1]), strict=False)
+        return found
+
+
+def _members(plan: MicroBatchPlan) -> Int64[np.ndarray, "N"]:
+    segments = (segment for one in plan.micro_batches for row in one.rows for segment in row)
+    return np.fromiter(chain.from_iterable(segments), np.int64)
+
+
+def _as_int32(values: np.ndarray) -> Int32[np.ndarray, "C"]:
+    """Returns float32 values by their bits, others by their number."""
+    return values.view(np.int32) if values.dtype == np.float32 else values.astype(np.int32)
+
+
+def _from_int32(field: str, values: Int32[np.ndarray, "C"]) -> tuple[str, np.ndarray]:
+    """Returns the field of a sample with its values; inverse of `_as_int32`."""
+    if field == "mask":
+        return "loss_mask", values.astype(np.bool_)
+    return ("values" if field == "token_values" else field), values.view(np.float32)

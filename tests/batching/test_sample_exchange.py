@@ -1,0 +1,100 @@
+"""Tests of samples that move between hosts, on two hosts of four devices."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from app.batching.micro_batch_plan import MicroBatch, MicroBatchPlan, RowShape
+from app.batching.micro_batcher import FixedRowBatcher, MicroBatcher, PackedRowBatcher
+from app.batching.sample_exchange import fetch_rows
+from app.records.sample import Sample
+from tests.batching.plans import flops, make_budget, members
+from tests.tiny import make_mesh, random_samples
+from tests.two_hosts import run_on_two_hosts
+
+FIELDS = ("mask", "behavior_logprobs", "advantages", "token_values")
+BATCHERS = PackedRowBatcher(make_budget(64, 32, share_prompts=True), flops), FixedRowBatcher(1, trim_tail=True)
+
+PROGRAM = """\
+import os, sys
+import jax
+address = next(one.partition("=")[2] for one in sys.argv if one.startswith("mesh.coordinator_address="))
+jax.config.update("jax_num_cpu_devices", 4)
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(address, 2, int(os.environ["THIS_HOST"]))
+from tests.batching import test_sample_exchange
+test_sample_exchange.{check}(jax.process_index())
+"""
+
+
+def on_both_hosts(check: str) -> None:
+    program = ("-c", PROGRAM.format(check=check))
+    for host in run_on_two_hosts(programs=(program, program)):
+        assert host.exit_code == 0, host.stderr
+
+
+def samples_of(host: int, *, num_prompts: int) -> list[Sample]:
+    rng = np.random.default_rng(host)
+    return [
+        replace(
+            sample,
+            loss_mask=rng.random(len(sample.completion_ids)) < 0.5,
+            advantages=rng.normal(size=len(sample.completion_ids)).astype(np.float32),
+            values=rng.normal(size=len(sample.completion_ids) + 1).astype(np.float32),
+        )
+        for sample in random_samples(num_prompts, 3, vocab_size=97, seed=host)
+    ]
+
+
+def assert_rows_have_their_samples(host: int, hosts: list[list[Sample]], batcher: MicroBatcher) -> int:
+    """Returns the number of samples that another host has sent."""
+    everywhere = [sample for of_host in hosts for sample in of_host]
+    plan = batcher(hosts[host], make_mesh((1, 8, 1)))
+    rows = fetch_rows(hosts[host], plan, FIELDS)
+    numbers = members([row for one in plan.local_plan.micro_batches for row in one.rows])
+    local = members([row for one in rows.plan.micro_batches for row in one.rows])
+    assert [one.shape for one in rows.plan.micro_batches] == [one.shape for one in plan.plan.micro_batches]
+    for number, index in zip(numbers, local, strict=True):
+        found, sent = rows.samples[index], everywhere[number]
+        np.testing.assert_array_equal(found.prompt.token_ids, sent.prompt.token_ids)
+        for name in ("completion_ids", *FIELDS):
+            np.testing.assert_array_equal(getattr(found, name), getattr(sent, name))
+            assert getattr(found, name).dtype == getattr(sent, name).dtype
+    back = rows.send_home([2 * sample.behavior_logprobs for sample in rows.samples])
+    for sample, values in zip(hosts[host], back, strict=True):
+        np.testing.assert_array_equal(values, 2 * sample.behavior_logprobs)
+    return sum(all(found is not own for own in hosts[host]) for found in rows.samples)
+
+
+def check_moves(host: int) -> None:
+    for batcher in BATCHERS:
+        for sizes in ((12, 2), (0, 9), (0, 0), (1, 1)):
+            hosts = [samples_of(number, num_prompts=size) for number, size in enumerate(sizes)]
+            moved = assert_rows_have_their_samples(host, hosts, batcher)
+            if sizes == (12, 2) and host == 1:
+                assert moved > 0
+
+
+def check_other_plan(host: int) -> None:
+    plan = BATCHERS[0](samples_of(host, num_prompts=2), make_mesh((1, 8, 1)))
+    other = MicroBatchPlan((MicroBatch(((),) * 8, RowShape(8, 8)),))
+    with pytest.raises(RuntimeError, match="host 1 and host 0 plan different micro-batches"):
+        fetch_rows(samples_of(host, num_prompts=2), replace(plan, plan=other) if host else plan, FIELDS)
+
+
+@pytest.mark.two_hosts
+@pytest.mark.parametrize("check", ["check_moves", "check_other_plan"])
+def test_two_hosts_exchange_the_samples_of_their_rows(check: str) -> None:
+    on_both_hosts(check)
+
+
+def test_one_host_keeps_its_samples_as_they_are() -> None:
+    samples = samples_of(0, num_prompts=4)
+    plan = BATCHERS[0](samples, make_mesh((1, 8, 1)))
+    rows = fetch_rows(samples, plan, FIELDS)
+    values = [sample.behavior_logprobs for sample in samples]
+    assert rows.samples is samples and rows.plan is plan.plan
+    assert all(back is sent for back, sent in zip(rows.send_home(values), values, strict=True))
