@@ -44,6 +44,7 @@ from app.training.replay import Replay, ReplayRequest, find_model_run
 from app.training.weight_gather_notes import weight_gather_notes
 from settings import Resolved, Settings
 from settings.checks.resumed_settings import changed_settings, check_allowed
+from settings.errors import InputError
 from settings.loading.printing import from_yaml
 
 
@@ -92,6 +93,7 @@ def prepare_run(
     settings, run = resolved.settings, RunDirectory.from_settings(resolved.settings.run)
     with ExitStack() as stack:
         jax_startup.initialize_distributed(settings.mesh, compiles=compiles)
+        check_mini_batch_alias(resolved, num_hosts=jax.process_count())
         status_board, watchdog = stack.enter_context(open_host_group(settings, run.crash_dir))
         with error_barrier():
             check_run_directory(run, resume)
@@ -117,6 +119,18 @@ def prepare_run(
             learning = _for_replay(learning, read.replay)
         notes = (*changes, *setup_notes(settings, session))
         yield RunSetup(resolved, run, read, rewards, session, learning, status_board, watchdog, notes, allow_changed)
+
+
+def check_mini_batch_alias(resolved: Resolved, *, num_hosts: int) -> None:
+    """Raises InputError if the prompts of an optimizer step have verl's name, and there are several hosts."""
+    field = "algorithm.mini_batch_prompts"
+    alias, count = resolved.aliases.get(field), resolved.settings.algorithm.mini_batch_prompts
+    if alias is not None and count is not None and num_hosts > 1:
+        way_out = f"={count // num_hosts}" if count % num_hosts == 0 else f", after choosing a multiple of {num_hosts}"
+        raise InputError(
+            f"{alias}: {count} ({resolved.origin(field)}) counts the prompts of all hosts in verl, but {field} "
+            f"those of each of the {num_hosts} hosts; divide by the hosts: set {field}{way_out}"
+        )
 
 
 def _for_replay(learning: LearnerGroup, replay: Replay) -> LearnerGroup:

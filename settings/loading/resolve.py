@@ -5,6 +5,7 @@ A later layer overrides an earlier one.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections import ChainMap
 from collections.abc import Mapping, Sequence
@@ -24,6 +25,7 @@ from settings.loading.algorithm_presets import (
     describe_changes,
     estimator_defaults,
 )
+from settings.loading.aliases import ALIASES
 from settings.loading.config_file import ConfigFile, find_config_file
 from settings.loading.fields import FIELDS, ITEM_KEYS, did_you_mean, nearest_names, nested, value_of
 from settings.loading.micro_batching import resolve_micro_batching
@@ -57,6 +59,8 @@ class Resolved:
     """Dotted field -> `default`, `yaml:FILE:LINE`, `set`, `env:NAME`, a flag such as `--gamma`, or `derived`."""
     notices: tuple[str, ...] = ()
     """Messages for the user on stderr."""
+    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
+    """Dotted field -> alias by which its value was given."""
 
     def to_yaml(self) -> str:
         """Returns YAML that `--config` accepts, with the provenance of each value as a comment."""
@@ -115,6 +119,9 @@ def load(
         settings=_validate(layers),
         provenance=_provenance(layers),
         notices=(*environment_notices(in_environment, in_set, in_flags), *notices),
+        aliases={
+            field: name for field, leaf in ChainMap(*layers).items() if (name := leaf.given_name.lower()) in ALIASES
+        },
     )
 
 

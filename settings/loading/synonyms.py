@@ -103,6 +103,8 @@ critic.max_tokens_per_device | critic.ppo_max_token_len_per_gpu
 algorithm.dynamic_microbatch score.dynamic | actor.use_dynamic_bsz
 algorithm.max_tokens_per_device | actor.ppo_max_token_len_per_gpu
 algorithm.rows_per_device | actor.ppo_micro_batch_size_per_gpu
+critic.rows_per_device | critic.ppo_micro_batch_size_per_gpu
+score.critic.rows_per_device | critic.forward_micro_batch_size_per_gpu
 score.dynamic | rollout.log_prob_use_dynamic_bsz
 score.max_tokens_per_device | rollout.log_prob_max_token_len_per_gpu, actor.ppo_infer_max_token_len_per_gpu
 score.policy.rows_per_device | rollout.log_prob_micro_batch_size_per_gpu
@@ -111,7 +113,8 @@ score.critic.max_tokens_per_device | critic.forward_max_token_len_per_gpu
 algorithm.balance_batch | trainer.balance_batch
 optimizer.final_fraction | actor.optim.min_lr_ratio
 optimizer.beta1 optimizer.beta2 | actor.optim.betas
-mesh.shape | actor.strategy, actor.fsdp_config.fsdp_size, rollout.tensor_model_parallel_size
+mesh.shape | actor.strategy, actor.fsdp_config.fsdp_size
+rollout.mesh | rollout.tensor_model_parallel_size | tp=N
 score.reference.offload | ref.fsdp_config.param_offload
 mesh.expect_processes | trainer.nnodes, trainer.n_gpus_per_node
 run.steps | trainer.total_training_steps

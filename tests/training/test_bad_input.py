@@ -13,8 +13,9 @@ from safetensors.numpy import save_file
 
 from app.mesh import devices
 from app.mesh.placement import num_local_row_shards
-from app.training.setup import prepare_run
+from app.training.setup import check_mini_batch_alias, prepare_run
 from settings import load
+from settings.errors import InputError
 from tests.program import digest_of, here, settings, train_here
 from tests.tiny import make_mesh
 from tests.tiny_directory import CONFIG, random_tensors, write_model, write_reward_model, write_tokenizer
@@ -326,3 +327,28 @@ def test_a_format_reward_on_rows_that_evaluation_cannot_grade(config: Path) -> N
         "reward.functions=[arithmetic_format]",
     )
     assert "arithmetic compares with a reference number" in message
+
+
+@pytest.mark.parametrize(
+    ("count", "way_out"),
+    [
+        (8, "set algorithm.mini_batch_prompts=4"),
+        (3, "set algorithm.mini_batch_prompts, after choosing a multiple of 2"),
+    ],
+)
+def test_verls_mini_batch_size_is_refused_where_hosts_make_a_difference(count: int, way_out: str) -> None:
+    theirs = load(None, [f"ppo_mini_batch_size={count}", "rollout.prompts_per_step=24"], {})
+    check_mini_batch_alias(theirs, num_hosts=1)
+    with pytest.raises(InputError, match=rf"ppo_mini_batch_size: {count} \(--set\) .* of the 2 hosts; .*{way_out}"):
+        check_mini_batch_alias(theirs, num_hosts=2)
+    ours = load(None, [f"algorithm.mini_batch_prompts={count}", "rollout.prompts_per_step=24"], {})
+    check_mini_batch_alias(ours, num_hosts=2)
+
+
+def test_a_later_layer_in_our_name_replaces_verls() -> None:
+    environment = {"GRPO__ALGORITHM__MINI_BATCH_PROMPTS": "4"}
+    both = load(None, ["ppo_mini_batch_size=8"], environment)
+    check_mini_batch_alias(both, num_hosts=2)
+    assert load(None, [], {"PPO_MINI_BATCH_SIZE": "8"}).aliases == {
+        "algorithm.mini_batch_prompts": "ppo_mini_batch_size"
+    }
