@@ -26,7 +26,7 @@ PackingRow = list[PackingItem]
 
 
 class RowPacker:
-    """Packs rows from the items of one host, which are removed once they are in a row.
+    """Packs rows from items, which are removed once they are in a row.
 
     Args:
         completion_lengths: number of completion tokens of each sample.

@@ -169,7 +169,7 @@ def plan_token_budget(
 ) -> MicroBatchPlan:
     """Plans micro-batches of packed rows.
 
-    All have the full shape except the last, which has the smallest of a few shapes that holds the remaining samples.
+    All have the full shape except the last, which has the smallest possible shape that holds the remaining samples.
 
     Args:
         sequence_cost: cost function of sequences; used only if `budget.balance`.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from hashlib import sha256
 
 import jax
 import numpy as np
@@ -40,7 +41,7 @@ class GlobalPlan:
 
     @property
     def local_plan(self) -> MicroBatchPlan:
-        """The rows of this host's devices; see `SampleExchange` for their samples."""
+        """The rows of this host's devices; see `fetch_rows` for their samples."""
         return self.plan.part(jax.process_index(), len(self.num_samples_by_host))
 
     def packing_stats(self) -> dict[str, float]:
@@ -161,16 +162,16 @@ def sequence_lengths(samples: Sequence[Sample]) -> SequenceLengths:
 
 
 def gather_lengths(samples: Sequence[Sample]) -> tuple[SequenceLengths, tuple[int, ...]]:
-    """Returns the lengths of all hosts' samples, host by host, and their number on each host.
-
-    Only samples of one host share a prompt.
-    """
+    """Returns the lengths of all hosts' samples, host by host, and their number on each host."""
     local = sequence_lengths(samples)
     counts = gather_over_hosts(np.asarray(len(samples)))
+    if len(counts) == 1:
+        return local, (len(samples),)
+    digests = [sha256(s.prompt.token_ids.tobytes()).digest()[:8] for s in samples]
     padded = np.zeros((3, max(1, counts.max())), np.int64)
-    padded[:, : len(samples)] = local.prompts, local.completions, local.prompt_indices
+    padded[:, : len(samples)] = local.prompts, local.completions, np.frombuffer(b"".join(digests), np.int64)
     gathered = [columns[:, :count] for columns, count in zip(gather_over_hosts(padded), counts, strict=True)]
-    num_prompts = [int(numbers.max(initial=-1)) + 1 for _, _, numbers in gathered]
-    prompts, completions, numbers = np.concatenate(gathered, axis=1)
-    first_of_host = np.cumsum(num_prompts) - num_prompts
-    return SequenceLengths(prompts, completions, numbers + np.repeat(first_of_host, counts)), tuple(counts.tolist())
+    prompts, completions, prompt_digests = np.concatenate(gathered, axis=1)
+    numbers: dict[int, int] = {}
+    indices = np.asarray([numbers.setdefault(one, len(numbers)) for one in prompt_digests.tolist()], np.int64)
+    return SequenceLengths(prompts, completions, indices), tuple(counts.tolist())

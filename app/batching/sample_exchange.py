@@ -115,7 +115,7 @@ class Moves:
 
         def columns(number: int) -> list[np.ndarray]:
             sample = own[number]
-            values = [_as_int32(getattr(sample, field)) for field in fields]
+            values = [_as_int32(field, getattr(sample, field)) for field in fields]
             return [sample.prompt.token_ids, sample.completion_ids, *values]
 
         sizes = self.prompt_lengths + (1 + len(fields)) * self.completion_lengths
@@ -129,7 +129,7 @@ class Moves:
         length = int(self.prompt_lengths[number])
         prompt = Prompt(str(number), data[:length], "", None)
         completion, *values = data[length:].reshape(1 + len(fields), -1)
-        behavior = np.zeros(len(completion), np.float32)
+        behavior = np.full(len(completion), np.nan, np.float32)
         sample = Sample(prompt, 0, number, completion, "", behavior, "", 0)
         return replace(sample, **dict(_from_int32(field, value) for field, value in zip(fields, values, strict=True)))
 
@@ -137,7 +137,7 @@ class Moves:
         """Returns the values of this host's samples; see `HostRows.send_home`."""
         found = dict(zip(self.numbers_of(self.here), values, strict=True))
         back = list(zip(*self.numbers, strict=True))
-        received = self._exchange(back, self.completion_lengths, lambda number: [_as_int32(found[number])])
+        received = self._exchange(back, self.completion_lengths, lambda number: [_bits(found[number])])
         found |= {number: data.view(np.float32) for number, data in received.items()}
         own = chain.from_iterable(moved.tolist() for moved in self.numbers[self.here])
         return [found[number] for number in sorted(own)]
@@ -176,9 +176,13 @@ def _members(plan: MicroBatchPlan) -> Int64[np.ndarray, "N"]:
     return np.fromiter(chain.from_iterable(segments), np.int64)
 
 
-def _as_int32(values: np.ndarray) -> Int32[np.ndarray, "C"]:
-    """Returns float32 values by their bits, others by their number."""
-    return values.view(np.int32) if values.dtype == np.float32 else values.astype(np.int32)
+def _bits(values: np.ndarray) -> Int32[np.ndarray, "C"]:
+    """Returns numbers in float32, as their bits."""
+    return np.asarray(values, np.float32).view(np.int32)
+
+
+def _as_int32(field: str, values: np.ndarray) -> Int32[np.ndarray, "C"]:
+    return values.astype(np.int32) if field == "mask" else _bits(values)
 
 
 def _from_int32(field: str, values: Int32[np.ndarray, "C"]) -> tuple[str, np.ndarray]:

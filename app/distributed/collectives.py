@@ -49,6 +49,10 @@ def _replicate(mesh: Mesh) -> Callable[[jax.Array], jax.Array]:
     return jax.jit(lambda rows: rows, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
+MAX_EXCHANGE_BYTES = 1 << 26
+"""Maximum size of what a host sends or receives at once in `exchange_over_hosts`, on one of its devices."""
+
+
 def exchange_over_hosts(
     parts: Sequence[Int32[np.ndarray, "n"]], sizes: Int64[np.ndarray, "hosts hosts"]
 ) -> list[Int32[np.ndarray, "n"]]:
@@ -57,15 +61,21 @@ def exchange_over_hosts(
     Args:
         sizes: number of elements from each host (first index) to each (second), equal on all hosts.
     """
-    here, num_hosts = jax.process_index(), jax.process_count()
-    # Padded to powers of two, because JAX compiles a program for each new size.
-    padded = np.zeros((1, num_hosts, 1 << (int(sizes.max(initial=1)) - 1).bit_length()), np.int32)
-    for host, part in enumerate(parts):
-        padded[0, host, : len(part)] = part
+    here, num_hosts, longest = jax.process_index(), jax.process_count(), int(sizes.max(initial=0))
     mesh = _mesh or _one_device_per_host()
-    local = jax.make_array_from_process_local_data(NamedSharding(mesh, PartitionSpec("hosts")), padded)
-    received = np.asarray(_transpose(mesh)(local).addressable_data(0))[:, 0]
-    return [row[:size] for row, size in zip(received, sizes[:, here], strict=True)]
+    sharding = NamedSharding(mesh, PartitionSpec("hosts"))
+    # Padded to powers of two, because JAX compiles a program for each new size.
+    count = min(1 << max(longest - 1, 0).bit_length(), max(1, MAX_EXCHANGE_BYTES // 4 // num_hosts))
+    received: list[list[np.ndarray]] = [[np.zeros(0, np.int32)] for _ in parts]
+    for start in range(0, longest, count):
+        padded = np.zeros((1, num_hosts, count), np.int32)
+        for host, part in enumerate(parts):
+            piece = part[start : start + count]
+            padded[0, host, : len(piece)] = piece
+        local = jax.make_array_from_process_local_data(sharding, padded)
+        for pieces, row in zip(received, np.asarray(_transpose(mesh)(local).addressable_data(0))[:, 0], strict=True):
+            pieces.append(row)
+    return [np.concatenate(pieces)[:size] for pieces, size in zip(received, sizes[:, here], strict=True)]
 
 
 @functools.cache

@@ -70,6 +70,8 @@ class PeerHost:
         """The last rollout that has ended, and how."""
         self._segments: dict[str, Future[RemoteSegment]] = {}
         """Running segments by worker."""
+        self._failures: dict[str, str] = {}
+        """Why workers have failed that run no segment."""
         self.workers: dict[str, HostWorker] = {}
         """All workers of the host so far, by name."""
         self._cache_keys = itertools.count()
@@ -79,6 +81,8 @@ class PeerHost:
     def begin(self, rollout: int) -> None:
         """Begins the next rollout, which the host may already have joined."""
         self._rollout, self._num_rows = rollout, 0
+        self._failures.clear()
+        self.on_submitted = do_nothing
 
     def wait_for_workers(
         self, engines: Mapping[WorkerKind, SlotEngine], stop_requested: StopCheck
@@ -99,6 +103,7 @@ class PeerHost:
                 engine = copy.copy(engines[one.kind])
                 engine.on_token_replayed = None
                 self.workers[one.name] = HostWorker(one.name, one.kind, engine, one.device, host=self.host, peer=self)
+            self.workers[one.name].reset(one.name)
         return [self.workers[one.name] for one in joined.workers]
 
     def wait_for_rows(self, stop_requested: StopCheck) -> Sequence[RolloutSequence]:
@@ -112,13 +117,17 @@ class PeerHost:
 
     def take_rounds(self) -> list[Sequence[RolloutSequence]]:
         """Returns the rounds submitted since the last call."""
-        rounds = []
+        rounds, of_next_rollout = [], []
         while not self._inbox.empty():
             match self._inbox.get():
                 case (self._rollout, Submitted() as submitted):
                     rounds.append(self._number_rows(submitted))
+                case (rollout, _) as received if rollout > self._rollout:
+                    of_next_rollout.append(received)
                 case _:
                     pass
+        for received in of_next_rollout:
+            self._inbox.put(received)
         return rounds
 
     def _number_rows(self, submitted: Submitted) -> Sequence[RolloutSequence]:
@@ -158,7 +167,15 @@ class PeerHost:
     ) -> Future[RemoteSegment]:
         """Raises HostLostError if the host has left."""
         ended = self._segments[command.worker] = Future()
-        unused = [self._unused_caches.popleft() for _ in range(len(self._unused_caches))]
+        failure = self._failures.pop(command.worker, None)
+        if failure is not None:
+            self._end_segment(command.worker, failure)
+            return ended
+        unused: list[int] = []
+        # Two workers may start at the same time.
+        with suppress(IndexError):
+            while True:
+                unused.append(self._unused_caches.popleft())
         keys = {uid: cache.key for uid, cache in caches.items()}
         self._send(StartSegment(command, admissions, keys, unused))
         return ended
@@ -225,11 +242,7 @@ class PeerHost:
                 if self.has_left:
                     self._fail_segments(f"host {self.host} has left the rollout")
             case SegmentResult() if rollout == self._rollout:
-                ended = self._segments.pop(message.worker, None)
-                if ended is not None and isinstance(message.result, str):
-                    ended.set_exception(HostWorkerError(message.result))
-                elif ended is not None and not isinstance(message.result, str):
-                    ended.set_result(message.result)
+                self._end_segment(message.worker, message.result)
             case Reopened() if rollout == self._rollout:
                 worker = self.workers.pop(message.worker)
                 self.workers[worker.next_name] = worker
@@ -238,6 +251,16 @@ class PeerHost:
                 renew_lease = self.workers[message.worker].engine.on_token_replayed
                 if renew_lease is not None:
                     renew_lease()
+
+    def _end_segment(self, worker: str, result: RemoteSegment | str) -> None:
+        ended = self._segments.pop(worker, None)
+        if isinstance(result, str):
+            if ended is None:
+                self._failures[worker] = result
+            else:
+                ended.set_exception(HostWorkerError(result))
+        elif ended is not None:
+            ended.set_result(result)
 
     def _lose(self) -> None:
         self._last_left = math.inf
@@ -260,6 +283,11 @@ class HostWorker(RemoteWorker):
     is_reopened: bool = False
     """Whether its host has opened it again after a failure."""
     _segment: Future[RemoteSegment] | None = None
+
+    def reset(self, name: str) -> None:
+        """Forgets an earlier rollout; the host has opened the worker under this name."""
+        self.name, self.is_reopened = name, False
+        self._admissions, self._running, self._segment = {}, None, None
 
     @property
     def can_open(self) -> bool:

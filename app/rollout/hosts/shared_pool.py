@@ -186,32 +186,40 @@ class ServingPool(RolloutWorkerPool):
         """Opens the workers of this host and joins the next rollout; leaves it early if the block raises."""
         self._num_rollouts += 1
         try:
-            awake = self._available_workers()
-            driver = ThreadedDriver(awake, lease_s=None)
-            with self._opened_workers(awake, driver, weights, request) as opened:
-                del weights
-                self._service = WorkerService(
-                    *(self._channel, driver, opened),
-                    rollout=self._num_rollouts,
-                    reopen=self._reopener(request),
-                    stop_requested=self.stop_requested,
-                    on_sample_done=self.on_sample_done,
-                    on_progress=lambda: self._report_progress(SampleTable()),
-                )
-                self._service.join()
-                yield self._service
-                if self._service.has_ended:
-                    # Host 0 has waited for all segments except those of workers that it has given up.
-                    driver.abandon_running()
-                else:
-                    self._leave(is_stop=True)
-        except BaseException as error:
-            self._leave(is_stop=isinstance(error, StoppedError))
-            raise
+            with self._leaving_on_error():
+                awake = self._available_workers()
+                driver = ThreadedDriver(awake, lease_s=None)
+                with self._opened_workers(awake, driver, weights, request) as opened:
+                    del weights
+                    self._service = WorkerService(
+                        *(self._channel, driver, opened),
+                        rollout=self._num_rollouts,
+                        reopen=self._reopener(request),
+                        stop_requested=self.stop_requested,
+                        on_sample_done=self.on_sample_done,
+                        on_progress=lambda: self._report_progress(SampleTable()),
+                    )
+                    # Before the workers are closed, which waits for their segments.
+                    with self._leaving_on_error():
+                        self._service.join()
+                        yield self._service
+                    if self._service.has_ended:
+                        # Host 0 has waited for all segments except those of workers that it has given up.
+                        driver.abandon_running()
+                    else:
+                        self._leave(is_stop=True)
         finally:
             if self._service is not None:
                 self._service.close()
             self._service = None
+
+    @contextmanager
+    def _leaving_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            self._leave(is_stop=isinstance(error, StoppedError))
+            raise
 
     def _leave(self, *, is_stop: bool) -> None:
         with suppress(HostLostError):

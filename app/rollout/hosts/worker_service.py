@@ -221,7 +221,8 @@ class WorkerService:
         try:
             while (outcome := self._driver.next_outcome()) is not None:
                 self._report(*outcome)
-        except HostLostError as error:
+        # Every exception: the main thread raises it, so that host 0 does not wait for this result.
+        except BaseException as error:
             self._news.put(error)
 
     def _report(self, worker: RolloutWorker, result: SegmentEnded | BaseException) -> None:

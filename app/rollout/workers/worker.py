@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import NamedTuple
@@ -108,9 +109,11 @@ class RolloutWorker:
 
     def take_counters(self) -> RolloutCounters:
         """Returns the counts of the segments ended since the last call. May be called from any thread."""
-        return RolloutCounters.sum(
-            [RolloutCounters(), *(self._segment_counters.popleft() for _ in range(len(self._segment_counters)))]
-        )
+        taken = [RolloutCounters()]
+        with suppress(IndexError):
+            while True:
+                taken.append(self._segment_counters.popleft())
+        return RolloutCounters.sum(taken)
 
     def close(self) -> None:
         self._admissions, self._running = {}, None

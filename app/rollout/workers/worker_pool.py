@@ -185,7 +185,8 @@ class RolloutWorkerPool(SampleGenerator):
             yield opened
         finally:
             try:
-                self._stalled |= driver.close()
+                # A worker of another host ends with the rollout there.
+                self._stalled |= {one: thread for one, thread in driver.close().items() if one in self.workers}
             finally:
                 for worker in workers:
                     if worker not in self._stalled:
