@@ -39,11 +39,16 @@ def _batching_metrics(stats: Sequence[Mapping[str, float]]) -> dict[str, float]:
     }
 
 
-def scoring_batching_metrics(role: str, global_plans: Sequence[GlobalPlan]) -> Mapping[str, float]:
-    """Returns `score/<role>/*`, the metrics of one role's scoring pass."""
+def scoring_batching_metrics(role: str, global_plans: Sequence[GlobalPlan], *, seconds: float) -> Mapping[str, float]:
+    """Returns the metrics of one role's scoring pass over all samples of a step.
+
+    Args:
+        seconds: time that the pass took.
+    """
     stats = [plan.packing_stats() for plan in global_plans]
     rows = max(len(one.rows) // plan.num_devices for plan in global_plans for one in plan.plan.micro_batches)
     return {
+        f"perf/score_{role}_tokens_per_s": sum(s["real_tokens"] for s in stats) / seconds,
         f"score/{role}/fill": sum(s["real_tokens"] for s in stats) / sum(s["computed_tokens"] for s in stats),
         f"score/{role}/num_micro_batches": sum(s["num_micro_batches"] for s in stats),
         f"score/{role}/rows_per_device": rows,

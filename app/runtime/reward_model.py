@@ -179,12 +179,12 @@ class RewardPass(NamedTuple):
     num_compilations: int
 
 
-def reward_model_metrics(passes: Sequence[RewardPass]) -> dict[str, float]:
-    """Returns the metrics of all passes of a step; empty without a reward model."""
+def reward_model_metrics(passes: Sequence[RewardPass], *, seconds: float) -> dict[str, float]:
+    """Returns the metrics of all passes of a step, which took so long; empty without a reward model."""
     if not passes:
         return {}
     compilations = sum(one.num_compilations for one in passes)
     return {
-        **scoring_batching_metrics("reward", [one.cut for one in passes]),
+        **scoring_batching_metrics("reward", [one.cut for one in passes], seconds=seconds),
         "perf/score_reward_compilations": compilations,
     }

@@ -138,7 +138,8 @@ class Trainer:
                 num_groups=self.settings.rollout.prompts_per_step,
                 max_rounds=self.learner_group.max_rounds,
             )
-        return sampling, merge_rewarded(rounds), reward_model_metrics(reward_passes)
+        seconds = timer.seconds.get("time/score_reward_s", 0.0)
+        return sampling, merge_rewarded(rounds), reward_model_metrics(reward_passes, seconds=seconds)
 
     def reward(
         self, samples: list[Sample], reward_passes: list[RewardPass], *, step: int, timer: StepTimer
@@ -179,7 +180,7 @@ class Trainer:
                 del weights
             samples = [scored[i] for i in range(len(samples))]
             metrics |= {
-                **scoring_batching_metrics(role, plans),
+                **scoring_batching_metrics(role, plans, seconds=timer.seconds[f"time/score_{role}_s"]),
                 f"perf/score_{role}_compilations": compilations.take_count(),
             }
         return samples, metrics
