@@ -33,9 +33,9 @@ model: {{path: {model}}}
 data: {{max_prompt_length: 16, num_problems: 40}}
 rollout: {{prompts_per_step: 4, group_size: 4, max_new_tokens: 4}}
 reward: {{functions: [arithmetic, {{name: arithmetic_format, weight: 0.5}}]}}
-algorithm: {{beta: 0.05, epochs: 2, mini_batch_prompts: 2, max_tokens_per_device: 24}}
+algorithm: {{beta: 0.05, epochs: 2, mini_batch_prompts: 2, max_tokens_per_device: 20}}
 optimizer: {{learning_rate: 1e-3}}
-mesh: {{cpu_devices: 8}}
+mesh: {{cpu_devices: 8, shape: "1,2,4"}}
 checkpoint: {{every_steps: 3, keep: 4}}
 eval: {{every_steps: 3, num_prompts: 16}}
 """

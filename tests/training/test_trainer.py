@@ -108,6 +108,7 @@ OF_SCORING = {
         f"score/{role}/rows_per_device",
         f"time/score_{role}_s",
         f"perf/score_{role}_compilations",
+        f"perf/score_{role}_tokens_per_s",
     )
 }
 OF_AN_EVALUATION = {
