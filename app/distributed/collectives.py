@@ -34,19 +34,20 @@ def gather_over_hosts(values: np.ndarray) -> np.ndarray:
         return values[None]
     # JAX would narrow 64-bit numbers, but not bytes.
     raw = np.frombuffer(values.tobytes(), np.uint8)
-    gathered = multihost_utils.process_allgather(raw) if _mesh is None else _gather_over(_mesh, raw)
+    everywhere = PartitionSpec()
+    gathered = multihost_utils.process_allgather(raw) if _mesh is None else _exchange_rows(_mesh, raw, everywhere)
     return np.frombuffer(np.asarray(gathered).tobytes(), values.dtype).reshape(jax.process_count(), *values.shape)
 
 
-def _gather_over(mesh: Mesh, raw: np.ndarray) -> jax.Array:
-    """Returns the bytes of all hosts on this host's device of a mesh."""
-    local = jax.make_array_from_process_local_data(NamedSharding(mesh, PartitionSpec("hosts")), raw[None])
-    return _replicate(mesh)(local).addressable_data(0)
+def _exchange_rows(mesh: Mesh, row: np.ndarray, spec: PartitionSpec) -> np.ndarray:
+    """Returns this host's part, by `spec`, of the array whose rows the hosts have, on one device of each."""
+    rows = jax.make_array_from_process_local_data(NamedSharding(mesh, PartitionSpec("hosts")), row[None])
+    return np.asarray(_relayout(mesh, spec)(rows).addressable_data(0))
 
 
 @functools.cache
-def _replicate(mesh: Mesh) -> Callable[[jax.Array], jax.Array]:
-    return jax.jit(lambda rows: rows, out_shardings=NamedSharding(mesh, PartitionSpec()))
+def _relayout(mesh: Mesh, spec: PartitionSpec) -> Callable[[jax.Array], jax.Array]:
+    return jax.jit(lambda rows: rows, out_shardings=NamedSharding(mesh, spec))
 
 
 MAX_EXCHANGE_BYTES = 1 << 26
@@ -62,18 +63,16 @@ def exchange_over_hosts(
         sizes: number of elements from each host (first index) to each (second), equal on all hosts.
     """
     here, num_hosts, longest = jax.process_index(), jax.process_count(), int(sizes.max(initial=0))
-    mesh = _mesh or _one_device_per_host()
-    sharding = NamedSharding(mesh, PartitionSpec("hosts"))
+    mesh, columns = _mesh or _one_device_per_host(), PartitionSpec(None, "hosts")
     # Padded to powers of two, because JAX compiles a program for each new size.
     count = min(1 << max(longest - 1, 0).bit_length(), max(1, MAX_EXCHANGE_BYTES // 4 // num_hosts))
     received: list[list[np.ndarray]] = [[np.zeros(0, np.int32)] for _ in parts]
     for start in range(0, longest, count):
-        padded = np.zeros((1, num_hosts, count), np.int32)
-        for host, part in enumerate(parts):
+        padded = np.zeros((num_hosts, count), np.int32)
+        for row, part in zip(padded, parts, strict=True):
             piece = part[start : start + count]
-            padded[0, host, : len(piece)] = piece
-        local = jax.make_array_from_process_local_data(sharding, padded)
-        for pieces, row in zip(received, np.asarray(_transpose(mesh)(local).addressable_data(0))[:, 0], strict=True):
+            row[: len(piece)] = piece
+        for pieces, row in zip(received, _exchange_rows(mesh, padded, columns)[:, 0], strict=True):
             pieces.append(row)
     return [np.concatenate(pieces)[:size] for pieces, size in zip(received, sizes[:, here], strict=True)]
 
@@ -82,12 +81,6 @@ def exchange_over_hosts(
 def _one_device_per_host() -> Mesh:
     first = {device.process_index: device for device in reversed(jax.devices())}
     return Mesh(np.asarray([first[host] for host in range(jax.process_count())]), ("hosts",))
-
-
-@functools.cache
-def _transpose(mesh: Mesh) -> Callable[[jax.Array], jax.Array]:
-    """Returns a program that leaves each host with the column of an array of which it had a row."""
-    return jax.jit(lambda rows: rows, out_shardings=NamedSharding(mesh, PartitionSpec(None, "hosts")))
 
 
 def sum_over_hosts(values: np.ndarray) -> np.ndarray:

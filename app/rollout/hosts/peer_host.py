@@ -36,7 +36,7 @@ from app.rollout.scheduling.protocol import RunSegment, WorkerKind
 from app.rollout.sequence import RolloutSequence
 from app.rollout.slots.slot_engine import SlotEngine
 from app.rollout.workers.remote_worker import RemoteCache, RemoteSegment, RemoteWorker, without_columns
-from app.rollout.workers.worker import Admission
+from app.rollout.workers.worker import Admission, take_all
 
 log = logging.getLogger(__name__)
 
@@ -171,11 +171,7 @@ class PeerHost:
         if failure is not None:
             self._end_segment(command.worker, failure)
             return ended
-        unused: list[int] = []
-        # Two workers may start at the same time.
-        with suppress(IndexError):
-            while True:
-                unused.append(self._unused_caches.popleft())
+        unused = take_all(self._unused_caches)
         keys = {uid: cache.key for uid, cache in caches.items()}
         self._send(StartSegment(command, admissions, keys, unused))
         return ended

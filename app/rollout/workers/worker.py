@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from threading import Lock
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from app.rollout.slots.slot_engine import SlotEngine
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 Clock = Callable[[], float]
 """Returns seconds since a fixed moment."""
 
@@ -109,11 +110,7 @@ class RolloutWorker:
 
     def take_counters(self) -> RolloutCounters:
         """Returns the counts of the segments ended since the last call. May be called from any thread."""
-        taken = [RolloutCounters()]
-        with suppress(IndexError):
-            while True:
-                taken.append(self._segment_counters.popleft())
-        return RolloutCounters.sum(taken)
+        return RolloutCounters.sum([RolloutCounters(), *take_all(self._segment_counters)])
 
     def close(self) -> None:
         self._admissions, self._running = {}, None
@@ -190,3 +187,12 @@ class RolloutWorker:
                 del self._admissions[row]
         seconds = at - max(started, not_before)
         return SegmentEnded(at, self.name, command.segment, tuple(reports), seconds, segment.steps)
+
+
+def take_all(items: deque[T]) -> list[T]:
+    """Removes and returns all items; several threads may do so at the same time."""
+    taken: list[T] = []
+    with suppress(IndexError):
+        while True:
+            taken.append(items.popleft())
+    return taken
