@@ -231,7 +231,8 @@ def _lower_programs(
     def work_of(architecture: Architecture, plan: MicroBatchPlan, **how: Any) -> ProgramWork:
         # The reward model reads one more token.
         completion = settings.rollout.max_new_tokens + (plan is shapes.reward)
-        num_samples = settings.rollout.prompts_per_step * settings.rollout.group_size
+        # One plan is made for all hosts' samples, any of which can be in the rows of this one.
+        num_samples = settings.rollout.prompts_per_step * settings.rollout.group_size * num_hosts(mesh)
         samples = longest_samples(num_samples, prompt=shapes.longest_prompt, completion=completion)
         return packed_pass_work(architecture, mesh, dtype, samples, largest_micro_batch(plan), **how)
 
