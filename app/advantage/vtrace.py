@@ -61,7 +61,7 @@ def vtrace(
     Source: Espeholt et al. 2018 (IMPALA), eq. 1 and section 4.2; lambda: remark 2 for the targets, rlax for the
     advantages. Both multiply the advantages by rho_t.
     """
-    choice = choose_backend(backend, rewards.shape, constant_decay=False, chunk_size=chunk_size)
+    choice = choose_backend(backend, one_decay=False, chunk_size=chunk_size)
     bounds = jnp.asarray(max_ratio, jnp.float32), jnp.asarray(max_trace, jnp.float32)
     return _vtrace(
         rewards,

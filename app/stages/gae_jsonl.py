@@ -11,13 +11,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from app.advantage.token_advantages import truncation_bootstrap
-from app.batching.length_buckets import bucket_length
 from app.records.jsonl import read_jsonl, write_jsonl
 from app.records.moments import Moments, joint_moments, merge_moments
 from app.records.sample import Sample
 from app.records.sample_json import sample_for_advantages
 from app.runtime.advantages import make_gae_advantages
-from app.stages.gae_summary import AdvantageTransform, GaeSummary, choose_gae_backend
+from app.stages.gae_summary import AdvantageTransform, GaeSummary
 from settings import Settings
 from settings.errors import InputError
 
@@ -109,9 +108,6 @@ class GaeSampleFile:
                 for one in window:
                     if not _are_finite(self._estimate([one.sample], beta)):
                         raise InputError(f"{one.where}: rewards or values are too large: advantages exceed float32")
-            if self.summary.choice is None:
-                shape = (1, bucket_length(sum(len(s.completion_ids) for s in samples)))
-                self.summary.choice = choose_gae_backend(self._algorithm, shape, is_masked=True)
             yield samples, window
 
     def _samples(self) -> Iterator[LocatedSample]:

@@ -17,7 +17,7 @@ from app.advantage.token_advantages import TokenAdvantages, TokenRows
 from app.records.atomic_write import open_atomic
 from app.records.moments import Moments, compute_moments
 from app.runtime.advantages import make_gae
-from app.stages.gae_summary import AdvantageTransform, GaeSummary, choose_gae_backend
+from app.stages.gae_summary import AdvantageTransform, GaeSummary
 from settings import Settings
 from settings.errors import InputError
 
@@ -57,9 +57,8 @@ class GaeMatrixFile:
         Raises:
             InputError: the inputs are too large for float32; nothing is written.
         """
-        rows, mask = self._rows, self._mask
+        mask = self._mask
         advantages, returns = transform(self._estimates.advantages, mask), self._estimates.returns
-        self.summary.choice = choose_gae_backend(self._algorithm, rows.rewards.shape, is_masked=rows.mask is not None)
         self.summary.add(advantages, returns, mask, num_rows=len(mask))
         with open_atomic(out) as file:
             np.savez(file, advantages=advantages, returns=returns)

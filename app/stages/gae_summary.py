@@ -13,22 +13,11 @@ from app.advantage.gae.backend_choice import BackendChoice, choose_backend
 from app.records.moments import EMPTY_MOMENTS, Moments, compute_moments, merge_moments
 from settings import Resolved
 from settings.errors import InputError
-from settings.schema.algorithm import AlgorithmSettings
 
 NON_GAE_ESTIMATORS = frozenset({"vtrace", "reinforce_plus_plus"})
 """Estimators for which training does not use GAE."""
 AdvantageTransform = Callable[[np.ndarray, np.ndarray], np.ndarray]
 """Maps (advantages, mask) to the advantages to write."""
-
-
-def choose_gae_backend(algorithm: AlgorithmSettings, shape: tuple[int, ...], *, is_masked: bool) -> BackendChoice:
-    """Returns the backend for rows of this shape; `is_masked`: rows have a mask or contain several sequences."""
-    return choose_backend(
-        algorithm.gae_backend,
-        shape,
-        constant_decay=not is_masked and algorithm.length_adaptive_lam is None,
-        chunk_size=algorithm.gae_chunk_size,
-    )
 
 
 @dataclass
@@ -44,8 +33,6 @@ class GaeSummary:
     """Number of truncated samples whose value after the last token is ignored under these settings."""
     advantages: Moments = EMPTY_MOMENTS
     returns: Moments = EMPTY_MOMENTS
-    choice: BackendChoice | None = None
-    """Backend of the first window, because the last may be smaller."""
 
     def add(
         self,
@@ -83,21 +70,20 @@ class GaeSummary:
         if settings.critic.lam is not None:
             metrics["lambda of returns"] = settings.critic.lam
         metrics["mask mode"] = algorithm.mask_mode
-        if self.choice is not None:
-            size = self.choice.chunk_size
-            chunks = "" if size is None else f" in chunks of {size}"
-            metrics["backend"] = f"{self.choice.backend}{chunks} ({self.choice.reason})"
+        choice = choose_backend(algorithm.gae_backend, one_decay=alpha is None, chunk_size=algorithm.gae_chunk_size)
+        chunks = "" if choice.chunk_size is None else f" in chunks of {choice.chunk_size}"
+        metrics["backend"] = f"{choice.backend}{chunks} ({choice.reason})"
         metrics |= {
             "mean advantage": round(self.advantages.mean, 6),
             "std of advantages": round(self.advantages.population_std, 6),
             "mean return": round(self.returns.mean, 6),
             "std of returns": round(self.returns.population_std, 6),
         }
-        if notes := self._unapplied_settings(resolved, has_logprobs=has_logprobs):
+        if notes := self._unapplied_settings(resolved, choice, has_logprobs=has_logprobs):
             metrics["not applied"] = "; ".join(notes)
         return metrics
 
-    def _unapplied_settings(self, resolved: Resolved, *, has_logprobs: bool) -> list[str]:
+    def _unapplied_settings(self, resolved: Resolved, choice: BackendChoice, *, has_logprobs: bool) -> list[str]:
         """Returns the settings that change advantages in training but are not applied here, each with the reason."""
         algorithm = resolved.settings.algorithm
 
@@ -116,6 +102,6 @@ class GaeSummary:
                 f"the value after the last token of {self.num_unused_bootstraps:,} samples with finish_reason length, "
                 f"because of {named('bootstrap_truncated')}"
             )
-        if algorithm.gae_chunk_size is not None and self.choice and self.choice.chunk_size is None:
-            notes.append(f"{named('gae_chunk_size')}: {self.choice.backend} has no chunks")
+        if algorithm.gae_chunk_size is not None and choice.chunk_size is None:
+            notes.append(f"{named('gae_chunk_size')}: {choice.backend} has no chunks")
         return notes

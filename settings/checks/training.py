@@ -161,6 +161,12 @@ REWARD_CHECKS = (
     _reserved_name(OVERLONG_REWARD, "reward.overlong_buffer", "length penalty"),
 )
 
+check_fused_gae = Rule(
+    lambda s: s.algorithm.gae_backend == "fused" and s.algorithm.length_adaptive_lam is not None,
+    "<algorithm.gae_backend> computes with one lambda, but <algorithm.length_adaptive_lam> gives each sample its own; "
+    "set algorithm.gae_backend: auto",
+)
+
 BATCH_CHECKS = (
     Rule(
         lambda s: s.rollout.prompts_per_step * s.rollout.group_size > 2**20,
@@ -199,6 +205,12 @@ ALGORITHM_CHECKS = (
         lambda s: s.algorithm.estimator == "vtrace" and s.algorithm.vtrace_max_trace > s.algorithm.vtrace_max_ratio,
         "<algorithm.vtrace_max_trace> exceeds <algorithm.vtrace_max_ratio>, but V-trace must clip traces at the same "
         "value as ratios or lower; lower the former or raise the latter",
+    ),
+    check_fused_gae,
+    Rule(
+        lambda s: s.algorithm.estimator == "vtrace" and s.algorithm.gae_backend == "fused",
+        "<algorithm.gae_backend> computes with one discount, but V-trace's traces differ from token to token; set "
+        "algorithm.gae_backend: auto",
     ),
     Rule(
         lambda s: s.rollout.max_staleness > 0 and s.algorithm.correction == "none",

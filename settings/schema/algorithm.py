@@ -114,9 +114,10 @@ class AlgorithmSettings(Section):
     """V-trace's c: upper bound on the trace weight, which limits how far back later errors propagate. At most
     `vtrace_max_ratio`."""
     gae_backend: Literal["auto", "serial", "chunked", "fused"] = "auto"
-    """Implementation of the GAE recurrence. auto selects the fastest one measured for the device and size."""
+    """Implementation of the GAE recurrence: in numpy on the host (fused), or in JAX by chunks (chunked) or steps
+    (serial). auto is fused if all tokens have the same lambda, else serial on a CPU and chunked on other devices."""
     gae_chunk_size: int | None = Field(default=None, ge=1, le=4096)
-    """Tokens per chunk of the `chunked` backend. When null, the fastest one measured."""
+    """Tokens per chunk of the `chunked` backend. When null, 128."""
     whiten_advantages: bool | None = None
     """Normalizes the advantages of a step's tokens, over all hosts, to mean 0 and variance 1. When null: true for
     estimators that credit each token, false for those that compare samples of a prompt."""

@@ -11,12 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.advantage.gae.chunked import solve_constant_decay, solve_variable_decay
-from app.advantage.gae.estimate import BACKENDS, generalized_advantages
+from app.advantage.gae.estimate import BACKENDS, SOLVERS, generalized_advantages
 from app.advantage.gae.recurrence import MASK_MODES
 from tests.advantage.gae_oracle import Case, oracle, random_case
 
-SOLVERS = ("serial", "chunked")
-"""Backends that solve any terms; on a CPU, `fused` has no form for masks and packed rows."""
 DISCOUNTS = list(itertools.product((0.0, 0.5, 0.95, 0.99, 1.0), repeat=2))
 
 
@@ -34,7 +32,7 @@ def assert_close(got, expected) -> None:
         np.testing.assert_allclose(one, truth, rtol=0, atol=limit)
 
 
-@pytest.mark.parametrize("backend", SOLVERS)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("mask_mode", MASK_MODES)
 @pytest.mark.parametrize("num_tokens", [1, 127, 128, 129, 511])
 def test_every_backend_equals_a_float64_loop(backend, mask_mode, num_tokens):
@@ -68,7 +66,7 @@ def test_long_random_rows_stay_within_the_contract(backend):
         assert_close(estimate(case, gamma=gamma, lam=lam, backend=backend), oracle(case, gamma=gamma, lam=lam))
 
 
-@pytest.mark.parametrize("backend", SOLVERS)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("mask_mode", MASK_MODES)
 def test_long_masked_rows_stay_within_the_contract(backend, mask_mode):
     case = random_case(np.random.default_rng(1), (1, 131_072), masked=True, packed=False)
@@ -140,7 +138,7 @@ TOOL_REWARDS = np.array([[0, 0, 0.1, 0.1, 0.1, 0, 0, 0.1, 1, 0, 0]])
 TOOL_VALUES = np.array([[50, 0.3, 4, 5, 6, -20, 0.7, 7, 9, 0, 0]])
 
 
-@pytest.mark.parametrize("backend", SOLVERS)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     ("mask_mode", "expected"),
     [
@@ -169,7 +167,7 @@ def test_skipped_tokens_might_as_well_not_be_there():
         np.testing.assert_allclose(skipped[case.mask], compressed[0], atol=1e-5)
 
 
-@pytest.mark.parametrize("backend", SOLVERS)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("mask_mode", ["skip", "zero"])
 def test_garbage_in_masked_slots_changes_nothing(backend, mask_mode):
     clean = random_case(np.random.default_rng(3), (2, 40), masked=True, packed=True)
@@ -181,7 +179,7 @@ def test_garbage_in_masked_slots_changes_nothing(backend, mask_mode):
     np.testing.assert_array_equal(estimate(garbage, **options), estimate(clean, **options))
 
 
-@pytest.mark.parametrize("backend", SOLVERS)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("mask_mode", MASK_MODES)
 def test_packed_rows_equal_separate_rows(backend, mask_mode):
     rng = np.random.default_rng(4)
@@ -223,7 +221,7 @@ def test_a_truncated_sequence_is_bootstrapped_and_a_terminal_one_is_not(data):
     np.testing.assert_allclose(advantages[0], expected, atol=1e-4)
 
 
-@pytest.mark.parametrize("backend", SOLVERS)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("mask_mode", MASK_MODES)
 def test_rows_without_any_token_of_the_policy_get_zeros(backend, mask_mode):
     case = random_case(np.random.default_rng(5), (2, 9), masked=True, packed=False)

@@ -2,133 +2,121 @@ from __future__ import annotations
 
 import itertools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from app.advantage.gae import fused
 from app.advantage.gae.backend_choice import choose_backend
 from app.advantage.gae.chunked import CHUNK_SIZE
 from app.advantage.gae.estimate import generalized_advantages
-from app.advantage.gae.fused import fused_gae_on_host
-from app.advantage.gae.pallas_kernel import KERNELS
-from app.advantage.gae.recurrence import Discounts, RecurrenceTerms, make_gae_rows, step_through_masked
+from app.advantage.gae.recurrence import MASK_MODES
 from tests.advantage.gae_oracle import Case, oracle, random_case
 
 DISCOUNTS = list(itertools.product((0.0, 0.5, 0.95, 0.99, 1.0), repeat=2))
 
 
-def plain_case(rows: int, num_tokens: int) -> Case:
-    return random_case(np.random.default_rng(num_tokens), (rows, num_tokens), masked=False, packed=False)
-
-
-def plain_terms(case: Case, *, gamma: float, lam: float) -> RecurrenceTerms:
-    rows = make_gae_rows(case.rewards, case.values, mask=None, ends=None, bootstrap=None)
-    return step_through_masked(rows, Discounts.create(gamma, lam))
+def estimate(case: Case, *, gamma: float = 0.99, lam: float = 0.95, mask_mode: str = "skip"):
+    return generalized_advantages(
+        case.rewards, case.values, gamma=gamma, lam=lam, mask=case.mask, ends=case.ends, bootstrap=case.bootstrap,
+        mask_mode=mask_mode, backend="fused",
+    )  # fmt: skip
 
 
 def assert_close(got, expected) -> None:
     limit = 1e-5 * max(1.0, float(np.abs(expected[0]).max(initial=0)))
     for one, truth in zip(got, expected, strict=True):
+        assert isinstance(one, np.ndarray) and one.dtype == np.float32
         np.testing.assert_allclose(one, truth, rtol=0, atol=limit)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 15, 17, 127, 128, 129, 511, 1024, 1100, 4096])
-def test_blocks_on_the_host_equal_a_float64_loop(num_tokens):
-    case = plain_case(3, num_tokens)
+@pytest.mark.parametrize("block_tokens", [16, 48, 512, 1 << 18])
+@pytest.mark.parametrize("shape", [(3, 1), (3, 15), (5, 17), (2, 511), (3, 1024), (1, 5000)])
+def test_rows_in_blocks_of_any_size_equal_a_float64_loop(monkeypatch, block_tokens, shape):
+    monkeypatch.setattr(fused, "BLOCK_TOKENS", block_tokens)
+    monkeypatch.setattr(fused, "FEW_STEPS", 16)
+    case = random_case(np.random.default_rng(shape[1]), shape, masked=False, packed=False)
     for gamma, lam in DISCOUNTS:
-        got = fused_gae_on_host(case.rewards, case.values[:, :-1], case.values[:, -1], gamma, lam)
-        assert_close(got, oracle(case, gamma=gamma, lam=lam))
+        assert_close(estimate(case, gamma=gamma, lam=lam), oracle(case, gamma=gamma, lam=lam))
 
 
-@pytest.mark.parametrize("shape", [(19, 65_537), (300, 1024), (131, 1000), (3, 65_536), (2, 131_072)])
-def test_blocks_on_the_host_equal_a_float64_loop_where_there_are_many(shape):
-    case = plain_case(*shape)
-    got = fused_gae_on_host(case.rewards, case.values[:, :-1], case.values[:, -1], 0.99, 0.95)
-    rows = [0, shape[0] // 2, shape[0] - 1]
-    few = Case(case.rewards[rows], case.values[rows])
-    assert_close([x[rows] for x in got], oracle(few, gamma=0.99, lam=0.95))
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 700), min_size=1, max_size=12),
+    few_steps=st.sampled_from([16, 64, 512]),
+    block_tokens=st.sampled_from([32, 256, 4096]),
+    masked_share=st.sampled_from([0.0, 0.1, 0.9]),
+    mask_mode=st.sampled_from(sorted(MASK_MODES)),
+    seed=st.integers(0, 1000),
+)
+def test_sequences_of_any_lengths_in_a_row_equal_a_float64_loop(
+    lengths, few_steps, block_tokens, masked_share, mask_mode, seed
+):
+    rng = np.random.default_rng(seed)
+    shape = 1, sum(lengths)
+    rewards, values, bootstrap = rng.standard_normal((3, *shape), np.float32)
+    ends = np.zeros(shape, bool)
+    ends[0, np.cumsum(lengths) - 1] = True
+    case = Case(rewards, values, rng.random(shape) >= masked_share, ends, bootstrap)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fused, "FEW_STEPS", few_steps)
+        patch.setattr(fused, "BLOCK_TOKENS", block_tokens)
+        got = estimate(case, mask_mode=mask_mode)
+    assert_close(got, oracle(case, gamma=0.99, lam=0.95, mask_mode=mask_mode))
 
 
-def test_blocks_on_the_host_promote_bfloat16():
-    case = plain_case(2, 300)
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_number_that_is_not_finite_stays_in_its_sequence(bad):
+    case = random_case(np.random.default_rng(0), (1, 4000), masked=False, packed=False)
+    ends = np.zeros((1, 4000), bool)
+    ends[0, [99, 1000, 1006, 1010, 3000]] = True
+    clean = estimate(case._replace(ends=ends))
+    rewards = case.rewards.copy()
+    rewards[0, 1008] = bad
+    for got, expected in zip(estimate(case._replace(rewards=rewards, ends=ends)), clean, strict=True):
+        assert not np.isfinite(got[0, 1007:1009]).any()
+        others = np.r_[0:1007, 1011:4000]
+        np.testing.assert_array_equal(got[0, others], expected[0, others])
+
+
+def test_bfloat16_is_promoted():
+    case = random_case(np.random.default_rng(0), (2, 300), masked=False, packed=False)
     rounded = Case(*(np.asarray(jnp.asarray(x, jnp.bfloat16)) for x in case[:2]))
-    advantages, returns = fused_gae_on_host(rounded.rewards, rounded.values[:, :-1], rounded.values[:, -1], 0.99, 0.95)
-    assert advantages.dtype == returns.dtype == np.float32
     exact = Case(*(x.astype(np.float32) for x in rounded[:2]))
-    assert_close((advantages, returns), oracle(exact, gamma=0.99, lam=0.95))
+    assert_close(estimate(rounded), oracle(exact, gamma=0.99, lam=0.95))
 
 
-def test_blocks_on_the_host_read_arrays_of_any_layout():
-    case = plain_case(70, 1024)
-    by_time = Case(*(np.asfortranarray(x) for x in case[:2]))
-    got = fused_gae_on_host(by_time.rewards, by_time.values[:, :-1], by_time.values[:, -1], 0.99, 0.95)
-    assert_close(got, oracle(case, gamma=0.99, lam=0.95))
-
-
-def test_blocks_on_the_host_hand_on_long_sums_exactly():
-    rewards = np.ones((1, 131_072), np.float32)
-    advantages, returns = fused_gae_on_host(rewards, 0 * rewards, np.zeros(1), 1.0, 1.0)
-    np.testing.assert_array_equal(advantages[0], np.arange(131_072, 0, -1))
-    np.testing.assert_array_equal(returns, advantages)
+def test_arrays_of_any_layout_are_read():
+    case = random_case(np.random.default_rng(0), (70, 1024), masked=True, packed=True)
+    by_time = Case(*(None if x is None else np.asfortranarray(x) for x in case))
+    assert_close(estimate(by_time), oracle(case, gamma=0.99, lam=0.95))
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (3, 0), (0, 0)])
-def test_blocks_on_the_host_of_nothing_are_nothing(shape):
-    advantages, returns = fused_gae_on_host(np.zeros(shape), np.zeros(shape), np.zeros(shape[0]), 0.9, 0.9)
+def test_nothing_gives_nothing(shape):
+    advantages, returns = estimate(Case(np.zeros(shape), np.zeros(shape)))
     assert advantages.shape == returns.shape == shape
 
 
-def test_blocks_on_the_host_leave_what_they_read_alone():
-    case = plain_case(2, 300)
-    before = case.rewards.copy(), case.values.copy()
-    fused_gae_on_host(case.rewards, case.values[:, :-1], case.values[:, -1], 0.99, 0.95)
-    np.testing.assert_array_equal(case.rewards, before[0])
-    np.testing.assert_array_equal(case.values, before[1])
-
-
-@pytest.mark.parametrize("platform", KERNELS)
-@pytest.mark.parametrize("num_tokens", [1, 129, 511, 17_000])
-def test_kernels_equal_a_float64_loop(platform, num_tokens):
-    case = plain_case(2, num_tokens)
-    kernel = jax.jit(lambda terms: KERNELS[platform](terms, interpret=True))
-    for gamma, lam in ((0.99, 0.95), (1.0, 1.0), (0.0, 0.5), (0.5, 1.0)):
-        assert_close(kernel(plain_terms(case, gamma=gamma, lam=lam)), oracle(case, gamma=gamma, lam=lam))
-
-
-@pytest.mark.parametrize(("platform", "lowered_for"), [("gpu", "cuda"), ("tpu", "tpu")])
-@pytest.mark.parametrize("num_tokens", [100, 131_072])
-def test_kernels_are_lowered_for_their_platform(platform, lowered_for, num_tokens):
-    terms = plain_terms(plain_case(1, num_tokens), gamma=0.99, lam=0.95)
-    program = jax.jit(KERNELS[platform]).trace(terms).lower(lowering_platforms=(lowered_for,)).as_text()
-    assert {"gpu": "triton", "tpu": "tpu_custom_call"}[platform] in program
-
-
-def test_fused_in_a_compiled_program_equals_fused_on_the_host():
-    case = plain_case(2, 300)
-    host = generalized_advantages(case.rewards, case.values, gamma=0.99, lam=0.95, backend="fused")
-    compiled = jax.jit(lambda r, v: generalized_advantages(r, v, gamma=0.99, lam=0.95, backend="fused"))
-    assert isinstance(host.advantages, np.ndarray)
-    assert_close(compiled(case.rewards, case.values), host)
+def test_what_is_read_is_left_alone():
+    case = random_case(np.random.default_rng(0), (2, 300), masked=True, packed=True)
+    before = [x.copy() for x in case if x is not None]
+    estimate(case, mask_mode="zero")
+    for x, copy in zip(case, before, strict=True):
+        np.testing.assert_array_equal(x, copy)
 
 
 def test_a_choice_names_what_runs_and_why():
-    auto = choose_backend("auto", (16, 8192), constant_decay=True)
-    assert auto.backend == "fused" and auto.on_host and "CPU" in auto.reason
-    assert choose_backend("auto", (16, 8192), constant_decay=True, traced=True).backend == "chunked"
-    assert choose_backend("auto", (8192, 64), constant_decay=True)[:2] == ("chunked", 64)
-    assert choose_backend("serial", (16, 8192), constant_decay=True, chunk_size=64) == (
-        "serial",
-        None,
-        "requested",
-        False,
-    )
-    assert choose_backend("chunked", (16, 8192), constant_decay=True, chunk_size=64)[:3] == ("chunked", 64, "requested")
-    assert choose_backend("chunked", (16, 8192), constant_decay=True).chunk_size == CHUNK_SIZE
+    assert choose_backend("auto", one_decay=True)[:2] == ("fused", None)
+    auto = choose_backend("auto", one_decay=False)
+    assert auto.backend == "serial" and auto.chunk_size is None and "CPU" in auto.reason
+    assert choose_backend("serial", one_decay=True, chunk_size=64) == ("serial", None, "requested")
+    assert choose_backend("chunked", one_decay=True, chunk_size=64) == ("chunked", 64, "requested")
+    assert choose_backend("chunked", one_decay=False).chunk_size == CHUNK_SIZE
 
 
-def test_a_choice_says_that_fused_has_no_form_for_masks():
-    choice = choose_backend("fused", (16, 8192), constant_decay=False)
-    assert choice.backend == "chunked" and not choice.on_host and "masks" in choice.reason
-    auto = choose_backend("auto", (16, 8192), constant_decay=False)
-    assert auto.backend == "serial" and auto.chunk_size is None and "masks" in auto.reason
+def test_fused_with_discounts_per_token_is_refused():
+    with pytest.raises(ValueError, match="backend fused: expected one gamma and one lambda"):
+        generalized_advantages(np.ones((1, 2)), np.ones((1, 2)), gamma=1.0, lam=np.ones((1, 2)), backend="fused")

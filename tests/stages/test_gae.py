@@ -215,9 +215,9 @@ def test_the_backend_and_the_chunk_size_reach_the_solver_and_are_told(
     assert seen == [(backend, 3, GAMMA)]
     figures = json.loads(result.stdout)
     if backend != "chunked":
-        # Of masks on a CPU, auto takes it.
-        assert figures["backend"].startswith("serial (")
-        assert figures["not applied"] == "algorithm.gae_chunk_size = 3 (from --chunk-size): serial has no chunks"
+        taken = {"serial": "serial", "auto": "fused"}[backend]
+        assert figures["backend"].startswith(f"{taken} (")
+        assert figures["not applied"] == f"algorithm.gae_chunk_size = 3 (from --chunk-size): {taken} has no chunks"
     else:
         assert figures["backend"].startswith("chunked in chunks of 3 (")
         assert "not applied" not in figures

@@ -1,194 +1,219 @@
-"""Fused GAE: differences, scan, advantages and returns in one pass, by kernels on GPU and TPU, in blocks on the host.
+"""Fused GAE on the host: differences, chunk scan, advantages and returns of one block of tokens after another.
 
-On the host, for the plain case (no mask, no ends, one gamma and one lambda), each block of 65,536 tokens fits a core's
-cache and is finished before the next is read. Each input and each output thus crosses main memory once. Within a block
-the scan is the chunk scan of `app.advantage.gae.chunked` with one difference: the carry from the next chunk is computed
-first and added to the input of the chunk's last step, so that one product with a small matrix gives the advantages.
+Rows become one array of tokens whose sequences follow each other; tokens that the recurrence skips are left out. In
+blocks from the last to the first, so that inputs and outputs cross main memory once, the scan takes chunks of
+`CHUNK_STEPS` steps: the first step of each chunk, by a product with one column of decays; the carries between chunks,
+by the same scan with one step per chunk; and all steps, by one product with a matrix of decays. A chunk in which one
+sequence ends and another begins is solved step by step, together with all others of its kind.
+
+Source: the chunked form of linear attention, applied to GAE in THUDM/slime.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Float32, Float64
+from jaxtyping import Bool, Float, Float32, Float64, Int
 
-from app.advantage.gae.recurrence import GaeOutput, HostOrDevice, RecurrenceTerms
-from app.mesh.axis_rules import current_device
+from app.advantage.gae.recurrence import GaeOutput, HostOrDevice, values_after_rows
 
 CHUNK_STEPS = 16
-"""Steps per chunk."""
-MAX_CHUNKS_PER_SEGMENT = 64
-"""Largest number of chunks per segment."""
-CACHE_BLOCK_TOKENS = 1 << 16
-"""Tokens per block, from several rows if they are short: four arrays of this size fit into a core's cache."""
+FEW_STEPS = 512
+"""Largest number of steps that a loop in Python solves."""
+BLOCK_TOKENS = 1 << 18
+"""Tokens per block, a multiple of `CHUNK_STEPS`: four arrays of them fit into the cache that cores share."""
+Ends = Int[np.ndarray, "S"]
+"""Indices of the last tokens of sequences, in order."""
 
 
-def solve_fused(terms: RecurrenceTerms) -> GaeOutput:
-    """Solves the recurrence with the kernel for this GPU or TPU; needs a constant decay and at least one token."""
-    # Pallas is slow to import and not needed on a CPU.
-    from app.advantage.gae import pallas_kernel
+class _Level(NamedTuple):
+    decay: float
+    """Decay over one step."""
+    matrix: Float[np.ndarray, "C C"]
+    """decay^(s - t) for steps s and t of a chunk, 0 for s < t."""
+    first_column: Float[np.ndarray, "C"]
 
-    return pallas_kernel.KERNELS[current_device()[0]](terms)
 
-
-def fused_gae_on_host(
-    rewards: HostOrDevice, values: HostOrDevice, last_values: HostOrDevice, gamma: float, lam: float
+@np.errstate(over="ignore", invalid="ignore")  # The caller looks at the results.
+def solve_fused(
+    rewards: HostOrDevice,
+    values: HostOrDevice,
+    *,
+    gamma: float,
+    lam: float,
+    mask: HostOrDevice | None,
+    ends: HostOrDevice | None,
+    bootstrap: HostOrDevice | None,
+    mask_mode: str,
 ) -> GaeOutput:
-    """Computes GAE for rows of one sequence each, [B, T], in numpy and float32.
-
-    Args:
-        last_values: [B], the value after each row's last step.
+    """Computes GAE in numpy and float32; arguments are those of `app.advantage.gae.estimate.generalized_advantages`.
 
     Source: Schulman et al. 2016, eq. 16.
     """
-    rewards, values, last_values = (np.asarray(x, np.float32) for x in (rewards, values, last_values))
-    output = GaeOutput(np.empty(rewards.shape, np.float32), np.empty(rewards.shape, np.float32))
+    num_rows, num_tokens = rewards.shape
     if rewards.size == 0:
-        return output
-    layout = _BlockLayout.for_row_length(rewards.shape[1])
-    scan = _Scan.create(float(gamma), float(lam), layout)
-    rows_at_once = max(1, CACHE_BLOCK_TOKENS // layout.num_steps)
-    workspace = np.empty((rows_at_once, layout.num_steps), np.float32)
-    for first_row in range(0, len(rewards), rows_at_once):
-        rows = slice(first_row, first_row + rows_at_once)
-        after = last_values[rows]
-        carry = np.zeros(len(after))
-        for start in reversed(range(0, rewards.shape[1], layout.num_steps)):
-            block = rows, slice(start, start + layout.num_steps)
-            carry = scan.solve(
-                rewards[block],
-                values[block],
-                after,
-                carry,
-                workspace=workspace[: len(after)],
-                out=GaeOutput(output.advantages[block], output.returns[block]),
-            )
-            after = values[rows, start]
+        return GaeOutput(*np.zeros((2, *rewards.shape), np.float32))
+    last = np.arange(1, num_rows + 1) * num_tokens - 1
+    after = np.asarray(values_after_rows(values, num_tokens, bootstrap), np.float32)
+    if ends is not None:
+        last, after = _add_ends(last, after, _flat(ends, bool), bootstrap)
+    flat = _flat(rewards, np.float32), _flat(values[:, :num_tokens], np.float32)
+    written = None if mask is None else _flat(mask, bool)
+    if written is None or written.all():
+        solved = _solve_sequences(*flat, last, after, gamma, lam)
+    elif mask_mode == "skip":
+        counts = np.add.reduceat(written, np.append(0, last[:-1] + 1), dtype=np.int64)
+        last, after = np.cumsum(counts)[counts > 0] - 1, after[counts > 0]
+        solved = np.zeros((2, rewards.size), np.float32)
+        solved[:, written] = _solve_sequences(*(x[written] for x in flat), last, after, gamma, lam)
+    else:
+        flat = [np.where(written, x, np.float32(0)) for x in flat] if mask_mode == "zero" else flat
+        solved = np.where(written, _solve_sequences(*flat, last, after, gamma, lam), np.float32(0))
+    return GaeOutput(*(x.reshape(rewards.shape) for x in solved))
+
+
+def _flat(x: HostOrDevice, dtype: type) -> np.ndarray:
+    return np.ascontiguousarray(x, dtype).reshape(-1)
+
+
+def _add_ends(
+    row_ends: Ends, after_rows: Float32[np.ndarray, "B"], is_end: Bool[np.ndarray, "N"], bootstrap: HostOrDevice | None
+) -> tuple[Ends, Float32[np.ndarray, "S"]]:
+    """Returns the ends of rows and of sequences in them, and the value after each."""
+    is_end = is_end.copy()
+    is_end[row_ends] = True
+    last = np.flatnonzero(is_end)
+    after = np.zeros(len(last), np.float32) if bootstrap is None else _flat(bootstrap, np.float32)[last]
+    after[np.searchsorted(last, row_ends)] = after_rows
+    return last, after
+
+
+def _solve_sequences(
+    rewards: Float32[np.ndarray, "N"],
+    values: Float32[np.ndarray, "N"],
+    ends: Ends,
+    after: Float32[np.ndarray, "S"],
+    gamma: float,
+    lam: float,
+) -> GaeOutput:
+    """Returns the advantages and returns of sequences that follow each other.
+
+    Args:
+        ends: the last of them is N - 1.
+        after: the value after each sequence.
+    """
+    output = GaeOutput(*np.empty((2, len(rewards)), np.float32))
+    workspace = np.empty(min(len(rewards) + -len(rewards) % CHUNK_STEPS, BLOCK_TOKENS), np.float32)
+    levels = _make_levels(gamma * lam, len(workspace))
+    carry, one_minus_gamma = 0.0, np.float32(1 - gamma)
+    for start in reversed(range(0, len(rewards), BLOCK_TOKENS)):
+        block = slice(start, start + BLOCK_TOKENS)
+        own, advantages = values[block], output.advantages[block]
+        first, stop = np.searchsorted(ends, (start, start + len(own)))
+        last, behind = ends[first:stop] - start, after[first:stop]
+        next_value = values[start + len(own)] if start + len(own) < len(values) else np.float32(0)
+        inputs = workspace[: len(own) + -len(own) % CHUNK_STEPS]
+        inputs[len(own) :] = 0
+        deltas, shrunk = inputs[: len(own)], advantages
+        np.subtract(own[1:], own[:-1], out=deltas[:-1])
+        deltas[-1] = next_value - own[-1]
+        deltas[last] = behind - own[last]
+        if one_minus_gamma:
+            np.multiply(own[1:], one_minus_gamma, out=shrunk[:-1])
+            shrunk[-1] = next_value * one_minus_gamma
+            shrunk[last] = behind * one_minus_gamma
+            deltas -= shrunk
+        deltas += rewards[block]
+        if not len(last) or last[-1] < len(own) - 1:
+            deltas[-1] += gamma * lam * carry
+        carry = _scan(inputs, levels, last, out=advantages)
+        np.add(advantages, own, out=output.returns[block])
     return output
 
 
-class _BlockLayout(NamedTuple):
-    """Nesting of a block's steps: a block has segments, a segment has chunks, a chunk has CHUNK_STEPS steps."""
+def _scan(
+    inputs: Float[np.ndarray, "N"], levels: Sequence[_Level], ends: Ends, *, out: Float[np.ndarray, "n"]
+) -> float:
+    """Solves A_t = inputs_t + decay A_{t+1}, without the last term at ends, and returns A_0.
 
-    num_segments: int
-    num_chunks: int
-    """Number of chunks per segment."""
-
-    @property
-    def num_steps(self) -> int:
-        return self.num_segments * self.num_chunks * CHUNK_STEPS
-
-    @classmethod
-    def for_row_length(cls, num_tokens: int) -> _BlockLayout:
-        """Returns the layout of equal blocks that together hold a row of `num_tokens` with little padding."""
-        num_blocks = -(-num_tokens // CACHE_BLOCK_TOKENS)
-        chunks = -(-num_tokens // (num_blocks * CHUNK_STEPS))
-        num_segments = -(-chunks // MAX_CHUNKS_PER_SEGMENT)
-        return cls(num_segments, -(-chunks // num_segments))
-
-
-class _Scan(NamedTuple):
-    """Scan x_t -> sum over s >= t of decay^(s - t) x_s; each level has a matrix decay^(s - t), 0 for s < t."""
-
-    layout: _BlockLayout
-    one_minus_gamma: np.float32
-    step_matrix: Float32[np.ndarray, "C C"]
-    chunk_matrix: Float32[np.ndarray, "N N"]
-    segment_matrix: Float64[np.ndarray, "S S"]
-    decay: float
-    """Decay over one step; the next two fields are the decay over one chunk and one segment."""
-    chunk_decay: float
-    segment_decay: float
-
-    @classmethod
-    def create(cls, gamma: float, lam: float, layout: _BlockLayout) -> _Scan:
-        decay = gamma * lam
-        steps, chunk_decay = _decay_matrix(decay, CHUNK_STEPS)
-        chunks, segment_decay = _decay_matrix(chunk_decay, layout.num_chunks)
-        segments, _ = _decay_matrix(segment_decay, layout.num_segments)
-        return cls(
-            layout,
-            np.float32(1 - gamma),
-            _flush_subnormals(steps),
-            _flush_subnormals(chunks),
-            segments,
-            decay,
-            chunk_decay,
-            segment_decay,
-        )
-
-    def solve(
-        self,
-        rewards: Float32[np.ndarray, "R T"],
-        values: Float32[np.ndarray, "R T"],
-        next_value: Float32[np.ndarray, "R"],
-        carry: Float64[np.ndarray, "R"],
-        *,
-        workspace: Float32[np.ndarray, "R S*N*C"],
-        out: GaeOutput,
-    ) -> Float64[np.ndarray, "R"]:
-        """Solves one block of rows and returns the advantage of the first step of each row.
-
-        Args:
-            rewards: at most S N C steps; fewer only at the end of a row.
-            values: values of the same steps.
-            next_value: the value after the block.
-            carry: the advantage after the block.
-            workspace: buffer for a block that is not full.
-            out: arrays that receive the results.
-        """
-        num_tokens = rewards.shape[1]
-        # Until the end, the inputs use the memory of the returns: a smaller working set stays in the cache.
-        inputs = out.returns if workspace.shape == rewards.shape else workspace
-        inputs[:, num_tokens:] = 0
-        deltas, shrunk = inputs[:, :num_tokens], out.advantages
-        np.subtract(values[:, 1:], values[:, :-1], out=deltas[:, :-1])
-        np.subtract(next_value, values[:, -1], out=deltas[:, -1])
-        if self.one_minus_gamma:
-            np.multiply(values[:, 1:], self.one_minus_gamma, out=shrunk[:, :-1])
-            np.multiply(next_value, self.one_minus_gamma, out=shrunk[:, -1])
-            deltas -= shrunk
-        deltas += rewards
-        carry = self._propagate_carry(inputs, carry)
-        self._apply_step_matrix(inputs, out.advantages)
-        np.add(out.advantages, values, out=out.returns)
-        return carry
-
-    def _propagate_carry(
-        self, inputs: Float32[np.ndarray, "R S*N*C"], carry: Float64[np.ndarray, "R"]
-    ) -> Float64[np.ndarray, "R"]:
-        """Adds the carry to the last input of each chunk, and returns the solution at the first step."""
-        steps = inputs.reshape(len(inputs), *self.layout, CHUNK_STEPS, copy=False)
-        chunks = np.matmul(steps, self.step_matrix[:, 0])
-        segments = np.matmul(chunks, self.chunk_matrix[:, 0]).astype(np.float64)
-        segments[:, -1] += self.segment_decay * carry
-        segments = segments @ self.segment_matrix
-        next_segments = np.concatenate([segments[:, 1:], carry[:, None]], axis=1)
-        chunks[:, :, -1] += self.chunk_decay * next_segments
-        solved = np.matmul(chunks, self.chunk_matrix)
-        steps[:, :, :-1, -1] += self.decay * solved[:, :, 1:]
-        steps[:, :, -1, -1] += self.decay * next_segments
-        return segments[:, 0]
-
-    def _apply_step_matrix(self, inputs: Float32[np.ndarray, "R S*N*C"], out: Float32[np.ndarray, "R T"]) -> None:
-        """Writes the product of each chunk's inputs and the step matrix to `out`."""
-        # Each product is too small for BLAS to use threads, whose synchronization would cost more than it saves.
-        chunks = inputs.reshape(len(inputs), *self.layout, CHUNK_STEPS)
-        if out.shape == inputs.shape:
-            np.matmul(chunks, self.step_matrix, out=out.reshape(chunks.shape, copy=False))
-        else:
-            out[:] = np.matmul(chunks, self.step_matrix).reshape(inputs.shape)[:, : out.shape[1]]
+    Args:
+        inputs: a multiple of `CHUNK_STEPS`; overwritten.
+        levels: the first is for this scan, the others for its carries.
+        out: receives the first n of the N solutions.
+    """
+    decay, matrix, first_column = levels[0]
+    if inputs.size <= FEW_STEPS:
+        out[:] = _solve_few(inputs[: out.size].tolist(), decay, ends.tolist())
+        return float(out[0])
+    chunks = inputs.reshape(-1, CHUNK_STEPS, copy=False)
+    cut, step = np.divmod(ends, CHUNK_STEPS)
+    is_inside = step < CHUNK_STEPS - 1
+    mixed, step = cut[is_inside], step[is_inside]
+    if len(mixed):
+        is_end = np.zeros((len(chunks), CHUNK_STEPS), bool)
+        is_end[mixed, step] = True
+        mixed = _distinct(mixed)
+        is_end = is_end[mixed]
+    # Upper levels hold few numbers, whose errors reach far: float64.
+    firsts = np.zeros(len(chunks) + -len(chunks) % CHUNK_STEPS)
+    solved = np.empty(len(chunks))
+    np.matmul(chunks, first_column, out=firsts[: len(chunks)])
+    if len(mixed):
+        firsts[mixed] = _solve_steps(chunks[mixed], decay, is_end)[:, 0]
+    _scan(firsts, levels[1:], _distinct(cut), out=solved)
+    carries = decay * solved[1:]
+    carries[cut[~is_inside & (cut < len(carries))]] = 0
+    chunks[:-1, -1] += carries
+    if out.size == chunks.size:
+        np.matmul(chunks, matrix, out=out.reshape(chunks.shape, copy=False))
+    else:
+        out[:] = np.matmul(chunks, matrix).reshape(-1)[: out.size]
+    if len(mixed):
+        at = (mixed[:, None] * CHUNK_STEPS + np.arange(CHUNK_STEPS)).reshape(-1)
+        out[at[at < out.size]] = _solve_steps(chunks[mixed], decay, is_end).reshape(-1)[at < out.size]
+    return float(solved[0])
 
 
-def _decay_matrix(decay: float, size: int) -> tuple[Float64[np.ndarray, "C C"], float]:
-    """Returns the scan matrix of `size` steps with this decay, and the decay over all of them."""
-    # Only products, so that the powers of 0 and 1 are exact.
-    powers = np.cumprod(np.concatenate([[1.0], np.full(size, decay)]))
-    apart = np.arange(size)[:, None] - np.arange(size)
-    return np.where(apart >= 0, powers[np.maximum(apart, 0)], 0.0), float(powers[size])
+def _solve_few(inputs: list[float], decay: float, ends: list[int]) -> list[float]:
+    """Solves the recurrence in Python, which takes less time than a call of numpy for each level."""
+    is_end = set(ends)
+    advantage = 0.0
+    for t in reversed(range(len(inputs))):
+        # 0 x NaN is NaN: a damaged sequence would damage all before it.
+        inputs[t] = advantage = inputs[t] if t in is_end else inputs[t] + decay * advantage
+    return inputs
 
 
-def _flush_subnormals(kernel: Float64[np.ndarray, "C C"]) -> Float32[np.ndarray, "C C"]:
-    """Converts to float32 and sets subnormal numbers to 0, because processors are slow with them."""
-    return np.where(kernel < np.finfo(np.float32).tiny, 0.0, kernel).astype(np.float32)
+def _solve_steps(
+    inputs: Float[np.ndarray, "M C"], decay: float, is_end: Bool[np.ndarray, "M C"]
+) -> Float64[np.ndarray, "M C"]:
+    """Solves A_t = inputs_t + decay A_{t+1}, without the last term at ends, one step after another."""
+    solved = np.empty(inputs.shape)
+    advantage = np.zeros(len(inputs))
+    for step in reversed(range(inputs.shape[1])):
+        advantage = inputs[:, step] + np.where(is_end[:, step], 0.0, decay * advantage)
+        solved[:, step] = advantage
+    return solved
+
+
+def _distinct(numbers: Int[np.ndarray, "n"]) -> Int[np.ndarray, "m"]:
+    """Returns each of the ordered numbers once."""
+    return numbers[np.append(numbers[1:] != numbers[:-1], True)] if len(numbers) else numbers
+
+
+def _make_levels(decay: float, num_tokens: int) -> list[_Level]:
+    """Returns the levels of a scan: its own in float32, and those of its carries."""
+    levels, dtype = [], np.float32
+    while True:
+        # Only products, so that the powers of 0 and 1 are exact.
+        powers = np.cumprod(np.concatenate([[1.0], np.full(CHUNK_STEPS, decay)]))
+        apart = np.arange(CHUNK_STEPS)[:, None] - np.arange(CHUNK_STEPS)
+        matrix = np.where(apart >= 0, powers[np.maximum(apart, 0)], 0.0)
+        # Processors are slow with subnormal numbers.
+        matrix = np.where(matrix < np.finfo(dtype).tiny, 0.0, matrix).astype(dtype)
+        levels.append(_Level(decay, matrix, np.ascontiguousarray(matrix[:, 0])))
+        if num_tokens <= FEW_STEPS:
+            return levels
+        decay, dtype, num_tokens = float(powers[-1]), np.float64, -(-num_tokens // CHUNK_STEPS)

@@ -174,7 +174,7 @@ def make_gae_rows(
     num_tokens = rewards.shape[1]
     return GaeRows(
         rewards=jnp.asarray(rewards, jnp.float32),
-        values=jnp.asarray(values, jnp.float32)[:, :num_tokens],
+        values=jnp.asarray(values[:, :num_tokens], jnp.float32),
         last_values=jnp.asarray(values_after_rows(values, num_tokens, bootstrap), jnp.float32),
         mask=None if mask is None else jnp.asarray(mask, bool),
         ends=None if ends is None else jnp.asarray(ends, bool),

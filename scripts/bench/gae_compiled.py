@@ -1,0 +1,72 @@
+"""GAE of each backend on a TPU that is not there, against one read and one write of the data.
+
+    python scripts/bench/gae_compiled.py [--slice v5e-8] [--shape 256x131072] [--chunks 64 128 256]
+
+Compiles GAE with one gamma and lambda, and with a mask, for one chip. The floor is the chip's time to read rewards and
+values and to write advantages and returns, 16 bytes a token (17 with a mask). Estimated by the compiler, never
+measured; needs libtpu (`pip install -e '.[tpu]'`).
+"""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from app.advantage.gae.estimate import generalized_advantages
+from app.mesh.compile_only import compile_only_devices, kernel_schedules
+from app.mesh.tpu_chips import parse_slice
+from app.preflight.kernel_time import take_scheduled_bundles
+from app.preflight.program_time import program_time
+from app.records.text_format import format_bytes, format_percent, format_table
+
+BYTES_PER_TOKEN = 16
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--slice", default="v5e-8", help="TPU slice, of which one chip is used")
+    parser.add_argument("--shape", default="256x131072", help="rows x tokens")
+    parser.add_argument("--chunks", type=int, nargs="+", default=[64, 128, 256], help="steps of a chunk")
+    options = parser.parse_args()
+    shape = tuple(map(int, options.shape.split("x")))
+    cases = [("serial", None), *(("chunked", size) for size in options.chunks), ("fused", None)]
+    rows = [
+        estimated(options.slice, shape, backend, size, masked=masked)
+        for masked in (False, True)
+        for backend, size in cases
+        if not (masked and backend == "fused")
+    ]
+    head = ("backend", "chunk", "mask", "estimated by the compiler", "floor", "of the floor", "temporaries")
+    print(format_table(rows, header=head))
+
+
+def estimated(
+    slice_name: str, shape: tuple[int, ...], backend: str, chunk_size: int | None, *, masked: bool
+) -> tuple[str, ...]:
+    """Returns a line of the table."""
+    schedules, place = kernel_schedules(), parse_slice(slice_name)
+    everywhere = NamedSharding(Mesh(np.array(compile_only_devices(place)[:1]), ("x",)), PartitionSpec())
+    numbers = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=everywhere)
+    mask = jax.ShapeDtypeStruct(shape, jnp.bool_, sharding=everywhere) if masked else None
+    solve = partial(generalized_advantages, gamma=0.99, lam=0.95, backend=backend, chunk_size=chunk_size)
+    with jax.set_mesh(everywhere.mesh):
+        lowered = jax.jit(lambda rewards, values, mask: solve(rewards, values, mask=mask)).lower(numbers, numbers, mask)
+        compiled = lowered.compile()
+    turns = {"gae": shape[0] * -(-shape[1] // (128 * 128))}
+    time = program_time(compiled.as_text() or "", place.chip, bundles=take_scheduled_bundles(schedules), turns=turns)
+    floor = (BYTES_PER_TOKEN + masked) * shape[0] * shape[1] / place.chip.hbm_bytes_per_s
+    total = time.compute_s + time.kernel_s
+    memory = compiled.memory_analysis()
+    return (
+        backend, str(chunk_size or ""), "yes" if masked else "", f"{total * 1e3:.2f} ms", f"{floor * 1e3:.2f} ms",
+        format_percent(floor / total), format_bytes(memory.temp_size_in_bytes),
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
