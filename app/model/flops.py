@@ -23,6 +23,11 @@ def pair_flops(architecture: Architecture) -> int:
     return 4 * architecture.num_query_heads * architecture.head_dim
 
 
+def lm_head_flops(architecture: Architecture) -> int:
+    """Returns the FLOPs of the logits of one token."""
+    return 2 * architecture.model_dim * architecture.vocab_size
+
+
 def forward_flops(architecture: Architecture) -> Callable[[np.ndarray], Int64[np.ndarray, "N"]]:
     """Returns a function that maps lengths in tokens to the blocks' FLOPs for a sequence of each length.
 

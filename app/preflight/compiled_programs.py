@@ -142,7 +142,7 @@ def check_fits(phase: str, name: str, buffers: MemoryBreakdown, *, available_byt
 
 
 def _does_not_fit(phase: str, name: str, reason: str) -> InputError:
-    advice = f"{MEMORY_ADVICE[phase]}, or split the weights over more devices with mesh.shape"
+    advice = f"{MEMORY_ADVICE[phase].format(role=name)}, or split the weights over more devices with mesh.shape"
     return InputError(f"{phase}: {name} does not fit: {reason} {advice[0].upper()}{advice[1:]}")
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import jax
+import numpy as np
 
-from app.batching.micro_batch_plan import MicroBatchPlan
+from app.batching.micro_batch_plan import MicroBatchPlan, SequenceLengths
 from app.batching.micro_batcher import MicroBatcher
 from app.distributed.error_barrier import error_barrier
 from app.mesh.device_memory import device_memory_bytes
@@ -29,7 +30,7 @@ from app.records.run_directory import Resume
 from app.records.text_format import format_bytes, format_count, format_percent, format_table
 from app.runtime.reward_model import make_reward_batcher
 from app.runtime.session import Session
-from app.tracking.flops import NO_TOKENS, TokenCounts, make_step_flops
+from app.tracking.flops import make_step_flops
 from app.training.learner import LearnerGroup
 from app.training.network_memory import MemoryBreakdown
 from app.training.replay import ReplayRequest
@@ -258,8 +259,16 @@ def _step_fields(launch: RunSetup, learning: LearnerGroup) -> dict[str, Any]:
     prompts_per_step = settings.rollout.prompts_per_step * num_hosts(session.mesh)
     samples_per_step = prompts_per_step * settings.rollout.group_size
     mean_prompt = sum(len(prompt.token_ids) for prompt in inputs.prompts) / len(inputs.prompts)
-    tokens = TokenCounts(round(samples_per_step * mean_prompt), samples_per_step * settings.rollout.max_new_tokens)
-    flops = make_step_flops(settings, session).total(sampled=NO_TOKENS if inputs.replay else tokens, learned=tokens)
+    prompt_indices = np.arange(prompts_per_step).repeat(settings.rollout.group_size)
+    prompts, completions = (
+        np.full_like(prompt_indices, size) for size in (round(mean_prompt), settings.rollout.max_new_tokens)
+    )
+    lengths = SequenceLengths(prompts, completions, prompt_indices)
+    # The reward model reads one more token.
+    conversations = replace(lengths, completions=lengths.completions + 1)
+    flops = make_step_flops(settings, session, inputs.reward_model).total(
+        sampled=None if inputs.replay else lengths, learned=lengths, rewarded=[conversations]
+    )
     warmup = settings.critic.warmup_steps if settings.has_critic else 0
     return {
         "steps": len(launch.steps),
@@ -269,8 +278,8 @@ def _step_fields(launch: RunSetup, learning: LearnerGroup) -> dict[str, Any]:
         "max_rounds_per_step": learning.max_rounds,
         "prompts_per_step": prompts_per_step,
         "samples_per_step": samples_per_step,
-        "prompt_tokens_per_step": tokens.prompt,
-        "max_completion_tokens_per_step": tokens.completion,
+        "prompt_tokens_per_step": round(samples_per_step * mean_prompt),
+        "max_completion_tokens_per_step": samples_per_step * settings.rollout.max_new_tokens,
         "max_flops_per_step": flops,
         "mini_batches_per_step": settings.num_mini_batches,
         "epochs_per_step": settings.algorithm.epochs,

@@ -53,11 +53,11 @@ MEMORY_ADVICE = {
     "rollout": GENERATION_ADVICE,
     "evaluation": GENERATION_ADVICE,
     "reward": "lower score.reward.max_tokens_per_device or rows_per_device",
-    "score": "lower score.max_tokens_per_device or rows_per_device, or model.logits_chunk",
+    "score": "lower score.{role}.max_tokens_per_device or rows_per_device, or (not for the critic) model.logits_chunk",
     "critic": "lower critic.max_tokens_per_device or rows_per_device, set model.remat: block",
     "update": "lower algorithm.max_tokens_per_device or rows_per_device, set model.remat: block",
 }
-"""Phase -> how to reduce its memory."""
+"""Phase -> how to reduce its memory. `{role}` is the name of the program: each role of scoring has its own quota."""
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from app.mesh.placement import num_local_row_shards
 from app.model.architecture import Architecture
 from app.model.attention import ATTENTION_SCOPE, architecture_blocking, visible_pairs
 from app.model.cache_attention import decode_block_size
-from app.model.flops import pair_flops, token_flops
+from app.model.flops import lm_head_flops, pair_flops, token_flops
 from app.model.kv_cache import abstract_cache, cache_shapes
 from app.model.segment_layout import SegmentLayout
 from app.model.token_logprobs import LM_HEAD_SCOPE
@@ -94,7 +94,7 @@ def generation_work(
     prefill = _rows_work(a, mesh, dtype, SegmentLayout(ones, np.zeros_like(ones), positions), num_logits=0)
     length, rows = shape.cache_length, -(-shape.num_rows // parts)
     seen = [min(length, window or length) for window in a.layer_windows]
-    flops = token_flops(a) + pair_flops(a) * sum(seen) + 2 * a.model_dim * a.vocab_size
+    flops = token_flops(a) + pair_flops(a) * sum(seen) + lm_head_flops(a)
     turns = {}
     with jax.set_mesh(mesh):
         if size := decode_block_size(a, shape.block_size or length, dtype):
@@ -117,7 +117,7 @@ def _rows_work(
     windows = Counter(architecture.layer_windows)
     pairs = sum(n * int((seen if w is None else np.minimum(seen, w)).sum()) for w, n in windows.items())
     flops = token_flops(architecture) * int(is_token.sum()) + pair_flops(architecture) * pairs
-    flops += 2 * architecture.model_dim * architecture.vocab_size * num_logits
+    flops += lm_head_flops(architecture) * num_logits
     with jax.set_mesh(mesh):
         blocking = architecture_blocking(architecture, is_token.shape[1], dtype)
     return ProgramWork(

@@ -194,6 +194,17 @@ METRICS = (
     Metric("rollout/sampler_scorer_kl", "divergence of the sampler from the policy that learns, per token, by the "
         "estimator k3",
         "below 1e-3 in bfloat16, below 0.01 with `rollout.weights` or `kv_cache`", "as for the differences"),
+    Metric("mismatch/{training,rollout}_ppl",
+        "perplexity of the step's completions for the trainer (the policy's scoring pass) and for the sampler: "
+        "exp(−mean logprob of a sample's tokens), in the mean over samples; all under `mismatch/` as verl defines "
+        "it, and only if the policy scores",
+        "nearly equal", "as for `rollout/sampler_scorer_logprob_diff_mean`"),
+    Metric("mismatch/log_ppl_diff", "mean over samples of log(training perplexity / rollout perplexity)",
+        "within 0.02 of 0", "as for `rollout/sampler_scorer_logprob_diff_mean`"),
+    Metric("mismatch/{kl,k3_kl}",
+        "KL of the sampler to the trainer over the step's tokens, in nats per token: the mean of d = sampler − trainer "
+        "logprob (which can be negative), and of exp(−d) + d − 1 (which cannot)",
+        "as for `rollout/sampler_scorer_kl`", "as for `rollout/sampler_scorer_logprob_diff_mean`"),
     Metric("batching/fill", "share of the update's token positions that are not padding",
         "above 0.9",
         "more samples per optimizer step, or a smaller `algorithm.max_tokens_per_device`, because the last "
@@ -249,7 +260,7 @@ METRICS = (
     Metric("time/{rollout,reward,score,advantage,update,publish}_s",
         "wall-clock time of each phase; with `rollout.max_staleness`, `rollout` is the time that the step waited "
         "for samples, and `publish` converts the new weights and sends them to the workers",
-        "rollout and update dominate",
+        "rollout and update dominate; the plot `times` gives their shares of the run",
         "slow reward: simplify it; slow scoring: raise `score.max_tokens_per_device`"),
     Metric("time/score_{policy,reference,critic,reward}_s",
         "wall-clock time of a role's scoring pass, part of `time/score_s`, or of `time/reward_s` for the reward model",
@@ -263,9 +274,11 @@ METRICS = (
     Metric("perf/tokens_per_s", "completion tokens per second of the whole step",
         "steady", "use more samples per step, which fill the devices better"),
     Metric("perf/flops",
-        "floating-point operations of the step: 2 N per token of a forward pass and 6 N per token of an update, for "
-        "rollouts, scoring and updates of policy, reference and critic; attention and a reward model are not "
-        "counted",
+        "floating-point operations that the step needs: for each token 2 per weight of the blocks' matrices (and of "
+        "adapters), for each completion token 2 per weight of the LM head, for each visible pair of tokens and query "
+        "head 4 x head size in each layer. Updates count 3 times as much, but frozen matrices 2 times. Over rollouts, "
+        "scoring by policy, reference, critic and reward model, and updates; a shared prompt counts once; padding "
+        "and recomputation do not count",
         "steady", "nothing: this is only the basis of `perf/mfu`"),
     Metric("perf/rollout/segments",
         "decode segments (without a host round trip) per host; one per rollout in one batch",

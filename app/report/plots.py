@@ -209,8 +209,9 @@ def draw_times(figure: Figure, data: PlotData) -> None:
     below = np.zeros(len(edges))
     for name, values in parts.items():
         above = below + np.repeat(np.add.reduceat(values, starts) / counts, 2)
-        if values.sum() / whole >= 0.005:
-            label = f"{name} {format_percent(values.sum() / whole)}"
+        if share := values.sum() / whole:
+            # Two digits also of phases that are nearly free, as advantages should be.
+            label = f"{name} {format_percent(share)}" if share >= 0.01 else f"{name} {100 * share:.2g} %"
             axes.fill_between(edges, below, above, color=PHASE_COLORS[name], linewidth=0, label=label)
         below = above
     axes.set_ylim(bottom=0)

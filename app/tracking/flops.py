@@ -7,16 +7,18 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+from jaxtyping import Int64
 
-from app.distributed.collectives import sum_over_hosts
+from app.batching.micro_batch_plan import SequenceCost, SequenceLengths
 from app.mesh.tpu_chips import TPU_CHIPS
-from app.model.decoder import DecoderDefinition
-from app.records.sample import Sample
+from app.model.decoder import Decoder, DecoderDefinition
+from app.model.flops import forward_flops, lm_head_flops, token_flops
+from app.runtime.reward_model import RewardModelSpec
 from app.runtime.session import Session
 from settings import Settings
 from settings.schema.algorithm import AlgorithmSettings
 from settings.schema.critic import CriticSettings
-from settings.schema.score import ScoredRole
+from settings.schema.score import ForwardRole
 
 PEAK_FLOPS = {
     **{chip.device_kind: chip.flops for chip in TPU_CHIPS.values()},
@@ -27,79 +29,114 @@ PEAK_FLOPS = {
 """Dense bfloat16 peak of one device in FLOP/s, by prefix of its device kind. Source: the vendors' data sheets."""
 
 
-class TokenCounts(NamedTuple):
-    """Numbers of tokens in samples, over all hosts."""
-
-    prompt: int
-    """Prompt tokens, counted once for each sample of the prompt."""
-    completion: int
-
-    @classmethod
-    def count_over_hosts(cls, *parts: Sequence[Sample]) -> list[TokenCounts]:
-        """Counts the tokens of each part; hosts may have different numbers of samples."""
-        local = [
-            (sum(len(s.prompt.token_ids) for s in part), sum(len(s.completion_ids) for s in part)) for part in parts
-        ]
-        return [cls(*counts) for counts in sum_over_hosts(np.asarray(local, np.int64)).tolist()]
-
-
-NO_TOKENS = TokenCounts(0, 0)
-
-
 class NetworkPass(NamedTuple):
-    """One pass of a network over the samples of a step."""
+    """The FLOPs of a network's passes over the samples of a step."""
 
-    flops_per_token: int
+    sequence_flops: SequenceCost
+    """Lengths in tokens -> FLOPs of the blocks for a sequence of each length."""
+    head_flops: int
+    """FLOPs of the LM head for a completion token; 0 for the single output of critic and reward model."""
     shares_prompts: bool
     """Whether a prompt is computed once for all its samples."""
+
+    def total(self, lengths: SequenceLengths) -> float:
+        """Returns the FLOPs over all samples."""
+        prompts = self.sequence_flops(lengths.prompts)
+        completions = self.sequence_flops(lengths.totals) - prompts + self.head_flops * lengths.completions
+        if self.shares_prompts:
+            prompts = prompts[np.unique(lengths.prompt_indices, return_index=True)[1]]
+        # The sum over a step of a large model exceeds int64.
+        return float(prompts.sum(dtype=np.float64) + completions.sum(dtype=np.float64))
 
 
 @dataclass(frozen=True, slots=True)
 class StepFlops:
-    """The network passes over the tokens of a step."""
+    """The network passes over the samples of a step."""
 
-    group_size: int
     rollout: NetworkPass
     passes: tuple[NetworkPass, ...]
     """Scoring and updates."""
+    reward_model: NetworkPass | None = None
 
-    def total(self, *, sampled: TokenCounts, learned: TokenCounts) -> float:
-        """Returns the FLOPs of a step: 2 N per token forward, 6 N forward and backward.
+    def total(
+        self, *, sampled: SequenceLengths | None, learned: SequenceLengths, rewarded: Sequence[SequenceLengths] = ()
+    ) -> float:
+        """Returns the FLOPs that a step needs; neither padding nor recomputation counts.
 
-        Source: Chowdhery et al. 2022 (PaLM), appendix B.
+        Source: Chowdhery et al. 2022 (PaLM), appendix B, with the visible pairs of causal attention only.
 
         Args:
-            sampled: tokens of all rounds.
-            learned: tokens of the samples used for scoring and updates.
+            sampled: lengths of the samples of all rounds, over all hosts; None if none were generated.
+            learned: lengths of the samples used for scoring and updates.
+            rewarded: lengths of the conversations of each pass of the reward model.
         """
-        return self._flops(self.rollout, sampled) + sum(self._flops(one, learned) for one in self.passes)
+        flops = sum(one.total(learned) for one in self.passes)
+        if sampled is not None:
+            flops += self.rollout.total(sampled)
+        if self.reward_model is not None:
+            flops += sum(self.reward_model.total(lengths) for lengths in rewarded)
+        return flops
 
-    def _flops(self, one: NetworkPass, tokens: TokenCounts) -> float:
-        prompt_tokens = tokens.prompt / (self.group_size if one.shares_prompts else 1)
-        return one.flops_per_token * (prompt_tokens + tokens.completion)
 
-
-def make_step_flops(settings: Settings, session: Session, *, trains_policy: bool = True) -> StepFlops:
-    """Returns the passes of a step through policy, reference and critic."""
-    algorithm, shares = settings.algorithm, settings.batching.share_prompts
-    model, policy = session.model_spec.definition, session.model_spec.policy_definition
+def make_step_flops(
+    settings: Settings, session: Session, reward_model: RewardModelSpec | None, *, trains_policy: bool = True
+) -> StepFlops:
+    """Returns the passes of a step through policy, reference, critic and reward model."""
+    epochs, shares = settings.algorithm.epochs, settings.batching.share_prompts
+    policy = session.model_spec.policy_definition
     critic = session.critic.spec.definition if session.critic else None
-    networks: Mapping[ScoredRole, DecoderDefinition | None] = {"policy": policy, "reference": model, "critic": critic}
+    networks: Mapping[ForwardRole, DecoderDefinition | None] = {
+        "policy": policy,
+        "reference": session.model_spec.definition,
+        "critic": critic,
+        "reward": reward_model and reward_model.definition,
+    }
 
-    def scoring(role: ScoredRole) -> NetworkPass:
+    def scoring(role: ForwardRole) -> NetworkPass:
         definition = networks[role]
         assert definition is not None
-        return NetworkPass(2 * definition.num_parameters, bool(shares and settings.score.for_role(role).dynamic))
+        return forward_pass(definition, shares_prompts=bool(shares and settings.score.for_role(role).dynamic))
 
     def updating(definition: DecoderDefinition, scope: AlgorithmSettings | CriticSettings) -> NetworkPass:
-        # Forward and backward to the inputs through every weight, and backward to the trained weights.
-        flops = 4 * definition.num_parameters + 2 * definition.num_trainable
-        return NetworkPass(flops * algorithm.epochs, bool(shares and scope.dynamic_microbatch))
+        return update_passes(definition, epochs, shares_prompts=bool(shares and scope.dynamic_microbatch))
 
-    updates = [updating(policy, algorithm)] if trains_policy else []
+    updates = [updating(policy, settings.algorithm)] if trains_policy else []
     updates += [updating(critic, settings.critic)] if critic else []
     return StepFlops(
-        group_size=settings.rollout.group_size,
-        rollout=NetworkPass(2 * session.engine.definition.num_parameters, shares_prompts=True),
+        rollout=forward_pass(session.engine.definition, shares_prompts=True),
         passes=(*map(scoring, settings.scored_roles), *updates),
+        reward_model=scoring("reward") if reward_model else None,
     )
+
+
+def forward_pass(definition: DecoderDefinition, *, shares_prompts: bool) -> NetworkPass:
+    """Returns the FLOPs of a forward pass: those by which batches are balanced, plus adapters and LM head."""
+    blocks, adapters = forward_flops(definition.architecture), _adapter_flops(definition)
+
+    def flops(lengths: np.ndarray) -> Int64[np.ndarray, "N"]:
+        return blocks(lengths) + adapters * lengths
+
+    return NetworkPass(flops, _head_flops(definition), shares_prompts)
+
+
+def update_passes(definition: DecoderDefinition, epochs: int, *, shares_prompts: bool) -> NetworkPass:
+    """Returns the FLOPs of `epochs` passes forward and backward, which costs twice as much.
+
+    Frozen matrices need no gradient of their own: backward costs them as much as forward.
+    """
+    forward = forward_pass(definition, shares_prompts=shares_prompts)
+    frozen = 0 if definition.lora is None else token_flops(definition.architecture)
+    frozen_head = 0 if definition.lora is None else forward.head_flops
+
+    def flops(lengths: np.ndarray) -> Int64[np.ndarray, "N"]:
+        return epochs * (3 * forward.sequence_flops(lengths) - frozen * lengths)
+
+    return NetworkPass(flops, epochs * (3 * forward.head_flops - frozen_head), shares_prompts)
+
+
+def _adapter_flops(definition: DecoderDefinition) -> int:
+    return 0 if definition.lora is None else 2 * definition.num_trainable
+
+
+def _head_flops(definition: DecoderDefinition) -> int:
+    return lm_head_flops(definition.architecture) if definition.network_class is Decoder else 0

@@ -8,10 +8,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from app.advantage.group import zero_variance_fraction
-from app.distributed.collectives import gather_bytes_over_hosts, sum_over_hosts
+from app.distributed.collectives import gather_bytes_over_hosts, moments_over_hosts, sum_over_hosts
 from app.distributed.tables import gather_table
+from app.records.moments import compute_moments
 from app.records.sample import Sample
 from app.reward.aggregate import RewardedSamples
+from app.update.kl import k1, k3
 
 
 def sample_metrics(samples: Sequence[Sample], functions: Sequence[str]) -> dict[str, float]:
@@ -73,6 +75,30 @@ def reward_counts(scored: RewardedSamples) -> dict[str, float]:
         **{name: int(total) for name, total in zip(counts, totals, strict=True)},
         **{name: float(total / count) for name, (total, count) in zip(names, sums, strict=True)},
     }
+
+
+def mismatch_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """Returns perplexities and divergence of the sampler and the trainer; empty if no sample has `policy_logprobs`.
+
+    Perplexities are exp(-mean of a sample's logprobs), in the mean over samples; `log_ppl_diff` is the mean of
+    log(training / rollout). The KL of the sampler to the trainer is in the mean over tokens: `kl` is E[d], `k3_kl` is
+    E[exp(-d) + d - 1], with d = behavior_logprobs - policy_logprobs. This is a collective call.
+
+    Source: `compute_offpolicy_metrics` of verl (`trainer/ppo/rollout_corr_helper.py`), for the names and definitions.
+    """
+    kept = [s for s in samples if s.policy_logprobs is not None and s.mask.any()]
+    pairs = [(s.behavior_logprobs[s.mask], s.policy_logprobs[s.mask]) for s in kept if s.policy_logprobs is not None]
+    rollout, training = -np.asarray([[x.mean(dtype=np.float64) for x in pair] for pair in pairs]).reshape(-1, 2).T
+    behavior, policy = np.concatenate([np.zeros((2, 0)), *pairs], axis=1)
+    values = {
+        "mismatch/training_ppl": np.exp(training),
+        "mismatch/rollout_ppl": np.exp(rollout),
+        "mismatch/log_ppl_diff": training - rollout,
+        "mismatch/kl": k1(behavior, policy),
+        "mismatch/k3_kl": k3(behavior, policy),
+    }
+    moments = moments_over_hosts([compute_moments(x, np.ones(len(x), bool)) for x in values.values()])
+    return {name: one.mean for name, one in zip(values, moments, strict=True) if one.count}
 
 
 def mean_ignoring_nan(values: np.ndarray) -> float:

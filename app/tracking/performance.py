@@ -15,16 +15,16 @@ from app.mesh.device_memory import peak_memory_bytes
 from app.records.sample import Sample
 from app.rollout.counters import RolloutCounters
 from app.rollout.scheduling.metrics import ScheduleMetrics
-from app.tracking.flops import PEAK_FLOPS, TokenCounts
+from app.tracking.flops import PEAK_FLOPS
 
 
 def step_performance(samples: Sequence[Sample], *, flops: float, seconds: float) -> dict[str, float | int | None]:
     """Returns a step's speed and peak memory. `perf/mfu` is None if the peak FLOP/s of the devices is unknown."""
-    (tokens,) = TokenCounts.count_over_hosts(samples)
+    num_tokens = int(sum_over_hosts(np.asarray(sum(len(s.completion_ids) for s in samples))))
     kind = jax.devices()[0].device_kind
     peak = next((most for start, most in PEAK_FLOPS.items() if kind.startswith(start)), None)
     return {
-        "perf/tokens_per_s": tokens.completion / seconds,
+        "perf/tokens_per_s": num_tokens / seconds,
         "perf/mfu": None if peak is None else flops / (seconds * peak * jax.device_count()),
         "perf/peak_memory_bytes": peak_memory_bytes(),
     }

@@ -10,6 +10,7 @@ from functools import partial
 import numpy as np
 
 from app.batching.metrics import scoring_batching_metrics
+from app.batching.micro_batcher import gather_lengths
 from app.checkpoint.network_states import RunState
 from app.distributed.collective_files import gather_lines_to_first_host
 from app.distributed.preemption import cancellation_barrier
@@ -27,8 +28,8 @@ from app.runtime.reward_model import RewardModel, RewardPass, reward_model_metri
 from app.runtime.session import Session
 from app.tracking.compilation_counter import CompilationCounter
 from app.tracking.console import ProgressDisplay
-from app.tracking.flops import NO_TOKENS, TokenCounts, make_step_flops
-from app.tracking.metrics import reward_counts, sample_metrics
+from app.tracking.flops import make_step_flops
+from app.tracking.metrics import mismatch_metrics, reward_counts, sample_metrics
 from app.tracking.performance import async_metrics, rollout_performance, schedule_performance
 from app.tracking.timer import StepTimer
 from app.training.dynamic_sampling import DynamicSamplingResult, dynamic_sampling_metrics, sample_until_filled
@@ -77,7 +78,7 @@ class Trainer:
             StoppedError: generation was stopped, on this host or another; the state is unchanged.
         """
         policy = self.session.full_params(state.policy.params)
-        sampling, scored, model_metrics = self.rollout(policy, step=step, position=position, timer=timer)
+        sampling, scored, reward_passes = self.rollout(policy, step=step, position=position, timer=timer)
         del policy
         drawn = self.learner_group.mini_batch_sampler(sampling.samples, step)
         with timer.phase("score"):
@@ -99,15 +100,20 @@ class Trainer:
         )
         if self.session.generates_async:
             step_metrics |= async_metrics(samples, step=step, num_ready=self.rollout_source.num_ready)
-        rewarded = {**sample_metrics(samples, self.rewards.reward_names), **step_metrics, **model_metrics}
-        sampled, learned = TokenCounts.count_over_hosts(scored.samples, samples)
-        work = make_step_flops(self.settings, self.session, trains_policy=learns)
-        drawn_now = NO_TOKENS if self.replay else sampled
-        counts = {
-            "perf/flops": work.total(sampled=drawn_now, learned=learned),
-            "data/num_tokens": sampled.prompt + sampled.completion,
-        }
-        return state, samples, {**rewarded, **scoring, **advantages.metrics, **metrics, **counts}
+        seconds = timer.seconds.get("time/score_reward_s", 0.0)
+        rewarded = sample_metrics(samples, self.rewards.reward_names) | reward_model_metrics(
+            reward_passes, seconds=seconds
+        )
+        (sampled, _), (learned, _) = map(gather_lengths, (scored.samples, samples))
+        flops = make_step_flops(
+            self.settings, self.session, self.reward_model and self.reward_model.spec, trains_policy=learns
+        ).total(
+            sampled=None if self.replay else sampled,
+            learned=learned,
+            rewarded=[one.cut.lengths for one in reward_passes],
+        )
+        step_metrics |= {"perf/flops": flops, "data/num_tokens": int(sampled.totals.sum()), **mismatch_metrics(samples)}
+        return state, samples, {**rewarded, **step_metrics, **scoring, **advantages.metrics, **metrics}
 
     def trains_policy(self, step: int) -> bool:
         """Returns whether a step updates the policy: not while the critic warms up."""
@@ -115,8 +121,8 @@ class Trainer:
 
     def rollout(
         self, params: Params, *, step: int, position: int, timer: StepTimer
-    ) -> tuple[DynamicSamplingResult, RewardedSamples, dict[str, float]]:
-        """Returns this host's rewarded groups of a step, all samples of its rounds, and the reward model's metrics.
+    ) -> tuple[DynamicSamplingResult, RewardedSamples, list[RewardPass]]:
+        """Returns this host's rewarded groups of a step, all samples of its rounds, and the reward model's passes.
 
         Raises:
             StoppedError: generation was stopped, on this host or another.
@@ -138,8 +144,7 @@ class Trainer:
                 num_groups=self.settings.rollout.prompts_per_step,
                 max_rounds=self.learner_group.max_rounds,
             )
-        seconds = timer.seconds.get("time/score_reward_s", 0.0)
-        return sampling, merge_rewarded(rounds), reward_model_metrics(reward_passes, seconds=seconds)
+        return sampling, merge_rewarded(rounds), reward_passes
 
     def reward(
         self, samples: list[Sample], reward_passes: list[RewardPass], *, step: int, timer: StepTimer

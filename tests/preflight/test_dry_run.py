@@ -13,6 +13,8 @@ import jax
 import numpy as np
 import pytest
 
+from app.model.flops import forward_flops, lm_head_flops
+from app.model.io.families import architecture_from_config
 from app.preflight.dry_run import DryRunReport, make_dry_run_report
 from app.records.sample import Prompt
 from app.tracking.compilation_counter import CompilationCounter
@@ -21,6 +23,7 @@ from app.training.setup import RunSetup, prepare_run
 from settings import load
 from tests.program import digest_of, here, settings
 from tests.tiny import make_sample
+from tests.tiny_directory import CONFIG
 
 SHARDED = ("mesh.shape='2,2,2'", "algorithm.beta=0.1", "algorithm.epochs=2")
 FIXED = (*SHARDED, "algorithm.rows_per_device=2", "score.rows_per_device=2")
@@ -121,10 +124,13 @@ def test_the_report_counts_steps_samples_tokens_and_flops(full_config: Path) -> 
     assert report.num_held_out == 16
     assert set(report.score) == {"policy", "reference"}
     assert report.score["policy"].count * report.score["policy"].rows_per_device * 8 >= 8
-    # A prompt counts once for the four samples that share it, in every pass.
-    tokens = report.prompt_tokens_per_step / 4 + 64
-    passes = 2 * 3 * tokens + 6 * tokens * 2
-    assert report.max_flops_per_step == pytest.approx(report.num_parameters * passes)
+    # A prompt counts once for the four samples that share it, in rollout, two scoring passes and two epochs of updates.
+    prompt = round(report.prompt_tokens_per_step / 16)
+    lengths = np.array([prompt, prompt + 4])
+    architecture = architecture_from_config(CONFIG)
+    of_prompt, of_sample = forward_flops(architecture)(lengths).tolist()
+    forward = 4 * of_prompt + 16 * (of_sample - of_prompt) + 64 * lm_head_flops(architecture)
+    assert report.max_flops_per_step == (3 + 2 * 3) * forward
 
 
 def test_nothing_is_compiled_loaded_or_written(config: Path, tiny_model: Path) -> None:

@@ -11,12 +11,15 @@ import numpy as np
 import pytest
 
 from app.advantage.metrics import AdvantageMoments, advantage_metrics
+from app.batching.micro_batch_plan import SequenceLengths
 from app.mesh.device_memory import host_memory_bytes, peak_memory_bytes
+from app.model.decoder import Decoder, DecoderDefinition, ValueDecoder
 from app.records.sample import Prompt, Sample
 from app.tracking.compilation_counter import CompilationCounter
-from app.tracking.flops import NetworkPass, StepFlops, TokenCounts
-from app.tracking.metrics import sample_metrics
+from app.tracking.flops import StepFlops, forward_pass, update_passes
+from app.tracking.metrics import mismatch_metrics, sample_metrics
 from app.tracking.performance import step_performance
+from tests.tiny import ODD
 
 FUNCTIONS = ("arithmetic", "arithmetic_format")
 
@@ -109,17 +112,52 @@ def test_compilations_are_counted_until_the_counter_is_closed() -> None:
     assert counter.take_count() == 0
 
 
-def test_flops_count_a_prompt_once_per_group_where_it_passes_once_and_every_round_of_sampling() -> None:
-    sampled, learned = TokenCounts(prompt=24, completion=18), TokenCounts(prompt=8, completion=6)
-    passes = (NetworkPass(20, shares_prompts=False), NetworkPass(120, shares_prompts=True))
-    work = StepFlops(group_size=4, rollout=NetworkPass(20, shares_prompts=True), passes=passes)
-    expected = 20 * (18 + 24 / 4) + 20 * (6 + 8) + 120 * (6 + 8 / 4)
-    assert work.total(sampled=sampled, learned=learned) == expected
+def test_flops_of_a_step_by_hand() -> None:
+    # ODD: 2 layers, D 36, F 44, 6 query and 3 key/value heads of 10.
+    matrices = 2 * 2 * (36 * 60 + 2 * 36 * 30 + 60 * 36 + 3 * 36 * 44)
+    pair, head = 2 * 4 * 6 * 10, 2 * 36 * ODD.vocab_size
+    policy, classifier = (DecoderDefinition.create(ODD, network) for network in (Decoder, ValueDecoder))
+    lengths = SequenceLengths(np.array([2, 2, 3]), np.array([1, 3, 2]), np.array([0, 0, 1]))
+    # Pairs of prompts: 1+2 twice and 1+2+3; of the tokens behind them: 3, 3+4+5 and 4+5.
+    each = matrices * (7 + 6) + pair * (3 + 3 + 6 + 3 + 12 + 9) + head * 6
+    once = each - 2 * matrices - 3 * pair
+    alone, shared = (forward_pass(policy, shares_prompts=shares) for shares in (False, True))
+    assert alone.total(lengths) == each and shared.total(lengths) == once
+    update = update_passes(policy, 2, shares_prompts=False)
+    assert update.total(lengths) == 2 * 3 * each
+    judged = SequenceLengths(np.array([1]), np.array([3]), np.array([0]))
+    reward = forward_pass(classifier, shares_prompts=False)
+    assert reward.total(judged) == 4 * matrices + pair * (1 + 2 + 3 + 4)
+    work = StepFlops(rollout=shared, passes=(alone, update), reward_model=reward)
+    learning = 7 * each + 2 * reward.total(judged)
+    assert work.total(sampled=lengths, learned=lengths, rewarded=[judged, judged]) == once + learning
+    assert work.total(sampled=None, learned=lengths, rewarded=[judged, judged]) == learning
 
 
-def test_tokens_are_those_of_all_samples_of_each_part() -> None:
-    ones = [sample(0, 1.0, [0.0] * 3), sample(0, 1.0, [0.0])]
-    assert TokenCounts.count_over_hosts(ones, []) == [TokenCounts(prompt=4, completion=4), TokenCounts(0, 0)]
+def test_mismatch_of_sampler_and_trainer_by_hand() -> None:
+    def scored(behavior: list[float], policy: list[float], mask: list[bool]) -> Sample:
+        columns = {"behavior_logprobs": behavior, "policy_logprobs": policy}
+        return replace(
+            sample(0, 1.0, [0.0] * len(mask), mask=mask), **{k: np.array(v, np.float32) for k, v in columns.items()}
+        )
+
+    samples = [
+        scored([-1.0, -3.0, -9.0], [-1.5, -2.0, 0.0], [True, True, False]),
+        scored([-0.5], [-1.0], [True]),
+        scored([-5.0], [-7.0], [False]),
+        sample(0, 1.0, [0.0]),
+    ]
+    d = np.array([0.5, -1.0, 0.5])
+    assert mismatch_metrics(samples) == pytest.approx(
+        {
+            "mismatch/training_ppl": (np.exp(1.75) + np.exp(1.0)) / 2,
+            "mismatch/rollout_ppl": (np.exp(2.0) + np.exp(0.5)) / 2,
+            "mismatch/log_ppl_diff": (-0.25 + 0.5) / 2,
+            "mismatch/kl": 0.0,
+            "mismatch/k3_kl": (np.exp(-d) + d - 1).mean(),
+        }
+    )
+    assert mismatch_metrics(samples[2:]) == {}
 
 
 def test_utilization_is_not_claimed_where_the_peak_is_unknown() -> None:

@@ -16,6 +16,7 @@ from app.checkpoint.policy_weights import load_policy_params
 from app.checkpoint.saved_policy import PolicyCheckpoint
 from app.checkpoint.train_progress import TrainProgress
 from app.model.decoder import flatten_by_path
+from app.model.flops import forward_flops, lm_head_flops, token_flops
 from app.model.lora import LORA_A, LORA_B, merge_adapters
 from app.records.sample import Sample
 from app.records.sample_json import sample_from_record
@@ -256,11 +257,17 @@ def test_the_table_of_memory_has_adapters_where_all_weights_were(config: Path) -
 
 def test_work_is_counted_for_what_learns_and_for_what_only_passes_gradients_on(config: Path) -> None:
     launch, _ = launched(config, *LORA, "algorithm.beta=0.05")
-    base = launch.session.model_spec.definition.num_parameters
-    work = make_step_flops(launch.resolved.settings, launch.session)
-    reference, update = (one.flops_per_token for one in work.passes)
-    assert work.rollout.flops_per_token == reference == 2 * base
-    assert update == 4 * (base + NUM_WEIGHTS) + 2 * NUM_WEIGHTS
+    architecture, lengths = launch.session.model_spec.architecture, np.array([1, 5])
+    work = make_step_flops(launch.resolved.settings, launch.session, None)
+    reference, update = work.passes
+    forward, matrices = forward_flops(architecture)(lengths), token_flops(architecture) * lengths
+    for merged in (work.rollout, reference):
+        assert merged.sequence_flops(lengths).tolist() == forward.tolist()
+        assert merged.head_flops == lm_head_flops(architecture)
+    # Attention and adapters have all gradients, matrices and LM head only those of their inputs.
+    expected = 2 * matrices + 3 * (forward - matrices + 2 * NUM_WEIGHTS * lengths)
+    assert update.sequence_flops(lengths).tolist() == expected.tolist()
+    assert update.head_flops == 2 * lm_head_flops(architecture)
 
 
 def test_without_a_checkpoint_the_model_is_sampled_and_scored_as_it_is(

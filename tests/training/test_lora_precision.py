@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from app.model.decoder import DecoderDefinition, Params, flatten_by_path
+from app.model.flops import forward_flops
 from app.model.lora import LORA_B, combine_params, merge_adapters
 from app.model.prefill_and_decode import prefill
 from app.runtime.session import Session
@@ -102,10 +103,10 @@ def test_adapters_beside_the_kernels_are_foreseen_in_memory_and_work(config: Pat
     report = foreseen(config, *LORA, BFLOAT16)
     weights = session.engine.to_decode_weights(session.full_params(session.initial_trained_params()))
     assert report.memory["rollout"]["decode_weights"] == held(weights)
-    assert (
-        make_step_flops(session.settings, session).rollout.flops_per_token
-        == 2 * session.model_spec.policy_definition.num_parameters
-    )
+    one = np.ones(1, np.int64)
+    blocks = forward_flops(session.model_spec.architecture)(one)
+    adapters = 2 * session.model_spec.policy_definition.num_trainable
+    assert make_step_flops(session.settings, session, None).rollout.sequence_flops(one) == blocks + adapters
 
 
 def test_workers_far_away_decode_with_the_adapters_that_they_are_sent(config: Path) -> None:

@@ -19,6 +19,7 @@ from app.checkpoint.train_progress import TrainProgress
 from app.evaluation.standalone import read_evaluation_input
 from app.model import quantization
 from app.model.decoder import DecoderDefinition
+from app.model.flops import forward_flops
 from app.model.io.hf_weights import load_weights
 from app.model.lora import LORA_A, LORA_B, combine_params, merge_adapters
 from app.model.quantization import CODES, SCALES
@@ -196,7 +197,11 @@ def test_memory_is_foreseen_byte_for_byte(config: Path, base: str, dtype: str) -
     assert report.num_parameters == floats.num_parameters
     assert report.checkpoint_bytes == floats.checkpoint_bytes
     assert session.engine.definition is session.model_spec.policy_definition
-    assert make_step_flops(launch.resolved.settings, session).rollout.flops_per_token == 2 * report.num_parameters
+    # Adapters stay beside the quantized kernels, and count; their scales and codes do not.
+    one = np.ones(1, np.int64)
+    work = make_step_flops(launch.resolved.settings, session, None).rollout
+    blocks, adapters = forward_flops(session.model_spec.architecture)(one), 2 * report.num_trained_parameters
+    assert work.sequence_flops(one) == blocks + adapters
 
 
 def test_merged_adapters_stand_beside_the_base_in_floats_and_the_card_says_so(

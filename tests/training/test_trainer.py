@@ -110,7 +110,7 @@ OF_SCORING = {
         f"perf/score_{role}_compilations",
         f"perf/score_{role}_tokens_per_s",
     )
-}
+} | {f"mismatch/{name}" for name in ("training_ppl", "rollout_ppl", "log_ppl_diff", "kl", "k3_kl")}
 OF_AN_EVALUATION = {
     "eval/accuracy",
     "eval/accuracy/difficulty_1",
