@@ -9,7 +9,7 @@ from app.report.matplotlib_figures import new_figure, save_figure
 from app.report.plots import BLUE, GREEN, GREY, ORANGE
 
 COLORS = {"copy": GREY, "chunked": BLUE, "fused": GREEN, "serial": ORANGE}
-DECAY_NAMES = {"scalar": "one decay", "masked": "a mask"}
+DECAY_NAMES = {"scalar": "full rows", "masked": "a mask", "packed": "packed samples"}
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class BackendTiming:
 
     shape: str
     decay: str
-    """`scalar`: one decay for all tokens; `masked`: one decay per token; empty for the copy."""
+    """`scalar`: full rows of one sequence; `masked`: with a mask; `packed`: one row of samples; empty for the copy."""
     backend: str
     """A GAE backend, or `copy`: a pass that reads two matrices of the shape and writes two."""
     chunk_size: int | None = None

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import multiprocessing
 import os
 import re
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import groupby
@@ -17,33 +19,37 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Bool, Float32
 
 from app.advantage.gae.backend_choice import choose_backend
 from app.advantage.gae.estimate import BACKENDS, generalized_advantages
-from app.mesh.axis_rules import current_device
+from app.batching.length_buckets import bucket_length
 from app.records.atomic_write import write_atomic
 from app.records.jsonl import check_output_path
 from app.records.text_format import format_table
 from app.report.gae_benchmark_plot import DECAY_NAMES, BackendTiming, render_benchmark
 from app.stages.gae import start_local_devices
-from settings import Resolved
+from settings import Resolved, Settings
 from settings.errors import InputError
 from settings.schema.algorithm import AlgorithmSettings
 
 CHUNK_SIZES = (64, 128, 256, 512)
-NUM_REPEATS = 20
+NUM_PROCESSES = 3
+NUM_REPEATS = 7
+"""Repeats in each process."""
 MIN_REPEAT_S = 1e-3
 """Calls are repeated until they take this long, so that the clock's resolution does not matter."""
 MAX_CALL_S = 2.0
-"""Cases with slower calls are left out: twenty repeats would take most of a minute."""
+"""Cases with slower calls are left out: their repeats would take most of a minute."""
 MAX_TOKENS = 1 << 30
 BYTES_PER_TOKEN = 16
 """Reward and value are read, advantage and return are written, in float32; a mask adds one byte."""
 MIN_SPEEDUP = 1.1
 """Smallest ratio of two medians that counts as a difference on a shared machine."""
 MASKED_FRACTION = 0.1
+LENGTH_SIGMA = 0.6
+"""Standard deviation of the logarithms of packed samples' lengths."""
 NUM_CHECKED_ROWS = 16
 """Number of rows compared with float64 results, evenly spaced from the first to the last."""
 HEADINGS = ("shape", "decay", "backend", "chunk", "compile s", "median ms", "p90 ms", "GB/s", "% of copy", "max error")
@@ -55,6 +61,16 @@ class BenchmarkShape(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.rows}x{self.tokens}"
+
+
+class Measurement(NamedTuple):
+    """A case in one process."""
+
+    timing: BackendTiming
+    seconds: list[float]
+    """Empty if a single call exceeds the benchmark's time limit."""
+    num_bytes: int
+    """Bytes that a call must read and write."""
 
 
 def run_benchmark(resolved: Resolved, *, shapes: str, folder: Path) -> dict[str, Any]:
@@ -72,40 +88,57 @@ def run_benchmark(resolved: Resolved, *, shapes: str, folder: Path) -> dict[str,
         ) from None
     for name in ("bench.json", "bench.png"):
         check_output_path(folder / name)
-    start_local_devices(resolved.settings.mesh)
-    algorithm = resolved.settings.algorithm
-    timings = [timing for shape in parsed_shapes for timing in measure_shape(algorithm, shape)]
+    settings = resolved.settings
+    algorithm = settings.algorithm
+    # Of its own processes, each starts with other memory and, on a busy machine, at another time.
+    context = multiprocessing.get_context("spawn")
+    processes, machine = [], {}
+    for seed in range(NUM_PROCESSES):
+        _print_progress(f"process {seed + 1} of {NUM_PROCESSES}")
+        with ProcessPoolExecutor(1, mp_context=context) as pool:
+            machine, measured = pool.submit(_measure_in_process, settings, parsed_shapes, seed).result()
+            processes.append(measured)
+    timings = [timing for of_shape in zip(*processes, strict=True) for timing in merge_processes(of_shape)]
     cases = [timing for timing in timings if timing.backend != "copy"]
-    device = jax.devices()[0]
     report = {
-        "machine": {
-            "device": device.device_kind,
-            "platform": device.platform,
-            "cpu_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-            "jax": jax.__version__,
-            "numpy": np.__version__,
-        },
+        "machine": machine,
         "settings": {"gamma": algorithm.gamma, "lam": algorithm.lam, "mask_mode": algorithm.mask_mode},
         "method": {
-            "repeats": NUM_REPEATS,
-            "timing": "each call until its result is ready" if on_cpu() else "calls dispatched back to back",
-            "arrays": "numpy in and out" if on_cpu() else "on the device",
-            "bytes_per_token": {"scalar": BYTES_PER_TOKEN, "masked": BYTES_PER_TOKEN + 1},
+            "repeats": NUM_PROCESSES * NUM_REPEATS,
+            "processes": NUM_PROCESSES,
+            "order": "shuffled",
+            "arrays": "numpy in and out",
+            "bytes_per_token": BYTES_PER_TOKEN,
+            "bytes_of_mask_per_token": 1,
             "checked_rows": NUM_CHECKED_ROWS,
             "masked_fraction": MASKED_FRACTION,
+            "sigma_of_log_lengths": LENGTH_SIGMA,
         },
         "copies": [asdict(timing) for timing in timings if timing.backend == "copy"],
         "cases": [asdict(case) for case in cases],
         "conclusion": conclude(cases),
     }
     write_atomic(folder / "bench.json", json.dumps(report, indent=2).encode() + b"\n")
-    title = f"GAE on {device.device_kind}: median of {NUM_REPEATS} warm calls, shaded up to the 90th percentile"
+    repeats = NUM_PROCESSES * NUM_REPEATS
+    title = f"GAE on {machine['device']}: median of {repeats} warm calls, shaded up to the 90th percentile"
     write_atomic(folder / "bench.png", render_benchmark(timings, title=title))
     return report
 
 
-def on_cpu() -> bool:
-    return current_device()[0] == "cpu"
+def _measure_in_process(
+    settings: Settings, shapes: Sequence[BenchmarkShape], seed: int
+) -> tuple[dict[str, Any], list[list[Measurement]]]:
+    """Starts the devices of this process, and returns the machine and the measurements of each shape."""
+    start_local_devices(settings.mesh)
+    device = jax.devices()[0]
+    machine = {
+        "device": device.device_kind,
+        "platform": device.platform,
+        "cpu_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "jax": jax.__version__,
+        "numpy": np.__version__,
+    }
+    return machine, [measure_shape(settings.algorithm, shape, num_repeats=NUM_REPEATS, seed=seed) for shape in shapes]
 
 
 def parse_shapes(text: str) -> list[BenchmarkShape]:
@@ -127,106 +160,148 @@ def parse_shapes(text: str) -> list[BenchmarkShape]:
     return list(dict.fromkeys(shapes))
 
 
-def measure_shape(
-    algorithm: AlgorithmSettings, shape: BenchmarkShape, *, num_repeats: int = NUM_REPEATS
-) -> list[BackendTiming]:
-    """Returns the timings of a copy and of every backend, with the settings' gamma, lambda and mask mode."""
+class Workload(NamedTuple):
+    """Arrays that every backend gets, in the host's memory, and rows to compare with float64 results."""
+
+    decay: str
+    rewards: Float32[np.ndarray, "B T"]
+    values: Float32[np.ndarray, "B T"]
+    mask: Bool[np.ndarray, "B T"] | None
+    ends: Bool[np.ndarray, "B T"] | None
+    num_tokens: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_tokens * (BYTES_PER_TOKEN + (self.mask is not None))
+
+    def estimate(self, algorithm: AlgorithmSettings, backend: str, chunk_size: int | None) -> list[np.ndarray]:
+        """Returns the advantages and returns, as `grpo gae` and training take them."""
+        result = generalized_advantages(
+            self.rewards, self.values, mask=self.mask, ends=self.ends, gamma=algorithm.gamma, lam=algorithm.lam,
+            mask_mode=algorithm.mask_mode, backend=backend, chunk_size=chunk_size,
+        )  # fmt: skip
+        return [np.asarray(part) for part in result]
+
+    def error_of(self, result: Sequence[np.ndarray], algorithm: AlgorithmSettings) -> float:
+        """Returns the largest error of some rows, over max(1, max |A|)."""
+        rows = np.unique(np.linspace(0, len(self.rewards) - 1, NUM_CHECKED_ROWS).astype(int))
+        part = self._replace(**{name: x[rows] for name, x in self._asdict().items() if isinstance(x, np.ndarray)})
+        exact = reference_gae(part.rewards, part.values, part.mask, part.ends, algorithm)
+        return float(np.abs(np.stack([x[rows] for x in result]) - exact).max() / max(1.0, np.abs(exact[0]).max()))
+
+
+def make_workloads(shape: BenchmarkShape) -> list[Workload]:
+    """Returns full rows, rows with a mask, and one row of samples whose lengths differ, as training makes it."""
     rng = np.random.default_rng(0)
     rewards, values = rng.standard_normal((2, *shape), np.float32)
     mask = rng.random(shape, np.float32) >= MASKED_FRACTION
-    rows = np.unique(np.linspace(0, shape.rows - 1, NUM_CHECKED_ROWS).astype(int))
-    # On a CPU, numpy arrays, as in `grpo gae`; elsewhere the transfer to the device would dominate.
-    place = np.asarray if on_cpu() else jnp.asarray
-    arrays = place(rewards), place(values)
-    timings = [BackendTiming(str(shape), "", "copy")]
-    calls: list[Callable[[], Any] | None] = [make_copy_call(*arrays)]
-    for decay, case_mask in (("scalar", None), ("masked", mask)):
-        exact = reference_gae(rewards[rows], values[rows], None if case_mask is None else case_mask[rows], algorithm)
-        placed_mask = None if case_mask is None else place(case_mask)
-        for backend, chunk_size, is_auto in list_cases(algorithm, shape, constant_decay=case_mask is None):
-            timing = BackendTiming(str(shape), decay, backend, chunk_size, is_auto)
-            _print_progress(f"{shape} {decay}: {timing.name}")
-            call = partial(
-                generalized_advantages, *arrays, mask=placed_mask, gamma=algorithm.gamma, lam=algorithm.lam,
-                mask_mode=algorithm.mask_mode, backend=backend, chunk_size=chunk_size,
-            )  # fmt: skip
+    lengths = np.clip(rng.lognormal(np.log(shape.tokens / 2), LENGTH_SIGMA, shape.rows), 1, shape.tokens).astype(int)
+    num_tokens = int(lengths.sum())
+    row = 1, bucket_length(num_tokens)
+    is_token, ends = np.arange(row[1])[None] < num_tokens, np.zeros(row, bool)
+    ends[0, np.cumsum(lengths) - 1] = True
+    packed = (np.resize(x, row) for x in (rewards, values))
+    return [
+        Workload("scalar", rewards, values, None, None, rewards.size),
+        Workload("masked", rewards, values, mask, None, rewards.size),
+        Workload("packed", *packed, is_token, ends, num_tokens),
+    ]
+
+
+def measure_shape(
+    algorithm: AlgorithmSettings, shape: BenchmarkShape, *, num_repeats: int, seed: int = 0
+) -> list[Measurement]:
+    """Returns the times of a copy and of every backend, with the settings' gamma, lambda and mask mode.
+
+    Args:
+        seed: of the order in which cases take turns.
+    """
+    workloads = make_workloads(shape)
+    whole = workloads[0]
+    calls: list[Callable[[], Any] | None] = [lambda: (whole.rewards.copy(), whole.values.copy())]
+    measured = [Measurement(BackendTiming(str(shape), "", "copy"), [], whole.num_bytes)]
+    for work in workloads:
+        for backend, chunk_size, is_auto in list_cases(algorithm, shape):
+            timing = BackendTiming(str(shape), work.decay, backend, chunk_size, is_auto)
+            _print_progress(f"{shape} {work.decay}: {timing.name}")
+            call = partial(work.estimate, algorithm, backend, chunk_size)
             start = time.perf_counter()
-            result = jax.block_until_ready(call())
+            result = call()
             first_s = time.perf_counter() - start
-            got = np.stack([np.asarray(part[rows], np.float64) for part in result])
-            error = float(np.abs(got - exact).max() / max(1.0, np.abs(exact[0]).max()))
+            error = work.error_of(result, algorithm)
             warm_s = time_calls(call, 1)
-            timings.append(replace(timing, first_call_s=max(first_s - warm_s, 0.0), max_error=error))
+            timing = replace(timing, first_call_s=max(first_s - warm_s, 0.0), max_error=error)
+            measured.append(Measurement(timing, [], work.num_bytes))
             calls.append(call if warm_s <= MAX_CALL_S else None)
     _print_progress(f"{shape}: {num_repeats} repeats of each case, in turn")
-    times = iter(time_interleaved([call for call in calls if call is not None], num_repeats))
-    num_tokens = shape.rows * shape.tokens
-    timed: list[BackendTiming] = []
-    for timing, call in zip(timings, calls, strict=True):
-        if call is not None:
-            seconds = next(times)
+    times = iter(time_shuffled([call for call in calls if call is not None], num_repeats, seed=seed))
+    return [
+        one if call is None else one._replace(seconds=next(times)) for one, call in zip(measured, calls, strict=True)
+    ]
+
+
+def merge_processes(processes: Sequence[Sequence[Measurement]]) -> list[BackendTiming]:
+    """Returns the timing of each case over the repeats of all processes; the first is the copy."""
+    timings: list[BackendTiming] = []
+    for same in zip(*processes, strict=True):
+        timing, _, num_bytes = same[0]
+        errors = [error for one in same if (error := one.timing.max_error) is not None]
+        timing = replace(timing, max_error=max(errors, default=None))
+        # A case that is too slow in one process is left out.
+        if all(one.seconds for one in same):
+            seconds = [second for one in same for second in one.seconds]
             median = statistics.median(seconds)
-            speed = (BYTES_PER_TOKEN + (timing.decay == "masked")) * num_tokens / median / 1e9
-            percent = 100 * speed / ((timed[0].gb_per_s if timed else None) or speed)
-            p90 = float(np.percentile(seconds, 90))
-            timing = replace(timing, median_s=median, p90_s=p90, num_repeats=len(seconds), gb_per_s=speed,
-                             percent_of_copy=percent)  # fmt: skip
-        timed.append(timing)
-    return timed
+            speed = num_bytes / median / 1e9
+            timing = replace(
+                timing, median_s=median, p90_s=float(np.percentile(seconds, 90)), num_repeats=len(seconds),
+                first_call_s=statistics.median(one.timing.first_call_s for one in same), gb_per_s=speed,
+                percent_of_copy=100 * speed / ((timings[0].gb_per_s if timings else None) or speed),
+            )  # fmt: skip
+        timings.append(timing)
+    return timings
 
 
-def make_copy_call(rewards: Any, values: Any) -> Callable[[], Any]:
-    """Returns a function that copies both arrays, with NumPy on a CPU."""
-    if on_cpu():
-        return lambda: (rewards.copy(), values.copy())
-    # Multiplies by a number unknown to the compiler, which would otherwise remove the copy.
-    return partial(jax.jit(lambda x, y, one: (x * one, y * one)), rewards, values, jnp.float32(1.0))
-
-
-def list_cases(
-    algorithm: AlgorithmSettings, shape: BenchmarkShape, *, constant_decay: bool
-) -> Iterator[tuple[str, int | None, bool]]:
+def list_cases(algorithm: AlgorithmSettings, shape: BenchmarkShape) -> Iterator[tuple[str, int | None, bool]]:
     """Yields (backend, chunk size, whether `auto` selects it) for every case."""
-    choose = partial(choose_backend, shape=shape, constant_decay=constant_decay, chunk_size=algorithm.gae_chunk_size)
+    choose = partial(choose_backend, one_decay=True, chunk_size=algorithm.gae_chunk_size)
     auto = choose("auto")
     for backend in BACKENDS:
-        if (choice := choose(backend)).backend != backend:
-            continue  # Another backend would run instead.
-        has_chunks = choice.chunk_size is not None
-        sizes = {*CHUNK_SIZES, algorithm.gae_chunk_size, auto.chunk_size} - {None} if has_chunks else {None}
+        has_chunks = choose(backend).chunk_size is not None
+        sizes = {*CHUNK_SIZES, algorithm.gae_chunk_size} - {None} if has_chunks else {None}
         for size in sorted(sizes, key=lambda size: size or 0):
-            is_auto = (backend, size) == auto[:2]
-            if is_auto or size is None or size <= shape.tokens:
-                yield backend, size, is_auto
+            if size is None or size == algorithm.gae_chunk_size or size <= max(shape.tokens, CHUNK_SIZES[0]):
+                yield backend, size, (backend, size) == auto[:2]
 
 
 def time_calls(call: Callable[[], Any], count: int) -> float:
     """Returns the mean time of `count` calls, in seconds."""
     start = time.perf_counter()
-    result = None
     for _ in range(count):
-        result = call()
-        if on_cpu():  # XLA's CPU calls return early and would overlap.
-            jax.block_until_ready(result)
-    jax.block_until_ready(result)
+        call()
     return (time.perf_counter() - start) / count
 
 
-def time_interleaved(calls: Sequence[Callable[[], Any]], num_repeats: int) -> list[list[float]]:
+def time_shuffled(calls: Sequence[Callable[[], Any]], num_repeats: int, *, seed: int) -> list[list[float]]:
     """Returns the mean seconds of each call in each repeat.
 
-    The calls take turns, so that a disturbance affects all of them.
+    The calls take turns, so that a disturbance affects all of them, each time in another order, so that none always
+    finds what the same other one has left in the caches.
     """
     counts = [max(1, math.ceil(MIN_REPEAT_S / max(time_calls(call, 1), 1e-7))) for call in calls]
     times: list[list[float]] = [[] for _ in calls]
+    rng = np.random.default_rng(seed)
     for _ in range(num_repeats):
-        for call, count, seconds in zip(calls, counts, times, strict=True):
-            seconds.append(time_calls(call, count))
+        for i in rng.permutation(len(calls)):
+            times[i].append(time_calls(calls[i], counts[i]))
     return times
 
 
 def reference_gae(
-    rewards: np.ndarray, values: np.ndarray, mask: np.ndarray | None, algorithm: AlgorithmSettings
+    rewards: np.ndarray,
+    values: np.ndarray,
+    mask: np.ndarray | None,
+    ends: np.ndarray | None,
+    algorithm: AlgorithmSettings,
 ) -> np.ndarray:
     """Returns advantages and returns, [2, B, T] in float64, computed one step at a time as in the paper."""
     mask = np.ones(rewards.shape, bool) if mask is None else mask
@@ -237,6 +312,8 @@ def reference_gae(
     result = np.zeros((2, *rewards.shape))
     advantage, next_value = np.zeros((2, len(rewards)))
     for t in reversed(range(rewards.shape[1])):
+        if ends is not None:
+            advantage, next_value = (np.where(ends[:, t], 0, x) for x in (advantage, next_value))
         delta = rewards[:, t] + algorithm.gamma * next_value - values[:, t]
         advantage = np.where(is_step[:, t], delta + algorithm.gamma * algorithm.lam * advantage, advantage)
         next_value = np.where(is_step[:, t], values[:, t], next_value)
@@ -249,13 +326,13 @@ def conclude(cases: Sequence[BackendTiming]) -> str:
     lines = []
     for (shape, decay), group in groupby(cases, key=lambda case: (case.shape, case.decay)):
         ranked = sorted(group, key=lambda case: case.median_s or math.inf)
-        chunked = next((c for c in ranked if c.chunk_size is not None), None)
-        other = next((c for c in ranked if c.chunk_size is None), None)
-        speedup = _seconds(other) / _seconds(chunked) if chunked and chunked.median_s else 0.0
+        scan = next((c for c in ranked if c.backend != "serial"), None)
+        serial = next((c for c in ranked if c.backend == "serial"), None)
+        speedup = _seconds(serial) / _seconds(scan) if scan and scan.median_s else 0.0
         verdict = "pays" if speedup >= MIN_SPEEDUP else "makes no difference"
         verdict = "does not pay" if speedup <= 1 / MIN_SPEEDUP else verdict
-        compared = ", ".join(_describe(case) for case in (chunked, other) if case is not None)
-        line = f"{shape} with {DECAY_NAMES[decay]}: chunk-scan {verdict} ({compared})"
+        compared = ", ".join(_describe(case) for case in (scan, serial) if case is not None)
+        line = f"{shape}, {DECAY_NAMES[decay]}: chunk-scan {verdict} ({compared})"
         auto = next((c for c in ranked if c.is_auto), None)
         if auto is not None:
             line += f"; auto selects {auto.name}"
@@ -289,9 +366,8 @@ def format_report(report: dict[str, Any]) -> str:
         name, chunk = f"{case['backend']}{'*' if case['is_auto'] else ''}", str(case["chunk_size"] or "")
         cells.append((case["shape"], case["decay"], name, chunk, f"{case['first_call_s']:.2f}", *ms, error))
     machine, method = report["machine"], report["method"]
-    note = (
-        f"* selected by auto; {method['repeats']} warm repeats, in turn; {method['timing']}; arrays: {method['arrays']}"
-    )
+    how = f"shuffled, in {method['processes']} processes; {method['arrays']}"
+    note = f"* selected by auto; {method['repeats']} warm repeats, {how}"
     head = f"{machine['device']}, {machine['cpu_cores']} CPU cores, jax {machine['jax']}"
     return "\n".join([head, "", format_table(cells, header=HEADINGS, num_left=0), "", note, "", report["conclusion"]])
 

@@ -1,4 +1,4 @@
-"""GAE of each backend on a TPU that is not there, against one read and one write of the data.
+"""GAE of each backend in JAX on a TPU that is not there, against one read and one write of the data.
 
     python scripts/bench/gae_compiled.py [--slice v5e-8] [--shape 256x131072] [--chunks 64 128 256]
 
@@ -34,12 +34,11 @@ def main() -> None:
     parser.add_argument("--chunks", type=int, nargs="+", default=[64, 128, 256], help="steps of a chunk")
     options = parser.parse_args()
     shape = tuple(map(int, options.shape.split("x")))
-    cases = [("serial", None), *(("chunked", size) for size in options.chunks), ("fused", None)]
+    cases = [("serial", None), *(("chunked", size) for size in options.chunks)]
     rows = [
         estimated(options.slice, shape, backend, size, masked=masked)
         for masked in (False, True)
         for backend, size in cases
-        if not (masked and backend == "fused")
     ]
     head = ("backend", "chunk", "mask", "estimated by the compiler", "floor", "of the floor", "temporaries")
     print(format_table(rows, header=head))
@@ -57,8 +56,7 @@ def estimated(
     with jax.set_mesh(everywhere.mesh):
         lowered = jax.jit(lambda rewards, values, mask: solve(rewards, values, mask=mask)).lower(numbers, numbers, mask)
         compiled = lowered.compile()
-    turns = {"gae": shape[0] * -(-shape[1] // (128 * 128))}
-    time = program_time(compiled.as_text() or "", place.chip, bundles=take_scheduled_bundles(schedules), turns=turns)
+    time = program_time(compiled.as_text() or "", place.chip, bundles=take_scheduled_bundles(schedules), turns={})
     floor = (BYTES_PER_TOKEN + masked) * shape[0] * shape[1] / place.chip.hbm_bytes_per_s
     total = time.compute_s + time.kernel_s
     memory = compiled.memory_analysis()

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -17,12 +16,14 @@ from app.report.gae_benchmark_plot import BackendTiming
 from app.stages import gae_benchmark
 from app.stages.gae_benchmark import (
     BenchmarkShape,
+    Measurement,
     conclude,
+    make_workloads,
     measure_shape,
+    merge_processes,
     parse_shapes,
     reference_gae,
-    time_calls,
-    time_interleaved,
+    time_shuffled,
 )
 from settings.errors import InputError
 from settings.schema.algorithm import AlgorithmSettings
@@ -39,22 +40,23 @@ def test_a_bench_measures_every_backend_checks_it_and_draws(tmp_path: Path) -> N
     assert sorted(path.name for path in folder.iterdir()) == ["bench.json", "bench.png"]
     assert (folder / "bench.png").read_bytes().startswith(b"\x89PNG")
     assert report["settings"] == {"gamma": 0.9, "lam": 0.95, "mask_mode": "skip"}
-    assert {case["decay"] for case in report["cases"]} == {"scalar", "masked"}
+    assert {case["decay"] for case in report["cases"]} == {"scalar", "masked", "packed"}
     assert {"serial", "chunked"} <= {case["backend"] for case in report["cases"]}
+    num_packed = make_workloads(BenchmarkShape(3, 70))[2].num_tokens
     for case in report["cases"]:
         assert case["num_repeats"] >= 20
         assert case["max_error"] < 1e-5
         assert 0 < case["median_s"] <= case["p90_s"]
-        num_bytes = {"scalar": 16, "masked": 17}[case["decay"]]
-        assert case["gb_per_s"] == pytest.approx(num_bytes * 3 * 70 / case["median_s"] / 1e9)
+        num_bytes = {"scalar": 16 * 3 * 70, "masked": 17 * 3 * 70, "packed": 17 * num_packed}[case["decay"]]
+        assert case["gb_per_s"] == pytest.approx(num_bytes / case["median_s"] / 1e9)
         assert case["percent_of_copy"] == pytest.approx(100 * case["gb_per_s"] / report["copies"][0]["gb_per_s"])
-    for decay in ("scalar", "masked"):
+    for decay in ("scalar", "masked", "packed"):
         assert sum(case["is_auto"] for case in report["cases"] if case["decay"] == decay) == 1
     assert report["method"]["arrays"] == "numpy in and out"
-    assert report["method"]["timing"] == "each call until its result is ready"
+    assert (report["method"]["processes"], report["method"]["order"]) == (3, "shuffled")
     lines = result.stdout.splitlines()
     assert "% of copy" in lines[2]
-    assert lines[-1].startswith("3x70 with a mask: chunk-scan ")
+    assert lines[-1].startswith("3x70, packed samples: chunk-scan ")
     assert "auto selects" in lines[-1]
 
 
@@ -63,7 +65,7 @@ def test_the_oracle_of_the_bench_is_that_of_the_tests(mode: str) -> None:
     case = random_case(np.random.default_rng(0), (3, 20), masked=True, packed=False)._replace(ends=None)
     case = case._replace(values=case.values[:, :20])
     algorithm = AlgorithmSettings(gamma=0.5, lam=0.75, mask_mode=mode)  # pyright: ignore[reportArgumentType]
-    found = reference_gae(case.rewards, case.values, case.mask, algorithm)
+    found = reference_gae(case.rewards, case.values, case.mask, None, algorithm)
     np.testing.assert_allclose(found, gae_oracle.oracle(case, gamma=0.5, lam=0.75, mask_mode=mode), atol=1e-12)
 
 
@@ -83,31 +85,43 @@ def test_the_error_is_looked_for_in_rows_from_the_first_to_the_last(monkeypatch:
         return tuple(np.asarray(part) + (np.arange(len(rewards)) == len(rewards) - 1)[:, None] for part in estimates)
 
     monkeypatch.setattr(gae_benchmark, "generalized_advantages", wrong_at_the_end)
-    copy, *cases = measure_shape(AlgorithmSettings(), BenchmarkShape(40, 8), num_repeats=1)
+    copy, *cases = (one.timing for one in measure_shape(AlgorithmSettings(), BenchmarkShape(40, 8), num_repeats=1))
     assert copy.backend == "copy" and len(cases) >= 4
     assert all(case.max_error is not None and case.max_error > 0.01 for case in cases)
 
 
-def test_cases_are_timed_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cases_take_turns_in_an_order_that_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gae_benchmark, "MIN_REPEAT_S", 0.0)
     order: list[str] = []
-    times = time_interleaved([lambda: order.append("a"), lambda: order.append("b")], 3)
-    assert [len(seconds) for seconds in times] == [3, 3]
-    assert "".join(order) == "ab" + "ababab"
+    times = time_shuffled([partial(order.append, name) for name in "abcd"], 8, seed=0)
+    assert [len(seconds) for seconds in times] == [8] * 4
+    rounds = ["".join(order[start : start + 4]) for start in range(0, len(order), 4)]
+    assert rounds[0] == "abcd" and {"".join(sorted(one)) for one in rounds} == {"abcd"}
+    assert len(set(rounds[1:])) > 3
 
 
-def test_a_call_is_over_before_the_next_one_starts() -> None:
-    done: list[bool] = []
-    results: list[Any] = []
+def test_packed_samples_are_one_row_that_is_solved_as_apart() -> None:
+    packed = make_workloads(BenchmarkShape(5, 60))[2]
+    assert packed.mask is not None and packed.ends is not None and packed.rewards.shape[0] == 1
+    assert packed.mask.sum() == packed.num_tokens and packed.ends.sum() == 5
+    case = gae_oracle.Case(packed.rewards, packed.values, packed.mask, packed.ends)
+    found = reference_gae(
+        packed.rewards, packed.values, packed.mask, packed.ends, AlgorithmSettings(gamma=0.9, lam=0.8)
+    )
+    np.testing.assert_allclose(found, gae_oracle.oracle(case, gamma=0.9, lam=0.8), atol=1e-12)
 
-    def call() -> jax.Array:
-        done.append(all(result.is_ready() for result in results))
-        results.append(slow(jnp.ones((300, 300))))
-        return results[-1]
 
-    slow = jax.jit(lambda x: jax.lax.fori_loop(0, 20, lambda _, y: y @ x / 300, x))
-    time_calls(call, 5)
-    assert done == [True] * 5
+def test_processes_are_merged_and_a_case_that_is_slow_in_one_is_left_out() -> None:
+    def of(name: str, seconds: list[float], error: float | None) -> Measurement:
+        return Measurement(BackendTiming("1x9", "scalar", name, first_call_s=1.0, max_error=error), seconds, 800)
+
+    first = [of("copy", [1e-9], None), of("serial", [4e-9, 5e-9], 1e-7), of("chunked", [1.0], 2e-7)]
+    second = [of("copy", [3e-9], None), of("serial", [1e-9, 9e-9], 3e-7), of("chunked", [], 1e-7)]
+    copy, serial, chunked = merge_processes([first, second])
+    assert (copy.gb_per_s, copy.percent_of_copy) == (pytest.approx(400), pytest.approx(100))
+    assert (serial.num_repeats, serial.max_error) == (4, 3e-7)
+    assert (serial.median_s, serial.percent_of_copy) == (pytest.approx(4.5e-9), pytest.approx(100 / 2.25))
+    assert chunked.median_s is None
 
 
 SERIAL = BackendTiming("1x9", "scalar", "serial", median_s=3.0)
@@ -124,11 +138,11 @@ def as_auto(case: BackendTiming) -> BackendTiming:
     [
         (
             [SERIAL, as_auto(CHUNKED), replace(CHUNKED, chunk_size=128, median_s=0.7), FUSED],
-            "chunk-scan pays (chunked in chunks of 64: 500 ms, fused: 1e+03 ms); auto selects chunked in chunks of 64",
+            "chunk-scan pays (chunked in chunks of 64: 500 ms, serial: 3e+03 ms); auto selects chunked in chunks of 64",
         ),
         (
             [SERIAL, as_auto(CHUNKED), replace(FUSED, median_s=0.25)],
-            "chunk-scan does not pay (chunked in chunks of 64: 500 ms, fused: 250 ms); "
+            "chunk-scan pays (fused: 250 ms, serial: 3e+03 ms); "
             "auto selects chunked in chunks of 64, which takes 2.0 x as long as the fastest; use --backend fused",
         ),
         (
@@ -145,7 +159,7 @@ def as_auto(case: BackendTiming) -> BackendTiming:
 def test_the_conclusion_says_whether_chunks_pay_and_whether_auto_is_right(
     cases: list[BackendTiming], sentence: str
 ) -> None:
-    assert conclude(cases) == f"1x9 with one decay: {sentence}"
+    assert conclude(cases) == f"1x9, full rows: {sentence}"
 
 
 def test_a_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
