@@ -49,17 +49,19 @@ def estimated(
 ) -> tuple[str, ...]:
     """Returns a line of the table."""
     schedules, place = kernel_schedules(), parse_slice(slice_name)
-    everywhere = NamedSharding(Mesh(np.array(compile_only_devices(place)[:1]), ("x",)), PartitionSpec())
+    mesh = Mesh(np.array(compile_only_devices(place)[:1]), ("x",))
+    everywhere = NamedSharding(mesh, PartitionSpec())
     numbers = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=everywhere)
     mask = jax.ShapeDtypeStruct(shape, jnp.bool_, sharding=everywhere) if masked else None
     solve = partial(generalized_advantages, gamma=0.99, lam=0.95, backend=backend, chunk_size=chunk_size)
-    with jax.set_mesh(everywhere.mesh):
+    with jax.set_mesh(mesh):
         lowered = jax.jit(lambda rewards, values, mask: solve(rewards, values, mask=mask)).lower(numbers, numbers, mask)
         compiled = lowered.compile()
     time = program_time(compiled.as_text() or "", place.chip, bundles=take_scheduled_bundles(schedules), turns={})
     floor = (BYTES_PER_TOKEN + masked) * shape[0] * shape[1] / place.chip.hbm_bytes_per_s
     total = time.compute_s + time.kernel_s
     memory = compiled.memory_analysis()
+    assert memory is not None
     return (
         backend, str(chunk_size or ""), "yes" if masked else "", f"{total * 1e3:.2f} ms", f"{floor * 1e3:.2f} ms",
         format_percent(floor / total), format_bytes(memory.temp_size_in_bytes),

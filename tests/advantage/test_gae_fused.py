@@ -90,7 +90,7 @@ def test_bfloat16_is_promoted():
 
 def test_arrays_of_any_layout_are_read():
     case = random_case(np.random.default_rng(0), (70, 1024), masked=True, packed=True)
-    by_time = Case(*(None if x is None else np.asfortranarray(x) for x in case))
+    by_time = case._replace(**{name: np.asfortranarray(x) for name, x in case._asdict().items()})
     assert_close(estimate(by_time), oracle(case, gamma=0.99, lam=0.95))
 
 
