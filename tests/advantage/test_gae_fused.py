@@ -36,7 +36,7 @@ def assert_close(got, expected) -> None:
 @pytest.mark.parametrize("shape", [(3, 1), (3, 15), (5, 17), (2, 511), (3, 1024), (1, 5000)])
 def test_rows_in_blocks_of_any_size_equal_a_float64_loop(monkeypatch, block_tokens, shape):
     monkeypatch.setattr(fused, "BLOCK_TOKENS", block_tokens)
-    monkeypatch.setattr(fused, "FEW_STEPS", 16)
+    monkeypatch.setattr(fused, "FEW_STEPS", 64)
     case = random_case(np.random.default_rng(shape[1]), shape, masked=False, packed=False)
     for gamma, lam in DISCOUNTS:
         assert_close(estimate(case, gamma=gamma, lam=lam), oracle(case, gamma=gamma, lam=lam))
@@ -45,7 +45,7 @@ def test_rows_in_blocks_of_any_size_equal_a_float64_loop(monkeypatch, block_toke
 @settings(max_examples=60, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 700), min_size=1, max_size=12),
-    few_steps=st.sampled_from([16, 64, 512]),
+    few_steps=st.sampled_from([64, 100, 512]),
     block_tokens=st.sampled_from([32, 256, 4096]),
     masked_share=st.sampled_from([0.0, 0.1, 0.9]),
     mask_mode=st.sampled_from(sorted(MASK_MODES)),

@@ -20,10 +20,12 @@ from jaxtyping import Bool, Float, Float32, Float64, Int
 from app.advantage.gae.recurrence import GaeOutput, HostOrDevice, values_after_rows
 
 CHUNK_STEPS = 16
+STACKED_CHUNKS = 64
+"""Chunks per product: too few for BLAS to use threads, which wait for each other where other processes run, too."""
 FEW_STEPS = 512
-"""Largest number of steps that a loop in Python solves."""
+"""Largest number of steps that a loop in Python solves; at least `STACKED_CHUNKS`, the chunks of one product."""
 BLOCK_TOKENS = 1 << 18
-"""Tokens per block, a multiple of `CHUNK_STEPS`: four arrays of them fit into the cache that cores share."""
+"""Tokens per block: four arrays of them fit into the cache that cores share."""
 Ends = Int[np.ndarray, "S"]
 """Indices of the last tokens of sequences, in order."""
 
@@ -105,8 +107,8 @@ def _solve_sequences(
         after: the value after each sequence.
     """
     output = GaeOutput(*np.empty((2, len(rewards)), np.float32))
-    workspace = np.empty(min(len(rewards) + -len(rewards) % CHUNK_STEPS, BLOCK_TOKENS), np.float32)
-    levels = _make_levels(gamma * lam, len(workspace))
+    workspace = np.empty(_whole_products(min(len(rewards), BLOCK_TOKENS)), np.float32)
+    levels = _make_levels(gamma * lam, min(len(rewards), BLOCK_TOKENS))
     carry, one_minus_gamma = 0.0, np.float32(1 - gamma)
     for start in reversed(range(0, len(rewards), BLOCK_TOKENS)):
         block = slice(start, start + BLOCK_TOKENS)
@@ -114,7 +116,7 @@ def _solve_sequences(
         first, stop = np.searchsorted(ends, (start, start + len(own)))
         last, behind = ends[first:stop] - start, after[first:stop]
         next_value = values[start + len(own)] if start + len(own) < len(values) else np.float32(0)
-        inputs = workspace[: len(own) + -len(own) % CHUNK_STEPS]
+        inputs = workspace[: _whole_products(len(own))]
         inputs[len(own) :] = 0
         deltas, shrunk = inputs[: len(own)], advantages
         np.subtract(own[1:], own[:-1], out=deltas[:-1])
@@ -139,14 +141,15 @@ def _scan(
     """Solves A_t = inputs_t + decay A_{t+1}, without the last term at ends, and returns A_0.
 
     Args:
-        inputs: a multiple of `CHUNK_STEPS`; overwritten.
+        inputs: whole products, see `_whole_products`; overwritten.
         levels: the first is for this scan, the others for its carries.
         out: receives the first n of the N solutions.
     """
     decay, matrix, first_column = levels[0]
-    if inputs.size <= FEW_STEPS:
+    if out.size <= FEW_STEPS:
         out[:] = _solve_few(inputs[: out.size].tolist(), decay, ends.tolist())
         return float(out[0])
+    stack = inputs.reshape(-1, STACKED_CHUNKS, CHUNK_STEPS, copy=False)
     chunks = inputs.reshape(-1, CHUNK_STEPS, copy=False)
     cut, step = np.divmod(ends, CHUNK_STEPS)
     is_inside = step < CHUNK_STEPS - 1
@@ -157,23 +160,28 @@ def _scan(
         mixed = _distinct(mixed)
         is_end = is_end[mixed]
     # Upper levels hold few numbers, whose errors reach far: float64.
-    firsts = np.zeros(len(chunks) + -len(chunks) % CHUNK_STEPS)
+    firsts = np.zeros(_whole_products(len(chunks)))
     solved = np.empty(len(chunks))
-    np.matmul(chunks, first_column, out=firsts[: len(chunks)])
+    firsts[: len(chunks)] = np.matmul(stack, first_column).reshape(-1)
     if len(mixed):
         firsts[mixed] = _solve_steps(chunks[mixed], decay, is_end)[:, 0]
     _scan(firsts, levels[1:], _distinct(cut), out=solved)
     carries = decay * solved[1:]
     carries[cut[~is_inside & (cut < len(carries))]] = 0
     chunks[:-1, -1] += carries
-    if out.size == chunks.size:
-        np.matmul(chunks, matrix, out=out.reshape(chunks.shape, copy=False))
+    if out.size == inputs.size:
+        np.matmul(stack, matrix, out=out.reshape(stack.shape, copy=False))
     else:
-        out[:] = np.matmul(chunks, matrix).reshape(-1)[: out.size]
+        out[:] = np.matmul(stack, matrix).reshape(-1)[: out.size]
     if len(mixed):
         at = (mixed[:, None] * CHUNK_STEPS + np.arange(CHUNK_STEPS)).reshape(-1)
         out[at[at < out.size]] = _solve_steps(chunks[mixed], decay, is_end).reshape(-1)[at < out.size]
     return float(solved[0])
+
+
+def _whole_products(num_steps: int) -> int:
+    """Returns the number of steps padded to whole products."""
+    return num_steps + -num_steps % (STACKED_CHUNKS * CHUNK_STEPS)
 
 
 def _solve_few(inputs: list[float], decay: float, ends: list[int]) -> list[float]:
@@ -216,4 +224,4 @@ def _make_levels(decay: float, num_tokens: int) -> list[_Level]:
         levels.append(_Level(decay, matrix, np.ascontiguousarray(matrix[:, 0])))
         if num_tokens <= FEW_STEPS:
             return levels
-        decay, dtype, num_tokens = float(powers[-1]), np.float64, -(-num_tokens // CHUNK_STEPS)
+        decay, dtype, num_tokens = float(powers[-1]), np.float64, _whole_products(num_tokens) // CHUNK_STEPS
