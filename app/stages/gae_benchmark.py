@@ -200,11 +200,10 @@ def make_workloads(shape: BenchmarkShape) -> list[Workload]:
     row = 1, bucket_length(num_tokens)
     is_token, ends = np.arange(row[1])[None] < num_tokens, np.zeros(row, bool)
     ends[0, np.cumsum(lengths) - 1] = True
-    packed = (np.resize(x, row) for x in (rewards, values))
     return [
         Workload("scalar", rewards, values, None, None, rewards.size),
         Workload("masked", rewards, values, mask, None, rewards.size),
-        Workload("packed", *packed, is_token, ends, num_tokens),
+        Workload("packed", np.resize(rewards, row), np.resize(values, row), is_token, ends, num_tokens),
     ]
 
 

@@ -149,12 +149,13 @@ def padded(of: Tokens) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
     """Returns rewards and values as the baselines need them, one sample per row, and where its tokens are."""
     if of.mask is None and of.ends is None:
         return of.rewards, of.values, None
-    if of.mask is not None:
-        counts, place = of.mask.sum(axis=1), of.mask
-    else:
+    if of.ends is not None:
         counts, place = np.diff(np.append(-1, np.flatnonzero(of.ends))), np.ones(of.rewards.shape, bool)
+    else:
+        assert of.mask is not None
+        counts, place = of.mask.sum(axis=1), of.mask
     is_token = np.arange(counts.max()) < counts[:, None]
-    rewards, values = np.zeros((2, *is_token.shape), np.float32)
+    rewards, values = np.zeros(is_token.shape, np.float32), np.zeros(is_token.shape, np.float32)
     rewards[is_token], values[is_token] = of.rewards[place], of.values[place]
     return rewards, values, is_token
 
@@ -191,14 +192,11 @@ def methods() -> dict[str, Callable[[Tokens], np.ndarray]]:
 
 def error_of(advantages: np.ndarray, of: Tokens) -> float:
     """Returns the largest error of the advantages of the first samples, divided by max(1, max |A|)."""
-    first = of
+    part = np.s_[:NUM_CHECKED_ROWS]
     if of.ends is not None:
-        stop = np.flatnonzero(of.ends)[NUM_CHECKED_ROWS - 1] + 1
-        first, advantages = Tokens(*(None if x is None else x[:, :stop] for x in of)), advantages[:, :stop]
-    else:
-        first = Tokens(*(None if x is None else x[:NUM_CHECKED_ROWS] for x in of))
-        advantages = advantages[:NUM_CHECKED_ROWS]
-    exact = by_rows(oracle, first)
+        part = np.s_[:, : np.flatnonzero(of.ends)[NUM_CHECKED_ROWS - 1] + 1]
+    given = {name: x[part] for name, x in of._asdict().items() if x is not None}
+    exact, advantages = by_rows(oracle, Tokens(**given)), advantages[part]
     return float(np.abs(advantages - exact).max() / max(1.0, np.abs(exact).max()))
 
 
@@ -288,8 +286,8 @@ def measure_all(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     solvers = methods()
     return [
-        measure(kind, *map(int, shape.split("x")), solvers, repeats=arguments.repeats, longest_s=arguments.longest_s)
-        for shape in arguments.shapes.split(",")
+        measure(kind, rows, tokens, solvers, repeats=arguments.repeats, longest_s=arguments.longest_s)
+        for rows, tokens in (map(int, shape.split("x")) for shape in arguments.shapes.split(","))
         for kind in KINDS
     ]
 

@@ -61,18 +61,20 @@ def solve_fused(
     after = np.asarray(values_after_rows(values, num_tokens, bootstrap), np.float32)
     if ends is not None:
         last, after = _add_ends(last, after, _flat(ends, bool), bootstrap)
-    flat = _flat(rewards, np.float32), _flat(values[:, :num_tokens], np.float32)
+    flat_rewards, flat_values = _flat(rewards, np.float32), _flat(values[:, :num_tokens], np.float32)
     written = None if mask is None else _flat(mask, bool)
     if written is None or written.all():
-        solved = _solve_sequences(*flat, last, after, gamma, lam)
+        solved = _solve_sequences(flat_rewards, flat_values, last, after, gamma, lam)
     elif mask_mode == "skip":
         counts = np.add.reduceat(written, np.append(0, last[:-1] + 1), dtype=np.int64)
         last, after = np.cumsum(counts)[counts > 0] - 1, after[counts > 0]
         solved = np.zeros((2, rewards.size), np.float32)
-        solved[:, written] = _solve_sequences(*(x[written] for x in flat), last, after, gamma, lam)
+        solved[:, written] = _solve_sequences(flat_rewards[written], flat_values[written], last, after, gamma, lam)
     else:
-        flat = [np.where(written, x, np.float32(0)) for x in flat] if mask_mode == "zero" else flat
-        solved = np.where(written, _solve_sequences(*flat, last, after, gamma, lam), np.float32(0))
+        if mask_mode == "zero":
+            flat_rewards, flat_values = (np.where(written, x, np.float32(0)) for x in (flat_rewards, flat_values))
+        solved = _solve_sequences(flat_rewards, flat_values, last, after, gamma, lam)
+        solved = np.where(written, solved, np.float32(0))
     return GaeOutput(*(x.reshape(rewards.shape) for x in solved))
 
 
