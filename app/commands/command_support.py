@@ -259,18 +259,18 @@ def print_result(result: Any, *, as_json: bool, text: str | None = None) -> None
     """Prints a result to stdout, or nothing if it is None, as on hosts other than the first.
 
     Args:
-        result: names and values, or a report with `to_dict` and `to_text`.
+        result: names and values, a list of such, or a report with `to_dict` and `to_text`.
         text: the human-readable form, if it differs from the default one.
     """
     if result is None:
         return
     if as_json:
-        values = result if isinstance(result, dict) else result.to_dict()
+        values = result if isinstance(result, dict | list) else result.to_dict()
         text = json.dumps(values, indent=2, ensure_ascii=False)
         # JSON has other escapes than `write`.
         write(re.sub(r"[^\n -~]", lambda match: _json_escape(match[0]), text), sys.stdout)
     else:
-        default = _format_summary if isinstance(result, dict) else type(result).to_text
+        default = _format_summary if isinstance(result, dict | list) else type(result).to_text
         write(default(result) if text is None else text, sys.stdout)
 
 
@@ -278,6 +278,8 @@ def _json_escape(character: str) -> str:
     return character if character.isprintable() else json.dumps(character)[1:-1]
 
 
-def _format_summary(summary: dict[str, Any]) -> str:
+def _format_summary(summary: dict[str, Any] | list[dict[str, Any]]) -> str:
+    if isinstance(summary, list):
+        return "\n\n".join(map(_format_summary, summary))
     width = max(map(len, summary), default=0)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in summary.items())

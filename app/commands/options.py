@@ -20,14 +20,11 @@ Config = Annotated[
         rich_help_panel="Settings",
     ),
 ]
-Checkpoint = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="DIR",
-        help="Checkpoint to use: <run>/checkpoints/<step> or best, or a run directory for its newest checkpoint. "
-        "Without --config, the settings of that run are used.",
-    ),
-]
+CHECKPOINT_HELP = (
+    "Checkpoint to use: <run>/checkpoints/<step> or best, or a run directory for its newest checkpoint. "
+    "Without --config, the settings of that run are used."
+)
+Checkpoint = Annotated[Path | None, typer.Option(metavar="DIR", help=CHECKPOINT_HELP)]
 Overrides = Annotated[
     list[str] | None,
     typer.Option(

@@ -111,7 +111,9 @@ def score(*, samples, role, checkpoint, out, **given: Any) -> Samples | None:
         )
         file = _path(out) or folder / "scored.jsonl"
         refuse_existing({"out": file}, overwrite=False)
-        return _read_samples(file, score_file(resolved, Path(source), file, role=role, checkpoint=_path(checkpoint)))
+        checkpoints = [path for path in (_path(checkpoint),) if path is not None]
+        summaries = score_file(resolved, Path(source), file, role=role, checkpoints=checkpoints)
+        return _read_samples(Path(summaries[0]["written to"]), summaries[0]) if summaries else None
 
 
 @contextmanager

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
 from app.commands.command_support import print_result, refuse_existing, require_path, resolve_policy, show_progress
-from app.commands.options import AsJson, Checkpoint, Config, Overrides, Overwrite, PrintConfig
+from app.commands.options import CHECKPOINT_HELP, AsJson, Config, Overrides, Overwrite, PrintConfig
+from app.records.jsonl import check_distinct_paths
 from settings import InputError, Resolved
 from settings.checks.commands import check_for_score
 
@@ -20,11 +22,25 @@ def score(
     config: Config = None,
     overrides: Overrides = None,
     print_config: PrintConfig = False,
-    checkpoint: Checkpoint = None,
-    samples: Annotated[
-        Path | None, typer.Option("--input", metavar="FILE.jsonl", help="Samples to score. Required.")
+    checkpoint: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="DIR", help=f"{CHECKPOINT_HELP} Repeatable, with one output file for each."),
     ] = None,
-    out: Annotated[Path | None, typer.Option(metavar="FILE.jsonl", help="Output file. Required.")] = None,
+    samples: Annotated[
+        Path | None,
+        typer.Option(
+            "--input",
+            metavar="FILE.jsonl|.parquet",
+            help="Samples to score, of any program: token ids, or prompt and completion as text or messages. Required.",
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.jsonl",
+            help="Output file; {run} and {step} stand for those of a checkpoint: scored-{step}.jsonl. Required.",
+        ),
+    ] = None,
     role: Annotated[
         Role,
         typer.Option(help="Network whose logprobs are added; `critic` adds values, `reward` runs reward.functions."),
@@ -40,22 +56,40 @@ def score(
     as_json: AsJson = False,
 ) -> None:
     """Add logprobs, values or rewards to the samples in a file."""
-    is_policy = role == "policy"
+    is_policy, checkpoints = role == "policy", checkpoint or []
+    first = checkpoints[0] if checkpoints else None
     resolved = resolve_policy(
-        config, overrides, checkpoint, check=check_for_score, print_config=print_config, loads_policy=is_policy
+        config, overrides, first, check=check_for_score, print_config=print_config, loads_policy=is_policy
     )
     samples, out = require_path(samples, "--input"), require_path(out, "--out")
-    refuse_existing({"--out": out}, overwrite=overwrite)
     show_progress(f"grpo score: role {role}; loading JAX")
-    summary = score_file(resolved, samples, out, role=role, checkpoint=checkpoint, check_packing=check_packing)
-    print_result(summary, as_json=as_json)
+    summaries = score_file(
+        resolved, samples, out, role=role, checkpoints=checkpoints, check_packing=check_packing, overwrite=overwrite
+    )
+    print_result(summaries[0] if summaries and len(checkpoints) < 2 else summaries, as_json=as_json)
 
 
 def score_file(
-    resolved: Resolved, samples: Path, out: Path, *, role: Role, checkpoint: Path | None, check_packing: bool = False
-) -> dict[str, Any] | None:
-    """Scores a file for a role and returns the summary; None on all hosts but the first."""
-    if checkpoint is not None and role in ("reference", "reward"):
+    resolved: Resolved,
+    samples: Path,
+    out: Path,
+    *,
+    role: Role,
+    checkpoints: Sequence[Path],
+    check_packing: bool = False,
+    overwrite: bool = False,
+) -> list[dict[str, Any]] | None:
+    """Scores a file for a role and returns the summary of each output; None on all hosts but the first.
+
+    Args:
+        out: the output; with several checkpoints a pattern with `{run}` or `{step}`.
+
+    Raises:
+        InputError: an output exists and is not to be replaced, or two checkpoints have the same one.
+    """
+    if not checkpoints:
+        refuse_existing({"--out": out}, overwrite=overwrite)
+    if checkpoints and role in ("reference", "reward"):
         weights = "model.path" if role == "reference" else "reward.model"
         raise InputError(f"--checkpoint: --role {role} uses only the weights of {weights}; omit one of the two options")
     if role == "reward":
@@ -63,12 +97,25 @@ def score_file(
             raise InputError("--check-packing needs a model, but --role reward uses none; omit one of them")
         from app.stages.score_rewards import score_rewards
 
-        return score_rewards(resolved, input=samples, out=out)
+        summary = score_rewards(resolved, input=samples, out=out)
+        return None if summary is None else [summary]
     from app.checkpoint.saved_policy import PolicyCheckpoint
     from app.runtime.pinned_revisions import pin_revisions
     from app.stages.score import score_logprobs
 
-    saved = None if checkpoint is None else PolicyCheckpoint.open(checkpoint)
-    if saved is not None:
-        resolved = dataclasses.replace(resolved, settings=pin_revisions(resolved.settings, saved.run))
-    return score_logprobs(resolved, input=samples, out=out, role=role, checks_packing=check_packing, checkpoint=saved)
+    saved = [PolicyCheckpoint.open(path) for path in checkpoints]
+    outputs: dict[Path, PolicyCheckpoint | None] = {} if saved else {out: None}
+    for one in saved:
+        file = Path(str(out).replace("{run}", one.run.path.name).replace("{step}", str(one.step)))
+        if file in outputs:
+            raise InputError(
+                f"--out: {file} would hold the scores of two checkpoints, the second {one.path}; give each a file of "
+                "its own with {step} and {run} in the name, and each checkpoint once"
+            )
+        refuse_existing({"--out": file}, overwrite=overwrite)
+        if len(saved) > 1:  # The input is read again for each.
+            check_distinct_paths({"--input": samples, "--out": file})
+        outputs[file] = one
+    if saved:
+        resolved = dataclasses.replace(resolved, settings=pin_revisions(resolved.settings, saved[0].run))
+    return score_logprobs(resolved, input=samples, outputs=outputs, role=role, checks_packing=check_packing)

@@ -29,25 +29,30 @@ def per_host_path(path: Path) -> Path:
     return path.with_name(f"{path.stem}.host_{jax.process_index()}_of_{jax.process_count()}{path.suffix}")
 
 
-def sample_json_lines(samples: Iterable[Sample], *, path: Path, first_record: int = 1) -> Iterator[bytes]:
-    """Yields the lines of a JSON Lines file of samples.
+def sample_json_lines(samples: Iterable[Sample], *, path: Path) -> Iterator[bytes]:
+    """Yields the lines of a JSON Lines file of samples; see `json_lines`."""
+    return json_lines(map(sample_to_record, samples), path=path)
+
+
+def json_lines(records: Iterable[Mapping[str, Any]], *, path: Path, first_record: int = 1) -> Iterator[bytes]:
+    """Yields the lines of a JSON Lines file.
 
     Args:
-        first_record: record number of the first sample, for error messages.
+        first_record: number of the first record, for error messages.
 
     Raises:
-        ValueError: a sample holds NaN or an infinity, which JSON cannot represent.
+        ValueError: a record holds NaN or an infinity, which JSON cannot represent.
     """
     whose = "" if jax.process_count() == 1 else f" of host {jax.process_index()}"
-    for number, sample in enumerate(samples, start=first_record):
-        yield to_json_line(sample_to_record(sample), f"{path}: record {number}{whose}")
+    for number, record in enumerate(records, start=first_record):
+        yield to_json_line(record, f"{path}: record {number}{whose}")
 
 
-def sample_json_lines_by_part(parts: Iterable[Sequence[Sample]], *, path: Path) -> Iterator[Iterator[bytes]]:
-    """Yields the lines of each part; see `sample_json_lines`. Record numbers continue from part to part."""
+def json_lines_by_part(parts: Iterable[Sequence[Mapping[str, Any]]], *, path: Path) -> Iterator[Iterator[bytes]]:
+    """Yields the lines of each part; see `json_lines`. Record numbers continue from part to part."""
     number = 1
     for part in parts:
-        yield sample_json_lines(part, path=path, first_record=number)
+        yield json_lines(part, path=path, first_record=number)
         number += len(part)
 
 

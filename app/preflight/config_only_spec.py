@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from app.model.decoder import DecoderDefinition, ValueDecoder
 from app.model.io.families import CAUSAL_LM, SEQUENCE_CLASSIFICATION, architecture_from_config
@@ -38,7 +39,7 @@ def read_config_only_spec(settings: Settings) -> ConfigOnlySpec:
     files = open_model(settings.model.path, revision=settings.model.revision, config_only=True)
     architecture = architecture_from_config(files.config, attention=settings.model.attention)
     check_context_length(architecture, settings, path=settings.model.path)
-    tokenizer = load_tokenizer(open_model("builtin:tiny"))
+    tokenizer = partial(load_tokenizer, open_model("builtin:tiny"))
     definition = DecoderDefinition.create(architecture)
     model = ModelSpec(files, architecture, definition, tokenizer, adapted_definition(definition, settings.model.lora))
     critic = reward_model = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from app.records.jsonl import read_jsonl
+from app.records.parquet import read_parquet
 from app.records.sample import Messages
 from settings.errors import InputError
 
@@ -114,19 +116,8 @@ def _read_file(source: str) -> list[_RawRow]:
             " `hf:<hub id>` or `builtin:arithmetic`"
         )
     if path.suffix.lower() == ".parquet":
-        return _read_parquet(path)
+        return list(itertools.starmap(_RawRow, read_parquet(path)))
     return [_RawRow(f"{path}:{line}", record) for line, record in read_jsonl(path)]
-
-
-def _read_parquet(path: Path) -> list[_RawRow]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        records = pyarrow.parquet.read_table(path).to_pylist()
-    except (pyarrow.ArrowException, OSError) as error:
-        raise InputError(f"data.source: {path.absolute()}: not a readable Parquet file: {error}") from error
-    return [_RawRow(f"{path} row {index}", record) for index, record in enumerate(records)]
 
 
 def _read_hub(source: str, split: str, revision: str | None) -> tuple[str, list[_RawRow]]:
@@ -208,17 +199,24 @@ def _read_prompt(value: Any, where: str) -> str | Messages:
             raise InputError(f"{where}: the prompt is blank")
         return value
     if isinstance(value, list):
-        return _read_messages(value, where)
+        return read_messages(value, where)
     raise InputError(f"{where}: expected text or a list of chat messages, got {type(value).__name__}")
 
 
-def _read_messages(values: list[Any], where: str) -> Messages:
+def read_messages(values: list[Any], where: str) -> Messages:
+    """Returns a chat that the assistant continues, with only `role` and `content` of each message.
+
+    Raises:
+        InputError: a message has no text, or the last one is the assistant's; the error starts with `where`.
+    """
     messages = []
     for value in values:
         role, content = (value.get("role"), value.get("content")) if isinstance(value, Mapping) else (None, None)
         if not isinstance(role, str) or not isinstance(content, str):
             raise InputError(f"{where}: a chat message needs `role` and `content`, both text; got {value!r:.80}")
         messages.append({"role": role, "content": content})
+    if not messages:
+        raise InputError(f"{where}: the prompt is empty")
     if messages[-1]["role"] == "assistant":
         raise InputError(f"{where}: the chat ends with the assistant's turn; leave that turn out of the prompt")
     return messages

@@ -50,15 +50,15 @@ class EncodeReport:
         )
 
 
-def _check_text(row: DatasetRow) -> None:
-    where = row.where or row.uid
-    texts = [row.prompt] if isinstance(row.prompt, str) else [message["content"] for message in row.prompt]
+def check_text(prompt: str | Messages, answer: str | None, *, where: str) -> None:
+    """Raises InputError, starting with `where`, if a tokenizer should not be given a text: too long, or not Unicode."""
+    texts = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
     if (count := sum(map(len, texts))) > MAX_CHARACTERS:
-        raise InputError(f"{where}: the prompt has {count:,} characters, more than {MAX_CHARACTERS:,}; remove the row")
+        raise InputError(f"{where}: the text has {count:,} characters, more than {MAX_CHARACTERS:,}; remove the row")
     try:
-        "".join([*texts, row.answer or ""]).encode()
+        "".join([*texts, answer or ""]).encode()
     except UnicodeEncodeError as error:
-        raise InputError(f"{where}: prompt or answer is not Unicode text: {error.reason}; remove the row") from error
+        raise InputError(f"{where}: not Unicode text: {error.reason}; remove the row") from error
 
 
 def encode_prompts(
@@ -81,7 +81,7 @@ def encode_prompts(
     """
     log.info("encoding %s prompts", f"{len(rows):,}")
     for row in rows:
-        _check_text(row)
+        check_text(row.prompt, row.answer, where=row.where or row.uid)
     encoded = [tokenizer.chat_ids(to_messages(row.prompt, system_prompt)) for row in rows]
     lengths = [len(ids) for ids in encoded]
     num_overlong = sum(length > max_prompt_length for length in lengths)

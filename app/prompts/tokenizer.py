@@ -48,7 +48,7 @@ class Tokenizer:
         template_kwargs: variables for every rendering of the template.
 
     Raises:
-        InputError: there is no end-of-sequence token or no chat template, or the ids exceed the model's vocabulary.
+        InputError: there is no end-of-sequence token, or the ids exceed the model's vocabulary.
     """
 
     def __init__(
@@ -60,10 +60,7 @@ class Tokenizer:
                 f"{files.path}: the tokenizer has no end-of-sequence token, so no completion could end; "
                 "set eos_token in tokenizer_config.json"
             )
-        if not hf_tokenizer.chat_template:
-            raise InputError(
-                f"{files.path}: the tokenizer has no chat template; add chat_template.jinja or use an instruct model"
-            )
+        self.has_chat_template = bool(hf_tokenizer.chat_template)
         self.template_kwargs = template_kwargs
         hf_tokenizer.model_max_length = 2**31  # The settings limit prompts; transformers would only warn.
         self._hf_tokenizer = hf_tokenizer
@@ -101,6 +98,10 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Returns the ids of plain text without adding tokens; names of control tokens are encoded as text."""
         return self._hf_tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """Returns the ids of text that another program rendered: names of control tokens are those tokens."""
+        return self._hf_tokenizer.encode(text, add_special_tokens=False)
 
     def decode(self, ids: Iterable[int]) -> str:
         """Returns the text of the ids, without control tokens and unknown ids."""
@@ -168,13 +169,23 @@ def chat_ids(
     return render(tokenize=True, return_dict=False, sanitize_control_tokens=True)
 
 
-def load_tokenizer(files: ModelFiles, template_kwargs: Mapping[str, Any] = NO_KWARGS) -> Tokenizer:
+def load_tokenizer(
+    files: ModelFiles, template_kwargs: Mapping[str, Any] = NO_KWARGS, *, needs_template: bool = True
+) -> Tokenizer:
     """Loads the tokenizer of an opened model, for chats rendered with these variables of its template.
+
+    Args:
+        needs_template: False if it may have to encode texts only.
 
     Raises:
         InputError: the model has no tokenizer, or it cannot be used.
     """
-    return Tokenizer(load_fast_tokenizer(files, template_kwargs), files, template_kwargs)
+    tokenizer = Tokenizer(load_fast_tokenizer(files, template_kwargs), files, template_kwargs)
+    if needs_template and not tokenizer.has_chat_template:
+        raise InputError(
+            f"{files.path}: the tokenizer has no chat template; add chat_template.jinja or use an instruct model"
+        )
+    return tokenizer
 
 
 def load_fast_tokenizer(files: ModelFiles, template_kwargs: Mapping[str, Any] = NO_KWARGS) -> PreTrainedTokenizerFast:

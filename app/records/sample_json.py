@@ -5,9 +5,9 @@ Every float32 is written as the float64 of the same value, so it comes back bit 
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, NamedTuple, cast
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -84,7 +84,19 @@ PER_TOKEN_FIELDS = (
 )
 """Optional floats, one per completion token (`values` may have one more)."""
 TOKEN_IDS = "completion_token_ids"
+LOGPROB_FIELDS = ("behavior_logprobs", "policy_logprobs", "reference_logprobs")
+SCORING_FIELDS = ("uid", "sample_index", "prompt_token_ids", TOKEN_IDS, "loss_mask", "finish_reason", *LOGPROB_FIELDS)
+MAX_LOGPROB = 1e-3
+"""Above 0, because log_softmax rounds: log p of a certain token may come out as a tiny positive number."""
 ADVANTAGE_FIELDS = (TOKEN_IDS, "token_rewards", "loss_mask", "values", "reward", "finish_reason")
+
+
+class LocatedSample(NamedTuple):
+    """What a command reads of a JSON object, with the whole object and its location in the file."""
+
+    where: str
+    record: Mapping[str, Any]
+    sample: Sample
 
 
 def sample_to_record(sample: Sample) -> dict[str, Any]:
@@ -191,6 +203,43 @@ def sample_from_record(record: Mapping[str, Any], *, where: str) -> Sample:
         extra=unknown,
         **optional,
     )
+
+
+def sample_for_scoring(
+    record: Mapping[str, Any], *, where: str, index: int, names: Collection[str] = SCORING_FIELDS
+) -> Sample:
+    """Returns what scoring reads of a JSON object that may have none of the fields that only a rollout adds.
+
+    A sample without `uid` and `sample_index` is named by its place, one without `group_id` is a group of its own, and
+    other absent fields (null counts as absent) have the defaults of `SampleRecord`.
+
+    Args:
+        index: the index of the object in its file.
+        names: the known fields to read. Unknown ones go to `Sample.extra`.
+
+    Raises:
+        InputError: a field that is read has the wrong type, length or range.
+    """
+    known = SampleRecord.model_fields
+    given = {name: x for name, x in record.items() if name not in known or (name in names and x is not None)}
+    if not given.keys() >= {"uid", "sample_index"}:
+        given |= {"uid": f"{where}/s0", "sample_index": 0}
+    ids = given.get(TOKEN_IDS)
+    # Rewards do without token ids, but a prompt has at least one.
+    absent = {name: known[name].default for name in REQUIRED_FIELDS} | {
+        "group_id": -1 - index,
+        "prompt_token_ids": [0],
+        "behavior_logprobs": [0.0] * len(ids) if isinstance(ids, list) else [],
+    }
+    sample = sample_from_record({**absent, **given}, where=where)
+    for name in LOGPROB_FIELDS:
+        logprobs = getattr(sample, name)
+        if logprobs is not None and len(above := np.flatnonzero(logprobs > MAX_LOGPROB)):
+            raise InputError(
+                f"{where}: {name}[{above[0]}] is {logprobs[above[0]]:.6g}, but a logprob is at most 0; correct the "
+                f"field, which holds natural logarithms of probabilities, or remove it"
+            )
+    return sample
 
 
 def sample_for_advantages(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 
 import jax.numpy as jnp
 
@@ -38,10 +38,15 @@ class ModelSpec:
     architecture: Architecture
     definition: DecoderDefinition
     """Definition of the model's own weights, as stored in its files."""
-    tokenizer: Tokenizer
+    load_tokenizer: Callable[[], Tokenizer]
+    """Loads the tokenizer at the first call, and raises InputError if the model has none that can be used."""
     policy_definition: DecoderDefinition
     """Definition of the trained policy: with the adapters of `model.lora` and optionally quantized kernels; equals
     `definition` without adapters."""
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.load_tokenizer()
 
     @cached_property
     def reference_definition(self) -> DecoderDefinition:
@@ -93,8 +98,12 @@ class ModelSpec:
         return replace(self, policy_definition=self.definition)
 
 
-def read_model_spec(settings: Settings) -> ModelSpec:
+def read_model_spec(settings: Settings, *, generates: bool = True) -> ModelSpec:
     """Opens model files and tokenizer and checks that they fit each other.
+
+    Args:
+        generates: False to score only, which needs a tokenizer for text alone, and a chat template for chats alone:
+            the tokenizer is then read when it is first used.
 
     Raises:
         InputError: the model cannot be used; found here rather than later on the device.
@@ -104,9 +113,16 @@ def read_model_spec(settings: Settings) -> ModelSpec:
     definition = DecoderDefinition.create(architecture)
     check_tensors(expected_tensors(definition), files.weights.shapes, architecture)
     adapted = adapted_definition(definition, settings.model.lora)
-    tokenizer = load_tokenizer(files, settings.data.chat_template_kwargs)
-    _check_vocab_size(tokenizer, architecture)
-    return ModelSpec(files, architecture, definition, tokenizer, adapted)
+
+    @cache
+    def read_tokenizer() -> Tokenizer:
+        tokenizer = load_tokenizer(files, settings.data.chat_template_kwargs, needs_template=generates)
+        _check_vocab_size(tokenizer, architecture)
+        return tokenizer
+
+    if generates:
+        read_tokenizer()
+    return ModelSpec(files, architecture, definition, read_tokenizer, adapted)
 
 
 def adapted_definition(definition: DecoderDefinition, settings: LoRASettings) -> DecoderDefinition:

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from app.advantage.token_advantages import truncation_bootstrap
 from app.records.jsonl import read_jsonl, write_jsonl
 from app.records.moments import Moments, joint_moments, merge_moments
 from app.records.sample import Sample
-from app.records.sample_json import sample_for_advantages
+from app.records.sample_json import LocatedSample, sample_for_advantages
 from app.runtime.advantages import make_gae_advantages
 from app.stages.gae_summary import AdvantageTransform, GaeSummary
 from settings import Settings
@@ -25,14 +25,6 @@ WINDOW_TOKENS = 1 << 17
 WINDOW_SAMPLES = 4096
 """Maximum number of samples in memory at once."""
 PROGRESS_INTERVAL_S = 2.0
-
-
-class LocatedSample(NamedTuple):
-    """A sample with its record and its location in the file."""
-
-    where: str
-    record: dict[str, Any]
-    sample: Sample
 
 
 class GaeSampleFile:
@@ -97,7 +89,7 @@ class GaeSampleFile:
             if self.summary.num_rows < self._num_samples:
                 self._print_progress(f"estimated {self.summary.num_rows:,} of {self._num_samples:,} samples")
             for one, its_advantages, its_returns in zip(window, advantages, returns, strict=True):
-                yield one.record | {"advantages": its_advantages.tolist(), "returns": its_returns.tolist()}
+                yield {**one.record, "advantages": its_advantages.tolist(), "returns": its_returns.tolist()}
 
     def _advantage_windows(self) -> Iterator[tuple[list[Sample], list[LocatedSample]]]:
         beta = self._algorithm.beta

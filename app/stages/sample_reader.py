@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from app.model.architecture import Architecture
+from app.records.jsonl import read_jsonl
+from app.records.parquet import read_parquet
 from app.records.sample import Sample
-from app.records.sample_json import read_samples
+from app.records.sample_json import LocatedSample, sample_for_scoring
+from app.stages.sample_text import SampleEncoder
 from settings import Resolved
 from settings.errors import InputError
 from settings.loading.fields import value_of
@@ -34,17 +39,18 @@ class SampleFileExtent:
 
 
 class SampleReader:
-    """Samples of one model in a JSON Lines file, which must not change while it is read.
+    """Samples of one model in a JSON Lines or Parquet file, which must not change while it is read.
 
     Raises:
         InputError: the path is not a regular file but, for example, a pipe, which cannot be read twice.
     """
 
-    def __init__(self, path: Path, architecture: Architecture) -> None:
+    def __init__(self, path: Path, architecture: Architecture, encoder: SampleEncoder) -> None:
         if path.exists() and not path.is_file():
             raise InputError(f"--input: {path} is not a regular file; it must be read twice, for checking and scoring")
         self._path = path
         self._architecture = architecture
+        self._encoder = encoder
         self._stamp = file_stamp(path) if path.exists() else None
 
     def check(self, *, num_picked: int = 0, seed: int = 0) -> tuple[SampleFileExtent, list[Sample]]:
@@ -57,7 +63,8 @@ class SampleReader:
         drawn: list[Sample] = []
         count = longest = longest_completion = 0
         longest_at = str(self._path)
-        for where, sample in self._samples():
+        for where, record, sample in self._samples():
+            self._encoder.check_text_of_ids(sample, record, where=where)
             length = len(sample.prompt.token_ids) + len(sample.completion_ids)
             if length > longest:
                 longest, longest_at = length, where
@@ -72,16 +79,16 @@ class SampleReader:
             raise InputError(f"--input: {self._path} holds no samples")
         return SampleFileExtent(count, longest, longest_at, longest_completion), drawn
 
-    def windows(self, size: int) -> Iterator[list[Sample]]:
+    def windows(self, size: int) -> Iterator[list[LocatedSample]]:
         """Yields all samples in order, `size` at a time; the last window may have fewer.
 
         Raises:
             InputError: the file has changed since it was opened.
         """
-        window: list[Sample] = []
+        window: list[LocatedSample] = []
         try:
-            for _, sample in self._samples():
-                window.append(sample)
+            for one in self._samples():
+                window.append(one)
                 if len(window) == size:
                     self._check_unchanged()
                     yield window
@@ -93,14 +100,33 @@ class SampleReader:
         if window:
             yield window
 
-    def _samples(self) -> Iterator[tuple[str, Sample]]:
-        for where, sample in read_samples(self._path):
+    def _samples(self) -> Iterator[LocatedSample]:
+        for index, (where, record) in enumerate(read_records(self._path)):
+            with_ids = self._encoder.with_token_ids(record, where=where)
+            sample = sample_for_scoring(with_ids, where=where, index=index)
             check_token_ids(sample.prompt.token_ids, sample.completion_ids, self._architecture, where=where)
-            yield where, sample
+            yield LocatedSample(where, with_ids, sample)
 
     def _check_unchanged(self) -> None:
         if not self._path.exists() or file_stamp(self._path) != self._stamp:
             raise InputError(f"--input: {self._path} has changed while it was being scored; nothing was written")
+
+
+def read_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields (location, object) for every line of a JSON Lines file, or every row of a .parquet file.
+
+    Raises:
+        InputError: the file cannot be read, or an object has a value that JSON does not have.
+    """
+    if path.suffix.lower() != ".parquet":
+        yield from ((f"{path}:{line}", record) for line, record in read_jsonl(path))
+        return
+    for where, record in read_parquet(path):
+        try:
+            json.dumps(record, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise InputError(f"{where}: cannot be written as JSON: {error}; remove that column") from None
+        yield where, record
 
 
 def file_stamp(path: Path) -> tuple[int, ...]:

@@ -1,11 +1,11 @@
-"""`grpo score`: adds the logprobs or values of one role to every sample of a file."""
+"""`grpo score`: adds the logprobs or values of one role to every sample of a file, for one or several checkpoints."""
 
 from __future__ import annotations
 
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import astuple, replace
 from pathlib import Path
@@ -16,7 +16,7 @@ import numpy as np
 
 from app.batching.micro_batch_plan import bucketed_row_shape
 from app.batching.micro_batcher import EqualShapeBatcher, FixedRowBatcher, GlobalPlan, PackedRowBatcher
-from app.distributed.collective_files import sample_json_lines_by_part, write_collectively
+from app.distributed.collective_files import json_lines_by_part, write_collectively
 from app.distributed.collectives import max_over_hosts, sum_over_hosts
 from app.distributed.error_barrier import iterate_in_lockstep
 from app.distributed.host_consistency import check_hosts_agree
@@ -28,6 +28,7 @@ from app.model.decoder import Params
 from app.model.io.model_files import ModelFiles
 from app.records.jsonl import check_output_path
 from app.records.sample import Sample
+from app.records.sample_json import LocatedSample
 from app.runtime.batch_checks import check_host_offload
 from app.runtime.host_supervision import iterate_in_phase, join_hosts
 from app.runtime.micro_batching import MaxLengths, make_score_batcher, num_bootstrap_tokens
@@ -35,6 +36,7 @@ from app.runtime.model_spec import CriticSpec, ModelSpec, read_critic_spec, read
 from app.runtime.packed_row_check import check_packing
 from app.runtime.scoring import ScoringSession
 from app.stages.sample_reader import WINDOW_SAMPLES, SampleFileExtent, SampleReader, check_token_quota, file_digest
+from app.stages.sample_text import SampleEncoder
 from app.tracking.compilation_counter import CompilationCounter
 from settings import Resolved, Settings
 from settings.errors import InputError
@@ -59,41 +61,44 @@ def score_logprobs(
     resolved: Resolved,
     *,
     input: Path,
-    out: Path,
+    outputs: Mapping[Path, SavedNetworks | None],
     role: ScoredRole,
     checks_packing: bool = False,
-    checkpoint: SavedNetworks | None = None,
     window: int = WINDOW_SAMPLES,
-) -> dict[str, Any] | None:
-    """Adds a role's logprobs or values to every sample of `input`, and returns the metrics to print.
+) -> list[dict[str, Any]] | None:
+    """Adds a role's logprobs or values to every sample of `input`, and returns the metrics of each output to print.
 
-    The file is read twice: first to check every line before any device work, then window by window. Shapes depend only
-    on the longest sample of the file and the model's context; `rollout.temperature` is that of the sampler. If there
-    are several hosts, each scores a part of every window; only the first writes the file and returns metrics.
+    The file is read once to check every line before any device work, and then once for each output, window by window.
+    Shapes depend only on the longest sample of the file and the model's context, so that all checkpoints share the
+    compiled programs; `rollout.temperature` is that of the sampler. If there are several hosts, each scores a part of
+    every window; only the first writes the files and returns metrics.
 
     Args:
+        outputs: output file -> checkpoint with the weights of the policy or the critic; None for those of the models.
         checks_packing: whether to compare the scores of a few samples in a shared row and in separate rows first.
-        checkpoint: holds the weights of the policy or the critic; None for those of the models.
         window: number of samples in memory at once.
 
     Raises:
         InputError: the settings, model, checkpoint, samples or output file cannot be used.
         RuntimeError: samples in the same row affect each other's scores.
     """
-    check_output_path(out)
+    for out in outputs:
+        check_output_path(out)
     settings = resolved.settings
     if checks_packing and role == "critic":
         raise InputError("--check-packing compares logprobs, but --role critic has none; use --role policy")
-    model = read_model_spec(settings)
+    model = read_model_spec(settings, generates=False)
     critic = read_critic_spec(settings, model) if role == "critic" else None
-    if checkpoint is None:
-        model = model.without_adapters
-    else:
+    checkpoints = [one for one in outputs.values() if one is not None]
+    for checkpoint in checkpoints:
         checkpoint.check_compatible(model)
         if critic is not None:
             checkpoint.check_critic(critic, is_required=True)
+    if not checkpoints:
+        model = model.without_adapters
     architecture = (critic or model).architecture
-    file = SampleReader(input, architecture)
+    encoder = SampleEncoder(model.load_tokenizer, system_prompt=settings.data.system_prompt)
+    file = SampleReader(input, architecture, encoder)
     extent, drawn = file.check(num_picked=NUM_CHECKED_SAMPLES if checks_packing else 0, seed=settings.run.seed)
     check_token_quota(
         resolved,
@@ -101,29 +106,36 @@ def score_logprobs(
         extent.max_length + num_bootstrap_tokens(settings, role),
         where=extent.longest_location,
     )
-    with join_hosts(settings, out=out) as entered:
+    with join_hosts(settings, out=next(iter(outputs))) as entered:
         facts = input_facts(input, model.files, critic and critic.files)
-        check_hosts_agree(resolved, facts if checkpoint is None else {**facts, "--checkpoint": checkpoint.describe()})
+        if checkpoints:
+            facts["--checkpoint"] = "; ".join(one.describe() for one in checkpoints)
+        check_hosts_agree(resolved, facts)
         session = ScoringSession.open(settings, model, critic)
-        start = time.perf_counter()
-        params = jax.block_until_ready(_load_params(session, checkpoint))
-        figures: dict[str, Any] = {
-            "samples": extent.num_samples,
-            "loading seconds": round(time.perf_counter() - start, 2),
-        }
-        if drawn:
-            # If the file has fewer samples than the row needs, some are repeated.
-            packed = (drawn * NUM_CHECKED_SAMPLES)[:NUM_CHECKED_SAMPLES]
-            figures["max |packed - alone|"] = check_packing(session, params, packed)
-        passes = WindowScorer(
-            session, params, role, micro_batcher=_make_micro_batcher(settings, role, architecture, extent)
-        )
-        del params
-        with closing(CompilationCounter()) as compilations:
-            scored = passes.score_windows(iterate_in_lockstep(file.windows(window)), num_samples=extent.num_samples)
-            write_collectively(out, sample_json_lines_by_part(iterate_in_phase(scored, "score", entered), path=out))
-            figures |= passes.metrics(compilations)
-    return {**figures, "written to": str(out)} if jax.process_index() == 0 else None
+        micro_batcher = _make_micro_batcher(settings, role, architecture, extent)
+
+        def write_output(out: Path, checkpoint: SavedNetworks | None) -> dict[str, Any]:
+            start = time.perf_counter()
+            params = jax.block_until_ready(_load_params(session, checkpoint))
+            figures: dict[str, Any] = {
+                "samples": extent.num_samples,
+                "loading seconds": round(time.perf_counter() - start, 2),
+            }
+            if drawn:
+                # If the file has fewer samples than the row needs, some are repeated.
+                packed = (drawn * NUM_CHECKED_SAMPLES)[:NUM_CHECKED_SAMPLES]
+                figures["max |packed - alone|"] = check_packing(session, params, packed)
+            passes = WindowScorer(session, params, role, micro_batcher=micro_batcher)
+            del params
+            with closing(CompilationCounter()) as compilations:
+                scored = passes.score_windows(iterate_in_lockstep(file.windows(window)), num_samples=extent.num_samples)
+                write_collectively(out, json_lines_by_part(iterate_in_phase(scored, "score", entered), path=out))
+                figures |= passes.metrics(compilations)
+            return {**figures, "written to": str(out)}
+
+        # The weights of one checkpoint are gone before those of the next are loaded.
+        metrics = [write_output(out, checkpoint) for out, checkpoint in outputs.items()]
+    return metrics if jax.process_index() == 0 else None
 
 
 def _load_params(session: ScoringSession, checkpoint: SavedNetworks | None) -> Params:
@@ -181,10 +193,14 @@ class WindowScorer:
         self._totals: defaultdict[str, float] = defaultdict(int)
         self._seconds = self._max_difference = 0.0
 
-    def score_windows(self, windows: Iterable[Sequence[Sample]], *, num_samples: int) -> Iterator[list[Sample]]:
-        """Yields this host's part of each window, in order, with the role's logprobs or values."""
+    def score_windows(
+        self, windows: Iterable[Sequence[LocatedSample]], *, num_samples: int
+    ) -> Iterator[list[dict[str, Any]]]:
+        """Yields the records of this host's part of each window, in order, with the role's logprobs or values."""
         done = 0
-        for samples in windows:
+        field = "values" if self._role == "critic" else f"{self._role}_logprobs"
+        for window in windows:
+            samples = [one.sample for one in window]
             done += len(samples)
             batcher = self._micro_batcher if done == num_samples else EqualShapeBatcher(self._micro_batcher)
             shard = host_shard(len(samples))
@@ -194,12 +210,15 @@ class WindowScorer:
             )
             self._seconds += time.perf_counter() - start
             self._totals["tokens"] += sum(len(s.prompt.token_ids) + len(s.completion_ids) for s in samples)
-            self._update_totals(scored, plan)
-            yield scored
+            local = window[shard.start : shard.stop]
+            self._update_totals([s for s, one in zip(scored, local, strict=True) if _has_behavior(one)], plan)
+            # Only this field is added: what a line lacks is not invented, and what it has is not rewritten.
+            yield [{**one.record, field: getattr(s, field).tolist()} for s, one in zip(scored, local, strict=True)]
             if len(samples) < num_samples and jax.process_index() == 0:
                 print(f"scored {done:,} of {num_samples:,} samples", file=sys.stderr)
 
     def _update_totals(self, samples: Sequence[Sample], micro_batches: GlobalPlan) -> None:
+        """Adds a plan, and the differences of those samples that have the sampler's logprobs."""
         if self._role != "critic":
             none = np.zeros(0, np.float32)
             differences = np.abs(np.concatenate([none, *(self._logprobs(s) - s.behavior_logprobs for s in samples)]))
@@ -243,7 +262,9 @@ class WindowScorer:
             return {}
         sums = (self._totals["difference"], self._totals["differences"])
         total, count = sum_over_hosts(np.asarray(sums, np.float64)).tolist()
-        return {
-            "mean |logprob - behavior|": total / max(count, 1),
-            "max |logprob - behavior|": float(max_over_hosts(np.asarray(self._max_difference))),
-        }
+        largest = float(max_over_hosts(np.asarray(self._max_difference)))
+        return {"mean |logprob - behavior|": total / count, "max |logprob - behavior|": largest} if count else {}
+
+
+def _has_behavior(one: LocatedSample) -> bool:
+    return one.record.get("behavior_logprobs") is not None

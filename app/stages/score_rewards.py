@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from operator import itemgetter
@@ -23,7 +23,7 @@ from app.distributed.watchdog import WAIT_PHASE
 from app.mesh import jax_startup
 from app.records.jsonl import check_output_path, write_jsonl
 from app.records.sample import Sample
-from app.records.sample_json import read_samples, sample_to_record
+from app.records.sample_json import TOKEN_IDS, LocatedSample, SampleRecord, sample_for_scoring, sample_to_record
 from app.reward.aggregate import RewardedSamples, RewardFunctionCounts, merge_rewarded
 from app.reward.builtin_tasks import check_answers
 from app.reward.plugin import StepInfo
@@ -33,7 +33,8 @@ from app.runtime.host_supervision import ignore_phase, join_hosts, wait_for_othe
 from app.runtime.inputs import data_columns, make_overlong_penalty
 from app.runtime.reward_model import RewardModel, RewardModelSpec, read_reward_model_spec
 from app.runtime.scoring import open_mesh
-from app.stages.sample_reader import file_digest
+from app.stages.sample_reader import file_digest, read_records
+from app.stages.sample_text import read_texts
 from app.tracking.metrics import local_reward_counts
 from settings import Resolved, Settings
 from settings.errors import InputError
@@ -51,7 +52,8 @@ def score_rewards(resolved: Resolved, *, input: Path, out: Path) -> dict[str, An
     """
     check_output_path(out)
     settings = resolved.settings
-    samples = [sample for _, sample in read_samples(input)]
+    located = _read_located(input, settings)
+    samples = [one.sample for one in located]
     if not samples:
         raise InputError(f"--input: {input} holds no samples")
     prompts = [s.prompt for s in samples]
@@ -85,14 +87,41 @@ def score_rewards(resolved: Resolved, *, input: Path, out: Path) -> dict[str, An
         if scored.fatal_error is not None:
             raise RuntimeError(scored.fatal_error)
         if len(hosts) == 1:
-            write_jsonl(out, map(sample_to_record, scored.samples))
+            write_jsonl(out, map(_scored_record, located, scored.samples))
         else:
             with error_barrier():
                 if number == 0:
-                    write_jsonl(out, map(sample_to_record, scored.samples))
+                    write_jsonl(out, map(_scored_record, located, scored.samples))
     if number > 0:
         return None
     return {"samples": len(samples), **_reward_metrics(scored, rewards.reward_names), "written to": str(out)}
+
+
+def _read_located(input: Path, settings: Settings) -> list[LocatedSample]:
+    """Reads all samples of a file, each with the texts that some reward reads; built-in ones read no prompt."""
+    reward, located = settings.reward, list[LocatedSample]()
+    reads_prompt = reward.model is not None or any(function.function for function in reward.functions)
+    needed = {
+        "completion": "a reward is of its text",
+        **({"prompt": "plug-ins and reward models read it"} if reads_prompt else {}),
+        **({TOKEN_IDS: "reward.overlong_buffer counts them"} if reward.overlong_buffer is not None else {}),
+    }
+    for index, (where, record) in enumerate(read_records(input)):
+        texts = read_texts(record, where=where)
+        for name, reason in needed.items():
+            if texts.get(name) is None:
+                raise InputError(f"{where}: missing {name}; {reason}; add the field or remove the line")
+        sample = sample_for_scoring(texts, where=where, index=index, names=SampleRecord.model_fields)
+        located.append(LocatedSample(where, record, sample))
+    return located
+
+
+def _scored_record(one: LocatedSample, scored: Sample) -> Mapping[str, Any]:
+    """Returns the record as it was read, but for the fields that scoring has added, changed or removed."""
+    before, after = sample_to_record(one.sample), sample_to_record(scored)
+    changed = {name: value for name, value in after.items() if name not in before or before[name] != value}
+    kept = {name: value for name, value in one.record.items() if name in after or name not in before}
+    return kept | changed
 
 
 def _print_lines(lines: Sequence[str]) -> None:

@@ -8,12 +8,23 @@ from pathlib import Path
 
 import pytest
 
+from app.prompts.tokenizer import Tokenizer
 from app.records.jsonl import write_jsonl
 from app.records.sample import Sample
 from app.records.sample_json import sample_to_record
 from app.stages.sample_reader import SampleFileExtent, SampleReader
+from app.stages.sample_text import SampleEncoder
 from settings.errors import InputError
 from tests.tiny import ODD, random_samples
+
+
+def reader(path: Path) -> SampleReader:
+    """Returns a reader for a model without a tokenizer."""
+
+    def load_tokenizer() -> Tokenizer:
+        raise InputError("there is no tokenizer.json")
+
+    return SampleReader(path, ODD, SampleEncoder(load_tokenizer, system_prompt=None))
 
 
 @pytest.fixture
@@ -28,14 +39,14 @@ def path(tmp_path: Path, samples: list[Sample]) -> Path:
 
 
 def test_windows_hold_all_samples_in_order(path: Path, samples: list[Sample]) -> None:
-    windows = list(SampleReader(path, ODD).windows(4))
+    windows = list(reader(path).windows(4))
     assert list(map(len, windows)) == [4, 4, 2]
-    assert [s.uid for window in windows for s in window] == [s.uid for s in samples]
+    assert [one.sample.uid for window in windows for one in window] == [s.uid for s in samples]
 
 
 def test_the_extent_is_that_of_the_longest(path: Path, samples: list[Sample]) -> None:
     lengths = [len(s.prompt.token_ids) + len(s.completion_ids) for s in samples]
-    extent, drawn = SampleReader(path, ODD).check()
+    extent, drawn = reader(path).check()
     assert extent == SampleFileExtent(
         num_samples=10,
         max_length=max(lengths),
@@ -46,7 +57,7 @@ def test_the_extent_is_that_of_the_longest(path: Path, samples: list[Sample]) ->
 
 
 def test_every_sample_is_drawn_as_often_as_any_other(path: Path) -> None:
-    file = SampleReader(path, ODD)
+    file = reader(path)
     draws = [[s.uid for s in file.check(num_picked=3, seed=seed)[1]] for seed in range(200)]
     assert all(len(set(drawn)) == 3 for drawn in draws)
     assert draws[7] == [s.uid for s in file.check(num_picked=3, seed=7)[1]]
@@ -56,12 +67,12 @@ def test_every_sample_is_drawn_as_often_as_any_other(path: Path) -> None:
 
 
 def test_fewer_samples_than_asked_for_are_all_drawn(path: Path) -> None:
-    assert len(SampleReader(path, ODD).check(num_picked=30)[1]) == 10
+    assert len(reader(path).check(num_picked=30)[1]) == 10
 
 
 @pytest.mark.parametrize("new", [None, "", "{nonsense\n", "longer"])
 def test_a_file_that_changes_between_the_passes_is_named(path: Path, new: str | None) -> None:
-    file = SampleReader(path, ODD)
+    file = reader(path)
     file.check()
     content = path.read_text()
     path.unlink()
@@ -72,7 +83,7 @@ def test_a_file_that_changes_between_the_passes_is_named(path: Path, new: str | 
 
 
 def test_a_file_that_changes_between_windows_is_named(path: Path) -> None:
-    windows = SampleReader(path, ODD).windows(4)
+    windows = reader(path).windows(4)
     next(windows)
     status = path.stat()
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 1))

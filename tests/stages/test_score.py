@@ -17,8 +17,7 @@ from safetensors.numpy import save_file
 from app.batching.micro_batcher import PackedRowBatcher
 from app.mesh import jax_startup
 from app.records.jsonl import write_jsonl
-from app.records.sample import Sample
-from app.records.sample_json import sample_from_record
+from app.records.sample_json import LocatedSample, sample_from_record
 from app.reward.aggregate import aggregate_rewards
 from app.reward.reward_outcome import RewardOutcome
 from app.runtime.micro_batching import MaxLengths, make_score_batcher
@@ -137,7 +136,8 @@ def test_memory_and_shapes_do_not_grow_with_the_number_of_windows(
     chosen = load(None, [*given, "mesh.shape=1,8,1", *overrides], {}).settings
     jax_startup.initialize_distributed(chosen.mesh)
     session = Session.open(chosen, read_model_spec(chosen))
-    samples = [sample_from_record(r, where="") for r in records_of(sampled)]
+    records = records_of(sampled)
+    samples = [sample_from_record(r, where="") for r in records]
     longest = max(len(s.prompt.token_ids) + len(s.completion_ids) for s in samples)
     cut = make_score_batcher(chosen, "policy", session.model_spec.architecture, MaxLengths(longest))
     passes = WindowScorer(session, session.load_params(), "policy", micro_batcher=cut)
@@ -146,10 +146,10 @@ def test_memory_and_shapes_do_not_grow_with_the_number_of_windows(
     def windows(size: int) -> Any:
         for first in range(0, len(samples), size):
             read.append(first)
-            yield samples[first : first + size]
+            yield [LocatedSample("", r, s) for r, s in zip(records, samples, strict=True)][first : first + size]
 
     counter = CompilationCounter()
-    scored: list[Sample] = []
+    scored: list[dict[str, Any]] = []
     stream = chain.from_iterable(passes.score_windows(windows(11), num_samples=24))
     for window in range(2):
         scored += islice(stream, 11)
@@ -158,10 +158,9 @@ def test_memory_and_shapes_do_not_grow_with_the_number_of_windows(
     scored += stream
     last = passes.metrics(counter)
     counter.close()
-    assert [s.uid for s in scored] == [s.uid for s in samples]
-    for sample in scored:
-        assert sample.policy_logprobs is not None
-        np.testing.assert_allclose(sample.policy_logprobs, sample.behavior_logprobs, atol=1e-4)
+    assert [record["uid"] for record in scored] == [s.uid for s in samples]
+    for record in scored:
+        np.testing.assert_allclose(record["policy_logprobs"], record["behavior_logprobs"], atol=1e-4)
     assert first_windows["shapes compiled"] == 1 or isinstance(cut, PackedRowBatcher)
     assert last["shapes compiled"] <= first_windows["shapes compiled"] + 1
 
@@ -182,7 +181,7 @@ def test_packing_that_leaks_ends_without_an_output(sampled: Path, tmp_path: Path
     save_file(tensors, model / "model.safetensors")
     prompts = [[2, 3], [2, 10], [2, 4]]
     samples = [r | {"prompt_token_ids": ids} for r, ids in zip(records_of(sampled), prompts, strict=False)]
-    clean = [s | {"completion_token_ids": [5] * len(s["completion_token_ids"])} for s in samples]
+    clean = [s | {"completion_token_ids": [5] * len(s["completion_token_ids"]), "completion": None} for s in samples]
     write_jsonl(tmp_path / "samples.jsonl", clean)
     arguments = ("--input", tmp_path / "samples.jsonl", "--out", tmp_path / "scored.jsonl")
     result = here("score", *of_tiny(model), *arguments, "--check-packing")
@@ -282,11 +281,29 @@ def one_too_few(line: str) -> str:
     ("spoil", "message"),
     [
         (lambda line: line[:-9], "not JSON"),
-        (without("behavior_logprobs"), "missing behavior_logprobs; a sample needs"),
-        (without("completion_token_ids"), "missing completion_token_ids; a sample needs"),
+        (
+            with_fields(completion_token_ids=None, completion=None),
+            "missing completion_token_ids or completion; a sample",
+        ),
+        (with_fields(prompt_token_ids=None, prompt=None), "missing prompt_token_ids or prompt; a sample needs"),
+        (
+            with_fields(completion="not it"),
+            "completion: 'not it' from character 0 is not what completion_token_ids decode",
+        ),
+        (
+            with_fields(behavior_logprobs=[0.5] * 4, completion_token_ids=[5] * 4, completion=None),
+            "[0] is 0.5, but a lo",
+        ),
+        (with_fields(prompt_token_ids=None, prompt=[{"role": "user"}]), "prompt: a chat message needs `role` and"),
+        (with_fields(prompt_token_ids=None, prompt=3), "prompt: expected text or chat messages, got 3"),
+        (
+            with_fields(completion=[{"role": "user", "content": "1"}]),
+            "completion: expected a string or a list with one",
+        ),
+        (with_fields(prompt_token_ids=None, prompt="\ud800"), "prompt: not Unicode text: surrogates not allowed"),
         (as_nan, "not usable JSON: behavior_logprobs["),
         (one_too_few, "behavior_logprobs has "),
-        (with_fields(behavior_logprobs=None), "behavior_logprobs: expected a list"),
+        (with_fields(behavior_logprobs=1), "behavior_logprobs: expected a list"),
         (with_fields(note=10**400), None),
         (lambda line: line[:-1] + ', "note": [1, 2e999]}', "note[1] is too large for a float64"),
         (
@@ -340,7 +357,7 @@ def test_no_device_is_started_for_a_file_that_cannot_be_scored(sampled: Path, ti
     ("content", "message"),
     [
         ("", "holds no samples"),
-        ('{"uid": "p/s0"}\n', "samples.jsonl:1: missing group_id"),
+        ('{"uid": "p/s0"}\n', "samples.jsonl:1: missing "),
         ("\n{nonsense\n", "samples.jsonl:2: not JSON"),
         (None, "samples.jsonl: no such file"),
     ],

@@ -1,0 +1,34 @@
+"""Parquet files, read as the JSON objects of their rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from settings.errors import InputError
+
+
+def read_parquet(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields (`FILE row INDEX` from 0, row) for every row. A NaN, which JSON does not have, becomes None.
+
+    Raises:
+        InputError: the file cannot be read.
+    """
+    import pyarrow
+    import pyarrow.parquet
+
+    path, index = Path(path), 0
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches():
+                for row in batch.to_pylist():
+                    # pandas, and so TRL, stores a missing number as NaN.
+                    is_nan = {name for name, value in row.items() if isinstance(value, float) and math.isnan(value)}
+                    yield f"{path} row {index}", row | dict.fromkeys(is_nan)
+                    index += 1
+    except FileNotFoundError:
+        raise InputError(f"{path.absolute()}: no such file") from None
+    except (pyarrow.ArrowException, OSError) as error:
+        raise InputError(f"{path.absolute()}: not a readable Parquet file: {error}") from error
