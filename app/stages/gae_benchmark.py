@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Bool, Float32
+from jaxtyping import Bool, Float32, Float64, Int
 
 from app.advantage.gae.backend_choice import choose_backend
 from app.advantage.gae.estimate import BACKENDS, generalized_advantages
@@ -161,14 +161,21 @@ def parse_shapes(text: str) -> list[BenchmarkShape]:
 
 
 class Workload(NamedTuple):
-    """Arrays that every backend gets, in the host's memory, and rows to compare with float64 results."""
+    """Arrays that every backend gets, in the host's memory, and what they give in float64."""
 
     decay: str
     rewards: Float32[np.ndarray, "B T"]
     values: Float32[np.ndarray, "B T"]
     mask: Bool[np.ndarray, "B T"] | None
     ends: Bool[np.ndarray, "B T"] | None
-    num_tokens: int
+    samples: Bool[np.ndarray, "R T"]
+    """Where the tokens of each sample are in a row of its own; the arrays have the same tokens in the same order."""
+    exact: Float64[np.ndarray, "2 r T"]
+    """Advantages and returns of `checked_rows` of the samples."""
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.samples.sum())
 
     @property
     def num_bytes(self) -> int:
@@ -182,28 +189,43 @@ class Workload(NamedTuple):
         )  # fmt: skip
         return [np.asarray(part) for part in result]
 
-    def error_of(self, result: Sequence[np.ndarray], algorithm: AlgorithmSettings) -> float:
-        """Returns the largest error of some rows, over max(1, max |A|)."""
-        rows = np.unique(np.linspace(0, len(self.rewards) - 1, NUM_CHECKED_ROWS).astype(int))
-        part = self._replace(**{name: x[rows] for name, x in self._asdict().items() if isinstance(x, np.ndarray)})
-        exact = reference_gae(part.rewards, part.values, part.mask, part.ends, algorithm)
-        return float(np.abs(np.stack([x[rows] for x in result]) - exact).max() / max(1.0, np.abs(exact[0]).max()))
+    def error_of(self, result: Sequence[np.ndarray]) -> float:
+        """Returns the largest error of the checked samples, over max(1, max |A|)."""
+        found = []
+        for part in result:
+            rows = np.zeros(self.samples.shape, np.float32)
+            rows[self.samples] = part.reshape(-1)[: self.num_tokens]
+            found.append(rows[checked_rows(len(rows))])
+        return float(np.abs(np.stack(found) - self.exact).max() / max(1.0, np.abs(self.exact[0]).max()))
 
 
-def make_workloads(shape: BenchmarkShape) -> list[Workload]:
+def checked_rows(num_rows: int) -> Int[np.ndarray, "r"]:
+    return np.unique(np.linspace(0, num_rows - 1, NUM_CHECKED_ROWS).astype(int))
+
+
+def make_workloads(algorithm: AlgorithmSettings, shape: BenchmarkShape) -> list[Workload]:
     """Returns full rows, rows with a mask, and one row of samples whose lengths differ, as training makes it."""
     rng = np.random.default_rng(0)
     rewards, values = rng.standard_normal((2, *shape), np.float32)
     mask = rng.random(shape, np.float32) >= MASKED_FRACTION
     lengths = np.clip(rng.lognormal(np.log(shape.tokens / 2), LENGTH_SIGMA, shape.rows), 1, shape.tokens).astype(int)
-    num_tokens = int(lengths.sum())
-    row = 1, bucket_length(num_tokens)
-    is_token, ends = np.arange(row[1])[None] < num_tokens, np.zeros(row, bool)
+    samples = np.arange(shape.tokens) < lengths[:, None]
+    # After a sample nothing follows, in any mask mode.
+    cut = [np.where(samples, x, np.float32(0)) for x in (rewards, values)]
+    num_tokens = lengths.sum()
+    row = bucket_length(int(num_tokens))
+    packed = [np.pad(x[samples], (0, row - num_tokens))[None] for x in cut]
+    is_token, ends = np.arange(row)[None] < num_tokens, np.zeros((1, row), bool)
     ends[0, np.cumsum(lengths) - 1] = True
+    everywhere, rows = np.ones(shape, bool), checked_rows(shape.rows)
+
+    def exact(rewards: np.ndarray, values: np.ndarray, mask: np.ndarray) -> np.ndarray:
+        return reference_gae(rewards[rows], values[rows], mask[rows], algorithm)
+
     return [
-        Workload("scalar", rewards, values, None, None, rewards.size),
-        Workload("masked", rewards, values, mask, None, rewards.size),
-        Workload("packed", np.resize(rewards, row), np.resize(values, row), is_token, ends, num_tokens),
+        Workload("scalar", rewards, values, None, None, everywhere, exact(rewards, values, everywhere)),
+        Workload("masked", rewards, values, mask, None, everywhere, exact(rewards, values, mask)),
+        Workload("packed", packed[0], packed[1], is_token, ends, samples, exact(cut[0], cut[1], samples)),
     ]
 
 
@@ -215,7 +237,7 @@ def measure_shape(
     Args:
         seed: of the order in which cases take turns.
     """
-    workloads = make_workloads(shape)
+    workloads = make_workloads(algorithm, shape)
     whole = workloads[0]
     calls: list[Callable[[], Any] | None] = [lambda: (whole.rewards.copy(), whole.values.copy())]
     measured = [Measurement(BackendTiming(str(shape), "", "copy"), [], whole.num_bytes)]
@@ -227,7 +249,7 @@ def measure_shape(
             start = time.perf_counter()
             result = call()
             first_s = time.perf_counter() - start
-            error = work.error_of(result, algorithm)
+            error = work.error_of(result)
             warm_s = time_calls(call, 1)
             timing = replace(timing, first_call_s=max(first_s - warm_s, 0.0), max_error=error)
             measured.append(Measurement(timing, [], work.num_bytes))
@@ -296,14 +318,9 @@ def time_shuffled(calls: Sequence[Callable[[], Any]], num_repeats: int, *, seed:
 
 
 def reference_gae(
-    rewards: np.ndarray,
-    values: np.ndarray,
-    mask: np.ndarray | None,
-    ends: np.ndarray | None,
-    algorithm: AlgorithmSettings,
+    rewards: np.ndarray, values: np.ndarray, mask: np.ndarray, algorithm: AlgorithmSettings
 ) -> np.ndarray:
     """Returns advantages and returns, [2, B, T] in float64, computed one step at a time as in the paper."""
-    mask = np.ones(rewards.shape, bool) if mask is None else mask
     rewards, values = rewards.astype(np.float64), values.astype(np.float64)
     if algorithm.mask_mode == "zero":
         rewards, values = np.where(mask, rewards, 0), np.where(mask, values, 0)
@@ -311,8 +328,6 @@ def reference_gae(
     result = np.zeros((2, *rewards.shape))
     advantage, next_value = np.zeros((2, len(rewards)))
     for t in reversed(range(rewards.shape[1])):
-        if ends is not None:
-            advantage, next_value = (np.where(ends[:, t], 0, x) for x in (advantage, next_value))
         delta = rewards[:, t] + algorithm.gamma * next_value - values[:, t]
         advantage = np.where(is_step[:, t], delta + algorithm.gamma * algorithm.lam * advantage, advantage)
         next_value = np.where(is_step[:, t], values[:, t], next_value)

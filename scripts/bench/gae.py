@@ -28,35 +28,22 @@ from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
-from app.advantage.gae.estimate import BACKENDS, generalized_advantages
+from app.advantage.gae.estimate import BACKENDS
+from app.stages.gae_benchmark import BenchmarkShape, Workload, make_workloads, parse_shapes
+from settings.schema.algorithm import AlgorithmSettings
 
 GAMMA, LAM = 0.99, 0.95
 SHAPES = "16x8192,128x65536,256x131072"
-NUM_CHECKED_ROWS = 2
-KINDS = ("full", "masked", "packed")
-MASKED_FRACTION = 0.1
-LENGTH_SIGMA = 0.6
-"""Standard deviation of the logarithms of packed samples' lengths; their median is half of T, their maximum T."""
+ALGORITHM = AlgorithmSettings(gamma=GAMMA, lam=LAM)
 BASELINES = ("slime loop", "slime chunked", "torchrl", "numpy")
 SLIME_CHUNK = 128
 Solve = Callable[[np.ndarray, np.ndarray], Any]
 """Maps (rewards, values), [B, T] float32, to advantages, and to returns if the method computes them."""
-
-
-def oracle(rewards: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Computes GAE in float64, one step after another."""
-    rewards, values = rewards.astype(np.float64), values.astype(np.float64)
-    advantages = np.zeros_like(rewards)
-    advantage, next_value = np.zeros((2, len(rewards)))
-    for t in reversed(range(rewards.shape[1])):
-        advantage = rewards[:, t] + GAMMA * next_value - values[:, t] + GAMMA * LAM * advantage
-        advantages[:, t], next_value = advantage, values[:, t]
-    return advantages
 
 
 def slime_loop(rewards: np.ndarray, values: np.ndarray) -> torch.Tensor:
@@ -120,65 +107,25 @@ def numpy_time_major(rewards: np.ndarray, values: np.ndarray) -> np.ndarray:
     return deltas.T
 
 
-class Tokens(NamedTuple):
-    """Tokens of samples: their rows and columns in a padded matrix, and the same as one row with ends and a mask."""
-
-    rewards: np.ndarray
-    values: np.ndarray
-    """[B, T], or [1, N] if `ends` is given."""
-    mask: np.ndarray | None = None
-    ends: np.ndarray | None = None
-
-
-def make_tokens(kind: str, rows: int, tokens: int) -> Tokens:
-    """Returns full rows, rows with a random mask, or samples of log-normal lengths in one row, as training has them."""
-    rng = np.random.default_rng(0)
-    rewards, values = rng.standard_normal((2, rows, tokens), np.float32)
-    if kind == "full":
-        return Tokens(rewards, values)
-    if kind == "masked":
-        return Tokens(rewards, values, rng.random((rows, tokens), np.float32) >= MASKED_FRACTION)
-    lengths = np.clip(rng.lognormal(np.log(tokens / 2), LENGTH_SIGMA, rows), 1, tokens).astype(int)
-    rewards, values = (x.reshape(1, -1)[:, : lengths.sum()].copy() for x in (rewards, values))
-    ends = np.zeros(rewards.shape, bool)
-    ends[0, np.cumsum(lengths) - 1] = True
-    return Tokens(rewards, values, None, ends)
-
-
-def padded(of: Tokens) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """Returns rewards and values as the baselines need them, one sample per row, and where its tokens are."""
-    if of.mask is None and of.ends is None:
-        return of.rewards, of.values, None
-    if of.ends is not None:
-        counts, place = np.diff(np.append(-1, np.flatnonzero(of.ends))), np.ones(of.rewards.shape, bool)
-    else:
-        assert of.mask is not None
-        counts, place = of.mask.sum(axis=1), of.mask
-    is_token = np.arange(counts.max()) < counts[:, None]
+def by_rows(solve: Solve, work: Workload) -> np.ndarray:
+    """Computes advantages by a baseline, from the same arrays that ours gets and back, by one padded row per sample."""
+    if work.mask is None:
+        return np.asarray(solve(work.rewards, work.values))
+    is_token = work.samples
+    if work.ends is None:
+        is_token = np.arange(work.rewards.shape[1]) < work.mask.sum(axis=1, keepdims=True)
     rewards, values = np.zeros(is_token.shape, np.float32), np.zeros(is_token.shape, np.float32)
-    rewards[is_token], values[is_token] = of.rewards[place], of.values[place]
-    return rewards, values, is_token
-
-
-def by_rows(solve: Solve, of: Tokens) -> np.ndarray:
-    """Computes advantages by a baseline, from the same arrays that ours gets and back."""
-    rewards, values, is_token = padded(of)
-    result = np.asarray(solve(rewards, values))
-    if is_token is None:
-        return result
-    advantages = np.zeros(of.rewards.shape, np.float32)
-    advantages[np.ones_like(of.rewards, bool) if of.mask is None else of.mask] = result[is_token]
+    rewards[is_token], values[is_token] = work.rewards[work.mask], work.values[work.mask]
+    advantages = np.zeros(work.rewards.shape, np.float32)
+    advantages[work.mask] = np.asarray(solve(rewards, values))[is_token]
     return advantages
 
 
-def ours(backend: str, of: Tokens) -> np.ndarray:
-    rest = {"mask": of.mask, "ends": of.ends, "gamma": GAMMA, "lam": LAM, "backend": backend}
-    advantages, returns = map(np.asarray, generalized_advantages(of.rewards, of.values, **rest))
-    assert returns.shape == advantages.shape
-    return advantages
+def ours(backend: str, work: Workload) -> np.ndarray:
+    return work.estimate(ALGORITHM, backend, None)[0]
 
 
-def methods() -> dict[str, Callable[[Tokens], np.ndarray]]:
+def methods() -> dict[str, Callable[[Workload], np.ndarray]]:
     torchrl = torchrl_vectorised()
     baselines = {"slime loop": slime_loop, "slime chunked": slime_chunked, "numpy": numpy_time_major}
     if torchrl is not None:
@@ -190,29 +137,19 @@ def methods() -> dict[str, Callable[[Tokens], np.ndarray]]:
     }
 
 
-def error_of(advantages: np.ndarray, of: Tokens) -> float:
-    """Returns the largest error of the advantages of the first samples, divided by max(1, max |A|)."""
-    part = np.s_[:NUM_CHECKED_ROWS]
-    if of.ends is not None:
-        part = np.s_[:, : np.flatnonzero(of.ends)[NUM_CHECKED_ROWS - 1] + 1]
-    given = {name: x[part] for name, x in of._asdict().items() if x is not None}
-    exact, advantages = by_rows(oracle, Tokens(**given)), advantages[part]
-    return float(np.abs(advantages - exact).max() / max(1.0, np.abs(exact).max()))
-
-
 def measure(
-    kind: str, rows: int, tokens: int, solvers: Mapping[str, Callable[[Tokens], np.ndarray]], *, repeats: int,
+    work: Workload, shape: BenchmarkShape, solvers: Mapping[str, Callable[[Workload], np.ndarray]], *, repeats: int,
     longest_s: float,
 ) -> dict[str, Any]:  # fmt: skip
     """Returns the seconds of rounds in which every method runs once, in another order each; slow ones run once."""
-    of = make_tokens(kind, rows, tokens)
-    target = np.empty_like(of.rewards), np.empty_like(of.values)
+    target = np.empty_like(work.rewards), np.empty_like(work.values)
+    is_written = True if work.mask is None else work.mask
 
-    def copy(of: Tokens) -> None:
-        np.copyto(target[0], of.rewards)
-        np.copyto(target[1], of.values)
+    def copy(work: Workload) -> None:
+        np.copyto(target[0], work.rewards)
+        np.copyto(target[1], work.values)
 
-    all_of_them: dict[str, Callable[[Tokens], Any]] = {"copy": copy, **solvers}
+    all_of_them: dict[str, Callable[[Workload], Any]] = {"copy": copy, **solvers}
     times: dict[str, list[float]] = {name: [] for name in all_of_them}
     errors: dict[str, float] = {}
     order = np.random.default_rng(os.getpid())
@@ -221,16 +158,16 @@ def measure(
             if times[name] and times[name][0] > longest_s:
                 continue
             start = time.perf_counter()
-            result = all_of_them[name](of)
+            result = all_of_them[name](work)
             taken = time.perf_counter() - start
             if name != "copy" and name not in errors:
-                errors[name] = error_of(result, of)
+                errors[name] = work.error_of([result, result + np.where(is_written, work.values, 0)])
             # The first round compiles.
             if round_number:
                 times[name].append(taken)
             del result
-    print(f"{kind} {rows}x{tokens}", file=sys.stderr, flush=True)
-    return {"kind": kind, "shape": f"{rows}x{tokens}", "seconds": times, "max_error": errors}
+    print(f"{work.decay} {shape}", file=sys.stderr, flush=True)
+    return {"kind": work.decay, "shape": str(shape), "seconds": times, "max_error": errors}
 
 
 def merge(processes: list[dict[str, Any]]) -> dict[str, Any]:
@@ -286,9 +223,9 @@ def measure_all(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     solvers = methods()
     return [
-        measure(kind, rows, tokens, solvers, repeats=arguments.repeats, longest_s=arguments.longest_s)
-        for rows, tokens in (map(int, shape.split("x")) for shape in arguments.shapes.split(","))
-        for kind in KINDS
+        measure(work, shape, solvers, repeats=arguments.repeats, longest_s=arguments.longest_s)
+        for shape in parse_shapes(arguments.shapes)
+        for work in make_workloads(ALGORITHM, shape)
     ]
 
 
