@@ -66,10 +66,14 @@ def solve_fused(
     if written is None or written.all():
         solved = _solve_sequences(flat_rewards, flat_values, last, after, gamma, lam)
     elif mask_mode == "skip":
-        counts = np.add.reduceat(written, np.append(0, last[:-1] + 1), dtype=np.int64)
-        last, after = np.cumsum(counts)[counts > 0] - 1, after[counts > 0]
-        solved = np.zeros((2, rewards.size), np.float32)
-        solved[:, written] = _solve_sequences(flat_rewards[written], flat_values[written], last, after, gamma, lam)
+        kept = np.flatnonzero(written)
+        stops = np.searchsorted(kept, last, side="right")
+        has_tokens = np.diff(stops, prepend=0) > 0
+        last, after = stops[has_tokens] - 1, after[has_tokens]
+        parts = _solve_sequences(flat_rewards[kept], flat_values[kept], last, after, gamma, lam)
+        solved = GaeOutput(np.zeros(rewards.size, np.float32), np.zeros(rewards.size, np.float32))
+        for whole, part in zip(solved, parts, strict=True):
+            whole[kept] = part
     else:
         if mask_mode == "zero":
             flat_rewards, flat_values = (np.where(written, x, np.float32(0)) for x in (flat_rewards, flat_values))
