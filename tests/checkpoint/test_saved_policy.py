@@ -123,7 +123,7 @@ def test_it_belongs_to_its_model_and_tokenizer(run: Path, model: ModelSpec) -> N
     tokenizer = copy.copy(model.tokenizer)
     tokenizer.fingerprint = "x"
     with pytest.raises(InputError, match="another tokenizer"):
-        saved.check_compatible(replace(model, tokenizer=tokenizer))
+        saved.check_compatible(replace(model, load_tokenizer=lambda: tokenizer))
 
 
 def named(seed: int, *names: str) -> tuple[dict[str, Any], dict[str, Any]]:
