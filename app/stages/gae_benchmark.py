@@ -48,6 +48,8 @@ BYTES_PER_TOKEN = 16
 MIN_SPEEDUP = 1.1
 """Smallest ratio of two medians that counts as a difference on a shared machine."""
 MASKED_FRACTION = 0.1
+MASKED_RUN = 64
+"""Consecutive tokens that are masked together, as the answer of a tool."""
 LENGTH_SIGMA = 0.6
 """Standard deviation of the logarithms of packed samples' lengths."""
 NUM_CHECKED_ROWS = 16
@@ -112,6 +114,7 @@ def run_benchmark(resolved: Resolved, *, shapes: str, folder: Path) -> dict[str,
             "bytes_of_mask_per_token": 1,
             "checked_rows": NUM_CHECKED_ROWS,
             "masked_fraction": MASKED_FRACTION,
+            "masked_run": MASKED_RUN,
             "sigma_of_log_lengths": LENGTH_SIGMA,
         },
         "copies": [asdict(timing) for timing in timings if timing.backend == "copy"],
@@ -207,7 +210,8 @@ def make_workloads(algorithm: AlgorithmSettings, shape: BenchmarkShape) -> list[
     """Returns full rows, rows with a mask, and one row of samples whose lengths differ, as training makes it."""
     rng = np.random.default_rng(0)
     rewards, values = rng.standard_normal((2, *shape), np.float32)
-    mask = rng.random(shape, np.float32) >= MASKED_FRACTION
+    runs = rng.random((shape.rows, -(-shape.tokens // MASKED_RUN))) >= MASKED_FRACTION
+    mask = runs.repeat(MASKED_RUN, axis=1)[:, : shape.tokens]
     lengths = np.clip(rng.lognormal(np.log(shape.tokens / 2), LENGTH_SIGMA, shape.rows), 1, shape.tokens).astype(int)
     samples = np.arange(shape.tokens) < lengths[:, None]
     # After a sample nothing follows, in any mask mode.

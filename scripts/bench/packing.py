@@ -1,6 +1,6 @@
 """How full packed micro-batches are, and what planning them takes.
 
-    python scripts/bench/packing.py [--cases 10000] [--out FILE.json]
+    python scripts/bench/packing.py [--cases 10000] [--lengths FILE.json] [--out FILE.json]
 
 Every ratio is of tokens computed, to the same samples in the same run under best fit, the default. The baselines:
 Karmarkar-Karp (verl's partition, with a strict quota), first fit in arrival order into full rows (slime's and
@@ -46,6 +46,11 @@ GSM8K_QUANTILES = (
 GSM8K_MEAN = 184.8
 
 
+LENGTHS = Path(__file__).parent / "results" / "lengths_of_smollm2_on_gsm8k.json"
+DrawGroups = Callable[[np.random.Generator, int, int], SequenceLengths]
+"""(generator, samples, samples of a prompt) -> lengths."""
+
+
 def gsm8k_like(rng: np.random.Generator, count: int) -> np.ndarray:
     """Draws lengths from GSM8K's distribution, scaled to the mean length."""
     lengths = np.interp(rng.random(count), np.linspace(0, 1, len(GSM8K_QUANTILES)), GSM8K_QUANTILES)
@@ -80,6 +85,18 @@ def groups(rng: np.random.Generator, count: int, size: int) -> SequenceLengths:
     prompts = np.clip(rng.normal(150, 50, count // size), 16, 400).astype(np.int64)[numbers]
     completions = np.clip(rng.lognormal(math.log(500), 0.8, count), 1, 1600).astype(np.int64)
     return SequenceLengths(prompts, completions, numbers)
+
+
+def recorded_groups(path: Path) -> DrawGroups:
+    """Returns a draw of whole groups, each a list of [prompt, completion] lengths, with replacement."""
+    recorded = json.loads(path.read_text(encoding="utf-8"))["groups"]
+
+    def draw(rng: np.random.Generator, count: int, size: int) -> SequenceLengths:
+        drawn = np.array([recorded[i][:size] for i in rng.integers(0, len(recorded), count // size)])
+        numbers = np.repeat(np.arange(count // size), size)
+        return SequenceLengths(*drawn.reshape(-1, 2).T, numbers)
+
+    return draw
 
 
 def make_budget(quota: int, longest: int, *, max_group_tokens: int = 0, **changes: Any) -> TokenBudget:
@@ -204,10 +221,11 @@ def joined(hosts: Sequence[SequenceLengths]) -> SequenceLengths:
     )
 
 
-def hosts_table(num_seeds: int) -> dict[str, dict[str, float]]:
+def hosts_table(name: str, draw: DrawGroups, num_seeds: int) -> dict[str, dict[str, float]]:
     """Compares one plan for all hosts with a plan of each host's own samples, as large as that of the fullest host."""
     print(
-        f"\nHosts of 8 devices, quota {DEFAULT_QUOTA}, shared prompts, 8 samples a prompt; means over {num_seeds} seeds"
+        f"\n{name}: hosts of 8 devices, quota {DEFAULT_QUOTA}, shared prompts, 8 samples a prompt; "
+        f"means over {num_seeds} seeds"
     )
     print(f"{'samples':<10}{'hosts':>6}{'fill':>8}{'least':>8}{'imbal.':>8}{'most':>8}{'positions of own plans':>24}")
     cells = {}
@@ -217,7 +235,7 @@ def hosts_table(num_seeds: int) -> dict[str, dict[str, float]]:
         for num_hosts in (1, 2, 4, 8):
             found = []
             for seed in range(num_seeds):
-                hosts = [groups(np.random.default_rng((seed, host)), of_host, 8) for host in range(num_hosts)]
+                hosts = [draw(np.random.default_rng((seed, host)), of_host, 8) for host in range(num_hosts)]
                 plan = plan_token_budget(joined(hosts), budget, flops, num_devices=8 * num_hosts)
                 own = [computed_tokens(plan_token_budget(host, budget, flops, num_devices=8)) for host in hosts]
                 stats = packing_stats(
@@ -226,7 +244,7 @@ def hosts_table(num_seeds: int) -> dict[str, dict[str, float]]:
                 positions = num_hosts * max(own) / stats["computed_tokens"]
                 found.append((stats["fill"], stats["flops_imbalance"], positions))
             fills, imbalances, positions = zip(*found, strict=True)
-            cells[f"{of_host} samples a host, {num_hosts} hosts"] = c = {
+            cells[f"{name}, {of_host} samples a host, {num_hosts} hosts"] = c = {
                 "fill": float(np.mean(fills)),
                 "fill_min": min(fills),
                 "flops_imbalance": float(np.mean(imbalances)),
@@ -342,12 +360,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=10_000, help="random cases")
     parser.add_argument("--seeds", type=int, default=100, help="of 64 samples; a quarter as many of 512")
+    parser.add_argument("--lengths", type=Path, default=LENGTHS, help="recorded groups of a real policy")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(arguments)
     record: dict[str, Any] = {"measured_at": datetime.now(UTC).isoformat(timespec="seconds")}
     record["fill"] = fill_table({64: options.seeds, 512: max(1, options.seeds // 4)})
     record["shared_prompts"] = sharing_table()
-    record["hosts"] = hosts_table(max(1, options.seeds // 2))
+    seeds = max(1, options.seeds // 2)
+    record["hosts"] = hosts_table("log-normal", groups, seeds)
+    record["hosts"] |= hosts_table(options.lengths.stem, recorded_groups(options.lengths), seeds)
     record["times_ms"] = times()
     print("\nMilliseconds, medians of 9 (Karmarkar-Karp: of 3)")
     for name, milliseconds in record["times_ms"].items():

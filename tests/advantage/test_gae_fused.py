@@ -47,12 +47,13 @@ def test_rows_in_blocks_of_any_size_equal_a_float64_loop(monkeypatch, block_toke
     lengths=st.lists(st.integers(1, 700), min_size=1, max_size=12),
     few_steps=st.sampled_from([64, 100, 512]),
     block_tokens=st.sampled_from([32, 256, 4096]),
+    thread_tokens=st.sampled_from([100, 1 << 19]),
     masked_share=st.sampled_from([0.0, 0.1, 0.9]),
     mask_mode=st.sampled_from(sorted(MASK_MODES)),
     seed=st.integers(0, 1000),
 )
 def test_sequences_of_any_lengths_in_a_row_equal_a_float64_loop(
-    lengths, few_steps, block_tokens, masked_share, mask_mode, seed
+    lengths, few_steps, block_tokens, thread_tokens, masked_share, mask_mode, seed
 ):
     rng = np.random.default_rng(seed)
     shape = 1, sum(lengths)
@@ -63,6 +64,7 @@ def test_sequences_of_any_lengths_in_a_row_equal_a_float64_loop(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fused, "FEW_STEPS", few_steps)
         patch.setattr(fused, "BLOCK_TOKENS", block_tokens)
+        patch.setattr(fused, "THREAD_TOKENS", thread_tokens)
         got = estimate(case, mask_mode=mask_mode)
     assert_close(got, oracle(case, gamma=0.99, lam=0.95, mask_mode=mask_mode))
 

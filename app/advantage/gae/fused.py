@@ -1,17 +1,19 @@
 """Fused GAE on the host: differences, chunk scan, advantages and returns of one block of tokens after another.
 
-Rows become one array of tokens whose sequences follow each other; tokens that the recurrence skips are left out. In
-blocks from the last to the first, so that inputs and outputs cross main memory once, the scan takes chunks of
-`CHUNK_STEPS` steps: the first step of each chunk, by a product with one column of decays; the carries between chunks,
-by the same scan with one step per chunk; and all steps, by one product with a matrix of decays. A chunk in which one
-sequence ends and another begins is solved step by step, together with all others of its kind.
+Rows become one array of tokens whose sequences follow each other, shared out to threads; tokens that the recurrence
+skips are left out. In blocks from the last to the first, so that inputs and outputs cross main memory once, the scan
+takes chunks of `CHUNK_STEPS` steps: the first step of each chunk, by a product with one column of decays; the carries
+between chunks, by the same scan with one step per chunk; and all steps, by one product with a matrix of decays. A chunk
+in which one sequence ends and another begins is solved step by step, together with all others of its kind.
 
 Source: the chunked form of linear attention, applied to GAE in THUDM/slime.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
@@ -24,6 +26,8 @@ STACKED_CHUNKS = 64
 """Chunks per product: too few for BLAS to use threads, which wait for each other where other processes run, too."""
 FEW_STEPS = 512
 """Largest number of steps that a loop in Python solves; at least `STACKED_CHUNKS`, the chunks of one product."""
+THREAD_TOKENS = 1 << 19
+"""Tokens that are worth a thread."""
 BLOCK_TOKENS = 1 << 18
 """Tokens per block: four arrays of them fit into the cache that cores share."""
 Ends = Int[np.ndarray, "S"]
@@ -38,7 +42,6 @@ class _Level(NamedTuple):
     first_column: Float[np.ndarray, "C"]
 
 
-@np.errstate(over="ignore", invalid="ignore")  # The caller looks at the results.
 def solve_fused(
     rewards: HostOrDevice,
     values: HostOrDevice,
@@ -55,31 +58,85 @@ def solve_fused(
     Source: Schulman et al. 2016, eq. 16.
     """
     num_rows, num_tokens = rewards.shape
+    output = GaeOutput(*(np.zeros(rewards.shape, np.float32) for _ in range(2)))
     if rewards.size == 0:
-        return GaeOutput(*np.zeros((2, *rewards.shape), np.float32))
+        return output
     last = np.arange(1, num_rows + 1) * num_tokens - 1
     after = np.asarray(values_after_rows(values, num_tokens, bootstrap), np.float32)
     if ends is not None:
         last, after = _add_ends(last, after, _flat(ends, bool), bootstrap)
-    flat_rewards, flat_values = _flat(rewards, np.float32), _flat(values[:, :num_tokens], np.float32)
+    sequences = _Sequences(
+        _flat(rewards, np.float32), _flat(values[:, :num_tokens], np.float32), last, after,
+        GaeOutput(*(x.reshape(-1) for x in output)),
+    )  # fmt: skip
     written = None if mask is None else _flat(mask, bool)
+
+    def solve(first: int, stop: int) -> None:
+        part, place = sequences.cut(first, stop)
+        _solve_masked(part, None if written is None else written[place], mask_mode, gamma, lam)
+
+    num_parts = min(os.cpu_count() or 1, 1 + rewards.size // THREAD_TOKENS)
+    cuts = np.unique(np.searchsorted(last, np.linspace(0, rewards.size, num_parts + 1), side="left"))
+    if len(cuts) == 2:
+        solve(0, len(last))
+    else:
+        with ThreadPoolExecutor(len(cuts) - 1) as pool:  # numpy does not hold the interpreter while it computes.
+            list(pool.map(solve, cuts[:-1], cuts[1:]))
+    return output
+
+
+class _Sequences(NamedTuple):
+    """Sequences of N tokens that follow each other."""
+
+    rewards: Float32[np.ndarray, "N"]
+    values: Float32[np.ndarray, "N"]
+    ends: Ends
+    """The last of them is N - 1."""
+    after: Float32[np.ndarray, "S"]
+    """The value after each sequence."""
+    output: GaeOutput
+    """Receives advantages and returns, [N] each."""
+
+    def cut(self, first: int, stop: int) -> tuple[_Sequences, slice]:
+        """Returns the sequences from `first` to before `stop`, and the place of their tokens."""
+        start = int(self.ends[first - 1]) + 1 if first else 0
+        place = slice(start, int(self.ends[stop - 1]) + 1)
+        rewards, values, *output = (x[place] for x in (self.rewards, self.values, *self.output))
+        return _Sequences(
+            rewards, values, self.ends[first:stop] - start, self.after[first:stop], GaeOutput(*output)
+        ), place
+
+
+@np.errstate(over="ignore", invalid="ignore")  # The caller looks at the results.
+def _solve_masked(
+    tokens: _Sequences, written: Bool[np.ndarray, "N"] | None, mask_mode: str, gamma: float, lam: float
+) -> None:
+    """Solves sequences with the tokens outside `written` masked, whose results are 0 already."""
     if written is None or written.all():
-        solved = _solve_sequences(flat_rewards, flat_values, last, after, gamma, lam)
+        _solve_sequences(tokens, gamma, lam)
     elif mask_mode == "skip":
-        kept = np.flatnonzero(written)
-        stops = np.searchsorted(kept, last, side="right")
-        has_tokens = np.diff(stops, prepend=0) > 0
-        last, after = stops[has_tokens] - 1, after[has_tokens]
-        parts = _solve_sequences(flat_rewards[kept], flat_values[kept], last, after, gamma, lam)
-        solved = GaeOutput(np.zeros(rewards.size, np.float32), np.zeros(rewards.size, np.float32))
-        for whole, part in zip(solved, parts, strict=True):
-            whole[kept] = part
+        counts = [np.count_nonzero(part) for part in np.split(written, tokens.ends[:-1] + 1)]
+        stops, has_tokens = np.cumsum(counts), np.array(counts) > 0
+        if not has_tokens.any():
+            return
+        ends, after = stops[has_tokens] - 1, tokens.after[has_tokens]
+        first = written.argmax()
+        one_run = slice(first, first + stops[-1])
+        is_one_run = bool(written[one_run].all())
+        place = one_run if is_one_run else written
+        rewards, values = tokens.rewards[place], tokens.values[place]
+        found = GaeOutput(*(x[place] if is_one_run else np.empty_like(rewards) for x in tokens.output))
+        _solve_sequences(_Sequences(rewards, values, ends, after, found), gamma, lam)
+        if not is_one_run:
+            for part, whole in zip(found, tokens.output, strict=True):
+                whole[written] = part
     else:
         if mask_mode == "zero":
-            flat_rewards, flat_values = (np.where(written, x, np.float32(0)) for x in (flat_rewards, flat_values))
-        solved = _solve_sequences(flat_rewards, flat_values, last, after, gamma, lam)
-        solved = np.where(written, solved, np.float32(0))
-    return GaeOutput(*(x.reshape(rewards.shape) for x in solved))
+            read = (np.where(written, x, np.float32(0)) for x in tokens[:2])
+            tokens = _Sequences(*read, *tokens[2:])
+        _solve_sequences(tokens, gamma, lam)
+        for x in tokens.output:
+            np.copyto(x, 0, where=~written)
 
 
 def _flat(x: HostOrDevice, dtype: type) -> np.ndarray:
@@ -98,21 +155,9 @@ def _add_ends(
     return last, after
 
 
-def _solve_sequences(
-    rewards: Float32[np.ndarray, "N"],
-    values: Float32[np.ndarray, "N"],
-    ends: Ends,
-    after: Float32[np.ndarray, "S"],
-    gamma: float,
-    lam: float,
-) -> GaeOutput:
-    """Returns the advantages and returns of sequences that follow each other.
-
-    Args:
-        ends: the last of them is N - 1.
-        after: the value after each sequence.
-    """
-    output = GaeOutput(*np.empty((2, len(rewards)), np.float32))
+def _solve_sequences(tokens: _Sequences, gamma: float, lam: float) -> None:
+    """Solves sequences of which no token is masked."""
+    rewards, values, ends, after, output = tokens
     workspace = np.empty(_whole_products(min(len(rewards), BLOCK_TOKENS)), np.float32)
     levels = _make_levels(gamma * lam, min(len(rewards), BLOCK_TOKENS))
     carry, one_minus_gamma = 0.0, np.float32(1 - gamma)
