@@ -113,28 +113,14 @@ def _solve_masked(
 ) -> None:
     """Solves sequences with the tokens outside `written` masked, whose results are 0 already."""
     if written is None or written.all():
-        _solve_sequences(tokens, gamma, lam)
+        _solve_sequences(tokens, None, gamma, lam)
     elif mask_mode == "skip":
-        counts = [np.count_nonzero(part) for part in np.split(written, tokens.ends[:-1] + 1)]
-        stops, has_tokens = np.cumsum(counts), np.array(counts) > 0
-        if not has_tokens.any():
-            return
-        ends, after = stops[has_tokens] - 1, tokens.after[has_tokens]
-        first = written.argmax()
-        one_run = slice(first, first + stops[-1])
-        is_one_run = bool(written[one_run].all())
-        place = one_run if is_one_run else written
-        rewards, values = tokens.rewards[place], tokens.values[place]
-        found = GaeOutput(*(x[place] if is_one_run else np.empty_like(rewards) for x in tokens.output))
-        _solve_sequences(_Sequences(rewards, values, ends, after, found), gamma, lam)
-        if not is_one_run:
-            for part, whole in zip(found, tokens.output, strict=True):
-                whole[written] = part
+        _solve_sequences(tokens, written, gamma, lam)
     else:
         if mask_mode == "zero":
-            read = (np.where(written, x, np.float32(0)) for x in tokens[:2])
-            tokens = _Sequences(*read, *tokens[2:])
-        _solve_sequences(tokens, gamma, lam)
+            rewards, values = (np.where(written, x, np.float32(0)) for x in (tokens.rewards, tokens.values))
+            tokens = tokens._replace(rewards=rewards, values=values)
+        _solve_sequences(tokens, None, gamma, lam)
         for x in tokens.output:
             np.copyto(x, 0, where=~written)
 
@@ -155,18 +141,30 @@ def _add_ends(
     return last, after
 
 
-def _solve_sequences(tokens: _Sequences, gamma: float, lam: float) -> None:
-    """Solves sequences of which no token is masked."""
-    rewards, values, ends, after, output = tokens
-    workspace = np.empty(_whole_products(min(len(rewards), BLOCK_TOKENS)), np.float32)
-    levels = _make_levels(gamma * lam, min(len(rewards), BLOCK_TOKENS))
-    carry, one_minus_gamma = 0.0, np.float32(1 - gamma)
-    for start in reversed(range(0, len(rewards), BLOCK_TOKENS)):
+def _solve_sequences(tokens: _Sequences, kept: Bool[np.ndarray, "N"] | None, gamma: float, lam: float) -> None:
+    """Solves sequences as if they had only the tokens that are kept; None = all."""
+    ends, after, num_kept = tokens.ends, tokens.after, len(tokens.values)
+    if kept is not None:
+        starts = np.append(0, ends[:-1] + 1)
+        counts = np.add.reduceat(kept.view(np.int8), starts, dtype=np.int32)
+        ends, after = (np.cumsum(counts) - 1)[counts > 0], after[counts > 0]
+        num_kept = int(counts.sum())
+    workspace = np.empty(_whole_products(min(num_kept, BLOCK_TOKENS)), np.float32)
+    levels = _make_levels(gamma * lam, min(num_kept, BLOCK_TOKENS))
+    one_minus_gamma = np.float32(1 - gamma)
+    carry, next_value, first_kept = 0.0, np.float32(0), num_kept
+    for start in reversed(range(0, len(tokens.values), BLOCK_TOKENS)):
         block = slice(start, start + BLOCK_TOKENS)
-        own, advantages = values[block], output.advantages[block]
-        first, stop = np.searchsorted(ends, (start, start + len(own)))
-        last, behind = ends[first:stop] - start, after[first:stop]
-        next_value = values[start + len(own)] if start + len(own) < len(values) else np.float32(0)
+        rewards, own, advantages, returns = (x[block] for x in (tokens.rewards, tokens.values, *tokens.output))
+        is_kept = None if kept is None or kept[block].all() else kept[block]
+        if is_kept is not None:
+            rewards, own = rewards[is_kept], own[is_kept]
+            advantages, returns = np.empty_like(own), own
+        if not len(own):
+            continue
+        stop_kept, first_kept = first_kept, first_kept - len(own)
+        first, stop = np.searchsorted(ends, (first_kept, stop_kept))
+        last, behind = ends[first:stop] - first_kept, after[first:stop]
         inputs = workspace[: _whole_products(len(own))]
         inputs[len(own) :] = 0
         deltas, shrunk = inputs[: len(own)], advantages
@@ -178,12 +176,15 @@ def _solve_sequences(tokens: _Sequences, gamma: float, lam: float) -> None:
             shrunk[-1] = next_value * one_minus_gamma
             shrunk[last] = behind * one_minus_gamma
             deltas -= shrunk
-        deltas += rewards[block]
+        deltas += rewards
         if not len(last) or last[-1] < len(own) - 1:
             deltas[-1] += gamma * lam * carry
         carry = _scan(inputs, levels, last, out=advantages)
-        np.add(advantages, own, out=output.returns[block])
-    return output
+        next_value = own[0]
+        np.add(advantages, own, out=returns)
+        if is_kept is not None:
+            for part, whole in zip((advantages, returns), tokens.output, strict=True):
+                whole[block][is_kept] = part
 
 
 def _scan(
@@ -215,7 +216,8 @@ def _scan(
     solved = np.empty(len(chunks))
     firsts[: len(chunks)] = np.matmul(stack, first_column).reshape(-1)
     if len(mixed):
-        firsts[mixed] = _solve_steps(chunks[mixed], decay, is_end)[:, 0]
+        alone = _solve_steps(chunks[mixed], decay, is_end)
+        firsts[mixed] = alone[:, 0]
     _scan(firsts, levels[1:], _distinct(cut), out=solved)
     carries = decay * solved[1:]
     carries[cut[~is_inside & (cut < len(carries))]] = 0
@@ -226,7 +228,9 @@ def _scan(
         out[:] = np.matmul(stack, matrix).reshape(-1)[: out.size]
     if len(mixed):
         at = (mixed[:, None] * CHUNK_STEPS + np.arange(CHUNK_STEPS)).reshape(-1)
-        out[at[at < out.size]] = _solve_steps(chunks[mixed], decay, is_end).reshape(-1)[at < out.size]
+        ends_later = np.logical_or.accumulate(is_end[:, ::-1], axis=1)[:, ::-1]
+        carried = np.append(carries, 0.0)[mixed, None] * matrix[-1]
+        out[at[at < out.size]] = (alone + np.where(ends_later, 0.0, carried)).reshape(-1)[at < out.size]
     return float(solved[0])
 
 
