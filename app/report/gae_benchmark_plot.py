@@ -9,7 +9,7 @@ from app.report.matplotlib_figures import new_figure, save_figure
 from app.report.plots import BLUE, GREEN, GREY, ORANGE
 
 COLORS = {"copy": GREY, "chunked": BLUE, "fused": GREEN, "serial": ORANGE}
-DECAY_NAMES = {"scalar": "full rows", "masked": "a mask", "packed": "packed samples"}
+ROW_NAMES = {"full": "full rows", "masked": "a mask", "packed": "packed samples"}
 
 
 @dataclass(frozen=True)
@@ -17,8 +17,8 @@ class BackendTiming:
     """Timing of one backend on one shape; all times but `first_call_s` are of warm calls."""
 
     shape: str
-    decay: str
-    """`scalar`: full rows of one sequence; `masked`: with a mask; `packed`: one row of samples; empty for the copy."""
+    rows: str
+    """`full`: rows of one sequence; `masked`: with a mask; `packed`: one row of samples; empty for the copy."""
     backend: str
     """A GAE backend, or `copy`: a pass that reads two matrices of the shape and writes two."""
     chunk_size: int | None = None
@@ -42,13 +42,13 @@ class BackendTiming:
 
 
 def render_benchmark(timings: Sequence[BackendTiming], *, title: str) -> bytes:
-    """Returns a PNG with one panel per shape and kind of decay; equal timings give equal bytes."""
-    panels = list(dict.fromkeys((t.shape, t.decay) for t in timings if t.backend != "copy"))
+    """Returns a PNG with one panel per shape and kind of rows; equal timings give equal bytes."""
+    panels = list(dict.fromkeys((t.shape, t.rows) for t in timings if t.backend != "copy"))
     with new_figure(max(6.0, 3.6 * len(panels)), 3.8) as figure:
-        for axes, (shape, decay) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        for axes, (shape, rows) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
             axes.set_xscale("log", base=2)
             axes.set_yscale("log")
-            shown = [t for t in timings if t.shape == shape and t.decay in ("", decay) and t.median_s and t.p90_s]
+            shown = [t for t in timings if t.shape == shape and t.rows in ("", rows) and t.median_s and t.p90_s]
             for backend, color in COLORS.items():
                 times = [(t.chunk_size or 0, 1e3 * (t.median_s or 0), 1e3 * (t.p90_s or 0), t.is_auto) for t in shown
                          if t.backend == backend]  # fmt: skip
@@ -65,7 +65,7 @@ def render_benchmark(timings: Sequence[BackendTiming], *, title: str) -> bytes:
                 else:
                     axes.axhline(medians[0], color=color, linestyle="--" if backend == "copy" else "-", label=label)
                     axes.axhspan(medians[0], p90s[0], color=color, alpha=0.15, linewidth=0)
-            axes.set_title(f"{shape}, {DECAY_NAMES[decay]}", fontsize=9, loc="left")
+            axes.set_title(f"{shape}, {ROW_NAMES[rows]}", fontsize=9, loc="left")
             axes.set_xlabel("chunk size, tokens")
             axes.set_ylabel("milliseconds")
             axes.legend(frameon=False, fontsize=7)

@@ -166,8 +166,8 @@ def measure(
             if round_number:
                 times[name].append(taken)
             del result
-    print(f"{work.decay} {shape}", file=sys.stderr, flush=True)
-    return {"kind": work.decay, "shape": str(shape), "seconds": times, "max_error": errors}
+    print(f"{work.rows} {shape}", file=sys.stderr, flush=True)
+    return {"rows": work.rows, "shape": str(shape), "seconds": times, "max_error": errors}
 
 
 def merge(processes: list[dict[str, Any]]) -> dict[str, Any]:
@@ -177,7 +177,7 @@ def merge(processes: list[dict[str, Any]]) -> dict[str, Any]:
     medians = {name: statistics.median(taken) for name, taken in seconds.items()}
     best = min((name for name in BASELINES if name in medians), key=medians.__getitem__)
     return {
-        "kind": first["kind"],
+        "rows": first["rows"],
         "shape": first["shape"],
         "median_s": medians,
         "num_rounds": {name: len(taken) for name, taken in seconds.items()},
@@ -209,7 +209,7 @@ def _version(package: str) -> str | None:
 
 
 def table(measured: Mapping[str, Any]) -> str:
-    lines = [f"{measured['shape']} {measured['kind']}"]
+    lines = [f"{measured['shape']} {measured['rows']}"]
     for name, median in measured["median_s"].items():
         error = f"{measured['max_error'][name]:.0e}" if name in measured["max_error"] else ""
         ratio = "" if name == "ours auto" else f"{measured['times_as_fast_as'][name]:8.2f} x ours"

@@ -1,15 +1,17 @@
-"""GAE of each backend in JAX on a TPU that is not there, against one read and one write of the data.
+"""GAE of each backend in JAX on a TPU or GPU that is not there, against one read and one write of the data.
 
-    python scripts/bench/gae_compiled.py [--slice v5e-8] [--shape 256x131072] [--chunks 64 128 256]
+    python scripts/bench/gae_compiled.py [--place v5e-8|h100-1] [--shape 256x131072] [--chunks 64 128 256]
 
 Compiles GAE with one gamma and lambda, and with a mask, for one chip. The floor is the chip's time to read rewards and
 values and to write advantages and returns, 16 bytes a token (17 with a mask). Estimated by the compiler, never
-measured; needs libtpu (`pip install -e '.[tpu]'`).
+measured: on a TPU by its schedule, on a GPU by the bytes that its kernels access. A loop over time has no estimate
+there, since starting its kernels takes longer than what they do. Needs `pip install -e '.[tpu]'` or `'.[cuda]'`.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 from functools import partial
 
 import jax
@@ -19,24 +21,27 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from app.advantage.gae.estimate import generalized_advantages
 from app.mesh.compile_only import compile_only_devices, kernel_schedules
+from app.mesh.gpu_cards import GPU_HOSTS, GpuHost
 from app.mesh.tpu_chips import parse_slice
 from app.preflight.kernel_time import take_scheduled_bundles
 from app.preflight.program_time import program_time
 from app.records.text_format import format_bytes, format_percent, format_table
 
 BYTES_PER_TOKEN = 16
+GPU_BYTES_PER_S = 3.35e12
+"""HBM of an H100 SXM."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--slice", default="v5e-8", help="TPU slice, of which one chip is used")
+    parser.add_argument("--place", default="v5e-8", help="TPU slice or GPU host, of which one device is used")
     parser.add_argument("--shape", default="256x131072", help="rows x tokens")
     parser.add_argument("--chunks", type=int, nargs="+", default=[64, 128, 256], help="steps of a chunk")
     options = parser.parse_args()
     shape = tuple(map(int, options.shape.split("x")))
     cases = [("serial", None), *(("chunked", size) for size in options.chunks)]
     rows = [
-        estimated(options.slice, shape, backend, size, masked=masked)
+        estimated(options.place, shape, backend, size, masked=masked)
         for masked in (False, True)
         for backend, size in cases
     ]
@@ -45,10 +50,10 @@ def main() -> None:
 
 
 def estimated(
-    slice_name: str, shape: tuple[int, ...], backend: str, chunk_size: int | None, *, masked: bool
+    place_name: str, shape: tuple[int, ...], backend: str, chunk_size: int | None, *, masked: bool
 ) -> tuple[str, ...]:
     """Returns a line of the table."""
-    schedules, place = kernel_schedules(), parse_slice(slice_name)
+    schedules, place = kernel_schedules(), GPU_HOSTS.get(place_name) or parse_slice(place_name)
     mesh = Mesh(np.array(compile_only_devices(place)[:1]), ("x",))
     everywhere = NamedSharding(mesh, PartitionSpec())
     numbers = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=everywhere)
@@ -57,9 +62,16 @@ def estimated(
     with jax.set_mesh(mesh):
         lowered = jax.jit(lambda rewards, values, mask: solve(rewards, values, mask=mask)).lower(numbers, numbers, mask)
         compiled = lowered.compile()
-    time = program_time(compiled.as_text() or "", place.chip, bundles=take_scheduled_bundles(schedules), turns={})
-    floor = (BYTES_PER_TOKEN + masked) * shape[0] * shape[1] / place.chip.hbm_bytes_per_s
-    total = time.compute_s + time.kernel_s
+    text = compiled.as_text() or ""
+    num_bytes = (BYTES_PER_TOKEN + masked) * shape[0] * shape[1]
+    if isinstance(place, GpuHost):
+        bandwidth = GPU_BYTES_PER_S
+        total = compiled.cost_analysis()["bytes accessed"] / bandwidth if " while(" not in text else math.nan
+    else:
+        bandwidth = place.chip.hbm_bytes_per_s
+        time = program_time(text, place.chip, bundles=take_scheduled_bundles(schedules), turns={})
+        total = time.compute_s + time.kernel_s
+    floor = num_bytes / bandwidth
     memory = compiled.memory_analysis()
     assert memory is not None
     return (

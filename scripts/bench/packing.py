@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from app.batching import micro_batch_shapes
 from app.batching.micro_batch_plan import (
     MicroBatchPlan,
     SequenceLengths,
@@ -258,6 +259,27 @@ def hosts_table(name: str, draw: DrawGroups, num_seeds: int) -> dict[str, dict[s
     return cells
 
 
+def tail_table(draw: DrawGroups, num_steps: int = 60) -> dict[str, dict[str, float]]:
+    """Compares sizes of the last micro-batch, of which each is compiled: fill, and shapes of steps of one run."""
+    print(f"\nSizes of the last micro-batch: {num_steps} steps of 64 samples, 8 devices, quota {DEFAULT_QUOTA}")
+    print(f"{'ratio':<8}{'fill':>8}{'least':>8}{'shapes compiled':>17}")
+    cells, shipped = {}, micro_batch_shapes.TAIL_GROWTH
+    budget = make_budget(DEFAULT_QUOTA, 2000, share_prompts=True, max_group_tokens=16_000)
+    for growth in (1.05, 1.1, 1.2, 1.5, 2.0):
+        micro_batch_shapes.TAIL_GROWTH = growth
+        fills, shapes = [], set()
+        for seed in range(num_steps):
+            host = draw(np.random.default_rng(seed), 64, 8)
+            plan = plan_token_budget(host, budget, flops, num_devices=8)
+            stats = packing_stats(plan, host, flops, num_devices=8, max_tokens_per_device=DEFAULT_QUOTA)
+            fills.append(stats["fill"])
+            shapes |= {(len(m.rows), m.shape) for m in plan.micro_batches}
+        cells[str(growth)] = {"fill": float(np.mean(fills)), "fill_min": min(fills), "shapes": len(shapes)}
+        print(f"{growth:<8}{np.mean(fills):>8.3f}{min(fills):>8.3f}{len(shapes):>17}")
+    micro_batch_shapes.TAIL_GROWTH = shipped
+    return cells
+
+
 def random_case(rng: np.random.Generator) -> tuple[SequenceLengths, TokenBudget, int]:
     """Returns a random case of up to 64 devices, up to 2,000 samples, any quota and options."""
     num_devices = math.prod(int(n) for n in rng.integers(1, 9, 2))
@@ -369,6 +391,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     seeds = max(1, options.seeds // 2)
     record["hosts"] = hosts_table("log-normal", groups, seeds)
     record["hosts"] |= hosts_table(options.lengths.stem, recorded_groups(options.lengths), seeds)
+    record["tails"] = tail_table(groups)
     record["times_ms"] = times()
     print("\nMilliseconds, medians of 9 (Karmarkar-Karp: of 3)")
     for name, milliseconds in record["times_ms"].items():

@@ -54,7 +54,7 @@ USAGE_CONDITIONS = (
         *("algorithm.correction_level", "algorithm.correction_max", "algorithm.correction_veto"),
     ),
     _condition(CORRECTION, {"mask"}, "algorithm.correction_min"),
-    _condition("algorithm.gae_backend", {"auto", "chunked"}, "algorithm.gae_chunk_size"),
+    _condition("algorithm.gae_backend", {"chunked"}, "algorithm.gae_chunk_size"),
     UsageCondition(
         RANK,
         frozenset(range(1, MAX_RANK + 1)),

@@ -8,12 +8,12 @@ import pytest
 from app.report.gae_benchmark_plot import BackendTiming, render_benchmark
 
 
-def timing(backend: str, chunk_size: int | None, median_s: float, p90_s: float, decay: str = "scalar") -> BackendTiming:
-    return BackendTiming("16x8192", decay, backend, chunk_size, median_s=median_s, p90_s=p90_s)
+def timing(backend: str, chunk_size: int | None, median_s: float, p90_s: float, rows: str = "full") -> BackendTiming:
+    return BackendTiming("16x8192", rows, backend, chunk_size, median_s=median_s, p90_s=p90_s)
 
 
 TIMINGS = [
-    timing("copy", None, 1e-3, 1e-3, decay=""),
+    timing("copy", None, 1e-3, 1e-3, rows=""),
     timing("serial", None, 9e-3, 1e-2),
     timing("chunked", 64, 3e-3, 4e-3),
     replace(timing("chunked", 128, 2e-3, 3e-3), is_auto=True),
@@ -37,5 +37,5 @@ def test_every_number_is_drawn(number: int, change: dict[str, Any]) -> None:
 
 
 def test_panels_may_lack_a_backend() -> None:
-    masked = [timing("serial", None, 9e-3, 1e-2, "masked"), replace(TIMINGS[2], decay="masked", median_s=None)]
+    masked = [timing("serial", None, 9e-3, 1e-2, "masked"), replace(TIMINGS[2], rows="masked", median_s=None)]
     assert render_benchmark([*TIMINGS, *masked], title="GAE").startswith(b"\x89PNG")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -97,6 +98,26 @@ def test_traces_are_cut_at_or_below_their_ratios(resolve) -> None:
     message = refusal(check_for_train, resolve(*vtrace))
     assert message.startswith("algorithm.vtrace_max_trace = 2.0 (from --set) exceeds algorithm.vtrace_max_ratio")
     check_for_train(resolve(*vtrace, "algorithm.vtrace_max_ratio=2.0"))
+
+
+@pytest.mark.parametrize(
+    ("reason", "message"),
+    [
+        ("algorithm.length_adaptive_lam=0.1", r"computes with one lambda, but algorithm\.length_adaptive_lam = 0\.1"),
+        ("algorithm.estimator=vtrace", "computes with one discount, but V-trace's traces differ"),
+    ],
+)
+def test_fused_gae_takes_one_discount(resolve, reason: str, message: str) -> None:
+    chosen = ("algorithm.name=ppo", reason)
+    assert re.search(message, refusal(check_for_train, resolve(*chosen, "algorithm.gae_backend=fused")))
+    for backend in ("auto", "serial", "chunked"):
+        check_for_train(resolve(*chosen, f"algorithm.gae_backend={backend}"))
+
+
+def test_only_chunks_have_a_size(resolve) -> None:
+    chosen = ("algorithm.name=ppo", "algorithm.gae_chunk_size=64")
+    assert "it is only for algorithm.gae_backend chunked" in refusal(check_for_train, resolve(*chosen))
+    check_for_train(resolve(*chosen, "algorithm.gae_backend=chunked"))
 
 
 NOT_READ = [

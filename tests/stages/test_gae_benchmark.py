@@ -40,18 +40,18 @@ def test_a_bench_measures_every_backend_checks_it_and_draws(tmp_path: Path) -> N
     assert sorted(path.name for path in folder.iterdir()) == ["bench.json", "bench.png"]
     assert (folder / "bench.png").read_bytes().startswith(b"\x89PNG")
     assert report["settings"] == {"gamma": 0.9, "lam": 0.95, "mask_mode": "skip"}
-    assert {case["decay"] for case in report["cases"]} == {"scalar", "masked", "packed"}
+    assert {case["rows"] for case in report["cases"]} == {"full", "masked", "packed"}
     assert {"serial", "chunked"} <= {case["backend"] for case in report["cases"]}
     num_packed = make_workloads(AlgorithmSettings(), BenchmarkShape(3, 70))[2].num_tokens
     for case in report["cases"]:
         assert case["num_repeats"] >= 20
         assert case["max_error"] < 1e-5
         assert 0 < case["median_s"] <= case["p90_s"]
-        num_bytes = {"scalar": 16 * 3 * 70, "masked": 17 * 3 * 70, "packed": 17 * num_packed}[case["decay"]]
+        num_bytes = {"full": 16 * 3 * 70, "masked": 17 * 3 * 70, "packed": 17 * num_packed}[case["rows"]]
         assert case["gb_per_s"] == pytest.approx(num_bytes / case["median_s"] / 1e9)
         assert case["percent_of_copy"] == pytest.approx(100 * case["gb_per_s"] / report["copies"][0]["gb_per_s"])
-    for decay in ("scalar", "masked", "packed"):
-        assert sum(case["is_auto"] for case in report["cases"] if case["decay"] == decay) == 1
+    for rows in ("full", "masked", "packed"):
+        assert sum(case["is_auto"] for case in report["cases"] if case["rows"] == rows) == 1
     assert report["method"]["arrays"] == "numpy in and out"
     assert (report["method"]["processes"], report["method"]["order"]) == (3, "shuffled")
     lines = result.stdout.splitlines()
@@ -115,7 +115,7 @@ def test_packed_samples_are_one_row_that_is_solved_as_apart(mode: str) -> None:
 
 def test_processes_are_merged_and_a_case_that_is_slow_in_one_is_left_out() -> None:
     def of(name: str, seconds: list[float], error: float | None) -> Measurement:
-        return Measurement(BackendTiming("1x9", "scalar", name, first_call_s=1.0, max_error=error), seconds, 800)
+        return Measurement(BackendTiming("1x9", "full", name, first_call_s=1.0, max_error=error), seconds, 800)
 
     first = [of("copy", [1e-9], None), of("serial", [4e-9, 5e-9], 1e-7), of("chunked", [1.0], 2e-7)]
     second = [of("copy", [3e-9], None), of("serial", [1e-9, 9e-9], 3e-7), of("chunked", [], 1e-7)]
@@ -126,7 +126,7 @@ def test_processes_are_merged_and_a_case_that_is_slow_in_one_is_left_out() -> No
     assert chunked.median_s is None
 
 
-SERIAL = BackendTiming("1x9", "scalar", "serial", median_s=3.0)
+SERIAL = BackendTiming("1x9", "full", "serial", median_s=3.0)
 CHUNKED = replace(SERIAL, backend="chunked", chunk_size=64, median_s=0.5)
 FUSED = replace(SERIAL, backend="fused", median_s=1.0)
 

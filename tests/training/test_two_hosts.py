@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.program import metrics_of, records_of, reproducible, settings, train_here, wait_for_step
+from tests.tiny_directory import write_reward_model
 from tests.two_hosts import ended, run_on_two_hosts, two_hosts
 
 pytestmark = pytest.mark.two_hosts
@@ -53,17 +54,18 @@ def test_two_hosts_train_ppo_as_one_would_and_what_stops_one_stops_both_with_a_c
 
 @pytest.mark.slow
 def test_a_run_goes_from_two_hosts_to_one_and_back_and_is_the_run_of_one_host(full_config: Path) -> None:
-    """The run has GRPO with a KL penalty, two epochs and two mini-batches per step."""
+    """The run has GRPO with a KL penalty and a reward model, two epochs and two mini-batches per step."""
     moved, stayed = (full_config.parent / "runs" / name for name in ("moved", "stayed"))
-    assert train_here(full_config, *SHARED, "run.name=stayed", "run.steps=6").exit_code == 0
+    shared = (*SHARED, f"reward.model={write_reward_model(full_config.parent / 'judge')}")
+    assert train_here(full_config, *shared, "run.name=stayed", "run.steps=6").exit_code == 0
 
     def on_two(steps: int, resume: str) -> None:
-        chosen = settings(*SHARED, *HALF, "run.name=moved", f"run.steps={steps}")
+        chosen = settings(*shared, *HALF, "run.name=moved", f"run.steps={steps}")
         hosts = run_on_two_hosts("train", "--config", full_config, "--resume", resume, *chosen)
         assert [host.exit_code for host in hosts] == [0, 0], hosts
 
     on_two(2, "never")
-    result = train_here(full_config, *SHARED, "run.name=moved", "run.steps=4", resume="must")
+    result = train_here(full_config, *shared, "run.name=moved", "run.steps=4", resume="must")
     assert result.exit_code == 0, result.stderr
     on_two(6, "must")
     assert_same_steps(moved, stayed, steps=range(7))

@@ -16,7 +16,7 @@ class BackendChoice(NamedTuple):
 
 
 def choose_backend(backend: str, *, one_decay: bool, chunk_size: int | None = None) -> BackendChoice:
-    """Returns the requested backend, or for `auto` the fastest one measured.
+    """Returns the requested backend, or for `auto` the one for these discounts.
 
     Args:
         backend: a name of `app.advantage.gae.estimate.BACKENDS`, or `auto`.
@@ -28,7 +28,7 @@ def choose_backend(backend: str, *, one_decay: bool, chunk_size: int | None = No
     """
     if backend == "auto":
         if one_decay:
-            # Data comes from the host's memory and goes back there. `grpo gae --bench` measures all backends so.
+            # Data comes from the host's memory and goes back there, where `grpo gae --bench` finds it the fastest.
             return BackendChoice("fused", None, "one gamma and lambda")
         if current_device()[0] == "cpu":
             # A scan over pairs needs several times the arithmetic, for which two cores have no time.
