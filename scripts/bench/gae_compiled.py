@@ -23,6 +23,7 @@ from app.advantage.gae.estimate import generalized_advantages
 from app.mesh.compile_only import compile_only_devices, kernel_schedules
 from app.mesh.gpu_cards import GPU_HOSTS, GpuHost
 from app.mesh.tpu_chips import parse_slice
+from app.preflight.hlo_text import HloProgram
 from app.preflight.kernel_time import take_scheduled_bundles
 from app.preflight.program_time import program_time
 from app.records.text_format import format_bytes, format_percent, format_table
@@ -30,6 +31,7 @@ from app.records.text_format import format_bytes, format_percent, format_table
 BYTES_PER_TOKEN = 16
 GPU_BYTES_PER_S = 3.35e12
 """HBM of an H100 SXM."""
+NO_KERNELS = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast"}
 
 
 def main() -> None:
@@ -66,7 +68,7 @@ def estimated(
     num_bytes = (BYTES_PER_TOKEN + masked) * shape[0] * shape[1]
     if isinstance(place, GpuHost):
         bandwidth = GPU_BYTES_PER_S
-        total = compiled.cost_analysis()["bytes accessed"] / bandwidth if " while(" not in text else math.nan
+        total = math.nan if " while(" in text else accessed_bytes(text) / bandwidth
     else:
         bandwidth = place.chip.hbm_bytes_per_s
         time = program_time(text, place.chip, bundles=take_scheduled_bundles(schedules), turns={})
@@ -75,9 +77,19 @@ def estimated(
     memory = compiled.memory_analysis()
     assert memory is not None
     return (
-        backend, str(chunk_size or ""), "yes" if masked else "", f"{total * 1e3:.2f} ms", f"{floor * 1e3:.2f} ms",
-        format_percent(floor / total), format_bytes(memory.temp_size_in_bytes),
+        backend, str(chunk_size or ""), "yes" if masked else "", "a loop" if math.isnan(total) else f"{total * 1e3:.2f} ms",
+        f"{floor * 1e3:.2f} ms",
+        "" if math.isnan(total) else format_percent(floor / total), format_bytes(memory.temp_size_in_bytes),
     )  # fmt: skip
+
+
+def accessed_bytes(text: str) -> int:
+    """Returns the bytes that the kernels of a GPU program without loops read and write, operands and results."""
+    program = HloProgram(text)
+    lines = program.computations[program.entry]
+    sizes = {one.name: one.num_bytes for one in lines}
+    kernels = [one for one in lines if one.opcode not in NO_KERNELS]
+    return sum(one.num_bytes + sum(sizes[operand] for operand in one.operands) for one in kernels)
 
 
 if __name__ == "__main__":

@@ -95,7 +95,8 @@ def recorded_groups(path: Path) -> DrawGroups:
     def draw(rng: np.random.Generator, count: int, size: int) -> SequenceLengths:
         drawn = np.array([recorded[i][:size] for i in rng.integers(0, len(recorded), count // size)])
         numbers = np.repeat(np.arange(count // size), size)
-        return SequenceLengths(*drawn.reshape(-1, 2).T, numbers)
+        prompts, completions = drawn.reshape(-1, 2).T
+        return SequenceLengths(prompts, completions, numbers)
 
     return draw
 
