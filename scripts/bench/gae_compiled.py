@@ -76,10 +76,11 @@ def estimated(
     floor = num_bytes / bandwidth
     memory = compiled.memory_analysis()
     assert memory is not None
+    has_estimate = not math.isnan(total)
     return (
-        backend, str(chunk_size or ""), "yes" if masked else "", "a loop" if math.isnan(total) else f"{total * 1e3:.2f} ms",
-        f"{floor * 1e3:.2f} ms",
-        "" if math.isnan(total) else format_percent(floor / total), format_bytes(memory.temp_size_in_bytes),
+        backend, str(chunk_size or ""), "yes" if masked else "", f"{total * 1e3:.2f} ms" if has_estimate else "a loop",
+        f"{floor * 1e3:.2f} ms", format_percent(floor / total) if has_estimate else "",
+        format_bytes(memory.temp_size_in_bytes),
     )  # fmt: skip
 
 
