@@ -104,16 +104,24 @@ class Trainer:
         rewarded = sample_metrics(samples, self.rewards.reward_names) | reward_model_metrics(
             reward_passes, seconds=seconds
         )
-        (sampled, _), (learned, _) = map(gather_lengths, (scored.samples, samples))
-        flops = make_step_flops(
-            self.settings, self.session, self.reward_model and self.reward_model.spec, trains_policy=learns
-        ).total(
-            sampled=None if self.replay else sampled,
-            learned=learned,
+        step_metrics |= self._work_metrics(scored.samples, samples, reward_passes, trains_policy=learns)
+        step_metrics |= mismatch_metrics(samples)
+        return state, samples, {**rewarded, **step_metrics, **scoring, **advantages.metrics, **metrics}
+
+    def _work_metrics(
+        self, sampled: Sequence[Sample], learned: Sequence[Sample], reward_passes: Sequence[RewardPass],
+        *, trains_policy: bool,
+    ) -> dict[str, float]:  # fmt: skip
+        """Returns the tokens and FLOPs of a step, over all hosts; this is a collective call."""
+        (of_rollout, _), (of_update, _) = map(gather_lengths, (sampled, learned))
+        reward_model = self.reward_model and self.reward_model.spec
+        work = make_step_flops(self.settings, self.session, reward_model, trains_policy=trains_policy)
+        flops = work.total(
+            sampled=None if self.replay else of_rollout,
+            learned=of_update,
             rewarded=[one.cut.lengths for one in reward_passes],
         )
-        step_metrics |= {"perf/flops": flops, "data/num_tokens": int(sampled.totals.sum()), **mismatch_metrics(samples)}
-        return state, samples, {**rewarded, **step_metrics, **scoring, **advantages.metrics, **metrics}
+        return {"perf/flops": flops, "data/num_tokens": int(of_rollout.totals.sum())}
 
     def trains_policy(self, step: int) -> bool:
         """Returns whether a step updates the policy: not while the critic warms up."""
