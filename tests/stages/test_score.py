@@ -295,17 +295,17 @@ def one_too_few(line: str) -> str:
             "[0] is 0.5, but a lo",
         ),
         (with_fields(prompt_token_ids=None, prompt=[{"role": "user"}]), "prompt: a chat message needs `role` and"),
-        (with_fields(prompt_token_ids=None, prompt=3), "prompt: expected text or chat messages, got 3"),
+        (with_fields(prompt_token_ids=None, prompt=3), "prompt: expected a string or chat messages, got 3"),
         (
-            with_fields(completion=[{"role": "user", "content": "1"}]),
+            with_fields(completion_token_ids=None, completion=[{"role": "user", "content": "1"}]),
             "completion: expected a string or a list with one",
         ),
-        (with_fields(prompt_token_ids=None, prompt="\ud800"), "prompt: not Unicode text: surrogates not allowed"),
-        (as_nan, "not usable JSON: behavior_logprobs["),
+        (with_fields(prompt_token_ids=None, prompt="\ud800"), "prompt is not Unicode text: surrogates not allowed"),
+        (as_nan, "expected finite float32 numbers, got NoneType null or NaN"),
         (one_too_few, "behavior_logprobs has "),
         (with_fields(behavior_logprobs=1), "behavior_logprobs: expected a list"),
         (with_fields(note=10**400), None),
-        (lambda line: line[:-1] + ', "note": [1, 2e999]}', "note[1] is too large for a float64"),
+        (lambda line: line[:-1] + ', "note": [1, 2e999]}', "note[1] is Infinity, or too large for a float64"),
         (
             with_fields(prompt_token_ids=[2, 24]),
             "prompt_token_ids[1] is token 24, but the vocabulary of",
@@ -320,7 +320,7 @@ def one_too_few(line: str) -> str:
             "tokens, but the context of model.path is 128; remove the",
         ),
         (with_fields(prompt_token_ids=[2] * 100), "tokens, more than score.policy.max_tokens_per_device = 64 (from"),
-        (with_fields(uid="p"), "uid: expected `<prompt uid>/s0`"),
+        (with_fields(uid="p"), None),
     ],
 )
 def test_a_line_that_cannot_be_scored_is_named_before_any_device_work(
