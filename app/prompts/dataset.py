@@ -196,14 +196,12 @@ def _look_up(columns: Mapping[str, Any], name: str) -> Any:
 
 
 def _read_prompt(value: Any, where: str) -> str | Messages:
-    if value is None or (isinstance(value, (str, list)) and not value):
-        raise InputError(f"{where}: the prompt is empty")
-    if isinstance(value, str):
-        if not value.strip():
-            raise InputError(f"{where}: the prompt is blank")
-        return value
     if isinstance(value, list):
         return read_messages(value, where)
+    if isinstance(value, str) and value.strip():
+        return value
+    if isinstance(value, str | None):
+        raise InputError(f"{where}: the prompt is {'blank' if value else 'empty'}")
     raise InputError(f"{where}: expected text or a list of chat messages, got {type(value).__name__}")
 
 

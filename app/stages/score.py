@@ -118,12 +118,12 @@ def score_logprobs(
         session = ScoringSession.open(settings, model, critic)
         micro_batcher = _make_micro_batcher(settings, role, architecture, extent)
         shared = {"session": session, "role": role, "micro_batcher": micro_batcher, "num_samples": extent.num_samples}
-        write = partial(_write_scores, **shared, drawn=drawn, on_phase=entered)
+        write = partial(write_scores, **shared, drawn=drawn, on_phase=entered)
         metrics = [write(out, one, iterate_in_lockstep(file.windows(window))) for out, one in outputs.items()]
     return metrics if jax.process_index() == 0 else None
 
 
-def _write_scores(
+def write_scores(
     out: Path,
     checkpoint: SavedNetworks | None,
     windows: Iterable[Sequence[LocatedSample]],
@@ -235,7 +235,12 @@ class WindowScorer:
             self._update_totals([*compress(scored, was_sampled)], plan)
             # Only this field and the ids of texts are added: what a line lacks is not invented.
             yield [
-                {**one.record, **_token_ids(s), field: getattr(s, field).tolist()}
+                {
+                    **one.record,
+                    "prompt_token_ids": s.prompt.token_ids.tolist(),
+                    TOKEN_IDS: s.completion_ids.tolist(),
+                    field: getattr(s, field).tolist(),
+                }
                 for s, one in zip(scored, local, strict=True)
             ]
             if len(samples) < num_samples and jax.process_index() == 0:
@@ -286,7 +291,3 @@ class WindowScorer:
         total, count = sum_over_hosts(np.asarray(sums, np.float64)).tolist()
         largest = float(max_over_hosts(np.asarray(self._max_difference)))
         return {"mean |logprob - behavior|": total / count, "max |logprob - behavior|": largest} if count else {}
-
-
-def _token_ids(sample: Sample) -> dict[str, list[int]]:
-    return {"prompt_token_ids": sample.prompt.token_ids.tolist(), TOKEN_IDS: sample.completion_ids.tolist()}

@@ -22,8 +22,9 @@ from app.reward.aggregate import aggregate_rewards
 from app.reward.reward_outcome import RewardOutcome
 from app.runtime.micro_batching import MaxLengths, make_score_batcher
 from app.runtime.model_spec import read_model_spec
+from app.runtime.scoring import ScoringSession
 from app.runtime.session import Session
-from app.stages.score import WindowScorer
+from app.stages.score import WindowScorer, write_scores
 from app.tracking.compilation_counter import CompilationCounter
 from app.tracking.metrics import reward_counts
 from settings import load
@@ -163,6 +164,22 @@ def test_memory_and_shapes_do_not_grow_with_the_number_of_windows(
         np.testing.assert_allclose(record["policy_logprobs"], record["behavior_logprobs"], atol=1e-4)
     assert first_windows["shapes compiled"] == 1 or isinstance(cut, PackedRowBatcher)
     assert last["shapes compiled"] <= first_windows["shapes compiled"] + 1
+
+
+def test_the_weights_of_every_output_are_loaded_in_the_phase_compile(
+    sampled: Path, tiny_model: Path, tmp_path: Path
+) -> None:
+    chosen = load(None, [argument for argument in of_tiny(tiny_model) if argument != "--set"], {}).settings
+    session = ScoringSession.open(chosen, read_model_spec(chosen), None)
+    located = [LocatedSample("", r, sample_from_record(r, where="")) for r in records_of(sampled)]
+    cut = make_score_batcher(chosen, "policy", session.model_spec.architecture, MaxLengths(32))
+    phases: list[str] = []
+    for out in (tmp_path / "a.jsonl", tmp_path / "b.jsonl"):
+        shared = {"session": session, "role": "policy", "micro_batcher": cut, "num_samples": len(located)}
+        write_scores(out, None, [located], **shared, drawn=[], on_phase=phases.append)
+    assert list(dict.fromkeys(phases[: len(phases) // 2])) == ["compile", "score"]
+    assert phases[: len(phases) // 2] * 2 == phases
+    assert (tmp_path / "a.jsonl").read_text() == (tmp_path / "b.jsonl").read_text()
 
 
 def test_packing_is_checked_on_samples_of_the_file(sampled: Path, tiny_model: Path, tmp_path: Path) -> None:

@@ -253,7 +253,11 @@ def test_rollouts_that_verl_dumps_are_scored_and_rewarded(tiny_model: Path, tmp_
     records = scored(tiny_model, source)
     assert records[0] | dump == records[0]
     assert records[0].keys() == {*dump, *IDS, "policy_logprobs"}
-    assert [one["reward"] for one in scored(tiny_model, source, role="reward")] == [1.0, 0.0]
+    judged = scored(tiny_model, source, role="reward")
+    assert [one["reward"] for one in judged] == [1.0, 0.0]
+    # Scores chain: ids do not take the place of the text.
+    again = scored(tiny_model, lines(tmp_path, *records), "--overwrite", role="reward")
+    assert again == [scored | rewarded for scored, rewarded in zip(records, judged, strict=True)]
 
 
 def test_several_checkpoints_share_programs_and_have_a_file_each(finished: Path, tmp_path: Path) -> None:
