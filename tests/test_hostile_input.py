@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from app.prompts.chat import MAX_CHARACTERS
 from app.prompts.dataset import DatasetRow
-from app.prompts.encode import MAX_CHARACTERS, encode_prompts
+from app.prompts.encode import encode_prompts
 from app.runtime.model_spec import read_model_spec
 from settings import InputError, Settings, load
 from settings.checks.commands import check_for_train

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from contextlib import closing
+from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -86,11 +86,12 @@ class PolicyCheckpoint:
         """The run that wrote the checkpoint."""
         return RunDirectory(self.path.parent.parent)
 
-    def check_compatible(self, model: ModelSpec, *, needs_quantizer: bool = True) -> None:
+    def check_compatible(self, model: ModelSpec, *, needs_quantizer: bool = True, needs_tokenizer: bool = True) -> None:
         """Raises InputError if the checkpoint was trained with another model, tokenizer or adapter configuration.
 
         Args:
             needs_quantizer: False if the quantized kernels, for which the adapters were trained, are not loaded.
+            needs_tokenizer: False if the model may have no tokenizer, because token ids need none.
         """
         saved, path = self.progress.fingerprints, model.files.path
         there, wanted = saved.get(LORA_FINGERPRINT), model.adapter_fingerprints.get(LORA_FINGERPRINT)
@@ -107,7 +108,10 @@ class PolicyCheckpoint:
                 f"{QUANTIZATION_PACKAGE} {made_by}, but {here} is installed; "
                 f"pip install '{QUANTIZATION_PACKAGE}=={made_by}'"
             )
-        for what, fingerprint in (("model", model.files.fingerprint), ("tokenizer", model.tokenizer.fingerprint)):
+        fingerprints = {"model": model.files.fingerprint}
+        with nullcontext() if needs_tokenizer else suppress(InputError):
+            fingerprints["tokenizer"] = model.tokenizer.fingerprint
+        for what, fingerprint in fingerprints.items():
             if saved.get(what) != fingerprint:
                 raise InputError(
                     f"{OPTION}: {self.path} was trained from another {what}, not from that of model.path ({path}); "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -16,6 +17,7 @@ from settings import InputError, Resolved
 from settings.checks.commands import check_for_score
 
 Role = Literal["policy", "reference", "critic", "reward"]
+PLACEHOLDER = re.compile(r"\{(run|step|index)\}")
 
 
 def score(
@@ -38,7 +40,8 @@ def score(
         Path | None,
         typer.Option(
             metavar="FILE.jsonl",
-            help="Output file; {run} and {step} stand for those of a checkpoint: scored-{step}.jsonl. Required.",
+            help="Output file. {run}, {step} and {index} (0, 1, ...) stand for those of a checkpoint: "
+            "scored-{step}.jsonl. Required.",
         ),
     ] = None,
     role: Annotated[
@@ -82,12 +85,15 @@ def score_file(
     """Scores a file for a role and returns the summary of each output; None on all hosts but the first.
 
     Args:
-        out: the output; with several checkpoints a pattern with `{run}` or `{step}`.
+        out: the output; with several checkpoints a pattern with `{run}`, `{step}` or `{index}`.
 
     Raises:
-        InputError: an output exists and is not to be replaced, or two checkpoints have the same one.
+        InputError: an output exists and is not to be replaced, two checkpoints have the same one, or it is a pattern
+            and there is no checkpoint.
     """
     if not checkpoints:
+        if placeholder := PLACEHOLDER.search(str(out)):
+            raise InputError(f"--out: {placeholder[0]} stands for that of a checkpoint, but there is no --checkpoint")
         refuse_existing({"--out": out}, overwrite=overwrite)
     if checkpoints and role in ("reference", "reward"):
         weights = "model.path" if role == "reference" else "reward.model"
@@ -105,12 +111,13 @@ def score_file(
 
     saved = [PolicyCheckpoint.open(path) for path in checkpoints]
     outputs: dict[Path, PolicyCheckpoint | None] = {} if saved else {out: None}
-    for one in saved:
-        file = Path(str(out).replace("{run}", one.run.path.name).replace("{step}", str(one.step)))
+    for index, one in enumerate(saved):
+        values = {"run": one.run.path.name, "step": str(one.step), "index": str(index)}
+        file = Path(PLACEHOLDER.sub(lambda match, values=values: values[match[1]], str(out)))
         if file in outputs:
             raise InputError(
                 f"--out: {file} would hold the scores of two checkpoints, the second {one.path}; give each a file of "
-                "its own with {step} and {run} in the name, and each checkpoint once"
+                "its own with {step}, {run} or {index} (the checkpoint's number, from 0) in the name"
             )
         refuse_existing({"--out": file}, overwrite=overwrite)
         if len(saved) > 1:  # The input is read again for each.

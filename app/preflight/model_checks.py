@@ -25,7 +25,7 @@ from app.mesh.placement import (
 from app.model.decoder import DecoderDefinition, Params
 from app.model.segment_layout import single_segment_layout
 from app.preflight.check_results import CheckRecorder
-from app.prompts.encode import to_messages
+from app.prompts.chat import to_messages
 from app.prompts.tokenizer import Tokenizer
 from app.records.sample import Prompt, Sample
 from app.records.text_format import format_bytes

@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from app.prompts.chat import read_messages
 from app.records.jsonl import read_jsonl
 from app.records.parquet import read_parquet
 from app.records.sample import Messages
@@ -116,7 +117,10 @@ def _read_file(source: str) -> list[_RawRow]:
             " `hf:<hub id>` or `builtin:arithmetic`"
         )
     if path.suffix.lower() == ".parquet":
-        return list(itertools.starmap(_RawRow, read_parquet(path)))
+        try:
+            return list(itertools.starmap(_RawRow, read_parquet(path)))
+        except InputError as error:
+            raise InputError(f"data.source: {error}") from error
     return [_RawRow(f"{path}:{line}", record) for line, record in read_jsonl(path)]
 
 
@@ -192,34 +196,13 @@ def _look_up(columns: Mapping[str, Any], name: str) -> Any:
 
 
 def _read_prompt(value: Any, where: str) -> str | Messages:
-    if value is None or (isinstance(value, (str, list)) and not value):
-        raise InputError(f"{where}: the prompt is empty")
-    if isinstance(value, str):
-        if not value.strip():
-            raise InputError(f"{where}: the prompt is blank")
-        return value
     if isinstance(value, list):
         return read_messages(value, where)
+    if isinstance(value, str) and value.strip():
+        return value
+    if isinstance(value, str | None):
+        raise InputError(f"{where}: the prompt is {'blank' if value else 'empty'}")
     raise InputError(f"{where}: expected text or a list of chat messages, got {type(value).__name__}")
-
-
-def read_messages(values: list[Any], where: str) -> Messages:
-    """Returns a chat that the assistant continues, with only `role` and `content` of each message.
-
-    Raises:
-        InputError: a message has no text, or the last one is the assistant's; the error starts with `where`.
-    """
-    messages = []
-    for value in values:
-        role, content = (value.get("role"), value.get("content")) if isinstance(value, Mapping) else (None, None)
-        if not isinstance(role, str) or not isinstance(content, str):
-            raise InputError(f"{where}: a chat message needs `role` and `content`, both text; got {value!r:.80}")
-        messages.append({"role": role, "content": content})
-    if not messages:
-        raise InputError(f"{where}: the prompt is empty")
-    if messages[-1]["role"] == "assistant":
-        raise InputError(f"{where}: the chat ends with the assistant's turn; leave that turn out of the prompt")
-    return messages
 
 
 def _read_answer(value: Any, where: str) -> str | None:

@@ -10,14 +10,12 @@ from typing import Literal, Protocol
 
 import numpy as np
 
+from app.prompts.chat import check_text, check_unicode, to_messages
 from app.prompts.dataset import DatasetRow
 from app.records.sample import Messages, Prompt
 from settings.errors import InputError
 
 log = logging.getLogger(__name__)
-
-MAX_CHARACTERS = 1_000_000
-"""Of one prompt: tokenizers take hundreds of bytes for each character."""
 
 
 class ChatTokenizer(Protocol):
@@ -50,17 +48,6 @@ class EncodeReport:
         )
 
 
-def check_text(prompt: str | Messages, answer: str | None, *, where: str) -> None:
-    """Raises InputError, starting with `where`, if a tokenizer should not be given a text: too long, or not Unicode."""
-    texts = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
-    if (count := sum(map(len, texts))) > MAX_CHARACTERS:
-        raise InputError(f"{where}: the text has {count:,} characters, more than {MAX_CHARACTERS:,}; remove the row")
-    try:
-        "".join([*texts, answer or ""]).encode()
-    except UnicodeEncodeError as error:
-        raise InputError(f"{where}: not Unicode text: {error.reason}; remove the row") from error
-
-
 def encode_prompts(
     rows: Sequence[DatasetRow],
     tokenizer: ChatTokenizer,
@@ -81,7 +68,9 @@ def encode_prompts(
     """
     log.info("encoding %s prompts", f"{len(rows):,}")
     for row in rows:
-        check_text(row.prompt, row.answer, where=row.where or row.uid)
+        where = row.where or row.uid
+        check_text(row.prompt, f"{where}: the prompt")
+        check_unicode(row.answer or "", f"{where}: the answer")
     encoded = [tokenizer.chat_ids(to_messages(row.prompt, system_prompt)) for row in rows]
     lengths = [len(ids) for ids in encoded]
     num_overlong = sum(length > max_prompt_length for length in lengths)
@@ -113,16 +102,6 @@ def encode_prompts(
         histogram=_length_histogram(lengths),
     )
     return prompts, report
-
-
-def to_messages(prompt: str | Messages, system_prompt: str | None) -> Messages:
-    """Returns the prompt as a chat that starts with `system_prompt`, unless that is None."""
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-    if system_prompt is None:
-        return messages
-    if messages[0]["role"] == "system":
-        messages = messages[1:]
-    return [{"role": "system", "content": system_prompt}, *messages]
 
 
 def _to_prompt(row: DatasetRow, ids: list[int]) -> Prompt:

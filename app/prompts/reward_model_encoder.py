@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from app.model.io.model_files import ModelFiles
-from app.prompts.encode import to_messages
+from app.prompts.chat import to_messages
 from app.prompts.tokenizer import chat_ids, load_fast_tokenizer
 from app.records.sample import Messages, Prompt
 from settings.errors import InputError

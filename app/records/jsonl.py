@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from app.records.atomic_write import open_atomic
 from settings.errors import InputError
@@ -15,27 +15,32 @@ from settings.errors import InputError
 NUMBER_SHAPE_TABLE = bytes(
     ord("0") if chr(i) in "0123456789" else ord("e") if chr(i) in "eE" else i for i in range(256)
 )
-OVERFLOW_PATTERNS = (b"e000", b"e+000", b"0" * 309)
-"""Every JSON number that is too large for a float64, and that Python reads as an infinity, has one of these patterns
-after the translation. A regular expression would take thirty times as long, more than the parsing."""
+NON_FINITE_PATTERNS = (b"NaN", b"Infinity", b"e000", b"e+000", b"0" * 309)
+"""Every number that Python reads as NaN or an infinity, for example because it is too large for a float64, has one of
+these patterns after the translation. A regular expression would take thirty times as long, more than the parsing."""
 
 
-def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def read_jsonl(path: str | Path, *, reads_nan: bool = False) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yields (line number from 1, object) for every line that is not blank.
 
     Accepts a byte-order mark and CRLF line ends.
+
+    Args:
+        reads_nan: a NaN is read as None, since other programs write it; none of our own files has one.
 
     Raises:
         InputError: the file cannot be read, or a line is not UTF-8, not JSON, not an object, or has a number that is
             not finite.
     """
-    for number, record in read_jsonl_tolerant(path):
+    for number, record in read_jsonl_tolerant(path, reads_nan=reads_nan):
         if isinstance(record, InputError):
             raise record
         yield number, record
 
 
-def read_jsonl_tolerant(path: str | Path) -> Iterator[tuple[int, dict[str, Any] | InputError]]:
+def read_jsonl_tolerant(
+    path: str | Path, *, reads_nan: bool = False
+) -> Iterator[tuple[int, dict[str, Any] | InputError]]:
     """Yields like `read_jsonl`, but the InputError of an unusable line in place of its object.
 
     Raises:
@@ -50,7 +55,7 @@ def read_jsonl_tolerant(path: str | Path) -> Iterator[tuple[int, dict[str, Any] 
                 if not raw.strip():
                     continue
                 try:
-                    record = parse_object(raw, f"{path}:{number}")
+                    record = parse_object(raw, f"{path}:{number}", reads_nan=reads_nan)
                 except InputError as error:
                     record = error
                 yield number, record
@@ -60,49 +65,44 @@ def read_jsonl_tolerant(path: str | Path) -> Iterator[tuple[int, dict[str, Any] 
         raise InputError(f"{path.absolute()}: cannot be read: {error.strerror}") from error
 
 
-def parse_object(raw: bytes, where: str) -> dict[str, Any]:
-    """Returns the object of one line.
-
-    Args:
-        where: the start of error messages.
-
-    Raises:
-        InputError: see `read_jsonl`.
-    """
+def parse_object(raw: bytes, where: str, *, reads_nan: bool = False) -> dict[str, Any]:
+    """Returns the object of one line; see `read_jsonl`. Errors start with `where`."""
     try:
         # Without its end, so that an error at the end of the line is not at column 1 of the next.
-        value = json.loads(raw.decode("utf-8").rstrip("\r\n"), parse_constant=_refuse_constant)
+        value = json.loads(raw.decode("utf-8").rstrip("\r\n"))
     except UnicodeDecodeError as error:
         raise InputError(f"{where}: not UTF-8 text: {error.reason} at byte {error.start + 1}") from None
     except json.JSONDecodeError as error:
         raise InputError(f"{where}: not JSON: {error.msg} at column {error.colno}") from None
-    except _NonFiniteNumberError as error:
-        raise InputError(f"{where}: not usable JSON: {_find_non_finite(json.loads(raw))} is {error}") from None
     except (ValueError, RecursionError) as error:
         raise InputError(f"{where}: not usable JSON: {error}") from None
     if not isinstance(value, dict):
         raise InputError(f"{where}: expected a JSON object, got {type(value).__name__}")
     shape = raw.translate(NUMBER_SHAPE_TABLE)
-    if any(part in shape for part in OVERFLOW_PATTERNS) and (place := _find_non_finite(value)):
-        raise InputError(f"{where}: {place} is too large for a float64")
+    if any(part in shape for part in NON_FINITE_PATTERNS):
+        value = null_for_nan(value) if reads_nan else value
+        if problem := _find_non_finite(value):
+            raise InputError(f"{where}: not usable JSON: {problem}")
     return value
 
 
-class _NonFiniteNumberError(ValueError):
-    """NaN, Infinity or -Infinity, which Python reads but JSON does not have."""
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise _NonFiniteNumberError(f"{name}, which JSON does not have")
+def null_for_nan(value: Any) -> Any:
+    """Returns a JSON value with None for every NaN, as which pandas and other programs write a missing number."""
+    if isinstance(value, dict):
+        return {name: null_for_nan(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [null_for_nan(item) for item in value]
+    return None if isinstance(value, float) and math.isnan(value) else value
 
 
 def _find_non_finite(value: Any) -> str | None:
-    """Returns the place of the first NaN or infinity, such as `behavior_logprobs[3]`; None if there is none."""
+    """Returns where the first NaN or infinity is, such as `behavior_logprobs[3] is NaN`; None if there is none."""
     waiting = [("", value)]
     while waiting:
         place, value = waiting.pop()
         if isinstance(value, float) and not math.isfinite(value):
-            return place or "value"
+            name = "NaN" if math.isnan(value) else f"{'-' * (value < 0)}Infinity, or too large for a float64"
+            return f"{place} is {name}"
         if isinstance(value, dict):
             waiting += [(f"{place}.{name}" if place else name, item) for name, item in reversed(value.items())]
         elif isinstance(value, list):

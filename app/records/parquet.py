@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from app.records.jsonl import null_for_nan
 from settings.errors import InputError
 
 
 def read_parquet(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields (`FILE row INDEX` from 0, row) for every row. A NaN, which JSON does not have, becomes None.
+    """Yields (`FILE row INDEX` from 0, row) for every row, with None for NaN, which JSON does not have.
 
     Raises:
         InputError: the file cannot be read.
@@ -24,9 +24,7 @@ def read_parquet(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
         with pyarrow.parquet.ParquetFile(path) as file:
             for batch in file.iter_batches():
                 for row in batch.to_pylist():
-                    # pandas, and so TRL, stores a missing number as NaN.
-                    is_nan = {name for name, value in row.items() if isinstance(value, float) and math.isnan(value)}
-                    yield f"{path} row {index}", row | dict.fromkeys(is_nan)
+                    yield f"{path} row {index}", null_for_nan(row)
                     index += 1
     except FileNotFoundError:
         raise InputError(f"{path.absolute()}: no such file") from None

@@ -86,13 +86,15 @@ PER_TOKEN_FIELDS = (
 TOKEN_IDS = "completion_token_ids"
 LOGPROB_FIELDS = ("behavior_logprobs", "policy_logprobs", "reference_logprobs")
 SCORING_FIELDS = ("uid", "sample_index", "prompt_token_ids", TOKEN_IDS, "loss_mask", "finish_reason", *LOGPROB_FIELDS)
+REWARD_FIELDS = ("uid", "sample_index", "answer", "columns", "finish_reason")
+"""What every reward may read, beside texts and token ids."""
 MAX_LOGPROB = 1e-3
 """Above 0, because log_softmax rounds: log p of a certain token may come out as a tiny positive number."""
 ADVANTAGE_FIELDS = (TOKEN_IDS, "token_rewards", "loss_mask", "values", "reward", "finish_reason")
 
 
 class LocatedSample(NamedTuple):
-    """What a command reads of a JSON object, with the whole object and its location in the file."""
+    """What a command reads of a JSON object, with the whole object, as it was read, and its location in the file."""
 
     where: str
     record: Mapping[str, Any]
@@ -210,24 +212,25 @@ def sample_for_scoring(
 ) -> Sample:
     """Returns what scoring reads of a JSON object that may have none of the fields that only a rollout adds.
 
-    A sample without `uid` and `sample_index` is named by its place, one without `group_id` is a group of its own, and
-    other absent fields (null counts as absent) have the defaults of `SampleRecord`.
+    A sample is named by its place unless `uid` is that of a rollout, and is a group of its own. Absent fields (null
+    counts as absent) have the defaults of `SampleRecord`.
 
     Args:
         index: the index of the object in its file.
-        names: the known fields to read. Unknown ones go to `Sample.extra`.
+        names: the known fields to read; other programs may mean something else by the rest. Unknown ones go to
+            `Sample.extra`.
 
     Raises:
         InputError: a field that is read has the wrong type, length or range.
     """
     known = SampleRecord.model_fields
     given = {name: x for name, x in record.items() if name not in known or (name in names and x is not None)}
-    if not given.keys() >= {"uid", "sample_index"}:
+    if not str(given.get("uid")).endswith(f"/s{given.get('sample_index')}"):
         given |= {"uid": f"{where}/s0", "sample_index": 0}
     ids = given.get(TOKEN_IDS)
     # Rewards do without token ids, but a prompt has at least one.
     absent = {name: known[name].default for name in REQUIRED_FIELDS} | {
-        "group_id": -1 - index,
+        "group_id": index,
         "prompt_token_ids": [0],
         "behavior_logprobs": [0.0] * len(ids) if isinstance(ids, list) else [],
     }
@@ -330,7 +333,7 @@ def _validate_fields(
         expected = f"a list of {expected}"
     elif location.startswith("rewards."):
         expected = "a number"
-    text = repr(value)
+    text = "null or NaN" if value is None else repr(value)
     got = f"{type(value).__name__} {text if len(text) <= 40 else text[:40] + '...'}"
     raise InputError(f"{where}: {location}: expected {expected}, got {got}")
 

@@ -53,6 +53,8 @@ class DataColumns:
     """Alternative names of the prompt."""
     source: str
     """Value of `data_source` if there is no such column."""
+    without_token_ids: str | None = None
+    """Location of a sample that has only text, so that `completion_ids` cannot be filled."""
 
     @classmethod
     def from_rows(
@@ -139,7 +141,7 @@ def _available_arguments(style: StyleName, columns: DataColumns) -> list[str]:
     names = [*SAMPLE_ARGUMENTS[style], *sorted(columns.answers), *sorted(columns.extra), *sorted(columns.prompts)]
     if style == "batch":
         names += TRAINER_ARGUMENTS
-    return list(dict.fromkeys(names))
+    return [name for name in dict.fromkeys(names) if name != "completion_ids" or columns.without_token_ids is None]
 
 
 def _describe_available(columns: DataColumns) -> str:
@@ -147,6 +149,7 @@ def _describe_available(columns: DataColumns) -> str:
     return (
         "A function takes a batch (prompts, completions, completion_ids), or one sample (prompt, completion, or verl's "
         f"data_source, solution_str, ground_truth, extra_info), and in either case these data columns: {data}"
+        + (f"; {columns.without_token_ids} has no completion_token_ids" if columns.without_token_ids else "")
     )
 
 

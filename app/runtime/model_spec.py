@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property
 
 import jax.numpy as jnp
 
@@ -39,13 +39,14 @@ class ModelSpec:
     definition: DecoderDefinition
     """Definition of the model's own weights, as stored in its files."""
     load_tokenizer: Callable[[], Tokenizer]
-    """Loads the tokenizer at the first call, and raises InputError if the model has none that can be used."""
+    """Loads the tokenizer that `tokenizer` then keeps."""
     policy_definition: DecoderDefinition
     """Definition of the trained policy: with the adapters of `model.lora` and optionally quantized kernels; equals
     `definition` without adapters."""
 
-    @property
+    @cached_property
     def tokenizer(self) -> Tokenizer:
+        """The tokenizer, loaded when it is first used. Raises InputError if the model has none that can be used."""
         return self.load_tokenizer()
 
     @cached_property
@@ -114,15 +115,15 @@ def read_model_spec(settings: Settings, *, generates: bool = True) -> ModelSpec:
     check_tensors(expected_tensors(definition), files.weights.shapes, architecture)
     adapted = adapted_definition(definition, settings.model.lora)
 
-    @cache
     def read_tokenizer() -> Tokenizer:
         tokenizer = load_tokenizer(files, settings.data.chat_template_kwargs, needs_template=generates)
         _check_vocab_size(tokenizer, architecture)
         return tokenizer
 
+    model = ModelSpec(files, architecture, definition, read_tokenizer, adapted)
     if generates:
-        read_tokenizer()
-    return ModelSpec(files, architecture, definition, read_tokenizer, adapted)
+        _ = model.tokenizer
+    return model
 
 
 def adapted_definition(definition: DecoderDefinition, settings: LoRASettings) -> DecoderDefinition:

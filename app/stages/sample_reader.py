@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,7 +50,7 @@ class SampleReader:
         self._path = path
         self._architecture = architecture
         self._encoder = encoder
-        self._stamp = file_stamp(path) if path.exists() else None
+        self._stamp = file_stamp(path)
 
     def check(self, *, num_picked: int = 0, seed: int = 0) -> tuple[SampleFileExtent, list[Sample]]:
         """Returns the extent of the file, and `num_picked` random samples, or all samples if there are fewer.
@@ -64,7 +63,7 @@ class SampleReader:
         count = longest = longest_completion = 0
         longest_at = str(self._path)
         for where, record, sample in self._samples():
-            self._encoder.check_text_of_ids(sample, record, where=where)
+            self._encoder.check_text_of_ids(record, where=where)
             length = len(sample.prompt.token_ids) + len(sample.completion_ids)
             if length > longest:
                 longest, longest_at = length, where
@@ -105,21 +104,21 @@ class SampleReader:
             with_ids = self._encoder.with_token_ids(record, where=where)
             sample = sample_for_scoring(with_ids, where=where, index=index)
             check_token_ids(sample.prompt.token_ids, sample.completion_ids, self._architecture, where=where)
-            yield LocatedSample(where, with_ids, sample)
+            yield LocatedSample(where, record, sample)
 
     def _check_unchanged(self) -> None:
-        if not self._path.exists() or file_stamp(self._path) != self._stamp:
+        if file_stamp(self._path) != self._stamp:
             raise InputError(f"--input: {self._path} has changed while it was being scored; nothing was written")
 
 
 def read_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields (location, object) for every line of a JSON Lines file, or every row of a .parquet file.
+    """Yields (location, object) for every line of a JSON Lines file, or every row of a .parquet file; null for NaN.
 
     Raises:
         InputError: the file cannot be read, or an object has a value that JSON does not have.
     """
     if path.suffix.lower() != ".parquet":
-        yield from ((f"{path}:{line}", record) for line, record in read_jsonl(path))
+        yield from ((f"{path}:{line}", record) for line, record in read_jsonl(path, reads_nan=True))
         return
     for where, record in read_parquet(path):
         try:
@@ -130,22 +129,19 @@ def read_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def file_stamp(path: Path) -> tuple[int, ...]:
-    """Returns a stamp that changes with the file; raises InputError if the file cannot be read."""
-    with _naming_read_errors(path):
+    """Returns a stamp that changes with the file; an empty one if there is no file."""
+    try:
         status = os.stat(path)
+    except OSError:
+        return ()
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def file_digest(path: Path) -> str:
     """Returns the SHA-256 of a file; raises InputError if it cannot be read."""
-    with _naming_read_errors(path), path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-@contextmanager
-def _naming_read_errors(path: Path) -> Iterator[None]:
     try:
-        yield
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from error
 

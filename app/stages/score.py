@@ -8,6 +8,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import astuple, replace
+from functools import partial
+from itertools import compress
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -26,11 +29,12 @@ from app.mesh.placement import to_device_memory, to_host_memory
 from app.model.architecture import Architecture
 from app.model.decoder import Params
 from app.model.io.model_files import ModelFiles
+from app.prompts.tokenizer import Tokenizer
 from app.records.jsonl import check_output_path
 from app.records.sample import Sample
-from app.records.sample_json import LocatedSample
+from app.records.sample_json import TOKEN_IDS, LocatedSample
 from app.runtime.batch_checks import check_host_offload
-from app.runtime.host_supervision import iterate_in_phase, join_hosts
+from app.runtime.host_supervision import PhaseCallback, iterate_in_phase, join_hosts
 from app.runtime.micro_batching import MaxLengths, make_score_batcher, num_bootstrap_tokens
 from app.runtime.model_spec import CriticSpec, ModelSpec, read_critic_spec, read_model_spec
 from app.runtime.packed_row_check import check_packing
@@ -50,7 +54,7 @@ class SavedNetworks(Protocol):
     """A `PolicyCheckpoint`; scoring without one needs none of the packages that saving does."""
 
     def describe(self) -> str: ...
-    def check_compatible(self, model: ModelSpec) -> None: ...
+    def check_compatible(self, model: ModelSpec, *, needs_tokenizer: bool) -> None: ...
     def check_critic(self, critic: CriticSpec, *, is_required: bool) -> None: ...
     def restore_params(
         self, shapes: Params, shardings: Params, *, network: Literal["policy", "critic"] = "policy"
@@ -87,17 +91,17 @@ def score_logprobs(
     settings = resolved.settings
     if checks_packing and role == "critic":
         raise InputError("--check-packing compares logprobs, but --role critic has none; use --role policy")
-    model = read_model_spec(settings, generates=False)
-    critic = read_critic_spec(settings, model) if role == "critic" else None
     checkpoints = [one for one in outputs.values() if one is not None]
-    for checkpoint in checkpoints:
-        checkpoint.check_compatible(model)
-        if critic is not None:
-            checkpoint.check_critic(critic, is_required=True)
+    model = read_model_spec(settings, generates=False)
     if not checkpoints:
         model = model.without_adapters
+    critic = read_critic_spec(settings, model) if role == "critic" else None
+    for checkpoint in checkpoints:
+        checkpoint.check_compatible(model, needs_tokenizer=False)
+        if critic is not None:
+            checkpoint.check_critic(critic, is_required=True)
     architecture = (critic or model).architecture
-    encoder = SampleEncoder(model.load_tokenizer, system_prompt=settings.data.system_prompt)
+    encoder = SampleEncoder(lambda: model.tokenizer, system_prompt=settings.data.system_prompt)
     file = SampleReader(input, architecture, encoder)
     extent, drawn = file.check(num_picked=NUM_CHECKED_SAMPLES if checks_packing else 0, seed=settings.run.seed)
     check_token_quota(
@@ -107,35 +111,46 @@ def score_logprobs(
         where=extent.longest_location,
     )
     with join_hosts(settings, out=next(iter(outputs))) as entered:
-        facts = input_facts(input, model.files, critic and critic.files)
+        facts = input_facts(input, encoder, model.files, critic and critic.files)
         if checkpoints:
             facts["--checkpoint"] = "; ".join(one.describe() for one in checkpoints)
         check_hosts_agree(resolved, facts)
         session = ScoringSession.open(settings, model, critic)
         micro_batcher = _make_micro_batcher(settings, role, architecture, extent)
-
-        def write_output(out: Path, checkpoint: SavedNetworks | None) -> dict[str, Any]:
-            start = time.perf_counter()
-            params = jax.block_until_ready(_load_params(session, checkpoint))
-            figures: dict[str, Any] = {
-                "samples": extent.num_samples,
-                "loading seconds": round(time.perf_counter() - start, 2),
-            }
-            if drawn:
-                # If the file has fewer samples than the row needs, some are repeated.
-                packed = (drawn * NUM_CHECKED_SAMPLES)[:NUM_CHECKED_SAMPLES]
-                figures["max |packed - alone|"] = check_packing(session, params, packed)
-            passes = WindowScorer(session, params, role, micro_batcher=micro_batcher)
-            del params
-            with closing(CompilationCounter()) as compilations:
-                scored = passes.score_windows(iterate_in_lockstep(file.windows(window)), num_samples=extent.num_samples)
-                write_collectively(out, json_lines_by_part(iterate_in_phase(scored, "score", entered), path=out))
-                figures |= passes.metrics(compilations)
-            return {**figures, "written to": str(out)}
-
-        # The weights of one checkpoint are gone before those of the next are loaded.
-        metrics = [write_output(out, checkpoint) for out, checkpoint in outputs.items()]
+        shared = {"session": session, "role": role, "micro_batcher": micro_batcher, "num_samples": extent.num_samples}
+        write = partial(write_scores, **shared, drawn=drawn, on_phase=entered)
+        metrics = [write(out, one, iterate_in_lockstep(file.windows(window))) for out, one in outputs.items()]
     return metrics if jax.process_index() == 0 else None
+
+
+def write_scores(
+    out: Path,
+    checkpoint: SavedNetworks | None,
+    windows: Iterable[Sequence[LocatedSample]],
+    *,
+    session: ScoringSession,
+    role: ScoredRole,
+    micro_batcher: FixedRowBatcher | PackedRowBatcher,
+    num_samples: int,
+    drawn: list[Sample],
+    on_phase: PhaseCallback,
+) -> dict[str, Any]:
+    """Writes the windows with their scores, and returns the metrics; on return the checkpoint's weights are gone."""
+    on_phase("compile")
+    start = time.perf_counter()
+    params = jax.block_until_ready(_load_params(session, checkpoint))
+    figures: dict[str, Any] = {"samples": num_samples, "loading seconds": round(time.perf_counter() - start, 2)}
+    if drawn:
+        # If the file has fewer samples than the row needs, some are repeated.
+        packed = (drawn * NUM_CHECKED_SAMPLES)[:NUM_CHECKED_SAMPLES]
+        figures["max |packed - alone|"] = check_packing(session, params, packed)
+    passes = WindowScorer(session, params, role, micro_batcher=micro_batcher)
+    del params
+    with closing(CompilationCounter()) as compilations:
+        scored = passes.score_windows(windows, num_samples=num_samples)
+        write_collectively(out, json_lines_by_part(iterate_in_phase(scored, "score", on_phase), path=out))
+        figures |= passes.metrics(compilations)
+    return {**figures, "written to": str(out)}
 
 
 def _load_params(session: ScoringSession, checkpoint: SavedNetworks | None) -> Params:
@@ -149,11 +164,16 @@ def _load_params(session: ScoringSession, checkpoint: SavedNetworks | None) -> P
     return session.full_params(checkpoint.restore_params(shapes, shardings))
 
 
-def input_facts(input: Path, *models: ModelFiles | None) -> dict[str, str]:
-    """Returns the facts that must be equal on all hosts, in addition to the settings."""
+def input_facts(input: Path, encoder: SampleEncoder, *models: ModelFiles | None) -> dict[str, str]:
+    """Returns the facts that must be equal on all hosts, in addition to the settings.
+
+    The tokenizer is one of them if the input has text, which each host encodes.
+    """
     if jax.process_count() == 1:
         return {}
     prints = {f"the files of {model.name}": model.fingerprint for model in models if model is not None}
+    if isinstance(encoder.tokenizer, Tokenizer):
+        prints["the tokenizer"] = encoder.tokenizer.fingerprint
     return {"--input": file_digest(input), **prints}
 
 
@@ -211,9 +231,18 @@ class WindowScorer:
             self._seconds += time.perf_counter() - start
             self._totals["tokens"] += sum(len(s.prompt.token_ids) + len(s.completion_ids) for s in samples)
             local = window[shard.start : shard.stop]
-            self._update_totals([s for s, one in zip(scored, local, strict=True) if _has_behavior(one)], plan)
-            # Only this field is added: what a line lacks is not invented, and what it has is not rewritten.
-            yield [{**one.record, field: getattr(s, field).tolist()} for s, one in zip(scored, local, strict=True)]
+            was_sampled = [one.record.get("behavior_logprobs") is not None for one in local]
+            self._update_totals([*compress(scored, was_sampled)], plan)
+            # Only this field and the ids of texts are added: what a line lacks is not invented.
+            yield [
+                {
+                    **one.record,
+                    "prompt_token_ids": s.prompt.token_ids.tolist(),
+                    TOKEN_IDS: s.completion_ids.tolist(),
+                    field: getattr(s, field).tolist(),
+                }
+                for s, one in zip(scored, local, strict=True)
+            ]
             if len(samples) < num_samples and jax.process_index() == 0:
                 print(f"scored {done:,} of {num_samples:,} samples", file=sys.stderr)
 
@@ -221,7 +250,8 @@ class WindowScorer:
         """Adds a plan, and the differences of those samples that have the sampler's logprobs."""
         if self._role != "critic":
             none = np.zeros(0, np.float32)
-            differences = np.abs(np.concatenate([none, *(self._logprobs(s) - s.behavior_logprobs for s in samples)]))
+            logprobs = attrgetter(f"{self._role}_logprobs")
+            differences = np.abs(np.concatenate([none, *(logprobs(s) - s.behavior_logprobs for s in samples)]))
             self._max_difference = max(self._max_difference, float(differences.max(initial=0.0)))
             self._totals["differences"] += differences.size
             self._totals["difference"] += float(differences.sum(dtype=np.float64))
@@ -233,9 +263,6 @@ class WindowScorer:
             (plan.num_micro_batches,) if self._session.settings.score.for_role(self._role).strategy == "scan" else ()
         )
         self._shapes |= {(len(one.rows), *astuple(one.shape), *scanned) for one in plan.micro_batches}
-
-    def _logprobs(self, sample: Sample) -> np.ndarray:
-        return getattr(sample, f"{self._role}_logprobs")
 
     def metrics(self, compilations: CompilationCounter) -> dict[str, Any]:
         """Returns tokens, shapes and seconds of all windows, without compilation. All hosts must call it together."""
@@ -264,7 +291,3 @@ class WindowScorer:
         total, count = sum_over_hosts(np.asarray(sums, np.float64)).tolist()
         largest = float(max_over_hosts(np.asarray(self._max_difference)))
         return {"mean |logprob - behavior|": total / count, "max |logprob - behavior|": largest} if count else {}
-
-
-def _has_behavior(one: LocatedSample) -> bool:
-    return one.record.get("behavior_logprobs") is not None

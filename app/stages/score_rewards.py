@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, replace
 from operator import itemgetter
 from pathlib import Path
@@ -23,18 +23,17 @@ from app.distributed.watchdog import WAIT_PHASE
 from app.mesh import jax_startup
 from app.records.jsonl import check_output_path, write_jsonl
 from app.records.sample import Sample
-from app.records.sample_json import TOKEN_IDS, LocatedSample, SampleRecord, sample_for_scoring, sample_to_record
-from app.reward.aggregate import RewardedSamples, RewardFunctionCounts, merge_rewarded
+from app.records.sample_json import REWARD_FIELDS, TOKEN_IDS, LocatedSample, sample_for_scoring, sample_to_record
+from app.reward.aggregate import NO_REWARD_FINISH_REASON, RewardedSamples, RewardFunctionCounts, merge_rewarded
 from app.reward.builtin_tasks import check_answers
 from app.reward.plugin import StepInfo
 from app.reward.reward_functions import RewardFunctions
-from app.reward.reward_outcome import RewardOutcome
 from app.runtime.host_supervision import ignore_phase, join_hosts, wait_for_other_hosts
 from app.runtime.inputs import data_columns, make_overlong_penalty
-from app.runtime.reward_model import RewardModel, RewardModelSpec, read_reward_model_spec
+from app.runtime.reward_model import RewardModel, read_reward_model_spec
 from app.runtime.scoring import open_mesh
 from app.stages.sample_reader import file_digest, read_records
-from app.stages.sample_text import read_texts
+from app.stages.sample_text import VERL_NAMES, read_text
 from app.tracking.metrics import local_reward_counts
 from settings import Resolved, Settings
 from settings.errors import InputError
@@ -61,7 +60,9 @@ def score_rewards(resolved: Resolved, *, input: Path, out: Path) -> dict[str, An
     model = read_reward_model_spec(settings)
     if model is not None:
         model.check_prompt(prompts[0])
-    columns, penalty = data_columns(settings, prompts), make_overlong_penalty(settings)
+    without_ids = next((one.where for one in located if one.record.get(TOKEN_IDS) is None), None)
+    columns = replace(data_columns(settings, prompts), without_token_ids=without_ids)
+    penalty = make_overlong_penalty(settings)
     with ExitStack() as stack:
         rewards = stack.enter_context(RewardFunctions(settings.reward, columns, overlong=penalty))
         hosts, entered = [range(len(samples))], ignore_phase
@@ -74,7 +75,8 @@ def score_rewards(resolved: Resolved, *, input: Path, out: Path) -> dict[str, An
             _print_lines(rewards.plug_in_summaries)
         local_samples = [samples[i] for i in hosts[number]]
         entered("score")
-        model_outcomes = None if model is None else _score_with_reward_model(settings, model, local_samples)
+        judge = None if model is None else RewardModel.load(settings, model, open_mesh(settings))
+        model_outcomes = judge and judge.score(local_samples)[0]
         # No time limit: each call of a function has its own, and this phase covers the host's whole share.
         entered(WAIT_PHASE)
         scored = rewards.compute_rewards(local_samples, StepInfo(), model_outcomes=model_outcomes)
@@ -86,42 +88,57 @@ def score_rewards(resolved: Resolved, *, input: Path, out: Path) -> dict[str, An
             _print_lines(scored.notices)
         if scored.fatal_error is not None:
             raise RuntimeError(scored.fatal_error)
-        if len(hosts) == 1:
-            write_jsonl(out, map(_scored_record, located, scored.samples))
-        else:
-            with error_barrier():
-                if number == 0:
-                    write_jsonl(out, map(_scored_record, located, scored.samples))
+        with error_barrier() if len(hosts) > 1 else nullcontext():
+            if number == 0:
+                write_jsonl(out, map(_scored_record, located, scored.samples))
     if number > 0:
         return None
     return {"samples": len(samples), **_reward_metrics(scored, rewards.reward_names), "written to": str(out)}
 
 
 def _read_located(input: Path, settings: Settings) -> list[LocatedSample]:
-    """Reads all samples of a file, each with the texts that some reward reads; built-in ones read no prompt."""
-    reward, located = settings.reward, list[LocatedSample]()
-    reads_prompt = reward.model is not None or any(function.function for function in reward.functions)
+    """Reads all samples of a file, each with what some reward reads; built-in ones read no prompt and no token ids."""
+    reward, located, groups = settings.reward, list[LocatedSample](), dict[str, int]()
+    has_plug_ins = any(function.function for function in reward.functions)
     needed = {
         "completion": "a reward is of its text",
-        **({"prompt": "plug-ins and reward models read it"} if reads_prompt else {}),
+        **({"prompt": "plug-ins and reward models read it"} if has_plug_ins or reward.model is not None else {}),
         **({TOKEN_IDS: "reward.overlong_buffer counts them"} if reward.overlong_buffer is not None else {}),
     }
+    names = (*needed, *REWARD_FIELDS, *((TOKEN_IDS,) if has_plug_ins else ()))
     for index, (where, record) in enumerate(read_records(input)):
-        texts = read_texts(record, where=where)
+        texts = {name: read_text(record, name, where=where)[1] for name in VERL_NAMES if name in needed}
+        fields = {**record, **texts, **_read_reference(record)}
         for name, reason in needed.items():
-            if texts.get(name) is None:
+            if fields.get(name) is None:
                 raise InputError(f"{where}: missing {name}; {reason}; add the field or remove the line")
-        sample = sample_for_scoring(texts, where=where, index=index, names=SampleRecord.model_fields)
+        # Without a reward it was masked, which a reward undoes.
+        was_dropped = record.get("finish_reason") == NO_REWARD_FINISH_REASON
+        read = (*names, TOKEN_IDS, "loss_mask") if was_dropped else names
+        sample = sample_for_scoring(fields, where=where, index=index, names=read)
+        if (group := record.get("group_id")) is not None:
+            # Whatever names the group, its number is the index of its first sample.
+            sample = replace(sample, group_id=groups.setdefault(json.dumps(group), index))
         located.append(LocatedSample(where, record, sample))
     return located
+
+
+def _read_reference(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns answer and columns, with verl's `gts` of any type as `ground_truth`, since an answer is text."""
+    columns, answer, reference = record.get("columns"), record.get("answer"), record.get("gts")
+    columns = columns if isinstance(columns, dict) else {}
+    if answer is not None or reference is None:
+        return {"answer": answer, "columns": columns}
+    answer = reference if isinstance(reference, str) else None
+    return {"answer": answer, "columns": {"ground_truth": reference, **columns}}
 
 
 def _scored_record(one: LocatedSample, scored: Sample) -> Mapping[str, Any]:
     """Returns the record as it was read, but for the fields that scoring has added, changed or removed."""
     before, after = sample_to_record(one.sample), sample_to_record(scored)
     changed = {name: value for name, value in after.items() if name not in before or before[name] != value}
-    kept = {name: value for name, value in one.record.items() if name in after or name not in before}
-    return kept | changed
+    removed = {"rewards", "reward", *(before.keys() - after.keys())}
+    return {name: value for name, value in one.record.items() if name not in removed} | changed
 
 
 def _print_lines(lines: Sequence[str]) -> None:
@@ -137,14 +154,6 @@ def sample_indices_by_host(samples: Sequence[Sample]) -> list[Sequence[int]]:
     members = list(groups.values())
     runs = [host_shard(len(members), host=host) for host in range(jax.process_count())]
     return [sorted(place for group in run for place in members[group]) for run in runs]
-
-
-def _score_with_reward_model(
-    settings: Settings, model: RewardModelSpec, samples: Sequence[Sample]
-) -> list[RewardOutcome]:
-    """Returns the reward model's outcomes for this host's samples."""
-    outcomes, _ = RewardModel.load(settings, model, open_mesh(settings)).score(samples)
-    return outcomes
 
 
 def _gather_scored(local: RewardedSamples, hosts: Sequence[Sequence[int]]) -> RewardedSamples:

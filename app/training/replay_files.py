@@ -43,7 +43,7 @@ class StepFile:
     """Those of `reward`, `advantages` and `returns` that every sample has."""
 
     def check_unchanged(self) -> None:
-        if not self.path.exists() or file_stamp(self.path) != self.stamp:
+        if file_stamp(self.path) != self.stamp:
             raise InputError(f"{OPTION}: {self.path} has changed since the run began")
 
 

@@ -17,8 +17,9 @@ class WatchdogSettings(Section):
     """Time limits: if a phase takes longer, the run ends on every host with the stacks of all threads and exit code 70.
 
     For `grpo rollout` on several hosts, a phase is the time from one sample or segment to the next. For `grpo score`
-    it is the time from one window to the next, or a host's whole share for a reward model. A host that has finished
-    waits for the others without a limit, and reward functions have limits of their own.
+    it is the time from one window to the next, or a host's whole share for a reward model; loading a checkpoint counts
+    as `compile`. A host that has finished waits for the others without a limit, and reward functions have limits of
+    their own.
     """
 
     compile_s: TimeLimit | None = HOUR_S

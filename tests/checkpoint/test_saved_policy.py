@@ -17,6 +17,7 @@ from app.checkpoint.checkpoints import Checkpoints
 from app.checkpoint.retention import LatestAndBestPolicy
 from app.checkpoint.saved_policy import PolicyCheckpoint
 from app.checkpoint.train_progress import TrainProgress
+from app.prompts.tokenizer import Tokenizer
 from app.runtime.model_spec import ModelSpec, read_model_spec
 from settings import InputError, Settings
 from tests.checkpoints import SHAPES, make_state, shardings
@@ -114,6 +115,10 @@ def test_flipped_bits_and_a_lost_record_are_damage(run: Path, tmp_path: Path) ->
         read(folder)
 
 
+def no_tokenizer() -> Tokenizer:
+    raise InputError("there is no tokenizer")
+
+
 def test_it_belongs_to_its_model_and_tokenizer(run: Path, model: ModelSpec) -> None:
     saved = PolicyCheckpoint.open(run)
     saved.check_compatible(model)
@@ -123,7 +128,11 @@ def test_it_belongs_to_its_model_and_tokenizer(run: Path, model: ModelSpec) -> N
     tokenizer = copy.copy(model.tokenizer)
     tokenizer.fingerprint = "x"
     with pytest.raises(InputError, match="another tokenizer"):
-        saved.check_compatible(replace(model, load_tokenizer=lambda: tokenizer))
+        saved.check_compatible(replace(model, load_tokenizer=lambda: tokenizer), needs_tokenizer=False)
+    without = replace(model, load_tokenizer=no_tokenizer)
+    saved.check_compatible(without, needs_tokenizer=False)
+    with pytest.raises(InputError, match="there is no tokenizer"):
+        saved.check_compatible(without)
 
 
 def named(seed: int, *names: str) -> tuple[dict[str, Any], dict[str, Any]]:

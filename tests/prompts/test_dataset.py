@@ -150,7 +150,7 @@ def test_a_malformed_line_is_named(tmp_path):
 def test_a_truncated_parquet_file_is_an_input_error(tmp_path):
     path = Path(write_parquet(tmp_path / "d.parquet", [{"prompt": "p"}]))
     path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(InputError, match="not a readable Parquet file"):
+    with pytest.raises(InputError, match=rf"^data\.source: {path}: not a readable Parquet file"):
         load_dataset(str(path))
 
 

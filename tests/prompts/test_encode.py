@@ -93,5 +93,7 @@ def test_the_report_is_one_line():
 def test_a_row_that_cannot_be_encoded_is_named_by_its_location():
     for where, shown in (("a.jsonl:3", "a.jsonl:3"), ("", "a/2")):
         row = DatasetRow(uid="a/2", prompt="x" * 1_000_001, answer=None, where=where)
-        with pytest.raises(InputError, match=f"^{shown}: the text has 1,000,001 characters"):
+        with pytest.raises(InputError, match=f"^{shown}: the prompt has 1,000,001 characters"):
             encode([row])
+    with pytest.raises(InputError, match=r"^a/2: the answer is not Unicode text: surrogates not allowed"):
+        encode([DatasetRow(uid="a/2", prompt="x", answer="\ud800")])

@@ -245,7 +245,7 @@ BAD_LINES: list[tuple[dict[str, Any] | str, str]] = [
     ({"values": [3e38], "reward": -3e38}, "in.jsonl:2: rewards or values are too large"),
     (
         '{"values": [1.0, NaN], "reward": 1.0}',
-        "in.jsonl:2: not usable JSON: values[1] is NaN, which JSON",
+        "in.jsonl:2: not usable JSON: values[1] is NaN",
     ),
     ('{"values": [1.0,', "in.jsonl:2: not JSON"),
 ]

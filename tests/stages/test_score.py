@@ -22,8 +22,9 @@ from app.reward.aggregate import aggregate_rewards
 from app.reward.reward_outcome import RewardOutcome
 from app.runtime.micro_batching import MaxLengths, make_score_batcher
 from app.runtime.model_spec import read_model_spec
+from app.runtime.scoring import ScoringSession
 from app.runtime.session import Session
-from app.stages.score import WindowScorer
+from app.stages.score import WindowScorer, write_scores
 from app.tracking.compilation_counter import CompilationCounter
 from app.tracking.metrics import reward_counts
 from settings import load
@@ -165,6 +166,22 @@ def test_memory_and_shapes_do_not_grow_with_the_number_of_windows(
     assert last["shapes compiled"] <= first_windows["shapes compiled"] + 1
 
 
+def test_the_weights_of_every_output_are_loaded_in_the_phase_compile(
+    sampled: Path, tiny_model: Path, tmp_path: Path
+) -> None:
+    chosen = load(None, [argument for argument in of_tiny(tiny_model) if argument != "--set"], {}).settings
+    session = ScoringSession.open(chosen, read_model_spec(chosen), None)
+    located = [LocatedSample("", r, sample_from_record(r, where="")) for r in records_of(sampled)]
+    cut = make_score_batcher(chosen, "policy", session.model_spec.architecture, MaxLengths(32))
+    phases: list[str] = []
+    for out in (tmp_path / "a.jsonl", tmp_path / "b.jsonl"):
+        shared = {"session": session, "role": "policy", "micro_batcher": cut, "num_samples": len(located)}
+        write_scores(out, None, [located], **shared, drawn=[], on_phase=phases.append)
+    assert list(dict.fromkeys(phases[: len(phases) // 2])) == ["compile", "score"]
+    assert phases[: len(phases) // 2] * 2 == phases
+    assert (tmp_path / "a.jsonl").read_text() == (tmp_path / "b.jsonl").read_text()
+
+
 def test_packing_is_checked_on_samples_of_the_file(sampled: Path, tiny_model: Path, tmp_path: Path) -> None:
     arguments = ("--input", sampled, "--out", tmp_path / "scored.jsonl", "--check-packing", "--json", "--overwrite")
     for chosen in ((), settings("score.rows_per_device=8")):
@@ -295,17 +312,17 @@ def one_too_few(line: str) -> str:
             "[0] is 0.5, but a lo",
         ),
         (with_fields(prompt_token_ids=None, prompt=[{"role": "user"}]), "prompt: a chat message needs `role` and"),
-        (with_fields(prompt_token_ids=None, prompt=3), "prompt: expected text or chat messages, got 3"),
+        (with_fields(prompt_token_ids=None, prompt=3), "prompt: expected a string or chat messages, got 3"),
         (
-            with_fields(completion=[{"role": "user", "content": "1"}]),
+            with_fields(completion_token_ids=None, completion=[{"role": "user", "content": "1"}]),
             "completion: expected a string or a list with one",
         ),
-        (with_fields(prompt_token_ids=None, prompt="\ud800"), "prompt: not Unicode text: surrogates not allowed"),
-        (as_nan, "not usable JSON: behavior_logprobs["),
+        (with_fields(prompt_token_ids=None, prompt="\ud800"), "prompt is not Unicode text: surrogates not allowed"),
+        (as_nan, "expected finite float32 numbers, got NoneType null or NaN"),
         (one_too_few, "behavior_logprobs has "),
         (with_fields(behavior_logprobs=1), "behavior_logprobs: expected a list"),
         (with_fields(note=10**400), None),
-        (lambda line: line[:-1] + ', "note": [1, 2e999]}', "note[1] is too large for a float64"),
+        (lambda line: line[:-1] + ', "note": [1, 2e999]}', "note[1] is Infinity, or too large for a float64"),
         (
             with_fields(prompt_token_ids=[2, 24]),
             "prompt_token_ids[1] is token 24, but the vocabulary of",
@@ -320,7 +337,7 @@ def one_too_few(line: str) -> str:
             "tokens, but the context of model.path is 128; remove the",
         ),
         (with_fields(prompt_token_ids=[2] * 100), "tokens, more than score.policy.max_tokens_per_device = 64 (from"),
-        (with_fields(uid="p"), "uid: expected `<prompt uid>/s0`"),
+        (with_fields(uid="p"), None),
     ],
 )
 def test_a_line_that_cannot_be_scored_is_named_before_any_device_work(

@@ -123,6 +123,80 @@ def test_rewards_need_the_fields_that_their_functions_read(tmp_path: Path) -> No
         assert result.exit_code == 2 and f"{source}:1: missing {field}" in result.stderr
 
 
+FOREIGN = {
+    "uid": "g7-1",
+    "group_id": "g7",
+    "input": 3,
+    "output": {"text": "3"},
+    "prompt": [{"role": "user", "content": [{"type": "image"}]}],
+    "rewards": [0.1],
+    "reward": "good",
+    "worker": 3,
+    "segments": [],
+    "advantages": "high",
+    "values": 0,
+    "loss": {"now": [1.0, None]},
+}
+"""Fields of another program that have our names or verl's, but mean something else."""
+
+
+def test_fields_that_nobody_reads_may_hold_anything(tiny_model: Path, tmp_path: Path) -> None:
+    turns = [{"role": "assistant", "content": "3"}, {"role": "user", "content": "4"}]
+    ids = {"prompt_token_ids": [2, 5], "completion_token_ids": [6]}
+    answers = {"prompt": [*CHAT, {"role": "assistant", "content": "3"}]}
+    policy = lines(tmp_path, FOREIGN | {"completion": turns} | ids, ids | answers)
+    for before, after in zip(records_of(policy), scored(tiny_model, policy), strict=True):
+        assert after == before | {"policy_logprobs": after["policy_logprobs"]}
+    reward = lines(tmp_path, FOREIGN | {"completion": "3", "answer": "3", "loss_mask": "none", IDS[1]: "none"})
+    (judged,) = scored(tiny_model, reward, role="reward")
+    assert judged == records_of(reward)[0] | {"reward": 1.0, "rewards": {"arithmetic": 1.0}}
+
+
+def test_nan_becomes_null(tiny_model: Path, tmp_path: Path) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text(json.dumps({"prompt": CHAT, "completion": "3", "note": [{"a": float("nan")}]}))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([json.loads(source.read_text())]), tmp_path / "in.parquet")
+    assert [scored(tiny_model, path)[0]["note"] for path in (source, tmp_path / "in.parquet")] == [[{"a": None}]] * 2
+
+
+def rewarded_by(folder: Path, function: str, source: Path, *arguments: str) -> list[dict[str, Any]]:
+    (folder / "plug.py").write_text(function)
+    chosen = settings(f"reward.functions=[{folder / 'plug.py'}:f]", *arguments)
+    return scored(folder, source, *chosen, "--overwrite", role="reward")
+
+
+def test_any_value_of_group_id_names_a_group(tmp_path: Path) -> None:
+    texts = {"prompt": "1", "completion": "2"}
+    ids = ("g7", 1, "g7", None, [1, 2], 1, None)
+    source = lines(tmp_path, *(texts | {"group_id": name} for name in ids))
+    function = "def f(completions, **kwargs): return [len(completions)] * len(completions)"
+    records = rewarded_by(tmp_path, function, source, "reward.batch_size=1")
+    assert [one["reward"] for one in records] == [2, 2, 2, 1, 1, 2, 1]
+    assert [one["group_id"] for one in records] == [*ids]
+
+
+def test_a_reference_of_verl_may_have_any_type(tmp_path: Path) -> None:
+    dump = {"input": "1", "output": "3", "score": 0.0}
+    source = lines(tmp_path, *({**dump, "gts": gts} for gts in (["3", "4"], {"3": 1}, "3", "4")))
+    function = "def f(solution_str, ground_truth): return solution_str in ground_truth"
+    assert [one["reward"] for one in rewarded_by(tmp_path, function, source)] == [1.0, 1.0, 1.0, 0.0]
+
+
+def test_a_function_that_takes_token_ids_gets_those_of_every_sample(tmp_path: Path) -> None:
+    text = {"prompt": "1", "completion": "2"}
+    source = lines(tmp_path, text | {IDS[1]: [3, 4]}, text)
+    (tmp_path / "plug.py").write_text("def f(completions, completion_ids): return [1] * len(completions)")
+    chosen = settings(f"reward.functions=[{tmp_path / 'plug.py'}:f]")
+    result = here("score", "--role", "reward", "--input", source, "--out", tmp_path / "out.jsonl", *chosen)
+    assert result.exit_code == 2 and "cannot be filled: `completion_ids`" in result.stderr
+    assert result.stderr.endswith(f"{source}:2 has no completion_token_ids\n")
+    anything = "def f(completions, **kwargs): return ['completion_ids' in kwargs] * len(completions)"
+    assert [one["reward"] for one in rewarded_by(tmp_path, anything, source)] == [0.0, 0.0]
+    source = lines(tmp_path, text | {IDS[1]: [3, 4]})
+    taking = "def f(completions, completion_ids): return [len(ids) for ids in completion_ids]"
+    assert [one["reward"] for one in rewarded_by(tmp_path, taking, source)] == [2.0]
+
+
 def test_only_text_needs_a_tokenizer_and_only_chats_a_template(tmp_path: Path) -> None:
     model, out = write_model(tmp_path / "model"), tmp_path / "out.jsonl"
     ids = {"prompt_token_ids": [2, 5], "completion_token_ids": [6], "completion": "whatever"}
@@ -179,7 +253,11 @@ def test_rollouts_that_verl_dumps_are_scored_and_rewarded(tiny_model: Path, tmp_
     records = scored(tiny_model, source)
     assert records[0] | dump == records[0]
     assert records[0].keys() == {*dump, *IDS, "policy_logprobs"}
-    assert [one["reward"] for one in scored(tiny_model, source, role="reward")] == [1.0, 0.0]
+    judged = scored(tiny_model, source, role="reward")
+    assert [one["reward"] for one in judged] == [1.0, 0.0]
+    # Scores chain: ids do not take the place of the text.
+    again = scored(tiny_model, lines(tmp_path, *records), "--overwrite", role="reward")
+    assert again == [scored | rewarded for scored, rewarded in zip(records, judged, strict=True)]
 
 
 def test_several_checkpoints_share_programs_and_have_a_file_each(finished: Path, tmp_path: Path) -> None:
@@ -203,6 +281,13 @@ def test_several_checkpoints_share_programs_and_have_a_file_each(finished: Path,
     ):
         result = here(*arguments, tmp_path / out, *options[0], "--checkpoint", finished / "checkpoints" / repeated)
         assert result.exit_code == 2 and message in result.stderr
+        assert digest_of(tmp_path) == before
+    twice = here(*arguments, tmp_path / "{index}.jsonl", *options[0], *options[0])
+    assert records_of(tmp_path / "0.jsonl") == records_of(tmp_path / "1.jsonl"), twice.stderr
+    before = digest_of(tmp_path)
+    for role in ("policy", "reward"):
+        result = here(*arguments, tmp_path / "{step}.jsonl", "--role", role)
+        assert result.exit_code == 2 and "--out: {step} stands for that of a checkpoint, but the" in result.stderr
         assert digest_of(tmp_path) == before
     source = tmp_path / f"{finished.name}-4.jsonl"
     onto_itself = ("--input", source, "--out", tmp_path / "{run}-{step}.jsonl", "--overwrite")

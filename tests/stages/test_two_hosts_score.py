@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,25 @@ def test_two_hosts_score_packed_rows_of_several_windows(sampled: Path, tiny_mode
     assert_close(*scored_by_one_and_two(tmp_path, *arguments), field="policy_logprobs")
 
 
+def test_two_hosts_encode_texts_and_chats(sampled: Path, tiny_model: Path, tmp_path: Path) -> None:
+    texts = [{"prompt": one["prompt"], "completion": one["completion"]} for one in records_of(sampled)[:5]]
+    chats = [{**one, "prompt": [{"role": "user", "content": one["prompt"]}]} for one in texts]
+    write_jsonl(tmp_path / "texts.jsonl", texts + chats)
+    arguments = (*of_tiny(tiny_model), "--input", tmp_path / "texts.jsonl")
+    assert_close(*scored_by_one_and_two(tmp_path, *arguments), field="policy_logprobs")
+
+
+def test_another_tokenizer_on_one_host_stops_both(sampled: Path, tiny_model: Path, tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "texts.jsonl", [{"prompt": "1+2=?", "completion": "3"}])
+    shutil.copytree(tiny_model, tmp_path / "other")
+    (tmp_path / "other" / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    each = [settings(f"model.path={model}") for model in (tiny_model, tmp_path / "other")]
+    arguments = ("--input", tmp_path / "texts.jsonl", "--out", tmp_path / "out.jsonl")
+    for host in run_on_two_hosts("score", *arguments, of_each=(each[0], each[1])):
+        assert host.exit_code == 2 and "the tokenizer" in host.stderr and "the hosts differ" in host.stderr, host
+    assert not (tmp_path / "out.jsonl").exists()
+
+
 def test_two_hosts_ask_a_critic_in_fixed_rows(sampled: Path, tiny_model: Path, tmp_path: Path) -> None:
     # Of a single sample the second host has none.
     write_jsonl(tmp_path / "one_sample.jsonl", records_of(sampled)[:1])
@@ -59,8 +79,9 @@ def test_two_hosts_share_out_groups_among_reward_functions_and_a_reward_model(
     sampled: Path, tiny_model: Path, tmp_path: Path
 ) -> None:
     judge = write_reward_model(tmp_path / "judge")
-    # Five of the six groups, their samples far apart.
+    # Five of the six groups, their samples far apart, as another program may name them.
     records = sorted(records_of(sampled)[:20], key=lambda record: record["sample_index"])
+    records = [record | {"group_id": f"g{record['group_id']}", "uid": number} for number, record in enumerate(records)]
     write_jsonl(tmp_path / "samples.jsonl", records)
     chosen = settings(f"reward.model={judge}", "reward.functions=[arithmetic, arithmetic_format]")
     arguments = (*of_tiny(tiny_model), *chosen, "--role", "reward", "--input", tmp_path / "samples.jsonl")
