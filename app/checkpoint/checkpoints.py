@@ -306,11 +306,12 @@ def array_path(keys: Sequence[Any]) -> str:
 
 
 def checksum(x: Array) -> UInt32[Array, ""]:
-    """Returns the sum of the 32-bit words mod 2^32, which is exact and so the same on every mesh.
+    """Returns the sum of the words, of 16 or 32 bits, mod 2^32, which is exact and so the same on every mesh.
 
     TensorStore's compressed arrays have no checksum, so a flipped bit in a weight would go unnoticed.
     """
-    return jnp.sum(jax.lax.bitcast_convert_type(x, jnp.uint32), dtype=jnp.uint32)
+    word = jnp.uint16 if x.dtype.itemsize == 2 else jnp.uint32
+    return jnp.sum(jax.lax.bitcast_convert_type(x, word), dtype=jnp.uint32)
 
 
 def fetch_checksums(sums: Mapping[str, Array]) -> dict[str, int]:

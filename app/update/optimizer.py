@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,17 +56,36 @@ def make_optimizer(settings: OptimizerSettings, schedule: optax.Schedule) -> opt
     def decayed(params: Params) -> Any:
         return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key in DECAYED, params)
 
-    return optax.chain(
-        optax.clip_by_global_norm(settings.max_grad_norm),
-        optax.adamw(
-            schedule,
-            b1=settings.beta1,
-            b2=settings.beta2,
-            eps=settings.epsilon,
-            weight_decay=settings.weight_decay,
-            mask=decayed,
-        ),
+    adamw = optax.adamw(
+        schedule,
+        b1=settings.beta1,
+        b2=settings.beta2,
+        eps=settings.epsilon,
+        weight_decay=settings.weight_decay,
+        mask=decayed,
     )
+    types = {"mu": jnp.dtype(settings.first_moment), "nu": jnp.dtype(settings.second_moment)}
+    return optax.chain(optax.clip_by_global_norm(settings.max_grad_norm), _store_moments(adamw, types))
+
+
+def _store_moments(adamw: optax.GradientTransformation, types: Mapping[str, Any]) -> optax.GradientTransformation:
+    """Returns AdamW whose moments have other types between updates, which compute in float32."""
+    if set(types.values()) == {jnp.dtype("float32")}:
+        return adamw
+
+    def cast(state: Any, types: Mapping[str, Any]) -> Any:
+        return optax.tree.set(
+            state, **{name: optax.tree.cast(optax.tree.get(state, name), dtype) for name, dtype in types.items()}
+        )
+
+    def init(params: Any) -> Any:
+        return cast(adamw.init(params), types)
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        updates, state = adamw.update(updates, cast(state, dict.fromkeys(types, jnp.dtype("float32"))), params)
+        return updates, cast(state, types)
+
+    return optax.GradientTransformation(init, update)
 
 
 def train_state_shardings(

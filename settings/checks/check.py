@@ -29,4 +29,4 @@ def run_checks(resolved: Resolved, checks: Iterable[Check]) -> None:
     """Runs every check and raises InputError listing all problems, one per line."""
     problems = [message for check in checks for message in check(resolved)]
     if problems:
-        raise InputError(re.sub(r"<([a-z_.]+)>", lambda match: resolved.describe(match[1]), "\n".join(problems)))
+        raise InputError(re.sub(r"<([a-z_.0-9]+)>", lambda match: resolved.describe(match[1]), "\n".join(problems)))

@@ -177,7 +177,14 @@ BATCH_CHECKS = (
     check_max_length,
 )
 
+_check_second_moment = Rule(
+    lambda s: s.optimizer.second_moment == "bfloat16" and s.optimizer.beta2 > 0.95,
+    "<optimizer.second_moment> has 8 bits, in which the change of one update would be lost with <optimizer.beta2>; set "
+    "optimizer.beta2 to 0.95 or less, or optimizer.second_moment: float32",
+)
+
 ALGORITHM_CHECKS = (
+    _check_second_moment,
     _check_group_size,
     _check_temperature,
     Rule(

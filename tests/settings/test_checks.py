@@ -114,6 +114,14 @@ def test_fused_gae_takes_one_discount(resolve, reason: str, message: str) -> Non
         check_for_train(resolve(*chosen, f"algorithm.gae_backend={backend}"))
 
 
+def test_a_second_moment_of_8_bits_needs_a_fast_decay(resolve) -> None:
+    rounded = "optimizer.second_moment=bfloat16"
+    message = refusal(check_for_train, resolve(rounded))
+    assert "the change of one update would be lost with optimizer.beta2 = 0.999" in message
+    check_for_train(resolve(rounded, "optimizer.beta2=0.95"))
+    check_for_train(resolve("optimizer.first_moment=bfloat16"))
+
+
 def test_only_chunks_have_a_size(resolve) -> None:
     chosen = ("algorithm.name=ppo", "algorithm.gae_chunk_size=64")
     assert "it is only for algorithm.gae_backend chunked" in refusal(check_for_train, resolve(*chosen))

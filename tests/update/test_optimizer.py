@@ -111,3 +111,35 @@ def test_a_fresh_state_has_no_history():
 
 def is_adam(node) -> bool:
     return isinstance(node, optax.ScaleByAdamState)
+
+
+def test_moments_are_stored_in_the_types_of_the_settings():
+    rng = np.random.default_rng(0)
+    params = {"kernel": jnp.float32(rng.normal(size=(64, 2)))}
+    stored = {"first_moment": "bfloat16", "second_moment": "bfloat16"}
+    exact, rounded = (
+        make_optimizer(OptimizerSettings.model_validate({"beta2": 0.95, **types}), CONSTANT) for types in ({}, stored)
+    )
+    states = [exact.init(params), rounded.init(params)]
+    for _ in range(20):
+        gradients = {"kernel": jnp.float32(rng.normal(size=(64, 2)))}
+        (expected, states[0]), (found, states[1]) = (
+            optimizer.update(gradients, state, params)
+            for optimizer, state in zip((exact, rounded), states, strict=True)
+        )
+        np.testing.assert_allclose(found["kernel"], expected["kernel"], rtol=0.05, atol=2e-3)
+    adam = next(part for part in jax.tree.leaves(states[1], is_leaf=is_adam) if is_adam(part))
+    assert {x.dtype.name for x in jax.tree.leaves((adam.mu, adam.nu))} == {"bfloat16"}
+    assert jax.tree.map(jnp.shape, states[1]) == jax.tree.map(jnp.shape, states[0])
+
+
+@pytest.mark.parametrize(("beta2", "is_forgotten"), [(0.95, True), (0.999, False)])
+def test_only_a_fast_decay_survives_rounding_to_8_bits(beta2, is_forgotten):
+    """The reason for the limit of `optimizer.beta2`."""
+    optimizer = make_optimizer(OptimizerSettings(beta2=beta2, second_moment="bfloat16"), CONSTANT)
+    params = {"kernel": jnp.ones((1, 1))}
+    _, state = optimizer.update(params, optimizer.init(params), params)
+    first = optax.tree.get(state, "nu")["kernel"]
+    for _ in range(10):
+        _, state = optimizer.update({"kernel": jnp.zeros((1, 1))}, state, params)
+    assert bool(optax.tree.get(state, "nu")["kernel"] < first) == is_forgotten
