@@ -53,7 +53,10 @@ LLAMA3 = {
 }
 LONG_BASE = {"rope_type": "default", "rope_theta": 1e6}
 BIASES = {"attention_bias": True, "mlp_bias": True}
+EXPERTS = {"num_local_experts": 5, "num_experts_per_tok": 3}
 SWITCHES: dict[str, dict[str, Any]] = {
+    "mixtral": EXPERTS,
+    "qwen3_moe": {**EXPERTS, "moe_intermediate_size": 21, "norm_topk_prob": True},
     # Every cap bends what goes through it, every window is shorter than most segments.
     "mistral": {"sliding_window": 4},
     "gemma2": {
@@ -156,7 +159,9 @@ def import_reference() -> tuple[Any, Any]:
 
 def load_reference(directory: Path) -> Any:
     _, transformers = import_reference()
-    return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype="float32").eval()
+    # The default products of experts want widths of 16 bytes.
+    plain = {"dtype": "float32", "experts_implementation": "eager"}
+    return transformers.AutoModelForCausalLM.from_pretrained(directory, **plain).eval()
 
 
 def reference_logits(model: Any, token_ids: np.ndarray) -> np.ndarray:
@@ -208,6 +213,11 @@ def assert_every_segment_has_the_reference_logits(directory: Path, rows: PackedR
         pytest.param("qwen3", QWEN_WINDOWS | ONE_KV_HEAD, id="qwen3-windows-one_kv_head"),
         pytest.param("mistral", {}, id="mistral"),
         pytest.param("mistral", {"sliding_window": None, "tie_word_embeddings": True}, id="mistral-tied-no_window"),
+        pytest.param("mixtral", {}, id="mixtral"),
+        pytest.param("mixtral", {"sliding_window": 4, "tie_word_embeddings": True}, id="mixtral-tied-window"),
+        pytest.param("qwen3_moe", {}, id="qwen3_moe"),
+        pytest.param("qwen3_moe", {"norm_topk_prob": False, "attention_bias": True}, id="qwen3_moe-not_normalized"),
+        pytest.param("qwen3_moe", QWEN_WINDOWS | ONE_KV_HEAD, id="qwen3_moe-windows-one_kv_head"),
         pytest.param("gemma2", {}, id="gemma2"),
         pytest.param("gemma2", {"num_hidden_layers": 4} | ONE_KV_HEAD, id="gemma2-one_kv_head"),
         pytest.param(
