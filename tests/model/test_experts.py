@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ import pytest
 from flax import nnx
 
 from app.model.decoder import DecoderDefinition, Params
+from app.model.experts import Experts, choose_experts, combine, dispatch
 from app.model.grouped_product import blockwise_matrix_gradient, grouped_product, tgmm_product
 from tests.tiny import MIXTURE, make_mesh, random_params
 
@@ -74,8 +76,6 @@ def one_hot_experts(params: Params, x: jax.Array, is_token: np.ndarray) -> jax.A
 @functools.cache
 def expert_layer() -> tuple[Any, Params]:
     """Returns the graph of the experts of one layer, and their weights."""
-    from app.model.experts import Experts
-
     definition = DecoderDefinition.create(MIXTURE)
     graph, _ = nnx.split(nnx.eval_shape(lambda: Experts(MIXTURE, nnx.Rngs(0), stack={})))
     return graph, jax.tree.map(lambda x: x[0], random_params(definition)["blocks"]["experts"])
@@ -100,3 +100,43 @@ def test_experts_on_any_mesh_and_their_gradients_equal_a_one_hot_mixture(shape):
     assert not np.any(y[~is_token])
     assert not np.any(of_params["router"])
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), (of_params, of_x), of_dense(seed))
+
+
+def test_a_router_gives_probabilities_of_all_experts_or_of_the_chosen_alone():
+    x, router = jnp.ones((1, 1)), jnp.log(jnp.array([[1.0], [4.0], [2.0], [1.0]]))
+    probabilities, chosen = choose_experts(replace(MIXTURE, experts_per_token=2, normalized_routing=False), x, router)
+    np.testing.assert_array_equal(chosen, [[1, 2]])
+    np.testing.assert_allclose(probabilities, [[0.5, 0.25]], rtol=1e-6)
+    probabilities, _ = choose_experts(replace(MIXTURE, experts_per_token=2), x, router)
+    np.testing.assert_allclose(probabilities, [[2 / 3, 1 / 3]], rtol=1e-6)
+
+
+def test_copies_go_out_in_order_and_come_back_as_sums_and_each_is_the_gradient_of_the_other():
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(5, 3)), FLOAT32)
+    order = jnp.asarray(np.random.default_rng(1).permutation(10))
+    back = jnp.argsort(order)
+    y, of_dispatch = jax.vjp(lambda x: dispatch(x, 2, order, back), x)
+    np.testing.assert_array_equal(y, x[order // 2])
+    total, of_combine = jax.vjp(lambda y: combine(y, 2, order, back), y)
+    np.testing.assert_allclose(total, 2 * x, rtol=1e-6)
+    np.testing.assert_array_equal(of_combine(x)[0], y)
+    np.testing.assert_allclose(of_dispatch(y)[0], 2 * x, rtol=1e-6)
+
+
+def test_no_step_of_a_pass_or_its_gradients_is_a_scatter():
+    graph, params = expert_layer()
+    x, is_token = jnp.ones((2, 6, 36)), np.ones((2, 6), bool)
+    program = jax.make_jaxpr(jax.grad(lambda *args: nnx.merge(graph, args[0])(args[1], is_token).sum(), (0, 1)))(
+        params, x
+    )
+    assert "scatter" not in str(program)
+
+
+def test_what_padding_holds_changes_no_bit_of_a_token():
+    graph, params = expert_layer()
+    rng = np.random.default_rng(5)
+    x, is_token = rng.normal(size=(2, 9, 36)).astype(np.float32), rng.random((2, 9)) < 0.6
+    mix = jax.jit(lambda x: nnx.merge(graph, params)(x, is_token))
+    y, other = mix(x), mix(np.where(is_token[..., None], x, np.float32(1e4)))
+    np.testing.assert_array_equal(y, other)
+    assert not np.any(y[~is_token]) and np.all(np.any(y[is_token], axis=-1))
