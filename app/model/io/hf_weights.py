@@ -198,11 +198,11 @@ def load_weights(
             return quantize_kernel(definition, entry.path, tensor)
         return {entry.path: tensor.astype(shapes[entry.path].dtype, copy=False)}
 
-    def read_experts(first: TensorEntry, entries: Iterable[TensorEntry]) -> dict[ParamPath, np.ndarray]:
-        stacked = np.empty(shapes[first.path].shape[1:], shapes[first.path].dtype)
+    def read_experts(path: ParamPath, entries: Iterable[TensorEntry]) -> dict[ParamPath, np.ndarray]:
+        stacked = np.empty(shapes[path].shape[1:], shapes[path].dtype)
         for entry in entries:
-            stacked[entry.expert] = read(entry)[entry.path]
-        return {first.path: stacked}
+            stacked[entry.expert] = read(entry)[path]
+        return {path: stacked}
 
     log.info("loading %s tensors onto %d device%s", f"{len(entries):,}", mesh.size, "" if mesh.size == 1 else "s")
     params: dict[ParamPath, Array] = {}
@@ -219,13 +219,13 @@ def load_weights(
                 params[path], place_tensor(part, without_layer_dim(sharding)), layer
             )
 
-    for _, (entry, *others) in itertools.groupby(entries, key=lambda entry: (entry.path, entry.layer)):
+    for (path, layer), (entry, *others) in itertools.groupby(entries, key=lambda entry: (entry.path, entry.layer)):
         # No variable refers to the tensor here: it would stay in memory while the next one is read.
-        if entry.layer is None:
-            params[entry.path] = place_tensor(read(entry)[entry.path], shardings[entry.path])
+        if layer is None:
+            params[path] = place_tensor(read(entry)[path], shardings[path])
             continue
-        allocate([entry.path] if entry.path in shapes else [(*entry.path[:-1], leaf) for leaf in (CODES, SCALES)])
-        write(read(entry) if entry.expert is None else read_experts(entry, [entry, *others]), entry.layer)
+        allocate([path] if path in shapes else [(*path[:-1], leaf) for leaf in (CODES, SCALES)])
+        write(read(entry) if entry.expert is None else read_experts(path, [entry, *others]), layer)
     allocate(shapes)
     return unflatten_dict(params)
 
