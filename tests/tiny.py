@@ -64,6 +64,18 @@ SWITCHES: dict[str, Any] = {
 
 SWITCHED = replace(ODD, num_layers=3, windows=(3, None, 4), **SWITCHES)
 
+EXPERTS: dict[str, Any] = {
+    "family": "qwen3_moe",
+    "mlp_dim": 14,
+    "num_experts": 8,
+    "experts_per_token": 3,
+    "normalized_routing": True,
+    "query_key_norms": True,
+}
+"""All differences of a mixture of experts from Llama."""
+
+MIXTURE = replace(ODD, **EXPERTS)
+
 EVEN = replace(ODD, vocab_size=64, model_dim=32, mlp_dim=48, num_query_heads=4, num_kv_heads=2, head_dim=8)
 """A model whose weights can all be split over 8 devices by fsdp, or 2 by tp."""
 

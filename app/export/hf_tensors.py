@@ -39,17 +39,19 @@ class HfTensors:
         *inside, leaf = entry.path
         leaves = (leaf, LORA_A, LORA_B) if leaf == "kernel" else (leaf,)
         stacked = {name: self._arrays[path] for name in leaves if (path := (*inside, name)) in self._arrays}
-        arrays = {name: slice_layer(array, layer) for name, array in stacked.items()}
+        arrays = {name: slice_layer(array, layer, entry.expert) for name, array in stacked.items()}
         return merge_adapters(arrays, self._lora)[leaf]
 
 
 @jax.jit
-def slice_layer(stacked: Array, layer: int) -> Array:
-    """Returns one layer of a stacked array, with a layer dim of size 1.
+def slice_layer(stacked: Array, layer: int, expert: int | None = None) -> Array:
+    """Returns one layer of a stacked array, with a layer dim of size 1, or one expert of that layer.
 
     The slice is taken on the devices: fetching the stacked array would copy all layers, and JAX would keep the copy.
     """
-    return jax.lax.dynamic_slice_in_dim(stacked, layer, 1)
+    if expert is None:
+        return jax.lax.dynamic_slice_in_dim(stacked, layer, 1)
+    return stacked[layer, expert]
 
 
 def to_hf_layout(tensor: np.ndarray, path: ParamPath, file_shape: tuple[int, ...]) -> np.ndarray:

@@ -37,6 +37,11 @@ LOGICAL_AXIS_RULES: dict[str, str | tuple[str, ...] | None] = {
     "kv_heads": "tp",
     "head": None,
     "mlp": "tp",
+    # Whole experts: a device computes its own for all tokens of its rows, which it has anyway.
+    "experts": "tp",
+    "expert_mlp": None,
+    # The router's outputs.
+    "routes": None,
     "lora_rank": None,
     # The LM head's vocabulary where it is used: no device then needs another's part of the table.
     "head_vocab": ("tp", "fsdp"),
@@ -118,7 +123,8 @@ def shard_map_by_dims(
     """Returns a function that applies `function` to each device's part of its arguments on the current mesh.
 
     Loops may differ in length between devices, but not around collectives. A dim is split if its axis divides it
-    in every argument that has it; otherwise it is replicated. The returned function cannot be differentiated.
+    in every argument that has it; otherwise it is replicated. Gradients of an argument are summed over the devices that
+    have the same part of it.
 
     Args:
         in_dims: the dims of each argument, as a tree of tuples of names.

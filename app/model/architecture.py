@@ -22,6 +22,7 @@ class Architecture:
     num_layers: int
     model_dim: int
     mlp_dim: int
+    """Width of the MLP, or of each expert."""
     num_query_heads: int
     num_kv_heads: int
     head_dim: int
@@ -52,6 +53,11 @@ class Architecture:
     activation: Literal["silu", "gelu_tanh"] = "silu"
     scaled_embeddings: bool = False
     """Whether embeddings are multiplied by sqrt(model_dim), rounded to the compute type."""
+    num_experts: int | None = None
+    """Number of experts of each layer; None = one MLP for all tokens."""
+    experts_per_token: int = 1
+    normalized_routing: bool = False
+    """Whether the probabilities of a token's experts add up to 1."""
     attention_implementation: AttentionImplementation = "auto"
     """What computes attention over packed rows; the results differ only in rounding."""
 

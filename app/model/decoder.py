@@ -19,15 +19,16 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from app.mesh.axis_rules import constrain, sharding_tree
 from app.model.architecture import Architecture
 from app.model.attention import apply_rope, architecture_blocking, make_block_pairs, packed_attention
 from app.model.block_attention import ATTENTION_CHECKPOINT_NAME
 from app.model.block_pairs import UNREACHABLE
+from app.model.experts import Experts
+from app.model.layers import ACTIVATIONS, PROJECTION_CHECKPOINT_NAME, Projection, RMSNorm, identity, make_param
 from app.model.lora import LoRAConfig, LoRAParam
 from app.model.quantization import CODES, SCALES, KernelQuantizer
 from app.model.rope import rope_frequencies
@@ -40,129 +41,13 @@ Params = dict[str, Any]
 
 ParamPath = tuple[str, ...]
 
-INITIAL_STDDEV = 0.02
-
 NO_WINDOW = UNREACHABLE
 """The window of full-attention layers in a scan over layers with and without windows."""
-
-ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True)}
 
 
 def flatten_by_path(tree: Params) -> dict[ParamPath, Any]:
     """Returns the leaves of a nested dict by key path."""
     return dict(flatten_dict(tree))
-
-
-def make_param(
-    rngs: nnx.Rngs,
-    sizes: Mapping[str, int],
-    *,
-    init: str = "normal",
-    param_class: type[nnx.Param] = nnx.Param,
-    dtype: Any = jnp.float32,
-) -> nnx.Param:
-    """Returns a new parameter with the given size of each logical dim."""
-    initializers = {
-        "normal": nnx.initializers.normal(INITIAL_STDDEV),
-        "ones": nnx.initializers.ones,
-        "zeros": nnx.initializers.zeros,
-    }
-    return param_class(initializers[init](rngs.params(), tuple(sizes.values()), dtype), dims=tuple(sizes))
-
-
-class RMSNorm(nnx.Module):
-    """Root-mean-square layer norm over the last dim: x / sqrt(mean(x^2) + eps) * scale. Source: Zhang & Sennrich 2019.
-
-    A centered norm multiplies by 1 + scale and rounds to the compute type only afterwards. The scale is stored as in
-    the checkpoint: with the 1 added, an export would not reproduce it bit for bit.
-    """
-
-    def __init__(self, arch: Architecture, rngs: nnx.Rngs, size: dict[str, int], *, stack: dict[str, int]):
-        self.epsilon = arch.norm_epsilon
-        self.centered = arch.centered_norms
-        self.scale = make_param(rngs, {**stack, **size}, init="zeros" if self.centered else "ones")
-
-    def __call__(self, x: Float[Array, "*dims"]) -> Float[Array, "*dims"]:
-        x32 = x.astype(jnp.float32)
-        normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.epsilon)
-        scale = self.scale[...].astype(x.dtype)
-        if self.centered:
-            return (normed * (1 + scale.astype(jnp.float32))).astype(x.dtype)
-        return normed.astype(x.dtype) * scale
-
-
-def identity(x: Array) -> Array:
-    """Returns its argument; takes the place of a norm that the family does not have."""
-    return x
-
-
-PROJECTION_CHECKPOINT_NAME = "product"
-"""Name of the projection outputs in `jax.checkpoint` policies."""
-
-
-class Projection(nnx.Module):
-    """A product with a kernel, input dims first, and a bias if the family has one.
-
-    With an adapter it computes x W + scale (x A) B; A and B are zeros until `app.model.lora.init_adapters`. A quantized
-    W, also zeros at first, is dequantized for each product.
-    """
-
-    def __init__(
-        self,
-        rngs: nnx.Rngs,
-        inputs: dict[str, int],
-        outputs: dict[str, int],
-        *,
-        bias: bool,
-        stack: dict[str, int],
-        lora: LoRAConfig | None,
-        quantization: Quantization | None,
-    ):
-        self.num_input_dims = len(inputs)
-        sizes = {**inputs, **outputs}
-        if quantization is None:
-            self.kernel = make_param(rngs, {**stack, **sizes})
-        else:
-            quantizer = KernelQuantizer.create(quantization, inputs=tuple(inputs), outputs=tuple(outputs))
-            self.quantizer = quantizer
-            codes = {**stack, **quantizer.code_sizes(sizes)}
-            self.codes = make_param(rngs, codes, init="zeros", dtype=quantizer.code_dtype)
-            self.scales = make_param(rngs, {**stack, **quantizer.scale_sizes(sizes)}, init="zeros")
-        if bias:
-            self.bias = make_param(rngs, {**stack, **outputs}, init="zeros")
-        if lora is not None:
-            self.lora_scale = lora.scale
-            rank = {"lora_rank": lora.rank}
-            self.lora_a = make_param(rngs, {**stack, **inputs, **rank}, init="zeros", param_class=LoRAParam)
-            self.lora_b = make_param(rngs, {**stack, **rank, **outputs}, init="zeros", param_class=LoRAParam)
-
-    def __call__(self, x: Float[Array, "R T *inputs"]) -> Float[Array, "R T *outputs"]:
-        y = self._product(x)
-        if hasattr(self, "lora_a"):
-            low = contract_dims(x, self.lora_a[...], num_dims=self.num_input_dims)
-            y = y + self.lora_scale * contract_dims(low, self.lora_b[...], num_dims=1)
-        y = checkpoint_name(y, PROJECTION_CHECKPOINT_NAME)
-        return y + self.bias[...].astype(x.dtype) if hasattr(self, "bias") else y
-
-    def _product(self, x: Float[Array, "R T *inputs"]) -> Float[Array, "R T *outputs"]:
-        if hasattr(self, "kernel"):
-            return contract_dims(x, self.kernel[...], num_dims=self.num_input_dims)
-
-        def dequantize_and_contract(x: Array, codes: Array, scales: Array) -> Array:
-            kernel, factors = self.quantizer.dequantize(codes, scales, depends_on=x)
-            y = contract_dims(x, kernel, num_dims=self.num_input_dims)
-            return y if factors is None else (y * factors).astype(x.dtype)
-
-        # The backward pass dequantizes kernels again; otherwise the float kernels of all layers would be kept for it.
-        return jax.checkpoint(dequantize_and_contract, prevent_cse=False)(x, self.codes[...], self.scales[...])
-
-
-def contract_dims(
-    x: Float[Array, "R T *inputs"], matrix: Float[Array, "*inputs *outputs"], *, num_dims: int
-) -> Float[Array, "R T *outputs"]:
-    """Contracts the last `num_dims` dims of `x` with the first `num_dims` dims of the matrix."""
-    dims = tuple(range(x.ndim - num_dims, x.ndim)), tuple(range(num_dims))
-    return jax.lax.dot_general(x, matrix.astype(x.dtype), (dims, ((), ())))
 
 
 AttentionFn = Callable[[Array, Array, Array], tuple[Array, Any]]
@@ -172,7 +57,8 @@ AttentionFn = Callable[[Array, Array, Array], tuple[Array, Any]]
 class Block(nnx.Module):
     """One decoder layer: x + attention(norm(x)), then x + mlp(norm(x)).
 
-    Some families also normalize queries and keys per head, and the outputs of attention and MLP before adding them.
+    In place of one MLP, some families have experts. Some also normalize queries and keys per head, and the outputs of
+    attention and MLP before adding them.
     """
 
     def __init__(self, arch: Architecture, rngs: nnx.Rngs, lora: LoRAConfig | None, quantization: Quantization | None):
@@ -198,14 +84,22 @@ class Block(nnx.Module):
         self.attention_output = project("o_proj", heads, embed, bias=arch.attention_output_bias)
         self.attention_post_norm = norm(embed) if arch.post_norms else identity
         self.mlp_norm = norm(embed)
-        self.gate = project("gate_proj", embed, mlp, bias=arch.mlp_bias)
-        self.up = project("up_proj", embed, mlp, bias=arch.mlp_bias)
-        self.down = project("down_proj", mlp, embed, bias=arch.mlp_bias)
+        if arch.num_experts is None:
+            self.gate = project("gate_proj", embed, mlp, bias=arch.mlp_bias)
+            self.up = project("up_proj", embed, mlp, bias=arch.mlp_bias)
+            self.down = project("down_proj", mlp, embed, bias=arch.mlp_bias)
+        else:
+            self.experts = Experts(arch, rngs, stack=stack)
         self.mlp_post_norm = norm(embed) if arch.post_norms else identity
 
     def __call__(
-        self, x: Float[Array, "R T D"], angles: Float[Array, "R T half"], attend: AttentionFn
+        self,
+        x: Float[Array, "R T D"],
+        angles: Float[Array, "R T half"],
+        attend: AttentionFn,
+        is_token: Bool[Array, "R T"],
     ) -> tuple[Float[Array, "R T D"], Any]:
+        """Returns the new residuals and what `attend` keeps. Padding has no meaning, and may be left out."""
         y = self.attention_norm(x)
         query = apply_rope(self.query_norm(self.query(y)), angles)
         key = apply_rope(self.key_norm(self.key(y)), angles)
@@ -213,8 +107,11 @@ class Block(nnx.Module):
         mixed, kept = attend(query, key.swapaxes(1, 2), self.value(y).swapaxes(1, 2))
         x = x + self.attention_post_norm(self.attention_output(mixed))
         y = self.mlp_norm(x)
-        gated = ACTIVATIONS[self.activation](self.gate(y)) * self.up(y)
-        return x + self.mlp_post_norm(self.down(gated)), kept
+        if hasattr(self, "experts"):
+            mixed = self.experts(y, is_token)
+        else:
+            mixed = self.down(ACTIVATIONS[self.activation](self.gate(y)) * self.up(y))
+        return x + self.mlp_post_norm(mixed), kept
 
 
 REMAT_POLICIES: Mapping[str, Callable[[Callable], Callable]] = MappingProxyType(
@@ -324,6 +221,7 @@ class Trunk(nnx.Module):
         attention = self.attention_over(layout, dtype)
         # Scanned together with the weights, so that one body serves layers with and without a window.
         windows = jnp.array([w or NO_WINDOW for w in arch.windows], jnp.int32) if arch.windows else None
+        is_token = layout.segment_ids != 0
 
         def layer(x: Array, one: tuple[nnx.State, Array | None]) -> tuple[Array, None]:
             weights, window = one
@@ -333,7 +231,7 @@ class Trunk(nnx.Module):
             def attend(query: Array, key: Array, value: Array) -> tuple[Array, None]:
                 return attention(query, key, value, window=window), None
 
-            x, _ = nnx.merge(graph, weights)(x, angles, attend)
+            x, _ = nnx.merge(graph, weights)(x, angles, attend, is_token)
             return constrain(x, "rows", "tokens", "activation"), None
 
         x, _ = jax.lax.scan(REMAT_POLICIES[remat](layer), self.embed_from_shards(token_ids, dtype), (stacked, windows))

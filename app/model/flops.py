@@ -12,10 +12,12 @@ from app.model.architecture import Architecture
 
 
 def token_flops(architecture: Architecture) -> int:
-    """Returns the FLOPs of the blocks' matrices for one token: 2 x their parameters."""
+    """Returns the FLOPs of the blocks' matrices for one token: 2 x the parameters through which it passes."""
     a = architecture
     attention = a.model_dim * a.head_dim * 2 * (a.num_query_heads + a.num_kv_heads)
-    return 2 * a.num_layers * (attention + 3 * a.model_dim * a.mlp_dim)
+    mlp = 3 * a.model_dim * a.mlp_dim * a.experts_per_token
+    router = a.model_dim * (a.num_experts or 0)
+    return 2 * a.num_layers * (attention + mlp + router)
 
 
 def pair_flops(architecture: Architecture) -> int:

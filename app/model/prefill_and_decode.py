@@ -36,6 +36,7 @@ def _run_layers(
     token_ids: Int32[Array, "B T"],
     positions: Int32[Array, "B T"],
     cache: KVCache | None,
+    is_token: Bool[Array, "B T"],
     attend: Callable[[int | None, LayerCache | None, Array, Array, Array], tuple[Array, LayerCache]],
 ) -> tuple[Float[Array, "B T D"], KVCache]:
     """Returns the normalized hidden states and the new cache.
@@ -52,7 +53,7 @@ def _run_layers(
     @functools.partial(jax.jit, static_argnums=0, inline=True)
     def run_layer(window: int | None, old: LayerCache | None, params: Params, x: Array) -> tuple[Array, LayerCache]:
         angles = whole if window is None else windowed
-        return nnx.merge(block_graph, params)(x, angles, functools.partial(attend, window, old))
+        return nnx.merge(block_graph, params)(x, angles, functools.partial(attend, window, old), is_token)
 
     new = []
     windows = decoder.architecture.layer_windows
@@ -73,7 +74,8 @@ def prefill(
     """Returns the hidden state of the last token of each right-padded prompt, and the cache."""
     decoder = definition.bind(weights.params)
     slots = jnp.arange(token_ids.shape[1])[None, :]
-    layout = single_segment_layout(slots < lengths[:, None])
+    is_token = slots < lengths[:, None]
+    layout = single_segment_layout(is_token)
     attention = decoder.attention_over(layout, weights.params["embedding"].dtype)
 
     def attend(
@@ -81,7 +83,7 @@ def prefill(
     ) -> tuple[Array, LayerCache]:
         return attention(query, keys, values, window=window), LayerCache(keys, values)
 
-    hidden, cache = _run_layers(decoder, weights, token_ids, layout.positions, None, attend)
+    hidden, cache = _run_layers(decoder, weights, token_ids, layout.positions, None, is_token, attend)
     last = jnp.maximum(lengths - 1, 0)[:, None, None]
     return jnp.take_along_axis(hidden, last, axis=1)[:, 0], constrain_cache(cache)
 
@@ -118,5 +120,7 @@ def decode_step(
         mixed, extended = extend_cache(query, key, value, old, positions, active, **rules)
         return constrain(mixed, *PROJECTED_DIMS), extended
 
-    hidden, cache = _run_layers(decoder, weights, token_ids[:, None], positions[:, None], cache, attend)
+    hidden, cache = _run_layers(
+        decoder, weights, token_ids[:, None], positions[:, None], cache, active[:, None], attend
+    )
     return hidden[:, 0], cache

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jax.interpreters.mlir import make_ir_context
 from jaxlib.mlir import ir
 from jaxlib.mosaic.python import tpu
 
@@ -16,6 +17,11 @@ from app.mesh.tpu_chips import TpuChip
 from app.model.attention import ATTENTION_SCOPE
 from app.preflight.hlo_text import ArrayShape, Instruction
 from settings.errors import InputError
+
+GROUPED_PRODUCTS = ("ragged-dot-none", "tgmm")
+"""The kernels of `app.model.grouped_product`: XLA's own, and megablox'."""
+ROUTED_ROWS = "routed rows"
+"""Among the numbers of turns: the rows that pass through a device's experts."""
 
 
 def kernel_time(one: Instruction, chip: TpuChip, bundles: Mapping[str, int], turns: Mapping[str, int]) -> float:
@@ -25,7 +31,8 @@ def kernel_time(one: Instruction, chip: TpuChip, bundles: Mapping[str, int], tur
 
     Args:
         bundles: see `take_scheduled_bundles`.
-        turns: where the size of a grid depends on data, the number of pairs of blocks, as `ATTENTION_SCOPE`.
+        turns: where the size of a grid depends on data, the number of pairs of blocks, as `ATTENTION_SCOPE`, or that of
+            the rows, as `ROUTED_ROWS`.
 
     Raises:
         InputError: the schedule of the kernel is missing.
@@ -47,7 +54,7 @@ def take_scheduled_bundles(folder: Path) -> dict[str, int]:
     """
     bundles: dict[str, int] = {}
     for path in folder.iterdir():
-        name = re.fullmatch(r"\d+-(\w+)[.\w]*-\d+-schedule-analysis_final_bundles\.txt", path.name)
+        name = re.fullmatch(r"\d+-([\w-]+?)(?:\.[.\w]*)?-\d+-schedule-analysis_final_bundles\.txt", path.name)
         if name and '"tpu_custom_call"' in (text := path.read_text(errors="replace")):
             total = re.search(r"total scheduled bundles:\s+(\d+)", text)
             assert total, path
@@ -64,7 +71,7 @@ def _turns_and_copies(one: Instruction, turns: Mapping[str, int]) -> tuple[int, 
     """
     body = one.attribute(r'"body":"([^"]+)"')
     assert body, one.name
-    with ir.Context() as context:
+    with make_ir_context() as context:
         tpu.register_dialect(context)
         context.allow_unregistered_dialects = True
         module = ir.Module.parse(base64.b64decode(body))
@@ -73,14 +80,30 @@ def _turns_and_copies(one: Instruction, turns: Mapping[str, int]) -> tuple[int, 
         attributes: Any = kernel.attributes
         if "iteration_bounds" not in attributes:  # a single turn
             return 1, one.num_bytes
-        grid = [turns[ATTENTION_SCOPE] if size < 0 else size for size in attributes["iteration_bounds"]]
-        arrays = list(kernel.regions[0].blocks[0].arguments)[len(grid) + int(attributes["scalar_prefetch"]) :]
+        bounds, num_prefetched = list(attributes["iteration_bounds"]), int(attributes["scalar_prefetch"])
+        arguments = list(kernel.regions[0].blocks[0].arguments)[len(bounds) :]
+        arrays = arguments[num_prefetched:]
+        grid = [_dynamic_turns(one, arguments[0], arrays[0], turns) if size < 0 else size for size in bounds]
         num_bytes = 0
         for array, window in zip(arrays, attributes["window_params"], strict=False):
-            if "pipeline_mode" not in window:
+            if "pipeline_mode" not in window or "double_buffered" in str(window["pipeline_mode"]):
                 selects = functions[window["transform_indices"].value].regions[0].blocks[0].arguments
                 used = [dim for dim in range(len(grid)) if list(selects[dim].uses)]
-                sizes, dtype = re.findall(r"memref<((?:\d+x)*)(\w+)", str(array.type))[0]
-                block = ArrayShape(dtype, tuple(map(int, sizes.split("x")[:-1])), 0)
-                num_bytes += block.num_bytes * math.prod(grid[: max(used, default=-1) + 1])
+                num_bytes += _block(array).num_bytes * math.prod(grid[: max(used, default=-1) + 1])
     return math.prod(grid), num_bytes
+
+
+def _dynamic_turns(one: Instruction, prefetched: Any, rows: Any, turns: Mapping[str, int]) -> int:
+    """Returns the turns of a grid that depends on data.
+
+    A grouped product has one for each block of rows, and one more wherever a group begins within a block.
+    """
+    if not one.name.startswith(GROUPED_PRODUCTS):
+        return turns[ATTENTION_SCOPE]
+    num_rows, num_groups = turns[ROUTED_ROWS], _block(prefetched).sizes[0] - 1
+    return -(-num_rows // _block(rows).sizes[0]) + max(min(num_groups, num_rows) - 1, 0)
+
+
+def _block(array: Any) -> ArrayShape:
+    sizes, dtype = re.findall(r"memref<((?:\d+x)*)(\w+)", str(array.type))[0]
+    return ArrayShape(dtype, tuple(map(int, sizes.split("x")[:-1])), 0)

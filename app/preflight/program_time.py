@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from app.mesh.tpu_chips import TpuChip
 from app.preflight.hlo_text import SEMAPHORES, Collective, HloProgram, Instruction
-from app.preflight.kernel_time import kernel_time
+from app.preflight.kernel_time import GROUPED_PRODUCTS, kernel_time
 from settings.errors import InputError
 
 FREE_OPCODES = frozenset(
@@ -210,6 +210,8 @@ class _Walk:
             return "attention"
         if re.search(r"\blm_head\b", one.op_name):
             return "LM head"
+        if one.name.startswith(GROUPED_PRODUCTS):
+            return "matrix products"
         products = ("convolution", "dot")
         inside = (inner.opcode for inner in self.program.fused(one))
         return "matrix products" if one.opcode in products or any(x in products for x in inside) else default

@@ -24,6 +24,7 @@ from app.model.flops import lm_head_flops, pair_flops, token_flops
 from app.model.kv_cache import abstract_cache, cache_shapes
 from app.model.segment_layout import SegmentLayout
 from app.model.token_logprobs import LM_HEAD_SCOPE
+from app.preflight.kernel_time import ROUTED_ROWS
 from app.records.sample import Prompt, Sample
 from app.rollout.batch_engine import BatchShape
 
@@ -38,7 +39,8 @@ class ProgramWork:
     model_flops: int
     """FLOPs that the network needs: those of its matrices for each token, and of the visible pairs of tokens."""
     turns: Mapping[str, int]
-    """Turns of loops and grids whose number depends on the rows, by the name scope in compiled programs."""
+    """Turns of loops and grids whose number depends on the rows, by the name scope in compiled programs; of experts the
+    rows, as `ROUTED_ROWS`, with the same number for each expert."""
 
 
 def longest_samples(num_samples: int, *, prompt: int, completion: int) -> list[Sample]:
@@ -95,7 +97,7 @@ def generation_work(
     length, rows = shape.cache_length, -(-shape.num_rows // parts)
     seen = [min(length, window or length) for window in a.layer_windows]
     flops = token_flops(a) + pair_flops(a) * sum(seen) + lm_head_flops(a)
-    turns = {}
+    turns = _routed_rows(a, mesh, rows)
     with jax.set_mesh(mesh):
         if size := decode_block_size(a, shape.block_size or length, dtype):
             # The blocks that a row sees, in the mean over layers; windows begin within a block.
@@ -125,9 +127,16 @@ def _rows_work(
         {
             ATTENTION_SCOPE: -(
                 -visible_pairs(layout, architecture.layer_windows, blocking) // blocking.pairs_per_iteration
-            )
+            ),
+            **_routed_rows(architecture, mesh, int(is_token.sum())),
         },
     )
+
+
+def _routed_rows(architecture: Architecture, mesh: Mesh, num_tokens: int) -> dict[str, int]:
+    if architecture.num_experts is None:
+        return {}
+    return {ROUTED_ROWS: num_tokens * architecture.experts_per_token // mesh.shape["tp"]}
 
 
 def _by_device(

@@ -21,7 +21,7 @@ from app.records.text_format import format_percent
 from app.records.versions import QUANTIZATION_PACKAGE, version_of
 from settings import Settings
 from settings.errors import InputError
-from settings.schema.lora import LoRASettings
+from settings.schema.lora import PROJECTION_GROUPS, LoRASettings
 from settings.schema.rollout import RolloutWeights
 
 LORA_FINGERPRINT = "model.lora"
@@ -80,7 +80,7 @@ class ModelSpec:
             weights: quantization of the kernels for generation only (`rollout.weights`).
 
         Raises:
-            InputError: the policy's kernels are quantized already.
+            InputError: the policy's kernels are quantized already, or are those of experts.
         """
         if weights is not None and self.policy_definition.quantization is not None:
             raise InputError(
@@ -88,6 +88,7 @@ class ModelSpec:
                 f"{self.policy_definition.quantization} already stores in few bits; set rollout.weights to null"
             )
         if weights is not None:
+            check_not_experts(self.architecture, f"rollout.weights: {weights}")
             return self.policy_definition.quantized(weights)
         if dtype == jnp.float32 and self.policy_definition.quantization is None:
             return self.definition
@@ -130,7 +131,8 @@ def adapted_definition(definition: DecoderDefinition, settings: LoRASettings) ->
     """Returns the definition with the adapters of `model.lora`, or unchanged without them.
 
     Raises:
-        InputError: the rank exceeds that of the kernels, or the quantization does not fit them.
+        InputError: the rank exceeds that of the kernels, the quantization does not fit them, or experts would get
+            adapters.
     """
     if not settings.rank:
         return definition
@@ -141,9 +143,21 @@ def adapted_definition(definition: DecoderDefinition, settings: LoRASettings) ->
             "highest rank of its kernels; lower it (8 to 64 are usual)"
         )
     if settings.quantize_base is not None:
+        check_not_experts(architecture, f"{QUANTIZE_BASE_SETTING}: {settings.quantize_base}")
         check_quantization(settings.quantize_base, model_dim=architecture.model_dim)
+    if architecture.num_experts is not None and {*settings.projections} & {*PROJECTION_GROUPS["mlp"]}:
+        raise InputError(
+            f"model.lora.targets: {', '.join(settings.targets)} includes matrices of the MLP, but this model has "
+            f"{architecture.num_experts} experts instead, which get no adapters; set model.lora.targets: attention"
+        )
     lora = LoRAConfig(settings.rank, settings.alpha, settings.projections)
     return DecoderDefinition.create(architecture, lora=lora, quantization=settings.quantize_base)
+
+
+def check_not_experts(architecture: Architecture, setting: str) -> None:
+    """Raises InputError if the model has experts, whose matrices cannot be quantized as `setting` says."""
+    if architecture.num_experts is not None:
+        raise InputError(f"{setting} quantizes matrices, but not those of this model's experts; set it to null")
 
 
 @dataclass(frozen=True)

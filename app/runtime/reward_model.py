@@ -25,6 +25,7 @@ from app.reward.reward_outcome import RewardFailure, RewardOutcome, one_line
 from app.runtime.micro_batching import MaxLengths, make_score_batcher
 from app.runtime.model_spec import CriticSpec, ModelSpec, model_setting_in_errors
 from app.runtime.scoring import set_compute_dtype
+from app.runtime.tensor_parallel_checks import check_experts
 from app.score.reward_model_inputs import reward_model_inputs
 from app.score.scorer import ValueScorer
 from settings import Settings
@@ -115,8 +116,13 @@ class RewardModel:
 
     @classmethod
     def load(cls, settings: Settings, model: RewardModelSpec, mesh: Mesh) -> RewardModel:
-        """Loads the weights, sharded over the mesh, in `model.dtype`, in which the model computes."""
+        """Loads the weights, sharded over the mesh, in `model.dtype`, in which the model computes.
+
+        Raises:
+            InputError: the devices cannot compute the model's experts.
+        """
         dtype = set_compute_dtype(settings)
+        check_experts(mesh, model.architecture, path=model.files.name)
         return cls(
             model,
             mesh,

@@ -41,8 +41,9 @@ def rollout_mesh(settings: Settings, mesh: Mesh, definition: DecoderDefinition) 
     if wanted == "auto":
         return _fastest(settings, mesh, definition)
     sizes = {name: int(size) for name, size in re.findall(r"(dp|tp)=(\d+)", wanted)}
-    tp, per_host, num_heads = sizes["tp"], mesh.size // num_hosts(mesh), definition.architecture.num_query_heads
-    fitting = nearest_divisors(tp, math.gcd(per_host, num_heads))
+    tp, per_host, arch = sizes["tp"], mesh.size // num_hosts(mesh), definition.architecture
+    split = {"query heads": arch.num_query_heads} | ({"experts": arch.num_experts} if arch.num_experts else {})
+    fitting = nearest_divisors(tp, math.gcd(per_host, *split.values()))
     if sizes.get("dp", mesh.size // tp) * tp != mesh.size or per_host % tp:
         raise InputError(
             f"rollout.mesh: {wanted!r} does not divide the {format_count(mesh.size, 'device')} of mesh.shape, "
@@ -50,11 +51,12 @@ def rollout_mesh(settings: Settings, mesh: Mesh, definition: DecoderDefinition) 
             "generates whole rows; "
             f"set tp={fitting}, without dp, or rollout.mesh: auto"
         )
-    if num_heads % tp:
-        raise InputError(
-            f"rollout.mesh: {wanted!r} does not divide the {num_heads} query heads of the model; the nearest tp that "
-            f"divides them and the devices of a host: {fitting}"
-        )
+    for name, size in split.items():
+        if size % tp:
+            raise InputError(
+                f"rollout.mesh: {wanted!r} does not divide the {size} {name} of the model; the nearest tp that "
+                f"divides them and the devices of a host: {fitting}"
+            )
     return with_tp(mesh, tp)
 
 
@@ -98,7 +100,7 @@ def _fastest(settings: Settings, mesh: Mesh, definition: DecoderDefinition) -> M
     if chip is None or settings.rollout.has_workers or settings.rollout.decode_layout == "fsdp":
         return mesh
     now, per_host, arch = mesh.shape["tp"], mesh.size // num_hosts(mesh), definition.architecture
-    sizes = [arch.num_query_heads, arch.mlp_dim, per_host]
+    sizes = [arch.num_query_heads, arch.num_experts or arch.mlp_dim, per_host]
     slots = settings.rollout.slots
     if isinstance(slots, int) and slots % per_host:
         # Where tp does not divide the key heads, all devices share the slots out.

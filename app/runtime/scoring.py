@@ -23,7 +23,7 @@ from app.model.lora import combine_params, init_adapters
 from app.model.quantization import check_qwix_installed
 from app.records.sample import Sample
 from app.runtime.model_spec import CriticSpec, ModelSpec
-from app.runtime.tensor_parallel_checks import check_tp_divides_heads
+from app.runtime.tensor_parallel_checks import check_experts, check_tp_divides_heads
 from app.score.scorer import BatchRunner, PackedForward, Scorer, ValueScorer, append_dummy_token
 from settings import Settings
 from settings.schema.mesh import MeshSettings
@@ -160,9 +160,10 @@ def open_scorers(
     if model.policy_definition.quantization is not None:
         check_qwix_installed()
     mesh = open_mesh(settings, set_aside=set_aside)
-    check_tp_divides_heads(mesh, model.architecture, path=settings.model.path)
-    if critic is not None:
-        check_tp_divides_heads(mesh, critic.architecture, path=settings.critic.path or settings.model.path)
+    for check in (check_tp_divides_heads, check_experts):
+        check(mesh, model.architecture, path=settings.model.path)
+        if critic is not None:
+            check(mesh, critic.architecture, path=settings.critic.path or settings.model.path)
     dtype = set_compute_dtype(settings)
     make_scorer = partial(Scorer, mesh=mesh, dtype=dtype, logits_chunk=settings.model.logits_chunk)
     scorer = make_scorer(model.policy_definition)

@@ -1,10 +1,11 @@
-"""Checks that a model's sizes fit the tp of a mesh."""
+"""Checks that a model's sizes fit the tp of a mesh, and that its devices can compute it."""
 
 from __future__ import annotations
 
 from jax.sharding import Mesh
 
 from app.mesh.device_mesh import num_hosts
+from app.mesh.devices import device_platform
 from app.model.architecture import Architecture
 from settings import Settings
 from settings.errors import InputError
@@ -24,14 +25,33 @@ def check_tp_divides_heads(mesh: Mesh, architecture: Architecture, *, path: str)
         )
 
 
+def check_experts(mesh: Mesh, architecture: Architecture, *, path: str) -> None:
+    """Checks that the devices can compute the experts of the model from `path`, and that tp splits them.
+
+    Raises:
+        InputError: the devices are GPUs, or tp does not divide the experts.
+    """
+    tp, experts = mesh.shape["tp"], architecture.num_experts
+    if experts is None:
+        return
+    if device_platform(mesh.devices.flat[0]) == "gpu":
+        raise InputError(
+            f"mesh.platform: {path} is a mixture of {experts} experts, which GPUs cannot train here: their compiler "
+            "expands each product to all tokens of every expert; use TPUs, or a dense model"
+        )
+    if experts % tp:
+        raise InputError(
+            f"mesh.shape: tp = {tp} does not divide the {experts} experts of {path}; the nearest tp that does: "
+            f"{nearest_divisors(tp, experts)}"
+        )
+
+
 def replicated_dim_notes(mesh: Mesh, architecture: Architecture) -> tuple[str, ...]:
     """Returns a note for every dim that tp does not divide: replicating it on every device costs memory."""
     tp = mesh.shape["tp"]
-    sizes = {
-        "kv heads": architecture.num_kv_heads,
-        "tokens of the vocabulary": architecture.vocab_size,
-        "units of a feed-forward layer": architecture.mlp_dim,
-    }
+    sizes = {"kv heads": architecture.num_kv_heads, "tokens of the vocabulary": architecture.vocab_size}
+    if architecture.num_experts is None:
+        sizes["units of a feed-forward layer"] = architecture.mlp_dim
     return tuple(
         f"mesh.shape: tp = {tp} does not divide the {size:,} {name}, so every device holds them all; the nearest tp "
         f"that does: {nearest_divisors(tp, size)}"

@@ -36,7 +36,7 @@ from app.runtime.pinned_revisions import pin_revisions
 from app.runtime.reward_model import NetworkSpec
 from app.runtime.reward_trial import try_reward_functions
 from app.runtime.session import Session
-from app.runtime.tensor_parallel_checks import replicated_dim_notes
+from app.runtime.tensor_parallel_checks import check_experts, replicated_dim_notes
 from app.training.inputs import TrainingInputs, read_training_inputs
 from app.training.learner import LearnerGroup, make_learner_group
 from app.training.network_memory import network_bytes
@@ -172,6 +172,8 @@ def configure_session(session: Session, reward_model: NetworkSpec | None, *, gen
     settings = session.settings
     check_fixed_micro_batches(settings, session)
     check_attention_rows(settings, session, reward_model)
+    if reward_model is not None:
+        check_experts(session.mesh, reward_model.architecture, path=reward_model.files.name)
     if settings.offloads_reference:
         check_host_offload(session.mesh)
     learning = make_learner_group(settings, session)

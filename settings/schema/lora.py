@@ -50,7 +50,7 @@ class LoRASettings(Section):
         Field(min_length=1, strict=False),
     ] = ("all",)
     """Matrices of every layer that get adapters: q_proj, k_proj, v_proj, o_proj (together: attention), gate_proj,
-    up_proj, down_proj (together: mlp), or all."""
+    up_proj, down_proj (together: mlp), or all. A mixture of experts has attention only."""
     quantize_base: Quantization | None = None
     """QLoRA: stores the frozen matrices of the layers in 8 bits (int8) or 4 bits (nf4), and converts each when
     it is used. Needs the extra [qlora]. float32 when null."""

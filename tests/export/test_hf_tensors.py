@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import numpy as np
 import pytest
@@ -11,16 +13,18 @@ from app.model.decoder import DecoderDefinition
 from app.model.io.hf_weights import load_weights
 from app.model.lora import LoRAConfig, merge_adapters
 from tests.model.io.test_hf_weights import Held, in_hugging_face_names, random_file
-from tests.tiny import BIASED, EVEN, ODD, SWITCHED, make_mesh, random_params
+from tests.tiny import BIASED, EVEN, MIXTURE, ODD, SWITCHED, make_mesh, random_params
 
 ARCHITECTURES = pytest.mark.parametrize(
     "architecture",
-    [ODD, BIASED, EVEN, SWITCHED],
-    ids=["odd-tied", "odd-untied-biases", "even-tied", "every-switch"],
+    [ODD, BIASED, EVEN, SWITCHED, MIXTURE, replace(MIXTURE, family="mixtral", query_key_norms=False)],
+    ids=["odd-tied", "odd-untied-biases", "even-tied", "every-switch", "qwen3_moe", "mixtral"],
 )
 
 
-@pytest.mark.parametrize(("architecture", "mesh_shape"), [(BIASED, (2, 2, 2)), (SWITCHED, (1, 8, 1))])
+@pytest.mark.parametrize(
+    ("architecture", "mesh_shape"), [(BIASED, (2, 2, 2)), (SWITCHED, (1, 8, 1)), (MIXTURE, (1, 2, 4))]
+)
 def test_what_lies_on_many_devices_goes_out_bit_for_bit(architecture, mesh_shape):
     _, tensors = random_file(architecture)
     definition = DecoderDefinition.create(architecture)

@@ -84,6 +84,8 @@ def assert_comes_out_whole(folder: Path, model: ModelSpec, params: Params) -> No
         pytest.param("mistral", ONE_KV_HEAD, id="mistral"),
         pytest.param("qwen2", {"tie_word_embeddings": True, "dtype": "bfloat16"}, id="qwen2-tied-bfloat16"),
         pytest.param("qwen3", {"attention_bias": True}, id="qwen3"),
+        pytest.param("mixtral", {}, id="mixtral"),
+        pytest.param("qwen3_moe", {"norm_topk_prob": False}, id="qwen3_moe"),
         pytest.param("gemma2", {"tie_word_embeddings": True}, id="gemma2-tied"),
         pytest.param("gemma3_text", {}, id="gemma3_text"),
     ],

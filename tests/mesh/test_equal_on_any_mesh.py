@@ -33,6 +33,7 @@ from settings.schema.optimizer import OptimizerSettings
 from tests.tiny import (
     BIASED,
     EVEN,
+    EXPERTS,
     PLAIN_LOSS,
     SWITCHES,
     assert_trees_close,
@@ -46,6 +47,7 @@ from tests.tiny import (
 # One layer: the mesh never splits them.
 EVEN, BIASED = replace(EVEN, num_layers=1), replace(BIASED, num_layers=1)
 SWITCHED = replace(EVEN, **SWITCHES, windows=(3,))
+MIXTURE = replace(EVEN, **EXPERTS)
 FLOAT32 = jnp.dtype("float32")
 EVERYTHING = replace(
     PLAIN_LOSS,
@@ -81,7 +83,7 @@ def outcome(architecture: Architecture, shape: tuple[int, int, int], cut: MicroB
     definition, mesh = DecoderDefinition.create(architecture), make_mesh(shape)
     shardings = definition.shardings(mesh)
     params = jax.device_put(random_params(definition), shardings)
-    engine = make_engine(definition, mesh, eos_ids=(3, 5))
+    engine = make_engine(definition, mesh, eos_ids=(3, 5, 7, 11))
     samples = engine.generate(
         engine.to_decode_weights(params),
         random_prompts(3, vocab_size=50),
@@ -108,10 +110,16 @@ def outcome(architecture: Architecture, shape: tuple[int, int, int], cut: MicroB
 
 @pytest.mark.parametrize(
     ("architecture", "shape"),
-    [(EVEN, (1, 8, 1)), (EVEN, (2, 2, 2)), (BIASED, (2, 2, 2)), (SWITCHED, (2, 2, 2))],
-    ids=["fsdp", "all-axes", "dims-that-do-not-divide", "every-switch"],
+    [
+        *((EVEN, (1, 8, 1)), (EVEN, (2, 2, 2)), (BIASED, (2, 2, 2)), (SWITCHED, (2, 2, 2))),
+        *((MIXTURE, (1, 1, 2)), (MIXTURE, (1, 1, 4)), (MIXTURE, (2, 2, 2))),
+    ],
+    ids=[
+        *("fsdp", "all-axes", "dims-that-do-not-divide", "every-switch"),
+        *("experts-over-two", "experts-over-four", "experts-all-axes"),
+    ],
 )
-def test_eight_devices_sample_score_and_learn_as_one_does(architecture, shape):
+def test_many_devices_sample_score_and_learn_as_one_does(architecture, shape):
     one, eight = outcome(architecture, (1, 1, 1)), outcome(architecture, shape)
     assert {s.finish_reason for s in one.samples} == {"stop", "length"}
     for ours, expected in zip(eight.samples, one.samples, strict=True):

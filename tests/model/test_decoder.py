@@ -18,10 +18,10 @@ from app.model.rope import rope_frequencies
 from app.model.segment_layout import SegmentLayout, single_segment_layout
 from app.model.token_logprobs import completion_logprobs
 from tests.layouts import layout_of
-from tests.tiny import BIASED, EVEN, ODD, SWITCHED, assert_trees_close, make_mesh, random_params
+from tests.tiny import BIASED, EVEN, MIXTURE, ODD, SWITCHED, assert_trees_close, make_mesh, random_params
 
 ARCHITECTURES = pytest.mark.parametrize(
-    "architecture", [ODD, BIASED, SWITCHED], ids=["tied", "untied-biases", "every-switch"]
+    "architecture", [ODD, BIASED, SWITCHED, MIXTURE], ids=["tied", "untied-biases", "every-switch", "experts"]
 )
 FLOAT32 = jnp.dtype("float32")
 
@@ -60,6 +60,13 @@ def slow_hidden_states(arch: Architecture, params: Params, token_ids: np.ndarray
             return x / (1 + np.exp(-x))
         return x / 2 * (1 + np.tanh((2 / np.pi) ** 0.5 * (x + 0.044715 * x**3)))
 
+    def mix_experts(token, experts):
+        odds = np.exp(experts["router"] @ token)
+        chosen = np.argsort(-odds)[: arch.experts_per_token]
+        total = odds[chosen].sum() if arch.normalized_routing else odds.sum()
+        gate, up, down = (experts[name]["kernel"] for name in ("gate", "up", "down"))
+        return sum(odds[e] / total * (activate(token @ gate[e]) * (token @ up[e])) @ down[e] for e in chosen)
+
     x = params["embedding"][token_ids] * (arch.model_dim**0.5 if arch.scaled_embeddings else 1.0)
     for layer, window in enumerate(arch.layer_windows):
         block = jax.tree.map(lambda leaf, layer=layer: leaf[layer], params["blocks"])
@@ -84,7 +91,11 @@ def slow_hidden_states(arch: Architecture, params: Params, token_ids: np.ndarray
             mixed[:, head] = weights / weights.sum(axis=-1, keepdims=True) @ value[:, shared]
         x = x + norm(project("attention_output", mixed, inputs=2), block.get("attention_post_norm"))
         y = norm(x, block["mlp_norm"])
-        x = x + norm(project("down", activate(project("gate", y)) * project("up", y)), block.get("mlp_post_norm"))
+        if arch.num_experts is None:
+            y = project("down", activate(project("gate", y)) * project("up", y))
+        else:
+            y = np.stack([mix_experts(token, block["experts"]) for token in y])
+        x = x + norm(y, block.get("mlp_post_norm"))
     return norm(x, params["final_norm"])
 
 
@@ -114,7 +125,7 @@ def test_neighbours_in_a_row_and_padding_change_nothing(architecture):
     assert np.isfinite(packed).all()
 
 
-@pytest.mark.parametrize("architecture", [ODD, SWITCHED], ids=["tied", "every-switch"])
+@pytest.mark.parametrize("architecture", [ODD, SWITCHED, MIXTURE], ids=["tied", "every-switch", "experts"])
 def test_recomputing_changes_no_value_and_no_gradient(architecture):
     params = random_params(DecoderDefinition.create(architecture))
     token_ids = np.random.default_rng(2).integers(0, architecture.vocab_size, (2, 6))
@@ -204,6 +215,9 @@ def test_parameters_are_counted_by_hand():
     norms = 4 * 36 + 2 * 10
     expected = 53 * 36 + 3 * (attention + mlp + norms) + 36
     assert DecoderDefinition.create(SWITCHED).num_parameters == expected
+    experts, norms = 8 * (3 * 36 * 14 + 36), 2 * 36 + 2 * 10
+    expected = 53 * 36 + 2 * (attention + experts + norms) + 36
+    assert DecoderDefinition.create(MIXTURE).num_parameters == expected
 
 
 @pytest.mark.parametrize(

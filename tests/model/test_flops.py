@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from app.model.flops import forward_flops, num_visible_pairs
-from tests.tiny import ODD, SWITCHED
+from tests.tiny import MIXTURE, ODD, SWITCHED
 
 
 def test_flops_by_hand():
@@ -44,3 +44,8 @@ def test_flops_are_whole_numbers_that_hold_a_large_model_and_a_long_context():
 def test_flops_need_no_jax():
     program = "import sys, app.model.flops; print([m for m in sys.modules if m.split('.')[0] in ('jax', 'flax')])"
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_a_token_costs_its_own_experts_and_the_router():
+    dense, mixture = (forward_flops(one)(np.array([1])) for one in (ODD, MIXTURE))
+    assert mixture - dense == 2 * 2 * (3 * 3 * 36 * 14 + 8 * 36 - 3 * 36 * 44)

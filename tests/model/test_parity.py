@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jaxtyping import Array
+from safetensors.numpy import load_file, save_file
 
 from app.model.decoder import DecoderDefinition, Params
 from app.model.io.families import FAMILIES, architecture_from_config
@@ -53,7 +54,10 @@ LLAMA3 = {
 }
 LONG_BASE = {"rope_type": "default", "rope_theta": 1e6}
 BIASES = {"attention_bias": True, "mlp_bias": True}
+EXPERTS = {"num_local_experts": 5, "num_experts_per_tok": 3}
 SWITCHES: dict[str, dict[str, Any]] = {
+    "mixtral": EXPERTS,
+    "qwen3_moe": {**EXPERTS, "moe_intermediate_size": 21, "norm_topk_prob": True},
     # Every cap bends what goes through it, every window is shorter than most segments.
     "mistral": {"sliding_window": 4},
     "gemma2": {
@@ -156,7 +160,9 @@ def import_reference() -> tuple[Any, Any]:
 
 def load_reference(directory: Path) -> Any:
     _, transformers = import_reference()
-    return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype="float32").eval()
+    # The default products of experts want widths of 16 bytes.
+    plain = {"dtype": "float32", "experts_implementation": "eager"}
+    return transformers.AutoModelForCausalLM.from_pretrained(directory, **plain).eval()
 
 
 def reference_logits(model: Any, token_ids: np.ndarray) -> np.ndarray:
@@ -208,6 +214,11 @@ def assert_every_segment_has_the_reference_logits(directory: Path, rows: PackedR
         pytest.param("qwen3", QWEN_WINDOWS | ONE_KV_HEAD, id="qwen3-windows-one_kv_head"),
         pytest.param("mistral", {}, id="mistral"),
         pytest.param("mistral", {"sliding_window": None, "tie_word_embeddings": True}, id="mistral-tied-no_window"),
+        pytest.param("mixtral", {}, id="mixtral"),
+        pytest.param("mixtral", {"sliding_window": 4, "tie_word_embeddings": True}, id="mixtral-tied-window"),
+        pytest.param("qwen3_moe", {}, id="qwen3_moe"),
+        pytest.param("qwen3_moe", {"norm_topk_prob": False, "attention_bias": True}, id="qwen3_moe-not_normalized"),
+        pytest.param("qwen3_moe", QWEN_WINDOWS | ONE_KV_HEAD, id="qwen3_moe-windows-one_kv_head"),
         pytest.param("gemma2", {}, id="gemma2"),
         pytest.param("gemma2", {"num_hidden_layers": 4} | ONE_KV_HEAD, id="gemma2-one_kv_head"),
         pytest.param(
@@ -248,6 +259,34 @@ def test_logits_equal_transformers_under_every_rope_in_both_spellings(tmp_path, 
     write_checkpoint(tmp_path, model_type, rope_parameters=rope)
     if spelling == "old":
         spell_as_before_transformers_5(tmp_path)
+    assert_every_segment_has_the_reference_logits(tmp_path)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("spelling", ["num_experts", "num_local_experts"])
+def test_logits_equal_transformers_where_one_expert_gets_all_tokens_and_another_none(tmp_path, model_type, spelling):
+    write_checkpoint(tmp_path, model_type, tie_word_embeddings=False)
+    file, config = tmp_path / "model.safetensors", tmp_path / "config.json"
+    fields = json.loads(config.read_text())
+    config.write_text(json.dumps({**fields, spelling: fields.pop("num_local_experts")}))
+    tensors = load_file(file)
+    # The first number of every hidden state is large and positive, and stays so from layer to layer.
+    tensors["model.embed_tokens.weight"][:, 0] = 9.0
+    for name in tensors:
+        if name.endswith(("o_proj.weight", "down_proj.weight", "w2.weight")):
+            tensors[name][0] = 0.0
+    routers = [name for name in tensors if name.endswith(("mlp.gate.weight", "block_sparse_moe.gate.weight"))]
+    for layer, name in enumerate(routers):
+        norm = tensors[f"model.layers.{layer}.post_attention_layernorm.weight"][0]
+        tensors[name][:2, 0] = [30.0 / norm, -30.0 / norm]
+    save_file(tensors, file, metadata={"format": "pt"})
+    chosen = []
+    reference = load_reference(tmp_path)
+    for layer in reference.model.layers:
+        layer.mlp.gate.register_forward_hook(lambda _, inputs, outputs: chosen.append(outputs[2].numpy()))
+    reference_logits(reference, np.arange(40))
+    assert len(chosen) == 3
+    assert all((routes == 0).any(axis=1).all() and not (routes == 1).any() for routes in chosen)
     assert_every_segment_has_the_reference_logits(tmp_path)
 
 

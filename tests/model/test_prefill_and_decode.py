@@ -12,10 +12,10 @@ from app.model.decode_weights import DecodeConversion
 from app.model.decoder import DecoderDefinition
 from app.model.prefill_and_decode import decode_step, prefill
 from app.model.segment_layout import single_segment_layout
-from tests.tiny import BIASED, ODD, SWITCHED, make_mesh, random_params
+from tests.tiny import BIASED, MIXTURE, ODD, SWITCHED, make_mesh, random_params
 
 ARCHITECTURES = pytest.mark.parametrize(
-    "architecture", [ODD, BIASED, SWITCHED], ids=["tied", "untied-biases", "every-switch"]
+    "architecture", [ODD, BIASED, SWITCHED, MIXTURE], ids=["tied", "untied-biases", "every-switch", "experts"]
 )
 FLOAT32 = jnp.dtype("float32")
 LENGTHS = np.array([1, 5, 4])

@@ -12,7 +12,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from app.mesh.tpu_chips import TPU_CHIPS
-from app.preflight.kernel_time import take_scheduled_bundles
+from app.model.grouped_product import TILE_ROWS, tgmm_product
+from app.preflight.kernel_time import ROUTED_ROWS, take_scheduled_bundles
 from app.preflight.program_time import program_time
 from settings.errors import InputError
 
@@ -52,6 +53,21 @@ def test_a_kernel_takes_a_cycle_for_each_bundle_and_turn_of_its_own_grid():
     spec = pl.BlockSpec(BLOCK, lambda i, j: (i, 0))
     call = pl.pallas_call(copy_kernel, grid=(8, 5), in_specs=[spec], out_specs=spec, out_shape=X)
     assert kernel_s(calling(call, X), bundles=3_000) == pytest.approx(8 * 5 * 3_000 / CHIP.clock_hz)
+
+
+def test_a_grouped_product_has_a_turn_for_each_block_of_rows_and_each_group_that_begins_within_one():
+    rows = [jax.ShapeDtypeStruct((4 * TILE_ROWS, 128), jnp.bfloat16)] * 2
+    program = calling(tgmm_product, *rows, jax.ShapeDtypeStruct((8,), jnp.int32)).replace("turned", "tgmm")
+
+    def seconds(num_rows: int) -> float:
+        time = program_time(program, CHIP, bundles={"tgmm": 9_000}, turns={ROUTED_ROWS: num_rows})
+        assert dict(time.parts) == {"matrix products": time.kernel_s}
+        return time.kernel_s
+
+    a_turn = 9_000 / CHIP.clock_hz
+    assert seconds(4 * TILE_ROWS) == pytest.approx((4 + 7) * a_turn)
+    # Of eight experts at most three have a row.
+    assert seconds(3) == pytest.approx((1 + 2) * a_turn)
 
 
 def test_a_kernel_takes_at_least_the_time_of_its_copies():

@@ -20,7 +20,7 @@ from app.model.io.config_fields import (
     positive_int,
     read_num_layers,
 )
-from app.model.rope import RopeConfig, parse_rope
+from app.model.rope import DEFAULT_THETA, RopeConfig, parse_rope
 from settings.errors import InputError
 from settings.schema.model import AttentionImplementation
 
@@ -30,12 +30,19 @@ DEFAULT_NORM_EPSILON = 1e-6
 
 UNSUPPORTED_FIELDS = {
     "quantization_config": "quantized weights cannot be trained; use the original model",
-    "num_experts": "mixtures of experts are not supported; use a dense model",
-    "num_local_experts": "mixtures of experts are not supported; use a dense model",
+    "kv_lora_rank": "latent attention (MLA) is not supported; use a model with grouped queries",
+    "linear_num_value_heads": "linear attention (DeltaNet) is not supported; use a model with softmax attention only",
+    "n_shared_experts": "shared experts are not supported; use a model of which the router chooses every expert",
+    "shared_expert_intermediate_size": "shared experts are not supported; use a model of which the router chooses all",
+    "mlp_only_layers": "layers without experts are not supported in a mixture of experts; use one with experts in all",
+    "router_jitter_noise": "noise in the router makes trainer and sampler disagree; set it to 0",
     "attention_chunk_size": "chunked attention is not supported; use a model with full or sliding attention",
     "use_bidirectional_attention": "only causal language models can be sampled; use a causal model",
 }
 """Fields that no supported family may set, with the reason."""
+
+EXPERT_COUNTS = ("num_experts", "num_local_experts")
+"""The spellings of the number of experts; transformers before 5 wrote the first for Qwen3-MoE, 5 writes the second."""
 
 
 class Family(NamedTuple):
@@ -78,7 +85,13 @@ def architecture_from_config(
     if "text_config" in config or "vision_config" in config:
         raise _multimodal_error(config)
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        raise InputError(f"config.json: model_type={model_type!r} is not supported; supported: {', '.join(FAMILIES)}")
+        known = [
+            f" (`{field}`: {why.partition(';')[0]})" for field, why in UNSUPPORTED_FIELDS.items() if config.get(field)
+        ]
+        raise InputError(
+            f"config.json: model_type={model_type!r} is not supported{''.join(known[:1])}; "
+            f"supported: {', '.join(FAMILIES)}"
+        )
     family = FAMILIES[model_type]
     declared = config.get("architectures") or [family.causal_lm]
     supported = [family.architecture_name(head) for head in heads]
@@ -90,7 +103,14 @@ def architecture_from_config(
     for field, why in UNSUPPORTED_FIELDS.items():
         if config.get(field):
             raise InputError(f"config.json has `{field}`: {why}")
-    return replace(family.parse_config(config), attention_implementation=attention)
+    architecture = family.parse_config(config)
+    for field in EXPERT_COUNTS if architecture.num_experts is None else ():
+        if config.get(field):
+            raise InputError(
+                f"config.json has `{field}`: mixtures of experts are not supported for model_type={model_type!r}; use "
+                "one of model_type qwen3_moe or mixtral, or a dense model"
+            )
+    return replace(architecture, attention_implementation=attention)
 
 
 def llama(config: HfConfig) -> Architecture:
@@ -134,6 +154,39 @@ def qwen3(config: HfConfig) -> Architecture:
     )
 
 
+def mixtral(config: HfConfig) -> Architecture:
+    """Reads the configuration of Mixtral: Mistral with experts. Source: Jiang et al. 2024, section 2."""
+    _check_silu_activation(config)
+    return _architecture(
+        config,
+        windows=_uniform_windows(config, nullable_field(positive_int, config, "sliding_window", default=None)),
+        rope=_rope(config, default_theta=1_000_000.0),
+        **_experts(config),
+        normalized_routing=True,
+    )
+
+
+def qwen3_moe(config: HfConfig) -> Architecture:
+    """Reads the configuration of Qwen3-MoE: Qwen3 with experts. Source: Yang et al. 2025, section 2."""
+    if (step := positive_int(config, "decoder_sparse_step", default=1)) != 1:
+        raise InputError(
+            f"config.json: decoder_sparse_step={step} is not supported: {UNSUPPORTED_FIELDS['mlp_only_layers']}"
+        )
+    _check_silu_activation(config)
+    bias = boolean(config, "attention_bias")
+    window = _sliding_window(config) if boolean(config, "use_sliding_window") else None
+    return _architecture(
+        config,
+        width_field="moe_intermediate_size",
+        windows=_uniform_windows(config, window),
+        qkv_bias=bias,
+        attention_output_bias=bias,
+        query_key_norms=True,
+        **_experts(config),
+        normalized_routing=boolean(config, "norm_topk_prob"),
+    )
+
+
 def gemma2(config: HfConfig) -> Architecture:
     """Reads the configuration of Gemma 2: soft caps, norms before and after every part, windows in every other layer.
 
@@ -172,6 +225,8 @@ FAMILIES: dict[str, Family] = {
     "mistral": Family("MistralForCausalLM", mistral, "mistralai/Mistral-7B-Instruct-v0.3"),
     "qwen2": Family("Qwen2ForCausalLM", qwen2, "Qwen/Qwen2.5-0.5B-Instruct"),
     "qwen3": Family("Qwen3ForCausalLM", qwen3, "Qwen/Qwen3-0.6B"),
+    "mixtral": Family("MixtralForCausalLM", mixtral, "mistralai/Mixtral-8x7B-Instruct-v0.1"),
+    "qwen3_moe": Family("Qwen3MoeForCausalLM", qwen3_moe, "Qwen/Qwen3-30B-A3B"),
     "gemma2": Family("Gemma2ForCausalLM", gemma2, "google/gemma-2-2b-it"),
     "gemma3_text": Family(
         "Gemma3ForCausalLM", gemma3_text, "google/gemma-3-1b-it", classifier="Gemma3TextForSequenceClassification"
@@ -200,9 +255,18 @@ def _gemma(config: HfConfig, **switches: Any) -> Architecture:
 
 
 def _architecture(
-    config: HfConfig, *, default_head_dim: int | None = None, tied_by_default: bool = False, **switches: Any
+    config: HfConfig,
+    *,
+    default_head_dim: int | None = None,
+    tied_by_default: bool = False,
+    width_field: str = "intermediate_size",
+    **switches: Any,
 ) -> Architecture:
-    """Returns an architecture with the given switches and with the sizes, whose fields all families share."""
+    """Returns an architecture with the given switches and with the sizes, whose fields all families share.
+
+    Args:
+        width_field: the field of the width of the MLP, or of each expert.
+    """
     num_query_heads = positive_int(config, "num_attention_heads")
     num_kv_heads = positive_int(config, "num_key_value_heads", default=num_query_heads)
     if num_query_heads % num_kv_heads:
@@ -217,7 +281,7 @@ def _architecture(
         vocab_size=positive_int(config, "vocab_size"),
         num_layers=read_num_layers(config),
         model_dim=positive_int(config, "hidden_size"),
-        mlp_dim=positive_int(config, "intermediate_size"),
+        mlp_dim=positive_int(config, width_field),
         num_query_heads=num_query_heads,
         num_kv_heads=num_kv_heads,
         head_dim=_head_dim(config, num_query_heads, default_head_dim),
@@ -226,6 +290,18 @@ def _architecture(
         tied_embeddings=boolean(config, "tie_word_embeddings", default=tied_by_default),
         **switches,
     )
+
+
+def _experts(config: HfConfig) -> dict[str, int]:
+    """Returns the number of experts, and of those that a token passes through."""
+    counts = {positive_int(config, field) for field in EXPERT_COUNTS if config.get(field) is not None}
+    if len(counts) > 1:
+        raise InputError(f"config.json: {' and '.join(EXPERT_COUNTS)} are two spellings of one number, but they differ")
+    num_experts = counts.pop() if counts else positive_int(config, EXPERT_COUNTS[0])
+    per_token = positive_int(config, "num_experts_per_tok")
+    if per_token > num_experts:
+        raise InputError(f"config.json: num_experts_per_tok={per_token} is more than the {num_experts} experts")
+    return {"num_experts": num_experts, "experts_per_token": per_token}
 
 
 def _head_dim(config: HfConfig, num_query_heads: int, default: int | None) -> int:
@@ -241,7 +317,7 @@ def _head_dim(config: HfConfig, num_query_heads: int, default: int | None) -> in
     return head_dim
 
 
-def _rope(config: HfConfig) -> RopeConfig:
+def _rope(config: HfConfig, default_theta: float = DEFAULT_THETA) -> RopeConfig:
     """Reads `rope_theta` and `rope_scaling`, or `rope_parameters`, which has both."""
     fields = json_object(config, "rope_scaling") or json_object(config, "rope_parameters")
     if any(isinstance(value, dict) for value in fields.values()):
@@ -252,7 +328,8 @@ def _rope(config: HfConfig) -> RopeConfig:
     outer = {name: config.get(name) for name in ("rope_theta", "partial_rotary_factor")}
     # The top-level field overrides the one in rope_scaling, as in transformers.
     original = {name: config[name] for name in ("original_max_position_embeddings",) if config.get(name) is not None}
-    return parse_rope({**outer, **fields, **original}, max_positions=positive_int(config, "max_position_embeddings"))
+    max_positions = positive_int(config, "max_position_embeddings")
+    return parse_rope({**outer, **fields, **original}, max_positions=max_positions, default_theta=default_theta)
 
 
 def _ropes_by_layer_type(config: HfConfig) -> tuple[RopeConfig, RopeConfig]:

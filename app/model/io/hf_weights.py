@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import itertools
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -40,6 +41,21 @@ LAYER_TENSORS: dict[str, ParamPath] = {
 }
 """Tensors of `model.layers.<i>.`; a projection stands for its `.weight` and, if it has one, its `.bias`."""
 
+EXPERT = "<expert>"
+"""Stands for the index of an expert in the names below."""
+QWEN_EXPERTS: dict[str, ParamPath] = {
+    "mlp.gate.weight": ("experts", "router"),
+    f"mlp.experts.{EXPERT}.gate_proj": ("experts", "gate"),
+    f"mlp.experts.{EXPERT}.up_proj": ("experts", "up"),
+    f"mlp.experts.{EXPERT}.down_proj": ("experts", "down"),
+}
+MIXTRAL_EXPERTS: dict[str, ParamPath] = {
+    "block_sparse_moe.gate.weight": ("experts", "router"),
+    f"block_sparse_moe.experts.{EXPERT}.w1": ("experts", "gate"),
+    f"block_sparse_moe.experts.{EXPERT}.w3": ("experts", "up"),
+    f"block_sparse_moe.experts.{EXPERT}.w2": ("experts", "down"),
+}
+
 PRE_NORM_TENSORS: dict[str, ParamPath] = {"post_attention_layernorm.weight": ("mlp_norm", "scale")}
 POST_NORM_TENSORS: dict[str, ParamPath] = {
     "post_attention_layernorm.weight": ("attention_post_norm", "scale"),
@@ -69,6 +85,8 @@ class TensorEntry:
     layer: int | None
     """The index along the leading L dim; None for weights that are not stacked."""
     file_shape: tuple[int, ...]
+    expert: int | None = None
+    """The index along the dim of experts, which follows L; None for weights that experts share."""
 
 
 def hf_tensor_shape(path: ParamPath, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -95,14 +113,21 @@ def expected_tensors(definition: DecoderDefinition) -> list[TensorEntry]:
         for name, path in TOP_TENSORS.items()
         if path in flat
     ]
-    layer_tensors = LAYER_TENSORS | (POST_NORM_TENSORS if definition.architecture.post_norms else PRE_NORM_TENSORS)
-    for layer in range(definition.architecture.num_layers):
+    arch = definition.architecture
+    layer_tensors = LAYER_TENSORS | (POST_NORM_TENSORS if arch.post_norms else PRE_NORM_TENSORS)
+    layer_tensors |= MIXTRAL_EXPERTS if arch.family == "mixtral" else QWEN_EXPERTS
+    for layer in range(arch.num_layers):
         for suffix, tail in layer_tensors.items():
-            for leaf, ending in (("scale", ""), ("kernel", ".weight"), ("bias", ".bias")):
-                path = ("blocks", *tail) if tail[-1] == "scale" and leaf == "scale" else ("blocks", *tail, leaf)
-                if path in flat:
-                    file_shape = hf_tensor_shape(path, flat[path].shape[1:])
-                    entries.append(TensorEntry(f"model.layers.{layer}.{suffix}{ending}", path, layer, file_shape))
+            for leaf, ending in (((), ""), (("kernel",), ".weight"), (("bias",), ".bias")):
+                if (path := ("blocks", *tail, *leaf)) not in flat:
+                    continue
+                name, shape = f"model.layers.{layer}.{suffix}{ending}", flat[path].shape[1:]
+                experts = range(shape[0]) if EXPERT in name else (None,)
+                file_shape = hf_tensor_shape(path, shape[1:] if EXPERT in name else shape)
+                entries += [
+                    TensorEntry(name.replace(EXPERT, str(expert)), path, layer, file_shape, expert)
+                    for expert in experts
+                ]
     return entries
 
 
@@ -147,7 +172,9 @@ def check_tensors(
 def load_weights(
     definition: DecoderDefinition, source: TensorSource, mesh: Mesh, *, entries: list[TensorEntry] | None = None
 ) -> Params:
-    """Reads every tensor once into its sharded parameter, with one tensor at a time in host memory.
+    """Reads every tensor once into its sharded parameter.
+
+    One tensor at a time is in host memory, or one matrix of all experts of a layer.
 
     All parameters get the types of the definition: float32, unless they are quantized or `held_in` another type.
 
@@ -165,10 +192,17 @@ def load_weights(
     def read(entry: TensorEntry) -> dict[ParamPath, np.ndarray]:
         shape = in_files[entry.path].shape
         tensor = np.asarray(source.read(entry.name)).astype(np.float32, copy=False)
-        tensor = from_hf_layout(tensor, entry.path, shape if entry.layer is None else shape[1:])
+        num_stacked = (entry.layer is not None) + (entry.expert is not None)
+        tensor = from_hf_layout(tensor, entry.path, shape[num_stacked:])
         if entry.path not in shapes:
             return quantize_kernel(definition, entry.path, tensor)
         return {entry.path: tensor.astype(shapes[entry.path].dtype, copy=False)}
+
+    def read_experts(path: ParamPath, entries: Iterable[TensorEntry]) -> dict[ParamPath, np.ndarray]:
+        stacked = np.empty(shapes[path].shape[1:], shapes[path].dtype)
+        for entry in entries:
+            stacked[entry.expert] = read(entry)[path]
+        return {path: stacked}
 
     log.info("loading %s tensors onto %d device%s", f"{len(entries):,}", mesh.size, "" if mesh.size == 1 else "s")
     params: dict[ParamPath, Array] = {}
@@ -185,13 +219,13 @@ def load_weights(
                 params[path], place_tensor(part, without_layer_dim(sharding)), layer
             )
 
-    for entry in entries:
+    for (path, layer), (entry, *others) in itertools.groupby(entries, key=lambda entry: (entry.path, entry.layer)):
         # No variable refers to the tensor here: it would stay in memory while the next one is read.
-        if entry.layer is None:
-            params[entry.path] = place_tensor(read(entry)[entry.path], shardings[entry.path])
+        if layer is None:
+            params[path] = place_tensor(read(entry)[path], shardings[path])
             continue
-        allocate([entry.path] if entry.path in shapes else [(*entry.path[:-1], leaf) for leaf in (CODES, SCALES)])
-        write(read(entry), entry.layer)
+        allocate([path] if path in shapes else [(*path[:-1], leaf) for leaf in (CODES, SCALES)])
+        write(read(entry) if entry.expert is None else read_experts(path, [entry, *others]), layer)
     allocate(shapes)
     return unflatten_dict(params)
 

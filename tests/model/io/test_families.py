@@ -26,8 +26,14 @@ SIZES: dict[str, Any] = {
 LLAMA: dict[str, Any] = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **SIZES}
 
 
+EXPERTS: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2},
+    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+}
+
+
 def config_of(model_type: str, **fields: Any) -> dict[str, Any]:
-    return {"model_type": model_type, **SIZES, **fields}
+    return {"model_type": model_type, **SIZES, **EXPERTS.get(model_type, {}), **fields}
 
 
 LLAMA3_SCALING = {
@@ -118,11 +124,12 @@ def test_what_transformers_saves_is_read(model_type, rope, tmp_path):
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_absent_fields_take_the_values_that_transformers_gives_them(model_type):
     ours = architecture_from_config(config_of(model_type))
-    theirs = AutoConfig.for_model(model_type, **SIZES)
+    theirs = AutoConfig.for_model(model_type, **SIZES, **EXPERTS.get(model_type, {}))
     assert ours.head_dim == (getattr(theirs, "head_dim", None) or 24 // 6)
     assert ours.tied_embeddings == theirs.tie_word_embeddings
     assert ours.attention_soft_cap == getattr(theirs, "attn_logit_softcapping", None)
     assert ours.logit_soft_cap == getattr(theirs, "final_logit_softcapping", None)
+    assert ours.normalized_routing == getattr(theirs, "norm_topk_prob", model_type == "mixtral")
     types = getattr(theirs, "layer_types", None) or ["sliding" if model_type == "mistral" else "full"] * 3
     assert ours.layer_windows == tuple(theirs.sliding_window if "sliding" in kind else None for kind in types)
     if model_type.startswith("gemma"):
@@ -131,6 +138,18 @@ def test_absent_fields_take_the_values_that_transformers_gives_them(model_type):
     nested = theirs.rope_parameters if "full_attention" in theirs.rope_parameters else None
     for kind, rope in (nested or {"full_attention": theirs.rope_parameters}).items():
         assert ropes[kind] == RopeConfig(rope["rope_theta"])
+
+
+@pytest.mark.parametrize("model_type", EXPERTS)
+def test_both_spellings_of_the_number_of_experts_mean_the_same(model_type):
+    configs = [
+        {**SIZES, "model_type": model_type, "num_experts_per_tok": 2, "moe_intermediate_size": 16, **spelling}
+        for spelling in ({"num_experts": 8}, {"num_local_experts": 8}, {"num_experts": 8, "num_local_experts": 8})
+    ]
+    first, *others = map(architecture_from_config, configs)
+    assert (first.num_experts, first.experts_per_token) == (8, 2)
+    assert first.mlp_dim == (16 if model_type == "qwen3_moe" else 40)
+    assert others == [first, first]
 
 
 def test_gemma3_means_the_same_in_the_spelling_before_transformers_5():
@@ -203,7 +222,16 @@ def test_an_original_length_beside_the_scaling_wins_over_the_one_inside():
 
 
 REFUSED = [
-    ({"model_type": "gpt2"}, r"model_type='gpt2'.*llama, mistral, qwen2, qwen3, gemma2, gemma3_text"),
+    (
+        {"model_type": "gpt2"},
+        r"model_type='gpt2'.*llama, mistral, qwen2, qwen3, mixtral, qwen3_moe, gemma2, gemma3_text",
+    ),
+    ({"model_type": "deepseek_v3", "kv_lora_rank": 512}, r"'deepseek_v3' is not supported \(`kv_lora_rank`: .*MLA"),
+    (
+        {"model_type": "qwen3_next", "linear_num_value_heads": 32},
+        r"'qwen3_next' is not supported .*DeltaNet.*; supported",
+    ),
+    ({"model_type": "qwen2_moe", "shared_expert_intermediate_size": 64}, r"'qwen2_moe' .*shared experts"),
     ({"model_type": None}, r"model_type=None.*llama, mistral"),
     ({"model_type": ["llama"]}, r"model_type=\['llama'\].*llama, mistral"),
     ({"architectures": ["LlamaForSequenceClassification"]}, r"SequenceClassification.*LlamaForCausalLM"),
@@ -266,6 +294,13 @@ def test_a_config_that_cannot_be_served_is_refused_by_name(change, message):
             r"layer_types=.*'mistral' with sliding_window=4096; expected 'sliding_attention'",
         ),
         ("mistral", {"architectures": ["LlamaForCausalLM"]}, r"LlamaForCausalLM.*model_type='mistral'.*MistralFor"),
+        ("qwen3_moe", {"decoder_sparse_step": 2}, r"decoder_sparse_step=2.*layers without experts"),
+        ("qwen3_moe", {"mlp_only_layers": [0]}, r"`mlp_only_layers`: layers without experts"),
+        ("qwen3_moe", {"n_shared_experts": 1}, r"`n_shared_experts`: shared experts"),
+        ("qwen3_moe", {"num_local_experts": 4}, r"num_experts and num_local_experts .* differ"),
+        ("qwen3_moe", {"num_experts": None}, r"num_experts is missing"),
+        ("qwen3_moe", {"num_experts_per_tok": 9}, r"num_experts_per_tok=9 is more than the 8 experts"),
+        ("mixtral", {"router_jitter_noise": 0.01}, r"`router_jitter_noise`: noise in the router"),
         ("gemma2", {"hidden_activation": "gelu"}, r"hidden_activation must be 'gelu_pytorch_tanh', got 'gelu'"),
         ("gemma2", {"hidden_act": "silu"}, r"hidden_act='silu' contradicts hidden_activation='gelu_pytorch_tanh'"),
         ("gemma2", {"final_logit_softcapping": 0}, r"final_logit_softcapping must be a positive number, got 0"),

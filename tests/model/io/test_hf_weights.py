@@ -17,7 +17,7 @@ from app.model.architecture import Architecture
 from app.model.decoder import DecoderDefinition, Params, ValueDecoder
 from app.model.io.hf_weights import critic_tensors, load_weights
 from settings.errors import InputError
-from tests.tiny import BIASED, EVEN, ODD, SWITCHED, SWITCHES, make_mesh, random_params
+from tests.tiny import BIASED, EVEN, EXPERTS, MIXTURE, ODD, SWITCHED, SWITCHES, make_mesh, random_params
 
 Tensors = dict[str, np.ndarray]
 
@@ -87,6 +87,16 @@ def in_hugging_face_names(architecture: Architecture, params: Params) -> Tensors
         tensors[f"{layer}.self_attn.o_proj.weight"] = output["kernel"][i].reshape(-1, architecture.model_dim).T
         if architecture.attention_output_bias:
             tensors[f"{layer}.self_attn.o_proj.bias"] = output["bias"][i]
+        if architecture.num_experts is not None:
+            experts, is_mixtral = blocks["experts"], architecture.family == "mixtral"
+            mlp = "block_sparse_moe" if is_mixtral else "mlp"
+            tensors[f"{layer}.{mlp}.gate.weight"] = experts["router"][i]
+            for name, of_mixtral in (("gate", "w1"), ("up", "w3"), ("down", "w2")):
+                for e, kernel in enumerate(experts[name]["kernel"][i]):
+                    tensors[f"{layer}.{mlp}.experts.{e}.{of_mixtral if is_mixtral else f'{name}_proj'}.weight"] = (
+                        kernel.T
+                    )
+            continue
         for name in ("gate", "up", "down"):
             tensors[f"{layer}.mlp.{name}_proj.weight"] = blocks[name]["kernel"][i].T
             if architecture.mlp_bias:
@@ -120,8 +130,8 @@ MESHES = pytest.mark.parametrize("mesh_shape", [(1, 1, 1), (1, 8, 1), (2, 2, 2)]
 @MESHES
 @pytest.mark.parametrize(
     "architecture",
-    [ODD, BIASED, EVEN, SWITCHED],
-    ids=["odd-tied", "odd-untied-biases", "even-tied", "every-switch"],
+    [ODD, BIASED, EVEN, SWITCHED, MIXTURE, replace(EVEN, **EXPERTS | {"family": "mixtral", "query_key_norms": False})],
+    ids=["odd-tied", "odd-untied-biases", "even-tied", "every-switch", "qwen3_moe", "mixtral"],
 )
 def test_weights_come_back_bit_for_bit_on_every_mesh_each_read_once_and_alone(architecture, mesh_shape):
     params, tensors = random_file(architecture)
@@ -151,6 +161,15 @@ def test_weights_lie_where_the_rule_table_puts_them():
         "blocks.up.kernel": axes(None, "fsdp", "tp"),
         "blocks.down.kernel": axes(None, "tp", "fsdp"),
     }
+
+
+def test_whole_experts_lie_along_tp_and_the_router_on_every_device_of_it():
+    architecture = replace(EVEN, **EXPERTS)
+    _, tensors = random_file(architecture)
+    specs = shardings(load(architecture, Held(tensors), (2, 2, 2)))
+    assert specs["blocks.experts.router"] == PartitionSpec(None, None, "fsdp")
+    assert specs["blocks.experts.gate.kernel"] == specs["blocks.experts.up.kernel"] == PartitionSpec(None, "tp", "fsdp")
+    assert specs["blocks.experts.down.kernel"] == PartitionSpec(None, "tp", None, "fsdp")
 
 
 def test_norms_of_heads_are_whole_on_every_device_and_norms_of_the_width_are_split():

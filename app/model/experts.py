@@ -1,0 +1,150 @@
+"""Mixtures of experts: gated MLPs of which each token passes through the few that a router chooses.
+
+Tokens are sorted by expert, multiplied group by group, and summed per token in float32. No token is dropped, and no
+step adds in an order that may vary, so that bits repeat.
+
+Source: Shazeer et al. 2017, "Outrageously Large Neural Networks"; Jiang et al. 2024, "Mixtral of Experts", section 2.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TypeAlias
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Bool, Float, Float32, Int32
+
+from app.mesh.axis_rules import shard_map_by_dims
+from app.model.architecture import Architecture
+from app.model.grouped_product import grouped_product
+from app.model.layers import ACTIVATIONS, PROJECTION_CHECKPOINT_NAME, make_param
+
+Permutation: TypeAlias = Int32[Array, "M"]
+
+
+class ExpertMatrix(nnx.Module):
+    """One matrix of each expert, input dim first."""
+
+    def __init__(self, rngs: nnx.Rngs, sizes: dict[str, int]):
+        self.kernel = make_param(rngs, sizes)
+
+
+class Experts(nnx.Module):
+    """The sum over a token's chosen experts of p down(act(gate(x)) * up(x)), with the router's probabilities p.
+
+    The experts are split over tp: each device adds those that it has, for all tokens of its rows, and one sum over tp
+    completes them. The router is frozen: its choices jump, so that rounding alone sends a token to other experts in the
+    sampler than in the trainer, and a router that learns moves further choices with each update; the ratio of the two
+    policies then loses its meaning. Source: Ma et al. 2025, arXiv 2510.11370.
+    """
+
+    def __init__(self, arch: Architecture, rngs: nnx.Rngs, *, stack: dict[str, int]):
+        assert arch.num_experts is not None
+        self.architecture = arch
+        outer = {**stack, "experts": arch.num_experts}
+        embed, mlp = {"embed": arch.model_dim}, {"expert_mlp": arch.mlp_dim}
+        self.router = make_param(rngs, {**stack, "routes": arch.num_experts, **embed})
+        self.gate = ExpertMatrix(rngs, {**outer, **embed, **mlp})
+        self.up = ExpertMatrix(rngs, {**outer, **embed, **mlp})
+        self.down = ExpertMatrix(rngs, {**outer, **mlp, **embed})
+
+    def __call__(self, x: Float[Array, "R T D"], is_token: Bool[Array, "R T"]) -> Float[Array, "R T D"]:
+        """Returns the sums; zeros where `is_token` is False, which no expert computes."""
+        rows, split = ("rows", "tokens", "activation"), "experts"
+        weights = {
+            # Rounded as in a decoding copy, so that sampler and trainer route by the same numbers.
+            "router": jax.lax.stop_gradient(self.router[...].astype(x.dtype)),
+            **{name: getattr(self, name).kernel[...].astype(x.dtype) for name in ("gate", "up", "down")},
+            "ids": jnp.arange(self.architecture.num_experts),
+        }
+        inward, outward = (split, "activation", "expert_mlp"), (split, "expert_mlp", "activation")
+        weight_dims = {
+            "router": ("routes", "activation"),
+            "gate": inward,
+            "up": inward,
+            "down": outward,
+            "ids": (split,),
+        }
+        add_own = shard_map_by_dims(
+            functools.partial(_add_own_experts, self.architecture),
+            in_dims=(rows, rows[:2], weight_dims),
+            # The first dim has one entry for each part of the experts.
+            out_dims=((split, *rows),),
+        )
+        # Not `jnp.sum`, which would send float32 between devices.
+        return jax.lax.reduce(add_own(x, is_token, weights)[0], jnp.zeros((), x.dtype), jax.lax.add, (0,))
+
+
+def _add_own_experts(
+    arch: Architecture, x: Float[Array, "R T D"], is_token: Bool[Array, "R T"], weights: dict[str, Array]
+) -> tuple[Float[Array, "1 R T D"]]:
+    """Returns what this device's experts add to its rows."""
+    tokens, ids = x.reshape(-1, x.shape[-1]), weights["ids"]
+    probabilities, chosen = choose_experts(arch, tokens, weights["router"])
+    is_own = is_token.reshape(-1, 1) & (chosen >= ids[0]) & (chosen <= ids[-1])
+    # Of other devices' experts and of padding: behind all groups.
+    groups = jnp.where(is_own, chosen - ids[0], len(ids)).reshape(-1)
+    order = jnp.argsort(groups, stable=True)
+    places = order, jnp.argsort(order)
+    sizes = jnp.sum(groups[:, None] == jnp.arange(len(ids)), axis=0, dtype=jnp.int32)
+    y = dispatch(tokens, arch.experts_per_token, *places)
+    gate, up = (
+        checkpoint_name(grouped_product(y, weights[name], sizes), PROJECTION_CHECKPOINT_NAME) for name in ("gate", "up")
+    )
+    # The probability is applied before `down`, so that its gradient does not need the output, which is k times as wide.
+    factors = dispatch(probabilities.reshape(-1, 1), 1, *places)
+    gated = (ACTIVATIONS[arch.activation](gate) * up * factors).astype(x.dtype)
+    mixed = combine(grouped_product(gated, weights["down"], sizes), arch.experts_per_token, *places)
+    return (mixed.reshape(1, *x.shape),)
+
+
+def choose_experts(
+    arch: Architecture, x: Float[Array, "N D"], router: Float[Array, "E D"]
+) -> tuple[Float[Array, "N k"], Int32[Array, "N k"]]:
+    """Returns each token's likeliest experts and their probabilities in the type of `x`.
+
+    The softmax is over all experts, in float32; if the family says so, the probabilities of the chosen add up to 1.
+    """
+    logits = jnp.einsum("nd,ed->ne", *(a.astype(jnp.float32) for a in (x, router)), precision=jax.lax.Precision.HIGHEST)
+    probabilities: Float32[Array, "N E"] = jax.nn.softmax(logits)
+    _, chosen = jax.lax.top_k(jax.lax.stop_gradient(probabilities), arch.experts_per_token)
+    # Not a gather, whose gradient would be a scatter-add.
+    is_chosen = chosen[:, :, None] == jnp.arange(len(router))
+    kept = jnp.sum(jnp.where(is_chosen, probabilities[:, None], 0), axis=-1)
+    if arch.normalized_routing:
+        kept = kept / jnp.sum(kept, axis=-1, keepdims=True)
+    return kept.astype(x.dtype), chosen
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def dispatch(x: Float[Array, "N D"], copies: int, order: Permutation, back: Permutation) -> Float[Array, "M D"]:
+    """Returns copies of each row in a new order: y[m] = x[order[m] // copies]. Its gradient is `combine`.
+
+    Args:
+        order: a permutation of M = N x copies.
+        back: its inverse.
+    """
+    del back
+    return x[order // copies]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def combine(y: Float[Array, "M D"], copies: int, order: Permutation, back: Permutation) -> Float[Array, "N D"]:
+    """Returns the sum of the copies of each row, added in float32. Its gradient is `dispatch`."""
+    del order
+    by_row = y[back].reshape(-1, copies, y.shape[1])
+    return jnp.sum(by_row, axis=1, dtype=jnp.float32).astype(y.dtype)
+
+
+# JAX's own gradient of a gather is a scatter-add.
+dispatch.defvjp(
+    lambda x, copies, *places: (dispatch(x, copies, *places), places),
+    lambda copies, places, dy: (combine(dy, copies, *places), None, None),
+)
+combine.defvjp(
+    lambda y, copies, *places: (combine(y, copies, *places), places),
+    lambda copies, places, dx: (dispatch(dx, copies, *places), None, None),
+)

@@ -1,0 +1,126 @@
+"""Products of rows with one matrix for each group of rows, as a mixture of experts needs them.
+
+The work grows with the rows, not with rows x groups. On a TPU, XLA has a kernel for the product, but expands the
+gradient of the matrices to all rows of all groups; megablox has a kernel for that. On a CPU, XLA expands both, so both
+are loops over blocks of rows. On a GPU, XLA expands both, too, so `app.runtime.tensor_parallel_checks` refuses experts.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
+
+from app.mesh.axis_rules import current_device
+
+MAX_BLOCK = 256
+"""The largest number of rows that a CPU multiplies at once."""
+TILE_ROWS, MAX_TILE = 512, 1024
+"""Rows, and most columns, of a tile of the TPU's kernel for gradients."""
+
+
+@jax.custom_vjp
+def grouped_product(
+    x: Float[Array, "M I"], matrices: Float[Array, "E I O"], sizes: Int32[Array, "E"]
+) -> Float[Array, "M O"]:
+    """Multiplies each row with the matrix of its group: y[m] = x[m] matrices[group of m].
+
+    Rows are sorted by group. Those beyond the last group give zeros, whatever they hold, and so do their gradients.
+    The product is the same with and without gradients, so that scores equal the update's own logprobs.
+
+    Args:
+        sizes: number of rows of each group; a group may have none.
+    """
+    return _product(x, matrices, sizes, contracted=1)
+
+
+def _forward(x: Array, matrices: Array, sizes: Array) -> tuple[Array, tuple[Array, Array, Array]]:
+    return grouped_product(x, matrices, sizes), (x, matrices, sizes)
+
+
+def _backward(saved: tuple[Array, Array, Array], dy: Array) -> tuple[Array, Array, None]:
+    x, matrices, sizes = saved
+    product = tgmm_product if current_device()[0] == "tpu" else blockwise_matrix_gradient
+    gradient = product(_zero_beyond(x, sizes), _zero_beyond(dy, sizes), sizes).astype(matrices.dtype)
+    return _product(dy, matrices, sizes, contracted=2), gradient, None
+
+
+grouped_product.defvjp(_forward, _backward)
+
+
+def _product(x: Array, matrices: Array, sizes: Array, *, contracted: int) -> Array:
+    product = _ragged_product if current_device()[0] == "tpu" else _blockwise_product
+    return _zero_beyond(product(_zero_beyond(x, sizes), matrices, sizes, contracted), sizes)
+
+
+def _zero_beyond(x: Float[Array, "M N"], sizes: Int32[Array, "E"]) -> Float[Array, "M N"]:
+    """Sets rows beyond the last group to zero: kernels do not write them, and may read them."""
+    return jnp.where((jnp.arange(len(x)) < jnp.sum(sizes))[:, None], x, 0)
+
+
+def _ragged_product(x: Array, matrices: Array, sizes: Array, contracted: int) -> Array:
+    dims = jax.lax.RaggedDotDimensionNumbers((((1,), (contracted,)), ((), ())), [0], [0])
+    return jax.lax.ragged_dot_general(x, matrices, sizes, dims)
+
+
+def tgmm_product(
+    x: Float[Array, "M I"], dy: Float[Array, "M O"], sizes: Int32[Array, "E"], *, interpret: bool = False
+) -> Float[Array, "E I O"]:
+    """Returns x^T dy over the rows of each group, by megablox. Source: Gale et al. 2022, "MegaBlocks"."""
+    from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
+
+    x, dy = (jnp.pad(rows, ((0, -len(rows) % TILE_ROWS), (0, 0))) for rows in (x, dy))
+    tiling = TILE_ROWS, *(min(rows.shape[1], MAX_TILE) for rows in (x, dy))
+    return tgmm(x.T, dy, sizes, preferred_element_type=x.dtype, tiling=tiling, interpret=interpret)
+
+
+def _blockwise_product(x: Array, matrices: Array, sizes: Array, contracted: int) -> Array:
+    """A scan over groups, and in each a loop over its blocks of rows.
+
+    The rows of a group's last block that are not its own are of later groups, which write them again.
+    """
+    block = _block_size(x, sizes)
+    padded = jnp.pad(x, ((0, block), (0, 0)))
+
+    def add_group(y: Array, group: tuple[Array, Array, Array]) -> tuple[Array, None]:
+        matrix, first, size = group
+
+        def add_block(i: Array, y: Array) -> Array:
+            rows = jax.lax.dynamic_slice_in_dim(padded, first + i * block, block)
+            product = jax.lax.dot_general(rows, matrix, (((1,), (contracted - 1,)), ((), ())))
+            return jax.lax.dynamic_update_slice_in_dim(y, product, first + i * block, 0)
+
+        return jax.lax.fori_loop(0, -(-size // block), add_block, y), None
+
+    empty = jnp.zeros((len(padded), matrices.shape[3 - contracted]), x.dtype)
+    y, _ = jax.lax.scan(add_group, empty, (matrices, jnp.cumsum(sizes) - sizes, sizes))
+    return y[: len(x)]
+
+
+def blockwise_matrix_gradient(
+    x: Float[Array, "M I"], dy: Float[Array, "M O"], sizes: Int32[Array, "E"]
+) -> Float[Array, "E I O"]:
+    """Returns x^T dy over the rows of each group, summed in float32 block by block."""
+    block = _block_size(x, sizes)
+    padded = [jnp.pad(rows, ((0, block), (0, 0))) for rows in (x, dy)]
+
+    def of_group(_: None, group: tuple[Array, Array]) -> tuple[None, Array]:
+        first, size = group
+
+        def add_block(i: Array, total: Array) -> Array:
+            is_own = (jnp.arange(block) < size - i * block)[:, None]
+            a, b = (jax.lax.dynamic_slice_in_dim(rows, first + i * block, block) for rows in padded)
+            contracted = (((0,), (0,)), ((), ()))
+            return total + jax.lax.dot_general(
+                jnp.where(is_own, a, 0), b, contracted, preferred_element_type=jnp.float32
+            )
+
+        zeros = jnp.zeros((x.shape[1], dy.shape[1]), jnp.float32)
+        return None, jax.lax.fori_loop(0, -(-size // block), add_block, zeros).astype(x.dtype)
+
+    return jax.lax.scan(of_group, None, (jnp.cumsum(sizes) - sizes, sizes))[1]
+
+
+def _block_size(x: Array, sizes: Array) -> int:
+    """Returns the rows of a block: about as many as a group has in the mean, a power of two."""
+    return min(MAX_BLOCK, 1 << max(len(x) // len(sizes), 1).bit_length())

@@ -1,0 +1,134 @@
+"""The layers that a decoder is made of, described with Flax NNX: each weight with its shape and logical dims."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
+
+from app.model.architecture import Architecture
+from app.model.lora import LoRAConfig, LoRAParam
+from app.model.quantization import KernelQuantizer
+from settings.schema.lora import Quantization
+
+INITIAL_STDDEV = 0.02
+
+ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True)}
+
+
+def make_param(
+    rngs: nnx.Rngs,
+    sizes: Mapping[str, int],
+    *,
+    init: str = "normal",
+    param_class: type[nnx.Param] = nnx.Param,
+    dtype: Any = jnp.float32,
+) -> nnx.Param:
+    """Returns a new parameter with the given size of each logical dim."""
+    initializers = {
+        "normal": nnx.initializers.normal(INITIAL_STDDEV),
+        "ones": nnx.initializers.ones,
+        "zeros": nnx.initializers.zeros,
+    }
+    return param_class(initializers[init](rngs.params(), tuple(sizes.values()), dtype), dims=tuple(sizes))
+
+
+class RMSNorm(nnx.Module):
+    """Root-mean-square layer norm over the last dim: x / sqrt(mean(x^2) + eps) * scale. Source: Zhang & Sennrich 2019.
+
+    A centered norm multiplies by 1 + scale and rounds to the compute type only afterwards. The scale is stored as in
+    the checkpoint: with the 1 added, an export would not reproduce it bit for bit.
+    """
+
+    def __init__(self, arch: Architecture, rngs: nnx.Rngs, size: dict[str, int], *, stack: dict[str, int]):
+        self.epsilon = arch.norm_epsilon
+        self.centered = arch.centered_norms
+        self.scale = make_param(rngs, {**stack, **size}, init="zeros" if self.centered else "ones")
+
+    def __call__(self, x: Float[Array, "*dims"]) -> Float[Array, "*dims"]:
+        x32 = x.astype(jnp.float32)
+        normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.epsilon)
+        scale = self.scale[...].astype(x.dtype)
+        if self.centered:
+            return (normed * (1 + scale.astype(jnp.float32))).astype(x.dtype)
+        return normed.astype(x.dtype) * scale
+
+
+def identity(x: Array) -> Array:
+    """Returns its argument; takes the place of a norm that the family does not have."""
+    return x
+
+
+PROJECTION_CHECKPOINT_NAME = "product"
+"""Name of the projection outputs in `jax.checkpoint` policies."""
+
+
+class Projection(nnx.Module):
+    """A product with a kernel, input dims first, and a bias if the family has one.
+
+    With an adapter it computes x W + scale (x A) B; A and B are zeros until `app.model.lora.init_adapters`. A quantized
+    W, also zeros at first, is dequantized for each product.
+    """
+
+    def __init__(
+        self,
+        rngs: nnx.Rngs,
+        inputs: dict[str, int],
+        outputs: dict[str, int],
+        *,
+        bias: bool,
+        stack: dict[str, int],
+        lora: LoRAConfig | None,
+        quantization: Quantization | None,
+    ):
+        self.num_input_dims = len(inputs)
+        sizes = {**inputs, **outputs}
+        if quantization is None:
+            self.kernel = make_param(rngs, {**stack, **sizes})
+        else:
+            quantizer = KernelQuantizer.create(quantization, inputs=tuple(inputs), outputs=tuple(outputs))
+            self.quantizer = quantizer
+            codes = {**stack, **quantizer.code_sizes(sizes)}
+            self.codes = make_param(rngs, codes, init="zeros", dtype=quantizer.code_dtype)
+            self.scales = make_param(rngs, {**stack, **quantizer.scale_sizes(sizes)}, init="zeros")
+        if bias:
+            self.bias = make_param(rngs, {**stack, **outputs}, init="zeros")
+        if lora is not None:
+            self.lora_scale = lora.scale
+            rank = {"lora_rank": lora.rank}
+            self.lora_a = make_param(rngs, {**stack, **inputs, **rank}, init="zeros", param_class=LoRAParam)
+            self.lora_b = make_param(rngs, {**stack, **rank, **outputs}, init="zeros", param_class=LoRAParam)
+
+    def __call__(self, x: Float[Array, "R T *inputs"]) -> Float[Array, "R T *outputs"]:
+        y = self._product(x)
+        if hasattr(self, "lora_a"):
+            low = contract_dims(x, self.lora_a[...], num_dims=self.num_input_dims)
+            y = y + self.lora_scale * contract_dims(low, self.lora_b[...], num_dims=1)
+        y = checkpoint_name(y, PROJECTION_CHECKPOINT_NAME)
+        return y + self.bias[...].astype(x.dtype) if hasattr(self, "bias") else y
+
+    def _product(self, x: Float[Array, "R T *inputs"]) -> Float[Array, "R T *outputs"]:
+        if hasattr(self, "kernel"):
+            return contract_dims(x, self.kernel[...], num_dims=self.num_input_dims)
+
+        def dequantize_and_contract(x: Array, codes: Array, scales: Array) -> Array:
+            kernel, factors = self.quantizer.dequantize(codes, scales, depends_on=x)
+            y = contract_dims(x, kernel, num_dims=self.num_input_dims)
+            return y if factors is None else (y * factors).astype(x.dtype)
+
+        # The backward pass dequantizes kernels again; otherwise the float kernels of all layers would be kept for it.
+        return jax.checkpoint(dequantize_and_contract, prevent_cse=False)(x, self.codes[...], self.scales[...])
+
+
+def contract_dims(
+    x: Float[Array, "R T *inputs"], matrix: Float[Array, "*inputs *outputs"], *, num_dims: int
+) -> Float[Array, "R T *outputs"]:
+    """Contracts the last `num_dims` dims of `x` with the first `num_dims` dims of the matrix."""
+    dims = tuple(range(x.ndim - num_dims, x.ndim)), tuple(range(num_dims))
+    return jax.lax.dot_general(x, matrix.astype(x.dtype), (dims, ((), ())))
