@@ -97,7 +97,7 @@ def _add_own_experts(
     # The probability is applied before `down`, so that its gradient does not need the output, which is k times as wide.
     factors = dispatch(probabilities.reshape(-1, 1), 1, *places)
     gated = (ACTIVATIONS[arch.activation](gate) * up * factors).astype(x.dtype)
-    mixed = combine(grouped_product(gated, weights["down"], sizes), arch.experts_per_token, *places)
+    mixed: Array = combine(grouped_product(gated, weights["down"], sizes), arch.experts_per_token, *places)
     return (mixed.reshape(1, *x.shape),)
 
 

@@ -118,7 +118,7 @@ def test_copies_go_out_in_order_and_come_back_as_sums_and_each_is_the_gradient_o
     y, of_dispatch = jax.vjp(lambda x: dispatch(x, 2, order, back), x)
     np.testing.assert_array_equal(y, x[order // 2])
     total, of_combine = jax.vjp(lambda y: combine(y, 2, order, back), y)
-    np.testing.assert_allclose(total, 2 * x, rtol=1e-6)
+    np.testing.assert_allclose(np.asarray(total), 2 * x, rtol=1e-6)
     np.testing.assert_array_equal(of_combine(x)[0], y)
     np.testing.assert_allclose(of_dispatch(y)[0], 2 * x, rtol=1e-6)
 

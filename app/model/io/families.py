@@ -292,7 +292,7 @@ def _architecture(
     )
 
 
-def _experts(config: HfConfig) -> dict[str, int]:
+def _experts(config: HfConfig) -> dict[str, Any]:
     """Returns the number of experts, and of those that a token passes through."""
     counts = {positive_int(config, field) for field in EXPERT_COUNTS if config.get(field) is not None}
     if len(counts) > 1:
