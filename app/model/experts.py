@@ -58,6 +58,7 @@ class Experts(nnx.Module):
             # Rounded as in a decoding copy, so that sampler and trainer route by the same numbers.
             "router": jax.lax.stop_gradient(self.router[...].astype(x.dtype)),
             **{name: getattr(self, name).kernel[...].astype(x.dtype) for name in ("gate", "up", "down")},
+            # A device's part says which experts it has.
             "ids": jnp.arange(self.architecture.num_experts),
         }
         inward, outward = (split, "activation", "expert_mlp"), (split, "expert_mlp", "activation")

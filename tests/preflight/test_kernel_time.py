@@ -110,8 +110,11 @@ def test_only_schedules_of_kernels_count_and_of_equal_names_the_longest(tmp_path
         ("18-attention_forward.2", 70, '"tpu_custom_call"'),
         ("19-splash_mha_fwd.4", 50, '"tpu_custom_call"'),
         ("20-add_fusion.3", 90, "none"),
+        ("21-ragged-dot-none", 30, '"tpu_custom_call"'),
+        ("22-ragged-dot-none.1", 20, '"tpu_custom_call"'),
     ):
         path = tmp_path / f"{name}-00-schedule-analysis_final_bundles.txt"
         path.write_text(schedule.format(bundles, target))
-    assert take_scheduled_bundles(tmp_path) == {"attention_forward": 70, "splash_mha_fwd": 50}
+    expected = {"attention_forward": 70, "splash_mha_fwd": 50, "ragged-dot-none": 30}
+    assert take_scheduled_bundles(tmp_path) == expected
     assert list(tmp_path.iterdir()) == []
