@@ -9,7 +9,7 @@ Source: Shazeer et al. 2017, "Outrageously Large Neural Networks"; Jiang et al. 
 from __future__ import annotations
 
 import functools
-from typing import TypeAlias
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,16 @@ from app.model.architecture import Architecture
 from app.model.grouped_product import grouped_product
 from app.model.layers import ACTIVATIONS, PROJECTION_CHECKPOINT_NAME, make_param
 
-Permutation: TypeAlias = Int32[Array, "M"]
+
+class Places(NamedTuple):
+    """Where the copies of tokens stand, one for each choice, once they are sorted by expert."""
+
+    order: Int32[Array, "M"]
+    """The copies in their new order; those of token n are numbers n k to (n + 1) k - 1."""
+    back: Int32[Array, "M"]
+    """The place of each copy: the inverse of `order`."""
+    num_used: Int32[Array, ""]
+    """The number of copies that pass through this device's experts. Those behind them have no meaning."""
 
 
 class ExpertMatrix(nnx.Module):
@@ -89,16 +98,16 @@ def _add_own_experts(
     # Of other devices' experts and of padding: behind all groups.
     groups = jnp.where(is_own, chosen - ids[0], len(ids)).reshape(-1)
     order = jnp.argsort(groups, stable=True)
-    places = order, jnp.argsort(order)
     sizes = jnp.sum(groups[:, None] == jnp.arange(len(ids)), axis=0, dtype=jnp.int32)
-    y = dispatch(tokens, arch.experts_per_token, *places)
+    places = Places(order, jnp.argsort(order), jnp.sum(sizes))
+    y = dispatch(tokens, arch.experts_per_token, places)
     gate, up = (
         checkpoint_name(grouped_product(y, weights[name], sizes), PROJECTION_CHECKPOINT_NAME) for name in ("gate", "up")
     )
     # The probability is applied before `down`, so that its gradient does not need the output, which is k times as wide.
-    factors = dispatch(probabilities.reshape(-1, 1), 1, *places)
+    factors = dispatch(probabilities.reshape(-1, 1), 1, places)
     gated = (ACTIVATIONS[arch.activation](gate) * up * factors).astype(x.dtype)
-    mixed: Array = combine(grouped_product(gated, weights["down"], sizes), arch.experts_per_token, *places)
+    mixed: Array = combine(grouped_product(gated, weights["down"], sizes), arch.experts_per_token, places)
     return (mixed.reshape(1, *x.shape),)
 
 
@@ -121,31 +130,24 @@ def choose_experts(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def dispatch(x: Float[Array, "N D"], copies: int, order: Permutation, back: Permutation) -> Float[Array, "M D"]:
-    """Returns copies of each row in a new order: y[m] = x[order[m] // copies]. Its gradient is `combine`.
-
-    Args:
-        order: a permutation of M = N x copies.
-        back: its inverse.
-    """
-    del back
-    return x[order // copies]
+def dispatch(x: Float[Array, "N D"], copies: int, places: Places) -> Float[Array, "M D"]:
+    """Returns copies of each row, sorted: y[m] = x[order[m] // copies]. Its gradient is `combine`."""
+    return x[places.order // copies]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def combine(y: Float[Array, "M D"], copies: int, order: Permutation, back: Permutation) -> Float[Array, "N D"]:
-    """Returns the sum of the copies of each row, added in float32. Its gradient is `dispatch`."""
-    del order
-    by_row = y[back].reshape(-1, copies, y.shape[1])
-    return jnp.sum(by_row, axis=1, dtype=jnp.float32).astype(y.dtype)
+def combine(y: Float[Array, "M D"], copies: int, places: Places) -> Float[Array, "N D"]:
+    """Returns the sum of the used copies of each row, added in float32. Its gradient is `dispatch`."""
+    used = jnp.where((places.back < places.num_used)[:, None], y[places.back], 0)
+    return jnp.sum(used.reshape(-1, copies, y.shape[1]), axis=1, dtype=jnp.float32).astype(y.dtype)
 
 
 # JAX's own gradient of a gather is a scatter-add.
 dispatch.defvjp(
-    lambda x, copies, *places: (dispatch(x, copies, *places), places),
-    lambda copies, places, dy: (combine(dy, copies, *places), None, None),
+    lambda x, copies, places: (dispatch(x, copies, places), places),
+    lambda copies, places, dy: (combine(dy, copies, places), None),
 )
 combine.defvjp(
-    lambda y, copies, *places: (combine(y, copies, *places), places),
-    lambda copies, places, dx: (dispatch(dx, copies, *places), None, None),
+    lambda y, copies, places: (combine(y, copies, places), places),
+    lambda copies, places, dx: (dispatch(dx, copies, places), None),
 )

@@ -25,8 +25,9 @@ def grouped_product(
 ) -> Float[Array, "M O"]:
     """Multiplies each row with the matrix of its group: y[m] = x[m] matrices[group of m].
 
-    Rows are sorted by group. Those beyond the last group give zeros, whatever they hold, and so do their gradients.
-    The product is the same with and without gradients, so that scores equal the update's own logprobs.
+    Rows are sorted by group. The results of those beyond the last group have no meaning, nor do their gradients, and
+    they affect nothing else, whatever they hold. The product is the same with and without gradients, so that scores
+    equal the update's own logprobs.
 
     Args:
         sizes: number of rows of each group; a group may have none.
@@ -41,8 +42,7 @@ def _forward(x: Array, matrices: Array, sizes: Array) -> tuple[Array, tuple[Arra
 def _backward(saved: tuple[Array, Array, Array], dy: Array) -> tuple[Array, Array, None]:
     x, matrices, sizes = saved
     product = tgmm_product if current_device()[0] == "tpu" else blockwise_matrix_gradient
-    gradient = product(_zero_beyond(x, sizes), _zero_beyond(dy, sizes), sizes).astype(matrices.dtype)
-    return _product(dy, matrices, sizes, contracted=2), gradient, None
+    return _product(dy, matrices, sizes, contracted=2), product(x, dy, sizes).astype(matrices.dtype), None
 
 
 grouped_product.defvjp(_forward, _backward)
@@ -50,12 +50,7 @@ grouped_product.defvjp(_forward, _backward)
 
 def _product(x: Array, matrices: Array, sizes: Array, *, contracted: int) -> Array:
     product = _ragged_product if current_device()[0] == "tpu" else _blockwise_product
-    return _zero_beyond(product(_zero_beyond(x, sizes), matrices, sizes, contracted), sizes)
-
-
-def _zero_beyond(x: Float[Array, "M N"], sizes: Int32[Array, "E"]) -> Float[Array, "M N"]:
-    """Sets rows beyond the last group to zero: kernels do not write them, and may read them."""
-    return jnp.where((jnp.arange(len(x)) < jnp.sum(sizes))[:, None], x, 0)
+    return product(x, matrices, sizes, contracted)
 
 
 def _ragged_product(x: Array, matrices: Array, sizes: Array, contracted: int) -> Array:
@@ -109,11 +104,9 @@ def blockwise_matrix_gradient(
 
         def add_block(i: Array, total: Array) -> Array:
             is_own = (jnp.arange(block) < size - i * block)[:, None]
-            a, b = (jax.lax.dynamic_slice_in_dim(rows, first + i * block, block) for rows in padded)
-            contracted = (((0,), (0,)), ((), ()))
-            return total + jax.lax.dot_general(
-                jnp.where(is_own, a, 0), b, contracted, preferred_element_type=jnp.float32
-            )
+            blocks = (jax.lax.dynamic_slice_in_dim(rows, first + i * block, block) for rows in padded)
+            a, b = (jnp.where(is_own, rows, 0) for rows in blocks)
+            return total + jax.lax.dot_general(a, b, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
 
         zeros = jnp.zeros((x.shape[1], dy.shape[1]), jnp.float32)
         return None, jax.lax.fori_loop(0, -(-size // block), add_block, zeros).astype(x.dtype)
