@@ -17,7 +17,7 @@ from settings import InputError, Resolved
 from settings.checks.commands import check_for_score
 
 Role = Literal["policy", "reference", "critic", "reward"]
-PLACEHOLDER = re.compile(r"\{(run|step|index)\}")
+CHECKPOINT_FIELD = re.compile(r"\{(run|step|index)\}")
 
 
 def score(
@@ -92,8 +92,8 @@ def score_file(
             and there is no checkpoint.
     """
     if not checkpoints:
-        if placeholder := PLACEHOLDER.search(str(out)):
-            raise InputError(f"--out: {placeholder[0]} stands for that of a checkpoint, but there is no --checkpoint")
+        if field := CHECKPOINT_FIELD.search(str(out)):
+            raise InputError(f"--out: {field[0]} stands for that of a checkpoint, but there is no --checkpoint")
         refuse_existing({"--out": out}, overwrite=overwrite)
     if checkpoints and role in ("reference", "reward"):
         weights = "model.path" if role == "reference" else "reward.model"
@@ -113,7 +113,7 @@ def score_file(
     outputs: dict[Path, PolicyCheckpoint | None] = {} if saved else {out: None}
     for index, one in enumerate(saved):
         values = {"run": one.run.path.name, "step": str(one.step), "index": str(index)}
-        file = Path(PLACEHOLDER.sub(lambda match, values=values: values[match[1]], str(out)))
+        file = Path(CHECKPOINT_FIELD.sub(lambda match, values=values: values[match[1]], str(out)))
         if file in outputs:
             raise InputError(
                 f"--out: {file} would hold the scores of two checkpoints, the second {one.path}; give each a file of "

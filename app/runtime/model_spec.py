@@ -88,7 +88,7 @@ class ModelSpec:
                 f"{self.policy_definition.quantization} already stores in few bits; set rollout.weights to null"
             )
         if weights is not None:
-            check_not_experts(self.architecture, f"rollout.weights: {weights}")
+            refuse_quantized_experts(self.architecture, f"rollout.weights: {weights}")
             return self.policy_definition.quantized(weights)
         if dtype == jnp.float32 and self.policy_definition.quantization is None:
             return self.definition
@@ -143,7 +143,7 @@ def adapted_definition(definition: DecoderDefinition, settings: LoRASettings) ->
             "highest rank of its kernels; lower it (8 to 64 are usual)"
         )
     if settings.quantize_base is not None:
-        check_not_experts(architecture, f"{QUANTIZE_BASE_SETTING}: {settings.quantize_base}")
+        refuse_quantized_experts(architecture, f"{QUANTIZE_BASE_SETTING}: {settings.quantize_base}")
         check_quantization(settings.quantize_base, model_dim=architecture.model_dim)
     if architecture.num_experts is not None and {*settings.projections} & {*PROJECTION_GROUPS["mlp"]}:
         raise InputError(
@@ -154,7 +154,7 @@ def adapted_definition(definition: DecoderDefinition, settings: LoRASettings) ->
     return DecoderDefinition.create(architecture, lora=lora, quantization=settings.quantize_base)
 
 
-def check_not_experts(architecture: Architecture, setting: str) -> None:
+def refuse_quantized_experts(architecture: Architecture, setting: str) -> None:
     """Raises InputError if the model has experts, whose matrices cannot be quantized as `setting` says."""
     if architecture.num_experts is not None:
         raise InputError(f"{setting} quantizes matrices, but not those of this model's experts; set it to null")

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 from functools import partial
 
 import jax
@@ -29,8 +30,6 @@ from app.preflight.program_time import program_time
 from app.records.text_format import format_bytes, format_percent, format_table
 
 BYTES_PER_TOKEN = 16
-GPU_BYTES_PER_S = 3.35e12
-"""HBM of an H100 SXM."""
 NO_KERNELS = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast"}
 
 
@@ -67,7 +66,7 @@ def estimated(
     text = compiled.as_text() or ""
     num_bytes = (BYTES_PER_TOKEN + masked) * shape[0] * shape[1]
     if isinstance(place, GpuHost):
-        bandwidth = GPU_BYTES_PER_S
+        [bandwidth] = map(float, re.findall(r"memory_bandwidth: (\d+)", place.chip.description))
         total = math.nan if " while(" in text else accessed_bytes(text) / bandwidth
     else:
         bandwidth = place.chip.hbm_bytes_per_s

@@ -112,17 +112,15 @@ def _solve_masked(
     tokens: _Sequences, written: Bool[np.ndarray, "N"] | None, mask_mode: str, gamma: float, lam: float
 ) -> None:
     """Solves sequences with the tokens outside `written` masked, whose results are 0 already."""
-    if written is None or written.all():
-        _solve_sequences(tokens, None, gamma, lam)
-    elif mask_mode == "skip":
+    if written is None or mask_mode == "skip":
         _solve_sequences(tokens, written, gamma, lam)
-    else:
-        if mask_mode == "zero":
-            rewards, values = (np.where(written, x, np.float32(0)) for x in (tokens.rewards, tokens.values))
-            tokens = tokens._replace(rewards=rewards, values=values)
-        _solve_sequences(tokens, None, gamma, lam)
-        for x in tokens.output:
-            np.copyto(x, 0, where=~written)
+        return
+    if mask_mode == "zero":
+        rewards, values = (np.where(written, x, np.float32(0)) for x in (tokens.rewards, tokens.values))
+        tokens = tokens._replace(rewards=rewards, values=values)
+    _solve_sequences(tokens, None, gamma, lam)
+    for x in tokens.output:
+        np.copyto(x, 0, where=~written)
 
 
 def _flat(x: HostOrDevice, dtype: type) -> np.ndarray:
