@@ -1,8 +1,8 @@
 """Products of rows with one matrix for each group of rows, as a mixture of experts needs them.
 
 The work grows with the rows, not with rows x groups. On a TPU, XLA has a kernel for the product, but expands the
-gradient of the matrices to all rows of all groups; megablox has a kernel for that. On a CPU, XLA expands both, so both
-are loops over blocks of rows. On a GPU, XLA expands both, too, so `app.runtime.tensor_parallel_checks` refuses experts.
+gradient of the matrices to all rows of all groups; megablox has a kernel for that. On a CPU and a GPU, XLA expands
+both: both are loops over blocks of rows on a CPU, and our own kernels on a GPU.
 """
 
 from __future__ import annotations
@@ -41,16 +41,32 @@ def _forward(x: Array, matrices: Array, sizes: Array) -> tuple[Array, tuple[Arra
 
 def _backward(saved: tuple[Array, Array, Array], dy: Array) -> tuple[Array, Array, None]:
     x, matrices, sizes = saved
-    product = tgmm_product if current_device()[0] == "tpu" else blockwise_matrix_gradient
-    return _product(dy, matrices, sizes, contracted=2), product(x, dy, sizes).astype(matrices.dtype), None
+    match current_device()[0]:
+        case "tpu":
+            of_matrices = tgmm_product(x, dy, sizes)
+        case "gpu":
+            # Pallas is slow to import and not needed on a CPU.
+            from app.model.gpu_grouped_product import matrix_gradient
+
+            of_matrices = matrix_gradient(x, dy, sizes)
+        case _:
+            of_matrices = blockwise_matrix_gradient(x, dy, sizes)
+    return _product(dy, matrices, sizes, contracted=2), of_matrices.astype(matrices.dtype), None
 
 
 grouped_product.defvjp(_forward, _backward)
 
 
 def _product(x: Array, matrices: Array, sizes: Array, *, contracted: int) -> Array:
-    product = _ragged_product if current_device()[0] == "tpu" else _blockwise_product
-    return product(x, matrices, sizes, contracted)
+    match current_device()[0]:
+        case "tpu":
+            return _ragged_product(x, matrices, sizes, contracted)
+        case "gpu":
+            from app.model.gpu_grouped_product import rows_product
+
+            return rows_product(x, matrices, sizes, contracted=contracted)
+        case _:
+            return _blockwise_product(x, matrices, sizes, contracted)
 
 
 def _ragged_product(x: Array, matrices: Array, sizes: Array, contracted: int) -> Array:

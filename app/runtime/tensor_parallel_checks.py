@@ -1,11 +1,10 @@
-"""Checks that a model's sizes fit the tp of a mesh, and that its devices can compute it."""
+"""Checks that a model's sizes fit the tp of a mesh."""
 
 from __future__ import annotations
 
 from jax.sharding import Mesh
 
 from app.mesh.device_mesh import num_hosts
-from app.mesh.devices import device_platform
 from app.model.architecture import Architecture
 from settings import Settings
 from settings.errors import InputError
@@ -26,20 +25,13 @@ def check_tp_divides_heads(mesh: Mesh, architecture: Architecture, *, path: str)
 
 
 def check_experts(mesh: Mesh, architecture: Architecture, *, path: str) -> None:
-    """Checks that the devices can compute the experts of the model from `path`, and that tp splits them.
+    """Checks that tp splits the experts of the model from `path`.
 
     Raises:
-        InputError: the devices are GPUs, or tp does not divide the experts.
+        InputError: tp does not divide the experts.
     """
     tp, experts = mesh.shape["tp"], architecture.num_experts
-    if experts is None:
-        return
-    if device_platform(mesh.devices.flat[0]) == "gpu":
-        raise InputError(
-            f"mesh.platform: {path} is a mixture of {experts} experts, which GPUs cannot train here: their compiler "
-            "expands each product to all tokens of every expert; use TPUs, or a dense model"
-        )
-    if experts % tp:
+    if experts is not None and experts % tp:
         raise InputError(
             f"mesh.shape: tp = {tp} does not divide the {experts} experts of {path}; the nearest tp that does: "
             f"{nearest_divisors(tp, experts)}"

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from app.model import gpu_grouped_product
 from app.model.decoder import DecoderDefinition, Params
 from app.model.experts import Experts, Places, choose_experts, combine, dispatch
 from app.model.grouped_product import blockwise_matrix_gradient, grouped_product, tgmm_product
@@ -54,11 +55,24 @@ def test_a_grouped_product_and_its_gradients_equal_those_of_a_one_hot_product(si
 
 
 @SIZES
-def test_the_tpu_kernel_for_gradients_equals_the_loop_of_the_cpu(sizes):
+@pytest.mark.parametrize("gradient", [tgmm_product, gpu_grouped_product.matrix_gradient], ids=["tpu", "gpu"])
+def test_the_kernels_for_gradients_equal_the_loop_of_the_cpu(gradient, sizes):
     x, _, sizes = product_inputs(sizes)
     dy = jnp.asarray(np.random.default_rng(1).normal(size=(42, 5)), FLOAT32)
-    ours = tgmm_product(x, dy, sizes, interpret=True)
+    ours = gradient(x, dy, sizes, interpret=True)
     np.testing.assert_allclose(ours, blockwise_matrix_gradient(x, dy, sizes), atol=1e-5)
+
+
+@SIZES
+@pytest.mark.parametrize("contracted", [1, 2])
+def test_the_gpu_kernel_for_products_equals_a_one_hot_product(contracted, sizes):
+    x, matrices, sizes = product_inputs(sizes)
+    num_rows = int(sizes.sum())
+    expected = dense_product(x, matrices, sizes)
+    matrices = matrices if contracted == 1 else matrices.swapaxes(1, 2)
+    poisoned = x.at[num_rows:].set(jnp.nan)
+    y = gpu_grouped_product.rows_product(poisoned, matrices, sizes, contracted=contracted, interpret=True)
+    np.testing.assert_allclose(y[:num_rows], expected[:num_rows], atol=1e-5)
 
 
 def one_hot_experts(params: Params, x: jax.Array, is_token: np.ndarray) -> jax.Array:

@@ -21,6 +21,7 @@ from app.mesh.gpu_cards import GPU_HOSTS
 from app.model.attention import GPU_BLOCK_SIZE, PARALLEL_BLOCKING, packed_attention, platform_blocking
 from app.model.block_attention import Blocking
 from app.model.cache_attention import decode_block_size, extend_cache
+from app.model.grouped_product import grouped_product
 from app.model.kv_cache import cache_shapes
 from app.model.score_mod import DEFAULT_SCORE_MOD, ScoreMod
 from app.model.segment_layout import SegmentLayout
@@ -61,6 +62,27 @@ def compiled(host: str, *, head_dim: int, dtype: type, rows: int = 1, score_mod:
 def test_the_kernels_compile_for_an_h100(head_dim: int, gpus: None) -> None:
     text = compiled("h100-1", head_dim=head_dim, dtype=jnp.bfloat16, score_mod=ScoreMod(0.4, 50.0))
     assert [text.count(f'name = "{kernel}"') for kernel in KERNELS] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(("dim", "num_rows"), [(256, 2048), (96, 64), (10, 7)])
+def test_the_grouped_products_compile_for_an_h100_and_are_not_expanded(dim: int, num_rows: int, gpus: None) -> None:
+    num_groups, mesh = 16, mesh_of("h100-1")
+
+    def shape(*sizes: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(sizes, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
+
+    def both(x: jax.Array, matrices: jax.Array, sizes: jax.Array, dy: jax.Array) -> Any:
+        y, backward = jax.vjp(lambda x, matrices: grouped_product(x, matrices, sizes), x, matrices)
+        return y, backward(dy)
+
+    x, matrices, sizes = shape(num_rows, dim), shape(num_groups, dim, 2 * dim), shape(num_groups, dtype=jnp.int32)
+    with jax.set_mesh(mesh):
+        program = jax.jit(both).lower(x, matrices, sizes, shape(num_rows, 2 * dim)).compile()
+    text = program.as_text() or ""
+    assert [text.count(f'name = "{name}"') for name in ("grouped_product", "grouped_matrix_gradient")] == [2, 1]
+    if dim != 10:  # not padded to the tiles of tensor cores
+        analysis: Any = program.memory_analysis()
+        assert analysis.temp_size_in_bytes < 2 * num_rows * dim + 2**16
 
 
 @pytest.mark.parametrize("is_int8", [False, True], ids=["bfloat16", "int8"])
