@@ -1,11 +1,12 @@
-"""The attention kernels on this machine's accelerator, against plain XLA: error and seconds.
+"""The kernels for attention and for experts on this machine's accelerator, against plain XLA: error and seconds.
 
     python scripts/bench/kernels_on_device.py [--model Qwen2.5-1.5B] [--rows 256] [--length 832]
 
 Both sides compute in bfloat16; errors are relative to attention in float32 at the highest precision, and must be at
 most 1.5 times XLA's. Decoding is one token of `--rows` rows, filled to random lengths up to `--length`, over a pool of
 blocks; the read column is keys and values of their tokens by the seconds, beside a plain read of as many bytes.
-Scoring and update are a row of 8,192 packed tokens.
+Scoring and update are a row of 8,192 packed tokens. Experts are those of Qwen3-30B-A3B, of which each token has 8;
+their read column is all matrices by the seconds.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from app.model.architecture import Architecture
 from app.model.attention import PARALLEL_BLOCKING, make_block_pairs, packed_attention, platform_blocking
 from app.model.block_attention import Blocking
 from app.model.cache_attention import cache_block_size, cached_attention, decode_block_size, extend_cache
+from app.model.grouped_product import grouped_product
 from app.model.io.families import architecture_from_config
 from app.model.kv_cache import LayerCache, to_codes
 from app.records.text_format import format_table
@@ -34,6 +36,8 @@ from scripts.bench.attention import TOKENS, interleaved_seconds, log_normal_rows
 from scripts.bench.shapes import QWEN2_5
 from settings.schema.mesh import MeshSettings
 
+EXPERTS = 128, 2048, 768
+"""Number of matrices of Qwen3-30B-A3B's experts, and the dims of each."""
 ERROR_LIMIT = 1.5
 """The largest error of a kernel, as a multiple of XLA's."""
 
@@ -48,6 +52,7 @@ def main() -> None:
     with jax.set_mesh(mesh):
         lines = [decoding(architecture, options.rows, options.length, is_int8=is_int8) for is_int8 in (False, True)]
         lines += packed(architecture, TOKENS)
+        lines += [experts(64), experts(256), experts(1024, gradients=True)]
     print(f"{jax.devices()[0].device_kind}, JAX {jax.__version__}, {options.model}, bfloat16")
     print(format_table(lines, header=("", "XLA", "kernel", "ratio", "error of XLA", "error of the kernel", "read")))
 
@@ -119,6 +124,31 @@ def decoding(architecture: Architecture, num_rows: int, length: int, *, is_int8:
     calls = {"XLA": attend(None), "kernel": attend(kernel_size)}
     kind = "int8" if is_int8 else "bfloat16"
     return line(f"decode {num_rows} rows, {kind} blocks of {size}", calls, right, int(lengths.sum() * bytes_of_token))
+
+
+def experts(num_tokens: int, *, gradients: bool = False) -> tuple[str, ...]:
+    rng, (num_experts, inner, outer), copies = np.random.default_rng(0), EXPERTS, 8
+    num_rows = num_tokens * copies
+    sizes = jnp.asarray(rng.multinomial(num_rows, rng.dirichlet(np.full(num_experts, 2.0))), jnp.int32)
+    shapes = (num_rows, inner), (num_experts, inner, outer), (num_rows, outer)
+    whole = [jnp.asarray(rng.standard_normal(shape, np.float32)) for shape in shapes[: 2 + gradients]]
+    arrays = [x.astype(jnp.bfloat16) for x in whole]
+
+    def call(product: Callable[..., Array]) -> Callable[..., Any]:
+        def compute(x: Array, matrices: Array, *cotangent: Array) -> Any:
+            y, backward = jax.vjp(lambda x, matrices: product(x, matrices, sizes), x, matrices)
+            return (y, backward(*cotangent)) if cotangent else y
+
+        return jax.jit(compute)
+
+    with jax.default_matmul_precision("highest"):
+        right = call(jax.lax.ragged_dot)(*[x.astype(jnp.float32) for x in arrays])
+    calls = {
+        name: functools.partial(call(product), *arrays)
+        for name, product in (("XLA", jax.lax.ragged_dot), ("kernel", grouped_product))
+    }
+    what = f"{num_rows:,} rows of {num_experts} experts, forward" + (" and backward" if gradients else "")
+    return line(what, calls, right, 0 if gradients else arrays[1].nbytes)
 
 
 def packed(architecture: Architecture, num_tokens: int) -> list[tuple[str, ...]]:

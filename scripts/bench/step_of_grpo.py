@@ -46,7 +46,8 @@ def measured(options: argparse.Namespace, folder: str) -> tuple[list[dict[str, f
             print(f"step {step}", {name: round(value, 2) for name, value in seconds.items()}, flush=True)
             if step > options.warmup:
                 steps.append(seconds)
-        peak_memory_bytes = workload.peak_memory_bytes()
+        statistics = jax.devices()[0].memory_stats() or {}
+        peak_memory_bytes = statistics.get("peak_bytes_in_use") or workload.peak_memory_bytes()
     return steps, {
         "peak_memory_bytes": peak_memory_bytes,
         "num_parameters": trainer.session.model_spec.definition.num_parameters,

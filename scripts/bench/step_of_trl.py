@@ -2,9 +2,9 @@
 
     python scripts/bench/step_of_trl.py --model DIR --rows FILE.jsonl --beta 0 --steps 3 --warmup 1
 
-Set otherwise than TRL's defaults: float32, as ours; no gradient checkpointing, which is faster here (`--checkpointing`
-turns TRL's default on: slower, and less memory); all sixteen samples in one update; completions of exactly
-`workload.NEW_TOKENS` tokens.
+Set otherwise than TRL's defaults: float32 on a CPU, as ours; no gradient checkpointing, which is faster
+(`--checkpointing` turns TRL's default on: slower, and less memory); all samples in one update, of `--micro-batches`;
+completions of exactly `workload.NEW_TOKENS` tokens.
 """
 
 # TRL is not among the packages of this project's environment.
@@ -25,6 +25,8 @@ import trl
 import workload
 from datasets import Dataset
 
+ON_GPU = torch.cuda.is_available()
+
 
 class Stopwatch(transformers.TrainerCallback):
     """Seconds of each step, and of the trainer's methods inside it."""
@@ -32,7 +34,7 @@ class Stopwatch(transformers.TrainerCallback):
     def __init__(self) -> None:
         self.steps: list[dict[str, float]] = []
         self._inside: dict[str, float] = defaultdict(float)
-        self._start = self._score = 0.0
+        self._start, self._score = 0.0, None
 
     def watch(self, trainer: Any, method: str) -> None:
         """Times every call of a method of the trainer."""
@@ -44,7 +46,7 @@ class Stopwatch(transformers.TrainerCallback):
                 return original(*args, **options)
             finally:
                 self._inside[method] += time.perf_counter() - start
-                if method == "_prepare_inputs":
+                if method == "_prepare_inputs" and self._score is None:
                     # The same method serves the reference, while TRL prepares, and afterwards the policy's loss.
                     self._score = self._inside["_get_per_token_logps_and_entropies"]
 
@@ -52,9 +54,11 @@ class Stopwatch(transformers.TrainerCallback):
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         self._inside.clear()
-        self._start = time.perf_counter()
+        self._start, self._score = time.perf_counter(), None
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
+        if ON_GPU:
+            torch.cuda.synchronize()
         step, inside = time.perf_counter() - self._start, self._inside
         rollout, score, update = inside["_generate_single_turn"], self._score, step - inside["_prepare_inputs"]
         self.steps.append({"rollout": rollout, "score": score, "update": update, "step": step})
@@ -64,6 +68,7 @@ class Stopwatch(transformers.TrainerCallback):
 def main() -> None:
     parser = workload.parser_of(__doc__)
     parser.add_argument("--checkpointing", action="store_true")
+    parser.add_argument("--micro-batches", type=int, default=1, help="of an update")
     options = parser.parse_args()
     transformers.logging.set_verbosity_error()
     stopwatch = Stopwatch()
@@ -71,7 +76,7 @@ def main() -> None:
         train(options, stopwatch, folder)
     workload.report(
         stopwatch.steps[options.warmup :],
-        peak_memory_bytes=workload.peak_memory_bytes(),
+        peak_memory_bytes=torch.cuda.max_memory_allocated() if ON_GPU else workload.peak_memory_bytes(),
         versions={"trl": trl.__version__, "torch": torch.__version__, "transformers": transformers.__version__},
         threads=torch.get_num_threads(),
     )
@@ -87,15 +92,15 @@ def train(options: argparse.Namespace, stopwatch: Stopwatch, folder: str) -> Non
     samples = workload.NUM_PROMPTS * workload.GROUP_SIZE
     settings = trl.GRPOConfig(
         output_dir=folder,
-        use_cpu=True,
-        bf16=False,
+        use_cpu=not ON_GPU,
+        bf16=ON_GPU,
         gradient_checkpointing=options.checkpointing,
         beta=options.beta,
         learning_rate=workload.LEARNING_RATE,
-        per_device_train_batch_size=samples,
+        per_device_train_batch_size=samples // options.micro_batches,
         num_generations=workload.GROUP_SIZE,
-        gradient_accumulation_steps=1,
-        steps_per_generation=1,
+        gradient_accumulation_steps=options.micro_batches,
+        steps_per_generation=options.micro_batches,
         max_completion_length=workload.NEW_TOKENS,
         generation_kwargs={"min_new_tokens": workload.NEW_TOKENS},
         max_steps=options.warmup + options.steps,

@@ -1,20 +1,22 @@
 """The workload of both sides of `train_step.py`: GSM8K prompts, four samples of 64 new tokens each, one AdamW update.
 
-It uses only the standard library, because the environment of the peer imports it, too.
+The environment variables BENCH_PROMPTS, BENCH_GROUP_SIZE and BENCH_NEW_TOKENS change its size. Only the standard
+library is used, because the environment of the peer imports this file, too.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import resource
 import sys
 from pathlib import Path
 
-NUM_PROMPTS = 4
-GROUP_SIZE = 4
-NEW_TOKENS = 64
+NUM_PROMPTS = int(os.environ.get("BENCH_PROMPTS", "4"))
+GROUP_SIZE = int(os.environ.get("BENCH_GROUP_SIZE", "4"))
+NEW_TOKENS = int(os.environ.get("BENCH_NEW_TOKENS", "64"))
 MIN_PROMPT_LENGTH = 64
 MAX_PROMPT_LENGTH = 128
 """Maximum number of tokens, chat template included."""
