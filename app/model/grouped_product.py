@@ -15,8 +15,8 @@ from app.mesh.axis_rules import current_device
 
 MAX_BLOCK = 256
 """The largest number of rows that a CPU multiplies at once."""
-TILE_ROWS, MAX_TILE = 512, 1024
-"""Rows, and most columns, of a tile of the TPU's kernel for gradients."""
+TILE_ROWS, MAX_TILE_BYTES = 512, 2048
+"""Rows, and most bytes of a row, of a tile of the TPU's kernel for gradients: tiles must fit a v5e's VMEM."""
 
 
 @jax.custom_vjp
@@ -81,7 +81,7 @@ def tgmm_product(
     from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 
     x, dy = (jnp.pad(rows, ((0, -len(rows) % TILE_ROWS), (0, 0))) for rows in (x, dy))
-    tiling = TILE_ROWS, *(min(rows.shape[1], MAX_TILE) for rows in (x, dy))
+    tiling = TILE_ROWS, *(min(rows.shape[1], MAX_TILE_BYTES // rows.itemsize) for rows in (x, dy))
     return tgmm(x.T, dy, sizes, preferred_element_type=x.dtype, tiling=tiling, interpret=interpret)
 
 

@@ -46,14 +46,19 @@ def test_parameters_go_out_under_the_names_of_hugging_face_and_come_back(archite
     jax.tree.map(np.testing.assert_array_equal, load_weights(definition, out, make_mesh()), params)
 
 
-def test_adapters_go_out_merged_and_nothing_else_changes():
-    lora = LoRAConfig(rank=3, alpha=6.0, projections=("q_proj", "o_proj", "down_proj"))
-    definition = DecoderDefinition.create(BIASED, lora=lora)
+@pytest.mark.parametrize(
+    ("architecture", "projections"),
+    [(BIASED, ("q_proj", "o_proj", "down_proj")), (MIXTURE, ("q_proj", "o_proj"))],
+    ids=["dense", "experts"],
+)
+def test_adapters_go_out_merged_and_nothing_else_changes(architecture, projections):
+    lora = LoRAConfig(rank=3, alpha=6.0, projections=projections)
+    definition = DecoderDefinition.create(architecture, lora=lora)
     params = random_params(definition)
     out = HfTensors(definition, params)
-    expected = in_hugging_face_names(BIASED, merge_adapters(params, lora))
+    expected = in_hugging_face_names(architecture, merge_adapters(params, lora))
     assert set(out.shapes) == set(expected)
-    plain = in_hugging_face_names(BIASED, params)
+    plain = in_hugging_face_names(architecture, params)
     changed = {name for name in expected if not np.array_equal(out.read(name), plain[name])}
     assert {name.split(".")[-2] for name in changed} == set(lora.projections)
     for name, tensor in expected.items():

@@ -11,7 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from app.mesh.axis_rules import AXES
+from app.mesh.compile_only import compile_only_devices
+from app.mesh.tpu_chips import parse_slice
 from app.model import gpu_grouped_product
 from app.model.decoder import DecoderDefinition, Params
 from app.model.experts import Experts, Places, choose_experts, combine, dispatch
@@ -58,8 +62,9 @@ def test_a_grouped_product_and_its_gradients_equal_those_of_a_one_hot_product(si
 @pytest.mark.parametrize("gradient", [tgmm_product, gpu_grouped_product.matrix_gradient], ids=["tpu", "gpu"])
 def test_the_kernels_for_gradients_equal_the_loop_of_the_cpu(gradient, sizes):
     x, _, sizes = product_inputs(sizes)
+    num_rows = int(sizes.sum())
     dy = jnp.asarray(np.random.default_rng(1).normal(size=(42, 5)), FLOAT32)
-    ours = gradient(x, dy, sizes, interpret=True)
+    ours = gradient(x.at[num_rows:].set(jnp.nan), dy.at[num_rows:].set(jnp.nan), sizes, interpret=True)
     np.testing.assert_allclose(ours, blockwise_matrix_gradient(x, dy, sizes), atol=1e-5)
 
 
@@ -73,6 +78,26 @@ def test_the_gpu_kernel_for_products_equals_a_one_hot_product(contracted, sizes)
     poisoned = x.at[num_rows:].set(jnp.nan)
     y = gpu_grouped_product.rows_product(poisoned, matrices, sizes, contracted=contracted, interpret=True)
     np.testing.assert_allclose(y[:num_rows], expected[:num_rows], atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [FLOAT32, jnp.bfloat16], ids=str)
+@pytest.mark.parametrize(("num_experts", "inner", "outer"), [(32, 2048, 768), (2, 4096, 14_336)])
+def test_products_compile_for_a_tpu_and_are_not_expanded(num_experts, inner, outer, dtype):
+    pytest.importorskip("libtpu", reason="libtpu is not installed: pip install -e '.[tpu]'")
+    tpu, num_rows = Mesh(np.array(compile_only_devices(parse_slice("v5e-1"))).reshape(1, 1, 1), AXES), 4096
+
+    def shape(*sizes: int, dtype: Any = dtype) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(sizes, dtype, sharding=NamedSharding(tpu, PartitionSpec()))
+
+    def both(x: jax.Array, matrices: jax.Array, sizes: jax.Array, dy: jax.Array) -> Any:
+        y, backward = jax.vjp(lambda x, matrices: grouped_product(x, matrices, sizes), x, matrices)
+        return y, backward(dy)
+
+    arrays = shape(num_rows, inner), shape(num_experts, inner, outer), shape(num_experts, dtype=jnp.int32)
+    with jax.set_mesh(tpu):
+        cost: Any = jax.jit(both).lower(*arrays, shape(num_rows, outer)).compile().cost_analysis()
+    assert cost["flops"] == pytest.approx(3 * 2 * num_rows * inner * outer, rel=0.1)
 
 
 def one_hot_experts(params: Params, x: jax.Array, is_token: np.ndarray) -> jax.Array:

@@ -64,11 +64,16 @@ def test_the_kernels_compile_for_an_h100(head_dim: int, gpus: None) -> None:
     assert [text.count(f'name = "{kernel}"') for kernel in KERNELS] == [1, 1, 1]
 
 
-@pytest.mark.parametrize(("dim", "num_rows"), [(256, 2048), (96, 64), (10, 7)])
-def test_the_grouped_products_compile_for_an_h100_and_are_not_expanded(dim: int, num_rows: int, gpus: None) -> None:
+@pytest.mark.parametrize(
+    ("dim", "num_rows", "dtype"),
+    [(256, 2048, "bfloat16"), (256, 2048, "float32"), (96, 64, "bfloat16"), (10, 7, "bfloat16")],
+)
+def test_the_grouped_products_compile_for_an_h100_and_are_not_expanded(
+    dim: int, num_rows: int, dtype: Any, gpus: None
+) -> None:
     num_groups, mesh = 16, mesh_of("h100-1")
 
-    def shape(*sizes: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+    def shape(*sizes: int, dtype: Any = dtype) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(sizes, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
 
     def both(x: jax.Array, matrices: jax.Array, sizes: jax.Array, dy: jax.Array) -> Any:
@@ -82,7 +87,7 @@ def test_the_grouped_products_compile_for_an_h100_and_are_not_expanded(dim: int,
     assert [text.count(f'name = "{name}"') for name in ("grouped_product", "grouped_matrix_gradient")] == [2, 1]
     if dim != 10:  # not padded to the tiles of tensor cores
         analysis: Any = program.memory_analysis()
-        assert analysis.temp_size_in_bytes < 2 * num_rows * dim + 2**16
+        assert analysis.temp_size_in_bytes < 4 * num_rows * dim + 2**16
 
 
 @pytest.mark.parametrize("is_int8", [False, True], ids=["bfloat16", "int8"])

@@ -268,7 +268,8 @@ def test_logits_equal_transformers_where_one_expert_gets_all_tokens_and_another_
     write_checkpoint(tmp_path, model_type, tie_word_embeddings=False)
     file, config = tmp_path / "model.safetensors", tmp_path / "config.json"
     fields = json.loads(config.read_text())
-    config.write_text(json.dumps({**fields, spelling: fields.pop("num_local_experts")}))
+    fields[spelling] = fields.pop("num_local_experts")
+    config.write_text(json.dumps(fields))
     tensors = load_file(file)
     # The first number of every hidden state is large and positive, and stays so from layer to layer.
     tensors["model.embed_tokens.weight"][:, 0] = 9.0

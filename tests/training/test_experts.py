@@ -50,8 +50,9 @@ def trained(folder: Path, model: Path, *overrides: str) -> list[dict[str, Any]]:
 
 
 def test_experts_learn_alike_on_one_device_and_on_many_and_the_router_stays(mixture: Path, tmp_path: Path) -> None:
-    one = trained(tmp_path / "one", mixture, "mesh.cpu_devices=8", "mesh.shape=8,1,1", "rollout.slots=8")
-    many = trained(tmp_path / "many", mixture, "mesh.cpu_devices=8", "mesh.shape=2,2,2", "rollout.slots=8")
+    decay = "optimizer.weight_decay=0.1"
+    one = trained(tmp_path / "one", mixture, "mesh.cpu_devices=8", "mesh.shape=8,1,1", "rollout.slots=8", decay)
+    many = trained(tmp_path / "many", mixture, "mesh.cpu_devices=8", "mesh.shape=2,2,2", "rollout.slots=8", decay)
     for name in ("reward/mean", "policy/grad_norm", "policy/entropy"):
         assert [line[name] for line in many[1:]] == pytest.approx([line[name] for line in one[1:]], rel=1e-4)
     run = tmp_path / "one" / "runs" / "tiny"

@@ -26,7 +26,6 @@ from settings.schema.model import AttentionImplementation
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
-DEFAULT_NORM_EPSILON = 1e-6
 
 UNSUPPORTED_FIELDS = {
     "quantization_config": "quantized weights cannot be trained; use the original model",
@@ -161,6 +160,7 @@ def mixtral(config: HfConfig) -> Architecture:
         config,
         windows=_uniform_windows(config, nullable_field(positive_int, config, "sliding_window", default=None)),
         rope=_rope(config, default_theta=1_000_000.0),
+        default_norm_epsilon=1e-5,
         **_experts(config),
         normalized_routing=True,
     )
@@ -258,6 +258,7 @@ def _architecture(
     config: HfConfig,
     *,
     default_head_dim: int | None = None,
+    default_norm_epsilon: float = 1e-6,
     tied_by_default: bool = False,
     width_field: str = "intermediate_size",
     **switches: Any,
@@ -285,7 +286,7 @@ def _architecture(
         num_query_heads=num_query_heads,
         num_kv_heads=num_kv_heads,
         head_dim=_head_dim(config, num_query_heads, default_head_dim),
-        norm_epsilon=positive_float(config, "rms_norm_eps", default=DEFAULT_NORM_EPSILON),
+        norm_epsilon=positive_float(config, "rms_norm_eps", default=default_norm_epsilon),
         max_positions=positive_int(config, "max_position_embeddings"),
         tied_embeddings=boolean(config, "tie_word_embeddings", default=tied_by_default),
         **switches,

@@ -151,7 +151,8 @@ def check_tensors(
     missing = [name for name in expected if name not in shapes]
     extra = [n for n in shapes if n not in expected and n not in optional]
     if missing:
-        near = difflib.get_close_matches(missing[0], extra, n=1)
+        # Not all: comparing a name with the tens of thousands of experts' names takes seconds.
+        near = difflib.get_close_matches(missing[0], extra[:200], n=1)
         hint = f"; the file has {near[0]!r}, which is not expected" if near else ""
         raise InputError(
             f"model.path: missing tensors: {len(missing)}, first {missing[0]!r}{hint}. "

@@ -123,8 +123,12 @@ def test_what_transformers_saves_is_read(model_type, rope, tmp_path):
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_absent_fields_take_the_values_that_transformers_gives_them(model_type):
-    ours = architecture_from_config(config_of(model_type))
-    theirs = AutoConfig.for_model(model_type, **SIZES, **EXPERTS.get(model_type, {}))
+    fields = config_of(model_type)
+    del fields["rms_norm_eps"]
+    ours = architecture_from_config(fields)
+    sizes = {name: value for name, value in SIZES.items() if name != "rms_norm_eps"}
+    theirs = AutoConfig.for_model(model_type, **sizes, **EXPERTS.get(model_type, {}))
+    assert ours.norm_epsilon == theirs.rms_norm_eps
     assert ours.head_dim == (getattr(theirs, "head_dim", None) or 24 // 6)
     assert ours.tied_embeddings == theirs.tie_word_embeddings
     assert ours.attention_soft_cap == getattr(theirs, "attn_logit_softcapping", None)
