@@ -297,7 +297,12 @@ def read_on_all_hosts(read: Callable[[], Content]) -> tuple[Content | None, str]
 
 def checksums(state: Any) -> dict[str, UInt32[Array, ""]]:
     """Returns the checksum of each array by its path."""
-    return {array_path(keys): checksum(x) for keys, x in jax.tree.leaves_with_path(state)}
+    sums: dict[str, UInt32[Array, ""]] = {}
+    for keys, x in jax.tree.leaves_with_path(state):
+        # One after the other, so that only one array of those in host memory is on the device.
+        x, sums = jax.lax.optimization_barrier((x, sums))
+        sums[array_path(keys)] = checksum(x)
+    return sums
 
 
 def array_path(keys: Sequence[Any]) -> str:
@@ -311,6 +316,7 @@ def checksum(x: Array) -> UInt32[Array, ""]:
     TensorStore's compressed arrays have no checksum, so a flipped bit in a weight would go unnoticed.
     """
     word = jnp.uint16 if x.dtype.itemsize == 2 else jnp.uint32
+    x = jax.device_put(x, jax.memory.Space.Device)
     return jnp.sum(jax.lax.bitcast_convert_type(x, word), dtype=jnp.uint32)
 
 

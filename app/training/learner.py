@@ -199,11 +199,11 @@ def _make_learner(
 ) -> Learner:
     optimizer = make_optimizer(settings, schedule)
     params, param_shardings = definition.trainable(definition.shapes), definition.trainable(definition.shardings(mesh))
-    shardings = train_state_shardings(optimizer, params, param_shardings, mesh)
+    shardings = train_state_shardings(optimizer, params, param_shardings, mesh, offload=settings.offload)
     counter: Any = jax.ShapeDtypeStruct((), jnp.int32)
     shapes = TrainState(params, jax.eval_shape(optimizer.init, params), counter, counter, counter)
     frozen = definition.frozen(abstract_arrays(definition.shapes, definition.shardings(mesh)))
-    step = UpdateStep(objective, optimizer, schedule, shardings, metrics=metric_names)
+    step = UpdateStep(objective, optimizer, schedule, shardings, metrics=metric_names, offload=settings.offload)
     updater = Updater(step, mesh, micro_batcher=batcher, pack=pack, batching_metrics=batching_metrics_fn)
     return Learner(step, updater, optimizer, shapes, shardings, frozen)
 
