@@ -1,4 +1,4 @@
-"""An update whose moments are in host memory: those of one layer at a time are on the device, then those of the rest."""
+"""An update of moments in host memory, of which those of one layer at a time are on the device, then the rest."""
 
 from __future__ import annotations
 
@@ -6,53 +6,72 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from flax.traverse_util import unflatten_dict
 from jax import lax
 from jaxtyping import Array
 
-from app.model.decoder import Params
+from app.model.decoder import ParamPath, Params, flatten_by_path
 from app.update.optimizer import map_moments
 
 ElementwiseUpdate = Callable[[Params, Any, Params], tuple[Params, Any]]
 """(weights, optimizer state, gradients) -> (new weights, new optimizer state), for all weights or some of them."""
 
+FlatParams = dict[ParamPath, Any]
+
 STACKED = "blocks"
-"""The weights of all layers, stacked on their first dim."""
+"""Where the weights of all layers are, stacked on their first dim."""
 
 
-def update_by_part(update: ElementwiseUpdate, params: Params, state: Any, gradients: Params) -> tuple[Params, Any]:
-    """Runs an update on one layer after another, then on each of the other weights, such as the embedding.
+def update_by_layer(update: ElementwiseUpdate, params: Params, state: Any, gradients: Params) -> tuple[Params, Any]:
+    """Runs an update on one layer after another, then on all other weights; XLA would move all moments at once.
 
-    The moments of `state` are in host memory, and so are the new ones. All parts read the same counters.
+    The moments of `state` are in host memory, and so are the new ones. The result differs from that of a single update
+    by a rounding of the weights, because a compiler fuses products and sums of different programs differently.
     """
+    flat_params, flat_gradients = flatten_by_path(params), flatten_by_path(gradients)
+    flat_state = map_moments(flatten_by_path, params, state)
 
-    def run(params: Params, part: Any, gradients: Params) -> tuple[Params, Any]:
-        part = map_moments(lambda _, moment: jax.device_put(moment, jax.memory.Space.Device), like, state, part)
-        params, part = update(params, part, gradients)
-        return params, map_moments(lambda _, moment: jax.device_put(moment, jax.memory.Space.Host), like, state, part)
+    def of_moments(fn: Callable[..., Any], *others: Any) -> Any:
+        return map_moments(fn, flat_params, flat_state, *others)
 
-    def run_layers(params: Params, stacks: Any, gradients: Params) -> tuple[Params, Any]:
-        def one_layer(i: Array, done: tuple[Params, Any]) -> tuple[Params, Any]:
-            def layer_of(stack: Any) -> Any:
-                return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False), stack)
+    def run(params: FlatParams, part: Any, gradients: FlatParams) -> tuple[FlatParams, Any]:
+        def on_device(_: Any, moment: Any) -> Any:
+            return unflatten_dict(jax.device_put(moment, jax.memory.Space.Device))
 
-            def with_layer(stack: Any, layer: Any) -> Any:
-                return jax.tree.map(lambda x, y: lax.dynamic_update_index_in_dim(x, y, i, 0), stack, layer)
+        def on_host(_: Any, moment: Any) -> Any:
+            return jax.device_put(flatten_by_path(moment), jax.memory.Space.Host)
 
+        new, part = update(unflatten_dict(params), of_moments(on_device, part), unflatten_dict(gradients))
+        return flatten_by_path(new), of_moments(on_host, part)
+
+    def run_layers(params: FlatParams, stacks: Any, gradients: FlatParams) -> tuple[FlatParams, Any]:
+        def layer_of(stack: Any, i: Array) -> Any:
+            return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False), stack)
+
+        def with_layer(stack: Any, layer: Any, i: Array) -> Any:
+            return jax.tree.map(lambda x, y: lax.dynamic_update_index_in_dim(x, y, i, 0), stack, layer)
+
+        def one_layer(i: Array, done: tuple[FlatParams, Any]) -> tuple[FlatParams, Any]:
             params, stacks = done
-            layer = map_moments(lambda _, stack, __: layer_of(stack), like, state, stacks, state)
-            new_params, layer = run(layer_of(params), layer, layer_of(gradients))
-            stacks = map_moments(lambda _, stack, new: with_layer(stack, new), like, state, stacks, layer)
-            return with_layer(params, new_params), stacks
+            # Counters are those before the update, for every layer.
+            layer = of_moments(lambda _, stack, __: layer_of(stack, i), stacks, flat_state)
+            new_params, layer = run(layer_of(params, i), layer, layer_of(gradients, i))
+            stacks = of_moments(lambda _, stack, new: with_layer(stack, new, i), stacks, layer)
+            return with_layer(params, new_params, i), stacks
 
-        return lax.fori_loop(0, len(jax.tree.leaves(gradients)[0]), one_layer, (params, stacks))
+        return lax.fori_loop(0, len(next(iter(gradients.values()))), one_layer, (params, stacks))
 
-    like, new_params, new_state = params, {}, map_moments(lambda _: {}, params, state)
-    for name in sorted(params, key=lambda name: name != STACKED):
-        moments = map_moments(lambda moment, name=name: {name: moment[name]}, like, state)
-        part = {name: params[name]}, moments, {name: gradients[name]}
-        # Otherwise the moments of several parts would be on the device at once.
-        part, new_params = lax.optimization_barrier((part, new_params))
-        done, moments = (run_layers if name == STACKED else run)(*part)
-        new_params |= done
-        new_state = map_moments(lambda _, before, new: before | new, like, state, new_state, moments)
-    return new_params, new_state
+    # Not their vectors, [L, D]: they are small, and a row of a TPU's tiles cannot be moved on its own.
+    stacked = [path for path, x in flat_params.items() if path[0] == STACKED and x.ndim > 2]
+    others = [path for path in flat_params if path not in stacked]
+    new_params, new_state = {}, of_moments(lambda _: {})
+    for paths, run_part in ((stacked, run_layers), (others, run)):
+        if paths:
+
+            def some(tree: FlatParams, paths: list[ParamPath] = paths) -> FlatParams:
+                return {path: tree[path] for path in paths}
+
+            done, moments = run_part(some(flat_params), of_moments(some), some(flat_gradients))
+            new_params |= done
+            new_state = of_moments(lambda _, before, new: before | new, new_state, moments)
+    return unflatten_dict(new_params), of_moments(lambda _, moment: unflatten_dict(moment), new_state)

@@ -75,8 +75,9 @@ def make_optimizer(settings: OptimizerSettings, schedule: optax.Schedule) -> opt
 def _clip(max_norm: float) -> optax.GradientTransformationExtraArgs:
     """Returns optax's `clip_by_global_norm` of gradients whose norm is given, since they may be only a part of all."""
 
-    def update(updates: Any, state: Any, params: Any = None, *, norm: Array, **_: Any) -> tuple[Any, Any]:
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         del params
+        norm: Array = extra["norm"]
         return jax.tree.map(lambda g: jnp.where(norm < max_norm, g, g / norm * max_norm), updates), state
 
     return optax.GradientTransformationExtraArgs(optax.identity().init, update)
@@ -102,7 +103,7 @@ def _store_moments(adamw: optax.GradientTransformation, types: Mapping[str, Any]
     return optax.GradientTransformation(init, update)
 
 
-def map_moments(fn: Callable[..., Any], like: Params, state: Any, *others: Any) -> Any:
+def map_moments(fn: Callable[..., Any], like: Any, state: Any, *others: Any) -> Any:
     """Returns an optimizer state with `fn` of each moment, and the other fields of the last state given.
 
     Args:

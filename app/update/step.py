@@ -15,7 +15,7 @@ from jaxtyping import Array
 from app.mesh.compiler_options import compiler_options
 from app.model.decoder import Params
 from app.model.lora import combine_params
-from app.update.offload import update_by_part
+from app.update.offload import update_by_layer
 from app.update.optimizer import TrainState
 from app.update.policy_loss import LossStats
 
@@ -158,7 +158,7 @@ def apply_gradients(
         new = optax.apply_updates(params, updates), new_moments
         return jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, (params, moments))
 
-    whole_or_by_part = functools.partial(update_by_part, update) if offload else update
+    whole_or_by_part = functools.partial(update_by_layer, update) if offload else update
     params, moments = whole_or_by_part(state.params, state.optimizer, gradients)
     new_state = TrainState(
         params=params,

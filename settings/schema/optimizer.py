@@ -29,7 +29,7 @@ class OptimizerSettings(Section):
     slower decay, changes of one update would be lost in rounding to 8 bits."""
     offload: bool = False
     """Whether moments are kept in pinned host memory, and moved to the device layer by layer in each update: saves
-    their bytes on the device, costs their transfer there and back. On a CPU, which is its own host, it saves nothing."""
+    their bytes on the device, costs their transfer there and back. It saves nothing on a CPU, which is its own host."""
     epsilon: float = Field(default=1e-8, gt=0)
     """Constant added to the square root of the second moment."""
     weight_decay: float = Field(default=0.0, ge=0)
