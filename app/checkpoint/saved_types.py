@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
-from etils import epath
 from jaxtyping import Array
 
 from app.checkpoint.checksums import array_path
@@ -15,7 +14,7 @@ from app.checkpoint.checksums import array_path
 
 def with_saved_types(folder: Path, target: Any) -> Any:
     """Returns shapes of a state, or of a part of it, with the types that its arrays have in a checkpoint."""
-    saved = ocp.PyTreeCheckpointHandler().metadata(epath.Path(folder) / "state").tree
+    saved = ocp.PyTreeCheckpointHandler().metadata(folder / "state").tree  # pyright: ignore[reportArgumentType]
     types = {array_path(keys): x.dtype for keys, x in jax.tree.leaves_with_path(saved)}
 
     def with_saved_type(keys: Any, x: Any) -> jax.ShapeDtypeStruct:
