@@ -16,17 +16,25 @@ from app.update.optimizer import map_moments
 ElementwiseUpdate = Callable[[Params, Any, Params], tuple[Params, Any]]
 """(weights, optimizer state, gradients) -> (new weights, new optimizer state), for all weights or some of them."""
 
+RunUpdate = Callable[[ElementwiseUpdate, Params, Any, Params], tuple[Params, Any]]
+"""(update, weights, optimizer state, gradients) -> (new weights, new optimizer state)."""
+
 FlatParams = dict[ParamPath, Any]
 
 STACKED = "blocks"
 """Where the weights of all layers are, stacked on their first dim."""
 
 
+def update_at_once(update: ElementwiseUpdate, params: Params, state: Any, gradients: Params) -> tuple[Params, Any]:
+    """Runs an update on all weights together."""
+    return update(params, state, gradients)
+
+
 def update_by_layer(update: ElementwiseUpdate, params: Params, state: Any, gradients: Params) -> tuple[Params, Any]:
     """Runs an update on one layer after another, then on all other weights; XLA would move all moments at once.
 
-    The moments of `state` are in host memory, and so are the new ones. The result differs from that of a single update
-    by a rounding of the weights, because a compiler fuses products and sums of different programs differently.
+    The moments of `state` are in host memory, and so are the new ones. Weights may differ by a rounding from those of
+    `update_at_once`, because a compiler fuses products and sums of different programs differently.
     """
     flat_params, flat_gradients = flatten_by_path(params), flatten_by_path(gradients)
     flat_state = map_moments(flatten_by_path, params, state)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -15,7 +14,7 @@ from jaxtyping import Array
 from app.mesh.compiler_options import compiler_options
 from app.model.decoder import Params
 from app.model.lora import combine_params
-from app.update.offload import update_by_layer
+from app.update.offload import RunUpdate, update_at_once
 from app.update.optimizer import TrainState
 from app.update.policy_loss import LossStats
 
@@ -56,7 +55,7 @@ class UpdateStep:
         shardings: TrainState,
         *,
         metrics: MetricNames = POLICY_METRICS,
-        offload: bool = False,
+        run_update: RunUpdate = update_at_once,
     ):
         sums = AccumulatedGradients(shardings.params, shardings.num_updates)  # pyright: ignore[reportArgumentType]
 
@@ -81,7 +80,7 @@ class UpdateStep:
             return AccumulatedGradients(jax.tree.map(jax.freeze, sums), total.stats + parts)
 
         def apply(state: TrainState, total: AccumulatedGradients) -> tuple[TrainState, dict[str, Array]]:
-            return apply_gradients(state, total, optimizer, schedule, metrics, offload=offload)
+            return apply_gradients(state, total, optimizer, schedule, metrics, run_update=run_update)
 
         self._objective = trained_objective
         self._names = metrics
@@ -140,14 +139,14 @@ def apply_gradients(
     schedule: optax.Schedule,
     names: MetricNames,
     *,
-    offload: bool = False,
+    run_update: RunUpdate = update_at_once,
 ) -> tuple[TrainState, dict[str, Array]]:
     """Returns the state after one update, and the step's metrics.
 
     If the loss or the gradient is not finite, weights and moments stay unchanged and the update counts as skipped.
 
     Args:
-        offload: whether the moments are in host memory; see `app.update.offload`.
+        run_update: `update_by_layer` if the moments are in host memory.
     """
     gradients, parts = total
     gradient_norm = optax.tree.norm(gradients)
@@ -158,8 +157,7 @@ def apply_gradients(
         new = optax.apply_updates(params, updates), new_moments
         return jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, (params, moments))
 
-    whole_or_by_part = functools.partial(update_by_layer, update) if offload else update
-    params, moments = whole_or_by_part(state.params, state.optimizer, gradients)
+    params, moments = run_update(update, state.params, state.optimizer, gradients)
     new_state = TrainState(
         params=params,
         optimizer=moments,

@@ -20,6 +20,7 @@ from app.mesh.tpu_chips import parse_slice
 from app.model.architecture import Architecture
 from app.model.decoder import DecoderDefinition
 from app.model.lora import LoRAConfig
+from app.update.offload import update_at_once, update_by_layer
 from app.update.optimizer import TrainState, init_train_state, make_optimizer, make_schedule, train_state_shardings
 from app.update.policy_loss import LossStats
 from app.update.step import POLICY_METRICS, AccumulatedGradients, apply_gradients
@@ -41,9 +42,11 @@ class Update:
         shapes, shardings = map(definition.trainable, (definition.shapes, definition.shardings(mesh)))
         self.layout = train_state_shardings(self.optimizer, shapes, shardings, mesh, offload=offload)
 
+        run_update = update_by_layer if offload else update_at_once
+
         def apply(state: TrainState, gradients: Any) -> tuple[TrainState, dict[str, Any]]:
             total = AccumulatedGradients(gradients, LossStats({"loss": jnp.float32(1)}, {}))
-            return apply_gradients(state, total, self.optimizer, schedule, POLICY_METRICS, offload=offload)
+            return apply_gradients(state, total, self.optimizer, schedule, POLICY_METRICS, run_update=run_update)
 
         self.program = jax.jit(apply, donate_argnums=0, out_shardings=(self.layout, None))
 
