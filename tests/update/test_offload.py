@@ -117,7 +117,7 @@ def test_a_tpu_holds_the_moments_of_one_layer_at_a_time(slice: str) -> None:
         run = Update(definition, mesh, offload=offload)
         params = abstract_arrays(definition.shapes, run.layout.params)
         optimizer = abstract_arrays(jax.eval_shape(run.optimizer.init, params), run.layout.optimizer)
-        counter = jax.ShapeDtypeStruct((), jnp.int32, sharding=run.layout.num_updates)
+        counter: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=run.layout.num_updates)
         program = run.program.lower(TrainState(params, optimizer, counter, counter, counter), params).compile()
         found[offload] = program_memory_bytes(program)
         weights = bytes_per_device(params)
