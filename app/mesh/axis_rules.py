@@ -6,6 +6,7 @@ No other module maps dims to mesh axes.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -30,6 +31,8 @@ LOGICAL_AXIS_RULES: dict[str, str | tuple[str, ...] | None] = {
     # Rows that the devices along tp share out, too; see `spread_rows`.
     "spread_rows": AXES,
     "tokens": None,
+    # Tokens of the residual stream between sublayers, where no product needs them whole.
+    "residual_tokens": "tp",
     "layers": None,
     "embed": "fsdp",
     "vocab": "tp",
@@ -88,6 +91,18 @@ def constrain(x: Array, *dims: str) -> Array:
     if mesh.empty:
         return x
     return jax.lax.with_sharding_constraint(x, partition_spec(dims, x.shape, mesh))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def reshard(x: Array, dims: Dims, gradient_dims: Dims) -> Array:
+    """Constrains `x` to the sharding of its dims as `constrain` does, and its gradient to that of `gradient_dims`."""
+    return constrain(x, *dims)
+
+
+reshard.defvjp(
+    lambda x, dims, gradient_dims: (constrain(x, *dims), None),
+    lambda dims, gradient_dims, _, gradient: (constrain(gradient, *gradient_dims),),
+)
 
 
 def current_device() -> tuple[str, str]:
