@@ -94,14 +94,14 @@ def constrain(x: Array, *dims: str) -> Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def reshard(x: Array, dims: Dims, gradient_dims: Dims) -> Array:
-    """Constrains `x` to the sharding of its dims as `constrain` does, and its gradient to that of `gradient_dims`."""
-    return constrain(x, *dims)
+def reshard(x: Array, before: Dims, after: Dims) -> Array:
+    """Moves `x` from the sharding of the dims `before` to that of `after`, and its gradient the other way round."""
+    return constrain(constrain(x, *before), *after)
 
 
 reshard.defvjp(
-    lambda x, dims, gradient_dims: (constrain(x, *dims), None),
-    lambda dims, gradient_dims, _, gradient: (constrain(gradient, *gradient_dims),),
+    lambda x, before, after: (reshard(x, before, after), None),
+    lambda before, after, _, gradient: (reshard(gradient, after, before),),
 )
 
 

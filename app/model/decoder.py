@@ -22,7 +22,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from app.mesh.axis_rules import constrain, reshard, sharding_tree
+from app.mesh.axis_rules import Dims, constrain, reshard, row_shard_size, sharding_tree, spread_rows
 from app.model.architecture import Architecture
 from app.model.attention import apply_rope, architecture_blocking, make_block_pairs, packed_attention
 from app.model.block_attention import ATTENTION_CHECKPOINT_NAME
@@ -54,18 +54,32 @@ AttentionFn = Callable[[Array, Array, Array], tuple[Array, Any]]
 """(query [R,T,Q,H], keys [R,K,T,H], values [R,K,T,H]) -> (mixed [R,T,Q,H], data for the caller)."""
 
 
-WHOLE_ROWS = ("rows", "tokens", "activation")
 RESIDUALS = ("rows", "residual_tokens", "activation")
 
 
-def gather_tokens(x: Float[Array, "R T D"]) -> Float[Array, "R T D"]:
-    """Returns the input of a sublayer from residuals: gathers the tokens that tp splits, scatters their gradient."""
-    return reshard(x, WHOLE_ROWS, RESIDUALS)
+def gather_tokens(x: Float[Array, "R T D"]) -> Float[Array, "*tokens D"]:
+    """Returns the input of a sublayer from residuals: gathers the tokens that tp splits, scatters their gradient.
+
+    Rows and tokens are one dim if each device has one row: XLA scatters no sums of tokens behind a dim of size 1 on
+    TPUs, but sends them whole.
+    """
+    if row_shard_size(len(x)) == 1:
+        x = x.reshape(-1, x.shape[-1])
+    whole, split = _token_dims(x)
+    return reshard(x, split, whole)
 
 
-def scatter_tokens(x: Float[Array, "R T D"]) -> Float[Array, "R T D"]:
+def scatter_tokens(x: Float[Array, "*tokens D"], shape: tuple[int, ...]) -> Float[Array, "R T D"]:
     """Returns what a sublayer adds to residuals: sums over tp, each device its tokens, and gathers their gradient."""
-    return reshard(x, RESIDUALS, WHOLE_ROWS)
+    whole, split = _token_dims(x)
+    return reshard(x, whole, split).reshape(shape)
+
+
+def _token_dims(x: Float[Array, "*tokens D"]) -> tuple[Dims, Dims]:
+    """Returns the dims of whole rows and of residuals."""
+    if x.ndim == 2:
+        return ("rows", "activation"), (spread_rows(len(x)), "activation")
+    return ("rows", "tokens", "activation"), RESIDUALS
 
 
 class Block(nnx.Module):
@@ -119,19 +133,21 @@ class Block(nnx.Module):
     ) -> tuple[Float[Array, "R T D"], Any]:
         """Returns the new residuals and what `attend` keeps. Padding has no meaning, and may be left out."""
         y = gather_tokens(self.attention_norm(x))
-        query = apply_rope(self.query_norm(self.query(y)), angles)
-        key = apply_rope(self.key_norm(self.key(y)), angles)
+        query, key, value = (project(y) for project in (self.query, self.key, self.value))
+        query, key, value = (one.reshape(*x.shape[:2], *one.shape[-2:]) for one in (query, key, value))
+        query, key = apply_rope(self.query_norm(query), angles), apply_rope(self.key_norm(key), angles)
         # The cache and every attention kernel have heads before tokens.
-        mixed, kept = attend(query, key.swapaxes(1, 2), self.value(y).swapaxes(1, 2))
-        x = x + self.attention_post_norm(scatter_tokens(self.attention_output(mixed)))
+        mixed, kept = attend(query, key.swapaxes(1, 2), value.swapaxes(1, 2))
+        mixed = self.attention_output(mixed.reshape(*y.shape[:-1], *mixed.shape[-2:]))
+        x = x + self.attention_post_norm(scatter_tokens(mixed, x.shape))
         y = gather_tokens(self.mlp_norm(x))
         if hasattr(self, "experts"):
-            mixed = self.experts(y, is_token)
+            mixed = self.experts(y.reshape(x.shape), is_token).reshape(y.shape)
         else:
             # Otherwise XLA gathers the weights over tp, and not the tokens.
-            inner = constrain(ACTIVATIONS[self.activation](self.gate(y)) * self.up(y), "rows", "tokens", "mlp")
-            mixed = self.down(inner)
-        return constrain(x + self.mlp_post_norm(scatter_tokens(mixed)), *RESIDUALS), kept
+            inner = ACTIVATIONS[self.activation](self.gate(y)) * self.up(y)
+            mixed = self.down(constrain(inner, *("rows", "tokens")[: y.ndim - 1], "mlp"))
+        return constrain(x + self.mlp_post_norm(scatter_tokens(mixed, x.shape)), *RESIDUALS), kept
 
 
 REMAT_POLICIES: Mapping[str, Callable[[Callable], Callable]] = MappingProxyType(
@@ -254,7 +270,7 @@ class Trunk(nnx.Module):
             return nnx.merge(graph, weights)(x, angles, attend, is_token)
 
         x, _ = jax.lax.scan(REMAT_POLICIES[remat](layer), self.embed_from_shards(token_ids, dtype), (stacked, windows))
-        return gather_tokens(self.final_norm(x))
+        return gather_tokens(self.final_norm(x)).reshape(x.shape)
 
 
 class Decoder(Trunk):

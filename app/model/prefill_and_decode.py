@@ -60,7 +60,7 @@ def _run_layers(
     for window, old, params in zip(windows, cache or (None,) * len(windows), weights.blocks, strict=True):
         x, kept = run_layer(window, old, params, x)
         new.append(kept)
-    return gather_tokens(decoder.final_norm(x)), tuple(new)
+    return gather_tokens(decoder.final_norm(x)).reshape(x.shape), tuple(new)
 
 
 def prefill(
