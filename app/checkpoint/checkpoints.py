@@ -12,17 +12,17 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
-from jaxtyping import Array, UInt32
 
+from app.checkpoint.checksums import CHECKSUM_MISMATCH, checksums, compile_checksums
 from app.checkpoint.network_states import NetworkStates
 from app.checkpoint.retention import BestCheckpoint, LatestAndBestPolicy
+from app.checkpoint.saved_types import convert_types, with_saved_types
 from app.checkpoint.train_progress import OtherVersionError, ProgressRecord, TrainProgress, progress_path
 from app.distributed.collectives import gather_bytes_over_hosts, max_over_hosts
 from app.mesh.placement import abstract_arrays
@@ -40,8 +40,6 @@ BEST_LINK = "best"
 
 MIN_SLICE_BYTES = 64 << 20
 """Size from which each replica of an array writes a slice of it; adapters are smaller."""
-
-CHECKSUM_MISMATCH = "the checksums of its arrays do not match the saved ones"
 
 READABLE_FINGERPRINTS = (LORA_FINGERPRINT, QUANTIZER_FINGERPRINT)
 """Fingerprints whose values are readable text, shown in error messages."""
@@ -95,14 +93,14 @@ class Checkpoints:
         self._damaged: Sequence[int] = ()
         """Steps of the damaged checkpoints that `restore` has found."""
         # Compiled here: a compilation during a step would be reported as an anomaly.
-        self._checksums = jax.jit(checksums).lower(self._target).compile()
+        compile_checksums(self._target)
 
     def save(self, state: NetworkStates, progress: TrainProgress) -> None:
         """Copies the state from the devices and writes it in the background. All hosts must call it together."""
         self._manager.wait_until_finished()
         # From now on, the checkpoint that the link points to must not be deleted.
         self.update_best_link()
-        record = ProgressRecord(progress, fetch_checksums(self._checksums(state))).to_json()
+        record = ProgressRecord(progress, checksums(state)).to_json()
         self.record_evaluations(progress)
         self._manager.save(
             progress.step,
@@ -179,21 +177,22 @@ class Checkpoints:
     def _restore_newest_and_best(self, sound: dict[int, ProgressRecord]) -> NetworkStates | None:
         """Returns the newest state if the best one is readable too; else removes the unreadable one from `sound`."""
         newest, best, state = max(sound), self._policy.best_step(sound), None
-        args = ocp.args.Composite(state=ocp.args.StandardRestore(self._target))
         # The newest comes last: two states at once may exceed the devices' memory.
         for step in (newest,) if best in (None, newest) else (best, newest):
             state = None
-            read = functools.partial(self._reader.restore, self._directory / str(step), args=args)
-            restored = self._read_on_all_hosts(step, read)
-            state = restored["state"] if restored else None
-            del restored
-            if state is not None and fetch_checksums(self._checksums(state)) != sound[step].checksums:
+            state = self._read_on_all_hosts(step, functools.partial(self._read_state, self._directory / str(step)))
+            if state is not None and checksums(state) != sound[step].checksums:
                 _warn_damaged(step, CHECKSUM_MISMATCH)
                 state = None
             if state is None:
                 del sound[step]
                 return None
-        return state
+        return convert_types(state, self._target)
+
+    def _read_state(self, folder: Path) -> NetworkStates:
+        """Reads a state with the types that it was saved with."""
+        target = ocp.args.StandardRestore(with_saved_types(folder, self._target))
+        return self._reader.restore(folder, args=ocp.args.Composite(state=target))["state"]
 
     def _common_steps(self) -> list[int]:
         """Returns the steps that have checkpoints, newest first.
@@ -293,30 +292,6 @@ def read_on_all_hosts(read: Callable[[], Content]) -> tuple[Content | None, str]
         _silence_abandoned_reads()
         reason = " ".join(str(error).split())[:MAX_REASON_CHARS] or type(error).__name__
     return (None, reason) if max_over_hosts(np.asarray(content is None)) else (content, "")
-
-
-def checksums(state: Any) -> dict[str, UInt32[Array, ""]]:
-    """Returns the checksum of each array by its path."""
-    return {array_path(keys): checksum(x) for keys, x in jax.tree.leaves_with_path(state)}
-
-
-def array_path(keys: Sequence[Any]) -> str:
-    """Returns the path of an array in a state, in the form used in checkpoints."""
-    return "/".join(jax.tree_util.keystr((key,), simple=True) for key in keys)
-
-
-def checksum(x: Array) -> UInt32[Array, ""]:
-    """Returns the sum of the words, of 16 or 32 bits, mod 2^32, which is exact and so the same on every mesh.
-
-    TensorStore's compressed arrays have no checksum, so a flipped bit in a weight would go unnoticed.
-    """
-    word = jnp.uint16 if x.dtype.itemsize == 2 else jnp.uint32
-    return jnp.sum(jax.lax.bitcast_convert_type(x, word), dtype=jnp.uint32)
-
-
-def fetch_checksums(sums: Mapping[str, Array]) -> dict[str, int]:
-    """Fetches checksums from the device, in the form stored in checkpoints."""
-    return {path: int(value) for path, value in jax.device_get(sums).items()}
 
 
 def is_damage(error: Exception) -> bool:

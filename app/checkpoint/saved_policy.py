@@ -15,15 +15,12 @@ import orbax.checkpoint as ocp
 
 from app.checkpoint.checkpoints import (
     BEST_LINK,
-    CHECKSUM_MISMATCH,
-    array_path,
-    checksum,
-    checksums,
-    fetch_checksums,
     open_reader,
     read_on_all_hosts,
 )
+from app.checkpoint.checksums import CHECKSUM_MISMATCH, array_path, checksums
 from app.checkpoint.network_states import NetworkStates
+from app.checkpoint.saved_types import convert_types, with_saved_types
 from app.checkpoint.train_progress import OtherVersionError, ProgressRecord, TrainProgress
 from app.mesh.placement import abstract_arrays
 from app.model.decoder import Params
@@ -33,8 +30,6 @@ from app.runtime.model_spec import LORA_FINGERPRINT, QUANTIZER_FINGERPRINT, Crit
 from settings.errors import InputError
 
 OPTION = "--checkpoint"
-
-_checksum = jax.jit(checksum)
 
 
 @dataclass(frozen=True)
@@ -149,7 +144,7 @@ class PolicyCheckpoint:
         """
         names = [name for name in shapes if any(path.startswith(f"{name}/") for path in self.checksums)]
         target = {name: abstract_arrays(shapes[name], shardings[name]) for name in names}
-        missing = set(jax.eval_shape(checksums, target)) - self.checksums.keys()
+        missing = {array_path(keys) for keys, _ in jax.tree.leaves_with_path(target)} - self.checksums.keys()
         if missing:
             raise InputError(
                 f"{OPTION}: {self.path} has no array {min(missing)}, because its run trained other arrays than these "
@@ -159,24 +154,23 @@ class PolicyCheckpoint:
 
     def _restore_item(self, item: Any) -> Any:
         """Restores a part of the state, with the structure of `item`."""
-        args = ocp.args.PyTreeRestore(
-            item=item, restore_args=ocp.checkpoint_utils.construct_restore_args(item), partial_restore=True
-        )
         handler = ocp.CompositeCheckpointHandler(state=ocp.PyTreeCheckpointHandler())
         with closing(open_reader(handler)) as reader:
-            state, reason = read_on_all_hosts(
-                lambda: reader.restore(self.path, args=ocp.args.Composite(state=args))["state"]
-            )
+
+            def read() -> Any:
+                saved = with_saved_types(self.path, item)
+                types = ocp.checkpoint_utils.construct_restore_args(saved)
+                args = ocp.args.PyTreeRestore(item=saved, restore_args=types, partial_restore=True)
+                return reader.restore(self.path, args=ocp.args.Composite(state=args))["state"]
+
+            state, reason = read_on_all_hosts(read)
         # Either every host has read the state, or none has.
         if state is not None:
-            # One program per array: a single program would hold a copy of every array at once, as integers.
-            # They run one after the other, because concurrent sums over devices can starve the threads of a CPU.
-            arrays = jax.tree.leaves_with_path(state)
-            sums = fetch_checksums({array_path(keys): _checksum(x).block_until_ready() for keys, x in arrays})
+            sums = checksums(state)
             reason = "" if sums == {name: self.checksums.get(name) for name in sums} else CHECKSUM_MISMATCH
         if reason:
             raise InputError(f"{OPTION}: {self.path} is damaged ({reason}); choose another one in {self.path.parent}")
-        return state
+        return convert_types(state, item)
 
 
 def _find_checkpoint(path: Path) -> Path:

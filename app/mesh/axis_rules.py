@@ -6,6 +6,7 @@ No other module maps dims to mesh axes.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -30,6 +31,8 @@ LOGICAL_AXIS_RULES: dict[str, str | tuple[str, ...] | None] = {
     # Rows that the devices along tp share out, too; see `spread_rows`.
     "spread_rows": AXES,
     "tokens": None,
+    # Tokens of the residual stream between sublayers, where no product needs them whole.
+    "residual_tokens": "tp",
     "layers": None,
     "embed": "fsdp",
     "vocab": "tp",
@@ -88,6 +91,18 @@ def constrain(x: Array, *dims: str) -> Array:
     if mesh.empty:
         return x
     return jax.lax.with_sharding_constraint(x, partition_spec(dims, x.shape, mesh))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def reshard(x: Array, before: Dims, after: Dims) -> Array:
+    """Moves `x` from the sharding of the dims `before` to that of `after`, and its gradient the other way round."""
+    return constrain(constrain(x, *before), *after)
+
+
+reshard.defvjp(
+    lambda x, before, after: (reshard(x, before, after), None),
+    lambda before, after, _, gradient: (reshard(gradient, after, before),),
+)
 
 
 def current_device() -> tuple[str, str]:

@@ -12,7 +12,7 @@ from jaxtyping import Array
 
 from app.mesh.axis_rules import ROW_AXES, axis_size
 from app.mesh.device_mesh import num_hosts
-from app.mesh.devices import host_index
+from app.mesh.devices import device_platform, host_index
 from settings.errors import InputError
 
 
@@ -82,13 +82,26 @@ def abstract_arrays(shapes: Any, shardings: Any) -> Any:
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
 
 
-def bytes_per_device(tree: Any) -> int:
-    """Returns the bytes per device of a tree of arrays or of shapes with shardings; splits are always even."""
-    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
-
-
 HOST_MEMORY = "pinned_host"
 """The kind of host memory that devices can access directly."""
+
+
+def bytes_per_device(tree: Any, *, in_host_memory: bool = False) -> int:
+    """Returns the bytes per device of a tree of arrays or of shapes with shardings; splits are always even.
+
+    Args:
+        in_host_memory: whether to count the arrays in host memory instead of those in device memory.
+    """
+    return sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+        for x in jax.tree.leaves(tree)
+        if is_in_host_memory(x.sharding) == in_host_memory
+    )
+
+
+def is_in_host_memory(sharding: Any) -> bool:
+    """Returns whether such arrays take no memory of their devices; that of a CPU device is its host's."""
+    return sharding.memory_kind == HOST_MEMORY and device_platform(sharding.mesh.devices.flat[0]) != "cpu"
 
 
 def supports_host_memory(mesh: Mesh) -> bool:

@@ -22,7 +22,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from app.mesh.axis_rules import constrain, sharding_tree
+from app.mesh.axis_rules import Dims, constrain, reshard, row_shard_size, sharding_tree, spread_rows
 from app.model.architecture import Architecture
 from app.model.attention import apply_rope, architecture_blocking, make_block_pairs, packed_attention
 from app.model.block_attention import ATTENTION_CHECKPOINT_NAME
@@ -54,11 +54,43 @@ AttentionFn = Callable[[Array, Array, Array], tuple[Array, Any]]
 """(query [R,T,Q,H], keys [R,K,T,H], values [R,K,T,H]) -> (mixed [R,T,Q,H], data for the caller)."""
 
 
+RESIDUALS = ("rows", "residual_tokens", "activation")
+
+
+def gather_tokens(x: Float[Array, "R T D"]) -> Float[Array, "*tokens D"]:
+    """Returns the input of a sublayer from residuals: gathers the tokens that tp splits, scatters their gradient.
+
+    Rows and tokens are one dim if each device has one row: XLA scatters no sums of tokens behind a dim of size 1 on
+    TPUs, but sends them whole.
+    """
+    if row_shard_size(len(x)) == 1:
+        x = x.reshape(-1, x.shape[-1])
+    whole, split = _token_dims(x)
+    return reshard(x, split, whole)
+
+
+def scatter_tokens(x: Float[Array, "*tokens D"], shape: tuple[int, ...]) -> Float[Array, "R T D"]:
+    """Returns what a sublayer adds to residuals: sums over tp, each device its tokens, and gathers their gradient."""
+    whole, split = _token_dims(x)
+    return reshard(x, whole, split).reshape(shape)
+
+
+def _token_dims(x: Float[Array, "*tokens D"]) -> tuple[Dims, Dims]:
+    """Returns the dims of whole rows and of residuals."""
+    if x.ndim == 2:
+        return ("rows", "activation"), (spread_rows(len(x)), "activation")
+    return ("rows", "tokens", "activation"), RESIDUALS
+
+
 class Block(nnx.Module):
     """One decoder layer: x + attention(norm(x)), then x + mlp(norm(x)).
 
     In place of one MLP, some families have experts. Some also normalize queries and keys per head, and the outputs of
     attention and MLP before adding them.
+
+    Inside attention, tp splits heads, and inside the MLP its inner dim; residuals and their norms it splits by tokens,
+    so that what is kept for the backward pass is split, too. Segments and masks see whole rows. Source: Korthikanti et
+    al. 2022, arXiv 2205.05198, section 4.2.2.
     """
 
     def __init__(self, arch: Architecture, rngs: nnx.Rngs, lora: LoRAConfig | None, quantization: Quantization | None):
@@ -100,18 +132,22 @@ class Block(nnx.Module):
         is_token: Bool[Array, "R T"],
     ) -> tuple[Float[Array, "R T D"], Any]:
         """Returns the new residuals and what `attend` keeps. Padding has no meaning, and may be left out."""
-        y = self.attention_norm(x)
-        query = apply_rope(self.query_norm(self.query(y)), angles)
-        key = apply_rope(self.key_norm(self.key(y)), angles)
+        y = gather_tokens(self.attention_norm(x))
+        query, key, value = (project(y) for project in (self.query, self.key, self.value))
+        query, key, value = (one.reshape(*x.shape[:2], *one.shape[-2:]) for one in (query, key, value))
+        query, key = apply_rope(self.query_norm(query), angles), apply_rope(self.key_norm(key), angles)
         # The cache and every attention kernel have heads before tokens.
-        mixed, kept = attend(query, key.swapaxes(1, 2), self.value(y).swapaxes(1, 2))
-        x = x + self.attention_post_norm(self.attention_output(mixed))
-        y = self.mlp_norm(x)
+        mixed, kept = attend(query, key.swapaxes(1, 2), value.swapaxes(1, 2))
+        mixed = self.attention_output(mixed.reshape(*y.shape[:-1], *mixed.shape[-2:]))
+        x = x + self.attention_post_norm(scatter_tokens(mixed, x.shape))
+        y = gather_tokens(self.mlp_norm(x))
         if hasattr(self, "experts"):
-            mixed = self.experts(y, is_token)
+            mixed = self.experts(y.reshape(x.shape), is_token).reshape(y.shape)
         else:
-            mixed = self.down(ACTIVATIONS[self.activation](self.gate(y)) * self.up(y))
-        return x + self.mlp_post_norm(mixed), kept
+            # Otherwise XLA gathers the weights over tp, and not the tokens.
+            inner = ACTIVATIONS[self.activation](self.gate(y)) * self.up(y)
+            mixed = self.down(constrain(inner, *("rows", "tokens")[: y.ndim - 1], "mlp"))
+        return constrain(x + self.mlp_post_norm(scatter_tokens(mixed, x.shape)), *RESIDUALS), kept
 
 
 REMAT_POLICIES: Mapping[str, Callable[[Callable], Callable]] = MappingProxyType(
@@ -184,7 +220,7 @@ class Trunk(nnx.Module):
     def _scaled_embeddings(self, x: Float[Array, "R T D"]) -> Float[Array, "R T D"]:
         if self.architecture.scaled_embeddings:
             x = x * jnp.asarray(np.float32(self.architecture.model_dim**0.5), x.dtype)
-        return constrain(x, "rows", "tokens", "activation")
+        return constrain(x, *RESIDUALS)
 
     def angles(self, positions: Int32[Array, "R T"]) -> tuple[Float[Array, "R T half"], Float[Array, "R T half"]]:
         """Returns the rotary angles of full-attention layers, and those of windowed layers."""
@@ -231,11 +267,10 @@ class Trunk(nnx.Module):
             def attend(query: Array, key: Array, value: Array) -> tuple[Array, None]:
                 return attention(query, key, value, window=window), None
 
-            x, _ = nnx.merge(graph, weights)(x, angles, attend, is_token)
-            return constrain(x, "rows", "tokens", "activation"), None
+            return nnx.merge(graph, weights)(x, angles, attend, is_token)
 
         x, _ = jax.lax.scan(REMAT_POLICIES[remat](layer), self.embed_from_shards(token_ids, dtype), (stacked, windows))
-        return self.final_norm(x)
+        return gather_tokens(self.final_norm(x)).reshape(x.shape)
 
 
 class Decoder(Trunk):

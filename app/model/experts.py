@@ -62,7 +62,7 @@ class Experts(nnx.Module):
 
     def __call__(self, x: Float[Array, "R T D"], is_token: Bool[Array, "R T"]) -> Float[Array, "R T D"]:
         """Returns the sums; zeros where `is_token` is False, which no expert computes."""
-        rows, split = ("rows", "tokens", "activation"), "experts"
+        rows, split = ("rows", "activation"), "experts"
         weights = {
             # Rounded as in a decoding copy, so that sampler and trainer route by the same numbers.
             "router": jax.lax.stop_gradient(self.router[...].astype(x.dtype)),
@@ -80,27 +80,28 @@ class Experts(nnx.Module):
         }
         add_own = shard_map_by_dims(
             functools.partial(_add_own_experts, self.architecture),
-            in_dims=(rows, rows[:2], weight_dims),
+            in_dims=(rows, rows[:1], weight_dims),
             # The first dim has one entry for each part of the experts.
             out_dims=((split, *rows),),
         )
         # Not `jnp.sum`, which would send float32 between devices.
-        return jax.lax.reduce(add_own(x, is_token, weights)[0], jnp.zeros((), x.dtype), jax.lax.add, (0,))
+        added = add_own(x.reshape(-1, x.shape[-1]), is_token.reshape(-1), weights)[0]
+        return jax.lax.reduce_sum(added, (0,)).reshape(x.shape)
 
 
 def _add_own_experts(
-    arch: Architecture, x: Float[Array, "R T D"], is_token: Bool[Array, "R T"], weights: dict[str, Array]
-) -> tuple[Float[Array, "1 R T D"]]:
-    """Returns what this device's experts add to its rows."""
-    tokens, ids = x.reshape(-1, x.shape[-1]), weights["ids"]
-    probabilities, chosen = choose_experts(arch, tokens, weights["router"])
-    is_own = is_token.reshape(-1, 1) & (chosen >= ids[0]) & (chosen <= ids[-1])
+    arch: Architecture, x: Float[Array, "N D"], is_token: Bool[Array, "N"], weights: dict[str, Array]
+) -> tuple[Float[Array, "1 N D"]]:
+    """Returns what this device's experts add to its tokens."""
+    ids = weights["ids"]
+    probabilities, chosen = choose_experts(arch, x, weights["router"])
+    is_own = is_token[:, None] & (chosen >= ids[0]) & (chosen <= ids[-1])
     # Of other devices' experts and of padding: behind all groups.
     groups = jnp.where(is_own, chosen - ids[0], len(ids)).reshape(-1)
     order = jnp.argsort(groups, stable=True)
     sizes = jnp.sum(groups[:, None] == jnp.arange(len(ids)), axis=0, dtype=jnp.int32)
     places = Places(order, jnp.argsort(order), jnp.sum(sizes))
-    y = dispatch(tokens, arch.experts_per_token, places)
+    y = dispatch(x, arch.experts_per_token, places)
     gate, up = (
         checkpoint_name(grouped_product(y, weights[name], sizes), PROJECTION_CHECKPOINT_NAME) for name in ("gate", "up")
     )
@@ -108,7 +109,7 @@ def _add_own_experts(
     factors = dispatch(probabilities.reshape(-1, 1), 1, places)
     gated = (ACTIVATIONS[arch.activation](gate) * up * factors).astype(x.dtype)
     mixed: Array = combine(grouped_product(gated, weights["down"], sizes), arch.experts_per_token, places)
-    return (mixed.reshape(1, *x.shape),)
+    return (mixed[None],)
 
 
 def choose_experts(

@@ -105,7 +105,7 @@ class Projection(nnx.Module):
             self.lora_a = make_param(rngs, {**stack, **inputs, **rank}, init="zeros", param_class=LoRAParam)
             self.lora_b = make_param(rngs, {**stack, **rank, **outputs}, init="zeros", param_class=LoRAParam)
 
-    def __call__(self, x: Float[Array, "R T *inputs"]) -> Float[Array, "R T *outputs"]:
+    def __call__(self, x: Float[Array, "*tokens *inputs"]) -> Float[Array, "*tokens *outputs"]:
         y = self._product(x)
         if hasattr(self, "lora_a"):
             low = contract_dims(x, self.lora_a[...], num_dims=self.num_input_dims)
@@ -113,12 +113,13 @@ class Projection(nnx.Module):
         y = checkpoint_name(y, PROJECTION_CHECKPOINT_NAME)
         return y + self.bias[...].astype(x.dtype) if hasattr(self, "bias") else y
 
-    def _product(self, x: Float[Array, "R T *inputs"]) -> Float[Array, "R T *outputs"]:
+    def _product(self, x: Float[Array, "*tokens *inputs"]) -> Float[Array, "*tokens *outputs"]:
         if hasattr(self, "kernel"):
             return contract_dims(x, self.kernel[...], num_dims=self.num_input_dims)
 
         def dequantize_and_contract(x: Array, codes: Array, scales: Array) -> Array:
-            kernel, factors = self.quantizer.dequantize(codes, scales, depends_on=x)
+            tokens = x.reshape(-1, *x.shape[-self.num_input_dims :])
+            kernel, factors = self.quantizer.dequantize(codes, scales, depends_on=tokens)
             y = contract_dims(x, kernel, num_dims=self.num_input_dims)
             return y if factors is None else (y * factors).astype(x.dtype)
 
@@ -127,8 +128,8 @@ class Projection(nnx.Module):
 
 
 def contract_dims(
-    x: Float[Array, "R T *inputs"], matrix: Float[Array, "*inputs *outputs"], *, num_dims: int
-) -> Float[Array, "R T *outputs"]:
+    x: Float[Array, "*tokens *inputs"], matrix: Float[Array, "*inputs *outputs"], *, num_dims: int
+) -> Float[Array, "*tokens *outputs"]:
     """Contracts the last `num_dims` dims of `x` with the first `num_dims` dims of the matrix."""
     dims = tuple(range(x.ndim - num_dims, x.ndim)), tuple(range(num_dims))
     return jax.lax.dot_general(x, matrix.astype(x.dtype), (dims, ((), ())))

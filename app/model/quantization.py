@@ -78,7 +78,7 @@ class KernelQuantizer:
         codes: Int[Array, "*codes"] | UInt8[Array, "*codes"],
         scales: Float32[Array, "*scales"],
         *,
-        depends_on: Float[Array, "R T *inputs"],
+        depends_on: Float[Array, "N *inputs"],
     ) -> tuple[Float[Array, "*dims"], Float32[Array, "*outputs"] | None]:
         """Returns a kernel gathered along its model dim on every device, and the factors of the product's outputs.
 
@@ -94,7 +94,7 @@ class KernelQuantizer:
         code_dims, scale_dims = (
             tuple("activation" if dim == TILED_DIM else dim for dim in dims) for dims in (self.dims, self.scale_dims)
         )
-        x_dims = ("rows", "tokens", *code_dims[: depends_on.ndim - 2])
+        x_dims = ("rows", *code_dims[: depends_on.ndim - 1])
         has_factors = self.quantization == "int8"
         dequantize = shard_map_by_dims(
             _codes_and_factors if has_factors else functools.partial(_dequantize_tiles, self),

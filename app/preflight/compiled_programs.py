@@ -21,7 +21,7 @@ from app.batching.token_batch import pack_tokens
 from app.mesh.compile_only import compiler_versions, kernel_schedules
 from app.mesh.device_memory import device_memory_bytes
 from app.mesh.device_mesh import num_hosts
-from app.mesh.placement import abstract_arrays, row_sharding
+from app.mesh.placement import abstract_arrays, is_in_host_memory, row_sharding
 from app.mesh.tpu_chips import find_chip
 from app.model.architecture import Architecture
 from app.model.decoder import DecoderDefinition
@@ -212,10 +212,15 @@ def _compile(lowered: Lowered, phase: str, name: str) -> Compiled:
 
 
 def _argument_bytes(lowered: Lowered, compiled: Compiled) -> int:
-    """Returns the bytes of a program's arguments on each device by their shapes, without those that it ignores."""
+    """Returns the bytes of a program's arguments on each device by their shapes, without those that it ignores.
+
+    Those in host memory do not count, as for the compiler.
+    """
 
     def num_bytes(argument: Any, sharding: Any) -> int:
-        return 0 if sharding is None else math.prod(sharding.shard_shape(argument.shape)) * argument.dtype.itemsize
+        if sharding is None or is_in_host_memory(sharding):
+            return 0
+        return math.prod(sharding.shard_shape(argument.shape)) * argument.dtype.itemsize
 
     return sum(jax.tree.leaves(jax.tree.map(num_bytes, lowered.args_info, compiled.input_shardings)))
 

@@ -14,7 +14,7 @@ import numpy as np
 from app.distributed.collectives import gather_bytes_over_hosts, max_over_hosts
 from app.distributed.error_barrier import error_barrier
 from app.distributed.host_consistency import check_hosts_agree, check_shared_run_directory, describe_prompts
-from app.mesh.device_memory import device_memory_bytes
+from app.mesh.device_memory import device_memory_bytes, host_memory_bytes
 from app.mesh.devices import global_devices, unused_accelerator
 from app.preflight.attention_check import check_attention
 from app.preflight.check_results import CheckRecorder, CheckResult, DoctorReport
@@ -59,7 +59,7 @@ from app.runtime.reward_trial import make_trial_samples
 from app.runtime.session import Session
 from app.training.inputs import check_chosen_metrics, dataset_fingerprints, input_fingerprints
 from app.training.learner import LearnerGroup
-from app.training.network_memory import network_bytes
+from app.training.network_memory import host_bytes, network_bytes
 from app.training.setup import configure_session, file_fingerprints, setup_notes
 from settings import Resolved, Settings
 from settings.checks.commands import check_for_train
@@ -303,7 +303,14 @@ def _check_memory(
         needed, available = sum(network_bytes(session, learning, inputs.reward_model).values()), device_memory_bytes()
         has = ", whose memory is unknown" if available is None else f", which has {format_bytes(available)}"
         found = f"weights and optimizer moments take {format_bytes(needed)} on each device{has}"
-        if available is not None and needed > available:
+        away, host_memory = host_bytes(session, learning) * jax.local_device_count(), host_memory_bytes()
+        if away:
+            found += f"; {format_bytes(away)} of {format_bytes(host_memory)} stay in this host's memory"
+        if away > host_memory:
+            recorder.fail(
+                "memory", found, "set optimizer.offload and score.reference.offload to false, or use more hosts"
+            )
+        elif available is not None and needed > available:
             recorder.fail("memory", found, "use more devices or a smaller model; grpo train --dry-run shows the parts")
         elif compiles and inputs.prompts:
             shapes = compute_step_shapes(session, learning, inputs.prompts, inputs.held_out, inputs.reward_model)

@@ -29,7 +29,7 @@ from app.records.sample import Prompt
 from app.records.text_format import format_bytes, format_percent, format_ranges, format_table
 from app.runtime.session import Session
 from app.training.learner import LearnerGroup
-from app.training.network_memory import MemoryBreakdown
+from app.training.network_memory import MemoryBreakdown, MomentBytes, moment_bytes
 from app.training.setup import configure_session, setup_notes
 from settings import Resolved
 
@@ -57,6 +57,7 @@ class MeshInspection:
     memory: Mapping[str, MemoryBreakdown]
     """Memory by phase and buffer; temporaries only with `--compile`."""
     peak_bytes: int
+    moments: tuple[MomentBytes, ...]
     notes: tuple[str, ...] = ()
     programs: tuple[CompiledProgram, ...] = ()
     """Compiled programs; empty without `--compile`."""
@@ -86,7 +87,12 @@ class MeshInspection:
         else:
             peak += f", {format_percent(self.peak_bytes / available)} of its memory"
             peak += ", which does not fit" if self.peak_bytes > available else ""
-        lines += ["", format_memory_table(self.memory), "", peak]
+        rows = [
+            (one.network, one.moment, one.dtype, f"{one.place} memory", format_bytes(one.bytes_per_device))
+            for one in self.moments
+        ]
+        moments = format_table(rows, header=("moments of", "", "type", "in", "for each device"), num_left=4)
+        lines += ["", moments, "", format_memory_table(self.memory), "", peak]
         if self.programs:
             lines += ["", format_programs_table(self.programs)]
         return "\n".join(lines)
@@ -139,6 +145,7 @@ def build_mesh_inspection(
         workers=tuple(_worker_placements(session)),
         memory=memory,
         peak_bytes=sum(memory[peak_phase(memory)].values()),
+        moments=moment_bytes(learning),
         notes=setup_notes(settings, session),
         programs=programs,
     )

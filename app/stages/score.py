@@ -33,7 +33,7 @@ from app.prompts.tokenizer import Tokenizer
 from app.records.jsonl import check_output_path
 from app.records.sample import Sample
 from app.records.sample_json import TOKEN_IDS, LocatedSample
-from app.runtime.batch_checks import check_host_offload
+from app.runtime.batch_checks import check_host_memory
 from app.runtime.host_supervision import PhaseCallback, iterate_in_phase, join_hosts
 from app.runtime.micro_batching import MaxLengths, make_score_batcher, num_bootstrap_tokens
 from app.runtime.model_spec import CriticSpec, ModelSpec, read_critic_spec, read_model_spec
@@ -207,7 +207,7 @@ class WindowScorer:
         # With offload, the reference's weights are on the device only while a window is scored.
         is_offloaded = role == "reference" and session.settings.score.reference.offload
         if is_offloaded:
-            check_host_offload(session.mesh)
+            check_host_memory(session.mesh, "score.reference.offload")
         self._params = to_host_memory(params) if is_offloaded else params
         self._shapes: set[tuple[int, ...]] = set()
         self._totals: defaultdict[str, float] = defaultdict(int)

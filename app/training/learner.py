@@ -36,6 +36,7 @@ from app.update.importance_correction import (
 from app.update.log_ratio import LogRatioFn, sequence_log_ratio, token_log_ratio
 from app.update.loss_aggregation import StepTotals, aggregations
 from app.update.mini_batches import MiniBatchSplitter, repeated_mini_batches, shuffled_mini_batches
+from app.update.offload import update_at_once, update_by_layer
 from app.update.optimizer import TrainState, init_train_state, make_optimizer, make_schedule, train_state_shardings
 from app.update.policy_loss import PolicyLoss, detached_logprobs, make_policy_objective, scored_logprobs
 from app.update.step import POLICY_METRICS, VALUE_METRICS, MetricNames, UpdateStep
@@ -199,11 +200,12 @@ def _make_learner(
 ) -> Learner:
     optimizer = make_optimizer(settings, schedule)
     params, param_shardings = definition.trainable(definition.shapes), definition.trainable(definition.shardings(mesh))
-    shardings = train_state_shardings(optimizer, params, param_shardings, mesh)
+    shardings = train_state_shardings(optimizer, params, param_shardings, mesh, offload=settings.offload)
     counter: Any = jax.ShapeDtypeStruct((), jnp.int32)
     shapes = TrainState(params, jax.eval_shape(optimizer.init, params), counter, counter, counter)
     frozen = definition.frozen(abstract_arrays(definition.shapes, definition.shardings(mesh)))
-    step = UpdateStep(objective, optimizer, schedule, shardings, metrics=metric_names)
+    run_update = update_by_layer if settings.offload else update_at_once
+    step = UpdateStep(objective, optimizer, schedule, shardings, metrics=metric_names, run_update=run_update)
     updater = Updater(step, mesh, micro_batcher=batcher, pack=pack, batching_metrics=batching_metrics_fn)
     return Learner(step, updater, optimizer, shapes, shardings, frozen)
 

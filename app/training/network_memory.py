@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
 import jax.numpy as jnp
+import optax
 
 from app.mesh.devices import device_platform
-from app.mesh.placement import abstract_arrays, bytes_per_device
+from app.mesh.placement import abstract_arrays, bytes_per_device, is_in_host_memory
 from app.model.decoder import DecoderDefinition
 from app.runtime.reward_model import NetworkSpec
 from app.runtime.session import Session
@@ -15,8 +20,47 @@ MemoryBreakdown = dict[str, int]
 """Name of a buffer -> its bytes on each device."""
 
 
+@dataclass(frozen=True)
+class MomentBytes:
+    """The first or the second moments of a network."""
+
+    network: str
+    moment: str
+    """`first` or `second`."""
+    dtype: str
+    place: Literal["device", "host"]
+    """The memory that they are in between updates."""
+    bytes_per_device: int
+    """The bytes for each device, in its own or in its host's memory."""
+
+
+def moment_bytes(learning: LearnerGroup) -> tuple[MomentBytes, ...]:
+    """Returns the types, places and bytes of all networks' moments, from their shapes."""
+    found = []
+    for network, learner in learning.networks.items():
+        state = abstract_arrays(learner.shapes, learner.shardings).optimizer
+        for moment, field in (("first", "mu"), ("second", "nu")):
+            arrays = optax.tree.get(state, field)
+            one: Any = jax.tree.leaves(arrays)[0]
+            is_away = is_in_host_memory(one.sharding)
+            size = bytes_per_device(arrays, in_host_memory=is_away)
+            found.append(MomentBytes(network, moment, one.dtype.name, "host" if is_away else "device", size))
+    return tuple(found)
+
+
+def host_bytes(session: Session, learning: LearnerGroup) -> int:
+    """Returns the bytes that settings keep in host memory for each device: moments, and the reference's weights."""
+    moments = sum(one.bytes_per_device for one in moment_bytes(learning) if one.place == "host")
+    return moments + (sum(reference_bytes(session).values()) if _is_reference_away(session) else 0)
+
+
+def _is_reference_away(session: Session) -> bool:
+    # On a CPU, an offloaded reference stays in the same memory.
+    return session.settings.offloads_reference and device_platform(session.mesh.devices.flat[0]) != "cpu"
+
+
 def network_bytes(session: Session, learning: LearnerGroup, reward_model: NetworkSpec | None = None) -> MemoryBreakdown:
-    """Returns the bytes on each device of the weights and moments kept throughout the run."""
+    """Returns the bytes on each device of the weights and moments kept there throughout the run."""
     sizes: MemoryBreakdown = {}
     sizes["weights"], sizes["optimizer"] = _learner_bytes(learning.policy)
     if learning.critic:
@@ -24,8 +68,7 @@ def network_bytes(session: Session, learning: LearnerGroup, reward_model: Networ
     if reward_model is not None:
         dtype = jnp.dtype(session.settings.model.dtype)
         sizes["reward_model"] = _weight_bytes(session, reward_model.definition.held_in(dtype))
-    # On a CPU, an offloaded reference stays in the same memory.
-    if not session.settings.offloads_reference or device_platform(session.mesh.devices.flat[0]) == "cpu":
+    if not _is_reference_away(session):
         sizes |= reference_bytes(session)
     return sizes
 

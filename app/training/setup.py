@@ -28,7 +28,7 @@ from app.records.text_format import format_count
 from app.reward.reward_functions import RewardFunctions
 from app.runtime.advantages import with_saved_advantages
 from app.runtime.attention_rows import check_attention_rows
-from app.runtime.batch_checks import check_fixed_micro_batches, check_host_offload
+from app.runtime.batch_checks import check_fixed_micro_batches, check_host_memory
 from app.runtime.generators import check_async_workers
 from app.runtime.host_supervision import open_host_group
 from app.runtime.model_spec import adapter_notes
@@ -175,7 +175,9 @@ def configure_session(session: Session, reward_model: NetworkSpec | None, *, gen
     if reward_model is not None:
         check_experts(session.mesh, reward_model.architecture, path=reward_model.files.name)
     if settings.offloads_reference:
-        check_host_offload(session.mesh)
+        check_host_memory(session.mesh, "score.reference.offload")
+    if settings.optimizer.offload:
+        check_host_memory(session.mesh, "optimizer.offload")
     learning = make_learner_group(settings, session)
     if generates:
         session.open_generators(held_bytes=sum(network_bytes(session, learning, reward_model).values()))

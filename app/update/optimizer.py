@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int32
 
+from app.mesh.placement import HOST_MEMORY
 from app.model.decoder import Params
 from app.model.lora import LORA_A, LORA_B
 from settings.schema.optimizer import OptimizerSettings
@@ -50,8 +51,11 @@ def make_schedule(settings: OptimizerSettings, *, num_updates: int) -> optax.Sch
     return optax.join_schedules([ramp, after], [warmup])
 
 
-def make_optimizer(settings: OptimizerSettings, schedule: optax.Schedule) -> optax.GradientTransformation:
-    """Returns clipping by the global norm followed by AdamW. Source: Loshchilov & Hutter 2019."""
+def make_optimizer(settings: OptimizerSettings, schedule: optax.Schedule) -> optax.GradientTransformationExtraArgs:
+    """Returns clipping by the global norm followed by AdamW. Source: Loshchilov & Hutter 2019.
+
+    Its update takes the global norm as `norm`, and is elementwise otherwise.
+    """
 
     def decayed(params: Params) -> Any:
         return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key in DECAYED, params)
@@ -65,7 +69,18 @@ def make_optimizer(settings: OptimizerSettings, schedule: optax.Schedule) -> opt
         mask=decayed,
     )
     types = {"mu": jnp.dtype(settings.first_moment), "nu": jnp.dtype(settings.second_moment)}
-    return optax.chain(optax.clip_by_global_norm(settings.max_grad_norm), _store_moments(adamw, types))
+    return optax.chain(_clip(settings.max_grad_norm), _store_moments(adamw, types))
+
+
+def _clip(max_norm: float) -> optax.GradientTransformationExtraArgs:
+    """Returns optax's `clip_by_global_norm` of gradients whose norm is given, since they may be only a part of all."""
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        del params
+        norm: Array = extra["norm"]
+        return jax.tree.map(lambda g: jnp.where(norm < max_norm, g, g / norm * max_norm), updates), state
+
+    return optax.GradientTransformationExtraArgs(optax.identity().init, update)
 
 
 def _store_moments(adamw: optax.GradientTransformation, types: Mapping[str, Any]) -> optax.GradientTransformation:
@@ -88,22 +103,36 @@ def _store_moments(adamw: optax.GradientTransformation, types: Mapping[str, Any]
     return optax.GradientTransformation(init, update)
 
 
-def train_state_shardings(
-    optimizer: optax.GradientTransformation, shapes: Params, shardings: Params, mesh: Mesh
-) -> TrainState:
-    """Returns the shardings of a TrainState: moments are sharded like their weights, counters are replicated."""
-    replicated: Any = NamedSharding(mesh, PartitionSpec())
+def map_moments(fn: Callable[..., Any], like: Any, state: Any, *others: Any) -> Any:
+    """Returns an optimizer state with `fn` of each moment, and the other fields of the last state given.
 
-    def is_moment(part: Any) -> bool:
-        return jax.tree.structure(part) == jax.tree.structure(shapes)
-
+    Args:
+        like: a tree with the structure of the weights, which moments have and the other fields have not.
+        others: states whose moments are further arguments of `fn`, and may have another structure.
+    """
     # optax.tree_utils.tree_map_params would create an array, which compiles a program.
-    optimizer_shardings = jax.tree.map(
-        lambda part: shardings if is_moment(part) else replicated,
-        jax.eval_shape(optimizer.init, shapes),
-        is_leaf=is_moment,
+    is_moment = lambda field: jax.tree.structure(field) == jax.tree.structure(like)  # noqa: E731
+    return jax.tree.map(
+        lambda *fields: fn(*fields) if is_moment(fields[0]) else fields[-1], state, *others, is_leaf=is_moment
     )
-    return TrainState(shardings, optimizer_shardings, replicated, replicated, replicated)
+
+
+def train_state_shardings(
+    optimizer: optax.GradientTransformation, shapes: Params, shardings: Params, mesh: Mesh, *, offload: bool = False
+) -> TrainState:
+    """Returns the shardings of a TrainState: moments are sharded like their weights, counters are replicated.
+
+    Args:
+        offload: whether moments are in host memory.
+    """
+    replicated: Any = NamedSharding(mesh, PartitionSpec())
+    state = jax.eval_shape(optimizer.init, shapes)
+    kind = HOST_MEMORY if offload else None
+    moments = jax.tree.map(lambda sharding: sharding.with_memory_kind(kind), shardings)
+    counters = jax.tree.map(lambda _: replicated, state)
+    return TrainState(
+        shardings, map_moments(lambda *_: moments, shapes, state, counters), replicated, replicated, replicated
+    )
 
 
 def init_train_state(optimizer: optax.GradientTransformation, params: Params, shardings: TrainState) -> TrainState:

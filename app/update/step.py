@@ -14,6 +14,7 @@ from jaxtyping import Array
 from app.mesh.compiler_options import compiler_options
 from app.model.decoder import Params
 from app.model.lora import combine_params
+from app.update.offload import RunUpdate, update_at_once
 from app.update.optimizer import TrainState
 from app.update.policy_loss import LossStats
 
@@ -49,11 +50,12 @@ class UpdateStep:
     def __init__(
         self,
         objective: Callable[[Params, Any, Array], tuple[Array, LossStats]],
-        optimizer: optax.GradientTransformation,
+        optimizer: optax.GradientTransformationExtraArgs,
         schedule: optax.Schedule,
         shardings: TrainState,
         *,
         metrics: MetricNames = POLICY_METRICS,
+        run_update: RunUpdate = update_at_once,
     ):
         sums = AccumulatedGradients(shardings.params, shardings.num_updates)  # pyright: ignore[reportArgumentType]
 
@@ -78,7 +80,7 @@ class UpdateStep:
             return AccumulatedGradients(jax.tree.map(jax.freeze, sums), total.stats + parts)
 
         def apply(state: TrainState, total: AccumulatedGradients) -> tuple[TrainState, dict[str, Array]]:
-            return apply_gradients(state, total, optimizer, schedule, metrics)
+            return apply_gradients(state, total, optimizer, schedule, metrics, run_update=run_update)
 
         self._objective = trained_objective
         self._names = metrics
@@ -133,26 +135,32 @@ class UpdateStep:
 def apply_gradients(
     state: TrainState,
     total: AccumulatedGradients,
-    optimizer: optax.GradientTransformation,
+    optimizer: optax.GradientTransformationExtraArgs,
     schedule: optax.Schedule,
     names: MetricNames,
+    *,
+    run_update: RunUpdate = update_at_once,
 ) -> tuple[TrainState, dict[str, Array]]:
     """Returns the state after one update, and the step's metrics.
 
     If the loss or the gradient is not finite, weights and moments stay unchanged and the update counts as skipped.
+
+    Args:
+        run_update: `update_by_layer` if the moments are in host memory.
     """
     gradients, parts = total
     gradient_norm = optax.tree.norm(gradients)
     finite = jnp.isfinite(gradient_norm) & jnp.isfinite(parts.sums[names.loss])
-    updates, moments = optimizer.update(gradients, state.optimizer, state.params)
-    params = optax.apply_updates(state.params, updates)
 
-    def guarded(new: Array, old: Array) -> Array:
-        return jnp.where(finite, new, old)
+    def update(params: Params, moments: Any, gradients: Params) -> tuple[Params, Any]:
+        updates, new_moments = optimizer.update(gradients, moments, params, norm=gradient_norm)
+        new = optax.apply_updates(params, updates), new_moments
+        return jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, (params, moments))
 
+    params, moments = run_update(update, state.params, state.optimizer, gradients)
     new_state = TrainState(
-        params=jax.tree.map(guarded, params, state.params),
-        optimizer=jax.tree.map(guarded, moments, state.optimizer),
+        params=params,
+        optimizer=moments,
         num_updates=state.num_updates + finite,
         nonfinite_in_a_row=jnp.where(finite, 0, state.nonfinite_in_a_row + 1),
         nonfinite_total=state.nonfinite_total + ~finite,

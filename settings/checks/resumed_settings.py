@@ -29,7 +29,7 @@ FREE_SETTINGS = (
     *("rollout.mesh", "rollout.pool", "rollout.segment", "rollout.pdsr", "rollout.workers", "rollout.ray"),
     *("rollout.prefill_length_min", "rollout.max_length_total"),
     *("reward.timeout_s", "reward.cpu_s", "reward.memory_mib", "reward.workers", "reward.batch_size"),
-    *("reward.load_timeout_s", "reward.environment", "optimizer.max_nonfinite_steps"),
+    *("reward.load_timeout_s", "reward.environment", "optimizer.max_nonfinite_steps", "optimizer.offload"),
     # Checkpoints contain fingerprints of the models and data that these select.
     *("model.path", "model.revision", "model.lora", "critic.path", "critic.revision"),
     *("reward.model", "reward.model_revision"),

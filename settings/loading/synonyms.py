@@ -116,6 +116,7 @@ optimizer.beta1 optimizer.beta2 | actor.optim.betas
 mesh.shape | actor.strategy, actor.fsdp_config.fsdp_size
 rollout.mesh | rollout.tensor_model_parallel_size | tp=N
 score.reference.offload | ref.fsdp_config.param_offload
+optimizer.offload | actor.fsdp_config.optimizer_offload
 mesh.expect_processes | trainer.nnodes, trainer.n_gpus_per_node
 run.steps | trainer.total_training_steps
 eval.num_prompts | data.val_max_samples

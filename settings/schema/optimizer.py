@@ -27,6 +27,9 @@ class OptimizerSettings(Section):
     second_moment: Literal["float32", "bfloat16"] = "float32"
     """Type in which the second moment is stored; bfloat16 saves 2 more bytes, for `beta2` of at most 0.95. With a
     slower decay, changes of one update would be lost in rounding to 8 bits."""
+    offload: bool = False
+    """Whether moments are kept in pinned host memory, and moved to the device layer by layer in each update: saves
+    their bytes on the device, costs their transfer there and back. It saves nothing on a CPU, which is its own host."""
     epsilon: float = Field(default=1e-8, gt=0)
     """Constant added to the square root of the second moment."""
     weight_decay: float = Field(default=0.0, ge=0)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -10,13 +11,16 @@ import numpy as np
 import pytest
 from jaxtyping import Array
 
+from app.mesh.placement import abstract_arrays
 from app.model import attention_kernel, decoder, gpu_attention_kernel
 from app.model.architecture import Architecture
 from app.model.block_attention import Blocking
-from app.model.decoder import REMAT_POLICIES, DecoderDefinition, Params, flatten_by_path
+from app.model.decoder import REMAT_POLICIES, DecoderDefinition, Params, ValueDecoder, flatten_by_path
+from app.model.lora import LoRAConfig, combine_params
 from app.model.rope import rope_frequencies
 from app.model.segment_layout import SegmentLayout, single_segment_layout
 from app.model.token_logprobs import completion_logprobs
+from settings.schema.lora import PROJECTIONS
 from tests.layouts import layout_of
 from tests.tiny import BIASED, EVEN, MIXTURE, ODD, SWITCHED, assert_trees_close, make_mesh, random_params
 
@@ -305,6 +309,64 @@ def test_rows_of_several_blocks_have_the_same_gradients_on_a_mesh():
     with jax.set_mesh(mesh):
         ours = gradient(jax.device_put(params, definition.shardings(mesh)))
     assert_trees_close(ours, gradient(params))
+
+
+ADAPTERS = LoRAConfig(3, 6.0, PROJECTIONS)
+DIVISIBLE = layout_of([[(40, (30, 21, 33)), (9, (14,))]], num_tokens=152)
+
+
+def drawn(definition: DecoderDefinition) -> Params:
+    """Returns random weights; codes of quantized kernels are random, too."""
+    rng = np.random.default_rng(7)
+    codes = lambda x, of: x if of.dtype == FLOAT32 else jnp.asarray(rng.integers(-1, 2, of.shape), of.dtype)  # noqa: E731
+    return jax.tree.map(codes, random_params(definition), definition.shapes)
+
+
+@pytest.mark.parametrize(
+    ("definition", "shape"),
+    [
+        (DecoderDefinition.create(replace(SWITCHED, windows=(35, None, 60))), (1, 2, 2)),
+        (DecoderDefinition.create(replace(EVEN, num_layers=2)), (2, 1, 4)),
+        (DecoderDefinition.create(replace(MIXTURE, num_layers=2), ValueDecoder), (1, 1, 4)),
+        (DecoderDefinition.create(replace(BIASED, num_layers=2), lora=ADAPTERS), (2, 2, 2)),
+        (DecoderDefinition.create(replace(EVEN, num_layers=2), lora=ADAPTERS, quantization="int8"), (1, 2, 4)),
+    ],
+    ids=["windows", "key-heads-that-do-not-divide", "experts-and-a-value-head", "adapters", "quantized"],
+)
+def test_residuals_split_over_tp_by_tokens_change_neither_hidden_states_nor_gradients(definition, shape):
+    params = drawn(definition)
+    token_ids = np.random.default_rng(5).integers(0, definition.architecture.vocab_size, (4, 152))
+    layout = jax.tree.map(lambda x: jnp.tile(x, (4, 1)), DIVISIBLE)
+
+    @jax.jit
+    def gradient(trained, frozen):
+        def loss(trained):
+            network = definition.bind(combine_params(trained, frozen))
+            hidden = network.hidden(token_ids, layout, dtype=FLOAT32, remat="block")
+            return jnp.sum(jnp.sin(hidden)), hidden
+
+        return jax.value_and_grad(loss, has_aux=True)(trained)
+
+    parts = definition.trainable(params), definition.frozen(params)
+    mesh = make_mesh(shape)
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(params, definition.shardings(mesh))
+        ours = gradient(definition.trainable(placed), definition.frozen(placed))
+    assert_trees_close(ours, gradient(*parts))
+
+
+@pytest.mark.parametrize(("num_tokens", "kept"), [(40, 10), (41, 41)], ids=["divides", "does-not-divide"])
+def test_each_device_along_tp_keeps_its_share_of_the_tokens_of_every_layer_if_tp_divides_them(num_tokens, kept):
+    definition, mesh = DecoderDefinition.create(replace(EVEN, num_layers=3)), make_mesh((1, 1, 4))
+
+    def loss(params, token_ids):
+        layout = single_segment_layout(jnp.ones(token_ids.shape, bool))
+        return jnp.sum(definition.bind(params).hidden(token_ids, layout, dtype=FLOAT32, remat="block"))
+
+    shapes = abstract_arrays(definition.shapes, definition.shardings(mesh)), jnp.zeros((2, num_tokens), jnp.int32)
+    with jax.set_mesh(mesh):
+        text = jax.jit(jax.grad(loss)).lower(*shapes).compile().as_text() or ""
+    assert set(re.findall(r"f32\[3,2,(\d+),32\]", text)) == {str(kept)}
 
 
 @pytest.mark.parametrize(

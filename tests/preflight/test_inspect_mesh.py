@@ -90,6 +90,28 @@ def test_a_simulated_slice_has_its_hosts_memory_and_devices(tiny_model: Path) ->
     assert report["memory"]["update"]["weights"] == 2 * on_one_host["memory"]["update"]["weights"]
 
 
+@pytest.mark.parametrize(("devices", "place"), [("v5e-8", "host"), ("h100-8", "host"), ("none", "device")])
+def test_moments_are_shown_by_type_and_by_the_memory_that_they_are_in(
+    tiny_model: Path, devices: str, place: str
+) -> None:
+    pretended = () if devices == "none" else (f"mesh.pretend={devices}",)
+    overrides = ("algorithm.name=ppo", "optimizer.first_moment=bfloat16", *pretended)
+    here_bytes = inspect_json(tiny_model, *overrides)["memory"]["update"]
+    report = inspect_json(tiny_model, *overrides, "optimizer.offload=true")
+    memory, found = report["memory"]["update"], report["moments"]
+    assert [(one["network"], one["moment"], one["dtype"]) for one in found] == [
+        *(("policy", "first", "bfloat16"), ("policy", "second", "float32")),
+        *(("critic", "first", "bfloat16"), ("critic", "second", "float32")),
+    ]
+    assert {one["place"] for one in found} == {place}
+    sizes = [one["bytes_per_device"] for one in found]
+    assert sizes == [memory["weights"] // 2, memory["weights"], memory["critic"] // 2, memory["critic"]]
+    # Counters stay on the devices.
+    for name, moments in (("optimizer", sum(sizes[:2])), ("critic_optimizer", sum(sizes[2:]))):
+        assert here_bytes[name] - memory[name] == (moments if place == "host" else 0)
+        assert (memory[name] < 40) == (place == "host")
+
+
 def test_the_notes_are_those_of_a_launch(tiny_model: Path) -> None:
     overrides = ("mesh.pretend=v4-16", "mesh.shape=1,8,1", "rollout.placement=global")
     _, report = inspect(load_settings(tiny_model, *overrides))

@@ -97,7 +97,7 @@ def test_with_devices_of_their_own_workers_generate_while_the_others_train(confi
 def test_on_two_hosts_workers_of_several_devices_generate_while_the_others_train(config: Path) -> None:
     of_workers = ("rollout.workers.heavy.count=0", "rollout.mesh=tp=2", "rollout.workers.fast.slots=8")
     chosen = ("rollout.scheduler=adaptive", "rollout.max_staleness=1", "rollout.devices=0.5", *of_workers)
-    saved = ("logging.save_rollouts=true", "checkpoint.every_steps=1", "run.steps=3")
+    saved = ("logging.save_rollouts=true", "checkpoint.every_steps=1", "optimizer.offload=true", "run.steps=3")
     hosts = run_on_two_hosts("train", "--config", config, *settings(*chosen, *saved))
     assert [host.exit_code for host in hosts] == [0, 0], hosts[0].stderr + hosts[1].stderr
     assert "of the 4 devices of each host, 2-3 generate and the others train" in hosts[0].stderr

@@ -1,0 +1,67 @@
+"""Runs whose moments are in host memory, or change their type."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.program import assert_same_run, digest_of, metrics_of, reproducible, saved_state, settings, train_here
+from tests.two_hosts import run_on_two_hosts
+
+AWAY, HERE = "optimizer.offload=true", "optimizer.offload=false"
+ROUNDED = "optimizer.first_moment=bfloat16"
+
+
+def test_a_run_moves_its_moments_back_and_ends_as_one_that_never_moved_them(finished: Path, config: Path) -> None:
+    run = config.parent / "runs" / "tiny"
+    assert train_here(config, AWAY, "run.steps=2").exit_code == 0
+    resumed = train_here(config, HERE, resume="must")
+    assert resumed.exit_code == 0, resumed.stderr
+    assert "changed: optimizer.offload was True and is now False\n" in resumed.stderr
+    assert_same_run(run, finished, step=4)
+
+
+def test_moments_change_their_type_if_allowed_and_nothing_is_touched_if_not(finished: Path, config: Path) -> None:
+    run = config.parent / "runs" / "tiny"
+    shutil.copytree(finished, run)
+    before = digest_of(run)
+    refused = train_here(config, "run.steps=5", ROUNDED, resume="must")
+    assert refused.exit_code == 2
+    assert "optimizer.first_moment was 'float32' and is now 'bfloat16'" in refused.stderr
+    assert digest_of(run) == before
+    for steps, chosen in ((5, (ROUNDED, AWAY)), (6, ())):
+        resumed = train_here(
+            config, f"run.steps={steps}", *chosen, resume="must", allow_changed=["optimizer.first_moment"]
+        )
+        assert resumed.exit_code == 0, resumed.stderr
+        assert "damaged" not in resumed.stderr
+        dtypes = {array.dtype.name for name, array in saved_state(run, steps).items() if "mu" in name}
+        assert dtypes == {"bfloat16" if chosen else "float32"}
+
+
+@pytest.mark.slow
+def test_policy_and_critic_with_moments_in_host_memory_learn_the_same(config: Path) -> None:
+    runs = []
+    for name, place in (("here", HERE), ("away", AWAY)):
+        chosen = ("algorithm.name=ppo", "algorithm.mini_batch_prompts=2", f"run.name={name}")
+        result = train_here(config, "run.steps=3", *chosen, place)
+        assert result.exit_code == 0, result.stderr
+        runs.append(config.parent / "runs" / name)
+    assert reproducible(metrics_of(runs[0])) == reproducible(metrics_of(runs[1]))
+    here, away = (saved_state(run, 3) for run in runs)
+    for name, array in here.items():
+        np.testing.assert_array_equal(away[name], array, err_msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.two_hosts
+def test_two_hosts_save_and_resume_moments_in_host_memory(config: Path) -> None:
+    half = ("rollout.prompts_per_step=2", AWAY)
+    for steps, resume in ((2, "never"), (3, "must")):
+        chosen = settings(*half, f"run.steps={steps}")
+        hosts = run_on_two_hosts("train", "--config", config, "--resume", resume, *chosen)
+        assert [host.exit_code for host in hosts] == [0, 0], hosts
+    assert metrics_of(config.parent / "runs" / "tiny")[-1]["step"] == 3
