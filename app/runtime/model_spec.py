@@ -16,6 +16,7 @@ from app.model.io.hf_weights import check_tensors, critic_tensors, expected_tens
 from app.model.io.model_files import ModelFiles, open_model
 from app.model.lora import LoRAConfig
 from app.model.quantization import QUANTIZE_BASE_SETTING, check_quantization
+from app.model.routes import UNRECORDED
 from app.prompts.tokenizer import Tokenizer, encoding_fingerprint, load_fast_tokenizer, load_tokenizer
 from app.records.text_format import format_percent
 from app.records.versions import QUANTIZATION_PACKAGE, version_of
@@ -113,6 +114,8 @@ def read_model_spec(settings: Settings, *, generates: bool = True) -> ModelSpec:
     files = open_model(settings.model.path, revision=settings.model.revision)
     architecture = architecture_from_config(files.config, attention=settings.model.attention)
     definition = DecoderDefinition.create(architecture)
+    if settings.rollout.routing_replay:
+        check_routing_replay(architecture, settings.model.path)
     check_tensors(expected_tensors(definition), files.weights.shapes, architecture)
     adapted = adapted_definition(definition, settings.model.lora)
 
@@ -125,6 +128,15 @@ def read_model_spec(settings: Settings, *, generates: bool = True) -> ModelSpec:
     if generates:
         _ = model.tokenizer
     return model
+
+
+def check_routing_replay(architecture: Architecture, path: str) -> None:
+    """Raises InputError if the model has no routes, or too many experts for routes of one byte each."""
+    experts = architecture.num_experts
+    if experts is None or experts > UNRECORDED:
+        problem = "a dense model, without experts" if experts is None else f"a mixture of {experts} experts"
+        most = "" if experts is None else f", more than the {UNRECORDED} that can be recorded"
+        raise InputError(f"rollout.routing_replay: {path} is {problem}{most}; set it to false")
 
 
 def adapted_definition(definition: DecoderDefinition, settings: LoRASettings) -> DecoderDefinition:
