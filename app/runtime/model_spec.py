@@ -114,8 +114,7 @@ def read_model_spec(settings: Settings, *, generates: bool = True) -> ModelSpec:
     files = open_model(settings.model.path, revision=settings.model.revision)
     architecture = architecture_from_config(files.config, attention=settings.model.attention)
     definition = DecoderDefinition.create(architecture)
-    if settings.rollout.routing_replay:
-        check_routing_replay(architecture, settings.model.path)
+    check_routing_replay(architecture, settings)
     check_tensors(expected_tensors(definition), files.weights.shapes, architecture)
     adapted = adapted_definition(definition, settings.model.lora)
 
@@ -130,13 +129,16 @@ def read_model_spec(settings: Settings, *, generates: bool = True) -> ModelSpec:
     return model
 
 
-def check_routing_replay(architecture: Architecture, path: str) -> None:
-    """Raises InputError if the model has no routes, or too many experts for routes of one byte each."""
+def check_routing_replay(architecture: Architecture, settings: Settings) -> None:
+    """Raises InputError if `rollout.routing_replay` is set and routes of one byte cannot name the model's experts."""
     experts = architecture.num_experts
-    if experts is None or experts > UNRECORDED:
-        problem = "a dense model, without experts" if experts is None else f"a mixture of {experts} experts"
-        most = "" if experts is None else f", more than the {UNRECORDED} that can be recorded"
-        raise InputError(f"rollout.routing_replay: {path} is {problem}{most}; set it to false")
+    if settings.rollout.routing_replay and (experts is None or experts > UNRECORDED):
+        mixture = f"a mixture of {experts} experts, of which a byte names {UNRECORDED}"
+        why = "a dense model" if experts is None else mixture
+        raise InputError(
+            f"rollout.routing_replay: true records the experts of each token, but {settings.model.path} is {why}; set "
+            "it to false"
+        )
 
 
 def adapted_definition(definition: DecoderDefinition, settings: LoRASettings) -> DecoderDefinition:

@@ -105,10 +105,11 @@ def test_experts_on_any_mesh_and_their_gradients_equal_a_one_hot_mixture(shape):
 
 def test_a_router_gives_probabilities_of_all_experts_or_of_the_chosen_alone():
     x, router = jnp.ones((1, 1)), jnp.log(jnp.array([[1.0], [4.0], [2.0], [1.0]]))
-    probabilities, chosen, _ = choose_experts(replace(MIXTURE, experts_per_token=2, normalized_routing=False), x, router)
+    two = replace(MIXTURE, experts_per_token=2)
+    probabilities, chosen, _ = choose_experts(replace(two, normalized_routing=False), x, router)
     np.testing.assert_array_equal(chosen, [[1, 2]])
     np.testing.assert_allclose(probabilities, [[0.5, 0.25]], rtol=1e-6)
-    probabilities, *_ = choose_experts(replace(MIXTURE, experts_per_token=2), x, router)
+    probabilities, *_ = choose_experts(two, x, router)
     np.testing.assert_allclose(probabilities, [[2 / 3, 1 / 3]], rtol=1e-6)
 
 

@@ -176,7 +176,9 @@ def test_the_bonus_takes_the_weighted_entropy_from_the_loss():
 
     def bonus(params):
         tokens = batch.tokens
-        _, entropies, _ = row_logprobs(DEFINITION.bind(params), tokens, temperature=1.3, entropy_gradient=True, **FORWARD)
+        _, entropies, _ = row_logprobs(
+            DEFINITION.bind(params), tokens, temperature=1.3, entropy_gradient=True, **FORWARD
+        )
         return jnp.sum(batch.loss_weights * entropies)
 
     (without, _), plain = loss_and_gradient()(params(), batch, 1.3)
