@@ -17,6 +17,7 @@ from tests.run_fixtures import NO_REPORT, TINY, write_config
 from tests.tiny_directory import write_model
 from tests.training.test_experts import MIXTURE
 from tests.training.test_replay import assert_same_steps
+from tests.two_hosts import run_on_two_hosts
 
 REPLAYED = "rollout.routing_replay=true"
 # Small quotas, shared prompts and several updates, whose first one compares with scored logprobs.
@@ -137,7 +138,7 @@ def test_samples_without_routes_are_routed_live_and_a_run_says_so(loose: Path, c
     result = train_on(loose, config, *HOW, REPLAYED, "run.steps=1", "run.name=routeless")
     assert result.exit_code == 0, result.stderr
     assert "routes: not every sample has them" in result.stdout + result.stderr
-    line = metrics_of(config.parent / "runs" / "routeless")[1]
+    line = metrics_of(config.parent / "runs" / "routeless")[-1]
     assert line["rollout/route_difference"] is None and line["rollout/fullest_expert"] > 1
 
 
@@ -169,3 +170,21 @@ def test_more_experts_than_a_byte_can_name_are_refused(tmp_path: Path) -> None:
     result = here("train", *of_tiny(model), *settings(REPLAYED, f"run.dir={tmp_path / 'runs'}"))
     message = "is a mixture of 256 experts, of which a byte names 255; set it to false"
     assert_refused(result, f"rollout.routing_replay: .* {message}", tmp_path / "runs")
+
+
+@pytest.mark.slow
+@pytest.mark.two_hosts
+@pytest.mark.parametrize("how", ["rollout.placement=global", "rollout.scheduler=adaptive"], ids=["global", "workers"])
+def test_two_hosts_replay_the_routes_that_either_has_recorded(config: Path, how: str) -> None:
+    two, one = (config.parent / "runs" / f"{name}-{how[-6:]}" for name in ("two", "one"))
+    shared = (REPLAYED, "run.steps=1", "algorithm.max_tokens_per_device=40", "algorithm.beta=0.05")
+    result = train_here(config, *shared, "mesh.cpu_devices=8", f"run.name={one.name}")
+    assert result.exit_code == 0, result.stderr
+    chosen = settings(*shared, how, f"run.name={two.name}", "rollout.prompts_per_step=2")
+    hosts = run_on_two_hosts("train", "--config", config, *chosen)
+    assert [host.exit_code for host in hosts] == [0, 0], hosts
+    line, expected = metrics_of(two)[1], metrics_of(one)[1]
+    for name in ("reward/mean", "policy/grad_norm", "policy/kl", "rollout/fullest_expert", "rollout/route_difference"):
+        assert line[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
+    routes = [{record["uid"]: record["routes"] for record in records_of(step_file(run, 1))} for run in (two, one)]
+    assert routes[0] == routes[1] and len(routes[0]) == 16
