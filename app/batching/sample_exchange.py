@@ -47,10 +47,7 @@ class HostRows:
 
 
 def fetch_rows(
-    samples: Sequence[Sample],
-    global_plan: GlobalPlan,
-    fields: Sequence[str],
-    route_shape: RouteShape | None = None,
+    samples: Sequence[Sample], global_plan: GlobalPlan, fields: Sequence[str], route_shape: RouteShape | None = None
 ) -> HostRows:
     """Exchanges samples, so that each host has those of its rows. All hosts must call it together.
 
@@ -65,8 +62,8 @@ def fetch_rows(
     if len(global_plan.num_samples_by_host) == 1:
         return HostRows(samples, global_plan.plan)
     _check_equal_plans(global_plan.plan)
-    moves = Moves.from_plan(global_plan)
-    fetched = moves.fetch(samples, fields, route_shape)
+    moves = replace(Moves.from_plan(global_plan), route_shape=route_shape)
+    fetched = moves.fetch(samples, fields)
     numbers = {number: i for i, number in enumerate(moves.numbers_of(moves.here))}
     return HostRows(fetched, _renumbered(global_plan.local_plan, numbers.__getitem__), moves)
 
@@ -99,6 +96,8 @@ class Moves:
     """Number of this host's first sample."""
     prompt_lengths: Int64[np.ndarray, "N"]
     completion_lengths: Int64[np.ndarray, "N"]
+    route_shape: RouteShape | None = None
+    """Sizes of the routes that go with the samples; None = none."""
 
     @classmethod
     def from_plan(cls, global_plan: GlobalPlan) -> Moves:
@@ -116,41 +115,35 @@ class Moves:
         """Returns the numbers of the samples in a host's rows, ascending."""
         return list(chain.from_iterable(sent[host].tolist() for sent in self.numbers))
 
-    def fetch(self, samples: Sequence[Sample], fields: Sequence[str], route_shape: RouteShape | None) -> list[Sample]:
+    def fetch(self, samples: Sequence[Sample], fields: Sequence[str]) -> list[Sample]:
         """Returns the samples of this host's rows, by number; see `fetch_rows`."""
         own = dict(enumerate(samples, start=self.first_number))
 
         def columns(number: int) -> list[np.ndarray]:
             sample = own[number]
             values = [_as_int32(field, getattr(sample, field)) for field in fields]
-            routes = [] if route_shape is None else [_routes_as_int32(sample, route_shape)]
+            routes = [] if self.route_shape is None else [_routes_as_int32(sample, self.route_shape)]
             return [sample.prompt.token_ids, sample.completion_ids, *values, *routes]
 
-        route_words = 0 if route_shape is None else route_shape.num_words
         sizes = self.prompt_lengths + (1 + len(fields)) * self.completion_lengths
-        sizes += route_words * (self.prompt_lengths + self.completion_lengths)
+        if self.route_shape is not None:
+            sizes += self.route_shape.num_words * (self.prompt_lengths + self.completion_lengths)
         received = self._exchange(self.numbers, sizes, columns)
         return [
-            self._to_sample(number, received[number], fields, route_shape) if number in received else own[number]
+            self._to_sample(number, received[number], fields) if number in received else own[number]
             for number in self.numbers_of(self.here)
         ]
 
-    def _to_sample(
-        self,
-        number: int,
-        data: Int32[np.ndarray, "numbers"],
-        fields: Sequence[str],
-        route_shape: RouteShape | None,
-    ) -> Sample:
+    def _to_sample(self, number: int, data: Int32[np.ndarray, "numbers"], fields: Sequence[str]) -> Sample:
         length, num_new = int(self.prompt_lengths[number]), int(self.completion_lengths[number])
         prompt = Prompt(str(number), data[:length], "", None)
         end = length + (1 + len(fields)) * num_new
         completion, *values = data[length:end].reshape(1 + len(fields), -1)
         behavior = np.full(len(completion), np.nan, np.float32)
         sample = Sample(prompt, 0, number, completion, "", behavior, "", 0)
-        if route_shape is not None:
-            words = data[end:].reshape(length + num_new, route_shape.num_words)
-            sample = replace(sample, routes=unpack_routes(words, route_shape))
+        if self.route_shape is not None:
+            words = data[end:].reshape(length + num_new, self.route_shape.num_words)
+            sample = replace(sample, routes=unpack_routes(words, self.route_shape))
         return replace(sample, **dict(_from_int32(field, value) for field, value in zip(fields, values, strict=True)))
 
     def send_home(self, values: Sequence[Float32[np.ndarray, "C"]]) -> list[Float32[np.ndarray, "C"]]:

@@ -226,7 +226,7 @@ class BatchEngine:
             if of_prompts is not None:
                 row.prompt_routes = of_prompts[number // request.group_size, : len(row.prompt.token_ids)]
                 # The prefill has fed the last token of a prompt.
-                tokens[3:, :1] = row.prompt_routes[-1:, :].T[:, : row.num_tokens]
+                tokens[3:, :1] = row.prompt_routes[-1:].T[:, : row.num_tokens]
             row.segment_tokens.append(tokens)
             row.segment_versions.append((version, row.num_tokens))
             group_id = request.first_group_id + number // request.group_size

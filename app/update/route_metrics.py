@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int32
 
@@ -52,8 +51,10 @@ def route_metrics(counts: RouteCounts) -> dict[str, Float32[Array, ""]]:
 
     The share is NaN if no routes are recorded.
     """
-    fullest = jnp.mean(jnp.max(counts.load, axis=1) / jnp.maximum(jnp.mean(counts.load, axis=1), 1 / counts.load.size))
-    metrics = {"rollout/fullest_expert": fullest}
+    mean = jnp.mean(counts.load, axis=1)
+    # 0 if the policy wrote no token.
+    shares = jnp.where(mean > 0, jnp.max(counts.load, axis=1) / mean, 0)
+    metrics = {"rollout/fullest_expert": jnp.mean(shares)}
     if counts.differing is not None and counts.recorded is not None:
         metrics["rollout/route_difference"] = counts.differing / counts.recorded
-    return jax.lax.stop_gradient(metrics)
+    return metrics
