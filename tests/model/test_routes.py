@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from app.batching.token_batch import TokenBatch, pack_tokens
+from app.batching.token_batch import pack_tokens
 from app.mesh.placement import to_global
 from app.model.decoder import DecoderDefinition, Params
 from app.model.experts import choose_experts
@@ -57,18 +57,16 @@ def scores(samples: Sequence[Sample], *, share: bool = True, **how: Any) -> np.n
 @functools.cache
 def with_own_routes() -> list[Sample]:
     """Returns the samples with the experts that the routers choose for them, each alone in a row."""
-    find = jax.jit(lambda rows: DEFINITION.bind(params()).hidden_and_routes(*rows, dtype=FLOAT32, remat="none")[1])
+    how = {"dtype": FLOAT32, "remat": "none"}
+    find = jax.jit(lambda params, *rows: DEFINITION.bind(params).hidden_and_routes(*rows, **how)[1])
     plan, found = one_a_row(len(SAMPLES), rows_per_micro_batch=1, num_tokens=16, num_targets=9), []
     for sample, micro_batch in zip(SAMPLES, plan.micro_batches, strict=True):
         rows = pack_tokens(SAMPLES, micro_batch)
-        live = np.asarray(find((rows.token_ids, layout_of(rows))))
+        layout = SegmentLayout(rows.segment_ids, rows.branch_ids, rows.positions)
+        live = np.asarray(find(params(), rows.token_ids, layout))
         length = len(sample.prompt.token_ids) + len(sample.completion_ids)
         found.append(replace(sample, routes=np.moveaxis(live[:, 0, :length], 0, 1).astype(np.uint8)))
     return found
-
-
-def layout_of(rows: TokenBatch) -> SegmentLayout:
-    return SegmentLayout(rows.segment_ids, rows.branch_ids, rows.positions)
 
 
 def rotated(samples: Sequence[Sample]) -> list[Sample]:

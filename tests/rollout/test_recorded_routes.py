@@ -92,9 +92,9 @@ def in_one_batch() -> list[Sample]:
 
 @functools.cache
 def trainer() -> Any:
-    def live(ids: jax.Array, mask: jax.Array) -> jax.Array | None:
+    def live(params: Params, ids: jax.Array, mask: jax.Array) -> jax.Array | None:
         layout = single_segment_layout(mask)
-        return DEFINITION.bind(params()).hidden_and_routes(ids, layout, dtype=FLOAT32, remat="none")[1]
+        return DEFINITION.bind(params).hidden_and_routes(ids, layout, dtype=FLOAT32, remat="none")[1]
 
     return jax.jit(live)
 
@@ -104,7 +104,7 @@ def assert_routes_are_those_of_the_trainer(samples: Sequence[Sample]) -> None:
         ids = np.concatenate([sample.prompt.token_ids, sample.completion_ids])
         padded, mask = np.zeros((1, 24), np.int32), np.arange(24)[None] < len(ids)
         padded[0, : len(ids)] = ids
-        expected = np.moveaxis(np.asarray(trainer()(padded, mask))[:, 0, : len(ids)], 0, 1)
+        expected = np.moveaxis(np.asarray(trainer()(params(), padded, mask))[:, 0, : len(ids)], 0, 1)
         routes = sample.routes
         assert routes is not None and routes.dtype == np.uint8 and routes.shape == (len(ids), *SHAPE)
         np.testing.assert_array_equal(routes[:-1], expected[:-1])
