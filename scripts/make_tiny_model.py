@@ -128,7 +128,7 @@ def train(
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.1))
 
     def loss(params: Params, batch: TokenBatch) -> Array:
-        logprobs, _ = row_logprobs(
+        logprobs, *_ = row_logprobs(
             definition.bind(params),
             batch,
             temperature=1.0,

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float32
 from app.batching.token_batch import TokenBatch
 from app.model.decoder import Decoder
 from app.model.segment_layout import SegmentLayout
-from app.model.token_logprobs import completion_logprobs
+from app.model.token_logprobs import CompletionLogprobs, completion_logprobs
 
 
 def row_logprobs(
@@ -20,7 +20,7 @@ def row_logprobs(
     remat: str,
     logits_chunk: int,
     entropy_gradient: bool = False,
-) -> tuple[Float32[Array, "R C"], Float32[Array, "R C"]]:
+) -> CompletionLogprobs:
     """Returns the logprob and entropy of each target of a micro-batch; undefined on padding."""
     return completion_logprobs(
         decoder,
@@ -29,6 +29,7 @@ def row_logprobs(
         logits_indices=rows.logits_indices,
         targets=rows.targets,
         target_mask=rows.logits_indices >= 0,
+        recorded=rows.routes,
         temperature=temperature,
         dtype=dtype,
         remat=remat,

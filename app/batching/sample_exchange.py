@@ -18,6 +18,7 @@ from jaxtyping import Float32, Int32, Int64
 from app.batching.micro_batch_plan import MicroBatchPlan
 from app.batching.micro_batcher import GlobalPlan
 from app.distributed.collectives import exchange_over_hosts, gather_over_hosts
+from app.model.routes import UNRECORDED, RouteShape, unpack_routes
 from app.records.sample import Prompt, Sample
 
 READ_BY_SCORING = ("mask",)
@@ -45,12 +46,15 @@ class HostRows:
         return list(values) if self._moves is None else self._moves.send_home(values)
 
 
-def fetch_rows(samples: Sequence[Sample], global_plan: GlobalPlan, fields: Sequence[str]) -> HostRows:
+def fetch_rows(
+    samples: Sequence[Sample], global_plan: GlobalPlan, fields: Sequence[str], route_shape: RouteShape | None = None
+) -> HostRows:
     """Exchanges samples, so that each host has those of its rows. All hosts must call it together.
 
     Args:
         samples: this host's samples, as planned.
         fields: per-token fields that the receiver reads, of which all samples have a value.
+        route_shape: sizes of the routes that it replays; None = none.
 
     Raises:
         RuntimeError: hosts have made different plans, which is a bug.
@@ -58,7 +62,7 @@ def fetch_rows(samples: Sequence[Sample], global_plan: GlobalPlan, fields: Seque
     if len(global_plan.num_samples_by_host) == 1:
         return HostRows(samples, global_plan.plan)
     _check_equal_plans(global_plan.plan)
-    moves = Moves.from_plan(global_plan)
+    moves = replace(Moves.from_plan(global_plan), route_shape=route_shape)
     fetched = moves.fetch(samples, fields)
     numbers = {number: i for i, number in enumerate(moves.numbers_of(moves.here))}
     return HostRows(fetched, _renumbered(global_plan.local_plan, numbers.__getitem__), moves)
@@ -92,6 +96,8 @@ class Moves:
     """Number of this host's first sample."""
     prompt_lengths: Int64[np.ndarray, "N"]
     completion_lengths: Int64[np.ndarray, "N"]
+    route_shape: RouteShape | None = None
+    """Sizes of the routes that go with the samples; None = none."""
 
     @classmethod
     def from_plan(cls, global_plan: GlobalPlan) -> Moves:
@@ -116,9 +122,12 @@ class Moves:
         def columns(number: int) -> list[np.ndarray]:
             sample = own[number]
             values = [_as_int32(field, getattr(sample, field)) for field in fields]
-            return [sample.prompt.token_ids, sample.completion_ids, *values]
+            routes = [] if self.route_shape is None else [_routes_as_int32(sample, self.route_shape)]
+            return [sample.prompt.token_ids, sample.completion_ids, *values, *routes]
 
         sizes = self.prompt_lengths + (1 + len(fields)) * self.completion_lengths
+        if self.route_shape is not None:
+            sizes += self.route_shape.num_words * (self.prompt_lengths + self.completion_lengths)
         received = self._exchange(self.numbers, sizes, columns)
         return [
             self._to_sample(number, received[number], fields) if number in received else own[number]
@@ -126,11 +135,15 @@ class Moves:
         ]
 
     def _to_sample(self, number: int, data: Int32[np.ndarray, "numbers"], fields: Sequence[str]) -> Sample:
-        length = int(self.prompt_lengths[number])
+        length, num_new = int(self.prompt_lengths[number]), int(self.completion_lengths[number])
         prompt = Prompt(str(number), data[:length], "", None)
-        completion, *values = data[length:].reshape(1 + len(fields), -1)
+        end = length + (1 + len(fields)) * num_new
+        completion, *values = data[length:end].reshape(1 + len(fields), -1)
         behavior = np.full(len(completion), np.nan, np.float32)
         sample = Sample(prompt, 0, number, completion, "", behavior, "", 0)
+        if self.route_shape is not None:
+            words = data[end:].reshape(length + num_new, self.route_shape.num_words)
+            sample = replace(sample, routes=unpack_routes(words, self.route_shape))
         return replace(sample, **dict(_from_int32(field, value) for field, value in zip(fields, values, strict=True)))
 
     def send_home(self, values: Sequence[Float32[np.ndarray, "C"]]) -> list[Float32[np.ndarray, "C"]]:
@@ -183,6 +196,15 @@ def _bits(values: np.ndarray) -> Int32[np.ndarray, "C"]:
 
 def _as_int32(field: str, values: np.ndarray) -> Int32[np.ndarray, "C"]:
     return values.astype(np.int32) if field == "mask" else _bits(values)
+
+
+def _routes_as_int32(sample: Sample, shape: RouteShape) -> Int32[np.ndarray, "words"]:
+    """Returns a sample's routes as words; see `unpack_routes`."""
+    num_tokens = len(sample.prompt.token_ids) + len(sample.completion_ids)
+    packed = np.full((num_tokens, 4 * shape.num_words), UNRECORDED, np.uint8)
+    if sample.routes is not None:
+        packed[:, : shape.num_layers * shape.experts_per_token] = sample.routes.reshape(num_tokens, -1)
+    return packed.view(np.int32).reshape(-1)
 
 
 def _from_int32(field: str, values: Int32[np.ndarray, "C"]) -> tuple[str, np.ndarray]:

@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Bool, Float32, Int32, Int64
+from jaxtyping import Bool, Float32, Int32, Int64, UInt8
 
 from app.batching.micro_batch_plan import MicroBatch, MicroBatchPlan, RowShape
+from app.model.routes import UNRECORDED, RouteShape
 from app.records.sample import Sample
 
 HostOrDevice = Any
@@ -43,10 +44,18 @@ class TokenBatch:
     targets: Int32[HostOrDevice, "R C"]
     loss_mask: Bool[HostOrDevice, "R C"]
     """True on completion tokens that the policy wrote."""
+    routes: UInt8[HostOrDevice, "R T L k"] | None = None
+    """The routes to replay; `UNRECORDED` on padding and on tokens that have none. None = nothing is replayed."""
 
 
-def pack_tokens(samples: Sequence[Sample], micro_batch: MicroBatch) -> TokenBatch:
+def pack_tokens(
+    samples: Sequence[Sample], micro_batch: MicroBatch, route_shape: RouteShape | None = None
+) -> TokenBatch:
     """Packs prompts and completions into rows. Padding has segment 0, logits index -1 and a False mask.
+
+    Args:
+        route_shape: sizes of the routes to replay; None = none. The routes of a shared prompt are those of its first
+            sample.
 
     Raises:
         ValueError: a row is too short for its samples.
@@ -57,6 +66,19 @@ def pack_tokens(samples: Sequence[Sample], micro_batch: MicroBatch) -> TokenBatc
         _expand_ranges(at.prompt_starts, at.prompt_lengths),
         _expand_ranges(at.completion_starts, at.completion_lengths),
     )
+
+    def pack_routes(size: RouteShape) -> UInt8[np.ndarray, "R T L k"]:
+        packed = np.full((shape[0] * shape[1], *size), UNRECORDED, np.uint8)
+        for sources, starts, of_prompt in (
+            (at.prompt_sources, at.prompt_starts, True),
+            (at.completion_sources, at.completion_starts, False),
+        ):
+            for i, start in zip(sources, starts.tolist(), strict=True):
+                if (routes := samples[i].routes) is not None:
+                    length = len(samples[i].prompt.token_ids)
+                    part = routes[:length] if of_prompt else routes[length:]
+                    packed[start : start + len(part)] = part
+        return packed.reshape(*shape, *size)
 
     def rows(prompt_values: Iterable[np.ndarray], completion_values: Iterable[np.ndarray]) -> np.ndarray:
         packed = np.zeros(shape, np.int32)
@@ -89,6 +111,7 @@ def pack_tokens(samples: Sequence[Sample], micro_batch: MicroBatch) -> TokenBatc
         logits_indices=at.align_to_targets([places % shape[1]], np.int32, padding=NO_TARGET),
         targets=at.align_to_targets([samples[i].completion_ids for i in at.completion_sources], np.int32),
         loss_mask=at.align_to_targets([samples[i].mask for i in at.completion_sources], np.bool_),
+        routes=None if route_shape is None else pack_routes(route_shape),
     )
 
 

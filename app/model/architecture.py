@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from app.model.rope import RopeConfig
+from app.model.routes import RouteShape
 from settings.schema.model import AttentionImplementation
 
 
@@ -65,3 +66,8 @@ class Architecture:
     def layer_windows(self) -> tuple[int | None, ...]:
         """The window of each layer, with one entry per layer even if `windows` is empty."""
         return self.windows or (None,) * self.num_layers
+
+    @property
+    def route_shape(self) -> RouteShape | None:
+        """Sizes of a token's routes; None without experts."""
+        return None if self.num_experts is None else RouteShape(self.num_layers, self.experts_per_token)

@@ -20,7 +20,7 @@ import numpy as np
 from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Float, Float32, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32, UInt8
 
 from app.mesh.axis_rules import Dims, constrain, reshard, row_shard_size, sharding_tree, spread_rows
 from app.model.architecture import Architecture
@@ -130,8 +130,12 @@ class Block(nnx.Module):
         angles: Float[Array, "R T half"],
         attend: AttentionFn,
         is_token: Bool[Array, "R T"],
-    ) -> tuple[Float[Array, "R T D"], Any]:
-        """Returns the new residuals and what `attend` keeps. Padding has no meaning, and may be left out."""
+        recorded: UInt8[Array, "R T k"] | None = None,
+    ) -> tuple[Float[Array, "R T D"], Any, Int32[Array, "R T k"] | None]:
+        """Returns the new residuals, what `attend` keeps, and the router's choices if there are experts.
+
+        Padding has no meaning, and may be left out. For `recorded` see `Experts`.
+        """
         y = gather_tokens(self.attention_norm(x))
         query, key, value = (project(y) for project in (self.query, self.key, self.value))
         query, key, value = (one.reshape(*x.shape[:2], *one.shape[-2:]) for one in (query, key, value))
@@ -142,12 +146,14 @@ class Block(nnx.Module):
         x = x + self.attention_post_norm(scatter_tokens(mixed, x.shape))
         y = gather_tokens(self.mlp_norm(x))
         if hasattr(self, "experts"):
-            mixed = self.experts(y.reshape(x.shape), is_token).reshape(y.shape)
+            mixed, live = self.experts(y.reshape(x.shape), is_token, recorded)
+            mixed = mixed.reshape(y.shape)
         else:
+            live = None
             # Otherwise XLA gathers the weights over tp, and not the tokens.
             inner = ACTIVATIONS[self.activation](self.gate(y)) * self.up(y)
             mixed = self.down(constrain(inner, *("rows", "tokens")[: y.ndim - 1], "mlp"))
-        return constrain(x + self.mlp_post_norm(scatter_tokens(mixed, x.shape)), *RESIDUALS), kept
+        return constrain(x + self.mlp_post_norm(scatter_tokens(mixed, x.shape)), *RESIDUALS), kept, live
 
 
 REMAT_POLICIES: Mapping[str, Callable[[Callable], Callable]] = MappingProxyType(
@@ -238,16 +244,26 @@ class Trunk(nnx.Module):
         return functools.partial(packed_attention, **how)
 
     def hidden(
+        self, token_ids: Int32[Array, "R T"], layout: SegmentLayout, *, dtype: jnp.dtype, remat: str = "none"
+    ) -> Float[Array, "R T D"]:
+        """Returns the final hidden states of packed rows; see `hidden_and_routes`."""
+        return self.hidden_and_routes(token_ids, layout, dtype=dtype, remat=remat)[0]
+
+    def hidden_and_routes(
         self,
         token_ids: Int32[Array, "R T"],
         layout: SegmentLayout,
         *,
+        recorded: UInt8[Array, "R T L k"] | None = None,
         dtype: jnp.dtype,
-        remat: str = "none",
-    ) -> Float[Array, "R T D"]:
+        remat: str,
+    ) -> tuple[Float[Array, "R T D"], Int32[Array, "L R T k"] | None]:
         """Returns the final hidden states of packed rows, the head's input; hidden[:, t] predicts token t+1.
 
+        The second result is the routers' choices, None without experts.
+
         Args:
+            recorded: the routes to replay; see `Experts`.
             dtype: compute type; softmax, norms and rotations are float32.
             remat: what the backward pass recomputes; see `REMAT_POLICIES`.
         """
@@ -259,18 +275,22 @@ class Trunk(nnx.Module):
         windows = jnp.array([w or NO_WINDOW for w in arch.windows], jnp.int32) if arch.windows else None
         is_token = layout.segment_ids != 0
 
-        def layer(x: Array, one: tuple[nnx.State, Array | None]) -> tuple[Array, None]:
-            weights, window = one
+        routes = None if recorded is None else jnp.moveaxis(recorded, 2, 0)
+
+        def layer(x: Array, one: tuple[nnx.State, Array | None, Array | None]) -> tuple[Array, Array | None]:
+            weights, window, recorded = one
             two_ropes = arch.windowed_rope is not None and window is not None
             angles = jnp.where(window == NO_WINDOW, whole, windowed) if two_ropes else whole
 
             def attend(query: Array, key: Array, value: Array) -> tuple[Array, None]:
                 return attention(query, key, value, window=window), None
 
-            return nnx.merge(graph, weights)(x, angles, attend, is_token)
+            x, _, live = nnx.merge(graph, weights)(x, angles, attend, is_token, recorded)
+            return x, live
 
-        x, _ = jax.lax.scan(REMAT_POLICIES[remat](layer), self.embed_from_shards(token_ids, dtype), (stacked, windows))
-        return gather_tokens(self.final_norm(x)).reshape(x.shape)
+        x = self.embed_from_shards(token_ids, dtype)
+        x, live = jax.lax.scan(REMAT_POLICIES[remat](layer), x, (stacked, windows, routes))
+        return gather_tokens(self.final_norm(x)).reshape(x.shape), live
 
 
 class Decoder(Trunk):

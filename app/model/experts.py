@@ -15,12 +15,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Bool, Float, Float32, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32, UInt8
 
 from app.mesh.axis_rules import shard_map_by_dims
 from app.model.architecture import Architecture
 from app.model.grouped_product import grouped_product
 from app.model.layers import ACTIVATIONS, PROJECTION_CHECKPOINT_NAME, make_param
+from app.model.routes import UNRECORDED
 
 
 class Places(NamedTuple):
@@ -47,7 +48,8 @@ class Experts(nnx.Module):
     The experts are split over tp: each device adds those that it has, for all tokens of its rows, and one sum over tp
     completes them. The router is frozen: its choices jump, so that rounding alone sends a token to other experts in the
     sampler than in the trainer, and a router that learns moves further choices with each update; the ratio of the two
-    policies then loses its meaning. Source: Ma et al. 2025, arXiv 2510.11370.
+    policies then loses its meaning. Replaying the sampler's choices takes the first of these away. Source: Ma et al.
+    2025, arXiv 2510.11370.
     """
 
     def __init__(self, arch: Architecture, rngs: nnx.Rngs, *, stack: dict[str, int]):
@@ -60,9 +62,18 @@ class Experts(nnx.Module):
         self.up = ExpertMatrix(rngs, {**outer, **embed, **mlp})
         self.down = ExpertMatrix(rngs, {**outer, **mlp, **embed})
 
-    def __call__(self, x: Float[Array, "R T D"], is_token: Bool[Array, "R T"]) -> Float[Array, "R T D"]:
-        """Returns the sums; zeros where `is_token` is False, which no expert computes."""
-        rows, split = ("rows", "activation"), "experts"
+    def __call__(
+        self, x: Float[Array, "R T D"], is_token: Bool[Array, "R T"], recorded: UInt8[Array, "R T k"] | None = None
+    ) -> tuple[Float[Array, "R T D"], Int32[Array, "R T k"]]:
+        """Returns the sums, and the router's own choices.
+
+        The sums are zeros where `is_token` is False, which no expert computes. What the choices are there has no
+        meaning.
+
+        Args:
+            recorded: the experts to pass through instead of the router's choices; `UNRECORDED` = those.
+        """
+        rows, routes, split = ("rows", "activation"), ("rows", "routes"), "experts"
         weights = {
             # Rounded as in a decoding copy, so that sampler and trainer route by the same numbers.
             "router": jax.lax.stop_gradient(self.router[...].astype(x.dtype)),
@@ -80,21 +91,28 @@ class Experts(nnx.Module):
         }
         add_own = shard_map_by_dims(
             functools.partial(_add_own_experts, self.architecture),
-            in_dims=(rows, rows[:1], weight_dims),
+            in_dims=(rows, rows[:1], weight_dims, None if recorded is None else routes),
             # The first dim has one entry for each part of the experts.
-            out_dims=((split, *rows),),
+            out_dims=((split, *rows), routes),
         )
+        tokens, flags, *recorded = (
+            None if one is None else one.reshape(-1, *one.shape[2:]) for one in (x, is_token, recorded)
+        )
+        parts, live = add_own(tokens, flags, weights, *recorded)
         # Not `jnp.sum`, which would send float32 between devices.
-        added = add_own(x.reshape(-1, x.shape[-1]), is_token.reshape(-1), weights)[0]
-        return jax.lax.reduce_sum(added, (0,)).reshape(x.shape)
+        return jax.lax.reduce_sum(parts, (0,)).reshape(x.shape), live.reshape(*x.shape[:2], -1)
 
 
 def _add_own_experts(
-    arch: Architecture, x: Float[Array, "N D"], is_token: Bool[Array, "N"], weights: dict[str, Array]
-) -> tuple[Float[Array, "1 N D"]]:
-    """Returns what this device's experts add to its tokens."""
+    arch: Architecture,
+    x: Float[Array, "N D"],
+    is_token: Bool[Array, "N"],
+    weights: dict[str, Array],
+    recorded: UInt8[Array, "N k"] | None,
+) -> tuple[Float[Array, "1 N D"], Int32[Array, "N k"]]:
+    """Returns what this device's experts add to its tokens, and the router's choices."""
     ids = weights["ids"]
-    probabilities, chosen = choose_experts(arch, x, weights["router"])
+    probabilities, chosen, live = choose_experts(arch, x, weights["router"], recorded)
     is_own = is_token[:, None] & (chosen >= ids[0]) & (chosen <= ids[-1])
     # Of other devices' experts and of padding: behind all groups.
     groups = jnp.where(is_own, chosen - ids[0], len(ids)).reshape(-1)
@@ -109,25 +127,30 @@ def _add_own_experts(
     factors = dispatch(probabilities.reshape(-1, 1), 1, places)
     gated = (ACTIVATIONS[arch.activation](gate) * up * factors).astype(x.dtype)
     mixed: Array = combine(grouped_product(gated, weights["down"], sizes), arch.experts_per_token, places)
-    return (mixed[None],)
+    return mixed[None], live
 
 
 def choose_experts(
-    arch: Architecture, x: Float[Array, "N D"], router: Float[Array, "E D"]
-) -> tuple[Float[Array, "N k"], Int32[Array, "N k"]]:
-    """Returns each token's likeliest experts and their probabilities in the type of `x`.
+    arch: Architecture,
+    x: Float[Array, "N D"],
+    router: Float[Array, "E D"],
+    recorded: UInt8[Array, "N k"] | None = None,
+) -> tuple[Float[Array, "N k"], Int32[Array, "N k"], Int32[Array, "N k"]]:
+    """Returns probabilities in the type of `x`, the experts that they belong to, and each token's likeliest experts.
 
-    The softmax is over all experts, in float32; if the family says so, the probabilities of the chosen add up to 1.
+    The experts are those recorded, and the likeliest where there are none. The softmax is over all experts, in float32,
+    whichever are chosen; if the family says so, the probabilities of the chosen add up to 1.
     """
     logits = jnp.einsum("nd,ed->ne", *(a.astype(jnp.float32) for a in (x, router)), precision=jax.lax.Precision.HIGHEST)
     probabilities: Float32[Array, "N E"] = jax.nn.softmax(logits)
-    _, chosen = jax.lax.top_k(jax.lax.stop_gradient(probabilities), arch.experts_per_token)
+    _, live = jax.lax.top_k(jax.lax.stop_gradient(probabilities), arch.experts_per_token)
+    chosen = live if recorded is None else jnp.where(recorded == UNRECORDED, live, recorded.astype(live.dtype))
     # Not a gather, whose gradient would be a scatter-add.
     is_chosen = chosen[:, :, None] == jnp.arange(len(router))
     kept = jnp.sum(jnp.where(is_chosen, probabilities[:, None], 0), axis=-1)
     if arch.normalized_routing:
         kept = kept / jnp.sum(kept, axis=-1, keepdims=True)
-    return kept.astype(x.dtype), chosen
+    return kept.astype(x.dtype), chosen, live
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))

@@ -38,8 +38,8 @@ def _run_layers(
     cache: KVCache | None,
     is_token: Bool[Array, "B T"],
     attend: Callable[[int | None, LayerCache | None, Array, Array, Array], tuple[Array, LayerCache]],
-) -> tuple[Float[Array, "B T D"], KVCache]:
-    """Returns the normalized hidden states and the new cache.
+) -> tuple[Float[Array, "B T D"], KVCache, Int32[Array, "L B T k"] | None]:
+    """Returns the normalized hidden states, the new cache, and the routes if there are experts.
 
     Args:
         attend: attention of a layer, of its window, old cache, query, keys and values; returns the new cache, too.
@@ -51,16 +51,21 @@ def _run_layers(
     # Layers of the same window are traced once (30 layers in 0.15 instead of 1.2 s). Inlined, they are the program that
     # separate traces would give.
     @functools.partial(jax.jit, static_argnums=0, inline=True)
-    def run_layer(window: int | None, old: LayerCache | None, params: Params, x: Array) -> tuple[Array, LayerCache]:
+    def run_layer(
+        window: int | None, old: LayerCache | None, params: Params, x: Array
+    ) -> tuple[Array, LayerCache, Array | None]:
         angles = whole if window is None else windowed
         return nnx.merge(block_graph, params)(x, angles, functools.partial(attend, window, old), is_token)
 
-    new = []
+    new, routes = [], []
     windows = decoder.architecture.layer_windows
     for window, old, params in zip(windows, cache or (None,) * len(windows), weights.blocks, strict=True):
-        x, kept = run_layer(window, old, params, x)
+        x, kept, chosen = run_layer(window, old, params, x)
         new.append(kept)
-    return gather_tokens(decoder.final_norm(x)).reshape(x.shape), tuple(new)
+        routes.append(chosen)
+    has_routes = decoder.architecture.num_experts is not None
+    hidden = gather_tokens(decoder.final_norm(x)).reshape(x.shape)
+    return hidden, tuple(new), jnp.stack(routes) if has_routes else None
 
 
 def prefill(
@@ -68,8 +73,11 @@ def prefill(
     weights: DecodeWeights,
     token_ids: Int32[Array, "P S"],
     lengths: Int32[Array, "P"],
-) -> tuple[Float[Array, "P D"], KVCache]:
-    """Returns the hidden state of the last token of each right-padded prompt, and the cache."""
+) -> tuple[Float[Array, "P D"], KVCache, Int32[Array, "L P S k"] | None]:
+    """Returns the hidden state of the last token of each right-padded prompt, the cache, and the routes of all tokens.
+
+    There are routes only if there are experts.
+    """
     decoder = definition.bind(weights.params)
     slots = jnp.arange(token_ids.shape[1])[None, :]
     is_token = slots < lengths[:, None]
@@ -81,9 +89,9 @@ def prefill(
     ) -> tuple[Array, LayerCache]:
         return attention(query, keys, values, window=window), LayerCache(keys, values)
 
-    hidden, cache = _run_layers(decoder, weights, token_ids, layout.positions, None, is_token, attend)
+    hidden, cache, routes = _run_layers(decoder, weights, token_ids, layout.positions, None, is_token, attend)
     last = jnp.maximum(lengths - 1, 0)[:, None, None]
-    return jnp.take_along_axis(hidden, last, axis=1)[:, 0], constrain_cache(cache)
+    return jnp.take_along_axis(hidden, last, axis=1)[:, 0], constrain_cache(cache), routes
 
 
 def decode_step(
@@ -94,8 +102,10 @@ def decode_step(
     positions: Int32[Array, "B"],
     active: Bool[Array, "B"],
     tables: Int32[Array, "B M"] | None = None,
-) -> tuple[Float[Array, "B D"], KVCache]:
-    """Decodes one token per slot at its position; returns the hidden states and the updated cache.
+) -> tuple[Float[Array, "B D"], KVCache, Int32[Array, "L B k"] | None]:
+    """Decodes one token per slot at its position; returns the hidden states, the updated cache, and the routes.
+
+    There are routes only if there are experts.
 
     Args:
         active: rows whose results are used; those of others have no meaning.
@@ -118,7 +128,7 @@ def decode_step(
         mixed, extended = extend_cache(query, key, value, old, positions, active, **rules)
         return constrain(mixed, *PROJECTED_DIMS), extended
 
-    hidden, cache = _run_layers(
+    hidden, cache, routes = _run_layers(
         decoder, weights, token_ids[:, None], positions[:, None], cache, active[:, None], attend
     )
-    return hidden[:, 0], cache
+    return hidden[:, 0], cache, None if routes is None else routes[:, :, 0]

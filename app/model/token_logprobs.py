@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Float32, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32, UInt8
 
 from app.mesh.axis_rules import row_shard_size
 from app.model.decoder import Decoder, LMHead
@@ -85,6 +85,16 @@ def hidden_before_targets(hidden: Float[Array, "R T D"], logits_indices: Int32[A
     return jnp.take_along_axis(hidden, jnp.maximum(logits_indices, 0)[:, :, None], axis=1)
 
 
+class CompletionLogprobs(NamedTuple):
+    """The results of a forward pass for the completion tokens of packed rows."""
+
+    logprobs: Float32[Array, "R C"]
+    entropies: Float32[Array, "R C"]
+    """In nats, of the distributions that the tokens were drawn from."""
+    routes: Int32[Array, "L R T k"] | None
+    """The routers' choices for all tokens; None without experts."""
+
+
 def completion_logprobs(
     decoder: Decoder,
     *,
@@ -93,22 +103,24 @@ def completion_logprobs(
     logits_indices: Int32[Array, "R C"],
     targets: Int32[Array, "R C"],
     target_mask: Bool[Array, "R C"],
+    recorded: UInt8[Array, "R T L k"] | None = None,
     temperature: Float32[Array, ""] | float,
     dtype: jnp.dtype,
     remat: str,
     logits_chunk: int,
     entropy_gradient: bool = False,
-) -> tuple[Float32[Array, "R C"], Float32[Array, "R C"]]:
+) -> CompletionLogprobs:
     """Returns the logprob and entropy of each completion token of packed rows; every role runs this forward pass.
 
     Only the hidden states at `logits_indices` (the position before each target) pass through the LM head.
 
     Args:
         target_mask: True where there is a target; results elsewhere are finite and undefined.
+        recorded: the routes to replay, if there are experts.
         logits_chunk: number of tokens per device that pass through the LM head at once, at least one per row.
     """
-    hidden = decoder.hidden(token_ids, layout, dtype=dtype, remat=remat)
-    return token_logprobs(
+    hidden, routes = decoder.hidden_and_routes(token_ids, layout, recorded=recorded, dtype=dtype, remat=remat)
+    scored = token_logprobs(
         hidden_before_targets(hidden, logits_indices),
         decoder.head,
         targets,
@@ -117,3 +129,4 @@ def completion_logprobs(
         chunk=max(1, logits_chunk // row_shard_size(targets.shape[0])),
         entropy_gradient=entropy_gradient,
     )
+    return CompletionLogprobs(*scored, routes)

@@ -253,7 +253,7 @@ def _lower_programs(
         scored.insert(0, ("reward", "model", reward_model.definition.held_in(dtype), valuer, shapes.reward))
     for phase, name, definition, scorer, plan in scored:
         params = abstract_arrays(definition.shapes, definition.shardings(mesh))
-        batch = _global_shapes(mesh, pack_tokens((), _empty_micro_batch(plan)))
+        batch = _global_shapes(mesh, pack_tokens((), _empty_micro_batch(plan), scorer.route_shape))
         chunk = logits_chunk if isinstance(scorer, Scorer) else None
         work = work_of(definition.architecture, plan, logits_chunk=chunk, has_gradients=False)
         yield phase, name, scorer.lower(params, batch), work

@@ -14,6 +14,7 @@ from app.runtime.model_spec import (
     ModelSpec,
     adapted_definition,
     check_context_length,
+    check_routing_replay,
     model_setting_in_errors,
 )
 from settings import Settings
@@ -39,6 +40,7 @@ def read_config_only_spec(settings: Settings) -> ConfigOnlySpec:
     files = open_model(settings.model.path, revision=settings.model.revision, config_only=True)
     architecture = architecture_from_config(files.config, attention=settings.model.attention)
     check_context_length(architecture, settings, path=settings.model.path)
+    check_routing_replay(architecture, settings)
     tokenizer = partial(load_tokenizer, open_model("builtin:tiny"))
     definition = DecoderDefinition.create(architecture)
     model = ModelSpec(files, architecture, definition, tokenizer, adapted_definition(definition, settings.model.lora))

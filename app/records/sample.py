@@ -9,6 +9,7 @@ Shape letters, used in every signature and docstring of the project:
     G  samples per prompt S  prompt tokens         C  completion tokens   T  tokens of a row
     V  vocabulary         D  model width           L  layers              F  feed-forward width
     Q  query heads        K  key/value heads       H  head size
+    E  experts of a layer k  experts of a token
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, Float32, Int32
+from jaxtyping import Bool, Float32, Int32, UInt8
 
 DROPPED_PREFIX = "dropped:"
 """The prefix of `finish_reason` of a sample that must not be used; the reason follows."""
@@ -71,6 +72,9 @@ class Sample:
     elapsed_s: float = 0.0
     kept_mass_logs: Float32[np.ndarray, "C"] | None = None
     """The log of the probability mass kept by top-k / top-p / min-p; None if nothing is truncated."""
+    routes: UInt8[np.ndarray, "S+C L k"] | None = None
+    """The experts that each token of prompt and completion passed through in the sampler, which does not compute the
+    last one; 255 where none are recorded. None = no routes are recorded."""
     loss_mask: Bool[np.ndarray, "C"] | None = None
     """False on tokens without a loss: not written by the policy, or in a dropped sample; None = all True."""
     rewards: Mapping[str, float] | None = None

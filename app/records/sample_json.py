@@ -5,11 +5,14 @@ Every float32 is written as the float64 of the same value, so it comes back bit 
 
 from __future__ import annotations
 
+import base64
+import math
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, cast
 
 import numpy as np
+from jaxtyping import UInt8
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from app.records.jsonl import read_jsonl
@@ -26,6 +29,17 @@ Text = Annotated[str, Field(description="a string")]
 Integer = Annotated[int, Field(ge=-INT32_MAX, le=INT32_MAX, description="a 32-bit integer")]
 TokenIds = Annotated[list[NonNegative], Field(description="token ids (integers >= 0)")]
 Floats = Annotated[list[Float32] | None, Field(description="finite float32 numbers")]
+
+
+class RoutesRecord(BaseModel):
+    """The routes of a sample's tokens."""
+
+    model_config = ConfigDict(strict=True)
+
+    num_layers: NonNegative
+    experts_per_token: NonNegative
+    ids: str
+    """A byte for each token of prompt and completion, layer and expert, in Base64; see `Sample.routes`."""
 
 
 class SampleRecord(BaseModel):
@@ -54,6 +68,9 @@ class SampleRecord(BaseModel):
     rewards: Annotated[dict[str, float] | None, Field(description="an object of numbers")] = None
     token_rewards: Annotated[list[Float32 | bool] | None, Field(description="finite float32 numbers")] = None
     kept_mass_logs: Floats = None
+    routes: Annotated[
+        RoutesRecord | None, Field(description="an object of num_layers, experts_per_token and ids in Base64")
+    ] = None
     policy_logprobs: Floats = None
     reference_logprobs: Floats = None
     values: Floats = None
@@ -85,7 +102,10 @@ PER_TOKEN_FIELDS = (
 """Optional floats, one per completion token (`values` may have one more)."""
 TOKEN_IDS = "completion_token_ids"
 LOGPROB_FIELDS = ("behavior_logprobs", "policy_logprobs", "reference_logprobs")
-SCORING_FIELDS = ("uid", "sample_index", "prompt_token_ids", TOKEN_IDS, "loss_mask", "finish_reason", *LOGPROB_FIELDS)
+SCORING_FIELDS = (
+    *("uid", "sample_index", "prompt_token_ids", TOKEN_IDS, "loss_mask", "finish_reason"),
+    *(*LOGPROB_FIELDS, "routes"),
+)
 REWARD_FIELDS = ("uid", "sample_index", "answer", "columns", "finish_reason")
 """What every reward may read, beside texts and token ids."""
 MAX_LOGPROB = 1e-3
@@ -130,6 +150,10 @@ def sample_to_record(sample: Sample) -> dict[str, Any]:
             record[name] = array.tolist()
     if sample.policy_versions is not None:
         record["policy_versions"] = sample.policy_versions.tolist()
+    if sample.routes is not None:
+        _, layers, experts = sample.routes.shape
+        ids = base64.b64encode(sample.routes.tobytes()).decode()
+        record["routes"] = {"num_layers": layers, "experts_per_token": experts, "ids": ids}
     if sample.rewards is not None:
         record["rewards"] = dict(sample.rewards)
     if sample.reward is not None:
@@ -175,6 +199,8 @@ def sample_from_record(record: Mapping[str, Any], *, where: str) -> Sample:
                 "they must be equal"
             )
         optional["policy_versions"] = np.array(fields.policy_versions, np.int32)
+    if fields.routes is not None:
+        optional["routes"] = _decode_routes(fields.routes, len(fields.prompt_token_ids) + num_tokens, where=where)
     if not fields.prompt_token_ids:
         raise InputError(f"{where}: prompt_token_ids is empty; a completion needs a token before it")
     suffix = f"/s{fields.sample_index}"
@@ -348,6 +374,20 @@ def _per_token_arrays(
             _check_length(name, entries, num_tokens, where=where, length_field=length_field)
             arrays[name] = np.array(entries, bool if name == "loss_mask" else np.float32)
     return arrays
+
+
+def _decode_routes(record: RoutesRecord, num_tokens: int, *, where: str) -> UInt8[np.ndarray, "S+C L k"]:
+    shape = num_tokens, record.num_layers, record.experts_per_token
+    try:
+        ids = np.frombuffer(base64.b64decode(record.ids, validate=True), np.uint8)
+    except ValueError as error:
+        raise InputError(f"{where}: routes.ids: expected Base64, got {record.ids!r:.40}: {error}") from None
+    if len(ids) != math.prod(shape):
+        raise InputError(
+            f"{where}: routes.ids has {len(ids)} bytes, expected {math.prod(shape)}: one for each of {num_tokens} "
+            f"tokens of prompt and completion, {record.num_layers} layers and {record.experts_per_token} experts"
+        )
+    return ids.reshape(shape)
 
 
 def _check_length(

@@ -205,6 +205,15 @@ METRICS = (
         "KL of the sampler to the trainer over the step's tokens, in nats per token: the mean of d = sampler − trainer "
         "logprob (which can be negative), and of exp(−d) + d − 1 (which cannot)",
         "as for `rollout/sampler_scorer_kl`", "as for `rollout/sampler_scorer_logprob_diff_mean`"),
+    Metric("rollout/route_difference",
+        "share of (token, layer) pairs for which the trainer's router chooses another set of experts than the sampler "
+        "did, over the passes that predict completion tokens; only with `rollout.routing_replay`, along the replayed "
+        "path; null for samples without routes",
+        "below 0.1: replay makes up for it", "near 0 without `max_staleness`: `rollout.routing_replay` can be off"),
+    Metric("rollout/fullest_expert",
+        "passes through the fullest expert of a layer relative to the mean over its experts, in the mean over layers, "
+        "counted like `rollout/route_difference`; only with a mixture of experts",
+        "steady over the run", "it rises: the samples become alike, since the router is frozen; see `policy/entropy`"),
     Metric("batching/fill", "share of the update's token positions that are not padding",
         "above 0.9",
         "more samples per optimizer step, or a smaller `algorithm.max_tokens_per_device`, because the last "

@@ -31,6 +31,7 @@ from app.model.decode_weights import DecodeConversion, DecodeWeights, abstract_d
 from app.model.decoder import DecoderDefinition, Params
 from app.model.kv_cache import KVCache, abstract_cache
 from app.model.prefill_and_decode import prefill
+from app.model.routes import pack_routes
 from app.records.sample import Prompt, Sample
 from app.rollout.batch_programs import BatchDecodeState, RowConstants, init_decode_state, make_decode_loop
 from app.rollout.counters import RolloutCounters
@@ -102,6 +103,7 @@ class BatchEngine:
         decode_layout: layout of the weights during decoding; see `DecodeWeights`.
         merge_adapters: converts the weights of a policy with adapters to those of `definition`; None if the policy's
             own weights are used.
+        records_routes: whether the experts that tokens pass through are recorded.
     """
 
     def __init__(
@@ -118,6 +120,7 @@ class BatchEngine:
         max_length_total: int | None = None,
         decode_layout: DecodeLayout = "gathered",
         merge_adapters: Callable[[Params], Params] | None = None,
+        records_routes: bool = False,
     ):
         self.mesh = mesh
         self._training_mesh = training_mesh or mesh
@@ -135,17 +138,24 @@ class BatchEngine:
             definition, self.mesh_of_all_hosts, dtype, decode_layout, merge=merge_adapters
         )
         options = compiler_options(mesh)
-        self._prefill = jax.jit(
-            lambda weights, ids, lengths: prefill(definition, weights, ids, lengths), compiler_options=options
-        )
+        route_shape = definition.architecture.route_shape if records_routes else None
+        self._num_route_words = 0 if route_shape is None else route_shape.num_words
+
+        def prefill_prompts(weights: DecodeWeights, ids: Array, lengths: Array) -> tuple[Array, KVCache, Array | None]:
+            hidden, cache, routes = prefill(definition, weights, ids, lengths)
+            return hidden, cache, pack_routes(routes) if records_routes and routes is not None else None
+
         self._keys = jax.jit(sample_keys)
         # The shardings are explicit, because XLA may replicate a small array on every device. A host would then read
         # the first host's rows as its own, and the second segment would be compiled for a different layout.
         # The cache needs none: it is never read back, and both programs constrain it.
         rows = row_sharding(mesh)
+        self._prefill = jax.jit(prefill_prompts, out_shardings=(None, None, rows), compiler_options=options)
         slots = BatchDecodeState._make(None if field == "cache" else rows for field in BatchDecodeState._fields)
         self._open = jax.jit(
-            init_decode_state, static_argnames=("cache_length", "num_new"), out_shardings=(None, slots)
+            functools.partial(init_decode_state, num_route_words=self._num_route_words),
+            static_argnames=("cache_length", "num_new"),
+            out_shardings=(None, slots),
         )
         shardings = slots, NamedSharding(mesh, PartitionSpec())
         self._decode = {
@@ -180,7 +190,7 @@ class BatchEngine:
         started, rules, version = time.perf_counter(), request.rules, request.policy_version
         rows = self._place_rows(prompts, request.group_size, request.max_new_tokens)
         with jax.set_mesh(self.mesh):
-            hidden, cache = self._prefill(weights, rows.prompt_ids, rows.prefill_lengths)
+            hidden, cache, prompt_routes = self._prefill(weights, rows.prompt_ids, rows.prefill_lengths)
             keys = self._keys(request.seed, version, rows.uid_hashes, rows.sample_index)
             constants = RowConstants(rows.prompt_index, rows.prompt_lengths, keys, rows.max_new_tokens)
             row_hidden, slots = self._open(
@@ -199,6 +209,9 @@ class BatchEngine:
                 self._raise_if_stopped()
                 first += SEGMENT_STEPS
         drawn = np.stack([to_local(x).view(np.int32) for x in (slots.token_ids, slots.logprobs, slots.kept_mass_logs)])
+        of_prompts = None if prompt_routes is None else to_local(prompt_routes)
+        if slots.routes is not None:
+            drawn = np.concatenate([drawn, np.moveaxis(to_local(slots.routes), 2, 0)])
         lengths, stopped, non_finite = map(to_local, (slots.lengths, slots.stopped, slots.non_finite))
         num_tokens, steps = sum(len(prompt.token_ids) for prompt in prompts), self._max_over_hosts(int(lengths.max()))
         self.counters.prefilled_tokens += num_tokens
@@ -209,7 +222,12 @@ class BatchEngine:
             row.num_tokens, row.num_segments, row.elapsed_s = int(lengths[number]), 1, elapsed_s
             row.finish_reason = finish_reason(stopped[number], non_finite[number])
             row.worker = str(jax.process_index())
-            row.segment_tokens.append(drawn[:, number, : row.num_tokens].copy())
+            tokens = drawn[:, number, : row.num_tokens].copy()
+            if of_prompts is not None:
+                row.prompt_routes = of_prompts[number // request.group_size, : len(row.prompt.token_ids)]
+                # The prefill has fed the last token of a prompt.
+                tokens[3:, :1] = row.prompt_routes[-1:].T[:, : row.num_tokens]
+            row.segment_tokens.append(tokens)
             row.segment_versions.append((version, row.num_tokens))
             group_id = request.first_group_id + number // request.group_size
             samples.append(row.to_sample(group_id, request, decode_text=self.decode_text))
@@ -250,7 +268,7 @@ class BatchEngine:
         per_prompt: Any = jax.ShapeDtypeStruct((shape.num_prompts * hosts,), jnp.int32)
         per_row: Any = jax.ShapeDtypeStruct((shape.num_rows * hosts,), jnp.int32)
         ids = jax.ShapeDtypeStruct((*per_prompt.shape, shape.prompt_length), jnp.int32)
-        hidden, prompts = jax.eval_shape(self._prefill, weights, ids, per_prompt)
+        hidden, prompts, _ = jax.eval_shape(self._prefill, weights, ids, per_prompt)
         opened = functools.partial(init_decode_state, cache_length=shape.cache_length, num_new=shape.num_new)
         # The keys are not read here, so any array can replace them.
         _, slots = jax.eval_shape(opened, hidden, prompts, RowConstants(per_row, per_row, per_row, per_row))
@@ -269,7 +287,8 @@ class BatchEngine:
         keys: Any = jax.eval_shape(sample_keys, 0, 0, abstract(num_rows, 2, dtype=jnp.uint32), counts)
         constants = RowConstants(counts, counts, abstract(*keys.shape, dtype=keys.dtype), counts)
         ids, floats = abstract(num_rows, shape.num_new), abstract(num_rows, shape.num_new, dtype=jnp.float32)
-        slots = BatchDecodeState(footprint.slots, ids, floats, floats, counts, flags, flags, flags)
+        words = abstract(num_rows, shape.num_new, self._num_route_words) if self._num_route_words else None
+        slots = BatchDecodeState(footprint.slots, ids, floats, floats, counts, flags, flags, flags, words)
         with jax.set_mesh(self.mesh):
             prefill = self._prefill.lower(weights, abstract(num_prompts, shape.prompt_length), abstract(num_prompts))
             decode = self._decode[sample_tokens_truncated if truncates else sample_tokens].lower(

@@ -14,6 +14,7 @@ from app.model.decode_weights import DecodeWeights
 from app.model.decoder import DecoderDefinition
 from app.model.kv_cache import KVCache, constrain_cache
 from app.model.prefill_and_decode import DECODE_SCOPE, decode_step
+from app.model.routes import pack_routes
 from app.rollout.sampling.token_sampling import Sampler, SamplingRules, draw_tokens, token_outcomes
 
 
@@ -31,6 +32,8 @@ class BatchDecodeState(NamedTuple):
     """True if an end-of-sequence token was drawn."""
     non_finite: Bool[Array, "B"]
     """True if the logits were not finite; the row then ends without a token from that step."""
+    routes: Int32[Array, "B C words"] | None
+    """Routes of the token before each one drawn, except the first, if they are recorded."""
 
 
 class RowConstants(NamedTuple):
@@ -44,7 +47,13 @@ class RowConstants(NamedTuple):
 
 
 def init_decode_state(
-    hidden: Float[Array, "P D"], cache: KVCache, rows: RowConstants, *, cache_length: int, num_new: int
+    hidden: Float[Array, "P D"],
+    cache: KVCache,
+    rows: RowConstants,
+    *,
+    cache_length: int,
+    num_new: int,
+    num_route_words: int = 0,
 ) -> tuple[Float[Array, "B D"], BatchDecodeState]:
     """Copies each prompt's cache to the rows of its samples, padded to `cache_length` tokens."""
 
@@ -54,6 +63,7 @@ def init_decode_state(
     cache = constrain_cache(jax.tree.map(insert, cache))
     empty = rows.max_new_tokens == 0
     buffer = constrain(jnp.zeros((rows.prompt_index.shape[0], num_new), jnp.float32), "rows", "tokens")
+    words = jnp.zeros((*buffer.shape, num_route_words), jnp.int32)
     slots = BatchDecodeState(
         cache=cache,
         token_ids=buffer.astype(jnp.int32),
@@ -63,6 +73,7 @@ def init_decode_state(
         done=empty,
         stopped=jnp.zeros_like(empty),
         non_finite=jnp.zeros_like(empty),
+        routes=constrain(words, "rows", "tokens", "routes") if num_route_words else None,
     )
     return constrain(hidden[rows.prompt_index], "rows", "activation"), slots
 
@@ -109,8 +120,11 @@ def make_decode_loop(
             last = jnp.maximum(slots.lengths - 1, 0)
             token_ids = jnp.take_along_axis(slots.token_ids, last[:, None], axis=1)[:, 0]
             positions = rows.prompt_lengths + last
-            hidden, cache = decode_step(definition, weights, slots.cache, token_ids, positions, ~slots.done)
-            return number + 1, draw_next(hidden, slots._replace(cache=constrain_cache(cache)))
+            hidden, cache, chosen = decode_step(definition, weights, slots.cache, token_ids, positions, ~slots.done)
+            routes = slots.routes
+            if routes is not None and chosen is not None:
+                routes = jax.lax.dynamic_update_slice(routes, pack_routes(chosen)[:, None], (0, number, 0))
+            return number + 1, draw_next(hidden, slots._replace(cache=constrain_cache(cache), routes=routes))
 
         def continues(carry: tuple[Array, BatchDecodeState]) -> Bool[Array, ""]:
             number, slots = carry

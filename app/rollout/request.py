@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from app.model.routes import RouteShape
 from app.rollout.sampling.token_sampling import SamplingRules
 
 
@@ -25,5 +26,7 @@ class GenerationRequest:
     """Texts that end a completion; see `app.rollout.stop_strings`."""
     first_group_id: int = 0
     """Group id of the first prompt."""
+    route_shape: RouteShape | None = None
+    """Sizes of the routes that its samples get; None = none."""
     is_evaluation: bool = False
     """Whether the lengths of its samples say nothing about those of training."""

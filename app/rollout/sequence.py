@@ -6,9 +6,10 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Float32, Int32
+from jaxtyping import Float32, Int32, UInt8
 
 from app.model.kv_cache import KVCache
+from app.model.routes import UNRECORDED, RouteShape, unpack_routes
 from app.records.sample import Prompt, Sample
 from app.rollout.request import GenerationRequest
 from app.rollout.stop_strings import DecodeText, stop_length
@@ -37,9 +38,12 @@ class RolloutSequence:
     home: tuple[int, int] = (0, 0)
     """Host that it belongs to, and its number among the rows of that host; (0, 0) for a scheduler of one host."""
     segment_tokens: list[np.ndarray] = field(default_factory=list)
-    """Tokens of each segment, int32 [3, tokens]: ids, bits of the logprobs, and bits of the kept-mass logs."""
+    """Tokens of each segment, int32 [3 + words, tokens]: ids, bits of the logprobs, bits of the kept-mass logs, and the
+    routes of the token before each if they are recorded."""
     segment_versions: list[tuple[int, int]] = field(default_factory=list)
     """(version of the weights, number of tokens) for each segment."""
+    prompt_routes: Int32[np.ndarray, "S words"] | None = None
+    """Routes of the prompt's tokens, if they are recorded."""
 
     @property
     def uid(self) -> str:
@@ -47,15 +51,15 @@ class RolloutSequence:
 
     @property
     def token_ids(self) -> Int32[np.ndarray, "C"]:
-        return self._tokens[0]
+        return self._field(0)
 
     @property
     def logprobs(self) -> Float32[np.ndarray, "C"]:
-        return self._tokens[1].view(np.float32)
+        return self._field(1).view(np.float32)
 
     @property
     def kept_mass_logs(self) -> Float32[np.ndarray, "C"]:
-        return self._tokens[2].view(np.float32)
+        return self._field(2).view(np.float32)
 
     @property
     def policy_versions(self) -> Int32[np.ndarray, "C"]:
@@ -63,9 +67,21 @@ class RolloutSequence:
         versions, counts = np.asarray(self.segment_versions, np.int32).reshape(-1, 2).T
         return np.repeat(versions, counts)
 
-    @property
-    def _tokens(self) -> Int32[np.ndarray, "3 C"]:
-        return np.concatenate([np.zeros((3, 0), np.int32), *self.segment_tokens], axis=1)
+    def _field(self, number: int) -> Int32[np.ndarray, "C"]:
+        return np.concatenate([np.zeros(0, np.int32), *(drawn[number] for drawn in self.segment_tokens)])
+
+    def routes(self, shape: RouteShape) -> UInt8[np.ndarray, "S+C L k"]:
+        """Returns the routes of all tokens; `UNRECORDED` where there are none, as for the last, which was not fed."""
+        length = len(self.prompt.token_ids)
+        routes = np.full((length + self.num_tokens, *shape), UNRECORDED, np.uint8)
+        if self.prompt_routes is not None:
+            routes[:length] = unpack_routes(self.prompt_routes, shape)
+        first = length - 1
+        for drawn in self.segment_tokens:
+            end = first + drawn.shape[1]
+            routes[first:end] = unpack_routes(drawn[3:].T, shape)
+            first = end
+        return routes
 
     @property
     def is_collected(self) -> bool:
@@ -86,8 +102,7 @@ class RolloutSequence:
         length = stop_length(self.token_ids.tolist(), request.stop, decode_text)
         row = self if length is None else replace(self.rewound(length), finish_reason="stop")
         assert row.finish_reason is not None
-        ids, logprobs, kept_mass_logs = row._tokens
-        versions = row.policy_versions
+        ids, versions = row.token_ids, row.policy_versions
         # A sample without a token gets the version of the segment that dropped it.
         last = row.segment_versions[-1][0] if row.segment_versions else row.noise_step
         oldest = int(versions.min()) if len(versions) else last
@@ -97,14 +112,15 @@ class RolloutSequence:
             group_id=group_id,
             completion_ids=ids,
             completion=decode_text(ids.tolist()),
-            behavior_logprobs=logprobs.view(np.float32),
+            behavior_logprobs=row.logprobs,
             finish_reason=row.finish_reason,
             policy_version=oldest,
             policy_versions=versions if (versions > oldest).any() else None,
             worker=self.worker,
             segments=row.num_segments,
             elapsed_s=self.elapsed_s,
-            kept_mass_logs=kept_mass_logs.view(np.float32) if request.rules.truncates else None,
+            kept_mass_logs=row.kept_mass_logs if request.rules.truncates else None,
+            routes=None if request.route_shape is None else row.routes(request.route_shape),
         )
 
     def rewound(self, num_tokens: int) -> RolloutSequence:

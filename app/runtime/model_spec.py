@@ -16,6 +16,7 @@ from app.model.io.hf_weights import check_tensors, critic_tensors, expected_tens
 from app.model.io.model_files import ModelFiles, open_model
 from app.model.lora import LoRAConfig
 from app.model.quantization import QUANTIZE_BASE_SETTING, check_quantization
+from app.model.routes import UNRECORDED
 from app.prompts.tokenizer import Tokenizer, encoding_fingerprint, load_fast_tokenizer, load_tokenizer
 from app.records.text_format import format_percent
 from app.records.versions import QUANTIZATION_PACKAGE, version_of
@@ -113,6 +114,7 @@ def read_model_spec(settings: Settings, *, generates: bool = True) -> ModelSpec:
     files = open_model(settings.model.path, revision=settings.model.revision)
     architecture = architecture_from_config(files.config, attention=settings.model.attention)
     definition = DecoderDefinition.create(architecture)
+    check_routing_replay(architecture, settings)
     check_tensors(expected_tensors(definition), files.weights.shapes, architecture)
     adapted = adapted_definition(definition, settings.model.lora)
 
@@ -125,6 +127,18 @@ def read_model_spec(settings: Settings, *, generates: bool = True) -> ModelSpec:
     if generates:
         _ = model.tokenizer
     return model
+
+
+def check_routing_replay(architecture: Architecture, settings: Settings) -> None:
+    """Raises InputError if `rollout.routing_replay` is set and routes of one byte cannot name the model's experts."""
+    experts = architecture.num_experts
+    if settings.rollout.routing_replay and (experts is None or experts > UNRECORDED):
+        mixture = f"a mixture of {experts} experts, of which a byte names {UNRECORDED}"
+        why = "a dense model" if experts is None else mixture
+        raise InputError(
+            f"rollout.routing_replay: true records the experts of each token, but {settings.model.path} is {why}; set "
+            "it to false"
+        )
 
 
 def adapted_definition(definition: DecoderDefinition, settings: LoRASettings) -> DecoderDefinition:

@@ -21,6 +21,7 @@ from app.model.decoder import DecoderDefinition, Params
 from app.model.io.hf_weights import critic_tensors, load_weights
 from app.model.lora import combine_params, init_adapters
 from app.model.quantization import check_qwix_installed
+from app.model.routes import RouteShape
 from app.records.sample import Sample
 from app.runtime.model_spec import CriticSpec, ModelSpec
 from app.runtime.tensor_parallel_checks import check_experts, check_tp_divides_heads
@@ -87,6 +88,11 @@ class ScoringSession:
         """Loads the same weights as `held_reference` holds them."""
         return load_weights(self.held_reference, self.model_spec.files.weights, self.mesh)
 
+    @property
+    def route_shape(self) -> RouteShape | None:
+        """Sizes of the policy's routes; None if they are not replayed."""
+        return self.model_spec.architecture.route_shape if self.settings.rollout.routing_replay else None
+
     @cached_property
     def frozen_params(self) -> Params:
         """The policy's frozen weights, which are also the reference; empty if all weights are trained.
@@ -122,7 +128,7 @@ class ScoringSession:
         if role == "critic":
             return self._score_values(params, samples, batcher=batcher)
         plan = batcher(samples, self.mesh)
-        rows = fetch_rows(samples, plan, READ_BY_SCORING)
+        rows = fetch_rows(samples, plan, READ_BY_SCORING, self.route_shape)
         scorer = self.reference_scorer if role == "reference" else self.scorer
         logprobs = scorer.logprobs(
             params,
@@ -165,7 +171,13 @@ def open_scorers(
         if critic is not None:
             check(mesh, critic.architecture, path=settings.critic.path or settings.model.path)
     dtype = set_compute_dtype(settings)
-    make_scorer = partial(Scorer, mesh=mesh, dtype=dtype, logits_chunk=settings.model.logits_chunk)
+    make_scorer = partial(
+        Scorer,
+        mesh=mesh,
+        dtype=dtype,
+        logits_chunk=settings.model.logits_chunk,
+        replays_routes=settings.rollout.routing_replay,
+    )
     scorer = make_scorer(model.policy_definition)
     return {
         "settings": settings,

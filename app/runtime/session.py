@@ -98,6 +98,7 @@ class Session(ScoringSession):
             max_length_total=settings.rollout.max_length_total,
             decode_layout=settings.rollout.decode_layout,
             merge_adapters=None if decoder.lora == lora else partial(merge_adapters, lora=lora),
+            records_routes=generates and settings.rollout.routing_replay,
         )
         return cls(**scoring, engine=engine, generation_devices=set_aside)
 
@@ -226,12 +227,14 @@ class Session(ScoringSession):
             max_new_tokens=self.settings.rollout.max_new_tokens,
             stop=self.settings.rollout.stop,
             first_group_id=first_group_id,
+            route_shape=self.route_shape,
         )
 
     def evaluation_request(self, *, first_group_id: int = 0) -> GenerationRequest:
         """Returns the request that `eval.*` specifies."""
         request, group_size = self.rollout_request(first_group_id=first_group_id), self.settings.eval.num_samples
-        return replace(request, rules=self.eval_sampling_params, group_size=group_size, is_evaluation=True)
+        rules = self.eval_sampling_params
+        return replace(request, rules=rules, group_size=group_size, route_shape=None, is_evaluation=True)
 
     def generate(self, weights: DecodeWeights, prompts: Sequence[Prompt], request: GenerationRequest) -> list[Sample]:
         """Generates with workers or slots; in one batch if there are none, or if workers run during training."""

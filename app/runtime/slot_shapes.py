@@ -34,6 +34,7 @@ def slot_shapes_from_settings(
         kv_cache=rollout.kv_cache,
         row_limit=row_limit,
         rows_together=rollout.rows_together,
+        records_routes=rollout.routing_replay,
         row_shards=row_shards,
         setting=setting,
     )

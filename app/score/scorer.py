@@ -20,6 +20,7 @@ from app.batching.token_batch import TokenBatch, pack_tokens, unpack_per_token
 from app.mesh.compiler_options import compiler_options
 from app.mesh.placement import row_sharding, to_global, to_local
 from app.model.decoder import DecoderDefinition, Params
+from app.model.routes import RouteShape
 from app.records.sample import Sample
 
 BatchRunner = Callable[[Params, Iterable[TokenBatch], np.float32], list[np.ndarray]]
@@ -34,10 +35,17 @@ class PackedForward:
 
     Args:
         forward: (weights, rows, temperature) -> one number per target, [R, C].
+        route_shape: sizes of the routes that it replays; None = none.
     """
 
-    def __init__(self, forward: Callable[[Params, TokenBatch, Array], Array], mesh: Mesh):
-        self.mesh = mesh
+    def __init__(
+        self,
+        forward: Callable[[Params, TokenBatch, Array], Array],
+        mesh: Mesh,
+        *,
+        route_shape: RouteShape | None = None,
+    ):
+        self.mesh, self.route_shape = mesh, route_shape
 
         def scan(params: Params, stacked: TokenBatch, temperature: Array) -> Array:
             return jax.lax.map(lambda rows: forward(params, rows, temperature), stacked)
@@ -61,7 +69,7 @@ class PackedForward:
             plan: this host's plan; all hosts have the same number and shapes of micro-batches.
             runner: `run_looped` (None) or `run_scanned`.
         """
-        batches = (pack_tokens(samples, micro_batch) for micro_batch in plan.micro_batches)
+        batches = (pack_tokens(samples, one, self.route_shape) for one in plan.micro_batches)
         with jax.set_mesh(self.mesh):
             packed = (runner or self.run_looped)(params, batches, np.float32(temperature))
         return unpack_per_token(packed, samples, plan)
@@ -96,21 +104,29 @@ class Scorer(PackedForward):
 
     Args:
         logits_chunk: number of tokens per device that pass the LM head at once.
+        replays_routes: whether samples pass through the experts of their routes.
     """
 
-    def __init__(self, definition: DecoderDefinition, mesh: Mesh, *, dtype: jnp.dtype, logits_chunk: int):
+    def __init__(
+        self,
+        definition: DecoderDefinition,
+        mesh: Mesh,
+        *,
+        dtype: jnp.dtype,
+        logits_chunk: int,
+        replays_routes: bool = False,
+    ):
         def score(params: Params, rows: TokenBatch, temperature: Array) -> Array:
-            logprobs, _ = row_logprobs(
+            return row_logprobs(
                 definition.bind(params),
                 rows,
                 temperature=temperature,
                 dtype=dtype,
                 remat="none",
                 logits_chunk=logits_chunk,
-            )
-            return logprobs
+            ).logprobs
 
-        super().__init__(score, mesh)
+        super().__init__(score, mesh, route_shape=definition.architecture.route_shape if replays_routes else None)
 
     def logprobs(
         self,

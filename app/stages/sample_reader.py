@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jaxtyping import UInt8
 
 from app.model.architecture import Architecture
+from app.model.routes import UNRECORDED
 from app.records.jsonl import read_jsonl
 from app.records.parquet import read_parquet
 from app.records.sample import Sample
-from app.records.sample_json import LocatedSample, sample_for_scoring
+from app.records.sample_json import SCORING_FIELDS, LocatedSample, sample_for_scoring
 from app.stages.sample_text import SampleEncoder
 from settings import Resolved
 from settings.errors import InputError
@@ -44,12 +46,16 @@ class SampleReader:
         InputError: the path is not a regular file but, for example, a pipe, which cannot be read twice.
     """
 
-    def __init__(self, path: Path, architecture: Architecture, encoder: SampleEncoder) -> None:
+    def __init__(
+        self, path: Path, architecture: Architecture, encoder: SampleEncoder, *, replays_routes: bool = False
+    ) -> None:
         if path.exists() and not path.is_file():
             raise InputError(f"--input: {path} is not a regular file; it must be read twice, for checking and scoring")
         self._path = path
         self._architecture = architecture
         self._encoder = encoder
+        self._replays_routes = replays_routes
+        self._fields = [name for name in SCORING_FIELDS if replays_routes or name != "routes"]
         self._stamp = file_stamp(path)
 
     def check(self, *, num_picked: int = 0, seed: int = 0) -> tuple[SampleFileExtent, list[Sample]]:
@@ -102,8 +108,9 @@ class SampleReader:
     def _samples(self) -> Iterator[LocatedSample]:
         for index, (where, record) in enumerate(read_records(self._path)):
             with_ids = self._encoder.with_token_ids(record, where=where)
-            sample = sample_for_scoring(with_ids, where=where, index=index)
+            sample = sample_for_scoring(with_ids, where=where, index=index, names=self._fields)
             check_token_ids(sample.prompt.token_ids, sample.completion_ids, self._architecture, where=where)
+            check_routes(sample.routes, self._architecture, where=where)
             yield LocatedSample(where, record, sample)
 
     def _check_unchanged(self) -> None:
@@ -163,6 +170,28 @@ def check_token_ids(
             f"{where}: prompt_token_ids and completion_token_ids have {len(prompt_ids)} + {len(completion_ids)} = "
             f"{length} tokens, but the context of model.path is {architecture.max_positions}; remove the sample, or "
             "use the model that generated it"
+        )
+
+
+def check_routes(routes: UInt8[np.ndarray, "T L k"] | None, architecture: Architecture, *, where: str) -> None:
+    """Raises InputError, starting with `where`, if these are not routes through this model."""
+    shape, experts = architecture.route_shape, architecture.num_experts
+    if routes is None:
+        return
+    way_out = "was it sampled with another model? Set model.path to that, or rollout.routing_replay: false"
+    if shape is None or experts is None or routes.shape[1:] != shape:
+        of_model = "none" if shape is None else f"{shape[1]} in each of {shape[0]} layers"
+        raise InputError(
+            f"{where}: routes has {routes.shape[2]} experts in each of {routes.shape[1]} layers, and model.path has "
+            f"{of_model}; {way_out}"
+        )
+    is_known = (routes < experts).all(axis=2) & (np.diff(np.sort(routes, axis=2), axis=2) > 0).all(axis=2)
+    wrong = np.argwhere(~is_known & (routes != UNRECORDED).any(axis=2))
+    if len(wrong):
+        token, layer = wrong[0].tolist()
+        raise InputError(
+            f"{where}: routes sends token {token} through experts {routes[token, layer].tolist()} of layer {layer}; "
+            f"model.path has {experts}, and a token passes each at most once; {way_out}"
         )
 
 

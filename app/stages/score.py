@@ -102,7 +102,8 @@ def score_logprobs(
             checkpoint.check_critic(critic, is_required=True)
     architecture = (critic or model).architecture
     encoder = SampleEncoder(lambda: model.tokenizer, system_prompt=settings.data.system_prompt)
-    file = SampleReader(input, architecture, encoder)
+    replays = settings.rollout.routing_replay and role != "critic"
+    file = SampleReader(input, architecture, encoder, replays_routes=replays)
     extent, drawn = file.check(num_picked=NUM_CHECKED_SAMPLES if checks_packing else 0, seed=settings.run.seed)
     check_token_quota(
         resolved,

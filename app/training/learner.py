@@ -165,6 +165,7 @@ def make_policy_learner(settings: Settings, session: Session, max_lengths: MaxLe
         aggregation=aggregations(max_new_tokens=settings.rollout.max_new_tokens)[algorithm.loss_aggregation],
         roles=[role for role in settings.scored_roles if is_in_loss[role]],
         needs_sample_reducer=_reads_sample_means(algorithm),
+        route_shape=session.route_shape,
     )
     schedule = make_schedule(settings.optimizer, num_updates=settings.num_policy_updates)
     batcher = make_update_batcher(settings, algorithm, session.model_spec.architecture, max_lengths)

@@ -31,6 +31,7 @@ from app.training.replay_files import (
     OPTION,
     RESCORED_FIELDS,
     ROLLOUTS_DIR,
+    ROUTES_FIELD,
     SAVED_ADVANTAGE_FIELDS,
     SAVED_REWARD_FIELDS,
     StepFile,
@@ -81,6 +82,7 @@ class Replay:
     """The run that wrote the files; None if they are the end of a chain."""
     uses_saved_rewards: bool
     uses_saved_advantages: bool
+    uses_saved_routes: bool
     report: str
     """Text for users: what is replayed, and which fields are taken from the samples."""
 
@@ -114,6 +116,7 @@ class Replay:
         file = self.files[step]
         ignored = RESCORED_FIELDS | (frozenset() if self.uses_saved_rewards else SAVED_REWARD_FIELDS)
         ignored |= frozenset() if self.uses_saved_advantages else SAVED_ADVANTAGE_FIELDS
+        ignored |= frozenset() if self.uses_saved_routes else ROUTES_FIELD
         try:
             samples = [sample for _, sample in read_samples(file.path, ignored_fields=ignored)]
         finally:
@@ -192,7 +195,9 @@ def read_replay(
         with option_in_errors():
             check_answers(list(prompts.values()), [function.name for function in settings.reward.functions])
     replay = Replay(
-        request, start, files, digests, tuple(prompts.values()), run, uses_rewards, uses_advantages, report=""
+        *(request, start, files, digests, tuple(prompts.values()), run, uses_rewards, uses_advantages),
+        settings.rollout.routing_replay,
+        report="",
     )
     return replace(replay, report="\n".join(_report_lines(replay, available, pinned, source, model)))
 
@@ -238,6 +243,8 @@ def _report_lines(
         lines.append("advantages and returns: those of the samples; without these fields algorithm.* would decide")
     else:
         lines.append(f"advantages: computed again{', not every sample has them' if source is None else ''}")
+    if replay.uses_saved_routes and ROUTES_FIELD - available:
+        lines.append("routes: not every sample has them, so those without pass through the experts that routers choose")
     staleness = (source or settings).rollout.max_staleness
     off_policy = (step for step, file in files.items() if not step - 1 - staleness <= file.newest_version <= step - 1)
     if (step := next(off_policy, None)) is not None:

@@ -16,7 +16,7 @@ from app.records.sample_json import read_samples
 from app.report.run_files import sample_files
 from app.reward.saved_rewards import has_saved_reward
 from app.runtime.model_spec import ModelSpec
-from app.stages.sample_reader import check_token_ids, file_digest, file_stamp
+from app.stages.sample_reader import check_routes, check_token_ids, file_digest, file_stamp
 from settings import Settings
 from settings.errors import InputError
 
@@ -27,6 +27,7 @@ RESCORED_FIELDS = frozenset({"policy_logprobs", "reference_logprobs", "values"})
 """Fields that the step computes again with its own networks."""
 SAVED_REWARD_FIELDS = frozenset({"reward", "rewards"})
 SAVED_ADVANTAGE_FIELDS = frozenset({"advantages", "returns"})
+ROUTES_FIELD = frozenset({"routes"})
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class StepFile:
     largest_group: int
     newest_version: int
     available_fields: frozenset[str]
-    """Those of `reward`, `advantages` and `returns` that every sample has."""
+    """Those of `reward`, `advantages`, `returns` and `routes` that every sample has."""
 
     def check_unchanged(self) -> None:
         if file_stamp(self.path) != self.stamp:
@@ -109,8 +110,9 @@ def read_step_file(
     members: defaultdict[int, set[int]] = defaultdict(set)
     prompt_of_group: dict[int, str] = {}
     group_of_prompt: dict[str, int] = {}
+    ignored = RESCORED_FIELDS | (frozenset() if settings.rollout.routing_replay else ROUTES_FIELD)
     missing, newest, num_stopped, num_ended = set[str](), 0, 0, 0
-    for where, sample in read_samples(path, ignored_fields=RESCORED_FIELDS):
+    for where, sample in read_samples(path, ignored_fields=ignored):
         _check_sample(sample, settings, model, where)
         group, uid = sample.group_id, sample.prompt.uid
         if prompt_of_group.setdefault(group, uid) != uid:
@@ -132,7 +134,7 @@ def read_step_file(
         members[group].add(sample.sample_index)
         prompts.setdefault((uid, sample.prompt.token_ids.tobytes()), sample.prompt)
         newest = max(newest, int(sample.token_versions.max(initial=0)))
-        missing |= {name for name in SAVED_ADVANTAGE_FIELDS if getattr(sample, name) is None}
+        missing |= {name for name in SAVED_ADVANTAGE_FIELDS | ROUTES_FIELD if getattr(sample, name) is None}
         missing |= set() if has_saved_reward(sample) else {"reward"}
         if sample.finish_reason == "stop":
             num_stopped += 1
@@ -146,7 +148,7 @@ def read_step_file(
             f"answer with the tokenizer of model.path ({', '.join(map(str, model.tokenizer.eos_ids))}): were they "
             "sampled with another tokenizer, or with rollout.stop? Set model.path or rollout.stop as they were then"
         )
-    available = frozenset({"reward", *SAVED_ADVANTAGE_FIELDS} - missing)
+    available = frozenset({"reward", *SAVED_ADVANTAGE_FIELDS, *ROUTES_FIELD} - missing)
     file = StepFile(path, stamp, digest, len(members), max(map(len, members.values())), newest, available)
     file.check_unchanged()
     smallest = min(map(len, members.values()))
@@ -161,6 +163,7 @@ def read_step_file(
 
 def _check_sample(sample: Sample, settings: Settings, model: ModelSpec, where: str) -> None:
     check_token_ids(sample.prompt.token_ids, sample.completion_ids, model.architecture, where=where)
+    check_routes(sample.routes, model.architecture, where=where)
     text = model.tokenizer.decode(sample.completion_ids)
     if text != sample.completion:
         raise InputError(

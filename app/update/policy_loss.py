@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from app.model.decoder import DecoderDefinition, Params
 from app.update.importance_correction import ImportanceCorrection
 from app.update.kl import KLEstimator, k3
 from app.update.log_ratio import LogRatioFn, SampleReducer, token_log_ratio
+from app.update.route_metrics import RouteCounts, count_routes, route_metrics
 from app.update.surrogate import SurrogateFn
 
 
@@ -47,12 +48,15 @@ class LossStats:
     maxima: dict[str, Float32[Array, ""]]
     squares: dict[str, Float32[Array, ""]] = field(default_factory=dict)
     """Mean squares of weights; their means are in `sums` as `<name>_mean`."""
+    routes: RouteCounts | None = None
+    """None without experts."""
 
     def __add__(self, other: LossStats) -> LossStats:
         return LossStats(
             jax.tree.map(jnp.add, self.sums, other.sums),
             jax.tree.map(jnp.maximum, self.maxima, other.maxima),
             jax.tree.map(jnp.add, self.squares, other.squares),
+            jax.tree.map(jnp.add, self.routes, other.routes),
         )
 
     def metrics(self) -> dict[str, Float32[Array, ""]]:
@@ -64,7 +68,7 @@ class LossStats:
             f"{name}_ess": jnp.where(square > 0, self.sums[f"{name}_mean"] ** 2 / square, 0.0)
             for name, square in self.squares.items()
         }
-        return {**self.sums, **self.maxima, **shares}
+        return {**self.sums, **self.maxima, **shares, **(route_metrics(self.routes) if self.routes else {})}
 
 
 ProximalLogprobsFn = Callable[[Array, PolicyBatch], Array]
@@ -169,7 +173,7 @@ def make_policy_objective(
     """Returns the function (params, one micro-batch, temperature) -> (its share of the loss, of the metrics)."""
 
     def objective(params: Params, batch: PolicyBatch, temperature: Array) -> tuple[Array, LossStats]:
-        logprobs, entropies = row_logprobs(
+        logprobs, entropies, routes = row_logprobs(
             definition.bind(params),
             batch.tokens,
             temperature=temperature,
@@ -178,6 +182,10 @@ def make_policy_objective(
             logits_chunk=logits_chunk,
             entropy_gradient=policy_loss.entropy_coef != 0,
         )
-        return policy_loss(logprobs, entropies, batch)
+        loss, stats = policy_loss(logprobs, entropies, batch)
+        num_experts = definition.architecture.num_experts
+        if num_experts is None or routes is None:
+            return loss, stats
+        return loss, replace(stats, routes=count_routes(routes, batch.tokens, num_experts))
 
     return objective

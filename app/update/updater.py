@@ -20,6 +20,7 @@ from app.batching.token_batch import pack_last_target_indices, pack_per_token, p
 from app.distributed.collectives import sum_over_hosts
 from app.mesh.placement import to_global
 from app.model.decoder import Params
+from app.model.routes import RouteShape
 from app.records.sample import Sample
 from app.update.log_ratio import SampleReducer
 from app.update.loss_aggregation import AggregationFn, StepTotals, sequence_mean_token_mean, token_mean
@@ -38,6 +39,11 @@ class BatchPacker(Protocol):
     @property
     def fields(self) -> Sequence[str]:
         """The fields of samples that it reads, one value per completion token."""
+        ...
+
+    @property
+    def route_shape(self) -> RouteShape | None:
+        """Sizes of the routes that it reads; None = none."""
         ...
 
     def __call__(self, samples: Sequence[Sample], micro_batch: MicroBatch, totals: StepTotals) -> Any:
@@ -92,7 +98,8 @@ class Updater:
         """
         mini_batches = {id(samples): samples for epoch in epochs for samples in epoch}
         plans = {key: self.micro_batcher(samples, self.mesh) for key, samples in mini_batches.items()}
-        rows = {key: fetch_rows(samples, plans[key], self.pack.fields) for key, samples in mini_batches.items()}
+        reads = self.pack.fields, self.pack.route_shape
+        rows = {key: fetch_rows(samples, plans[key], *reads) for key, samples in mini_batches.items()}
         history = []
         for samples in (samples for epoch in epochs for samples in epoch):
             micro_batches = self._pack_micro_batches(samples, rows[id(samples)])
@@ -115,11 +122,13 @@ class PolicyBatchPacker:
         aggregation: weight of each token's loss; see `app.update.loss_aggregation`.
         roles: roles whose scored logprobs the loss reads.
         needs_sample_reducer: whether the loss reads `PolicyBatch.sample_reducer`.
+        route_shape: sizes of the routes to replay; None = none.
     """
 
     aggregation: AggregationFn
     roles: Collection[ScoredRole]
     needs_sample_reducer: bool = False
+    route_shape: RouteShape | None = None
 
     @property
     def fields(self) -> list[str]:
@@ -133,7 +142,7 @@ class PolicyBatchPacker:
             return packed(lambda s: getattr(s, f"{role}_logprobs")) if role in self.roles else None
 
         return PolicyBatch(
-            tokens=pack_tokens(samples, micro_batch),
+            tokens=pack_tokens(samples, micro_batch, self.route_shape),
             behavior_logprobs=packed(lambda s: s.behavior_logprobs),
             advantages=packed(lambda s: s.advantages),
             loss_weights=packed(lambda s: self.aggregation(s, totals)),

@@ -37,6 +37,7 @@ class ValueBatchPacker:
     """Packs the inputs of the critic's loss from samples with values and returns."""
 
     fields = ("mask", "token_values", "returns")
+    route_shape = None
 
     def __call__(self, samples: Sequence[Sample], micro_batch: MicroBatch, totals: StepTotals) -> ValueBatch:
         def packed(value_of: Callable[[Sample], Any]) -> np.ndarray:

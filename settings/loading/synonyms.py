@@ -124,6 +124,7 @@ logging.wandb_project | trainer.project_name
 logging.save_rollouts | trainer.rollout_data_dir
 rollout.kv_blocks | rollout.gpu_memory_utilization | what the memory holds
 rollout.kv_cache | rollout.engine_kwargs.vllm.kv_cache_dtype | int8 or null
+rollout.routing_replay | rollout.enable_rollout_routing_replay, actor.megatron.router_replay.mode | true is R3
 – | rollout.free_cache_engine | caches exist during the rollout
 – | trainer.resume_mode | use --resume auto; without it an occupied run directory is refused
 – | grad_accum_steps | \

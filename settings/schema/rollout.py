@@ -248,6 +248,11 @@ class RolloutSettings(Section):
     kv_cache: KVCacheType | None = None
     """Precision of the KV cache of slots and workers, evaluations included: 8 bits (int8), about half as much to
     hold as in bfloat16; otherwise as `rollout.weights`. `model.dtype` when null."""
+    routing_replay: bool = False
+    """With a mixture of experts: records which experts each token passes through during generation, and sends it
+    through the same ones in scores of the policy and the reference and in updates, where rounding would choose others
+    for some tokens. Takes a byte for each layer and expert of a token in memory and in `rollouts/`: 384 for
+    Qwen3-30B-A3B, which is why it is off unless asked for."""
     devices: Annotated[float | tuple[int, ...] | None, BeforeValidator(_validate_rollout_devices)] = None
     """Devices of each host that only generate while all others train, with `rollout.max_staleness` above 0: a share of
     them, as 0.5, or their numbers on every host, as `[2, 3]`. `mesh.shape` is then that of the others, and each worker

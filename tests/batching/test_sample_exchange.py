@@ -10,12 +10,14 @@ import pytest
 from app.batching.micro_batch_plan import MicroBatch, MicroBatchPlan, RowShape
 from app.batching.micro_batcher import FixedRowBatcher, MicroBatcher, PackedRowBatcher
 from app.batching.sample_exchange import fetch_rows
+from app.model.routes import UNRECORDED, RouteShape
 from app.records.sample import Sample
 from tests.batching.plans import flops, make_budget, members
 from tests.tiny import make_mesh, random_samples
 from tests.two_hosts import run_on_two_hosts
 
 FIELDS = ("mask", "behavior_logprobs", "advantages", "token_values")
+SHAPE = RouteShape(3, 2)
 BATCHERS = PackedRowBatcher(make_budget(64, 32, share_prompts=True), flops), FixedRowBatcher(1, trim_tail=True)
 
 PROGRAM = """\
@@ -36,6 +38,15 @@ def on_both_hosts(check: str) -> None:
         assert host.exit_code == 0, host.stderr
 
 
+def num_tokens(sample: Sample) -> int:
+    return len(sample.prompt.token_ids) + len(sample.completion_ids)
+
+
+def routes_of(sample: Sample) -> np.ndarray:
+    """Returns the routes of a sample; those of one without are not recorded."""
+    return np.full((num_tokens(sample), *SHAPE), UNRECORDED, np.uint8) if sample.routes is None else sample.routes
+
+
 def samples_of(host: int, *, num_prompts: int) -> list[Sample]:
     rng = np.random.default_rng(host)
     return [
@@ -44,6 +55,7 @@ def samples_of(host: int, *, num_prompts: int) -> list[Sample]:
             loss_mask=rng.random(len(sample.completion_ids)) < 0.5,
             advantages=rng.normal(size=len(sample.completion_ids)).astype(np.float32),
             values=rng.normal(size=len(sample.completion_ids) + 1).astype(np.float32),
+            routes=rng.integers(0, 200, (num_tokens(sample), *SHAPE)).astype(np.uint8) if rng.random() < 0.7 else None,
         )
         for sample in random_samples(num_prompts, 3, vocab_size=97, seed=host)
     ]
@@ -53,7 +65,7 @@ def assert_rows_have_their_samples(host: int, hosts: list[list[Sample]], batcher
     """Returns the number of samples that another host has sent."""
     everywhere = [sample for of_host in hosts for sample in of_host]
     plan = batcher(hosts[host], make_mesh((1, 8, 1)))
-    rows = fetch_rows(hosts[host], plan, FIELDS)
+    rows = fetch_rows(hosts[host], plan, FIELDS, SHAPE)
     numbers = members([row for one in plan.local_plan.micro_batches for row in one.rows])
     local = members([row for one in rows.plan.micro_batches for row in one.rows])
     assert [one.shape for one in rows.plan.micro_batches] == [one.shape for one in plan.plan.micro_batches]
@@ -63,6 +75,7 @@ def assert_rows_have_their_samples(host: int, hosts: list[list[Sample]], batcher
         for name in ("completion_ids", *FIELDS):
             np.testing.assert_array_equal(getattr(found, name), getattr(sent, name))
             assert getattr(found, name).dtype == getattr(sent, name).dtype
+        np.testing.assert_array_equal(routes_of(found), routes_of(sent))
     back = rows.send_home([2 * sample.behavior_logprobs for sample in rows.samples])
     for sample, values in zip(hosts[host], back, strict=True):
         np.testing.assert_array_equal(values, 2 * sample.behavior_logprobs)

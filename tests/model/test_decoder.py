@@ -158,7 +158,7 @@ def test_recomputing_changes_neither_logprobs_nor_gradients_and_saves_memory():
 
     def compiled(remat: str) -> Any:
         def loss(params: Params) -> Array:
-            logprobs, _ = completion_logprobs(
+            logprobs, *_ = completion_logprobs(
                 definition.bind(params),
                 **batch,
                 temperature=1.0,

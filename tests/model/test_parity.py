@@ -346,7 +346,7 @@ def test_completion_logprobs_and_entropy_equal_torch_log_softmax(tmp_path, model
         "targets": targets,
         "target_mask": np.arange(28) < np.array(filled)[:, None],
     }
-    logprobs, entropy = jax.jit(
+    logprobs, entropy, _ = jax.jit(
         lambda params: completion_logprobs(
             definition.bind(params),
             **batch,

@@ -64,12 +64,12 @@ def grown(cache, size: int, filler: float = 0.0):
 def test_prefill_and_decode_equal_one_forward_pass(architecture):
     model = compiled(architecture)
     expected = whole_rows(model)
-    hidden, cache = model.prefill(model.weights, right_padded(6), LENGTHS)
+    hidden, cache, _ = model.prefill(model.weights, right_padded(6), LENGTHS)
     np.testing.assert_allclose(hidden, expected[np.arange(3), LENGTHS - 1], atol=2e-5)
     cache = grown(cache, 12, filler=100.0)
     for step in range(9 - LENGTHS.max()):
         positions = LENGTHS + step
-        hidden, cache = model.decode_step(
+        hidden, cache, _ = model.decode_step(
             model.weights, cache, token_ids()[np.arange(3), positions], positions.astype(np.int32), np.ones(3, bool)
         )
         np.testing.assert_allclose(hidden, expected[np.arange(3), positions], atol=2e-5)
@@ -79,8 +79,8 @@ def test_prefill_and_decode_equal_one_forward_pass(architecture):
 @pytest.mark.parametrize(("size", "filler"), [(6, 7), (11, 0)])
 def test_what_lies_behind_a_prompt_does_not_matter(architecture, size, filler):
     model = compiled(architecture)
-    plain, plain_cache = model.prefill(model.weights, right_padded(6), LENGTHS)
-    other, other_cache = model.prefill(model.weights, right_padded(size, filler), LENGTHS)
+    plain, plain_cache, _ = model.prefill(model.weights, right_padded(6), LENGTHS)
+    other, other_cache, _ = model.prefill(model.weights, right_padded(size, filler), LENGTHS)
     np.testing.assert_allclose(other, plain, atol=1e-6)
     for row, length in enumerate(LENGTHS):
         head = lambda x, row=row, length=length: x[row, :, :length]  # noqa: E731
@@ -90,7 +90,7 @@ def test_what_lies_behind_a_prompt_does_not_matter(architecture, size, filler):
 
 def test_a_prompt_of_no_tokens_is_finite_padding():
     model = compiled(ODD)
-    hidden, cache = model.prefill(model.weights, right_padded(6), np.zeros(3, np.int32))
+    hidden, cache, _ = model.prefill(model.weights, right_padded(6), np.zeros(3, np.int32))
     assert all(np.isfinite(x).all() for x in jax.tree.leaves((hidden, cache)))
 
 

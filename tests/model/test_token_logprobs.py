@@ -199,7 +199,7 @@ def program(logits_chunk: int):
     shape = (ROWS, ROW_TOKENS)
 
     def loss(params):
-        logprobs, entropy = completion_logprobs(
+        logprobs, entropy, _ = completion_logprobs(
             definition.bind(params),
             token_ids=jnp.ones(shape, jnp.int32),
             layout=single_segment_layout(jnp.ones(shape, bool)),

@@ -45,7 +45,7 @@ def assert_same(left, right):
 
 @st.composite
 def samples(draw):
-    length = draw(st.integers(0, 6))
+    length, num_prompt = draw(st.integers(0, 6)), draw(st.integers(1, 4))
     floats = arrays(np.float32, length, elements=FLOAT32)
     maybe = st.none() | floats
     version = draw(st.integers(0, 99))
@@ -54,7 +54,7 @@ def samples(draw):
     return Sample(
         prompt=Prompt(
             uid=draw(st.text(min_size=1)),
-            token_ids=np.array(draw(st.lists(st.integers(0, 2**31 - 1), min_size=1)), np.int32),
+            token_ids=draw(arrays(np.int32, num_prompt, elements=st.integers(0, 2**31 - 1))),
             source=draw(st.text() | st.just([{"role": "user", "content": "hi"}])),
             answer=draw(st.none() | st.text()),
             extra=draw(st.just({}) | st.just({"difficulty": 2, "tags": ["a"]})),
@@ -67,6 +67,7 @@ def samples(draw):
         finish_reason=draw(st.sampled_from(["stop", "length", "dropped:late"])),
         policy_version=version,
         worker=draw(st.text()),
+        routes=draw(st.none() | arrays(np.uint8, (num_prompt + length, 2, 3))),
         segments=draw(st.integers(1, 9)),
         elapsed_s=draw(st.floats(0, 1e6)),
         kept_mass_logs=draw(maybe),
@@ -149,6 +150,13 @@ def test_a_missing_required_field_is_named_with_the_line(name):
         ({"completion": None}, "completion: expected a string"),
         ({"reward": float("inf")}, "reward: expected a finite float32 number"),
         ({"rewards": [1.0]}, "rewards: expected an object of numbers"),
+        ({"routes": [[1, 2]]}, "routes: expected an object of num_layers, experts_per_token and ids in Base64"),
+        ({"routes": {"num_layers": 2, "ids": ""}}, "routes: expected an object of num_layers, experts_per_token and"),
+        (
+            {"routes": {"num_layers": 2, "experts_per_token": 1, "ids": "AAAA"}},
+            "routes.ids has 3 bytes, expected 10: one for each of 5 tokens of prompt and completion, 2 layers and 1 ex",
+        ),
+        ({"routes": {"num_layers": 2, "experts_per_token": 1, "ids": "~"}}, "routes.ids: expected Base64, got '~'"),
         ({"rewards": {"gsm8k": "1"}}, "rewards.gsm8k: expected a number, got str"),
     ],
 )

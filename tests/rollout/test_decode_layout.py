@@ -123,7 +123,7 @@ def collectives_of_decoding(layout: DecodeLayout) -> list[LoopedCollective]:
     def decode(weights: Any, cache: Any, token_ids: jax.Array, positions: jax.Array) -> Any:
         def step(carry: tuple) -> tuple:
             cache, token_ids, positions = carry
-            hidden, cache = decode_step(
+            hidden, cache, _ = decode_step(
                 DEFINITION, weights, cache, token_ids, positions, jnp.ones_like(positions, bool)
             )
             token_ids = jnp.argmax(hidden, axis=-1).astype(jnp.int32)

@@ -48,7 +48,7 @@ def logprobs_by_the_sampler(session: Session, params: Params) -> np.ndarray:
     exact = jax.tree.map(lambda x: x.astype(jnp.float32), session.engine.to_decode_weights(params))
     ids = jnp.arange(24, dtype=jnp.int32).reshape(4, 6)
     definition = session.engine.definition
-    hidden, _ = prefill(definition, exact, ids, jnp.full(4, 6, jnp.int32))
+    hidden, *_ = prefill(definition, exact, ids, jnp.full(4, 6, jnp.int32))
     return np.asarray(jax.nn.log_softmax(definition.bind(exact.params).head.logits(hidden)))
 
 

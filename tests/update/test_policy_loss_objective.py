@@ -66,7 +66,7 @@ def loss_and_gradient(
 
 @jax.jit
 def logprobs_of(params, batch: PolicyBatch):
-    return row_logprobs(DEFINITION.bind(params), batch.tokens, temperature=1.3, **FORWARD)
+    return row_logprobs(DEFINITION.bind(params), batch.tokens, temperature=1.3, **FORWARD)[:2]
 
 
 def test_two_samples_in_one_row_lose_minus_two_and_a_quarter():
@@ -176,7 +176,9 @@ def test_the_bonus_takes_the_weighted_entropy_from_the_loss():
 
     def bonus(params):
         tokens = batch.tokens
-        _, entropies = row_logprobs(DEFINITION.bind(params), tokens, temperature=1.3, entropy_gradient=True, **FORWARD)
+        _, entropies, _ = row_logprobs(
+            DEFINITION.bind(params), tokens, temperature=1.3, entropy_gradient=True, **FORWARD
+        )
         return jnp.sum(batch.loss_weights * entropies)
 
     (without, _), plain = loss_and_gradient()(params(), batch, 1.3)

@@ -12,6 +12,7 @@ from app.model.decode_weights import DecodeWeights
 from app.model.decoder import DecoderDefinition
 from app.model.kv_cache import KVCache, constrain_cache
 from app.model.prefill_and_decode import DECODE_SCOPE, decode_step
+from app.model.routes import pack_routes
 from app.rollout.sampling.token_sampling import (
     SampledTokens,
     Sampler,
@@ -90,8 +91,8 @@ class _DecodeState(NamedTuple):
     remaining: Int32[Array, "B"]
     stopped: Bool[Array, "B"]
     non_finite: Bool[Array, "B"]
-    tokens: Int32[Array, "3 C B"]
-    """Token ids, bits of the logprobs, and bits of the kept-mass logs."""
+    tokens: Int32[Array, "fields C B"]
+    """As in `RolloutSequence.segment_tokens`."""
     step: Int32[Array, ""]
 
 
@@ -100,6 +101,7 @@ def decode_segment(
     sampler: Sampler,
     segment_max: int,
     groups: RowGroups | None,
+    num_route_words: int,
     weights: DecodeWeights,
     cache: KVCache,
     table: Int32[Array, "7 B"],
@@ -108,7 +110,7 @@ def decode_segment(
     rules: SamplingRules,
     seed: Int32[Array, ""],
     eos_ids: Int32[Array, "E"],
-) -> tuple[KVCache, Int32[Array, "6 B"], Int32[Array, "3 C B"]]:
+) -> tuple[KVCache, Int32[Array, "6 B"], Int32[Array, "fields C B"]]:
     """Draws up to `segment_max` tokens for every row; returns the cache, a `RowStatus` and the tokens of each step.
 
     A prompt's last token is fed here and not in the prefill, so that the first token of a sample is drawn by the same
@@ -116,6 +118,7 @@ def decode_segment(
 
     Args:
         groups: groups of rows that a step computes one after another; None = all rows together.
+        num_route_words: words of each token's routes to record; 0 = none.
         blocks: each row's blocks on its device, which must hold all tokens that are fed.
     """
     rows, limit = RowTable(*table), DecodeLimits(*limits)
@@ -130,22 +133,25 @@ def decode_segment(
         enough = (limit.leave_when_finished > 0) & (num_active - active >= limit.leave_when_finished)
         return (now.step < limit.length) & ~enough & (active > limit.leave_when_active)
 
-    def draw(cache: KVCache, rows: tuple[Array, ...]) -> tuple[KVCache, SampledTokens]:
+    def draw(cache: KVCache, rows: tuple[Array, ...]) -> tuple[KVCache, tuple[SampledTokens, Array | None]]:
         token, length, remaining, keys, blocks = rows
         positions = jnp.maximum(length - 1, 0)
-        hidden, cache = decode_step(definition, weights, cache, token, positions, remaining > 0, blocks)
-        return constrain_cache(cache), draw_tokens(sampler, hidden, head, rules, keys, length)
+        hidden, cache, routes = decode_step(definition, weights, cache, token, positions, remaining > 0, blocks)
+        words = pack_routes(routes) if num_route_words and routes is not None else None
+        return constrain_cache(cache), (draw_tokens(sampler, hidden, head, rules, keys, length), words)
 
     def step(now: _DecodeState) -> _DecodeState:
         drawn = now.token, now.length, now.remaining, keys, blocks
         if groups is None:
-            cache, sampled = draw(now.cache, drawn)
+            cache, (sampled, words) = draw(now.cache, drawn)
         else:
-            cache, sampled = jax.lax.scan(draw, now.cache, jax.tree.map(groups.split, drawn))
-            sampled = jax.tree.map(groups.join, sampled)
+            cache, results = jax.lax.scan(draw, now.cache, jax.tree.map(groups.split, drawn))
+            sampled, words = jax.tree.map(groups.join, results)
         active, ends, broken = token_outcomes(sampled, now.remaining > 0, eos_ids)
         bits = [jax.lax.bitcast_convert_type(x, jnp.int32) for x in (sampled.logprobs, sampled.kept_mass_logs)]
         record = jnp.stack([sampled.token_ids, *bits])[:, None]
+        if words is not None:
+            record = jnp.concatenate([record, words.T[:, None]])
         return _DecodeState(
             cache=cache,
             token=jnp.where(active, sampled.token_ids, now.token),
@@ -164,7 +170,7 @@ def decode_segment(
         remaining=rows.remaining,
         stopped=jnp.zeros_like(rows.remaining, bool),
         non_finite=jnp.zeros_like(rows.remaining, bool),
-        tokens=jnp.zeros((3, segment_max, len(rows.token)), jnp.int32),
+        tokens=jnp.zeros((3 + num_route_words, segment_max, len(rows.token)), jnp.int32),
         step=jnp.int32(0),
     )
     with jax.named_scope(DECODE_SCOPE):

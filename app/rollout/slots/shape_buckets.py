@@ -40,6 +40,8 @@ class SlotShapes(NamedTuple):
     """Longest row of these slots, in tokens; None = `max_length`. Longer samples continue in other slots."""
     rows_together: int | None = None
     """Rows that a decode step computes together, so that slots of other numbers round alike; None = all."""
+    records_routes: bool = False
+    """Whether the experts that tokens pass through are recorded."""
 
     @property
     def num_slots(self) -> int:
@@ -92,6 +94,7 @@ def make_slot_shapes(
     kv_cache: KVCacheType | None = None,
     row_limit: int | None = None,
     rows_together: int | None = None,
+    records_routes: bool = False,
     row_shards: int = 1,
     setting: str = "rollout.slots",
 ) -> SlotShapes:
@@ -100,7 +103,7 @@ def make_slot_shapes(
     Args:
         exact: whether every sample must run in programs of the same sizes: one batch size, and a separate prefill for
             each prompt.
-        row_limit, rows_together: see `SlotShapes`.
+        row_limit, rows_together, records_routes: see `SlotShapes`.
         row_shards: number of devices over which the slots are split.
         setting: name of the setting that gives `num_slots`, for error messages.
 
@@ -129,6 +132,7 @@ def make_slot_shapes(
         kv_cache=kv_cache,
         row_limit=row_limit,
         rows_together=rows_together,
+        records_routes=records_routes,
     )
 
 

@@ -7,6 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+from jaxtyping import Array
+
 from app.rollout.sequence import RolloutSequence
 from app.rollout.slots.block_pool import BlockPool
 
@@ -33,10 +36,19 @@ class Slot:
     length: int
     remaining: int
     blocks: list[int] = field(default_factory=list)
+    prompt_routes: tuple[Array, int] | None = None
+    """Routes of prefilled prompts, and the number of its own, until they are collected."""
 
     def num_cached(self, steps: int) -> int:
         """Returns the number of tokens in its blocks after this many steps; the last token drawn is not fed."""
         return self.length - 1 + min(steps, self.remaining)
+
+    def collect_prompt_routes(self) -> None:
+        """Copies the routes of its prompt from the devices, once."""
+        if self.prompt_routes is not None:
+            (routes, number), self.prompt_routes = self.prompt_routes, None
+            # JAX keeps the copy of an array, which the samples of a prompt share.
+            self.row.prompt_routes = np.asarray(routes)[number, : len(self.row.prompt.token_ids)]
 
 
 class SlotDevice:

@@ -50,6 +50,7 @@ class SegmentResult:
     num_rows: int
     """Number of rows decoded at each step, including empty ones."""
     policy_version: int
+    _slots: Sequence[Slot]
     _tokens: Array | None
 
     @property
@@ -61,6 +62,8 @@ class SegmentResult:
         if self._tokens is None:
             return
         drawn, self._tokens = np.asarray(self._tokens), None
+        for slot in self._slots:
+            slot.collect_prompt_routes()
         for place, row, count in self.decoded:
             row.segment_tokens.append(drawn[:, :count, place].copy())
             row.segment_versions.append((self.policy_version, count))
@@ -120,6 +123,8 @@ class SlotEngine:
         self._cache: KVCache = ()
         self.on_token_replayed: Callable[[], None] | None = None
         """Called after each replayed token, in the thread that admits rows."""
+        self._prompt_routes: dict[bytes, tuple[Array, int]] = {}
+        """Routes of the prompts in the caches, by `_prompt_key`, if they are recorded."""
         self._queued: deque[RolloutSequence | SuspendedSequence] = deque()
         """Rows that wait for blocks."""
         self._devices: list[SlotDevice] = []
@@ -163,13 +168,14 @@ class SlotEngine:
 
         Prompts of rows admitted later are prefilled again.
         """
-        self._weights, self._policy_version = weights, policy_version
+        self._weights, self._policy_version, self._prompt_routes = weights, policy_version, {}
         for device in self._devices:
             device.pool.drop_prompts()
 
     def close(self) -> None:
         """Frees the devices. Unfinished samples and the caches of suspended ones are lost."""
         self._cache = self._weights = ()
+        self._prompt_routes = {}
         self._devices, self._queued, self._running, self._last = [], deque(), None, None
 
     @property
@@ -270,6 +276,9 @@ class SlotEngine:
             self._devices[number].slots.append(slot)
             admitted.append((slot, self._continues_prompt(one)))
         self._carry_out(work)
+        for slot, continues_prompt in admitted:
+            if continues_prompt and not slot.row.num_tokens:
+                slot.prompt_routes = self._prompt_routes.get(slot.prompt_key)
         self._replay_tokens([slot for slot, is_replayed in admitted if is_replayed and slot.row.num_tokens])
         return bool(admitted)
 
@@ -353,13 +362,17 @@ class SlotEngine:
                 count = next((size for size in rows if size >= most), rows[-1])
                 ids, lengths = np.zeros((num_shards, count, bucket), np.int32), np.zeros((num_shards, count), np.int32)
                 targets = np.full((num_shards, count, self.programs.blocks_for(bucket)), self.programs.num_blocks)
+                numbers: dict[bytes, int] = {}
                 for device, waiting in enumerate(by_device):
                     for i, (tokens, blocks) in enumerate(waiting[:count]):
+                        numbers[tokens.tobytes()] = device * count + i
                         ids[device, i, : len(tokens)], lengths[device, i] = tokens, len(tokens)
                         targets[device, i, : len(blocks)] = blocks
                     del waiting[:count]
                 flat = (x.reshape(-1, *x.shape[2:]) for x in (ids, lengths, targets.astype(np.int32)))
-                self._cache = self.programs["prefill", count, bucket](self._weights, self._cache, *flat)
+                self._cache, routes = self.programs["prefill", count, bucket](self._weights, self._cache, *flat)
+                if routes is not None:
+                    self._prompt_routes |= {key: (routes, number) for key, number in numbers.items()}
 
     def _copy(self, copies: Sequence[tuple[int, int, int]]) -> None:
         """Copies blocks; the source -1 stands for zeros."""
@@ -421,6 +434,7 @@ class SlotEngine:
                 suspended.append(SuspendedSequence(row, cache))
                 continue
             slot = next(slot for slot in self._slots if slot.row is row)
+            slot.collect_prompt_routes()
             places = self._blocks_of_row(slot.device, slot.blocks[: self.programs.blocks_for(slot.length)], missing=-1)
             suspended.append(SuspendedSequence(row, self.programs["take",](self._cache, places)))
             self._remove(slot)
@@ -531,7 +545,8 @@ class SlotEngine:
         steps = int(after.steps[0])
         self.counters.count_segment(steps=steps, num_rows=num_rows, num_generated=sum(n for _, _, n in decoded))
         waited = [_row_of(one) for one in self._queued]
-        self._last = SegmentResult(decoded, waited, steps, num_rows, self._policy_version, drawn)
+        slots = [*places.values()]
+        self._last = SegmentResult(decoded, waited, steps, num_rows, self._policy_version, slots, drawn)
         return self._last
 
     def _finish(self, slot: Slot, reason: str) -> None:

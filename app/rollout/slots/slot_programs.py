@@ -35,6 +35,7 @@ from app.model.kv_cache import (
     to_codes,
 )
 from app.model.prefill_and_decode import prefill
+from app.model.routes import pack_routes
 from app.rollout.sampling.token_sampling import (
     Sampler,
     SamplingRules,
@@ -52,18 +53,21 @@ MAX_COMPILING = 16
 
 def prefill_blocks(
     definition: DecoderDefinition,
+    records_routes: bool,
     weights: DecodeWeights,
     pool: KVCache,
     token_ids: Int32[Array, "P S"],
     lengths: Int32[Array, "P"],
     targets: Int32[Array, "P M"],
-) -> KVCache:
+) -> tuple[KVCache, Int32[Array, "P S words"] | None]:
     """Prefills rows of tokens and writes their caches to the blocks `targets` of their devices.
+
+    Returns the pool, and the routes of the tokens if they are recorded.
 
     Args:
         targets: a number beyond the pool for blocks that are not written.
     """
-    _, fresh = prefill(definition, weights, token_ids, lengths)
+    _, fresh, routes = prefill(definition, weights, token_ids, lengths)
 
     if pool[0].key_scales is not None:
         fresh = tuple(map(to_codes, fresh))
@@ -76,7 +80,8 @@ def prefill_blocks(
         blocks = jnp.moveaxis(padded.reshape(num_rows, num_heads, num_blocks, size, *head_dim), 2, 1)
         return (pool.at[targets.reshape(-1)].set(blocks.reshape(-1, *pool.shape[1:]), mode="drop"),)
 
-    return _map_pool(write, pool, fresh, targets)
+    words = pack_routes(routes) if records_routes and routes is not None else None
+    return _map_pool(write, pool, fresh, targets), words
 
 
 def copy_blocks(
@@ -237,6 +242,12 @@ class SlotPrograms:
         return num_rows * self.blocks_per_row + 2
 
     @property
+    def num_route_words(self) -> int:
+        """Words of each token's routes; 0 if they are not recorded."""
+        shape = self.definition.architecture.route_shape if self.shapes.records_routes else None
+        return 0 if shape is None else shape.num_words
+
+    @property
     def preempts(self) -> bool:
         """Whether there may be fewer blocks than rows need."""
         return self.num_blocks < self._blocks_for_rows(self.shapes.num_slots // self.num_shards)
@@ -345,7 +356,8 @@ class SlotPrograms:
         pool, rows = self.abstract_pool, rows * self.num_shards
         ids, targets = self._replicated(rows, length), self._replicated(rows, self.blocks_for(length))
         arguments = self.abstract_weights, pool, ids, self._replicated(rows), targets
-        return functools.partial(prefill_blocks, self.definition), arguments, _donate_options(1, pool)
+        options = {"donate_argnums": 1, "out_shardings": (tree_shardings(pool), self._replicated().sharding)}
+        return functools.partial(prefill_blocks, self.definition, self.shapes.records_routes), arguments, options
 
     def _decode_program(self, rows: int, *, truncates: bool) -> ProgramSpec:
         pool, scalar = self.abstract_pool, self._replicated(dtype=jnp.float32)
@@ -361,7 +373,9 @@ class SlotPrograms:
         groups = None
         if self.shapes.rows_together not in (None, rows):
             groups = RowGroups(rows // self.shapes.rows_together, self.num_shards)
-        bound = functools.partial(decode_segment, self.definition, sampler, self.shapes.segment_max, groups)
+        bound = functools.partial(
+            decode_segment, self.definition, sampler, self.shapes.segment_max, groups, self.num_route_words
+        )
         return bound, arguments, options
 
 

@@ -38,11 +38,13 @@ class RemoteSegment(NamedTuple):
     """Result of a segment in another process."""
 
     ended: SegmentEnded
-    tokens: dict[str, Int32[np.ndarray, "3 C"]]
+    tokens: dict[str, Int32[np.ndarray, "fields C"]]
     """Tokens of each row that drew some or is done, by uid; see `RolloutSequence.segment_tokens`."""
     policy_version: int
     """Version of the weights that drew them."""
     counters: RolloutCounters
+    prompt_routes: dict[str, Int32[np.ndarray, "S words"]]
+    """Of each row that has drawn its first tokens, by uid, if routes are recorded."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -114,6 +116,7 @@ class RemoteWorker(RolloutWorker):
             if tokens is None:
                 continue
             row.segment_tokens.append(tokens)
+            row.prompt_routes = result.prompt_routes.get(report.uid, row.prompt_routes)
             row.segment_versions.append((result.policy_version, tokens.shape[1]))
             row.num_tokens += tokens.shape[1]
             row.num_segments += 1
@@ -142,13 +145,15 @@ class ServedRows:
 
     def segment_result(self, ended: SegmentEnded) -> RemoteSegment:
         """Returns what the segment has drawn, and forgets its finished rows."""
-        tokens, version = {}, 0
+        tokens, prompt_routes, version = {}, {}, 0
         for report in ended.rows:
             row = self._rows[report.uid] if report.finish is None else self._rows.pop(report.uid)
             # A row that waited for blocks drew nothing.
             if row.num_tokens > self._num_tokens[report.uid] or report.finish is not None:
                 tokens[report.uid], version = row.segment_tokens[-1], row.segment_versions[-1][0]
-        return RemoteSegment(ended, tokens, version, self._worker.take_counters())
+                if not self._num_tokens[report.uid] and row.prompt_routes is not None:
+                    prompt_routes[report.uid] = row.prompt_routes
+        return RemoteSegment(ended, tokens, version, self._worker.take_counters(), prompt_routes)
 
 
 def without_columns(rows: Iterable[RolloutSequence]) -> list[RolloutSequence]:

@@ -1,0 +1,60 @@
+"""Measures the routes of a step: how evenly experts are used, and how often sampler and trainer disagree."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float32, Int32
+
+from app.batching.token_batch import TokenBatch
+from app.model.routes import UNRECORDED
+
+
+class RouteCounts(NamedTuple):
+    """Counts over the forward passes that predict the tokens which the policy wrote."""
+
+    load: Float32[Array, "L E"]
+    """Passes through each expert."""
+    differing: Float32[Array, ""] | None
+    """(token, layer) pairs whose set of recorded experts is not the one that the router chooses; None = no replay."""
+    recorded: Float32[Array, ""] | None
+    """Pairs with recorded experts."""
+
+
+def count_routes(live: Int32[Array, "L R T k"], rows: TokenBatch, num_experts: int) -> RouteCounts:
+    """Counts the routes of a micro-batch.
+
+    Args:
+        live: the routers' choices, which were followed where none are recorded.
+    """
+    places = jnp.maximum(rows.logits_indices, 0)
+
+    def before_targets(routes: Int32[Array, "L R T k"]) -> Int32[Array, "L R C k"]:
+        return jnp.take_along_axis(routes, places[None, :, :, None], axis=2)
+
+    chosen, mask = before_targets(live), rows.loss_mask
+    differing = recorded = None
+    if rows.routes is not None:
+        replayed = before_targets(jnp.moveaxis(rows.routes, 2, 0).astype(jnp.int32))
+        is_known = jnp.all(replayed != UNRECORDED, axis=-1) & mask
+        differs = jnp.any(jnp.sort(replayed, axis=-1) != jnp.sort(chosen, axis=-1), axis=-1)
+        recorded = jnp.sum(is_known, dtype=jnp.float32)
+        differing = jnp.sum(differs & is_known, dtype=jnp.float32)
+        chosen = jnp.where(is_known[..., None], replayed, chosen)
+    passes = (chosen[..., None] == jnp.arange(num_experts)) & mask[..., None, None]
+    return RouteCounts(jnp.sum(passes, axis=(1, 2, 3), dtype=jnp.float32), differing, recorded)
+
+
+def route_metrics(counts: RouteCounts) -> dict[str, Float32[Array, ""]]:
+    """Returns the load of the fullest expert over the mean load, in the mean over layers, and the share that differs.
+
+    The share is NaN if no routes are recorded.
+    """
+    mean = jnp.mean(counts.load, axis=1)
+    # 0 if the policy wrote no token.
+    shares = jnp.where(mean > 0, jnp.max(counts.load, axis=1) / mean, 0)
+    metrics = {"rollout/fullest_expert": jnp.mean(shares)}
+    if counts.differing is not None and counts.recorded is not None:
+        metrics["rollout/route_difference"] = counts.differing / counts.recorded
+    return metrics
