@@ -23,13 +23,18 @@ from pathlib import Path
 from typing import Any
 
 from app.records.text_format import format_bytes, format_percent, format_table
-from scripts.bench.shapes import QWEN2_5
+from scripts.bench.shapes import QWEN2_5, QWEN3
 from settings import load
 from settings.loading.config_file import preset_names
 
 RESULTS = Path(__file__).resolve().parent / "results" / "compiled_presets.json"
-DEVICES = {"v5e_8": "v5e-8", "v6e_8": "v6e-8", "v4_16": "v4-16"}
+DEVICES = {
+    **{"v5e_8": "v5e-8", "v5e_16": "v5e-16", "v6e_8": "v6e-8", "v6e_32": "v6e-32"},
+    **{"v4_16": "v4-16", "v5p_64": "v5p-64"},
+}
 """Devices to compile for by a part of the name of a preset for real models; all others are for one GPU."""
+REAL = ("gsm8k", "math")
+"""Beginnings of the names of presets for real models on accelerators."""
 COMPILERS = {"h100-1": "jax_cuda13_plugin"}
 """Module of the compiler by devices; that of all others is libtpu."""
 FIELDS = ("argument_bytes", "temporary_bytes", "estimated_s", "parts_s", "mfu", "collective_bytes")
@@ -38,7 +43,7 @@ GRPO = "import sys; from cli import main; sys.exit(main())"
 
 def devices_of(preset: str) -> str | None:
     """Returns the devices that a preset is for; None for one that is for no accelerator."""
-    if not preset.startswith("gsm8k"):
+    if not preset.startswith(REAL):
         return None
     return next((devices for part, devices in DEVICES.items() if part in preset), "h100-1")
 
@@ -62,7 +67,7 @@ def without_weights(preset: str, folder: str, model: str | None = None) -> tuple
 
     Returns settings for it, and for the preset's devices, which are not there.
     """
-    (Path(folder) / "config.json").write_text(json.dumps(QWEN2_5[model or model_of(preset)]))
+    (Path(folder) / "config.json").write_text(json.dumps({**QWEN2_5, **QWEN3}[model or model_of(preset)]))
     return f"model.path={folder}", f"mesh.pretend={devices_of(preset)}", "mesh.platform=auto"
 
 

@@ -38,7 +38,7 @@ def test_recorded_presets_are_for_their_devices(bench: ModuleType, record: dict[
 
 @pytest.mark.compile
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize("preset", [name for name in preset_names() if name.startswith("gsm8k")])
+@pytest.mark.parametrize("preset", [name for name in preset_names() if name.startswith(("gsm8k", "math"))])
 def test_a_preset_compiles_for_its_hardware_and_fits_and_is_as_fast_as_recorded(
     preset: str, bench: ModuleType, record: dict[str, Any]
 ) -> None:
