@@ -85,7 +85,8 @@ class Experts(nnx.Module):
             out_dims=((split, *rows),),
         )
         # Not `jnp.sum`, which would send float32 between devices.
-        return jax.lax.reduce(add_own(x, is_token, weights)[0], jnp.zeros((), x.dtype), jax.lax.add, (0,))
+        # Nor `lax.reduce` from a traced zero, whose gradient is a tree of slices: two more exchanges over tp.
+        return jax.lax.reduce_sum(add_own(x, is_token, weights)[0], axes=(0,))
 
 
 def _add_own_experts(

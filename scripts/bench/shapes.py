@@ -48,6 +48,7 @@ QWEN3 = {
         **{"decoder_sparse_step": 1, "mlp_only_layers": []},
     },
 }
+MODELS = {**QWEN2_5, **QWEN3}
 SMOLLM2 = {
     "SmolLM2-135M": {
         **{"model_type": "llama", "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30},
