@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import Any
 
 import jax
@@ -97,6 +98,28 @@ def bytes_per_device(tree: Any, *, in_host_memory: bool = False) -> int:
         for x in jax.tree.leaves(tree)
         if is_in_host_memory(x.sharding) == in_host_memory
     )
+
+
+def bytes_received(before: Any, after: Any) -> int:
+    """Returns the bytes that reach the device which receives most when arrays move to other shardings.
+
+    A device keeps what it holds of its new part.
+
+    Args:
+        before: a tree of shapes with shardings.
+        after: the same shapes with the new shardings.
+    """
+    received: Counter[Any] = Counter()
+    for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
+        held = old.sharding.devices_indices_map(old.shape)
+        for device, part in new.sharding.devices_indices_map(new.shape).items():
+            spans, own = (
+                [span.indices(size)[:2] for span, size in zip(spans, new.shape, strict=True)]
+                for spans in (part, held.get(device, (slice(0),) * new.ndim))
+            )
+            kept = math.prod(max(0, min(a[1], b[1]) - max(a[0], b[0])) for a, b in zip(spans, own, strict=True))
+            received[device] += (math.prod(stop - start for start, stop in spans) - kept) * new.dtype.itemsize
+    return max(received.values(), default=0)
 
 
 def is_in_host_memory(sharding: Any) -> bool:

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array
 
 from app.mesh.axis_rules import constrain, sharding_tree
-from app.mesh.placement import abstract_arrays, tree_shardings
+from app.mesh.placement import abstract_arrays, bytes_received, tree_shardings
 from app.model.decoder import DecoderDefinition, Params, flatten_by_path
 from app.model.quantization import CODES, SCALES
 from settings.schema.rollout import DecodeLayout
@@ -126,3 +126,17 @@ def abstract_decode_weights(
     layer_dims = jax.tree.map(lambda _, dims: dims[1:], shapes["blocks"], definition.dims["blocks"])
     others = placed({**shapes, "blocks": resized((0,))}, definition.dims)
     return DecodeWeights(others, (placed(resized(()), layer_dims),) * definition.architecture.num_layers, layout)
+
+
+def transferred_bytes(
+    definition: DecoderDefinition, training: Mesh, generating: Mesh, dtype: jnp.dtype, layout: DecodeLayout = "gathered"
+) -> int:
+    """Returns the bytes that reach each device in a `DecodeConversion` from a mesh that trains; the least if tp grows.
+
+    Weights are gathered on the mesh that trains, already in the compute type, and then go to one with another tp.
+    """
+    trained, gathered, placed = (
+        abstract_decode_weights(definition, mesh, dtype, of)
+        for mesh, of in ((training, "fsdp"), (training, layout), (generating, layout))
+    )
+    return bytes_received(trained, gathered) + bytes_received(gathered, placed)

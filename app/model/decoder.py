@@ -127,7 +127,7 @@ class Block(nnx.Module):
     def __call__(
         self,
         x: Float[Array, "R T D"],
-        angles: Float[Array, "R T half"],
+        angles: Float[Array, "2 R T half"],
         attend: AttentionFn,
         is_token: Bool[Array, "R T"],
         recorded: UInt8[Array, "R T k"] | None = None,
@@ -228,12 +228,13 @@ class Trunk(nnx.Module):
             x = x * jnp.asarray(np.float32(self.architecture.model_dim**0.5), x.dtype)
         return constrain(x, *RESIDUALS)
 
-    def angles(self, positions: Int32[Array, "R T"]) -> tuple[Float[Array, "R T half"], Float[Array, "R T half"]]:
-        """Returns the rotary angles of full-attention layers, and those of windowed layers."""
+    def angles(self, positions: Int32[Array, "R T"]) -> tuple[Float[Array, "2 R T half"], Float[Array, "2 R T half"]]:
+        """Returns cosines and sines of the rotary angles of full-attention layers, and those of windowed layers."""
         arch = self.architecture
         ropes = (arch.rope,) if arch.windowed_rope is None else (arch.rope, arch.windowed_rope)
         angles = [positions[..., None].astype(jnp.float32) * rope_frequencies(rope, arch.head_dim) for rope in ropes]
-        return angles[0], angles[-1]
+        turned = [jnp.stack([jnp.cos(angle), jnp.sin(angle)]) for angle in angles]
+        return turned[0], turned[-1]
 
     def attention_over(self, layout: SegmentLayout, dtype: jnp.dtype) -> Callable[..., Float[Array, "R T Q H"]]:
         """Returns `packed_attention` over these rows, of query, keys, values and a layer's `window`."""

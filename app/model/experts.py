@@ -95,11 +95,10 @@ class Experts(nnx.Module):
             # The first dim has one entry for each part of the experts.
             out_dims=((split, *rows), routes),
         )
-        tokens, flags, *recorded = (
-            None if one is None else one.reshape(-1, *one.shape[2:]) for one in (x, is_token, recorded)
-        )
-        parts, live = add_own(tokens, flags, weights, *recorded)
+        flat = None if recorded is None else recorded.reshape(-1, recorded.shape[-1])
+        parts, live = add_own(x.reshape(-1, x.shape[-1]), is_token.reshape(-1), weights, flat)
         # Not `jnp.sum`, which would send float32 between devices.
+        # Nor `lax.reduce` from a traced zero, whose gradient is a tree of slices: two more exchanges over tp.
         return jax.lax.reduce_sum(parts, (0,)).reshape(x.shape), live.reshape(*x.shape[:2], -1)
 
 

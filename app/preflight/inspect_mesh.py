@@ -8,13 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from app.distributed.error_barrier import error_barrier
 from app.distributed.host_consistency import check_hosts_agree
 from app.mesh import device_mesh, jax_startup
 from app.mesh.device_memory import device_memory_bytes
+from app.mesh.devices import device_kind
 from app.mesh.placement import bytes_per_device
+from app.mesh.tpu_chips import find_chip
+from app.model.decode_weights import transferred_bytes
 from app.model.decoder import flatten_by_path
 from app.preflight.compiled_programs import CompiledProgram, format_programs_table, step_memory
 from app.preflight.config_only_spec import ConfigOnlySpec, read_config_only_spec
@@ -48,11 +52,30 @@ class WorkerPlacement:
 
 
 @dataclass(frozen=True)
+class WeightTransfer:
+    """The move of trained weights to the layout in which they generate, once per policy version."""
+
+    received_bytes: int
+    """Bytes that reach each device of `mesh.shape` from others."""
+    link_s: float | None
+    """Seconds of these over all links of a chip, which is the least; None if their bandwidth is unknown."""
+    copied_bytes: int
+    """Bytes that each device of `rollout.devices` then gets from those that train; 0 without."""
+
+    def to_text(self) -> str:
+        least = "" if self.link_s is None else f", at least {self.link_s * 1e3:.1f} ms over its links"
+        copied = f", then {format_bytes(self.copied_bytes)} into each that generates" if self.copied_bytes else ""
+        moved = f"{format_bytes(self.received_bytes)} into each device for a policy version"
+        return f"weights to the rollout's layout: {moved}{least}{copied}"
+
+
+@dataclass(frozen=True)
 class MeshInspection:
     """Layout and memory, in bytes on each device, for the longest prompts and completions under the settings."""
 
     mesh: MeshReport
     generation: str
+    weight_transfer: WeightTransfer
     workers: tuple[WorkerPlacement, ...]
     memory: Mapping[str, MemoryBreakdown]
     """Memory by phase and buffer; temporaries only with `--compile`."""
@@ -70,7 +93,7 @@ class MeshInspection:
 
     def to_text(self) -> str:
         """Returns the report as readable text."""
-        lines = [self.mesh.to_text(), *self.notes, f"\nrollout: {self.generation}"]
+        lines = [self.mesh.to_text(), *self.notes, f"\nrollout: {self.generation}", self.weight_transfer.to_text()]
         if self.workers:
             header = ("worker", "devices", "dp, fsdp, tp", "slots", "caches on each device")
             rows = [
@@ -142,6 +165,7 @@ def build_mesh_inspection(
             memory_bytes=memory_bytes,
         ),
         generation=_describe_generation(session, shapes),
+        weight_transfer=_weight_transfer(session, shapes),
         workers=tuple(_worker_placements(session)),
         memory=memory,
         peak_bytes=sum(memory[peak_phase(memory)].values()),
@@ -165,6 +189,17 @@ def _describe_generation(session: Session, shapes: StepShapes) -> str:
         return f"{rows.replace('rows', 'slots', 1)} on each host"
     hosts = device_mesh.num_hosts(session.engine.mesh)
     return f"one batch of {rows} on each host" if hosts == 1 else f"one batch of all {hosts} hosts, {rows} on each"
+
+
+def _weight_transfer(session: Session, shapes: StepShapes) -> WeightTransfer:
+    settings, engine, chip = session.settings, session.engine, find_chip(device_kind(session.mesh.devices.flat[0]))
+    dtype, layout = jnp.dtype(settings.model.dtype), settings.rollout.decode_layout
+    received = transferred_bytes(engine.definition, session.mesh, engine.mesh_of_all_hosts, dtype, layout)
+    copied = 0
+    if session.generation_devices:
+        assert shapes.rollout is not None
+        copied = bytes_per_device(session.rollout_footprint(shapes.rollout).weights)
+    return WeightTransfer(received, chip and received / chip.ici_bytes_per_s, copied)
 
 
 def _worker_placements(session: Session) -> Iterator[WorkerPlacement]:

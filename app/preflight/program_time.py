@@ -96,6 +96,27 @@ def program_time(
     return walk.time_of(_body(loop))
 
 
+def num_turns(program: HloProgram, loop: Instruction, turns: Mapping[str, int]) -> int:
+    """Returns what the compiler or `turns` says, or the constant that the loop's counter stays below.
+
+    Raises:
+        InputError: none of them is known.
+    """
+    scopes = (scope for scope in turns if re.search(rf"\b{scope}\b", loop.op_name))
+    count = loop.attribute(r'"known_trip_count":\{"n":"(\d+)"') or turns.get(next(scopes, ""))
+    if count is None:
+        *lines, condition = program.computations[loop.attribute(r"condition=%?([\w.\-]+)") or ""]
+        if condition.opcode == "compare" and condition.attribute(r"direction=(\w+)") == "LT":
+            limits = (one for one in lines if one.name == condition.operands[-1] and one.opcode == "constant")
+            count = next((one.attribute(r"^(\d+)\)") for one in limits), None)
+    if count is None:
+        raise InputError(
+            f"the loop {loop.name} ({loop.op_name}) of a compiled program has no known number of turns, so the "
+            "time of the program is unknown: use the libtpu that this JAX asks for (pip install -e '.[tpu]')"
+        )
+    return int(count)
+
+
 def _body(loop: Instruction) -> str:
     return loop.attribute(r"body=%?([\w.\-]+)") or ""
 
@@ -132,7 +153,7 @@ class _Walk:
             if one.opcode in FREE_OPCODES or target in ALIASING_CALLS:
                 continue
             if one.opcode == "while":
-                total.add(self.time_of(_body(one), self._part(one, part)), self._num_turns(one))
+                total.add(self.time_of(_body(one), self._part(one, part)), num_turns(self.program, one, self.turns))
             elif one.opcode == "conditional":
                 total.add(max((self.time_of(name, part) for name in one.called), key=lambda branch: branch.estimated_s))
             elif one.opcode == "call":
@@ -156,22 +177,6 @@ class _Walk:
                 total.spend(self._part(one, part), self._instruction_s(one, results))
         total.wait([end for several in in_flight.values() for end in several])
         return total
-
-    def _num_turns(self, loop: Instruction) -> int:
-        """Returns what the compiler or `turns` says, or the constant that the loop's counter stays below."""
-        scopes = (scope for scope in self.turns if re.search(rf"\b{scope}\b", loop.op_name))
-        count = loop.attribute(r'"known_trip_count":\{"n":"(\d+)"') or self.turns.get(next(scopes, ""))
-        if count is None:
-            *lines, condition = self.program.computations[loop.attribute(r"condition=%?([\w.\-]+)") or ""]
-            if condition.opcode == "compare" and condition.attribute(r"direction=(\w+)") == "LT":
-                limits = (one for one in lines if one.name == condition.operands[-1] and one.opcode == "constant")
-                count = next((one.attribute(r"^(\d+)\)") for one in limits), None)
-        if count is None:
-            raise InputError(
-                f"the loop {loop.name} ({loop.op_name}) of a compiled program has no known number of turns, so the "
-                "time of the program is unknown: use the libtpu that this JAX asks for (pip install -e '.[tpu]')"
-            )
-        return int(count)
 
     def _calls(self, one: Instruction, target: str) -> bool:
         return one.opcode == "fusion" and any(f'"{target}"' in inner.text for inner in self.program.fused(one))

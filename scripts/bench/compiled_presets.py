@@ -22,14 +22,24 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from app.model.flops import token_flops
+from app.model.io.families import architecture_from_config
+from app.model.token_logprobs import LM_HEAD_SCOPE
+from app.preflight.kernel_time import ROUTED_ROWS
 from app.records.text_format import format_bytes, format_percent, format_table
-from scripts.bench.shapes import QWEN2_5
+from scripts.bench.hlo_flops import product_flops
+from scripts.bench.shapes import MODELS
 from settings import load
 from settings.loading.config_file import preset_names
 
 RESULTS = Path(__file__).resolve().parent / "results" / "compiled_presets.json"
-DEVICES = {"v5e_8": "v5e-8", "v6e_8": "v6e-8", "v4_16": "v4-16"}
+DEVICES = {
+    **{"v5e_8": "v5e-8", "v5e_16": "v5e-16", "v6e_8": "v6e-8", "v6e_32": "v6e-32"},
+    **{"v4_16": "v4-16", "v5p_64": "v5p-64"},
+}
 """Devices to compile for by a part of the name of a preset for real models; all others are for one GPU."""
+REAL = ("gsm8k", "math")
+"""Beginnings of the names of presets for real models on accelerators."""
 COMPILERS = {"h100-1": "jax_cuda13_plugin"}
 """Module of the compiler by devices; that of all others is libtpu."""
 FIELDS = ("argument_bytes", "temporary_bytes", "estimated_s", "parts_s", "mfu", "collective_bytes")
@@ -38,7 +48,7 @@ GRPO = "import sys; from cli import main; sys.exit(main())"
 
 def devices_of(preset: str) -> str | None:
     """Returns the devices that a preset is for; None for one that is for no accelerator."""
-    if not preset.startswith("gsm8k"):
+    if not preset.startswith(REAL):
         return None
     return next((devices for part, devices in DEVICES.items() if part in preset), "h100-1")
 
@@ -62,8 +72,22 @@ def without_weights(preset: str, folder: str, model: str | None = None) -> tuple
 
     Returns settings for it, and for the preset's devices, which are not there.
     """
-    (Path(folder) / "config.json").write_text(json.dumps(QWEN2_5[model or model_of(preset)]))
+    (Path(folder) / "config.json").write_text(json.dumps(MODELS[model or model_of(preset)]))
     return f"model.path={folder}", f"mesh.pretend={devices_of(preset)}", "mesh.platform=auto"
+
+
+def passes_of_experts(preset: str, gradients: str) -> float | None:
+    """Returns the FLOPs of a mixture's products for gradients, relative to a forward pass through the active experts.
+
+    None for other models. The LM head and attention's kernels are in neither.
+    """
+    architecture, settings = architecture_from_config(MODELS[model_of(preset)]), load(preset, [], {}).settings
+    tokens, tp = settings.algorithm.max_tokens_per_device, int(settings.mesh.shape.rpartition(",")[2])
+    if architecture.num_experts is None or tokens is None:
+        return None
+    turns = {ROUTED_ROWS: tokens * architecture.experts_per_token // tp, LM_HEAD_SCOPE: 1}
+    flops = product_flops(gradients, turns)
+    return (flops["grouped"] + flops["other"]) * tp / (tokens * token_flops(architecture))
 
 
 def compiled(preset: str) -> dict[str, Any]:
@@ -72,17 +96,20 @@ def compiled(preset: str) -> dict[str, Any]:
         overrides = without_weights(preset, folder)
         sets = [word for one in overrides for word in ("--set", one)]
         command = [sys.executable, "-c", GRPO, "inspect-mesh", "--config", preset, *sets, "--compile", "--json"]
+        command += ["--hlo", folder]
         # Whoever calls may ask JAX for quick compilation, which the tests do: it is not what users get.
         environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "false"}
         done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    if done.returncode:
-        raise RuntimeError(f"{preset}: {done.stderr.strip().splitlines()[-1]}")
+        if done.returncode:
+            raise RuntimeError(f"{preset}: {done.stderr.strip().splitlines()[-1]}")
+        passes = passes_of_experts(preset, (Path(folder) / "update_gradients.hlo").read_text())
     found = json.loads(done.stdout)
     programs = {f"{one['phase']}/{one['name']}": {name: one[name] for name in FIELDS} for one in found["programs"]}
     return {
         "devices": devices_of(preset),
         "model": model_of(preset),
         "peak_bytes": found["peak_bytes"],
+        "passes_of_experts": passes,
         "programs": programs,
     }
 

@@ -32,6 +32,23 @@ QWEN2_5 = {
     "Qwen2.5-7B": _qwen2_5(28, 3584, 18_944, 28, 4, vocab_size=152_064, tied=False),
 }
 """Fields of each model's `config.json` that determine its network."""
+_QWEN3 = {
+    **{"head_dim": 128, "vocab_size": 151_936, "tie_word_embeddings": False, "max_position_embeddings": 40_960},
+    **{"rope_theta": 1e6, "rms_norm_eps": 1e-6, "use_sliding_window": False, "attention_bias": False},
+}
+QWEN3 = {
+    "Qwen3-32B": {
+        **{**_QWEN3, "model_type": "qwen3", "hidden_size": 5120, "intermediate_size": 25_600},
+        **{"num_hidden_layers": 64, "num_attention_heads": 64, "num_key_value_heads": 8},
+    },
+    "Qwen3-30B-A3B": {
+        **{**_QWEN3, "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144},
+        **{"num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4},
+        **{"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True},
+        **{"decoder_sparse_step": 1, "mlp_only_layers": []},
+    },
+}
+MODELS = {**QWEN2_5, **QWEN3}
 SMOLLM2 = {
     "SmolLM2-135M": {
         **{"model_type": "llama", "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30},

@@ -39,16 +39,20 @@ def slow_attention(query, keys, values, visible, rule=DEFAULT_SCORE_MOD) -> np.n
     return mixed
 
 
+def turns_of(angles):
+    return jnp.stack([jnp.cos(angles), jnp.sin(angles)])
+
+
 def test_a_quarter_turn_moves_the_first_half_into_the_second():
     x = jnp.array([1.0, 2.0, 3.0, 4.0]).reshape(1, 1, 1, 4)
-    angles = jnp.array([np.pi / 2, 0.0]).reshape(1, 1, 2)
+    angles = turns_of(jnp.array([np.pi / 2, 0.0]).reshape(1, 1, 2))
     np.testing.assert_allclose(apply_rope(x, angles).ravel(), [-3.0, 2.0, 1.0, 4.0], atol=1e-6)
 
 
 def test_gradients_of_a_rotation_equal_finite_differences():
     rng = np.random.default_rng(0)
     x, weights = (jnp.asarray(rng.normal(size=(1, 3, 2, 4)), jnp.float32) for _ in range(2))
-    angles = jnp.asarray(rng.normal(size=(1, 3, 2)), jnp.float32)
+    angles = turns_of(jnp.asarray(rng.normal(size=(1, 3, 2)), jnp.float32))
     check_grads(lambda x: jnp.vdot(apply_rope(x, angles), weights), (x,), order=1, modes=["rev"], rtol=1e-3)
 
 
@@ -56,7 +60,7 @@ def test_gradients_of_a_rotation_equal_finite_differences():
 def test_on_a_tpu_halves_are_exchanged_by_a_product_that_is_exact(monkeypatch, dtype):
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.normal(size=(2, 3, 4, 6)), dtype)
-    angles = jnp.asarray(rng.normal(size=(2, 3, 3)), jnp.float32)
+    angles = turns_of(jnp.asarray(rng.normal(size=(2, 3, 3)), jnp.float32))
     elsewhere = apply_rope(x, angles)
     monkeypatch.setattr("app.model.attention.current_device", lambda: ("tpu", "TPU v5 lite"))
     assert "dot_general" in str(jax.make_jaxpr(apply_rope)(x, angles))
@@ -67,7 +71,7 @@ def test_on_a_tpu_halves_are_exchanged_by_a_product_that_is_exact(monkeypatch, d
 def test_scores_of_rotated_vectors_depend_on_distance_alone(first, second, shift):
     frequencies = np.array([1.0, 0.1, 0.01], np.float32)
     query, key, _ = random_qkv(rows=1, tokens=1, query_heads=1, kv_heads=1, head=6)
-    turned = lambda x, position: apply_rope(x, position * frequencies[None, None])  # noqa: E731
+    turned = lambda x, position: apply_rope(x, turns_of(position * frequencies[None, None]))  # noqa: E731
     score = lambda a, b: float(jnp.vdot(turned(query, a), turned(key, b)))  # noqa: E731
     assert score(first + shift, second + shift) == pytest.approx(score(first, second), abs=5e-4)
 

@@ -20,6 +20,7 @@ from app.model import gpu_grouped_product
 from app.model.decoder import DecoderDefinition, Params
 from app.model.experts import Experts, Places, choose_experts, combine, dispatch
 from app.model.grouped_product import blockwise_matrix_gradient, grouped_product, tgmm_product
+from scripts.bench.hlo_collectives import program_collectives
 from tests.tiny import MIXTURE, make_mesh, random_params
 
 FLOAT32 = jnp.dtype("float32")
@@ -175,6 +176,15 @@ def test_no_step_of_a_pass_or_its_gradients_is_a_scatter():
         params, x
     )
     assert "scatter" not in str(program)
+
+
+def test_sums_over_tp_are_all_that_devices_send_each_other():
+    graph, params = expert_layer()
+    x, is_token = jnp.ones((4, 9, 36)), np.ones((4, 9), bool)
+    program = jax.jit(jax.grad(lambda *args: jnp.vdot(nnx.merge(graph, args[0])(args[1], is_token), x), (0, 1)))
+    with jax.set_mesh(make_mesh((1, 1, 4))):
+        moved = program_collectives(program.lower(params, x).compile())
+    assert {one.collective.kind for one in moved} == {"all-reduce"}
 
 
 def test_what_padding_holds_changes_no_bit_of_a_token():

@@ -14,6 +14,7 @@ from app.mesh import devices, jax_startup
 from app.mesh.placement import bytes_per_device
 from app.preflight.config_only_spec import read_config_only_spec
 from app.preflight.inspect_mesh import MeshInspection, build_mesh_inspection
+from app.records.text_format import format_bytes
 from app.runtime.session import Session
 from app.training.setup import configure_session
 from settings import InputError, Settings, load
@@ -41,10 +42,10 @@ def load_settings(model: Path, *overrides: str) -> Settings:
     return load(None, [f"{name}={value}" for name, value in values.items()], {}).settings
 
 
-def inspect(settings: Settings) -> tuple[Session, MeshInspection]:
+def inspect(settings: Settings, *, trains: bool = False) -> tuple[Session, MeshInspection]:
     spec = read_config_only_spec(settings)
     jax_startup.initialize_distributed(settings.mesh)
-    session = Session.open(settings, spec.model, spec.critic)
+    session = Session.open(settings, spec.model, spec.critic, trains=trains)
     learning = configure_session(session, spec.reward_model)
     return session, build_mesh_inspection(session, learning, spec, compiles=False)
 
@@ -124,6 +125,20 @@ def test_the_notes_are_those_of_a_launch(tiny_model: Path) -> None:
 
 
 @pytest.mark.slow
+def test_the_report_has_the_bytes_and_the_time_of_weights_for_the_rollout(tiny_model: Path) -> None:
+    session, report = inspect(load_settings(tiny_model, "mesh.pretend=v4-16", "mesh.shape=1,8,1"))
+    whole = bytes_per_device(session.engine.abstract_weights)
+    moved = report.weight_transfer
+    # Each host holds all of them, of which a device had an eighth.
+    assert moved.received_bytes == pytest.approx(whole * 7 / 8, rel=0.01)
+    assert moved.link_s == moved.received_bytes / 300e9
+    assert f"{format_bytes(moved.received_bytes)} into each device for a policy version, at least" in report.to_text()
+    assert inspect_json(tiny_model)["weight_transfer"]["link_s"] is None
+    apart = ("rollout.scheduler=adaptive", "rollout.max_staleness=1", "rollout.devices=0.5", "mesh.shape=1,4,1")
+    _, report = inspect(load_settings(tiny_model, *apart), trains=True)
+    assert f", then {format_bytes(whole)} into each that generates" in report.to_text()
+
+
 def test_one_process_simulates_a_slice_of_64_hosts(tiny_model: Path) -> None:
     arguments = ["inspect-mesh", *of_tiny(tiny_model), *settings("mesh.pretend=v5e-256")]
     with started(*arguments, "--json") as process:

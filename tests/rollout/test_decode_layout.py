@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from app.mesh.placement import bytes_per_device, row_sharding
+from app.mesh.device_mesh import with_tp
+from app.mesh.placement import abstract_arrays, bytes_per_device, row_sharding
 from app.model import decode_attention_kernel, prefill_and_decode
-from app.model.decode_weights import abstract_decode_weights
+from app.model.decode_weights import DecodeConversion, abstract_decode_weights, transferred_bytes
 from app.model.decoder import DecoderDefinition
 from app.model.kv_cache import LayerCache, abstract_cache, constrain_cache
 from app.model.prefill_and_decode import decode_step
@@ -156,6 +157,17 @@ def test_a_launch_foresees_what_the_compiled_steps_move():
     assert line.startswith("warning: rollout.decode_layout: fsdp moves 60.0 KiB of weights into each device")
     assert weight_gather_notes(settings, DEFINITION, make_mesh()) == ()
     assert weight_gather_notes(Settings(), DEFINITION, mesh) == ()
+
+
+@pytest.mark.parametrize(("shape", "tp"), [((1, 8, 1), 1), ((1, 8, 1), 2), ((1, 4, 2), 2), ((2, 2, 2), 4)])
+def test_the_report_foresees_what_a_new_version_of_the_weights_moves(shape: tuple[int, int, int], tp: int):
+    training = make_mesh(shape)
+    generating = with_tp(training, tp)
+    trained = abstract_arrays(DEFINITION.shapes, DEFINITION.shardings(training))
+    with jax.set_mesh(training):
+        conversion = jax.jit(DecodeConversion(DEFINITION, generating, FLOAT32)).lower(trained).compile()
+    moved = sum(one.bytes_per_device for one in program_collectives(conversion))
+    assert moved == transferred_bytes(DEFINITION, training, generating, FLOAT32) > 0
 
 
 def test_decode_weights_lie_as_their_shapes_say():
