@@ -72,7 +72,8 @@ def gather_tokens(x: Float[Array, "R T D"]) -> Float[Array, "*tokens D"]:
 def scatter_tokens(x: Float[Array, "*tokens D"], shape: tuple[int, ...]) -> Float[Array, "R T D"]:
     """Returns what a sublayer adds to residuals: sums over tp, each device its tokens, and gathers their gradient."""
     whole, split = _token_dims(x)
-    return reshard(x, whole, split).reshape(shape)
+    moved: Array = reshard(x, whole, split)
+    return moved.reshape(shape)
 
 
 def _token_dims(x: Float[Array, "*tokens D"]) -> tuple[Dims, Dims]:
