@@ -1,7 +1,7 @@
 """The FLOPs of the matrix products that a compiled TPU program computes, read from its text: nothing is run.
 
 XLA's own count has each loop's body once, and no kernels. Here a body counts as often as it runs, and a kernel of
-`app.model.grouped_product` as the rows that pass through its device's experts. Other kernels, attention's, are left out.
+`app.model.grouped_product` as the rows that pass through its device's experts. Attention's kernels are left out.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _multiplications(one: Instruction, left: ArrayShape, right: ArrayShape) -> i
 
 
 def _windows(one: Instruction, num_dims: int) -> list[dict[str, int]]:
-    """Returns the window of each spatial dim; XLA writes the dims of a batch as such, with a window as large as they."""
+    """Returns the window of each spatial dim; XLA writes dims of a batch as such, with a window as large as they."""
 
     def each(name: str, default: int) -> list[int]:
         listed = one.attribute(rf"window=\{{[^}}]*\b{name}=([\dx]+)")
@@ -77,4 +77,3 @@ def _overlaps(length: int, results: int, *, size: int, stride: int, lhs_dilate: 
     """Returns the pairs of a result and a place of the window that lies on an element, not on padding between them."""
     reached = (o * stride + k * rhs_dilate - pad for o in range(results) for k in range(size))
     return sum(0 <= at <= (length - 1) * lhs_dilate and at % lhs_dilate == 0 for at in reached)
-
