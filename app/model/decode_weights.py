@@ -135,8 +135,6 @@ def transferred_bytes(
 
     Weights are gathered on the mesh that trains, already in the compute type, and then go to one with another tp.
     """
-    trained, gathered, placed = (
-        abstract_decode_weights(definition, mesh, dtype, of)
-        for mesh, of in ((training, "fsdp"), (training, layout), (generating, layout))
-    )
+    trained = abstract_decode_weights(definition, training, dtype, "fsdp")
+    gathered, placed = (abstract_decode_weights(definition, mesh, dtype, layout) for mesh in (training, generating))
     return bytes_received(trained, gathered) + bytes_received(gathered, placed)

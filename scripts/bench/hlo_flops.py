@@ -60,7 +60,7 @@ def _multiplications(one: Instruction, left: ArrayShape, right: ArrayShape) -> i
 
 
 def _windows(one: Instruction, num_dims: int) -> list[dict[str, int]]:
-    """Returns the window of each spatial dim. XLA writes a batch dim as one, with a window of its size."""
+    """Returns the window of each spatial dim; XLA writes dims of a batch as such, with a window as large as they."""
 
     def each(name: str, default: int) -> list[int]:
         listed = one.attribute(rf"window=\{{[^}}]*\b{name}=([\dx]+)")
