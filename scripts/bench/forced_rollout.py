@@ -103,7 +103,7 @@ class EndingPrograms(SlotPrograms):
 
     def _decode_program(self, rows: int, *, truncates: bool) -> ProgramSpec:
         _, arguments, options = super()._decode_program(rows, truncates=truncates)
-        first = self.definition, self.sampler, self.shapes.segment_max, None
+        first = self.definition, self.sampler, self.shapes.segment_max, None, self.num_route_words
         return lambda *more: decode_segment(*first, *more), arguments, options
 
 

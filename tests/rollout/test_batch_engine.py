@@ -241,7 +241,7 @@ def test_decoding_stops_when_every_row_is_done_and_rows_without_a_budget_draw_no
         keys=jax.jit(sample_keys)(0, 0, np.repeat(hash_uids(["row"]), 4, axis=0), np.arange(4)),
         max_new_tokens=jnp.asarray(budgets),
     )
-    hidden, cache = jax.jit(lambda *args: prefill(definition, *args))(weights, np.array([[5, 6]]), np.array([2]))
+    hidden, cache, _ = jax.jit(lambda *args: prefill(definition, *args))(weights, np.array([[5, 6]]), np.array([2]))
     fill = jax.jit(init_decode_state, static_argnames=("cache_length", "num_new"))
     hidden, slots = fill(hidden, cache, rows, cache_length=16, num_new=12)
     loop = jax.jit(make_decode_loop(definition, counting))

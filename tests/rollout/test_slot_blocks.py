@@ -76,7 +76,7 @@ class HostPrograms:
                 for place, part in zip(places, tokens.reshape(-1, self.block_size), strict=True):
                     if place < self.num_blocks:
                         blocks[place] = part
-        return pool
+        return pool, None
 
     def _copy(self, pool: np.ndarray, sources: np.ndarray, targets: np.ndarray, counts: np.ndarray) -> np.ndarray:
         pairs = zip(pool, *(np.split(x, self.num_shards) for x in (sources, targets)), counts, strict=True)
