@@ -57,6 +57,7 @@ class Architecture:
     num_experts: int | None = None
     """Number of experts of each layer; None = one MLP for all tokens."""
     experts_per_token: int = 1
+    """Number of experts that a token passes through; 1 if there is one MLP."""
     normalized_routing: bool = False
     """Whether the probabilities of a token's experts add up to 1."""
     attention_implementation: AttentionImplementation = "auto"

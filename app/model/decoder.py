@@ -419,5 +419,5 @@ class DecoderDefinition:
 
     @property
     def num_trainable(self) -> int:
-        """The number of trainable parameters."""
+        """The number of trainable parameters, with the router of a mixture, whose gradient is zero."""
         return sum(leaf.size for leaf in jax.tree.leaves(self.trainable(self.shapes)))

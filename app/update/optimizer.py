@@ -18,7 +18,7 @@ from app.model.lora import LORA_A, LORA_B
 from settings.schema.optimizer import OptimizerSettings
 
 DECAYED = ("kernel", "embedding", "output", LORA_A, LORA_B)
-"""Leaf names of matrices, including adapters; norms and biases are not decayed."""
+"""Leaf names of matrices, including adapters; norms, biases and frozen routers are not decayed."""
 
 
 @jax.tree_util.register_dataclass

@@ -33,7 +33,7 @@ class OptimizerSettings(Section):
     epsilon: float = Field(default=1e-8, gt=0)
     """Constant added to the square root of the second moment."""
     weight_decay: float = Field(default=0.0, ge=0)
-    """Decoupled weight decay, applied to matrices only."""
+    """Decoupled weight decay, applied to matrices only, except the frozen router of a mixture of experts."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Gradients are clipped to this global norm."""
     max_nonfinite_steps: int = Field(default=3, ge=1)
