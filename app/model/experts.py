@@ -104,11 +104,11 @@ class Experts(nnx.Module):
 
 def _add_own_experts(
     arch: Architecture,
-    x: Float[Array, "N D"],
-    is_token: Bool[Array, "N"],
+    x: Float[Array, "T D"],
+    is_token: Bool[Array, "T"],
     weights: dict[str, Array],
-    recorded: UInt8[Array, "N k"] | None,
-) -> tuple[Float[Array, "1 N D"], Int32[Array, "N k"]]:
+    recorded: UInt8[Array, "T k"] | None,
+) -> tuple[Float[Array, "1 T D"], Int32[Array, "T k"]]:
     """Returns what this device's experts add to its tokens, and the router's choices."""
     ids = weights["ids"]
     probabilities, chosen, live = choose_experts(arch, x, weights["router"], recorded)
@@ -131,17 +131,17 @@ def _add_own_experts(
 
 def choose_experts(
     arch: Architecture,
-    x: Float[Array, "N D"],
+    x: Float[Array, "T D"],
     router: Float[Array, "E D"],
-    recorded: UInt8[Array, "N k"] | None = None,
-) -> tuple[Float[Array, "N k"], Int32[Array, "N k"], Int32[Array, "N k"]]:
+    recorded: UInt8[Array, "T k"] | None = None,
+) -> tuple[Float[Array, "T k"], Int32[Array, "T k"], Int32[Array, "T k"]]:
     """Returns probabilities in the type of `x`, the experts that they belong to, and each token's likeliest experts.
 
     The experts are those recorded, and the likeliest where there are none. The softmax is over all experts, in float32,
     whichever are chosen; if the family says so, the probabilities of the chosen add up to 1.
     """
     logits = jnp.einsum("nd,ed->ne", *(a.astype(jnp.float32) for a in (x, router)), precision=jax.lax.Precision.HIGHEST)
-    probabilities: Float32[Array, "N E"] = jax.nn.softmax(logits)
+    probabilities: Float32[Array, "T E"] = jax.nn.softmax(logits)
     _, live = jax.lax.top_k(jax.lax.stop_gradient(probabilities), arch.experts_per_token)
     chosen = live if recorded is None else jnp.where(recorded == UNRECORDED, live, recorded.astype(live.dtype))
     # Not a gather, whose gradient would be a scatter-add.
@@ -153,13 +153,13 @@ def choose_experts(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def dispatch(x: Float[Array, "N D"], copies: int, places: Places) -> Float[Array, "M D"]:
+def dispatch(x: Float[Array, "T D"], copies: int, places: Places) -> Float[Array, "M D"]:
     """Returns copies of each row, sorted: y[m] = x[order[m] // copies]. Its gradient is `combine`."""
     return x[places.order // copies]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def combine(y: Float[Array, "M D"], copies: int, places: Places) -> Float[Array, "N D"]:
+def combine(y: Float[Array, "M D"], copies: int, places: Places) -> Float[Array, "T D"]:
     """Returns the sum of the used copies of each row, added in float32. Its gradient is `dispatch`."""
     used = jnp.where((places.back < places.num_used)[:, None], y[places.back], 0)
     return jnp.sum(used.reshape(-1, copies, y.shape[1]), axis=1, dtype=jnp.float32).astype(y.dtype)
