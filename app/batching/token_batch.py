@@ -54,8 +54,8 @@ def pack_tokens(
     """Packs prompts and completions into rows. Padding has segment 0, logits index -1 and a False mask.
 
     Args:
-        route_shape: sizes of the routes to replay; None = none. The routes of a shared prompt are those of its first
-            sample.
+        route_shape: sizes of the routes to replay; None = none. The routes of a shared prompt are those of the first
+            of its samples that has any.
 
     Raises:
         ValueError: a row is too short for its samples.
@@ -67,10 +67,12 @@ def pack_tokens(
         _expand_ranges(at.completion_starts, at.completion_lengths),
     )
 
-    def pack_routes(size: RouteShape) -> UInt8[np.ndarray, "R T L k"]:
+    def place_routes(size: RouteShape) -> UInt8[np.ndarray, "R T L k"]:
         packed = np.full((shape[0] * shape[1], *size), UNRECORDED, np.uint8)
+        segments = (segment for row in micro_batch.rows for segment in row)
+        recorded = [next((i for i in segment if samples[i].routes is not None), segment[0]) for segment in segments]
         for sources, starts, of_prompt in (
-            (at.prompt_sources, at.prompt_starts, True),
+            (recorded, at.prompt_starts, True),
             (at.completion_sources, at.completion_starts, False),
         ):
             for i, start in zip(sources, starts.tolist(), strict=True):
@@ -111,7 +113,7 @@ def pack_tokens(
         logits_indices=at.align_to_targets([places % shape[1]], np.int32, padding=NO_TARGET),
         targets=at.align_to_targets([samples[i].completion_ids for i in at.completion_sources], np.int32),
         loss_mask=at.align_to_targets([samples[i].mask for i in at.completion_sources], np.bool_),
-        routes=None if route_shape is None else pack_routes(route_shape),
+        routes=None if route_shape is None else place_routes(route_shape),
     )
 
 

@@ -303,7 +303,7 @@ def _check_memory(
         needed, available = sum(network_bytes(session, learning, inputs.reward_model).values()), device_memory_bytes()
         has = ", whose memory is unknown" if available is None else f", which has {format_bytes(available)}"
         found = f"weights and optimizer moments take {format_bytes(needed)} on each device{has}"
-        away, host_memory = host_bytes(session, learning) * jax.local_device_count(), host_memory_bytes()
+        away, host_memory = host_bytes(session, learning) * len(session.mesh.local_devices), host_memory_bytes()
         if away:
             found += f"; {format_bytes(away)} of {format_bytes(host_memory)} stay in this host's memory"
         if away > host_memory:

@@ -9,8 +9,7 @@ Shape letters, used in every signature and docstring of the project:
     G  samples per prompt S  prompt tokens         C  completion tokens   T  tokens of a row
     V  vocabulary         D  model width           L  layers              F  feed-forward width
     Q  query heads        K  key/value heads       H  head size
-    E  experts            k  experts of a token    M  rows sorted by expert (T * k)
-    E  experts of a layer k  experts of a token
+    E  experts of a layer k  experts of a token    M  rows sorted by expert (T * k)
 """
 
 from __future__ import annotations

@@ -207,9 +207,10 @@ METRICS = (
         "as for `rollout/sampler_scorer_kl`", "as for `rollout/sampler_scorer_logprob_diff_mean`"),
     Metric("rollout/route_difference",
         "share of (token, layer) pairs for which the trainer's router chooses another set of experts than the sampler "
-        "did, over the passes that predict completion tokens; only with `rollout.routing_replay`, along the replayed "
-        "path; null for samples without routes",
-        "below 0.1: replay makes up for it", "near 0 without `max_staleness`: `rollout.routing_replay` can be off"),
+        "did, over the passes of the first update that predict completion tokens; only with `rollout.routing_replay`, "
+        "along the replayed path; null for samples without routes; near 0, replay can be off",
+        "a few percent, with or without `rollout.max_staleness`",
+        "the sampler's weights are old or rounded more: lower `rollout.max_staleness`; see `rollout.weights`"),
     Metric("rollout/fullest_expert",
         "passes through the fullest expert of a layer relative to the mean over its experts, in the mean over layers, "
         "counted like `rollout/route_difference`; only with a mixture of experts",

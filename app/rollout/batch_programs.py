@@ -95,7 +95,7 @@ def make_decode_loop(
         slots: BatchDecodeState,
         steps: Int32[Array, "2"],
         rules: SamplingRules,
-        eos_ids: Int32[Array, "E"],
+        eos_ids: Int32[Array, "ids"],
     ) -> tuple[BatchDecodeState, Bool[Array, ""]]:
         head = definition.bind(weights.params).head
 

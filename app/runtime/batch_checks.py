@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from jax.sharding import Mesh
 
-from app.mesh.devices import is_compile_only
 from app.mesh.placement import num_local_row_shards, supports_host_memory
 from app.runtime.scoring import ScoringSession
 from settings import Settings
@@ -66,5 +65,4 @@ def check_host_memory(mesh: Mesh, setting: str) -> None:
     """Raises InputError if the backend does not support arrays in host memory, which a setting needs."""
     if not supports_host_memory(mesh):
         kind = mesh.devices.flat[0].device_kind
-        lacking = "is not simulated for" if is_compile_only() else "JAX does not support on"
-        raise InputError(f"{setting}: true needs host memory, which {lacking} {kind}; set it to false")
+        raise InputError(f"{setting}: true needs host memory, which JAX does not support on {kind}; set it to false")

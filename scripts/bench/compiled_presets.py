@@ -82,9 +82,10 @@ def passes_of_experts(preset: str, gradients: str) -> float | None:
     None for other models. The LM head and attention's kernels are in neither.
     """
     architecture, settings = architecture_from_config(MODELS[model_of(preset)]), load(preset, [], {}).settings
-    tokens, tp = settings.algorithm.max_tokens_per_device, int(settings.mesh.shape.rpartition(",")[2])
+    tokens = settings.algorithm.max_tokens_per_device
     if architecture.num_experts is None or tokens is None:
         return None
+    tp = int(settings.mesh.shape.rpartition(",")[2])
     turns = {ROUTED_ROWS: tokens * architecture.experts_per_token // tp, LM_HEAD_SCOPE: 1}
     flops = product_flops(gradients, turns)
     return (flops["grouped"] + flops["other"]) * tp / (tokens * token_flops(architecture))

@@ -251,8 +251,8 @@ class RolloutSettings(Section):
     routing_replay: bool = False
     """With a mixture of experts: records which experts each token passes through during generation, and sends it
     through the same ones in scores of the policy and the reference and in updates, where rounding would choose others
-    for some tokens. Takes a byte for each layer and expert of a token in memory and in `rollouts/`: 384 for
-    Qwen3-30B-A3B, which is why it is off unless asked for."""
+    for some tokens. A prompt that samples share follows one of them. Takes a byte for each layer and expert of a token
+    in memory, 384 for Qwen3-30B-A3B, and a third more in `rollouts/`, which is why it is off unless asked for."""
     devices: Annotated[float | tuple[int, ...] | None, BeforeValidator(_validate_rollout_devices)] = None
     """Devices of each host that only generate while all others train, with `rollout.max_staleness` above 0: a share of
     them, as 0.5, or their numbers on every host, as `[2, 3]`. `mesh.shape` is then that of the others, and each worker

@@ -327,9 +327,9 @@ def drawn(definition: DecoderDefinition) -> Params:
     [
         (DecoderDefinition.create(replace(SWITCHED, windows=(35, None, 60))), (1, 2, 2)),
         (DecoderDefinition.create(replace(EVEN, num_layers=2)), (2, 1, 4)),
-        (DecoderDefinition.create(replace(MIXTURE, num_layers=2), ValueDecoder), (1, 1, 4)),
+        (DecoderDefinition.create(replace(MIXTURE, num_layers=2), ValueDecoder), (1, 4, 2)),
         (DecoderDefinition.create(replace(BIASED, num_layers=2), lora=ADAPTERS), (2, 2, 2)),
-        (DecoderDefinition.create(replace(EVEN, num_layers=2), lora=ADAPTERS, quantization="int8"), (1, 2, 4)),
+        (DecoderDefinition.create(replace(EVEN, num_layers=2), lora=ADAPTERS, quantization="int8"), (2, 2, 2)),
     ],
     ids=["windows", "key-heads-that-do-not-divide", "experts-and-a-value-head", "adapters", "quantized"],
 )

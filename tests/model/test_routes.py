@@ -131,22 +131,24 @@ def test_only_tokens_with_recorded_routes_follow_them():
     assert np.all(ours[2:] != live[2:]) and len(live) > 3
 
 
-def test_the_routes_of_a_shared_prompt_are_those_of_its_first_sample_and_each_completion_has_its_own():
+@pytest.mark.parametrize("num_without", [0, 1])
+def test_a_shared_prompt_has_the_routes_of_its_first_sample_with_any_and_each_completion_its_own(num_without):
     samples = rotated(with_own_routes())[:3]
     (micro_batch,) = packed_plan(samples, quota=64, row_length=64, share_prompts=True).micro_batches
+    [segment] = [segment for row in micro_batch.rows for segment in row]
+    for number in segment[:num_without]:
+        samples[number] = replace(samples[number], routes=None)
     rows = pack_tokens(samples, micro_batch, SHAPE)
     assert rows.routes is not None and rows.routes.dtype == np.uint8
-    (((segment,),),) = ((row for row in micro_batch.rows if row),)
-    length, at = len(samples[0].prompt.token_ids), 0
-    first = samples[segment[0]].routes
+    at = length = len(samples[0].prompt.token_ids)
+    first = samples[segment[num_without]].routes
     assert first is not None
     np.testing.assert_array_equal(rows.routes[0, :length], first[:length])
-    at = length
     for number in segment:
-        routes = samples[number].routes
-        assert routes is not None
-        np.testing.assert_array_equal(rows.routes[0, at : at + len(routes) - length], routes[length:])
-        at += len(routes) - length
+        routes, end = samples[number].routes, at + len(samples[number].completion_ids)
+        expected = UNRECORDED if routes is None else routes[length:]
+        np.testing.assert_array_equal(rows.routes[0, at:end], np.broadcast_to(expected, rows.routes[0, at:end].shape))
+        at = end
     assert np.all(rows.routes[0, at:] == UNRECORDED)
 
 

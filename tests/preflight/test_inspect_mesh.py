@@ -124,7 +124,6 @@ def test_the_notes_are_those_of_a_launch(tiny_model: Path) -> None:
     assert report.generation.startswith("one batch of all 2 hosts, 16 rows with a cache of ")
 
 
-@pytest.mark.slow
 def test_the_report_has_the_bytes_and_the_time_of_weights_for_the_rollout(tiny_model: Path) -> None:
     session, report = inspect(load_settings(tiny_model, "mesh.pretend=v4-16", "mesh.shape=1,8,1"))
     whole = bytes_per_device(session.engine.abstract_weights)
@@ -139,6 +138,7 @@ def test_the_report_has_the_bytes_and_the_time_of_weights_for_the_rollout(tiny_m
     assert f", then {format_bytes(whole)} into each that generates" in report.to_text()
 
 
+@pytest.mark.slow
 def test_one_process_simulates_a_slice_of_64_hosts(tiny_model: Path) -> None:
     arguments = ["inspect-mesh", *of_tiny(tiny_model), *settings("mesh.pretend=v5e-256")]
     with started(*arguments, "--json") as process:

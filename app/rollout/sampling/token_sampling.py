@@ -134,7 +134,7 @@ def draw_tokens(
 
 
 def token_outcomes(
-    sampled: SampledTokens, running: Bool[Array, "B"], eos_ids: Int32[Array, "E"]
+    sampled: SampledTokens, running: Bool[Array, "B"], eos_ids: Int32[Array, "ids"]
 ) -> tuple[Bool[Array, "B"], Bool[Array, "B"], Bool[Array, "B"]]:
     """Returns which running rows accept their token, which of these end with it, and which have non-finite logits."""
     # The logprob of a token drawn from non-finite logits is not finite.

@@ -109,7 +109,7 @@ def decode_segment(
     limits: Int32[Array, "3"],
     rules: SamplingRules,
     seed: Int32[Array, ""],
-    eos_ids: Int32[Array, "E"],
+    eos_ids: Int32[Array, "ids"],
 ) -> tuple[KVCache, Int32[Array, "6 B"], Int32[Array, "fields C B"]]:
     """Draws up to `segment_max` tokens for every row; returns the cache, a `RowStatus` and the tokens of each step.
 

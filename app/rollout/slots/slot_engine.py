@@ -365,13 +365,14 @@ class SlotEngine:
                 numbers: dict[bytes, int] = {}
                 for device, waiting in enumerate(by_device):
                     for i, (tokens, blocks) in enumerate(waiting[:count]):
-                        numbers[tokens.tobytes()] = device * count + i
+                        if self._devices[device].pool.has_prompt(key := tokens.tobytes()):
+                            numbers[key] = device * count + i
                         ids[device, i, : len(tokens)], lengths[device, i] = tokens, len(tokens)
                         targets[device, i, : len(blocks)] = blocks
                     del waiting[:count]
                 flat = (x.reshape(-1, *x.shape[2:]) for x in (ids, lengths, targets.astype(np.int32)))
                 self._cache, routes = self.programs["prefill", count, bucket](self._weights, self._cache, *flat)
-                if routes is not None:
+                if routes is not None and numbers:
                     self._prompt_routes |= {key: (routes, number) for key, number in numbers.items()}
 
     def _copy(self, copies: Sequence[tuple[int, int, int]]) -> None:
