@@ -152,6 +152,14 @@ def choose_experts(
     return kept.astype(x.dtype), chosen, live
 
 
+def pack_routes(chosen: Int32[Array, "L *rows k"]) -> Int32[Array, "*rows W"]:
+    """Returns the bytes of the routes of each token, layer by layer, as words; see `app.model.routes.unpack_routes`."""
+    by_token = jnp.moveaxis(chosen, 0, -2)
+    flat = by_token.reshape(*by_token.shape[:-2], -1).astype(jnp.uint8)
+    padded = jnp.pad(flat, [(0, 0)] * (flat.ndim - 1) + [(0, -flat.shape[-1] % 4)])
+    return jax.lax.bitcast_convert_type(padded.reshape(*flat.shape[:-1], -1, 4), jnp.int32)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def dispatch(x: Float[Array, "T D"], copies: int, places: Places) -> Float[Array, "M D"]:
     """Returns copies of each row, sorted: y[m] = x[order[m] // copies]. Its gradient is `combine`."""

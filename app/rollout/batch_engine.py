@@ -29,9 +29,9 @@ from app.mesh.placement import (
 from app.mesh.submesh import to_host_submesh
 from app.model.decode_weights import DecodeConversion, DecodeWeights, abstract_decode_weights
 from app.model.decoder import DecoderDefinition, Params
+from app.model.experts import pack_routes
 from app.model.kv_cache import KVCache, abstract_cache
 from app.model.prefill_and_decode import prefill
-from app.model.routes import pack_routes
 from app.records.sample import Prompt, Sample
 from app.rollout.batch_programs import BatchDecodeState, RowConstants, init_decode_state, make_decode_loop
 from app.rollout.counters import RolloutCounters

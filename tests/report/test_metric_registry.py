@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import jax.numpy as jnp
 import pytest
 
 from app.evaluation.metrics import estimate_metrics
 from app.report.metric_registry import METRICS, find_metric, matches, metrics_page
+from app.update.route_metrics import RouteCounts, route_metrics
 from tests.evaluation.test_evaluator import make_answers, table_of
 from tests.program import REPOSITORY, metrics_of, train_here
 from tests.run_fixtures import NO_REPORT, TINY, write_config
@@ -38,9 +40,10 @@ NAMES = [name for entry in METRICS for name in entry.names]
 
 
 def metrics_of_real_runs(*runs: Path) -> set[str]:
-    """Returns the metrics of these runs, and of an evaluation with several samples per prompt."""
+    """Returns the metrics of these runs, of an evaluation with several samples per prompt, and of experts."""
     several = estimate_metrics(table_of(make_answers(("2", "3"), ("2", "2")), 2), num_samples=2)
-    return {*several, *(name for run in runs for line in metrics_of(run) for name in line)}
+    experts = route_metrics(RouteCounts(jnp.ones((2, 4)), differing=jnp.zeros(()), recorded=jnp.ones(())))
+    return {*several, *experts, *(name for run in runs for line in metrics_of(run) for name in line)}
 
 
 def test_a_run_writes_the_metrics_of_the_registry_and_no_others(

@@ -10,9 +10,9 @@ from jaxtyping import Array, Bool, Int32
 
 from app.model.decode_weights import DecodeWeights
 from app.model.decoder import DecoderDefinition
+from app.model.experts import pack_routes
 from app.model.kv_cache import KVCache, constrain_cache
 from app.model.prefill_and_decode import DECODE_SCOPE, decode_step
-from app.model.routes import pack_routes
 from app.rollout.sampling.token_sampling import (
     SampledTokens,
     Sampler,

@@ -26,6 +26,7 @@ from app.mesh.placement import abstract_arrays, tree_shardings
 from app.model.cache_attention import cache_block_size, decode_block_size
 from app.model.decode_weights import DecodeWeights, abstract_decode_weights
 from app.model.decoder import DecoderDefinition
+from app.model.experts import pack_routes
 from app.model.kv_cache import (
     KVCache,
     abstract_cache,
@@ -35,7 +36,6 @@ from app.model.kv_cache import (
     to_codes,
 )
 from app.model.prefill_and_decode import prefill
-from app.model.routes import pack_routes
 from app.rollout.sampling.token_sampling import (
     Sampler,
     SamplingRules,
