@@ -63,6 +63,8 @@ def gather_tokens(x: Float[Array, "R T D"]) -> Float[Array, "*tokens D"]:
     Rows and tokens are one dim if each device has one row: XLA scatters no sums of tokens behind a dim of size 1 on
     TPUs, but sends them whole.
     """
+    if not _is_split():
+        return x
     if row_shard_size(len(x)) == 1:
         x = x.reshape(-1, x.shape[-1])
     whole, split = _token_dims(x)
@@ -71,9 +73,17 @@ def gather_tokens(x: Float[Array, "R T D"]) -> Float[Array, "*tokens D"]:
 
 def scatter_tokens(x: Float[Array, "*tokens D"], shape: tuple[int, ...]) -> Float[Array, "R T D"]:
     """Returns what a sublayer adds to residuals: sums over tp, each device its tokens, and gathers their gradient."""
+    if not _is_split():
+        return x
     whole, split = _token_dims(x)
     moved: Array = reshard(x, whole, split)
     return moved.reshape(shape)
+
+
+def _is_split() -> bool:
+    """Returns whether tp splits anything: otherwise constraints would only keep XLA from fusing across them."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return not mesh.empty and mesh.shape["tp"] > 1
 
 
 def _token_dims(x: Float[Array, "*tokens D"]) -> tuple[Dims, Dims]:
@@ -153,7 +163,7 @@ class Block(nnx.Module):
             live = None
             # Otherwise XLA gathers the weights over tp, and not the tokens.
             inner = ACTIVATIONS[self.activation](self.gate(y)) * self.up(y)
-            mixed = self.down(constrain(inner, *("rows", "tokens")[: y.ndim - 1], "mlp"))
+            mixed = self.down(constrain(inner, *("rows", "tokens")[: y.ndim - 1], "mlp") if _is_split() else inner)
         return constrain(x + self.mlp_post_norm(scatter_tokens(mixed, x.shape)), *RESIDUALS), kept, live
 
 
