@@ -157,8 +157,7 @@ class Block(nnx.Module):
         x = x + self.attention_post_norm(scatter_tokens(mixed, x.shape))
         y = gather_tokens(self.mlp_norm(x))
         if hasattr(self, "experts"):
-            mixed, live = self.experts(y.reshape(x.shape), is_token, recorded)
-            mixed = mixed.reshape(y.shape)
+            mixed, live = self.experts(y, is_token, recorded)
         else:
             live = None
             # Otherwise XLA gathers the weights over tp, and not the tokens.

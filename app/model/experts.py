@@ -63,8 +63,8 @@ class Experts(nnx.Module):
         self.down = ExpertMatrix(rngs, {**outer, **mlp, **embed})
 
     def __call__(
-        self, x: Float[Array, "R T D"], is_token: Bool[Array, "R T"], recorded: UInt8[Array, "R T k"] | None = None
-    ) -> tuple[Float[Array, "R T D"], Int32[Array, "R T k"]]:
+        self, x: Float[Array, "*tokens D"], is_token: Bool[Array, "R T"], recorded: UInt8[Array, "R T k"] | None = None
+    ) -> tuple[Float[Array, "*tokens D"], Int32[Array, "R T k"]]:
         """Returns the sums, and the router's own choices.
 
         The sums are zeros where `is_token` is False, which no expert computes. What the choices are there has no
@@ -99,7 +99,7 @@ class Experts(nnx.Module):
         parts, live = add_own(x.reshape(-1, x.shape[-1]), is_token.reshape(-1), weights, flat)
         # Not `jnp.sum`, which would send float32 between devices.
         # Nor `lax.reduce` from a traced zero, whose gradient is a tree of slices: two more exchanges over tp.
-        return jax.lax.reduce_sum(parts, (0,)).reshape(x.shape), live.reshape(*x.shape[:2], -1)
+        return jax.lax.reduce_sum(parts, (0,)).reshape(x.shape), live.reshape(*is_token.shape, -1)
 
 
 def _add_own_experts(

@@ -54,7 +54,6 @@ class SampleReader:
         self._path = path
         self._architecture = architecture
         self._encoder = encoder
-        self._replays_routes = replays_routes
         self._fields = [name for name in SCORING_FIELDS if replays_routes or name != "routes"]
         self._stamp = file_stamp(path)
 

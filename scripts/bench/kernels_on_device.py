@@ -33,11 +33,9 @@ from app.model.kv_cache import LayerCache, to_codes
 from app.records.text_format import format_table
 from scripts.bench import ceilings
 from scripts.bench.attention import TOKENS, interleaved_seconds, log_normal_rows
-from scripts.bench.shapes import QWEN2_5
+from scripts.bench.shapes import QWEN2_5, QWEN3
 from settings.schema.mesh import MeshSettings
 
-EXPERTS = 128, 2048, 768
-"""Number of matrices of Qwen3-30B-A3B's experts, and the dims of each."""
 ERROR_LIMIT = 1.5
 """The largest error of a kernel, as a multiple of XLA's."""
 
@@ -127,8 +125,10 @@ def decoding(architecture: Architecture, num_rows: int, length: int, *, is_int8:
 
 
 def experts(num_tokens: int, *, gradients: bool = False) -> tuple[str, ...]:
-    rng, (num_experts, inner, outer), copies = np.random.default_rng(0), EXPERTS, 8
-    num_rows = num_tokens * copies
+    rng, a = np.random.default_rng(0), architecture_from_config(QWEN3["Qwen3-30B-A3B"])
+    assert a.num_experts is not None
+    num_experts, inner, outer = a.num_experts, a.model_dim, a.mlp_dim
+    num_rows = num_tokens * a.experts_per_token
     sizes = jnp.asarray(rng.multinomial(num_rows, rng.dirichlet(np.full(num_experts, 2.0))), jnp.int32)
     shapes = (num_rows, inner), (num_experts, inner, outer), (num_rows, outer)
     whole = [jnp.asarray(rng.standard_normal(shape, np.float32)) for shape in shapes[: 2 + gradients]]
