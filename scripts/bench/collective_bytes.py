@@ -110,7 +110,7 @@ def decoding(architecture: Architecture, mesh: Mesh, layout: DecodeLayout, rows:
 
         def step(carry: tuple) -> tuple:
             cache, token_ids, positions = carry
-            hidden, cache = decode_step(
+            hidden, cache, _ = decode_step(
                 definition, weights, cache, token_ids, positions, jnp.ones_like(positions, bool)
             )
             drawn = sample_tokens(

@@ -34,7 +34,8 @@ class Stopwatch(transformers.TrainerCallback):
     def __init__(self) -> None:
         self.steps: list[dict[str, float]] = []
         self._inside: dict[str, float] = defaultdict(float)
-        self._start, self._score = 0.0, None
+        self._start = 0.0
+        self._score: float | None = None
 
     def watch(self, trainer: Any, method: str) -> None:
         """Times every call of a method of the trainer."""
@@ -59,9 +60,10 @@ class Stopwatch(transformers.TrainerCallback):
     def on_step_end(self, *_: Any, **__: Any) -> None:
         if ON_GPU:
             torch.cuda.synchronize()
+        assert self._score is not None, "TRL updated without having prepared a batch"
         step, inside = time.perf_counter() - self._start, self._inside
-        rollout, score, update = inside["_generate_single_turn"], self._score, step - inside["_prepare_inputs"]
-        self.steps.append({"rollout": rollout, "score": score, "update": update, "step": step})
+        rollout, update = inside["_generate_single_turn"], step - inside["_prepare_inputs"]
+        self.steps.append({"rollout": rollout, "score": self._score, "update": update, "step": step})
         print(f"step {len(self.steps)}", {k: round(v, 2) for k, v in self.steps[-1].items()}, flush=True)
 
 
