@@ -43,6 +43,43 @@ class Prompt:
     """All other columns of the row."""
 
 
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What the policy wrote between two observations, and how the environment answered."""
+
+    start: int
+    """Place of its first token among those of the completion."""
+    end: int
+    """Place after its last token, where the observation starts, if there is one: up to the start of the next turn."""
+    messages: Messages = field(default_factory=list)
+    """The observation: messages of the roles `tool` and `user`; none if the environment said nothing."""
+    reward: float = 0.0
+    """Reward of the environment for this turn."""
+    seconds: float = 0.0
+    """Time that the environment took to answer."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Numbers of the environment, among them `tool_calls`, `tool_errors` (calls that raised or were malformed) and
+    `malformed_calls`, where there were any."""
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """The turns of a sample, and what its environment made of them."""
+
+    turns: tuple[Turn, ...]
+    """All turns of the policy, in order; the last one may have been cut."""
+    end: str
+    """Why it ended: `terminated` or `truncated` by the environment, `turns` (env.max_turns), `turn_tokens`
+    (env.max_turn_tokens), `tokens` (rollout.max_new_tokens), `observation` (it did not fit), or `dropped`."""
+    scores: Mapping[str, float] = field(default_factory=dict)
+    """Parts of the reward that the environment gave for the whole episode, by name."""
+
+    @property
+    def reward(self) -> float:
+        """Sum of the rewards of all turns and of all scores."""
+        return sum(turn.reward for turn in self.turns) + sum(self.scores.values())
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
     """A completion of a prompt, from the sampler to the gradient.
@@ -59,6 +96,7 @@ class Sample:
     completion_ids: Int32[np.ndarray, "C"]
     """Token ids, with the end-of-sequence token or the stop string if `finish_reason` is `stop`."""
     completion: str
+    """Text that the policy wrote in its last turn, without control tokens: what rewards judge."""
     behavior_logprobs: Float32[np.ndarray, "C"]
     """log_softmax(logits / temperature) of the sampler over the whole vocabulary, at sampling time."""
     finish_reason: str
@@ -75,6 +113,8 @@ class Sample:
     routes: UInt8[np.ndarray, "S+C L k"] | None = None
     """The experts that each token of prompt and completion passed through in the sampler, which does not compute the
     last one; 255 where none are recorded. None = no routes are recorded."""
+    episode: Episode | None = None
+    """Its turns; None without an environment: one turn, that nobody answered."""
     loss_mask: Bool[np.ndarray, "C"] | None = None
     """False on tokens without a loss: not written by the policy, or in a dropped sample; None = all True."""
     rewards: Mapping[str, float] | None = None

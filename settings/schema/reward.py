@@ -55,7 +55,8 @@ def _validate_function_path(value: str) -> str:
     return value
 
 
-def _validate_variable_names(value: tuple[str, ...]) -> tuple[str, ...]:
+def validate_variable_names(value: tuple[str, ...]) -> tuple[str, ...]:
+    """Accepts names of environment variables that hold no secrets of this program."""
     for name in value:
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             raise ValueError(f"expected names of environment variables, but `{name}` is not one")
@@ -147,5 +148,5 @@ class RewardSettings(Section):
     """Plug-ins get only this many last characters of longer completions."""
     load_timeout_s: float = Field(default=60.0, gt=0, le=3600)
     """Wall-clock limit in seconds for importing a plug-in."""
-    environment: Annotated[tuple[str, ...], Field(strict=False), AfterValidator(_validate_variable_names)] = ()
+    environment: Annotated[tuple[str, ...], Field(strict=False), AfterValidator(validate_variable_names)] = ()
     """Names of additional environment variables to pass to plug-ins, which get only a few by default."""

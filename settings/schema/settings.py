@@ -14,6 +14,7 @@ from settings.schema.batching import BatchingSettings
 from settings.schema.checkpoint import CheckpointSettings
 from settings.schema.critic import CriticSettings
 from settings.schema.data import DataSettings
+from settings.schema.environment import EnvironmentSettings
 from settings.schema.eval import EvalSettings
 from settings.schema.logging import LoggingSettings
 from settings.schema.mesh import MeshSettings
@@ -38,6 +39,7 @@ class Settings(BaseSettings):
     model: ModelSettings = ModelSettings()
     data: DataSettings = DataSettings()
     rollout: RolloutSettings = RolloutSettings()
+    env: EnvironmentSettings = EnvironmentSettings()
     reward: RewardSettings = RewardSettings()
     batching: BatchingSettings = BatchingSettings()
     score: ScoreSettings = ScoreSettings()

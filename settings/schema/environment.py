@@ -1,0 +1,106 @@
+"""Settings of the section `env`: environments and tools that the policy talks to over several turns."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field
+
+from settings.schema.reward import validate_variable_names
+from settings.schema.rollout import MAX_SLOTS, MAX_TOKENS
+from settings.schema.section import Section
+
+BUILT_IN_ENVIRONMENTS = ("calculator", "guess_number", "lookup")
+"""Values of `env.source` beside paths."""
+BUILT_IN_TOOLS = ("calculator", "lookup")
+"""Values of `env.tools` beside paths."""
+
+ToolCallFormat = Literal["auto", "json_tags", "json", "python", "none"]
+"""Values of `env.parser`."""
+
+
+def _validate_path(value: str) -> str:
+    place, _, attribute = value.rpartition(":")
+    is_place = place.endswith(".py") or all(part.isidentifier() for part in place.split("."))
+    if not is_place or not all(part.isidentifier() for part in attribute.split(".")):
+        raise ValueError("expected `module:name` or `path/to/file.py:name`")
+    return value
+
+
+def _validate_environment(value: str) -> str:
+    if ":" not in value and value not in BUILT_IN_ENVIRONMENTS:
+        raise ValueError(
+            f"expected one of {', '.join(BUILT_IN_ENVIRONMENTS)}, or `path/to/file.py:name`, or `module:name`"
+        )
+    return value if value in BUILT_IN_ENVIRONMENTS else _validate_path(value)
+
+
+def _validate_tool(value: str) -> str:
+    if ":" not in value and value not in BUILT_IN_TOOLS:
+        raise ValueError(f"expected one of {', '.join(BUILT_IN_TOOLS)}, or `path/to/file.py:name`, or `module:name`")
+    return value if value in BUILT_IN_TOOLS else _validate_path(value)
+
+
+def _as_list(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+class EnvironmentSettings(Section):
+    source: Annotated[str, AfterValidator(_validate_environment)] | None = None
+    """Environment that answers the policy after every turn: calculator, guess_number, lookup, `path/to/file.py:name` or
+    `module:name`. Its rewards are added to the sum under the name `env`. Null = none."""
+    tools: Annotated[
+        tuple[Annotated[str, AfterValidator(_validate_tool)], ...], Field(strict=False), BeforeValidator(_as_list)
+    ] = ()
+    """Functions that the policy may call: calculator, lookup, `path/to/file.py:name` or `module:name`. A turn without
+    a call is the answer, which the reward functions judge. With `source`, tools beside those of the environment."""
+    weight: float = Field(default=1.0, ge=-1e6, le=1e6)
+    """Weight of the rewards of `source` in the sum; 0 = logged but not counted."""
+    credit: Literal["trajectory", "turn"] = "trajectory"
+    """Where the rewards of `source` count: all at the end of the sample (trajectory), or each at the end of the turn
+    that earned it (turn), which needs an estimator of returns per token: gae, vtrace or reinforce_plus_plus."""
+    turn_discount: float = Field(default=1.0, ge=0, le=1)
+    """With `credit: turn`: factor by which a reward is discounted for every turn between it and the turn that learns
+    from it."""
+    max_turns: int = Field(default=8, ge=1, le=1024)
+    """Most turns of the policy in a sample. One that would need more is truncated, as at `rollout.max_new_tokens`."""
+    max_turn_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
+    """Longest turn, in tokens, at which a sample is truncated; null = only `rollout.max_new_tokens`, which counts all
+    tokens behind the prompt, observations included."""
+    max_observation_tokens: int | None = Field(default=1024, ge=1, le=MAX_TOKENS)
+    """Longest observation in tokens: of a longer one, messages are cut at their ends, with a note for the policy. Null =
+    never. An observation that does not fit into `rollout.max_new_tokens` truncates the sample."""
+    parser: ToolCallFormat = "auto"
+    """How the policy writes tool calls: as JSON between `<tool_call>` and `</tool_call>` (json_tags: Qwen, SmolLM,
+    Hermes), as one JSON object (json: Llama 3), as Python calls in a list or a `tool_code` block (python: Llama 4,
+    Gemma), or not at all (none). auto = as the chat template says."""
+    step_timeout_s: float = Field(default=30.0, gt=0, le=86_400)
+    """Seconds after which one step of an environment counts as hung; its process is then ended."""
+    episode_timeout_s: float = Field(default=3600.0, gt=0, le=864_000)
+    """Seconds that all steps of a sample may take together."""
+    on_timeout: Literal["drop", "tell"] = "drop"
+    """What a step that hangs means: the sample is dropped (drop), or the policy is told that there was no answer in
+    time, and goes on (tell), which needs `replayable`."""
+    replayable: bool = True
+    """Whether `reset` and the same turns lead to the same state again. After the loss of a process, its other samples
+    are then played again from the start; otherwise they are dropped."""
+    workers: int = Field(default=4, ge=1, le=1024)
+    """Processes in which environments and tools run, on each host."""
+    concurrency: int = Field(default=32, ge=1, le=4096)
+    """Samples that each process serves at once, in threads: for environments that wait rather than compute. A step is
+    then not interrupted by others, but they share modules and memory."""
+    max_suspended: int | None = Field(default=None, ge=0, le=MAX_SLOTS)
+    """Most samples of a worker, or of `rollout.slots`, that leave their slots while they wait for the environment; they
+    keep their part of the KV cache while there is room. Null = as many as there are slots; 0 = they wait in their
+    slots."""
+    memory_mib: int = Field(default=4096, ge=256, le=1_048_576)
+    """Address space limit in MiB of each process, including its libraries."""
+    load_timeout_s: float = Field(default=60.0, gt=0, le=3600)
+    """Seconds for importing environments and tools."""
+    environment: Annotated[tuple[str, ...], Field(strict=False), AfterValidator(validate_variable_names)] = ()
+    """Names of additional environment variables to pass to environments and tools, which get only a few by default."""
+
+    @property
+    def is_used(self) -> bool:
+        """Whether samples have several turns."""
+        return self.source is not None or bool(self.tools)
