@@ -7,6 +7,9 @@ from collections.abc import Callable
 StopCheck = Callable[[], bool]
 """Returns whether generation must stop at the end of the current segment. Thread-safe; once true, it stays true."""
 
+STOP_CHECK_INTERVAL_S = 1.0
+"""Longest wait for anything but devices after which to check whether to stop."""
+
 
 class StoppedError(Exception):
     """Generation was stopped before its samples were complete."""

@@ -12,6 +12,7 @@ import numpy as np
 from app.distributed.stop_check import StopCheck, never_stop
 from app.model.decode_weights import DecodeWeights
 from app.records.sample import Prompt, Sample
+from app.rollout.conversations import Conversations
 from app.rollout.request import GenerationRequest
 from app.rollout.sampling.token_sampling import SamplingRules
 from app.rollout.sequence import RolloutSequence
@@ -27,6 +28,8 @@ class SampleGenerator(ABC):
 
     def __init__(self, *, decode_text: DecodeText):
         self._decode_text = decode_text
+        self.conversations: Conversations | None = None
+        """Answers the turns of samples; None = samples have one turn."""
         self.stop_requested: StopCheck = never_stop
 
     def generate(self, weights: DecodeWeights, prompts: Sequence[Prompt], request: GenerationRequest) -> list[Sample]:
@@ -50,12 +53,22 @@ class SampleGenerator(ABC):
             InputError: a prompt does not fit into a slot.
             StoppedError: a stop was requested. The slots are free afterwards.
         """
-        sequences = make_sequences(prompts, request, noise_step=request.policy_version)
+        sequences = self.make_rows(prompts, request, noise_step=request.policy_version)
         rows = {number: row for number, row in enumerate(sequences) if row.uid not in skipped_uids}
         with closing(self._run_in_order(weights, deque(rows.values()), request)) as done:
             for number, row in zip(rows, done, strict=True):
                 group_id = request.first_group_id + number // request.group_size
                 yield self.to_sample(row, group_id, request)
+
+    def make_rows(
+        self, prompts: Sequence[Prompt], request: GenerationRequest, *, noise_step: int
+    ) -> list[RolloutSequence]:
+        """Returns the rows of `make_sequences`, with the prompts as environments open them."""
+        if self.conversations is None:
+            return make_sequences(prompts, request, noise_step=noise_step)
+        rows = make_sequences(self.conversations.open(prompts), request, noise_step=noise_step)
+        self.conversations.begin(rows)
+        return rows
 
     @abstractmethod
     def compile(self, rules: SamplingRules) -> None:

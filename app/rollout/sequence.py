@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import time
+import uuid
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float32, Int32, UInt8
 
+from app.environments.episode_pool import Opening
 from app.model.kv_cache import KVCache
 from app.model.routes import UNRECORDED, RouteShape, unpack_routes
-from app.records.sample import Prompt, Sample
+from app.records.sample import Episode, Prompt, Sample, Turn
 from app.rollout.request import GenerationRequest
 from app.rollout.stop_strings import DecodeText, stop_length
 
@@ -44,10 +47,50 @@ class RolloutSequence:
     """(version of the weights, number of tokens) for each segment."""
     prompt_routes: Int32[np.ndarray, "S words"] | None = None
     """Routes of the prompt's tokens, if they are recorded."""
+    plays: bool = False
+    """Whether an environment answers its turns."""
+    opening: Opening | None = None
+    """How its conversation began, for the environment."""
+    max_turn_tokens: int | None = None
+    """Most tokens of a turn; None = as many as the whole sample may have."""
+    turns: tuple[Turn, ...] = ()
+    """Turns that the environment has answered."""
+    turn_start: int = 0
+    """Place of the first token of the present turn."""
+    turn_end: str | None = None
+    """While the environment has to answer: how the turn ended, `stop` or `length`."""
+    episode: Episode | None = None
+    """All turns, once the sample is done."""
+    key: str = field(default_factory=lambda: uuid.uuid4().hex)
+    """Tells it from all other rows; copies of a row share it."""
 
     @property
     def uid(self) -> str:
         return f"{self.prompt.uid}/s{self.sample_index}"
+
+    @property
+    def is_acting(self) -> bool:
+        """Whether its environment has to answer before it goes on."""
+        return self.turn_end is not None and self.finish_reason is None
+
+    @property
+    def num_allowed(self) -> int:
+        """Number of tokens that may still be drawn in this turn."""
+        left = self.max_new_tokens - self.num_tokens
+        of_turn = self.num_tokens - self.turn_start
+        return left if self.max_turn_tokens is None else min(left, self.max_turn_tokens - of_turn)
+
+    def observe(self, turn: Turn, token_ids: Int32[np.ndarray, "n"]) -> None:
+        """Appends an observation, after which the next turn begins."""
+        observed = np.zeros((len(self.segment_tokens[0]), len(token_ids)), np.int32)
+        observed[0] = token_ids
+        self.segment_tokens.append(observed)
+        self.segment_versions.append((self.segment_versions[-1][0], len(token_ids)))
+        self.num_tokens += len(token_ids)
+        self.turns, self.turn_start, self.turn_end = (*self.turns, turn), self.num_tokens, None
+
+    def finish(self, reason: str) -> None:
+        self.finish_reason, self.elapsed_s = reason, time.perf_counter() - self.started_s
 
     @property
     def token_ids(self) -> Int32[np.ndarray, "C"]:
@@ -106,12 +149,16 @@ class RolloutSequence:
         # A sample without a token gets the version of the segment that dropped it.
         last = row.segment_versions[-1][0] if row.segment_versions else row.noise_step
         oldest = int(versions.min()) if len(versions) else last
+        turns = () if row.episode is None else row.episode.turns
+        written = np.zeros(len(ids), bool)
+        for turn in turns:
+            written[turn.start : turn.end] = True
         return Sample(
             prompt=self.prompt,
             sample_index=self.sample_index,
             group_id=group_id,
             completion_ids=ids,
-            completion=decode_text(ids.tolist()),
+            completion=decode_text(ids[turns[-1].start if turns else 0 :].tolist()),
             behavior_logprobs=row.logprobs,
             finish_reason=row.finish_reason,
             policy_version=oldest,
@@ -121,11 +168,21 @@ class RolloutSequence:
             elapsed_s=self.elapsed_s,
             kept_mass_logs=row.kept_mass_logs if request.rules.truncates else None,
             routes=None if request.route_shape is None else row.routes(request.route_shape),
+            episode=row.episode,
+            loss_mask=written if turns else None,
         )
 
     def rewound(self, num_tokens: int) -> RolloutSequence:
         """Returns a copy with the first `num_tokens` collected tokens."""
-        row = replace(self, num_tokens=0, num_segments=0, finish_reason=None, segment_tokens=[], segment_versions=[])
+        row = replace(
+            self,
+            num_tokens=0,
+            num_segments=0,
+            finish_reason=None,
+            turn_end=None,
+            segment_tokens=[],
+            segment_versions=[],
+        )
         for drawn, (version, count) in zip(self.segment_tokens, self.segment_versions, strict=False):
             left = min(count, num_tokens - row.num_tokens)
             if left > 0:
@@ -133,6 +190,8 @@ class RolloutSequence:
                 row.segment_versions.append((version, left))
                 row.num_tokens += left
                 row.num_segments += 1
+        # Observations were not decoded in segments.
+        row.num_segments -= len(row.turns)
         return row
 
 
@@ -140,5 +199,7 @@ class SuspendedSequence(NamedTuple):
     """A sample taken out of its slot."""
 
     row: RolloutSequence
-    cache: KVCache | None
+    cache: KVCache | None = None
     """Its cache, on the devices where it ran; None = the cache must be recomputed."""
+    length: int = 0
+    """Number of its first tokens of prompt and completion that the cache holds, and one more, which is fed next."""

@@ -271,29 +271,6 @@ def test_a_slow_worker_of_another_host_is_given_up_until_it_wakes() -> None:
         assert slow.name in hosts.joined() and not hosts.lost()
 
 
-def test_rows_that_are_replayed_for_long_do_not_end_a_lease() -> None:
-    """The reports of a worker on another host extend it."""
-    with two_hosts(kinds=("fast",), lease_s=4.0) as hosts:
-        engine, waits = hosts.second.workers[0].engine, iter(range(4))
-        replay = engine._replay_tokens
-
-        def replay_slowly(slots: Sequence[Any]) -> None:
-            while slots and next(waits, None) is not None:
-                time.sleep(1.1)
-                assert engine.on_token_replayed is not None
-                engine.on_token_replayed()
-            replay(slots)
-
-        engine._replay_tokens = replay_slowly
-        try:
-            with dying(hosts.first.workers[0], lives=1):
-                assert bits(hosts.samples()) == bits(expected())
-        finally:
-            del engine._replay_tokens
-        assert next(waits, None) is None
-        assert [name for name, _ in hosts.lost()] == [hosts.first.workers[0].name]
-
-
 @pytest.mark.parametrize("in_turn", [True, False])
 def test_the_scheduler_goes_on_without_a_host_whose_connection_breaks(in_turn: bool) -> None:
     with two_hosts(in_turn=in_turn) as hosts:

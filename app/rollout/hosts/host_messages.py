@@ -54,13 +54,6 @@ class SegmentResult:
 
 
 @dataclass(frozen=True, slots=True)
-class TokenReplayed:
-    """To host 0: a worker makes progress in its segment."""
-
-    worker: str
-
-
-@dataclass(frozen=True, slots=True)
 class Reopened:
     """To host 0: a worker that it had given up is open again, under its next name."""
 
@@ -115,5 +108,5 @@ class Ended:
     """Why it failed; None if all rows are done or the rollout was stopped."""
 
 
-ToFirstHost = Joined | Submitted | Left | SegmentResult | TokenReplayed | Reopened
+ToFirstHost = Joined | Submitted | Left | SegmentResult | Reopened
 FromFirstHost = StartSegment | SuspendRow | GiveUp | RowDone | Progress | Ended

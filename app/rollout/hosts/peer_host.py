@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import logging
 import math
@@ -30,7 +29,6 @@ from app.rollout.hosts.host_messages import (
     Submitted,
     SuspendRow,
     ToFirstHost,
-    TokenReplayed,
 )
 from app.rollout.scheduling.protocol import RunSegment, WorkerKind
 from app.rollout.sequence import RolloutSequence
@@ -100,8 +98,7 @@ class PeerHost:
             return ()
         for one in joined.workers:
             if one.name not in self.workers:
-                engine = copy.copy(engines[one.kind])
-                engine.on_token_replayed = None
+                engine = engines[one.kind]
                 self.workers[one.name] = HostWorker(one.name, one.kind, engine, one.device, host=self.host, peer=self)
             self.workers[one.name].reset(one.name)
         return [self.workers[one.name] for one in joined.workers]
@@ -243,10 +240,6 @@ class PeerHost:
                 worker = self.workers.pop(message.worker)
                 self.workers[worker.next_name] = worker
                 worker.is_reopened = True
-            case TokenReplayed() if rollout == self._rollout:
-                renew_lease = self.workers[message.worker].engine.on_token_replayed
-                if renew_lease is not None:
-                    renew_lease()
 
     def _end_segment(self, worker: str, result: RemoteSegment | str) -> None:
         ended = self._segments.pop(worker, None)

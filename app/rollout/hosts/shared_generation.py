@@ -17,7 +17,6 @@ from app.records.sample import Prompt, Sample
 from app.records.step_timeline import SegmentTime
 from app.rollout.hosts.shared_pool import SchedulingPool, ServingPool
 from app.rollout.request import GenerationRequest
-from app.rollout.sample_generator import make_sequences
 from app.rollout.sequence import RolloutSequence
 from app.rollout.workers.async_generation import AsyncRollout, samples_of_round
 from app.rollout.workers.worker_pool import RolloutWorkerPool
@@ -68,7 +67,7 @@ class ServingRollout:
 
     def submit(self, prompts: Sequence[Prompt], *, noise_step: int) -> None:
         """Adds the next round; see `AsyncRollout.submit`."""
-        rows = make_sequences(prompts, self._request, noise_step=noise_step)
+        rows = self._workers.make_rows(prompts, self._request, noise_step=noise_step)
         self._workers.check_fits(rows)
         self._rounds.append(self._service.submit(rows))
 

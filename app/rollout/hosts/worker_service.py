@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from functools import partial
+from dataclasses import replace
 from queue import Empty, SimpleQueue
 from threading import Thread
 
@@ -28,7 +27,6 @@ from app.rollout.hosts.host_messages import (
     Submitted,
     SuspendRow,
     ToFirstHost,
-    TokenReplayed,
     WorkerInfo,
 )
 from app.rollout.scheduling.protocol import SegmentEnded
@@ -39,9 +37,6 @@ from app.rollout.workers.worker import RolloutWorker
 from app.rollout.workers.worker_drivers import ThreadedDriver
 
 log = logging.getLogger(__name__)
-
-REPLAY_REPORT_INTERVAL_S = 1.0
-"""Minimum time between two reports that a worker replays tokens."""
 
 
 class WorkerService:
@@ -82,9 +77,6 @@ class WorkerService:
         """Names of failed workers that run nothing."""
         self._caches: dict[int, Future[SuspendedSequence]] = {}
         self._news: SimpleQueue[RowDone | Progress | Ended | BaseException] = SimpleQueue()
-        self._reported_s = dict.fromkeys(workers, -REPLAY_REPORT_INTERVAL_S)
-        for worker in workers:
-            worker.engine.on_token_replayed = partial(self._report_replay, worker)
         self._reporter = Thread(target=self._report_outcomes, name="worker-service", daemon=True)
         self._reporter.start()
 
@@ -102,7 +94,8 @@ class WorkerService:
         numbers = range(self._num_rows, self._num_rows + len(sent))
         self._num_rows += len(sent)
         self._prompts |= {number: row.prompt for number, row in zip(numbers, sent, strict=True)}
-        self._send(Submitted(without_columns(sent)))
+        copies = [replace(copy, opening=row.opening) for copy, row in zip(without_columns(sent), sent, strict=True)]
+        self._send(Submitted(copies))
         return numbers
 
     def is_done(self, numbers: Iterable[int]) -> bool:
@@ -176,8 +169,6 @@ class WorkerService:
 
     def close(self) -> None:
         """Ends the reports, once the driver is closed."""
-        for worker in self._workers.values():
-            worker.engine.on_token_replayed = None
         self._driver.wake()
         self._reporter.join()
 
@@ -210,12 +201,6 @@ class WorkerService:
         self._driver.run_segment(self._workers[worker], message.command, admissions)
 
     # In the threads of the workers and of the reports ------------------------------------------------------------
-
-    def _report_replay(self, worker: RolloutWorker) -> None:
-        now = time.monotonic()
-        if now - self._reported_s[worker] >= REPLAY_REPORT_INTERVAL_S:
-            self._reported_s[worker] = now
-            self._send(TokenReplayed(worker.name))
 
     def _report_outcomes(self) -> None:
         try:

@@ -173,18 +173,19 @@ class RolloutActor:
             return None
         fetched: Future[SuspendedSequence] = Future()
         try:
-            leaves = ray.get(cache_refs[one.uid], timeout=self._cache_timeout_s)
+            leaves, length = ray.get(cache_refs[one.uid], timeout=self._cache_timeout_s)
             cache = from_bit_leaves(leaves, like=self._engine.programs.abstract_row) if leaves else None
-            fetched.set_result(SuspendedSequence(one.row, cache))
+            fetched.set_result(SuspendedSequence(one.row, cache, length))
         except Exception as error:
             # The actor that suspended the row may have died together with the cache, or before storing it.
             fetched.set_exception(error)
         return fetched
 
-    def suspend(self, uid: str) -> BitLeaves:
-        """Takes a row out of its slot and returns its cache."""
+    def suspend(self, uid: str) -> tuple[BitLeaves, int]:
+        """Takes a row out of its slot; returns its cache and `SuspendedSequence.length`."""
         with self._refuse_after_failure():
-            return to_bit_leaves(self._worker.suspend(self._served.take(uid)).cache)
+            suspended = self._worker.suspend(self._served.take(uid))
+            return to_bit_leaves(suspended.cache), suspended.length
 
     def close(self) -> None:
         """Frees the devices."""

@@ -75,7 +75,6 @@ class RayWorker(RemoteWorker):
     _compile_requests: list[tuple[SamplingRules, bool]] = field(default_factory=list)
     _opening: Any = None
     _segment: Any = None
-    _segment_timeout_s: float = 0.0
     _is_open: bool = False
     _is_lost: bool = False
 
@@ -129,10 +128,6 @@ class RayWorker(RemoteWorker):
         if self._opening is not None:
             opening, self._opening = self._opening, None
             self._wait(opening, timeout_s=self.start_timeout_s)
-        # A row without a cache replays its tokens one by one, as does any that had to give its blocks up.
-        replayed = self._admissions if self.engine.programs.preempts else (one.row for one in admissions)
-        longest = max((row.num_tokens for row in replayed), default=0)
-        self._segment_timeout_s = self.lease_s * (1 + longest / command.length)
         new_weights = self._queued_weights.pop() if self._queued_weights else (None, 0)
         refs = {uid: cache.key for uid, cache in caches.items()}
         self._segment = self._actor.run_segment.remote(command, admissions, refs, *new_weights)
@@ -145,7 +140,7 @@ class RayWorker(RemoteWorker):
             Exception: the error raised in the actor.
         """
         call, self._segment = self._segment, None
-        result: RemoteSegment = self._wait(call, timeout_s=self._segment_timeout_s)
+        result: RemoteSegment = self._wait(call, timeout_s=self.lease_s)
         # Copies, because the arrays may be in memory shared with other processes of this machine.
         return result._replace(tokens={uid: tokens.copy() for uid, tokens in result.tokens.items()})
 

@@ -28,7 +28,11 @@ class BlockPool:
     def num_available(self, *, keeping: bytes | None = None) -> int:
         """Returns how many blocks can be allocated without dropping the prompt `keeping`."""
         droppable = [blocks for key, blocks in self._prompts.items() if key != keeping]
-        return len(self._free) + sum(self._holders[block] == 1 for blocks in droppable for block in blocks)
+        return len(self._free) + sum(map(self.num_held_once, droppable))
+
+    def num_held_once(self, blocks: Iterable[int]) -> int:
+        """Returns how many of these blocks have one holder."""
+        return sum(self._holders[block] == 1 for block in blocks)
 
     def has_prompt(self, key: bytes) -> bool:
         return key in self._prompts

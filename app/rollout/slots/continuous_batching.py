@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator, Sequence
 
 import jax
 
-from app.distributed.stop_check import StoppedError
+from app.distributed.stop_check import STOP_CHECK_INTERVAL_S, StoppedError
 from app.model.decode_weights import DecodeWeights
 from app.records.sample import Prompt
 from app.rollout.batch_engine import Footprint
@@ -15,7 +16,7 @@ from app.rollout.counters import RolloutCounters
 from app.rollout.request import GenerationRequest
 from app.rollout.sample_generator import SampleGenerator
 from app.rollout.sampling.token_sampling import SamplingRules
-from app.rollout.scheduling.segment_limits import prior_mean_length, segment_limits
+from app.rollout.scheduling.segment_limits import SegmentLimits, prior_mean_length, segment_limits
 from app.rollout.sequence import RolloutSequence
 from app.rollout.slots.slot_engine import SegmentResult, SlotEngine
 from app.rollout.stop_strings import DecodeText
@@ -51,6 +52,8 @@ class ContinuousBatchGenerator(SampleGenerator):
                     yield rows.popleft()
         finally:
             self.engine.close()
+            if self.conversations is not None:
+                self.conversations.abandon(rows)
         assert not rows
 
     def take_counters(self) -> RolloutCounters:
@@ -62,42 +65,75 @@ class ContinuousBatchGenerator(SampleGenerator):
         return self.engine.footprint()
 
     def _decode_segments(self, rows: Sequence[RolloutSequence]) -> Iterator[None]:
-        """Decodes until every row is done; yields each time the tokens of a segment have been collected.
+        """Decodes until every row is done; yields each time rows may be done and collected.
 
         Raises:
             StoppedError: a stop was requested.
         """
-        engine, waiting = self.engine, deque(rows)
-        num_finished = sum_finished = 0
+        engine, waiting, lengths = self.engine, deque(rows), list[int]()
         segment: SegmentResult | None = None
-        while waiting or engine.active_rows:
+        while waiting or engine.active_rows or segment is not None or self._num_acting:
             if self.stop_requested():
                 raise StoppedError
-            if waiting and engine.num_free_slots:
-                self._prefill_ahead(waiting)
-                engine.admit([waiting.popleft() for _ in range(min(engine.num_free_slots, len(waiting)))])
-            prior = prior_mean_length(max(row.max_new_tokens for row in engine.active_rows))
-            limits = segment_limits(
-                self._segment_rule,
-                num_active=len(engine.active_rows),
-                has_waiting=bool(waiting),
-                mean_length=max(sum_finished / num_finished, 1.0) if num_finished else prior,
-                batch_sizes=engine.shapes.batch_buckets[:-1],
-                capacity=engine.programs.capacity,
-            )
-            engine.start_segment(**limits._asdict())
+            self._admit(waiting)
+            if engine.active_rows:
+                engine.start_segment(**self._limits(waiting, lengths)._asdict())
             # The devices decode while the host reads the tokens of the previous segment.
             if segment is not None:
                 segment.collect()
+                for row in segment.acting:
+                    assert self.conversations is not None
+                    self.conversations.send(row)
                 yield
-            segment = engine.finish_segment()
-            # Of the segments before: the tokens of this one are read during the next one.
-            engine.finish_stopped_rows()
-            num_finished += len(segment.finished)
-            sum_finished += sum(row.num_tokens for row in segment.finished)
-        if segment is not None:
-            segment.collect()
-            yield
+                segment = None
+            if engine.active_rows:
+                segment = engine.finish_segment()
+                # Of the segments before: the tokens of this one are read during the next one.
+                engine.finish_stopped_rows()
+                lengths += [row.num_tokens for row in segment.finished]
+            if self._num_acting:
+                assert self.conversations is not None
+                answered = self.conversations.take(timeout_s=STOP_CHECK_INTERVAL_S if segment is None else 0)
+                waiting.extendleft(row for row in reversed(answered) if row.finish_reason is None)
+                lengths += [row.num_tokens for row in answered if row.finish_reason is not None]
+                yield
+
+    @property
+    def _max_suspended(self) -> int:
+        limit = None if self.conversations is None else self.conversations.limits.max_suspended
+        return self.engine.shapes.num_slots if limit is None else limit
+
+    @property
+    def _num_acting(self) -> int:
+        return 0 if self.conversations is None else self.conversations.num_acting
+
+    def _limits(self, waiting: Collection[RolloutSequence], lengths: Sequence[int]) -> SegmentLimits:
+        """Returns the limits of the next segment, given the lengths of the samples that are done."""
+        engine = self.engine
+        prior = prior_mean_length(max(row.max_new_tokens for row in engine.active_rows))
+        return segment_limits(
+            self._segment_rule,
+            num_active=len(engine.active_rows),
+            # Rows whose environments answer soon need slots, too.
+            has_waiting=bool(waiting) or self._num_acting > 0,
+            mean_length=max(sum(lengths) / len(lengths), 1.0) if lengths else prior,
+            batch_sizes=engine.shapes.batch_buckets[:-1],
+            capacity=engine.programs.capacity,
+        )
+
+    def _admit(self, waiting: deque[RolloutSequence]) -> None:
+        """Admits rows to free slots: first those that were answered, then new ones as long as not too many act."""
+        engine = self.engine
+        num_answered = sum(1 for _ in itertools.takewhile(lambda row: row.num_tokens, waiting))
+        num_new = engine.num_free_slots - num_answered
+        if self.conversations is not None:
+            num_new = min(num_new, num_new + self._max_suspended - self._num_acting)
+        admitted = [waiting.popleft() for _ in range(min(num_answered, engine.num_free_slots))]
+        if waiting and num_new > 0:
+            self._prefill_ahead(waiting)
+            admitted += [waiting.popleft() for _ in range(min(num_new, len(waiting)))]
+        if admitted:
+            engine.admit(admitted)
 
     def _prefill_ahead(self, waiting: deque[RolloutSequence]) -> None:
         """Prefills as many waiting prompts as one program takes, unless the next one is already in the cache."""

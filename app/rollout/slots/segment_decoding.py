@@ -22,6 +22,9 @@ from app.rollout.sampling.token_sampling import (
     token_outcomes,
 )
 
+NOT_FORCED = -1
+"""Takes the place of a forced token where one is drawn."""
+
 PerSlot = Any
 """int32 [B], on the host or in a program."""
 
@@ -34,7 +37,7 @@ class RowTable(NamedTuple):
     length: PerSlot
     """Number of tokens of prompt and completion so far."""
     remaining: PerSlot
-    """Number of tokens that may still be drawn; 0 if the slot is idle."""
+    """Number of tokens that may still follow, forced ones included; 0 if the slot is idle."""
     uid_hash_low: PerSlot
     uid_hash_high: PerSlot
     sample_index: PerSlot
@@ -106,6 +109,7 @@ def decode_segment(
     cache: KVCache,
     table: Int32[Array, "7 B"],
     blocks: Int32[Array, "B M"],
+    forced: Int32[Array, "F B"],
     limits: Int32[Array, "3"],
     rules: SamplingRules,
     seed: Int32[Array, ""],
@@ -114,12 +118,14 @@ def decode_segment(
     """Draws up to `segment_max` tokens for every row; returns the cache, a `RowStatus` and the tokens of each step.
 
     A prompt's last token is fed here and not in the prefill, so that the first token of a sample is drawn by the same
-    program as all others.
+    program as all others. So are tokens that are known already: observations of an environment, and tokens whose cache
+    is lost; they do not end a row.
 
     Args:
         groups: groups of rows that a step computes one after another; None = all rows together.
         num_route_words: words of each token's routes to record; 0 = none.
         blocks: each row's blocks on its device, which must hold all tokens that are fed.
+        forced: the tokens that follow in place of drawn ones, from the first step on, then `NOT_FORCED`.
     """
     rows, limit = RowTable(*table), DecodeLimits(*limits)
     words = jax.lax.bitcast_convert_type(jnp.stack([rows.uid_hash_low, rows.uid_hash_high], axis=1), jnp.uint32)
@@ -147,7 +153,13 @@ def decode_segment(
         else:
             cache, results = jax.lax.scan(draw, now.cache, jax.tree.map(groups.split, drawn))
             sampled, words = jax.tree.map(groups.join, results)
+        is_drawn = jnp.ones_like(now.stopped)
+        if len(forced):
+            known = jax.lax.dynamic_index_in_dim(forced, jnp.minimum(now.step, len(forced) - 1), keepdims=False)
+            is_drawn = (known == NOT_FORCED) | (now.step >= len(forced))
+            sampled = sampled._replace(token_ids=jnp.where(is_drawn, sampled.token_ids, known))
         active, ends, broken = token_outcomes(sampled, now.remaining > 0, eos_ids)
+        ends &= is_drawn
         bits = [jax.lax.bitcast_convert_type(x, jnp.int32) for x in (sampled.logprobs, sampled.kept_mass_logs)]
         record = jnp.stack([sampled.token_ids, *bits])[:, None]
         if words is not None:

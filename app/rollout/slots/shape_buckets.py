@@ -13,6 +13,9 @@ MIN_ROWS = 8
 """Minimum batch size: fewer rows are hardly cheaper, and products with one row round differently."""
 PREFILL_ROWS = (1, 4)
 LENGTH_MULTIPLE = 8
+MAX_FORCED = 256
+"""Most tokens of a row that a segment feeds in place of drawn ones. For more of them, a prefill computes the whole
+cache again where it may: a row that takes so many steps keeps its slot from others."""
 
 
 class SlotShapes(NamedTuple):
@@ -42,6 +45,8 @@ class SlotShapes(NamedTuple):
     """Rows that a decode step computes together, so that slots of other numbers round alike; None = all."""
     records_routes: bool = False
     """Whether the experts that tokens pass through are recorded."""
+    max_forced: int = 0
+    """Most known tokens of a row that a segment feeds; 0 if a prefill computes all caches of known tokens."""
 
     @property
     def num_slots(self) -> int:
@@ -95,6 +100,7 @@ def make_slot_shapes(
     row_limit: int | None = None,
     rows_together: int | None = None,
     records_routes: bool = False,
+    has_turns: bool = False,
     row_shards: int = 1,
     setting: str = "rollout.slots",
 ) -> SlotShapes:
@@ -104,6 +110,7 @@ def make_slot_shapes(
         exact: whether every sample must run in programs of the same sizes: one batch size, and a separate prefill for
             each prompt.
         row_limit, rows_together, records_routes: see `SlotShapes`.
+        has_turns: whether an environment answers, so that observations follow.
         row_shards: number of devices over which the slots are split.
         setting: name of the setting that gives `num_slots`, for error messages.
 
@@ -133,6 +140,7 @@ def make_slot_shapes(
         row_limit=row_limit,
         rows_together=rows_together,
         records_routes=records_routes,
+        max_forced=min(segment_max, max_new_tokens, MAX_FORCED) if exact or has_turns else 0,
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Array
+from jaxtyping import Array, Int32
 
 from app.rollout.sequence import RolloutSequence
 from app.rollout.slots.block_pool import BlockPool
@@ -35,6 +35,8 @@ class Slot:
     token: int
     length: int
     remaining: int
+    forced: Int32[np.ndarray, "n"]
+    """Known tokens after `token`, still to be fed."""
     blocks: list[int] = field(default_factory=list)
     prompt_routes: tuple[Array, int] | None = None
     """Routes of prefilled prompts, and the number of its own, until they are collected."""
@@ -52,7 +54,7 @@ class Slot:
 
 
 class SlotDevice:
-    """Slots in the order of admission.
+    """Slots in the order of admission, and rows that wait for an environment without a slot.
 
     Args:
         num_blocks: including block 0, which belongs to no row.
@@ -63,6 +65,20 @@ class SlotDevice:
         self.num_slots, self.blocks_for = num_slots, blocks_for
         self.pool = BlockPool(num_blocks)
         self.slots: list[Slot] = []
+        self.parked: dict[str, Slot] = {}
+        """Rows by their keys, whose blocks are kept until others need them, longest parked first."""
+
+    def num_available(self, *, keeping: bytes | None = None) -> int:
+        """Returns how many blocks can be had without dropping the prompt `keeping` or preempting a row.
+
+        Those that parked rows share with each other only are not counted.
+        """
+        parked = sum(self.pool.num_held_once(slot.blocks) for slot in self.parked.values())
+        return self.pool.num_available(keeping=keeping) + parked
+
+    def num_missing(self, slot: Slot, steps: int) -> int:
+        """Returns the number of blocks that a row needs for this many steps beside those it has."""
+        return max(self.blocks_for(slot.num_cached(steps)) - len(slot.blocks), 0)
 
     def num_growing(self) -> int:
         """Returns the number of rows that may need another block."""
@@ -71,24 +87,23 @@ class SlotDevice:
     def trim(self) -> None:
         """Takes the blocks of steps that were not taken back from all rows."""
         for slot in self.slots:
-            kept = self.blocks_for(max(slot.length, 1))
-            self.pool.release(slot.blocks[kept:])
-            del slot.blocks[kept:]
+            self._trim(slot)
+
+    def _trim(self, slot: Slot) -> None:
+        kept = self.blocks_for(max(slot.length, 1))
+        self.pool.release(slot.blocks[kept:])
+        del slot.blocks[kept:]
 
     def most_steps(self, length: int) -> int:
         """Returns the largest number of steps, up to `length`, for which there are blocks for all rows."""
 
         def missing(steps: int) -> int:
-            return sum(max(self.blocks_for(slot.num_cached(steps)) - len(slot.blocks), 0) for slot in self.slots)
+            return sum(self.num_missing(slot, steps) for slot in self.slots)
 
-        return bisect.bisect_right(range(length + 1), self.pool.num_available(), key=missing) - 1
+        return bisect.bisect_right(range(length + 1), self.num_available(), key=missing) - 1
 
-    def reserve(self, steps: int) -> None:
-        """Gives all rows the blocks for this many steps."""
-        for slot in self.slots:
-            missing = self.blocks_for(slot.num_cached(steps)) - len(slot.blocks)
-            slot.blocks += self.pool.allocate(max(missing, 0))
-
-    def remove(self, slot: Slot) -> None:
+    def park(self, slot: Slot) -> None:
+        """Frees the slot of a row that keeps its blocks."""
         self.slots.remove(slot)
-        self.pool.release(slot.blocks)
+        self._trim(slot)
+        self.parked[slot.row.key] = slot

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -23,13 +23,13 @@ from jaxtyping import Array, Int32
 from app.model.decode_weights import DecodeWeights
 from app.model.decoder import DecoderDefinition
 from app.model.kv_cache import KVCache
-from app.records.sample import Prompt
+from app.records.sample import DROPPED_PREFIX, Prompt
 from app.rollout.batch_engine import BatchShape, Footprint
 from app.rollout.counters import RolloutCounters
 from app.rollout.request import GenerationRequest
 from app.rollout.sampling.token_sampling import SamplingRules, finish_reason, hash_uids
 from app.rollout.sequence import RolloutSequence, SuspendedSequence
-from app.rollout.slots.segment_decoding import DecodeLimits, RowStatus, RowTable
+from app.rollout.slots.segment_decoding import NOT_FORCED, DecodeLimits, RowStatus, RowTable
 from app.rollout.slots.shape_buckets import SlotShapes
 from app.rollout.slots.slot_device import NoiseKey, Slot, SlotDevice
 from app.rollout.slots.slot_programs import SlotPrograms, rules_to_arrays
@@ -38,12 +38,22 @@ from settings.errors import InputError
 from settings.schema.rollout import DecodeLayout
 
 
+class DecodedRow(NamedTuple):
+    """A row that took part in a segment."""
+
+    row: RolloutSequence
+    place: int
+    """Its place in the batch."""
+    num_forced: int
+    """Number of its first steps, whose tokens were known."""
+    num_drawn: int
+
+
 @dataclass
 class SegmentResult:
     """Result of one segment. Until `collect`, its tokens are being copied from the devices."""
 
-    decoded: Sequence[tuple[int, RolloutSequence, int]]
-    """(place in the batch, row, number of drawn tokens) for every row that was decoded."""
+    decoded: Sequence[DecodedRow]
     waited: Sequence[RolloutSequence]
     """Rows of the engine for which there were no blocks."""
     steps: int
@@ -55,7 +65,12 @@ class SegmentResult:
 
     @property
     def finished(self) -> list[RolloutSequence]:
-        return [row for _, row, _ in self.decoded if row.finish_reason]
+        return [one.row for one in self.decoded if one.row.finish_reason]
+
+    @property
+    def acting(self) -> list[RolloutSequence]:
+        """Rows whose turns have ended."""
+        return [one.row for one in self.decoded if one.row.is_acting]
 
     def collect(self) -> None:
         """Appends the tokens of the segment to its rows, once. Segments must be collected in order."""
@@ -64,9 +79,9 @@ class SegmentResult:
         drawn, self._tokens = np.asarray(self._tokens), None
         for slot in self._slots:
             slot.collect_prompt_routes()
-        for place, row, count in self.decoded:
-            row.segment_tokens.append(drawn[:, :count, place].copy())
-            row.segment_versions.append((self.policy_version, count))
+        for row, place, num_forced, num_drawn in self.decoded:
+            row.segment_tokens.append(drawn[:, num_forced : num_forced + num_drawn, place].copy())
+            row.segment_versions.append((self.policy_version, num_drawn))
 
 
 @dataclass
@@ -88,8 +103,8 @@ class SlotEngine:
 
     Args:
         eos_ids: every token id that ends a sequence.
-        exact: whether a suspended sample without a cache replays its tokens through the program that drew them;
-            otherwise a prefill recomputes the cache, which rounds differently.
+        exact: whether the tokens of a suspended sample without a cache are fed again through the program that drew
+            them; otherwise a prefill recomputes the cache, which rounds differently.
         decode_text: converts token ids to text, to find stop strings between segments; None = only when they are cut.
         programs: programs of another engine with the same arguments, shared so that they are compiled only once.
         decode_layout: layout of the weights; see `DecodeWeights`.
@@ -121,8 +136,6 @@ class SlotEngine:
         self._decode_text = decode_text
         self._weights: Any = ()
         self._cache: KVCache = ()
-        self.on_token_replayed: Callable[[], None] | None = None
-        """Called after each replayed token, in the thread that admits rows."""
         self._prompt_routes: dict[bytes, tuple[Array, int]] = {}
         """Routes of the prompts in the caches, by `_prompt_key`, if they are recorded."""
         self._queued: deque[RolloutSequence | SuspendedSequence] = deque()
@@ -147,8 +160,8 @@ class SlotEngine:
 
     @property
     def recomputes(self) -> bool:
-        """Whether a prefill computes the caches of preempted rows again."""
-        return self.programs.preempts and not self.exact
+        """Whether a prefill computes the caches of preempted rows and of long observations."""
+        return (self.programs.preempts or self.shapes.max_forced > 0) and not self.exact
 
     def open(self, weights: DecodeWeights, request: GenerationRequest, *, suspends: bool = False) -> None:
         """Starts a rollout with empty slots, after compiling any missing programs."""
@@ -220,8 +233,8 @@ class SlotEngine:
             return
         work, pool, growing = _Work(), self._devices[0].pool, self._devices[0].num_growing()
         for prompt in prompts:
-            key = _prompt_key(prompt)
-            if not pool.has_prompt(key) and pool.num_available() >= self._num_prompt_blocks(prompt) + growing:
+            key, needed = _prompt_key(prompt), self._num_prompt_blocks(prompt) + growing
+            if not pool.has_prompt(key) and self._devices[0].num_available() >= needed:
                 self._share_prompt(prompt, 0, work)
         self._carry_out(work)
 
@@ -257,36 +270,73 @@ class SlotEngine:
         work, admitted = _Work(), []
         while self._queued and (number := self._device_for(self._queued[0])) is not None:
             one = self._queued.popleft()
-            slot, pool = _make_slot(_row_of(one), number), self._devices[number].pool
-            needed = self.programs.blocks_for(max(slot.length, 1))
-            if self._continues_prompt(one):
-                prompt = self._share_prompt(slot.row.prompt, number, work)
-                num_full = self._num_full_blocks(slot.row.prompt)
-                pool.share(prompt[:num_full])
-                slot.blocks = prompt[:num_full] + pool.allocate(needed - num_full)
-                work.copies.extend((number, block, slot.blocks[num_full]) for block in prompt[num_full:])
+            row, parked = _row_of(one), self._take_parked(_row_of(one))
+            if parked is not None and parked.device == number:
+                slot = _make_slot(row, number, parked.length)
+                slot.blocks = parked.blocks
             else:
-                slot.blocks = pool.allocate(needed)
-                if isinstance(one, SuspendedSequence) and one.cache is not None:
-                    work.insertions.append((number, slot.blocks, one.cache))
-                else:
-                    ids = np.concatenate([slot.row.prompt.token_ids, slot.row.token_ids])
-                    work.prefills.append((number, ids, slot.blocks))
-                    self.counters.recomputed_tokens += len(ids)
+                slot = self._fill_slot(one, number, work)
+                if parked is not None:
+                    self._release(parked)
             self._devices[number].slots.append(slot)
-            admitted.append((slot, self._continues_prompt(one)))
+            admitted.append(slot)
         self._carry_out(work)
-        for slot, continues_prompt in admitted:
-            if continues_prompt and not slot.row.num_tokens:
+        for slot in admitted:
+            if not slot.row.num_tokens:
                 slot.prompt_routes = self._prompt_routes.get(slot.prompt_key)
-        self._replay_tokens([slot for slot, is_replayed in admitted if is_replayed and slot.row.num_tokens])
         return bool(admitted)
+
+    def _fill_slot(self, one: RolloutSequence | SuspendedSequence, number: int, work: _Work) -> Slot:
+        """Returns a slot on a device for a row, and adds to the work what fills its blocks."""
+        row = _row_of(one)
+        if self._continues_prompt(one):
+            slot = _make_slot(row, number, len(row.prompt.token_ids))
+            prompt, num_full = self._share_prompt(row.prompt, number, work), self._num_full_blocks(row.prompt)
+            self._devices[number].pool.share(prompt[:num_full])
+            needed = self.programs.blocks_for(max(slot.length, 1))
+            slot.blocks = prompt[:num_full] + self._allocate(number, needed - num_full)
+            work.copies.extend((number, block, slot.blocks[num_full]) for block in prompt[num_full:])
+            self.counters.recomputed_tokens += len(slot.forced)
+        elif isinstance(one, SuspendedSequence) and one.cache is not None:
+            slot = _make_slot(row, number, one.length)
+            slot.blocks = self._allocate(number, self.programs.blocks_for(max(slot.length, 1)))
+            work.insertions.append((number, slot.blocks, one.cache))
+        else:
+            ids = np.concatenate([row.prompt.token_ids, row.token_ids])
+            slot = _make_slot(row, number, len(ids))
+            slot.blocks = self._allocate(number, self.programs.blocks_for(max(slot.length, 1)))
+            work.prefills.append((number, ids, slot.blocks))
+            self.counters.recomputed_tokens += len(ids)
+        return slot
 
     def _continues_prompt(self, one: RolloutSequence | SuspendedSequence) -> bool:
         """Returns whether a row starts from the cache of its prompt."""
         if isinstance(one, SuspendedSequence) and one.cache is not None:
             return False
         return self.exact or not _row_of(one).num_tokens
+
+    def _parked(self, row: RolloutSequence) -> Slot | None:
+        """Returns the slot that a row had when it was parked, if its blocks are still those of the row's beginning."""
+        slot = next((device.parked[row.key] for device in self._devices if row.key in device.parked), None)
+        if slot is None:
+            return None
+        num_new = len(row.prompt.token_ids) + row.num_tokens - slot.length
+        return slot if num_new >= 0 and (self.exact or num_new <= self.shapes.max_forced) else None
+
+    def _take_parked(self, row: RolloutSequence) -> Slot | None:
+        """Removes a parked row, and frees its blocks unless they are of use; see `_parked`."""
+        useful = self._parked(row)
+        for device in self._devices:
+            if (slot := device.parked.pop(row.key, None)) is not None and slot is not useful:
+                self._release(slot)
+        return useful
+
+    def _allocate(self, number: int, count: int) -> list[int]:
+        """Returns free blocks of a device; the rows that were parked longest give theirs up if need be."""
+        device = self._devices[number]
+        while device.parked and device.pool.num_available() < count:
+            self._release(device.parked.pop(next(iter(device.parked))))
+        return device.pool.allocate(count)
 
     def _num_full_blocks(self, prompt: Prompt) -> int:
         """Returns the number of blocks that all samples of a prompt share."""
@@ -300,7 +350,7 @@ class SlotEngine:
         """Returns the blocks of a prompt on a device, which no other row gets until the work is done."""
         pool, key = self._devices[number].pool, _prompt_key(prompt)
         if not pool.has_prompt(key):
-            blocks = pool.allocate(self._num_prompt_blocks(prompt))
+            blocks = self._allocate(number, self._num_prompt_blocks(prompt))
             pool.keep_prompt(key, blocks)
             if blocks:
                 work.prefills.append((number, prompt.token_ids, blocks))
@@ -317,6 +367,9 @@ class SlotEngine:
         the new one, must be able to grow by a block.
         """
         row = _row_of(one)
+        parked = self._parked(row)
+        if parked is not None and len(self._devices[parked.device].slots) < self._devices[parked.device].num_slots:
+            return parked.device
         key, length = _prompt_key(row.prompt), len(row.prompt.token_ids) + row.num_tokens
         needed = self.programs.blocks_for(max(length, 1))
         grows = self.programs.blocks_for_row(length + row.max_new_tokens - row.num_tokens - 1) > needed
@@ -329,7 +382,7 @@ class SlotEngine:
             if self._continues_prompt(one):
                 # The last block of a prompt is kept beside its copy.
                 missing += -self._num_full_blocks(row.prompt) if device.pool.has_prompt(key) else 1
-            available = device.pool.num_available(keeping=key)
+            available = device.num_available(keeping=key)
             return not device.slots or available >= missing + device.num_growing()
 
         def rank(number: int) -> tuple[bool, bool, int]:
@@ -393,36 +446,6 @@ class SlotEngine:
         places[device, : len(blocks)] = blocks
         return places.reshape(-1)
 
-    def _replay_tokens(self, slots: Sequence[Slot]) -> None:
-        """Feeds the tokens of rows again after their prompts, one per segment, and ignores what these segments draw.
-
-        All other rows are idle.
-        """
-        if not slots:
-            return
-        places = self._places()
-        table, blocks = self._table(places)
-        columns = RowTable(*table)
-        columns.remaining[:] = 0
-        known = [(place, slot.row, slot.row.token_ids) for place, slot in places.items() if slot in slots]
-        for place, row, _ in known:
-            columns.token[place] = row.prompt.token_ids[-1] if len(row.prompt.token_ids) else 0
-        steps = max(row.num_tokens for _, row, _ in known)
-        for count in range(steps):
-            for place, row, ids in known:
-                fed = min(count, len(ids))
-                columns.token[place] = ids[fed - 1] if fed else columns.token[place]
-                columns.length[place] = len(row.prompt.token_ids) + fed
-                columns.remaining[place] = count < len(ids)
-            # A copy, because the devices may still be reading the table when the host changes it.
-            limits = DecodeLimits(length=1, leave_when_finished=0, leave_when_active=0)
-            status, _ = self._decode(table.copy(), blocks, limits)
-            if self.on_token_replayed is not None:
-                status.block_until_ready()
-                self.on_token_replayed()
-        self.counters.row_steps += steps * len(blocks)
-        self.counters.recomputed_tokens += sum(row.num_tokens for _, row, _ in known)
-
     def suspend(self, rows: Sequence[RolloutSequence]) -> list[SuspendedSequence]:
         """Takes unfinished samples out of their slots. Their last segment must have been collected."""
         assert self._running is None and self._suspends
@@ -431,21 +454,25 @@ class SlotEngine:
             assert row.is_collected
             if waiting := [one for one in self._queued if _row_of(one) is row]:
                 self._queued.remove(waiting[0])
-                cache = waiting[0].cache if isinstance(waiting[0], SuspendedSequence) else None
-                suspended.append(SuspendedSequence(row, cache))
+                suspended.append(waiting[0] if isinstance(waiting[0], SuspendedSequence) else SuspendedSequence(row))
                 continue
             slot = next(slot for slot in self._slots if slot.row is row)
             slot.collect_prompt_routes()
             places = self._blocks_of_row(slot.device, slot.blocks[: self.programs.blocks_for(slot.length)], missing=-1)
-            suspended.append(SuspendedSequence(row, self.programs["take",](self._cache, places)))
+            suspended.append(SuspendedSequence(row, self.programs["take",](self._cache, places), slot.length))
             self._remove(slot)
         return suspended
 
     def _remove(self, slot: Slot) -> None:
-        device = self._devices[slot.device]
-        device.remove(slot)
+        self._devices[slot.device].slots.remove(slot)
+        self._release(slot)
+
+    def _release(self, slot: Slot) -> None:
+        """Frees the blocks of a row without a slot."""
+        pool = self._devices[slot.device].pool
+        pool.release(slot.blocks)
         # A value that is not finite would break the next row even where it is masked.
-        self._copy([(slot.device, -1, block) for block in device.pool.take_spoilt()])
+        self._copy([(slot.device, -1, block) for block in pool.take_spoilt()])
 
     # A segment ---------------------------------------------------------------------------------------------------
 
@@ -461,12 +488,18 @@ class SlotEngine:
         """
         assert self._running is None and self.active_rows
         self._admit_queued()
-        length = self._reserve(min(length, self.shapes.segment_max))
+        length = min(length, self.shapes.segment_max)
+        if any(len(slot.forced) > self.shapes.max_forced for slot in self._slots):
+            length = min(length, self.shapes.max_forced)
+        length = self._reserve(length)
         if self._queued and not leave_when_finished:
             leave_when_finished, leave_when_active = 1, 0
         places = self._places()
         limits = DecodeLimits(length, leave_when_finished, leave_when_active)
-        status, drawn = self._decode(*self._table(places), limits)
+        self._cache, status, drawn = self.programs["decode", self._batch_size, self._truncates](
+            *(self._weights, self._cache, *self._table(places), np.asarray(limits, np.int32)),
+            *(self._rules, self._seed, self._eos_ids),
+        )
         for array in (status, drawn):
             array.copy_to_host_async()
         self._running = places, self._batch_size, status, drawn
@@ -481,8 +514,9 @@ class SlotEngine:
             while (fitting := device.most_steps(length)) < least and len(device.slots) > 1:
                 self._preempt(device.slots[-1])
             length = fitting
-        for device in self._devices:
-            device.reserve(length)
+        for number, device in enumerate(self._devices):
+            for slot in device.slots:
+                slot.blocks += self._allocate(number, device.num_missing(slot, length))
         return length
 
     def _preempt(self, slot: Slot) -> None:
@@ -493,7 +527,7 @@ class SlotEngine:
             self._finish(slot, "stop")
             return
         self._remove(slot)
-        self._queued.appendleft(SuspendedSequence(slot.row, None) if slot.row.num_tokens else slot.row)
+        self._queued.appendleft(SuspendedSequence(slot.row) if slot.row.num_tokens else slot.row)
         self.counters.preempted_rows += 1
 
     @property
@@ -509,24 +543,19 @@ class SlotEngine:
             n * per_device + i: slot for n, device in enumerate(self._devices) for i, slot in enumerate(device.slots)
         }
 
-    def _table(self, places: dict[int, Slot]) -> tuple[Int32[np.ndarray, "7 B"], Int32[np.ndarray, "B M"]]:
-        """Returns the `RowTable` of the batch, and its tables of blocks."""
+    def _table(
+        self, places: dict[int, Slot]
+    ) -> tuple[Int32[np.ndarray, "7 B"], Int32[np.ndarray, "B M"], Int32[np.ndarray, "F B"]]:
+        """Returns the `RowTable` of the batch, its tables of blocks, and the tokens that are known already."""
         table = np.zeros((len(RowTable._fields), self._batch_size), np.int32)
         blocks = np.zeros((self._batch_size, self.programs.table_width), np.int32)
+        forced = np.full((self.shapes.max_forced, self._batch_size), NOT_FORCED, np.int32)
         for place, slot in places.items():
             table[:, place] = RowTable(slot.token, slot.length, slot.remaining, *slot.noise_key)
             blocks[place, : len(slot.blocks)] = slot.blocks
-        return table, blocks
-
-    def _decode(
-        self, table: Int32[np.ndarray, "7 B"], blocks: Int32[np.ndarray, "B M"], limits: DecodeLimits
-    ) -> tuple[Array, Array]:
-        """Dispatches the decode program; returns the `RowStatus` and the drawn tokens."""
-        self._cache, status, drawn = self.programs["decode", len(blocks), self._truncates](
-            *(self._weights, self._cache, table, blocks, np.asarray(limits, np.int32)),
-            *(self._rules, self._seed, self._eos_ids),
-        )
-        return status, drawn
+            known = slot.forced[: self.shapes.max_forced]
+            forced[: len(known), place] = known
+        return table, blocks, forced
 
     def finish_segment(self) -> SegmentResult:
         """Waits for the running segment and frees the slots of finished rows."""
@@ -535,23 +564,33 @@ class SlotEngine:
         after, decoded = RowStatus(*np.asarray(status)), []
         for place, slot in places.items():
             row, count = slot.row, int(after.length[place]) - slot.length
-            row.num_tokens += count
+            num_forced = min(count, len(slot.forced))
+            row.num_tokens += count - num_forced
             row.num_segments += 1
-            decoded.append((place, row, count))
+            decoded.append(DecodedRow(row, place, num_forced, count - num_forced))
             slot.token, slot.length, slot.remaining = (int(field[place]) for field in after[:3])
+            slot.forced = slot.forced[num_forced:]
             if slot.remaining == 0:
                 if after.non_finite[place]:
                     self._devices[slot.device].pool.spoil(slot.blocks, slot.prompt_key)
                 self._finish(slot, finish_reason(after.stopped[place], after.non_finite[place]))
         steps = int(after.steps[0])
-        self.counters.count_segment(steps=steps, num_rows=num_rows, num_generated=sum(n for _, _, n in decoded))
+        self.counters.count_segment(steps=steps, num_rows=num_rows, num_generated=sum(d.num_drawn for d in decoded))
         waited = [_row_of(one) for one in self._queued]
         slots = [*places.values()]
         self._last = SegmentResult(decoded, waited, steps, num_rows, self._policy_version, slots, drawn)
         return self._last
 
     def _finish(self, slot: Slot, reason: str) -> None:
-        slot.row.finish_reason, slot.row.elapsed_s = reason, time.perf_counter() - slot.row.started_s
+        """Ends a row, or its turn if an environment answers."""
+        row = slot.row
+        if row.plays and not reason.startswith(DROPPED_PREFIX):
+            row.turn_end = reason
+            if reason == "stop":
+                self._devices[slot.device].park(slot)
+                return
+        else:
+            row.finish(reason)
         self._remove(slot)
 
     def finish_stopped_rows(self) -> None:
@@ -582,18 +621,24 @@ def _row_of(one: RolloutSequence | SuspendedSequence) -> RolloutSequence:
     return one.row if isinstance(one, SuspendedSequence) else one
 
 
-def _make_slot(row: RolloutSequence, device: int) -> Slot:
-    """Returns a slot, still without blocks, for a row with all its tokens."""
+def _make_slot(row: RolloutSequence, device: int, length: int) -> Slot:
+    """Returns a slot, still without blocks, for a row whose first tokens are cached or will be.
+
+    Args:
+        length: number of its first tokens of prompt and completion, the last of which is fed next.
+    """
     low, high = hash_uids([row.prompt.uid])[0].view(np.int32)
-    ids = row.token_ids if row.num_tokens else row.prompt.token_ids
+    ids = np.concatenate([row.prompt.token_ids, row.token_ids])
+    forced = ids[length:]
     return Slot(
         row,
         device,
         _prompt_key(row.prompt),
         NoiseKey(int(low), int(high), row.sample_index, row.noise_step),
-        token=int(ids[-1]) if len(ids) else 0,
-        length=len(row.prompt.token_ids) + row.num_tokens,
-        remaining=row.max_new_tokens - row.num_tokens,
+        token=int(ids[length - 1]) if length else 0,
+        length=length,
+        remaining=row.num_allowed + len(forced),
+        forced=forced,
     )
 
 

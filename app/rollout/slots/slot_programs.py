@@ -364,7 +364,8 @@ class SlotPrograms:
         rules = SamplingRules(scalar, self._replicated(), scalar, scalar)  # pyright: ignore[reportArgumentType]
         arguments = (
             *(self.abstract_weights, pool, self._replicated(len(RowTable._fields), rows)),
-            *(self._replicated(rows, self.table_width), self._replicated(len(DecodeLimits._fields))),
+            *(self._replicated(rows, self.table_width), self._replicated(self.shapes.max_forced, rows)),
+            self._replicated(len(DecodeLimits._fields)),
             *(rules, self._replicated(), self._replicated(self.num_eos)),
         )
         whole = self._replicated().sharding

@@ -21,7 +21,6 @@ from app.model.decode_weights import DecodeWeights
 from app.records.sample import Prompt, Sample
 from app.records.step_timeline import SegmentTime
 from app.rollout.request import GenerationRequest
-from app.rollout.sample_generator import make_sequences
 from app.rollout.scheduling.length_estimator import LearnedLengths
 from app.rollout.scheduling.metrics import ScheduleMetrics, ScheduleMetricsTracker
 from app.rollout.scheduling.protocol import EventRecord, SegmentEnded
@@ -135,7 +134,7 @@ class AsyncRollout:
         Raises:
             InputError: a prompt does not fit into a slot.
         """
-        rows = make_sequences(prompts, self._request, noise_step=noise_step)
+        rows = self._workers.make_rows(prompts, self._request, noise_step=noise_step)
         self._workers.check_fits(rows)
         self._inbox.put(rows)
         self._executor.wake()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -11,8 +10,10 @@ from queue import SimpleQueue
 
 from app.distributed.stop_check import StopCheck, StoppedError, never_stop
 from app.model.decode_weights import DecodeWeights
+from app.rollout.conversations import Conversations
 from app.rollout.scheduling.protocol import (
     Admit,
+    Answered,
     Closed,
     Command,
     Commit,
@@ -80,8 +81,14 @@ class RolloutExecutor:
         on_sample_done: SampleDoneCallback | None = None,
         on_progress: ProgressCallback | None = None,
         stop_requested: StopCheck = never_stop,
+        conversations: Conversations | None = None,
     ):
         self.scheduler = scheduler
+        self._conversations = conversations
+        if conversations is not None:
+            conversations.pool.on_reply = driver.wake
+        self._acting: dict[str, str] = {}
+        """Maps the key of each row that waits for its environment to its uid."""
         self._on_record, self._on_sample_done, self._on_progress = on_record, on_sample_done, on_progress
         self._stop_requested = stop_requested
         self._driver, self._reopen = driver, reopen
@@ -158,8 +165,8 @@ class RolloutExecutor:
 
     @property
     def is_busy(self) -> bool:
-        """Whether any worker is decoding."""
-        return any(worker.is_busy for worker in self.scheduler.context.workers.values())
+        """Whether any worker is decoding, or any environment has to answer."""
+        return bool(self._acting) or any(worker.is_busy for worker in self.scheduler.context.workers.values())
 
     def release(self, uids: Sequence[str]) -> list[RolloutSequence]:
         """Removes finished rows from the rollout and returns them."""
@@ -171,7 +178,7 @@ class RolloutExecutor:
         self._driver.wake()
 
     def advance(self) -> None:
-        """Waits for the next outcome of a worker and handles it; returns early after `wake`.
+        """Waits for the next outcome of a worker and handles it; returns early after `wake`, or after an answer.
 
         Raises:
             StoppedError: a stop was requested.
@@ -183,6 +190,12 @@ class RolloutExecutor:
             worker = self._reopened.get()
             self._driver.add(worker)
             self._add_worker(worker)
+        if self._conversations is not None:
+            for row in self._conversations.take():
+                answered = self.clock(), self._acting.pop(row.key), row.num_tokens, row.finish_reason
+                self._handle_event(Answered(*answered))
+        if self.scheduler.is_finished:
+            return
         assert self.is_busy, "no worker is decoding"
         outcome = self._driver.next_outcome()
         if outcome is not None:
@@ -260,14 +273,19 @@ class RolloutExecutor:
         return Admission(self._rows[one.uid], one.uid, one.epoch, suspended if one.how == "copy" else None)
 
     def _commit(self, committed: CommittedRow) -> None:
+        if committed.is_acting:
+            assert self._conversations is not None
+            row = self._rows[committed.uid]
+            del self._row_workers[committed.uid]
+            self._acting[row.key] = committed.uid
+            self._conversations.send(row)
         if committed.finish is None:
             return
         self._row_workers.pop(committed.uid, None)
         if self._rows[committed.uid].finish_reason is None:
             # Truncated by the scheduler, so the engine has not finished it.
             row = self._rows[committed.uid] = self._rows[committed.uid].rewound(committed.num_tokens)
-            row.finish_reason = committed.finish
-            row.elapsed_s = time.perf_counter() - row.started_s
+            row.finish(committed.finish)
         if self._on_sample_done is not None:
             self._on_sample_done(self._rows[committed.uid])
 

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 
 from app.mesh.placement import tree_shardings
 from app.model.decode_weights import DecodeWeights
-from app.model.kv_cache import KVCache
 from app.rollout.counters import RolloutCounters
 from app.rollout.request import GenerationRequest
 from app.rollout.scheduling.protocol import RowReport, RunSegment, SegmentEnded, WorkerKind
@@ -137,10 +136,10 @@ class RolloutWorker:
             # A row that has to wait for blocks must not keep a cache beside them.
             cache = self._fetch_cache(one) if self.engine.has_room(one.row) else None
             if cache is None:
-                computed.append(SuspendedSequence(one.row, None) if one.row.num_tokens else one.row)
+                computed.append(SuspendedSequence(one.row) if one.row.num_tokens else one.row)
             else:
                 # One at a time, because all copies together would be as large as all slots.
-                self.engine.admit([SuspendedSequence(one.row, cache)])
+                self.engine.admit([cache._replace(row=one.row)])
                 del cache
         self.engine.admit(computed)
         self.engine.start_segment(
@@ -150,20 +149,20 @@ class RolloutWorker:
         )
         self._running = command, started
 
-    def _fetch_cache(self, one: Admission) -> KVCache | None:
-        """Returns a row's cache on this worker's devices; None = the cache must be recomputed."""
+    def _fetch_cache(self, one: Admission) -> SuspendedSequence | None:
+        """Returns a row with its cache on this worker's devices; None = the cache must be recomputed."""
         if one.suspended is None:
             return None
         try:
-            cache = one.suspended.result(self.cache_timeout_s).cache
+            suspended = one.suspended.result(self.cache_timeout_s)
         except Exception as error:
             log.warning("rollout worker %s recomputes the cache of %s", self.name, one.uid, exc_info=error)
             return None
-        shapes = self.engine.programs.abstract_row
+        cache, shapes = suspended.cache, self.engine.programs.abstract_row
         if cache is None or jax.tree.map(jnp.shape, cache) != jax.tree.map(jnp.shape, shapes):
             # It waited for blocks, or comes from a device with blocks of another size.
             return None
-        return jax.device_put(cache, tree_shardings(shapes))
+        return suspended._replace(cache=jax.device_put(cache, tree_shardings(shapes)))
 
     def finish_segment(self, *, not_before: float = 0.0) -> SegmentEnded:
         """Waits for the segment and collects its tokens.
@@ -180,10 +179,12 @@ class RolloutWorker:
         self._segment_counters.append(self.engine.counters.take())
         at = self.clock()
         reports = []
-        for row in [*(row for _, row, _ in segment.decoded), *segment.waited]:
+        for row in [*(one.row for one in segment.decoded), *segment.waited]:
             admission, row.worker = self._admissions[row], self.name
-            reports.append(RowReport(admission.uid, admission.epoch, row.num_tokens, row.finish_reason))
-            if row.finish_reason is not None:
+            reports.append(
+                RowReport(admission.uid, admission.epoch, row.num_tokens, row.finish_reason, is_acting=row.is_acting)
+            )
+            if row.finish_reason is not None or row.is_acting:
                 del self._admissions[row]
         seconds = at - max(started, not_before)
         return SegmentEnded(at, self.name, command.segment, tuple(reports), seconds, segment.steps)

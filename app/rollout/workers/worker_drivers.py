@@ -6,7 +6,6 @@ measured times.
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 import time
@@ -14,9 +13,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
-from threading import Thread
+from threading import Event, Thread
 from typing import Any, NamedTuple
 
+from app.distributed.stop_check import STOP_CHECK_INTERVAL_S
 from app.rollout.scheduling.protocol import RunSegment, SegmentEnded
 from app.rollout.sequence import RolloutSequence, SuspendedSequence
 from app.rollout.workers.worker import Admission, RolloutWorker
@@ -63,20 +63,12 @@ class ThreadedDriver:
         if worker in self._inboxes:
             self._inboxes[worker].put(None)
             self._stalled.discard(worker)
-        if self._lease_s is not None:
-            worker.engine.on_token_replayed = functools.partial(self._renew_lease, worker)
         inbox = self._inboxes[worker] = SimpleQueue()
         # A daemon thread, because one that never returns must not keep the program alive.
         thread = self._threads[worker] = Thread(
             target=self._run_thread, args=(worker, inbox), name=worker.name, daemon=True
         )
         thread.start()
-
-    def _renew_lease(self, worker: RolloutWorker) -> None:
-        """Extends the worker's lease after a replayed token."""
-        assert self._lease_s is not None
-        if worker in self._lease_ends:
-            self._lease_ends[worker] = time.monotonic() + self._lease_s
 
     def suspend(self, worker: RolloutWorker, row: RolloutSequence) -> Future[SuspendedSequence]:
         return self._enqueue(worker, lambda: worker.suspend(row))
@@ -116,13 +108,10 @@ class ThreadedDriver:
         self._outcomes.put(None)
 
     def next_outcome(self) -> WorkerOutcome | None:
-        """Waits for the next outcome. Returns None after `wake`, or if a lease was extended meanwhile."""
+        """Waits for the next outcome. Returns None after `wake`."""
         try:
             outcome = self._outcomes.get(timeout=self._seconds_until_due())
         except Empty:
-            if self._seconds_until_due():
-                # The lease was extended meanwhile.
-                return None
             late = min(self._lease_ends, key=lambda worker: self._lease_ends[worker])
             del self._lease_ends[late]
             self._stalled.add(late)
@@ -169,6 +158,7 @@ class SequentialDriver:
         self._failed: set[RolloutWorker] = set()
         self._device_free_at: dict[str, float] = {}
         """Maps a device to the end of its last segment."""
+        self._woken = Event()
 
     def add(self, worker: RolloutWorker) -> None:
         """Lets a worker that had failed run commands again."""
@@ -198,9 +188,15 @@ class SequentialDriver:
             self._started.append((worker, error))
 
     def wake(self) -> None:
-        """Does nothing, because this driver never waits for another thread."""
+        """Ends the current or next wait of `next_outcome` while no segment runs. May be called from any thread."""
+        self._woken.set()
 
-    def next_outcome(self) -> WorkerOutcome:
+    def next_outcome(self) -> WorkerOutcome | None:
+        """Returns the outcome of the oldest segment; while none runs, waits for `wake` and returns None."""
+        if not self._started:
+            self._woken.wait(STOP_CHECK_INTERVAL_S)
+            self._woken.clear()
+            return None
         worker, failure = self._started.popleft()
         if failure is not None:
             return WorkerOutcome(worker, failure)

@@ -1,0 +1,188 @@
+"""Conversations with an environment: it answers the turns of rows, and the template's tokens join their turns.
+
+The ids that the policy has drawn are never decoded and encoded again: text is only a view for the environment, and an
+observation is encoded by itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from app.environments.episode_pool import EpisodeFailure, EpisodePool, EpisodeReply, EpisodeStart, Opening
+from app.environments.interface import ToolCall
+from app.prompts.bridge import TurnBridge
+from app.prompts.chat import to_messages
+from app.records.sample import DROPPED_PREFIX, Episode, Messages, Prompt, Turn
+from app.rollout.sequence import RolloutSequence
+from app.rollout.stop_strings import DecodeText
+from settings.errors import InputError
+
+log = logging.getLogger(__name__)
+
+ENVIRONMENT_DROPPED = f"{DROPPED_PREFIX}environment"
+"""Start of the finish reason of a sample whose environment failed."""
+
+
+@dataclass(frozen=True)
+class TurnLimits:
+    max_turns: int
+    max_turn_tokens: int | None
+    max_prompt_tokens: int
+    """Longest opening."""
+    max_suspended: int | None
+    """Most samples of a worker, or of slots without workers, that wait without a slot; None = one for each slot."""
+
+
+@dataclass
+class Conversations:
+    """Sends the turns of rows to their environments, and appends the answers.
+
+    Used by one thread at a time; the environments run in processes of their own.
+    """
+
+    pool: EpisodePool
+    bridge: TurnBridge
+    limits: TurnLimits
+    seed: int
+    """Seed of the run."""
+    system_prompt: str | None
+    decode_turn: DecodeText
+    """Converts the ids of a turn to the text that contains its tool calls."""
+    parse_calls: Callable[[str], list[ToolCall]]
+    _acting: dict[str, RolloutSequence] = field(default_factory=dict)
+    """Rows whose environments have to answer, by their keys."""
+    _unanswered: dict[str, Turn] = field(default_factory=dict)
+    """Last turns of those rows whose observation did not fit, so that only their scores are missing."""
+    _opened: dict[str, tuple[Prompt, Opening]] = field(default_factory=dict)
+    """Prompts as their environments open them, by uid."""
+
+    def open(self, prompts: Sequence[Prompt]) -> list[Prompt]:
+        """Returns the prompts as their environments open the conversation: the same for all samples of a prompt.
+
+        A prompt whose environment fails stays as it is; its samples fail when their first turn ends.
+
+        Raises:
+            InputError: the environment fails for all of them.
+        """
+        new = {prompt.uid: prompt for prompt in prompts if prompt.uid not in self._opened}
+        starts = [self._start(prompt) for prompt in new.values()]
+        failures: list[str] = []
+        for prompt, start, result in zip(new.values(), starts, self.pool.openings(starts), strict=True):
+            prompt, messages, failure = self._with_opening(prompt, result)
+            if failure is not None:
+                failures.append(failure)
+                log.warning("the environment does not open %s: %s", prompt.uid, failure)
+            self._opened[prompt.uid] = prompt, Opening(start, messages)
+        if failures and len(failures) == len(new):
+            raise InputError(f"env: the environment opens none of {len(new)} prompts: {failures[0]}")
+        return [self._opened[prompt.uid][0] for prompt in prompts]
+
+    def _with_opening(
+        self, prompt: Prompt, result: Messages | EpisodeFailure | None
+    ) -> tuple[Prompt, Messages | None, str | None]:
+        """Returns the prompt that an opening makes, the opening, and why it cannot be used."""
+        if result is None:
+            return prompt, None, None
+        if isinstance(result, EpisodeFailure):
+            return prompt, None, result.detail
+        ids = self.bridge.chat_ids(to_messages(result, self.system_prompt))
+        if len(ids) > self.limits.max_prompt_tokens:
+            return (
+                prompt,
+                None,
+                (
+                    f"its opening has {len(ids)} tokens, more than data.max_prompt_length = "
+                    f"{self.limits.max_prompt_tokens}; raise that setting, or shorten what `reset` returns"
+                ),
+            )
+        return replace(prompt, source=result, token_ids=np.array(ids, np.int32)), result, None
+
+    def _start(self, prompt: Prompt) -> EpisodeStart:
+        digest = hashlib.blake2b(f"{self.seed}/{prompt.uid}".encode(), digest_size=4).digest()
+        columns: dict[str, Any] = {**prompt.extra, "prompt": prompt.source, "answer": prompt.answer}
+        return EpisodeStart(int.from_bytes(digest, "little"), columns)
+
+    # Turns -------------------------------------------------------------------------------------------------------
+
+    @property
+    def num_acting(self) -> int:
+        """Number of rows whose environments have to answer."""
+        return len(self._acting)
+
+    def begin(self, rows: Sequence[RolloutSequence]) -> None:
+        """Makes rows those of conversations."""
+        for row in rows:
+            _, row.opening = self._opened[row.prompt.uid]
+            row.plays, row.max_turn_tokens = True, self.limits.max_turn_tokens
+
+    def send(self, row: RolloutSequence) -> None:
+        """Sends a turn that has ended to its environment, and returns at once."""
+        assert row.opening is not None
+        self._acting[row.key] = row
+        if row.turn_end == "length":
+            self.pool.end(row.key, row.opening)
+            return
+        text = self.decode_turn(row.token_ids[row.turn_start :].tolist())
+        is_last = len(row.turns) + 1 >= self.limits.max_turns
+        self.pool.step(row.key, row.opening, text, self.parse_calls(text), is_last=is_last)
+
+    def take(self, *, timeout_s: float = 0.0) -> list[RolloutSequence]:
+        """Returns the rows that were answered since the last call: done, or with an observation.
+
+        Args:
+            timeout_s: longest wait for a first answer.
+        """
+        replies = [
+            (self._acting.pop(reply.key), reply) for reply in self.pool.take(timeout_s) if reply.key in self._acting
+        ]
+        for row, reply in replies:
+            self._answer(row, reply)
+        return [row for row, _ in replies if row.key not in self._acting]
+
+    def _answer(self, row: RolloutSequence, reply: EpisodeReply) -> None:
+        turn = self._unanswered.pop(row.key, None)
+        is_cut = turn is not None
+        if turn is None:
+            turn = Turn(
+                *(row.turn_start, row.num_tokens, reply.messages, reply.reward, reply.seconds, reply.metrics),
+            )
+        if reply.failure is not None:
+            log.warning("the environment of %s failed: %s", row.uid, reply.detail)
+            self._end(row, turn, "dropped", f"{ENVIRONMENT_DROPPED} {reply.failure}", reply)
+        elif is_cut:
+            self._end(row, turn, "observation", "length", reply)
+        elif row.turn_end == "length":
+            is_full = row.num_tokens == row.max_new_tokens
+            self._end(row, turn, "tokens" if is_full else "turn_tokens", "length", reply)
+        elif reply.terminated:
+            self._end(row, turn, "terminated", "stop", reply)
+        elif reply.truncated:
+            self._end(row, turn, "truncated", "length", reply)
+        elif len(row.turns) + 1 >= self.limits.max_turns:
+            self._end(row, turn, "turns", "length", reply)
+        else:
+            ids = self.bridge.ids(reply.messages)
+            if row.num_tokens + len(ids) < row.max_new_tokens:
+                row.observe(turn, np.array(ids, np.int32))
+                return
+            assert row.opening is not None
+            self._acting[row.key], self._unanswered[row.key] = row, turn
+            self.pool.end(row.key, row.opening)
+
+    def _end(self, row: RolloutSequence, turn: Turn, end: str, reason: str, reply: EpisodeReply) -> None:
+        row.episode = Episode((*row.turns, turn), end, reply.scores)
+        row.finish(reason)
+
+    def abandon(self, rows: Iterable[RolloutSequence]) -> None:
+        """Closes the environments of rows that end without them."""
+        for row in rows:
+            if row.episode is None:
+                self.pool.abandon(row.key)
+                self._acting.pop(row.key, None)
+                self._unanswered.pop(row.key, None)
