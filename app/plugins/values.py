@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable
+import re
+from collections.abc import Awaitable, Mapping
 from typing import Any
+
+MAX_EXTRAS = 32
+"""Maximum number of additional metrics per sample."""
+EXTRA_NAME_PATTERN = re.compile(r"[A-Za-z0-9_.@-]{1,64}")
 
 
 class PlugInValueError(Exception):
@@ -25,6 +30,19 @@ def to_number(value: Any) -> float:
     if not math.isfinite(result):
         raise PlugInValueError(f"returned {result}, expected a finite number")
     return result
+
+
+def collect_extras(values: Mapping[Any, Any]) -> dict[str, float]:
+    """Returns the finite numbers with valid metric names, at most `MAX_EXTRAS` of them."""
+    extras: dict[str, float] = {}
+    for name, value in values.items():
+        if not isinstance(name, str) or not EXTRA_NAME_PATTERN.fullmatch(name) or len(extras) == MAX_EXTRAS:
+            continue
+        try:
+            extras[name] = to_number(value)
+        except (PlugInValueError, TypeError, ValueError, OverflowError):
+            continue
+    return extras
 
 
 def describe_value(value: Any) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 
 from app.plugins.loading import LoadError
 from app.plugins.printable import one_line
+from app.plugins.values import EXTRA_NAME_PATTERN, MAX_EXTRAS
 from app.plugins.worker_process import (
     WorkerProcess,
     describe_exit,
@@ -24,7 +25,6 @@ from app.plugins.worker_process import (
     worker_environment,
 )
 from app.reward.reward_outcome import RewardFailure, RewardOutcome
-from app.reward.worker_main import EXTRA_NAME_PATTERN, MAX_EXTRAS
 from settings.loading.secrets import redact
 
 INVALID_ANSWER = RewardFailure("exit", "its process sent an invalid answer")

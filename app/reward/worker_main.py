@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import os
-import re
 import sys
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
@@ -22,14 +21,10 @@ from typing import Any
 from app.plugins.loading import LoadError, describe_error, load_object
 from app.plugins.supervisor import limit_cpu, limit_memory, supervise
 from app.plugins.trainer_channel import TrainerChannel
-from app.plugins.values import PlugInValueError, awaited, describe_value, to_number
+from app.plugins.values import PlugInValueError, awaited, collect_extras, describe_value, to_number
 
 PROGRAM_MODULES = {"app.reward.math_answers"}
 """Modules of this program that contain reward functions."""
-
-MAX_EXTRAS = 32
-"""Maximum number of additional metrics per sample."""
-EXTRA_NAME_PATTERN = re.compile(r"[A-Za-z0-9_.@-]{1,64}")
 
 
 class RewardLengthError(PlugInValueError):
@@ -146,16 +141,3 @@ def sample_outcome(result: Any) -> dict[str, Any]:
         "value": to_number(result["score"]),
         "extras": collect_extras({k: v for k, v in result.items() if k != "score"}),
     }
-
-
-def collect_extras(values: Mapping[Any, Any]) -> dict[str, float]:
-    """Returns the finite numbers with valid metric names, at most `MAX_EXTRAS` of them."""
-    extras: dict[str, float] = {}
-    for name, value in values.items():
-        if not isinstance(name, str) or not EXTRA_NAME_PATTERN.fullmatch(name) or len(extras) == MAX_EXTRAS:
-            continue
-        try:
-            extras[name] = to_number(value)
-        except (PlugInValueError, TypeError, ValueError, OverflowError):
-            continue
-    return extras
