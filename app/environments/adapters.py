@@ -117,7 +117,7 @@ class AdaptedEnvironment:
     def step(self, text: str, calls: Sequence[ToolCall]) -> Answer:
         """Answers a turn: calls of tools by the tools, everything else by the environment."""
         counts: Counter[str] = Counter()
-        messages: list[dict[str, str]] = []
+        messages: list[Any] = []
         others: list[ToolCall] = []
         for call in calls:
             if self._has_step and (not self._tools or not (call.error or call.name in self._tools)):
@@ -129,7 +129,7 @@ class AdaptedEnvironment:
         if self._has_step and (others or not calls):
             step = self._environment.step
             answer = read_answer(self._wait(step(text, others) if self._takes_calls else step(text)), bool(others))
-        messages += read_messages(answer.messages, "user", OBSERVATION_ROLES)
+        messages += answer.messages
         if not (messages or answer.terminated or answer.truncated):
             raise PlugInValueError("returned no message, although the episode goes on")
         if sum(len(message["content"]) for message in messages) > MAX_CHARACTERS:

@@ -165,10 +165,10 @@ def convert(value: Any, schema: Mapping[str, Any]) -> Any:
     is_right = "anyOf" not in schema if kind is None else JSON_TYPES.get(type(result)) == kind
     if not is_right or result not in schema.get("enum", [result]):
         raise ValueError
-    if "items" in schema:
+    if isinstance(result, list) and "items" in schema:
         return [convert(item, schema["items"]) for item in result]
-    if "additionalProperties" in schema:
-        return {name: convert(item, schema["additionalProperties"]) for name, item in result.items()}
+    if isinstance(result, dict) and "additionalProperties" in schema:
+        return {key: convert(item, schema["additionalProperties"]) for key, item in result.items()}
     return result
 
 

@@ -4,10 +4,10 @@ It is started by `app.plugins.start_worker` and exchanges JSON Lines with `app.e
 of an episode come one at a time; answers come as they are ready:
 
     {"source": "game.py:Game", "tools": [], "memory_mib": 4096} -> {"tools": [<schema>, ...]} or {"refused": "why"}
-    {"episode": "q/s0", "do": "reset", "seed": 7, "columns": {...}} -> {"messages": [...]} or {"messages": null}
-    {"episode": "q/s0", "do": "step", "text": "...", "calls": [...]} -> the fields of `Answer`
-    {"episode": "q/s0", "do": "score"} -> {"scores": {...}}
-    {"episode": "q/s0", "do": "close"} -> {}
+    {"episode": 7, "do": "reset", "seed": 7, "columns": {...}} -> {"messages": [...]} or {"messages": null}
+    {"episode": 7, "do": "step", "text": "...", "calls": [...]} -> the fields of `Answer`
+    {"episode": 7, "do": "score"} -> {"scores": {...}}
+    {"episode": 7, "do": "close"} -> {}
 
 Every answer also has the "episode". Instead of its other fields it may have a {"failure": [kind, text]}.
 """

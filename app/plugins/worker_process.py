@@ -126,7 +126,7 @@ class WorkerProcess:
         return process.stdin, process.stdout, process.stderr
 
     def send(self, message: Mapping[str, Any], *, timeout_s: float = math.inf) -> None:
-        self.outgoing = memoryview(self.outgoing.tobytes() + json.dumps(message).encode() + b"\n")
+        self.outgoing = memoryview(self.outgoing.tobytes() + json.dumps(message, default=str).encode() + b"\n")
         self.deadline = time.monotonic() + timeout_s
         self.stderr_relay.remaining = MAX_PRINTED_BYTES
 
