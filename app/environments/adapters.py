@@ -29,8 +29,10 @@ NOT_TOOLS = ("reset", "get_reward", "close")
 """Public methods of TRL's environments that the policy cannot call."""
 
 
-def load_environment(source: str | None, tools: Sequence[str], wait: Wait) -> Callable[[], AdaptedEnvironment]:
-    """Returns what makes the environment of an episode from `env.source` and `env.tools`; makes one as a test.
+def load_environment(
+    source: str | None, tools: Sequence[str], wait: Wait
+) -> tuple[Callable[[], AdaptedEnvironment], list[dict[str, Any]]]:
+    """Returns what makes the environment of an episode from `env.source` and `env.tools`, and the schemas of its tools.
 
     Raises:
         LoadError: something cannot be imported, or is not what its setting stands for.
@@ -47,12 +49,11 @@ def load_environment(source: str | None, tools: Sequence[str], wait: Wait) -> Ca
         return AdaptedEnvironment(wait(made()) if made else None, shared, wait)
 
     try:
-        make().close()
+        return make, make().schemas
     except LoadError:
         raise
     except BaseException as error:  # including sys.exit
         raise LoadError(f"{source}() failed: {describe_error(error)}") from error
-    return make
 
 
 def _add(tools: dict[str, Tool], tool: Tool) -> None:
@@ -77,6 +78,7 @@ class AdaptedEnvironment:
         self._wait = wait
         self._has_step = hasattr(environment, "step")
         self._tools = dict(tools)
+        self._is_reset = False
         if environment is None:
             return
         methods = [name for name in dir(environment) if not name.startswith("_") and name not in NOT_TOOLS]
@@ -96,6 +98,7 @@ class AdaptedEnvironment:
         """Starts the episode and returns its opening; None = the prompt of the row."""
         if self._environment is None:
             return None
+        self._is_reset = True
         method = self._environment.reset
         parameters = inspect.signature(method).parameters.values()
         given = {**columns, "seed": seed}
@@ -148,7 +151,7 @@ class AdaptedEnvironment:
         return {name: to_number(value) for name, value in scores.items()}
 
     def close(self) -> None:
-        if callable(method := getattr(self._environment, "close", None)):
+        if self._is_reset and callable(method := getattr(self._environment, "close", None)):
             self._wait(method())
 
 

@@ -119,8 +119,8 @@ def difference(request: Request, answer: Mapping[str, Any]) -> EpisodeFailure | 
     if all(request.answer.get(name) == answer.get(name) for name in COMPARED):
         return None
     if request.do == "reset":
-        return EpisodeFailure("opening", "reset: gave another opening for the same seed and row")
-    return EpisodeFailure("replay", f"{request.do}: gave another answer when the same turns were played again")
+        return EpisodeFailure("opening", "gave another opening for the same seed and row")
+    return EpisodeFailure("replay", "gave another answer when the same turns were played again")
 
 
 def read_answer(do: str, answer: Mapping[str, Any]) -> dict[str, Any]:

@@ -310,12 +310,13 @@ class EpisodePool:
         if request.do == "close":
             worker.episodes.remove(episode)
             if failure:
-                print(f"env: {failure.detail}", file=sys.stderr)
+                print(f"env: close: {failure.detail}", file=sys.stderr)
         elif episode.is_wanted and failure:
-            self._fail(episode, failure)
+            self._fail(episode, failure._replace(detail=f"{request.do}: {failure.detail}"))
         elif episode.is_wanted:
             if is_new:
                 self._finish_request(episode, request, fields, time.monotonic() - episode.sent_at)
+                request.answer = fields
             episode.played.append(request)
             episode.is_suspect = episode.is_suspect and not is_new and bool(episode.todo)
         del worker.running[episode.number]
@@ -325,7 +326,6 @@ class EpisodePool:
 
     def _finish_request(self, episode: Episode, request: Request, fields: dict[str, Any], seconds: float) -> None:
         """Handles the first answer to a request."""
-        request.answer = fields
         if request.do == "reset":
             self._opened[episode.key] = fields["messages"]
             self._leave(episode)

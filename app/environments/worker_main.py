@@ -51,11 +51,11 @@ def main() -> None:
         return asyncio.run_coroutine_threadsafe(awaited(value), loop).result() if inspect.isawaitable(value) else value
 
     try:
-        make = load_environment(order["source"], order["tools"], wait)
+        make, schemas = load_environment(order["source"], order["tools"], wait)
     except LoadError as refusal:
         channel.send({"refused": str(refusal)})
         return
-    channel.send({"tools": make().schemas})
+    channel.send({"tools": schemas})
     episodes: dict[str, queue.SimpleQueue[dict[str, Any]]] = {}
     while True:
         request = channel.receive()
@@ -88,10 +88,10 @@ def play(
             environment = environment or make()
             answer = serve(environment, request)
         except PlugInValueError as error:
-            answer = {"failure": [error.kind, f"{request['do']}: {error}"]}
+            answer = {"failure": [error.kind, str(error)]}
         except BaseException as error:  # no error may affect another episode
             kind = "memory" if isinstance(error, MemoryError) else "exit" if isinstance(error, SystemExit) else "raised"
-            answer = {"failure": [kind, f"{request['do']}: {describe_error(error)}"]}
+            answer = {"failure": [kind, describe_error(error)]}
         if os.getpid() != process_id:
             os._exit(0)  # a child that the environment forked also returned from it
         channel.send(answer | {"episode": request["episode"]})
