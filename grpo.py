@@ -12,15 +12,20 @@ over it. Invalid input raises `grpo.InputError`, with the message of the command
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     import os
 
     from app.commands.python_api import Samples
+    from app.environments.interface import Answer as Answer
+    from app.environments.interface import Environment as Environment
+    from app.environments.interface import ToolCall as ToolCall
     from app.evaluation.printed_summary import EvaluationSummary
     from app.training.train import TrainingRun
     from settings import InputError as InputError
@@ -32,6 +37,8 @@ if TYPE_CHECKING:
 
 PROGRAM_FOLDER = str(Path(__file__).resolve().parent)
 PACKAGES = ("app", "settings")
+INTERFACE = ("Answer", "Environment", "ToolCall")
+"""What a user's environment imports."""
 
 
 def train(
@@ -152,8 +159,21 @@ def score(
 def __getattr__(name: str) -> Any:
     if name == "InputError":
         return _program().InputError
+    if name in INTERFACE:
+        globals().update({one: getattr(_interface(), one) for one in INTERFACE})
+        return globals()[name]
     hint = "; its functions are train, evaluate, rollout and score, and sops/migrate/from_trl.md is for users of TRL"
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}{'' if name.startswith('_') else hint}")
+
+
+def _interface() -> ModuleType:
+    """Loads the interface of environments alone, because their processes must start fast and keep a user's `app`."""
+    file = Path(PROGRAM_FOLDER) / "app" / "environments" / "interface.py"
+    specification = importlib.util.spec_from_file_location("grpo_interface", file)
+    assert specification is not None and specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
 
 
 def _program() -> Any:

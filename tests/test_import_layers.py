@@ -27,7 +27,9 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"app.prompts", "app.batching"}),
     frozenset({"app.model"}),
     frozenset({"app.mesh"}),
+    frozenset({"app.environments"}),
     frozenset({"app.reward", "app.report", "app.distributed"}),
+    frozenset({"app.plugins"}),
     frozenset({"app.records"}),
     frozenset({"settings"}),
 )
@@ -61,6 +63,8 @@ SETTINGS_BELOW_RUNTIME = {
         *("schema.reward.RewardSettings", "schema.reward.RewardFunctionSettings"),
         *("schema.reward.MODEL_REWARD", "schema.reward.OVERLONG_REWARD", "schema.reward.CALLABLE_PREFIX"),
     },
+    # The values of keys, which are never shown.
+    "app.plugins": {"loading.secrets.redact"},
     # The saved settings of a run, beside the defaults.
     "app.report": {"loading.fields.FIELDS", "checks.resumed_settings.SettingChange"},
     "app.distributed": {
@@ -217,7 +221,7 @@ def program_sources() -> dict[str, str]:
 
 
 SOURCES = program_sources()
-HOST_ONLY_PACKAGES = {"app.report", "app.reward", "app.records", "settings"}
+HOST_ONLY_PACKAGES = {"app.environments", "app.plugins", "app.report", "app.reward", "app.records", "settings"}
 HOST_ONLY = {module for module in SOURCES if package_of(module) in HOST_ONLY_PACKAGES}
 
 

@@ -50,7 +50,7 @@ class InProcessPool:
         self._callable = _callables[reward]
 
     def load(self) -> dict[str, Any]:
-        """Returns the description of the function. Raises FunctionLoadError if its signature cannot be read."""
+        """Returns the description of the function. Raises LoadError if its signature cannot be read."""
         return {"parameters": describe_parameters(self._callable), "unlimited": ()}
 
     def run(self, requests: Sequence[Mapping[str, Any]], *, fresh: bool = False) -> list[Result]:

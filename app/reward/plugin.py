@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from app.plugins.loading import LoadError
 from app.records.sample import Sample
 from app.reward.in_process_pool import InProcessPool
 from app.reward.plugin_signature import (
@@ -17,9 +18,8 @@ from app.reward.plugin_signature import (
     build_arguments,
     read_signature,
 )
-from app.reward.process_pool import INVALID_ANSWER, LoadError, ProcessPool
+from app.reward.process_pool import INVALID_ANSWER, ProcessPool
 from app.reward.reward_outcome import RewardFailure, RewardOutcome
-from app.reward.worker_main import FunctionLoadError
 from settings.errors import InputError
 
 PROCESS_DEATH_KINDS = ("exit", "memory")
@@ -70,7 +70,7 @@ class PlugIn:
             """Resources that this system cannot limit."""
             self._parameters = [Parameter(*parameter) for parameter in answer["parameters"]]
             self._signature = read_signature(self._parameters, columns)
-        except (LoadError, FunctionLoadError, SignatureError) as problem:
+        except (LoadError, SignatureError) as problem:
             raise InputError(f"reward.functions: {pool.function}: {problem}") from problem
 
     @property

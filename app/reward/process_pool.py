@@ -7,7 +7,6 @@ variables and no open files, and exits when this process does.
 from __future__ import annotations
 
 import math
-import selectors
 import signal
 import time
 from collections import deque
@@ -15,14 +14,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from app.reward.reward_outcome import RewardFailure, RewardOutcome, one_line
-from app.reward.worker_handle import WorkerProcess, worker_environment
-from app.reward.worker_main import EXTRA_NAME_PATTERN, MAX_EXTRAS
+from app.plugins.loading import LoadError
+from app.plugins.printable import one_line
+from app.plugins.values import EXTRA_NAME_PATTERN, MAX_EXTRAS
+from app.plugins.worker_process import (
+    WorkerProcess,
+    describe_exit,
+    raise_if_refused,
+    wait_for_answers,
+    worker_environment,
+)
+from app.reward.reward_outcome import RewardFailure, RewardOutcome
 from settings.loading.secrets import redact
 
 INVALID_ANSWER = RewardFailure("exit", "its process sent an invalid answer")
 
-OUT_OF_MEMORY_SIGNS = ("MemoryError", "allocate memory", "failed to map segment")
+WORKER_PROGRAM = "app.reward.worker_main"
 
 Answer = dict[str, Any] | RewardFailure
 """Message of a worker, or its failure."""
@@ -40,8 +47,16 @@ class ResourceLimits:
     load_timeout_s: float
 
 
-class LoadError(Exception):
-    """The plug-in cannot be loaded in a worker; the message gives the reason."""
+class RewardWorker(WorkerProcess):
+    """A worker that serves one call at a time."""
+
+    num_calls = 0
+    call_index: int | None = None
+    """Index of its current call; None while it is idle or loading."""
+
+    @property
+    def is_idle(self) -> bool:
+        return self.is_loaded and self.call_index is None
 
 
 class ProcessPool:
@@ -60,7 +75,7 @@ class ProcessPool:
         self.limits = limits
         self._environment = worker_environment(environment)
         self._load_cpu_s = max(limits.load_timeout_s, limits.cpu_s)
-        self._workers: list[WorkerProcess] = []
+        self._workers: list[RewardWorker] = []
         self._start_failed = False
         """Whether the last start of a worker failed."""
 
@@ -111,15 +126,15 @@ class ProcessPool:
         while self._workers:
             self._workers.pop().kill()
 
-    def _start(self) -> WorkerProcess:
-        worker = WorkerProcess(self._environment)
+    def _start(self) -> RewardWorker:
+        worker = RewardWorker(WORKER_PROGRAM, self._environment)
         worker.is_retry = self._start_failed
         self._workers.append(worker)
         limits = {"memory_mib": self.limits.memory_mib, "cpu_s": self.limits.cpu_s, "load_cpu_s": self._load_cpu_s}
         worker.send({"function": self.function, **limits}, timeout_s=self.limits.load_timeout_s)
         return worker
 
-    def _end(self, worker: WorkerProcess) -> int:
+    def _end(self, worker: RewardWorker) -> int:
         self._workers.remove(worker)
         return worker.kill()
 
@@ -134,29 +149,11 @@ class ProcessPool:
         for _ in range(min(self.num_workers - len(self._workers), len(waiting) - num_loading)):
             self._start()
 
-    def _wait(self, timeout_s: float = float("inf")) -> list[tuple[WorkerProcess, Answer]]:
+    def _wait(self, timeout_s: float = float("inf")) -> list[tuple[RewardWorker, Answer]]:
         """Waits for an event of a worker; returns the answers, and the failures of dead and overdue workers."""
-        with selectors.DefaultSelector() as selector:
-            for worker in self._workers:
-                selector.register(worker.read_fd, selectors.EVENT_READ, worker)
-                if worker.stderr_relay.is_open:
-                    selector.register(worker.stderr_relay.fd, selectors.EVENT_READ, worker)
-                if worker.outgoing:
-                    selector.register(worker.write_fd, selectors.EVENT_WRITE, worker)
-            nearest = min(worker.deadline for worker in self._workers) - time.monotonic()
-            timeout_s = min(max(nearest, 0), timeout_s)
-            events = selector.select(None if timeout_s == float("inf") else timeout_s)
-        answered: list[tuple[WorkerProcess, Answer]] = []
-        for key, event in events:
-            worker = key.data
-            if worker not in self._workers:  # died at an earlier event
-                continue
-            if event & selectors.EVENT_WRITE:
-                worker.write()
-            elif key.fd == worker.stderr_relay.fd:
-                worker.stderr_relay.read()
-            elif (answer := self._read(worker)) is not None:
-                answered.append((worker, answer))
+        nearest = min(worker.deadline for worker in self._workers) - time.monotonic()
+        events = wait_for_answers(self._workers, timeout_s=min(nearest, timeout_s))
+        answered = [(worker, self._check(worker, answers)) for worker, answers in events]
         now = time.monotonic()
         served = [worker for worker, _ in answered]
         for worker in [w for w in self._workers if w.deadline <= now and w not in served]:
@@ -165,32 +162,25 @@ class ProcessPool:
             answered.append((worker, RewardFailure("timeout", f"took more than {seconds:g} s")))
         return answered
 
-    def _read(self, worker: WorkerProcess) -> Answer | None:
-        try:
-            return worker.read()
-        except EOFError:
-            status = self._end(worker)
+    def _check(self, worker: RewardWorker, answers: list[dict[str, Any]] | None) -> Answer:
+        """Returns the answer to the worker's call; ends a worker that has exited, or has answered more than once."""
+        if answers and len(answers) == 1:
+            return answers[0]
+        status = self._end(worker)
         if status == -signal.SIGXCPU:
             seconds = self.limits.cpu_s if worker.is_loaded else self._load_cpu_s
             return RewardFailure("cpu", f"used more than {seconds:g} s of processor time")
-        if status < 0:
-            known = {s.value: s.name for s in signal.Signals}
-            return RewardFailure("exit", f"its process was ended by {known.get(-status, f'signal {-status}')}")
-        return RewardFailure("exit", f"its process ended with exit code {status}")
+        return RewardFailure("exit", describe_exit(status))
 
-    def _finish_load(self, worker: WorkerProcess, answer: Answer) -> dict[str, Any]:
+    def _finish_load(self, worker: RewardWorker, answer: Answer) -> dict[str, Any]:
         if isinstance(answer, RewardFailure):
             raise LoadError(f"during the import, it {answer.text.removeprefix('its process ')}")
-        if "refused" in answer:
-            text = one_line(redact(str(answer["refused"])))
-            is_memory = any(sign in text for sign in OUT_OF_MEMORY_SIGNS)
-            hint = f"; it may need more than reward.memory_mib = {self.limits.memory_mib}" if is_memory else ""
-            raise LoadError(text + hint)
+        raise_if_refused(answer, memory=f"reward.memory_mib = {self.limits.memory_mib}")
         worker.is_loaded = True
         worker.deadline = float("inf")
         return answer
 
-    def _finish_load_or_retry(self, worker: WorkerProcess, answer: Answer) -> None:
+    def _finish_load_or_retry(self, worker: RewardWorker, answer: Answer) -> None:
         """Finishes the start of a worker; the first failure is retried, because the machine may just be busy."""
         try:
             self._finish_load(worker, answer)
@@ -203,7 +193,7 @@ class ProcessPool:
         else:
             self._start_failed = False
 
-    def _handle_answer(self, worker: WorkerProcess, answer: Answer, results: dict[int, Result]) -> None:
+    def _handle_answer(self, worker: RewardWorker, answer: Answer, results: dict[int, Result]) -> None:
         """Stores the result of a worker's call and makes the worker ready for the next one."""
         call, worker.call_index = worker.call_index, None
         if call is None:

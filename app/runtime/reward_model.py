@@ -19,9 +19,10 @@ from app.model.decoder import DecoderDefinition, Params, ValueDecoder
 from app.model.io.families import SEQUENCE_CLASSIFICATION, architecture_from_config
 from app.model.io.hf_weights import VALUE_HEAD, check_tensors, expected_tensors, load_weights
 from app.model.io.model_files import ModelFiles, open_model
+from app.plugins.printable import one_line
 from app.prompts.reward_model_encoder import ConversationEncoder
 from app.records.sample import Prompt, Sample
-from app.reward.reward_outcome import RewardFailure, RewardOutcome, one_line
+from app.reward.reward_outcome import RewardFailure, RewardOutcome
 from app.runtime.micro_batching import MaxLengths, make_score_batcher
 from app.runtime.model_spec import CriticSpec, ModelSpec, model_setting_in_errors
 from app.runtime.scoring import set_compute_dtype

@@ -7,8 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from app.plugins.printable import MAX_TEXT_CHARACTERS, one_line
 from app.reward.aggregate import OnError, RewardedSamples, aggregate_rewards
-from app.reward.reward_outcome import MAX_TEXT_CHARACTERS, RewardFailure, RewardOutcome, one_line
+from app.reward.reward_outcome import RewardFailure, RewardOutcome
 from tests.reward.samples import make_group
 
 BROKEN = RewardOutcome(failure=RewardFailure("raised", "ValueError: no"))

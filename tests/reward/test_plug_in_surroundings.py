@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from app.reward.worker_handle import MAX_PRINTED_BYTES, PIPE_BYTES
+from app.plugins.worker_process import MAX_PRINTED_BYTES, PIPE_BYTES
 from settings.errors import InputError
 from tests.reward.processes import WORKERS
 from tests.reward.samples import make_group, score, values_of, write_plug_in

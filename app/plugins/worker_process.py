@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 import os
+import selectors
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
-from app.reward.reward_outcome import replace_control_characters
-from app.reward.worker_main import KILL_LIMIT_S
+from app.plugins.loading import LoadError
+from app.plugins.printable import one_line, replace_control_characters
+from app.plugins.supervisor import KILL_LIMIT_S
 from settings.loading.secrets import redact
 
-WORKER_FILE = str(Path(__file__).with_name("worker_main.py"))
+START_FILE = str(Path(__file__).with_name("start_worker.py"))
 SOURCE_ROOT = str(Path(__file__).resolve().parents[2])
 """Folder that contains the `app` package."""
 
@@ -39,6 +42,7 @@ MAX_PRINTED_BYTES = 256 * 2**10
 """Of one call."""
 PIPE_BYTES = 64 * 2**10
 """Capacity of a pipe."""
+OUT_OF_MEMORY_SIGNS = ("MemoryError", "allocate memory", "failed to map segment")
 MAX_KEY_BYTES = 4 * 2**10
 """The longest key that is redacted wherever a long line is cut."""
 
@@ -82,16 +86,21 @@ class StderrRelay:
             print(replace_control_characters(line.expandtabs()), file=sys.stderr)
         self.remaining -= len(data)
         if self.remaining <= 0:
-            print("(a reward function prints too much; the rest of this call is left out)", file=sys.stderr)
+            print("(a plug-in prints too much; the rest of this call is left out)", file=sys.stderr)
 
 
 class WorkerProcess:
-    """A worker process and its pipes. Only `kill` blocks, until the process has exited."""
+    """A worker process and its pipes. Only `kill` blocks, until the process has exited.
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
+    Args:
+        program: module whose `main` it runs.
+        environment: all its environment variables.
+    """
+
+    def __init__(self, program: str, environment: Mapping[str, str]) -> None:
         hide_environment()
         self.process = subprocess.Popen(
-            [sys.executable, "-P", "-B", WORKER_FILE],
+            [sys.executable, "-P", "-B", START_FILE, program],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -105,13 +114,10 @@ class WorkerProcess:
         self.stderr_relay = StderrRelay(printing)
         self.outgoing = memoryview(b"")
         self._incoming = bytearray()
-        self.deadline = float("inf")
+        self.deadline = math.inf
         self.is_loaded = False
         self.is_retry = False
         """Whether it was started because the start of another worker failed."""
-        self.num_calls = 0
-        self.call_index: int | None = None
-        """Index of its current call; None while it is idle or loading."""
 
     @property
     def _pipes(self) -> tuple[IO[bytes], IO[bytes], IO[bytes]]:
@@ -119,12 +125,8 @@ class WorkerProcess:
         assert process.stdin is not None and process.stdout is not None and process.stderr is not None
         return process.stdin, process.stdout, process.stderr
 
-    @property
-    def is_idle(self) -> bool:
-        return self.is_loaded and self.call_index is None
-
-    def send(self, message: Mapping[str, Any], *, timeout_s: float) -> None:
-        self.outgoing = memoryview(json.dumps(message).encode() + b"\n")
+    def send(self, message: Mapping[str, Any], *, timeout_s: float = math.inf) -> None:
+        self.outgoing = memoryview(self.outgoing.tobytes() + json.dumps(message, default=str).encode() + b"\n")
         self.deadline = time.monotonic() + timeout_s
         self.stderr_relay.remaining = MAX_PRINTED_BYTES
 
@@ -137,26 +139,27 @@ class WorkerProcess:
         except BrokenPipeError:
             self.outgoing = memoryview(b"")
 
-    def read(self) -> dict[str, Any] | None:
-        """Returns the worker's answer once it is complete, else None.
+    def read(self) -> list[dict[str, Any]]:
+        """Returns the answers that are complete.
 
         Raises:
-            EOFError: the worker has exited, or its answer is invalid.
+            EOFError: the worker has exited, or an answer is invalid.
         """
         data = os.read(self.read_fd, 1 << 20)
         self._incoming += data
         if not data or len(self._incoming) > MAX_ANSWER_BYTES:
             raise EOFError
-        if not self._incoming.endswith(b"\n"):
-            return None
-        line, self._incoming = bytes(self._incoming), bytearray()
+        lines, end, rest = data.rpartition(b"\n")
+        if not end:
+            return []
+        lines, self._incoming = bytes(self._incoming[: len(self._incoming) - len(rest)]), bytearray(rest)
         try:
-            answer = json.loads(line)
+            answers = [json.loads(line) for line in lines.splitlines()]
         except (ValueError, RecursionError):
             raise EOFError from None
-        if not isinstance(answer, dict):
+        if not all(isinstance(answer, dict) for answer in answers):
             raise EOFError
-        return answer
+        return answers
 
     def kill(self) -> int:
         """Kills the process and its children; returns its exit status, which is negative for a signal."""
@@ -172,12 +175,68 @@ class WorkerProcess:
         return status
 
     def _end_supervisor(self) -> None:
-        """Waits until the supervisor has killed whatever the function has started, and has itself ended."""
+        """Waits until the supervisor has killed whatever the plug-in has started, and has itself ended."""
         pid, deadline = self.process.pid, time.monotonic() + KILL_LIMIT_S + 1
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGTERM)
         while time.monotonic() < deadline and os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
             time.sleep(0.001)
+
+
+Worker = TypeVar("Worker", bound=WorkerProcess)
+
+
+def wait_for_answers(
+    workers: Iterable[Worker], *, timeout_s: float = math.inf, alarm: int | None = None
+) -> list[tuple[Worker, list[dict[str, Any]] | None]]:
+    """Waits until a worker answers or ends, or a byte arrives at the descriptor `alarm`, and returns the answers.
+
+    A worker whose process has ended, or whose answer is invalid, has None instead. Meanwhile, messages are sent to the
+    workers, and what they print is shown.
+    """
+    with selectors.DefaultSelector() as selector:
+        for worker in workers:
+            selector.register(worker.read_fd, selectors.EVENT_READ, worker)
+            if worker.stderr_relay.is_open:
+                selector.register(worker.stderr_relay.fd, selectors.EVENT_READ, worker)
+            if worker.outgoing:
+                selector.register(worker.write_fd, selectors.EVENT_WRITE, worker)
+        if alarm is not None:
+            selector.register(alarm, selectors.EVENT_READ)
+        events = selector.select(None if timeout_s == math.inf else max(timeout_s, 0))
+    answered: list[tuple[Worker, list[dict[str, Any]] | None]] = []
+    for key, event in events:
+        worker: Worker | None = key.data
+        if worker is None:
+            os.read(key.fd, PIPE_BYTES)
+        elif event & selectors.EVENT_WRITE:
+            worker.write()
+        elif key.fd == worker.stderr_relay.fd:
+            worker.stderr_relay.read()
+        else:
+            try:
+                answers = worker.read()
+            except EOFError:
+                answered.append((worker, None))
+            else:
+                answered += [(worker, answers)] if answers else []
+    return answered
+
+
+def raise_if_refused(answer: Mapping[str, Any], *, memory: str) -> None:
+    """Raises LoadError if the program of a worker could not load its plug-in; `memory` is the setting of its limit."""
+    if "refused" in answer:
+        text = one_line(redact(str(answer["refused"])))
+        is_memory = any(sign in text for sign in OUT_OF_MEMORY_SIGNS)
+        raise LoadError(text + (f"; it may need more than {memory}" if is_memory else ""))
+
+
+def describe_exit(status: int) -> str:
+    """Returns what became of a process, from its exit status, which is negative for a signal."""
+    if status < 0:
+        known = {s.value: s.name for s in signal.Signals}
+        return f"its process was ended by {known.get(-status, f'signal {-status}')}"
+    return f"its process ended with exit code {status}"
 
 
 def hide_environment() -> None:
@@ -190,7 +249,7 @@ def worker_environment(names: Sequence[str], environ: Mapping[str, str] = os.env
     """Returns the environment variables for workers: the allowed ones of this process, and defaults."""
     allowed = ALLOWED_ENVIRONMENT.union(names)
     passed = {name: value for name, value in environ.items() if name in allowed or name.startswith("LC_")}
-    # The program's folder comes last, so that a function imports the user's `app` or `settings` if there are any.
+    # The program's folder comes last, so that a plug-in imports the user's `app` or `settings` if there are any.
     source_path = {"PYTHONPATH": os.pathsep.join(filter(None, (passed.get("PYTHONPATH"), SOURCE_ROOT)))}
     # Workers already run in parallel, so threads of libraries would only compete. Devices belong to the trainer.
     defaults = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}

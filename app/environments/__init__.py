@@ -1,0 +1,1 @@
+"""Environments and tools that a policy talks to over several turns, played in processes without JAX."""

@@ -1,0 +1,166 @@
+"""Environments and tools that come with the program: `calculator`, `lookup` and `guess_number`."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import json
+import operator
+import os
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from decimal import Context, Decimal, Inexact
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, ClassVar
+
+from app.environments.interface import Answer, ToolCall
+from app.environments.tool_functions import Tool, answer_call
+from app.reward.gsm8k import parse_reference
+from app.reward.numbers import last_number, parse_number
+
+MAX_EXPRESSION = 200
+"""Characters of an expression."""
+MAX_BITS = 4096
+"""Of the numerator or denominator of a power."""
+OPERATIONS: dict[type, Callable[..., Any]] = {
+    **{ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv},
+    **{ast.UAdd: operator.pos, ast.USub: operator.neg},
+}
+INLINE_CALL = re.compile(r"<<(?P<argument>[^<>=\n]{1,200})(?:=[^<>\n]*)?(?:>>)?\s*\Z")
+"""A call at the end of a turn, as in the solutions of GSM8K: `<<47*38`, `<<47*38>>` or `<<47*38=1786>>`."""
+
+LOOKUP_VARIABLES = ("GRPO_LOOKUP_FILE", "GRPO_LOOKUP_LATENCY_MS")
+"""The environment variables that `lookup` reads: a file of lines `key<TAB>value` or `{"key": ..., "value": ...}`, and
+how many milliseconds a call takes."""
+
+
+def calculator(expression: str) -> str:
+    """Computes the exact value of an arithmetic expression.
+
+    Args:
+        expression: Numbers with + - * / ** and parentheses, such as (12.5 + 3) * 4.
+    """
+    expression = re.sub(r"(?<=\d),(?=\d{3})", "", expression.strip())
+    if len(expression) > MAX_EXPRESSION:
+        raise ValueError(f"the expression is longer than {MAX_EXPRESSION} characters")
+    try:
+        value = _evaluate(ast.parse(expression, mode="eval").body, expression)
+    except SyntaxError:
+        raise ValueError(f"{expression!r} is not an arithmetic expression") from None
+    if value.denominator == 1:
+        return str(value.numerator)
+    context = Context(prec=28)
+    decimal = context.divide(Decimal(value.numerator), Decimal(value.denominator))
+    if context.flags[Inexact]:  # no end, such as 1/3
+        decimal = Context(prec=12).plus(decimal)
+    return f"{decimal.normalize(Context(prec=28)):f}"
+
+
+def _evaluate(node: ast.expr, expression: str) -> Fraction:
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        return Fraction(ast.get_source_segment(expression, node) or "")
+    if isinstance(node, ast.UnaryOp) and type(node.op) in OPERATIONS:
+        return OPERATIONS[type(node.op)](_evaluate(node.operand, expression))
+    if isinstance(node, ast.BinOp):
+        left, right = _evaluate(node.left, expression), _evaluate(node.right, expression)
+        if type(node.op) in OPERATIONS:
+            return OPERATIONS[type(node.op)](left, right)
+        if isinstance(node.op, ast.Pow):
+            bits = max(left.numerator.bit_length(), left.denominator.bit_length())
+            if right.denominator != 1 or abs(right) * bits > MAX_BITS:
+                raise ValueError(f"the exponent {right} is not a whole number, or too large")
+            return left**right.numerator
+    raise ValueError(f"{expression!r} is not an arithmetic expression of numbers, + - * / ** and parentheses")
+
+
+def lookup(key: str) -> str:
+    """Looks up the value of a key in a table.
+
+    Args:
+        key: The key.
+    """
+    time.sleep(float(os.environ.get("GRPO_LOOKUP_LATENCY_MS", "0")) / 1000)
+    table = _read_table(os.environ["GRPO_LOOKUP_FILE"])
+    if key not in table:
+        raise ValueError(f"there is no key {key[:80]!r}")
+    return table[key]
+
+
+@functools.cache
+def _read_table(file: str) -> dict[str, str]:
+    rows = [line for line in Path(file).read_text(encoding="utf-8").splitlines() if line.strip()]
+    if all(row.startswith("{") for row in rows):
+        return {str(row["key"]): str(row["value"]) for row in map(json.loads, rows)}
+    return {key: value for key, _, value in (row.partition("\t") for row in rows)}
+
+
+class _OneTool:
+    """The data set's questions, with one tool. A turn without a call is the answer, which earns 1.0 if it is right."""
+
+    tool: ClassVar[Tool]
+
+    def reset(self, *, answer: str) -> None:
+        self._answer = answer
+
+    def step(self, text: str, calls: Sequence[ToolCall]) -> Answer:
+        if not calls and (match := INLINE_CALL.search(text)):
+            (parameter,) = self.tool.schema["function"]["parameters"]["properties"]
+            calls = [ToolCall(self.tool.name, {parameter: match["argument"]})]
+        if not calls:
+            return Answer(reward=float(self.is_right(text, self._answer)), terminated=True)
+        counts: Counter[str] = Counter()
+        results = [answer_call(call, {self.tool.name: self.tool}, counts, lambda value: value) for call in calls]
+        return Answer([{"role": "tool", "content": result} for result in results], metrics=+counts)
+
+    def is_right(self, text: str, answer: str) -> bool:
+        raise NotImplementedError
+
+
+class Calculator(_OneTool):
+    """Questions with a number as their answer: plain, or as in GSM8K, `... #### 72`."""
+
+    tool = Tool("calculator", calculator)
+
+    def is_right(self, text: str, answer: str) -> bool:
+        reference, number = parse_reference(answer), last_number(text)
+        if reference is None:
+            raise ValueError(f"the row's answer {answer[-80:]!r} is not a number")
+        return number is not None and parse_number(number) == reference
+
+
+class Lookup(_OneTool):
+    """Questions whose answer is a text that the table has."""
+
+    tool = Tool("lookup", lookup)
+
+    def is_right(self, text: str, answer: str) -> bool:
+        return text.strip() == answer.strip()
+
+
+class GuessNumber:
+    """A secret digit and three guesses, which get `+` (the secret is larger), `-` or `=`; other text gets `?`.
+
+    A hit earns 1. The best policy hits 7 of the 10 digits: one at once, two at the second guess, four at the third.
+    """
+
+    def reset(self, *, seed: int) -> str:
+        self._secret, self._num_guesses = seed % 10, 0
+        return "?"
+
+    def step(self, text: str, calls: Sequence[ToolCall]) -> Answer:
+        self._num_guesses += 1
+        guess = text.strip()
+        is_last = self._num_guesses == 3
+        if not re.fullmatch("[0-9]", guess):
+            return Answer("?", terminated=is_last)
+        if int(guess) == self._secret:
+            return Answer("=", reward=1.0, terminated=True)
+        return Answer("+" if self._secret > int(guess) else "-", terminated=is_last)
+
+
+ENVIRONMENTS: dict[str, Callable[[], Any]] = {"calculator": Calculator, "lookup": Lookup, "guess_number": GuessNumber}
+TOOLS: dict[str, Callable[..., Any]] = {"calculator": calculator, "lookup": lookup}
+"""What names stand for in `env.source` and in `env.tools`."""

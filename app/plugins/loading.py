@@ -1,0 +1,100 @@
+"""Imports what users name as `module:name` or `file.py:name`, in the program of a worker."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+import traceback
+from collections.abc import Callable, Collection
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import Any
+
+PROGRAM_FOLDER = str(Path(__file__).parents[1]) + os.sep
+
+
+class LoadError(Exception):
+    """A plug-in cannot be loaded; the message gives the reason."""
+
+
+def load_object(path: str, *, program_modules: Collection[str] = ()) -> Any:
+    """Returns the function or class `module:name` or `file.py:name`.
+
+    Args:
+        program_modules: modules of this program that may be named.
+
+    Raises:
+        LoadError: the file, module or name does not exist, or the import fails.
+    """
+    place, _, attribute = path.rpartition(":")
+    # As with `python file.py`, modules next to the file and in the working directory can be imported. The program's own
+    # functions are found even if the working directory contains another `app`.
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]) if place in program_modules else os.getcwd())
+    module: Any = _import_file(Path(place)) if place.endswith(".py") else _import_module(place)
+    target = module
+    for name in attribute.split("."):
+        if not hasattr(target, name):
+            known = [n for n, v in vars(module).items() if inspect.isroutine(v) and not n.startswith("_")]
+            raise LoadError(f"{place} has no `{name}`; its functions: {', '.join(sorted(known)[:20]) or 'none'}")
+        target = getattr(target, name)
+    return target
+
+
+def _import_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise LoadError(f"no such file: {path.absolute()}")
+    name = f"plugin_{path.stem}"
+    if getattr(sys.modules.get(name), "__file__", None) == str(path.absolute()):
+        return sys.modules[name]
+    specification = importlib.util.spec_from_file_location(name, path.absolute())
+    assert specification is not None and specification.loader is not None
+    sys.path.insert(0, str(path.absolute().parent))
+    module = importlib.util.module_from_spec(specification)
+    sys.modules[name] = module
+    loader = specification.loader
+    return _run_import(str(path), lambda: loader.exec_module(module) or module)
+
+
+def _import_module(name: str) -> ModuleType:
+    try:
+        return _run_import(name, lambda: importlib.import_module(name))
+    except LoadError as refusal:
+        cause = refusal.__cause__
+        if isinstance(cause, ModuleNotFoundError) and cause.name and f"{name}.".startswith(f"{cause.name}."):
+            where = f"in {os.getcwd()} or among the installed packages"
+            raise LoadError(f"there is no module `{cause.name}` {where}") from None
+        raise
+
+
+def _run_import(place: str, load: Callable[[], ModuleType]) -> ModuleType:
+    try:
+        return load()
+    except BaseException as error:  # including sys.exit in the module
+        raise LoadError(f"importing {place} failed: {describe_error(error)}") from error
+
+
+def describe_error(error: BaseException) -> str:
+    """Returns the last line of an error's traceback, and the location of the error."""
+    text = traceback.format_exception_only(error)[-1].strip()
+    place = _error_location(error.__traceback__)
+    if isinstance(error, SyntaxError) and error.filename:
+        place = f"{_relative_path(error.filename)}:{error.lineno}"
+    return f"{text[:1000]} ({place})" if place else text[:1000]
+
+
+def _error_location(trace: TracebackType | None) -> str | None:
+    """Returns the location of the error in user code, or else in any code outside this program."""
+    lines = [(f.filename, f.lineno) for f in traceback.extract_tb(trace) if not f.filename.startswith(PROGRAM_FOLDER)]
+    lines = [(file, line) for file, line in lines if not file.startswith("<frozen")]
+    user_lines = [(file, line) for file, line in lines if not file.startswith((sys.prefix, sys.base_prefix))]
+    if not lines:
+        return None
+    file, line = (user_lines or lines)[-1]
+    return f"{_relative_path(file)}:{line}"
+
+
+def _relative_path(file: str) -> str:
+    return os.path.relpath(file) if file.startswith(os.getcwd() + os.sep) else file

@@ -1,0 +1,20 @@
+"""Starts the program of a killable worker: `start_worker.py app.reward.worker_main` calls `main` of that module.
+
+The program may import only the standard library and modules of this program that do the same. These are then forgotten,
+because the modules of a user may have the same names.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    source_root = str(Path(__file__).resolve().parents[2])
+    sys.path.insert(0, source_root)
+    program = importlib.import_module(sys.argv[1])
+    sys.path.remove(source_root)
+    for name in [name for name in sys.modules if name.split(".")[0] == "app"]:
+        del sys.modules[name]
+    program.main()

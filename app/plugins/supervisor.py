@@ -1,0 +1,104 @@
+"""What contains the program of a worker: a supervising process, and limits of memory and processor time.
+
+On Linux a worker consists of two processes: the first supervises, the second runs the plug-in. Orphaned descendants
+become children of the first one, so that daemons that the plug-in starts end with the worker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+import os
+import resource
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import NoReturn
+
+PR_SET_CHILD_SUBREAPER = 36
+"""The constant of `man 2 prctl`."""
+KILL_LIMIT_S = 10
+
+
+def supervise() -> None:
+    """Returns in a child process. The parent waits for its end, kills all other descendants, and ends in the same way.
+
+    SIGTERM makes the parent kill the child. Other systems than Linux have no subreaper, and the process stays alone.
+    """
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    child = os.fork()
+    if child:
+        _end_like(child)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+
+
+def _end_like(child: int) -> NoReturn:
+    """Waits for the child and its descendants, then ends with its exit code or signal."""
+
+    def kill_child(*_: object) -> None:
+        os.kill(child, signal.SIGKILL)
+
+    # Only the child may hold the pipes, so that the trainer notices its end.
+    os.close(0)
+    os.close(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, kill_child)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+    # It stays a zombie, so that the handler cannot kill another process with its number.
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    kill_children()
+    if code < 0:
+        with contextlib.suppress(OSError):  # SIGKILL has no handler to reset
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+
+
+def kill_children() -> None:
+    """Kills all children, and their orphans as they become children, until there are none or after 10 s."""
+    deadline = time.monotonic() + KILL_LIMIT_S
+    while time.monotonic() < deadline:
+        try:
+            if os.waitpid(-1, os.WNOHANG)[0]:
+                continue
+        except ChildProcessError:
+            return
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError, ValueError):
+                if int(stat.read_text().rpartition(") ")[2].split()[1]) == os.getpid():
+                    os.kill(int(stat.parent.name), signal.SIGKILL)
+        time.sleep(0.001)
+
+
+def end_worker() -> NoReturn:
+    """Exits, so that the supervisor kills the descendants; without a subreaper, kills the process group."""
+    if sys.platform != "linux" and os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(1)
+
+
+def limit_memory(num_bytes: int) -> list[str]:
+    """Limits the address space; returns the resources that the system cannot limit."""
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    ceiling = num_bytes if hard == resource.RLIM_INFINITY else min(num_bytes, hard)
+    try:
+        resource.setrlimit(resource.RLIMIT_AS, (ceiling, ceiling))
+    except (ValueError, OSError):  # macOS
+        return ["memory"]
+    return []
+
+
+def limit_cpu(seconds: float) -> None:
+    """Limits how much more processor time this process may use before it is killed."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    ceiling = math.ceil(usage.ru_utime + usage.ru_stime + seconds)
+    resource.setrlimit(resource.RLIMIT_CPU, (ceiling if hard == resource.RLIM_INFINITY else min(ceiling, hard), hard))

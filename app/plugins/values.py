@@ -1,0 +1,53 @@
+"""Checks of what a plug-in returns."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Awaitable, Mapping
+from typing import Any
+
+MAX_EXTRAS = 32
+"""Maximum number of additional metrics per sample."""
+EXTRA_NAME_PATTERN = re.compile(r"[A-Za-z0-9_.@-]{1,64}")
+
+
+class PlugInValueError(Exception):
+    """A plug-in returned a value that cannot be used."""
+
+    kind = "value"
+
+
+def to_number(value: Any) -> float:
+    """Converts a finite real number, such as an int, a bool or a NumPy or PyTorch scalar, to a float.
+
+    Raises:
+        PlugInValueError: the value is not a finite number.
+    """
+    if not hasattr(type(value), "__float__") and not hasattr(type(value), "__index__"):
+        raise PlugInValueError(f"returned {describe_value(value)}, expected a number")
+    result = float(value)
+    if not math.isfinite(result):
+        raise PlugInValueError(f"returned {result}, expected a finite number")
+    return result
+
+
+def collect_extras(values: Mapping[Any, Any]) -> dict[str, float]:
+    """Returns the finite numbers with valid metric names, at most `MAX_EXTRAS` of them."""
+    extras: dict[str, float] = {}
+    for name, value in values.items():
+        if not isinstance(name, str) or not EXTRA_NAME_PATTERN.fullmatch(name) or len(extras) == MAX_EXTRAS:
+            continue
+        try:
+            extras[name] = to_number(value)
+        except (PlugInValueError, TypeError, ValueError, OverflowError):
+            continue
+    return extras
+
+
+def describe_value(value: Any) -> str:
+    return f"{type(value).__name__} {repr(value)[:60]}" if value is not None else "None"
+
+
+async def awaited(result: Awaitable[Any]) -> Any:
+    return await result

@@ -1,0 +1,66 @@
+"""Environments written to files, and pools that play them."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from app.environments.episode import EpisodeReply, EpisodeStart
+from app.environments.episode_pool import EpisodePool
+from app.environments.interface import ToolCall
+from settings.schema.environment import EnvironmentSettings
+
+WAIT_S = 120
+"""Longer than anything takes on a busy machine."""
+
+
+def write(folder: Path, source: str) -> str:
+    """Writes a module; returns its path."""
+    (folder / "plug.py").write_text(textwrap.dedent(source))
+    return str(folder / "plug.py")
+
+
+@contextmanager
+def opened(**settings: Any) -> Iterator[EpisodePool]:
+    """Opens a pool of one worker; any setting of `env` can be changed."""
+    defaults = {"workers": 1, "concurrency": 8, "step_timeout_s": 60}
+    pool = EpisodePool(EnvironmentSettings.model_validate(defaults | settings))
+    try:
+        yield pool
+    finally:
+        pool.close()
+
+
+class Game:
+    """An episode seen from the sampler: plays turns and collects the replies of all episodes of its pool."""
+
+    def __init__(self, pool: EpisodePool, key: str, *, seed: int = 0, opening: Any = None, **columns: Any) -> None:
+        self.pool, self.key, self.opening = pool, key, opening
+        self.start = EpisodeStart(seed, {"prompt": "p", "answer": "a", **columns})
+
+    def send(self, text: str, calls: Sequence[ToolCall] = (), *, is_last: bool = False) -> None:
+        self.pool.step(self.key, self.start, self.opening, text, calls, is_last=is_last)
+
+    def play(self, text: str, calls: Sequence[ToolCall] = (), *, is_last: bool = False) -> EpisodeReply:
+        self.send(text, calls, is_last=is_last)
+        (reply,) = take(self.pool, 1)
+        assert reply.key == self.key
+        return reply
+
+
+def take(pool: EpisodePool, number: int) -> list[EpisodeReply]:
+    """Returns exactly so many replies, sorted by key."""
+    replies: list[EpisodeReply] = []
+    while len(replies) < number:
+        new = pool.take(WAIT_S)
+        assert new, f"no reply, after {replies}"
+        replies += new
+    assert len(replies) == number
+    return sorted(replies)
+
+
+def contents(reply: EpisodeReply) -> list[str]:
+    return [message["content"] for message in reply.messages]

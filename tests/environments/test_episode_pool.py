@@ -1,0 +1,362 @@
+"""Tests of episodes in processes: what hangs, dies or lies costs its own episode, and the others never notice."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from app.environments.episode import EpisodeFailure, EpisodeStart
+from app.environments.interface import ToolCall
+from app.plugins.loading import LoadError
+from app.plugins.worker_process import MAX_PRINTED_BYTES
+from tests.environments.pools import Game, contents, opened, take, write
+from tests.reward.processes import WORKERS, children, ended
+
+pytestmark = WORKERS
+
+STORY = """
+    import contextlib, ctypes, json, os, sys, threading, time
+    from grpo import Answer
+
+    barrier = threading.Barrier(3)
+    log = os.open(os.path.join(os.path.dirname(__file__), "log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    def note(*what):
+        os.write(log, (json.dumps(what) + "\\n").encode())
+
+    class Story:
+        def reset(self, *, seed, prompt, **columns):
+            self.told, self.seed = [], seed
+            note("reset", seed)
+            return columns.get("opening")
+
+        def step(self, text, calls):
+            note("step", self.seed, text)
+            self.told.append(text)
+            if text == "hang": time.sleep(1000)
+            if text == "hang once" and not os.path.exists("hung"):
+                open("hung", "w").close()
+                time.sleep(1000)
+            if text == "die once" and not os.path.exists("died"):
+                open("died", "w").close()
+                os._exit(3)
+            if text == "wait" and not os.path.exists(f"wait {self.seed}"):
+                open(f"wait {self.seed}", "w").close()
+                time.sleep(1000)
+            if text == "exit at last":
+                while not (os.path.exists("wait 1") and os.path.exists("wait 2")): time.sleep(0.01)
+                os._exit(3)
+            if text == "meet": barrier.wait(60)
+            if text == "raise": raise RuntimeError("out of luck")
+            if text == "leave": sys.exit(1)
+            if text == "exit": os._exit(3)
+            if text == "crash": ctypes.string_at(0)
+            if text == "full": raise MemoryError
+            if text == "print": print("x" * 10**6)
+            if text == "scribble": os.write(1, b"\\xff\\x00" * 10**6)
+            if text == "pipe":
+                for fd in {*range(3, 30)} - {log}:
+                    with contextlib.suppress(OSError): os.write(fd, b"{}\\n")
+            if text == "fork" and not os.fork(): return Answer("from the child")
+            if text == "number": return 5
+            if text == "nothing": return None
+            if text == "silent": return Answer()
+            if text == "tuple": return ("a", 1.0, False)
+            if text == "nan": return Answer("a", reward=float("nan"))
+            if text == "role": return Answer([{"role": "assistant", "content": "I win"}])
+            if text == "bytes": return Answer([{"role": "user", "content": b"a"}])
+            if text == "maybe": return Answer("a", terminated="maybe")
+            if text == "flood": return Answer("x" * (2**20 + 1))
+            if text == "halves": return Answer("\\ud800.")
+            if text == "random": return Answer(str(time.time_ns()))
+            return Answer(" ".join(self.told), reward=0.5, terminated=text == "end", metrics={"told": len(self.told)})
+
+        def score(self):
+            note("score", self.seed)
+            return {"length": len(self.told)}
+
+        def close(self):
+            note("close", self.seed)
+"""
+
+
+@pytest.fixture
+def story(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    return f"{write(tmp_path, STORY)}:Story"
+
+
+def noted(what: str) -> list[list[object]]:
+    lines = map(json.loads, Path("log").read_text().splitlines())
+    return [rest for word, *rest in lines if word == what]
+
+
+def test_an_episode_is_scored_and_closed_once(story: str) -> None:
+    with opened(source=story, concurrency=1) as pool:
+        assert pool.load().tool_schemas == []
+        game = Game(pool, "q/s0", seed=7)
+        first, last = game.play("once"), game.play("end")
+        Game(pool, "next").play("on")  # waits for the close
+    assert (contents(first), first.reward, first.terminated, first.metrics) == (["once"], 0.5, False, {"told": 1})
+    assert (contents(last), last.terminated, first.scores, last.scores) == (["once end"], True, {}, {"length": 2})
+    assert (noted("score"), noted("close")) == ([[7]], [[7]])
+
+
+def test_the_last_turn_allowed_ends_the_episode(story: str) -> None:
+    with opened(source=story) as pool:
+        pool.load()
+        reply = Game(pool, "q/s0").play("a", is_last=True)
+    assert (reply.terminated, reply.scores) == (False, {"length": 1})
+
+
+def test_an_episode_can_end_without_its_last_turn_or_without_any(story: str) -> None:
+    with opened(source=story) as pool:
+        pool.load()
+        played, unplayed = Game(pool, "a"), Game(pool, "b")
+        played.play("one")
+        for game in (played, unplayed):
+            pool.end(game.key, game.start, game.opening)
+        first, second = take(pool, 2)
+    assert (first.scores, second.scores) == ({"length": 1}, {"length": 0})
+    assert (first.messages, first.reward) == ([], 0.0)
+
+
+def test_an_abandoned_episode_is_closed_without_scores_and_its_key_can_be_used_again(story: str) -> None:
+    with opened(source=story, concurrency=1) as pool:
+        pool.load()
+        game = Game(pool, "a", seed=1)
+        game.play("old")
+        pool.abandon("a")
+        assert contents(game.play("new")) == ["new"]
+        game.send("lost")
+        pool.abandon("a")
+        assert contents(game.play("newer", is_last=True)) == ["newer"]
+    assert noted("score") == [[1]] and noted("close")[:2] == [[1], [1]]
+
+
+def test_steps_of_a_worker_run_at_once(story: str) -> None:
+    with opened(source=story) as pool:
+        pool.load()
+        for name in "abc":
+            Game(pool, name).send("meet")  # returns once three are there
+        assert [contents(reply) for reply in take(pool, 3)] == [["meet"]] * 3
+
+
+def test_steps_beyond_the_concurrency_wait_and_their_waiting_is_no_time_out(story: str) -> None:
+    with opened(source=story.replace(":Story", ":Slow"), concurrency=1, step_timeout_s=3) as pool:
+        source = (
+            "\nclass Slow(Story):\n    def step(self, text, calls):\n        time.sleep(1.2)\n        return text\n"
+        )
+        with open("plug.py", "a") as file:
+            file.write(source)
+        pool.load()
+        for name in "abcd":
+            Game(pool, name).send(name)
+        assert [contents(reply) for reply in take(pool, 4)] == [["a"], ["b"], ["c"], ["d"]]
+
+
+def test_episodes_spread_over_workers(story: str) -> None:
+    with opened(source=story, workers=2) as pool:
+        pool.load()
+        for name in "abcd":
+            Game(pool, name).play("x")
+        assert len(children()) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "detail"),
+    [
+        ("raise", "raised", "step: RuntimeError: out of luck (plug.py:"),
+        ("leave", "exit", "step: SystemExit: 1 (plug.py:"),
+        ("exit", "exit", "step: its process ended with exit code 3"),
+        ("crash", "exit", "step: its process was ended by SIGSEGV"),
+        ("full", "memory", "step: MemoryError"),
+        ("hang", "timeout", "step: took more than 2 s"),
+        ("number", "value", "step: step returned int 5, expected an Answer"),
+        ("nothing", "value", "step: step returned None, expected"),
+        ("silent", "value", "step: returned no message, although the episode goes on"),
+        ("tuple", "value", "step: step returned tuple"),
+        ("nan", "value", "step: returned nan, expected a finite number"),
+        ("role", "value", "step: returned a message of 'assistant', expected tool or user"),
+        ("bytes", "value", "step: returned dict {'role': 'user', 'content': b'a'}, expected text"),
+        ("maybe", "value", "step: terminated is str 'maybe', expected True or False"),
+        ("flood", "value", "step: returned more than 1048576 characters"),
+        ("pipe", "exit", "step: its process sent an invalid answer"),
+    ],
+)
+def test_a_fault_costs_only_its_own_episode(story: str, text: str, kind: str, detail: str) -> None:
+    with opened(source=story, step_timeout_s=2 if text == "hang" else 60) as pool:
+        pool.load()
+        sibling, guilty = Game(pool, "a", seed=1), Game(pool, "b", seed=2)
+        assert contents(sibling.play("one")) == ["one"]
+        failed = guilty.play(text)
+        assert (failed.failure, failed.detail[: len(detail)]) == (kind, detail)
+        assert "\n" not in failed.detail
+        reply = sibling.play("two", is_last=True)
+        assert (contents(reply), reply.reward, reply.scores) == (["one two"], 0.5, {"length": 2})
+
+
+@pytest.mark.parametrize("text", ["print", "scribble"])
+def test_what_is_printed_harms_nothing(story: str, text: str, capfd: pytest.CaptureFixture[str]) -> None:
+    with opened(source=story) as pool:
+        pool.load()
+        assert contents(Game(pool, "a").play(text)) == [text]
+    assert len(capfd.readouterr().err) < 2 * MAX_PRINTED_BYTES
+
+
+def test_a_forked_child_answers_nothing(story: str) -> None:
+    with opened(source=story) as pool:
+        pool.load()
+        game = Game(pool, "a")
+        assert contents(game.play("fork")) == ["fork"]
+        assert contents(game.play("on")) == ["fork on"]
+
+
+def test_halves_of_characters_are_replaced(story: str) -> None:
+    with opened(source=story) as pool:
+        pool.load()
+        assert contents(Game(pool, "a").play("halves")) == ["?."]
+
+
+def test_an_episode_is_played_again_after_the_death_of_its_worker_and_counts_once(story: str) -> None:
+    with opened(source=story) as pool:
+        pool.load()
+        others = [Game(pool, f"other {n}", seed=n) for n in range(3)]
+        before = [game.play("one").reward for game in others]
+        game = Game(pool, "game", seed=9)
+        replies = [game.play("a"), game.play("die once"), game.play("end")]
+        after = [game.play("end") for game in others]
+    assert [contents(reply) for reply in replies] == [["a"], ["a die once"], ["a die once end"]]
+    assert sum(reply.reward for reply in replies) == 1.5
+    assert [contents(reply) for reply in after] == [["one end"]] * 3
+    assert before == [0.5] * 3 and [reply.scores for reply in after] == [{"length": 2}] * 3
+    assert noted("step").count([9, "a"]) == 2 and noted("step").count([9, "die once"]) == 2
+    assert noted("score").count([9]) == 1
+
+
+def test_a_suspect_runs_alone_and_only_the_guilty_fail(story: str) -> None:
+    with opened(source=story) as pool:
+        pool.load()
+        games = [Game(pool, name, seed=n) for n, name in enumerate("abc")]
+        for game in games:
+            game.play("one")
+        for game, text in zip(games, ["exit at last", "wait", "wait"], strict=True):
+            game.send(text)
+        replies = take(pool, 3)
+    assert [reply.failure for reply in replies] == ["exit", None, None]
+    assert [contents(reply) for reply in replies] == [[], ["one wait"], ["one wait"]]
+    assert noted("step").count([0, "exit at last"]) == 2
+
+
+def test_an_episode_that_cannot_be_played_again_is_lost_when_it_is_next_asked_for(story: str) -> None:
+    with opened(source=story, replayable=False) as pool:
+        pool.load()
+        idle, guilty = Game(pool, "a"), Game(pool, "b")
+        idle.play("one")
+        assert guilty.play("exit").failure == "exit"
+        assert pool.take(0) == []
+        assert idle.play("two").failure == "exit"
+        assert contents(idle.play("new")) == ["new"]
+
+
+def test_a_replay_that_differs_is_a_failure(story: str) -> None:
+    with opened(source=story) as pool:
+        pool.load()
+        game = Game(pool, "a")
+        game.play("random")
+        died = game.play("die once")
+    assert died.failure == "replay"
+
+
+def test_the_policy_can_be_told_that_no_answer_came(story: str) -> None:
+    with opened(source=story, on_timeout="tell", step_timeout_s=2) as pool:
+        pool.load()
+        game = Game(pool, "a")
+        game.play("one")
+        told = game.play("hang")
+        assert (told.messages, told.failure) == ([{"role": "user", "content": "No answer came within 2 s."}], None)
+        assert told.metrics == {"timeouts": 1.0}
+        called = game.play("hang", [ToolCall("x", {}), ToolCall("y", {})])
+        assert [message["role"] for message in called.messages] == ["tool", "tool"]
+        reply = game.play("two", is_last=True)
+    assert (contents(reply), reply.scores) == (["one two"], {"length": 2})
+
+
+def test_all_steps_together_may_take_only_so_long(story: str) -> None:
+    with opened(source=story, episode_timeout_s=0.001) as pool:
+        pool.load()
+        game = Game(pool, "a")
+        replies = [game.play("x")]
+        while replies[-1].failure is None:
+            replies.append(game.play("x"))
+    assert (replies[-1].failure, replies[-1].detail) == ("timeout", "its steps took more than 0.001 s together")
+
+
+def test_openings_come_in_order_and_a_fault_costs_its_own(story: str) -> None:
+    with opened(source=story) as pool:
+        pool.load()
+        good = EpisodeStart(1, {"prompt": "p", "opening": "hello"})
+        openings = pool.openings([good, EpisodeStart(2, {}), EpisodeStart(3, {"prompt": "p"}), good])
+    hello = [{"role": "user", "content": "hello"}]
+    missing = EpisodeFailure("value", "reset: reset needs the column prompt; the row has none")
+    assert openings == [hello, missing, None, hello]
+    assert sorted(noted("reset")) == [[1], [1], [3]]
+
+
+def test_siblings_must_get_the_same_opening(story: str) -> None:
+    with opened(source=story) as pool:
+        pool.load()
+        hello = [{"role": "user", "content": "hello"}]
+        start = EpisodeStart(0, {"prompt": "p", "opening": "hello"})
+        same, other = Game(pool, "a", opening=hello), Game(pool, "b", opening=[*hello, *hello])
+        same.start = other.start = start
+        assert same.play("x").failure is None
+        other = other.play("x")
+    assert (other.failure, other.detail) == ("opening", "reset: gave another opening for the same seed and row")
+
+
+def test_what_the_environment_started_ends_with_the_pool(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        "import os, subprocess\nclass E:\n    def reset(self): return None\n    def step(self, text, calls):\n"
+        "        return str(subprocess.Popen(['sleep', '600']).pid)",
+    )
+    with opened(source=f"{path}:E") as pool:
+        pool.load()
+        pid = int(contents(Game(pool, "a").play("x"))[0])
+    assert ended(pid)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("x = 1", "plug.py has no `E`; its functions: none"),
+        ("E = 1", "plug.py:E is int 1, not a class or a function that makes an environment"),
+        ("class E: pass", "is not an environment, which has `reset` and `step`"),
+        ("class E:\n    def __init__(self, size): pass", r"plug.py:E\(\) failed: TypeError"),
+        ("1 / 0", "importing .*plug.py failed: ZeroDivisionError"),
+        ("import os\nos._exit(4)", "during the import, it ended with exit code 4"),
+        ("import time\ntime.sleep(100)", "during the import, it took more than 2 s"),
+        ("raise MemoryError", "MemoryError.*; it may need more than env.memory_mib = 512"),
+    ],
+)
+def test_what_is_no_environment_is_refused(tmp_path: Path, source: str, message: str) -> None:
+    limit = 2 if "sleep" in source else 60
+    with opened(source=f"{write(tmp_path, source)}:E", load_timeout_s=limit, memory_mib=512) as pool:
+        with pytest.raises(LoadError, match=message):
+            pool.load()
+        with pytest.raises(LoadError, match=message):
+            pool.take(None)
+
+
+def test_a_worker_that_cannot_be_replaced_ends_the_wait(story: str) -> None:
+    with opened(source=story) as pool:
+        pool.load()
+        game = Game(pool, "a")
+        game.play("one")
+        Path("plug.py").unlink()
+        game.send("exit")
+        with pytest.raises(LoadError, match="no such file"):
+            pool.take(None)
