@@ -27,7 +27,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"app.prompts", "app.batching"}),
     frozenset({"app.model"}),
     frozenset({"app.mesh"}),
-    frozenset({"app.reward", "app.report", "app.distributed"}),
+    frozenset({"app.reward", "app.environments", "app.report", "app.distributed"}),
     frozenset({"app.records"}),
     frozenset({"settings"}),
 )

@@ -1,0 +1,1 @@
+"""Environments and tools that answer the policy between its turns."""
