@@ -184,7 +184,7 @@ def test_what_others_have_named_cannot_control_the_terminal(tmp_path: Path) -> N
 )
 def test_a_text_that_no_tokenizer_should_get_is_refused(prompt: str, answer: str | None, message: str) -> None:
     class NoTokenizer:
-        def chat_ids(self, messages: object) -> list[int]:
+        def chat_ids(self, messages: object, tools: object = ()) -> list[int]:
             raise AssertionError("the prompt must not be encoded")
 
     rows = [DatasetRow(uid="data/0", prompt=prompt, answer=answer)]

@@ -9,7 +9,7 @@ from jaxtyping import Int32
 
 from app.model.io.model_files import ModelFiles
 from app.prompts.chat import to_messages
-from app.prompts.tokenizer import chat_ids, load_fast_tokenizer
+from app.prompts.tokenizer import load_fast_tokenizer, render_chat
 from app.records.sample import Messages, Prompt
 from settings.errors import InputError
 
@@ -53,7 +53,7 @@ class ConversationEncoder:
     def _encode_untrimmed(self, source: str | Messages, completion: str) -> Sequence[int]:
         if self._hf_tokenizer.chat_template:
             messages = [*to_messages(source, self._system_prompt), {"role": "assistant", "content": completion}]
-            return chat_ids(self._hf_tokenizer, messages, add_generation_prompt=False)
+            return render_chat(self._hf_tokenizer, messages, add_generation_prompt=False).ids
         if not isinstance(source, str) or self._system_prompt is not None:
             raise InputError(
                 "the model's tokenizer has no chat template, so it can only encode plain-text prompts; add "

@@ -47,8 +47,8 @@ environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
 )
 environment.globals.update(raise_exception=raise_exception, strftime_now=lambda format: "2024")
 environment.filters["tojson"] = lambda value, **options: json.dumps(value)
-for messages in request["chats"]:
-    variables = {{**request["variables"], "messages": messages, "add_generation_prompt": len(messages) == 1}}
+for chat in request["chats"]:
+    variables = {{**request["variables"], **chat, "add_generation_prompt": len(chat["messages"]) == 1}}
     try:
         environment.from_string(request["template"]).render(variables)
     except MemoryError:
@@ -57,11 +57,15 @@ for messages in request["chats"]:
         pass
 """
 
-QUESTION, ANSWER = "What is 12 * 34? " * 20, "It is 408."
+QUESTION, ANSWER = {"role": "user", "content": "What is 12 * 34? " * 20}, {"role": "assistant", "content": "It is 408."}
 TRIAL_CHATS = (
-    [{"role": "user", "content": QUESTION}],
-    [{"role": "system", "content": "Be brief."}, {"role": "user", "content": QUESTION}],
-    [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}],
+    {"messages": [QUESTION]},
+    {"messages": [{"role": "system", "content": "Be brief."}, QUESTION]},
+    {"messages": [QUESTION, ANSWER]},
+    {
+        "messages": [QUESTION, ANSWER, {"role": "tool", "content": "408"}],
+        "tools": [{"type": "function", "function": {"name": "f", "description": "Tries.", "parameters": {}}}],
+    },
 )
 
 

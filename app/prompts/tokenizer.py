@@ -6,10 +6,10 @@ import hashlib
 import inspect
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
@@ -30,7 +30,7 @@ TEMPLATE_DATE = "26 Jul 2024"
 NO_KWARGS: Mapping[str, Any] = MappingProxyType({})
 
 MAX_TEMPLATE_CHARACTERS = 100_000
-"""Number of characters by which a rendered chat may exceed twice the text of its messages."""
+"""Number of characters by which a rendered chat may exceed twice the JSON of its messages and tools."""
 
 QWEN2_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
@@ -39,6 +39,14 @@ QWEN2_SPLIT = (
 
 # GGUF `tokenizer.ggml.token_type`
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
+
+
+class RenderedChat(NamedTuple):
+    """A chat as the chat template writes it."""
+
+    text: str
+    ids: list[int]
+    """Token ids of the text, in which names of control tokens in messages and tools are plain text."""
 
 
 class Tokenizer:
@@ -73,6 +81,9 @@ class Tokenizer:
         unk_id = hf_tokenizer.unk_token_id
         self.unk_id: int | None = unk_id if isinstance(unk_id, int) and unk_id not in self.eos_ids else None
         """Id of unknown text; None if there is none. Byte-level tokenizers name their end-of-sequence token for it."""
+        added = hf_tokenizer.added_tokens_decoder
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special) - {self.unk_id}
+        """Ids of control tokens, which are no text."""
         if self.vocab_size > _num_rows(files):
             raise InputError(
                 f"{files.path}: the tokenizer has ids up to {self.vocab_size - 1}, "
@@ -87,13 +98,29 @@ class Tokenizer:
         """See the function `encoding_fingerprint`."""
         return encoding_fingerprint(self._hf_tokenizer)
 
-    def chat_ids(self, messages: Messages) -> list[int]:
-        """Returns the ids of a chat up to the start of the assistant's next turn; see the function `chat_ids`."""
-        return chat_ids(self._hf_tokenizer, messages, add_generation_prompt=True, template_kwargs=self.template_kwargs)
+    def chat_ids(self, messages: Messages, tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+        """Returns the ids of a chat up to the start of the assistant's next turn; see the function `render_chat`."""
+        return self.render(messages, tools, add_generation_prompt=True).ids
 
     def conversation_ids(self, messages: Messages) -> list[int]:
-        """Returns the ids of a complete chat; see the function `chat_ids`."""
-        return chat_ids(self._hf_tokenizer, messages, add_generation_prompt=False, template_kwargs=self.template_kwargs)
+        """Returns the ids of a complete chat; see the function `render_chat`."""
+        return self.render(messages, add_generation_prompt=False).ids
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        add_generation_prompt: bool,
+    ) -> RenderedChat:
+        """Returns text and ids of a chat; see the function `render_chat`."""
+        return render_chat(
+            self._hf_tokenizer,
+            messages,
+            tools,
+            add_generation_prompt=add_generation_prompt,
+            template_kwargs=self.template_kwargs,
+        )
 
     def encode(self, text: str) -> list[int]:
         """Returns the ids of plain text without adding tokens; names of control tokens are encoded as text."""
@@ -132,41 +159,47 @@ def encoding_fingerprint(hf_tokenizer: PreTrainedTokenizerFast) -> str:
     return hashlib.sha256(json.dumps(rules).encode()).hexdigest()
 
 
-def chat_ids(
+def render_chat(
     hf_tokenizer: PreTrainedTokenizerFast,
-    messages: Messages,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] = (),
     *,
     add_generation_prompt: bool,
     template_kwargs: Mapping[str, Any] = NO_KWARGS,
-) -> list[int]:
-    """Returns the ids of a chat; with `add_generation_prompt`, up to the start of the assistant's next turn.
+) -> RenderedChat:
+    """Returns text and ids of a chat; with `add_generation_prompt`, up to the start of the assistant's next turn.
 
-    Only the template inserts control tokens: the name of one in a message, such as `<|im_end|>`, is encoded as text.
+    Only the template inserts control tokens: the name of one in a message or a tool, such as `<|im_end|>`, is encoded
+    as text.
+
+    Args:
+        tools: schemas of functions, as OpenAI defines them.
 
     Raises:
         InputError: the template rejects the messages, or its output is far longer than they are.
     """
+    given_tools = {"tools": list(tools)} if tools else {}
 
     def render(**options: Any) -> Any:
         try:
             with render_time_limit():
                 return hf_tokenizer.apply_chat_template(
-                    messages,
+                    list(messages),
                     add_generation_prompt=add_generation_prompt,
-                    **{"date_string": TEMPLATE_DATE, **template_kwargs, **options},
+                    **{"date_string": TEMPLATE_DATE, **template_kwargs, **given_tools, **options},
                 )
         except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError) as error:
             roles = [message.get("role") for message in messages]
             hint = "; try it without a system message (data.system_prompt: null)" if "system" in roles else ""
             raise InputError(f"the model's chat template cannot render a chat of {roles}: {error}{hint}") from error
 
-    allowed = MAX_TEMPLATE_CHARACTERS + 2 * sum(len(text) for message in messages for text in message.values())
-    length = len(render(tokenize=False))
-    if length > allowed:
+    allowed = MAX_TEMPLATE_CHARACTERS + 2 * len(json.dumps([*messages, *tools], indent=4, ensure_ascii=False))
+    text = render(tokenize=False)
+    if len(text) > allowed:
         raise InputError(
-            f"the chat template turns a prompt into {length} characters, but at most {allowed} are allowed; fix it"
+            f"the chat template turns a prompt into {len(text)} characters, but at most {allowed} are allowed; fix it"
         )
-    return render(tokenize=True, return_dict=False, sanitize_control_tokens=True)
+    return RenderedChat(text, render(tokenize=True, return_dict=False, sanitize_control_tokens=True))
 
 
 def load_tokenizer(

@@ -1,0 +1,311 @@
+"""Tests that turns and the tokens between them are what transformers renders for the whole conversation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from app.model.io.model_files import open_model
+from app.prompts.bridge import TurnBridge
+from app.prompts.tokenizer import TEMPLATE_DATE, Tokenizer, load_tokenizer
+from settings.errors import InputError
+from tests.prompts.chat_families import CALCULATOR, CHATML, FAMILIES, Family, family_tokenizer, template_of
+
+Make = Callable[..., Tokenizer]
+QUESTION = {"role": "user", "content": "How much is it?"}
+OBSERVATIONS = ["he said: 数 🙂 é", "\n\n  two blanks first", "", "  \n", 'a "quoted" {"x": [1]} \\n\t', "one\n", "\n"]
+TOOL_FAMILIES = ["qwen2_5", "qwen3", "llama3_1"]
+CALL = '<tool_call>\n{"name": "calculator", "arguments": {"text": "1+1"}}\n</tool_call>'
+MISTRAL = Family(["</s>", "<s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"], bos="<s>")
+MISTRAL_TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ '[INST]' + m.content + '[/INST]' }}"
+    "{% if tools %}{{ tools | tojson }}{% endif %}"
+    "{% elif m.tool_calls %}{{ '[TOOL_CALLS][' }}{% for c in m.tool_calls %}"
+    "{{ (c.function | tojson)[:-1] + ', \"id\": \"' + c.id + '\"}' + (']' + eos_token if loop.last else ', ') }}"
+    "{% endfor %}{% elif m.role == 'assistant' %}{{ m.content + eos_token }}{% elif m.role == 'tool' %}"
+    "{% if m.tool_call_id | length != 9 %}{{ raise_exception('ids have nine characters') }}{% endif %}"
+    "{{ '[TOOL_RESULTS]' + m.content + m.tool_call_id + '[/TOOL_RESULTS]' }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Make:
+    """Returns a function that makes the tokenizer of a family, or of another family with this template."""
+
+    def tokenizer(family: str | Family, template: str | None = None, **template_kwargs: Any) -> Tokenizer:
+        if isinstance(family, str):
+            return family_tokenizer(tmp_path, FAMILIES[family], template_of(family), **template_kwargs)
+        assert template is not None
+        return family_tokenizer(tmp_path, family, template, **template_kwargs)
+
+    return tokenizer
+
+
+def rendered(folder: Path, messages: list[Any], tools: Any = (), **options: Any) -> list[int]:
+    """Returns transformers' own ids of a whole conversation up to the assistant's next turn."""
+    given = {"tools": list(tools) or None, "date_string": TEMPLATE_DATE, "return_dict": False} | options
+    return PreTrainedTokenizerFast.from_pretrained(folder).apply_chat_template(
+        messages, add_generation_prompt=True, tokenize=True, **given
+    )
+
+
+def conversation(
+    bridge: TurnBridge, tokenizer: Tokenizer, tools: Any, turns: list[str], answers: list[Any]
+) -> list[int]:
+    """Returns prompt, turn, bridge, turn, ..., bridge."""
+    ids = tokenizer.chat_ids([QUESTION], tools)
+    for turn, messages in zip(turns, answers, strict=True):
+        ids += [*tokenizer.encode_rendered(turn), tokenizer.eos_ids[0], *bridge.ids(messages)]
+    return ids
+
+
+def whole(turns: list[str], answers: list[Any]) -> list[Any]:
+    pairs = zip(turns, answers, strict=True)
+    return [QUESTION, *(m for turn, given in pairs for m in ({"role": "assistant", "content": turn}, *given))]
+
+
+@pytest.mark.parametrize("observation", OBSERVATIONS)
+@pytest.mark.parametrize(
+    ("name", "role"),
+    [*((name, "user") for name in FAMILIES), *((name, "tool") for name in [*TOOL_FAMILIES, "smollm2"])],
+)
+def test_three_turns_are_the_conversation_that_transformers_renders(name, role, observation, make, tmp_path):
+    tokenizer = make(name)
+    tools = [CALCULATOR] if role == "tool" and name in TOOL_FAMILIES else []
+    turns = ["he asks", "数 again", "third"]
+    answers = [[{"role": role, "content": text}] for text in (observation, "2", f"he{observation}")]
+    ids = conversation(TurnBridge(tokenizer, tools), tokenizer, tools, turns, answers)
+    assert ids == rendered(tmp_path, whole(turns, answers), tools)
+
+
+@pytest.mark.parametrize("name", TOOL_FAMILIES)
+def test_several_results_and_a_users_message_are_one_observation(name, make, tmp_path):
+    tokenizer = make(name)
+    answers = [
+        [{"role": "tool", "content": "1"}, {"role": "tool", "content": "2"}],
+        [{"role": "tool", "content": "3"}, QUESTION],
+        [QUESTION, QUESTION],
+    ]
+    turns = ["two", "one", "none"]
+    ids = conversation(TurnBridge(tokenizer, [CALCULATOR]), tokenizer, [CALCULATOR], turns, answers)
+    assert ids == rendered(tmp_path, whole(turns, answers), [CALCULATOR])
+
+
+def test_smollm2s_own_tokenizer_gives_the_conversation_of_transformers(smollm2_gguf):
+    tokenizer = load_tokenizer(open_model(str(smollm2_gguf)))
+    bridge, turns = TurnBridge(tokenizer), ["Four.", "Are you sure?", "Yes, 12345"]
+    answers = [[{"role": "user", "content": text}] for text in OBSERVATIONS[:3]]
+    expected = tokenizer.chat_ids(whole(turns, answers))
+    assert conversation(bridge, tokenizer, (), turns, answers) == expected
+
+
+def test_qwen3s_thinking_stays_where_tools_answer(make, tmp_path):
+    tokenizer = make("qwen3")
+    turns = [f"<think>\nthought {number}\n</think>\n\n{CALL}" for number in range(3)]
+    answers = [[{"role": "tool", "content": str(number)}] for number in range(3)]
+    bridge = TurnBridge(tokenizer, [CALCULATOR])
+    ids = conversation(bridge, tokenizer, [CALCULATOR], turns, answers)
+    assert ids == rendered(tmp_path, whole(turns, answers), [CALCULATOR])
+
+
+def test_qwen3s_thinking_that_the_template_removes_stays_in_the_tokens_with_a_note(make, tmp_path):
+    tokenizer = make("qwen3")
+    bridge = TurnBridge(tokenizer)
+    ids, messages = tokenizer.chat_ids([QUESTION]), [QUESTION]
+    for number in range(3):
+        answer = f"answer {number}"
+        turn, given = f"<think>\nthought\n</think>\n\n{answer}", [{"role": "user", "content": OBSERVATIONS[number]}]
+        messages += [{"role": "assistant", "content": turn}, *given]
+        tail = [*tokenizer.encode_rendered(answer), tokenizer.eos_ids[0], *bridge.ids(given)]
+        assert rendered(tmp_path, messages)[-len(tail) :] == tail
+        ids += [*tokenizer.encode_rendered(turn), tokenizer.eos_ids[0], *bridge.ids(given)]
+    assert tokenizer.decode(ids).count("thought") == 3
+    assert tokenizer.decode(rendered(tmp_path, messages)).count("thought") == 0
+    assert [note for note in bridge.notes if "thinking" in note and "role user follows" in note] == list(bridge.notes)
+    assert len(bridge.notes) == 1
+
+
+def test_without_thinking_the_next_turn_starts_behind_its_empty_thinking(make, tmp_path):
+    tokenizer = make("qwen3", enable_thinking=False)
+    given = [{"role": "tool", "content": "2"}]
+    bridge = TurnBridge(tokenizer, [CALCULATOR]).ids(given)
+    assert tokenizer.decode(bridge).endswith("assistant\n<think>\n\n</think>\n\n")
+    messages = whole(["one"], [given])
+    assert rendered(tmp_path, messages, [CALCULATOR], enable_thinking=False)[-len(bridge) :] == bridge
+
+
+TRANSCRIPTS = {
+    "qwen3": [
+        ("<|im_start|>user\nHow much is it?<|im_end|>\n<|im_start|>assistant\n", False),
+        (f"<think>\nadd\n</think>\n\n{CALL}<|im_end|>", True),
+        ("\n<|im_start|>user\n<tool_response>\n2\n</tool_response><|im_end|>\n<|im_start|>assistant\n", False),
+        ("<think>\n\n</think>\n\nIt is 2.<|im_end|>", True),
+        ("\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n", False),
+        ("Yes.<|im_end|>", True),
+    ],
+    "llama3_1": [
+        (
+            "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nCutting Knowledge Date: December 2023\n"
+            "Today Date: 26 Jul 2024\n\n<|eot_id|>"
+            "<|start_header_id|>user<|end_header_id|>\n\nHow much is it?<|eot_id|>"
+            "<|start_header_id|>assistant<|end_header_id|>\n\n",
+            False,
+        ),
+        ('{"name": "calculator", "parameters": {"text": "1+1"}}<|eom_id|>', True),
+        (
+            '<|start_header_id|>ipython<|end_header_id|>\n\n"2"<|eot_id|>'
+            "<|start_header_id|>assistant<|end_header_id|>\n\n",
+            False,
+        ),
+        ("It is 2.<|eot_id|>", True),
+        (
+            "<|start_header_id|>user<|end_header_id|>\n\nSure?<|eot_id|>"
+            "<|start_header_id|>assistant<|end_header_id|>\n\n",
+            False,
+        ),
+        ("Yes.<|eot_id|>", True),
+    ],
+}
+
+
+def masked(tokenizer: Tokenizer, turns: list[str], answers: list[Any]) -> list[tuple[str, bool]]:
+    """Returns text and mask of each run of tokens of equal masks."""
+    bridge = TurnBridge(tokenizer)
+    runs = [(tokenizer.chat_ids([QUESTION]), False)]
+    for number, turn in enumerate(turns):
+        runs.append((tokenizer.encode_rendered(turn), True))
+        if number < len(answers):
+            runs.append((bridge.ids(answers[number]), False))
+    return [(tokenizer.decode_with_special_tokens(ids), mask) for ids, mask in runs]
+
+
+@pytest.mark.parametrize("name", TRANSCRIPTS)
+def test_a_masked_transcript_is_the_one_written_by_hand(name, make):
+    expected = TRANSCRIPTS[name]
+    turns = [text for text, mask in expected if mask]
+    answers = [[{"role": "tool", "content": "2"}], [{"role": "user", "content": "Sure?"}]]
+    assert masked(make(name), turns, answers) == expected
+
+
+def test_the_builtin_model_repeats_no_end_token_and_needs_none():
+    tokenizer = load_tokenizer(open_model("builtin:tiny"))
+    bridge = TurnBridge(tokenizer)
+    user, assistant, end = (tokenizer.encode_rendered(name)[0] for name in ("<|user|>", "<|assistant|>", "<|end|>"))
+    one, two = tokenizer.encode("12")
+    assert bridge.ids([{"role": "user", "content": "1 2"}]) == [user, one, two, assistant]
+    assert tokenizer.eos_ids == (end,)
+    assert bridge.notes == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "role"), [("qwen2_5", "tool"), ("qwen3", "user"), ("llama3_1", "tool"), ("gemma2", "user")]
+)
+def test_control_tokens_spelled_in_an_observation_are_text(name, role, make, tmp_path):
+    tokenizer, family = make(name), FAMILIES[name]
+    bridge = TurnBridge(tokenizer)
+    spelled = "a" + "b".join([*family.special, *family.plain]) + "c"
+    given, plain = ([{"role": role, "content": text}] for text in (spelled, "abc"))
+    ids = bridge.ids(given)
+    assert sum(i in tokenizer.special_ids for i in ids) == sum(i in tokenizer.special_ids for i in bridge.ids(plain))
+    assert spelled in tokenizer.decode(ids)
+    chat = [QUESTION, {"role": "assistant", "content": "he"}, *given]
+    assert rendered(tmp_path, chat, sanitize_control_tokens=True)[-len(ids) :] == ids
+
+
+@pytest.mark.parametrize("name", TOOL_FAMILIES)
+def test_control_tokens_spelled_in_a_tools_schema_are_text(name, make):
+    tokenizer = make(name)
+    spelled = FAMILIES[name].special[0]
+    schema = {"type": "function", "function": CALCULATOR["function"] | {"description": f"Ends {spelled}."}}
+    ids, plain = (tokenizer.chat_ids([QUESTION], [tool]) for tool in (schema, CALCULATOR))
+    assert sum(i in tokenizer.special_ids for i in ids) == sum(i in tokenizer.special_ids for i in plain)
+    assert f"Ends {spelled}." in tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3"])
+def test_a_template_without_a_tool_role_takes_user_messages_and_names_the_way_out(name, make):
+    bridge = TurnBridge(make(name))
+    with pytest.raises(InputError, match=r"no role for results of tools .*alternate.*env\.source"):
+        bridge.ids([{"role": "tool", "content": "2"}])
+    with pytest.raises(InputError, match="alternate"):
+        bridge.ids([QUESTION, QUESTION])
+
+
+@pytest.mark.parametrize("name", ["gemma3", "smollm2"])
+def test_a_template_that_lists_no_tools_is_refused_with_tools(name, make):
+    with pytest.raises(InputError, match=r"env\.tools: .*does not list tools in a prompt; use a model"):
+        TurnBridge(make(name), [CALCULATOR])
+
+
+def test_a_template_that_demands_calls_and_their_ids_gets_them(make, tmp_path):
+    tokenizer = make(MISTRAL, MISTRAL_TEMPLATE)
+    given = [{"role": "tool", "content": "2", "name": "calculator"}, {"role": "tool", "content": "3"}]
+    ids = TurnBridge(tokenizer, [CALCULATOR]).ids(given)
+    assert tokenizer.decode_with_special_tokens(ids) == (
+        "[TOOL_RESULTS]2call00000[/TOOL_RESULTS][TOOL_RESULTS]3call00001[/TOOL_RESULTS]"
+    )
+
+
+CHATML_TEMPLATE = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + CONTENT + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("(m.content if loop.last else m.content[:5])", "writes earlier turns anew .*'turnends<.* becomes '<|im_end|>"),
+        ("(m.content if m.role == 'user' else '')", "leaves out what the assistant writes"),
+        ("(m.content if loop.index < 3 else '')", "leaves out messages of the role user"),
+        ("m.content | tojson(ensure_ascii=True)", "turns the text of user messages into control tokens"),
+    ],
+)
+def test_a_template_that_cannot_have_several_turns_is_refused_with_the_reason(content, message, make):
+    with pytest.raises(InputError, match=message):
+        TurnBridge(make(CHATML, CHATML_TEMPLATE.replace("CONTENT", content)))
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (
+            CHATML_TEMPLATE.replace("CONTENT", "m.content").replace("<|im_end|>", "<e>"),
+            r"'<e>\\n' behind a turn.*eos_token_id",
+        ),
+        ("{% for m in messages %}{{ '<|im_end|>' + m.role + m.content }}{% endfor %}", "would be there twice"),
+        ("{% for m in messages %}{{ 'x' + m.content }}{% endfor %}", "joins the end of a turn and what follows in one"),
+    ],
+)
+def test_a_template_whose_turns_have_no_end_of_their_own_is_refused(template, message, make):
+    with pytest.raises(InputError, match=message):
+        TurnBridge(make(CHATML, template))
+
+
+def test_long_observations_are_cut_at_their_ends_with_a_note_and_short_ones_stay(make):
+    tokenizer = make("qwen2_5")
+    bridge = TurnBridge(tokenizer)
+    messages = [{"role": "tool", "content": text, "name": "f"} for text in ("x" * 90, "short", "y" * 5000)]
+    cut = bridge.fitted(messages, 65)
+    assert [message["content"] for message in cut] == [
+        "x" * 30 + "\n[cut: 60 more characters]",
+        "short",
+        "y" * 30 + "\n[cut: 4970 more characters]",
+    ]
+    assert [message["name"] for message in cut] == ["f", "f", "f"]
+    assert bridge.fitted(messages, 5095) == bridge.fitted(messages, None) == messages
+    assert (
+        bridge.fitted([{"role": "user", "content": "a" * 10**7}], 1)[0]["content"]
+        == "a\n[cut: 9999999 more characters]"
+    )
+
+
+def test_half_a_surrogate_pair_becomes_a_question_mark(make):
+    bridge = TurnBridge(make("qwen2_5"))
+    [message] = bridge.fitted([{"role": "user", "content": "a\ud800b"}], 10)
+    assert message["content"] == "a?b"
+    assert bridge.ids([message])
