@@ -144,7 +144,7 @@ class SchedulerSimulator:
         self.trace_samples = {one.uid: one for one in trace}
         self._workers: dict[str, _SimulatedWorker] = {}
         self._lost: set[str] = set()
-        self._turns_given: set[tuple[str, int]] = set()
+        self.turns_given: set[tuple[str, int]] = set()
         """Uids and ends of the turns that environments got."""
         self._device_free_at: dict[str, float] = {}
         self._inbox: list[tuple[float, int, Event]] = []
@@ -248,8 +248,8 @@ class SchedulerSimulator:
 
     def _step_environment(self, uid: str, num_tokens: int, now: float) -> None:
         [turn] = [turn for turn in self.trace_samples[uid].turns if turn.end == num_tokens]
-        assert (uid, turn.end) not in self._turns_given, f"{uid}: its environment got a turn a second time"
-        self._turns_given.add((uid, turn.end))
+        assert (uid, turn.end) not in self.turns_given, f"{uid}: its environment got a turn a second time"
+        self.turns_given.add((uid, turn.end))
         self._post(Answered(now + turn.latency_s, uid, turn.end + turn.observation, turn.finish))
 
     def _run_segment(self, command: RunSegment, now: float) -> None:
