@@ -57,9 +57,15 @@ class Turn:
     """Reward of the environment for this turn."""
     seconds: float = 0.0
     """Time that the environment took to answer."""
+    text: str = field(kw_only=True)
+    """What the policy wrote, without control tokens."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Numbers of the environment, among them `tool_calls`, `tool_errors` (calls that raised or were malformed) and
     `malformed_calls`, where there were any."""
+
+
+EPISODE_ENDS = ("terminated", "truncated", "turns", "turn_tokens", "tokens", "observation", "dropped")
+"""Values of `Episode.end`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +106,8 @@ class Sample:
     behavior_logprobs: Float32[np.ndarray, "C"]
     """log_softmax(logits / temperature) of the sampler over the whole vocabulary, at sampling time."""
     finish_reason: str
-    """`stop` (end-of-sequence token or stop string), `length` (cut at `rollout.max_new_tokens`) or `dropped:<why>`."""
+    """`stop` (end-of-sequence token or stop string), `length` (cut at `rollout.max_new_tokens`, or, as `episode.end`
+    says, by another limit) or `dropped:<why>`."""
     policy_version: int
     """The training step of the weights that sampled the oldest token."""
     policy_versions: Int32[np.ndarray, "C"] | None = None
@@ -122,7 +129,8 @@ class Sample:
     reward: float | None = None
     """The weighted sum of `rewards`; None also if the sample was dropped because there are none."""
     token_rewards: Float32[np.ndarray, "C"] | None = None
-    """The reward of each token, if a file has it; None = `reward` on the last token that the policy wrote."""
+    """The reward of each token, if turns are rewarded or a file has it; None = `reward` on the last token that the
+    policy wrote."""
     policy_logprobs: Float32[np.ndarray, "C"] | None = None
     reference_logprobs: Float32[np.ndarray, "C"] | None = None
     values: Float32[np.ndarray, "C"] | Float32[np.ndarray, "C+1"] | None = None
@@ -142,6 +150,25 @@ class Sample:
         if self.policy_versions is not None:
             return self.policy_versions
         return np.full(len(self.completion_ids), self.policy_version, np.int32)
+
+    @property
+    def last_turn_ids(self) -> Int32[np.ndarray, "T"]:
+        """The token ids of which `completion` is the text: those of the last turn."""
+        if self.episode is None:
+            return self.completion_ids
+        turns = self.episode.turns
+        return self.completion_ids[turns[-1].start : turns[-1].end] if turns else self.completion_ids[:0]
+
+    @property
+    def conversation(self) -> Messages:
+        """The whole chat: the prompt, and every turn of the policy with the messages that answered it."""
+        source = self.prompt.source
+        messages = [{"role": "user", "content": source}] if isinstance(source, str) else list(source)
+        if self.episode is None:
+            return [*messages, {"role": "assistant", "content": self.completion}]
+        for turn in self.episode.turns:
+            messages += [{"role": "assistant", "content": turn.text}, *turn.messages]
+        return messages
 
     @property
     def token_values(self) -> Float32[np.ndarray, "C"]:
