@@ -11,7 +11,7 @@ import json
 import os
 import socket
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -23,10 +23,9 @@ from app.distributed.error_barrier import error_barrier
 from app.records.run_directory import RunDirectory
 from app.records.sample import Prompt
 from app.records.versions import TRAINING_PACKAGES, program_versions
-from settings import Resolved
+from settings import Resolved, Settings
 from settings.errors import InputError
 from settings.loading.fields import FIELDS, value_of
-from settings.schema.reward import RewardFunctionSettings
 
 PER_HOST_SETTINGS = frozenset(
     f"mesh.{field}" for field in ("coordinator_address", "num_processes", "process_id", "start_timeout_s")
@@ -114,14 +113,21 @@ def prompts_fingerprint(prompts: Sequence[Prompt]) -> str:
     return digest.hexdigest()
 
 
-def plugin_file_digests(functions: Sequence[RewardFunctionSettings]) -> dict[str, str]:
-    """Returns the digest of each plug-in's file. Plug-ins imported by module name are not included."""
-    files = {one.function: Path(one.function.rpartition(":")[0]) for one in functions if one.function is not None}
+def plugin_file_digests(settings: Settings) -> dict[str, str]:
+    """Returns the digest of the file of each reward function, tool and environment that is not a module."""
+    env, functions = settings.env, [one.function for one in settings.reward.functions]
+    paths = {"reward.functions": functions, "env.source": [env.source], "env.tools": env.tools}
     return {
-        f"reward.functions: the file of {name}": hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-        for name, path in files.items()
-        if path.is_file()
+        f"{setting}: the file of {name}": digest
+        for setting, names in paths.items()
+        for name, digest in file_digests([name for name in names if name is not None]).items()
     }
+
+
+def file_digests(names: Iterable[str]) -> dict[str, str]:
+    """Returns the digest of the file of each `path/to/file.py:name`; names in modules are left out."""
+    files = {name: Path(name.rpartition(":")[0]) for name in names}
+    return {name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for name, path in files.items() if path.is_file()}
 
 
 def describe_newest_checkpoint(run: RunDirectory) -> str:

@@ -66,19 +66,18 @@ def episode_to_record(episode: Episode) -> dict[str, Any]:
     return {"turns": turns, "end": episode.end, "scores": dict(episode.scores)}
 
 
-def episode_from_record(
-    record: EpisodeRecord, mask: Bool[np.ndarray, "C"], *, completion: str, where: str
-) -> Episode:
+def episode_from_record(record: EpisodeRecord, mask: Bool[np.ndarray, "C"], *, where: str) -> Episode:
     """Returns the episode of a sample.
 
     Args:
         mask: `loss_mask` of the sample.
 
     Raises:
-        InputError: the turns are not in order or outside the completion, a token between them counts as the policy's,
-            or `completion` is not the text of the last turn.
+        InputError: the turns are not in order or outside the completion, or a token between them counts as the
+            policy's.
     """
-    place, is_written = 0, np.zeros(len(mask), bool)
+    place = 0
+    is_written = np.zeros(len(mask), bool)
     for number, turn in enumerate(record.turns):
         name = f"{where}: episode.turns[{number}]"
         if not place <= turn.start <= turn.end <= len(mask):
@@ -92,12 +91,6 @@ def episode_from_record(
         raise InputError(
             f"{where}: loss_mask[{wrong[0]}] is true, but that token is in no turn of the policy (episode.turns); "
             "tokens of observations are false"
-        )
-    last_text = record.turns[-1].text if record.turns else ""
-    if completion != last_text:
-        raise InputError(
-            f"{where}: completion is {completion!r:.40}, and the text of the last turn (episode.turns) is "
-            f"{last_text!r:.40}; they must be equal"
         )
     turns = (Turn(**turn.model_dump()) for turn in record.turns)
     return Episode(turns=tuple(turns), end=record.end, scores=record.scores)

@@ -19,10 +19,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, Float32, Int32, UInt8
+from jaxtyping import Bool, Float32, Int32, Int64, UInt8
 
 DROPPED_PREFIX = "dropped:"
 """The prefix of `finish_reason` of a sample that must not be used; the reason follows."""
+
+DROPPED_BY_ENVIRONMENT = f"{DROPPED_PREFIX}environment"
+"""The prefix of `finish_reason` of a sample whose environment failed; how it failed follows."""
 
 Messages = list[dict[str, str]]
 """A chat: dicts with `role` and `content`."""
@@ -158,6 +161,26 @@ class Sample:
             return self.completion_ids
         turns = self.episode.turns
         return self.completion_ids[turns[-1].start : turns[-1].end] if turns else self.completion_ids[:0]
+
+    @property
+    def written_mask(self) -> Bool[np.ndarray, "C"] | None:
+        """True on the tokens of the policy's turns, whether they are in the loss or not; None without an episode."""
+        if self.episode is None:
+            return None
+        mask = np.zeros(len(self.completion_ids), bool)
+        for turn in self.episode.turns:
+            mask[turn.start : turn.end] = True
+        return mask
+
+    @property
+    def turn_places(self) -> Int64[np.ndarray, "turns"]:
+        """The place of the last token of each turn that is in the loss; empty if no token of the sample is.
+
+        A turn without one has that of an earlier turn, or the first of all. Without an episode, there is one turn.
+        """
+        ends = [len(self.completion_ids)] if self.episode is None else [turn.end for turn in self.episode.turns]
+        written = np.flatnonzero(self.mask)
+        return written[np.maximum(np.searchsorted(written, ends) - 1, 0)] if len(written) else written
 
     @property
     def conversation(self) -> Messages:

@@ -216,7 +216,13 @@ def sample_from_record(record: Mapping[str, Any], *, where: str) -> Sample:
         raise InputError(f"{where}: prompt_token_ids is empty; a completion needs a token before it")
     if fields.episode is not None:
         mask = optional.get("loss_mask", np.ones(num_tokens, bool))
-        optional["episode"] = episode_from_record(fields.episode, mask, completion=fields.completion, where=where)
+        optional["episode"] = episode_from_record(fields.episode, mask, where=where)
+        last_text = fields.episode.turns[-1].text if fields.episode.turns else ""
+        if fields.completion != last_text:
+            raise InputError(
+                f"{where}: completion is {fields.completion!r:.40}, and the text of the last turn (episode.turns) is "
+                f"{last_text!r:.40}; they must be equal"
+            )
     suffix = f"/s{fields.sample_index}"
     if not fields.uid.endswith(suffix) or fields.uid == suffix:
         raise InputError(f"{where}: uid: expected `<prompt uid>{suffix}`, got {fields.uid!r}")
@@ -287,7 +293,7 @@ def sample_for_scoring(
 
 
 def sample_for_advantages(
-    record: Mapping[str, Any], *, where: str, bootstrap_truncated: bool, needs_logprobs: bool
+    record: Mapping[str, Any], *, where: str, bootstrap_truncated: bool, needs_logprobs: bool, needs_turns: bool
 ) -> Sample:
     """Returns what advantage estimation reads of a JSON object that needs no other field; the rest stays empty.
 
@@ -297,12 +303,14 @@ def sample_for_advantages(
     Args:
         bootstrap_truncated: the value after the last token continues samples with `finish_reason: length`.
         needs_logprobs: `policy_logprobs` and `reference_logprobs` are read, for the KL penalty.
+        needs_turns: `episode` is read if it is present, for the discount of turns.
 
     Raises:
         InputError: a field that is read is absent, or has the wrong type, length or range.
     """
     logprobs = ("policy_logprobs", "reference_logprobs") if needs_logprobs else ()
-    fields = _validate_fields(record, (*ADVANTAGE_FIELDS, *logprobs), required=(), where=where)
+    turns = ("episode",) if needs_turns else ()
+    fields = _validate_fields(record, (*ADVANTAGE_FIELDS, *logprobs, *turns), required=(), where=where)
     if fields.values is None:
         raise InputError(
             f"{where}: missing values, a number for each completion token; `grpo score --role critic` adds them"
@@ -335,6 +343,9 @@ def sample_for_advantages(
                 "`grpo score --role reward` adds a reward"
             )
         optional["reward"] = float(fields.reward or 0.0)
+    if fields.episode is not None:
+        mask = optional.get("loss_mask", np.ones(num_tokens, bool))
+        optional["episode"] = episode_from_record(fields.episode, mask, where=where)
     return Sample(
         prompt=Prompt(uid="", token_ids=np.zeros(0, np.int32), source="", answer=None),
         sample_index=0,
