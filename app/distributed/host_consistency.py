@@ -23,7 +23,7 @@ from app.distributed.error_barrier import error_barrier
 from app.records.run_directory import RunDirectory
 from app.records.sample import Prompt
 from app.records.versions import TRAINING_PACKAGES, program_versions
-from settings import Resolved, Settings
+from settings import Resolved
 from settings.errors import InputError
 from settings.loading.fields import FIELDS, value_of
 
@@ -113,21 +113,14 @@ def prompts_fingerprint(prompts: Sequence[Prompt]) -> str:
     return digest.hexdigest()
 
 
-def plugin_file_digests(settings: Settings) -> dict[str, str]:
-    """Returns the digest of the file of each reward function, tool and environment that is not a module."""
-    env, functions = settings.env, [one.function for one in settings.reward.functions]
-    paths = {"reward.functions": functions, "env.source": [env.source], "env.tools": env.tools}
+def plugin_file_digests(setting: str, names: Iterable[str | None]) -> dict[str, str]:
+    """Returns the digest of the file of each `path/to/file.py:name` of a setting; names in modules are left out."""
+    files = {name: Path(name.rpartition(":")[0]) for name in names if name is not None}
     return {
-        f"{setting}: the file of {name}": digest
-        for setting, names in paths.items()
-        for name, digest in file_digests([name for name in names if name is not None]).items()
+        f"{setting}: the file of {name}": hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+        for name, path in files.items()
+        if path.is_file()
     }
-
-
-def file_digests(names: Iterable[str]) -> dict[str, str]:
-    """Returns the digest of the file of each `path/to/file.py:name`; names in modules are left out."""
-    files = {name: Path(name.rpartition(":")[0]) for name in names}
-    return {name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for name, path in files.items() if path.is_file()}
 
 
 def describe_newest_checkpoint(run: RunDirectory) -> str:

@@ -17,7 +17,7 @@ from app.checkpoint.saved_policy import PolicyCheckpoint
 from app.distributed.collective_files import gather_lines_to_first_host, sample_json_lines, write_collectively
 from app.distributed.collectives import max_over_hosts
 from app.distributed.error_barrier import error_barrier
-from app.distributed.host_consistency import check_hosts_agree, describe_prompts, file_digests
+from app.distributed.host_consistency import check_hosts_agree, describe_prompts, plugin_file_digests
 from app.distributed.host_shards import host_shard
 from app.distributed.watchdog import WAIT_PHASE
 from app.evaluation.evaluator import evaluation_estimates, generate_samples
@@ -139,7 +139,7 @@ def _build_metadata(
         PROMPTS: describe_prompts(prompts),
         JUDGE: accuracy_function_name(settings.reward),
         JUDGE_FUNCTION: function if module.endswith(".py") else path,
-        JUDGE_FILE: next(iter(file_digests([] if path is None else [path]).values()), None),
+        JUDGE_FILE: next(iter(plugin_file_digests("reward.functions", [path]).values()), None),
         **(
             {}
             if judge is None or is_task_reward(judge.name)
@@ -154,7 +154,7 @@ def _build_metadata(
         "model.dtype": settings.model.dtype,
         **settings.rollout.rounding,
         **{f"env.{name}": value for name, value in played.items()},
-        **({ENVIRONMENT_FILES: file_digests([path for path in (env.source, *env.tools) if path])} if played else {}),
+        **({ENVIRONMENT_FILES: [*plugin_file_digests("env", (env.source, *env.tools)).values()]} if played else {}),
     }
     source = data.eval_source or data.sources[0].source
     dataset = f"{source} ({data.eval_split})" if source.startswith(("builtin:", "hf:")) else source
