@@ -58,19 +58,19 @@ SETTINGS_BELOW_RUNTIME = {
         *("loading.fields.did_you_mean", "loading.fields.nearest_names"),
     },
     "app.reward": {
-        # The reward functions and their limits; three names; the values of keys, which are never shown.
+        # The reward functions and their limits; four names; the values of keys, which are never shown.
         *("loading.secrets.redact", "loading.secrets.redact_also"),
         *("schema.reward.RewardSettings", "schema.reward.RewardFunctionSettings"),
         *("schema.reward.MODEL_REWARD", "schema.reward.OVERLONG_REWARD", "schema.reward.CALLABLE_PREFIX"),
+        "schema.reward.ENVIRONMENT_REWARD",
     },
     # The values of keys, which are never shown.
     "app.plugins": {"loading.secrets.redact"},
     # The saved settings of a run, beside the defaults.
     "app.report": {"loading.fields.FIELDS", "checks.resumed_settings.SettingChange"},
     "app.distributed": {
-        # Hosts compare all their settings and the files of their plug-ins; the watchdog's seconds of each phase.
-        *("Resolved", "loading.fields.FIELDS", "loading.fields.value_of"),
-        *("schema.reward.RewardFunctionSettings", "schema.watchdog.WatchdogSettings"),
+        # Hosts compare all their settings; the watchdog's seconds of each phase.
+        *("Resolved", "loading.fields.FIELDS", "loading.fields.value_of", "schema.watchdog.WatchdogSettings"),
     },
     "app.records": {
         # The folder of a run, the settings that it saves, and how those of its sessions differ.
@@ -249,7 +249,7 @@ def test_rewards_reports_records_and_settings_never_reach_jax() -> None:
     assert reached(HOST_ONLY, SOURCES, lazily=True) & JAX_FAMILY == set()
 
 
-MAX_MODULES_OF_SCORE = 98
+MAX_MODULES_OF_SCORE = 99
 
 
 def test_scoring_a_file_reaches_neither_rollout_nor_training() -> None:

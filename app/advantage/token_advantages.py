@@ -32,6 +32,8 @@ class TokenRows(NamedTuple):
     """True on tokens that the policy wrote; None = all."""
     ends: Bool[np.ndarray, "B T"] | None = None
     """True on the last token of each sample; None = every row is one sample."""
+    turn_ends: Bool[np.ndarray, "B T"] | None = None
+    """True on the last token that the policy wrote in each turn of a sample but its last one; None = there are none."""
     bootstrap: Float32[np.ndarray, "B T"] | None = None
     """Value after a sample's last token: the critic's if the sample continues, 0 if it is complete."""
 
@@ -42,19 +44,28 @@ class TokenAdvantages(NamedTuple):
 
 
 GaeEstimator = Callable[..., tuple[ArrayLike, ArrayLike]]
-"""`app.advantage.gae.estimate.generalized_advantages` with all settings bound except lambda: rewards and values, and
-the keywords `lam`, `mask`, `ends` and `bootstrap`."""
+"""`app.advantage.gae.estimate.generalized_advantages` with all settings bound except the discounts: rewards and values,
+and the keywords `gamma`, `lam`, `mask`, `ends` and `bootstrap`."""
 VTraceEstimator = Callable[..., tuple[ArrayLike, ArrayLike]]
 """`app.advantage.vtrace.vtrace` with all settings bound: a `GaeEstimator` that takes log ratios after the values."""
-LambdaFn = Callable[[TokenRows], ArrayLike]
-"""Rows -> GAE's lambda: one number, or one per token."""
+DiscountFn = Callable[[TokenRows], ArrayLike]
+"""Rows -> gamma or GAE's lambda: one number, or one per token."""
 BootstrapFn = Callable[[Sample], float]
 """A sample -> the value after its last token."""
 
 
-def fixed_lambda(rows: TokenRows, *, lam: float) -> ArrayLike:
-    """Returns the same lambda for every token."""
-    return lam
+def fixed_discount(rows: TokenRows, *, discount: float) -> ArrayLike:
+    """Returns the same discount for every token."""
+    return discount
+
+
+def turn_gamma(rows: TokenRows, *, gamma: float, turn_discount: float) -> ArrayLike:
+    """Returns gamma for every token, times `turn_discount` at those after which the next turn begins.
+
+    What a turn earns is so discounted once for every turn between it and the token that learns from it, however long
+    turns and observations are.
+    """
+    return gamma if rows.turn_ends is None else np.where(rows.turn_ends, gamma * turn_discount, gamma)
 
 
 def length_adaptive_lambda(rows: TokenRows, *, alpha: float) -> Float64[np.ndarray, "B T"]:
@@ -81,7 +92,7 @@ def truncation_bootstrap(sample: Sample) -> float:
 
 
 def compute_gae(
-    rows: TokenRows, *, estimate: GaeEstimator, lam: LambdaFn, critic_lam: LambdaFn | None
+    rows: TokenRows, *, estimate: GaeEstimator, gamma: DiscountFn, lam: DiscountFn, critic_lam: DiscountFn | None
 ) -> TokenAdvantages:
     """Computes the GAE advantages and the critic's targets of every token; both are 0 on masked tokens.
 
@@ -92,10 +103,10 @@ def compute_gae(
     Sources: Schulman et al. 2016, "High-Dimensional Continuous Control Using GAE"; Yuan et al. 2025, "What's Behind
     PPO's Collapse in Long-CoT?" (two lambdas).
     """
-    result = _estimate_advantages(rows, estimate, lam)
+    result = _estimate_advantages(rows, estimate, gamma, lam)
     if critic_lam is None:
         return result
-    return result._replace(returns=_estimate_advantages(rows, estimate, critic_lam).returns)
+    return result._replace(returns=_estimate_advantages(rows, estimate, gamma, critic_lam).returns)
 
 
 def assign_gae_advantages(
@@ -116,7 +127,8 @@ def assign_vtrace_advantages(
     samples: Sequence[Sample],
     *,
     vtrace: VTraceEstimator,
-    lam: LambdaFn,
+    gamma: DiscountFn,
+    lam: DiscountFn,
     token_rewards: TokenRewardFn,
     bootstrap: BootstrapFn,
 ) -> list[Sample]:
@@ -137,20 +149,25 @@ def assign_vtrace_advantages(
     def estimate(rewards: np.ndarray, values: np.ndarray, **rest: Any) -> tuple[ArrayLike, ArrayLike]:
         return vtrace(rewards, values, log_ratios, **rest)
 
-    return _assign_advantages(samples, _estimate_advantages(row, estimate, lam))
+    return _assign_advantages(samples, _estimate_advantages(row, estimate, gamma, lam))
 
 
 def assign_return_advantages(
-    samples: Sequence[Sample], *, estimate: GaeEstimator, token_rewards: TokenRewardFn
+    samples: Sequence[Sample], *, estimate: GaeEstimator, gamma: DiscountFn, token_rewards: TokenRewardFn
 ) -> list[Sample]:
     """Returns the samples with sum_k gamma^k r_{t+k} as return and advantage of token t: GAE, lambda 1, no critic.
+
+    With `turn_gamma` and gamma 1, every token of turn i has the return sum_j turn_discount^j R_{i+j} over the rewards
+    of this turn and the later ones.
 
     Source: Hu 2025, "REINFORCE++".
     """
     row = concatenate_samples(
         samples, token_rewards=token_rewards, values=lambda s: np.zeros(len(s.completion_ids)), bootstrap=zero_bootstrap
     )
-    return _assign_advantages(samples, _estimate_advantages(row, estimate, partial(fixed_lambda, lam=1.0)))
+    return _assign_advantages(
+        samples, _estimate_advantages(row, estimate, gamma, partial(fixed_discount, discount=1.0))
+    )
 
 
 def concatenate_samples(
@@ -164,23 +181,25 @@ def concatenate_samples(
     counts = [len(s.completion_ids) for s in samples]
     shape = (1, bucket_length(sum(counts)))
     rewards, token_values, bootstraps = np.zeros((3, *shape), np.float32)
-    mask, ends = np.zeros((2, *shape), bool)
+    mask, ends, turn_ends = np.zeros((3, *shape), bool)
     lengths = np.ones(shape, np.float32)
     start = 0
     for sample, count in zip(samples, counts, strict=True):
         place = (0, slice(start, start + count))
         rewards[place], token_values[place], mask[place] = token_rewards(sample), values(sample), sample.mask
         lengths[place] = sample.mask.sum()
+        turn_ends[0, start + sample.turn_places[:-1]] = True
         start += count
         if count:
             ends[0, start - 1], bootstraps[0, start - 1] = True, bootstrap(sample)
-    return TokenRows(rewards, token_values, lengths, mask, ends, bootstraps)
+    return TokenRows(rewards, token_values, lengths, mask, ends, turn_ends, bootstraps)
 
 
-def _estimate_advantages(rows: TokenRows, estimate: GaeEstimator, lam: LambdaFn) -> TokenAdvantages:
-    result = estimate(
-        rows.rewards, rows.values, lam=lam(rows), mask=rows.mask, ends=rows.ends, bootstrap=rows.bootstrap
-    )
+def _estimate_advantages(
+    rows: TokenRows, estimate: GaeEstimator, gamma: DiscountFn, lam: DiscountFn
+) -> TokenAdvantages:
+    given = {"mask": rows.mask, "ends": rows.ends, "bootstrap": rows.bootstrap}
+    result = estimate(rows.rewards, rows.values, gamma=gamma(rows), lam=lam(rows), **given)
     return TokenAdvantages(*map(np.asarray, result))
 
 

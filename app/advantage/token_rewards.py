@@ -25,7 +25,7 @@ def task_token_rewards(sample: Sample) -> Float64[np.ndarray, "C"]:
         return sample.token_rewards.astype(np.float64)
     assert sample.reward is not None
     rewards = np.zeros(len(sample.completion_ids))
-    rewards[np.flatnonzero(sample.mask)[-1:]] = sample.reward
+    rewards[sample.turn_places[-1:]] = sample.reward
     return rewards
 
 

@@ -11,7 +11,7 @@ import json
 import os
 import socket
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -26,7 +26,6 @@ from app.records.versions import TRAINING_PACKAGES, program_versions
 from settings import Resolved
 from settings.errors import InputError
 from settings.loading.fields import FIELDS, value_of
-from settings.schema.reward import RewardFunctionSettings
 
 PER_HOST_SETTINGS = frozenset(
     f"mesh.{field}" for field in ("coordinator_address", "num_processes", "process_id", "start_timeout_s")
@@ -114,11 +113,11 @@ def prompts_fingerprint(prompts: Sequence[Prompt]) -> str:
     return digest.hexdigest()
 
 
-def plugin_file_digests(functions: Sequence[RewardFunctionSettings]) -> dict[str, str]:
-    """Returns the digest of each plug-in's file. Plug-ins imported by module name are not included."""
-    files = {one.function: Path(one.function.rpartition(":")[0]) for one in functions if one.function is not None}
+def plugin_file_digests(setting: str, names: Iterable[str | None]) -> dict[str, str]:
+    """Returns the digest of the file of each `path/to/file.py:name` of a setting; names in modules are left out."""
+    files = {name: Path(name.rpartition(":")[0]) for name in names if name is not None}
     return {
-        f"reward.functions: the file of {name}": hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+        f"{setting}: the file of {name}": hashlib.sha256(path.read_bytes()).hexdigest()[:16]
         for name, path in files.items()
         if path.is_file()
     }

@@ -23,6 +23,7 @@ from app.distributed.watchdog import WAIT_PHASE
 from app.evaluation.evaluator import evaluation_estimates, generate_samples
 from app.evaluation.metadata import (
     CHECKPOINT,
+    ENVIRONMENT_FILES,
     JUDGE,
     JUDGE_FILE,
     JUDGE_FUNCTION,
@@ -50,12 +51,13 @@ from app.reward.plugin import StepInfo
 from app.reward.reward_functions import RewardFunctions, accuracy_function_name
 from app.runtime.health_checks import check_rewards
 from app.runtime.host_supervision import PhaseCallback, iterate_in_phase, join_hosts, wait_for_other_hosts
-from app.runtime.inputs import eval_columns, read_eval_prompts
+from app.runtime.inputs import eval_columns, make_environment_reward, read_eval_prompts
 from app.runtime.model_spec import ModelSpec
 from app.runtime.session import Session
 from app.tracking.rollout_progress import RolloutProgress
 from settings import Resolved, Settings
 from settings.loading.fields import value_of
+from settings.schema.environment import DECISIVE_FIELDS
 
 
 @dataclass(frozen=True)
@@ -124,18 +126,25 @@ def read_evaluation_input(settings: Settings, checkpoint: Path | None) -> Evalua
 def _build_metadata(
     settings: Settings, model: ModelSpec, saved_policy: PolicyCheckpoint | None, prompts: Sequence[Prompt]
 ) -> EvaluationMetadata:
-    data, evaluation, judge = settings.data, settings.eval, settings.reward.functions[0]
+    data, evaluation, env = settings.data, settings.eval, settings.env
+    judge = next(iter(settings.reward.functions), None)
+    path = env.source if judge is None else judge.function
     # A plug-in in a file is identified by its name and the file's content, one in a module by its full name.
-    module, _, function = (judge.function or "").rpartition(":")
+    module, _, function = (path or "").rpartition(":")
+    played = env.model_dump(mode="json", include=set(DECISIVE_FIELDS)) if env.is_used else {}
     facts = {
         MODEL: model.files.fingerprint,
         "the tokenizer": model.tokenizer.fingerprint,
         CHECKPOINT: "none" if saved_policy is None else saved_policy.describe(),
         PROMPTS: describe_prompts(prompts),
         JUDGE: accuracy_function_name(settings.reward),
-        JUDGE_FUNCTION: function if module.endswith(".py") else judge.function,
-        JUDGE_FILE: next(iter(plugin_file_digests([judge]).values()), None),
-        **({} if is_task_reward(judge.name) else {name: str(value_of(settings, name)) for name in JUDGE_SETTINGS}),
+        JUDGE_FUNCTION: function if module.endswith(".py") else path,
+        JUDGE_FILE: next(iter(plugin_file_digests("reward.functions", [path]).values()), None),
+        **(
+            {}
+            if judge is None or is_task_reward(judge.name)
+            else {name: str(value_of(settings, name)) for name in JUDGE_SETTINGS}
+        ),
         "eval.num_samples": evaluation.num_samples,
         "eval.temperature": evaluation.temperature,
         # Greedy decoding does not depend on the seed.
@@ -144,6 +153,8 @@ def _build_metadata(
         **({"rollout.stop": list(settings.rollout.stop)} if settings.rollout.stop else {}),
         "model.dtype": settings.model.dtype,
         **settings.rollout.rounding,
+        **{f"env.{name}": value for name, value in played.items()},
+        **({ENVIRONMENT_FILES: [*plugin_file_digests("env", (env.source, *env.tools)).values()]} if played else {}),
     }
     source = data.eval_source or data.sources[0].source
     dataset = f"{source} ({data.eval_split})" if source.startswith(("builtin:", "hf:")) else source
@@ -186,7 +197,8 @@ def _generate_and_judge(
         columns = eval_columns(settings, inputs.prompts)
         # Training adds up all reward functions; only the first one judges.
         judge = settings.reward.model_copy(update={"functions": settings.reward.functions[:1]})
-        rewards = stack.enter_context(RewardFunctions(judge, columns, columns))
+        environment = make_environment_reward(settings)
+        rewards = stack.enter_context(RewardFunctions(judge, columns, columns, environment=environment))
         part = None if out is None else stack.enter_context(open_part_file(out, inputs.metadata))
     missing = [place for place in shard if place not in previous]
     generated = _generate_missing_samples(inputs, missing, part, stack, enter_phase)

@@ -19,10 +19,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, Float32, Int32, UInt8
+from jaxtyping import Bool, Float32, Int32, Int64, UInt8
 
 DROPPED_PREFIX = "dropped:"
 """The prefix of `finish_reason` of a sample that must not be used; the reason follows."""
+
+DROPPED_BY_ENVIRONMENT = f"{DROPPED_PREFIX}environment"
+"""The prefix of `finish_reason` of a sample whose environment failed; how it failed follows."""
 
 Messages = list[dict[str, str]]
 """A chat: dicts with `role` and `content`."""
@@ -57,9 +60,15 @@ class Turn:
     """Reward of the environment for this turn."""
     seconds: float = 0.0
     """Time that the environment took to answer."""
+    text: str = field(kw_only=True)
+    """What the policy wrote, without control tokens."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Numbers of the environment, among them `tool_calls`, `tool_errors` (calls that raised or were malformed) and
     `malformed_calls`, where there were any."""
+
+
+EPISODE_ENDS = ("terminated", "truncated", "turns", "turn_tokens", "tokens", "observation", "dropped")
+"""Values of `Episode.end`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +109,8 @@ class Sample:
     behavior_logprobs: Float32[np.ndarray, "C"]
     """log_softmax(logits / temperature) of the sampler over the whole vocabulary, at sampling time."""
     finish_reason: str
-    """`stop` (end-of-sequence token or stop string), `length` (cut at `rollout.max_new_tokens`) or `dropped:<why>`."""
+    """`stop` (end-of-sequence token or stop string), `length` (cut at `rollout.max_new_tokens`, or, as `episode.end`
+    says, by another limit) or `dropped:<why>`."""
     policy_version: int
     """The training step of the weights that sampled the oldest token."""
     policy_versions: Int32[np.ndarray, "C"] | None = None
@@ -122,7 +132,8 @@ class Sample:
     reward: float | None = None
     """The weighted sum of `rewards`; None also if the sample was dropped because there are none."""
     token_rewards: Float32[np.ndarray, "C"] | None = None
-    """The reward of each token, if a file has it; None = `reward` on the last token that the policy wrote."""
+    """The reward of each token, if turns are rewarded or a file has it; None = `reward` on the last token that the
+    policy wrote."""
     policy_logprobs: Float32[np.ndarray, "C"] | None = None
     reference_logprobs: Float32[np.ndarray, "C"] | None = None
     values: Float32[np.ndarray, "C"] | Float32[np.ndarray, "C+1"] | None = None
@@ -142,6 +153,45 @@ class Sample:
         if self.policy_versions is not None:
             return self.policy_versions
         return np.full(len(self.completion_ids), self.policy_version, np.int32)
+
+    @property
+    def last_turn_ids(self) -> Int32[np.ndarray, "T"]:
+        """The token ids of which `completion` is the text: those of the last turn."""
+        if self.episode is None:
+            return self.completion_ids
+        turns = self.episode.turns
+        return self.completion_ids[turns[-1].start : turns[-1].end] if turns else self.completion_ids[:0]
+
+    @property
+    def written_mask(self) -> Bool[np.ndarray, "C"] | None:
+        """True on the tokens of the policy's turns, whether they are in the loss or not; None without an episode."""
+        if self.episode is None:
+            return None
+        mask = np.zeros(len(self.completion_ids), bool)
+        for turn in self.episode.turns:
+            mask[turn.start : turn.end] = True
+        return mask
+
+    @property
+    def turn_places(self) -> Int64[np.ndarray, "turns"]:
+        """The place of the last token of each turn that is in the loss; empty if no token of the sample is.
+
+        A turn without one has that of an earlier turn, or the first of all. Without an episode, there is one turn.
+        """
+        ends = [len(self.completion_ids)] if self.episode is None else [turn.end for turn in self.episode.turns]
+        written = np.flatnonzero(self.mask)
+        return written[np.maximum(np.searchsorted(written, ends) - 1, 0)] if len(written) else written
+
+    @property
+    def conversation(self) -> Messages:
+        """The whole chat: the prompt, and every turn of the policy with the messages that answered it."""
+        source = self.prompt.source
+        messages = [{"role": "user", "content": source}] if isinstance(source, str) else list(source)
+        if self.episode is None:
+            return [*messages, {"role": "assistant", "content": self.completion}]
+        for turn in self.episode.turns:
+            messages += [{"role": "assistant", "content": turn.text}, *turn.messages]
+        return messages
 
     @property
     def token_values(self) -> Float32[np.ndarray, "C"]:

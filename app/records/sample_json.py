@@ -15,13 +15,18 @@ import numpy as np
 from jaxtyping import UInt8
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from app.records.episode_json import (
+    NESTED_RECORDS,
+    EpisodeRecord,
+    Float32,
+    episode_from_record,
+    episode_to_record,
+)
 from app.records.jsonl import read_jsonl
 from app.records.sample import Prompt, Sample
 from settings.errors import InputError
 
 INT32_MAX = 2**31 - 1
-FLOAT32_MAX = float(np.finfo(np.float32).max)
-Float32 = Annotated[float, Field(ge=-FLOAT32_MAX, le=FLOAT32_MAX)]
 NonNegative = Annotated[int, Field(ge=0, le=INT32_MAX)]
 Bit = Annotated[int, Field(ge=0, le=1)]
 # A field's description is what an error message says it expects; for a list, what it expects of the entries.
@@ -36,9 +41,9 @@ class RoutesRecord(BaseModel):
 
     model_config = ConfigDict(strict=True)
 
-    num_layers: NonNegative
-    experts_per_token: NonNegative
-    ids: str
+    num_layers: Annotated[NonNegative, Field(description="an integer >= 0")]
+    experts_per_token: Annotated[NonNegative, Field(description="an integer >= 0")]
+    ids: Text
     """A byte for each token of prompt and completion, layer and expert, in Base64; see `Sample.routes`."""
 
 
@@ -71,6 +76,7 @@ class SampleRecord(BaseModel):
     routes: Annotated[
         RoutesRecord | None, Field(description="an object of num_layers, experts_per_token and ids in Base64")
     ] = None
+    episode: Annotated[EpisodeRecord | None, Field(description="an object of turns, end and scores")] = None
     policy_logprobs: Floats = None
     reference_logprobs: Floats = None
     values: Floats = None
@@ -101,6 +107,8 @@ PER_TOKEN_FIELDS = (
 )
 """Optional floats, one per completion token (`values` may have one more)."""
 TOKEN_IDS = "completion_token_ids"
+CONVERSATION = "messages"
+"""The whole chat of a sample with an episode, written for other programs, and not read, as the episode has it all."""
 LOGPROB_FIELDS = ("behavior_logprobs", "policy_logprobs", "reference_logprobs")
 SCORING_FIELDS = (
     *("uid", "sample_index", "prompt_token_ids", TOKEN_IDS, "loss_mask", "finish_reason"),
@@ -125,7 +133,8 @@ def sample_to_record(sample: Sample) -> dict[str, Any]:
     """Returns the sample as a JSON object; fields of stages that have not run are absent.
 
     `policy_version` is the version of the oldest token; `policy_versions`, one per token, is present only if several
-    versions sampled them. `columns` holds the other columns of the data set's row. Unknown fields of the file that the
+    versions sampled them. `columns` holds the other columns of the data set's row. `messages`, the whole conversation,
+    accompanies `episode`. Unknown fields of the file that the
     sample came from follow at the end, unchanged.
     """
     prompt = sample.prompt
@@ -154,6 +163,8 @@ def sample_to_record(sample: Sample) -> dict[str, Any]:
         _, layers, experts = sample.routes.shape
         ids = base64.b64encode(sample.routes.tobytes()).decode()
         record["routes"] = {"num_layers": layers, "experts_per_token": experts, "ids": ids}
+    if sample.episode is not None:
+        record["episode"], record[CONVERSATION] = episode_to_record(sample.episode), sample.conversation
     if sample.rewards is not None:
         record["rewards"] = dict(sample.rewards)
     if sample.reward is not None:
@@ -203,10 +214,20 @@ def sample_from_record(record: Mapping[str, Any], *, where: str) -> Sample:
         optional["routes"] = _decode_routes(fields.routes, len(fields.prompt_token_ids) + num_tokens, where=where)
     if not fields.prompt_token_ids:
         raise InputError(f"{where}: prompt_token_ids is empty; a completion needs a token before it")
+    if fields.episode is not None:
+        mask = optional.get("loss_mask", np.ones(num_tokens, bool))
+        optional["episode"] = episode_from_record(fields.episode, mask, where=where)
+        last_text = fields.episode.turns[-1].text if fields.episode.turns else ""
+        if fields.completion != last_text:
+            raise InputError(
+                f"{where}: completion is {fields.completion!r:.40}, and the text of the last turn (episode.turns) is "
+                f"{last_text!r:.40}; they must be equal"
+            )
     suffix = f"/s{fields.sample_index}"
     if not fields.uid.endswith(suffix) or fields.uid == suffix:
         raise InputError(f"{where}: uid: expected `<prompt uid>{suffix}`, got {fields.uid!r}")
-    unknown = {name: value for name, value in record.items() if name not in known}
+    derived = {CONVERSATION} if fields.episode is not None else set[str]()
+    unknown = {name: value for name, value in record.items() if name not in known and name not in derived}
     if "columns" in record and not isinstance(fields.columns, dict):
         unknown["columns"] = fields.columns
     return Sample(
@@ -272,7 +293,7 @@ def sample_for_scoring(
 
 
 def sample_for_advantages(
-    record: Mapping[str, Any], *, where: str, bootstrap_truncated: bool, needs_logprobs: bool
+    record: Mapping[str, Any], *, where: str, bootstrap_truncated: bool, needs_logprobs: bool, needs_turns: bool
 ) -> Sample:
     """Returns what advantage estimation reads of a JSON object that needs no other field; the rest stays empty.
 
@@ -282,12 +303,14 @@ def sample_for_advantages(
     Args:
         bootstrap_truncated: the value after the last token continues samples with `finish_reason: length`.
         needs_logprobs: `policy_logprobs` and `reference_logprobs` are read, for the KL penalty.
+        needs_turns: `episode` is read if it is present, for the discount of turns.
 
     Raises:
         InputError: a field that is read is absent, or has the wrong type, length or range.
     """
     logprobs = ("policy_logprobs", "reference_logprobs") if needs_logprobs else ()
-    fields = _validate_fields(record, (*ADVANTAGE_FIELDS, *logprobs), required=(), where=where)
+    turns = ("episode",) if needs_turns else ()
+    fields = _validate_fields(record, (*ADVANTAGE_FIELDS, *logprobs, *turns), required=(), where=where)
     if fields.values is None:
         raise InputError(
             f"{where}: missing values, a number for each completion token; `grpo score --role critic` adds them"
@@ -320,6 +343,9 @@ def sample_for_advantages(
                 "`grpo score --role reward` adds a reward"
             )
         optional["reward"] = float(fields.reward or 0.0)
+    if fields.episode is not None:
+        mask = optional.get("loss_mask", np.ones(num_tokens, bool))
+        optional["episode"] = episode_from_record(fields.episode, mask, where=where)
     return Sample(
         prompt=Prompt(uid="", token_ids=np.zeros(0, np.int32), source="", answer=None),
         sample_index=0,
@@ -354,14 +380,27 @@ def _validate_fields(
             location, value = f"{location}[{part}]", value[part]
         elif isinstance(value, Mapping) and part in value:
             location, value = f"{location}.{part}" if location else str(part), value[part]
-    expected = SampleRecord.model_fields[str(problem["loc"][0])].description
+    expected = _expected(problem["loc"])
     if problem["type"] == "list_type":
         expected = f"a list of {expected}"
-    elif location.startswith("rewards."):
-        expected = "a number"
+    elif problem["loc"][-2:-1] in (("rewards",), ("scores",), ("metrics",)):
+        expected = "a finite number"
     text = "null or NaN" if value is None else repr(value)
     got = f"{type(value).__name__} {text if len(text) <= 40 else text[:40] + '...'}"
+    if problem["type"] == "missing":
+        location, got = f"{location}.{problem['loc'][-1]}", "nothing"
     raise InputError(f"{where}: {location}: expected {expected}, got {got}")
+
+
+def _expected(location: Sequence[int | str]) -> str | None:
+    """Returns the description of the innermost field that a location names."""
+    nested: Mapping[str, type[BaseModel]] = {**NESTED_RECORDS, "routes": RoutesRecord}
+    model: type[BaseModel] | None = SampleRecord
+    expected = None
+    for part in location:
+        if model is not None and part in model.model_fields:
+            expected, model = model.model_fields[part].description, nested.get(part)
+    return expected
 
 
 def _per_token_arrays(

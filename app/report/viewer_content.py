@@ -176,13 +176,16 @@ def _sample(record: Mapping[str, Any], token_texts: Sequence[str], *, step: int,
     ids, rewards = ids if isinstance(ids, list) else None, rewards if isinstance(rewards, dict) else {}
     are_known = all(type(token_id) is int and 0 <= token_id < len(token_texts) for token_id in ids or ())
     advantages, logprobs = _numbers(record.get("advantages")), _numbers(record.get("behavior_logprobs"))
-    finite, finish = logprobs[np.isfinite(logprobs)], str(record.get("finish_reason", ""))
+    turns = _turns(record, advantages)
+    written = np.concatenate([logprobs[turn["start"] : turn["end"]] for turn in turns]) if turns else logprobs
+    finite, finish = written[np.isfinite(written)], str(record.get("finish_reason", ""))
     is_dropped, is_truncated = finish.startswith(DROPPED_PREFIX), finish == "length"
     reward = finite_metric(record, "reward")
     fields = {
         "step": step,
         "uid": record["uid"],
         "completion": _truncate(record["completion"]),
+        **({"turns": turns, "episode_end": str(record["episode"].get("end"))} if turns else {}),
         "finish": finish,
         "end": "dropped" if is_dropped else "truncated" if is_truncated else "complete",
         "tokens": None if ids is None else len(ids),
@@ -196,6 +199,34 @@ def _sample(record: Mapping[str, Any], token_texts: Sequence[str], *, step: int,
     }
     group, prompt = str(record.get("group_id")), _prompt_text(record.get("prompt"))
     return SavedSample(step, record["uid"], group, prompt, None if answer is None else str(answer), reward, fields)
+
+
+def _turns(record: Mapping[str, Any], advantages: np.ndarray) -> list[dict[str, Any]]:
+    """Returns the turns of a sample; none if it has no episode that can be read."""
+    match record.get("episode"):
+        case {"turns": [*turns]}:
+            pass
+        case _:
+            return []
+    shown = []
+    for turn in turns:
+        match turn:
+            case {"start": int(start), "end": int(end), "text": str(text), "messages": [*messages]}:
+                shown.append(
+                    {
+                        "start": start,
+                        "end": end,
+                        "text": _truncate(text),
+                        "messages": [
+                            {"role": str(m.get("role")), "content": _truncate(str(m.get("content")))}
+                            for m in messages
+                            if isinstance(m, dict)
+                        ],
+                        "reward": _rounded(finite_metric(turn, "reward")),
+                        "advantage": _rounded(advantages[start]) if start < len(advantages) else None,
+                    }
+                )
+    return shown
 
 
 def _numbers(values: Any) -> np.ndarray:

@@ -111,8 +111,9 @@ def restore_dropped(scored: RewardedSamples, samples: Sequence[Sample], *, fate:
         return scored
     rest = iter(scored.samples)
     restored = [replace(s, rewards={}, reward=None) if was_dropped_in_rollout(s) else next(rest) for s in samples]
-    reason = dropped[0].finish_reason.removeprefix(DROPPED_PREFIX)
-    notice = f"{len(dropped)} of {len(samples)} samples have {reason}, {fate}; first {dropped[0].uid}"
+    reasons = Counter(sample.finish_reason.removeprefix(DROPPED_PREFIX) for sample in dropped)
+    listed = next(iter(reasons)) if len(reasons) == 1 else ", ".join(f"{n} {reason}" for reason, n in reasons.items())
+    notice = f"{len(dropped)} of {len(samples)} samples have {listed}, {fate}; first {dropped[0].uid}"
     return replace(scored, samples=restored, notices=(*scored.notices, notice))
 
 
@@ -187,7 +188,7 @@ def _undo_drop(sample: Sample) -> Sample:
         return replace(sample, extra=extra)
     finish_reason = str(sample.extra.get(ORIGINAL_FINISH_FIELD, NO_REWARD_FINISH_REASON))
     # Training masks a dropped sample completely and sets no advantage; scoring leaves its mask unchanged.
-    mask = sample.loss_mask if sample.mask.any() else None
+    mask = sample.loss_mask if sample.mask.any() else sample.written_mask
     return replace(sample, finish_reason=finish_reason, loss_mask=mask, advantages=None, extra=extra)
 
 

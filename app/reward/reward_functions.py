@@ -10,7 +10,9 @@ from dataclasses import replace
 from types import MappingProxyType, TracebackType
 from typing import Protocol
 
-from app.records.sample import Sample
+import numpy as np
+
+from app.records.sample import Episode, Sample
 from app.reward.aggregate import (
     ALL_ABSTAINED,
     OnError,
@@ -30,6 +32,7 @@ from settings.errors import InputError
 from settings.loading.secrets import redact_also
 from settings.schema.reward import (
     CALLABLE_PREFIX,
+    ENVIRONMENT_REWARD,
     MODEL_REWARD,
     OVERLONG_REWARD,
     RewardFunctionSettings,
@@ -66,13 +69,51 @@ class TaskReward:
         return [RewardOutcome(grade(self.name, sample.completion, sample.prompt)) for sample in samples]
 
 
+class EnvironmentReward:
+    """The rewards that the environment gave to all turns of a sample, and its scores; see `Episode.reward`.
+
+    Args:
+        rewards_turns: whether each reward counts at the end of its turn, instead of all at the end of the sample.
+    """
+
+    name = ENVIRONMENT_REWARD
+
+    def __init__(self, *, weight: float, rewards_turns: bool) -> None:
+        self.weight = weight
+        self.rewards_turns = rewards_turns
+
+    def compute_outcomes(self, samples: Sequence[Sample], step_info: StepInfo) -> list[RewardOutcome]:
+        return [RewardOutcome(_episode(sample).reward) for sample in samples]
+
+    def set_token_rewards(self, sample: Sample) -> Sample:
+        """Returns the sample with its reward on the tokens that earned it, for `rewards_turns`.
+
+        A turn's reward is on the last token that the policy wrote in it, and all else that makes up `Sample.reward`
+        on the last token that it wrote at all.
+        """
+        places = sample.turn_places
+        if sample.reward is None or not len(places):
+            return sample
+        of_turns = [self.weight * turn.reward for turn in _episode(sample).turns]
+        token_rewards = np.zeros(len(sample.completion_ids))
+        np.add.at(token_rewards, places, of_turns)
+        token_rewards[places[-1]] += sample.reward - sum(of_turns)
+        return replace(sample, token_rewards=token_rewards.astype(np.float32))
+
+
+def _episode(sample: Sample) -> Episode:
+    assert sample.episode is not None, f"{sample.uid} has no episode"
+    return sample.episode
+
+
 class RewardFunctions:
-    """Context manager for the functions in `reward.functions` and their worker processes.
+    """Context manager for the functions in `reward.functions`, with their worker processes, and other rewards.
 
     Args:
         columns: columns of the training data available to plug-ins.
         held_out_columns: columns of the evaluation data; None if no held-out samples are graded.
         overlong: length penalty in training; None for no penalty.
+        environment: the reward of `env.source`; None without it.
 
     Raises:
         InputError: on entry, if a function cannot be used; no worker process is left running.
@@ -84,9 +125,11 @@ class RewardFunctions:
         columns: DataColumns,
         held_out_columns: DataColumns | None = None,
         overlong: OverlongPenalty | None = None,
+        environment: EnvironmentReward | None = None,
     ) -> None:
         self._settings = settings
         self._overlong = overlong
+        self._environment = environment
         self._columns = columns
         self._held_out_columns = held_out_columns
         self._functions: list[RewardFunc] = []
@@ -103,9 +146,12 @@ class RewardFunctions:
         with self._exit_stack:
             self._functions = [self._make_function(item) for item in self._settings.functions]
             if self._held_out_columns is not None:
-                first, name = self._functions[0], accuracy_function_name(self._settings)
-                is_plug_in = isinstance(first, PlugIn)
-                self._held_out_function = first.for_held_out(self._held_out_columns) if is_plug_in else TaskReward(name)
+                judge = self._functions[0] if self._functions else self._environment
+                if isinstance(judge, PlugIn):
+                    judge = judge.for_held_out(self._held_out_columns)
+                elif isinstance(judge, TaskReward):
+                    judge = TaskReward(accuracy_function_name(self._settings))
+                self._held_out_function = judge
             self._exit_stack = self._exit_stack.pop_all()
         self.plug_in_summaries = tuple(f.summary for f in self._functions if isinstance(f, PlugIn))
         return self
@@ -122,34 +168,41 @@ class RewardFunctions:
 
     @property
     def fallible_names(self) -> tuple[str, ...]:
-        """Names of the functions and the reward model, which can fail or abstain."""
+        """Names of all parts but the length penalty; most of them can fail or abstain."""
         model = (MODEL_REWARD,) if self._settings.model else ()
-        return (*(function.name for function in self._functions), *model)
+        environment = (ENVIRONMENT_REWARD,) if self._environment else ()
+        return (*(function.name for function in self._functions), *environment, *model)
 
     def compute_rewards(
         self, samples: Sequence[Sample], step_info: StepInfo, *, model_outcomes: Sequence[RewardOutcome] | None = None
     ) -> RewardedSamples:
         """Returns samples with `rewards` (unweighted, by name) and `reward` = sum of weight * value + length penalty.
 
+        If turns are rewarded, they have `token_rewards`, too.
+
         Args:
             model_outcomes: the reward model's outcome of each sample; None without a reward model.
         """
         assert (model_outcomes is None) == (self._settings.model is None)
         weights = {function.name: function.weight for function in self._settings.functions}
-        outcomes: dict[str, Sequence[RewardOutcome]] = {}
+        functions, outcomes = self._functions, dict[str, Sequence[RewardOutcome]]()
+        if self._environment is not None:
+            functions, weights[ENVIRONMENT_REWARD] = [*functions, self._environment], self._environment.weight
         if model_outcomes is not None:
             weights[MODEL_REWARD], outcomes[MODEL_REWARD] = self._settings.model_weight, model_outcomes
         scored = _compute_rewards(
-            samples, step_info, self._functions, weights, self._settings.on_error, extra_outcomes=outcomes
+            samples, step_info, functions, weights, self._settings.on_error, extra_outcomes=outcomes
         )
-        if self._overlong is None:
-            return scored
-        return replace(scored, samples=[self._overlong.apply(sample) for sample in scored.samples])
+        if self._overlong is not None:
+            scored = replace(scored, samples=[self._overlong.apply(sample) for sample in scored.samples])
+        if self._environment is not None and self._environment.rewards_turns:
+            scored = replace(scored, samples=[self._environment.set_token_rewards(s) for s in scored.samples])
+        return scored
 
     def try_functions(self, sample: Sample) -> RewardedSamples:
         """Calls every function on two copies of a sample, which shows whether a list has one value for each.
 
-        The reward model is left out.
+        The reward model and the environment are left out.
         """
         pair = [sample, replace(sample, sample_index=sample.sample_index + 1)]
         weights = {function.name: function.weight for function in self._settings.functions}
@@ -159,8 +212,9 @@ class RewardFunctions:
     def grade_held_out(self, samples: Sequence[Sample], step_info: StepInfo) -> RewardedSamples:
         """Returns held-out samples whose only reward is their accuracy; none if the function abstained.
 
-        Accuracy is the value of the first function, or of its task's correctness function if it is a format reward. A
-        failure counts as 0 unless `reward.on_error` is `raise`; a sample that could not be generated counts as 0 too.
+        Accuracy is the value of the first function, or of its task's correctness function if it is a format reward;
+        without functions it is the environment's reward. A failure counts as 0 unless `reward.on_error` is `raise`; a
+        sample that could not be generated counts as 0 too.
         """
         assert self._held_out_function is not None
         on_error = "raise" if self._settings.on_error == "raise" else "zero"
@@ -228,6 +282,11 @@ def _compute_rewards(
 
 
 def accuracy_function_name(settings: RewardSettings) -> str:
-    """Returns the name of the function for held-out accuracy: the first one, or for a format reward, its task's."""
+    """Returns the name of the function for held-out accuracy: the first one, or for a format reward, its task's.
+
+    Without functions it is the environment's reward.
+    """
+    if not settings.functions:
+        return ENVIRONMENT_REWARD
     name = settings.functions[0].name
     return name.removesuffix(FORMAT_SUFFIX) if is_task_reward(name) else name

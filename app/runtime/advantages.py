@@ -23,17 +23,18 @@ from app.advantage.group import (
 from app.advantage.metrics import AdvantageMoments, advantage_metrics
 from app.advantage.token_advantages import (
     BootstrapFn,
+    DiscountFn,
     GaeEstimator,
-    LambdaFn,
     TokenAdvantages,
     TokenRows,
     assign_gae_advantages,
     assign_return_advantages,
     assign_vtrace_advantages,
     compute_gae,
-    fixed_lambda,
+    fixed_discount,
     length_adaptive_lambda,
     truncation_bootstrap,
+    turn_gamma,
     whiten_advantages,
     zero_bootstrap,
 )
@@ -111,12 +112,13 @@ def make_group_advantages(settings: Settings) -> EstimateAdvantages:
 def make_gae(settings: Settings) -> Callable[[TokenRows], TokenAdvantages]:
     """Returns the function that computes GAE over rows of tokens."""
     algorithm, alpha = settings.algorithm, settings.algorithm.length_adaptive_lam
-    usual = partial(fixed_lambda, lam=algorithm.lam)
-    critic_lam = usual if settings.critic.lam is None else partial(fixed_lambda, lam=settings.critic.lam)
+    usual = partial(fixed_discount, discount=algorithm.lam)
+    critic_lam = usual if settings.critic.lam is None else partial(fixed_discount, discount=settings.critic.lam)
     same = alpha is None and settings.critic.lam in (None, algorithm.lam)
     return partial(
         compute_gae,
         estimate=_make_estimate(algorithm),
+        gamma=_make_gamma(settings),
         lam=_make_lam(algorithm),
         critic_lam=None if same else critic_lam,
     )
@@ -141,14 +143,20 @@ def make_vtrace_advantages(settings: Settings) -> EstimateAdvantages:
         **_recurrence_options(algorithm),
     )
     estimate = partial(
-        assign_vtrace_advantages, vtrace=correct, lam=_make_lam(algorithm), bootstrap=_choose_bootstrap(algorithm)
+        assign_vtrace_advantages,
+        vtrace=correct,
+        gamma=_make_gamma(settings),
+        lam=_make_lam(algorithm),
+        bootstrap=_choose_bootstrap(algorithm),
     )
     return lambda samples, kl_coef: estimate(samples, token_rewards=_make_token_rewards(algorithm, kl_coef))
 
 
 def make_return_advantages(settings: Settings) -> EstimateAdvantages:
     """Returns the function that computes the discounted returns of REINFORCE++."""
-    estimate = partial(assign_return_advantages, estimate=_make_estimate(settings.algorithm))
+    estimate = partial(
+        assign_return_advantages, estimate=_make_estimate(settings.algorithm), gamma=_make_gamma(settings)
+    )
     return lambda samples, kl_coef: estimate(samples, token_rewards=_make_token_rewards(settings.algorithm, kl_coef))
 
 
@@ -158,10 +166,20 @@ TOKEN_ADVANTAGES: Mapping[str, Callable[[Settings], EstimateAdvantages]] = Mappi
 """Estimators with per-token advantages; all others compare the samples of a group."""
 
 
-def _make_lam(algorithm: AlgorithmSettings) -> LambdaFn:
+def _make_gamma(settings: Settings) -> DiscountFn:
+    """Returns the function that computes gamma."""
+    gamma, turn_discount = settings.algorithm.gamma, settings.env.turn_discount
+    if turn_discount == 1:
+        return partial(fixed_discount, discount=gamma)
+    return partial(turn_gamma, gamma=gamma, turn_discount=turn_discount)
+
+
+def _make_lam(algorithm: AlgorithmSettings) -> DiscountFn:
     """Returns the function that computes GAE's lambda for the advantages."""
     alpha = algorithm.length_adaptive_lam
-    return partial(fixed_lambda, lam=algorithm.lam) if alpha is None else partial(length_adaptive_lambda, alpha=alpha)
+    if alpha is None:
+        return partial(fixed_discount, discount=algorithm.lam)
+    return partial(length_adaptive_lambda, alpha=alpha)
 
 
 def _choose_bootstrap(algorithm: AlgorithmSettings) -> BootstrapFn:
@@ -175,7 +193,6 @@ def _make_estimate(algorithm: AlgorithmSettings) -> GaeEstimator:
 def _recurrence_options(algorithm: AlgorithmSettings) -> dict[str, Any]:
     """Returns the options that GAE and V-trace share."""
     return {
-        "gamma": algorithm.gamma,
         "mask_mode": algorithm.mask_mode,
         "backend": algorithm.gae_backend,
         "chunk_size": algorithm.gae_chunk_size,

@@ -17,7 +17,7 @@ from app.records.text_format import format_percent
 from app.reward.builtin_tasks import check_answers
 from app.reward.overlong import OverlongPenalty
 from app.reward.plugin_signature import DataColumns
-from app.reward.reward_functions import RewardFunctions, accuracy_function_name
+from app.reward.reward_functions import EnvironmentReward, RewardFunctions, accuracy_function_name
 from app.runtime.model_spec import CriticSpec, ModelSpec, check_context_length, read_critic_spec, read_model_spec
 from app.runtime.reward_model import RewardModelSpec, check_reward_context_length, read_reward_model_spec
 from settings import Settings
@@ -36,7 +36,15 @@ def make_rewards(settings: Settings, train_rows: PromptsOrRows, eval_rows: Promp
     """Returns the reward functions of a run for these rows, without importing plug-ins yet."""
     columns = data_columns(settings, train_rows)
     of_held_out = eval_columns(settings, eval_rows) if eval_rows else None
-    return RewardFunctions(settings.reward, columns, of_held_out, make_overlong_penalty(settings))
+    return RewardFunctions(
+        settings.reward, columns, of_held_out, make_overlong_penalty(settings), make_environment_reward(settings)
+    )
+
+
+def make_environment_reward(settings: Settings) -> EnvironmentReward | None:
+    """Returns the reward of the environment; None if `env.source` is null."""
+    env = settings.env
+    return EnvironmentReward(weight=env.weight, rewards_turns=env.credit == "turn") if env.source is not None else None
 
 
 def make_overlong_penalty(settings: Settings) -> OverlongPenalty | None:

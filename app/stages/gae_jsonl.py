@@ -36,6 +36,7 @@ class GaeSampleFile:
         self.summary = GaeSummary("samples")
         self._path = path
         self._algorithm = settings.algorithm
+        self._discounts_turns = settings.env.turn_discount < 1
         # In such a file, a sample's finish_reason determines whether the value after its last token counts.
         self._estimate = make_gae_advantages(settings, bootstrap=truncation_bootstrap)
         self._window_tokens = window_tokens
@@ -111,6 +112,7 @@ class GaeSampleFile:
                 where=where,
                 bootstrap_truncated=algorithm.bootstrap_truncated,
                 needs_logprobs=algorithm.kl_in_reward,
+                needs_turns=self._discounts_turns,
             )
             yield LocatedSample(where, record, sample)
 

@@ -110,6 +110,13 @@ class SampleEncoder:
         """
         match record:
             case {
+                # Of several turns, the text is that of the last one.
+                "completion_token_ids": list(ids),
+                "completion": str(text),
+                "episode": {"turns": [*_, {"start": int(start), "end": int(end)}]},
+            }:
+                ids, tokenizer = ids[start:end], self._use_tokenizer()
+            case {
                 "completion_token_ids": list(ids),
                 "completion": str(text) | [{"role": "assistant", "content": str(text)}],
             }:

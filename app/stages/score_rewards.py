@@ -29,7 +29,7 @@ from app.reward.builtin_tasks import check_answers
 from app.reward.plugin import StepInfo
 from app.reward.reward_functions import RewardFunctions
 from app.runtime.host_supervision import ignore_phase, join_hosts, wait_for_other_hosts
-from app.runtime.inputs import data_columns, make_overlong_penalty
+from app.runtime.inputs import data_columns, make_environment_reward, make_overlong_penalty
 from app.runtime.reward_model import RewardModel, read_reward_model_spec
 from app.runtime.scoring import open_mesh
 from app.stages.sample_reader import file_digest, read_records
@@ -64,7 +64,8 @@ def score_rewards(resolved: Resolved, *, input: Path, out: Path) -> dict[str, An
     columns = replace(data_columns(settings, prompts), without_token_ids=without_ids)
     penalty = make_overlong_penalty(settings)
     with ExitStack() as stack:
-        rewards = stack.enter_context(RewardFunctions(settings.reward, columns, overlong=penalty))
+        environment = make_environment_reward(settings)
+        rewards = stack.enter_context(RewardFunctions(settings.reward, columns, None, penalty, environment))
         hosts, entered = [range(len(samples))], ignore_phase
         if model is not None or jax_startup.expects_other_hosts(settings.mesh):
             entered = stack.enter_context(join_hosts(settings, out=out))
@@ -105,7 +106,9 @@ def _read_located(input: Path, settings: Settings) -> list[LocatedSample]:
         **({"prompt": "plug-ins and reward models read it"} if has_plug_ins or reward.model is not None else {}),
         **({TOKEN_IDS: "reward.overlong_buffer counts them"} if reward.overlong_buffer is not None else {}),
     }
-    names = (*needed, *REWARD_FIELDS, *((TOKEN_IDS,) if has_plug_ins else ()))
+    if settings.env.source is not None:
+        needed["episode"] = f"env.source: {settings.env.source} rewards it"
+    names = (*needed, *REWARD_FIELDS, *((TOKEN_IDS, "episode") if has_plug_ins else ()))
     for index, (where, record) in enumerate(read_records(input)):
         texts = {name: read_text(record, name, where=where)[1] for name in VERL_NAMES if name in needed}
         fields = {**record, **texts, **_read_reference(record)}
@@ -114,7 +117,8 @@ def _read_located(input: Path, settings: Settings) -> list[LocatedSample]:
                 raise InputError(f"{where}: missing {name}; {reason}; add the field or remove the line")
         # Without a reward it was masked, which a reward undoes.
         was_dropped = record.get("finish_reason") == NO_REWARD_FINISH_REASON
-        read = (*names, TOKEN_IDS, "loss_mask") if was_dropped else names
+        has_episode = "episode" in names and record.get("episode") is not None
+        read = (*names, TOKEN_IDS, "loss_mask") if was_dropped or has_episode else names
         sample = sample_for_scoring(fields, where=where, index=index, names=read)
         if (group := record.get("group_id")) is not None:
             # Whatever names the group, its number is the index of its first sample.
@@ -138,6 +142,8 @@ def _scored_record(one: LocatedSample, scored: Sample) -> Mapping[str, Any]:
     before, after = sample_to_record(one.sample), sample_to_record(scored)
     changed = {name: value for name, value in after.items() if name not in before or before[name] != value}
     removed = {"rewards", "reward", *(before.keys() - after.keys())}
+    if one.sample.episode is not None:
+        removed.add("token_rewards")
     return {name: value for name, value in one.record.items() if name not in removed} | changed
 
 

@@ -37,7 +37,7 @@ Metrics = Mapping[str, float | int | None]
 
 WANDB_SECTIONS = (
     "run", "model", "data", "rollout", "reward", "batching", "score", "algorithm", "critic", "optimizer", "checkpoint",
-    "eval",
+    "env", "eval",
 )  # fmt: skip
 """Uploaded sections of the settings: an allow-list, so that a new section is private by default."""
 
@@ -243,6 +243,7 @@ def wandb_table(table: CompletionsTable) -> Any:
 
     names = table.reward_names
     columns: list[Any] = ["step", "prompt", "completion", *names, "total reward", "advantage", "gold", "finish"]
+    columns += ["turns"] if table.has_turns else []
     rows: list[Any] = [
         [
             table.step,
@@ -253,6 +254,7 @@ def wandb_table(table: CompletionsTable) -> Any:
             row.advantage,
             row.answer,
             row.finish_reason,
+            *([row.num_turns] if table.has_turns else []),
         ]
         for row in table.rows
     ]

@@ -121,6 +121,9 @@ class Replay:
             samples = [sample for _, sample in read_samples(file.path, ignored_fields=ignored)]
         finally:
             file.check_unchanged()
+        if not self.uses_saved_rewards:
+            # Those of turns belong to the saved rewards.
+            samples = [replace(s, token_rewards=None) if s.episode is not None else s for s in samples]
         return group_samples(samples if self.source_run is None else [_clear_filter_mask(s) for s in samples])
 
 
@@ -128,7 +131,7 @@ def _clear_filter_mask(sample: Sample) -> Sample:
     """Puts a sample that the run's filter had masked back into the loss; the step applies its own filter."""
     if sample.mask.any() or sample.finish_reason.startswith(DROPPED_PREFIX):
         return sample
-    return replace(sample, loss_mask=None)
+    return replace(sample, loss_mask=sample.written_mask)
 
 
 def find_source_run(path: Path) -> RunDirectory | None:
@@ -194,6 +197,11 @@ def read_replay(
     if not uses_rewards:
         with option_in_errors():
             check_answers(list(prompts.values()), [function.name for function in settings.reward.functions])
+        if settings.env.source is not None and "episode" not in available:
+            raise InputError(
+                f"{OPTION}: rewards are computed again, and env.source: {settings.env.source} has none for samples "
+                "without an episode; replay samples that it took part in, or set env.source to null"
+            )
     replay = Replay(
         *(request, start, files, digests, tuple(prompts.values()), run, uses_rewards, uses_advantages),
         settings.rollout.routing_replay,
@@ -223,7 +231,10 @@ def _same_rewards(settings: Settings, source: Settings) -> bool:
         # A plug-in may compare the samples of one call.
         batches = frozenset({"batch_size"} if all(one.function is None for one in reward.functions) else ())
         fields = reward.model_dump(exclude={*REWARD_NEUTRAL_FIELDS, *limits, *batches})
-        return fields | ({"max_new_tokens": settings.rollout.max_new_tokens} if reward.overlong_buffer else {})
+        if reward.overlong_buffer:
+            fields["max_new_tokens"] = settings.rollout.max_new_tokens
+        env = settings.env
+        return fields | ({} if env.source is None else {"env": (env.source, env.weight, env.credit)})
 
     return relevant_fields(settings) == relevant_fields(source)
 

@@ -14,6 +14,7 @@ from app.records.checksum_file import CHECKSUM_FILE
 from app.records.sample import Prompt, Sample
 from app.records.sample_json import read_samples
 from app.report.run_files import sample_files
+from app.reward.aggregate import was_dropped_in_rollout
 from app.reward.saved_rewards import has_saved_reward
 from app.runtime.model_spec import ModelSpec
 from app.stages.sample_reader import check_routes, check_token_ids, file_digest, file_stamp
@@ -41,7 +42,7 @@ class StepFile:
     largest_group: int
     newest_version: int
     available_fields: frozenset[str]
-    """Those of `reward`, `advantages`, `returns` and `routes` that every sample has."""
+    """Those of `reward`, `episode`, `advantages`, `returns` and `routes` that every sample has."""
 
     def check_unchanged(self) -> None:
         if file_stamp(self.path) != self.stamp:
@@ -136,6 +137,7 @@ def read_step_file(
         newest = max(newest, int(sample.token_versions.max(initial=0)))
         missing |= {name for name in SAVED_ADVANTAGE_FIELDS | ROUTES_FIELD if getattr(sample, name) is None}
         missing |= set() if has_saved_reward(sample) else {"reward"}
+        missing |= {"episode"} if sample.episode is None and not was_dropped_in_rollout(sample) else set()
         if sample.finish_reason == "stop":
             num_stopped += 1
             is_ended = any(token in model.tokenizer.eos_ids for token in sample.completion_ids[-1:])
@@ -148,7 +150,7 @@ def read_step_file(
             f"answer with the tokenizer of model.path ({', '.join(map(str, model.tokenizer.eos_ids))}): were they "
             "sampled with another tokenizer, or with rollout.stop? Set model.path or rollout.stop as they were then"
         )
-    available = frozenset({"reward", *SAVED_ADVANTAGE_FIELDS, *ROUTES_FIELD} - missing)
+    available = frozenset({"reward", "episode", *SAVED_ADVANTAGE_FIELDS, *ROUTES_FIELD} - missing)
     file = StepFile(path, stamp, digest, len(members), max(map(len, members.values())), newest, available)
     file.check_unchanged()
     smallest = min(map(len, members.values()))
@@ -164,12 +166,14 @@ def read_step_file(
 def _check_sample(sample: Sample, settings: Settings, model: ModelSpec, where: str) -> None:
     check_token_ids(sample.prompt.token_ids, sample.completion_ids, model.architecture, where=where)
     check_routes(sample.routes, model.architecture, where=where)
-    text = model.tokenizer.decode(sample.completion_ids)
-    if text != sample.completion:
-        raise InputError(
-            f"{where}: completion_token_ids read {text!r:.40} with the tokenizer of model.path, and completion is "
-            f"{sample.completion!r:.40}: were they sampled with another tokenizer? Set model.path to that model"
-        )
+    ids, turns = sample.completion_ids, sample.episode.turns if sample.episode is not None else ()
+    written = [(ids[turn.start : turn.end], turn.text) for turn in turns] or [(ids, sample.completion)]
+    for part, expected in written:
+        if (text := model.tokenizer.decode(part)) != expected:
+            raise InputError(
+                f"{where}: completion_token_ids read {text!r:.40} with the tokenizer of model.path, and completion is "
+                f"{expected!r:.40}: were they sampled with another tokenizer? Set model.path to that model"
+            )
     for name, ids, field, longest in (
         ("prompt_token_ids", sample.prompt.token_ids, "data.max_prompt_length", settings.data.max_prompt_length),
         ("completion_token_ids", sample.completion_ids, "rollout.max_new_tokens", settings.rollout.max_new_tokens),

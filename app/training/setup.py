@@ -189,7 +189,9 @@ def configure_session(session: Session, reward_model: NetworkSpec | None, *, gen
 def file_fingerprints(settings: Settings, run: RunDirectory) -> dict[str, str]:
     """Returns the fingerprints that need no model and no data."""
     return {
-        **plugin_file_digests(settings.reward.functions),
+        **plugin_file_digests("reward.functions", [one.function for one in settings.reward.functions]),
+        **plugin_file_digests("env.source", [settings.env.source]),
+        **plugin_file_digests("env.tools", settings.env.tools),
         f"the newest checkpoint in {run.path}": describe_newest_checkpoint(run),
     }
 

@@ -28,6 +28,7 @@ from app.runtime.reward_model import RewardModel, RewardPass, reward_model_metri
 from app.runtime.session import Session
 from app.tracking.compilation_counter import CompilationCounter
 from app.tracking.console import ProgressDisplay
+from app.tracking.episode_metrics import episode_metrics
 from app.tracking.flops import make_step_flops
 from app.tracking.metrics import mismatch_metrics, reward_counts, sample_metrics
 from app.tracking.performance import async_metrics, rollout_performance, schedule_performance
@@ -106,6 +107,8 @@ class Trainer:
         )
         step_metrics |= self._work_metrics(scored.samples, samples, reward_passes, trains_policy=learns)
         step_metrics |= mismatch_metrics(samples)
+        if self.settings.env.is_used:
+            step_metrics |= episode_metrics(samples)
         return state, samples, {**rewarded, **step_metrics, **scoring, **advantages.metrics, **metrics}
 
     def _work_metrics(

@@ -9,7 +9,7 @@ from settings.checks.check import Rule
 from settings.loading.algorithm_presets import GROUP_RELATIVE_ESTIMATORS
 from settings.loading.fields import value_of
 from settings.loading.resolve import Resolved
-from settings.schema.reward import MODEL_REWARD, OVERLONG_REWARD
+from settings.schema.reward import ENVIRONMENT_REWARD, MODEL_REWARD, OVERLONG_REWARD
 from settings.schema.run import EarlyStoppingSettings
 from settings.schema.settings import Settings
 
@@ -141,8 +141,19 @@ def _check_profile_steps(resolved: Resolved) -> Iterator[str]:
 
 
 def _rewards_count_nothing(settings: Settings) -> bool:
-    reward = settings.reward
-    return all(f.weight == 0 for f in reward.functions) and not (reward.model and reward.model_weight)
+    reward, env = settings.reward, settings.env
+    parts = [*(f.weight for f in reward.functions), reward.model and reward.model_weight, env.source and env.weight]
+    return not any(parts)
+
+
+def _check_turn_credit(resolved: Resolved) -> Iterator[str]:
+    algorithm = resolved.settings.algorithm
+    if resolved.settings.env.credit == "turn" and algorithm.estimator in GROUP_RELATIVE_ESTIMATORS:
+        yield (
+            f"<env.credit>: {algorithm.estimator} gives a whole sample one advantage; and a baseline for each turn of "
+            "a group would be biased, because the policy itself decides which samples get that far. Set env.credit: "
+            "trajectory, or an algorithm.name with returns per token, ppo or reinforce_plus_plus"
+        )
 
 
 check_overlong_buffer = Rule(
@@ -156,6 +167,7 @@ check_evaluation_temperature = Rule(
     "(1.0 is usual), or eval.num_samples to 1",
 )
 REWARD_CHECKS = (
+    _reserved_name(ENVIRONMENT_REWARD, "env.source", "reward"),
     _reserved_name(MODEL_REWARD, "reward.model", "score"),
     check_overlong_buffer,
     _reserved_name(OVERLONG_REWARD, "reward.overlong_buffer", "length penalty"),
@@ -165,6 +177,26 @@ check_fused_gae = Rule(
     lambda s: s.algorithm.gae_backend == "fused" and s.algorithm.length_adaptive_lam is not None,
     "<algorithm.gae_backend> computes with one lambda, but <algorithm.length_adaptive_lam> gives each sample its own; "
     "set algorithm.gae_backend: auto",
+)
+
+check_fused_turns = Rule(
+    lambda s: s.algorithm.gae_backend == "fused" and s.env.turn_discount < 1,
+    "<algorithm.gae_backend> computes with one discount, but <env.turn_discount> applies only between turns; set "
+    "algorithm.gae_backend: auto",
+)
+
+TURN_CREDIT_CHECKS = (
+    _check_turn_credit,
+    check_fused_turns,
+    Rule(
+        lambda s: s.env.credit == "turn" and s.env.source is None,
+        "<env.credit>: only an environment rewards turns, and <env.source>; set env.source, or env.credit: trajectory",
+    ),
+    Rule(
+        lambda s: s.env.turn_discount < 1 and s.env.credit != "turn",
+        "<env.turn_discount> has no effect with <env.credit>, where all rewards count at the end of the sample; set "
+        "env.credit: turn, or env.turn_discount to 1.0",
+    ),
 )
 
 BATCH_CHECKS = (
@@ -184,6 +216,7 @@ _check_second_moment = Rule(
 )
 
 ALGORITHM_CHECKS = (
+    *TURN_CREDIT_CHECKS,
     _check_second_moment,
     _check_group_size,
     _check_temperature,

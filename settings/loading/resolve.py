@@ -115,7 +115,7 @@ def load(
         value = in_set["mesh.pretend"].value
         notices.append(f"mesh settings in the environment override mesh.pretend {value!r} from --set")
     layers.insert(0, micro_batching | derived)
-    return Resolved(
+    resolved = Resolved(
         settings=_validate(layers),
         provenance=_provenance(layers),
         notices=(*environment_notices(in_environment, in_set, in_flags), *notices),
@@ -123,6 +123,12 @@ def load(
             field: name for field, leaf in ChainMap(*layers).items() if (name := leaf.given_name.lower()) in ALIASES
         },
     )
+    if not resolved.settings.reward.functions and resolved.settings.env.source is None:
+        raise InputError(
+            f"reward.functions: expected at least one function, got [] (from {resolved.origin('reward.functions')}); "
+            "only an environment (env.source) gives rewards without any"
+        )
+    return resolved
 
 
 def _validate(layers: Sequence[Layer]) -> Settings:
@@ -165,6 +171,8 @@ def _derive(given: Settings, provenance: Mapping[str, str], *, config_stem: str)
         for field, value in values.items()
         if value is not None and value_of(given, field) is None
     }
+    if given.env.source is not None and provenance["reward.functions"] == "default":
+        layer["reward.functions"] = SourcedValue((), "derived")
     # Drops the metric if a later layer than the one that set it disables evaluation.
     if given.eval.every_steps == 0 and precedence(provenance["eval.every_steps"]) > precedence(
         provenance["checkpoint.best_metric"]

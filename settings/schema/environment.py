@@ -15,6 +15,11 @@ BUILT_IN_ENVIRONMENTS = ("calculator", "guess_number", "lookup")
 BUILT_IN_TOOLS = ("calculator", "lookup")
 """Values of `env.tools` beside paths."""
 
+DECISIVE_FIELDS = frozenset(
+    {"source", "tools", "max_turns", "max_turn_tokens", "max_observation_tokens", "parser", "on_timeout"}
+)
+"""Fields of `env` that the samples depend on, unless a time-out is reached."""
+
 ToolCallFormat = Literal["auto", "json_tags", "json", "python", "none"]
 """Values of `env.parser`."""
 

@@ -29,6 +29,9 @@ OVERLONG_REWARD = "overlong"
 MODEL_REWARD = "model"
 """Name of the reward model's score among a sample's rewards."""
 
+ENVIRONMENT_REWARD = "env"
+"""Name of the environment's reward among a sample's rewards."""
+
 
 def _validate_distinct_names(value: tuple[RewardFunctionSettings, ...]) -> tuple[RewardFunctionSettings, ...]:
     names = [function.name for function in value]
@@ -114,21 +117,23 @@ def _as_list(value: Any) -> Any:
 class RewardSettings(Section):
     functions: Annotated[
         tuple[Annotated[RewardFunctionSettings, BeforeValidator(_expand_shorthand)], ...],
-        Field(min_length=1, strict=False),
+        Field(strict=False),
         BeforeValidator(_as_list),
         AfterValidator(_validate_distinct_names),
     ] = (RewardFunctionSettings(name="arithmetic"),)
-    """Reward functions; a sample's reward is their weighted sum. The first one determines `eval/accuracy`."""
+    """Reward functions; a sample's reward is their weighted sum. The first one determines `eval/accuracy`. They judge
+    what the policy wrote in its last turn. With `env.source`, none unless set: the environment's reward is the reward,
+    and determines `eval/accuracy`."""
     model: str | None = Field(default=None, min_length=1)
-    """Reward model: directory or hub id of a sequence classifier with one label. Its score of the whole conversation is
-    added to the sum under the name `model`. Null = no reward model."""
+    """Reward model: directory or hub id of a sequence classifier with one label. Its score of the whole conversation
+    (of several turns, the prompt and the last) is added to the sum under the name `model`. Null = no reward model."""
     model_revision: str | None = None
     """Commit, tag or branch of the reward model's hub id; its newest commit when null."""
     model_weight: float = Field(default=1.0, ge=-1e6, le=1e6)
     """Weight of the reward model's score in the sum; 0 = logged but not counted."""
     overlong_buffer: int | None = Field(default=None, ge=1)
     """Number of tokens before `rollout.max_new_tokens` over which the reward falls linearly by up to
-    `overlong_penalty`; null = no length penalty. `grpo score --role reward` applies it, too."""
+    `overlong_penalty`, observations included; null = no length penalty. `grpo score --role reward` applies it, too."""
     overlong_penalty: float = Field(default=1.0, gt=0)
     """Length penalty for a completion of `rollout.max_new_tokens` tokens."""
     on_error: Literal["raise", "zero", "drop"] = "raise"

@@ -19,7 +19,7 @@ from app.advantage.token_advantages import (
     assign_vtrace_advantages,
     compute_gae,
     concatenate_samples,
-    fixed_lambda,
+    fixed_discount,
     length_adaptive_lambda,
     truncation_bootstrap,
     whiten_advantages,
@@ -46,14 +46,11 @@ def sample(length: int, *, seed: int = 0, mask=None, reward: float | None = None
     return replace(make_sample(np.zeros(length), **made), finish_reason="stop" if stop else "length")
 
 
-def estimate(gamma: float, **settings):
-    return partial(generalized_advantages, gamma=gamma, **settings)
-
-
-def by_gae(samples, *, gamma=1.0, lam: Any = 0.95, **changes) -> Any:
+def by_gae(samples, *, gamma: Any = 1.0, lam: Any = 0.95, **changes) -> Any:
     rule = {
-        "estimate": estimate(gamma),
-        "lam": partial(fixed_lambda, lam=lam) if isinstance(lam, float) else lam,
+        "estimate": generalized_advantages,
+        "gamma": partial(fixed_discount, discount=gamma) if isinstance(gamma, float) else gamma,
+        "lam": partial(fixed_discount, discount=lam) if isinstance(lam, float) else lam,
         "critic_lam": changes.pop("critic_lam", None),
     }
     arguments = {"gae": partial(compute_gae, **rule), "token_rewards": task_token_rewards, "bootstrap": zero_bootstrap}
@@ -156,7 +153,7 @@ def test_a_cut_sample_goes_on_also_where_its_last_tokens_are_not_the_policys():
 
 
 def test_the_critics_targets_may_have_a_lambda_of_their_own():
-    one = by_gae([sample(7)], lam=0.8, critic_lam=partial(fixed_lambda, lam=1.0))[0]
+    one = by_gae([sample(7)], lam=0.8, critic_lam=partial(fixed_discount, discount=1.0))[0]
     assert_same(one.advantages, serial(task_token_rewards(one), one.values, gamma=1.0, lam=0.8)[0])
     # With lambda 1 and no discount every token's target is the reward.
     assert_same(one.returns, np.full(7, one.reward))
@@ -166,7 +163,7 @@ def test_the_critics_targets_may_have_a_lambda_of_their_own():
 def test_a_long_sample_has_a_lambda_nearer_to_1(alpha, lams):
     samples = [sample(40, seed=1), sample(6, mask=[1, 0, 1, 1, 1, 1], seed=2), sample(2, seed=3)]
     adaptive = partial(length_adaptive_lambda, alpha=alpha)
-    found = by_gae(samples, lam=adaptive, critic_lam=partial(fixed_lambda, lam=1.0))
+    found = by_gae(samples, lam=adaptive, critic_lam=partial(fixed_discount, discount=1.0))
     for one, lam in zip(found, lams, strict=True):
         rewards, values = task_token_rewards(one)[one.mask], one.values[one.mask]
         assert_same(one.advantages[one.mask], serial(rewards, values, gamma=1.0, lam=lam)[0])
@@ -178,8 +175,9 @@ def test_an_adaptive_lambda_of_a_sample_that_the_policy_wrote_nothing_of_is_defi
     assert not one.advantages.any() and not one.returns.any()
 
 
-def by_return(samples, *, gamma=1.0, token_rewards=task_token_rewards) -> Any:
-    return assign_return_advantages(samples, estimate=estimate(gamma), token_rewards=token_rewards)
+def by_return(samples, *, gamma: Any = 1.0, token_rewards=task_token_rewards) -> Any:
+    gamma = partial(fixed_discount, discount=gamma) if isinstance(gamma, float) else gamma
+    return assign_return_advantages(samples, estimate=generalized_advantages, gamma=gamma, token_rewards=token_rewards)
 
 
 def test_without_a_critic_every_token_is_credited_with_its_discounted_return():
@@ -304,9 +302,10 @@ def test_a_coefficient_finds_the_penalty_that_holds_the_target():
 def test_vtrace_of_the_samplers_own_policy_has_the_targets_of_gae():
     samples = [sample(5, seed=1, mask=[1, 1, 0, 1, 1]), sample(3, seed=2, stop=False)]
     own = [replace(s, policy_logprobs=s.behavior_logprobs) for s in samples]
-    lam = partial(fixed_lambda, lam=0.8)
-    arguments = {"lam": lam, "token_rewards": task_token_rewards, "bootstrap": truncation_bootstrap}
-    corrected: Any = assign_vtrace_advantages(own, vtrace=partial(vtrace, gamma=0.9), **arguments)
+    lam = partial(fixed_discount, discount=0.8)
+    gamma = partial(fixed_discount, discount=0.9)
+    arguments = {"gamma": gamma, "token_rewards": task_token_rewards, "bootstrap": truncation_bootstrap}
+    corrected: Any = assign_vtrace_advantages(own, vtrace=vtrace, lam=lam, **arguments)
     for one, by_estimate in zip(
         corrected, by_gae(own, gamma=0.9, lam=0.8, bootstrap=truncation_bootstrap), strict=True
     ):
@@ -319,8 +318,9 @@ def test_vtrace_weighs_a_token_of_the_targets_and_leaves_that_of_the_advantages_
     got: Any
     (got,) = assign_vtrace_advantages(
         [half],
-        vtrace=partial(vtrace, gamma=1.0),
-        lam=partial(fixed_lambda, lam=1.0),
+        vtrace=vtrace,
+        gamma=partial(fixed_discount, discount=1.0),
+        lam=partial(fixed_discount, discount=1.0),
         token_rewards=task_token_rewards,
         bootstrap=zero_bootstrap,
     )

@@ -14,7 +14,6 @@ from app.model.architecture import Architecture
 from app.records.run_directory import RunDirectory
 from app.records.versions import code_digest
 from app.runtime.tensor_parallel_checks import check_tp_divides_heads, replicated_dim_notes
-from settings import load
 from settings.errors import InputError
 from tests.program import digest_of, settings
 from tests.tiny import EVEN, make_mesh
@@ -69,10 +68,10 @@ def test_the_digest_of_the_code_is_of_its_content(tmp_path: Path, monkeypatch: p
 def test_plug_ins_are_compared_by_their_files(tmp_path: Path):
     path = tmp_path / "rewards.py"
     path.write_text("def brevity(completion): return 1.0\n")
-    functions = load(None, [f"reward.functions=['{path}:brevity', arithmetic]"], {}).settings.reward.functions
-    (before,) = plugin_file_digests(functions).items()
+    names = [f"{path}:brevity", None, "calculator", "judges:f"]
+    (before,) = plugin_file_digests("reward.functions", names).items()
     path.write_text("def brevity(completion): return 2.0\n")
-    (after,) = plugin_file_digests(functions).items()
+    (after,) = plugin_file_digests("reward.functions", names).items()
     assert before[0] == after[0] == f"reward.functions: the file of {path}:brevity"
     assert before[1] != after[1]
 

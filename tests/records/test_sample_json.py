@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from app.records.sample import Prompt, Sample
+from app.records.sample import EPISODE_ENDS, Episode, Prompt, Sample, Turn
 from app.records.sample_json import REQUIRED_FIELDS, sample_from_record, sample_to_record
 from settings.errors import InputError
 
@@ -44,11 +44,37 @@ def assert_same(left, right):
 
 
 @st.composite
+def episodes(draw, length):
+    places = sorted(draw(st.lists(st.integers(0, length), max_size=6)))
+    words = st.dictionaries(st.text(), st.floats(-9, 9), max_size=2)
+    turns = [
+        Turn(
+            start=start,
+            end=end,
+            messages=draw(st.just([]) | st.just([{"role": "tool", "content": "4"}, {"role": "user", "content": "?"}])),
+            reward=draw(st.floats(-9, 9)),
+            seconds=draw(st.floats(0, 9)),
+            text=draw(st.text()),
+            metrics=draw(words),
+        )
+        for start, end in zip(places[::2], places[1::2], strict=False)
+    ]
+    return Episode(tuple(turns), draw(st.sampled_from(EPISODE_ENDS)), draw(words))
+
+
+@st.composite
 def samples(draw):
     length, num_prompt = draw(st.integers(0, 6)), draw(st.integers(1, 4))
     floats = arrays(np.float32, length, elements=FLOAT32)
     maybe = st.none() | floats
     version = draw(st.integers(0, 99))
+    episode = draw(st.none() | episodes(length))
+    mask = draw(st.none() | arrays(bool, length))
+    completion = draw(st.text())
+    if episode is not None:
+        written = [any(turn.start <= i < turn.end for turn in episode.turns) for i in range(length)]
+        mask = np.array(written, bool) & (True if mask is None else mask)
+        completion = episode.turns[-1].text if episode.turns else ""
     newer = arrays(np.int32, max(length - 1, 0), elements=st.integers(version, 99))
     versions = (st.none() | newer.map(lambda rest: np.append(rest, np.int32(version)))) if length else st.none()
     return Sample(
@@ -62,7 +88,7 @@ def samples(draw):
         sample_index=draw(st.integers(0, 9)),
         group_id=draw(st.integers(0, 99)),
         completion_ids=draw(arrays(np.int32, length, elements=st.integers(0, 2**31 - 1))),
-        completion=draw(st.text()),
+        completion=completion,
         behavior_logprobs=draw(floats),
         finish_reason=draw(st.sampled_from(["stop", "length", "dropped:late"])),
         policy_version=version,
@@ -72,7 +98,8 @@ def samples(draw):
         elapsed_s=draw(st.floats(0, 1e6)),
         kept_mass_logs=draw(maybe),
         policy_versions=draw(versions),
-        loss_mask=draw(st.none() | arrays(bool, length)),
+        episode=episode,
+        loss_mask=mask,
         rewards=draw(st.none() | st.just({"gsm8k": 1.0, "gsm8k_format": 0.0})),
         reward=draw(st.none() | st.floats(-9, 9)),
         policy_logprobs=draw(maybe),
@@ -151,16 +178,79 @@ def test_a_missing_required_field_is_named_with_the_line(name):
         ({"reward": float("inf")}, "reward: expected a finite float32 number"),
         ({"rewards": [1.0]}, "rewards: expected an object of numbers"),
         ({"routes": [[1, 2]]}, "routes: expected an object of num_layers, experts_per_token and ids in Base64"),
-        ({"routes": {"num_layers": 2, "ids": ""}}, "routes: expected an object of num_layers, experts_per_token and"),
+        ({"routes": {"num_layers": 2, "ids": ""}}, "routes.experts_per_token: expected an integer >= 0, got nothing"),
         (
             {"routes": {"num_layers": 2, "experts_per_token": 1, "ids": "AAAA"}},
             "routes.ids has 3 bytes, expected 10: one for each of 5 tokens of prompt and completion, 2 layers and 1 ex",
         ),
         ({"routes": {"num_layers": 2, "experts_per_token": 1, "ids": "~"}}, "routes.ids: expected Base64, got '~'"),
-        ({"rewards": {"gsm8k": "1"}}, "rewards.gsm8k: expected a number, got str"),
+        ({"rewards": {"gsm8k": "1"}}, "rewards.gsm8k: expected a finite number, got str"),
     ],
 )
 def test_a_wrong_field_is_named_with_the_line(change, message):
     with pytest.raises(InputError, match=message) as raised:
         sample_from_record({**RECORD, **change}, where="samples.jsonl:12")
     assert str(raised.value).startswith("samples.jsonl:12: ")
+
+
+TURNS = [
+    {"start": 0, "end": 1, "text": "6*7?", "messages": [{"role": "tool", "content": "42"}], "reward": 0.5},
+    {"start": 3, "end": 5, "text": "42", "metrics": {"tool_calls": 1}},
+]
+EPISODE_RECORD = RECORD | {
+    "completion": "42",
+    "completion_token_ids": [1, 2, 3, 4, 5],
+    "behavior_logprobs": [0.0] * 5,
+    "loss_mask": [True, False, False, True, True],
+    "episode": {"turns": TURNS, "end": "terminated", "scores": {"win": 1.0}},
+}
+
+
+def test_an_episode_is_read_and_its_conversation_is_written_beside_it():
+    sample = sample_from_record(EPISODE_RECORD, where="f:1")
+    assert sample.episode is not None and sample.episode.reward == 1.5
+    assert sample.last_turn_ids.tolist() == [4, 5]
+    written = sample_to_record(sample)
+    roles = [(message["role"], message["content"]) for message in written["messages"][-3:]]
+    assert roles == [("assistant", "6*7?"), ("tool", "42"), ("assistant", "42")]
+    again = sample_from_record(through_json(written), where="f:1")
+    assert again.extra == sample.extra and again.episode == sample.episode
+
+
+def test_messages_without_an_episode_are_an_unknown_field():
+    assert sample_from_record(RECORD | {"messages": 1}, where="f:1").extra["messages"] == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (3, "episode: expected an object of turns, end and scores, got int 3"),
+        ({"turns": 1}, "episode.turns: expected a list of turns with `start`, `end` and `text`, got int 1"),
+        ({"end": "bored"}, "episode.end: expected one of terminated, .* got str 'bored'"),
+        ({"scores": {"win": "1"}}, "episode.scores.win: expected a finite number, got str '1'"),
+        ({"turns": [{"start": 0, "end": 1}]}, r"episode.turns\[0\].text: expected a string, got nothing"),
+        ({0: {"start": -1}}, r"episode.turns\[0\].start: expected a place among the completion's tokens"),
+        ({0: {"reward": float("nan")}}, r"episode.turns\[0\].reward: expected a finite float32 number, got float nan"),
+        ({0: {"reward": 1e39}}, r"episode.turns\[0\].reward: expected a finite float32 number"),
+        ({0: {"seconds": -1.0}}, r"episode.turns\[0\].seconds: expected a number >= 0"),
+        ({1: {"metrics": {"x": None}}}, r"episode.turns\[1\].metrics.x: expected a finite number"),
+        ({0: {"messages": ["x"]}}, r"episode.turns\[0\].messages\[0\]: expected messages with `role` and `content`"),
+        (
+            {0: {"messages": [{"role": "assistant", "content": "x"}]}},
+            r"episode.turns\[0\].messages\[0\].role: expected `tool` or `user`, got str 'assistant'",
+        ),
+        ({1: {"start": 0}}, r"episode.turns\[1\] is from 0 to 5; turns follow each other, so expected 1 <= start"),
+        ({1: {"end": 6}}, r"episode.turns\[1\] is from 3 to 6; .* end <= 5, the number of completion_token_ids"),
+        ({1: {"start": 4}}, r"loss_mask\[3\] is true, but that token is in no turn of the policy"),
+        ({1: {"text": "43"}}, "completion is '42', and the text of the last turn .* is '43'; they must be equal"),
+    ],
+)
+def test_a_wrong_episode_is_one_error_that_names_the_field(change, message):
+    episode = EPISODE_RECORD["episode"]
+    if isinstance(change, dict) and isinstance(next(iter(change)), int):
+        turns = [turn | change.get(i, {}) for i, turn in enumerate(TURNS)]
+        change = {"turns": turns}
+    episode = episode | change if isinstance(change, dict) else change
+    with pytest.raises(InputError, match=message) as raised:
+        sample_from_record({**EPISODE_RECORD, "episode": episode}, where="samples.jsonl:12")
+    assert str(raised.value).startswith("samples.jsonl:12: ") and "\n" not in str(raised.value)

@@ -9,7 +9,9 @@ import pytest
 
 from app.evaluation.metrics import estimate_metrics
 from app.report.metric_registry import METRICS, find_metric, matches, metrics_page
+from app.tracking.episode_metrics import episode_metrics
 from app.update.route_metrics import RouteCounts, route_metrics
+from tests.episodes import with_turns
 from tests.evaluation.test_evaluator import make_answers, table_of
 from tests.program import REPOSITORY, metrics_of, train_here
 from tests.run_fixtures import NO_REPORT, TINY, write_config
@@ -40,10 +42,12 @@ NAMES = [name for entry in METRICS for name in entry.names]
 
 
 def metrics_of_real_runs(*runs: Path) -> set[str]:
-    """Returns the metrics of these runs, of an evaluation with several samples per prompt, and of experts."""
+    """Returns the metrics of these runs, of an evaluation with several samples per prompt, of experts and episodes."""
     several = estimate_metrics(table_of(make_answers(("2", "3"), ("2", "2")), 2), num_samples=2)
     experts = route_metrics(RouteCounts(jnp.ones((2, 4)), differing=jnp.zeros(()), recorded=jnp.ones(())))
-    return {*several, *experts, *(name for run in runs for line in metrics_of(run) for name in line)}
+    metrics = ({"tool_calls": 1.0, "distance": 2.0}, {})
+    turns = episode_metrics([with_turns([(1, 1), (1, 0)], scores={"win": 1.0}, metrics=metrics)])
+    return {*several, *experts, *turns, *(name for run in runs for line in metrics_of(run) for name in line)}
 
 
 def test_a_run_writes_the_metrics_of_the_registry_and_no_others(

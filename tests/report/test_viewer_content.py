@@ -2,13 +2,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from app.records.sample_json import sample_to_record
 from app.report.run_files import RunFiles
 from app.report.viewer_content import MAX_CHARACTERS, MAX_LOGPROBS, ViewerContent, build_viewer
+from tests.episodes import with_turns
 from tests.report.run_directories import sample_record, step_record, write_run
 
 
@@ -158,3 +162,30 @@ def test_without_a_sound_list_of_tokens_no_text_is_shown(tmp_path: Path, content
     if content is not None:
         (written / "tokens.json").write_text(content)
     assert RunFiles.read(written).token_texts == []
+
+
+def test_turns_are_shown_with_what_answered_them_and_only_written_tokens_count(run: Path) -> None:
+    played = with_turns([(1, 2), (2, 0)], [0.5, 1.0], reward=1.5, advantages=np.array([2, 0, 0, 1, 1], np.float32))
+    logprobs = np.array([-2.0, 0.0, 0.0, -1.0, -3.0], np.float32)
+    path = run / "rollouts" / "step_000003.jsonl"
+    path.write_text(json.dumps(sample_to_record(replace(played, behavior_logprobs=logprobs))) + "\n")
+    (sample,) = viewer(run, 1).groups[0]["samples"]
+    assert (sample["mean_logprob"], sample["min_logprob"], sample["episode_end"]) == (-2.0, -3.0, "terminated")
+    first, last = sample["turns"]
+    assert first == {
+        "start": 0,
+        "end": 1,
+        "text": "turn 0",
+        "messages": [{"role": "tool", "content": "observation 0"}],
+        "reward": 0.5,
+        "advantage": 2.0,
+    }
+    assert (last["start"], last["end"], last["messages"], last["advantage"]) == (3, 5, [], 1.0)
+
+
+@pytest.mark.parametrize("episode", [3, {"turns": 1}, {"turns": [1, {"start": "0"}]}])
+def test_an_episode_that_cannot_be_read_leaves_the_completion(run: Path, episode: Any) -> None:
+    path = run / "rollouts" / "step_000003.jsonl"
+    path.write_text(json.dumps(sample_record("p/s0", episode=episode)) + "\n")
+    (sample,) = viewer(run, 1).groups[0]["samples"]
+    assert "turns" not in sample and sample["completion"] == "12"

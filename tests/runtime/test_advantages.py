@@ -5,16 +5,28 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from app.advantage.group import GROUP_ADVANTAGES
+from app.model.decoder import DecoderDefinition
 from app.records.sample import Sample
-from app.runtime.advantages import make_advantage_estimator, make_gae_advantages, make_return_advantages
+from app.reward.reward_functions import EnvironmentReward
+from app.runtime.advantages import (
+    TOKEN_ADVANTAGES,
+    make_advantage_estimator,
+    make_gae_advantages,
+    make_return_advantages,
+)
 from app.training.learner import make_policy_loss
 from app.update.loss_aggregation import token_mean
+from app.update.policy_loss import detached_logprobs, make_policy_objective
 from settings import Settings, load
-from tests.tiny import make_sample, one_a_row
+from tests.advantage.gae_oracle import Case, oracle
+from tests.episodes import with_turns
+from tests.tiny import ODD, PLAIN_LOSS, assert_trees_close, make_sample, one_a_row, pack_update, random_params
 from tests.update.table_policy import loss_and_gradient
 
 PENALTY = ("algorithm.beta=0.5", "algorithm.kl_in=reward")
@@ -169,3 +181,80 @@ def test_nothing_is_learned_from_a_token_that_the_policy_would_not_draw_though_v
     )
     of_tokens = np.abs(gradient).max(axis=1)
     assert of_tokens[[1, 4]].max() < 1e-5 < 1e-2 < of_tokens[[0, 2, 3, 5]].min()
+
+
+TURNS = [(2, 2), (1, 1), (3, 0)]
+"""Written and observed tokens of three turns."""
+
+
+def played(rewards: list[float], *, seed: int = 0, bootstrapped: bool = False) -> Sample:
+    rng = np.random.default_rng(seed)
+    sample = with_turns(TURNS, rewards, end="turns" if bootstrapped else "terminated", reward=sum(rewards))
+    values = rng.normal(0, 1, len(sample.completion_ids) + bootstrapped).astype(np.float32)
+    logprobs = rng.normal(-1, 0.3, len(sample.completion_ids)).astype(np.float32)
+    sample = replace(sample, values=values, policy_logprobs=logprobs, behavior_logprobs=logprobs)
+    return EnvironmentReward(weight=1.0, rewards_turns=True).set_token_rewards(sample)
+
+
+def test_every_token_of_a_turn_has_the_discounted_return_of_this_turn_and_the_later_ones() -> None:
+    settings = settings_of("algorithm.name=reinforce_plus_plus", "env.credit=turn", "env.turn_discount=0.5")
+    (one,) = make_return_advantages(settings)([played([1.0, 2.0, 4.0])], 0.0)
+    first, second, third = 1.0 + 0.5 * 2.0 + 0.25 * 4.0, 2.0 + 0.5 * 4.0, 4.0
+    expected = [first, first, 0, 0, second, 0, third, third, third]
+    np.testing.assert_array_equal(one.advantages, np.float32(expected))
+    np.testing.assert_array_equal(one.returns, np.float32(expected))
+
+
+@pytest.mark.parametrize("mask_mode", ["skip", "through", "zero"])
+@pytest.mark.parametrize("name", ["gae", "vtrace"])
+@pytest.mark.parametrize(("gamma", "turn_discount"), [(1.0, 1.0), (0.97, 1.0), (0.97, 0.6), (1.0, 0.0)])
+def test_rewards_of_turns_reach_every_token_as_in_serial_float64(
+    name: str, gamma: float, turn_discount: float, mask_mode: str
+) -> None:
+    settings = settings_of(
+        *("algorithm.name=ppo", f"algorithm.estimator={name}", f"algorithm.gamma={gamma}", "algorithm.lam=0.9"),
+        *("algorithm.bootstrap_truncated=true", f"algorithm.mask_mode={mask_mode}"),
+        *("env.source=guess_number", "env.credit=turn", f"env.turn_discount={turn_discount}"),
+    )
+    samples = [played([0.5, -1.0, 2.0], seed=1), played([0.0, 3.0, 0.25], seed=2, bootstrapped=True)]
+    estimated: Any = TOKEN_ADVANTAGES[name](settings)(samples, 0.0)
+    discounts = np.full((1, 9), gamma)
+    discounts[0, [1, 4]] *= turn_discount
+    token_rewards = {0: [0, 0.5, 0, 0, -1.0, 0, 0, 0, 2.0], 1: [0, 0, 0, 0, 3.0, 0, 0, 0, 0.25]}
+    for i, sample in enumerate(samples):
+        values = sample.values[None] if sample.values.size == 10 else np.append(sample.values, 0.0)[None]
+        case = Case(np.array([token_rewards[i]]), values, sample.mask[None])
+        advantages, returns = oracle(case, gamma=discounts, lam=0.9, mask_mode=mask_mode)
+        np.testing.assert_allclose(estimated[i].advantages, advantages[0], atol=1e-5 * max(1, np.abs(advantages).max()))
+        np.testing.assert_allclose(estimated[i].returns, returns[0], atol=1e-5 * max(1, np.abs(returns).max()))
+
+
+def test_a_masked_logit_has_no_gradient_whatever_its_turn_earned() -> None:
+    settings = settings_of("algorithm.name=reinforce_plus_plus", "env.credit=turn", "env.turn_discount=0.5")
+    (one,) = make_return_advantages(settings)([played([1.0, 2.0, 4.0])], 0.0)
+    one = replace(one, completion_ids=one.completion_ids % 5)
+    table = np.random.default_rng(3).normal(0, 1, (9, 5)).astype(np.float32)
+    plan = one_a_row(1, rows_per_micro_batch=1, num_tokens=12, num_targets=9)
+    loss = replace(PLAIN_LOSS, proximal_logprobs_fn=detached_logprobs)
+    gradient, _ = loss_and_gradient(loss, table, [one], plan, weights=token_mean)
+    assert (np.abs(gradient).max(axis=1) > 0).tolist() == one.mask.tolist()
+
+
+def test_other_observations_leave_the_gradient_of_earlier_turns_as_it_is() -> None:
+    definition = DecoderDefinition.create(replace(ODD, num_layers=1))
+    loss = replace(PLAIN_LOSS, proximal_logprobs_fn=detached_logprobs)
+    objective = make_policy_objective(definition, loss, dtype=jnp.dtype("float32"), remat="none", logits_chunk=6)
+    plan = one_a_row(1, rows_per_micro_batch=1, num_tokens=12, num_targets=9)
+
+    def gradient(observation: int, *, learned_turns: int) -> Any:
+        ids = [3, 4, observation, observation + 1, 5, observation + 2, 6, 7, 8]
+        one = with_turns(TURNS, [1.0, 2.0, 4.0], ids=ids, reward=7.0)
+        # With a weight of 0, a later turn still counts in the denominators.
+        advantages = np.where(np.arange(9) < one.episode.turns[learned_turns - 1].end, 1.0, 0.0)
+        one = replace(one, advantages=(advantages * one.mask).astype(np.float32))
+        (batch,) = pack_update([one], plan)
+        return jax.grad(objective, has_aux=True)(random_params(definition), batch, jnp.float32(1.0))[0]
+
+    assert_trees_close(gradient(9, learned_turns=1), gradient(30, learned_turns=1), tolerance=0.0)
+    with pytest.raises(AssertionError):
+        assert_trees_close(gradient(9, learned_turns=2), gradient(30, learned_turns=2), tolerance=1e-3)

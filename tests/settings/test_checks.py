@@ -253,6 +253,51 @@ def test_the_name_of_the_penalty_for_length_is_taken_while_there_is_one(resolve)
     assert "another `name:`" in refusal(check_for_train, resolve(function, "reward.overlong_buffer=2"))
 
 
+def test_the_name_of_the_environment_is_taken_while_there_is_one(resolve) -> None:
+    function = "reward.functions=['judges:env']"
+    check_for_train(resolve(function))
+    assert "give the function another `name:`" in refusal(check_for_train, resolve(function, "env.source=guess_number"))
+
+
+def test_an_environment_needs_no_functions_and_has_none_unless_they_are_set(resolve) -> None:
+    alone = resolve("env.source=guess_number")
+    assert alone.settings.reward.functions == () and alone.provenance["reward.functions"] == "derived"
+    check_for_train(alone)
+    assert [f.name for f in resolve("env.tools=calculator").settings.reward.functions] == ["arithmetic"]
+    both = resolve("env.source=guess_number", "reward.functions=gsm8k")
+    assert [f.name for f in both.settings.reward.functions] == ["gsm8k"]
+    with pytest.raises(InputError, match=r"reward.functions: expected at least one function, got \[\] \(from --set\)"):
+        resolve("reward.functions=[]")
+    assert "all weights are 0" in refusal(check_for_train, resolve("env.source=guess_number", "env.weight=0"))
+
+
+PLAYED = ("env.source=guess_number", "env.credit=turn")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (PLAYED, "env.credit = 'turn' (from --set): grpo gives a whole sample"),
+        ((*PLAYED, "algorithm.name=rloo"), "rloo gives a whole sample one advantage"),
+        (("env.credit=turn", "algorithm.name=ppo"), "env.credit = 'turn' (from --set): only an environment rewards"),
+        (("env.source=guess_number", "env.turn_discount=0.5"), "env.turn_discount = 0.5 (from --set) has no effect"),
+        (
+            (*PLAYED, "env.turn_discount=0.5", "algorithm.name=ppo", "algorithm.gae_backend=fused"),
+            "algorithm.gae_backend = 'fused' (from --set) computes with one discount",
+        ),
+    ],
+)
+def test_turns_are_rewarded_only_where_returns_are_per_token(resolve, overrides, message: str) -> None:
+    assert message in refusal(check_for_train, resolve(*overrides))
+
+
+@pytest.mark.parametrize(
+    "algorithm", ["algorithm.name=ppo", "algorithm.estimator=vtrace", "algorithm.name=reinforce_plus_plus"]
+)
+def test_estimators_of_returns_per_token_take_rewards_of_turns(resolve, algorithm: str) -> None:
+    check_for_train(resolve(*PLAYED, "env.turn_discount=0.5", algorithm))
+
+
 @pytest.mark.parametrize(("mini_batch", "nearest"), [(5, "4 or 6"), (7, "6 or 12"), (13, "12"), (500, "12")])
 def test_a_mini_batch_that_does_not_divide_the_step_is_told_its_neighbours(
     resolve, mini_batch: int, nearest: str

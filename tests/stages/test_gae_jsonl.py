@@ -25,7 +25,9 @@ from tests.tiny import make_sample
 def placed(length: int) -> LocatedSample:
     record = {"values": [0.0] * length, "reward": 0.0}
     return LocatedSample(
-        "", record, sample_for_advantages(record, where="", bootstrap_truncated=False, needs_logprobs=False)
+        "",
+        record,
+        sample_for_advantages(record, where="", bootstrap_truncated=False, needs_logprobs=False, needs_turns=False),
     )
 
 
@@ -142,7 +144,9 @@ def test_what_training_would_need_is_needed_here(tmp_path: Path, changes: dict[s
 def test_a_sample_without_finish_reason_goes_on_where_it_has_one_value_more() -> None:
     def read(**fields: Any) -> str:
         record = {"reward": 1.0, "completion_token_ids": [7, 8], **fields}
-        return sample_for_advantages(record, where="", bootstrap_truncated=False, needs_logprobs=False).finish_reason
+        return sample_for_advantages(
+            record, where="", bootstrap_truncated=False, needs_logprobs=False, needs_turns=False
+        ).finish_reason
 
     assert read(values=[0.0, 0.0, 0.0]) == "length"
     assert read(values=[0.0, 0.0]) == "stop"
@@ -151,6 +155,6 @@ def test_a_sample_without_finish_reason_goes_on_where_it_has_one_value_more() ->
 
 def test_masks_may_be_numbers_and_rewards_booleans() -> None:
     record = {"values": [1.0, 2.0], "loss_mask": [1, 0], "reward": True}
-    sample = sample_for_advantages(record, where="", bootstrap_truncated=False, needs_logprobs=False)
+    sample = sample_for_advantages(record, where="", bootstrap_truncated=False, needs_logprobs=False, needs_turns=False)
     assert sample.mask.tolist() == [True, False]
     assert sample.reward == 1.0

@@ -37,13 +37,18 @@ function sampleFilter(wanted) {
     (wanted.finish === "" || sample.end === wanted.finish);
 }
 
+function allText(sample) {
+  if (!sample.turns) return sample.completion;
+  return sample.turns.flatMap((turn) => [turn.text, ...turn.messages.map((m) => m.content)]).join("\n");
+}
+
 function matches(group, wanted) {
   if (wanted.kind !== "" && group.kind !== wanted.kind) return null;
   if (!group.name.toLowerCase().includes(wanted.prompt.trim().toLowerCase())) return null;
   const text = wanted.text.toLowerCase();
   const inPrompt = `${group.prompt}\n${group.answer ?? ""}`.toLowerCase().includes(text);
   const fits = sampleFilter(wanted);
-  const samples = group.samples.filter((s) => fits(s) && (inPrompt || s.completion.toLowerCase().includes(text)));
+  const samples = group.samples.filter((s) => fits(s) && (inPrompt || allText(s).toLowerCase().includes(text)));
   return samples.length ? { ...group, samples } : null;
 }
 
@@ -62,18 +67,40 @@ const ORDERS = {
   long: (group) => -Math.max(...group.samples.map((s) => s.tokens ?? 0)),
 };
 
-function drawStrip(details, logprobs, texts) {
+function drawStrip(details, logprobs, texts, turns) {
   const strip = element("div", "strip");
   logprobs.forEach((value, i) => {
     // Line breaks and spaces, which would not be seen, as symbols.
     const cell = element("i", "", (texts[i] ?? "").replaceAll("\n", "↵").replaceAll(" ", "·"));
+    strip.append(cell);
+    if (turns && !turns.some((turn) => turn.start <= i && i < turn.end)) {
+      cell.className = "observed";
+      cell.title = `token ${i}: written by the environment or the chat template`;
+      return;
+    }
     cell.title = `token ${i}: ${value === null ? "not a number" : `logprob ${value}, p = ${Math.exp(value).toFixed(3)}`}`;
     // Likely tokens are pale blue, unlikely ones orange, which color-blind readers can distinguish, too.
     const surprise = value === null ? 1 : Math.min(-value / 4, 1);
     cell.style.backgroundColor = `color-mix(in srgb, #e69f00 ${Math.round(surprise * 100)}%, #7fb8e0)`;
-    strip.append(cell);
   });
   details.append(strip);
+}
+
+function drawMessage(className, role, text) {
+  const made = element("div", `message ${className}`);
+  const facts = element("div", "facts", role);
+  made.append(facts, element("pre", "", text));
+  return { made, facts };
+}
+
+function drawTurns(sample) {
+  return sample.turns.flatMap((turn, i) => {
+    const { made, facts } = drawMessage("written", `turn ${i + 1}`, turn.text);
+    fact(facts, "tokens", turn.end - turn.start);
+    if (turn.reward) fact(facts, "reward", turn.reward);
+    if (turn.advantage !== null) fact(facts, "advantage", turn.advantage);
+    return [made, ...turn.messages.map((m) => drawMessage("observed", m.role, m.content).made)];
+  });
 }
 
 function drawSample(sample) {
@@ -86,14 +113,18 @@ function drawSample(sample) {
   if (sample.advantage !== null) fact(facts, "advantage", sample.advantage);
   fact(facts, "tokens", sample.tokens);
   fact(facts, "finish", sample.finish, sample.end === "truncated" ? "cut" : "");
+  if (sample.turns) {
+    fact(facts, "turns", sample.turns.length);
+    fact(facts, "ended by", sample.episode_end);
+  }
   fact(facts, "logprob mean", sample.mean_logprob);
   fact(facts, "min", sample.min_logprob);
-  made.append(facts, element("pre", "", sample.completion));
+  made.append(facts, ...(sample.turns ? drawTurns(sample) : [element("pre", "", sample.completion)]));
   if (sample.logprobs.length) {
     const details = element("details");
     const part = sample.tokens > sample.logprobs.length ? `, first ${sample.logprobs.length} tokens` : "";
     details.append(element("summary", "", `probability of each token under the sampler${part}`));
-    details.addEventListener("toggle", () => drawStrip(details, sample.logprobs, sample.texts), { once: true });
+    details.addEventListener("toggle", () => drawStrip(details, sample.logprobs, sample.texts, sample.turns), { once: true });
     made.append(details);
   }
   return made;

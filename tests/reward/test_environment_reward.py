@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from app.evaluation.metrics import estimate_metrics, prompt_columns
+from app.reward.overlong import OverlongPenalty
+from app.reward.plugin import StepInfo
+from app.reward.reward_functions import EnvironmentReward, RewardFunctions, accuracy_function_name
+from settings.schema.reward import RewardSettings
+from tests.episodes import with_turns
+from tests.reward.samples import columns_of, write_plug_in
+
+PENALTY = OverlongPenalty(max_length=9, buffer=4, max_penalty=1.0)
+GAME = with_turns([(2, 2), (1, 1), (3, 0)], [0.5, 0.0, 1.0], scores={"win": 2.0})
+
+
+def rewarded(
+    samples: list[Any],
+    functions: list[Any] = [],  # noqa: B006
+    *,
+    weight: float = 1.0,
+    rewards_turns: bool = False,
+    **others: Any,
+) -> Any:
+    settings = RewardSettings.model_validate({"functions": functions})
+    environment = EnvironmentReward(weight=weight, rewards_turns=rewards_turns)
+    with RewardFunctions(settings, columns_of(samples), environment=environment, **others) as rewards:
+        return rewards.compute_rewards(samples, StepInfo())
+
+
+def test_the_environment_is_a_part_of_the_sum_with_its_weight(tmp_path: Path) -> None:
+    path = write_plug_in(tmp_path, "def last(completion): return float(completion == 'turn 2')")
+    (one,) = rewarded([GAME], [f"{path}:last"], weight=2.0, overlong=PENALTY).samples
+    # All nine tokens behind the prompt count for the length, observations included.
+    assert one.rewards == {"last": 1.0, "env": 3.5, "overlong": -1.0}
+    assert one.reward == 1.0 + 2.0 * 3.5 - 1.0
+    assert one.token_rewards is None
+
+
+def test_the_environment_alone_rewards_without_any_function() -> None:
+    scored = rewarded([GAME])
+    assert [(s.rewards, s.reward) for s in scored.samples] == [({"env": 3.5}, 3.5)]
+    assert scored.function_counts["env"].num_errors == scored.num_without_reward == 0
+
+
+def test_a_sample_whose_environment_failed_has_no_reward_and_its_siblings_do() -> None:
+    failed = replace(GAME, episode=None, finish_reason="dropped:environment timeout", sample_index=1)
+    scored = rewarded([GAME, failed])
+    assert [s.reward for s in scored.samples] == [3.5, None]
+    assert scored.notices == ("1 of 2 samples have environment timeout, left out; first row-0/s1",)
+
+
+def test_each_turn_is_rewarded_on_its_last_token_and_the_rest_on_the_last_of_all(tmp_path: Path) -> None:
+    path = write_plug_in(tmp_path, "def last(completion): return 0.25")
+    options: Any = {"weight": 2.0, "rewards_turns": True, "overlong": PENALTY}
+    (one,) = rewarded([GAME], [f"{path}:last"], **options).samples
+    # Weighted: 1.0 for the first turn; 2.0 for the last, then 4.0 of the score, 0.25 of the function, -1.0 of length.
+    np.testing.assert_array_equal(one.token_rewards, [0, 1.0, 0, 0, 0.0, 0, 0, 0, 5.25])
+    assert one.token_rewards.dtype == np.float32 and one.token_rewards.sum() == one.reward
+
+
+def test_the_reward_of_a_turn_without_a_token_in_the_loss_is_not_lost() -> None:
+    masks = ([0, 0, 0, 0, 1, 0, 1, 1, 0], [1, 1, 0, 0, 0, 0, 0, 0, 0])
+    samples = [replace(GAME, loss_mask=np.array(mask, bool)) for mask in masks]
+    first, second = rewarded(samples, rewards_turns=True).samples
+    np.testing.assert_array_equal(first.token_rewards, [0, 0, 0, 0, 0.5, 0, 0, 3.0, 0])
+    np.testing.assert_array_equal(second.token_rewards, [0, 3.5, 0, 0, 0, 0, 0, 0, 0])
+    (masked,) = rewarded([replace(GAME, loss_mask=np.zeros(9, bool))], rewards_turns=True).samples
+    assert masked.token_rewards is None and masked.reward == 3.5
+
+
+def test_functions_read_the_last_turn_and_the_conversation_only_if_they_ask(tmp_path: Path) -> None:
+    source = """
+def one(completion, completion_ids, conversation):
+    roles = [message["role"] for message in conversation]
+    return float(roles == ["user", "assistant", "tool", "assistant", "tool", "assistant"]) + len(completion_ids)
+
+def batch(completions, conversations):
+    return [float(len(chat)) for chat in conversations]
+
+def everything(completions, **kwargs):
+    return [float("conversations" in kwargs)] * len(completions)
+"""
+    path = write_plug_in(tmp_path, source)
+    (one,) = rewarded([GAME], [f"{path}:{name}" for name in ("one", "batch", "everything")]).samples
+    assert one.rewards == {"one": 1.0 + 3, "batch": 6.0, "everything": 0.0, "env": 3.5}
+
+
+def test_a_data_column_named_conversations_stays_that_column(tmp_path: Path) -> None:
+    path = write_plug_in(tmp_path, "def f(completions, conversations): return [float(c) for c in conversations]")
+    sample = replace(GAME, prompt=replace(GAME.prompt, extra={"conversations": 7}))
+    (one,) = rewarded([sample], [f"{path}:f"]).samples
+    assert one.rewards["f"] == 7.0
+
+
+@pytest.mark.parametrize(("win", "pass_at_2"), [(1.0, [1.0, 0.0]), (0.5, None)])
+def test_accuracy_without_functions_is_the_reward_of_the_environment(win: float, pass_at_2: Any) -> None:
+    ends = [[win, 0.0], [0.0, 0.0]]
+    samples = [
+        with_turns([(1, 1), (1, 0)], scores={"win": score}, group_id=group, sample_index=i)
+        for group, scores in enumerate(ends)
+        for i, score in enumerate(scores)
+    ]
+    settings, columns = RewardSettings.model_validate({"functions": []}), columns_of(samples)
+    judge = accuracy_function_name(settings)
+    environment = EnvironmentReward(weight=0.0, rewards_turns=True)
+    with RewardFunctions(settings, columns, columns, environment=environment) as rewards:
+        judged = rewards.grade_held_out(samples, StepInfo()).samples
+    table = {name: np.array(column) for name, column in prompt_columns(judged, judge=judge, num_samples=2).items()}
+    metrics = estimate_metrics(table, num_samples=2)
+    assert judge == "env" and not any(name.startswith("eval/maj@") for name in metrics)
+    assert metrics["eval/accuracy"].value == win / 4
+    # A game that is won by half has no pass@k.
+    assert metrics["eval/pass@2"].value == (None if pass_at_2 is None else np.mean(pass_at_2))
+    assert metrics["eval/format_rate"].value is None
