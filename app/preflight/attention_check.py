@@ -33,7 +33,6 @@ from app.runtime.scoring import set_compute_dtype
 from app.runtime.session import Session
 from app.runtime.slot_choice import generates_in_slots
 from app.runtime.slot_shapes import slot_shapes_from_settings
-from settings.schema.rollout import RolloutSettings
 
 TOLERANCES = {"float32": 1e-4, "bfloat16": 2e-2}
 """Differences that rounding explains, relative to the largest number of the array, by compute type."""
@@ -56,7 +55,7 @@ def check_attention(recorder: CheckRecorder, session: Session, reward_model: Rew
         compared = dict.fromkeys((network, architecture_blocking(network, tokens, dtype)) for network, tokens in rows)
         policy = session.model_spec.architecture
         length = MaxLengths.from_settings(session.settings).sample
-        block, decode_block = _decode_blocks(session.settings.rollout, session.model_spec, length, dtype)
+        block, decode_block = _decode_blocks(session.settings, session.model_spec, length, dtype)
     has_kernel = decode_block is not None or any(blocking.kernel for _, blocking in compared)
     name = f"the kernel for {device.device_kind}" if has_kernel else f"attention on {device.platform} without a kernel"
     with recorder.run_check("attention", "set model.attention: xla" if has_kernel else ""):
@@ -85,10 +84,11 @@ def check_attention(recorder: CheckRecorder, session: Session, reward_model: Rew
 
 
 def _decode_blocks(
-    rollout: RolloutSettings, model: ModelSpec, length: int, dtype: jnp.dtype
+    settings: Settings, model: ModelSpec, length: int, dtype: jnp.dtype
 ) -> tuple[int | None, int | None]:
     """Returns the tokens of a block of the cache, None without blocks, and those that a kernel reads at once."""
-    if not rollout.has_workers and not generates_in_slots(rollout, model.definition):
+    rollout = settings.rollout
+    if not rollout.has_workers and not generates_in_slots(settings, model.definition):
         return None, decode_block_size(model.architecture, bucket_length(length), dtype)
     shapes = slot_shapes_from_settings(
         rollout, 1, max_prompt_length=length - rollout.max_new_tokens, setting="rollout.slots"

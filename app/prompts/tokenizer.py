@@ -70,6 +70,8 @@ class Tokenizer:
             )
         self.has_chat_template = bool(hf_tokenizer.chat_template)
         self.template_kwargs = template_kwargs
+        self.tools: Sequence[Mapping[str, Any]] = ()
+        """Schemas of the functions that prompts list, as OpenAI defines them."""
         hf_tokenizer.model_max_length = 2**31  # The settings limit prompts; transformers would only warn.
         self._hf_tokenizer = hf_tokenizer
         self.vocab_size: int = max(hf_tokenizer.get_vocab().values()) + 1
@@ -98,13 +100,13 @@ class Tokenizer:
         """See the function `encoding_fingerprint`."""
         return encoding_fingerprint(self._hf_tokenizer)
 
-    def chat_ids(self, messages: Messages, tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+    def chat_ids(self, messages: Messages) -> list[int]:
         """Returns the ids of a chat up to the start of the assistant's next turn; see the function `render_chat`."""
-        return self.render(messages, tools, add_generation_prompt=True).ids
+        return self.render(messages, self.tools, add_generation_prompt=True).ids
 
     def conversation_ids(self, messages: Messages) -> list[int]:
         """Returns the ids of a complete chat; see the function `render_chat`."""
-        return self.render(messages, add_generation_prompt=False).ids
+        return self.render(messages, self.tools, add_generation_prompt=False).ids
 
     def render(
         self,

@@ -14,12 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from app.environments.episode_pool import EpisodeFailure, EpisodePool, EpisodeReply, EpisodeStart, Opening
+from app.environments.episode import EpisodeFailure, EpisodeReply, EpisodeStart
+from app.environments.episode_pool import EpisodePool
 from app.environments.interface import ToolCall
 from app.prompts.bridge import TurnBridge
 from app.prompts.chat import to_messages
 from app.records.sample import DROPPED_PREFIX, Episode, Messages, Prompt, Turn
-from app.rollout.sequence import RolloutSequence
+from app.rollout.sequence import Opening, RolloutSequence
 from app.rollout.stop_strings import DecodeText
 from settings.errors import InputError
 
@@ -33,6 +34,7 @@ ENVIRONMENT_DROPPED = f"{DROPPED_PREFIX}environment"
 class TurnLimits:
     max_turns: int
     max_turn_tokens: int | None
+    max_observation_tokens: int | None
     max_prompt_tokens: int
     """Longest opening."""
     max_suspended: int | None
@@ -51,10 +53,12 @@ class Conversations:
     limits: TurnLimits
     seed: int
     """Seed of the run."""
+    encode_opening: Callable[[Messages], list[int]]
+    """Returns the ids of a chat up to the start of the policy's first turn."""
     system_prompt: str | None
-    decode_turn: DecodeText
-    """Converts the ids of a turn to the text that contains its tool calls."""
-    parse_calls: Callable[[str], list[ToolCall]]
+    decode_text: DecodeText
+    read_calls: Callable[[Sequence[int]], list[ToolCall]]
+    """Returns the tool calls in the ids of a turn."""
     _acting: dict[str, RolloutSequence] = field(default_factory=dict)
     """Rows whose environments have to answer, by their keys."""
     _unanswered: dict[str, Turn] = field(default_factory=dict)
@@ -91,7 +95,7 @@ class Conversations:
             return prompt, None, None
         if isinstance(result, EpisodeFailure):
             return prompt, None, result.detail
-        ids = self.bridge.chat_ids(to_messages(result, self.system_prompt))
+        ids = self.encode_opening(to_messages(result, self.system_prompt))
         if len(ids) > self.limits.max_prompt_tokens:
             return (
                 prompt,
@@ -126,11 +130,11 @@ class Conversations:
         assert row.opening is not None
         self._acting[row.key] = row
         if row.turn_end == "length":
-            self.pool.end(row.key, row.opening)
+            self.pool.end(row.key, *row.opening)
             return
-        text = self.decode_turn(row.token_ids[row.turn_start :].tolist())
+        ids = row.token_ids[row.turn_start :].tolist()
         is_last = len(row.turns) + 1 >= self.limits.max_turns
-        self.pool.step(row.key, row.opening, text, self.parse_calls(text), is_last=is_last)
+        self.pool.step(row.key, *row.opening, self.decode_text(ids), self.read_calls(ids), is_last=is_last)
 
     def take(self, *, timeout_s: float = 0.0) -> list[RolloutSequence]:
         """Returns the rows that were answered since the last call: done, or with an observation.
@@ -146,16 +150,14 @@ class Conversations:
         return [row for row, _ in replies if row.key not in self._acting]
 
     def _answer(self, row: RolloutSequence, reply: EpisodeReply) -> None:
-        turn = self._unanswered.pop(row.key, None)
-        is_cut = turn is not None
-        if turn is None:
-            turn = Turn(
-                *(row.turn_start, row.num_tokens, reply.messages, reply.reward, reply.seconds, reply.metrics),
-            )
+        """Ends a row, appends an observation, or, if that does not fit, asks for the scores of the episode."""
+        cut = self._unanswered.pop(row.key, None)
+        turn = cut or Turn(
+            row.turn_start, row.num_tokens, list(reply.messages), reply.reward, reply.seconds, reply.metrics
+        )
         if reply.failure is not None:
-            log.warning("the environment of %s failed: %s", row.uid, reply.detail)
-            self._end(row, turn, "dropped", f"{ENVIRONMENT_DROPPED} {reply.failure}", reply)
-        elif is_cut:
+            self._drop(row, turn, reply.failure, reply.detail)
+        elif cut is not None:
             self._end(row, turn, "observation", "length", reply)
         elif row.turn_end == "length":
             is_full = row.num_tokens == row.max_new_tokens
@@ -167,13 +169,28 @@ class Conversations:
         elif len(row.turns) + 1 >= self.limits.max_turns:
             self._end(row, turn, "turns", "length", reply)
         else:
-            ids = self.bridge.ids(reply.messages)
-            if row.num_tokens + len(ids) < row.max_new_tokens:
-                row.observe(turn, np.array(ids, np.int32))
-                return
-            assert row.opening is not None
-            self._acting[row.key], self._unanswered[row.key] = row, turn
-            self.pool.end(row.key, row.opening)
+            self._observe(row, turn)
+
+    def _observe(self, row: RolloutSequence, turn: Turn) -> None:
+        messages = self.bridge.fitted(turn.messages, self.limits.max_observation_tokens)
+        turn = replace(turn, messages=messages)
+        try:
+            ids = self.bridge.ids(messages)
+        except InputError as error:
+            self.pool.abandon(row.key)
+            self._drop(row, turn, "template", str(error))
+            return
+        if row.num_tokens + len(ids) < row.max_new_tokens:
+            row.observe(turn, np.array(ids, np.int32))
+            return
+        assert row.opening is not None
+        self._acting[row.key], self._unanswered[row.key] = row, turn
+        self.pool.end(row.key, *row.opening)
+
+    def _drop(self, row: RolloutSequence, turn: Turn, why: str, detail: str) -> None:
+        log.warning("the environment of %s failed: %s", row.uid, detail)
+        row.episode = Episode((*row.turns, turn), "dropped")
+        row.finish(f"{ENVIRONMENT_DROPPED} {why}")
 
     def _end(self, row: RolloutSequence, turn: Turn, end: str, reason: str, reply: EpisodeReply) -> None:
         row.episode = Episode((*row.turns, turn), end, reply.scores)

@@ -10,12 +10,20 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float32, Int32, UInt8
 
-from app.environments.episode_pool import Opening
+from app.environments.episode import EpisodeStart
 from app.model.kv_cache import KVCache
 from app.model.routes import UNRECORDED, RouteShape, unpack_routes
-from app.records.sample import Episode, Prompt, Sample, Turn
+from app.records.sample import Episode, Messages, Prompt, Sample, Turn
 from app.rollout.request import GenerationRequest
 from app.rollout.stop_strings import DecodeText, stop_length
+
+
+class Opening(NamedTuple):
+    """How a conversation with an environment begins."""
+
+    start: EpisodeStart
+    messages: Messages | None
+    """What the environment says first; None = the prompt of the data set."""
 
 
 @dataclass(eq=False)

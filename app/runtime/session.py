@@ -28,6 +28,7 @@ from app.rollout.scheduling.length_estimator import LearnedLengths
 from app.rollout.scheduling.metrics import ScheduleMetrics
 from app.rollout.slots.continuous_batching import ContinuousBatchGenerator
 from app.rollout.workers.worker_pool import RolloutWorkerPool
+from app.runtime.environments import open_conversations
 from app.runtime.generators import open_continuous_batching, open_workers
 from app.runtime.model_spec import CriticSpec, ModelSpec
 from app.runtime.ray_workers import check_ray_installed
@@ -127,10 +128,13 @@ class Session(ScoringSession):
             dtype=dtype,
         )
         slots = self.continuous_batching
+        for generator in (slots, self.workers):
+            if generator is not None:
+                generator.conversations = open_conversations(settings, tokenizer)
         self.generation_notes = (
             *self._devices_note(),
             *rollout_mesh_notes(settings, self.mesh, engine.mesh_of_all_hosts, engine.definition),
-            *slots_note(settings.rollout, engine.definition, slots and slots.engine.programs),
+            *slots_note(settings, engine.definition, slots and slots.engine.programs),
         )
 
     def _devices_note(self) -> Iterator[str]:
@@ -139,7 +143,10 @@ class Session(ScoringSession):
             yield f"rollout.devices: of the {total} devices of each host, {numbers} generate and the others train"
 
     def close(self) -> None:
-        """Shuts the workers down, including their processes."""
+        """Ends the processes of workers and environments."""
+        for generator in (self.continuous_batching, self.workers):
+            if generator is not None and generator.conversations is not None:
+                generator.conversations.pool.close()
         if self.workers is not None:
             self.workers.shut_down()
 
@@ -164,8 +171,8 @@ class Session(ScoringSession):
         skipped_uids: Container[str] = (),
     ) -> Iterator[Sample]:
         """Yields the samples of any number of prompts from slots or workers, in order, except `skipped_uids`."""
-        assert self.continuous_generator is not None
-        return self.continuous_generator.stream(weights, prompts, request, skipped_uids=skipped_uids)
+        assert self._evaluation_generator is not None
+        return self._evaluation_generator.stream(weights, prompts, request, skipped_uids=skipped_uids)
 
     def stop_when(self, should_stop: StopCheck) -> None:
         """Makes generation raise `StoppedError` after the segment in which `should_stop` becomes true."""
@@ -185,8 +192,8 @@ class Session(ScoringSession):
 
     def compile_evaluation(self) -> None:
         """Compiles all programs of slots or workers for an evaluation, if it uses them."""
-        if self.continuous_generator is not None and not self.evaluates_in_batches:
-            self.continuous_generator.compile(self.eval_sampling_params)
+        if self._evaluation_generator is not None:
+            self._evaluation_generator.compile(self.eval_sampling_params)
 
     @property
     def generates_async(self) -> bool:
@@ -199,7 +206,12 @@ class Session(ScoringSession):
 
         It also does if generation runs during training. Its last bits may then differ from an evaluation in slots.
         """
-        return self.continuous_generator is None or self.generates_async
+        return self._evaluation_generator is None
+
+    @property
+    def _evaluation_generator(self) -> ContinuousBatchGenerator | RolloutWorkerPool | None:
+        """The generator of evaluations, and of rollouts between steps; None = batches."""
+        return self.continuous_batching if self.generates_async else self.continuous_generator
 
     def open_async_generation(self, weights: DecodeWeights, *, policy_version: int) -> AsyncGeneration:
         """Opens rollouts that run during training, as `rollout.*` specifies."""
@@ -238,8 +250,7 @@ class Session(ScoringSession):
 
     def generate(self, weights: DecodeWeights, prompts: Sequence[Prompt], request: GenerationRequest) -> list[Sample]:
         """Generates with workers or slots; in one batch if there are none, or if workers run during training."""
-        generator = None if self.generates_async else self.continuous_generator
-        return (generator or self.engine).generate(weights, prompts, request)
+        return (self._evaluation_generator or self.engine).generate(weights, prompts, request)
 
     def take_counters(self) -> RolloutCounters:
         """Returns the counts of generation since the last call."""
@@ -270,8 +281,8 @@ class Session(ScoringSession):
 
     def evaluation_shape(self, *, num_prompts: int, longest_prompt: int) -> BatchShape:
         """Returns the shape of an evaluation of `num_prompts` prompts on this host."""
-        if self.continuous_generator and not self.generates_async:
-            return self.continuous_generator.engine.batch_shape
+        if self._evaluation_generator:
+            return self._evaluation_generator.engine.batch_shape
         return self._batch_shape(num_prompts, group_size=self.settings.eval.num_samples, longest_prompt=longest_prompt)
 
     def _batch_shape(self, num_prompts: int, *, group_size: int, longest_prompt: int) -> BatchShape:

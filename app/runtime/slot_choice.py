@@ -15,7 +15,7 @@ from app.model.decoder import DecoderDefinition
 from app.records.text_format import format_bytes, format_count
 from app.rollout.slots.slot_engine import SlotEngine
 from app.rollout.slots.slot_programs import SlotPrograms, compile_together
-from settings.schema.rollout import RolloutSettings
+from settings import Settings
 
 log = logging.getLogger(__name__)
 
@@ -34,8 +34,11 @@ MEAN_FILL = 0.5
 """Assumed mean length of the rows in the slots, as a share of the longest."""
 
 
-def batch_reason(rollout: RolloutSettings, definition: DecoderDefinition) -> str | None:
+def batch_reason(settings: Settings, definition: DecoderDefinition) -> str | None:
     """Returns why `rollout.slots: auto` stands for one batch, as text; None if it stands for slots."""
+    rollout = settings.rollout
+    if settings.env.is_used:
+        return None
     if rollout.placement == "global":
         return "all hosts generate it together"
     asks_for_blocks = isinstance(rollout.kv_blocks, int) or bool(rollout.kv_block_size or rollout.kv_cache)
@@ -44,11 +47,11 @@ def batch_reason(rollout: RolloutSettings, definition: DecoderDefinition) -> str
     return f"the model has only {format_count(definition.num_parameters, 'parameter')}"
 
 
-def generates_in_slots(rollout: RolloutSettings, definition: DecoderDefinition) -> bool:
+def generates_in_slots(settings: Settings, definition: DecoderDefinition) -> bool:
     """Returns whether `rollout.slots` stands for slots, and not for one batch or for workers."""
-    if rollout.slots == "auto":
-        return not rollout.has_workers and batch_reason(rollout, definition) is None
-    return rollout.slots is not None
+    if settings.rollout.slots == "auto":
+        return not settings.rollout.has_workers and batch_reason(settings, definition) is None
+    return settings.rollout.slots is not None
 
 
 def blocks_in_memory(engine: SlotEngine, *, held_bytes: int, truncates: bool) -> int | None:
@@ -123,15 +126,16 @@ def slots_in_blocks(programs: SlotPrograms) -> int:
     return (fitting if fitting < 8 else fitting // 4 * 4) * programs.num_shards
 
 
-def slots_note(rollout: RolloutSettings, definition: DecoderDefinition, programs: SlotPrograms | None) -> Iterator[str]:
+def slots_note(settings: Settings, definition: DecoderDefinition, programs: SlotPrograms | None) -> Iterator[str]:
     """Yields what `auto` stands for in `rollout.slots` and `rollout.kv_blocks`, as text.
 
     Args:
         programs: those of the slots; None for one batch or workers.
     """
+    rollout = settings.rollout
     if programs is None:
         if rollout.slots == "auto" and not rollout.has_workers:
-            yield f"rollout.slots: auto: one batch, because {batch_reason(rollout, definition)}"
+            yield f"rollout.slots: auto: one batch, because {batch_reason(settings, definition)}"
         return
     num_slots = programs.shapes.num_slots
     cache = f"{programs.capacity:,} tokens, {format_bytes(bytes_per_device(programs.abstract_pool))} on each device"

@@ -15,12 +15,14 @@ def slot_shapes_from_settings(
     row_shards: int = 1,
     num_blocks: int | None = None,
     row_limit: int | None = None,
+    has_turns: bool = False,
 ) -> SlotShapes:
     """Returns the sizes for the settings; see `make_slot_shapes`.
 
     Args:
         num_blocks: what `rollout.kv_blocks: auto` stands for.
         row_limit: see `SlotShapes`.
+        has_turns: see `make_slot_shapes`.
     """
     return make_slot_shapes(
         num_slots,
@@ -35,6 +37,7 @@ def slot_shapes_from_settings(
         row_limit=row_limit,
         rows_together=rollout.rows_together,
         records_routes=rollout.routing_replay,
+        has_turns=has_turns,
         row_shards=row_shards,
         setting=setting,
     )

@@ -9,7 +9,7 @@ from functools import partial
 
 from settings.checks.check import run_checks
 from settings.checks.hosts import HOST_CHECKS, check_no_pretend, check_pretend_conflicts
-from settings.checks.rollout import SCHEDULE_CHECKS, STALENESS_CHECKS, WORKER_CHECKS
+from settings.checks.rollout import ENVIRONMENT_CHECKS, SCHEDULE_CHECKS, STALENESS_CHECKS, WORKER_CHECKS
 from settings.checks.training import (
     ALGORITHM_CHECKS,
     BATCH_CHECKS,
@@ -23,7 +23,7 @@ from settings.checks.training import (
 )
 from settings.checks.unused_settings import check_unused_settings
 
-ROLLOUT_CHECKS = (*SCHEDULE_CHECKS, *WORKER_CHECKS)
+ROLLOUT_CHECKS = (*SCHEDULE_CHECKS, *WORKER_CHECKS, *ENVIRONMENT_CHECKS)
 SIZE_CHECKS = (*BATCH_CHECKS, *ROLLOUT_CHECKS, *STALENESS_CHECKS, check_token_quotas, *HOST_CHECKS)
 SAMPLING_CHECKS = (check_max_length, *ROLLOUT_CHECKS, *HOST_CHECKS, check_no_pretend)
 TRAIN_CHECKS = (*ALGORITHM_CHECKS, *REWARD_CHECKS, check_unused_settings, *RUN_CHECKS, *SIZE_CHECKS)

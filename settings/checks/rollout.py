@@ -69,6 +69,35 @@ EXACT_MODE_CHECKS = (
 )
 
 
+ENVIRONMENT_CHECKS = (
+    Rule(
+        lambda s: (
+            s.env.is_used and (s.rollout.slots is None or s.rollout.placement == "global") and not s.rollout.has_workers
+        ),
+        "<rollout.slots> and <rollout.placement>: one batch cannot wait for the environment of some samples; set "
+        "rollout.slots: auto and rollout.placement: island, or remove env.source and env.tools",
+    ),
+    Rule(
+        lambda s: s.env.is_used and bool(s.rollout.stop),
+        "<rollout.stop>: with an environment, a turn ends with the model's own end-of-turn token; remove the stop "
+        "strings, and end a turn early with env.max_turn_tokens",
+    ),
+    Rule(
+        lambda s: s.env.is_used and s.rollout.routing_replay,
+        "<rollout.routing_replay>: routes of observations are not recorded; set it to false",
+    ),
+    Rule(
+        lambda s: s.env.is_used and s.rollout.scheduler == "pdsr_v1" and s.rollout.pdsr.on_fast_limit == "truncate",
+        "<rollout.pdsr.on_fast_limit> would end samples before their environment has judged them; set it to suspend",
+    ),
+    Rule(
+        lambda s: s.env.on_timeout == "tell" and not s.env.replayable,
+        "<env.on_timeout>: after a step that hangs, an episode goes on only if it can be played again; set "
+        "env.replayable: true, or env.on_timeout: drop",
+    ),
+)
+
+
 def _check_ray_pool(resolved: Resolved) -> Iterator[str]:
     rollout = resolved.settings.rollout
     if rollout.pool == "local":

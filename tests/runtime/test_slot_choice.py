@@ -50,7 +50,7 @@ GIB = 2**30
 def test_slots_generate_for_models_that_are_not_tiny_unless_told_otherwise(
     overrides: tuple[str, ...], definition: DecoderDefinition, in_slots: bool
 ) -> None:
-    assert generates_in_slots(load(None, overrides, {}).settings.rollout, definition) == in_slots
+    assert generates_in_slots(load(None, overrides, {}).settings, definition) == in_slots
 
 
 def opened(held_bytes: int = 0, **rollout: int | str) -> Session:

@@ -173,6 +173,11 @@ class RolloutExecutor:
         self._handle_event(Released(self.clock(), tuple(uids)))
         return [self._rows.pop(uid) for uid in uids]
 
+    def close(self) -> None:
+        """Closes the environments of rows that are not done."""
+        if self._conversations is not None:
+            self._conversations.abandon(self._rows.values())
+
     def wake(self) -> None:
         """Makes `advance` return early. May be called from any thread."""
         self._driver.wake()

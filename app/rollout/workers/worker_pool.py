@@ -6,7 +6,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from threading import Thread
 
@@ -161,7 +161,7 @@ class RolloutWorkerPool(SampleGenerator):
             # The workers have their own copies, and an open rollout outlives these weights by many versions.
             del weights
             start_s = self._clock()
-            yield RolloutExecutor(
+            run = RolloutExecutor(
                 scheduler,
                 driver,
                 [*opened, *remote_workers],
@@ -172,7 +172,10 @@ class RolloutWorkerPool(SampleGenerator):
                 on_sample_done=on_sample_done,
                 on_progress=self._report_progress,
                 stop_requested=self._is_stopped,
+                conversations=self.conversations,
             )
+            with closing(run):
+                yield run
 
     @contextmanager
     def _opened_workers(
@@ -229,6 +232,8 @@ class RolloutWorkerPool(SampleGenerator):
             segment=schedule.segment,
             rebuild="replay" if self.workers[0].engine.exact else "prefill",
             learned=learned.about(prompts),
+            has_turns=self.conversations is not None,
+            max_suspended=None if self.conversations is None else self.conversations.limits.max_suspended,
         )
 
     def _record_results(self, executor: RolloutExecutor, request: GenerationRequest) -> None:

@@ -201,7 +201,9 @@ def test_figures_of_turns_by_hand() -> None:
     found = schedule_metrics(records)
     assert (found.turns_answered, found.resumes, found.rebuilds, found.suspensions) == (3, 1, 1, 0)
     assert (found.acting_share, tracker.take_window().acting_share) == (12 / 20, 9 / 10)
-    assert (found.useful_tokens, found.repacked_tokens, found.wasted_tokens) == (8, 20, 20), "observations are not drawn"
+    assert (found.useful_tokens, found.repacked_tokens, found.wasted_tokens) == (8, 20, 20), (
+        "observations are not drawn"
+    )
     assert found.makespan_s == 20 and found.stolen == 0
     outside = [(one.start_s, one.end_s) for one in slot_spans(records) if one.slot < 0]
     assert outside == [(6.0, 9.0), (10.0, 14.0)]
