@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 
@@ -21,8 +21,8 @@ log = logging.getLogger(__name__)
 class ChatTokenizer(Protocol):
     """The tokenizer interface that this package needs."""
 
-    def chat_ids(self, messages: Messages, tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
-        """Returns the token ids of a chat, up to the start of the assistant's answer, who may call these tools."""
+    def chat_ids(self, messages: Messages) -> list[int]:
+        """Returns the token ids of a chat, up to the start of the assistant's answer."""
         ...
 
 
@@ -55,13 +55,12 @@ def encode_prompts(
     system_prompt: str | None,
     max_prompt_length: int,
     overlong: Literal["drop", "error", "truncate_left"],
-    tools: Sequence[Mapping[str, Any]] = (),
 ) -> tuple[list[Prompt], EncodeReport]:
     """Returns the rows as prompts of at most `max_prompt_length` tokens, in order, and a report.
 
     A text prompt becomes one user message. `system_prompt` is the first message and replaces a system message of the
     row. `truncate_left` keeps the last tokens of a prompt, which contain the end of the question and the start of the
-    assistant's turn. `tools` are schemas of functions that the chat template lists in every prompt.
+    assistant's turn.
 
     Raises:
         InputError: a prompt is too long and `overlong` is `error`, a prompt has more than a million characters, it or
@@ -72,7 +71,7 @@ def encode_prompts(
         where = row.where or row.uid
         check_text(row.prompt, f"{where}: the prompt")
         check_unicode(row.answer or "", f"{where}: the answer")
-    encoded = [tokenizer.chat_ids(to_messages(row.prompt, system_prompt), tools) for row in rows]
+    encoded = [tokenizer.chat_ids(to_messages(row.prompt, system_prompt)) for row in rows]
     lengths = [len(ids) for ids in encoded]
     num_overlong = sum(length > max_prompt_length for length in lengths)
     if num_overlong and overlong == "error":

@@ -153,7 +153,13 @@ class Conversations:
         """Ends a row, appends an observation, or, if that does not fit, asks for the scores of the episode."""
         cut = self._unanswered.pop(row.key, None)
         turn = cut or Turn(
-            row.turn_start, row.num_tokens, list(reply.messages), reply.reward, reply.seconds, reply.metrics
+            start=row.turn_start,
+            end=row.num_tokens,
+            text=self.decode_text(row.token_ids[row.turn_start :].tolist()),
+            messages=list(map(dict, reply.messages)),
+            reward=reply.reward,
+            seconds=reply.seconds,
+            metrics=reply.metrics,
         )
         if reply.failure is not None:
             self._drop(row, turn, reply.failure, reply.detail)
