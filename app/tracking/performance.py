@@ -48,7 +48,8 @@ def schedule_performance(schedules: Sequence[ScheduleMetrics]) -> dict[str, floa
 
     Only host 0 has schedules if it schedules the workers of all hosts. Otherwise hosts wait for each other after every
     rollout, so the makespan is that of the slowest host. Fractions are averaged over time. The recall is None if no
-    sample was longer than the others, the tail if rollouts are asynchronous.
+    sample was longer than the others, the tail if rollouts are asynchronous. Metrics of acting rows are only present if
+    there were some.
     """
     local = json.dumps([asdict(one) for one in schedules]).encode()
     gathered = [[ScheduleMetrics(**one) for one in json.loads(lines)] for lines in gather_bytes_over_hosts(local)]
@@ -60,7 +61,7 @@ def schedule_performance(schedules: Sequence[ScheduleMetrics]) -> dict[str, floa
     seconds = np.asarray([one.makespan_s for one in schedules])
     tail = float(np.average([one.tail_fraction for one in schedules], weights=seconds))
     recalls = [one.probe_recall for one in schedules if one.probe_recall is not None]
-    return {
+    metrics = {
         "perf/rollout/makespan_s": makespan_s,
         "perf/rollout/bubble": float(np.average([one.bubble for one in schedules], weights=seconds)),
         "perf/rollout/tail_fraction": None if math.isnan(tail) else tail,
@@ -68,6 +69,14 @@ def schedule_performance(schedules: Sequence[ScheduleMetrics]) -> dict[str, floa
         "perf/rollout/breaker_trips": sum(one.breaker_trips for one in schedules),
         "perf/rollout/stolen": sum(one.stolen for one in schedules),
         "perf/rollout/repacked_tokens": sum(one.repacked_tokens for one in schedules),
+    }
+    if all(one.acting_share is None for one in schedules):
+        return metrics
+    return metrics | {
+        "perf/rollout/acting_share": float(np.average([one.acting_share or 0.0 for one in schedules], weights=seconds)),
+        "perf/rollout/turns_answered": sum(one.turns_answered for one in schedules),
+        "perf/rollout/resumes": sum(one.resumes for one in schedules),
+        "perf/rollout/rebuilds": sum(one.rebuilds for one in schedules),
     }
 
 

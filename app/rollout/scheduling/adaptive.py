@@ -74,7 +74,7 @@ class AdaptivePolicy(SchedulingPolicy):
             other
             for other in self.context.workers.values()
             if other is not worker
-            and not (other.is_busy or other.rows)
+            and not (other.is_busy or other.num_begun)
             and (other.device is None or other.device != worker.device)
         ]
         movable = [

@@ -12,6 +12,7 @@ import numpy as np
 from app.records.sample import DROPPED_PREFIX
 from app.rollout.scheduling.protocol import (
     Admit,
+    Answered,
     Commit,
     EventRecord,
     NewSample,
@@ -33,15 +34,15 @@ TAIL_SHARE = 0.9
 
 
 class Span(NamedTuple):
-    """A period in which a row decodes in a slot or a sample is suspended."""
+    """A period in which a row decodes in a slot, or a sample is suspended or acts."""
 
     worker: str
     slot: int
-    """-1 while suspended."""
+    """-1 outside of slots."""
     start_s: float
     end_s: float
     role: SampleRole | None
-    """None while suspended."""
+    """None outside of slots."""
     uid: str
 
 
@@ -50,7 +51,7 @@ class ScheduleMetrics:
     """Metrics of a whole schedule, or of a window of a continuing one."""
 
     makespan_s: float
-    """Time from the first submission to the last committed token."""
+    """Time from the first submission to the last committed token, or to the last answer of an environment."""
     bubble: float
     """Share of slot time in which no row decoded; slots count while their worker is present."""
     tail_fraction: float
@@ -75,6 +76,14 @@ class ScheduleMetrics:
     """Repacked tokens plus decoded tokens that were never committed."""
     prefill_tokens_saved: int
     """Prompt tokens that a worker had already prefilled for a sibling."""
+    acting_share: float | None
+    """Share of the time of begun samples in which they waited for their environments; None if none did."""
+    turns_answered: int
+    """Number of turns that environments answered."""
+    resumes: int
+    """Number of answered rows that went on with the caches that their workers had kept."""
+    rebuilds: int
+    """Number of answered rows whose caches were computed again, because they were lost or their slots too short."""
 
 
 class ScheduleMetricsTracker:
@@ -86,6 +95,12 @@ class ScheduleMetricsTracker:
         self.worker_lost_s: dict[str, float] = {}
         self.num_tokens: dict[str, int] = {}
         self.first_role: dict[str, SampleRole] = {}
+        self.begun: set[str] = set()
+        """Uids of samples that have started and not ended."""
+        self.acting: set[str] = set()
+        self.answered: set[str] = set()
+        """Uids of answered samples that have not been admitted since."""
+        self.last_event_s = 0.0
         self.start: float | None = None
         self._reset_window()
 
@@ -99,11 +114,17 @@ class ScheduleMetricsTracker:
         self.useful_tokens = 0
         self.breaker_trips = self.stolen = self.suspensions = self.truncated = self.segments = 0
         self.repacked_tokens = self.prefill_tokens_saved = self.uncommitted_tokens = 0
+        self.begun_s = self.acting_s = 0.0
+        self.turns_answered = self.resumes = self.rebuilds = 0
         self.last_commit_s = self.start or 0.0
 
     def add(self, record: EventRecord) -> None:
         """Updates the metrics with an event and the commands that answered it."""
         event, commands = record
+        passed_s = max(event.at - self.last_event_s, 0.0)
+        self.last_event_s += passed_s
+        self.begun_s += passed_s * len(self.begun)
+        self.acting_s += passed_s * len(self.acting)
         if isinstance(event, Submitted):
             self.start = event.at if self.start is None else self.start
             self.samples |= {sample.uid: sample for sample in event.samples}
@@ -111,6 +132,8 @@ class ScheduleMetricsTracker:
             self.workers.setdefault(event.worker, event)
         elif isinstance(event, WorkerLost):
             self.worker_lost_s.setdefault(event.worker, event.at)
+        elif isinstance(event, Answered):
+            self._answer(event)
         for command in commands:
             if isinstance(command, RunSegment):
                 for one in command.admit:
@@ -126,12 +149,28 @@ class ScheduleMetricsTracker:
                 for known in (self.samples, self.num_tokens, self.first_role):
                     known.pop(uid, None)
 
+    def _answer(self, event: Answered) -> None:
+        if event.uid in self.acting and event.num_tokens >= self.num_tokens[event.uid]:
+            self.acting.remove(event.uid)
+            self.num_tokens[event.uid] = event.num_tokens
+            self.turns_answered += 1
+            self.last_commit_s = event.at
+            if event.finish is None:
+                self.answered.add(event.uid)
+            else:
+                self._record_end(event.uid, event.finish, at=event.at)
+
     def _admit(self, worker: str, one: Admit) -> None:
         sample = self.samples[one.uid]
+        self.begun.add(one.uid)
+        if one.uid in self.answered:
+            self.answered.remove(one.uid)
+            self.resumes += one.how == "resume"
+            self.rebuilds += one.how != "resume"
         self.first_role.setdefault(one.uid, one.role)
         other: SampleRole = "heavy" if self.workers[worker].kind == "fast" else "fast"
-        self.stolen += one.role == other
-        if one.how != "copy":
+        self.stolen += one.role == other and one.how != "resume"
+        if one.how not in ("copy", "resume"):
             self.repacked_tokens += one.num_tokens
         if one.num_tokens == 0:
             key = (worker, sample.prompt)
@@ -142,6 +181,7 @@ class ScheduleMetricsTracker:
         """Counts a segment. `commits` are its own and those of truncated samples; empty if the report was refused."""
         self.segments += len(commits) > 0
         committed = {row.uid: row.finish for row in commits[0].rows} if commits else {}
+        self.acting.update(row.uid for row in (commits[0].rows if commits else ()) if row.is_acting)
         for row in event.rows:
             gained = row.num_tokens - self.num_tokens.get(row.uid, 0)
             if row.uid not in committed:
@@ -158,6 +198,7 @@ class ScheduleMetricsTracker:
             self._record_end(uid, finish, at=event.at)
 
     def _record_end(self, uid: str, finish: str | None, *, at: float) -> None:
+        self.begun.discard(uid)
         self.end_times.append(at)
         if finish is None or finish.startswith(DROPPED_PREFIX):
             return
@@ -187,6 +228,10 @@ class ScheduleMetricsTracker:
             repacked_tokens=self.repacked_tokens,
             wasted_tokens=self.repacked_tokens + self.uncommitted_tokens,
             prefill_tokens_saved=self.prefill_tokens_saved,
+            acting_share=self.acting_s / self.begun_s if self.acting_s else None,
+            turns_answered=self.turns_answered,
+            resumes=self.resumes,
+            rebuilds=self.rebuilds,
         )
 
     def _slot_seconds(self, first: float, last: float) -> float:
@@ -230,7 +275,10 @@ def slots_per_worker(records: Sequence[EventRecord]) -> dict[str, int]:
 
 
 def slot_spans(records: Sequence[EventRecord]) -> Iterator[Span]:
-    """Yields the spans of rows and suspended samples, ordered by end. A row takes the lowest free slot."""
+    """Yields the spans of rows, and of suspended or acting samples until they go on, ordered by end.
+
+    A row takes the lowest free slot.
+    """
     places: dict[str, tuple[str, int, SampleRole]] = {}
     suspended: dict[str, tuple[str, float]] = {}
     tokens: dict[str, int] = {}
@@ -244,8 +292,10 @@ def slot_spans(records: Sequence[EventRecord]) -> Iterator[Span]:
                 tokens[row.uid] = row.num_tokens
                 begin = event.at - event.seconds
                 yield Span(worker, slot, begin, begin + share * event.seconds, role, row.uid)
-                if row.finish is not None:
+                if row.finish is not None or row.is_acting:
                     del places[row.uid]
+                if row.is_acting:
+                    suspended[row.uid] = (worker, event.at)
         for command in commands:
             if isinstance(command, Suspend):
                 for uid in command.uids:

@@ -9,13 +9,18 @@ the scheduler and carries out the commands that answer it, in order:
    `RunSegment` puts rows in and decodes. A worker gets the next `RunSegment` only after its `SegmentEnded`.
 3. `SegmentEnded` reports every row that the worker had in that segment. It is answered by `Commit`: only committed
    tokens count. Other tokens are discarded and drawn again; they are the same, because noise is keyed by position.
-4. `WorkerLost` reports a worker that died, or was silent for longer than its lease. It is answered by `Retire`: later
+4. A row whose turn has ended is reported with `is_acting`. It has left its slot, but its worker keeps its cache. Once
+   the turn is committed, its environment gets it, and answers once, after any time, by `Answered`. The sample ends with
+   the answer, or goes on with more tokens: its worker takes it back by `resume` as soon as it is idle and has a free
+   slot, before other samples. Any other way of admitting it means that the kept cache is of no use any more. A worker
+   without rows waits for answers without a command.
+5. `WorkerLost` reports a worker that died, or was silent for longer than its lease. It is answered by `Retire`: later
    reports of that worker are ignored. The worker may join again, without rows, under a name never used before.
-5. `Finished` is sent once, after `Closed`, when every sample is done or dropped.
+6. `Finished` is sent once, after `Closed`, when every sample is done or dropped.
 
 Events about workers may arrive late, twice or out of order. Those with the name of a lost worker, an old segment number
-or an old epoch of a row have no effect. `at` is the time in seconds by the executor's clock; it is recorded, but no
-decision depends on it unless `rollout.pdsr.unit` is `seconds`.
+or an old epoch of a row have no effect, nor have answers that no turn waits for. `at` is the time in seconds by the
+executor's clock; it is recorded, but no decision depends on it unless `rollout.pdsr.unit` is `seconds`.
 """
 
 from __future__ import annotations
@@ -26,7 +31,7 @@ from typing import Literal, NamedTuple
 WorkerKind = Literal["fast", "heavy"]
 SampleRole = Literal["probe", "fast", "heavy", "any"]
 """Role of an admitted sample: its prompt's probe, expected to be short, expected to be long, or no expectation."""
-AdmitMethod = Literal["prefill", "copy", "replay"]
+AdmitMethod = Literal["prefill", "copy", "replay", "resume"]
 
 DEFAULT_CAPACITY = 8192
 """Tokens that a worker's KV cache holds if it does not say."""
@@ -113,6 +118,8 @@ class RowReport:
     """Length of the whole completion so far."""
     finish: str | None
     """`stop`, `length` or `dropped:<why>` (such as logits that are not finite); None for an unfinished row."""
+    is_acting: bool = False
+    """Whether the row has ended a turn that its environment is to answer; `finish` is None then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,14 +129,27 @@ class SegmentEnded:
     segment: int
     """Number of the segment, from its `RunSegment`."""
     rows: tuple[RowReport, ...]
-    """All rows of the worker; finished rows have left it."""
+    """All rows of the worker; finished rows, and those whose turn has ended, have left it."""
     seconds: float
     """Duration of the segment, including prefill and insertion."""
     steps: int
     """Number of decode steps."""
 
 
-Event = Submitted | Released | Closed | WorkerJoined | WorkerLost | SegmentEnded
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """The environment has answered the last committed turn of a sample."""
+
+    at: float
+    uid: str
+    num_tokens: int
+    """Length of the whole completion with the observation, which leaves room for more unless the sample ends. An answer
+    with fewer tokens than are committed belongs to an earlier turn and has no effect."""
+    finish: str | None
+    """Finish reason of a sample that ends with the answer, which a `Commit` follows; None = the sample goes on."""
+
+
+Event = Submitted | Released | Closed | WorkerJoined | WorkerLost | SegmentEnded | Answered
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +162,8 @@ class Admit:
     how: AdmitMethod
     """How to make the cache. `prefill`: from the prompt and all committed tokens. `copy`: from the cache that `source`
     kept when it suspended the row. `replay`: prefill of the prompt, then the committed tokens through the decode
-    program, which gives the same bits."""
+    program, which gives the same bits. `resume`: from the cache that this worker itself kept while the row acted, with
+    the tokens of the observation added."""
     source: str | None
     """Worker that kept the cache, for `copy`; it may be the same worker, and is on the same host."""
     role: SampleRole
@@ -164,7 +185,8 @@ class RunSegment:
     """Admits samples to a worker and decodes at most `length` tokens of each of its rows.
 
     The segment ends earlier when every row is done, when `leave_when_finished` rows have finished in it (samples wait
-    for their slots), or when at most `leave_when_active` rows are active (a smaller program fits). 0 means never.
+    for their slots), or when at most `leave_when_active` rows are active (a smaller program fits). 0 means never. A row
+    whose turn has ended counts as finished.
     """
 
     worker: str
@@ -183,6 +205,8 @@ class CommittedRow:
     """Number of tokens that count from now on."""
     finish: str | None
     """Finish reason of a complete or dropped sample; None = the sample continues."""
+    is_acting: bool = False
+    """Whether its turn has ended, so that its environment gets it now."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from app.records.sample import DROPPED_PREFIX
-from app.rollout.scheduling.protocol import FINISH_LENGTH, NewSample, RowReport
+from app.rollout.scheduling.protocol import FINISH_LENGTH, NewSample, RowReport, SampleRole
 
 
 class SampleState(StrEnum):
@@ -17,6 +17,8 @@ class SampleState(StrEnum):
     """A row on a worker under the entry's epoch; reports with another epoch are discarded."""
     SUSPENDED = "suspended"
     """Started, but not on a worker."""
+    ACTING = "acting"
+    """Its turn has ended, and its environment has not answered yet; not on a worker."""
     DONE = "done"
     DROPPED = "dropped"
 
@@ -35,6 +37,8 @@ class SampleEntry:
     state: SampleState = SampleState.NEW
     worker: str | None = None
     """Worker on which it runs."""
+    role: SampleRole = "any"
+    """Role in which it was last admitted."""
     epoch: int = 0
     """Number of times it was admitted."""
     num_tokens: int = 0
@@ -43,7 +47,7 @@ class SampleEntry:
     """Time in which it was decoded, by the executor's clock: of each segment its share of the decode steps."""
     finish: str | None = None
     held_by: str | None = None
-    """Worker that keeps the cache of the suspended row."""
+    """Worker that keeps the cache of the suspended or acting row."""
     moves: int = 0
     """Number of times it was suspended, without those after it was stolen."""
 
@@ -96,11 +100,11 @@ class SampleTable:
         self.counts[SampleState.NEW] += 1
         return entry
 
-    def start(self, entry: SampleEntry, worker: str) -> None:
+    def start(self, entry: SampleEntry, worker: str, role: SampleRole = "any") -> None:
         """Makes the sample a row of the worker under a new epoch."""
         assert entry.state in WAITING, f"{entry.uid} is {entry.state} and cannot start"
         self._set_state(entry, SampleState.RUNNING)
-        entry.worker = worker
+        entry.worker, entry.role = worker, role
         entry.epoch += 1
         entry.held_by = None
 
@@ -120,6 +124,22 @@ class SampleTable:
         entry.num_tokens = row.num_tokens
         if row.finish is not None:
             self._end(entry, row.finish)
+        elif row.is_acting:
+            self._set_state(entry, SampleState.ACTING)
+            entry.worker, entry.held_by = None, worker if entry.num_tokens else None
+        return True
+
+    def answer(self, uid: str, *, num_tokens: int, finish: str | None) -> bool:
+        """Records the answer to the turn of an acting row. Returns False, without a change, if no turn waits for it."""
+        entry = self.entries.get(uid)
+        # A turn has tokens, so that answers to earlier ones have fewer.
+        if entry is None or entry.state is not SampleState.ACTING or num_tokens < entry.num_tokens:
+            return False
+        entry.num_tokens = num_tokens
+        if finish is not None:
+            self._end(entry, finish)
+        else:
+            self._set_state(entry, SampleState.SUSPENDED if num_tokens else SampleState.NEW)
         return True
 
     def suspend(self, entry: SampleEntry, *, held_by: str | None, is_move: bool) -> None:
@@ -137,7 +157,7 @@ class SampleTable:
         self._to_waiting(entry)
 
     def forget_cache(self, entry: SampleEntry) -> None:
-        """Records that the worker that kept the cache is lost."""
+        """Records that the kept cache is lost, or of no use any more."""
         entry.held_by = None
 
     def truncate(self, entry: SampleEntry) -> None:
@@ -158,7 +178,7 @@ class SampleTable:
     def _end(self, entry: SampleEntry, finish: str) -> None:
         self._set_state(entry, SampleState.DROPPED if finish.startswith(DROPPED_PREFIX) else SampleState.DONE)
         entry.finish = finish
-        entry.worker = None
+        entry.worker = entry.held_by = None
 
     def _set_state(self, entry: SampleEntry, state: SampleState) -> None:
         assert entry.state not in ENDED, f"{entry.uid} has ended and cannot become {state}"
@@ -174,7 +194,9 @@ class SampleTable:
                 f"{entry.uid}: {entry.state} on the worker {entry.worker}"
             )
             assert (entry.state in ENDED) == (entry.finish is not None), f"{entry.uid}: {entry.state}, {entry.finish}"
-            assert entry.held_by is None or entry.state in WAITING, f"{entry.uid}: {entry.state} with a kept cache"
+            assert entry.held_by is None or (entry.num_tokens and entry.state in WAITING | {SampleState.ACTING}), (
+                f"{entry.uid}: {entry.state} with a kept cache"
+            )
             assert 0 <= entry.num_tokens <= entry.sample.max_new, f"{entry.uid}: {entry.num_tokens} tokens"
             assert entry.state is not SampleState.SUSPENDED or entry.num_tokens, (
                 f"{entry.uid}: suspended without tokens"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from app.rollout.scheduling.adaptive import AdaptivePolicy
@@ -13,6 +13,7 @@ from app.rollout.scheduling.pdsr_v2 import PdsrV2Policy
 from app.rollout.scheduling.protocol import (
     Admit,
     AdmitMethod,
+    Answered,
     Closed,
     Command,
     Commit,
@@ -29,7 +30,7 @@ from app.rollout.scheduling.protocol import (
     WorkerJoined,
     WorkerLost,
 )
-from app.rollout.scheduling.sample_states import ENDED, WAITING, SampleState, SampleTable
+from app.rollout.scheduling.sample_states import ENDED, WAITING, SampleEntry, SampleState, SampleTable
 from app.rollout.scheduling.scheduling_policy import SchedulingContext, SchedulingPolicy, WorkerState
 from app.rollout.scheduling.segment_limits import prior_mean_length, segment_limits
 from app.rollout.scheduling.sync import SyncPolicy
@@ -48,6 +49,9 @@ class Scheduler:
         rebuild: how to rebuild the cache of a row whose cache is lost.
         learned: what earlier schedules have found out about lengths.
         known_lengths: uid -> final length, which makes `adaptive` an oracle.
+        has_turns: whether environments answer the turns of samples. It is found out at the end of the first turn, too.
+        max_suspended: most samples of a worker that leave their slots to others while they act or wait to come back;
+            None = as many as it has slots, 0 = they wait in their slots.
     """
 
     def __init__(
@@ -59,7 +63,10 @@ class Scheduler:
         rebuild: Literal["prefill", "replay"] = "prefill",
         learned: LearnedLengths = NOTHING_LEARNED,
         known_lengths: Mapping[str, int] | None = None,
+        has_turns: bool = False,
+        max_suspended: int | None = None,
     ):
+        self.has_turns, self.max_suspended = has_turns, max_suspended
         self.rebuild: AdmitMethod = rebuild
         self.segment = segment
         lengths = LengthEstimator(window=pdsr.window, unit=pdsr.unit, learned=learned, known_lengths=known_lengths)
@@ -95,6 +102,8 @@ class Scheduler:
                 commands += self._remove_worker(event.worker)
             case SegmentEnded():
                 commands += self._segment_ended(event)
+            case Answered():
+                commands += self._answered(event)
         commands += self._issue_commands()
         if self.is_closed and not self.is_finished and self.samples.all_ended:
             self.is_finished = True
@@ -103,8 +112,9 @@ class Scheduler:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether no worker is left for the samples that wait."""
-        return self.samples.num_waiting > 0 and not any(w.is_busy for w in self.context.workers.values())
+        """Whether no worker is left for the samples that wait, and no answer is to come that could free its slots."""
+        is_moving = self.samples.counts[SampleState.ACTING] or any(w.is_busy for w in self.context.workers.values())
+        return self.samples.num_waiting > 0 and not is_moving
 
     def _submit(self, event: Submitted) -> None:
         if self.is_closed and any(sample.uid not in self.samples for sample in event.samples):
@@ -135,6 +145,7 @@ class Scheduler:
                 *(event.worker, event.kind, event.slots, tuple(event.rungs), event.device, event.capacity),
                 max_length=event.max_length,
                 host=event.host,
+                max_suspended=event.slots if self.max_suspended is None else self.max_suspended,
             )
             self.context.workers[event.worker] = worker
             longest_row = math.inf if event.max_length is None else event.max_length
@@ -153,6 +164,8 @@ class Scheduler:
             entry = self.samples[uid]
             self.samples.mark_lost(entry)
             self.policy.requeue(entry)
+        for uid in worker.answered if worker else ():
+            self.policy.requeue(self.samples[uid])
         return [Retire(name)]
 
     def _segment_ended(self, event: SegmentEnded) -> list[Command]:
@@ -162,19 +175,43 @@ class Scheduler:
         worker.is_busy = False
         if event.steps:
             worker.step_s = event.seconds / event.steps
-        committed, grown = [], set()
-        for row in event.rows:
-            if self.samples.commit(event.worker, row, seconds=event.seconds, steps=event.steps):
-                entry = self.samples[row.uid]
-                committed.append(entry)
-                if self.context.lengths.observe(entry):
-                    grown.add(entry.prompt)
+        committed = [
+            self.samples[row.uid]
+            for row in event.rows
+            if self.samples.commit(event.worker, row, seconds=event.seconds, steps=event.steps)
+        ]
         worker.rows = [uid for uid in worker.rows if self.samples[uid].state is SampleState.RUNNING]
-        if any(entry.finish is not None for entry in committed):
+        acting = [entry for entry in committed if entry.state is SampleState.ACTING]
+        worker.acting += [entry.uid for entry in acting if entry.held_by]
+        self.has_turns |= bool(acting)
+        self._observe(committed)
+        return [_commit(committed)]
+
+    def _observe(self, entries: Sequence[SampleEntry]) -> None:
+        """Learns from rows that have grown or ended."""
+        grown = {entry.prompt for entry in entries if self.context.lengths.observe(entry)}
+        if any(entry.finish is not None for entry in entries):
             self.context.update_threshold(self.policy.percentile)
-        for entry in committed:
+        for entry in entries:
             self.policy.observe(entry, grew=entry.prompt in grown)
-        return [Commit(tuple(CommittedRow(e.uid, e.num_tokens, e.finish) for e in committed))]
+
+    def _answered(self, event: Answered) -> list[Command]:
+        """Returns an answered row to the worker that keeps its cache, or to the policy if that is lost or too small."""
+        holder = next((one for one in self.context.workers.values() if event.uid in one.acting), None)
+        if not self.samples.answer(event.uid, num_tokens=event.num_tokens, finish=event.finish):
+            return []
+        entry = self.samples[event.uid]
+        if holder is not None:
+            holder.acting.remove(entry.uid)
+        self._observe([entry])
+        if entry.finish is not None:
+            return [_commit([entry])]
+        if holder is not None and holder.fits(entry):
+            holder.answered.append(entry.uid)
+        else:
+            self.samples.forget_cache(entry)
+            self.policy.requeue(entry)
+        return []
 
     def _issue_commands(self) -> list[Command]:
         """Takes rows out of idle workers, assigns samples to them, and starts their segments."""
@@ -207,17 +244,17 @@ class Scheduler:
         for why, uids in by_reason.items():
             commands.append(Suspend(worker.name, tuple(uids), why))
             if why == "truncated":
-                ended = [self.samples[uid] for uid in uids]
-                commands.append(Commit(tuple(CommittedRow(e.uid, e.num_tokens, e.finish) for e in ended)))
+                commands.append(_commit([self.samples[uid] for uid in uids]))
         return commands
 
     def _assign_samples(self, idle: list[WorkerState]) -> dict[str, list[Admit]]:
-        """Assigns samples one by one, each to the emptiest worker that can take one."""
-        admitted: dict[str, list[Admit]] = {worker.name: [] for worker in idle}
+        """Gives workers their answered rows, then other samples one by one, each to the emptiest that can take one."""
+        admitted: dict[str, list[Admit]] = {}
         for worker in idle:
-            worker.num_carried = len(worker.rows)
+            worker.num_carried = worker.num_begun
+            admitted[worker.name] = self._resume_answered(worker)
         while True:
-            for worker in sorted(idle, key=lambda worker: len(worker.rows) / worker.slots):
+            for worker in sorted(idle, key=lambda worker: worker.num_begun / worker.slots):
                 taken = self.policy.next_sample(worker) if worker.has_free_slot else None
                 if taken is not None:
                     admitted[worker.name].append(self._admit(worker, *taken))
@@ -225,13 +262,22 @@ class Scheduler:
             else:
                 return admitted
 
+    def _resume_answered(self, worker: WorkerState) -> list[Admit]:
+        num_resumed = min(worker.slots - len(worker.rows), len(worker.answered))
+        entries = [self.samples[uid] for uid in worker.answered[:num_resumed]]
+        del worker.answered[:num_resumed]
+        for entry in entries:
+            self.samples.start(entry, worker.name, entry.role)
+            worker.rows.append(entry.uid)
+        return [Admit(one.uid, one.epoch, one.num_tokens, "resume", None, one.role) for one in entries]
+
     def _admit(self, worker: WorkerState, uid: str, role: SampleRole) -> Admit:
         entry = self.samples[uid]
         source = entry.held_by
         if source is not None and self.context.workers[source].host != worker.host:
             source = None
         how = "prefill" if entry.num_tokens == 0 else "copy" if source is not None else self.rebuild
-        self.samples.start(entry, worker.name)
+        self.samples.start(entry, worker.name, role)
         worker.rows.append(uid)
         return Admit(uid, entry.epoch, entry.num_tokens, how, source, role)
 
@@ -244,7 +290,9 @@ class Scheduler:
             length = int(min(self.segment.max, fitting))
             return RunSegment(worker.name, worker.segment, tuple(admitted), length, 0, 0)
         # Samples held back for a verdict wait, too: for the end of a probe, and then for a slot of any worker.
-        awaited = self.policy.has_sample_for(worker) or self.policy.may_release()
+        # Where samples have turns, segments end early, too: the environment gets a turn only when it is committed, and
+        # an answered row comes back only between two segments.
+        awaited = self.has_turns or self.policy.has_sample_for(worker) or self.policy.may_release()
         limits = segment_limits(
             self.segment,
             num_active=len(rows),
@@ -273,12 +321,26 @@ class Scheduler:
             assert entry.uid in self.context.workers[entry.worker].rows, f"{entry.uid} is not a row of {entry.worker}"
         waiting = self.policy.waiting()
         expected = {entry.uid for entry in self.samples if entry.state in WAITING}
+        acting = [entry for entry in self.samples if entry.state is SampleState.ACTING]
+        waiting += [uid for worker in self.context.workers.values() for uid in worker.answered]
         assert len(waiting) == len(expected) and set(waiting) == expected, "queues differ from waiting samples"
+        for entry in self.samples:
+            assert entry.held_by is None or entry.held_by in self.context.workers, f"{entry.uid}: its cache is lost"
         for worker in self.context.workers.values():
-            assert len(worker.rows) <= worker.slots, f"{worker.name}: {len(worker.rows)} rows in {worker.slots} slots"
+            assert worker.num_free_slots >= 0, f"{worker.name}: too many rows for {worker.slots} slots"
             assert worker.is_busy == bool(worker.rows), f"{worker.name} is idle with rows, or busy without"
-            assert worker.is_busy or not self.policy.has_sample_for(worker), f"{worker.name} is idle while samples wait"
+            takes_sample = worker.answered or (worker.has_free_slot and self.policy.has_sample_for(worker))
+            assert worker.is_busy or not takes_sample, f"{worker.name} is idle while samples wait"
+            held = [entry.uid for entry in acting if entry.held_by == worker.name]
+            assert len(worker.acting) == len(held) and set(worker.acting) == set(held), f"{worker.name}: acting rows"
+            for entry in map(self.samples.__getitem__, worker.answered):
+                assert entry.held_by == worker.name and worker.fits(entry), f"{entry.uid} cannot go back"
         workers = self.context.workers.values()
         has_place = any(worker.fits(self.samples[uid]) for uid in expected for worker in workers)
-        assert running or not has_place, "samples wait, but no worker is running"
+        assert running or acting or not has_place, "samples wait, but no worker is running"
         assert self.is_finished == (self.is_closed and all(e.state in ENDED for e in self.samples)), "wrong is_finished"
+
+
+def _commit(entries: Sequence[SampleEntry]) -> Commit:
+    rows = (CommittedRow(e.uid, e.num_tokens, e.finish, e.state is SampleState.ACTING) for e in entries)
+    return Commit(tuple(rows))

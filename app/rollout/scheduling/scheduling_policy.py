@@ -29,20 +29,36 @@ class WorkerState:
     capacity: int = DEFAULT_CAPACITY
     max_length: int | None = None
     host: int = 0
+    max_suspended: int = 0
+    """Number of rows without a slot beyond which acting and answered rows take the slots of new samples."""
     rows: list[str] = field(default_factory=list)
     """Uids in the order of admission."""
+    acting: list[str] = field(default_factory=list)
+    """Uids of the acting rows whose caches it keeps."""
+    answered: list[str] = field(default_factory=list)
+    """Uids of the rows that it takes back next, in the order of their answers."""
     segment: int = 0
     """Number of the last segment started."""
     is_busy: bool = False
     """Whether a segment is running."""
     num_carried: int = 0
-    """Number of rows kept from the last segment."""
+    """Number of rows kept from the last segment, with or without a slot."""
     step_s: float | None = None
     """Duration of a decode step in the last segment."""
 
     @property
+    def num_begun(self) -> int:
+        """Number of samples that are its rows now or come back to it."""
+        return len(self.rows) + len(self.acting) + len(self.answered)
+
+    @property
+    def num_free_slots(self) -> int:
+        """Number of slots for samples of the policy."""
+        return self.slots - max(len(self.rows), self.num_begun - self.max_suspended)
+
+    @property
     def has_free_slot(self) -> bool:
-        return len(self.rows) < self.slots
+        return self.num_free_slots > 0
 
     def num_fitting(self, entry: SampleEntry) -> float:
         """Returns how many more tokens of a sample fit into a slot."""
@@ -132,7 +148,8 @@ class SchedulingContext:
         return max(steps, 1)
 
     def update_threshold(self, percentile: float) -> None:
-        running = [self.lengths.measure(self.samples[uid]) for worker in self.workers.values() for uid in worker.rows]
+        begun = [uid for worker in self.workers.values() for uid in (*worker.rows, *worker.acting, *worker.answered)]
+        running = [self.lengths.measure(self.samples[uid]) for uid in begun]
         self.threshold = self.lengths.threshold(running, percentile=percentile, min_finished=self.pdsr.window_min)
 
     def has_worker(self, kind: WorkerKind) -> bool:
@@ -149,7 +166,7 @@ class SchedulingContext:
 
     def num_idle_slots(self, kind: WorkerKind) -> int:
         """Returns the number of free slots of idle workers of a kind."""
-        return sum(worker.slots - len(worker.rows) for worker in self._idle_workers(kind))
+        return sum(worker.num_free_slots for worker in self._idle_workers(kind))
 
     def _idle_workers(self, kind: WorkerKind) -> list[WorkerState]:
         return [worker for worker in self.workers.values() if worker.kind == kind and not worker.is_busy]

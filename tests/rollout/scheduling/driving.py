@@ -9,6 +9,7 @@ from app.rollout.scheduling.length_estimator import FinishedLength, LearnedLengt
 from app.rollout.scheduling.pdsr_v1 import PdsrV1Policy
 from app.rollout.scheduling.pdsr_v2 import PdsrV2Policy
 from app.rollout.scheduling.protocol import (
+    Answered,
     Closed,
     Command,
     NewSample,
@@ -74,18 +75,29 @@ class Driven:
         commands = self.tell(Submitted(self.at, new))
         return commands + (self.tell(Closed(self.at)) if close else [])
 
-    def end(self, worker: str, tokens: dict[str, int], finished: tuple[str, ...] = (), seconds: float = 1.0):
+    def end(self, worker: str, tokens: dict[str, int], finished: tuple[str, ...] = (), **more: Any):
         """Ends the worker's segment with these numbers of tokens."""
-        return self.tell(self.ended(worker, tokens, finished, seconds))
+        return self.tell(self.ended(worker, tokens, finished, **more))
 
-    def ended(self, worker: str, tokens: dict[str, int], finished: tuple[str, ...] = (), seconds: float = 1.0):
+    def ended(
+        self,
+        worker: str,
+        tokens: dict[str, int],
+        finished: tuple[str, ...] = (),
+        seconds: float = 1.0,
+        *,
+        acting: tuple[str, ...] = (),
+    ):
         self.at += seconds
         gained = [count - self.scheduler.samples[uid].num_tokens for uid, count in tokens.items()]
         rows = tuple(
-            RowReport(uid, self.epochs[uid], count, "stop" if uid in finished else None)
+            RowReport(uid, self.epochs[uid], count, "stop" if uid in finished else None, uid in acting)
             for uid, count in tokens.items()
         )
         return SegmentEnded(self.at, worker, self.running[worker].segment, rows, seconds, max(gained))
+
+    def answer(self, uid: str, num_tokens: int, finish: str | None = None) -> list[Command]:
+        return self.tell(Answered(self.at, uid, num_tokens, finish))
 
     def rows(self, worker: str) -> list[str]:
         return list(self.scheduler.context.workers[worker].rows)

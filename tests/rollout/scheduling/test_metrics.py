@@ -4,6 +4,7 @@ import pytest
 
 from app.rollout.scheduling.metrics import ScheduleMetricsTracker, Span, schedule_metrics, slot_spans, slots_per_worker
 from app.rollout.scheduling.protocol import (
+    Answered,
     Closed,
     Event,
     EventRecord,
@@ -170,6 +171,40 @@ def test_truncated_samples_have_ended() -> None:
     end("h", tuple(driven.rows("h")), 10)
     # Three of four have ended when the tail begins.
     assert schedule_metrics(records).tail_fraction == pytest.approx(1 - 2 / 3)
+
+
+def test_figures_of_turns_by_hand() -> None:
+    driven = Driven(make_scheduler(history={"p0": 5}))
+    tracker, records = ScheduleMetricsTracker(), []
+
+    def tell(event: Event) -> None:
+        records.append(EventRecord(event, tuple(driven.tell(event))))
+        tracker.add(records[-1])
+
+    tell(WorkerJoined(0.0, "a", "heavy", 1))
+    tell(Submitted(0.0, samples(1, 1)))
+    tell(Closed(0.0))
+    tell(driven.ended("a", {"p0/s0": 4}, seconds=4.0))
+    assert schedule_metrics(records).acting_share is None
+    tell(driven.ended("a", {"p0/s0": 6}, acting=("p0/s0",), seconds=2.0))  # at 6
+    tell(Answered(9.0, "p0/s0", 16, None))
+    tell(Answered(9.5, "p0/s0", 16, None))  # once more
+    driven.at = 9.5
+    tell(driven.ended("a", {"p0/s0": 17}, acting=("p0/s0",), seconds=0.5))  # at 10
+    assert tracker.take_window().acting_share == 3 / 10
+    tell(WorkerLost(10.0, "a", "died"))
+    tell(WorkerJoined(11.0, "b", "fast", 1))
+    tell(Answered(14.0, "p0/s0", 20, None))
+    driven.at = 14.0
+    tell(driven.ended("b", {"p0/s0": 21}, acting=("p0/s0",), seconds=1.0))  # at 15
+    tell(Answered(20.0, "p0/s0", 21, "stop"))
+    found = schedule_metrics(records)
+    assert (found.turns_answered, found.resumes, found.rebuilds, found.suspensions) == (3, 1, 1, 0)
+    assert (found.acting_share, tracker.take_window().acting_share) == (12 / 20, 9 / 10)
+    assert (found.useful_tokens, found.repacked_tokens, found.wasted_tokens) == (8, 20, 20)
+    assert (found.makespan_s, found.stolen) == (20, 1), "a short one began on a heavy worker"
+    outside = [(one.start_s, one.end_s) for one in slot_spans(records) if one.slot < 0]
+    assert outside == [(6.0, 9.0), (10.0, 14.0)]
 
 
 def test_a_log_without_samples_has_figures() -> None:

@@ -45,6 +45,19 @@ def test_a_result_of_another_worker_epoch_or_sample_changes_nothing(worker: str,
     assert table[uid] == before and len(table.entries) == 1
 
 
+def test_a_turn_is_answered_once() -> None:
+    table, uid = running()
+    assert not table.answer(uid, num_tokens=9, finish=None), "it is not its turn"
+    table.commit("w", RowReport(uid, 1, 7, None, is_acting=True), seconds=1.0, steps=7)
+    table.check_invariants()
+    assert (table[uid].state, table[uid].worker, table[uid].held_by) == (SampleState.ACTING, None, "w")
+    assert not table.answer(uid, num_tokens=6, finish="stop"), "of an earlier turn"
+    assert table.answer(uid, num_tokens=9, finish=None)
+    assert not table.answer(uid, num_tokens=9, finish=None)
+    assert (table[uid].state, table[uid].num_tokens, table[uid].held_by) == (SampleState.SUSPENDED, 9, "w")
+    assert table[uid].seconds == 1.0 and table.num_waiting == 1
+
+
 def test_the_epoch_before_a_loss_is_fenced_off() -> None:
     table, uid = running()
     table.commit("w", RowReport(uid, 1, 7, None), seconds=1.0, steps=7)
