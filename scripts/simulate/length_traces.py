@@ -17,6 +17,18 @@ from scripts.simulate.cost_model import SampleLengths
 from settings.errors import InputError
 
 
+class TraceTurn(NamedTuple):
+    """A turn that an environment answers."""
+
+    end: int
+    """Number of completion tokens at its end."""
+    observation: int
+    """Number of tokens that the answer adds."""
+    latency_s: float
+    finish: str | None = None
+    """Finish reason, if the sample ends with the answer."""
+
+
 class TraceSample(NamedTuple):
     """One sample and its final length."""
 
@@ -24,8 +36,10 @@ class TraceSample(NamedTuple):
     prompt: str
     index: int
     length: int
-    """Number of completion tokens."""
+    """Number of completion tokens, with those of observations."""
     prompt_length: int = 128
+    turns: tuple[TraceTurn, ...] = ()
+    """Turns in order, each with tokens of its own. The last tokens of a sample need no answer."""
 
 
 Trace = Sequence[TraceSample]
@@ -80,6 +94,16 @@ def drift(
     return [*trace[:half], *(one._replace(length=min(2 * one.length, max_new)) for one in trace[half:])]
 
 
+def with_turns(trace: Trace, *, turn: int, observation: int, latency_s: float) -> Trace:
+    """Returns the samples with turns of so many tokens, which are all answered but the last."""
+
+    def turns(length: int) -> tuple[TraceTurn, ...]:
+        ends = range(turn, length - observation, turn + observation)
+        return tuple(TraceTurn(end, observation, latency_s) for end in ends)
+
+    return [one._replace(turns=turns(one.length)) for one in trace]
+
+
 def ascending(trace: Trace) -> Trace:
     """Returns the lengths in ascending order without equal siblings: the worst order for a first-come schedule."""
     lengths = sorted(one.length for one in trace)
@@ -129,8 +153,8 @@ def read_trace(path: str | Path) -> Trace:
         prompt, _, number = uid.rpartition("/s")
         index = int(number) if number.isdecimal() else 0
         if "completion_token_ids" in record:
-            lengths = (len(record[name]) for name in ("completion_token_ids", "prompt_token_ids"))
-            trace.append(TraceSample(uid, prompt or uid, index, *lengths))
+            length, prompt_length = (len(record[name]) for name in ("completion_token_ids", "prompt_token_ids"))
+            trace.append(TraceSample(uid, prompt or uid, index, length, prompt_length))
         else:
             sample = TraceSample(uid, record.get("prompt", prompt or uid), record.get("index", index), record["length"])
             trace.append(sample._replace(prompt_length=record.get("prompt_length", sample.prompt_length)))

@@ -12,6 +12,7 @@ from app.records.sample import DROPPED_PREFIX
 from app.rollout.scheduling.protocol import (
     DEFAULT_CAPACITY,
     Admit,
+    Answered,
     Closed,
     Command,
     Commit,
@@ -30,7 +31,7 @@ from app.rollout.scheduling.protocol import (
 )
 from app.rollout.scheduling.scheduler import Scheduler
 from scripts.simulate.cost_model import CostModel
-from scripts.simulate.length_traces import Trace, TraceSample, new_samples
+from scripts.simulate.length_traces import Trace, TraceSample, TraceTurn, new_samples
 from scripts.simulate.simulated_slots import ProgramSizes, SimulatedSlots
 
 SUBMIT_INTERVAL_S = 0.5
@@ -67,9 +68,9 @@ class Faults:
     silence: float = 0.0
     """The report is lost."""
     duplicate: float = 0.0
-    """A message about a worker is delivered a second time later."""
+    """A message about a worker, or of an environment, is delivered a second time later."""
     delay: float = 0.0
-    """A message about a worker is delivered late, after others."""
+    """A message about a worker, or of an environment, is delivered late, after others."""
     non_finite: float = 0.0
     """A row is dropped, as by the engine for NaN logits."""
     host_death: float = 0.0
@@ -86,6 +87,17 @@ class _SimulatedRow:
     epoch: int
     num_tokens: int
 
+    @property
+    def turn(self) -> TraceTurn | None:
+        """The turn that it is in; None in one that nobody answers."""
+        return next((turn for turn in self.sample.turns if turn.end > self.num_tokens), None)
+
+    @property
+    def num_left(self) -> int:
+        """Number of tokens to the end of its turn."""
+        turn = self.turn
+        return (self.sample.length if turn is None else turn.end) - self.num_tokens
+
 
 @dataclass(slots=True)
 class _SimulatedWorker:
@@ -93,7 +105,9 @@ class _SimulatedWorker:
     slots: SimulatedSlots
     rows: dict[str, _SimulatedRow] = field(default_factory=dict)
     cached_uids: set[str] = field(default_factory=set)
-    """Uids whose caches it keeps."""
+    """Uids of suspended rows whose caches it keeps."""
+    acting: dict[str, int] = field(default_factory=dict)
+    """Uid of a row whose turn has ended -> tokens of the completion in the cache that it keeps."""
 
 
 class SchedulerSimulator:
@@ -130,6 +144,8 @@ class SchedulerSimulator:
         self.trace_samples = {one.uid: one for one in trace}
         self._workers: dict[str, _SimulatedWorker] = {}
         self._lost: set[str] = set()
+        self.turns_given: set[tuple[str, int]] = set()
+        """Uids and ends of the turns that environments got."""
         self._device_free_at: dict[str, float] = {}
         self._inbox: list[tuple[float, int, Event]] = []
         self._num_posted = 0
@@ -174,7 +190,7 @@ class SchedulerSimulator:
     def _post(self, event: Event) -> None:
         """Puts a message into the inbox, maybe late or twice."""
         copies = [event]
-        if isinstance(event, WorkerJoined | WorkerLost | SegmentEnded | Released):
+        if isinstance(event, WorkerJoined | WorkerLost | SegmentEnded | Released | Answered):
             if self._fault_occurs(self.faults.delay):
                 copies = [replace(event, at=event.at + self._rng.random())]
             if self._fault_occurs(self.faults.duplicate):
@@ -220,18 +236,28 @@ class SchedulerSimulator:
                     worker.cached_uids.update(command.uids)
             case RunSegment():
                 self._run_segment(command, now)
-            case Commit() if self._release_rng is not None:
-                ended = tuple(row.uid for row in command.rows if row.finish and self._release_rng.random() < 0.5)
-                self._post(Released(now + self._release_rng.random(), ended))
+            case Commit():
+                for row in command.rows:
+                    if row.is_acting:
+                        self._step_environment(row.uid, row.num_tokens, now)
+                if self._release_rng is not None:
+                    ended = tuple(row.uid for row in command.rows if row.finish and self._release_rng.random() < 0.5)
+                    self._post(Released(now + self._release_rng.random(), ended))
             case Retire():
                 self._workers.pop(command.worker, None)
+
+    def _step_environment(self, uid: str, num_tokens: int, now: float) -> None:
+        [turn] = [turn for turn in self.trace_samples[uid].turns if turn.end == num_tokens]
+        assert (uid, turn.end) not in self.turns_given, f"{uid}: its environment got a turn a second time"
+        self.turns_given.add((uid, turn.end))
+        self._post(Answered(now + turn.latency_s, uid, turn.end + turn.observation, turn.finish))
 
     def _run_segment(self, command: RunSegment, now: float) -> None:
         worker = self._workers[command.worker]
         seconds = self._admit(worker, command.admit)
         rows = list(worker.rows.values())
         assert 0 < len(rows) <= worker.spec.slots, f"{command.worker}: {len(rows)} rows"
-        steps = self._steps(command, [row.sample.length - row.num_tokens for row in rows])
+        steps = self._steps(command, [row.num_left for row in rows])
         # Replayed tokens pass through the decode program, all rows side by side.
         replayed = max((one.num_tokens for one in command.admit if one.how == "replay"), default=0)
         lengths = [row.sample.prompt_length + row.num_tokens for row in rows]
@@ -251,15 +277,18 @@ class SchedulerSimulator:
     ) -> None:
         reports = []
         for uid, row in list(worker.rows.items()):
-            row.num_tokens = min(row.num_tokens + steps, row.sample.length)
-            finish = None
-            if row.num_tokens == row.sample.length:
+            finish, ends_turn, is_acting = None, row.num_left <= steps, row.turn is not None
+            row.num_tokens += min(steps, row.num_left)
+            if ends_turn and not is_acting:
                 finish = "length" if row.num_tokens == self.max_new else "stop"
             if self._fault_occurs(self.faults.non_finite):
                 finish = f"{DROPPED_PREFIX}non-finite logits"
-            reports.append(RowReport(uid, row.epoch, row.num_tokens, finish))
-            if finish is not None:
+            is_acting = is_acting and ends_turn and finish is None
+            reports.append(RowReport(uid, row.epoch, row.num_tokens, finish, is_acting))
+            if finish is not None or is_acting:
                 del worker.rows[uid]
+            if is_acting:
+                worker.acting[uid] = row.num_tokens
         spec = worker.spec
         if self._fault_occurs(self.faults.death):
             self._report_lost(spec, "died", at=ends - seconds * self._rng.random())
@@ -281,11 +310,18 @@ class SchedulerSimulator:
         prompts: dict[str, int] = {}
         reread: list[int] = []
         copied: list[int] = []
+        num_fresh = 0
         for one in admitted:
             traced = self.trace_samples[one.uid]
             traced = traced._replace(length=min(traced.length, self.max_new))
             assert one.uid not in worker.rows, f"{one.uid} is admitted a second time"
             worker.rows[one.uid] = _SimulatedRow(traced, one.epoch, one.num_tokens)
+            if one.how == "resume":
+                observation = one.num_tokens - worker.acting.pop(one.uid)
+                reread += [observation] * (observation > 0)
+                continue
+            for holder in self._workers.values():
+                holder.acting.pop(one.uid, None)
             if one.how == "copy":
                 assert one.source and one.uid in self._workers[one.source].cached_uids, (
                     f"{one.uid}: nobody kept its cache"
@@ -297,9 +333,9 @@ class SchedulerSimulator:
                 reread.append(traced.prompt_length + one.num_tokens)
             else:
                 prompts[traced.prompt] = traced.prompt_length
+                num_fresh += 1
         if not admitted:
             return 0.0
-        num_fresh = len(admitted) - len(reread) - len(copied)
         return worker.slots.admit(prompts, num_fresh=num_fresh, recomputed=reread, copied=copied)
 
     @staticmethod

@@ -1,3 +1,4 @@
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -52,6 +53,47 @@ def test_no_invariant_breaks_while_whole_hosts_die_or_stall() -> None:
         copied += sum(one.how == "copy" for one in admitted)
         computed += sum(one.how != "copy" for one in admitted)
     assert lost == {"died", "host died", "lease expired"} and copied and computed
+
+
+def test_no_invariant_breaks_while_environments_answer() -> None:
+    seen = Counter[str]()
+    for seed in range(300):
+        clock = storm(seed, num_hosts=1 if seed % 10 else 8, has_turns=True)
+        records = clock.run()
+        assert clock.scheduler.is_finished, f"seed {seed}"
+        assert sum(command == Finished() for _, commands in records for command in commands) == 1
+        found = schedule_metrics(records)
+        seen.update(turns=found.turns_answered, resumes=found.resumes, rebuilds=found.rebuilds)
+        if not clock.num_faults:
+            ends = {one.uid: (one.length, [turn.end for turn in one.turns]) for one in clock.trace_samples.values()}
+            given = {uid: sorted(end for owner, end in clock.turns_given if owner == uid) for uid in ends}
+            table = clock.scheduler.samples.entries
+            # Limits of the policy may truncate samples.
+            whole = {uid for uid in ends if uid in table and table[uid].num_tokens == ends[uid][0]}
+            assert whole >= {uid for uid in table if table[uid].finish != "length"}
+            assert all(given[uid] == ends[uid][1] for uid in whole)
+            seen.update(calm=1, whole=len(whole))
+    assert seen["turns"] > 3000 and seen["resumes"] > 2000 and seen["rebuilds"] > 100
+    assert seen["calm"] > 40 and seen["whole"] > 200
+
+
+@pytest.mark.parametrize("policy", [policy for policy in POLICIES if policy != "sync"])
+def test_slow_environments_cost_little_while_samples_take_the_slots_of_others(policy: str) -> None:
+    """A turn takes 100 s, an answer 500 s: six times as many samples as slots must have begun to keep slots busy."""
+    trace = length_traces.log_normal(
+        np.random.default_rng(0), prompts=40, group=4, mean=500, sigma=0.3, correlation=0.5, max_new=4096
+    )
+
+    def makespan_s(*, latency_s: float, max_suspended: int | None) -> float:
+        episodes = length_traces.with_turns(trace, turn=100, observation=10, latency_s=latency_s)
+        worker = [SimulatedWorkerSpec("w", "fast", 8)]
+        return simulated(policy, episodes, worker, has_turns=True, max_suspended=max_suspended).makespan_s
+
+    fast_s = makespan_s(latency_s=0.0, max_suspended=None)
+    assert makespan_s(latency_s=100.0, max_suspended=None) < 1.2 * fast_s
+    assert makespan_s(latency_s=500.0, max_suspended=5 * 8) < 1.5 * fast_s
+    assert 2.5 * fast_s < makespan_s(latency_s=500.0, max_suspended=None) < 3.5 * fast_s
+    assert makespan_s(latency_s=500.0, max_suspended=0) > 5 * fast_s
 
 
 @pytest.mark.parametrize("policy", POLICIES)

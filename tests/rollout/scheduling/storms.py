@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import replace
 
@@ -12,7 +13,7 @@ from app.rollout.scheduling.protocol import WorkerKind
 from app.rollout.scheduling.scheduler import POLICIES, Scheduler
 from scripts.simulate import length_traces
 from scripts.simulate.cost_model import CostModel
-from scripts.simulate.length_traces import Trace
+from scripts.simulate.length_traces import Trace, TraceSample, TraceTurn
 from scripts.simulate.simulator import Faults, SchedulerSimulator, SimulatedWorkerSpec
 from settings.schema.rollout import PdsrSettings, SegmentSettings
 
@@ -20,20 +21,25 @@ MAX_NEW = 200
 SECOND_COSTS = CostModel(step_s=0.01, segment_s=0.02, move_s=0.01)
 
 
-def storm(seed: int, *, num_hosts: int = 1) -> SchedulerSimulator:
+def storm(seed: int, *, num_hosts: int = 1, has_turns: bool = False) -> SchedulerSimulator:
     """Simulates a small trace with random workers, rules and faults, and checks every invariant after every event.
 
     Several hosts have two workers each, and may die or stall as a whole.
     """
-    rng = random.Random(seed)
+    rng, turns_rng = random.Random(seed), random.Random(f"turns of {seed}")
     policy = rng.choice(list(POLICIES))
     trace = random_trace(rng, seed)
+    max_suspended = turns_rng.choice([None, 0, 1, 3]) if has_turns else None
+    if has_turns:
+        trace = random_turns(turns_rng, trace)
     scheduler = Scheduler(
         policy,
         pdsr=random_rules(rng),
         segment=random_segment(rng),
         rebuild=rng.choice(["prefill", "replay"]),
         learned=random_knowledge(rng),
+        has_turns=has_turns and turns_rng.random() < 0.5,
+        max_suspended=max_suspended,
     )
     is_calm = rng.random() < 0.2
     faults = Faults() if is_calm else random_faults(rng, seed)
@@ -82,6 +88,26 @@ def random_trace(rng: random.Random, seed: int) -> Trace:
         return length_traces.drift(numpy_rng, **shape, **log_normal)
     trace = length_traces.log_normal(numpy_rng, **shape, **log_normal)
     return length_traces.ascending(trace) if kind == 4 else trace
+
+
+def random_turns(rng: random.Random, trace: Trace) -> Trace:
+    """Returns the samples with turns at random places, of which the last may end the sample."""
+    most, latency_s, longest = rng.choice([0, 1, 4, 20]), rng.choice([0.0, 0.1, 3.0]), rng.choice([0, 5, 60])
+
+    def with_random_turns(one: TraceSample) -> TraceSample:
+        ends = sorted(rng.sample(range(1, one.length + 1), min(rng.randint(0, most), one.length)))
+        turns = []
+        for end, following in itertools.pairwise([*ends, one.length]):
+            room = following - end - 1
+            ends_sample = room < 0 or rng.random() < 0.05
+            finish = rng.choice(["stop", "length", "dropped:timeout"]) if ends_sample else None
+            observation = rng.randint(0, min(room, longest)) if room > 0 else 0
+            turns.append(TraceTurn(end, observation, latency_s * rng.random(), finish))
+            if finish is not None:
+                return one._replace(turns=tuple(turns), length=end + observation)
+        return one._replace(turns=tuple(turns))
+
+    return [with_random_turns(one) for one in trace]
 
 
 def random_knowledge(rng: random.Random) -> LearnedLengths:
