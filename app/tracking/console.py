@@ -88,12 +88,11 @@ def render_completions(table: CompletionsTable) -> Table:
 def rollout_status(samples: SampleTable) -> str:
     """Returns a line with the number of samples in each state of a rollout."""
     counts = samples.counts
-    active, waiting, suspended = (
-        counts[state] for state in (SampleState.RUNNING, SampleState.NEW, SampleState.SUSPENDED)
+    active, waiting, suspended, acting = (
+        counts[state] for state in (SampleState.RUNNING, SampleState.NEW, SampleState.SUSPENDED, SampleState.ACTING)
     )
-    return (
-        f"{active} active  {waiting} waiting  {suspended} suspended  {num_done(samples)} of {len(samples.entries)} done"
-    )
+    outside = f"{suspended} suspended" + (f"  {acting} acting" if acting else "")
+    return f"{active} active  {waiting} waiting  {outside}  {num_done(samples)} of {len(samples.entries)} done"
 
 
 def num_done(samples: SampleTable) -> int:

@@ -153,8 +153,8 @@ def read_trace(path: str | Path) -> Trace:
         prompt, _, number = uid.rpartition("/s")
         index = int(number) if number.isdecimal() else 0
         if "completion_token_ids" in record:
-            lengths = (len(record[name]) for name in ("completion_token_ids", "prompt_token_ids"))
-            trace.append(TraceSample(uid, prompt or uid, index, *lengths))
+            length, prompt_length = (len(record[name]) for name in ("completion_token_ids", "prompt_token_ids"))
+            trace.append(TraceSample(uid, prompt or uid, index, length, prompt_length))
         else:
             sample = TraceSample(uid, record.get("prompt", prompt or uid), record.get("index", index), record["length"])
             trace.append(sample._replace(prompt_length=record.get("prompt_length", sample.prompt_length)))

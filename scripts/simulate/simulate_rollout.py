@@ -216,16 +216,13 @@ def summary(cells: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def run_storms(num_storms: int, *, num_hosts: int) -> dict[str, Any]:
-    """Runs random rollouts under random faults, with every invariant checked after every event.
-
-    Several hosts may die or stall as a whole.
-    """
+def run_storms(num_storms: int, **more: Any) -> dict[str, Any]:
+    """Runs random rollouts under random faults, with every invariant checked after every event."""
     from tests.rollout.scheduling.storms import storm
 
     violations, events, faulty, start = [], 0, 0, time.perf_counter()
     for seed in range(num_storms):
-        clock = storm(seed, num_hosts=num_hosts)
+        clock = storm(seed, **more)
         try:
             events += len(clock.run())
             assert clock.scheduler.is_finished, "the rollout did not end"
@@ -249,8 +246,9 @@ def compare_on_grid(options: argparse.Namespace) -> None:
         print(*list(cell.values())[:4], {policy: cell[policy]["x_sync"] for policy in POLICIES}, flush=True)
     print(f"\n{summary(cells)}", flush=True)
     result["grid"] = cells
-    for name, num_hosts in {"faults": 1, "faults of 8 hosts": 8}.items():
-        result[name] = run_storms(options.storms, num_hosts=num_hosts)
+    kinds = {"faults": {}, "faults of 8 hosts": {"num_hosts": 8}, "faults and environments": {"has_turns": True}}
+    for name, more in kinds.items():
+        result[name] = run_storms(options.storms, **more)
         print(f"\n{name}:", json.dumps(result[name]))
     # A cell on a line.
     text = json.dumps(result).replace('{"machine"', '\n{"machine"').replace(', "faults', ',\n"faults')

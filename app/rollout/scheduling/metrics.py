@@ -100,7 +100,7 @@ class ScheduleMetricsTracker:
         self.acting: set[str] = set()
         self.answered: set[str] = set()
         """Uids of answered samples that have not been admitted since."""
-        self.last_event_s = -math.inf
+        self.last_event_s = 0.0
         self.start: float | None = None
         self._reset_window()
 
@@ -121,10 +121,10 @@ class ScheduleMetricsTracker:
     def add(self, record: EventRecord) -> None:
         """Updates the metrics with an event and the commands that answered it."""
         event, commands = record
-        if self.begun and event.at > self.last_event_s:
-            self.begun_s += len(self.begun) * (event.at - self.last_event_s)
-            self.acting_s += len(self.acting) * (event.at - self.last_event_s)
-        self.last_event_s = max(event.at, self.last_event_s)
+        passed_s = max(event.at - self.last_event_s, 0.0)
+        self.last_event_s += passed_s
+        self.begun_s += passed_s * len(self.begun)
+        self.acting_s += passed_s * len(self.acting)
         if isinstance(event, Submitted):
             self.start = event.at if self.start is None else self.start
             self.samples |= {sample.uid: sample for sample in event.samples}
@@ -143,7 +143,6 @@ class ScheduleMetricsTracker:
                 self.breaker_trips += len(command.uids) * (command.why in ("breaker", "probe limit"))
                 self.truncated += len(command.uids) * (command.why == "truncated")
         if isinstance(event, SegmentEnded):
-            # The first commit is the segment's own.
             self._segment_ended(event, [command for command in commands if isinstance(command, Commit)])
         elif isinstance(event, Released):
             for uid in event.uids:

@@ -19,8 +19,8 @@ the scheduler and carries out the commands that answer it, in order:
 6. `Finished` is sent once, after `Closed`, when every sample is done or dropped.
 
 Events about workers may arrive late, twice or out of order. Those with the name of a lost worker, an old segment number
-or an old epoch of a row have no effect, nor have answers that no turn waits for. `at` is the time in seconds by the executor's clock; it is recorded, but no
-decision depends on it unless `rollout.pdsr.unit` is `seconds`.
+or an old epoch of a row have no effect, nor have answers that no turn waits for. `at` is the time in seconds by the
+executor's clock; it is recorded, but no decision depends on it unless `rollout.pdsr.unit` is `seconds`.
 """
 
 from __future__ import annotations

@@ -174,14 +174,14 @@ def test_truncated_samples_have_ended() -> None:
 
 
 def test_figures_of_turns_by_hand() -> None:
-    driven = Driven(make_scheduler())
+    driven = Driven(make_scheduler(history={"p0": 5}))
     tracker, records = ScheduleMetricsTracker(), []
 
     def tell(event: Event) -> None:
         records.append(EventRecord(event, tuple(driven.tell(event))))
         tracker.add(records[-1])
 
-    tell(WorkerJoined(0.0, "a", "fast", 1))
+    tell(WorkerJoined(0.0, "a", "heavy", 1))
     tell(Submitted(0.0, samples(1, 1)))
     tell(Closed(0.0))
     tell(driven.ended("a", {"p0/s0": 4}, seconds=4.0))
@@ -201,10 +201,8 @@ def test_figures_of_turns_by_hand() -> None:
     found = schedule_metrics(records)
     assert (found.turns_answered, found.resumes, found.rebuilds, found.suspensions) == (3, 1, 1, 0)
     assert (found.acting_share, tracker.take_window().acting_share) == (12 / 20, 9 / 10)
-    assert (found.useful_tokens, found.repacked_tokens, found.wasted_tokens) == (8, 20, 20), (
-        "observations are not drawn"
-    )
-    assert found.makespan_s == 20 and found.stolen == 0
+    assert (found.useful_tokens, found.repacked_tokens, found.wasted_tokens) == (8, 20, 20)
+    assert (found.makespan_s, found.stolen) == (20, 1), "a short one began on a heavy worker"
     outside = [(one.start_s, one.end_s) for one in slot_spans(records) if one.slot < 0]
     assert outside == [(6.0, 9.0), (10.0, 14.0)]
 
