@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from functools import partial
@@ -52,6 +53,8 @@ def open_conversations(settings: Settings, tokenizer: Tokenizer) -> Conversation
     if not env.is_used:
         return None
     style = resolve_format(env.parser, tokenizer, has_tools=bool(tokenizer.tools))
+    # Encoding changes a tokenizer, and turns may be joined in the thread of generation.
+    of_thread = copy.deepcopy(tokenizer)
     limits = TurnLimits(
         max_turns=env.max_turns,
         max_turn_tokens=env.max_turn_tokens,
@@ -61,11 +64,11 @@ def open_conversations(settings: Settings, tokenizer: Tokenizer) -> Conversation
     )
     return Conversations(
         pool=EpisodePool(env),
-        bridge=TurnBridge(tokenizer, tokenizer.tools),
+        bridge=TurnBridge(of_thread, of_thread.tools),
         limits=limits,
         seed=settings.run.seed,
         encode_opening=tokenizer.chat_ids,
         system_prompt=settings.data.system_prompt,
         decode_text=tokenizer.decode,
-        read_calls=partial(turn_calls, tokenizer, style=style),
+        read_calls=partial(turn_calls, of_thread, style=style),
     )

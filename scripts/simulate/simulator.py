@@ -13,6 +13,7 @@ from app.rollout.scheduling.protocol import (
     DEFAULT_CAPACITY,
     Admit,
     Answered,
+    AnsweredRow,
     Closed,
     Command,
     Commit,
@@ -250,7 +251,8 @@ class SchedulerSimulator:
         [turn] = [turn for turn in self.trace_samples[uid].turns if turn.end == num_tokens]
         assert (uid, turn.end) not in self.turns_given, f"{uid}: its environment got a turn a second time"
         self.turns_given.add((uid, turn.end))
-        self._post(Answered(now + turn.latency_s, uid, turn.end + turn.observation, turn.finish))
+        answer = AnsweredRow(uid, turn.end + turn.observation, turn.finish)
+        self._post(Answered(now + turn.latency_s, (answer,)))
 
     def _run_segment(self, command: RunSegment, now: float) -> None:
         worker = self._workers[command.worker]

@@ -150,15 +150,17 @@ class ScheduleMetricsTracker:
                     known.pop(uid, None)
 
     def _answer(self, event: Answered) -> None:
-        if event.uid in self.acting and event.num_tokens >= self.num_tokens[event.uid]:
-            self.acting.remove(event.uid)
-            self.num_tokens[event.uid] = event.num_tokens
+        for uid, num_tokens, finish in event.rows:
+            if uid not in self.acting or num_tokens < self.num_tokens[uid]:
+                continue
+            self.acting.remove(uid)
+            self.num_tokens[uid] = num_tokens
             self.turns_answered += 1
             self.last_commit_s = event.at
-            if event.finish is None:
-                self.answered.add(event.uid)
+            if finish is None:
+                self.answered.add(uid)
             else:
-                self._record_end(event.uid, event.finish, at=event.at)
+                self._record_end(uid, finish, at=event.at)
 
     def _admit(self, worker: str, one: Admit) -> None:
         sample = self.samples[one.uid]

@@ -136,17 +136,22 @@ class SegmentEnded:
     """Number of decode steps."""
 
 
-@dataclass(frozen=True, slots=True)
-class Answered:
-    """The environment has answered the last committed turn of a sample."""
+class AnsweredRow(NamedTuple):
+    """An environment has answered the last committed turn of a sample."""
 
-    at: float
     uid: str
     num_tokens: int
     """Length of the whole completion with the observation, which leaves room for more unless the sample ends. An answer
     with fewer tokens than are committed belongs to an earlier turn and has no effect."""
     finish: str | None
     """Finish reason of a sample that ends with the answer, which a `Commit` follows; None = the sample goes on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    at: float
+    rows: tuple[AnsweredRow, ...]
+    """All answers so far: an idle worker starts with what it gets first, and others wait until its segment ends."""
 
 
 Event = Submitted | Released | Closed | WorkerJoined | WorkerLost | SegmentEnded | Answered

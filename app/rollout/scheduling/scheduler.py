@@ -14,6 +14,7 @@ from app.rollout.scheduling.protocol import (
     Admit,
     AdmitMethod,
     Answered,
+    AnsweredRow,
     Closed,
     Command,
     Commit,
@@ -103,7 +104,8 @@ class Scheduler:
             case SegmentEnded():
                 commands += self._segment_ended(event)
             case Answered():
-                commands += self._answered(event)
+                for row in event.rows:
+                    commands += self._answered(row)
         commands += self._issue_commands()
         if self.is_closed and not self.is_finished and self.samples.all_ended:
             self.is_finished = True
@@ -195,12 +197,12 @@ class Scheduler:
         for entry in entries:
             self.policy.observe(entry, grew=entry.prompt in grown)
 
-    def _answered(self, event: Answered) -> list[Command]:
+    def _answered(self, row: AnsweredRow) -> list[Command]:
         """Returns an answered row to the worker that keeps its cache, or to the policy if that is lost or too small."""
-        holder = next((one for one in self.context.workers.values() if event.uid in one.acting), None)
-        if not self.samples.answer(event.uid, num_tokens=event.num_tokens, finish=event.finish):
+        holder = next((one for one in self.context.workers.values() if row.uid in one.acting), None)
+        if not self.samples.answer(row.uid, num_tokens=row.num_tokens, finish=row.finish):
             return []
-        entry = self.samples[event.uid]
+        entry = self.samples[row.uid]
         if holder is not None:
             holder.acting.remove(entry.uid)
         self._observe([entry])

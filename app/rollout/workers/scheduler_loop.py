@@ -14,6 +14,7 @@ from app.rollout.conversations import Conversations
 from app.rollout.scheduling.protocol import (
     Admit,
     Answered,
+    AnsweredRow,
     Closed,
     Command,
     Commit,
@@ -196,9 +197,12 @@ class RolloutExecutor:
             self._driver.add(worker)
             self._add_worker(worker)
         if self._conversations is not None:
-            for row in self._conversations.take():
-                answered = self.clock(), self._acting.pop(row.key), row.num_tokens, row.finish_reason
-                self._handle_event(Answered(*answered))
+            answered = tuple(
+                AnsweredRow(self._acting.pop(row.key), row.num_tokens, row.finish_reason)
+                for row in self._conversations.take()
+            )
+            if answered:
+                self._handle_event(Answered(self.clock(), answered))
         if self.scheduler.is_finished:
             return
         assert self.is_busy, "no worker is decoding"

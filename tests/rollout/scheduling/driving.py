@@ -10,6 +10,7 @@ from app.rollout.scheduling.pdsr_v1 import PdsrV1Policy
 from app.rollout.scheduling.pdsr_v2 import PdsrV2Policy
 from app.rollout.scheduling.protocol import (
     Answered,
+    AnsweredRow,
     Closed,
     Command,
     NewSample,
@@ -97,7 +98,7 @@ class Driven:
         return SegmentEnded(self.at, worker, self.running[worker].segment, rows, seconds, max(gained))
 
     def answer(self, uid: str, num_tokens: int, finish: str | None = None) -> list[Command]:
-        return self.tell(Answered(self.at, uid, num_tokens, finish))
+        return self.tell(Answered(self.at, (AnsweredRow(uid, num_tokens, finish),)))
 
     def rows(self, worker: str) -> list[str]:
         return list(self.scheduler.context.workers[worker].rows)

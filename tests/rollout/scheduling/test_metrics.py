@@ -5,6 +5,7 @@ import pytest
 from app.rollout.scheduling.metrics import ScheduleMetricsTracker, Span, schedule_metrics, slot_spans, slots_per_worker
 from app.rollout.scheduling.protocol import (
     Answered,
+    AnsweredRow,
     Closed,
     Event,
     EventRecord,
@@ -187,17 +188,17 @@ def test_figures_of_turns_by_hand() -> None:
     tell(driven.ended("a", {"p0/s0": 4}, seconds=4.0))
     assert schedule_metrics(records).acting_share is None
     tell(driven.ended("a", {"p0/s0": 6}, acting=("p0/s0",), seconds=2.0))  # at 6
-    tell(Answered(9.0, "p0/s0", 16, None))
-    tell(Answered(9.5, "p0/s0", 16, None))  # once more
+    tell(Answered(9.0, (AnsweredRow("p0/s0", 16, None),)))
+    tell(Answered(9.5, (AnsweredRow("p0/s0", 16, None),)))  # once more
     driven.at = 9.5
     tell(driven.ended("a", {"p0/s0": 17}, acting=("p0/s0",), seconds=0.5))  # at 10
     assert tracker.take_window().acting_share == 3 / 10
     tell(WorkerLost(10.0, "a", "died"))
     tell(WorkerJoined(11.0, "b", "fast", 1))
-    tell(Answered(14.0, "p0/s0", 20, None))
+    tell(Answered(14.0, (AnsweredRow("p0/s0", 20, None),)))
     driven.at = 14.0
     tell(driven.ended("b", {"p0/s0": 21}, acting=("p0/s0",), seconds=1.0))  # at 15
-    tell(Answered(20.0, "p0/s0", 21, "stop"))
+    tell(Answered(20.0, (AnsweredRow("p0/s0", 21, "stop"),)))
     found = schedule_metrics(records)
     assert (found.turns_answered, found.resumes, found.rebuilds, found.suspensions) == (3, 1, 1, 0)
     assert (found.acting_share, tracker.take_window().acting_share) == (12 / 20, 9 / 10)
