@@ -29,7 +29,7 @@ MAX_TOKEN_CHARACTERS = 128
 class DummyTurn(NamedTuple):
     """A chat of a question and a turn of the assistant."""
 
-    messages: list[Mapping[str, Any]]
+    messages: list[dict[str, Any]]
     text: str
     """What the template writes for it, up to and with the token that ends the turn."""
 
@@ -114,8 +114,8 @@ class TurnBridge:
             raise InputError("the chat template joins the end of a turn and what follows in one token; use another one")
         if ids[len(start) : len(start) + 1] in ([token_id] for token_id in self._tokenizer.eos_ids):
             raise InputError(
-                "the chat template starts an observation with a token that also ends a turn, which would be there twice; "
-                "use another one"
+                "the chat template starts an observation with a token that also ends a turn, so it would be there "
+                "twice; use another one"
             )
         return text[len(start_text) :], ids[len(start) :]
 
@@ -151,14 +151,14 @@ class TurnBridge:
         if MARK not in text:
             raise InputError("the chat template leaves out what the assistant writes; use another one")
         end = text.rindex(MARK) + len(MARK)
-        names = [self._tokenizer.decode_with_special_tokens([token_id]) for token_id in self._tokenizer.eos_ids]
-        ends = [at + len(name) for name in names if (at := text.find(name, end)) >= 0]
-        if not ends and text[end:]:
+        if match := self._tokenizer.eos_names.search(text, end):
+            end = match.end()
+        elif text[end:]:
             raise InputError(
-                f"the chat template writes {text[end:]!r} behind a turn, but no end-of-sequence token of the model "
-                f"({', '.join(names)}); add the token that ends a turn to eos_token_id of generation_config.json"
+                f"the chat template writes {text[end:]!r} behind a turn, but no end-of-sequence token of the model; "
+                "add the token that ends a turn to eos_token_id of generation_config.json"
             )
-        return DummyTurn(messages, text[: min(ends, default=end)])
+        return DummyTurn(messages, text[:end])
 
     def _check_tools(self) -> None:
         """Raises InputError unless the template lists the tools and has a role for their results."""
@@ -168,8 +168,8 @@ class TurnBridge:
         )
         if with_tools == without:
             raise InputError(
-                "env.tools: the model's chat template does not list tools in a prompt; use a model whose template does, "
-                "or an environment (env.source) whose opening tells how to call them"
+                "env.tools: the model's chat template does not list tools in a prompt; use a model whose template "
+                "does, or an environment (env.source) whose opening tells how to call them"
             )
         if self._no_tool_role:
             raise InputError(self._no_tool_role)
@@ -206,18 +206,15 @@ class TurnBridge:
     def _thinking_notes(self) -> tuple[str, ...]:
         turn = {"role": "assistant", "content": f"<think>\n{THOUGHT}\n</think>\n\n{MARK}"}
         roles = ["user"] if self._no_tool_role or self._needs_calls else ["user", "tool"]
-        removing = []
-        for role in roles:
-            chat = [{"role": "user", "content": "Q"}, turn, {"role": role, "content": PROBE}]
-            if THOUGHT not in self._tokenizer.render(chat, self._tools, add_generation_prompt=True).text:
-                removing.append(role)
-        if not removing:
-            return ()
-        return (
+        chats = ([{"role": "user", "content": "Q"}, turn, {"role": role, "content": PROBE}] for role in roles)
+        texts = (self._tokenizer.render(chat, self._tools, add_generation_prompt=True).text for chat in chats)
+        removing = [role for role, text in zip(roles, texts, strict=True) if THOUGHT not in text]
+        note = (
             f"the chat template removes the thinking of earlier turns when a message of the role "
-            f"{' or '.join(removing)} follows; samples keep it, as the policy wrote it, so in other programs that use the "
-            "template the model does not see what it learned to see",
+            f"{' or '.join(removing)} follows; samples keep it, as the policy wrote it, so in other programs that use "
+            "the template the model does not see what it learned to see"
         )
+        return (note,) if removing else ()
 
 
 def _call_id(number: int) -> str:

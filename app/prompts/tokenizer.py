@@ -78,6 +78,8 @@ class Tokenizer:
         """Largest token id plus 1; the model's embedding may have more rows."""
         self.eos_ids: tuple[int, ...] = _eos_ids(files, eos_id)
         """Ids that end a completion: those of the generation configuration and of the tokenizer."""
+        self.eos_names = re.compile("|".join(re.escape(str(hf_tokenizer.decode([end]))) for end in self.eos_ids))
+        """Finds the names of these ids in rendered text."""
         self.pad_id: int = pad_id if isinstance(pad_id, int) else eos_id
         """Padding id. It may equal an end-of-sequence id, so masks must be computed from lengths."""
         unk_id = hf_tokenizer.unk_token_id
@@ -110,7 +112,7 @@ class Tokenizer:
 
     def render(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[dict[str, Any]],
         tools: Sequence[Mapping[str, Any]] = (),
         *,
         add_generation_prompt: bool,
@@ -163,7 +165,7 @@ def encoding_fingerprint(hf_tokenizer: PreTrainedTokenizerFast) -> str:
 
 def render_chat(
     hf_tokenizer: PreTrainedTokenizerFast,
-    messages: Sequence[Mapping[str, Any]],
+    messages: Sequence[dict[str, Any]],
     tools: Sequence[Mapping[str, Any]] = (),
     *,
     add_generation_prompt: bool,

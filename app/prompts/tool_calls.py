@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 import os
 import re
 import warnings
@@ -24,8 +25,6 @@ MAX_PYTHON_CHARACTERS = 10_000
 """Of a list or block of calls: Python's parser needs far more memory and stack for each character than that of JSON."""
 MAX_DEPTH = 32
 """Of lists and objects in each other."""
-MAX_DIGITS = 100
-"""Of a number."""
 
 TAGS_EXAMPLE = '<tool_call>{"name": "...", "arguments": {...}}</tool_call>'
 JSON_EXAMPLE = '{"name": "...", "parameters": {...}}'
@@ -70,9 +69,8 @@ def _templates_call(tokenizer: Tokenizer) -> str:
         text = tokenizer.render([question, turn], add_generation_prompt=False).text
     except InputError:
         return ""
-    text = text[len(os.path.commonprefix([start, text])) :]  # noqa: RUF071 -- no paths
-    ends = (text.find(tokenizer.decode_with_special_tokens([token_id])) for token_id in tokenizer.eos_ids)
-    return text[: min((end for end in ends if end >= 0), default=len(text))]
+    turn = text[len(os.path.commonprefix([start, text])) :]  # noqa: RUF071 -- no paths
+    return tokenizer.eos_names.split(turn)[0]
 
 
 def turn_calls(tokenizer: Tokenizer, ids: Sequence[int], style: ToolCallFormat) -> list[ToolCall]:
@@ -135,6 +133,12 @@ def _read_bare(text: str) -> Iterator[ToolCall]:
         rest, is_tagged = rest[end:].lstrip("; \n"), True
 
 
+def _untagged(text: str) -> tuple[str, bool]:
+    """Returns the text behind the tag that precedes calls, and whether there is one."""
+    rest, num_tags = LEADING_TAGS.subn("", text)
+    return rest.replace("<|python_end|>", "").strip(), num_tags > 0
+
+
 def _read_python(text: str) -> Iterator[ToolCall]:
     blocks = TOOL_CODE.findall(text)
     rest, is_tagged = _untagged(text)
@@ -147,12 +151,6 @@ def _read_python(text: str) -> Iterator[ToolCall]:
             yield ToolCall("", {}, f"``` is missing behind the calls; write {PYTHON_EXAMPLE}")
 
 
-def _untagged(text: str) -> tuple[str, bool]:
-    """Returns the text behind the tag that precedes calls, and whether there is one."""
-    rest, num_tags = LEADING_TAGS.subn("", text)
-    return rest.replace("<|python_end|>", "").strip(), num_tags > 0
-
-
 def _python_calls(code: str) -> Iterator[ToolCall]:
     try:
         if len(code) > MAX_PYTHON_CHARACTERS:
@@ -160,7 +158,7 @@ def _python_calls(code: str) -> Iterator[ToolCall]:
         with warnings.catch_warnings(action="ignore"):
             statements = ast.parse(code).body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        reason = error.msg if isinstance(error, SyntaxError) else error
+        reason = error.msg if isinstance(error, SyntaxError) else str(error) or "too deeply nested"
         yield ToolCall("", {}, f"the calls are not valid Python: {reason}; write {PYTHON_EXAMPLE}")
         return
     for statement in statements:
@@ -213,42 +211,23 @@ def _read_json(text: str, start: int = 0) -> tuple[Any, int]:
         start += 1
     try:
         value, end = DECODER.raw_decode(text, start)
+        if _depth(value) <= MAX_DEPTH:
+            return value, end
     except RecursionError:
-        raise ValueError(TOO_DEEP) from None
-    _check_depth(value)
-    return value, end
+        pass
+    raise ValueError(f"values are nested more than {MAX_DEPTH} deep")
 
 
-def _check_depth(value: Any) -> None:
-    level = [value]
-    for _ in range(MAX_DEPTH):
-        level = [
-            item
-            for one in level
-            if isinstance(one, dict | list)
-            for item in (one.values() if isinstance(one, dict) else one)
-        ]
-    if level:
-        raise ValueError(TOO_DEEP)
-
-
-TOO_DEEP = f"values are nested more than {MAX_DEPTH} deep"
+def _depth(value: Any) -> int:
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return max((1 + _depth(item) for item in items), default=0)
 
 
 def _read_number(text: str) -> int | float:
-    if len(text) > MAX_DIGITS:
-        raise ValueError(f"a number has more than {MAX_DIGITS} digits")
-    try:
-        return int(text)
-    except ValueError:
-        number = float(text)
-    if number in (float("inf"), -float("inf")):
-        raise ValueError(f"the number {text} is too large")
-    return number
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text:.20} is not a finite number")
+    return int(text) if text.lstrip("-").isdigit() else number
 
 
-def _refuse_constant(text: str) -> None:
-    raise ValueError(f"{text} is not a number")
-
-
-DECODER = json.JSONDecoder(parse_int=_read_number, parse_float=_read_number, parse_constant=_refuse_constant)
+DECODER = json.JSONDecoder(parse_int=_read_number, parse_float=_read_number, parse_constant=_read_number)

@@ -73,8 +73,9 @@ class EnvironmentSettings(Section):
     """Longest turn, in tokens, at which a sample is truncated; null = only `rollout.max_new_tokens`, which counts all
     tokens behind the prompt, observations included."""
     max_observation_tokens: int | None = Field(default=1024, ge=1, le=MAX_TOKENS)
-    """Longest observation in tokens: messages of a longer one are cut at their ends, with a note for the policy;
-    null = never. An observation that does not fit into `rollout.max_new_tokens` truncates the sample."""
+    """Longest observation in tokens, without those of the chat template: messages of a longer one are cut at their
+    ends, with a note for the policy; null = never. An observation that does not fit into `rollout.max_new_tokens`
+    truncates the sample."""
     parser: ToolCallFormat = "auto"
     """How the policy writes tool calls: as JSON between `<tool_call>` and `</tool_call>` (json_tags: Qwen, SmolLM,
     Hermes), as one JSON object (json: Llama 3), as Python calls in a list or a `tool_code` block (python: Llama 4,

@@ -95,6 +95,15 @@ def test_several_results_and_a_users_message_are_one_observation(name, make, tmp
     assert ids == rendered(tmp_path, whole(turns, answers), [CALCULATOR])
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_without_an_observation_the_next_turn_starts_behind_the_last(name, make):
+    tokenizer = make(name)
+    chat = tokenizer.chat_ids([QUESTION, {"role": "assistant", "content": "he"}])
+    ids = TurnBridge(tokenizer).ids([])
+    assert chat[-len(ids) :] == ids
+    assert chat[-len(ids) - 1] in tokenizer.eos_ids
+
+
 def test_smollm2s_own_tokenizer_gives_the_conversation_of_transformers(smollm2_gguf):
     tokenizer = load_tokenizer(open_model(str(smollm2_gguf)))
     bridge, turns = TurnBridge(tokenizer), ["Four.", "Are you sure?", "Yes, 12345"]

@@ -10,7 +10,9 @@ ENDLESS = "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3
 
 
 @pytest.mark.parametrize(
-    "template", [ENDLESS, "{% if messages[0].role == 'system' %}" + ENDLESS + "{% endif %}"], ids=["always", "system"]
+    "template",
+    [ENDLESS, *(f"{{% if {chat} %}}{ENDLESS}{{% endif %}}" for chat in ("messages[0].role == 'system'", "tools"))],
+    ids=["always", "system", "tools"],
 )
 def test_a_template_without_end_is_refused(template: str) -> None:
     with pytest.raises(InputError, match="model: the chat template takes more than 3 s"):
