@@ -12,7 +12,7 @@ class WordTokenizer:
     """A tokenizer with one token per word, its length. The template adds 100 + first letter of the role to each
     message."""
 
-    def chat_ids(self, messages, tools=()):
+    def chat_ids(self, messages):
         ids = []
         for message in messages:
             ids += [100 + ord(message["role"][0]), *(len(word) for word in message["content"].split())]
