@@ -164,8 +164,6 @@ def test_sync_begins_nothing_while_rows_of_a_batch_act() -> None:
     assert admitted(driven.end("w", {"p0/s0": 9}, finished=("p0/s0",))) == ["p2/s0", "p3/s0"]
 
 
-<<<<<<< HEAD
-=======
 def test_rows_that_act_count_as_unfinished_in_the_threshold() -> None:
     driven = worker_with(3, slots=3, pdsr={"window_min": 3}, finished=(10, 20, 30))
     assert driven.scheduler.context.threshold == 30
@@ -186,7 +184,6 @@ def test_samples_are_dealt_evenly_with_regard_to_rows_that_come_back() -> None:
     assert len(admitted(driven.submit(samples(2, 1, first=4)), "b")) == 2
 
 
->>>>>>> env-scheduler
 def test_rows_spread_to_no_worker_that_others_come_back_to() -> None:
     driven = Driven(make_scheduler())
     driven.join("a", slots=4)
