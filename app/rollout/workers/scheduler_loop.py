@@ -203,8 +203,7 @@ class RolloutExecutor:
             )
             if answered:
                 self._handle_event(Answered(self.clock(), answered))
-        if self.scheduler.is_finished:
-            return
+                return
         assert self.is_busy, "no worker is decoding"
         outcome = self._driver.next_outcome()
         if outcome is not None:
