@@ -43,8 +43,9 @@ def check_turns(settings: Settings, tokenizer: Tokenizer) -> tuple[str, ...]:
     """
     if not settings.env.is_used:
         return ()
+    notes = TurnBridge(tokenizer, tokenizer.tools).notes
     resolve_format(settings.env.parser, tokenizer, has_tools=bool(tokenizer.tools))
-    return TurnBridge(tokenizer, tokenizer.tools).notes
+    return notes
 
 
 def open_conversations(settings: Settings, tokenizer: Tokenizer) -> Conversations | None:

@@ -1,0 +1,239 @@
+"""Tests of samples with several turns, from the command to the file."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from app.model.io.model_files import open_model
+from app.prompts.tokenizer import load_tokenizer
+from app.rollout.slots import shape_buckets
+from tests.program import here, records_of, settings
+from tests.two_hosts import run_on_two_hosts
+
+ENVIRONMENTS = '''
+import random, time
+from grpo import Answer
+
+
+class Echo:
+    """Answers every turn but the third."""
+
+    def reset(self, *, seed, **columns):
+        self.turn = 0
+
+    def step(self, text, calls):
+        self.turn += 1
+        return Answer("12+3=?", reward=self.turn, terminated=self.turn == 3, metrics={"letters": len(text)})
+
+    def score(self):
+        return {"calm": 0.5}
+
+
+class Slow(Echo):
+    def step(self, text, calls):
+        time.sleep(0.1 * random.random())
+        return super().step(text, calls)
+
+
+class Long(Echo):
+    def step(self, text, calls):
+        return super().step(text, calls)._replace(messages="+".join(["123"] * 10))
+
+
+class Silent:
+    """Judges the first turn."""
+
+    def reset(self, *, answer, **columns):
+        self.answer = answer
+
+    def step(self, text, calls):
+        return Answer(reward=float(text == self.answer), terminated=True)
+
+
+class Game(Silent):
+    """Opens with a problem of its own, and fails in one of three games."""
+
+    def reset(self, *, seed, **columns):
+        self.seed, self.answer = seed, str(seed % 7 + 2)
+        return f"{seed % 7}+2=?"
+
+    def step(self, text, calls):
+        if self.seed % 3 == 0:
+            raise RuntimeError("the dice are lost")
+        return super().step(text, calls)
+'''
+
+FEW = {
+    "data.max_prompt_length": "16",
+    "data.num_problems": "6",
+    "rollout.prompts_per_step": "4",
+    "rollout.group_size": "4",
+    "rollout.max_new_tokens": "48",
+    "rollout.segment.min": "4",
+    "rollout.slots": "16",
+    "model.dtype": "float32",
+}
+EXACT = ("rollout.mode=exact",)
+WORKERS = (
+    *("rollout.mode=exact", "rollout.scheduler=adaptive", "rollout.workers.fast.slots=8", "rollout.slots=auto"),
+    *("rollout.workers.fast.devices=[0]", "rollout.workers.heavy.count=0"),
+)
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("environments") / "games.py"
+    path.write_text(ENVIRONMENTS)
+    return path
+
+
+def few(*overrides: str) -> list[str]:
+    """Returns the settings of a small rollout, with some of their own."""
+    chosen = FEW | dict(one.split("=", maxsplit=1) for one in overrides)
+    return settings(*(f"{name}={value}" for name, value in chosen.items()))
+
+
+def sampled(out: Path, *overrides: str) -> list[dict[str, Any]]:
+    result = here("rollout", *few(*overrides), "--out", out)
+    assert result.exit_code == 0, result.stderr
+    return records_of(out)
+
+
+def bits(records: Sequence[dict[str, Any]]) -> list[tuple[str, list[int], list[float]]]:
+    return [(one["uid"], one["completion_token_ids"], one["behavior_logprobs"]) for one in records]
+
+
+def ends(records: Sequence[dict[str, Any]]) -> set[tuple[str, str]]:
+    return {(one["episode"]["end"], one["finish_reason"]) for one in records}
+
+
+def test_turns_are_joined_by_the_templates_tokens_and_score_as_sampled(file: Path, tmp_path: Path) -> None:
+    records = sampled(tmp_path / "samples.jsonl", f"env.source={file}:Echo")
+    tokenizer = load_tokenizer(open_model("builtin:tiny"))
+    observation = tokenizer.encode_rendered("<|user|>12+3=?<|assistant|>")
+    assert len(records) == 24 and ends(records) == {("terminated", "stop")}
+    for record in records:
+        ids, mask, turns = record["completion_token_ids"], record["loss_mask"], record["episode"]["turns"]
+        assert [turn["reward"] for turn in turns] == [1.0, 2.0, 3.0] and record["episode"]["scores"] == {"calm": 0.5}
+        written = np.zeros(len(ids), bool)
+        for turn, after in zip(turns, [*turns[1:], None], strict=True):
+            written[turn["start"] : turn["end"]] = True
+            assert ids[turn["end"] - 1] in tokenizer.eos_ids
+            assert turn["metrics"] == {"letters": len(turn["text"])}
+            assert after is None or ids[turn["end"] : after["start"]] == observation
+        assert mask == written.tolist() and record["completion"] == turns[-1]["text"]
+        assert not np.asarray(record["behavior_logprobs"])[~written].any()
+    scored = here("score", "--input", tmp_path / "samples.jsonl", "--json", *few(), "--out", tmp_path / "scored.jsonl")
+    assert scored.exit_code == 0, scored.stderr
+    assert json.loads(scored.stdout)["max |logprob - behavior|"] < 1e-4
+
+
+def test_exact_samples_do_not_depend_on_latency_suspension_or_the_schedule(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = bits(sampled(tmp_path / "0.jsonl", *EXACT, f"env.source={file}:Echo"))
+    scarce = ("rollout.kv_block_size=16", "rollout.kv_blocks=7")
+    for number, (name, overrides) in enumerate(
+        [
+            ("Slow", EXACT),
+            ("Echo", (*EXACT, "env.max_suspended=0")),
+            ("Slow", (*EXACT, *scarce)),
+            ("Slow", WORKERS),
+            ("Slow", (*WORKERS, *scarce)),
+        ],
+        start=1,
+    ):
+        out = tmp_path / f"{number}.jsonl"
+        assert bits(sampled(out, *overrides, f"env.source={file}:{name}")) == expected, overrides
+    # Longer observations than a segment feeds.
+    monkeypatch.setattr(shape_buckets, "MAX_FORCED", 3)
+    assert bits(sampled(tmp_path / "few.jsonl", *EXACT, f"env.source={file}:Echo")) == expected
+
+
+def test_long_observations_are_prefilled_in_fast_mode(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shape_buckets, "MAX_FORCED", 8)
+    wide = ("rollout.max_new_tokens=128", f"env.source={file}:Long")
+    records = sampled(tmp_path / "samples.jsonl", *wide)
+    assert ("terminated", "stop") in ends(records)
+    scored = here("score", "--input", tmp_path / "samples.jsonl", "--json", *few(), "--out", tmp_path / "scored.jsonl")
+    assert json.loads(scored.stdout)["max |logprob - behavior|"] < 1e-4
+
+
+def test_an_environment_of_one_turn_changes_no_bit(file: Path, tmp_path: Path) -> None:
+    alone = sampled(tmp_path / "alone.jsonl", *EXACT)
+    judged = sampled(tmp_path / "judged.jsonl", *EXACT, f"env.source={file}:Silent")
+    assert bits(judged) == bits(alone)
+    assert all(
+        one["episode"]["turns"][0]["reward"] == (one["completion"] == one["answer"])
+        for one in judged
+        if one["finish_reason"] == "stop"
+    )
+
+
+@pytest.mark.parametrize(
+    ("limit", "end"),
+    [
+        ("env.max_turns=2", "turns"),
+        ("env.max_turn_tokens=1", "turn_tokens"),
+        ("rollout.max_new_tokens=12", "observation"),
+        ("rollout.max_new_tokens=2", "tokens"),
+    ],
+)
+def test_limits_truncate_samples_which_their_environment_scores(
+    limit: str, end: str, file: Path, tmp_path: Path
+) -> None:
+    records = sampled(tmp_path / "samples.jsonl", f"env.source={file}:Echo", limit)
+    assert (end, "length") in ends(records)
+    assert {one["finish_reason"] for one in records if one["episode"]["end"] != "terminated"} == {"length"}
+    assert all(one["episode"]["scores"] == {"calm": 0.5} for one in records)
+    most = {"env.max_turns=2": 2, "env.max_turn_tokens=1": 1}.get(limit, 3)
+    assert max(len(one["episode"]["turns"]) for one in records) <= most
+
+
+def test_samples_of_a_prompt_play_one_game_and_a_failure_costs_its_own_samples(file: Path, tmp_path: Path) -> None:
+    records = sampled(tmp_path / "samples.jsonl", f"env.source={file}:Game", "data.num_problems=12")
+    openings = {one["uid"].rpartition("/")[0]: one["prompt"] for one in records}
+    assert len(openings) == 12 and len({opening[0]["content"] for opening in openings.values()}) > 3
+    assert all(one["prompt"] == openings[one["uid"].rpartition("/")[0]] for one in records)
+    failed = Counter(one["finish_reason"] for one in records)
+    assert set(failed) == {"stop", "dropped:environment raised"} and failed["stop"] % 4 == 0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("env.source={file}:Nobody",), "env.source: "),
+        (("env.source={file}:Echo", "rollout.slots=null"), "one batch cannot wait for the environment"),
+        (("env.source={file}:Echo", "rollout.stop=['=']"), "remove the stop strings"),
+        (("env.source=chess",), "expected one of calculator"),
+        (("env.tools=[calculator]",), "does not list tools"),
+        (("env.source={file}:Echo", "env.on_timeout=tell", "env.replayable=false"), "env.replayable: true"),
+    ],
+)
+def test_what_cannot_be_played_is_refused_before_any_work(
+    overrides: tuple[str, ...], message: str, file: Path, tmp_path: Path
+) -> None:
+    result = here("rollout", *few(*(one.format(file=file) for one in overrides)), "--out", tmp_path / "samples.jsonl")
+    assert result.exit_code == 2 and message in " ".join(result.stderr.split()), result.stderr
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.two_hosts
+def test_two_hosts_under_one_scheduler_play_as_one(file: Path, tmp_path: Path) -> None:
+    workers = (*WORKERS, f"env.source={file}:Slow")
+    expected = bits(sampled(tmp_path / "one.jsonl", *workers))
+    ended = run_on_two_hosts(
+        *("rollout", *few(*workers, "rollout.prompts_per_step=2"), "--out", tmp_path / "two.jsonl")
+    )
+    for one in ended:
+        assert one.exit_code == 0, one.stderr
+    assert bits(records_of(tmp_path / "two.jsonl")) == expected
