@@ -38,7 +38,7 @@ class TurnLimits:
     max_prompt_tokens: int
     """Longest opening."""
     max_suspended: int | None
-    """Most samples of a worker, or of slots without workers, that wait without a slot; None = one for each slot."""
+    """Most samples of a worker, or of slots without workers, that wait without a slot; None = by the slots."""
 
 
 @dataclass

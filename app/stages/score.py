@@ -252,7 +252,9 @@ class WindowScorer:
         if self._role != "critic":
             none = np.zeros(0, np.float32)
             logprobs = attrgetter(f"{self._role}_logprobs")
-            differences = np.abs(np.concatenate([none, *(logprobs(s) - s.behavior_logprobs for s in samples)]))
+            differences = np.abs(
+                np.concatenate([none, *((logprobs(s) - s.behavior_logprobs)[s.mask] for s in samples)])
+            )
             self._max_difference = max(self._max_difference, float(differences.max(initial=0.0)))
             self._totals["differences"] += differences.size
             self._totals["difference"] += float(differences.sum(dtype=np.float64))

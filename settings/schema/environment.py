@@ -91,14 +91,14 @@ class EnvironmentSettings(Section):
     """Whether `reset` and the same turns lead to the same state again. After the loss of a process, its other samples
     are then played again from the start; otherwise they are dropped."""
     workers: int = Field(default=4, ge=1, le=1024)
-    """Processes in which environments and tools run, on each host."""
+    """Processes in which environments and tools run: on each host, or with `rollout.scheduler` on the first."""
     concurrency: int = Field(default=32, ge=1, le=4096)
     """Samples that each process serves at once, in threads: for environments that wait rather than compute. A step is
     then not interrupted by others, but they share modules and memory."""
     max_suspended: int | None = Field(default=None, ge=0, le=MAX_SLOTS)
     """Most samples of a worker, or of `rollout.slots`, that leave their slots while they wait for the environment; they
-    keep their part of the KV cache while there is room. Null = as many as there are slots; 0 = they wait in their
-    slots."""
+    keep their part of the KV cache while there is room. Slots are busy with slots * (1 + latency / time of a turn)
+    samples. Null = four for each slot; 0 = they wait in their slots."""
     memory_mib: int = Field(default=4096, ge=256, le=1_048_576)
     """Address space limit in MiB of each process, including its libraries."""
     load_timeout_s: float = Field(default=60.0, gt=0, le=3600)

@@ -32,7 +32,12 @@ from app.rollout.scheduling.protocol import (
     WorkerLost,
 )
 from app.rollout.scheduling.sample_states import ENDED, WAITING, SampleEntry, SampleState, SampleTable
-from app.rollout.scheduling.scheduling_policy import SchedulingContext, SchedulingPolicy, WorkerState
+from app.rollout.scheduling.scheduling_policy import (
+    SUSPENDED_PER_SLOT,
+    SchedulingContext,
+    SchedulingPolicy,
+    WorkerState,
+)
 from app.rollout.scheduling.segment_limits import prior_mean_length, segment_limits
 from app.rollout.scheduling.sync import SyncPolicy
 from settings.schema.rollout import PdsrSettings, SegmentSettings
@@ -52,7 +57,7 @@ class Scheduler:
         known_lengths: uid -> final length, which makes `adaptive` an oracle.
         has_turns: whether environments answer the turns of samples. It is found out at the end of the first turn, too.
         max_suspended: most samples of a worker that leave their slots to others while they act or wait to come back;
-            None = as many as it has slots, 0 = they wait in their slots.
+            None = `SUSPENDED_PER_SLOT` for each slot, 0 = they wait in their slots.
     """
 
     def __init__(
@@ -147,7 +152,7 @@ class Scheduler:
                 *(event.worker, event.kind, event.slots, tuple(event.rungs), event.device, event.capacity),
                 max_length=event.max_length,
                 host=event.host,
-                max_suspended=event.slots if self.max_suspended is None else self.max_suspended,
+                max_suspended=SUSPENDED_PER_SLOT * event.slots if self.max_suspended is None else self.max_suspended,
             )
             self.context.workers[event.worker] = worker
             longest_row = math.inf if event.max_length is None else event.max_length

@@ -14,6 +14,12 @@ from app.rollout.scheduling.protocol import DEFAULT_CAPACITY, SampleRole, Worker
 from app.rollout.scheduling.sample_states import SampleEntry, SampleState, SampleTable
 from settings.schema.rollout import PdsrSettings
 
+SUSPENDED_PER_SLOT = 4
+"""Samples for each slot that may wait for their environments without one, unless `env.max_suspended` says otherwise.
+
+Slots are busy with slots * (1 + latency / time of a turn) samples.
+"""
+
 QueueName = TypeVar("QueueName", bound=str)
 
 

@@ -16,6 +16,7 @@ from app.rollout.counters import RolloutCounters
 from app.rollout.request import GenerationRequest
 from app.rollout.sample_generator import SampleGenerator
 from app.rollout.sampling.token_sampling import SamplingRules
+from app.rollout.scheduling.scheduling_policy import SUSPENDED_PER_SLOT
 from app.rollout.scheduling.segment_limits import SegmentLimits, prior_mean_length, segment_limits
 from app.rollout.sequence import RolloutSequence
 from app.rollout.slots.slot_engine import SegmentResult, SlotEngine
@@ -101,7 +102,7 @@ class ContinuousBatchGenerator(SampleGenerator):
     @property
     def _max_suspended(self) -> int:
         limit = None if self.conversations is None else self.conversations.limits.max_suspended
-        return self.engine.shapes.num_slots if limit is None else limit
+        return SUSPENDED_PER_SLOT * self.engine.shapes.num_slots if limit is None else limit
 
     @property
     def _num_acting(self) -> int:

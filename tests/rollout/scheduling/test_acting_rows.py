@@ -108,7 +108,7 @@ def test_a_row_that_its_answer_makes_too_long_goes_on_where_it_fits() -> None:
     assert [(one.how, one.source) for one in run.admit] == [("prefill", None)]
 
 
-@pytest.mark.parametrize(("max_suspended", "num_begun"), [(0, 2), (1, 3), (None, 4), (7, 9)])
+@pytest.mark.parametrize(("max_suspended", "num_begun"), [(0, 2), (1, 3), (None, 10), (7, 9)])
 def test_no_more_samples_begin_than_may_be_suspended(max_suspended: int | None, num_begun: int) -> None:
     driven = worker_with(20, max_suspended=max_suspended)
     begun = driven.rows("w")
