@@ -42,6 +42,7 @@ from app.records.run_directory import RunDirectory, check_run_directory
 from app.records.sample import Prompt
 from app.records.text_format import format_bytes
 from app.records.versions import minimum_versions
+from app.runtime.environments import check_turns, try_episode
 from app.runtime.host_supervision import join_hosts
 from app.runtime.inputs import (
     encode_rows,
@@ -170,13 +171,19 @@ def _read_inputs(recorder: CheckRecorder, settings: Settings) -> PreflightInputs
         with recorder.run_check(f"hub: {source.setting}"):
             check_hub_source(recorder, source, cached=cached[source.setting])
     if inputs.model is None or not inputs.prompts:
-        recorder.skip("template", "reward", reason="there is no prompt")
+        skipped = ("template", "reward", *(("environment",) if settings.env.is_used else ()))
+        recorder.skip(*skipped, reason="there is no prompt")
         return inputs
     with recorder.run_check("template"):
         check_chat_template(recorder, settings, inputs.model.tokenizer, inputs.prompts[0])
     with recorder.run_check("reward"):
         samples = make_trial_samples(inputs.model.tokenizer, inputs.prompts)
         check_reward_functions(recorder, settings, samples, inputs.prompts, inputs.held_out)
+    if settings.env.is_used:
+        with recorder.run_check("environment"):
+            tokenizer = inputs.model.tokenizer
+            played = try_episode(settings, tokenizer, inputs.prompts[0])
+            recorder.ok("environment", "\n".join([played, *check_turns(settings, tokenizer)]))
     return inputs
 
 

@@ -118,8 +118,12 @@ def check_reward_functions(
     held_out: Sequence[Prompt],
 ) -> None:
     """Checks the value of a right answer and of wrong ones under each reward function, in its worker processes."""
-    # The reward model has its own check, which loads its weights.
-    functions = settings.model_copy(update={"reward": settings.reward.model_copy(update={"model": None})})
+    if not settings.reward.functions:
+        recorder.skip("reward", reason="the environment alone gives rewards")
+        return
+    # Reward model and environment have checks of their own.
+    of_functions = {"reward": settings.reward.model_copy(update={"model": None}), "env": EnvironmentSettings()}
+    functions = settings.model_copy(update=of_functions)
     with make_rewards(functions, prompts, held_out) as rewards:
         scored = rewards.compute_rewards(samples, StepInfo(0, settings.run.steps))
         plugins = "".join(f"\n{summary}" for summary in rewards.plug_in_summaries)

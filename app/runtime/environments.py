@@ -8,12 +8,17 @@ from contextlib import closing
 from functools import partial
 from typing import Any
 
+import numpy as np
+
+from app.distributed.stop_check import STOP_CHECK_INTERVAL_S
 from app.environments.episode_pool import EpisodePool
 from app.plugins.loading import LoadError
 from app.prompts.bridge import TurnBridge
 from app.prompts.tokenizer import Tokenizer
 from app.prompts.tool_calls import resolve_format, turn_calls
+from app.records.sample import DROPPED_PREFIX, Prompt
 from app.rollout.conversations import Conversations, TurnLimits
+from app.rollout.sequence import RolloutSequence
 from settings import Settings
 from settings.errors import InputError
 from settings.schema.environment import EnvironmentSettings
@@ -73,3 +78,33 @@ def open_conversations(settings: Settings, tokenizer: Tokenizer) -> Conversation
         decode_text=tokenizer.decode,
         read_calls=partial(turn_calls, of_thread, style=style),
     )
+
+
+def try_episode(settings: Settings, tokenizer: Tokenizer, prompt: Prompt) -> str:
+    """Plays a first turn, the reference answer of a prompt, before anything is compiled; returns text for users.
+
+    Raises:
+        InputError: the environment fails, or its opening does not fit.
+    """
+    conversations = open_conversations(settings, tokenizer)
+    assert conversations is not None
+    ids = [*tokenizer.encode(prompt.answer or ""), tokenizer.eos_ids[0]]
+    with closing(conversations.pool):
+        [opened] = conversations.open([prompt])
+        row = RolloutSequence(opened, 0, max_new_tokens=settings.rollout.max_new_tokens + len(ids), noise_step=0)
+        conversations.begin([row])
+        row.segment_tokens.append(np.array([ids, *[[0] * len(ids)] * 2], np.int32))
+        row.segment_versions.append((0, len(ids)))
+        row.num_tokens, row.turn_end = len(ids), "stop"
+        conversations.send(row)
+        while not conversations.take(timeout_s=STOP_CHECK_INTERVAL_S):
+            pass
+    names = ", ".join(schema["function"]["name"] for schema in tokenizer.tools)
+    opening = f"{len(opened.token_ids)} tokens of prompt" + (f" with the tools {names}" if names else "")
+    if row.episode is None:
+        answer = f"an observation of {row.num_tokens - len(ids)} tokens"
+    elif (row.finish_reason or "").startswith(DROPPED_PREFIX):
+        raise InputError(f"env: tried before the run, with the turn {prompt.answer!r:.60}: {row.finish_reason}")
+    else:
+        answer = f"the end ({row.episode.end}) with a reward of {row.episode.reward:g}"
+    return f"{prompt.uid}: {opening}; the turn {prompt.answer!r:.60} got {answer}"

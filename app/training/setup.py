@@ -29,6 +29,7 @@ from app.reward.reward_functions import RewardFunctions
 from app.runtime.advantages import with_saved_advantages
 from app.runtime.attention_rows import check_attention_rows
 from app.runtime.batch_checks import check_fixed_micro_batches, check_host_memory
+from app.runtime.environments import try_episode
 from app.runtime.generators import check_async_workers
 from app.runtime.host_supervision import open_host_group
 from app.runtime.model_spec import adapter_notes
@@ -104,6 +105,8 @@ def prepare_run(
             rewards = stack.enter_context(read.make_rewards(settings))
             if read.replay is None or not read.replay.uses_saved_rewards:
                 try_reward_functions(rewards, read.model.tokenizer, read.prompts)
+            if read.replay is None and settings.env.is_used:
+                try_episode(settings, read.model.tokenizer, read.prompts[0])
             facts = dict[str, str]()
             if jax.process_count() > 1:
                 facts = read.fingerprints | {"the evaluation prompts": describe_prompts(read.eval_prompts)}

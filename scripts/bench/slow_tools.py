@@ -61,7 +61,7 @@ def timed_rollout(options: Any, latency_s: float, overrides: Mapping[str, Any]) 
     }
     settings = load(
         None, [f"{name}={value!r}" if name == "mesh.shape" else f"{name}={value}" for name, value in chosen.items()], {}
-    ).settings  # noqa: E501
+    ).settings
     jax_startup.initialize_distributed(settings.mesh)
     model = read_model_spec(settings)
     with closing(Session.open(settings, model)) as session:
