@@ -33,6 +33,7 @@ from app.runtime.scoring import set_compute_dtype
 from app.runtime.session import Session
 from app.runtime.slot_choice import generates_in_slots
 from app.runtime.slot_shapes import slot_shapes_from_settings
+from settings import Settings
 
 TOLERANCES = {"float32": 1e-4, "bfloat16": 2e-2}
 """Differences that rounding explains, relative to the largest number of the array, by compute type."""

@@ -82,7 +82,7 @@ def timed_rollout(options: Any, latency_s: float, overrides: Mapping[str, Any]) 
 def main() -> None:
     import argparse
 
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", default="builtin:tiny")
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--slots", type=int, default=8)

@@ -57,7 +57,8 @@ def conversation(
     bridge: TurnBridge, tokenizer: Tokenizer, tools: Any, turns: list[str], answers: list[Any]
 ) -> list[int]:
     """Returns prompt, turn, bridge, turn, ..., bridge."""
-    ids = tokenizer.chat_ids([QUESTION], tools)
+    tokenizer.tools = tools
+    ids = tokenizer.chat_ids([QUESTION])
     for turn, messages in zip(turns, answers, strict=True):
         ids += [*tokenizer.encode_rendered(turn), tokenizer.eos_ids[0], *bridge.ids(messages)]
     return ids
