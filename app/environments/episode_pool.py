@@ -19,18 +19,9 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from app.environments.builtin import LOOKUP_VARIABLES
-from app.environments.episode import (
-    Episode,
-    EpisodeFailure,
-    EpisodeReply,
-    EpisodeStart,
-    Request,
-    difference,
-    read_answer,
-)
+from app.environments.episode import Episode, EpisodeFailure, EpisodeReply, EpisodeStart, Request
 from app.environments.interface import Answer, ToolCall
 from app.plugins.loading import LoadError
-from app.plugins.printable import one_line
 from app.plugins.worker_process import (
     WorkerProcess,
     describe_exit,
@@ -39,7 +30,6 @@ from app.plugins.worker_process import (
     worker_environment,
 )
 from app.records.sample import Messages
-from settings.loading.secrets import redact
 from settings.schema.environment import EnvironmentSettings
 
 WORKER_PROGRAM = "app.environments.worker_main"
@@ -178,16 +168,14 @@ class EpisodePool:
     def _run(self) -> None:
         try:
             while not self._is_closing:
-                now = time.monotonic()
-                for worker, answers in wait_for_answers(
-                    self._workers, timeout_s=self._next_deadline() - now, alarm=self._alarm
-                ):
+                timeout_s = self._next_deadline() - time.monotonic()
+                for worker, answers in wait_for_answers(self._workers, timeout_s=timeout_s, alarm=self._alarm):
                     self._receive(worker, answers)
                 while self._commands:
                     self._commands.popleft()()
-                for worker in list(self._workers):
+                for worker in tuple(self._workers):
                     self._end_if_overdue(worker)
-                for worker in list(self._workers):
+                for worker in self._workers:
                     self._dispatch(worker)
         except BaseException as error:  # whoever waits must hear of it
             self._error = error
@@ -288,35 +276,29 @@ class EpisodePool:
 
     def _finish(self, worker: EpisodeWorker, answer: Mapping[str, Any]) -> None:
         """Handles the answer to a request."""
-        failure, fields = None, {}
         try:
             episode = worker.running[answer["episode"]]
             request = episode.current
             assert request is not None
-            if "failure" in answer:
-                kind, detail = answer["failure"]
-                failure = EpisodeFailure(one_line(str(kind)), one_line(redact(str(detail))))
-            else:
-                fields = read_answer(request.do, answer)
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
+            read = request.read(answer)
+        except (KeyError, TypeError, ValueError, AttributeError):  # the plug-in wrote to our pipe
             self._lose(worker, "exit", "its process sent an invalid answer")
             return
-        if failure and failure.kind == "memory":  # it may stay allocated
-            self._lose(worker, *failure)
+        is_failure = isinstance(read, EpisodeFailure)
+        if is_failure and read.kind == "memory":  # it may stay allocated
+            self._lose(worker, *read)
             return
-        is_new = request.answer is None
-        if not is_new and failure is None:
-            failure = difference(request, fields)
         if request.do == "close":
             worker.episodes.remove(episode)
-            if failure:
-                print(f"env: close: {failure.detail}", file=sys.stderr)
-        elif episode.is_wanted and failure:
-            self._fail(episode, failure._replace(detail=f"{request.do}: {failure.detail}"))
+            if is_failure:
+                print(f"env: close: {read.detail}", file=sys.stderr)
+        elif episode.is_wanted and is_failure:
+            self._fail(episode, EpisodeFailure(read.kind, f"{request.do}: {read.detail}"))
         elif episode.is_wanted:
+            is_new = request.answer is None
             if is_new:
-                self._finish_request(episode, request, fields, time.monotonic() - episode.sent_at)
-                request.answer = fields
+                self._finish_request(episode, request, read, time.monotonic() - episode.sent_at)
+                request.answer = read
             episode.played.append(request)
             episode.is_suspect = episode.is_suspect and not is_new and bool(episode.todo)
         del worker.running[episode.number]

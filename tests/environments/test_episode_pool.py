@@ -360,3 +360,47 @@ def test_a_worker_that_cannot_be_replaced_ends_the_wait(story: str) -> None:
         game.send("exit")
         with pytest.raises(LoadError, match="no such file"):
             pool.take(None)
+
+
+ASYNC = """
+import asyncio, threading
+arrived = set()
+class Meeting:
+    async def reset(self):
+        return None
+    async def step(self, text, calls):
+        arrived.add(text)
+        while len(arrived) < 4:
+            await asyncio.sleep(0)
+        if text == "leave": raise SystemExit
+        return f"{threading.current_thread().name == 'MainThread'}"
+    async def close(self):
+        pass
+"""
+
+
+def test_coroutines_share_a_loop_which_outlives_an_exit(tmp_path: Path) -> None:
+    with opened(source=f"{write(tmp_path, ASYNC)}:Meeting") as pool:
+        pool.load()
+        games = [Game(pool, name) for name in "abcd"]
+        for game, text in zip(games, ["leave", "x", "y", "z"], strict=True):
+            game.send(text)
+        assert [reply.failure for reply in take(pool, 4)] == ["exit", None, None, None]
+        assert contents(games[1].play("again")) == ["False"]
+
+
+STICKY = """
+import threading
+class Sticky:
+    def reset(self):
+        self.thread = threading.get_ident()
+    def step(self, text, calls):
+        return str(self.thread == threading.get_ident())
+"""
+
+
+def test_an_episode_stays_in_its_thread(tmp_path: Path) -> None:
+    with opened(source=f"{write(tmp_path, STICKY)}:Sticky") as pool:
+        pool.load()
+        game = Game(pool, "a")
+        assert [contents(game.play("x")) for _ in range(3)] == [["True"]] * 3
