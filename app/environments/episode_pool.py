@@ -284,16 +284,17 @@ class EpisodePool:
         except (KeyError, TypeError, ValueError, AttributeError):  # the plug-in wrote to our pipe
             self._lose(worker, "exit", "its process sent an invalid answer")
             return
-        is_failure = isinstance(read, EpisodeFailure)
-        if is_failure and read.kind == "memory":  # it may stay allocated
+        if isinstance(read, EpisodeFailure) and read.kind == "memory":  # it may stay allocated
             self._lose(worker, *read)
             return
         if request.do == "close":
             worker.episodes.remove(episode)
-            if is_failure:
-                print(f"env: close: {read.detail}", file=sys.stderr)
-        elif episode.is_wanted and is_failure:
-            self._fail(episode, EpisodeFailure(read.kind, f"{request.do}: {read.detail}"))
+        if isinstance(read, EpisodeFailure):
+            failure = EpisodeFailure(read.kind, f"{request.do}: {read.detail}")
+            if episode.is_wanted:
+                self._fail(episode, failure)
+            elif request.do == "close":
+                print(f"env: {failure.detail}", file=sys.stderr)
         elif episode.is_wanted:
             is_new = request.answer is None
             if is_new:

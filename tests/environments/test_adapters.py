@@ -14,14 +14,14 @@ from app.environments.adapters import AdaptedEnvironment, load_environment
 from app.environments.interface import Answer, ToolCall
 from app.environments.tool_functions import Tool
 from app.plugins.loading import LoadError
-from app.plugins.values import PlugInValueError
+from app.plugins.values import PlugInValueError, awaited
 from tests.environments.pools import contents, write
 
 USER_HI = [{"role": "user", "content": "hi"}]
 
 
 def wait(value: Any) -> Any:
-    return asyncio.run(value) if inspect.isawaitable(value) else value
+    return asyncio.run(awaited(value)) if inspect.isawaitable(value) else value
 
 
 def adapt(environment: Any, **tools: Any) -> AdaptedEnvironment:
