@@ -59,12 +59,12 @@ SETTINGS_BELOW_RUNTIME = {
     },
     "app.reward": {
         # The reward functions and their limits; three names; the values of keys, which are never shown.
-        *("loading.secrets.redact", "loading.secrets.redact_also"),
+        "loading.secrets.redact",
         *("schema.reward.RewardSettings", "schema.reward.RewardFunctionSettings"),
         *("schema.reward.MODEL_REWARD", "schema.reward.OVERLONG_REWARD", "schema.reward.CALLABLE_PREFIX"),
     },
     # The values of keys, which are never shown.
-    "app.plugins": {"loading.secrets.redact"},
+    "app.plugins": {"loading.secrets.redact", "loading.secrets.redact_also"},
     # What episodes play and may use; the values of keys, which are never shown.
     "app.environments": {"schema.environment.EnvironmentSettings", "loading.secrets.redact"},
     # The saved settings of a run, beside the defaults.

@@ -25,6 +25,7 @@ from app.plugins.loading import LoadError
 from app.plugins.worker_process import (
     WorkerProcess,
     describe_exit,
+    lend_variables,
     raise_if_refused,
     wait_for_answers,
     worker_environment,
@@ -63,11 +64,12 @@ class EpisodePool:
     All methods can be called from any thread. An environment's fault costs its own episode and becomes a reply with
     `failure`; only if no worker can be started anymore, the methods raise LoadError.
 
-    Args:
-        settings: what they play, and what they may use.
+    Raises:
+        InputError: an environment variable of `env.environment` is not set.
     """
 
     def __init__(self, settings: EnvironmentSettings) -> None:
+        lend_variables(settings.environment, setting="env.environment")
         self.on_reply: Callable[[], object] = lambda: None
         """Called in the pool's thread after each reply."""
         self._settings = settings
