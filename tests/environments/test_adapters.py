@@ -196,6 +196,22 @@ def test_calls_of_tools_do_not_step_the_environment_and_other_turns_do() -> None
     assert adapted.step("t", []).messages == [{"role": "user", "content": "t []"}]
 
 
+def test_halves_of_characters_in_results_are_replaced() -> None:
+    def half() -> str:
+        "Returns half of a character."
+        return "\ud800."
+
+    assert contents(adapt(None, half=half).step("", [ToolCall("half", {})])) == ["?."]
+
+
+def test_calls_may_be_optional() -> None:
+    class Optional(Echo):
+        def step(self, text, calls=()):
+            return f"{len(calls)}"
+
+    assert contents(adapt(Optional()).step("t", [ToolCall("a", {})])) == ["1"]
+
+
 def test_an_environment_without_tools_gets_all_calls() -> None:
     answer = adapt(Echo()).step("t", [ToolCall("a", {}), ToolCall("", {}, "bad")])
     assert contents(answer) == ["t ['a', '']"]
