@@ -35,8 +35,8 @@ from settings.schema.environment import EnvironmentSettings
 
 WORKER_PROGRAM = "app.environments.worker_main"
 
-MAX_LOSSES = 8
-"""How often an episode is played again, although it is no suspect."""
+MAX_LOSSES = 4
+"""How often an episode may be in a process that dies while no step runs, so that nobody is a suspect."""
 
 
 class EnvironmentDescription(NamedTuple):
@@ -375,13 +375,13 @@ class EpisodePool:
             if episode.is_wanted:  # else it was about to close
                 is_guilty = episode in hung if hung else bool(episode.current and episode.is_suspect)
                 episode.is_suspect |= episode.current is not None and not hung
+                episode.num_losses += not worker.running
                 self._recover(episode, EpisodeFailure(kind, detail), is_guilty=is_guilty)
 
     def _recover(self, episode: Episode, failure: EpisodeFailure, *, is_guilty: bool) -> None:
         """Plays an episode again in another worker, if it may be."""
         request, episode.current = episode.current, None
         is_lost = bool(request or episode.played) and not self._settings.replayable
-        episode.num_losses += 1
         if request:
             failure = EpisodeFailure(failure.kind, f"{request.do}: {failure.detail}")
             is_step = request.do == "step" and request.answer is None

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
 
 from app.environments.episode import EpisodeFailure, EpisodeStart
+from app.environments.episode_pool import MAX_LOSSES
 from app.environments.interface import ToolCall
 from app.plugins.loading import LoadError
 from app.plugins.worker_process import MAX_PRINTED_BYTES
@@ -54,6 +56,7 @@ STORY = """
                 open(f"culprit {os.getpid()}", "w").close()
                 time.sleep(1)
                 os._exit(3)
+            if text == "time bomb": threading.Timer(0.3, os._exit, [3]).start()
             if text == "meet": barrier.wait(60)
             if text == "raise": raise RuntimeError("out of luck")
             if text == "leave": sys.exit(1)
@@ -254,6 +257,19 @@ def test_a_suspect_runs_alone_and_only_the_guilty_fail(story: str) -> None:
     assert [reply.failure for reply in replies] == ["exit", None, None]
     assert [contents(reply) for reply in replies] == [[], ["one bystander"], ["one bystander"]]
     assert noted("step").count([0, "culprit"]) == 2
+
+
+def test_an_episode_whose_process_always_dies_later_is_lost_in_the_end(story: str) -> None:
+    with opened(source=story) as pool:
+        pool.load()
+        game = Game(pool, "a")
+        game.play("time bomb")
+        while len(noted("reset")) <= MAX_LOSSES:  # its process is idle, and dies again and again
+            time.sleep(0.05)
+        while not (reply := game.play("on")).failure:
+            time.sleep(0.05)
+        assert reply.failure == "exit"
+        assert contents(Game(pool, "b").play("on")) == ["on"]
 
 
 def test_an_episode_that_cannot_be_played_again_is_lost_when_it_is_next_asked_for(story: str) -> None:
