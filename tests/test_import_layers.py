@@ -59,13 +59,15 @@ SETTINGS_BELOW_RUNTIME = {
     },
     "app.reward": {
         # The reward functions and their limits; four names; the values of keys, which are never shown.
-        *("loading.secrets.redact", "loading.secrets.redact_also"),
+        "loading.secrets.redact",
         *("schema.reward.RewardSettings", "schema.reward.RewardFunctionSettings"),
         *("schema.reward.MODEL_REWARD", "schema.reward.OVERLONG_REWARD", "schema.reward.CALLABLE_PREFIX"),
         "schema.reward.ENVIRONMENT_REWARD",
     },
     # The values of keys, which are never shown.
-    "app.plugins": {"loading.secrets.redact"},
+    "app.plugins": {"loading.secrets.redact", "loading.secrets.redact_also"},
+    # What episodes play and may use; the values of keys, which are never shown.
+    "app.environments": {"schema.environment.EnvironmentSettings", "loading.secrets.redact"},
     # The saved settings of a run, beside the defaults.
     "app.report": {"loading.fields.FIELDS", "checks.resumed_settings.SettingChange"},
     "app.distributed": {

@@ -172,6 +172,27 @@ def test_a_reward_function_finds_the_modules_of_the_user(user_folder: UserFolder
     assert float(reward) == (1.0 if name == "math_verify" else 6.0)
 
 
+def test_an_environment_finds_the_modules_of_the_user_and_the_interface(user_folder: UserFolder) -> None:
+    (user_folder.path / "game.py").write_text(
+        "import app, sys\nfrom grpo import Answer\nimport settings\n"
+        "class Game:\n    def reset(self): return None\n    def step(self, text, calls):\n"
+        "        assert not {'jax', 'numpy', 'pydantic'} & set(sys.modules)\n"
+        "        return Answer('on', reward=app.REWARD * settings.FACTOR)"
+    )
+    reward = user_folder.run(
+        "import grpo; grpo.add_program_to_path()\n"
+        "from app.environments.episode import EpisodeStart\n"
+        "from app.environments.episode_pool import EpisodePool\n"
+        "from settings.schema.environment import EnvironmentSettings\n"
+        "pool = EpisodePool(EnvironmentSettings(source='game.py:Game'))\n"
+        "pool.load()\n"
+        "pool.step('a', EpisodeStart(0, {}), None, 'go', [], is_last=True)\n"
+        "print(pool.take(60)[0])\n"
+        "pool.close()"
+    )
+    assert "reward=6.0" in reward
+
+
 API_SCRIPT = """
 import sys
 path = list(sys.path)

@@ -87,7 +87,9 @@ class AdaptedEnvironment:
                 _add(self._tools, Tool(name, method))
         if not hasattr(environment, "reset") or not (self._has_step or self._tools):
             raise LoadError(f"{describe_value(environment)} is not an environment, which has `reset` and `step`")
-        self._takes_calls = self._has_step and len(_required(environment.step)) > 1
+        self._takes_calls = self._has_step and (
+            len(_required(environment.step)) > 1 or "calls" in inspect.signature(environment.step).parameters
+        )
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
@@ -127,7 +129,7 @@ class AdaptedEnvironment:
                 others.append(call)
             else:
                 result = answer_call(call, self._tools, counts, self._wait)
-                messages.append({"role": "tool", "name": call.name, "content": result})
+                messages += read_messages([{"role": "tool", "name": call.name, "content": result}], "tool", ("tool",))
         answer = Answer(terminated=not calls)
         if self._has_step and (others or not calls):
             step = self._environment.step

@@ -60,8 +60,9 @@ def calculator(expression: str) -> str:
 
 
 def _evaluate(node: ast.expr, expression: str) -> Fraction:
-    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
-        return Fraction(ast.get_source_segment(expression, node) or "")
+    number = parse_number(ast.get_source_segment(expression, node) or "") if isinstance(node, ast.Constant) else None
+    if number is not None:
+        return number
     if isinstance(node, ast.UnaryOp) and type(node.op) in OPERATIONS:
         return OPERATIONS[type(node.op)](_evaluate(node.operand, expression))
     if isinstance(node, ast.BinOp):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+from app.environments.interface import Answer
+from app.plugins.printable import one_line
 from app.records.sample import Messages
 from settings.loading.secrets import redact
 
@@ -50,6 +52,10 @@ class EpisodeReply(NamedTuple):
     """One line for people about the failure."""
 
 
+FIELDS = {"reset": ("messages",), "step": Answer._fields, "score": ("scores",), "close": ()}
+"""What a worker answers to each kind of request."""
+
+
 @dataclass(eq=False)
 class Request:
     """A request to the environment of an episode, and its answer once it is known."""
@@ -59,6 +65,24 @@ class Request:
     is_last: bool = False
     """Whether the episode ends with the answer, whatever it is."""
     answer: dict[str, Any] | None = None
+
+    def read(self, answer: Mapping[str, Any]) -> dict[str, Any] | EpisodeFailure:
+        """Returns the fields of a worker's answer, or why the episode cannot go on with it.
+
+        Raises:
+            KeyError, TypeError, ValueError: this is no answer to such a request.
+        """
+        if "failure" in answer:
+            kind, detail = answer["failure"]
+            return EpisodeFailure(str(kind), one_line(redact(detail)))
+        fields = {name: answer[name] for name in FIELDS[self.do]}
+        if fields.get("messages"):
+            fields["messages"] = [{key: redact(text) for key, text in one.items()} for one in fields["messages"]]
+        if self.answer and any(self.answer[name] != fields[name] for name in fields if name != "metrics"):
+            opening = EpisodeFailure("opening", "gave another opening for the same seed and row")
+            replay = EpisodeFailure("replay", "gave another answer when the same turns were played again")
+            return opening if self.do == "reset" else replay
+        return fields
 
 
 class Episode:
@@ -108,55 +132,3 @@ class Episode:
         """Lets nothing but `close` follow the current request."""
         self.is_wanted = False
         self.todo = deque([Request("close", {})])
-
-
-COMPARED = ("messages", "reward", "terminated", "truncated")
-
-
-def difference(request: Request, answer: Mapping[str, Any]) -> EpisodeFailure | None:
-    """Returns why a repeated request may not have this answer, or None if it is the same as before."""
-    assert request.answer is not None
-    if all(request.answer.get(name) == answer.get(name) for name in COMPARED):
-        return None
-    if request.do == "reset":
-        return EpisodeFailure("opening", "gave another opening for the same seed and row")
-    return EpisodeFailure("replay", "gave another answer when the same turns were played again")
-
-
-def read_answer(do: str, answer: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields of a worker's answer, all checked, because the environment could write to the same pipe.
-
-    Raises:
-        ValueError, KeyError, TypeError: this is no answer to such a request.
-    """
-    match do:
-        case "reset":
-            messages = answer["messages"]
-            return {"messages": None if messages is None else _read_messages(messages)}
-        case "step":
-            if not isinstance(answer["terminated"], bool) or not isinstance(answer["truncated"], bool):
-                raise ValueError
-            return {
-                "messages": _read_messages(answer["messages"]),
-                "reward": _read_number(answer["reward"]),
-                "terminated": answer["terminated"],
-                "truncated": answer["truncated"],
-                "metrics": {name: _read_number(value) for name, value in dict(answer["metrics"]).items()},
-            }
-        case "score":
-            return {"scores": {name: _read_number(value) for name, value in dict(answer["scores"]).items()}}
-        case _:
-            return {}
-
-
-def _read_messages(messages: Sequence[Mapping[str, str]]) -> Messages:
-    read = [{name: redact(text) for name, text in message.items()} for message in map(dict, messages)]
-    if not all("role" in message and "content" in message for message in read):
-        raise ValueError
-    return read
-
-
-def _read_number(value: Any) -> float:
-    if isinstance(value, bool) or not math.isfinite(value):
-        raise ValueError
-    return float(value)

@@ -19,33 +19,24 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from app.environments.builtin import LOOKUP_VARIABLES
-from app.environments.episode import (
-    Episode,
-    EpisodeFailure,
-    EpisodeReply,
-    EpisodeStart,
-    Request,
-    difference,
-    read_answer,
-)
+from app.environments.episode import Episode, EpisodeFailure, EpisodeReply, EpisodeStart, Request
 from app.environments.interface import Answer, ToolCall
 from app.plugins.loading import LoadError
-from app.plugins.printable import one_line
 from app.plugins.worker_process import (
     WorkerProcess,
     describe_exit,
+    lend_variables,
     raise_if_refused,
     wait_for_answers,
     worker_environment,
 )
 from app.records.sample import Messages
-from settings.loading.secrets import redact
 from settings.schema.environment import EnvironmentSettings
 
 WORKER_PROGRAM = "app.environments.worker_main"
 
-MAX_LOSSES = 8
-"""How often an episode is played again, although it is no suspect."""
+MAX_LOSSES = 4
+"""How often an episode may be in a process that dies while no step runs, so that nobody is a suspect."""
 
 
 class EnvironmentDescription(NamedTuple):
@@ -73,11 +64,12 @@ class EpisodePool:
     All methods can be called from any thread. An environment's fault costs its own episode and becomes a reply with
     `failure`; only if no worker can be started anymore, the methods raise LoadError.
 
-    Args:
-        settings: what they play, and what they may use.
+    Raises:
+        InputError: an environment variable of `env.environment` is not set.
     """
 
     def __init__(self, settings: EnvironmentSettings) -> None:
+        lend_variables(settings.environment, setting="env.environment")
         self.on_reply: Callable[[], object] = lambda: None
         """Called in the pool's thread after each reply."""
         self._settings = settings
@@ -178,16 +170,14 @@ class EpisodePool:
     def _run(self) -> None:
         try:
             while not self._is_closing:
-                now = time.monotonic()
-                for worker, answers in wait_for_answers(
-                    self._workers, timeout_s=self._next_deadline() - now, alarm=self._alarm
-                ):
+                timeout_s = self._next_deadline() - time.monotonic()
+                for worker, answers in wait_for_answers(self._workers, timeout_s=timeout_s, alarm=self._alarm):
                     self._receive(worker, answers)
                 while self._commands:
                     self._commands.popleft()()
-                for worker in list(self._workers):
+                for worker in tuple(self._workers):
                     self._end_if_overdue(worker)
-                for worker in list(self._workers):
+                for worker in self._workers:
                     self._dispatch(worker)
         except BaseException as error:  # whoever waits must hear of it
             self._error = error
@@ -288,35 +278,30 @@ class EpisodePool:
 
     def _finish(self, worker: EpisodeWorker, answer: Mapping[str, Any]) -> None:
         """Handles the answer to a request."""
-        failure, fields = None, {}
         try:
             episode = worker.running[answer["episode"]]
             request = episode.current
             assert request is not None
-            if "failure" in answer:
-                kind, detail = answer["failure"]
-                failure = EpisodeFailure(one_line(str(kind)), one_line(redact(str(detail))))
-            else:
-                fields = read_answer(request.do, answer)
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
+            read = request.read(answer)
+        except (KeyError, TypeError, ValueError, AttributeError):  # the plug-in wrote to our pipe
             self._lose(worker, "exit", "its process sent an invalid answer")
             return
-        if failure and failure.kind == "memory":  # it may stay allocated
-            self._lose(worker, *failure)
+        if isinstance(read, EpisodeFailure) and read.kind == "memory":  # it may stay allocated
+            self._lose(worker, *read)
             return
-        is_new = request.answer is None
-        if not is_new and failure is None:
-            failure = difference(request, fields)
         if request.do == "close":
             worker.episodes.remove(episode)
-            if failure:
-                print(f"env: close: {failure.detail}", file=sys.stderr)
-        elif episode.is_wanted and failure:
-            self._fail(episode, failure._replace(detail=f"{request.do}: {failure.detail}"))
+        if isinstance(read, EpisodeFailure):
+            failure = EpisodeFailure(read.kind, f"{request.do}: {read.detail}")
+            if episode.is_wanted:
+                self._fail(episode, failure)
+            elif request.do == "close":
+                print(f"env: {failure.detail}", file=sys.stderr)
         elif episode.is_wanted:
+            is_new = request.answer is None
             if is_new:
-                self._finish_request(episode, request, fields, time.monotonic() - episode.sent_at)
-                request.answer = fields
+                self._finish_request(episode, request, read, time.monotonic() - episode.sent_at)
+                request.answer = read
             episode.played.append(request)
             episode.is_suspect = episode.is_suspect and not is_new and bool(episode.todo)
         del worker.running[episode.number]
@@ -390,13 +375,13 @@ class EpisodePool:
             if episode.is_wanted:  # else it was about to close
                 is_guilty = episode in hung if hung else bool(episode.current and episode.is_suspect)
                 episode.is_suspect |= episode.current is not None and not hung
+                episode.num_losses += not worker.running
                 self._recover(episode, EpisodeFailure(kind, detail), is_guilty=is_guilty)
 
     def _recover(self, episode: Episode, failure: EpisodeFailure, *, is_guilty: bool) -> None:
         """Plays an episode again in another worker, if it may be."""
         request, episode.current = episode.current, None
         is_lost = bool(request or episode.played) and not self._settings.replayable
-        episode.num_losses += 1
         if request:
             failure = EpisodeFailure(failure.kind, f"{request.do}: {failure.detail}")
             is_step = request.do == "step" and request.answer is None

@@ -19,7 +19,8 @@ from typing import IO, Any, TypeVar
 from app.plugins.loading import LoadError
 from app.plugins.printable import one_line, replace_control_characters
 from app.plugins.supervisor import KILL_LIMIT_S
-from settings.loading.secrets import redact
+from settings.errors import InputError
+from settings.loading.secrets import redact, redact_also
 
 START_FILE = str(Path(__file__).with_name("start_worker.py"))
 SOURCE_ROOT = str(Path(__file__).resolve().parents[2])
@@ -243,6 +244,18 @@ def hide_environment() -> None:
     """Makes the environment and memory of this process unreadable to other processes of the same user, on Linux."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
+
+
+def lend_variables(names: Sequence[str], *, setting: str) -> None:
+    """Makes sure that the environment variables lent to plug-ins are set, and that their values are never printed.
+
+    Raises:
+        InputError: one is not set.
+    """
+    for name in names:
+        if name not in os.environ:
+            raise InputError(f"{setting}: the environment variable {name} is not set")
+    redact_also(names)
 
 
 def worker_environment(names: Sequence[str], environ: Mapping[str, str] = os.environ) -> dict[str, str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -12,6 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
+from app.plugins.worker_process import lend_variables
 from app.records.sample import Episode, Sample
 from app.reward.aggregate import (
     ALL_ABSTAINED,
@@ -29,7 +29,6 @@ from app.reward.plugin_signature import DataColumns
 from app.reward.process_pool import ProcessPool, ResourceLimits
 from app.reward.reward_outcome import RewardFailure, RewardOutcome
 from settings.errors import InputError
-from settings.loading.secrets import redact_also
 from settings.schema.reward import (
     CALLABLE_PREFIX,
     ENVIRONMENT_REWARD,
@@ -139,10 +138,7 @@ class RewardFunctions:
         """One line per plug-in that describes how it is called."""
 
     def __enter__(self) -> RewardFunctions:
-        for name in self._settings.environment:
-            if name not in os.environ:
-                raise InputError(f"reward.environment: the environment variable {name} is not set")
-        redact_also(self._settings.environment)
+        lend_variables(self._settings.environment, setting="reward.environment")
         with self._exit_stack:
             self._functions = [self._make_function(item) for item in self._settings.functions]
             if self._held_out_columns is not None:

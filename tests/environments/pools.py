@@ -62,5 +62,6 @@ def take(pool: EpisodePool, number: int) -> list[EpisodeReply]:
     return sorted(replies)
 
 
-def contents(reply: EpisodeReply) -> list[str]:
+def contents(reply: Any) -> list[str]:
+    """Returns the texts of a reply or an answer."""
     return [message["content"] for message in reply.messages]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
 
 from app.environments.episode import EpisodeFailure, EpisodeStart
+from app.environments.episode_pool import MAX_LOSSES
 from app.environments.interface import ToolCall
 from app.plugins.loading import LoadError
 from app.plugins.worker_process import MAX_PRINTED_BYTES
@@ -42,12 +44,19 @@ STORY = """
             if text == "die once" and not os.path.exists("died"):
                 open("died", "w").close()
                 os._exit(3)
-            if text == "wait" and not os.path.exists(f"wait {self.seed}"):
-                open(f"wait {self.seed}", "w").close()
-                time.sleep(1000)
-            if text == "exit at last":
-                while not (os.path.exists("wait 1") and os.path.exists("wait 2")): time.sleep(0.01)
+            if text == "bystander":
+                if not os.path.exists(f"seen {self.seed}"):
+                    open(f"seen {self.seed}", "w").close()
+                    time.sleep(1000)
+                for _ in range(50):  # is the culprit at work in this process?
+                    if os.path.exists(f"culprit {os.getpid()}"): time.sleep(1000)
+                    time.sleep(0.01)
+            if text == "culprit":
+                while not (os.path.exists("seen 1") and os.path.exists("seen 2")): time.sleep(0.01)
+                open(f"culprit {os.getpid()}", "w").close()
+                time.sleep(1)
                 os._exit(3)
+            if text == "time bomb": threading.Timer(0.3, os._exit, [3]).start()
             if text == "meet": barrier.wait(60)
             if text == "raise": raise RuntimeError("out of luck")
             if text == "leave": sys.exit(1)
@@ -242,12 +251,25 @@ def test_a_suspect_runs_alone_and_only_the_guilty_fail(story: str) -> None:
         games = [Game(pool, name, seed=n) for n, name in enumerate("abc")]
         for game in games:
             game.play("one")
-        for game, text in zip(games, ["exit at last", "wait", "wait"], strict=True):
+        for game, text in zip(games, ["culprit", "bystander", "bystander"], strict=True):
             game.send(text)
         replies = take(pool, 3)
     assert [reply.failure for reply in replies] == ["exit", None, None]
-    assert [contents(reply) for reply in replies] == [[], ["one wait"], ["one wait"]]
-    assert noted("step").count([0, "exit at last"]) == 2
+    assert [contents(reply) for reply in replies] == [[], ["one bystander"], ["one bystander"]]
+    assert noted("step").count([0, "culprit"]) == 2
+
+
+def test_an_episode_whose_process_always_dies_later_is_lost_in_the_end(story: str) -> None:
+    with opened(source=story) as pool:
+        pool.load()
+        game = Game(pool, "a")
+        game.play("time bomb")
+        while len(noted("reset")) <= MAX_LOSSES:  # its process is idle, and dies again and again
+            time.sleep(0.05)
+        while not (reply := game.play("on")).failure:
+            time.sleep(0.05)
+        assert reply.failure == "exit"
+        assert contents(Game(pool, "b").play("on")) == ["on"]
 
 
 def test_an_episode_that_cannot_be_played_again_is_lost_when_it_is_next_asked_for(story: str) -> None:
@@ -360,3 +382,47 @@ def test_a_worker_that_cannot_be_replaced_ends_the_wait(story: str) -> None:
         game.send("exit")
         with pytest.raises(LoadError, match="no such file"):
             pool.take(None)
+
+
+ASYNC = """
+import asyncio, threading
+arrived = set()
+class Meeting:
+    async def reset(self):
+        return None
+    async def step(self, text, calls):
+        arrived.add(text)
+        while len(arrived) < 4:
+            await asyncio.sleep(0)
+        if text == "leave": raise SystemExit
+        return f"{threading.current_thread().name == 'MainThread'}"
+    async def close(self):
+        pass
+"""
+
+
+def test_coroutines_share_a_loop_which_outlives_an_exit(tmp_path: Path) -> None:
+    with opened(source=f"{write(tmp_path, ASYNC)}:Meeting") as pool:
+        pool.load()
+        games = [Game(pool, name) for name in "abcd"]
+        for game, text in zip(games, ["leave", "x", "y", "z"], strict=True):
+            game.send(text)
+        assert [reply.failure for reply in take(pool, 4)] == ["exit", None, None, None]
+        assert contents(games[1].play("again")) == ["False"]
+
+
+STICKY = """
+import threading
+class Sticky:
+    def reset(self):
+        self.thread = threading.get_ident()
+    def step(self, text, calls):
+        return str(self.thread == threading.get_ident())
+"""
+
+
+def test_an_episode_stays_in_its_thread(tmp_path: Path) -> None:
+    with opened(source=f"{write(tmp_path, STICKY)}:Sticky") as pool:
+        pool.load()
+        game = Game(pool, "a")
+        assert [contents(game.play("x")) for _ in range(3)] == [["True"]] * 3

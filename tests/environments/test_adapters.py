@@ -1,0 +1,260 @@
+"""Tests of the ways to write an environment, of which all are played in the same way."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.environments.adapters import AdaptedEnvironment, load_environment
+from app.environments.interface import Answer, ToolCall
+from app.environments.tool_functions import Tool
+from app.plugins.loading import LoadError
+from app.plugins.values import PlugInValueError, awaited
+from tests.environments.pools import contents, write
+
+USER_HI = [{"role": "user", "content": "hi"}]
+
+
+def wait(value: Any) -> Any:
+    return asyncio.run(awaited(value)) if inspect.isawaitable(value) else value
+
+
+def adapt(environment: Any, **tools: Any) -> AdaptedEnvironment:
+    return AdaptedEnvironment(environment, {name: Tool(name, function) for name, function in tools.items()}, wait)
+
+
+def add(a: int, b: int) -> int:
+    """Adds two numbers."""
+    return a + b
+
+
+def fail() -> str:
+    """Never works."""
+    raise RuntimeError("no luck")
+
+
+class Echo:
+    def reset(self, *, seed, level="easy"):
+        self.seen = (seed, level)
+        return "hi"
+
+    def step(self, text, calls):
+        return Answer(f"{text} {[call.name for call in calls]}", reward=1.0)
+
+
+def test_reset_gets_the_columns_that_it_declares_and_the_seed() -> None:
+    environment = Echo()
+    assert adapt(environment).reset(7, {"level": "hard", "prompt": "p", "seed": 1}) == USER_HI
+    assert environment.seen == (7, "hard")
+    assert adapt(environment).reset(7, {"prompt": "p"}) == USER_HI
+    assert environment.seen == (7, "easy")
+
+
+def test_reset_with_any_keywords_gets_the_whole_row() -> None:
+    class Everything(Echo):
+        def reset(self, **columns):
+            return json.dumps(columns)
+
+    (message,) = adapt(Everything()).reset(7, {"prompt": "p", "answer": "a"}) or []
+    assert json.loads(message["content"]) == {"prompt": "p", "answer": "a", "seed": 7}
+
+
+def test_a_column_that_reset_needs_must_be_there() -> None:
+    class Level(Echo):
+        def reset(self, level):
+            return None
+
+    with pytest.raises(PlugInValueError, match="reset needs the column level; the row has prompt, answer"):
+        adapt(Level()).reset(7, {"prompt": "p", "answer": "a"})
+
+
+@pytest.mark.parametrize(
+    ("result", "messages", "reward", "ends"),
+    [
+        (("obs", 0.5, False, {"steps": 3, "text": "x"}), ["obs"], 0.5, (False, False)),
+        (("obs", 1, True, {}), ["obs"], 1.0, (True, False)),
+        (("obs", 1, False, True, {}), ["obs"], 1.0, (False, True)),
+        ((5, 1, True, False, {}), ["5"], 1.0, (True, False)),
+        ((None, 1, True, False, {}), [], 1.0, (True, False)),
+    ],
+)
+def test_gym_returns_four_or_five_values(
+    result: Any, messages: list[str], reward: float, ends: tuple[bool, bool]
+) -> None:
+    class Gym:
+        def reset(self, seed=None, options=None):
+            return "start", {"info": 1}
+
+        def step(self, action):
+            self.action = action
+            return result
+
+    environment = Gym()
+    adapted = adapt(environment)
+    assert adapted.reset(3, {"prompt": "p"}) == [{"role": "user", "content": "start"}]
+    answer = adapted.step("left", [])
+    assert environment.action == "left"
+    assert contents(answer) == messages
+    assert (answer.reward, (answer.terminated, answer.truncated)) == (reward, ends)
+    assert answer.metrics == ({"steps": 3.0} if "steps" in str(result) else {})
+
+
+@pytest.mark.parametrize("observation", [object(), {"grid": 1}, [1, 2]])
+def test_an_observation_that_is_no_text_is_refused(observation: Any) -> None:
+    class Gym(Echo):
+        def step(self, action):
+            return observation, 0.0, False, {}
+
+    with pytest.raises(PlugInValueError, match="expected text, or messages with text"):
+        adapt(Gym()).step("x", [])
+
+
+class Counter:
+    """An environment as TRL's GRPOTrainer takes it."""
+
+    def reset(self, **kwargs):
+        self.count = 0
+        return " Go!"
+
+    def increment(self, step: int) -> int:
+        """
+        Increments the counter.
+
+        Args:
+            step: How much to add.
+        """
+        self.count += step
+        return self.count
+
+    def _hidden(self):
+        pass
+
+    def get_reward(self):
+        return self.count / 2
+
+
+def test_trl_environments_have_tools_and_a_reward() -> None:
+    adapted = adapt(Counter(), add=add)
+    assert [schema["function"]["name"] for schema in adapted.schemas] == ["add", "increment"]
+    chat = [{"role": "system", "content": "s"}, {"role": "user", "content": "Ready?"}]
+    assert adapted.reset(0, {"prompt": chat}) == [chat[0], {"role": "user", "content": "Ready? Go!"}]
+    assert adapted.reset(0, {"prompt": "Ready?"}) == [{"role": "user", "content": "Ready? Go!"}]
+    answer = adapted.step("", [ToolCall("increment", {"step": 2}), ToolCall("increment", {"step": "3"})])
+    assert answer.messages == [
+        {"role": "tool", "name": "increment", "content": "2"},
+        {"role": "tool", "name": "increment", "content": "5"},
+    ]
+    assert not answer.terminated and answer.metrics == {"tool_calls": 2}
+    assert adapted.step("done", []) == Answer([], terminated=True)
+    assert adapted.score() == {"score": 2.5}
+
+
+def test_a_turn_without_a_call_ends_an_episode_of_tools() -> None:
+    adapted = adapt(None, add=add)
+    assert adapted.reset(0, {}) is None
+    answer = adapted.step("", [ToolCall("add", {"a": 1, "b": 2})])
+    assert (answer.messages, answer.terminated) == ([{"role": "tool", "name": "add", "content": "3"}], False)
+    assert adapted.step("3", []).terminated
+    assert adapted.score() == {}
+
+
+@pytest.mark.parametrize(
+    ("call", "content", "malformed"),
+    [
+        (ToolCall("", {}, "not JSON"), "Error: not JSON", 1),
+        (ToolCall("sub", {}), "Error: there is no tool 'sub'; the tools are add, fail", 0),
+        (ToolCall("add", {"a": 1}), "Error: add needs the argument 'b'; its arguments: a, b", 0),
+        (ToolCall("add", {"a": 1, "b": 2, "c": 3}), "Error: add has no argument 'c'; its arguments: a, b", 0),
+        (ToolCall("add", {"a": "x", "b": 1}), "Error: 'a' of add is 'x', expected {\"type\": \"integer\"}", 0),
+        (ToolCall("add", {"a": "1" * 5000, "b": 1}), "Error: 'a' of add is ", 0),
+        (ToolCall("add", {"a": float("inf"), "b": 1}), "Error: 'a' of add is inf", 0),
+        (ToolCall("fail", {}), "Error: RuntimeError: no luck", 0),
+    ],
+)
+def test_mistakes_of_the_policy_are_told_to_it_and_counted(call: ToolCall, content: str, malformed: int) -> None:
+    adapted = adapt(None, add=add, fail=fail)
+    answer = adapted.step("", [call, ToolCall("add", {"a": 1, "b": 1})])
+    wrong, right = contents(answer)
+    assert (wrong[: len(content)], right) == (content, "2")
+    assert answer.metrics == {"tool_calls": 2, "tool_errors": 1} | ({"malformed_calls": 1} if malformed else {})
+    assert not answer.terminated
+
+
+def test_calls_of_tools_do_not_step_the_environment_and_other_turns_do() -> None:
+    adapted = adapt(Echo(), add=add)
+    call, other = ToolCall("add", {"a": 1, "b": 1}), ToolCall("move", {})
+    assert contents(adapted.step("t", [call])) == ["2"]
+    assert contents(adapted.step("t", [ToolCall("", {}, "bad")])) == ["Error: bad"]
+    both = adapted.step("t", [other, call])
+    assert contents(both) == ["2", "t ['move']"]
+    assert (both.reward, both.metrics) == (1.0, {"tool_calls": 1})
+    assert adapted.step("t", []).messages == [{"role": "user", "content": "t []"}]
+
+
+def test_halves_of_characters_in_results_are_replaced() -> None:
+    def half() -> str:
+        "Returns half of a character."
+        return "\ud800."
+
+    assert contents(adapt(None, half=half).step("", [ToolCall("half", {})])) == ["?."]
+
+
+def test_calls_may_be_optional() -> None:
+    class Optional(Echo):
+        def step(self, text, calls=()):
+            return f"{len(calls)}"
+
+    assert contents(adapt(Optional()).step("t", [ToolCall("a", {})])) == ["1"]
+
+
+def test_an_environment_without_tools_gets_all_calls() -> None:
+    answer = adapt(Echo()).step("t", [ToolCall("a", {}), ToolCall("", {}, "bad")])
+    assert contents(answer) == ["t ['a', '']"]
+
+
+@pytest.mark.parametrize(("scores", "expected"), [(0.5, {"score": 0.5}), ({"a": 1, "b": 2}, {"a": 1.0, "b": 2.0})])
+def test_scores_are_a_number_or_have_names(scores: Any, expected: dict[str, float]) -> None:
+    class Scored(Echo):
+        async def score(self):
+            return scores
+
+    assert adapt(Scored()).score() == expected
+
+
+@pytest.mark.parametrize("scores", [float("nan"), "high", {"a": None}, {"a b": 1}, {1: 1.0}])
+def test_scores_that_are_no_numbers_are_refused(scores: Any) -> None:
+    class Scored(Echo):
+        def score(self):
+            return scores
+
+    with pytest.raises(PlugInValueError):
+        adapt(Scored()).score()
+
+
+def test_environments_are_classes_or_functions_and_tools_have_different_names(tmp_path: Path) -> None:
+    source = """
+        class Game:
+            def reset(self): return "hi"
+            def step(self, text, calls): return text
+        def make(): return Game()
+        async def connect(): return Game()
+        def twice(x: int): "Doubles."; return 2 * x
+        class Calc:
+            @staticmethod
+            def twice(x: int):
+                "Doubles."
+    """
+    path = write(tmp_path, source)
+    for name in ("Game", "make", "connect"):
+        make, schemas = load_environment(f"{path}:{name}", [f"{path}:twice", "calculator"], wait)
+        assert make().reset(0, {}) == USER_HI
+        assert [schema["function"]["name"] for schema in schemas] == ["twice", "calculator"]
+    with pytest.raises(LoadError, match="there are two tools called twice"):
+        load_environment(None, [f"{path}:twice", f"{path}:Calc.twice"], wait)
+    with pytest.raises(LoadError, match=r"the tool Game is type .*, not a function"):
+        load_environment(None, [f"{path}:Game"], wait)

@@ -1,0 +1,153 @@
+"""Tests of the environments that come with the program."""
+
+from __future__ import annotations
+
+import random
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.environments.builtin import ENVIRONMENTS, TOOLS, Calculator, GuessNumber, Lookup, calculator, lookup
+from app.environments.interface import ToolCall
+from settings.schema.environment import BUILT_IN_ENVIRONMENTS, BUILT_IN_TOOLS
+from tests.environments.pools import contents
+
+
+def test_the_settings_name_all_of_them() -> None:
+    assert (set(ENVIRONMENTS), set(TOOLS)) == (set(BUILT_IN_ENVIRONMENTS), set(BUILT_IN_TOOLS))
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        ("47*38", "1786"),
+        (" 2 ** 10 ", "1024"),
+        ("-3 + +4", "1"),
+        ("(12.5 + 3) * 4", "62"),
+        ("0.1+0.2", "0.3"),
+        ("20*.01", "0.2"),
+        ("1/8", "0.125"),
+        ("1/3", "0.333333333333"),
+        ("-2/3", "-0.666666666667"),
+        ("2**-2", "0.25"),
+        ("1,250,000/2", "625000"),
+        ("12345678901234567890*10", "123456789012345678900"),
+        ("0.1234567890123456789*10", "1.234567890123456789"),
+        ("10**20/3", "33333333333300000000"),
+    ],
+)
+def test_the_calculator_is_exact(expression: str, value: str) -> None:
+    assert calculator(expression) == value
+
+
+def test_the_calculator_agrees_with_fractions_on_random_sums_and_products() -> None:
+    rng = random.Random(0)
+    for _ in range(300):
+        a, b, c = (rng.randint(-999, 999) for _ in range(3))
+        assert calculator(f"({a} - {b}) * {c} + {a}") == str((a - b) * c + a)
+        assert Fraction(calculator(f"{a}/8 + {b}/125")) == Fraction(a, 8) + Fraction(b, 125)
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        *("", "2 +", "x", "f(2)", "'a'*9", "True+1", "2 if 1 else 3", "1j", "1 < 2", "1//2", "1%2", "~1", "[1]"),
+        *("9**9**9", "2**0.5", "(9**99)**99", "1" * 201, "1e999999999", "(" * 99 + ")" * 99, "0x10", "é", "\x00"),
+        "__import__('os')",
+    ],
+)
+def test_the_calculator_refuses_everything_else_at_once(expression: str) -> None:
+    with pytest.raises(ValueError, match=r"expression|exponent"):
+        calculator(expression)
+
+
+def test_a_division_by_zero_is_an_error_for_the_policy() -> None:
+    answer = Calculator().step("<<1/0", [])
+    assert contents(answer) == ["Error: ZeroDivisionError: Fraction(1, 0)"]
+    assert answer.metrics == {"tool_calls": 1, "tool_errors": 1}
+
+
+@pytest.mark.parametrize(
+    ("text", "calls"),
+    [
+        ("She has <<47*38>>", []),
+        ("She has <<47*38", []),
+        ("She has <<47*38=", []),
+        ("She has <<1+1=2>>2, then <<47*38=1786>>\n", []),
+        ("", [ToolCall("calculator", {"expression": "47*38"})]),
+    ],
+)
+def test_the_calculator_reads_calls_and_the_annotations_of_gsm8k(text: str, calls: list[ToolCall]) -> None:
+    environment = Calculator()
+    assert environment.reset(answer="#### 1786") is None
+    answer = environment.step(text, calls)
+    assert answer.messages == [{"role": "tool", "content": "1786"}]
+    assert (answer.reward, answer.terminated, answer.metrics) == (0.0, False, {"tool_calls": 1})
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "reward"),
+    [
+        ("It is 1,786.", "long division\n#### 1786", 1.0),
+        ("1786", "1786", 1.0),
+        ("<<47*38=1786>>1786", "1786", 1.0),
+        ("1786 or 1787", "1786", 0.0),
+        ("I do not know", "1786", 0.0),
+    ],
+)
+def test_a_turn_without_a_call_is_scored_by_its_last_number(text: str, answer: str, reward: float) -> None:
+    environment = Calculator()
+    environment.reset(answer=answer)
+    result = environment.step(text, [])
+    assert (result.reward, result.terminated, result.messages) == (reward, True, ())
+
+
+@pytest.mark.parametrize(
+    "content", ["a\t1\nb c\t2 3\n", '{"key": "a", "value": 1}\n\n{"key": "b c", "value": "2 3"}\n']
+)
+def test_lookup_reads_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str) -> None:
+    (tmp_path / "table").write_text(content)
+    monkeypatch.setenv("GRPO_LOOKUP_FILE", str(tmp_path / "table"))
+    monkeypatch.setenv("GRPO_LOOKUP_LATENCY_MS", "1")
+    assert (lookup("a"), lookup("b c")) == ("1", "2 3")
+    environment = Lookup()
+    environment.reset(answer="2 3")
+    assert environment.step("<<b c", []).messages == [{"role": "tool", "content": "2 3"}]
+    assert environment.step("<<z>>", []).messages == [
+        {"role": "tool", "content": "Error: ValueError: there is no key 'z'"}
+    ]
+    assert environment.step(" 2 3\n", []).reward == 1.0
+
+
+def play(secret: int, guesses: tuple[str, ...]) -> list[tuple[Any, float, bool]]:
+    environment = GuessNumber()
+    assert environment.reset(seed=secret) == "?"
+    answers = [environment.step(guess, []) for guess in guesses]
+    return [(answer.messages, answer.reward, answer.terminated) for answer in answers]
+
+
+def test_a_guess_is_answered_and_the_third_is_the_last() -> None:
+    assert play(7, ("5", "9", "8")) == [("+", 0.0, False), ("-", 0.0, False), ("-", 0.0, True)]
+    assert play(7, ("5", "7")) == [("+", 0.0, False), ("=", 1.0, True)]
+    assert play(7, ("seven", "77", "²")) == [("?", 0.0, False), ("?", 0.0, False), ("?", 0.0, True)]
+    assert play(7, (" 7\n",)) == [("=", 1.0, True)]
+
+
+def test_the_best_policy_hits_exactly_seven_of_ten() -> None:
+    def best(secrets: frozenset[int], guesses: tuple[str, ...]) -> int:
+        """Most secrets that can be hit from here on, where the policy sees only the answers."""
+        return max(value(secrets, (*guesses, guess)) for guess in "0123456789")
+
+    def value(secrets: frozenset[int], guesses: tuple[str, ...]) -> int:
+        after: dict[str, set[int]] = {}
+        hits = 0
+        for secret in secrets:
+            messages, reward, is_over = play(secret, guesses)[-1]
+            hits += int(reward)
+            if not is_over:
+                after.setdefault(messages, set()).add(secret)
+        return hits + sum(best(frozenset(same), guesses) for same in after.values())
+
+    assert best(frozenset(range(10)), ()) == 7
