@@ -162,7 +162,7 @@ def test_masks_may_be_numbers_and_rewards_booleans() -> None:
 
 
 def test_turns_are_discounted_as_in_training(tmp_path: Path) -> None:
-    played = with_turns([(1, 1), (1, 0)], values=np.zeros(3, np.float32), token_rewards=np.float32([1, 0, 4]))
+    played = with_turns([(1, 1), (1, 0)], values=np.zeros(3, np.float32), token_rewards=np.array([1, 0, 4], np.float32))
     path, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     path.write_text(json.dumps(sample_to_record(played)) + "\n")
     for discount, first in (("0.5", 3.0), ("1.0", 5.0)):
