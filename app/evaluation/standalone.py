@@ -131,6 +131,7 @@ def _build_metadata(
     path = env.source if judge is None else judge.function
     # A plug-in in a file is identified by its name and the file's content, one in a module by its full name.
     module, _, function = (path or "").rpartition(":")
+    judge_settings = () if judge is None or is_task_reward(judge.name) else JUDGE_SETTINGS
     played = env.model_dump(mode="json", include=set(DECISIVE_FIELDS)) if env.is_used else {}
     facts = {
         MODEL: model.files.fingerprint,
@@ -140,11 +141,7 @@ def _build_metadata(
         JUDGE: accuracy_function_name(settings.reward),
         JUDGE_FUNCTION: function if module.endswith(".py") else path,
         JUDGE_FILE: next(iter(plugin_file_digests("reward.functions", [path]).values()), None),
-        **(
-            {}
-            if judge is None or is_task_reward(judge.name)
-            else {name: str(value_of(settings, name)) for name in JUDGE_SETTINGS}
-        ),
+        **{name: str(value_of(settings, name)) for name in judge_settings},
         "eval.num_samples": evaluation.num_samples,
         "eval.temperature": evaluation.temperature,
         # Greedy decoding does not depend on the seed.

@@ -77,7 +77,6 @@ def episode_from_record(record: EpisodeRecord, mask: Bool[np.ndarray, "C"], *, w
             policy's.
     """
     place = 0
-    is_written = np.zeros(len(mask), bool)
     for number, turn in enumerate(record.turns):
         name = f"{where}: episode.turns[{number}]"
         if not place <= turn.start <= turn.end <= len(mask):
@@ -85,12 +84,12 @@ def episode_from_record(record: EpisodeRecord, mask: Bool[np.ndarray, "C"], *, w
                 f"{name} is from {turn.start} to {turn.end}; turns follow each other, so expected {place} <= start <= "
                 f"end <= {len(mask)}, the number of completion_token_ids"
             )
-        is_written[turn.start : turn.end] = True
         place = turn.end
-    if len(wrong := np.flatnonzero(mask & ~is_written)):
+    turns = tuple(Turn(**turn.model_dump()) for turn in record.turns)
+    episode = Episode(turns, record.end, record.scores)
+    if len(wrong := np.flatnonzero(mask & ~episode.written_mask(len(mask)))):
         raise InputError(
             f"{where}: loss_mask[{wrong[0]}] is true, but that token is in no turn of the policy (episode.turns); "
             "tokens of observations are false"
         )
-    turns = (Turn(**turn.model_dump()) for turn in record.turns)
-    return Episode(turns=tuple(turns), end=record.end, scores=record.scores)
+    return episode

@@ -24,9 +24,6 @@ from jaxtyping import Bool, Float32, Int32, Int64, UInt8
 DROPPED_PREFIX = "dropped:"
 """The prefix of `finish_reason` of a sample that must not be used; the reason follows."""
 
-DROPPED_BY_ENVIRONMENT = f"{DROPPED_PREFIX}environment"
-"""The prefix of `finish_reason` of a sample whose environment failed; how it failed follows."""
-
 Messages = list[dict[str, str]]
 """A chat: dicts with `role` and `content`."""
 
@@ -87,6 +84,13 @@ class Episode:
     def reward(self) -> float:
         """Sum of the rewards of all turns and of all scores."""
         return sum(turn.reward for turn in self.turns) + sum(self.scores.values())
+
+    def written_mask(self, num_tokens: int) -> Bool[np.ndarray, "C"]:
+        """Returns True on the tokens of the policy's turns, whether they are in the loss or not."""
+        mask = np.zeros(num_tokens, bool)
+        for turn in self.turns:
+            mask[turn.start : turn.end] = True
+        return mask
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -164,13 +168,8 @@ class Sample:
 
     @property
     def written_mask(self) -> Bool[np.ndarray, "C"] | None:
-        """True on the tokens of the policy's turns, whether they are in the loss or not; None without an episode."""
-        if self.episode is None:
-            return None
-        mask = np.zeros(len(self.completion_ids), bool)
-        for turn in self.episode.turns:
-            mask[turn.start : turn.end] = True
-        return mask
+        """The `loss_mask` of a sample that nothing but its observations is left out of; None = all True."""
+        return None if self.episode is None else self.episode.written_mask(len(self.completion_ids))
 
     @property
     def turn_places(self) -> Int64[np.ndarray, "turns"]:

@@ -120,7 +120,7 @@ METRICS = (
         "of its samples",
         "steady, or grows with the completions", "see `completions/mean_length`"),
     Metric("data/total_tokens", "sum of `data/num_tokens` since the first step", "rises", "nothing"),
-    Metric("completions/mean_length", "mean number of tokens of a completion",
+    Metric("completions/mean_length", "mean number of tokens of a completion, observations of an environment included",
         "stays steady, or grows slowly with the reward", "grows while the reward does not: the reward favors length"),
     Metric("completions/{min,max}_length", "tokens of the shortest and the longest completion",
         "max below `rollout.max_new_tokens`", "min falls to 1 or 2: the reward favors answers without reasoning"),

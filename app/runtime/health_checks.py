@@ -7,7 +7,6 @@ from collections.abc import Mapping
 import numpy as np
 
 from app.distributed.collectives import max_over_hosts, sum_over_hosts
-from app.records.sample import DROPPED_BY_ENVIRONMENT, Sample
 from app.reward.aggregate import RewardedSamples
 from app.rollout.sampling.token_sampling import FINISH_NON_FINITE
 from settings import Settings
@@ -32,20 +31,11 @@ def check_rewards(scored: RewardedSamples) -> None:
             f"no sample of this step could be generated: {scored.notices[-1]}. The policy's weights contain NaN or "
             "infinity, or overflow: lower optimizer.learning_rate, train in float32, or choose another model.path"
         )
-    if num_kept == 0 and scored.samples and all(map(_was_dropped_by_environment, scored.samples)):
-        raise RewardError(
-            f"no sample of this step has a reward, because the environment failed in all: {scored.notices[-1]}. Fix "
-            "env.source or env.tools, or raise env.step_timeout_s, before continuing"
-        )
     if num_kept == 0:
         raise RewardError(
-            "no sample of this step has a reward, because all were dropped (reward.on_error); first: "
-            f"{next(iter(scored.notices), 'on another host')}. Fix the reward functions before continuing"
+            "no sample of this step has a reward, because all were dropped (reward.on_error, or a failed environment); "
+            f"first: {next(iter(scored.notices), 'on another host')}. Fix the functions or the environment first"
         )
-
-
-def _was_dropped_by_environment(sample: Sample) -> bool:
-    return sample.finish_reason.startswith(DROPPED_BY_ENVIRONMENT)
 
 
 def stop_if_diverged(metrics: Mapping[str, float | None], settings: Settings) -> None:

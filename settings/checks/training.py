@@ -146,16 +146,6 @@ def _rewards_count_nothing(settings: Settings) -> bool:
     return not any(parts)
 
 
-def _check_turn_credit(resolved: Resolved) -> Iterator[str]:
-    algorithm = resolved.settings.algorithm
-    if resolved.settings.env.credit == "turn" and algorithm.estimator in GROUP_RELATIVE_ESTIMATORS:
-        yield (
-            f"<env.credit>: {algorithm.estimator} gives a whole sample one advantage; and a baseline for each turn of "
-            "a group would be biased, because the policy itself decides which samples get that far. Set env.credit: "
-            "trajectory, or an algorithm.name with returns per token, ppo or reinforce_plus_plus"
-        )
-
-
 check_overlong_buffer = Rule(
     lambda s: s.reward.overlong_buffer is not None and s.reward.overlong_buffer >= s.rollout.max_new_tokens,
     "<reward.overlong_buffer> is not below <rollout.max_new_tokens>, so every completion would be penalized; lower it "
@@ -186,7 +176,12 @@ check_fused_turns = Rule(
 )
 
 TURN_CREDIT_CHECKS = (
-    _check_turn_credit,
+    Rule(
+        lambda s: s.env.credit == "turn" and s.algorithm.estimator in GROUP_RELATIVE_ESTIMATORS,
+        "<env.credit>: <algorithm.estimator> gives a whole sample one advantage, and a baseline for each turn of a "
+        "group would be biased, because the policy itself decides which samples get that far. Set env.credit: "
+        "trajectory, or an algorithm.name with returns per token, ppo or reinforce_plus_plus",
+    ),
     check_fused_turns,
     Rule(
         lambda s: s.env.credit == "turn" and s.env.source is None,

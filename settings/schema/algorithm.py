@@ -105,8 +105,8 @@ class AlgorithmSettings(Section):
     """How GAE handles tokens that the policy did not generate: skip them, treat them as ordinary steps (through), or as
     steps with reward 0 and value 0 (zero)."""
     bootstrap_truncated: bool = False
-    """If true, the return of a sample truncated at `rollout.max_new_tokens` includes the critic's value after its last
-    token. If false, it ends with 0, as for a finished sample."""
+    """If true, the return of a sample truncated at `rollout.max_new_tokens`, or by a limit or the environment of `env`,
+    includes the critic's value after its last token. If false, it ends with 0, as for a finished sample."""
     vtrace_max_ratio: float = Field(default=1.0, gt=0)
     """V-trace's rho: upper bound on the importance weight of a token in the critic's targets. The policy's loss is
     corrected by `algorithm.correction`."""

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from app.evaluation.metrics import estimate_metrics, prompt_columns
+from app.reward.aggregate import NO_REWARD_FINISH_REASON
 from app.reward.overlong import OverlongPenalty
 from app.reward.plugin import StepInfo
 from app.reward.reward_functions import EnvironmentReward, RewardFunctions, accuracy_function_name
@@ -53,6 +54,15 @@ def test_a_sample_whose_environment_failed_has_no_reward_and_its_siblings_do() -
     scored = rewarded([GAME, failed])
     assert [s.reward for s in scored.samples] == [3.5, None]
     assert scored.notices == ("1 of 2 samples have environment timeout, left out; first row-0/s1",)
+
+
+def test_a_sample_that_had_been_dropped_learns_from_its_turns_again_and_not_from_observations() -> None:
+    extra = {"reward_errors": ["f: raised: x"], "finish_reason_before_drop": "length"}
+    mask = np.zeros(9, bool)
+    dropped = replace(GAME, finish_reason=NO_REWARD_FINISH_REASON, loss_mask=mask, extra=extra)
+    (one,) = rewarded([dropped], rewards_turns=True).samples
+    assert (one.finish_reason, one.mask.tolist()) == ("length", GAME.mask.tolist())
+    assert one.token_rewards is not None and one.token_rewards[1] == 0.5
 
 
 def test_each_turn_is_rewarded_on_its_last_token_and_the_rest_on_the_last_of_all(tmp_path: Path) -> None:

@@ -187,7 +187,7 @@ TURNS = [(2, 2), (1, 1), (3, 0)]
 """Written and observed tokens of three turns."""
 
 
-def played(rewards: list[float], *, seed: int = 0, bootstrapped: bool = False) -> Sample:
+def played(rewards: list[float], *, seed: int = 0, bootstrapped: bool = False) -> Any:
     rng = np.random.default_rng(seed)
     sample = with_turns(TURNS, rewards, end="turns" if bootstrapped else "terminated", reward=sum(rewards))
     values = rng.normal(0, 1, len(sample.completion_ids) + bootstrapped).astype(np.float32)
@@ -201,8 +201,8 @@ def test_every_token_of_a_turn_has_the_discounted_return_of_this_turn_and_the_la
     (one,) = make_return_advantages(settings)([played([1.0, 2.0, 4.0])], 0.0)
     first, second, third = 1.0 + 0.5 * 2.0 + 0.25 * 4.0, 2.0 + 0.5 * 4.0, 4.0
     expected = [first, first, 0, 0, second, 0, third, third, third]
-    np.testing.assert_array_equal(one.advantages, np.float32(expected))
-    np.testing.assert_array_equal(one.returns, np.float32(expected))
+    np.testing.assert_array_equal(one.advantages, np.array(expected, np.float32))
+    np.testing.assert_array_equal(one.returns, np.array(expected, np.float32))
 
 
 @pytest.mark.parametrize("mask_mode", ["skip", "through", "zero"])
@@ -248,7 +248,7 @@ def test_other_observations_leave_the_gradient_of_earlier_turns_as_it_is() -> No
 
     def gradient(observation: int, *, learned_turns: int) -> Any:
         ids = [3, 4, observation, observation + 1, 5, observation + 2, 6, 7, 8]
-        one = with_turns(TURNS, [1.0, 2.0, 4.0], ids=ids, reward=7.0)
+        one: Any = with_turns(TURNS, [1.0, 2.0, 4.0], ids=ids, reward=7.0)
         # With a weight of 0, a later turn still counts in the denominators.
         advantages = np.where(np.arange(9) < one.episode.turns[learned_turns - 1].end, 1.0, 0.0)
         one = replace(one, advantages=(advantages * one.mask).astype(np.float32))

@@ -277,8 +277,8 @@ PLAYED = ("env.source=guess_number", "env.credit=turn")
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (PLAYED, "env.credit = 'turn' (from --set): grpo gives a whole sample"),
-        ((*PLAYED, "algorithm.name=rloo"), "rloo gives a whole sample one advantage"),
+        (PLAYED, "env.credit = 'turn' (from --set): algorithm.estimator = 'grpo'"),
+        ((*PLAYED, "algorithm.name=rloo"), "algorithm.estimator = 'rloo'"),
         (("env.credit=turn", "algorithm.name=ppo"), "env.credit = 'turn' (from --set): only an environment rewards"),
         (("env.source=guess_number", "env.turn_discount=0.5"), "env.turn_discount = 0.5 (from --set) has no effect"),
         (

@@ -18,7 +18,8 @@ from app.runtime.advantages import make_gae_advantages
 from app.stages.gae import make_whitener
 from app.stages.gae_jsonl import GaeSampleFile, LocatedSample, sample_windows
 from settings import load
-from tests.program import here, records_of
+from tests.episodes import with_turns
+from tests.program import here, records_of, settings
 from tests.tiny import make_sample
 
 
@@ -158,3 +159,14 @@ def test_masks_may_be_numbers_and_rewards_booleans() -> None:
     sample = sample_for_advantages(record, where="", bootstrap_truncated=False, needs_logprobs=False, needs_turns=False)
     assert sample.mask.tolist() == [True, False]
     assert sample.reward == 1.0
+
+
+def test_turns_are_discounted_as_in_training(tmp_path: Path) -> None:
+    played = with_turns([(1, 1), (1, 0)], values=np.zeros(3, np.float32), token_rewards=np.array([1, 0, 4], np.float32))
+    path, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    path.write_text(json.dumps(sample_to_record(played)) + "\n")
+    for discount, first in (("0.5", 3.0), ("1.0", 5.0)):
+        chosen = settings(f"env.turn_discount={discount}")
+        result = here("gae", *chosen, "--lam", "1", "--input", path, "--out", out, "--overwrite", "--gamma", "1")
+        assert result.exit_code == 0, result.stderr
+        assert records_of(out)[0]["returns"] == [first, 0.0, 4.0]

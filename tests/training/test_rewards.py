@@ -190,7 +190,7 @@ def test_a_failure_counts_zero_where_that_is_asked_for(config: Path) -> None:
         (
             "plug.py:broken",
             "drop",
-            "no sample of this step has a reward, because all were dropped (reward.on_error); first",
+            "no sample of this step has a reward, because all were dropped (reward.on_error, or a failed environm",
         ),
         ("plug.py:silent", "raise", "reward.functions: no reward: every reward function abstained (sample "),
     ],
