@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-
 from app.distributed.collective_files import per_host_path
 from app.evaluation.metadata import (
     CHANGEABLE_JUDGE_FACTS,
@@ -52,10 +50,9 @@ class EvaluationPrompts:
                 place = places.get(sample.prompt.uid)
                 if place is None or not 0 <= sample.sample_index < self.num_samples:
                     continue
-                prompt = self.prompts[place]
-                if np.array_equal(sample.prompt.token_ids, prompt.token_ids):
-                    whole = replace(sample, prompt=prompt, group_id=place)
-                    samples.setdefault(place, {})[sample.sample_index] = whole
+                whole = sample.with_prompt(self.prompts[place])
+                if whole is not None:
+                    samples.setdefault(place, {})[sample.sample_index] = replace(whole, group_id=place)
         return {
             place: [by_index[i] for i in range(self.num_samples)]
             for place, by_index in samples.items()

@@ -23,7 +23,6 @@ from app.distributed.watchdog import WAIT_PHASE
 from app.evaluation.evaluator import evaluation_estimates, generate_samples
 from app.evaluation.metadata import (
     CHECKPOINT,
-    ENVIRONMENT_FILES,
     JUDGE,
     JUDGE_FILE,
     JUDGE_FUNCTION,
@@ -49,6 +48,7 @@ from app.records.sample import Prompt, Sample
 from app.reward.builtin_tasks import is_task_reward
 from app.reward.plugin import StepInfo
 from app.reward.reward_functions import RewardFunctions, accuracy_function_name
+from app.runtime.environments import environment_facts
 from app.runtime.health_checks import check_rewards
 from app.runtime.host_supervision import PhaseCallback, iterate_in_phase, join_hosts, wait_for_other_hosts
 from app.runtime.inputs import eval_columns, make_environment_reward, read_eval_prompts
@@ -57,7 +57,6 @@ from app.runtime.session import Session
 from app.tracking.rollout_progress import RolloutProgress
 from settings import Resolved, Settings
 from settings.loading.fields import value_of
-from settings.schema.environment import DECISIVE_FIELDS
 
 
 @dataclass(frozen=True)
@@ -132,7 +131,6 @@ def _build_metadata(
     # A plug-in in a file is identified by its name and the file's content, one in a module by its full name.
     module, _, function = (path or "").rpartition(":")
     judge_settings = () if judge is None or is_task_reward(judge.name) else JUDGE_SETTINGS
-    played = env.model_dump(mode="json", include=set(DECISIVE_FIELDS)) if env.is_used else {}
     facts = {
         MODEL: model.files.fingerprint,
         "the tokenizer": model.tokenizer.fingerprint,
@@ -150,8 +148,7 @@ def _build_metadata(
         **({"rollout.stop": list(settings.rollout.stop)} if settings.rollout.stop else {}),
         "model.dtype": settings.model.dtype,
         **settings.rollout.rounding,
-        **{f"env.{name}": value for name, value in played.items()},
-        **({ENVIRONMENT_FILES: [*plugin_file_digests("env", (env.source, *env.tools)).values()]} if played else {}),
+        **environment_facts(env),
     }
     source = data.eval_source or data.sources[0].source
     dataset = f"{source} ({data.eval_split})" if source.startswith(("builtin:", "hf:")) else source

@@ -15,7 +15,7 @@ Shape letters, used in every signature and docstring of the project:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -150,6 +150,15 @@ class Sample:
     @property
     def uid(self) -> str:
         return f"{self.prompt.uid}/s{self.sample_index}"
+
+    def with_prompt(self, prompt: Prompt) -> Sample | None:
+        """Returns a sample that was read from a file with its whole prompt; None if its prompt is another one.
+
+        An environment may have opened the conversation with tokens of its own, which stay.
+        """
+        if self.episode is not None:
+            prompt = replace(prompt, source=self.prompt.source, token_ids=self.prompt.token_ids)
+        return replace(self, prompt=prompt) if np.array_equal(self.prompt.token_ids, prompt.token_ids) else None
 
     @property
     def token_versions(self) -> Int32[np.ndarray, "C"]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from app.distributed.host_consistency import plugin_file_digests
 from app.distributed.stop_check import STOP_CHECK_INTERVAL_S
 from app.environments.episode_pool import EpisodePool
 from app.plugins.loading import LoadError
@@ -21,7 +22,10 @@ from app.rollout.conversations import Conversations, TurnLimits
 from app.rollout.sequence import RolloutSequence
 from settings import Settings
 from settings.errors import InputError
-from settings.schema.environment import EnvironmentSettings
+from settings.schema.environment import DECISIVE_FIELDS, EnvironmentSettings
+
+ENVIRONMENT_FILES = "the files of env.source and env.tools"
+"""Name of the fact that tells files apart that have the same name."""
 
 
 def read_tool_schemas(env: EnvironmentSettings) -> Sequence[Mapping[str, Any]]:
@@ -38,6 +42,15 @@ def read_tool_schemas(env: EnvironmentSettings) -> Sequence[Mapping[str, Any]]:
         except LoadError as error:
             place = f"env.source: {env.source}" if env.source else f"env.tools: {', '.join(env.tools)}"
             raise InputError(f"{place}: {error}") from error
+
+
+def environment_facts(env: EnvironmentSettings) -> dict[str, Any]:
+    """Returns everything in `env.*` that determines samples: name -> JSON value; nothing without an environment."""
+    if not env.is_used:
+        return {}
+    played = env.model_dump(mode="json", include=set(DECISIVE_FIELDS))
+    files = plugin_file_digests("env", (env.source, *env.tools))
+    return {**{f"env.{name}": value for name, value in played.items()}, ENVIRONMENT_FILES: [*files.values()]}
 
 
 def check_turns(settings: Settings, tokenizer: Tokenizer) -> tuple[str, ...]:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from app.checkpoint.saved_policy import PolicyCheckpoint
 from app.distributed.host_consistency import prompts_fingerprint
@@ -18,6 +16,7 @@ from app.records.atomic_write import is_partial_file
 from app.records.partial_samples import read_parts
 from app.records.sample import Prompt, Sample
 from app.records.sample_json import sample_from_record
+from app.runtime.environments import environment_facts
 from app.runtime.model_spec import ModelSpec
 from settings import Settings
 from settings.errors import InputError
@@ -67,6 +66,7 @@ def rollout_facts(
         "model.dtype": settings.model.dtype,
         "data.max_prompt_length": settings.data.max_prompt_length,
         **kept,
+        **environment_facts(settings.env),
         **({"mesh.shape": settings.mesh.shape, "the devices": devices} if exact else {}),
     }
 
@@ -104,10 +104,9 @@ def read_finished_samples(
             with suppress(InputError):
                 sample = sample_from_record(record, where=f"{path}:{number}")
                 prompt = prompts_by_uid.get(sample.prompt.uid)
-                if prompt is None or not np.array_equal(sample.prompt.token_ids, prompt.token_ids):
-                    continue
-                if 0 <= sample.sample_index < group_size:
-                    finished[sample.uid] = replace(sample, prompt=prompt)
+                whole = prompt and sample.with_prompt(prompt)
+                if whole is not None and 0 <= sample.sample_index < group_size:
+                    finished[sample.uid] = whole
     return finished
 
 
