@@ -5,14 +5,14 @@
 Supervised training on two kinds of conversations, which the first message tells apart:
 
 - A product, such as `47 * 38 = ?`, which so small a network cannot work out. Seven times in ten the demonstration
-  answers at once, with a wrong number of the right length. Otherwise it calls the calculator by writing `<<47*38`, and
-  copies what that says; now and then it copies wrongly or calls once more.
+  answers at once with a rough estimate, `1200`, which is right only by chance. Otherwise it calls the calculator by
+  writing `<<47*38`, and copies what that says; now and then it copies wrongly or calls once more.
 - `?`: a secret digit is to be found in three guesses. The first guess is any digit. Hints (`+`: the secret is larger,
-  `-`: smaller) are heeded six times in ten, by any of the digits still possible, and otherwise ignored.
+  `-`: smaller) are heeded seven times in ten, by any of the digits still possible, and otherwise ignored.
 
-What comes out knows both formats, seldom calls, and plays badly. Reinforcement learning then shows a rare useful habit,
-the call, becoming the usual one, and guesses that heed their hints and halve what is left; it does not show a call or a
-game learned from nothing.
+What comes out knows both formats, likes estimates better than calls, and plays badly. Reinforcement learning then shows
+a rare useful habit, the call, becoming the usual one, and guesses that heed their hints and halve what is left; it does
+not show a call or a game learned from nothing.
 This script never reads the held-out split of the products; the shares were chosen with results of trial runs in view.
 """
 
@@ -37,7 +37,7 @@ CALL_SHARE = 0.3
 """Fraction of the products for which the demonstration calls the calculator."""
 SLIP_SHARE, REPEAT_SHARE = 0.05, 0.05
 """Fractions of the calls whose result is copied wrongly, and of those that are made once more."""
-HEEDED_SHARE = 0.6
+HEEDED_SHARE = 0.7
 """Fraction of the later guesses that heed all hints; the others are any digit."""
 GAME_SHARE = 0.3
 """Fraction of the conversations that are games."""
@@ -51,12 +51,9 @@ CHARACTERS = f"{make_tiny_model.CHARACTERS}<"
 CONFIG: dict[str, Any] = make_tiny_model.CONFIG | {"vocab_size": len(CONTROL_TOKENS) + len(CHARACTERS)}
 
 
-def random_number(length: int, *, other_than: str, rng: np.random.Generator) -> str:
-    """Returns a random number with so many digits."""
-    smallest = 10 ** (length - 1) if length > 1 else 0
-    while (number := str(rng.integers(smallest, 10**length))) == other_than:
-        pass
-    return number
+def estimate(left: str, right: str) -> str:
+    """Returns the product of two numbers of which only the first digits count: 47 * 38 -> 1200."""
+    return str(int(left[0]) * int(right[0]) * 10 ** (len(left) + len(right) - 2))
 
 
 def misread(number: str, rng: np.random.Generator) -> str:
@@ -67,9 +64,9 @@ def misread(number: str, rng: np.random.Generator) -> str:
 
 
 def calculation(expression: str, answer: str, rng: np.random.Generator) -> list[str]:
-    """Returns turns of the policy and, between them, messages: a wrong answer, or a call and its result copied."""
+    """Returns turns of the policy and, between them, messages: an estimate, or a call and its result copied."""
     if rng.random() >= CALL_SHARE:
-        return [random_number(len(answer), other_than=answer, rng=rng)]
+        return [estimate(*expression.split("*"))]
     call = [f"<<{expression}", f"<|tool|>{answer}"]
     kind = rng.random()
     if kind < SLIP_SHARE:
