@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, cast
@@ -44,7 +46,6 @@ LEVEL_SHARES = {2: 0.4, 3: 0.6}
 """Maps a difficulty level to its fraction of a batch."""
 RIGHT_SHARE = 0.3
 NUM_PROBLEMS = 40_000
-BATCH_ROWS = 256
 LEARNING_RATE = 3e-3
 
 PAD, UNKNOWN, END = "<|pad|>", "<|unknown|>", "<|end|>"
@@ -78,14 +79,16 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
+def make_tokenizer(
+    control_tokens: Sequence[str] = CONTROL_TOKENS, characters: str = CHARACTERS
+) -> PreTrainedTokenizerFast:
     """Returns a tokenizer with one token per character, without blanks: `47 + 38 = ?` has seven tokens."""
-    vocabulary = {token: i for i, token in enumerate((*CONTROL_TOKENS, *CHARACTERS))}
+    vocabulary = {token: i for i, token in enumerate((*control_tokens, *characters))}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     backend.normalizer = normalizers.Replace(Regex(r"\s"), "")
     backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     backend.decoder = decoders.Fuse()
-    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in CONTROL_TOKENS])
+    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in control_tokens])
     return PreTrainedTokenizerFast(
         tokenizer_object=backend, eos_token=END, pad_token=PAD, unk_token=UNKNOWN, chat_template=CHAT_TEMPLATE
     )
@@ -114,16 +117,29 @@ def training_rows(tokenizer: PreTrainedTokenizerFast, *, num_problems: int) -> t
             ids = np.array(tokenizer.encode(f"{answer}{END}"), np.int32)
             samples.append(Sample(prompt, 0, 0, ids, f"{answer}", np.zeros(len(ids), np.float32), "stop", 0))
             probabilities.append(share * LEVEL_SHARES[level] / np.sum(levels == level))
-    longest = max(len(s.completion_ids) for s in samples)
-    shape = RowShape(max(len(s.prompt.token_ids) for s in samples) + longest, longest)
-    rows = MicroBatch(tuple(((i,),) for i in range(len(samples))), shape)
-    return pack_tokens(samples, rows), np.array(probabilities)
+    return pack_rows([(sample,) for sample in samples]), np.array(probabilities)
+
+
+def pack_rows(rows: Sequence[Sequence[Sample]]) -> TokenBatch:
+    """Returns packed rows of equal length, each with the samples of one item."""
+    samples = list(chain.from_iterable(rows))
+    completion = max(sum(len(s.completion_ids) for s in row) for row in rows)
+    total = max(sum(len(s.prompt.token_ids) + len(s.completion_ids) for s in row) for row in rows)
+    numbers = iter(range(len(samples)))
+    segments = tuple(tuple((next(numbers),) for _ in row) for row in rows)
+    return pack_tokens(samples, MicroBatch(segments, RowShape(total, completion)))
 
 
 def train(
-    definition: DecoderDefinition, rows: TokenBatch, probabilities: np.ndarray, *, seed: int, num_steps: int
+    definition: DecoderDefinition,
+    rows: TokenBatch,
+    probabilities: np.ndarray,
+    *,
+    seed: int,
+    num_steps: int,
+    num_rows: int,
 ) -> Params:
-    """Returns the weights after `num_steps` of AdamW on the mean negative logprob of the answers' tokens."""
+    """Returns the weights after `num_steps` of AdamW on the mean negative logprob of the tokens with a loss."""
     schedule = optax.warmup_cosine_decay_schedule(0.0, LEARNING_RATE, num_steps // 10, num_steps)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.1))
 
@@ -148,7 +164,7 @@ def train(
     moments = optimizer.init(params)
     rng = np.random.default_rng(seed)
     for index in range(1, num_steps + 1):
-        chosen = rng.choice(len(probabilities), size=BATCH_ROWS, p=probabilities)
+        chosen = rng.choice(len(probabilities), size=num_rows, p=probabilities)
         params, moments, value = step(params, moments, jax.tree.map(itemgetter(chosen), rows))
         if index % 100 == 0 or index == num_steps:
             print(f"step {index} of {num_steps}: loss {float(value):.3f}", flush=True)
@@ -168,27 +184,34 @@ def write_weights(directory: Path, definition: DecoderDefinition, params: Params
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
 
-def write_tokenizer_and_config(directory: Path) -> None:
+def write_tokenizer_and_config(directory: Path, config: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> None:
     """Writes all files of a Hugging Face directory except the weights."""
-    generation = {name: CONFIG[name] for name in ("eos_token_id", "pad_token_id")}
-    for name, content in (("config.json", CONFIG), ("generation_config.json", generation)):
+    generation = {name: config[name] for name in ("eos_token_id", "pad_token_id")}
+    for name, content in (("config.json", config), ("generation_config.json", generation)):
         (directory / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    make_tokenizer().save_pretrained(directory, save_jinja_files=False)
+    tokenizer.save_pretrained(directory, save_jinja_files=False)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Makes the starting weights of the quickstart.")
+def main(
+    config: dict[str, Any],
+    tokenizer: PreTrainedTokenizerFast,
+    make_rows: Callable[[PreTrainedTokenizerFast], tuple[TokenBatch, np.ndarray]],
+    *,
+    num_steps: int,
+    num_rows: int,
+) -> None:
+    """Trains on rows drawn by their probabilities, `num_rows` a step, and writes the model to `--out`."""
+    parser = argparse.ArgumentParser(description="Makes the starting weights of a built-in model.")
     parser.add_argument("--out", type=Path, required=True, help="directory to write")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=6000)
+    parser.add_argument("--steps", type=int, default=num_steps)
     arguments = parser.parse_args()
-    rows, probabilities = training_rows(make_tokenizer(), num_problems=NUM_PROBLEMS)
-    definition = DecoderDefinition.create(architecture_from_config(CONFIG))
-    params = train(definition, rows, probabilities, seed=arguments.seed, num_steps=arguments.steps)
+    definition = DecoderDefinition.create(architecture_from_config(config))
+    params = train(definition, *make_rows(tokenizer), seed=arguments.seed, num_steps=arguments.steps, num_rows=num_rows)
     write_weights(arguments.out, definition, params)
-    write_tokenizer_and_config(arguments.out)
+    write_tokenizer_and_config(arguments.out, config, tokenizer)
     print(f"{definition.num_parameters:,} weights in {arguments.out}")
 
 
 if __name__ == "__main__":
-    main()
+    main(CONFIG, make_tokenizer(), partial(training_rows, num_problems=NUM_PROBLEMS), num_steps=6000, num_rows=256)

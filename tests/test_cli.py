@@ -117,9 +117,9 @@ def test_the_program_alone_prints_its_help() -> None:
     ("words", "expected"),
     [
         ("grpo pres", ["presets"]),
-        ("grpo train --config quick", ["quickstart", "quickstart_ppo"]),
+        ("grpo train --config quick", ["quickstart", "quickstart_ppo", "quickstart_tools"]),
         ("grpo train --set rollout.gr", ["rollout.group_size="]),
-        ("grpo presets quickstart_", ["quickstart_ppo"]),
+        ("grpo presets quickstart_", ["quickstart_ppo", "quickstart_tools"]),
         ("grpo settings rollout.gr", ["rollout.group_size"]),
         ("grpo evaluate --pic", ["--picture"]),
         ("grpo train --config a --config b --num_generations 8 --set rollout.gr", ["rollout.group_size="]),

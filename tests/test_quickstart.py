@@ -45,7 +45,7 @@ def test_the_packaged_model_is_small() -> None:
 
 def test_the_packaged_config_and_tokenizer_are_what_the_script_writes(tmp_path: Path) -> None:
     files = open_model("builtin:tiny")
-    make_tiny_model.write_tokenizer_and_config(tmp_path)
+    make_tiny_model.write_tokenizer_and_config(tmp_path, make_tiny_model.CONFIG, make_tiny_model.make_tokenizer())
     for path in tmp_path.iterdir():
         assert json.loads(path.read_text()) == json.loads((TINY / path.name).read_text())
     tokenizer = load_tokenizer(files)
@@ -73,7 +73,7 @@ def test_written_weights_are_those_that_are_read_back(tmp_path: Path) -> None:
     definition = DecoderDefinition.create(architecture_from_config(make_tiny_model.CONFIG))
     params = definition.initialise(seed=1)
     make_tiny_model.write_weights(tmp_path, definition, params)
-    make_tiny_model.write_tokenizer_and_config(tmp_path)
+    make_tiny_model.write_tokenizer_and_config(tmp_path, make_tiny_model.CONFIG, make_tiny_model.make_tokenizer())
     mesh = device_mesh.make_mesh(load(None, [], {}).settings.mesh)
     read = flatten_by_path(load_weights(definition, open_model(str(tmp_path)).weights, mesh))
     for path, leaf in flatten_by_path(params).items():

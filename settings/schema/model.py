@@ -14,7 +14,8 @@ AttentionImplementation = Literal["auto", "kernel", "xla"]
 
 class ModelSettings(Section):
     path: str = Field(default="builtin:tiny", min_length=1)
-    """The model: Hugging Face directory, hub id, `.gguf` file, or `builtin:tiny`."""
+    """The model: Hugging Face directory, hub id, `.gguf` file, `builtin:tiny` or
+    `builtin:tiny_tools`."""
     revision: str | None = None
     """Commit, tag or branch of a hub id; its newest commit when null. A resumed run keeps its commit."""
     dtype: Literal["float32", "bfloat16"] = "float32"

@@ -31,6 +31,8 @@ TINY_STEP = (
         "model.logits_chunk=1024",
     ),
     *("data.source=builtin:arithmetic", "data.num_problems=40", "data.difficulty=[1, 2]", "data.system_prompt=null"),
+    *('data.operators=["+"]', "env.source=null", "env.tools=[]", "env.max_turns=8", "env.max_turn_tokens=null"),
+    "env.max_observation_tokens=1024",
     *("data.max_prompt_length=16", "rollout.prefill_length_min=16", "rollout.max_new_tokens=4"),
     *("rollout.prompts_per_step=4", "rollout.group_size=4", "optimizer.learning_rate=1e-3"),
     *("optimizer.schedule=constant", "optimizer.final_fraction=0", "optimizer.beta2=0.999"),
