@@ -7,12 +7,14 @@ observation is encoded by itself.
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+from jaxtyping import Int32
 
 from app.environments.episode import EpisodeFailure, EpisodeReply, EpisodeStart
 from app.environments.episode_pool import EpisodePool
@@ -25,6 +27,8 @@ from app.rollout.stop_strings import DecodeText
 from settings.errors import InputError
 
 log = logging.getLogger(__name__)
+
+MAX_BRIDGES = 1024
 
 ENVIRONMENT_DROPPED = f"{DROPPED_PREFIX}environment"
 """Start of the finish reason of a sample whose environment failed."""
@@ -63,6 +67,8 @@ class Conversations:
     """Rows whose environments have to answer, by their keys."""
     _unanswered: dict[str, Turn] = field(default_factory=dict)
     """Last turns of those rows whose observation did not fit, so that only their scores are missing."""
+    _bridges: dict[str, Int32[np.ndarray, "n"]] = field(default_factory=dict)
+    """Ids between turns, by the JSON of the messages."""
     _opened: dict[str, tuple[Prompt, Opening]] = field(default_factory=dict)
     """Prompts as their environments open them, by uid."""
 
@@ -181,17 +187,26 @@ class Conversations:
         messages = self.bridge.fitted(turn.messages, self.limits.max_observation_tokens)
         turn = replace(turn, messages=messages)
         try:
-            ids = self.bridge.ids(messages)
+            ids = self._bridge_ids(messages)
         except InputError as error:
             self.pool.abandon(row.key)
             self._drop(row, turn, "template", str(error))
             return
         if row.num_tokens + len(ids) < row.max_new_tokens:
-            row.observe(turn, np.array(ids, np.int32))
+            row.observe(turn, ids)
             return
         assert row.opening is not None
         self._acting[row.key], self._unanswered[row.key] = row, turn
         self.pool.end(row.key, *row.opening)
+
+    def _bridge_ids(self, messages: Messages) -> Int32[np.ndarray, "n"]:
+        """Returns the ids of `TurnBridge.ids`, which samples of a prompt often share and which take long to render."""
+        key = json.dumps(messages)
+        if key not in self._bridges:
+            if len(self._bridges) == MAX_BRIDGES:
+                self._bridges.clear()
+            self._bridges[key] = np.array(self.bridge.ids(messages), np.int32)
+        return self._bridges[key]
 
     def _drop(self, row: RolloutSequence, turn: Turn, why: str, detail: str) -> None:
         log.warning("the environment of %s failed: %s", row.uid, detail)
