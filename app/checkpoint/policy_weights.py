@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 from app.checkpoint.saved_policy import PolicyCheckpoint
 from app.model.decode_weights import DecodeWeights
 from app.model.decoder import Params
+from app.runtime.environments import prepare_turns
 from app.runtime.model_spec import ModelSpec, check_context_length, read_model_spec
 from app.runtime.pinned_revisions import pin_revisions
 from app.runtime.session import Session
@@ -45,6 +46,7 @@ def read_policy_source(settings: Settings, checkpoint: Path | None) -> PolicySou
     else:
         saved.check_compatible(model)
     check_context_length(model.architecture, settings, path=settings.model.path)
+    prepare_turns(settings, model.tokenizer)
     return PolicySource(settings, model, saved)
 
 

@@ -42,7 +42,7 @@ from app.records.run_directory import RunDirectory, check_run_directory
 from app.records.sample import Prompt
 from app.records.text_format import format_bytes
 from app.records.versions import minimum_versions
-from app.runtime.environments import check_turns, try_episode
+from app.runtime.environments import check_turns, prepare_turns, try_episode
 from app.runtime.host_supervision import join_hosts
 from app.runtime.inputs import (
     encode_rows,
@@ -194,6 +194,7 @@ def _read_models(recorder: CheckRecorder, settings: Settings, inputs: PreflightI
     else:
         with recorder.run_check("model"):
             inputs.model = read_policy(settings)
+            prepare_turns(settings, inputs.model.tokenizer)
             size, context = inputs.model.definition.num_parameters, inputs.model.architecture.max_positions
             tokens = f"a tokenizer with {inputs.model.tokenizer.vocab_size:,} tokens, a context of {context:,} tokens"
             family = inputs.model.architecture.family

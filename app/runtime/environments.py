@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from typing import Any
@@ -28,20 +27,22 @@ ENVIRONMENT_FILES = "the files of env.source and env.tools"
 """Name of the fact that tells files apart that have the same name."""
 
 
-def read_tool_schemas(env: EnvironmentSettings) -> Sequence[Mapping[str, Any]]:
-    """Returns the tools that prompts list, as OpenAI defines them, after importing environment and tools once.
+def prepare_turns(settings: Settings, tokenizer: Tokenizer) -> None:
+    """Adds the tools of environment and `env.tools`, which are imported once, to the prompts of a tokenizer.
 
     Raises:
-        InputError: they cannot be loaded.
+        InputError: environment, tools or the chat template cannot be used; see `check_turns`.
     """
+    env = settings.env
     if not env.is_used:
-        return ()
+        return
     with closing(EpisodePool(env)) as pool:
         try:
-            return pool.load().tool_schemas
+            tokenizer.tools = pool.load().tool_schemas
         except LoadError as error:
             place = f"env.source: {env.source}" if env.source else f"env.tools: {', '.join(env.tools)}"
             raise InputError(f"{place}: {error}") from error
+    check_turns(settings, tokenizer)
 
 
 def environment_facts(env: EnvironmentSettings) -> dict[str, Any]:

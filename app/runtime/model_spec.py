@@ -20,7 +20,6 @@ from app.model.routes import UNRECORDED
 from app.prompts.tokenizer import Tokenizer, encoding_fingerprint, load_fast_tokenizer, load_tokenizer
 from app.records.text_format import format_percent
 from app.records.versions import QUANTIZATION_PACKAGE, version_of
-from app.runtime.environments import check_turns, read_tool_schemas
 from settings import Settings
 from settings.errors import InputError
 from settings.schema.lora import PROJECTION_GROUPS, LoRASettings
@@ -122,9 +121,6 @@ def read_model_spec(settings: Settings, *, generates: bool = True) -> ModelSpec:
     def read_tokenizer() -> Tokenizer:
         tokenizer = load_tokenizer(files, settings.data.chat_template_kwargs, needs_template=generates)
         _check_vocab_size(tokenizer, architecture)
-        if generates:
-            tokenizer.tools = read_tool_schemas(settings.env)
-            check_turns(settings, tokenizer)
         return tokenizer
 
     model = ModelSpec(files, architecture, definition, read_tokenizer, adapted)

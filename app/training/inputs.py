@@ -12,6 +12,7 @@ from app.prompts.dataset import Dataset
 from app.records.run_directory import RunDirectory
 from app.records.sample import Prompt
 from app.reward.reward_functions import RewardFunctions, accuracy_function_name
+from app.runtime.environments import prepare_turns
 from app.runtime.inputs import (
     PromptsOrRows,
     encode_train_rows,
@@ -102,6 +103,8 @@ def read_training_inputs(settings: Settings, replay_request: ReplayRequest | Non
         InputError: something in them cannot be used.
     """
     model = read_policy(settings)
+    if replay_request is None or settings.eval.every_steps:
+        prepare_turns(settings, model.tokenizer)
     critic = read_critic(settings, model)
     replay = None
     if replay_request is None:

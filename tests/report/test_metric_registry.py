@@ -23,7 +23,8 @@ from tests.training.test_async_training import SCHEDULED
 def judged_by_plug_in(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Run directory of a step of PPO with all optional metrics.
 
-    It has a reward model, a function with an additional metric, asynchronous workers and the importance correction.
+    It has a reward model, a function with an additional metric, an environment, asynchronous workers and the importance
+    correction.
     """
     folder = tmp_path_factory.mktemp("judged")
     config = write_config(folder, TINY + NO_REPORT, tiny_model)
@@ -32,7 +33,8 @@ def judged_by_plug_in(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
     functions = f"reward.functions=['{folder / 'judge.py'}:judge']"
     ppo = ("algorithm.name=ppo", "algorithm.beta=0.1", "algorithm.kl_target=0.1", "algorithm.correction=truncate")
     result = train_here(
-        config, functions, model, *ppo, *SCHEDULED, "rollout.max_staleness=1", "run.steps=1", "eval.every_steps=0"
+        *(config, functions, model, *ppo, *SCHEDULED),
+        *("env.source=calculator", "rollout.max_staleness=1", "run.steps=1", "eval.every_steps=0"),
     )
     assert result.exit_code == 0, result.stderr
     return folder / "runs" / "tiny"

@@ -79,7 +79,7 @@ def test_no_invariant_breaks_while_environments_answer() -> None:
 
 @pytest.mark.parametrize("policy", [policy for policy in POLICIES if policy != "sync"])
 def test_slow_environments_cost_little_while_samples_take_the_slots_of_others(policy: str) -> None:
-    """A turn takes 100 s, an answer 500 s: six times as many samples as slots must have begun to keep slots busy."""
+    """A turn takes 100 s, an answer 500 s: six samples for each slot keep it busy; by default five begin."""
     trace = length_traces.log_normal(
         np.random.default_rng(0), prompts=40, group=4, mean=500, sigma=0.3, correlation=0.5, max_new=4096
     )
@@ -91,8 +91,8 @@ def test_slow_environments_cost_little_while_samples_take_the_slots_of_others(po
 
     fast_s = makespan_s(latency_s=0.0, max_suspended=None)
     assert makespan_s(latency_s=100.0, max_suspended=None) < 1.2 * fast_s
-    assert makespan_s(latency_s=500.0, max_suspended=5 * 8) < 1.5 * fast_s
-    assert 2.5 * fast_s < makespan_s(latency_s=500.0, max_suspended=None) < 3.5 * fast_s
+    assert makespan_s(latency_s=500.0, max_suspended=None) < 1.5 * fast_s
+    assert 2.5 * fast_s < makespan_s(latency_s=500.0, max_suspended=8) < 3.5 * fast_s
     assert makespan_s(latency_s=500.0, max_suspended=0) > 5 * fast_s
 
 
