@@ -53,7 +53,7 @@ def test_a_run_learns_from_turns_and_evaluates_with_the_environment(finished: Pa
     assert max(line["rollout/sampler_scorer_logprob_diff_mean"] for line in steps) < 1e-5
     assert all(0 < line["eval/accuracy"] <= 3.5 for line in lines if "eval/accuracy" in line)
     [record, *_] = records_of(step_file(finished, 1))
-    assert [message["role"] for message in record["messages"]] == ["assistant", "user"] * 2 + ["assistant"]
+    assert [message["role"] for message in record["messages"]] == ["user", *["assistant", "user"] * 3]
     assert np.asarray(record["advantages"])[~np.asarray(record["loss_mask"])].tolist() == [0.0] * (
         len(record["loss_mask"]) - sum(record["loss_mask"])
     )
