@@ -92,7 +92,9 @@ def _generate_from_queue(
     indices = [*prompt_indices, *others][:num_queued]
     num_samples = session.settings.eval.num_samples
     with cancellation_barrier():
-        samples = session.stream(weights, [prompts[i] for i in indices], session.evaluation_request())
+        assert session.evaluation_generator is not None
+        request = session.evaluation_request()
+        samples = session.evaluation_generator.stream(weights, [prompts[i] for i in indices], request)
         for number, sample in enumerate(samples):
             index = indices[number // num_samples]
             if index in requested:

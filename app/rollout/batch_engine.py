@@ -36,7 +36,6 @@ from app.records.sample import Prompt, Sample
 from app.rollout.batch_programs import BatchDecodeState, RowConstants, init_decode_state, make_decode_loop
 from app.rollout.counters import RolloutCounters
 from app.rollout.request import GenerationRequest
-from app.rollout.sample_generator import make_sequences
 from app.rollout.sampling.token_sampling import (
     SamplingRules,
     finish_reason,
@@ -45,6 +44,7 @@ from app.rollout.sampling.token_sampling import (
     sample_tokens,
     sample_tokens_truncated,
 )
+from app.rollout.sequence import make_sequences
 from app.rollout.stop_strings import DecodeText
 from settings.schema.rollout import DecodeLayout
 

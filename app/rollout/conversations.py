@@ -22,7 +22,8 @@ from app.environments.interface import ToolCall
 from app.prompts.bridge import TurnBridge
 from app.prompts.chat import to_messages
 from app.records.sample import DROPPED_PREFIX, Episode, Messages, Prompt, Turn
-from app.rollout.sequence import Opening, RolloutSequence
+from app.rollout.request import GenerationRequest
+from app.rollout.sequence import Opening, RolloutSequence, make_sequences
 from app.rollout.stop_strings import DecodeText
 from settings.errors import InputError
 
@@ -69,52 +70,44 @@ class Conversations:
     """Last turns of those rows whose observation did not fit, so that only their scores are missing."""
     _bridges: dict[str, Int32[np.ndarray, "n"]] = field(default_factory=dict)
     """Ids between turns, by the JSON of the messages."""
+    _failed: list[EpisodeReply] = field(default_factory=list)
+    """Replies to rows whose environment did not open the conversation."""
     _opened: dict[str, tuple[Prompt, Opening]] = field(default_factory=dict)
-    """Prompts as their environments open them, by uid."""
+    """Prompts as their environments open them, by `_identity`."""
 
-    def open(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """Returns the prompts as their environments open the conversation: the same for all samples of a prompt.
+    def open(self, prompts: Sequence[Prompt]) -> list[tuple[Prompt, Opening]]:
+        """Returns each prompt as its environment opens the conversation: the same for all samples of a prompt.
 
-        A prompt whose environment fails stays as it is; its samples fail when their first turn ends.
-
-        Raises:
-            InputError: the environment fails for all of them.
+        A prompt whose environment fails stays as it is; its samples are dropped after a token.
         """
-        new = {prompt.uid: prompt for prompt in prompts if prompt.uid not in self._opened}
-        starts = [self._start(prompt) for prompt in new.values()]
-        failures: list[str] = []
-        for prompt, start, result in zip(new.values(), starts, self.pool.openings(starts), strict=True):
-            prompt, messages, failure = self._with_opening(prompt, result)
-            if failure is not None:
-                failures.append(failure)
-                log.warning("the environment does not open %s: %s", prompt.uid, failure)
-            self._opened[prompt.uid] = prompt, Opening(start, messages)
-        if failures and len(failures) == len(new):
-            raise InputError(f"env: the environment opens none of {len(new)} prompts: {failures[0]}")
-        return [self._opened[prompt.uid][0] for prompt in prompts]
+        keys = [_identity(prompt) for prompt in prompts]
+        new = {key: prompt for key, prompt in zip(keys, prompts, strict=True) if key not in self._opened}
+        starts = [self._start(key, prompt) for key, prompt in new.items()]
+        opened = dict(self._opened)
+        for (key, prompt), start, result in zip(new.items(), starts, self.pool.openings(starts), strict=True):
+            opened[key] = self._with_opening(prompt, start, result)
+        # A failure may be of the moment.
+        self._opened = {key: one for key, one in opened.items() if one[1].failure is None}
+        return [opened[key] for key in keys]
 
     def _with_opening(
-        self, prompt: Prompt, result: Messages | EpisodeFailure | None
-    ) -> tuple[Prompt, Messages | None, str | None]:
-        """Returns the prompt that an opening makes, the opening, and why it cannot be used."""
+        self, prompt: Prompt, start: EpisodeStart, result: Messages | EpisodeFailure | None
+    ) -> tuple[Prompt, Opening]:
         if result is None:
-            return prompt, None, None
+            return prompt, Opening(start, None)
         if isinstance(result, EpisodeFailure):
-            return prompt, None, result.detail
+            return prompt, Opening(start, None, result)
         ids = self.encode_opening(to_messages(result, self.system_prompt))
         if len(ids) > self.limits.max_prompt_tokens:
-            return (
-                prompt,
-                None,
-                (
-                    f"its opening has {len(ids)} tokens, more than data.max_prompt_length = "
-                    f"{self.limits.max_prompt_tokens}; raise that setting, or shorten what `reset` returns"
-                ),
+            detail = (
+                f"its opening has {len(ids)} tokens, more than data.max_prompt_length = "
+                f"{self.limits.max_prompt_tokens}; raise that setting, or shorten what `reset` returns"
             )
-        return replace(prompt, source=result, token_ids=np.array(ids, np.int32)), result, None
+            return prompt, Opening(start, None, EpisodeFailure("opening", detail))
+        return replace(prompt, source=result, token_ids=np.array(ids, np.int32)), Opening(start, result)
 
-    def _start(self, prompt: Prompt) -> EpisodeStart:
-        digest = hashlib.blake2b(f"{self.seed}/{prompt.uid}".encode(), digest_size=4).digest()
+    def _start(self, key: str, prompt: Prompt) -> EpisodeStart:
+        digest = hashlib.blake2b(f"{self.seed}/{key}".encode(), digest_size=4).digest()
         columns: dict[str, Any] = {**prompt.extra, "prompt": prompt.source, "answer": prompt.answer}
         return EpisodeStart(int.from_bytes(digest, "little"), columns)
 
@@ -125,22 +118,34 @@ class Conversations:
         """Number of rows whose environments have to answer."""
         return len(self._acting)
 
-    def begin(self, rows: Sequence[RolloutSequence]) -> None:
-        """Makes rows those of conversations."""
-        for row in rows:
-            _, row.opening = self._opened[row.prompt.uid]
-            row.plays, row.max_turn_tokens = True, self.limits.max_turn_tokens
+    def make_rows(
+        self, prompts: Sequence[Prompt], request: GenerationRequest, *, noise_step: int
+    ) -> list[RolloutSequence]:
+        """Returns the rows of `make_sequences`, with the prompts as their environments open them."""
+        opened = self.open(prompts)
+        rows = make_sequences([prompt for prompt, _ in opened], request, noise_step=noise_step)
+        for number, row in enumerate(rows):
+            row.opening, row.plays = opened[number // request.group_size][1], True
+            row.max_turn_tokens = self.limits.max_turn_tokens
+            if row.opening.failure is not None:
+                row.max_new_tokens = 1
+        return rows
 
     def send(self, row: RolloutSequence) -> None:
         """Sends a turn that has ended to its environment, and returns at once."""
         assert row.opening is not None
         self._acting[row.key] = row
+        start, messages, failure = row.opening
+        if failure is not None:
+            self._failed.append(EpisodeReply(row.key, failure=failure.kind, detail=failure.detail))
+            self.pool.on_reply()
+            return
         if row.turn_end == "length":
-            self.pool.end(row.key, *row.opening)
+            self.pool.end(row.key, start, messages)
             return
         ids = row.token_ids[row.turn_start :].tolist()
         is_last = len(row.turns) + 1 >= self.limits.max_turns
-        self.pool.step(row.key, *row.opening, self.decode_text(ids), self.read_calls(ids), is_last=is_last)
+        self.pool.step(row.key, start, messages, self.decode_text(ids), self.read_calls(ids), is_last=is_last)
 
     def take(self, *, timeout_s: float = 0.0) -> list[RolloutSequence]:
         """Returns the rows that were answered since the last call: done, or with an observation.
@@ -148,9 +153,9 @@ class Conversations:
         Args:
             timeout_s: longest wait for a first answer.
         """
-        replies = [
-            (self._acting.pop(reply.key), reply) for reply in self.pool.take(timeout_s) if reply.key in self._acting
-        ]
+        failed, self._failed = self._failed, []
+        taken = [*failed, *self.pool.take(0.0 if failed else timeout_s)]
+        replies = [(self._acting.pop(reply.key), reply) for reply in taken if reply.key in self._acting]
         for row, reply in replies:
             self._answer(row, reply)
         return [row for row, _ in replies if row.key not in self._acting]
@@ -158,10 +163,8 @@ class Conversations:
     def _answer(self, row: RolloutSequence, reply: EpisodeReply) -> None:
         """Ends a row, appends an observation, or, if that does not fit, asks for the scores of the episode."""
         cut = self._unanswered.pop(row.key, None)
-        turn = cut or Turn(
-            start=row.turn_start,
-            end=row.num_tokens,
-            text=self.decode_text(row.token_ids[row.turn_start :].tolist()),
+        turn = cut or replace(
+            self._turn(row),
             messages=list(map(dict, reply.messages)),
             reward=reply.reward,
             seconds=reply.seconds,
@@ -183,6 +186,11 @@ class Conversations:
         else:
             self._observe(row, turn)
 
+    def _turn(self, row: RolloutSequence) -> Turn:
+        """Returns the present turn of a row, unanswered."""
+        text = self.decode_text(row.token_ids[row.turn_start :].tolist())
+        return Turn(start=row.turn_start, end=row.num_tokens, text=text)
+
     def _observe(self, row: RolloutSequence, turn: Turn) -> None:
         messages = self.bridge.fitted(turn.messages, self.limits.max_observation_tokens)
         turn = replace(turn, messages=messages)
@@ -197,7 +205,7 @@ class Conversations:
             return
         assert row.opening is not None
         self._acting[row.key], self._unanswered[row.key] = row, turn
-        self.pool.end(row.key, *row.opening)
+        self.pool.end(row.key, row.opening.start, row.opening.messages)
 
     def _bridge_ids(self, messages: Messages) -> Int32[np.ndarray, "n"]:
         """Returns the ids of `TurnBridge.ids`, which samples of a prompt often share and which take long to render."""
@@ -220,7 +228,13 @@ class Conversations:
     def abandon(self, rows: Iterable[RolloutSequence]) -> None:
         """Closes the environments of rows that end without them."""
         for row in rows:
-            if row.episode is None:
+            if row.plays and row.episode is None:
                 self.pool.abandon(row.key)
                 self._acting.pop(row.key, None)
                 self._unanswered.pop(row.key, None)
+                row.episode = Episode((*row.turns, self._turn(row)), "dropped")
+
+
+def _identity(prompt: Prompt) -> str:
+    """Returns what tells a prompt from all others: files of the same name share uids."""
+    return json.dumps([prompt.uid, prompt.source, prompt.answer])

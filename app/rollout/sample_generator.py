@@ -7,15 +7,13 @@ from collections import deque
 from collections.abc import Container, Generator, Iterator, Sequence
 from contextlib import closing
 
-import numpy as np
-
 from app.distributed.stop_check import StopCheck, never_stop
 from app.model.decode_weights import DecodeWeights
 from app.records.sample import Prompt, Sample
 from app.rollout.conversations import Conversations
 from app.rollout.request import GenerationRequest
 from app.rollout.sampling.token_sampling import SamplingRules
-from app.rollout.sequence import RolloutSequence
+from app.rollout.sequence import RolloutSequence, make_sequences
 from app.rollout.stop_strings import DecodeText
 
 
@@ -64,11 +62,8 @@ class SampleGenerator(ABC):
         self, prompts: Sequence[Prompt], request: GenerationRequest, *, noise_step: int
     ) -> list[RolloutSequence]:
         """Returns the rows of `make_sequences`, with the prompts as environments open them."""
-        if self.conversations is None:
-            return make_sequences(prompts, request, noise_step=noise_step)
-        rows = make_sequences(self.conversations.open(prompts), request, noise_step=noise_step)
-        self.conversations.begin(rows)
-        return rows
+        make = make_sequences if self.conversations is None else self.conversations.make_rows
+        return make(prompts, request, noise_step=noise_step)
 
     @abstractmethod
     def compile(self, rules: SamplingRules) -> None:
@@ -83,13 +78,3 @@ class SampleGenerator(ABC):
     def to_sample(self, row: RolloutSequence, group_id: int, request: GenerationRequest) -> Sample:
         """Returns the record of a finished row."""
         return row.to_sample(group_id, request, decode_text=self._decode_text)
-
-
-def make_sequences(prompts: Sequence[Prompt], request: GenerationRequest, *, noise_step: int) -> list[RolloutSequence]:
-    """Returns `group_size` rows for each prompt, in order and still without tokens."""
-    group_size = request.group_size
-    limits = np.broadcast_to(request.max_new_tokens, len(prompts) * group_size).tolist()
-    return [
-        RolloutSequence(prompts[i // group_size], i % group_size, max_new_tokens=limit, noise_step=noise_step)
-        for i, limit in enumerate(limits)
-    ]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float32, Int32, UInt8
 
-from app.environments.episode import EpisodeStart
+from app.environments.episode import EpisodeFailure, EpisodeStart
 from app.model.kv_cache import KVCache
 from app.model.routes import UNRECORDED, RouteShape, unpack_routes
 from app.records.sample import Episode, Messages, Prompt, Sample, Turn
@@ -24,6 +25,8 @@ class Opening(NamedTuple):
     start: EpisodeStart
     messages: Messages | None
     """What the environment says first; None = the prompt of the data set."""
+    failure: EpisodeFailure | None = None
+    """Why the environment does not open it."""
 
 
 @dataclass(eq=False)
@@ -211,3 +214,13 @@ class SuspendedSequence(NamedTuple):
     """Its cache, on the devices where it ran; None = the cache must be recomputed."""
     length: int = 0
     """Number of its first tokens of prompt and completion that the cache holds, and one more, which is fed next."""
+
+
+def make_sequences(prompts: Sequence[Prompt], request: GenerationRequest, *, noise_step: int) -> list[RolloutSequence]:
+    """Returns `group_size` rows for each prompt, in order and still without tokens."""
+    group_size = request.group_size
+    limits = np.broadcast_to(request.max_new_tokens, len(prompts) * group_size).tolist()
+    return [
+        RolloutSequence(prompts[i // group_size], i % group_size, max_new_tokens=limit, noise_step=noise_step)
+        for i, limit in enumerate(limits)
+    ]

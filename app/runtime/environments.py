@@ -104,9 +104,11 @@ def try_episode(settings: Settings, tokenizer: Tokenizer, prompt: Prompt) -> str
     assert conversations is not None
     ids = [*tokenizer.encode(prompt.answer or ""), tokenizer.eos_ids[0]]
     with closing(conversations.pool):
-        [opened] = conversations.open([prompt])
+        [(opened, opening)] = conversations.open([prompt])
+        if opening.failure is not None:
+            raise InputError(f"env: tried before the run, {prompt.uid}: {opening.failure.detail}")
         row = RolloutSequence(opened, 0, max_new_tokens=settings.rollout.max_new_tokens + len(ids), noise_step=0)
-        conversations.begin([row])
+        row.opening, row.plays = opening, True
         row.segment_tokens.append(np.array([ids, *[[0] * len(ids)] * 2], np.int32))
         row.segment_versions.append((0, len(ids)))
         row.num_tokens, row.turn_end = len(ids), "stop"

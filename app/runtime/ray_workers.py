@@ -58,7 +58,12 @@ def open_ray_workers(
         spec = ActorSpec(
             architecture=definition.architecture,
             shapes=slot_shapes_from_settings(
-                rollout, pool.slots, max_prompt_length=longest, row_limit=pool.max_length, setting=setting
+                rollout,
+                pool.slots,
+                max_prompt_length=longest,
+                row_limit=pool.max_length,
+                has_turns=settings.env.is_used,
+                setting=setting,
             ),
             kind=kind,
             eos_ids=tuple(tokenizer.eos_ids),

@@ -171,8 +171,8 @@ class Session(ScoringSession):
         skipped_uids: Container[str] = (),
     ) -> Iterator[Sample]:
         """Yields the samples of any number of prompts from slots or workers, in order, except `skipped_uids`."""
-        assert self._evaluation_generator is not None
-        return self._evaluation_generator.stream(weights, prompts, request, skipped_uids=skipped_uids)
+        assert self.continuous_generator is not None
+        return self.continuous_generator.stream(weights, prompts, request, skipped_uids=skipped_uids)
 
     def stop_when(self, should_stop: StopCheck) -> None:
         """Makes generation raise `StoppedError` after the segment in which `should_stop` becomes true."""
@@ -192,8 +192,8 @@ class Session(ScoringSession):
 
     def compile_evaluation(self) -> None:
         """Compiles all programs of slots or workers for an evaluation, if it uses them."""
-        if self._evaluation_generator is not None:
-            self._evaluation_generator.compile(self.eval_sampling_params)
+        if self.evaluation_generator is not None:
+            self.evaluation_generator.compile(self.eval_sampling_params)
 
     @property
     def generates_async(self) -> bool:
@@ -206,10 +206,10 @@ class Session(ScoringSession):
 
         It also does if generation runs during training. Its last bits may then differ from an evaluation in slots.
         """
-        return self._evaluation_generator is None
+        return self.evaluation_generator is None
 
     @property
-    def _evaluation_generator(self) -> ContinuousBatchGenerator | RolloutWorkerPool | None:
+    def evaluation_generator(self) -> ContinuousBatchGenerator | RolloutWorkerPool | None:
         """The generator of evaluations, and of rollouts between steps; None = batches."""
         return self.continuous_batching if self.generates_async else self.continuous_generator
 
@@ -250,7 +250,7 @@ class Session(ScoringSession):
 
     def generate(self, weights: DecodeWeights, prompts: Sequence[Prompt], request: GenerationRequest) -> list[Sample]:
         """Generates with workers or slots; in one batch if there are none, or if workers run during training."""
-        return (self._evaluation_generator or self.engine).generate(weights, prompts, request)
+        return (self.evaluation_generator or self.engine).generate(weights, prompts, request)
 
     def take_counters(self) -> RolloutCounters:
         """Returns the counts of generation since the last call."""
@@ -281,8 +281,8 @@ class Session(ScoringSession):
 
     def evaluation_shape(self, *, num_prompts: int, longest_prompt: int) -> BatchShape:
         """Returns the shape of an evaluation of `num_prompts` prompts on this host."""
-        if self._evaluation_generator:
-            return self._evaluation_generator.engine.batch_shape
+        if self.evaluation_generator:
+            return self.evaluation_generator.engine.batch_shape
         return self._batch_shape(num_prompts, group_size=self.settings.eval.num_samples, longest_prompt=longest_prompt)
 
     def _batch_shape(self, num_prompts: int, *, group_size: int, longest_prompt: int) -> BatchShape:

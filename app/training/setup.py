@@ -114,7 +114,8 @@ def prepare_run(
         check_hosts_agree(resolved, facts)
         check_shared_run_directory(run)
         # Slots or workers: a replay only evaluates, and asynchronous workers do not.
-        generates = read.replay is None or (bool(read.eval_prompts) and settings.rollout.max_staleness == 0)
+        in_batches = settings.rollout.max_staleness > 0 and not settings.env.is_used
+        generates = read.replay is None or (bool(read.eval_prompts) and not in_batches)
         session = Session.open(settings, read.model, read.critic, generates=generates, trains=True)
         stack.enter_context(closing(session))
         learning = configure_session(session, read.reward_model, generates=generates)

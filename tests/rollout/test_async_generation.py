@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from app.model.decode_weights import DecodeWeights
-from app.rollout.sample_generator import make_sequences
+from app.rollout.sequence import make_sequences
 from app.rollout.scheduling.metrics import ScheduleMetricsTracker
 from app.rollout.scheduling.protocol import Event as SchedulerEvent
 from app.rollout.scheduling.protocol import Submitted, WorkerJoined

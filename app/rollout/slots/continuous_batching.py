@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
-from collections.abc import Collection, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 
 import jax
 
@@ -72,19 +71,21 @@ class ContinuousBatchGenerator(SampleGenerator):
             StoppedError: a stop was requested.
         """
         engine, waiting, lengths = self.engine, deque(rows), list[int]()
+        answered: deque[RolloutSequence] = deque()
         segment: SegmentResult | None = None
-        while waiting or engine.active_rows or segment is not None or self._num_acting:
+        while waiting or answered or engine.active_rows or segment is not None or self._num_acting:
             if self.stop_requested():
                 raise StoppedError
-            self._admit(waiting)
+            self._admit(answered, waiting, num_unsent=0 if segment is None else len(segment.acting))
             if engine.active_rows:
-                engine.start_segment(**self._limits(waiting, lengths)._asdict())
+                engine.start_segment(**self._limits(has_waiting=bool(answered or waiting), lengths=lengths)._asdict())
             # The devices decode while the host reads the tokens of the previous segment.
             if segment is not None:
                 segment.collect()
-                for row in segment.acting:
-                    assert self.conversations is not None
-                    self.conversations.send(row)
+                if self.conversations is not None:
+                    self.conversations.abandon(segment.finished)
+                    for row in segment.acting:
+                        self.conversations.send(row)
                 yield
                 segment = None
             if engine.active_rows:
@@ -92,11 +93,14 @@ class ContinuousBatchGenerator(SampleGenerator):
                 # Of the segments before: the tokens of this one are read during the next one.
                 engine.finish_stopped_rows()
                 lengths += [row.num_tokens for row in segment.finished]
-            if self._num_acting:
-                assert self.conversations is not None
-                answered = self.conversations.take(timeout_s=STOP_CHECK_INTERVAL_S if segment is None else 0)
-                waiting.extendleft(row for row in reversed(answered) if row.finish_reason is None)
-                lengths += [row.num_tokens for row in answered if row.finish_reason is not None]
+            if self.conversations is not None and self._num_acting:
+                is_idle = segment is None and not answered
+                for row in self.conversations.take(timeout_s=STOP_CHECK_INTERVAL_S if is_idle else 0):
+                    if row.finish_reason is None:
+                        answered.append(row)
+                    else:
+                        engine.forget(row)
+                        lengths.append(row.num_tokens)
                 yield
 
     @property
@@ -108,33 +112,36 @@ class ContinuousBatchGenerator(SampleGenerator):
     def _num_acting(self) -> int:
         return 0 if self.conversations is None else self.conversations.num_acting
 
-    def _limits(self, waiting: Collection[RolloutSequence], lengths: Sequence[int]) -> SegmentLimits:
+    def _limits(self, *, has_waiting: bool, lengths: Sequence[int]) -> SegmentLimits:
         """Returns the limits of the next segment, given the lengths of the samples that are done."""
         engine = self.engine
         prior = prior_mean_length(max(row.max_new_tokens for row in engine.active_rows))
         return segment_limits(
             self._segment_rule,
             num_active=len(engine.active_rows),
-            # Rows whose environments answer soon need slots, too.
-            has_waiting=bool(waiting) or self._num_acting > 0,
+            # Rows whose turns end early wait for their environments to hear of it.
+            has_waiting=has_waiting or self.conversations is not None,
             mean_length=max(sum(lengths) / len(lengths), 1.0) if lengths else prior,
             batch_sizes=engine.shapes.batch_buckets[:-1],
             capacity=engine.programs.capacity,
         )
 
-    def _admit(self, waiting: deque[RolloutSequence]) -> None:
-        """Admits rows to free slots: first those that were answered, then new ones as long as not too many act."""
-        engine = self.engine
-        num_answered = sum(1 for _ in itertools.takewhile(lambda row: row.num_tokens, waiting))
-        num_new = engine.num_free_slots - num_answered
+    def _admit(self, answered: deque[RolloutSequence], waiting: deque[RolloutSequence], *, num_unsent: int) -> None:
+        """Admits rows to free slots: first those that were answered, then new ones as long as not too many act.
+
+        Args:
+            num_unsent: number of rows whose turns have ended and that are not sent to their environments yet.
+        """
+        admitted = [answered.popleft() for _ in range(min(len(answered), self.engine.num_free_slots))]
+        num_new = self.engine.num_free_slots - len(admitted)
         if self.conversations is not None:
-            num_new = min(num_new, num_new + self._max_suspended - self._num_acting)
-        admitted = [waiting.popleft() for _ in range(min(num_answered, engine.num_free_slots))]
+            num_suspended = self._num_acting + num_unsent + len(answered)
+            num_new = min(num_new, num_new + self._max_suspended - num_suspended)
         if waiting and num_new > 0:
             self._prefill_ahead(waiting)
             admitted += [waiting.popleft() for _ in range(min(num_new, len(waiting)))]
         if admitted:
-            engine.admit(admitted)
+            self.engine.admit(admitted)
 
     def _prefill_ahead(self, waiting: deque[RolloutSequence]) -> None:
         """Prefills as many waiting prompts as one program takes, unless the next one is already in the cache."""

@@ -329,6 +329,12 @@ class SlotEngine:
                 self._release(slot)
         return useful
 
+    def forget(self, row: RolloutSequence) -> None:
+        """Frees the blocks of a parked row that does not come back."""
+        for device in self._devices:
+            if (slot := device.parked.pop(row.key, None)) is not None:
+                self._release(slot)
+
     def _allocate(self, number: int, count: int) -> list[int]:
         """Returns free blocks of a device; the rows that were parked longest give theirs up if need be."""
         device = self._devices[number]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from queue import SimpleQueue
 
-from app.distributed.stop_check import StopCheck, StoppedError, never_stop
+from app.distributed.stop_check import STOP_CHECK_INTERVAL_S, StopCheck, StoppedError, never_stop
 from app.model.decode_weights import DecodeWeights
 from app.rollout.conversations import Conversations
 from app.rollout.scheduling.protocol import (
@@ -197,12 +197,14 @@ class RolloutExecutor:
             self._driver.add(worker)
             self._add_worker(worker)
         if self._conversations is not None:
+            is_decoding = any(worker.is_busy for worker in self.scheduler.context.workers.values())
             answered = tuple(
                 AnsweredRow(self._acting.pop(row.key), row.num_tokens, row.finish_reason)
-                for row in self._conversations.take()
+                for row in self._conversations.take(timeout_s=0.0 if is_decoding else STOP_CHECK_INTERVAL_S)
             )
             if answered:
                 self._handle_event(Answered(self.clock(), answered))
+            if answered or not is_decoding:
                 return
         assert self.is_busy, "no worker is decoding"
         outcome = self._driver.next_outcome()
@@ -294,6 +296,8 @@ class RolloutExecutor:
             # Truncated by the scheduler, so the engine has not finished it.
             row = self._rows[committed.uid] = self._rows[committed.uid].rewound(committed.num_tokens)
             row.finish(committed.finish)
+        if self._conversations is not None:
+            self._conversations.abandon([self._rows[committed.uid]])
         if self._on_sample_done is not None:
             self._on_sample_done(self._rows[committed.uid])
 

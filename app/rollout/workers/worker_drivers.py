@@ -13,10 +13,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
-from threading import Event, Thread
+from threading import Thread
 from typing import Any, NamedTuple
 
-from app.distributed.stop_check import STOP_CHECK_INTERVAL_S
 from app.rollout.scheduling.protocol import RunSegment, SegmentEnded
 from app.rollout.sequence import RolloutSequence, SuspendedSequence
 from app.rollout.workers.worker import Admission, RolloutWorker
@@ -158,7 +157,6 @@ class SequentialDriver:
         self._failed: set[RolloutWorker] = set()
         self._device_free_at: dict[str, float] = {}
         """Maps a device to the end of its last segment."""
-        self._woken = Event()
 
     def add(self, worker: RolloutWorker) -> None:
         """Lets a worker that had failed run commands again."""
@@ -188,15 +186,9 @@ class SequentialDriver:
             self._started.append((worker, error))
 
     def wake(self) -> None:
-        """Ends the current or next wait of `next_outcome` while no segment runs. May be called from any thread."""
-        self._woken.set()
+        """Does nothing, because this driver never waits for another thread."""
 
-    def next_outcome(self) -> WorkerOutcome | None:
-        """Returns the outcome of the oldest segment; while none runs, waits for `wake` and returns None."""
-        if not self._started:
-            self._woken.wait(STOP_CHECK_INTERVAL_S)
-            self._woken.clear()
-            return None
+    def next_outcome(self) -> WorkerOutcome:
         worker, failure = self._started.popleft()
         if failure is not None:
             return WorkerOutcome(worker, failure)
