@@ -355,16 +355,16 @@ METRICS = (
     Metric("perf/rollout/repacked_tokens", "number of tokens recomputed because a cache was lost with its worker",
         "0", "read the warning about the failed worker"),
     Metric("perf/rollout/acting_share",
-        "share of the time of samples that have begun in which they waited for their environment (this row to "
-        "`rebuilds`: only with `rollout.scheduler`, if samples waited)",
+        "share of the time of samples that have begun in which they waited for their environment (only with "
+        "`rollout.scheduler`, if samples waited)",
         "any number while `perf/rollout/bubble` is low", "both are high: raise `env.max_suspended` or `env.workers`"),
-    Metric("perf/rollout/turns_answered", "number of turns that environments answered", "any number", "—"),
-    Metric("perf/rollout/resumes", "number of answered samples that went on with the cache that their worker had kept",
+    Metric("perf/rollout/resumes", "number of answered samples that went on with their own cache (only if there were "
+        "some, as `rebuilds`)",
         "nearly all answers that do not end a sample", "see `perf/rollout/rebuilds`"),
     Metric("perf/rollout/rebuilds",
-        "number of answered samples whose cache was computed again, because it was lost with its worker or they had "
-        "outgrown its slots",
-        "few of the answers", "raise `rollout.workers.fast.max_length`, or read the warning about the failed worker"),
+        "number of answered samples whose cache was computed again, because others needed its place, its worker was "
+        "lost, or the observation was long",
+        "few of the answers", "raise `rollout.kv_blocks`, or lower `env.max_suspended`"),
     Metric("perf/rollout/staleness_mean, perf/rollout/staleness_max",
         "age, in training steps, of the policy that sampled a token of the step; only with `rollout.max_staleness`",
         "from 0 to `rollout.max_staleness`, which no token exceeds",

@@ -19,8 +19,12 @@ class RolloutCounters:
     """Tokens processed again because suspended or preempted samples continued without their caches."""
     preempted_rows: int = 0
     """Times that a row gave its blocks up for older rows."""
+    resumed_rows: int = 0
+    """Rows that went on with their own blocks after their environment had answered."""
+    rebuilt_rows: int = 0
+    """Rows whose blocks others had got meanwhile, or whose observation was too long to be fed."""
     row_steps: int = 0
-    """Rows times steps, including replay steps: the number of tokens that could have been drawn."""
+    """Rows times steps, also of known tokens: the number of tokens that could have been drawn."""
     generated_tokens: int = 0
 
     def count_segment(self, *, steps: int, num_rows: int, num_generated: int) -> None:

@@ -34,7 +34,8 @@ def rollout_performance(counters: RolloutCounters) -> dict[str, float]:
     """Returns the metrics of a step's rollouts, over all hosts."""
     counts = np.asarray(list(vars(counters).values()))
     total = RolloutCounters(*sum_over_hosts(counts).tolist())
-    return {
+    acted = {"perf/rollout/resumes": total.resumed_rows, "perf/rollout/rebuilds": total.rebuilt_rows}
+    return (acted if any(acted.values()) else {}) | {
         "perf/rollout/segments": total.segments / jax.process_count(),
         "perf/rollout/prefill_tokens_saved": total.prompt_tokens - total.prefilled_tokens - total.recomputed_tokens,
         "perf/rollout/preemptions": total.preempted_rows,
@@ -48,7 +49,7 @@ def schedule_performance(schedules: Sequence[ScheduleMetrics]) -> dict[str, floa
 
     Only host 0 has schedules if it schedules the workers of all hosts. Otherwise hosts wait for each other after every
     rollout, so the makespan is that of the slowest host. Fractions are averaged over time. The recall is None if no
-    sample was longer than the others, the tail if rollouts are asynchronous. Metrics of acting rows are only present if
+    sample was longer than the others, the tail if rollouts are asynchronous. The share of acting rows is only present if
     there were some.
     """
     local = json.dumps([asdict(one) for one in schedules]).encode()
@@ -74,9 +75,6 @@ def schedule_performance(schedules: Sequence[ScheduleMetrics]) -> dict[str, floa
         return metrics
     return metrics | {
         "perf/rollout/acting_share": float(np.average([one.acting_share or 0.0 for one in schedules], weights=seconds)),
-        "perf/rollout/turns_answered": sum(one.turns_answered for one in schedules),
-        "perf/rollout/resumes": sum(one.resumes for one in schedules),
-        "perf/rollout/rebuilds": sum(one.rebuilds for one in schedules),
     }
 
 

@@ -16,12 +16,11 @@ import numpy as np
 import pytest
 
 from app.model.decode_weights import DecodeWeights
-from app.rollout.sequence import make_sequences
 from app.rollout.scheduling.metrics import ScheduleMetricsTracker
 from app.rollout.scheduling.protocol import Event as SchedulerEvent
 from app.rollout.scheduling.protocol import Submitted, WorkerJoined
 from app.rollout.scheduling.scheduler import POLICIES
-from app.rollout.sequence import RolloutSequence
+from app.rollout.sequence import RolloutSequence, make_sequences
 from app.rollout.workers.async_generation import AsyncRollout, CompletedRound, RoundExecutor
 from app.rollout.workers.scheduler_loop import RolloutExecutor
 from app.rollout.workers.worker import RolloutWorker

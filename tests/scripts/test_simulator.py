@@ -63,7 +63,8 @@ def test_no_invariant_breaks_while_environments_answer() -> None:
         assert clock.scheduler.is_finished, f"seed {seed}"
         assert sum(command == Finished() for _, commands in records for command in commands) == 1
         found = schedule_metrics(records)
-        seen.update(turns=found.turns_answered, resumes=found.resumes, rebuilds=found.rebuilds)
+        admitted = [one for _, made in records for run in made if isinstance(run, RunSegment) for one in run.admit]
+        seen.update(turns=found.turns_answered, resumes=sum(one.how == "resume" for one in admitted))
         if not clock.num_faults:
             ends = {one.uid: (one.length, [turn.end for turn in one.turns]) for one in clock.trace_samples.values()}
             given = {uid: sorted(end for owner, end in clock.turns_given if owner == uid) for uid in ends}
@@ -73,7 +74,7 @@ def test_no_invariant_breaks_while_environments_answer() -> None:
             assert whole >= {uid for uid in table if table[uid].finish != "length"}
             assert all(given[uid] == ends[uid][1] for uid in whole)
             seen.update(calm=1, whole=len(whole))
-    assert seen["turns"] > 3000 and seen["resumes"] > 2000 and seen["rebuilds"] > 100
+    assert seen["turns"] > 3000 and seen["resumes"] > 2000
     assert seen["calm"] > 40 and seen["whole"] > 200
 
 

@@ -80,10 +80,6 @@ class ScheduleMetrics:
     """Share of the time of begun samples in which they waited for their environments; None if none did."""
     turns_answered: int
     """Number of turns that environments answered."""
-    resumes: int
-    """Number of answered rows that went on with the caches that their workers had kept."""
-    rebuilds: int
-    """Number of answered rows whose caches were computed again, because they were lost or their slots too short."""
 
 
 class ScheduleMetricsTracker:
@@ -98,8 +94,6 @@ class ScheduleMetricsTracker:
         self.begun: set[str] = set()
         """Uids of samples that have started and not ended."""
         self.acting: set[str] = set()
-        self.answered: set[str] = set()
-        """Uids of answered samples that have not been admitted since."""
         self.last_event_s = 0.0
         self.start: float | None = None
         self._reset_window()
@@ -115,7 +109,7 @@ class ScheduleMetricsTracker:
         self.breaker_trips = self.stolen = self.suspensions = self.truncated = self.segments = 0
         self.repacked_tokens = self.prefill_tokens_saved = self.uncommitted_tokens = 0
         self.begun_s = self.acting_s = 0.0
-        self.turns_answered = self.resumes = self.rebuilds = 0
+        self.turns_answered = 0
         self.last_commit_s = self.start or 0.0
 
     def add(self, record: EventRecord) -> None:
@@ -157,18 +151,12 @@ class ScheduleMetricsTracker:
             self.num_tokens[uid] = num_tokens
             self.turns_answered += 1
             self.last_commit_s = event.at
-            if finish is None:
-                self.answered.add(uid)
-            else:
+            if finish is not None:
                 self._record_end(uid, finish, at=event.at)
 
     def _admit(self, worker: str, one: Admit) -> None:
         sample = self.samples[one.uid]
         self.begun.add(one.uid)
-        if one.uid in self.answered:
-            self.answered.remove(one.uid)
-            self.resumes += one.how == "resume"
-            self.rebuilds += one.how != "resume"
         self.first_role.setdefault(one.uid, one.role)
         other: SampleRole = "heavy" if self.workers[worker].kind == "fast" else "fast"
         self.stolen += one.role == other and one.how != "resume"
@@ -232,8 +220,6 @@ class ScheduleMetricsTracker:
             prefill_tokens_saved=self.prefill_tokens_saved,
             acting_share=self.acting_s / self.begun_s if self.acting_s else None,
             turns_answered=self.turns_answered,
-            resumes=self.resumes,
-            rebuilds=self.rebuilds,
         )
 
     def _slot_seconds(self, first: float, last: float) -> float:

@@ -269,6 +269,9 @@ class SlotEngine:
         while self._queued and (number := self._device_for(self._queued[0])) is not None:
             one = self._queued.popleft()
             row, parked = _row_of(one), self._take_parked(_row_of(one))
+            if row.turns and row.num_tokens == row.turn_start:
+                self.counters.resumed_rows += parked is not None and parked.device == number
+                self.counters.rebuilt_rows += parked is None or parked.device != number
             if parked is not None and parked.device == number:
                 slot = _make_slot(row, number, parked.length)
                 slot.blocks = parked.blocks
