@@ -49,8 +49,8 @@ def schedule_performance(schedules: Sequence[ScheduleMetrics]) -> dict[str, floa
 
     Only host 0 has schedules if it schedules the workers of all hosts. Otherwise hosts wait for each other after every
     rollout, so the makespan is that of the slowest host. Fractions are averaged over time. The recall is None if no
-    sample was longer than the others, the tail if rollouts are asynchronous. The share of acting rows is only present if
-    there were some.
+    sample was longer than the others, the tail if rollouts are asynchronous. The share of acting rows is only present
+    if there were some.
     """
     local = json.dumps([asdict(one) for one in schedules]).encode()
     gathered = [[ScheduleMetrics(**one) for one in json.loads(lines)] for lines in gather_bytes_over_hosts(local)]
