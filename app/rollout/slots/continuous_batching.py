@@ -99,7 +99,7 @@ class ContinuousBatchGenerator(SampleGenerator):
                     if row.finish_reason is None:
                         answered.append(row)
                     else:
-                        engine.forget(row)
+                        engine.forget(row.key)
                         lengths.append(row.num_tokens)
                 yield
 

@@ -332,10 +332,10 @@ class SlotEngine:
                 self._release(slot)
         return useful
 
-    def forget(self, row: RolloutSequence) -> None:
+    def forget(self, key: str) -> None:
         """Frees the blocks of a parked row that does not come back."""
         for device in self._devices:
-            if (slot := device.parked.pop(row.key, None)) is not None:
+            if (slot := device.parked.pop(key, None)) is not None:
                 self._release(slot)
 
     def _allocate(self, number: int, count: int) -> list[int]:

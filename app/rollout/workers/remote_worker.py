@@ -85,6 +85,8 @@ class RemoteWorker(RolloutWorker):
     def start_segment(self, command: RunSegment, admissions: deque[Admission]) -> None:
         """Sends the rows; see `RolloutWorker.start_segment`."""
         started = self.clock()
+        # There, blocks of ended rows are free once others need them.
+        self.ended_keys.clear()
         incoming, caches = [], {}
         while admissions:
             one = admissions.popleft()

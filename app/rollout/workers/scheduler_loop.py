@@ -88,8 +88,8 @@ class RolloutExecutor:
         self._conversations = conversations
         if conversations is not None:
             conversations.pool.on_reply = driver.wake
-        self._acting: dict[str, str] = {}
-        """Maps the key of each row that waits for its environment to its uid."""
+        self._acting: dict[str, tuple[str, str]] = {}
+        """Maps the key of each row that waits for its environment to its uid and its last worker."""
         self._on_record, self._on_sample_done, self._on_progress = on_record, on_sample_done, on_progress
         self._stop_requested = stop_requested
         self._driver, self._reopen = driver, reopen
@@ -198,12 +198,14 @@ class RolloutExecutor:
             self._add_worker(worker)
         if self._conversations is not None:
             is_decoding = any(worker.is_busy for worker in self.scheduler.context.workers.values())
-            answered = tuple(
-                AnsweredRow(self._acting.pop(row.key), row.num_tokens, row.finish_reason)
-                for row in self._conversations.take(timeout_s=0.0 if is_decoding else STOP_CHECK_INTERVAL_S)
-            )
+            answered = []
+            for row in self._conversations.take(timeout_s=0.0 if is_decoding else STOP_CHECK_INTERVAL_S):
+                uid, worker = self._acting.pop(row.key)
+                answered.append(AnsweredRow(uid, row.num_tokens, row.finish_reason))
+                if row.finish_reason is not None and worker in self._workers:
+                    self._workers[worker].ended_keys.append(row.key)
             if answered:
-                self._handle_event(Answered(self.clock(), answered))
+                self._handle_event(Answered(self.clock(), tuple(answered)))
             if answered or not is_decoding:
                 return
         assert self.is_busy, "no worker is decoding"
@@ -286,8 +288,7 @@ class RolloutExecutor:
         if committed.is_acting:
             assert self._conversations is not None
             row = self._rows[committed.uid]
-            del self._row_workers[committed.uid]
-            self._acting[row.key] = committed.uid
+            self._acting[row.key] = committed.uid, self._row_workers.pop(committed.uid)
             self._conversations.send(row)
         if committed.finish is None:
             return

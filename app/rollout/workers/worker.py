@@ -63,6 +63,8 @@ class RolloutWorker:
     """Newest weights not loaded yet, already on its devices, with their version. Set by another thread."""
     _queueing: Lock = field(default_factory=Lock)
     """Held while weights are queued or taken."""
+    ended_keys: deque[str] = field(default_factory=deque)
+    """Keys of rows that ended in no slot, whose blocks the next segment frees. Set by another thread."""
     _segment_counters: deque[RolloutCounters] = field(default_factory=deque)
     """Counts of each segment since the last `take_counters`."""
 
@@ -114,6 +116,7 @@ class RolloutWorker:
     def close(self) -> None:
         self._admissions, self._running = {}, None
         self._queued_weights.clear()
+        self.ended_keys.clear()
         self.engine.close()
 
     def suspend(self, row: RolloutSequence) -> SuspendedSequence:
@@ -129,6 +132,8 @@ class RolloutWorker:
         if newer is not None:
             self.engine.load_weights(newer[0], policy_version=newer[1])
             del newer
+        for key in take_all(self.ended_keys):
+            self.engine.forget(key)
         computed = []
         while admissions:
             one = admissions.popleft()
