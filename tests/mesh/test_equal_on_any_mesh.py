@@ -73,7 +73,7 @@ class Outcome:
 FIXED = FixedRowBatcher(1, trim_tail=False)
 PACKED = PackedRowBatcher(
     # Rows of one block of attention and a tail; prompts shared, and repeated where a group fills a row.
-    TokenBudget(max_tokens_per_device=48, row_length=24, share_prompts=True, packing="best_fit", balance=True),
+    TokenBudget(max_tokens_per_device=48, row_length=24, share_prompts=True, balance=True),
     forward_flops(EVEN),
 )
 
