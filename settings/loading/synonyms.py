@@ -130,6 +130,7 @@ rollout.routing_replay | rollout.enable_rollout_routing_replay, actor.megatron.r
 – | grad_accum_steps | \
     micro-batches follow from the token quota algorithm.max_tokens_per_device and change no result; \
     for several optimizer steps per rollout, set algorithm.mini_batch_prompts
+– | rollout.decode_layout | weights are gathered before generation, and rollout.mesh splits them over tp; remove it
 – | batching.packing | samples are packed by best fit, which needs fewer tokens than the others; remove it
 """
 """One line each: settings here, or `–` if there are none | names or patterns of the other programs | remark.
@@ -139,7 +140,7 @@ A pattern comes after the names that it matches. `actor`, `ref` and `rollout` ar
 
 HISTORIC_NAMES = ("grad_accum_steps",)
 """Names of the historic runner that have no field in `ALIASES`. Of the others, those with a dot are verl's."""
-REMOVED_NAMES = ("batching.packing",)
+REMOVED_NAMES = ("batching.packing", "rollout.decode_layout")
 """Our own settings of earlier versions."""
 VERL_ROOT = "actor_rollout_ref."
 

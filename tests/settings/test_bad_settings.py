@@ -127,6 +127,7 @@ BAD_SETS = [
     ("score.reference.rows_per_device=0", "expected greater than or equal to 1"),
     ("score.strategy=auto", "expected 'off', 'loop' or 'scan', got 'auto'"),
     ("score.dynamic=1", "expected a valid boolean, got 1"),
+    ("rollout.decode_layout=gathered", "an earlier version's rollout.decode_layout has no counterpart here: weights"),
     ("batching.packing=karmarkar_karp", "an earlier version's batching.packing has no counterpart here: samples are"),
     ("model.logits_chunk=0", "expected greater than or equal to 1"),
     ("wandb_api_key=x", "is a secret; set WANDB_API_KEY in the environment or a .env"),
