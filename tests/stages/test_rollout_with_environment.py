@@ -14,61 +14,9 @@ import pytest
 from app.model.io.model_files import open_model
 from app.prompts.tokenizer import load_tokenizer
 from app.rollout.slots import shape_buckets
+from tests.games import SOURCE
 from tests.program import here, records_of, settings
 from tests.two_hosts import run_on_two_hosts
-
-ENVIRONMENTS = '''
-import random, time
-from grpo import Answer
-
-
-class Echo:
-    """Answers every turn but the third."""
-
-    def reset(self, *, seed, **columns):
-        self.turn = 0
-
-    def step(self, text, calls):
-        self.turn += 1
-        return Answer("12+3=?", reward=self.turn, terminated=self.turn == 3, metrics={"letters": len(text)})
-
-    def score(self):
-        return {"calm": 0.5}
-
-
-class Slow(Echo):
-    def step(self, text, calls):
-        time.sleep(0.1 * random.random())
-        return super().step(text, calls)
-
-
-class Long(Echo):
-    def step(self, text, calls):
-        return super().step(text, calls)._replace(messages="+".join(["123"] * 10))
-
-
-class Silent:
-    """Judges the first turn."""
-
-    def reset(self, *, answer, **columns):
-        self.answer = answer
-
-    def step(self, text, calls):
-        return Answer(reward=float(text == self.answer), terminated=True)
-
-
-class Game(Silent):
-    """Opens with a problem of its own, and fails in one of three games."""
-
-    def reset(self, *, seed, **columns):
-        self.seed, self.answer = seed, str(seed % 7 + 2)
-        return f"{seed % 7}+2=?"
-
-    def step(self, text, calls):
-        if self.seed % 3 == 0:
-            raise RuntimeError("the dice are lost")
-        return super().step(text, calls)
-'''
 
 FEW = {
     "data.max_prompt_length": "16",
@@ -90,7 +38,7 @@ WORKERS = (
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("environments") / "games.py"
-    path.write_text(ENVIRONMENTS)
+    path.write_text(SOURCE)
     return path
 
 

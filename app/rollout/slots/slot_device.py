@@ -67,6 +67,8 @@ class SlotDevice:
         self.slots: list[Slot] = []
         self.parked: dict[str, Slot] = {}
         """Rows by their keys, whose blocks are kept until others need them, longest parked first."""
+        self._num_growing: int | None = None
+        """Counted once while rows are admitted."""
 
     def num_available(self, *, keeping: bytes | None = None) -> int:
         """Returns how many blocks can be had without dropping the prompt `keeping` or preempting a row.
@@ -82,10 +84,26 @@ class SlotDevice:
 
     def num_growing(self) -> int:
         """Returns the number of rows that may need another block."""
-        return sum(self.blocks_for(slot.num_cached(slot.remaining)) > len(slot.blocks) for slot in self.slots)
+        if self._num_growing is None:
+            self._num_growing = sum(map(self._grows, self.slots))
+        return self._num_growing
+
+    def _grows(self, slot: Slot) -> bool:
+        return self.blocks_for(slot.num_cached(slot.remaining)) > len(slot.blocks)
+
+    def add(self, slot: Slot) -> None:
+        """Adds a row with its blocks."""
+        self.slots.append(slot)
+        if self._num_growing is not None:
+            self._num_growing += self._grows(slot)
+
+    def remove(self, slot: Slot) -> None:
+        self.slots.remove(slot)
+        self._num_growing = None
 
     def trim(self) -> None:
         """Takes the blocks of steps that were not taken back from all rows."""
+        self._num_growing = None
         for slot in self.slots:
             self._trim(slot)
 
@@ -104,6 +122,6 @@ class SlotDevice:
 
     def park(self, slot: Slot) -> None:
         """Frees the slot of a row that keeps its blocks."""
-        self.slots.remove(slot)
+        self.remove(slot)
         self._trim(slot)
         self.parked[slot.row.key] = slot

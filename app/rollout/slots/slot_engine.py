@@ -255,8 +255,6 @@ class SlotEngine:
 
     def _admit_queued(self) -> None:
         """Gives blocks to queued rows, in order, until no device can hold the next one."""
-        for device in self._devices:
-            device.trim()
         while self._queued and self._admit_some():
             pass
 
@@ -273,7 +271,7 @@ class SlotEngine:
                 slot = self._fill_slot(one, number, work)
                 if parked is not None:
                     self._release(parked)
-            self._devices[number].slots.append(slot)
+            self._devices[number].add(slot)
             admitted.append(slot)
         self._carry_out(work)
         for slot in admitted:
@@ -459,7 +457,7 @@ class SlotEngine:
         return suspended
 
     def _remove(self, slot: Slot) -> None:
-        self._devices[slot.device].slots.remove(slot)
+        self._devices[slot.device].remove(slot)
         self._release(slot)
 
     def _release(self, slot: Slot) -> None:
@@ -569,6 +567,8 @@ class SlotEngine:
                 if after.non_finite[place]:
                     self._devices[slot.device].pool.spoil(slot.blocks, slot.prompt_key)
                 self._finish(slot, finish_reason(after.stopped[place], after.non_finite[place]))
+        for device in self._devices:
+            device.trim()
         steps = int(after.steps[0])
         self.counters.count_segment(steps=steps, num_rows=num_rows, num_generated=sum(d.num_drawn for d in decoded))
         waited = [_row_of(one) for one in self._queued]
