@@ -139,14 +139,13 @@ def fill_of_cell(draw: Callable, count: int, num_devices: int, num_seeds: int) -
     for seed in range(num_seeds):
         host = lone(draw(np.random.default_rng(seed), count))
         plan = plan_token_budget(host, make_budget(QUOTA, QUOTA), flops, num_devices=num_devices)
-        ours = packing_stats(plan, host, flops, num_devices=num_devices, max_tokens_per_device=QUOTA)
+        ours = packing_stats(plan, host, flops, num_devices=num_devices)
         tokens, computed = int(host.totals.sum()), ours["computed_tokens"]
         in_arrival_order = first_fit(host, num_devices)
         row = {
             "fill": ours["fill"],
             "ladder_allows": most_that_shapes_allow(tokens, num_devices),
             "flops_imbalance": ours["flops_imbalance"],
-            "over_quota": ours["over_quota"],
             "micro_batches": ours["num_micro_batches"],
             "bound": -(-tokens // (QUOTA * num_devices)),
             "first_fit_micro_batches": in_arrival_order,
@@ -234,9 +233,7 @@ def hosts_table(name: str, draw: DrawGroups, num_seeds: int) -> dict[str, dict[s
                 hosts = [draw(np.random.default_rng((seed, host)), of_host, 8) for host in range(num_hosts)]
                 plan = plan_token_budget(joined(hosts), budget, flops, num_devices=8 * num_hosts)
                 own = [computed_tokens(plan_token_budget(host, budget, flops, num_devices=8)) for host in hosts]
-                stats = packing_stats(
-                    plan, joined(hosts), flops, num_devices=8 * num_hosts, max_tokens_per_device=DEFAULT_QUOTA
-                )
+                stats = packing_stats(plan, joined(hosts), flops, num_devices=8 * num_hosts)
                 positions = num_hosts * max(own) / stats["computed_tokens"]
                 found.append((stats["fill"], stats["flops_imbalance"], positions))
             fills, imbalances, positions = zip(*found, strict=True)
@@ -266,7 +263,7 @@ def tail_table(draw: DrawGroups, num_steps: int = 60) -> dict[str, dict[str, flo
         for seed in range(num_steps):
             host = draw(np.random.default_rng(seed), 64, 8)
             plan = plan_token_budget(host, budget, flops, num_devices=8)
-            stats = packing_stats(plan, host, flops, num_devices=8, max_tokens_per_device=DEFAULT_QUOTA)
+            stats = packing_stats(plan, host, flops, num_devices=8)
             fills.append(stats["fill"])
             shapes |= {(len(m.rows), m.shape) for m in plan.micro_batches}
         cells[str(growth)] = {"fill": float(np.mean(fills)), "fill_min": min(fills), "shapes": len(shapes)}
@@ -299,10 +296,9 @@ def random_cases(num_cases: int) -> dict[str, int]:
     for seed in range(num_cases):
         lengths, budget, num_devices = random_case(np.random.default_rng(seed))
         plan = plan_token_budget(lengths, budget, flops, num_devices=num_devices)
-        found = packing_stats(
-            plan, lengths, flops, num_devices=num_devices, max_tokens_per_device=budget.max_tokens_per_device
+        over += any(
+            len(m.rows) // num_devices * m.shape.num_tokens > budget.max_tokens_per_device for m in plan.micro_batches
         )
-        over += found["over_quota"] > 0
         held = sorted(i for m in plan.micro_batches for row in m.rows for segment in row for i in segment)
         incomplete += held != list(range(len(lengths.prompts)))
     print(f"\n{num_cases} random cases: {over} over the quota, {incomplete} incomplete")
@@ -332,9 +328,7 @@ def times() -> dict[str, float]:
         plan = functools.partial(plan_token_budget, host, budget, flops, num_devices=1)
         found[f"plan 8192, shared prompts, quota {quota}, rows of {budget.row_length}"] = median_ms(plan)
     planned = plan_token_budget(host, budget, flops, num_devices=1)
-    found["figures of 8192"] = median_ms(
-        lambda: packing_stats(planned, host, flops, num_devices=1, max_tokens_per_device=QUOTA)
-    )
+    found["figures of 8192"] = median_ms(lambda: packing_stats(planned, host, flops, num_devices=1))
     return found | assembly_times()
 
 

@@ -151,7 +151,7 @@ def test_hosts_share_the_work_whoever_drew_the_longest_samples(num_hosts):
         ]
         budget = make_budget(16384, share_prompts=True)
         plan = plan_token_budget(joined(*hosts), budget, cost, num_devices=8 * num_hosts)
-        stats = packing_stats(plan, joined(*hosts), cost, num_devices=8 * num_hosts, max_tokens_per_device=16384)
+        stats = packing_stats(plan, joined(*hosts), cost, num_devices=8 * num_hosts)
         fills.append(stats["fill"])
         imbalances.append(stats["flops_imbalance"])
     assert np.mean(fills) > 0.95

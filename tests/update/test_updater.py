@@ -252,8 +252,7 @@ def test_steps_of_random_lengths_compile_each_row_shape_once():
         for seed in range(200):
             samples = steps_samples(seed)
             seen |= shapes_of(samples)
-            state, metrics = updater.update(state, samples, temperature=1.0)
-            assert metrics["batching/over_quota"] == 0
+            state, _ = updater.update(state, samples, temperature=1.0)
         assert compilations.take_count() == len(seen - warm)
     assert len(seen) <= 16
 
