@@ -77,6 +77,12 @@ class RunFiles:
         """Returns the value of a setting at a step; None if the run did not know it."""
         return period_of(self.settings_history.periods, step).settings.get(name, (None, ""))[0]
 
+    def setting_history(self, name: str) -> str:
+        """Returns all values of a setting as text, such as `grpo, from step 7 dapo`."""
+        first = self.settings_history.periods[0].settings.get(name, (None, ""))[0]
+        later = (f", from step {step} {change.after}" for step, change in self.setting_changes if change.name == name)
+        return "".join((str(first), *later))
+
     @property
     def setting_changes(self) -> list[tuple[int, SettingChange]]:
         """The changes of settings by a resume, each with the first step after it."""
