@@ -42,16 +42,13 @@ SETTINGS_BELOW_RUNTIME = {
     "app.update": {"schema.optimizer.OptimizerSettings", "schema.score.ScoredRole"},
     "app.rollout": {
         # The numbers of the policies and of the length of segments; literals; a Ray actor makes a mesh of its own.
-        *("schema.rollout.PdsrSettings", "schema.rollout.SegmentSettings", "schema.rollout.DecodeLayout"),
-        "schema.rollout.KVCacheType",
+        *("schema.rollout.PdsrSettings", "schema.rollout.SegmentSettings", "schema.rollout.KVCacheType"),
         *("schema.lora.Quantization", "schema.mesh.MeshSettings"),
     },
     # Source, split and columns of the data sets.
     "app.prompts": {"schema.data.DataSettings"},
-    # Three literals.
-    "app.model": {
-        *("schema.model.AttentionImplementation", "schema.rollout.DecodeLayout", "schema.lora.Quantization"),
-    },
+    # Two literals.
+    "app.model": {"schema.model.AttentionImplementation", "schema.lora.Quantization"},
     "app.mesh": {
         # Shape, platform and hosts; devices of the workers of a kind; suggestions for the misspelled name of a slice.
         *("schema.mesh.MeshSettings", "schema.rollout.WorkerPoolSettings"),

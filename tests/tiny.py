@@ -214,7 +214,7 @@ def one_a_row(num_samples: int, **sizes: int) -> MicroBatchPlan:
 
 def packed_plan(samples: Sequence[Sample], *, quota: int, row_length: int, share_prompts: bool) -> MicroBatchPlan:
     """Returns the planner's plan for one device."""
-    budget = TokenBudget(quota, row_length, share_prompts, packing="best_fit", balance=True)
+    budget = TokenBudget(quota, row_length, share_prompts, balance=True)
     return plan_token_budget(sequence_lengths(samples), budget, lambda lengths: lengths**2, num_devices=1)
 
 

@@ -6,8 +6,6 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from app.batching.karmarkar_karp import karmarkar_karp
-
 MAX_GROUPS_TO_SPLIT = 8
 """Number of groups tried in the search for one to split."""
 
@@ -155,12 +153,3 @@ def pack_all(packer: RowPacker, *, num_rows: int, length: int) -> list[PackingRo
             return None
         rows.append(packer.pack_row(length))
     return rows
-
-
-def pack_all_evenly(items: Sequence[PackingItem], *, num_rows: int, length: int) -> list[PackingRow] | None:
-    """Packs all items into rows of similar lengths by Karmarkar-Karp; returns None if a row would exceed `length`."""
-    if sum(item.num_tokens for item in items) > num_rows * length:
-        return None
-    parts = karmarkar_karp([item.num_tokens for item in items], num_rows)
-    rows = [[items[i] for i in part] for part in parts if part]
-    return rows if all(sum(item.num_tokens for item in row) <= length for row in rows) else None

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 
 import numpy as np
-
-from app.batching.karmarkar_karp import karmarkar_karp
 
 EMPTY_SLOT = -1
 """Row number that marks a slot without a row."""
@@ -48,7 +47,7 @@ def assign_rows_balanced(
     for block in assign_rows_in_order(len(row_costs), **shape):
         rows = [order[i] if i != EMPTY_SLOT else EMPTY_SLOT for i in block]
         weights = [row_costs[row] if row != EMPTY_SLOT else 0 for row in rows]
-        parts = _balanced_partition(weights, num_devices)
+        parts = balanced_partition(weights, num_devices)
         sums = [sum(weights[i] for i in part) for part in parts]
         rows_by_device: list[list[int]] = [[]] * num_devices
         heaviest_first = sorted(range(num_devices), key=lambda part: (-sums[part], part))
@@ -61,9 +60,21 @@ def assign_rows_balanced(
     return assigned, device_loads
 
 
-def _balanced_partition(weights: Sequence[float], num_parts: int) -> list[list[int]]:
-    if num_parts == 1:
-        return [list(range(len(weights)))]
-    if num_parts == len(weights):
-        return [[i] for i in range(num_parts)]
-    return karmarkar_karp(weights, num_parts, equal_sizes=True)
+def balanced_partition(weights: Sequence[float], num_parts: int) -> list[list[int]]:
+    """Returns sorted lists of indices, all of one size and with similar sums.
+
+    The largest of the remaining weights joins the part with the smallest sum of those that have room.
+
+    Args:
+        weights: their number is a multiple of `num_parts`.
+
+    Source: Kellerer and Woeginger 1993, "A Tight Bound for 3-Partitioning".
+    """
+    parts: list[list[int]] = [[] for _ in range(num_parts)]
+    open_parts: list[tuple[float, int]] = [(0, part) for part in range(num_parts)]
+    for i in sorted(range(len(weights)), key=lambda i: (-weights[i], i)):
+        total, part = heapq.heappop(open_parts)
+        parts[part].append(i)
+        if len(parts[part]) < len(weights) // num_parts:
+            heapq.heappush(open_parts, (total + weights[i], part))
+    return [sorted(part) for part in parts]

@@ -34,7 +34,6 @@ def _batching_metrics(stats: Sequence[Mapping[str, float]]) -> dict[str, float]:
         "batching/fill": total("real_tokens") / total("computed_tokens"),
         "batching/num_micro_batches": total("num_micro_batches"),
         "batching/dummy_fraction": total("num_dummy_rows") / total("num_rows"),
-        "batching/over_quota": total("over_quota"),
         "batching/flops_imbalance": max(s["flops_imbalance"] for s in stats),
     }
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 from jaxtyping import Int64
@@ -18,11 +17,8 @@ from app.batching.length_buckets import bucket_length
 from app.batching.load_balancing import EMPTY_SLOT, assign_rows_balanced, assign_rows_in_order
 from app.batching.micro_batch_shapes import (
     BLOCK_TOKENS,
-    MicroBatchShape,
     Packing,
     candidate_shapes,
-    min_micro_batches,
-    pack_evenly,
     pack_into_fewest,
 )
 
@@ -100,7 +96,6 @@ class TokenBudget:
     row_length: int
     """See `choose_row_length`."""
     share_prompts: bool
-    packing: Literal["best_fit", "karmarkar_karp"]
     balance: bool
     """Whether rows are assigned to devices with balanced cost; otherwise in packing order."""
 
@@ -179,7 +174,10 @@ def plan_token_budget(
     """
     _check_lengths(lengths, budget)
     shapes = candidate_shapes(budget.max_tokens_per_device, budget.row_length)
-    packings = [_pack(packer, shapes, budget, num_devices) for packer in _packer_variants(lengths, budget)]
+    packings = [
+        pack_into_fewest(packer, shapes, num_devices, even_tail=budget.balance)
+        for packer in _packer_variants(lengths, budget)
+    ]
     cheapest = min(packings, key=lambda packing: packing.cost)
     return _assign_rows(cheapest, lengths, budget, sequence_cost, num_devices)
 
@@ -196,25 +194,13 @@ def _check_lengths(lengths: SequenceLengths, budget: TokenBudget) -> None:
 
 def _packer_variants(lengths: SequenceLengths, budget: TokenBudget) -> Iterator[RowPacker]:
     """Yields packers with different options, since none is always best; the caller keeps the cheapest result."""
-    for max_item_tokens, num_candidates, split_groups in _packing_options(len(lengths.prompts), budget):
-        yield RowPacker(
-            _prompt_group_items(lengths, max_item_tokens) if budget.share_prompts else _single_sample_items(lengths),
-            lengths.completions.tolist(),
-            num_candidates=num_candidates,
-            split_groups=split_groups,
-        )
-
-
-def _packing_options(num_samples: int, budget: TokenBudget) -> list[tuple[int, int, bool]]:
-    """Returns the variants to try: (maximum tokens per item, `num_candidates`, `split_groups`) of a `RowPacker`."""
-    if budget.packing == "karmarkar_karp":
-        # Items nearly as long as a row cannot be packed into rows of similar lengths.
-        longest = [budget.row_length, budget.row_length // 4] if budget.share_prompts else [budget.row_length]
-        return [(tokens, 0, False) for tokens in longest]
-    if num_samples > MAX_SAMPLES_FOR_SEARCH:
-        return [(budget.row_length, 16, budget.share_prompts)]
-    splits = [False, True] if budget.share_prompts else [False]
-    return [(budget.row_length, candidates, split) for split in splits for candidates in (64, 0)]
+    options = [(16, budget.share_prompts)]
+    if len(lengths.prompts) <= MAX_SAMPLES_FOR_SEARCH:
+        splits = [False, True] if budget.share_prompts else [False]
+        options = [(candidates, split) for split in splits for candidates in (64, 0)]
+    items = _prompt_group_items(lengths, budget.row_length) if budget.share_prompts else _single_sample_items(lengths)
+    for num_candidates, split_groups in options:
+        yield RowPacker(items, lengths.completions.tolist(), num_candidates=num_candidates, split_groups=split_groups)
 
 
 def _single_sample_items(lengths: SequenceLengths) -> list[PackingItem]:
@@ -234,15 +220,6 @@ def _prompt_group_items(lengths: SequenceLengths, max_tokens: int) -> list[Packi
         group = PackingItem(prompt + sum(completions[i] for i in members), tuple(members), prompt)
         items += split_group(group, completions, max_tokens)
     return items
-
-
-def _pack(packer: RowPacker, shapes: Sequence[MicroBatchShape], budget: TokenBudget, num_devices: int) -> Packing:
-    if budget.packing == "best_fit":
-        return pack_into_fewest(packer, shapes, num_devices, even_tail=budget.balance)
-    count = max(min_micro_batches(packer, shapes[-1], num_devices), 1)
-    while (packing := pack_evenly(packer, shapes, num_devices, count=count)) is None:
-        count += max(1, count // 64)
-    return packing
 
 
 def _assign_rows(

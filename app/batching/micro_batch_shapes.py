@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from app.batching.bin_packing import PackingRow, RowPacker, pack_all, pack_all_evenly
+from app.batching.bin_packing import PackingRow, RowPacker, pack_all
 
 TAIL_GROWTH = 1.05
 """Ratio of the sizes that a last micro-batch may have: what the samples do not fill is computed in vain, but every size
@@ -87,7 +87,8 @@ def pack_into_fewest(
     full, packer = shapes[-1], packer.copy()
     rows: list[PackingRow] = []
     num_full = 0
-    to_fill = max(min_micro_batches(packer, full, num_devices) - 1, 0)
+    at_least = -(-packer.num_tokens // (num_devices * full.tokens_per_device))
+    to_fill = max(at_least - 1, 0)
     while True:
         slots = to_fill * num_devices * full.rows_per_device
         while packer.items and slots:
@@ -106,29 +107,11 @@ def _pack_tail(
     packer: RowPacker, shape: MicroBatchShape, num_devices: int, *, even_lengths: bool
 ) -> list[PackingRow] | None:
     num_rows, length = num_devices * shape.rows_per_device, shape.row_length
-    rows = pack_all_evenly(packer.items, num_rows=num_rows, length=length) if even_lengths else None
-    if rows is None and (rows := pack_all(packer, num_rows=num_rows, length=length)) and even_lengths:
-        # Groups that are split where a row ends fill all rows but the last: shorter rows share what is missing there.
+    if (rows := pack_all(packer, num_rows=num_rows, length=length)) and even_lengths:
+        # All rows but the last are as full as possible: shorter rows share what is missing there.
         shortest = -(-packer.num_tokens // num_rows)
         while shortest < length:
             middle = (shortest + length) // 2
             shorter = pack_all(packer, num_rows=num_rows, length=middle)
             rows, shortest, length = (rows, middle + 1, length) if shorter is None else (shorter, shortest, middle)
     return rows
-
-
-def pack_evenly(
-    packer: RowPacker, shapes: Sequence[MicroBatchShape], num_devices: int, *, count: int
-) -> Packing | None:
-    """Packs all items into `count` micro-batches of the smallest shape that holds rows of similar lengths, or None."""
-    for shape in shapes:
-        num_rows = count * num_devices * shape.rows_per_device
-        rows = pack_all_evenly(packer.items, num_rows=num_rows, length=shape.row_length)
-        if rows is not None:
-            return Packing((ShapeGroup(shape, count, rows),))
-    return None
-
-
-def min_micro_batches(packer: RowPacker, full: MicroBatchShape, num_devices: int) -> int:
-    """Returns a lower bound on the number of micro-batches, from the number of tokens."""
-    return -(-packer.num_tokens // (num_devices * full.tokens_per_device))

@@ -36,8 +36,6 @@ class GlobalPlan:
     num_samples_by_host: tuple[int, ...]
     num_devices: int
     sequence_cost: SequenceCost
-    max_tokens_per_device: int | None
-    """Quota of tokens per device; None = no quota."""
 
     @property
     def local_plan(self) -> MicroBatchPlan:
@@ -46,13 +44,7 @@ class GlobalPlan:
 
     def packing_stats(self) -> dict[str, float]:
         """Returns the statistics of `app.batching.packing_stats`."""
-        return packing_stats(
-            self.plan,
-            self.lengths,
-            self.sequence_cost,
-            num_devices=self.num_devices,
-            max_tokens_per_device=self.max_tokens_per_device,
-        )
+        return packing_stats(self.plan, self.lengths, self.sequence_cost, num_devices=self.num_devices)
 
 
 def token_count_cost(lengths: np.ndarray) -> np.ndarray:
@@ -65,11 +57,6 @@ class MicroBatcher(ABC):
 
     sequence_cost: SequenceCost
 
-    @property
-    @abstractmethod
-    def max_tokens_per_device(self) -> int | None:
-        """Quota of tokens per device; None = no quota."""
-
     @abstractmethod
     def plan(self, lengths: SequenceLengths, *, num_devices: int) -> MicroBatchPlan:
         """Returns the plan for all devices."""
@@ -78,7 +65,7 @@ class MicroBatcher(ABC):
         """Plans for the samples of all hosts. All hosts must call it together."""
         (lengths, counts), num_devices = gather_lengths(samples), num_row_shards(mesh)
         plan = self.plan(lengths, num_devices=num_devices)
-        return GlobalPlan(plan, lengths, counts, num_devices, self.sequence_cost, self.max_tokens_per_device)
+        return GlobalPlan(plan, lengths, counts, num_devices, self.sequence_cost)
 
 
 @dataclass(frozen=True)
@@ -90,10 +77,6 @@ class FixedRowBatcher(MicroBatcher):
     sequence_cost: SequenceCost = token_count_cost
     shape: RowShape | None = None
     """Shape of all rows; None = the shape that the longest sample needs."""
-
-    @property
-    def max_tokens_per_device(self) -> None:
-        return None
 
     def plan(self, lengths: SequenceLengths, *, num_devices: int) -> MicroBatchPlan:
         plan = plan_fixed_rows(
@@ -111,10 +94,6 @@ class PackedRowBatcher(MicroBatcher):
     budget: TokenBudget
     sequence_cost: SequenceCost
 
-    @property
-    def max_tokens_per_device(self) -> int:
-        return self.budget.max_tokens_per_device
-
     def plan(self, lengths: SequenceLengths, *, num_devices: int) -> MicroBatchPlan:
         return plan_token_budget(lengths, self.budget, self.sequence_cost, num_devices=num_devices)
 
@@ -131,10 +110,6 @@ class EqualShapeBatcher(MicroBatcher):
     @property
     def sequence_cost(self) -> SequenceCost:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.batcher.sequence_cost
-
-    @property
-    def max_tokens_per_device(self) -> int | None:
-        return self.batcher.max_tokens_per_device
 
     def plan(self, lengths: SequenceLengths, *, num_devices: int) -> MicroBatchPlan:
         return _pad_tail_micro_batch(self.batcher.plan(lengths, num_devices=num_devices), num_devices)

@@ -17,17 +17,12 @@ def packing_stats(
     sequence_cost: SequenceCost,
     *,
     num_devices: int,
-    max_tokens_per_device: int | None,
 ) -> dict[str, float]:
     """Returns statistics of a plan for all devices, in tokens unless noted otherwise.
-
-    Args:
-        max_tokens_per_device: quota of tokens per device; None = no quota.
 
     Returns:
         real_tokens, computed_tokens, fill: positions with a token, all positions, and their ratio.
         num_micro_batches; num_rows, num_dummy_rows, dummy_fraction: rows, rows without a sample, and their fraction.
-        over_quota: number of rows and devices with more tokens than allowed; 0 if the planner is correct.
         flops_imbalance: largest cost of a device, divided by the mean over devices.
         seqlen_min, max, mean, minmax_diff: tokens per device if samples were split in order; balanced_min,
             balanced_max: tokens per device in the plan. Prompts count once per sample.
@@ -37,9 +32,6 @@ def packing_stats(
     balanced = np.bincount(rows.device, rows.sample_tokens, num_devices)
     edges = np.arange(num_devices + 1) * len(lengths.totals) // num_devices
     blocks = np.asarray([lengths.totals[first:last].sum() for first, last in pairwise(edges)])
-    over = int((rows.num_real_tokens > rows.length).sum()) + _num_devices_over_quota(
-        plan, num_devices, max_tokens_per_device
-    )
     return {
         "real_tokens": int(rows.num_real_tokens.sum()),
         "computed_tokens": int(rows.length.sum()),
@@ -48,7 +40,6 @@ def packing_stats(
         "num_rows": len(rows.empty),
         "num_dummy_rows": int(rows.empty.sum()),
         "dummy_fraction": float(rows.empty.mean()),
-        "over_quota": over,
         "flops_imbalance": float(works.max() / works.mean()) if works.any() else 1.0,
         "seqlen_min": int(blocks.min()),
         "seqlen_max": int(blocks.max()),
@@ -94,10 +85,3 @@ def _row_stats(
         sample_tokens=np.bincount(row_of_member, lengths.totals[members], len(rows)),
         cost=sums(prompt_work, sequence_cost(lengths.totals) - prompt_work),
     )
-
-
-def _num_devices_over_quota(plan: MicroBatchPlan, num_devices: int, quota: int | None) -> int:
-    if quota is None:
-        return 0
-    shares = [len(one.rows) // num_devices * one.shape.num_tokens for one in plan.micro_batches]
-    return num_devices * sum(share > quota for share in shares)

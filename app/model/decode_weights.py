@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -17,13 +17,12 @@ from app.mesh.axis_rules import constrain, sharding_tree
 from app.mesh.placement import abstract_arrays, bytes_received, tree_shardings
 from app.model.decoder import DecoderDefinition, Params, flatten_by_path
 from app.model.quantization import CODES, SCALES
-from settings.schema.rollout import DecodeLayout
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DecodeWeights:
-    """The policy's weights, laid out for fast decoding.
+    """The policy's weights, laid out for fast decoding: whole on each device, except that tp splits them.
 
     Each layer has its own arrays, already in the compute type: slicing and casting stacked arrays would copy them for
     every token.
@@ -32,8 +31,6 @@ class DecodeWeights:
     params: Params
     """All weights except those of the blocks."""
     blocks: tuple[Params, ...]
-    layout: DecodeLayout = field(default="gathered", metadata={"static": True})
-    """`gathered`: split over tp only; `fsdp`: split over fsdp as in training, and gathered for every token."""
 
 
 class DecodeConversion:
@@ -51,15 +48,13 @@ class DecodeConversion:
         definition: DecoderDefinition,
         mesh: Mesh,
         dtype: jnp.dtype,
-        layout: DecodeLayout = "gathered",
         *,
         merge: Callable[[Params], Params] | None = None,
     ):
         self._num_layers = definition.architecture.num_layers
-        self._layout: DecodeLayout = layout
         merge = merge or (lambda params: params)
         # Explicit, because a host's submesh receives the weights in them, and slot programs are compiled for them.
-        shardings = tree_shardings(abstract_decode_weights(definition, mesh, dtype, layout))
+        shardings = tree_shardings(abstract_decode_weights(definition, mesh, dtype))
 
         def merged(params: Params) -> Params:
             return _quantize_kernels(definition, merge(params))
@@ -67,7 +62,7 @@ class DecodeConversion:
         def lay_out(params: Params, dims: Any) -> Params:
             # Gathered over fsdp first; a mesh with another tp then takes its part. XLA would do the same to move them
             # there at once, and complain.
-            return jax.tree.map(lambda x, dims: constrain(x, *decode_dims(dims, layout)), _cast(params, dtype), dims)
+            return jax.tree.map(lambda x, dims: constrain(x, *decode_dims(dims)), _cast(params, dtype), dims)
 
         def block(stacked: Params, layer: Array) -> Params:
             one = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, layer, 1), stacked)
@@ -84,7 +79,7 @@ class DecodeConversion:
     def __call__(self, params: Params) -> DecodeWeights:
         """Returns the decode weights. All hosts must call it together, with the training mesh as the current one."""
         blocks = tuple(self._block(params["blocks"], np.int32(i)) for i in range(self._num_layers))
-        return DecodeWeights(self._others(params), blocks, self._layout)
+        return DecodeWeights(self._others(params), blocks)
 
 
 def _quantize_kernels(definition: DecoderDefinition, params: Params) -> Params:
@@ -104,15 +99,19 @@ def _cast(params: Params, dtype: jnp.dtype) -> Params:
     return unflatten_dict({path: x if path[-1] in (CODES, SCALES) else x.astype(dtype) for path, x in flat.items()})
 
 
-def decode_dims(dims: tuple[str, ...], layout: DecodeLayout) -> tuple[str, ...]:
+def decode_dims(dims: tuple[str, ...]) -> tuple[str, ...]:
     """Returns a weight's logical dims for decoding."""
-    return tuple("activation" if dim == "embed" else dim for dim in dims) if layout == "gathered" else dims
+    return tuple("activation" if dim == "embed" else dim for dim in dims)
 
 
-def abstract_decode_weights(
-    definition: DecoderDefinition, mesh: Mesh, dtype: jnp.dtype, layout: DecodeLayout = "gathered"
-) -> DecodeWeights:
+def abstract_decode_weights(definition: DecoderDefinition, mesh: Mesh, dtype: jnp.dtype) -> DecodeWeights:
     """Returns the result of a `DecodeConversion` as shapes with shardings."""
+    return _abstract_weights(definition, mesh, dtype, decode_dims)
+
+
+def _abstract_weights(
+    definition: DecoderDefinition, mesh: Mesh, dtype: jnp.dtype, to_dims: Callable[[tuple[str, ...]], tuple[str, ...]]
+) -> DecodeWeights:
     shapes = jax.eval_shape(lambda params: _cast(params, dtype), definition.shapes)
 
     def resized(num_layers: tuple[int, ...]) -> Params:
@@ -120,21 +119,19 @@ def abstract_decode_weights(
         return jax.tree.map(resize, shapes["blocks"])
 
     def placed(shapes: Params, dims: Any) -> Params:
-        dims = jax.tree.map(lambda _, dims: decode_dims(dims, layout), shapes, dims)
+        dims = jax.tree.map(lambda _, dims: to_dims(dims), shapes, dims)
         return abstract_arrays(shapes, sharding_tree(mesh, shapes, dims))
 
     layer_dims = jax.tree.map(lambda _, dims: dims[1:], shapes["blocks"], definition.dims["blocks"])
     others = placed({**shapes, "blocks": resized((0,))}, definition.dims)
-    return DecodeWeights(others, (placed(resized(()), layer_dims),) * definition.architecture.num_layers, layout)
+    return DecodeWeights(others, (placed(resized(()), layer_dims),) * definition.architecture.num_layers)
 
 
-def transferred_bytes(
-    definition: DecoderDefinition, training: Mesh, generating: Mesh, dtype: jnp.dtype, layout: DecodeLayout = "gathered"
-) -> int:
+def transferred_bytes(definition: DecoderDefinition, training: Mesh, generating: Mesh, dtype: jnp.dtype) -> int:
     """Returns the bytes that reach each device in a `DecodeConversion` from a mesh that trains; the least if tp grows.
 
     Weights are gathered on the mesh that trains, already in the compute type, and then go to one with another tp.
     """
-    trained = abstract_decode_weights(definition, training, dtype, "fsdp")
-    gathered, placed = (abstract_decode_weights(definition, mesh, dtype, layout) for mesh in (training, generating))
+    trained = _abstract_weights(definition, training, dtype, lambda dims: dims)
+    gathered, placed = (abstract_decode_weights(definition, mesh, dtype) for mesh in (training, generating))
     return bytes_received(trained, gathered) + bytes_received(gathered, placed)

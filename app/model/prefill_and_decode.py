@@ -111,9 +111,6 @@ def decode_step(
         active: rows whose results are used; those of others have no meaning.
         tables: the blocks of each slot, if the cache's rows are blocks; see `extend_cache`.
     """
-    if weights.layout == "fsdp":
-        # Makes the weights depend on the token: otherwise XLA would gather them all before the loop and keep them.
-        weights, token_ids = jax.lax.optimization_barrier((weights, token_ids))
     decoder, score_mod = definition.bind(weights.params), ScoreMod.of(definition.architecture)
     length, dtype = cache[0].keys.shape[2], weights.params["embedding"].dtype
     block_size = decode_block_size(definition.architecture, length, dtype, is_paged=tables is not None)

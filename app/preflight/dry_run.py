@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from app.batching.micro_batch_plan import MicroBatchPlan, SequenceLengths
-from app.batching.micro_batcher import MicroBatcher
+from app.batching.micro_batcher import MicroBatcher, PackedRowBatcher
 from app.distributed.error_barrier import error_barrier
 from app.mesh.device_memory import device_memory_bytes
 from app.mesh.device_mesh import num_hosts
@@ -312,7 +312,7 @@ def _summarize_plan(session: Session, plan: MicroBatchPlan, micro_batcher: Micro
     largest = largest_micro_batch(plan)
     return MicroBatchSummary(
         count=len(plan.micro_batches),
-        packed=micro_batcher.max_tokens_per_device is not None,
+        packed=isinstance(micro_batcher, PackedRowBatcher),
         rows_per_device=len(largest.rows) // num_local_row_shards(session.mesh),
         tokens_per_row=largest.shape.num_tokens,
     )

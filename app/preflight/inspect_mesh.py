@@ -193,8 +193,8 @@ def _describe_generation(session: Session, shapes: StepShapes) -> str:
 
 def _weight_transfer(session: Session, shapes: StepShapes) -> WeightTransfer:
     settings, engine, chip = session.settings, session.engine, find_chip(device_kind(session.mesh.devices.flat[0]))
-    dtype, layout = jnp.dtype(settings.model.dtype), settings.rollout.decode_layout
-    received = transferred_bytes(engine.definition, session.mesh, engine.mesh_of_all_hosts, dtype, layout)
+    dtype = jnp.dtype(settings.model.dtype)
+    received = transferred_bytes(engine.definition, session.mesh, engine.mesh_of_all_hosts, dtype)
     copied = 0
     if session.generation_devices:
         assert shapes.rollout is not None

@@ -46,7 +46,6 @@ from app.rollout.sampling.token_sampling import (
 )
 from app.rollout.sequence import make_sequences
 from app.rollout.stop_strings import DecodeText
-from settings.schema.rollout import DecodeLayout
 
 SEGMENT_STEPS = 256
 """Tokens per row between two checks for a requested stop."""
@@ -100,7 +99,6 @@ class BatchEngine:
         decode_text: converts token ids to text.
         prefill_length_min: smallest prompt bucket, in tokens.
         max_length_total: maximum length of prompt and completion together, which bounds the cache length.
-        decode_layout: layout of the weights during decoding; see `DecodeWeights`.
         merge_adapters: converts the weights of a policy with adapters to those of `definition`; None if the policy's
             own weights are used.
         records_routes: whether the experts that tokens pass through are recorded.
@@ -118,7 +116,6 @@ class BatchEngine:
         dtype: jnp.dtype,
         prefill_length_min: int,
         max_length_total: int | None = None,
-        decode_layout: DecodeLayout = "gathered",
         merge_adapters: Callable[[Params], Params] | None = None,
         records_routes: bool = False,
     ):
@@ -132,11 +129,8 @@ class BatchEngine:
         self.stop_requested: StopCheck = never_stop
         self.definition = definition
         self._dtype = dtype
-        self._decode_layout: DecodeLayout = decode_layout
         self._eos_ids = np.asarray(eos_ids, np.int32)
-        self._to_decode_weights = DecodeConversion(
-            definition, self.mesh_of_all_hosts, dtype, decode_layout, merge=merge_adapters
-        )
+        self._to_decode_weights = DecodeConversion(definition, self.mesh_of_all_hosts, dtype, merge=merge_adapters)
         options = compiler_options(mesh)
         route_shape = definition.architecture.route_shape if records_routes else None
         self._num_route_words = 0 if route_shape is None else route_shape.num_words
@@ -260,7 +254,7 @@ class BatchEngine:
     @property
     def abstract_weights(self) -> DecodeWeights:
         """Shapes of the decode weights, with shardings."""
-        return abstract_decode_weights(self.definition, self.mesh, self._dtype, self._decode_layout)
+        return abstract_decode_weights(self.definition, self.mesh, self._dtype)
 
     def footprint(self, shape: BatchShape) -> Footprint:
         """Returns the arrays of `generate` on the devices of all hosts. Traces its programs without compiling them."""

@@ -205,7 +205,6 @@ def _make_slot_engine(
         exact=settings.rollout.mode == "exact",
         decode_text=tokenizer.decode,
         programs=compiled.get(shapes),
-        decode_layout=settings.rollout.decode_layout,
     )
     compiled[shapes] = engine.programs
     return engine

@@ -74,7 +74,6 @@ def _make_packed_rows(
             max_group_tokens=max_lengths.group if batching.share_prompts else 0,
         ),
         share_prompts=batching.share_prompts,
-        packing=batching.packing,
         balance=settings.algorithm.balance_batch,
     )
     return PackedRowBatcher(budget, forward_flops(architecture))

@@ -97,7 +97,7 @@ def token_seconds(settings: Settings, mesh: Mesh, definition: DecoderDefinition,
 def _fastest(settings: Settings, mesh: Mesh, definition: DecoderDefinition) -> Mesh:
     """Returns the mesh with the shortest estimated time of a token; the training mesh where no estimate is known."""
     chip = find_chip(device_kind(mesh.devices.flat[0]))
-    if chip is None or settings.rollout.has_workers or settings.rollout.decode_layout == "fsdp":
+    if chip is None or settings.rollout.has_workers:
         return mesh
     now, per_host, arch = mesh.shape["tp"], mesh.size // num_hosts(mesh), definition.architecture
     sizes = [arch.num_query_heads, arch.num_experts or arch.mlp_dim, per_host]

@@ -35,7 +35,6 @@ from app.runtime.ray_workers import check_ray_installed
 from app.runtime.rollout_mesh import rollout_mesh, rollout_mesh_notes
 from app.runtime.scoring import ScoringSession, open_scorers
 from app.runtime.slot_choice import slots_note
-from app.runtime.tensor_parallel_checks import check_decode_layout
 from settings import Settings
 
 
@@ -83,8 +82,6 @@ class Session(ScoringSession):
         decoder = model.decode_definition(dtype, settings.rollout.weights if generates else None)
         scoring = open_scorers(settings, model, critic, set_aside=set_aside)
         mesh: Mesh = scoring["mesh"]
-        if generates:
-            check_decode_layout(settings, mesh)
         of_all_hosts = rollout_mesh(settings, mesh, decoder) if generates else mesh
         of_host = of_all_hosts if settings.rollout.placement == "global" else host_submesh(of_all_hosts)
         engine = BatchEngine(
@@ -97,7 +94,6 @@ class Session(ScoringSession):
             dtype=dtype,
             prefill_length_min=settings.rollout.prefill_length_min,
             max_length_total=settings.rollout.max_length_total,
-            decode_layout=settings.rollout.decode_layout,
             merge_adapters=None if decoder.lora == lora else partial(merge_adapters, lora=lora),
             records_routes=generates and settings.rollout.routing_replay,
         )

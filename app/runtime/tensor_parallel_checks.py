@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from jax.sharding import Mesh
 
-from app.mesh.device_mesh import num_hosts
 from app.model.architecture import Architecture
-from settings import Settings
 from settings.errors import InputError
 
 
@@ -57,14 +55,3 @@ def nearest_divisors(tp: int, size: int) -> str:
     below = max(n for n in range(1, tp + 1) if size % n == 0)
     above = next((n for n in range(tp, size + 1) if size % n == 0), None)
     return " or ".join(str(n) for n in dict.fromkeys((below, above)) if n is not None)
-
-
-def check_decode_layout(settings: Settings, mesh: Mesh) -> None:
-    """Raises InputError if weights would be split over all hosts although every host generates independently."""
-    rollout = settings.rollout
-    if rollout.decode_layout == "fsdp" and rollout.placement == "island" and num_hosts(mesh) > 1:
-        raise InputError(
-            f"rollout.decode_layout: fsdp splits every weight over the {num_hosts(mesh)} hosts, but with "
-            "rollout.placement: island each host generates independently; set rollout.decode_layout: gathered, or "
-            "rollout.placement: global"
-        )

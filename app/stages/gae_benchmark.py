@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import multiprocessing
 import os
 import re
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
 from functools import cache, partial
 from itertools import groupby
@@ -30,14 +28,12 @@ from app.records.jsonl import check_output_path
 from app.records.text_format import format_table
 from app.report.gae_benchmark_plot import ROW_NAMES, BackendTiming, render_benchmark
 from app.stages.gae import start_local_devices
-from settings import Resolved, Settings
+from settings import Resolved
 from settings.errors import InputError
 from settings.schema.algorithm import AlgorithmSettings
 
 CHUNK_SIZES = (64, 128, 256, 512)
-NUM_PROCESSES = 3
-NUM_REPEATS = 7
-"""Repeats in each process."""
+NUM_REPEATS = 21
 MIN_REPEAT_S = 1e-3
 """Calls are repeated until they take this long, so that the clock's resolution does not matter."""
 MAX_CALL_S = 2.0
@@ -65,16 +61,6 @@ class BenchmarkShape(NamedTuple):
         return f"{self.rows}x{self.tokens}"
 
 
-class Measurement(NamedTuple):
-    """A case in one process."""
-
-    timing: BackendTiming
-    seconds: list[float]
-    """Empty if a single call exceeds the benchmark's time limit."""
-    num_bytes: int
-    """Bytes that a call must read and write."""
-
-
 def run_benchmark(resolved: Resolved, *, shapes: str, folder: Path) -> dict[str, Any]:
     """Times all backends, writes bench.json and bench.png to a folder, and returns the content of bench.json.
 
@@ -92,22 +78,22 @@ def run_benchmark(resolved: Resolved, *, shapes: str, folder: Path) -> dict[str,
         check_output_path(folder / name)
     settings = resolved.settings
     algorithm = settings.algorithm
-    # Of its own processes, each starts with other memory and, on a busy machine, at another time.
-    context = multiprocessing.get_context("spawn")
-    processes, machine = [], {}
-    for seed in range(NUM_PROCESSES):
-        _print_progress(f"process {seed + 1} of {NUM_PROCESSES}")
-        with ProcessPoolExecutor(1, mp_context=context) as pool:
-            machine, measured = pool.submit(_measure_in_process, settings, parsed_shapes, seed).result()
-            processes.append(measured)
-    timings = [timing for of_shape in zip(*processes, strict=True) for timing in merge_processes(of_shape)]
+    start_local_devices(settings.mesh)
+    device = jax.devices()[0]
+    machine = {
+        "device": device.device_kind,
+        "platform": device.platform,
+        "cpu_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "jax": jax.__version__,
+        "numpy": np.__version__,
+    }
+    timings = [timing for shape in parsed_shapes for timing in measure_shape(algorithm, shape, num_repeats=NUM_REPEATS)]
     cases = [timing for timing in timings if timing.backend != "copy"]
     report = {
         "machine": machine,
         "settings": {"gamma": algorithm.gamma, "lam": algorithm.lam, "mask_mode": algorithm.mask_mode},
         "method": {
-            "repeats": NUM_PROCESSES * NUM_REPEATS,
-            "processes": NUM_PROCESSES,
+            "repeats": NUM_REPEATS,
             "order": "shuffled",
             "arrays": "numpy in and out",
             "bytes_per_token": BYTES_PER_TOKEN,
@@ -122,27 +108,9 @@ def run_benchmark(resolved: Resolved, *, shapes: str, folder: Path) -> dict[str,
         "conclusion": conclude(cases),
     }
     write_atomic(folder / "bench.json", json.dumps(report, indent=2).encode() + b"\n")
-    repeats = NUM_PROCESSES * NUM_REPEATS
-    title = f"GAE on {machine['device']}: median of {repeats} warm calls, shaded up to the 90th percentile"
+    title = f"GAE on {machine['device']}: median of {NUM_REPEATS} warm calls, shaded up to the 90th percentile"
     write_atomic(folder / "bench.png", render_benchmark(timings, title=title))
     return report
-
-
-def _measure_in_process(
-    settings: Settings, shapes: Sequence[BenchmarkShape], seed: int
-) -> tuple[dict[str, Any], list[list[Measurement]]]:
-    """Starts the devices of this process, and returns the machine and the measurements of each shape."""
-    start_local_devices(settings.mesh)
-    device = jax.devices()[0]
-    machine = {
-        "device": device.device_kind,
-        "platform": device.platform,
-        "cpu_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "jax": jax.__version__,
-        "numpy": np.__version__,
-    }
-    measure = partial(measure_shape, settings.algorithm, num_repeats=NUM_REPEATS, seed=seed, checks=seed == 0)
-    return machine, [measure(shape) for shape in shapes]
 
 
 def parse_shapes(text: str) -> list[BenchmarkShape]:
@@ -234,19 +202,12 @@ def make_workloads(algorithm: AlgorithmSettings, shape: BenchmarkShape) -> list[
     ]
 
 
-def measure_shape(
-    algorithm: AlgorithmSettings, shape: BenchmarkShape, *, num_repeats: int, seed: int = 0, checks: bool = True
-) -> list[Measurement]:
-    """Returns the times of a copy and of every backend, with the settings' gamma, lambda and mask mode.
-
-    Args:
-        seed: of the order in which cases take turns.
-        checks: whether to compare results with float64.
-    """
+def measure_shape(algorithm: AlgorithmSettings, shape: BenchmarkShape, *, num_repeats: int) -> list[BackendTiming]:
+    """Returns the times of a copy and then of every backend, with the settings' gamma, lambda and mask mode."""
     workloads = make_workloads(algorithm, shape)
     whole = workloads[0]
     calls: list[Callable[[], Any] | None] = [lambda: (whole.rewards.copy(), whole.values.copy())]
-    measured = [Measurement(BackendTiming(str(shape), "", "copy"), [], whole.num_bytes)]
+    first = [(BackendTiming(str(shape), "", "copy"), whole.num_bytes)]
     for work in workloads:
         for backend, chunk_size, is_auto in list_cases(algorithm, shape):
             timing = BackendTiming(str(shape), work.rows, backend, chunk_size, is_auto)
@@ -255,33 +216,21 @@ def measure_shape(
             start = time.perf_counter()
             result = call()
             first_s = time.perf_counter() - start
-            error = work.error_of(result) if checks else None
             warm_s = time_calls(call, 1)
-            timing = replace(timing, first_call_s=max(first_s - warm_s, 0.0), max_error=error)
-            measured.append(Measurement(timing, [], work.num_bytes))
+            first_call_s = max(first_s - warm_s, 0.0)
+            timing = replace(timing, first_call_s=first_call_s, max_error=work.error_of(result))
+            first.append((timing, work.num_bytes))
             calls.append(call if warm_s <= MAX_CALL_S else None)
     _print_progress(f"{shape}: {num_repeats} repeats of each case, in turn")
-    times = iter(time_shuffled([call for call in calls if call is not None], num_repeats, seed=seed))
-    return [
-        one if call is None else one._replace(seconds=next(times)) for one, call in zip(measured, calls, strict=True)
-    ]
-
-
-def merge_processes(processes: Sequence[Sequence[Measurement]]) -> list[BackendTiming]:
-    """Returns the timing of each case over the repeats of all processes; the first is the copy."""
+    times = iter(time_shuffled([call for call in calls if call is not None], num_repeats))
     timings: list[BackendTiming] = []
-    for same in zip(*processes, strict=True):
-        timing, _, num_bytes = same[0]
-        errors = [error for one in same if (error := one.timing.max_error) is not None]
-        timing = replace(timing, max_error=max(errors, default=None))
-        # A case that is too slow in one process is left out.
-        if all(one.seconds for one in same):
-            seconds = [second for one in same for second in one.seconds]
-            median = statistics.median(seconds)
-            speed = num_bytes / median / 1e9
+    for (timing, num_bytes), call in zip(first, calls, strict=True):
+        if call is not None:
+            seconds = next(times)
+            speed = num_bytes / statistics.median(seconds) / 1e9
             timing = replace(
-                timing, median_s=median, p90_s=float(np.percentile(seconds, 90)), num_repeats=len(seconds),
-                first_call_s=statistics.median(one.timing.first_call_s for one in same), gb_per_s=speed,
+                timing, median_s=statistics.median(seconds), p90_s=float(np.percentile(seconds, 90)),
+                num_repeats=num_repeats, gb_per_s=speed,
                 percent_of_copy=100 * speed / ((timings[0].gb_per_s if timings else None) or speed),
             )  # fmt: skip
         timings.append(timing)
@@ -308,7 +257,7 @@ def time_calls(call: Callable[[], Any], count: int) -> float:
     return (time.perf_counter() - start) / count
 
 
-def time_shuffled(calls: Sequence[Callable[[], Any]], num_repeats: int, *, seed: int) -> list[list[float]]:
+def time_shuffled(calls: Sequence[Callable[[], Any]], num_repeats: int) -> list[list[float]]:
     """Returns the mean seconds of each call in each repeat.
 
     The calls take turns, so that a disturbance affects all of them, each time in another order, so that none always
@@ -316,7 +265,7 @@ def time_shuffled(calls: Sequence[Callable[[], Any]], num_repeats: int, *, seed:
     """
     counts = [max(1, math.ceil(MIN_REPEAT_S / max(time_calls(call, 1), 1e-7))) for call in calls]
     times: list[list[float]] = [[] for _ in calls]
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     for _ in range(num_repeats):
         for i in rng.permutation(len(calls)):
             times[i].append(time_calls(calls[i], counts[i]))
@@ -386,8 +335,7 @@ def format_report(report: dict[str, Any]) -> str:
         name, chunk = f"{case['backend']}{'*' if case['is_auto'] else ''}", str(case["chunk_size"] or "")
         cells.append((case["shape"], case["rows"], name, chunk, f"{case['first_call_s']:.2f}", *ms, error))
     machine, method = report["machine"], report["method"]
-    how = f"shuffled, in {method['processes']} processes; {method['arrays']}"
-    note = f"* selected by auto; {method['repeats']} warm repeats, {how}"
+    note = f"* selected by auto; {method['repeats']} warm repeats, shuffled; {method['arrays']}"
     head = f"{machine['device']}, {machine['cpu_cores']} CPU cores, jax {machine['jax']}"
     return "\n".join([head, "", format_table(cells, header=HEADINGS, num_left=0), "", note, "", report["conclusion"]])
 

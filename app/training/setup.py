@@ -206,7 +206,7 @@ def setup_notes(settings: Settings, session: Session) -> tuple[str, ...]:
     notes = (
         *adapter_notes(session.model_spec, has_critic=settings.has_critic),
         *replicated_dim_notes(mesh, session.model_spec.architecture),
-        *weight_gather_notes(settings, session.engine.definition, mesh),
+        *weight_gather_notes(mesh),
         *session.generation_notes,
     )
     if num_hosts(mesh) == 1:

@@ -105,14 +105,23 @@ def compiled(preset: str) -> dict[str, Any]:
             raise RuntimeError(f"{preset}: {done.stderr.strip().splitlines()[-1]}")
         passes = passes_of_experts(preset, (Path(folder) / "update_gradients.hlo").read_text())
     found = json.loads(done.stdout)
-    programs = {f"{one['phase']}/{one['name']}": {name: one[name] for name in FIELDS} for one in found["programs"]}
-    return {
-        "devices": devices_of(preset),
-        "model": model_of(preset),
-        "peak_bytes": found["peak_bytes"],
-        "passes_of_experts": passes,
-        "programs": programs,
+    programs = {
+        f"{one['phase']}/{one['name']}": _known({name: one[name] for name in FIELDS}) for one in found["programs"]
     }
+    return _known(
+        {
+            "devices": devices_of(preset),
+            "model": model_of(preset),
+            "peak_bytes": found["peak_bytes"],
+            "passes_of_experts": passes,
+            "programs": programs,
+        }
+    )
+
+
+def _known(figures: dict[str, Any]) -> dict[str, Any]:
+    """Returns the figures that there are: only TPUs have estimates, and only mixtures experts."""
+    return {name: figure for name, figure in figures.items() if figure is not None}
 
 
 def to_text(preset: str, one: dict[str, Any]) -> str:
@@ -120,8 +129,8 @@ def to_text(preset: str, one: dict[str, Any]) -> str:
         (
             name,
             *(format_bytes(program[field]) for field in ("argument_bytes", "temporary_bytes")),
-            "-" if program["estimated_s"] is None else f"{program['estimated_s'] * 1e3:.2f} ms",
-            "-" if program["mfu"] is None else format_percent(program["mfu"]),
+            "-" if "estimated_s" not in program else f"{program['estimated_s'] * 1e3:.2f} ms",
+            "-" if "mfu" not in program else format_percent(program["mfu"]),
         )
         for name, program in one["programs"].items()
     ]

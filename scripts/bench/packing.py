@@ -2,9 +2,8 @@
 
     python scripts/bench/packing.py [--cases 10000] [--lengths FILE.json] [--out FILE.json]
 
-Every ratio is of tokens computed, to the same samples in the same run under best fit, the default. The baselines:
-Karmarkar-Karp (verl's partition, with a strict quota), first fit in arrival order into full rows (slime's and
-OpenRLHF's), and padded rows, one sample each, as many as the quota has room for.
+Every ratio is of tokens computed, to the same samples in the same run. The baselines: first fit in arrival order into
+full rows (slime's and OpenRLHF's), and padded rows, one sample each, as many as the quota has room for.
 """
 
 from __future__ import annotations
@@ -102,7 +101,7 @@ def recorded_groups(path: Path) -> DrawGroups:
 
 
 def make_budget(quota: int, longest: int, *, max_group_tokens: int = 0, **changes: Any) -> TokenBudget:
-    fields = {"share_prompts": False, "packing": "best_fit", "balance": True} | changes
+    fields = {"share_prompts": False, "balance": True} | changes
     return TokenBudget(quota, choose_row_length(quota, longest, max_group_tokens=max_group_tokens), **fields)
 
 
@@ -139,23 +138,17 @@ def fill_of_cell(draw: Callable, count: int, num_devices: int, num_seeds: int) -
     found: dict[str, list[float]] = {}
     for seed in range(num_seeds):
         host = lone(draw(np.random.default_rng(seed), count))
-        plans = {
-            name: plan_token_budget(host, make_budget(QUOTA, QUOTA, packing=name), flops, num_devices=num_devices)
-            for name in ("best_fit", "karmarkar_karp")
-        }
-        ours = packing_stats(plans["best_fit"], host, flops, num_devices=num_devices, max_tokens_per_device=QUOTA)
+        plan = plan_token_budget(host, make_budget(QUOTA, QUOTA), flops, num_devices=num_devices)
+        ours = packing_stats(plan, host, flops, num_devices=num_devices)
         tokens, computed = int(host.totals.sum()), ours["computed_tokens"]
         in_arrival_order = first_fit(host, num_devices)
         row = {
             "fill": ours["fill"],
             "ladder_allows": most_that_shapes_allow(tokens, num_devices),
             "flops_imbalance": ours["flops_imbalance"],
-            "over_quota": ours["over_quota"],
             "micro_batches": ours["num_micro_batches"],
             "bound": -(-tokens // (QUOTA * num_devices)),
-            "karmarkar_karp_micro_batches": plans["karmarkar_karp"].num_micro_batches,
             "first_fit_micro_batches": in_arrival_order,
-            "karmarkar_karp_ratio": computed_tokens(plans["karmarkar_karp"]) / computed,
             "first_fit_ratio": in_arrival_order * num_devices * QUOTA / computed,
             "padded_ratio": padded(host, num_devices) / computed,
         }
@@ -169,7 +162,7 @@ def fill_table(num_seeds: dict[int, int]) -> dict[str, dict[str, float]]:
     print(f"Quota {QUOTA}, mean length {MEAN_LENGTH}; means over {num_seeds} seeds by number of samples")
     print(
         f"{'lengths':<12}{'samples':>8}{'dp':>4}{'fill':>8}{'least':>8}{'ladder':>8}{'m.-b.':>8}{'bound':>8}{'ratio':>8}"
-        f"{'KK m.-b.':>10}{'FF m.-b.':>10}{'KK tok.':>9}{'FF tok.':>9}{'padded':>8}{'imbal.':>8}"
+        f"{'FF m.-b.':>10}{'FF tok.':>9}{'padded':>8}{'imbal.':>8}"
     )
     cells = {}
     for name, draw in DISTRIBUTIONS.items():
@@ -180,8 +173,8 @@ def fill_table(num_seeds: dict[int, int]) -> dict[str, dict[str, float]]:
                 print(
                     f"{name:<12}{count:>8}{num_devices:>4}{c['fill']:>8.4f}{c['fill_min']:>8.4f}"
                     f"{c['ladder_allows']:>8.4f}{c['micro_batches']:>8.2f}{c['bound']:>8.2f}{c['count_ratio']:>8.4f}"
-                    f"{c['karmarkar_karp_micro_batches']:>10.2f}{c['first_fit_micro_batches']:>10.2f}"
-                    f"{c['karmarkar_karp_ratio']:>9.3f}{c['first_fit_ratio']:>9.3f}{c['padded_ratio']:>8.2f}"
+                    f"{c['first_fit_micro_batches']:>10.2f}"
+                    f"{c['first_fit_ratio']:>9.3f}{c['padded_ratio']:>8.2f}"
                     f"{c['flops_imbalance']:>8.3f}"
                 )
     return cells
@@ -240,9 +233,7 @@ def hosts_table(name: str, draw: DrawGroups, num_seeds: int) -> dict[str, dict[s
                 hosts = [draw(np.random.default_rng((seed, host)), of_host, 8) for host in range(num_hosts)]
                 plan = plan_token_budget(joined(hosts), budget, flops, num_devices=8 * num_hosts)
                 own = [computed_tokens(plan_token_budget(host, budget, flops, num_devices=8)) for host in hosts]
-                stats = packing_stats(
-                    plan, joined(hosts), flops, num_devices=8 * num_hosts, max_tokens_per_device=DEFAULT_QUOTA
-                )
+                stats = packing_stats(plan, joined(hosts), flops, num_devices=8 * num_hosts)
                 positions = num_hosts * max(own) / stats["computed_tokens"]
                 found.append((stats["fill"], stats["flops_imbalance"], positions))
             fills, imbalances, positions = zip(*found, strict=True)
@@ -272,7 +263,7 @@ def tail_table(draw: DrawGroups, num_steps: int = 60) -> dict[str, dict[str, flo
         for seed in range(num_steps):
             host = draw(np.random.default_rng(seed), 64, 8)
             plan = plan_token_budget(host, budget, flops, num_devices=8)
-            stats = packing_stats(plan, host, flops, num_devices=8, max_tokens_per_device=DEFAULT_QUOTA)
+            stats = packing_stats(plan, host, flops, num_devices=8)
             fills.append(stats["fill"])
             shapes |= {(len(m.rows), m.shape) for m in plan.micro_batches}
         cells[str(growth)] = {"fill": float(np.mean(fills)), "fill_min": min(fills), "shapes": len(shapes)}
@@ -294,7 +285,6 @@ def random_case(rng: np.random.Generator) -> tuple[SequenceLengths, TokenBudget,
         quota,
         longest,
         share_prompts=bool(rng.random() < 0.5),
-        packing="karmarkar_karp" if rng.random() < 0.2 else "best_fit",
         balance=bool(rng.random() < 0.5),
     )
     return SequenceLengths(prompts, totals - prompts, numbers), budget, num_devices
@@ -306,19 +296,18 @@ def random_cases(num_cases: int) -> dict[str, int]:
     for seed in range(num_cases):
         lengths, budget, num_devices = random_case(np.random.default_rng(seed))
         plan = plan_token_budget(lengths, budget, flops, num_devices=num_devices)
-        found = packing_stats(
-            plan, lengths, flops, num_devices=num_devices, max_tokens_per_device=budget.max_tokens_per_device
+        over += any(
+            len(m.rows) // num_devices * m.shape.num_tokens > budget.max_tokens_per_device for m in plan.micro_batches
         )
-        over += found["over_quota"] > 0
         held = sorted(i for m in plan.micro_batches for row in m.rows for segment in row for i in segment)
         incomplete += held != list(range(len(lengths.prompts)))
     print(f"\n{num_cases} random cases: {over} over the quota, {incomplete} incomplete")
     return {"cases": num_cases, "over_quota": over, "incomplete": incomplete}
 
 
-def median_ms(call: Callable[[], object], repeats: int = 9) -> float:
+def median_ms(call: Callable[[], object]) -> float:
     seconds = []
-    for _ in range(repeats):
+    for _ in range(9):
         start = time.perf_counter()
         call()
         seconds.append(time.perf_counter() - start)
@@ -333,18 +322,13 @@ def times() -> dict[str, float]:
         for num_devices in (1, 8):
             plan = functools.partial(plan_token_budget, host, make_budget(QUOTA, QUOTA), flops, num_devices=num_devices)
             found[f"plan 8192, {name}, dp {num_devices}"] = median_ms(plan)
-        budget = make_budget(QUOTA, QUOTA, packing="karmarkar_karp")
-        plan = functools.partial(plan_token_budget, host, budget, flops, num_devices=8)
-        found[f"plan 8192 by Karmarkar-Karp, {name}, dp 8"] = median_ms(plan, repeats=3)
     host = groups(np.random.default_rng(0), 8192, 8)
     for quota, longest in ((QUOTA, QUOTA), (16384, 2000)):
         budget = make_budget(quota, longest, share_prompts=True)
         plan = functools.partial(plan_token_budget, host, budget, flops, num_devices=1)
         found[f"plan 8192, shared prompts, quota {quota}, rows of {budget.row_length}"] = median_ms(plan)
     planned = plan_token_budget(host, budget, flops, num_devices=1)
-    found["figures of 8192"] = median_ms(
-        lambda: packing_stats(planned, host, flops, num_devices=1, max_tokens_per_device=QUOTA)
-    )
+    found["figures of 8192"] = median_ms(lambda: packing_stats(planned, host, flops, num_devices=1))
     return found | assembly_times()
 
 
@@ -394,7 +378,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     record["hosts"] |= hosts_table(options.lengths.stem, recorded_groups(options.lengths), seeds)
     record["tails"] = tail_table(groups)
     record["times_ms"] = times()
-    print("\nMilliseconds, medians of 9 (Karmarkar-Karp: of 3)")
+    print("\nMilliseconds, medians of 9")
     for name, milliseconds in record["times_ms"].items():
         print(f"{name:<60}{milliseconds:>8.1f}")
     record["random_cases"] = random_cases(options.cases)

@@ -135,7 +135,6 @@ def cutters_of(
         max_tokens_per_device=options.quota,
         row_length=choose_row_length(options.quota, longest),
         share_prompts=True,
-        packing="best_fit",
         balance=True,
     )
     return {

@@ -25,7 +25,7 @@ FREE_SETTINGS = (
     *("algorithm.gae_backend", "algorithm.gae_chunk_size"),
     *("critic.dynamic_microbatch", "critic.max_tokens_per_device", "critic.rows_per_device"),
     *("rollout.slots", "rollout.kv_blocks", "rollout.kv_block_size", "rollout.mode", "rollout.scheduler"),
-    *("rollout.placement", "rollout.decode_layout", "rollout.devices"),
+    *("rollout.placement", "rollout.devices"),
     *("rollout.mesh", "rollout.pool", "rollout.segment", "rollout.pdsr", "rollout.workers", "rollout.ray"),
     *("rollout.prefill_length_min", "rollout.max_length_total"),
     *("reward.timeout_s", "reward.cpu_s", "reward.memory_mib", "reward.workers", "reward.batch_size"),

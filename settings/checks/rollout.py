@@ -163,16 +163,6 @@ WORKER_CHECKS = (
         "<rollout.slots>: slots are filled on each host separately, but <rollout.placement> means one batch over all "
         "hosts; remove it, or set rollout.placement: island",
     ),
-    Rule(
-        lambda s: s.rollout.decode_layout != "gathered" and s.rollout.has_workers,
-        "<rollout.decode_layout>: <rollout.scheduler> gives each worker its own weights, which are split over tp only; "
-        "set rollout.decode_layout: gathered, or rollout.scheduler: null",
-    ),
-    Rule(
-        lambda s: s.rollout.decode_layout == "fsdp" and s.rollout.mesh not in ("auto", "training"),
-        "<rollout.decode_layout> splits weights over the fsdp of the training mesh, and <rollout.mesh> has none; set "
-        "rollout.decode_layout: gathered, or rollout.mesh: training",
-    ),
     _check_ray_pool,
     *EXACT_MODE_CHECKS,
     *KV_BLOCK_CHECKS,

@@ -21,8 +21,6 @@ MAX_STALENESS = 64
 RAY_LEASE_S = 600.0
 """Default of `rollout.workers.lease_s` with Ray, longer than any segment takes."""
 
-DecodeLayout = Literal["gathered", "fsdp"]
-"""Values of `rollout.decode_layout`."""
 RolloutWeights = Literal["int8"]
 """Values of `rollout.weights`."""
 KVCacheType = Literal["int8"]
@@ -234,9 +232,6 @@ class RolloutSettings(Section):
     placement: Literal["island", "global"] = "island"
     """Each host generates on its own devices independently (island), or all hosts generate one batch on all devices,
     without slots or workers (global). On one host this matters only for the sync scheduler: workers, or one batch."""
-    decode_layout: DecodeLayout = "gathered"
-    """Sharding of weights during decoding: split only over tp (gathered), or also over fsdp, which uses less memory but
-    transfers all weights for every token."""
     mesh: Annotated[str, AfterValidator(_validate_rollout_mesh)] = "auto"
     """Split of the devices of `mesh.shape` during generation: dp, over which rows are split, and tp, over which weights
     are, as in `dp=2,tp=4` or `tp=4`. `training` keeps the tp of `mesh.shape`. `auto` does, too, except on TPUs without

@@ -43,7 +43,7 @@ def joined(*hosts: SequenceLengths) -> SequenceLengths:
 
 def make_budget(quota: int, longest: int | None = None, **changes: Any) -> TokenBudget:
     """Returns a token budget whose rows have the length of the quota unless the longest sample is given."""
-    fields: dict[str, Any] = {"share_prompts": False, "packing": "best_fit", "balance": True}
+    fields: dict[str, Any] = {"share_prompts": False, "balance": True}
     return TokenBudget(quota, choose_row_length(quota, longest or quota), **(fields | changes))
 
 
@@ -93,7 +93,6 @@ def random_case(seed: int) -> tuple[SequenceLengths, TokenBudget, int]:
         quota,
         longest,
         share_prompts=bool(rng.random() < 0.5),
-        packing=str(rng.choice(["best_fit", "best_fit", "karmarkar_karp"])),
         balance=bool(rng.random() < 0.5),
     )
     hosts = []

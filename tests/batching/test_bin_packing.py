@@ -12,7 +12,6 @@ from app.batching.bin_packing import (
     best_subset,
     merge_shared_prompts,
     pack_all,
-    pack_all_evenly,
     split_group,
 )
 
@@ -99,15 +98,12 @@ def test_parts_of_a_group_are_short_enough_and_hold_it_whole(prompt, completions
 @given(SIZES, st.integers(1, 6), st.integers(1, 100))
 def test_all_rows_hold_everything_or_there_are_none(sizes, num_rows, length):
     shelf = make_shelf(sizes)
-    for rows in (
-        pack_all(shelf, num_rows=num_rows, length=length),
-        pack_all_evenly(shelf.items, num_rows=num_rows, length=length),
-    ):
-        assert rows is not None or sum(sizes) > length
-        if rows is not None:
-            assert len(rows) <= num_rows
-            assert sorted(item for row in rows for item in row) == shelf.items
-            assert all(sum(item.num_tokens for item in row) <= length for row in rows)
+    rows = pack_all(shelf, num_rows=num_rows, length=length)
+    assert rows is not None or sum(sizes) > length
+    if rows is not None:
+        assert len(rows) <= num_rows
+        assert sorted(item for row in rows for item in row) == shelf.items
+        assert all(sum(item.num_tokens for item in row) <= length for row in rows)
     assert shelf.items == sorted(make_shelf(sizes).items)
 
 

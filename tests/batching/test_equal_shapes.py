@@ -25,7 +25,7 @@ def test_a_trimmed_tail_gets_empty_rows_on_each_device() -> None:
 
 
 def test_a_short_row_becomes_a_full_one() -> None:
-    budget = TokenBudget(64, row_length=32, share_prompts=False, packing="best_fit", balance=True)
+    budget = TokenBudget(64, row_length=32, share_prompts=False, balance=True)
     for num_samples in range(9, 60):
         own = PackedRowBatcher(budget, token_count_cost).plan(lengths([7] * num_samples), num_devices=1)
         plan = EqualShapeBatcher(PackedRowBatcher(budget, token_count_cost)).plan(

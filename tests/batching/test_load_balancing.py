@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.batching.load_balancing import EMPTY_SLOT, assign_rows_balanced, assign_rows_in_order
+from app.batching.load_balancing import EMPTY_SLOT, assign_rows_balanced, assign_rows_in_order, balanced_partition
 
 
 def test_rows_in_order_by_hand():
@@ -18,8 +20,21 @@ def test_even_rows_by_hand():
     dealt, loads = assign_rows_balanced(
         [2, 3, 4, 5, 6, 7, 8, 9], num_micro_batches=2, num_devices=2, rows_per_device=2, device_loads=[1, 0]
     )
-    assert [[sorted(rows[:2]), sorted(rows[2:])] for rows in dealt] == [[[4, 7], [5, 6]], [[0, 3], [1, 2]]]
+    assert [[sorted(rows[:2]), sorted(rows[2:])] for rows in dealt] == [[[5, 6], [4, 7]], [[1, 2], [0, 3]]]
     assert loads == [23, 22]
+
+
+@given(st.lists(st.integers(1, 50), min_size=6, max_size=6), st.sampled_from([2, 3]))
+def test_parts_of_one_size_are_within_the_known_bound_of_the_best(weights, num_parts):
+    # Kellerer and Woeginger (1993) for triples: at most 4/3 - 1/(3 k) of the least possible; pairs are the best ones.
+    size = 6 // num_parts
+    parts = balanced_partition(weights, num_parts)
+    assert sorted(i for part in parts for i in part) == list(range(6))
+    assert {len(part) for part in parts} == {size}
+    orders = itertools.permutations(weights)
+    best = min(max(sum(order[i : i + size]) for i in range(0, 6, size)) for order in orders)
+    largest = max(sum(weights[i] for i in part) for part in parts)
+    assert best <= largest <= best * (1 if size == 2 else 4 / 3 - 1 / 6) + 1e-9
 
 
 def test_the_heaviest_row_goes_to_the_device_that_has_had_the_least():

@@ -151,7 +151,7 @@ def test_hosts_share_the_work_whoever_drew_the_longest_samples(num_hosts):
         ]
         budget = make_budget(16384, share_prompts=True)
         plan = plan_token_budget(joined(*hosts), budget, cost, num_devices=8 * num_hosts)
-        stats = packing_stats(plan, joined(*hosts), cost, num_devices=8 * num_hosts, max_tokens_per_device=16384)
+        stats = packing_stats(plan, joined(*hosts), cost, num_devices=8 * num_hosts)
         fills.append(stats["fill"])
         imbalances.append(stats["flops_imbalance"])
     assert np.mean(fills) > 0.95
@@ -163,17 +163,14 @@ def test_samples_share_rows_up_to_the_quota():
     assert rows_of(plan) == {frozenset({0, 2}), frozenset({1, 3})}
 
 
-@pytest.mark.parametrize("packing", ["best_fit", "karmarkar_karp"])
-def test_a_sample_as_long_as_the_quota_stands_alone(packing):
-    plan = planned(lone(4, 10, 6), make_budget(10, packing=packing))
+def test_a_sample_as_long_as_the_quota_stands_alone():
+    plan = planned(lone(4, 10, 6), make_budget(10))
     assert rows_of(plan) == {frozenset({1}), frozenset({0, 2})}
 
 
-@pytest.mark.parametrize("packing", ["best_fit", "karmarkar_karp"])
-def test_a_sample_longer_than_the_quota_is_an_error_that_says_so(packing):
-    budget = make_budget(4096, packing=packing)
+def test_a_sample_longer_than_the_quota_is_an_error_that_says_so():
     with pytest.raises(ValueError, match="sample 2 has 4097 tokens, too many for a quota of 4096 tokens per device"):
-        plan_token_budget(lone(5, 5, 4097), budget, flops, num_devices=1)
+        plan_token_budget(lone(5, 5, 4097), make_budget(4096), flops, num_devices=1)
 
 
 def test_a_sample_longer_than_its_row_is_an_error_that_names_the_row_too():
@@ -181,11 +178,10 @@ def test_a_sample_longer_than_its_row_is_an_error_that_names_the_row_too():
         plan_token_budget(lone(3000), make_budget(4096, 1000), flops, num_devices=1)
 
 
-@pytest.mark.parametrize("packing", ["best_fit", "karmarkar_karp"])
 @pytest.mark.parametrize("share_prompts", [False, True])
 @pytest.mark.parametrize("count", [0, 1, 3])
-def test_devices_without_samples_keep_step_with_empty_rows(packing, share_prompts, count):
-    budget = make_budget(1024, 512, packing=packing, share_prompts=share_prompts)
+def test_devices_without_samples_keep_step_with_empty_rows(share_prompts, count):
+    budget = make_budget(1024, 512, share_prompts=share_prompts)
     assert planned(lone(*[300] * count), budget, num_devices=4).num_micro_batches == 1
 
 
@@ -205,25 +201,6 @@ def test_only_the_last_micro_batch_has_another_shape_and_it_is_of_the_ladder():
         seen.add((len(tail.rows), tail.shape.num_tokens))
     assert seen <= {(2 * shape.rows_per_device, shape.row_length) for shape in candidate_shapes(4096, 2048)}
     assert 2 < len(seen) < 24
-
-
-@pytest.mark.parametrize(
-    ("lengths", "quota", "expected"),
-    [
-        ([100, 200, 300], 300, 2),
-        ([8, 7, 6, 5, 4], 15, 3),
-        ([5, 3, 7, 2, 6], 10, 3),
-        ([1, 1, 1, 1], 100, 1),
-        ([512, 384, 256, 128, 64, 32, 16, 8], 512, 3),
-        ([4096, 1024, 1024, 1024, 1024], 4096, 2),
-        ([10, 10, 10], 15, 3),
-        ([7] * 8, 8, 8),
-    ],
-)
-def test_karmarkar_karp_raises_the_count_until_no_row_is_over_the_quota(lengths, quota, expected):
-    # verl's cases (github.com/verl-project/verl, seqlen_balancing.py), whose quota is soft: ours may need one more.
-    plan = planned(lone(*lengths), make_budget(quota, packing="karmarkar_karp"))
-    assert plan.num_micro_batches == expected
 
 
 def test_the_search_finds_what_taking_the_largest_that_fits_does_not():

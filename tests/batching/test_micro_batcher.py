@@ -51,7 +51,6 @@ def test_packed_rows_are_whole_on_every_device(mesh_shape):
     assert all(len(m.rows) % devices == 0 for m in cut.local_plan.micro_batches)
     assert sorted(members([row for m in cut.local_plan.micro_batches for row in m.rows])) == list(range(32))
     found = cut.packing_stats()
-    assert found["over_quota"] == 0
     assert found["computed_tokens"] == sum(len(m.rows) * m.shape.num_tokens for m in cut.local_plan.micro_batches)
     packed = [pack_tokens(samples, m) for m in cut.local_plan.micro_batches]
     assert found["real_tokens"] == sum(int((p.segment_ids > 0).sum()) for p in packed)

@@ -73,7 +73,7 @@ class Outcome:
 FIXED = FixedRowBatcher(1, trim_tail=False)
 PACKED = PackedRowBatcher(
     # Rows of one block of attention and a tail; prompts shared, and repeated where a group fills a row.
-    TokenBudget(max_tokens_per_device=48, row_length=24, share_prompts=True, packing="best_fit", balance=True),
+    TokenBudget(max_tokens_per_device=48, row_length=24, share_prompts=True, balance=True),
     forward_flops(EVEN),
 )
 
@@ -171,7 +171,7 @@ def critic_outcome(shape: tuple[int, int, int], cut: MicroBatcher) -> tuple[list
     step = UpdateStep(objective, optimizer, schedule, state_layout, metrics=VALUE_METRICS)
     updater = Updater(step, mesh, micro_batcher=cut, pack=ValueBatchPacker(), batching_metrics=critic_batching_metrics)
     state, metrics = updater.update(init_train_state(optimizer, params, state_layout), [[learned]], temperature=0.9)
-    assert metrics["value/batching/over_quota"] == 0
+    assert 0 < metrics["value/batching/fill"] <= 1
     assert 0 < metrics["value/clip_fraction"] < 1
     moments = jax.tree.map(np.asarray, optax.tree.get(state.optimizer, "mu"))
     return values, moments, {name: x for name, x in metrics.items() if "batching" not in name}

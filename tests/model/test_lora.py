@@ -127,13 +127,12 @@ def test_without_adapters_all_weights_learn_and_merging_leaves_them_alone():
     assert definition.num_trainable == definition.num_parameters
 
 
-@pytest.mark.parametrize("layout", ["gathered", "fsdp"])
-def test_decode_weights_are_those_of_the_merged_kernels_on_any_mesh(layout):
+def test_decode_weights_are_those_of_the_merged_kernels_on_any_mesh():
     definition, base = adapted(EVEN, EVERYWHERE)
     params = random_params(definition)
     plain = jax.tree.leaves(DecodeConversion(base, make_mesh(), FLOAT32)(merge_adapters(params, EVERYWHERE)))
     mesh, merge = make_mesh((1, 2, 2)), functools.partial(merge_adapters, lora=EVERYWHERE)
-    convert = DecodeConversion(base, mesh, FLOAT32, layout, merge=merge)
+    convert = DecodeConversion(base, mesh, FLOAT32, merge=merge)
     with jax.set_mesh(mesh):
         found = convert(jax.device_put(params, definition.shardings(mesh)))
     assert len(found.blocks) == EVEN.num_layers

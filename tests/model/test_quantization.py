@@ -184,13 +184,11 @@ def test_the_backward_pass_keeps_no_kernel_in_floats(quantization: Quantization,
 
 
 @functools.cache
-def compiled(
-    program: str, quantization: Quantization | None, layout: str, mesh_shape: tuple[int, int, int]
-) -> tuple[int, int]:
+def compiled(program: str, quantization: Quantization | None, mesh_shape: tuple[int, int, int]) -> tuple[int, int]:
     """Returns the temporary bytes of a rollout program on each device, and the bytes of its share of float kernels."""
     architecture = replace(EVEN, num_layers=6, model_dim=256, mlp_dim=512)
     definition = DecoderDefinition.create(architecture, quantization=quantization)
-    engine = make_engine(definition, mesh=make_mesh(mesh_shape), decode_layout=layout)
+    engine = make_engine(definition, mesh=make_mesh(mesh_shape))
     shape = engine.batch_shape(num_prompts=1, group_size=2, longest_prompt=4, max_new_tokens=4)
     found: Any = engine.lower_programs(shape, truncates=False)[program].compile().memory_analysis()
     blocks = flatten_by_path(definition.unquantized.shapes["blocks"])
@@ -199,13 +197,13 @@ def compiled(
 
 
 @EACH
-@pytest.mark.parametrize(("layout", "mesh_shape"), [("gathered", (1, 1, 1)), ("fsdp", (1, 1, 2))], ids=str)
+@pytest.mark.parametrize("mesh_shape", [(1, 1, 1), (1, 1, 2)], ids=str)
 @pytest.mark.parametrize("program", ["prefill", "decode"])
 def test_no_more_than_some_kernels_are_floats_in_a_rollout(
-    quantization: Quantization, layout: str, mesh_shape: tuple[int, int, int], program: str
+    quantization: Quantization, mesh_shape: tuple[int, int, int], program: str
 ) -> None:
-    used, in_floats = compiled(program, quantization, layout, mesh_shape)
-    without, _ = compiled(program, None, layout, mesh_shape)
+    used, in_floats = compiled(program, quantization, mesh_shape)
+    without, _ = compiled(program, None, mesh_shape)
     assert used - without <= in_floats / 3
 
 

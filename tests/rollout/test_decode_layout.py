@@ -24,11 +24,8 @@ from app.rollout.sampling.token_sampling import SamplingRules
 from app.rollout.slots.continuous_batching import ContinuousBatchGenerator
 from app.rollout.slots.shape_buckets import make_slot_shapes
 from app.rollout.slots.slot_engine import SlotEngine
-from app.training.weight_gather_notes import weight_gather_notes
 from scripts.bench.hlo_collectives import LoopedCollective, program_collectives
-from settings import InputError, Settings, load
-from settings.checks.commands import check_for_train
-from settings.schema.rollout import DecodeLayout, SegmentSettings
+from settings.schema.rollout import SegmentSettings
 from tests.tiny import EVEN, make_engine, make_mesh, random_params, random_prompts, spell
 
 DEFINITION = DecoderDefinition.create(EVEN)
@@ -37,16 +34,16 @@ PROMPTS = random_prompts(4, vocab_size=50, longest=8)
 REQUEST = GenerationRequest(group_size=2, max_new_tokens=6, rules=SamplingRules(1.0), seed=1, policy_version=2)
 
 
-def samples_of(layout: DecodeLayout, shape: tuple[int, int, int]) -> list[Sample]:
+def samples_of(shape: tuple[int, int, int]) -> list[Sample]:
     mesh = make_mesh(shape)
     params = jax.device_put(random_params(DEFINITION), DEFINITION.shardings(mesh))
-    engine = make_engine(DEFINITION, mesh, decode_layout=layout)
+    engine = make_engine(DEFINITION, mesh)
     return engine.generate(engine.to_decode_weights(params), PROMPTS, REQUEST)
 
 
 @functools.cache
 def expected() -> list[Sample]:
-    return samples_of("gathered", (1, 1, 1))
+    return samples_of((1, 1, 1))
 
 
 def assert_same_samples(ours: list[Sample]) -> None:
@@ -57,15 +54,15 @@ def assert_same_samples(ours: list[Sample]) -> None:
 
 @pytest.mark.parametrize("shape", [(1, 8, 1), (2, 2, 2)])
 def test_samples_do_not_depend_on_where_weights_lie(shape: tuple[int, int, int]):
-    assert_same_samples(samples_of("fsdp", shape))
+    assert_same_samples(samples_of(shape))
 
 
-def test_slots_draw_the_same_samples_from_split_weights():
+def test_slots_draw_the_same_samples_on_any_mesh():
     mesh = make_mesh((1, 4, 1))
     shapes = make_slot_shapes(4, max_prompt_length=8, max_new_tokens=6, prefill_length_min=8, segment_max=6, exact=True)
-    engine = SlotEngine(DEFINITION, mesh, shapes, eos_ids=(), dtype=FLOAT32, exact=True, decode_layout="fsdp")
+    engine = SlotEngine(DEFINITION, mesh, shapes, eos_ids=(), dtype=FLOAT32, exact=True)
     params = jax.device_put(random_params(DEFINITION), DEFINITION.shardings(mesh))
-    weights = make_engine(DEFINITION, mesh, decode_layout="fsdp").to_decode_weights(params)
+    weights = make_engine(DEFINITION, mesh).to_decode_weights(params)
     batching = ContinuousBatchGenerator(engine, decode_text=spell, segment_rule=SegmentSettings(min=1))
     assert_same_samples(batching.generate(weights, PROMPTS, REQUEST))
 
@@ -112,11 +109,10 @@ def test_the_decode_kernel_draws_the_samples_of_xla(
         np.testing.assert_allclose(sample.behavior_logprobs, other.behavior_logprobs, atol=1e-5)
 
 
-@functools.cache
-def collectives_of_decoding(layout: DecodeLayout) -> list[LoopedCollective]:
+def collectives_of_decoding() -> list[LoopedCollective]:
     """Returns the collectives of a decode loop on eight devices that share every weight."""
     mesh = make_mesh((1, 8, 1))
-    weights = abstract_decode_weights(DEFINITION, mesh, FLOAT32, layout)
+    weights = abstract_decode_weights(DEFINITION, mesh, FLOAT32)
     one: Any = jax.ShapeDtypeStruct((8, EVEN.num_kv_heads, 16, EVEN.head_dim), FLOAT32)
     cache = abstract_cache((LayerCache(one, one),) * EVEN.num_layers, mesh)
     of_rows: Any = jax.ShapeDtypeStruct((8,), jnp.int32, sharding=row_sharding(mesh))
@@ -136,27 +132,8 @@ def collectives_of_decoding(layout: DecodeLayout) -> list[LoopedCollective]:
         return program_collectives(jax.jit(decode).lower(weights, cache, of_rows, of_rows).compile())
 
 
-def test_split_weights_are_gathered_for_every_token_and_whole_ones_never():
-    gathers = [one for one in collectives_of_decoding("fsdp") if one.collective.kind == "all-gather"]
-    # Before the loop they would be gathered once, and held whole.
-    assert gathers and all(one.is_in_dynamic_loop for one in gathers)
-    assert [one for one in collectives_of_decoding("gathered") if one.dtype == "f32"] == []
-
-
-def test_a_launch_foresees_what_the_compiled_steps_move():
-    mesh = make_mesh((1, 8, 1))
-    held, whole = (
-        bytes_per_device(abstract_decode_weights(DEFINITION, mesh, FLOAT32, layout)) for layout in ("fsdp", "gathered")
-    )
-    assert whole == 8 * held
-    fsdp = collectives_of_decoding("fsdp")
-    moved = sum(one.bytes_per_device for one in fsdp if one.collective.kind == "all-gather")
-    assert moved == whole - held
-    settings = load(None, ["rollout.decode_layout=fsdp"], {}).settings
-    (line,) = weight_gather_notes(settings, DEFINITION, mesh)
-    assert line.startswith("warning: rollout.decode_layout: fsdp moves 60.0 KiB of weights into each device")
-    assert weight_gather_notes(settings, DEFINITION, make_mesh()) == ()
-    assert weight_gather_notes(Settings(), DEFINITION, mesh) == ()
+def test_no_weight_moves_while_tokens_are_drawn():
+    assert [one for one in collectives_of_decoding() if one.dtype == "f32"] == []
 
 
 @pytest.mark.parametrize(("shape", "tp"), [((1, 8, 1), 1), ((1, 8, 1), 2), ((1, 4, 2), 2), ((2, 2, 2), 4)])
@@ -174,15 +151,8 @@ def test_decode_weights_lie_as_their_shapes_say():
     """Programs are compiled for these shapes."""
     mesh = make_mesh((2, 2, 2))
     params = jax.device_put(random_params(DEFINITION), DEFINITION.shardings(mesh))
-    weights = make_engine(DEFINITION, mesh, decode_layout="fsdp").to_decode_weights(params)
-    foreseen = abstract_decode_weights(DEFINITION, mesh, FLOAT32, "fsdp")
+    weights = make_engine(DEFINITION, mesh).to_decode_weights(params)
+    foreseen = abstract_decode_weights(DEFINITION, mesh, FLOAT32)
     same = jax.tree.map(lambda x, y: x.sharding.is_equivalent_to(y.sharding, x.ndim), weights, foreseen)
     assert all(jax.tree.leaves(same))
     assert bytes_per_device(weights) == bytes_per_device(foreseen)
-
-
-def test_workers_and_split_weights_exclude_each_other():
-    resolved = load(None, ["rollout.decode_layout=fsdp", "rollout.scheduler=adaptive"], {})
-    with pytest.raises(InputError, match=r"rollout\.decode_layout = 'fsdp' \(from --set\): rollout\.scheduler = "):
-        check_for_train(resolved)
-    check_for_train(load(None, ["rollout.decode_layout=fsdp", "rollout.slots=8"], {}))

@@ -29,7 +29,6 @@ from app.runtime.rollout_mesh import rollout_mesh, rollout_mesh_notes
 from scripts.bench.hlo_collectives import program_collectives
 from scripts.bench.shapes import QWEN2_5_7B
 from settings import InputError, Settings, load
-from settings.checks.commands import check_for_train
 from settings.schema.rollout import SegmentSettings
 from tests.tiny import EVEN, SWITCHED, make_engine, make_mesh, random_params, random_prompts, spell
 
@@ -163,7 +162,6 @@ def test_auto_splits_weights_as_far_as_the_sums_cost_less() -> None:
     assert chosen("rollout.slots=60", architecture=one_key_head)[0] == make_mesh(TRAINING)
     # A tp that training needs is kept.
     assert chosen(mesh=make_mesh((1, 2, 4)))[0].shape["tp"] == 4
-    assert chosen("rollout.decode_layout=fsdp")[0] == make_mesh(TRAINING)
     assert chosen("rollout.scheduler=adaptive")[0] == make_mesh(TRAINING)
 
 
@@ -198,8 +196,3 @@ def test_a_mesh_that_divides_neither_devices_nor_heads_is_refused(value: str, re
 def test_what_is_no_mesh_is_refused(value: str) -> None:
     with pytest.raises(InputError, match=r"rollout\.mesh.*expected `auto`, `training`, or sizes"):
         load(None, [f"rollout.mesh={value}"], {})
-
-
-def test_weights_that_stay_split_as_in_training_have_no_mesh_of_their_own() -> None:
-    with pytest.raises(InputError, match=r"rollout\.decode_layout = 'fsdp'"):
-        check_for_train(load(None, ["rollout.decode_layout=fsdp", "rollout.mesh=tp=2"], {}))

@@ -24,7 +24,7 @@ from app.rollout.slots.shape_buckets import make_slot_shapes
 from app.rollout.slots.slot_engine import SlotEngine
 from settings import load
 from settings.checks.commands import check_for_train
-from settings.schema.rollout import DecodeLayout, SegmentSettings
+from settings.schema.rollout import SegmentSettings
 from tests.program import Result, here, metrics_of, of_tiny, settings, train_here
 from tests.quantized import dequantized_params
 from tests.replays import replay
@@ -64,17 +64,17 @@ def test_samples_are_those_of_the_rounded_policy(architecture: Any, lora: LoRACo
     assert any(not np.array_equal(a.behavior_logprobs, b.behavior_logprobs) for a, b in zip(ours, exact, strict=True))
 
 
-@pytest.mark.parametrize(("shape", "layout"), [((2, 2, 2), "gathered"), ((1, 8, 1), "fsdp"), ((1, 1, 2), "gathered")])
-def test_samples_depend_neither_on_the_mesh_nor_on_slots(shape: tuple[int, int, int], layout: DecodeLayout) -> None:
+@pytest.mark.parametrize("shape", [(2, 2, 2), (1, 8, 1), (1, 1, 2)])
+def test_samples_depend_neither_on_the_mesh_nor_on_slots(shape: tuple[int, int, int]) -> None:
     policy = DecoderDefinition.create(EVEN)
     held, one, mesh = policy.quantized("int8"), make_mesh((1, 1, 1)), make_mesh(shape)
-    alone, engine = make_engine(held, one), make_engine(held, mesh, decode_layout=layout)
+    alone, engine = make_engine(held, one), make_engine(held, mesh)
     expected = alone.generate(alone.to_decode_weights(random_params(policy)), PROMPTS, REQUEST)
     params = jax.device_put(random_params(policy), policy.shardings(mesh))
     weights = engine.to_decode_weights(params)
     assert_same_samples(engine.generate(weights, PROMPTS, REQUEST), expected)
     shapes = make_slot_shapes(8, max_prompt_length=8, max_new_tokens=6, prefill_length_min=8, segment_max=6, exact=True)
-    slots = SlotEngine(held, mesh, shapes, eos_ids=(), dtype=FLOAT32, exact=True, decode_layout=layout)
+    slots = SlotEngine(held, mesh, shapes, eos_ids=(), dtype=FLOAT32, exact=True)
     batching = ContinuousBatchGenerator(slots, decode_text=spell, segment_rule=SegmentSettings(min=1))
     assert_same_samples(batching.generate(weights, PROMPTS, REQUEST), expected)
 

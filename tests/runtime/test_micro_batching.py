@@ -81,11 +81,6 @@ def test_prompts_are_packed_once_unless_told_otherwise() -> None:
     assert num_prompts(update()) < len(SAMPLES) == num_prompts(update("batching.share_prompts=false"))
 
 
-def test_the_other_packer_fills_rows_otherwise() -> None:
-    assert update("batching.packing=karmarkar_karp") != update()
-    assert members(update("batching.packing=karmarkar_karp")) == members(update())
-
-
 def test_balance_moves_rows_and_no_sample_out_of_the_step() -> None:
     assert update("algorithm.balance_batch=false") != update()
     assert members(update("algorithm.balance_batch=false")) == members(update()) == list(range(len(SAMPLES)))

@@ -130,15 +130,14 @@ def test_each_row_shape_is_compiled_once_and_no_other(cut, run, shapes):
 
 
 @pytest.mark.parametrize("share_prompts", [False, True])
-@pytest.mark.parametrize("packing", ["best_fit", "karmarkar_karp"])
 @pytest.mark.parametrize(("quota", "row_length"), [(16, 16), (48, 16), (48, 48), (512, 512)])
-def test_packed_rows_change_nothing(quota, row_length, packing, share_prompts):
-    cut = packed(quota, row_length, packing=packing, share_prompts=share_prompts)
+def test_packed_rows_change_nothing(quota, row_length, share_prompts):
+    cut = packed(quota, row_length, share_prompts=share_prompts)
     assert_close(score(SAMPLES, cut=cut), score(SAMPLES))
 
 
-def packed(quota: int, row_length: int, *, packing: Any = "best_fit", share_prompts: bool = True) -> PackedRowBatcher:
-    budget = TokenBudget(quota, row_length, share_prompts, packing, balance=True)
+def packed(quota: int, row_length: int, *, share_prompts: bool = True) -> PackedRowBatcher:
+    budget = TokenBudget(quota, row_length, share_prompts, balance=True)
     return PackedRowBatcher(budget, forward_flops(ODD))
 
 

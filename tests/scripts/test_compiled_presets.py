@@ -47,12 +47,12 @@ def test_a_preset_compiles_for_its_hardware_and_fits_and_is_as_fast_as_recorded(
     assert preset in record, f"make its record: python scripts/bench/compiled_presets.py {preset}"
     found, recorded = bench.compiled(preset), record[preset]
     assert set(found["programs"]) == set(recorded["programs"])
-    if found["passes_of_experts"] is not None:
+    if "passes_of_experts" in found:
         # Forward, backward, which is two, and forward again for `remat: block`: 12 grouped products of a layer.
         assert found["passes_of_experts"] == pytest.approx(4, rel=0.1)
     for name, before in recorded["programs"].items():
         now = found["programs"][name]
         assert now["argument_bytes"] == pytest.approx(before["argument_bytes"], rel=0.01), name
         for figure in ("temporary_bytes", "estimated_s"):
-            if before[figure] is not None:
+            if figure in before:
                 assert now[figure] <= before[figure] * SLACK, (name, figure)

@@ -131,10 +131,6 @@ class Noting(MicroBatcher):
     def __init__(self, cut: MicroBatcher, noted: list[list[str]]) -> None:
         self.cut, self.sequence_cost, self.noted = cut, cut.sequence_cost, noted
 
-    @property
-    def max_tokens_per_device(self) -> int | None:
-        return self.cut.max_tokens_per_device
-
     def plan(self, lengths: SequenceLengths, *, num_devices: int) -> MicroBatchPlan:
         return self.cut.plan(lengths, num_devices=num_devices)
 

@@ -71,7 +71,6 @@ OF_A_STEP = {
     "batching/fill",
     "batching/num_micro_batches",
     "batching/dummy_fraction",
-    "batching/over_quota",
     "batching/flops_imbalance",
     "global_seqlen/min",
     "global_seqlen/max",

@@ -200,7 +200,7 @@ def test_scorer_and_update_share_one_plan_of_packed_rows_and_every_mini_batch_st
     loss = replace(PLAIN_LOSS, proximal_logprobs_fn=scored_logprobs)
     objective = make_policy_objective(DEFINITION, loss, dtype=FLOAT32, remat="none", logits_chunk=6)
     step = UpdateStep(objective, optimizer, optax.constant_schedule(0.0), shardings())
-    budget = TokenBudget(16, 16, share_prompts=True, packing="best_fit", balance=True)
+    budget = TokenBudget(16, 16, share_prompts=True, balance=True)
     cut = PackedRowBatcher(budget, forward_flops(ODD))
     updater, state = make_updater(step, micro_batcher=cut, roles=["policy"], num_mini_batches=3), fresh_state()
     scored = []
@@ -236,7 +236,7 @@ def test_several_updates_move_the_ratio_and_compile_once(scored):
 
 def test_steps_of_random_lengths_compile_each_row_shape_once():
     step = real_step(several=False)
-    budget = TokenBudget(64, 32, share_prompts=True, packing="best_fit", balance=True)
+    budget = TokenBudget(64, 32, share_prompts=True, balance=True)
     updater = make_updater(step, micro_batcher=PackedRowBatcher(budget, forward_flops(ODD)))
 
     def shapes_of(samples: Sequence[Sample]) -> set:
@@ -252,8 +252,7 @@ def test_steps_of_random_lengths_compile_each_row_shape_once():
         for seed in range(200):
             samples = steps_samples(seed)
             seen |= shapes_of(samples)
-            state, metrics = updater.update(state, samples, temperature=1.0)
-            assert metrics["batching/over_quota"] == 0
+            state, _ = updater.update(state, samples, temperature=1.0)
         assert compilations.take_count() == len(seen - warm)
     assert len(seen) <= 16
 

@@ -15,21 +15,7 @@ from queue import Empty, SimpleQueue
 
 from app.distributed.control_channel import POLL_INTERVAL_S, ControlChannel, HostLostError
 from app.distributed.stop_check import StopCheck, StoppedError
-from app.rollout.hosts.host_messages import (
-    Ended,
-    FromFirstHost,
-    GiveUp,
-    Joined,
-    Left,
-    Progress,
-    Reopened,
-    RowDone,
-    SegmentResult,
-    StartSegment,
-    Submitted,
-    SuspendRow,
-    ToFirstHost,
-)
+from app.rollout.hosts import host_messages as messages
 from app.rollout.scheduling.protocol import RunSegment, WorkerKind
 from app.rollout.sequence import RolloutSequence
 from app.rollout.slots.slot_engine import SlotEngine
@@ -54,7 +40,9 @@ class PeerHost:
         self.host = channel.host
         self._channel = channel
         self._rollout = 0
-        self._inbox: SimpleQueue[tuple[int, Joined | Submitted | Left] | None] = SimpleQueue()
+        self._inbox: SimpleQueue[tuple[int, messages.Joined | messages.Submitted | messages.Left] | None] = (
+            SimpleQueue()
+        )
         """Messages with their rollouts; None once the connection is lost."""
         self._num_rows = 0
         """Number of rows that the host has submitted to the rollout."""
@@ -64,7 +52,7 @@ class PeerHost:
         """The last rollout that the host has left; infinity once it is lost."""
         self._last_stopped = 0
         """The last rollout that the host has left because it was asked to stop."""
-        self._last_end = 0, Ended()
+        self._last_end = 0, messages.Ended()
         """The last rollout that has ended, and how."""
         self._segments: dict[str, Future[RemoteSegment]] = {}
         """Running segments by worker."""
@@ -94,7 +82,7 @@ class PeerHost:
             StoppedError: a stop was requested.
         """
         joined = self._wait(stop_requested)
-        if not isinstance(joined, Joined):
+        if not isinstance(joined, messages.Joined):
             return ()
         for one in joined.workers:
             if one.name not in self.workers:
@@ -110,14 +98,14 @@ class PeerHost:
             StoppedError: a stop was requested.
         """
         submitted = self._wait(stop_requested)
-        return self._number_rows(submitted) if isinstance(submitted, Submitted) else ()
+        return self._number_rows(submitted) if isinstance(submitted, messages.Submitted) else ()
 
     def take_rounds(self) -> list[Sequence[RolloutSequence]]:
         """Returns the rounds submitted since the last call."""
         rounds, of_next_rollout = [], []
         while not self._inbox.empty():
             match self._inbox.get():
-                case (self._rollout, Submitted() as submitted):
+                case (self._rollout, messages.Submitted() as submitted):
                     rounds.append(self._number_rows(submitted))
                 case (rollout, _) as received if rollout > self._rollout:
                     of_next_rollout.append(received)
@@ -127,13 +115,13 @@ class PeerHost:
             self._inbox.put(received)
         return rounds
 
-    def _number_rows(self, submitted: Submitted) -> Sequence[RolloutSequence]:
+    def _number_rows(self, submitted: messages.Submitted) -> Sequence[RolloutSequence]:
         for row in submitted.rows:
             row.home = self.host, self._num_rows
             self._num_rows += 1
         return submitted.rows
 
-    def _wait(self, stop_requested: StopCheck) -> Joined | Submitted | Left | None:
+    def _wait(self, stop_requested: StopCheck) -> messages.Joined | messages.Submitted | messages.Left | None:
         """Returns the next message about the rollout; None if the connection is lost."""
         while not stop_requested():
             try:
@@ -170,13 +158,13 @@ class PeerHost:
             return ended
         unused = take_all(self._unused_caches)
         keys = {uid: cache.key for uid, cache in caches.items()}
-        self._send(StartSegment(command, admissions, keys, unused))
+        self._send(messages.StartSegment(command, admissions, keys, unused))
         return ended
 
     def suspend(self, worker: str, uid: str) -> RemoteCache:
         """Raises HostLostError if the host has left."""
         key = next(self._cache_keys)
-        self._send(SuspendRow(worker, uid, key))
+        self._send(messages.SuspendRow(worker, uid, key))
         cache = RemoteCache(key)
         # The host frees the cache with the next segment after its last user here has gone.
         weakref.finalize(cache, self._unused_caches.append, key).atexit = False
@@ -184,32 +172,32 @@ class PeerHost:
 
     def give_up(self, worker: str) -> None:
         """Lets the host open a failed worker again when it publishes the next weights."""
-        self._send_unless_left(GiveUp(worker))
+        self._send_unless_left(messages.GiveUp(worker))
 
     def send_home(self, row: RolloutSequence) -> None:
         """Sends a finished row to the host, which has submitted it, unless the host has left."""
-        self._send_unless_left(RowDone(*without_columns([row])))
+        self._send_unless_left(messages.RowDone(*without_columns([row])))
 
     def report_progress(self) -> None:
-        self._send_unless_left(Progress())
+        self._send_unless_left(messages.Progress())
 
     def end(self, error: BaseException | None) -> None:
         """Ends the rollout on the host, with the reason if it has failed or was stopped here."""
         is_stop = isinstance(error, StoppedError | GeneratorExit)
         why = None if error is None or is_stop else f"{type(error).__name__}: {error}"
-        self._last_end = self._rollout, Ended(is_stop, why)
+        self._last_end = self._rollout, messages.Ended(is_stop, why)
         self._send_unless_left(self._last_end[1])
         self._fail_segments("the rollout has ended")
 
     def close(self) -> None:
         self._channel.close()
 
-    def _send(self, message: FromFirstHost) -> None:
+    def _send(self, message: messages.FromFirstHost) -> None:
         if self.has_left:
             raise HostLostError(f"host {self.host} has left the rollout")
         self._channel.send((self._rollout, message))
 
-    def _send_unless_left(self, message: FromFirstHost) -> None:
+    def _send_unless_left(self, message: messages.FromFirstHost) -> None:
         try:
             self._send(message)
         except HostLostError as error:
@@ -217,26 +205,26 @@ class PeerHost:
 
     # In the channel's thread -------------------------------------------------------------------------------------
 
-    def _receive(self, received: tuple[int, ToFirstHost]) -> None:
+    def _receive(self, received: tuple[int, messages.ToFirstHost]) -> None:
         rollout, message = received
         match message:
-            case Joined() if rollout <= self._last_end[0]:
+            case messages.Joined() if rollout <= self._last_end[0]:
                 # It has ended before this host joined.
                 with suppress(HostLostError):
                     self._channel.send(self._last_end)
-            case Joined() | Submitted():
+            case messages.Joined() | messages.Submitted():
                 self._inbox.put((rollout, message))
                 self.on_submitted()
-            case Left():
+            case messages.Left():
                 self._last_left = rollout
                 self._last_stopped = rollout if message.is_stop else self._last_stopped
                 self._inbox.put((rollout, message))
                 self.on_submitted()
                 if self.has_left:
                     self._fail_segments(f"host {self.host} has left the rollout")
-            case SegmentResult() if rollout == self._rollout:
+            case messages.SegmentResult() if rollout == self._rollout:
                 self._end_segment(message.worker, message.result)
-            case Reopened() if rollout == self._rollout:
+            case messages.Reopened() if rollout == self._rollout:
                 worker = self.workers.pop(message.worker)
                 self.workers[worker.next_name] = worker
                 worker.is_reopened = True

@@ -14,21 +14,7 @@ from app.distributed.control_channel import POLL_INTERVAL_S, ControlChannel, Hos
 from app.distributed.stop_check import StopCheck, StoppedError
 from app.model.decode_weights import DecodeWeights
 from app.records.sample import Prompt
-from app.rollout.hosts.host_messages import (
-    Ended,
-    FromFirstHost,
-    GiveUp,
-    Joined,
-    Progress,
-    Reopened,
-    RowDone,
-    SegmentResult,
-    StartSegment,
-    Submitted,
-    SuspendRow,
-    ToFirstHost,
-    WorkerInfo,
-)
+from app.rollout.hosts import host_messages as messages
 from app.rollout.scheduling.protocol import SegmentEnded
 from app.rollout.sequence import RolloutSequence, SuspendedSequence
 from app.rollout.workers.remote_worker import ServedRows, without_columns
@@ -76,16 +62,16 @@ class WorkerService:
         self._given_up: SimpleQueue[str] = SimpleQueue()
         """Names of failed workers that run nothing."""
         self._caches: dict[int, Future[SuspendedSequence]] = {}
-        self._news: SimpleQueue[RowDone | Progress | Ended | BaseException] = SimpleQueue()
+        self._news: SimpleQueue[messages.RowDone | messages.Progress | messages.Ended | BaseException] = SimpleQueue()
         self._reporter = Thread(target=self._report_outcomes, name="worker-service", daemon=True)
         self._reporter.start()
 
     def join(self) -> None:
         """Joins the rollout with the workers of this host."""
-        workers = [WorkerInfo(worker.name, worker.kind, worker.device) for worker in self._workers.values()]
-        self._send(Joined(workers))
+        workers = [messages.WorkerInfo(worker.name, worker.kind, worker.device) for worker in self._workers.values()]
+        self._send(messages.Joined(workers))
 
-    def _send(self, message: ToFirstHost) -> None:
+    def _send(self, message: messages.ToFirstHost) -> None:
         self._channel.send((self.rollout, message))
 
     def submit(self, rows: Iterable[RolloutSequence]) -> range:
@@ -95,7 +81,7 @@ class WorkerService:
         self._num_rows += len(sent)
         self._prompts |= {number: row.prompt for number, row in zip(numbers, sent, strict=True)}
         copies = [replace(copy, opening=row.opening) for copy, row in zip(without_columns(sent), sent, strict=True)]
-        self._send(Submitted(copies))
+        self._send(messages.Submitted(copies))
         return numbers
 
     def is_done(self, numbers: Iterable[int]) -> bool:
@@ -140,7 +126,7 @@ class WorkerService:
         self._served[worker.name] = ServedRows(worker)
         self._workers[worker.name] = self._workers.pop(name)
         self._driver.add(worker)
-        self._send(Reopened(name))
+        self._send(messages.Reopened(name))
 
     def _handle_news(self) -> None:
         if self._stop_requested():
@@ -153,18 +139,18 @@ class WorkerService:
         match news:
             case BaseException():
                 raise news
-            case RowDone():
+            case messages.RowDone():
                 _, number = news.row.home
                 # Host 0 has no more of the prompt than slots read.
                 news.row.prompt = self._prompts.pop(number)
                 self._done[number] = news.row
                 if self._on_sample_done is not None:
                     self._on_sample_done(news.row)
-            case Ended() if news.error is not None:
+            case messages.Ended() if news.error is not None:
                 raise RuntimeError(f"on host 0, which schedules the workers of all hosts: {news.error}")
-            case Ended() if news.is_stop:
+            case messages.Ended() if news.is_stop:
                 raise StoppedError
-            case Ended():
+            case messages.Ended():
                 self.has_ended = True
 
     def close(self) -> None:
@@ -174,14 +160,14 @@ class WorkerService:
 
     # In the channel's thread -------------------------------------------------------------------------------------
 
-    def receive(self, message: FromFirstHost) -> None:
+    def receive(self, message: messages.FromFirstHost) -> None:
         """Handles a message of host 0 without waiting for a worker."""
         match message:
-            case StartSegment():
+            case messages.StartSegment():
                 self._start_segment(message)
-            case GiveUp():
+            case messages.GiveUp():
                 self._given_up.put(message.worker)
-            case SuspendRow():
+            case messages.SuspendRow():
                 row = self._served[message.worker].take(message.uid)
                 self._caches[message.key] = self._driver.suspend(self._workers[message.worker], row)
             case _:
@@ -191,7 +177,7 @@ class WorkerService:
         """Handles the loss of the connection."""
         self._news.put(HostLostError("the connection to host 0, which schedules the workers of all hosts, is lost"))
 
-    def _start_segment(self, message: StartSegment) -> None:
+    def _start_segment(self, message: messages.StartSegment) -> None:
         for key in message.unused:
             self._caches.pop(key, None)
         caches = {uid: self._caches.pop(key) for uid, key in message.caches.items()}
@@ -216,7 +202,7 @@ class WorkerService:
             if not isinstance(result, WORKER_FAILURES):
                 self._news.put(result)
             worker.close()
-            self._send(SegmentResult(worker.name, f"{type(result).__name__}: {result}"))
+            self._send(messages.SegmentResult(worker.name, f"{type(result).__name__}: {result}"))
         else:
             ended = self._served[worker.name].segment_result(result)
-            self._send(SegmentResult(worker.name, ended))
+            self._send(messages.SegmentResult(worker.name, ended))

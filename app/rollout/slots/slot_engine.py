@@ -35,7 +35,6 @@ from app.rollout.slots.slot_device import NoiseKey, Slot, SlotDevice
 from app.rollout.slots.slot_programs import SlotPrograms, rules_to_arrays
 from app.rollout.stop_strings import DecodeText
 from settings.errors import InputError
-from settings.schema.rollout import DecodeLayout
 
 
 class DecodedRow(NamedTuple):
@@ -107,7 +106,6 @@ class SlotEngine:
             them; otherwise a prefill recomputes the cache, which rounds differently.
         decode_text: converts token ids to text, to find stop strings between segments; None = only when they are cut.
         programs: programs of another engine with the same arguments, shared so that they are compiled only once.
-        decode_layout: layout of the weights; see `DecodeWeights`.
 
     Raises:
         InputError: the blocks do not hold one sample.
@@ -124,14 +122,11 @@ class SlotEngine:
         exact: bool,
         decode_text: DecodeText | None = None,
         programs: SlotPrograms | None = None,
-        decode_layout: DecodeLayout = "gathered",
     ):
         self.shapes = shapes
         self.exact = exact
         self.counters = RolloutCounters()
-        self.programs = programs or SlotPrograms(
-            definition, mesh, shapes, dtype=dtype, num_eos=len(eos_ids), decode_layout=decode_layout
-        )
+        self.programs = programs or SlotPrograms(definition, mesh, shapes, dtype=dtype, num_eos=len(eos_ids))
         self._eos_ids = np.asarray(eos_ids, np.int32)
         self._decode_text = decode_text
         self._weights: Any = ()

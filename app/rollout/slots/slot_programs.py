@@ -45,7 +45,6 @@ from app.rollout.sampling.token_sampling import (
 from app.rollout.slots.segment_decoding import DecodeLimits, RowGroups, RowTable, decode_segment
 from app.rollout.slots.shape_buckets import SlotShapes
 from settings.errors import InputError
-from settings.schema.rollout import DecodeLayout
 
 MAX_COMPILING = 16
 """Programs that are compiled at the same time, each of which takes memory meanwhile."""
@@ -178,7 +177,6 @@ class SlotPrograms:
     _: KW_ONLY
     dtype: jnp.dtype
     num_eos: int
-    decode_layout: DecodeLayout = "gathered"
     truncates: bool = field(default=False, init=False)
     """Whether the decode programs support truncating rules."""
     num_shards: int = field(init=False)
@@ -323,7 +321,7 @@ class SlotPrograms:
 
     @functools.cached_property
     def abstract_weights(self) -> DecodeWeights:
-        return abstract_decode_weights(self.definition, self.mesh, self.dtype, self.decode_layout)
+        return abstract_decode_weights(self.definition, self.mesh, self.dtype)
 
     def _replicated(self, *shape: int, dtype: Any = jnp.int32) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self.mesh, PartitionSpec()))
