@@ -20,7 +20,7 @@ DECISIVE_FIELDS = frozenset(
 )
 """Fields of `env` that the samples depend on, unless a time-out is reached."""
 
-ToolCallFormat = Literal["auto", "json_tags", "json", "python", "none"]
+ToolCallFormat = Literal["auto", "json_tags", "json", "none"]
 """Values of `env.parser`."""
 
 
@@ -78,8 +78,7 @@ class EnvironmentSettings(Section):
     truncates the sample."""
     parser: ToolCallFormat = "auto"
     """How the policy writes tool calls: as JSON between `<tool_call>` and `</tool_call>` (json_tags: Qwen, SmolLM,
-    Hermes), as one JSON object (json: Llama 3), as Python calls in a list or a `tool_code` block (python: Llama 4,
-    Gemma), or not at all (none). auto = as the chat template says."""
+    Hermes), as one JSON object (json: Llama 3), or not at all (none). auto = as the chat template says."""
     step_timeout_s: float = Field(default=30.0, gt=0, le=86_400)
     """Seconds after which one step of an environment counts as hung; its process is then ended."""
     episode_timeout_s: float = Field(default=3600.0, gt=0, le=864_000)
