@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import ast
 import functools
-import json
 import operator
 import os
 import re
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
-from decimal import Context, Decimal, Inexact
+from decimal import Context, Decimal
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, ClassVar
 
 from app.environments.interface import Answer, ToolCall
-from app.environments.tool_functions import Tool, answer_call
+from app.environments.tool_functions import Tool, answer_calls
 from app.reward.gsm8k import parse_reference
 from app.reward.numbers import last_number, parse_number
 
@@ -33,12 +31,12 @@ INLINE_CALL = re.compile(r"<<(?P<argument>[^<>=\n]{1,200})(?:=[^<>\n]*)?(?:>>)?\
 """A call at the end of a turn, as in the solutions of GSM8K: `<<47*38`, `<<47*38>>` or `<<47*38=1786>>`."""
 
 LOOKUP_VARIABLES = ("GRPO_LOOKUP_FILE", "GRPO_LOOKUP_LATENCY_MS")
-"""The environment variables that `lookup` reads: a file of lines `key<TAB>value` or `{"key": ..., "value": ...}`, and
-how many milliseconds a call takes."""
+"""The environment variables that `lookup` reads: a file of lines `key<TAB>value`, and how many milliseconds a call
+takes."""
 
 
 def calculator(expression: str) -> str:
-    """Computes the exact value of an arithmetic expression.
+    """Computes the value of an arithmetic expression.
 
     Args:
         expression: Numbers with + - * / ** and parentheses, such as (12.5 + 3) * 4.
@@ -52,11 +50,8 @@ def calculator(expression: str) -> str:
         raise ValueError(f"{expression!r} is not an arithmetic expression") from None
     if value.denominator == 1:
         return str(value.numerator)
-    context = Context(prec=28)
-    decimal = context.divide(Decimal(value.numerator), Decimal(value.denominator))
-    if context.flags[Inexact]:  # no end, such as 1/3
-        decimal = Context(prec=12).plus(decimal)
-    return f"{decimal.normalize(Context(prec=28)):f}"
+    decimal = Context(prec=15).divide(Decimal(value.numerator), Decimal(value.denominator))
+    return f"{decimal.normalize():f}"
 
 
 def _evaluate(node: ast.expr, expression: str) -> Fraction:
@@ -92,10 +87,8 @@ def lookup(key: str) -> str:
 
 @functools.cache
 def _read_table(file: str) -> dict[str, str]:
-    rows = [line for line in Path(file).read_text(encoding="utf-8").splitlines() if line.strip()]
-    if all(row.startswith("{") for row in rows):
-        return {str(row["key"]): str(row["value"]) for row in map(json.loads, rows)}
-    return {key: value for key, _, value in (row.partition("\t") for row in rows)}
+    lines = Path(file).read_text(encoding="utf-8").splitlines()
+    return {key: value for key, _, value in (line.partition("\t") for line in lines)}
 
 
 class _OneTool:
@@ -112,9 +105,8 @@ class _OneTool:
             calls = [ToolCall(self.tool.name, {parameter: match["argument"]})]
         if not calls:
             return Answer(reward=float(self.is_right(text, self._answer)), terminated=True)
-        counts: Counter[str] = Counter()
-        results = [answer_call(call, {self.tool.name: self.tool}, counts, lambda value: value) for call in calls]
-        return Answer([{"role": "tool", "content": result} for result in results], metrics=+counts)
+        messages, counts = answer_calls(calls, {self.tool.name: self.tool}, lambda value: value)
+        return Answer(messages, metrics=counts)
 
     def is_right(self, text: str, answer: str) -> bool:
         raise NotImplementedError

@@ -29,13 +29,12 @@ def test_the_settings_name_all_of_them() -> None:
         ("0.1+0.2", "0.3"),
         ("20*.01", "0.2"),
         ("1/8", "0.125"),
-        ("1/3", "0.333333333333"),
-        ("-2/3", "-0.666666666667"),
+        ("1/3", "0.333333333333333"),
+        ("-2/3", "-0.666666666666667"),
         ("2**-2", "0.25"),
         ("1,250,000/2", "625000"),
         ("12345678901234567890*10", "123456789012345678900"),
-        ("0.1234567890123456789*10", "1.234567890123456789"),
-        ("10**20/3", "33333333333300000000"),
+        ("10**20/3", "33333333333333300000"),
     ],
 )
 def test_the_calculator_is_exact(expression: str, value: str) -> None:
@@ -104,20 +103,15 @@ def test_a_turn_without_a_call_is_scored_by_its_last_number(text: str, answer: s
     assert (result.reward, result.terminated, result.messages) == (reward, True, ())
 
 
-@pytest.mark.parametrize(
-    "content", ["a\t1\nb c\t2 3\n", '{"key": "a", "value": 1}\n\n{"key": "b c", "value": "2 3"}\n']
-)
-def test_lookup_reads_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str) -> None:
-    (tmp_path / "table").write_text(content)
+def test_lookup_reads_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "table").write_text("a\t1\nb c\t2 3\n")
     monkeypatch.setenv("GRPO_LOOKUP_FILE", str(tmp_path / "table"))
     monkeypatch.setenv("GRPO_LOOKUP_LATENCY_MS", "1")
     assert (lookup("a"), lookup("b c")) == ("1", "2 3")
     environment = Lookup()
     environment.reset(answer="2 3")
-    assert environment.step("<<b c", []).messages == [{"role": "tool", "content": "2 3"}]
-    assert environment.step("<<z>>", []).messages == [
-        {"role": "tool", "content": "Error: ValueError: there is no key 'z'"}
-    ]
+    assert contents(environment.step("<<b c", [])) == ["2 3"]
+    assert contents(environment.step("<<z>>", [])) == ["Error: ValueError: there is no key 'z'"]
     assert environment.step(" 2 3\n", []).reward == 1.0
 
 

@@ -188,7 +188,7 @@ def test_episodes_spread_over_workers(story: str) -> None:
         ("silent", "value", "step: returned no message, although the episode goes on"),
         ("tuple", "value", "step: step returned tuple"),
         ("nan", "value", "step: returned nan, expected a finite number"),
-        ("role", "value", "step: returned a message of 'assistant', expected tool or user"),
+        ("role", "value", "step: returned a message of 'assistant', expected user or tool"),
         ("bytes", "value", "step: returned dict {'role': 'user', 'content': b'a'}, expected text"),
         ("maybe", "value", "step: terminated is str 'maybe', expected True or False"),
         ("flood", "value", "step: returned more than 1048576 characters"),
@@ -322,7 +322,9 @@ def test_openings_come_in_order_and_a_fault_costs_its_own(story: str) -> None:
         good = EpisodeStart(1, {"prompt": "p", "opening": "hello"})
         openings = pool.openings([good, EpisodeStart(2, {}), EpisodeStart(3, {"prompt": "p"}), good])
     hello = [{"role": "user", "content": "hello"}]
-    missing = EpisodeFailure("value", "reset: reset needs the column prompt; the row has none")
+    missing = EpisodeFailure(
+        "raised", "reset: TypeError: Story.reset() missing 1 required keyword-only argument: 'prompt'"
+    )
     assert openings == [hello, missing, None, hello]
     assert sorted(noted("reset")) == [[1], [1], [3]]
 
