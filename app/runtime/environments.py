@@ -38,7 +38,7 @@ def prepare_turns(settings: Settings, tokenizer: Tokenizer) -> None:
         return
     with closing(EpisodePool(env)) as pool:
         try:
-            tokenizer.tools = pool.load().tool_schemas
+            tokenizer.tools = pool.load()
         except LoadError as error:
             place = f"env.source: {env.source}" if env.source else f"env.tools: {', '.join(env.tools)}"
             raise InputError(f"{place}: {error}") from error

@@ -15,9 +15,7 @@ BUILT_IN_ENVIRONMENTS = ("calculator", "guess_number", "lookup")
 BUILT_IN_TOOLS = ("calculator", "lookup")
 """Values of `env.tools` beside paths."""
 
-DECISIVE_FIELDS = frozenset(
-    {"source", "tools", "max_turns", "max_turn_tokens", "max_observation_tokens", "parser", "on_timeout"}
-)
+DECISIVE_FIELDS = frozenset({"source", "tools", "max_turns", "max_turn_tokens", "max_observation_tokens", "parser"})
 """Fields of `env` that the samples depend on, unless a time-out is reached."""
 
 ToolCallFormat = Literal["auto", "json_tags", "json", "none"]
@@ -83,9 +81,6 @@ class EnvironmentSettings(Section):
     """Seconds after which one step of an environment counts as hung; its process is then ended."""
     episode_timeout_s: float = Field(default=3600.0, gt=0, le=864_000)
     """Seconds that all steps of a sample may take together."""
-    on_timeout: Literal["drop", "tell"] = "drop"
-    """What a step that hangs means: the sample is dropped (drop), or the policy is told that there was no answer in
-    time, and goes on (tell), which needs `replayable`."""
     replayable: bool = True
     """Whether `reset` and the same turns lead to the same state again. After the loss of a process, its other samples
     are then played again from the start; otherwise they are dropped."""
