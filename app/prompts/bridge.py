@@ -1,7 +1,8 @@
 """The tokens between two turns of the policy: what the chat template writes around an observation.
 
 The turns themselves are never decoded and encoded again. What follows a turn is taken out of the rendering of a dummy
-chat, behind the end of its last turn, so it does not depend on what the policy wrote.
+chat, behind the end of its last turn, so it does not depend on what the policy wrote. Thinking that the template would
+remove from earlier turns stays, as the policy wrote it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from app.prompts.tokenizer import Tokenizer
 from app.records.sample import Messages
 from settings.errors import InputError
 
-MARK, PROBE, THOUGHT = "dummyturnends", "dummyobservation", "dummythought"
+MARK, PROBE = "dummyturnends", "dummyobservation"
 EMPTY_THINKING = re.compile(r"<think>\s*</think>\s*")
 """What Qwen3's template adds to the last turn only."""
 DUMMY: Messages = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": MARK}]
@@ -44,8 +45,6 @@ class TurnBridge:
             self._check_tools()
         else:
             self._check_role("user")
-        self.notes: tuple[str, ...] = self._thinking_notes()
-        """What users should know about the template; one sentence each."""
 
     def ids(self, messages: Messages) -> list[int]:
         """Returns the ids between a turn's last token, which the policy drew, and the first one of its next turn.
@@ -143,16 +142,3 @@ class TurnBridge:
             raise InputError(
                 f"the chat template turns the text of {role} messages into control tokens; use another one"
             )
-
-    def _thinking_notes(self) -> tuple[str, ...]:
-        turn = {"role": "assistant", "content": f"<think>\n{THOUGHT}\n</think>\n\n{MARK}"}
-        roles = ["user"] + ["tool"] * bool(self._tools)
-        chats = ([DUMMY[0], turn, {"role": role, "content": PROBE}] for role in roles)
-        texts = (self._tokenizer.render(chat, self._tools, add_generation_prompt=True).text for chat in chats)
-        removing = [role for role, text in zip(roles, texts, strict=True) if THOUGHT not in text]
-        note = (
-            f"the chat template removes the thinking of earlier turns when a message of the role "
-            f"{' or '.join(removing)} follows; samples keep it, as the policy wrote it, so in other programs that use "
-            "the template the model does not see what it learned to see"
-        )
-        return (note,) if removing else ()

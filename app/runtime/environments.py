@@ -31,7 +31,8 @@ def prepare_turns(settings: Settings, tokenizer: Tokenizer) -> None:
     """Adds the tools of environment and `env.tools`, which are imported once, to the prompts of a tokenizer.
 
     Raises:
-        InputError: environment, tools or the chat template cannot be used; see `check_turns`.
+        InputError: environment, tools or the chat template cannot be used, or does not tell
+            how calls are written.
     """
     env = settings.env
     if not env.is_used:
@@ -42,7 +43,8 @@ def prepare_turns(settings: Settings, tokenizer: Tokenizer) -> None:
         except LoadError as error:
             place = f"env.source: {env.source}" if env.source else f"env.tools: {', '.join(env.tools)}"
             raise InputError(f"{place}: {error}") from error
-    check_turns(settings, tokenizer)
+    TurnBridge(tokenizer, tokenizer.tools)
+    resolve_format(env.parser, tokenizer, has_tools=bool(tokenizer.tools))
 
 
 def environment_facts(env: EnvironmentSettings) -> dict[str, Any]:
@@ -52,19 +54,6 @@ def environment_facts(env: EnvironmentSettings) -> dict[str, Any]:
     played = env.model_dump(mode="json", include=set(DECISIVE_FIELDS))
     files = plugin_file_digests("env", (env.source, *env.tools))
     return {**{f"env.{name}": value for name, value in played.items()}, ENVIRONMENT_FILES: [*files.values()]}
-
-
-def check_turns(settings: Settings, tokenizer: Tokenizer) -> tuple[str, ...]:
-    """Checks that the chat template serves several turns; returns notes on it for users.
-
-    Raises:
-        InputError: the template, or how it writes calls, cannot be used.
-    """
-    if not settings.env.is_used:
-        return ()
-    notes = TurnBridge(tokenizer, tokenizer.tools).notes
-    resolve_format(settings.env.parser, tokenizer, has_tools=bool(tokenizer.tools))
-    return notes
 
 
 def open_conversations(settings: Settings, tokenizer: Tokenizer) -> Conversations | None:

@@ -112,7 +112,7 @@ def test_qwen3s_thinking_stays_where_tools_answer(make, tmp_path):
     assert ids == rendered(tmp_path, whole(turns, answers), [CALCULATOR])
 
 
-def test_qwen3s_thinking_that_the_template_removes_stays_in_the_tokens_with_a_note(make, tmp_path):
+def test_qwen3s_thinking_that_the_template_removes_stays_in_the_tokens(make, tmp_path):
     tokenizer = make("qwen3")
     bridge = TurnBridge(tokenizer)
     ids, messages = tokenizer.chat_ids([QUESTION]), [QUESTION]
@@ -125,8 +125,6 @@ def test_qwen3s_thinking_that_the_template_removes_stays_in_the_tokens_with_a_no
         ids += [*tokenizer.encode_rendered(turn), tokenizer.eos_ids[0], *bridge.ids(given)]
     assert tokenizer.decode(ids).count("thought") == 3
     assert tokenizer.decode(rendered(tmp_path, messages)).count("thought") == 0
-    assert [note for note in bridge.notes if "thinking" in note and "role user follows" in note] == list(bridge.notes)
-    assert len(bridge.notes) == 1
 
 
 def test_without_thinking_the_next_turn_starts_behind_its_empty_thinking(make, tmp_path):
@@ -198,7 +196,6 @@ def test_the_builtin_model_repeats_no_end_token_and_needs_none():
     one, two = tokenizer.encode("12")
     assert bridge.ids([{"role": "user", "content": "1 2"}]) == [user, one, two, assistant]
     assert tokenizer.eos_ids == (end,)
-    assert bridge.notes == ()
 
 
 @pytest.mark.parametrize(
@@ -221,9 +218,7 @@ def test_control_tokens_spelled_in_a_tools_schema_are_text(name, make):
     tokenizer = make(name)
     spelled = FAMILIES[name].special[0]
     schema = {"type": "function", "function": CALCULATOR["function"] | {"description": f"Ends {spelled}."}}
-    ids, plain = (
-        tokenizer.render([QUESTION], [tool], add_generation_prompt=True).ids for tool in (schema, CALCULATOR)
-    )
+    ids, plain = (tokenizer.render([QUESTION], [tool], add_generation_prompt=True).ids for tool in (schema, CALCULATOR))
     assert sum(i in tokenizer.special_ids for i in ids) == sum(i in tokenizer.special_ids for i in plain)
     assert f"Ends {spelled}." in tokenizer.decode(ids)
 
