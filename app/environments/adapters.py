@@ -18,9 +18,9 @@ from typing import Any
 
 from app.environments.builtin import ENVIRONMENTS, TOOLS
 from app.environments.interface import Answer, ToolCall
-from app.environments.tool_functions import Tool, Wait, answer_calls
+from app.environments.tool_functions import Tool, answer_calls
 from app.plugins.loading import LoadError, describe_error, load_object
-from app.plugins.values import EXTRA_NAME_PATTERN, PlugInValueError, collect_extras, describe_value, to_number
+from app.plugins.values import EXTRA_NAME_PATTERN, PlugInValueError, collect_extras, describe_value, finished, to_number
 
 MAX_CHARACTERS = 2**20
 """The longest observation; the policy reads `env.max_observation_tokens` of it."""
@@ -29,7 +29,7 @@ NOT_TOOLS = ("reset", "get_reward", "close")
 
 
 def load_environment(
-    source: str | None, tools: Sequence[str], wait: Wait
+    source: str | None, tools: Sequence[str]
 ) -> tuple[Callable[[], AdaptedEnvironment], list[dict[str, Any]]]:
     """Returns what makes the environment of an episode from `env.source` and `env.tools`, and the schemas of its tools.
 
@@ -45,7 +45,7 @@ def load_environment(
         raise LoadError(f"{source} is {describe_value(made)}, not a class or a function that makes an environment")
 
     def make() -> AdaptedEnvironment:
-        return AdaptedEnvironment(wait(made()) if made else None, shared, wait)
+        return AdaptedEnvironment(finished(made()) if made else None, shared)
 
     try:
         return make, make().schemas
@@ -72,9 +72,8 @@ class AdaptedEnvironment:
         LoadError: the object is not an environment.
     """
 
-    def __init__(self, environment: Any, tools: Mapping[str, Tool], wait: Wait) -> None:
+    def __init__(self, environment: Any, tools: Mapping[str, Tool]) -> None:
         self._environment = environment
-        self._wait = wait
         self._has_step = hasattr(environment, "step")
         self._tools = dict(tools)
         self._is_reset = False
@@ -102,7 +101,7 @@ class AdaptedEnvironment:
         given = {**columns, "seed": seed}
         if not any(p.kind == p.VAR_KEYWORD for p in parameters.values()):
             given = {name: value for name, value in given.items() if name in parameters}
-        opening = self._wait(self._environment.reset(**given))
+        opening = finished(self._environment.reset(**given))
         if isinstance(opening, tuple) and len(opening) == 2 and isinstance(opening[1], Mapping):  # Gymnasium
             opening = opening[0]
         if opening is None:
@@ -118,11 +117,11 @@ class AdaptedEnvironment:
         tools = self._tools
         own = [call for call in calls if not self._has_step or call.name in tools or (tools and call.error)]
         others = [call for call in calls if call not in own]
-        messages, counts = answer_calls(own, tools, self._wait)
+        messages, counts = answer_calls(own, tools)
         answer = Answer(terminated=not calls)
         if self._has_step and (others or not calls):
             step = self._environment.step
-            answer = read_answer(self._wait(step(text, others) if self._takes_calls else step(text)), bool(others))
+            answer = read_answer(finished(step(text, others) if self._takes_calls else step(text)), bool(others))
         messages = [*read_messages(messages, ("tool",)), *answer.messages]
         if not (messages or answer.terminated or answer.truncated):
             raise PlugInValueError("returned no message, although the episode goes on")
@@ -133,7 +132,7 @@ class AdaptedEnvironment:
     def score(self) -> dict[str, float]:
         """Returns the rewards for the whole episode by name."""
         method = getattr(self._environment, "score" if self._has_step else "get_reward", None)
-        scores = self._wait(method()) if callable(method) else None
+        scores = finished(method()) if callable(method) else None
         if not isinstance(scores, Mapping):
             return {} if scores is None else {"score": to_number(scores)}
         if wrong := [name for name in scores if not isinstance(name, str) or not EXTRA_NAME_PATTERN.fullmatch(name)]:
@@ -142,7 +141,7 @@ class AdaptedEnvironment:
 
     def close(self) -> None:
         if self._is_reset and callable(method := getattr(self._environment, "close", None)):
-            self._wait(method())
+            finished(method())
 
 
 def read_answer(result: Any, has_calls: bool) -> Answer:

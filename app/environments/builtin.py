@@ -105,7 +105,7 @@ class _OneTool:
             calls = [ToolCall(self.tool.name, {parameter: match["argument"]})]
         if not calls:
             return Answer(reward=float(self.is_right(text, self._answer)), terminated=True)
-        messages, counts = answer_calls(calls, {self.tool.name: self.tool}, lambda value: value)
+        messages, counts = answer_calls(calls, {self.tool.name: self.tool})
         return Answer(messages, metrics=counts)
 
     def is_right(self, text: str, answer: str) -> bool:

@@ -92,7 +92,6 @@ class Episode:
         """Whether anybody waits for its replies; otherwise it only closes."""
         self.is_suspect = False
         """Whether it may have ended its process; it then runs alone."""
-        self.num_losses = 0
         self.seconds = 0.0
         """Time of all steps so far."""
         self.sent_at = 0.0

@@ -1,8 +1,8 @@
 """Episodes in worker processes: one thread starts, feeds, supervises, kills and replaces them.
 
 A worker plays many episodes at once, and an episode stays in its worker. If a worker dies or one of its steps hangs, it
-is killed, and its other episodes are played again elsewhere. Those whose step was running when it died are suspects:
-they run while no other step does, and the next death is theirs.
+is killed, and its other episodes are played again elsewhere. Those whose step was running when it died are suspects, or
+all if none was: they run while no other step does, and the next death is theirs.
 """
 
 from __future__ import annotations
@@ -33,9 +33,6 @@ from app.records.sample import Messages
 from settings.schema.environment import EnvironmentSettings
 
 WORKER_PROGRAM = "app.environments.worker_main"
-
-MAX_LOSSES = 4
-"""How often an episode may be in a process that dies while no step runs, so that nobody is a suspect."""
 
 
 class EpisodeWorker(WorkerProcess):
@@ -338,16 +335,16 @@ class EpisodePool:
                 text = f"during the import, it {detail.removeprefix('its process ')}"
                 raise LoadError(detail if kind == "refused" else text)
             self._start_failed = True
-        is_idle = not worker.running
+        is_idle = worker.is_loaded and not worker.running
         for episode in worker.episodes.values():
             if not episode.is_wanted:  # it was about to close
                 continue
             request = episode.current
-            is_guilty = episode in hung if hung else request is not None and episode.is_suspect
+            may_be_guilty = episode in hung if hung else is_idle or request is not None
+            is_guilty = may_be_guilty and (bool(hung) or episode.is_suspect)
             is_lost = bool(request or episode.played) and not self._settings.replayable
-            episode.is_suspect |= request is not None and not hung
-            episode.num_losses += is_idle
-            if is_guilty or is_lost or episode.num_losses > MAX_LOSSES:
+            episode.is_suspect |= may_be_guilty
+            if is_guilty or is_lost:
                 self._fail(episode, EpisodeFailure(kind, f"{request.do}: {detail}" if request else detail))
             else:
                 episode.rewind()

@@ -15,15 +15,11 @@ from pydantic_core import ArgsKwargs
 
 from app.environments.interface import ToolCall
 from app.plugins.loading import LoadError
-from app.plugins.values import describe_value
+from app.plugins.values import describe_value, finished
 
 ARGUMENT_SECTION = re.compile(r"(?ms)^(?:Args|Arguments|Parameters):\n(.*?)(?=^\S|\Z)")
 ARGUMENT = re.compile(r"(?m)^ +(\w+)(?: \(.*?\))?: (.*(?:\n {5,}.*)*)")
 """An argument and its text in a docstring of Google's style, where lines that go on are indented further."""
-
-
-Wait = Callable[[Any], Any]
-"""Returns a value, or what it becomes if it must be awaited."""
 
 
 class SchemaWithoutTitles(GenerateJsonSchema):
@@ -81,24 +77,22 @@ class Tool:
         return self._call.validate_python(ArgsKwargs((), dict(arguments)))
 
 
-def answer_calls(
-    calls: Sequence[ToolCall], tools: Mapping[str, Tool], wait: Wait
-) -> tuple[list[dict[str, str]], dict[str, float]]:
+def answer_calls(calls: Sequence[ToolCall], tools: Mapping[str, Tool]) -> tuple[list[dict[str, str]], dict[str, float]]:
     """Returns a message for each call, its result or what is wrong with it, and the numbers of calls and of errors."""
-    results = [_answer_call(call, tools, wait) for call in calls]
+    results = [_answer_call(call, tools) for call in calls]
     counts = {"tool_calls": len(calls), "tool_errors": sum(not is_right for _, is_right in results)}
     messages = [{"role": "tool", "content": text} for text, _ in results]
     return messages, {name: float(number) for name, number in counts.items() if number}
 
 
-def _answer_call(call: ToolCall, tools: Mapping[str, Tool], wait: Wait) -> tuple[str, bool]:
+def _answer_call(call: ToolCall, tools: Mapping[str, Tool]) -> tuple[str, bool]:
     """Returns the result of a call and True, or an error for the policy and False."""
     if call.error is not None:
         return f"Error: {call.error}", False
     if call.name not in tools:
         return f"Error: there is no tool {call.name!r}; the tools are {', '.join(tools) or 'none'}", False
     try:
-        result = wait(tools[call.name](call.arguments))
+        result = finished(tools[call.name](call.arguments))
         return json.dumps(result, ensure_ascii=False) if isinstance(result, dict | list) else str(result), True
     except MemoryError:
         raise

@@ -16,9 +16,6 @@ its "detail", which ends the episode, too.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import inspect
 import os
 import queue
 import sys
@@ -31,7 +28,7 @@ from app.environments.interface import ToolCall
 from app.plugins.loading import LoadError, describe_error
 from app.plugins.supervisor import limit_memory, supervise
 from app.plugins.trainer_channel import TrainerChannel
-from app.plugins.values import PlugInValueError, awaited
+from app.plugins.values import PlugInValueError
 
 STACK_BYTES = 2 * 2**20
 """Of a thread: with those of the system, many episodes would fill the address space."""
@@ -45,15 +42,8 @@ def main() -> None:
     order = channel.receive()
     limit_memory(order["memory_mib"] * 2**20)
     threading.stack_size(STACK_BYTES)
-    # One loop for all episodes, because they may share connections, which belong to the loop that made them.
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=run_forever, args=(loop,), daemon=True).start()
-
-    def wait(value: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(awaited(value), loop).result() if inspect.isawaitable(value) else value
-
     try:
-        make, schemas = load_environment(order["source"], order["tools"], wait)
+        make, schemas = load_environment(order["source"], order["tools"])
     except LoadError as refusal:
         channel.send({"refused": str(refusal)})
         return
@@ -66,12 +56,6 @@ def main() -> None:
             episodes[number] = queue.SimpleQueue()
             threading.Thread(target=play, args=(make, episodes, number, channel), daemon=True).start()
         episodes[number].put(request)
-
-
-def run_forever(loop: asyncio.AbstractEventLoop) -> None:
-    while True:
-        with contextlib.suppress(BaseException):  # `sys.exit` in a coroutine also ends its loop
-            loop.run_forever()
 
 
 def play(
@@ -89,11 +73,11 @@ def play(
         try:
             environment = environment or make()
             answer, is_over = serve(environment, request)
+        except PlugInValueError as error:
+            answer, is_over = {"failure": error.kind, "detail": str(error)}, True
         except BaseException as error:  # no error may affect another episode
-            kinds = {PlugInValueError: "value", MemoryError: "memory", SystemExit: "exit"}
-            kind = next((kind for of, kind in kinds.items() if isinstance(error, of)), "raised")
-            text = str(error) if kind == "value" else describe_error(error)
-            answer, is_over = {"failure": kind, "detail": text}, True
+            kind = "memory" if isinstance(error, MemoryError) else "exit" if isinstance(error, SystemExit) else "raised"
+            answer, is_over = {"failure": kind, "detail": describe_error(error)}, True
         if os.getpid() != process_id:
             os._exit(0)  # a child that the environment forked also returned from it
         if is_over:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import math
 import re
+import threading
 from collections.abc import Awaitable, Mapping
 from typing import Any
 
@@ -47,6 +50,18 @@ def collect_extras(values: Mapping[Any, Any]) -> dict[str, float]:
 
 def describe_value(value: Any) -> str:
     return f"{type(value).__name__} {repr(value)[:60]}" if value is not None else "None"
+
+
+_of_thread = threading.local()
+
+
+def finished(value: Any) -> Any:
+    """Returns a value, or what it becomes if it must be awaited, in the event loop of this thread."""
+    if not inspect.isawaitable(value):
+        return value
+    if not hasattr(_of_thread, "runner"):
+        _of_thread.runner = asyncio.Runner()
+    return _of_thread.runner.run(awaited(value))
 
 
 async def awaited(result: Awaitable[Any]) -> Any:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 import json
 from pathlib import Path
 from typing import Any
@@ -14,18 +12,14 @@ from app.environments.adapters import AdaptedEnvironment, load_environment
 from app.environments.interface import Answer, ToolCall
 from app.environments.tool_functions import Tool
 from app.plugins.loading import LoadError
-from app.plugins.values import PlugInValueError, awaited
+from app.plugins.values import PlugInValueError
 from tests.environments.pools import contents, write
 
 USER_HI = [{"role": "user", "content": "hi"}]
 
 
-def wait(value: Any) -> Any:
-    return asyncio.run(awaited(value)) if inspect.isawaitable(value) else value
-
-
 def adapt(environment: Any, **tools: Any) -> AdaptedEnvironment:
-    return AdaptedEnvironment(environment, {name: Tool(name, function) for name, function in tools.items()}, wait)
+    return AdaptedEnvironment(environment, {name: Tool(name, function) for name, function in tools.items()})
 
 
 def add(a: int, b: int) -> int:
@@ -242,10 +236,10 @@ def test_environments_are_classes_or_functions_and_tools_have_different_names(tm
     """
     path = write(tmp_path, source)
     for name in ("Game", "make", "connect"):
-        make, schemas = load_environment(f"{path}:{name}", [f"{path}:twice", "calculator"], wait)
+        make, schemas = load_environment(f"{path}:{name}", [f"{path}:twice", "calculator"])
         assert make().reset(0, {}) == USER_HI
         assert [schema["function"]["name"] for schema in schemas] == ["twice", "calculator"]
     with pytest.raises(LoadError, match="there are two tools called twice"):
-        load_environment(None, [f"{path}:twice", f"{path}:Calc.twice"], wait)
+        load_environment(None, [f"{path}:twice", f"{path}:Calc.twice"])
     with pytest.raises(LoadError, match=r"the tool Game is type .*, not a function"):
-        load_environment(None, [f"{path}:Game"], wait)
+        load_environment(None, [f"{path}:Game"])

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from app.environments.episode import EpisodeFailure, EpisodeStart
-from app.environments.episode_pool import MAX_LOSSES
 from app.plugins.loading import LoadError
 from app.plugins.worker_process import MAX_PRINTED_BYTES
 from tests.environments.pools import Game, contents, opened, take, write
@@ -264,7 +263,7 @@ def test_an_episode_whose_process_always_dies_later_is_lost_in_the_end(story: st
         pool.load()
         game = Game(pool, "a")
         game.play("time bomb")
-        while len(noted("reset")) <= MAX_LOSSES:  # its process is idle, and dies again and again
+        while len(noted("reset")) <= 1:  # its process is idle, and dies again and again
             time.sleep(0.05)
         while not (reply := game.play("on")).failure:
             time.sleep(0.05)
@@ -389,7 +388,7 @@ class Meeting:
 """
 
 
-def test_coroutines_share_a_loop_which_outlives_an_exit(tmp_path: Path) -> None:
+def test_coroutines_wait_side_by_side_and_outlive_an_exit(tmp_path: Path) -> None:
     with opened(source=f"{write(tmp_path, ASYNC)}:Meeting") as pool:
         pool.load()
         games = [Game(pool, name) for name in "abcd"]
