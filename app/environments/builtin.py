@@ -11,8 +11,9 @@ import time
 from collections.abc import Callable, Sequence
 from decimal import Context, Decimal
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from app.environments.interface import Answer, ToolCall
 from app.environments.tool_functions import Tool, answer_calls
@@ -91,46 +92,36 @@ def _read_table(file: str) -> dict[str, str]:
     return {key: value for key, _, value in (line.partition("\t") for line in lines)}
 
 
-class _OneTool:
+class OneTool:
     """The data set's questions, with one tool. A turn without a call is the answer, which earns 1.0 if it is right."""
 
-    tool: ClassVar[Tool]
+    def __init__(self, tool: Callable[[str], str], is_right: Callable[[str, str], bool]) -> None:
+        self._tool = Tool(tool.__name__, tool)
+        self._is_right = is_right
 
     def reset(self, *, answer: str) -> None:
         self._answer = answer
 
     def step(self, text: str, calls: Sequence[ToolCall]) -> Answer:
         if not calls and (match := INLINE_CALL.search(text)):
-            (parameter,) = self.tool.schema["function"]["parameters"]["properties"]
-            calls = [ToolCall(self.tool.name, {parameter: match["argument"]})]
+            (parameter,) = self._tool.schema["function"]["parameters"]["properties"]
+            calls = [ToolCall(self._tool.name, {parameter: match["argument"]})]
         if not calls:
-            return Answer(reward=float(self.is_right(text, self._answer)), terminated=True)
-        messages, counts = answer_calls(calls, {self.tool.name: self.tool})
+            return Answer(reward=float(self._is_right(text, self._answer)), terminated=True)
+        messages, counts = answer_calls(calls, {self._tool.name: self._tool})
         return Answer(messages, metrics=counts)
 
-    def is_right(self, text: str, answer: str) -> bool:
-        raise NotImplementedError
+
+def has_last_number(text: str, answer: str) -> bool:
+    """Whether the last number of a text is the answer: a number, or as in GSM8K, `... #### 72`."""
+    reference, number = parse_reference(answer), last_number(text)
+    if reference is None:
+        raise ValueError(f"the row's answer {answer[-80:]!r} is not a number")
+    return number is not None and parse_number(number) == reference
 
 
-class Calculator(_OneTool):
-    """Questions with a number as their answer: plain, or as in GSM8K, `... #### 72`."""
-
-    tool = Tool("calculator", calculator)
-
-    def is_right(self, text: str, answer: str) -> bool:
-        reference, number = parse_reference(answer), last_number(text)
-        if reference is None:
-            raise ValueError(f"the row's answer {answer[-80:]!r} is not a number")
-        return number is not None and parse_number(number) == reference
-
-
-class Lookup(_OneTool):
-    """Questions whose answer is a text that the table has."""
-
-    tool = Tool("lookup", lookup)
-
-    def is_right(self, text: str, answer: str) -> bool:
-        return text.strip() == answer.strip()
+def is_same(text: str, answer: str) -> bool:
+    return text.strip() == answer.strip()
 
 
 class GuessNumber:
@@ -154,6 +145,10 @@ class GuessNumber:
         return Answer("+" if self._secret > int(guess) else "-", terminated=is_last)
 
 
-ENVIRONMENTS: dict[str, Callable[[], Any]] = {"calculator": Calculator, "lookup": Lookup, "guess_number": GuessNumber}
+ENVIRONMENTS: dict[str, Callable[[], Any]] = {
+    "calculator": partial(OneTool, calculator, has_last_number),
+    "lookup": partial(OneTool, lookup, is_same),
+    "guess_number": GuessNumber,
+}
 TOOLS: dict[str, Callable[..., Any]] = {"calculator": calculator, "lookup": lookup}
 """What names stand for in `env.source` and in `env.tools`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
@@ -22,26 +23,12 @@ ToolCallFormat = Literal["auto", "json_tags", "json", "none"]
 """Values of `env.parser`."""
 
 
-def _validate_path(value: str) -> str:
+def _validate_name(value: str, *, known: tuple[str, ...]) -> str:
     place, _, attribute = value.rpartition(":")
     is_place = place.endswith(".py") or all(part.isidentifier() for part in place.split("."))
-    if not is_place or not all(part.isidentifier() for part in attribute.split(".")):
-        raise ValueError("expected `module:name` or `path/to/file.py:name`")
+    if value not in known and not (is_place and all(part.isidentifier() for part in attribute.split("."))):
+        raise ValueError(f"expected one of {', '.join(known)}, or `path/to/file.py:name`, or `module:name`")
     return value
-
-
-def _validate_environment(value: str) -> str:
-    if ":" not in value and value not in BUILT_IN_ENVIRONMENTS:
-        raise ValueError(
-            f"expected one of {', '.join(BUILT_IN_ENVIRONMENTS)}, or `path/to/file.py:name`, or `module:name`"
-        )
-    return value if value in BUILT_IN_ENVIRONMENTS else _validate_path(value)
-
-
-def _validate_tool(value: str) -> str:
-    if ":" not in value and value not in BUILT_IN_TOOLS:
-        raise ValueError(f"expected one of {', '.join(BUILT_IN_TOOLS)}, or `path/to/file.py:name`, or `module:name`")
-    return value if value in BUILT_IN_TOOLS else _validate_path(value)
 
 
 def _as_list(value: object) -> object:
@@ -49,11 +36,13 @@ def _as_list(value: object) -> object:
 
 
 class EnvironmentSettings(Section):
-    source: Annotated[str, AfterValidator(_validate_environment)] | None = None
+    source: Annotated[str, AfterValidator(partial(_validate_name, known=BUILT_IN_ENVIRONMENTS))] | None = None
     """Environment that answers the policy after every turn: calculator, guess_number, lookup, `path/to/file.py:name` or
     `module:name`. Its rewards are added to the sum under the name `env`. Null = none."""
     tools: Annotated[
-        tuple[Annotated[str, AfterValidator(_validate_tool)], ...], Field(strict=False), BeforeValidator(_as_list)
+        tuple[Annotated[str, AfterValidator(partial(_validate_name, known=BUILT_IN_TOOLS))], ...],
+        Field(strict=False),
+        BeforeValidator(_as_list),
     ] = ()
     """Functions that the policy may call: calculator, lookup, `path/to/file.py:name` or `module:name`. A turn without
     a call is the answer, which the reward functions judge. With `source`, tools beside those of the environment."""

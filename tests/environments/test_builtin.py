@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from app.environments.builtin import ENVIRONMENTS, TOOLS, Calculator, GuessNumber, Lookup, calculator, lookup
+from app.environments.builtin import ENVIRONMENTS, TOOLS, GuessNumber, calculator, lookup
 from app.environments.interface import ToolCall
 from settings.schema.environment import BUILT_IN_ENVIRONMENTS, BUILT_IN_TOOLS
 from tests.environments.pools import contents
@@ -63,7 +63,7 @@ def test_the_calculator_refuses_everything_else_at_once(expression: str) -> None
 
 
 def test_a_division_by_zero_is_an_error_for_the_policy() -> None:
-    answer = Calculator().step("<<1/0", [])
+    answer = ENVIRONMENTS["calculator"]().step("<<1/0", [])
     assert contents(answer) == ["Error: ZeroDivisionError: Fraction(1, 0)"]
     assert answer.metrics == {"tool_calls": 1, "tool_errors": 1}
 
@@ -79,7 +79,7 @@ def test_a_division_by_zero_is_an_error_for_the_policy() -> None:
     ],
 )
 def test_the_calculator_reads_calls_and_the_annotations_of_gsm8k(text: str, calls: list[ToolCall]) -> None:
-    environment = Calculator()
+    environment = ENVIRONMENTS["calculator"]()
     assert environment.reset(answer="#### 1786") is None
     answer = environment.step(text, calls)
     assert answer.messages == [{"role": "tool", "content": "1786"}]
@@ -97,7 +97,7 @@ def test_the_calculator_reads_calls_and_the_annotations_of_gsm8k(text: str, call
     ],
 )
 def test_a_turn_without_a_call_is_scored_by_its_last_number(text: str, answer: str, reward: float) -> None:
-    environment = Calculator()
+    environment = ENVIRONMENTS["calculator"]()
     environment.reset(answer=answer)
     result = environment.step(text, [])
     assert (result.reward, result.terminated, result.messages) == (reward, True, ())
@@ -108,7 +108,7 @@ def test_lookup_reads_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("GRPO_LOOKUP_FILE", str(tmp_path / "table"))
     monkeypatch.setenv("GRPO_LOOKUP_LATENCY_MS", "1")
     assert (lookup("a"), lookup("b c")) == ("1", "2 3")
-    environment = Lookup()
+    environment = ENVIRONMENTS["lookup"]()
     environment.reset(answer="2 3")
     assert contents(environment.step("<<b c", [])) == ["2 3"]
     assert contents(environment.step("<<z>>", [])) == ["Error: ValueError: there is no key 'z'"]
