@@ -23,7 +23,7 @@ def test_the_settings_name_all_of_them() -> None:
     ("expression", "value"),
     [
         ("47*38", "1786"),
-        (" 2 ** 10 ", "1024"),
+        (" 2 * 10 ", "20"),
         ("-3 + +4", "1"),
         ("(12.5 + 3) * 4", "62"),
         ("0.1+0.2", "0.3"),
@@ -31,10 +31,9 @@ def test_the_settings_name_all_of_them() -> None:
         ("1/8", "0.125"),
         ("1/3", "0.333333333333333"),
         ("-2/3", "-0.666666666666667"),
-        ("2**-2", "0.25"),
         ("1,250,000/2", "625000"),
         ("12345678901234567890*10", "123456789012345678900"),
-        ("10**20/3", "33333333333333300000"),
+        ("1" + "0" * 20 + "/3", "33333333333333300000"),
     ],
 )
 def test_the_calculator_is_exact(expression: str, value: str) -> None:
@@ -53,12 +52,12 @@ def test_the_calculator_agrees_with_fractions_on_random_sums_and_products() -> N
     "expression",
     [
         *("", "2 +", "x", "f(2)", "'a'*9", "True+1", "2 if 1 else 3", "1j", "1 < 2", "1//2", "1%2", "~1", "[1]"),
-        *("9**9**9", "2**0.5", "(9**99)**99", "1" * 201, "1e999999999", "(" * 99 + ")" * 99, "0x10", "é", "\x00"),
+        *("9**9**9", "2**2", "1" * 201, "1e999999999", "(" * 99 + ")" * 99, "0x10", "é", "\x00"),
         "__import__('os')",
     ],
 )
 def test_the_calculator_refuses_everything_else_at_once(expression: str) -> None:
-    with pytest.raises(ValueError, match=r"expression|exponent"):
+    with pytest.raises(ValueError, match="expression"):
         calculator(expression)
 
 
