@@ -46,9 +46,10 @@ class Tool:
         text = inspect.getdoc(function)
         if not text:
             raise LoadError(f"the tool {name} has no docstring, which tells the policy what it does")
+        callee: Any = function
         try:
             # Policies write numbers where texts are expected, and texts in place of numbers.
-            self._call = TypeAdapter[Any](function, config=ConfigDict(coerce_numbers_to_str=True))
+            self._call = TypeAdapter(callee, config=ConfigDict(coerce_numbers_to_str=True))
             described = self._call.json_schema(schema_generator=SchemaWithoutTitles)
         except (PydanticUserError, NameError, TypeError) as error:
             reason = str(error).splitlines()[0]

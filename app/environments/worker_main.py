@@ -92,7 +92,8 @@ def play(
 
 def serve(environment: AdaptedEnvironment, request: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
     """Returns the answer to one request, and whether the episode is over."""
-    do, answer, is_over = request["do"], dict[str, Any](), request["is_last"]
+    do, is_over = request["do"], request["is_last"]
+    answer: dict[str, Any] = {}
     if do == "reset":
         answer = {"messages": environment.reset(request["seed"], request["columns"]) or []}
     elif do == "step":
