@@ -49,8 +49,7 @@ class Environment(Protocol):
     """One episode; it is made anew for each, without arguments.
 
     It may also have `score() -> float | Mapping[str, float]`, rewards for the whole episode, and `close()`. Both are
-    called once, at its end. All methods of an episode run in one thread, and any of them may be a coroutine function,
-    which runs in the event loop of that thread.
+    called once, at its end. All methods of an episode run in one thread, and any of them may be a coroutine function.
     """
 
     def reset(self, *, seed: int, **columns: Any) -> Messages | str | None:

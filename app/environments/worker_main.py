@@ -28,7 +28,7 @@ from app.environments.interface import ToolCall
 from app.plugins.loading import LoadError, describe_error
 from app.plugins.supervisor import limit_memory, supervise
 from app.plugins.trainer_channel import TrainerChannel
-from app.plugins.values import PlugInValueError
+from app.plugins.values import PlugInValueError, event_loop
 
 STACK_BYTES = 2 * 2**20
 """Of a thread: with those of the system, many episodes would fill the address space."""
@@ -42,6 +42,7 @@ def main() -> None:
     order = channel.receive()
     limit_memory(order["memory_mib"] * 2**20)
     threading.stack_size(STACK_BYTES)
+    event_loop()  # before there are other threads
     try:
         make, schemas = load_environment(order["source"], order["tools"])
     except LoadError as refusal:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import inspect
 import math
 import re
@@ -52,16 +54,25 @@ def describe_value(value: Any) -> str:
     return f"{type(value).__name__} {repr(value)[:60]}" if value is not None else "None"
 
 
-_of_thread = threading.local()
+@functools.cache
+def event_loop() -> asyncio.AbstractEventLoop:
+    """Returns one loop for all threads, which may share connections: these belong to the loop that made them."""
+    loop = asyncio.new_event_loop()
+
+    def run() -> None:
+        while True:
+            with contextlib.suppress(BaseException):  # `sys.exit` in a coroutine also ends its loop
+                loop.run_forever()
+
+    threading.Thread(target=run, daemon=True).start()
+    return loop
 
 
 def finished(value: Any) -> Any:
-    """Returns a value, or what it becomes if it must be awaited, in the event loop of this thread."""
+    """Returns a value, or what it becomes if it must be awaited."""
     if not inspect.isawaitable(value):
         return value
-    if not hasattr(_of_thread, "runner"):
-        _of_thread.runner = asyncio.Runner()
-    return _of_thread.runner.run(awaited(value))
+    return asyncio.run_coroutine_threadsafe(awaited(value), event_loop()).result()
 
 
 async def awaited(result: Awaitable[Any]) -> Any:

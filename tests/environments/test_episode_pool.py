@@ -388,7 +388,7 @@ class Meeting:
 """
 
 
-def test_coroutines_wait_side_by_side_and_outlive_an_exit(tmp_path: Path) -> None:
+def test_coroutines_share_a_loop_which_outlives_an_exit(tmp_path: Path) -> None:
     with opened(source=f"{write(tmp_path, ASYNC)}:Meeting") as pool:
         pool.load()
         games = [Game(pool, name) for name in "abcd"]
