@@ -13,15 +13,14 @@ ends an episode that has only tools.
 from __future__ import annotations
 
 import inspect
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from app.environments.builtin import ENVIRONMENTS, TOOLS
 from app.environments.interface import Answer, ToolCall
-from app.environments.tool_functions import Tool, Wait, answer_call
+from app.environments.tool_functions import Tool, answer_calls
 from app.plugins.loading import LoadError, describe_error, load_object
-from app.plugins.values import EXTRA_NAME_PATTERN, PlugInValueError, collect_extras, describe_value, to_number
+from app.plugins.values import EXTRA_NAME_PATTERN, PlugInValueError, collect_extras, describe_value, finished, to_number
 
 MAX_CHARACTERS = 2**20
 """The longest observation; the policy reads `env.max_observation_tokens` of it."""
@@ -30,7 +29,7 @@ NOT_TOOLS = ("reset", "get_reward", "close")
 
 
 def load_environment(
-    source: str | None, tools: Sequence[str], wait: Wait
+    source: str | None, tools: Sequence[str]
 ) -> tuple[Callable[[], AdaptedEnvironment], list[dict[str, Any]]]:
     """Returns what makes the environment of an episode from `env.source` and `env.tools`, and the schemas of its tools.
 
@@ -46,7 +45,7 @@ def load_environment(
         raise LoadError(f"{source} is {describe_value(made)}, not a class or a function that makes an environment")
 
     def make() -> AdaptedEnvironment:
-        return AdaptedEnvironment(wait(made()) if made else None, shared, wait)
+        return AdaptedEnvironment(finished(made()) if made else None, shared)
 
     try:
         return make, make().schemas
@@ -73,9 +72,8 @@ class AdaptedEnvironment:
         LoadError: the object is not an environment.
     """
 
-    def __init__(self, environment: Any, tools: Mapping[str, Tool], wait: Wait) -> None:
+    def __init__(self, environment: Any, tools: Mapping[str, Tool]) -> None:
         self._environment = environment
-        self._wait = wait
         self._has_step = hasattr(environment, "step")
         self._tools = dict(tools)
         self._is_reset = False
@@ -87,9 +85,7 @@ class AdaptedEnvironment:
                 _add(self._tools, Tool(name, method))
         if not hasattr(environment, "reset") or not (self._has_step or self._tools):
             raise LoadError(f"{describe_value(environment)} is not an environment, which has `reset` and `step`")
-        self._takes_calls = self._has_step and (
-            len(_required(environment.step)) > 1 or "calls" in inspect.signature(environment.step).parameters
-        )
+        self._takes_calls = self._has_step and "calls" in inspect.signature(environment.step).parameters
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
@@ -101,14 +97,11 @@ class AdaptedEnvironment:
         if self._environment is None:
             return None
         self._is_reset = True
-        method = self._environment.reset
-        parameters = inspect.signature(method).parameters.values()
+        parameters = inspect.signature(self._environment.reset).parameters
         given = {**columns, "seed": seed}
-        if not any(p.kind == p.VAR_KEYWORD for p in parameters):
-            given = {name: value for name, value in given.items() if name in {p.name for p in parameters}}
-        if missing := [p.name for p in _required(method) if p.name not in given]:
-            raise PlugInValueError(f"reset needs the column {missing[0]}; the row has {', '.join(columns) or 'none'}")
-        opening = self._wait(method(**given))
+        if not any(p.kind == p.VAR_KEYWORD for p in parameters.values()):
+            given = {name: value for name, value in given.items() if name in parameters}
+        opening = finished(self._environment.reset(**given))
         if isinstance(opening, tuple) and len(opening) == 2 and isinstance(opening[1], Mapping):  # Gymnasium
             opening = opening[0]
         if opening is None:
@@ -117,35 +110,29 @@ class AdaptedEnvironment:
             prompt = columns["prompt"]
             chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
             return [*chat[:-1], {**chat[-1], "content": chat[-1]["content"] + opening}]
-        return read_messages(opening, "user", ("system", "user", "assistant", "tool"))
+        return read_messages(opening, ("user", "system", "assistant", "tool"))
 
     def step(self, text: str, calls: Sequence[ToolCall]) -> Answer:
         """Answers a turn: calls of tools by the tools, everything else by the environment."""
-        counts: Counter[str] = Counter()
-        messages: list[Any] = []
-        others: list[ToolCall] = []
-        for call in calls:
-            if self._has_step and (not self._tools or not (call.error or call.name in self._tools)):
-                others.append(call)
-            else:
-                result = answer_call(call, self._tools, counts, self._wait)
-                messages += read_messages([{"role": "tool", "name": call.name, "content": result}], "tool", ("tool",))
+        tools = self._tools
+        own = [call for call in calls if not self._has_step or call.name in tools or (tools and call.error)]
+        others = [call for call in calls if call not in own]
+        messages, counts = answer_calls(own, tools)
         answer = Answer(terminated=not calls)
         if self._has_step and (others or not calls):
             step = self._environment.step
-            answer = read_answer(self._wait(step(text, others) if self._takes_calls else step(text)), bool(others))
-        messages += answer.messages
+            answer = read_answer(finished(step(text, others) if self._takes_calls else step(text)), bool(others))
+        messages = [*read_messages(messages, ("tool",)), *answer.messages]
         if not (messages or answer.terminated or answer.truncated):
             raise PlugInValueError("returned no message, although the episode goes on")
         if sum(len(message["content"]) for message in messages) > MAX_CHARACTERS:
             raise PlugInValueError(f"returned more than {MAX_CHARACTERS} characters")
-        metrics = {**answer.metrics, **{name: answer.metrics.get(name, 0) + n for name, n in (+counts).items()}}
-        return answer._replace(messages=messages, metrics=metrics)
+        return answer._replace(messages=messages, metrics={**answer.metrics, **counts})
 
     def score(self) -> dict[str, float]:
         """Returns the rewards for the whole episode by name."""
         method = getattr(self._environment, "score" if self._has_step else "get_reward", None)
-        scores = self._wait(method()) if callable(method) else None
+        scores = finished(method()) if callable(method) else None
         if not isinstance(scores, Mapping):
             return {} if scores is None else {"score": to_number(scores)}
         if wrong := [name for name in scores if not isinstance(name, str) or not EXTRA_NAME_PATTERN.fullmatch(name)]:
@@ -154,12 +141,7 @@ class AdaptedEnvironment:
 
     def close(self) -> None:
         if self._is_reset and callable(method := getattr(self._environment, "close", None)):
-            self._wait(method())
-
-
-def _required(method: Callable[..., Any]) -> list[inspect.Parameter]:
-    kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-    return [p for p in inspect.signature(method).parameters.values() if p.default is p.empty and p.kind not in kinds]
+            finished(method())
 
 
 def read_answer(result: Any, has_calls: bool) -> Answer:
@@ -168,44 +150,41 @@ def read_answer(result: Any, has_calls: bool) -> Answer:
     Raises:
         PlugInValueError: it is nothing that a step can return.
     """
-    # Not by its class, which the user's process may have loaded twice.
-    if getattr(result, "_fields", None) == Answer._fields:
-        answer = Answer(*result)
-    elif isinstance(result, tuple) and len(result) == 4:
-        answer = Answer(result[0], result[1], result[2], metrics=result[3])
-    elif isinstance(result, tuple) and len(result) == 5:
-        answer = Answer(*result)
-    elif isinstance(result, str | list):
-        answer = Answer(result)
-    else:
+    if isinstance(result, str | list):
+        result = Answer(result)
+    if isinstance(result, tuple) and len(result) == 4:  # Gym
+        result = (*result[:3], False, result[3])
+    if not isinstance(result, tuple) or len(result) != 5:
         raise PlugInValueError(f"step returned {describe_value(result)}, expected an Answer, or Gym's 4 or 5 values")
-    for name in ("terminated", "truncated"):
-        if getattr(answer, name) not in (True, False):
-            raise PlugInValueError(f"{name} is {describe_value(getattr(answer, name))}, expected True or False")
+    messages, reward, terminated, truncated, metrics = result
+    for name, value in (("terminated", terminated), ("truncated", truncated)):
+        if value not in (True, False):
+            raise PlugInValueError(f"{name} is {describe_value(value)}, expected True or False")
     return Answer(
-        messages=read_messages(answer.messages, "tool" if has_calls else "user", ("tool", "user")),
-        reward=to_number(answer.reward),
-        terminated=bool(answer.terminated),
-        truncated=bool(answer.truncated),
-        metrics=collect_extras(answer.metrics) if isinstance(answer.metrics, Mapping) else {},
+        messages=read_messages(messages, ("tool", "user") if has_calls else ("user", "tool")),
+        reward=to_number(reward),
+        terminated=bool(terminated),
+        truncated=bool(truncated),
+        metrics=collect_extras(metrics) if isinstance(metrics, Mapping) else {},
     )
 
 
-def read_messages(value: Any, role: str, roles: Sequence[str]) -> list[dict[str, str]]:
-    """Returns an observation as messages: text and numbers become one message of the given role.
+def read_messages(value: Any, roles: Sequence[str]) -> list[dict[str, str]]:
+    """Returns an observation as messages: text and numbers become one message of the first of the roles.
 
     Raises:
-        PlugInValueError: it is neither text nor messages of the allowed roles.
+        PlugInValueError: it is neither text nor messages of the roles.
     """
+    if value is None:
+        return []
     if isinstance(value, str | int | float):
-        value = [{"role": role, "content": str(value)}]
+        value = [{"role": roles[0], "content": str(value)}]
     messages = []
-    for message in value if isinstance(value, list | tuple) else [] if value is None else [value]:
+    for message in value if isinstance(value, list | tuple) else [value]:
         if not isinstance(message, Mapping) or not isinstance(message.get("content"), str):
             raise PlugInValueError(f"returned {describe_value(message)}, expected text, or messages with text")
         if message.get("role") not in roles:
             raise PlugInValueError(f"returned a message of {message.get('role')!r}, expected {' or '.join(roles)}")
-        kept = {key: message[key] for key in ("role", "name") if isinstance(message.get(key), str)}
         # Halves of characters cannot be encoded.
-        messages.append({**kept, "content": message["content"].encode("utf-8", "replace").decode()})
+        messages.append({"role": message["role"], "content": message["content"].encode("utf-8", "replace").decode()})
     return messages

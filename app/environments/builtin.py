@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import ast
 import functools
-import json
 import operator
 import os
 import re
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
-from decimal import Context, Decimal, Inexact
+from decimal import Context, Decimal
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from app.environments.interface import Answer, ToolCall
-from app.environments.tool_functions import Tool, answer_call
+from app.environments.tool_functions import Tool, answer_calls
 from app.reward.gsm8k import parse_reference
 from app.reward.numbers import last_number, parse_number
 
 MAX_EXPRESSION = 200
 """Characters of an expression."""
-MAX_BITS = 4096
-"""Of the numerator or denominator of a power."""
 OPERATIONS: dict[type, Callable[..., Any]] = {
     **{ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv},
     **{ast.UAdd: operator.pos, ast.USub: operator.neg},
@@ -33,15 +30,15 @@ INLINE_CALL = re.compile(r"<<(?P<argument>[^<>=\n]{1,200})(?:=[^<>\n]*)?(?:>>)?\
 """A call at the end of a turn, as in the solutions of GSM8K: `<<47*38`, `<<47*38>>` or `<<47*38=1786>>`."""
 
 LOOKUP_VARIABLES = ("GRPO_LOOKUP_FILE", "GRPO_LOOKUP_LATENCY_MS")
-"""The environment variables that `lookup` reads: a file of lines `key<TAB>value` or `{"key": ..., "value": ...}`, and
-how many milliseconds a call takes."""
+"""The environment variables that `lookup` reads: a file of lines `key<TAB>value`, and how many milliseconds a call
+takes."""
 
 
 def calculator(expression: str) -> str:
-    """Computes the exact value of an arithmetic expression.
+    """Computes the value of an arithmetic expression.
 
     Args:
-        expression: Numbers with + - * / ** and parentheses, such as (12.5 + 3) * 4.
+        expression: Numbers with + - * / and parentheses, such as (12.5 + 3) * 4.
     """
     expression = re.sub(r"(?<=\d),(?=\d{3})", "", expression.strip())
     if len(expression) > MAX_EXPRESSION:
@@ -52,11 +49,8 @@ def calculator(expression: str) -> str:
         raise ValueError(f"{expression!r} is not an arithmetic expression") from None
     if value.denominator == 1:
         return str(value.numerator)
-    context = Context(prec=28)
-    decimal = context.divide(Decimal(value.numerator), Decimal(value.denominator))
-    if context.flags[Inexact]:  # no end, such as 1/3
-        decimal = Context(prec=12).plus(decimal)
-    return f"{decimal.normalize(Context(prec=28)):f}"
+    decimal = Context(prec=15).divide(Decimal(value.numerator), Decimal(value.denominator))
+    return f"{decimal.normalize():f}"
 
 
 def _evaluate(node: ast.expr, expression: str) -> Fraction:
@@ -65,16 +59,9 @@ def _evaluate(node: ast.expr, expression: str) -> Fraction:
         return number
     if isinstance(node, ast.UnaryOp) and type(node.op) in OPERATIONS:
         return OPERATIONS[type(node.op)](_evaluate(node.operand, expression))
-    if isinstance(node, ast.BinOp):
-        left, right = _evaluate(node.left, expression), _evaluate(node.right, expression)
-        if type(node.op) in OPERATIONS:
-            return OPERATIONS[type(node.op)](left, right)
-        if isinstance(node.op, ast.Pow):
-            bits = max(left.numerator.bit_length(), left.denominator.bit_length())
-            if right.denominator != 1 or abs(right) * bits > MAX_BITS:
-                raise ValueError(f"the exponent {right} is not a whole number, or too large")
-            return left**right.numerator
-    raise ValueError(f"{expression!r} is not an arithmetic expression of numbers, + - * / ** and parentheses")
+    if isinstance(node, ast.BinOp) and type(node.op) in OPERATIONS:
+        return OPERATIONS[type(node.op)](_evaluate(node.left, expression), _evaluate(node.right, expression))
+    raise ValueError(f"{expression!r} is not an arithmetic expression of numbers, + - * / and parentheses")
 
 
 def lookup(key: str) -> str:
@@ -92,53 +79,40 @@ def lookup(key: str) -> str:
 
 @functools.cache
 def _read_table(file: str) -> dict[str, str]:
-    rows = [line for line in Path(file).read_text(encoding="utf-8").splitlines() if line.strip()]
-    if all(row.startswith("{") for row in rows):
-        return {str(row["key"]): str(row["value"]) for row in map(json.loads, rows)}
-    return {key: value for key, _, value in (row.partition("\t") for row in rows)}
+    lines = Path(file).read_text(encoding="utf-8").splitlines()
+    return {key: value for key, _, value in (line.partition("\t") for line in lines)}
 
 
-class _OneTool:
+class OneTool:
     """The data set's questions, with one tool. A turn without a call is the answer, which earns 1.0 if it is right."""
 
-    tool: ClassVar[Tool]
+    def __init__(self, tool: Callable[[str], str], is_right: Callable[[str, str], bool]) -> None:
+        self._tool = Tool(tool.__name__, tool)
+        self._is_right = is_right
 
     def reset(self, *, answer: str) -> None:
         self._answer = answer
 
     def step(self, text: str, calls: Sequence[ToolCall]) -> Answer:
         if not calls and (match := INLINE_CALL.search(text)):
-            (parameter,) = self.tool.schema["function"]["parameters"]["properties"]
-            calls = [ToolCall(self.tool.name, {parameter: match["argument"]})]
+            (parameter,) = self._tool.schema["function"]["parameters"]["properties"]
+            calls = [ToolCall(self._tool.name, {parameter: match["argument"]})]
         if not calls:
-            return Answer(reward=float(self.is_right(text, self._answer)), terminated=True)
-        counts: Counter[str] = Counter()
-        results = [answer_call(call, {self.tool.name: self.tool}, counts, lambda value: value) for call in calls]
-        return Answer([{"role": "tool", "content": result} for result in results], metrics=+counts)
-
-    def is_right(self, text: str, answer: str) -> bool:
-        raise NotImplementedError
+            return Answer(reward=float(self._is_right(text, self._answer)), terminated=True)
+        messages, counts = answer_calls(calls, {self._tool.name: self._tool})
+        return Answer(messages, metrics=counts)
 
 
-class Calculator(_OneTool):
-    """Questions with a number as their answer: plain, or as in GSM8K, `... #### 72`."""
-
-    tool = Tool("calculator", calculator)
-
-    def is_right(self, text: str, answer: str) -> bool:
-        reference, number = parse_reference(answer), last_number(text)
-        if reference is None:
-            raise ValueError(f"the row's answer {answer[-80:]!r} is not a number")
-        return number is not None and parse_number(number) == reference
+def has_last_number(text: str, answer: str) -> bool:
+    """Whether the last number of a text is the answer: a number, or as in GSM8K, `... #### 72`."""
+    reference, number = parse_reference(answer), last_number(text)
+    if reference is None:
+        raise ValueError(f"the row's answer {answer[-80:]!r} is not a number")
+    return number is not None and parse_number(number) == reference
 
 
-class Lookup(_OneTool):
-    """Questions whose answer is a text that the table has."""
-
-    tool = Tool("lookup", lookup)
-
-    def is_right(self, text: str, answer: str) -> bool:
-        return text.strip() == answer.strip()
+def is_same(text: str, answer: str) -> bool:
+    return text.strip() == answer.strip()
 
 
 class GuessNumber:
@@ -162,6 +136,10 @@ class GuessNumber:
         return Answer("+" if self._secret > int(guess) else "-", terminated=is_last)
 
 
-ENVIRONMENTS: dict[str, Callable[[], Any]] = {"calculator": Calculator, "lookup": Lookup, "guess_number": GuessNumber}
+ENVIRONMENTS: dict[str, Callable[[], Any]] = {
+    "calculator": partial(OneTool, calculator, has_last_number),
+    "lookup": partial(OneTool, lookup, is_same),
+    "guess_number": GuessNumber,
+}
 TOOLS: dict[str, Callable[..., Any]] = {"calculator": calculator, "lookup": lookup}
 """What names stand for in `env.source` and in `env.tools`."""

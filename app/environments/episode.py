@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from app.environments.interface import Answer
+from pydantic import TypeAdapter
+
 from app.plugins.printable import one_line
 from app.records.sample import Messages
 from settings.loading.secrets import redact
@@ -52,37 +53,18 @@ class EpisodeReply(NamedTuple):
     """One line for people about the failure."""
 
 
-FIELDS = {"reset": ("messages",), "step": Answer._fields, "score": ("scores",), "close": ()}
-"""What a worker answers to each kind of request."""
+REPLY = TypeAdapter(EpisodeReply)
 
 
 @dataclass(eq=False)
 class Request:
-    """A request to the environment of an episode, and its answer once it is known."""
+    """A request to the environment of an episode, and its reply once it is known."""
 
     do: Literal["reset", "step", "score", "close"]
     fields: Mapping[str, Any]
     is_last: bool = False
-    """Whether the episode ends with the answer, whatever it is."""
-    answer: dict[str, Any] | None = None
-
-    def read(self, answer: Mapping[str, Any]) -> dict[str, Any] | EpisodeFailure:
-        """Returns the fields of a worker's answer, or why the episode cannot go on with it.
-
-        Raises:
-            KeyError, TypeError, ValueError: this is no answer to such a request.
-        """
-        if "failure" in answer:
-            kind, detail = answer["failure"]
-            return EpisodeFailure(str(kind), one_line(redact(detail)))
-        fields = {name: answer[name] for name in FIELDS[self.do]}
-        if fields.get("messages"):
-            fields["messages"] = [{key: redact(text) for key, text in one.items()} for one in fields["messages"]]
-        if self.answer and any(self.answer[name] != fields[name] for name in fields if name != "metrics"):
-            opening = EpisodeFailure("opening", "gave another opening for the same seed and row")
-            replay = EpisodeFailure("replay", "gave another answer when the same turns were played again")
-            return opening if self.do == "reset" else replay
-        return fields
+    """Whether the episode ends with the reply, whatever it is."""
+    reply: EpisodeReply | None = None
 
 
 class Episode:
@@ -91,44 +73,47 @@ class Episode:
     Args:
         number: its name towards the worker.
         key: its name towards the sampler.
-        opening: `messages` of the answer to `reset`; absent if the opening is what is asked for.
+        opening: what `reset` must return, if that is known; otherwise the opening is all that is asked for.
     """
 
     def __init__(self, number: int, key: str, start: EpisodeStart, **opening: Messages | None) -> None:
         self.number = number
         self.key = key
         self.asks_opening = not opening
-        self.todo = deque([Request("reset", {"seed": start.seed, "columns": start.columns}, answer=opening or None)])
+        reply = EpisodeReply(key, opening["messages"] or []) if opening else None
+        fields = {"seed": start.seed, "columns": start.columns}
+        self.todo = deque([Request("reset", fields, is_last=self.asks_opening, reply=reply)])
         self.current: Request | None = None
         """The request that its worker is answering."""
         self.played: list[Request] = []
-        self.reply = EpisodeReply(key)
-        """The reply to the last turn, which waits for the scores."""
+        self.failure: EpisodeFailure | None = None
+        """Why it is over, if nobody waited for a reply at that time."""
         self.is_wanted = True
         """Whether anybody waits for its replies; otherwise it only closes."""
         self.is_suspect = False
         """Whether it may have ended its process; it then runs alone."""
-        self.num_losses = 0
         self.seconds = 0.0
         """Time of all steps so far."""
         self.sent_at = 0.0
         self.deadline = math.inf
 
     @property
-    def is_idle(self) -> bool:
-        return not self.todo and self.current is None
-
-    @property
     def is_awaited(self) -> bool:
-        """Whether a request waits for its first answer."""
-        return any(request and request.answer is None for request in (self.current, *self.todo))
+        """Whether a request waits for its first reply."""
+        return any(request and request.reply is None for request in (self.current, *self.todo))
+
+    def read(self, answer: Mapping[str, Any]) -> EpisodeReply:
+        """Returns a worker's answer as a reply; raises ValueError if it is none."""
+        reply = REPLY.validate_python({**answer, "key": self.key})
+        messages = [{key: redact(text) for key, text in message.items()} for message in reply.messages]
+        return reply._replace(messages=messages, detail=one_line(redact(reply.detail)))
 
     def rewind(self) -> None:
-        """Puts the answered requests before the others, for a new process."""
-        self.todo = deque([*self.played, *self.todo])
-        self.played = []
+        """Puts the requests that were sent before the others, for a new process."""
+        self.todo = deque([*self.played, *filter(None, [self.current]), *self.todo])
+        self.played, self.current = [], None
 
     def leave(self) -> None:
         """Lets nothing but `close` follow the current request."""
         self.is_wanted = False
-        self.todo = deque([Request("close", {})])
+        self.todo = deque([Request("close", {}, is_last=True)])

@@ -1,8 +1,8 @@
 """Episodes in worker processes: one thread starts, feeds, supervises, kills and replaces them.
 
 A worker plays many episodes at once, and an episode stays in its worker. If a worker dies or one of its steps hangs, it
-is killed, and its other episodes are played again elsewhere. Those whose step was running when it died are suspects:
-they run while no other step does, and the next death is theirs.
+is killed, and its other episodes are played again elsewhere. Those whose step was running when it died are suspects, or
+all if none was: they run while no other step does, and the next death is theirs.
 """
 
 from __future__ import annotations
@@ -10,17 +10,16 @@ from __future__ import annotations
 import itertools
 import math
 import os
-import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from app.environments.builtin import LOOKUP_VARIABLES
 from app.environments.episode import Episode, EpisodeFailure, EpisodeReply, EpisodeStart, Request
-from app.environments.interface import Answer, ToolCall
+from app.environments.interface import ToolCall
 from app.plugins.loading import LoadError
 from app.plugins.worker_process import (
     WorkerProcess,
@@ -35,27 +34,18 @@ from settings.schema.environment import EnvironmentSettings
 
 WORKER_PROGRAM = "app.environments.worker_main"
 
-MAX_LOSSES = 4
-"""How often an episode may be in a process that dies while no step runs, so that nobody is a suspect."""
-
-
-class EnvironmentDescription(NamedTuple):
-    """What the sampler must know of an environment."""
-
-    tool_schemas: list[dict[str, Any]]
-    """Its tools, in the format of OpenAI."""
-
 
 class EpisodeWorker(WorkerProcess):
     """A worker that plays episodes."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         super().__init__(WORKER_PROGRAM, environment)
-        self.episodes: list[Episode] = []
-        self.waiting: deque[Episode] = deque()
-        """Those with a request that is not sent yet."""
-        self.running: dict[int, Episode] = {}
-        """Those with a request that is not answered yet, by number."""
+        self.episodes: dict[int, Episode] = {}
+
+    @property
+    def running(self) -> list[Episode]:
+        """Those with a request that is not answered yet."""
+        return [episode for episode in self.episodes.values() if episode.current]
 
 
 class EpisodePool:
@@ -80,13 +70,12 @@ class EpisodePool:
         self._start_failed = False
         """Whether the last start of a worker failed."""
         self._episodes: dict[str, Episode] = {}
-        self._failures: dict[str, EpisodeFailure] = {}
-        """Of episodes from which nothing was asked when they failed."""
+        """Those whose replies are wanted, by key."""
         self._is_closing = False
         self._commands: deque[Callable[[], object]] = deque()
         self._condition = threading.Condition()
         """Guards what follows, which both sides use."""
-        self._description: EnvironmentDescription | None = None
+        self._tools: list[dict[str, Any]] | None = None
         self._opened: dict[str, Messages | EpisodeFailure | None] = {}
         self._replies: list[EpisodeReply] = []
         self._error: BaseException | None = None
@@ -94,16 +83,16 @@ class EpisodePool:
         self._thread = threading.Thread(target=self._run, name="episodes", daemon=True)
         self._thread.start()
 
-    def load(self) -> EnvironmentDescription:
-        """Starts the first worker, and returns the description of the environment.
+    def load(self) -> list[dict[str, Any]]:
+        """Starts the first worker, and returns the tools of the environment, in the format of OpenAI.
 
         Raises:
             LoadError: something cannot be imported, or is no environment or tool.
         """
         self._post(self._start)
-        self._wait(lambda: self._description is not None)
-        assert self._description is not None
-        return self._description
+        self._wait(lambda: self._tools is not None)
+        assert self._tools is not None
+        return self._tools
 
     def openings(self, starts: Sequence[EpisodeStart]) -> list[Messages | EpisodeFailure | None]:
         """Returns what the policy reads first in each episode; None = the prompt of its row."""
@@ -134,7 +123,7 @@ class EpisodePool:
 
     def end(self, key: str, start: EpisodeStart, opening: Messages | None) -> None:
         """Ends an episode whose last turn was cut, so that the environment never reads it. The reply has the scores."""
-        self._post(partial(self._ask, key, start, opening, Request("score", {})))
+        self._post(partial(self._ask, key, start, opening, Request("score", {}, is_last=True)))
 
     def abandon(self, key: str) -> None:
         """Closes an episode without scores and without a further reply."""
@@ -187,7 +176,7 @@ class EpisodePool:
                 worker.kill()
 
     def _next_deadline(self) -> float:
-        episodes = (episode.deadline for worker in self._workers for episode in worker.running.values())
+        episodes = (episode.deadline for worker in self._workers for episode in worker.running)
         return min([math.inf, *episodes, *(worker.deadline for worker in self._workers)])
 
     def _notify(self) -> None:
@@ -213,44 +202,32 @@ class EpisodePool:
         if len(self._workers) < self._settings.workers and all(worker.episodes for worker in self._workers):
             self._start()
         worker = min(self._workers, key=lambda worker: len(worker.episodes))
-        worker.episodes.append(episode)
-        worker.waiting.append(episode)
-
-    def _wake(self, episode: Episode) -> None:
-        next(worker for worker in self._workers if episode in worker.episodes).waiting.append(episode)
+        worker.episodes[episode.number] = episode
 
     def _ask(self, key: str, start: EpisodeStart, opening: Messages | None, request: Request) -> None:
-        if failure := self._failures.pop(key, None):
-            self._emit(EpisodeReply(key, failure=failure.kind, detail=failure.detail))
-            return
         episode = self._episodes.get(key) or self._open(key, start, messages=opening)
-        is_idle = episode.is_idle
-        episode.reply = EpisodeReply(key)
         episode.todo.append(request)
-        if is_idle:
-            self._wake(episode)
+        if episode.failure:
+            self._fail(episode, episode.failure)
 
     def _abandon(self, key: str) -> None:
-        self._failures.pop(key, None)
         episode = self._episodes.pop(key, None)
-        if episode is not None:
-            is_idle = episode.is_idle
+        if episode is not None and episode.failure is None:
             episode.leave()
-            if is_idle:
-                self._wake(episode)
 
     def _dispatch(self, worker: EpisodeWorker) -> None:
         """Sends requests to a worker, as many as it may run at once; a suspect runs alone."""
-        while worker.is_loaded and worker.waiting and len(worker.running) < self._settings.concurrency:
-            episode = worker.waiting[0]
-            if worker.running and any(one.is_suspect for one in (episode, *worker.running.values())):
+        ready = [episode for episode in worker.episodes.values() if episode.todo and not episode.current]
+        for episode in sorted(ready, key=lambda episode: not episode.is_suspect):
+            running = worker.running
+            is_alone = any(one.is_suspect for one in (episode, *running))
+            if not worker.is_loaded or len(running) >= (1 if is_alone else self._settings.concurrency):
                 return
-            worker.waiting.popleft()
-            worker.running[episode.number] = episode
             request = episode.current = episode.todo.popleft()
             episode.sent_at = time.monotonic()
             episode.deadline = episode.sent_at + self._settings.step_timeout_s
-            worker.send({"episode": episode.number, "do": request.do, **request.fields})
+            order = {"key": episode.number, "do": request.do, "is_last": request.is_last}
+            worker.send({**order, **request.fields})
 
     def _receive(self, worker: EpisodeWorker, answers: list[dict[str, Any]] | None) -> None:
         if answers is None:
@@ -272,86 +249,73 @@ class EpisodePool:
         worker.is_loaded = True
         worker.deadline = math.inf
         self._start_failed = False
-        if self._description is None:
-            self._description = EnvironmentDescription(answer["tools"])
+        if self._tools is None:
+            self._tools = answer["tools"]
             self._notify()
 
     def _finish(self, worker: EpisodeWorker, answer: Mapping[str, Any]) -> None:
         """Handles the answer to a request."""
         try:
-            episode = worker.running[answer["episode"]]
-            request = episode.current
-            assert request is not None
-            read = request.read(answer)
-        except (KeyError, TypeError, ValueError, AttributeError):  # the plug-in wrote to our pipe
+            [episode] = [one for one in worker.running if one.number == answer["key"]]
+            reply = episode.read(answer)
+        except (KeyError, ValueError):  # the plug-in wrote to our pipe
             self._lose(worker, "exit", "its process sent an invalid answer")
             return
-        if isinstance(read, EpisodeFailure) and read.kind == "memory":  # it may stay allocated
-            self._lose(worker, *read)
+        if reply.failure == "memory":  # it may stay allocated
+            self._lose(worker, reply.failure, reply.detail)
             return
-        if request.do == "close":
-            worker.episodes.remove(episode)
-        if isinstance(read, EpisodeFailure):
-            failure = EpisodeFailure(read.kind, f"{request.do}: {read.detail}")
-            if episode.is_wanted:
+        request = episode.current
+        assert request is not None
+        seconds = time.monotonic() - episode.sent_at
+        episode.seconds += seconds if request.reply is None else 0.0
+        is_over = request.is_last or reply.terminated or reply.truncated or reply.failure is not None
+        if episode.is_wanted:
+            if failure := self._failure(episode, request, reply, is_over=is_over):
                 self._fail(episode, failure)
-            elif request.do == "close":
-                print(f"env: {failure.detail}", file=sys.stderr)
-        elif episode.is_wanted:
-            is_new = request.answer is None
-            if is_new:
-                self._finish_request(episode, request, read, time.monotonic() - episode.sent_at)
-                request.answer = read
-            episode.played.append(request)
-            episode.is_suspect = episode.is_suspect and not is_new and bool(episode.todo)
-        del worker.running[episode.number]
+            elif request.reply is None:
+                request.reply = reply._replace(seconds=seconds)
+                episode.is_suspect = False
+                self._emit(episode, request.reply, is_over=is_over)
+        episode.played.append(request)
         episode.current = None
-        if episode.todo:
-            worker.waiting.append(episode)
+        if is_over:
+            del worker.episodes[episode.number]
 
-    def _finish_request(self, episode: Episode, request: Request, fields: dict[str, Any], seconds: float) -> None:
-        """Handles the first answer to a request."""
-        if request.do == "reset":
-            self._opened[episode.key] = fields["messages"]
-            self._leave(episode)
-            self._notify()
-        elif request.do == "score":
-            self._emit(episode.reply._replace(scores=fields["scores"], seconds=episode.reply.seconds + seconds))
-            self._leave(episode)
-        else:
-            episode.seconds += seconds
-            episode.reply = EpisodeReply(episode.key, **fields, seconds=seconds)
-            if request.is_last or fields["terminated"] or fields["truncated"]:
-                episode.todo.append(Request("score", {}))
-            elif episode.seconds > self._settings.episode_timeout_s:
-                text = f"its steps took more than {self._settings.episode_timeout_s:g} s together"
-                self._fail(episode, EpisodeFailure("timeout", text))
-            else:
-                self._emit(episode.reply)
-
-    def _leave(self, episode: Episode) -> None:
-        del self._episodes[episode.key]
-        episode.leave()
+    def _failure(
+        self, episode: Episode, request: Request, reply: EpisodeReply, *, is_over: bool
+    ) -> EpisodeFailure | None:
+        """Returns why an episode cannot go on with a reply."""
+        limit_s = self._settings.episode_timeout_s
+        known = request.reply
+        if reply.failure is not None:
+            return EpisodeFailure(reply.failure, f"{request.do}: {reply.detail}")
+        if known and known._replace(metrics={}, seconds=0.0) != reply._replace(metrics={}, seconds=0.0):
+            kind = "opening" if request.do == "reset" else "replay"
+            return EpisodeFailure(kind, f"{request.do}: gave another answer for the same seed, row and turns")
+        if episode.seconds > limit_s and not is_over:
+            return EpisodeFailure("timeout", f"its steps took more than {limit_s:g} s together")
+        return None
 
     def _fail(self, episode: Episode, failure: EpisodeFailure) -> None:
         """Tells whoever waits for an episode that it is lost, or whoever asks for it next."""
-        if episode.asks_opening:
-            self._opened[episode.key] = failure
-            self._notify()
-        elif episode.is_awaited:
-            self._emit(EpisodeReply(episode.key, failure=failure.kind, detail=failure.detail))
-        else:
-            self._failures[episode.key] = failure
-        self._leave(episode)
+        episode.failure = failure
+        if episode.is_awaited:
+            self._emit(episode, EpisodeReply(episode.key, failure=failure.kind, detail=failure.detail), is_over=True)
+        episode.leave()
 
-    def _emit(self, reply: EpisodeReply) -> None:
+    def _emit(self, episode: Episode, reply: EpisodeReply, *, is_over: bool) -> None:
+        if is_over:
+            del self._episodes[episode.key]
         with self._condition:
-            self._replies.append(reply)
+            if episode.asks_opening:
+                self._opened[episode.key] = episode.failure or list(reply.messages) or None
+            else:
+                self._replies.append(reply)
         self._notify()
 
     def _end_if_overdue(self, worker: EpisodeWorker) -> None:
         now, settings = time.monotonic(), self._settings
-        hung = [episode for episode in worker.running.values() if episode.deadline <= now]
+        hung = [episode for episode in worker.running if episode.deadline <= now]
         if hung:
             self._lose(worker, "timeout", f"took more than {settings.step_timeout_s:g} s", hung)
         elif worker.deadline <= now:
@@ -367,40 +331,21 @@ class EpisodePool:
         self._workers.remove(worker)
         detail = detail or describe_exit(status)
         if not worker.is_loaded:
-            if self._description is None or self._start_failed:
+            if self._tools is None or self._start_failed:
                 text = f"during the import, it {detail.removeprefix('its process ')}"
                 raise LoadError(detail if kind == "refused" else text)
             self._start_failed = True
-        for episode in worker.episodes:
-            if episode.is_wanted:  # else it was about to close
-                is_guilty = episode in hung if hung else bool(episode.current and episode.is_suspect)
-                episode.is_suspect |= episode.current is not None and not hung
-                episode.num_losses += not worker.running
-                self._recover(episode, EpisodeFailure(kind, detail), is_guilty=is_guilty)
-
-    def _recover(self, episode: Episode, failure: EpisodeFailure, *, is_guilty: bool) -> None:
-        """Plays an episode again in another worker, if it may be."""
-        request, episode.current = episode.current, None
-        is_lost = bool(request or episode.played) and not self._settings.replayable
-        if request:
-            failure = EpisodeFailure(failure.kind, f"{request.do}: {failure.detail}")
-            is_step = request.do == "step" and request.answer is None
-            if is_guilty and is_step and failure.kind == "timeout" and self._settings.on_timeout == "tell":
-                self._finish_request(episode, request, self._no_answer(request), self._settings.step_timeout_s)
-                is_guilty = False
+        is_idle = worker.is_loaded and not worker.running
+        for episode in worker.episodes.values():
+            if not episode.is_wanted:  # it was about to close
+                continue
+            request = episode.current
+            may_be_guilty = episode in hung if hung else is_idle or request is not None
+            is_guilty = may_be_guilty and (bool(hung) or episode.is_suspect)
+            is_lost = bool(request or episode.played) and not self._settings.replayable
+            episode.is_suspect |= may_be_guilty
+            if is_guilty or is_lost:
+                self._fail(episode, EpisodeFailure(kind, f"{request.do}: {detail}" if request else detail))
             else:
-                episode.todo.appendleft(request)
-        if not episode.is_wanted:
-            return
-        if is_lost or is_guilty or episode.num_losses > MAX_LOSSES:
-            self._fail(episode, failure)
-        else:
-            episode.rewind()
-            self._place(episode)
-
-    def _no_answer(self, request: Request) -> dict[str, Any]:
-        """Returns what the policy is told in place of the answer of a step that hangs."""
-        text = f"No answer came within {self._settings.step_timeout_s:g} s."
-        calls = request.fields["calls"]
-        messages = [{"role": "tool", "content": text} for _ in calls] or [{"role": "user", "content": text}]
-        return Answer(messages, metrics={"timeouts": 1.0})._asdict()
+                episode.rewind()
+                self._place(episode)

@@ -2,33 +2,31 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import json
 import re
 import traceback
-import types
-import typing
-from collections import Counter
-from collections.abc import Callable, Mapping
-from typing import Any, Literal, Union
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
+from pydantic.json_schema import GenerateJsonSchema
+from pydantic_core import ArgsKwargs
 
 from app.environments.interface import ToolCall
 from app.plugins.loading import LoadError
-from app.plugins.values import describe_value
+from app.plugins.values import describe_value, finished
 
-JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
-
-SECTION = re.compile(r"^[ \t]*(Args|Arguments|Parameters|Returns|Raises|Yields|Examples?|Notes?):[ \t]*$", re.MULTILINE)
-ARGUMENT = re.compile(r"^(?P<indent>[ \t]*)\*{0,2}(?P<name>\w+)[ \t]*(?:\([^)\n]*\))?:[ \t]*(?P<text>.*)$")
-
-
-Wait = Callable[[Any], Any]
-"""Returns a value, or what it becomes if it must be awaited."""
+ARGUMENT_SECTION = re.compile(r"(?ms)^(?:Args|Arguments|Parameters):\n(.*?)(?=^\S|\Z)")
+ARGUMENT = re.compile(r"(?m)^ +(\w+)(?: \(.*?\))?: (.*(?:\n {5,}.*)*)")
+"""An argument and its text in a docstring of Google's style, where lines that go on are indented further."""
 
 
-class CallError(Exception):
-    """The policy called something that does not exist, or with other arguments; the text is for the policy."""
+class SchemaWithoutTitles(GenerateJsonSchema):
+    """Leaves out the titles of parameters, which repeat their names."""
+
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        return False
 
 
 class Tool:
@@ -45,145 +43,62 @@ class Tool:
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
         if isinstance(function, type) or not callable(function):
             raise LoadError(f"the tool {name} is {describe_value(function)}, not a function")
-        description, texts = _read_docstring(inspect.getdoc(function) or "")
-        if not description:
+        text = inspect.getdoc(function)
+        if not text:
             raise LoadError(f"the tool {name} has no docstring, which tells the policy what it does")
+        callee: Any = function
         try:
-            hints = typing.get_type_hints(function)
-            parameters = inspect.signature(function).parameters.values()
-        except (NameError, TypeError, ValueError) as error:
-            raise LoadError(f"the type hints of the tool {name} cannot be read: {error}") from None
-        properties = {}
-        for p in parameters:
-            if p.kind not in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY):
-                raise LoadError(f"the tool {name} takes `{p}`; every parameter must have a name")
-            schema = json_schema(hints.get(p.name))
-            if schema is None:
-                raise LoadError(
-                    f"the parameter {p.name} of the tool {name} has {'an unknown' if p.name in hints else 'no'} type "
-                    "hint; known are str, int, float, bool, list, dict, Literal, Any, and their unions with None"
-                )
-            properties[p.name] = schema | ({"description": texts[p.name]} if p.name in texts else {})
-        self.function = function
+            # Policies write numbers where texts are expected, and texts in place of numbers.
+            self._call = TypeAdapter(callee, config=ConfigDict(coerce_numbers_to_str=True))
+            described = self._call.json_schema(schema_generator=SchemaWithoutTitles)
+        except (PydanticUserError, NameError, TypeError) as error:
+            reason = str(error).splitlines()[0]
+            raise LoadError(f"the parameters of the tool {name} cannot be described: {reason}") from None
+        if described["type"] != "object":
+            raise LoadError(f"the tool {name} takes {inspect.signature(function)}; every parameter must have a name")
+        parameters = {key: described[key] for key in ("type", "properties", "required", "$defs") if key in described}
+        section = ARGUMENT_SECTION.search(text)
+        for parameter, description in ARGUMENT.findall(section[1]) if section else ():
+            if parameter in parameters["properties"]:
+                parameters["properties"][parameter]["description"] = " ".join(description.split())
+        description = re.split(r"(?m)^\w+:\n", text)[0].strip()
         self.name = name
-        self._properties = properties
-        self._required = [p.name for p in parameters if p.default is p.empty]
         self.schema: dict[str, Any] = {
             "type": "function",
-            "function": {
-                "name": name,
-                "description": description,
-                "parameters": {"type": "object", "properties": properties, "required": self._required},
-            },
+            "function": {"name": name, "description": description, "parameters": parameters},
         }
         """The description in the format of OpenAI, which chat templates take."""
 
-    def convert(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the arguments with the types of the parameters.
+    def __call__(self, arguments: Mapping[str, Any]) -> Any:
+        """Calls the function with arguments of the types that it declares.
 
         Raises:
-            CallError: one is missing, unknown, or of another type.
+            ValidationError: one is missing, unknown, or of another type.
         """
-        unknown = [name for name in arguments if name not in self._properties]
-        missing = [name for name in self._required if name not in arguments]
-        if unknown or missing:
-            problem = f"has no argument {unknown[0]!r}" if unknown else f"needs the argument {missing[0]!r}"
-            names = ", ".join(self._properties) or "none"
-            raise CallError(f"{self.name} {problem}; its arguments: {names}")
-        converted = {}
-        for name, value in arguments.items():
-            try:
-                converted[name] = convert(value, self._properties[name])
-            except (ValueError, OverflowError, RecursionError):
-                kind = json.dumps({k: v for k, v in self._properties[name].items() if k != "description"})
-                raise CallError(f"{name!r} of {self.name} is {repr(value)[:80]}, expected {kind}") from None
-        return converted
+        return self._call.validate_python(ArgsKwargs((), dict(arguments)))
 
 
-def answer_call(call: ToolCall, tools: Mapping[str, Tool], counts: Counter[str], wait: Wait) -> str:
-    """Returns the result of a call, or what is wrong with it, which is counted."""
-    counts["tool_calls"] += 1
-    counts["malformed_calls"] += call.error is not None
+def answer_calls(calls: Sequence[ToolCall], tools: Mapping[str, Tool]) -> tuple[list[dict[str, str]], dict[str, float]]:
+    """Returns a message for each call, its result or what is wrong with it, and the numbers of calls and of errors."""
+    results = [_answer_call(call, tools) for call in calls]
+    counts = {"tool_calls": len(calls), "tool_errors": sum(not is_right for _, is_right in results)}
+    messages = [{"role": "tool", "content": text} for text, _ in results]
+    return messages, {name: float(number) for name, number in counts.items() if number}
+
+
+def _answer_call(call: ToolCall, tools: Mapping[str, Tool]) -> tuple[str, bool]:
+    """Returns the result of a call and True, or an error for the policy and False."""
+    if call.error is not None:
+        return f"Error: {call.error}", False
+    if call.name not in tools:
+        return f"Error: there is no tool {call.name!r}; the tools are {', '.join(tools) or 'none'}", False
     try:
-        if call.error is not None:
-            raise CallError(call.error)
-        if call.name not in tools:
-            raise CallError(f"there is no tool {call.name!r}; the tools are {', '.join(tools) or 'none'}")
-        tool = tools[call.name]
-        result = wait(tool.function(**tool.convert(call.arguments)))
-        return json.dumps(result, ensure_ascii=False) if isinstance(result, dict | list) else str(result)
+        result = finished(tools[call.name](call.arguments))
+        return json.dumps(result, ensure_ascii=False) if isinstance(result, dict | list) else str(result), True
     except MemoryError:
         raise
+    except ValidationError as error:
+        [problem, *_] = error.errors(include_url=False)
+        return f"Error: {'.'.join(map(str, problem['loc']))} of {call.name}: {problem['msg']}", False
     except Exception as error:
-        counts["tool_errors"] += 1
-        is_own = isinstance(error, CallError)
-        return f"Error: {error if is_own else traceback.format_exception_only(error)[-1].strip()[:1000]}"
-
-
-def json_schema(hint: Any) -> dict[str, Any] | None:
-    """Returns the JSON schema of a type, as transformers writes it; None for types that JSON does not have."""
-    if hint is Any:
-        return {}
-    if isinstance(hint, type) and hint in JSON_TYPES:
-        return {"type": JSON_TYPES[hint]}
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin is Literal and type(arguments[0]) in JSON_TYPES:
-        return {"type": JSON_TYPES[type(arguments[0])], "enum": list(arguments)}
-    if origin in (Union, types.UnionType):
-        options = [json_schema(one) for one in arguments if one is not type(None)]
-        if None in options:
-            return None
-        schema: dict[str, Any] = {"anyOf": options} if len(options) > 1 else dict(options[0] or {})
-        return schema | ({"nullable": True} if type(None) in arguments else {})
-    inner = json_schema(arguments[-1]) if arguments else None
-    if inner is None:
-        return None
-    if origin is list:
-        return {"type": "array", "items": inner}
-    return {"type": "object", "additionalProperties": inner} if origin is dict else None
-
-
-def convert(value: Any, schema: Mapping[str, Any]) -> Any:
-    """Returns a value of JSON with the type of the schema: policies write numbers as text, and text as numbers.
-
-    Raises:
-        ValueError: the value has another type, or is none of the allowed ones.
-    """
-    if value is None and schema.get("nullable"):
-        return None
-    for option in schema.get("anyOf", ()):
-        with contextlib.suppress(ValueError, OverflowError):
-            return convert(value, option)
-    kind = schema.get("type")
-    result: Any = value
-    if isinstance(result, str) and kind not in ("string", None):
-        result = json.loads(result.lower() if kind == "boolean" else result)
-    if type(result) in (int, float):
-        is_whole = kind == "integer" and result == int(result)
-        result = int(result) if is_whole else str(result) if kind == "string" else result
-        result = float(result) if kind == "number" else result
-    is_right = "anyOf" not in schema if kind is None else JSON_TYPES.get(type(result)) == kind
-    if not is_right or result not in schema.get("enum", [result]):
-        raise ValueError
-    if isinstance(result, list) and "items" in schema:
-        return [convert(item, schema["items"]) for item in result]
-    if isinstance(result, dict) and "additionalProperties" in schema:
-        return {key: convert(item, schema["additionalProperties"]) for key, item in result.items()}
-    return result
-
-
-def _read_docstring(text: str) -> tuple[str, dict[str, str]]:
-    """Returns the description of a function, and those of its arguments, from a docstring in Google's style."""
-    parts = SECTION.split(text)
-    sections = dict(zip(parts[1::2], parts[2::2], strict=True))
-    lines = next((sections[name] for name in ("Args", "Arguments", "Parameters") if name in sections), "").splitlines()
-    texts: dict[str, str] = {}
-    name, indent = "", ""
-    for line in lines:
-        match = ARGUMENT.match(line)
-        if match and (not texts or len(match["indent"]) <= len(indent)):
-            name, indent = match["name"], match["indent"]
-            texts[name] = match["text"].strip()
-        elif texts and line.strip():
-            texts[name] = f"{texts[name]} {line.strip()}".strip()
-    return parts[0].strip(), texts
+        return f"Error: {traceback.format_exception_only(error)[-1].strip()[:1000]}", False

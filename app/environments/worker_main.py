@@ -4,19 +4,18 @@ It is started by `app.plugins.start_worker` and exchanges JSON Lines with `app.e
 of an episode come one at a time; answers come as they are ready:
 
     {"source": "game.py:Game", "tools": [], "memory_mib": 4096} -> {"tools": [<schema>, ...]} or {"refused": "why"}
-    {"episode": 7, "do": "reset", "seed": 7, "columns": {...}} -> {"messages": [...]} or {"messages": null}
-    {"episode": 7, "do": "step", "text": "...", "calls": [...]} -> the fields of `Answer`
-    {"episode": 7, "do": "score"} -> {"scores": {...}}
-    {"episode": 7, "do": "close"} -> {}
+    {"key": 7, "do": "reset", "seed": 7, "columns": {...}} -> {"messages": [...]}
+    {"key": 7, "do": "step", "text": "...", "calls": [...]} -> the fields of `Answer`
+    {"key": 7, "do": "score"} -> {}
+    {"key": 7, "do": "close"} -> {}
 
-Every answer also has the "episode". Instead of its other fields it may have a {"failure": [kind, text]}.
+Answers also have the "key". If the episode is over, by the answer or because the request "is_last", the answers to
+`step` and `score` have the "scores", and the environment is closed. Instead of all that there may be a "failure" with
+its "detail", which ends the episode, too.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import inspect
 import os
 import queue
 import sys
@@ -29,7 +28,7 @@ from app.environments.interface import ToolCall
 from app.plugins.loading import LoadError, describe_error
 from app.plugins.supervisor import limit_memory, supervise
 from app.plugins.trainer_channel import TrainerChannel
-from app.plugins.values import PlugInValueError, awaited
+from app.plugins.values import PlugInValueError, event_loop
 
 STACK_BYTES = 2 * 2**20
 """Of a thread: with those of the system, many episodes would fill the address space."""
@@ -43,70 +42,64 @@ def main() -> None:
     order = channel.receive()
     limit_memory(order["memory_mib"] * 2**20)
     threading.stack_size(STACK_BYTES)
-    # One loop for all episodes, because they may share connections, which belong to the loop that made them.
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=run_forever, args=(loop,), daemon=True).start()
-
-    def wait(value: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(awaited(value), loop).result() if inspect.isawaitable(value) else value
-
+    event_loop()  # before there are other threads
     try:
-        make, schemas = load_environment(order["source"], order["tools"], wait)
+        make, schemas = load_environment(order["source"], order["tools"])
     except LoadError as refusal:
         channel.send({"refused": str(refusal)})
         return
     channel.send({"tools": schemas})
-    episodes: dict[str, queue.SimpleQueue[dict[str, Any]]] = {}
+    episodes: dict[int, queue.SimpleQueue[dict[str, Any]]] = {}
     while True:
         request = channel.receive()
-        key = request["episode"]
-        if key not in episodes:
-            episodes[key] = queue.SimpleQueue()
-            threading.Thread(target=play, args=(make, episodes[key], channel), daemon=True).start()
-        episodes[key].put(request)
-        if request["do"] == "close":
-            del episodes[key]
-
-
-def run_forever(loop: asyncio.AbstractEventLoop) -> None:
-    while True:
-        with contextlib.suppress(BaseException):  # `sys.exit` in a coroutine also ends its loop
-            loop.run_forever()
+        number = request["key"]
+        if number not in episodes:
+            episodes[number] = queue.SimpleQueue()
+            threading.Thread(target=play, args=(make, episodes, number, channel), daemon=True).start()
+        episodes[number].put(request)
 
 
 def play(
-    make: Callable[[], AdaptedEnvironment], requests: queue.SimpleQueue[dict[str, Any]], channel: TrainerChannel
+    make: Callable[[], AdaptedEnvironment],
+    episodes: dict[int, queue.SimpleQueue[dict[str, Any]]],
+    number: int,
+    channel: TrainerChannel,
 ) -> None:
     """Serves all requests of one episode, in one thread, because libraries may keep state for each thread."""
     process_id = os.getpid()
     environment: AdaptedEnvironment | None = None
-    is_open = True
-    while is_open:
-        request = requests.get()
-        is_open = request["do"] != "close"
+    is_over = False
+    while not is_over:
+        request = episodes[number].get()
         try:
             environment = environment or make()
-            answer = serve(environment, request)
+            answer, is_over = serve(environment, request)
         except PlugInValueError as error:
-            answer = {"failure": [error.kind, str(error)]}
+            answer, is_over = {"failure": error.kind, "detail": str(error)}, True
         except BaseException as error:  # no error may affect another episode
             kind = "memory" if isinstance(error, MemoryError) else "exit" if isinstance(error, SystemExit) else "raised"
-            answer = {"failure": [kind, describe_error(error)]}
+            answer, is_over = {"failure": kind, "detail": describe_error(error)}, True
         if os.getpid() != process_id:
             os._exit(0)  # a child that the environment forked also returned from it
-        channel.send(answer | {"episode": request["episode"]})
-
-
-def serve(environment: AdaptedEnvironment, request: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the answer to one request."""
-    match request["do"]:
-        case "reset":
-            return {"messages": environment.reset(request["seed"], request["columns"])}
-        case "step":
-            calls = [ToolCall(*call) for call in request["calls"]]
-            return environment.step(request["text"], calls)._asdict()
-        case "score":
-            return {"scores": environment.score()}
-        case _:
+        if is_over:
+            del episodes[number]
+        channel.send(answer | {"key": number})
+    if environment is not None:
+        try:
             environment.close()
-            return {}
+        except BaseException as error:
+            print(f"env: close: {describe_error(error)}", file=sys.stderr)
+
+
+def serve(environment: AdaptedEnvironment, request: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
+    """Returns the answer to one request, and whether the episode is over."""
+    do, is_over = request["do"], request["is_last"]
+    answer: dict[str, Any] = {}
+    if do == "reset":
+        answer = {"messages": environment.reset(request["seed"], request["columns"]) or []}
+    elif do == "step":
+        step = environment.step(request["text"], [ToolCall(*call) for call in request["calls"]])
+        answer, is_over = step._asdict(), is_over or step.terminated or step.truncated
+    if is_over and do in ("step", "score"):
+        answer["scores"] = environment.score()
+    return answer, is_over

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import functools
+import inspect
 import math
 import re
+import threading
 from collections.abc import Awaitable, Mapping
 from typing import Any
 
@@ -47,6 +52,27 @@ def collect_extras(values: Mapping[Any, Any]) -> dict[str, float]:
 
 def describe_value(value: Any) -> str:
     return f"{type(value).__name__} {repr(value)[:60]}" if value is not None else "None"
+
+
+@functools.cache
+def event_loop() -> asyncio.AbstractEventLoop:
+    """Returns one loop for all threads, which may share connections: these belong to the loop that made them."""
+    loop = asyncio.new_event_loop()
+
+    def run() -> None:
+        while True:
+            with contextlib.suppress(BaseException):  # `sys.exit` in a coroutine also ends its loop
+                loop.run_forever()
+
+    threading.Thread(target=run, daemon=True).start()
+    return loop
+
+
+def finished(value: Any) -> Any:
+    """Returns a value, or what it becomes if it must be awaited."""
+    if not inspect.isawaitable(value):
+        return value
+    return asyncio.run_coroutine_threadsafe(awaited(value), event_loop()).result()
 
 
 async def awaited(result: Awaitable[Any]) -> Any:

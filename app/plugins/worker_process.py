@@ -114,7 +114,7 @@ class WorkerProcess:
             os.set_blocking(pipe, False)
         self.stderr_relay = StderrRelay(printing)
         self.outgoing = memoryview(b"")
-        self._incoming = bytearray()
+        self._incoming = b""
         self.deadline = math.inf
         self.is_loaded = False
         self.is_retry = False
@@ -147,15 +147,11 @@ class WorkerProcess:
             EOFError: the worker has exited, or an answer is invalid.
         """
         data = os.read(self.read_fd, 1 << 20)
-        self._incoming += data
+        *lines, self._incoming = (self._incoming + data).split(b"\n")
         if not data or len(self._incoming) > MAX_ANSWER_BYTES:
             raise EOFError
-        lines, end, rest = data.rpartition(b"\n")
-        if not end:
-            return []
-        lines, self._incoming = bytes(self._incoming[: len(self._incoming) - len(rest)]), bytearray(rest)
         try:
-            answers = [json.loads(line) for line in lines.splitlines()]
+            answers = [json.loads(line) for line in lines]
         except (ValueError, RecursionError):
             raise EOFError from None
         if not all(isinstance(answer, dict) for answer in answers):

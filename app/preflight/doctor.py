@@ -42,7 +42,7 @@ from app.records.run_directory import RunDirectory, check_run_directory
 from app.records.sample import Prompt
 from app.records.text_format import format_bytes
 from app.records.versions import minimum_versions
-from app.runtime.environments import check_turns, prepare_turns, try_episode
+from app.runtime.environments import prepare_turns, try_episode
 from app.runtime.host_supervision import join_hosts
 from app.runtime.inputs import (
     encode_rows,
@@ -181,9 +181,7 @@ def _read_inputs(recorder: CheckRecorder, settings: Settings) -> PreflightInputs
         check_reward_functions(recorder, settings, samples, inputs.prompts, inputs.held_out)
     if settings.env.is_used:
         with recorder.run_check("environment"):
-            tokenizer = inputs.model.tokenizer
-            played = try_episode(settings, tokenizer, inputs.prompts[0])
-            recorder.ok("environment", "\n".join([played, *check_turns(settings, tokenizer)]))
+            recorder.ok("environment", try_episode(settings, inputs.model.tokenizer, inputs.prompts[0]))
     return inputs
 
 

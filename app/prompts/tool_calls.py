@@ -1,40 +1,48 @@
 """Calls of tools in the text of a turn.
 
-A call is never dropped because it is malformed: its error tells the policy what to write instead. Texts come from the
-policy, so they are read, never run, and what could exhaust memory or the stack is an error, too.
+A call is never dropped because it is malformed: its error tells the policy what to write instead.
 """
 
 from __future__ import annotations
 
-import ast
-import json
-import math
 import os
 import re
-import warnings
-from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_core import from_json
 
 from app.environments.interface import ToolCall
 from app.prompts.tokenizer import Tokenizer
 from settings.errors import InputError
 
-ToolCallFormat = Literal["json_tags", "json", "python", "none"]
+ToolCallFormat = Literal["json_tags", "json", "none"]
 
-MAX_PYTHON_CHARACTERS = 10_000
-"""Of a list or block of calls: Python's parser needs far more memory and stack for each character than that of JSON."""
-MAX_DEPTH = 32
-"""Of lists and objects in each other."""
-
-TAGS_EXAMPLE = '<tool_call>{"name": "...", "arguments": {...}}</tool_call>'
-JSON_EXAMPLE = '{"name": "...", "parameters": {...}}'
-PYTHON_EXAMPLE = 'name(argument="...")'
-LEADING_TAGS = re.compile(r"(?s).*(?:<\|python_tag\|>|<\|python_start\|>|\[TOOL_CALLS\])")
-"""What models write before calls without other tags: Llama 3, Llama 4, Mistral."""
-CALL_LIST = re.compile(r"\[\s*[^\W\d][\w.]*\s*\(")
-TOOL_CODE = re.compile(r"(?s)```tool_code\s*\n(.*?)(```|\Z)")
-TAG = "<tool_call>"
+EXAMPLES = {
+    "json_tags": '<tool_call>{"name": "...", "arguments": {...}}</tool_call>',
+    "json": '{"name": "...", "parameters": {...}}',
+}
+TAGGED_CALL = re.compile(r"(?s)<tool_call>(.*?)(</tool_call>|(?=<tool_call>)|\Z)")
+PYTHON_TAG = "<|python_tag|>"
+"""What Llama 3 may write before a call."""
 PROBE = ToolCall("probe_tool", {"x": 1})
+
+
+def _read_object(value: Any) -> Any:
+    """Reads an object that a model has written as a string, as some do."""
+    return from_json(value, allow_inf_nan=False) if isinstance(value, str) else value
+
+
+class CallRecord(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    name: Annotated[str, Field(min_length=1)]
+    arguments: Annotated[
+        dict[str, Any],
+        Field(validation_alias=AliasChoices("arguments", "parameters")),
+        BeforeValidator(_read_object),
+    ] = {}
 
 
 def resolve_format(
@@ -48,14 +56,14 @@ def resolve_format(
     if setting != "auto":
         return setting
     text = _templates_call(tokenizer)
-    for name in ("json_tags", "json", "python"):
+    for name in ("json_tags", "json"):
         if parse_tool_calls(text, name) == [PROBE]:
             return name
     if not has_tools:
         return "none"
     raise InputError(
         f"env.parser: the model's chat template does not show how to write a call of a tool (it writes {text!r:.200}); "
-        "set it to json_tags, json or python, as the prompts tell the policy, or to none"
+        "set it to json_tags or json, as the prompts tell the policy, or to none"
     )
 
 
@@ -86,148 +94,29 @@ def parse_tool_calls(text: str, style: ToolCallFormat) -> list[ToolCall]:
     """Returns the calls in the text of a turn, in order; thinking (up to `</think>`) has none.
 
     - json_tags: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number anywhere in the text.
-    - json: the text is `{"name": ..., "parameters": {...}}`, several separated by `;` or in a list.
-    - python: the text is `[name(argument=literal), ...]`, or has blocks of calls between "```tool_code" and "```".
+    - json: the text, or what follows `<|python_tag|>`, is `{"name": ..., "parameters": {...}}`.
     - none: no calls.
     """
     if "</think>" in text:
         text = text.partition("</think>")[2]
     text = text.partition("<think>")[0]
-    match style:
-        case "json_tags":
-            return list(_read_tagged(text))
-        case "json":
-            return list(_read_bare(text))
-        case "python":
-            return list(_read_python(text))
-        case "none":
-            return []
-
-
-def _read_tagged(text: str) -> Iterator[ToolCall]:
-    end = 0
-    while (start := text.find(TAG, end)) >= 0:
-        end = start + len(TAG)
-        try:
-            value, end = _read_json(text, end)
-        except ValueError as error:
-            yield ToolCall("", {}, f"the call is not valid JSON: {error}; write {TAGS_EXAMPLE}")
-            continue
-        call = _to_call(value, TAGS_EXAMPLE)
-        if call.error is None and not re.compile(r"\s*</tool_call>").match(text, end):
-            call = call._replace(error=f"</tool_call> is missing behind the JSON of the call; write {TAGS_EXAMPLE}")
-        yield call
-
-
-def _read_bare(text: str) -> Iterator[ToolCall]:
-    rest, is_tagged = _untagged(text)
+    if style == "json_tags":
+        return [_read_call(body, style, is_closed=bool(end)) for body, end in TAGGED_CALL.findall(text)]
+    _, tag, body = text.rpartition(PYTHON_TAG)
     # An answer may be JSON, too, or begin with a brace.
-    while rest and (is_tagged or (rest[0] in "[{" and '"name"' in rest)):
-        try:
-            value, end = _read_json(rest)
-        except ValueError as error:
-            yield ToolCall("", {}, f"the call is not valid JSON, or text follows it: {error}; write {JSON_EXAMPLE}")
-            return
-        for one in value if isinstance(value, list) else [value]:
-            yield _to_call(one, JSON_EXAMPLE)
-        rest, is_tagged = rest[end:].lstrip("; \n"), True
+    is_call = style == "json" and (tag or (body.lstrip().startswith("{") and '"name"' in body))
+    return [_read_call(body, style)] if is_call else []
 
 
-def _untagged(text: str) -> tuple[str, bool]:
-    """Returns the text behind the tag that precedes calls, and whether there is one."""
-    rest, num_tags = LEADING_TAGS.subn("", text)
-    return rest.replace("<|python_end|>", "").strip(), num_tags > 0
-
-
-def _read_python(text: str) -> Iterator[ToolCall]:
-    blocks = TOOL_CODE.findall(text)
-    rest, is_tagged = _untagged(text)
-    if not blocks and (is_tagged or CALL_LIST.match(rest)):
-        blocks = [(rest, "closed")]
-    for code, closed in blocks:
-        if closed:
-            yield from _python_calls(code.strip())
-        else:
-            yield ToolCall("", {}, f"``` is missing behind the calls; write {PYTHON_EXAMPLE}")
-
-
-def _python_calls(code: str) -> Iterator[ToolCall]:
+def _read_call(text: str, style: str, *, is_closed: bool = True) -> ToolCall:
     try:
-        if len(code) > MAX_PYTHON_CHARACTERS:
-            raise ValueError(f"more than {MAX_PYTHON_CHARACTERS:,} characters")
-        with warnings.catch_warnings(action="ignore"):
-            statements = ast.parse(code).body
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        reason = error.msg if isinstance(error, SyntaxError) else str(error) or "too deeply nested"
-        yield ToolCall("", {}, f"the calls are not valid Python: {reason}; write {PYTHON_EXAMPLE}")
-        return
-    for statement in statements:
-        node = statement.value if isinstance(statement, ast.Expr) else None
-        for call in node.elts if isinstance(node, ast.List) else [node]:
-            yield _python_call(call)
-
-
-def _python_call(node: ast.expr | None) -> ToolCall:
-    match node:
-        case ast.Call(func=ast.Name(id="print"), args=[ast.Call() as printed], keywords=[]):
-            return _python_call(printed)
-        case ast.Call(func=ast.Name(id=name)):
-            pass
-        case ast.Call(func=ast.Attribute(value=ast.Name(id=place), attr=attribute)):
-            name = f"{place}.{attribute}"
-        case _:
-            return ToolCall("", {}, f"what stands among the calls is not a call by name; write {PYTHON_EXAMPLE}")
-    if node.args or any(keyword.arg is None for keyword in node.keywords):
-        return ToolCall(name, {}, f"arguments of {name} have no names; write {PYTHON_EXAMPLE}")
-    arguments = {}
-    for keyword in node.keywords:
-        try:
-            # As JSON, like the arguments of the other formats.
-            arguments[keyword.arg], _ = _read_json(json.dumps(ast.literal_eval(keyword.value)))
-        except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
-            reason = f"the argument {keyword.arg} of {name} is not a text, number, truth value, list or dict of these"
-            return ToolCall(name, {}, f"{reason}; write {PYTHON_EXAMPLE}")
-    return ToolCall(name, arguments)
-
-
-def _to_call(value: Any, example: str) -> ToolCall:
-    name = value.get("name") if isinstance(value, dict) else None
-    if not isinstance(name, str) or not name:
-        return ToolCall("", {}, f"the call has no name of a tool; write {example}")
-    arguments = value.get("arguments", value.get("parameters", {}))
-    if isinstance(arguments, str):  # Some models write the object as a string.
-        try:
-            arguments, _ = _read_json(arguments)
-        except ValueError as error:
-            return ToolCall(name, {}, f"the arguments are a string that is not valid JSON: {error}; write {example}")
-    if not isinstance(arguments, dict):
-        return ToolCall(name, {}, f"the arguments are not an object with a value for each name; write {example}")
-    return ToolCall(name, arguments)
-
-
-def _read_json(text: str, start: int = 0) -> tuple[Any, int]:
-    """Returns the value in the text from `start` on, behind blanks, and where it ends; raises ValueError."""
-    while text[start : start + 1].isspace():
-        start += 1
-    try:
-        value, end = DECODER.raw_decode(text, start)
-        if _depth(value) <= MAX_DEPTH:
-            return value, end
-    except RecursionError:
-        pass
-    raise ValueError(f"values are nested more than {MAX_DEPTH} deep")
-
-
-def _depth(value: Any) -> int:
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return max((1 + _depth(item) for item in items), default=0)
-
-
-def _read_number(text: str) -> int | float:
-    number = float(text)
-    if not math.isfinite(number):
-        raise ValueError(f"{text:.20} is not a finite number")
-    return int(text) if text.lstrip("-").isdigit() else number
-
-
-DECODER = json.JSONDecoder(parse_int=_read_number, parse_float=_read_number, parse_constant=_read_number)
+        call = CallRecord.model_validate(from_json(text, allow_inf_nan=False))
+        if is_closed:
+            return ToolCall(call.name, call.arguments)
+        reason = "</tool_call> is missing"
+    except ValidationError as error:
+        [problem, *_] = error.errors()
+        reason = f"{'.'.join(map(str, problem['loc'])) or 'the call'}: {problem['msg']}"
+    except ValueError as error:
+        reason = f"the call is not valid JSON: {error}"
+    return ToolCall("", {}, f"{reason}; write {EXAMPLES[style]}")

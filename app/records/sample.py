@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float32, Int32, Int64, UInt8
+from pydantic import FiniteFloat, NonNegativeFloat, NonNegativeInt
 
 DROPPED_PREFIX = "dropped:"
 """The prefix of `finish_reason` of a sample that must not be used; the reason follows."""
@@ -47,21 +48,20 @@ class Prompt:
 class Turn:
     """What the policy wrote between two observations, and how the environment answered."""
 
-    start: int
+    start: NonNegativeInt
     """Place of its first token among those of the completion."""
-    end: int
+    end: NonNegativeInt
     """Place after its last token, where the observation starts, if there is one: up to the start of the next turn."""
     messages: Messages = field(default_factory=list)
     """The observation: messages of the roles `tool` and `user`; none if the environment said nothing."""
-    reward: float = 0.0
+    reward: FiniteFloat = 0.0
     """Reward of the environment for this turn."""
-    seconds: float = 0.0
+    seconds: NonNegativeFloat = 0.0
     """Time that the environment took to answer."""
     text: str = field(kw_only=True)
     """What the policy wrote, without control tokens."""
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    """Numbers of the environment, among them `tool_calls`, `tool_errors` (calls that raised or were malformed) and
-    `malformed_calls`, where there were any."""
+    metrics: Mapping[str, FiniteFloat] = field(default_factory=dict)
+    """Numbers of the environment, among them `tool_calls` and `tool_errors` (those that raised or were malformed)."""
 
 
 EPISODE_ENDS = ("terminated", "truncated", "turns", "turn_tokens", "tokens", "observation", "dropped")
@@ -77,7 +77,7 @@ class Episode:
     end: str
     """Why it ended: `terminated` or `truncated` by the environment, `turns` (env.max_turns), `turn_tokens`
     (env.max_turn_tokens), `tokens` (rollout.max_new_tokens), `observation` (it did not fit), or `dropped`."""
-    scores: Mapping[str, float] = field(default_factory=dict)
+    scores: Mapping[str, FiniteFloat] = field(default_factory=dict)
     """Parts of the reward that the environment gave for the whole episode, by name."""
 
     @property

@@ -15,17 +15,13 @@ import numpy as np
 from jaxtyping import UInt8
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from app.records.episode_json import (
-    NESTED_RECORDS,
-    EpisodeRecord,
-    Float32,
-    episode_from_record,
-    episode_to_record,
-)
+from app.records.episode_json import EPISODE, episode_from_record
 from app.records.jsonl import read_jsonl
 from app.records.sample import Prompt, Sample
 from settings.errors import InputError
 
+FLOAT32_MAX = float(np.finfo(np.float32).max)
+Float32 = Annotated[float, Field(ge=-FLOAT32_MAX, le=FLOAT32_MAX)]
 INT32_MAX = 2**31 - 1
 NonNegative = Annotated[int, Field(ge=0, le=INT32_MAX)]
 Bit = Annotated[int, Field(ge=0, le=1)]
@@ -41,9 +37,9 @@ class RoutesRecord(BaseModel):
 
     model_config = ConfigDict(strict=True)
 
-    num_layers: Annotated[NonNegative, Field(description="an integer >= 0")]
-    experts_per_token: Annotated[NonNegative, Field(description="an integer >= 0")]
-    ids: Text
+    num_layers: NonNegative
+    experts_per_token: NonNegative
+    ids: str
     """A byte for each token of prompt and completion, layer and expert, in Base64; see `Sample.routes`."""
 
 
@@ -76,7 +72,8 @@ class SampleRecord(BaseModel):
     routes: Annotated[
         RoutesRecord | None, Field(description="an object of num_layers, experts_per_token and ids in Base64")
     ] = None
-    episode: Annotated[EpisodeRecord | None, Field(description="an object of turns, end and scores")] = None
+    episode: Any = None
+    """See `Episode`."""
     policy_logprobs: Floats = None
     reference_logprobs: Floats = None
     values: Floats = None
@@ -134,8 +131,7 @@ def sample_to_record(sample: Sample) -> dict[str, Any]:
 
     `policy_version` is the version of the oldest token; `policy_versions`, one per token, is present only if several
     versions sampled them. `columns` holds the other columns of the data set's row. `messages`, the whole conversation,
-    accompanies `episode`. Unknown fields of the file that the
-    sample came from follow at the end, unchanged.
+    accompanies `episode`. Unknown fields of the file that the sample came from follow at the end, unchanged.
     """
     prompt = sample.prompt
     record: dict[str, Any] = {
@@ -164,7 +160,8 @@ def sample_to_record(sample: Sample) -> dict[str, Any]:
         ids = base64.b64encode(sample.routes.tobytes()).decode()
         record["routes"] = {"num_layers": layers, "experts_per_token": experts, "ids": ids}
     if sample.episode is not None:
-        record["episode"], record[CONVERSATION] = episode_to_record(sample.episode), sample.conversation
+        record["episode"] = EPISODE.dump_python(sample.episode, mode="json")
+        record[CONVERSATION] = sample.conversation
     if sample.rewards is not None:
         record["rewards"] = dict(sample.rewards)
     if sample.reward is not None:
@@ -216,8 +213,8 @@ def sample_from_record(record: Mapping[str, Any], *, where: str) -> Sample:
         raise InputError(f"{where}: prompt_token_ids is empty; a completion needs a token before it")
     if fields.episode is not None:
         mask = optional.get("loss_mask", np.ones(num_tokens, bool))
-        optional["episode"] = episode_from_record(fields.episode, mask, where=where)
-        last_text = fields.episode.turns[-1].text if fields.episode.turns else ""
+        episode = optional["episode"] = episode_from_record(fields.episode, mask, where=where)
+        last_text = episode.turns[-1].text if episode.turns else ""
         if fields.completion != last_text:
             raise InputError(
                 f"{where}: completion is {fields.completion!r:.40}, and the text of the last turn (episode.turns) is "
@@ -380,27 +377,14 @@ def _validate_fields(
             location, value = f"{location}[{part}]", value[part]
         elif isinstance(value, Mapping) and part in value:
             location, value = f"{location}.{part}" if location else str(part), value[part]
-    expected = _expected(problem["loc"])
+    expected = SampleRecord.model_fields[str(problem["loc"][0])].description
     if problem["type"] == "list_type":
         expected = f"a list of {expected}"
-    elif problem["loc"][-2:-1] in (("rewards",), ("scores",), ("metrics",)):
-        expected = "a finite number"
+    elif location.startswith("rewards."):
+        expected = "a number"
     text = "null or NaN" if value is None else repr(value)
     got = f"{type(value).__name__} {text if len(text) <= 40 else text[:40] + '...'}"
-    if problem["type"] == "missing":
-        location, got = f"{location}.{problem['loc'][-1]}", "nothing"
     raise InputError(f"{where}: {location}: expected {expected}, got {got}")
-
-
-def _expected(location: Sequence[int | str]) -> str | None:
-    """Returns the description of the innermost field that a location names."""
-    nested: Mapping[str, type[BaseModel]] = {**NESTED_RECORDS, "routes": RoutesRecord}
-    model: type[BaseModel] | None = SampleRecord
-    expected = None
-    for part in location:
-        if model is not None and part in model.model_fields:
-            expected, model = model.model_fields[part].description, nested.get(part)
-    return expected
 
 
 def _per_token_arrays(

@@ -18,7 +18,6 @@ from app.report.plots import (
     draw_share,
     draw_times,
     draw_training_and_workers,
-    draw_turns,
 )
 
 GIB = 2**30
@@ -78,16 +77,6 @@ PANELS = (
         "No completion lengths were recorded.",
         has_values("completions/mean_length"),
         draw_lengths,
-        height=3.6,
-    ),
-    Panel(
-        "turns",
-        "Turns, and how samples end",
-        "Top: turns of a sample. Bottom: share of samples by what ended them; if many end at a limit (turns, "
-        "turn_tokens, tokens, observation) rather than terminated, raise that limit.",
-        "There is no environment: env.source and env.tools are not set.",
-        has_values("episode/turns_mean"),
-        draw_turns,
         height=3.6,
     ),
     Panel(

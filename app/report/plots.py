@@ -184,23 +184,6 @@ def draw_lengths(figure: Figure, data: PlotData) -> None:
     _legend(figure)
 
 
-def draw_turns(figure: Figure, data: PlotData) -> None:
-    upper, lower = figure.subplots(2, 1, sharex=True)
-    _label(lower, data, "samples")
-    upper.set_ylabel("turns")
-    _line(upper, data, data.series("episode/turns_mean"), "mean", color=BLUE)
-    _line(upper, data, data.series("episode/turns_p90"), "90th percentile", color=BLUE, linestyle="--")
-    upper.set_ylim(bottom=0)
-    for i, name in enumerate(matching_metric_names(data.history, "episode/end/", "")):
-        series = data.series(name)
-        if series.values.any():
-            color, style = (GREEN, ORANGE, RED, PURPLE, SKY)[i % 5], ("-", "--", ":")[i % 3]
-            _line(lower, data, series, escape_label(name.removeprefix("episode/end/")), color=color, linestyle=style)
-    lower.set_ylim(-0.03, 1.03)
-    _format_as_percent(lower)
-    _legend(figure)
-
-
 def draw_clipping(figure: Figure, data: PlotData) -> None:
     axes = _axes(figure, data, "tokens")
     low, high = (data.series(f"policy/clip_fraction_{side}") for side in ("low", "high"))

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import ValidationError
 
+from app.records.episode_json import EPISODE
 from app.records.jsonl import read_jsonl_tolerant
 from app.records.sample import DROPPED_PREFIX
 from app.report.metrics_history import finite_metric, is_number
@@ -185,7 +187,7 @@ def _sample(record: Mapping[str, Any], token_texts: Sequence[str], *, step: int,
         "step": step,
         "uid": record["uid"],
         "completion": _truncate(record["completion"]),
-        **({"turns": turns, "episode_end": str(record["episode"].get("end"))} if turns else {}),
+        **({"turns": turns, "episode_end": record["episode"]["end"]} if turns else {}),
         "finish": finish,
         "end": "dropped" if is_dropped else "truncated" if is_truncated else "complete",
         "tokens": None if ids is None else len(ids),
@@ -203,30 +205,21 @@ def _sample(record: Mapping[str, Any], token_texts: Sequence[str], *, step: int,
 
 def _turns(record: Mapping[str, Any], advantages: np.ndarray) -> list[dict[str, Any]]:
     """Returns the turns of a sample; none if it has no episode that can be read."""
-    match record.get("episode"):
-        case {"turns": [*turns]}:
-            pass
-        case _:
-            return []
-    shown = []
-    for turn in turns:
-        match turn:
-            case {"start": int(start), "end": int(end), "text": str(text), "messages": [*messages]}:
-                shown.append(
-                    {
-                        "start": start,
-                        "end": end,
-                        "text": _truncate(text),
-                        "messages": [
-                            {"role": str(m.get("role")), "content": _truncate(str(m.get("content")))}
-                            for m in messages
-                            if isinstance(m, dict)
-                        ],
-                        "reward": _rounded(finite_metric(turn, "reward")),
-                        "advantage": _rounded(advantages[start]) if start < len(advantages) else None,
-                    }
-                )
-    return shown
+    try:
+        episode = EPISODE.validate_python(record.get("episode"))
+    except ValidationError:
+        return []
+    return [
+        {
+            "start": turn.start,
+            "end": turn.end,
+            "text": _truncate(turn.text),
+            "messages": [message | {"content": _truncate(message.get("content", ""))} for message in turn.messages],
+            "reward": _rounded(turn.reward),
+            "advantage": _rounded(advantages[turn.start]) if turn.start < len(advantages) else None,
+        }
+        for turn in episode.turns
+    ]
 
 
 def _numbers(values: Any) -> np.ndarray:

@@ -4,8 +4,7 @@
     verl      f(data_source, solution_str, ground_truth, extra_info=None)  -> number or dict with `score`
     by name   f(prompt, completion, answer, <columns>)                     -> number or dict with `score`
 
-A completion is what the policy wrote in its last turn. Only a function that names it gets the `conversation` (in a
-batch, `conversations`): the chat with all turns and observations.
+A completion is what the policy wrote in its last turn.
 
 Source: TRL's `GRPOTrainer.reward_funcs`; verl's `compute_score`.
 """
@@ -25,14 +24,11 @@ PROMPT_NAMES = ("question", "problem", "messages")
 """Names of answer and prompt columns in data sets; a function's parameters may use any of them."""
 
 SAMPLE_ARGUMENTS: Mapping[StyleName, tuple[str, ...]] = {
-    "batch": ("prompts", "completions", "completion_ids", "conversations"),
+    "batch": ("prompts", "completions", "completion_ids"),
     "verl": ("data_source", "solution_str", "ground_truth", "extra_info"),
-    "by name": ("prompt", "completion", "completion_ids", "conversation"),
+    "by name": ("prompt", "completion", "completion_ids"),
 }
 """Names of the arguments filled from a sample, in each style."""
-
-CONVERSATION_ARGUMENTS = ("conversation", "conversations")
-"""Arguments that `**kwargs` does not get, and that are the data's columns if it has columns of these names."""
 
 TRAINER_ARGUMENTS = ("trainer_state", "log_metric")
 """Additional arguments of a batch-style function: the training progress, and a function that logs a number."""
@@ -124,7 +120,6 @@ def read_signature(parameters: Sequence[Parameter], columns: DataColumns) -> Plu
     arguments = [p.name for p in named if p.name in fillable]
     if takes_everything:
         again = columns.prompts - columns.extra - set(SAMPLE_ARGUMENTS[style])  # other names of the prompt
-        again |= set(CONVERSATION_ARGUMENTS) - columns.extra
         arguments += [name for name in fillable if name not in arguments and name not in again]
     if unknown or not arguments:
         problem = (
@@ -137,7 +132,7 @@ def read_signature(parameters: Sequence[Parameter], columns: DataColumns) -> Plu
 
 
 def _style(names: set[str], takes_everything: bool) -> StyleName:
-    if names & {"prompts", "completions", "conversations"} or ("completion_ids" in names and "completion" not in names):
+    if names & {"prompts", "completions"} or ("completion_ids" in names and "completion" not in names):
         return "batch"
     if "solution_str" in names:
         return "verl"
@@ -154,9 +149,8 @@ def _available_arguments(style: StyleName, columns: DataColumns) -> list[str]:
 def _describe_available(columns: DataColumns) -> str:
     data = _quote_names([*(["answer"] if columns.answers else []), *sorted(columns.extra)]) or "none"
     return (
-        "A function takes a batch (prompts, completions, completion_ids, conversations), or one sample (prompt, "
-        "completion, conversation, or verl's data_source, solution_str, ground_truth, extra_info), and in either case "
-        f"these data columns: {data}"
+        "A function takes a batch (prompts, completions, completion_ids), or one sample (prompt, completion, or verl's "
+        f"data_source, solution_str, ground_truth, extra_info), and in either case these data columns: {data}"
         + (f"; {columns.without_token_ids} has no completion_token_ids" if columns.without_token_ids else "")
     )
 
@@ -179,7 +173,6 @@ def build_arguments(
         "completion": lambda s: s.completion[-max_characters:],
         "completions": lambda s: _match_prompt_format(s, s.completion[-max_characters:]),
         "solution_str": lambda s: s.completion[-max_characters:],
-        **{name: lambda s: s.conversation for name in CONVERSATION_ARGUMENTS if name not in columns.extra},
     }
     if signature.style == "verl":
         getters |= {

@@ -7,42 +7,37 @@ from contextlib import closing
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from app.distributed.host_consistency import plugin_file_digests
-from app.distributed.stop_check import STOP_CHECK_INTERVAL_S
 from app.environments.episode_pool import EpisodePool
 from app.plugins.loading import LoadError
+from app.plugins.printable import one_line
 from app.prompts.bridge import TurnBridge
 from app.prompts.tokenizer import Tokenizer
 from app.prompts.tool_calls import resolve_format, turn_calls
-from app.records.sample import DROPPED_PREFIX, Prompt
+from app.records.sample import Prompt
 from app.rollout.conversations import Conversations, TurnLimits
-from app.rollout.sequence import RolloutSequence
 from settings import Settings
 from settings.errors import InputError
 from settings.schema.environment import DECISIVE_FIELDS, EnvironmentSettings
-
-ENVIRONMENT_FILES = "the files of env.source and env.tools"
-"""Name of the fact that tells files apart that have the same name."""
 
 
 def prepare_turns(settings: Settings, tokenizer: Tokenizer) -> None:
     """Adds the tools of environment and `env.tools`, which are imported once, to the prompts of a tokenizer.
 
     Raises:
-        InputError: environment, tools or the chat template cannot be used; see `check_turns`.
+        InputError: environment, tools, the chat template, or how it writes calls, cannot be used.
     """
     env = settings.env
     if not env.is_used:
         return
     with closing(EpisodePool(env)) as pool:
         try:
-            tokenizer.tools = pool.load().tool_schemas
+            tokenizer.tools = pool.load()
         except LoadError as error:
             place = f"env.source: {env.source}" if env.source else f"env.tools: {', '.join(env.tools)}"
             raise InputError(f"{place}: {error}") from error
-    check_turns(settings, tokenizer)
+    TurnBridge(tokenizer, tokenizer.tools)
+    resolve_format(env.parser, tokenizer, has_tools=bool(tokenizer.tools))
 
 
 def environment_facts(env: EnvironmentSettings) -> dict[str, Any]:
@@ -50,21 +45,8 @@ def environment_facts(env: EnvironmentSettings) -> dict[str, Any]:
     if not env.is_used:
         return {}
     played = env.model_dump(mode="json", include=set(DECISIVE_FIELDS))
-    files = plugin_file_digests("env", (env.source, *env.tools))
-    return {**{f"env.{name}": value for name, value in played.items()}, ENVIRONMENT_FILES: [*files.values()]}
-
-
-def check_turns(settings: Settings, tokenizer: Tokenizer) -> tuple[str, ...]:
-    """Checks that the chat template serves several turns; returns notes on it for users.
-
-    Raises:
-        InputError: the template, or how it writes calls, cannot be used.
-    """
-    if not settings.env.is_used:
-        return ()
-    notes = TurnBridge(tokenizer, tokenizer.tools).notes
-    resolve_format(settings.env.parser, tokenizer, has_tools=bool(tokenizer.tools))
-    return notes
+    files = [*plugin_file_digests("env", (env.source, *env.tools)).values()]
+    return {**{f"env.{name}": value for name, value in played.items()}, "the files of env.source and env.tools": files}
 
 
 def open_conversations(settings: Settings, tokenizer: Tokenizer) -> Conversations | None:
@@ -102,25 +84,17 @@ def try_episode(settings: Settings, tokenizer: Tokenizer, prompt: Prompt) -> str
     """
     conversations = open_conversations(settings, tokenizer)
     assert conversations is not None
-    ids = [*tokenizer.encode(prompt.answer or ""), tokenizer.eos_ids[0]]
-    with closing(conversations.pool):
+    turn = prompt.answer or ""
+    with closing(conversations.pool) as pool:
         [(opened, opening)] = conversations.open([prompt])
         if opening.failure is not None:
             raise InputError(f"env: tried before the run, {prompt.uid}: {opening.failure.detail}")
-        row = RolloutSequence(opened, 0, max_new_tokens=settings.rollout.max_new_tokens + len(ids), noise_step=0)
-        row.opening, row.plays = opening, True
-        row.segment_tokens.append(np.array([ids, *[[0] * len(ids)] * 2], np.int32))
-        row.segment_versions.append((0, len(ids)))
-        row.num_tokens, row.turn_end = len(ids), "stop"
-        conversations.send(row)
-        while not conversations.take(timeout_s=STOP_CHECK_INTERVAL_S):
-            pass
+        pool.step("trial", opening.start, opening.messages, turn, [], is_last=True)
+        [reply] = pool.take(None)
+    if reply.failure is not None:
+        raise InputError(f"env: tried before the run, with the turn {turn!r:.60}: {reply.detail}")
     names = ", ".join(schema["function"]["name"] for schema in tokenizer.tools)
     opening = f"{len(opened.token_ids)} tokens of prompt" + (f" with the tools {names}" if names else "")
-    if row.episode is None:
-        answer = f"an observation of {row.num_tokens - len(ids)} tokens"
-    elif (row.finish_reason or "").startswith(DROPPED_PREFIX):
-        raise InputError(f"env: tried before the run, with the turn {prompt.answer!r:.60}: {row.finish_reason}")
-    else:
-        answer = f"the end ({row.episode.end}) with a reward of {row.episode.reward:g}"
-    return f"{prompt.uid}: {opening}; the turn {prompt.answer!r:.60} got {answer}"
+    reward = reply.reward + sum(reply.scores.values())
+    observation = " ".join(message["content"] for message in reply.messages)
+    return f"{prompt.uid}: {opening}; the turn {turn!r:.60} got {one_line(observation)!r} and a reward of {reward:g}"

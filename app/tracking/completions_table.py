@@ -21,8 +21,6 @@ class CompletionRow:
     prompt: str
     completion: str
     """What the policy wrote in its last turn."""
-    num_turns: int | None
-    """None without an environment."""
     rewards: tuple[float | None, ...]
     reward: float | None
     advantage: float | None
@@ -39,10 +37,6 @@ class CompletionsTable:
     step: int
     reward_names: tuple[str, ...]
     rows: tuple[CompletionRow, ...]
-
-    @property
-    def has_turns(self) -> bool:
-        return any(row.num_turns is not None for row in self.rows)
 
 
 def completions_table(samples: Sequence[Sample], *, step: int) -> CompletionsTable:
@@ -70,7 +64,6 @@ def _to_row(sample: Sample, names: Iterable[str], *, ends_group: bool) -> Comple
     return CompletionRow(
         prompt=prompt_text(sample.prompt.source),
         completion=sample.completion,
-        num_turns=None if sample.episode is None else len(sample.episode.turns),
         rewards=tuple(values.get(name) for name in names),
         reward=sample.reward,
         advantage=float(written.mean()) if len(written) else None,

@@ -69,8 +69,6 @@ def render_completions(table: CompletionsTable) -> Table:
         view.add_column(Text(truncate_middle(name, limit=20)), justify="right", overflow="fold")
     view.add_column("gold", overflow="fold")
     view.add_column("end")
-    if table.has_turns:
-        view.add_column("turns", justify="right")
     for row in table.rows:
         numbers = (*row.rewards, row.reward, row.advantage)
         view.add_row(
@@ -79,7 +77,6 @@ def render_completions(table: CompletionsTable) -> Table:
             *("–" if value is None else f"{value:.4g}" for value in numbers),
             Text(truncate_middle(row.answer or "–", limit=ANSWER_CELL)),
             "cut" if row.finish_reason == "length" else Text(truncate_middle(row.finish_reason, limit=20)),
-            *(["–" if row.num_turns is None else str(row.num_turns)] if table.has_turns else []),
             end_section=row.ends_group,
         )
     return view

@@ -243,7 +243,6 @@ def wandb_table(table: CompletionsTable) -> Any:
 
     names = table.reward_names
     columns: list[Any] = ["step", "prompt", "completion", *names, "total reward", "advantage", "gold", "finish"]
-    columns += ["turns"] if table.has_turns else []
     rows: list[Any] = [
         [
             table.step,
@@ -254,7 +253,6 @@ def wandb_table(table: CompletionsTable) -> Any:
             row.advantage,
             row.answer,
             row.finish_reason,
-            *([row.num_turns] if table.has_turns else []),
         ]
         for row in table.rows
     ]

@@ -90,11 +90,6 @@ ENVIRONMENT_CHECKS = (
         lambda s: s.env.is_used and s.rollout.scheduler == "pdsr_v1" and s.rollout.pdsr.on_fast_limit == "truncate",
         "<rollout.pdsr.on_fast_limit> would end samples before their environment has judged them; set it to suspend",
     ),
-    Rule(
-        lambda s: s.env.on_timeout == "tell" and not s.env.replayable,
-        "<env.on_timeout>: after a step that hangs, an episode goes on only if it can be played again; set "
-        "env.replayable: true, or env.on_timeout: drop",
-    ),
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
@@ -15,35 +16,19 @@ BUILT_IN_ENVIRONMENTS = ("calculator", "guess_number", "lookup")
 BUILT_IN_TOOLS = ("calculator", "lookup")
 """Values of `env.tools` beside paths."""
 
-DECISIVE_FIELDS = frozenset(
-    {"source", "tools", "max_turns", "max_turn_tokens", "max_observation_tokens", "parser", "on_timeout"}
-)
+DECISIVE_FIELDS = frozenset({"source", "tools", "max_turns", "max_turn_tokens", "max_observation_tokens", "parser"})
 """Fields of `env` that the samples depend on, unless a time-out is reached."""
 
-ToolCallFormat = Literal["auto", "json_tags", "json", "python", "none"]
+ToolCallFormat = Literal["auto", "json_tags", "json", "none"]
 """Values of `env.parser`."""
 
 
-def _validate_path(value: str) -> str:
+def _validate_name(value: str, *, known: tuple[str, ...]) -> str:
     place, _, attribute = value.rpartition(":")
     is_place = place.endswith(".py") or all(part.isidentifier() for part in place.split("."))
-    if not is_place or not all(part.isidentifier() for part in attribute.split(".")):
-        raise ValueError("expected `module:name` or `path/to/file.py:name`")
+    if value not in known and not (is_place and all(part.isidentifier() for part in attribute.split("."))):
+        raise ValueError(f"expected one of {', '.join(known)}, or `path/to/file.py:name`, or `module:name`")
     return value
-
-
-def _validate_environment(value: str) -> str:
-    if ":" not in value and value not in BUILT_IN_ENVIRONMENTS:
-        raise ValueError(
-            f"expected one of {', '.join(BUILT_IN_ENVIRONMENTS)}, or `path/to/file.py:name`, or `module:name`"
-        )
-    return value if value in BUILT_IN_ENVIRONMENTS else _validate_path(value)
-
-
-def _validate_tool(value: str) -> str:
-    if ":" not in value and value not in BUILT_IN_TOOLS:
-        raise ValueError(f"expected one of {', '.join(BUILT_IN_TOOLS)}, or `path/to/file.py:name`, or `module:name`")
-    return value if value in BUILT_IN_TOOLS else _validate_path(value)
 
 
 def _as_list(value: object) -> object:
@@ -51,11 +36,13 @@ def _as_list(value: object) -> object:
 
 
 class EnvironmentSettings(Section):
-    source: Annotated[str, AfterValidator(_validate_environment)] | None = None
+    source: Annotated[str, AfterValidator(partial(_validate_name, known=BUILT_IN_ENVIRONMENTS))] | None = None
     """Environment that answers the policy after every turn: calculator, guess_number, lookup, `path/to/file.py:name` or
     `module:name`. Its rewards are added to the sum under the name `env`. Null = none."""
     tools: Annotated[
-        tuple[Annotated[str, AfterValidator(_validate_tool)], ...], Field(strict=False), BeforeValidator(_as_list)
+        tuple[Annotated[str, AfterValidator(partial(_validate_name, known=BUILT_IN_TOOLS))], ...],
+        Field(strict=False),
+        BeforeValidator(_as_list),
     ] = ()
     """Functions that the policy may call: calculator, lookup, `path/to/file.py:name` or `module:name`. A turn without
     a call is the answer, which the reward functions judge. With `source`, tools beside those of the environment."""
@@ -78,15 +65,11 @@ class EnvironmentSettings(Section):
     truncates the sample."""
     parser: ToolCallFormat = "auto"
     """How the policy writes tool calls: as JSON between `<tool_call>` and `</tool_call>` (json_tags: Qwen, SmolLM,
-    Hermes), as one JSON object (json: Llama 3), as Python calls in a list or a `tool_code` block (python: Llama 4,
-    Gemma), or not at all (none). auto = as the chat template says."""
+    Hermes), as one JSON object (json: Llama 3), or not at all (none). auto = as the chat template says."""
     step_timeout_s: float = Field(default=30.0, gt=0, le=86_400)
     """Seconds after which one step of an environment counts as hung; its process is then ended."""
     episode_timeout_s: float = Field(default=3600.0, gt=0, le=864_000)
     """Seconds that all steps of a sample may take together."""
-    on_timeout: Literal["drop", "tell"] = "drop"
-    """What a step that hangs means: the sample is dropped (drop), or the policy is told that there was no answer in
-    time, and goes on (tell), which needs `replayable`."""
     replayable: bool = True
     """Whether `reset` and the same turns lead to the same state again. After the loss of a process, its other samples
     are then played again from the start; otherwise they are dropped."""

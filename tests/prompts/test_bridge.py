@@ -20,16 +20,6 @@ QUESTION = {"role": "user", "content": "How much is it?"}
 OBSERVATIONS = ["he said: 数 🙂 é", "\n\n  two blanks first", "", "  \n", 'a "quoted" {"x": [1]} \\n\t', "one\n", "\n"]
 TOOL_FAMILIES = ["qwen2_5", "qwen3", "llama3_1"]
 CALL = '<tool_call>\n{"name": "calculator", "arguments": {"text": "1+1"}}\n</tool_call>'
-MISTRAL = Family(["</s>", "<s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"], bos="<s>")
-MISTRAL_TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ '[INST]' + m.content + '[/INST]' }}"
-    "{% if tools %}{{ tools | tojson }}{% endif %}"
-    "{% elif m.tool_calls %}{{ '[TOOL_CALLS][' }}{% for c in m.tool_calls %}"
-    "{{ (c.function | tojson)[:-1] + ', \"id\": \"' + c.id + '\"}' + (']' + eos_token if loop.last else ', ') }}"
-    "{% endfor %}{% elif m.role == 'assistant' %}{{ m.content + eos_token }}{% elif m.role == 'tool' %}"
-    "{% if m.tool_call_id | length != 9 %}{{ raise_exception('ids have nine characters') }}{% endif %}"
-    "{{ '[TOOL_RESULTS]' + m.content + m.tool_call_id + '[/TOOL_RESULTS]' }}{% endif %}{% endfor %}"
-)
 
 
 @pytest.fixture
@@ -122,7 +112,7 @@ def test_qwen3s_thinking_stays_where_tools_answer(make, tmp_path):
     assert ids == rendered(tmp_path, whole(turns, answers), [CALCULATOR])
 
 
-def test_qwen3s_thinking_that_the_template_removes_stays_in_the_tokens_with_a_note(make, tmp_path):
+def test_qwen3s_thinking_that_the_template_removes_stays_in_the_tokens(make, tmp_path):
     tokenizer = make("qwen3")
     bridge = TurnBridge(tokenizer)
     ids, messages = tokenizer.chat_ids([QUESTION]), [QUESTION]
@@ -135,8 +125,6 @@ def test_qwen3s_thinking_that_the_template_removes_stays_in_the_tokens_with_a_no
         ids += [*tokenizer.encode_rendered(turn), tokenizer.eos_ids[0], *bridge.ids(given)]
     assert tokenizer.decode(ids).count("thought") == 3
     assert tokenizer.decode(rendered(tmp_path, messages)).count("thought") == 0
-    assert [note for note in bridge.notes if "thinking" in note and "role user follows" in note] == list(bridge.notes)
-    assert len(bridge.notes) == 1
 
 
 def test_without_thinking_the_next_turn_starts_behind_its_empty_thinking(make, tmp_path):
@@ -208,7 +196,6 @@ def test_the_builtin_model_repeats_no_end_token_and_needs_none():
     one, two = tokenizer.encode("12")
     assert bridge.ids([{"role": "user", "content": "1 2"}]) == [user, one, two, assistant]
     assert tokenizer.eos_ids == (end,)
-    assert bridge.notes == ()
 
 
 @pytest.mark.parametrize(
@@ -231,7 +218,7 @@ def test_control_tokens_spelled_in_a_tools_schema_are_text(name, make):
     tokenizer = make(name)
     spelled = FAMILIES[name].special[0]
     schema = {"type": "function", "function": CALCULATOR["function"] | {"description": f"Ends {spelled}."}}
-    ids, plain = (tokenizer.chat_ids([QUESTION], [tool]) for tool in (schema, CALCULATOR))
+    ids, plain = (tokenizer.render([QUESTION], [tool], add_generation_prompt=True).ids for tool in (schema, CALCULATOR))
     assert sum(i in tokenizer.special_ids for i in ids) == sum(i in tokenizer.special_ids for i in plain)
     assert f"Ends {spelled}." in tokenizer.decode(ids)
 
@@ -239,7 +226,7 @@ def test_control_tokens_spelled_in_a_tools_schema_are_text(name, make):
 @pytest.mark.parametrize("name", ["gemma2", "gemma3"])
 def test_a_template_without_a_tool_role_takes_user_messages_and_names_the_way_out(name, make):
     bridge = TurnBridge(make(name))
-    with pytest.raises(InputError, match=r"no role for results of tools .*alternate.*env\.source"):
+    with pytest.raises(InputError, match=r"cannot render a chat of .*'tool'.*alternate"):
         bridge.ids([{"role": "tool", "content": "2"}])
     with pytest.raises(InputError, match="alternate"):
         bridge.ids([QUESTION, QUESTION])
@@ -249,15 +236,6 @@ def test_a_template_without_a_tool_role_takes_user_messages_and_names_the_way_ou
 def test_a_template_that_lists_no_tools_is_refused_with_tools(name, make):
     with pytest.raises(InputError, match=r"env\.tools: .*does not list tools in a prompt; use a model"):
         TurnBridge(make(name), [CALCULATOR])
-
-
-def test_a_template_that_demands_calls_and_their_ids_gets_them(make, tmp_path):
-    tokenizer = make(MISTRAL, MISTRAL_TEMPLATE)
-    given = [{"role": "tool", "content": "2", "name": "calculator"}, {"role": "tool", "content": "3"}]
-    ids = TurnBridge(tokenizer, [CALCULATOR]).ids(given)
-    assert tokenizer.decode_with_special_tokens(ids) == (
-        "[TOOL_RESULTS]2call00000[/TOOL_RESULTS][TOOL_RESULTS]3call00001[/TOOL_RESULTS]"
-    )
 
 
 CHATML_TEMPLATE = (
@@ -296,26 +274,15 @@ def test_a_template_whose_turns_have_no_end_of_their_own_is_refused(template, me
         TurnBridge(make(CHATML, template))
 
 
-def test_long_observations_are_cut_at_their_ends_with_a_note_and_short_ones_stay(make):
+def test_long_observations_are_cut_with_a_note_and_the_first_ones_stay(make):
     tokenizer = make("qwen2_5")
     bridge = TurnBridge(tokenizer)
-    messages = [{"role": "tool", "content": text, "name": "f"} for text in ("x" * 90, "short", "y" * 5000)]
-    cut = bridge.fitted(messages, 65)
-    assert [message["content"] for message in cut] == [
-        "x" * 30 + "\n[cut: 60 more characters]",
+    messages = [{"role": "tool", "content": text} for text in ("short", "x" * 90, "y")]
+    assert [message["content"] for message in bridge.fitted(messages, 65)] == [
         "short",
-        "y" * 30 + "\n[cut: 4970 more characters]",
+        "x" * 60 + "\n[cut: 30 more characters]",
+        "\n[cut: 1 more characters]",
     ]
-    assert [message["name"] for message in cut] == ["f", "f", "f"]
-    assert bridge.fitted(messages, 5095) == bridge.fitted(messages, None) == messages
-    assert (
-        bridge.fitted([{"role": "user", "content": "a" * 10**7}], 1)[0]["content"]
-        == "a\n[cut: 9999999 more characters]"
-    )
-
-
-def test_half_a_surrogate_pair_becomes_a_question_mark(make):
-    bridge = TurnBridge(make("qwen2_5"))
-    [message] = bridge.fitted([{"role": "user", "content": "a\ud800b"}], 10)
-    assert message["content"] == "a?b"
-    assert bridge.ids([message])
+    assert bridge.fitted(messages, 96) == bridge.fitted(messages, None) == messages
+    [cut] = bridge.fitted([{"role": "user", "content": "a" * 10**7}], 1)
+    assert cut["content"] == "a\n[cut: 9999999 more characters]"

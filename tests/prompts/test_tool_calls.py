@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.environments.interface import ToolCall
-from app.prompts.tool_calls import MAX_DEPTH, parse_tool_calls, resolve_format, turn_calls
+from app.prompts.tool_calls import parse_tool_calls, resolve_format, turn_calls
 from settings.errors import InputError
 from tests.prompts.chat_families import CHATML, FAMILIES, family_tokenizer, template_of
 
-STYLES = ("json_tags", "json", "python")
+STYLES = ("json_tags", "json")
 WEATHER = ToolCall("weather", {"city": "Köln", "days": 2})
 NOW = ToolCall("now", {})
 
@@ -29,29 +29,16 @@ def tagged(body: str) -> str:
         ("json_tags", tagged('\n{"name": "weather", "arguments": {"city": "Köln", "days": 2}}\n'), [WEATHER]),
         ("json_tags", tagged('{"name": "now"}') + " B " + tagged('{"name": "now", "arguments": {}}'), [NOW, NOW]),
         ("json_tags", tagged('{"name": "weather", "arguments": "{\\"city\\": \\"Köln\\", \\"days\\": 2}"}'), [WEATHER]),
-        ("json_tags", tagged('{"name": "f", "arguments": {"x": "</tool_call><tool_call>"}}'), [
-            ToolCall("f", {"x": "</tool_call><tool_call>"})
-        ]),
         ("json_tags", "<think>" + tagged('{"name": "now"}') + "</think>\n\nIt is noon.", []),
         ("json_tags", "Call " + tagged('{"name": "now"}') + ", so\n</think>\n\n" + tagged('{"name": "now"}'), [NOW]),
         ("json_tags", "<think> still thinking " + tagged('{"name": "now"}'), []),
         ("json_tags", "It is 4.", []),
         ("json_tags", "", []),
         ("json", '{"name": "weather", "parameters": {"city": "Köln", "days": 2}}', [WEATHER]),
-        ("json", 'Let me see.<|python_tag|>{"name": "now", "parameters": {}}; {"name": "now"}', [NOW, NOW]),
-        ("json", '<|python_start|>{"name": "now"}<|python_end|>', [NOW]),
-        ("json", '[TOOL_CALLS][{"name": "now", "arguments": {}, "id": "call00000"}]', [NOW]),
+        ("json", 'Let me see.<|python_tag|>{"name": "now", "parameters": {}}', [NOW]),
         ("json", '{"answer": 4}', []),
         ("json", "{1, 2} is a set", []),
-        ("json", "[1, 2]", []),
         ("json", "It is 4.", []),
-        ("python", '[weather(city="Köln", days=2), now()]', [WEATHER, NOW]),
-        ("python", 'See:\n```tool_code\nprint(weather(city="Köln", days=2))\nnow()\n```\nThen.', [WEATHER, NOW]),
-        ("python", "[math.add(xs=[1, -2.5], flag=True, none=None, map={'a': (1,)})]", [
-            ToolCall("math.add", {"xs": [1, -2.5], "flag": True, "none": None, "map": {"a": [1]}})
-        ]),
-        ("python", "[1, 2]", []),
-        ("python", "It is f(x).", []),
         ("none", tagged('{"name": "now"}'), []),
     ],
 )  # fmt: skip
@@ -60,47 +47,30 @@ def test_calls_are_read_in_order_with_their_arguments(style, text, calls):
 
 
 @pytest.mark.parametrize(
-    ("style", "text", "name", "reason"),
+    ("style", "text", "reason"),
     [
-        ("json_tags", tagged('{"name": "now", "arguments": {}'), "", "not valid JSON: Expecting ',' delimiter"),
-        ("json_tags", tagged("now()"), "", "not valid JSON"),
-        ("json_tags", tagged(""), "", "not valid JSON"),
-        ("json_tags", '<tool_call>{"name": "now"}', "now", "</tool_call> is missing"),
-        ("json_tags", tagged('{"name": "now"} and more'), "now", "</tool_call> is missing"),
-        ("json_tags", tagged('{"name": "now", "arguments": [1]}'), "now", "arguments are not an object"),
-        ("json_tags", tagged('{"name": "now", "arguments": null}'), "now", "arguments are not an object"),
-        ("json_tags", tagged('{"name": "now", "arguments": "{x"}'), "now", "a string that is not valid JSON"),
-        ("json_tags", tagged('{"arguments": {}}'), "", "no name of a tool"),
-        ("json_tags", tagged('{"name": 7}'), "", "no name of a tool"),
-        ("json_tags", tagged('["now"]'), "", "no name of a tool"),
-        ("json_tags", tagged('{"name": "f", "arguments": {"x": NaN}}'), "", "NaN is not a finite number"),
-        ("json_tags", tagged('{"name": "f", "arguments": {"x": 1e999}}'), "", "1e999 is not a finite number"),
-        ("json_tags", tagged('{"name": "f", "arguments": {"x": ' + "9" * 6000 + "}}"), "", "99 is not a finite number"),
-        ("json_tags", tagged('{"name": "f", "arguments": {"x": ' + "[" * 100_000), "", "nested more than 32 deep"),
-        ("json_tags", tagged('{"name": "f", "arguments": {"x": ' + "[" * 32 + "]" * 32 + "}}"), "", "more than 32"),
-        ("json", '{"name": "now", "parameters": {}', "", "not valid JSON"),
-        ("json", '<|python_tag|>search.call(query="x")', "", "not valid JSON"),
-        ("json", '[{"name": "now", "parameters": 1}]', "now", "not an object"),
-        ("python", "[now(", "", "not valid Python: '(' was never closed"),
-        ("python", "```tool_code\nnow()", "", "``` is missing"),
-        ("python", "```tool_code\nx = now()\n```", "", "not a call by name"),
-        ("python", "```tool_code\nimport os\n```", "", "not a call by name"),
-        ("python", "[f(x)]", "f", "arguments of f have no names"),
-        ("python", "[f(**{'x': 1})]", "f", "arguments of f have no names"),
-        ("python", "[f(x=open('a'))]", "f", "the argument x of f is not a text"),
-        ("python", "[f(x=9**9**9)]", "f", "the argument x of f is not a text"),
-        ("python", "[f(x={1, 2})]", "f", "the argument x of f is not a text"),
-        ("python", "[f(x=1e999)]", "f", "the argument x of f is not a text"),
-        ("python", "[f(x=" + "9" * 5000 + ")]", "", "not valid Python: Exceeds the limit"),
-        ("python", "[f(x=" + "-" * 9000 + "1)]", "", "not valid Python: too deeply nested"),
-        ("python", "[f(x=" + "[" * 300, "", "too many nested parentheses"),
-        ("python", "[f(x=1" + "+1" * 4000 + ")]", "", "maximum recursion depth"),
-        ("python", "[f(x='" + "a" * 20_000 + "')]", "", "more than 10,000 characters"),
+        ("json_tags", tagged('{"name": "now", "arguments": {}'), "not valid JSON: EOF while parsing"),
+        ("json_tags", tagged("now()"), "not valid JSON"),
+        ("json_tags", tagged(""), "not valid JSON"),
+        ("json_tags", '<tool_call>{"name": "now"}', "</tool_call> is missing"),
+        ("json_tags", tagged('{"name": "now"} and more'), "not valid JSON: trailing characters"),
+        ("json_tags", tagged('{"name": "now", "arguments": [1]}'), "arguments: Input should be a valid dictionary"),
+        ("json_tags", tagged('{"name": "now", "arguments": null}'), "arguments: Input should be a valid dictionary"),
+        ("json_tags", tagged('{"name": "now", "arguments": "{x"}'), "arguments: Value error, key must be a string"),
+        ("json_tags", tagged('{"arguments": {}}'), "name: Field required"),
+        ("json_tags", tagged('{"name": 7}'), "name: Input should be a valid string"),
+        ("json_tags", tagged('["now"]'), "the call: Input should be a valid dictionary"),
+        ("json_tags", tagged('{"name": "f", "arguments": {"x": NaN}}'), "not valid JSON: expected value"),
+        ("json_tags", tagged('{"name": "f", "arguments": {"x": ' + "9" * 6000 + "}}"), "number out of range"),
+        ("json_tags", tagged('{"name": "f", "arguments": {"x": ' + "[" * 100_000), "recursion limit exceeded"),
+        ("json", '{"name": "now", "parameters": {}', "not valid JSON"),
+        ("json", '{"name": "now", "parameters": {}} Then I wait.', "not valid JSON: trailing characters"),
+        ("json", '<|python_tag|>search.call(query="x")', "not valid JSON"),
     ],
 )  # fmt: skip
-def test_a_malformed_call_says_what_is_wrong_and_what_to_write(style, text, name, reason):
+def test_a_malformed_call_says_what_is_wrong_and_what_to_write(style, text, reason):
     [call] = parse_tool_calls(text, style)
-    assert (call.name, call.arguments) == (name, {}) or "</tool_call> is missing" in reason
+    assert (call.name, call.arguments) == ("", {})
     assert call.error is not None
     assert reason in call.error
     assert "; write " in call.error
@@ -111,21 +81,9 @@ def test_calls_around_a_malformed_one_are_read():
     assert [call.error is None for call in calls] == [True, False, True]
 
 
-def test_text_behind_a_bare_call_is_malformed():
-    first, second = parse_tool_calls('{"name": "now", "parameters": {}} Then I wait.', "json")
-    assert first == NOW
-    assert second.error is not None
-    assert "or text follows it" in second.error
-
-
-def test_arguments_may_be_as_deep_as_the_limit():
-    text = tagged('{"name": "f", "arguments": {"x": ' + "[" * (MAX_DEPTH - 1) + "]" * (MAX_DEPTH - 1) + "}}")
-    assert parse_tool_calls(text, "json_tags")[0].error is None
-
-
 @given(text=st.text() | st.text(alphabet='<tool_call>/{}[]"name:1,();`=\n '), style=st.sampled_from(STYLES))
 def test_no_text_raises(text, style):
-    for given_text in (text, tagged(text), f"<|python_tag|>{text}", f"```tool_code\n{text}\n```"):
+    for given_text in (text, tagged(text), f"<|python_tag|>{text}"):
         for call in parse_tool_calls(given_text, style):
             assert call.error or json.dumps(call.arguments)
 
@@ -136,7 +94,7 @@ def test_no_text_raises(text, style):
 def test_the_chat_template_says_how_calls_are_written(name, style, tmp_path: Path):
     tokenizer = family_tokenizer(tmp_path, FAMILIES[name], template_of(name))
     assert resolve_format("auto", tokenizer, has_tools=False) == (style or "none")
-    assert resolve_format("python", tokenizer, has_tools=True) == "python"
+    assert resolve_format("json", tokenizer, has_tools=True) == "json"
     if style is None:
         with pytest.raises(InputError, match=r"env\.parser: .*does not show how to write a call.*set it to json_tags"):
             resolve_format("auto", tokenizer, has_tools=True)

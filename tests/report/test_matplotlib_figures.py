@@ -22,9 +22,6 @@ from tests.report.run_directories import quickstart_history, step_record
 PNG = b"\x89PNG\r\n\x1a\n"
 BY_NAME = {panel.name: panel for panel in PANELS}
 EVERYTHING = {
-    "episode__turns_mean": 2.0,
-    "episode__turns_p90": 3.0,
-    "episode__end__terminated": 1.0,
     "policy__kl": 0.01,
     "policy__clip_fraction_low": 0.02,
     "policy__clip_fraction_high": 0.0,
@@ -78,7 +75,6 @@ def test_a_plot_without_data_is_a_sentence(panel: Panel) -> None:
 def test_the_quickstart_has_no_kl_clips_nothing_and_no_reward_fails() -> None:
     evidence = PlotData(quickstart_history())
     assert [panel.name for panel in PANELS if not panel.is_present(evidence)] == [
-        "turns",
         "reward_failures",
         "kl",
         "clip_fractions",

@@ -84,28 +84,10 @@ def test_the_reward_of_a_turn_without_a_token_in_the_loss_is_not_lost() -> None:
     assert masked.token_rewards is None and masked.reward == 3.5
 
 
-def test_functions_read_the_last_turn_and_the_conversation_only_if_they_ask(tmp_path: Path) -> None:
-    source = """
-def one(completion, completion_ids, conversation):
-    roles = [message["role"] for message in conversation]
-    return float(roles == ["user", "assistant", "tool", "assistant", "tool", "assistant"]) + len(completion_ids)
-
-def batch(completions, conversations):
-    return [float(len(chat)) for chat in conversations]
-
-def everything(completions, **kwargs):
-    return [float("conversations" in kwargs)] * len(completions)
-"""
-    path = write_plug_in(tmp_path, source)
-    (one,) = rewarded([GAME], [f"{path}:{name}" for name in ("one", "batch", "everything")]).samples
-    assert one.rewards == {"one": 1.0 + 3, "batch": 6.0, "everything": 0.0, "env": 3.5}
-
-
-def test_a_data_column_named_conversations_stays_that_column(tmp_path: Path) -> None:
-    path = write_plug_in(tmp_path, "def f(completions, conversations): return [float(c) for c in conversations]")
-    sample = replace(GAME, prompt=replace(GAME.prompt, extra={"conversations": 7}))
-    (one,) = rewarded([sample], [f"{path}:f"]).samples
-    assert one.rewards["f"] == 7.0
+def test_functions_read_the_last_turn(tmp_path: Path) -> None:
+    source = "def f(completion, completion_ids): return float(completion == 'turn 2') + len(completion_ids)"
+    (one,) = rewarded([GAME], [f"{write_plug_in(tmp_path, source)}:f"]).samples
+    assert one.rewards == {"f": 1.0 + 3, "env": 3.5}
 
 
 @pytest.mark.parametrize(("win", "pass_at_2"), [(1.0, [1.0, 0.0]), (0.5, None)])

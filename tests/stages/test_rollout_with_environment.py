@@ -164,7 +164,6 @@ def test_samples_of_a_prompt_play_one_game_and_a_failure_costs_its_own_samples(f
         (("env.source={file}:Echo", "rollout.stop=['=']"), "remove the stop strings"),
         (("env.source=chess",), "expected one of calculator"),
         (("env.tools=[calculator]",), "does not list tools"),
-        (("env.source={file}:Echo", "env.on_timeout=tell", "env.replayable=false"), "env.replayable: true"),
     ],
 )
 def test_what_cannot_be_played_is_refused_before_any_work(
