@@ -34,7 +34,7 @@ def rollout_performance(counters: RolloutCounters) -> dict[str, float]:
     """Returns the metrics of a step's rollouts, over all hosts."""
     counts = np.asarray(list(vars(counters).values()))
     total = RolloutCounters(*sum_over_hosts(counts).tolist())
-    acted = {"perf/rollout/resumes": total.resumed_rows, "perf/rollout/rebuilds": total.rebuilt_rows}
+    acted: dict[str, float] = {"perf/rollout/resumes": total.resumed_rows, "perf/rollout/rebuilds": total.rebuilt_rows}
     return (acted if any(acted.values()) else {}) | {
         "perf/rollout/segments": total.segments / jax.process_count(),
         "perf/rollout/prefill_tokens_saved": total.prompt_tokens - total.prefilled_tokens - total.recomputed_tokens,
