@@ -72,11 +72,11 @@ class Conversations:
     """Ids between turns, by the JSON of the messages."""
     _failed: list[EpisodeReply] = field(default_factory=list)
     """Replies to rows whose environment did not open the conversation."""
-    _opened: dict[str, tuple[Prompt, Opening]] = field(default_factory=dict)
-    """Prompts as their environments open them, by `_identity`."""
+    _opened: dict[str, Opening] = field(default_factory=dict)
+    """By `_identity` of the prompt."""
 
-    def open(self, prompts: Sequence[Prompt]) -> list[tuple[Prompt, Opening]]:
-        """Returns each prompt as its environment opens the conversation: the same for all samples of a prompt.
+    def open(self, prompts: Sequence[Prompt]) -> list[Opening]:
+        """Returns how the environment opens the conversation of each prompt: the same for all samples of a prompt.
 
         A prompt whose environment fails stays as it is; its samples are dropped after a token.
         """
@@ -85,26 +85,22 @@ class Conversations:
         starts = [self._start(key, prompt) for key, prompt in new.items()]
         opened = dict(self._opened)
         for (key, prompt), start, result in zip(new.items(), starts, self.pool.openings(starts), strict=True):
-            opened[key] = self._with_opening(prompt, start, result)
+            opened[key] = self._opening(prompt, start, result)
         # A failure may be of the moment.
-        self._opened = {key: one for key, one in opened.items() if one[1].failure is None}
+        self._opened = {key: one for key, one in opened.items() if one.failure is None}
         return [opened[key] for key in keys]
 
-    def _with_opening(
-        self, prompt: Prompt, start: EpisodeStart, result: Messages | EpisodeFailure | None
-    ) -> tuple[Prompt, Opening]:
-        if result is None:
-            return prompt, Opening(start, None)
-        if isinstance(result, EpisodeFailure):
-            return prompt, Opening(start, None, result)
+    def _opening(self, prompt: Prompt, start: EpisodeStart, result: Messages | EpisodeFailure | None) -> Opening:
+        if result is None or isinstance(result, EpisodeFailure):
+            return Opening(prompt, start, None, result)
         ids = self.encode_opening(to_messages(result, self.system_prompt))
         if len(ids) > self.limits.max_prompt_tokens:
             detail = (
                 f"its opening has {len(ids)} tokens, more than data.max_prompt_length = "
                 f"{self.limits.max_prompt_tokens}; raise that setting, or shorten what `reset` returns"
             )
-            return prompt, Opening(start, None, EpisodeFailure("opening", detail))
-        return replace(prompt, source=result, token_ids=np.array(ids, np.int32)), Opening(start, result)
+            return Opening(prompt, start, None, EpisodeFailure("opening", detail))
+        return Opening(replace(prompt, source=result, token_ids=np.array(ids, np.int32)), start, result)
 
     def _start(self, key: str, prompt: Prompt) -> EpisodeStart:
         digest = hashlib.blake2b(f"{self.seed}/{key}".encode(), digest_size=4).digest()
@@ -122,10 +118,10 @@ class Conversations:
         self, prompts: Sequence[Prompt], request: GenerationRequest, *, noise_step: int
     ) -> list[RolloutSequence]:
         """Returns the rows of `make_sequences`, with the prompts as their environments open them."""
-        opened = self.open(prompts)
-        rows = make_sequences([prompt for prompt, _ in opened], request, noise_step=noise_step)
+        openings = self.open(prompts)
+        rows = make_sequences([opening.prompt for opening in openings], request, noise_step=noise_step)
         for number, row in enumerate(rows):
-            row.opening, row.plays = opened[number // request.group_size][1], True
+            row.opening, row.plays = openings[number // request.group_size], True
             row.max_turn_tokens = self.limits.max_turn_tokens
             if row.opening.failure is not None:
                 row.max_new_tokens = 1
@@ -135,7 +131,7 @@ class Conversations:
         """Sends a turn that has ended to its environment, and returns at once."""
         assert row.opening is not None
         self._acting[row.key] = row
-        start, messages, failure = row.opening
+        _, start, messages, failure = row.opening
         if failure is not None:
             self._failed.append(EpisodeReply(row.key, failure=failure.kind, detail=failure.detail))
             self.pool.on_reply()

@@ -22,6 +22,8 @@ from app.rollout.stop_strings import DecodeText, stop_length
 class Opening(NamedTuple):
     """How a conversation with an environment begins."""
 
+    prompt: Prompt
+    """What the policy reads first."""
     start: EpisodeStart
     messages: Messages | None
     """What the environment says first; None = the prompt of the data set."""
@@ -160,16 +162,13 @@ class RolloutSequence:
         # A sample without a token gets the version of the segment that dropped it.
         last = row.segment_versions[-1][0] if row.segment_versions else row.noise_step
         oldest = int(versions.min()) if len(versions) else last
-        turns = () if row.episode is None else row.episode.turns
-        written = np.zeros(len(ids), bool)
-        for turn in turns:
-            written[turn.start : turn.end] = True
+        start = 0 if row.episode is None else row.episode.turns[-1].start
         return Sample(
             prompt=self.prompt,
             sample_index=self.sample_index,
             group_id=group_id,
             completion_ids=ids,
-            completion=decode_text(ids[turns[-1].start if turns else 0 :].tolist()),
+            completion=decode_text(ids[start:].tolist()),
             behavior_logprobs=row.logprobs,
             finish_reason=row.finish_reason,
             policy_version=oldest,
@@ -180,7 +179,7 @@ class RolloutSequence:
             kept_mass_logs=row.kept_mass_logs if request.rules.truncates else None,
             routes=None if request.route_shape is None else row.routes(request.route_shape),
             episode=row.episode,
-            loss_mask=written if turns else None,
+            loss_mask=row.episode and row.episode.written_mask(len(ids)),
         )
 
     def rewound(self, num_tokens: int) -> RolloutSequence:

@@ -86,7 +86,7 @@ def try_episode(settings: Settings, tokenizer: Tokenizer, prompt: Prompt) -> str
     assert conversations is not None
     turn = prompt.answer or ""
     with closing(conversations.pool) as pool:
-        [(opened, opening)] = conversations.open([prompt])
+        [opening] = conversations.open([prompt])
         if opening.failure is not None:
             raise InputError(f"env: tried before the run, {prompt.uid}: {opening.failure.detail}")
         pool.step("trial", opening.start, opening.messages, turn, [], is_last=True)
@@ -94,7 +94,7 @@ def try_episode(settings: Settings, tokenizer: Tokenizer, prompt: Prompt) -> str
     if reply.failure is not None:
         raise InputError(f"env: tried before the run, with the turn {turn!r:.60}: {reply.detail}")
     names = ", ".join(schema["function"]["name"] for schema in tokenizer.tools)
-    opening = f"{len(opened.token_ids)} tokens of prompt" + (f" with the tools {names}" if names else "")
+    opened = f"{len(opening.prompt.token_ids)} tokens of prompt" + (f" with the tools {names}" if names else "")
     reward = reply.reward + sum(reply.scores.values())
     observation = " ".join(message["content"] for message in reply.messages)
-    return f"{prompt.uid}: {opening}; the turn {turn!r:.60} got {one_line(observation)!r} and a reward of {reward:g}"
+    return f"{prompt.uid}: {opened}; the turn {turn!r:.60} got {one_line(observation)!r} and a reward of {reward:g}"

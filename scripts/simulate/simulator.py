@@ -286,7 +286,7 @@ class SchedulerSimulator:
             if self._fault_occurs(self.faults.non_finite):
                 finish = f"{DROPPED_PREFIX}non-finite logits"
             is_acting = is_acting and ends_turn and finish is None
-            reports.append(RowReport(uid, row.epoch, row.num_tokens, finish, is_acting))
+            reports.append(RowReport(uid, row.epoch, row.num_tokens, finish, "stop" if is_acting else None))
             if finish is not None or is_acting:
                 del worker.rows[uid]
             if is_acting:

@@ -34,7 +34,7 @@ def grow(table: SampleTable, index: int, num_tokens: int, finish: str | None = N
 def test_every_sample_is_somewhere() -> None:
     table = make_table(8)
     assert rollout_status(table) == "1 active  5 waiting  1 suspended  1 of 8 done"
-    table.commit("fast-0", RowReport("p/s1", 1, 20, None, is_acting=True), seconds=1.0, steps=1)
+    table.commit("fast-0", RowReport("p/s1", 1, 20, None, turn_end="stop"), seconds=1.0, steps=1)
     assert rollout_status(table) == "0 active  5 waiting  1 suspended  1 acting  1 of 8 done"
 
 

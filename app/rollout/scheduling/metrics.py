@@ -280,9 +280,9 @@ def slot_spans(records: Sequence[EventRecord]) -> Iterator[Span]:
                 tokens[row.uid] = row.num_tokens
                 begin = event.at - event.seconds
                 yield Span(worker, slot, begin, begin + share * event.seconds, role, row.uid)
-                if row.finish is not None or row.is_acting:
+                if row.finish is not None or row.turn_end is not None:
                     del places[row.uid]
-                if row.is_acting:
+                if row.turn_end is not None:
                     suspended[row.uid] = (worker, event.at)
         for command in commands:
             if isinstance(command, Suspend):

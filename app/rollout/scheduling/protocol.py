@@ -118,8 +118,8 @@ class RowReport:
     """Length of the whole completion so far."""
     finish: str | None
     """`stop`, `length` or `dropped:<why>` (such as logits that are not finite); None for an unfinished row."""
-    is_acting: bool = False
-    """Whether the row has ended a turn that its environment is to answer; `finish` is None then."""
+    turn_end: str | None = None
+    """How its turn has ended, `stop` or `length`, if its environment is to answer it; `finish` is None then."""
 
 
 @dataclass(frozen=True, slots=True)

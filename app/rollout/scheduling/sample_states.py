@@ -124,7 +124,7 @@ class SampleTable:
         entry.num_tokens = row.num_tokens
         if row.finish is not None:
             self._end(entry, row.finish)
-        elif row.is_acting:
+        elif row.turn_end is not None:
             self._set_state(entry, SampleState.ACTING)
             entry.worker, entry.held_by = None, worker if entry.num_tokens else None
         return True

@@ -45,8 +45,6 @@ class RemoteSegment(NamedTuple):
     counters: RolloutCounters
     prompt_routes: dict[str, Int32[np.ndarray, "S words"]]
     """Of each row that has drawn its first tokens, by uid, if routes are recorded."""
-    turn_ends: dict[str, str]
-    """`RolloutSequence.turn_end` of each row whose turn has ended, by uid."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -126,7 +124,7 @@ class RemoteWorker(RolloutWorker):
             row.num_segments += 1
             if report.finish is not None:
                 row.finish(report.finish)
-            row.turn_end = result.turn_ends.get(report.uid)
+            row.turn_end = report.turn_end
             if report.finish is not None or row.is_acting:
                 del self._admissions[row]
         return replace(result.ended, at=at, worker=self.name, seconds=at - max(started, not_before))
@@ -151,19 +149,17 @@ class ServedRows:
 
     def segment_result(self, ended: SegmentEnded) -> RemoteSegment:
         """Returns what the segment has drawn, and forgets its finished rows."""
-        tokens, prompt_routes, turn_ends, version = {}, {}, {}, 0
+        tokens, prompt_routes, version = {}, {}, 0
         for report in ended.rows:
             row = self._rows[report.uid]
             if report.finish is not None or row.is_acting:
                 del self._rows[report.uid]
-            if row.turn_end is not None:
-                turn_ends[report.uid] = row.turn_end
             # A row that waited for blocks, or only took known tokens, drew nothing.
             if row.num_tokens > self._num_tokens[report.uid] or report.finish is not None:
                 tokens[report.uid], version = row.segment_tokens[-1], row.segment_versions[-1][0]
                 if not self._num_tokens[report.uid] and row.prompt_routes is not None:
                     prompt_routes[report.uid] = row.prompt_routes
-        return RemoteSegment(ended, tokens, version, self._worker.take_counters(), prompt_routes, turn_ends)
+        return RemoteSegment(ended, tokens, version, self._worker.take_counters(), prompt_routes)
 
 
 def without_columns(rows: Iterable[RolloutSequence]) -> list[RolloutSequence]:

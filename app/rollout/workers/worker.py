@@ -186,9 +186,7 @@ class RolloutWorker:
         reports = []
         for row in [*(one.row for one in segment.decoded), *segment.waited]:
             admission, row.worker = self._admissions[row], self.name
-            reports.append(
-                RowReport(admission.uid, admission.epoch, row.num_tokens, row.finish_reason, is_acting=row.is_acting)
-            )
+            reports.append(RowReport(*admission[1:3], row.num_tokens, row.finish_reason, row.turn_end))
             if row.finish_reason is not None or row.is_acting:
                 del self._admissions[row]
         seconds = at - max(started, not_before)

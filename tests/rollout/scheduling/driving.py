@@ -92,7 +92,9 @@ class Driven:
         self.at += seconds
         gained = [count - self.scheduler.samples[uid].num_tokens for uid, count in tokens.items()]
         rows = tuple(
-            RowReport(uid, self.epochs[uid], count, "stop" if uid in finished else None, uid in acting)
+            RowReport(
+                uid, self.epochs[uid], count, "stop" if uid in finished else None, "stop" if uid in acting else None
+            )
             for uid, count in tokens.items()
         )
         return SegmentEnded(self.at, worker, self.running[worker].segment, rows, seconds, max(gained))

@@ -48,7 +48,7 @@ def test_a_result_of_another_worker_epoch_or_sample_changes_nothing(worker: str,
 def test_a_turn_is_answered_once() -> None:
     table, uid = running()
     assert not table.answer(uid, num_tokens=9, finish=None), "it is not its turn"
-    table.commit("w", RowReport(uid, 1, 7, None, is_acting=True), seconds=1.0, steps=7)
+    table.commit("w", RowReport(uid, 1, 7, None, turn_end="stop"), seconds=1.0, steps=7)
     table.check_invariants()
     assert (table[uid].state, table[uid].worker, table[uid].held_by) == (SampleState.ACTING, None, "w")
     assert not table.answer(uid, num_tokens=6, finish="stop"), "of an earlier turn"
