@@ -75,7 +75,7 @@ def test_a_worker_that_cannot_start_is_left_out_and_frees_its_memory() -> None:
     made = scheduled(workers)
     assert bits(samples_of(made)) == bits(expected())
     assert {record.event.worker for record in made.records if isinstance(record.event, WorkerJoined)} == {"heavy-1"}
-    assert workers[0].engine._cache == ()
+    assert workers[0].engine._cache.arrays == ()
 
 
 def test_where_no_worker_can_start_the_last_ones_error_is_raised() -> None:

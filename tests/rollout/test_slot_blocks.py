@@ -20,7 +20,7 @@ from app.rollout.request import GenerationRequest
 from app.rollout.sampling.token_sampling import SamplingRules, hash_uids
 from app.rollout.sequence import RolloutSequence, SuspendedSequence
 from app.rollout.slots.block_pool import BlockPool
-from app.rollout.slots.segment_decoding import RowStatus, RowTable
+from app.rollout.slots.segment_decoding import NOT_FORCED, RowStatus, RowTable
 from app.rollout.slots.shape_buckets import SlotShapes, make_slot_shapes
 from app.rollout.slots.slot_engine import SlotEngine
 from tests.tiny import ODD, make_mesh
@@ -96,7 +96,9 @@ class HostPrograms:
             blocks[own[own < self.num_blocks]] = row[own < self.num_blocks]
         return pool
 
-    def _decode(self, _: Any, pool: np.ndarray, table: np.ndarray, blocks: np.ndarray, limits: Any, *__: Any) -> Any:
+    def _decode(
+        self, _: Any, pool: np.ndarray, table: np.ndarray, blocks: np.ndarray, forced: np.ndarray, limits: Any, *__: Any
+    ) -> Any:
         rows, num_rows = RowTable(*table.copy()), len(blocks)
         drawn = np.zeros((3, self.shapes.segment_max, num_rows), np.int32)
         start, steps = np.sum(rows.remaining > 0), 0
@@ -107,6 +109,7 @@ class HostPrograms:
                 break
             for i in np.flatnonzero(rows.remaining).tolist():
                 drawn[0, steps, i] = self._step(pool[i // (num_rows // self.num_shards)], rows, blocks[i], i)
+                assert steps >= len(forced) or forced[steps, i] in (NOT_FORCED, drawn[0, steps, i])
             steps += 1
         ended = rows.remaining == 0
         status = RowStatus(rows.token, rows.length, rows.remaining, ended, 0 * ended, np.full(num_rows, steps))

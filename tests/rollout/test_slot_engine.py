@@ -361,11 +361,11 @@ def test_a_row_whose_logits_are_not_finite_ends_before_them_and_no_neighbour_cha
     [second] = [slot.blocks[0] for slot in engine._slots if slot.row is rows[1]]
     # Codes are finite, their scales may not be.
     spoil = lambda x: x if x.dtype == jnp.int8 else x.at[second].set(np.nan)  # noqa: E731
-    engine._cache = jax.tree.map(spoil, engine._cache)
+    engine._cache.arrays = jax.tree.map(spoil, engine._cache.arrays)
     while engine.active_rows:
         engine.start_segment(length=16)
         engine.finish_segment().collect()
-    caches = [np.asarray(layer) for layer in jax.tree.leaves(engine._cache)]
+    caches = [np.asarray(layer) for layer in jax.tree.leaves(engine._cache.arrays)]
     engine.close()
     assert [row.finish_reason for row in rows] == ["length", "dropped:non-finite logits", "length"]
     assert by_uid(rows)[rows[1].uid] == whole[rows[1].uid] and rows[1].num_tokens == num_tokens > 0

@@ -88,7 +88,7 @@ def test_a_dry_run_foresees_the_caches_of_the_slots(config: Path) -> None:
     engine = session.continuous_batching.engine
     weights = session.engine.to_decode_weights(session.load_params())
     engine.open(weights, session.rollout_request())
-    assert memory["rollout"]["kv_cache"] == memory["evaluation"]["kv_cache"] == bytes_per_device(engine._cache)
+    assert memory["rollout"]["kv_cache"] == memory["evaluation"]["kv_cache"] == bytes_per_device(engine._cache.arrays)
     assert memory["rollout"]["prompt_cache"] == 0
     engine.close()
 

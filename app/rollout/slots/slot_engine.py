@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -22,13 +22,13 @@ from jaxtyping import Array, Int32
 
 from app.model.decode_weights import DecodeWeights
 from app.model.decoder import DecoderDefinition
-from app.model.kv_cache import KVCache
 from app.records.sample import DROPPED_PREFIX, Prompt
 from app.rollout.batch_engine import BatchShape, Footprint
 from app.rollout.counters import RolloutCounters
 from app.rollout.request import GenerationRequest
 from app.rollout.sampling.token_sampling import SamplingRules, finish_reason, hash_uids
 from app.rollout.sequence import RolloutSequence, SuspendedSequence
+from app.rollout.slots.block_cache import BlockCache, CacheWork, Prefill
 from app.rollout.slots.segment_decoding import NOT_FORCED, DecodeLimits, RowStatus, RowTable
 from app.rollout.slots.shape_buckets import SlotShapes
 from app.rollout.slots.slot_device import NoiseKey, Slot, SlotDevice
@@ -83,20 +83,6 @@ class SegmentResult:
             row.segment_versions.append((self.policy_version, num_drawn))
 
 
-@dataclass
-class _Work:
-    """What the devices do before the next segment, in this order; each entry starts with the number of the device."""
-
-    prefills: list[tuple[int, np.ndarray, list[int]]] = field(default_factory=list)
-    """Tokens, and the block of each part of them."""
-    copies: list[tuple[int, int, int]] = field(default_factory=list)
-    """Source and target."""
-    insertions: list[tuple[int, list[int], KVCache]] = field(default_factory=list)
-    """Blocks of a row, and what they will hold."""
-    held: list[tuple[int, list[int]]] = field(default_factory=list)
-    """Blocks of prompts that are in use until then."""
-
-
 class SlotEngine:
     """A fixed number of slots for one decoder on one mesh of this host's devices.
 
@@ -130,9 +116,7 @@ class SlotEngine:
         self._eos_ids = np.asarray(eos_ids, np.int32)
         self._decode_text = decode_text
         self._weights: Any = ()
-        self._cache: KVCache = ()
-        self._prompt_routes: dict[bytes, tuple[Array, int]] = {}
-        """Routes of the prompts in the caches, by `_prompt_key`, if they are recorded."""
+        self._cache = BlockCache(self.programs)
         self._queued: deque[RolloutSequence | SuspendedSequence] = deque()
         """Rows that wait for blocks."""
         self._devices: list[SlotDevice] = []
@@ -164,7 +148,7 @@ class SlotEngine:
         self._truncates, self._suspends = self.programs.truncates, suspends
         self._rules, self._seed = rules_to_arrays(request.rules), np.int32(request.seed)
         self._stop = request.stop
-        self._cache = self.programs["open",]()
+        self._cache.open()
         programs = self.programs
         sizes = self.shapes.num_slots // programs.num_shards, programs.num_blocks, programs.blocks_for_row
         self._devices = [SlotDevice(*sizes) for _ in range(programs.num_shards)]
@@ -176,14 +160,15 @@ class SlotEngine:
 
         Prompts of rows admitted later are prefilled again.
         """
-        self._weights, self._policy_version, self._prompt_routes = weights, policy_version, {}
+        self._weights, self._policy_version = weights, policy_version
+        self._cache.forget_routes()
         for device in self._devices:
             device.pool.drop_prompts()
 
     def close(self) -> None:
         """Frees the devices. Unfinished samples and the caches of suspended ones are lost."""
-        self._cache = self._weights = ()
-        self._prompt_routes = {}
+        self._weights = ()
+        self._cache.close()
         self._devices, self._queued, self._running, self._last = [], deque(), None, None
 
     @property
@@ -226,7 +211,7 @@ class SlotEngine:
         """
         if len(self._devices) > 1:
             return
-        work, pool, growing = _Work(), self._devices[0].pool, self._devices[0].num_growing()
+        work, pool, growing = CacheWork(), self._devices[0].pool, self._devices[0].num_growing()
         for prompt in prompts:
             key, needed = _prompt_key(prompt), self._num_prompt_blocks(prompt) + growing
             if not pool.has_prompt(key) and self._devices[0].num_available() >= needed:
@@ -260,7 +245,7 @@ class SlotEngine:
 
     def _admit_some(self) -> bool:
         """Admits the rows whose blocks can be filled together; returns whether there were any."""
-        work, admitted = _Work(), []
+        work, admitted = CacheWork(), []
         while self._queued and (number := self._device_for(self._queued[0])) is not None:
             one = self._queued.popleft()
             row, parked = _row_of(one), self._take_parked(_row_of(one))
@@ -279,10 +264,10 @@ class SlotEngine:
         self._carry_out(work)
         for slot in admitted:
             if not slot.row.num_tokens:
-                slot.prompt_routes = self._prompt_routes.get(slot.prompt_key)
+                slot.prompt_routes = self._cache.prompt_routes(slot.prompt_key)
         return bool(admitted)
 
-    def _fill_slot(self, one: RolloutSequence | SuspendedSequence, number: int, work: _Work) -> Slot:
+    def _fill_slot(self, one: RolloutSequence | SuspendedSequence, number: int, work: CacheWork) -> Slot:
         """Returns a slot on a device for a row, and adds to the work what fills its blocks."""
         row = _row_of(one)
         if self._continues_prompt(one):
@@ -301,7 +286,7 @@ class SlotEngine:
             ids = np.concatenate([row.prompt.token_ids, row.token_ids])
             slot = _make_slot(row, number, len(ids))
             slot.blocks = self._allocate(number, self.programs.blocks_for(max(slot.length, 1)))
-            work.prefills.append((number, ids, slot.blocks))
+            work.prefills.append(Prefill(number, ids, slot.blocks, is_prompt=False))
             self.counters.recomputed_tokens += len(ids)
         return slot
 
@@ -348,14 +333,14 @@ class SlotEngine:
         """Returns the number of blocks of a prompt, whose last token every sample feeds itself."""
         return self.programs.blocks_for(max(len(prompt.token_ids) - 1, 0))
 
-    def _share_prompt(self, prompt: Prompt, number: int, work: _Work) -> list[int]:
+    def _share_prompt(self, prompt: Prompt, number: int, work: CacheWork) -> list[int]:
         """Returns the blocks of a prompt on a device, which no other row gets until the work is done."""
         pool, key = self._devices[number].pool, _prompt_key(prompt)
         if not pool.has_prompt(key):
             blocks = self._allocate(number, self._num_prompt_blocks(prompt))
             pool.keep_prompt(key, blocks)
             if blocks:
-                work.prefills.append((number, prompt.token_ids, blocks))
+                work.prefills.append(Prefill(number, prompt.token_ids, blocks, is_prompt=True))
                 self.counters.prefilled_tokens += len(prompt.token_ids)
         blocks = pool.prompt_blocks(key)
         pool.share(blocks)
@@ -393,60 +378,10 @@ class SlotEngine:
 
         return min((i for i, device in enumerate(self._devices) if has_room(device)), key=rank, default=None)
 
-    def _carry_out(self, work: _Work) -> None:
-        """Dispatches the programs that do the work."""
-        self._prefill(work.prefills)
-        self._copy(work.copies)
-        for number, blocks, cache in work.insertions:
-            places = self._blocks_of_row(number, blocks, missing=self.programs.num_blocks)
-            self._cache = self.programs["put",](self._cache, cache, places)
+    def _carry_out(self, work: CacheWork) -> None:
+        self._cache.carry_out(work, self._weights)
         for number, blocks in work.held:
             self._devices[number].pool.release(blocks)
-
-    def _prefill(self, prefills: Sequence[tuple[int, np.ndarray, list[int]]]) -> None:
-        """Prefills rows of tokens, on all devices at once."""
-        shapes, num_shards = self.shapes, len(self._devices)
-        buckets = sorted({*shapes.prompt_buckets, *shapes.recompute_buckets})
-        by_bucket: dict[int, list[list[tuple[np.ndarray, list[int]]]]] = {}
-        for device, ids, blocks in prefills:
-            bucket = next(size for size in buckets if size >= len(ids))
-            by_bucket.setdefault(bucket, [[] for _ in range(num_shards)])[device].append((ids, blocks))
-        for bucket, by_device in sorted(by_bucket.items()):
-            rows = shapes.prefill_rows if bucket in shapes.prompt_buckets else (1,)
-            while most := max(map(len, by_device)):
-                count = next((size for size in rows if size >= most), rows[-1])
-                ids, lengths = np.zeros((num_shards, count, bucket), np.int32), np.zeros((num_shards, count), np.int32)
-                targets = np.full((num_shards, count, self.programs.blocks_for(bucket)), self.programs.num_blocks)
-                numbers: dict[bytes, int] = {}
-                for device, waiting in enumerate(by_device):
-                    for i, (tokens, blocks) in enumerate(waiting[:count]):
-                        if self._devices[device].pool.has_prompt(key := tokens.tobytes()):
-                            numbers[key] = device * count + i
-                        ids[device, i, : len(tokens)], lengths[device, i] = tokens, len(tokens)
-                        targets[device, i, : len(blocks)] = blocks
-                    del waiting[:count]
-                flat = (x.reshape(-1, *x.shape[2:]) for x in (ids, lengths, targets.astype(np.int32)))
-                self._cache, routes = self.programs["prefill", count, bucket](self._weights, self._cache, *flat)
-                if routes is not None and numbers:
-                    self._prompt_routes |= {key: (routes, number) for key, number in numbers.items()}
-
-    def _copy(self, copies: Sequence[tuple[int, int, int]]) -> None:
-        """Copies blocks; the source -1 stands for zeros."""
-        num_shards, most = len(self._devices), self.shapes.num_slots // len(self._devices)
-        by_device = [[pair for device, *pair in copies if device == i] for i in range(num_shards)]
-        for first in range(0, max(map(len, by_device)), most):
-            pairs, counts = np.zeros((2, num_shards, most), np.int32), np.zeros(num_shards, np.int32)
-            for device, waiting in enumerate(by_device):
-                for i, pair in enumerate(waiting[first : first + most]):
-                    pairs[:, device, i] = pair
-                    counts[device] = i + 1
-            self._cache = self.programs["copy",](self._cache, *pairs.reshape(2, -1), counts)
-
-    def _blocks_of_row(self, device: int, blocks: Sequence[int], *, missing: int) -> Int32[np.ndarray, "DM"]:
-        """Returns the blocks of a row for its device, padded to those of a sample, and `missing` for all others."""
-        places = np.full((len(self._devices), self.programs.blocks_per_sample), missing, np.int32)
-        places[device, : len(blocks)] = blocks
-        return places.reshape(-1)
 
     def suspend(self, rows: Sequence[RolloutSequence]) -> list[SuspendedSequence]:
         """Takes unfinished samples out of their slots. Their last segment must have been collected."""
@@ -460,8 +395,8 @@ class SlotEngine:
                 continue
             slot = next(slot for slot in self._slots if slot.row is row)
             slot.collect_prompt_routes()
-            places = self._blocks_of_row(slot.device, slot.blocks[: self.programs.blocks_for(slot.length)], missing=-1)
-            suspended.append(SuspendedSequence(row, self.programs["take",](self._cache, places), slot.length))
+            cache = self._cache.take(slot.device, slot.blocks[: self.programs.blocks_for(slot.length)])
+            suspended.append(SuspendedSequence(row, cache, slot.length))
             self._remove(slot)
         return suspended
 
@@ -474,7 +409,7 @@ class SlotEngine:
         pool = self._devices[slot.device].pool
         pool.release(slot.blocks)
         # A value that is not finite would break the next row even where it is masked.
-        self._copy([(slot.device, -1, block) for block in pool.take_spoilt()])
+        self._cache.clear(slot.device, pool.take_spoilt())
 
     # A segment ---------------------------------------------------------------------------------------------------
 
@@ -498,8 +433,8 @@ class SlotEngine:
             leave_when_finished, leave_when_active = 1, 0
         places = self._places()
         limits = DecodeLimits(length, leave_when_finished, leave_when_active)
-        self._cache, status, drawn = self.programs["decode", self._batch_size, self._truncates](
-            *(self._weights, self._cache, *self._table(places), np.asarray(limits, np.int32)),
+        self._cache.arrays, status, drawn = self.programs["decode", self._batch_size, self._truncates](
+            *(self._weights, self._cache.arrays, *self._table(places), np.asarray(limits, np.int32)),
             *(self._rules, self._seed, self._eos_ids),
         )
         for array in (status, drawn):
