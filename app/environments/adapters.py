@@ -38,9 +38,9 @@ def load_environment(
     """
     shared: dict[str, Tool] = {}
     for path in tools:
-        function = TOOLS[path] if path in TOOLS else load_object(path)
-        _add(shared, Tool(path.rpartition(":")[2].rpartition(".")[2], function))
-    made = ENVIRONMENTS[source] if source in ENVIRONMENTS else load_object(source) if source else None
+        name = path.rpartition(":")[2].rpartition(".")[2]
+        _add(shared, Tool(name, TOOLS.get(path) or load_object(path)))
+    made = source and (ENVIRONMENTS.get(source) or load_object(source))
     if source and not callable(made):
         raise LoadError(f"{source} is {describe_value(made)}, not a class or a function that makes an environment")
 
@@ -113,16 +113,25 @@ class AdaptedEnvironment:
         return read_messages(opening, ("user", "system", "assistant", "tool"))
 
     def step(self, text: str, calls: Sequence[ToolCall]) -> Answer:
-        """Answers a turn: calls of tools by the tools, everything else by the environment."""
+        """Answers a turn: calls of tools by the tools, everything else by the environment.
+
+        The messages are in the order of the calls. If the environment does not begin with a message of the role `tool`
+        for each call that it got, nobody knows which belongs to which: those of the tools then come first.
+        """
         tools = self._tools
         own = [call for call in calls if not self._has_step or call.name in tools or (tools and call.error)]
         others = [call for call in calls if call not in own]
-        messages, counts = answer_calls(own, tools)
+        results, counts = answer_calls(own, tools)
+        results = read_messages(results, ("tool",))
         answer = Answer(terminated=not calls)
         if self._has_step and (others or not calls):
             step = self._environment.step
             answer = read_answer(finished(step(text, others) if self._takes_calls else step(text)), bool(others))
-        messages = [*read_messages(messages, ("tool",)), *answer.messages]
+        told: list[Any] = [*answer.messages]
+        messages = [*results, *told]
+        if [message["role"] for message in told[: len(others)]] == ["tool"] * len(others):
+            by_tools, by_environment = iter(results), iter(told)
+            messages = [*(next(by_tools if call in own else by_environment) for call in calls), *by_environment]
         if not (messages or answer.terminated or answer.truncated):
             raise PlugInValueError("returned no message, although the episode goes on")
         if sum(len(message["content"]) for message in messages) > MAX_CHARACTERS:
@@ -177,7 +186,7 @@ def read_messages(value: Any, roles: Sequence[str]) -> list[dict[str, str]]:
     """
     if value is None:
         return []
-    if isinstance(value, str | int | float):
+    if isinstance(value, str | int | float) or getattr(value, "shape", None) == ():  # a number of NumPy
         value = [{"role": roles[0], "content": str(value)}]
     messages = []
     for message in value if isinstance(value, list | tuple) else [value]:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
-from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import ArgsKwargs
 
 from app.environments.interface import ToolCall
@@ -20,13 +19,6 @@ from app.plugins.values import describe_value, finished
 ARGUMENT_SECTION = re.compile(r"(?ms)^(?:Args|Arguments|Parameters):\n(.*?)(?=^\S|\Z)")
 ARGUMENT = re.compile(r"(?m)^ +(\w+)(?: \(.*?\))?: (.*(?:\n {5,}.*)*)")
 """An argument and its text in a docstring of Google's style, where lines that go on are indented further."""
-
-
-class SchemaWithoutTitles(GenerateJsonSchema):
-    """Leaves out the titles of parameters, which repeat their names."""
-
-    def field_title_should_be_set(self, schema: Any) -> bool:
-        return False
 
 
 class Tool:
@@ -50,13 +42,15 @@ class Tool:
         try:
             # Policies write numbers where texts are expected, and texts in place of numbers.
             self._call = TypeAdapter(callee, config=ConfigDict(coerce_numbers_to_str=True))
-            described = self._call.json_schema(schema_generator=SchemaWithoutTitles)
+            described = self._call.json_schema()
         except (PydanticUserError, NameError, TypeError) as error:
             reason = str(error).splitlines()[0]
             raise LoadError(f"the parameters of the tool {name} cannot be described: {reason}") from None
         if described["type"] != "object":
             raise LoadError(f"the tool {name} takes {inspect.signature(function)}; every parameter must have a name")
         parameters = {key: described[key] for key in ("type", "properties", "required", "$defs") if key in described}
+        for schema in parameters["properties"].values():
+            schema.pop("title", None)  # repeats the name
         section = ARGUMENT_SECTION.search(text)
         for parameter, description in ARGUMENT.findall(section[1]) if section else ():
             if parameter in parameters["properties"]:
@@ -94,7 +88,9 @@ def _answer_call(call: ToolCall, tools: Mapping[str, Tool]) -> tuple[str, bool]:
         return f"Error: there is no tool {call.name!r}; the tools are {', '.join(tools) or 'none'}", False
     try:
         result = finished(tools[call.name](call.arguments))
-        return json.dumps(result, ensure_ascii=False) if isinstance(result, dict | list) else str(result), True
+        if isinstance(result, dict | list):
+            result = json.dumps(result, ensure_ascii=False, default=_to_json)
+        return str(result), True
     except MemoryError:
         raise
     except ValidationError as error:
@@ -102,3 +98,7 @@ def _answer_call(call: ToolCall, tools: Mapping[str, Tool]) -> tuple[str, bool]:
         return f"Error: {'.'.join(map(str, problem['loc']))} of {call.name}: {problem['msg']}", False
     except Exception as error:
         return f"Error: {traceback.format_exception_only(error)[-1].strip()[:1000]}", False
+
+
+def _to_json(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else str(value)  # numbers and arrays of NumPy, others as text

@@ -29,9 +29,13 @@ def to_number(value: Any) -> float:
     Raises:
         PlugInValueError: the value is not a finite number.
     """
+    refusal = PlugInValueError(f"returned {describe_value(value)}, expected a number")
     if not hasattr(type(value), "__float__") and not hasattr(type(value), "__index__"):
-        raise PlugInValueError(f"returned {describe_value(value)}, expected a number")
-    result = float(value)
+        raise refusal
+    try:
+        result = float(value)
+    except (TypeError, ValueError, OverflowError):  # an array of several numbers, a huge integer
+        raise refusal from None
     if not math.isfinite(result):
         raise PlugInValueError(f"returned {result}, expected a finite number")
     return result
@@ -43,10 +47,8 @@ def collect_extras(values: Mapping[Any, Any]) -> dict[str, float]:
     for name, value in values.items():
         if not isinstance(name, str) or not EXTRA_NAME_PATTERN.fullmatch(name) or len(extras) == MAX_EXTRAS:
             continue
-        try:
+        with contextlib.suppress(PlugInValueError):
             extras[name] = to_number(value)
-        except (PlugInValueError, TypeError, ValueError, OverflowError):
-            continue
     return extras
 
 
