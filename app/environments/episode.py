@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
+import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from pydantic import TypeAdapter
@@ -70,18 +70,18 @@ class Request:
 class Episode:
     """The requests of an episode. After the loss of its process, those that were answered are played again."""
 
-    number: int
-    """Its name towards the worker."""
     key: str
     """Its name towards the sampler."""
     replies: list[EpisodeReply]
     """Takes its replies."""
     requests: list[Request]
     """From its start on, the first `num_sent` of which its worker has got."""
+    number: int = field(default_factory=itertools.count().__next__)
+    """Its name towards the worker."""
     num_sent: int = 0
     current: Request | None = None
     """The one that its worker is answering."""
-    failure: EpisodeFailure | None = None
+    failure: EpisodeReply | None = None
     """Why it is over, if nobody waited for a reply at that time."""
     is_wanted: bool = True
     """Whether anybody waits for its replies; otherwise it only closes."""
@@ -90,7 +90,6 @@ class Episode:
     seconds: float = 0.0
     """Time of all steps so far."""
     sent_at: float = 0.0
-    deadline: float = math.inf
 
     def read(self, answer: Mapping[str, Any]) -> EpisodeReply:
         """Returns a worker's answer as a reply; raises ValueError if it is none."""

@@ -7,7 +7,6 @@ all if none was: they run while no other step does, and the next death is theirs
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import threading
@@ -32,8 +31,6 @@ from app.plugins.worker_process import (
 )
 from app.records.sample import Messages
 from settings.errors import InputError
-
-WORKER_PROGRAM = "app.environments.worker_main"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +60,7 @@ class EpisodeWorker(WorkerProcess):
     """A worker that plays episodes."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        super().__init__(WORKER_PROGRAM, environment)
+        super().__init__("app.environments.worker_main", environment)
         self.episodes: dict[int, Episode] = {}
 
     @property
@@ -86,7 +83,6 @@ class EpisodePool:
         self._setup = setup
         # With many threads, the memory areas that glibc keeps for each core fill the address space.
         self._environment = worker_environment([*setup.environment, *LOOKUP_VARIABLES]) | {"MALLOC_ARENA_MAX": "2"}
-        self._numbers = itertools.count()
         self._workers: list[EpisodeWorker] = []
         self._start_failed = False
         """Whether the last start of a worker failed."""
@@ -118,16 +114,13 @@ class EpisodePool:
 
     def openings(self, starts: Sequence[EpisodeStart]) -> list[Messages | EpisodeFailure | None]:
         """Returns what the policy reads first in each episode; None = the prompt of its row."""
-        keys = [f"opening {number}" for number in range(len(starts))]
-        replies: list[EpisodeReply] = []
-        for key, start in zip(keys, starts, strict=True):
-            self._post(partial(self._open, key, replies, Request("reset", vars(start), is_last=True)))
-        self._wait(lambda: len(replies) == len(keys))
-        found = {reply.key: reply for reply in replies}
-        return [
-            EpisodeFailure(reply.failure, reply.detail) if reply.failure else reply.messages or None
-            for reply in map(found.__getitem__, keys)
-        ]
+        requests = [Request("reset", vars(start), is_last=True) for start in starts]
+        episodes = [Episode("opening", [], [request]) for request in requests]
+        for episode in episodes:
+            self._post(partial(self._place, episode))
+        self._wait(lambda: all(episode.replies for episode in episodes))
+        replies = [episode.replies[0] for episode in episodes]
+        return [EpisodeFailure(one.failure, one.detail) if one.failure else one.messages or None for one in replies]
 
     def step(
         self,
@@ -210,25 +203,20 @@ class EpisodePool:
                 worker.kill()
 
     def _next_deadline(self) -> float:
-        episodes = (episode.deadline for worker in self._workers for episode in worker.running)
-        return min([math.inf, *episodes, *(worker.deadline for worker in self._workers)])
+        limit_s = self._setup.step_timeout_s
+        steps = (episode.sent_at + limit_s for worker in self._workers for episode in worker.running)
+        return min([math.inf, *steps, *(worker.deadline for worker in self._workers)])
 
     def _notify(self) -> None:
         with self._condition:
             self._condition.notify_all()
         self.on_reply()
 
-    def _start(self) -> EpisodeWorker:
+    def _start(self) -> None:
         worker = EpisodeWorker(self._environment)
         self._workers.append(worker)
         order = {"source": self._setup.source, "tools": self._setup.tools, "memory_mib": self._setup.memory_mib}
         worker.send(order, timeout_s=self._setup.load_timeout_s)
-        return worker
-
-    def _open(self, key: str, replies: list[EpisodeReply], reset: Request) -> Episode:
-        episode = Episode(next(self._numbers), key, replies, [reset])
-        self._place(episode)
-        return episode
 
     def _place(self, episode: Episode) -> None:
         """Gives an episode to the worker with the fewest."""
@@ -240,15 +228,16 @@ class EpisodePool:
     def _ask(self, key: str, start: EpisodeStart, opening: Messages | None, request: Request) -> None:
         if key not in self._episodes:
             reset = Request("reset", vars(start), reply=EpisodeReply(key, opening or []))
-            self._episodes[key] = self._open(key, self._replies, reset)
+            self._episodes[key] = Episode(key, self._replies, [reset])
+            self._place(self._episodes[key])
         episode = self._episodes[key]
-        episode.requests.append(request)
-        if episode.failure:
-            self._fail(episode, episode.failure)
+        if episode.failure is not None:
+            self._emit(episode, episode.failure, is_over=True)
+        else:
+            episode.requests.append(request)
 
     def _abandon(self, key: str) -> None:
-        episode = self._episodes.pop(key, None)
-        if episode is not None and episode.failure is None:
+        if episode := self._episodes.pop(key, None):
             episode.leave()
 
     def _dispatch(self, worker: EpisodeWorker) -> None:
@@ -263,7 +252,6 @@ class EpisodePool:
             request = episode.current = episode.requests[episode.num_sent]
             episode.num_sent += 1
             episode.sent_at = time.monotonic()
-            episode.deadline = episode.sent_at + self._setup.step_timeout_s
             order = {"key": episode.number, "do": request.do, "is_last": request.is_last}
             worker.send({**order, **request.fields})
 
@@ -273,10 +261,8 @@ class EpisodePool:
         for answer in answers or ():
             if worker not in self._workers:  # lost at an earlier answer
                 return
-            if worker.is_loaded:
-                self._finish(worker, answer)
-            else:
-                self._finish_load(worker, answer)
+            finish = self._finish if worker.is_loaded else self._finish_load
+            finish(worker, answer)
 
     def _finish_load(self, worker: EpisodeWorker, answer: Mapping[str, Any]) -> None:
         try:
@@ -311,32 +297,24 @@ class EpisodePool:
             return
         seconds = time.monotonic() - episode.sent_at
         episode.seconds += seconds if request.reply is None else 0.0
-        if failure := self._failure(episode, request, reply, is_over=is_over):
-            self._fail(episode, failure)
-        elif request.reply is None:
+        known, limit_s = request.reply, self._setup.episode_timeout_s
+        if reply.failure is not None:
+            self._fail(episode, reply.failure, f"{request.do}: {reply.detail}")
+        elif known is not None and known._replace(metrics=reply.metrics) != reply:
+            kind = "opening" if request.do == "reset" else "replay"
+            self._fail(episode, kind, f"{request.do}: gave another answer for the same seed, row and turns")
+        elif episode.seconds > limit_s and not is_over:
+            self._fail(episode, "timeout", f"its steps took more than {limit_s:g} s together")
+        elif known is None:
             request.reply = reply
             episode.is_suspect = False
             self._emit(episode, reply._replace(seconds=seconds), is_over=is_over)
 
-    def _failure(
-        self, episode: Episode, request: Request, reply: EpisodeReply, *, is_over: bool
-    ) -> EpisodeFailure | None:
-        """Returns why an episode cannot go on with a reply."""
-        limit_s, known = self._setup.episode_timeout_s, request.reply
-        if reply.failure is not None:
-            return EpisodeFailure(reply.failure, f"{request.do}: {reply.detail}")
-        if known and known._replace(metrics=reply.metrics) != reply:
-            kind = "opening" if request.do == "reset" else "replay"
-            return EpisodeFailure(kind, f"{request.do}: gave another answer for the same seed, row and turns")
-        if episode.seconds > limit_s and not is_over:
-            return EpisodeFailure("timeout", f"its steps took more than {limit_s:g} s together")
-        return None
-
-    def _fail(self, episode: Episode, failure: EpisodeFailure) -> None:
+    def _fail(self, episode: Episode, kind: str, detail: str) -> None:
         """Tells whoever waits for an episode that it is lost, or whoever asks for it next."""
-        episode.failure = failure
+        episode.failure = EpisodeReply(episode.key, failure=kind, detail=detail)
         if any(request.reply is None for request in episode.requests):
-            self._emit(episode, EpisodeReply(episode.key, failure=failure.kind, detail=failure.detail), is_over=True)
+            self._emit(episode, episode.failure, is_over=True)
         episode.leave()
 
     def _emit(self, episode: Episode, reply: EpisodeReply, *, is_over: bool) -> None:
@@ -347,7 +325,7 @@ class EpisodePool:
 
     def _end_if_overdue(self, worker: EpisodeWorker) -> None:
         now, setup = time.monotonic(), self._setup
-        hung = [episode for episode in worker.running if episode.deadline <= now]
+        hung = [episode for episode in worker.running if episode.sent_at + setup.step_timeout_s <= now]
         if hung:
             self._lose(worker, "timeout", f"took more than {setup.step_timeout_s:g} s", hung)
         elif worker.deadline <= now:
@@ -383,7 +361,7 @@ class EpisodePool:
             is_lost = episode.num_sent > 0 and not self._setup.replayable
             episode.is_suspect |= may_be_guilty
             if is_guilty or is_lost:
-                self._fail(episode, EpisodeFailure(kind, f"{request.do}: {detail}" if request else detail))
+                self._fail(episode, kind, f"{request.do}: {detail}" if request else detail)
             else:
                 episode.rewind()
                 self._place(episode)
