@@ -97,10 +97,6 @@ class Episode:
         messages = [{key: redact(text) for key, text in message.items()} for message in reply.messages]
         return reply._replace(messages=messages, detail=one_line(redact(reply.detail)))
 
-    def rewind(self) -> None:
-        """Lets a new process get all requests again."""
-        self.num_sent, self.current = 0, None
-
     def leave(self) -> None:
         """Lets nothing but `close` follow what was sent."""
         self.is_wanted = False

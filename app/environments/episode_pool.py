@@ -49,12 +49,6 @@ class EpisodeSetup:
     environment: Sequence[str]
     """Names of environment variables that workers get in addition to `ALLOWED_ENVIRONMENT`."""
 
-    @property
-    def name(self) -> str:
-        """The settings that say what is played, for messages."""
-        played = {"env.source": self.source, "env.tools": ", ".join(self.tools)}
-        return " and ".join(f"{setting}: {value}" for setting, value in played.items() if value)
-
 
 class EpisodeWorker(WorkerProcess):
     """A worker that plays episodes."""
@@ -109,8 +103,7 @@ class EpisodePool:
         """
         self._post(self._start)
         self._wait(lambda: self._tools is not None)
-        assert self._tools is not None
-        return self._tools
+        return self._tools or []
 
     def openings(self, starts: Sequence[EpisodeStart]) -> list[Messages | EpisodeFailure | None]:
         """Returns what the policy reads first in each episode; None = the prompt of its row."""
@@ -343,13 +336,13 @@ class EpisodePool:
         detail = detail or describe_exit(status)
         if not worker.is_loaded:
             why = detail if kind == "refused" else f"during the import, it {detail.removeprefix('its process ')}"
+            played = {"env.source": self._setup.source, "env.tools": ", ".join(self._setup.tools)}
+            name = " and ".join(f"{setting}: {value}" for setting, value in played.items() if value)
             if self._tools is None:
-                raise InputError(f"{self._setup.name}: {why}")
+                raise InputError(f"{name}: {why}")
             if self._start_failed:
-                raise RuntimeError(
-                    f"{self._setup.name}: a process that ended could not be started again: {why}. Mend that and start "
-                    "the command again (for grpo train, --resume auto goes on from the last checkpoint)"
-                )
+                way_out = "mend that and start the command again, grpo train with --resume auto"
+                raise RuntimeError(f"{name}: a lost process cannot be started again: {why}; {way_out}")
             self._start_failed = True
         is_idle = worker.is_loaded and not worker.running
         for episode in worker.episodes.values():
@@ -363,5 +356,5 @@ class EpisodePool:
             if is_guilty or is_lost:
                 self._fail(episode, kind, f"{request.do}: {detail}" if request else detail)
             else:
-                episode.rewind()
+                episode.num_sent, episode.current = 0, None
                 self._place(episode)

@@ -89,7 +89,8 @@ def _answer_call(call: ToolCall, tools: Mapping[str, Tool]) -> tuple[str, bool]:
     try:
         result = finished(tools[call.name](call.arguments))
         if isinstance(result, dict | list):
-            result = json.dumps(result, ensure_ascii=False, default=_to_json)
+            # NumPy's numbers and arrays as such, other objects as text.
+            result = json.dumps(result, ensure_ascii=False, default=lambda one: getattr(one, "tolist", one.__str__)())
         return str(result), True
     except MemoryError:
         raise
@@ -98,7 +99,3 @@ def _answer_call(call: ToolCall, tools: Mapping[str, Tool]) -> tuple[str, bool]:
         return f"Error: {'.'.join(map(str, problem['loc']))} of {call.name}: {problem['msg']}", False
     except Exception as error:
         return f"Error: {traceback.format_exception_only(error)[-1].strip()[:1000]}", False
-
-
-def _to_json(value: Any) -> Any:
-    return value.tolist() if hasattr(value, "tolist") else str(value)  # numbers and arrays of NumPy, others as text

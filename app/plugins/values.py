@@ -29,13 +29,12 @@ def to_number(value: Any) -> float:
     Raises:
         PlugInValueError: the value is not a finite number.
     """
-    refusal = PlugInValueError(f"returned {describe_value(value)}, expected a number")
-    if not hasattr(type(value), "__float__") and not hasattr(type(value), "__index__"):
-        raise refusal
     try:
+        if not hasattr(type(value), "__float__") and not hasattr(type(value), "__index__"):
+            raise TypeError
         result = float(value)
-    except (TypeError, ValueError, OverflowError):  # an array of several numbers, a huge integer
-        raise refusal from None
+    except (TypeError, ValueError):  # also an array of several numbers
+        raise PlugInValueError(f"returned {describe_value(value)}, expected a number") from None
     if not math.isfinite(result):
         raise PlugInValueError(f"returned {result}, expected a finite number")
     return result
@@ -47,7 +46,7 @@ def collect_extras(values: Mapping[Any, Any]) -> dict[str, float]:
     for name, value in values.items():
         if not isinstance(name, str) or not EXTRA_NAME_PATTERN.fullmatch(name) or len(extras) == MAX_EXTRAS:
             continue
-        with contextlib.suppress(PlugInValueError):
+        with contextlib.suppress(PlugInValueError, OverflowError):
             extras[name] = to_number(value)
     return extras
 

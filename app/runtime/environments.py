@@ -22,11 +22,7 @@ from settings.schema.environment import DECISIVE_FIELDS, EnvironmentSettings
 
 
 def open_pool(env: EnvironmentSettings) -> EpisodePool:
-    """Opens a pool for `env.*`, which starts no process yet.
-
-    Raises:
-        InputError: an environment variable of `env.environment` is not set.
-    """
+    """Opens a pool, without a process yet; raises InputError if a variable of `env.environment` is not set."""
     lend_variables(env.environment, setting="env.environment")
     return EpisodePool(EpisodeSetup(**env.model_dump(include=set(EpisodeSetup.__annotations__))))
 

@@ -379,7 +379,7 @@ def test_after_a_worker_that_cannot_be_replaced_all_calls_say_why_and_none_waits
         game.play("one")
         Path("plug.py").unlink()
         game.send("exit")
-        why = "^env.source: .*plug.py:Story: a process that ended could not be started again: no such file: .*Mend that"
+        why = "^env.source: .*plug.py:Story: a lost process cannot be started again: no such file: .*plug.py; mend that"
         for call in (
             lambda: pool.take(None),
             lambda: game.send("two"),
