@@ -19,7 +19,7 @@ from typing import Any
 from app.environments.builtin import ENVIRONMENTS, TOOLS
 from app.environments.interface import Answer, ToolCall
 from app.environments.tool_functions import Tool, answer_calls
-from app.plugins.loading import LoadError, describe_error, load_object
+from app.plugins.loading import LoadError, load_object
 from app.plugins.values import EXTRA_NAME_PATTERN, PlugInValueError, collect_extras, describe_value, finished, to_number
 
 MAX_CHARACTERS = 2**20
@@ -35,6 +35,7 @@ def load_environment(
 
     Raises:
         LoadError: something cannot be imported, or is not what its setting stands for.
+        Exception: of what makes an environment.
     """
     shared: dict[str, Tool] = {}
     for path in tools:
@@ -47,12 +48,7 @@ def load_environment(
     def make() -> AdaptedEnvironment:
         return AdaptedEnvironment(finished(made()) if made else None, shared)
 
-    try:
-        return make, make().schemas
-    except LoadError:
-        raise
-    except BaseException as error:  # including sys.exit
-        raise LoadError(f"{source}() failed: {describe_error(error)}") from error
+    return make, [tool.schema for tool in make().tools.values()]
 
 
 def _add(tools: dict[str, Tool], tool: Tool) -> None:
@@ -75,22 +71,18 @@ class AdaptedEnvironment:
     def __init__(self, environment: Any, tools: Mapping[str, Tool]) -> None:
         self._environment = environment
         self._has_step = hasattr(environment, "step")
-        self._tools = dict(tools)
+        self.tools = dict(tools)
+        """What the policy is told about."""
         self._is_reset = False
         if environment is None:
             return
         methods = [name for name in dir(environment) if not name.startswith("_") and name not in NOT_TOOLS]
         for name in methods if not self._has_step else ():
             if inspect.isroutine(method := getattr(environment, name)):
-                _add(self._tools, Tool(name, method))
-        if not hasattr(environment, "reset") or not (self._has_step or self._tools):
+                _add(self.tools, Tool(name, method))
+        if not hasattr(environment, "reset") or not (self._has_step or self.tools):
             raise LoadError(f"{describe_value(environment)} is not an environment, which has `reset` and `step`")
         self._takes_calls = self._has_step and "calls" in inspect.signature(environment.step).parameters
-
-    @property
-    def schemas(self) -> list[dict[str, Any]]:
-        """The tools that the policy is told about."""
-        return [tool.schema for tool in self._tools.values()]
 
     def reset(self, seed: int, columns: Mapping[str, Any]) -> list[dict[str, str]] | None:
         """Starts the episode and returns its opening; None = the prompt of the row."""
@@ -118,7 +110,7 @@ class AdaptedEnvironment:
         The messages are in the order of the calls. If the environment does not begin with a message of the role `tool`
         for each call that it got, nobody knows which belongs to which: those of the tools then come first.
         """
-        tools = self._tools
+        tools = self.tools
         own = [call for call in calls if not self._has_step or call.name in tools or (tools and call.error)]
         others = [call for call in calls if call not in own]
         results, counts = answer_calls(own, tools)

@@ -126,7 +126,7 @@ class Counter:
 
 def test_trl_environments_have_tools_and_a_reward() -> None:
     adapted = adapt(Counter(), add=add)
-    assert [schema["function"]["name"] for schema in adapted.schemas] == ["add", "increment"]
+    assert list(adapted.tools) == ["add", "increment"]
     chat = [{"role": "system", "content": "s"}, {"role": "user", "content": "Ready?"}]
     assert adapted.reset(0, {"prompt": chat}) == [chat[0], {"role": "user", "content": "Ready? Go!"}]
     assert adapted.reset(0, {"prompt": "Ready?"}) == [{"role": "user", "content": "Ready? Go!"}]
