@@ -63,8 +63,8 @@ SETTINGS_BELOW_RUNTIME = {
     },
     # The values of keys, which are never shown.
     "app.plugins": {"loading.secrets.redact", "loading.secrets.redact_also"},
-    # What episodes play and may use; the values of keys, which are never shown.
-    "app.environments": {"schema.environment.EnvironmentSettings", "loading.secrets.redact"},
+    # The values of keys, which are never shown.
+    "app.environments": {"loading.secrets.redact"},
     # The saved settings of a run, beside the defaults.
     "app.report": {"loading.fields.FIELDS", "checks.resumed_settings.SettingChange"},
     "app.distributed": {

@@ -176,15 +176,16 @@ def test_an_environment_finds_the_modules_of_the_user_and_the_interface(user_fol
     (user_folder.path / "game.py").write_text(
         "import app, sys\nfrom grpo import Answer\nimport settings\n"
         "class Game:\n    def reset(self): return None\n    def step(self, text, calls):\n"
-        "        assert not {'jax', 'numpy', 'pydantic'} & set(sys.modules)\n"
+        "        assert not {'jax', 'numpy'} & set(sys.modules)\n"
         "        return Answer('on', reward=app.REWARD * settings.FACTOR)"
     )
     reward = user_folder.run(
         "import grpo; grpo.add_program_to_path()\n"
         "from app.environments.episode import EpisodeStart\n"
-        "from app.environments.episode_pool import EpisodePool\n"
+        "from app.environments.episode_pool import EpisodePool, EpisodeSetup\n"
         "from settings.schema.environment import EnvironmentSettings\n"
-        "pool = EpisodePool(EnvironmentSettings(source='game.py:Game'))\n"
+        "env = EnvironmentSettings(source='game.py:Game')\n"
+        "pool = EpisodePool(EpisodeSetup(**env.model_dump(include=set(EpisodeSetup.__annotations__))))\n"
         "pool.load()\n"
         "pool.step('a', EpisodeStart(0, {}), None, 'go', [], is_last=True)\n"
         "print(pool.take(60)[0])\n"

@@ -19,7 +19,7 @@ from typing import Any
 from app.environments.builtin import ENVIRONMENTS, TOOLS
 from app.environments.interface import Answer, ToolCall
 from app.environments.tool_functions import Tool, answer_calls
-from app.plugins.loading import LoadError, describe_error, load_object
+from app.plugins.loading import LoadError, load_object
 from app.plugins.values import EXTRA_NAME_PATTERN, PlugInValueError, collect_extras, describe_value, finished, to_number
 
 MAX_CHARACTERS = 2**20
@@ -35,24 +35,20 @@ def load_environment(
 
     Raises:
         LoadError: something cannot be imported, or is not what its setting stands for.
+        Exception: of what makes an environment.
     """
     shared: dict[str, Tool] = {}
     for path in tools:
-        function = TOOLS[path] if path in TOOLS else load_object(path)
-        _add(shared, Tool(path.rpartition(":")[2].rpartition(".")[2], function))
-    made = ENVIRONMENTS[source] if source in ENVIRONMENTS else load_object(source) if source else None
+        name = path.rpartition(":")[2].rpartition(".")[2]
+        _add(shared, Tool(name, TOOLS.get(path) or load_object(path)))
+    made = source and (ENVIRONMENTS.get(source) or load_object(source))
     if source and not callable(made):
         raise LoadError(f"{source} is {describe_value(made)}, not a class or a function that makes an environment")
 
     def make() -> AdaptedEnvironment:
         return AdaptedEnvironment(finished(made()) if made else None, shared)
 
-    try:
-        return make, make().schemas
-    except LoadError:
-        raise
-    except BaseException as error:  # including sys.exit
-        raise LoadError(f"{source}() failed: {describe_error(error)}") from error
+    return make, [tool.schema for tool in make().tools.values()]
 
 
 def _add(tools: dict[str, Tool], tool: Tool) -> None:
@@ -75,22 +71,18 @@ class AdaptedEnvironment:
     def __init__(self, environment: Any, tools: Mapping[str, Tool]) -> None:
         self._environment = environment
         self._has_step = hasattr(environment, "step")
-        self._tools = dict(tools)
+        self.tools = dict(tools)
+        """What the policy is told about."""
         self._is_reset = False
         if environment is None:
             return
         methods = [name for name in dir(environment) if not name.startswith("_") and name not in NOT_TOOLS]
         for name in methods if not self._has_step else ():
             if inspect.isroutine(method := getattr(environment, name)):
-                _add(self._tools, Tool(name, method))
-        if not hasattr(environment, "reset") or not (self._has_step or self._tools):
+                _add(self.tools, Tool(name, method))
+        if not hasattr(environment, "reset") or not (self._has_step or self.tools):
             raise LoadError(f"{describe_value(environment)} is not an environment, which has `reset` and `step`")
         self._takes_calls = self._has_step and "calls" in inspect.signature(environment.step).parameters
-
-    @property
-    def schemas(self) -> list[dict[str, Any]]:
-        """The tools that the policy is told about."""
-        return [tool.schema for tool in self._tools.values()]
 
     def reset(self, seed: int, columns: Mapping[str, Any]) -> list[dict[str, str]] | None:
         """Starts the episode and returns its opening; None = the prompt of the row."""
@@ -113,16 +105,25 @@ class AdaptedEnvironment:
         return read_messages(opening, ("user", "system", "assistant", "tool"))
 
     def step(self, text: str, calls: Sequence[ToolCall]) -> Answer:
-        """Answers a turn: calls of tools by the tools, everything else by the environment."""
-        tools = self._tools
+        """Answers a turn: calls of tools by the tools, everything else by the environment.
+
+        The messages are in the order of the calls. If the environment does not begin with a message of the role `tool`
+        for each call that it got, nobody knows which belongs to which: those of the tools then come first.
+        """
+        tools = self.tools
         own = [call for call in calls if not self._has_step or call.name in tools or (tools and call.error)]
         others = [call for call in calls if call not in own]
-        messages, counts = answer_calls(own, tools)
+        results, counts = answer_calls(own, tools)
+        results = read_messages(results, ("tool",))
         answer = Answer(terminated=not calls)
         if self._has_step and (others or not calls):
             step = self._environment.step
             answer = read_answer(finished(step(text, others) if self._takes_calls else step(text)), bool(others))
-        messages = [*read_messages(messages, ("tool",)), *answer.messages]
+        told: list[Any] = [*answer.messages]
+        messages = [*results, *told]
+        if [message["role"] for message in told[: len(others)]] == ["tool"] * len(others):
+            by_tools, by_environment = iter(results), iter(told)
+            messages = [*(next(by_tools if call in own else by_environment) for call in calls), *by_environment]
         if not (messages or answer.terminated or answer.truncated):
             raise PlugInValueError("returned no message, although the episode goes on")
         if sum(len(message["content"]) for message in messages) > MAX_CHARACTERS:
@@ -177,7 +178,7 @@ def read_messages(value: Any, roles: Sequence[str]) -> list[dict[str, str]]:
     """
     if value is None:
         return []
-    if isinstance(value, str | int | float):
+    if isinstance(value, str | int | float) or getattr(value, "shape", None) == ():  # a number of NumPy
         value = [{"role": roles[0], "content": str(value)}]
     messages = []
     for message in value if isinstance(value, list | tuple) else [value]:

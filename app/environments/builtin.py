@@ -128,12 +128,10 @@ class GuessNumber:
     def step(self, text: str, calls: Sequence[ToolCall]) -> Answer:
         self._num_guesses += 1
         guess = text.strip()
-        is_last = self._num_guesses == 3
-        if not re.fullmatch("[0-9]", guess):
-            return Answer("?", terminated=is_last)
-        if int(guess) == self._secret:
+        if guess == str(self._secret):
             return Answer("=", reward=1.0, terminated=True)
-        return Answer("+" if self._secret > int(guess) else "-", terminated=is_last)
+        hint = "?" if not re.fullmatch("[0-9]", guess) else "+" if self._secret > int(guess) else "-"
+        return Answer(hint, terminated=self._num_guesses == 3)
 
 
 ENVIRONMENTS: dict[str, Callable[[], Any]] = {

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
-from collections import deque
+import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from pydantic import TypeAdapter
@@ -67,40 +66,30 @@ class Request:
     reply: EpisodeReply | None = None
 
 
+@dataclass(eq=False)
 class Episode:
-    """The requests of an episode. After the loss of its process, those that were answered are played again.
+    """The requests of an episode. After the loss of its process, those that were answered are played again."""
 
-    Args:
-        number: its name towards the worker.
-        key: its name towards the sampler.
-        opening: what `reset` must return, if that is known; otherwise the opening is all that is asked for.
-    """
-
-    def __init__(self, number: int, key: str, start: EpisodeStart, **opening: Messages | None) -> None:
-        self.number = number
-        self.key = key
-        self.asks_opening = not opening
-        reply = EpisodeReply(key, opening["messages"] or []) if opening else None
-        fields = {"seed": start.seed, "columns": start.columns}
-        self.todo = deque([Request("reset", fields, is_last=self.asks_opening, reply=reply)])
-        self.current: Request | None = None
-        """The request that its worker is answering."""
-        self.played: list[Request] = []
-        self.failure: EpisodeFailure | None = None
-        """Why it is over, if nobody waited for a reply at that time."""
-        self.is_wanted = True
-        """Whether anybody waits for its replies; otherwise it only closes."""
-        self.is_suspect = False
-        """Whether it may have ended its process; it then runs alone."""
-        self.seconds = 0.0
-        """Time of all steps so far."""
-        self.sent_at = 0.0
-        self.deadline = math.inf
-
-    @property
-    def is_awaited(self) -> bool:
-        """Whether a request waits for its first reply."""
-        return any(request and request.reply is None for request in (self.current, *self.todo))
+    key: str
+    """Its name towards the sampler."""
+    replies: list[EpisodeReply]
+    """Takes its replies."""
+    requests: list[Request]
+    """From its start on, the first `num_sent` of which its worker has got."""
+    number: int = field(default_factory=itertools.count().__next__)
+    """Its name towards the worker."""
+    num_sent: int = 0
+    current: Request | None = None
+    """The one that its worker is answering."""
+    failure: EpisodeReply | None = None
+    """Why it is over, if nobody waited for a reply at that time."""
+    is_wanted: bool = True
+    """Whether anybody waits for its replies; otherwise it only closes."""
+    is_suspect: bool = False
+    """Whether it may have ended its process; it then runs alone."""
+    seconds: float = 0.0
+    """Time of all steps so far."""
+    sent_at: float = 0.0
 
     def read(self, answer: Mapping[str, Any]) -> EpisodeReply:
         """Returns a worker's answer as a reply; raises ValueError if it is none."""
@@ -108,12 +97,7 @@ class Episode:
         messages = [{key: redact(text) for key, text in message.items()} for message in reply.messages]
         return reply._replace(messages=messages, detail=one_line(redact(reply.detail)))
 
-    def rewind(self) -> None:
-        """Puts the requests that were sent before the others, for a new process."""
-        self.todo = deque([*self.played, *filter(None, [self.current]), *self.todo])
-        self.played, self.current = [], None
-
     def leave(self) -> None:
-        """Lets nothing but `close` follow the current request."""
+        """Lets nothing but `close` follow what was sent."""
         self.is_wanted = False
-        self.todo = deque([Request("close", {}, is_last=True)])
+        self.requests[self.num_sent :] = [Request("close", {}, is_last=True)]

@@ -7,13 +7,14 @@ all if none was: they run while no other step does, and the next death is theirs
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,22 +25,36 @@ from app.plugins.loading import LoadError
 from app.plugins.worker_process import (
     WorkerProcess,
     describe_exit,
-    lend_variables,
     raise_if_refused,
     wait_for_answers,
     worker_environment,
 )
 from app.records.sample import Messages
-from settings.schema.environment import EnvironmentSettings
+from settings.errors import InputError
 
-WORKER_PROGRAM = "app.environments.worker_main"
+
+@dataclass(frozen=True, kw_only=True)
+class EpisodeSetup:
+    """What the episodes of a pool play and may use: the settings `env.*` of these names."""
+
+    source: str | None
+    tools: Sequence[str]
+    workers: int
+    concurrency: int
+    step_timeout_s: float
+    episode_timeout_s: float
+    load_timeout_s: float
+    memory_mib: int
+    replayable: bool
+    environment: Sequence[str]
+    """Names of environment variables that workers get in addition to `ALLOWED_ENVIRONMENT`."""
 
 
 class EpisodeWorker(WorkerProcess):
     """A worker that plays episodes."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        super().__init__(WORKER_PROGRAM, environment)
+        super().__init__("app.environments.worker_main", environment)
         self.episodes: dict[int, Episode] = {}
 
     @property
@@ -52,20 +67,16 @@ class EpisodePool:
     """Plays episodes of an environment, tools, or both. Its creator must close it.
 
     All methods can be called from any thread. An environment's fault costs its own episode and becomes a reply with
-    `failure`; only if no worker can be started anymore, the methods raise LoadError.
-
-    Raises:
-        InputError: an environment variable of `env.environment` is not set.
+    `failure`. If no worker can be started, all methods but `abandon` and `close` raise InputError at the first start,
+    RuntimeError later.
     """
 
-    def __init__(self, settings: EnvironmentSettings) -> None:
-        lend_variables(settings.environment, setting="env.environment")
+    def __init__(self, setup: EpisodeSetup) -> None:
         self.on_reply: Callable[[], object] = lambda: None
         """Called in the pool's thread after each reply."""
-        self._settings = settings
+        self._setup = setup
         # With many threads, the memory areas that glibc keeps for each core fill the address space.
-        self._environment = worker_environment([*settings.environment, *LOOKUP_VARIABLES]) | {"MALLOC_ARENA_MAX": "2"}
-        self._numbers = itertools.count()
+        self._environment = worker_environment([*setup.environment, *LOOKUP_VARIABLES]) | {"MALLOC_ARENA_MAX": "2"}
         self._workers: list[EpisodeWorker] = []
         self._start_failed = False
         """Whether the last start of a worker failed."""
@@ -74,12 +85,13 @@ class EpisodePool:
         self._is_closing = False
         self._commands: deque[Callable[[], object]] = deque()
         self._condition = threading.Condition()
-        """Guards what follows, which both sides use."""
+        """Guards what follows: the pool's thread adds to it, callers take from it."""
         self._tools: list[dict[str, Any]] | None = None
-        self._opened: dict[str, Messages | EpisodeFailure | None] = {}
         self._replies: list[EpisodeReply] = []
         self._error: BaseException | None = None
+        """Why the thread has ended."""
         self._alarm, self._ring = os.pipe()
+        os.set_blocking(self._ring, False)
         self._thread = threading.Thread(target=self._run, name="episodes", daemon=True)
         self._thread.start()
 
@@ -87,20 +99,21 @@ class EpisodePool:
         """Starts the first worker, and returns the tools of the environment, in the format of OpenAI.
 
         Raises:
-            LoadError: something cannot be imported, or is no environment or tool.
+            InputError: something cannot be imported, or is no environment or tool.
         """
         self._post(self._start)
         self._wait(lambda: self._tools is not None)
-        assert self._tools is not None
-        return self._tools
+        return self._tools or []
 
     def openings(self, starts: Sequence[EpisodeStart]) -> list[Messages | EpisodeFailure | None]:
         """Returns what the policy reads first in each episode; None = the prompt of its row."""
-        keys = [f"opening {next(self._numbers)}" for _ in starts]
-        for key, start in zip(keys, starts, strict=True):
-            self._post(partial(self._open, key, start))
-        self._wait(lambda: all(key in self._opened for key in keys))
-        return [self._opened.pop(key) for key in keys]
+        requests = [Request("reset", vars(start), is_last=True) for start in starts]
+        episodes = [Episode("opening", [], [request]) for request in requests]
+        for episode in episodes:
+            self._post(partial(self._place, episode))
+        self._wait(lambda: all(episode.replies for episode in episodes))
+        replies = [episode.replies[0] for episode in episodes]
+        return [EpisodeFailure(one.failure, one.detail) if one.failure else one.messages or None for one in replies]
 
     def step(
         self,
@@ -127,19 +140,19 @@ class EpisodePool:
 
     def abandon(self, key: str) -> None:
         """Closes an episode without scores and without a further reply."""
-        self._post(partial(self._abandon, key))
+        if self._error is None:
+            self._post(partial(self._abandon, key))
 
     def take(self, timeout_s: float | None) -> list[EpisodeReply]:
         """Returns all replies so far. If there are none, waits for one, at most `timeout_s` (None = without limit)."""
         self._wait(lambda: bool(self._replies), timeout_s)
         with self._condition:
-            replies, self._replies = self._replies, []
-        return replies
+            return [self._replies.pop(0) for _ in range(len(self._replies))]
 
     def close(self) -> None:
         """Kills all workers and waits until they have exited."""
         self._is_closing = True
-        os.write(self._ring, b"x")
+        self._wake()
         self._thread.join()
         os.close(self._alarm)
         os.close(self._ring)
@@ -151,8 +164,14 @@ class EpisodePool:
                 raise self._error
 
     def _post(self, command: Callable[[], object]) -> None:
+        if self._error is not None:
+            raise self._error
         self._commands.append(command)
-        os.write(self._ring, b"x")
+        self._wake()
+
+    def _wake(self) -> None:
+        with suppress(BlockingIOError):  # it is full, so the thread wakes anyway
+            os.write(self._ring, b"x")
 
     # What follows runs in the pool's thread.
 
@@ -168,64 +187,64 @@ class EpisodePool:
                     self._end_if_overdue(worker)
                 for worker in self._workers:
                     self._dispatch(worker)
+            self._error = RuntimeError("the environments have been closed")
         except BaseException as error:  # whoever waits must hear of it
             self._error = error
-            self._notify()
         finally:
+            self._notify()
             for worker in self._workers:
                 worker.kill()
 
     def _next_deadline(self) -> float:
-        episodes = (episode.deadline for worker in self._workers for episode in worker.running)
-        return min([math.inf, *episodes, *(worker.deadline for worker in self._workers)])
+        limit_s = self._setup.step_timeout_s
+        steps = (episode.sent_at + limit_s for worker in self._workers for episode in worker.running)
+        return min([math.inf, *steps, *(worker.deadline for worker in self._workers)])
 
     def _notify(self) -> None:
         with self._condition:
             self._condition.notify_all()
         self.on_reply()
 
-    def _start(self) -> EpisodeWorker:
+    def _start(self) -> None:
         worker = EpisodeWorker(self._environment)
         self._workers.append(worker)
-        settings = self._settings
-        order = {"source": settings.source, "tools": settings.tools, "memory_mib": settings.memory_mib}
-        worker.send(order, timeout_s=settings.load_timeout_s)
-        return worker
-
-    def _open(self, key: str, start: EpisodeStart, **opening: Messages | None) -> Episode:
-        episode = self._episodes[key] = Episode(next(self._numbers), key, start, **opening)
-        self._place(episode)
-        return episode
+        order = {"source": self._setup.source, "tools": self._setup.tools, "memory_mib": self._setup.memory_mib}
+        worker.send(order, timeout_s=self._setup.load_timeout_s)
 
     def _place(self, episode: Episode) -> None:
         """Gives an episode to the worker with the fewest."""
-        if len(self._workers) < self._settings.workers and all(worker.episodes for worker in self._workers):
+        if len(self._workers) < self._setup.workers and all(worker.episodes for worker in self._workers):
             self._start()
         worker = min(self._workers, key=lambda worker: len(worker.episodes))
         worker.episodes[episode.number] = episode
 
     def _ask(self, key: str, start: EpisodeStart, opening: Messages | None, request: Request) -> None:
-        episode = self._episodes.get(key) or self._open(key, start, messages=opening)
-        episode.todo.append(request)
-        if episode.failure:
-            self._fail(episode, episode.failure)
+        if key not in self._episodes:
+            reset = Request("reset", vars(start), reply=EpisodeReply(key, opening or []))
+            self._episodes[key] = Episode(key, self._replies, [reset])
+            self._place(self._episodes[key])
+        episode = self._episodes[key]
+        if episode.failure is not None:
+            self._emit(episode, episode.failure, is_over=True)
+        else:
+            episode.requests.append(request)
 
     def _abandon(self, key: str) -> None:
-        episode = self._episodes.pop(key, None)
-        if episode is not None and episode.failure is None:
+        if episode := self._episodes.pop(key, None):
             episode.leave()
 
     def _dispatch(self, worker: EpisodeWorker) -> None:
         """Sends requests to a worker, as many as it may run at once; a suspect runs alone."""
-        ready = [episode for episode in worker.episodes.values() if episode.todo and not episode.current]
+        episodes = worker.episodes.values()
+        ready = [one for one in episodes if one.num_sent < len(one.requests) and not one.current]
         for episode in sorted(ready, key=lambda episode: not episode.is_suspect):
             running = worker.running
             is_alone = any(one.is_suspect for one in (episode, *running))
-            if not worker.is_loaded or len(running) >= (1 if is_alone else self._settings.concurrency):
+            if not worker.is_loaded or len(running) >= (1 if is_alone else self._setup.concurrency):
                 return
-            request = episode.current = episode.todo.popleft()
+            request = episode.current = episode.requests[episode.num_sent]
+            episode.num_sent += 1
             episode.sent_at = time.monotonic()
-            episode.deadline = episode.sent_at + self._settings.step_timeout_s
             order = {"key": episode.number, "do": request.do, "is_last": request.is_last}
             worker.send({**order, **request.fields})
 
@@ -235,14 +254,12 @@ class EpisodePool:
         for answer in answers or ():
             if worker not in self._workers:  # lost at an earlier answer
                 return
-            if worker.is_loaded:
-                self._finish(worker, answer)
-            else:
-                self._finish_load(worker, answer)
+            finish = self._finish if worker.is_loaded else self._finish_load
+            finish(worker, answer)
 
     def _finish_load(self, worker: EpisodeWorker, answer: Mapping[str, Any]) -> None:
         try:
-            raise_if_refused(answer, memory=f"env.memory_mib = {self._settings.memory_mib}")
+            raise_if_refused(answer, memory=f"env.memory_mib = {self._setup.memory_mib}")
         except LoadError as refusal:
             self._lose(worker, "refused", str(refusal))
             return
@@ -264,76 +281,68 @@ class EpisodePool:
         if reply.failure == "memory":  # it may stay allocated
             self._lose(worker, reply.failure, reply.detail)
             return
-        request = episode.current
+        request, episode.current = episode.current, None
         assert request is not None
-        seconds = time.monotonic() - episode.sent_at
-        episode.seconds += seconds if request.reply is None else 0.0
         is_over = request.is_last or reply.terminated or reply.truncated or reply.failure is not None
-        if episode.is_wanted:
-            if failure := self._failure(episode, request, reply, is_over=is_over):
-                self._fail(episode, failure)
-            elif request.reply is None:
-                request.reply = reply._replace(seconds=seconds)
-                episode.is_suspect = False
-                self._emit(episode, request.reply, is_over=is_over)
-        episode.played.append(request)
-        episode.current = None
         if is_over:
             del worker.episodes[episode.number]
-
-    def _failure(
-        self, episode: Episode, request: Request, reply: EpisodeReply, *, is_over: bool
-    ) -> EpisodeFailure | None:
-        """Returns why an episode cannot go on with a reply."""
-        limit_s = self._settings.episode_timeout_s
-        known = request.reply
+        if not episode.is_wanted:
+            return
+        seconds = time.monotonic() - episode.sent_at
+        episode.seconds += seconds if request.reply is None else 0.0
+        known, limit_s = request.reply, self._setup.episode_timeout_s
         if reply.failure is not None:
-            return EpisodeFailure(reply.failure, f"{request.do}: {reply.detail}")
-        if known and known._replace(metrics={}, seconds=0.0) != reply._replace(metrics={}, seconds=0.0):
+            self._fail(episode, reply.failure, f"{request.do}: {reply.detail}")
+        elif known is not None and known._replace(metrics=reply.metrics) != reply:
             kind = "opening" if request.do == "reset" else "replay"
-            return EpisodeFailure(kind, f"{request.do}: gave another answer for the same seed, row and turns")
-        if episode.seconds > limit_s and not is_over:
-            return EpisodeFailure("timeout", f"its steps took more than {limit_s:g} s together")
-        return None
+            self._fail(episode, kind, f"{request.do}: gave another answer for the same seed, row and turns")
+        elif episode.seconds > limit_s and not is_over:
+            self._fail(episode, "timeout", f"its steps took more than {limit_s:g} s together")
+        elif known is None:
+            request.reply = reply
+            episode.is_suspect = False
+            self._emit(episode, reply._replace(seconds=seconds), is_over=is_over)
 
-    def _fail(self, episode: Episode, failure: EpisodeFailure) -> None:
+    def _fail(self, episode: Episode, kind: str, detail: str) -> None:
         """Tells whoever waits for an episode that it is lost, or whoever asks for it next."""
-        episode.failure = failure
-        if episode.is_awaited:
-            self._emit(episode, EpisodeReply(episode.key, failure=failure.kind, detail=failure.detail), is_over=True)
+        episode.failure = EpisodeReply(episode.key, failure=kind, detail=detail)
+        if any(request.reply is None for request in episode.requests):
+            self._emit(episode, episode.failure, is_over=True)
         episode.leave()
 
     def _emit(self, episode: Episode, reply: EpisodeReply, *, is_over: bool) -> None:
         if is_over:
-            del self._episodes[episode.key]
-        with self._condition:
-            if episode.asks_opening:
-                self._opened[episode.key] = episode.failure or list(reply.messages) or None
-            else:
-                self._replies.append(reply)
+            self._episodes.pop(episode.key, None)
+        episode.replies.append(reply)
         self._notify()
 
     def _end_if_overdue(self, worker: EpisodeWorker) -> None:
-        now, settings = time.monotonic(), self._settings
-        hung = [episode for episode in worker.running if episode.deadline <= now]
+        now, setup = time.monotonic(), self._setup
+        hung = [episode for episode in worker.running if episode.sent_at + setup.step_timeout_s <= now]
         if hung:
-            self._lose(worker, "timeout", f"took more than {settings.step_timeout_s:g} s", hung)
+            self._lose(worker, "timeout", f"took more than {setup.step_timeout_s:g} s", hung)
         elif worker.deadline <= now:
-            self._lose(worker, "timeout", f"took more than {settings.load_timeout_s:g} s")
+            self._lose(worker, "timeout", f"took more than {setup.load_timeout_s:g} s")
 
     def _lose(self, worker: EpisodeWorker, kind: str, detail: str = "", hung: Sequence[Episode] = ()) -> None:
         """Kills a worker and recovers its episodes.
 
         Raises:
-            LoadError: a start has failed, of the first worker or twice in succession.
+            InputError: the first worker cannot start.
+            RuntimeError: two later starts in succession have failed.
         """
         status = worker.kill()
         self._workers.remove(worker)
         detail = detail or describe_exit(status)
         if not worker.is_loaded:
-            if self._tools is None or self._start_failed:
-                text = f"during the import, it {detail.removeprefix('its process ')}"
-                raise LoadError(detail if kind == "refused" else text)
+            why = detail if kind == "refused" else f"during the import, it {detail.removeprefix('its process ')}"
+            played = {"env.source": self._setup.source, "env.tools": ", ".join(self._setup.tools)}
+            name = " and ".join(f"{setting}: {value}" for setting, value in played.items() if value)
+            if self._tools is None:
+                raise InputError(f"{name}: {why}")
+            if self._start_failed:
+                way_out = "mend that and start the command again, grpo train with --resume auto"
+                raise RuntimeError(f"{name}: a lost process cannot be started again: {why}; {way_out}")
             self._start_failed = True
         is_idle = worker.is_loaded and not worker.running
         for episode in worker.episodes.values():
@@ -342,10 +351,10 @@ class EpisodePool:
             request = episode.current
             may_be_guilty = episode in hung if hung else is_idle or request is not None
             is_guilty = may_be_guilty and (bool(hung) or episode.is_suspect)
-            is_lost = bool(request or episode.played) and not self._settings.replayable
+            is_lost = episode.num_sent > 0 and not self._setup.replayable
             episode.is_suspect |= may_be_guilty
             if is_guilty or is_lost:
-                self._fail(episode, EpisodeFailure(kind, f"{request.do}: {detail}" if request else detail))
+                self._fail(episode, kind, f"{request.do}: {detail}" if request else detail)
             else:
-                episode.rewind()
+                episode.num_sent, episode.current = 0, None
                 self._place(episode)

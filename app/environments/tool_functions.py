@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
-from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import ArgsKwargs
 
 from app.environments.interface import ToolCall
@@ -20,13 +19,6 @@ from app.plugins.values import describe_value, finished
 ARGUMENT_SECTION = re.compile(r"(?ms)^(?:Args|Arguments|Parameters):\n(.*?)(?=^\S|\Z)")
 ARGUMENT = re.compile(r"(?m)^ +(\w+)(?: \(.*?\))?: (.*(?:\n {5,}.*)*)")
 """An argument and its text in a docstring of Google's style, where lines that go on are indented further."""
-
-
-class SchemaWithoutTitles(GenerateJsonSchema):
-    """Leaves out the titles of parameters, which repeat their names."""
-
-    def field_title_should_be_set(self, schema: Any) -> bool:
-        return False
 
 
 class Tool:
@@ -50,13 +42,15 @@ class Tool:
         try:
             # Policies write numbers where texts are expected, and texts in place of numbers.
             self._call = TypeAdapter(callee, config=ConfigDict(coerce_numbers_to_str=True))
-            described = self._call.json_schema(schema_generator=SchemaWithoutTitles)
+            described = self._call.json_schema()
         except (PydanticUserError, NameError, TypeError) as error:
             reason = str(error).splitlines()[0]
             raise LoadError(f"the parameters of the tool {name} cannot be described: {reason}") from None
         if described["type"] != "object":
             raise LoadError(f"the tool {name} takes {inspect.signature(function)}; every parameter must have a name")
         parameters = {key: described[key] for key in ("type", "properties", "required", "$defs") if key in described}
+        for schema in parameters["properties"].values():
+            schema.pop("title", None)  # repeats the name
         section = ARGUMENT_SECTION.search(text)
         for parameter, description in ARGUMENT.findall(section[1]) if section else ():
             if parameter in parameters["properties"]:
@@ -94,7 +88,10 @@ def _answer_call(call: ToolCall, tools: Mapping[str, Tool]) -> tuple[str, bool]:
         return f"Error: there is no tool {call.name!r}; the tools are {', '.join(tools) or 'none'}", False
     try:
         result = finished(tools[call.name](call.arguments))
-        return json.dumps(result, ensure_ascii=False) if isinstance(result, dict | list) else str(result), True
+        if isinstance(result, dict | list):
+            # NumPy's numbers and arrays as such, other objects as text.
+            result = json.dumps(result, ensure_ascii=False, default=lambda one: getattr(one, "tolist", one.__str__)())
+        return str(result), True
     except MemoryError:
         raise
     except ValidationError as error:

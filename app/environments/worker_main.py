@@ -45,8 +45,8 @@ def main() -> None:
     event_loop()  # before there are other threads
     try:
         make, schemas = load_environment(order["source"], order["tools"])
-    except LoadError as refusal:
-        channel.send({"refused": str(refusal)})
+    except BaseException as error:  # including sys.exit
+        channel.send({"refused": str(error) if isinstance(error, LoadError) else describe_error(error)})
         return
     channel.send({"tools": schemas})
     episodes: dict[int, queue.SimpleQueue[dict[str, Any]]] = {}

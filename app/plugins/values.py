@@ -29,9 +29,12 @@ def to_number(value: Any) -> float:
     Raises:
         PlugInValueError: the value is not a finite number.
     """
-    if not hasattr(type(value), "__float__") and not hasattr(type(value), "__index__"):
-        raise PlugInValueError(f"returned {describe_value(value)}, expected a number")
-    result = float(value)
+    try:
+        if not hasattr(type(value), "__float__") and not hasattr(type(value), "__index__"):
+            raise TypeError
+        result = float(value)
+    except (TypeError, ValueError):  # also an array of several numbers
+        raise PlugInValueError(f"returned {describe_value(value)}, expected a number") from None
     if not math.isfinite(result):
         raise PlugInValueError(f"returned {result}, expected a finite number")
     return result
@@ -43,10 +46,8 @@ def collect_extras(values: Mapping[Any, Any]) -> dict[str, float]:
     for name, value in values.items():
         if not isinstance(name, str) or not EXTRA_NAME_PATTERN.fullmatch(name) or len(extras) == MAX_EXTRAS:
             continue
-        try:
+        with contextlib.suppress(PlugInValueError, OverflowError):
             extras[name] = to_number(value)
-        except (PlugInValueError, TypeError, ValueError, OverflowError):
-            continue
     return extras
 
 

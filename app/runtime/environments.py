@@ -8,9 +8,9 @@ from functools import partial
 from typing import Any
 
 from app.distributed.host_consistency import plugin_file_digests
-from app.environments.episode_pool import EpisodePool
-from app.plugins.loading import LoadError
+from app.environments.episode_pool import EpisodePool, EpisodeSetup
 from app.plugins.printable import one_line
+from app.plugins.worker_process import lend_variables
 from app.prompts.bridge import TurnBridge
 from app.prompts.tokenizer import Tokenizer
 from app.prompts.tool_calls import resolve_format, turn_calls
@@ -19,6 +19,12 @@ from app.rollout.conversations import Conversations, TurnLimits
 from settings import Settings
 from settings.errors import InputError
 from settings.schema.environment import DECISIVE_FIELDS, EnvironmentSettings
+
+
+def open_pool(env: EnvironmentSettings) -> EpisodePool:
+    """Opens a pool, without a process yet; raises InputError if a variable of `env.environment` is not set."""
+    lend_variables(env.environment, setting="env.environment")
+    return EpisodePool(EpisodeSetup(**env.model_dump(include=set(EpisodeSetup.__annotations__))))
 
 
 def prepare_turns(settings: Settings, tokenizer: Tokenizer) -> None:
@@ -30,12 +36,8 @@ def prepare_turns(settings: Settings, tokenizer: Tokenizer) -> None:
     env = settings.env
     if not env.is_used:
         return
-    with closing(EpisodePool(env)) as pool:
-        try:
-            tokenizer.tools = pool.load()
-        except LoadError as error:
-            place = f"env.source: {env.source}" if env.source else f"env.tools: {', '.join(env.tools)}"
-            raise InputError(f"{place}: {error}") from error
+    with closing(open_pool(env)) as pool:
+        tokenizer.tools = pool.load()
     TurnBridge(tokenizer, tokenizer.tools)
     resolve_format(env.parser, tokenizer, has_tools=bool(tokenizer.tools))
 
@@ -65,7 +67,7 @@ def open_conversations(settings: Settings, tokenizer: Tokenizer) -> Conversation
         max_suspended=env.max_suspended,
     )
     return Conversations(
-        pool=EpisodePool(env),
+        pool=open_pool(env),
         bridge=TurnBridge(of_thread, of_thread.tools),
         limits=limits,
         seed=settings.run.seed,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from app.environments.episode import EpisodeReply, EpisodeStart
-from app.environments.episode_pool import EpisodePool
+from app.environments.episode_pool import EpisodePool, EpisodeSetup
 from app.environments.interface import ToolCall
 from settings.schema.environment import EnvironmentSettings
 
@@ -27,7 +27,8 @@ def write(folder: Path, source: str) -> str:
 def opened(**settings: Any) -> Iterator[EpisodePool]:
     """Opens a pool of one worker; any setting of `env` can be changed."""
     defaults = {"workers": 1, "concurrency": 8, "step_timeout_s": 60}
-    pool = EpisodePool(EnvironmentSettings.model_validate(defaults | settings))
+    env = EnvironmentSettings.model_validate(defaults | settings)
+    pool = EpisodePool(EpisodeSetup(**env.model_dump(include=set(EpisodeSetup.__annotations__))))
     try:
         yield pool
     finally:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from app.environments.adapters import AdaptedEnvironment, load_environment
@@ -125,7 +126,7 @@ class Counter:
 
 def test_trl_environments_have_tools_and_a_reward() -> None:
     adapted = adapt(Counter(), add=add)
-    assert [schema["function"]["name"] for schema in adapted.schemas] == ["add", "increment"]
+    assert list(adapted.tools) == ["add", "increment"]
     chat = [{"role": "system", "content": "s"}, {"role": "user", "content": "Ready?"}]
     assert adapted.reset(0, {"prompt": chat}) == [chat[0], {"role": "user", "content": "Ready? Go!"}]
     assert adapted.reset(0, {"prompt": "Ready?"}) == [{"role": "user", "content": "Ready? Go!"}]
@@ -176,9 +177,67 @@ def test_calls_of_tools_do_not_step_the_environment_and_other_turns_do() -> None
     assert contents(adapted.step("t", [call])) == ["2"]
     assert contents(adapted.step("t", [ToolCall("", {}, "bad")])) == ["Error: bad"]
     both = adapted.step("t", [other, call])
-    assert contents(both) == ["2", "t ['move']"]
+    assert contents(both) == ["t ['move']", "2"]
     assert (both.reward, both.metrics) == (1.0, {"tool_calls": 1})
     assert adapted.step("t", []).messages == [{"role": "user", "content": "t []"}]
+
+
+@pytest.mark.parametrize(
+    ("observation", "messages"),
+    [
+        ([{"role": "tool", "content": "x"}, {"role": "tool", "content": "y"}], ["2", "x", "4", "y"]),
+        (
+            [{"role": "tool", "content": "x"}, {"role": "tool", "content": "y"}, {"role": "user", "content": "z"}],
+            ["2", "x", "4", "y", "z"],
+        ),
+        ("x", ["2", "4", "x"]),
+        ([{"role": "user", "content": "x"}, {"role": "tool", "content": "y"}], ["2", "4", "x", "y"]),
+    ],
+)
+def test_results_are_in_the_order_of_the_calls_if_each_has_its_own(observation: Any, messages: list[str]) -> None:
+    class Two(Echo):
+        def step(self, text, calls):
+            assert [call.name for call in calls] == ["move", "look"]
+            return observation
+
+    calls = [ToolCall("add", {"a": 1, "b": 1}), ToolCall("move", {}), ToolCall("add", {"a": 2, "b": 2})]
+    assert contents(adapt(Two(), add=add).step("t", [*calls, ToolCall("look", {})])) == messages
+
+
+@pytest.mark.parametrize("number", [np.int64(3), np.float32(0.1), np.array(3), np.array(0.1, np.float32), np.True_])
+def test_numbers_of_numpy_are_numbers(number: Any) -> None:
+    class Gym(Echo):
+        def reset(self):
+            return number, {}
+
+        def step(self, action):
+            return number, number, np.False_, np.array(False), {"n": number}
+
+        def score(self):
+            return {"s": number}
+
+    def measure() -> dict[str, Any]:
+        """Measures."""
+        return {"n": number, "all": np.array([1, 2])}
+
+    adapted = adapt(Gym(), measure=measure)
+    (opening,) = adapted.reset(0, {}) or []
+    answer = adapted.step("x", [])
+    assert opening["content"] == str(number) and contents(answer) == [str(number)]
+    assert json.loads(json.dumps(answer.metrics)) == {"n": float(number)}
+    assert (answer.reward, answer.terminated, answer.truncated) == (float(number), False, False)
+    assert type(answer.reward) is float and adapted.score() == {"s": float(number)}
+    (result,) = contents(adapted.step("x", [ToolCall("measure", {})]))
+    assert json.loads(result) == {"n": number.item(), "all": [1, 2]}
+
+
+def test_an_array_is_no_reward() -> None:
+    class Gym(Echo):
+        def step(self, action):
+            return "x", np.array([1, 2]), False, {}
+
+    with pytest.raises(PlugInValueError, match="expected a number"):
+        adapt(Gym()).step("x", [])
 
 
 def test_halves_of_characters_in_results_are_replaced() -> None:

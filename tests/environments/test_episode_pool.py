@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import queue
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
 from app.environments.episode import EpisodeFailure, EpisodeStart
-from app.plugins.loading import LoadError
 from app.plugins.worker_process import MAX_PRINTED_BYTES
-from tests.environments.pools import Game, contents, opened, take, write
+from settings.errors import InputError
+from tests.environments.pools import WAIT_S, Game, contents, opened, take, write
 from tests.reward.processes import WORKERS, children, ended
 
 pytestmark = WORKERS
@@ -344,7 +346,8 @@ def test_what_the_environment_started_ends_with_the_pool(tmp_path: Path) -> None
         ("x = 1", "plug.py has no `E`; its functions: none"),
         ("E = 1", "plug.py:E is int 1, not a class or a function that makes an environment"),
         ("class E: pass", "is not an environment, which has `reset` and `step`"),
-        ("class E:\n    def __init__(self, size): pass", r"plug.py:E\(\) failed: TypeError"),
+        ("class E:\n    def __init__(self, size): pass", r"TypeError: E.__init__\(\) missing 1 required"),
+        ("import sys\nclass E:\n    def __init__(self): sys.exit(5)", r"SystemExit: 5 \(.*plug.py:3\)"),
         ("1 / 0", "importing .*plug.py failed: ZeroDivisionError"),
         ("import os\nos._exit(4)", "during the import, it ended with exit code 4"),
         ("import time\ntime.sleep(100)", "during the import, it took more than 2 s"),
@@ -353,22 +356,66 @@ def test_what_the_environment_started_ends_with_the_pool(tmp_path: Path) -> None
 )
 def test_what_is_no_environment_is_refused(tmp_path: Path, source: str, message: str) -> None:
     limit = 2 if "sleep" in source else 60
-    with opened(source=f"{write(tmp_path, source)}:E", load_timeout_s=limit, memory_mib=512) as pool:
-        with pytest.raises(LoadError, match=message):
-            pool.load()
-        with pytest.raises(LoadError, match=message):
-            pool.take(None)
+    path = write(tmp_path, source)
+    with (
+        opened(source=f"{path}:E", load_timeout_s=limit, memory_mib=512) as pool,
+        pytest.raises(InputError, match=f"^env.source: {path}:E: .*{message}"),
+    ):
+        pool.load()
 
 
-def test_a_worker_that_cannot_be_replaced_ends_the_wait(story: str) -> None:
+def test_messages_name_the_settings_of_what_cannot_be_loaded() -> None:
+    with opened(tools=["calculator", "gone.py:f"]) as pool, pytest.raises(InputError) as refusal:
+        pool.load()
+    assert str(refusal.value).startswith("env.tools: calculator, gone.py:f: no such file: ")
+    with opened(source="lookup", tools=["gone.py:f"]) as pool, pytest.raises(InputError) as refusal:
+        pool.openings([EpisodeStart(0, {})])
+    assert str(refusal.value).startswith("env.source: lookup and env.tools: gone.py:f: no such file: ")
+
+
+def test_after_a_worker_that_cannot_be_replaced_all_calls_say_why_and_none_waits(story: str) -> None:
     with opened(source=story) as pool:
         pool.load()
         game = Game(pool, "a")
         game.play("one")
         Path("plug.py").unlink()
         game.send("exit")
-        with pytest.raises(LoadError, match="no such file"):
+        why = "^env.source: .*plug.py:Story: a lost process cannot be started again: no such file: .*plug.py; mend that"
+        for call in (
+            lambda: pool.take(None),
+            lambda: game.send("two"),
+            lambda: pool.end("b", game.start, None),
+            lambda: pool.openings([game.start]),
+            pool.load,
+        ):
+            with pytest.raises(RuntimeError, match=why):
+                call()
+        pool.abandon("a")
+
+
+def test_callers_do_not_wait_for_a_busy_pool(story: str) -> None:
+    with opened(source=story) as pool:
+        go_on, waits = threading.Event(), list[bool]()
+        pool.on_reply = lambda: waits.append(go_on.wait(WAIT_S))
+        pool.load()
+        for _ in range(2**16 + 1):  # more than the pipe holds
+            pool.abandon("a")
+        go_on.set()
+        assert contents(Game(pool, "a").play("one")) == ["one"] and all(waits)
+
+
+def test_closing_ends_the_wait_for_a_reply(story: str) -> None:
+    told: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def wait() -> None:
+        with pytest.raises(RuntimeError) as ended:
             pool.take(None)
+        told.put(str(ended.value))
+
+    with opened(source=story) as pool:
+        pool.load()
+        threading.Thread(target=wait, daemon=True).start()
+    assert told.get(timeout=WAIT_S) == "the environments have been closed"
 
 
 ASYNC = """
