@@ -93,8 +93,8 @@ def test_all_samples_of_a_step_get_slots_and_blocks_where_memory_is_no_limit(
     assert size_of(opened(prompts_per_step=3, group_size=5))[0] == 16
 
 
-WORKERS: dict[str, int | str] = {"scheduler": "adaptive", "workers.heavy.slots": 4}
-ASYNC = WORKERS | {"max_staleness": 1}
+WORKERS: dict[str, Any] = {"scheduler": "adaptive", "workers.heavy.slots": 4}
+ASYNC: dict[str, Any] = WORKERS | {"max_staleness": 1}
 
 
 @pytest.mark.parametrize("slots", ["auto", "null"])
@@ -102,7 +102,7 @@ def test_evaluations_beside_busy_workers_have_slots_if_environments_answer(
     slots: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_memory(monkeypatch, None)
-    chosen = ASYNC | {"slots": slots, "mode": "exact", "prompts_per_step": 3, "group_size": 5}
+    chosen: dict[str, Any] = ASYNC | {"slots": slots, "mode": "exact", "prompts_per_step": 3, "group_size": 5}
     with closing(opened(environment="guess_number", **chosen)) as session:
         assert session.workers is not None and session.evaluation_generator is session.continuous_batching
         assert size_of(session)[0] == 16
@@ -119,7 +119,7 @@ def test_evaluations_run_where_rollouts_do_unless_workers_are_busy() -> None:
             assert session.workers is not None and session.evaluation_generator is session.workers
         with closing(opened(environment=environment, slots=8)) as session:
             assert session.evaluation_generator is session.continuous_batching is not None
-    for chosen in (ASYNC, {"slots": "null", "kv_block_size": "null"}):
+    for chosen in (ASYNC, dict[str, Any](slots="null", kv_block_size="null")):
         with closing(opened(**chosen)) as session:
             assert session.evaluation_generator is session.continuous_batching is None
 
