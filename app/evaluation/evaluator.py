@@ -51,7 +51,7 @@ def generate_samples(
     Raises:
         StoppedError: generation was stopped, on this host or another.
     """
-    generate = _generate_in_batches if session.evaluates_in_batches else _generate_from_queue
+    generate = _generate_in_batches if session.evaluation_generator is None else _generate_from_queue
     return generate(session, weights, prompts, [i for i in host_shard(len(prompts)) if i in prompt_indices])
 
 

@@ -227,7 +227,7 @@ def _generate_missing_samples(
     settings, num_prompts = inputs.settings, len(host_shard(len(inputs.prompts)))
     if not max_over_hosts(np.asarray(len(missing_prompts))):
         return {}
-    session = stack.enter_context(closing(Session.open(settings, inputs.source.model)))
+    session = stack.enter_context(closing(Session.open(settings, inputs.source.model, generates="evaluations")))
     session.open_generators()
     weights = inputs.source.load_decode_weights(session)
     session.compile_evaluation()

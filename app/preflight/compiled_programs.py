@@ -117,7 +117,7 @@ def step_memory(
     absent = {"prefill": "kv_cache", "decode": "prompt_cache"} if session.continuous_generator is None else {}
     for one in compile_programs(session, learning, shapes, reward_model, hlo) if compiles else ():
         programs.append(one)
-        shared = one.phase == "rollout" and "evaluation" in arrays and not session.evaluates_in_batches
+        shared = one.phase == "rollout" and "evaluation" in arrays and _evaluates_with_rollout_programs(session)
         for phase in (one.phase, "evaluation") if shared else (one.phase,):
             buffers = {name: size for name, size in arrays[phase].items() if name != absent.get(one.name)}
             buffers |= {"temporaries": one.temporary_bytes, "padding": one.padding_bytes}
@@ -269,22 +269,26 @@ def _lower_programs(
             yield phase, "optimizer", lowered["optimizer"], ProgramWork(0, {})
 
 
+def _evaluates_with_rollout_programs(session: Session) -> bool:
+    return session.evaluation_generator is not None and session.evaluation_generator is session.continuous_generator
+
+
 def _lower_generation(session: Session, shapes: StepShapes) -> Iterator[tuple[str, str, Lowered, ProgramWork]]:
     """Yields (phase, name, lowered program, its work) for prefill and decode on this host's devices."""
-    batches = {"evaluation": (shapes.evaluation, session.eval_sampling_params)} if session.evaluates_in_batches else {}
     found: list[tuple[str, Mesh, BatchShape, Mapping[str, Lowered]]] = []
-    if session.continuous_generator is None:
-        batches["rollout"] = (shapes.rollout, session.sampling_params)
-    elif session.settings.rollout.pool != "ray":
-        # The phases share the programs of the slots.
-        phase, engine = "evaluation" if shapes.rollout is None else "rollout", session.continuous_generator.engine
-        truncates = session.sampling_params.truncates
-        programs = engine.programs.lower_programs(truncates=truncates, recomputes=engine.recomputes)
-        found.append((phase, engine.programs.mesh, engine.batch_shape, programs))
-    for phase, (shape, sampling) in batches.items():
-        if shape is not None:
-            programs = session.engine.lower_programs(shape, truncates=sampling.truncates)
+    for phase, generator, shape, rules in (
+        ("rollout", session.continuous_generator, shapes.rollout, session.sampling_params),
+        ("evaluation", session.evaluation_generator, shapes.evaluation, session.eval_sampling_params),
+    ):
+        if shape is None or (found and _evaluates_with_rollout_programs(session)):
+            continue
+        if generator is None:
+            programs = session.engine.lower_programs(shape, truncates=rules.truncates)
             found.append((phase, session.engine.mesh, shape, programs))
+        elif generator is not session.workers or session.settings.rollout.pool != "ray":
+            slots = generator.engine
+            programs = slots.programs.lower_programs(truncates=rules.truncates, recomputes=slots.recomputes)
+            found.append((phase, slots.programs.mesh, shape, programs))
     for phase, mesh, shape, programs in found:
         work_of = functools.partial(
             generation_work, session.model_spec.architecture, mesh, session.settings.model.dtype

@@ -210,8 +210,8 @@ def make_dry_run_report(
     run = {"resume": resume, "replay_request": replay_request, "allow_changed": allow_changed}
     with prepare_run(resolved, **run, compiles=compiles) as launch:
         learning, inputs = launch.learning, launch.inputs
-        generates, prompts = inputs.replay is None, (inputs.prompts, inputs.eval_prompts)
-        shapes = compute_step_shapes(launch.session, learning, *prompts, inputs.reward_model, generates=generates)
+        prompts = inputs.prompts, inputs.eval_prompts
+        shapes = compute_step_shapes(launch.session, learning, *prompts, inputs.reward_model)
         with error_barrier():
             memory, programs = step_memory(launch.session, learning, shapes, inputs.reward_model, compiles=compiles)
         if jax.process_index():

@@ -165,7 +165,7 @@ def build_mesh_inspection(
             memory_bytes=memory_bytes,
         ),
         generation=_describe_generation(session, shapes),
-        weight_transfer=_weight_transfer(session, shapes),
+        weight_transfer=_weight_transfer(session),
         workers=tuple(_worker_placements(session)),
         memory=memory,
         peak_bytes=sum(memory[peak_phase(memory)].values()),
@@ -191,14 +191,14 @@ def _describe_generation(session: Session, shapes: StepShapes) -> str:
     return f"one batch of {rows} on each host" if hosts == 1 else f"one batch of all {hosts} hosts, {rows} on each"
 
 
-def _weight_transfer(session: Session, shapes: StepShapes) -> WeightTransfer:
+def _weight_transfer(session: Session) -> WeightTransfer:
     settings, engine, chip = session.settings, session.engine, find_chip(device_kind(session.mesh.devices.flat[0]))
     dtype = jnp.dtype(settings.model.dtype)
     received = transferred_bytes(engine.definition, session.mesh, engine.mesh_of_all_hosts, dtype)
     copied = 0
     if session.generation_devices:
-        assert shapes.rollout is not None
-        copied = bytes_per_device(session.rollout_footprint(shapes.rollout).weights)
+        assert session.workers is not None
+        copied = bytes_per_device(session.workers.footprint().weights)
     return WeightTransfer(received, chip and received / chip.ici_bytes_per_s, copied)
 
 

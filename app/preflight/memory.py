@@ -84,14 +84,8 @@ def compute_step_shapes(
     prompts: Sequence[Prompt],
     held_out: Sequence[Prompt],
     reward_model: NetworkSpec | None = None,
-    *,
-    generates: bool = True,
 ) -> StepShapes:
-    """Returns the shapes of a run over these prompts, the same on every host.
-
-    Args:
-        generates: False if samples come from files.
-    """
+    """Returns the shapes of a run over these prompts, the same on every host."""
     settings, rollout = session.settings, session.settings.rollout
     longest_prompt, longest_held_out = (
         max((len(prompt.token_ids) for prompt in group), default=0) for group in (prompts, held_out)
@@ -109,7 +103,7 @@ def compute_step_shapes(
 
     mini_batch = rollout.prompts_per_step // settings.num_mini_batches
     shape = evaluation = reward = critic_update = None
-    if generates:
+    if session.generates == "rollouts":
         shape = session.rollout_shape(
             num_prompts=rollout.prompts_per_step, group_size=rollout.group_size, longest_prompt=longest_prompt
         )
@@ -148,10 +142,7 @@ def memory_by_phase(
     rollout: MemoryBreakdown = {}
     phases: dict[str, MemoryBreakdown] = {}
     if shapes.rollout is not None:
-        rollout = _generation_bytes(session.rollout_footprint(shapes.rollout))
-        if session.generates_async:
-            # Workers receive new weights before dropping the old ones.
-            rollout = {**rollout, "decode_weights": 2 * rollout["decode_weights"]}
+        rollout = _generation_bytes(session.footprint(session.continuous_generator, shapes.rollout))
         if session.generation_devices:
             phases["rollout"], rollout = rollout, {}
         elif session.generates_async:
@@ -159,7 +150,7 @@ def memory_by_phase(
             always, rollout = _sum_breakdowns(always, rollout), {}
         phases.setdefault("rollout", {**always, **rollout})
     if shapes.evaluation is not None:
-        footprint = session.evaluation_footprint(shapes.evaluation)
+        footprint = session.footprint(session.evaluation_generator, shapes.evaluation)
         phases["evaluation"] = _sum_breakdowns(always, _generation_bytes(footprint))
     if shapes.reward is not None:
         # The sampler's weights stay between the rounds of a group filter.

@@ -69,7 +69,7 @@ class Tokenizer:
                 "set eos_token in tokenizer_config.json"
             )
         self.has_chat_template = bool(hf_tokenizer.chat_template)
-        self.template_kwargs = template_kwargs
+        self.template_kwargs = dict(template_kwargs)
         self.tools: Sequence[Mapping[str, Any]] = ()
         """Schemas of the functions that prompts list, as OpenAI defines them."""
         hf_tokenizer.model_max_length = 2**31  # The settings limit prompts; transformers would only warn.

@@ -54,9 +54,7 @@ def open_continuous_batching(
         InputError: the slots cannot be split over the devices.
     """
     rollout, num_shards = settings.rollout, num_cache_shards(mesh, definition.architecture.num_kv_heads)
-    # Workers that generate during training leave an evaluation with an environment to slots.
-    is_for_evaluation = settings.env.is_used and rollout.has_workers and rollout.max_staleness > 0
-    if not is_for_evaluation and not generates_in_slots(settings, definition):
+    if not generates_in_slots(settings, definition):
         return None
 
     def make_engine(num_slots: int, num_blocks: int | None = None) -> SlotEngine:

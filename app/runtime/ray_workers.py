@@ -23,20 +23,16 @@ if TYPE_CHECKING:
     from app.rollout.ray_cluster.ray_pool import RayWorkerPool
 
 
-def check_ray_installed(settings: Settings) -> None:
-    """Raises InputError if `rollout.pool` is `ray` and Ray is not installed."""
-    if settings.rollout.pool == "ray" and importlib.util.find_spec("ray") is None:
-        raise InputError("rollout.pool: Ray is not installed; run pip install -e '.[ray]', or set it to local")
-
-
 def open_ray_workers(
     settings: Settings, definition: DecoderDefinition, tokenizer: Tokenizer, mesh: Mesh, *, dtype: jnp.dtype
 ) -> RayWorkerPool:
     """Returns workers in Ray actors, which start when they are first needed.
 
     Raises:
-        InputError: training runs on several hosts.
+        InputError: Ray is not installed, or training runs on several hosts.
     """
+    if importlib.util.find_spec("ray") is None:
+        raise InputError("rollout.pool: Ray is not installed; run pip install -e '.[ray]', or set it to local")
     from app.rollout.ray_cluster.ray_actor import ActorSpec
     from app.rollout.ray_cluster.ray_pool import RayWorkerPool
     from app.rollout.ray_cluster.ray_worker_client import RayWorker, WeightBroadcast

@@ -6,6 +6,7 @@ import json
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Literal
 
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -14,6 +15,7 @@ from app.distributed.collectives import exchange_over, gather_bytes_over_hosts
 from app.distributed.stop_check import StopCheck
 from app.mesh.devices import first_devices, global_devices, local_devices
 from app.mesh.generation_devices import generation_devices
+from app.mesh.placement import bytes_per_device
 from app.mesh.submesh import host_submesh
 from app.model.decode_weights import DecodeWeights
 from app.model.lora import merge_adapters
@@ -31,7 +33,6 @@ from app.rollout.workers.worker_pool import RolloutWorkerPool
 from app.runtime.environments import open_conversations
 from app.runtime.generators import open_continuous_batching, open_workers
 from app.runtime.model_spec import CriticSpec, ModelSpec
-from app.runtime.ray_workers import check_ray_installed
 from app.runtime.rollout_mesh import rollout_mesh, rollout_mesh_notes
 from app.runtime.scoring import ScoringSession, open_scorers
 from app.runtime.slot_choice import slots_note
@@ -49,6 +50,14 @@ class Session(ScoringSession):
     """Generates in place of the engine; see `generates_in_slots`."""
     workers: RolloutWorkerPool | None = None
     """Generate in place of both if `rollout.scheduler` is set."""
+    evaluation_generator: ContinuousBatchGenerator | RolloutWorkerPool | None = None
+    """Generates evaluations, and rollouts between steps, in one queue; None = the engine does, in batches.
+
+    It is that of rollouts, unless workers are for generation during training and so always busy: then batches, or slots
+    if samples wait for an environment. The last bits of an evaluation may differ between batches and slots.
+    """
+    generates: Literal["rollouts", "evaluations"] | None = "rollouts"
+    """Rollouts and evaluations, or evaluations alone; None = nothing, since samples are only read."""
     generation_devices: tuple[int, ...] = ()
     """Numbers of this host's devices that only generate; empty if all are those of the mesh."""
     generation_notes: tuple[str, ...] = ()
@@ -61,7 +70,7 @@ class Session(ScoringSession):
         model: ModelSpec,
         critic: CriticSpec | None = None,
         *,
-        generates: bool = True,
+        generates: Literal["rollouts", "evaluations"] | None = "rollouts",
         trains: bool = False,
     ) -> Session:
         """Opens a session: the first use of the devices. `jax_startup.initialize_distributed` must have run.
@@ -69,12 +78,10 @@ class Session(ScoringSession):
         It generates in batches until `open_generators` is called.
 
         Args:
-            generates: False if samples are only read, so that the settings of their generation are not used.
+            generates: see `Session`; with None, the settings of generation are not used.
             trains: whether the session is for training, so that the devices of `rollout.devices` only generate.
         """
         set_aside = ()
-        if generates:
-            check_ray_installed(settings)
         if trains and settings.rollout.devices is not None:
             set_aside = generation_devices(settings.rollout.devices, num_devices=len(local_devices()))
         exchange_over(first_devices(global_devices(settings.mesh)) if set_aside else None)
@@ -95,9 +102,9 @@ class Session(ScoringSession):
             prefill_length_min=settings.rollout.prefill_length_min,
             max_length_total=settings.rollout.max_length_total,
             merge_adapters=None if decoder.lora == lora else partial(merge_adapters, lora=lora),
-            records_routes=generates and settings.rollout.routing_replay,
+            records_routes=generates is not None and settings.rollout.routing_replay,
         )
-        return cls(**scoring, engine=engine, generation_devices=set_aside)
+        return cls(**scoring, engine=engine, generates=generates, generation_devices=set_aside)
 
     def open_generators(self, *, held_bytes: int = 0) -> None:
         """Opens slots or workers in place of the engine, if the settings ask for them.
@@ -111,19 +118,27 @@ class Session(ScoringSession):
             InputError: they do not fit the devices.
         """
         settings, engine, tokenizer = self.settings, self.engine, self.model_spec.tokenizer
-        dtype = jnp.dtype(settings.model.dtype)
-        self.continuous_batching = open_continuous_batching(
-            *(settings, engine.definition, tokenizer, engine.mesh),
+        dtype, is_async = jnp.dtype(settings.model.dtype), settings.rollout.max_staleness > 0
+        if self.generates == "rollouts" or not is_async:
+            workers = self.workers = open_workers(
+                *(settings, engine.definition, tokenizer, engine.mesh_of_all_hosts),
+                devices=self.generation_devices or range(len(local_devices())),
+                dtype=dtype,
+            )
+            if is_async and workers and not self.generation_devices:
+                held_bytes += bytes_per_device(self.footprint(workers, workers.engine.batch_shape))
+        of_slots = settings
+        if is_async and settings.env.is_used:
+            # An evaluation in batches cannot wait for the environments of some samples.
+            without_workers = settings.rollout.model_copy(update={"scheduler": None, "slots": "auto"})
+            of_slots = settings.model_copy(update={"rollout": without_workers})
+        slots = self.continuous_batching = open_continuous_batching(
+            *(of_slots, engine.definition, tokenizer, engine.mesh),
             dtype=dtype,
             held_bytes=held_bytes,
-            truncates=self.sampling_params.truncates,
+            truncates=(self.eval_sampling_params if is_async else self.sampling_params).truncates,
         )
-        self.workers = open_workers(
-            *(settings, engine.definition, tokenizer, engine.mesh_of_all_hosts),
-            devices=self.generation_devices or range(len(local_devices())),
-            dtype=dtype,
-        )
-        slots = self.continuous_batching
+        self.evaluation_generator = slots if is_async else self.continuous_generator
         for generator in (slots, self.workers):
             if generator is not None:
                 generator.conversations = open_conversations(settings, tokenizer)
@@ -196,19 +211,6 @@ class Session(ScoringSession):
         """Whether generation runs during training, so that the workers are always busy."""
         return self.settings.rollout.max_staleness > 0 and self.workers is not None
 
-    @property
-    def evaluates_in_batches(self) -> bool:
-        """Whether an evaluation runs in batches instead of one queue of all its prompts.
-
-        It also does if generation runs during training. Its last bits may then differ from an evaluation in slots.
-        """
-        return self.evaluation_generator is None
-
-    @property
-    def evaluation_generator(self) -> ContinuousBatchGenerator | RolloutWorkerPool | None:
-        """The generator of evaluations, and of rollouts between steps; None = batches."""
-        return self.continuous_batching if self.generates_async else self.continuous_generator
-
     def open_async_generation(self, weights: DecodeWeights, *, policy_version: int) -> AsyncGeneration:
         """Opens rollouts that run during training, as `rollout.*` specifies."""
         assert self.workers is not None
@@ -245,7 +247,7 @@ class Session(ScoringSession):
         return replace(request, rules=rules, group_size=group_size, route_shape=None, is_evaluation=True)
 
     def generate(self, weights: DecodeWeights, prompts: Sequence[Prompt], request: GenerationRequest) -> list[Sample]:
-        """Generates with workers or slots; in one batch if there are none, or if workers run during training."""
+        """Generates evaluations, or rollouts between steps: in one batch without a generator for them."""
         return (self.evaluation_generator or self.engine).generate(weights, prompts, request)
 
     def take_counters(self) -> RolloutCounters:
@@ -289,19 +291,19 @@ class Session(ScoringSession):
             max_new_tokens=self.settings.rollout.max_new_tokens,
         )
 
-    def evaluation_footprint(self, shape: BatchShape) -> Footprint:
-        """Returns the arrays that an evaluation of this shape adds on the devices, without asynchronous workers."""
-        return self.engine.footprint(shape) if self.generates_async else self.rollout_footprint(shape)
-
-    def rollout_footprint(self, shape: BatchShape) -> Footprint:
-        """Returns the arrays that a rollout of this shape keeps on the devices."""
-        whole = self.engine.footprint(shape)
-        if self.continuous_generator is None:
-            return whole
+    def footprint(self, generator: ContinuousBatchGenerator | RolloutWorkerPool | None, shape: BatchShape) -> Footprint:
+        """Returns the arrays that a generator, None = the engine with this shape, keeps on the devices."""
+        if generator is None:
+            return self.engine.footprint(shape)
+        if generator is not self.workers:
+            return generator.footprint()
         if self.settings.rollout.pool == "ray":
             # The caches are on the devices of the actors.
-            return whole._replace(prompts=(), slots=())
-        footprint = self.continuous_generator.footprint()
-        # Workers hold copies of weights that are also on the whole mesh.
-        has_copies = self.workers is not None and self.mesh.size > 1 and not self.generation_devices
-        return footprint._replace(weights=(whole.weights, footprint.weights)) if has_copies else footprint
+            footprint = Footprint(self.engine.abstract_weights, (), ())
+        else:
+            footprint = generator.footprint()
+            if self.mesh.size > 1 and not self.generation_devices:
+                # Workers hold copies of weights that are also on the whole mesh.
+                footprint = footprint._replace(weights=(self.engine.abstract_weights, footprint.weights))
+        # Asynchronous workers receive new weights before dropping the old ones.
+        return footprint._replace(weights=(footprint.weights,) * 2) if self.generates_async else footprint

@@ -139,8 +139,9 @@ def slots_note(settings: Settings, definition: DecoderDefinition, programs: Slot
         return
     num_slots = programs.shapes.num_slots
     cache = f"{programs.capacity:,} tokens, {format_bytes(bytes_per_device(programs.abstract_pool))} on each device"
-    if rollout.slots == "auto":
+    if rollout.slots == "auto" or rollout.has_workers:
         fit = "all samples of a step" if num_slots >= rollout.num_rows else "as many samples as fit"
+        fit = "evaluations" if rollout.has_workers else fit
         yield f"rollout.slots: auto: {num_slots} on each host for {fit}, with a KV cache of {cache}"
     elif rollout.kv_blocks == "auto" and programs.preempts:
         yield f"rollout.kv_blocks: auto: {cache}, all that the memory holds for {num_slots} slots"

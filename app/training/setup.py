@@ -113,12 +113,10 @@ def prepare_run(
                 facts |= file_fingerprints(settings, run)
         check_hosts_agree(resolved, facts)
         check_shared_run_directory(run)
-        # Slots or workers: a replay only evaluates, and asynchronous workers do not.
-        in_batches = settings.rollout.max_staleness > 0 and not settings.env.is_used
-        generates = read.replay is None or (bool(read.eval_prompts) and not in_batches)
+        generates = "rollouts" if read.replay is None else "evaluations" if read.eval_prompts else None
         session = Session.open(settings, read.model, read.critic, generates=generates, trains=True)
         stack.enter_context(closing(session))
-        learning = configure_session(session, read.reward_model, generates=generates)
+        learning = configure_session(session, read.reward_model)
         if read.replay is not None:
             learning = _for_replay(learning, read.replay)
         notes = (*changes, *setup_notes(settings, session))
@@ -164,11 +162,8 @@ def _check_changed_settings(resolved: Resolved, run: RunDirectory, allowed: Sequ
     return [*(f"warning: {gap}" for gap in history.gaps), *(f"changed: {text}" for text in texts.values())]
 
 
-def configure_session(session: Session, reward_model: NetworkSpec | None, *, generates: bool = True) -> LearnerGroup:
+def configure_session(session: Session, reward_model: NetworkSpec | None) -> LearnerGroup:
     """Builds the learners of a session, and opens its generators in the memory that these leave.
-
-    Args:
-        generates: as for `Session.open`.
 
     Raises:
         InputError: its mesh cannot train under the settings.
@@ -183,7 +178,7 @@ def configure_session(session: Session, reward_model: NetworkSpec | None, *, gen
     if settings.optimizer.offload:
         check_host_memory(session.mesh, "optimizer.offload")
     learning = make_learner_group(settings, session)
-    if generates:
+    if session.generates:
         session.open_generators(held_bytes=sum(network_bytes(session, learning, reward_model).values()))
         if session.workers is not None and session.generates_async and not session.generation_devices:
             check_async_workers(session.workers)

@@ -35,9 +35,9 @@ def main() -> None:
     settings = load(work["preset"], changes, {}).settings
     spec = read_config_only_spec(settings)
     jax_startup.initialize_distributed(settings.mesh, compiles=True)
-    session = Session.open(settings, spec.model, spec.critic)
+    session = Session.open(settings, spec.model, spec.critic, generates=None)
     learning = make_learner_group(settings, session)
-    shapes = compute_step_shapes(session, learning, [make_longest_prompt(work["prompt"])], [], generates=False)
+    shapes = compute_step_shapes(session, learning, [make_longest_prompt(work["prompt"])], [])
     programs = compile_programs(session, learning, shapes, None, directory)
     gradients = next(one for one in programs if one.name == "gradients")
     figures = {

@@ -149,6 +149,8 @@ def test_one_process_simulates_a_slice_of_64_hosts(tiny_model: Path) -> None:
     assert report["topology"]["local_devices"] == [0, 1, 2, 3]
 
 
+PHASES = ("rollout", "evaluation")
+EIGHT_WORKERS = ("rollout.workers.fast.count=4", "rollout.workers.heavy.count=4")
 ON_WORKERS = (
     *("rollout.scheduler=adaptive", "rollout.workers.fast.count=2", "rollout.workers.fast.slots=6"),
     *("rollout.workers.heavy.devices=[3]", "rollout.workers.heavy.slots=32"),
@@ -168,6 +170,24 @@ def test_the_report_lists_the_workers_of_a_host(tiny_model: Path) -> None:
         bytes_per_device((footprint.slots, footprint.prompts)) for footprint in footprints
     ]
     assert "fast-1   1 " in report.to_text()
+
+
+def test_slots_of_evaluations_lie_beside_those_of_busy_workers(tiny_model: Path) -> None:
+    busy = ("rollout.scheduler=adaptive", "rollout.max_staleness=1", "env.source=guess_number", *EIGHT_WORKERS)
+    session, report = inspect(load_settings(tiny_model, *busy))
+    assert session.continuous_batching is not None
+    slots, rollout, evaluation = session.continuous_batching.footprint(), *map(report.memory.get, PHASES)
+    assert rollout is not None and evaluation is not None and "prompt_cache" not in evaluation
+    # The slots are freed after each evaluation, and those of the workers stay.
+    assert report.memory["update"]["kv_cache"] == rollout["kv_cache"] == report.workers[0].cache_bytes > 0
+    assert evaluation["kv_cache"] == rollout["kv_cache"] + bytes_per_device(slots.slots)
+    assert evaluation["decode_weights"] == rollout["decode_weights"] + bytes_per_device(slots.weights)
+    # With devices of their own, the workers take nothing from those that train.
+    session, report = inspect(
+        load_settings(tiny_model, *busy[:3], "rollout.devices=0.5", "mesh.shape=1,4,1"), trains=True
+    )
+    assert session.continuous_batching is not None
+    assert report.memory["evaluation"]["kv_cache"] == bytes_per_device(session.continuous_batching.footprint().slots)
 
 
 def test_a_dry_run_can_simulate_a_slice(config: Path) -> None:

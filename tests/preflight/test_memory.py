@@ -56,6 +56,17 @@ def test_an_evaluation_in_slots_runs_the_programs_of_the_rollout(tiny_model: Pat
         assert report["memory"][phase] == arrays[phase] | {"temporaries": largest, "padding": 0}
 
 
+def test_an_evaluation_in_slots_of_its_own_has_programs_of_its_own(tiny_model: Path) -> None:
+    of_workers = ("rollout.scheduler=adaptive", "rollout.workers.fast.count=4", "rollout.workers.heavy.count=4")
+    chosen = settings(*of_workers, "rollout.max_staleness=1", "env.source=guess_number")
+    arguments = ("inspect-mesh", *of_tiny(tiny_model), *chosen)
+    arrays, report = report_of(*arguments)["memory"], report_of(*arguments, "--compile")
+    programs = {(one["phase"], one["name"]): one["temporary_bytes"] for one in report["programs"]}
+    for phase in ("rollout", "evaluation"):
+        largest = max(size for (other, _), size in programs.items() if other == phase)
+        assert report["memory"][phase] == arrays[phase] | {"temporaries": largest, "padding": 0}
+
+
 def test_critic_and_reward_model_have_programs_of_their_own(tiny_model: Path, tmp_path: Path) -> None:
     judge = write_reward_model(tmp_path / "judge")
     chosen = settings(f"reward.model={judge}", "algorithm.name=ppo", "eval.every_steps=0")

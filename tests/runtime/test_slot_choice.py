@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from contextlib import closing
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -53,11 +53,17 @@ def test_slots_generate_for_models_that_are_not_tiny_unless_told_otherwise(
     assert generates_in_slots(load(None, overrides, {}).settings, definition) == in_slots
 
 
-def opened(held_bytes: int = 0, **rollout: int | str) -> Session:
-    chosen = TINY | {f"rollout.{name}": value for name, value in rollout.items()}
+def opened(
+    held_bytes: int = 0,
+    *,
+    environment: str = "null",
+    generates: Literal["rollouts", "evaluations"] = "rollouts",
+    **rollout: int | str,
+) -> Session:
+    chosen = TINY | {"env.source": environment} | {f"rollout.{name}": value for name, value in rollout.items()}
     settings = load(None, [f"{name}={value}" for name, value in chosen.items()], {}).settings
     jax_startup.initialize_distributed(settings.mesh)
-    session = Session.open(settings, read_model_spec(settings))
+    session = Session.open(settings, read_model_spec(settings), generates=generates)
     session.open_generators(held_bytes=held_bytes)
     return session
 
@@ -85,6 +91,46 @@ def test_all_samples_of_a_step_get_slots_and_blocks_where_memory_is_no_limit(
     )
     # A step of 15 samples needs a number that all devices share.
     assert size_of(opened(prompts_per_step=3, group_size=5))[0] == 16
+
+
+WORKERS: dict[str, Any] = {"scheduler": "adaptive", "workers.heavy.slots": 4}
+ASYNC: dict[str, Any] = WORKERS | {"max_staleness": 1}
+
+
+@pytest.mark.parametrize("slots", ["auto", "null"])
+def test_evaluations_beside_busy_workers_have_slots_if_environments_answer(
+    slots: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_memory(monkeypatch, None)
+    chosen: dict[str, Any] = ASYNC | {"slots": slots, "mode": "exact", "prompts_per_step": 3, "group_size": 5}
+    with closing(opened(environment="guess_number", **chosen)) as session:
+        assert session.workers is not None and session.evaluation_generator is session.continuous_batching
+        assert size_of(session)[0] == 16
+        assert session.generation_notes[-1].startswith("rollout.slots: auto: 16 on each host for evaluations, with")
+        # They do not round as those of the workers must among themselves.
+        assert {worker.engine.shapes.rows_together for worker in session.workers.workers} == {4}
+        assert session.evaluation_generator is not None
+        assert session.evaluation_generator.engine.shapes.rows_together is None
+
+
+def test_evaluations_run_where_rollouts_do_unless_workers_are_busy() -> None:
+    for environment in ("null", "guess_number"):
+        with closing(opened(environment=environment, **WORKERS)) as session:
+            assert session.workers is not None and session.evaluation_generator is session.workers
+        with closing(opened(environment=environment, slots=8)) as session:
+            assert session.evaluation_generator is session.continuous_batching is not None
+    for chosen in (ASYNC, dict[str, Any](slots="null", kv_block_size="null")):
+        with closing(opened(**chosen)) as session:
+            assert session.evaluation_generator is session.continuous_batching is None
+
+
+def test_busy_workers_are_not_opened_for_evaluations_alone() -> None:
+    for environment in ("null", "guess_number"):
+        with closing(opened(environment=environment, generates="evaluations", **ASYNC)) as session:
+            assert session.workers is None and not session.generates_async
+            assert (session.evaluation_generator is not None) == (environment != "null")
+    with closing(opened(generates="evaluations", **WORKERS)) as session:
+        assert session.evaluation_generator is session.workers is not None
 
 
 def needed_bytes(session: Session) -> tuple[int, int]:
@@ -152,11 +198,28 @@ def test_what_training_holds_counts(monkeypatch: pytest.MonkeyPatch, caplog: pyt
     assert "compiling programs of slots, to see how much memory they leave" in caplog.text
 
 
+def test_what_busy_workers_hold_counts_for_the_slots_of_evaluations(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    set_memory(monkeypatch, None)
+    with closing(opened(environment="guess_number", max_new_tokens=512, **ASYNC)) as session:
+        assert session.workers is not None and session.continuous_batching is not None
+        programs = session.continuous_batching.engine.programs
+        alone = bytes_per_device(programs.abstract_weights)
+        alone += slot_choice.POOL_COPIES * bytes_per_device(programs.abstract_pool)
+        of_workers = bytes_per_device(session.footprint(session.workers, session.workers.engine.batch_shape))
+        caplog.set_level(logging.INFO)
+        for held, scarce in ((of_workers, False), (of_workers - 1024, True)):
+            set_memory(monkeypatch, int((alone + held) / slot_choice.SURE_SHARE) + 1)
+            session.open_generators()
+            assert ("compiling programs of slots" in caplog.text) == scarce
+
+
 def test_without_generation_nothing_is_said_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     set_memory(monkeypatch, None)
     settings = opened().settings
-    session = Session.open(settings, read_model_spec(settings), generates=False)
-    configure_session(session, None, generates=False)
+    session = Session.open(settings, read_model_spec(settings), generates=None)
+    configure_session(session, None)
     assert not session.generation_notes
 
 

@@ -72,6 +72,21 @@ def test_a_replay_needs_no_environment(finished: Path, tmp_path: Path) -> None:
     assert_same_state(run, finished, step=4)
 
 
+BUSY_WORKERS = (
+    *("rollout.slots=null", "rollout.scheduler=adaptive", "rollout.max_staleness=1", "rollout.workers.heavy.slots=4"),
+    *("rollout.workers.fast.count=4", "rollout.workers.heavy.count=4"),
+)
+
+
+@pytest.mark.slow
+def test_evaluations_play_beside_busy_workers_and_in_a_replay_without_them(config: Path, tmp_path: Path) -> None:
+    result = train_here(config, *BUSY_WORKERS, f"run.dir={tmp_path}", "run.steps=2")
+    assert result.exit_code == 0, result.stderr
+    run, again = tmp_path / "tiny", replayed(tmp_path / "tiny" / "rollouts", tmp_path / "again")
+    of_run, of_replay = ([line.get("eval/accuracy") for line in metrics_of(one)] for one in (run, again))
+    assert of_run == of_replay and any(of_run)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("credit", ["trajectory", "turn"])
 def test_ppo_learns_from_turns(credit: str, config: Path, tmp_path: Path) -> None:
