@@ -32,6 +32,8 @@ from app.plugins.worker_process import (
 from app.records.sample import Messages
 from settings.errors import InputError
 
+INVALID_ANSWER = "its process sent an invalid answer"
+
 
 @dataclass(frozen=True, kw_only=True)
 class EpisodeSetup:
@@ -263,6 +265,9 @@ class EpisodePool:
         except LoadError as refusal:
             self._lose(worker, "refused", str(refusal))
             return
+        if "tools" not in answer:  # the plug-in wrote to our pipe
+            self._lose(worker, "exit", INVALID_ANSWER)
+            return
         worker.is_loaded = True
         worker.deadline = math.inf
         self._start_failed = False
@@ -276,7 +281,7 @@ class EpisodePool:
             [episode] = [one for one in worker.running if one.number == answer["key"]]
             reply = episode.read(answer)
         except (KeyError, ValueError):  # the plug-in wrote to our pipe
-            self._lose(worker, "exit", "its process sent an invalid answer")
+            self._lose(worker, "exit", INVALID_ANSWER)
             return
         if reply.failure == "memory":  # it may stay allocated
             self._lose(worker, reply.failure, reply.detail)
