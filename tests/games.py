@@ -25,6 +25,30 @@ class Slow(Echo):
         return super().step(text, calls)
 
 
+class Shut(Echo):
+    """Opens one of three games or none."""
+
+    def reset(self, *, seed, **columns):
+        if seed % 3 == 0:
+            raise RuntimeError("there are no dice")
+        super().reset(seed=seed)
+
+
+class Told(Echo):
+    """Rewards a turn by the answer of the row."""
+
+    def reset(self, *, answer):
+        self.answer = answer
+
+    def step(self, text, calls):
+        return Answer(reward=float(self.answer), terminated=True)
+
+
+class Asleep(Echo):
+    def step(self, text, calls):
+        time.sleep(3600)
+
+
 class Long(Echo):
     def step(self, text, calls):
         return super().step(text, calls)._replace(messages="+".join(["123"] * 10))

@@ -76,8 +76,8 @@ class EnvironmentSettings(Section):
     workers: int = Field(default=4, ge=1, le=1024)
     """Processes in which environments and tools run: on each host, or with `rollout.scheduler` on the first."""
     concurrency: int = Field(default=32, ge=1, le=4096)
-    """Samples that each process serves at once, in threads: for environments that wait rather than compute. A step is
-    then not interrupted by others, but they share modules and memory."""
+    """Samples that each process serves at once, in threads, which share modules and memory: for environments that wait
+    rather than compute."""
     max_suspended: int | None = Field(default=None, ge=0, le=MAX_SLOTS)
     """Most samples of a worker, or of `rollout.slots`, that leave their slots while they wait for the environment; they
     keep their part of the KV cache while there is room. Slots are busy with slots * (1 + latency / time of a turn)

@@ -5,15 +5,20 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from app.distributed.stop_check import StoppedError
 from app.model.io.model_files import open_model
 from app.prompts.tokenizer import load_tokenizer
 from app.rollout.slots import shape_buckets
+from app.runtime.session import Session
+from app.training.inputs import read_training_inputs
+from settings import load
 from tests.games import SOURCE
 from tests.program import here, records_of, settings
 from tests.two_hosts import run_on_two_hosts
@@ -95,6 +100,7 @@ def test_exact_samples_do_not_depend_on_latency_suspension_or_the_schedule(
             ("Slow", (*EXACT, *scarce)),
             ("Slow", WORKERS),
             ("Slow", (*WORKERS, *scarce)),
+            ("Echo", (*WORKERS, "rollout.max_staleness=1")),
         ],
         start=1,
     ):
@@ -154,6 +160,43 @@ def test_samples_of_a_prompt_play_one_game_and_a_failure_costs_its_own_samples(f
     assert all(one["prompt"] == openings[one["uid"].rpartition("/")[0]] for one in records)
     failed = Counter(one["finish_reason"] for one in records)
     assert set(failed) == {"stop", "dropped:environment raised"} and failed["stop"] % 4 == 0
+
+
+def test_a_prompt_that_is_not_opened_costs_its_own_samples_one_token_each(file: Path, tmp_path: Path) -> None:
+    more = (*EXACT, "data.num_problems=12")
+    expected = sampled(tmp_path / "all.jsonl", *more, f"env.source={file}:Echo")
+    records = sampled(tmp_path / "some.jsonl", *more, f"env.source={file}:Shut")
+    shut = {one["group_id"] for one in records if one["finish_reason"] == "dropped:environment raised"}
+    assert 0 < len(shut) < 12
+    for one, whole in zip(records, expected, strict=True):
+        if one["group_id"] in shut:
+            assert one["finish_reason"].startswith("dropped") and len(one["completion_token_ids"]) == 1
+        else:
+            assert bits([one]) == bits([whole]) and one["episode"]["end"] == whole["episode"]["end"]
+
+
+@pytest.mark.parametrize("overrides", [(), WORKERS], ids=["slots", "workers"])
+def test_a_stop_is_noticed_while_all_samples_wait(overrides: tuple[str, ...], file: Path) -> None:
+    chosen = load(None, few(*overrides, f"env.source={file}:Asleep")[1::2], {}).settings
+    read = read_training_inputs(chosen)
+    waiting: list[int] = []
+    with closing(Session.open(chosen, read.model)) as session:
+        session.open_generators()
+        made = session.continuous_generator
+        assert made is not None and made.conversations is not None
+        acting = made.conversations
+        engines = [made.engine] if session.workers is None else [one.engine for one in session.workers.workers]
+
+        def stop_requested() -> bool:
+            if acting.num_acting and not any(engine.active_rows for engine in engines):
+                waiting.append(acting.num_acting)
+            return len(waiting) == 2
+
+        session.stop_when(stop_requested)
+        weights = session.engine.to_decode_weights(session.load_params())
+        with pytest.raises(StoppedError):
+            session.sample(weights, read.prompts[:1], policy_version=0)
+    assert waiting[0] == waiting[1], "nothing was answered in between"
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from tests.games import SOURCE
 from tests.program import assert_same_run, here, metrics_of, records_of, settings, train_here
 from tests.replays import replayed, step_file
 from tests.run_fixtures import NO_REPORT, write_config
+from tests.training.test_async_training import SCHEDULED
 from tests.training.test_replay import assert_same_state
 
 RUN = """\
@@ -65,6 +66,45 @@ def test_a_resumed_run_is_the_same_whatever_the_latencies(finished: Path, config
     result = train_here(config, *chosen, resume="must")
     assert result.exit_code == 0, result.stderr
     assert_same_run(tmp_path / "tiny", finished, step=4)
+
+
+def test_equal_uids_in_training_and_evaluation_are_games_of_their_own(config: Path, tmp_path: Path) -> None:
+    data = {"data.source": "1", "data.eval_source": "2"}
+    for name, answer in data.items():
+        path = tmp_path / name / "rows.jsonl"
+        path.parent.mkdir()
+        path.write_text("".join(json.dumps({"prompt": f"{n}+1=?", "answer": answer}) + "\n" for n in range(4)))
+    sources = [f"{name}={tmp_path / name / 'rows.jsonl'}" for name in data]
+    told = f"env.source={config.parent / 'games.py'}:Told"
+    result = train_here(config, *sources, told, f"run.dir={tmp_path}", "run.steps=1", "eval.every_steps=1")
+    assert result.exit_code == 0, result.stderr
+    files = sorted((tmp_path / "tiny" / "eval").glob("*.jsonl")), [step_file(tmp_path / "tiny", 1)]
+    for of_kind, reward in zip(files, (2.0, 1.0), strict=True):
+        ended = [one for file in of_kind for one in records_of(file) if one["episode"]["end"] == "terminated"]
+        assert {one["episode"]["turns"][0]["reward"] for one in ended} == {reward}
+        assert {one["uid"].rpartition("/")[0] for one in ended} <= {f"rows/{n}" for n in range(4)}
+
+
+@pytest.mark.slow
+def test_samples_drawn_during_training_keep_their_turns_and_a_replay_learns_the_same(
+    config: Path, tmp_path: Path
+) -> None:
+    ahead = (*SCHEDULED, "rollout.max_staleness=1", "rollout.slots=auto", "rollout.mode=fast", "run.steps=2")
+    result = train_here(config, *ahead, f"run.dir={tmp_path / 'runs'}")
+    assert result.exit_code == 0, result.stderr
+    run = tmp_path / "runs" / "tiny"
+    for record in (record for step in (1, 2) for record in records_of(step_file(run, step))):
+        turns, written = record["episode"]["turns"], np.zeros(len(record["loss_mask"]), bool)
+        for turn in turns:
+            written[turn["start"] : turn["end"]] = True
+        assert record["loss_mask"] == written.tolist()
+        assert len(turns) == 3 or record["finish_reason"] == "length"
+    again = replayed(run, tmp_path / "again")
+    assert_same_state(again, run, step=2)
+    for was, line in zip(metrics_of(run), metrics_of(again), strict=True):
+        assert {name: line[name] for name in line if name.startswith(("eval/", "episode/", "reward/"))} == {
+            name: was[name] for name in was if name.startswith(("eval/", "episode/", "reward/"))
+        }
 
 
 def test_a_replay_needs_no_environment(finished: Path, tmp_path: Path) -> None:
