@@ -82,7 +82,8 @@ class Mortal(SlotEngine):
         for slot in self._slots:
             if slot.row.uid == self.broken and slot.row.num_tokens:
                 own = slot.blocks[-1]
-                self._cache = jax.tree.map(lambda x, own=own: x.at[own].set(np.nan), self._cache)
+                blocks = self._cache.arrays
+                self._cache.arrays = jax.tree.map(lambda x, own=own: x.at[own].set(np.nan), blocks)
         super().start_segment(**limits)
 
     def finish_segment(self) -> RanSegment:

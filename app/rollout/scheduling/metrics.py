@@ -78,8 +78,6 @@ class ScheduleMetrics:
     """Prompt tokens that a worker had already prefilled for a sibling."""
     acting_share: float | None
     """Share of the time of begun samples in which they waited for their environments; None if none did."""
-    turns_answered: int
-    """Number of turns that environments answered."""
 
 
 class ScheduleMetricsTracker:
@@ -109,7 +107,6 @@ class ScheduleMetricsTracker:
         self.breaker_trips = self.stolen = self.suspensions = self.truncated = self.segments = 0
         self.repacked_tokens = self.prefill_tokens_saved = self.uncommitted_tokens = 0
         self.begun_s = self.acting_s = 0.0
-        self.turns_answered = 0
         self.last_commit_s = self.start or 0.0
 
     def add(self, record: EventRecord) -> None:
@@ -149,7 +146,6 @@ class ScheduleMetricsTracker:
                 continue
             self.acting.remove(uid)
             self.num_tokens[uid] = num_tokens
-            self.turns_answered += 1
             self.last_commit_s = event.at
             if finish is not None:
                 self._record_end(uid, finish, at=event.at)
@@ -219,7 +215,6 @@ class ScheduleMetricsTracker:
             wasted_tokens=self.repacked_tokens + self.uncommitted_tokens,
             prefill_tokens_saved=self.prefill_tokens_saved,
             acting_share=self.acting_s / self.begun_s if self.acting_s else None,
-            turns_answered=self.turns_answered,
         )
 
     def _slot_seconds(self, first: float, last: float) -> float:
