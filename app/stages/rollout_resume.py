@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,8 @@ import jax
 from app.checkpoint.saved_policy import PolicyCheckpoint
 from app.distributed.host_consistency import prompts_fingerprint
 from app.records.atomic_write import is_partial_file
-from app.records.partial_samples import read_parts
+from app.records.partial_samples import read_parts, whole_samples
 from app.records.sample import Prompt, Sample
-from app.records.sample_json import sample_from_record
 from app.runtime.environments import environment_facts
 from app.runtime.model_spec import ModelSpec
 from settings import Settings
@@ -95,18 +93,9 @@ def read_finished_samples(
     Raises:
         InputError: a part file belongs to another rollout, or is not a part file.
     """
-    prompts_by_uid = {prompt.uid: prompt for prompt in prompts}
-    finished: dict[str, Sample] = {}
+    by_uid, finished = {prompt.uid: prompt for prompt in prompts}, dict[str, Sample]()
     for path, records in read_parts(out, lambda path, header: _check_header(path, header, facts)):
-        for number, record in records:
-            if isinstance(record, InputError):
-                continue
-            with suppress(InputError):
-                sample = sample_from_record(record, where=f"{path}:{number}")
-                prompt = prompts_by_uid.get(sample.prompt.uid)
-                whole = prompt and sample.with_prompt(prompt)
-                if whole is not None and 0 <= sample.sample_index < group_size:
-                    finished[sample.uid] = whole
+        finished |= {one.uid: one for one in whole_samples(path, records, by_uid, num_samples=group_size)}
     return finished
 
 
