@@ -241,22 +241,13 @@ def wandb_table(table: CompletionsTable) -> Any:
     """Returns the completions as a wandb table."""
     import wandb
 
-    names = table.reward_names
-    columns: list[Any] = ["step", "prompt", "completion", *names, "total reward", "advantage", "gold", "finish"]
+    columns: list[Any] = ["step", "prompt", "completion", *table.reward_names, "total reward", "advantage", "gold"]
     rows: list[Any] = [
-        [
-            table.step,
-            truncate_middle(row.prompt, limit=MAX_WANDB_CELL_CHARS),
-            truncate_middle(row.completion, limit=MAX_WANDB_CELL_CHARS),
-            *row.rewards,
-            row.reward,
-            row.advantage,
-            row.answer,
-            row.finish_reason,
-        ]
-        for row in table.rows
+        [table.step, *(truncate_middle(text, limit=MAX_WANDB_CELL_CHARS) for text in row[:2]), *row[2:]]
+        for group in table.groups
+        for row in group
     ]
-    return wandb.Table(columns=columns, data=rows)
+    return wandb.Table(columns=[*columns, "finish"], data=rows)
 
 
 class NullRunLog:
