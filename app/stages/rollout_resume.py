@@ -20,22 +20,11 @@ from settings import Settings
 from settings.errors import InputError
 
 FORMAT = "grpo-rollout-part/1"
-EXACT_MODE_SETTINGS = (
-    "rollout.slots",
-    "rollout.workers.",
-    "rollout.kv_block_size",
-    "rollout.pool",
-    "rollout.ray.",
-    "rollout.prompts_per_step",
+FREE_IN_FAST_MODE = (
+    *("rollout.slots", "rollout.workers.", "rollout.kv_block", "rollout.pool", "rollout.ray."),
+    *("rollout.prompts_per_step", "rollout.devices", "rollout.max_staleness", "rollout.max_length_total"),
 )
-"""Settings that affect only the rounding of samples, except in exact mode."""
-IGNORED_SETTINGS = (
-    "rollout.kv_blocks",
-    *("rollout.workers.lease_s", "rollout.workers.deterministic"),
-    *("rollout.devices", "rollout.max_staleness", "rollout.max_length_total"),
-    *("rollout.ray.address", "rollout.ray.start_timeout_s"),
-)
-"""Settings that do not affect any sample in exact mode, nor more than its rounding in fast mode."""
+"""Beginnings of the names of settings that affect only the rounding of samples, which matters in exact mode."""
 MAX_SHOWN_CHARS = 40
 """Maximum length of a value shown in an error message; longer values are hashes."""
 
@@ -49,11 +38,7 @@ def rollout_facts(
     """Returns everything that determines the samples. The devices must have been started."""
     exact = settings.rollout.mode == "exact"
     rollout = dict(_flatten("rollout", settings.rollout.model_dump(mode="json")))
-    kept = {
-        name: value
-        for name, value in rollout.items()
-        if name not in IGNORED_SETTINGS and (exact or not name.startswith(EXACT_MODE_SETTINGS))
-    }
+    kept = {name: value for name, value in rollout.items() if exact or not name.startswith(FREE_IN_FAST_MODE)}
     devices = f"{jax.local_device_count()} x {jax.local_devices()[0].device_kind}"
     return {
         "the model's files": model.files.fingerprint,
