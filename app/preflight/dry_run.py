@@ -38,12 +38,6 @@ from app.training.setup import RunSetup, prepare_run
 from settings import Resolved
 from settings.checks.unused_settings import launch_notices
 
-REPLAY_EVALUATION_ADVICE = (
-    "set eval.every_steps: 0 and checkpoint.best_metric: null (`grpo evaluate` measures the checkpoints), "
-    "or lower rollout.max_new_tokens to the length of the longest sample"
-)
-"""Advice for the evaluations of a replay, whose group size is that of its samples."""
-
 
 @dataclass(frozen=True)
 class MicroBatchSummary:
@@ -173,10 +167,8 @@ class DryRunReport:
             share = self.peak_bytes / self.available_bytes
             yield f"{peak}, {format_percent(share)} of its {format_bytes(self.available_bytes)}"
             if share > 1:
-                phase, advice = peak_phase(self.memory), ""
-                if phase in ("rollout", "evaluation"):
-                    is_replay = phase == "evaluation" and self.rollout is None
-                    advice = f"{REPLAY_EVALUATION_ADVICE if is_replay else MEMORY_ADVICE[phase]}, or "
+                phase = peak_phase(self.memory)
+                advice = f"{MEMORY_ADVICE[phase]}, or " if phase in ("rollout", "evaluation") else ""
                 yield f"this does not fit: {advice}split the weights over more devices with mesh.shape"
         size = format_bytes(self.checkpoint_bytes)
         yield f"a checkpoint takes {size} on disk, and the same amount of the hosts' memory while it is written"
