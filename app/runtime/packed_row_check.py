@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 
@@ -16,16 +15,9 @@ from app.model.decoder import Params
 from app.records.sample import Prompt, Sample
 from app.runtime.scoring import ScoringSession
 
-
-class Tolerance(NamedTuple):
-    """Differences that the order of summation explains; seeing tokens of another sample causes far larger ones."""
-
-    max_difference: float
-    mean_difference: float
-
-
-TOLERANCES = {"float32": Tolerance(1e-4, 1e-4), "bfloat16": Tolerance(0.5, 0.05)}
-"""Tolerances by compute type."""
+TOLERANCES = {"float32": (1e-4, 1e-4), "bfloat16": (0.5, 0.05)}
+"""Largest and mean difference, in nats, that the order of summation explains, by compute type; seeing tokens of another
+sample causes far larger ones."""
 
 MAX_SAMPLE_TOKENS = 128
 """Number of compared tokens of each sample. A row of three such samples uses block-wise attention on every backend."""
@@ -52,9 +44,9 @@ def check_packing(session: ScoringSession, params: Params, samples: Sequence[Sam
     local = differences.max(initial=0.0), differences.mean() if known.any() else 0.0
     # The result must be the same on every host: if only one raised, the others would wait for it.
     largest, mean = max_over_hosts(np.asarray(local)).tolist()
-    allowed = TOLERANCES[session.settings.model.dtype]
+    max_allowed, mean_allowed = TOLERANCES[session.settings.model.dtype]
     # Not `>`: NaN must fail the check.
-    if not (largest <= allowed.max_difference and mean <= allowed.mean_difference):
+    if not (largest <= max_allowed and mean <= mean_allowed):
         raise RuntimeError(
             f"scores in a shared row differ from those of a sample alone by up to {largest:.2g} nats: attention leaks "
             "between samples on this backend. Please report it; until it is fixed, set score.dynamic: false, "

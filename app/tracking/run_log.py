@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from app.records.atomic_write import write_atomic
-from app.records.jsonl import parse_object, to_json_line
+from app.records.jsonl import parse_object, replace_floats, to_json_line
 from app.records.run_directory import RunDirectory
 from app.records.sample import Sample
 from app.records.sample_json import sample_to_record
@@ -82,11 +82,7 @@ def _parse_metrics_line(line: bytes) -> dict[str, Any] | None:
 
 def replace_nonfinite(value: Any) -> Any:
     """Returns a JSON value with NaN and infinities replaced by null, so that a diverging run can still be logged."""
-    if isinstance(value, dict):
-        return {name: replace_nonfinite(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [replace_nonfinite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return replace_floats(value, lambda number: not math.isfinite(number))
 
 
 def samples_to_jsonl(samples: Sequence[Sample]) -> bytes:

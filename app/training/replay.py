@@ -157,7 +157,7 @@ def read_replay(
         if critic is not None:
             start.check_critic(critic)
     after_step = start.step if start else 0
-    paths = choose_files(request.rollouts, after_step=after_step, steps=settings.run.steps, settings=settings)
+    paths = choose_files(request.rollouts, after_step=after_step, steps=settings.run.steps)
     sources = {} if run is None else _settings_by_step(run, paths)
     checksums = read_checksums(next(iter(paths.values())).parent)
     files: dict[int, StepFile] = {}
