@@ -133,9 +133,10 @@ class Workload(NamedTuple):
         """Returns the largest error of advantages and returns at the checked tokens, over max(1, max |A|)."""
         rows = np.linspace(0, len(self.rewards) - 1, CHECKED_ROWS).astype(int)
         tokens = slice(max(0, self.row_tokens - CHECKED_TOKENS), self.row_tokens)
-        checked = [None if x is None else x[rows, tokens] for x in (*self[2:], *result)]
-        exact = reference_gae(*checked[:4], algorithm)
-        return float(np.abs(np.stack(checked[4:]) - exact).max() / max(1.0, np.abs(exact[0]).max()))
+        checked: list[Any] = [None if x is None else x[rows, tokens] for x in (*self[2:], *result)]
+        rewards, values, mask, ends, *found = checked
+        exact = reference_gae(rewards, values, mask, ends, algorithm)
+        return float(np.abs(np.stack(found) - exact).max() / max(1.0, np.abs(exact[0]).max()))
 
 
 def make_workloads(shape: BenchmarkShape) -> list[Workload]:
