@@ -152,9 +152,12 @@ def inherit_run_settings(
     found = find_run_settings(run_paths) if config is None else ()
     if not found:
         return config, overrides, ()
-    file, overrides = found[-1].file, overrides or []
-    # What a new run must not inherit is reset.
-    return file, [*overrides, *reset_overrides(file, overrides, os.environ)], found
+    return found[-1].file, reset_inherited(found[-1].file, overrides), found
+
+
+def reset_inherited(run_config: ConfigFile, overrides: list[str] | None) -> list[str]:
+    """Returns the overrides, extended by those that reset what a new run must not inherit."""
+    return [*(overrides or []), *reset_overrides(run_config, overrides or [], os.environ)]
 
 
 def find_run_settings(run_paths: Mapping[str, Path | None]) -> Sequence[SettingsPeriod]:

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from app.commands.command_support import inherit_run_settings, print_result, resolve, show_progress
+from app.commands.command_support import (
+    inherit_run_settings,
+    print_result,
+    reset_inherited,
+    resolve,
+    show_progress,
+)
 from app.commands.options import Compiles, Config, Overrides, PrintConfig
 from app.records.run_directory import Resume
-from app.records.settings_history import SettingsPeriod, changes_by_step
-from settings import InputError, load
+from app.records.settings_history import SettingsPeriod
+from settings import InputError, Resolved, load
 from settings.checks.commands import check_for_dry_run, check_for_train
 from settings.loading.config_file import ConfigFile
 from settings.loading.sources import NO_FLAGS, Flags
@@ -71,41 +78,40 @@ def train(
     check = check_for_dry_run if dry_run else check_for_train
     run_paths = {"--from-rollouts": from_rollouts, "--checkpoint": checkpoint}
     base, overrides_of_base, periods = inherit_run_settings(config, overrides, run_paths)
-    if from_rollouts is not None:
-        _check_one_period(periods)
     flags = _replay_run_name(base, overrides_of_base) if isinstance(base, ConfigFile) else NO_FLAGS
     resolved = resolve(base, overrides_of_base, flags=flags, print_config=print_config, check=check)
     show_progress(f"grpo train: {resolved.settings.run.name}, model {resolved.settings.model.path}; loading JAX")
     from app.training.replay import ReplayRequest
+    from app.training.replay_parts import ReplayPart, replay_parts, train_parts
 
-    request = None if from_rollouts is None else ReplayRequest(from_rollouts, checkpoint)
-    run = {"resume": resume, "replay_request": request, "allow_changed": allow_changed or ()}
+    parts = [ReplayPart(resolved, request=None, changed=())]
+    if from_rollouts is not None:
+        request = ReplayRequest(from_rollouts, checkpoint, periods)
+        parts = replay_parts(request, lambda period: _resolve_period(period, overrides, resolved, check), resolved)
     if dry_run:
         from app.preflight.dry_run import make_dry_run_report
 
-        print_result(make_dry_run_report(resolved, **run, compiles=compiles), as_json=as_json)
-        raise typer.Exit
-    import jax
-
-    from app.tracking.summary import summary_text
-    from app.training.train import train
-
-    trained = train(resolved, **run)
-    if jax.process_index() == 0:
-        best, early_end = trained.best, trained.early_end
-        print(summary_text(trained.metrics, path=str(trained.path), best=best, early_end=early_end), flush=True)
-    raise typer.Exit(trained.exit_code)
-
-
-def _check_one_period(periods: Sequence[SettingsPeriod]) -> None:
-    """Raises InputError if a resume of the samples' run changed what the run learns, since a replay cannot."""
-    change = next(((step, change) for step, change in changes_by_step(periods) if change.is_decisive), None)
-    if change is not None:
-        raise InputError(
-            f"--from-rollouts: from step {change[0]} on, the samples' run had other settings: {change[1].to_text()}; "
-            "replay its files one by one, each under its own settings (rollouts/step_000001.jsonl, then with "
-            f"--checkpoint), or all under the last ones with --config {periods[-1].file.name}"
+        report = make_dry_run_report(
+            parts[0].resolved,
+            resume=resume,
+            replay_request=parts[0].request,
+            allow_changed=allow_changed or (),
+            compiles=compiles,
         )
+        print_result(report, as_json=as_json)
+        raise typer.Exit
+    code = train_parts(parts, resume=resume, allow_changed=allow_changed or ())
+    raise typer.Exit(code)
+
+
+def _resolve_period(
+    period: SettingsPeriod, overrides: list[str] | None, replay: Resolved, check: Callable[[Resolved], None]
+) -> Resolved:
+    """Returns the settings of a period, in the run directory of the replay."""
+    overrides = reset_inherited(period.file, overrides)
+    resolved = resolve(period.file, overrides, print_config=False, check=check)
+    place = resolved.settings.run.model_copy(update={"name": replay.settings.run.name, "dir": replay.settings.run.dir})
+    return dataclasses.replace(resolved, settings=resolved.settings.model_copy(update={"run": place}))
 
 
 def _replay_run_name(config: ConfigFile, overrides: list[str] | None) -> Flags:

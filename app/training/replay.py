@@ -21,10 +21,11 @@ from app.records.checksum_file import read_checksums
 from app.records.run_directory import RunDirectory, step_of_samples
 from app.records.sample import DROPPED_PREFIX, Prompt, Sample
 from app.records.sample_json import read_samples
-from app.records.settings_history import SettingsHistory, period_of
+from app.records.settings_history import SettingsHistory, SettingsPeriod, period_of
 from app.reward.builtin_tasks import check_answers
 from app.runtime.model_spec import CriticSpec, ModelSpec
 from app.runtime.pinned_revisions import pin_revisions
+from app.stages.sample_reader import file_digest
 from app.training.dynamic_sampling import Group, group_samples
 from app.training.replay_files import (
     OPTION,
@@ -54,6 +55,14 @@ class ReplayRequest(NamedTuple):
     rollouts: Path
     checkpoint: Path | None = None
     """The checkpoint to start from, instead of the models' own weights."""
+    source_periods: Sequence[SettingsPeriod] = ()
+    """The settings of the samples' run; empty if they have not been read."""
+    steps: range | None = None
+    """The steps to replay now; None for all."""
+    num_steps: int | None = None
+    """Number of steps of the whole replay, if other settings belong to some of them; None = `run.steps`."""
+    later: Sequence[tuple[Settings, ReplayRequest]] = ()
+    """The parts that follow under other settings, whose files are checked now."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +74,8 @@ class Replay:
     """The checkpoint of --checkpoint; None for the models' own weights."""
     files: Mapping[int, StepFile]
     """Files by step, without gaps."""
+    digests: Mapping[int, str]
+    """Digests of all files by step, also of those that other settings belong to."""
     prompts: Sequence[Prompt]
     """The distinct prompts of all files."""
     source_run: RunDirectory | None
@@ -78,7 +89,7 @@ class Replay:
     @property
     def fingerprints(self) -> dict[str, str]:
         """Fingerprints of the samples, of the fields taken from them, and of the initial checkpoint."""
-        digests = " ".join(f"{step} {file.digest}" for step, file in self.files.items())
+        digests = " ".join(f"{step} {digest}" for step, digest in self.digests.items())
         start = self.initial_checkpoint
         state = "" if start is None else f"{start.step} {sorted(start.checksums.items())}"
         return {
@@ -148,6 +159,8 @@ def read_replay(
     Raises:
         InputError: something cannot be replayed with this model and these settings.
     """
+    for later_settings, later_request in request.later:
+        read_replay(later_request, later_settings, model, critic, target_run=target_run)
     run = find_source_run(request.rollouts)
     if run is not None and run.path == target_run.path.resolve():
         raise InputError(f"run.name: {target_run.path} is what {OPTION} would replay; choose another run.name")
@@ -156,18 +169,23 @@ def read_replay(
         start.check_compatible(model)
         if critic is not None:
             start.check_critic(critic)
+    num_steps = settings.run.steps if request.num_steps is None else request.num_steps
     after_step = start.step if start else 0
-    paths = choose_files(request.rollouts, after_step=after_step, steps=settings.run.steps)
-    sources = {} if run is None else _settings_by_step(run, paths)
+    paths = choose_files(request.rollouts, after_step=after_step, steps=num_steps)
+    replayed = paths if request.steps is None else {step: paths[step] for step in request.steps if step in paths}
+    sources = {} if run is None else _settings_by_step(run, replayed, request.source_periods)
     checksums = read_checksums(next(iter(paths.values())).parent)
     files: dict[int, StepFile] = {}
+    digests: dict[int, str] = {}
     prompts: dict[tuple[str, bytes], Prompt] = {}
     with option_in_errors():
         for step, path in paths.items():
-            files[step], prompts_of_file = read_step_file(
-                path, settings, model, source=sources.get(step), checksum=checksums.get(path.name)
-            )
-            prompts |= prompts_of_file
+            if step in replayed:
+                files[step], prompts_of_file = read_step_file(
+                    path, settings, model, source=sources.get(step), checksum=checksums.get(path.name)
+                )
+                prompts |= prompts_of_file
+            digests[step] = files[step].digest if step in files else file_digest(path)
     available = frozenset.intersection(*(file.available_fields for file in files.values()))
     # A hub model that both settings name alike is at the commit that the source run used.
     pinned = settings if run is None else pin_revisions(settings, run)
@@ -185,16 +203,18 @@ def read_replay(
                 "without an episode; replay samples that it took part in, or set env.source to null"
             )
     replay = Replay(
-        *(request, start, files, tuple(prompts.values()), run, uses_rewards, uses_advantages),
+        *(request, start, files, digests, tuple(prompts.values()), run, uses_rewards, uses_advantages),
         settings.rollout.routing_replay,
         report="",
     )
     return replace(replay, report="\n".join(_report_lines(replay, available, pinned, source, model)))
 
 
-def _settings_by_step(run: RunDirectory, paths: Mapping[int, Path]) -> dict[int, Settings]:
+def _settings_by_step(
+    run: RunDirectory, paths: Mapping[int, Path], periods: Sequence[SettingsPeriod]
+) -> dict[int, Settings]:
     """Returns the settings under which a run drew the samples of each file, with the commits of its hub models."""
-    periods = SettingsHistory.read(run).periods
+    periods = periods or SettingsHistory.read(run).periods
     drawn = {step: period_of(periods, step_of_samples(path) or step) for step, path in paths.items()}
     used = {period.first_step: period for period in drawn.values()}
     settings = {step: pin_revisions(load(period.file, [], {}).settings, run) for step, period in used.items()}
