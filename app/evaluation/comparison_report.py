@@ -10,13 +10,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from app.records.atomic_write import write_atomic
-from app.records.jsonl import check_output_path
 from app.records.text_format import format_interval, format_table
 from app.report.before_after import format_metric
 from app.report.confidence_intervals import MetricEstimate
 from app.report.matplotlib_figures import new_figure, save_figure
 from app.report.plots import BLUE, GREY, ORANGE, escape_label
-from settings.errors import InputError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -133,13 +131,6 @@ def format_estimate(name: str, estimate: MetricEstimate, has_plugin_judge: bool)
 def is_shown(name: str, measured: MetricEstimate) -> bool:
     """Returns whether a metric gets a row: it must have a value, and counts of errors must not be 0."""
     return measured.value is not None and (not name.endswith("_count") or measured.value > 0)
-
-
-def check_plot_path(path: Path) -> None:
-    """Raises InputError if no plot can be written to this path."""
-    if path.suffix.lower() not in PLOT_SUFFIXES:
-        raise InputError(f"--picture: expected a name that ends in .png or .svg, got {path}")
-    check_output_path(path)
 
 
 def write_plot(path: Path, comparison: EvaluationComparison) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -19,9 +18,8 @@ from app.evaluation.metadata import (
     read_metadata,
 )
 from app.records.jsonl import read_jsonl_tolerant
-from app.records.partial_samples import PartFile, part_path, read_parts
+from app.records.partial_samples import NumberedRecord, PartFile, part_path, read_parts, whole_samples
 from app.records.sample import Prompt, Sample
-from app.records.sample_json import sample_from_record
 from app.reward.aggregate import ERRORS_FIELD
 from settings.errors import InputError
 
@@ -36,23 +34,14 @@ class EvaluationPrompts:
     prompts: Sequence[Prompt]
     num_samples: int
 
-    def complete_samples(
-        self, records: Iterable[tuple[int, Mapping[str, object] | InputError]], path: Path
-    ) -> SamplesByPrompt:
+    def complete_samples(self, records: Iterable[NumberedRecord], path: Path) -> SamplesByPrompt:
         """Returns the samples of the prompts that have all their samples. Incomplete and unknown lines are skipped."""
+        by_uid = {prompt.uid: prompt for prompt in self.prompts}
         places = {prompt.uid: place for place, prompt in enumerate(self.prompts)}
         samples: dict[int, dict[int, Sample]] = {}
-        for line, record in records:
-            if isinstance(record, InputError):
-                continue
-            with suppress(InputError):
-                sample = sample_from_record(record, where=f"{path}:{line}")
-                place = places.get(sample.prompt.uid)
-                if place is None or not 0 <= sample.sample_index < self.num_samples:
-                    continue
-                whole = sample.with_prompt(self.prompts[place])
-                if whole is not None:
-                    samples.setdefault(place, {})[sample.sample_index] = replace(whole, group_id=place)
+        for one in whole_samples(path, records, by_uid, num_samples=self.num_samples):
+            place = places[one.prompt.uid]
+            samples.setdefault(place, {})[one.sample_index] = replace(one, group_id=place)
         return {
             place: [by_index[i] for i in range(self.num_samples)]
             for place, by_index in samples.items()

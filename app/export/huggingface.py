@@ -9,7 +9,6 @@ import json
 import logging
 import os
 import shlex
-import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -35,7 +34,6 @@ from app.model.io.hf_weights import load_weights
 from app.model.io.model_files import BUILTIN_PREFIX, CONFIG_FILE
 from app.model.lora import combine_params
 from app.records.atomic_write import create_folder_atomic
-from app.records.text_format import format_bytes
 from app.runtime.model_spec import ModelSpec, read_model_spec
 from app.runtime.pinned_revisions import pin_revisions
 from settings import Resolved, Settings
@@ -45,9 +43,6 @@ from settings.schema.mesh import MeshSettings
 log = logging.getLogger(__name__)
 
 WeightType = Literal["float32", "bfloat16"]
-
-SMALL_FILES_BYTES = 64 << 20
-"""Disk space for tokenizer, configurations and card; a vocabulary can take tens of MB."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +78,6 @@ class ExportJob:
             write_files: fills a folder and returns the names of its weight files.
         """
         card = model_card(self.resolved, self.saved_policy, self.model, export_format=export_format, dtype=self.dtype)
-        check_disk_space(self.out, num_parameters * jnp.dtype(self.dtype).itemsize + SMALL_FILES_BYTES)
         quantization, rounding = self.model.policy_definition.quantization, self.resolved.settings.rollout.rounding
         for note in export_notes(export_format, dtype=self.dtype, quantization=quantization, rounding=rounding):
             print(f"note: {note}", file=sys.stderr)
@@ -196,13 +190,3 @@ def check_new_folder(path: Path) -> None:
         raise InputError(f"--out: {path}: the folder {path.parent} does not exist; create it first")
     if not os.access(path.parent, os.W_OK | os.X_OK):
         raise InputError(f"--out: {path}: the folder {path.parent} is not writable; choose another one")
-
-
-def check_disk_space(path: Path, num_bytes: int) -> None:
-    """Raises InputError if the disk of a new folder has less than `num_bytes` of free space."""
-    free = shutil.disk_usage(path.parent).free
-    if free < num_bytes:
-        raise InputError(
-            f"--out: {path} needs {format_bytes(num_bytes)}, but its disk has {format_bytes(free)} free; free some "
-            "space, choose another disk, or use --dtype bfloat16, which needs half as much space as float32"
-        )

@@ -10,7 +10,6 @@ import jax
 import numpy as np
 
 from app.batching.micro_batch_plan import MicroBatchPlan, SequenceLengths
-from app.batching.micro_batcher import MicroBatcher, PackedRowBatcher
 from app.distributed.error_barrier import error_barrier
 from app.mesh.device_memory import device_memory_bytes
 from app.mesh.device_mesh import num_hosts
@@ -28,7 +27,6 @@ from app.preflight.memory import (
 )
 from app.records.run_directory import Resume
 from app.records.text_format import format_bytes, format_count, format_percent, format_table
-from app.runtime.reward_model import make_reward_batcher
 from app.runtime.session import Session
 from app.tracking.flops import make_step_flops
 from app.training.learner import LearnerGroup
@@ -38,20 +36,12 @@ from app.training.setup import RunSetup, prepare_run
 from settings import Resolved
 from settings.checks.unused_settings import launch_notices
 
-REPLAY_EVALUATION_ADVICE = (
-    "set eval.every_steps: 0 and checkpoint.best_metric: null (`grpo evaluate` measures the checkpoints), "
-    "or lower rollout.max_new_tokens to the length of the longest sample"
-)
-"""Advice for the evaluations of a replay, whose group size is that of its samples."""
-
 
 @dataclass(frozen=True)
 class MicroBatchSummary:
     """Micro-batches of one pass over the longest possible prompts and completions, the largest case."""
 
     count: int
-    packed: bool
-    """True under a token quota, False for a fixed number of rows."""
     rows_per_device: int
     tokens_per_row: int
 
@@ -173,10 +163,8 @@ class DryRunReport:
             share = self.peak_bytes / self.available_bytes
             yield f"{peak}, {format_percent(share)} of its {format_bytes(self.available_bytes)}"
             if share > 1:
-                phase, advice = peak_phase(self.memory), ""
-                if phase in ("rollout", "evaluation"):
-                    is_replay = phase == "evaluation" and self.rollout is None
-                    advice = f"{REPLAY_EVALUATION_ADVICE if is_replay else MEMORY_ADVICE[phase]}, or "
+                phase = peak_phase(self.memory)
+                advice = f"{MEMORY_ADVICE[phase]}, or " if phase in ("rollout", "evaluation") else ""
                 yield f"this does not fit: {advice}split the weights over more devices with mesh.shape"
         size = format_bytes(self.checkpoint_bytes)
         yield f"a checkpoint takes {size} on disk, and the same amount of the hosts' memory while it is written"
@@ -219,7 +207,7 @@ def make_dry_run_report(
         return DryRunReport(
             **_run_fields(launch),
             **_step_fields(launch, learning),
-            **_shape_fields(launch, learning, shapes),
+            **_shape_fields(launch.session, shapes),
             memory=memory,
             programs=programs,
             peak_bytes=sum(memory[peak_phase(memory)].values()),
@@ -287,32 +275,23 @@ def _step_fields(launch: RunSetup, learning: LearnerGroup) -> dict[str, Any]:
     }
 
 
-def _shape_fields(launch: RunSetup, learning: LearnerGroup, shapes: StepShapes) -> dict[str, Any]:
+def _shape_fields(session: Session, shapes: StepShapes) -> dict[str, Any]:
     """Returns the sizes of the rollout and of the micro-batches of each pass."""
-    session, reward_model = launch.session, launch.inputs.reward_model
-    critic_update = reward = None
-    if shapes.critic_update and learning.critic:
-        critic_update = _summarize_plan(session, shapes.critic_update, learning.critic.updater.micro_batcher)
-    if shapes.reward and reward_model:
-        micro_batcher = make_reward_batcher(launch.resolved.settings, reward_model.architecture)
-        reward = _summarize_plan(session, shapes.reward, micro_batcher)
+    critic_update, reward = shapes.critic_update, shapes.reward
     return {
         "rollout": None if shapes.rollout is None else shapes.rollout._asdict(),
         "evaluation": None if shapes.evaluation is None else shapes.evaluation._asdict(),
-        "score": {
-            role: _summarize_plan(session, plan, learning.score_batchers[role]) for role, plan in shapes.scores.items()
-        },
-        "update": _summarize_plan(session, shapes.update, learning.policy.updater.micro_batcher),
-        "critic_update": critic_update,
-        "reward_model": reward,
+        "score": {role: _summarize_plan(session, plan) for role, plan in shapes.scores.items()},
+        "update": _summarize_plan(session, shapes.update),
+        "critic_update": None if critic_update is None else _summarize_plan(session, critic_update),
+        "reward_model": None if reward is None else _summarize_plan(session, reward),
     }
 
 
-def _summarize_plan(session: Session, plan: MicroBatchPlan, micro_batcher: MicroBatcher) -> MicroBatchSummary:
+def _summarize_plan(session: Session, plan: MicroBatchPlan) -> MicroBatchSummary:
     largest = largest_micro_batch(plan)
     return MicroBatchSummary(
         count=len(plan.micro_batches),
-        packed=isinstance(micro_batcher, PackedRowBatcher),
         rows_per_device=len(largest.rows) // num_local_row_shards(session.mesh),
         tokens_per_row=largest.shape.num_tokens,
     )

@@ -19,9 +19,6 @@ SPLITS = ("train", "test")
 OPERATORS = ("+", "-", "*")
 TEST_SPLIT_MODULUS = 5
 """One in this many problems is held out."""
-MAX_ENUMERATED_LEVEL = 3
-"""Highest level (990,000 problems per operator) whose problems are enumerated; higher ones draw them at random."""
-
 Problems = Int64[np.ndarray, "P 3"]
 """Columns: index in `OPERATORS`, left operand, right operand."""
 
@@ -44,8 +41,7 @@ def make_problems(
     rows: list[DatasetRow] = []
     for index, level in enumerate(levels):
         share = (num_problems - len(rows)) // (len(levels) - index)
-        draw = _sample_enumerated if level <= MAX_ENUMERATED_LEVEL else _sample_random
-        rows += [_to_row(problem, level) for problem in draw(rng, level, codes, share, split).tolist()]
+        rows += [_to_row(problem, level) for problem in _sample(rng, level, codes, share, split).tolist()]
     order = rng.permutation(len(rows))
     return Dataset(
         rows=[rows[i] for i in order],
@@ -66,24 +62,11 @@ def _to_row(problem: list[int], level: int) -> DatasetRow:
     )
 
 
-def _sample_enumerated(rng: np.random.Generator, level: int, codes: np.ndarray, count: int, split: str) -> Problems:
+def _sample(rng: np.random.Generator, level: int, codes: np.ndarray, count: int, split: str) -> Problems:
     operands = np.arange(10**level)
     grid = np.stack(np.meshgrid(codes, operands, operands, indexing="ij"), axis=-1).reshape(-1, 3)
     problems = grid[_is_of_level(grid, level) & _is_in_split(grid, split)]
     return problems[rng.permutation(len(problems))[:count]]
-
-
-def _sample_random(rng: np.random.Generator, level: int, codes: np.ndarray, count: int, split: str) -> Problems:
-    problems = np.zeros((0, 3), np.int64)
-    while len(problems) < count:
-        size = 2 * count + 16
-        operands = rng.integers(10**level, size=(size, 2))
-        drawn = np.column_stack([rng.choice(codes, size), operands])
-        drawn = drawn[_is_of_level(drawn, level) & _is_in_split(drawn, split)]
-        problems = np.concatenate([problems, drawn])
-        _, first = np.unique(problems, axis=0, return_index=True)
-        problems = problems[np.sort(first)]
-    return problems[:count]
 
 
 def _is_of_level(problems: Problems, level: int) -> Bool[np.ndarray, "P"]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -36,15 +35,12 @@ class EncodeReport:
     truncated: int
     longest: int
     max_prompt_length: int
-    histogram: Mapping[int, int]
-    """Number of rows by length, rounded up to a power of two."""
 
     def to_text(self) -> str:
         """Returns the report as one line of text."""
-        lengths = ", ".join(f"<={bound}: {count:,}" for bound, count in self.histogram.items())
         return (
             f"prompts: {self.kept:,} kept, {self.dropped:,} dropped, {self.truncated:,} truncated"
-            f" (data.max_prompt_length {self.max_prompt_length}); longest {self.longest} tokens; {lengths}"
+            f" (data.max_prompt_length {self.max_prompt_length}); longest {self.longest} tokens"
         )
 
 
@@ -99,7 +95,6 @@ def encode_prompts(
         truncated=num_overlong if keeps_overlong else 0,
         longest=max(lengths),
         max_prompt_length=max_prompt_length,
-        histogram=_length_histogram(lengths),
     )
     return prompts, report
 
@@ -108,8 +103,3 @@ def _to_prompt(row: DatasetRow, ids: list[int]) -> Prompt:
     if not ids:
         raise InputError(f"{row.uid}: the tokenizer returns no tokens for this prompt")
     return Prompt(uid=row.uid, token_ids=np.array(ids, np.int32), source=row.prompt, answer=row.answer, extra=row.extra)
-
-
-def _length_histogram(lengths: Sequence[int]) -> dict[int, int]:
-    bounds = Counter(1 << max(length - 1, 0).bit_length() for length in lengths)
-    return dict(sorted(bounds.items()))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -80,19 +80,19 @@ def parse_object(raw: bytes, where: str, *, reads_nan: bool = False) -> dict[str
         raise InputError(f"{where}: expected a JSON object, got {type(value).__name__}")
     shape = raw.translate(NUMBER_SHAPE_TABLE)
     if any(part in shape for part in NON_FINITE_PATTERNS):
-        value = null_for_nan(value) if reads_nan else value
+        value = replace_floats(value, math.isnan) if reads_nan else value
         if problem := _find_non_finite(value):
             raise InputError(f"{where}: not usable JSON: {problem}")
     return value
 
 
-def null_for_nan(value: Any) -> Any:
-    """Returns a JSON value with None for every NaN, as which pandas and other programs write a missing number."""
+def replace_floats(value: Any, is_absent: Callable[[float], bool]) -> Any:
+    """Returns a JSON value with None for some floats, such as NaN, which other programs write for a missing number."""
     if isinstance(value, dict):
-        return {name: null_for_nan(item) for name, item in value.items()}
+        return {name: replace_floats(item, is_absent) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [null_for_nan(item) for item in value]
-    return None if isinstance(value, float) and math.isnan(value) else value
+        return [replace_floats(item, is_absent) for item in value]
+    return None if isinstance(value, float) and is_absent(value) else value
 
 
 def _find_non_finite(value: Any) -> str | None:

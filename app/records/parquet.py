@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from app.records.jsonl import null_for_nan
+from app.records.jsonl import replace_floats
 from settings.errors import InputError
 
 
@@ -24,7 +25,7 @@ def read_parquet(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
         with pyarrow.parquet.ParquetFile(path) as file:
             for batch in file.iter_batches():
                 for row in batch.to_pylist():
-                    yield f"{path} row {index}", null_for_nan(row)
+                    yield f"{path} row {index}", replace_floats(row, math.isnan)
                     index += 1
     except FileNotFoundError:
         raise InputError(f"{path.absolute()}: no such file") from None

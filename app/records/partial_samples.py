@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import glob
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from app.records.file_lock import FileLockedError, lock_file
 from app.records.jsonl import read_jsonl_tolerant, to_json_line
-from app.records.sample import Sample
-from app.records.sample_json import sample_to_record
+from app.records.sample import Prompt, Sample
+from app.records.sample_json import sample_from_record, sample_to_record
 from settings.errors import InputError
 
 PART_SUFFIX = ".part"
@@ -122,6 +123,25 @@ def read_parts(
         records = read_jsonl_tolerant(path)
         next(records)
         yield path, records
+
+
+def whole_samples(
+    path: Path, records: Iterable[NumberedRecord], prompts: Mapping[str, Prompt], *, num_samples: int
+) -> Iterator[Sample]:
+    """Yields the samples of these prompts, by uid, among the records; damaged and other lines are skipped.
+
+    Args:
+        num_samples: samples per prompt.
+    """
+    for number, record in records:
+        if isinstance(record, InputError):
+            continue
+        with suppress(InputError):
+            sample = sample_from_record(record, where=f"{path}:{number}")
+            prompt = prompts.get(sample.prompt.uid)
+            whole = prompt and sample.with_prompt(prompt)
+            if whole is not None and 0 <= sample.sample_index < num_samples:
+                yield whole
 
 
 def remove_parts(out: Path) -> None:

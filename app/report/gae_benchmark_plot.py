@@ -18,7 +18,7 @@ class BackendTiming:
 
     shape: str
     rows: str
-    """`full`: rows of one sequence; `masked`: with a mask; `packed`: one row of samples; empty for the copy."""
+    """One of `ROW_NAMES`."""
     backend: str
     """A GAE backend, or `copy`: a pass that reads two matrices of the shape and writes two."""
     chunk_size: int | None = None
@@ -26,15 +26,13 @@ class BackendTiming:
     is_auto: bool = False
     first_call_s: float = 0.0
     """Time of tracing and compiling."""
-    median_s: float | None = None
-    """Median time; None if a single call exceeds the benchmark's time limit."""
-    p90_s: float | None = None
-    num_repeats: int = 0
-    gb_per_s: float | None = None
-    percent_of_copy: float | None = None
-    """Throughput relative to the copy of the same shape; 100 = as fast."""
     max_error: float | None = None
     """Largest error of advantages and returns against float64, over max(1, max |A|)."""
+    median_s: float = 0.0
+    p90_s: float = 0.0
+    gb_per_s: float = 0.0
+    percent_of_copy: float = 100.0
+    """Throughput relative to the copy of the same shape; 100 = as fast."""
 
     @property
     def name(self) -> str:
@@ -43,25 +41,20 @@ class BackendTiming:
 
 def render_benchmark(timings: Sequence[BackendTiming], *, title: str) -> bytes:
     """Returns a PNG with one panel per shape and kind of rows; equal timings give equal bytes."""
-    panels = list(dict.fromkeys((t.shape, t.rows) for t in timings if t.backend != "copy"))
+    panels = list(dict.fromkeys((t.shape, t.rows) for t in timings))
     with new_figure(max(6.0, 3.6 * len(panels)), 3.8) as figure:
         for axes, (shape, rows) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
             axes.set_xscale("log", base=2)
             axes.set_yscale("log")
-            shown = [t for t in timings if t.shape == shape and t.rows in ("", rows) and t.median_s and t.p90_s]
             for backend, color in COLORS.items():
-                times = [(t.chunk_size or 0, 1e3 * (t.median_s or 0), 1e3 * (t.p90_s or 0), t.is_auto) for t in shown
-                         if t.backend == backend]  # fmt: skip
-                if not times:
-                    continue
-                sizes, medians, p90s, auto = map(list, zip(*sorted(times), strict=True))
-                label = f"{backend} (auto)" if any(auto) else backend
+                shown = [t for t in timings if (t.shape, t.rows, t.backend) == (shape, rows, backend)]
+                label = f"{backend} (auto)" if any(t.is_auto for t in shown) else backend
+                medians, p90s = [1e3 * t.median_s for t in shown], [1e3 * t.p90_s for t in shown]
                 if backend == "chunked":
+                    sizes = [t.chunk_size or 0 for t in shown]
                     axes.plot(sizes, medians, color=color, marker="o", markersize=4, label=label)
                     axes.fill_between(sizes, medians, p90s, color=color, alpha=0.15, linewidth=0)
                     axes.set_xticks(sizes, [str(size) for size in sizes])
-                    taken = auto.index(True) if any(auto) else None
-                    axes.plot(*([], []) if taken is None else ([sizes[taken]], [medians[taken]]), "s", color=color)
                 else:
                     axes.axhline(medians[0], color=color, linestyle="--" if backend == "copy" else "-", label=label)
                     axes.axhspan(medians[0], p90s[0], color=color, alpha=0.15, linewidth=0)

@@ -22,10 +22,11 @@ from app.report.panels import PANELS
 from app.report.run_files import RunFiles
 from app.report.viewer_content import ViewerContent
 
-SESSION_COLUMNS = ("started", "after_step", "grpo", "python", "jax", "devices", "processes")
+SESSION_COLUMNS = (
+    *("started", "after_step", "grpo", "python", "jax", "devices", "processes", "from_rollouts", "checkpoint"),
+)
+"""Columns of the table of sessions; one that no session has is omitted."""
 EARLY_STOPPING_SETTINGS = ("metric", "mode", "patience", "min_delta", "target")
-REPLAY_COLUMNS = ("from_rollouts", "checkpoint")
-"""Columns for sessions that trained on saved samples; omitted if there are none."""
 
 
 def report_page(run: RunFiles, plots: Mapping[str, RenderedPlot | None], alerts: Sequence[Alert]) -> str:
@@ -46,10 +47,7 @@ def report_page(run: RunFiles, plots: Mapping[str, RenderedPlot | None], alerts:
         alerts=alerts,
         panels=[(panel, plots[panel.name]) for panel in PANELS],
         text=_text_or_json,
-        session_columns=(
-            *SESSION_COLUMNS,
-            *(c for c in REPLAY_COLUMNS if any(c in one for one in run.settings_history.sessions)),
-        ),
+        session_columns=[c for c in SESSION_COLUMNS if any(c in one for one in run.settings_history.sessions)],
     )
 
 

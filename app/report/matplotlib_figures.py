@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from html import escape
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from app.records.jsonl import check_output_path
 from app.report.panels import Panel
 from app.report.plots import PlotData
+from settings.errors import InputError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -77,6 +80,13 @@ def save_figure(figure: Figure, kind: Literal["png", "svg"], *, transparent: boo
     file = io.BytesIO()
     figure.savefig(file, format=kind, dpi=150, metadata=metadata, transparent=transparent)
     return file.getvalue()
+
+
+def check_picture_path(path: Path, option: str, suffixes: Sequence[str]) -> None:
+    """Raises InputError if the path that an option names does not end in one of the suffixes, or cannot be written."""
+    if path.suffix.lower() not in suffixes:
+        raise InputError(f"{option}: expected a file name ending in {' or '.join(suffixes)}, got {path}")
+    check_output_path(path)
 
 
 def render_panel(panel: Panel, data: PlotData) -> RenderedPlot | None:

@@ -32,8 +32,6 @@ class Panel:
     title: str
     caption: str
     """How to read the plot: what is healthy and what to change."""
-    absent: str
-    """Text shown if there is nothing to plot."""
     is_present: Callable[[PlotData], bool]
     draw: DrawFunction
     height: float = 2.7
@@ -56,7 +54,6 @@ PANELS = (
         "Reward",
         "The reward should rise over tens of steps; single steps are noise. If it rises while accuracy does not, the "
         "policy exploits the reward function: read some samples.",
-        "No step has a reward.",
         has_values("reward/mean"),
         draw_reward,
     ),
@@ -65,7 +62,6 @@ PANELS = (
         "Held-out accuracy",
         "Share of right answers to prompts not used for training; if a plug-in judges, the mean of its values. "
         "Differences within the interval may be chance: raise eval.num_prompts to narrow it.",
-        "There is no evaluation: eval.every_steps is 0, or none has run yet.",
         has_values("eval/accuracy"),
         draw_accuracy,
     ),
@@ -74,7 +70,6 @@ PANELS = (
         "Completion lengths and truncated share",
         "Top: shortest, mean and longest completion of a step. Bottom: share truncated at rollout.max_new_tokens; if "
         "it is above 10 %, raise that limit or reward short answers.",
-        "No completion lengths were recorded.",
         has_values("completions/mean_length"),
         draw_lengths,
         height=3.6,
@@ -84,7 +79,6 @@ PANELS = (
         "Entropy",
         "Entropy of the policy. A slow fall is normal; a sudden fall to nearly 0 is a collapse: lower "
         "optimizer.learning_rate, raise algorithm.clip_high, or set algorithm.beta.",
-        "No entropy was recorded.",
         has_values("policy/entropy"),
         draw_line("policy/entropy", "nats per token", noisy=True),
     ),
@@ -93,7 +87,6 @@ PANELS = (
         "Groups whose rewards are all equal",
         "Share of prompts whose samples all got the same reward. Near 100 % the reward gives no learning "
         "signal: prompts are too easy or too hard, or rollout.group_size is too small.",
-        "This was not recorded.",
         has_values("reward/zero_variance_fraction"),
         draw_share("reward/zero_variance_fraction", "groups"),
     ),
@@ -102,7 +95,6 @@ PANELS = (
         "Samples without a reward value",
         "Failures of reward functions, None values, and samples dropped by reward.on_error: drop. There should be no "
         "failures: read reward_errors in rollouts/, and run `grpo score --role reward` on a file there.",
-        "No failure, None value or dropped sample was recorded.",
         has_nonzero_values("reward/error_count", "reward/abstained_count", "reward/dropped_count"),
         draw_counts(
             {
@@ -118,7 +110,6 @@ PANELS = (
         "KL to the initial model",
         "KL of the policy to the initial model. Below 0.1 is usual; if it keeps growing, raise algorithm.beta "
         "or lower optimizer.learning_rate.",
-        "This was not measured: with algorithm.beta at 0 there is no reference model.",
         has_values("policy/kl"),
         draw_line("policy/kl", "nats per token", noisy=True),
     ),
@@ -127,7 +118,6 @@ PANELS = (
         "Gradient norm",
         "Norm before clipping to optimizer.max_grad_norm. A steady norm is healthy; if spikes grow, lower "
         "optimizer.learning_rate.",
-        "No gradient norm was recorded, or none was finite.",
         has_values("policy/grad_norm"),
         draw_line("policy/grad_norm", "norm", noisy=True),
     ),
@@ -136,7 +126,6 @@ PANELS = (
         "Clipped tokens",
         "Share of tokens whose gradient is limited because their ratio left the clip range or reached "
         "algorithm.dual_clip. If it is above 20 %, lower optimizer.learning_rate or algorithm.epochs.",
-        "Nothing was clipped. With one update per step the ratio is exactly 1, and nothing can be clipped.",
         has_nonzero_values("policy/clip_fraction_low", "policy/clip_fraction_high", "policy/clip_fraction_dual"),
         draw_clipping,
     ),
@@ -146,7 +135,6 @@ PANELS = (
         "Mean difference between their logprobs of the same tokens, in nats: about 1e-7 in float32 and below "
         f"{MISMATCH_THRESHOLD:g} in bfloat16; if it is larger, the gradient is not that of the policy that generated "
         "the samples. With rollout.max_staleness, rollout.weights or rollout.kv_cache a difference is expected.",
-        "This was not recorded.",
         has_values("rollout/sampler_scorer_logprob_diff_mean"),
         draw_line("rollout/sampler_scorer_logprob_diff_mean", "nats per token"),
     ),
@@ -154,7 +142,6 @@ PANELS = (
         "times",
         "Where the time goes",
         "Seconds of each phase, stacked, with shares of the whole run. `rest` is the saving of samples and metrics.",
-        "No times were recorded.",
         has_nonzero_values("time/step_s"),
         draw_times,
     ),
@@ -164,7 +151,6 @@ PANELS = (
         "The last steps: the phases of training, and above them each worker, as high as its slots are filled. In "
         "`rollout`, training waits for samples: give more devices to generation (rollout.devices), or allow a higher "
         "rollout.max_staleness. Where workers are empty, they wait for training: give it more devices.",
-        "Training and generation alternate (rollout.max_staleness: 0).",
         lambda data: len(data.timeline) > 0,
         draw_training_and_workers,
         height=3.4,
@@ -173,7 +159,6 @@ PANELS = (
         "tokens_per_s",
         "Speed",
         "Completion tokens per second of the whole step. Steps that compile programs are slow: see below.",
-        "No speed was recorded.",
         has_values("perf/tokens_per_s"),
         draw_line("perf/tokens_per_s", "tokens per second", noisy=True),
     ),
@@ -182,7 +167,6 @@ PANELS = (
         "Peak memory so far",
         "Memory of the device that uses most; on a CPU, of the whole process. To reduce it, lower "
         "algorithm.max_tokens_per_device or set model.remat: block.",
-        "The devices do not report their memory use.",
         has_values("perf/peak_memory_bytes"),
         draw_line("perf/peak_memory_bytes", "GiB", scale=GIB),
     ),
@@ -191,7 +175,6 @@ PANELS = (
         "Compilations",
         "XLA programs compiled in each step. There should be none after the first steps; later ones are caused by new "
         "sequence lengths.",
-        "Nothing was compiled.",
         has_nonzero_values("perf/compilations"),
         draw_counts({"perf/compilations": "compilations"}, "programs"),
     ),

@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from app.records.atomic_write import write_atomic
-from app.records.jsonl import check_output_path
 from app.report.html_pages import timeline_page
 from app.report.matplotlib_figures import POINTS_PER_INCH, inline_svg, new_figure, save_figure
 from app.report.plots import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, escape_label
-from settings.errors import InputError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -76,13 +74,6 @@ class TimelinePanel:
         """The title, with the number of slots if some are not shown."""
         drawn, slots = (sum(count for _, count in pools) for pools in (self.drawn_slots, self.slots))
         return self.title if drawn == slots else f"{self.title} (the first {drawn} of {slots} slots)"
-
-
-def check_timeline_path(path: Path) -> None:
-    """Raises InputError if no timeline can be written to `path`."""
-    if path.suffix.lower() not in SUPPORTED_SUFFIXES:
-        raise InputError(f"--timeline: expected a file name ending in .png, .svg or .html, got {path}")
-    check_output_path(path)
 
 
 def write_timeline(path: Path, panels: Sequence[TimelinePanel], *, title: str, table: Sequence[Sequence[str]]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
 
 from jax.sharding import Mesh
 
@@ -17,7 +17,7 @@ DYNAMIC_BATCHING_HINT = "or set {scope}.dynamic_microbatch: true instead of {sco
 
 
 def check_fixed_micro_batches(settings: Settings, session: ScoringSession) -> None:
-    """Raises InputError, with the nearest valid values, if fixed update micro-batches do not divide over the devices.
+    """Raises InputError, with a valid value, if fixed update micro-batches do not divide over the devices.
 
     Packed micro-batches are filled with empty rows instead.
     """
@@ -38,27 +38,18 @@ def _check_rows_per_device(settings: Settings, scope: str, rows_per_device: int,
         ("algorithm.mini_batch_prompts", mini_batch_prompts),
     ):
         if prompts * group_size % devices != 0:
-            fitting = [n for n in range(1, prompts + devices + 1) if n * group_size % devices == 0]
             raise InputError(
                 f"{field}: {prompts} prompts x rollout.group_size {group_size} = {prompts * group_size} samples do not "
-                f"divide over the {devices} devices of a host (mesh.shape {settings.mesh.shape}); the nearest values "
-                f"of {field} that fit: {_nearest_values(fitting, prompts)}; {otherwise}"
+                f"divide over the {devices} devices of a host (mesh.shape {settings.mesh.shape}); set it to a multiple "
+                f"of {devices // math.gcd(devices, group_size)}, {otherwise}"
             )
     samples = mini_batch_prompts * group_size // devices
     if samples % rows_per_device != 0:
-        fitting = [n for n in range(1, samples + 1) if samples % n == 0]
         raise InputError(
             f"{scope}.rows_per_device: {rows_per_device} does not divide the {samples} samples of an optimizer step "
-            f"on each "
-            f"device ({mini_batch_prompts} prompts x rollout.group_size {group_size} over {devices} devices); the "
-            f"nearest that do: {_nearest_values(fitting, rows_per_device)}; {otherwise}"
+            f"on each device ({mini_batch_prompts} prompts x rollout.group_size {group_size} over {devices} devices); "
+            f"set it to {math.gcd(samples, rows_per_device)}, which does, {otherwise}"
         )
-
-
-def _nearest_values(fitting: Sequence[int], value: int) -> str:
-    below = [n for n in fitting if n < value][-1:]
-    above = [n for n in fitting if n > value][:1]
-    return " or ".join(map(str, below + above))
 
 
 def check_host_memory(mesh: Mesh, setting: str) -> None:

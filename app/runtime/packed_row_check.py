@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 
 from app.batching.micro_batch_plan import MicroBatch, MicroBatchPlan, PackedRow, RowShape
@@ -18,80 +15,41 @@ from app.model.decoder import Params
 from app.records.sample import Prompt, Sample
 from app.runtime.scoring import ScoringSession
 
-ScoreFunction = Callable[[Sequence[Sample], MicroBatchPlan], list[np.ndarray]]
-"""Samples and their plan -> a number for each completion token of each sample."""
-
-
-class Unit(NamedTuple):
-    """The unit of the differences; `scale` computes its size from the scores of samples in rows of their own."""
-
-    name: str
-    scale: Callable[[np.ndarray], Any]
-
-
-NATS = Unit("nats", lambda alone: 1.0)
-STANDARD_DEVIATIONS = Unit("standard deviations", np.std)
-
-
-class Tolerance(NamedTuple):
-    """Differences that the order of summation explains; seeing tokens of another sample causes far larger ones."""
-
-    max_difference: float
-    mean_difference: float
-
-
-TOLERANCES = {"float32": Tolerance(1e-4, 1e-4), "bfloat16": Tolerance(0.5, 0.05)}
-"""Tolerances by compute type."""
+TOLERANCES = {"float32": (1e-4, 1e-4), "bfloat16": (0.5, 0.05)}
+"""Largest and mean difference, in nats, that the order of summation explains, by compute type; seeing tokens of another
+sample causes far larger ones."""
 
 MAX_SAMPLE_TOKENS = 128
 """Number of compared tokens of each sample. A row of three such samples uses block-wise attention on every backend."""
 
 
-def check_packing(
-    session: ScoringSession, params: Params, samples: Sequence[Sample], *, critic: Params | None = None
-) -> float:
+def check_packing(session: ScoringSession, params: Params, samples: Sequence[Sample]) -> float:
     """Returns the largest |logprob in a shared row - logprob alone|, in nats, over all tokens of a few samples.
 
     In the first arrangement each sample of the row has its own segment; in the second, if prompts are shared, samples
-    of the same prompt share its segment. Only the first tokens of long samples are compared. A critic whose
-    architecture differs from the policy's is also checked, by its values instead of logprobs.
+    of the same prompt share its segment. Only the first tokens of long samples are compared.
 
     Raises:
         RuntimeError: the difference is larger than rounding explains, so packed rows would give wrong logprobs.
     """
-    logprobs = partial(session.scorer.logprobs, params, temperature=1.0)
-    largest = _largest_difference(session, logprobs, samples, unit=NATS)
-    if critic is None or session.architecture_of("critic") == session.model_spec.architecture:
-        return largest
-    assert session.critic is not None
-    # A critic may start with a value head of zeros, whose values would always agree.
-    params = {**critic, "value": jnp.full_like(critic["value"], critic["value"].size ** -0.5)}
-    values = partial(session.critic.valuer.values, params)
-    return max(largest, _largest_difference(session, values, samples, unit=STANDARD_DEVIATIONS))
-
-
-def _largest_difference(
-    session: ScoringSession, score: ScoreFunction, samples: Sequence[Sample], *, unit: Unit
-) -> float:
     samples = [_truncate_sample(sample) for sample in samples]
     apart = [(i,) for i in range(len(samples))]
     prompts = sequence_lengths(samples).prompt_indices
     by_prompt = [tuple(np.flatnonzero(prompts == number).tolist()) for number in range(prompts.max() + 1)]
     arrangements = [apart, by_prompt] if session.settings.batching.share_prompts else [apart]
-    alone, *together = _score_arrangements(session, score, samples, arrangements)
+    alone, *together = _score_arrangements(session, params, samples, arrangements)
     # Scores that are not finite even alone are reported by the first update.
     known = np.isfinite(alone)
-    scale = unit.scale(alone[known]) if known.any() else 1.0
-    differences = np.concatenate([np.abs(shared - alone)[known] for shared in together]) / scale
+    differences = np.concatenate([np.abs(shared - alone)[known] for shared in together])
     local = differences.max(initial=0.0), differences.mean() if known.any() else 0.0
     # The result must be the same on every host: if only one raised, the others would wait for it.
     largest, mean = max_over_hosts(np.asarray(local)).tolist()
-    allowed = TOLERANCES[session.settings.model.dtype]
+    max_allowed, mean_allowed = TOLERANCES[session.settings.model.dtype]
     # Not `>`: NaN must fail the check.
-    if not (largest <= allowed.max_difference and mean <= allowed.mean_difference):
+    if not (largest <= max_allowed and mean <= mean_allowed):
         raise RuntimeError(
-            f"scores in a shared row differ from those of a sample alone by up to {largest:.2g} {unit.name}: attention "
-            "leaks between samples on this backend. Please report it; until it is fixed, set score.dynamic: false, "
+            f"scores in a shared row differ from those of a sample alone by up to {largest:.2g} nats: attention leaks "
+            "between samples on this backend. Please report it; until it is fixed, set score.dynamic: false, "
             "algorithm.dynamic_microbatch: false and, with a critic, critic.dynamic_microbatch: false"
         )
     return largest
@@ -104,7 +62,7 @@ def _truncate_sample(sample: Sample) -> Sample:
 
 def _score_arrangements(
     session: ScoringSession,
-    score: ScoreFunction,
+    params: Params,
     samples: Sequence[Sample],
     arrangements: Sequence[Sequence[tuple[int, ...]]],
 ) -> list[np.ndarray]:
@@ -119,19 +77,18 @@ def _score_arrangements(
     empty = ((),) * (num_local_row_shards(session.mesh) - 1)
     plan = MicroBatchPlan(tuple(MicroBatch((row, *empty), RowShape(num_tokens, num_tokens)) for row in rows))
     copies = [sample for _ in range(1 + len(arrangements)) for sample in samples]
-    scores = score(copies, plan)
+    scores = session.scorer.logprobs(params, copies, plan, temperature=1.0)
     return [np.concatenate(scores[first : first + count]) for first in range(0, len(copies), count)]
 
 
 def random_samples(session: ScoringSession) -> list[Sample]:
     """Returns three samples of random tokens, two of them with the same prompt."""
     rng = np.random.default_rng(session.settings.run.seed)
-    networks = [session.model_spec.architecture, session.architecture_of("critic")]
-    longest = min(MAX_SAMPLE_TOKENS, *(network.max_positions for network in networks))
-    vocab_size = min(network.vocab_size for network in networks)
+    architecture = session.model_spec.architecture
+    longest = min(MAX_SAMPLE_TOKENS, architecture.max_positions)
 
     def tokens(count: int) -> np.ndarray:
-        return rng.integers(vocab_size, size=count).astype(np.int32)
+        return rng.integers(architecture.vocab_size, size=count).astype(np.int32)
 
     def sample(prompt: Prompt, index: int) -> Sample:
         completion = tokens(longest - len(prompt.token_ids) - index)

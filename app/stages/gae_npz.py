@@ -21,8 +21,8 @@ from app.stages.gae_summary import AdvantageTransform, GaeSummary
 from settings import Settings
 from settings.errors import InputError
 
-DAMAGED = (ValueError, EOFError, zipfile.BadZipFile, NotImplementedError)
-"""Exceptions raised by NumPy and zipfile for damaged archives."""
+UNREADABLE = (ValueError, EOFError, OSError, KeyError, TypeError, RuntimeError, zipfile.BadZipFile, zlib.error)
+"""Exceptions raised by NumPy and zipfile for other files and damaged archives."""
 
 
 class GaeMatrixFile:
@@ -106,34 +106,21 @@ def load_matrices(path: Path) -> dict[str, Shaped[np.ndarray, "B T"]]:
         InputError: the file is not an NPZ file, or an array is missing, damaged or not a matrix of numbers.
     """
     try:
-        archive = np.load(path, allow_pickle=False)
+        with np.load(path, allow_pickle=False) as archive:
+            names = ("rewards", "values", *(["mask"] if "mask" in archive else []))
+            matrices = {name: np.ascontiguousarray(archive[name]) for name in names}
     except FileNotFoundError:
         raise InputError(f"{path.absolute()}: no such file") from None
-    except DAMAGED as error:
-        raise InputError(f"{path}: not an NPZ file: {error}; create one with `np.savez`") from None
-    except OSError as error:
-        raise InputError(f"{path.absolute()}: cannot be read: {error.strerror}") from error
-    if not isinstance(archive, np.lib.npyio.NpzFile):
-        raise InputError(f"{path}: not an NPZ file but a single array; create one with `np.savez`")
-    matrices = {}
-    with archive:
-        missing = [name for name in ("rewards", "values") if name not in archive]
-        if missing:
-            names = ", ".join(archive.files) or "no arrays"
-            raise InputError(f"{path}: missing {' and '.join(missing)}; the file contains {names}")
-        for name in ("rewards", "values", *(["mask"] if "mask" in archive else [])):
-            try:
-                array = archive[name]
-            except (*DAMAGED, OSError, zlib.error, RuntimeError) as error:
-                raise InputError(f"{path}: {name}: cannot be read: {error}") from None
-            if not isinstance(array, np.ndarray) or array.dtype.kind not in "fiub":
-                kind = array.dtype if isinstance(array, np.ndarray) else "other data"
-                raise InputError(
-                    f"{path}: {name}: expected floats, integers or booleans, got {kind}; save it as float32"
-                )
-            if array.ndim != 2:
-                raise InputError(f"{path}: {name}: expected two dimensions [B, T], got shape {list(array.shape)}")
-            matrices[name] = np.ascontiguousarray(array)
+    except UNREADABLE as error:
+        raise InputError(
+            f"{path}: expected an NPZ file with rewards, values and, optionally, mask, as `np.savez` writes it: {error}"
+        ) from error
+    for name, array in matrices.items():
+        if array.dtype.kind not in "fiub" or array.ndim != 2:
+            raise InputError(
+                f"{path}: {name}: expected numbers or booleans of shape [B, T], got {array.dtype} of shape "
+                f"{list(array.shape)}"
+            )
     return matrices
 
 

@@ -25,7 +25,8 @@ from app.records.jsonl import check_distinct_paths, check_output_path
 from app.records.partial_samples import PartFile, part_path, remove_parts
 from app.records.sample import Prompt, Sample
 from app.records.text_format import format_percent
-from app.report.slot_timeline import check_timeline_path, write_timeline
+from app.report.matplotlib_figures import check_picture_path
+from app.report.slot_timeline import SUPPORTED_SUFFIXES, write_timeline
 from app.rollout.scheduling.sample_states import SampleTable
 from app.rollout.sequence import RolloutSequence
 from app.runtime.host_supervision import PhaseCallback, iterate_in_phase, join_hosts, wait_for_other_hosts
@@ -66,7 +67,7 @@ def rollout(
     check_output_path(out)
     if timeline is not None:
         _check_has_workers(settings)
-        check_timeline_path(timeline)
+        check_picture_path(timeline, "--timeline", SUPPORTED_SUFFIXES)
     source = read_policy_source(settings, checkpoint)
     settings, model, saved = source
     questions, report = _read_prompts(settings, model, prompts, limit=limit)

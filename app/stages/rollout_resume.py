@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,31 +12,19 @@ import jax
 from app.checkpoint.saved_policy import PolicyCheckpoint
 from app.distributed.host_consistency import prompts_fingerprint
 from app.records.atomic_write import is_partial_file
-from app.records.partial_samples import read_parts
+from app.records.partial_samples import read_parts, whole_samples
 from app.records.sample import Prompt, Sample
-from app.records.sample_json import sample_from_record
 from app.runtime.environments import environment_facts
 from app.runtime.model_spec import ModelSpec
 from settings import Settings
 from settings.errors import InputError
 
 FORMAT = "grpo-rollout-part/1"
-EXACT_MODE_SETTINGS = (
-    "rollout.slots",
-    "rollout.workers.",
-    "rollout.kv_block_size",
-    "rollout.pool",
-    "rollout.ray.",
-    "rollout.prompts_per_step",
+FREE_IN_FAST_MODE = (
+    *("rollout.slots", "rollout.workers.", "rollout.kv_block", "rollout.pool", "rollout.ray."),
+    *("rollout.prompts_per_step", "rollout.devices", "rollout.max_staleness", "rollout.max_length_total"),
 )
-"""Settings that affect only the rounding of samples, except in exact mode."""
-IGNORED_SETTINGS = (
-    "rollout.kv_blocks",
-    *("rollout.workers.lease_s", "rollout.workers.deterministic"),
-    *("rollout.devices", "rollout.max_staleness", "rollout.max_length_total"),
-    *("rollout.ray.address", "rollout.ray.start_timeout_s"),
-)
-"""Settings that do not affect any sample in exact mode, nor more than its rounding in fast mode."""
+"""Beginnings of the names of settings that affect only the rounding of samples, which matters in exact mode."""
 MAX_SHOWN_CHARS = 40
 """Maximum length of a value shown in an error message; longer values are hashes."""
 
@@ -51,11 +38,7 @@ def rollout_facts(
     """Returns everything that determines the samples. The devices must have been started."""
     exact = settings.rollout.mode == "exact"
     rollout = dict(_flatten("rollout", settings.rollout.model_dump(mode="json")))
-    kept = {
-        name: value
-        for name, value in rollout.items()
-        if name not in IGNORED_SETTINGS and (exact or not name.startswith(EXACT_MODE_SETTINGS))
-    }
+    kept = {name: value for name, value in rollout.items() if exact or not name.startswith(FREE_IN_FAST_MODE)}
     devices = f"{jax.local_device_count()} x {jax.local_devices()[0].device_kind}"
     return {
         "the model's files": model.files.fingerprint,
@@ -95,18 +78,9 @@ def read_finished_samples(
     Raises:
         InputError: a part file belongs to another rollout, or is not a part file.
     """
-    prompts_by_uid = {prompt.uid: prompt for prompt in prompts}
-    finished: dict[str, Sample] = {}
+    by_uid, finished = {prompt.uid: prompt for prompt in prompts}, dict[str, Sample]()
     for path, records in read_parts(out, lambda path, header: _check_header(path, header, facts)):
-        for number, record in records:
-            if isinstance(record, InputError):
-                continue
-            with suppress(InputError):
-                sample = sample_from_record(record, where=f"{path}:{number}")
-                prompt = prompts_by_uid.get(sample.prompt.uid)
-                whole = prompt and sample.with_prompt(prompt)
-                if whole is not None and 0 <= sample.sample_index < group_size:
-                    finished[sample.uid] = whole
+        finished |= {one.uid: one for one in whole_samples(path, records, by_uid, num_samples=group_size)}
     return finished
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -15,28 +16,14 @@ NUM_GROUPS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class CompletionRow:
-    """One sample; a number is None until it has been computed."""
-
-    prompt: str
-    completion: str
-    """What the policy wrote in its last turn."""
-    rewards: tuple[float | None, ...]
-    reward: float | None
-    advantage: float | None
-    answer: str | None
-    finish_reason: str
-    ends_group: bool
-    """Whether the next row belongs to another prompt."""
-
-
-@dataclass(frozen=True, slots=True)
 class CompletionsTable:
     """Samples of a step, grouped by prompt, the best first."""
 
     step: int
     reward_names: tuple[str, ...]
-    rows: tuple[CompletionRow, ...]
+    groups: tuple[tuple[tuple[Any, ...], ...], ...]
+    """The samples of each prompt: prompt, text of the last turn, a value for each reward, total reward, advantage,
+    reference answer and finish reason. A number is None until it has been computed."""
 
 
 def completions_table(samples: Sequence[Sample], *, step: int) -> CompletionsTable:
@@ -49,8 +36,7 @@ def completions_table(samples: Sequence[Sample], *, step: int) -> CompletionsTab
     rows = []
     for group in selected:
         best, worst = max(group, key=_reward_or_zero), min(group, key=_reward_or_zero)
-        chosen = [best] if best is worst else [best, worst]
-        rows += [_to_row(sample, names, ends_group=sample is chosen[-1]) for sample in chosen]
+        rows.append(tuple(_to_row(sample, names) for sample in ([best] if best is worst else [best, worst])))
     return CompletionsTable(step, names, tuple(rows))
 
 
@@ -58,19 +44,12 @@ def _reward_or_zero(sample: Sample) -> float:
     return sample.reward if sample.reward is not None else 0.0
 
 
-def _to_row(sample: Sample, names: Iterable[str], *, ends_group: bool) -> CompletionRow:
-    values = sample.rewards or {}
+def _to_row(sample: Sample, names: Iterable[str]) -> tuple[Any, ...]:
+    rewards = [(sample.rewards or {}).get(name) for name in names]
     written = sample.advantages[sample.mask] if sample.advantages is not None else np.empty(0)
-    return CompletionRow(
-        prompt=prompt_text(sample.prompt.source),
-        completion=sample.completion,
-        rewards=tuple(values.get(name) for name in names),
-        reward=sample.reward,
-        advantage=float(written.mean()) if len(written) else None,
-        answer=sample.prompt.answer,
-        finish_reason=sample.finish_reason,
-        ends_group=ends_group,
-    )
+    advantage = float(written.mean()) if len(written) else None
+    prompt, answer = prompt_text(sample.prompt.source), sample.prompt.answer
+    return (prompt, sample.completion, *rewards, sample.reward, advantage, answer, sample.finish_reason)
 
 
 def prompt_text(source: str | Messages) -> str:

@@ -69,16 +69,16 @@ def render_completions(table: CompletionsTable) -> Table:
         view.add_column(Text(truncate_middle(name, limit=20)), justify="right", overflow="fold")
     view.add_column("gold", overflow="fold")
     view.add_column("end")
-    for row in table.rows:
-        numbers = (*row.rewards, row.reward, row.advantage)
-        view.add_row(
-            Text(truncate_middle(row.prompt, limit=PROMPT_CELL)),
-            Text(truncate_middle(row.completion, limit=COMPLETION_CELL)),
-            *("–" if value is None else f"{value:.4g}" for value in numbers),
-            Text(truncate_middle(row.answer or "–", limit=ANSWER_CELL)),
-            "cut" if row.finish_reason == "length" else Text(truncate_middle(row.finish_reason, limit=20)),
-            end_section=row.ends_group,
-        )
+    for group in table.groups:
+        for prompt, completion, *numbers, answer, finish in group:
+            view.add_row(
+                Text(truncate_middle(prompt, limit=PROMPT_CELL)),
+                Text(truncate_middle(completion, limit=COMPLETION_CELL)),
+                *("–" if value is None else f"{value:.4g}" for value in numbers),
+                Text(truncate_middle(answer or "–", limit=ANSWER_CELL)),
+                "cut" if finish == "length" else Text(truncate_middle(finish, limit=20)),
+            )
+        view.add_section()
     return view
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from app.records.atomic_write import write_atomic
-from app.records.jsonl import parse_object, to_json_line
+from app.records.jsonl import parse_object, replace_floats, to_json_line
 from app.records.run_directory import RunDirectory
 from app.records.sample import Sample
 from app.records.sample_json import sample_to_record
@@ -82,11 +82,7 @@ def _parse_metrics_line(line: bytes) -> dict[str, Any] | None:
 
 def replace_nonfinite(value: Any) -> Any:
     """Returns a JSON value with NaN and infinities replaced by null, so that a diverging run can still be logged."""
-    if isinstance(value, dict):
-        return {name: replace_nonfinite(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [replace_nonfinite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return replace_floats(value, lambda number: not math.isfinite(number))
 
 
 def samples_to_jsonl(samples: Sequence[Sample]) -> bytes:
@@ -241,22 +237,13 @@ def wandb_table(table: CompletionsTable) -> Any:
     """Returns the completions as a wandb table."""
     import wandb
 
-    names = table.reward_names
-    columns: list[Any] = ["step", "prompt", "completion", *names, "total reward", "advantage", "gold", "finish"]
+    columns: list[Any] = ["step", "prompt", "completion", *table.reward_names, "total reward", "advantage", "gold"]
     rows: list[Any] = [
-        [
-            table.step,
-            truncate_middle(row.prompt, limit=MAX_WANDB_CELL_CHARS),
-            truncate_middle(row.completion, limit=MAX_WANDB_CELL_CHARS),
-            *row.rewards,
-            row.reward,
-            row.advantage,
-            row.answer,
-            row.finish_reason,
-        ]
-        for row in table.rows
+        [table.step, *(truncate_middle(text, limit=MAX_WANDB_CELL_CHARS) for text in row[:2]), *row[2:]]
+        for group in table.groups
+        for row in group
     ]
-    return wandb.Table(columns=columns, data=rows)
+    return wandb.Table(columns=[*columns, "finish"], data=rows)
 
 
 class NullRunLog:

@@ -171,7 +171,7 @@ def read_replay(
             start.check_critic(critic)
     num_steps = settings.run.steps if request.num_steps is None else request.num_steps
     after_step = start.step if start else 0
-    paths = choose_files(request.rollouts, after_step=after_step, steps=num_steps, settings=settings)
+    paths = choose_files(request.rollouts, after_step=after_step, steps=num_steps)
     replayed = paths if request.steps is None else {step: paths[step] for step in request.steps if step in paths}
     sources = {} if run is None else _settings_by_step(run, replayed, request.source_periods)
     checksums = read_checksums(next(iter(paths.values())).parent)

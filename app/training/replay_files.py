@@ -49,7 +49,7 @@ class StepFile:
             raise InputError(f"{OPTION}: {self.path} has changed since the run began")
 
 
-def choose_files(path: Path, *, after_step: int, steps: int, settings: Settings) -> dict[int, Path]:
+def choose_files(path: Path, *, after_step: int, steps: int) -> dict[int, Path]:
     """Returns the files by step, from the step after `after_step` to `steps`. A single file is the next step."""
     path = path.expanduser()
     if path.is_file():
@@ -71,14 +71,12 @@ def choose_files(path: Path, *, after_step: int, steps: int, settings: Settings)
         raise InputError(f"{OPTION}: {path} ends with step {max(files)}, and --checkpoint is after step {after_step}")
     missing = next((step for step in wanted if step not in files), None)
     if missing is not None:
-        following, schedule = min(step for step in files if step > missing), settings.optimizer.schedule
+        following = min(step for step in files if step > missing)
         way_out = "lower run.steps to end before it"
         if missing == wanted[0]:
             way_out = (
                 f"the next is {following}: start with --checkpoint after step {following - 1}, or give one of its files"
             )
-        elif schedule != "constant":
-            way_out += f" (optimizer.schedule: {schedule} then falls faster)"
         raise InputError(f"{OPTION}: {path} has no samples of step {missing}; {way_out}")
     return {step: files[step] for step in wanted}
 

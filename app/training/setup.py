@@ -42,7 +42,6 @@ from app.training.inputs import TrainingInputs, read_training_inputs
 from app.training.learner import LearnerGroup, make_learner_group
 from app.training.network_memory import network_bytes
 from app.training.replay import Replay, ReplayRequest, find_model_run
-from app.training.weight_gather_notes import weight_gather_notes
 from settings import Resolved, Settings
 from settings.checks.resumed_settings import changed_settings, check_allowed
 from settings.errors import InputError
@@ -196,12 +195,11 @@ def file_fingerprints(settings: Settings, run: RunDirectory) -> dict[str, str]:
 
 
 def setup_notes(settings: Settings, session: Session) -> tuple[str, ...]:
-    """Returns notes for users: adapters, replicated weights, weight movement, and the samples of a step over hosts."""
+    """Returns notes for users: adapters, replicated weights, and the samples of a step over hosts."""
     mesh, rollout = session.mesh, settings.rollout
     notes = (
         *adapter_notes(session.model_spec, has_critic=settings.has_critic),
         *replicated_dim_notes(mesh, session.model_spec.architecture),
-        *weight_gather_notes(mesh),
         *session.generation_notes,
     )
     if num_hosts(mesh) == 1:

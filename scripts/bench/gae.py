@@ -111,9 +111,8 @@ def by_rows(solve: Solve, work: Workload) -> np.ndarray:
     """Computes advantages by a baseline, from the same arrays that ours gets and back, by one padded row per sample."""
     if work.mask is None:
         return np.asarray(solve(work.rewards, work.values))
-    is_token = work.samples
-    if work.ends is None:
-        is_token = np.arange(work.rewards.shape[1]) < work.mask.sum(axis=1, keepdims=True)
+    lengths = work.mask.sum(axis=1) if work.ends is None else np.diff(np.flatnonzero(work.ends), prepend=-1)
+    is_token = np.arange(max(lengths)) < lengths[:, None]
     rewards, values = np.zeros(is_token.shape, np.float32), np.zeros(is_token.shape, np.float32)
     rewards[is_token], values[is_token] = work.rewards[work.mask], work.values[work.mask]
     advantages = np.zeros(work.rewards.shape, np.float32)
@@ -161,7 +160,7 @@ def measure(
             result = all_of_them[name](work)
             taken = time.perf_counter() - start
             if name != "copy" and name not in errors:
-                errors[name] = work.error_of([result, result + np.where(is_written, work.values, 0)])
+                errors[name] = work.error_of([result, result + np.where(is_written, work.values, 0)], ALGORITHM)
             # The first round compiles.
             if round_number:
                 times[name].append(taken)
@@ -225,7 +224,7 @@ def measure_all(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     return [
         measure(work, shape, solvers, repeats=arguments.repeats, longest_s=arguments.longest_s)
         for shape in parse_shapes(arguments.shapes)
-        for work in make_workloads(ALGORITHM, shape)
+        for work in make_workloads(shape)
     ]
 
 

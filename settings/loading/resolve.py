@@ -44,7 +44,7 @@ from settings.loading.sources import (
     set_entries,
     yaml_entries,
 )
-from settings.loading.yaml_file import YamlNode, parse_settings_file
+from settings.loading.yaml_file import parse_settings_file
 from settings.schema.data import MIXTURE_TAG, SINGLE_TAG
 from settings.schema.rollout import RAY_LEASE_S
 from settings.schema.settings import LEGACY_PROMPT_ALLOWANCE, Settings
@@ -231,7 +231,7 @@ def _error_message(details: ErrorDetails, values: Mapping[str, SourcedValue]) ->
     field, inside = _dotted(location[:depth]), location[depth:]
     leaf = values.get(field)
     name = field + "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in inside)
-    origin = f" (from {describe_origin(_origin_inside(leaf, inside))})" if leaf else ""
+    origin = f" (from {describe_origin(leaf.origin)})" if leaf else ""
     if details["type"] == "extra_forbidden":
         known = list(ITEM_KEYS.get(field, ()))
         suggestion = did_you_mean(nearest_names(str(location[-1]), known)) or f"; known: {', '.join(known)}"
@@ -245,23 +245,6 @@ def _reason(details: ErrorDetails) -> str:
     if details["type"] == "int_type" and isinstance(value, float) and value.is_integer():
         reason += f" (write {value:.0f})"
     return (reason[0].lower() + reason[1:]).replace("tuple", "list")
-
-
-def _origin_inside(value: SourcedValue, keys: Sequence[int | str]) -> str:
-    """Returns the provenance of a value, with the line of the item at `keys`."""
-    file, _, line = value.origin.rpartition(":")
-    if value.node is None or not file.startswith("yaml:"):
-        return value.origin
-    return f"{file}:{_line_inside(value.node, keys) if keys else line}"
-
-
-def _line_inside(node: YamlNode, keys: Sequence[int | str]) -> int:
-    for key in keys:
-        if isinstance(node.value, list) and isinstance(key, int):
-            node = node.value[key]
-        elif isinstance(node.value, dict) and isinstance(key, str):
-            node = node.value.get(key, node)
-    return node.line
 
 
 def _dotted(location: Sequence[int | str]) -> str:

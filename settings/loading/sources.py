@@ -32,8 +32,6 @@ class SourcedValue:
     value: Any
     origin: str
     """Provenance: `yaml:FILE:LINE`, `set`, `env:NAME`, a flag such as `--gamma`, or `derived`."""
-    node: YamlNode | None = None
-    """YAML node with the lines of nested values; None if the value is derived."""
     given_name: str = ""
     """Name by which the user set it, such as `NUM_PRE_Q`; empty if it is derived."""
 
@@ -170,7 +168,7 @@ def build_layer(entries: Iterable[Entry]) -> Layer:
                 continue
             value, first = _parse_value(node, field), layer.get(field)
             if first is None:
-                layer[field] = SourcedValue(value, origin, node, given_name)
+                layer[field] = SourcedValue(value, origin, given_name)
                 continue
             # verl's general switch and one for a part may both be set, if they have the same value.
             fields_of_first = ALIASES.get(first.given_name.lower())

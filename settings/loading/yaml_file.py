@@ -64,7 +64,8 @@ def parse_yaml(text: str, *, name: str) -> YamlNode:
         root = loader.get_single_node()
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        raise InputError(f"{name}{_position(mark)}: not valid YAML: {_problem(error, text)}") from None
+        problem = " ".join(part for part in (error.context, error.problem) if part)
+        raise InputError(f"{name}{_position(mark)}: not valid YAML: {problem}") from None
     except yaml.YAMLError as error:
         raise InputError(f"{name}: not valid YAML: {' '.join(str(error).split())}") from None
     except RecursionError:
@@ -162,12 +163,3 @@ class _NodeConverter:
 
 def _position(mark: yaml.Mark | None) -> str:
     return f":{mark.line + 1}:{mark.column + 1}" if mark else ""
-
-
-def _problem(error: yaml.MarkedYAMLError, text: str) -> str:
-    mark = error.problem_mark
-    if mark is not None and text.splitlines()[mark.line : mark.line + 1]:
-        rest = text.splitlines()[mark.line][mark.column :]
-        if rest.startswith("\t"):
-            return "found a tab; YAML allows only spaces here"
-    return " ".join(part for part in (error.context, error.problem) if part)

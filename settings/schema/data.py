@@ -77,8 +77,8 @@ class DataSettings(Section):
     """How to handle longer prompts: drop them, stop, or keep only their last tokens. Their number is reported."""
     shuffle: bool = True
     """Uses a new order of prompts in every epoch, determined by `run.seed`."""
-    difficulty: Annotated[tuple[Annotated[int, Field(ge=1, le=6)], ...], Field(min_length=1, strict=False)] = (1, 2)
-    """Levels of the arithmetic generator: level n has numbers of up to n digits."""
+    difficulty: Annotated[tuple[Annotated[int, Field(ge=1, le=3)], ...], Field(min_length=1, strict=False)] = (1, 2)
+    """Levels of the arithmetic generator, 1 to 3: level n has numbers of up to n digits."""
     operators: Annotated[tuple[Literal["+", "-", "*"], ...], Field(min_length=1, strict=False)] = ("+",)
     """Operators of the arithmetic generator."""
     num_problems: int = Field(default=20_000, ge=1, le=1_000_000)

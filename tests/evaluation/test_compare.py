@@ -229,7 +229,9 @@ def test_facts_that_are_damaged_are_told(tmp_path: Path, facts: Any) -> None:
 
 def test_a_picture_is_a_png_or_an_svg(tmp_path: Path) -> None:
     before, after = write(tmp_path / "b.jsonl", BEFORE), write(tmp_path / "a.jsonl", AFTER)
-    assert "ends in .png or .svg" in refused(before, after, "--picture", tmp_path / "p.pdf")
+    assert "--picture: expected a file name ending in .png or .svg, got" in refused(
+        before, after, "--picture", tmp_path / "p.pdf"
+    )
 
 
 def test_a_plug_in_s_values_are_no_shares(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def canonical(row):
     return (left, operator, right) if operator == "-" else (min(left, right), operator, max(left, right))
 
 
-LEVELS = st.sets(st.integers(1, 6), min_size=1).map(tuple)
+LEVELS = st.sets(st.integers(1, 3), min_size=1).map(tuple)
 OPERATORS = st.sets(st.sampled_from("+-*"), min_size=1).map(tuple)
 
 
@@ -75,21 +75,16 @@ def test_the_test_split_is_a_fifth_of_every_level():
 
 
 def test_levels_share_evenly_and_harder_ones_fill_in():
-    counts = Counter(row.extra["difficulty"] for row in make(difficulty=(2, 3, 4), num_problems=301).rows)
-    assert counts == {2: 100, 3: 100, 4: 101}
+    counts = Counter(row.extra["difficulty"] for row in make(difficulty=(2, 3), num_problems=301).rows)
+    assert counts == {2: 150, 3: 151}
     counts = Counter(row.extra["difficulty"] for row in make(difficulty=(1, 3), num_problems=1000).rows)
     assert counts[1] + counts[3] == 1000 and 70 <= counts[1] <= 90
 
 
-@pytest.mark.parametrize("level", [2, 5])
+@pytest.mark.parametrize("level", [2, 3])
 def test_the_same_seed_makes_the_same_problems_and_another_seed_others(level):
     first, same, other = (make(difficulty=(level,), seed=seed) for seed in (7, 7, 8))
     assert first.fingerprint == same.fingerprint != other.fingerprint
-
-
-def test_drawn_problems_are_unique_even_when_many_are_asked_for():
-    rows = make(difficulty=(4,), operators=("+",), num_problems=200_000).rows
-    assert len({row.uid for row in rows}) == 200_000
 
 
 def test_a_problem_is_its_own_uid():

@@ -13,7 +13,7 @@ def timing(backend: str, chunk_size: int | None, median_s: float, p90_s: float, 
 
 
 TIMINGS = [
-    timing("copy", None, 1e-3, 1e-3, rows=""),
+    timing("copy", None, 1e-3, 1e-3),
     timing("serial", None, 9e-3, 1e-2),
     timing("chunked", 64, 3e-3, 4e-3),
     replace(timing("chunked", 128, 2e-3, 3e-3), is_auto=True),
@@ -34,8 +34,3 @@ def test_the_same_numbers_make_the_same_picture() -> None:
 def test_every_number_is_drawn(number: int, change: dict[str, Any]) -> None:
     changed = [replace(one, **change) if i == number else one for i, one in enumerate(TIMINGS)]
     assert render_benchmark(changed, title="GAE") != render_benchmark(TIMINGS, title="GAE")
-
-
-def test_panels_may_lack_a_backend() -> None:
-    masked = [timing("serial", None, 9e-3, 1e-2, "masked"), replace(TIMINGS[2], rows="masked", median_s=None)]
-    assert render_benchmark([*TIMINGS, *masked], title="GAE").startswith(b"\x89PNG")

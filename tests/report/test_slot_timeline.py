@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from app.report.slot_timeline import TimelineBar, TimelinePanel, check_timeline_path, render_timeline, write_timeline
+from app.report.matplotlib_figures import check_picture_path
+from app.report.slot_timeline import SUPPORTED_SUFFIXES, TimelineBar, TimelinePanel, render_timeline, write_timeline
 from settings.errors import InputError
 
 TABLE = [("policy", "makespan s"), ("<adaptive>", "4")]
@@ -92,8 +93,8 @@ def test_the_name_says_what_is_written(tmp_path: Path) -> None:
     for name, head in (("a.png", b"\x89PNG"), ("a.SVG", b"<?xml"), ("a.html", b"<!doctype html>")):
         write_timeline(tmp_path / name, [panel()], title="t", table=TABLE)
         assert (tmp_path / name).read_bytes().startswith(head)
-    with pytest.raises(InputError, match=r"ending in \.png, \.svg or \.html, got a\.pdf"):
-        check_timeline_path(Path("a.pdf"))
+    with pytest.raises(InputError, match=r"--timeline: .* ending in \.png or \.svg or \.html, got a\.pdf"):
+        check_picture_path(Path("a.pdf"), "--timeline", SUPPORTED_SUFFIXES)
 
 
 def test_a_title_says_what_is_not_drawn() -> None:

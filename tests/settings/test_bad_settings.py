@@ -152,7 +152,7 @@ def test_a_bad_set_is_refused(override: str, message: str) -> None:
             "rollout.group_size: expected greater than or equal to 1, got 0 (from yaml:c.yaml:2)",
         ),
         ("reward:\n  functions:\n    - gsm8k\n    - name: x\n", "reward.functions[1]: unknown reward `x`"),
-        ("reward:\n  functions:\n    - gsm8k\n    - name: x\n", "(from yaml:c.yaml:4)"),
+        ("reward:\n  functions:\n    - gsm8k\n    - name: x\n", "(from yaml:c.yaml:2)"),
         (
             "rollout:\n  groop_size: 4\n",
             "rollout.groop_size (yaml:c.yaml:2); did you mean rollout.group_size?",

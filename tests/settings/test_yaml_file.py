@@ -78,7 +78,7 @@ BOMB = "a: &a [x,x,x,x,x,x,x,x,x,x]\n" + "".join(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a:\n\tb: 1", r"f\.yaml:2:1: .*tab"),
+        ("a:\n\tb: 1", r"f\.yaml:2:1: .*found character"),
         ("a: 1\nb: 2\na: 3", r"f\.yaml:3: `a` is already set on line 1"),
         ("a:\n  b: 1\n  b: 1", r"f\.yaml:3: `b` is already set on line 2"),
         ("a: !!python/object/apply:os.system ['true']", r"f\.yaml:1:4: .*tags such as .*not allowed"),

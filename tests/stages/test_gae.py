@@ -272,7 +272,7 @@ def with_number(number: float, shape: tuple[int, int] = (2, 3)) -> np.ndarray:
 
 
 BAD_MATRICES: list[tuple[dict[str, np.ndarray], str]] = [
-    ({"rewards": ZEROS}, "in.npz: missing values; the file contains rewards"),
+    ({"rewards": ZEROS}, "in.npz: expected an NPZ file with rewards, values and, optionally, mask"),
     (
         {"rewards": ZEROS, "values": np.zeros((2, 5))},
         "in.npz: values: shape [2, 5] does not match rewards of shape [2, 3], expected [2, 3] or [2, 4]",
@@ -287,10 +287,7 @@ BAD_MATRICES: list[tuple[dict[str, np.ndarray], str]] = [
     ({"rewards": ZEROS, "values": ZEROS, "mask": with_number(2)}, "in.npz: mask: row 1, index 2 is 2.0, expected 0 or"),
     ({"rewards": ZEROS, "values": ZEROS, "mask": ZEROS}, "in.npz: the mask of all 2 rows is False throughout"),
     ({"rewards": ZEROS, "values": ZEROS > 0}, "in.npz: values: expected numbers, got dtype bool; is it the mask?"),
-    (
-        {"rewards": np.array([[None]]), "values": ZEROS},
-        "in.npz: rewards: cannot be read: Object arrays cannot be loaded",
-    ),
+    ({"rewards": np.array([[None]]), "values": ZEROS}, "as `np.savez` writes it: Object arrays cannot be loaded"),
     (
         {"rewards": np.full((1, 1), -3e38), "values": np.full((1, 1), 3e38)},
         "in.npz: advantages: row 0, index 0 is -inf",

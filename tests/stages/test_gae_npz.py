@@ -61,13 +61,13 @@ class Trap:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (npy(np.array([[Trap()]])), "rewards: cannot be read: Object arrays cannot be loaded when allow_pickle=False"),
-        (npy(np.array([["text"]])), "rewards: expected floats, integers or booleans, got <U4"),
+        (npy(np.array([[Trap()]])), "Object arrays cannot be loaded when allow_pickle=False"),
+        (npy(np.array([["text"]])), r"rewards: expected numbers or booleans of shape \[B, T\], got <U4"),
         (npy(np.array([[1j]])), "got complex128"),
-        (npy(np.zeros(3)), r"rewards: expected two dimensions \[B, T\], got shape \[3\]"),
-        (npy(np.zeros((3, 2)))[:-8], "rewards: cannot be read: "),
-        (npy(np.zeros((3, 2))).replace(b"(3, 2)", b"(9, 9)"), "rewards: cannot be read: "),
-        (b"no array", "rewards: expected floats, integers or booleans, got other data"),
+        (npy(np.zeros(3)), r"got float64 of shape \[3\]"),
+        (npy(np.zeros((3, 2)))[:-8], "expected an NPZ file"),
+        (npy(np.zeros((3, 2))).replace(b"(3, 2)", b"(9, 9)"), "expected an NPZ file"),
+        (b"no array", r"got \|S8 of shape \[1\]"),
     ],
 )
 def test_what_is_no_matrix_of_numbers_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
@@ -79,7 +79,7 @@ def test_what_is_no_matrix_of_numbers_is_refused(tmp_path: Path, content: bytes,
 @pytest.mark.parametrize("content", [b"", b"no file of arrays", npy(np.zeros((1, 1)))])
 def test_what_is_no_npz_file_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "x.npz").write_bytes(content)
-    with pytest.raises(InputError, match="not an NPZ file"):
+    with pytest.raises(InputError, match="expected an NPZ file"):
         load_matrices(tmp_path / "x.npz")
 
 
@@ -88,5 +88,5 @@ def test_a_flipped_bit_is_noticed(tmp_path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[content.index(b"\x93NUMPY") + 130] ^= 1
     path.write_bytes(content)
-    with pytest.raises(InputError, match="rewards: cannot be read: Bad CRC"):
+    with pytest.raises(InputError, match="Bad CRC"):
         load_matrices(path)

@@ -117,14 +117,23 @@ def header_of(model: Path, *overrides: str, limit: int) -> str:
     return part_header(rollout_facts(chosen, spec, prompts))
 
 
-UNREAD = ("rollout.max_staleness=2", "rollout.max_length_total=99", "rollout.workers.lease_s=9", "eval.num_prompts=3")
-REWARDED = ("reward.on_error=zero", "optimizer.learning_rate=0.1", "algorithm.beta=0.5", "run.steps=3")
+PACE = ("rollout.max_staleness=2", "rollout.max_length_total=99", "rollout.workers.lease_s=9")
+UNREAD = (
+    "eval.num_prompts=3",
+    "reward.on_error=zero",
+    "optimizer.learning_rate=0.1",
+    "algorithm.beta=0.5",
+    "run.steps=3",
+)
 
 
 def test_what_decides_no_sample_tells_no_runs_apart(tiny_model: Path) -> None:
-    for mode, of_mode in (("exact", ()), ("fast", ("rollout.prompts_per_step=3", "rollout.workers.fast.slots=2"))):
+    for mode, of_mode in (
+        ("exact", ()),
+        ("fast", (*PACE, "rollout.prompts_per_step=3", "rollout.workers.fast.slots=2")),
+    ):
         first = facts_of(tiny_model, f"rollout.mode={mode}")
-        assert first == facts_of(tiny_model, f"rollout.mode={mode}", *UNREAD, *REWARDED, *of_mode)
+        assert first == facts_of(tiny_model, f"rollout.mode={mode}", *UNREAD, *of_mode)
         assert first != facts_of(tiny_model, f"rollout.mode={mode}", "rollout.top_k=9")
 
 

@@ -42,33 +42,32 @@ def rendered(table: CompletionsTable, width: int = 100) -> str:
 def test_best_and_worst_of_the_groups_that_differ_most_are_shown() -> None:
     rewards = [[1, 1, 1], [0, 0.5, 0.2], [0.1, 0, 1], [0, 0.5, 0]]
     table = completions_table([sample(g, i, r) for g, row in enumerate(rewards) for i, r in enumerate(row)], step=3)
-    assert [row.completion for row in table.rows] == ["answer 2.2", "answer 2.1", "answer 3.1", "answer 3.0"]
-    assert [row.ends_group for row in table.rows] == [False, True, False, True]
+    assert [[row[1] for row in group] for group in table.groups] == [
+        ["answer 2.2", "answer 2.1"],
+        ["answer 3.1", "answer 3.0"],
+    ]
     assert table.reward_names == ("right",)
-    first = table.rows[0]
-    assert (first.prompt, first.answer, first.reward, first.advantage) == ("question 2", "7", 1, 0.5)
+    assert table.groups[0][0] == ("question 2", "answer 2.2", 1, 1, 0.5, "7", "stop")
 
 
 def test_where_nothing_differs_one_sample_of_a_group_is_enough() -> None:
     table = completions_table([sample(g, i, 0.0) for g in range(3) for i in range(4)], step=1)
-    assert [row.completion for row in table.rows] == ["answer 0.0", "answer 1.0"]
+    assert [[row[1] for row in group] for group in table.groups] == [["answer 0.0"], ["answer 1.0"]]
 
 
 def test_samples_without_reward_advantage_or_tokens_are_shown_as_such() -> None:
     empty = {"advantages": np.empty(0, np.float32), "completion_ids": np.empty(0, np.int32)}
     table = completions_table([sample(0, 0, None, **empty), sample(0, 1, 1.0, advantages=None)], step=1)
-    assert [(row.reward, row.rewards, row.advantage) for row in table.rows] == [
-        (1.0, (1.0,), None),
-        (None, (None,), None),
-    ]
+    assert [row[2:5] for row in table.groups[0]] == [(1.0, 1.0, None), (None, None, None)]
     assert rendered(table).count("–") == 4
-    assert completions_table([], step=1).rows == ()
+    assert completions_table([], step=1).groups == ()
 
 
 def test_the_last_message_of_a_chat_is_the_question() -> None:
     chat = [{"role": "system", "content": "Add."}, {"role": "user", "content": "5 + 7?"}]
     table = completions_table([sample(0, 0, 1.0, prompt=Prompt("p", np.array([1], np.int32), chat, None))], step=1)
-    assert (table.rows[0].prompt, table.rows[0].answer) == ("5 + 7?", None)
+    prompt, *_, answer, _ = table.groups[0][0]
+    assert (prompt, answer) == ("5 + 7?", None)
 
 
 @pytest.mark.parametrize("width", [60, 100, 200])

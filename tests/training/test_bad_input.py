@@ -84,24 +84,24 @@ def test_samples_that_do_not_divide_over_the_devices(config: Path) -> None:
     fixed = "algorithm.rows_per_device=1"
     message = refused(config, "rollout.prompts_per_step=5", fixed)
     assert "rollout.prompts_per_step: 5 prompts x rollout.group_size 4 = 20 samples" in message
-    assert "the nearest values of rollout.prompts_per_step that fit: 4 or 6" in message
+    assert "set it to a multiple of 2, or set algo" in message
     assert "or set algorithm.dynamic_microbatch: true instead of algorithm.rows_per_device, for any number" in message
     message = refused(config, "algorithm.mini_batch_prompts=1", fixed)
-    assert "the nearest values of algorithm.mini_batch_prompts that fit: 2" in message
+    assert "algorithm.mini_batch_prompts: 1 prompts" in message and "set it to a multiple of 2, or" in message
 
 
 def test_fixed_rows_that_do_not_divide_the_samples_of_a_device(config: Path) -> None:
     message = refused(config, "rollout.prompts_per_step=12", "algorithm.rows_per_device=4")
     assert "algorithm.rows_per_device: 4 does not divide the 6 samples of an optimizer step on each device" in message
-    assert "(12 prompts x rollout.group_size 4 over 8 devices); the nearest that do: 3 or 6; or set algo" in message
-    assert "the nearest that do: 2; or set algo" in refused(config, "algorithm.dynamic_microbatch=false")
+    assert "(12 prompts x rollout.group_size 4 over 8 devices); set it to 2, which does, or set algo" in message
+    assert "set it to 2, which does, or set algo" in refused(config, "algorithm.dynamic_microbatch=false")
 
 
 def test_fixed_rows_of_the_critic_are_looked_at_as_the_policy_s(config: Path) -> None:
     ppo = ("algorithm.name=ppo", "rollout.prompts_per_step=12", "critic.rows_per_device=4")
     message = refused(config, *ppo)
     assert "critic.rows_per_device: 4 does not divide the 6 samples of an optimizer step on each device" in message
-    assert "the nearest that do: 3 or 6; or set critic.dynamic_microbatch: true" in message
+    assert "set it to 2, which does, or set critic.dynamic_microbatch: true" in message
 
 
 @pytest.mark.parametrize(

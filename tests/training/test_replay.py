@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -346,16 +345,6 @@ def test_a_dry_run_tells_of_the_same_steps_and_of_no_rollout(
     one = foreseen(step_file(uninterrupted, 10), tmp_path, checkpoint=start)
     assert (one.steps, one.optimizer_steps) == (1, 4)
     assert not list(tmp_path.iterdir())
-
-
-def test_a_replay_whose_evaluation_does_not_fit_is_told_what_leaves_the_samples_groups_alone(
-    finished: Path, tmp_path: Path
-) -> None:
-    report = foreseen(finished, tmp_path)
-    full = replace(report, available_bytes=1, memory={"evaluation": report.memory["evaluation"]})
-    (advice,) = [line for line in full.to_text().splitlines() if line.startswith("this does not fit: ")]
-    assert "set eval.every_steps: 0 and checkpoint.best_metric: null" in advice
-    assert "prompts_per_step" not in advice and "group_size" not in advice
 
 
 @pytest.mark.two_hosts
