@@ -211,7 +211,7 @@ def test_the_commands_of_the_readme_run_in_order_in_a_fresh_clone(tmp_path: Path
     assert answer.returncode == 0, f"{answer.stdout[-2000:]}\n{answer.stderr[-4000:]}"
     assert answer.stdout.count("README at ") == len(commands)
     runs = {re.sub(r"-\d{8}-\d{6}$", "-<time>", path.name) for path in (clone / "runs").iterdir()}
-    assert runs == {"quickstart-<time>", "quickstart-seed0", "quickstart_ppo-seed0", "dapo-seed0", "mixed", "lora"}
+    assert runs == {"quickstart-<time>", "quickstart-seed0", "quickstart_ppo-seed0", "mixed", "lora"}
     lines = (clone / "runs/quickstart-seed0/metrics.jsonl").read_text().splitlines()
     assert max(json.loads(line)["step"] for line in lines) == 100
     for file in ("runs/quickstart-seed0/report.html", "before_after.png", "quickstart-model/model.safetensors"):
