@@ -349,9 +349,8 @@ METRICS = (
     Metric("perf/rollout/repacked_tokens", "number of tokens recomputed because a cache was lost with its worker",
         "0", "read the warning about the failed worker"),
     Metric("perf/rollout/acting_share",
-        "share of the time of samples that have begun in which they waited for their environment (only with "
-        "`rollout.scheduler`, if samples waited)",
-        "any number while `perf/rollout/bubble` is low", "both are high: raise `env.max_suspended` or `env.workers`"),
+        "share of the time of samples, from their first token on, in which their environments worked on an answer",
+        "any number: slots go to other samples", "high, and generation is slow: raise `env.max_suspended`"),
     Metric("perf/rollout/resumes", "number of answered samples that went on with their own cache (only if there were "
         "some, as `rebuilds`)",
         "nearly all answers that do not end a sample", "see `perf/rollout/rebuilds`"),

@@ -233,4 +233,4 @@ class Conversations:
 
 def _identity(prompt: Prompt) -> str:
     """Returns what tells a prompt from all others: files of the same name share uids."""
-    return json.dumps([prompt.uid, prompt.source, prompt.answer])
+    return json.dumps([prompt.uid, prompt.source, prompt.answer, prompt.extra], default=str)

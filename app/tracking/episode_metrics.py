@@ -26,6 +26,7 @@ def episode_metrics(samples: Sequence[Sample]) -> dict[str, float]:
         {
             "end": sample.episode.end,
             "tokens": len(sample.completion_ids),
+            "seconds": sample.elapsed_s,
             "written": sum(turn.end - turn.start for turn in sample.episode.turns),
             "scores": dict(sample.episode.scores),
             "turns": [{**turn.metrics, "seconds": turn.seconds} for turn in sample.episode.turns],
@@ -50,6 +51,8 @@ def episode_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     }
     if seconds := [turn.pop("seconds") for turn in turns]:
         metrics |= {f"time/env_turn_p{p}_s": np.percentile(seconds, p) for p in (50, 99)}
+        if elapsed_s := sum(episode["seconds"] for episode in episodes):
+            metrics["perf/rollout/acting_share"] = sum(seconds) / elapsed_s
     metrics |= _means(turns, "env/") | _means([episode["scores"] for episode in episodes], "env/score/")
     return {name: float(value) for name, value in metrics.items()}
 

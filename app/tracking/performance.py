@@ -62,7 +62,7 @@ def schedule_performance(schedules: Sequence[ScheduleMetrics]) -> dict[str, floa
     seconds = np.asarray([one.makespan_s for one in schedules])
     tail = float(np.average([one.tail_fraction for one in schedules], weights=seconds))
     recalls = [one.probe_recall for one in schedules if one.probe_recall is not None]
-    metrics = {
+    return {
         "perf/rollout/makespan_s": makespan_s,
         "perf/rollout/bubble": float(np.average([one.bubble for one in schedules], weights=seconds)),
         "perf/rollout/tail_fraction": None if math.isnan(tail) else tail,
@@ -70,11 +70,6 @@ def schedule_performance(schedules: Sequence[ScheduleMetrics]) -> dict[str, floa
         "perf/rollout/breaker_trips": sum(one.breaker_trips for one in schedules),
         "perf/rollout/stolen": sum(one.stolen for one in schedules),
         "perf/rollout/repacked_tokens": sum(one.repacked_tokens for one in schedules),
-    }
-    if all(one.acting_share is None for one in schedules):
-        return metrics
-    return metrics | {
-        "perf/rollout/acting_share": float(np.average([one.acting_share or 0.0 for one in schedules], weights=seconds)),
     }
 
 

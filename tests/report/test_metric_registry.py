@@ -9,7 +9,9 @@ import pytest
 
 from app.evaluation.metrics import estimate_metrics
 from app.report.metric_registry import METRICS, find_metric, matches, metrics_page
+from app.rollout.counters import RolloutCounters
 from app.tracking.episode_metrics import episode_metrics
+from app.tracking.performance import rollout_performance
 from app.update.route_metrics import RouteCounts, route_metrics
 from tests.episodes import with_turns
 from tests.evaluation.test_evaluator import make_answers, table_of
@@ -49,6 +51,7 @@ def metrics_of_real_runs(*runs: Path) -> set[str]:
     experts = route_metrics(RouteCounts(jnp.ones((2, 4)), differing=jnp.zeros(()), recorded=jnp.ones(())))
     metrics = ({"tool_calls": 1.0, "distance": 2.0}, {})
     turns = episode_metrics([with_turns([(1, 1), (1, 0)], scores={"win": 1.0}, metrics=metrics)])
+    turns |= rollout_performance(RolloutCounters(resumed_rows=1))
     return {*several, *experts, *turns, *(name for run in runs for line in metrics_of(run) for name in line)}
 
 

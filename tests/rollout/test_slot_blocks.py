@@ -212,3 +212,13 @@ def test_blocks_of_a_row_that_broke_and_of_its_prompt_are_overwritten_before_oth
     assert set(pool.take_spoilt()) == {prompt[1], row[1]}
     pool.release(sibling)
     assert pool.take_spoilt() == [prompt[0]] and pool.num_available() == 7
+
+
+def test_blocks_that_only_parked_rows_and_a_prompt_to_be_dropped_hold_are_available() -> None:
+    pool = BlockPool(8)
+    prompt = pool.allocate(2)
+    pool.keep_prompt(b"prompt", prompt)
+    rows = [[*prompt, *pool.allocate(1)] for _ in range(3)]
+    pool.share(prompt * 3)
+    assert (pool.num_available(), pool.num_available(rows[:2]), pool.num_available(rows)) == (2, 4, 7)
+    assert pool.num_available(rows, keeping=b"prompt") == 5

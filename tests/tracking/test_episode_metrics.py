@@ -15,8 +15,10 @@ def test_two_games_by_hand() -> None:
     samples = [
         with_turns([(2, 3), (1, 1), (3, 0)], scores={"win": 1.0, "grace": 0.5}, metrics=calls, reward=1.5),
         with_turns([(2, 0)], scores={"win": 0.0}, end="turns", reward=0.5),
-        make_sample(np.zeros(100)),
+        replace(make_sample(np.zeros(100)), elapsed_s=100.0),
     ]
+    samples[0] = replace(samples[0], elapsed_s=10.0)
+    samples[1] = replace(samples[1], elapsed_s=4.0)
     assert episode_metrics(samples) == pytest.approx(
         {
             "episode/turns_mean": 2.0,
@@ -32,6 +34,7 @@ def test_two_games_by_hand() -> None:
             "env/distance": 3.0,
             "time/env_turn_p50_s": 1.5,
             "time/env_turn_p99_s": 2.97,
+            "perf/rollout/acting_share": 0.5,
         }
     )
 

@@ -16,11 +16,10 @@ from app.mesh.device_memory import host_memory_bytes, peak_memory_bytes
 from app.model.decoder import Decoder, DecoderDefinition, ValueDecoder
 from app.records.sample import Prompt, Sample
 from app.rollout.counters import RolloutCounters
-from app.rollout.scheduling.metrics import schedule_metrics
 from app.tracking.compilation_counter import CompilationCounter
 from app.tracking.flops import StepFlops, forward_pass, update_passes
 from app.tracking.metrics import mismatch_metrics, sample_metrics
-from app.tracking.performance import rollout_performance, schedule_performance, step_performance
+from app.tracking.performance import rollout_performance, step_performance
 from tests.tiny import ODD
 
 FUNCTIONS = ("arithmetic", "arithmetic_format")
@@ -181,10 +180,6 @@ def test_a_container_may_use_what_it_is_allowed_to(tmp_path: Path) -> None:
 
 
 def test_metrics_of_acting_rows_are_there_if_there_were_some() -> None:
-    without = replace(schedule_metrics([]), makespan_s=1.0)
-    acted = replace(without, makespan_s=3.0, acting_share=0.5)
-    assert "perf/rollout/acting_share" not in schedule_performance([without])
-    assert schedule_performance([without, acted])["perf/rollout/acting_share"] == 0.375, "an average over time"
     assert "perf/rollout/resumes" not in rollout_performance(RolloutCounters())
     found = rollout_performance(RolloutCounters(resumed_rows=2, rebuilt_rows=1))
     assert (found["perf/rollout/resumes"], found["perf/rollout/rebuilds"]) == (2, 1)

@@ -76,8 +76,6 @@ class ScheduleMetrics:
     """Repacked tokens plus decoded tokens that were never committed."""
     prefill_tokens_saved: int
     """Prompt tokens that a worker had already prefilled for a sibling."""
-    acting_share: float | None
-    """Share of the time of begun samples in which they waited for their environments; None if none did."""
 
 
 class ScheduleMetricsTracker:
@@ -89,10 +87,6 @@ class ScheduleMetricsTracker:
         self.worker_lost_s: dict[str, float] = {}
         self.num_tokens: dict[str, int] = {}
         self.first_role: dict[str, SampleRole] = {}
-        self.begun: set[str] = set()
-        """Uids of samples that have started and not ended."""
-        self.acting: set[str] = set()
-        self.last_event_s = 0.0
         self.start: float | None = None
         self._reset_window()
 
@@ -106,16 +100,11 @@ class ScheduleMetricsTracker:
         self.useful_tokens = 0
         self.breaker_trips = self.stolen = self.suspensions = self.truncated = self.segments = 0
         self.repacked_tokens = self.prefill_tokens_saved = self.uncommitted_tokens = 0
-        self.begun_s = self.acting_s = 0.0
         self.last_commit_s = self.start or 0.0
 
     def add(self, record: EventRecord) -> None:
         """Updates the metrics with an event and the commands that answered it."""
         event, commands = record
-        passed_s = max(event.at - self.last_event_s, 0.0)
-        self.last_event_s += passed_s
-        self.begun_s += passed_s * len(self.begun)
-        self.acting_s += passed_s * len(self.acting)
         if isinstance(event, Submitted):
             self.start = event.at if self.start is None else self.start
             self.samples |= {sample.uid: sample for sample in event.samples}
@@ -123,8 +112,7 @@ class ScheduleMetricsTracker:
             self.workers.setdefault(event.worker, event)
         elif isinstance(event, WorkerLost):
             self.worker_lost_s.setdefault(event.worker, event.at)
-        elif isinstance(event, Answered):
-            self._answer(event)
+        commits = [command for command in commands if isinstance(command, Commit)]
         for command in commands:
             if isinstance(command, RunSegment):
                 for one in command.admit:
@@ -134,25 +122,24 @@ class ScheduleMetricsTracker:
                 self.breaker_trips += len(command.uids) * (command.why in ("breaker", "probe limit"))
                 self.truncated += len(command.uids) * (command.why == "truncated")
         if isinstance(event, SegmentEnded):
-            self._segment_ended(event, [command for command in commands if isinstance(command, Commit)])
+            self._segment_ended(event, commits)
+        elif isinstance(event, Answered):
+            self._answer(event, commits)
         elif isinstance(event, Released):
             for uid in event.uids:
                 for known in (self.samples, self.num_tokens, self.first_role):
                     known.pop(uid, None)
 
-    def _answer(self, event: Answered) -> None:
-        for uid, num_tokens, finish in event.rows:
-            if uid not in self.acting or num_tokens < self.num_tokens[uid]:
-                continue
-            self.acting.remove(uid)
-            self.num_tokens[uid] = num_tokens
+    def _answer(self, event: Answered, commits: Sequence[Commit]) -> None:
+        for uid, num_tokens, _ in event.rows:
+            if num_tokens > self.num_tokens.get(uid, num_tokens):
+                self.num_tokens[uid], self.last_commit_s = num_tokens, event.at
+        for row in (row for commit in commits for row in commit.rows):
             self.last_commit_s = event.at
-            if finish is not None:
-                self._record_end(uid, finish, at=event.at)
+            self._record_end(row.uid, row.finish, at=event.at)
 
     def _admit(self, worker: str, one: Admit) -> None:
         sample = self.samples[one.uid]
-        self.begun.add(one.uid)
         self.first_role.setdefault(one.uid, one.role)
         other: SampleRole = "heavy" if self.workers[worker].kind == "fast" else "fast"
         self.stolen += one.role == other and one.how != "resume"
@@ -167,7 +154,6 @@ class ScheduleMetricsTracker:
         """Counts a segment. `commits` are its own and those of truncated samples; empty if the report was refused."""
         self.segments += len(commits) > 0
         committed = {row.uid: row.finish for row in commits[0].rows} if commits else {}
-        self.acting.update(row.uid for row in (commits[0].rows if commits else ()) if row.is_acting)
         for row in event.rows:
             gained = row.num_tokens - self.num_tokens.get(row.uid, 0)
             if row.uid not in committed:
@@ -184,7 +170,6 @@ class ScheduleMetricsTracker:
             self._record_end(uid, finish, at=event.at)
 
     def _record_end(self, uid: str, finish: str | None, *, at: float) -> None:
-        self.begun.discard(uid)
         self.end_times.append(at)
         if finish is None or finish.startswith(DROPPED_PREFIX):
             return
@@ -214,7 +199,6 @@ class ScheduleMetricsTracker:
             repacked_tokens=self.repacked_tokens,
             wasted_tokens=self.repacked_tokens + self.uncommitted_tokens,
             prefill_tokens_saved=self.prefill_tokens_saved,
-            acting_share=self.acting_s / self.begun_s if self.acting_s else None,
         )
 
     def _slot_seconds(self, first: float, last: float) -> float:

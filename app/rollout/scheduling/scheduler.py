@@ -293,7 +293,7 @@ class Scheduler:
         worker.segment += 1
         rows = [self.samples[uid] for uid in worker.rows]
         fitting = min(worker.num_fitting(entry) for entry in rows)
-        if not self.policy.refills:
+        if not (self.policy.refills or self.has_turns):
             length = int(min(self.segment.max, fitting))
             return RunSegment(worker.name, worker.segment, tuple(admitted), length, 0, 0)
         # Samples held back for a verdict wait, too: for the end of a probe, and then for a slot of any worker.

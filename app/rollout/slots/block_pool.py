@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import chain
 
 
 class BlockPool:
@@ -25,14 +26,15 @@ class BlockPool:
         """Blocks of each kept prompt, least recently used first."""
         self._spoilt: set[int] = set()
 
-    def num_available(self, *, keeping: bytes | None = None) -> int:
-        """Returns how many blocks can be allocated without dropping the prompt `keeping`."""
-        droppable = [blocks for key, blocks in self._prompts.items() if key != keeping]
-        return len(self._free) + sum(map(self.num_held_once, droppable))
+    def num_available(self, released: Iterable[Iterable[int]] = (), *, keeping: bytes | None = None) -> int:
+        """Returns how many blocks can be allocated without dropping the prompt `keeping`.
 
-    def num_held_once(self, blocks: Iterable[int]) -> int:
-        """Returns how many of these blocks have one holder."""
-        return sum(self._holders[block] == 1 for block in blocks)
+        Args:
+            released: blocks of each row that would be released first.
+        """
+        droppable = [blocks for key, blocks in self._prompts.items() if key != keeping]
+        given_up = Counter(chain(*droppable, *released))
+        return len(self._free) + sum(self._holders[block] == count for block, count in given_up.items())
 
     def has_prompt(self, key: bytes) -> bool:
         return key in self._prompts

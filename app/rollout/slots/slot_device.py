@@ -71,12 +71,8 @@ class SlotDevice:
         """Counted once while rows are admitted."""
 
     def num_available(self, *, keeping: bytes | None = None) -> int:
-        """Returns how many blocks can be had without dropping the prompt `keeping` or preempting a row.
-
-        Those that parked rows share with each other only are not counted.
-        """
-        parked = sum(self.pool.num_held_once(slot.blocks) for slot in self.parked.values())
-        return self.pool.num_available(keeping=keeping) + parked
+        """Returns how many blocks can be had without dropping the prompt `keeping` or preempting a row."""
+        return self.pool.num_available((slot.blocks for slot in self.parked.values()), keeping=keeping)
 
     def num_missing(self, slot: Slot, steps: int) -> int:
         """Returns the number of blocks that a row needs for this many steps beside those it has."""

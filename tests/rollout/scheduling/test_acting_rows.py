@@ -37,6 +37,12 @@ def test_a_row_that_acts_leaves_its_slot_and_goes_back_before_other_samples() ->
     ], "in the order of their answers"
 
 
+def test_segments_of_turns_end_early_under_every_schedule() -> None:
+    for policy in ("sync", "adaptive"):
+        assert worker_with(4, policy=policy, has_turns=True).running["w"].leave_when_finished
+    assert not worker_with(4, policy="sync").running["w"].leave_when_finished
+
+
 def test_a_worker_whose_rows_all_act_gets_nothing_until_an_answer() -> None:
     driven = worker_with(2)
     commit, *others = driven.end("w", {"p0/s0": 5, "p1/s0": 5}, acting=("p0/s0", "p1/s0"))
