@@ -62,11 +62,8 @@ class EpisodeWorker(WorkerProcess):
         self.episodes: dict[int, Episode] = {}
         self.is_trial = False
         """Whether `load` started it, before the run does any work."""
-
-    @property
-    def running(self) -> list[Episode]:
+        self.running: list[Episode] = []
         """Those with a request that is not answered yet."""
-        return [episode for episode in self.episodes.values() if episode.current]
 
 
 class EpisodePool:
@@ -259,19 +256,20 @@ class EpisodePool:
 
     def _dispatch(self, worker: EpisodeWorker) -> None:
         """Sends requests to a worker, as many as it may run at once; a suspect runs alone."""
-        episodes = worker.episodes.values()
-        ready = [one for one in episodes if one.num_sent < len(one.requests) and not one.current]
         running = worker.running
+        if not worker.is_loaded or len(running) == self._setup.concurrency:
+            return
+        ready = [one for one in worker.episodes.values() if one.num_sent < len(one.requests) and not one.current]
         for episode in sorted(ready, key=lambda episode: not episode.is_suspect):
             is_alone = any(one.is_suspect for one in (episode, *running))
-            if not worker.is_loaded or len(running) >= (1 if is_alone else self._setup.concurrency):
+            if len(running) >= (1 if is_alone else self._setup.concurrency):
                 return
             request = episode.current = episode.requests[episode.num_sent]
             episode.num_sent += 1
             episode.sent_at = time.monotonic()
+            running.append(episode)
             order = {"key": episode.number, "do": request.do, "is_last": request.is_last}
             worker.send({**order, **request.fields})
-            running.append(episode)
 
     def _receive(self, worker: EpisodeWorker, answers: list[dict[str, Any]] | None) -> None:
         if answers is None:
@@ -310,6 +308,7 @@ class EpisodePool:
             self._lose(worker, reply.failure, reply.detail)
             return
         request, episode.current = episode.current, None
+        worker.running.remove(episode)
         assert request is not None
         is_over = request.is_last or reply.terminated or reply.truncated or reply.failure is not None
         if is_over:
@@ -371,13 +370,12 @@ class EpisodePool:
                 way_out = "mend that and start the command again, grpo train with --resume auto"
                 raise RuntimeError(f"{name}: two attempts to start a process have failed: {why}; {way_out}")
             self._start_failed = True
-        running = worker.running
-        is_certain = kind == "timeout" and len(running) == 1
+        is_certain = kind == "timeout" and len(worker.running) == 1
         for episode in worker.episodes.values():
             if not episode.is_wanted:  # it was about to close
                 continue
             request = episode.current
-            may_be_guilty = worker.is_loaded and (request is not None or not running)
+            may_be_guilty = worker.is_loaded and (request is not None or not worker.running)
             is_guilty = may_be_guilty and (is_certain or episode.is_suspect)
             is_lost = episode.num_sent > 0 and not self._setup.replayable
             episode.is_suspect |= may_be_guilty
