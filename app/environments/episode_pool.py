@@ -1,8 +1,9 @@
 """Episodes in worker processes: one thread starts, feeds, supervises, kills and replaces them.
 
 A worker plays many episodes at once, and an episode stays in its worker. If a worker dies or one of its steps hangs, it
-is killed, and its other episodes are played again elsewhere. Those whose step was running when it died are suspects, or
-all if none was: they run while no other step does, and the next death is theirs.
+is killed, and its episodes are played again elsewhere. Those whose step was running are suspects, or all if none was,
+because one step can stop all others of its process: they run while no other step does, and the next death or hang is
+theirs. A step that hangs alone is not tried again.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from app.distributed.stop_check import STOP_CHECK_INTERVAL_S, StopCheck, never_stop
 from app.environments.builtin import LOOKUP_VARIABLES
 from app.environments.episode import Episode, EpisodeFailure, EpisodeReply, EpisodeStart, Request
 from app.environments.interface import ToolCall
@@ -58,19 +60,18 @@ class EpisodeWorker(WorkerProcess):
     def __init__(self, environment: Mapping[str, str]) -> None:
         super().__init__("app.environments.worker_main", environment)
         self.episodes: dict[int, Episode] = {}
-
-    @property
-    def running(self) -> list[Episode]:
+        self.is_trial = False
+        """Whether `load` started it, before the run does any work."""
+        self.running: list[Episode] = []
         """Those with a request that is not answered yet."""
-        return [episode for episode in self.episodes.values() if episode.current]
 
 
 class EpisodePool:
     """Plays episodes of an environment, tools, or both. Its creator must close it.
 
     All methods can be called from any thread. An environment's fault costs its own episode and becomes a reply with
-    `failure`. If no worker can be started, all methods but `abandon` and `close` raise InputError at the first start,
-    RuntimeError later.
+    `failure`. If a worker cannot be started, all methods but `abandon`, `wake` and `close` raise InputError if `load`
+    started it, else, after a second attempt, RuntimeError.
     """
 
     def __init__(self, setup: EpisodeSetup) -> None:
@@ -90,6 +91,7 @@ class EpisodePool:
         """Guards what follows: the pool's thread adds to it, callers take from it."""
         self._tools: list[dict[str, Any]] | None = None
         self._replies: list[EpisodeReply] = []
+        self._is_woken = False
         self._error: BaseException | None = None
         """Why the thread has ended."""
         self._alarm, self._ring = os.pipe()
@@ -103,17 +105,26 @@ class EpisodePool:
         Raises:
             InputError: something cannot be imported, or is no environment or tool.
         """
-        self._post(self._start)
+        self._post(partial(self._start, is_trial=True))
         self._wait(lambda: self._tools is not None)
         return self._tools or []
 
-    def openings(self, starts: Sequence[EpisodeStart]) -> list[Messages | EpisodeFailure | None]:
-        """Returns what the policy reads first in each episode; None = the prompt of its row."""
+    def openings(
+        self, starts: Sequence[EpisodeStart], *, stop_requested: StopCheck = never_stop
+    ) -> list[Messages | EpisodeFailure | None] | None:
+        """Returns what the policy reads first in each episode: None = the prompt of its row.
+
+        Returns None instead of the list if a stop is requested meanwhile.
+        """
         requests = [Request("reset", vars(start), is_last=True) for start in starts]
         episodes = [Episode("opening", [], [request]) for request in requests]
         for episode in episodes:
             self._post(partial(self._place, episode))
-        self._wait(lambda: all(episode.replies for episode in episodes))
+        for episode in episodes:
+            while not episode.replies:
+                if stop_requested():
+                    return None
+                self._wait(partial(bool, episode.replies), STOP_CHECK_INTERVAL_S)
         replies = [episode.replies[0] for episode in episodes]
         return [EpisodeFailure(one.failure, one.detail) if one.failure else one.messages or None for one in replies]
 
@@ -147,14 +158,21 @@ class EpisodePool:
 
     def take(self, timeout_s: float | None) -> list[EpisodeReply]:
         """Returns all replies so far. If there are none, waits for one, at most `timeout_s` (None = without limit)."""
-        self._wait(lambda: bool(self._replies), timeout_s)
+        self._wait(lambda: bool(self._replies) or self._is_woken, timeout_s)
         with self._condition:
+            self._is_woken = False
             return [self._replies.pop(0) for _ in range(len(self._replies))]
+
+    def wake(self) -> None:
+        """Ends the current or next wait of `take`."""
+        with self._condition:
+            self._is_woken = True
+            self._condition.notify_all()
 
     def close(self) -> None:
         """Kills all workers and waits until they have exited."""
         self._is_closing = True
-        self._wake()
+        self._alert()
         self._thread.join()
         os.close(self._alarm)
         os.close(self._ring)
@@ -169,9 +187,9 @@ class EpisodePool:
         if self._error is not None:
             raise self._error
         self._commands.append(command)
-        self._wake()
+        self._alert()
 
-    def _wake(self) -> None:
+    def _alert(self) -> None:
         with suppress(BlockingIOError):  # it is full, so the thread wakes anyway
             os.write(self._ring, b"x")
 
@@ -207,8 +225,9 @@ class EpisodePool:
             self._condition.notify_all()
         self.on_reply()
 
-    def _start(self) -> None:
+    def _start(self, *, is_trial: bool = False) -> None:
         worker = EpisodeWorker(self._environment)
+        worker.is_trial, worker.is_retry = is_trial, self._start_failed
         self._workers.append(worker)
         order = {"source": self._setup.source, "tools": self._setup.tools, "memory_mib": self._setup.memory_mib}
         worker.send(order, timeout_s=self._setup.load_timeout_s)
@@ -237,16 +256,18 @@ class EpisodePool:
 
     def _dispatch(self, worker: EpisodeWorker) -> None:
         """Sends requests to a worker, as many as it may run at once; a suspect runs alone."""
-        episodes = worker.episodes.values()
-        ready = [one for one in episodes if one.num_sent < len(one.requests) and not one.current]
+        running = worker.running
+        if not worker.is_loaded or len(running) == self._setup.concurrency:
+            return
+        ready = [one for one in worker.episodes.values() if one.num_sent < len(one.requests) and not one.current]
         for episode in sorted(ready, key=lambda episode: not episode.is_suspect):
-            running = worker.running
             is_alone = any(one.is_suspect for one in (episode, *running))
-            if not worker.is_loaded or len(running) >= (1 if is_alone else self._setup.concurrency):
+            if len(running) >= (1 if is_alone else self._setup.concurrency):
                 return
             request = episode.current = episode.requests[episode.num_sent]
             episode.num_sent += 1
             episode.sent_at = time.monotonic()
+            running.append(episode)
             order = {"key": episode.number, "do": request.do, "is_last": request.is_last}
             worker.send({**order, **request.fields})
 
@@ -287,6 +308,7 @@ class EpisodePool:
             self._lose(worker, reply.failure, reply.detail)
             return
         request, episode.current = episode.current, None
+        worker.running.remove(episode)
         assert request is not None
         is_over = request.is_last or reply.terminated or reply.truncated or reply.failure is not None
         if is_over:
@@ -323,18 +345,17 @@ class EpisodePool:
 
     def _end_if_overdue(self, worker: EpisodeWorker) -> None:
         now, setup = time.monotonic(), self._setup
-        hung = [episode for episode in worker.running if episode.sent_at + setup.step_timeout_s <= now]
-        if hung:
-            self._lose(worker, "timeout", f"took more than {setup.step_timeout_s:g} s", hung)
+        if any(episode.sent_at + setup.step_timeout_s <= now for episode in worker.running):
+            self._lose(worker, "timeout", f"took more than {setup.step_timeout_s:g} s")
         elif worker.deadline <= now:
             self._lose(worker, "timeout", f"took more than {setup.load_timeout_s:g} s")
 
-    def _lose(self, worker: EpisodeWorker, kind: str, detail: str = "", hung: Sequence[Episode] = ()) -> None:
+    def _lose(self, worker: EpisodeWorker, kind: str, detail: str = "") -> None:
         """Kills a worker and recovers its episodes.
 
         Raises:
-            InputError: the first worker cannot start.
-            RuntimeError: two later starts in succession have failed.
+            InputError: it was started by `load`, and cannot start.
+            RuntimeError: it cannot start, and neither could one before.
         """
         status = worker.kill()
         self._workers.remove(worker)
@@ -343,19 +364,19 @@ class EpisodePool:
             why = detail if kind == "refused" else f"during the import, it {detail.removeprefix('its process ')}"
             played = {"env.source": self._setup.source, "env.tools": ", ".join(self._setup.tools)}
             name = " and ".join(f"{setting}: {value}" for setting, value in played.items() if value)
-            if self._tools is None:
+            if worker.is_trial:
                 raise InputError(f"{name}: {why}")
-            if self._start_failed:
+            if worker.is_retry:
                 way_out = "mend that and start the command again, grpo train with --resume auto"
-                raise RuntimeError(f"{name}: a lost process cannot be started again: {why}; {way_out}")
+                raise RuntimeError(f"{name}: two attempts to start a process have failed: {why}; {way_out}")
             self._start_failed = True
-        is_idle = worker.is_loaded and not worker.running
+        is_certain = kind == "timeout" and len(worker.running) == 1
         for episode in worker.episodes.values():
             if not episode.is_wanted:  # it was about to close
                 continue
             request = episode.current
-            may_be_guilty = episode in hung if hung else is_idle or request is not None
-            is_guilty = may_be_guilty and (bool(hung) or episode.is_suspect)
+            may_be_guilty = worker.is_loaded and (request is not None or not worker.running)
+            is_guilty = may_be_guilty and (is_certain or episode.is_suspect)
             is_lost = episode.num_sent > 0 and not self._setup.replayable
             episode.is_suspect |= may_be_guilty
             if is_guilty or is_lost:

@@ -10,8 +10,8 @@ of an episode come one at a time; answers come as they are ready:
     {"key": 7, "do": "close"} -> {}
 
 Answers also have the "key". If the episode is over, by the answer or because the request "is_last", the answers to
-`step` and `score` have the "scores", and the environment is closed. Instead of all that there may be a "failure" with
-its "detail", which ends the episode, too.
+`step` and `score` have the "scores". Instead of all that there may be a "failure" with its "detail", which ends the
+episode, too. The last answer is sent after the environment was closed, so that the time-out of a step holds for that.
 """
 
 from __future__ import annotations
@@ -79,16 +79,16 @@ def play(
         except BaseException as error:  # no error may affect another episode
             kind = "memory" if isinstance(error, MemoryError) else "exit" if isinstance(error, SystemExit) else "raised"
             answer, is_over = {"failure": kind, "detail": describe_error(error)}, True
+        if is_over and environment is not None and os.getpid() == process_id:
+            try:
+                environment.close()
+            except BaseException as error:
+                print(f"env: close: {describe_error(error)}", file=sys.stderr)
         if os.getpid() != process_id:
             os._exit(0)  # a child that the environment forked also returned from it
         if is_over:
             del episodes[number]
         channel.send(answer | {"key": number})
-    if environment is not None:
-        try:
-            environment.close()
-        except BaseException as error:
-            print(f"env: close: {describe_error(error)}", file=sys.stderr)
 
 
 def serve(environment: AdaptedEnvironment, request: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:

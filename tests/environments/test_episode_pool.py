@@ -51,10 +51,10 @@ STORY = """
                 for _ in range(50):  # is the culprit at work in this process?
                     if os.path.exists(f"culprit {os.getpid()}"): time.sleep(1000)
                     time.sleep(0.01)
-            if text == "culprit":
+            if text in ("culprit", "hung culprit"):
                 while not (os.path.exists("seen 1") and os.path.exists("seen 2")): time.sleep(0.01)
                 open(f"culprit {os.getpid()}", "w").close()
-                time.sleep(1)
+                time.sleep(1000 if text == "hung culprit" else 1)
                 os._exit(3)
             if text == "time bomb": threading.Timer(0.3, os._exit, [3]).start()
             if text == "meet": barrier.wait(60)
@@ -88,6 +88,8 @@ STORY = """
 
         def close(self):
             note("close", self.seed)
+            if self.told[-1:] == ["hang in close"]: time.sleep(1000)
+            if self.told[-1:] == ["exit in close"]: os._exit(3)
 """
 
 
@@ -107,8 +109,6 @@ def test_an_episode_is_scored_and_closed_once(story: str) -> None:
         assert pool.load() == []
         game = Game(pool, "q/s0", seed=7)
         first, last = game.play("once"), game.play("end")
-        while not noted("close"):  # soon after the answer
-            time.sleep(0.01)
     assert (contents(first), first.reward, first.terminated, first.metrics) == (["once"], 0.5, False, {"told": 1})
     assert (contents(last), last.terminated, first.scores, last.scores) == (["once end"], True, {}, {"length": 2})
     assert (noted("score"), noted("close")) == ([[7]], [[7]])
@@ -184,6 +184,8 @@ def test_episodes_spread_over_workers(story: str) -> None:
         ("crash", "exit", "step: its process was ended by SIGSEGV"),
         ("full", "memory", "step: MemoryError"),
         ("hang", "timeout", "step: took more than 2 s"),
+        ("hang in close", "timeout", "step: took more than 2 s"),
+        ("exit in close", "exit", "step: its process ended with exit code 3"),
         ("number", "value", "step: step returned int 5, expected an Answer"),
         ("nothing", "value", "step: step returned None, expected"),
         ("silent", "value", "step: returned no message, although the episode goes on"),
@@ -197,11 +199,11 @@ def test_episodes_spread_over_workers(story: str) -> None:
     ],
 )
 def test_a_fault_costs_only_its_own_episode(story: str, text: str, kind: str, detail: str) -> None:
-    with opened(source=story, step_timeout_s=2 if text == "hang" else 60) as pool:
+    with opened(source=story, step_timeout_s=2 if kind == "timeout" else 60) as pool:
         pool.load()
         sibling, guilty = Game(pool, "a", seed=1), Game(pool, "b", seed=2)
         assert contents(sibling.play("one")) == ["one"]
-        failed = guilty.play(text)
+        failed = guilty.play(text, is_last="close" in text)
         assert (failed.failure, failed.detail[: len(detail)]) == (kind, detail)
         assert "\n" not in failed.detail
         reply = sibling.play("two", is_last=True)
@@ -246,18 +248,19 @@ def test_an_episode_is_played_again_after_the_death_of_its_worker_and_counts_onc
     assert noted("score").count([9]) == 1
 
 
-def test_a_suspect_runs_alone_and_only_the_guilty_fail(story: str) -> None:
-    with opened(source=story) as pool:
+@pytest.mark.parametrize(("text", "kind"), [("culprit", "exit"), ("hung culprit", "timeout")])
+def test_a_suspect_runs_alone_and_only_the_guilty_fail(story: str, text: str, kind: str) -> None:
+    with opened(source=story, step_timeout_s=4 if kind == "timeout" else 60) as pool:
         pool.load()
         games = [Game(pool, name, seed=n) for n, name in enumerate("abc")]
         for game in games:
             game.play("one")
-        for game, text in zip(games, ["culprit", "bystander", "bystander"], strict=True):
-            game.send(text)
+        for game, sent in zip(reversed(games), ["bystander", "bystander", text], strict=True):
+            game.send(sent)
         replies = take(pool, 3)
-    assert [reply.failure for reply in replies] == ["exit", None, None]
+    assert [reply.failure for reply in replies] == [kind, None, None]
     assert [contents(reply) for reply in replies] == [[], ["one bystander"], ["one bystander"]]
-    assert noted("step").count([0, "culprit"]) == 2
+    assert noted("step").count([0, text]) == 2
 
 
 def test_an_episode_whose_process_always_dies_later_is_lost_in_the_end(story: str) -> None:
@@ -369,7 +372,7 @@ def test_messages_name_the_settings_of_what_cannot_be_loaded() -> None:
         pool.load()
     assert str(refusal.value).startswith("env.tools: calculator, gone.py:f: no such file: ")
     with opened(source="lookup", tools=["gone.py:f"]) as pool, pytest.raises(InputError) as refusal:
-        pool.openings([EpisodeStart(0, {})])
+        pool.load()
     assert str(refusal.value).startswith("env.source: lookup and env.tools: gone.py:f: no such file: ")
 
 
@@ -380,7 +383,7 @@ def test_after_a_worker_that_cannot_be_replaced_all_calls_say_why_and_none_waits
         game.play("one")
         Path("plug.py").unlink()
         game.send("exit")
-        why = "^env.source: .*plug.py:Story: a lost process cannot be started again: no such file: .*plug.py; mend that"
+        why = "^env.source: .*:Story: two attempts to start a process have failed: no such file: .*plug.py; mend that"
         for call in (
             lambda: pool.take(None),
             lambda: game.send("two"),
@@ -391,6 +394,57 @@ def test_after_a_worker_that_cannot_be_replaced_all_calls_say_why_and_none_waits
             with pytest.raises(RuntimeError, match=why):
                 call()
         pool.abandon("a")
+
+
+FLAKY = """
+import os, time
+for name in "ab":  # the first two processes, once both are there
+    try:
+        os.mkdir(name)
+    except FileExistsError:
+        continue
+    while not os.path.exists("b"):
+        time.sleep(0.01)
+    os._exit(4)
+class Flaky:
+    def reset(self, *, seed):
+        return str(seed)
+    def step(self, text, calls):
+        return text
+"""
+
+
+def test_first_starts_in_the_middle_of_a_run_are_tried_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with opened(source=f"{write(tmp_path, FLAKY)}:Flaky", workers=2) as pool:
+        openings = pool.openings([EpisodeStart(seed, {}) for seed in range(3)])
+    assert openings == [[{"role": "user", "content": str(seed)}] for seed in range(3)]
+    with (
+        opened(source="gone.py:E") as pool,
+        pytest.raises(RuntimeError, match=r"^env.source: gone.py:E: two attempts to start a process have failed: no "),
+    ):
+        pool.openings([EpisodeStart(0, {})])
+
+
+def test_a_stop_ends_the_wait_for_openings(story: str) -> None:
+    checks = iter([False, False, True])
+    with opened(source=story.replace(":Story", ":Endless")) as pool:
+        with open("plug.py", "a") as file:
+            file.write("\nclass Endless(Story):\n    def reset(self):\n        time.sleep(1000)\n")
+        pool.load()
+        assert pool.openings([EpisodeStart(0, {})], stop_requested=lambda: next(checks)) is None
+        assert list(checks) == []
+
+
+def test_a_wake_ends_one_wait_for_replies(story: str) -> None:
+    told: queue.SimpleQueue[object] = queue.SimpleQueue()
+    with opened(source=story) as pool:
+        pool.load()
+        waiting = threading.Thread(target=lambda: told.put(pool.take(None)), daemon=True)
+        waiting.start()
+        pool.wake()
+        assert told.get(timeout=WAIT_S) == []
+        assert contents(Game(pool, "a").play("one")) == ["one"]
 
 
 def test_callers_do_not_wait_for_a_busy_pool(story: str) -> None:

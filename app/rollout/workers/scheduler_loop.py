@@ -159,7 +159,7 @@ class RolloutExecutor:
             # From now on it receives newer weights, even if it joins later.
             self._workers[worker.name] = worker
             self._reopened.put(worker)
-            self._driver.wake()
+            self.wake()
 
     def is_done(self, uid: str) -> bool:
         return self._rows[uid].finish_reason is not None and self.scheduler.samples[uid].finish is not None
@@ -182,6 +182,8 @@ class RolloutExecutor:
     def wake(self) -> None:
         """Makes `advance` return early. May be called from any thread."""
         self._driver.wake()
+        if self._conversations is not None:
+            self._conversations.pool.wake()
 
     def advance(self) -> None:
         """Waits for the next outcome of a worker and handles it; returns early after `wake`, or after an answer.
