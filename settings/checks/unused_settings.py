@@ -92,7 +92,7 @@ def check_unused_settings(resolved: Resolved) -> Iterator[str]:
 
 
 def launch_notices(resolved: Resolved) -> tuple[str, ...]:
-    """Returns the notices at launch: algorithm, unused settings, LoRA learning rate."""
+    """Returns the notices at launch: algorithm, unused settings, learning rate, reproducibility, data."""
     unused: dict[str, list[str]] = {}
     for field, choice, _ in _unused_fields(resolved):
         unused.setdefault(resolved.describe(choice), []).append(resolved.describe(field))
@@ -103,6 +103,11 @@ def launch_notices(resolved: Resolved) -> tuple[str, ...]:
         lines.append(
             f"{resolved.describe(LEARNING_RATE)} suits training all weights and is too low for adapters "
             f"({resolved.describe(RANK)}); 10 to 100 times that is usual"
+        )
+    if resolved.settings.env.is_used and resolved.settings.rollout.mode == "fast":
+        lines.append(
+            "rollout.mode: fast: with an environment, the times of its answers decide roundings, so that samples and "
+            "metrics are not reproducible bit for bit; they are with rollout.mode: exact"
         )
     data = resolved.settings.data
     if data.eval_source == data.source and (not data.has_splits or data.eval_split == data.split):

@@ -197,6 +197,20 @@ def test_settings_of_an_environment_without_one_are_refused_or_told_of(tmp_path:
 
 
 @pytest.mark.parametrize(
+    ("overrides", "is_told"),
+    [
+        ((), False),
+        (("env.source=guess_number",), True),
+        (("env.tools=calculator",), True),
+        (("env.tools=calculator", "rollout.mode=exact", "rollout.slots=4"), False),
+    ],
+)
+def test_a_launch_says_where_the_times_of_answers_decide_roundings(overrides: tuple[str, ...], is_told: bool) -> None:
+    notices = launch_notices(load(None, overrides, {}))
+    assert [one.startswith("rollout.mode: fast: with an environment") for one in notices] == [True] * is_told
+
+
+@pytest.mark.parametrize(
     ("source", "eval_source", "eval_split", "is_told"),
     [
         ("a.jsonl", "a.jsonl", None, True),
