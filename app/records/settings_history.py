@@ -15,7 +15,7 @@ from app.records.run_directory import RunDirectory
 from settings.checks.resumed_settings import SettingChange, changed_settings
 from settings.errors import InputError
 from settings.loading.config_file import ConfigFile
-from settings.loading.printing import from_yaml
+from settings.loading.printing import from_yaml, without_removed_settings
 
 log = logging.getLogger(__name__)
 
@@ -93,6 +93,7 @@ def _read_last(run: RunDirectory, session: Mapping[str, Any] | None) -> Settings
 
 
 def _period(first_step: int, name: str, run: RunDirectory, content: bytes) -> SettingsPeriod:
+    content = without_removed_settings(content)
     return SettingsPeriod(first_step, ConfigFile(name, run.path.name, content), from_yaml(content, name=name))
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
+import jax.numpy as jnp
 import numpy as np
 
 from app.batching.micro_batch_plan import MicroBatch, MicroBatchPlan, PackedRow, RowShape
@@ -15,32 +17,52 @@ from app.model.decoder import Params
 from app.records.sample import Prompt, Sample
 from app.runtime.scoring import ScoringSession
 
+ScoreFunction = Callable[[Sequence[Sample], MicroBatchPlan], list[np.ndarray]]
+"""Samples and their plan -> a number for each completion token of each sample."""
+
 TOLERANCES = {"float32": (1e-4, 1e-4), "bfloat16": (0.5, 0.05)}
-"""Largest and mean difference, in nats, that the order of summation explains, by compute type; seeing tokens of another
-sample causes far larger ones."""
+"""Largest and mean difference, in nats or standard deviations of a critic's values, that the order of summation
+explains, by compute type; seeing tokens of another sample causes far larger ones."""
 
 MAX_SAMPLE_TOKENS = 128
 """Number of compared tokens of each sample. A row of three such samples uses block-wise attention on every backend."""
 
 
-def check_packing(session: ScoringSession, params: Params, samples: Sequence[Sample]) -> float:
+def check_packing(
+    session: ScoringSession, params: Params, samples: Sequence[Sample], *, critic: Params | None = None
+) -> float:
     """Returns the largest |logprob in a shared row - logprob alone|, in nats, over all tokens of a few samples.
 
     In the first arrangement each sample of the row has its own segment; in the second, if prompts are shared, samples
-    of the same prompt share its segment. Only the first tokens of long samples are compared.
+    of the same prompt share its segment. Only the first tokens of long samples are compared. A critic of another
+    architecture than the policy's is checked, too, by its values.
 
     Raises:
-        RuntimeError: the difference is larger than rounding explains, so packed rows would give wrong logprobs.
+        RuntimeError: a difference is larger than rounding explains, so packed rows would give wrong scores.
     """
+    logprobs = partial(session.scorer.logprobs, params, temperature=1.0)
+    largest = _largest_difference(session, logprobs, samples, unit="nats")
+    if critic is not None and session.architecture_of("critic") != session.model_spec.architecture:
+        assert session.critic is not None
+        # A critic may start with a value head of zeros, whose values would always agree.
+        seen = {**critic, "value": jnp.full_like(critic["value"], critic["value"].size ** -0.5)}
+        _largest_difference(session, partial(session.critic.valuer.values, seen), samples, unit="standard deviations")
+    return largest
+
+
+def _largest_difference(
+    session: ScoringSession, score: ScoreFunction, samples: Sequence[Sample], *, unit: str
+) -> float:
     samples = [_truncate_sample(sample) for sample in samples]
     apart = [(i,) for i in range(len(samples))]
     prompts = sequence_lengths(samples).prompt_indices
     by_prompt = [tuple(np.flatnonzero(prompts == number).tolist()) for number in range(prompts.max() + 1)]
     arrangements = [apart, by_prompt] if session.settings.batching.share_prompts else [apart]
-    alone, *together = _score_arrangements(session, params, samples, arrangements)
+    alone, *together = _score_arrangements(session, score, samples, arrangements)
     # Scores that are not finite even alone are reported by the first update.
     known = np.isfinite(alone)
-    differences = np.concatenate([np.abs(shared - alone)[known] for shared in together])
+    scale = alone[known].std() if unit != "nats" and known.any() else 1.0
+    differences = np.concatenate([np.abs(shared - alone)[known] for shared in together]) / scale
     local = differences.max(initial=0.0), differences.mean() if known.any() else 0.0
     # The result must be the same on every host: if only one raised, the others would wait for it.
     largest, mean = max_over_hosts(np.asarray(local)).tolist()
@@ -48,8 +70,8 @@ def check_packing(session: ScoringSession, params: Params, samples: Sequence[Sam
     # Not `>`: NaN must fail the check.
     if not (largest <= max_allowed and mean <= mean_allowed):
         raise RuntimeError(
-            f"scores in a shared row differ from those of a sample alone by up to {largest:.2g} nats: attention leaks "
-            "between samples on this backend. Please report it; until it is fixed, set score.dynamic: false, "
+            f"scores in a shared row differ from those of a sample alone by up to {largest:.2g} {unit}: attention "
+            "leaks between samples on this backend. Please report it; until it is fixed, set score.dynamic: false, "
             "algorithm.dynamic_microbatch: false and, with a critic, critic.dynamic_microbatch: false"
         )
     return largest
@@ -62,7 +84,7 @@ def _truncate_sample(sample: Sample) -> Sample:
 
 def _score_arrangements(
     session: ScoringSession,
-    params: Params,
+    score: ScoreFunction,
     samples: Sequence[Sample],
     arrangements: Sequence[Sequence[tuple[int, ...]]],
 ) -> list[np.ndarray]:
@@ -77,18 +99,19 @@ def _score_arrangements(
     empty = ((),) * (num_local_row_shards(session.mesh) - 1)
     plan = MicroBatchPlan(tuple(MicroBatch((row, *empty), RowShape(num_tokens, num_tokens)) for row in rows))
     copies = [sample for _ in range(1 + len(arrangements)) for sample in samples]
-    scores = session.scorer.logprobs(params, copies, plan, temperature=1.0)
+    scores = score(copies, plan)
     return [np.concatenate(scores[first : first + count]) for first in range(0, len(copies), count)]
 
 
 def random_samples(session: ScoringSession) -> list[Sample]:
     """Returns three samples of random tokens, two of them with the same prompt."""
     rng = np.random.default_rng(session.settings.run.seed)
-    architecture = session.model_spec.architecture
-    longest = min(MAX_SAMPLE_TOKENS, architecture.max_positions)
+    networks = session.model_spec.architecture, session.architecture_of("critic")
+    longest = min(MAX_SAMPLE_TOKENS, *(network.max_positions for network in networks))
+    vocab_size = min(network.vocab_size for network in networks)
 
     def tokens(count: int) -> np.ndarray:
-        return rng.integers(architecture.vocab_size, size=count).astype(np.int32)
+        return rng.integers(vocab_size, size=count).astype(np.int32)
 
     def sample(prompt: Prompt, index: int) -> Sample:
         completion = tokens(longest - len(prompt.token_ids) - index)

@@ -20,9 +20,14 @@ from settings import Settings
 from settings.errors import InputError
 
 FORMAT = "grpo-rollout-part/1"
+FREE = (
+    *("rollout.kv_blocks", "rollout.workers.lease_s", "rollout.workers.deterministic", "rollout.ray.address"),
+    *("rollout.ray.start_timeout_s", "rollout.devices", "rollout.max_staleness", "rollout.max_length_total"),
+)
+"""Settings that affect no sample of a rollout in exact mode, and at most its rounding in fast mode."""
 FREE_IN_FAST_MODE = (
-    *("rollout.slots", "rollout.workers.", "rollout.kv_block", "rollout.pool", "rollout.ray."),
-    *("rollout.prompts_per_step", "rollout.devices", "rollout.max_staleness", "rollout.max_length_total"),
+    *("rollout.slots", "rollout.workers.", "rollout.kv_block_size", "rollout.pool", "rollout.ray."),
+    "rollout.prompts_per_step",
 )
 """Beginnings of the names of settings that affect only the rounding of samples, which matters in exact mode."""
 MAX_SHOWN_CHARS = 40
@@ -38,7 +43,8 @@ def rollout_facts(
     """Returns everything that determines the samples. The devices must have been started."""
     exact = settings.rollout.mode == "exact"
     rollout = dict(_flatten("rollout", settings.rollout.model_dump(mode="json")))
-    kept = {name: value for name, value in rollout.items() if exact or not name.startswith(FREE_IN_FAST_MODE)}
+    free = FREE if exact else (*FREE, *FREE_IN_FAST_MODE)
+    kept = {name: value for name, value in rollout.items() if not name.startswith(free)}
     devices = f"{jax.local_device_count()} x {jax.local_devices()[0].device_kind}"
     return {
         "the model's files": model.files.fingerprint,

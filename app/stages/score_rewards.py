@@ -142,7 +142,7 @@ def _scored_record(one: LocatedSample, scored: Sample) -> Mapping[str, Any]:
     before, after = sample_to_record(one.sample), sample_to_record(scored)
     changed = {name: value for name, value in after.items() if name not in before or before[name] != value}
     removed = {"rewards", "reward", *(before.keys() - after.keys())}
-    if one.sample.episode is not None:
+    if one.record.get("episode") is not None:
         removed.add("token_rewards")
     return {name: value for name, value in one.record.items() if name not in removed} | changed
 

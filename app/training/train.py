@@ -101,7 +101,8 @@ def _train(setup: RunSetup, stack: ExitStack, clock: Callable[[], float], on_ste
     reward_model = setup.inputs.reward_model and RewardModel.load(settings, setup.inputs.reward_model, session.mesh)
     trainer = Trainer(settings, session, learners, setup.inputs.prompts, reference, setup.rewards, reward_model, replay)
     if settings.uses_packing:
-        check_packing(session, session.full_params(state.policy.params), random_samples(session))
+        critic = state.critic and state.critic.params
+        check_packing(session, session.full_params(state.policy.params), random_samples(session), critic=critic)
     on_phase = setup.watchdog.enter_phase
     display = stack.enter_context(
         ProgressDisplay(num_steps=setup.steps[-1], first_step=progress.step, enabled=is_first, on_phase=on_phase)

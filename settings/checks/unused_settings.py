@@ -1,4 +1,4 @@
-"""Finds settings that have no effect because the estimator, correction or adapters that read them are not in use.
+"""Finds settings without effect because no estimator, correction, adapters or environment that reads them is used.
 
 Such a setting is refused if it comes from a later layer than the choice that makes it unused. Otherwise it is only
 reported in a notice, as when `--set algorithm.name=grpo` overrides the algorithm of a preset.
@@ -6,31 +6,35 @@ reported in a notice, as when `--set algorithm.name=grpo` overrides the algorith
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from settings.loading.fields import FIELDS, value_of
 from settings.loading.resolve import Resolved
 from settings.schema.algorithm import CRITIC_ESTIMATORS
-from settings.schema.lora import MAX_RANK
+from settings.schema.environment import EnvironmentSettings
 from settings.schema.rollout import ROUNDING_SETTINGS
+from settings.schema.settings import Settings
 
 ESTIMATOR, CORRECTION, RANK = "algorithm.estimator", "algorithm.correction", "model.lora.rank"
 LEARNING_RATE = "optimizer.learning_rate"
+ENVIRONMENT, TOOLS = "env.source", "env.tools"
+ENVIRONMENT_ONLY = ("weight", "credit", "turn_discount")
+"""Fields of `env` for rewards of `env.source`. Other checks refuse the last two."""
 
 
 class UsageCondition(NamedTuple):
     setting: str
     """The setting that determines whether the fields are used."""
-    values: frozenset[Any]
-    """The values with which the fields are used."""
+    is_met: Callable[[Settings], bool]
     text: str
     """The condition as worded in error messages."""
     fields: tuple[str, ...]
 
 
 def _condition(setting: str, values: set[str] | frozenset[str], *fields: str) -> UsageCondition:
-    return UsageCondition(setting, frozenset(values), f"{setting} {' or '.join(sorted(values))}", fields)
+    text = f"{setting} {' or '.join(sorted(values))}"
+    return UsageCondition(setting, lambda settings: value_of(settings, setting) in values, text, fields)
 
 
 USAGE_CONDITIONS = (
@@ -57,12 +61,23 @@ USAGE_CONDITIONS = (
     _condition("algorithm.gae_backend", {"chunked"}, "algorithm.gae_chunk_size"),
     UsageCondition(
         RANK,
-        frozenset(range(1, MAX_RANK + 1)),
+        lambda settings: bool(settings.model.lora.rank),
         f"{RANK} of 1 or more",
         ("model.lora.alpha", "model.lora.targets", "model.lora.quantize_base"),
     ),
     # With adapters, the reference weights are the policy's frozen weights, which training needs on the devices.
-    UsageCondition(RANK, frozenset({None, 0}), f"{RANK} null", ("score.reference.offload",)),
+    UsageCondition(RANK, lambda settings: not settings.model.lora.rank, f"{RANK} null", ("score.reference.offload",)),
+    UsageCondition(
+        ENVIRONMENT,
+        lambda settings: settings.env.is_used,
+        f"{ENVIRONMENT} or {TOOLS}",
+        tuple(
+            f"env.{name}"
+            for name in EnvironmentSettings.model_fields
+            if name not in ("source", "tools", *ENVIRONMENT_ONLY)
+        ),
+    ),
+    UsageCondition(ENVIRONMENT, lambda settings: settings.env.source is not None, ENVIRONMENT, ("env.weight",)),
 )
 
 
@@ -77,7 +92,7 @@ def check_unused_settings(resolved: Resolved) -> Iterator[str]:
 
 
 def launch_notices(resolved: Resolved) -> tuple[str, ...]:
-    """Returns the notices at launch: algorithm, unused settings, LoRA learning rate."""
+    """Returns the notices at launch: algorithm, unused settings, learning rate, reproducibility, data."""
     unused: dict[str, list[str]] = {}
     for field, choice, _ in _unused_fields(resolved):
         unused.setdefault(resolved.describe(choice), []).append(resolved.describe(field))
@@ -88,6 +103,11 @@ def launch_notices(resolved: Resolved) -> tuple[str, ...]:
         lines.append(
             f"{resolved.describe(LEARNING_RATE)} suits training all weights and is too low for adapters "
             f"({resolved.describe(RANK)}); 10 to 100 times that is usual"
+        )
+    if resolved.settings.env.is_used and resolved.settings.rollout.mode == "fast":
+        lines.append(
+            "rollout.mode: fast: with an environment, the times of its answers decide roundings, so that samples and "
+            "metrics are not reproducible bit for bit; they are with rollout.mode: exact"
         )
     data = resolved.settings.data
     if data.eval_source == data.source and (not data.has_splits or data.eval_split == data.split):
@@ -105,7 +125,7 @@ def unused_adapter_notices(resolved: Resolved) -> tuple[str, ...]:
 def _unused_fields(resolved: Resolved) -> Iterator[tuple[str, str, UsageCondition]]:
     """Yields each unused field with a non-default value, the setting that makes it unused, and the condition."""
     for condition in USAGE_CONDITIONS:
-        if value_of(resolved.settings, condition.setting) in condition.values:
+        if condition.is_met(resolved.settings):
             continue
         for field in condition.fields:
             if resolved.provenance[field] in ("default", "derived") or _is_inherited(resolved, field):
@@ -123,7 +143,9 @@ def _is_inherited(resolved: Resolved, field: str) -> bool:
 
 
 def _deciding_setting(resolved: Resolved, choice: str) -> str:
-    """Returns the choice itself, or the setting from which it was derived."""
+    """Returns the choice itself, or the setting from which it was derived or that was decided with it."""
+    if choice == ENVIRONMENT and not resolved.settings.env.tools and resolved.is_later(TOOLS, choice):
+        return TOOLS
     if resolved.provenance[choice] != "derived":
         return choice
     if choice != CORRECTION:

@@ -140,8 +140,8 @@ A pattern comes after the names that it matches. `actor`, `ref` and `rollout` ar
 
 HISTORIC_NAMES = ("grad_accum_steps",)
 """Names of the historic runner that have no field in `ALIASES`. Of the others, those with a dot are verl's."""
-REMOVED_NAMES = ("batching.packing", "rollout.decode_layout")
-"""Our own settings of earlier versions."""
+REMOVED_DEFAULTS = {"batching.packing": "best_fit", "rollout.decode_layout": "gathered"}
+"""Our own settings of earlier versions, with their defaults, which runs of those versions recorded."""
 VERL_ROOT = "actor_rollout_ref."
 
 
@@ -161,7 +161,7 @@ def _read_table() -> Iterator[tuple[str, Synonym]]:
         here, names, *remark = (" ".join(cell.split()) for cell in line.split("|"))
         for name in names.split(", "):
             program = "verl" if "." in name else "TRL"
-            if name in (*HISTORIC_NAMES, *REMOVED_NAMES):
+            if name in (*HISTORIC_NAMES, *REMOVED_DEFAULTS):
                 program = "the historic runner" if name in HISTORIC_NAMES else "an earlier version"
             fields = () if here == "–" else tuple(here.split())
             yield name.removeprefix(VERL_ROOT), Synonym(f"{program}'s {name}", fields, "".join(remark))

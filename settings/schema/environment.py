@@ -74,7 +74,8 @@ class EnvironmentSettings(Section):
     """Whether `reset` and the same turns lead to the same state again. After the loss of a process, its other samples
     are then played again from the start; otherwise they are dropped."""
     workers: int = Field(default=4, ge=1, le=1024)
-    """Processes in which environments and tools run: on each host, or with `rollout.scheduler` on the first."""
+    """Processes on each host in which environments and tools run. With `rollout.scheduler`, those of the first host
+    run the steps of all samples, and those of another host only open its own samples."""
     concurrency: int = Field(default=32, ge=1, le=4096)
     """Samples that each process serves at once, in threads, which share modules and memory: for environments that wait
     rather than compute."""

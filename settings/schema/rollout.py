@@ -105,9 +105,10 @@ class WorkersSettings(Section):
     fast: WorkerPoolSettings = WorkerPoolSettings()
     heavy: WorkerPoolSettings = WorkerPoolSettings()
     lease_s: float | None = Field(default=None, gt=0)
-    """Seconds without progress in a segment after which a worker counts as lost and its samples move to another. When
-    null, 600 with `rollout.pool: ray`, else no limit. It has no effect if one thread drives the local workers, and must
-    be null for local workers with `rollout.max_staleness` above 0 that share their devices with training."""
+    """Longest duration of a segment in seconds. A worker that takes longer counts as lost, and its samples move to
+    another, from their last segment. When null, 600 with `rollout.pool: ray`, else no limit. It has no effect if one
+    thread drives the local workers, and must be null for local workers with `rollout.max_staleness` above 0 that share
+    their devices with training."""
     deterministic: bool = False
     """Drives all workers in turn from one thread, so that the schedule of a rollout is reproducible. A single
     device of a single host always implies this."""

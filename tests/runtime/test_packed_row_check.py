@@ -18,6 +18,7 @@ from app.runtime.packed_row_check import check_packing, random_samples
 from app.runtime.session import Session
 from app.training.setup import prepare_run
 from settings import load
+from tests.tiny_directory import write_model
 
 
 @pytest.fixture
@@ -51,6 +52,31 @@ def test_attention_that_leaks_is_refused(session: Session, monkeypatch: pytest.M
     for samples in ([first, sibling], [first] * 3):
         with pytest.raises(RuntimeError, match="attention leaks"):
             check_packing(session, session.load_params(), samples)
+
+
+def test_a_critic_of_another_architecture_is_looked_at_too(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    attention, other = decoder.packed_attention, write_model(config.parent / "other", num_attention_heads=2)
+
+    def leaking(query: Any, keys: Any, values: Any, layout: Any, **rest: Any) -> Any:
+        if query.shape[-2] == 4:
+            return attention(query, keys, values, layout, **rest)
+        everything = single_segment_layout(jnp.ones(layout.segment_ids.shape, bool))
+        rest["pairs"] = None
+        return attention(query, keys, values, everything, **rest)
+
+    chosen = ["algorithm.name=ppo", f"critic.path={other}", "critic.dynamic_microbatch=true"]
+
+    def checked() -> float:
+        with prepare_run(load(str(config), chosen, {}), resume="never") as launch:
+            session = launch.session
+            assert session.critic is not None
+            critic = session.critic.load_params(session.mesh)
+            return check_packing(session, session.load_params(), random_samples(session), critic=critic)
+
+    assert checked() <= 1e-4
+    monkeypatch.setattr(decoder, "packed_attention", leaking)
+    with pytest.raises(RuntimeError, match="standard deviations: attention leaks"):
+        checked()
 
 
 def test_short_samples_are_looked_at_in_rows_of_several_blocks(

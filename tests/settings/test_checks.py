@@ -171,6 +171,45 @@ def test_what_the_estimator_does_not_read_is_told_where_that_is_chosen_later_or_
     )
 
 
+def test_settings_of_an_environment_without_one_are_refused_or_told_of(tmp_path: Path) -> None:
+    used = "it is only for env.source or env.tools; remove it, or change env.source"
+    for overrides, message in (
+        (
+            ["env.max_turns=3"],
+            f"env.max_turns = 3 (from --set) has no effect with env.source = None (from the default): {used}",
+        ),
+        (
+            ["env.tools=calculator", "env.weight=0.5"],
+            "env.weight = 0.5 (from --set) has no effect with env.source = None",
+        ),
+    ):
+        assert message in refusal(check_for_train, load(None, overrides, {}))
+    check_for_train(load(None, ["env.tools=calculator", "env.max_turns=3"], {}))
+    check_for_train(load(None, ["env.source=guess_number", "env.max_turns=3", "env.weight=0.5"], {}))
+    for choice in ("source: guess_number", "tools: [calculator]"):
+        path = tmp_path / "c.yaml"
+        path.write_text(f"env: {{{choice}, workers: 2}}")
+        name = choice.partition(":")[0]
+        resolved = load(str(path), [f"env.{name}={'null' if name == 'source' else '[]'}"], {})
+        check_for_train(resolved)
+        (notice,) = launch_notices(resolved)
+        assert notice.startswith(f"no effect with env.{name} = ") and "env.workers = 2 (from yaml:" in notice
+
+
+@pytest.mark.parametrize(
+    ("overrides", "is_told"),
+    [
+        ((), False),
+        (("env.source=guess_number",), True),
+        (("env.tools=calculator",), True),
+        (("env.tools=calculator", "rollout.mode=exact", "rollout.slots=4"), False),
+    ],
+)
+def test_a_launch_says_where_the_times_of_answers_decide_roundings(overrides: tuple[str, ...], is_told: bool) -> None:
+    notices = launch_notices(load(None, overrides, {}))
+    assert [one.startswith("rollout.mode: fast: with an environment") for one in notices] == [True] * is_told
+
+
 @pytest.mark.parametrize(
     ("source", "eval_source", "eval_split", "is_told"),
     [

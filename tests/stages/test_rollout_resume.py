@@ -117,8 +117,10 @@ def header_of(model: Path, *overrides: str, limit: int) -> str:
     return part_header(rollout_facts(chosen, spec, prompts))
 
 
-PACE = ("rollout.max_staleness=2", "rollout.max_length_total=99", "rollout.workers.lease_s=9")
 UNREAD = (
+    *("rollout.max_staleness=2", "rollout.max_length_total=99", "rollout.workers.lease_s=9", "rollout.kv_blocks=64"),
+    *("rollout.workers.deterministic=true", "rollout.ray.address=auto", "rollout.ray.start_timeout_s=9"),
+    "rollout.devices=0.5",
     "eval.num_prompts=3",
     "reward.on_error=zero",
     "optimizer.learning_rate=0.1",
@@ -128,10 +130,7 @@ UNREAD = (
 
 
 def test_what_decides_no_sample_tells_no_runs_apart(tiny_model: Path) -> None:
-    for mode, of_mode in (
-        ("exact", ()),
-        ("fast", (*PACE, "rollout.prompts_per_step=3", "rollout.workers.fast.slots=2")),
-    ):
+    for mode, of_mode in (("exact", ()), ("fast", ("rollout.prompts_per_step=3", "rollout.workers.fast.slots=2"))):
         first = facts_of(tiny_model, f"rollout.mode={mode}")
         assert first == facts_of(tiny_model, f"rollout.mode={mode}", *UNREAD, *of_mode)
         assert first != facts_of(tiny_model, f"rollout.mode={mode}", "rollout.top_k=9")

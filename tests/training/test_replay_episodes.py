@@ -64,10 +64,14 @@ def test_rewards_of_turns_are_computed_from_the_file_and_learned_from(
         assert after["token_rewards"] == [0.5, *[0.0] * (len(before["loss_mask"]) - 2), 2.0 * win]
         assert after["episode"] == before["episode"]
     # Scored for whole samples, what the turns had is not left behind.
-    as_whole = settings("env.source=guess_number", "reward.functions=[]")
-    whole = here(*options[:-3], scored, "--out", tmp_path / "whole.jsonl", *as_whole)
-    assert whole.exit_code == 0, whole.stderr
-    assert not any("token_rewards" in record for record in records_of(tmp_path / "whole.jsonl"))
+    for names, chosen in (
+        (("env",), ("env.source=guess_number", "reward.functions=[]")),
+        (("arithmetic", "arithmetic_format"), ()),
+    ):
+        as_whole = here(*options[:-3], scored, "--out", tmp_path / f"{names[0]}.jsonl", *settings(*chosen))
+        assert as_whole.exit_code == 0, as_whole.stderr
+        for record in records_of(tmp_path / f"{names[0]}.jsonl"):
+            assert record["rewards"].keys() == {*names} and "token_rewards" not in record
 
     result = train_on(scored, config, *ENVIRONMENT)
     assert result.exit_code == 0, result.stderr
