@@ -44,6 +44,11 @@ class Told(Echo):
         return Answer(reward=float(self.answer), terminated=True)
 
 
+class Unborn(Echo):
+    def reset(self, *, seed, **columns):
+        time.sleep(3600)
+
+
 class Asleep(Echo):
     def step(self, text, calls):
         time.sleep(3600)

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int32
 
+from app.distributed.stop_check import StopCheck, StoppedError, never_stop
 from app.environments.episode import EpisodeFailure, EpisodeReply, EpisodeStart
 from app.environments.episode_pool import EpisodePool
 from app.environments.interface import ToolCall
@@ -75,16 +76,22 @@ class Conversations:
     _opened: dict[str, Opening] = field(default_factory=dict)
     """By `_identity` of the prompt."""
 
-    def open(self, prompts: Sequence[Prompt]) -> list[Opening]:
+    def open(self, prompts: Sequence[Prompt], *, stop_requested: StopCheck = never_stop) -> list[Opening]:
         """Returns how the environment opens the conversation of each prompt: the same for all samples of a prompt.
 
         A prompt whose environment fails stays as it is; its samples are dropped after a token.
+
+        Raises:
+            StoppedError: a stop was requested before all environments had answered.
         """
         keys = [_identity(prompt) for prompt in prompts]
         new = {key: prompt for key, prompt in zip(keys, prompts, strict=True) if key not in self._opened}
         starts = [self._start(key, prompt) for key, prompt in new.items()]
+        results = self.pool.openings(starts, stop_requested=stop_requested)
+        if results is None:
+            raise StoppedError
         opened = dict(self._opened)
-        for (key, prompt), start, result in zip(new.items(), starts, self.pool.openings(starts), strict=True):
+        for (key, prompt), start, result in zip(new.items(), starts, results, strict=True):
             opened[key] = self._opening(prompt, start, result)
         # A failure may be of the moment.
         self._opened = {key: one for key, one in opened.items() if one.failure is None}
@@ -115,10 +122,10 @@ class Conversations:
         return len(self._acting)
 
     def make_rows(
-        self, prompts: Sequence[Prompt], request: GenerationRequest, *, noise_step: int
+        self, prompts: Sequence[Prompt], request: GenerationRequest, *, noise_step: int, stop_requested: StopCheck
     ) -> list[RolloutSequence]:
-        """Returns the rows of `make_sequences`, with the prompts as their environments open them."""
-        openings = self.open(prompts)
+        """Returns the rows of `make_sequences`, with the prompts as their environments open them; see `open`."""
+        openings = self.open(prompts, stop_requested=stop_requested)
         rows = make_sequences([opening.prompt for opening in openings], request, noise_step=noise_step)
         for number, row in enumerate(rows):
             row.opening, row.plays = openings[number // request.group_size], True

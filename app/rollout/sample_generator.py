@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Container, Generator, Iterator, Sequence
 from contextlib import closing
 
+import jax
+
 from app.distributed.stop_check import StopCheck, never_stop
 from app.model.decode_weights import DecodeWeights
 from app.records.sample import Prompt, Sample
@@ -51,7 +53,9 @@ class SampleGenerator(ABC):
             InputError: a prompt does not fit into a slot.
             StoppedError: a stop was requested. The slots are free afterwards.
         """
-        sequences = self.make_rows(prompts, request, noise_step=request.policy_version)
+        # Hosts that open a rollout together stop together, after that.
+        stop = self.stop_requested if jax.process_count() == 1 else never_stop
+        sequences = self.make_rows(prompts, request, noise_step=request.policy_version, stop_requested=stop)
         rows = {number: row for number, row in enumerate(sequences) if row.uid not in skipped_uids}
         with closing(self._run_in_order(weights, deque(rows.values()), request)) as done:
             for number, row in zip(rows, done, strict=True):
@@ -59,11 +63,17 @@ class SampleGenerator(ABC):
                 yield self.to_sample(row, group_id, request)
 
     def make_rows(
-        self, prompts: Sequence[Prompt], request: GenerationRequest, *, noise_step: int
+        self,
+        prompts: Sequence[Prompt],
+        request: GenerationRequest,
+        *,
+        noise_step: int,
+        stop_requested: StopCheck = never_stop,
     ) -> list[RolloutSequence]:
         """Returns the rows of `make_sequences`, with the prompts as environments open them."""
-        make = make_sequences if self.conversations is None else self.conversations.make_rows
-        return make(prompts, request, noise_step=noise_step)
+        if self.conversations is None:
+            return make_sequences(prompts, request, noise_step=noise_step)
+        return self.conversations.make_rows(prompts, request, noise_step=noise_step, stop_requested=stop_requested)
 
     @abstractmethod
     def compile(self, rules: SamplingRules) -> None:

@@ -175,6 +175,17 @@ def test_a_prompt_that_is_not_opened_costs_its_own_samples_one_token_each(file: 
             assert bits([one]) == bits([whole]) and one["episode"]["end"] == whole["episode"]["end"]
 
 
+def test_a_stop_is_noticed_while_environments_open(file: Path) -> None:
+    chosen = load(None, few(f"env.source={file}:Unborn")[1::2], {}).settings
+    read = read_training_inputs(chosen)
+    with closing(Session.open(chosen, read.model)) as session:
+        session.open_generators()
+        session.stop_when(lambda: True)
+        weights = session.engine.to_decode_weights(session.load_params())
+        with pytest.raises(StoppedError):
+            session.sample(weights, read.prompts[:1], policy_version=0)
+
+
 @pytest.mark.parametrize("overrides", [(), WORKERS], ids=["slots", "workers"])
 def test_a_stop_is_noticed_while_all_samples_wait(overrides: tuple[str, ...], file: Path) -> None:
     chosen = load(None, few(*overrides, f"env.source={file}:Asleep")[1::2], {}).settings
