@@ -48,8 +48,9 @@ MASKED_RUN = 64
 """Consecutive tokens that are masked together, as the answer of a tool."""
 LENGTH_SIGMA = 0.6
 """Standard deviation of the logarithms of packed samples' lengths."""
-CHECKED_ROWS, CHECKED_TOKENS = 16, 2048
-"""Number of rows, and of tokens at their ends, that are compared with float64: what precedes does not affect them."""
+CHECKED_ROWS = 16
+"""Number of rows, or of packed samples, that are compared with float64: whole ones, as errors add up towards their
+starts."""
 HEADINGS = ("shape", "rows", "backend", "chunk", "compile s", "median ms", "p90 ms", "GB/s", "% of copy", "max error")
 
 
@@ -129,14 +130,30 @@ class Workload(NamedTuple):
         )  # fmt: skip
         return [np.asarray(part) for part in result]
 
-    def error_of(self, result: Sequence[np.ndarray], algorithm: AlgorithmSettings) -> float:
-        """Returns the largest error of advantages and returns at the checked tokens, over max(1, max |A|)."""
-        rows = np.linspace(0, len(self.rewards) - 1, CHECKED_ROWS).astype(int)
-        tokens = slice(max(0, self.row_tokens - CHECKED_TOKENS), self.row_tokens)
-        checked: list[Any] = [None if x is None else x[rows, tokens] for x in (*self[2:], *result)]
-        rewards, values, mask, ends, *found = checked
-        exact = reference_gae(rewards, values, mask, ends, algorithm)
-        return float(np.abs(np.stack(found) - exact).max() / max(1.0, np.abs(exact[0]).max()))
+    def make_check(self, algorithm: AlgorithmSettings) -> Callable[[Sequence[np.ndarray]], float]:
+        """Returns a function that returns the largest error of advantages and returns, over max(1, max |A|).
+
+        It compares rows, or samples of a packed row, from the first to the last, each as a whole.
+        """
+        rows, stops = np.arange(len(self.rewards)), np.full(len(self.rewards), self.row_tokens)
+        starts = np.zeros_like(stops)
+        if self.ends is not None:
+            rows, stops = np.nonzero(self.ends)
+            stops = stops + 1
+            starts = np.concatenate([[0], stops[:-1]])
+        of = np.unique(np.linspace(0, len(rows) - 1, CHECKED_ROWS).astype(int))
+        tokens = starts[of, None] + np.arange((stops - starts)[of].max())
+        is_own = tokens < stops[of, None]
+        # The tokens behind the end of a sample do not affect it.
+        places = rows[of, None], np.minimum(tokens, self.row_tokens - 1)
+        mask, ends = (None if x is None else x[places] for x in (self.mask, self.ends))
+        exact = reference_gae(self.rewards[places], self.values[places], mask, ends, algorithm)[:, is_own]
+
+        def error_of(result: Sequence[np.ndarray]) -> float:
+            found = np.stack([part[places] for part in result])[:, is_own]
+            return float(np.abs(found - exact).max() / max(1.0, np.abs(exact[0]).max()))
+
+        return error_of
 
 
 def make_workloads(shape: BenchmarkShape) -> list[Workload]:
@@ -165,13 +182,13 @@ def measure_shape(algorithm: AlgorithmSettings, shape: BenchmarkShape) -> list[B
     sizes: list[int] = []
     for work in make_workloads(shape):
         print(f"{shape}: {ROW_NAMES[work.rows]}", file=sys.stderr, flush=True)
-        num_tokens = len(work.rewards) * work.row_tokens
+        num_tokens, error_of = len(work.rewards) * work.row_tokens, work.make_check(algorithm)
         cases.append(BackendTiming(str(shape), work.rows, "copy"))
         calls.append(partial(np.copy, (work.rewards, work.values)))
         sizes.append(num_tokens * BYTES_PER_TOKEN)
         for backend, chunk_size, is_auto in list_cases(algorithm, shape):
             call = partial(work.estimate, algorithm, backend, chunk_size)
-            first_call_s, error = timeit(call, number=1), work.error_of(call(), algorithm)
+            first_call_s, error = timeit(call, number=1), error_of(call())
             cases.append(BackendTiming(str(shape), work.rows, backend, chunk_size, is_auto, first_call_s, error))
             calls.append(call)
             sizes.append(num_tokens * (BYTES_PER_TOKEN + (work.mask is not None)))

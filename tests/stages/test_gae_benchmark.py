@@ -6,12 +6,10 @@ import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from app.advantage.gae.estimate import generalized_advantages
 from app.report.gae_benchmark_plot import BackendTiming
 from app.stages import gae_benchmark
 from app.stages.gae_benchmark import (
@@ -76,14 +74,15 @@ def test_shapes_are_rows_and_tokens_each_once() -> None:
     assert parse_shapes("16x8192, 2x3,16x8192") == [BenchmarkShape(16, 8192), BenchmarkShape(2, 3)]
 
 
-def test_the_error_is_looked_for_in_rows_from_the_first_to_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong_at_the_end(rewards: np.ndarray, *arrays: Any, **rule: Any) -> Any:
-        estimates = generalized_advantages(rewards, *arrays, **rule)
-        return tuple(np.asarray(part) + (np.arange(len(rewards)) == len(rewards) - 1)[:, None] for part in estimates)
-
-    monkeypatch.setattr(gae_benchmark, "generalized_advantages", wrong_at_the_end)
-    for work in make_workloads(BenchmarkShape(40, 8)):
-        assert work.error_of(work.estimate(AlgorithmSettings(), "auto", None), AlgorithmSettings()) > 0.01
+@pytest.mark.parametrize(("row", "token"), [(0, 0), (-1, 0), (0, -1), (-1, -1)])
+def test_the_error_is_looked_for_in_whole_rows_from_the_first_to_the_last(row: int, token: int) -> None:
+    algorithm = AlgorithmSettings()
+    for work in make_workloads(BenchmarkShape(40, 2500)):
+        result, error_of = work.estimate(algorithm, "auto", None), work.make_check(algorithm)
+        assert error_of(result) < 1e-5
+        wrong = [part.copy() for part in result]
+        wrong[1][row, token if token == 0 else work.row_tokens - 1] += 1.0
+        assert error_of(wrong) > 0.01
 
 
 def test_cases_take_turns_in_an_order_that_changes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,8 +103,9 @@ def test_packed_samples_are_one_row_that_is_solved_as_apart(mode: str) -> None:
     assert packed.mask.sum() == packed.row_tokens and packed.ends.sum() == 5
     case = gae_oracle.Case(packed.rewards, packed.values, packed.mask, packed.ends)
     exact = gae_oracle.oracle(case, gamma=0.9, lam=0.8, mask_mode=mode)
-    assert packed.error_of([*exact], algorithm) < 1e-6
-    assert packed.error_of([part + 1 for part in exact], algorithm) > 0.1
+    error_of = packed.make_check(algorithm)
+    assert error_of([*exact]) < 1e-6
+    assert error_of([part + 1 for part in exact]) > 0.1
 
 
 def test_slow_calls_are_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
