@@ -9,12 +9,12 @@ the scheduler and carries out the commands that answer it, in order:
    `RunSegment` puts rows in and decodes. A worker gets the next `RunSegment` only after its `SegmentEnded`.
 3. `SegmentEnded` reports every row that the worker had in that segment. It is answered by `Commit`: only committed
    tokens count. Other tokens are discarded and drawn again; they are the same, because noise is keyed by position.
-4. A row whose turn has ended is reported with `is_acting`. It has left its slot, but its worker keeps its cache. Once
+4. A row whose turn has ended is reported with `turn_end`. It has left its slot, but its worker keeps its cache. Once
    the turn is committed, its environment gets it, and answers once, after any time, by `Answered`. The sample ends with
    the answer, or goes on with more tokens: its worker takes it back by `resume` as soon as it is idle and has a free
    slot, before other samples. Any other way of admitting it means that the kept cache is of no use any more. A worker
    without rows waits for answers without a command.
-5. `WorkerLost` reports a worker that died, or was silent for longer than its lease. It is answered by `Retire`: later
+5. `WorkerLost` reports a worker that died, or whose segment outlasted its lease. It is answered by `Retire`: later
    reports of that worker are ignored. The worker may join again, without rows, under a name never used before.
 6. `Finished` is sent once, after `Closed`, when every sample is done or dropped.
 
