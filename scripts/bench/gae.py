@@ -151,6 +151,7 @@ def measure(
     all_of_them: dict[str, Callable[[Workload], Any]] = {"copy": copy, **solvers}
     times: dict[str, list[float]] = {name: [] for name in all_of_them}
     errors: dict[str, float] = {}
+    error_of = work.make_check(ALGORITHM)
     order = np.random.default_rng(os.getpid())
     for round_number in range(repeats + 1):
         for name in order.permutation(list(all_of_them)).tolist():
@@ -160,7 +161,7 @@ def measure(
             result = all_of_them[name](work)
             taken = time.perf_counter() - start
             if name != "copy" and name not in errors:
-                errors[name] = work.error_of([result, result + np.where(is_written, work.values, 0)], ALGORITHM)
+                errors[name] = error_of([result, result + np.where(is_written, work.values, 0)])
             # The first round compiles.
             if round_number:
                 times[name].append(taken)
