@@ -24,7 +24,7 @@ def change(run: Path, name: str, value: str) -> None:
     """Changes a setting as if the run had started with it, and written no line per session, as older versions."""
     (run / "sessions.jsonl").unlink(missing_ok=True)
     file = run / "settings.yaml"
-    text, num_changed = re.subn(rf"(?m)^( +{name}:).*$", rf"\1 {value}  # --set", file.read_text())
+    text, num_changed = re.subn(rf"(?m)^( +{name}:).*$", rf"\1 {value}  # --set", file.read_text(), count=1)
     assert num_changed == 1, name
     file.write_text(text)
 
