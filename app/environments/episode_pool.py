@@ -161,7 +161,10 @@ class EpisodePool:
         self._wait(lambda: bool(self._replies) or self._is_woken, timeout_s)
         with self._condition:
             self._is_woken = False
-            return [self._replies.pop(0) for _ in range(len(self._replies))]
+            taken = self._replies.copy()
+            # In place, because episodes add to this list.
+            self._replies.clear()
+            return taken
 
     def wake(self) -> None:
         """Ends the current or next wait of `take`."""
