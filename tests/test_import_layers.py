@@ -74,9 +74,8 @@ SETTINGS_BELOW_RUNTIME = {
     "app.records": {
         # The folder of a run, the settings that it saves, and how those of its sessions differ.
         *("schema.run.RunSettings", "Resolved", "loading.printing.from_yaml"),
-        "loading.printing.without_removed_settings",
         *("checks.resumed_settings.SettingChange", "checks.resumed_settings.changed_settings"),
-        "loading.config_file.ConfigFile",
+        *("loading.config_file.ConfigFile", "loading.fields.FIELDS"),
     },
 }
 """Package below `app.runtime` -> what it imports from `settings` besides `settings.errors`, and why: names, literals,

@@ -15,7 +15,8 @@ from app.records.run_directory import RunDirectory
 from settings.checks.resumed_settings import SettingChange, changed_settings
 from settings.errors import InputError
 from settings.loading.config_file import ConfigFile
-from settings.loading.printing import from_yaml, without_removed_settings
+from settings.loading.fields import FIELDS
+from settings.loading.printing import from_yaml
 
 log = logging.getLogger(__name__)
 
@@ -93,8 +94,14 @@ def _read_last(run: RunDirectory, session: Mapping[str, Any] | None) -> Settings
 
 
 def _period(first_step: int, name: str, run: RunDirectory, content: bytes) -> SettingsPeriod:
-    content = without_removed_settings(content)
-    return SettingsPeriod(first_step, ConfigFile(name, run.path.name, content), from_yaml(content, name=name))
+    settings = from_yaml(content, name=name)
+    if unknown := [field for field in settings if field not in FIELDS]:
+        more = f" and {len(unknown) - 1} more settings that do" if unknown[1:] else ", which does"
+        raise InputError(
+            f"{name}: {unknown[0]}{more} not exist here, so another version of grpo wrote this run; read it with that "
+            "version, or start another run.name"
+        )
+    return SettingsPeriod(first_step, ConfigFile(name, run.path.name, content), settings)
 
 
 def decisive_periods(periods: Sequence[SettingsPeriod]) -> list[SettingsPeriod]:

@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from settings.loading.aliases import ALIASES
+from settings.loading.removed_settings import explain_removal
 from settings.loading.synonyms import VERL_ROOT, Synonym, find_synonyms
 from settings.schema.data import DataSourceSettings
 from settings.schema.reward import RewardFunctionSettings
@@ -73,6 +74,8 @@ def suggest_fields(unknown: str, *, show: Callable[[str], str] = str) -> tuple[l
         show: spelling of a setting in the message, such as that of its environment variable.
     """
     unknown = unknown.lower().replace("-", "_").removeprefix(VERL_ROOT)
+    if (removal := explain_removal(unknown)) is not None:
+        return [], f"; it no longer exists: {removal}"
     last = unknown.rpartition(".")[2]
     near = _nearest_fields(unknown)
     synonyms, is_exact = find_synonyms(unknown, SECTIONS)

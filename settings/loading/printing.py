@@ -7,7 +7,6 @@ from typing import Any
 
 import yaml
 
-from settings.loading.synonyms import REMOVED_DEFAULTS
 from settings.loading.yaml_file import YamlNode, parse_scalar, parse_settings_file
 from settings.schema.settings import Settings
 
@@ -50,16 +49,6 @@ def _parse_lines(section: YamlNode, lines: list[str], *, prefix: str) -> Iterato
             yield from _parse_lines(node, lines, prefix=f"{prefix}{name}.")
         else:
             yield prefix + name, (node.to_python(), origin if comment else "")
-
-
-def without_removed_settings(content: bytes) -> bytes:
-    """Returns the settings that an earlier version recorded, with an empty line for each removed one at its default.
-
-    One with another value stays and is refused later: the run did what this version cannot do.
-    """
-    removed = {f"  {field.rpartition('.')[2]}: {default}".encode() for field, default in REMOVED_DEFAULTS.items()}
-    lines = content.split(b"\n")
-    return b"\n".join(b"" if line.partition(b"  #")[0].rstrip() in removed else line for line in lines)
 
 
 def format_inline(value: Any) -> str:

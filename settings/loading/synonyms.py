@@ -130,8 +130,6 @@ rollout.routing_replay | rollout.enable_rollout_routing_replay, actor.megatron.r
 – | grad_accum_steps | \
     micro-batches follow from the token quota algorithm.max_tokens_per_device and change no result; \
     for several optimizer steps per rollout, set algorithm.mini_batch_prompts
-– | rollout.decode_layout | weights are gathered before generation, and rollout.mesh splits them over tp; remove it
-– | batching.packing | samples are packed by best fit, which needs fewer tokens than the others; remove it
 """
 """One line each: settings here, or `–` if there are none | names or patterns of the other programs | remark.
 
@@ -140,8 +138,6 @@ A pattern comes after the names that it matches. `actor`, `ref` and `rollout` ar
 
 HISTORIC_NAMES = ("grad_accum_steps",)
 """Names of the historic runner that have no field in `ALIASES`. Of the others, those with a dot are verl's."""
-REMOVED_DEFAULTS = {"batching.packing": "best_fit", "rollout.decode_layout": "gathered"}
-"""Our own settings of earlier versions, with their defaults, which runs of those versions recorded."""
 VERL_ROOT = "actor_rollout_ref."
 
 
@@ -160,9 +156,7 @@ def _read_table() -> Iterator[tuple[str, Synonym]]:
     for line in TABLE.strip().splitlines():
         here, names, *remark = (" ".join(cell.split()) for cell in line.split("|"))
         for name in names.split(", "):
-            program = "verl" if "." in name else "TRL"
-            if name in (*HISTORIC_NAMES, *REMOVED_DEFAULTS):
-                program = "the historic runner" if name in HISTORIC_NAMES else "an earlier version"
+            program = "the historic runner" if name in HISTORIC_NAMES else "verl" if "." in name else "TRL"
             fields = () if here == "–" else tuple(here.split())
             yield name.removeprefix(VERL_ROOT), Synonym(f"{program}'s {name}", fields, "".join(remark))
 

@@ -11,7 +11,7 @@ import pytest
 
 from app.records.run_directory import RunDirectory
 from app.records.settings_history import SettingsHistory, sign_session
-from settings import InputError, Resolved, load
+from settings import InputError, load
 
 
 @pytest.fixture
@@ -82,27 +82,12 @@ def test_a_replay_that_started_from_a_checkpoint_has_no_gap(run: RunDirectory) -
     assert _rates(history) == {4: 0.2} and history.gaps == []
 
 
-def _of_earlier_version(resolved: Resolved, *, packing: str) -> str:
-    text = resolved.to_yaml().replace("batching:\n", f"batching:\n  packing: {packing}  # set\n")
-    return text.replace("rollout:\n", "rollout:\n  decode_layout: gathered  # default\n")
-
-
 @pytest.mark.parametrize("has_sessions", [True, False])
-def test_removed_settings_at_their_defaults_do_not_make_an_older_run_unusable(
-    run: RunDirectory, has_sessions: bool
-) -> None:
-    resolved = load(None, ["optimizer.learning_rate=0.2"], {})
-    for packing in ("best_fit", "karmarkar_karp"):
-        text = _of_earlier_version(resolved, packing=packing)
-        run.settings_path.write_text(text)
-        _write_lines(run, [sign_session({"after_step": 0, "settings": text})] if has_sessions else [])
-        file = SettingsHistory.read(run).periods[-1].file
-        if packing == "karmarkar_karp":
-            with pytest.raises(InputError, match=r"an earlier version's batching\.packing has no counterpart"):
-                load(file, [], {})
-        else:
-            again = load(file, [], {})
-            assert again.settings == resolved.settings.model_copy(update={"run": again.settings.run})
-            # Origins name lines of the file as it is.
-            line = text.split("\n").index("  learning_rate: 0.2  # set") + 1
-            assert again.provenance["optimizer.learning_rate"] == f"yaml:{run.settings_path}:{line}"
+def test_a_run_of_another_version_is_refused_as_it_is(run: RunDirectory, has_sessions: bool) -> None:
+    text = load(None, [], {}).to_yaml().replace("rollout:\n", "rollout:\n  decode_layout: gathered  # default\n")
+    run.settings_path.write_text(text)
+    _write_lines(run, [sign_session({"after_step": 0, "settings": text})] if has_sessions else [])
+    before = run.settings_path.read_bytes(), run.sessions_path.read_bytes()
+    with pytest.raises(InputError, match=r"rollout\.decode_layout, which does not exist here, so another version"):
+        SettingsHistory.read(run)
+    assert (run.settings_path.read_bytes(), run.sessions_path.read_bytes()) == before

@@ -1,0 +1,19 @@
+"""The settings that no longer exist, for the errors about unknown names."""
+
+from __future__ import annotations
+
+REMOVED: dict[str, str] = {
+    "batching.packing": "samples are always packed by best fit, which needs fewer tokens than the other ways",
+    "rollout.decode_layout": "weights are always gathered before generation, and rollout.mesh splits them over tp",
+}
+"""Maps a removed setting, or a removed section with all its settings, to what replaced it or why it is gone.
+
+The error ends with "it no longer exists: " and this text, such as "it is called env.env_vars now".
+"""
+
+
+def explain_removal(name: str) -> str | None:
+    """Returns why a setting, or the section that it was in, no longer exists; None if it never did."""
+    parts = name.split(".")
+    prefixes = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
+    return next((REMOVED[prefix] for prefix in prefixes if prefix in REMOVED), None)
