@@ -100,21 +100,20 @@ def resolve_bind_address(address: str) -> str:
     """
     if os.environ.get(BIND_ADDRESS_VARIABLE):
         return os.environ[BIND_ADDRESS_VARIABLE]
-    host, port = split_host_port(address)
+    host, port = _split_host_port(address)
     ip_address = ipaddress.ip_address(_resolve_address(address)[1][0])
     if ip_address.is_loopback and host not in ("localhost", str(ip_address)):
         return f"[::]:{port}"
     return f"[{ip_address}]:{port}" if ip_address.version == 6 else f"{ip_address}:{port}"
 
 
-def split_host_port(address: str) -> tuple[str, int]:
-    """Returns the parts of `host:port`, an IPv6 address without its brackets."""
+def _split_host_port(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
 def _resolve_address(address: str) -> tuple[socket.AddressFamily, Any]:
-    host, port = split_host_port(address)
+    host, port = _split_host_port(address)
     try:
         family, _, _, _, resolved = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as error:
@@ -125,9 +124,9 @@ def _resolve_address(address: str) -> tuple[socket.AddressFamily, Any]:
     return family, resolved
 
 
-def listen(at: str) -> socket.socket:
-    """Returns a socket that listens at `host:port`; `[::]` stands for every interface."""
-    host, port = split_host_port(at)
+def _listen(member: ClusterMember) -> socket.socket:
+    at = resolve_bind_address(member.coordinator_address)
+    host, port = _split_host_port(at)
     if host == "::":
         both = socket.has_dualstack_ipv6()
         family, where = (socket.AF_INET6, ("::", port)) if both else (socket.AF_INET, ("", port))
@@ -140,7 +139,7 @@ def listen(at: str) -> socket.socket:
 def _run_coordinator(member: ClusterMember, deadline: Deadline, notify: Notify) -> None:
     """Runs the rendezvous on process 0: accepts the other processes and replies to them."""
     try:
-        listener = listen(resolve_bind_address(member.coordinator_address))
+        listener = _listen(member)
     except OSError as error:
         raise InputError(_listen_error_message(member, error)) from error
     with ExitStack() as stack:

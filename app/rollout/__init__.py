@@ -1,1 +1,1 @@
-"""Generates samples from prompts: whole batches at once, in slots, and on scheduled workers of one or many hosts."""
+"""Generates samples from prompts: whole batches at once, in slots, and on scheduled workers."""

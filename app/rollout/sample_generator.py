@@ -7,8 +7,6 @@ from collections import deque
 from collections.abc import Container, Generator, Iterator, Sequence
 from contextlib import closing
 
-import jax
-
 from app.distributed.stop_check import StopCheck, never_stop
 from app.model.decode_weights import DecodeWeights
 from app.records.sample import Prompt, Sample
@@ -53,9 +51,9 @@ class SampleGenerator(ABC):
             InputError: a prompt does not fit into a slot.
             StoppedError: a stop was requested. The slots are free afterwards.
         """
-        # Hosts that open a rollout together stop together, after that.
-        stop = self.stop_requested if jax.process_count() == 1 else never_stop
-        sequences = self.make_rows(prompts, request, noise_step=request.policy_version, stop_requested=stop)
+        sequences = self.make_rows(
+            prompts, request, noise_step=request.policy_version, stop_requested=self.stop_requested
+        )
         rows = {number: row for number, row in enumerate(sequences) if row.uid not in skipped_uids}
         with closing(self._run_in_order(weights, deque(rows.values()), request)) as done:
             for number, row in zip(rows, done, strict=True):

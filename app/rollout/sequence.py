@@ -51,8 +51,6 @@ class RolloutSequence:
     """`stop`, `length` or `dropped:<why>` once it is done."""
     worker: str = ""
     """Name of its last worker, or the process index if there are no workers."""
-    home: tuple[int, int] = (0, 0)
-    """Host that it belongs to, and its number among the rows of that host; (0, 0) for a scheduler of one host."""
     segment_tokens: list[np.ndarray] = field(default_factory=list)
     """Tokens of each segment, int32 [3 + words, tokens]: ids, bits of the logprobs, bits of the kept-mass logs, and the
     routes of the token before each if they are recorded."""

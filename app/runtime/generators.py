@@ -7,16 +7,12 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 
-from app.distributed.collectives import gather_over_hosts
-from app.distributed.control_channel import open_control_channels
 from app.mesh.submesh import assign_worker_devices, make_submesh
 from app.model.decoder import DecoderDefinition
 from app.model.kv_cache import num_cache_shards
 from app.prompts.tokenizer import Tokenizer
-from app.rollout.hosts.shared_pool import share_workers
 from app.rollout.scheduling.protocol import WorkerKind
 from app.rollout.slots.continuous_batching import ContinuousBatchGenerator
 from app.rollout.slots.shape_buckets import SlotShapes
@@ -90,15 +86,14 @@ def open_workers(
 ) -> RolloutWorkerPool | None:
     """Opens the workers of `rollout.workers` under `rollout.scheduler`; returns None without them. Compiles nothing.
 
-    Several hosts, which must call it together, share one scheduler.
+    Each host has workers and a scheduler of its own.
 
     Args:
         mesh: a mesh with the tp of each worker.
         devices: numbers of this host's devices that generate.
 
     Raises:
-        InputError: there are too few devices, the slots cannot be split over them, or hosts that share a scheduler have
-            different numbers of devices or cannot connect.
+        InputError: there are too few devices, or the slots cannot be split over them.
     """
     rollout = settings.rollout
     if rollout.scheduler is None or not rollout.has_workers:
@@ -132,25 +127,10 @@ def open_workers(
             compiled=compiled if are_shared else {},
         )
         cache_timeout_s = rollout.workers.lease_s and rollout.workers.lease_s / 2
-        workers.append(RolloutWorker(name, kind, engine, f"{host}0" if are_shared else None, cache_timeout_s))
-    of_all_hosts = jax.process_count() > 1
-    # One thread for the workers of several hosts would let each of them wait for the slowest.
-    single_thread = rollout.workers.deterministic or (not of_all_hosts and (len(workers) == 1 or are_shared))
+        workers.append(RolloutWorker(name, kind, engine, "0" if are_shared else None, cache_timeout_s))
+    single_thread = rollout.workers.deterministic or len(workers) == 1 or are_shared
     schedule = ScheduleConfig(rollout.scheduler, rollout.pdsr, rollout.segment, single_thread, rollout.workers.lease_s)
-    if not of_all_hosts:
-        return RolloutWorkerPool(workers, schedule, decode_text=tokenizer.decode)
-    _check_same_devices(len(devices))
-    return share_workers(workers, schedule, decode_text=tokenizer.decode, channels=open_control_channels())
-
-
-def _check_same_devices(num_devices: int) -> None:
-    """Raises InputError if hosts differ in the number of their devices, and so in the slots of their workers."""
-    of_hosts = sorted({int(number) for number in gather_over_hosts(np.asarray(num_devices))})
-    if len(of_hosts) > 1:
-        raise InputError(
-            "rollout.scheduler: hosts that share a scheduler need the same number of devices, got "
-            f"{' and '.join(map(str, of_hosts))}; use hosts of one kind, or set it to null"
-        )
+    return RolloutWorkerPool(workers, schedule, decode_text=tokenizer.decode)
 
 
 def check_async_workers(workers: RolloutWorkerPool) -> None:

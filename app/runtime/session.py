@@ -23,12 +23,12 @@ from app.records.sample import Prompt, Sample
 from app.records.text_format import format_ranges
 from app.rollout.batch_engine import BatchEngine, BatchShape, Footprint
 from app.rollout.counters import RolloutCounters
-from app.rollout.hosts.shared_generation import AsyncGeneration, open_async_generation
 from app.rollout.request import GenerationRequest
 from app.rollout.sampling.token_sampling import SamplingRules
 from app.rollout.scheduling.length_estimator import LearnedLengths
 from app.rollout.scheduling.metrics import ScheduleMetrics
 from app.rollout.slots.continuous_batching import ContinuousBatchGenerator
+from app.rollout.workers.async_generation import AsyncRollout
 from app.rollout.workers.worker_pool import RolloutWorkerPool
 from app.runtime.environments import open_conversations
 from app.runtime.generators import open_continuous_batching, open_workers
@@ -108,8 +108,6 @@ class Session(ScoringSession):
 
     def open_generators(self, *, held_bytes: int = 0) -> None:
         """Opens slots or workers in place of the engine, if the settings ask for them.
-
-        All hosts must call it together.
 
         Args:
             held_bytes: bytes on each device of arrays that stay there during generation, besides those that it needs.
@@ -211,10 +209,10 @@ class Session(ScoringSession):
         """Whether generation runs during training, so that the workers are always busy."""
         return self.settings.rollout.max_staleness > 0 and self.workers is not None
 
-    def open_async_generation(self, weights: DecodeWeights, *, policy_version: int) -> AsyncGeneration:
+    def open_async_generation(self, weights: DecodeWeights, *, policy_version: int) -> AsyncRollout:
         """Opens rollouts that run during training, as `rollout.*` specifies."""
         assert self.workers is not None
-        return open_async_generation(self.workers, weights, self.rollout_request(policy_version=policy_version))
+        return AsyncRollout(self.workers, weights, self.rollout_request(policy_version=policy_version))
 
     @property
     def sampling_params(self) -> SamplingRules:

@@ -15,7 +15,7 @@ import numpy as np
 
 from app.checkpoint.policy_weights import read_policy_source
 from app.distributed.collective_files import per_host_path, sample_json_lines, write_collectively
-from app.distributed.collectives import max_over_hosts, sum_over_hosts
+from app.distributed.collectives import gather_over_hosts, max_over_hosts, sum_over_hosts
 from app.distributed.error_barrier import error_barrier
 from app.distributed.host_consistency import check_hosts_agree
 from app.model.decode_weights import DecodeWeights
@@ -87,10 +87,8 @@ def rollout(
         counter = SampleCounter()
         session.compile_rollout()
         start = time.perf_counter()
-        num_shown = shard.num_samples
-        if session.workers:
-            # Workers, whichever host they are on, report only the samples generated now.
-            num_shown = int(sum_over_hosts(np.asarray(shard.num_samples - len(finished))))
+        # Workers report only the samples generated now.
+        num_shown = shard.num_samples - (len(finished) if session.workers else 0)
         with RolloutProgress(num_samples=num_shown, enabled=jax.process_index() == 0) as progress:
             for note in session.generation_notes:
                 progress.print_line(note)
@@ -102,7 +100,7 @@ def rollout(
         seconds = time.perf_counter() - start
         with error_barrier():
             remove_parts(out)
-        schedule = _schedule_metrics(session, timeline)
+        schedule = _schedule_metrics(session, timeline and per_host_path(timeline))
         sampling = counter.metrics_over_hosts(finished, seconds)
     if jax.process_index() > 0:
         return None
@@ -148,11 +146,10 @@ def _check_has_workers(settings: Settings) -> None:
 
 
 def _schedule_metrics(session: Session, timeline: Path | None) -> dict[str, Any]:
-    """Returns the metrics of the schedule, and plots the timeline; empty without a scheduler on this host."""
-    taken = session.take_schedule_metrics()
-    if session.workers is None or not taken:
+    """Returns the metrics of all hosts' schedules, empty without one, and plots the timeline of this host."""
+    if session.workers is None:
         return {}
-    (metrics,) = taken
+    (metrics,) = session.take_schedule_metrics()
     policy = session.workers.schedule.policy
     if timeline is not None:
         panel = timeline_panel(policy, session.workers.records, metrics)
@@ -160,12 +157,14 @@ def _schedule_metrics(session: Session, timeline: Path | None) -> dict[str, Any]
         title = f"{session.settings.model.path}: {len(slots)} workers, {sum(slots)} slots"
         row = (policy, f"{metrics.makespan_s:.4g}", *metric_cells(metrics))
         write_timeline(timeline, [panel], title=title, table=[("policy", "makespan s", *METRIC_HEADINGS), row])
-    bubble, tail = format_percent(metrics.bubble), format_percent(metrics.tail_fraction)
+    local = (metrics.makespan_s, metrics.bubble, metrics.tail_fraction, metrics.suspensions, metrics.wasted_tokens)
+    makespans, bubbles, tails, suspensions, wasted = gather_over_hosts(np.asarray(local, np.float64)).T
+    bubble, tail = (format_percent(np.average(shares, weights=makespans)) for shares in (bubbles, tails))
     return {
         "scheduler": policy,
-        "makespan": f"{metrics.makespan_s:.3g} s, bubble {bubble}, tail {tail}",
-        "suspended": metrics.suspensions,
-        "wasted tokens": metrics.wasted_tokens,
+        "makespan": f"{makespans.max():.3g} s, bubble {bubble}, tail {tail}",
+        "suspended": int(suspensions.sum()),
+        "wasted tokens": int(wasted.sum()),
         **({} if timeline is None else {"timeline": str(timeline)}),
     }
 

@@ -47,16 +47,13 @@ def rollout_performance(counters: RolloutCounters) -> dict[str, float]:
 def schedule_performance(schedules: Sequence[ScheduleMetrics]) -> dict[str, float | None]:
     """Returns the schedule metrics of a step's rollouts, over all hosts; empty without schedules.
 
-    Only host 0 has schedules if it schedules the workers of all hosts. Otherwise hosts wait for each other after every
-    rollout, so the makespan is that of the slowest host. Fractions are averaged over time. The recall is None if no
-    sample was longer than the others, the tail if rollouts are asynchronous. The share of acting rows is only present
-    if there were some.
+    Hosts wait for each other after every rollout, so the makespan is that of the slowest host. Fractions are averaged
+    over time. The recall is None if no sample was longer than the others, the tail if rollouts are asynchronous.
     """
-    local = json.dumps([asdict(one) for one in schedules]).encode()
-    gathered = [[ScheduleMetrics(**one) for one in json.loads(lines)] for lines in gather_bytes_over_hosts(local)]
-    hosts = [of_host for of_host in gathered if of_host]
-    if not hosts:
+    if not schedules:
         return {}
+    local = json.dumps([asdict(one) for one in schedules]).encode()
+    hosts = [[ScheduleMetrics(**one) for one in json.loads(lines)] for lines in gather_bytes_over_hosts(local)]
     schedules = [one for host in hosts for one in host]
     makespan_s = sum(max(one.makespan_s for one in rollout) for rollout in zip(*hosts, strict=True))
     seconds = np.asarray([one.makespan_s for one in schedules])

@@ -21,7 +21,7 @@ from app.prompts.data_sources import make_prompt_order
 from app.prompts.prompt_order import MixtureOrder, PromptOrder, host_slice
 from app.records.sample import Prompt, Sample
 from app.records.step_timeline import SegmentTime
-from app.rollout.hosts.shared_generation import AsyncGeneration
+from app.rollout.workers.async_generation import AsyncRollout
 from app.runtime.session import Session
 from app.training.replay import Replay
 from settings import Settings
@@ -134,7 +134,7 @@ class AsyncRolloutSource(RolloutSource):
         self._max_rounds = max_rounds
         self._num_steps = session.settings.run.steps
         self._max_staleness = session.settings.rollout.max_staleness
-        self._generation: AsyncGeneration | None = None
+        self._generation: AsyncRollout | None = None
         self._position = 0
         """Position of the next round to submit."""
         self._num_waiting = 0
@@ -161,7 +161,7 @@ class AsyncRolloutSource(RolloutSource):
 
         yield take
 
-    def _start_generation(self, params: Params, *, step: int, position: int) -> AsyncGeneration:
+    def _start_generation(self, params: Params, *, step: int, position: int) -> AsyncRollout:
         generation = self._generation = self._session.open_async_generation(
             self._session.engine.to_decode_weights(params), policy_version=step - 1
         )
@@ -178,7 +178,7 @@ class AsyncRolloutSource(RolloutSource):
         """Returns the number of rounds that the steps after this one may take."""
         return (self._num_steps - step) * self._max_rounds
 
-    def _submit_rounds(self, generation: AsyncGeneration, max_pending: int, *, needed: int) -> None:
+    def _submit_rounds(self, generation: AsyncRollout, max_pending: int, *, needed: int) -> None:
         """Submits rounds until `max_pending` are pending, but not more than `needed`."""
         while self._num_waiting < min(max_pending, needed):
             number = self._position // self._prompts.global_prompts_per_round

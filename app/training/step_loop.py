@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ from app.distributed.stop_check import StoppedError
 from app.distributed.watchdog import Watchdog
 from app.evaluation.evaluator import evaluation_metrics
 from app.records.sample import Prompt, Sample
-from app.records.step_timeline import StepTimeline
+from app.records.step_timeline import SegmentTime, StepTimeline
 from app.report.early_stopping import early_stopping_reason
 from app.report.metrics_history import EVAL_PROMPTS
 from app.runtime.health_checks import RewardError, stop_if_diverged
@@ -159,7 +160,9 @@ class StepLoop:
             raise StoppedError
 
     def _report_timeline(self, step: int, timer: StepTimer) -> None:
-        segments = self.trainer.rollout_source.take_segments(since=timer.start)
+        own = json.dumps(self.trainer.rollout_source.take_segments(since=timer.start)).encode()
+        # Each host's times are since its own step began, and hosts begin a step together.
+        segments = [SegmentTime(*one) for of_host in gather_bytes_over_hosts(own) for one in json.loads(of_host)]
         began = time.time() - (time.perf_counter() - timer.start)
         self.reporter.report_timeline(StepTimeline(step, began, tuple(timer.phases), tuple(segments)))
 

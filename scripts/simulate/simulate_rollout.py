@@ -246,7 +246,7 @@ def compare_on_grid(options: argparse.Namespace) -> None:
         print(*list(cell.values())[:4], {policy: cell[policy]["x_sync"] for policy in POLICIES}, flush=True)
     print(f"\n{summary(cells)}", flush=True)
     result["grid"] = cells
-    kinds = {"faults": {}, "faults of 8 hosts": {"num_hosts": 8}, "faults and environments": {"has_turns": True}}
+    kinds = {"faults": {}, "faults and environments": {"has_turns": True}}
     for name, more in kinds.items():
         result[name] = run_storms(options.storms, **more)
         print(f"\n{name}:", json.dumps(result[name]))

@@ -53,8 +53,6 @@ class SimulatedWorkerSpec:
     """Number of tokens that its KV cache holds."""
     max_length: int | None = None
     """Longest row of its slots; None = the longest sample."""
-    host: int = 0
-    """Host that keeps the caches of its suspended rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +72,6 @@ class Faults:
     """A message about a worker, or of an environment, is delivered late, after others."""
     non_finite: float = 0.0
     """A row is dropped, as by the engine for NaN logits."""
-    host_death: float = 0.0
-    """All workers of the host die in the segment. Their other reports arrive late or not at all."""
-    host_stall: float = 0.0
-    """All workers of the host exceed their leases, and report afterwards."""
     max_faults: int = 40
     """Maximum number of faults, so that every run ends."""
 
@@ -209,7 +203,7 @@ class SchedulerSimulator:
     def add_worker(self, spec: SimulatedWorkerSpec, *, at: float = 0.0) -> None:
         sizes = spec.program_sizes or ProgramSizes((*spec.batch_sizes, spec.slots))
         self._workers[spec.name] = _SimulatedWorker(spec, SimulatedSlots(sizes, self.cost))
-        sizes = spec.slots, spec.batch_sizes, spec.device, spec.capacity, spec.max_length, spec.host
+        sizes = spec.slots, spec.batch_sizes, spec.device, spec.capacity, spec.max_length
         self._post(WorkerJoined(at, spec.name, spec.kind, *sizes))
 
     def _report_lost(self, spec: SimulatedWorkerSpec, why: str, *, at: float) -> None:
@@ -220,12 +214,6 @@ class SchedulerSimulator:
         self._lost.add(spec.name)
         name, _, number = spec.name.partition("#")
         self.add_worker(replace(spec, name=f"{name}#{int(number or 1) + 1}"), at=at + self._rng.random())
-
-    def _report_host_lost(self, host: int, why: str, *, at: float) -> None:
-        """Reports all workers of the host as lost, one after the other."""
-        for worker in list(self._workers.values()):
-            if worker.spec.host == host:
-                self._report_lost(worker.spec, why, at=at + self._rng.random() / 10)
 
     def _execute(self, command: Command, now: float) -> None:
         match command:
@@ -294,16 +282,11 @@ class SchedulerSimulator:
         spec = worker.spec
         if self._fault_occurs(self.faults.death):
             self._report_lost(spec, "died", at=ends - seconds * self._rng.random())
-        elif self._fault_occurs(self.faults.host_death):
-            self._report_host_lost(spec.host, "host died", at=ends - seconds * self._rng.random())
         elif self._fault_occurs(self.faults.silence):
             self._report_lost(spec, "lease expired", at=ends + 2 * seconds)
         else:
             if self._fault_occurs(self.faults.stall):
                 self._report_lost(spec, "lease expired", at=ends)
-                ends += seconds * self._rng.random()
-            elif self._fault_occurs(self.faults.host_stall):
-                self._report_host_lost(spec.host, "lease expired", at=ends)
                 ends += seconds * self._rng.random()
             self._post(SegmentEnded(ends, command.worker, command.segment, tuple(reports), seconds, steps))
 
@@ -328,7 +311,6 @@ class SchedulerSimulator:
                 assert one.source and one.uid in self._workers[one.source].cached_uids, (
                     f"{one.uid}: nobody kept its cache"
                 )
-                assert self._workers[one.source].spec.host == worker.spec.host, f"{one.uid}: its cache is elsewhere"
                 self._workers[one.source].cached_uids.remove(one.uid)
                 copied.append(traced.prompt_length + one.num_tokens)
             elif one.how == "prefill" and one.num_tokens:

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from app.rollout.scheduling.metrics import schedule_metrics
-from app.rollout.scheduling.protocol import Finished, RunSegment, WorkerLost
+from app.rollout.scheduling.protocol import Finished, RunSegment
 from app.rollout.scheduling.scheduler import POLICIES
 from scripts.simulate import length_traces
 from scripts.simulate.cost_fit import FREE
@@ -40,25 +40,10 @@ def test_no_invariant_breaks_in_random_rollouts_under_random_faults() -> None:
     assert faulty > 150
 
 
-def test_no_invariant_breaks_while_whole_hosts_die_or_stall() -> None:
-    lost, copied, computed = set[str](), 0, 0
-    for seed in range(40):
-        clock = storm(seed, num_hosts=8)
-        records = clock.run()
-        assert clock.scheduler.is_finished, f"seed {seed}"
-        lost |= {event.why for event, _ in records if isinstance(event, WorkerLost)}
-        admitted = [
-            one for _, cs in records for c in cs if isinstance(c, RunSegment) for one in c.admit if one.num_tokens
-        ]
-        copied += sum(one.how == "copy" for one in admitted)
-        computed += sum(one.how != "copy" for one in admitted)
-    assert lost == {"died", "host died", "lease expired"} and copied and computed
-
-
 def test_no_invariant_breaks_while_environments_answer() -> None:
     seen = Counter[str]()
     for seed in range(300):
-        clock = storm(seed, num_hosts=1 if seed % 10 else 8, has_turns=True)
+        clock = storm(seed, has_turns=True)
         records = clock.run()
         assert clock.scheduler.is_finished, f"seed {seed}"
         assert sum(command == Finished() for _, commands in records for command in commands) == 1

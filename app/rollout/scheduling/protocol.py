@@ -92,8 +92,6 @@ class WorkerJoined:
     """Number of tokens that its KV cache holds."""
     max_length: int | None = None
     """Longest row of its slots, prompt and completion, longer than any prompt; None = the longest sample."""
-    host: int = 0
-    """Host that keeps the caches of its suspended rows; workers of other hosts compute them again."""
 
     def __post_init__(self) -> None:
         if self.slots < 1:
@@ -170,13 +168,13 @@ class Admit:
     program, which gives the same bits. `resume`: from the cache that this worker itself kept while the row acted, with
     the tokens of the observation added."""
     source: str | None
-    """Worker that kept the cache, for `copy`; it may be the same worker, and is on the same host."""
+    """Worker that kept the cache, for `copy`; it may be the same worker."""
     role: SampleRole
 
 
 @dataclass(frozen=True, slots=True)
 class Suspend:
-    """Takes rows out of a worker, whose host keeps the caches until the rows are admitted again or truncated."""
+    """Takes rows out of a worker; their caches are kept until the rows are admitted again or truncated."""
 
     worker: str
     uids: tuple[str, ...]

@@ -151,7 +151,6 @@ class Scheduler:
             worker = WorkerState(
                 *(event.worker, event.kind, event.slots, tuple(event.rungs), event.device, event.capacity),
                 max_length=event.max_length,
-                host=event.host,
                 max_suspended=SUSPENDED_PER_SLOT * event.slots if self.max_suspended is None else self.max_suspended,
             )
             self.context.workers[event.worker] = worker
@@ -281,8 +280,6 @@ class Scheduler:
     def _admit(self, worker: WorkerState, uid: str, role: SampleRole) -> Admit:
         entry = self.samples[uid]
         source = entry.held_by
-        if source is not None and self.context.workers[source].host != worker.host:
-            source = None
         how = "prefill" if entry.num_tokens == 0 else "copy" if source is not None else self.rebuild
         self.samples.start(entry, worker.name, role)
         worker.rows.append(uid)

@@ -34,7 +34,6 @@ class WorkerState:
     device: str | None = None
     capacity: int = DEFAULT_CAPACITY
     max_length: int | None = None
-    host: int = 0
     max_suspended: int = 0
     """Number of rows without a slot beyond which acting and answered rows take the slots of new samples."""
     rows: list[str] = field(default_factory=list)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from queue import Empty, SimpleQueue
 from threading import Thread
@@ -158,8 +158,10 @@ class AsyncRollout:
             raise done
         self._workers.add_metrics(done.metrics)
         self._workers.record_lengths(done.lengths)
-        own = [row for row in done.rows if row.home[0] == 0]
-        return samples_of_round(self._workers, own, self._request, first_group_id=first_group_id)
+        return [
+            self._workers.to_sample(row, first_group_id + number // self._request.group_size, self._request)
+            for number, row in enumerate(done.rows)
+        ]
 
     @property
     def num_ready(self) -> int:
@@ -196,14 +198,7 @@ class AsyncRollout:
                 for done in self._rounds.completed_rounds():
                     self._outbox.put(done)
         except BaseException as error:
-            self._fail(error)
-
-    def _fail(self, error: BaseException) -> None:
-        """Ends generation with an error."""
-        self._outbox.put(error)
-
-    def _add_round(self, rows: Sequence[RolloutSequence]) -> None:
-        self._rounds.submit(rows)
+            self._outbox.put(error)
 
     def _receive_rounds(self) -> bool:
         """Receives submitted rounds; waits for one if no worker is decoding. Returns False after `close`."""
@@ -214,14 +209,4 @@ class AsyncRollout:
                 return True
             if rows is None:
                 return False
-            self._add_round(rows)
-
-
-def samples_of_round(
-    workers: RolloutWorkerPool, rows: Iterable[RolloutSequence], request: GenerationRequest, *, first_group_id: int
-) -> list[Sample]:
-    """Returns the records of the rows of a completed round."""
-    return [
-        workers.to_sample(row, first_group_id + number // request.group_size, request)
-        for number, row in enumerate(rows)
-    ]
+            self._rounds.submit(rows)

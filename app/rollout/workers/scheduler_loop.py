@@ -131,8 +131,7 @@ class RolloutExecutor:
     def _add_worker(self, worker: RolloutWorker) -> None:
         shapes = worker.engine.shapes
         sizes = shapes.num_slots, shapes.batch_buckets[:-1], worker.device, worker.engine.programs.capacity
-        limits = {"max_length": shapes.row_limit, "host": worker.host}
-        self._handle_event(WorkerJoined(self.clock(), worker.name, worker.kind, *sizes, **limits))
+        self._handle_event(WorkerJoined(self.clock(), worker.name, worker.kind, *sizes, max_length=shapes.row_limit))
 
     def submit(self, rows: Mapping[str, RolloutSequence]) -> None:
         """Adds rows; their uids must be new to the rollout."""

@@ -53,8 +53,6 @@ class RolloutWorker:
     cache_timeout_s: float | None = None
     """Maximum wait for the cache of a row from another worker; None = no limit."""
     clock: Clock = time.perf_counter
-    host: int = 0
-    """Number of the host of its devices, among those that share a scheduler."""
     _admissions: dict[RolloutSequence, Admission] = field(default_factory=dict)
     """Maps rows in its slots to their admissions."""
     _running: tuple[RunSegment, float] | None = None

@@ -125,10 +125,6 @@ class ThreadedDriver:
         due = min(self._lease_ends.values(), default=math.inf)
         return None if due == math.inf else max(due - time.monotonic(), 0.0)
 
-    def abandon_running(self) -> None:
-        """Counts workers that still run a segment as stalled, so that `close` does not wait for them."""
-        self._stalled |= set(self._lease_ends)
-
     def close(self) -> dict[RolloutWorker, Thread]:
         """Waits for all workers except stalled ones; returns those still running, with their threads."""
         for inbox in self._inboxes.values():

@@ -22,7 +22,7 @@ from app.rollout.sampling.token_sampling import SamplingRules
 from app.rollout.scheduling.length_estimator import NOTHING_LEARNED, LearnedLengths
 from app.rollout.scheduling.metrics import ScheduleMetrics, schedule_metrics
 from app.rollout.scheduling.protocol import EventRecord
-from app.rollout.scheduling.sample_states import SampleState, SampleTable
+from app.rollout.scheduling.sample_states import SampleState
 from app.rollout.scheduling.scheduler import Scheduler
 from app.rollout.sequence import RolloutSequence
 from app.rollout.slots.slot_engine import SlotEngine
@@ -118,14 +118,6 @@ class RolloutWorkerPool(SampleGenerator):
             yield from run.run_in_order(name_rows(rows))
             self._record_results(run, request)
 
-    def _report_progress(self, samples: SampleTable) -> None:
-        if self.on_progress is not None:
-            self.on_progress(samples)
-
-    def _is_stopped(self) -> bool:
-        """Whether the rollout must stop."""
-        return self.stop_requested()
-
     def check_fits(self, rows: Iterable[RolloutSequence]) -> None:
         """Raises InputError if a row does not fit into a slot."""
         for row in rows:
@@ -140,22 +132,19 @@ class RolloutWorkerPool(SampleGenerator):
         *,
         on_record: Callable[[EventRecord], None],
         on_sample_done: SampleDoneCallback | None = None,
-        remote_workers: Sequence[RolloutWorker] = (),
     ) -> Iterator[RolloutExecutor]:
         """Opens a rollout on all available workers; on exit, waits for running segments.
 
         Args:
             on_record: called with every event and the commands that answered it.
             on_sample_done: called with every sample when it is done.
-            remote_workers: open workers of other hosts.
 
         Raises:
             RuntimeError: all workers stalled in earlier rollouts.
         """
         awake = self._available_workers()
-        every = [*awake, *remote_workers]
         driver = (
-            SequentialDriver() if self.schedule.single_thread else ThreadedDriver(every, lease_s=self.schedule.lease_s)
+            SequentialDriver() if self.schedule.single_thread else ThreadedDriver(awake, lease_s=self.schedule.lease_s)
         )
         with self._opened_workers(awake, driver, weights, request) as opened:
             # The workers have their own copies, and an open rollout outlives these weights by many versions.
@@ -164,14 +153,14 @@ class RolloutWorkerPool(SampleGenerator):
             run = RolloutExecutor(
                 scheduler,
                 driver,
-                [*opened, *remote_workers],
+                opened,
                 clock=lambda: self._clock() - start_s,
                 unopened=[worker for worker in awake if worker not in opened],
                 reopen=self._reopener(request),
                 on_record=on_record,
                 on_sample_done=on_sample_done,
-                on_progress=self._report_progress,
-                stop_requested=self._is_stopped,
+                on_progress=self.on_progress,
+                stop_requested=self.stop_requested,
                 conversations=self.conversations,
             )
             with closing(run):
@@ -181,15 +170,14 @@ class RolloutWorkerPool(SampleGenerator):
     def _opened_workers(
         self, workers: Sequence[RolloutWorker], driver: WorkerDriver, weights: DecodeWeights, request: GenerationRequest
     ) -> Iterator[list[RolloutWorker]]:
-        """Opens workers of this host; on exit, closes the driver and the workers that are not stuck."""
+        """Opens workers; on exit, closes the driver and the workers that are not stuck."""
         try:
             opened = _open_workers(workers, weights, request, suspends=self._suspends)
             del weights
             yield opened
         finally:
             try:
-                # A worker of another host ends with the rollout there.
-                self._stalled |= {one: thread for one, thread in driver.close().items() if one in self.workers}
+                self._stalled |= driver.close()
             finally:
                 for worker in workers:
                     if worker not in self._stalled:

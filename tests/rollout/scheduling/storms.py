@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import itertools
 import random
-from dataclasses import replace
 
 import numpy as np
 
 from app.rollout.scheduling.length_estimator import FinishedLength, LearnedLengths
-from app.rollout.scheduling.protocol import WorkerKind
 from app.rollout.scheduling.scheduler import POLICIES, Scheduler
 from scripts.simulate import length_traces
 from scripts.simulate.cost_model import CostModel
@@ -21,11 +19,8 @@ MAX_NEW = 200
 SECOND_COSTS = CostModel(step_s=0.01, segment_s=0.02, move_s=0.01)
 
 
-def storm(seed: int, *, num_hosts: int = 1, has_turns: bool = False) -> SchedulerSimulator:
-    """Simulates a small trace with random workers, rules and faults, and checks every invariant after every event.
-
-    Several hosts have two workers each, and may die or stall as a whole.
-    """
+def storm(seed: int, *, has_turns: bool = False) -> SchedulerSimulator:
+    """Simulates a small trace with random workers, rules and faults, and checks every invariant after every event."""
     rng, turns_rng = random.Random(seed), random.Random(f"turns of {seed}")
     policy = rng.choice(list(POLICIES))
     trace = random_trace(rng, seed)
@@ -41,13 +36,8 @@ def storm(seed: int, *, num_hosts: int = 1, has_turns: bool = False) -> Schedule
         has_turns=has_turns and turns_rng.random() < 0.5,
         max_suspended=max_suspended,
     )
-    is_calm = rng.random() < 0.2
-    faults = Faults() if is_calm else random_faults(rng, seed)
+    faults = Faults() if rng.random() < 0.2 else random_faults(rng, seed)
     workers, num_waves = random_workers(rng), rng.choice([1, 1, 3])
-    if num_hosts > 1:
-        workers = workers_of_hosts(rng, num_hosts)
-        chances = [rng.choice([0.0, 0.02, 0.2]) for _ in range(2)]
-        faults = faults if is_calm else replace(faults, host_death=chances[0], host_stall=chances[1])
     releases = rng.random() < 0.3
     return SchedulerSimulator(
         scheduler,
@@ -162,20 +152,3 @@ def random_workers(rng: random.Random) -> list[SimulatedWorkerSpec]:
             device = rng.choice([None, "shared"])
             specs.append(SimulatedWorkerSpec(f"{kind}-{i}", kind, slots, rungs, device, max_length=limits[kind]))
     return specs
-
-
-def workers_of_hosts(rng: random.Random, num_hosts: int) -> list[SimulatedWorkerSpec]:
-    """Returns two random workers for each host, on devices of their own or on one device of their host."""
-    pairs: list[tuple[WorkerKind, WorkerKind]] = [("fast", "heavy"), ("fast", "fast")]
-    kinds, slots = rng.choice(pairs), rng.choice([1, 2])
-    limit, is_shared = rng.choice([None, 130, 250]), rng.random() < 0.5
-    return [
-        SimulatedWorkerSpec(
-            *(f"host{host}/{kind}-{i}", kind, slots, tuple(rung for rung in (2, 4) if rung < slots)),
-            device=f"host{host}/0" if is_shared else None,
-            max_length=limit if kinds[i] == "fast" and "heavy" in kinds else None,
-            host=host,
-        )
-        for host in range(num_hosts)
-        for i, kind in enumerate(kinds)
-    ]

@@ -1,1 +1,0 @@
-"""Workers of several hosts under the scheduler of host 0."""
