@@ -18,7 +18,6 @@ from transformers import PreTrainedTokenizerFast
 
 from app.model.io.gguf import GgufFile
 from app.model.io.model_files import ModelFiles
-from app.prompts.template_check import check_template, render_time_limit
 from app.records.sample import Messages
 from settings.errors import InputError
 
@@ -28,9 +27,6 @@ TEMPLATE_DATE = "26 Jul 2024"
 """Date for templates that print one (Llama 3's default), so that prompts do not change from day to day."""
 
 NO_KWARGS: Mapping[str, Any] = MappingProxyType({})
-
-MAX_TEMPLATE_CHARACTERS = 100_000
-"""Number of characters by which a rendered chat may exceed twice the JSON of its messages and tools."""
 
 QWEN2_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
@@ -180,30 +176,24 @@ def render_chat(
         tools: schemas of functions, as OpenAI defines them.
 
     Raises:
-        InputError: the template rejects the messages, or its output is far longer than they are.
+        InputError: the template rejects the messages.
     """
     given_tools = {"tools": list(tools)} if tools else {}
 
     def render(**options: Any) -> Any:
         try:
-            with render_time_limit():
-                return hf_tokenizer.apply_chat_template(
-                    list(messages),
-                    add_generation_prompt=add_generation_prompt,
-                    **{"date_string": TEMPLATE_DATE, **template_kwargs, **given_tools, **options},
-                )
-        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError) as error:
+            return hf_tokenizer.apply_chat_template(
+                list(messages),
+                add_generation_prompt=add_generation_prompt,
+                **{"date_string": TEMPLATE_DATE, **template_kwargs, **given_tools, **options},
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, MemoryError) as error:
             roles = [message.get("role") for message in messages]
             hint = "; try it without a system message (data.system_prompt: null)" if "system" in roles else ""
             raise InputError(f"the model's chat template cannot render a chat of {roles}: {error}{hint}") from error
 
-    allowed = MAX_TEMPLATE_CHARACTERS + 2 * len(json.dumps([*messages, *tools], indent=4, ensure_ascii=False))
-    text = render(tokenize=False)
-    if len(text) > allowed:
-        raise InputError(
-            f"the chat template turns a prompt into {len(text)} characters, but at most {allowed} are allowed; fix it"
-        )
-    return RenderedChat(text, render(tokenize=True, return_dict=False, sanitize_control_tokens=True))
+    ids = render(tokenize=True, return_dict=False, sanitize_control_tokens=True)
+    return RenderedChat(render(tokenize=False), ids)
 
 
 def load_tokenizer(
@@ -229,8 +219,8 @@ def load_fast_tokenizer(files: ModelFiles, template_kwargs: Mapping[str, Any] = 
     """Loads `tokenizer.json` from an opened model's directory, or the tokenizer in its GGUF file.
 
     Raises:
-        InputError: the model has no tokenizer, it cannot be read, or its chat template takes too much time or memory or
-            has no variable of a name in `template_kwargs`.
+        InputError: the model has no tokenizer, it cannot be read, or its chat template has no variable of a name in
+            `template_kwargs`.
     """
     if isinstance(files.weights, GgufFile):
         try:
@@ -241,17 +231,14 @@ def load_fast_tokenizer(files: ModelFiles, template_kwargs: Mapping[str, Any] = 
             raise InputError(f"{files.path}: the metadata of the tokenizer are damaged ({error})") from error
     else:
         tokenizer = _from_directory(files.path)
-    templates = tokenizer.chat_template or ""
     # Jinja ignores variables that a template does not read. The arguments of transformers are not for the user to set.
     own = inspect.signature(type(tokenizer).apply_chat_template).parameters.keys() - {"tools", "documents"}
     for name in template_kwargs:
-        if name in (*own, "messages") or not re.search(rf"\b{re.escape(name)}\b", str(templates)):
+        if name in (*own, "messages") or not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template or "")):
             raise InputError(
                 f"data.chat_template_kwargs: the chat template of {files.path} has no variable {name} to set; correct "
                 "the name or remove it"
             )
-    for template in templates.values() if isinstance(templates, dict) else [templates]:
-        check_template(template, {**tokenizer.special_tokens_map, **template_kwargs}, where=str(files.path))
     return tokenizer
 
 

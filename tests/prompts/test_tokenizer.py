@@ -17,7 +17,7 @@ from tokenizers import Tokenizer as Backend
 from transformers import Qwen2Tokenizer
 
 from app.model.io.model_files import open_model
-from app.prompts.tokenizer import MAX_TEMPLATE_CHARACTERS, Tokenizer, load_tokenizer
+from app.prompts.tokenizer import Tokenizer, load_tokenizer
 from settings.errors import InputError
 
 CONVERTER = Path(__file__).resolve().parents[3] / "shared" / "tools" / "convert_smollm2.py"
@@ -225,18 +225,6 @@ def test_a_broken_or_hostile_template_is_an_input_error(tmp_path, template):
         tokenizer.chat_ids([{"role": "user", "content": "x"}])
 
 
-def test_a_template_that_writes_without_end_is_stopped(tmp_path):
-    template = "{% for i in range(90000) %}xx{% endfor %}"
-    tokenizer = tokenizer_at(write_directory(tmp_path, tokenizer_config={"chat_template": template}))
-    with pytest.raises(InputError, match="180000 characters"):
-        tokenizer.chat_ids([{"role": "user", "content": "x"}])
-
-
-def test_a_long_prompt_is_no_text_bomb(tiny):
-    content = "1" * (2 * MAX_TEMPLATE_CHARACTERS)
-    assert len(tiny.chat_ids([{"role": "user", "content": content}])) > len(content)
-
-
 def test_a_template_that_asks_for_the_date_gets_the_same_one_every_day(tmp_path):
     template = "{% if date_string is not defined %}{{ strftime_now('%d') }}{% endif %}{{ date_string }}"
     tokenizer = tokenizer_at(write_directory(tmp_path, tokenizer_config={"chat_template": template}))
@@ -332,17 +320,15 @@ def test_smollm2_equals_the_directory_of_the_independent_converter(smollm2, smol
         assert smollm2.encode(row["answer"]) == reference.encode(row["answer"])
 
 
-def test_variables_of_the_template_reach_every_rendering_and_the_trial(tmp_path):
-    nested = "{% for i in range(loops) %}" * 3 + "x" + "{% endfor %}" * 3
-    thinking = "{% if enable_thinking is false %}<think></think>" + nested + "{% endif %}"
+def test_variables_of_the_template_reach_every_rendering(tmp_path):
+    loop = "{% for i in range(loops) %}x{% endfor %}"
+    thinking = "{% if enable_thinking is false %}<think></think>" + loop + "{% endif %}"
     folder = write_directory(tmp_path / "model", tokenizer_config={"chat_template": TEMPLATE + thinking})
     messages = [{"role": "user", "content": "a"}]
     plain, brief = tokenizer_at(folder), tokenizer_at(folder, enable_thinking=False, loops=2)
-    added = plain.encode("<think></think>" + "x" * 8)
+    added = plain.encode("<think></think>xx")
     assert brief.chat_ids(messages) == [*plain.chat_ids(messages), *added]
     assert brief.conversation_ids(messages) == [*plain.conversation_ids(messages), *added]
-    with pytest.raises(InputError, match="the chat template takes more than"):
-        tokenizer_at(folder, enable_thinking=False, loops=99999)
 
 
 @pytest.mark.parametrize("name", ["enable_thinking", "tokenize", "messages", "a-b", "("])
