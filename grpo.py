@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     import os
 
     from app.commands.python_api import Samples
-    from app.environments.interface import Answer as Answer
     from app.environments.interface import Environment as Environment
+    from app.environments.interface import StepResult as StepResult
     from app.environments.interface import ToolCall as ToolCall
     from app.evaluation.printed_summary import EvaluationSummary
     from app.training.train import TrainingRun
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 PROGRAM_FOLDER = str(Path(__file__).resolve().parent)
 PACKAGES = ("app", "settings")
-INTERFACE = ("Answer", "Environment", "ToolCall")
+INTERFACE = ("StepResult", "Environment", "ToolCall")
 """What a user's environment imports."""
 
 

@@ -2,7 +2,7 @@
 
 SOURCE = '''
 import random, time
-from grpo import Answer
+from grpo import StepResult
 
 
 class Echo:
@@ -13,7 +13,7 @@ class Echo:
 
     def step(self, text, calls):
         self.turn += 1
-        return Answer("12+3=?", reward=self.turn, terminated=self.turn == 3, metrics={"letters": len(text)})
+        return StepResult("12+3=?", reward=self.turn, terminated=self.turn == 3, metrics={"letters": len(text)})
 
     def score(self):
         return {"calm": 0.5}
@@ -41,7 +41,7 @@ class Told(Echo):
         self.answer = answer
 
     def step(self, text, calls):
-        return Answer(reward=float(self.answer), terminated=True)
+        return StepResult(reward=float(self.answer), terminated=True)
 
 
 class Unborn(Echo):
@@ -73,7 +73,7 @@ class Silent:
         self.answer = answer
 
     def step(self, text, calls):
-        return Answer(reward=float(text == self.answer), terminated=True)
+        return StepResult(reward=float(text == self.answer), terminated=True)
 
 
 class Game(Silent):

@@ -174,10 +174,10 @@ def test_a_reward_function_finds_the_modules_of_the_user(user_folder: UserFolder
 
 def test_an_environment_finds_the_modules_of_the_user_and_the_interface(user_folder: UserFolder) -> None:
     (user_folder.path / "game.py").write_text(
-        "import app, sys\nfrom grpo import Answer\nimport settings\n"
+        "import app, sys\nfrom grpo import StepResult\nimport settings\n"
         "class Game:\n    def reset(self): return None\n    def step(self, text, calls):\n"
         "        assert not {'jax', 'numpy'} & set(sys.modules)\n"
-        "        return Answer('on', reward=app.REWARD * settings.FACTOR)"
+        "        return StepResult('on', reward=app.REWARD * settings.FACTOR)"
     )
     reward = user_folder.run(
         "import grpo; grpo.add_program_to_path()\n"

@@ -1,6 +1,6 @@
 """One way to play an episode, whatever the user wrote. What it is shows in its methods and in what they return.
 
-    reset(seed=, <columns>), step(text, calls) -> Answer, text or chat          the interface of this program
+    reset(seed=, <columns>), step(text, calls) -> StepResult, text or chat      the interface of this program
     reset(seed=), step(action) -> (obs, reward, done, info)                     Gym
     reset(seed=), step(action) -> (obs, reward, terminated, truncated, info)    Gymnasium
     reset(<columns>) and public methods, which are tools; get_reward()          TRL's `environment_factory`
@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from app.environments.builtin import ENVIRONMENTS, TOOLS
-from app.environments.interface import Answer, ToolCall
+from app.environments.interface import StepResult, ToolCall
 from app.environments.tool_functions import Tool, answer_calls
 from app.plugins.loading import LoadError, load_object
 from app.plugins.values import EXTRA_NAME_PATTERN, PlugInValueError, collect_extras, describe_value, finished, to_number
@@ -104,7 +104,7 @@ class AdaptedEnvironment:
             return [*chat[:-1], {**chat[-1], "content": chat[-1]["content"] + opening}]
         return read_messages(opening, ("user", "system", "assistant", "tool"))
 
-    def step(self, text: str, calls: Sequence[ToolCall]) -> Answer:
+    def step(self, text: str, calls: Sequence[ToolCall]) -> StepResult:
         """Answers a turn: calls of tools by the tools, everything else by the environment.
 
         The messages are in the order of the calls. If the environment does not begin with a message of the role `tool`
@@ -115,20 +115,20 @@ class AdaptedEnvironment:
         others = [call for call in calls if call not in own]
         results, counts = answer_calls(own, tools)
         results = read_messages(results, ("tool",))
-        answer = Answer(terminated=not calls)
+        result = StepResult(terminated=not calls)
         if self._has_step and (others or not calls):
             step = self._environment.step
-            answer = read_answer(finished(step(text, others) if self._takes_calls else step(text)), bool(others))
-        told: list[Any] = [*answer.messages]
+            result = read_step(finished(step(text, others) if self._takes_calls else step(text)), bool(others))
+        told: list[Any] = [*result.messages]
         messages = [*results, *told]
         if [message["role"] for message in told[: len(others)]] == ["tool"] * len(others):
             by_tools, by_environment = iter(results), iter(told)
             messages = [*(next(by_tools if call in own else by_environment) for call in calls), *by_environment]
-        if not (messages or answer.terminated or answer.truncated):
+        if not (messages or result.terminated or result.truncated):
             raise PlugInValueError("returned no message, although the episode goes on")
         if sum(len(message["content"]) for message in messages) > MAX_CHARACTERS:
             raise PlugInValueError(f"returned more than {MAX_CHARACTERS} characters")
-        return answer._replace(messages=messages, metrics={**answer.metrics, **counts})
+        return result._replace(messages=messages, metrics={**result.metrics, **counts})
 
     def score(self) -> dict[str, float]:
         """Returns the rewards for the whole episode by name."""
@@ -145,23 +145,23 @@ class AdaptedEnvironment:
             finished(method())
 
 
-def read_answer(result: Any, has_calls: bool) -> Answer:
-    """Returns what `step` returned as an answer with checked messages and numbers.
+def read_step(result: Any, has_calls: bool) -> StepResult:
+    """Returns what `step` returned as a `StepResult` with checked messages and numbers.
 
     Raises:
         PlugInValueError: it is nothing that a step can return.
     """
     if isinstance(result, str | list):
-        result = Answer(result)
+        result = StepResult(result)
     if isinstance(result, tuple) and len(result) == 4:  # Gym
         result = (*result[:3], False, result[3])
     if not isinstance(result, tuple) or len(result) != 5:
-        raise PlugInValueError(f"step returned {describe_value(result)}, expected an Answer, or Gym's 4 or 5 values")
+        raise PlugInValueError(f"step returned {describe_value(result)}, expected a StepResult, or Gym's 4 or 5 values")
     messages, reward, terminated, truncated, metrics = result
     for name, value in (("terminated", terminated), ("truncated", truncated)):
         if value not in (True, False):
             raise PlugInValueError(f"{name} is {describe_value(value)}, expected True or False")
-    return Answer(
+    return StepResult(
         messages=read_messages(messages, ("tool", "user") if has_calls else ("user", "tool")),
         reward=to_number(reward),
         terminated=bool(terminated),

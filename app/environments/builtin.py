@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from app.environments.interface import Answer, ToolCall
+from app.environments.interface import StepResult, ToolCall
 from app.environments.tool_functions import Tool, answer_calls
 from app.reward.gsm8k import parse_reference
 from app.reward.numbers import last_number, parse_number
@@ -93,14 +93,14 @@ class OneTool:
     def reset(self, *, answer: str) -> None:
         self._answer = answer
 
-    def step(self, text: str, calls: Sequence[ToolCall]) -> Answer:
+    def step(self, text: str, calls: Sequence[ToolCall]) -> StepResult:
         if not calls and (match := INLINE_CALL.search(text)):
             (parameter,) = self._tool.schema["function"]["parameters"]["properties"]
             calls = [ToolCall(self._tool.name, {parameter: match["argument"]})]
         if not calls:
-            return Answer(reward=float(self._is_right(text, self._answer)), terminated=True)
+            return StepResult(reward=float(self._is_right(text, self._answer)), terminated=True)
         messages, counts = answer_calls(calls, {self._tool.name: self._tool})
-        return Answer(messages, metrics=counts)
+        return StepResult(messages, metrics=counts)
 
 
 def has_last_number(text: str, answer: str) -> bool:
@@ -125,13 +125,13 @@ class GuessNumber:
         self._secret, self._num_guesses = seed % 10, 0
         return "?"
 
-    def step(self, text: str, calls: Sequence[ToolCall]) -> Answer:
+    def step(self, text: str, calls: Sequence[ToolCall]) -> StepResult:
         self._num_guesses += 1
         guess = text.strip()
         if guess == str(self._secret):
-            return Answer("=", reward=1.0, terminated=True)
+            return StepResult("=", reward=1.0, terminated=True)
         hint = "?" if not re.fullmatch("[0-9]", guess) else "+" if self._secret > int(guess) else "-"
-        return Answer(hint, terminated=self._num_guesses == 3)
+        return StepResult(hint, terminated=self._num_guesses == 3)
 
 
 ENVIRONMENTS: dict[str, Callable[[], Any]] = {

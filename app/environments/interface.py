@@ -1,4 +1,4 @@
-"""What users write: environments that answer the policy, turn by turn. `from grpo import Answer, ToolCall`.
+"""What users write: environments that answer the policy, turn by turn. `from grpo import StepResult, ToolCall`.
 
     class CountDown:
         def reset(self, *, seed, answer):
@@ -7,7 +7,7 @@
 
         def step(self, text, calls):
             self.left -= 1
-            return Answer("Again.", reward=0.1, terminated=self.left == 0)
+            return StepResult("Again.", reward=0.1, terminated=self.left == 0)
 
 `app.environments.adapters` says what else is accepted.
 """
@@ -30,7 +30,7 @@ class ToolCall(NamedTuple):
     """Why the call cannot be read; name and arguments may then be empty."""
 
 
-class Answer(NamedTuple):
+class StepResult(NamedTuple):
     """What an environment says to a turn of the policy."""
 
     messages: Messages | str = ()
@@ -61,7 +61,7 @@ class Environment(Protocol):
         """
         ...
 
-    def step(self, text: str, calls: Sequence[ToolCall]) -> Answer:
+    def step(self, text: str, calls: Sequence[ToolCall]) -> StepResult:
         """Answers a turn of the policy.
 
         Args:

@@ -5,7 +5,7 @@ of an episode come one at a time; answers come as they are ready:
 
     {"source": "game.py:Game", "tools": [], "memory_mib": 4096} -> {"tools": [<schema>, ...]} or {"refused": "why"}
     {"key": 7, "do": "reset", "seed": 7, "columns": {...}} -> {"messages": [...]}
-    {"key": 7, "do": "step", "text": "...", "calls": [...]} -> the fields of `Answer`
+    {"key": 7, "do": "step", "text": "...", "calls": [...]} -> the fields of `StepResult`
     {"key": 7, "do": "score"} -> {}
     {"key": 7, "do": "close"} -> {}
 

@@ -20,8 +20,8 @@ from app.distributed.stop_check import StopCheck, StoppedError, never_stop
 from app.environments.episode import EpisodeFailure, EpisodeReply, EpisodeStart
 from app.environments.episode_pool import EpisodePool
 from app.environments.interface import ToolCall
-from app.prompts.bridge import TurnBridge
 from app.prompts.chat import to_messages
+from app.prompts.observation_encoder import ObservationEncoder
 from app.records.sample import DROPPED_PREFIX, Episode, Messages, Prompt, Turn
 from app.rollout.request import GenerationRequest
 from app.rollout.sequence import Opening, RolloutSequence, make_sequences
@@ -30,7 +30,8 @@ from settings.errors import InputError
 
 log = logging.getLogger(__name__)
 
-MAX_BRIDGES = 1024
+MAX_OBSERVATIONS = 1024
+"""Number of different observations whose ids are kept."""
 
 ENVIRONMENT_DROPPED = f"{DROPPED_PREFIX}environment"
 """Start of the finish reason of a sample whose environment failed."""
@@ -55,7 +56,7 @@ class Conversations:
     """
 
     pool: EpisodePool
-    bridge: TurnBridge
+    observations: ObservationEncoder
     limits: TurnLimits
     seed: int
     """Seed of the run."""
@@ -69,8 +70,8 @@ class Conversations:
     """Rows whose environments have to answer, by their keys."""
     _unanswered: dict[str, Turn] = field(default_factory=dict)
     """Last turns of those rows whose observation did not fit, so that only their scores are missing."""
-    _bridges: dict[str, Int32[np.ndarray, "n"]] = field(default_factory=dict)
-    """Ids between turns, by the JSON of the messages."""
+    _encoded: dict[str, Int32[np.ndarray, "n"]] = field(default_factory=dict)
+    """Ids of observations, by the JSON of their messages."""
     _failed: list[EpisodeReply] = field(default_factory=list)
     """Replies to rows whose environment did not open the conversation."""
     _opened: dict[str, Opening] = field(default_factory=dict)
@@ -195,10 +196,10 @@ class Conversations:
         return Turn(start=row.turn_start, end=row.num_tokens, text=text)
 
     def _observe(self, row: RolloutSequence, turn: Turn) -> None:
-        messages = self.bridge.fitted(turn.messages, self.limits.max_observation_tokens)
+        messages = self.observations.fitted(turn.messages, self.limits.max_observation_tokens)
         turn = replace(turn, messages=messages)
         try:
-            ids = self._bridge_ids(messages)
+            ids = self._encode(messages)
         except InputError as error:
             self.pool.abandon(row.key)
             self._drop(row, turn, "template", str(error))
@@ -210,14 +211,14 @@ class Conversations:
         self._acting[row.key], self._unanswered[row.key] = row, turn
         self.pool.end(row.key, row.opening.start, row.opening.messages)
 
-    def _bridge_ids(self, messages: Messages) -> Int32[np.ndarray, "n"]:
-        """Returns the ids of `TurnBridge.ids`, which samples of a prompt often share and which take long to render."""
+    def _encode(self, messages: Messages) -> Int32[np.ndarray, "n"]:
+        """Returns the ids of an observation, which samples of a prompt often share and which take long to render."""
         key = json.dumps(messages)
-        if key not in self._bridges:
-            if len(self._bridges) == MAX_BRIDGES:
-                self._bridges.clear()
-            self._bridges[key] = np.array(self.bridge.ids(messages), np.int32)
-        return self._bridges[key]
+        if key not in self._encoded:
+            if len(self._encoded) == MAX_OBSERVATIONS:
+                self._encoded.clear()
+            self._encoded[key] = np.array(self.observations.encode(messages), np.int32)
+        return self._encoded[key]
 
     def _drop(self, row: RolloutSequence, turn: Turn, why: str, detail: str) -> None:
         log.warning("the environment of %s failed: %s", row.uid, detail)

@@ -11,7 +11,7 @@ from app.distributed.host_consistency import plugin_file_digests
 from app.environments.episode_pool import EpisodePool, EpisodeSetup
 from app.plugins.printable import one_line
 from app.plugins.worker_process import lend_variables
-from app.prompts.bridge import TurnBridge
+from app.prompts.observation_encoder import ObservationEncoder
 from app.prompts.tokenizer import Tokenizer
 from app.prompts.tool_calls import resolve_format, turn_calls
 from app.records.sample import Prompt
@@ -38,7 +38,7 @@ def prepare_turns(settings: Settings, tokenizer: Tokenizer) -> None:
         return
     with closing(open_pool(env)) as pool:
         tokenizer.tools = pool.load()
-    TurnBridge(tokenizer, tokenizer.tools)
+    ObservationEncoder(tokenizer, tokenizer.tools)
     resolve_format(env.parser, tokenizer, has_tools=bool(tokenizer.tools))
 
 
@@ -68,7 +68,7 @@ def open_conversations(settings: Settings, tokenizer: Tokenizer) -> Conversation
     )
     return Conversations(
         pool=open_pool(env),
-        bridge=TurnBridge(of_thread, of_thread.tools),
+        observations=ObservationEncoder(of_thread, of_thread.tools),
         limits=limits,
         seed=settings.run.seed,
         encode_opening=tokenizer.chat_ids,

@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from grpo import Answer
+from grpo import StepResult
 
 LATENCY = "BENCH_LATENCY_S"
 NUM_TURNS = 3
@@ -25,10 +25,10 @@ class Waiting:
     def reset(self, *, seed: int, **columns: Any) -> None:
         self.num_turns = 0
 
-    def step(self, text: str, calls: object) -> Answer:
+    def step(self, text: str, calls: object) -> StepResult:
         time.sleep(float(os.environ[LATENCY]))
         self.num_turns += 1
-        return Answer("47+38=?", terminated=self.num_turns == NUM_TURNS)
+        return StepResult("47+38=?", terminated=self.num_turns == NUM_TURNS)
 
 
 def timed_rollout(options: Any, latency_s: float, overrides: Mapping[str, Any]) -> tuple[float, list[bytes], float]:

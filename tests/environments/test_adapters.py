@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from app.environments.adapters import AdaptedEnvironment, load_environment
-from app.environments.interface import Answer, ToolCall
+from app.environments.interface import StepResult, ToolCall
 from app.environments.tool_functions import Tool
 from app.plugins.loading import LoadError
 from app.plugins.values import PlugInValueError
@@ -39,7 +39,7 @@ class Echo:
         return "hi"
 
     def step(self, text, calls):
-        return Answer(f"{text} {[call.name for call in calls]}", reward=1.0)
+        return StepResult(f"{text} {[call.name for call in calls]}", reward=1.0)
 
 
 def test_reset_gets_the_columns_that_it_declares_and_the_seed() -> None:
@@ -136,7 +136,7 @@ def test_trl_environments_have_tools_and_a_reward() -> None:
         {"role": "tool", "content": "5"},
     ]
     assert not answer.terminated and answer.metrics == {"tool_calls": 2}
-    assert adapted.step("done", []) == Answer([], terminated=True)
+    assert adapted.step("done", []) == StepResult([], terminated=True)
     assert adapted.score() == {"score": 2.5}
 
 

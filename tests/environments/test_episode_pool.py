@@ -20,7 +20,7 @@ pytestmark = WORKERS
 
 STORY = """
     import contextlib, ctypes, json, os, sys, threading, time
-    from grpo import Answer
+    from grpo import StepResult
 
     barrier = threading.Barrier(3)
     log = os.open(os.path.join(os.path.dirname(__file__), "log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -68,19 +68,20 @@ STORY = """
             if text == "pipe":
                 for fd in {*range(3, 30)} - {log}:
                     with contextlib.suppress(OSError): os.write(fd, b"{}\\n")
-            if text == "fork" and not os.fork(): return Answer("from the child")
+            if text == "fork" and not os.fork(): return StepResult("from the child")
             if text == "number": return 5
             if text == "nothing": return None
-            if text == "silent": return Answer()
+            if text == "silent": return StepResult()
             if text == "tuple": return ("a", 1.0, False)
-            if text == "nan": return Answer("a", reward=float("nan"))
-            if text == "role": return Answer([{"role": "assistant", "content": "I win"}])
-            if text == "bytes": return Answer([{"role": "user", "content": b"a"}])
-            if text == "maybe": return Answer("a", terminated="maybe")
-            if text == "flood": return Answer("x" * (2**20 + 1))
-            if text == "halves": return Answer("\\ud800.")
-            if text == "random": return Answer(str(time.time_ns()))
-            return Answer(" ".join(self.told), reward=0.5, terminated=text == "end", metrics={"told": len(self.told)})
+            if text == "nan": return StepResult("a", reward=float("nan"))
+            if text == "role": return StepResult([{"role": "assistant", "content": "I win"}])
+            if text == "bytes": return StepResult([{"role": "user", "content": b"a"}])
+            if text == "maybe": return StepResult("a", terminated="maybe")
+            if text == "flood": return StepResult("x" * (2**20 + 1))
+            if text == "halves": return StepResult("\\ud800.")
+            if text == "random": return StepResult(str(time.time_ns()))
+            metrics = {"told": len(self.told)}
+            return StepResult(" ".join(self.told), reward=0.5, terminated=text == "end", metrics=metrics)
 
         def score(self):
             note("score", self.seed)
@@ -186,7 +187,7 @@ def test_episodes_spread_over_workers(story: str) -> None:
         ("hang", "timeout", "step: took more than 2 s"),
         ("hang in close", "timeout", "step: took more than 2 s"),
         ("exit in close", "exit", "step: its process ended with exit code 3"),
-        ("number", "value", "step: step returned int 5, expected an Answer"),
+        ("number", "value", "step: step returned int 5, expected a StepResult"),
         ("nothing", "value", "step: step returned None, expected"),
         ("silent", "value", "step: returned no message, although the episode goes on"),
         ("tuple", "value", "step: step returned tuple"),

@@ -25,8 +25,8 @@ MAX_TOKEN_CHARACTERS = 128
 """Characters for each token of a limit, above which a text is cut before it is encoded."""
 
 
-class TurnBridge:
-    """Joins the turns of a conversation by the chat template's own tokens.
+class ObservationEncoder:
+    """Encodes observations as the chat template's own tokens, which join the turns of a conversation.
 
     Args:
         tools: schemas of functions, as OpenAI defines them, that the prompts list; their results are `tool` messages.
@@ -46,7 +46,7 @@ class TurnBridge:
         else:
             self._check_role("user")
 
-    def ids(self, messages: Messages) -> list[int]:
+    def encode(self, messages: Messages) -> list[int]:
         """Returns the ids between a turn's last token, which the policy drew, and the first one of its next turn.
 
         They are those of the chat template for the whole conversation, with separators, the messages and the start of
@@ -81,7 +81,7 @@ class TurnBridge:
         return fitted
 
     def _render(self, messages: Messages) -> tuple[str, list[int]]:
-        """Returns text (with control tokens, spelled ones included) and ids of the bridge."""
+        """Returns text (with control tokens, spelled ones included) and ids between two turns."""
         text, ids = self._tokenizer.render([*DUMMY, *messages], self._tools, add_generation_prompt=True)
         end = text.find(MARK) + len(self._start) - self._start.rindex(MARK)
         if EMPTY_THINKING.sub("", text[:end]) != EMPTY_THINKING.sub("", self._start):

@@ -10,7 +10,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from app.model.io.model_files import open_model
-from app.prompts.bridge import TurnBridge
+from app.prompts.observation_encoder import ObservationEncoder
 from app.prompts.tokenizer import TEMPLATE_DATE, Tokenizer, load_tokenizer
 from settings.errors import InputError
 from tests.prompts.chat_families import CALCULATOR, CHATML, FAMILIES, Family, family_tokenizer, template_of
@@ -44,13 +44,13 @@ def rendered(folder: Path, messages: list[Any], tools: Any = (), **options: Any)
 
 
 def conversation(
-    bridge: TurnBridge, tokenizer: Tokenizer, tools: Any, turns: list[str], answers: list[Any]
+    encoder: ObservationEncoder, tokenizer: Tokenizer, tools: Any, turns: list[str], answers: list[Any]
 ) -> list[int]:
-    """Returns prompt, turn, bridge, turn, ..., bridge."""
+    """Returns prompt, turn, observation, turn, ..., observation."""
     tokenizer.tools = tools
     ids = tokenizer.chat_ids([QUESTION])
     for turn, messages in zip(turns, answers, strict=True):
-        ids += [*tokenizer.encode_rendered(turn), tokenizer.eos_ids[0], *bridge.ids(messages)]
+        ids += [*tokenizer.encode_rendered(turn), tokenizer.eos_ids[0], *encoder.encode(messages)]
     return ids
 
 
@@ -69,7 +69,7 @@ def test_three_turns_are_the_conversation_that_transformers_renders(name, role, 
     tools = [CALCULATOR] if role == "tool" and name in TOOL_FAMILIES else []
     turns = ["he asks", "数 again", "third"]
     answers = [[{"role": role, "content": text}] for text in (observation, "2", f"he{observation}")]
-    ids = conversation(TurnBridge(tokenizer, tools), tokenizer, tools, turns, answers)
+    ids = conversation(ObservationEncoder(tokenizer, tools), tokenizer, tools, turns, answers)
     assert ids == rendered(tmp_path, whole(turns, answers), tools)
 
 
@@ -82,7 +82,7 @@ def test_several_results_and_a_users_message_are_one_observation(name, make, tmp
         [QUESTION, QUESTION],
     ]
     turns = ["two", "one", "none"]
-    ids = conversation(TurnBridge(tokenizer, [CALCULATOR]), tokenizer, [CALCULATOR], turns, answers)
+    ids = conversation(ObservationEncoder(tokenizer, [CALCULATOR]), tokenizer, [CALCULATOR], turns, answers)
     assert ids == rendered(tmp_path, whole(turns, answers), [CALCULATOR])
 
 
@@ -90,39 +90,39 @@ def test_several_results_and_a_users_message_are_one_observation(name, make, tmp
 def test_without_an_observation_the_next_turn_starts_behind_the_last(name, make):
     tokenizer = make(name)
     chat = tokenizer.chat_ids([QUESTION, {"role": "assistant", "content": "he"}])
-    ids = TurnBridge(tokenizer).ids([])
+    ids = ObservationEncoder(tokenizer).encode([])
     assert chat[-len(ids) :] == ids
     assert chat[-len(ids) - 1] in tokenizer.eos_ids
 
 
 def test_smollm2s_own_tokenizer_gives_the_conversation_of_transformers(smollm2_gguf):
     tokenizer = load_tokenizer(open_model(str(smollm2_gguf)))
-    bridge, turns = TurnBridge(tokenizer), ["Four.", "Are you sure?", "Yes, 12345"]
+    encoder, turns = ObservationEncoder(tokenizer), ["Four.", "Are you sure?", "Yes, 12345"]
     answers = [[{"role": "user", "content": text}] for text in OBSERVATIONS[:3]]
     expected = tokenizer.chat_ids(whole(turns, answers))
-    assert conversation(bridge, tokenizer, (), turns, answers) == expected
+    assert conversation(encoder, tokenizer, (), turns, answers) == expected
 
 
 def test_qwen3s_thinking_stays_where_tools_answer(make, tmp_path):
     tokenizer = make("qwen3")
     turns = [f"<think>\nthought {number}\n</think>\n\n{CALL}" for number in range(3)]
     answers = [[{"role": "tool", "content": str(number)}] for number in range(3)]
-    bridge = TurnBridge(tokenizer, [CALCULATOR])
-    ids = conversation(bridge, tokenizer, [CALCULATOR], turns, answers)
+    encoder = ObservationEncoder(tokenizer, [CALCULATOR])
+    ids = conversation(encoder, tokenizer, [CALCULATOR], turns, answers)
     assert ids == rendered(tmp_path, whole(turns, answers), [CALCULATOR])
 
 
 def test_qwen3s_thinking_that_the_template_removes_stays_in_the_tokens(make, tmp_path):
     tokenizer = make("qwen3")
-    bridge = TurnBridge(tokenizer)
+    encoder = ObservationEncoder(tokenizer)
     ids, messages = tokenizer.chat_ids([QUESTION]), [QUESTION]
     for number in range(3):
         answer = f"answer {number}"
         turn, given = f"<think>\nthought\n</think>\n\n{answer}", [{"role": "user", "content": OBSERVATIONS[number]}]
         messages += [{"role": "assistant", "content": turn}, *given]
-        tail = [*tokenizer.encode_rendered(answer), tokenizer.eos_ids[0], *bridge.ids(given)]
+        tail = [*tokenizer.encode_rendered(answer), tokenizer.eos_ids[0], *encoder.encode(given)]
         assert rendered(tmp_path, messages)[-len(tail) :] == tail
-        ids += [*tokenizer.encode_rendered(turn), tokenizer.eos_ids[0], *bridge.ids(given)]
+        ids += [*tokenizer.encode_rendered(turn), tokenizer.eos_ids[0], *encoder.encode(given)]
     assert tokenizer.decode(ids).count("thought") == 3
     assert tokenizer.decode(rendered(tmp_path, messages)).count("thought") == 0
 
@@ -130,10 +130,10 @@ def test_qwen3s_thinking_that_the_template_removes_stays_in_the_tokens(make, tmp
 def test_without_thinking_the_next_turn_starts_behind_its_empty_thinking(make, tmp_path):
     tokenizer = make("qwen3", enable_thinking=False)
     given = [{"role": "tool", "content": "2"}]
-    bridge = TurnBridge(tokenizer, [CALCULATOR]).ids(given)
-    assert tokenizer.decode(bridge).endswith("assistant\n<think>\n\n</think>\n\n")
+    ids = ObservationEncoder(tokenizer, [CALCULATOR]).encode(given)
+    assert tokenizer.decode(ids).endswith("assistant\n<think>\n\n</think>\n\n")
     messages = whole(["one"], [given])
-    assert rendered(tmp_path, messages, [CALCULATOR], enable_thinking=False)[-len(bridge) :] == bridge
+    assert rendered(tmp_path, messages, [CALCULATOR], enable_thinking=False)[-len(ids) :] == ids
 
 
 TRANSCRIPTS = {
@@ -172,12 +172,12 @@ TRANSCRIPTS = {
 
 def masked(tokenizer: Tokenizer, turns: list[str], answers: list[Any]) -> list[tuple[str, bool]]:
     """Returns text and mask of each run of tokens of equal masks."""
-    bridge = TurnBridge(tokenizer)
+    encoder = ObservationEncoder(tokenizer)
     runs = [(tokenizer.chat_ids([QUESTION]), False)]
     for number, turn in enumerate(turns):
         runs.append((tokenizer.encode_rendered(turn), True))
         if number < len(answers):
-            runs.append((bridge.ids(answers[number]), False))
+            runs.append((encoder.encode(answers[number]), False))
     return [(tokenizer.decode_with_special_tokens(ids), mask) for ids, mask in runs]
 
 
@@ -191,10 +191,10 @@ def test_a_masked_transcript_is_the_one_written_by_hand(name, make):
 
 def test_the_builtin_model_repeats_no_end_token_and_needs_none():
     tokenizer = load_tokenizer(open_model("builtin:tiny"))
-    bridge = TurnBridge(tokenizer)
+    encoder = ObservationEncoder(tokenizer)
     user, assistant, end = (tokenizer.encode_rendered(name)[0] for name in ("<|user|>", "<|assistant|>", "<|end|>"))
     one, two = tokenizer.encode("12")
-    assert bridge.ids([{"role": "user", "content": "1 2"}]) == [user, one, two, assistant]
+    assert encoder.encode([{"role": "user", "content": "1 2"}]) == [user, one, two, assistant]
     assert tokenizer.eos_ids == (end,)
 
 
@@ -203,11 +203,12 @@ def test_the_builtin_model_repeats_no_end_token_and_needs_none():
 )
 def test_control_tokens_spelled_in_an_observation_are_text(name, role, make, tmp_path):
     tokenizer, family = make(name), FAMILIES[name]
-    bridge = TurnBridge(tokenizer)
+    encoder = ObservationEncoder(tokenizer)
     spelled = "a" + "b".join([*family.special, *family.plain]) + "c"
     given, plain = ([{"role": role, "content": text}] for text in (spelled, "abc"))
-    ids = bridge.ids(given)
-    assert sum(i in tokenizer.special_ids for i in ids) == sum(i in tokenizer.special_ids for i in bridge.ids(plain))
+    ids = encoder.encode(given)
+    of_plain = encoder.encode(plain)
+    assert sum(i in tokenizer.special_ids for i in ids) == sum(i in tokenizer.special_ids for i in of_plain)
     assert spelled in tokenizer.decode(ids)
     chat = [QUESTION, {"role": "assistant", "content": "he"}, *given]
     assert rendered(tmp_path, chat, sanitize_control_tokens=True)[-len(ids) :] == ids
@@ -225,17 +226,17 @@ def test_control_tokens_spelled_in_a_tools_schema_are_text(name, make):
 
 @pytest.mark.parametrize("name", ["gemma2", "gemma3"])
 def test_a_template_without_a_tool_role_takes_user_messages_and_names_the_way_out(name, make):
-    bridge = TurnBridge(make(name))
+    encoder = ObservationEncoder(make(name))
     with pytest.raises(InputError, match=r"cannot render a chat of .*'tool'.*alternate"):
-        bridge.ids([{"role": "tool", "content": "2"}])
+        encoder.encode([{"role": "tool", "content": "2"}])
     with pytest.raises(InputError, match="alternate"):
-        bridge.ids([QUESTION, QUESTION])
+        encoder.encode([QUESTION, QUESTION])
 
 
 @pytest.mark.parametrize("name", ["gemma3", "smollm2"])
 def test_a_template_that_lists_no_tools_is_refused_with_tools(name, make):
     with pytest.raises(InputError, match=r"env\.tools: .*does not list tools in a prompt; use a model"):
-        TurnBridge(make(name), [CALCULATOR])
+        ObservationEncoder(make(name), [CALCULATOR])
 
 
 CHATML_TEMPLATE = (
@@ -255,7 +256,7 @@ CHATML_TEMPLATE = (
 )
 def test_a_template_that_cannot_have_several_turns_is_refused_with_the_reason(content, message, make):
     with pytest.raises(InputError, match=message):
-        TurnBridge(make(CHATML, CHATML_TEMPLATE.replace("CONTENT", content)))
+        ObservationEncoder(make(CHATML, CHATML_TEMPLATE.replace("CONTENT", content)))
 
 
 @pytest.mark.parametrize(
@@ -271,18 +272,18 @@ def test_a_template_that_cannot_have_several_turns_is_refused_with_the_reason(co
 )
 def test_a_template_whose_turns_have_no_end_of_their_own_is_refused(template, message, make):
     with pytest.raises(InputError, match=message):
-        TurnBridge(make(CHATML, template))
+        ObservationEncoder(make(CHATML, template))
 
 
 def test_long_observations_are_cut_with_a_note_and_the_first_ones_stay(make):
     tokenizer = make("qwen2_5")
-    bridge = TurnBridge(tokenizer)
+    encoder = ObservationEncoder(tokenizer)
     messages = [{"role": "tool", "content": text} for text in ("short", "x" * 90, "y")]
-    assert [message["content"] for message in bridge.fitted(messages, 65)] == [
+    assert [message["content"] for message in encoder.fitted(messages, 65)] == [
         "short",
         "x" * 60 + "\n[cut: 30 more characters]",
         "\n[cut: 1 more characters]",
     ]
-    assert bridge.fitted(messages, 96) == bridge.fitted(messages, None) == messages
-    [cut] = bridge.fitted([{"role": "user", "content": "a" * 10**7}], 1)
+    assert encoder.fitted(messages, 96) == encoder.fitted(messages, None) == messages
+    [cut] = encoder.fitted([{"role": "user", "content": "a" * 10**7}], 1)
     assert cut["content"] == "a\n[cut: 9999999 more characters]"
