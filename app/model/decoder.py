@@ -24,15 +24,15 @@ from jaxtyping import Array, Bool, Float, Float32, Int32, UInt8
 
 from app.mesh.axis_rules import Dims, constrain, reshard, row_shard_size, sharding_tree, spread_rows
 from app.model.architecture import Architecture
-from app.model.attention import apply_rope, architecture_blocking, make_block_pairs, packed_attention
-from app.model.block_attention import ATTENTION_CHECKPOINT_NAME
-from app.model.block_pairs import UNREACHABLE
+from app.model.attention.blockwise import ATTENTION_CHECKPOINT_NAME
+from app.model.attention.packed import architecture_blocking, make_block_pairs, packed_attention
+from app.model.attention.pairs import UNREACHABLE
+from app.model.attention.score_mod import ScoreMod, apply_soft_cap
 from app.model.experts import Experts
 from app.model.layers import ACTIVATIONS, PROJECTION_CHECKPOINT_NAME, Projection, RMSNorm, identity, make_param
 from app.model.lora import LoRAConfig, LoRAParam
 from app.model.quantization import CODES, SCALES, KernelQuantizer
-from app.model.rope import rope_frequencies
-from app.model.score_mod import ScoreMod, apply_soft_cap
+from app.model.rope import apply_rope, rope_frequencies
 from app.model.segment_layout import SegmentLayout
 from settings.schema.lora import Quantization
 

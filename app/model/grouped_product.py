@@ -46,7 +46,7 @@ def _backward(saved: tuple[Array, Array, Array], dy: Array) -> tuple[Array, Arra
             of_matrices = tgmm_product(x, dy, sizes)
         case "gpu":
             # Pallas is slow to import and not needed on a CPU.
-            from app.model.gpu_grouped_product import matrix_gradient
+            from app.model.kernels.gpu_grouped_product import matrix_gradient
 
             of_matrices = matrix_gradient(x, dy, sizes)
         case _:
@@ -62,7 +62,7 @@ def _product(x: Array, matrices: Array, sizes: Array, *, contracted: int) -> Arr
         case "tpu":
             return _ragged_product(x, matrices, sizes, contracted)
         case "gpu":
-            from app.model.gpu_grouped_product import rows_product
+            from app.model.kernels.gpu_grouped_product import rows_product
 
             return rows_product(x, matrices, sizes, contracted=contracted)
         case _:

@@ -1,4 +1,4 @@
-"""The KV cache: its arrays, their shardings, and its 8-bit codes.
+"""The KV cache: its arrays, their shardings, writes to blocks of a pool, and its 8-bit codes.
 
 int8 has one scale for the key, and one for the value, of each token and head, which maps its largest absolute value to
 the end of the range. Scores and sums take the scales as factors, so that products read the codes. Liu et al. 2024,
@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Float32, Int8
+from jaxtyping import Array, Bool, Float, Float32, Int8, Int32
 
 from app.mesh.axis_rules import Dims, constrain, sharding_tree, spread_rows
 from app.mesh.placement import abstract_arrays, num_row_shards
 from app.model.architecture import Architecture
-from app.model.block_attention import KEY_DIMS
+from app.model.attention.blockwise import KEY_DIMS
 
 INT8_END = 127
 
@@ -87,3 +87,27 @@ def constrain_cache(cache: KVCache) -> KVCache:
 def abstract_cache(shapes: KVCache, mesh: Mesh) -> KVCache:
     """Returns a cache's shapes with the shardings of `constrain_cache`."""
     return abstract_arrays(shapes, sharding_tree(mesh, shapes, jax.tree.map(lambda x: cache_dims(x, mesh), shapes)))
+
+
+def write_tokens(
+    new: LayerCache,
+    pool: LayerCache,
+    positions: Int32[Array, "B"],
+    active: Bool[Array, "B"],
+    tables: Int32[Array, "B M"],
+) -> LayerCache:
+    """Returns the pool with the new token of each active row."""
+    num_blocks, _, block_size, _ = pool.keys.shape
+    own = jnp.take_along_axis(tables, positions[:, None] // block_size, axis=1)[:, 0]
+    place, offset = jnp.where(active, own, num_blocks), positions % block_size
+    return jax.tree.map(lambda pool, new: pool.at[place, :, offset].set(new[:, :, 0], mode="drop"), pool, new)
+
+
+def cache_block_bytes(num_kv_heads: int, head_dim: int, block_size: int, dtype: DTypeLike) -> int:
+    """Returns the memory on a TPU for a block of keys and one of values, twice for copies in the background."""
+    return 4 * num_kv_heads * block_size * padded_head_dim(head_dim) * jnp.dtype(dtype).itemsize
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """Returns the numbers that a head takes in a TPU's memory, whose registers have 128 in a row."""
+    return -(-head_dim // 128) * 128

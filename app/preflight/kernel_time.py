@@ -14,7 +14,7 @@ from jaxlib.mlir import ir
 from jaxlib.mosaic.python import tpu
 
 from app.mesh.tpu_chips import TpuChip
-from app.model.attention import ATTENTION_SCOPE
+from app.model.attention.dense import ATTENTION_SCOPE
 from app.preflight.hlo_text import ArrayShape, Instruction
 from settings.errors import InputError
 

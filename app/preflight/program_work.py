@@ -18,8 +18,9 @@ from app.batching.token_batch import pack_tokens
 from app.mesh.device_mesh import num_hosts
 from app.mesh.placement import num_local_row_shards
 from app.model.architecture import Architecture
-from app.model.attention import ATTENTION_SCOPE, architecture_blocking, visible_pairs
-from app.model.cache_attention import decode_block_size
+from app.model.attention.cached import decode_block_size
+from app.model.attention.dense import ATTENTION_SCOPE
+from app.model.attention.packed import architecture_blocking, visible_pairs
 from app.model.flops import lm_head_flops, pair_flops, token_flops
 from app.model.kv_cache import abstract_cache, cache_shapes
 from app.model.segment_layout import SegmentLayout

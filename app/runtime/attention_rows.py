@@ -9,7 +9,7 @@ import jax
 from app.batching.length_buckets import bucket_length
 from app.batching.micro_batcher import PackedRowBatcher
 from app.model.architecture import Architecture
-from app.model.attention import architecture_blocking
+from app.model.attention.packed import architecture_blocking
 from app.runtime.micro_batching import MaxLengths, make_score_batcher, make_update_batcher, num_bootstrap_tokens
 from app.runtime.reward_model import NetworkSpec, make_reward_batcher
 from app.runtime.scoring import ScoringSession

@@ -16,7 +16,7 @@ from app.batching.micro_batcher import GlobalPlan, MicroBatcher
 from app.batching.sample_exchange import READ_BY_SCORING, fetch_rows
 from app.mesh import device_mesh, placement
 from app.model.architecture import Architecture
-from app.model.attention import platform_blocking
+from app.model.attention.packed import platform_blocking
 from app.model.decoder import DecoderDefinition, Params
 from app.model.io.hf_weights import critic_tensors, load_weights
 from app.model.lora import combine_params, init_adapters

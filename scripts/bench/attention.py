@@ -18,7 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from app.model.attention import dot_product_attention, make_block_pairs, packed_attention, platform_blocking
+from app.model.attention.dense import dot_product_attention
+from app.model.attention.packed import make_block_pairs, packed_attention, platform_blocking
 from app.model.segment_layout import SegmentLayout, attention_mask
 
 TOKENS = 8192

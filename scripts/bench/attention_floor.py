@@ -26,7 +26,7 @@ from app.mesh.compile_only import compile_only_devices, kernel_schedules
 from app.mesh.compiler_options import compiler_options
 from app.mesh.placement import row_sharding
 from app.mesh.tpu_chips import parse_slice
-from app.model.attention import packed_attention
+from app.model.attention.packed import packed_attention
 from app.model.io.families import architecture_from_config
 from app.model.segment_layout import SegmentLayout
 from app.preflight.kernel_time import take_scheduled_bundles

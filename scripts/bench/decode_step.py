@@ -23,8 +23,8 @@ from app.mesh import jax_startup
 from app.mesh.compile_only import kernel_schedules
 from app.mesh.placement import bytes_per_device
 from app.mesh.tpu_chips import find_chip
-from app.model.attention import ATTENTION_SCOPE
-from app.model.cache_attention import decode_block_size
+from app.model.attention.cached import decode_block_size
+from app.model.attention.dense import ATTENTION_SCOPE
 from app.model.prefill_and_decode import DECODE_SCOPE
 from app.preflight.config_only_spec import read_config_only_spec
 from app.preflight.kernel_time import take_scheduled_bundles

@@ -24,9 +24,9 @@ from jaxtyping import Array
 
 from app.mesh.device_mesh import make_mesh
 from app.model.architecture import Architecture
-from app.model.attention import PARALLEL_BLOCKING, make_block_pairs, packed_attention, platform_blocking
-from app.model.block_attention import Blocking
-from app.model.cache_attention import cache_block_size, cached_attention, decode_block_size, extend_cache
+from app.model.attention.cached import cache_block_size, cached_attention, decode_block_size, extend_cache
+from app.model.attention.packed import PARALLEL_BLOCKING, make_block_pairs, packed_attention, platform_blocking
+from app.model.attention.pairs import Blocking
 from app.model.grouped_product import grouped_product
 from app.model.io.families import architecture_from_config
 from app.model.kv_cache import LayerCache, to_codes

@@ -26,7 +26,7 @@ from app.mesh.compile_only import compiler_versions, kernel_schedules
 from app.mesh.placement import bytes_per_device
 from app.mesh.tpu_chips import find_chip
 from app.model.architecture import Architecture
-from app.model.attention import ATTENTION_SCOPE
+from app.model.attention.dense import ATTENTION_SCOPE
 from app.model.prefill_and_decode import DECODE_SCOPE
 from app.preflight.config_only_spec import read_config_only_spec
 from app.preflight.kernel_time import take_scheduled_bundles

@@ -17,8 +17,8 @@ from app.mesh.compile_only import compile_only_devices
 from app.mesh.compiler_options import compiler_options
 from app.mesh.placement import row_sharding
 from app.mesh.tpu_chips import parse_slice
-from app.model.attention import packed_attention, platform_blocking
-from app.model.cache_attention import cache_block_size, decode_block_size, extend_cache
+from app.model.attention.cached import cache_block_size, decode_block_size, extend_cache
+from app.model.attention.packed import packed_attention, platform_blocking
 from app.model.decode_weights import abstract_decode_weights
 from app.model.decoder import DecoderDefinition
 from app.model.kv_cache import abstract_cache, cache_shapes

@@ -12,17 +12,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.model import attention_kernel, gpu_attention_kernel
-from app.model.block_attention import Blocking
-from app.model.block_pairs import UNREACHABLE, block_pairs
-from app.model.score_mod import DEFAULT_SCORE_MOD
+from app.model.attention.pairs import UNREACHABLE, Blocking, block_pairs
+from app.model.attention.score_mod import DEFAULT_SCORE_MOD
+from app.model.kernels import gpu_attention, tpu_attention
 from app.model.segment_layout import SegmentLayout
 from tests.layouts import layout_of, seen, segments_of_rows
 from tests.model.test_block_attention import RULES, assert_close, inputs, oracle
 
 TOKENS, SIZE = 64, 16
 BLOCKING = Blocking(SIZE, 1, kernel="tpu")
-KERNELS = [attention_kernel, gpu_attention_kernel]
+KERNELS = [tpu_attention, gpu_attention]
 on_each_platform = pytest.mark.parametrize("kernels", KERNELS, ids=["tpu", "gpu"])
 SHARED = layout_of([[(20, (9, 14)), (6, (5,))], [(3, (30,))]], num_tokens=TOKENS)
 """Rows with shared and unshared prompts; the second ends with whole blocks of padding."""

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.model import decode_attention_kernel
-from app.model.cache_attention import extend_cache
-from app.model.decode_attention_kernel import TILE
+from app.model.attention.cached import extend_cache
+from app.model.attention.score_mod import DEFAULT_SCORE_MOD
+from app.model.kernels import tpu_decode
+from app.model.kernels.tpu_decode import TILE
 from app.model.kv_cache import LayerCache
-from app.model.score_mod import DEFAULT_SCORE_MOD
 from tests.model.test_block_attention import RULES
 
 ROWS, KV_HEADS, GROUP, HEAD = 5, 2, 3, 8
@@ -29,7 +29,7 @@ def compiled(rule, window: int | None, block_size: int | None):
                 query, key, value, LayerCache(keys, values), *rows, window=window, score_mod=rule
             )
         )
-    attend = functools.partial(decode_attention_kernel.attend, rule, window, block_size, interpret=True)
+    attend = functools.partial(tpu_decode.attend, rule, window, block_size, interpret=True)
     return jax.jit(
         lambda query, key, value, keys, values, *rows: attend(
             query, LayerCache(key, value), LayerCache(keys, values), *rows
@@ -122,7 +122,7 @@ def test_a_block_beyond_the_live_ones_is_never_looked_at() -> None:
 
 
 def test_as_many_turns_as_blocks_with_tokens() -> None:
-    live = functools.partial(decode_attention_kernel._live_blocks, block_size=32, blocks_per_row=3)  # pyright: ignore
+    live = functools.partial(tpu_decode._live_blocks, block_size=32, blocks_per_row=3)  # pyright: ignore
     positions, visited = jnp.array([0, 32, 33, 95]), jnp.array([True, True, True, False])
     rows, blocks, count = live(positions, visited, None)
     assert (int(count), rows[:4].tolist(), blocks[:4].tolist()) == (4, [0, 1, 2, 2], [0, 0, 0, 1])

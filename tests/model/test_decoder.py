@@ -12,10 +12,11 @@ import pytest
 from jaxtyping import Array
 
 from app.mesh.placement import abstract_arrays
-from app.model import attention_kernel, decoder, gpu_attention_kernel
+from app.model import decoder
 from app.model.architecture import Architecture
-from app.model.block_attention import Blocking
+from app.model.attention.pairs import Blocking
 from app.model.decoder import REMAT_POLICIES, DecoderDefinition, Params, ValueDecoder, flatten_by_path
+from app.model.kernels import gpu_attention, tpu_attention
 from app.model.lora import LoRAConfig, combine_params
 from app.model.rope import rope_frequencies
 from app.model.segment_layout import SegmentLayout, single_segment_layout
@@ -369,9 +370,7 @@ def test_each_device_along_tp_keeps_its_share_of_the_tokens_of_every_layer_if_tp
     assert set(re.findall(r"f32\[3,2,(\d+),32\]", text)) == {str(kept)}
 
 
-@pytest.mark.parametrize(
-    ("platform", "kernels"), [("tpu", attention_kernel), ("gpu", gpu_attention_kernel)], ids=["tpu", "gpu"]
-)
+@pytest.mark.parametrize(("platform", "kernels"), [("tpu", tpu_attention), ("gpu", gpu_attention)], ids=["tpu", "gpu"])
 def test_kernels_give_layers_with_and_without_windows_what_xla_gives_them(platform, kernels, monkeypatch):
     architecture = replace(SWITCHED, windows=(20, None, 60))
     params = random_params(DecoderDefinition.create(architecture))

@@ -18,12 +18,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from app.mesh.axis_rules import AXES
 from app.mesh.compile_only import compile_only_devices
 from app.mesh.gpu_cards import GPU_HOSTS
-from app.model.attention import GPU_BLOCK_SIZE, PARALLEL_BLOCKING, packed_attention, platform_blocking
-from app.model.block_attention import Blocking
-from app.model.cache_attention import decode_block_size, extend_cache
+from app.model.attention.cached import decode_block_size, extend_cache
+from app.model.attention.packed import GPU_BLOCK_SIZE, PARALLEL_BLOCKING, packed_attention, platform_blocking
+from app.model.attention.pairs import Blocking
+from app.model.attention.score_mod import DEFAULT_SCORE_MOD, ScoreMod
 from app.model.grouped_product import grouped_product
 from app.model.kv_cache import cache_shapes
-from app.model.score_mod import DEFAULT_SCORE_MOD, ScoreMod
 from app.model.segment_layout import SegmentLayout
 from tests.model.test_block_attention import with_gradients
 from tests.tiny import EVEN

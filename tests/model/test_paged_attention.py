@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.model import decode_attention_kernel, gpu_decode_kernel, paged_attention
-from app.model.cache_attention import extend_cache
+from app.model.attention import paged
+from app.model.attention.cached import extend_cache
+from app.model.attention.score_mod import DEFAULT_SCORE_MOD
+from app.model.kernels import gpu_decode, tpu_decode
 from app.model.kv_cache import LayerCache, to_codes
-from app.model.score_mod import DEFAULT_SCORE_MOD
 from tests.model.test_block_attention import RULES
 
 ROWS, KV_HEADS, GROUP, HEAD = 5, 2, 3, 8
@@ -27,10 +28,10 @@ def compiled(rule, window: int | None, way: str, block_size: int = BLOCK):
         whole = functools.partial(extend_cache, window=window, score_mod=rule)
         return jax.jit(lambda query, new, cache, at, active: whole(query, new.keys, new.values, cache, at, active))
     if way == "xla":
-        return jax.jit(functools.partial(paged_attention.attend, rule, window))
+        return jax.jit(functools.partial(paged.attend, rule, window))
     if way == "gpu":
-        return jax.jit(functools.partial(gpu_decode_kernel.attend, rule, window, block_size // 2, interpret=True))
-    return jax.jit(functools.partial(decode_attention_kernel.attend, rule, window, block_size, interpret=True))
+        return jax.jit(functools.partial(gpu_decode.attend, rule, window, block_size // 2, interpret=True))
+    return jax.jit(functools.partial(tpu_decode.attend, rule, window, block_size, interpret=True))
 
 
 def in_one_piece(pools: LayerCache, tables: np.ndarray) -> LayerCache:

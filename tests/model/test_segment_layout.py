@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.model.block_pairs import UNREACHABLE, BlockPairs, block_pairs
+from app.model.attention.pairs import UNREACHABLE, BlockPairs, block_pairs
 from app.model.segment_layout import SegmentLayout, attention_mask
 from tests.layouts import layout_of, seen, segments_of_rows
 

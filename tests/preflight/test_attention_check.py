@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from app.model import attention, attention_kernel, decode_attention_kernel
-from app.model.block_attention import Blocking
-from app.model.score_mod import DEFAULT_SCORE_MOD
+from app.model.attention import packed
+from app.model.attention.pairs import Blocking
+from app.model.attention.score_mod import DEFAULT_SCORE_MOD
+from app.model.kernels import tpu_attention, tpu_decode
 from app.model.segment_layout import SegmentLayout
 from app.preflight import attention_check
 from app.preflight.attention_check import WINDOW, attention_differences, check_attention
@@ -27,8 +28,8 @@ from tests.tiny import ODD, SWITCHED, make_mesh
 from tests.tiny_directory import write_reward_model
 
 FLOAT32, BFLOAT16 = jnp.dtype("float32"), jnp.dtype("bfloat16")
-packed_attention = attention.packed_attention
-in_blocks = functools.partial(attention_differences, blocking=attention.BLOCKING_BY_PLATFORM["cpu"])
+packed_attention = packed.packed_attention
+in_blocks = functools.partial(attention_differences, blocking=packed.BLOCKING_BY_PLATFORM["cpu"])
 
 
 @pytest.mark.parametrize("architecture", [ODD, SWITCHED], ids=["plain", "every-switch"])
@@ -107,11 +108,11 @@ def use_kernel(monkeypatch: pytest.MonkeyPatch, **kernels: Callable[..., Any]) -
     monkeypatch.setattr(attention_check, "architecture_blocking", lambda *_: blocking)
     for size in ("decode_block_size", "cache_block_size"):
         monkeypatch.setattr(attention_check, size, lambda *_, **__: 128)
-    decode = functools.partial(decode_attention_kernel.attend, interpret=True)
-    monkeypatch.setattr(decode_attention_kernel, "attend", kernels.pop("decode", decode))
+    decode = functools.partial(tpu_decode.attend, interpret=True)
+    monkeypatch.setattr(tpu_decode, "attend", kernels.pop("decode", decode))
     for name in ("attend", "attention_grads"):
-        default = functools.partial(getattr(attention_kernel, name), interpret=True)
-        monkeypatch.setattr(attention_kernel, name, kernels.get(name, default))
+        default = functools.partial(getattr(tpu_attention, name), interpret=True)
+        monkeypatch.setattr(tpu_attention, name, kernels.get(name, default))
 
 
 def test_without_a_kernel_the_check_says_so(session: Session) -> None:
@@ -131,7 +132,7 @@ def test_the_kernel_that_a_run_would_use_is_compared(session: Session, monkeypat
 def test_a_kernel_with_wrong_gradients_fails_with_the_way_out(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = functools.partial(attention_kernel.attention_grads, interpret=True)
+    right = functools.partial(tpu_attention.attention_grads, interpret=True)
 
     def halved(*arguments: Any) -> Any:
         query_grad, keys_grad, values_grad = right(*arguments)
@@ -146,7 +147,7 @@ def test_a_kernel_with_wrong_gradients_fails_with_the_way_out(
 def test_a_decode_kernel_that_loses_a_token_fails_with_the_way_out(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right: Any = functools.partial(decode_attention_kernel.attend, interpret=True)
+    right: Any = functools.partial(tpu_decode.attend, interpret=True)
 
     def forgetful(*arguments: Any) -> Any:
         mixed, cache = right(*arguments)
@@ -181,7 +182,7 @@ def test_attention_is_compared_as_it_is_computed_for_the_rows_of_each_network(
 
     def blocking_of(architecture: Any, num_tokens: int, dtype: Any) -> Blocking:
         asked.append(num_tokens)
-        return attention.BLOCKING_BY_PLATFORM["cpu"]
+        return packed.BLOCKING_BY_PLATFORM["cpu"]
 
     monkeypatch.setattr(attention_check, "architecture_blocking", blocking_of)
     recorder = CheckRecorder()

@@ -18,8 +18,8 @@ from app.mesh.axis_rules import AXES
 from app.mesh.compile_only import compile_only_devices
 from app.mesh.placement import row_sharding
 from app.mesh.tpu_chips import SLICE_SIZES, TPU_CHIPS, TpuChip, parse_slice
-from app.model.attention import packed_attention
-from app.model.block_attention import Blocking
+from app.model.attention.packed import packed_attention
+from app.model.attention.pairs import Blocking
 from app.model.segment_layout import SegmentLayout
 from app.preflight.compiled_programs import _compile
 from app.preflight.program_time import PARTS

@@ -18,7 +18,8 @@ from app.mesh.axis_rules import AXES
 from app.mesh.compile_only import compile_only_devices
 from app.mesh.placement import row_sharding
 from app.mesh.tpu_chips import parse_slice
-from app.model.attention import ATTENTION_SCOPE, packed_attention, platform_blocking
+from app.model.attention.dense import ATTENTION_SCOPE
+from app.model.attention.packed import packed_attention, platform_blocking
 from app.model.segment_layout import SegmentLayout
 from app.preflight.program_time import program_time
 from app.preflight.program_work import generation_work

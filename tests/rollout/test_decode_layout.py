@@ -13,9 +13,10 @@ import pytest
 
 from app.mesh.device_mesh import with_tp
 from app.mesh.placement import abstract_arrays, bytes_per_device, row_sharding
-from app.model import decode_attention_kernel, prefill_and_decode
+from app.model import prefill_and_decode
 from app.model.decode_weights import DecodeConversion, abstract_decode_weights, transferred_bytes
 from app.model.decoder import DecoderDefinition
+from app.model.kernels import tpu_decode
 from app.model.kv_cache import LayerCache, abstract_cache, constrain_cache
 from app.model.prefill_and_decode import decode_step
 from app.records.sample import Sample
@@ -70,8 +71,8 @@ def test_slots_draw_the_same_samples_on_any_mesh():
 @pytest.fixture
 def decode_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes this platform decode by the TPU's kernel, in Pallas' interpreter and small blocks."""
-    attend = functools.partial(decode_attention_kernel.attend, interpret=True)
-    monkeypatch.setattr(decode_attention_kernel, "attend", attend)
+    attend = functools.partial(tpu_decode.attend, interpret=True)
+    monkeypatch.setattr(tpu_decode, "attend", attend)
     monkeypatch.setattr(prefill_and_decode, "decode_block_size", lambda *_, **__: 16)
 
 

@@ -14,10 +14,11 @@ from jax.sharding import AxisType, Mesh
 from app.mesh.axis_rules import AXES
 from app.mesh.device_mesh import with_tp
 from app.mesh.placement import bytes_per_device
-from app.model import decode_attention_kernel, prefill_and_decode
+from app.model import prefill_and_decode
 from app.model.architecture import Architecture
 from app.model.decode_weights import abstract_decode_weights
 from app.model.decoder import DecoderDefinition
+from app.model.kernels import tpu_decode
 from app.records.sample import Sample
 from app.rollout.request import GenerationRequest
 from app.rollout.sampling.token_sampling import SamplingRules
@@ -93,8 +94,8 @@ def test_nor_do_samples_from_slots(architecture: Architecture, tp: int) -> None:
 
 
 def test_nor_do_those_of_the_decode_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    attend = functools.partial(decode_attention_kernel.attend, interpret=True)
-    monkeypatch.setattr(decode_attention_kernel, "attend", attend)
+    attend = functools.partial(tpu_decode.attend, interpret=True)
+    monkeypatch.setattr(tpu_decode, "attend", attend)
     monkeypatch.setattr(prefill_and_decode, "decode_block_size", lambda *_, **__: 16)
     assert_same_samples(batch_samples(WINDOWED, 4), expected(WINDOWED))
 

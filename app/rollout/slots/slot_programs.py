@@ -23,7 +23,7 @@ from jaxtyping import Array, Bool, Int32
 from app.mesh.axis_rules import LOGICAL_AXIS_RULES, current_device, shard_map_by_dims, sharding_tree
 from app.mesh.compiler_options import compiler_options
 from app.mesh.placement import abstract_arrays, tree_shardings
-from app.model.cache_attention import cache_block_size, decode_block_size
+from app.model.attention.cached import cache_block_size, decode_block_size
 from app.model.decode_weights import DecodeWeights, abstract_decode_weights
 from app.model.decoder import DecoderDefinition
 from app.model.experts import pack_routes

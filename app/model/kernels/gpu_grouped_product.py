@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Float, Int32
 
-from app.model.attention_kernel import product
+from app.model.kernels.pair_scores import product
 
 MIN_TILE = 16
 """The smallest dim of a product on tensor cores."""

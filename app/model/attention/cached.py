@@ -13,12 +13,13 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from app.mesh.axis_rules import constrain, current_device, shard_map_by_dims
 from app.mesh.tpu_chips import kernel_bytes
-from app.model import paged_attention
 from app.model.architecture import Architecture
-from app.model.attention import ATTENTION_SCOPE, GPU_BLOCK_SIZE, dot_product_attention, padded_head_dim
-from app.model.block_attention import KEY_DIMS, QUERY_DIMS
-from app.model.kv_cache import LayerCache, cache_dims, to_codes
-from app.model.score_mod import DEFAULT_SCORE_MOD, ScoreMod
+from app.model.attention import paged
+from app.model.attention.blockwise import KEY_DIMS, QUERY_DIMS
+from app.model.attention.dense import ATTENTION_SCOPE, dot_product_attention
+from app.model.attention.packed import GPU_BLOCK_SIZE
+from app.model.attention.score_mod import DEFAULT_SCORE_MOD, ScoreMod
+from app.model.kv_cache import LayerCache, cache_block_bytes, cache_dims, to_codes
 
 DECODE_BLOCK_SIZES = (512, 256, 128, 64, 32, 16)
 """Tokens of a cache that the TPU's decode kernel reads at once: the first that fits the cache and the chip's memory."""
@@ -74,11 +75,6 @@ def cache_block_size(architecture: Architecture, max_length: int, dtype: DTypeLi
     return decode_block_size(architecture, size, dtype) or size
 
 
-def cache_block_bytes(num_kv_heads: int, head_dim: int, block_size: int, dtype: DTypeLike) -> int:
-    """Returns the memory on a TPU for a block of keys and one of values, twice for copies in the background."""
-    return 4 * num_kv_heads * block_size * padded_head_dim(head_dim) * jnp.dtype(dtype).itemsize
-
-
 def extend_cache(
     query: Float[Array, "B 1 Q H"],
     key: Float[Array, "B K 1 H"],
@@ -114,15 +110,15 @@ def extend_cache(
         return mixed, LayerCache(keys, values)
     # Pallas is slow to import and not needed on a CPU.
     if block_size is None:
-        attend = functools.partial(paged_attention.attend, score_mod, window)
+        attend = functools.partial(paged.attend, score_mod, window)
     elif current_device()[0] == "gpu":
-        from app.model import gpu_decode_kernel
+        from app.model.kernels import gpu_decode
 
-        attend = functools.partial(gpu_decode_kernel.attend, score_mod, window, block_size)
+        attend = functools.partial(gpu_decode.attend, score_mod, window, block_size)
     else:
-        from app.model import decode_attention_kernel
+        from app.model.kernels import tpu_decode
 
-        attend = functools.partial(decode_attention_kernel.attend, score_mod, window, block_size)
+        attend = functools.partial(tpu_decode.attend, score_mod, window, block_size)
     new = LayerCache(key, value) if cache.key_scales is None else to_codes(LayerCache(key, value))
     arrays = (positions, active) if tables is None else (positions, active, tables)
     dims_of_cache = jax.tree.map(lambda x: key_dims[: x.ndim], cache)

@@ -18,10 +18,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int32
 
-from app.model.attention_kernel import pair_scores, product
-from app.model.cache_attention import cache_block_bytes
-from app.model.kv_cache import LayerCache
-from app.model.score_mod import MASK_VALUE, ScoreMod, apply_soft_cap
+from app.model.attention.score_mod import MASK_VALUE, ScoreMod, apply_soft_cap
+from app.model.kernels.pair_scores import pair_scores, product
+from app.model.kv_cache import LayerCache, cache_block_bytes
 
 OTHER_BYTES = 8 * 2**20
 """Memory on the chip for everything but blocks of keys and values. What a kernel may take and does not need, the

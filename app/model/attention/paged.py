@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
 from app.mesh.axis_rules import current_device
-from app.model.kv_cache import LayerCache
-from app.model.score_mod import MASK_VALUE, ScoreMod, apply_soft_cap
+from app.model.attention.score_mod import MASK_VALUE, ScoreMod, apply_soft_cap
+from app.model.kv_cache import LayerCache, write_tokens
 
 
 def attend(
@@ -72,17 +72,3 @@ def attend(
     start = statistic + MASK_VALUE, statistic, jnp.zeros(grouped.shape, jnp.float32)
     _, total, mixed = jax.lax.fori_loop(first, jnp.max(last) + 1, add_block, start)
     return (mixed / total).reshape(query.shape).astype(query.dtype), pool
-
-
-def write_tokens(
-    new: LayerCache,
-    pool: LayerCache,
-    positions: Int32[Array, "B"],
-    active: Bool[Array, "B"],
-    tables: Int32[Array, "B M"],
-) -> LayerCache:
-    """Returns the pool with the new token of each active row."""
-    num_blocks, _, block_size, _ = pool.keys.shape
-    own = jnp.take_along_axis(tables, positions[:, None] // block_size, axis=1)[:, 0]
-    place, offset = jnp.where(active, own, num_blocks), positions % block_size
-    return jax.tree.map(lambda pool, new: pool.at[place, :, offset].set(new[:, :, 0], mode="drop"), pool, new)

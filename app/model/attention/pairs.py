@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,17 @@ from app.model.segment_layout import SegmentLayout, Window
 
 UNREACHABLE = 2**30
 """The distance assigned to invisible keys; larger than any window."""
+
+
+class Blocking(NamedTuple):
+    """The block size and the number of pairs computed at once; a static argument of compiled functions."""
+
+    block_size: int
+    """Tokens per block."""
+    pairs_per_iteration: int
+    """Pairs of blocks per iteration of the loop."""
+    kernel: Literal["tpu", "gpu"] | None = None
+    """The platform whose Pallas kernels compute the pairs; None without kernels."""
 
 
 class BlockPairs(NamedTuple):

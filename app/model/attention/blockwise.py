@@ -17,8 +17,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from app.mesh.axis_rules import shard_map_by_dims
-from app.model.block_pairs import BlockPairs
-from app.model.score_mod import MASK_VALUE, ScoreMod, apply_soft_cap
+from app.model.attention.pairs import Blocking, BlockPairs
+from app.model.attention.score_mod import MASK_VALUE, ScoreMod, apply_soft_cap
 from app.model.segment_layout import SegmentLayout, attention_mask
 
 # Query heads are split over devices only if their shared key heads are.
@@ -38,17 +38,6 @@ INPUT_DIMS = (
 
 ATTENTION_CHECKPOINT_NAME = "attention"
 """Name of the attention outputs in `jax.checkpoint` policies; saving them avoids a second forward loop."""
-
-
-class Blocking(NamedTuple):
-    """The block size and the number of pairs computed at once; a static argument of compiled functions."""
-
-    block_size: int
-    """Tokens per block."""
-    pairs_per_iteration: int
-    """Pairs of blocks per iteration of the loop."""
-    kernel: Literal["tpu", "gpu"] | None = None
-    """The platform whose Pallas kernels compute the pairs; None without kernels."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
@@ -93,9 +82,9 @@ def _backward(score_mod: ScoreMod, blocking: Blocking, residuals: tuple, output_
 def _kernels(platform: Literal["tpu", "gpu"]) -> Any:
     # Pallas is slow to import and not needed on a CPU.
     if platform == "tpu":
-        from app.model import attention_kernel as kernels
+        from app.model.kernels import tpu_attention as kernels
     else:
-        from app.model import gpu_attention_kernel as kernels
+        from app.model.kernels import gpu_attention as kernels
     return kernels
 
 

@@ -17,10 +17,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Bool, Float, Int32
 
-from app.model.attention_kernel import pair_scores, product
-from app.model.kv_cache import LayerCache
-from app.model.paged_attention import write_tokens
-from app.model.score_mod import MASK_VALUE, ScoreMod
+from app.model.attention.score_mod import MASK_VALUE, ScoreMod
+from app.model.kernels.pair_scores import pair_scores, product
+from app.model.kv_cache import LayerCache, write_tokens
 
 MIN_QUERIES = 16
 """The smallest number of rows of a product on tensor cores."""

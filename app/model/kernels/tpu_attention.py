@@ -20,14 +20,10 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from app.mesh.tpu_chips import MAX_KERNEL_BYTES
-from app.model.block_attention import Blocking
-from app.model.block_pairs import BlockPairs
-from app.model.score_mod import MASK_VALUE, ScoreMod, apply_soft_cap
+from app.model.attention.pairs import Blocking, BlockPairs
+from app.model.attention.score_mod import MASK_VALUE, ScoreMod
+from app.model.kernels.pair_scores import INFO_ROWS, is_visible, pair_scores, pair_scores_grad, product, token_info
 from app.model.segment_layout import SegmentLayout
-
-INFO_ROWS = 8
-"""Rows of the tokens' description, one tile of int32; see `token_info`."""
-MAX_BRANCHES = 1 << 16
 
 
 def attend(
@@ -218,68 +214,6 @@ def _visible_mask(
         (by_key[:, 0:1], by_key[:, 3:4]),
         later <= blocks_apart * size,
         window,
-    )
-
-
-def is_visible(
-    query: tuple[Array, Array, Array], key: tuple[Array, Array], is_not_later: Array, window: Array
-) -> Bool[Array, "rows columns"]:
-    """Returns whether queries see keys; the arguments broadcast to the pairs.
-
-    Args:
-        query: run, run of the prompt, and position of the queries; see `token_info`.
-        key: run and position of the keys.
-        is_not_later: whether the key stands at or before the query in the row.
-    """
-    own_run, prompt_run, position = query
-    run, key_position = key
-    return ((run == own_run) | (run == prompt_run)) & is_not_later & (position - key_position < window)
-
-
-def token_info(layout: SegmentLayout) -> Int32[Array, "I N"]:
-    """Returns, per token: its run as a key, its run as a query, the run of its prompt, and its position.
-
-    A run is a prompt or a completion. Padding has runs of its own, so that nothing sees it and it sees nothing.
-    """
-    segment, branch, position = (x.reshape(-1) for x in layout)
-    is_token, prompt_run = segment != 0, segment * MAX_BRANCHES
-    rows = (
-        jnp.where(is_token, prompt_run + branch, -1),
-        jnp.where(is_token, prompt_run + branch, -2),
-        jnp.where(is_token, prompt_run, -2),
-        position,
-    )
-    return jnp.pad(jnp.stack(rows), ((0, INFO_ROWS - len(rows)), (0, 0)))
-
-
-def pair_scores(
-    score_mod: ScoreMod, scale: float, a: Array, b: Array, factors: Float32[Array, "1 n"] | None = None
-) -> Float32[Array, "m n"]:
-    """Returns the scores, soft-capped, of queries and keys, or of keys and queries.
-
-    Args:
-        factors: scales of the columns, applied before the soft cap.
-    """
-    products = product(a, b, (1, 1)) * scale
-    return apply_soft_cap(products if factors is None else products * factors, score_mod.soft_cap)
-
-
-def pair_scores_grad(score_mod: ScoreMod, scores: Array, weights: Array, centered: Array) -> Float32[Array, "m n"]:
-    """Returns the gradient of scores before their cap.
-
-    Args:
-        centered: the gradient of the weights, less its mean over the weights of each query.
-    """
-    grad = weights * centered
-    return grad if score_mod.soft_cap is None else grad * (1 - jnp.square(scores / score_mod.soft_cap))
-
-
-def product(a: Array, b: Array, dims: tuple[int, int]) -> Float32[Array, "m n"]:
-    """Returns the float32 product of two matrices, contracted over one dim of each."""
-    # Explicit, because JAX's default may be `highest`, at which kernels cannot multiply bfloat16.
-    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
-    return jax.lax.dot_general(
-        a, b, (((dims[0],), (dims[1],)), ((), ())), precision=precision, preferred_element_type=jnp.float32
     )
 
 

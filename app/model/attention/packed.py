@@ -1,8 +1,4 @@
-"""Attention over dense masks, packed rows and caches; a backend's kernel can replace each function.
-
-Scores, softmax and accumulation are float32: in bfloat16 the logits of long rows lose the digits that determine the
-softmax.
-"""
+"""Attention over packed rows: dense, in blocks by XLA, or by a kernel of the platform."""
 
 from __future__ import annotations
 
@@ -15,20 +11,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Float32
+from jaxtyping import Array, Float
 
 from app.mesh.axis_rules import current_device
 from app.mesh.tpu_chips import kernel_bytes
 from app.model.architecture import Architecture
-from app.model.block_attention import Blocking, block_attention
-from app.model.block_pairs import UNREACHABLE, BlockPairs, block_pairs
-from app.model.score_mod import DEFAULT_SCORE_MOD, MASK_VALUE, ScoreMod, apply_soft_cap
+from app.model.attention.blockwise import block_attention
+from app.model.attention.dense import ATTENTION_SCOPE, dot_product_attention
+from app.model.attention.pairs import UNREACHABLE, Blocking, BlockPairs, block_pairs
+from app.model.attention.score_mod import DEFAULT_SCORE_MOD, ScoreMod
+from app.model.kv_cache import padded_head_dim
 from app.model.segment_layout import SegmentLayout, Window, attention_mask
 from settings.errors import InputError
 from settings.schema.model import AttentionImplementation
 
-ATTENTION_SCOPE = "attention"
-"""The name scope of attention in compiled programs."""
 BLOCKING_BY_PLATFORM = {"cpu": Blocking(64, pairs_per_iteration=1), "tpu": Blocking(512, pairs_per_iteration=1)}
 """Blocking by platform: on a CPU one pair of blocks fits the cache; a TPU is as busy with one pair of large ones."""
 PARALLEL_BLOCKING = Blocking(block_size=128, pairs_per_iteration=128)
@@ -97,73 +93,6 @@ def architecture_blocking(architecture: Architecture, num_tokens: int, dtype: DT
     a = architecture
     group_size = a.num_query_heads // a.num_kv_heads
     return platform_blocking(num_tokens, a.head_dim, dtype, a.attention_implementation, group_size=group_size)
-
-
-def padded_head_dim(head_dim: int) -> int:
-    """Returns the numbers that a head takes in a TPU's memory, whose registers have 128 in a row."""
-    return -(-head_dim // 128) * 128
-
-
-@jax.custom_vjp
-def apply_rope(x: Float[Array, "R T heads H"], angles: Float[Array, "2 R T half"]) -> Float[Array, "R T heads H"]:
-    """Applies rotary position embedding, halves convention: (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin).
-
-    Args:
-        angles: cosines and sines, computed once for all layers: a TPU takes long to compile them, and to compute them.
-
-    Source: Su et al. 2021, RoFormer, eq. 34, with dims paired (i, i + H/2).
-    """
-    cos, sin = jnp.concatenate([angles] * 2, axis=-1)[:, :, :, None, :]
-    return (x.astype(jnp.float32) * cos + _quarter_turn(x) * sin).astype(x.dtype)
-
-
-def _rope_forward(x: Array, angles: Array) -> tuple[Array, Array]:
-    return apply_rope(x, angles), angles
-
-
-def _rope_backward(angles: Array, gradient: Array) -> tuple[Array, None]:
-    """Returns the gradient of `x`: turned back by the same angles, which get none."""
-    return apply_rope(gradient, angles * jnp.array([1, -1], angles.dtype).reshape(2, 1, 1, 1)), None
-
-
-apply_rope.defvjp(_rope_forward, _rope_backward)
-
-
-def _quarter_turn(x: Float[Array, "R T heads H"]) -> Float32[Array, "R T heads H"]:
-    """Returns (-x2, x1) of the halves (x1, x2) of every head."""
-    half = x.shape[-1] // 2
-    if current_device()[0] != "tpu":
-        x1, x2 = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-        return jnp.concatenate([-x2, x1], axis=-1)
-    # A TPU moves parts of a register slowly. This product is exact, and three times as fast by the compiler's estimate.
-    turn = np.kron([[0, 1], [-1, 0]], np.eye(half))
-    exact = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    return jnp.einsum("rtqh,hg->rtqg", x, turn.astype(x.dtype), precision=exact, preferred_element_type=jnp.float32)
-
-
-@jax.named_scope(ATTENTION_SCOPE)
-def dot_product_attention(
-    query: Float[Array, "R T Q H"],
-    keys: Float[Array, "R K S H"],
-    values: Float[Array, "R K S H"],
-    visible_mask: Bool[Array, "R T S"],
-    score_mod: ScoreMod = DEFAULT_SCORE_MOD,
-) -> Float[Array, "R T Q H"]:
-    """Returns softmax(cap(scale q k^T)) v over the visible keys; Q / K query heads share a key head.
-
-    Source: Vaswani et al. 2017; grouped queries: Ainslie et al. 2023; soft caps: Riviere et al. 2024 (Gemma 2).
-    """
-    rows, num_tokens, num_query_heads, head_dim = query.shape
-    num_kv_heads = keys.shape[1]
-    grouped = query.reshape(rows, num_tokens, num_kv_heads, num_query_heads // num_kv_heads, head_dim)
-    scores = jnp.einsum("rtkgh,rksh->rkgts", grouped, keys, preferred_element_type=jnp.float32)
-    scores = apply_soft_cap(scores * score_mod.scale_for(head_dim), score_mod.soft_cap)
-    scores = jnp.where(visible_mask[:, None, None], scores, MASK_VALUE)
-    weights = jax.nn.softmax(scores, axis=-1).astype(values.dtype)
-    # XLA accumulates in float32 anyway. Requesting it would also make the result float32, and XLA on CPU cannot run
-    # that product of bfloat16 arrays with several rows and key heads.
-    mixed = jnp.einsum("rkgts,rksh->rtkgh", weights, values)
-    return mixed.reshape(query.shape).astype(query.dtype)
 
 
 @jax.named_scope(ATTENTION_SCOPE)

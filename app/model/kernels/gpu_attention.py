@@ -21,10 +21,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from app.model.attention_kernel import is_visible, pair_scores, pair_scores_grad, product, token_info
-from app.model.block_attention import Blocking
-from app.model.block_pairs import BlockPairs
-from app.model.score_mod import MASK_VALUE, ScoreMod
+from app.model.attention.pairs import Blocking, BlockPairs
+from app.model.attention.score_mod import MASK_VALUE, ScoreMod
+from app.model.kernels.pair_scores import is_visible, pair_scores, pair_scores_grad, product, token_info
 from app.model.segment_layout import SegmentLayout
 
 MIN_HEAD_DIM = 16

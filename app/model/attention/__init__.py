@@ -1,0 +1,1 @@
+"""Attention over dense masks, packed rows and caches."""
