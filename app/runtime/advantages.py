@@ -61,7 +61,11 @@ class AdvantageResult(NamedTuple):
 
 @dataclass(frozen=True)
 class AdvantageEstimator:
-    """The advantage estimator of a run. Every host must call it, even if all its samples were dropped."""
+    """The advantage estimator of a run. Every host must call it, even if all its samples were dropped.
+
+    Samples without a reward stay in place, masked out of the loss: shapes, and the parts of mini-batches and hosts, do
+    not depend on their number.
+    """
 
     estimate: EstimateAdvantages
     whiten_advantages: bool
@@ -70,12 +74,19 @@ class AdvantageEstimator:
     next_kl_coef: NextKLCoef
 
     def __call__(self, samples: Sequence[Sample], kl_coef: float) -> AdvantageResult:
-        estimated = self.estimate(samples, kl_coef)
+        estimated = self.estimate([s for s in samples if s.reward is not None], kl_coef)
         moments = AdvantageMoments.from_samples(estimated)
         metrics = advantage_metrics(moments) | ({"policy/kl_coef": float(kl_coef)} if self.has_kl_penalty else {})
         next_kl_coef = self.next_kl_coef(estimated, kl_coef)
-        samples = whiten_advantages(estimated, moments.advantages) if self.whiten_advantages else estimated
+        rewarded = iter(whiten_advantages(estimated, moments.advantages) if self.whiten_advantages else estimated)
+        samples = [next(rewarded) if s.reward is not None else _with_zero_advantages(s) for s in samples]
         return AdvantageResult(samples, metrics, next_kl_coef)
+
+
+def _with_zero_advantages(sample: Sample) -> Sample:
+    length = len(sample.completion_ids)
+    zeros = np.zeros(length, np.float32)
+    return replace(sample, advantages=zeros, returns=zeros, loss_mask=np.zeros(length, bool))
 
 
 def make_advantage_estimator(settings: Settings) -> AdvantageEstimator:

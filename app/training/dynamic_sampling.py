@@ -9,7 +9,7 @@ import hashlib
 import itertools
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import jax
@@ -21,31 +21,12 @@ from app.records.sample import Sample
 from app.records.sample_json import sample_to_record
 from settings.schema.reward import OVERLONG_REWARD
 
-RoundSource = Callable[[int], Sequence[Sample]]
-"""Round (0, 1, ...) -> this host's rewarded samples, one step's number of groups. All hosts call it together."""
 GroupFilter = Callable[[Sequence[Sample]], bool]
 """A group's samples -> whether the step learns from them."""
 Group = list[Sample]
 
 REWARD_TOLERANCE = 1e-9
 """Smallest difference of two rewards; adding and removing a penalty leaves a smaller rounding error."""
-
-
-@dataclass(frozen=True)
-class DynamicSamplingResult:
-    """This host's groups of a step, and the numbers of groups over all hosts."""
-
-    samples: list[Sample]
-    """The samples of exactly the step's number of groups, in order of sampling."""
-    num_rounds: int
-    num_sampled: int
-    """Sampled groups of all rounds; the next three fields count groups, too."""
-    num_filtered: int
-    """Groups that the filter left out, including fillers."""
-    num_surplus: int
-    """Groups that passed the filter but exceed the step."""
-    num_fillers: int
-    """Left-out groups that fill the step, masked out of the loss, so that its shapes stay the same."""
 
 
 def keeps_all(group: Sequence[Sample]) -> bool:
@@ -62,44 +43,71 @@ def rewards_differ(group: Sequence[Sample]) -> bool:
     return len(rewards) > 1 and max(rewards) - min(rewards) > REWARD_TOLERANCE
 
 
-def sample_until_filled(
-    source: RoundSource, *, group_filter: GroupFilter, num_groups: int, max_rounds: int
-) -> DynamicSamplingResult:
-    """Samples rounds until all hosts together have kept `num_groups` groups per host, at most `max_rounds` rounds.
+class StepGroups:
+    """The groups of a step, added in rounds until all hosts together have kept `num_groups` groups per host.
 
     A step's groups and their order are the same on any number of hosts: all hosts count all kept groups, make the same
     choice, and exchange groups until each has an equal part.
 
     A prompt that comes again in the step, at the end of the data, is left out: noise is keyed by prompt and step, so
     its samples would be the same. With asynchronous rollouts they would differ, but it is left out as well.
+
+    Args:
+        num_groups: number of groups of a round on each host, and of a step.
+        max_rounds: largest number of rounds.
     """
-    num_wanted = num_groups * jax.process_count()
-    local_groups: list[Group] = []
-    kept: list[bool] = []
-    seen_prompts: set[int] = set()
-    num_rounds = 0
-    while num_rounds < max_rounds and sum(kept) < num_wanted:
-        new = group_samples(source(num_rounds))
-        assert len(new) == num_groups
+
+    def __init__(self, *, group_filter: GroupFilter, num_groups: int, max_rounds: int) -> None:
+        self._filter, self._num_groups, self._max_rounds = group_filter, num_groups, max_rounds
+        self._num_wanted = num_groups * jax.process_count()
+        self._sampled: list[Sample] = []
+        """This host's samples of all rounds."""
+        self._groups: list[Group] = []
+        """The same samples in groups."""
+        self._kept: list[bool] = []
+        """Whether each group of all hosts is kept."""
+        self._seen_prompts: set[int] = set()
+        self._num_rounds = 0
+
+    @property
+    def are_complete(self) -> bool:
+        """Whether no further round is needed, or allowed."""
+        return self._num_rounds == self._max_rounds or sum(self._kept) >= self._num_wanted
+
+    def add_round(self, samples: Sequence[Sample]) -> None:
+        """Adds this host's rewarded samples of a round. All hosts must call it together."""
+        new = group_samples(samples)
+        assert len(new) == self._num_groups
         # Rows are ordered by host, like the prompts of a round, so a row is a group's number in the step.
         gathered = gather_over_hosts(
-            np.asarray([(group_filter(group), _uid_hash(group[0].prompt.uid)) for group in new])
+            np.asarray([(self._filter(group), _uid_hash(group[0].prompt.uid)) for group in new])
         )
         for is_kept, prompt in gathered.reshape(-1, 2).tolist():
-            kept.append(bool(is_kept) and prompt not in seen_prompts)
-            seen_prompts.add(prompt)
-        local_groups += new
-        num_rounds += 1
-    chosen = choose_groups(kept, num_wanted)
-    groups = _exchange_groups(local_groups, chosen.numbers, num_groups)
-    return DynamicSamplingResult(
-        samples=[_mask_out_of_loss(s) if number in chosen.fillers else s for number, group in groups for s in group],
-        num_rounds=num_rounds,
-        num_sampled=len(kept),
-        num_filtered=len(kept) - sum(kept),
-        num_surplus=max(sum(kept) - num_wanted, 0),
-        num_fillers=len(chosen.fillers),
-    )
+            self._kept.append(bool(is_kept) and prompt not in self._seen_prompts)
+            self._seen_prompts.add(prompt)
+        self._sampled += samples
+        self._groups += new
+        self._num_rounds += 1
+
+    def fill(self) -> tuple[list[Sample], dict[str, float]]:
+        """Returns this host's samples of exactly the step's number of groups, in order of sampling, and metrics.
+
+        If too few groups were kept, others fill the step, masked out of the loss: its shapes stay the same. All hosts
+        must call it together.
+        """
+        num_kept = sum(self._kept)
+        chosen = choose_groups(self._kept, self._num_wanted)
+        groups = _exchange_groups(self._groups, chosen.numbers, self._num_groups)
+        samples = [_mask_out_of_loss(s) if number in chosen.fillers else s for number, group in groups for s in group]
+        rewards = [s.reward for s in self._sampled if s.reward is not None]
+        total, count = sum_over_hosts(np.asarray([sum(rewards), len(rewards)], np.float64)).tolist()
+        return samples, {
+            "rollout/num_rounds": self._num_rounds,
+            "rollout/surplus_group_count": max(num_kept - self._num_wanted, 0),
+            "rollout/filler_group_count": len(chosen.fillers),
+            "reward/filtered_group_fraction": (len(self._kept) - num_kept) / len(self._kept),
+            "reward/sampled_mean": total / count if count else float("nan"),
+        }
 
 
 class ChosenGroups(NamedTuple):
@@ -164,20 +172,3 @@ def group_samples(samples: Sequence[Sample]) -> list[Group]:
 
 def _mask_out_of_loss(sample: Sample) -> Sample:
     return replace(sample, loss_mask=np.zeros(len(sample.completion_ids), bool))
-
-
-def dynamic_sampling_metrics(result: DynamicSamplingResult, sampled: Sequence[Sample]) -> dict[str, float]:
-    """Returns the metrics of the filter, over all hosts.
-
-    Args:
-        sampled: this host's samples of all rounds.
-    """
-    rewards = [s.reward for s in sampled if s.reward is not None]
-    total, count = sum_over_hosts(np.asarray([sum(rewards), len(rewards)], np.float64)).tolist()
-    return {
-        "rollout/num_rounds": result.num_rounds,
-        "rollout/surplus_group_count": result.num_surplus,
-        "rollout/filler_group_count": result.num_fillers,
-        "reward/filtered_group_fraction": result.num_filtered / result.num_sampled,
-        "reward/sampled_mean": total / count if count else float("nan"),
-    }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,14 +16,14 @@ from jax.sharding import Mesh
 
 from app.batching.metrics import critic_batching_metrics, policy_batching_metrics
 from app.batching.micro_batcher import MicroBatcher
-from app.checkpoint.network_states import NetworkStates
+from app.checkpoint.network_states import NetworkStates, RunState
 from app.mesh.placement import abstract_arrays
 from app.model.decoder import DecoderDefinition, Params
 from app.runtime.advantages import AdvantageEstimator, make_advantage_estimator, make_kl_estimator
 from app.runtime.micro_batching import MaxLengths, make_score_batcher, make_update_batcher
 from app.runtime.scoring import CriticModel
 from app.runtime.session import Session
-from app.training.dynamic_sampling import GroupFilter, keeps_all, rewards_differ
+from app.training.dynamic_sampling import GroupFilter, StepGroups, keeps_all, rewards_differ
 from app.update.importance_correction import (
     BoundFn,
     ImportanceCorrection,
@@ -35,7 +36,7 @@ from app.update.importance_correction import (
 )
 from app.update.log_ratio import LogRatioFn, sequence_log_ratio, token_log_ratio
 from app.update.loss_aggregation import StepTotals, aggregations
-from app.update.mini_batches import MiniBatchSplitter, repeated_mini_batches, shuffled_mini_batches
+from app.update.mini_batches import EpochMiniBatches, MiniBatchSplitter, repeated_mini_batches, shuffled_mini_batches
 from app.update.offload import update_at_once, update_by_layer
 from app.update.optimizer import TrainState, init_train_state, make_optimizer, make_schedule, train_state_shardings
 from app.update.policy_loss import PolicyLoss, detached_logprobs, make_policy_objective, scored_logprobs
@@ -104,6 +105,7 @@ class Learner:
 class LearnerGroup:
     """Advantages and updates, configured for a run."""
 
+    settings: Settings
     advantage_estimator: AdvantageEstimator
     group_filter: GroupFilter
     """Decides which groups a step learns from."""
@@ -118,6 +120,39 @@ class LearnerGroup:
     @property
     def networks(self) -> dict[str, Learner]:
         return {"policy": self.policy} if self.critic is None else {"policy": self.policy, "critic": self.critic}
+
+    def new_groups(self) -> StepGroups:
+        """Returns the groups of a step, to which no round has been added yet."""
+        num_groups = self.settings.rollout.prompts_per_step
+        return StepGroups(group_filter=self.group_filter, num_groups=num_groups, max_rounds=self.max_rounds)
+
+    def trains_policy(self, step: int) -> bool:
+        """Returns whether a step updates the policy: not while the critic warms up."""
+        return self.critic is None or step > self.settings.critic.warmup_steps
+
+    def update(
+        self, state: RunState, epochs: EpochMiniBatches, *, step: int, kl_coef: float, frozen: Params
+    ) -> tuple[RunState, dict[str, float | None]]:
+        """Returns the state after the step's updates, and their metrics. Critic and policy use the same mini-batches.
+
+        While the critic warms up, the policy and the KL coefficient do not change, and the policy's metrics are None.
+
+        Args:
+            kl_coef: the coefficient after an update of the policy.
+            frozen: the policy's frozen weights.
+        """
+        temperature, metrics = self.settings.rollout.temperature, dict[str, float | None]()
+        policy, critic = state.policy, state.critic
+        if critic is not None:
+            assert self.critic is not None
+            critic, critic_metrics = self.critic.updater.update(critic, epochs, temperature=temperature)
+            metrics |= critic_metrics
+        if not self.trains_policy(step):
+            metrics |= self.policy.null_metrics(policy.params, frozen)
+            return dataclasses.replace(state, critic=critic), metrics
+        updater = self.policy.updater
+        policy, policy_metrics = updater.update(policy, epochs, temperature=temperature, frozen=frozen)
+        return RunState(policy, critic, kl_coef), metrics | policy_metrics
 
     @property
     def shapes(self) -> NetworkStates:
@@ -138,6 +173,7 @@ def make_learner_group(settings: Settings, session: Session) -> LearnerGroup:
         for role in settings.scored_roles
     }
     return LearnerGroup(
+        settings,
         make_advantage_estimator(settings),
         FILTERS[settings.algorithm.filter],
         1 if settings.algorithm.filter == "none" else settings.algorithm.max_rounds,

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +24,8 @@ from app.records.sample import DROPPED_PREFIX, Prompt, Sample
 from app.records.sample_json import read_samples
 from app.records.settings_history import SettingsHistory, SettingsPeriod, period_of
 from app.reward.builtin_tasks import check_answers
+from app.reward.reward_functions import ComputeRewards, RewardFunctions
+from app.reward.saved_rewards import reuse_saved_rewards
 from app.runtime.model_spec import CriticSpec, ModelSpec
 from app.runtime.pinned_revisions import pin_revisions
 from app.stages.sample_reader import file_digest
@@ -106,6 +109,10 @@ class Replay:
         """Fields for the line of this start in `sessions.jsonl`."""
         checkpoint = {"checkpoint": str(self.initial_checkpoint.path)} if self.initial_checkpoint else {}
         return {"from_rollouts": str(self.request.rollouts), **checkpoint}
+
+    def saved_rewards(self, rewards: RewardFunctions) -> ComputeRewards | None:
+        """Returns the function that takes the rewards from the samples; None if they are computed again."""
+        return partial(reuse_saved_rewards, names=rewards.fallible_names) if self.uses_saved_rewards else None
 
     def load_groups(self, step: int) -> list[Group]:
         """Loads the groups of a step, those of all hosts.

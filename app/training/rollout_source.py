@@ -7,8 +7,7 @@ of the step, `AsyncRolloutSource` generates it while earlier steps train, `Repla
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -26,24 +25,27 @@ from app.runtime.session import Session
 from app.training.replay import Replay
 from settings import Settings
 
-TakeRound = Callable[[int], list[Sample]]
-"""Number of a round in its step (0, 1, ...) -> this host's samples of it."""
-
 
 class RolloutSource(ABC):
     """The interface from which steps take their samples. What a source does not need does nothing."""
 
+    num_prompts: int | None = None
+    """Number of prompts in an epoch; None if nothing is generated."""
     num_ready = 0
     """Number of rounds that were complete when a step asked for its first one."""
 
     @abstractmethod
-    def rounds_for_step(self, params: Params, *, step: int, position: int) -> AbstractContextManager[TakeRound]:
-        """Yields a function that returns the rounds of a step.
+    def take(self, params: Params, *, step: int, position: int, number: int) -> list[Sample]:
+        """Returns this host's samples of a round. All hosts call it together.
 
         Args:
             params: the weights of the step's policy.
-            position: position of its first prompt in the global order.
+            position: position of the step's first prompt in the global order.
+            number: number of the round in its step (0, 1, ...).
         """
+
+    def release_weights(self) -> None:  # noqa: B027
+        """Frees the weights that the step's rounds were generated with: no other round follows in the step."""
 
     def compile(self) -> None:  # noqa: B027
         """Compiles what the first round would compile otherwise."""
@@ -87,36 +89,33 @@ class RoundPrompts:
 
 
 class SyncRolloutSource(RolloutSource):
-    """Generates in turn with training.
+    """Generates in turn with training."""
 
-    Args:
-        max_rounds: largest number of rounds of a step.
-    """
-
-    def __init__(self, session: Session, prompts: RoundPrompts, *, max_rounds: int):
+    def __init__(self, session: Session, prompts: RoundPrompts):
         self._session = session
         self._prompts = prompts
-        self._max_rounds = max_rounds
+        self._weights: DecodeWeights | None = None
+        self.num_prompts = len(prompts.prompts)
 
     def compile(self) -> None:
         self._session.compile_rollout()
 
-    @contextmanager
-    def rounds_for_step(self, params: Params, *, step: int, position: int) -> Iterator[TakeRound]:
-        weights: list[DecodeWeights] = []
+    def take(self, params: Params, *, step: int, position: int, number: int) -> list[Sample]:
+        weights, self._weights = self._weights, None
+        if weights is None:
+            weights = self._session.engine.to_decode_weights(params)
+        samples = self._session.sample(
+            weights,
+            self._prompts.prompts_at(position + number * self._prompts.global_prompts_per_round),
+            policy_version=step - 1,
+            first_group_id=self._prompts.first_group_id(number),
+        )
+        # Not before: if generation is stopped, there is no next round.
+        self._weights = weights
+        return samples
 
-        def take(number: int) -> list[Sample]:
-            if number == 0:
-                weights.append(self._session.engine.to_decode_weights(params))
-            return self._session.sample(
-                # After the last round the weights are freed before rewards are computed.
-                weights.pop() if number + 1 == self._max_rounds else weights[0],
-                self._prompts.prompts_at(position + number * self._prompts.global_prompts_per_round),
-                policy_version=step - 1,
-                first_group_id=self._prompts.first_group_id(number),
-            )
-
-        yield take
+    def release_weights(self) -> None:
+        self._weights = None
 
 
 class AsyncRolloutSource(RolloutSource):
@@ -126,6 +125,9 @@ class AsyncRolloutSource(RolloutSource):
     pending; from then until step v + 1 ends, k. Every step takes at least one. So a round that is submitted while v is
     the newest version is used by step v + k + 1 at the latest, whose policy has version v + k.
     Source: Fu et al. 2025 (AReaL), eq. 3.
+
+    Args:
+        max_rounds: largest number of rounds of a step.
     """
 
     def __init__(self, session: Session, prompts: RoundPrompts, *, max_rounds: int):
@@ -139,27 +141,24 @@ class AsyncRolloutSource(RolloutSource):
         """Position of the next round to submit."""
         self._num_waiting = 0
         """Number of rounds submitted and not yet taken."""
+        self.num_prompts = len(prompts.prompts)
 
     def compile(self) -> None:
         self._session.compile_rollout()
 
-    @contextmanager
-    def rounds_for_step(self, params: Params, *, step: int, position: int) -> Iterator[TakeRound]:
-        def take(number: int) -> list[Sample]:
-            generation = self._generation or self._start_generation(params, step=step, position=position)
-            taken = self._position - self._num_waiting * self._prompts.global_prompts_per_round
-            assert taken == position + number * self._prompts.global_prompts_per_round
-            if number == 0:
-                self.num_ready = generation.num_ready
-            samples = generation.collect_round(first_group_id=self._prompts.first_group_id(number))
-            self._num_waiting -= 1
-            left_in_step = self._max_rounds - number - 1
-            self._submit_rounds(generation, self._max_staleness, needed=left_in_step + self._needed_after(step))
-            oldest = min(s.policy_version for s in samples)
-            assert oldest >= step - 1 - self._max_staleness, f"step {step} took tokens of version {oldest}"
-            return samples
-
-        yield take
+    def take(self, params: Params, *, step: int, position: int, number: int) -> list[Sample]:
+        generation = self._generation or self._start_generation(params, step=step, position=position)
+        taken = self._position - self._num_waiting * self._prompts.global_prompts_per_round
+        assert taken == position + number * self._prompts.global_prompts_per_round
+        if number == 0:
+            self.num_ready = generation.num_ready
+        samples = generation.collect_round(first_group_id=self._prompts.first_group_id(number))
+        self._num_waiting -= 1
+        left_in_step = self._max_rounds - number - 1
+        self._submit_rounds(generation, self._max_staleness, needed=left_in_step + self._needed_after(step))
+        oldest = min(s.policy_version for s in samples)
+        assert oldest >= step - 1 - self._max_staleness, f"step {step} took tokens of version {oldest}"
+        return samples
 
     def _start_generation(self, params: Params, *, step: int, position: int) -> AsyncRollout:
         generation = self._generation = self._session.open_async_generation(
@@ -204,21 +203,21 @@ class ReplayRolloutSource(RolloutSource):
         self._replay = replay
         self._num_groups = num_groups
 
-    @contextmanager
-    def rounds_for_step(self, params: Params, *, step: int, position: int) -> Iterator[TakeRound]:
-        def take(number: int) -> list[Sample]:
-            assert number == 0
-            with error_barrier():
-                groups = self._replay.load_groups(step)
-            first = jax.process_index() * self._num_groups
-            return [sample for group in groups[first : first + self._num_groups] for sample in group]
-
-        yield take
+    def take(self, params: Params, *, step: int, position: int, number: int) -> list[Sample]:
+        assert number == 0
+        with error_barrier():
+            groups = self._replay.load_groups(step)
+        first = jax.process_index() * self._num_groups
+        return [sample for group in groups[first : first + self._num_groups] for sample in group]
 
 
 def make_rollout_source(session: Session, prompts: Sequence[Prompt], *, max_rounds: int) -> RolloutSource:
-    """Returns an asynchronous source if `rollout.max_staleness` asks for one, else a synchronous one."""
+    """Returns an asynchronous source if `rollout.max_staleness` asks for one, else a synchronous one.
+
+    Args:
+        max_rounds: largest number of rounds of a step.
+    """
     round_prompts = RoundPrompts(session.settings, prompts)
-    return (AsyncRolloutSource if session.generates_async else SyncRolloutSource)(
-        session, round_prompts, max_rounds=max_rounds
-    )
+    if session.generates_async:
+        return AsyncRolloutSource(session, round_prompts, max_rounds=max_rounds)
+    return SyncRolloutSource(session, round_prompts)

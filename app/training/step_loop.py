@@ -98,7 +98,7 @@ class StepLoop:
         """Compiles, and evaluates if the start or an interrupted step needs it."""
         display = self.reporter.display
         display.set_phase("compile")
-        self.trainer.rollout_source.compile()
+        self.trainer.source.compile()
         if self.eval_prompts:
             self.trainer.session.compile_evaluation()
         if self.interrupts.sync_stop_decision().exit_code:
@@ -107,7 +107,7 @@ class StepLoop:
             display.print_line(_resume_message(self.progress, self.last_step, self.settings.logging.profile_steps))
             # The evaluation of the last step may be missing; the steps of a replay are those of its files.
             is_complete = self.progress.step >= self.last_step and self.progress.unevaluated is None
-            if is_complete and self.trainer.replay is None:
+            if is_complete and self.trainer.source.num_prompts is not None:
                 display.print_line(f"no step is left; --set run.steps={2 * self.last_step} continues the training")
         if self.progress.unevaluated is not None:
             record = self._add_evaluation(self.progress.unevaluated)
@@ -142,8 +142,8 @@ class StepLoop:
             step, num_prompts=num_prompts, num_tokens=num_tokens, **self._carried_progress()
         )
         record |= {"data/total_tokens": self.progress.total_tokens}
-        if self.trainer.replay is None:
-            record |= {"data/epoch": self.progress.position / len(self.trainer.prompts)}
+        if self.trainer.source.num_prompts is not None:
+            record |= {"data/epoch": self.progress.position / self.trainer.source.num_prompts}
         if self.eval_prompts and (is_last or step % self.settings.eval.every_steps == 0):
             record = self._add_evaluation(record)
         self.reporter.report_step(step, record)
@@ -160,7 +160,7 @@ class StepLoop:
             raise StoppedError
 
     def _report_timeline(self, step: int, timer: StepTimer) -> None:
-        own = json.dumps(self.trainer.rollout_source.take_segments(since=timer.start)).encode()
+        own = json.dumps(self.trainer.source.take_segments(since=timer.start)).encode()
         # Each host's times are since its own step began, and hosts begin a step together.
         segments = [SegmentTime(*one) for of_host in gather_bytes_over_hosts(own) for one in json.loads(of_host)]
         began = time.time() - (time.perf_counter() - timer.start)

@@ -29,9 +29,10 @@ from app.training.initial_state import (
     restore_or_initialize,
 )
 from app.training.replay import ReplayRequest
+from app.training.rollout_source import ReplayRolloutSource, make_rollout_source
 from app.training.setup import RunSetup, prepare_run
 from app.training.step_loop import StepCallback, StepLoop
-from app.training.trainer import Trainer
+from app.training.trainer import make_trainer
 from settings import Resolved
 from settings.checks.unused_settings import launch_notices
 
@@ -93,13 +94,24 @@ def _train(setup: RunSetup, stack: ExitStack, clock: Callable[[], float], on_ste
     interrupts = stack.enter_context(PreemptionHandler(setup.status_board))
     stack.push(_wait_for_hosts_on_exit(setup))
     session.stop_when(interrupts.stop_requested)
-    learners, replay = setup.learning, setup.inputs.replay
+    learners = setup.learning
     compilations = stack.enter_context(closing(CompilationCounter()))
     checkpoints = stack.enter_context(closing(open_checkpoints(setup, learners)))
     state, progress = restore_or_initialize(checkpoints, setup, learners)
     reference = load_reference_params(state, progress, session)
     reward_model = setup.inputs.reward_model and RewardModel.load(settings, setup.inputs.reward_model, session.mesh)
-    trainer = Trainer(settings, session, learners, setup.inputs.prompts, reference, setup.rewards, reward_model, replay)
+    replay, saved_rewards = setup.inputs.replay, None
+    if replay is None:
+        source = make_rollout_source(session, setup.inputs.prompts, max_rounds=learners.max_rounds)
+    else:
+        source = ReplayRolloutSource(replay, num_groups=settings.rollout.prompts_per_step)
+        saved_rewards = replay.saved_rewards(setup.rewards)
+    trainer = make_trainer(
+        *(session, learners, source, setup.rewards),
+        reference_params=reference,
+        reward_model=reward_model,
+        compute_rewards=saved_rewards,
+    )
     if settings.uses_packing:
         critic = state.critic and state.critic.params
         check_packing(session, session.full_params(state.policy.params), random_samples(session), critic=critic)
@@ -121,7 +133,7 @@ def _train(setup: RunSetup, stack: ExitStack, clock: Callable[[], float], on_ste
     stack.callback(reporter.write_final_report)
     profiler = StepProfiler(settings.logging.profile_steps if is_first else (), setup.run.profile_dir)
     stack.callback(profiler.stop)
-    stack.enter_context(closing(trainer.rollout_source))
+    stack.enter_context(closing(source))
     loop = StepLoop(
         trainer,
         state,

@@ -18,8 +18,9 @@ from app.rollout.batch_engine import BatchEngine
 from app.runtime.session import Session
 from app.tracking.console import ProgressDisplay
 from app.tracking.timer import StepTimer
+from app.training.rollout_source import make_rollout_source
 from app.training.setup import RunSetup, prepare_run
-from app.training.trainer import Trainer
+from app.training.trainer import Trainer, make_trainer
 
 
 def main() -> None:
@@ -63,7 +64,8 @@ def opened(launch: RunSetup) -> tuple[Trainer, RunState]:
     learning = launch.learning
     state = RunState(learning.policy.initial_state(session.load_params()))
     reference = session.load_params() if "reference" in chosen.scored_roles else None
-    return Trainer(chosen, session, learning, launch.inputs.prompts, reference, launch.rewards), state
+    source = make_rollout_source(session, launch.inputs.prompts, max_rounds=learning.max_rounds)
+    return make_trainer(session, learning, source, launch.rewards, reference_params=reference), state
 
 
 def resolved(options: argparse.Namespace, folder: str) -> settings.Resolved:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -11,14 +12,12 @@ import pytest
 from app.records.sample import Sample
 from app.reward.overlong import OverlongPenalty
 from app.training.dynamic_sampling import (
-    DynamicSamplingResult,
     GroupLocation,
+    StepGroups,
     choose_groups,
-    dynamic_sampling_metrics,
     keeps_all,
     locate_group,
     rewards_differ,
-    sample_until_filled,
 )
 from tests.tiny import make_sample
 
@@ -35,42 +34,60 @@ def samples_of(groups: Sequence[Group], *, first: int) -> list[Sample]:
     ]
 
 
-def run(rounds: Sequence[Sequence[Group]], *, max_rounds: int = 10, keep=rewards_differ) -> DynamicSamplingResult:
+class Filled(NamedTuple):
+    """A step's samples, and the metrics of its groups."""
+
+    samples: list[Sample]
+    metrics: dict[str, float]
+
+    @property
+    def counts(self) -> tuple[float, float, float]:
+        """Numbers of rounds, of groups that exceed the step, and of fillers."""
+        names = ("num_rounds", "surplus_group_count", "filler_group_count")
+        rounds, surplus, fillers = (self.metrics[f"rollout/{name}"] for name in names)
+        return rounds, surplus, fillers
+
+
+def fill(rounds: Sequence[Sequence[Sample]], *, num_groups: int, max_rounds: int = 10, keep=rewards_differ) -> Filled:
+    """Adds rounds until the step is complete."""
+    groups, remaining = StepGroups(group_filter=keep, num_groups=num_groups, max_rounds=max_rounds), iter(rounds)
+    while not groups.are_complete:
+        groups.add_round(next(remaining))
+    return Filled(*groups.fill())
+
+
+def run(rounds: Sequence[Sequence[Group]], *, max_rounds: int = 10, keep=rewards_differ) -> Filled:
     """Samples rounds with as many groups as a step has, numbered consecutively."""
     size = len(rounds[0])
-
-    def source(number: int) -> list[Sample]:
-        return samples_of(rounds[number], first=number * size)
-
-    return sample_until_filled(source, group_filter=keep, num_groups=size, max_rounds=max_rounds)
+    sampled = [samples_of(groups, first=number * size) for number, groups in enumerate(rounds)]
+    return fill(sampled, num_groups=size, max_rounds=max_rounds, keep=keep)
 
 
-def groups_of(refilled: DynamicSamplingResult) -> list[int]:
+def groups_of(refilled: Filled) -> list[int]:
     return list(dict.fromkeys(s.group_id for s in refilled.samples))
 
 
-def in_loss(refilled: DynamicSamplingResult) -> list[int]:
+def in_loss(refilled: Filled) -> list[int]:
     return list(dict.fromkeys(s.group_id for s in refilled.samples if s.mask.any()))
 
 
 def test_without_a_filter_one_round_is_the_step_whatever_its_rewards():
     refilled = run([(SAME, MIXED, SAME)], keep=keeps_all)
     assert groups_of(refilled) == in_loss(refilled) == [0, 1, 2]
-    assert (refilled.num_rounds, refilled.num_filtered, refilled.num_surplus, refilled.num_fillers) == (1, 0, 0, 0)
+    assert refilled.counts == (1, 0, 0) and refilled.metrics["reward/filtered_group_fraction"] == 0
 
 
 def test_rounds_are_asked_until_enough_groups_differ_and_the_surplus_is_the_last_of_them():
     refilled = run([(MIXED, SAME, SAME), (SAME, MIXED, SAME), (MIXED, MIXED, MIXED)])
     assert groups_of(refilled) == in_loss(refilled) == [0, 4, 6]
-    assert (refilled.num_rounds, refilled.num_sampled) == (3, 9)
-    assert (refilled.num_filtered, refilled.num_surplus, refilled.num_fillers) == (4, 2, 0)
+    assert refilled.counts == (3, 2, 0) and refilled.metrics["reward/filtered_group_fraction"] == 4 / 9
 
 
 def test_when_rounds_run_out_the_first_dropped_groups_fill_up_out_of_the_loss():
     refilled = run([(SAME, MIXED, SAME), (SAME, SAME, MIXED)], max_rounds=2)
     assert groups_of(refilled) == [0, 1, 5]
     assert in_loss(refilled) == [1, 5]
-    assert (refilled.num_rounds, refilled.num_filtered, refilled.num_fillers) == (2, 4, 1)
+    assert refilled.counts == (2, 0, 1) and refilled.metrics["reward/filtered_group_fraction"] == 4 / 6
 
 
 def test_a_step_without_any_difference_keeps_its_shape_and_has_no_loss():
@@ -127,35 +144,26 @@ def test_a_round_is_numbered_host_after_host_so_that_numbers_do_not_depend_on_th
 
 
 def test_a_prompt_that_an_earlier_round_has_asked_is_no_new_group():
-    def source(number: int) -> list[Sample]:
-        # Prompts are named by the group's number: the second round meets those of the first again.
-        return samples_of((MIXED, SAME), first=0) if number < 2 else samples_of((MIXED, MIXED), first=10)
-
-    refilled = sample_until_filled(source, group_filter=rewards_differ, num_groups=2, max_rounds=5)
+    # Prompts are named by the group's number: the second round meets those of the first again.
+    again = [samples_of((MIXED, SAME), first=0)] * 2
+    refilled = fill([*again, samples_of((MIXED, MIXED), first=10)], num_groups=2)
     assert groups_of(refilled) == [0, 10]
-    assert refilled.num_rounds == 3
+    assert refilled.counts == (3, 1, 0)
 
 
 def test_a_prompt_that_comes_twice_in_a_round_is_one_group():
-    def source(number: int) -> list[Sample]:
-        if number > 0:
-            return samples_of((MIXED, MIXED), first=10)
-        once = samples_of((MIXED,), first=0)
-        return [*once, *(replace(s, group_id=1) for s in once)]
-
-    assert groups_of(sample_until_filled(source, group_filter=rewards_differ, num_groups=2, max_rounds=5)) == [0, 10]
+    once = samples_of((MIXED,), first=0)
+    twice = [*once, *(replace(s, group_id=1) for s in once)]
+    assert groups_of(fill([twice, samples_of((MIXED, MIXED), first=10)], num_groups=2)) == [0, 10]
 
 
 def test_metrics_count_every_round_and_the_mean_is_of_all_that_was_sampled():
-    rounds = [(MIXED, SAME, SAME), (MIXED, MIXED, MIXED)]
-    refilled = run(rounds)
-    sampled = [s for i, groups in enumerate(rounds) for s in samples_of(groups, first=3 * i)]
-    metrics = dynamic_sampling_metrics(refilled, sampled)
-    assert metrics == {
+    assert run([(MIXED, SAME, SAME), (MIXED, MIXED, MIXED)]).metrics == {
         "rollout/num_rounds": 2,
         "rollout/surplus_group_count": 1,
         "rollout/filler_group_count": 0,
         "reward/filtered_group_fraction": pytest.approx(2 / 6),
         "reward/sampled_mean": pytest.approx(8 / 12),
     }
-    assert np.isnan(dynamic_sampling_metrics(refilled, [])["reward/sampled_mean"])
+    unrewarded = run([((None, None),)], keep=keeps_all, max_rounds=1)
+    assert np.isnan(unrewarded.metrics["reward/sampled_mean"])

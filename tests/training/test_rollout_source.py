@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
@@ -66,12 +67,11 @@ class Walk:
     def step(self, step: int, *, num_rounds: int) -> tuple[int, list[int], int]:
         """Returns the numbers of pending rounds before the first is taken, after each, and after the step."""
         position = self._num_taken * self.prompts.global_prompts_per_round
-        with self.rounds.rounds_for_step({}, step=step, position=position) as take:
-            before, after = len(self.generation.waiting), []
-            for number in range(num_rounds):
-                (sample,) = take(number)
-                self.ages.append(step - 1 - sample.policy_version)
-                after.append(len(self.generation.waiting))
+        before, after = len(self.generation.waiting), []
+        for number in range(num_rounds):
+            (sample,) = self.rounds.take({}, step=step, position=position, number=number)
+            self.ages.append(step - 1 - sample.policy_version)
+            after.append(len(self.generation.waiting))
         self.rounds.publish({}, step=step)
         self._num_taken += num_rounds
         return before, after, len(self.generation.waiting)
@@ -99,14 +99,25 @@ def test_no_round_is_asked_for_that_no_step_could_take(k: int) -> None:
     assert walk.generation.noise_steps == list(range(2 * MAX_ROUNDS))
 
 
-def test_weights_are_laid_out_once_when_the_first_round_is_taken() -> None:
+class Weights:
+    """Weights for generation, of which a test sees when they are freed."""
+
+
+def test_weights_are_laid_out_once_a_step_and_freed_when_they_are_released() -> None:
     settings = load(None, ["rollout.prompts_per_step=2"], {}).settings
-    entered: list[str] = []
-    engine = SimpleNamespace(to_decode_weights=lambda _: entered.append("weights"))
-    session = SimpleNamespace(settings=settings, engine=engine, sample=lambda *_, **__: entered.append("sample"))
-    rounds = SyncRolloutSource(cast(Session, session), RoundPrompts(settings, PROMPTS), max_rounds=2)
-    with rounds.rounds_for_step({}, step=1, position=0) as take:
-        assert not entered
-        take(0)
-        take(1)
-    assert entered == ["weights", "sample", "sample"]
+    laid_out: list[weakref.ref[Weights]] = []
+
+    def to_decode_weights(_: Any) -> Weights:
+        weights = Weights()
+        laid_out.append(weakref.ref(weights))
+        return weights
+
+    engine = SimpleNamespace(to_decode_weights=to_decode_weights)
+    session = SimpleNamespace(settings=settings, engine=engine, sample=lambda *_, **__: [])
+    rounds = SyncRolloutSource(cast(Session, session), RoundPrompts(settings, PROMPTS))
+    for step in (1, 2):
+        for number in (0, 1):
+            rounds.take({}, step=step, position=0, number=number)
+        assert len(laid_out) == step and laid_out[-1]() is not None
+        rounds.release_weights()
+        assert laid_out[-1]() is None
