@@ -361,6 +361,26 @@ def test_the_checker_follows_imports_through_the_program() -> None:
     assert reached({"app.reward.gsm8k"}, sources, lazily=True) == {"re", "jax", "flax"}
 
 
+KERNELS = {
+    *("app.model.kernels.tpu_attention", "app.model.kernels.tpu_decode", "app.rollout.sampling.threshold_kernel"),
+    *("app.model.kernels.gpu_attention", "app.model.kernels.gpu_decode", "app.model.kernels.gpu_grouped_product"),
+}
+
+
+def test_kernels_are_loaded_only_by_the_functions_that_run_them() -> None:
+    """Pallas is slow to import, and its backends for GPUs and TPUs may not be there on other platforms."""
+    loaded = {
+        module: [found.target for found in find_imports(ast.parse(source)) if found.when_loaded]
+        for module, source in SOURCES.items()
+    }
+    pallas = "jax.experimental.pallas"
+    assert {module for module, targets in loaded.items() if any(name.startswith(pallas) for name in targets)} == KERNELS
+    reaching = [
+        (module, name) for module in loaded for name in KERNELS & reached_modules({module}, SOURCES, lazily=False)
+    ]
+    assert {module for module, _ in reaching} == KERNELS
+
+
 def test_the_platform_is_that_of_the_devices_in_use():
     asking = [path for path in (REPOSITORY / "app").rglob("*.py") if "default_backend" in path.read_text()]
     assert asking == []

@@ -2,7 +2,7 @@
 
 The work grows with the rows, not with rows x groups. On a TPU, XLA has a kernel for the product, but expands the
 gradient of the matrices to all rows of all groups; megablox has a kernel for that. On a CPU and a GPU, XLA expands
-both: both are loops over blocks of rows on a CPU, and our own kernels on a GPU.
+both: both are our own kernels on a GPU, and loops over blocks of rows on a CPU and on a GPU without those kernels.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from app.mesh.axis_rules import current_device
+from app.model.kernels.triton_backend import has_triton
 
 MAX_BLOCK = 256
 """The largest number of rows that a CPU multiplies at once."""
@@ -44,7 +45,7 @@ def _backward(saved: tuple[Array, Array, Array], dy: Array) -> tuple[Array, Arra
     match current_device()[0]:
         case "tpu":
             of_matrices = tgmm_product(x, dy, sizes)
-        case "gpu":
+        case "gpu" if has_triton():
             # Pallas is slow to import and not needed on a CPU.
             from app.model.kernels.gpu_grouped_product import matrix_gradient
 
@@ -61,7 +62,7 @@ def _product(x: Array, matrices: Array, sizes: Array, *, contracted: int) -> Arr
     match current_device()[0]:
         case "tpu":
             return _ragged_product(x, matrices, sizes, contracted)
-        case "gpu":
+        case "gpu" if has_triton():
             from app.model.kernels.gpu_grouped_product import rows_product
 
             return rows_product(x, matrices, sizes, contracted=contracted)

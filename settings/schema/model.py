@@ -24,9 +24,9 @@ class ModelSettings(Section):
     """What the backward pass recomputes: nothing, everything except the products with weights (minimal), or whole
     blocks. Each uses less memory and more time than the one before."""
     attention: AttentionImplementation = "auto"
-    """What computes attention: `kernel` is a Pallas kernel, which TPUs have, and GPUs in bfloat16 for all but decoding;
-    `xla` works everywhere; `auto` takes the kernel where there is one. Set `xla` if `grpo doctor` says that the kernel
-    fails."""
+    """What computes attention: `kernel` is a Pallas kernel, which TPUs have, and GPUs in bfloat16 as long as JAX has
+    Pallas' Triton backend; `xla` works everywhere; `auto` takes the kernel where there is one. Set `xla` if `grpo
+    doctor` says that the kernel fails."""
     logits_chunk: int = Field(default=1024, ge=1)
     """Tokens per device that pass through the LM head at once in scoring and training. Lower it if logits (this x
     vocabulary x 4 bytes) use too much memory."""

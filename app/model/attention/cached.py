@@ -19,6 +19,7 @@ from app.model.attention.blockwise import KEY_DIMS, QUERY_DIMS
 from app.model.attention.dense import ATTENTION_SCOPE, dot_product_attention
 from app.model.attention.packed import GPU_BLOCK_SIZE
 from app.model.attention.score_mod import DEFAULT_SCORE_MOD, ScoreMod
+from app.model.kernels.triton_backend import has_triton
 from app.model.kv_cache import LayerCache, cache_block_bytes, cache_dims, to_codes
 
 DECODE_BLOCK_SIZES = (512, 256, 128, 64, 32, 16)
@@ -46,7 +47,7 @@ def decode_block_size(
     if platform == "gpu" and is_paged and architecture.attention_implementation != "xla":
         # Triton has blocks of powers of two, and multiplies float32 arrays from registers, which have no room for them.
         fits = architecture.head_dim & (architecture.head_dim - 1) == 0 and jnp.dtype(dtype) != jnp.float32
-        return min(cache_length, GPU_BLOCK_SIZE) if fits else None
+        return min(cache_length, GPU_BLOCK_SIZE) if fits and has_triton() else None
     if platform != "tpu" or architecture.attention_implementation == "xla":
         return None
     heads = architecture.num_kv_heads, architecture.head_dim

@@ -20,6 +20,7 @@ from app.model.attention.blockwise import block_attention
 from app.model.attention.dense import ATTENTION_SCOPE, dot_product_attention
 from app.model.attention.pairs import UNREACHABLE, Blocking, BlockPairs, block_pairs
 from app.model.attention.score_mod import DEFAULT_SCORE_MOD, ScoreMod
+from app.model.kernels.triton_backend import has_triton
 from app.model.kv_cache import padded_head_dim
 from app.model.segment_layout import SegmentLayout, Window, attention_mask
 from settings.errors import InputError
@@ -58,14 +59,14 @@ def platform_blocking(
     if platform == "tpu" and implementation != "xla":
         kernel = _tpu_kernel_blocking(kind, num_tokens, head_dim, group_size, jnp.dtype(dtype).itemsize)
     # Triton multiplies float32 arrays from registers, which have no room for blocks of them, and not on tensor cores.
-    if platform == "gpu" and implementation != "xla" and jnp.dtype(dtype) != jnp.float32:
+    if platform == "gpu" and implementation != "xla" and jnp.dtype(dtype) != jnp.float32 and has_triton():
         kernel = Blocking(GPU_BLOCK_SIZE, 1, kernel="gpu")
     if kernel is None and implementation == "kernel":
         raise InputError(
             f"model.attention: kernel, but there is no attention kernel for {platform} devices ({kind}) and rows of "
             f"{num_tokens:,} tokens with {group_size} query heads of size {head_dim} for each key head in "
             f"{jnp.dtype(dtype)}: there are some for TPUs, up to the rows that fit the memory on the chip, and, in "
-            "bfloat16, for GPUs; set model.attention: auto"
+            "bfloat16, for GPUs, as long as JAX has Pallas' Triton backend; set model.attention: auto"
         )
     return kernel or BLOCKING_BY_PLATFORM.get(platform, PARALLEL_BLOCKING)
 
