@@ -17,7 +17,7 @@ from typing import Any, NoReturn, TextIO
 import typer
 
 from app.records.run_directory import RunDirectory, step_of_samples
-from app.records.settings_history import SettingsHistory, SettingsPeriod, period_of
+from app.records.settings_history import SettingsHistory, period_of
 from app.records.text_format import to_printable_lines
 from settings import InputError, Resolved, load
 from settings.checks.unused_settings import unused_adapter_notices
@@ -64,7 +64,7 @@ def resolve_policy(
     loads_policy: bool = True,
 ) -> Resolved:
     """Resolves like `resolve`; without `--config`, the settings are those of the checkpoint's run."""
-    base, overrides, _ = inherit_run_settings(config, overrides, {"--checkpoint": checkpoint})
+    base, overrides = inherit_run_settings(config, overrides, {"--checkpoint": checkpoint})
     resolved = resolve(base, overrides, print_config=print_config, check=check)
     if loads_policy and checkpoint is None:
         print_notices(unused_adapter_notices(resolved))
@@ -140,8 +140,8 @@ def command_output() -> Iterator[None]:
 
 def inherit_run_settings(
     config: str | None, overrides: list[str] | None, run_paths: Mapping[str, Path | None]
-) -> tuple[str | ConfigFile | None, list[str] | None, Sequence[SettingsPeriod]]:
-    """Returns the given `--config` and `--set`, or without `--config` those of the run, with its settings by step.
+) -> tuple[str | ConfigFile | None, list[str] | None]:
+    """Returns the given `--config` and `--set`, or without `--config` the settings of the run.
 
     Args:
         run_paths: option -> checkpoint, samples or folder of the run. The first path with settings is used.
@@ -149,23 +149,18 @@ def inherit_run_settings(
     Raises:
         InputError: an option names a folder that does not belong to a run.
     """
-    found = find_run_settings(run_paths) if config is None else ()
-    if not found:
-        return config, overrides, ()
-    return found[-1].file, reset_inherited(found[-1].file, overrides), found
+    found = find_run_settings(run_paths) if config is None else None
+    if found is None:
+        return config, overrides
+    return found, [*(overrides or []), *reset_overrides(found, overrides or [], os.environ)]
 
 
-def reset_inherited(run_config: ConfigFile, overrides: list[str] | None) -> list[str]:
-    """Returns the overrides, extended by those that reset what a new run must not inherit."""
-    return [*(overrides or []), *reset_overrides(run_config, overrides or [], os.environ)]
-
-
-def find_run_settings(run_paths: Mapping[str, Path | None]) -> Sequence[SettingsPeriod]:
+def find_run_settings(run_paths: Mapping[str, Path | None]) -> ConfigFile | None:
     """Returns the settings of the run that an option's path belongs to, and prints a note with their file.
 
-    For a checkpoint or a file of samples, they are those of its step; for other paths, those of all steps, of which the
-    last are those of the last session. Returns nothing for a file outside a run, which can be read with any settings,
-    and for a path that does not exist, which causes an error when it is read.
+    For a checkpoint or a file of samples, they are those of its step; for other paths, those of the last session.
+    Returns None for a file outside a run, which can be read with any settings, and for a path that does not exist,
+    which causes an error when it is read.
 
     Raises:
         InputError: a folder does not belong to a run. Reading it with the default settings would give wrong results.
@@ -176,16 +171,16 @@ def find_run_settings(run_paths: Mapping[str, Path | None]) -> Sequence[Settings
             is_checkpoint = path.name.isdigit() and path.parent == run.checkpoints_dir
             step = int(path.name) if is_checkpoint else step_of_samples(path)
             history = SettingsHistory.read(run)
-            periods = history.periods if step is None else [period_of(history.periods, step)]
-            print_notices([f"{option}: using the settings in {periods[-1].file.name}", *history.gaps])
-            return periods
+            file = (history.periods[-1] if step is None else period_of(history.periods, step)).file
+            print_notices([f"{option}: using the settings in {file.name}", *history.gaps])
+            return file
     for option, path in given.items():
         if path.is_dir():
             raise InputError(
                 f"{option}: no settings.yaml of a run was found in {path} or next to it, so the settings are unknown; "
                 "pass a run directory or a file in one, or use --config"
             )
-    return ()
+    return None
 
 
 def find_run(path: Path) -> RunDirectory | None:

@@ -39,8 +39,7 @@ def export(
 
     Adapters are merged into the model's weights, unless --adapter exports them alone.
     """
-    found = () if config else find_run_settings({"--checkpoint": checkpoint})
-    base = found[-1].file if found else config
+    base = config or find_run_settings({"--checkpoint": checkpoint})
     resolved = resolve(base, overrides, print_config=print_config, check=check_for_mesh)
     checkpoint, out = require_path(checkpoint, "--checkpoint"), require_path(out, "--out")
     show_progress(f"grpo export: {checkpoint}; loading JAX")

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
-from collections.abc import Callable
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from app.commands.command_support import (
-    inherit_run_settings,
-    print_result,
-    reset_inherited,
-    resolve,
-    show_progress,
-)
+from app.commands.command_support import inherit_run_settings, print_result, resolve, show_progress, write
 from app.commands.options import Compiles, Config, Overrides, PrintConfig
 from app.records.run_directory import Resume
-from app.records.settings_history import SettingsPeriod
-from settings import InputError, Resolved, load
+from settings import InputError, load
 from settings.checks.commands import check_for_dry_run, check_for_train
 from settings.loading.config_file import ConfigFile
 from settings.loading.sources import NO_FLAGS, Flags
@@ -77,41 +69,30 @@ def train(
         raise InputError("--allow-changed needs --resume auto or must; a new run has no earlier settings")
     check = check_for_dry_run if dry_run else check_for_train
     run_paths = {"--from-rollouts": from_rollouts, "--checkpoint": checkpoint}
-    base, overrides_of_base, periods = inherit_run_settings(config, overrides, run_paths)
-    flags = _replay_run_name(base, overrides_of_base) if isinstance(base, ConfigFile) else NO_FLAGS
-    resolved = resolve(base, overrides_of_base, flags=flags, print_config=print_config, check=check)
+    base, overrides = inherit_run_settings(config, overrides, run_paths)
+    flags = _replay_run_name(base, overrides) if isinstance(base, ConfigFile) else NO_FLAGS
+    resolved = resolve(base, overrides, flags=flags, print_config=print_config, check=check)
     show_progress(f"grpo train: {resolved.settings.run.name}, model {resolved.settings.model.path}; loading JAX")
     from app.training.replay import ReplayRequest
-    from app.training.replay_parts import ReplayPart, replay_parts, train_parts
 
-    parts = [ReplayPart(resolved, request=None, changed=())]
-    if from_rollouts is not None:
-        request = ReplayRequest(from_rollouts, checkpoint, periods)
-        parts = replay_parts(request, lambda period: _resolve_period(period, overrides, resolved, check), resolved)
+    request = None if from_rollouts is None else ReplayRequest(from_rollouts, checkpoint)
     if dry_run:
         from app.preflight.dry_run import make_dry_run_report
 
         report = make_dry_run_report(
-            parts[0].resolved,
-            resume=resume,
-            replay_request=parts[0].request,
-            allow_changed=allow_changed or (),
-            compiles=compiles,
+            resolved, resume=resume, replay_request=request, allow_changed=allow_changed or (), compiles=compiles
         )
         print_result(report, as_json=as_json)
         raise typer.Exit
-    code = train_parts(parts, resume=resume, allow_changed=allow_changed or ())
-    raise typer.Exit(code)
+    import jax
 
+    from app.tracking.summary import summary_text
+    from app.training.train import train
 
-def _resolve_period(
-    period: SettingsPeriod, overrides: list[str] | None, replay: Resolved, check: Callable[[Resolved], None]
-) -> Resolved:
-    """Returns the settings of a period, in the run directory of the replay."""
-    overrides = reset_inherited(period.file, overrides)
-    resolved = resolve(period.file, overrides, print_config=False, check=check)
-    place = resolved.settings.run.model_copy(update={"name": replay.settings.run.name, "dir": replay.settings.run.dir})
-    return dataclasses.replace(resolved, settings=resolved.settings.model_copy(update={"run": place}))
+    run = train(resolved, resume=resume, replay_request=request, allow_changed=allow_changed or ())
+    if jax.process_index() == 0:
+        write(summary_text(run.metrics, path=str(run.path), best=run.best, early_end=run.early_end), sys.stdout)
+    raise typer.Exit(run.exit_code)
 
 
 def _replay_run_name(config: ConfigFile, overrides: list[str] | None) -> Flags:

@@ -104,18 +104,6 @@ def _period(first_step: int, name: str, run: RunDirectory, content: bytes) -> Se
     return SettingsPeriod(first_step, ConfigFile(name, run.path.name, content), settings)
 
 
-def decisive_periods(periods: Sequence[SettingsPeriod]) -> list[SettingsPeriod]:
-    """Returns the periods between changes of what the run learns; others are joined, under their last settings."""
-    joined = [*periods[:1]]
-    for before, after in pairwise(periods):
-        changes = changed_settings(before.settings, after.settings)
-        if any(change.is_decisive or change.name == "run.steps" for change in changes):
-            joined.append(after)
-        else:
-            joined[-1] = after._replace(first_step=joined[-1].first_step)
-    return joined
-
-
 def period_of(periods: Sequence[SettingsPeriod], step: int) -> SettingsPeriod:
     """Returns the settings under which a step was trained; those of the first step also for step 0."""
     return next((period for period in reversed(periods) if period.first_step <= step), periods[0])

@@ -68,11 +68,6 @@ def restore_or_initialize(
     restored = checkpoints.restore(check)
     if restored is not None:
         saved_networks, progress = restored
-        if replay is not None and progress.step + 1 < min(replay.files):
-            raise InputError(
-                f"--resume: the newest readable checkpoint is after step {progress.step}, and the samples' run trained "
-                "the next step under other settings; start the same command again, which will use these"
-            )
         progress = replace(progress, fingerprints=fingerprints)
         if session.workers is not None:
             fields = {"prompts": progress.lengths or {}, "finished": progress.finished_lengths or ()}

@@ -11,6 +11,7 @@ rewards, and advantages and returns, are taken if every sample has them, and com
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,13 +23,12 @@ from app.records.checksum_file import read_checksums
 from app.records.run_directory import RunDirectory, step_of_samples
 from app.records.sample import DROPPED_PREFIX, Prompt, Sample
 from app.records.sample_json import read_samples
-from app.records.settings_history import SettingsHistory, SettingsPeriod, period_of
+from app.records.settings_history import SettingsHistory, changes_by_step, period_of
 from app.reward.builtin_tasks import check_answers
 from app.reward.reward_functions import ComputeRewards, RewardFunctions
 from app.reward.saved_rewards import reuse_saved_rewards
 from app.runtime.model_spec import CriticSpec, ModelSpec
 from app.runtime.pinned_revisions import pin_revisions
-from app.stages.sample_reader import file_digest
 from app.training.dynamic_sampling import Group, group_samples
 from app.training.replay_files import (
     OPTION,
@@ -44,7 +44,6 @@ from app.training.replay_files import (
 )
 from settings import Settings, load
 from settings.errors import InputError
-from settings.schema.rollout import format_rounding
 
 REWARD_NEUTRAL_FIELDS = frozenset({"workers", "load_timeout_s"})
 """Fields of `reward` that no sample's reward depends on."""
@@ -58,14 +57,6 @@ class ReplayRequest(NamedTuple):
     rollouts: Path
     checkpoint: Path | None = None
     """The checkpoint to start from, instead of the models' own weights."""
-    source_periods: Sequence[SettingsPeriod] = ()
-    """The settings of the samples' run; empty if they have not been read."""
-    steps: range | None = None
-    """The steps to replay now; None for all."""
-    num_steps: int | None = None
-    """Number of steps of the whole replay, if other settings belong to some of them; None = `run.steps`."""
-    later: Sequence[tuple[Settings, ReplayRequest]] = ()
-    """The parts that follow under other settings, whose files are checked now."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +68,6 @@ class Replay:
     """The checkpoint of --checkpoint; None for the models' own weights."""
     files: Mapping[int, StepFile]
     """Files by step, without gaps."""
-    digests: Mapping[int, str]
-    """Digests of all files by step, also of those that other settings belong to."""
     prompts: Sequence[Prompt]
     """The distinct prompts of all files."""
     source_run: RunDirectory | None
@@ -92,7 +81,7 @@ class Replay:
     @property
     def fingerprints(self) -> dict[str, str]:
         """Fingerprints of the samples, of the fields taken from them, and of the initial checkpoint."""
-        digests = " ".join(f"{step} {digest}" for step, digest in self.digests.items())
+        digests = " ".join(f"{step} {file.digest}" for step, file in self.files.items())
         start = self.initial_checkpoint
         state = "" if start is None else f"{start.step} {sorted(start.checksums.items())}"
         return {
@@ -166,8 +155,6 @@ def read_replay(
     Raises:
         InputError: something cannot be replayed with this model and these settings.
     """
-    for later_settings, later_request in request.later:
-        read_replay(later_request, later_settings, model, critic, target_run=target_run)
     run = find_source_run(request.rollouts)
     if run is not None and run.path == target_run.path.resolve():
         raise InputError(f"run.name: {target_run.path} is what {OPTION} would replay; choose another run.name")
@@ -176,29 +163,21 @@ def read_replay(
         start.check_compatible(model)
         if critic is not None:
             start.check_critic(critic)
-    num_steps = settings.run.steps if request.num_steps is None else request.num_steps
-    after_step = start.step if start else 0
-    paths = choose_files(request.rollouts, after_step=after_step, steps=num_steps)
-    replayed = paths if request.steps is None else {step: paths[step] for step in request.steps if step in paths}
-    sources = {} if run is None else _settings_by_step(run, replayed, request.source_periods)
+    paths = choose_files(request.rollouts, after_step=start.step if start else 0, steps=settings.run.steps)
+    source = None if run is None else _source_settings(run, paths, settings)
     checksums = read_checksums(next(iter(paths.values())).parent)
     files: dict[int, StepFile] = {}
-    digests: dict[int, str] = {}
     prompts: dict[tuple[str, bytes], Prompt] = {}
     with option_in_errors():
         for step, path in paths.items():
-            if step in replayed:
-                files[step], prompts_of_file = read_step_file(
-                    path, settings, model, source=sources.get(step), checksum=checksums.get(path.name)
-                )
-                prompts |= prompts_of_file
-            digests[step] = files[step].digest if step in files else file_digest(path)
+            files[step], prompts_of_file = read_step_file(
+                path, settings, model, source=source, checksum=checksums.get(path.name)
+            )
+            prompts |= prompts_of_file
     available = frozenset.intersection(*(file.available_fields for file in files.values()))
     # A hub model that both settings name alike is at the commit that the source run used.
     pinned = settings if run is None else pin_revisions(settings, run)
-    source = sources.get(min(files))
-    same_rewards = all(_same_rewards(pinned, one) for one in sources.values())
-    uses_rewards = "reward" in available and same_rewards
+    uses_rewards = "reward" in available and (source is None or _same_rewards(pinned, source))
     needed = {"advantages", "returns"} if settings.has_critic else {"advantages"}
     uses_advantages = source is None and needed <= available
     if not uses_rewards:
@@ -210,22 +189,32 @@ def read_replay(
                 "without an episode; replay samples that it took part in, or set env.source to null"
             )
     replay = Replay(
-        *(request, start, files, digests, tuple(prompts.values()), run, uses_rewards, uses_advantages),
+        *(request, start, files, tuple(prompts.values()), run, uses_rewards, uses_advantages),
         settings.rollout.routing_replay,
         report="",
     )
-    return replace(replay, report="\n".join(_report_lines(replay, available, pinned, source, model)))
+    return replace(replay, report="\n".join(_report_lines(replay, available)))
 
 
-def _settings_by_step(
-    run: RunDirectory, paths: Mapping[int, Path], periods: Sequence[SettingsPeriod]
-) -> dict[int, Settings]:
-    """Returns the settings under which a run drew the samples of each file, with the commits of its hub models."""
-    periods = periods or SettingsHistory.read(run).periods
-    drawn = {step: period_of(periods, step_of_samples(path) or step) for step, path in paths.items()}
-    used = {period.first_step: period for period in drawn.values()}
-    settings = {step: pin_revisions(load(period.file, [], {}).settings, run) for step, period in used.items()}
-    return {step: settings[period.first_step] for step, period in drawn.items()}
+def _source_settings(run: RunDirectory, paths: Mapping[int, Path], settings: Settings) -> Settings:
+    """Returns the settings under which a run drew the samples of these files, with the commits of its hub models.
+
+    Raises:
+        InputError: they were changed from one of these steps to the next, or to the end of the run, whose settings a
+            replay of several files has.
+    """
+    periods = SettingsHistory.read(run).periods
+    drawn = [step_of_samples(path) or step for step, path in paths.items()]
+    last = drawn[0] if len(drawn) == 1 else math.inf
+    for step, change in changes_by_step(periods):
+        changes_rates = change.name == "run.steps" and settings.optimizer.schedule != "constant"
+        if drawn[0] < step <= last and (change.is_decisive or changes_rates):
+            raise InputError(
+                f"{OPTION}: from step {step} on, the settings of {run.path} were others ({change.to_text()}), and a "
+                f"replay has the same settings for all steps; start with --checkpoint "
+                f"{run.checkpoints_dir / str(step - 1)}, or give the file of one step"
+            )
+    return pin_revisions(load(period_of(periods, drawn[0]).file, [], {}).settings, run)
 
 
 def _same_rewards(settings: Settings, source: Settings) -> bool:
@@ -246,12 +235,9 @@ def _same_rewards(settings: Settings, source: Settings) -> bool:
     return relevant_fields(settings) == relevant_fields(source)
 
 
-def _report_lines(
-    replay: Replay, available: frozenset[str], settings: Settings, source: Settings | None, model: ModelSpec
-) -> list[str]:
-    """Returns what is replayed and taken, then warnings about samples that may not be what the user means."""
-    files, rollout = replay.files, settings.rollout
-    first, last = min(files), max(files)
+def _report_lines(replay: Replay, available: frozenset[str]) -> list[str]:
+    """Returns what is replayed, and what is taken from the samples."""
+    first, last = min(replay.files), max(replay.files)
     steps = f"step {first}" if first == last else f"steps {first} to {last}"
     start = f", from the state of {replay.initial_checkpoint.path}" if replay.initial_checkpoint else ""
     lines = [f"{OPTION}: {steps} on the samples of {replay.request.rollouts}{start}; nothing is generated for them"]
@@ -260,44 +246,6 @@ def _report_lines(
     if replay.uses_saved_advantages:
         lines.append("advantages and returns: those of the samples; without these fields algorithm.* would decide")
     else:
-        lines.append(f"advantages: computed again{', not every sample has them' if source is None else ''}")
-    if replay.uses_saved_routes and ROUTES_FIELD - available:
-        lines.append("routes: not every sample has them, so those without pass through the experts that routers choose")
-    staleness = (source or settings).rollout.max_staleness
-    off_policy = (step for step, file in files.items() if not step - 1 - staleness <= file.newest_version <= step - 1)
-    if (step := next(off_policy, None)) is not None:
-        lines.append(
-            f"the samples of step {step} were drawn by version {files[step].newest_version} of the policy, and it is "
-            f"at version {step - 1}: they are off-policy (algorithm.correction corrects for that)"
-        )
-    smaller = next((step for step, file in files.items() if file.largest_group < rollout.group_size), None)
-    if smaller is not None:
-        lines.append(
-            f"groups have at most {files[smaller].largest_group} samples in step {smaller}, fewer than "
-            f"rollout.group_size = {rollout.group_size}"
-        )
-    if source is not None and replay.source_run is not None:
-        if _saved_tokenizer(replay.source_run) not in (None, model.tokenizer.fingerprint):
-            lines.append(
-                "the samples' run had another tokenizer, chat template or end-of-sequence token than model.path has: "
-                "token ids are taken as they are"
-            )
-        if source.rollout.rounding and settings.algorithm.correction == "none":
-            lines.append(
-                f"the samples were drawn with {format_rounding(source.rollout.rounding)}, so they are off-policy; "
-                "algorithm.correction: truncate corrects for that"
-            )
-        if source.rollout.temperature != rollout.temperature:
-            lines.append(
-                f"rollout.temperature is {rollout.temperature}, and the samples were drawn at "
-                f"{source.rollout.temperature}, which their behavior_logprobs belong to"
-            )
+        reason = ", not every sample has them" if replay.source_run is None else ""
+        lines.append(f"advantages: computed again{reason}")
     return lines
-
-
-def _saved_tokenizer(run: RunDirectory) -> str | None:
-    try:
-        return PolicyCheckpoint.open(run.path).progress.fingerprints.get("tokenizer")
-    except InputError:
-        # The replay does not start from it: it may have been deleted, or be incomplete at the moment.
-        return None

@@ -40,7 +40,6 @@ class StepFile:
     digest: str
     num_groups: int
     largest_group: int
-    newest_version: int
     available_fields: frozenset[str]
     """Those of `reward`, `episode`, `advantages`, `returns` and `routes` that every sample has."""
 
@@ -110,7 +109,7 @@ def read_step_file(
     prompt_of_group: dict[int, str] = {}
     group_of_prompt: dict[str, int] = {}
     ignored = RESCORED_FIELDS | (frozenset() if settings.rollout.routing_replay else ROUTES_FIELD)
-    missing, newest, num_stopped, num_ended = set[str](), 0, 0, 0
+    missing, num_stopped, num_ended = set[str](), 0, 0
     for where, sample in read_samples(path, ignored_fields=ignored):
         _check_sample(sample, settings, model, where)
         group, uid = sample.group_id, sample.prompt.uid
@@ -132,7 +131,6 @@ def read_step_file(
             )
         members[group].add(sample.sample_index)
         prompts.setdefault((uid, sample.prompt.token_ids.tobytes()), sample.prompt)
-        newest = max(newest, int(sample.token_versions.max(initial=0)))
         missing |= {name for name in SAVED_ADVANTAGE_FIELDS | ROUTES_FIELD if getattr(sample, name) is None}
         missing |= set() if has_saved_reward(sample) else {"reward"}
         missing |= {"episode"} if sample.episode is None and not was_dropped_in_rollout(sample) else set()
@@ -149,7 +147,7 @@ def read_step_file(
             "sampled with another tokenizer, or with rollout.stop? Set model.path or rollout.stop as they were then"
         )
     available = frozenset({"reward", "episode", *SAVED_ADVANTAGE_FIELDS, *ROUTES_FIELD} - missing)
-    file = StepFile(path, stamp, digest, len(members), max(map(len, members.values())), newest, available)
+    file = StepFile(path, stamp, digest, len(members), max(map(len, members.values())), available)
     file.check_unchanged()
     smallest = min(map(len, members.values()))
     if source is not None and smallest < source.rollout.group_size:

@@ -113,40 +113,19 @@ def test_a_run_ends_completions_at_stop_strings_and_is_reproduced(
     assert_refused(result, "another tokenizer, or with rollout.stop", tmp_path / "unstopped")
 
 
-def test_each_step_is_replayed_under_the_settings_it_was_trained_with(
-    config: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    run, again = config.parent / "runs" / "tiny", tmp_path / "again" / "tiny-replay"
+def test_a_run_whose_settings_changed_midway_is_replayed_in_parts_only(config: Path, tmp_path: Path) -> None:
+    run = config.parent / "runs" / "tiny"
     assert train_here(config, "run.steps=2").exit_code == 0
-    changed = ("algorithm.name=dr_grpo", "optimizer.learning_rate=0.01", "data.system_prompt=Hi")
-    result = train_here(config, *changed, resume="must", allow_changed=["algorithm", "optimizer.learning_rate", "data"])
+    changed = ("algorithm.name=dr_grpo", "optimizer.learning_rate=0.01")
+    result = train_here(config, *changed, resume="must", allow_changed=["algorithm", "optimizer.learning_rate"])
     assert result.exit_code == 0, result.stderr
-    result = replay(run, again.parent)
-    assert result.exit_code == 0, result.stderr
-    assert_same_steps(again, run, steps=range(1, 5))
-    assert [session["after_step"] for session in records_of(again / "sessions.jsonl")] == [0, 2]
-    # Finished, it has nothing left to do.
-    result = replay(run, again.parent, options=["--resume", "must"])
-    assert result.exit_code == 0 and "continuing after step 4 of 4" in result.stderr, result.stderr
-    # Stopped in the second part, it goes on there.
-    shutil.rmtree(again / "checkpoints" / "4")
-    assert replay(run, again.parent, options=["--resume", "must"]).exit_code == 0
-    assert_same_steps(again, run, steps=range(1, 5))
-    # All parts use what was read once.
-    (run / "settings.yaml").unlink()
-    assert replay(run, tmp_path / "first", "run.steps=2").exit_code == 0
-    assert caplog.text.count("its settings are taken from sessions.jsonl") == 1
-    assert_same_steps(tmp_path / "first" / "tiny-replay", run, steps=range(1, 3))
-    # A part that ends early is the last.
-    early = ("eval.every_steps=1", "run.early_stopping.patience=1", "run.early_stopping.min_delta=10")
-    result = replay(run, tmp_path / "early", *early)
-    assert result.exit_code == 0 and result.stdout.count("ended early") == 1, result.stderr
-    assert [line["step"] for line in metrics_of(tmp_path / "early" / "tiny-replay")] == [0, 1]
-    # The files of all parts are checked before the first one is trained.
-    step_file(run, 4).write_text("")
-    result = replay(run, tmp_path / "broken")
-    assert result.exit_code == 2 and "step_000004.jsonl is not as its run wrote it" in result.stderr
-    assert not (tmp_path / "broken").exists()
+    whole = replay(run, tmp_path / "whole")
+    message = r"from step 3 on, the settings of .*tiny were others \(algorithm\.name was 'grpo' and is now 'dr_grpo'\)"
+    assert_refused(whole, message, tmp_path / "whole")
+    start = ["--checkpoint", run / "checkpoints" / "2"]
+    assert_same_steps(replayed(run, tmp_path / "rest", options=start), run, steps=(3, 4))
+    first = ("eval.every_steps=0", "checkpoint.best_metric=null")
+    assert steps_of(replayed(step_file(run, 1), tmp_path / "first", *first))[1] == steps_of(run)[1]
 
 
 def test_a_penalty_several_epochs_and_mini_batches_go_on_from_a_checkpoint_bit_for_bit(

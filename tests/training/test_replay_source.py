@@ -19,7 +19,6 @@ from settings import load
 from settings.errors import InputError
 from tests.program import records_of
 from tests.replays import looked, rewrite, step_file, write
-from tests.tiny_directory import write_model, write_tokenizer
 from tests.training.test_async_training import UNJUDGED
 
 
@@ -31,29 +30,6 @@ def had(source: Path, *overrides: str) -> None:
     """Changes the run as if it had had these settings."""
     file = source / "settings.yaml"
     file.write_text(load(str(file), overrides, {}).to_yaml())
-
-
-def test_what_may_not_be_meant_is_told(finished: Path) -> None:
-    late = looked(finished, at=step_file(finished, 3))
-    assert "drawn by version 2 of the policy, and it is at version 0" in late.report
-    assert list(late.files) == [1]
-    hot = looked(finished, "rollout.temperature=2.0")
-    assert "rollout.temperature is 2.0, and the samples were drawn at 1.0" in hot.report
-
-
-def test_a_file_with_the_samples_of_another_step_is_told(source: Path) -> None:
-    assert "drawn by version" not in looked(source).report
-    step_file(source, 3).write_bytes(step_file(source, 2).read_bytes())
-    told = "the samples of step 3 were drawn by version 1 of the policy, and it is at version 2"
-    assert told in looked(source).report
-
-
-def test_groups_that_are_smaller_than_those_of_a_step_are_told(source: Path) -> None:
-    assert "groups have at most" not in looked(source).report
-    file = step_file(source, 2)
-    smaller = write(source / "mine.jsonl", [record for record in records_of(file) if record["sample_index"] < 3])
-    told = "groups have at most 3 samples in step 1, fewer than rollout.group_size = 4"
-    assert told in looked(source, at=smaller).report
 
 
 def test_a_file_of_a_run_that_lost_its_last_line_is_refused(source: Path) -> None:
@@ -149,10 +125,3 @@ def test_models_are_those_of_the_samples_run_or_else_of_the_checkpoint_s(
     assert find_model_run(ReplayRequest(source, start)) == RunDirectory(source.resolve())
     assert find_model_run(ReplayRequest(loose, start)) == RunDirectory(finished.resolve())
     assert find_model_run(ReplayRequest(loose)) is None
-
-
-def test_another_chat_template_than_the_run_had_is_told(finished: Path, tmp_path: Path) -> None:
-    write_tokenizer(write_model(tmp_path / "template"), chat_template="{{ messages[-1].content }}<|assistant|>")
-    note = "the samples' run had another tokenizer, chat template or end-of-sequence token than model.path has"
-    assert note in looked(finished, f"model.path={tmp_path / 'template'}").report
-    assert note not in looked(finished).report
