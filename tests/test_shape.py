@@ -25,7 +25,7 @@ def imported_modules(sources: Mapping[str, str]) -> dict[str, set[str]]:
     return {
         module: {
             name
-            for found in find_imports(ast.parse(source))
+            for found in find_imports(source)
             for name in (found.target, found.target.rpartition(".")[0])
             if name in sources and name != module
         }
