@@ -22,7 +22,7 @@ from jax.experimental import multihost_utils
 from app.checkpoint.checksums import CHECKSUM_MISMATCH, checksums, compile_checksums
 from app.checkpoint.network_states import NetworkStates
 from app.checkpoint.retention import BestCheckpoint, LatestAndBestPolicy
-from app.checkpoint.saved_types import convert_types, with_saved_types
+from app.checkpoint.saved_dtypes import convert_dtypes, with_saved_dtypes
 from app.checkpoint.train_progress import OtherVersionError, ProgressRecord, TrainProgress, progress_path
 from app.distributed.collectives import gather_bytes_over_hosts, max_over_hosts
 from app.mesh.placement import abstract_arrays
@@ -90,7 +90,7 @@ class Checkpoints:
         disable_slicing_of_small_arrays()
         self._reader = open_reader(ocp.CompositeCheckpointHandler())
         self._target = abstract_arrays(shapes, shardings)
-        self._damaged: Sequence[int] = ()
+        self._damaged: list[int] = []
         """Steps of the damaged checkpoints that `restore` has found."""
         # Compiled here: a compilation during a step would be reported as an anomaly.
         compile_checksums(self._target)
@@ -138,8 +138,7 @@ class Checkpoints:
     def restore(self, check: Callable[[TrainProgress], None]) -> tuple[NetworkStates, TrainProgress] | None:
         """Restores the newest readable checkpoint; returns None if there is no checkpoint.
 
-        The best checkpoint is read as well, so that a damaged one cannot stay the best. Damaged checkpoints are
-        reported in a warning; `move_damaged_aside` must be called before the first save.
+        Damaged checkpoints are reported in a warning; `move_damaged_aside` must be called before the first save.
 
         Args:
             check: raises InputError if the run cannot be continued after this progress.
@@ -148,8 +147,7 @@ class Checkpoints:
             InputError: `check` refused, hosts see different checkpoints, another version of this program wrote
                 the checkpoints, or none can be read.
         """
-        steps = self._common_steps()
-        sound: dict[int, ProgressRecord] = {}
+        steps, records = self._common_steps(), dict[int, ProgressRecord]()
         for step in steps:
             folder = self._directory / str(step)
             try:
@@ -157,16 +155,16 @@ class Checkpoints:
             except OtherVersionError as error:
                 raise InputError(f"--resume: {folder} {error}") from error
             if record is not None:
-                sound[step] = record
+                records[step] = record
                 self.record_evaluations(record.progress)
-        while sound:
-            newest = sound[max(sound)].progress
-            self.record_evaluations(newest)
-            check(newest)
-            state = self._restore_newest_and_best(sound)
-            if state:
-                self._damaged = [step for step in steps if step not in sound]
-                return state, sound[max(sound)].progress
+        self._damaged = [step for step in steps if step not in records]
+        for step, record in records.items():
+            self.record_evaluations(record.progress)
+            check(record.progress)
+            state = self._restore_verified(step, record)
+            if state is not None:
+                return state, record.progress
+            self._damaged.append(step)
         if steps:
             raise InputError(
                 f"--resume: none of the checkpoints of steps {steps} in {self._directory} can be read. "
@@ -174,24 +172,17 @@ class Checkpoints:
             )
         return None
 
-    def _restore_newest_and_best(self, sound: dict[int, ProgressRecord]) -> NetworkStates | None:
-        """Returns the newest state if the best one is readable too; else removes the unreadable one from `sound`."""
-        newest, best, state = max(sound), self._policy.best_step(sound), None
-        # The newest comes last: two states at once may exceed the devices' memory.
-        for step in (newest,) if best in (None, newest) else (best, newest):
-            state = None
-            state = self._read_on_all_hosts(step, functools.partial(self._read_state, self._directory / str(step)))
-            if state is not None and checksums(state) != sound[step].checksums:
-                _warn_damaged(step, CHECKSUM_MISMATCH)
-                state = None
-            if state is None:
-                del sound[step]
-                return None
-        return convert_types(state, self._target)
+    def _restore_verified(self, step: int, record: ProgressRecord) -> NetworkStates | None:
+        """Restores the state of a checkpoint; returns None, with a warning, if it is damaged."""
+        state = self._read_on_all_hosts(step, functools.partial(self._read_state, self._directory / str(step)))
+        if state is not None and checksums(state) != record.checksums:
+            _warn_damaged(step, CHECKSUM_MISMATCH)
+            return None
+        return state and convert_dtypes(state, self._target)
 
     def _read_state(self, folder: Path) -> NetworkStates:
-        """Reads a state with the types that it was saved with."""
-        target = ocp.args.StandardRestore(with_saved_types(folder, self._target))
+        """Reads a state with the dtypes that it was saved with."""
+        target = ocp.args.StandardRestore(with_saved_dtypes(folder, self._target))
         return self._reader.restore(folder, args=ocp.args.Composite(state=target))["state"]
 
     def _common_steps(self) -> list[int]:

@@ -20,7 +20,7 @@ from app.checkpoint.checkpoints import (
 )
 from app.checkpoint.checksums import CHECKSUM_MISMATCH, array_path, checksums
 from app.checkpoint.network_states import NetworkStates
-from app.checkpoint.saved_types import convert_types, with_saved_types
+from app.checkpoint.saved_dtypes import convert_dtypes, with_saved_dtypes
 from app.checkpoint.train_progress import OtherVersionError, ProgressRecord, TrainProgress
 from app.mesh.placement import abstract_arrays
 from app.model.decoder import Params
@@ -158,7 +158,7 @@ class PolicyCheckpoint:
         with closing(open_reader(handler)) as reader:
 
             def read() -> Any:
-                saved = with_saved_types(self.path, item)
+                saved = with_saved_dtypes(self.path, item)
                 types = ocp.checkpoint_utils.construct_restore_args(saved)
                 args = ocp.args.PyTreeRestore(item=saved, restore_args=types, partial_restore=True)
                 return reader.restore(self.path, args=ocp.args.Composite(state=args))["state"]
@@ -170,7 +170,7 @@ class PolicyCheckpoint:
             reason = "" if sums == {name: self.checksums.get(name) for name in sums} else CHECKSUM_MISMATCH
         if reason:
             raise InputError(f"{OPTION}: {self.path} is damaged ({reason}); choose another one in {self.path.parent}")
-        return convert_types(state, item)
+        return convert_dtypes(state, item)
 
 
 def _find_checkpoint(path: Path) -> Path:

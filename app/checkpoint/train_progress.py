@@ -13,16 +13,16 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-CHECKSUMS = "checksums"
-"""Key in the record: path of an array -> its checksum."""
+FORMAT = 2
+"""Version of the record and of the arrays beside it: raised when this program could not read what it wrote before."""
 
 
 class OtherVersionError(Exception):
     """The record is intact, but was written by another version of this program."""
 
-    def __init__(self, version: str) -> None:
+    def __init__(self) -> None:
         super().__init__(
-            f"was written by {version} version; finish the run with that version, or start one with another run.name"
+            "was written by another version; finish the run with that version, or start one with another run.name"
         )
 
 
@@ -75,7 +75,8 @@ class ProgressRecord:
 
     def to_json(self) -> dict[str, str]:
         """Returns the stored form."""
-        text = json.dumps(asdict(self.progress) | {CHECKSUMS: dict(self.checksums)})
+        fields = {"format": FORMAT, "progress": asdict(self.progress), "checksums": dict(self.checksums)}
+        text = json.dumps(fields)
         return {"record": text, "sha256": hashlib.sha256(text.encode()).hexdigest()}
 
     @classmethod
@@ -84,25 +85,20 @@ class ProgressRecord:
 
         Raises:
             ValueError: the record is damaged, or its step is not the folder's name.
-            OtherVersionError: an older or a newer version of this program wrote the record.
+            OtherVersionError: another version of this program wrote the record.
             OSError: the file cannot be read.
         """
         try:
             stored = json.loads(progress_path(folder).read_text(encoding="utf-8"))
         except RecursionError as error:
             raise ValueError("its progress record is not JSON of this program") from error
-        if not isinstance(stored, dict):
-            raise ValueError("its progress record is not a JSON object")
-        if {"step", "fingerprints"} <= stored.keys():
-            raise OtherVersionError("an older")
-        text = stored.get("record")
+        text = stored.get("record") if isinstance(stored, dict) else None
         if not isinstance(text, str) or stored.get("sha256") != hashlib.sha256(text.encode()).hexdigest():
             raise ValueError("the digest of its progress record does not match the saved one")
         fields = json.loads(text)
-        try:
-            record = cls(checksums=fields.pop(CHECKSUMS), progress=TrainProgress(**fields))
-        except (KeyError, TypeError) as error:
-            raise OtherVersionError("a newer") from error
+        if fields.get("format") != FORMAT:
+            raise OtherVersionError
+        record = cls(TrainProgress(**fields["progress"]), fields["checksums"])
         if str(record.progress.step) != folder.name:
             raise ValueError(f"its progress record belongs to step {record.progress.step}")
         return record

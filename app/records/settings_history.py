@@ -35,8 +35,7 @@ class SettingsHistory:
     """The settings of each step of a run."""
 
     periods: Sequence[SettingsPeriod]
-    """By step, at least one, the last with the settings of the last session. Those of an older version count for all
-    its steps."""
+    """By step, at least one, the last with the settings of the last session."""
     sessions: Sequence[Mapping[str, Any]]
     """The readable lines of `sessions.jsonl`."""
     gaps: Sequence[str]
@@ -47,7 +46,7 @@ class SettingsHistory:
         """Reads `settings.yaml` and, where that is damaged and for earlier sessions, `sessions.jsonl`.
 
         Raises:
-            InputError: both are damaged, or `settings.yaml` is and the run is one of an older version.
+            InputError: both are damaged, or another version of this program wrote them.
         """
         lines = [*read_jsonl_tolerant(run.sessions_path)] if run.sessions_path.is_file() else []
         sessions = [(number, record) for number, record in lines if not isinstance(record, InputError)]
@@ -75,7 +74,7 @@ class SettingsHistory:
 
 
 def _read_last(run: RunDirectory, session: Mapping[str, Any] | None) -> SettingsPeriod:
-    """Returns the settings of the last session, whose line is None if it is damaged or of an older version."""
+    """Returns the settings of the last session, whose line is None if it is damaged."""
     path, saved = run.settings_path, None if session is None else session["settings"].encode()
     try:
         content = path.read_bytes()
@@ -124,5 +123,5 @@ def sign_session(session: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_intact(session: Mapping[str, Any]) -> bool:
-    """Returns whether a line of `sessions.jsonl` is as it was written, and by a version that saved the settings."""
-    return "settings" in session and sign_session({k: v for k, v in session.items() if k != "sha256"}) == session
+    """Returns whether a line of `sessions.jsonl` is as it was written."""
+    return sign_session({k: v for k, v in session.items() if k != "sha256"}) == session
