@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.model.attention.pairs import UNREACHABLE, Blocking, block_pairs
+from app.model.attention.pairs import UNREACHABLE, Blocking, PackedInputs, block_pairs
 from app.model.attention.score_mod import DEFAULT_SCORE_MOD
 from app.model.kernels import gpu_attention, tpu_attention
 from app.model.segment_layout import SegmentLayout
@@ -31,7 +31,7 @@ SHARED = layout_of([[(20, (9, 14)), (6, (5,))], [(3, (30,))]], num_tokens=TOKENS
 def compiled(kernels: ModuleType, rule):
     def run(query, keys, values, weights, layout, window):
         pairs = block_pairs(layout, [5, window, UNREACHABLE], SIZE, with_padding=True)
-        arguments = rule, BLOCKING, query, keys, values, layout, pairs, window
+        arguments = rule, BLOCKING, PackedInputs(query, keys, values, layout, pairs, window)
         mixed, normalizer = kernels.attend(*arguments, interpret=True)
         return mixed, *kernels.attention_grads(*arguments, mixed, normalizer, weights, interpret=True)
 
@@ -91,9 +91,8 @@ def test_padding_is_finite_whatever_stands_there_and_changes_nothing(kernels):
     filled = [jnp.where(mask, 1e3, x) for mask, x in zip((padding, by_key, by_key, padding), arrays, strict=True)]
     pairs = block_pairs(SHARED, [None], SIZE, with_padding=True)
     query, keys, values, _ = filled
-    window = jnp.int32(UNREACHABLE)
-    arguments = DEFAULT_SCORE_MOD, BLOCKING, query, keys, values, SHARED, pairs, window
-    mixed, _ = kernels.attend(*arguments, interpret=True)
+    filled_inputs = PackedInputs(query, keys, values, SHARED, pairs, jnp.int32(UNREACHABLE))
+    mixed, _ = kernels.attend(DEFAULT_SCORE_MOD, BLOCKING, filled_inputs, interpret=True)
     assert np.isfinite(mixed).all()
     assert_close(kernel(kernels, filled, SHARED), kernel(kernels, arrays, SHARED), tolerance=0)
 

@@ -17,7 +17,7 @@ from jaxtyping import Array
 
 from app.model.attention.blockwise import block_attention
 from app.model.attention.packed import make_block_pairs, packed_attention, platform_blocking
-from app.model.attention.pairs import UNREACHABLE, Blocking, block_pairs
+from app.model.attention.pairs import UNREACHABLE, Blocking, PackedInputs, block_pairs
 from app.model.attention.score_mod import DEFAULT_SCORE_MOD, ScoreMod
 from app.model.segment_layout import SegmentLayout
 from tests.layouts import layout_of, seen, segments_of_rows
@@ -92,7 +92,7 @@ def packed(rule: ScoreMod, *, windowed: bool) -> Any:
 def in_small_blocks(rule: ScoreMod, blocking: Blocking) -> Any:
     def attention(query, keys, values, layout, window):
         pairs = block_pairs(layout, [window], blocking.block_size)
-        return block_attention(query, keys, values, layout, pairs, window, rule, blocking)
+        return block_attention(PackedInputs(query, keys, values, layout, pairs, window), rule, blocking)
 
     return jax.jit(with_gradients(attention))
 

@@ -17,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from app.mesh.axis_rules import shard_map_by_dims
-from app.model.attention.pairs import Blocking, BlockPairs
+from app.model.attention.pairs import Blocking, BlockPairs, PackedInputs
 from app.model.attention.score_mod import MASK_VALUE, ScoreMod, apply_soft_cap
 from app.model.segment_layout import SegmentLayout, attention_mask
 
@@ -27,56 +27,45 @@ KEY_DIMS = ("rows", "kv_heads", "tokens", "head")
 NORMALIZER_DIMS = ("kv_heads", "head", "rows")
 ROW_DIMS: Any = ("rows", "tokens")
 PAIR_DIMS: Any = ("layers", "rows", "tokens")
-INPUT_DIMS = (
-    QUERY_DIMS,
-    KEY_DIMS,
-    KEY_DIMS,
-    SegmentLayout(ROW_DIMS, ROW_DIMS, ROW_DIMS),
-    BlockPairs(PAIR_DIMS[:1], PAIR_DIMS, PAIR_DIMS, PAIR_DIMS[:2]),
-    (),
+INPUT_DIMS = PackedInputs._make(
+    [
+        *(QUERY_DIMS, KEY_DIMS, KEY_DIMS),
+        SegmentLayout(ROW_DIMS, ROW_DIMS, ROW_DIMS),
+        BlockPairs(PAIR_DIMS[:1], PAIR_DIMS, PAIR_DIMS, PAIR_DIMS[:2]),
+        (),
+    ]
 )
 
 ATTENTION_CHECKPOINT_NAME = "attention"
 """Name of the attention outputs in `jax.checkpoint` policies; saving them avoids a second forward loop."""
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
-def block_attention(
-    query: Float[Array, "R T Q H"],
-    keys: Float[Array, "R K T H"],
-    values: Float[Array, "R K T H"],
-    layout: SegmentLayout,
-    pairs: BlockPairs,
-    window: Int32[Array, ""],
-    score_mod: ScoreMod,
-    blocking: Blocking,
-) -> Float[Array, "R T Q H"]:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def block_attention(inputs: PackedInputs, score_mod: ScoreMod, blocking: Blocking) -> Float[Array, "R T Q H"]:
     """Returns softmax(cap(scale q k^T)) v over the visible keys, and 0 on padding. T is a multiple of the block size.
 
-    Args:
-        pairs: the result of `block_pairs` for these rows, with `window` among its windows.
+    What computes it, here or in a kernel, is an `attend` and an `attention_grads` of one device's inputs.
     """
-    return _forward(query, keys, values, layout, pairs, window, score_mod, blocking)[0]
+    return _forward(inputs, score_mod, blocking)[0]
 
 
-def _forward(*args: Any) -> tuple[Array, tuple]:
-    *inputs, score_mod, blocking = args
-    attend = _kernels(blocking.kernel).attend if blocking.kernel else _attend_blocks
+def _forward(inputs: PackedInputs, score_mod: ScoreMod, blocking: Blocking) -> tuple[Array, tuple]:
+    compute = _kernels(blocking.kernel).attend if blocking.kernel else attend
     mix = shard_map_by_dims(
-        functools.partial(attend, score_mod, blocking), in_dims=INPUT_DIMS, out_dims=(QUERY_DIMS, NORMALIZER_DIMS)
+        functools.partial(compute, score_mod, blocking), in_dims=(INPUT_DIMS,), out_dims=(QUERY_DIMS, NORMALIZER_DIMS)
     )
-    mixed, normalizer = checkpoint_name(mix(*inputs), ATTENTION_CHECKPOINT_NAME)
-    return mixed, (*inputs, mixed, normalizer)
+    mixed, normalizer = checkpoint_name(mix(inputs), ATTENTION_CHECKPOINT_NAME)
+    return mixed, (inputs, mixed, normalizer)
 
 
-def _backward(score_mod: ScoreMod, blocking: Blocking, residuals: tuple, output_grad: Array) -> tuple:
-    attention_grads = _kernels(blocking.kernel).attention_grads if blocking.kernel else _attention_grads
+def _backward(score_mod: ScoreMod, blocking: Blocking, residuals: tuple, output_grad: Array) -> tuple[PackedInputs]:
+    compute = _kernels(blocking.kernel).attention_grads if blocking.kernel else attention_grads
     gradients = shard_map_by_dims(
-        functools.partial(attention_grads, score_mod, blocking),
-        in_dims=(*INPUT_DIMS, QUERY_DIMS, NORMALIZER_DIMS, QUERY_DIMS),
+        functools.partial(compute, score_mod, blocking),
+        in_dims=(INPUT_DIMS, QUERY_DIMS, NORMALIZER_DIMS, QUERY_DIMS),
         out_dims=(QUERY_DIMS, KEY_DIMS, KEY_DIMS),
     )
-    return *gradients(*residuals, output_grad), None, None, None
+    return (PackedInputs._make([*gradients(*residuals, output_grad), None, None, None]),)
 
 
 def _kernels(platform: Literal["tpu", "gpu"]) -> Any:
@@ -108,17 +97,8 @@ class BlockLoop(NamedTuple):
     """The number of pairs inside the window; others follow them."""
 
     @classmethod
-    def from_rows(
-        cls,
-        query: Array,
-        keys: Array,
-        values: Array,
-        layout: SegmentLayout,
-        pairs: BlockPairs,
-        window: Array,
-        *,
-        blocking: Blocking,
-    ) -> BlockLoop:
+    def from_rows(cls, inputs: PackedInputs, blocking: Blocking) -> BlockLoop:
+        query, keys, values, layout, pairs, window = inputs
         size, at_once, _ = blocking
 
         def by_iteration(pairs: Array) -> Array:
@@ -178,10 +158,11 @@ def _pair_scores(loop: BlockLoop, iteration: Array, score_mod: ScoreMod) -> Pair
     return PairScores(query, keys, values, masked.reshape(scores.shape), slope)
 
 
-def _attend_blocks(score_mod: ScoreMod, blocking: Blocking, *inputs: Any) -> tuple[Array, Array]:
-    """Returns one device's attention output, and the logarithm of each softmax normalizer."""
-    query = inputs[0]
-    loop = BlockLoop.from_rows(*inputs, blocking=blocking)
+def attend(
+    score_mod: ScoreMod, blocking: Blocking, inputs: PackedInputs
+) -> tuple[Float[Array, "R T Q H"], Float32[Array, "K G N"]]:
+    """Returns one device's attention output, and the logarithm of each softmax normalizer, N = R * T."""
+    query, loop = inputs.query, BlockLoop.from_rows(inputs, blocking)
 
     def add(iteration: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         mixed, highest, total = sums
@@ -210,13 +191,17 @@ def _attend_blocks(score_mod: ScoreMod, blocking: Blocking, *inputs: Any) -> tup
     return _from_query_blocks(mixed / total[..., None], query), normalizer
 
 
-def _attention_grads(
-    score_mod: ScoreMod, blocking: Blocking, *inputs_and_outputs: Any
+def attention_grads(
+    score_mod: ScoreMod,
+    blocking: Blocking,
+    inputs: PackedInputs,
+    mixed: Float[Array, "R T Q H"],
+    normalizer: Float32[Array, "K G N"],
+    mixed_grad: Float[Array, "R T Q H"],
 ) -> tuple[Float[Array, "R T Q H"], Float[Array, "R K T H"], Float[Array, "R K T H"]]:
     """Returns the gradients of one device's query, keys and values; each iteration recomputes its scores."""
-    *inputs, mixed, normalizer, mixed_grad = inputs_and_outputs
     query, keys, values, *_ = inputs
-    loop = BlockLoop.from_rows(*inputs, blocking=blocking)
+    loop = BlockLoop.from_rows(inputs, blocking)
     mixed, mixed_grad = (
         _to_query_blocks(x, keys.shape[1], blocking.block_size).astype(jnp.float32) for x in (mixed, mixed_grad)
     )

@@ -18,7 +18,7 @@ from app.mesh.tpu_chips import kernel_bytes
 from app.model.architecture import Architecture
 from app.model.attention.blockwise import block_attention
 from app.model.attention.dense import ATTENTION_SCOPE, dot_product_attention
-from app.model.attention.pairs import UNREACHABLE, Blocking, BlockPairs, block_pairs
+from app.model.attention.pairs import UNREACHABLE, Blocking, BlockPairs, PackedInputs, block_pairs
 from app.model.attention.score_mod import DEFAULT_SCORE_MOD, ScoreMod
 from app.model.kernels.triton_backend import has_triton
 from app.model.kv_cache import padded_head_dim
@@ -146,17 +146,18 @@ def packed_attention(
     size = blocking.block_size
     if num_tokens <= size and not blocking.kernel:
         return dot_product_attention(query, keys, values, attention_mask(layout, layout, 0, window), score_mod)
-    # JAX declares no return type for custom_vjp functions.
-    mixed: Any = block_attention(
+    pairs = pairs or make_block_pairs(layout, [window], blocking)
+    assert pairs is not None
+    inputs = PackedInputs(
         _pad_to_blocks(query, size, axis=1),
         _pad_to_blocks(keys, size, axis=2),
         _pad_to_blocks(values, size, axis=2),
         SegmentLayout(*(_pad_to_blocks(x, size, axis=1) for x in layout)),
-        pairs or make_block_pairs(layout, [window], blocking),
+        pairs,
         jnp.asarray(UNREACHABLE if window is None else window, jnp.int32),
-        score_mod,
-        blocking,
     )
+    # JAX declares no return type for custom_vjp functions.
+    mixed: Any = block_attention(inputs, score_mod, blocking)
     return mixed[:, :num_tokens]
 
 

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int32
+from jaxtyping import Array, Float, Int32
 
 from app.mesh.axis_rules import shard_map_by_dims
 from app.model.segment_layout import SegmentLayout, Window
@@ -44,6 +44,18 @@ class BlockPairs(NamedTuple):
         """Returns the query blocks and key blocks of one window's list, and the number of its pairs on this device."""
         number = jnp.argmax(self.windows == window)
         return self.query_block[number].ravel(), self.key_block[number].ravel(), self.num_pairs[number].sum()
+
+
+class PackedInputs(NamedTuple):
+    """What attention over packed rows reads: of the whole mesh, or of one device's rows and heads."""
+
+    query: Float[Array, "R T Q H"]
+    keys: Float[Array, "R K T H"]
+    values: Float[Array, "R K T H"]
+    layout: SegmentLayout
+    pairs: BlockPairs
+    """The result of `block_pairs` for these rows, with `window` among its windows."""
+    window: Int32[Array, ""]
 
 
 def block_pairs(

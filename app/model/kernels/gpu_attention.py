@@ -19,12 +19,11 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
-from jaxtyping import Array, Bool, Float, Float32, Int32
+from jaxtyping import Array, Bool, Float, Float32
 
-from app.model.attention.pairs import Blocking, BlockPairs
+from app.model.attention.pairs import Blocking, PackedInputs
 from app.model.attention.score_mod import MASK_VALUE, ScoreMod
 from app.model.kernels.pair_scores import is_visible, pair_scores, pair_scores_grad, product, token_info
-from app.model.segment_layout import SegmentLayout
 
 MIN_HEAD_DIM = 16
 """The smallest inner dim of a product on tensor cores."""
@@ -34,23 +33,15 @@ KEYS_PARAMS = triton.CompilerParams(num_warps=8, num_stages=2)
 
 
 def attend(
-    score_mod: ScoreMod,
-    blocking: Blocking,
-    query: Float[Array, "R T Q H"],
-    keys: Float[Array, "R K T H"],
-    values: Float[Array, "R K T H"],
-    layout: SegmentLayout,
-    pairs: BlockPairs,
-    window: Int32[Array, ""],
-    *,
-    interpret: bool = False,
+    score_mod: ScoreMod, blocking: Blocking, inputs: PackedInputs, *, interpret: bool = False
 ) -> tuple[Float[Array, "R T Q H"], Float32[Array, "K G N"]]:
     """Returns one device's attention output, and the logarithm of each softmax normalizer, N = R * T.
 
     Args:
-        pairs: the result of `block_pairs`, with at least one pair for each query block.
+        inputs: with at least one pair for each query block.
     """
-    call = _Call(query, keys, blocking.block_size)
+    query, keys, values, layout, pairs, window = inputs
+    call = GpuCall(inputs, blocking.block_size)
     by_query, _ = _pair_lists(*pairs.inside(window), call.num_blocks)
     mixed, normalizer = pl.pallas_call(
         functools.partial(_forward_kernel, score_mod, score_mod.scale_for(call.head_dim)),
@@ -74,12 +65,7 @@ def attend(
 def attention_grads(
     score_mod: ScoreMod,
     blocking: Blocking,
-    query: Float[Array, "R T Q H"],
-    keys: Float[Array, "R K T H"],
-    values: Float[Array, "R K T H"],
-    layout: SegmentLayout,
-    pairs: BlockPairs,
-    window: Int32[Array, ""],
+    inputs: PackedInputs,
     mixed: Float[Array, "R T Q H"],
     normalizer: Float32[Array, "K G N"],
     mixed_grad: Float[Array, "R T Q H"],
@@ -87,9 +73,10 @@ def attention_grads(
     interpret: bool = False,
 ) -> tuple[Float[Array, "R T Q H"], Float[Array, "R K T H"], Float[Array, "R K T H"]]:
     """Returns the gradients of one device's query, keys and values; scores are computed again."""
-    call = _Call(query, keys, blocking.block_size)
+    query, keys, values, layout, pairs, window = inputs
+    call = GpuCall(inputs, blocking.block_size)
     mean = jnp.einsum("rtqh,rtqh->qrt", mixed_grad, mixed, preferred_element_type=jnp.float32)
-    inputs = (
+    arrays = (
         *(call.by_token(query), call.padded(keys), call.padded(values), call.by_token(mixed_grad.astype(query.dtype))),
         *(normalizer.reshape(call.numbers_shape), mean.reshape(call.numbers_shape)),
         *(token_info(layout), window.reshape(1)),
@@ -107,7 +94,7 @@ def attention_grads(
         compiler_params=QUERY_PARAMS,
         name="attention_backward_query",
         interpret=interpret,
-    )(*inputs, *by_query)
+    )(*arrays, *by_query)
     by_query_head = jax.ShapeDtypeStruct((*query.shape[::2], keys.shape[2], call.query_shape[2]), jnp.float32)
     parts = pl.pallas_call(
         functools.partial(_keys_kernel, score_mod, score_mod.scale_for(call.head_dim)),
@@ -121,7 +108,7 @@ def attention_grads(
         compiler_params=KEYS_PARAMS,
         name="attention_backward_keys",
         interpret=interpret,
-    )(*inputs, *by_key)
+    )(*arrays, *by_key)
     keys_grad, values_grad = (
         x.reshape(*keys.shape[:2], -1, *x.shape[2:]).sum(axis=2)[..., : keys.shape[3]].astype(keys.dtype) for x in parts
     )
@@ -234,12 +221,12 @@ def _pair_lists(
     return (starts(query_blocks), key_blocks), (starts(key_blocks[by_key]), query_blocks[by_key])
 
 
-class _Call:
+class GpuCall:
     """Shapes and blocks of the arrays of a call: the rows of a device one after the other, head sizes powers of 2."""
 
-    def __init__(self, query: Array, keys: Array, size: int):
-        rows, num_tokens, num_heads, self.head_dim = query.shape
-        self.rows, group, per_row = rows, num_heads // keys.shape[1], num_tokens // size
+    def __init__(self, inputs: PackedInputs, size: int):
+        rows, num_tokens, num_heads, self.head_dim = inputs.query.shape
+        self.rows, group, per_row = rows, num_heads // inputs.keys.shape[1], num_tokens // size
         self.num_blocks = rows * per_row
         self.grid = (self.num_blocks, num_heads)
         head = max(MIN_HEAD_DIM, pl.next_power_of_2(self.head_dim))

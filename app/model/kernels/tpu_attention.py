@@ -20,32 +20,22 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from app.mesh.tpu_chips import MAX_KERNEL_BYTES
-from app.model.attention.pairs import Blocking, BlockPairs
+from app.model.attention.pairs import Blocking, PackedInputs
 from app.model.attention.score_mod import MASK_VALUE, ScoreMod
 from app.model.kernels.pair_scores import INFO_ROWS, is_visible, pair_scores, pair_scores_grad, product, token_info
-from app.model.segment_layout import SegmentLayout
 
 
 def attend(
-    score_mod: ScoreMod,
-    blocking: Blocking,
-    query: Float[Array, "R T Q H"],
-    keys: Float[Array, "R K T H"],
-    values: Float[Array, "R K T H"],
-    layout: SegmentLayout,
-    pairs: BlockPairs,
-    window: Int32[Array, ""],
-    *,
-    interpret: bool = False,
+    score_mod: ScoreMod, blocking: Blocking, inputs: PackedInputs, *, interpret: bool = False
 ) -> tuple[Float[Array, "R T Q H"], Float32[Array, "K G N"]]:
     """Returns one device's attention output, and the logarithm of each softmax normalizer, N = R * T.
 
     Args:
-        pairs: the result of `block_pairs`, with at least one pair for each query block.
+        inputs: with at least one pair for each query block.
     """
-    block_size = blocking.block_size
+    query, keys, values, layout, pairs, window = inputs
     *blocks, num_pairs = pairs.inside(window)
-    call = _Call(query.shape, keys.shape, block_size)
+    call = TpuCall(inputs, size := blocking.block_size)
     mixed, normalizer = pl.pallas_call(
         functools.partial(_forward_kernel, score_mod, score_mod.scale_for(call.head_dim)),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -54,9 +44,9 @@ def attend(
             in_specs=[call.by_query, call.by_key, call.by_key, call.query_info, call.key_info],
             out_specs=[call.by_query, call.by_query_row],
             scratch_shapes=[
-                pltpu.VMEM((call.group_size, block_size), jnp.float32),
-                pltpu.VMEM((call.group_size, block_size), jnp.float32),
-                pltpu.VMEM((call.group_size, call.head_dim, block_size), jnp.float32),
+                pltpu.VMEM((call.group_size, size), jnp.float32),
+                pltpu.VMEM((call.group_size, size), jnp.float32),
+                pltpu.VMEM((call.group_size, call.head_dim, size), jnp.float32),
             ],
         ),
         out_shape=[
@@ -73,12 +63,7 @@ def attend(
 def attention_grads(
     score_mod: ScoreMod,
     blocking: Blocking,
-    query: Float[Array, "R T Q H"],
-    keys: Float[Array, "R K T H"],
-    values: Float[Array, "R K T H"],
-    layout: SegmentLayout,
-    pairs: BlockPairs,
-    window: Int32[Array, ""],
+    inputs: PackedInputs,
     mixed: Float[Array, "R T Q H"],
     normalizer: Float32[Array, "K G N"],
     mixed_grad: Float[Array, "R T Q H"],
@@ -86,9 +71,9 @@ def attention_grads(
     interpret: bool = False,
 ) -> tuple[Float[Array, "R T Q H"], Float[Array, "R K T H"], Float[Array, "R K T H"]]:
     """Returns the gradients of one device's query, keys and values; scores are computed again."""
-    block_size = blocking.block_size
+    query, keys, values, layout, pairs, window = inputs
     *blocks, num_pairs = pairs.inside(window)
-    call = _Call(query.shape, keys.shape, block_size)
+    call = TpuCall(inputs, size := blocking.block_size)
     output_grad = call.to_heads(mixed_grad)
     mean = jnp.sum(output_grad.astype(jnp.float32) * call.to_heads(mixed).astype(jnp.float32), axis=-1)
     arrays = call.arrays(query, keys, values)
@@ -102,7 +87,7 @@ def attention_grads(
                 *(call.by_query, call.by_query_row, call.by_query_row),
             ],
             out_specs=[call.by_query, call.whole_row, call.whole_row],
-            scratch_shapes=[pltpu.VMEM((call.group_size, call.head_dim, block_size), jnp.float32)],
+            scratch_shapes=[pltpu.VMEM((call.group_size, call.head_dim, size), jnp.float32)],
         ),
         out_shape=[
             jax.ShapeDtypeStruct(call.query_shape, query.dtype),
@@ -223,16 +208,16 @@ def _compiler_params() -> pltpu.CompilerParams:
     return pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=MAX_KERNEL_BYTES)
 
 
-class _Call:
+class TpuCall:
     """Shapes and blocks of the arrays of a call: heads before tokens, the rows of a device one after the other."""
 
-    def __init__(self, query_shape: tuple[int, ...], keys_shape: tuple[int, ...], block_size: int):
-        self.rows, self.num_tokens, num_query_heads, self.head_dim = query_shape
-        self.num_kv_heads = keys_shape[1]
+    def __init__(self, inputs: PackedInputs, size: int):
+        self.rows, self.num_tokens, num_query_heads, self.head_dim = inputs.query.shape
+        self.num_kv_heads = inputs.keys.shape[1]
         self.group_size = num_query_heads // self.num_kv_heads
         self.query_shape = (self.num_kv_heads, self.group_size, self.rows * self.num_tokens, self.head_dim)
-        self.blocks_per_row = self.num_tokens // block_size
-        group, size, head = self.group_size, block_size, self.head_dim
+        self.blocks_per_row = self.num_tokens // size
+        group, head = self.group_size, self.head_dim
         self.by_query = pl.BlockSpec((None, group, size, head), lambda k, p, q, *_: (k, 0, q[p], 0))
         self.by_query_row = pl.BlockSpec((None, group, size), lambda k, p, q, *_: (k, 0, q[p]))
         self.by_key = pl.BlockSpec((None, size, head), lambda k, p, q, kb, *_: (k, kb[p], 0))
