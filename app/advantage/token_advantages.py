@@ -9,12 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import ArrayLike, Bool, Float32, Float64
 
+from app.advantage.gae.estimate import generalized_advantages
+from app.advantage.gae.recurrence import Number
 from app.advantage.token_rewards import TokenRewardFn
+from app.advantage.vtrace import vtrace
 from app.batching.length_buckets import bucket_length
 from app.records.moments import Moments, whiten
 from app.records.sample import Sample
@@ -44,22 +47,20 @@ class TokenAdvantages(NamedTuple):
 
 
 GaeEstimator = Callable[..., tuple[ArrayLike, ArrayLike]]
-"""`app.advantage.gae.estimate.generalized_advantages` with all settings bound except the discounts: rewards and values,
-and the keywords `gamma`, `lam`, `mask`, `ends` and `bootstrap`."""
-VTraceEstimator = Callable[..., tuple[ArrayLike, ArrayLike]]
-"""`app.advantage.vtrace.vtrace` with all settings bound: a `GaeEstimator` that takes log ratios after the values."""
-DiscountFn = Callable[[TokenRows], ArrayLike]
+"""`app.advantage.gae.estimate.generalized_advantages`, or with its options bound: rewards and values, and the keywords
+`gamma`, `lam`, `mask`, `ends` and `bootstrap`."""
+DiscountFn = Callable[[TokenRows], Number]
 """Rows -> gamma or GAE's lambda: one number, or one per token."""
 BootstrapFn = Callable[[Sample], float]
 """A sample -> the value after its last token."""
 
 
-def fixed_discount(rows: TokenRows, *, discount: float) -> ArrayLike:
+def fixed_discount(rows: TokenRows, *, discount: float) -> Number:
     """Returns the same discount for every token."""
     return discount
 
 
-def turn_gamma(rows: TokenRows, *, gamma: float, turn_discount: float) -> ArrayLike:
+def turn_gamma(rows: TokenRows, *, gamma: float, turn_discount: float) -> Number:
     """Returns gamma for every token, times `turn_discount` at those after which the next turn begins.
 
     What a turn earns is so discounted once for every turn between it and the token that learns from it, however long
@@ -126,7 +127,6 @@ def assign_gae_advantages(
 def assign_vtrace_advantages(
     samples: Sequence[Sample],
     *,
-    vtrace: VTraceEstimator,
     gamma: DiscountFn,
     lam: DiscountFn,
     token_rewards: TokenRewardFn,
@@ -145,15 +145,13 @@ def assign_vtrace_advantages(
     assert all(s.policy_logprobs is not None for s in samples)
     ratios = np.concatenate([np.zeros(0, np.float32), *(s.policy_logprobs - s.behavior_logprobs for s in samples)])
     log_ratios = np.pad(ratios, (0, row.rewards.size - ratios.size))[None]
-
-    def estimate(rewards: np.ndarray, values: np.ndarray, **rest: Any) -> tuple[ArrayLike, ArrayLike]:
-        return vtrace(rewards, values, log_ratios, **rest)
-
-    return _assign_advantages(samples, _estimate_advantages(row, estimate, gamma, lam))
+    given = {"mask": row.mask, "ends": row.ends, "bootstrap": row.bootstrap}
+    result = vtrace(row.rewards, row.values, log_ratios, gamma=gamma(row), lam=lam(row), **given)
+    return _assign_advantages(samples, TokenAdvantages(*result))
 
 
 def assign_return_advantages(
-    samples: Sequence[Sample], *, estimate: GaeEstimator, gamma: DiscountFn, token_rewards: TokenRewardFn
+    samples: Sequence[Sample], *, gamma: DiscountFn, token_rewards: TokenRewardFn
 ) -> list[Sample]:
     """Returns the samples with sum_k gamma^k r_{t+k} as return and advantage of token t: GAE, lambda 1, no critic.
 
@@ -165,9 +163,8 @@ def assign_return_advantages(
     row = concatenate_samples(
         samples, token_rewards=token_rewards, values=lambda s: np.zeros(len(s.completion_ids)), bootstrap=zero_bootstrap
     )
-    return _assign_advantages(
-        samples, _estimate_advantages(row, estimate, gamma, partial(fixed_discount, discount=1.0))
-    )
+    all_rewards = partial(fixed_discount, discount=1.0)
+    return _assign_advantages(samples, _estimate_advantages(row, generalized_advantages, gamma, all_rewards))
 
 
 def concatenate_samples(

@@ -31,11 +31,16 @@ def gae(
     lam: Annotated[str | None, typer.Option(metavar="L", help="Overrides algorithm.lam.")] = None,
     chunk_size: Annotated[str | None, typer.Option(metavar="C", help="Overrides algorithm.gae_chunk_size.")] = None,
     backend: Annotated[
-        Literal["auto", "serial", "chunked", "fused"] | None, typer.Option(help="Overrides algorithm.gae_backend.")
-    ] = None,
+        Literal["auto", "chunked", "numpy"],
+        typer.Option(help="Chunk scan in JAX on the device, or in numpy on the host. auto is numpy, as in training."),
+    ] = "auto",
     mask_mode: Annotated[
-        Literal["skip", "through", "zero"] | None, typer.Option(help="Overrides algorithm.mask_mode.")
-    ] = None,
+        Literal["skip", "through", "zero"],
+        typer.Option(
+            help="Tokens that the policy did not write: skip them, as in training, treat them as ordinary steps "
+            "(through), or as steps with reward 0 and value 0 (zero)."
+        ),
+    ] = "skip",
     bench: Annotated[
         bool, typer.Option("--bench", help="Time every backend and chunk size on this machine instead.")
     ] = False,
@@ -49,22 +54,21 @@ def gae(
     """Add advantages and returns to samples or matrices.
 
     Samples get the advantages that training would compute with the same settings: algorithm.gamma, lam,
-    length_adaptive_lam, mask_mode, bootstrap_truncated, whiten_advantages, critic.lam, and the KL penalty of
-    algorithm.beta if it is in the reward. The summary lists settings that could not be applied.
+    length_adaptive_lam, bootstrap_truncated, whiten_advantages, critic.lam, and the KL penalty of algorithm.beta if it
+    is in the reward. Matrices hold no logprobs, so they get no penalty. The estimator is GAE, whatever
+    algorithm.estimator is.
     """
     flags = {
         "--gamma": ("algorithm.gamma", gamma),
         "--lam": ("algorithm.lam", lam),
         "--chunk-size": ("algorithm.gae_chunk_size", chunk_size),
-        "--backend": ("algorithm.gae_backend", backend),
-        "--mask-mode": ("algorithm.mask_mode", mask_mode),
     }
     given = {option: (field, text) for option, (field, text) in flags.items() if text is not None}
     resolved = resolve(config, overrides, flags=given, print_config=print_config, check=check_for_gae)
     if shapes is not None and not bench:
         raise InputError("--shapes is only used with --bench; add --bench or omit --shapes")
-    for option, value in (("--input", source), ("--backend", backend)):
-        if value is not None and bench:
+    for option, is_given in (("--input", source is not None), ("--backend", backend != "auto")):
+        if is_given and bench:
             raise InputError(f"{option} cannot be combined with --bench, which times every backend on random data")
     if bench:
         folder = out or DEFAULT_BENCH_FOLDER
@@ -72,7 +76,9 @@ def gae(
         show_progress("grpo gae --bench: loading JAX")
         from app.stages import gae_benchmark
 
-        report = gae_benchmark.run_benchmark(resolved, shapes=shapes or DEFAULT_BENCH_SHAPES, folder=folder)
+        report = gae_benchmark.run_benchmark(
+            resolved.settings, shapes=shapes or DEFAULT_BENCH_SHAPES, folder=folder, mask_mode=mask_mode
+        )
         print_result(report, as_json=as_json, text=gae_benchmark.format_report(report))
     else:
         source, out = require_path(source, "--input"), require_path(out, "--out")
@@ -80,4 +86,7 @@ def gae(
         show_progress(f"grpo gae: {source}; loading JAX")
         from app.stages import gae
 
-        print_result(gae.estimate_advantages(resolved, input=source, out=out), as_json=as_json)
+        summary = gae.estimate_advantages(
+            resolved.settings, input=source, out=out, backend=backend, mask_mode=mask_mode
+        )
+        print_result(summary, as_json=as_json)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from app.report.matplotlib_figures import new_figure, save_figure
 from app.report.plots import BLUE, GREEN, GREY, ORANGE
 
-COLORS = {"copy": GREY, "chunked": BLUE, "fused": GREEN, "serial": ORANGE}
+COLORS = {"copy": GREY, "chunked": BLUE, "numpy": GREEN, "loop": ORANGE}
 ROW_NAMES = {"full": "full rows", "masked": "a mask", "packed": "packed samples"}
 
 
@@ -20,7 +20,7 @@ class BackendTiming:
     rows: str
     """One of `ROW_NAMES`."""
     backend: str
-    """A GAE backend, or `copy`: a pass that reads two matrices of the shape and writes two."""
+    """A GAE backend; `loop`, over time in numpy; or `copy`: a pass that reads two matrices and writes two."""
     chunk_size: int | None = None
     """Tokens per chunk; None if the backend has no chunks."""
     is_auto: bool = False

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,7 +24,6 @@ from app.advantage.metrics import AdvantageMoments, advantage_metrics
 from app.advantage.token_advantages import (
     BootstrapFn,
     DiscountFn,
-    GaeEstimator,
     TokenAdvantages,
     TokenRows,
     assign_gae_advantages,
@@ -39,7 +38,6 @@ from app.advantage.token_advantages import (
     zero_bootstrap,
 )
 from app.advantage.token_rewards import TokenRewardFn, kl_moments, kl_penalized_token_rewards, task_token_rewards
-from app.advantage.vtrace import vtrace
 from app.distributed.collectives import moments_over_hosts, sum_over_hosts
 from app.records.sample import Sample
 from app.update.kl import KL_ESTIMATORS, KLEstimator
@@ -120,7 +118,9 @@ def make_group_advantages(settings: Settings) -> EstimateAdvantages:
     return lambda samples, kl_coef: assign_group_advantages(samples, advantages=advantages, rewards=rewards(kl_coef))
 
 
-def make_gae(settings: Settings) -> Callable[[TokenRows], TokenAdvantages]:
+def make_gae(
+    settings: Settings, *, backend: str = "auto", mask_mode: str = "skip"
+) -> Callable[[TokenRows], TokenAdvantages]:
     """Returns the function that computes GAE over rows of tokens."""
     algorithm, alpha = settings.algorithm, settings.algorithm.length_adaptive_lam
     usual = partial(fixed_discount, discount=algorithm.lam)
@@ -128,18 +128,24 @@ def make_gae(settings: Settings) -> Callable[[TokenRows], TokenAdvantages]:
     same = alpha is None and settings.critic.lam in (None, algorithm.lam)
     return partial(
         compute_gae,
-        estimate=_make_estimate(algorithm),
+        estimate=partial(
+            generalized_advantages, backend=backend, mask_mode=mask_mode, chunk_size=algorithm.gae_chunk_size
+        ),
         gamma=_make_gamma(settings),
         lam=_make_lam(algorithm),
         critic_lam=None if same else critic_lam,
     )
 
 
-def make_gae_advantages(settings: Settings, *, bootstrap: BootstrapFn | None = None) -> EstimateAdvantages:
+def make_gae_advantages(
+    settings: Settings, *, bootstrap: BootstrapFn | None = None, backend: str = "auto", mask_mode: str = "skip"
+) -> EstimateAdvantages:
     """Returns the function that computes GAE from the critic's values; `bootstrap` overrides the one from settings."""
     algorithm = settings.algorithm
     estimate = partial(
-        assign_gae_advantages, gae=make_gae(settings), bootstrap=bootstrap or _choose_bootstrap(algorithm)
+        assign_gae_advantages,
+        gae=make_gae(settings, backend=backend, mask_mode=mask_mode),
+        bootstrap=bootstrap or _choose_bootstrap(algorithm),
     )
     return lambda samples, kl_coef: estimate(samples, token_rewards=_make_token_rewards(algorithm, kl_coef))
 
@@ -147,15 +153,8 @@ def make_gae_advantages(settings: Settings, *, bootstrap: BootstrapFn | None = N
 def make_vtrace_advantages(settings: Settings) -> EstimateAdvantages:
     """Returns the function that computes V-trace from the critic's values and the ratio of policy to sampler."""
     algorithm = settings.algorithm
-    correct = partial(
-        vtrace,
-        max_ratio=algorithm.vtrace_max_ratio,
-        max_trace=algorithm.vtrace_max_trace,
-        **_recurrence_options(algorithm),
-    )
     estimate = partial(
         assign_vtrace_advantages,
-        vtrace=correct,
         gamma=_make_gamma(settings),
         lam=_make_lam(algorithm),
         bootstrap=_choose_bootstrap(algorithm),
@@ -165,9 +164,7 @@ def make_vtrace_advantages(settings: Settings) -> EstimateAdvantages:
 
 def make_return_advantages(settings: Settings) -> EstimateAdvantages:
     """Returns the function that computes the discounted returns of REINFORCE++."""
-    estimate = partial(
-        assign_return_advantages, estimate=_make_estimate(settings.algorithm), gamma=_make_gamma(settings)
-    )
+    estimate = partial(assign_return_advantages, gamma=_make_gamma(settings))
     return lambda samples, kl_coef: estimate(samples, token_rewards=_make_token_rewards(settings.algorithm, kl_coef))
 
 
@@ -195,19 +192,6 @@ def _make_lam(algorithm: AlgorithmSettings) -> DiscountFn:
 
 def _choose_bootstrap(algorithm: AlgorithmSettings) -> BootstrapFn:
     return truncation_bootstrap if algorithm.bootstrap_truncated else zero_bootstrap
-
-
-def _make_estimate(algorithm: AlgorithmSettings) -> GaeEstimator:
-    return partial(generalized_advantages, **_recurrence_options(algorithm))
-
-
-def _recurrence_options(algorithm: AlgorithmSettings) -> dict[str, Any]:
-    """Returns the options that GAE and V-trace share."""
-    return {
-        "mask_mode": algorithm.mask_mode,
-        "backend": algorithm.gae_backend,
-        "chunk_size": algorithm.gae_chunk_size,
-    }
 
 
 def _make_token_rewards(algorithm: AlgorithmSettings, kl_coef: float) -> TokenRewardFn:

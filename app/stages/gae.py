@@ -7,6 +7,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from app.advantage.gae.estimate import choose_backend
 from app.mesh import jax_startup
 from app.mesh.device_memory import peak_memory_bytes
 from app.mesh.devices import global_devices
@@ -16,14 +17,14 @@ from app.stages.gae_jsonl import GaeSampleFile
 from app.stages.gae_npz import GaeMatrixFile
 from app.stages.gae_summary import AdvantageTransform
 from app.tracking.compilation_counter import CompilationCounter
-from settings import Resolved
+from settings import Settings
 from settings.errors import InputError
 from settings.schema.mesh import MeshSettings
 
 NPZ_SUFFIX = ".npz"
 
 
-def estimate_advantages(resolved: Resolved, *, input: Path, out: Path) -> dict[str, Any]:
+def estimate_advantages(settings: Settings, *, input: Path, out: Path, backend: str, mask_mode: str) -> dict[str, Any]:
     """Writes `input` with advantages and returns to `out`, in the same format, and returns the summary to print.
 
     The whole input is checked before any device work. Samples are read again for each pass; whitening adds a pass.
@@ -31,7 +32,6 @@ def estimate_advantages(resolved: Resolved, *, input: Path, out: Path) -> dict[s
     Raises:
         InputError: the settings, samples, matrices or output file cannot be used.
     """
-    settings = resolved.settings
     kind, kind_of_out = (GaeMatrixFile if path.suffix.lower() == NPZ_SUFFIX else GaeSampleFile for path in (input, out))
     if kind != kind_of_out:
         raise InputError(
@@ -42,7 +42,7 @@ def estimate_advantages(resolved: Resolved, *, input: Path, out: Path) -> dict[s
     if input.exists() and not input.is_file():
         raise InputError(f"--input: {input} is not a file")
     start = time.perf_counter()
-    file = kind(input, settings)
+    file = kind(input, settings, backend=backend, mask_mode=mask_mode)
     file.check()
     start_local_devices(settings.mesh)
     with closing(CompilationCounter()) as compilations:
@@ -50,13 +50,33 @@ def estimate_advantages(resolved: Resolved, *, input: Path, out: Path) -> dict[s
         moments = file.advantage_moments() if settings.algorithm.whiten_advantages else None
         file.write(out, make_whitener(moments))
     seconds = time.perf_counter() - start
-    summary = file.summary.metrics(resolved, has_logprobs=file.has_logprobs) | {"whitened": moments is not None}
+    algorithm, written = settings.algorithm, file.summary
+    summary: dict[str, Any] = {
+        written.row_name: written.num_rows,
+        "tokens": written.num_tokens,
+        "trainable tokens": written.num_trainable,
+        "gamma": algorithm.gamma,
+        "lambda": algorithm.lam,
+    }
+    if algorithm.length_adaptive_lam is not None:
+        summary["lambda"] = f"1 - 1 / ({algorithm.length_adaptive_lam} x tokens)"
+    if settings.critic.lam is not None:
+        summary["lambda of returns"] = settings.critic.lam
+    summary |= {
+        "mask mode": mask_mode,
+        "backend": choose_backend(backend),
+        "mean advantage": round(written.advantages.mean, 6),
+        "std of advantages": round(written.advantages.population_std, 6),
+        "mean return": round(written.returns.mean, 6),
+        "std of returns": round(written.returns.population_std, 6),
+        "whitened": moments is not None,
+    }
     if moments is not None:
         summary["before whitening"] = f"mean {moments.mean:.6g}, std {moments.population_std:.6g}"
     return summary | {
         "compiling seconds": round(compilations.seconds, 2),
         "seconds": round(seconds, 2),
-        "tokens/s": round(file.summary.num_tokens / max(seconds, 1e-9)),
+        "tokens/s": round(written.num_tokens / max(seconds, 1e-9)),
         "peak memory MiB": round(peak_memory_bytes() / 2**20),
         "written to": str(out),
     }

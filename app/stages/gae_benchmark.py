@@ -1,4 +1,4 @@
-"""`grpo gae --bench`: compares the time of every GAE backend and chunk size with that of copying the same bytes."""
+"""`grpo gae --bench`: times every GAE backend and chunk size, a loop over time, and a copy of the same bytes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import re
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import groupby
@@ -20,17 +20,16 @@ import jax
 import numpy as np
 from jaxtyping import Bool, Float32, Float64
 
-from app.advantage.gae.backend_choice import choose_backend
-from app.advantage.gae.estimate import BACKENDS, generalized_advantages
+from app.advantage.gae.chunked import CHUNK_SIZE
+from app.advantage.gae.estimate import choose_backend, generalized_advantages
 from app.batching.length_buckets import bucket_length
 from app.records.atomic_write import write_atomic
 from app.records.jsonl import check_output_path
 from app.records.text_format import format_table
 from app.report.gae_benchmark_plot import ROW_NAMES, BackendTiming, render_benchmark
 from app.stages.gae import start_local_devices
-from settings import Resolved
+from settings import Settings
 from settings.errors import InputError
-from settings.schema.algorithm import AlgorithmSettings
 
 CHUNK_SIZES = (64, 128, 256, 512)
 NUM_REPEATS = 21
@@ -54,6 +53,14 @@ starts."""
 HEADINGS = ("shape", "rows", "backend", "chunk", "compile s", "median ms", "p90 ms", "GB/s", "% of copy", "max error")
 
 
+class GaeRule(NamedTuple):
+    """What GAE computes, whatever the backend."""
+
+    gamma: float
+    lam: float
+    mask_mode: str = "skip"
+
+
 class BenchmarkShape(NamedTuple):
     rows: int
     tokens: int
@@ -62,13 +69,15 @@ class BenchmarkShape(NamedTuple):
         return f"{self.rows}x{self.tokens}"
 
 
-def run_benchmark(resolved: Resolved, *, shapes: str, folder: Path) -> dict[str, Any]:
-    """Times all backends, writes bench.json and bench.png to a folder, and returns the content of bench.json.
+def run_benchmark(settings: Settings, *, shapes: str, folder: Path, mask_mode: str) -> dict[str, Any]:
+    """Times all backends with the settings' gamma, lambda and chunk size, and writes bench.json and bench.png.
+
+    Returns the content of bench.json.
 
     Raises:
         InputError: the shapes are malformed, or the folder cannot be written to.
     """
-    parsed_shapes, algorithm = parse_shapes(shapes), resolved.settings.algorithm
+    parsed_shapes, algorithm = parse_shapes(shapes), settings.algorithm
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -77,12 +86,14 @@ def run_benchmark(resolved: Resolved, *, shapes: str, folder: Path) -> dict[str,
         ) from None
     for name in ("bench.json", "bench.png"):
         check_output_path(folder / name)
-    start_local_devices(resolved.settings.mesh)
+    start_local_devices(settings.mesh)
     device = jax.devices()[0].device_kind
-    timings = [timing for shape in parsed_shapes for timing in measure_shape(algorithm, shape)]
+    rule = GaeRule(algorithm.gamma, algorithm.lam, mask_mode)
+    sizes = sorted({*CHUNK_SIZES, algorithm.gae_chunk_size or CHUNK_SIZE})
+    timings = [timing for shape in parsed_shapes for timing in measure_shape(rule, shape, sizes)]
     report = {
         "machine": {"device": device, "cpu_cores": os.cpu_count(), "jax": jax.__version__, "numpy": np.__version__},
-        "settings": {"gamma": algorithm.gamma, "lam": algorithm.lam, "mask_mode": algorithm.mask_mode},
+        "settings": rule._asdict(),
         "cases": [asdict(timing) for timing in timings],
         "conclusion": conclude([timing for timing in timings if timing.backend != "copy"]),
     }
@@ -122,18 +133,17 @@ class Workload(NamedTuple):
     mask: Bool[np.ndarray, "B T"] | None = None
     ends: Bool[np.ndarray, "B T"] | None = None
 
-    def estimate(self, algorithm: AlgorithmSettings, backend: str, chunk_size: int | None) -> list[np.ndarray]:
+    def estimate(self, rule: GaeRule, backend: str, chunk_size: int | None) -> list[np.ndarray]:
         """Returns the advantages and returns, as `grpo gae` and training take them."""
-        result = generalized_advantages(
-            self.rewards, self.values, mask=self.mask, ends=self.ends, gamma=algorithm.gamma, lam=algorithm.lam,
-            mask_mode=algorithm.mask_mode, backend=backend, chunk_size=chunk_size,
-        )  # fmt: skip
+        given = {"mask": self.mask, "ends": self.ends, **rule._asdict()}
+        result = generalized_advantages(self.rewards, self.values, **given, backend=backend, chunk_size=chunk_size)
         return [np.asarray(part) for part in result]
 
-    def make_check(self, algorithm: AlgorithmSettings) -> Callable[[Sequence[np.ndarray]], float]:
-        """Returns a function that returns the largest error of advantages and returns, over max(1, max |A|).
+    def places_of_rows(self, most: int | None = None) -> tuple[tuple[np.ndarray, np.ndarray], np.ndarray]:
+        """Returns the places of whole rows, or of the samples of a packed row, and which of them are their own.
 
-        It compares rows, or samples of a packed row, from the first to the last, each as a whole.
+        Args:
+            most: number of rows, from the first to the last; None = all.
         """
         rows, stops = np.arange(len(self.rewards)), np.full(len(self.rewards), self.row_tokens)
         starts = np.zeros_like(stops)
@@ -141,13 +151,20 @@ class Workload(NamedTuple):
             rows, stops = np.nonzero(self.ends)
             stops = stops + 1
             starts = np.concatenate([[0], stops[:-1]])
-        of = np.unique(np.linspace(0, len(rows) - 1, CHECKED_ROWS).astype(int))
+        of = np.unique(np.linspace(0, len(rows) - 1, most or len(rows)).astype(int))
         tokens = starts[of, None] + np.arange((stops - starts)[of].max())
-        is_own = tokens < stops[of, None]
         # The tokens behind the end of a sample do not affect it.
-        places = rows[of, None], np.minimum(tokens, self.row_tokens - 1)
+        return (rows[of, None], np.minimum(tokens, self.row_tokens - 1)), tokens < stops[of, None]
+
+    def loop(self, places: tuple[np.ndarray, np.ndarray], rule: GaeRule) -> Callable[[], Float64[np.ndarray, "2 B T"]]:
+        """Returns a loop over time for these places, ready to run."""
         mask, ends = (None if x is None else x[places] for x in (self.mask, self.ends))
-        exact = reference_gae(self.rewards[places], self.values[places], mask, ends, algorithm)[:, is_own]
+        return partial(loop_over_time, self.rewards[places], self.values[places], mask, ends, rule)
+
+    def make_check(self, rule: GaeRule) -> Callable[[Sequence[np.ndarray]], float]:
+        """Returns a function that returns the largest error of advantages and returns, over max(1, max |A|)."""
+        places, is_own = self.places_of_rows(CHECKED_ROWS)
+        exact = self.loop(places, rule)()[:, is_own]
 
         def error_of(result: Sequence[np.ndarray]) -> float:
             found = np.stack([part[places] for part in result])[:, is_own]
@@ -175,23 +192,27 @@ def make_workloads(shape: BenchmarkShape) -> list[Workload]:
     ]
 
 
-def measure_shape(algorithm: AlgorithmSettings, shape: BenchmarkShape) -> list[BackendTiming]:
-    """Returns the times of every backend, and of a copy, with the settings' gamma, lambda and mask mode."""
+def measure_shape(rule: GaeRule, shape: BenchmarkShape, chunk_sizes: Sequence[int]) -> list[BackendTiming]:
+    """Returns the times of every backend, of a loop over time, and of a copy."""
     cases: list[BackendTiming] = []
     calls: list[Callable[[], Any]] = []
     sizes: list[int] = []
+    backends = [("numpy", None), *(("chunked", size) for size in chunk_sizes if size <= max(shape.tokens, 64))]
     for work in make_workloads(shape):
         print(f"{shape}: {ROW_NAMES[work.rows]}", file=sys.stderr, flush=True)
-        num_tokens, error_of = len(work.rewards) * work.row_tokens, work.make_check(algorithm)
-        cases.append(BackendTiming(str(shape), work.rows, "copy"))
-        calls.append(partial(np.copy, (work.rewards, work.values)))
-        sizes.append(num_tokens * BYTES_PER_TOKEN)
-        for backend, chunk_size, is_auto in list_cases(algorithm, shape):
-            call = partial(work.estimate, algorithm, backend, chunk_size)
-            first_call_s, error = timeit(call, number=1), error_of(call())
-            cases.append(BackendTiming(str(shape), work.rows, backend, chunk_size, is_auto, first_call_s, error))
+        num_tokens, error_of = len(work.rewards) * work.row_tokens, work.make_check(rule)
+        case, num_bytes = BackendTiming(str(shape), work.rows, "copy"), num_tokens * BYTES_PER_TOKEN
+        # The loop takes one row per sample, as it needs.
+        cases += [case, replace(case, backend="loop")]
+        calls += [partial(np.copy, (work.rewards, work.values)), work.loop(work.places_of_rows()[0], rule)]
+        sizes += [num_bytes, num_bytes]
+        for backend, chunk_size in backends:
+            call = partial(work.estimate, rule, backend, chunk_size)
+            times = {"first_call_s": timeit(call, number=1), "max_error": error_of(call())}
+            is_auto = backend == choose_backend("auto")
+            cases.append(replace(case, backend=backend, chunk_size=chunk_size, is_auto=is_auto, **times))
             calls.append(call)
-            sizes.append(num_tokens * (BYTES_PER_TOKEN + (work.mask is not None)))
+            sizes.append(num_bytes + num_tokens * (work.mask is not None))
     timings, copy_speed = [], 0.0
     for case, num_bytes, seconds in zip(cases, sizes, time_shuffled(calls), strict=True):
         speed = num_bytes / statistics.median(seconds) / 1e9
@@ -201,18 +222,6 @@ def measure_shape(algorithm: AlgorithmSettings, shape: BenchmarkShape) -> list[B
         share = 100 * speed / copy_speed
         timings.append(replace(timing, gb_per_s=speed, percent_of_copy=share, first_call_s=compile_s))
     return timings
-
-
-def list_cases(algorithm: AlgorithmSettings, shape: BenchmarkShape) -> Iterator[tuple[str, int | None, bool]]:
-    """Yields (backend, chunk size, whether `auto` selects it) for every case."""
-    choose = partial(choose_backend, one_decay=True, chunk_size=algorithm.gae_chunk_size)
-    auto = choose("auto")
-    for backend in BACKENDS:
-        has_chunks = choose(backend).chunk_size is not None
-        sizes = {*CHUNK_SIZES, algorithm.gae_chunk_size} - {None} if has_chunks else {None}
-        for size in sorted(sizes, key=lambda size: size or 0):
-            if size is None or size == algorithm.gae_chunk_size or size <= max(shape.tokens, CHUNK_SIZES[0]):
-                yield backend, size, (backend, size) == auto[:2]
 
 
 def time_shuffled(calls: Sequence[Callable[[], Any]]) -> list[list[float]]:
@@ -232,23 +241,22 @@ def time_shuffled(calls: Sequence[Callable[[], Any]]) -> list[list[float]]:
     return times
 
 
-def reference_gae(
-    rewards: np.ndarray, values: np.ndarray, mask: np.ndarray | None, ends: np.ndarray | None,
-    algorithm: AlgorithmSettings,
-) -> Float64[np.ndarray, "2 B T"]:  # fmt: skip
+def loop_over_time(
+    rewards: np.ndarray, values: np.ndarray, mask: np.ndarray | None, ends: np.ndarray | None, rule: GaeRule
+) -> Float64[np.ndarray, "2 B T"]:
     """Returns advantages and returns, computed in float64 one step at a time as in the paper."""
     mask = np.ones(rewards.shape, bool) if mask is None else mask
     goes_on = np.ones(rewards.shape) if ends is None else ~ends
     rewards, values = rewards.astype(np.float64), values.astype(np.float64)
-    if algorithm.mask_mode == "zero":
+    if rule.mask_mode == "zero":
         rewards, values = np.where(mask, rewards, 0), np.where(mask, values, 0)
-    is_step = mask if algorithm.mask_mode == "skip" else np.ones(rewards.shape, bool)
+    is_step = mask if rule.mask_mode == "skip" else np.ones(rewards.shape, bool)
     result = np.zeros((2, *rewards.shape))
     advantage, next_value = np.zeros((2, len(rewards)))
     for t in reversed(range(rewards.shape[1])):
         advantage, next_value = advantage * goes_on[:, t], next_value * goes_on[:, t]
-        delta = rewards[:, t] + algorithm.gamma * next_value - values[:, t]
-        advantage = np.where(is_step[:, t], delta + algorithm.gamma * algorithm.lam * advantage, advantage)
+        delta = rewards[:, t] + rule.gamma * next_value - values[:, t]
+        advantage = np.where(is_step[:, t], delta + rule.gamma * rule.lam * advantage, advantage)
         next_value = np.where(is_step[:, t], values[:, t], next_value)
         result[:, :, t] = np.where(mask[:, t], (advantage, advantage + values[:, t]), 0)
     return result
@@ -259,13 +267,13 @@ def conclude(cases: Sequence[BackendTiming]) -> str:
     lines = []
     for (shape, rows), group in groupby(cases, key=lambda case: (case.shape, case.rows)):
         ranked = sorted(group, key=lambda case: case.median_s)
-        scan = next(case for case in ranked if case.backend != "serial")
-        serial = next(case for case in ranked if case.backend == "serial")
+        scan = next(case for case in ranked if case.backend != "loop")
+        loop = next(case for case in ranked if case.backend == "loop")
         auto = next(case for case in ranked if case.is_auto)
-        speedup, slowdown = serial.median_s / scan.median_s, auto.median_s / ranked[0].median_s
+        speedup, slowdown = loop.median_s / scan.median_s, auto.median_s / ranked[0].median_s
         verdict = "pays" if speedup >= MIN_SPEEDUP else "makes no difference"
         verdict = "does not pay" if speedup <= 1 / MIN_SPEEDUP else verdict
-        compared = ", ".join(f"{case.name}: {1e3 * case.median_s:.3g} ms" for case in (scan, serial))
+        compared = ", ".join(f"{case.name}: {1e3 * case.median_s:.3g} ms" for case in (scan, loop))
         line = f"{shape}, {ROW_NAMES[rows]}: chunk-scan {verdict} ({compared}); auto selects {auto.name}"
         if slowdown >= MIN_SPEEDUP:
             line += f", which takes {slowdown:.1f} x as long as the fastest, {ranked[0].name}"

@@ -30,15 +30,23 @@ PROGRESS_INTERVAL_S = 2.0
 class GaeSampleFile:
     """Samples in a JSON Lines file, which is read once for checking and once for each pass over the advantages."""
 
-    has_logprobs = True
-
-    def __init__(self, path: Path, settings: Settings, *, window_tokens: int = WINDOW_TOKENS) -> None:
+    def __init__(
+        self,
+        path: Path,
+        settings: Settings,
+        *,
+        backend: str = "auto",
+        mask_mode: str = "skip",
+        window_tokens: int = WINDOW_TOKENS,
+    ) -> None:
         self.summary = GaeSummary("samples")
         self._path = path
         self._algorithm = settings.algorithm
         self._discounts_turns = settings.env.turn_discount < 1
         # In such a file, a sample's finish_reason determines whether the value after its last token counts.
-        self._estimate = make_gae_advantages(settings, bootstrap=truncation_bootstrap)
+        self._estimate = make_gae_advantages(
+            settings, bootstrap=truncation_bootstrap, backend=backend, mask_mode=mask_mode
+        )
         self._window_tokens = window_tokens
         self._num_samples = 0
         self._last_progress_s = time.monotonic()
@@ -54,11 +62,6 @@ class GaeSampleFile:
             self._num_samples = number
             num_tokens += len(one.sample.completion_ids)
             num_trainable += int(one.sample.mask.sum())
-            was_truncated = one.record.get("finish_reason") == "length"
-            has_bootstrap = len(one.record["values"]) > len(one.sample.completion_ids)
-            self.summary.num_unused_bootstraps += (
-                was_truncated and has_bootstrap and one.sample.finish_reason != "length"
-            )
             self._print_progress(f"checked {number:,} samples")
         if not self._num_samples:
             raise InputError(f"--input: {self._path} holds no samples")

@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Bool, Shaped
 
-from app.advantage.gae.input_checks import check_finite, check_inputs
 from app.advantage.token_advantages import TokenAdvantages, TokenRows
 from app.records.atomic_write import open_atomic
 from app.records.moments import Moments, compute_moments
@@ -28,13 +27,11 @@ UNREADABLE = (ValueError, EOFError, OSError, KeyError, TypeError, RuntimeError, 
 class GaeMatrixFile:
     """NPZ file with `rewards` [B, T], `values` [B, T] or [B, T+1] and optionally `mask` [B, T]."""
 
-    has_logprobs = False
-
-    def __init__(self, path: Path, settings: Settings) -> None:
+    def __init__(self, path: Path, settings: Settings, *, backend: str = "auto", mask_mode: str = "skip") -> None:
         self.summary = GaeSummary("rows")
         self._path = path
-        self._algorithm = settings.algorithm
-        self._gae = make_gae(settings)
+        self._mask_mode = mask_mode
+        self._gae = make_gae(settings, backend=backend, mask_mode=mask_mode)
 
     def check(self) -> None:
         """Reads and checks the matrices.
@@ -71,7 +68,7 @@ class GaeMatrixFile:
             raise InputError(f"{self._path}: values: expected numbers, got dtype bool; is it the mask?")
         mask = as_mask(arrays["mask"], f"{self._path}: mask") if "mask" in arrays else None
         with self._errors_with_path():
-            check_inputs(rewards, values, mask=mask, mask_mode=self._algorithm.mask_mode)
+            check_inputs(rewards, values, mask=mask, mask_mode=self._mask_mode)
         with np.errstate(over="ignore"):  # Numbers at masked tokens may overflow.
             rewards, values = rewards.astype(np.float32), values.astype(np.float32)
         counts = np.full((len(rewards), 1), rewards.shape[1]) if mask is None else mask.sum(axis=1, keepdims=True)
@@ -135,3 +132,54 @@ def as_mask(numbers: np.ndarray, where: str) -> Bool[np.ndarray, "B T"]:
         row, index = np.argwhere(other)[0]
         raise InputError(f"{where}: row {row}, index {index} is {numbers[row, index]}, expected 0 or 1")
     return numbers.astype(bool)
+
+
+def check_inputs(rewards: np.ndarray, values: np.ndarray, *, mask: np.ndarray | None, mask_mode: str) -> None:
+    """Checks that `generalized_advantages` is defined for these arrays.
+
+    Raises:
+        ValueError: shapes do not match, or a number that would be read is not finite in float32; the message gives its
+            row and index.
+    """
+    check_shapes(rewards.shape, values.shape, None if mask is None else mask.shape)
+    # Masked tokens may hold any number in the modes that do not read them.
+    read = None if mask is None or mask_mode == "through" else mask.astype(bool)
+    check_finite("rewards", rewards, read_mask=read)
+    check_finite("values", values, read_mask=read)
+
+
+def check_shapes(rewards: tuple[int, ...], values: tuple[int, ...], mask: tuple[int, ...] | None = None) -> None:
+    """Raises ValueError if the shape of values or mask does not match that of the rewards."""
+    if len(rewards) != 2:
+        raise ValueError(f"rewards: expected [B, T], got the shape {list(rewards)}")
+    num_rows, num_tokens = rewards
+    for name, shape, allowed in (
+        ("values", values, (rewards, (num_rows, num_tokens + 1))),
+        ("mask", rewards if mask is None else mask, (rewards,)),
+    ):
+        if tuple(shape) not in allowed:
+            expected = " or ".join(str(list(one)) for one in allowed)
+            raise ValueError(
+                f"{name}: shape {list(shape)} does not match rewards of shape {list(rewards)}, expected {expected}"
+            )
+
+
+def check_finite(
+    name: str,
+    x: np.ndarray,
+    *,
+    read_mask: Bool[np.ndarray, "B T"] | None = None,
+    hint: str = "expected a finite float32",
+) -> None:
+    """Raises ValueError for the first NaN or infinity; columns beyond those of `read_mask` are also checked."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        as_float32 = x.astype(np.float32, copy=False)
+        # A sum takes a quarter of the time; it may overflow although every number is finite.
+        if np.isfinite(as_float32.sum()):
+            return
+    bad = ~np.isfinite(as_float32)
+    if read_mask is not None:
+        bad[:, : read_mask.shape[1]] &= read_mask
+    if bad.any():
+        row, column = np.argwhere(bad)[0].tolist()
+        raise ValueError(f"{name}: row {row}, index {column} is {x[row, column]}; {hint}")

@@ -4,7 +4,7 @@
 
 The baselines: slime's loop over time in torch, its chunk scan (128 steps), torchrl's vectorised form (left out where
 torchrl is not installed), and a loop over time in numpy on time-major deltas. `ours` is `generalized_advantages` as
-`auto` takes it, and by the other backends; `copy` reads and writes 16 bytes a token. All get numpy arrays: full rows;
+`auto` takes it, and by `chunked`; `copy` reads and writes 16 bytes a token. All get numpy arrays: full rows;
 rows with 10 % of their tokens masked; and samples of log-normal lengths in one row, as training concatenates them. The
 baselines know neither masks nor such rows, so for them tokens are moved to one padded row per sample and back, which
 counts. Only ours also compute returns. Ratios are of medians over the rounds of all processes, each in another order.
@@ -33,13 +33,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from app.advantage.gae.estimate import BACKENDS
-from app.stages.gae_benchmark import BenchmarkShape, Workload, make_workloads, parse_shapes
-from settings.schema.algorithm import AlgorithmSettings
+from app.stages.gae_benchmark import BenchmarkShape, GaeRule, Workload, make_workloads, parse_shapes
 
 GAMMA, LAM = 0.99, 0.95
 SHAPES = "16x8192,128x65536,256x131072"
-ALGORITHM = AlgorithmSettings(gamma=GAMMA, lam=LAM)
+RULE = GaeRule(GAMMA, LAM)
 BASELINES = ("slime loop", "slime chunked", "torchrl", "numpy")
 SLIME_CHUNK = 128
 Solve = Callable[[np.ndarray, np.ndarray], Any]
@@ -121,7 +119,7 @@ def by_rows(solve: Solve, work: Workload) -> np.ndarray:
 
 
 def ours(backend: str, work: Workload) -> np.ndarray:
-    return work.estimate(ALGORITHM, backend, None)[0]
+    return work.estimate(RULE, backend, None)[0]
 
 
 def methods() -> dict[str, Callable[[Workload], np.ndarray]]:
@@ -132,7 +130,7 @@ def methods() -> dict[str, Callable[[Workload], np.ndarray]]:
     return {
         **{name: partial(by_rows, solve) for name, solve in baselines.items()},
         "ours auto": partial(ours, "auto"),
-        **{f"ours {backend}": partial(ours, backend) for backend in BACKENDS if backend != "fused"},
+        "ours chunked": partial(ours, "chunked"),
     }
 
 
@@ -151,7 +149,7 @@ def measure(
     all_of_them: dict[str, Callable[[Workload], Any]] = {"copy": copy, **solvers}
     times: dict[str, list[float]] = {name: [] for name in all_of_them}
     errors: dict[str, float] = {}
-    error_of = work.make_check(ALGORITHM)
+    error_of = work.make_check(RULE)
     order = np.random.default_rng(os.getpid())
     for round_number in range(repeats + 1):
         for name in order.permutation(list(all_of_them)).tolist():

@@ -16,8 +16,6 @@ from settings.checks.training import (
     REWARD_CHECKS,
     RUN_CHECKS,
     check_evaluation_temperature,
-    check_fused_gae,
-    check_fused_turns,
     check_max_length,
     check_token_quotas,
 )
@@ -41,7 +39,7 @@ check_for_inspect_mesh = partial(run_checks, checks=(*SIZE_CHECKS, check_pretend
 check_for_mesh = partial(run_checks, checks=(*HOST_CHECKS, check_no_pretend))
 """The checks of devices and hosts."""
 
-check_for_gae = partial(run_checks, checks=(check_fused_gae, check_fused_turns, *HOST_CHECKS, check_no_pretend))
+check_for_gae = partial(run_checks, checks=(*HOST_CHECKS, check_no_pretend))
 check_for_rollout = partial(run_checks, checks=SAMPLING_CHECKS)
 check_for_evaluation = partial(run_checks, checks=(check_evaluation_temperature, *SAMPLING_CHECKS))
 check_for_score = partial(run_checks, checks=(*REWARD_CHECKS, *HOST_CHECKS, check_no_pretend))

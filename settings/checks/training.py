@@ -163,18 +163,6 @@ REWARD_CHECKS = (
     _reserved_name(OVERLONG_REWARD, "reward.overlong_buffer", "length penalty"),
 )
 
-check_fused_gae = Rule(
-    lambda s: s.algorithm.gae_backend == "fused" and s.algorithm.length_adaptive_lam is not None,
-    "<algorithm.gae_backend> computes with one lambda, but <algorithm.length_adaptive_lam> gives each sample its own; "
-    "set algorithm.gae_backend: auto",
-)
-
-check_fused_turns = Rule(
-    lambda s: s.algorithm.gae_backend == "fused" and s.env.turn_discount < 1,
-    "<algorithm.gae_backend> computes with one discount, but <env.turn_discount> applies only between turns; set "
-    "algorithm.gae_backend: auto",
-)
-
 TURN_CREDIT_CHECKS = (
     Rule(
         lambda s: s.env.credit == "turn" and s.algorithm.estimator in GROUP_RELATIVE_ESTIMATORS,
@@ -182,7 +170,6 @@ TURN_CREDIT_CHECKS = (
         "group would be biased, because the policy itself decides which samples get that far. Set env.credit: "
         "trajectory, or an algorithm.name with returns per token, ppo or reinforce_plus_plus",
     ),
-    check_fused_turns,
     Rule(
         lambda s: s.env.credit == "turn" and s.env.source is None,
         "<env.credit>: only an environment rewards turns, and <env.source>; set env.source, or env.credit: trajectory",
@@ -236,17 +223,6 @@ ALGORITHM_CHECKS = (
     ),
     _check_kl_weight,
     _check_adaptive_kl,
-    Rule(
-        lambda s: s.algorithm.estimator == "vtrace" and s.algorithm.vtrace_max_trace > s.algorithm.vtrace_max_ratio,
-        "<algorithm.vtrace_max_trace> exceeds <algorithm.vtrace_max_ratio>, but V-trace must clip traces at the same "
-        "value as ratios or lower; lower the former or raise the latter",
-    ),
-    check_fused_gae,
-    Rule(
-        lambda s: s.algorithm.estimator == "vtrace" and s.algorithm.gae_backend == "fused",
-        "<algorithm.gae_backend> computes with one discount, but V-trace's traces differ from token to token; set "
-        "algorithm.gae_backend: auto",
-    ),
     Rule(
         lambda s: s.rollout.max_staleness > 0 and s.algorithm.correction == "none",
         "<rollout.max_staleness>: tokens may come from an older policy, but <algorithm.correction> treats them as "

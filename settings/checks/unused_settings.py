@@ -41,7 +41,7 @@ USAGE_CONDITIONS = (
     _condition(
         ESTIMATOR,
         CRITIC_ESTIMATORS | {"reinforce_plus_plus"},
-        *("algorithm.gamma", "algorithm.mask_mode", "algorithm.gae_backend", "algorithm.gae_chunk_size"),
+        *("algorithm.gamma", "algorithm.gae_chunk_size"),
     ),
     _condition(
         ESTIMATOR,
@@ -51,14 +51,12 @@ USAGE_CONDITIONS = (
     ),
     # V-trace uses one lambda for advantages and targets.
     _condition(ESTIMATOR, {"gae"}, "critic.lam"),
-    _condition(ESTIMATOR, {"vtrace"}, "algorithm.vtrace_max_ratio", "algorithm.vtrace_max_trace"),
     _condition(
         CORRECTION,
         {"truncate", "mask"},
         *("algorithm.correction_level", "algorithm.correction_max", "algorithm.correction_veto"),
     ),
     _condition(CORRECTION, {"mask"}, "algorithm.correction_min"),
-    _condition("algorithm.gae_backend", {"chunked"}, "algorithm.gae_chunk_size"),
     UsageCondition(
         RANK,
         lambda settings: bool(settings.model.lora.rank),

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 REMOVED: dict[str, str] = {
+    "algorithm.gae_backend": "training computes GAE in numpy on the host; `grpo gae --backend` chooses for a file",
+    "algorithm.mask_mode": "training skips tokens that the policy did not write; `grpo gae --mask-mode` has the others",
+    "algorithm.vtrace_max_ratio": "V-trace clips its ratios at 1, as in the paper",
+    "algorithm.vtrace_max_trace": "V-trace clips its traces at 1, as in the paper",
     "batching.packing": "samples are always packed by best fit, which needs fewer tokens than the other ways",
     "rollout.decode_layout": "weights are always gathered before generation, and rollout.mesh splits them over tp",
 }

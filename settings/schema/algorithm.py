@@ -101,23 +101,12 @@ class AlgorithmSettings(Section):
     length_adaptive_lam: float | None = Field(default=None, gt=0)
     """Alpha of VAPO's length-adaptive GAE, 0.05 in the paper: advantages use lambda = max(0, 1 - 1 / (alpha x trainable
     tokens)) instead of `lam`. Null disables it."""
-    mask_mode: Literal["skip", "through", "zero"] = "skip"
-    """How GAE handles tokens that the policy did not generate: skip them, treat them as ordinary steps (through), or as
-    steps with reward 0 and value 0 (zero)."""
     bootstrap_truncated: bool = False
     """If true, the return of a sample truncated at `rollout.max_new_tokens`, or by a limit or the environment of `env`,
     includes the critic's value after its last token. If false, it ends with 0, as for a finished sample."""
-    vtrace_max_ratio: float = Field(default=1.0, gt=0)
-    """V-trace's rho: upper bound on the importance weight of a token in the critic's targets. The policy's loss is
-    corrected by `algorithm.correction`."""
-    vtrace_max_trace: float = Field(default=1.0, gt=0)
-    """V-trace's c: upper bound on the trace weight, which limits how far back later errors propagate. At most
-    `vtrace_max_ratio`."""
-    gae_backend: Literal["auto", "serial", "chunked", "fused"] = "auto"
-    """Implementation of the GAE recurrence: in numpy on the host (fused), or in JAX by chunks (chunked) or steps
-    (serial). auto is fused if all tokens have the same lambda, else serial on a CPU and chunked on other devices."""
     gae_chunk_size: int | None = Field(default=None, ge=1, le=4096)
-    """Tokens per chunk of the `chunked` backend. When null, 128."""
+    """Tokens per chunk of `grpo gae --backend chunked`. When null, 128. The numpy backend, which training takes,
+    has its own."""
     whiten_advantages: bool | None = None
     """Normalizes the advantages of a step's tokens, over all hosts, to mean 0 and variance 1. When null: true for
     estimators that credit each token, false for those that compare samples of a prompt."""

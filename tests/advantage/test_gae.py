@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.advantage.gae.chunked import solve_constant_decay, solve_variable_decay
-from app.advantage.gae.estimate import BACKENDS, SOLVERS, generalized_advantages
+from app.advantage.gae.estimate import BACKENDS, choose_backend, generalized_advantages
 from app.advantage.gae.recurrence import MASK_MODES
 from tests.advantage.gae_oracle import Case, oracle, random_case
 
@@ -34,7 +35,7 @@ def assert_close(got, expected) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("mask_mode", MASK_MODES)
-@pytest.mark.parametrize("num_tokens", [1, 127, 128, 129, 511])
+@pytest.mark.parametrize("num_tokens", [1, 129, 511])
 def test_every_backend_equals_a_float64_loop(backend, mask_mode, num_tokens):
     case = random_case(np.random.default_rng(num_tokens), (3, num_tokens), masked=True, packed=True)
     for gamma, lam in DISCOUNTS:
@@ -43,7 +44,7 @@ def test_every_backend_equals_a_float64_loop(backend, mask_mode, num_tokens):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("num_tokens", [1, 127, 129, 4096])
+@pytest.mark.parametrize("num_tokens", [128, 4096])
 def test_every_backend_equals_a_float64_loop_with_one_decay(backend, num_tokens):
     case = random_case(np.random.default_rng(num_tokens), (2, num_tokens), masked=False, packed=False)
     for gamma, lam in DISCOUNTS:
@@ -76,19 +77,31 @@ def test_long_masked_rows_stay_within_the_contract(backend, mask_mode):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("gamma", "lam"), [(0.999, 1.0), (0.9999, 1.0), (1.0, 0.9999), (0.9999, 0.9999)])
 @pytest.mark.parametrize("masked", [False, True])
-def test_discounts_close_to_one_keep_their_digits(backend, gamma, lam, masked):
+def test_discounts_close_to_one_keep_their_digits(backend, masked):
     rewards = np.ones((1, 20_000), np.float32)
     mask = np.arange(20_000)[None] % 3 > 0 if masked else None
     case = Case(rewards, np.full((1, 20_001), 0.5, np.float32), mask)
-    assert_close(estimate(case, gamma=gamma, lam=lam, backend=backend), oracle(case, gamma=gamma, lam=lam))
+    for gamma, lam in ((0.999, 1.0), (0.9999, 1.0), (1.0, 0.9999), (0.9999, 0.9999)):
+        assert_close(estimate(case, gamma=gamma, lam=lam, backend=backend), oracle(case, gamma=gamma, lam=lam))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("center", "num_tokens"), [(1.5, 131_072), (30, 4096), (100, 4096)])
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("bootstrapped", [False, True])
+@pytest.mark.parametrize("mask_mode", MASK_MODES)
+def test_long_rows_with_discounts_per_token_stay_within_the_contract(backend, mask_mode):
+    rng = np.random.default_rng(9)
+    case = random_case(rng, (2, 20_000), masked=True, packed=True)
+    assert case.ends is not None
+    case = case._replace(ends=case.ends & (rng.random(case.ends.shape) < 0.01))
+    options: Any = {"gamma": 1 - 1e-3 * rng.random((2, 20_000)), "lam": rng.random((2, 1)), "mask_mode": mask_mode}
+    assert_close(estimate(case, backend=backend, **options), oracle(case, **options))
+    options["lam"] = 1.0
+    assert_close(estimate(case, backend=backend, **options), oracle(case, **options))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("center", "num_tokens"), [(1.5, 131_072), (100, 4096)])
+@pytest.mark.parametrize(("masked", "bootstrapped"), [(False, True), (True, False)])
 def test_small_advantages_survive_large_values(backend, center, num_tokens, masked, bootstrapped):
     """The critic is nearly correct, so advantages are small differences of large numbers."""
     rng = np.random.default_rng(2)
@@ -116,7 +129,7 @@ def test_rewards_of_any_number_type_are_promoted(dtype):
     np.testing.assert_array_equal(advantages, [[0.25, 0.5, 1.0]])
 
 
-@pytest.mark.parametrize("backend", SOLVERS)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     ("lam", "expected"),
     [
@@ -230,12 +243,15 @@ def test_rows_without_any_token_of_the_policy_get_zeros(backend, mask_mode):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("shape", [(3, 0), (0, 4), (0, 0)])
-@pytest.mark.parametrize("masked", [False, True])
-def test_no_rows_and_no_tokens_are_defined(backend, shape, masked):
-    case = random_case(np.random.default_rng(6), shape, masked=masked, packed=False)
+@pytest.mark.parametrize("shape", [(3, 0), (0, 4)])
+def test_no_rows_and_no_tokens_are_defined(backend, shape):
+    case = random_case(np.random.default_rng(6), shape, masked=True, packed=False)
     advantages, returns = estimate(case, gamma=0.9, lam=0.9, backend=backend)
     assert advantages.shape == returns.shape == shape
+
+
+def test_auto_solves_on_the_host():
+    assert [choose_backend(name) for name in ("auto", *BACKENDS)] == ["numpy", "numpy", "chunked"]
 
 
 def test_one_token_is_its_own_temporal_difference():
@@ -243,7 +259,7 @@ def test_one_token_is_its_own_temporal_difference():
     assert (advantages.item(), returns.item()) == (3.5, 4.0)
 
 
-@pytest.mark.parametrize("chunk_size", [1, 2, 5, 64, 1000])
+@pytest.mark.parametrize("chunk_size", [1, 5, 1000])
 @pytest.mark.parametrize("masked", [False, True])
 def test_the_chunk_size_changes_nothing(chunk_size, masked):
     case = random_case(np.random.default_rng(7), (2, 200), masked=masked, packed=masked)
@@ -253,7 +269,7 @@ def test_the_chunk_size_changes_nothing(chunk_size, masked):
 
 def test_other_discounts_compile_nothing_anew():
     case = random_case(np.random.default_rng(8), (2, 33), masked=True, packed=False)
-    estimate(case, gamma=0.9, lam=0.95)
+    estimate(case, gamma=0.9, lam=0.95, backend="chunked")
     compilations = []
 
     def count(event: str, duration_secs: float, **_: object) -> None:
@@ -262,7 +278,7 @@ def test_other_discounts_compile_nothing_anew():
     jax.monitoring.register_event_duration_secs_listener(count)
     try:
         for gamma, lam in DISCOUNTS:
-            estimate(case, gamma=gamma, lam=lam)
+            estimate(case, gamma=gamma, lam=lam, backend="chunked")
     finally:
         jax.monitoring.unregister_event_duration_listener(count)
     assert not [event for event in compilations if "backend_compile" in event]

@@ -26,7 +26,6 @@ from app.advantage.token_advantages import (
     zero_bootstrap,
 )
 from app.advantage.token_rewards import kl_moments, kl_penalized_token_rewards, task_token_rewards, token_kl
-from app.advantage.vtrace import vtrace
 from app.records.moments import EMPTY_MOMENTS, joint_moments
 from app.update.kl import k1, k3
 from tests.tiny import make_sample
@@ -177,7 +176,7 @@ def test_an_adaptive_lambda_of_a_sample_that_the_policy_wrote_nothing_of_is_defi
 
 def by_return(samples, *, gamma: Any = 1.0, token_rewards=task_token_rewards) -> Any:
     gamma = partial(fixed_discount, discount=gamma) if isinstance(gamma, float) else gamma
-    return assign_return_advantages(samples, estimate=generalized_advantages, gamma=gamma, token_rewards=token_rewards)
+    return assign_return_advantages(samples, gamma=gamma, token_rewards=token_rewards)
 
 
 def test_without_a_critic_every_token_is_credited_with_its_discounted_return():
@@ -305,7 +304,7 @@ def test_vtrace_of_the_samplers_own_policy_has_the_targets_of_gae():
     lam = partial(fixed_discount, discount=0.8)
     gamma = partial(fixed_discount, discount=0.9)
     arguments = {"gamma": gamma, "token_rewards": task_token_rewards, "bootstrap": truncation_bootstrap}
-    corrected: Any = assign_vtrace_advantages(own, vtrace=vtrace, lam=lam, **arguments)
+    corrected: Any = assign_vtrace_advantages(own, lam=lam, **arguments)
     for one, by_estimate in zip(
         corrected, by_gae(own, gamma=0.9, lam=0.8, bootstrap=truncation_bootstrap), strict=True
     ):
@@ -318,7 +317,6 @@ def test_vtrace_weighs_a_token_of_the_targets_and_leaves_that_of_the_advantages_
     got: Any
     (got,) = assign_vtrace_advantages(
         [half],
-        vtrace=vtrace,
         gamma=partial(fixed_discount, discount=1.0),
         lam=partial(fixed_discount, discount=1.0),
         token_rewards=task_token_rewards,

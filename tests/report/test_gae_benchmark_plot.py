@@ -14,10 +14,10 @@ def timing(backend: str, chunk_size: int | None, median_s: float, p90_s: float, 
 
 TIMINGS = [
     timing("copy", None, 1e-3, 1e-3),
-    timing("serial", None, 9e-3, 1e-2),
+    timing("loop", None, 9e-3, 1e-2),
     timing("chunked", 64, 3e-3, 4e-3),
     replace(timing("chunked", 128, 2e-3, 3e-3), is_auto=True),
-    timing("fused", None, 1.5e-3, 2e-3),
+    timing("numpy", None, 1.5e-3, 2e-3),
 ]
 
 

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
@@ -93,27 +92,6 @@ def test_a_penalty_is_adapted_only_where_there_is_one_in_the_reward(resolve) -> 
     assert "algorithm.beta = 0.0 (from the default) would stay 0" in message
 
 
-def test_traces_are_cut_at_or_below_their_ratios(resolve) -> None:
-    vtrace = ("algorithm.estimator=vtrace", "algorithm.vtrace_max_trace=2.0")
-    message = refusal(check_for_train, resolve(*vtrace))
-    assert message.startswith("algorithm.vtrace_max_trace = 2.0 (from --set) exceeds algorithm.vtrace_max_ratio")
-    check_for_train(resolve(*vtrace, "algorithm.vtrace_max_ratio=2.0"))
-
-
-@pytest.mark.parametrize(
-    ("reason", "message"),
-    [
-        ("algorithm.length_adaptive_lam=0.1", r"computes with one lambda, but algorithm\.length_adaptive_lam = 0\.1"),
-        ("algorithm.estimator=vtrace", "computes with one discount, but V-trace's traces differ"),
-    ],
-)
-def test_fused_gae_takes_one_discount(resolve, reason: str, message: str) -> None:
-    chosen = ("algorithm.name=ppo", reason)
-    assert re.search(message, refusal(check_for_train, resolve(*chosen, "algorithm.gae_backend=fused")))
-    for backend in ("auto", "serial", "chunked"):
-        check_for_train(resolve(*chosen, f"algorithm.gae_backend={backend}"))
-
-
 def test_a_second_moment_of_8_bits_needs_a_fast_decay(resolve) -> None:
     rounded = "optimizer.second_moment=bfloat16"
     message = refusal(check_for_train, resolve(rounded))
@@ -122,17 +100,9 @@ def test_a_second_moment_of_8_bits_needs_a_fast_decay(resolve) -> None:
     check_for_train(resolve("optimizer.first_moment=bfloat16"))
 
 
-def test_only_chunks_have_a_size(resolve) -> None:
-    chosen = ("algorithm.name=ppo", "algorithm.gae_chunk_size=64")
-    assert "it is only for algorithm.gae_backend chunked" in refusal(check_for_train, resolve(*chosen))
-    check_for_train(resolve(*chosen, "algorithm.gae_backend=chunked"))
-
-
 NOT_READ = [
     ("algorithm.gamma=0.9", "grpo", "gae or reinforce_plus_plus or vtrace"),
     ("algorithm.lam=0.9", "reinforce_plus_plus", "gae or vtrace"),
-    ("algorithm.mask_mode=zero", "dapo", "gae or reinforce_plus_plus or vtrace"),
-    ("algorithm.vtrace_max_ratio=2.0", "ppo", "vtrace"),
     ("critic.learning_rate=1.0", "grpo", "gae or vtrace"),
     ("critic.max_tokens_per_device=4096", "grpo", "gae or vtrace"),
 ]
@@ -320,10 +290,6 @@ PLAYED = ("env.source=guess_number", "env.credit=turn")
         ((*PLAYED, "algorithm.name=rloo"), "algorithm.estimator = 'rloo'"),
         (("env.credit=turn", "algorithm.name=ppo"), "env.credit = 'turn' (from --set): only an environment rewards"),
         (("env.source=guess_number", "env.turn_discount=0.5"), "env.turn_discount = 0.5 (from --set) has no effect"),
-        (
-            (*PLAYED, "env.turn_discount=0.5", "algorithm.name=ppo", "algorithm.gae_backend=fused"),
-            "algorithm.gae_backend = 'fused' (from --set) computes with one discount",
-        ),
     ],
 )
 def test_turns_are_rewarded_only_where_returns_are_per_token(resolve, overrides, message: str) -> None:

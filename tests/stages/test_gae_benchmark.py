@@ -14,14 +14,14 @@ from app.report.gae_benchmark_plot import BackendTiming
 from app.stages import gae_benchmark
 from app.stages.gae_benchmark import (
     BenchmarkShape,
+    GaeRule,
     conclude,
+    loop_over_time,
     make_workloads,
     parse_shapes,
-    reference_gae,
     time_shuffled,
 )
 from settings.errors import InputError
-from settings.schema.algorithm import AlgorithmSettings
 from tests.advantage import gae_oracle
 from tests.advantage.gae_oracle import random_case
 from tests.program import here
@@ -36,10 +36,10 @@ def test_a_bench_measures_every_backend_checks_it_and_draws(tmp_path: Path) -> N
     assert (folder / "bench.png").read_bytes().startswith(b"\x89PNG")
     assert report["settings"] == {"gamma": 0.9, "lam": 0.95, "mask_mode": "skip"}
     assert {case["rows"] for case in report["cases"]} == {"full", "masked", "packed"}
-    assert {"serial", "chunked"} <= {case["backend"] for case in report["cases"]}
+    assert {"loop", "chunked", "numpy"} <= {case["backend"] for case in report["cases"]}
     num_packed = make_workloads(BenchmarkShape(3, 70))[2].row_tokens
     copies = {case["rows"]: case for case in report["cases"] if case["backend"] == "copy"}
-    cases = [case for case in report["cases"] if case["backend"] != "copy"]
+    cases = [case for case in report["cases"] if case["backend"] not in ("copy", "loop")]
     for case in cases:
         assert case["max_error"] < 1e-5
         assert 0 < case["median_s"] <= case["p90_s"]
@@ -58,14 +58,13 @@ def test_a_bench_measures_every_backend_checks_it_and_draws(tmp_path: Path) -> N
 def test_the_oracle_of_the_bench_is_that_of_the_tests(mode: str) -> None:
     case = random_case(np.random.default_rng(0), (3, 20), masked=True, packed=False)._replace(ends=None)
     case = case._replace(values=case.values[:, :20])
-    algorithm = AlgorithmSettings(gamma=0.5, lam=0.75, mask_mode=mode)  # pyright: ignore[reportArgumentType]
     assert case.mask is not None
-    found = reference_gae(case.rewards, case.values, case.mask, None, algorithm)
+    found = loop_over_time(case.rewards, case.values, case.mask, None, GaeRule(0.5, 0.75, mode))
     np.testing.assert_allclose(found, gae_oracle.oracle(case, gamma=0.5, lam=0.75, mask_mode=mode), atol=1e-12)
 
 
 @pytest.mark.parametrize("text", ["", "16", "0x4", "4x-1", "4x4;5x5", "4x4,", "99999x99999"])
-def test_shapes_that_are_none_are_refused(text: str) -> None:
+def test_shapes_that_are_none_are_renumpy(text: str) -> None:
     with pytest.raises(InputError, match="--shapes: "):
         parse_shapes(text)
 
@@ -76,9 +75,9 @@ def test_shapes_are_rows_and_tokens_each_once() -> None:
 
 @pytest.mark.parametrize(("row", "token"), [(0, 0), (-1, 0), (0, -1), (-1, -1)])
 def test_the_error_is_looked_for_in_whole_rows_from_the_first_to_the_last(row: int, token: int) -> None:
-    algorithm = AlgorithmSettings()
+    rule = GaeRule(1.0, 0.95)
     for work in make_workloads(BenchmarkShape(40, 2500)):
-        result, error_of = work.estimate(algorithm, "auto", None), work.make_check(algorithm)
+        result, error_of = work.estimate(rule, "auto", None), work.make_check(rule)
         assert error_of(result) < 1e-5
         wrong = [part.copy() for part in result]
         wrong[1][row, token if token == 0 else work.row_tokens - 1] += 1.0
@@ -97,13 +96,12 @@ def test_cases_take_turns_in_an_order_that_changes(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("mode", ["skip", "through", "zero"])
 def test_packed_samples_are_one_row_that_is_solved_as_apart(mode: str) -> None:
-    algorithm = AlgorithmSettings(gamma=0.9, lam=0.8, mask_mode=mode)  # pyright: ignore[reportArgumentType]
     packed = make_workloads(BenchmarkShape(5, 60))[2]
     assert packed.mask is not None and packed.ends is not None and packed.rewards.shape[0] == 1
     assert packed.mask.sum() == packed.row_tokens and packed.ends.sum() == 5
     case = gae_oracle.Case(packed.rewards, packed.values, packed.mask, packed.ends)
     exact = gae_oracle.oracle(case, gamma=0.9, lam=0.8, mask_mode=mode)
-    error_of = packed.make_check(algorithm)
+    error_of = packed.make_check(GaeRule(0.9, 0.8, mode))
     assert error_of([*exact]) < 1e-6
     assert error_of([part + 1 for part in exact]) > 0.1
 
@@ -113,9 +111,9 @@ def test_slow_calls_are_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [len(seconds) for seconds in time_shuffled([list, dict])] == [1, 1]
 
 
-SERIAL = BackendTiming("1x9", "full", "serial", median_s=3.0)
-CHUNKED = replace(SERIAL, backend="chunked", chunk_size=64, median_s=0.5)
-FUSED = replace(SERIAL, backend="fused", median_s=1.0)
+LOOP = BackendTiming("1x9", "full", "loop", median_s=3.0)
+CHUNKED = replace(LOOP, backend="chunked", chunk_size=64, median_s=0.5)
+NUMPY = replace(LOOP, backend="numpy", median_s=1.0)
 
 
 def as_auto(case: BackendTiming) -> BackendTiming:
@@ -126,17 +124,17 @@ def as_auto(case: BackendTiming) -> BackendTiming:
     ("cases", "sentence"),
     [
         (
-            [SERIAL, as_auto(CHUNKED), replace(CHUNKED, chunk_size=128, median_s=0.7), FUSED],
-            "chunk-scan pays (chunked in chunks of 64: 500 ms, serial: 3e+03 ms); auto selects chunked in chunks of 64",
+            [LOOP, as_auto(CHUNKED), replace(CHUNKED, chunk_size=128, median_s=0.7), NUMPY],
+            "chunk-scan pays (chunked in chunks of 64: 500 ms, loop: 3e+03 ms); auto selects chunked in chunks of 64",
         ),
         (
-            [SERIAL, as_auto(CHUNKED), replace(FUSED, median_s=0.25)],
-            "chunk-scan pays (fused: 250 ms, serial: 3e+03 ms); "
-            "auto selects chunked in chunks of 64, which takes 2.0 x as long as the fastest, fused",
+            [LOOP, as_auto(CHUNKED), replace(NUMPY, median_s=0.25)],
+            "chunk-scan pays (numpy: 250 ms, loop: 3e+03 ms); "
+            "auto selects chunked in chunks of 64, which takes 2.0 x as long as the fastest, numpy",
         ),
         (
-            [as_auto(replace(SERIAL, median_s=0.505)), CHUNKED],
-            "chunk-scan makes no difference (chunked in chunks of 64: 500 ms, serial: 505 ms); auto selects serial",
+            [as_auto(replace(LOOP, median_s=0.505)), CHUNKED],
+            "chunk-scan makes no difference (chunked in chunks of 64: 500 ms, loop: 505 ms); auto selects loop",
         ),
     ],
 )
@@ -146,7 +144,7 @@ def test_the_conclusion_says_whether_chunks_pay_and_whether_auto_is_right(
     assert conclude(cases) == f"1x9, full rows: {sentence}"
 
 
-def test_a_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
+def test_a_folder_that_is_a_file_is_renumpy(tmp_path: Path) -> None:
     (tmp_path / "bench").write_text("")
     result = here("gae", "--bench", "--out", tmp_path / "bench")
     assert result.exit_code == 2

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from app.stages.gae import make_whitener
-from app.stages.gae_npz import GaeMatrixFile, load_matrices
+from app.stages.gae_npz import GaeMatrixFile, check_inputs, load_matrices
 from settings import load
 from settings.errors import InputError
 
@@ -90,3 +90,14 @@ def test_a_flipped_bit_is_noticed(tmp_path: Path) -> None:
     path.write_bytes(content)
     with pytest.raises(InputError, match="Bad CRC"):
         load_matrices(path)
+
+
+def test_masked_rubbish_is_refused_only_where_it_is_read() -> None:
+    rewards, mask = np.array([[np.nan, 1.0]]), np.array([[False, True]])
+    check_inputs(rewards, np.zeros((1, 2)), mask=mask, mask_mode="skip")
+    with pytest.raises(ValueError, match="row 0, index 0 is nan"):
+        check_inputs(rewards, np.zeros((1, 2)), mask=mask, mask_mode="through")
+
+
+def test_large_numbers_whose_sum_is_infinite_are_numbers() -> None:
+    check_inputs(np.full((2, 3), 3e38, np.float32), np.zeros((2, 3)), mask=None, mask_mode="skip")

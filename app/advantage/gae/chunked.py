@@ -9,20 +9,49 @@ Source: the chunked form of linear attention, applied to GAE in THUDM/slime.
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32
 
-from app.advantage.gae.recurrence import GaeOutput, RecurrenceTerms
+from app.advantage.gae.recurrence import (
+    MASK_MODES,
+    Discounts,
+    GaeOutput,
+    GaeRows,
+    HostOrDevice,
+    Number,
+    make_gae_rows,
+)
 
 CHUNK_SIZE = 128
 
 
-def solve_chunked(terms: RecurrenceTerms, *, chunk_size: int = CHUNK_SIZE) -> GaeOutput:
-    """Solves the recurrence in chunks: by matrix products for a constant decay, else by a scan of logarithmic depth.
+def solve_chunked(
+    rewards: HostOrDevice,
+    values: HostOrDevice,
+    *,
+    gamma: Number,
+    lam: Number,
+    mask: HostOrDevice | None,
+    ends: HostOrDevice | None,
+    bootstrap: HostOrDevice | None,
+    mask_mode: str,
+    chunk_size: int,
+) -> GaeOutput:
+    """Computes GAE in chunks: by matrix products for a constant decay, else by a scan of logarithmic depth.
 
-    Memory per row: O(T + C^2) for a constant decay, O(T) for one decay per token.
+    Arguments are those of `app.advantage.gae.estimate.generalized_advantages`. Memory per row: O(T + C^2) for a
+    constant decay, O(T) for one decay per token.
     """
+    rows = make_gae_rows(rewards, values, mask=mask, ends=ends, bootstrap=bootstrap)
+    return _solve_rows(rows, Discounts.create(gamma, lam), mask_mode, chunk_size)
+
+
+@partial(jax.jit, static_argnums=(2, 3))
+def _solve_rows(rows: GaeRows, discounts: Discounts, mask_mode: str, chunk_size: int) -> GaeOutput:
+    terms = MASK_MODES[mask_mode](rows, discounts)
     if terms.one_minus_decay.ndim == 0:
         advantages = solve_constant_decay(terms.deltas, jnp.log1p(-terms.one_minus_decay), chunk_size=chunk_size)
     else:

@@ -2,32 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from app.advantage.gae.chunked import CHUNK_SIZE, solve_chunked
+from app.advantage.gae.numpy_scan import solve_in_numpy
+from app.advantage.gae.recurrence import GaeOutput, HostOrDevice, Number
 
-import jax
-import numpy as np
-
-from app.advantage.gae.backend_choice import choose_backend
-from app.advantage.gae.chunked import solve_chunked
-from app.advantage.gae.fused import solve_fused
-from app.advantage.gae.recurrence import (
-    MASK_MODES,
-    Discounts,
-    GaeOutput,
-    GaeRows,
-    HostOrDevice,
-    Number,
-    RecurrenceTerms,
-    make_gae_rows,
-)
-from app.advantage.gae.serial import solve_serial
-
-SOLVERS: Mapping[str, Callable[..., GaeOutput]] = MappingProxyType({"serial": solve_serial, "chunked": solve_chunked})
-"""(terms, and `chunk_size` if the backend has chunks) -> advantages and returns, in JAX."""
-BACKENDS = (*SOLVERS, "fused")
-"""`fused` takes whole rows instead of terms, in numpy."""
+BACKENDS = ("numpy", "chunked")
+"""Blocks of a chunk scan in numpy on the host, and a chunk scan in JAX on the device."""
 
 
 def generalized_advantages(
@@ -45,8 +25,8 @@ def generalized_advantages(
 ) -> GaeOutput:
     """Computes A_t = delta_t + gamma lambda A_{t+1}, delta_t = r_t + gamma V_{t+1} - V_t, and the returns A + V.
 
-    All arithmetic is float32, whatever the input. Backends in JAX trace `gamma` and `lam`: new values do not recompile.
-    Pass values close to 1 as Python numbers or float64; see `Discounts`.
+    The result is float32, whatever the input. `chunked` traces `gamma` and `lam`: new values do not recompile. Pass
+    values close to 1 as Python numbers or float64; see `Discounts`.
 
     Args:
         rewards: [B, T].
@@ -57,27 +37,20 @@ def generalized_advantages(
         ends: [B, T], True on the last token of each sequence of a row; the row's last token always ends one.
         bootstrap: [B, T], the value after a sequence, read at its last token; None = 0: all sequences are complete.
         mask_mode: meaning of masked tokens, see `app.advantage.gae.recurrence`.
-        backend: one of `BACKENDS`, or `auto`, see `app.advantage.gae.backend_choice`.
+        backend: one of `BACKENDS`, or `auto`, see `choose_backend`.
         chunk_size: steps per chunk of `chunked`, at least 1; None = its default.
-
-    Raises:
-        ValueError: the backend does not support the discounts.
 
     Source: Schulman et al. 2016, eq. 16.
     """
-    choice = choose_backend(backend, one_decay=np.ndim(gamma) == np.ndim(lam) == 0, chunk_size=chunk_size)
-    given = {"mask": mask, "ends": ends, "bootstrap": bootstrap}
-    if choice.backend == "fused":
-        return solve_fused(rewards, values, gamma=float(gamma), lam=float(lam), mask_mode=mask_mode, **given)
-    rows = make_gae_rows(rewards, values, **given)
-    return _estimate(rows, Discounts.create(gamma, lam), mask_mode, choice.backend, choice.chunk_size)
+    given = {"gamma": gamma, "lam": lam, "mask": mask, "ends": ends, "bootstrap": bootstrap, "mask_mode": mask_mode}
+    if choose_backend(backend) == "numpy":
+        return solve_in_numpy(rewards, values, **given)
+    return solve_chunked(rewards, values, **given, chunk_size=chunk_size or CHUNK_SIZE)
 
 
-@functools.partial(jax.jit, static_argnums=(2, 3, 4))
-def _estimate(rows: GaeRows, discounts: Discounts, mask_mode: str, backend: str, chunk_size: int | None) -> GaeOutput:
-    return solve_recurrence(MASK_MODES[mask_mode](rows, discounts), backend, chunk_size)
+def choose_backend(backend: str) -> str:
+    """Returns the requested backend, or for `auto` the one for arrays in the host's memory, as files and training have.
 
-
-def solve_recurrence(terms: RecurrenceTerms, backend: str, chunk_size: int | None) -> GaeOutput:
-    """Solves the recurrence with one of `SOLVERS`; `chunk_size` is None if that backend has no chunks."""
-    return SOLVERS[backend](terms, **({} if chunk_size is None else {"chunk_size": chunk_size}))
+    They also return there, which `grpo gae --bench` finds fastest without a device in between.
+    """
+    return "numpy" if backend == "auto" else backend

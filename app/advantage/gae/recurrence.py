@@ -57,20 +57,13 @@ class Discounts(NamedTuple):
 class RecurrenceTerms(NamedTuple):
     """Terms of the recurrence in the module docstring, per token."""
 
-    rewards: Float32[Array, "B T"]
+    deltas: Float32[Array, "B T"]
+    """One-step temporal differences."""
     values: Float32[Array, "B T"]
-    next_values: Float32[Array, "B T"]
-    """Value after each step; 0 after a terminal step."""
-    one_minus_gamma: PerToken
     one_minus_decay: PerToken
     """1 at the end of a sequence, 0 on a skipped token. The advantage after the last step of a row is 0."""
     mask: Bool[Array, "B T"] | None
     """True on tokens whose results count; None = all."""
-
-    @property
-    def deltas(self) -> Float32[Array, "B T"]:
-        """Returns the one-step temporal differences."""
-        return self.rewards + ((self.next_values - self.values) - self.one_minus_gamma * self.next_values)
 
     def to_output(self, advantages: Float32[Array, "B T"]) -> GaeOutput:
         """Returns advantages and returns, 0 on masked tokens."""
@@ -115,14 +108,8 @@ MaskMode = Callable[[GaeRows, Discounts], RecurrenceTerms]
 def step_through_masked(rows: GaeRows, discounts: Discounts) -> RecurrenceTerms:
     """Makes every token a step; the mask only selects the tokens whose advantages count."""
     next_values = rows.shift_to_next_step(rows.values)
-    return RecurrenceTerms(
-        rows.rewards,
-        rows.values,
-        next_values,
-        discounts.one_minus_gamma,
-        rows.reset_at_ends(discounts.one_minus_decay),
-        rows.mask,
-    )
+    deltas = rows.rewards + ((next_values - rows.values) - discounts.one_minus_gamma * next_values)
+    return RecurrenceTerms(deltas, rows.values, rows.reset_at_ends(discounts.one_minus_decay), rows.mask)
 
 
 def zero_masked(rows: GaeRows, discounts: Discounts) -> RecurrenceTerms:
@@ -147,11 +134,11 @@ def skip_masked(rows: GaeRows, discounts: Discounts) -> RecurrenceTerms:
     stops = stops if rows.ends is None else stops | rows.ends
     nearest = jax.lax.cummin(jnp.where(stops, jnp.arange(mask.shape[1]), last), axis=1, reverse=True)
     next_values = rows.shift_to_next_step(jnp.take_along_axis(worth, nearest, axis=1))
+    # A skipped token is a step without loss, reward or difference.
+    deltas = rows.rewards + ((next_values - values) - discounts.one_minus_gamma * next_values)
     return RecurrenceTerms(
-        rewards=jnp.where(mask, rows.rewards, 0.0),
-        values=jnp.where(mask, values, next_values),
-        next_values=next_values,
-        one_minus_gamma=jnp.where(mask, discounts.one_minus_gamma, 0.0),
+        deltas=jnp.where(mask, deltas, 0.0),
+        values=values,
         one_minus_decay=rows.reset_at_ends(jnp.where(mask, discounts.one_minus_decay, 0.0)),
         mask=mask,
     )

@@ -1,4 +1,4 @@
-"""Fused GAE on the host: differences, chunk scan, advantages and returns of one block of tokens after another.
+"""GAE in numpy on the host: differences, chunk scan, advantages and returns of one block of tokens after another.
 
 Rows become one array of tokens whose sequences follow each other, shared out to threads; tokens that the recurrence
 skips are left out. In blocks from the last to the first, so that inputs and outputs cross main memory once, the scan
@@ -6,20 +6,26 @@ takes chunks of `CHUNK_STEPS` steps: the first step of each chunk, by a product 
 between chunks, by the same scan with one step per chunk; and all steps, by one product with a matrix of decays. A chunk
 in which one sequence ends and another begins is solved step by step, together with all others of its kind.
 
+Discounts that differ from token to token have no such matrix: `solve_variable_decay` solves all chunks at once, step by
+step, in float64.
+
 Source: the chunked form of linear attention, applied to GAE in THUDM/slime.
 """
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Float, Float32, Float64, Int
+from jaxtyping import Bool, Float, Float64, Int
 
-from app.advantage.gae.recurrence import GaeOutput, HostOrDevice, values_after_rows
+from app.advantage.gae.recurrence import GaeOutput, HostOrDevice, Number
+from app.advantage.gae.sequences import Ends, Sequences, Steps, flatten, solve_masked
 
 CHUNK_STEPS = 16
 STACKED_CHUNKS = 64
@@ -30,8 +36,6 @@ THREAD_TOKENS = 1 << 19
 """Tokens that are worth a thread."""
 BLOCK_TOKENS = 1 << 18
 """Tokens per block: four arrays of them fit into the cache that cores share."""
-Ends = Int[np.ndarray, "S"]
-"""Indices of the last tokens of sequences, in order."""
 
 
 class _Level(NamedTuple):
@@ -42,111 +46,50 @@ class _Level(NamedTuple):
     first_column: Float[np.ndarray, "C"]
 
 
-def solve_fused(
+def solve_in_numpy(
     rewards: HostOrDevice,
     values: HostOrDevice,
     *,
-    gamma: float,
-    lam: float,
+    gamma: Number,
+    lam: Number,
     mask: HostOrDevice | None,
     ends: HostOrDevice | None,
     bootstrap: HostOrDevice | None,
     mask_mode: str,
 ) -> GaeOutput:
-    """Computes GAE in numpy and float32; arguments are those of `app.advantage.gae.estimate.generalized_advantages`.
+    """Computes GAE in float32; arguments are those of `app.advantage.gae.estimate.generalized_advantages`.
 
     Source: Schulman et al. 2016, eq. 16.
     """
-    num_rows, num_tokens = rewards.shape
-    output = GaeOutput(*(np.zeros(rewards.shape, np.float32) for _ in range(2)))
+    sequences = Sequences.from_rows(rewards, values, ends=ends, bootstrap=bootstrap)
+    output = GaeOutput(*(x.reshape(rewards.shape) for x in sequences.output))
     if rewards.size == 0:
         return output
-    last = np.arange(1, num_rows + 1) * num_tokens - 1
-    after = np.asarray(values_after_rows(values, num_tokens, bootstrap), np.float32)
-    if ends is not None:
-        last, after = _add_ends(last, after, _flat(ends, bool), bootstrap)
-    sequences = _Sequences(
-        _flat(rewards, np.float32), _flat(values[:, :num_tokens], np.float32), last, after,
-        GaeOutput(*(x.reshape(-1) for x in output)),
-    )  # fmt: skip
-    written = None if mask is None else _flat(mask, bool)
+    written = None if mask is None else flatten(mask, bool)
+    if np.ndim(gamma) or np.ndim(lam):
+        gammas, lams = (np.broadcast_to(x, rewards.shape).reshape(-1).astype(np.float64) for x in (gamma, lam))
+        solve_masked(sequences, written, mask_mode, partial(_solve_discounts_per_token, gammas=gammas, lams=lams))
+        return output
+    solve = partial(_solve_sequences, gamma=float(gamma), lam=float(lam))
 
-    def solve(first: int, stop: int) -> None:
+    def solve_part(first: int, stop: int) -> None:
         part, place = sequences.cut(first, stop)
-        _solve_masked(part, None if written is None else written[place], mask_mode, gamma, lam)
+        solve_masked(part, None if written is None else written[place], mask_mode, solve)
 
     num_parts = min(os.cpu_count() or 1, 1 + rewards.size // THREAD_TOKENS)
-    cuts = np.unique(np.searchsorted(last, np.linspace(0, rewards.size, num_parts + 1), side="left"))
+    cuts = np.unique(np.searchsorted(sequences.ends, np.linspace(0, rewards.size, num_parts + 1), side="left"))
     if len(cuts) == 2:
-        solve(0, len(last))
+        solve_part(0, len(sequences.ends))
     else:
         with ThreadPoolExecutor(len(cuts) - 1) as pool:  # numpy does not hold the interpreter while it computes.
-            list(pool.map(solve, cuts[:-1], cuts[1:]))
+            list(pool.map(solve_part, cuts[:-1], cuts[1:]))
     return output
 
 
-class _Sequences(NamedTuple):
-    """Sequences of N tokens that follow each other."""
-
-    rewards: Float32[np.ndarray, "N"]
-    values: Float32[np.ndarray, "N"]
-    ends: Ends
-    """The last of them is N - 1."""
-    after: Float32[np.ndarray, "S"]
-    """The value after each sequence."""
-    output: GaeOutput
-    """Receives advantages and returns, [N] each."""
-
-    def cut(self, first: int, stop: int) -> tuple[_Sequences, slice]:
-        """Returns the sequences from `first` to before `stop`, and the place of their tokens."""
-        start = int(self.ends[first - 1]) + 1 if first else 0
-        place = slice(start, int(self.ends[stop - 1]) + 1)
-        rewards, values, *output = (x[place] for x in (self.rewards, self.values, *self.output))
-        return _Sequences(
-            rewards, values, self.ends[first:stop] - start, self.after[first:stop], GaeOutput(*output)
-        ), place
-
-
-@np.errstate(over="ignore", invalid="ignore")  # The caller looks at the results.
-def _solve_masked(
-    tokens: _Sequences, written: Bool[np.ndarray, "N"] | None, mask_mode: str, gamma: float, lam: float
-) -> None:
-    """Solves sequences with the tokens outside `written` masked, whose results are 0 already."""
-    if written is None or mask_mode == "skip":
-        _solve_sequences(tokens, written, gamma, lam)
-        return
-    if mask_mode == "zero":
-        rewards, values = (np.where(written, x, np.float32(0)) for x in (tokens.rewards, tokens.values))
-        tokens = tokens._replace(rewards=rewards, values=values)
-    _solve_sequences(tokens, None, gamma, lam)
-    for x in tokens.output:
-        np.copyto(x, 0, where=~written)
-
-
-def _flat(x: HostOrDevice, dtype: type) -> np.ndarray:
-    return np.ascontiguousarray(x, dtype).reshape(-1)
-
-
-def _add_ends(
-    row_ends: Ends, after_rows: Float32[np.ndarray, "B"], is_end: Bool[np.ndarray, "N"], bootstrap: HostOrDevice | None
-) -> tuple[Ends, Float32[np.ndarray, "S"]]:
-    """Returns the ends of rows and of sequences in them, and the value after each."""
-    is_end = is_end.copy()
-    is_end[row_ends] = True
-    last = np.flatnonzero(is_end)
-    after = np.zeros(len(last), np.float32) if bootstrap is None else _flat(bootstrap, np.float32)[last]
-    after[np.searchsorted(last, row_ends)] = after_rows
-    return last, after
-
-
-def _solve_sequences(tokens: _Sequences, kept: Bool[np.ndarray, "N"] | None, gamma: float, lam: float) -> None:
+def _solve_sequences(tokens: Sequences, kept: Bool[np.ndarray, "N"] | None, *, gamma: float, lam: float) -> None:
     """Solves sequences as if they had only the tokens that are kept; None = all."""
-    ends, after, num_kept = tokens.ends, tokens.after, len(tokens.values)
-    if kept is not None:
-        starts = np.append(0, ends[:-1] + 1)
-        counts = np.add.reduceat(kept.view(np.int8), starts, dtype=np.int32)
-        ends, after = (np.cumsum(counts) - 1)[counts > 0], after[counts > 0]
-        num_kept = int(counts.sum())
+    ends, after = tokens.without_skipped(kept)
+    num_kept = int(ends[-1]) + 1 if len(ends) else 0
     workspace = np.empty(_whole_products(min(num_kept, BLOCK_TOKENS)), np.float32)
     levels = _make_levels(gamma * lam, min(num_kept, BLOCK_TOKENS))
     one_minus_gamma = np.float32(1 - gamma)
@@ -278,3 +221,38 @@ def _make_levels(decay: float, num_tokens: int) -> list[_Level]:
         if num_tokens <= FEW_STEPS:
             return levels
         decay, dtype, num_tokens = float(powers[-1]), np.float64, _whole_products(num_tokens) // CHUNK_STEPS
+
+
+def _solve_discounts_per_token(
+    tokens: Sequences, kept: Bool[np.ndarray, "N"] | None, *, gammas: np.ndarray, lams: np.ndarray
+) -> None:
+    steps = Steps.from_tokens(tokens, kept, gammas, lams)
+    advantages = solve_variable_decay(steps.deltas, steps.decays)
+    place = slice(None) if kept is None else kept
+    tokens.output.advantages[place], tokens.output.returns[place] = advantages, advantages + steps.values
+
+
+def solve_variable_decay(
+    inputs: Float64[np.ndarray, "n"], decays: Float64[np.ndarray, "n"]
+) -> Float64[np.ndarray, "n"]:
+    """Solves A_t = inputs_t + decay_t A_{t+1}: sqrt(n) chunks at once, one step of all of them after another.
+
+    The advantage at step t of a chunk is its own part plus the carry, the first advantage of the next chunk, times the
+    product of the decays from t to the end of the chunk.
+    """
+    size = max(1, math.isqrt(len(inputs)))
+    num_chunks = -(-len(inputs) // size)
+
+    def by_step(x: np.ndarray) -> np.ndarray:
+        return np.pad(x, (0, size * num_chunks - len(x))).reshape(num_chunks, size).T.copy()
+
+    own, products = by_step(inputs), by_step(decays)
+    for t in reversed(range(size - 1)):
+        own[t] += products[t] * own[t + 1]
+        products[t] *= products[t + 1]
+    carries, carry = np.zeros(num_chunks), 0.0
+    for chunk, (first, product) in reversed([*enumerate(zip(own[0].tolist(), products[0].tolist(), strict=True))]):
+        carries[chunk] = carry
+        carry = first + product * carry
+    own += products * carries
+    return own.T.reshape(-1)[: len(inputs)]
