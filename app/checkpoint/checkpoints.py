@@ -27,6 +27,7 @@ from app.checkpoint.train_progress import OtherVersionError, ProgressRecord, Tra
 from app.distributed.collectives import gather_bytes_over_hosts, max_over_hosts
 from app.mesh.placement import abstract_arrays
 from app.records.atomic_write import write_atomic
+from app.records.identity import Identity, different_names
 from app.runtime.model_spec import LORA_FINGERPRINT, QUANTIZER_FINGERPRINT
 from settings.checks.resumed_settings import OPTION, is_in
 from settings.errors import InputError
@@ -324,8 +325,8 @@ def _silence_abandoned_reads() -> None:
 
 
 def check_fingerprints(
-    saved: Mapping[str, str],
-    current: Mapping[str, str],
+    saved: Identity,
+    current: Identity,
     *,
     changeable: Mapping[str, Sequence[str]] = MappingProxyType({}),
     allowed: Collection[str] = (),
@@ -335,7 +336,7 @@ def check_fingerprints(
     Args:
         changeable: name of a fingerprint -> settings and sections that allow its change if they are `allowed`.
     """
-    ways = {name: changeable.get(name, ()) for name in {**saved, **current} if saved.get(name) != current.get(name)}
+    ways = {name: changeable.get(name, ()) for name in different_names(saved, current)}
     changed = [name for name, settings in ways.items() if not any(is_in(setting, allowed) for setting in settings)]
     if changed:
         names = [

@@ -6,22 +6,21 @@ deadlock or compute something else, so these are compared before anything expens
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import socket
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 import jax
 
 from app.distributed.collectives import gather_bytes_over_hosts
 from app.distributed.error_barrier import error_barrier
+from app.records.identity import Identity
 from app.records.run_directory import RunDirectory
-from app.records.sample import Prompt
 from app.records.versions import TRAINING_PACKAGES, program_versions
 from settings import Resolved
 from settings.errors import InputError
@@ -46,8 +45,8 @@ class Fact(NamedTuple):
 Facts = Mapping[str, Fact]
 
 
-def check_hosts_agree(resolved: Resolved, facts: Mapping[str, str] | None = None) -> None:
-    """Checks that all hosts have the same packages, code, settings and `facts`.
+def check_hosts_agree(resolved: Resolved, identity: Identity = MappingProxyType({})) -> None:
+    """Checks that all hosts have the same packages, code and settings, and the same identity of the computation.
 
     All hosts must call it, after `jax_startup.initialize_distributed`.
 
@@ -61,7 +60,7 @@ def check_hosts_agree(resolved: Resolved, facts: Mapping[str, str] | None = None
         for field in FIELDS
         if field not in PER_HOST_SETTINGS
     }
-    local |= {name: Fact(x) for name, x in {**program_versions(TRAINING_PACKAGES), **(facts or {})}.items()}
+    local |= {name: Fact(str(x)) for name, x in {**program_versions(TRAINING_PACKAGES), **identity}.items()}
     gathered = [json.loads(one) for one in gather_bytes_over_hosts(json.dumps([socket.gethostname(), local]).encode())]
     hosts = [f"host {i} ({name})" for i, (name, _) in enumerate(gathered)]
     problem = describe_difference(hosts, [{name: Fact(*fact) for name, fact in facts.items()} for _, facts in gathered])
@@ -97,30 +96,6 @@ def _comparable(value: object) -> str:
     """Returns a value as text, a file without its folder, which may differ: what is read from it is compared, too."""
     text = value if isinstance(value, str) else repr(value)
     return os.path.basename(text) if os.path.isfile(text) else text
-
-
-def describe_prompts(prompts: Sequence[Prompt]) -> str:
-    """Returns the number of prompts and a short fingerprint, for an error message."""
-    return f"{len(prompts)} prompts, {prompts_fingerprint(prompts)[:16]}"
-
-
-def prompts_fingerprint(prompts: Sequence[Prompt]) -> str:
-    """Returns the SHA-256 of all prompt fields used by samples and rewards, in prompt order."""
-    digest = hashlib.sha256()
-    for prompt in prompts:
-        fields = [prompt.uid, prompt.token_ids.tolist(), prompt.source, prompt.answer, dict(prompt.extra)]
-        digest.update(json.dumps(fields, sort_keys=True).encode() + b"\n")
-    return digest.hexdigest()
-
-
-def plugin_file_digests(setting: str, names: Iterable[str | None]) -> dict[str, str]:
-    """Returns the digest of the file of each `path/to/file.py:name` of a setting; names in modules are left out."""
-    files = {name: Path(name.rpartition(":")[0]) for name in names if name is not None}
-    return {
-        f"{setting}: the file of {name}": hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-        for name, path in files.items()
-        if path.is_file()
-    }
 
 
 def describe_newest_checkpoint(run: RunDirectory) -> str:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from app.records.atomic_write import write_atomic
+from app.records.identity import Identity
 from settings.errors import InputError
 
 JUDGE, PROMPTS, MODEL, CHECKPOINT = "the judge", "the prompts", "the model's files", "the checkpoint"
@@ -29,21 +28,13 @@ class EvaluationMetadata:
     step: int | None
     """Step of the checkpoint; None for the model of `model.path` itself."""
     data: str
-    facts: Mapping[str, Any]
-    """Everything that determines the samples and their grades, by name, as JSON values."""
+    facts: Identity
+    """Everything that determines the samples and their grades."""
 
     @property
     def label(self) -> str:
         """The name of the evaluation in printed output."""
         return self.model if self.step is None else f"{self.model}, step {self.step}"
-
-    def first_difference(self, other: EvaluationMetadata, ignored: Sequence[str] = ()) -> str | None:
-        """Returns the name of the first fact that differs and is not ignored; None if there is none."""
-        names = [name for name in dict.fromkeys([*self.facts, *other.facts]) if name not in ignored]
-        return next((name for name in names if self.facts.get(name) != other.facts.get(name)), None)
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
 
 
 def metadata_path(samples: Path) -> Path:
@@ -52,7 +43,7 @@ def metadata_path(samples: Path) -> Path:
 
 
 def write_metadata(samples: Path, metadata: EvaluationMetadata) -> None:
-    write_atomic(metadata_path(samples), f"{metadata.to_json()}\n".encode())
+    write_atomic(metadata_path(samples), f"{json.dumps(asdict(metadata))}\n".encode())
 
 
 def read_metadata(samples: Path) -> EvaluationMetadata | None:
@@ -61,17 +52,12 @@ def read_metadata(samples: Path) -> EvaluationMetadata | None:
     if not path.is_file():
         return None
     try:
-        return metadata_from_json(path.read_bytes())
+        record = json.loads(path.read_bytes())
+        names = {"model", "step", "data", "facts"}
+        if not (isinstance(record, dict) and record.keys() == names and isinstance(record["facts"], dict)):
+            raise ValueError(f"expected an object with {', '.join(sorted(names))}")
+        if not isinstance(record["facts"].get(JUDGE), str):
+            raise ValueError(f"expected {JUDGE!r} among its facts")
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path}: cannot be read as the metadata of an evaluation ({error}); delete it") from error
-
-
-def metadata_from_json(text: bytes) -> EvaluationMetadata:
-    """Parses metadata; raises ValueError if the text is something else."""
-    record = json.loads(text)
-    names = {"model", "step", "data", "facts"}
-    if not (isinstance(record, dict) and record.keys() == names and isinstance(record["facts"], dict)):
-        raise ValueError(f"expected an object with {', '.join(sorted(names))}")
-    if not isinstance(record["facts"].get(JUDGE), str):
-        raise ValueError(f"expected {JUDGE!r} among its facts")
     return EvaluationMetadata(**record)

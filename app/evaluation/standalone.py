@@ -17,7 +17,7 @@ from app.checkpoint.saved_policy import PolicyCheckpoint
 from app.distributed.collective_files import gather_lines_to_first_host, sample_json_lines, write_collectively
 from app.distributed.collectives import max_over_hosts
 from app.distributed.error_barrier import error_barrier
-from app.distributed.host_consistency import check_hosts_agree, describe_prompts, plugin_file_digests
+from app.distributed.host_consistency import check_hosts_agree
 from app.distributed.host_shards import host_shard
 from app.distributed.watchdog import WAIT_PHASE
 from app.evaluation.evaluator import evaluation_estimates, generate_samples
@@ -37,11 +37,12 @@ from app.evaluation.results_file import (
     EvaluationPrompts,
     SamplesByPrompt,
     check_results_file,
+    drawn_samples,
     open_part_file,
-    read_drawn_samples,
     read_results,
 )
 from app.prompts.encode import EncodeReport
+from app.records.identity import plugin_file_digests, prompts_digest
 from app.records.jsonl import check_output_path
 from app.records.partial_samples import PartFile, remove_parts
 from app.records.sample import Prompt, Sample
@@ -94,9 +95,8 @@ def evaluate_model(resolved: Resolved, *, checkpoint: Path | None, out: Path | N
         check_results_file(out, inputs.metadata)
     with ExitStack() as stack:
         enter_phase = stack.enter_context(join_hosts(inputs.settings, out=out or Path("evaluation")))
-        facts = {name: str(value) for name, value in inputs.metadata.facts.items()}
         # If only some hosts wrote, they and the others would wait for each other.
-        check_hosts_agree(resolved, {**facts, "--out": "not given" if out is None else "given"})
+        check_hosts_agree(resolved, {**inputs.metadata.facts, "--out": "not given" if out is None else "given"})
         start = time.perf_counter()
         samples = _load_finished_samples(inputs, out)
         if samples is None:
@@ -135,7 +135,7 @@ def _build_metadata(
         MODEL: model.files.fingerprint,
         "the tokenizer": model.tokenizer.fingerprint,
         CHECKPOINT: "none" if saved_policy is None else saved_policy.describe(),
-        PROMPTS: describe_prompts(prompts),
+        PROMPTS: prompts_digest(prompts),
         JUDGE: accuracy_function_name(settings.reward),
         JUDGE_FUNCTION: function if module.endswith(".py") else path,
         JUDGE_FILE: next(iter(plugin_file_digests("reward.functions", [path]).values()), None),
@@ -183,9 +183,10 @@ def _generate_and_judge(
     with error_barrier():
         previous: SamplesByPrompt = {}
         if out is not None:
+            drawn = drawn_samples(out, inputs.metadata).read(inputs.prompts, num_samples=settings.eval.num_samples)
             # Samples of a killed evaluation, and those of a results file that is incomplete or to be judged again.
             previous = {
-                **read_drawn_samples(out, inputs.metadata, inputs.evaluation_prompts),
+                **inputs.evaluation_prompts.complete_samples(drawn.values()),
                 **read_results(out, inputs.metadata, inputs.evaluation_prompts).samples,
             }
         columns = eval_columns(settings, inputs.prompts)

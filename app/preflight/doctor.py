@@ -13,7 +13,7 @@ import numpy as np
 
 from app.distributed.collectives import gather_bytes_over_hosts, max_over_hosts
 from app.distributed.error_barrier import error_barrier
-from app.distributed.host_consistency import check_hosts_agree, check_shared_run_directory, describe_prompts
+from app.distributed.host_consistency import check_hosts_agree, check_shared_run_directory
 from app.mesh.device_memory import device_memory_bytes, host_memory_bytes
 from app.mesh.devices import global_devices, unused_accelerator
 from app.preflight.attention_check import check_attention
@@ -38,6 +38,7 @@ from app.preflight.model_checks import (
     too_large_reason,
 )
 from app.prompts.dataset import Dataset
+from app.records.identity import prompts_digest
 from app.records.run_directory import RunDirectory, check_run_directory
 from app.records.sample import Prompt
 from app.records.text_format import format_bytes
@@ -291,7 +292,7 @@ def _host_facts(settings: Settings, run: RunDirectory, inputs: PreflightInputs) 
     if inputs.model is not None and inputs.dataset is not None and has_critic and has_reward_model:
         data = dataset_fingerprints(settings, inputs.dataset)
         facts |= input_fingerprints(inputs.model, data, inputs.critic, inputs.reward_model)
-        facts["the evaluation prompts"] = describe_prompts(inputs.held_out)
+        facts["the evaluation prompts"] = prompts_digest(inputs.held_out)
     return facts
 
 

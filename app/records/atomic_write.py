@@ -76,3 +76,11 @@ def is_partial_file(path: Path, *, target: Path) -> bool:
         path.parent == target.parent
         and re.fullmatch(rf"\.{re.escape(target.name)}\.\d+\.partial", path.name) is not None
     )
+
+
+def remove_partial_files(target: Path) -> None:
+    """Removes the temporary files that killed processes left behind while they wrote `target`."""
+    for path in target.absolute().parent.iterdir():
+        if is_partial_file(path, target=target.absolute()):
+            # Hosts that share a folder may remove the files at the same time.
+            path.unlink(missing_ok=True)

@@ -1,26 +1,102 @@
-"""Samples that a command has drawn so far, in a file next to its output until that output is complete.
+"""Samples that a killed rollout or evaluation has drawn, in part files next to its output, from which it continues.
 
-The first line of a part file is a header: JSON that identifies the work of the command. Each other line is a sample.
+The first line of a part file is a header: JSON with the identity of the work. Each other line is a sample.
 """
 
 from __future__ import annotations
 
 import glob
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import json
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from app.records.file_lock import FileLockedError, lock_file
+from app.records.identity import Identity, first_difference
 from app.records.jsonl import read_jsonl_tolerant, to_json_line
 from app.records.sample import Prompt, Sample
 from app.records.sample_json import sample_from_record, sample_to_record
 from settings.errors import InputError
 
 PART_SUFFIX = ".part"
+FORMAT = "grpo-part/2"
 
 NumberedRecord = tuple[int, Mapping[str, Any] | InputError]
 """A line number and the record of that line, or the error that explains why the line has none."""
+
+
+@dataclass(frozen=True)
+class PartialSamples:
+    """The samples that are drawn for an output, but not yet in it."""
+
+    out: Path
+    work: str
+    """What the work is called in errors: `rollout` or `evaluation`."""
+    identity: Identity
+    ignored: Collection[str] = ()
+    """Names in the identity that may differ."""
+
+    @property
+    def header(self) -> str:
+        return json.dumps({"format": FORMAT, "work": self.work, "identity": dict(self.identity)})
+
+    def open_part(self, path: Path) -> PartFile:
+        """Returns the file to which this host appends samples once drawn. Raises InputError as `PartFile` does."""
+        return PartFile(path, header=self.header, work=self.work)
+
+    def read(self, prompts: Sequence[Prompt], *, num_samples: int) -> dict[str, Sample]:
+        """Returns the samples in the part files that this host sees, by uid; damaged and other lines are skipped.
+
+        Args:
+            prompts: the prompts whose samples are returned.
+            num_samples: samples per prompt.
+
+        Raises:
+            InputError: a part file belongs to other work, is not a part file, or cannot be read.
+        """
+        found: dict[str, Sample] = {}
+        for path in self.check():
+            records = read_jsonl_tolerant(path)
+            next(records)
+            found |= {one.uid: one for one in whole_samples(path, records, prompts, num_samples=num_samples)}
+        return found
+
+    def check(self) -> list[Path]:
+        """Returns the part files that hold samples. Raises InputError as `read` does."""
+        return [path for path in part_paths(self.out) if self._check_header(path)]
+
+    def _check_header(self, path: Path) -> bool:
+        """Returns whether a part file has a header, and checks it."""
+        try:
+            with path.open("rb") as file:
+                header = file.readline()
+        except FileNotFoundError:
+            # Hosts that share a folder remove the files at the same time.
+            return False
+        except OSError as error:
+            raise InputError(f"--out: {path} cannot be read: {error.strerror}; give another --out") from error
+        if not header.endswith(b"\n") and b'{"'.startswith(header[:2]):
+            # The process was killed while it wrote the header.
+            return False
+        try:
+            stored = json.loads(header)
+            identity = dict(stored["identity"]) if (stored["format"], stored["work"]) == (FORMAT, self.work) else None
+        except (ValueError, LookupError, TypeError, RecursionError):
+            identity = None
+        if identity is None:
+            raise InputError(
+                f"--out: {path} is not a part file of this kind of work ({self.work}, {FORMAT}); move it, or give "
+                "another --out"
+            )
+        difference = first_difference(identity, self.identity, ignored=self.ignored)
+        if difference is not None:
+            raise InputError(
+                f"--out: {path} has samples of another, unfinished {self.work}: {difference}. Use the same settings to "
+                "finish it, delete the file to start over, or give another --out"
+            )
+        return True
 
 
 class PartFile:
@@ -30,20 +106,19 @@ class PartFile:
 
     Args:
         path: part file of this host.
-        header: one line of JSON. If the file has a header already, `read_parts` must have accepted it.
-        command: what to call the work in errors, such as `rollout`.
+        header: that of `PartialSamples`. If the file has a header already, it must have been checked.
 
     Raises:
         InputError: another process has opened the file, or it cannot be written or locked.
     """
 
-    def __init__(self, path: Path, *, header: str, command: str) -> None:
+    def __init__(self, path: Path, *, header: str, work: str) -> None:
         self.path, self._header = path, header
         try:
             self._file = lock_file(path)
         except FileLockedError:
             raise InputError(
-                f"--out: another process is running this {command} ({path}); wait for it, or give another --out"
+                f"--out: another process is running this {work} ({path}); wait for it, or give another --out"
             ) from None
         except OSError as error:
             raise InputError(
@@ -96,49 +171,21 @@ def part_paths(out: Path) -> list[Path]:
     return [path for path in (part_path(out), *sorted(per_host)) if path.is_file()]
 
 
-def read_parts(
-    out: Path, check_header: Callable[[Path, bytes], None]
-) -> Iterator[tuple[Path, Iterator[NumberedRecord]]]:
-    """Yields every part file of `out` with its records. Incomplete lines are errors among the records.
-
-    Args:
-        check_header: raises InputError if a part file holds samples of other work; gets its path and first line.
-
-    Raises:
-        InputError: `check_header` refused a file, a file cannot be read or is not a part file.
-    """
-    for path in part_paths(out):
-        try:
-            with path.open("rb") as file:
-                header = file.readline()
-        except FileNotFoundError:
-            # Hosts that share a folder remove the files at the same time.
-            continue
-        except OSError as error:
-            raise InputError(f"--out: {path} cannot be read: {error.strerror}; give another --out") from error
-        if not header.endswith(b"\n") and b'{"'.startswith(header[:2]):
-            # The process was killed while it wrote the header.
-            continue
-        check_header(path, header)
-        records = read_jsonl_tolerant(path)
-        next(records)
-        yield path, records
-
-
 def whole_samples(
-    path: Path, records: Iterable[NumberedRecord], prompts: Mapping[str, Prompt], *, num_samples: int
+    path: Path, records: Iterable[NumberedRecord], prompts: Sequence[Prompt], *, num_samples: int
 ) -> Iterator[Sample]:
-    """Yields the samples of these prompts, by uid, among the records; damaged and other lines are skipped.
+    """Yields the samples of these prompts among the records; damaged and other lines are skipped.
 
     Args:
         num_samples: samples per prompt.
     """
+    by_uid = {prompt.uid: prompt for prompt in prompts}
     for number, record in records:
         if isinstance(record, InputError):
             continue
         with suppress(InputError):
             sample = sample_from_record(record, where=f"{path}:{number}")
-            prompt = prompts.get(sample.prompt.uid)
+            prompt = by_uid.get(sample.prompt.uid)
             whole = prompt and sample.with_prompt(prompt)
             if whole is not None and 0 <= sample.sample_index < num_samples:
                 yield whole

@@ -7,13 +7,13 @@ from contextlib import closing
 from functools import partial
 from typing import Any
 
-from app.distributed.host_consistency import plugin_file_digests
 from app.environments.episode_pool import EpisodePool, EpisodeSetup
 from app.plugins.printable import one_line
 from app.plugins.worker_process import lend_variables
 from app.prompts.observation_encoder import ObservationEncoder
 from app.prompts.tokenizer import Tokenizer
 from app.prompts.tool_calls import resolve_format, turn_calls
+from app.records.identity import plugin_file_digests
 from app.records.sample import Prompt
 from app.rollout.conversations import Conversations, TurnLimits
 from settings import Settings

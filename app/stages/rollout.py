@@ -21,8 +21,9 @@ from app.distributed.host_consistency import check_hosts_agree
 from app.model.decode_weights import DecodeWeights
 from app.prompts.data_sources import load_training_data
 from app.prompts.encode import EncodeReport
+from app.records.atomic_write import remove_partial_files
 from app.records.jsonl import check_distinct_paths, check_output_path
-from app.records.partial_samples import PartFile, part_path, remove_parts
+from app.records.partial_samples import PartFile, PartialSamples, part_path, remove_parts
 from app.records.sample import Prompt, Sample
 from app.records.text_format import format_percent
 from app.report.matplotlib_figures import check_picture_path
@@ -34,7 +35,7 @@ from app.runtime.inputs import encode_rows
 from app.runtime.model_spec import ModelSpec
 from app.runtime.session import Session
 from app.stages.prompt_shards import PromptShard, RolloutRound
-from app.stages.rollout_resume import part_header, read_finished_samples, remove_unfinished_output, rollout_facts
+from app.stages.rollout_identity import rollout_identity
 from app.stages.timeline_panel import METRIC_HEADINGS, metric_cells, timeline_panel
 from app.tracking.rollout_progress import RolloutProgress
 from settings import Resolved, Settings
@@ -73,14 +74,14 @@ def rollout(
     questions, report = _read_prompts(settings, model, prompts, limit=limit)
     with ExitStack() as stack:
         enter_phase = stack.enter_context(join_hosts(settings, out=out))
-        facts = rollout_facts(settings, model, questions, saved)
-        check_hosts_agree(resolved, {name: str(value) for name, value in facts.items()})
+        identity = rollout_identity(settings, model, questions, saved)
+        check_hosts_agree(resolved, identity)
         shard = PromptShard.from_prompts(questions, settings)
         with error_barrier():
-            finished = read_finished_samples(out, facts, shard.host_prompts, group_size=shard.group_size)
-            part_file = PartFile(per_host_path(part_path(out)), header=part_header(facts), command="rollout")
-            stack.enter_context(part_file)
-            remove_unfinished_output(out)
+            partial = PartialSamples(out, "rollout", identity)
+            finished = partial.read(shard.host_prompts, num_samples=shard.group_size)
+            part_file = stack.enter_context(partial.open_part(per_host_path(part_path(out))))
+            remove_partial_files(out)
         session = stack.enter_context(closing(Session.open(settings, model)))
         session.open_generators()
         weights = source.load_decode_weights(session)

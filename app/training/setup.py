@@ -14,14 +14,13 @@ from app.distributed.host_consistency import (
     check_hosts_agree,
     check_shared_run_directory,
     describe_newest_checkpoint,
-    describe_prompts,
-    plugin_file_digests,
 )
 from app.distributed.status_board import StatusBoard
 from app.distributed.watchdog import Watchdog
 from app.mesh import jax_startup
 from app.mesh.device_mesh import num_hosts
 from app.mesh.placement import num_row_shards
+from app.records.identity import plugin_file_digests, prompts_digest
 from app.records.run_directory import Resume, RunDirectory, check_run_directory
 from app.records.settings_history import SettingsHistory
 from app.records.text_format import format_count
@@ -108,7 +107,7 @@ def prepare_run(
                 try_episode(settings, read.model.tokenizer, read.prompts[0])
             facts = dict[str, str]()
             if jax.process_count() > 1:
-                facts = read.fingerprints | {"the evaluation prompts": describe_prompts(read.eval_prompts)}
+                facts = read.fingerprints | {"the evaluation prompts": prompts_digest(read.eval_prompts)}
                 facts |= file_fingerprints(settings, run)
         check_hosts_agree(resolved, facts)
         check_shared_run_directory(run)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from app.distributed.host_consistency import Fact, describe_difference, describe_newest_checkpoint, plugin_file_digests
+from app.distributed.host_consistency import Fact, describe_difference, describe_newest_checkpoint
 from app.model.architecture import Architecture
 from app.records.run_directory import RunDirectory
 from app.records.versions import code_digest
@@ -63,17 +63,6 @@ def test_the_digest_of_the_code_is_of_its_content(tmp_path: Path, monkeypatch: p
     before = code_digest()
     (tmp_path / "app" / "flow.py").write_text("another flow")
     assert code_digest() != before
-
-
-def test_plug_ins_are_compared_by_their_files(tmp_path: Path):
-    path = tmp_path / "rewards.py"
-    path.write_text("def brevity(completion): return 1.0\n")
-    names = [f"{path}:brevity", None, "calculator", "judges:f"]
-    (before,) = plugin_file_digests("reward.functions", names).items()
-    path.write_text("def brevity(completion): return 2.0\n")
-    (after,) = plugin_file_digests("reward.functions", names).items()
-    assert before[0] == after[0] == f"reward.functions: the file of {path}:brevity"
-    assert before[1] != after[1]
 
 
 def test_the_newest_checkpoint_is_that_of_the_highest_step(tmp_path: Path):

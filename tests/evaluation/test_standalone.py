@@ -20,6 +20,7 @@ from app.checkpoint.policy_weights import read_policy_source
 from app.evaluation.metadata import JUDGE, EvaluationMetadata
 from app.evaluation.results_file import open_part_file
 from app.records.jsonl import write_jsonl
+from app.records.partial_samples import PartialSamples
 from app.runtime.session import Session
 from settings import InputError, load
 from tests.program import digest_of, here, metrics_of, records_of, settings, train_here
@@ -87,13 +88,18 @@ def test_several_samples_through_slots_are_worth_the_same_too(config: Path, tmp_
     assert {"eval/pass@2", "eval/maj@2"} <= logged(run, 1).keys()
 
 
+def part_header(result: Path) -> str:
+    """Returns the header of the part files of an evaluation, in a line."""
+    facts = json.loads(Path(f"{result}.facts.json").read_text())["facts"]
+    return PartialSamples(result, "evaluation", facts).header + "\n"
+
+
 def test_a_killed_evaluation_asks_only_what_is_missing(finished: Path, result: Path, tmp_path: Path) -> None:
     # What a kill in the middle of the second batch's first line leaves.
-    facts = Path(f"{result}.facts.json").read_text()
     lines = [json.dumps({**record, "elapsed_s": 123.0}) + "\n" for record in records_of(result)]
     out = tmp_path / result.name
     part = tmp_path / f"{result.name}.part"
-    part.write_text(facts + "".join(lines[:16]) + lines[16][:100])
+    part.write_text(part_header(result) + "".join(lines[:16]) + lines[16][:100])
     evaluation = here("evaluate", "--checkpoint", finished, "--out", out)
     assert evaluation.exit_code == 0, evaluation.stderr
     assert "continuing: 16 of 20 prompts are done" in evaluation.stderr
@@ -105,7 +111,7 @@ def test_a_killed_evaluation_asks_only_what_is_missing(finished: Path, result: P
 def test_a_part_that_does_not_even_say_of_what_it_is_is_begun_again(
     finished: Path, result: Path, tmp_path: Path
 ) -> None:
-    facts, out = Path(f"{result}.facts.json").read_text(), tmp_path / result.name
+    facts, out = part_header(result), tmp_path / result.name
     (tmp_path / f"{result.name}.part").write_text(facts[: len(facts) // 2])
     evaluated("--checkpoint", finished, "--out", out)
     assert without_clock(out) == without_clock(result)
@@ -135,7 +141,7 @@ def test_an_evaluation_that_is_done_is_only_read(finished: Path, result: Path, t
     out = copied(result, tmp_path)
     before = digest_of(tmp_path)
     # What a kill between writing the file and clearing up leaves.
-    (tmp_path / f"{out.name}.part").write_text(Path(f"{out}.facts.json").read_text())
+    (tmp_path / f"{out.name}.part").write_text(part_header(out))
     evaluation = here("evaluate", "--checkpoint", finished, "--out", out)
     assert evaluation.exit_code == 0, evaluation.stderr
     assert digest_of(tmp_path) == before
@@ -248,7 +254,8 @@ def test_another_evaluation_is_refused_by_what_differs(finished: Path, result: P
     elsewhere = settings("eval.temperature=0.5", "mesh.platform=tpu")
     assert "eval.temperature was 0.0" in refused(*of_run, *elsewhere)
     out.rename(tmp_path / "other.jsonl")
-    (tmp_path / "after.jsonl.facts.json").rename(tmp_path / "after.jsonl.part")
+    (tmp_path / "after.jsonl.part").write_text(part_header(tmp_path / "after.jsonl"))
+    (tmp_path / "after.jsonl.facts.json").unlink()
     assert "eval.temperature was 0.0" in refused(*of_run, *elsewhere)
     (tmp_path / "after.jsonl.part").unlink()
     assert "other.jsonl exists without other.jsonl.facts.json" in refused(
@@ -271,7 +278,7 @@ def test_input_that_cannot_be_evaluated(config: Path, finished: Path, tmp_path: 
     assert "--checkpoint: there is no folder" in refused("--checkpoint", finished / "checkpoints" / "3")
     part = tmp_path / "out.jsonl.part"
     part.write_bytes(b"half of a download")
-    assert f"{part} is not a part file of an evaluation" in refused(*of_run)
+    assert f"{part} is not a part file of this kind of work (evaluation" in refused(*of_run)
     part.unlink()
     assert "the folder" in refused("--checkpoint", finished, "--out", tmp_path / "no" / "out.jsonl")
     assert not list(tmp_path.glob("out*"))

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from app.checkpoint.policy_weights import read_policy_source
-from app.records.partial_samples import PartFile
+from app.records.identity import Identity
+from app.records.partial_samples import PartFile, PartialSamples
 from app.runtime.model_spec import read_model_spec
 from app.stages.rollout import _read_prompts
-from app.stages.rollout_resume import RolloutFacts, part_header, rollout_facts
+from app.stages.rollout_identity import rollout_identity
 from settings import load
 from tests.program import DEADLINE_S, NUM_DEVICES, digest_of, here, records_of, settings, started, wait_until
 
@@ -37,9 +38,9 @@ def content(out: Path) -> list[dict[str, Any]]:
     return [{name: value for name, value in one.items() if name not in SCHEDULE_FIELDS} for one in records_of(out)]
 
 
-def facts_of(model: Path, *overrides: str) -> RolloutFacts:
+def facts_of(model: Path, *overrides: str) -> Identity:
     chosen = load(None, [f"model.path={model}", "rollout.scheduler=adaptive", *overrides], {}).settings
-    return rollout_facts(chosen, read_model_spec(chosen), [])
+    return rollout_identity(chosen, read_model_spec(chosen), [])
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +115,7 @@ def header_of(model: Path, *overrides: str, limit: int) -> str:
     chosen = load(None, [f"model.path={model}", *SMALL, *overrides], {}).settings
     spec = read_model_spec(chosen).without_adapters
     prompts, _ = _read_prompts(chosen, spec, None, limit=limit)
-    return part_header(rollout_facts(chosen, spec, prompts))
+    return PartialSamples(Path(), "rollout", rollout_identity(chosen, spec, prompts)).header
 
 
 UNREAD = (
@@ -139,9 +140,9 @@ def test_what_decides_no_sample_tells_no_runs_apart(tiny_model: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "limit", "message"),
     [
-        (("rollout.temperature=0.5",), 16, "Different: rollout.temperature (1.0 there, 0.5 here)."),
-        (("run.seed=8",), 15, "Different: the prompts, run.seed (0 there, 8 here)."),
-        (("rollout.workers.heavy.count=2",), 16, "rollout.workers.heavy.count (1 there, 2 here)"),
+        (("rollout.temperature=0.5",), 16, "rollout.temperature was 1.0 there, and is 0.5 now."),
+        (("run.seed=8",), 15, "the prompts was '16 prompts, "),
+        (("rollout.workers.heavy.count=2",), 16, "rollout.workers.heavy.count was 1 there, and is 2 now"),
     ],
 )
 def test_a_part_file_of_another_rollout_is_left_as_it_is(
@@ -151,7 +152,7 @@ def test_a_part_file_of_another_rollout_is_left_as_it_is(
     before = digest_of(tmp_path)
     result = here(*command(tiny_model, tmp_path / "samples.jsonl", *SCHEDULED, *overrides, limit=limit))
     assert result.exit_code == 2 and message in result.stderr and result.stderr.count("error: ") == 1
-    assert "delete the file to start over, or choose another --out" in result.stderr
+    assert "delete the file to start over, or give another --out" in result.stderr
     assert digest_of(tmp_path) == before
 
 
@@ -160,9 +161,10 @@ def test_a_part_file_of_another_checkpoint_is_left_as_it_is(finished: Path, tmp_
     source = read_policy_source(load(str(finished / "settings.yaml"), [], {}).settings, earlier)
     prompts, _ = _read_prompts(source.settings, source.model, None, limit=4)
     part = tmp_path / "samples.jsonl.part"
-    part.write_text(part_header(rollout_facts(source.settings, source.model, prompts, source.saved_policy)) + "\n")
+    identity = rollout_identity(source.settings, source.model, prompts, source.saved_policy)
+    part.write_text(PartialSamples(part, "rollout", identity).header + "\n")
     result = here("rollout", "--checkpoint", later, "--limit", "4", "--out", tmp_path / "samples.jsonl")
-    assert result.exit_code == 2 and 'Different: the checkpoint ("step 2, ' in result.stderr
+    assert result.exit_code == 2 and "the checkpoint was 'step 2, " in result.stderr
     assert list(tmp_path.iterdir()) == [part]
 
 
@@ -170,12 +172,14 @@ def test_a_part_file_of_another_checkpoint_is_left_as_it_is(finished: Path, tmp_
 def test_a_file_that_is_no_part_of_a_rollout_is_left_as_it_is(line: bytes, tiny_model: Path, tmp_path: Path) -> None:
     (tmp_path / "samples.jsonl.part").write_bytes(line)
     result = here(*command(tiny_model, tmp_path / "samples.jsonl"))
-    assert result.exit_code == 2 and "samples.jsonl.part is not a part file of a rollout" in result.stderr
+    assert (
+        result.exit_code == 2 and "samples.jsonl.part is not a part file of this kind of work (rollout" in result.stderr
+    )
     assert (tmp_path / "samples.jsonl.part").read_bytes() == line
 
 
 def test_two_processes_do_not_share_a_part_file(tiny_model: Path, tmp_path: Path) -> None:
-    with PartFile(tmp_path / "samples.jsonl.part", header="{}", command="rollout"):
+    with PartFile(tmp_path / "samples.jsonl.part", header="{}", work="rollout"):
         result = here(*command(tiny_model, tmp_path / "samples.jsonl"))
         assert result.exit_code == 2 and "another process is running this rollout" in result.stderr
     assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,55 @@
+"""The identity of a computation: everything that determines its result, as JSON values by name."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from app.records.sample import Prompt
+
+Identity = Mapping[str, Any]
+"""Name -> JSON value. Computations with equal identities have the same result; a missing name is None."""
+
+MAX_SHOWN_CHARS = 60
+"""Maximum length of a value as shown."""
+
+
+def different_names(before: Identity, now: Identity, *, ignored: Collection[str] = ()) -> list[str]:
+    """Returns the names of the values that differ, in the order of `before`."""
+    names = dict.fromkeys([*before, *now])
+    return [name for name in names if name not in ignored and before.get(name) != now.get(name)]
+
+
+def first_difference(before: Identity, now: Identity, *, ignored: Collection[str] = ()) -> str | None:
+    """Returns the first difference as text, such as `run.seed was 0 there, and is 1 now`; None if there is none."""
+    names = different_names(before, now, ignored=ignored)
+    if not names:
+        return None
+    was, is_now = (_shorten(repr(one.get(names[0]))) for one in (before, now))
+    return f"{names[0]} was {was} there, and is {is_now} now"
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= MAX_SHOWN_CHARS else f"{text[: MAX_SHOWN_CHARS - 3]}..."
+
+
+def prompts_digest(prompts: Sequence[Prompt]) -> str:
+    """Returns the number of prompts, and a digest of all their fields that samples and rewards depend on."""
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        fields = [prompt.uid, prompt.token_ids.tolist(), prompt.source, prompt.answer, dict(prompt.extra)]
+        digest.update(json.dumps(fields, sort_keys=True).encode() + b"\n")
+    return f"{len(prompts)} prompts, {digest.hexdigest()[:16]}"
+
+
+def plugin_file_digests(setting: str, names: Iterable[str | None]) -> dict[str, str]:
+    """Returns the digest of the file of each `path/to/file.py:name` of a setting; names in modules are left out."""
+    files = {name: Path(name.rpartition(":")[0]) for name in names if name is not None}
+    return {
+        f"{setting}: the file of {name}": hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+        for name, path in files.items()
+        if path.is_file()
+    }
