@@ -33,8 +33,8 @@ from safetensors.numpy import save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from app.batching.forward_passes import row_logprobs
 from app.batching.micro_batch_plan import MicroBatch, RowShape
-from app.batching.row_logprobs import row_logprobs
 from app.batching.token_batch import TokenBatch, pack_tokens
 from app.model.decoder import DecoderDefinition, Params, flatten_by_path
 from app.model.io.families import architecture_from_config

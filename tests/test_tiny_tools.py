@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from app.batching.row_logprobs import row_logprobs
+from app.batching.forward_passes import row_logprobs
 from app.mesh import device_mesh
 from app.model.decoder import DecoderDefinition
 from app.model.io.families import architecture_from_config

@@ -18,7 +18,7 @@ from app.advantage.gae.estimate import generalized_advantages
 from app.advantage.gae.recurrence import Number
 from app.advantage.token_rewards import TokenRewardFn
 from app.advantage.vtrace import vtrace
-from app.batching.length_buckets import bucket_length
+from app.batching.micro_batch_shapes import bucket_length
 from app.records.moments import Moments, whiten
 from app.records.sample import Sample
 

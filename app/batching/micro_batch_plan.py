@@ -13,11 +13,11 @@ import numpy as np
 from jaxtyping import Int64
 
 from app.batching.bin_packing import PackingItem, PackingRow, RowPacker, merge_shared_prompts, split_group
-from app.batching.length_buckets import bucket_length
 from app.batching.load_balancing import EMPTY_SLOT, assign_rows_balanced, assign_rows_in_order
 from app.batching.micro_batch_shapes import (
     BLOCK_TOKENS,
     Packing,
+    bucket_length,
     candidate_shapes,
     pack_into_fewest,
 )

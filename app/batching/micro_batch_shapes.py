@@ -18,6 +18,15 @@ BLOCK_TOKENS = 128
 """Block size of the attention kernels; the length of longer rows is a multiple of it."""
 
 
+def bucket_length(length: int, *, min_bucket: int = 16) -> int:
+    """Returns the smallest of 1, 1.5, 2, 3, 4, 6, 8, ... times `min_bucket` that is at least `length`."""
+    size = min_bucket
+    while size < length:
+        size *= 2
+    between = size * 3 // 4
+    return between if min_bucket < between and length <= between else size
+
+
 class MicroBatchShape(NamedTuple):
     """Shape of the part of a micro-batch on each device."""
 

@@ -18,7 +18,8 @@ from jaxtyping import Float32, Int32, Int64
 from app.batching.micro_batch_plan import MicroBatchPlan
 from app.batching.micro_batcher import GlobalPlan
 from app.distributed.collectives import exchange_over_hosts, gather_over_hosts
-from app.model.routes import UNRECORDED, RouteShape, unpack_routes
+from app.model.architecture import RouteShape
+from app.model.experts import UNRECORDED, unpack_routes
 from app.records.sample import Prompt, Sample
 
 READ_BY_SCORING = ("mask",)

@@ -16,7 +16,8 @@ import numpy as np
 from jaxtyping import Bool, Float32, Int32, Int64, UInt8
 
 from app.batching.micro_batch_plan import MicroBatch, MicroBatchPlan, RowShape
-from app.model.routes import UNRECORDED, RouteShape
+from app.model.architecture import RouteShape
+from app.model.experts import UNRECORDED
 from app.records.sample import Sample
 
 HostOrDevice = Any

@@ -29,6 +29,19 @@ def per_host_path(path: Path) -> Path:
     return path.with_name(f"{path.stem}.host_{jax.process_index()}_of_{jax.process_count()}{path.suffix}")
 
 
+def host_slice(num_items: int, *, host: int | None = None) -> range:
+    """Returns a host's contiguous share of the items, this host's by default. Lengths differ by one at most."""
+    each, rest = divmod(num_items, jax.process_count())
+    host = jax.process_index() if host is None else host
+    first = host * each + min(host, rest)
+    return range(first, first + each + (host < rest))
+
+
+def max_slice_size(num_items: int) -> int:
+    """Returns the largest number of items assigned to one host."""
+    return -(-num_items // jax.process_count())
+
+
 def sample_json_lines(samples: Iterable[Sample], *, path: Path) -> Iterator[bytes]:
     """Yields the lines of a JSON Lines file of samples; see `json_lines`."""
     return json_lines(map(sample_to_record, samples), path=path)

@@ -18,7 +18,7 @@ _mesh: Mesh | None = None
 """One device of each host, over which values are exchanged; None = all devices."""
 
 
-def exchange_over(devices: Sequence[Any] | None) -> None:
+def set_exchange_devices(devices: Sequence[Any] | None) -> None:
     """Sets the devices that exchange values: one of each host, in their order; None = all devices.
 
     Two threads must not start programs of several devices on the same devices, since each might wait for the other.

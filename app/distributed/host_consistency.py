@@ -12,6 +12,7 @@ import socket
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -20,7 +21,6 @@ import jax
 from app.distributed.collectives import gather_bytes_over_hosts
 from app.distributed.error_barrier import error_barrier
 from app.records.identity import Identity
-from app.records.run_directory import RunDirectory
 from app.records.versions import TRAINING_PACKAGES, program_versions
 from settings import Resolved
 from settings.errors import InputError
@@ -98,13 +98,7 @@ def _comparable(value: object) -> str:
     return os.path.basename(text) if os.path.isfile(text) else text
 
 
-def describe_newest_checkpoint(run: RunDirectory) -> str:
-    """Returns the step of the newest checkpoint visible to this host, as text."""
-    steps = run.checkpoint_steps
-    return f"step {max(steps)}" if steps else "none"
-
-
-def check_shared_run_directory(run: RunDirectory) -> None:
+def check_shared_run_directory(path: Path) -> None:
     """Checks that the run directory is the same folder on all hosts. Removes its probe file afterwards.
 
     All hosts must call it together.
@@ -115,7 +109,7 @@ def check_shared_run_directory(run: RunDirectory) -> None:
     if jax.process_count() == 1:
         return
     is_first = jax.process_index() == 0
-    parents = list(run.path.absolute().parents)
+    parents = list(path.absolute().parents)
     depth = next(i for i, folder in enumerate(parents) if folder.is_dir())
     depth, name = json.loads(gather_bytes_over_hosts(json.dumps([depth, f".grpo-{uuid.uuid4().hex}"]).encode())[0])
     note = parents[min(depth, len(parents) - 1)] / name
@@ -132,7 +126,7 @@ def check_shared_run_directory(run: RunDirectory) -> None:
         with error_barrier():
             if not note.exists():
                 raise InputError(
-                    f"run.dir: {run.path.absolute()} is not the same folder on all hosts: this host does not see a "
+                    f"run.dir: {path.absolute()} is not the same folder on all hosts: this host does not see a "
                     f"file just written by host 0 in {note.parent}. Set run.dir to a folder shared by all hosts"
                 )
     finally:

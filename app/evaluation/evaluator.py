@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 
+from app.distributed.collective_files import host_slice, max_slice_size
 from app.distributed.collectives import max_over_hosts
-from app.distributed.host_shards import host_shard, max_shard_size
 from app.distributed.preemption import cancellation_barrier
 from app.distributed.tables import gather_table
 from app.evaluation.metrics import estimate_metrics, prompt_columns
@@ -36,7 +36,7 @@ def evaluate(
     Raises:
         StoppedError: generation was stopped, on this host or another.
     """
-    samples = generate_samples(session, weights, prompts, prompt_indices=host_shard(len(prompts)))
+    samples = generate_samples(session, weights, prompts, prompt_indices=host_slice(len(prompts)))
     return rewards.grade_held_out([*samples], moment)
 
 
@@ -52,7 +52,7 @@ def generate_samples(
         StoppedError: generation was stopped, on this host or another.
     """
     generate = _generate_in_batches if session.evaluation_generator is None else _generate_from_queue
-    return generate(session, weights, prompts, [i for i in host_shard(len(prompts)) if i in prompt_indices])
+    return generate(session, weights, prompts, [i for i in host_slice(len(prompts)) if i in prompt_indices])
 
 
 def _generate_in_batches(
@@ -62,7 +62,7 @@ def _generate_in_batches(
 
     A sample therefore shares its batch with the same prompts, whichever are requested, and is bit-identical.
     """
-    shard, longest = host_shard(len(prompts)), max_shard_size(len(prompts))
+    shard, longest = host_slice(len(prompts)), max_slice_size(len(prompts))
     batch, requested = evaluation_batch_size(session.settings, longest), set(prompt_indices)
     # The last batch is filled up with other prompts, whose samples are dropped: every batch has the same shape.
     batches = [range(first, first + batch) for first in range(shard.start, shard.start + longest, batch)]
@@ -87,7 +87,7 @@ def _generate_from_queue(
     num_queued = int(max_over_hosts(np.asarray(len(prompt_indices))))
     if not num_queued:
         return
-    start, requested = host_shard(len(prompts)).start, set(prompt_indices)
+    start, requested = host_slice(len(prompts)).start, set(prompt_indices)
     others = [i for i in ((start + i) % len(prompts) for i in range(len(prompts))) if i not in requested]
     indices = [*prompt_indices, *others][:num_queued]
     num_samples = session.settings.eval.num_samples

@@ -14,11 +14,15 @@ import numpy as np
 
 from app.checkpoint.policy_weights import PolicySource, read_policy_source
 from app.checkpoint.saved_policy import PolicyCheckpoint
-from app.distributed.collective_files import gather_lines_to_first_host, sample_json_lines, write_collectively
+from app.distributed.collective_files import (
+    gather_lines_to_first_host,
+    host_slice,
+    sample_json_lines,
+    write_collectively,
+)
 from app.distributed.collectives import max_over_hosts
 from app.distributed.error_barrier import error_barrier
 from app.distributed.host_consistency import check_hosts_agree
-from app.distributed.host_shards import host_shard
 from app.distributed.watchdog import WAIT_PHASE
 from app.evaluation.evaluator import evaluation_estimates, generate_samples
 from app.evaluation.metadata import (
@@ -179,7 +183,7 @@ def _generate_and_judge(
 
     `stack` closes whatever is opened here.
     """
-    shard, settings = host_shard(len(inputs.prompts)), inputs.settings
+    shard, settings = host_slice(len(inputs.prompts)), inputs.settings
     with error_barrier():
         previous: SamplesByPrompt = {}
         if out is not None:
@@ -225,7 +229,7 @@ def _generate_missing_samples(
     enter_phase: PhaseCallback,
 ) -> SamplesByPrompt:
     """Generates the samples that this host lacks; loads no model if no host lacks any."""
-    settings, num_prompts = inputs.settings, len(host_shard(len(inputs.prompts)))
+    settings, num_prompts = inputs.settings, len(host_slice(len(inputs.prompts)))
     if not max_over_hosts(np.asarray(len(missing_prompts))):
         return {}
     session = stack.enter_context(closing(Session.open(settings, inputs.source.model, generates="evaluations")))

@@ -157,3 +157,8 @@ def kernel_bytes(device_kind: str) -> int:
     # An unknown chip is assumed to have as little as the smallest known one.
     vmem_bytes = min(one.vmem_bytes for one in TPU_CHIPS.values()) if chip is None else chip.vmem_bytes
     return min(MAX_KERNEL_BYTES, vmem_bytes)
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """Returns the numbers that a head takes in a TPU's memory, whose registers have 128 in a row."""
+    return -(-head_dim // 128) * 128

@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from app.model.rope import RopeConfig
-from app.model.routes import RouteShape
 from settings.schema.model import AttentionImplementation
+
+
+class RouteShape(NamedTuple):
+    """Sizes of the routes of a token."""
+
+    num_layers: int
+    experts_per_token: int
+
+    @property
+    def num_words(self) -> int:
+        """Number of 32-bit words that hold the routes of a token, one byte for each choice."""
+        return -(-self.num_layers * self.experts_per_token // 4)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """Mixtures of experts: gated MLPs of which each token passes through the few that a router chooses.
 
 Tokens are sorted by expert, multiplied group by group, and summed per token in float32. No token is dropped, and no
-step adds in an order that may vary, so that bits repeat.
+step adds in an order that may vary, so that bits repeat. The experts that a token passes through in each layer, its
+routes, are recorded by the sampler and replayed by the trainer.
 
 Source: Shazeer et al. 2017, "Outrageously Large Neural Networks"; Jiang et al. 2024, "Mixtral of Experts", section 2.
 """
@@ -13,15 +14,18 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Float32, Int32, UInt8
 
 from app.mesh.axis_rules import shard_map_by_dims
-from app.model.architecture import Architecture
+from app.model.architecture import Architecture, RouteShape
 from app.model.grouped_product import grouped_product
 from app.model.layers import ACTIVATIONS, PROJECTION_CHECKPOINT_NAME, make_param
-from app.model.routes import UNRECORDED
+
+UNRECORDED = 255
+"""Takes the place of all experts of a token in a layer for which none are recorded."""
 
 
 class Places(NamedTuple):
@@ -153,11 +157,17 @@ def choose_experts(
 
 
 def pack_routes(chosen: Int32[Array, "L *rows k"]) -> Int32[Array, "*rows W"]:
-    """Returns the bytes of the routes of each token, layer by layer, as words; see `app.model.routes.unpack_routes`."""
+    """Returns the bytes of the routes of each token, layer by layer, as words; see `unpack_routes`."""
     by_token = jnp.moveaxis(chosen, 0, -2)
     flat = by_token.reshape(*by_token.shape[:-2], -1).astype(jnp.uint8)
     padded = jnp.pad(flat, [(0, 0)] * (flat.ndim - 1) + [(0, -flat.shape[-1] % 4)])
     return jax.lax.bitcast_convert_type(padded.reshape(*flat.shape[:-1], -1, 4), jnp.int32)
+
+
+def unpack_routes(words: Int32[np.ndarray, "*rows W"], shape: RouteShape) -> UInt8[np.ndarray, "*rows L k"]:
+    """Returns the routes of each token from what `pack_routes` returns."""
+    flat = np.ascontiguousarray(words).view(np.uint8)
+    return flat[..., : shape.num_layers * shape.experts_per_token].reshape(*words.shape[:-1], *shape)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))

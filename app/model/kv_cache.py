@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int8, Int32
 
 from app.mesh.axis_rules import Dims, constrain, sharding_tree, spread_rows
 from app.mesh.placement import abstract_arrays, num_row_shards
+from app.mesh.tpu_chips import padded_head_dim
 from app.model.architecture import Architecture
 from app.model.attention.blockwise import KEY_DIMS
 
@@ -106,8 +107,3 @@ def write_tokens(
 def cache_block_bytes(num_kv_heads: int, head_dim: int, block_size: int, dtype: DTypeLike) -> int:
     """Returns the memory on a TPU for a block of keys and one of values, twice for copies in the background."""
     return 4 * num_kv_heads * block_size * padded_head_dim(head_dim) * jnp.dtype(dtype).itemsize
-
-
-def padded_head_dim(head_dim: int) -> int:
-    """Returns the numbers that a head takes in a TPU's memory, whose registers have 128 in a row."""
-    return -(-head_dim // 128) * 128

@@ -12,8 +12,8 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Float64
 
-from app.batching.length_buckets import bucket_length
 from app.batching.micro_batch_plan import MicroBatch, RowShape
+from app.batching.micro_batch_shapes import bucket_length
 from app.batching.token_batch import pack_tokens
 from app.mesh.placement import num_local_row_shards, row_sharding, to_global, to_local
 from app.model.architecture import Architecture

@@ -266,7 +266,7 @@ def _open_session(
             with error_barrier():
                 facts = _host_facts(settings, run, inputs)
             check_hosts_agree(resolved, facts)
-            check_shared_run_directory(run)
+            check_shared_run_directory(run.path)
             agreed = True
             recorder.ok("hosts", "all hosts have the same settings, code, packages, files and run directory")
         if not agreed:

@@ -111,6 +111,11 @@ class RunDirectory:
         children = self.checkpoints_dir.iterdir() if self.checkpoints_dir.is_dir() else ()
         return [int(child.name) for child in children if child.name.isdigit()]
 
+    def describe_newest_checkpoint(self) -> str:
+        """Returns the step of the newest checkpoint visible to this host, as text."""
+        steps = self.checkpoint_steps
+        return f"step {max(steps)}" if steps else "none"
+
     @property
     def has_checkpoint(self) -> bool:
         return bool(self.checkpoint_steps)

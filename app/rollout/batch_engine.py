@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.stages import Lowered
 from jaxtyping import Array, Int32
 
-from app.batching.length_buckets import bucket_length
+from app.batching.micro_batch_shapes import bucket_length
 from app.distributed.collectives import max_over_hosts
 from app.distributed.stop_check import StopCheck, StoppedError, never_stop
 from app.mesh.compiler_options import compiler_options

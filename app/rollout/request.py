@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from app.model.routes import RouteShape
+from app.model.architecture import RouteShape
 from app.rollout.sampling.token_sampling import SamplingRules
 
 

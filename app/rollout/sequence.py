@@ -12,8 +12,9 @@ import numpy as np
 from jaxtyping import Float32, Int32, UInt8
 
 from app.environments.episode import EpisodeFailure, EpisodeStart
+from app.model.architecture import RouteShape
+from app.model.experts import UNRECORDED, unpack_routes
 from app.model.kv_cache import KVCache
-from app.model.routes import UNRECORDED, RouteShape, unpack_routes
 from app.records.sample import Episode, Messages, Prompt, Sample, Turn
 from app.rollout.request import GenerationRequest
 from app.rollout.stop_strings import DecodeText, stop_length

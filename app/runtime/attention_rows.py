@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from app.batching.length_buckets import bucket_length
+from app.batching.micro_batch_shapes import bucket_length
 from app.batching.micro_batcher import PackedRowBatcher
 from app.model.architecture import Architecture
 from app.model.attention.packed import architecture_blocking

@@ -11,12 +11,12 @@ import jax.numpy as jnp
 
 from app.model.architecture import Architecture
 from app.model.decoder import DecoderDefinition, ValueDecoder
+from app.model.experts import UNRECORDED
 from app.model.io.families import CAUSAL_LM, SEQUENCE_CLASSIFICATION, architecture_from_config
 from app.model.io.hf_weights import check_tensors, critic_tensors, expected_tensors
 from app.model.io.model_files import ModelFiles, open_model
 from app.model.lora import LoRAConfig
 from app.model.quantization import QUANTIZE_BASE_SETTING, check_quantization
-from app.model.routes import UNRECORDED
 from app.prompts.tokenizer import Tokenizer, encoding_fingerprint, load_fast_tokenizer, load_tokenizer
 from app.records.text_format import format_percent
 from app.records.versions import QUANTIZATION_PACKAGE, version_of

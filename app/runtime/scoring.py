@@ -15,13 +15,12 @@ from jax.sharding import Mesh
 from app.batching.micro_batcher import GlobalPlan, MicroBatcher
 from app.batching.sample_exchange import READ_BY_SCORING, fetch_rows
 from app.mesh import device_mesh, placement
-from app.model.architecture import Architecture
+from app.model.architecture import Architecture, RouteShape
 from app.model.attention.packed import platform_blocking
 from app.model.decoder import DecoderDefinition, Params
 from app.model.io.hf_weights import critic_tensors, load_weights
 from app.model.lora import combine_params, init_adapters
 from app.model.quantization import check_qwix_installed
-from app.model.routes import RouteShape
 from app.records.sample import Sample
 from app.runtime.model_spec import CriticSpec, ModelSpec
 from app.runtime.tensor_parallel_checks import check_experts, check_tp_divides_heads

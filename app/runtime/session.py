@@ -11,7 +11,7 @@ from typing import Literal
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from app.distributed.collectives import exchange_over, gather_bytes_over_hosts
+from app.distributed.collectives import gather_bytes_over_hosts, set_exchange_devices
 from app.distributed.stop_check import StopCheck
 from app.mesh.devices import first_devices, global_devices, local_devices
 from app.mesh.generation_devices import generation_devices
@@ -84,7 +84,7 @@ class Session(ScoringSession):
         set_aside = ()
         if trains and settings.rollout.devices is not None:
             set_aside = generation_devices(settings.rollout.devices, num_devices=len(local_devices()))
-        exchange_over(first_devices(global_devices(settings.mesh)) if set_aside else None)
+        set_exchange_devices(first_devices(global_devices(settings.mesh)) if set_aside else None)
         dtype, lora = jnp.dtype(settings.model.dtype), model.policy_definition.lora
         decoder = model.decode_definition(dtype, settings.rollout.weights if generates else None)
         scoring = open_scorers(settings, model, critic, set_aside=set_aside)

@@ -13,14 +13,13 @@ from jax.sharding import Mesh
 from jax.stages import Lowered
 from jaxtyping import Array, Float32
 
-from app.batching.critic_values import critic_values
+from app.batching.forward_passes import critic_values, row_logprobs
 from app.batching.micro_batch_plan import MicroBatchPlan
-from app.batching.row_logprobs import row_logprobs
 from app.batching.token_batch import TokenBatch, pack_tokens, unpack_per_token
 from app.mesh.compiler_options import compiler_options
 from app.mesh.placement import row_sharding, to_global, to_local
+from app.model.architecture import RouteShape
 from app.model.decoder import DecoderDefinition, Params
-from app.model.routes import RouteShape
 from app.records.sample import Sample
 
 BatchRunner = Callable[[Params, Iterable[TokenBatch], np.float32], list[np.ndarray]]

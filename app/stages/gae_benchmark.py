@@ -22,7 +22,7 @@ from jaxtyping import Bool, Float32, Float64
 
 from app.advantage.gae.chunked import CHUNK_SIZE
 from app.advantage.gae.estimate import choose_backend, generalized_advantages
-from app.batching.length_buckets import bucket_length
+from app.batching.micro_batch_shapes import bucket_length
 from app.records.atomic_write import write_atomic
 from app.records.jsonl import check_output_path
 from app.records.text_format import format_table

@@ -8,7 +8,7 @@ from itertools import islice
 
 import jax
 
-from app.distributed.host_shards import host_shard, max_shard_size
+from app.distributed.collective_files import host_slice, max_slice_size
 from app.records.sample import Prompt
 from settings import Settings
 
@@ -37,8 +37,8 @@ class PromptShard:
         rounds = []
         for first in range(0, len(prompts), size):
             count = min(size, len(prompts) - first)
-            run = host_shard(count)
-            rounds.append(RolloutRound(range(first + run.start, first + run.stop), max_shard_size(count)))
+            run = host_slice(count)
+            rounds.append(RolloutRound(range(first + run.start, first + run.stop), max_slice_size(count)))
         return cls(prompts, rounds, settings.rollout.group_size)
 
     @property

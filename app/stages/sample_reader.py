@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import UInt8
 
 from app.model.architecture import Architecture
-from app.model.routes import UNRECORDED
+from app.model.experts import UNRECORDED
 from app.records.jsonl import read_jsonl
 from app.records.parquet import read_parquet
 from app.records.sample import Sample

@@ -19,11 +19,10 @@ import numpy as np
 
 from app.batching.micro_batch_plan import bucketed_row_shape
 from app.batching.micro_batcher import EqualShapeBatcher, FixedRowBatcher, GlobalPlan, PackedRowBatcher
-from app.distributed.collective_files import json_lines_by_part, write_collectively
+from app.distributed.collective_files import host_slice, json_lines_by_part, write_collectively
 from app.distributed.collectives import max_over_hosts, sum_over_hosts
 from app.distributed.error_barrier import iterate_in_lockstep
 from app.distributed.host_consistency import check_hosts_agree
-from app.distributed.host_shards import host_shard
 from app.mesh.device_memory import peak_memory_bytes
 from app.mesh.placement import to_device_memory, to_host_memory
 from app.model.architecture import Architecture
@@ -224,7 +223,7 @@ class WindowScorer:
             samples = [one.sample for one in window]
             done += len(samples)
             batcher = self._micro_batcher if done == num_samples else EqualShapeBatcher(self._micro_batcher)
-            shard = host_shard(len(samples))
+            shard = host_slice(len(samples))
             start = time.perf_counter()
             scored, plan = self._session.score(
                 to_device_memory(self._params), samples[shard.start : shard.stop], self._role, batcher=batcher

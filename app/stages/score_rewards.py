@@ -14,11 +14,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from app.distributed.collective_files import gather_lines_to_first_host, gather_samples_to_first_host
+from app.distributed.collective_files import gather_lines_to_first_host, gather_samples_to_first_host, host_slice
 from app.distributed.collectives import gather_bytes_to_first_host
 from app.distributed.error_barrier import error_barrier
 from app.distributed.host_consistency import check_hosts_agree
-from app.distributed.host_shards import host_shard
 from app.distributed.watchdog import WAIT_PHASE
 from app.mesh import jax_startup
 from app.records.jsonl import check_output_path, write_jsonl
@@ -158,7 +157,7 @@ def sample_indices_by_host(samples: Sequence[Sample]) -> list[Sequence[int]]:
     for place, sample in enumerate(samples):
         groups.setdefault(sample.group_id, []).append(place)
     members = list(groups.values())
-    runs = [host_shard(len(members), host=host) for host in range(jax.process_count())]
+    runs = [host_slice(len(members), host=host) for host in range(jax.process_count())]
     return [sorted(place for group in run for place in members[group]) for run in runs]
 
 

@@ -13,7 +13,6 @@ from app.distributed.error_barrier import error_barrier
 from app.distributed.host_consistency import (
     check_hosts_agree,
     check_shared_run_directory,
-    describe_newest_checkpoint,
 )
 from app.distributed.status_board import StatusBoard
 from app.distributed.watchdog import Watchdog
@@ -110,7 +109,7 @@ def prepare_run(
                 facts = read.fingerprints | {"the evaluation prompts": prompts_digest(read.eval_prompts)}
                 facts |= file_fingerprints(settings, run)
         check_hosts_agree(resolved, facts)
-        check_shared_run_directory(run)
+        check_shared_run_directory(run.path)
         generates = "rollouts" if read.replay is None else "evaluations" if read.eval_prompts else None
         session = Session.open(settings, read.model, read.critic, generates=generates, trains=True)
         stack.enter_context(closing(session))
@@ -189,7 +188,7 @@ def file_fingerprints(settings: Settings, run: RunDirectory) -> dict[str, str]:
         **plugin_file_digests("reward.functions", [one.function for one in settings.reward.functions]),
         **plugin_file_digests("env.source", [settings.env.source]),
         **plugin_file_digests("env.tools", settings.env.tools),
-        f"the newest checkpoint in {run.path}": describe_newest_checkpoint(run),
+        f"the newest checkpoint in {run.path}": run.describe_newest_checkpoint(),
     }
 
 

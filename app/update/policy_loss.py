@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32
 
-from app.batching.row_logprobs import row_logprobs
+from app.batching.forward_passes import row_logprobs
 from app.batching.token_batch import HostOrDevice, TokenBatch
 from app.model.decoder import DecoderDefinition, Params
 from app.update.importance_correction import ImportanceCorrection

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int32
 
 from app.batching.token_batch import TokenBatch
-from app.model.routes import UNRECORDED
+from app.model.experts import UNRECORDED
 
 
 class RouteCounts(NamedTuple):

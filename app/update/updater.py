@@ -19,8 +19,8 @@ from app.batching.sample_exchange import HostRows, fetch_rows
 from app.batching.token_batch import pack_last_target_indices, pack_per_token, pack_tokens
 from app.distributed.collectives import sum_over_hosts
 from app.mesh.placement import to_global
+from app.model.architecture import RouteShape
 from app.model.decoder import Params
-from app.model.routes import RouteShape
 from app.records.sample import Sample
 from app.update.log_ratio import SampleReducer
 from app.update.loss_aggregation import AggregationFn, StepTotals, sequence_mean_token_mean, token_mean

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float32
 
-from app.batching.critic_values import critic_values
+from app.batching.forward_passes import critic_values
 from app.batching.micro_batch_plan import MicroBatch
 from app.batching.token_batch import HostOrDevice, TokenBatch, pack_per_token, pack_tokens
 from app.model.decoder import DecoderDefinition, Params

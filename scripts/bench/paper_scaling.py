@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from shapes import QWEN2_5_0_5B, QWEN2_5_1_5B, QWEN2_5_3B, QWEN2_5_7B
 
-from app.batching.length_buckets import bucket_length
+from app.batching.micro_batch_shapes import bucket_length
 from app.mesh.tpu_chips import TpuChip, TpuSlice, parse_slice
 from app.model.architecture import Architecture
 from app.model.decoder import DecoderDefinition

@@ -23,8 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from app.batching.length_buckets import bucket_length
 from app.batching.micro_batch_plan import TokenBudget, choose_row_length
+from app.batching.micro_batch_shapes import bucket_length
 from app.batching.micro_batcher import FixedRowBatcher, MicroBatcher, PackedRowBatcher
 from app.mesh.axis_rules import AXES
 from app.model.architecture import Architecture

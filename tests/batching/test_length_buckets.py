@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.batching.length_buckets import bucket_length
+from app.batching.micro_batch_shapes import bucket_length
 
 
 def test_rungs_by_hand():

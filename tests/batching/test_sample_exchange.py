@@ -10,7 +10,8 @@ import pytest
 from app.batching.micro_batch_plan import MicroBatch, MicroBatchPlan, RowShape
 from app.batching.micro_batcher import FixedRowBatcher, MicroBatcher, PackedRowBatcher
 from app.batching.sample_exchange import fetch_rows
-from app.model.routes import UNRECORDED, RouteShape
+from app.model.architecture import RouteShape
+from app.model.experts import UNRECORDED
 from app.records.sample import Sample
 from tests.batching.plans import flops, make_budget, members
 from tests.tiny import make_mesh, random_samples

@@ -12,12 +12,13 @@ import pytest
 
 from app.distributed.collective_files import (
     decode_gathered_sample,
+    host_slice,
+    max_slice_size,
     per_host_path,
     sample_json_lines,
     write_collectively,
 )
 from app.distributed.error_barrier import error_barrier, iterate_in_lockstep
-from app.distributed.host_shards import host_shard, max_shard_size
 from app.records.sample_json import sample_to_record
 from settings import InputError
 from tests.program import records_of
@@ -37,10 +38,10 @@ def test_hosts_have_runs_that_differ_by_one_at_most(
     count: int, num_hosts: int, runs: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(jax, "process_count", lambda: num_hosts)
-    assert max_shard_size(count) == max(map(len, runs))
+    assert max_slice_size(count) == max(map(len, runs))
     for host, run in enumerate(runs):
         monkeypatch.setattr(jax, "process_index", lambda host=host: host)
-        assert "".join(map(str, host_shard(count))) == run
+        assert "".join(map(str, host_slice(count))) == run
 
 
 def test_only_where_hosts_are_several_a_file_tells_whose_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from app.distributed.host_consistency import Fact, describe_difference, describe_newest_checkpoint
+from app.distributed.host_consistency import Fact, describe_difference
 from app.model.architecture import Architecture
 from app.records.run_directory import RunDirectory
 from app.records.versions import code_digest
@@ -67,10 +67,10 @@ def test_the_digest_of_the_code_is_of_its_content(tmp_path: Path, monkeypatch: p
 
 def test_the_newest_checkpoint_is_that_of_the_highest_step(tmp_path: Path):
     run = RunDirectory(tmp_path)
-    assert describe_newest_checkpoint(run) == "none"
+    assert run.describe_newest_checkpoint() == "none"
     for name in ("8", "10", "damaged-12", "best"):
         (run.checkpoints_dir / name).mkdir(parents=True)
-    assert describe_newest_checkpoint(run) == "step 10"
+    assert run.describe_newest_checkpoint() == "step 10"
 
 
 def test_tp_that_divides_no_heads_is_refused_with_both_numbers_and_the_nearest_that_does():
@@ -106,7 +106,6 @@ from app.mesh.jax_startup import initialize_distributed
 from app.mesh.placement import check_rows_per_host, local_row_indices, to_global, to_local
 from app.distributed.host_consistency import check_hosts_agree, check_shared_run_directory
 from app.distributed.error_barrier import error_barrier
-from app.records.run_directory import RunDirectory
 from settings import load
 from settings.errors import InputError
 
@@ -141,8 +140,8 @@ note("data", lambda: check_hosts_agree(resolved, {"data": f"abc{host}"}))
 note("one fails", lambda: fail_there(InputError("model.path: no such folder")))
 note("one has a bug", lambda: fail_there(KeyError("x")))
 note("none fails", lambda: fail_there(None))
-note("shared", lambda: check_shared_run_directory(RunDirectory(other / "runs" / "new")))
-note("not shared", lambda: check_shared_run_directory(RunDirectory(other / str(host) / "runs" / "new")))
+note("shared", lambda: check_shared_run_directory(other / "runs" / "new"))
+note("not shared", lambda: check_shared_run_directory(other / str(host) / "runs" / "new"))
 for shape in ("2,4,1", "1,8,1", "1,-1,1", "2,2,2", "1,4,2", "1,2,4", "auto", "1,1,8"):
     note(shape, lambda: rows_of(shape))
 Path(other / f"report{host}.json").write_text(json.dumps(report))

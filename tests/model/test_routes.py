@@ -14,9 +14,9 @@ import pytest
 
 from app.batching.token_batch import pack_tokens
 from app.mesh.placement import to_global
+from app.model.architecture import RouteShape
 from app.model.decoder import DecoderDefinition, Params
-from app.model.experts import choose_experts, pack_routes
-from app.model.routes import UNRECORDED, RouteShape, unpack_routes
+from app.model.experts import UNRECORDED, choose_experts, pack_routes, unpack_routes
 from app.model.segment_layout import SegmentLayout
 from app.records.sample import Sample
 from app.score.scorer import Scorer

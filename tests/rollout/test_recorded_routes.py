@@ -14,9 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from app.model.architecture import RouteShape
 from app.model.decode_weights import DecodeWeights
 from app.model.decoder import DecoderDefinition, Params
-from app.model.routes import UNRECORDED, RouteShape
+from app.model.experts import UNRECORDED
 from app.model.segment_layout import single_segment_layout
 from app.records.sample import Sample
 from app.rollout.request import GenerationRequest

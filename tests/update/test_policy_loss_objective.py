@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from app.batching.row_logprobs import row_logprobs
+from app.batching.forward_passes import row_logprobs
 from app.model.decoder import DecoderDefinition
 from app.records.sample import Sample
 from app.update.kl import KLEstimator, k1, k3

@@ -10,7 +10,8 @@ import pytest
 
 from app.batching.micro_batch_plan import MicroBatch, RowShape
 from app.batching.token_batch import TokenBatch, pack_tokens
-from app.model.routes import UNRECORDED, RouteShape
+from app.model.architecture import RouteShape
+from app.model.experts import UNRECORDED
 from app.update.policy_loss import LossStats
 from app.update.route_metrics import count_routes
 from tests.tiny import make_sample

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from app.batching.critic_values import critic_values
+from app.batching.forward_passes import critic_values
 from app.model.decoder import DecoderDefinition, ValueDecoder
 from app.records.sample import Sample
 from app.score.scorer import ValueScorer, append_dummy_token

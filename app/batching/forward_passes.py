@@ -1,4 +1,4 @@
-"""Forward pass over packed rows that gives logprobs, for scoring, updates and the script of the tiny model."""
+"""Forward passes over packed rows, for scoring and updates: logprobs of the policy, values of the critic."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float32
 
 from app.batching.token_batch import TokenBatch
-from app.model.decoder import Decoder
+from app.model.decoder import Decoder, ValueDecoder
 from app.model.segment_layout import SegmentLayout
-from app.model.token_logprobs import CompletionLogprobs, completion_logprobs
+from app.model.token_logprobs import CompletionLogprobs, completion_logprobs, hidden_before_targets
 
 
 def row_logprobs(
@@ -36,3 +36,10 @@ def row_logprobs(
         logits_chunk=logits_chunk,
         entropy_gradient=entropy_gradient,
     )
+
+
+def critic_values(decoder: ValueDecoder, rows: TokenBatch, *, dtype: jnp.dtype, remat: str) -> Float32[Array, "R C"]:
+    """Returns the value of the state before each target; finite but undefined on padding."""
+    layout = SegmentLayout(rows.segment_ids, rows.branch_ids, rows.positions)
+    hidden = decoder.hidden(rows.token_ids, layout, dtype=dtype, remat=remat)
+    return decoder.values(hidden_before_targets(hidden, rows.logits_indices))
