@@ -19,12 +19,12 @@ import numpy as np
 from app.distributed.collectives import gather_bytes_over_hosts
 from app.distributed.stop_check import StoppedError
 from app.mesh import jax_startup
+from app.mesh.program_cache import CompilationCounter
 from app.prompts.prompt_order import host_slice
 from app.records.sample import Prompt, Sample
 from app.rollout import batch_engine as engine_room
 from app.runtime.model_spec import read_model_spec
 from app.runtime.session import Session
-from app.tracking.compilation_counter import CompilationCounter
 from app.training.inputs import read_training_inputs
 from settings import load
 

@@ -11,8 +11,8 @@ import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
+from app.mesh.program_cache import CompilationCounter
 from app.records.checksum_file import CHECKSUM_FILE
-from app.tracking.compilation_counter import CompilationCounter
 from tests.program import here, of_tiny, train_here
 from tests.tiny_directory import write_model
 

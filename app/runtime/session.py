@@ -13,8 +13,8 @@ from jax.sharding import Mesh
 
 from app.distributed.collectives import gather_bytes_over_hosts, set_exchange_devices
 from app.distributed.stop_check import StopCheck
+from app.mesh.device_mesh import generation_devices
 from app.mesh.devices import first_devices, global_devices, local_devices
-from app.mesh.generation_devices import generation_devices
 from app.mesh.placement import bytes_per_device
 from app.mesh.submesh import host_submesh
 from app.model.decode_weights import DecodeWeights

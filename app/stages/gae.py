@@ -11,12 +11,12 @@ from app.advantage.gae.estimate import choose_backend
 from app.mesh import jax_startup
 from app.mesh.device_memory import peak_memory_bytes
 from app.mesh.devices import global_devices
+from app.mesh.program_cache import CompilationCounter
 from app.records.jsonl import check_output_path
 from app.records.moments import Moments, whiten
 from app.stages.gae_jsonl import GaeSampleFile
 from app.stages.gae_npz import GaeMatrixFile
 from app.stages.gae_summary import AdvantageTransform
-from app.tracking.compilation_counter import CompilationCounter
 from settings import Settings
 from settings.errors import InputError
 from settings.schema.mesh import MeshSettings

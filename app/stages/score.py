@@ -25,6 +25,7 @@ from app.distributed.error_barrier import iterate_in_lockstep
 from app.distributed.host_consistency import check_hosts_agree
 from app.mesh.device_memory import peak_memory_bytes
 from app.mesh.placement import to_device_memory, to_host_memory
+from app.mesh.program_cache import CompilationCounter
 from app.model.architecture import Architecture
 from app.model.decoder import Params
 from app.model.io.model_files import ModelFiles
@@ -40,7 +41,6 @@ from app.runtime.packed_row_check import check_packing
 from app.runtime.scoring import ScoringSession
 from app.stages.sample_reader import WINDOW_SAMPLES, SampleFileExtent, SampleReader, check_token_quota, file_digest
 from app.stages.sample_text import SampleEncoder
-from app.tracking.compilation_counter import CompilationCounter
 from settings import Resolved, Settings
 from settings.errors import InputError
 from settings.schema.score import ScoredRole

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from app.distributed.collective_files import gather_lines_to_first_host
+from app.mesh.program_cache import CompilationCounter
 from app.records.sample import Sample
 from app.reward.aggregate import RewardedSamples, merge_rewarded
 from app.reward.plugin import StepInfo
 from app.reward.reward_functions import ComputeRewards
 from app.runtime.health_checks import check_rewards
 from app.runtime.reward_model import RewardModel, RewardPass, reward_model_metrics
-from app.tracking.compilation_counter import CompilationCounter
 from app.tracking.metrics import reward_counts
 from app.tracking.timer import StepTimer
 

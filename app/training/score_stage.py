@@ -12,10 +12,10 @@ from app.batching.metrics import scoring_batching_metrics
 from app.batching.micro_batcher import MicroBatcher
 from app.checkpoint.network_states import RunState
 from app.mesh.placement import to_device_memory
+from app.mesh.program_cache import CompilationCounter
 from app.model.decoder import Params
 from app.records.sample import Sample
 from app.runtime.session import Session
-from app.tracking.compilation_counter import CompilationCounter
 from app.tracking.timer import StepTimer
 from settings.schema.score import ScoredRole
 

@@ -20,12 +20,12 @@ from app.distributed.preemption import PreemptionHandler, StopDecision
 from app.distributed.stop_check import StoppedError
 from app.distributed.watchdog import Watchdog
 from app.evaluation.evaluator import evaluation_metrics
+from app.mesh.program_cache import CompilationCounter
 from app.records.sample import Prompt, Sample
 from app.records.step_timeline import SegmentTime, StepTimeline
 from app.report.early_stopping import early_stopping_reason
 from app.report.metrics_history import EVAL_PROMPTS
 from app.runtime.health_checks import RewardError, stop_if_diverged
-from app.tracking.compilation_counter import CompilationCounter
 from app.tracking.performance import step_performance
 from app.tracking.profiler import StepProfiler
 from app.tracking.run_reporter import RunReporter

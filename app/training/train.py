@@ -15,10 +15,10 @@ from app.checkpoint.retention import BestCheckpoint, SaveClock
 from app.distributed.error_barrier import error_barrier
 from app.distributed.preemption import PreemptionHandler
 from app.distributed.shutdown import broadcast_failure, exit_barrier
+from app.mesh.program_cache import CompilationCounter
 from app.records.run_directory import Resume, lock_run_directory
 from app.runtime.packed_row_check import check_packing, random_samples
 from app.runtime.reward_model import RewardModel
-from app.tracking.compilation_counter import CompilationCounter
 from app.tracking.console import ProgressDisplay
 from app.tracking.profiler import StepProfiler
 from app.tracking.run_reporter import RunReporter

@@ -9,9 +9,9 @@ from contextlib import closing
 import pytest
 
 from app.distributed.stop_check import StoppedError, never_stop
+from app.mesh.program_cache import CompilationCounter
 from app.rollout import batch_engine as engine_room
 from app.rollout.sequence import RolloutSequence
-from app.tracking.compilation_counter import CompilationCounter
 from tests.rollout.test_async_generation import HALF, KEY, generation_of
 from tests.rollout.test_slot_engine import (
     DEFINITION,

@@ -7,9 +7,8 @@ import re
 import jax
 import pytest
 
-from app.mesh.device_mesh import make_mesh
+from app.mesh.device_mesh import generation_devices, make_mesh, without_generation_devices
 from app.mesh.devices import first_devices
-from app.mesh.generation_devices import generation_devices, without_generation_devices
 from settings.errors import InputError
 from settings.schema.mesh import MeshSettings
 from tests.mesh.test_device_mesh import Device

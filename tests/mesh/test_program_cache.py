@@ -15,8 +15,7 @@ import jax
 import pytest
 
 from app.mesh import program_cache
-from app.mesh.program_cache import MAX_BYTES, share_program_cache, use_program_cache
-from app.tracking.compilation_counter import CompilationCounter
+from app.mesh.program_cache import MAX_BYTES, CompilationCounter, share_program_cache, use_program_cache
 from tests.program import DEADLINE_S, REPOSITORY, metrics_of, of_tiny, reproducible, settings
 
 CONFIG = (

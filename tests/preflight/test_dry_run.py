@@ -13,11 +13,11 @@ import jax
 import numpy as np
 import pytest
 
+from app.mesh.program_cache import CompilationCounter
 from app.model.flops import forward_flops, lm_head_flops
 from app.model.io.families import architecture_from_config
 from app.preflight.dry_run import DryRunReport, make_dry_run_report
 from app.records.sample import Prompt
-from app.tracking.compilation_counter import CompilationCounter
 from app.training.learner import LearnerGroup
 from app.training.setup import RunSetup, prepare_run
 from settings import load

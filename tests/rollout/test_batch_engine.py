@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from app.mesh.program_cache import CompilationCounter
 from app.model.architecture import Architecture
 from app.model.decode_weights import DecodeWeights
 from app.model.decoder import DecoderDefinition, Params
@@ -20,7 +21,6 @@ from app.rollout.batch_programs import RowConstants, init_decode_state, make_dec
 from app.rollout.request import GenerationRequest
 from app.rollout.sampling.token_sampling import SamplingRules, hash_uids, sample_keys, sample_tokens
 from app.score.scorer import Scorer
-from app.tracking.compilation_counter import CompilationCounter
 from tests.tiny import BIASED, ODD, make_engine, make_mesh, packed_plan, random_params, random_prompts
 
 PROMPTS = random_prompts(3, vocab_size=ODD.vocab_size)

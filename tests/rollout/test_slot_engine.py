@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from app.mesh.placement import bytes_per_device, num_row_shards
+from app.mesh.program_cache import CompilationCounter
 from app.model.decode_weights import DecodeWeights
 from app.model.decoder import DecoderDefinition
 from app.records.sample import Prompt, Sample
@@ -27,7 +28,6 @@ from app.rollout.slots.slot_engine import SlotEngine
 from app.rollout.slots.slot_programs import SlotPrograms, copy_blocks
 from app.rollout.stop_strings import DecodeText
 from app.score.scorer import Scorer
-from app.tracking.compilation_counter import CompilationCounter
 from settings.errors import InputError
 from settings.schema.rollout import KVCacheType, SegmentSettings
 from tests.tiny import ODD, make_engine, make_mesh, packed_plan, random_params, random_prompts, spell

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
+from app.mesh.program_cache import CompilationCounter
 from app.mesh.submesh import make_submesh
 from app.records.sample import Sample
 from app.rollout.scheduling.metrics import schedule_metrics, slot_spans
@@ -41,7 +42,6 @@ from app.rollout.slots.slot_engine import SegmentResult as RanSegment
 from app.rollout.slots.slot_engine import SlotEngine
 from app.rollout.workers.worker import Admission, RolloutWorker
 from app.rollout.workers.worker_pool import RolloutWorkerPool, ScheduleConfig
-from app.tracking.compilation_counter import CompilationCounter
 from scripts.bench.forced_rollout import spec_of
 from scripts.simulate.cost_fit import FREE
 from scripts.simulate.length_traces import trace_from_records

@@ -16,13 +16,13 @@ from app.batching.micro_batch_plan import MicroBatch, MicroBatchPlan, RowShape, 
 from app.batching.micro_batcher import FixedRowBatcher, MicroBatcher, PackedRowBatcher
 from app.batching.token_batch import pack_tokens
 from app.mesh.placement import abstract_arrays
+from app.mesh.program_cache import CompilationCounter
 from app.model.architecture import Architecture
 from app.model.decoder import DecoderDefinition, Params
 from app.model.flops import forward_flops
 from app.model.segment_layout import single_segment_layout
 from app.records.sample import Sample
 from app.score.scorer import Scorer
-from app.tracking.compilation_counter import CompilationCounter
 from tests.tiny import BIASED, ODD, make_mesh, random_params, random_samples
 
 FLOAT32 = jnp.dtype("float32")

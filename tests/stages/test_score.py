@@ -16,6 +16,7 @@ from safetensors.numpy import save_file
 
 from app.batching.micro_batcher import PackedRowBatcher
 from app.mesh import jax_startup
+from app.mesh.program_cache import CompilationCounter
 from app.records.jsonl import write_jsonl
 from app.records.sample_json import LocatedSample, sample_from_record
 from app.reward.aggregate import aggregate_rewards
@@ -25,7 +26,6 @@ from app.runtime.model_spec import read_model_spec
 from app.runtime.scoring import ScoringSession
 from app.runtime.session import Session
 from app.stages.score import WindowScorer, write_scores
-from app.tracking.compilation_counter import CompilationCounter
 from app.tracking.metrics import reward_counts
 from settings import load
 from tests.program import DEADLINE_S, digest_of, here, of_tiny, records_of, settings, started, wait_until

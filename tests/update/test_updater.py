@@ -13,11 +13,11 @@ import pytest
 
 from app.batching.micro_batch_plan import TokenBudget
 from app.batching.micro_batcher import FixedRowBatcher, PackedRowBatcher
+from app.mesh.program_cache import CompilationCounter
 from app.model.decoder import DecoderDefinition
 from app.model.flops import forward_flops
 from app.records.sample import Sample
 from app.score.scorer import Scorer
-from app.tracking.compilation_counter import CompilationCounter
 from app.update.loss_aggregation import token_mean
 from app.update.mini_batches import repeated_mini_batches, select_samples, split_by_group
 from app.update.optimizer import TrainState, init_train_state, make_optimizer, train_state_shardings
