@@ -11,12 +11,9 @@ import numpy as np
 import pytest
 
 from app.model.decoder import DecoderDefinition, Params, flatten_by_path
-from app.model.flops import forward_flops
 from app.model.lora import LORA_B, combine_params, merge_adapters
 from app.model.prefill_and_decode import prefill
 from app.runtime.session import Session
-from app.tracking.flops import make_step_flops
-from tests.preflight.test_dry_run import foreseen, held
 from tests.training.test_lora import LORA, launched
 from tests.training.test_slot_engine import SCHEDULED
 
@@ -96,17 +93,6 @@ def test_slots_in_bfloat16_draw_from_adapters_beside_the_kernels(config: Path) -
     for sample in scored:
         assert sample.policy_logprobs is not None
         np.testing.assert_allclose(sample.behavior_logprobs, sample.policy_logprobs, atol=0.2)
-
-
-def test_adapters_beside_the_kernels_are_foreseen_in_memory_and_work(config: Path) -> None:
-    session = opened(config, BFLOAT16)
-    report = foreseen(config, *LORA, BFLOAT16)
-    weights = session.engine.to_decode_weights(session.full_params(session.initial_trained_params()))
-    assert report.memory["rollout"]["decode_weights"] == held(weights)
-    one = np.ones(1, np.int64)
-    blocks = forward_flops(session.model_spec.architecture)(one)
-    adapters = 2 * session.model_spec.policy_definition.num_trainable
-    assert make_step_flops(session.settings, session, None).rollout.sequence_flops(one) == blocks + adapters
 
 
 def test_workers_far_away_decode_with_the_adapters_that_they_are_sent(config: Path) -> None:

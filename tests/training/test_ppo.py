@@ -168,17 +168,6 @@ def test_shuffled_mini_batches_are_scored_as_they_are_first_learned_from(config:
     assert metrics["rollout/sampler_scorer_logprob_diff_max"] == max(apart)
 
 
-@pytest.mark.slow
-def test_vtrace_trains_and_goes_on_in_the_same_bits(config: Path) -> None:
-    vtrace = ("algorithm.estimator=vtrace", "critic.warmup_steps=0", "run.steps=2")
-    assert train_here(config, *vtrace, "run.name=straight").exit_code == 0
-    straight, run = (config.parent / "runs" / name for name in ("straight", "ppo"))
-    stopped_after(1, run, straight)
-    result = train_here(config, *vtrace, resume="must")
-    assert result.exit_code == 0, result.stderr
-    assert_same_run(run, straight, step=2)
-
-
 def test_a_run_with_a_critic_is_not_continued_without_one(config: Path, whole: Path) -> None:
     run = config.parent / "runs" / "ppo"
     shutil.copytree(whole, run)
@@ -210,34 +199,10 @@ def test_a_critic_with_another_tokenizer_is_refused(config: Path, tiny_model: Pa
     assert not (config.parent / "runs").exists()
 
 
-def test_a_critic_that_cannot_be_opened_is_named_by_its_own_setting(config: Path) -> None:
-    result = train_here(config, "critic.path=./nowhere.gguf")
-    assert result.exit_code == 2
-    assert "critic.path" in result.stderr and "model.path" not in result.stderr
-
-
 def test_the_critic_warm_up_must_end(config: Path) -> None:
     result = train_here(config, "critic.warmup_steps=4")
     assert result.exit_code == 2
     assert "critic.warmup_steps" in result.stderr and "at most 3" in result.stderr
-
-
-@pytest.mark.slow
-def test_dry_run_counts_the_critic(config: Path) -> None:
-    foreseen = here("train", "--config", config, "--dry-run", "--json")
-    assert foreseen.exit_code == 0, foreseen.stderr
-    report = json.loads(foreseen.stdout)
-    memory = report["memory"]
-    # Its head is one number for each of 32 dims, in place of 24 x 32.
-    smaller = memory["update"]["weights"] - memory["update"]["critic"]
-    assert smaller * report["num_devices"] == 4 * (24 * 32 - 32)
-    assert memory["update"]["critic_optimizer"] > 2 * memory["update"]["critic"]
-    assert memory["critic"]["gradients"] == memory["critic"]["critic"]
-    assert report["optimizer_steps"] == 2 * 4
-    grpo = settings("algorithm.name=grpo", "rollout.group_size=2", "algorithm.kl_target=null")
-    without = here("train", "--config", config, "--dry-run", "--json", *grpo)
-    assert without.exit_code == 0, without.stderr
-    assert "critic" not in json.loads(without.stdout)["memory"]["update"]
 
 
 def test_score_adds_values_and_one_more_where_a_sample_was_cut(sampled: Path, tmp_path: Path, tiny_model: Path) -> None:

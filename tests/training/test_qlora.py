@@ -32,7 +32,6 @@ from app.training.initial_state import load_reference_params
 from settings import load
 from tests.preflight.test_dry_run import foreseen, held
 from tests.program import (
-    assert_same_run,
     digest_of,
     here,
     metrics_of,
@@ -80,14 +79,6 @@ def test_adapters_learn_and_are_all_that_is_saved(run: Path) -> None:
     assert [line["perf/compilations"] for line in lines[1:]] == [0, 0, 0]
 
 
-@pytest.mark.slow
-def test_k_steps_and_a_resume_equal_all_steps_at_once(run: Path, config: Path) -> None:
-    assert train_here(config, *QLORA, "run.steps=2").exit_code == 0
-    result = train_here(config, *QLORA, resume="must")
-    assert result.exit_code == 0, result.stderr
-    assert_same_run(config.parent / "runs" / "tiny", run, step=4)
-
-
 @pytest.mark.parametrize(("now", "notes"), [(NF4, [", beside nf4"]), (f"{BASE}=null", [])])
 def test_another_base_than_the_one_that_adapters_learned_beside_is_refused(
     run: Path, config: Path, now: str, notes: list[str]
@@ -104,21 +95,6 @@ def test_another_base_than_the_one_that_adapters_learned_beside_is_refused(
     assert digest_of(resumed) == before
     evaluated = here("evaluate", "--checkpoint", run, *settings(now))
     assert evaluated.exit_code == 2 and "beside int8, but model.lora requests rank 2" in evaluated.stderr
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        ((INT8,), f"{BASE} = 'int8' (from --set) has no effect with model.lora.rank = None"),
-        (("model.lora.rank=2", f"{BASE}=int4"), f"{BASE}: expected 'int8' or 'nf4'"),
-    ],
-    ids=["no_rank", "unknown"],
-)
-def test_what_quantizes_nothing_is_refused(config: Path, overrides: tuple[str, ...], message: str) -> None:
-    result = train_here(config, *overrides)
-    assert result.exit_code == 2
-    assert message in result.stderr
-    assert not (config.parent / "runs").exists()
 
 
 def test_a_launch_without_qwix_is_refused_and_an_export_is_not(
@@ -235,15 +211,6 @@ def test_a_saved_policy_is_evaluated_as_its_run_did(run: Path, tmp_path: Path) -
     del logged["eval/num_prompts"]
     found = json.loads(result.stdout)["metrics"]
     assert logged and {name: found[name] for name in logged} == logged
-
-
-@pytest.mark.slow
-def test_a_run_is_replayed_from_its_samples_bit_for_bit(run: Path, config: Path) -> None:
-    result = here("train", "--from-rollouts", run, *settings("run.name=again", f"run.dir={config.parent / 'runs'}"))
-    assert result.exit_code == 0, result.stderr
-    again = saved_state(config.parent / "runs" / "again", 4)
-    for name, array in saved_state(run, 4).items():
-        np.testing.assert_array_equal(again[name], array)
 
 
 @pytest.mark.slow

@@ -185,17 +185,6 @@ def test_what_was_filtered_or_drawn_ahead_leads_to_the_same_weights(config: Path
         assert max(line["rollout/num_rounds"] for line in steps_of(run).values()) > 1
 
 
-@pytest.mark.slow
-def test_adapters_go_on_from_a_checkpoint_of_adapters_alone(config: Path, tmp_path: Path) -> None:
-    lora = ("model.lora.rank=2", "algorithm.beta=0.05", "run.steps=3", "checkpoint.every_steps=1", *UNJUDGED)
-    assert train_here(config, *lora).exit_code == 0
-    run = config.parent / "runs" / "tiny"
-    start = ["--checkpoint", run / "checkpoints" / "2"]
-    assert_same_steps(replayed(run, tmp_path / "again", options=start), run, steps=[3])
-    whole = replay(run, tmp_path / "whole", "model.lora.rank=null", options=start)
-    assert_refused(whole, "holds adapters of .*, but model.lora requests none", tmp_path / "whole")
-
-
 def test_rewards_are_judged_anew_where_the_run_had_other_functions(finished: Path, tmp_path: Path) -> None:
     only_format = "reward.functions=[arithmetic_format]"
     result = replay(finished, tmp_path, only_format, "run.steps=1", *UNJUDGED)

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from app.model.io.model_files import open_model
 from app.records.jsonl import read_jsonl
 from app.records.run_directory import RunDirectory
 from app.records.settings_history import SettingsHistory
@@ -57,16 +56,6 @@ def test_killed_in_the_middle_of_a_step_it_ends_as_if_it_had_not_been(full_confi
     best = os.readlink(run / "checkpoints" / "best")
     assert best == os.readlink(uninterrupted / "checkpoints" / "best")
     assert (run / "checkpoints" / best).is_dir()
-
-
-@pytest.mark.slow
-def test_k_steps_and_a_resume_equal_all_steps_at_once(full_config: Path, uninterrupted: Path) -> None:
-    run = full_config.parent / "runs" / "full"
-    assert train_here(full_config, "run.steps=6").exit_code == 0
-    result = train_here(full_config, resume="must")
-    assert result.exit_code == 0, result.stderr
-    assert "continuing after step 6 of 12" in result.stderr
-    assert_same_run(run, uninterrupted, step=12)
 
 
 def test_lines_after_the_checkpoint_and_half_a_line_are_written_anew(
@@ -284,33 +273,6 @@ def test_a_changed_model_is_refused(stopped: Path, full_config: Path, tmp_path: 
     assert result.exit_code == 2
     assert f"error: --resume: {part} changed since this run was started" in result.stderr
     assert digest_of(stopped) == before
-
-
-def test_another_architecture_is_named_as_a_change_and_not_as_damage(
-    stopped: Path, full_config: Path, tmp_path: Path
-) -> None:
-    other = write_model(tmp_path / "other", intermediate_size=40)
-    assert open_model(str(other)).config["intermediate_size"] == 40
-    before = digest_of(stopped)
-    result = train_here(full_config, f"model.path={other}", resume="auto")
-    assert result.exit_code == 2
-    assert "model changed since this run was started" in result.stderr
-    assert digest_of(stopped) == before
-
-
-def test_must_refuses_a_directory_without_a_checkpoint(config: Path) -> None:
-    result = train_here(config, resume="must")
-    assert result.exit_code == 2
-    assert "--resume must" in result.stderr
-    assert not (config.parent / "runs").exists()
-
-
-def test_never_leaves_an_occupied_directory_as_it_is(finished: Path, config: Path) -> None:
-    before = digest_of(finished)
-    result = train_here(config, f"run.dir={finished.parent}")
-    assert result.exit_code == 2
-    assert "already holds a run" in result.stderr
-    assert digest_of(finished) == before
 
 
 def test_other_variables_of_the_chat_template_are_another_run_unless_allowed(config: Path, tmp_path: Path) -> None:
