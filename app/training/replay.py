@@ -99,9 +99,11 @@ class Replay:
         checkpoint = {"checkpoint": str(self.initial_checkpoint.path)} if self.initial_checkpoint else {}
         return {"from_rollouts": str(self.request.rollouts), **checkpoint}
 
-    def saved_rewards(self, rewards: RewardFunctions) -> ComputeRewards | None:
-        """Returns the function that takes the rewards from the samples; None if they are computed again."""
-        return partial(reuse_saved_rewards, names=rewards.fallible_names) if self.uses_saved_rewards else None
+    def choose_rewards(self, rewards: RewardFunctions) -> ComputeRewards:
+        """Returns the function that takes the rewards from the samples, or that computes them again."""
+        if self.uses_saved_rewards:
+            return partial(reuse_saved_rewards, names=rewards.fallible_names)
+        return rewards.compute_rewards
 
     def load_groups(self, step: int) -> list[Group]:
         """Loads the groups of a step, those of all hosts.

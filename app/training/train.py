@@ -29,10 +29,12 @@ from app.training.initial_state import (
     restore_or_initialize,
 )
 from app.training.replay import ReplayRequest
+from app.training.reward_stage import RewardStage
 from app.training.rollout_source import ReplayRolloutSource, make_rollout_source
+from app.training.score_stage import ScoreStage
 from app.training.setup import RunSetup, prepare_run
 from app.training.step_loop import StepCallback, StepLoop
-from app.training.trainer import make_trainer
+from app.training.trainer import Trainer
 from settings import Resolved
 from settings.checks.unused_settings import launch_notices
 
@@ -100,18 +102,16 @@ def _train(setup: RunSetup, stack: ExitStack, clock: Callable[[], float], on_ste
     state, progress = restore_or_initialize(checkpoints, setup, learners)
     reference = load_reference_params(state, progress, session)
     reward_model = setup.inputs.reward_model and RewardModel.load(settings, setup.inputs.reward_model, session.mesh)
-    replay, saved_rewards = setup.inputs.replay, None
+    replay = setup.inputs.replay
     if replay is None:
         source = make_rollout_source(session, setup.inputs.prompts, max_rounds=learners.max_rounds)
+        compute_rewards = setup.rewards.compute_rewards
     else:
         source = ReplayRolloutSource(replay, num_groups=settings.rollout.prompts_per_step)
-        saved_rewards = replay.saved_rewards(setup.rewards)
-    trainer = make_trainer(
-        *(session, learners, source, setup.rewards),
-        reference_params=reference,
-        reward_model=reward_model,
-        compute_rewards=saved_rewards,
-    )
+        compute_rewards = replay.choose_rewards(setup.rewards)
+    reward = RewardStage(compute_rewards, settings.run.steps, reward_model)
+    score = ScoreStage(session, learners.score_batchers, reference)
+    trainer = Trainer(session, source, reward, score, learners, setup.rewards)
     if settings.uses_packing:
         critic = state.critic and state.critic.params
         check_packing(session, session.full_params(state.policy.params), random_samples(session), critic=critic)

@@ -14,9 +14,8 @@ from app.model.decoder import Params
 from app.records.sample import Prompt, Sample
 from app.reward.aggregate import RewardedSamples
 from app.reward.plugin import StepInfo
-from app.reward.reward_functions import ComputeRewards, RewardFunctions
+from app.reward.reward_functions import RewardFunctions
 from app.runtime.health_checks import check_rewards
-from app.runtime.reward_model import RewardModel
 from app.runtime.session import Session
 from app.tracking.console import ProgressDisplay
 from app.tracking.episode_metrics import episode_metrics
@@ -38,13 +37,17 @@ Metrics = dict[str, float | None]
 class Trainer:
     """The stages of a training step, configured for a run."""
 
-    settings: Settings
     session: Session
     source: RolloutSource
-    rewards: RewardFunctions
     reward: RewardStage
     score: ScoreStage
     learners: LearnerGroup
+    reward_functions: RewardFunctions
+    """Those of the run; a replay of saved rewards calls them in evaluations only."""
+
+    @property
+    def settings(self) -> Settings:
+        return self.session.settings
 
     def step(
         self, state: RunState, *, step: int, position: int, timer: StepTimer
@@ -101,7 +104,7 @@ class Trainer:
         """
         sampled = [sample for one in rounds for sample in one.rewarded.samples]
         parts = [
-            sample_metrics(samples, self.rewards.reward_names),
+            sample_metrics(samples, self.reward_functions.reward_names),
             reward_stage_metrics(rounds, timer),
             rollout_performance(self.session.take_counters()),
             schedule_performance(self.session.take_schedule_metrics()),
@@ -134,7 +137,9 @@ class Trainer:
         """Samples and rewards this host's part of the evaluation prompts."""
         display.set_phase("evaluate")
         weights = self.session.engine.to_decode_weights(params)
-        rewarded = evaluate(self.session, weights, prompts, self.rewards, StepInfo(step, self.settings.run.steps))
+        rewarded = evaluate(
+            self.session, weights, prompts, self.reward_functions, StepInfo(step, self.settings.run.steps)
+        )
         if not self.session.generates_async:
             # The next step must report its own rollouts only.
             self.session.take_counters()
@@ -142,25 +147,3 @@ class Trainer:
         display.print_lines(gather_lines_to_first_host(rewarded.notices))
         check_rewards(rewarded)
         return rewarded
-
-
-def make_trainer(
-    session: Session,
-    learners: LearnerGroup,
-    source: RolloutSource,
-    rewards: RewardFunctions,
-    *,
-    reference_params: Params | None,
-    reward_model: RewardModel | None = None,
-    compute_rewards: ComputeRewards | None = None,
-) -> Trainer:
-    """Returns the trainer of a session, whose samples come from `source`.
-
-    Args:
-        reference_params: reference weights, maybe in host memory; None if nothing is scored with them.
-        compute_rewards: computes the rewards of training samples; None = `rewards` does.
-    """
-    settings = session.settings
-    reward = RewardStage(compute_rewards or rewards.compute_rewards, settings.run.steps, reward_model)
-    score = ScoreStage(session, learners.score_batchers, reference_params)
-    return Trainer(settings, session, source, rewards, reward, score, learners)

@@ -18,9 +18,11 @@ from app.rollout.batch_engine import BatchEngine
 from app.runtime.session import Session
 from app.tracking.console import ProgressDisplay
 from app.tracking.timer import StepTimer
+from app.training.reward_stage import RewardStage
 from app.training.rollout_source import make_rollout_source
+from app.training.score_stage import ScoreStage
 from app.training.setup import RunSetup, prepare_run
-from app.training.trainer import Trainer, make_trainer
+from app.training.trainer import Trainer
 
 
 def main() -> None:
@@ -65,7 +67,9 @@ def opened(launch: RunSetup) -> tuple[Trainer, RunState]:
     state = RunState(learning.policy.initial_state(session.load_params()))
     reference = session.load_params() if "reference" in chosen.scored_roles else None
     source = make_rollout_source(session, launch.inputs.prompts, max_rounds=learning.max_rounds)
-    return make_trainer(session, learning, source, launch.rewards, reference_params=reference), state
+    reward = RewardStage(launch.rewards.compute_rewards, chosen.run.steps)
+    score = ScoreStage(session, learning.score_batchers, reference)
+    return Trainer(session, source, reward, score, learning, launch.rewards), state
 
 
 def resolved(options: argparse.Namespace, folder: str) -> settings.Resolved:

@@ -22,9 +22,11 @@ from app.report.metric_registry import find_metric
 from app.tracking.console import ProgressDisplay
 from app.tracking.timer import StepTimer
 from app.training.learner import make_learner_group
+from app.training.reward_stage import RewardStage
 from app.training.rollout_source import make_rollout_source
+from app.training.score_stage import ScoreStage
 from app.training.setup import prepare_run
-from app.training.trainer import make_trainer
+from app.training.trainer import Trainer
 from settings import load
 from tests.program import (
     assert_same_run,
@@ -155,7 +157,9 @@ def test_shuffled_mini_batches_are_scored_as_they_are_first_learned_from(config:
         critic = learning.critic.initial_state(session.critic.load_params(session.mesh))
         state = RunState(learning.policy.initial_state(jax.tree.map(jnp.copy, params)), critic, kl_coef=0.05)
         source = make_rollout_source(session, launch.inputs.prompts, max_rounds=1)
-        trainer = make_trainer(session, learning, source, launch.rewards, reference_params=params)
+        reward = RewardStage(launch.rewards.compute_rewards, chosen.run.steps)
+        score = ScoreStage(session, learning.score_batchers, params)
+        trainer = Trainer(session, source, reward, score, learning, launch.rewards)
         timer = StepTimer(ProgressDisplay(num_steps=1, first_step=0, enabled=False))
         _, samples, metrics = trainer.step(state, step=1, position=0, timer=timer)
     first, second = noted["policy"]

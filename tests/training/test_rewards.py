@@ -239,8 +239,6 @@ def test_a_function_that_fails_on_a_real_answer_is_found_before_anything_is_comp
     assert not run_of(config).exists() and children() == []
 
 
-
-
 def test_a_function_that_cannot_do_without_an_answer_is_found_before_anything_is_compiled(config: Path) -> None:
     path = config.parent / "rows.jsonl"
     rows = [{"prompt": f"{i} + 1 = ?", "answer": str(i + 1)} for i in range(4)] + [{"prompt": "5 + 1 = ?"}]
@@ -266,10 +264,6 @@ def test_functions_may_share_the_prompts_between_them(config: Path) -> None:
     assert before["eval/accuracy"] == 1.0 and before["eval/error_count"] == 0
     assert (line["reward/even/mean"], line["reward/odd/mean"], line["reward/error_count"]) == (1, 3, 0)
     assert line["reward/abstained_count"] == 16
-
-
-
-
 
 
 @pytest.mark.parametrize(
