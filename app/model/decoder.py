@@ -29,10 +29,18 @@ from app.model.attention.packed import architecture_blocking, make_block_pairs, 
 from app.model.attention.pairs import UNREACHABLE
 from app.model.attention.score_mod import ScoreMod, apply_soft_cap
 from app.model.experts import Experts
-from app.model.layers import ACTIVATIONS, PROJECTION_CHECKPOINT_NAME, Projection, RMSNorm, identity, make_param
+from app.model.layers import (
+    ACTIVATIONS,
+    PROJECTION_CHECKPOINT_NAME,
+    Projection,
+    RMSNorm,
+    apply_rope,
+    identity,
+    make_param,
+)
 from app.model.lora import LoRAConfig, LoRAParam
 from app.model.quantization import CODES, SCALES, KernelQuantizer
-from app.model.rope import apply_rope, rope_frequencies
+from app.model.rope import rope_frequencies
 from app.model.segment_layout import SegmentLayout
 from settings.schema.lora import Quantization
 

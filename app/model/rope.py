@@ -1,16 +1,13 @@
-"""Rotary position embedding: its fields in `config.json`, its frequencies, and its use."""
+"""Rotary position embedding: its fields in `config.json`, and its frequencies."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Float32
 
-from app.mesh.axis_rules import current_device
 from app.model.io.config_fields import HfConfig, positive_float, positive_int
 from settings.errors import InputError
 
@@ -97,43 +94,6 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> Float32[np.ndarray, " H
         kept = np.clip((turns - low) / (high - low), 0, 1)
         return ((1 - kept) * frequencies / rope.factor + kept * frequencies).astype(np.float32)
     raise _unknown_rope_error(rope.rope_type)
-
-
-@jax.custom_vjp
-def apply_rope(x: Float[Array, "R T heads H"], angles: Float[Array, "2 R T half"]) -> Float[Array, "R T heads H"]:
-    """Applies rotary position embedding, halves convention: (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin).
-
-    Args:
-        angles: cosines and sines, computed once for all layers: a TPU takes long to compile them, and to compute them.
-
-    Source: Su et al. 2021, RoFormer, eq. 34, with dims paired (i, i + H/2).
-    """
-    cos, sin = jnp.concatenate([angles] * 2, axis=-1)[:, :, :, None, :]
-    return (x.astype(jnp.float32) * cos + _quarter_turn(x) * sin).astype(x.dtype)
-
-
-def _rope_forward(x: Array, angles: Array) -> tuple[Array, Array]:
-    return apply_rope(x, angles), angles
-
-
-def _rope_backward(angles: Array, gradient: Array) -> tuple[Array, None]:
-    """Returns the gradient of `x`: turned back by the same angles, which get none."""
-    return apply_rope(gradient, angles * jnp.array([1, -1], angles.dtype).reshape(2, 1, 1, 1)), None
-
-
-apply_rope.defvjp(_rope_forward, _rope_backward)
-
-
-def _quarter_turn(x: Float[Array, "R T heads H"]) -> Float32[Array, "R T heads H"]:
-    """Returns (-x2, x1) of the halves (x1, x2) of every head."""
-    half = x.shape[-1] // 2
-    if current_device()[0] != "tpu":
-        x1, x2 = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-        return jnp.concatenate([-x2, x1], axis=-1)
-    # A TPU moves parts of a register slowly. This product is exact, and three times as fast by the compiler's estimate.
-    turn = np.kron([[0, 1], [-1, 0]], np.eye(half))
-    exact = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    return jnp.einsum("rtqh,hg->rtqg", x, turn.astype(x.dtype), precision=exact, preferred_element_type=jnp.float32)
 
 
 def _unknown_rope_error(kind: Any) -> InputError:

@@ -12,7 +12,7 @@ from app.model.attention.cached import cached_attention
 from app.model.attention.dense import dot_product_attention
 from app.model.attention.packed import packed_attention
 from app.model.attention.score_mod import DEFAULT_SCORE_MOD, ScoreMod
-from app.model.rope import apply_rope
+from app.model.layers import apply_rope
 from app.model.segment_layout import single_segment_layout
 
 
@@ -64,7 +64,7 @@ def test_on_a_tpu_halves_are_exchanged_by_a_product_that_is_exact(monkeypatch, d
     x = jnp.asarray(rng.normal(size=(2, 3, 4, 6)), dtype)
     angles = turns_of(jnp.asarray(rng.normal(size=(2, 3, 3)), jnp.float32))
     elsewhere = apply_rope(x, angles)
-    monkeypatch.setattr("app.model.rope.current_device", lambda: ("tpu", "TPU v5 lite"))
+    monkeypatch.setattr("app.model.layers.current_device", lambda: ("tpu", "TPU v5 lite"))
     assert "dot_general" in str(jax.make_jaxpr(apply_rope)(x, angles))
     np.testing.assert_array_equal(apply_rope(x, angles), elsewhere)
 
