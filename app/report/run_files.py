@@ -27,7 +27,6 @@ class NonDefaultSetting:
     name: str
     value: Any
     default: Any
-    """None also for a name that this version does not know."""
     origin: str
 
 
@@ -42,7 +41,7 @@ class RunFiles:
     evaluations: Mapping[int, Path]
     """Sample files by step."""
     token_texts: Sequence[str]
-    """Text by token id; empty for a run of an older version."""
+    """Text by token id; empty if it cannot be read."""
     timeline: Sequence[StepTimeline]
     """What training and workers did; empty unless they ran at the same time."""
 
@@ -70,11 +69,11 @@ class RunFiles:
         )
 
     def setting(self, name: str) -> Any:
-        """Returns the last value of a setting; None if the run did not know it."""
+        """Returns the last value of a setting; None if its file lacks it."""
         return self.settings_history.periods[-1].settings.get(name, (None, ""))[0]
 
     def setting_at(self, name: str, step: int) -> Any:
-        """Returns the value of a setting at a step; None if the run did not know it."""
+        """Returns the value of a setting at a step; None if its file lacks it."""
         return period_of(self.settings_history.periods, step).settings.get(name, (None, ""))[0]
 
     def setting_history(self, name: str) -> str:
@@ -103,7 +102,7 @@ class RunFiles:
         """Returns the settings that were set or derived to another value than the default."""
         chosen = []
         for name, (value, origin) in self.settings_history.periods[-1].settings.items():
-            default = _to_json_value(FIELDS[name].default) if name in FIELDS else None
+            default = _to_json_value(FIELDS[name].default)
             if origin != "default" and value != default:
                 chosen.append(NonDefaultSetting(name, value, default, origin))
         return chosen
