@@ -25,7 +25,6 @@ from app.report.run_files import RunFiles
 from app.runtime.model_spec import ModelSpec
 from app.tracking.run_log import WANDB_SECTIONS
 from settings import InputError, Resolved
-from settings.checks.resumed_settings import SettingChange
 from settings.loading.printing import from_yaml
 from settings.loading.secrets import redact
 from settings.schema.rollout import ROUNDING_SETTINGS, format_rounding
@@ -41,8 +40,6 @@ KEY_SETTINGS = (
 )  # fmt: skip
 """Settings listed in every card."""
 LORA_RANK_SETTING = "model.lora.rank"
-ADAPTER_SETTINGS = (LORA_RANK_SETTING, "model.lora.alpha", "model.lora.targets", QUANTIZE_BASE_SETTING)
-"""Settings listed only in the card of a run with adapters."""
 TEMPLATE_KWARGS = "data.chat_template_kwargs"
 PATH_SETTINGS = ("model.path", "data.source", "data.eval_source")
 """Settings that are local paths, unless they name something built in or on the hub."""
@@ -109,9 +106,6 @@ def model_card(
     settings = {name: value for name, (value, _) in from_yaml(resolved.to_yaml().encode(), name="settings").items()}
     if run is not None:
         settings |= {name: value for name, (value, _) in period_of(run.settings_history.periods, step).settings.items()}
-    changes = [change for change in run.setting_changes if change[0] <= step] if run else []
-    earlier = [change.before for _, change in changes if change.name == "algorithm.name"]
-    algorithms = " and ".join(dict.fromkeys([*earlier, settings["algorithm.name"]]))
     # The opened model: its path may have been changed by --set.
     settings |= {"model.path": resolved.settings.model.path, "model.revision": model.files.commit}
     hub_id = settings["model.path"] if model.files.commit is not None else None
@@ -126,16 +120,15 @@ def model_card(
     card = ModelCard.from_template(
         front_matter(export_format, hub_id, *sources),
         template_str=(files("app.export") / TEMPLATE_FILE).read_text(encoding="utf-8"),
-        title=f"{short_name} after {format_count(step, 'step')} of {algorithms}",
+        title=f"{short_name} after {format_count(step, 'step')} of {settings['algorithm.name']}",
         base=base,
-        algorithm=algorithms,
+        algorithm=settings["algorithm.name"],
         source="`, `".join(sources),
         step=step,
         run_name=settings["run.name"],
         weights=_weights_paragraph(settings, export_format, dtype),
         results="" if run is None else _results_section(run, settings, step=step),
         settings_table=_settings_table(settings, run),
-        changes_table=_changes_table(changes),
         format=export_format,
         messages=[*([{"role": "system", "content": system}] if system else []), {"role": "user", "content": "..."}],
         template_arguments="".join(f", {name}={value!r}" for name, value in settings[TEMPLATE_KWARGS].items()),
@@ -199,23 +192,11 @@ def _results_section(run: RunFiles, settings: Mapping[str, Any], *, step: int) -
 def _settings_table(settings: Mapping[str, Any], run: RunFiles | None) -> str:
     """Returns a table of the key settings and all settings changed from their defaults."""
     chosen = {setting.name for setting in run.non_default_settings() if setting.origin != "derived"} if run else set()
-    shown = {*KEY_SETTINGS, *chosen} - {*ADAPTER_SETTINGS}
-    if settings.get(LORA_RANK_SETTING):
-        shown |= {*ADAPTER_SETTINGS}
+    shown = {*KEY_SETTINGS, *chosen}
     rows = [
         (f"`{name}`", _format_setting(value)) for name, value in settings.items() if name in shown and _is_public(name)
     ]
     return _table(("setting", "value"), rows)
-
-
-def _changes_table(changes: Iterable[tuple[int, SettingChange]]) -> str:
-    """Returns the settings that a resume changed; empty if there are none."""
-    rows = [
-        (str(step), f"`{change.name}`", _format_setting(change.before), _format_setting(change.after))
-        for step, change in changes
-        if _is_public(change.name)
-    ]
-    return _table(("from step", "setting", "before", "after"), rows) if rows else ""
 
 
 def _is_public(setting: str) -> bool:

@@ -63,9 +63,7 @@ def test_a_run_of_which_no_figures_can_be_read_has_a_card_without_them(
 def test_what_adapters_were_is_told_of_a_run_that_had_some(run: Path, tiny_model: Path) -> None:
     assert "model.lora" not in card_of(run, tiny_model)
     change(run, "rank", "8")
-    card = card_of(run, tiny_model)
-    for line in ("`model.lora.rank` | `8`", "`model.lora.alpha` | `16.0`", '`model.lora.targets` | `["all"]`'):
-        assert f"| {line} |" in card
+    assert "| `model.lora.rank` | `8` |" in card_of(run, tiny_model)
 
 
 def test_of_a_relative_path_the_last_name_alone_is_told(run: Path, tiny_model: Path) -> None:
