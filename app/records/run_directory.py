@@ -46,11 +46,6 @@ class RunDirectory:
         return self.path / "metrics.jsonl"
 
     @property
-    def timeline_path(self) -> Path:
-        """When training and the rollout workers were busy, if they run at the same time."""
-        return self.path / "timeline.jsonl"
-
-    @property
     def damaged_metrics_path(self) -> Path:
         """The metrics of a run that was resumed without some of their lines."""
         return self.path / "metrics.damaged.jsonl"

@@ -370,7 +370,7 @@ METRICS = (
         "0: give more devices to generation (`rollout.devices`); always the highest value: give it fewer"),
     Metric("perf/training_bubble",
         "share of the step in which the devices that train waited for samples; only with `rollout.max_staleness`",
-        "below 0.1", "as for `perf/rollout/rounds_ready`; `plots/training_and_workers.png` shows who waits for whom"),
+        "below 0.1", "as for `perf/rollout/rounds_ready`"),
     Metric("perf/mfu",
         "`perf/flops` / `time/step_s`, as a share of the devices' peak (null if the peak is unknown, as on a CPU)",
         "the higher the better", "raise `algorithm.max_tokens_per_device`"),

@@ -17,7 +17,6 @@ from app.report.plots import (
     draw_reward,
     draw_share,
     draw_times,
-    draw_training_and_workers,
 )
 
 GIB = 2**30
@@ -144,16 +143,6 @@ PANELS = (
         "Seconds of each phase, stacked, with shares of the whole run. `rest` is the saving of samples and metrics.",
         has_nonzero_values("time/step_s"),
         draw_times,
-    ),
-    Panel(
-        "training_and_workers",
-        "Training and generation side by side",
-        "The last steps: the phases of training, and above them each worker, as high as its slots are filled. In "
-        "`rollout`, training waits for samples: give more devices to generation (rollout.devices), or allow a higher "
-        "rollout.max_staleness. Where workers are empty, they wait for training: give it more devices.",
-        lambda data: len(data.timeline) > 0,
-        draw_training_and_workers,
-        height=3.4,
     ),
     Panel(
         "tokens_per_s",

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from app.records.step_timeline import StepTimeline
 from app.records.text_format import format_percent
 from app.report.confidence_intervals import wilson_interval
 from app.report.metrics_history import (
@@ -39,18 +38,11 @@ PHASE_COLORS = {
 }  # fmt: skip
 
 
-MAX_TIMELINE_STEPS = 8
-"""Maximum number of steps in the plot of training and workers."""
-PIXELS = 800
-"""Width of that plot in pixels, about: shorter bars are merged."""
-
-
 @dataclass(frozen=True)
 class PlotData:
     """The data for all plots."""
 
     history: History
-    timeline: Sequence[StepTimeline] = ()
 
     def series(self, name: str) -> Series:
         return Series.from_history(self.history, name)
@@ -217,65 +209,6 @@ def draw_times(figure: Figure, data: PlotData) -> None:
     axes.set_ylim(bottom=0)
     _clip_peaks(axes, steps, totals)
     _legend(figure)
-
-
-def draw_training_and_workers(figure: Figure, data: PlotData) -> None:
-    """Draws the last steps: when training was in which phase, and above it when each worker decoded how many rows."""
-    from matplotlib.collections import PolyCollection
-
-    axes, steps = figure.add_subplot(), _last_steps(data.timeline)
-    first = steps[0].unix_s
-    phases: dict[str, list[tuple[float, float]]] = {}
-    lanes: dict[str, list[tuple[float, float, float]]] = {}
-    for one in steps:
-        start = one.unix_s - first
-        axes.axvline(start, color=GREY, linewidth=0.6)
-        for name, begin, end in one.phases:
-            phases.setdefault(name, []).append((start + begin, end - begin))
-        for worker, begin, end, num_rows, num_slots in one.segments:
-            lanes.setdefault(worker, []).append((start + begin, start + end, num_rows / num_slots))
-    for name, bars in phases.items():
-        axes.broken_barh(bars, (-0.4, 0.8), facecolors=PHASE_COLORS.get(name, GREY), linewidth=0, label=name)
-    shortest = (steps[-1].unix_s + steps[-1].duration_s - first) / PIXELS
-    for row, worker in enumerate(sorted(lanes, reverse=True), start=1):
-        bars = _merge_short(lanes[worker], shortest=shortest)
-        corners = [
-            [(x, row - 0.4) for x in (begin, end)] + [(x, row - 0.4 + 0.8 * filled) for x in (end, begin)]
-            for begin, end, filled in bars
-        ]
-        axes.add_collection(PolyCollection(corners, facecolors=BLUE, linewidth=0))
-    axes.set_yticks(range(len(lanes) + 1), ["training", *map(escape_label, sorted(lanes, reverse=True))])
-    axes.autoscale()
-    axes.set_xlim(left=0)
-    axes.set_xlabel(f"seconds since step {steps[0].step} began")
-    axes.grid(visible=False)
-    _legend(figure)
-
-
-def _last_steps(timeline: Sequence[StepTimeline]) -> list[StepTimeline]:
-    """Returns the last steps, without those before a pause that is longer than all of them together."""
-    steps = [timeline[-1]]
-    for one in reversed(timeline[-MAX_TIMELINE_STEPS:-1]):
-        pause = steps[0].unix_s - one.unix_s - one.duration_s
-        if pause > steps[-1].unix_s + steps[-1].duration_s - steps[0].unix_s + one.duration_s:
-            break
-        steps.insert(0, one)
-    return steps
-
-
-def _merge_short(bars: Sequence[tuple[float, float, float]], *, shortest: float) -> list[tuple[float, float, float]]:
-    """Returns bars (start, end, height), in which those are merged that together are shorter than `shortest`.
-
-    A merged bar is as high as they are in the mean over its time.
-    """
-    merged: list[tuple[float, float, float]] = []
-    for begin, end, height in bars:
-        if merged and end - merged[-1][0] < shortest:
-            start, until, before = merged.pop()
-            area = (until - start) * before + (end - begin) * height
-            begin, height = start, area / (end - start)
-        merged.append((begin, end, height))
-    return merged
 
 
 def _seconds_by_phase(data: PlotData) -> tuple[np.ndarray, dict[str, np.ndarray]]:

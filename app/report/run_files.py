@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 from app.records.jsonl import read_jsonl_tolerant
 from app.records.run_directory import RunDirectory, step_of_samples
 from app.records.settings_history import SettingsHistory, changes_by_step, period_of
-from app.records.step_timeline import StepTimeline
 from app.records.text_format import format_ranges
 from app.report.metrics_history import History, MetricsRecord, training_steps
 from settings.checks.resumed_settings import SettingChange
@@ -42,8 +40,6 @@ class RunFiles:
     """Sample files by step."""
     token_texts: Sequence[str]
     """Text by token id; empty if it cannot be read."""
-    timeline: Sequence[StepTimeline]
-    """What training and workers did; empty unless they ran at the same time."""
 
     @classmethod
     def read(cls, path: Path) -> RunFiles:
@@ -65,7 +61,6 @@ class RunFiles:
             sample_files(path / "rollouts"),
             sample_files(path / "eval"),
             _read_token_texts(run.tokens_path),
-            _read_timeline(run.timeline_path),
         )
 
     def setting(self, name: str) -> Any:
@@ -136,19 +131,6 @@ def _read_token_texts(path: Path) -> list[str]:
     except (OSError, ValueError):
         return []
     return texts if isinstance(texts, list) and all(isinstance(text, str) for text in texts) else []
-
-
-def _read_timeline(path: Path) -> list[StepTimeline]:
-    """Reads the steps, without those that a resumed run has repeated, and passes over lines that are damaged."""
-    steps: list[StepTimeline] = []
-    for _, record in read_jsonl_tolerant(path) if path.is_file() else ():
-        with suppress(KeyError, TypeError, ValueError):
-            if not isinstance(record, InputError):
-                newest = StepTimeline.from_json(record)
-                while steps and steps[-1].step >= newest.step:
-                    steps.pop()
-                steps.append(newest)
-    return steps
 
 
 def sample_files(folder: Path) -> dict[int, Path]:

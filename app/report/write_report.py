@@ -33,7 +33,7 @@ def write_report(path: Path, *, num_samples: int = DEFAULT_NUM_SAMPLES) -> dict[
         log.warning("%s: %s", path, gap)
     viewer = build_viewer(run.rollouts, run.evaluations, num_samples=num_samples, token_texts=run.token_texts)
     alerts = find_alerts(run.history)
-    data = PlotData(run.history, run.timeline)
+    data = PlotData(run.history)
     drawn = {panel.name: render_panel(panel, data) for panel in PANELS}
     pages = {"report.html": report_page(run, drawn, alerts), "rollouts.html": rollouts_page(run, viewer)}
     try:

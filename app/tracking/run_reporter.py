@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,7 +15,6 @@ from app.distributed.collectives import gather_bytes_to_first_host
 from app.records.checksum_file import write_with_checksum
 from app.records.run_directory import RunDirectory
 from app.records.sample import Sample
-from app.records.step_timeline import StepTimeline
 from app.report.alerts import Alert, AlertMonitor
 from app.report.metrics_history import training_steps
 from app.report.write_report import write_report
@@ -53,12 +51,6 @@ class RunReporter:
         """Writes a line of metrics, and returns the alerts that it raises."""
         self.run_log.write_metrics(step, metrics)
         return self._alerts.observe({"step": step, **metrics})
-
-    def report_timeline(self, timeline: StepTimeline) -> None:
-        """Appends a line to `timeline.jsonl`; process 0's counts."""
-        if jax.process_index() == 0:
-            with self.run.timeline_path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(timeline.to_json()) + "\n")
 
     def report_samples(self, step: int, samples: Sequence[Sample]) -> None:
         """Saves the samples of a step, and shows some of them every few steps. All hosts must call it together."""

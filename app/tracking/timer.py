@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 
 import jax
 
-from app.records.step_timeline import PhaseTime
 from app.tracking.console import ProgressDisplay
 
 
@@ -19,8 +18,6 @@ class StepTimer:
 
     display: ProgressDisplay
     seconds: dict[str, float] = field(default_factory=dict)
-    phases: list[PhaseTime] = field(default_factory=list)
-    """When each phase ran that was not part of another."""
     start: float = field(default_factory=time.perf_counter)
     """When the step began, by `time.perf_counter`."""
     _within: list[str] = field(default_factory=list)
@@ -36,11 +33,9 @@ class StepTimer:
         start = time.perf_counter()
         with jax.profiler.TraceAnnotation(name):
             yield
-        key, end = f"time/{name}_s", time.perf_counter()
+        key = f"time/{name}_s"
         # A phase may run several times in a step.
-        self.seconds[key] = self.seconds.get(key, 0.0) + end - start
+        self.seconds[key] = self.seconds.get(key, 0.0) + time.perf_counter() - start
         self._within.pop()
         if self._within:
             self.display.set_phase(self._within[-1])
-        else:
-            self.phases.append(PhaseTime(name, start - self.start, end - self.start))

@@ -19,7 +19,6 @@ from app.model.decoder import Params
 from app.prompts.data_sources import make_prompt_order
 from app.prompts.prompt_order import MixtureOrder, PromptOrder, host_slice
 from app.records.sample import Prompt, Sample
-from app.records.step_timeline import SegmentTime
 from app.rollout.workers.async_generation import AsyncRollout
 from app.runtime.session import Session
 from app.training.replay import Replay
@@ -52,10 +51,6 @@ class RolloutSource(ABC):
 
     def publish(self, params: Params, *, step: int) -> None:  # noqa: B027
         """Receives the policy's weights after a step; they may be donated afterwards."""
-
-    def take_segments(self, *, since: float) -> list[SegmentTime]:
-        """Returns what the workers did while steps trained; see `AsyncRollout.take_segments`."""
-        return []
 
     def close(self) -> None:  # noqa: B027
         """Ends generation after the last step."""
@@ -184,9 +179,6 @@ class AsyncRolloutSource(RolloutSource):
             generation.submit(self._prompts.prompts_at(self._position), noise_step=number)
             self._position += self._prompts.global_prompts_per_round
             self._num_waiting += 1
-
-    def take_segments(self, *, since: float) -> list[SegmentTime]:
-        return [] if self._generation is None else self._generation.take_segments(since=since)
 
     def close(self) -> None:
         if self._generation is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +21,6 @@ from app.distributed.watchdog import Watchdog
 from app.evaluation.evaluator import evaluation_metrics
 from app.mesh.program_cache import CompilationCounter
 from app.records.sample import Prompt, Sample
-from app.records.step_timeline import SegmentTime, StepTimeline
 from app.report.early_stopping import early_stopping_reason
 from app.report.metrics_history import EVAL_PROMPTS
 from app.runtime.health_checks import RewardError, stop_if_diverged
@@ -134,7 +132,6 @@ class StepLoop:
         record = _step_metrics(metrics, samples, timer) | {"perf/compilations": self.compilations.take_count()}
         if self.trainer.session.generates_async:
             record |= {"perf/training_bubble": timer.seconds["time/rollout_s"] / timer.seconds["time/step_s"]}
-            self._report_timeline(step, timer)
         prompts_per_round = self.settings.rollout.prompts_per_step * jax.process_count()
         num_prompts = int(metrics["rollout/num_rounds"] or 1) * prompts_per_round
         num_tokens = int(metrics["data/num_tokens"] or 0)
@@ -158,13 +155,6 @@ class StepLoop:
         # After the last step a stop changes nothing: the run is complete.
         if (decision.exit_code or decision.end_is_asked) and not is_last:
             raise StoppedError
-
-    def _report_timeline(self, step: int, timer: StepTimer) -> None:
-        own = json.dumps(self.trainer.source.take_segments(since=timer.start)).encode()
-        # Each host's times are since its own step began, and hosts begin a step together.
-        segments = [SegmentTime(*one) for of_host in gather_bytes_over_hosts(own) for one in json.loads(of_host)]
-        began = time.time() - (time.perf_counter() - timer.start)
-        self.reporter.report_timeline(StepTimeline(step, began, tuple(timer.phases), tuple(segments)))
 
     def _decide(self, record: Mapping[str, Any]) -> StopDecision:
         """Calls `on_step` and returns the decision of all hosts; an error of a host's callback is raised on all."""

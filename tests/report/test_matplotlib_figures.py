@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import replace
 from xml.etree import ElementTree
 
 import matplotlib
 import pytest
 
-from app.records.step_timeline import PhaseTime, SegmentTime, StepTimeline
 from app.report.alerts import MISMATCH_THRESHOLD
 from app.report.matplotlib_figures import render_panel
 from app.report.metrics_history import History
@@ -31,15 +29,6 @@ EVERYTHING = {
     "reward__dropped_count": 2,
     "reward__arithmetic_format__mean": 0.9,
 }
-TIMELINE = [
-    StepTimeline(
-        step,
-        unix_s=1e9 + 2 * step,
-        phases=(PhaseTime("rollout", 0.0, 0.5), PhaseTime("update", 0.5, 1.9)),
-        segments=(SegmentTime("fast-0", -0.2, 0.4, 4, 8), SegmentTime("heavy-0", 0.1, 1.5, 2, 2)),
-    )
-    for step in range(1, 12)
-]
 
 
 def svg_of(name: str, history: History) -> str:
@@ -57,10 +46,10 @@ def texts(svg: str) -> list[str]:
 @pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel.name)
 def test_every_plot_is_drawn_from_a_run_that_has_its_metrics(panel: Panel) -> None:
     history = [*quickstart_history(), step_record(101, **EVERYTHING)]
-    drawn = render_panel(panel, PlotData(history, TIMELINE))
+    drawn = render_panel(panel, PlotData(history))
     assert drawn is not None
     assert drawn.png.startswith(PNG) and 5_000 < len(drawn.png) < 150_000
-    assert any(text in ("step", "seconds since step 4 began") for text in texts(drawn.svg))
+    assert any(text == "step" for text in texts(drawn.svg))
     assert len(drawn.svg) < 100_000
     assert "<!--" not in drawn.svg and "<metadata" not in drawn.svg and "#010203" not in drawn.svg
 
@@ -77,7 +66,6 @@ def test_the_quickstart_has_no_kl_clips_nothing_and_no_reward_fails() -> None:
         "reward_failures",
         "kl",
         "clip_fractions",
-        "training_and_workers",
     ]
 
 
@@ -89,7 +77,7 @@ def test_page_glossary_and_alert_name_one_bound_of_the_samplers_mismatch() -> No
 
 
 def test_one_step_is_enough() -> None:
-    evidence = PlotData([step_record(1, **EVERYTHING, eval__accuracy=0.5, eval__num_prompts=10)], TIMELINE[:1])
+    evidence = PlotData([step_record(1, **EVERYTHING, eval__accuracy=0.5, eval__num_prompts=10)])
     # Nothing was compiled in that step, which a sentence says.
     assert [panel.name for panel in PANELS if render_panel(panel, evidence) is None] == ["compilations"]
 
@@ -99,22 +87,6 @@ def test_the_same_run_gives_the_same_bytes_and_leaves_matplotlib_as_it_was() -> 
     evidence = PlotData(quickstart_history())
     assert render_panel(BY_NAME["reward"], evidence) == render_panel(BY_NAME["reward"], evidence)
     assert dict(matplotlib.rcParams) == before
-
-
-def test_training_and_each_worker_have_a_lane() -> None:
-    drawn = render_panel(BY_NAME["training_and_workers"], PlotData(quickstart_history(), TIMELINE))
-    assert drawn is not None
-    assert {"training", "fast-0", "heavy-0", "rollout", "update"} <= set(texts(drawn.svg))
-
-
-def test_thousands_of_segments_and_a_long_pause_leave_the_plot_small_and_readable() -> None:
-    short = tuple(SegmentTime("fast-0", i / 1000, (i + 0.9) / 1000, 4, 8) for i in range(2000))
-    busy = [replace(one, segments=short) for one in TIMELINE]
-    drawn = render_panel(BY_NAME["training_and_workers"], PlotData(quickstart_history(), busy))
-    assert drawn is not None and len(drawn.svg) < 300_000
-    paused = [replace(one, unix_s=one.unix_s + 1e5 * (one.step > 8)) for one in TIMELINE]
-    drawn = render_panel(BY_NAME["training_and_workers"], PlotData(quickstart_history(), paused))
-    assert drawn is not None and "seconds since step 9 began" in texts(drawn.svg)
 
 
 def test_a_smoothed_line_says_so_beside_the_raw_one() -> None:

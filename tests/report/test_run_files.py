@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -121,13 +120,3 @@ def test_settings_of_another_version_are_shown_as_they_are() -> None:
     assert from_yaml(content, name="s") == {"logging.colour": ("red", "set"), "novel": ({"a": 1}, "default")}
     with pytest.raises(InputError, match="s: the file is empty"):
         from_yaml(b"", name="s")
-
-
-def test_the_timeline_is_that_of_the_resumed_run_and_passes_over_damage(run: Path) -> None:
-    line = {"step": 1, "time/unix_s": 2.0, "phases": [["rollout", 0.0, 0.5]], "segments": [["fast-0", -0.2, 0.4, 4, 8]]}
-    repeated = [{**line, "step": 1, "time/unix_s": 5.0}, {**line, "step": 2, "time/unix_s": 7.0}]
-    lines = [line, {**line, "step": 2}, {**line, "step": 3}, *repeated, {"step": 3}, {**line, "phases": [["rollout"]]}]
-    (run / "timeline.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines) + '{"step": 4, "ti')
-    first, second = RunFiles.read(run).timeline
-    assert (first.step, second.step, first.unix_s) == (1, 2, 5.0)
-    assert [first.to_json(), second.to_json()] == repeated

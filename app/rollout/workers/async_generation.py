@@ -7,7 +7,6 @@ versions. Source: Piché et al. 2025 (PipelineRL).
 from __future__ import annotations
 
 import logging
-import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -19,11 +18,9 @@ import jax
 
 from app.model.decode_weights import DecodeWeights
 from app.records.sample import Prompt, Sample
-from app.records.step_timeline import SegmentTime
 from app.rollout.request import GenerationRequest
 from app.rollout.scheduling.length_estimator import LearnedLengths
 from app.rollout.scheduling.metrics import ScheduleMetrics, ScheduleMetricsTracker
-from app.rollout.scheduling.protocol import EventRecord, SegmentEnded
 from app.rollout.sequence import RolloutSequence
 from app.rollout.workers.scheduler_loop import RolloutExecutor, name_rows
 from app.rollout.workers.worker_drivers import CLOSE_TIMEOUT_S
@@ -106,22 +103,11 @@ class AsyncRollout:
         self._request = request
         self._inbox: SimpleQueue[Sequence[RolloutSequence] | None] = SimpleQueue()
         self._outbox: SimpleQueue[CompletedRound | BaseException] = SimpleQueue()
-        self._segments: SimpleQueue[SegmentTime] = SimpleQueue()
         metrics = ScheduleMetricsTracker()
-
-        def observe(record: EventRecord) -> None:
-            event = record.event
-            if isinstance(event, SegmentEnded):
-                # A row that waited for blocks drew nothing.
-                drew = [row for row in event.rows if row.num_tokens > metrics.num_tokens.get(row.uid, 0)]
-                self._add_segment(event, num_rows=len(drew), num_slots=metrics.workers[event.worker].slots)
-            metrics.add(record)
-
         with ExitStack() as stack:
             scheduler = workers.make_scheduler(workers.learned_lengths.prompts)
-            opened = workers.open_executor(weights, scheduler, request, on_record=observe)
+            opened = workers.open_executor(weights, scheduler, request, on_record=metrics.add)
             self._executor = stack.enter_context(opened)
-            self._opened_s = time.perf_counter() - self._executor.clock()
             self._rounds = RoundExecutor(self._executor, metrics)
             self._exit_stack = stack.pop_all()
         # A daemon thread, because a device call that never returns must not keep the program alive.
@@ -167,19 +153,6 @@ class AsyncRollout:
     def num_ready(self) -> int:
         """Number of rounds that are complete and not yet collected."""
         return self._outbox.qsize()
-
-    def take_segments(self, *, since: float) -> list[SegmentTime]:
-        """Returns the segments that ended since the last call.
-
-        Args:
-            since: origin of their times, by `time.perf_counter`.
-        """
-        segments = [self._segments.get() for _ in range(self._segments.qsize())]
-        return [one._replace(start_s=one.start_s - since, end_s=one.end_s - since) for one in segments]
-
-    def _add_segment(self, event: SegmentEnded, *, num_rows: int, num_slots: int) -> None:
-        end = self._opened_s + event.at
-        self._segments.put(SegmentTime(event.worker, end - event.seconds, end, num_rows, num_slots))
 
     def close(self) -> None:
         """Stops after the running segments, or after `CLOSE_TIMEOUT_S`. Uncollected rounds are lost."""
