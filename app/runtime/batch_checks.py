@@ -13,7 +13,7 @@ from settings.errors import InputError
 from settings.schema.algorithm import AlgorithmSettings
 from settings.schema.critic import CriticSettings
 
-DYNAMIC_BATCHING_HINT = "or set {scope}.dynamic_microbatch: true instead of {scope}.rows_per_device, for any number"
+DYNAMIC_BATCHING_HINT = "or set {scope}.max_tokens_per_device instead of {scope}.rows_per_device, for any number"
 
 
 def check_fixed_micro_batches(settings: Settings, session: ScoringSession) -> None:
@@ -25,8 +25,7 @@ def check_fixed_micro_batches(settings: Settings, session: ScoringSession) -> No
     if settings.has_critic:
         scopes["critic"] = settings.critic
     for scope, chosen in scopes.items():
-        if not chosen.dynamic_microbatch:
-            assert chosen.rows_per_device is not None
+        if chosen.rows_per_device is not None:
             _check_rows_per_device(settings, scope, chosen.rows_per_device, devices=num_local_row_shards(session.mesh))
 
 

@@ -46,7 +46,7 @@ def make_score_batcher(
     max_lengths = max_lengths.with_extra_tokens(extra_tokens, group_size=settings.rollout.group_size)
     if scope.max_tokens_per_device is None:
         cost = forward_flops(architecture)
-        return FixedRowBatcher(scope.rows_per_device, trim_tail=scope.strategy == "loop", sequence_cost=cost)
+        return FixedRowBatcher(scope.rows_per_device, trim_tail=not settings.score.is_scanned(role), sequence_cost=cost)
     return _make_packed_rows(settings, architecture, max_lengths, max_tokens_per_device=scope.max_tokens_per_device)
 
 

@@ -71,8 +71,8 @@ def _largest_difference(
     if not (largest <= max_allowed and mean <= mean_allowed):
         raise RuntimeError(
             f"scores in a shared row differ from those of a sample alone by up to {largest:.2g} {unit}: attention "
-            "leaks between samples on this backend. Please report it; until it is fixed, set score.dynamic: false, "
-            "algorithm.dynamic_microbatch: false and, with a critic, critic.dynamic_microbatch: false"
+            "leaks between samples on this backend. Please report it; until it is fixed, set score.dynamic: false "
+            "and algorithm.dynamic_microbatch: false, which the critic follows"
         )
     return largest
 

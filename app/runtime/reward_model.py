@@ -130,7 +130,7 @@ class RewardModel:
             ValueScorer(model.definition, mesh, dtype=dtype),
             load_weights(model.definition.held_in(dtype), model.files.weights, mesh),
             make_reward_batcher(settings, model.architecture),
-            uses_scan=settings.score.reward.strategy == "scan",
+            uses_scan=settings.score.is_scanned("reward"),
         )
 
     @property

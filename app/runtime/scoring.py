@@ -152,7 +152,7 @@ class ScoringSession:
         return [replace(s, values=x) for s, x in zip(samples, rows.send_home(values), strict=True)], plan
 
     def _batch_runner(self, scorer: PackedForward, role: ScoredRole) -> BatchRunner:
-        return scorer.run_scanned if self.settings.score.for_role(role).strategy == "scan" else scorer.run_looped
+        return scorer.run_scanned if self.settings.score.is_scanned(role) else scorer.run_looped
 
 
 def open_scorers(

@@ -261,9 +261,7 @@ class WindowScorer:
         for name in ("real_tokens", "computed_tokens", "num_micro_batches"):
             self._totals[name] += figures[name]
         plan = micro_batches.local_plan
-        scanned = (
-            (plan.num_micro_batches,) if self._session.settings.score.for_role(self._role).strategy == "scan" else ()
-        )
+        scanned = (plan.num_micro_batches,) if self._session.settings.score.is_scanned(self._role) else ()
         self._shapes |= {(len(one.rows), *astuple(one.shape), *scanned) for one in plan.micro_batches}
 
     def metrics(self, compilations: CompilationCounter) -> dict[str, Any]:

@@ -95,10 +95,12 @@ def make_step_flops(
     def scoring(role: ForwardRole) -> NetworkPass:
         definition = networks[role]
         assert definition is not None
-        return forward_pass(definition, shares_prompts=bool(shares and settings.score.for_role(role).dynamic))
+        return forward_pass(
+            definition, shares_prompts=shares and settings.score.for_role(role).max_tokens_per_device is not None
+        )
 
     def updating(definition: DecoderDefinition, scope: AlgorithmSettings | CriticSettings) -> NetworkPass:
-        return update_passes(definition, epochs, shares_prompts=bool(shares and scope.dynamic_microbatch))
+        return update_passes(definition, epochs, shares_prompts=shares and scope.max_tokens_per_device is not None)
 
     updates = [updating(policy, settings.algorithm)] if trains_policy else []
     updates += [updating(critic, settings.critic)] if critic else []

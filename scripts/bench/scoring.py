@@ -82,7 +82,7 @@ def make_cases(rows: list[int], longest: int) -> dict[str, tuple[str, ...]]:
 
 def score(config: str, samples: Path, chosen: tuple[str, ...]) -> dict[str, Any]:
     """Returns the summary of `grpo score` in a new process."""
-    settings = [part for one in chosen for part in ("--set", f"score.policy.{one}")]
+    settings = [part for one in chosen for part in ("--set", f"score.{one}")]
     command = [sys.executable, "-m", "cli", "score", "--config", config, *settings, "--json"]
     paths = ["--input", str(samples), "--out", str(samples.with_name("scored.jsonl")), "--overwrite"]
     return json.loads(subprocess.run([*command, *paths], check=True, capture_output=True, text=True).stdout)

@@ -23,7 +23,7 @@ FREE_SETTINGS = (
     *("model.remat", "model.attention", "model.logits_chunk", "score", "batching", "algorithm.balance_batch"),
     *("algorithm.dynamic_microbatch", "algorithm.max_tokens_per_device", "algorithm.rows_per_device"),
     "algorithm.gae_chunk_size",
-    *("critic.dynamic_microbatch", "critic.max_tokens_per_device", "critic.rows_per_device"),
+    *("critic.max_tokens_per_device", "critic.rows_per_device"),
     *("rollout.slots", "rollout.kv_blocks", "rollout.kv_block_size", "rollout.mode", "rollout.scheduler"),
     *("rollout.placement", "rollout.devices"),
     *("rollout.mesh", "rollout.pool", "rollout.segment", "rollout.pdsr", "rollout.workers", "rollout.ray"),

@@ -8,7 +8,16 @@ REMOVED: dict[str, str] = {
     "algorithm.vtrace_max_ratio": "V-trace clips its ratios at 1, as in the paper",
     "algorithm.vtrace_max_trace": "V-trace clips its traces at 1, as in the paper",
     "batching.packing": "samples are always packed by best fit, which needs fewer tokens than the other ways",
+    "critic.dynamic_microbatch": "critic.max_tokens_per_device and critic.rows_per_device select the micro-batches",
     "rollout.decode_layout": "weights are always gathered before generation, and rollout.mesh splits them over tp",
+    "score.critic.dynamic": "score.critic.max_tokens_per_device or rows_per_device selects the micro-batches",
+    "score.critic.strategy": "score.strategy is that of every role with fixed micro-batches",
+    "score.policy.dynamic": "score.policy.max_tokens_per_device or rows_per_device selects the micro-batches",
+    "score.policy.strategy": "score.strategy is that of every role with fixed micro-batches",
+    "score.reference.dynamic": "score.reference.max_tokens_per_device or rows_per_device selects the micro-batches",
+    "score.reference.strategy": "score.strategy is that of every role with fixed micro-batches",
+    "score.reward.dynamic": "score.reward.max_tokens_per_device or rows_per_device selects the micro-batches",
+    "score.reward.strategy": "score.strategy is that of every role with fixed micro-batches",
 }
 """Maps a removed setting, or a removed section with all its settings, to what replaced it or why it is gone.
 

@@ -20,11 +20,10 @@ class CriticSettings(Section):
     """Training steps at the start of the run in which only the critic learns."""
     clip_range: float | None = Field(default=0.2, gt=0)
     """Values that move further than this from those before the step's updates give no gradient; null disables this."""
-    dynamic_microbatch: bool | None = None
-    """As `algorithm.dynamic_microbatch`, from which it is inherited if it and the next two settings are not set."""
     max_tokens_per_device: int | None = Field(default=32768, ge=1, le=MAX_TOKENS_PER_DEVICE)
     """Token quota of a micro-batch of the critic on each device; selects dynamic micro-batches. It can exceed the
-    policy's, because the critic has no logits. Lower it if memory runs out."""
+    policy's, because the critic has no logits. Lower it if memory runs out. If neither this nor `rows_per_device` is
+    set, `algorithm` selects for the critic, too."""
     rows_per_device: int | None = Field(default=None, ge=1)
     """Samples of a fixed micro-batch of the critic on each device; `algorithm.rows_per_device` when null."""
     lam: float | None = Field(default=None, ge=0, le=1)

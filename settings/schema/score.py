@@ -21,24 +21,18 @@ MAX_TOKENS_PER_DEVICE = 2**24
 
 
 class MicroBatchSettings(Section):
-    """The micro-batches of a forward pass: dynamic, under a token quota, or with a fixed number of samples.
+    """The micro-batches of a role: dynamic under a token quota, or with a fixed number of samples.
 
     `settings.loading.micro_batching` fills in null values. After that, dynamic micro-batches have only a quota, and
-    fixed ones a strategy, and `rows_per_device` unless the strategy is `off`.
+    fixed ones only `rows_per_device`, or neither if `score.strategy` is `off`.
     """
 
-    dynamic: bool | None = None
-    """Micro-batches of packed rows under a token quota (true), or with a fixed number of samples (false). When null, it
-    follows from which of the next three settings is set, else from `score.dynamic`, else true."""
     max_tokens_per_device: int | None = Field(default=None, ge=1, le=MAX_TOKENS_PER_DEVICE)
-    """Token quota of a micro-batch on each device; selects dynamic micro-batches. When null, that of `score`, else that
-    of `algorithm`. It may exceed the update's quota, because scoring stores no activations for gradients."""
+    """Token quota of a micro-batch on each device; selects dynamic micro-batches. When null, that of `score`, unless
+    `rows_per_device` is set."""
     rows_per_device: int | None = Field(default=None, ge=1)
-    """Samples of a fixed micro-batch on each device; selects fixed micro-batches. When null, that of `score`, else 8.
-    Lower it if memory runs out."""
-    strategy: Literal["off", "loop", "scan"] | None = None
-    """Selects fixed micro-batches: one pass over all samples (off), a loop over micro-batches with a shorter last one
-    (loop), or one compiled scan over full ones (scan). When null, that of `score`, else loop."""
+    """Samples of a fixed micro-batch on each device; selects fixed micro-batches. When null, that of `score`, unless
+    `max_tokens_per_device` is set. Lower it if memory runs out."""
 
 
 class ReferenceSettings(MicroBatchSettings):
@@ -47,7 +41,19 @@ class ReferenceSettings(MicroBatchSettings):
     in device memory; each pass then transfers the weights."""
 
 
-class ScoreSettings(MicroBatchSettings):
+class ScoreSettings(Section):
+    dynamic: bool | None = None
+    """Micro-batches of packed rows under a token quota (true), or with a fixed number of samples (false). When null, it
+    follows from which of the next three settings is set, else true."""
+    max_tokens_per_device: int | None = Field(default=None, ge=1, le=MAX_TOKENS_PER_DEVICE)
+    """Token quota of a micro-batch on each device; selects dynamic micro-batches. When null, that of `algorithm`. It
+    may exceed the update's quota, because scoring stores no activations for gradients."""
+    rows_per_device: int | None = Field(default=None, ge=1)
+    """Samples of a fixed micro-batch on each device; selects fixed micro-batches. When null, 8 if they are selected
+    otherwise. Lower it if memory runs out."""
+    strategy: Literal["off", "loop", "scan"] | None = None
+    """Selects fixed micro-batches, for every role without a quota of its own: one pass over all samples (off), a loop
+    over micro-batches with a shorter last one (loop), or one compiled scan over full ones (scan). When null, loop."""
     policy: MicroBatchSettings = MicroBatchSettings()
     reference: ReferenceSettings = ReferenceSettings()
     critic: MicroBatchSettings = MicroBatchSettings()
@@ -56,3 +62,7 @@ class ScoreSettings(MicroBatchSettings):
     def for_role(self, role: ForwardRole) -> MicroBatchSettings:
         """Returns the micro-batch settings of a role; after loading, inherited values are filled in."""
         return getattr(self, role)
+
+    def is_scanned(self, role: ForwardRole) -> bool:
+        """Returns whether one compiled scan computes all micro-batches of a role."""
+        return self.strategy == "scan" and self.for_role(role).rows_per_device is not None

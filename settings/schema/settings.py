@@ -84,7 +84,7 @@ class Settings(BaseSettings):
         """Whether samples share packed rows, in an update or in the scoring of a role."""
         updated = [self.algorithm, self.critic] if self.has_critic else [self.algorithm]
         scored = [self.score.for_role(role) for role in self.scored_roles]
-        return any(one.dynamic_microbatch for one in updated) or any(one.dynamic for one in scored)
+        return any(one.max_tokens_per_device is not None for one in (*updated, *scored))
 
     @property
     def scored_roles(self) -> tuple[ScoredRole, ...]:

@@ -64,7 +64,7 @@ def test_a_critic_of_another_architecture_is_looked_at_too(config: Path, monkeyp
         rest["pairs"] = None
         return attention(query, keys, values, everything, **rest)
 
-    chosen = ["algorithm.name=ppo", f"critic.path={other}", "critic.dynamic_microbatch=true"]
+    chosen = ["algorithm.name=ppo", f"critic.path={other}", "critic.max_tokens_per_device=32768"]
 
     def checked() -> float:
         with prepare_run(load(str(config), chosen, {}), resume="never") as launch:

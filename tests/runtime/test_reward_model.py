@@ -45,8 +45,9 @@ def judge(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def settings_of(model: Path, **micro_batches: Any) -> Settings:
-    chosen = {"dynamic": True, "max_tokens_per_device": 64} | micro_batches
-    return Settings(reward=RewardSettings(model=str(model)), score=ScoreSettings(reward=MicroBatchSettings(**chosen)))
+    strategy = micro_batches.pop("strategy", None)
+    own = MicroBatchSettings(**(micro_batches or {"max_tokens_per_device": 64}))
+    return Settings(reward=RewardSettings(model=str(model)), score=ScoreSettings(strategy=strategy, reward=own))
 
 
 def loaded(model: Path, **micro_batches: Any) -> RewardModel:
@@ -92,9 +93,10 @@ def test_the_score_is_read_at_the_last_token_however_conversations_share_rows(ju
     expected = by_hand(packed.spec, samples)
     assert np.std(expected) > 0.1
     np.testing.assert_allclose(values_of(packed, samples), expected, atol=1e-5)
-    fixed: dict[str, Any] = {"dynamic": False, "max_tokens_per_device": None, "rows_per_device": 3}
     for strategy in ("loop", "scan"):
-        np.testing.assert_allclose(values_of(loaded(judge, **fixed, strategy=strategy), samples), expected, atol=1e-5)
+        np.testing.assert_allclose(
+            values_of(loaded(judge, rows_per_device=3, strategy=strategy), samples), expected, atol=1e-5
+        )
     assert packed.score([])[0] == []
 
 

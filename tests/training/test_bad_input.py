@@ -62,7 +62,7 @@ def test_samples_that_do_not_divide_over_the_devices(config: Path) -> None:
     message = refused(config, "rollout.prompts_per_step=5", fixed)
     assert "rollout.prompts_per_step: 5 prompts x rollout.group_size 4 = 20 samples" in message
     assert "set it to a multiple of 2, or set algo" in message
-    assert "or set algorithm.dynamic_microbatch: true instead of algorithm.rows_per_device, for any number" in message
+    assert "or set algorithm.max_tokens_per_device instead of algorithm.rows_per_device, for any number" in message
     message = refused(config, "algorithm.mini_batch_prompts=1", fixed)
     assert "algorithm.mini_batch_prompts: 1 prompts" in message and "set it to a multiple of 2, or" in message
 
