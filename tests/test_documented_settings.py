@@ -146,4 +146,4 @@ def test_what_is_another_program_s_or_a_file_or_in_a_block_is_not_taken_for_a_se
     )
     names = ["rollout.group_size", "algorithm.kl_in", "checkpoint.best_metric", "checkpoint.best_mode", "data.source"]
     assert named_settings(markdown) == names
-    assert exists("watchdog.*_s") and exists("rollout.workers.*.count") and not exists("rollout.groupsize")
+    assert exists("mesh.*_s") and exists("rollout.workers.*.count") and not exists("rollout.groupsize")

@@ -69,8 +69,8 @@ SETTINGS_BELOW_RUNTIME = {
     # The saved settings of a run, beside the defaults.
     "app.report": {"loading.fields.FIELDS", "checks.resumed_settings.SettingChange"},
     "app.distributed": {
-        # Hosts compare all their settings; the watchdog's seconds of each phase.
-        *("Resolved", "loading.fields.FIELDS", "loading.fields.value_of", "schema.watchdog.WatchdogSettings"),
+        # Hosts compare all their settings.
+        *("Resolved", "loading.fields.FIELDS", "loading.fields.value_of"),
     },
     "app.records": {
         # The folder of a run, the settings that it saves, and how those of its sessions differ.

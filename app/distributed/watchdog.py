@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 from app.distributed.shutdown import EXITING_TOPIC, exit_delay_s
 from app.distributed.status_board import StatusBoard
-from settings.schema.watchdog import WatchdogSettings
 
 EXIT_CODE = 70
 STDERR_FD = 2
@@ -24,11 +23,10 @@ POLL_INTERVAL_S = 0.5
 HARD_EXIT_DELAY_S = 10.0
 """Time after which C code ends the process, with exit code 1, if Python code no longer runs."""
 
+COMPILE_PHASE = "compile"
+"""Phase of loading and compiling, before the first step or evaluation."""
 WAIT_PHASE = "wait"
 """Phase without a limit: this host has finished and waits for the others, whose phases have their own limits."""
-
-LIMIT_PHASES = {"advantage": "update", "publish": "update", "report": "save"}
-"""Phase without a limit of its own -> the phase whose limit it shares."""
 
 
 class ActivePhase(NamedTuple):
@@ -38,22 +36,23 @@ class ActivePhase(NamedTuple):
     step: int
     since: float
     limit_s: float | None
-    setting_name: str
-    """Name of the setting with the limit."""
+    limit_name: str
+    """The limit as it is set."""
 
 
 class Watchdog:
     """Context manager whose thread ends the process if a phase exceeds its limit.
 
     Args:
+        phase_s: the limit `watchdog.phase_s`. The first pass of a phase may take as long again, because it compiles.
         crash_dir: directory for the stack traces, in addition to stderr.
         status_board: board for the notice that makes the other hosts show their stack traces too.
     """
 
-    def __init__(self, limits: WatchdogSettings, crash_dir: Path, status_board: StatusBoard):
+    def __init__(self, phase_s: float | None, crash_dir: Path, status_board: StatusBoard):
         self.step = 0
         """Current step; 0 before the first."""
-        self._limits = limits
+        self._phase_s = phase_s
         self._crash_dir = crash_dir
         self._status_board = status_board
         self._seen: set[str] = set()
@@ -62,7 +61,7 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def __enter__(self) -> Watchdog:
-        self.enter_phase("compile")
+        self.enter_phase(COMPILE_PHASE)
         self._thread.start()
         return self
 
@@ -73,15 +72,11 @@ class Watchdog:
 
     def enter_phase(self, phase: str) -> None:
         """Starts a phase and ends the one before it."""
-        section = LIMIT_PHASES.get(phase, phase.split("_")[0])
-        setting = f"watchdog.{section}_s"
-        allowed = None if phase == WAIT_PHASE else getattr(self._limits, f"{section}_s")
-        if phase not in self._seen and section != "compile":
-            setting = f"{setting} + watchdog.compile_s"
-            compile_s = self._limits.compile_s
-            allowed = None if allowed is None or compile_s is None else allowed + compile_s
+        allowed, name = None if phase == WAIT_PHASE else self._phase_s, "watchdog.phase_s"
+        if allowed is not None and phase != COMPILE_PHASE and phase not in self._seen:
+            allowed, name = 2 * allowed, f"2 x {name}"
         self._seen.add(phase)
-        self._active_phase = ActivePhase(phase, self.step, time.monotonic(), allowed, setting)
+        self._active_phase = ActivePhase(phase, self.step, time.monotonic(), allowed, name)
         if allowed is None:
             faulthandler.cancel_dump_traceback_later()
         else:
@@ -96,7 +91,7 @@ class Watchdog:
             where = f"in phase {current.phase}{step_text} for {seconds:.0f} s"
             if current.limit_s is not None and seconds > current.limit_s:
                 self._dump_and_exit(
-                    f"has been {where}, longer than {current.setting_name} = {current.limit_s:g}", broadcasts=True
+                    f"has been {where}, longer than {current.limit_name} = {current.limit_s:g}", broadcasts=True
                 )
             for notice in self._posts_of_other_hosts(STUCK_TOPIC).values():
                 self._dump_and_exit(f"has been {where}; {notice}", broadcasts=False)

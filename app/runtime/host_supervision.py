@@ -37,7 +37,7 @@ def open_host_group(settings: Settings, crash_dir: Path) -> Iterator[HostGroup]:
     heartbeat_s = settings.mesh.heartbeat_s
     with (
         open_status_board() as status_board,
-        Watchdog(settings.watchdog, crash_dir, status_board) as watchdog,
+        Watchdog(settings.watchdog.phase_s, crash_dir, status_board) as watchdog,
         coordinated_shutdown(status_board, heartbeat_s=heartbeat_s, enter_phase=watchdog.enter_phase),
     ):
         yield HostGroup(status_board, watchdog)

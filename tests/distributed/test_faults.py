@@ -113,13 +113,13 @@ def test_a_dead_host_ends_the_other_and_the_run_goes_on(config: Path) -> None:
 
 def test_a_host_that_hangs_ends_both_and_says_where(config: Path) -> None:
     run = config.parent / "runs" / "tiny"
-    hosts = with_reward(config, STUCK, "watchdog.reward_s=2", "reward.timeout_s=3600")
+    hosts = with_reward(config, STUCK, "watchdog.phase_s=30", "reward.timeout_s=3600")
     assert [host.exit_code for host in hosts] == [70, 70], hosts
     for i, host in enumerate(hosts):
         written = (run / "crash" / f"host_{i}.txt").read_text()
         for text in (written, host.stderr):
             assert f"watchdog: host {i} has been in phase reward of step 2 for " in text
-            assert "watchdog.reward_s = 2" in text
+            assert "watchdog.phase_s = 30" in text
             assert "in gather_lines_to_first_host" in text or "in _wait" in text
 
 

@@ -144,7 +144,7 @@ def test_a_host_that_hangs_ends_both_and_writes_nothing(
 ) -> None:
     prompts, out = write_problems(tmp_path / "prompts.jsonl", first=1, count=16), tmp_path / "out.jsonl"
     given = ("--prompts", prompts) if command == "rollout" else ("--input", sampled)
-    limits = settings(f"watchdog.compile_s={60 if command == 'rollout' else 20}", f"watchdog.{command}_s=5")
+    limits = settings(f"watchdog.phase_s={30 if command == 'rollout' else 15}")
     programs = second_faulty(HANGS, place)
     hosts = run_on_two_hosts(command, *of_tiny(tiny_model), *limits, *given, "--out", out, programs=programs)
     assert [host.exit_code for host in hosts] == [70, 70], hosts
