@@ -138,7 +138,7 @@ def _nonfinite_update(steps: Sequence[MetricsRecord]) -> str | None:
     return (
         "The loss or its gradient was NaN or infinite, so the update was skipped and the weights did not change. "
         "Usual causes are a too high learning rate or bfloat16. Lower optimizer.learning_rate, or set "
-        "model.dtype: float32. The run ends after optimizer.max_nonfinite_steps such updates in a row."
+        "model.dtype: float32. The run ends after 3 such updates in a row."
     )
 
 

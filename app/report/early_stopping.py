@@ -6,7 +6,7 @@ from app.report.metrics_history import History, finite_metric
 
 
 def early_stopping_reason(
-    history: History, *, metric: str, mode: str, patience: int | None, min_delta: float, target: float | None
+    history: History, *, metric: str | None, mode: str, patience: int | None, min_delta: float, target: float | None
 ) -> str | None:
     """Returns why a run ends after the last line of its metrics, or None if it goes on.
 

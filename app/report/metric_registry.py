@@ -194,7 +194,7 @@ METRICS = (
     Metric("policy/nonfinite_updates", "updates skipped so far because of a NaN or infinite loss or gradient",
         "0", "train in float32, lower the learning rate"),
     Metric("policy/nonfinite_in_a_row",
-        "number of the latest consecutive skipped updates; the run ends at `optimizer.max_nonfinite_steps`",
+        "number of the latest consecutive skipped updates; the run ends at 3",
         "0", "as for `policy/nonfinite_updates`"),
     Metric("value/loss",
         "the critic's loss: half the mean squared error of its values, clipped; everything under `value/` exists "

@@ -49,6 +49,9 @@ EstimateAdvantages = Callable[[Sequence[Sample], float], list[Sample]]
 NextKLCoef = Callable[[Sequence[Sample], float], float]
 """A step's samples and KL coefficient -> the next step's coefficient."""
 
+KL_HORIZON = 10_000
+"""Number of samples over which an adapted coefficient changes by at most about 20 % (Ziegler et al. 2019)."""
+
 
 class AdvantageResult(NamedTuple):
     samples: list[Sample]
@@ -219,6 +222,6 @@ def make_next_kl_coef(algorithm: AlgorithmSettings) -> NextKLCoef:
         # With NaN logprobs the coefficient would become NaN and stay NaN.
         if not kl.count or not math.isfinite(kl.mean):
             return kl_coef
-        return update_kl_coef(kl_coef, kl.mean, target=target, num_samples=num_samples, horizon=algorithm.kl_horizon)
+        return update_kl_coef(kl_coef, kl.mean, target=target, num_samples=num_samples, horizon=KL_HORIZON)
 
     return next_kl_coef

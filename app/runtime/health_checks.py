@@ -9,7 +9,9 @@ import numpy as np
 from app.distributed.collectives import max_over_hosts, sum_over_hosts
 from app.reward.aggregate import RewardedSamples
 from app.rollout.sampling.token_sampling import FINISH_NON_FINITE
-from settings import Settings
+
+MAX_NONFINITE_STEPS = 3
+"""Consecutive optimizer steps with a NaN or infinite gradient after which a run ends: one or two may be an outlier."""
 
 
 class RewardError(RuntimeError):
@@ -38,11 +40,11 @@ def check_rewards(scored: RewardedSamples) -> None:
         )
 
 
-def stop_if_diverged(metrics: Mapping[str, float | None], settings: Settings) -> None:
+def stop_if_diverged(metrics: Mapping[str, float | None]) -> None:
     """Raises RuntimeError if too many updates in a row were not finite."""
     for network, section in (("policy", "optimizer"), ("value", "critic")):
         in_a_row = metrics.get(f"{network}/nonfinite_in_a_row") or 0
-        if in_a_row >= settings.optimizer.max_nonfinite_steps:
+        if in_a_row >= MAX_NONFINITE_STEPS:
             raise RuntimeError(
                 f"{int(in_a_row)} optimizer steps in a row had a NaN or infinite loss or gradient; they did not "
                 f"change the weights. Lower {section}.learning_rate, or train in float32"

@@ -65,15 +65,14 @@ def make_update_batcher(
 def _make_packed_rows(
     settings: Settings, architecture: Architecture, max_lengths: MaxLengths, *, max_tokens_per_device: int
 ) -> PackedRowBatcher:
-    batching = settings.batching
     budget = TokenBudget(
         max_tokens_per_device=max_tokens_per_device,
         row_length=choose_row_length(
             max_tokens_per_device,
             max_lengths.sample,
-            max_group_tokens=max_lengths.group if batching.share_prompts else 0,
+            max_group_tokens=max_lengths.group,
         ),
-        share_prompts=batching.share_prompts,
+        share_prompts=True,
         balance=settings.algorithm.balance_batch,
     )
     return PackedRowBatcher(budget, forward_flops(architecture))

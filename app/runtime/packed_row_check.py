@@ -57,8 +57,7 @@ def _largest_difference(
     apart = [(i,) for i in range(len(samples))]
     prompts = sequence_lengths(samples).prompt_indices
     by_prompt = [tuple(np.flatnonzero(prompts == number).tolist()) for number in range(prompts.max() + 1)]
-    arrangements = [apart, by_prompt] if session.settings.batching.share_prompts else [apart]
-    alone, *together = _score_arrangements(session, score, samples, arrangements)
+    alone, *together = _score_arrangements(session, score, samples, [apart, by_prompt])
     # Scores that are not finite even alone are reported by the first update.
     known = np.isfinite(alone)
     scale = alone[known].std() if unit != "nats" and known.any() else 1.0

@@ -82,7 +82,7 @@ def make_step_flops(
     settings: Settings, session: Session, reward_model: RewardModelSpec | None, *, trains_policy: bool = True
 ) -> StepFlops:
     """Returns the passes of a step through policy, reference, critic and reward model."""
-    epochs, shares = settings.algorithm.epochs, settings.batching.share_prompts
+    epochs = settings.algorithm.epochs
     policy = session.model_spec.policy_definition
     critic = session.critic.spec.definition if session.critic else None
     networks: Mapping[ForwardRole, DecoderDefinition | None] = {
@@ -95,12 +95,10 @@ def make_step_flops(
     def scoring(role: ForwardRole) -> NetworkPass:
         definition = networks[role]
         assert definition is not None
-        return forward_pass(
-            definition, shares_prompts=shares and settings.score.for_role(role).max_tokens_per_device is not None
-        )
+        return forward_pass(definition, shares_prompts=settings.score.for_role(role).max_tokens_per_device is not None)
 
     def updating(definition: DecoderDefinition, scope: AlgorithmSettings | CriticSettings) -> NetworkPass:
-        return update_passes(definition, epochs, shares_prompts=shares and scope.max_tokens_per_device is not None)
+        return update_passes(definition, epochs, shares_prompts=scope.max_tokens_per_device is not None)
 
     updates = [updating(policy, settings.algorithm)] if trains_policy else []
     updates += [updating(critic, settings.critic)] if critic else []

@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 Metrics = Mapping[str, float | int | None]
 
 WANDB_SECTIONS = (
-    "run", "model", "data", "rollout", "reward", "batching", "score", "algorithm", "critic", "optimizer", "checkpoint",
+    "run", "model", "data", "rollout", "reward", "score", "algorithm", "critic", "optimizer", "checkpoint",
     "env", "eval",
 )  # fmt: skip
 """Uploaded sections of the settings: an allow-list, so that a new section is private by default."""

@@ -89,8 +89,6 @@ def check_chosen_metrics(settings: Settings, eval_rows: PromptsOrRows) -> None:
     if settings.checkpoint.best_metric is not None:
         way_out = ", or null to keep no best checkpoint"
         check(settings.checkpoint.best_metric, setting="checkpoint.best_metric", way_out=way_out)
-    if settings.run.early_stopping.is_on:
-        check(settings.run.early_stopping.metric, setting="run.early_stopping.metric")
 
 
 def read_training_inputs(settings: Settings, replay_request: ReplayRequest | None = None) -> TrainingInputs:

@@ -145,7 +145,7 @@ class StepLoop:
             record = self._add_evaluation(record)
         self.reporter.report_step(step, record)
         decision = self._decide({"step": step, **record})
-        stop_if_diverged(metrics, self.settings)
+        stop_if_diverged(metrics)
         self._check_early_stopping()
         is_last = is_last or bool(self.early_end)
         in_turn = is_last or decision.save_is_due or step % self.settings.checkpoint.every_steps == 0
@@ -200,8 +200,9 @@ class StepLoop:
     def _check_early_stopping(self) -> None:
         """Sets `early_end` from the metrics of the run, which only the first host has. All hosts call it together."""
         if self.settings.run.early_stopping.is_on and self.progress.step < self.last_step:
-            rules = self.settings.run.early_stopping.model_dump()
-            reason = early_stopping_reason(self.reporter.run_log.history, **rules) or ""
+            rules, best = self.settings.run.early_stopping.model_dump(), self.settings.checkpoint
+            history = self.reporter.run_log.history
+            reason = early_stopping_reason(history, metric=best.best_metric, mode=best.best_mode, **rules) or ""
             self.early_end = gather_bytes_over_hosts(reason.encode())[0].decode()
 
     def _save(self) -> None:

@@ -20,7 +20,7 @@ FREE_SETTINGS = (
     *("run.steps", "run.early_stopping", "logging", "eval", "checkpoint", "watchdog", "mesh"),
     *("data.eval_source", "data.eval_split"),
     # Speed and memory.
-    *("model.remat", "model.attention", "model.logits_chunk", "score", "batching", "algorithm.balance_batch"),
+    *("model.remat", "model.attention", "model.logits_chunk", "score", "algorithm.balance_batch"),
     *("algorithm.dynamic_microbatch", "algorithm.max_tokens_per_device", "algorithm.rows_per_device"),
     "algorithm.gae_chunk_size",
     *("critic.max_tokens_per_device", "critic.rows_per_device"),
@@ -29,7 +29,7 @@ FREE_SETTINGS = (
     *("rollout.mesh", "rollout.pool", "rollout.segment", "rollout.pdsr", "rollout.workers", "rollout.ray"),
     *("rollout.prefill_length_min", "rollout.max_length_total"),
     *("reward.timeout_s", "reward.cpu_s", "reward.memory_mib", "reward.workers", "reward.batch_size"),
-    *("reward.load_timeout_s", "reward.environment", "optimizer.max_nonfinite_steps", "optimizer.offload"),
+    *("reward.load_timeout_s", "reward.environment", "optimizer.offload"),
     *("env.step_timeout_s", "env.episode_timeout_s", "env.load_timeout_s", "env.replayable", "env.memory_mib"),
     *("env.workers", "env.concurrency", "env.max_suspended", "env.environment"),
     # Checkpoints contain fingerprints of the models and data that these select.

@@ -10,7 +10,6 @@ from settings.loading.algorithm_presets import GROUP_RELATIVE_ESTIMATORS
 from settings.loading.fields import value_of
 from settings.loading.resolve import Resolved
 from settings.schema.reward import ENVIRONMENT_REWARD, MODEL_REWARD, OVERLONG_REWARD
-from settings.schema.run import EarlyStoppingSettings
 from settings.schema.settings import Settings
 
 
@@ -261,13 +260,14 @@ RUN_CHECKS = (
         "or eval.every_steps to 1 or more",
     ),
     Rule(
-        lambda s: s.run.early_stopping.is_on and s.eval.every_steps == 0,
-        "<run.early_stopping.metric> is never measured, because <eval.every_steps> disables evaluation; set "
-        "run.early_stopping.patience and target to null, or eval.every_steps to 1 or more",
+        lambda s: s.run.early_stopping.is_on and (s.eval.every_steps == 0 or s.checkpoint.best_metric is None),
+        "<run.early_stopping.patience> and <run.early_stopping.target> compare evaluations, but <eval.every_steps> and "
+        "<checkpoint.best_metric> leave nothing to compare; set the former to null, or eval.every_steps to 1 or more "
+        "and checkpoint.best_metric, for example to eval/accuracy",
     ),
     Rule(
-        lambda s: not s.run.early_stopping.is_on and s.run.early_stopping != EarlyStoppingSettings(),
-        "<run.early_stopping.metric>, <run.early_stopping.mode> and <run.early_stopping.min_delta> have no effect "
-        "without <run.early_stopping.patience> or <run.early_stopping.target>; set one of the latter",
+        lambda s: s.run.early_stopping.min_delta > 0 and not s.run.early_stopping.is_on,
+        "<run.early_stopping.min_delta> has no effect without <run.early_stopping.patience> or "
+        "<run.early_stopping.target>; set one of the latter",
     ),
 )

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 REMOVED: dict[str, str] = {
     "algorithm.gae_backend": "training computes GAE in numpy on the host; `grpo gae --backend` chooses for a file",
+    "algorithm.kl_horizon": "it is always 10,000 samples",
     "algorithm.mask_mode": "training skips tokens that the policy did not write; `grpo gae --mask-mode` has the others",
     "algorithm.vtrace_max_ratio": "V-trace clips its ratios at 1, as in the paper",
     "algorithm.vtrace_max_trace": "V-trace clips its traces at 1, as in the paper",
-    "batching.packing": "samples are always packed by best fit, which needs fewer tokens than the other ways",
+    "batching": "samples are always packed by best fit, and the prompt of a group once",
     "critic.dynamic_microbatch": "critic.max_tokens_per_device and critic.rows_per_device select the micro-batches",
+    "optimizer.max_nonfinite_steps": "a run always stops after 3 such updates in a row",
     "rollout.decode_layout": "weights are always gathered before generation, and rollout.mesh splits them over tp",
+    "run.early_stopping.metric": "early stopping compares checkpoint.best_metric",
+    "run.early_stopping.mode": "early stopping compares as checkpoint.best_mode says",
     "score.critic.dynamic": "score.critic.max_tokens_per_device or rows_per_device selects the micro-batches",
     "score.critic.strategy": "score.strategy is that of every role with fixed micro-batches",
     "score.policy.dynamic": "score.policy.max_tokens_per_device or rows_per_device selects the micro-batches",
@@ -18,6 +22,13 @@ REMOVED: dict[str, str] = {
     "score.reference.strategy": "score.strategy is that of every role with fixed micro-batches",
     "score.reward.dynamic": "score.reward.max_tokens_per_device or rows_per_device selects the micro-batches",
     "score.reward.strategy": "score.strategy is that of every role with fixed micro-batches",
+    "watchdog.compile_s": "watchdog.phase_s is the limit of every phase",
+    "watchdog.evaluate_s": "watchdog.phase_s is the limit of every phase",
+    "watchdog.reward_s": "watchdog.phase_s is the limit of every phase",
+    "watchdog.rollout_s": "watchdog.phase_s is the limit of every phase",
+    "watchdog.save_s": "watchdog.phase_s is the limit of every phase",
+    "watchdog.score_s": "watchdog.phase_s is the limit of every phase",
+    "watchdog.update_s": "watchdog.phase_s is the limit of every phase",
 }
 """Maps a removed setting, or a removed section with all its settings, to what replaced it or why it is gone.
 

@@ -91,7 +91,7 @@ algorithm.shuffle | actor.shuffle
 algorithm.clip_low algorithm.clip_high | actor.clip_ratio
 algorithm.kl_estimator | actor.kl_loss_type
 algorithm.kl_target | algorithm.kl_ctrl.type, algorithm.kl_ctrl.target_kl
-algorithm.kl_horizon | algorithm.kl_ctrl.horizon
+– | algorithm.kl_ctrl.horizon | always 10000
 algorithm.filter | algorithm.filter_groups.enable
 algorithm.max_rounds | algorithm.filter_groups.max_num_gen_batches
 algorithm.correction_veto | algorithm.rollout_correction.rollout_rs

@@ -112,9 +112,7 @@ class AlgorithmSettings(Section):
     estimators that credit each token, false for those that compare samples of a prompt."""
     kl_target: float | None = Field(default=None, gt=0)
     """Target KL in nats per token for the penalty in the reward: `beta` is the initial weight and is adapted after
-    every step. Null keeps `beta` fixed."""
-    kl_horizon: int = Field(default=10000, ge=1)
-    """Number of samples over which an adapted `beta` changes by at most about 20 %."""
+    every step, by at most about 20 % over 10,000 samples. Null keeps `beta` fixed."""
 
     @property
     def kl_in_reward(self) -> bool:

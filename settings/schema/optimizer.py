@@ -36,5 +36,3 @@ class OptimizerSettings(Section):
     """Decoupled weight decay, applied to matrices only, except the frozen router of a mixture of experts."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Gradients are clipped to this global norm."""
-    max_nonfinite_steps: int = Field(default=3, ge=1)
-    """The run stops after this many consecutive optimizer steps with a NaN or infinite gradient."""

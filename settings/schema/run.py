@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
@@ -17,18 +17,18 @@ def _validate_run_name(value: str) -> str:
 
 
 class EarlyStoppingSettings(Section):
-    """When a run ends before its last step. Without `patience` and `target` it never does."""
+    """When a run ends before its last step. Without `patience` and `target` it never does.
 
-    metric: str = "eval/accuracy"
-    """Metric of the evaluations that is compared."""
-    mode: Literal["max", "min"] = "max"
-    """Whether a larger or a smaller value is better."""
+    Evaluations are compared by `checkpoint.best_metric`, in the direction of `checkpoint.best_mode`.
+    """
+
     patience: int | None = Field(default=None, ge=1)
-    """Number of evaluations in a row without an improvement after which the run ends; null = never."""
+    """Number of evaluations in a row without an improvement of `checkpoint.best_metric` after which the run ends;
+    null = never."""
     min_delta: float = Field(default=0.0, ge=0)
     """An improvement is a change for the better by more than this."""
     target: float | None = Field(default=None, ge=-1e12, le=1e12)
-    """The run also ends once an evaluation reaches this value; null = no target."""
+    """The run also ends once `checkpoint.best_metric` reaches this value; null = no target."""
 
     @property
     def is_on(self) -> bool:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from settings.schema.algorithm import CRITIC_ESTIMATORS, AlgorithmSettings
-from settings.schema.batching import BatchingSettings
 from settings.schema.checkpoint import CheckpointSettings
 from settings.schema.critic import CriticSettings
 from settings.schema.data import DataSettings
@@ -41,7 +40,6 @@ class Settings(BaseSettings):
     rollout: RolloutSettings = RolloutSettings()
     env: EnvironmentSettings = EnvironmentSettings()
     reward: RewardSettings = RewardSettings()
-    batching: BatchingSettings = BatchingSettings()
     score: ScoreSettings = ScoreSettings()
     algorithm: AlgorithmSettings = AlgorithmSettings()
     critic: CriticSettings = CriticSettings()

@@ -77,8 +77,8 @@ def test_a_role_takes_its_own_quota_then_that_of_scoring() -> None:
     assert counts[1] < counts[0] < update().num_micro_batches
 
 
-def test_prompts_are_packed_once_unless_told_otherwise() -> None:
-    assert num_prompts(update()) < len(SAMPLES) == num_prompts(update("batching.share_prompts=false"))
+def test_prompts_are_packed_once() -> None:
+    assert num_prompts(update()) < len(SAMPLES)
 
 
 def test_balance_moves_rows_and_no_sample_out_of_the_step() -> None:

@@ -449,9 +449,11 @@ def test_early_stopping_needs_evaluations_and_a_condition(resolve) -> None:
     for condition in ("patience=2", "target=0.9"):
         check_for_train(resolve(f"run.early_stopping.{condition}"))
         message = refusal(check_for_train, resolve(f"run.early_stopping.{condition}", "eval.every_steps=0"))
-        assert "run.early_stopping.metric = 'eval/accuracy' (from the default) is never measured" in message
-    message = refusal(check_for_train, resolve("run.early_stopping.mode=min"))
-    assert "run.early_stopping.mode = 'min' (from --set)" in message and "have no effect without" in message
+        assert "compare evaluations, but eval.every_steps = 0 (from --set)" in message
+        message = refusal(check_for_train, resolve(f"run.early_stopping.{condition}", "checkpoint.best_metric=null"))
+        assert "checkpoint.best_metric = None (from --set) leave nothing to compare" in message
+    message = refusal(check_for_train, resolve("run.early_stopping.min_delta=0.5"))
+    assert "run.early_stopping.min_delta = 0.5 (from --set) has no effect without" in message
 
 
 def test_the_sources_of_a_mixture_have_revisions_of_their_own(resolve) -> None:

@@ -78,7 +78,7 @@ def test_another_model_disagrees(sampled: Path, tmp_path: Path) -> None:
         (("score.rows_per_device=3",), 1),
         (("score.strategy=scan", "score.rows_per_device=2"), 1),
         ((f"{QUOTA}=32",), None),
-        ((f"{QUOTA}=512", "batching.share_prompts=false"), 1),
+        ((f"{QUOTA}=512",), 1),
         (("score.reference.offload=true", "mesh.shape=2,2,2"), None),
     ],
 )

@@ -48,7 +48,7 @@ data: {{max_prompt_length: 16, num_problems: 40}}
 rollout: {{prompts_per_step: 8, group_size: 1, max_new_tokens: 4}}
 reward: {{functions: [{{name: arithmetic_format, weight: 0.5}}]}}
 algorithm:
-  {{name: ppo, beta: 0.05, kl_target: 0.01, kl_horizon: 20, epochs: 2,
+  {{name: ppo, beta: 0.05, kl_target: 0.01, epochs: 2,
    mini_batch_prompts: 4, bootstrap_truncated: true, max_tokens_per_device: 32}}
 critic: {{warmup_steps: 2, learning_rate: 1e-2}}
 optimizer: {{learning_rate: 1e-3, schedule: linear}}
