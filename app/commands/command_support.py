@@ -22,7 +22,7 @@ from app.records.text_format import to_printable_lines
 from settings import InputError, Resolved, load
 from settings.checks.unused_settings import unused_adapter_notices
 from settings.loading.config_file import ConfigFile
-from settings.loading.inherited_settings import reset_overrides
+from settings.loading.inherited_settings import without_derived
 from settings.loading.secrets import load_secrets, redact
 from settings.loading.sources import NO_FLAGS, Flags
 
@@ -64,7 +64,7 @@ def resolve_policy(
     loads_policy: bool = True,
 ) -> Resolved:
     """Resolves like `resolve`; without `--config`, the settings are those of the checkpoint's run."""
-    base, overrides = inherit_run_settings(config, overrides, {"--checkpoint": checkpoint})
+    base = inherit_run_settings(config, {"--checkpoint": checkpoint})
     resolved = resolve(base, overrides, print_config=print_config, check=check)
     if loads_policy and checkpoint is None:
         print_notices(unused_adapter_notices(resolved))
@@ -138,10 +138,8 @@ def command_output() -> Iterator[None]:
         logging.getLogger("app").setLevel(logging.NOTSET)
 
 
-def inherit_run_settings(
-    config: str | None, overrides: list[str] | None, run_paths: Mapping[str, Path | None]
-) -> tuple[str | ConfigFile | None, list[str] | None]:
-    """Returns the given `--config` and `--set`, or without `--config` the settings of the run.
+def inherit_run_settings(config: str | None, run_paths: Mapping[str, Path | None]) -> str | ConfigFile | None:
+    """Returns the given `--config`, or without it what was set for the run.
 
     Args:
         run_paths: option -> checkpoint, samples or folder of the run. The first path with settings is used.
@@ -151,8 +149,8 @@ def inherit_run_settings(
     """
     found = find_run_settings(run_paths) if config is None else None
     if found is None:
-        return config, overrides
-    return found, [*(overrides or []), *reset_overrides(found, overrides or [], os.environ)]
+        return config
+    return without_derived(found)
 
 
 def find_run_settings(run_paths: Mapping[str, Path | None]) -> ConfigFile | None:

@@ -69,7 +69,7 @@ def train(
         raise InputError("--allow-changed needs --resume auto or must; a new run has no earlier settings")
     check = check_for_dry_run if dry_run else check_for_train
     run_paths = {"--from-rollouts": from_rollouts, "--checkpoint": checkpoint}
-    base, overrides = inherit_run_settings(config, overrides, run_paths)
+    base = inherit_run_settings(config, run_paths)
     flags = _replay_run_name(base, overrides) if isinstance(base, ConfigFile) else NO_FLAGS
     resolved = resolve(base, overrides, flags=flags, print_config=print_config, check=check)
     show_progress(f"grpo train: {resolved.settings.run.name}, model {resolved.settings.model.path}; loading JAX")

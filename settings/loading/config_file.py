@@ -20,6 +20,8 @@ class ConfigFile:
     stem: str
     """Name from which the run name is derived, such as `quickstart`."""
     content: bytes
+    left_out: frozenset[str] = frozenset()
+    """Settings in the content that do not count, because nobody set them."""
 
 
 def preset_names() -> list[str]:

@@ -102,6 +102,7 @@ def load(
     """
     file = find_config_file(config)
     in_yaml = build_layer(yaml_entries(parse_settings_file(file.content, name=file.name), file=file.name))
+    in_yaml = {field: leaf for field, leaf in in_yaml.items() if field not in file.left_out}
     in_set = build_layer(set_entries(overrides))
     in_environment = build_layer(environment_entries(environ))
     in_flags = build_layer(flag_entries(flags))
