@@ -6,27 +6,25 @@ from app.report.metrics_history import History, finite_metric
 
 
 def early_stopping_reason(
-    history: History, *, metric: str | None, mode: str, patience: int | None, min_delta: float, target: float | None
+    history: History, *, metric: str | None, mode: str, patience: int | None, min_delta: float
 ) -> str | None:
     """Returns why a run ends after the last line of its metrics, or None if it goes on.
 
-    It ends if the last `patience` evaluations are not better by more than `min_delta` than the best one before them, or
-    if the last one reaches `target`. Before the first step it never ends. An evaluation without a finite value is not
-    better. The result depends on nothing else, so that it is the same after a resume.
+    It ends if the last `patience` evaluations are not better by more than `min_delta` than the best one before them.
+    Before the first step it never ends. An evaluation without a finite value is not better. The result depends on
+    nothing else, so that it is the same after a resume.
 
     Source: Keras, `EarlyStopping`; transformers, `EarlyStoppingCallback`.
     """
-    if (patience is None and target is None) or not history or not history[-1]["step"] or metric not in history[-1]:
+    if patience is None or not history or not history[-1]["step"] or metric not in history[-1]:
         return None
     sign = 1 if mode == "max" else -1
     values = [finite_metric(record, metric) for record in history if metric in record]
-    last, best, num_stale = values[-1], None, 0
+    best, num_stale = None, 0
     for value in values:
         is_better = value is not None and (best is None or sign * (value - best) > min_delta)
         best, num_stale = (value, 0) if is_better else (best, num_stale + 1)
-    if target is not None and last is not None and sign * (last - target) >= 0:
-        return f"{metric} is {last:g} and has reached run.early_stopping.target = {target:g}"
-    if patience is not None and num_stale >= patience:
+    if num_stale >= patience:
         shown = "it has had no value" if best is None else f"its best value is {best:g}"
         return f"{metric} has not improved in {num_stale} evaluations (run.early_stopping.patience); {shown}"
     return None

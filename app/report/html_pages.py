@@ -26,7 +26,7 @@ SESSION_COLUMNS = (
     *("started", "after_step", "grpo", "python", "jax", "devices", "processes", "from_rollouts", "checkpoint"),
 )
 """Columns of the table of sessions; one that no session has is omitted."""
-EARLY_STOPPING_SETTINGS = ("patience", "min_delta", "target")
+EARLY_STOPPING_SETTINGS = ("patience", "min_delta")
 
 
 def report_page(run: RunFiles, plots: Mapping[str, RenderedPlot | None], alerts: Sequence[Alert]) -> str:

@@ -199,7 +199,7 @@ class StepLoop:
 
     def _check_early_stopping(self) -> None:
         """Sets `early_end` from the metrics of the run, which only the first host has. All hosts call it together."""
-        if self.settings.run.early_stopping.is_on and self.progress.step < self.last_step:
+        if self.settings.run.early_stopping.patience is not None and self.progress.step < self.last_step:
             rules, best = self.settings.run.early_stopping.model_dump(), self.settings.checkpoint
             history = self.reporter.run_log.history
             reason = early_stopping_reason(history, metric=best.best_metric, mode=best.best_mode, **rules) or ""

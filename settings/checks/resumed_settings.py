@@ -36,7 +36,7 @@ FREE_SETTINGS = (
     *("model.path", "model.revision", "model.lora", "critic.path", "critic.revision"),
     *("reward.model", "reward.model_revision"),
     *("rollout.prompts_per_step", "algorithm.mini_batch_prompts"),
-    *("data.source", "data.split", "data.revision", "data.prompt_column", "data.answer_column"),
+    *("data.source", "data.split", "data.prompt_column", "data.answer_column"),
 )
 """Settings and sections that a resumed run may change without permission: they do not change what it learns."""
 

@@ -243,10 +243,6 @@ RUN_CHECKS = (
     _check_warmup,
     _check_profile_steps,
     Rule(
-        lambda s: s.data.revision is not None and not isinstance(s.data.source, str),
-        "<data.revision> is for a single data.source; set it to null, and give each source of the list a `revision`",
-    ),
-    Rule(
         lambda s: s.logging.tensorboard and find_spec("tensorboardX") is None,
         "<logging.tensorboard>: tensorboardX is not installed; run pip install -e '.[tensorboard]', or set it to false",
     ),
@@ -260,14 +256,15 @@ RUN_CHECKS = (
         "or eval.every_steps to 1 or more",
     ),
     Rule(
-        lambda s: s.run.early_stopping.is_on and (s.eval.every_steps == 0 or s.checkpoint.best_metric is None),
-        "<run.early_stopping.patience> and <run.early_stopping.target> compare evaluations, but <eval.every_steps> and "
-        "<checkpoint.best_metric> leave nothing to compare; set the former to null, or eval.every_steps to 1 or more "
-        "and checkpoint.best_metric, for example to eval/accuracy",
+        lambda s: (
+            s.run.early_stopping.patience is not None and (s.eval.every_steps == 0 or s.checkpoint.best_metric is None)
+        ),
+        "<run.early_stopping.patience> compares evaluations, but <eval.every_steps> and <checkpoint.best_metric> leave "
+        "nothing to compare; set it to null, or eval.every_steps to 1 or more and checkpoint.best_metric, for example "
+        "to eval/accuracy",
     ),
     Rule(
-        lambda s: s.run.early_stopping.min_delta > 0 and not s.run.early_stopping.is_on,
-        "<run.early_stopping.min_delta> has no effect without <run.early_stopping.patience> or "
-        "<run.early_stopping.target>; set one of the latter",
+        lambda s: s.run.early_stopping.min_delta > 0 and s.run.early_stopping.patience is None,
+        "<run.early_stopping.min_delta> has no effect without <run.early_stopping.patience>; set the latter",
     ),
 )

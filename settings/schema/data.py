@@ -22,7 +22,7 @@ class DataSourceSettings(Section):
     split: str | None = None
     """Its split; `data.split` when null."""
     revision: str | None = None
-    """Its commit, if it is on the hub."""
+    """Its commit, if it is on the hub; its newest commit when null."""
 
 
 def _validate_distinct_sources(value: tuple[DataSourceSettings, ...]) -> tuple[DataSourceSettings, ...]:
@@ -52,11 +52,10 @@ class DataSettings(Section):
         Discriminator(_kind_of_source),
     ] = "builtin:arithmetic"
     """Training prompts: `builtin:arithmetic`, `hf:<hub id>[:<config>]`, or a .jsonl / .parquet file. A list of them, as
-    in `[{source: a.jsonl, weight: 3}, b.jsonl]`, is a mixture: reward functions get a column data_source."""
+    in `[{source: a.jsonl, weight: 3}, b.jsonl]`, is a mixture: reward functions get a column data_source. A list
+    of one can name a commit: `[{source: hf:owner/name, revision: abc}]`."""
     split: str = "train"
     """Split of a hub data set or of the arithmetic generator."""
-    revision: str | None = None
-    """Commit of a single hub data set; its newest commit when null."""
     eval_source: str | None = None
     """Evaluation prompts, as in `data.source`. When null, `data.source` if that is built in or on the hub; required if
     that is a file or a mixture."""
@@ -93,5 +92,5 @@ class DataSettings(Section):
     def sources(self) -> tuple[DataSourceSettings, ...]:
         """All sources of training prompts; a single one has all the weight."""
         if isinstance(self.source, str):
-            return (DataSourceSettings(source=self.source, revision=self.revision),)
+            return (DataSourceSettings(source=self.source),)
         return self.source

@@ -17,7 +17,7 @@ def _validate_run_name(value: str) -> str:
 
 
 class EarlyStoppingSettings(Section):
-    """When a run ends before its last step. Without `patience` and `target` it never does.
+    """When a run ends before its last step. Without `patience` it never does.
 
     Evaluations are compared by `checkpoint.best_metric`, in the direction of `checkpoint.best_mode`.
     """
@@ -27,12 +27,6 @@ class EarlyStoppingSettings(Section):
     null = never."""
     min_delta: float = Field(default=0.0, ge=0)
     """An improvement is a change for the better by more than this."""
-    target: float | None = Field(default=None, ge=-1e12, le=1e12)
-    """The run also ends once `checkpoint.best_metric` reaches this value; null = no target."""
-
-    @property
-    def is_on(self) -> bool:
-        return self.patience is not None or self.target is not None
 
 
 class RunSettings(Section):

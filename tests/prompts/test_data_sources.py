@@ -85,10 +85,11 @@ def test_held_out_data_of_a_training_source_has_its_revision(monkeypatch):
         "datasets.load_dataset",
         lambda *args, revision, split: commits.append((revision, split)) or datasets.Dataset.from_list(rows),
     )
-    for source in ({"source": "hf:a/b", "revision": "abc"}, {"source": [{"source": "hf:a/b", "revision": "abc"}, "c"]}):
-        load_held_out_data(DataSettings.model_validate(source | {"eval_source": "hf:a/b"}), num_prompts=1)
-        load_held_out_data(DataSettings.model_validate(source | {"eval_source": "hf:a/c"}), num_prompts=1)
-    assert commits == [("abc", "test"), (None, "test")] * 2
+    sources = [{"source": "hf:a/b", "revision": "abc"}, "c"]
+    for held_out in ("hf:a/b", "hf:a/c"):
+        data = DataSettings.model_validate({"source": sources, "eval_source": held_out})
+        load_held_out_data(data, num_prompts=1)
+    assert commits == [("abc", "test"), (None, "test")]
 
 
 def test_the_prompts_of_a_mixture_are_in_the_order_of_their_sources_and_weights():

@@ -7,7 +7,7 @@ import pytest
 
 from app.report.early_stopping import early_stopping_reason
 
-RULES: dict[str, Any] = {"metric": "eval/accuracy", "mode": "max", "patience": None, "min_delta": 0.0, "target": None}
+RULES: dict[str, Any] = {"metric": "eval/accuracy", "mode": "max", "patience": None, "min_delta": 0.0}
 METRIC = "eval/accuracy"
 
 
@@ -36,16 +36,10 @@ def reason(history: list[dict[str, Any]], **rules: Any) -> str | None:
         ((0.5, None, None), {"patience": 2}, True),
         ((None, None), {"patience": 1}, True),
         ((math.nan, 0.1), {"patience": 1}, False),
-        ((0.5, 0.9), {"target": 0.9}, True),
-        ((0.5, 0.9, 0.8), {"target": 0.9}, False),
-        ((7.0, 3.0), {"target": 3.5, "mode": "min"}, True),
-        ((0.9,), {"target": 0.5}, False),
         ((0.9, 0.1, 0.1), {}, False),
     ],
 )
-def test_a_run_ends_without_improvement_or_at_its_target(
-    values: tuple[float | None, ...], rules: dict[str, Any], ends: bool
-) -> None:
+def test_a_run_ends_without_improvement(values: tuple[float | None, ...], rules: dict[str, Any], ends: bool) -> None:
     assert (reason(lines(*values), **rules) is not None) == ends
 
 
@@ -62,7 +56,4 @@ def test_the_reason_names_the_values_and_the_setting() -> None:
     )
     assert reason(lines(None, None), patience=2) == (
         "eval/accuracy has not improved in 2 evaluations (run.early_stopping.patience); it has had no value"
-    )
-    assert reason(lines(0.5, 0.75), target=0.7) == (
-        "eval/accuracy is 0.75 and has reached run.early_stopping.target = 0.7"
     )
