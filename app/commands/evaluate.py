@@ -36,7 +36,7 @@ def evaluate(
     ] = None,
     picture: Annotated[
         Path | None,
-        typer.Option(metavar="FILE.png|.svg", rich_help_panel="Comparison", help="File for a plot. Needs --compare."),
+        typer.Option(metavar="FILE.png", rich_help_panel="Comparison", help="File for a plot. Needs --compare."),
     ] = None,
     overwrite: Overwrite = False,
     as_json: AsJson = False,

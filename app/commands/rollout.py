@@ -23,7 +23,7 @@ def rollout(
     limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="Use only the first N prompts.")] = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE.jsonl", help="Output file. Required.")] = None,
     timeline: Annotated[
-        Path | None, typer.Option(metavar="FILE.png|.svg|.html", help="File for a plot of all slots over time.")
+        Path | None, typer.Option(metavar="FILE.png|.html", help="File for a plot of all slots over time.")
     ] = None,
     overwrite: Overwrite = False,
     as_json: AsJson = False,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from app.evaluation.comparison_report import PLOT_SUFFIXES, EvaluationComparison, PairedMetric, is_shown, write_plot
+from app.evaluation.comparison_report import EvaluationComparison, PairedMetric, is_shown, write_plot
 from app.evaluation.metadata import (
     CHECKPOINT,
     JUDGE,
@@ -82,7 +82,7 @@ def compare_evaluations(before: Path, after: Path, *, plot_path: Path | None) ->
     """
     check_distinct_paths({"--compare BEFORE": before, "--compare AFTER": after, "--picture": plot_path})
     if plot_path is not None:
-        check_picture_path(plot_path, "--picture", PLOT_SUFFIXES)
+        check_picture_path(plot_path, "--picture", (".png",))
     first, second = read_evaluation_results(before), read_evaluation_results(after)
     _check_comparable(first, second)
     uids = [*first.groups]

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-PLOT_SUFFIXES = (".png", ".svg")
 ROW_HEIGHT, MARGIN, WIDTH = 0.42, 1.5, 9.0
 """Sizes in inches."""
 MARKER_OFFSET = 0.16
@@ -136,9 +135,9 @@ def is_shown(name: str, measured: MetricEstimate) -> bool:
 def write_plot(path: Path, comparison: EvaluationComparison) -> None:
     """Plots before and after with their intervals, and the differences; equal comparisons produce equal bytes."""
     metrics = plottable_metrics(comparison)
-    with new_figure(WIDTH, MARGIN + ROW_HEIGHT * max(len(metrics), 2), salt="paired", embed_text=True) as figure:
+    with new_figure(WIDTH, MARGIN + ROW_HEIGHT * max(len(metrics), 2)) as figure:
         _draw_axes(figure, comparison, metrics)
-        write_atomic(path, save_figure(figure, "svg" if path.suffix.lower() == ".svg" else "png"))
+        write_atomic(path, save_figure(figure, "png"))
 
 
 def plottable_metrics(comparison: EvaluationComparison) -> list[PairedMetric]:

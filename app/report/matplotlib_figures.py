@@ -52,13 +52,12 @@ class RenderedPlot:
 
 
 @contextmanager
-def new_figure(width: float, height: float, *, salt: str = "", embed_text: bool = False) -> Iterator[Figure]:
+def new_figure(width: float, height: float, *, salt: str = "") -> Iterator[Figure]:
     """Yields an empty figure in the style of this program, regardless of the machine's matplotlibrc.
 
     Args:
         width, height: in inches.
         salt: makes the ids in an SVG reproducible, and different from those of other plots in the same page.
-        embed_text: draw letters as paths, for a stand-alone SVG file.
     """
     # Imported here, because it takes most of a second. No pyplot: it would keep figures and choose a window system.
     import matplotlib
@@ -67,8 +66,7 @@ def new_figure(width: float, height: float, *, salt: str = "", embed_text: bool 
 
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
-        fonttype = "path" if embed_text else "none"
-        matplotlib.rcParams.update(STYLE | {"svg.hashsalt": salt, "svg.fonttype": fonttype})
+        matplotlib.rcParams.update(STYLE | {"svg.hashsalt": salt})
         figure = Figure(figsize=(width, height))
         FigureCanvasAgg(figure)
         yield figure

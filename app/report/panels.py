@@ -11,11 +11,9 @@ from app.report.plots import (
     PlotData,
     draw_accuracy,
     draw_clipping,
-    draw_counts,
     draw_lengths,
-    draw_line,
+    draw_lines,
     draw_reward,
-    draw_share,
     draw_times,
 )
 
@@ -79,7 +77,7 @@ PANELS = (
         "Entropy of the policy. A slow fall is normal; a sudden fall to nearly 0 is a collapse: lower "
         "optimizer.learning_rate, raise algorithm.clip_high, or set algorithm.beta.",
         has_values("policy/entropy"),
-        draw_line("policy/entropy", "nats per token", noisy=True),
+        draw_lines({"policy/entropy": "nats per token"}, "nats per token", noisy=True),
     ),
     Panel(
         "zero_variance",
@@ -87,7 +85,7 @@ PANELS = (
         "Share of prompts whose samples all got the same reward. Near 100 % the reward gives no learning "
         "signal: prompts are too easy or too hard, or rollout.group_size is too small.",
         has_values("reward/zero_variance_fraction"),
-        draw_share("reward/zero_variance_fraction", "groups"),
+        draw_lines({"reward/zero_variance_fraction": "share"}, "groups", axis="shares", noisy=True),
     ),
     Panel(
         "reward_failures",
@@ -95,13 +93,14 @@ PANELS = (
         "Failures of reward functions, None values, and samples dropped by reward.on_error: drop. There should be no "
         "failures: read reward_errors in rollouts/, and run `grpo score --role reward` on a file there.",
         has_nonzero_values("reward/error_count", "reward/abstained_count", "reward/dropped_count"),
-        draw_counts(
+        draw_lines(
             {
                 "reward/error_count": "failures",
                 "reward/abstained_count": "None values",
                 "reward/dropped_count": "dropped samples",
             },
             "number per step",
+            axis="counts",
         ),
     ),
     Panel(
@@ -110,7 +109,7 @@ PANELS = (
         "KL of the policy to the initial model. Below 0.1 is usual; if it keeps growing, raise algorithm.beta "
         "or lower optimizer.learning_rate.",
         has_values("policy/kl"),
-        draw_line("policy/kl", "nats per token", noisy=True),
+        draw_lines({"policy/kl": "nats per token"}, "nats per token", noisy=True),
     ),
     Panel(
         "grad_norm",
@@ -118,7 +117,7 @@ PANELS = (
         "Norm before clipping to optimizer.max_grad_norm. A steady norm is healthy; if spikes grow, lower "
         "optimizer.learning_rate.",
         has_values("policy/grad_norm"),
-        draw_line("policy/grad_norm", "norm", noisy=True),
+        draw_lines({"policy/grad_norm": "norm"}, "norm", noisy=True),
     ),
     Panel(
         "clip_fractions",
@@ -135,7 +134,7 @@ PANELS = (
         f"{MISMATCH_THRESHOLD:g} in bfloat16; if it is larger, the gradient is not that of the policy that generated "
         "the samples. With rollout.max_staleness, rollout.weights or rollout.kv_cache a difference is expected.",
         has_values("rollout/sampler_scorer_logprob_diff_mean"),
-        draw_line("rollout/sampler_scorer_logprob_diff_mean", "nats per token"),
+        draw_lines({"rollout/sampler_scorer_logprob_diff_mean": "difference"}, "nats per token"),
     ),
     Panel(
         "times",
@@ -149,7 +148,7 @@ PANELS = (
         "Speed",
         "Completion tokens per second of the whole step. Steps that compile programs are slow: see below.",
         has_values("perf/tokens_per_s"),
-        draw_line("perf/tokens_per_s", "tokens per second", noisy=True),
+        draw_lines({"perf/tokens_per_s": "tokens per second"}, "tokens per second", noisy=True),
     ),
     Panel(
         "memory",
@@ -157,7 +156,7 @@ PANELS = (
         "Memory of the device that uses most; on a CPU, of the whole process. To reduce it, lower "
         "algorithm.max_tokens_per_device or set model.remat: block.",
         has_values("perf/peak_memory_bytes"),
-        draw_line("perf/peak_memory_bytes", "GiB", scale=GIB),
+        draw_lines({"perf/peak_memory_bytes": "GiB"}, "GiB", scale=GIB),
     ),
     Panel(
         "compilations",
@@ -165,6 +164,6 @@ PANELS = (
         "XLA programs compiled in each step. There should be none after the first steps; later ones are caused by new "
         "sequence lengths.",
         has_nonzero_values("perf/compilations"),
-        draw_counts({"perf/compilations": "compilations"}, "programs"),
+        draw_lines({"perf/compilations": "compilations"}, "programs", axis="counts"),
     ),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -238,48 +238,42 @@ def _clip_peaks(axes: Axes, steps: np.ndarray, totals: np.ndarray) -> None:
     axes.text(0.99, 0.97, f"beyond the axis: {text}", transform=axes.transAxes, ha="right", va="top", fontsize=8)
 
 
-def draw_line(name: str, unit: str, *, noisy: bool = False, scale: float = 1.0) -> DrawFunction:
-    """Returns a function that draws one metric, divided by `scale`, on an axis from 0."""
+def draw_lines(
+    names: Mapping[str, str],
+    unit: str,
+    *,
+    axis: Literal["numbers", "shares", "counts"] = "numbers",
+    noisy: bool = False,
+    scale: float = 1.0,
+) -> DrawFunction:
+    """Returns a function that draws metrics, divided by `scale`, on one axis.
 
-    def draw(figure: Figure, data: PlotData) -> None:
-        axes = _axes(figure, data, unit)
-        series = data.series(name)
-        series = Series(series.steps, series.values / scale)
-        (_noisy_line if noisy else _line)(axes, data, series, unit, color=BLUE)
-        if series.values.min() >= 0:
-            axes.set_ylim(bottom=0)
-        if noisy:
-            _legend(figure)
-
-    return draw
-
-
-def draw_share(name: str, unit: str) -> DrawFunction:
-    """Returns a function that draws one metric between 0 and 1, in percent."""
-
-    def draw(figure: Figure, data: PlotData) -> None:
-        axes = _axes(figure, data, unit)
-        _noisy_line(axes, data, data.series(name), "share", color=BLUE)
-        axes.set_ylim(-0.03, 1.03)
-        _format_as_percent(axes)
-        _legend(figure)
-
-    return draw
-
-
-def draw_counts(names: Mapping[str, str], unit: str) -> DrawFunction:
-    """Returns a function that draws integer metrics; `names` maps each to its label."""
+    Args:
+        names: maps each metric to its label.
+        axis: whether the metrics are any numbers, between 0 and 1 and shown in percent, or integers.
+        noisy: also draw the trailing mean.
+    """
 
     def draw(figure: Figure, data: PlotData) -> None:
         from matplotlib.ticker import MaxNLocator
 
         axes = _axes(figure, data, unit)
-        for i, (name, label) in enumerate(names.items()):
-            color, style = (BLUE, RED, ORANGE)[i % 3], ("-", "--", ":")[i % 3]
-            _line(axes, data, data.series(name), label, color=color, linestyle=style)
-        axes.yaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.set_ylim(bottom=0)
-        if len(names) > 1:
+        drawn = [data.series(name) for name in names]
+        for i, (series, label) in enumerate(zip(drawn, names.values(), strict=True)):
+            scaled = Series(series.steps, series.values / scale)
+            if noisy:
+                _noisy_line(axes, data, scaled, label, color=BLUE)
+            else:
+                color, style = (BLUE, RED, ORANGE)[i % 3], ("-", "--", ":")[i % 3]
+                _line(axes, data, scaled, label, color=color, linestyle=style)
+        if axis == "counts":
+            axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+        if axis == "shares":
+            axes.set_ylim(-0.03, 1.03)
+            _format_as_percent(axes)
+        elif min(series.values.min(initial=0) for series in drawn) >= 0:
+            axes.set_ylim(bottom=0)
+        if noisy or len(names) > 1:
             _legend(figure)
 
     return draw

@@ -29,7 +29,7 @@ WIDTH = 10.0
 """Width of the plot in inches."""
 MIN_HEIGHT = 6.0
 """Minimum height of a panel, in slots."""
-SUPPORTED_SUFFIXES = (".png", ".svg", ".html")
+SUPPORTED_SUFFIXES = (".png", ".html")
 
 
 class TimelineBar(NamedTuple):
@@ -82,32 +82,28 @@ def write_timeline(path: Path, panels: Sequence[TimelinePanel], *, title: str, t
     Args:
         table: the metrics of each panel, headings first.
     """
-    suffix = path.suffix.lower()
-    if suffix != ".html":
-        return write_atomic(path, render_timeline(panels, title=title, kind="svg" if suffix == ".svg" else "png"))
+    if path.suffix.lower() != ".html":
+        return write_atomic(path, render_timeline(panels, title=title, kind="png"))
     width, height = (inches * POINTS_PER_INCH for inches in _size(panels))
-    svg = render_timeline(panels, title="", kind="svg", is_inline=True).decode("utf-8")
+    svg = render_timeline(panels, title="", kind="svg").decode("utf-8")
     element = inline_svg(svg, label=title, box=f"0 0 {width:g} {height:g}")
     return write_atomic(path, timeline_page(element, table, title=title).encode("utf-8"))
 
 
-def render_timeline(
-    panels: Sequence[TimelinePanel], *, title: str, kind: Literal["png", "svg"] = "png", is_inline: bool = False
-) -> bytes:
+def render_timeline(panels: Sequence[TimelinePanel], *, title: str, kind: Literal["png", "svg"]) -> bytes:
     """Returns an image of all panels over one time axis; equal panels give equal bytes.
 
-    Args:
-        is_inline: whether the SVG uses the background and fonts of the page that contains it.
+    An SVG is for a page, whose background and fonts it uses.
     """
     heights = [max(panel.height, MIN_HEIGHT) for panel in panels]
-    with new_figure(*_size(panels), salt="timeline", embed_text=not is_inline) as figure:
+    with new_figure(*_size(panels), salt="timeline") as figure:
         grid = figure.subplots(len(panels), 1, squeeze=False, sharex=True, height_ratios=heights)
         for axes, panel in zip(grid[:, 0], panels, strict=True):
             _draw(axes, panel)
         grid[-1, 0].set_xlabel("seconds")
         grid[-1, 0].set_xlim(0, 1.01 * max(panel.makespan_s for panel in panels))
         _add_legend(figure, title)
-        return save_figure(figure, kind, transparent=is_inline)
+        return save_figure(figure, kind, transparent=kind == "svg")
 
 
 def _size(panels: Sequence[TimelinePanel]) -> tuple[float, float]:

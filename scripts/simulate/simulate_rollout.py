@@ -260,7 +260,7 @@ def main() -> None:
     parser.add_argument("--trace", type=Path, help="JSON Lines of lengths, instead of distributions")
     parser.add_argument("--cost", type=Path, help="JSON of `calibrate_rollout.py`, with --trace")
     parser.add_argument("--slots", type=int, nargs="+", default=[16, 16], help="of each worker, with --trace")
-    parser.add_argument("--timeline", type=Path, help="plot as .png, .svg or .html, with --trace")
+    parser.add_argument("--timeline", type=Path, help="plot as .png or .html, with --trace")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--storms", type=int, default=10_000)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "rollout_schedules.json")

@@ -108,21 +108,20 @@ def test_several_samples_are_compared_by_their_prompts(tmp_path: Path) -> None:
 def test_the_table_and_the_picture_are_for_people(tmp_path: Path) -> None:
     before = write(tmp_path / "b.jsonl", BEFORE, facts={"eval.temperature": 0.0})
     after = write(tmp_path / "a.jsonl", AFTER, facts={"eval.temperature": 0.7, CHECKPOINT: "step 9", "step": 9})
-    pictures = [tmp_path / "p.png", tmp_path / "p.svg"]
-    results = [here("evaluate", "--compare", before, after, "--picture", picture) for picture in pictures]
-    assert [one.exit_code for one in results] == [0, 0], results[0].stderr
-    assert results[0].stderr == f"note: --picture: written to {pictures[0]}\n"
-    lines = results[0].stdout.splitlines()
+    picture = tmp_path / "p.png"
+    result = here("evaluate", "--compare", before, after, "--picture", picture)
+    assert (result.exit_code, result.stderr) == (0, f"note: --picture: written to {picture}\n")
+    lines = result.stdout.splitlines()
     assert lines[:2] == [f"before  tiny ({before})", f"after   tiny, step 9 ({after})"]
     (row,) = [line for line in lines if line.startswith("accuracy ")]
     assert "16.7 %" in row and "58.3 %" in row and "+41.7 pp" in row
     assert "6 prompts better, 1 worse, 5 equal: p = 0.12 (exact McNemar test)" in lines
     assert "note: eval.temperature was 0.0 and is now 0.7" in lines
     assert not [line for line in lines if "the checkpoint" in line]
-    assert pictures[0].read_bytes().startswith(b"\x89PNG") and b"<svg" in pictures[1].read_bytes()
-    drawn = pictures[0].read_bytes()
-    here("evaluate", "--compare", before, after, "--picture", pictures[0])
-    assert pictures[0].read_bytes() == drawn
+    drawn = picture.read_bytes()
+    assert drawn.startswith(b"\x89PNG")
+    here("evaluate", "--compare", before, after, "--picture", picture)
+    assert picture.read_bytes() == drawn
 
 
 def test_answers_are_needed_where_samples_vote_and_nowhere_else(tmp_path: Path) -> None:
@@ -227,9 +226,9 @@ def test_facts_that_are_damaged_are_told(tmp_path: Path, facts: Any) -> None:
     assert f"{damaged}: cannot be read as the metadata of an evaluation" in message and "facts" in message
 
 
-def test_a_picture_is_a_png_or_an_svg(tmp_path: Path) -> None:
+def test_a_picture_is_a_png(tmp_path: Path) -> None:
     before, after = write(tmp_path / "b.jsonl", BEFORE), write(tmp_path / "a.jsonl", AFTER)
-    assert "--picture: expected a file name ending in .png or .svg, got" in refused(
+    assert "--picture: expected a file name ending in .png, got" in refused(
         before, after, "--picture", tmp_path / "p.pdf"
     )
 
