@@ -28,6 +28,8 @@ from app.model.segment_layout import SegmentLayout
 from tests.model.test_block_attention import with_gradients
 from tests.tiny import EVEN
 
+pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
+
 KERNELS = ("attention_forward", "attention_backward_query", "attention_backward_keys")
 
 

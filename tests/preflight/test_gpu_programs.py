@@ -14,6 +14,8 @@ from app.mesh import devices
 from app.mesh.gpu_cards import GPU_HOSTS
 from tests.program import here, of_tiny, settings
 
+pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
+
 CARD = GPU_HOSTS["h100-1"].chip
 
 
