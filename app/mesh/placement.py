@@ -134,6 +134,13 @@ def supports_host_memory(mesh: Mesh) -> bool:
     )
 
 
+def check_host_memory(mesh: Mesh, setting: str) -> None:
+    """Raises InputError if the backend does not support arrays in host memory, which a setting needs."""
+    if not supports_host_memory(mesh):
+        kind = mesh.devices.flat[0].device_kind
+        raise InputError(f"{setting}: true needs host memory, which JAX does not support on {kind}; set it to false")
+
+
 def to_host_memory(tree: Any) -> Any:
     """Returns the arrays with the same layout in the memory of their devices' hosts."""
     return jax.device_put(tree, jax.tree.map(lambda x: x.sharding.with_memory_kind(HOST_MEMORY), tree))

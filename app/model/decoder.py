@@ -25,9 +25,9 @@ from jaxtyping import Array, Bool, Float, Float32, Int32, UInt8
 from app.mesh.axis_rules import Dims, constrain, reshard, row_shard_size, sharding_tree, spread_rows
 from app.model.architecture import Architecture
 from app.model.attention.blockwise import ATTENTION_CHECKPOINT_NAME
+from app.model.attention.dense import ScoreMod, apply_soft_cap
 from app.model.attention.packed import architecture_blocking, make_block_pairs, packed_attention
 from app.model.attention.pairs import UNREACHABLE
-from app.model.attention.score_mod import ScoreMod, apply_soft_cap
 from app.model.experts import Experts
 from app.model.layers import (
     ACTIVATIONS,

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from app.mesh.axis_rules import constrain
 from app.model.attention.cached import decode_block_size, extend_cache
-from app.model.attention.score_mod import ScoreMod
+from app.model.attention.dense import ScoreMod
 from app.model.decode_weights import DecodeWeights
 from app.model.decoder import Decoder, DecoderDefinition, Params, gather_tokens
 from app.model.kv_cache import KVCache, LayerCache, constrain_cache

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from app.mesh.axis_rules import LOGICAL_AXIS_RULES, axis_size, constrain, shard_map_by_dims
-from app.model.attention.score_mod import MASK_VALUE, apply_soft_cap
+from app.model.attention.dense import MASK_VALUE, apply_soft_cap
 
 VOCAB_AXES = LOGICAL_AXIS_RULES["head_vocab"]
 ROW_DIMS = ("rows", "tokens")

@@ -18,10 +18,9 @@ from app.batching.token_batch import pack_tokens
 from app.mesh.placement import num_local_row_shards, row_sharding, to_global, to_local
 from app.model.architecture import Architecture
 from app.model.attention.cached import cache_block_size, decode_block_size, extend_cache
-from app.model.attention.dense import dot_product_attention
+from app.model.attention.dense import ScoreMod, dot_product_attention
 from app.model.attention.packed import architecture_blocking, packed_attention
 from app.model.attention.pairs import Blocking
-from app.model.attention.score_mod import ScoreMod
 from app.model.kv_cache import LayerCache
 from app.model.segment_layout import SegmentLayout, attention_mask
 from app.preflight.check_results import CheckRecorder

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 
-from jax.sharding import Mesh
-
-from app.mesh.placement import num_local_row_shards, supports_host_memory
+from app.mesh.placement import num_local_row_shards
 from app.runtime.scoring import ScoringSession
 from settings import Settings
 from settings.errors import InputError
@@ -49,10 +47,3 @@ def _check_rows_per_device(settings: Settings, scope: str, rows_per_device: int,
             f"on each device ({mini_batch_prompts} prompts x rollout.group_size {group_size} over {devices} devices); "
             f"set it to {math.gcd(samples, rows_per_device)}, which does, {otherwise}"
         )
-
-
-def check_host_memory(mesh: Mesh, setting: str) -> None:
-    """Raises InputError if the backend does not support arrays in host memory, which a setting needs."""
-    if not supports_host_memory(mesh):
-        kind = mesh.devices.flat[0].device_kind
-        raise InputError(f"{setting}: true needs host memory, which JAX does not support on {kind}; set it to false")

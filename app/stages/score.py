@@ -24,7 +24,7 @@ from app.distributed.collectives import max_over_hosts, sum_over_hosts
 from app.distributed.error_barrier import iterate_in_lockstep
 from app.distributed.host_consistency import check_hosts_agree
 from app.mesh.device_memory import peak_memory_bytes
-from app.mesh.placement import to_device_memory, to_host_memory
+from app.mesh.placement import check_host_memory, to_device_memory, to_host_memory
 from app.mesh.program_cache import CompilationCounter
 from app.model.architecture import Architecture
 from app.model.decoder import Params
@@ -33,7 +33,6 @@ from app.prompts.tokenizer import Tokenizer
 from app.records.jsonl import check_output_path
 from app.records.sample import Sample
 from app.records.sample_json import TOKEN_IDS, LocatedSample
-from app.runtime.batch_checks import check_host_memory
 from app.runtime.host_supervision import PhaseCallback, iterate_in_phase, join_hosts
 from app.runtime.micro_batching import MaxLengths, make_score_batcher, num_bootstrap_tokens
 from app.runtime.model_spec import CriticSpec, ModelSpec, read_critic_spec, read_model_spec

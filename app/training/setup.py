@@ -18,7 +18,7 @@ from app.distributed.status_board import StatusBoard
 from app.distributed.watchdog import Watchdog
 from app.mesh import jax_startup
 from app.mesh.device_mesh import num_hosts
-from app.mesh.placement import num_row_shards
+from app.mesh.placement import check_host_memory, num_row_shards
 from app.records.identity import plugin_file_digests, prompts_digest
 from app.records.run_directory import Resume, RunDirectory, check_run_directory
 from app.records.settings_history import SettingsHistory
@@ -26,7 +26,7 @@ from app.records.text_format import format_count
 from app.reward.reward_functions import RewardFunctions
 from app.runtime.advantages import with_saved_advantages
 from app.runtime.attention_rows import check_attention_rows
-from app.runtime.batch_checks import check_fixed_micro_batches, check_host_memory
+from app.runtime.batch_checks import check_fixed_micro_batches
 from app.runtime.environments import try_episode
 from app.runtime.generators import check_async_workers
 from app.runtime.host_supervision import open_host_group

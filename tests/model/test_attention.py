@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from jax.test_util import check_grads
 
 from app.model.attention.cached import cached_attention
-from app.model.attention.dense import dot_product_attention
+from app.model.attention.dense import DEFAULT_SCORE_MOD, ScoreMod, dot_product_attention
 from app.model.attention.packed import packed_attention
-from app.model.attention.score_mod import DEFAULT_SCORE_MOD, ScoreMod
 from app.model.layers import apply_rope
 from app.model.segment_layout import single_segment_layout
 

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from app.model.attention.dense import DEFAULT_SCORE_MOD
 from app.model.attention.pairs import UNREACHABLE, Blocking, PackedInputs, block_pairs
-from app.model.attention.score_mod import DEFAULT_SCORE_MOD
 from app.model.kernels import gpu_attention, tpu_attention
 from app.model.segment_layout import SegmentLayout
 from tests.layouts import layout_of, seen, segments_of_rows

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from jaxtyping import Array
 
 from app.model.attention.blockwise import block_attention
+from app.model.attention.dense import DEFAULT_SCORE_MOD, ScoreMod
 from app.model.attention.packed import make_block_pairs, packed_attention, platform_blocking
 from app.model.attention.pairs import UNREACHABLE, Blocking, PackedInputs, block_pairs
-from app.model.attention.score_mod import DEFAULT_SCORE_MOD, ScoreMod
 from app.model.segment_layout import SegmentLayout
 from tests.layouts import layout_of, seen, segments_of_rows
 from tests.tiny import make_mesh

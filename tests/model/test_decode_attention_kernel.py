@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.model.attention.cached import extend_cache
-from app.model.attention.score_mod import DEFAULT_SCORE_MOD
+from app.model.attention.dense import DEFAULT_SCORE_MOD
 from app.model.kernels import tpu_decode
 from app.model.kernels.tpu_decode import TILE
 from app.model.kv_cache import LayerCache

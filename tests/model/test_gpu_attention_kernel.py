@@ -19,9 +19,9 @@ from app.mesh.axis_rules import AXES
 from app.mesh.compile_only import compile_only_devices
 from app.mesh.gpu_cards import GPU_HOSTS
 from app.model.attention.cached import decode_block_size, extend_cache
+from app.model.attention.dense import DEFAULT_SCORE_MOD, ScoreMod
 from app.model.attention.packed import GPU_BLOCK_SIZE, PARALLEL_BLOCKING, packed_attention, platform_blocking
 from app.model.attention.pairs import Blocking
-from app.model.attention.score_mod import DEFAULT_SCORE_MOD, ScoreMod
 from app.model.grouped_product import grouped_product
 from app.model.kv_cache import cache_shapes
 from app.model.segment_layout import SegmentLayout

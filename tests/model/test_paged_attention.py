@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from app.model.attention import paged
 from app.model.attention.cached import extend_cache
-from app.model.attention.score_mod import DEFAULT_SCORE_MOD
+from app.model.attention.dense import DEFAULT_SCORE_MOD
 from app.model.kernels import gpu_decode, tpu_decode
 from app.model.kv_cache import LayerCache, to_codes
 from tests.model.test_block_attention import RULES

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import pytest
 
 from app.model.attention import packed
+from app.model.attention.dense import DEFAULT_SCORE_MOD
 from app.model.attention.pairs import Blocking
-from app.model.attention.score_mod import DEFAULT_SCORE_MOD
 from app.model.kernels import tpu_attention, tpu_decode
 from app.model.segment_layout import SegmentLayout
 from app.preflight import attention_check

@@ -17,8 +17,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from app.mesh.axis_rules import shard_map_by_dims
+from app.model.attention.dense import MASK_VALUE, ScoreMod, apply_soft_cap
 from app.model.attention.pairs import Blocking, BlockPairs, PackedInputs
-from app.model.attention.score_mod import MASK_VALUE, ScoreMod, apply_soft_cap
 from app.model.segment_layout import SegmentLayout, attention_mask
 
 # Query heads are split over devices only if their shared key heads are.

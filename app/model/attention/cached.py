@@ -16,9 +16,8 @@ from app.mesh.tpu_chips import kernel_bytes
 from app.model.architecture import Architecture
 from app.model.attention import paged
 from app.model.attention.blockwise import KEY_DIMS, QUERY_DIMS
-from app.model.attention.dense import ATTENTION_SCOPE, dot_product_attention
+from app.model.attention.dense import ATTENTION_SCOPE, DEFAULT_SCORE_MOD, ScoreMod, dot_product_attention
 from app.model.attention.packed import GPU_BLOCK_SIZE
-from app.model.attention.score_mod import DEFAULT_SCORE_MOD, ScoreMod
 from app.model.kernels.triton_backend import has_triton
 from app.model.kv_cache import LayerCache, cache_block_bytes, cache_dims, to_codes
 

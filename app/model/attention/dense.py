@@ -1,4 +1,4 @@
-"""Attention over dense masks: every query meets every key.
+"""Attention over dense masks, where every query meets every key, and the scale and soft cap of scores.
 
 Scores, softmax and accumulation are float32: in bfloat16 the logits of long rows lose the digits that determine the
 softmax.
@@ -6,14 +6,45 @@ softmax.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from app.model.attention.score_mod import DEFAULT_SCORE_MOD, MASK_VALUE, ScoreMod, apply_soft_cap
+from app.model.architecture import Architecture
 
 ATTENTION_SCOPE = "attention"
 """The name scope of attention in compiled programs."""
+
+
+MASK_VALUE = -0.7 * float(jnp.finfo(jnp.float32).max)
+"""The score of an invisible key: finite, so that the softmax of a token without visible keys is not NaN."""
+
+
+class ScoreMod(NamedTuple):
+    """Scale and soft cap of attention scores; static arguments of compiled functions."""
+
+    scale: float | None = None
+    """Factor of q k^T; None = 1 / sqrt(H)."""
+    soft_cap: float | None = None
+    """Cap for `apply_soft_cap`; None = no cap."""
+
+    @classmethod
+    def of(cls, architecture: Architecture) -> ScoreMod:
+        return cls(architecture.query_scale, architecture.attention_soft_cap)
+
+    def scale_for(self, head_dim: int) -> float:
+        """Returns the factor of q k^T for heads of this size."""
+        return self.scale or head_dim**-0.5
+
+
+DEFAULT_SCORE_MOD = ScoreMod()
+
+
+def apply_soft_cap(x: Float[Array, "*dims"], cap: float | None) -> Float[Array, "*dims"]:
+    """Returns cap tanh(x / cap), which is close to x for small x and never exceeds the cap; x if there is no cap."""
+    return x if cap is None else cap * jnp.tanh(x / cap)
 
 
 @jax.named_scope(ATTENTION_SCOPE)

@@ -17,9 +17,8 @@ from app.mesh.axis_rules import current_device
 from app.mesh.tpu_chips import kernel_bytes, padded_head_dim
 from app.model.architecture import Architecture
 from app.model.attention.blockwise import block_attention
-from app.model.attention.dense import ATTENTION_SCOPE, dot_product_attention
+from app.model.attention.dense import ATTENTION_SCOPE, DEFAULT_SCORE_MOD, ScoreMod, dot_product_attention
 from app.model.attention.pairs import UNREACHABLE, Blocking, BlockPairs, PackedInputs, block_pairs
-from app.model.attention.score_mod import DEFAULT_SCORE_MOD, ScoreMod
 from app.model.kernels.triton_backend import has_triton
 from app.model.segment_layout import SegmentLayout, Window, attention_mask
 from settings.errors import InputError

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
 from app.mesh.axis_rules import current_device
-from app.model.attention.score_mod import MASK_VALUE, ScoreMod, apply_soft_cap
+from app.model.attention.dense import MASK_VALUE, ScoreMod, apply_soft_cap
 from app.model.kv_cache import LayerCache, write_tokens
 
 

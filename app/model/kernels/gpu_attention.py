@@ -21,8 +21,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Bool, Float, Float32
 
+from app.model.attention.dense import MASK_VALUE, ScoreMod
 from app.model.attention.pairs import Blocking, PackedInputs
-from app.model.attention.score_mod import MASK_VALUE, ScoreMod
 from app.model.kernels.pair_scores import is_visible, pair_scores, pair_scores_grad, product, token_info
 
 MIN_HEAD_DIM = 16

@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Bool, Float, Int32
 
-from app.model.attention.score_mod import MASK_VALUE, ScoreMod
+from app.model.attention.dense import MASK_VALUE, ScoreMod
 from app.model.kernels.pair_scores import pair_scores, product
 from app.model.kv_cache import LayerCache, write_tokens
 

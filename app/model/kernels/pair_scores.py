@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int32
 
-from app.model.attention.score_mod import ScoreMod, apply_soft_cap
+from app.model.attention.dense import ScoreMod, apply_soft_cap
 from app.model.segment_layout import SegmentLayout
 
 INFO_ROWS = 8

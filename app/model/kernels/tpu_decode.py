@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int32
 
-from app.model.attention.score_mod import MASK_VALUE, ScoreMod, apply_soft_cap
+from app.model.attention.dense import MASK_VALUE, ScoreMod, apply_soft_cap
 from app.model.kernels.pair_scores import pair_scores, product
 from app.model.kv_cache import LayerCache, cache_block_bytes
 
