@@ -12,8 +12,7 @@ from typing import Any
 
 from jax.experimental import topologies
 
-from app.mesh.gpu_cards import GpuHost
-from app.mesh.tpu_chips import TpuSlice
+from app.mesh.chips import GpuHost, TpuSlice
 from app.records.versions import version_of
 from settings.errors import InputError
 

@@ -8,7 +8,7 @@ from types import MappingProxyType
 import jax
 from jax.sharding import Mesh
 
-from app.mesh.tpu_chips import find_chip
+from app.mesh.chips import find_chip
 
 
 def _large_tiles(kib: int) -> Mapping[str, str]:

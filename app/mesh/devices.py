@@ -13,9 +13,8 @@ from typing import Any
 
 import jax
 
+from app.mesh.chips import GpuHost, TpuSlice
 from app.mesh.compile_only import compile_only_devices
-from app.mesh.gpu_cards import GpuHost
-from app.mesh.tpu_chips import TpuSlice
 from settings.errors import InputError
 from settings.schema.mesh import MeshSettings
 

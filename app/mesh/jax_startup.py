@@ -13,6 +13,7 @@ import jax
 
 from app.distributed.cluster_detection import detect_cluster, is_cloud_tpu_vm
 from app.distributed.rendezvous_check import ClusterMember, resolve_bind_address, verify_processes
+from app.mesh.chips import parse_pretended
 from app.mesh.compile_only import kernel_schedules, quiet_libtpu
 from app.mesh.devices import (
     check_equal_device_counts,
@@ -22,7 +23,6 @@ from app.mesh.devices import (
     simulated_slice,
 )
 from app.mesh.program_cache import share_program_cache, use_program_cache
-from app.mesh.tpu_chips import parse_pretended
 from settings.errors import InputError
 from settings.schema.mesh import MeshSettings
 

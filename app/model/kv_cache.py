@@ -16,8 +16,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Float32, Int8, Int32
 
 from app.mesh.axis_rules import Dims, constrain, sharding_tree, spread_rows
+from app.mesh.chips import padded_head_dim
 from app.mesh.placement import abstract_arrays, num_row_shards
-from app.mesh.tpu_chips import padded_head_dim
 from app.model.architecture import Architecture
 from app.model.attention.blockwise import KEY_DIMS
 

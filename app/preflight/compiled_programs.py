@@ -18,11 +18,11 @@ from jax.stages import Compiled, Lowered
 
 from app.batching.micro_batch_plan import MicroBatch, MicroBatchPlan
 from app.batching.token_batch import pack_tokens
+from app.mesh.chips import find_chip
 from app.mesh.compile_only import compiler_versions, kernel_schedules
 from app.mesh.device_memory import device_memory_bytes
 from app.mesh.device_mesh import num_hosts
 from app.mesh.placement import abstract_arrays, is_in_host_memory, row_sharding
-from app.mesh.tpu_chips import find_chip
 from app.model.architecture import Architecture
 from app.model.decoder import DecoderDefinition
 from app.model.prefill_and_decode import DECODE_SCOPE

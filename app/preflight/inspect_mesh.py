@@ -14,10 +14,10 @@ import numpy as np
 from app.distributed.error_barrier import error_barrier
 from app.distributed.host_consistency import check_hosts_agree
 from app.mesh import device_mesh, jax_startup
+from app.mesh.chips import find_chip
 from app.mesh.device_memory import device_memory_bytes
 from app.mesh.devices import device_kind
 from app.mesh.placement import bytes_per_device
-from app.mesh.tpu_chips import find_chip
 from app.model.decode_weights import transferred_bytes
 from app.model.decoder import flatten_by_path
 from app.preflight.compiled_programs import CompiledProgram, format_programs_table, step_memory

@@ -13,7 +13,7 @@ from jax.interpreters.mlir import make_ir_context
 from jaxlib.mlir import ir
 from jaxlib.mosaic.python import tpu
 
-from app.mesh.tpu_chips import TpuChip
+from app.mesh.chips import TpuChip
 from app.model.attention.dense import ATTENTION_SCOPE
 from app.preflight.hlo_text import ArrayShape, Instruction
 from settings.errors import InputError

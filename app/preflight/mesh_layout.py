@@ -11,10 +11,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from app.mesh.axis_rules import AXES, partition_spec, replicated_dims
+from app.mesh.chips import TpuChip, find_chip
 from app.mesh.device_mesh import num_hosts
 from app.mesh.devices import device_kind, device_platform, host_index, local_devices, simulated_slice
 from app.mesh.placement import bytes_per_device, num_row_shards
-from app.mesh.tpu_chips import TpuChip, find_chip
 from app.records.text_format import format_bytes, format_ranges, format_table
 
 MAX_HOSTS_SHOWN = 4

@@ -13,7 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from app.mesh.tpu_chips import TpuChip
+from app.mesh.chips import TpuChip
 from app.preflight.hlo_text import SEMAPHORES, Collective, HloProgram, Instruction
 from app.preflight.kernel_time import GROUPED_PRODUCTS, kernel_time
 from settings.errors import InputError

@@ -8,10 +8,10 @@ import re
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from app.mesh.chips import TpuChip, find_chip
 from app.mesh.device_mesh import num_hosts, with_tp
 from app.mesh.devices import device_kind
 from app.mesh.placement import bytes_per_device, num_row_shards
-from app.mesh.tpu_chips import TpuChip, find_chip
 from app.model.decode_weights import abstract_decode_weights
 from app.model.decoder import DecoderDefinition
 from app.model.kv_cache import abstract_cache, cache_shapes

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Int64
 
 from app.batching.micro_batch_plan import SequenceCost, SequenceLengths
-from app.mesh.tpu_chips import TPU_CHIPS
+from app.mesh.chips import TPU_CHIPS
 from app.model.decoder import Decoder, DecoderDefinition
 from app.model.flops import forward_flops, lm_head_flops, token_flops
 from app.runtime.reward_model import RewardModelSpec

@@ -20,9 +20,9 @@ from compiled_presets import without_weights
 from shapes import QWEN2_5
 
 from app.mesh import jax_startup
+from app.mesh.chips import find_chip
 from app.mesh.compile_only import kernel_schedules
 from app.mesh.placement import bytes_per_device
-from app.mesh.tpu_chips import find_chip
 from app.model.attention.cached import decode_block_size
 from app.model.attention.dense import ATTENTION_SCOPE
 from app.model.prefill_and_decode import DECODE_SCOPE

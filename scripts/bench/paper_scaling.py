@@ -3,7 +3,7 @@
     python scripts/bench/paper_scaling.py [--out FILE.json]
 
 Nothing is measured. Decoding is reckoned by `scripts/simulate/cost_model.py`, FLOPs by `app/model/flops.py`,
-chips by `app/mesh/tpu_chips.py`; every other assumption is printed, in two sets, of which the second is the
+chips by `app/mesh/chips.py`; every other assumption is printed, in two sets, of which the second is the
 careful one.
 Baseline of the ratios: the historic runner, which took 12 to 13.5 s a step of Qwen2.5-3B on v6e-8 (rollout 9.5 s,
 update 3.9 s), as its runbook says; not measured again. How long its completions were is not known: at most 1024 tokens.
@@ -23,7 +23,7 @@ import numpy as np
 from shapes import QWEN2_5_0_5B, QWEN2_5_1_5B, QWEN2_5_3B, QWEN2_5_7B
 
 from app.batching.micro_batch_shapes import bucket_length
-from app.mesh.tpu_chips import TpuChip, TpuSlice, parse_slice
+from app.mesh.chips import TpuChip, TpuSlice, parse_slice
 from app.model.architecture import Architecture
 from app.model.decoder import DecoderDefinition
 from app.model.flops import forward_flops

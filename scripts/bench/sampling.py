@@ -19,11 +19,11 @@ from jax.sharding import Mesh
 from jaxtyping import Array
 
 from app.mesh.axis_rules import AXES
+from app.mesh.chips import TpuSlice, parse_slice
 from app.mesh.compile_only import kernel_schedules
 from app.mesh.compiler_options import compiler_options
 from app.mesh.devices import global_devices, simulate_slice
 from app.mesh.placement import row_sharding
-from app.mesh.tpu_chips import TpuSlice, parse_slice
 from app.preflight.kernel_time import take_scheduled_bundles
 from app.preflight.program_time import program_time
 from app.records.text_format import format_table

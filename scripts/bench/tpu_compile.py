@@ -30,8 +30,8 @@ from typing import Any
 
 from shapes import QWEN2_5
 
+from app.mesh.chips import parse_slice
 from app.mesh.compile_only import SCHEDULES
-from app.mesh.tpu_chips import parse_slice
 from app.preflight.kernel_time import take_scheduled_bundles
 from app.preflight.program_time import program_time
 from app.records.text_format import format_bytes, format_table

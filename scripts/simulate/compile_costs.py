@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from app.mesh import jax_startup
+from app.mesh.chips import find_chip
 from app.mesh.compile_only import compiler_versions, kernel_schedules
 from app.mesh.placement import bytes_per_device
-from app.mesh.tpu_chips import find_chip
 from app.model.architecture import Architecture
 from app.model.attention.dense import ATTENTION_SCOPE
 from app.model.prefill_and_decode import DECODE_SCOPE

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from app.mesh.tpu_chips import TPU_CHIPS
+from app.mesh.chips import TPU_CHIPS
 from app.records.text_format import format_percent, format_table
 from app.rollout.scheduling.metrics import ScheduleMetricsTracker
 from app.rollout.scheduling.scheduler import Scheduler

@@ -14,8 +14,8 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from app.mesh.axis_rules import AXES
+from app.mesh.chips import parse_slice
 from app.mesh.compile_only import compile_only_devices
-from app.mesh.tpu_chips import parse_slice
 from app.model.decoder import DecoderDefinition, Params
 from app.model.experts import Experts, Places, choose_experts, combine, dispatch
 from app.model.grouped_product import blockwise_matrix_gradient, grouped_product, tgmm_product

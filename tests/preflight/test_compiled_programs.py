@@ -15,9 +15,9 @@ from jax.sharding import Mesh
 
 from app.mesh import devices
 from app.mesh.axis_rules import AXES
+from app.mesh.chips import SLICE_SIZES, TPU_CHIPS, TpuChip, parse_slice
 from app.mesh.compile_only import compile_only_devices
 from app.mesh.placement import row_sharding
-from app.mesh.tpu_chips import SLICE_SIZES, TPU_CHIPS, TpuChip, parse_slice
 from app.model.attention.packed import packed_attention
 from app.model.attention.pairs import Blocking
 from app.model.segment_layout import SegmentLayout

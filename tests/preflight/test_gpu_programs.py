@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from app.mesh import devices
-from app.mesh.gpu_cards import GPU_HOSTS
+from app.mesh.chips import GPU_HOSTS
 from tests.program import here, of_tiny, settings
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")

@@ -11,7 +11,7 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from app.mesh.tpu_chips import TPU_CHIPS
+from app.mesh.chips import TPU_CHIPS
 from app.model.grouped_product import TILE_ROWS, tgmm_product
 from app.preflight.kernel_time import ROUTED_ROWS, take_scheduled_bundles
 from app.preflight.program_time import program_time

@@ -8,8 +8,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from app.mesh import devices
 from app.mesh.axis_rules import sharding_tree
+from app.mesh.chips import TPU_CHIPS, parse_slice
 from app.mesh.placement import row_sharding
-from app.mesh.tpu_chips import TPU_CHIPS, parse_slice
 from app.preflight.mesh_layout import DevicePlace, MeshReport, Topology, device_places, mesh_report, weight_placement
 from tests.tiny import make_mesh
 

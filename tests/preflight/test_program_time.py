@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from app.mesh.tpu_chips import TPU_CHIPS
+from app.mesh.chips import TPU_CHIPS
 from app.preflight.program_time import ProgramTime, program_time
 from settings.errors import InputError
 

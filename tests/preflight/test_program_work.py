@@ -15,9 +15,9 @@ from jax.typing import DTypeLike
 
 from app.mesh import devices
 from app.mesh.axis_rules import AXES
+from app.mesh.chips import parse_slice
 from app.mesh.compile_only import compile_only_devices
 from app.mesh.placement import row_sharding
-from app.mesh.tpu_chips import parse_slice
 from app.model.attention.dense import ATTENTION_SCOPE
 from app.model.attention.packed import packed_attention, platform_blocking
 from app.model.segment_layout import SegmentLayout

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from app.mesh.tpu_chips import TPU_CHIPS
+from app.mesh.chips import TPU_CHIPS
 
 BENCH = Path(__file__).resolve().parent.parent.parent / "scripts" / "bench"
 HLO = """HloModule jit_gradients

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int32
 
 from app.mesh.axis_rules import constrain, current_device, shard_map_by_dims
-from app.mesh.tpu_chips import kernel_bytes
+from app.mesh.chips import kernel_bytes
 from app.model.architecture import Architecture
 from app.model.attention import paged
 from app.model.attention.blockwise import KEY_DIMS, QUERY_DIMS

@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from app.mesh.axis_rules import current_device
-from app.mesh.tpu_chips import kernel_bytes, padded_head_dim
+from app.mesh.chips import kernel_bytes, padded_head_dim
 from app.model.architecture import Architecture
 from app.model.attention.blockwise import block_attention
 from app.model.attention.dense import ATTENTION_SCOPE, DEFAULT_SCORE_MOD, ScoreMod, dot_product_attention

@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from app.mesh.tpu_chips import MAX_KERNEL_BYTES
+from app.mesh.chips import MAX_KERNEL_BYTES
 from app.model.attention.dense import MASK_VALUE, ScoreMod
 from app.model.attention.pairs import Blocking, PackedInputs
 from app.model.kernels.pair_scores import INFO_ROWS, is_visible, pair_scores, pair_scores_grad, product, token_info

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int32, Num
 
 from app.mesh.axis_rules import current_device, shard_map_by_dims, spread_rows
-from app.mesh.tpu_chips import kernel_bytes
+from app.mesh.chips import kernel_bytes
 from app.rollout.sampling.threshold_codes import lowest_code, value_of_code
 
 BITS_PER_PASS = {"cpu": 1}
