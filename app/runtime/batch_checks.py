@@ -8,8 +8,7 @@ from app.mesh.placement import num_local_row_shards
 from app.runtime.scoring import ScoringSession
 from settings import Settings
 from settings.errors import InputError
-from settings.schema.algorithm import AlgorithmSettings
-from settings.schema.critic import CriticSettings
+from settings.schema.algorithm import AlgorithmSettings, CriticSettings
 
 DYNAMIC_BATCHING_HINT = "or set {scope}.max_tokens_per_device instead of {scope}.rows_per_device, for any number"
 

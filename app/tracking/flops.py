@@ -16,8 +16,7 @@ from app.model.flops import forward_flops, lm_head_flops, token_flops
 from app.runtime.reward_model import RewardModelSpec
 from app.runtime.session import Session
 from settings import Settings
-from settings.schema.algorithm import AlgorithmSettings
-from settings.schema.critic import CriticSettings
+from settings.schema.algorithm import AlgorithmSettings, CriticSettings
 from settings.schema.score import ForwardRole
 
 PEAK_FLOPS = {

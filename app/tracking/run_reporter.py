@@ -21,7 +21,7 @@ from app.report.write_report import write_report
 from app.tracking.completions_table import completions_table
 from app.tracking.console import ProgressDisplay, evaluation_line
 from app.tracking.run_log import NullRunLog, RunLog, samples_to_jsonl
-from settings.schema.logging import LoggingSettings
+from settings.schema.run import LoggingSettings
 
 log = logging.getLogger(__name__)
 

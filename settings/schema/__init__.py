@@ -1,1 +1,1 @@
-"""Every setting: name, type, default, bounds and meaning; one section a file."""
+"""Every setting: name, type, default, bounds and meaning; sections that are read together share a file."""

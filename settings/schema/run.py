@@ -1,9 +1,9 @@
-"""Settings of the section `run`."""
+"""Settings of a run: its name and steps, and its checkpoints, evaluations, logs and watchdog."""
 
 from __future__ import annotations
 
 import re
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
@@ -39,3 +39,57 @@ class RunSettings(Section):
     steps: int = Field(default=100, ge=1)
     """Number of training steps; each consists of rollout, reward, score, advantage and update."""
     early_stopping: EarlyStoppingSettings = EarlyStoppingSettings()
+
+
+class CheckpointSettings(Section):
+    every_steps: int = Field(default=50, ge=1)
+    """Steps between checkpoints. The last step is always saved."""
+    every_minutes: float | None = Field(default=None, gt=0)
+    """Also saves a checkpoint if the last one is older than this many minutes; null disables this."""
+    keep: int = Field(default=2, ge=1)
+    """Number of newest checkpoints kept, in addition to the best one."""
+    best_metric: str | None = "eval/accuracy"
+    """Metric whose best checkpoint is kept as checkpoints/best, unless the start was better; null keeps none."""
+    best_mode: Literal["max", "min"] = "max"
+    """Whether a larger or a smaller `best_metric` is better. Of equal values, the earliest is kept."""
+
+
+class EvalSettings(Section):
+    every_steps: int = Field(default=25, ge=0)
+    """Training steps between evaluations; there is also one before step 1 and one after the last step. 0 disables
+    evaluation."""
+    num_prompts: int | None = Field(default=128, ge=1, le=1_000_000)
+    """Number of held-out prompts, the same ones in every evaluation; null = the whole data set."""
+    num_samples: int = Field(default=1, ge=1, le=2**16)
+    """Samples per prompt. With more than one, pass@k and maj@k are also measured, and temperature must be above 0."""
+    temperature: float = Field(default=0.0, ge=0)
+    """Sampling temperature of evaluations; 0 = greedy."""
+
+
+class LoggingSettings(Section):
+    wandb_project: str | None = None
+    """Project on Weights & Biases (wandb), which is not used when null."""
+    wandb_mode: Literal["online", "offline", "disabled"] = "online"
+    """Mode of wandb. Without an API key, online becomes offline."""
+    tensorboard: bool = False
+    """Also writes the metrics as TensorBoard events to tensorboard/. Needs the extra [tensorboard]."""
+    profile_steps: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(strict=False)] = ()
+    """Training steps whose `jax.profiler` trace is written to profile/, as in [3, 5]. These steps are slower."""
+    save_rollouts: bool = True
+    """Writes the samples of every step to rollouts/."""
+    completions_every_steps: int = Field(default=25, ge=0)
+    """Training steps between completions printed to the console, starting with step 1; 0 = never."""
+    report: bool = True
+    """Writes report.html, rollouts.html and plots/ when the run ends. `grpo report` writes them at any time."""
+
+
+class WatchdogSettings(Section):
+    phase_s: float | None = Field(default=3600.0, gt=0, le=30 * 86_400)
+    """Seconds that a phase may take: loading and compiling, a rollout, the reward functions, the scoring pass of a
+    role, the optimizer steps of a training step, a checkpoint, an evaluation. If one takes longer, the run ends on
+    every host with the stacks of all threads and exit code 70. The first pass of a phase may take twice as long,
+    because it compiles. null = no limit.
+
+    For `grpo rollout` on several hosts, a phase is the time from one sample or segment to the next. For `grpo score`
+    it is the time from one window to the next, or a host's whole share for a reward model. A host that has finished
+    waits for the others without a limit, and reward functions have limits of their own."""

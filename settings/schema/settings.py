@@ -9,21 +9,16 @@ from __future__ import annotations
 
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
-from settings.schema.algorithm import CRITIC_ESTIMATORS, AlgorithmSettings
-from settings.schema.checkpoint import CheckpointSettings
-from settings.schema.critic import CriticSettings
+from settings.schema.algorithm import CRITIC_ESTIMATORS, AlgorithmSettings, CriticSettings
 from settings.schema.data import DataSettings
 from settings.schema.environment import EnvironmentSettings
-from settings.schema.eval import EvalSettings
-from settings.schema.logging import LoggingSettings
 from settings.schema.mesh import MeshSettings
 from settings.schema.model import ModelSettings
 from settings.schema.optimizer import OptimizerSettings
 from settings.schema.reward import RewardSettings
 from settings.schema.rollout import RolloutSettings
-from settings.schema.run import RunSettings
+from settings.schema.run import CheckpointSettings, EvalSettings, LoggingSettings, RunSettings, WatchdogSettings
 from settings.schema.score import SCORED_ROLES, ScoredRole, ScoreSettings
-from settings.schema.watchdog import WatchdogSettings
 
 LEGACY_PROMPT_ALLOWANCE = 128
 """Number of prompt tokens included in the historic runner's `max_length_total`."""
