@@ -93,6 +93,26 @@ def test_a_file_in_the_place_of_the_directory_is_refused(run: RunDirectory) -> N
         check_run_directory(run, "auto")
 
 
+@pytest.mark.parametrize("name", ["metrics.jsonl", "rollouts", "checkpoints", "checkpoints/6"])
+def test_links_in_a_run_directory_are_refused(occupied: RunDirectory, tmp_path: Path, name: str) -> None:
+    (occupied.checkpoints_dir / "3").mkdir(parents=True)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    if name == "checkpoints":
+        occupied.checkpoints_dir.rename(elsewhere / "moved")
+    (occupied.path / name).symlink_to(elsewhere)
+    with pytest.raises(InputError, match=rf"{occupied.path / name} is a symbolic link"):
+        check_run_directory(occupied, "auto")
+
+
+@pytest.mark.parametrize("name", ["settings.yaml", "metrics.jsonl", "sessions.jsonl"])
+def test_a_folder_in_the_place_of_a_file_is_refused(occupied: RunDirectory, name: str) -> None:
+    (occupied.path / name).unlink(missing_ok=True)
+    (occupied.path / name).mkdir()
+    with pytest.raises(InputError, match=rf"{occupied.path / name} is a folder instead of a file"):
+        check_run_directory(occupied, "auto")
+
+
 def test_a_directory_below_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(InputError, match=r"run\.dir: .*file is not a directory that this user may write to"):

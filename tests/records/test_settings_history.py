@@ -75,6 +75,24 @@ def test_what_is_unknown_of_a_session_is_named(
     assert all(expected in gap for expected, gap in zip(gaps, history.gaps, strict=True))
 
 
+@pytest.mark.parametrize("damage", ["deleted", "truncated", "changed"])
+def test_settings_that_are_damaged_are_taken_from_the_last_session(
+    run: RunDirectory, caplog: pytest.LogCaptureFixture, damage: str
+) -> None:
+    text = run.settings_path.read_text()
+    if damage == "deleted":
+        run.settings_path.unlink()
+    else:
+        changed = text[:900] if damage == "truncated" else text.replace("learning_rate: 0.2", "learning_rate: 0.5")
+        run.settings_path.write_text(changed)
+    assert _rates(SettingsHistory.read(run)) == {1: 0.1, 4: 0.2}
+    assert f"{run.settings_path} " in caplog.text and "its settings are taken from sessions.jsonl" in caplog.text
+    run.sessions_path.unlink()
+    run.settings_path.unlink(missing_ok=True)
+    with pytest.raises(InputError, match=r"sessions\.jsonl beside it holds no settings either"):
+        SettingsHistory.read(run)
+
+
 def test_a_replay_that_started_from_a_checkpoint_has_no_gap(run: RunDirectory) -> None:
     line = {key: value for key, value in _lines(run)[1].items() if key != "sha256"}
     _write_lines(run, [sign_session({**line, "checkpoint": "runs/other/checkpoints/3"})])

@@ -13,7 +13,6 @@ import pytest
 from app.records.jsonl import read_jsonl
 from app.records.run_directory import RunDirectory
 from app.records.settings_history import SettingsHistory
-from settings.loading.printing import from_yaml
 from tests.program import (
     DEADLINE_S,
     assert_same_run,
@@ -221,46 +220,6 @@ def test_lost_settings_of_an_earlier_session_are_told(stopped: Path, full_config
     result = train_here(full_config, "run.steps=7", resume="auto")
     assert result.exit_code == 0
     assert result.stderr.count("warning: sessions.jsonl has no valid settings in line 1; others are taken") == 1
-
-
-@pytest.mark.parametrize("name", ["metrics.jsonl", "rollouts", "checkpoints", "checkpoints/6"])
-def test_links_in_a_run_directory_are_refused(stopped: Path, full_config: Path, tmp_path: Path, name: str) -> None:
-    elsewhere = tmp_path / "elsewhere"
-    (stopped / name).rename(elsewhere)
-    (stopped / name).symlink_to(elsewhere)
-    before = digest_of(tmp_path)
-    result = train_here(full_config, resume="auto")
-    assert result.exit_code == 2 and f"{stopped / name} is a symbolic link" in result.stderr
-    assert digest_of(tmp_path) == before
-
-
-@pytest.mark.parametrize("name", ["settings.yaml", "metrics.jsonl", "sessions.jsonl"])
-def test_a_folder_in_the_place_of_a_file_is_refused(stopped: Path, full_config: Path, name: str) -> None:
-    (stopped / name).unlink()
-    (stopped / name).mkdir()
-    result = train_here(full_config, resume="auto")
-    assert result.exit_code == 2 and f"{stopped / name} is a folder instead of a file" in result.stderr
-
-
-@pytest.mark.parametrize("damage", ["deleted", "truncated", "changed"])
-def test_settings_that_are_damaged_are_taken_from_the_last_session_and_written_again(
-    stopped: Path, full_config: Path, caplog: pytest.LogCaptureFixture, damage: str
-) -> None:
-    path = stopped / "settings.yaml"
-    text = path.read_text()
-    if damage == "deleted":
-        path.unlink()
-    else:
-        path.write_text(text[:900] if damage == "truncated" else text.replace("beta: 0.05", "beta: 0.5"))
-    result = train_here(full_config, "algorithm.beta=0.5", "run.steps=7", resume="auto")
-    assert result.exit_code == 2, result.stderr
-    assert "algorithm.beta was 0.05 and is now 0.5" in result.stderr
-    assert f"{path} " in caplog.text and "its settings are taken from sessions.jsonl" in caplog.text
-    assert train_here(full_config, "run.steps=7", resume="auto").exit_code == 0
-    assert from_yaml(path.read_bytes(), name="settings")["algorithm.beta"][0] == 0.05
-    (stopped / "sessions.jsonl").unlink()
-    path.unlink()
-    assert "sessions.jsonl beside it holds no settings either" in train_here(full_config, resume="auto").stderr
 
 
 @pytest.mark.parametrize("part", ["model", "tokenizer"])
