@@ -75,24 +75,6 @@ def test_a_mask_lets_something_pass() -> None:
 
 
 @pytest.mark.parametrize(
-    "override",
-    [
-        "algorithm.correction=clip",
-        "algorithm.correction_level=group",
-        "algorithm.correction_max=0.9",
-        "algorithm.correction_min=1.1",
-        "algorithm.correction_min=-0.1",
-        "algorithm.correction_veto=1",
-        "algorithm.correction_veto=-1",
-        "rollout.max_staleness=-1",
-    ],
-)
-def test_values_that_would_change_a_policy_s_own_samples_are_refused(override: str) -> None:
-    with pytest.raises(InputError, match=override.partition("=")[0]):
-        with_sets(override)
-
-
-@pytest.mark.parametrize(
     ("unread", "readers"),
     [
         ("algorithm.correction_max=3.0", "mask or truncate"),

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from settings import InputError, Resolved, Settings, load
+from settings.checks.unused_settings import launch_notices
 from settings.loading.algorithm_presets import ALGORITHM_PRESETS
 from settings.loading.aliases import ALIASES
 from settings.loading.config_file import preset_names
@@ -124,12 +125,14 @@ def test_variables_of_other_programs_are_left_alone() -> None:
     assert with_sets(MODEL="x", RUN="y", EVAL="1", steps="9", GRPO="z").settings == with_sets().settings
 
 
-@pytest.mark.parametrize("field", FIELDS)
-def test_every_field_can_be_set_from_the_environment(field: str) -> None:
-    value = reduce(getitem, field.split("."), with_sets().settings.model_dump(mode="json"))
-    resolved = load(None, [], {env_name(field): json.dumps(value)})
-    assert resolved.settings == with_sets().settings
-    assert resolved.provenance[field] == f"env:{env_name(field)}"
+def test_every_field_can_be_set_from_the_environment() -> None:
+    defaults = with_sets().settings
+    values = defaults.model_dump(mode="json")
+    for field in FIELDS:
+        value = reduce(getitem, field.split("."), values)
+        resolved = load(None, [], {env_name(field): json.dumps(value)})
+        assert resolved.settings == defaults
+        assert resolved.provenance[field] == f"env:{env_name(field)}"
 
 
 def test_null_takes_back_what_a_lower_layer_set(folder: Path) -> None:
@@ -282,6 +285,8 @@ def test_what_is_printed_can_be_loaded_again(folder: Path, preset: str) -> None:
     again = load_text(folder, resolved.to_yaml())
     assert again.settings == resolved.settings
     assert not {"default", "derived"} & set(again.provenance.values())
+    # What nobody set is not taken for a setting without effect.
+    assert [line for line in launch_notices(again) if line.startswith("no effect")] == []
 
 
 def test_every_printed_value_says_what_set_it(folder: Path) -> None:
