@@ -38,11 +38,7 @@ def _condition(setting: str, values: set[str] | frozenset[str], *fields: str) ->
 
 
 USAGE_CONDITIONS = (
-    _condition(
-        ESTIMATOR,
-        CRITIC_ESTIMATORS | {"reinforce_plus_plus"},
-        *("algorithm.gamma", "algorithm.gae_chunk_size"),
-    ),
+    _condition(ESTIMATOR, CRITIC_ESTIMATORS | {"reinforce_plus_plus"}, "algorithm.gamma", "algorithm.gae_chunk_size"),
     _condition(
         ESTIMATOR,
         CRITIC_ESTIMATORS,
