@@ -1,4 +1,8 @@
-"""Writes safetensors files of limited size, so that one file's tensors are in memory at a time."""
+"""Writes safetensors files tensor by tensor, because the library's writer holds a whole file in memory.
+
+Source: the safetensors format, https://huggingface.co/docs/safetensors (8 bytes of header length, little-endian, a
+JSON header of types, shapes and offsets, the tensors without gaps).
+"""
 
 from __future__ import annotations
 
@@ -9,12 +13,16 @@ from pathlib import Path
 
 import numpy as np
 from huggingface_hub import split_state_dict_into_shards_factory
-from safetensors.numpy import save_file
 
-from app.model.io.model_files import INDEX_FILE, TensorSource
+from app.model.io.model_files import INDEX_FILE, NUMPY_TYPES, TensorSource
 
 SHARD_BYTES = 5_000_000_000
 """Maximum size of a file, unless a single tensor is larger; hubs and file systems accept this size."""
+
+ALIGNMENT = 8
+"""Alignment of the first tensor in bytes, for readers that map the file."""
+
+DTYPE_CODES = {dtype: code for code, dtype in NUMPY_TYPES.items()}
 METADATA = {"format": "pt"}
 """transformers rejects a file without the name of a framework; `pt` means that matrices are `[out, in]`."""
 
@@ -41,6 +49,18 @@ def write_sharded_safetensors(
 
 
 def write_safetensors(path: Path, source: TensorSource, names: Sequence[str], dtype: np.dtype) -> None:
-    """Writes the named tensors, each rounded once to `dtype`."""
-    tensors = {name: np.ascontiguousarray(source.read(name).astype(dtype, copy=False)) for name in names}
-    save_file(tensors, path, metadata=METADATA)
+    """Writes the named tensors, each rounded once to `dtype`; only one at a time is in memory."""
+    header, end = {}, 0
+    for name in names:
+        start, end = end, end + math.prod(source.shapes[name]) * dtype.itemsize
+        header[name] = {"dtype": DTYPE_CODES[dtype], "shape": list(source.shapes[name]), "data_offsets": [start, end]}
+    encoded = json.dumps({"__metadata__": METADATA, **header}, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % ALIGNMENT)
+    with path.open("wb") as file:
+        file.write(len(encoded).to_bytes(8, "little"))
+        file.write(encoded)
+        for name in names:
+            # Every platform supported by JAX is little-endian, like the format.
+            file.write(
+                np.ascontiguousarray(source.read(name).astype(dtype, copy=False)).reshape(-1).view(np.uint8).data
+            )

@@ -61,7 +61,8 @@ def test_shards_are_no_larger_than_asked_and_the_index_finds_every_tensor(tmp_pa
         np.testing.assert_array_equal(read.read(name), tensor, strict=True)
 
 
-def test_each_tensor_is_read_once(tmp_path):
+def test_each_tensor_is_read_once_and_gone_when_the_next_is_read(tmp_path):
     source = Watched(random_tensors())
     write_sharded_safetensors(tmp_path, source, FLOAT32, shard_bytes=160)
     assert source.num_reads == dict.fromkeys(source.tensors, 1)
+    assert source.num_alive == [0] * len(source.tensors)
