@@ -48,7 +48,7 @@ Compiles = Annotated[
     bool,
     typer.Option(
         "--compile",
-        help="Also compile the programs of each phase: the memory they need and, for TPUs, their time. Takes minutes.",
+        help="Also compile the programs of each phase: the memory they need. Takes minutes.",
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]

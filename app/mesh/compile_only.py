@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
-import functools
 import os
-import shutil
-import tempfile
-from pathlib import Path
 from typing import Any
 
 from jax.experimental import topologies
@@ -16,8 +11,6 @@ from app.mesh.chips import GpuHost, TpuSlice
 from app.records.versions import version_of
 from settings.errors import InputError
 
-SCHEDULES = ".*final_bundles.*"
-"""The compiler's files on the instructions that a Pallas kernel became."""
 LIBTPU_VARIABLES = {
     # Otherwise it looks for its machine on the network.
     "TPU_SKIP_MDS_QUERY": "1",
@@ -36,7 +29,6 @@ def compile_only_devices(place: TpuSlice | GpuHost) -> list[Any]:
         InputError: the compiler is not installed, or does not know the devices.
     """
     quiet_libtpu()
-    kernel_schedules()
     try:
         description = topologies.get_topology_desc(
             platform=place.compiler, topology_name=place.topology_name, **place.topology_options
@@ -60,17 +52,3 @@ def quiet_libtpu() -> None:
 def compiler_versions() -> str:
     """Returns the versions of JAX and of the accelerators' compilers."""
     return ", ".join(f"{name} {version_of(name)}" for name in ("jax", "libtpu", "jax-cuda13-plugin"))
-
-
-@functools.cache
-def kernel_schedules() -> Path:
-    """Returns the folder, gone after this process, to which libtpu writes the schedule of each kernel that it compiles.
-
-    The first call must be before JAX loads libtpu.
-    """
-    folder = tempfile.mkdtemp(prefix="grpo-kernels-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    # libtpu splits the variable at spaces and knows no quotes.
-    added = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex={SCHEDULES}"
-    os.environ["LIBTPU_INIT_ARGS"] = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {added}".strip()
-    return Path(folder)

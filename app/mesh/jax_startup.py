@@ -14,7 +14,7 @@ import jax
 from app.distributed.cluster_detection import detect_cluster, is_cloud_tpu_vm
 from app.distributed.rendezvous_check import ClusterMember, resolve_bind_address, verify_processes
 from app.mesh.chips import parse_pretended
-from app.mesh.compile_only import kernel_schedules, quiet_libtpu
+from app.mesh.compile_only import quiet_libtpu
 from app.mesh.devices import (
     check_equal_device_counts,
     global_devices,
@@ -87,9 +87,6 @@ def initialize_local(settings: MeshSettings, *, compiles: bool = False) -> None:
         InputError: the library for `mesh.platform` is not installed.
     """
     pretended = None if settings.pretend is None else parse_pretended(settings.pretend)
-    if compiles:
-        # libtpu reads where they go when it is loaded.
-        kernel_schedules()
     _configure_malloc()
     if pretended is not None:
         if not compiles:

@@ -1,14 +1,13 @@
-"""The programs of a step and their memory as the compiler reports it, without loading weights or samples."""
+"""The programs of a step, their memory and collectives as the compiler reports them, without weights or samples."""
 
 from __future__ import annotations
 
-import functools
 import math
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -18,15 +17,14 @@ from jax.stages import Compiled, Lowered
 
 from app.batching.micro_batch_plan import MicroBatch, MicroBatchPlan
 from app.batching.token_batch import pack_tokens
-from app.mesh.chips import find_chip
-from app.mesh.compile_only import compiler_versions, kernel_schedules
+from app.mesh.compile_only import compiler_versions
 from app.mesh.device_memory import device_memory_bytes
 from app.mesh.device_mesh import num_hosts
-from app.mesh.placement import abstract_arrays, is_in_host_memory, row_sharding
-from app.model.architecture import Architecture
+from app.mesh.placement import abstract_arrays, is_in_host_memory, num_local_row_shards, row_sharding
 from app.model.decoder import DecoderDefinition
 from app.model.prefill_and_decode import DECODE_SCOPE
-from app.preflight.kernel_time import take_scheduled_bundles
+from app.model.token_logprobs import LM_HEAD_SCOPE
+from app.preflight.hlo_text import HloProgram
 from app.preflight.memory import (
     MEMORY_ADVICE,
     MEMORY_LABELS,
@@ -34,11 +32,7 @@ from app.preflight.memory import (
     largest_micro_batch,
     memory_by_phase,
 )
-from app.preflight.program_time import PARTS, program_time
-from app.preflight.program_work import ProgramWork, generation_work, longest_samples, packed_pass_work
-from app.records.atomic_write import write_atomic
-from app.records.text_format import format_bytes, format_percent, format_table
-from app.rollout.batch_engine import BatchShape
+from app.records.text_format import format_bytes, format_table
 from app.runtime.reward_model import NetworkSpec
 from app.runtime.scoring import set_compute_dtype
 from app.runtime.session import Session
@@ -51,11 +45,7 @@ from settings.errors import InputError
 
 @dataclass(frozen=True)
 class CompiledProgram:
-    """A program as its compiler sees it, on each device. Arguments and outputs are exact.
-
-    Times are the TPU compiler's estimates for one call with the fullest rows, and of one token for `decode`; None for
-    other compilers.
-    """
+    """A program as its compiler sees it, on each device. Arguments and outputs are exact."""
 
     phase: str
     name: str
@@ -68,20 +58,24 @@ class CompiledProgram:
     temporary_bytes: int
     padding_bytes: int
     """Bytes by which the arguments exceed their shapes, since a TPU pads dimensions to the size of its tiles."""
-    compute_s: float | None
-    kernel_s: float | None
-    exposed_collective_s: float | None
-    """Seconds of collectives that no other work covers."""
-    estimated_s: float | None
-    """The sum of the three."""
-    parts_s: Mapping[str, float] | None
-    """The same seconds by part of the network; see `app.preflight.program_time.PARTS`."""
-    model_flops: int | None
-    mfu: float | None
-    """The model's FLOPs in the estimated time, relative to the chip's peak."""
     collective_bytes: Mapping[str, int] | None
-    """Bytes that each device sends, by kind of collective."""
+    """Bytes that each device of a TPU sends in one call with the fullest rows, and for one token of all rows by
+    `decode`, by kind of collective; None for other devices."""
     compile_s: float
+
+
+ProgramCallback = Callable[[CompiledProgram, str], None]
+"""Called with each program and its text when it is compiled."""
+
+
+class LoweredProgram(NamedTuple):
+    """A program of a step for the longest samples, which is still to be compiled."""
+
+    phase: str
+    name: str
+    lowered: Lowered
+    turns: Mapping[str, int] = MappingProxyType({})
+    """Turns of the loop over the LM head, which depend on the rows, by its name scope."""
 
 
 class StepMemory(NamedTuple):
@@ -99,14 +93,11 @@ def step_memory(
     reward_model: NetworkSpec | None,
     *,
     compiles: bool,
-    hlo: Path | None = None,
+    on_program: ProgramCallback | None = None,
 ) -> StepMemory:
     """Returns the memory of each phase of a step, with `compiles` that of its programs included.
 
     Programs are compiled for the devices of the mesh, which need not be there.
-
-    Args:
-        hlo: folder for the texts of the programs.
 
     Raises:
         InputError: a program does not fit.
@@ -115,8 +106,10 @@ def step_memory(
     fullest, programs, available = dict(arrays), [], device_memory_bytes()
     # Slots have one cache. A batch has none of its rows during the prefill, and none of its prompts during decoding.
     absent = {"prefill": "kv_cache", "decode": "prompt_cache"} if session.continuous_generator is None else {}
-    for one in compile_programs(session, learning, shapes, reward_model, hlo) if compiles else ():
+    for one, text in compile_programs(session, learning, shapes, reward_model) if compiles else ():
         programs.append(one)
+        if on_program is not None:
+            on_program(one, text)
         shared = one.phase == "rollout" and "evaluation" in arrays and _evaluates_with_rollout_programs(session)
         for phase in (one.phase, "evaluation") if shared else (one.phase,):
             buffers = {name: size for name, size in arrays[phase].items() if name != absent.get(one.name)}
@@ -147,47 +140,31 @@ def _does_not_fit(phase: str, name: str, reason: str) -> InputError:
 
 
 def compile_programs(
-    session: Session, learning: LearnerGroup, shapes: StepShapes, reward_model: NetworkSpec | None, hlo: Path | None
-) -> Iterator[CompiledProgram]:
-    """Compiles the programs of a step one after the other; see `step_memory`."""
-    device = session.mesh.devices.flat[0]
-    chip = find_chip(device.device_kind) if device.platform == "tpu" else None
-    take_scheduled_bundles(kernel_schedules())  # those of programs that this process compiled before
-    bundles: dict[str, int] = {}
-    for phase, name, lowered, work in _lower_programs(session, learning, shapes, reward_model):
+    session: Session, learning: LearnerGroup, shapes: StepShapes, reward_model: NetworkSpec | None
+) -> Iterator[tuple[CompiledProgram, str]]:
+    """Compiles the programs of a step one after the other; yields each with its text. See `step_memory`."""
+    backend = session.mesh.devices.flat[0].platform
+    for phase, name, lowered, turns in _lower_programs(session, learning, shapes, reward_model):
         started = time.perf_counter()
         compiled = _compile(lowered, phase, name)
-        analysis: Any = compiled.memory_analysis()
         took = time.perf_counter() - started
-        text = compiled.as_text() or ""
-        if hlo is not None:
-            hlo.mkdir(parents=True, exist_ok=True)
-            write_atomic(hlo / f"{phase}_{name}.hlo", text.encode())
-        bundles |= take_scheduled_bundles(kernel_schedules())
-        estimate = mfu = None
-        if chip is not None:
-            turn_of = DECODE_SCOPE if name == "decode" else None
-            estimate = program_time(text, chip, bundles=bundles, turns=work.turns, turn_of=turn_of)
-            mfu = work.model_flops / estimate.estimated_s / chip.flops
-        yield CompiledProgram(
+        analysis: Any = compiled.memory_analysis()
+        text, sent = compiled.as_text() or "", None
+        if backend == "tpu":
+            sent = dict(HloProgram(text).sent_bytes(turns, turn_of=DECODE_SCOPE if name == "decode" else None))
+        program = CompiledProgram(
             phase=phase,
             name=name,
-            backend=device.platform,
+            backend=backend,
             argument_bytes=analysis.argument_size_in_bytes,
             output_bytes=analysis.output_size_in_bytes,
             aliased_bytes=analysis.alias_size_in_bytes,
             temporary_bytes=analysis.temp_size_in_bytes,
             padding_bytes=max(0, analysis.argument_size_in_bytes - _argument_bytes(lowered, compiled)),
-            compute_s=estimate and estimate.compute_s,
-            kernel_s=estimate and estimate.kernel_s,
-            exposed_collective_s=estimate and estimate.exposed_collective_s,
-            estimated_s=estimate and estimate.estimated_s,
-            parts_s=estimate and {part: estimate.parts[part] for part in PARTS},
-            model_flops=work.model_flops or None,
-            mfu=mfu or None,
-            collective_bytes=estimate and dict(estimate.collective_bytes),
+            collective_bytes=sent,
             compile_s=took,
         )
+        yield program, text
 
 
 def _compile(lowered: Lowered, phase: str, name: str) -> Compiled:
@@ -227,20 +204,11 @@ def _argument_bytes(lowered: Lowered, compiled: Compiled) -> int:
 
 def _lower_programs(
     session: Session, learning: LearnerGroup, shapes: StepShapes, reward_model: NetworkSpec | None
-) -> Iterator[tuple[str, str, Lowered, ProgramWork]]:
-    """Yields (phase, name, lowered program, its work) for each program of a step, with the longest samples."""
+) -> Iterator[LoweredProgram]:
+    """Yields each program of a step, for the longest samples."""
     settings, mesh, model = session.settings, session.mesh, session.model_spec
-    dtype, logits_chunk = set_compute_dtype(settings), settings.model.logits_chunk
+    dtype = set_compute_dtype(settings)
     yield from _lower_generation(session, shapes)
-
-    def work_of(architecture: Architecture, plan: MicroBatchPlan, **how: Any) -> ProgramWork:
-        # The reward model reads one more token.
-        completion = settings.rollout.max_new_tokens + (plan is shapes.reward)
-        # One plan is made for all hosts' samples, any of which can be in the rows of this one.
-        num_samples = settings.rollout.prompts_per_step * settings.rollout.group_size * num_hosts(mesh)
-        samples = longest_samples(num_samples, prompt=shapes.longest_prompt, completion=completion)
-        return packed_pass_work(architecture, mesh, dtype, samples, largest_micro_batch(plan), **how)
-
     networks: dict[str, tuple[DecoderDefinition, PackedForward]] = {
         "policy": (model.policy_definition, session.scorer),
         "reference": (session.held_reference, session.reference_scorer),
@@ -254,51 +222,50 @@ def _lower_programs(
     for phase, name, definition, scorer, plan in scored:
         params = abstract_arrays(definition.shapes, definition.shardings(mesh))
         batch = _global_shapes(mesh, pack_tokens((), _empty_micro_batch(plan), scorer.route_shape))
-        chunk = logits_chunk if isinstance(scorer, Scorer) else None
-        work = work_of(definition.architecture, plan, logits_chunk=chunk, has_gradients=False)
-        yield phase, name, scorer.lower(params, batch), work
+        turns = _lm_head_turns(session, plan) if isinstance(scorer, Scorer) else {}
+        yield LoweredProgram(phase, name, scorer.lower(params, batch), turns)
     for phase, learner, plan in (
         ("critic", learning.critic, shapes.critic_update),
         ("update", learning.policy, shapes.update),
     ):
         if learner is not None and plan is not None:
-            lowered, is_policy = lower_update(session, learner, plan), phase == "update"
-            architecture = session.architecture_of("policy" if is_policy else "critic")
-            work = work_of(architecture, plan, logits_chunk=logits_chunk if is_policy else None, has_gradients=True)
-            yield phase, "gradients", lowered["gradients"], work
-            yield phase, "optimizer", lowered["optimizer"], ProgramWork(0, {})
+            lowered, turns = lower_update(session, learner, plan), _lm_head_turns(session, plan)
+            yield LoweredProgram(phase, "gradients", lowered["gradients"], turns if phase == "update" else {})
+            yield LoweredProgram(phase, "optimizer", lowered["optimizer"])
+
+
+def _lm_head_turns(session: Session, plan: MicroBatchPlan) -> dict[str, int]:
+    """Returns the chunks of the longest samples' completions that pass through the LM head in the fullest row."""
+    largest, settings = largest_micro_batch(plan), session.settings
+    rows_on_device = len(largest.rows) // num_local_row_shards(session.mesh)
+    chunk = min(max(1, settings.model.logits_chunk // rows_on_device), largest.shape.num_completion_tokens)
+    most = max(sum(map(len, row)) for row in largest.rows) * settings.rollout.max_new_tokens
+    return {LM_HEAD_SCOPE: math.ceil(most / chunk)}
 
 
 def _evaluates_with_rollout_programs(session: Session) -> bool:
     return session.evaluation_generator is not None and session.evaluation_generator is session.continuous_generator
 
 
-def _lower_generation(session: Session, shapes: StepShapes) -> Iterator[tuple[str, str, Lowered, ProgramWork]]:
-    """Yields (phase, name, lowered program, its work) for prefill and decode on this host's devices."""
-    found: list[tuple[str, Mesh, BatchShape, Mapping[str, Lowered]]] = []
+def _lower_generation(session: Session, shapes: StepShapes) -> Iterator[LoweredProgram]:
+    """Yields the programs of prefill and decode on this host's devices."""
+    done = False
     for phase, generator, shape, rules in (
         ("rollout", session.continuous_generator, shapes.rollout, session.sampling_params),
         ("evaluation", session.evaluation_generator, shapes.evaluation, session.eval_sampling_params),
     ):
-        if shape is None or (found and _evaluates_with_rollout_programs(session)):
+        if shape is None or (done and _evaluates_with_rollout_programs(session)):
             continue
         if generator is None:
             programs = session.engine.lower_programs(shape, truncates=rules.truncates)
-            found.append((phase, session.engine.mesh, shape, programs))
         elif generator is not session.workers or session.settings.rollout.pool != "ray":
             slots = generator.engine
             programs = slots.programs.lower_programs(truncates=rules.truncates, recomputes=slots.recomputes)
-            found.append((phase, slots.programs.mesh, shape, programs))
-    for phase, mesh, shape, programs in found:
-        work_of = functools.partial(
-            generation_work, session.model_spec.architecture, mesh, session.settings.model.dtype
-        )
-        work = work_of(shape)
-        if "recompute" in programs:
-            whole_row = shape._replace(num_prompts=1, prompt_length=shape.cache_length)
-            work["recompute"] = work_of(whole_row)["prefill"]
+        else:
+            continue
+        done = True
         for name, lowered in programs.items():
-            yield phase, name, lowered, work[name]
+            yield LoweredProgram(phase, name, lowered)
 
 
 def lower_update(session: Session, learner: Learner, plan: MicroBatchPlan) -> dict[str, Lowered]:
@@ -326,32 +293,22 @@ def _global_shapes(mesh: Mesh, batch: Any) -> Any:
 
 
 def format_programs_table(programs: Sequence[CompiledProgram]) -> str:
-    """Returns a table of each program's memory and, for TPUs, one of its time."""
-    head = ("on each device", "arguments", "outputs", "aliased", "temporaries", "compiled in")
+    """Returns a table of each program's memory and, for TPUs, of what its collectives send."""
+    head = ["on each device", "arguments", "outputs", "aliased", "temporaries", "compiled in"]
+    has_collectives = programs[0].collective_bytes is not None
+    if has_collectives:
+        head.append("sends to others")
     rows = []
     for one in programs:
         sizes = (one.argument_bytes, one.output_bytes, one.aliased_bytes, one.temporary_bytes)
-        rows.append((f"{one.phase}: {one.name}", *map(format_bytes, sizes), f"{one.compile_s:.1f} s"))
+        row = [f"{one.phase}: {one.name}", *map(format_bytes, sizes), f"{one.compile_s:.1f} s"]
+        if one.collective_bytes is not None:
+            row.append(format_bytes(sum(one.collective_bytes.values())))
+        rows.append(row)
     backend = programs[0].backend
     note = ", which multiplies bfloat16 as float32 copies" if backend == "cpu" else ""
-    lines = [
-        format_table(rows, header=head),
-        f"Arguments and outputs are exact. Temporaries are those reported by the compiler for {backend}{note}.",
-    ]
-    times = [
-        (
-            f"{one.phase}: {one.name}",
-            *(
-                f"{seconds * 1e3:.2f} ms"
-                for seconds in (one.estimated_s, *(one.parts_s.get(part, 0) for part in PARTS))
-            ),
-            "-" if one.mfu is None else format_percent(one.mfu),
-        )
-        for one in programs
-        if one.estimated_s is not None and one.parts_s is not None
-    ]
-    if times:
-        head = ("of one call, estimated by the compiler", "time", *PARTS, "MFU")
-        lines += ["", format_table(times, header=head)]
-        lines.append("A call of decode is one token of all rows. Collectives count where no other work covers them.")
-    return "\n".join(lines)
+    table = format_table(rows, header=head)
+    reported = f"Arguments and outputs are exact. Temporaries are those reported by the compiler for {backend}{note}."
+    if has_collectives:
+        reported += " What is sent is that of one call with the fullest rows, and for one token of all rows by decode."
+    return f"{table}\n{reported}"

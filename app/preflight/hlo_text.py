@@ -1,13 +1,16 @@
-"""Reads the text of a compiled XLA program: its computations and their instructions in scheduled order."""
+"""Reads the text of a compiled XLA program: its instructions in scheduled order, and what its collectives send."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
+
+from settings.errors import InputError
 
 ITEM_BITS = {"pred": 8, "token": 0}
 """Bits of an item by element type, where its name does not have them."""
@@ -84,6 +87,16 @@ class Instruction:
             return len(listed.split(","))
         raise ValueError(f"the groups of {self.name} are in a notation that is not known: {self.text[:120]}")
 
+    @property
+    def body(self) -> str:
+        """The computation that a loop repeats."""
+        return self.attribute(r"body=%?([\w.\-]+)") or ""
+
+    @property
+    def holds_handles(self) -> bool:
+        """Whether its result has handles of what runs in the background."""
+        return any(shape.memory_space == SEMAPHORES for shape in self.shapes)
+
     def attribute(self, pattern: str) -> str | None:
         """Returns the first group of a pattern in the line's attributes; None if it is not there."""
         found = re.search(pattern, self.text)
@@ -121,6 +134,76 @@ class HloProgram:
         """Returns all instructions inside a fusion, those of fusions in it included."""
         inside = [one for name in instruction.called for one in self.computations.get(name, ())]
         return [*inside, *(deeper for one in inside if one.opcode == "fusion" for deeper in self.fused(one))]
+
+    def starts(self, one: Instruction) -> bool:
+        """Returns whether an instruction starts what runs in the background."""
+        return one.opcode.endswith("-start") or self._calls(one, "AsyncCollectiveStart")
+
+    def ends(self, one: Instruction) -> bool:
+        """Returns whether an instruction waits for what runs in the background."""
+        return one.opcode.endswith("-done") or self._calls(one, "AsyncCollectiveDone")
+
+    def carries(self, one: Instruction) -> bool:
+        """Returns whether an instruction is a fusion that does other work while a started collective goes on."""
+        return one.opcode == "fusion" and one.holds_handles and not self.starts(one)
+
+    def _calls(self, one: Instruction, target: str) -> bool:
+        return one.opcode == "fusion" and any(f'"{target}"' in inner.text for inner in self.fused(one))
+
+    def computation_of(self, turn_of: str | None) -> str:
+        """Returns the body of the loop with the name scope `turn_of`; the whole program if it is None."""
+        if turn_of is None:
+            return self.entry
+        loops = [one for lines in self.computations.values() for one in lines if one.opcode == "while"]
+        [loop] = [one for one in loops if one.op_name.endswith(f"{turn_of}/while")]
+        return loop.body
+
+    def num_turns(self, loop: Instruction, turns: Mapping[str, int]) -> int:
+        """Returns what the compiler or `turns` says, or the constant that the loop's counter stays below.
+
+        Args:
+            turns: turns of loops that depend on data, by their name scope.
+
+        Raises:
+            InputError: none of them is known.
+        """
+        scopes = (scope for scope in turns if re.search(rf"\b{scope}\b", loop.op_name))
+        count = loop.attribute(r'"known_trip_count":\{"n":"(\d+)"') or turns.get(next(scopes, ""))
+        if count is None:
+            *lines, condition = self.computations[loop.attribute(r"condition=%?([\w.\-]+)") or ""]
+            if condition.opcode == "compare" and condition.attribute(r"direction=(\w+)") == "LT":
+                limits = (one for one in lines if one.name == condition.operands[-1] and one.opcode == "constant")
+                count = next((one.attribute(r"^(\d+)\)") for one in limits), None)
+        if count is None:
+            raise InputError(
+                f"the loop {loop.name} ({loop.op_name}) of a compiled program has no known number of turns, so what it "
+                "does cannot be counted: use the libtpu that this JAX asks for (pip install -e '.[tpu]')"
+            )
+        return int(count)
+
+    def sent_bytes(self, turns: Mapping[str, int], *, turn_of: str | None = None) -> Counter[str]:
+        """Returns the bytes that each device sends in one call, by kind of collective.
+
+        Of a conditional, the branch that sends most counts.
+
+        Args:
+            turns: as for `num_turns`.
+            turn_of: the name scope of a loop of which only one turn is counted, instead of the whole call.
+        """
+        return self._sent_bytes(self.computation_of(turn_of), turns)
+
+    def _sent_bytes(self, computation: str, turns: Mapping[str, int]) -> Counter[str]:
+        sent = Counter[str]()
+        for one in self.computations[computation]:
+            if one.opcode == "while":
+                each = self._sent_bytes(one.body, turns)
+                count = self.num_turns(one, turns) if each.total() else 0
+                sent.update({kind: size * count for kind, size in each.items()})
+            elif one.opcode in ("call", "conditional"):
+                sent.update(max((self._sent_bytes(name, turns) for name in one.called), key=Counter.total))
+            elif not (self.ends(one) or self.carries(one)) and (found := self.collective(one)) is not None:
+                sent[found.kind] += found.sent_bytes
+        return sent
 
     def collective(self, one: Instruction) -> Collective | None:
         """Returns the collective that an instruction is, starts or has in it; None for other instructions."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +21,8 @@ from app.mesh.devices import device_kind
 from app.mesh.placement import bytes_per_device
 from app.model.decode_weights import transferred_bytes
 from app.model.decoder import flatten_by_path
-from app.preflight.compiled_programs import CompiledProgram, format_programs_table, step_memory
-from app.preflight.config_only_spec import ConfigOnlySpec, read_config_only_spec
+from app.preflight.compiled_programs import CompiledProgram, ProgramCallback, format_programs_table, step_memory
+from app.preflight.config_only_spec import read_config_only_spec
 from app.preflight.memory import (
     StepShapes,
     compute_step_shapes,
@@ -29,8 +30,10 @@ from app.preflight.memory import (
     peak_phase,
 )
 from app.preflight.mesh_layout import MeshReport, mesh_report
+from app.records.atomic_write import write_atomic
 from app.records.sample import Prompt
 from app.records.text_format import format_bytes, format_percent, format_ranges, format_table
+from app.runtime.model_spec import CriticSpec
 from app.runtime.session import Session
 from app.training.learner import LearnerGroup
 from app.training.network_memory import MemoryBreakdown, MomentBytes, moment_bytes
@@ -121,12 +124,18 @@ class MeshInspection:
         return "\n".join(lines)
 
 
-def inspect_mesh(resolved: Resolved, *, compiles: bool, hlo: Path | None = None) -> MeshInspection:
-    """Returns the layout of weights, rows and workers under these settings, and the memory of each phase.
+class RunOutline(NamedTuple):
+    """A run opened from its settings and the `config.json` of its models alone."""
 
-    Args:
-        compiles: whether to compile the programs of every phase for the devices of the mesh.
-        hlo: folder for the texts of the compiled programs.
+    session: Session
+    learning: LearnerGroup
+    reward_model: CriticSpec | None
+    shapes: StepShapes
+    """Those of the longest prompts and completions that the settings allow."""
+
+
+def open_run_outline(resolved: Resolved, *, compiles: bool) -> RunOutline:
+    """Joins the other hosts and opens a run, whose networks are never loaded; `compiles` is that of `inspect_mesh`.
 
     Raises:
         InputError: the settings or a configuration cannot be used, or rows do not divide evenly over the devices.
@@ -137,32 +146,52 @@ def inspect_mesh(resolved: Resolved, *, compiles: bool, hlo: Path | None = None)
     check_hosts_agree(resolved)
     session = Session.open(settings, spec.model, spec.critic, trains=True)
     learning = configure_session(session, spec.reward_model)
+    prompt = make_longest_prompt(settings.data.max_prompt_length)
+    # Without the data, the number of held-out prompts is unknown: assumes full batches on all hosts.
+    num_held_out = settings.eval.num_prompts or num_samples_per_step(session)
+    held_out = [prompt] * num_held_out if settings.eval.every_steps else []
+    shapes = compute_step_shapes(session, learning, [prompt], held_out, spec.reward_model)
+    return RunOutline(session, learning, spec.reward_model, shapes)
+
+
+def inspect_mesh(resolved: Resolved, *, compiles: bool, hlo: Path | None = None) -> MeshInspection:
+    """Returns the layout of weights, rows and workers under these settings, and the memory of each phase.
+
+    Args:
+        compiles: whether to compile the programs of every phase for the devices of the mesh.
+        hlo: folder for the texts of the compiled programs.
+
+    Raises:
+        InputError: see `open_run_outline`; or a program does not fit.
+    """
+    outline = open_run_outline(resolved, compiles=compiles)
     # Keeps the hosts together until the end: if one exits early, JAX times out on the others.
     with error_barrier():
-        return build_mesh_inspection(session, learning, spec, compiles=compiles, hlo=hlo)
+        on_program = None if hlo is None else partial(write_program, hlo)
+        return build_mesh_inspection(outline, compiles=compiles, on_program=on_program)
+
+
+def write_program(folder: Path, program: CompiledProgram, text: str) -> None:
+    """Writes the text of a compiled program into the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomic(folder / f"{program.phase}_{program.name}.hlo", text.encode())
 
 
 def build_mesh_inspection(
-    session: Session, learning: LearnerGroup, spec: ConfigOnlySpec, *, compiles: bool, hlo: Path | None = None
+    outline: RunOutline, *, compiles: bool, on_program: ProgramCallback | None = None
 ) -> MeshInspection:
-    """Returns the report for a session, without loading its networks."""
-    settings, memory_bytes = session.settings, device_memory_bytes()
-    rollout, num_hosts = settings.rollout, device_mesh.num_hosts(session.mesh)
-    prompt = make_longest_prompt(settings.data.max_prompt_length)
-    # Without the data, the number of held-out prompts is unknown: assumes full batches on all hosts.
-    num_held_out = settings.eval.num_prompts or rollout.prompts_per_step * rollout.group_size * num_hosts
-    held_out = [prompt] * num_held_out if settings.eval.every_steps else []
-    shapes = compute_step_shapes(session, learning, [prompt], held_out, spec.reward_model)
-    memory, programs = step_memory(session, learning, shapes, spec.reward_model, compiles=compiles, hlo=hlo)
-    definition = spec.model.policy_definition
+    """Returns the report on a run, without loading its networks."""
+    session, learning, reward_model, shapes = outline
+    memory, programs = step_memory(session, learning, shapes, reward_model, compiles=compiles, on_program=on_program)
+    definition = session.model_spec.policy_definition
     weights, dims = flatten_by_path(definition.shapes), flatten_by_path(definition.dims)
     return MeshInspection(
         mesh=mesh_report(
             session.mesh,
             {".".join(path): (weights[path], dims[path]) for path in weights},
             num_parameters=definition.num_parameters,
-            samples_per_step=rollout.prompts_per_step * rollout.group_size * num_hosts,
-            memory_bytes=memory_bytes,
+            samples_per_step=num_samples_per_step(session),
+            memory_bytes=device_memory_bytes(),
         ),
         generation=_describe_generation(session, shapes),
         weight_transfer=_weight_transfer(session),
@@ -170,9 +199,15 @@ def build_mesh_inspection(
         memory=memory,
         peak_bytes=sum(memory[peak_phase(memory)].values()),
         moments=moment_bytes(learning),
-        notes=setup_notes(settings, session),
+        notes=setup_notes(session.settings, session),
         programs=programs,
     )
+
+
+def num_samples_per_step(session: Session) -> int:
+    """Returns the samples of a step over all hosts."""
+    rollout = session.settings.rollout
+    return rollout.prompts_per_step * rollout.group_size * device_mesh.num_hosts(session.mesh)
 
 
 def make_longest_prompt(num_tokens: int) -> Prompt:

@@ -23,16 +23,16 @@ from app.batching.micro_batch_plan import MicroBatch, RowShape
 from app.batching.token_batch import pack_tokens
 from app.mesh.axis_rules import AXES
 from app.mesh.chips import parse_slice
-from app.mesh.compile_only import compile_only_devices, kernel_schedules
+from app.mesh.compile_only import compile_only_devices
 from app.mesh.compiler_options import compiler_options
 from app.mesh.placement import row_sharding
 from app.model.attention.packed import packed_attention
 from app.model.io.families import architecture_from_config
 from app.model.segment_layout import SegmentLayout
-from app.preflight.kernel_time import take_scheduled_bundles
-from app.preflight.program_time import program_time
-from app.preflight.program_work import longest_samples, packed_pass_work
 from app.records.text_format import format_percent, format_table
+from scripts.bench.kernel_time import kernel_schedules, take_scheduled_bundles
+from scripts.bench.program_time import program_time
+from scripts.bench.program_work import longest_samples, packed_pass_work
 
 MODEL = "Qwen2.5-1.5B"
 SAMPLES = 8

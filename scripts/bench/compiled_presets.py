@@ -2,10 +2,10 @@
 
     python scripts/bench/compiled_presets.py [PRESET ...] [--out FILE.json]
 
-`grpo inspect-mesh --compile` of the preset, with a `config.json` of the model's sizes in place of the model. Nothing is
-run or downloaded, and no device is needed, but its compiler is: `pip install -e '.[tpu]'` or `'.[cuda]'`. Times are the
-compiler's estimates for the longest prompts and answers. The tests of `scripts/test.sh --compile` compare each preset
-with the record that this script writes.
+`grpo inspect-mesh --compile` of the preset, for TPUs by `tpu_time.py`, with a `config.json` of the model's sizes in
+place of the model. Nothing is run or downloaded, no device is needed, but its compiler is: `pip install -e '.[tpu]'` or
+`'.[cuda]'`. Times are the compiler's estimates for the longest prompts and answers. The tests of `scripts/test.sh
+--compile` compare each preset with the record that this script writes.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from app.mesh.chips import GPU_HOSTS
 from app.model.flops import token_flops
 from app.model.io.families import architecture_from_config
 from app.model.token_logprobs import LM_HEAD_SCOPE
-from app.preflight.kernel_time import ROUTED_ROWS
 from app.records.text_format import format_bytes, format_percent, format_table
 from scripts.bench.hlo_flops import product_flops
+from scripts.bench.kernel_time import ROUTED_ROWS
 from scripts.bench.shapes import MODELS
 from settings import load
 from settings.loading.config_file import preset_names
@@ -96,8 +97,9 @@ def compiled(preset: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         overrides = without_weights(preset, folder)
         sets = [word for one in overrides for word in ("--set", one)]
-        command = [sys.executable, "-c", GRPO, "inspect-mesh", "--config", preset, *sets, "--compile", "--json"]
-        command += ["--hlo", folder]
+        inspect_mesh = ["-c", GRPO, "inspect-mesh", "--compile"]
+        program = inspect_mesh if devices_of(preset) in GPU_HOSTS else [str(RESULTS.parents[1] / "tpu_time.py")]
+        command = [sys.executable, *program, "--config", preset, *sets, "--json", "--hlo", folder]
         # Whoever calls may ask JAX for quick compilation, which the tests do: it is not what users get.
         environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "false"}
         done = subprocess.run(command, capture_output=True, text=True, env=environment)
@@ -106,7 +108,7 @@ def compiled(preset: str) -> dict[str, Any]:
         passes = passes_of_experts(preset, (Path(folder) / "update_gradients.hlo").read_text())
     found = json.loads(done.stdout)
     programs = {
-        f"{one['phase']}/{one['name']}": _known({name: one[name] for name in FIELDS}) for one in found["programs"]
+        f"{one['phase']}/{one['name']}": _known({name: one.get(name) for name in FIELDS}) for one in found["programs"]
     }
     return _known(
         {

@@ -21,17 +21,16 @@ from shapes import QWEN2_5
 
 from app.mesh import jax_startup
 from app.mesh.chips import find_chip
-from app.mesh.compile_only import kernel_schedules
 from app.mesh.placement import bytes_per_device
 from app.model.attention.cached import decode_block_size
 from app.model.attention.dense import ATTENTION_SCOPE
 from app.model.prefill_and_decode import DECODE_SCOPE
 from app.preflight.config_only_spec import read_config_only_spec
-from app.preflight.kernel_time import take_scheduled_bundles
-from app.preflight.program_time import program_time
-from app.preflight.program_work import generation_work
 from app.records.text_format import format_table
 from app.runtime.session import Session
+from scripts.bench.kernel_time import kernel_schedules, take_scheduled_bundles
+from scripts.bench.program_time import program_time
+from scripts.bench.program_work import generation_work
 from settings import Settings, load
 
 HEAD = ("cache", "rows a chip", "filled", "estimated", "attention", "floor", "of the floor")
@@ -57,6 +56,7 @@ def main() -> None:
 
 def estimated(settings: Settings, shares: Sequence[float]) -> list[tuple[str, ...]]:
     """Returns a line of the table for each share of the cache that is filled."""
+    kernel_schedules()  # libtpu reads where they go when it is loaded
     jax_startup.initialize_distributed(settings.mesh, compiles=True)
     session = Session.open(settings, read_config_only_spec(settings).model)
     session.open_generators()

@@ -10,19 +10,20 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
-from app.mesh import jax_startup
+from app.mesh.chips import parse_slice
 from app.preflight.compiled_programs import compile_programs
-from app.preflight.config_only_spec import read_config_only_spec
-from app.preflight.inspect_mesh import make_longest_prompt
-from app.preflight.memory import compute_step_shapes, largest_micro_batch
-from app.runtime.session import Session
-from app.training.learner import make_learner_group
+from app.preflight.inspect_mesh import open_run_outline
+from app.preflight.memory import largest_micro_batch
+from scripts.bench.kernel_time import kernel_schedules
+from scripts.bench.tpu_time import TimedPrograms
 from settings import load
 
-FIGURES = ("argument_bytes", "output_bytes", "temporary_bytes", "estimated_s", "parts_s")
+FIGURES = ("argument_bytes", "output_bytes", "temporary_bytes")
+TIMES = ("estimated_s", "parts_s")
 
 
 def main() -> None:
@@ -32,18 +33,19 @@ def main() -> None:
     changes += [f"data.max_prompt_length={work['prompt']}", f"rollout.max_new_tokens={work['completion']}"]
     changes += [f"rollout.group_size={work['group_size']}"]
     changes += [f"rollout.prompts_per_step={work['rows'] // work['group_size']}"]
-    settings = load(work["preset"], changes, {}).settings
-    spec = read_config_only_spec(settings)
-    jax_startup.initialize_distributed(settings.mesh, compiles=True)
-    session = Session.open(settings, spec.model, spec.critic, generates=None)
-    learning = make_learner_group(settings, session)
-    shapes = compute_step_shapes(session, learning, [make_longest_prompt(work["prompt"])], [])
-    programs = compile_programs(session, learning, shapes, None, directory)
-    gradients = next(one for one in programs if one.name == "gradients")
+    kernel_schedules()
+    outline = open_run_outline(load(work["preset"], [*changes, "eval.every_steps=0"], {}), compiles=True)
+    # Only the update is compiled.
+    shapes = replace(outline.shapes, rollout=None, evaluation=None, scores={})
+    timed = TimedPrograms(outline, parse_slice(work["slice"]).chip, directory)
+    programs = compile_programs(outline.session, outline.learning, shapes, None)
+    gradients, text = next(one for one in programs if one[0].name == "gradients")
+    timed.add(gradients, text)
     figures = {
         "rows": sum(len(segment) for row in largest_micro_batch(shapes.update).rows for segment in row),
         "versions": {name: version(name) for name in ("libtpu", "jax")},
         **{name: getattr(gradients, name) for name in FIGURES},
+        **{name: timed.times[-1][name] for name in TIMES},
     }
     (directory / "figures.json").write_text(json.dumps(figures))
 

@@ -52,8 +52,7 @@ def _collectives_of(
         elif one.opcode == "while":
             turns = one.attribute(r'"known_trip_count":\{"n":"(\d+)"')
             is_open, count = is_in_dynamic_loop or turns is None, num_executions * int(turns or 1)
-            body = one.attribute(r"body=%?([\w.\-]+)") or ""
-            yield from _collectives_of(program, body, count, is_in_dynamic_loop=is_open)
+            yield from _collectives_of(program, one.body, count, is_in_dynamic_loop=is_open)
         else:
             for called in one.called:
                 yield from _collectives_of(program, called, num_executions, is_in_dynamic_loop=is_in_dynamic_loop)

@@ -12,15 +12,14 @@ from collections import Counter
 from collections.abc import Mapping
 
 from app.preflight.hlo_text import ArrayShape, HloProgram, Instruction
-from app.preflight.kernel_time import GROUPED_PRODUCTS, ROUTED_ROWS
-from app.preflight.program_time import num_turns
+from scripts.bench.kernel_time import GROUPED_PRODUCTS, ROUTED_ROWS
 
 
 def product_flops(text: str, turns: Mapping[str, int]) -> Counter[str]:
     """Returns FLOPs on each device: those of `grouped` products, of the LM `head`, and of all `other` products.
 
     Args:
-        turns: as for `app.preflight.program_time.program_time`.
+        turns: as for `scripts.bench.program_time.program_time`.
     """
     program, total = HloProgram(text), Counter[str]()
 
@@ -28,7 +27,7 @@ def product_flops(text: str, turns: Mapping[str, int]) -> Counter[str]:
         shapes = {one.name: one.shapes for one in program.computations[computation]}
         for one in program.computations[computation]:
             if one.opcode == "while":
-                add(one.attribute(r"body=%?([\w.\-]+)") or "", times * num_turns(program, one, turns))
+                add(one.body, times * program.num_turns(one, turns))
             elif one.opcode == "custom-call" and one.name.startswith(GROUPED_PRODUCTS):
                 arrays = [shape for name in one.operands for shape in shapes.get(name, ())]
                 matrices = next(x.sizes for x in (*one.shapes, *arrays) if len(x.sizes) == 3)

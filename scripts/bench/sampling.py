@@ -20,12 +20,9 @@ from jaxtyping import Array
 
 from app.mesh.axis_rules import AXES
 from app.mesh.chips import TpuSlice, parse_slice
-from app.mesh.compile_only import kernel_schedules
 from app.mesh.compiler_options import compiler_options
 from app.mesh.devices import global_devices, simulate_slice
 from app.mesh.placement import row_sharding
-from app.preflight.kernel_time import take_scheduled_bundles
-from app.preflight.program_time import program_time
 from app.records.text_format import format_table
 from app.rollout.sampling.token_sampling import (
     SampledTokens,
@@ -34,6 +31,8 @@ from app.rollout.sampling.token_sampling import (
     sample_tokens,
     sample_tokens_truncated,
 )
+from scripts.bench.kernel_time import kernel_schedules, take_scheduled_bundles
+from scripts.bench.program_time import program_time
 from settings.schema.mesh import MeshSettings
 
 ROUNDS = 5

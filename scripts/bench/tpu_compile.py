@@ -11,7 +11,7 @@ Both sides have float32 weights over fsdp and compute in bfloat16, without refer
 the preset; a second line shows the fullest micro-batch of the preset's own step. Tunix has its defaults and BLOCK
 remat, all 32 samples at once; `splash` is its flash attention.
 
-Times are by the same accounting for both (`app.preflight.program_time`): the compiler's cycles, and for a Pallas kernel
+Times are by the same accounting for both (`scripts.bench.program_time`): the compiler's cycles, and for a Pallas kernel
 the bundles of its schedule times the turns of its grid, or the bytes that it copies if that takes longer.
 """
 
@@ -31,10 +31,9 @@ from typing import Any
 from shapes import QWEN2_5
 
 from app.mesh.chips import parse_slice
-from app.mesh.compile_only import SCHEDULES
-from app.preflight.kernel_time import take_scheduled_bundles
-from app.preflight.program_time import program_time
 from app.records.text_format import format_bytes, format_table
+from scripts.bench.kernel_time import SCHEDULES, take_scheduled_bundles
+from scripts.bench.program_time import program_time
 
 HERE = Path(__file__).resolve().parent
 PRESETS = {"Qwen2.5-1.5B": ("gsm8k_qwen2_5_1_5b_v5e_8", "v5e-8"), "Qwen2.5-3B": ("gsm8k_qwen2_5_3b_v6e_8", "v6e-8")}

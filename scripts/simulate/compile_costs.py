@@ -23,19 +23,19 @@ from typing import Any
 
 from app.mesh import jax_startup
 from app.mesh.chips import find_chip
-from app.mesh.compile_only import compiler_versions, kernel_schedules
+from app.mesh.compile_only import compiler_versions
 from app.mesh.placement import bytes_per_device
 from app.model.architecture import Architecture
 from app.model.attention.dense import ATTENTION_SCOPE
 from app.model.prefill_and_decode import DECODE_SCOPE
 from app.preflight.config_only_spec import read_config_only_spec
-from app.preflight.kernel_time import take_scheduled_bundles
-from app.preflight.program_time import program_time
-from app.preflight.program_work import generation_work
 from app.rollout.slots.slot_engine import SlotEngine
 from app.rollout.slots.slot_programs import ProgramName
 from app.runtime.session import Session
 from scripts.bench.compiled_presets import without_weights
+from scripts.bench.kernel_time import kernel_schedules, take_scheduled_bundles
+from scripts.bench.program_time import program_time
+from scripts.bench.program_work import generation_work
 from scripts.simulate.cost_fit import Timed, explained, fit, step_counts
 from scripts.simulate.cost_model import CostModel
 from settings import load
@@ -75,6 +75,7 @@ def open_engine(machine: dict[str, Any]) -> tuple[SlotEngine, Architecture]:
             "rollout.prefill_length_min=16",
         )
         settings = load(machine["preset"], sets, {}).settings
+        kernel_schedules()  # libtpu reads where they go when it is loaded
         jax_startup.initialize_distributed(settings.mesh, compiles=True)
         session = Session.open(settings, read_config_only_spec(settings).model)
         session.open_generators()

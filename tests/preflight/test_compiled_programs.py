@@ -22,7 +22,6 @@ from app.model.attention.packed import packed_attention
 from app.model.attention.pairs import Blocking
 from app.model.segment_layout import SegmentLayout
 from app.preflight.compiled_programs import _compile
-from app.preflight.program_time import PARTS
 from settings import InputError
 from tests.program import here, of_tiny, settings
 
@@ -61,7 +60,7 @@ def test_the_arguments_of_compiled_programs_equal_those_of_the_table(tiny_model:
     report = compiled(tiny_model, *PENALISED)
     programs, memory = by_name(report), report["memory"]
     assert set(programs) == NAMES
-    assert {(one["backend"], one["estimated_s"], one["mfu"]) for one in programs.values()} == {("cpu", None, None)}
+    assert {(one["backend"], one["collective_bytes"]) for one in programs.values()} == {("cpu", None)}
     state = memory["update"]["weights"] + memory["update"]["optimizer"]
     # In addition to the buffers of the table, a few integers for each row.
     small = 20_000
@@ -92,16 +91,12 @@ def test_a_cpu_process_compiles_a_step_for_tpus_with_their_kernels(
     assert report["num_processes"] == parse_slice(slice).num_hosts
     for (phase, name), one in programs.items():
         assert one["backend"] == "tpu"
-        assert one["estimated_s"] == one["compute_s"] + one["kernel_s"] + one["exposed_collective_s"]
-        assert one["estimated_s"] == pytest.approx(sum(one["parts_s"][part] for part in PARTS))
-        assert one["mfu"] is None if name == "optimizer" else 0 < one["mfu"] < 1
         text = (tmp_path / "texts" / f"{phase}_{name}.hlo").read_text()
         kernels = {kernel for kernel in KERNELS if f"%{kernel}" in text}
         expected = {"prefill": {"attention_forward"}, "reference": {"attention_forward"}}
         expected["gradients"] = {"attention_forward", "attention_backward"}
         expected["decode"] = {"attention_decode", "threshold_by_count", "threshold_by_weight"}
         assert kernels == expected.get(name, set())
-        assert (one["kernel_s"] > 0) == bool(kernels)
     assert programs["update", "gradients"]["collective_bytes"].get("all-gather", 0) > 0
 
 
@@ -113,7 +108,7 @@ def test_the_programs_of_ppo_with_slots_and_adapters_compile_for_a_tpu(tiny_mode
     assert {*generation, ("update", "gradients")} <= set(lora)
     ppo = by_name(compiled(tiny_model, "mesh.pretend=v5e-8", "algorithm.name=ppo"))
     assert {("score", "critic"), ("critic", "gradients"), ("critic", "optimizer")} <= set(ppo)
-    assert all(one["estimated_s"] > 0 for one in (*lora.values(), *ppo.values()))
+    assert {one["backend"] for one in (*lora.values(), *ppo.values())} == {"tpu"}
 
 
 @pytest.mark.parametrize("chip", TPU_CHIPS.values(), ids=list(TPU_CHIPS))

@@ -59,7 +59,7 @@ def test_a_cpu_process_compiles_a_step_for_gpus_with_their_kernels(host: str, ti
         text = (tmp_path / f"{phase}_{name}.hlo").read_text()
         found = {kernel for kernel in forward | backward if f'name = "{kernel}"' in text}
         assert found == kernels.get(name, set())
-        assert one["backend"] == "gpu" and one["argument_bytes"] > 0 and one["estimated_s"] is None
+        assert one["backend"] == "gpu" and one["argument_bytes"] > 0 and one["collective_bytes"] is None
     assert set(programs) == {
         *(("rollout", "prefill"), ("rollout", "decode"), ("score", "reference")),
         *(("update", "gradients"), ("update", "optimizer")),

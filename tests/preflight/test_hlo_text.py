@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from app.preflight.hlo_text import Collective, HloProgram
 from scripts.bench.hlo_collectives import LoopedCollective, program_collectives
+from settings import InputError
 from tests.tiny import make_mesh
 
 
@@ -117,3 +118,56 @@ def test_groups_are_read_in_every_notation(text: str, size: int):
 def test_a_notation_that_is_not_known_is_refused():
     with pytest.raises(ValueError, match="not known"):
         _ = HloProgram(ASYNC.replace("{{0,1},{2,3}}", "<everybody>")).computations["main"][2].group_size
+
+
+BODIES = """\
+HloModule loops, is_scheduled=true, num_partitions=8
+
+%body (s: (s32[], f32[64])) -> (s32[], f32[64]) {
+  %s = (s32[], f32[64]) parameter(0)
+  %r = f32[64]{0} all-reduce(%s), replica_groups=[1,8]<=[8]
+}
+
+%condition (s: (s32[], f32[64])) -> pred[] {
+  %n = s32[]{:T(128)} constant(5)
+  %i = s32[]{:T(128)} get-tuple-element(%t), index=0
+  ROOT %lt = pred[] compare(%i, %n), direction=LT
+}
+
+%open (s: (s32[], f32[64])) -> pred[] {
+  %i2 = s32[] get-tuple-element(%t2), index=0
+  %n2 = s32[] get-tuple-element(%t2), index=1
+  ROOT %lt2 = pred[] compare(%i2, %n2), direction=LT
+}
+
+%scattered (x: f32[64]) -> f32[8] {
+  %all = f32[64]{0} all-reduce(%x), replica_groups=[1,8]<=[8]
+  ROOT %part = f32[8]{0} dynamic-slice(%all)
+}
+
+"""
+CLOSED = "%l = (s32[], f32[64]) while(%p), condition=%condition, body=%body"
+OPEN = '%o = (s32[], f32[64]) while(%p), condition=%open, body=%body, metadata={op_name="jit(f)/jvp(lm_head)/while"}'
+A_SUM = 2 * 7 * 64 * 4 // 8
+"""Bytes of an all-reduce of 64 numbers over 8 devices."""
+
+
+def program_of(*lines: str) -> HloProgram:
+    return HloProgram(f"{BODIES}ENTRY %main (p: f32[64]) -> f32[64] {{\n" + "".join(f"  {x}\n" for x in lines) + "}\n")
+
+
+def test_bytes_in_a_loop_count_as_often_as_its_condition_or_the_rows_say() -> None:
+    assert program_of(CLOSED).sent_bytes({}) == {"all-reduce": 5 * A_SUM}
+    known = CLOSED + ', backend_config={"known_trip_count":{"n":"7"}}'
+    assert program_of(known).sent_bytes({}) == {"all-reduce": 7 * A_SUM}
+    assert program_of(CLOSED, OPEN).sent_bytes({"lm_head": 3}) == {"all-reduce": 8 * A_SUM}
+    assert program_of(CLOSED, OPEN).sent_bytes({}, turn_of="jvp(lm_head)") == {"all-reduce": A_SUM}
+    with pytest.raises(InputError, match=r"the loop o \(jit\(f\)/jvp\(lm_head\)/while\)"):
+        program_of(OPEN).sent_bytes({})
+
+
+def test_bytes_are_those_of_what_starts_a_collective_or_has_it_inside() -> None:
+    start = "%s = (f32[8]{0}, f32[64]{0}) all-gather-start(%p), replica_groups=[1,8]<=[8], dimensions={0}"
+    fusion = "%f = f32[8]{0} fusion(%p), kind=kCustom, calls=%scattered"
+    done = "%d = f32[64]{0} all-gather-done(%s)"
+    assert program_of(start, fusion, done).sent_bytes({}) == {"all-gather": 7 * 32, "reduce-scatter": 7 * 32}

@@ -10,14 +10,12 @@ from typing import Any
 
 import pytest
 
-from app.mesh import devices, jax_startup
+from app.mesh import devices
 from app.mesh.placement import bytes_per_device
-from app.preflight.config_only_spec import read_config_only_spec
-from app.preflight.inspect_mesh import MeshInspection, build_mesh_inspection
+from app.preflight.inspect_mesh import MeshInspection, build_mesh_inspection, open_run_outline
 from app.records.text_format import format_bytes
 from app.runtime.session import Session
-from app.training.setup import configure_session
-from settings import InputError, Settings, load
+from settings import InputError, Resolved, load
 from settings.checks.commands import check_for_inspect_mesh
 from tests.program import DEADLINE_S, here, of_tiny, settings, started
 
@@ -36,18 +34,15 @@ def inspect_json(model: Path, *overrides: str) -> dict[str, Any]:
     return json.loads(result.stdout)
 
 
-def load_settings(model: Path, *overrides: str) -> Settings:
+def load_settings(model: Path, *overrides: str) -> Resolved:
     """Returns the settings of a tiny run; the last of several values of a setting counts."""
     values = dict(text.split("=", 1) for text in (*of_tiny(model)[1::2], *overrides))
-    return load(None, [f"{name}={value}" for name, value in values.items()], {}).settings
+    return load(None, [f"{name}={value}" for name, value in values.items()], {})
 
 
-def inspect(settings: Settings, *, trains: bool = False) -> tuple[Session, MeshInspection]:
-    spec = read_config_only_spec(settings)
-    jax_startup.initialize_distributed(settings.mesh)
-    session = Session.open(settings, spec.model, spec.critic, trains=trains)
-    learning = configure_session(session, spec.reward_model)
-    return session, build_mesh_inspection(session, learning, spec, compiles=False)
+def inspect(run: Resolved) -> tuple[Session, MeshInspection]:
+    outline = open_run_outline(run, compiles=False)
+    return outline.session, build_mesh_inspection(outline, compiles=False)
 
 
 def test_the_report_is_text_or_json(tiny_model: Path) -> None:
@@ -133,7 +128,7 @@ def test_the_report_has_the_bytes_and_the_time_of_weights_for_the_rollout(tiny_m
     assert f"{format_bytes(moved.received_bytes)} into each device for a policy version, at least" in report.to_text()
     assert inspect_json(tiny_model)["weight_transfer"]["link_s"] is None
     apart = ("rollout.scheduler=adaptive", "rollout.max_staleness=1", "rollout.devices=0.5", "mesh.shape=1,4,1")
-    _, report = inspect(load_settings(tiny_model, *apart), trains=True)
+    _, report = inspect(load_settings(tiny_model, *apart))
     assert f", then {format_bytes(whole)} into each that generates" in report.to_text()
 
 
@@ -182,9 +177,7 @@ def test_slots_of_evaluations_lie_beside_those_of_busy_workers(tiny_model: Path)
     assert evaluation["kv_cache"] == rollout["kv_cache"] + bytes_per_device(slots.slots)
     assert evaluation["decode_weights"] == rollout["decode_weights"] + bytes_per_device(slots.weights)
     # With devices of their own, the workers take nothing from those that train.
-    session, report = inspect(
-        load_settings(tiny_model, *busy[:3], "rollout.devices=0.5", "mesh.shape=1,4,1"), trains=True
-    )
+    session, report = inspect(load_settings(tiny_model, *busy[:3], "rollout.devices=0.5", "mesh.shape=1,4,1"))
     assert session.continuous_batching is not None
     assert report.memory["evaluation"]["kv_cache"] == bytes_per_device(session.continuous_batching.footprint().slots)
 

@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from app.preflight.kernel_time import ROUTED_ROWS
 from scripts.bench.hlo_flops import product_flops
+from scripts.bench.kernel_time import ROUTED_ROWS
 
 
 def test_a_product_in_a_loop_counts_as_often_as_it_runs():

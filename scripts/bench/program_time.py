@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from app.mesh.chips import TpuChip
-from app.preflight.hlo_text import SEMAPHORES, Collective, HloProgram, Instruction
-from app.preflight.kernel_time import GROUPED_PRODUCTS, kernel_time
-from settings.errors import InputError
+from app.preflight.hlo_text import Collective, HloProgram, Instruction
+from scripts.bench.kernel_time import GROUPED_PRODUCTS, kernel_time
 
 FREE_OPCODES = frozenset(
     {
@@ -39,8 +38,6 @@ class ProgramTime:
     kernel_s: float = 0.0
     parts: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Seconds by part: those of `PARTS`, which add up to the whole."""
-    collective_bytes: Counter[str] = field(default_factory=Counter)
-    """Bytes that each device sends, by kind of collective."""
 
     @property
     def exposed_collective_s(self) -> float:
@@ -68,8 +65,6 @@ class ProgramTime:
         self.kernel_s += other.kernel_s * times
         for part, seconds in other.parts.items():
             self.parts[part] += seconds * times
-        for kind, num_bytes in other.collective_bytes.items():
-            self.collective_bytes[kind] += num_bytes * times
 
 
 PARTS = ("attention", "matrix products", "LM head", "collectives", "rest")
@@ -81,7 +76,7 @@ def program_time(
     """Returns the time of one call of a program on each device.
 
     Args:
-        bundles: see `app.preflight.kernel_time.take_scheduled_bundles`.
+        bundles: see `scripts.bench.kernel_time.take_scheduled_bundles`.
         turns: turns of loops and grids that depend on data, by their name scope.
         turn_of: the name scope of a loop of which only one turn is counted, instead of the whole call.
 
@@ -89,36 +84,7 @@ def program_time(
         InputError: a loop's count is unknown, or a kernel's schedule.
     """
     walk = _Walk(HloProgram(text), chip, bundles, turns)
-    if turn_of is None:
-        return walk.time_of(walk.program.entry)
-    loops = [one for lines in walk.program.computations.values() for one in lines if one.opcode == "while"]
-    [loop] = [one for one in loops if one.op_name.endswith(f"{turn_of}/while")]
-    return walk.time_of(_body(loop))
-
-
-def num_turns(program: HloProgram, loop: Instruction, turns: Mapping[str, int]) -> int:
-    """Returns what the compiler or `turns` says, or the constant that the loop's counter stays below.
-
-    Raises:
-        InputError: none of them is known.
-    """
-    scopes = (scope for scope in turns if re.search(rf"\b{scope}\b", loop.op_name))
-    count = loop.attribute(r'"known_trip_count":\{"n":"(\d+)"') or turns.get(next(scopes, ""))
-    if count is None:
-        *lines, condition = program.computations[loop.attribute(r"condition=%?([\w.\-]+)") or ""]
-        if condition.opcode == "compare" and condition.attribute(r"direction=(\w+)") == "LT":
-            limits = (one for one in lines if one.name == condition.operands[-1] and one.opcode == "constant")
-            count = next((one.attribute(r"^(\d+)\)") for one in limits), None)
-    if count is None:
-        raise InputError(
-            f"the loop {loop.name} ({loop.op_name}) of a compiled program has no known number of turns, so the "
-            "time of the program is unknown: use the libtpu that this JAX asks for (pip install -e '.[tpu]')"
-        )
-    return int(count)
-
-
-def _body(loop: Instruction) -> str:
-    return loop.attribute(r"body=%?([\w.\-]+)") or ""
+    return walk.time_of(walk.program.computation_of(turn_of))
 
 
 @dataclass
@@ -142,26 +108,21 @@ class _Walk:
         for one in self.program.computations[computation]:
             results[one.name] = one
             now = total.estimated_s
-            starts = one.opcode.endswith("-start") or self._calls(one, "AsyncCollectiveStart")
-            ends = one.opcode.endswith("-done") or self._calls(one, "AsyncCollectiveDone")
-            holds_handles = any(shape.memory_space == SEMAPHORES for shape in one.shapes)
-            if ends or holds_handles:
+            starts, ends = self.program.starts(one), self.program.ends(one)
+            if ends or one.holds_handles:
                 in_flight[one.name] = [end for operand in one.operands for end in in_flight.pop(operand, [])]
-            # A fusion that does other work while a collective that has been started goes on.
-            carries = one.opcode == "fusion" and holds_handles and not starts
             target = one.attribute(r'custom_call_target="(\w+)"')
             if one.opcode in FREE_OPCODES or target in ALIASING_CALLS:
                 continue
             if one.opcode == "while":
-                total.add(self.time_of(_body(one), self._part(one, part)), num_turns(self.program, one, self.turns))
+                total.add(self.time_of(one.body, self._part(one, part)), self.program.num_turns(one, self.turns))
             elif one.opcode == "conditional":
                 total.add(max((self.time_of(name, part) for name in one.called), key=lambda branch: branch.estimated_s))
             elif one.opcode == "call":
                 total.add(self.time_of(one.called[0], part))
             elif ends:
                 total.wait(in_flight.pop(one.name))
-            elif not carries and (collective := self.program.collective(one)) is not None:
-                total.collective_bytes[collective.kind] += collective.sent_bytes
+            elif not self.program.carries(one) and (collective := self.program.collective(one)) is not None:
                 links_free_at = max(now, links_free_at) + self._collective_s(collective)
                 if starts:
                     in_flight[one.name] = [(links_free_at, "collectives")]
@@ -177,9 +138,6 @@ class _Walk:
                 total.spend(self._part(one, part), self._instruction_s(one, results))
         total.wait([end for several in in_flight.values() for end in several])
         return total
-
-    def _calls(self, one: Instruction, target: str) -> bool:
-        return one.opcode == "fusion" and any(f'"{target}"' in inner.text for inner in self.program.fused(one))
 
     def _collective_s(self, one: Collective) -> float:
         in_ring = one.kind != "collective-permute"

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import base64
+import functools
 import math
+import os
 import re
+import shutil
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,8 +25,24 @@ from settings.errors import InputError
 
 GROUPED_PRODUCTS = ("ragged-dot-none", "tgmm")
 """The kernels of `app.model.grouped_product`: XLA's own, and megablox'."""
+SCHEDULES = ".*final_bundles.*"
+"""The compiler's files on the instructions that a Pallas kernel became."""
 ROUTED_ROWS = "routed rows"
 """Among the numbers of turns: the rows that pass through a device's experts."""
+
+
+@functools.cache
+def kernel_schedules() -> Path:
+    """Returns the folder, gone after this process, to which libtpu writes the schedule of each kernel that it compiles.
+
+    The first call must be before JAX loads libtpu.
+    """
+    folder = tempfile.mkdtemp(prefix="grpo-kernels-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    # libtpu splits the variable at spaces and knows no quotes.
+    added = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex={SCHEDULES}"
+    os.environ["LIBTPU_INIT_ARGS"] = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {added}".strip()
+    return Path(folder)
 
 
 def kernel_time(one: Instruction, chip: TpuChip, bundles: Mapping[str, int], turns: Mapping[str, int]) -> float:

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
@@ -25,9 +26,12 @@ from app.model.flops import lm_head_flops, pair_flops, token_flops
 from app.model.kv_cache import abstract_cache, cache_shapes
 from app.model.segment_layout import SegmentLayout
 from app.model.token_logprobs import LM_HEAD_SCOPE
-from app.preflight.kernel_time import ROUTED_ROWS
+from app.preflight.inspect_mesh import RunOutline
+from app.preflight.memory import largest_micro_batch
 from app.records.sample import Prompt, Sample
 from app.rollout.batch_engine import BatchShape
+from app.runtime.scoring import set_compute_dtype
+from scripts.bench.kernel_time import ROUTED_ROWS
 
 BACKWARD_FACTOR = 3
 """FLOPs of a forward and a backward pass relative to the forward pass; nothing is counted twice for recomputation."""
@@ -49,6 +53,42 @@ def longest_samples(num_samples: int, *, prompt: int, completion: int) -> list[S
     tokens = np.zeros(completion, np.int32)
     sample = Sample(Prompt("longest", np.zeros(prompt, np.int32), "", None), 0, 0, tokens, "", tokens, "length", 0)
     return [sample] * num_samples
+
+
+def work_of_program(outline: RunOutline, phase: str, name: str) -> ProgramWork:
+    """Returns the work of a program of a step, with the longest samples."""
+    session, _, reward_model, shapes = outline
+    settings, mesh = session.settings, session.mesh
+    if phase in ("rollout", "evaluation"):
+        evaluates = phase == "evaluation"
+        shape = shapes.evaluation if evaluates else shapes.rollout
+        assert shape is not None
+        generator = session.evaluation_generator if evaluates else session.continuous_generator
+        generates_on = session.engine.mesh if generator is None else generator.engine.programs.mesh
+        if name == "recompute":
+            shape = shape._replace(num_prompts=1, prompt_length=shape.cache_length)
+        works = generation_work(session.model_spec.architecture, generates_on, settings.model.dtype, shape)
+        return works["decode" if name == "decode" else "prefill"]
+    if name == "optimizer":
+        return ProgramWork(0, {})
+    role: Any = {"critic": "critic", "update": "policy"}.get(phase, name)
+    if phase == "reward":
+        assert reward_model is not None
+        architecture, plan = reward_model.architecture, shapes.reward
+    else:
+        plans = {"critic": shapes.critic_update, "update": shapes.update}
+        architecture, plan = session.architecture_of(role), plans.get(phase) or shapes.scores[role]
+    assert plan is not None
+    # The reward model reads one more token.
+    completion = settings.rollout.max_new_tokens + (phase == "reward")
+    # One plan is made for all hosts' samples, any of which can be in the rows of this one.
+    num_samples = settings.rollout.prompts_per_step * settings.rollout.group_size * num_hosts(mesh)
+    samples = longest_samples(num_samples, prompt=shapes.longest_prompt, completion=completion)
+    return packed_pass_work(
+        *(architecture, mesh, set_compute_dtype(settings), samples, largest_micro_batch(plan)),
+        logits_chunk=settings.model.logits_chunk if role in ("policy", "reference") else None,
+        has_gradients=phase in ("critic", "update"),
+    )
 
 
 def packed_pass_work(

@@ -1,0 +1,128 @@
+"""The time of a step's programs on TPUs that are not there, as their compiler estimates it: for work on kernels.
+
+    python scripts/bench/tpu_time.py [--config FILE|PRESET] [--set NAME=VALUE ...] [--json] [--hlo DIR]
+
+Compiles the programs of `grpo inspect-mesh --compile`, for the slice of `mesh.pretend`. Nothing is run, and of the
+models only `config.json` is read; libtpu is needed (`pip install -e '.[tpu]'`, on any x86-64 Linux). With `--json`, the
+report of `grpo inspect-mesh --compile --json` whose programs have times, too. `--hlo` writes the texts of the programs.
+
+Times are for one call, **estimated by the compiler, never measured**:
+
+- of fusions by the compiler's own count of cycles; of kernels (Pallas) by their scheduled instructions times the turns
+  of their grid, or by the bytes that they copy if that takes longer; of other instructions by their bytes; and of
+  collectives by the bytes of a ring over the chip's links. Only the part of a collective that no work covers counts;
+- rows are the fullest that the settings allow. For decoding it is the time of one token of all rows, at full length;
+- MFU is the share of the chip's peak that the model's own FLOPs take: the matrices for each token and the visible pairs
+  of attention, without recomputation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from app.mesh.chips import TpuChip, find_chip
+from app.model.prefill_and_decode import DECODE_SCOPE
+from app.preflight.compiled_programs import CompiledProgram
+from app.preflight.inspect_mesh import RunOutline, build_mesh_inspection, open_run_outline, write_program
+from app.records.text_format import format_percent, format_table
+from scripts.bench.kernel_time import kernel_schedules, take_scheduled_bundles
+from scripts.bench.program_time import PARTS, program_time
+from scripts.bench.program_work import ProgramWork, work_of_program
+from settings import InputError, load
+from settings.checks.commands import check_for_inspect_mesh
+
+
+class TimedPrograms:
+    """The estimated times of a run's programs, as they are compiled one after the other."""
+
+    def __init__(self, outline: RunOutline, chip: TpuChip, hlo: Path | None = None) -> None:
+        self.outline, self.chip, self.hlo = outline, chip, hlo
+        self.times: list[dict[str, Any]] = []
+        """Of each program, the fields of its time."""
+        self._bundles: dict[str, int] = {}
+        take_scheduled_bundles(kernel_schedules())  # those of programs that this process compiled before
+
+    def add(self, program: CompiledProgram, text: str) -> None:
+        """Estimates the time of a program that has just been compiled."""
+        if self.hlo is not None:
+            write_program(self.hlo, program, text)
+        self._bundles |= take_scheduled_bundles(kernel_schedules())
+        work = work_of_program(self.outline, program.phase, program.name)
+        turn_of = DECODE_SCOPE if program.name == "decode" else None
+        self.times.append(time_fields(text, self.chip, work, bundles=self._bundles, turn_of=turn_of))
+
+
+def time_fields(
+    text: str, chip: TpuChip, work: ProgramWork, *, bundles: Mapping[str, int], turn_of: str | None
+) -> dict[str, Any]:
+    """Returns the time of one call of a program: `estimated_s` is the sum of the three before it, and of the parts."""
+    time = program_time(text, chip, bundles=bundles, turns=work.turns, turn_of=turn_of)
+    return {
+        "compute_s": time.compute_s,
+        "kernel_s": time.kernel_s,
+        "exposed_collective_s": time.exposed_collective_s,
+        "estimated_s": time.estimated_s,
+        "parts_s": {part: time.parts[part] for part in PARTS},
+        "model_flops": work.model_flops or None,
+        "mfu": work.model_flops / time.estimated_s / chip.flops or None,
+    }
+
+
+def time_report(config: str | None, changes: list[str], hlo: Path | None = None) -> dict[str, Any]:
+    """Returns the report of `grpo inspect-mesh --compile`, whose programs have their estimated times.
+
+    Raises:
+        InputError: the settings cannot be used, or are not for TPUs; or a program does not fit.
+    """
+    resolved = load(config, changes, os.environ)
+    check_for_inspect_mesh(resolved)
+    kernel_schedules()  # libtpu reads where they go when it is loaded
+    outline = open_run_outline(resolved, compiles=True)
+    device = outline.session.mesh.devices.flat[0]
+    chip = find_chip(device.device_kind)
+    if chip is None:
+        raise InputError(f"times are estimated for TPUs, not for {device.device_kind}; set mesh.pretend, such as v5e-8")
+    timed = TimedPrograms(outline, chip, hlo)
+    report = build_mesh_inspection(outline, compiles=True, on_program=timed.add)
+    programs = [{**asdict(one), **times} for one, times in zip(report.programs, timed.times, strict=True)]
+    return {**report.to_dict(), "programs": programs}
+
+
+def table(programs: list[dict[str, Any]]) -> str:
+    rows = [
+        (
+            f"{one['phase']}: {one['name']}",
+            *(f"{seconds * 1e3:.2f} ms" for seconds in (one["estimated_s"], *(one["parts_s"][part] for part in PARTS))),
+            "-" if one["mfu"] is None else format_percent(one["mfu"]),
+        )
+        for one in programs
+    ]
+    head = ("of one call, estimated by the compiler", "time", *PARTS, "MFU")
+    note = "A call of decode is one token of all rows. Collectives count where no other work covers them."
+    return f"{format_table(rows, header=head)}\n{note}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", metavar="FILE|PRESET")
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--hlo", type=Path, metavar="DIR", help="folder for the texts of the programs")
+    options = parser.parse_args()
+    try:
+        report = time_report(options.config, options.set, options.hlo)
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    print(json.dumps(report, indent=2) if options.json else table(report["programs"]))
+
+
+if __name__ == "__main__":
+    main()
