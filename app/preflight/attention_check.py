@@ -1,4 +1,4 @@
-"""Check of attention on the devices of a run: the kernel or the program that it would use, against dense attention."""
+"""Check of attention on a run's devices: packed rows as the run computes them, against single rows by plain XLA."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from app.model.attention.dense import ScoreMod, dot_product_attention
 from app.model.attention.packed import architecture_blocking, packed_attention
 from app.model.attention.pairs import Blocking
 from app.model.kv_cache import LayerCache
-from app.model.segment_layout import SegmentLayout, attention_mask
+from app.model.segment_layout import SegmentLayout, attention_mask, single_segment_layout
 from app.preflight.check_results import CheckRecorder
-from app.preflight.program_work import longest_samples
+from app.records.sample import Prompt, Sample
 from app.runtime.attention_rows import attention_rows
 from app.runtime.micro_batching import MaxLengths
 from app.runtime.model_spec import ModelSpec
@@ -39,6 +39,12 @@ TOLERANCES = {"float32": 1e-4, "bfloat16": 2e-2}
 """Differences that rounding explains, relative to the largest number of the array, by compute type."""
 NUM_TOKENS, PROMPT, COMPLETION, WINDOW = 700, 150, 120, 100
 """Tokens of a row, which are several blocks on every platform; of a prompt; of a completion; and of a window."""
+SAMPLE_PLACES = (
+    np.r_[:PROMPT, PROMPT : PROMPT + COMPLETION],
+    np.r_[:PROMPT, PROMPT + COMPLETION : PROMPT + 2 * COMPLETION],
+    np.r_[PROMPT + 2 * COMPLETION : 2 * PROMPT + 3 * COMPLETION],
+)
+"""The places of each sample's tokens in the row: two samples that share their prompt, and one with its own."""
 RESULTS = (
     *("the output", "the gradient of queries", "the gradient of keys", "the gradient of values"),
     *("the output of decoding", "the cache of keys", "the cache of values"),
@@ -74,7 +80,7 @@ def check_attention(recorder: CheckRecorder, session: Session, reward_model: Rew
         differences = np.concatenate([differences, np.max(decoding, axis=0)])
         tolerance, worst = TOLERANCES[dtype.name], int(differences.argmax())
         if differences[worst] <= tolerance:
-            found = f"equals dense attention within {differences[worst]:.1e} of the largest number"
+            found = f"equals dense attention of single rows within {differences[worst]:.1e} of the largest number"
             recorder.ok(
                 "attention", f"{name} {found} ({tolerance:g} is allowed in {dtype}): output, gradients, decoding"
             )
@@ -82,6 +88,13 @@ def check_attention(recorder: CheckRecorder, session: Session, reward_model: Rew
             found = f"{RESULTS[worst]} differs from that of dense attention by {differences[worst]:.1e} of its largest"
             advice = "set model.attention: xla" if has_kernel else "report this with the versions above"
             recorder.fail("attention", f"{name}: {found} number; {tolerance:g} is allowed in {dtype}", advice)
+
+
+def longest_samples(num_samples: int, *, prompt: int, completion: int) -> list[Sample]:
+    """Returns samples of these lengths in tokens, with tokens of no meaning."""
+    tokens = np.zeros(completion, np.int32)
+    sample = Sample(Prompt("longest", np.zeros(prompt, np.int32), "", None), 0, 0, tokens, "", tokens, "length", 0)
+    return [sample] * num_samples
 
 
 def _decode_blocks(
@@ -109,9 +122,9 @@ def attention_differences(
 ) -> Float64[np.ndarray, "4"]:
     """Returns the largest difference of each of the first four `RESULTS` from dense attention in float32.
 
-    Differences are relative to the largest number of each result. A random packed row has two samples that share their
-    prompt, one with a prompt of its own, and padding. Every device computes the same row. All hosts must call it
-    together.
+    Differences are relative to the largest number of each result. A random packed row has the samples of
+    `SAMPLE_PLACES` and padding; dense attention has each sample in a row of its own. Every device computes the same
+    row. All hosts must call it together.
     """
     a, score_mod = architecture, ScoreMod.of(architecture)
     row = MicroBatch((((0, 1), (2,)),), RowShape(NUM_TOKENS, 3 * COMPLETION))
@@ -128,8 +141,15 @@ def attention_differences(
     def packed(layout: SegmentLayout, query: Array, keys: Array, values: Array) -> Array:
         return packed_attention(query, keys, values, layout, window=window, score_mod=score_mod, blocking=blocking)
 
-    def dense(layout: SegmentLayout, query: Array, keys: Array, values: Array) -> Array:
-        return dot_product_attention(query, keys, values, attention_mask(layout, layout, 0, window), score_mod)
+    def alone(_: SegmentLayout, query: Array, keys: Array, values: Array) -> Array:
+        mixed = jnp.zeros_like(query)
+        for places in SAMPLE_PLACES:
+            single = single_segment_layout(jnp.ones((1, len(places)), bool))
+            mask = attention_mask(single, single, 0, window)
+            own = query[:, places], keys[:, :, places], values[:, :, places]
+            # The tokens of a shared prompt, which are equal in both samples, have a gradient in the last alone.
+            mixed = mixed.at[:, places].set(dot_product_attention(*own, mask, score_mod))
+        return mixed
 
     def results(attention: Callable[..., Array], layout: SegmentLayout, *arrays: Array) -> list[Array]:
         mixed, pull = jax.vjp(partial(attention, layout), *arrays[:3])
@@ -139,7 +159,7 @@ def attention_differences(
     with jax.set_mesh(mesh):
         ours = jax.jit(partial(results, packed), out_shardings=row_sharding(mesh))(*to_global(mesh, rows))
     with jax.default_matmul_precision("highest"):
-        exact = jax.jit(partial(results, dense))(layout, *(x.astype(np.float32) for x in arrays))
+        exact = jax.jit(partial(results, alone))(layout, *(x.astype(np.float32) for x in arrays))
     return _largest_differences([*map(to_local, ours)], exact)
 
 

@@ -17,7 +17,6 @@ from app.distributed.preemption import PreemptionHandler
 from app.distributed.shutdown import broadcast_failure, exit_barrier
 from app.mesh.program_cache import CompilationCounter
 from app.records.run_directory import Resume, lock_run_directory
-from app.runtime.packed_row_check import check_packing, random_samples
 from app.runtime.reward_model import RewardModel
 from app.tracking.console import ProgressDisplay
 from app.tracking.profiler import StepProfiler
@@ -112,9 +111,6 @@ def _train(setup: RunSetup, stack: ExitStack, clock: Callable[[], float], on_ste
     reward = RewardStage(compute_rewards, settings.run.steps, reward_model)
     score = ScoreStage(session, learners.score_batchers, reference)
     trainer = Trainer(session, source, reward, score, learners, setup.rewards)
-    if settings.uses_packing:
-        critic = state.critic and state.critic.params
-        check_packing(session, session.full_params(state.policy.params), random_samples(session), critic=critic)
     on_phase = setup.watchdog.enter_phase
     display = stack.enter_context(
         ProgressDisplay(num_steps=setup.steps[-1], first_step=progress.step, enabled=is_first, on_phase=on_phase)

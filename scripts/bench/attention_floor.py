@@ -29,10 +29,11 @@ from app.mesh.placement import row_sharding
 from app.model.attention.packed import packed_attention
 from app.model.io.families import architecture_from_config
 from app.model.segment_layout import SegmentLayout
+from app.preflight.attention_check import longest_samples
 from app.records.text_format import format_percent, format_table
 from scripts.bench.kernel_time import kernel_schedules, take_scheduled_bundles
 from scripts.bench.program_time import program_time
-from scripts.bench.program_work import longest_samples, packed_pass_work
+from scripts.bench.program_work import packed_pass_work
 
 MODEL = "Qwen2.5-1.5B"
 SAMPLES = 8

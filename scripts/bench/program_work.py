@@ -26,9 +26,10 @@ from app.model.flops import lm_head_flops, pair_flops, token_flops
 from app.model.kv_cache import abstract_cache, cache_shapes
 from app.model.segment_layout import SegmentLayout
 from app.model.token_logprobs import LM_HEAD_SCOPE
+from app.preflight.attention_check import longest_samples
 from app.preflight.inspect_mesh import RunOutline
 from app.preflight.memory import largest_micro_batch
-from app.records.sample import Prompt, Sample
+from app.records.sample import Sample
 from app.rollout.batch_engine import BatchShape
 from app.runtime.scoring import set_compute_dtype
 from scripts.bench.kernel_time import ROUTED_ROWS
@@ -46,13 +47,6 @@ class ProgramWork:
     turns: Mapping[str, int]
     """Turns of loops and grids whose number depends on the rows, by the name scope in compiled programs; of experts the
     rows, as `ROUTED_ROWS`, with the same number for each expert."""
-
-
-def longest_samples(num_samples: int, *, prompt: int, completion: int) -> list[Sample]:
-    """Returns samples of these lengths in tokens, with tokens of no meaning."""
-    tokens = np.zeros(completion, np.int32)
-    sample = Sample(Prompt("longest", np.zeros(prompt, np.int32), "", None), 0, 0, tokens, "", tokens, "length", 0)
-    return [sample] * num_samples
 
 
 def work_of_program(outline: RunOutline, phase: str, name: str) -> ProgramWork:

@@ -73,13 +73,6 @@ class Settings(BaseSettings):
         return (self.run.steps - warmup) * self.updates_per_step
 
     @property
-    def uses_packing(self) -> bool:
-        """Whether samples share packed rows, in an update or in the scoring of a role."""
-        updated = [self.algorithm, self.critic] if self.has_critic else [self.algorithm]
-        scored = [self.score.for_role(role) for role in self.scored_roles]
-        return any(one.max_tokens_per_device is not None for one in (*updated, *scored))
-
-    @property
     def scored_roles(self) -> tuple[ScoredRole, ...]:
         """Roles that are scored in a training step before its updates.
 

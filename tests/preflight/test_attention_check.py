@@ -118,7 +118,7 @@ def use_kernel(monkeypatch: pytest.MonkeyPatch, **kernels: Callable[..., Any]) -
 def test_without_a_kernel_the_check_says_so(session: Session) -> None:
     result = check(session)
     assert result.verdict == "ok"
-    assert result.found.startswith("attention on cpu without a kernel equals dense attention within ")
+    assert result.found.startswith("attention on cpu without a kernel equals dense attention of single rows within ")
     assert result.found.endswith("of the largest number (0.0001 is allowed in float32): output, gradients, decoding")
 
 
@@ -126,7 +126,7 @@ def test_the_kernel_that_a_run_would_use_is_compared(session: Session, monkeypat
     use_kernel(monkeypatch)
     result = check(session)
     assert result.verdict == "ok", result
-    assert result.found.startswith("the kernel for cpu equals dense attention within ")
+    assert result.found.startswith("the kernel for cpu equals dense attention of single rows within ")
 
 
 def test_a_kernel_with_wrong_gradients_fails_with_the_way_out(
