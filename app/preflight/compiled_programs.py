@@ -29,10 +29,12 @@ from app.preflight.memory import (
     MEMORY_ADVICE,
     MEMORY_LABELS,
     StepShapes,
+    format_memory_table,
     largest_micro_batch,
     memory_by_phase,
+    peak_phase,
 )
-from app.records.text_format import format_bytes, format_table
+from app.records.text_format import format_bytes, format_percent, format_table
 from app.runtime.reward_model import NetworkSpec
 from app.runtime.scoring import set_compute_dtype
 from app.runtime.session import Session
@@ -292,7 +294,31 @@ def _global_shapes(mesh: Mesh, batch: Any) -> Any:
     return jax.tree.map(shape_of, batch)
 
 
-def format_programs_table(programs: Sequence[CompiledProgram]) -> str:
+def format_step_memory(
+    memory: Mapping[str, MemoryBreakdown], programs: Sequence[CompiledProgram], *, available_bytes: int | None
+) -> str:
+    """Returns the table of a step's memory, whether it fits, and the table of its compiled programs, if any.
+
+    Args:
+        available_bytes: memory of a device; None if it is unknown.
+    """
+    phase = peak_phase(memory)
+    needed = sum(memory[phase].values())
+    peak = f"peak: {phase} needs {format_bytes(needed)} on each device"
+    lines = [format_memory_table(memory), ""]
+    if available_bytes is None:
+        lines.append(f"{peak}, whose memory is unknown")
+    else:
+        lines.append(f"{peak}, {format_percent(needed / available_bytes)} of its {format_bytes(available_bytes)}")
+        if needed > available_bytes:
+            advice = f"{MEMORY_ADVICE[phase]}, or " if phase in ("rollout", "evaluation") else ""
+            lines.append(f"this does not fit: {advice}split the weights over more devices with mesh.shape")
+    if programs:
+        lines += ["", _format_programs_table(programs)]
+    return "\n".join(lines)
+
+
+def _format_programs_table(programs: Sequence[CompiledProgram]) -> str:
     """Returns a table of each program's memory and, for TPUs, of what its collectives send."""
     head = ["on each device", "arguments", "outputs", "aliased", "temporaries", "compiled in"]
     has_collectives = programs[0].collective_bytes is not None

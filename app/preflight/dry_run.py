@@ -15,18 +15,16 @@ from app.mesh.device_memory import device_memory_bytes
 from app.mesh.device_mesh import num_hosts
 from app.mesh.devices import device_kind, simulated_slice
 from app.mesh.placement import num_local_row_shards
-from app.preflight.compiled_programs import CompiledProgram, format_programs_table, step_memory
+from app.preflight.compiled_programs import CompiledProgram, format_step_memory, step_memory
 from app.preflight.memory import (
-    MEMORY_ADVICE,
     StepShapes,
     compute_step_shapes,
-    format_memory_table,
     largest_micro_batch,
     peak_phase,
     state_bytes,
 )
 from app.records.run_directory import Resume
-from app.records.text_format import format_bytes, format_count, format_percent, format_table
+from app.records.text_format import format_bytes, format_count, format_table
 from app.runtime.session import Session
 from app.tracking.flops import make_step_flops
 from app.training.learner import LearnerGroup
@@ -119,9 +117,10 @@ class DryRunReport:
     def to_text(self) -> str:
         """Returns the report as readable text."""
         table = format_table([part for part in self._sizes() if part[1]], header=("", ""), num_left=2)
-        programs = ["", format_programs_table(self.programs)] if self.programs else []
-        memory = format_memory_table(self.memory)
-        return "\n".join([table.lstrip("\n"), "", memory, "", *self._memory_summary(), *programs])
+        memory = format_step_memory(self.memory, self.programs, available_bytes=self.available_bytes)
+        size = format_bytes(self.checkpoint_bytes)
+        saved = f"a checkpoint takes {size} on disk, and the same amount of the hosts' memory while it is written"
+        return "\n".join([table.lstrip("\n"), "", memory, saved])
 
     def _sizes(self) -> Iterator[tuple[str, str]]:
         """Yields the name and the text of each part of the run; the text is empty if the run has no such part."""
@@ -154,20 +153,6 @@ class DryRunReport:
         steps += f"{self.mini_batches_per_step} x epochs {self.epochs_per_step})"
         yield "update", f"{steps}, each {self.update.to_text()}"
         yield "critic", f"the same number of steps, each {self.critic_update.to_text()}" if self.critic_update else ""
-
-    def _memory_summary(self) -> Iterator[str]:
-        peak = f"peak {format_bytes(self.peak_bytes)} on each device"
-        if self.available_bytes is None:
-            yield f"{peak}, whose memory is unknown"
-        else:
-            share = self.peak_bytes / self.available_bytes
-            yield f"{peak}, {format_percent(share)} of its {format_bytes(self.available_bytes)}"
-            if share > 1:
-                phase = peak_phase(self.memory)
-                advice = f"{MEMORY_ADVICE[phase]}, or " if phase in ("rollout", "evaluation") else ""
-                yield f"this does not fit: {advice}split the weights over more devices with mesh.shape"
-        size = format_bytes(self.checkpoint_bytes)
-        yield f"a checkpoint takes {size} on disk, and the same amount of the hosts' memory while it is written"
 
 
 def _format_generation(sizes: Mapping[str, int]) -> str:

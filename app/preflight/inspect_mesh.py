@@ -21,18 +21,17 @@ from app.mesh.devices import device_kind
 from app.mesh.placement import bytes_per_device
 from app.model.decode_weights import transferred_bytes
 from app.model.decoder import flatten_by_path
-from app.preflight.compiled_programs import CompiledProgram, ProgramCallback, format_programs_table, step_memory
+from app.preflight.compiled_programs import CompiledProgram, ProgramCallback, format_step_memory, step_memory
 from app.preflight.config_only_spec import read_config_only_spec
 from app.preflight.memory import (
     StepShapes,
     compute_step_shapes,
-    format_memory_table,
     peak_phase,
 )
 from app.preflight.mesh_layout import MeshReport, mesh_report
 from app.records.atomic_write import write_atomic
 from app.records.sample import Prompt
-from app.records.text_format import format_bytes, format_percent, format_ranges, format_table
+from app.records.text_format import format_bytes, format_ranges, format_table
 from app.runtime.model_spec import CriticSpec
 from app.runtime.session import Session
 from app.training.learner import LearnerGroup
@@ -107,21 +106,14 @@ class MeshInspection:
                 for one in self.workers
             ]
             lines.append(format_table(rows, header=header, num_left=3))
-        peak = f"peak: {peak_phase(self.memory)} needs {format_bytes(self.peak_bytes)} on each device"
-        if (available := self.mesh.topology.memory_bytes) is None:
-            peak += ", whose memory is unknown"
-        else:
-            peak += f", {format_percent(self.peak_bytes / available)} of its memory"
-            peak += ", which does not fit" if self.peak_bytes > available else ""
         rows = [
             (one.network, one.moment, one.dtype, f"{one.place} memory", format_bytes(one.bytes_per_device))
             for one in self.moments
         ]
         moments = format_table(rows, header=("moments of", "", "type", "in", "for each device"), num_left=4)
-        lines += ["", moments, "", format_memory_table(self.memory), "", peak]
-        if self.programs:
-            lines += ["", format_programs_table(self.programs)]
-        return "\n".join(lines)
+        available = self.mesh.topology.memory_bytes
+        memory = format_step_memory(self.memory, self.programs, available_bytes=available)
+        return "\n".join([*lines, "", moments, "", memory])
 
 
 class RunOutline(NamedTuple):

@@ -23,10 +23,10 @@ from app.plugins.printable import one_line
 from app.prompts.reward_model_encoder import ConversationEncoder
 from app.records.sample import Prompt, Sample
 from app.reward.reward_outcome import RewardFailure, RewardOutcome
+from app.runtime.mesh_checks import check_experts
 from app.runtime.micro_batching import MaxLengths, make_score_batcher
 from app.runtime.model_spec import CriticSpec, ModelSpec, model_setting_in_errors
 from app.runtime.scoring import set_compute_dtype
-from app.runtime.tensor_parallel_checks import check_experts
 from app.score.reward_model_inputs import reward_model_inputs
 from app.score.scorer import ValueScorer
 from settings import Settings

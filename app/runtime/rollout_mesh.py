@@ -16,7 +16,7 @@ from app.model.decode_weights import abstract_decode_weights
 from app.model.decoder import DecoderDefinition
 from app.model.kv_cache import abstract_cache, cache_shapes
 from app.records.text_format import format_count
-from app.runtime.tensor_parallel_checks import nearest_divisors
+from app.runtime.mesh_checks import nearest_divisors
 from settings import Settings
 from settings.errors import InputError
 

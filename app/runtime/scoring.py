@@ -22,8 +22,8 @@ from app.model.io.hf_weights import critic_tensors, load_weights
 from app.model.lora import combine_params, init_adapters
 from app.model.quantization import check_qwix_installed
 from app.records.sample import Sample
+from app.runtime.mesh_checks import check_experts, check_tp_divides_heads
 from app.runtime.model_spec import CriticSpec, ModelSpec
-from app.runtime.tensor_parallel_checks import check_experts, check_tp_divides_heads
 from app.score.scorer import BatchRunner, PackedForward, Scorer, ValueScorer, append_dummy_token
 from settings import Settings
 from settings.schema.mesh import MeshSettings

@@ -34,7 +34,6 @@ from app.records.jsonl import check_output_path
 from app.records.sample import Sample
 from app.records.sample_json import TOKEN_IDS, LocatedSample
 from app.runtime.host_supervision import PhaseCallback, iterate_in_phase, join_hosts
-from app.runtime.mesh_checks import check_host_memory
 from app.runtime.micro_batching import MaxLengths, make_score_batcher, num_bootstrap_tokens
 from app.runtime.model_spec import CriticSpec, ModelSpec, read_critic_spec, read_model_spec
 from app.runtime.scoring import ScoringSession

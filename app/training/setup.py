@@ -26,16 +26,15 @@ from app.records.text_format import format_count
 from app.reward.reward_functions import RewardFunctions
 from app.runtime.advantages import with_saved_advantages
 from app.runtime.attention_rows import check_attention_rows
-from app.runtime.batch_checks import check_fixed_micro_batches
 from app.runtime.environments import try_episode
 from app.runtime.generators import check_async_workers
 from app.runtime.host_supervision import open_host_group
+from app.runtime.mesh_checks import check_experts, check_fixed_micro_batches, replicated_dim_notes
 from app.runtime.model_spec import adapter_notes
 from app.runtime.pinned_revisions import pin_revisions
 from app.runtime.reward_model import NetworkSpec
 from app.runtime.reward_trial import try_reward_functions
 from app.runtime.session import Session
-from app.runtime.tensor_parallel_checks import check_experts, replicated_dim_notes
 from app.training.inputs import TrainingInputs, read_training_inputs
 from app.training.learner import LearnerGroup, make_learner_group
 from app.training.network_memory import network_bytes
@@ -166,7 +165,7 @@ def configure_session(session: Session, reward_model: NetworkSpec | None) -> Lea
         InputError: its mesh cannot train under the settings.
     """
     settings = session.settings
-    check_fixed_micro_batches(settings, session)
+    check_fixed_micro_batches(settings, session.mesh)
     check_attention_rows(settings, session, reward_model)
     if reward_model is not None:
         check_experts(session.mesh, reward_model.architecture, path=reward_model.files.name)

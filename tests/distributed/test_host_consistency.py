@@ -13,7 +13,7 @@ from app.distributed.host_consistency import Fact, describe_difference
 from app.model.architecture import Architecture
 from app.records.run_directory import RunDirectory
 from app.records.versions import code_digest
-from app.runtime.tensor_parallel_checks import check_tp_divides_heads, replicated_dim_notes
+from app.runtime.mesh_checks import check_tp_divides_heads, replicated_dim_notes
 from settings.errors import InputError
 from tests.program import digest_of, settings
 from tests.tiny import EVEN, make_mesh

@@ -16,6 +16,7 @@ import pytest
 from app.mesh.program_cache import CompilationCounter
 from app.model.flops import forward_flops, lm_head_flops
 from app.model.io.families import architecture_from_config
+from app.model.quantization import QUANTIZE_BASE_SETTING
 from app.preflight.dry_run import DryRunReport, make_dry_run_report
 from app.records.sample import Prompt
 from app.training.learner import LearnerGroup
@@ -26,6 +27,8 @@ from tests.tiny import make_sample
 from tests.tiny_directory import CONFIG
 
 SHARDED = ("mesh.shape='2,2,2'", "algorithm.beta=0.1", "algorithm.epochs=2")
+ADAPTERS = ("model.lora.rank=2", "algorithm.beta=0.1")
+SLOW = pytest.mark.slow
 FIXED = (*SHARDED, "algorithm.rows_per_device=2", "score.rows_per_device=2")
 
 
@@ -66,30 +69,51 @@ def longest_first(prompts: list[Prompt]) -> list[Prompt]:
 
 
 @pytest.mark.parametrize(
-    "overrides", [SHARDED, pytest.param(("model.dtype=bfloat16",), marks=pytest.mark.slow)], ids=["sharded", "bfloat16"]
+    "overrides",
+    [
+        pytest.param(SHARDED, id="sharded"),
+        pytest.param((*ADAPTERS, "mesh.shape='2,4,1'"), id="adapters"),
+        pytest.param(("algorithm.name=ppo", "mesh.shape='2,2,2'"), id="critic"),
+        pytest.param(("model.dtype=bfloat16",), id="bfloat16", marks=SLOW),
+        pytest.param((*ADAPTERS, f"{QUANTIZE_BASE_SETTING}=int8", "model.dtype=bfloat16"), id="int8", marks=SLOW),
+        pytest.param((*ADAPTERS, f"{QUANTIZE_BASE_SETTING}=nf4", "mesh.shape='1,4,2'"), id="nf4", marks=SLOW),
+    ],
 )
-def test_the_bytes_equal_those_of_the_real_arrays(
-    config: Path, overrides: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    memory = foreseen(config, *overrides).memory
+def test_the_bytes_equal_those_of_the_real_arrays(config: Path, overrides: tuple[str, ...]) -> None:
+    report = foreseen(config, *overrides)
     launch, learning = launched(config, *overrides)
+    session, has_adapters = launch.session, overrides[: len(ADAPTERS)] == ADAPTERS
+    states = {"": learning.policy.initial_state(session.initial_trained_params())}
+    policy = session.full_params(states[""].params)
+    if learning.critic is not None and session.critic is not None:
+        states["critic"] = learning.critic.initial_state(session.critic.load_params(session.mesh))
+        assert report.memory["critic"]["gradients"] == held(states["critic"].params)
+    for phase in report.memory.values():
+        assert phase["weights"] == held(policy)
+        # Adapters leave the policy's own weights as its reference.
+        assert phase.get("reference", 0) in ((0,) if has_adapters else (0, held(policy)))
+        for name, state in states.items():
+            assert phase.get(name, held(state.params)) == held(state.params)
+            assert phase[f"{name}_optimizer".removeprefix("_")] == held(state) - held(state.params)
+    assert ("reference" in report.memory["update"]) == ("algorithm.beta=0.1" in overrides and not has_adapters)
+    assert report.memory["update"]["gradients"] == held(states[""].params)
+    assert report.memory["rollout"]["decode_weights"] == held(session.engine.to_decode_weights(policy))
+    assert report.checkpoint_bytes == sum(array.nbytes for array in jax.tree.leaves(states))
+    assert report.num_trained_parameters == sum(x.size for x in jax.tree.leaves(states[""].params))
+
+
+def test_the_bytes_of_caches_equal_those_of_the_real_arrays(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = foreseen(config, *SHARDED).memory
+    launch, _ = launched(config, *SHARDED)
     session = launch.session
-    params = session.load_params()
-    state = learning.policy.initial_state(params)
-    weights = session.engine.to_decode_weights(params)
+    weights = session.engine.to_decode_weights(session.load_params())
     caches, slots = [], []
     engine = session.engine
     monkeypatch.setattr(engine, "_prefill", record_cache_size(engine._prefill, caches, lambda result: result[1]))
     monkeypatch.setattr(engine, "_open", record_cache_size(engine._open, slots, lambda result: result[1].cache))
     session.sample(weights, longest_first(list(launch.inputs.prompts))[:4], policy_version=0)
-    for phase in memory.values():
-        assert phase["weights"] == held(params)
-        assert phase["optimizer"] == held(state) - held(params)
-        assert phase.get("reference", held(params)) == held(params)
-    assert memory["rollout"]["decode_weights"] == held(weights)
     assert [memory["rollout"]["prompt_cache"]] == caches
     assert [memory["rollout"]["kv_cache"]] == slots
-    assert ("reference" in memory["update"]) == (overrides == SHARDED)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +182,7 @@ def test_the_text_is_a_table_with_the_notes_of_a_launch(config: Path) -> None:
     assert lines[header].split()[-3:] == ["rollout", "evaluation", "update"]
     assert lines[header + 1].startswith("weights   ")
     assert any(line.startswith("total ") for line in lines)
-    assert any(line.startswith("peak ") and " of its " in line for line in lines)
+    assert any(line.startswith("peak: ") and " of its " in line for line in lines)
     assert "does not fit" not in result.stdout
 
 
@@ -176,7 +200,8 @@ def test_memory_that_does_not_fit_or_is_unknown_is_reported(config: Path) -> Non
     text = replace(report, available_bytes=report.peak_bytes // 2).to_text()
     assert "200.0 % of its" in text and "this does not fit: lower rollout.prompts_per_step" in text
     # No smaller batch makes weights, moments and gradients smaller.
-    text = replace(report, memory={"update": report.memory["update"]}, available_bytes=report.peak_bytes // 2).to_text()
+    update = report.memory["update"]
+    text = replace(report, memory={"update": update}, available_bytes=sum(update.values()) // 2).to_text()
     assert "this does not fit: split the weights over more devices" in text
     text = replace(report, available_bytes=None).to_text()
     assert "on each device, whose memory is unknown" in text and "does not fit" not in text

@@ -25,7 +25,6 @@ from app.training.initial_state import load_reference_params
 from app.training.learner import LearnerGroup
 from app.training.setup import RunSetup, prepare_run
 from settings import InputError, load
-from tests.preflight.test_dry_run import foreseen, held
 from tests.program import (
     assert_same_run,
     digest_of,
@@ -231,28 +230,6 @@ def test_beside_adapters_a_critic_learns_with_all_its_weights(config: Path) -> N
     assert [line["perf/compilations"] for line in lines[1:]] == [0, 0]
     # The second and third step draw from adapters that have moved.
     assert all(0 < line["rollout/sampler_scorer_logprob_diff_max"] <= 1e-4 for line in lines)
-
-
-def test_the_table_of_memory_has_adapters_where_all_weights_were(config: Path) -> None:
-    mesh = ("mesh.shape=2,4,1",)
-    report, full = (foreseen(config, "algorithm.beta=0.05", *mesh, *chosen) for chosen in (LORA, ()))
-    launch, learning = launched(config, *LORA, "algorithm.beta=0.05", *mesh)
-    session = launch.session
-    state = learning.policy.initial_state(session.initial_trained_params())
-    for phase in report.memory.values():
-        assert phase["weights"] == held(session.full_params(state.params))
-        assert phase["optimizer"] == held(state) - held(state.params)
-        assert "reference" not in phase
-    assert report.memory["update"]["gradients"] == held(state.params)
-    assert full.memory["score"]["reference"] == held(session.frozen_params)
-    assert report.num_trained_parameters == NUM_WEIGHTS and full.num_trained_parameters == full.num_parameters
-    assert report.num_parameters == full.num_parameters + NUM_WEIGHTS
-    assert report.checkpoint_bytes == sum(array.nbytes for array in jax.tree.leaves(state))
-    assert report.checkpoint_bytes < full.checkpoint_bytes / 8
-    assert report.memory["rollout"]["decode_weights"] == held(
-        session.engine.to_decode_weights(session.full_params(state.params))
-    )
-    assert "model.lora: 1,856 weights are trained" in report.to_text()
 
 
 def test_work_is_counted_for_what_learns_and_for_what_only_passes_gradients_on(config: Path) -> None:

@@ -209,24 +209,6 @@ def test_the_critic_warm_up_must_end(config: Path) -> None:
     assert "critic.warmup_steps" in result.stderr and "at most 3" in result.stderr
 
 
-@pytest.mark.slow
-def test_dry_run_counts_the_critic(config: Path) -> None:
-    foreseen = here("train", "--config", config, "--dry-run", "--json")
-    assert foreseen.exit_code == 0, foreseen.stderr
-    report = json.loads(foreseen.stdout)
-    memory = report["memory"]
-    # Its head is one number for each of 32 dims, in place of 24 x 32.
-    smaller = memory["update"]["weights"] - memory["update"]["critic"]
-    assert smaller * report["num_devices"] == 4 * (24 * 32 - 32)
-    assert memory["update"]["critic_optimizer"] > 2 * memory["update"]["critic"]
-    assert memory["critic"]["gradients"] == memory["critic"]["critic"]
-    assert report["optimizer_steps"] == 2 * 4
-    grpo = settings("algorithm.name=grpo", "rollout.group_size=2", "algorithm.kl_target=null")
-    without = here("train", "--config", config, "--dry-run", "--json", *grpo)
-    assert without.exit_code == 0, without.stderr
-    assert "critic" not in json.loads(without.stdout)["memory"]["update"]
-
-
 def test_score_adds_values_and_one_more_where_a_sample_was_cut(sampled: Path, tmp_path: Path, tiny_model: Path) -> None:
     out = tmp_path / "values.jsonl"
     arguments = ["--input", sampled, "--out", out, "--role", "critic", *settings(f"model.path={tiny_model}")]
