@@ -10,6 +10,7 @@ Source: Dao et al. 2022, FlashAttention, algorithm 1; over blocks of a cache: Kw
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -71,15 +72,7 @@ def attend(
     scalars = [rows, blocks, positions, positions // tile_size]
     if tables is not None:
         scalars[3:] = [positions % block_size // tile_size, positions // block_size, tables.reshape(-1)]
-
-    def block_at(turn: Array, rows: Any, blocks: Any, positions: Any, tiles: Any, *paged: Any) -> tuple[Any, ...]:
-        row, block = rows[turn], blocks[turn]
-        return (paged[1][row * width + block], 0, 0, 0) if paged else (row, 0, block, 0)
-
-    def tile_at(turn: Array, rows: Any, blocks: Any, positions: Any, tiles: Any, *paged: Any) -> tuple[Any, ...]:
-        row = rows[turn]
-        return (paged[1][row * width + paged[0][row]] if paged else row, 0, tiles[row], 0)
-
+    block_at, tile_at = _index_maps(width)
     by_head = query.reshape(num_rows, num_kv_heads, query.shape[2] // num_kv_heads, head_dim)
     of_row = lambda *sizes: pl.BlockSpec((None, num_kv_heads, *sizes), lambda p, rows, *_: (rows[p], 0, 0, 0))  # noqa: E731
     by_row, of_token = of_row(*by_head.shape[2:]), of_row(1, head_dim)
@@ -113,6 +106,23 @@ def attend(
         interpret=interpret,
     )(*scalars, by_head, *jax.tree.leaves(new), *arrays)
     return jnp.where(active[:, None, None, None], mixed.reshape(query.shape), 0), LayerCache(*extended)
+
+
+def _index_maps(blocks_per_row: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Returns where in the cache a turn finds its block, and where it writes the tile of the new token.
+
+    Both read the kernel's scalars; the last two, the new token's block and the tables, are there for pools alone.
+    """
+
+    def block_at(turn: Array, rows: Any, blocks: Any, positions: Any, tiles: Any, *paged: Any) -> tuple[Any, ...]:
+        row, block = rows[turn], blocks[turn]
+        return (paged[1][row * blocks_per_row + block], 0, 0, 0) if paged else (row, 0, block, 0)
+
+    def tile_at(turn: Array, rows: Any, blocks: Any, positions: Any, tiles: Any, *paged: Any) -> tuple[Any, ...]:
+        row = rows[turn]
+        return (paged[1][row * blocks_per_row + paged[0][row]] if paged else row, 0, tiles[row], 0)
+
+    return block_at, tile_at
 
 
 def _live_blocks(
