@@ -14,7 +14,8 @@ MAX_FUNCTION_LINES = 80
 MAX_FILES_IN_FOLDER = 26
 
 TOO_LONG_FILES = {"app.rollout.slots.slot_engine"}
-TOO_LONG_FUNCTIONS = {"app.model.kernels.tpu_decode.attend", "app.rollout.slots.segment_decoding.decode_segment"}
+TOO_LONG_FUNCTIONS = {"app.rollout.slots.segment_decoding.decode_segment"}
+CLASSES_OF_TWO_MEANINGS = {"Episode"}
 
 
 def imported_modules(sources: Mapping[str, str]) -> dict[str, set[str]]:
@@ -72,12 +73,12 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 
 def test_no_file_is_too_long() -> None:
     lengths = {module: len(source.splitlines()) for module, source in SOURCES.items()}
-    assert {module for module, lines in lengths.items() if lines > MAX_FILE_LINES} == TOO_LONG_FILES
+    assert {module for module, lines in lengths.items() if lines > MAX_FILE_LINES} <= TOO_LONG_FILES
 
 
 def test_no_function_is_too_long() -> None:
     found = [long_functions(module, source) for module, source in SOURCES.items()]
-    assert {name for names in found for name in names} == TOO_LONG_FUNCTIONS
+    assert {name for names in found for name in names} <= TOO_LONG_FUNCTIONS
 
 
 @pytest.mark.parametrize("package", ["app", "settings"])
@@ -85,6 +86,15 @@ def test_no_folder_has_too_many_files(package: str) -> None:
     folders = {path.parent for path in (REPOSITORY / package).rglob("*.py")}
     crowded = {folder: len(list(folder.glob("*.py"))) for folder in folders}
     assert {folder: files for folder, files in crowded.items() if files > MAX_FILES_IN_FOLDER} == {}
+
+
+def test_a_class_name_has_one_meaning() -> None:
+    places: dict[str, list[str]] = {}
+    for module, source in SOURCES.items():
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(module)
+    assert {name for name, modules in places.items() if len(modules) > 1} <= CLASSES_OF_TWO_MEANINGS
 
 
 def test_the_checker_sees_a_circle_through_a_function_and_a_type() -> None:

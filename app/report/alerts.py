@@ -74,11 +74,11 @@ class AlertRule:
     """A title and the condition of its alert."""
 
     title: str
-    check: Callable[[Steps], str | None]
+    check: Callable[[StepRecords], str | None]
     """Returns the text of an alert about the last of these steps, or None."""
 
 
-class Steps(list[MetricsRecord]):
+class StepRecords(list[MetricsRecord]):
     """The lines of the training steps so far."""
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ class AlertMonitor:
 
     def __init__(self, history: History = ()):
         """Starts from the steps of `history`, whose alerts are not raised again."""
-        self._steps = Steps()
+        self._steps = StepRecords()
         self._absent_steps = dict.fromkeys(RULES, REARM_STEPS)
         self.alerts = [alert for record in history for alert in self.observe(record)]
         """Alerts raised by `history`."""
@@ -272,7 +272,7 @@ def _reward_collapse(steps: Sequence[MetricsRecord]) -> str | None:
     )
 
 
-def _over_optimization(steps: Steps) -> str | None:
+def _over_optimization(steps: StepRecords) -> str | None:
     if len(steps.evaluations) < 3:
         return None
     accuracies = [record["eval/accuracy"] for _, record in steps.evaluations]
