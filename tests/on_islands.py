@@ -33,7 +33,7 @@ TINY = (
     *("rollout.prompts_per_step=2", "rollout.group_size=2", "rollout.max_new_tokens=24", "rollout.segment.min=4"),
     *("model.dtype=float32", "rollout.segment.max=8"),
 )
-WORKER = ("rollout.workers.fast.slots=4", "rollout.workers.fast.devices=[1]", "rollout.workers.heavy.count=0")
+WORKER = ("rollout.workers.fast.slots=16", "rollout.workers.heavy.count=0")
 WAYS = {
     "global": ("rollout.placement=global",),
     "island": (),

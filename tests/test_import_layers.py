@@ -44,6 +44,7 @@ SETTINGS_BELOW_RUNTIME = {
     "app.rollout": {
         # The numbers of the policies and of the length of segments; literals; a Ray actor makes a mesh of its own.
         *("schema.rollout.PdsrSettings", "schema.rollout.SegmentSettings", "schema.rollout.KVCacheType"),
+        "schema.rollout.PDSR_WINDOW_MIN",
         *("schema.lora.Quantization", "schema.mesh.MeshSettings"),
     },
     # Source, split and columns of the data sets.
@@ -51,8 +52,8 @@ SETTINGS_BELOW_RUNTIME = {
     # Two literals.
     "app.model": {"schema.model.AttentionImplementation", "schema.lora.Quantization"},
     "app.mesh": {
-        # Shape, platform and hosts; devices of the workers of a kind; suggestions for the misspelled name of a slice.
-        *("schema.mesh.MeshSettings", "schema.rollout.WorkerPoolSettings"),
+        # Shape, platform and hosts; suggestions for the misspelled name of a slice.
+        "schema.mesh.MeshSettings",
         *("loading.fields.did_you_mean", "loading.fields.nearest_names"),
     },
     "app.reward": {

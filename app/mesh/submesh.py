@@ -6,7 +6,6 @@ submeshes of disjoint parts of it.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,51 +16,29 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from app.mesh.axis_rules import AXES
 from app.mesh.device_mesh import num_hosts
 from app.mesh.devices import devices_of_submesh, host_index, local_devices
-from app.records.text_format import format_count, format_ranges
+from app.records.text_format import format_count
 from settings.errors import InputError
-from settings.schema.rollout import WorkerPoolSettings
 
 
-def assign_worker_devices(pools: dict[str, WorkerPoolSettings], devices: Sequence[int]) -> list[tuple[int, ...]]:
-    """Returns the devices of each worker by their number on this host, pool after pool.
+def assign_worker_devices(num_workers: int, devices: Sequence[int]) -> list[tuple[int, ...]]:
+    """Returns the devices of each worker: the same number for each, of which the remaining devices stay idle.
 
-    The devices that a pool names are split evenly among its workers, and all other devices among the workers of pools
-    that name none. On a single device, all workers take turns.
+    On a single device, all workers take turns.
 
     Args:
-        pools: worker pools by dotted setting; no device may be named twice.
         devices: numbers of this host's devices that generate.
 
     Raises:
-        InputError: a named device is not one of these, or there are fewer devices than workers.
+        InputError: there are fewer devices than workers.
     """
-    named = [device for pool in pools.values() for device in pool.devices or ()]
-    for name, pool in pools.items():
-        if beyond := [device for device in pool.devices or () if device not in devices]:
-            raise InputError(
-                f"{name}.devices: got {beyond[0]}, but the devices of this host that generate are "
-                f"{format_ranges(devices)}; set it to null to split them evenly"
-            )
     if len(devices) == 1:
-        return [tuple(devices)] * sum(pool.count for pool in pools.values())
-    free = [device for device in devices if device not in named]
-    num_unassigned = sum(pool.count for pool in pools.values() if pool.devices is None)
-    shared = iter(_split_evenly(free, num_unassigned))
-    islands: list[tuple[int, ...]] = []
-    for name, pool in pools.items():
-        own, num_workers = (free, num_unassigned) if pool.devices is None else (pool.devices, pool.count)
-        if pool.count and num_workers > len(own):
-            raise InputError(
-                f"{name}.count: {num_workers} workers need a device each, but there are only {len(own)}; lower it"
-            )
-        shares = shared if pool.devices is None else iter(_split_evenly(own, num_workers))
-        islands += itertools.islice(shares, pool.count)
-    return islands
-
-
-def _split_evenly(devices: Sequence[int], num_workers: int) -> list[tuple[int, ...]]:
-    """Returns the same number of devices for each worker; the remaining devices stay idle."""
-    each = len(devices) // max(num_workers, 1)
+        return [tuple(devices)] * num_workers
+    if num_workers > len(devices):
+        raise InputError(
+            f"rollout.workers.fast.count, rollout.workers.heavy.count: {num_workers} workers need a device each, but "
+            f"there are only {len(devices)} that generate on this host; lower them"
+        )
+    each = len(devices) // num_workers
     return [tuple(devices[i * each : (i + 1) * each]) for i in range(num_workers)]
 
 

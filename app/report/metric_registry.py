@@ -315,7 +315,7 @@ METRICS = (
         "steady", "nothing: this is only the basis of `perf/mfu`"),
     Metric("perf/rollout/segments",
         "decode segments (without a host round trip) per host; one per rollout in one batch",
-        "a few per sample in a slot", "raise `rollout.segment.min`, or `rollout.segment.overhead_steps`"),
+        "a few per sample in a slot", "raise `rollout.segment.min`"),
     Metric("perf/rollout/prefill_tokens_saved",
         "prompt tokens not prefilled because samples of the same prompt share them, minus tokens prefilled "
         "again after a suspension or a preemption; each device prefills the prompts of its own samples",

@@ -99,21 +99,31 @@ def open_workers(
     if rollout.scheduler is None or not rollout.has_workers:
         return None
     if rollout.pool == "ray":
-        return open_ray_workers(settings, definition, tokenizer, mesh, dtype=dtype)
+        workers = open_ray_workers(settings, definition, tokenizer, mesh, dtype=dtype)
+    else:
+        workers = _open_local_workers(settings, definition, tokenizer, mesh, devices=devices, dtype=dtype)
+    # Workers that share a device take turns on it.
+    in_order = rollout.mode == "exact" or any(worker.device is not None for worker in workers)
+    schedule = ScheduleConfig(rollout.scheduler, rollout.pdsr, rollout.segment, in_order)
+    return RolloutWorkerPool(workers, schedule, decode_text=tokenizer.decode)
+
+
+def _open_local_workers(
+    settings: Settings,
+    definition: DecoderDefinition,
+    tokenizer: Tokenizer,
+    mesh: Mesh,
+    *,
+    devices: Sequence[int],
+    dtype: jnp.dtype,
+) -> list[RolloutWorker]:
+    rollout = settings.rollout
     pools: dict[WorkerKind, WorkerPoolSettings] = {"fast": rollout.workers.fast, "heavy": rollout.workers.heavy}
     host = f"host{jax.process_index()}/" if jax.process_count() > 1 else ""
     names: list[tuple[WorkerKind, str]] = [
         (kind, f"{host}{kind}-{i}") for kind, pool in pools.items() for i in range(pool.count)
     ]
-    dotted = {f"rollout.workers.{kind}": pool for kind, pool in pools.items()}
-    device_groups = assign_worker_devices(dotted, devices)
-    sizes = {len(devices) for devices in device_groups}
-    if rollout.mode == "exact" and len(sizes) > 1:
-        raise InputError(
-            "rollout.mode: exact needs the same number of devices for every worker, got "
-            f"{' and '.join(map(str, sorted(sizes)))}; set rollout.workers.fast.devices and "
-            "rollout.workers.heavy.devices, or rollout.mode: fast"
-        )
+    device_groups = assign_worker_devices(len(names), devices)
     are_shared = len(device_groups) > 1 and len(devices) == 1
     compiled: dict[SlotShapes, SlotPrograms] = {}
     workers = []
@@ -126,11 +136,8 @@ def open_workers(
             dtype=dtype,
             compiled=compiled if are_shared else {},
         )
-        cache_timeout_s = rollout.workers.lease_s and rollout.workers.lease_s / 2
-        workers.append(RolloutWorker(name, kind, engine, "0" if are_shared else None, cache_timeout_s))
-    single_thread = rollout.workers.deterministic or len(workers) == 1 or are_shared
-    schedule = ScheduleConfig(rollout.scheduler, rollout.pdsr, rollout.segment, single_thread, rollout.workers.lease_s)
-    return RolloutWorkerPool(workers, schedule, decode_text=tokenizer.decode)
+        workers.append(RolloutWorker(name, kind, engine, "0" if are_shared else None))
+    return workers
 
 
 def check_async_workers(workers: RolloutWorkerPool) -> None:
@@ -146,7 +153,7 @@ def check_async_workers(workers: RolloutWorkerPool) -> None:
                 f"rollout.max_staleness: the worker {worker.name} has {worker.num_devices} devices, which wait for "
                 "each other, as in training; programs dispatched to the same devices in different orders would wait "
                 "forever. Set rollout.devices: 0.5, which gives workers devices of their own, or give each worker one "
-                f"device (rollout.workers.{worker.kind}.devices and count), or set rollout.max_staleness: 0"
+                "device (rollout.workers.fast.count and heavy.count), or set rollout.max_staleness: 0"
             )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -13,19 +12,16 @@ from app.model.decoder import DecoderDefinition
 from app.prompts.tokenizer import Tokenizer
 from app.rollout.scheduling.protocol import WorkerKind
 from app.rollout.slots.slot_engine import SlotEngine
-from app.rollout.workers.worker_pool import ScheduleConfig
+from app.rollout.workers.worker import RolloutWorker
 from app.runtime.slot_shapes import slot_shapes_from_settings
 from settings import Settings
 from settings.errors import InputError
-from settings.schema.rollout import RayActorSettings, WorkerPoolSettings
-
-if TYPE_CHECKING:
-    from app.rollout.ray_cluster.ray_pool import RayWorkerPool
+from settings.schema.rollout import WorkerPoolSettings
 
 
 def open_ray_workers(
     settings: Settings, definition: DecoderDefinition, tokenizer: Tokenizer, mesh: Mesh, *, dtype: jnp.dtype
-) -> RayWorkerPool:
+) -> list[RolloutWorker]:
     """Returns workers in Ray actors, which start when they are first needed.
 
     Raises:
@@ -33,9 +29,8 @@ def open_ray_workers(
     """
     if importlib.util.find_spec("ray") is None:
         raise InputError("rollout.pool: Ray is not installed; run pip install -e '.[ray]', or set it to local")
-    from app.rollout.ray_cluster.ray_actor import ActorSpec
-    from app.rollout.ray_cluster.ray_pool import RayWorkerPool
-    from app.rollout.ray_cluster.ray_worker_client import RayWorker, WeightBroadcast
+    from app.rollout.workers.ray_actor import ActorSpec
+    from app.rollout.workers.ray_worker import RayCluster, RayWorker
 
     if jax.process_count() > 1:
         raise InputError(
@@ -43,13 +38,15 @@ def open_ray_workers(
             "so that every host has workers on its own devices, or train on one host next to the cluster"
         )
     rollout, platform = settings.rollout, str(mesh.devices.flat[0].platform)
-    assert rollout.scheduler is not None and rollout.workers.lease_s is not None
-    pools: dict[WorkerKind, tuple[WorkerPoolSettings, RayActorSettings]] = {
-        "fast": (rollout.workers.fast, rollout.ray.fast),
-        "heavy": (rollout.workers.heavy, rollout.ray.heavy),
+    pools: dict[WorkerKind, tuple[WorkerPoolSettings, dict[str, float]]] = {
+        "fast": (rollout.workers.fast, rollout.ray.fast_resources),
+        "heavy": (rollout.workers.heavy, rollout.ray.heavy_resources),
     }
-    broadcast, workers = WeightBroadcast(), []
-    for kind, (pool, actor) in pools.items():
+    cluster = RayCluster(
+        rollout.ray.address, [resources for pool, resources in pools.values() for _ in range(pool.count)]
+    )
+    workers: list[RolloutWorker] = []
+    for kind, (pool, resources) in pools.items():
         setting, longest = f"rollout.workers.{kind}.slots", settings.data.max_prompt_length
         spec = ActorSpec(
             architecture=definition.architecture,
@@ -74,25 +71,10 @@ def open_ray_workers(
             decode_text=tokenizer.decode if rollout.stop else None,
         )
         engine = SlotEngine(definition, mesh, spec.shapes, eos_ids=spec.eos_ids, dtype=dtype, exact=spec.exact)
-        options: dict[str, Any] = {"num_cpus": actor.num_cpus, "num_gpus": actor.num_gpus, "resources": actor.resources}
-        if actor.memory_gb is not None:
-            options["memory"] = int(actor.memory_gb * 2**30)
         workers += [
             RayWorker(
-                name=f"{kind}-{number}",
-                kind=kind,
-                engine=engine,
-                cache_timeout_s=rollout.workers.lease_s / 2,
-                spec=spec,
-                actor_options=options,
-                broadcast=broadcast,
-                lease_s=rollout.workers.lease_s,
-                start_timeout_s=rollout.ray.start_timeout_s,
+                name=f"{kind}-{number}", kind=kind, engine=engine, spec=spec, cluster=cluster, resources=resources
             )
             for number in range(pool.count)
         ]
-    single_thread = rollout.workers.deterministic or len(workers) == 1
-    # Each worker enforces its own lease by killing its actor, which ends every wait for it.
-    schedule = ScheduleConfig(rollout.scheduler, rollout.pdsr, rollout.segment, single_thread, lease_s=None)
-    address, timeout_s = rollout.ray.address, rollout.ray.start_timeout_s
-    return RayWorkerPool(workers, schedule, decode_text=tokenizer.decode, address=address, start_timeout_s=timeout_s)
+    return workers

@@ -158,14 +158,14 @@ def _schedule_metrics(session: Session, timeline: Path | None) -> dict[str, Any]
         title = f"{session.settings.model.path}: {len(slots)} workers, {sum(slots)} slots"
         row = (policy, f"{metrics.makespan_s:.4g}", *metric_cells(metrics))
         write_timeline(timeline, [panel], title=title, table=[("policy", "makespan s", *METRIC_HEADINGS), row])
-    local = (metrics.makespan_s, metrics.bubble, metrics.tail_fraction, metrics.suspensions, metrics.wasted_tokens)
-    makespans, bubbles, tails, suspensions, wasted = gather_over_hosts(np.asarray(local, np.float64)).T
+    local = (metrics.makespan_s, metrics.bubble, metrics.tail_fraction, metrics.suspensions, metrics.repacked_tokens)
+    makespans, bubbles, tails, suspensions, recomputed = gather_over_hosts(np.asarray(local, np.float64)).T
     bubble, tail = (format_percent(np.average(shares, weights=makespans)) for shares in (bubbles, tails))
     return {
         "scheduler": policy,
         "makespan": f"{makespans.max():.3g} s, bubble {bubble}, tail {tail}",
         "suspended": int(suspensions.sum()),
-        "wasted tokens": int(wasted.sum()),
+        "recomputed tokens": int(recomputed.sum()),
         **({} if timeline is None else {"timeline": str(timeline)}),
     }
 

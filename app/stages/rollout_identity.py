@@ -15,8 +15,8 @@ from app.runtime.model_spec import ModelSpec
 from settings import Settings
 
 FREE = (
-    *("rollout.kv_blocks", "rollout.workers.lease_s", "rollout.workers.deterministic", "rollout.ray.address"),
-    *("rollout.ray.start_timeout_s", "rollout.devices", "rollout.max_staleness", "rollout.max_length_total"),
+    *("rollout.kv_blocks", "rollout.ray.address", "rollout.devices", "rollout.max_staleness"),
+    "rollout.max_length_total",
 )
 """Settings that affect no sample of a rollout in exact mode, and at most its rounding in fast mode."""
 FREE_IN_FAST_MODE = (

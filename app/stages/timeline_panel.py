@@ -13,7 +13,17 @@ ROLE_ACTIVITIES: dict[SampleRole | None, Activity] = {
     **{"probe": "probe", "fast": "fast", "heavy": "heavy"},
     **{"any": "fast", None: "suspended"},
 }
-METRIC_HEADINGS = ("bubble", "tail", "recall", "trips", "stolen", "suspended", "truncated", "wasted tokens", "segments")
+METRIC_HEADINGS = (
+    "bubble",
+    "tail",
+    "recall",
+    "trips",
+    "stolen",
+    "suspended",
+    "truncated",
+    "recomputed tokens",
+    "segments",
+)
 
 
 def metric_cells(metrics: ScheduleMetrics) -> tuple[str, ...]:
@@ -23,7 +33,7 @@ def metric_cells(metrics: ScheduleMetrics) -> tuple[str, ...]:
         format_percent(metrics.tail_fraction),
         "" if metrics.probe_recall is None else f"{metrics.probe_recall:.2f}",
         *map(str, (metrics.breaker_trips, metrics.stolen, metrics.suspensions, metrics.truncated)),
-        f"{metrics.wasted_tokens:,}",
+        f"{metrics.repacked_tokens:,}",
         str(metrics.segments),
     )
 

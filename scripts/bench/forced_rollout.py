@@ -199,7 +199,7 @@ class ForcedRollout:
             RolloutWorker(f"{kind}-{i}", kind, engine, device="0")
             for i, (kind, engine) in enumerate(zip(kinds, self.engines, strict=True))
         ]
-        schedule = ScheduleConfig(policy, self.pdsr, rule or self.rule, single_thread=True)
+        schedule = ScheduleConfig(policy, self.pdsr, rule or self.rule, in_order=True)
         return RolloutWorkerPool(workers[:num_workers], schedule, decode_text=lambda _: "")
 
     def specs(self, num_workers: int | None = None) -> list[SimulatedWorkerSpec]:

@@ -170,7 +170,6 @@ def main() -> None:
     parser.add_argument("--group", type=positive, default=8, help="samples of a prompt")
     parser.add_argument("--tokens", type=positive, default=64, help="mean length of a sample")
     parser.add_argument("--sigma", type=float, default=0.8)
-    parser.add_argument("--overhead-steps", type=float, default=0.5, help="as `rollout.segment.overhead_steps`")
     parser.add_argument("--repeats", type=positive, default=1)
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
@@ -185,7 +184,7 @@ def main() -> None:
         lengths=[[options.tokens] * len(drawn), drawn],
         longest=LONGEST_OVER_MEAN * options.tokens,
         slots=[options.rows // 2] * 2,
-        rule=SegmentSettings(min=1, overhead_steps=options.overhead_steps),
+        rule=SegmentSettings(min=1),
         dtype=options.dtype,
     )
     peer = Peer(options.model, options.rows, options.dtype)

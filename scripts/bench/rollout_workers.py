@@ -43,7 +43,7 @@ DEFAULT_LONGEST = 4096
 
 def pdsr_rules(longest: int) -> PdsrSettings:
     rules = PdsrSettings()
-    names = ("probe_limit_tokens", "fast_limit_tokens", "steal_limit_tokens")
+    names = ("probe_limit_tokens", "fast_limit_tokens")
     return rules.model_copy(update={name: max(1, getattr(rules, name) * longest // DEFAULT_LONGEST) for name in names})
 
 
@@ -64,7 +64,7 @@ def open_workers(options: argparse.Namespace) -> ForcedRollout:
         lengths=[[one.length for one in trace] for trace in traces],
         longest=options.longest,
         slots=options.slots,
-        rule=SegmentSettings(min=1, overhead_steps=options.overhead_steps),
+        rule=SegmentSettings(min=1),
     )
     rollout.fast_length = PROMPT_LENGTHS[1] + options.longest // 2
     rollout.pdsr = pdsr_rules(options.longest)
@@ -125,7 +125,6 @@ def main() -> None:
     parser.add_argument("--slots", type=several, nargs=2, default=[12, 4], help="of the fast and the heavy worker")
     parser.add_argument("--mean-length", type=positive, default=88)
     parser.add_argument("--longest", type=positive, default=512)
-    parser.add_argument("--overhead-steps", type=float, default=1.5, help="as `rollout.segment.overhead_steps`")
     parser.add_argument("--repeats", type=positive, default=3, help="rollouts of each schedule in a process")
     parser.add_argument("--processes", type=positive, default=3)
     parser.add_argument("--one-process", action="store_true", help="only print the figures of this process")
@@ -142,10 +141,7 @@ def main() -> None:
             ratios = {policy: round(figures["x_sync"], 2) for policy, figures in found.items()}
             print(f"process {number + 1}, {lengths}: times as fast as sync: {ratios}", flush=True)
     model, slots = Path(options.model).name, " + ".join(map(str, options.slots))
-    shape = {
-        name: getattr(options, name)
-        for name in ("prompts", "group", "mean_length", "longest", "overhead_steps", "repeats")
-    }
+    shape = {name: getattr(options, name) for name in ("prompts", "group", "mean_length", "longest", "repeats")}
     record = json.loads(options.out.read_text(encoding="utf-8")) if options.out.exists() else {}
     record[f"{model}, slots {slots}"] = {**shape, **over_processes(runs), **machine()}
     options.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

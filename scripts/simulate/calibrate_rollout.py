@@ -190,16 +190,6 @@ def calibrate(rollout: ForcedRollout, *, repeats: int, rehearsals: int = 1) -> t
     return fit(medians), medians
 
 
-def edge_steps(cost: CostModel, rollout: ForcedRollout) -> float:
-    """Returns the cost between segments in decode steps of the first worker: `rollout.segment.overhead_steps`.
-
-    If several workers take turns, the host's part is hidden by the segment of another worker.
-    """
-    shapes = rollout.engines[0].shapes
-    edge = cost.admit_s + (cost.segment_s if len(rollout.engines) == 1 else 0.0)
-    return round(max(edge / cost.step(rows=shapes.num_slots, cache_length=shapes.max_length), 0.01), 3)
-
-
 def show(cost: CostModel, measured: list[Timed]) -> None:
     for one in measured:
         print(f"{one.what:<44} {1e3 * one.seconds:9.3f} ms   fitted / measured {explained(one, cost):.2f}")
@@ -226,7 +216,6 @@ def main() -> None:
     print(f"compiled in {rollout.compile():.1f} s", flush=True)
     cost, measured = calibrate(rollout, repeats=options.repeats)
     show(cost, measured)
-    print(f"rollout.segment.overhead_steps: {edge_steps(cost, rollout)}")
     options.out.write_text(json.dumps(cost.to_json(), indent=1) + "\n", encoding="utf-8")
 
 

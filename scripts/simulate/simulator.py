@@ -20,7 +20,6 @@ from app.rollout.scheduling.protocol import (
     Event,
     EventRecord,
     Released,
-    Retire,
     RowReport,
     RunSegment,
     SegmentEnded,
@@ -53,6 +52,7 @@ class SimulatedWorkerSpec:
     """Number of tokens that its KV cache holds."""
     max_length: int | None = None
     """Longest row of its slots; None = the longest sample."""
+    keeps_caches: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +62,6 @@ class Faults:
     seed: int = 0
     death: float = 0.0
     """The worker dies in the segment."""
-    stall: float = 0.0
-    """The segment exceeds the lease, and is reported afterwards."""
-    silence: float = 0.0
-    """The report is lost."""
-    duplicate: float = 0.0
-    """A message about a worker, or of an environment, is delivered a second time later."""
-    delay: float = 0.0
-    """A message about a worker, or of an environment, is delivered late, after others."""
     non_finite: float = 0.0
     """A row is dropped, as by the engine for NaN logits."""
     max_faults: int = 40
@@ -79,7 +71,6 @@ class Faults:
 @dataclass(slots=True)
 class _SimulatedRow:
     sample: TraceSample
-    epoch: int
     num_tokens: int
 
     @property
@@ -138,7 +129,6 @@ class SchedulerSimulator:
         self.records: list[EventRecord] = []
         self.trace_samples = {one.uid: one for one in trace}
         self._workers: dict[str, _SimulatedWorker] = {}
-        self._lost: set[str] = set()
         self.turns_given: set[tuple[str, int]] = set()
         """Uids and ends of the turns that environments got."""
         self._device_free_at: dict[str, float] = {}
@@ -170,6 +160,8 @@ class SchedulerSimulator:
         """Handles the next message."""
         at, _, event = heapq.heappop(self._inbox)
         event = replace(event, at=at)
+        if isinstance(event, WorkerLost):
+            del self._workers[event.worker]
         commands = self.scheduler.handle(event)
         self.records.append(EventRecord(event, tuple(commands)))
         if self.check:
@@ -183,16 +175,8 @@ class SchedulerSimulator:
         self._post(Submitted(at, new_samples(trace, max_new=self.max_new)))
 
     def _post(self, event: Event) -> None:
-        """Puts a message into the inbox, maybe late or twice."""
-        copies = [event]
-        if isinstance(event, WorkerJoined | WorkerLost | SegmentEnded | Released | Answered):
-            if self._fault_occurs(self.faults.delay):
-                copies = [replace(event, at=event.at + self._rng.random())]
-            if self._fault_occurs(self.faults.duplicate):
-                copies.append(replace(event, at=event.at + self._rng.random()))
-        for one in copies:
-            self._num_posted += 1
-            heapq.heappush(self._inbox, (one.at, self._num_posted, one))
+        self._num_posted += 1
+        heapq.heappush(self._inbox, (event.at, self._num_posted, event))
 
     def _fault_occurs(self, chance: float) -> bool:
         if chance == 0.0 or self.num_faults >= self.faults.max_faults or self._rng.random() >= chance:
@@ -203,15 +187,12 @@ class SchedulerSimulator:
     def add_worker(self, spec: SimulatedWorkerSpec, *, at: float = 0.0) -> None:
         sizes = spec.program_sizes or ProgramSizes((*spec.batch_sizes, spec.slots))
         self._workers[spec.name] = _SimulatedWorker(spec, SimulatedSlots(sizes, self.cost))
-        sizes = spec.slots, spec.batch_sizes, spec.device, spec.capacity, spec.max_length
+        sizes = spec.slots, spec.batch_sizes, spec.device, spec.capacity, spec.max_length, spec.keeps_caches
         self._post(WorkerJoined(at, spec.name, spec.kind, *sizes))
 
-    def _report_lost(self, spec: SimulatedWorkerSpec, why: str, *, at: float) -> None:
-        """Reports the worker as lost; it joins again once under another name."""
-        self._post(WorkerLost(at, spec.name, why))
-        if spec.name in self._lost:
-            return
-        self._lost.add(spec.name)
+    def _lose(self, spec: SimulatedWorkerSpec, *, at: float) -> None:
+        """Reports the worker as lost; another one takes its place, so that every run ends."""
+        self._post(WorkerLost(at, spec.name))
         name, _, number = spec.name.partition("#")
         self.add_worker(replace(spec, name=f"{name}#{int(number or 1) + 1}"), at=at + self._rng.random())
 
@@ -221,7 +202,7 @@ class SchedulerSimulator:
                 worker = self._workers[command.worker]
                 for uid in command.uids:
                     del worker.rows[uid]
-                if command.why != "truncated":
+                if command.why != "truncated" and worker.spec.keeps_caches:
                     worker.cached_uids.update(command.uids)
             case RunSegment():
                 self._run_segment(command, now)
@@ -232,8 +213,6 @@ class SchedulerSimulator:
                 if self._release_rng is not None:
                     ended = tuple(row.uid for row in command.rows if row.finish and self._release_rng.random() < 0.5)
                     self._post(Released(now + self._release_rng.random(), ended))
-            case Retire():
-                self._workers.pop(command.worker, None)
 
     def _step_environment(self, uid: str, num_tokens: int, now: float) -> None:
         [turn] = [turn for turn in self.trace_samples[uid].turns if turn.end == num_tokens]
@@ -274,21 +253,16 @@ class SchedulerSimulator:
             if self._fault_occurs(self.faults.non_finite):
                 finish = f"{DROPPED_PREFIX}non-finite logits"
             is_acting = is_acting and ends_turn and finish is None
-            reports.append(RowReport(uid, row.epoch, row.num_tokens, finish, "stop" if is_acting else None))
+            reports.append(RowReport(uid, row.num_tokens, finish, "stop" if is_acting else None))
             if finish is not None or is_acting:
                 del worker.rows[uid]
             if is_acting:
                 worker.acting[uid] = row.num_tokens
         spec = worker.spec
         if self._fault_occurs(self.faults.death):
-            self._report_lost(spec, "died", at=ends - seconds * self._rng.random())
-        elif self._fault_occurs(self.faults.silence):
-            self._report_lost(spec, "lease expired", at=ends + 2 * seconds)
+            self._lose(spec, at=ends - seconds * self._rng.random())
         else:
-            if self._fault_occurs(self.faults.stall):
-                self._report_lost(spec, "lease expired", at=ends)
-                ends += seconds * self._rng.random()
-            self._post(SegmentEnded(ends, command.worker, command.segment, tuple(reports), seconds, steps))
+            self._post(SegmentEnded(ends, command.worker, tuple(reports), seconds, steps))
 
     def _admit(self, worker: _SimulatedWorker, admitted: Sequence[Admit]) -> float:
         """Admits rows and returns the seconds."""
@@ -300,7 +274,7 @@ class SchedulerSimulator:
             traced = self.trace_samples[one.uid]
             traced = traced._replace(length=min(traced.length, self.max_new))
             assert one.uid not in worker.rows, f"{one.uid} is admitted a second time"
-            worker.rows[one.uid] = _SimulatedRow(traced, one.epoch, one.num_tokens)
+            worker.rows[one.uid] = _SimulatedRow(traced, one.num_tokens)
             if one.how == "resume":
                 observation = one.num_tokens - worker.acting.pop(one.uid)
                 reread += [observation] * (observation > 0)

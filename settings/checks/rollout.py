@@ -8,17 +8,6 @@ from settings.checks.check import Rule
 from settings.loading.resolve import Resolved
 
 
-def _check_worker_devices(resolved: Resolved) -> Iterator[str]:
-    workers = resolved.settings.rollout.workers
-    named = [*(workers.fast.devices or ()), *(workers.heavy.devices or ())]
-    twice = sorted({device for device in named if named.count(device) > 1})
-    if twice:
-        yield (
-            f"<rollout.workers.fast.devices> and <rollout.workers.heavy.devices> name devices more than once: "
-            f"{', '.join(map(str, twice))}; assign each device to one pool, once"
-        )
-
-
 def _check_row_limits(resolved: Resolved) -> Iterator[str]:
     """Every prompt must fit every worker, and every sample the heavy ones, or the fast ones if there are no others."""
     settings = resolved.settings
@@ -95,19 +84,11 @@ ENVIRONMENT_CHECKS = (
 
 def _check_ray_pool(resolved: Resolved) -> Iterator[str]:
     rollout = resolved.settings.rollout
-    if rollout.pool == "local":
-        return
-    if not rollout.has_workers:
+    if rollout.pool == "ray" and not rollout.has_workers:
         yield (
             "<rollout.pool>: Ray runs only workers with a scheduler; "
             f"set {_how_to_get_workers(resolved)}, or rollout.pool: local"
         )
-    for kind in ("fast", "heavy"):
-        if getattr(rollout.workers, kind).devices is not None:
-            yield (
-                f"<rollout.workers.{kind}.devices> lists device numbers of this host, but with <rollout.pool> a worker "
-                f"uses the devices that Ray assigns; set it to null, and set rollout.ray.{kind}.num_gpus or resources"
-            )
 
 
 def _check_staleness(resolved: Resolved) -> Iterator[str]:
@@ -129,16 +110,10 @@ SCHEDULE_CHECKS = (
         "<rollout.segment.min> exceeds <rollout.segment.max>; lower the former or raise the latter",
     ),
     Rule(
-        lambda s: s.rollout.pdsr.window < s.rollout.pdsr.window_min,
-        "<rollout.pdsr.window> is shorter than <rollout.pdsr.window_min>, so no sample would ever be classified as "
-        "heavy; raise the former to at least the latter",
-    ),
-    Rule(
         lambda s: s.rollout.workers.fast.count + s.rollout.workers.heavy.count == 0,
         "<rollout.workers.fast.count> and <rollout.workers.heavy.count>: there are no workers; set at least one of "
         "them to 1 or more",
     ),
-    _check_worker_devices,
     _check_row_limits,
 )
 
@@ -174,16 +149,5 @@ STALENESS_CHECKS = (
         lambda s: s.rollout.devices is not None and s.rollout.pool == "ray",
         "<rollout.devices>: with <rollout.pool> no device of this host generates; set rollout.devices: null, or "
         "rollout.pool: local",
-    ),
-    Rule(
-        lambda s: (
-            s.rollout.max_staleness > 0
-            and s.rollout.workers.lease_s is not None
-            # Otherwise training does not delay the workers.
-            and not (s.rollout.pool == "ray" or s.rollout.devices)
-        ),
-        "<rollout.workers.lease_s>: with <rollout.max_staleness> training uses the workers' devices, and a worker "
-        "that waits for training would be considered lost; set rollout.devices: 0.5, which gives workers devices of "
-        "their own, or rollout.workers.lease_s to null, or rollout.max_staleness: 0",
     ),
 )

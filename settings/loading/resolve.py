@@ -46,7 +46,6 @@ from settings.loading.sources import (
 )
 from settings.loading.yaml_file import parse_settings_file
 from settings.schema.data import MIXTURE_TAG, SINGLE_TAG
-from settings.schema.rollout import RAY_LEASE_S
 from settings.schema.settings import LEGACY_PROMPT_ALLOWANCE, Settings
 
 
@@ -162,8 +161,6 @@ def _derive(given: Settings, provenance: Mapping[str, str], *, config_stem: str)
         "data.eval_source": data.source if data.has_splits else None,
         "data.eval_split": "test",
         "rollout.max_length_total": rollout.max_new_tokens + prompt_allowance,
-        # A machine of a cluster may disappear at any time.
-        "rollout.workers.lease_s": RAY_LEASE_S if rollout.pool == "ray" else None,
         "algorithm.mini_batch_prompts": rollout.prompts_per_step,
         **{f"algorithm.{field}": value for field, value in _algorithm_values(given).items()},
     }

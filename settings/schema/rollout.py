@@ -18,8 +18,8 @@ MAX_BLOCKS = 2**31 - 1
 BLOCK_SIZES = (16, 32, 64, 128, 256, 512)
 """Values of `rollout.kv_block_size`."""
 MAX_STALENESS = 64
-RAY_LEASE_S = 600.0
-"""Default of `rollout.workers.lease_s` with Ray, longer than any segment takes."""
+PDSR_WINDOW_MIN = 32
+"""Number of finished samples required before their lengths decide what is heavy."""
 
 RolloutWeights = Literal["int8"]
 """Values of `rollout.weights`."""
@@ -30,20 +30,16 @@ ROUNDING_SETTINGS = ("rollout.weights", "rollout.kv_cache")
 
 
 class SegmentSettings(Section):
-    """The number of tokens that a worker decodes before it accepts new samples."""
+    """The number of tokens that a worker decodes before it accepts new samples.
 
-    rule: Literal["auto", "budget", "balance"] = "auto"
-    """Length of a segment: capacity / active rows (budget), or the length at which the overhead of a segment equals the
-    idle time of finished rows (balance). auto is balance while samples wait for slots, else budget."""
+    As many as the KV cache holds for each row or, while samples wait for slots, so many that the overhead of a segment
+    equals the idle time of finished rows.
+    """
+
     min: int = Field(default=64, ge=1, le=MAX_TOKENS)
     """Minimum length of a segment, in tokens per row."""
     max: int = Field(default=4096, ge=1, le=MAX_TOKENS)
     """Maximum length of a segment, in tokens per row."""
-    capacity: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
-    """Total number of tokens of all rows in a segment, for the rule budget; when null, as many as the KV cache of the
-    slots holds."""
-    overhead_steps: float = Field(default=0.5, gt=0, le=1000)
-    """Overhead of ending a segment, in decode steps, for the rule balance."""
 
 
 class PdsrSettings(Section):
@@ -56,44 +52,26 @@ class PdsrSettings(Section):
     is known, so do all whose probes are longer than 100 minus so many percent of it."""
     probe_limit_tokens: int = Field(default=1024, ge=1, le=MAX_TOKENS)
     """pdsr_v1: a probe that reaches this many tokens moves to a heavy worker, and its prompt counts as heavy."""
-    probe_limit_s: float = Field(default=5.0, gt=0)
-    """pdsr_v1: the probe limit in seconds, used in addition to the tokens if the unit is seconds."""
     fast_limit_tokens: int = Field(default=2048, ge=1, le=MAX_TOKENS)
-    """pdsr_v1, pdsr_v2: a sample that reaches this many tokens leaves its fast worker for a heavy one."""
+    """pdsr_v1, pdsr_v2: a sample that reaches this many tokens leaves its fast worker for a heavy one. A sample that a
+    fast worker took from the heavy ones should go back to them after a quarter of it (pdsr_v2)."""
     fast_limit_s: float = Field(default=10.0, gt=0)
-    """pdsr_v1, pdsr_v2: the limit on fast workers in seconds, used in addition to the tokens if the unit is seconds."""
+    """pdsr_v1, pdsr_v2: the limit on fast workers in seconds, used in addition to the tokens if the unit is seconds.
+    The limit of probes is then half of it."""
     on_fast_limit: Literal["suspend", "truncate"] = "suspend"
     """pdsr_v1: suspend a sample at the limit and continue it on a heavy worker, or truncate it, which biases the
     rewards of hard prompts."""
     percentile: float = Field(default=80.0, gt=0, lt=100)
     """pdsr_v2, adaptive: samples longer than this percentile of the window are heavy."""
-    window: int = Field(default=256, ge=1, le=MAX_SLOTS)
+    window: int = Field(default=256, ge=PDSR_WINDOW_MIN, le=MAX_SLOTS)
     """Number of recently finished samples, of earlier steps, too, whose lengths decide what is heavy, and whose mean
     how long segments are."""
-    window_min: int = Field(default=32, ge=1, le=MAX_SLOTS)
-    """Number of finished samples required before their lengths decide what is heavy."""
-    probe_advance: int = Field(default=256, ge=0, le=MAX_SLOTS)
-    """pdsr_v2: number of samples that a probe may overtake in the queue. Without a bound, new prompts would starve the
-    samples of old ones."""
-    tripped_share: float = Field(default=0.12, gt=0, le=1)
-    """pdsr_v2: largest share of a fast worker's slots that samples at the limit leave at once. More would only overload
-    the heavy workers."""
-    steal_limit_tokens: int = Field(default=512, ge=1, le=MAX_TOKENS)
-    """pdsr_v2: number of tokens after which a sample that a fast worker took from the heavy ones should go back to
-    them."""
-    steal_limit_s: float = Field(default=2.5, gt=0)
-    """pdsr_v2: the limit of taken samples in seconds, used in addition to the tokens if the unit is seconds."""
-    max_moves: int = Field(default=2, ge=1, le=16)
-    """pdsr_v2, adaptive: number of moves after which adaptive moves a sample no more, and pdsr_v2 leaves it to heavy
-    workers. Samples that a fast worker gives back, and those too long for their slots, move in any case."""
 
 
 class WorkerPoolSettings(Section):
     count: int = Field(default=1, ge=0, le=4096)
-    """Number of workers of this kind; 0 = none."""
-    devices: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1, strict=False)] | None = None
-    """Device numbers of this host, shared evenly among the workers of this kind. When null, the devices not
-    assigned to the other kind. On a single device all workers take turns."""
+    """Number of workers of this kind; 0 = none. All workers have the same number of devices of this host, or take turns
+    on a single one."""
     slots: int = Field(default=8, ge=1, le=MAX_SLOTS)
     """Number of samples that each worker decodes at once."""
     max_length: int | None = Field(default=None, ge=2, le=MAX_TOKENS)
@@ -104,14 +82,6 @@ class WorkerPoolSettings(Section):
 class WorkersSettings(Section):
     fast: WorkerPoolSettings = WorkerPoolSettings()
     heavy: WorkerPoolSettings = WorkerPoolSettings()
-    lease_s: float | None = Field(default=None, gt=0)
-    """Longest duration of a segment in seconds. A worker that takes longer counts as lost, and its samples move to
-    another, from their last segment. When null, 600 with `rollout.pool: ray`, else no limit. It has no effect if one
-    thread drives the local workers, and must be null for local workers with `rollout.max_staleness` above 0 that share
-    their devices with training."""
-    deterministic: bool = False
-    """Drives all workers in turn from one thread, so that the schedule of a rollout is reproducible. A single
-    device of a single host always implies this."""
 
 
 def _validate_ray_address(value: str) -> str:
@@ -120,18 +90,7 @@ def _validate_ray_address(value: str) -> str:
     return value
 
 
-class RayActorSettings(Section):
-    """Resources that Ray reserves for a worker."""
-
-    num_cpus: float = Field(default=1.0, ge=0, le=4096)
-    """CPU cores that Ray reserves for each worker."""
-    num_gpus: float = Field(default=0.0, ge=0, le=64)
-    """GPUs that Ray reserves for each worker."""
-    memory_gb: float | None = Field(default=None, gt=0, le=2**16)
-    """Main memory in GiB that Ray reserves for each worker; none when null."""
-    resources: dict[str, Annotated[float, Field(gt=0)]] = Field(default={})
-    """Additional Ray resources of each worker, such as `{TPU: 4}`, or custom ones that select machines, such as
-    `{large_memory: 1}`."""
+RayResources = dict[str, Annotated[float, Field(gt=0)]]
 
 
 class RayPoolSettings(Section):
@@ -140,10 +99,11 @@ class RayPoolSettings(Section):
     address: Annotated[str, AfterValidator(_validate_ray_address)] | None = None
     """`host:port` of the Ray cluster's head, or `auto` for the cluster that this machine has joined. When null, Ray
     runs on this machine for the duration of the run."""
-    start_timeout_s: float = Field(default=900.0, gt=0, le=86_400)
-    """Seconds for all Ray workers to start, and for each to compile or to receive weights."""
-    fast: RayActorSettings = RayActorSettings()
-    heavy: RayActorSettings = RayActorSettings()
+    fast_resources: RayResources = Field(default={"CPU": 1.0})
+    """What Ray reserves for each fast worker, such as `{GPU: 1}`, `{TPU: 4}`, or resources of your own that select
+    machines, such as `{large_memory: 1}`."""
+    heavy_resources: RayResources = Field(default={"CPU": 1.0})
+    """What Ray reserves for each heavy worker."""
 
 
 def format_rounding(rounding: Mapping[str, str]) -> str:

@@ -13,6 +13,7 @@ from app.mesh.program_cache import CompilationCounter
 from app.rollout import batch_engine as engine_room
 from app.rollout.sequence import RolloutSequence
 from tests.rollout.test_async_generation import HALF, KEY, generation_of
+from tests.rollout.test_scheduled_workers import bits, engine_on, expected, samples_of, scheduled, workers_on
 from tests.rollout.test_slot_engine import (
     DEFINITION,
     LENGTHS,
@@ -23,7 +24,6 @@ from tests.rollout.test_slot_engine import (
     weights_on,
     without_slots,
 )
-from tests.rollout.test_worker_drivers import bits, engine_on, expected, samples_of, scheduled, workers_on
 from tests.tiny import make_engine, make_mesh
 
 

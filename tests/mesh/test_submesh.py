@@ -5,46 +5,28 @@ import pytest
 from app.mesh import submesh
 from app.mesh.submesh import assign_worker_devices, host_submesh, make_submesh
 from settings.errors import InputError
-from settings.schema.rollout import WorkerPoolSettings
 from tests.tiny import make_mesh
 
 
-def pools(fast: WorkerPoolSettings, heavy: WorkerPoolSettings) -> dict[str, WorkerPoolSettings]:
-    return {"fast": fast, "heavy": heavy}
-
-
 @pytest.mark.parametrize(
-    ("fast", "heavy", "islands"),
+    ("num_workers", "islands"),
     [
-        (WorkerPoolSettings(), WorkerPoolSettings(), [(0, 1, 2, 3), (4, 5, 6, 7)]),
-        (WorkerPoolSettings(count=2), WorkerPoolSettings(), [(0, 1), (2, 3), (4, 5)]),
-        (WorkerPoolSettings(count=0), WorkerPoolSettings(), [(0, 1, 2, 3, 4, 5, 6, 7)]),
-        (WorkerPoolSettings(count=2, devices=(6, 1)), WorkerPoolSettings(), [(6,), (1,), (0, 2, 3, 4, 5, 7)]),
-        (WorkerPoolSettings(devices=(0,)), WorkerPoolSettings(count=2, devices=(1, 2, 3, 4)), [(0,), (1, 2), (3, 4)]),
+        (1, [(0, 1, 2, 3, 4, 5, 6, 7)]),
+        (2, [(0, 1, 2, 3), (4, 5, 6, 7)]),
+        (3, [(0, 1), (2, 3), (4, 5)]),
     ],
 )
-def test_devices_are_shared_out_evenly_and_no_two_workers_have_one(fast, heavy, islands) -> None:
-    assert assign_worker_devices(pools(fast, heavy), range(8)) == islands
+def test_devices_are_shared_out_evenly_and_no_two_workers_have_one(num_workers, islands) -> None:
+    assert assign_worker_devices(num_workers, range(8)) == islands
 
 
 def test_on_a_single_device_all_workers_share_it() -> None:
-    assert assign_worker_devices(pools(WorkerPoolSettings(count=2), WorkerPoolSettings()), range(1)) == [(0,)] * 3
+    assert assign_worker_devices(3, range(1)) == [(0,)] * 3
 
 
-@pytest.mark.parametrize(
-    ("fast", "message"),
-    [
-        (WorkerPoolSettings(devices=(8,)), r"fast\.devices: got 8, but the devices of this host that generate are 0-7"),
-        (
-            WorkerPoolSettings(count=3, devices=(0, 1)),
-            "fast.count: 3 workers need a device each, but there are only 2",
-        ),
-        (WorkerPoolSettings(count=8), r"fast\.count: 9 workers need a device each, but there are only 8"),
-    ],
-)
-def test_devices_that_do_not_exist_or_suffice_are_refused(fast, message) -> None:
-    with pytest.raises(InputError, match=message):
-        assign_worker_devices(pools(fast, WorkerPoolSettings()), range(8))
+def test_more_workers_than_devices_are_refused() -> None:
+    with pytest.raises(InputError, match=r"fast\.count.*: 9 workers need a device each, but there are only 8"):
+        assign_worker_devices(9, range(8))
 
 
 def test_an_island_splits_weights_as_the_whole_mesh_does() -> None:

@@ -16,14 +16,14 @@ import pytest
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install -e '.[ray]'")
 import ray
+from app.rollout.ray_cluster.ray_actor import ActorSpec, check_slots_divide
+from app.rollout.ray_cluster.ray_pool import RayWorkerPool, connect
+from app.rollout.ray_cluster.ray_worker_client import ActorLostError, RayWorker, WeightBroadcast
 from ray.cluster_utils import Cluster
 
 from app.distributed.stop_check import StoppedError
 from app.model.io.model_files import open_model
 from app.prompts.tokenizer import load_tokenizer
-from app.rollout.ray_cluster.ray_actor import ActorSpec, check_slots_divide
-from app.rollout.ray_cluster.ray_pool import RayWorkerPool, connect
-from app.rollout.ray_cluster.ray_worker_client import ActorLostError, RayWorker, WeightBroadcast
 from app.rollout.scheduling.metrics import schedule_metrics
 from app.rollout.scheduling.protocol import SegmentEnded, Suspend, WorkerJoined, WorkerLost
 from app.rollout.scheduling.sample_states import SampleTable
@@ -32,8 +32,7 @@ from app.rollout.sequence import RolloutSequence, SuspendedSequence
 from app.rollout.workers.async_generation import AsyncRollout
 from app.rollout.workers.worker_pool import ScheduleConfig
 from settings.errors import InputError
-from tests.rollout.test_slot_engine import DEFINITION, LENGTHS, LONGEST, PROMPTS, REQUEST, batching, weights_on
-from tests.rollout.test_worker_drivers import (
+from tests.rollout.test_scheduled_workers import (
     EAGER,
     KINDS,
     SHORT,
@@ -46,6 +45,7 @@ from tests.rollout.test_worker_drivers import (
     scheduled,
     workers_on,
 )
+from tests.rollout.test_slot_engine import DEFINITION, LENGTHS, LONGEST, PROMPTS, REQUEST, batching, weights_on
 from tests.tiny import ODD, make_engine, random_params, spell
 
 pytestmark = pytest.mark.slow

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from app.rollout.workers.remote_worker import RemoteSegment, RemoteWorker, ServedRows
 
 from app.model.architecture import RouteShape
 from app.model.decode_weights import DecodeWeights
@@ -27,7 +28,6 @@ from app.rollout.sequence import RolloutSequence, SuspendedSequence
 from app.rollout.slots.continuous_batching import ContinuousBatchGenerator
 from app.rollout.slots.shape_buckets import make_slot_shapes
 from app.rollout.slots.slot_engine import SlotEngine
-from app.rollout.workers.remote_worker import RemoteSegment, RemoteWorker, ServedRows
 from app.rollout.workers.worker import Admission, RolloutWorker
 from app.score.scorer import Scorer
 from settings.schema.rollout import SegmentSettings

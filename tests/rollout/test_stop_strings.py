@@ -17,6 +17,7 @@ from app.rollout.slots.slot_engine import SlotEngine
 from app.rollout.stop_strings import stop_length
 from app.rollout.workers.async_generation import AsyncRollout
 from app.rollout.workers.worker import RolloutWorker
+from tests.rollout.test_scheduled_workers import EAGER, bits, mesh_of, scheduled
 from tests.rollout.test_slot_engine import (
     GROUP_SIZE,
     LONGEST,
@@ -27,7 +28,6 @@ from tests.rollout.test_slot_engine import (
     weights_on,
     without_slots,
 )
-from tests.rollout.test_worker_drivers import EAGER, bits, mesh_of, scheduled
 from tests.tiny import spell
 
 STOP = ("1 4", "22")

@@ -119,9 +119,8 @@ def header_of(model: Path, *overrides: str, limit: int) -> str:
 
 
 UNREAD = (
-    *("rollout.max_staleness=2", "rollout.max_length_total=99", "rollout.workers.lease_s=9", "rollout.kv_blocks=64"),
-    *("rollout.workers.deterministic=true", "rollout.ray.address=auto", "rollout.ray.start_timeout_s=9"),
-    "rollout.devices=0.5",
+    *("rollout.max_staleness=2", "rollout.max_length_total=99", "rollout.kv_blocks=64"),
+    *("rollout.ray.address=auto", "rollout.devices=0.5"),
     "eval.num_prompts=3",
     "reward.on_error=zero",
     "optimizer.learning_rate=0.1",
@@ -185,7 +184,7 @@ def test_two_processes_do_not_share_a_part_file(tiny_model: Path, tmp_path: Path
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("overrides", [("rollout.workers.fast.devices=[99]",), ("rollout.workers.heavy.slots=6",)])
+@pytest.mark.parametrize("overrides", [("rollout.workers.fast.count=99",), ("rollout.workers.heavy.slots=6",)])
 def test_an_error_before_the_first_sample_leaves_no_file(
     tiny_model: Path, tmp_path: Path, overrides: tuple[str, ...]
 ) -> None:

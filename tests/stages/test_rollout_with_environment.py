@@ -35,8 +35,8 @@ FEW = {
 }
 EXACT = ("rollout.mode=exact",)
 WORKERS = (
-    *("rollout.mode=exact", "rollout.scheduler=adaptive", "rollout.workers.fast.slots=8", "rollout.slots=auto"),
-    *("rollout.workers.fast.devices=[0]", "rollout.workers.heavy.count=0"),
+    *("rollout.mode=exact", "rollout.scheduler=adaptive", "rollout.workers.fast.slots=16", "rollout.slots=auto"),
+    "rollout.workers.heavy.count=0",
 )
 
 

@@ -78,11 +78,13 @@ def test_two_hosts_write_the_file_that_one_would(tiny_model: Path, tmp_path: Pat
 def test_two_hosts_with_workers_write_the_file_of_one_worker(tiny_model: Path, tmp_path: Path) -> None:
     prompts = write_problems(tmp_path / "prompts.jsonl", first=1, count=11)
     workers = ("rollout.scheduler=adaptive", "rollout.mode=exact", "model.dtype=float32")
-    slots = ("rollout.workers.fast.slots=4", "rollout.workers.fast.devices=[0]", "rollout.workers.heavy.count=0")
+    slots = ("rollout.workers.fast.slots=4", "rollout.workers.heavy.count=0")
     chosen = (*settings(*workers, *slots), "--prompts", prompts, "--out")
-    one = here(*arguments(tiny_model, prompts_per_step=4), *chosen, tmp_path / "one.jsonl")
+    # A device for each worker.
+    counts = [settings(f"rollout.workers.fast.count={count}") for count in (8, 4)]
+    one = here(*arguments(tiny_model, prompts_per_step=4), *counts[0], *chosen, tmp_path / "one.jsonl")
     assert one.exit_code == 0, one.stderr
-    two = (*arguments(tiny_model, prompts_per_step=2), *chosen, tmp_path / "two.jsonl")
+    two = (*arguments(tiny_model, prompts_per_step=2), *counts[1], *chosen, tmp_path / "two.jsonl")
     first, second = run_on_two_hosts(*two, "--timeline", tmp_path / "timeline.html")
     assert (first.exit_code, second.exit_code) == (0, 0), first.stderr + second.stderr
     summary = json.loads(first.stdout[first.stdout.index("{") :])
@@ -90,7 +92,7 @@ def test_two_hosts_with_workers_write_the_file_of_one_worker(tiny_model: Path, t
     found, expected = records_of(tmp_path / "two.jsonl"), records_of(tmp_path / "one.jsonl")
     # Of each round of four prompts, the second host has the last two; of the last round, which has three, the last.
     of_second = [record["worker"] for record in found if record["group_id"] % 4 >= 2]
-    assert len(of_second) == 20 and set(of_second) == {"host1/fast-0"}
+    assert len(of_second) == 20 and set(of_second) == {f"host1/fast-{number}" for number in range(4)}
     for record in (*found, *expected):
         for name in OF_THE_SCHEDULE:
             del record[name]
@@ -183,7 +185,7 @@ finally:
 """
 SCHEDULED = (
     *("rollout.scheduler=pdsr_v1", "rollout.segment.min=1", "rollout.segment.max=2"),
-    *("rollout.workers.fast.slots=4", "rollout.workers.fast.devices=[0]", "rollout.workers.heavy.count=0"),
+    *("rollout.workers.fast.slots=4", "rollout.workers.heavy.count=0"),
 )
 
 

@@ -18,7 +18,7 @@ from tests.two_hosts import run_on_two_hosts
 
 SCHEDULED = (
     *("rollout.scheduler=adaptive", "rollout.workers.fast.slots=4", "rollout.workers.heavy.slots=4"),
-    *("rollout.workers.fast.devices=[0]", "rollout.workers.heavy.devices=[1]"),
+    *("rollout.workers.fast.count=4", "rollout.workers.heavy.count=4"),
 )
 UNJUDGED = ("eval.every_steps=0", "checkpoint.best_metric=null")
 
@@ -64,12 +64,7 @@ APART = ("rollout.scheduler=adaptive", "rollout.max_staleness=1", "rollout.devic
 
 
 def test_with_devices_of_their_own_workers_generate_while_the_others_train(config: Path) -> None:
-    of_workers = (
-        "rollout.workers.fast.devices=[2,3,4,5]",
-        "rollout.workers.fast.count=2",
-        "rollout.workers.heavy.count=0",
-    )
-    chosen = (*APART, *of_workers, "rollout.mesh=tp=2", "rollout.workers.lease_s=60")
+    chosen = (*APART, "rollout.workers.fast.count=3", "rollout.workers.heavy.count=0", "rollout.mesh=tp=2")
     result = train_here(config, *chosen, "logging.save_rollouts=true")
     assert result.exit_code == 0, result.stderr
     assert "rollout.devices: of the 8 devices of each host, 2-7 generate and the others train" in result.stderr
@@ -110,8 +105,7 @@ def test_on_two_hosts_workers_of_several_devices_generate_while_the_others_train
 def test_on_any_devices_where_nothing_is_learned_samples_are_the_same(config: Path) -> None:
     standing_still = ("optimizer.learning_rate=1e-30", "rollout.mode=exact", "logging.save_rollouts=true", *UNJUDGED)
     for name, chosen in (("shared", (*SCHEDULED, "rollout.max_staleness=1")), ("apart", APART)):
-        own = ("rollout.workers.fast.count=2", *SCHEDULED[1:3], "rollout.workers.heavy.devices=[7]")
-        of_workers = (*own, "rollout.workers.fast.devices=[3,5]") if name == "apart" else ()
+        of_workers = ("rollout.workers.fast.count=5", *SCHEDULED[1:3]) if name == "apart" else ()
         result = train_here(config, *chosen, *of_workers, *standing_still, f"run.name={name}")
         assert result.exit_code == 0, result.stderr
     for step in range(1, 5):
@@ -195,8 +189,7 @@ def test_ctrl_c_stops_the_generation_and_the_run_goes_on_later(config: Path) -> 
         (("rollout.scheduler=sync", "rollout.placement=global"), "set rollout.placement: island, or"),
         (SCHEDULED[:3], "rollout.max_staleness: the worker fast-0 has 4 devices, which wait for"),
         ((SCHEDULED[0], "rollout.devices=0.3"), "rollout.devices: 0.3 of the 8 devices of a host is not a whole"),
-        ((*SCHEDULED, "rollout.devices=[2,3]"), "rollout.workers.fast.devices: got 0, but the devices of this host "
-         "that generate are 2-3"),
+        ((*SCHEDULED, "rollout.devices=[2,3]"), "8 workers need a device each, but there are only 2"),
         ((SCHEDULED[0], "rollout.devices=0.75", "mesh.shape=1,8,1"), "needs 8 devices, but there are 2"),
         ((*APART[:1], *APART[2:], "rollout.mesh=tp=4"), "rollout.mesh: 'tp=4' does not divide the 2 devices"),
     ],

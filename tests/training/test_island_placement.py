@@ -26,7 +26,7 @@ pytestmark = pytest.mark.two_hosts
 SCHEDULED = (
     *("rollout.scheduler=adaptive", "rollout.mode=exact", "model.dtype=float32"),
     *("rollout.workers.fast.slots=4", "rollout.workers.heavy.slots=4"),
-    *("rollout.workers.fast.devices=[0]", "rollout.workers.heavy.devices=[1]"),
+    *("rollout.workers.fast.count=2", "rollout.workers.heavy.count=2"),
 )
 HALF = ("rollout.prompts_per_step=2", "run.name=two")
 UNJUDGED = ("eval.every_steps=0", "checkpoint.best_metric=null", "logging.save_rollouts=true")
@@ -132,5 +132,5 @@ def test_hosts_with_a_scheduler_each_train_as_one_does(config: Path) -> None:
     assert all(line["perf/rollout/makespan_s"] > 0 for line in metrics_of(two)[1:])
     records = [record for step in (1, 2, 3) for record in records_of(two / "rollouts" / f"step_{step:06d}.jsonl")]
     assert {record["worker"] for record in records} == {
-        f"host{i}/{kind}-0" for i in (0, 1) for kind in ("fast", "heavy")
+        f"host{i}/{kind}-{j}" for i in (0, 1) for kind in ("fast", "heavy") for j in (0, 1)
     }

@@ -46,7 +46,7 @@ PENALISED = (*LORA, "algorithm.beta=0.05", "algorithm.epochs=2")
 """Settings with which policy and reference are both scored in every step."""
 ONE_WORKER = (
     *("rollout.scheduler=adaptive", "rollout.workers.fast.slots=8"),
-    *("rollout.workers.fast.devices=[0]", "rollout.workers.heavy.count=0"),
+    "rollout.workers.heavy.count=0",
 )
 UNJUDGED = ("eval.every_steps=0", "checkpoint.best_metric=null")
 NUM_ADAPTERS = 14

@@ -105,10 +105,6 @@ def test_a_dry_run_foresees_the_caches_of_the_slots(config: Path) -> None:
         ),
         (("rollout.slots=0",), "rollout.slots"),
         (
-            (*SCHEDULED, "rollout.workers.fast.devices=[8]"),
-            "rollout.workers.fast.devices: got 8, but the devices of this host that generate are 0-7",
-        ),
-        (
             ("rollout.scheduler=sync", "rollout.workers.fast.slots=6"),
             "rollout.workers.fast.slots: 6 cannot be split over the 4",
         ),
@@ -124,7 +120,7 @@ def test_slots_that_cannot_be_are_refused(config: Path, overrides: tuple[str, ..
 @pytest.mark.slow
 def test_a_resumed_run_schedules_by_the_lengths_that_it_knew(config: Path) -> None:
     """Prompts repeat, and the lengths of their earlier samples determine which rows share a program."""
-    alone = ("rollout.workers.fast.slots=16", "rollout.workers.heavy.count=0", "rollout.workers.fast.devices=[0]")
+    alone = ("rollout.workers.fast.slots=16", "rollout.workers.heavy.count=0")
     given = ("rollout.scheduler=adaptive", *alone, "rollout.segment.min=1", "data.num_problems=4", "eval.every_steps=0")
     assert train_here(config, *given, "run.steps=4", "run.name=whole").exit_code == 0
     for steps, resume in ((2, "never"), (4, "must")):
@@ -144,7 +140,7 @@ def test_a_resumed_run_schedules_by_the_lengths_that_it_knew(config: Path) -> No
 def test_evaluations_beside_generation_have_the_batches_that_a_dry_run_foresees(
     config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = (*SCHEDULED, "rollout.workers.fast.devices=[0]", "rollout.workers.heavy.devices=[1]", "run.steps=1")
+    given = (*SCHEDULED, "rollout.workers.fast.count=4", "rollout.workers.heavy.count=4", "run.steps=1")
     small = ("rollout.max_staleness=1", "rollout.prompts_per_step=2", "rollout.group_size=2")
     batches, generate = [], BatchEngine.generate
 

@@ -80,7 +80,7 @@ class AdaptivePolicy(SchedulingPolicy):
         movable = [
             entry
             for entry in running_rows(self.context, worker)
-            if entry.moves < self.context.pdsr.max_moves and any(other.fits(entry) for other in others)
+            if entry.moves < self.context.constants.max_moves and any(other.fits(entry) for other in others)
         ]
         num_free = sum(other.slots for other in others if any(map(other.fits, movable)))
         most = min(len(worker.rows) // 2, num_free)

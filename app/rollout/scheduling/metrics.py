@@ -15,9 +15,7 @@ from app.rollout.scheduling.protocol import (
     Answered,
     Commit,
     EventRecord,
-    NewSample,
     Released,
-    Retire,
     RunSegment,
     SampleRole,
     SegmentEnded,
@@ -68,21 +66,15 @@ class ScheduleMetrics:
     truncated: int
     """Number of samples truncated at the fast limit."""
     segments: int
-    """Number of committed segments."""
     useful_tokens: int
     repacked_tokens: int
     """Tokens prefilled or replayed although they had already been decoded."""
-    wasted_tokens: int
-    """Repacked tokens plus decoded tokens that were never committed."""
-    prefill_tokens_saved: int
-    """Prompt tokens that a worker had already prefilled for a sibling."""
 
 
 class ScheduleMetricsTracker:
     """Accumulates metrics of a rollout that may never end; forgets released samples."""
 
     def __init__(self) -> None:
-        self.samples: dict[str, NewSample] = {}
         self.workers: dict[str, WorkerJoined] = {}
         self.worker_lost_s: dict[str, float] = {}
         self.num_tokens: dict[str, int] = {}
@@ -91,7 +83,6 @@ class ScheduleMetricsTracker:
         self._reset_window()
 
     def _reset_window(self) -> None:
-        self.prompts: set[tuple[str, str]] = set()
         self.end_times: list[float] = []
         self.lengths: dict[str, int] = {}
         self.expected_heavy: dict[str, bool] = {}
@@ -99,7 +90,7 @@ class ScheduleMetricsTracker:
         self.busy_s = 0.0
         self.useful_tokens = 0
         self.breaker_trips = self.stolen = self.suspensions = self.truncated = self.segments = 0
-        self.repacked_tokens = self.prefill_tokens_saved = self.uncommitted_tokens = 0
+        self.repacked_tokens = 0
         self.last_commit_s = self.start or 0.0
 
     def add(self, record: EventRecord) -> None:
@@ -107,11 +98,10 @@ class ScheduleMetricsTracker:
         event, commands = record
         if isinstance(event, Submitted):
             self.start = event.at if self.start is None else self.start
-            self.samples |= {sample.uid: sample for sample in event.samples}
         elif isinstance(event, WorkerJoined):
-            self.workers.setdefault(event.worker, event)
+            self.workers[event.worker] = event
         elif isinstance(event, WorkerLost):
-            self.worker_lost_s.setdefault(event.worker, event.at)
+            self.worker_lost_s[event.worker] = event.at
         commits = [command for command in commands if isinstance(command, Commit)]
         for command in commands:
             if isinstance(command, RunSegment):
@@ -127,45 +117,34 @@ class ScheduleMetricsTracker:
             self._answer(event, commits)
         elif isinstance(event, Released):
             for uid in event.uids:
-                for known in (self.samples, self.num_tokens, self.first_role):
+                for known in (self.num_tokens, self.first_role):
                     known.pop(uid, None)
 
     def _answer(self, event: Answered, commits: Sequence[Commit]) -> None:
         for uid, num_tokens, _ in event.rows:
-            if num_tokens > self.num_tokens.get(uid, num_tokens):
-                self.num_tokens[uid], self.last_commit_s = num_tokens, event.at
+            self.num_tokens[uid], self.last_commit_s = num_tokens, event.at
         for row in (row for commit in commits for row in commit.rows):
-            self.last_commit_s = event.at
             self._record_end(row.uid, row.finish, at=event.at)
 
     def _admit(self, worker: str, one: Admit) -> None:
-        sample = self.samples[one.uid]
         self.first_role.setdefault(one.uid, one.role)
         other: SampleRole = "heavy" if self.workers[worker].kind == "fast" else "fast"
         self.stolen += one.role == other and one.how != "resume"
         if one.how not in ("copy", "resume"):
             self.repacked_tokens += one.num_tokens
-        if one.num_tokens == 0:
-            key = (worker, sample.prompt)
-            self.prefill_tokens_saved += sample.prompt_length * (key in self.prompts)
-            self.prompts.add(key)
 
     def _segment_ended(self, event: SegmentEnded, commits: Sequence[Commit]) -> None:
-        """Counts a segment. `commits` are its own and those of truncated samples; empty if the report was refused."""
-        self.segments += len(commits) > 0
-        committed = {row.uid: row.finish for row in commits[0].rows} if commits else {}
+        """Counts a segment. `commits` are its own and those of truncated samples."""
+        self.segments += 1
         for row in event.rows:
             gained = row.num_tokens - self.num_tokens.get(row.uid, 0)
-            if row.uid not in committed:
-                self.uncommitted_tokens += max(gained, 0)
-                continue
             share = min(gained / max(event.steps, 1), 1.0)
             self.busy_s += event.seconds * share
             self.useful_tokens += gained
             self.num_tokens[row.uid] = row.num_tokens
             self.last_commit_s = event.at
-            if committed[row.uid] is not None:
-                self._record_end(row.uid, committed[row.uid], at=event.at - event.seconds * (1 - share))
+            if row.finish is not None:
+                self._record_end(row.uid, row.finish, at=event.at - event.seconds * (1 - share))
         for uid, finish in [(row.uid, row.finish) for commit in commits[1:] for row in commit.rows]:
             self._record_end(uid, finish, at=event.at)
 
@@ -197,8 +176,6 @@ class ScheduleMetricsTracker:
             segments=self.segments,
             useful_tokens=self.useful_tokens,
             repacked_tokens=self.repacked_tokens,
-            wasted_tokens=self.repacked_tokens + self.uncommitted_tokens,
-            prefill_tokens_saved=self.prefill_tokens_saved,
         )
 
     def _slot_seconds(self, first: float, last: float) -> float:
@@ -237,7 +214,7 @@ def slots_per_worker(records: Sequence[EventRecord]) -> dict[str, int]:
     slots: dict[str, int] = {}
     for event, _ in records:
         if isinstance(event, WorkerJoined):
-            slots.setdefault(event.worker, event.slots)
+            slots[event.worker] = event.slots
     return slots
 
 
@@ -252,8 +229,6 @@ def slot_spans(records: Sequence[EventRecord]) -> Iterator[Span]:
     for event, commands in records:
         if isinstance(event, SegmentEnded):
             for row in event.rows:
-                if row.uid not in places or places[row.uid][0] != event.worker:
-                    continue
                 worker, slot, role = places[row.uid]
                 share = min((row.num_tokens - tokens.get(row.uid, 0)) / max(event.steps, 1), 1.0)
                 tokens[row.uid] = row.num_tokens
@@ -263,14 +238,14 @@ def slot_spans(records: Sequence[EventRecord]) -> Iterator[Span]:
                     del places[row.uid]
                 if row.turn_end is not None:
                     suspended[row.uid] = (worker, event.at)
+        elif isinstance(event, WorkerLost):
+            places = {uid: place for uid, place in places.items() if place[0] != event.worker}
         for command in commands:
             if isinstance(command, Suspend):
                 for uid in command.uids:
                     places.pop(uid, None)
                     if command.why != "truncated":
                         suspended[uid] = (command.worker, event.at)
-            elif isinstance(command, Retire):
-                places = {uid: place for uid, place in places.items() if place[0] != command.worker}
             elif isinstance(command, RunSegment):
                 for one in command.admit:
                     taken = {slot for worker, slot, _ in places.values() if worker == command.worker}

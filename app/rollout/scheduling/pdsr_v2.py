@@ -11,6 +11,7 @@ from app.rollout.scheduling.priority_queue import PriorityQueue
 from app.rollout.scheduling.protocol import SampleRole, WorkerKind
 from app.rollout.scheduling.sample_states import SampleEntry
 from app.rollout.scheduling.scheduling_policy import (
+    STEAL_LIMIT_SHARE,
     Eviction,
     Probes,
     RowLimit,
@@ -49,11 +50,11 @@ class PdsrV2Policy(SchedulingPolicy):
 
     def add(self, entry: SampleEntry) -> None:
         if self._probes.admit_or_hold_back(entry):
-            advance = self.context.pdsr.probe_advance if self._probes.is_probe(entry) else 0
+            advance = self.context.constants.probe_advance if self._probes.is_probe(entry) else 0
             self._queues[self._queue_for_sample(entry)].put(entry.uid, entry.number - advance, entry.number)
 
     def _queue_for_sample(self, entry: SampleEntry) -> str:
-        if entry.moves >= self.context.pdsr.max_moves:
+        if entry.moves >= self.context.constants.max_moves:
             return "pinned"
         return "tripped" if entry.moves else self._probes.verdicts.get(entry.prompt, "fast")
 
@@ -91,7 +92,7 @@ class PdsrV2Policy(SchedulingPolicy):
         rows = running_rows(self.context, worker)
         tripped = [entry for entry in rows if self.context.is_over_limit(entry, self._breaker_limit(entry))]
         tripped.sort(key=lambda entry: -entry.num_tokens)
-        tripped = tripped[: max(1, math.ceil(self.context.pdsr.tripped_share * worker.slots))]
+        tripped = tripped[: max(1, math.ceil(self.context.constants.tripped_share * worker.slots))]
         for entry in tripped:
             self._neutral.pop(entry.prompt, None)
             self._apply_verdict(entry.prompt, "heavy")
@@ -111,8 +112,8 @@ class PdsrV2Policy(SchedulingPolicy):
         return self.context.fast_limit.times(2**entry.moves)
 
     def _steal_limit(self, entry: SampleEntry) -> RowLimit:
-        rules = self.context.pdsr
-        return RowLimit(entry.num_tokens + rules.steal_limit_tokens, entry.seconds + rules.steal_limit_s)
+        tokens, seconds = self.context.fast_limit.times(STEAL_LIMIT_SHARE)
+        return RowLimit(entry.num_tokens + tokens, entry.seconds + seconds)
 
     def limit(self, entry: SampleEntry, worker: WorkerState) -> RowLimit | None:
         if self.context.serves(worker, "heavy"):
@@ -124,7 +125,7 @@ class PdsrV2Policy(SchedulingPolicy):
         self._stolen.pop(entry.uid, None)
         if self.context.outgrows(entry, "fast"):
             self._apply_verdict(entry.prompt, "heavy")
-        rank = -self.context.pdsr.probe_advance - 1
+        rank = -self.context.constants.probe_advance - 1
         self._queues[self._queue_for_sample(entry)].put(entry.uid, rank, entry.number)
 
     def may_release(self) -> bool:

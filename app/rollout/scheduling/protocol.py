@@ -7,20 +7,19 @@ the scheduler and carries out the commands that answer it, in order:
    any order. More samples may be submitted before `Closed`, and samples that have ended may be `Released`.
 2. A worker keeps its rows between segments and does nothing without a command. `Suspend` takes rows out of it.
    `RunSegment` puts rows in and decodes. A worker gets the next `RunSegment` only after its `SegmentEnded`.
-3. `SegmentEnded` reports every row that the worker had in that segment. It is answered by `Commit`: only committed
-   tokens count. Other tokens are discarded and drawn again; they are the same, because noise is keyed by position.
+3. `SegmentEnded` reports every row that the worker had in that segment, and is answered by `Commit`.
 4. A row whose turn has ended is reported with `turn_end`. It has left its slot, but its worker keeps its cache. Once
    the turn is committed, its environment gets it, and answers once, after any time, by `Answered`. The sample ends with
    the answer, or goes on with more tokens: its worker takes it back by `resume` as soon as it is idle and has a free
    slot, before other samples. Any other way of admitting it means that the kept cache is of no use any more. A worker
    without rows waits for answers without a command.
-5. `WorkerLost` reports a worker that died, or whose segment outlasted its lease. It is answered by `Retire`: later
-   reports of that worker are ignored. The worker may join again, without rows, under a name never used before.
+5. `WorkerLost` reports a worker whose process died with its rows and the caches that it kept. Nothing else is reported
+   of it. Its rows continue on other workers from their committed tokens; the next ones are the same, because noise is
+   keyed by position.
 6. `Finished` is sent once, after `Closed`, when every sample is done or dropped.
 
-Events about workers may arrive late, twice or out of order. Those with the name of a lost worker, an old segment number
-or an old epoch of a row have no effect, nor have answers that no turn waits for. `at` is the time in seconds by the
-executor's clock; it is recorded, but no decision depends on it unless `rollout.pdsr.unit` is `seconds`.
+`at` is the time in seconds by the executor's clock; it is recorded, but no decision depends on it unless
+`rollout.pdsr.unit` is `seconds`.
 """
 
 from __future__ import annotations
@@ -57,12 +56,11 @@ class NewSample:
 class Submitted:
     at: float
     samples: tuple[NewSample, ...]
-    """New samples; a known uid is skipped."""
 
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """Makes the scheduler forget collected samples; unknown or unfinished samples are skipped.
+    """Makes the scheduler forget samples that have ended.
 
     When the last sample of a prompt is forgotten, only the mean length of its samples is kept.
     """
@@ -92,6 +90,8 @@ class WorkerJoined:
     """Number of tokens that its KV cache holds."""
     max_length: int | None = None
     """Longest row of its slots, prompt and completion, longer than any prompt; None = the longest sample."""
+    keeps_caches: bool = True
+    """Whether the caches of suspended rows are kept for any worker; otherwise they are computed again."""
 
     def __post_init__(self) -> None:
         if self.slots < 1:
@@ -102,7 +102,6 @@ class WorkerJoined:
 class WorkerLost:
     at: float
     worker: str
-    why: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +109,6 @@ class RowReport:
     """The state of a row at the end of a segment."""
 
     uid: str
-    epoch: int
-    """Epoch of its `Admit`."""
     num_tokens: int
     """Length of the whole completion so far."""
     finish: str | None
@@ -124,8 +121,6 @@ class RowReport:
 class SegmentEnded:
     at: float
     worker: str
-    segment: int
-    """Number of the segment, from its `RunSegment`."""
     rows: tuple[RowReport, ...]
     """All rows of the worker; finished rows, and those whose turn has ended, have left it."""
     seconds: float
@@ -139,8 +134,7 @@ class AnsweredRow(NamedTuple):
 
     uid: str
     num_tokens: int
-    """Length of the whole completion with the observation, which leaves room for more unless the sample ends. An answer
-    with fewer tokens than are committed belongs to an earlier turn and has no effect."""
+    """Length of the whole completion with the observation, which leaves room for more unless the sample ends."""
     finish: str | None
     """Finish reason of a sample that ends with the answer, which a `Commit` follows; None = the sample goes on."""
 
@@ -158,8 +152,6 @@ Event = Submitted | Released | Closed | WorkerJoined | WorkerLost | SegmentEnded
 @dataclass(frozen=True, slots=True)
 class Admit:
     uid: str
-    epoch: int
-    """Epoch to report with the row."""
     num_tokens: int
     """Number of committed tokens; 0 for a sample that has not started."""
     how: AdmitMethod
@@ -193,8 +185,6 @@ class RunSegment:
     """
 
     worker: str
-    segment: int
-    """Number of the segment on its worker, from 1."""
     admit: tuple[Admit, ...]
     length: int
     leave_when_finished: int
@@ -220,18 +210,11 @@ class Commit:
 
 
 @dataclass(frozen=True, slots=True)
-class Retire:
-    """Stops a worker that may still be running; its rows and the caches it keeps are discarded."""
-
-    worker: str
-
-
-@dataclass(frozen=True, slots=True)
 class Finished:
     """Announces that every sample is done or dropped and no more will come."""
 
 
-Command = Suspend | RunSegment | Commit | Retire | Finished
+Command = Suspend | RunSegment | Commit | Finished
 
 
 class EventRecord(NamedTuple):

@@ -1,4 +1,4 @@
-"""The state of every sample. A sample has exactly one state, a fencing epoch, and a token count that only grows."""
+"""The state of every sample. A sample has exactly one state, and a token count that only grows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from app.rollout.scheduling.protocol import FINISH_LENGTH, NewSample, RowReport,
 class SampleState(StrEnum):
     NEW = "new"
     RUNNING = "running"
-    """A row on a worker under the entry's epoch; reports with another epoch are discarded."""
+    """A row on a worker."""
     SUSPENDED = "suspended"
     """Started, but not on a worker."""
     ACTING = "acting"
@@ -39,8 +39,6 @@ class SampleEntry:
     """Worker on which it runs."""
     role: SampleRole = "any"
     """Role in which it was last admitted."""
-    epoch: int = 0
-    """Number of times it was admitted."""
     num_tokens: int = 0
     """Number of committed tokens."""
     seconds: float = 0.0
@@ -91,35 +89,31 @@ class SampleTable:
     def all_ended(self) -> bool:
         return self.counts[SampleState.DONE] + self.counts[SampleState.DROPPED] == len(self.entries)
 
-    def add(self, sample: NewSample) -> SampleEntry | None:
-        """Adds a sample and returns its entry; None for a known uid."""
-        if sample.uid in self.entries:
-            return None
+    def add(self, sample: NewSample) -> SampleEntry:
+        """Adds a sample and returns its entry."""
+        assert sample.uid not in self.entries, f"{sample.uid} was submitted twice"
         entry = self.entries[sample.uid] = SampleEntry(sample, number=self.num_added)
         self.num_added += 1
         self.counts[SampleState.NEW] += 1
         return entry
 
     def start(self, entry: SampleEntry, worker: str, role: SampleRole = "any") -> None:
-        """Makes the sample a row of the worker under a new epoch."""
+        """Makes the sample a row of the worker."""
         assert entry.state in WAITING, f"{entry.uid} is {entry.state} and cannot start"
         self._set_state(entry, SampleState.RUNNING)
         entry.worker, entry.role = worker, role
-        entry.epoch += 1
         entry.held_by = None
 
-    def commit(self, worker: str, row: RowReport, *, seconds: float, steps: int) -> bool:
-        """Commits a reported row. Returns False, without a change, if the report is out of date.
+    def commit(self, worker: str, row: RowReport, *, seconds: float, steps: int) -> SampleEntry:
+        """Commits a reported row, and returns its entry.
 
         Args:
             seconds: duration of the segment.
             steps: number of its decode steps, of which the row pays for those that it took part in.
         """
-        entry = self.entries.get(row.uid)
-        if entry is None or (entry.state, entry.worker, entry.epoch) != (SampleState.RUNNING, worker, row.epoch):
-            return False
-        if row.num_tokens < entry.num_tokens:
-            return False
+        entry = self.entries[row.uid]
+        assert entry.worker == worker, f"{row.uid} is reported by {worker}, but is on {entry.worker}"
+        assert row.num_tokens >= entry.num_tokens, f"{row.uid} has lost tokens"
         entry.seconds += seconds * min((row.num_tokens - entry.num_tokens) / max(steps, 1), 1.0)
         entry.num_tokens = row.num_tokens
         if row.finish is not None:
@@ -127,20 +121,18 @@ class SampleTable:
         elif row.turn_end is not None:
             self._set_state(entry, SampleState.ACTING)
             entry.worker, entry.held_by = None, worker if entry.num_tokens else None
-        return True
+        return entry
 
-    def answer(self, uid: str, *, num_tokens: int, finish: str | None) -> bool:
-        """Records the answer to the turn of an acting row. Returns False, without a change, if no turn waits for it."""
-        entry = self.entries.get(uid)
-        # A turn has tokens, so that answers to earlier ones have fewer.
-        if entry is None or entry.state is not SampleState.ACTING or num_tokens < entry.num_tokens:
-            return False
+    def answer(self, uid: str, *, num_tokens: int, finish: str | None) -> SampleEntry:
+        """Records the answer to the turn of an acting row, and returns its entry."""
+        entry = self.entries[uid]
+        assert entry.state is SampleState.ACTING, f"{uid} is {entry.state} and waits for no answer"
         entry.num_tokens = num_tokens
         if finish is not None:
             self._end(entry, finish)
         else:
             self._set_state(entry, SampleState.SUSPENDED if num_tokens else SampleState.NEW)
-        return True
+        return entry
 
     def suspend(self, entry: SampleEntry, *, held_by: str | None, is_move: bool) -> None:
         """Records that the row has left its worker.
@@ -165,7 +157,7 @@ class SampleTable:
         self._end(entry, FINISH_LENGTH)
 
     def forget(self, entry: SampleEntry) -> None:
-        """Removes an ended sample; later reports about it have no effect."""
+        """Removes an ended sample."""
         assert entry.state in ENDED, f"{entry.uid} is {entry.state} and cannot be forgotten"
         del self.entries[entry.uid]
         self.counts[entry.state] -= 1
@@ -201,4 +193,3 @@ class SampleTable:
             assert entry.state is not SampleState.SUSPENDED or entry.num_tokens, (
                 f"{entry.uid}: suspended without tokens"
             )
-            assert entry.epoch or entry.state is SampleState.NEW, f"{entry.uid}: {entry.state} without being admitted"

@@ -22,7 +22,6 @@ from app.rollout.scheduling.protocol import (
     Event,
     Finished,
     Released,
-    Retire,
     RunSegment,
     SampleRole,
     SegmentEnded,
@@ -33,7 +32,9 @@ from app.rollout.scheduling.protocol import (
 )
 from app.rollout.scheduling.sample_states import ENDED, WAITING, SampleEntry, SampleState, SampleTable
 from app.rollout.scheduling.scheduling_policy import (
+    PDSR_CONSTANTS,
     SUSPENDED_PER_SLOT,
+    PdsrConstants,
     SchedulingContext,
     SchedulingPolicy,
     WorkerState,
@@ -71,29 +72,24 @@ class Scheduler:
         known_lengths: Mapping[str, int] | None = None,
         has_turns: bool = False,
         max_suspended: int | None = None,
+        constants: PdsrConstants = PDSR_CONSTANTS,
     ):
         self.has_turns, self.max_suspended = has_turns, max_suspended
         self.rebuild: AdmitMethod = rebuild
         self.segment = segment
         lengths = LengthEstimator(window=pdsr.window, unit=pdsr.unit, learned=learned, known_lengths=known_lengths)
-        self.context = SchedulingContext(SampleTable(), {}, lengths, pdsr)
+        self.context = SchedulingContext(SampleTable(), {}, lengths, pdsr, constants)
         self.policy = POLICIES[policy](self.context)
         self.context.update_threshold(self.policy.percentile)
         self.is_closed = False
         self.is_finished = False
-        self._lost_workers: set[str] = set()
-        """Names that no worker may use again."""
 
     @property
     def samples(self) -> SampleTable:
         return self.context.samples
 
     def handle(self, event: Event) -> list[Command]:
-        """Returns the commands that answer an event, in the order of their execution.
-
-        Raises:
-            ValueError: samples were submitted after `Closed`.
-        """
+        """Returns the commands that answer an event, in the order of their execution."""
         commands: list[Command] = []
         match event:
             case Submitted():
@@ -105,7 +101,7 @@ class Scheduler:
             case WorkerJoined():
                 self._add_worker(event)
             case WorkerLost():
-                commands += self._remove_worker(event.worker)
+                self._remove_worker(event.worker)
             case SegmentEnded():
                 commands += self._segment_ended(event)
             case Answered():
@@ -124,22 +120,18 @@ class Scheduler:
         return self.samples.num_waiting > 0 and not is_moving
 
     def _submit(self, event: Submitted) -> None:
-        if self.is_closed and any(sample.uid not in self.samples for sample in event.samples):
-            raise ValueError("new samples were submitted to a closed scheduler; submit them before `Closed`")
+        assert not self.is_closed, "samples were submitted after `Closed`"
         for sample in event.samples:
-            entry = self.samples.add(sample)
-            if entry is not None:
-                self.policy.add(entry)
+            self.policy.add(self.samples.add(sample))
 
     def _release(self, event: Released) -> None:
         lengths: dict[str, list[int]] = {}
         for uid in event.uids:
-            if uid in self.samples and self.samples[uid].state in ENDED:
-                entry = self.samples[uid]
-                self.samples.forget(entry)
-                known = lengths.setdefault(entry.prompt, [])
-                if entry.state is SampleState.DONE:
-                    known.append(entry.num_tokens)
+            entry = self.samples[uid]
+            self.samples.forget(entry)
+            known = lengths.setdefault(entry.prompt, [])
+            if entry.state is SampleState.DONE:
+                known.append(entry.num_tokens)
         left = {entry.prompt for entry in self.samples}
         for prompt, known in lengths.items():
             if prompt not in left:
@@ -147,44 +139,37 @@ class Scheduler:
                 self.policy.forget(prompt)
 
     def _add_worker(self, event: WorkerJoined) -> None:
-        if event.worker not in self.context.workers and event.worker not in self._lost_workers:
-            worker = WorkerState(
-                *(event.worker, event.kind, event.slots, tuple(event.rungs), event.device, event.capacity),
-                max_length=event.max_length,
-                max_suspended=SUSPENDED_PER_SLOT * event.slots if self.max_suspended is None else self.max_suspended,
-            )
-            self.context.workers[event.worker] = worker
-            longest_row = math.inf if event.max_length is None else event.max_length
-            known = self.context.longest_rows.get(event.kind, 0)
-            self.context.longest_rows[event.kind] = max(known, longest_row)
+        assert event.worker not in self.context.workers, f"{event.worker} joined twice"
+        self.context.workers[event.worker] = WorkerState(
+            *(event.worker, event.kind, event.slots, tuple(event.rungs), event.device, event.capacity),
+            max_length=event.max_length,
+            keeps_caches=event.keeps_caches,
+            max_suspended=SUSPENDED_PER_SLOT * event.slots if self.max_suspended is None else self.max_suspended,
+        )
+        longest_row = math.inf if event.max_length is None else event.max_length
+        known = self.context.longest_rows.get(event.kind, 0)
+        self.context.longest_rows[event.kind] = max(known, longest_row)
 
-    def _remove_worker(self, name: str) -> list[Command]:
-        if name in self._lost_workers:
-            return []
-        self._lost_workers.add(name)
-        worker = self.context.workers.pop(name, None)
+    def _remove_worker(self, name: str) -> None:
+        worker = self.context.workers.pop(name)
         for entry in self.samples:
             if entry.held_by == name:
                 self.samples.forget_cache(entry)
-        for uid in worker.rows if worker else ():
+        for uid in worker.rows:
             entry = self.samples[uid]
             self.samples.mark_lost(entry)
             self.policy.requeue(entry)
-        for uid in worker.answered if worker else ():
+        for uid in worker.answered:
             self.policy.requeue(self.samples[uid])
-        return [Retire(name)]
 
     def _segment_ended(self, event: SegmentEnded) -> list[Command]:
-        worker = self.context.workers.get(event.worker)
-        if worker is None or not worker.is_busy or event.segment != worker.segment:
-            return []
+        worker = self.context.workers[event.worker]
+        assert worker.is_busy, f"{event.worker} reports a segment that it was not told to run"
         worker.is_busy = False
         if event.steps:
             worker.step_s = event.seconds / event.steps
         committed = [
-            self.samples[row.uid]
-            for row in event.rows
-            if self.samples.commit(event.worker, row, seconds=event.seconds, steps=event.steps)
+            self.samples.commit(event.worker, row, seconds=event.seconds, steps=event.steps) for row in event.rows
         ]
         worker.rows = [uid for uid in worker.rows if self.samples[uid].state is SampleState.RUNNING]
         acting = [entry for entry in committed if entry.state is SampleState.ACTING]
@@ -204,9 +189,7 @@ class Scheduler:
     def _answered(self, row: AnsweredRow) -> list[Command]:
         """Returns an answered row to the worker that keeps its cache, or to the policy if that is lost or too small."""
         holder = next((one for one in self.context.workers.values() if row.uid in one.acting), None)
-        if not self.samples.answer(row.uid, num_tokens=row.num_tokens, finish=row.finish):
-            return []
-        entry = self.samples[row.uid]
+        entry = self.samples.answer(row.uid, num_tokens=row.num_tokens, finish=row.finish)
         if holder is not None:
             holder.acting.remove(entry.uid)
         self._observe([entry])
@@ -245,7 +228,8 @@ class Scheduler:
                 self.context.lengths.observe(entry)
                 self.policy.observe(entry, grew=False)
             else:
-                self.samples.suspend(entry, held_by=worker.name, is_move=why != "steal limit")
+                held_by = worker.name if worker.keeps_caches else None
+                self.samples.suspend(entry, held_by=held_by, is_move=why != "steal limit")
                 self.policy.requeue(entry)
         for why, uids in by_reason.items():
             commands.append(Suspend(worker.name, tuple(uids), why))
@@ -275,7 +259,7 @@ class Scheduler:
         for entry in entries:
             self.samples.start(entry, worker.name, entry.role)
             worker.rows.append(entry.uid)
-        return [Admit(one.uid, one.epoch, one.num_tokens, "resume", None, one.role) for one in entries]
+        return [Admit(one.uid, one.num_tokens, "resume", None, one.role) for one in entries]
 
     def _admit(self, worker: WorkerState, uid: str, role: SampleRole) -> Admit:
         entry = self.samples[uid]
@@ -283,16 +267,15 @@ class Scheduler:
         how = "prefill" if entry.num_tokens == 0 else "copy" if source is not None else self.rebuild
         self.samples.start(entry, worker.name, role)
         worker.rows.append(uid)
-        return Admit(uid, entry.epoch, entry.num_tokens, how, source, role)
+        return Admit(uid, entry.num_tokens, how, source, role)
 
     def _run_segment(self, worker: WorkerState, admitted: list[Admit]) -> RunSegment:
         worker.is_busy = True
-        worker.segment += 1
         rows = [self.samples[uid] for uid in worker.rows]
         fitting = min(worker.num_fitting(entry) for entry in rows)
         if not (self.policy.refills or self.has_turns):
             length = int(min(self.segment.max, fitting))
-            return RunSegment(worker.name, worker.segment, tuple(admitted), length, 0, 0)
+            return RunSegment(worker.name, tuple(admitted), length, 0, 0)
         # Samples held back for a verdict wait, too: for the end of a probe, and then for a slot of any worker.
         # Where samples have turns, segments end early, too: the environment gets a turn only when it is committed, and
         # an answered row comes back only between two segments.
@@ -312,7 +295,7 @@ class Scheduler:
             if not self.context.is_over_limit(entry, limit)
         ]
         limits = limits._replace(length=int(min([limits.length, fitting, *left])))
-        return RunSegment(worker.name, worker.segment, tuple(admitted), **limits._asdict())
+        return RunSegment(worker.name, tuple(admitted), **limits._asdict())
 
     def check_invariants(self) -> None:
         """Raises AssertionError if samples, rows, slots and queues disagree, or a slot is idle while samples wait."""

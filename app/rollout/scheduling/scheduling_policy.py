@@ -12,7 +12,7 @@ from app.rollout.scheduling.length_estimator import LengthEstimator
 from app.rollout.scheduling.priority_queue import PriorityQueue
 from app.rollout.scheduling.protocol import DEFAULT_CAPACITY, SampleRole, WorkerKind
 from app.rollout.scheduling.sample_states import SampleEntry, SampleState, SampleTable
-from settings.schema.rollout import PdsrSettings
+from settings.schema.rollout import PDSR_WINDOW_MIN, PdsrSettings
 
 SUSPENDED_PER_SLOT = 4
 """Samples for each slot that may wait for their environments without one, unless `env.max_suspended` says otherwise.
@@ -20,7 +20,31 @@ SUSPENDED_PER_SLOT = 4
 Slots are busy with slots * (1 + latency / time of a turn) samples.
 """
 
+PROBE_SECONDS_SHARE = 0.5
+"""Limit of probes in seconds, as a share of `rollout.pdsr.fast_limit_s`."""
+STEAL_LIMIT_SHARE = 0.25
+"""After this share of the fast limit, a sample that a fast worker took from the heavy ones should go back to them."""
+
 QueueName = TypeVar("QueueName", bound=str)
+
+
+@dataclass(frozen=True, slots=True)
+class PdsrConstants:
+    """Numbers of the policies that are no settings."""
+
+    window_min: int = PDSR_WINDOW_MIN
+    probe_advance: int = 256
+    """Number of samples that a probe may overtake in the queue. Without a bound, new prompts would starve the samples
+    of old ones."""
+    tripped_share: float = 0.12
+    """Largest share of a fast worker's slots that samples at the limit leave at once. More would only overload the
+    heavy workers."""
+    max_moves: int = 2
+    """Number of moves after which `adaptive` moves a sample no more, and `pdsr_v2` leaves it to heavy workers. Samples
+    that a fast worker gives back, and those too long for their slots, move in any case."""
+
+
+PDSR_CONSTANTS = PdsrConstants()
 
 
 @dataclass(slots=True)
@@ -34,6 +58,7 @@ class WorkerState:
     device: str | None = None
     capacity: int = DEFAULT_CAPACITY
     max_length: int | None = None
+    keeps_caches: bool = True
     max_suspended: int = 0
     """Number of rows without a slot beyond which acting and answered rows take the slots of new samples."""
     rows: list[str] = field(default_factory=list)
@@ -42,8 +67,6 @@ class WorkerState:
     """Uids of the acting rows whose caches it keeps."""
     answered: list[str] = field(default_factory=list)
     """Uids of the rows that it takes back next, in the order of their answers."""
-    segment: int = 0
-    """Number of the last segment started."""
     is_busy: bool = False
     """Whether a segment is running."""
     num_carried: int = 0
@@ -103,6 +126,7 @@ class SchedulingContext:
     """Live workers, in the order of joining."""
     lengths: LengthEstimator
     pdsr: PdsrSettings
+    constants: PdsrConstants = PDSR_CONSTANTS
     longest_rows: dict[WorkerKind, float] = field(default_factory=dict)
     """Longest row that workers of a kind hold, lost ones included."""
     threshold: float | None = None
@@ -114,7 +138,7 @@ class SchedulingContext:
 
     @property
     def probe_limit(self) -> RowLimit:
-        return RowLimit(self.pdsr.probe_limit_tokens, self.pdsr.probe_limit_s)
+        return RowLimit(self.pdsr.probe_limit_tokens, PROBE_SECONDS_SHARE * self.pdsr.fast_limit_s)
 
     def expected_length(self, entry: SampleEntry) -> float:
         """Returns the expected length in `rollout.pdsr.unit`. The history of earlier epochs is in tokens only."""
@@ -155,7 +179,7 @@ class SchedulingContext:
     def update_threshold(self, percentile: float) -> None:
         begun = [uid for worker in self.workers.values() for uid in (*worker.rows, *worker.acting, *worker.answered)]
         running = [self.lengths.measure(self.samples[uid]) for uid in begun]
-        self.threshold = self.lengths.threshold(running, percentile=percentile, min_finished=self.pdsr.window_min)
+        self.threshold = self.lengths.threshold(running, percentile=percentile, min_finished=self.constants.window_min)
 
     def has_worker(self, kind: WorkerKind) -> bool:
         return any(worker.kind == kind for worker in self.workers.values())

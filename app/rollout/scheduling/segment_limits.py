@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 from settings.schema.rollout import SegmentSettings
 
+OVERHEAD_STEPS = 0.5
+"""Assumed overhead of ending a segment, in decode steps."""
 PRIOR_LENGTH_SHARE = 0.25
 """Assumed mean length before any sample has finished, as a share of the allowed tokens."""
 
@@ -23,7 +25,7 @@ class SegmentLimits(NamedTuple):
 
 
 def segment_limits(
-    rule: SegmentSettings,
+    bounds: SegmentSettings,
     *,
     num_active: int,
     has_waiting: bool,
@@ -40,14 +42,11 @@ def segment_limits(
         batch_sizes: numbers of rows of the worker's smaller programs.
         capacity: number of tokens that its KV cache holds.
     """
-    bounds = {"minimum": rule.min, "maximum": rule.max}
-    if rule.rule == "budget" or (rule.rule == "auto" and not has_waiting):
-        length = budget_length(num_active, capacity=rule.capacity or capacity, **bounds)
-    else:
-        length = balanced_length(mean_length, overhead_steps=rule.overhead_steps, **bounds)
     if not has_waiting:
+        length = budget_length(num_active, capacity=capacity, minimum=bounds.min, maximum=bounds.max)
         return SegmentLimits(length, 0, next_smaller_batch(num_active, batch_sizes))
-    return SegmentLimits(length, refill_threshold(num_active, mean_length, overhead_steps=rule.overhead_steps), 0)
+    length = balanced_length(mean_length, overhead_steps=OVERHEAD_STEPS, minimum=bounds.min, maximum=bounds.max)
+    return SegmentLimits(length, refill_threshold(num_active, mean_length, overhead_steps=OVERHEAD_STEPS), 0)
 
 
 def prior_mean_length(max_new: int) -> float:

@@ -6,7 +6,6 @@ versions. Source: Piché et al. 2025 (PipelineRL).
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -23,10 +22,7 @@ from app.rollout.scheduling.length_estimator import LearnedLengths
 from app.rollout.scheduling.metrics import ScheduleMetrics, ScheduleMetricsTracker
 from app.rollout.sequence import RolloutSequence
 from app.rollout.workers.scheduler_loop import RolloutExecutor, name_rows
-from app.rollout.workers.worker_drivers import CLOSE_TIMEOUT_S
 from app.rollout.workers.worker_pool import RolloutWorkerPool
-
-log = logging.getLogger(__name__)
 
 
 class CompletedRound(NamedTuple):
@@ -93,9 +89,6 @@ class AsyncRollout:
 
     Args:
         weights: initial weights of the policy.
-
-    Raises:
-        RuntimeError: all workers stalled in earlier rollouts.
     """
 
     def __init__(self, workers: RolloutWorkerPool, weights: DecodeWeights, request: GenerationRequest):
@@ -110,7 +103,7 @@ class AsyncRollout:
             self._executor = stack.enter_context(opened)
             self._rounds = RoundExecutor(self._executor, metrics)
             self._exit_stack = stack.pop_all()
-        # A daemon thread, because a device call that never returns must not keep the program alive.
+        # A daemon thread, because a device call that never returns must not keep a failed program alive.
         self._thread = Thread(target=self._run_thread, name="generation", daemon=True)
         self._thread.start()
 
@@ -155,14 +148,11 @@ class AsyncRollout:
         return self._outbox.qsize()
 
     def close(self) -> None:
-        """Stops after the running segments, or after `CLOSE_TIMEOUT_S`. Uncollected rounds are lost."""
+        """Stops after the running segments. Uncollected rounds are lost."""
         self._inbox.put(None)
         self._executor.wake()
-        self._thread.join(CLOSE_TIMEOUT_S)
-        if self._thread.is_alive():
-            log.warning("the generation thread is stuck in a segment and is abandoned")
-        else:
-            self._exit_stack.close()
+        self._thread.join()
+        self._exit_stack.close()
 
     def _run_thread(self) -> None:
         try:

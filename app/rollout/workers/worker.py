@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
 from collections.abc import Callable
@@ -10,24 +9,28 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from threading import Lock
-from typing import NamedTuple, TypeVar
+from typing import ClassVar, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 
+from app.distributed.stop_check import StopCheck
 from app.mesh.placement import tree_shardings
 from app.model.decode_weights import DecodeWeights
 from app.rollout.counters import RolloutCounters
 from app.rollout.request import GenerationRequest
+from app.rollout.sampling.token_sampling import SamplingRules
 from app.rollout.scheduling.protocol import RowReport, RunSegment, SegmentEnded, WorkerKind
 from app.rollout.sequence import RolloutSequence, SuspendedSequence
 from app.rollout.slots.slot_engine import SlotEngine
 
-log = logging.getLogger(__name__)
-
 T = TypeVar("T")
 Clock = Callable[[], float]
 """Returns seconds since a fixed moment."""
+
+
+class WorkerDiedError(RuntimeError):
+    """The process of a worker has ended."""
 
 
 class Admission(NamedTuple):
@@ -35,10 +38,8 @@ class Admission(NamedTuple):
 
     row: RolloutSequence
     uid: str
-    epoch: int
-    """Number of its admission, as in `Admit`."""
     suspended: Future[SuspendedSequence] | None
-    """Its cache; if None, or if the future fails, the cache is recomputed from the row's tokens."""
+    """Its cache; if None, the cache is recomputed from the row's tokens."""
 
 
 @dataclass(eq=False)
@@ -50,13 +51,15 @@ class RolloutWorker:
     engine: SlotEngine
     device: str | None = None
     """Name of the device shared with other workers; None = the worker has its own devices."""
-    cache_timeout_s: float | None = None
-    """Maximum wait for the cache of a row from another worker; None = no limit."""
     clock: Clock = time.perf_counter
-    _admissions: dict[RolloutSequence, Admission] = field(default_factory=dict)
-    """Maps rows in its slots to their admissions."""
-    _running: tuple[RunSegment, float] | None = None
-    """Command and start time of the running segment."""
+    is_lost: bool = False
+    """Whether its process has died. Workers in this process never are."""
+    keeps_caches: ClassVar[bool] = True
+    """Whether a suspended row takes its cache along."""
+    _uids: dict[RolloutSequence, str] = field(default_factory=dict)
+    """Maps rows in its slots to their uids."""
+    _started_at: float | None = None
+    """Start of its last segment."""
     _queued_weights: deque[tuple[DecodeWeights, int]] = field(default_factory=lambda: deque(maxlen=1))
     """Newest weights not loaded yet, already on its devices, with their version. Set by another thread."""
     _queueing: Lock = field(default_factory=Lock)
@@ -66,24 +69,25 @@ class RolloutWorker:
     _segment_counters: deque[RolloutCounters] = field(default_factory=deque)
     """Counts of each segment since the last `take_counters`."""
 
+    def compile(self, rules: SamplingRules, *, suspends: bool) -> None:
+        """Compiles the programs of rollouts under these rules; a worker elsewhere only begins to."""
+        self.engine.compile(rules, suspends=suspends)
+
+    def wait_until_ready(self, stop_requested: StopCheck) -> None:
+        """Waits until a worker elsewhere has started and compiled.
+
+        Raises:
+            InputError: it cannot start.
+            StoppedError: a stop was requested meanwhile.
+        """
+
     def open(self, weights: DecodeWeights, request: GenerationRequest, *, suspends: bool) -> None:
         """Puts the weights on the worker's devices and starts with empty slots; see `SlotEngine.open`."""
         self._queued_weights.clear()
         placed = self._place_weights(weights)
-        # An update may still be computing the weights, and no lease may be running meanwhile.
+        # An update may still be computing the weights, and no segment is to last longer for that.
         jax.block_until_ready(placed)
         self.engine.open(placed, request, suspends=suspends)
-
-    @property
-    def can_open(self) -> bool:
-        """Whether `open` may succeed after a failure."""
-        return True
-
-    @property
-    def next_name(self) -> str:
-        """Its name when it joins again after a failure, which tells it from the worker that failed."""
-        name, _, number = self.name.partition("#")
-        return f"{name}#{int(number or 1) + 1}"
 
     @property
     def num_devices(self) -> int:
@@ -98,28 +102,27 @@ class RolloutWorker:
         The same thread must pass the weights to all workers: if several threads place an array at once, some of them
         see it before JAX has listed all its shards (jax 0.10.2).
         """
-        if self.engine.is_open:
-            # So that a device has no third copy, and no segment begins with older weights meanwhile.
-            with self._queueing:
-                self._queued_weights.clear()
-                self._queued_weights.append((self._place_weights(weights), policy_version))
-            # If another thread has closed the engine meanwhile, no weights may stay on its devices.
-            if not self.engine.is_open:
-                self._queued_weights.clear()
+        # So that a device has no third copy, and no segment begins with older weights meanwhile.
+        with self._queueing:
+            self._queued_weights.clear()
+            self._queued_weights.append((self._place_weights(weights), policy_version))
 
     def take_counters(self) -> RolloutCounters:
         """Returns the counts of the segments ended since the last call. May be called from any thread."""
         return RolloutCounters.sum([RolloutCounters(), *take_all(self._segment_counters)])
 
     def close(self) -> None:
-        self._admissions, self._running = {}, None
+        self._uids = {}
         self._queued_weights.clear()
         self.ended_keys.clear()
         self.engine.close()
 
+    def shut_down(self) -> None:
+        """Ends what was started outside this process. No rollout may follow."""
+
     def suspend(self, row: RolloutSequence) -> SuspendedSequence:
         """Takes a row out of its slot, with its cache."""
-        del self._admissions[row]
+        del self._uids[row]
         return self.engine.suspend([row])[0]
 
     def start_segment(self, command: RunSegment, admissions: deque[Admission]) -> None:
@@ -135,7 +138,7 @@ class RolloutWorker:
         computed = []
         while admissions:
             one = admissions.popleft()
-            self._admissions[one.row] = one._replace(suspended=None)
+            self._uids[one.row] = one.uid
             # A row that has to wait for blocks must not keep a cache beside them.
             cache = self._fetch_cache(one) if self.engine.has_room(one.row) else None
             if cache is None:
@@ -150,45 +153,34 @@ class RolloutWorker:
             leave_when_finished=command.leave_when_finished,
             leave_when_active=command.leave_when_active,
         )
-        self._running = command, started
+        self._started_at = started
 
     def _fetch_cache(self, one: Admission) -> SuspendedSequence | None:
         """Returns a row with its cache on this worker's devices; None = the cache must be recomputed."""
         if one.suspended is None:
             return None
-        try:
-            suspended = one.suspended.result(self.cache_timeout_s)
-        except Exception as error:
-            log.warning("rollout worker %s recomputes the cache of %s", self.name, one.uid, exc_info=error)
-            return None
+        suspended = one.suspended.result()
         cache, shapes = suspended.cache, self.engine.programs.abstract_row
         if cache is None or jax.tree.map(jnp.shape, cache) != jax.tree.map(jnp.shape, shapes):
             # It waited for blocks, or comes from a device with blocks of another size.
             return None
         return suspended._replace(cache=jax.device_put(cache, tree_shardings(shapes)))
 
-    def finish_segment(self, *, not_before: float = 0.0) -> SegmentEnded:
-        """Waits for the segment and collects its tokens.
-
-        Args:
-            not_before: earliest possible start of the segment, because another worker used the devices until then.
-        """
-        assert self._running is not None
-        (command, started), self._running = self._running, None
+    def finish_segment(self) -> SegmentEnded:
+        """Waits for the segment and collects its tokens."""
+        assert self._started_at is not None
         segment = self.engine.finish_segment()
-        # Tokens are collected before the report, because committed tokens must survive a failure of the worker.
         segment.collect()
         self.engine.finish_stopped_rows()
         self._segment_counters.append(self.engine.counters.take())
         at = self.clock()
         reports = []
         for row in [*(one.row for one in segment.decoded), *segment.waited]:
-            admission, row.worker = self._admissions[row], self.name
-            reports.append(RowReport(*admission[1:3], row.num_tokens, row.finish_reason, row.turn_end))
+            row.worker = self.name
+            reports.append(RowReport(self._uids[row], row.num_tokens, row.finish_reason, row.turn_end))
             if row.finish_reason is not None or row.is_acting:
-                del self._admissions[row]
-        seconds = at - max(started, not_before)
-        return SegmentEnded(at, self.name, command.segment, tuple(reports), seconds, segment.steps)
+                del self._uids[row]
+        return SegmentEnded(at, self.name, tuple(reports), at - self._started_at, segment.steps)
 
 
 def take_all(items: deque[T]) -> list[T]:

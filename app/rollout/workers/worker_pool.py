@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
-from threading import Thread
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -24,22 +22,14 @@ from app.rollout.scheduling.metrics import ScheduleMetrics, schedule_metrics
 from app.rollout.scheduling.protocol import EventRecord
 from app.rollout.scheduling.sample_states import SampleState
 from app.rollout.scheduling.scheduler import Scheduler
+from app.rollout.scheduling.scheduling_policy import PDSR_CONSTANTS, PdsrConstants
 from app.rollout.sequence import RolloutSequence
 from app.rollout.slots.slot_engine import SlotEngine
 from app.rollout.stop_strings import DecodeText
-from app.rollout.workers.scheduler_loop import (
-    WORKER_FAILURES,
-    ProgressCallback,
-    Reopen,
-    RolloutExecutor,
-    SampleDoneCallback,
-    name_rows,
-)
-from app.rollout.workers.worker import Clock, RolloutWorker
-from app.rollout.workers.worker_drivers import SequentialDriver, ThreadedDriver, WorkerDriver
+from app.rollout.workers.scheduler_loop import ProgressCallback, RolloutExecutor, SampleDoneCallback, name_rows
+from app.rollout.workers.worker import Clock, RolloutWorker, WorkerDiedError
+from app.rollout.workers.worker_threads import WorkerThreads
 from settings.schema.rollout import PdsrSettings, SegmentSettings
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -50,10 +40,9 @@ class ScheduleConfig:
     """Name in `POLICIES`."""
     pdsr: PdsrSettings
     segment: SegmentSettings
-    single_thread: bool
-    """Whether one thread drives all workers, so that a repeated run gives the same commands."""
-    lease_s: float | None = None
-    """Maximum duration of a segment if each worker has its own thread; None = no limit."""
+    in_order: bool
+    """Whether segments count in the order in which they started, so that a repeated run gives the same commands."""
+    constants: PdsrConstants = PDSR_CONSTANTS
 
 
 class RolloutWorkerPool(SampleGenerator):
@@ -85,17 +74,18 @@ class RolloutWorkerPool(SampleGenerator):
         self.new_lengths = NOTHING_LEARNED
         """What this host has found out since then."""
         self._metrics: list[ScheduleMetrics] = []
-        self._stalled: dict[RolloutWorker, Thread] = {}
 
     @property
     def _suspends(self) -> bool:
-        """Whether samples may leave their slots before they are done, for example if a worker fails."""
+        """Whether samples may leave their slots before they are done."""
         return self.schedule.policy != "sync" or len(self.workers) > 1
 
     def compile(self, rules: SamplingRules) -> None:
         """Compiles the programs of all workers."""
         for worker in self.workers:
-            worker.engine.compile(rules, suspends=self._suspends)
+            worker.compile(rules, suspends=self._suspends)
+        for worker in self.workers:
+            worker.wait_until_ready(self.stop_requested)
 
     def _run_in_order(
         self, weights: DecodeWeights, rows: deque[RolloutSequence], request: GenerationRequest
@@ -104,7 +94,7 @@ class RolloutWorkerPool(SampleGenerator):
 
         Raises:
             StoppedError: a stop was requested.
-            Exception: the error of the last worker, if all workers have failed.
+            WorkerDiedError: all workers have died that could hold the samples.
         """
         self.check_fits(rows)
         scheduler = self.make_scheduler({row.prompt.uid for row in rows})
@@ -133,30 +123,27 @@ class RolloutWorkerPool(SampleGenerator):
         on_record: Callable[[EventRecord], None],
         on_sample_done: SampleDoneCallback | None = None,
     ) -> Iterator[RolloutExecutor]:
-        """Opens a rollout on all available workers; on exit, waits for running segments.
+        """Opens a rollout on all workers; on exit, waits for running segments.
 
         Args:
             on_record: called with every event and the commands that answered it.
             on_sample_done: called with every sample when it is done.
 
         Raises:
-            RuntimeError: all workers stalled in earlier rollouts.
+            WorkerDiedError: all workers have died in earlier rollouts.
         """
-        awake = self._available_workers()
-        driver = (
-            SequentialDriver() if self.schedule.single_thread else ThreadedDriver(awake, lease_s=self.schedule.lease_s)
-        )
-        with self._opened_workers(awake, driver, weights, request) as opened:
+        workers = [worker for worker in self.workers if not worker.is_lost]
+        if not workers:
+            raise WorkerDiedError("every rollout worker has died; start the command again")
+        with self._opened(workers, weights, request) as threads:
             # The workers have their own copies, and an open rollout outlives these weights by many versions.
             del weights
             start_s = self._clock()
             run = RolloutExecutor(
                 scheduler,
-                driver,
-                opened,
+                threads,
+                workers,
                 clock=lambda: self._clock() - start_s,
-                unopened=[worker for worker in awake if worker not in opened],
-                reopen=self._reopener(request),
                 on_record=on_record,
                 on_sample_done=on_sample_done,
                 on_progress=self.on_progress,
@@ -167,49 +154,21 @@ class RolloutWorkerPool(SampleGenerator):
                 yield run
 
     @contextmanager
-    def _opened_workers(
-        self, workers: Sequence[RolloutWorker], driver: WorkerDriver, weights: DecodeWeights, request: GenerationRequest
-    ) -> Iterator[list[RolloutWorker]]:
-        """Opens workers; on exit, closes the driver and the workers that are not stuck."""
+    def _opened(
+        self, workers: Sequence[RolloutWorker], weights: DecodeWeights, request: GenerationRequest
+    ) -> Iterator[WorkerThreads]:
+        """Opens workers and their threads; on exit, closes both."""
+        threads = WorkerThreads(workers, in_order=self.schedule.in_order)
         try:
-            opened = _open_workers(workers, weights, request, suspends=self._suspends)
+            for worker in workers:
+                worker.wait_until_ready(self.stop_requested)
+                worker.open(weights, request, suspends=self._suspends)
             del weights
-            yield opened
+            yield threads
         finally:
-            try:
-                self._stalled |= driver.close()
-            finally:
-                for worker in workers:
-                    if worker not in self._stalled:
-                        worker.close()
-
-    def _available_workers(self) -> list[RolloutWorker]:
-        """Returns all workers that are not stuck in a segment of an earlier rollout.
-
-        Raises:
-            RuntimeError: all workers are stuck.
-        """
-        for worker, thread in list(self._stalled.items()):
-            if not thread.is_alive():
+            threads.close()
+            for worker in workers:
                 worker.close()
-                del self._stalled[worker]
-        workers = [worker for worker in self.workers if worker not in self._stalled]
-        if not workers:
-            raise RuntimeError("every rollout worker is stuck in a segment of an earlier rollout; restart the run")
-        return workers
-
-    def _reopener(self, request: GenerationRequest) -> Reopen:
-        def reopen(worker: RolloutWorker, weights: DecodeWeights, version: int) -> bool:
-            try:
-                worker.open(weights, replace(request, policy_version=version), suspends=self._suspends)
-            except WORKER_FAILURES as failure:
-                log.warning("rollout worker %s failed to open again: %s", worker.name, failure)
-                worker.close()
-                return False
-            worker.name = worker.next_name
-            return True
-
-        return reopen
 
     def make_scheduler(self, prompts: Iterable[str] = ()) -> Scheduler:
         """Returns a new scheduler with the window of finished samples and the mean lengths of these prompts."""
@@ -218,6 +177,7 @@ class RolloutWorkerPool(SampleGenerator):
             schedule.policy,
             pdsr=schedule.pdsr,
             segment=schedule.segment,
+            constants=schedule.constants,
             rebuild="replay" if self.workers[0].engine.exact else "prefill",
             learned=learned.about(prompts),
             has_turns=self.conversations is not None,
@@ -269,6 +229,8 @@ class RolloutWorkerPool(SampleGenerator):
 
     def shut_down(self) -> None:
         """Ends everything started outside this process. No rollout may follow."""
+        for worker in self.workers:
+            worker.shut_down()
 
     def add_metrics(self, metrics: ScheduleMetrics) -> None:
         """Stores the metrics of a rollout, or of a part of one, until they are taken."""
@@ -278,24 +240,3 @@ class RolloutWorkerPool(SampleGenerator):
         """Returns the metrics stored since the last call."""
         taken, self._metrics = self._metrics, []
         return taken
-
-
-def _open_workers(
-    workers: Sequence[RolloutWorker], weights: DecodeWeights, request: GenerationRequest, *, suspends: bool
-) -> list[RolloutWorker]:
-    """Opens workers and returns those that could be opened; see `RolloutWorker.open`.
-
-    Raises:
-        Exception: the error of the last worker, if no worker could be opened.
-    """
-    opened: list[RolloutWorker] = []
-    for worker in workers:
-        try:
-            worker.open(weights, request, suspends=suspends)
-        except WORKER_FAILURES as failure:
-            if worker is workers[-1] and not opened:
-                raise
-            log.warning("this rollout starts without worker %s, which failed to open", worker.name, exc_info=failure)
-        else:
-            opened.append(worker)
-    return opened

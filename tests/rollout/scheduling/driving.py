@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 from app.rollout.scheduling.length_estimator import FinishedLength, LearnedLengths
@@ -22,7 +23,7 @@ from app.rollout.scheduling.protocol import (
     WorkerJoined,
 )
 from app.rollout.scheduling.scheduler import Scheduler
-from app.rollout.scheduling.scheduling_policy import Probes
+from app.rollout.scheduling.scheduling_policy import PdsrConstants, Probes
 from settings.schema.rollout import PdsrSettings, SegmentSettings
 
 """A cost model in which everything takes no time."""
@@ -37,10 +38,22 @@ def make_scheduler(
     finished: Sequence[int] = (),
     **more: Any,
 ) -> Scheduler:
-    """Returns a scheduler that knows these mean lengths of prompts, and the tokens of these finished samples."""
+    """Returns a scheduler that knows these mean lengths of prompts, and the tokens of these finished samples.
+
+    Args:
+        pdsr: settings and constants.
+    """
     learned = LearnedLengths(history or {}, tuple(FinishedLength(tokens, tokens / 100) for tokens in finished))
-    rules = PdsrSettings(**(pdsr or {})), SegmentSettings(**(segment or {}))
-    return Scheduler(policy, pdsr=rules[0], segment=rules[1], learned=learned, **more)
+    given = pdsr or {}
+    names = given.keys() & {field.name for field in fields(PdsrConstants)}
+    return Scheduler(
+        policy,
+        pdsr=PdsrSettings(**{name: value for name, value in given.items() if name not in names}),
+        segment=SegmentSettings(**(segment or {})),
+        learned=learned,
+        constants=PdsrConstants(**{name: given[name] for name in names}),
+        **more,
+    )
 
 
 def samples(prompts: int, group: int, *, max_new: int = 4096, first: int = 0) -> tuple[NewSample, ...]:
@@ -56,7 +69,6 @@ class Driven:
         self.scheduler = scheduler
         self.at = 0.0
         self.running: dict[str, RunSegment] = {}
-        self.epochs: dict[str, int] = {}
         self.last: list[Command] = []
 
     def tell(self, event: Any) -> list[Command]:
@@ -65,7 +77,6 @@ class Driven:
         for command in self.last:
             if isinstance(command, RunSegment):
                 self.running[command.worker] = command
-                self.epochs |= {one.uid: one.epoch for one in command.admit}
         return self.last
 
     def join(self, worker: str, kind: Any = "fast", slots: int = 2, rungs: tuple[int, ...] = (), **more: Any):
@@ -92,12 +103,10 @@ class Driven:
         self.at += seconds
         gained = [count - self.scheduler.samples[uid].num_tokens for uid, count in tokens.items()]
         rows = tuple(
-            RowReport(
-                uid, self.epochs[uid], count, "stop" if uid in finished else None, "stop" if uid in acting else None
-            )
+            RowReport(uid, count, "stop" if uid in finished else None, "stop" if uid in acting else None)
             for uid, count in tokens.items()
         )
-        return SegmentEnded(self.at, worker, self.running[worker].segment, rows, seconds, max(gained))
+        return SegmentEnded(self.at, worker, rows, seconds, max(gained))
 
     def answer(self, uid: str, num_tokens: int, finish: str | None = None) -> list[Command]:
         return self.tell(Answered(self.at, (AnsweredRow(uid, num_tokens, finish),)))

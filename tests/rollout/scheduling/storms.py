@@ -9,6 +9,7 @@ import numpy as np
 
 from app.rollout.scheduling.length_estimator import FinishedLength, LearnedLengths
 from app.rollout.scheduling.scheduler import POLICIES, Scheduler
+from app.rollout.scheduling.scheduling_policy import PdsrConstants
 from scripts.simulate import length_traces
 from scripts.simulate.cost_model import CostModel
 from scripts.simulate.length_traces import Trace, TraceSample, TraceTurn
@@ -31,6 +32,7 @@ def storm(seed: int, *, has_turns: bool = False) -> SchedulerSimulator:
         policy,
         pdsr=random_rules(rng),
         segment=random_segment(rng),
+        constants=random_constants(rng),
         rebuild=rng.choice(["prefill", "replay"]),
         learned=random_knowledge(rng),
         has_turns=has_turns and turns_rng.random() < 0.5,
@@ -53,8 +55,8 @@ def storm(seed: int, *, has_turns: bool = False) -> SchedulerSimulator:
 
 
 def random_faults(rng: random.Random, seed: int) -> Faults:
-    death, stall, silence, duplicate, delay, no_number = (rng.choice([0.0, 0.02, 0.2]) for _ in range(6))
-    return Faults(seed, death, stall, silence, duplicate, delay, no_number)
+    death, non_finite = (rng.choice([0.0, 0.02, 0.2]) for _ in range(2))
+    return Faults(seed, death, non_finite)
 
 
 def random_trace(rng: random.Random, seed: int) -> Trace:
@@ -110,35 +112,30 @@ def random_knowledge(rng: random.Random) -> LearnedLengths:
 
 def random_rules(rng: random.Random) -> PdsrSettings:
     """Returns random limits, from below every sample (all are heavy) to above every sample (all are fast)."""
-    window_min = rng.choice([1, 4, 32])
     return PdsrSettings(
         unit=rng.choice(["tokens", "seconds"]),
         heavy_percent=rng.choice([0.1, 10.0, 99.0]),
         probe_limit_tokens=rng.choice([1, 30, 1000]),
-        probe_limit_s=rng.choice([0.01, 0.5, 100.0]),
         fast_limit_tokens=rng.choice([1, 40, 1000]),
         fast_limit_s=rng.choice([0.01, 1.0, 100.0]),
         on_fast_limit=rng.choice(["suspend", "truncate"]),
         percentile=rng.choice([1.0, 80.0, 99.0]),
-        window=window_min * rng.choice([1, 4]),
-        window_min=window_min,
+        window=rng.choice([32, 128]),
+    )
+
+
+def random_constants(rng: random.Random) -> PdsrConstants:
+    return PdsrConstants(
+        window_min=rng.choice([1, 4, 32]),
         probe_advance=rng.choice([0, 256]),
         tripped_share=rng.choice([0.12, 1.0]),
-        steal_limit_tokens=rng.choice([1, 20, 1000]),
-        steal_limit_s=rng.choice([0.01, 1.0, 100.0]),
         max_moves=rng.choice([1, 2, 5]),
     )
 
 
 def random_segment(rng: random.Random) -> SegmentSettings:
     least = rng.choice([1, 7, 64])
-    return SegmentSettings(
-        rule=rng.choice(["auto", "budget", "balance"]),
-        min=least,
-        max=least * rng.choice([1, 10]),
-        capacity=rng.choice([1, 100, 8192]),
-        overhead_steps=rng.choice([0.1, 5.0]),
-    )
+    return SegmentSettings(min=least, max=least * rng.choice([1, 10]))
 
 
 def random_workers(rng: random.Random) -> list[SimulatedWorkerSpec]:
@@ -149,6 +146,7 @@ def random_workers(rng: random.Random) -> list[SimulatedWorkerSpec]:
         for i in range(count):
             slots = rng.choice([1, 2, 5, 8])
             rungs = tuple(rung for rung in (2, 4) if rung < slots)
-            device = rng.choice([None, "shared"])
-            specs.append(SimulatedWorkerSpec(f"{kind}-{i}", kind, slots, rungs, device, max_length=limits[kind]))
+            device, capacity = rng.choice([None, "shared"]), rng.choice([1, 100, 8192])
+            kept = {"max_length": limits[kind], "keeps_caches": rng.random() < 0.8}
+            specs.append(SimulatedWorkerSpec(f"{kind}-{i}", kind, slots, rungs, device, capacity=capacity, **kept))
     return specs

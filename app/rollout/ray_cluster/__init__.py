@@ -1,1 +1,0 @@
-"""Workers on other machines, through Ray."""

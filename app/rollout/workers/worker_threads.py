@@ -1,0 +1,113 @@
+"""The threads of rollout workers, one for each."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any, NamedTuple
+
+from app.rollout.scheduling.protocol import RunSegment, SegmentEnded
+from app.rollout.sequence import RolloutSequence, SuspendedSequence
+from app.rollout.workers.worker import Admission, RolloutWorker
+
+
+class WorkerOutcome(NamedTuple):
+    """Outcome of a worker's command: the end of a segment, or the worker's error."""
+
+    worker: RolloutWorker
+    result: SegmentEnded | BaseException
+
+
+class WorkerThreads:
+    """Runs each worker in a thread of its own; on a device that they share, their segments take turns.
+
+    Args:
+        in_order: whether segments are reported in the order in which they started instead of that in which they end,
+            so that a repeated rollout has the same schedule.
+    """
+
+    def __init__(self, workers: Sequence[RolloutWorker], *, in_order: bool):
+        self._in_order = in_order
+        self._started: deque[RolloutWorker] = deque()
+        """Workers whose segments are not reported yet, in the order in which they started."""
+        self._ended: dict[RolloutWorker, SegmentEnded] = {}
+        """Those of them that have ended."""
+        self._outcomes: SimpleQueue[WorkerOutcome | None] = SimpleQueue()
+        self._device_free_at: dict[str, float] = {}
+        """Maps a shared device to the end of its last reported segment."""
+        self._inboxes: dict[RolloutWorker, SimpleQueue[_Job | None]] = {worker: SimpleQueue() for worker in workers}
+        # Daemon threads, because a device call that never returns must not keep a failed program alive.
+        self._threads = [
+            Thread(target=self._run, args=(worker, inbox), name=worker.name, daemon=True)
+            for worker, inbox in self._inboxes.items()
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def suspend(self, worker: RolloutWorker, row: RolloutSequence) -> Future[SuspendedSequence]:
+        return self._enqueue(worker, lambda: worker.suspend(row))
+
+    def run_segment(self, worker: RolloutWorker, command: RunSegment, admissions: deque[Admission]) -> None:
+        def segment() -> None:
+            worker.start_segment(command, admissions)
+            self._outcomes.put(WorkerOutcome(worker, worker.finish_segment()))
+
+        self._started.append(worker)
+        self._enqueue(worker, segment)
+
+    def _enqueue(self, worker: RolloutWorker, function: Callable[[], Any]) -> Future[Any]:
+        future: Future[Any] = Future()
+        self._inboxes[worker].put((future, function))
+        return future
+
+    def _run(self, worker: RolloutWorker, inbox: SimpleQueue[_Job | None]) -> None:
+        while (job := inbox.get()) is not None:
+            future, work = job
+            try:
+                future.set_result(work())
+            except BaseException as error:
+                future.set_exception(error)
+                self._outcomes.put(WorkerOutcome(worker, error))
+            # These variables refer to caches, which must not be kept alive until the next job.
+            del job, future, work
+
+    def wake(self) -> None:
+        """Ends the current or next wait of `next_outcome`. May be called from any thread."""
+        self._outcomes.put(None)
+
+    def next_outcome(self) -> WorkerOutcome | None:
+        """Waits for the next outcome. Returns None after `wake`. Errors are reported at once."""
+        while not self._ended or (self._in_order and self._started[0] not in self._ended):
+            outcome = self._outcomes.get()
+            if outcome is None:
+                return None
+            worker, result = outcome
+            if isinstance(result, BaseException):
+                if worker in self._started:
+                    self._started.remove(worker)
+                return outcome
+            self._ended[worker] = result
+        worker = next(worker for worker in (self._started if self._in_order else self._ended) if worker in self._ended)
+        self._started.remove(worker)
+        return WorkerOutcome(worker, self._alone(worker, self._ended.pop(worker)))
+
+    def _alone(self, worker: RolloutWorker, ended: SegmentEnded) -> SegmentEnded:
+        """Returns the end of a segment without the time in which another worker had the device."""
+        if worker.device is None:
+            return ended
+        free_at, self._device_free_at[worker.device] = self._device_free_at.get(worker.device, 0.0), ended.at
+        return replace(ended, seconds=max(min(ended.seconds, ended.at - free_at), 0.0))
+
+    def close(self) -> None:
+        """Waits for running segments and ends the threads."""
+        for inbox in self._inboxes.values():
+            inbox.put(None)
+        for thread in self._threads:
+            thread.join()
+
+
+_Job = tuple[Future[Any], Callable[[], Any]]
