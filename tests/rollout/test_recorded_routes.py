@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import pickle
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from app.rollout.workers.remote_worker import RemoteSegment, RemoteWorker, ServedRows
 
+from app.distributed.stop_check import never_stop
 from app.model.architecture import RouteShape
 from app.model.decode_weights import DecodeWeights
 from app.model.decoder import DecoderDefinition, Params
@@ -28,7 +27,7 @@ from app.rollout.sequence import RolloutSequence, SuspendedSequence
 from app.rollout.slots.continuous_batching import ContinuousBatchGenerator
 from app.rollout.slots.shape_buckets import make_slot_shapes
 from app.rollout.slots.slot_engine import SlotEngine
-from app.rollout.workers.worker import Admission, RolloutWorker
+from app.rollout.workers.worker import Admission
 from app.score.scorer import Scorer
 from settings.schema.rollout import SegmentSettings
 from tests.tiny import MIXTURE, make_engine, make_mesh, packed_plan, random_params, random_prompts, spell
@@ -179,34 +178,29 @@ def test_suspended_rows_keep_the_routes_of_their_prompts_with_and_without_a_cach
     assert_routes_are_those_of_the_trainer([sample_of(row) for row in rows])
 
 
-class Link(RemoteWorker):
-    """The scheduler's end of a worker whose other end is in the same process, and gets copies."""
-
-    def __init__(self, worker: RolloutWorker):
-        super().__init__(worker.name, worker.kind, worker.engine)
-        self._worker, self._served = worker, ServedRows(worker)
-
-    def _send_segment(self, command: RunSegment, admissions: Any, caches: Any) -> None:
-        copies = pickle.loads(pickle.dumps(admissions))
-        self._served.admit(copies)
-        self._worker.start_segment(command, deque(copies))
-
-    def _receive_segment(self) -> RemoteSegment:
-        return self._served.segment_result(self._worker.finish_segment())
-
-    def _send_suspend(self, uid: str) -> Any:
-        raise NotImplementedError
-
-
+@pytest.mark.slow
 def test_routes_come_back_from_a_worker_in_another_process():
-    worker = RolloutWorker("far", "fast", new_slots(4))
+    pytest.importorskip("ray", reason="Ray is not installed: pip install -e '.[ray]'")
+    from app.rollout.workers.ray_actor import ActorSpec
+    from app.rollout.workers.ray_worker import RayCluster, RayWorker
+
+    engine = new_slots(4)
+    spec = ActorSpec(
+        *(MIXTURE, engine.shapes, "fast", (), "float32"),
+        exact=False,
+        tp=1,
+        platforms="cpu",
+        matmul_precision="highest",
+    )
+    worker = RayWorker(name="far", kind="fast", engine=engine, spec=spec, cluster=RayCluster(None, []), resources={})
+    worker.wait_until_ready(never_stop)
     worker.open(weights_on(), REQUEST, suspends=False)
-    link, rows = Link(worker), [row_of(i, 9) for i in range(3)]
-    waiting = deque(Admission(row, row.uid, 0, None) for row in rows)
-    for number in range(3):
-        link.start_segment(RunSegment("far", number, (), 4, 0, 0), waiting)
-        link.finish_segment()
-    worker.close()
+    rows = [row_of(i, 9) for i in range(3)]
+    waiting = deque(Admission(row, row.uid, None) for row in rows)
+    for _ in range(3):
+        worker.start_segment(RunSegment("far", (), 4, 0, 0), waiting)
+        worker.finish_segment()
+    worker.shut_down()
     assert all(row.finish_reason == "length" for row in rows)
     assert_routes_are_those_of_the_trainer([sample_of(row) for row in rows])
 
