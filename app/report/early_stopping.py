@@ -16,7 +16,7 @@ def early_stopping_reason(
 
     Source: Keras, `EarlyStopping`; transformers, `EarlyStoppingCallback`.
     """
-    if patience is None or not history or not history[-1]["step"] or metric not in history[-1]:
+    if patience is None or metric is None or not history or not history[-1]["step"] or metric not in history[-1]:
         return None
     sign = 1 if mode == "max" else -1
     values = [finite_metric(record, metric) for record in history if metric in record]

@@ -73,8 +73,8 @@ def test_samples_that_were_dropped_are_in_no_trace(tmp_path: Path) -> None:
     tell(Submitted(0.0, samples(1, 3)))
     tell(driven.ended("w", {"p0/s0": 5, "p0/s1": 5, "p0/s2": 5}, finished=("p0/s1",)))
     tell(Closed(1.0))
-    rows = (RowReport("p0/s0", 1, 7, "dropped:non-finite logits"), RowReport("p0/s2", 1, 9, "stop"))
-    tell(SegmentEnded(2.0, "w", 2, rows, 1.0, 4))
+    rows = (RowReport("p0/s0", 7, "dropped:non-finite logits"), RowReport("p0/s2", 9, "stop"))
+    tell(SegmentEnded(2.0, "w", rows, 1.0, 4))
     assert length_traces.trace_from_records(records) == [
         TraceSample("p0/s1", "p0", 1, 5, 10),
         TraceSample("p0/s2", "p0", 2, 9, 10),

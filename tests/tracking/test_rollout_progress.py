@@ -28,13 +28,13 @@ def make_table(num_samples: int) -> SampleTable:
 
 
 def grow(table: SampleTable, index: int, num_tokens: int, finish: str | None = None) -> None:
-    assert table.commit("fast-0", RowReport(f"p/s{index}", 1, num_tokens, finish), seconds=1.0, steps=1)
+    assert table.commit("fast-0", RowReport(f"p/s{index}", num_tokens, finish), seconds=1.0, steps=1)
 
 
 def test_every_sample_is_somewhere() -> None:
     table = make_table(8)
     assert rollout_status(table) == "1 active  5 waiting  1 suspended  1 of 8 done"
-    table.commit("fast-0", RowReport("p/s1", 1, 20, None, turn_end="stop"), seconds=1.0, steps=1)
+    table.commit("fast-0", RowReport("p/s1", 20, None, turn_end="stop"), seconds=1.0, steps=1)
     assert rollout_status(table) == "0 active  5 waiting  1 suspended  1 acting  1 of 8 done"
 
 
