@@ -251,7 +251,7 @@ def test_rewards_reports_records_and_settings_never_reach_jax() -> None:
     assert reached(HOST_ONLY, SOURCES, lazily=True) & JAX_FAMILY == set()
 
 
-MAX_MODULES_OF_SCORE = 91
+MAX_MODULES_OF_SCORE = 90
 
 
 def test_scoring_a_file_reaches_neither_rollout_nor_training() -> None:

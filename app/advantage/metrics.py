@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from app.distributed.collectives import moments_over_hosts
-from app.records.moments import Moments, joint_moments
+from app.distributed.collectives import gather_over_hosts
+from app.records.moments import Moments, joint_moments, merge_moments
 from app.records.sample import Sample
 
 
@@ -61,3 +61,9 @@ def _value_error(sample: Sample) -> np.ndarray | None:
 def _token_moments(columns: Sequence[tuple[np.ndarray | None, np.ndarray]]) -> Moments:
     """Computes the moments of the values where the mask is True; skips samples without values."""
     return joint_moments([(values, mask) for values, mask in columns if values is not None])
+
+
+def moments_over_hosts(parts: Sequence[Moments]) -> list[Moments]:
+    """Returns the moments of each quantity over all hosts. All hosts must pass the same quantities."""
+    hosts = gather_over_hosts(np.asarray(parts, np.float64))
+    return [merge_moments(Moments(*host) for host in quantity.tolist()) for quantity in hosts.swapaxes(0, 1)]

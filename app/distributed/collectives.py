@@ -12,8 +12,6 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Int32, Int64
 
-from app.records.moments import Moments, merge_moments
-
 _mesh: Mesh | None = None
 """One device of each host, over which values are exchanged; None = all devices."""
 
@@ -89,12 +87,6 @@ def sum_over_hosts(values: np.ndarray) -> np.ndarray:
 
 def max_over_hosts(values: np.ndarray) -> np.ndarray:
     return gather_over_hosts(values).max(axis=0)
-
-
-def moments_over_hosts(parts: Sequence[Moments]) -> list[Moments]:
-    """Returns the moments of each quantity over all hosts. All hosts must pass the same quantities."""
-    hosts = gather_over_hosts(np.asarray(parts, np.float64))
-    return [merge_moments(Moments(*host) for host in quantity.tolist()) for quantity in hosts.swapaxes(0, 1)]
 
 
 MIN_MESSAGE_BYTES = 1 << 12

@@ -20,7 +20,7 @@ from app.advantage.group import (
     kl_penalized_rewards,
     task_rewards,
 )
-from app.advantage.metrics import AdvantageMoments, advantage_metrics
+from app.advantage.metrics import AdvantageMoments, advantage_metrics, moments_over_hosts
 from app.advantage.token_advantages import (
     BootstrapFn,
     DiscountFn,
@@ -38,7 +38,7 @@ from app.advantage.token_advantages import (
     zero_bootstrap,
 )
 from app.advantage.token_rewards import TokenRewardFn, kl_moments, kl_penalized_token_rewards, task_token_rewards
-from app.distributed.collectives import moments_over_hosts, sum_over_hosts
+from app.distributed.collectives import sum_over_hosts
 from app.records.sample import Sample
 from app.update.kl import KL_ESTIMATORS, KLEstimator
 from settings import Settings
