@@ -106,6 +106,12 @@ def model_card(
     settings = {name: value for name, (value, _) in from_yaml(resolved.to_yaml().encode(), name="settings").items()}
     if run is not None:
         settings |= {name: value for name, (value, _) in period_of(run.settings_history.periods, step).settings.items()}
+    earlier = [
+        change.before
+        for first_step, change in (run.setting_changes if run else [])
+        if first_step <= step and change.name == "algorithm.name"
+    ]
+    algorithms = " and ".join(dict.fromkeys([*earlier, settings["algorithm.name"]]))
     # The opened model: its path may have been changed by --set.
     settings |= {"model.path": resolved.settings.model.path, "model.revision": model.files.commit}
     hub_id = settings["model.path"] if model.files.commit is not None else None
@@ -120,9 +126,9 @@ def model_card(
     card = ModelCard.from_template(
         front_matter(export_format, hub_id, *sources),
         template_str=(files("app.export") / TEMPLATE_FILE).read_text(encoding="utf-8"),
-        title=f"{short_name} after {format_count(step, 'step')} of {settings['algorithm.name']}",
+        title=f"{short_name} after {format_count(step, 'step')} of {algorithms}",
         base=base,
-        algorithm=settings["algorithm.name"],
+        algorithm=algorithms,
         source="`, `".join(sources),
         step=step,
         run_name=settings["run.name"],

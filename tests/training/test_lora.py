@@ -45,8 +45,8 @@ LORA = ("model.lora.rank=2", "optimizer.learning_rate=1e-2")
 PENALISED = (*LORA, "algorithm.beta=0.05", "algorithm.epochs=2")
 """Settings with which policy and reference are both scored in every step."""
 ONE_WORKER = (
-    *("rollout.scheduler=adaptive", "rollout.workers.fast.slots=8"),
-    "rollout.workers.heavy.count=0",
+    *("rollout.scheduler=adaptive", "rollout.workers.fast.slots=8", "rollout.workers.heavy.count=0"),
+    "rollout.devices=[7]",
 )
 UNJUDGED = ("eval.every_steps=0", "checkpoint.best_metric=null")
 NUM_ADAPTERS = 14

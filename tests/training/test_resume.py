@@ -167,7 +167,7 @@ def test_what_changes_the_meaning_of_a_run_is_refused_unless_it_is_allowed(stopp
     exported = stopped.parent / "exported"
     assert here("export", "--checkpoint", stopped, "--out", exported).exit_code == 0
     card = (exported / "README.md").read_text()
-    assert "after 8 steps of grpo and dapo" in card and '| 7 | `algorithm.name` | `"grpo"` | `"dapo"` |' in card
+    assert "after 8 steps of grpo and dapo" in card
     exported = stopped.parent / "earlier"
     assert here("export", "--checkpoint", stopped / "checkpoints" / "6", "--out", exported).exit_code == 0
     card = (exported / "README.md").read_text()
