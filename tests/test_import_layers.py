@@ -57,16 +57,17 @@ SETTINGS_BELOW_RUNTIME = {
         *("loading.fields.did_you_mean", "loading.fields.nearest_names"),
     },
     "app.reward": {
-        # The reward functions and their limits; four names; the values of keys, which are never shown.
-        "loading.secrets.redact",
-        *("schema.reward.RewardSettings", "schema.reward.RewardFunctionSettings"),
+        # The reward functions and the limits of their processes; four names.
+        *("schema.reward.RewardSettings", "schema.reward.RewardFunctionSettings", "schema.plugins.PluginSettings"),
         *("schema.reward.MODEL_REWARD", "schema.reward.OVERLONG_REWARD", "schema.reward.CALLABLE_PREFIX"),
         "schema.reward.ENVIRONMENT_REWARD",
     },
     # The values of keys, which are never shown.
     "app.plugins": {"loading.secrets.redact", "loading.secrets.redact_also"},
-    # The values of keys, which are never shown.
-    "app.environments": {"loading.secrets.redact"},
+    # The environment and the limits of its processes; the values of keys, which are never shown.
+    "app.environments": {
+        *("loading.secrets.redact", "schema.environment.EnvironmentSettings", "schema.plugins.PluginSettings"),
+    },
     # The saved settings of a run, beside the defaults.
     "app.report": {"loading.fields.FIELDS", "checks.resumed_settings.SettingChange"},
     "app.distributed": {

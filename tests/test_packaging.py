@@ -161,11 +161,13 @@ def test_a_reward_function_finds_the_modules_of_the_user(user_folder: UserFolder
         "from app.reward.plugin import StepInfo\n"
         "from app.reward.plugin_signature import DataColumns\n"
         "from app.reward.reward_functions import RewardFunctions\n"
+        "from settings.schema.plugins import PluginSettings\n"
         "from settings.schema.reward import RewardSettings\n"
         "prompt = Prompt(uid='q', token_ids=np.zeros(1, np.int32), source='?', answer='6')\n"
         "sample = Sample(prompt, 0, 0, np.zeros(1, np.int32), '6', np.zeros(1, np.float32), 'stop', 0)\n"
-        "settings = RewardSettings.model_validate({'functions': sys.argv[1:], 'workers': 1})\n"
-        "with RewardFunctions(settings, DataColumns.from_rows([prompt], source='q.jsonl')) as functions:\n"
+        "settings = RewardSettings.model_validate({'functions': sys.argv[1:]})\n"
+        "columns = DataColumns.from_rows([prompt], source='q.jsonl')\n"
+        "with RewardFunctions(settings, PluginSettings(workers=1), columns) as functions:\n"
         "    print(functions.compute_rewards([sample], StepInfo(step=1, num_steps=1)).samples[0].reward)",
         name,
     )
@@ -182,10 +184,10 @@ def test_an_environment_finds_the_modules_of_the_user_and_the_interface(user_fol
     reward = user_folder.run(
         "import grpo; grpo.add_program_to_path()\n"
         "from app.environments.episode import EpisodeStart\n"
-        "from app.environments.episode_pool import EpisodePool, EpisodeSetup\n"
+        "from app.environments.episode_pool import EpisodePool\n"
         "from settings.schema.environment import EnvironmentSettings\n"
-        "env = EnvironmentSettings(source='game.py:Game')\n"
-        "pool = EpisodePool(EpisodeSetup(**env.model_dump(include=set(EpisodeSetup.__annotations__))))\n"
+        "from settings.schema.plugins import PluginSettings\n"
+        "pool = EpisodePool(EnvironmentSettings(source='game.py:Game'), PluginSettings())\n"
         "pool.load()\n"
         "pool.step('a', EpisodeStart(0, {}), None, 'go', [], is_last=True)\n"
         "print(pool.take(60)[0])\n"

@@ -25,7 +25,7 @@ from app.commands.score import score_file
 from app.records.atomic_write import write_atomic
 from app.records.jsonl import read_jsonl, to_json_line
 from app.records.run_directory import Resume, RunDirectory, check_run_directory
-from app.reward.in_process_pool import callables_at_hand
+from app.reward.function_pool import callables_at_hand
 from settings import InputError, load
 from settings.checks.commands import check_for_evaluation, check_for_rollout, check_for_score, check_for_train
 from settings.loading.fields import suggest_fields

@@ -1,22 +1,21 @@
 """The program of a worker, which plays episodes, each in a thread of its own.
 
-It is started by `app.plugins.start_worker` and exchanges JSON Lines with `app.environments.episode_pool`. The requests
-of an episode come one at a time; answers come as they are ready:
+It is started by `app.plugins.start_worker` and exchanges messages with `app.environments.episode_pool`. The requests
+of an episode come one at a time; answers come as they are ready, beside what `app.plugins.worker_program` says:
 
-    {"source": "game.py:Game", "tools": [], "memory_mib": 4096} -> {"tools": [<schema>, ...]} or {"refused": "why"}
-    {"key": 7, "do": "reset", "seed": 7, "columns": {...}} -> {"messages": [...]}
-    {"key": 7, "do": "step", "text": "...", "calls": [...]} -> the fields of `StepResult`
-    {"key": 7, "do": "score"} -> {}
-    {"key": 7, "do": "close"} -> {}
+    {"source": "game.py:Game", "tools": [], ...} -> {"tools": [<schema>, ...], ...}
+    {"do": "reset", "seed": 7, "columns": {...}} -> {"messages": [...]}
+    {"do": "step", "text": "...", "calls": [...]} -> the fields of `StepResult`
+    {"do": "score"} -> {}
+    {"do": "close"} -> {}
 
-Answers also have the "key". If the episode is over, by the answer or because the request "is_last", the answers to
-`step` and `score` have the "scores". Instead of all that there may be a "failure" with its "detail", which ends the
-episode, too. The last answer is sent after the environment was closed, so that the time-out of a step holds for that.
+If the episode is over, by the answer or because the request "is_last", the answer says "is_over", and those to `step`
+and `score` have the "scores". A failure ends the episode, too. The last answer is sent after the environment was
+closed, so that the time-out of a step holds for that.
 """
 
 from __future__ import annotations
 
-import os
 import queue
 import sys
 import threading
@@ -25,10 +24,9 @@ from typing import Any
 
 from app.environments.adapters import AdaptedEnvironment, load_environment
 from app.environments.interface import ToolCall
-from app.plugins.loading import LoadError, describe_error
-from app.plugins.supervisor import limit_memory, supervise
-from app.plugins.trainer_channel import TrainerChannel
-from app.plugins.values import PlugInValueError, event_loop
+from app.plugins.loading import describe_error
+from app.plugins.values import event_loop, failure_of
+from app.plugins.worker_program import TrainerChannel, start
 
 STACK_BYTES = 2 * 2**20
 """Of a thread: with those of the system, many episodes would fill the address space."""
@@ -36,19 +34,7 @@ STACK_BYTES = 2 * 2**20
 
 def main() -> None:
     """Loads the environment, reports its tools, and serves requests until the trainer exits."""
-    supervise()
-    sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
-    channel = TrainerChannel()
-    order = channel.receive()
-    limit_memory(order["memory_mib"] * 2**20)
-    threading.stack_size(STACK_BYTES)
-    event_loop()  # before there are other threads
-    try:
-        make, schemas = load_environment(order["source"], order["tools"])
-    except BaseException as error:  # including sys.exit
-        channel.send({"refused": str(error) if isinstance(error, LoadError) else describe_error(error)})
-        return
-    channel.send({"tools": schemas})
+    channel, _, make = start(load)
     episodes: dict[int, queue.SimpleQueue[dict[str, Any]]] = {}
     while True:
         request = channel.receive()
@@ -59,6 +45,13 @@ def main() -> None:
         episodes[number].put(request)
 
 
+def load(order: Mapping[str, Any]) -> tuple[Callable[[], AdaptedEnvironment], dict[str, Any]]:
+    threading.stack_size(STACK_BYTES)
+    event_loop()  # before there are other threads
+    make, schemas = load_environment(order["source"], order["tools"])
+    return make, {"tools": schemas}
+
+
 def play(
     make: Callable[[], AdaptedEnvironment],
     episodes: dict[int, queue.SimpleQueue[dict[str, Any]]],
@@ -66,7 +59,6 @@ def play(
     channel: TrainerChannel,
 ) -> None:
     """Serves all requests of one episode, in one thread, because libraries may keep state for each thread."""
-    process_id = os.getpid()
     environment: AdaptedEnvironment | None = None
     is_over = False
     while not is_over:
@@ -74,21 +66,18 @@ def play(
         try:
             environment = environment or make()
             answer, is_over = serve(environment, request)
-        except PlugInValueError as error:
-            answer, is_over = {"failure": error.kind, "detail": str(error)}, True
         except BaseException as error:  # no error may affect another episode
-            kind = "memory" if isinstance(error, MemoryError) else "exit" if isinstance(error, SystemExit) else "raised"
-            answer, is_over = {"failure": kind, "detail": describe_error(error)}, True
-        if is_over and environment is not None and os.getpid() == process_id:
+            answer, is_over = failure_of(error), True
+        channel.end_forked_child()
+        if is_over and environment is not None:
             try:
                 environment.close()
             except BaseException as error:
                 print(f"env: close: {describe_error(error)}", file=sys.stderr)
-        if os.getpid() != process_id:
-            os._exit(0)  # a child that the environment forked also returned from it
+            channel.end_forked_child()
         if is_over:
             del episodes[number]
-        channel.send(answer | {"key": number})
+        channel.send(answer | {"key": number, "is_over": is_over})
 
 
 def serve(environment: AdaptedEnvironment, request: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:

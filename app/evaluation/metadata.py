@@ -13,7 +13,7 @@ from settings.errors import InputError
 JUDGE, PROMPTS, MODEL, CHECKPOINT = "the judge", "the prompts", "the model's files", "the checkpoint"
 JUDGE_FILE, JUDGE_FUNCTION = "the judge's file", "the judge's function"
 """Facts about a plug-in. A file is identified by its content, wherever it is; imported modules are not inspected."""
-JUDGE_SETTINGS = ("reward.batch_size", "reward.environment", "reward.max_characters")
+JUDGE_SETTINGS = ("reward.batch_size", "plugins.env_vars")
 """Settings that determine the input of a judge that runs in another process."""
 CHANGEABLE_JUDGE_FACTS = (JUDGE_FILE, *JUDGE_SETTINGS)
 """Facts that may change although the judge keeps its name."""

@@ -197,7 +197,9 @@ def _generate_and_judge(
         # Training adds up all reward functions; only the first one judges.
         judge = settings.reward.model_copy(update={"functions": settings.reward.functions[:1]})
         environment = make_environment_reward(settings)
-        rewards = stack.enter_context(RewardFunctions(judge, columns, columns, environment=environment))
+        rewards = stack.enter_context(
+            RewardFunctions(judge, settings.plugins, columns, columns, environment=environment)
+        )
         part = None if out is None else stack.enter_context(open_part_file(out, inputs.metadata))
     missing = [place for place in shard if place not in previous]
     generated = _generate_missing_samples(inputs, missing, part, stack, enter_phase)

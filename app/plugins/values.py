@@ -1,4 +1,4 @@
-"""Checks of what a plug-in returns."""
+"""Checks of what a plug-in returns, and of what it does instead."""
 
 from __future__ import annotations
 
@@ -10,17 +10,40 @@ import math
 import re
 import threading
 from collections.abc import Awaitable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
+
+from app.plugins.loading import describe_error
 
 MAX_EXTRAS = 32
 """Maximum number of additional metrics per sample."""
 EXTRA_NAME_PATTERN = re.compile(r"[A-Za-z0-9_.@-]{1,64}")
+MAX_TEXT_CHARACTERS = 300
+
+
+class Failure(NamedTuple):
+    """The reason why there is no value for a sample."""
+
+    kind: str
+    """Of all plug-ins: `raised`, `value` (it returned something unusable), `timeout`, `cpu`, `memory` or `exit` (its
+    process ended). Of rewards also `length` (of a list), `no reward` (every function abstained), `too long` or
+    `template` (unreadable for a reward model). Of environments also `opening` (it differs from that of the other
+    samples) or `replay` (it gave another answer to the same turn)."""
+    text: str
+    """One line of text for people to read."""
 
 
 class PlugInValueError(Exception):
     """A plug-in returned a value that cannot be used."""
 
     kind = "value"
+
+
+def failure_of(error: BaseException) -> dict[str, Any]:
+    """Returns an error of a plug-in as the answer of its worker."""
+    if isinstance(error, PlugInValueError):
+        return {"failure": Failure(error.kind, str(error))}
+    kind = "memory" if isinstance(error, MemoryError) else "exit" if isinstance(error, SystemExit) else "raised"
+    return {"failure": Failure(kind, describe_error(error))}
 
 
 def to_number(value: Any) -> float:
@@ -53,6 +76,17 @@ def collect_extras(values: Mapping[Any, Any]) -> dict[str, float]:
 
 def describe_value(value: Any) -> str:
     return f"{type(value).__name__} {repr(value)[:60]}" if value is not None else "None"
+
+
+def replace_control_characters(line: str) -> str:
+    """Returns the line with its control characters replaced, because a terminal would interpret them."""
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in line)
+
+
+def one_line(text: str) -> str:
+    """Returns the text as one short line without control characters, safe for a terminal."""
+    shown = replace_control_characters(" ".join(text[:2000].split()))
+    return shown if len(shown) <= MAX_TEXT_CHARACTERS else f"{shown[: MAX_TEXT_CHARACTERS - 3]}..."
 
 
 @functools.cache

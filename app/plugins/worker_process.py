@@ -16,9 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
-from app.plugins.loading import LoadError
-from app.plugins.printable import one_line, replace_control_characters
 from app.plugins.supervisor import KILL_LIMIT_S
+from app.plugins.values import replace_control_characters
 from settings.errors import InputError
 from settings.loading.secrets import redact, redact_also
 
@@ -43,7 +42,6 @@ MAX_PRINTED_BYTES = 256 * 2**10
 """Of one call."""
 PIPE_BYTES = 64 * 2**10
 """Capacity of a pipe."""
-OUT_OF_MEMORY_SIGNS = ("MemoryError", "allocate memory", "failed to map segment")
 MAX_KEY_BYTES = 4 * 2**10
 """The longest key that is redacted wherever a long line is cut."""
 
@@ -115,10 +113,6 @@ class WorkerProcess:
         self.stderr_relay = StderrRelay(printing)
         self.outgoing = memoryview(b"")
         self._incoming = b""
-        self.deadline = math.inf
-        self.is_loaded = False
-        self.is_retry = False
-        """Whether it was started because the start of another worker failed."""
 
     @property
     def _pipes(self) -> tuple[IO[bytes], IO[bytes], IO[bytes]]:
@@ -126,9 +120,8 @@ class WorkerProcess:
         assert process.stdin is not None and process.stdout is not None and process.stderr is not None
         return process.stdin, process.stdout, process.stderr
 
-    def send(self, message: Mapping[str, Any], *, timeout_s: float = math.inf) -> None:
+    def send(self, message: Mapping[str, Any]) -> None:
         self.outgoing = memoryview(self.outgoing.tobytes() + json.dumps(message, default=str).encode() + b"\n")
-        self.deadline = time.monotonic() + timeout_s
         self.stderr_relay.remaining = MAX_PRINTED_BYTES
 
     def write(self) -> None:
@@ -220,14 +213,6 @@ def wait_for_answers(
     return answered
 
 
-def raise_if_refused(answer: Mapping[str, Any], *, memory: str) -> None:
-    """Raises LoadError if the program of a worker could not load its plug-in; `memory` is the setting of its limit."""
-    if "refused" in answer:
-        text = one_line(redact(str(answer["refused"])))
-        is_memory = any(sign in text for sign in OUT_OF_MEMORY_SIGNS)
-        raise LoadError(text + (f"; it may need more than {memory}" if is_memory else ""))
-
-
 def describe_exit(status: int) -> str:
     """Returns what became of a process, from its exit status, which is negative for a signal."""
     if status < 0:
@@ -242,15 +227,15 @@ def hide_environment() -> None:
         ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
 
 
-def lend_variables(names: Sequence[str], *, setting: str) -> None:
-    """Makes sure that the environment variables lent to plug-ins are set, and that their values are never printed.
+def lend_variables(names: Sequence[str]) -> None:
+    """Makes sure that the environment variables of `plugins.env_vars` are set, and that their values are never printed.
 
     Raises:
         InputError: one is not set.
     """
     for name in names:
         if name not in os.environ:
-            raise InputError(f"{setting}: the environment variable {name} is not set")
+            raise InputError(f"plugins.env_vars: the environment variable {name} is not set")
     redact_also(names)
 
 

@@ -294,7 +294,7 @@ METRICS = (
         "slow reward: simplify it; slow scoring: raise `score.max_tokens_per_device`"),
     Metric("time/env_turn_{p50,p99}_s", "median and 99th percentile of the time that the environment takes for a turn",
         "the 99th percentile far below `env.step_timeout_s`",
-        "slow: more `env.workers` or `env.concurrency`, or a faster environment"),
+        "slow: more `plugins.workers` or `env.concurrency`, or a faster environment"),
     Metric("time/score_{policy,reference,critic,reward}_s",
         "wall-clock time of a role's scoring pass, part of `time/score_s`, or of `time/reward_s` for the reward model",
         "below a third of `time/update_s`", "raise `score.max_tokens_per_device`"),

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from app.plugins.values import Failure
 from app.records.sample import DROPPED_PREFIX, Sample
-from app.reward.reward_outcome import RewardFailure, RewardOutcome
 from settings.schema.reward import MODEL_REWARD
 
 OnError = Literal["raise", "zero", "drop"]
@@ -25,7 +25,21 @@ ERRORS_FIELD = "reward_errors"
 ORIGINAL_FINISH_FIELD = "finish_reason_before_drop"
 """Field of a dropped sample's record with the finish reason of its generation."""
 
-ALL_ABSTAINED = RewardFailure("no reward", "every reward function abstained")
+ALL_ABSTAINED = Failure("no reward", "every reward function abstained")
+
+
+@dataclass(frozen=True, slots=True)
+class RewardOutcome:
+    """What a reward function gave for a sample: a value or a failure; with neither, the function abstained."""
+
+    value: float | None = None
+    failure: Failure | None = None
+    extras: Mapping[str, float] = field(default_factory=dict)
+    """Additional metrics to log."""
+
+    @property
+    def abstained(self) -> bool:
+        return self.value is None and self.failure is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +137,7 @@ def aggregate_rewards(
     weights: Mapping[str, float],
     on_error: OnError,
     *,
-    when_all_abstain: RewardFailure | None = ALL_ABSTAINED,
+    when_all_abstain: Failure | None = ALL_ABSTAINED,
 ) -> RewardedSamples:
     """Returns the samples with their rewards.
 
@@ -155,8 +169,8 @@ def aggregate_rewards(
 
 
 def _failures(
-    index: int, outcomes: Mapping[str, Sequence[RewardOutcome]], when_all_abstain: RewardFailure | None
-) -> dict[str, RewardFailure]:
+    index: int, outcomes: Mapping[str, Sequence[RewardOutcome]], when_all_abstain: Failure | None
+) -> dict[str, Failure]:
     """Returns a sample's failures by function; the key is empty if all functions abstained."""
     if when_all_abstain and all(o[index].abstained for o in outcomes.values()):
         return {"": when_all_abstain}
@@ -167,7 +181,7 @@ def _with_reward(
     sample: Sample,
     rewards: Mapping[str, float],
     weights: Mapping[str, float],
-    failures: Mapping[str, RewardFailure],
+    failures: Mapping[str, Failure],
     on_error: OnError,
 ) -> Sample:
     sample = _undo_drop(sample)
@@ -192,7 +206,7 @@ def _undo_drop(sample: Sample) -> Sample:
     return replace(sample, finish_reason=finish_reason, loss_mask=mask, advantages=None, extra=extra)
 
 
-def _format_failure(name: str, failure: RewardFailure) -> str:
+def _format_failure(name: str, failure: Failure) -> str:
     return f"{name}: {failure.kind}: {failure.text}" if name else f"{failure.kind}: {failure.text}"
 
 
@@ -205,7 +219,7 @@ def _count_outcomes(outcomes: Sequence[RewardOutcome]) -> RewardFunctionCounts:
 
 
 def _failure_notice(
-    name: str, samples: Sequence[Sample], failures: Sequence[Mapping[str, RewardFailure]], on_error: OnError
+    name: str, samples: Sequence[Sample], failures: Sequence[Mapping[str, Failure]], on_error: OnError
 ) -> str | None:
     """Returns one line about a function's failures, or None if there are none."""
     failed = [
@@ -220,7 +234,7 @@ def _failure_notice(
     return f"{subject} {len(failed)} of {len(samples)} samples ({kinds}){fate}; first {uid}: {first.text}"
 
 
-def _first_failure_message(samples: Sequence[Sample], failures: Sequence[Mapping[str, RewardFailure]]) -> str | None:
+def _first_failure_message(samples: Sequence[Sample], failures: Sequence[Mapping[str, Failure]]) -> str | None:
     for sample, by_function in zip(samples, failures, strict=True):
         for name, failure in by_function.items():
             setting, culprit = ("model", "model") if name == MODEL_REWARD else ("functions", "function")

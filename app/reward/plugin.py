@@ -8,8 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from app.plugins.loading import LoadError
+from app.plugins.pool import WorkersLostError
+from app.plugins.values import Failure
 from app.records.sample import Sample
-from app.reward.in_process_pool import InProcessPool
+from app.reward.aggregate import RewardOutcome
+from app.reward.function_pool import FunctionPool, InProcessPool
 from app.reward.plugin_signature import (
     TRAINER_ARGUMENTS,
     DataColumns,
@@ -18,12 +21,7 @@ from app.reward.plugin_signature import (
     build_arguments,
     read_signature,
 )
-from app.reward.process_pool import INVALID_ANSWER, ProcessPool
-from app.reward.reward_outcome import RewardFailure, RewardOutcome
 from settings.errors import InputError
-
-PROCESS_DEATH_KINDS = ("exit", "memory")
-"""Kinds of failure that may be caused by an earlier call in the same process."""
 
 
 class PlugInUnavailableError(Exception):
@@ -44,7 +42,6 @@ class PlugIn:
     Args:
         columns: columns of the data, which can fill parameters of the function.
         batch_size: maximum number of samples per batch-style call; a group is never split.
-        max_characters: maximum number of characters, from the end of a completion, passed to the function.
 
     Raises:
         InputError: the function cannot be imported, or has a required parameter that the data cannot fill.
@@ -53,17 +50,15 @@ class PlugIn:
     def __init__(
         self,
         name: str,
-        pool: ProcessPool | InProcessPool,
+        pool: FunctionPool | InProcessPool,
         columns: DataColumns,
         *,
         batch_size: int,
-        max_characters: int,
     ) -> None:
         self.name = name
         self._pool = pool
         self._columns = columns
         self._batch_size = batch_size
-        self._max_characters = max_characters
         try:
             answer = pool.load()
             self._unlimited = answer["unlimited"]
@@ -98,8 +93,7 @@ class PlugIn:
     def compute_outcomes(self, samples: Sequence[Sample], step_info: StepInfo) -> list[RewardOutcome]:
         """Returns one outcome per sample, in order.
 
-        A batch that fails is retried group by group, and then sample by sample. A sample whose process died is retried
-        in a new process, in case an earlier call caused the failure.
+        A batch that fails is retried group by group, and then sample by sample.
 
         Raises:
             PlugInUnavailableError: a worker died, and its replacement failed twice to start; or a list has another
@@ -109,8 +103,6 @@ class PlugIn:
         batches = list(self._batches(samples))
         while batches:
             batches = self._call(batches, samples, step_info, outcomes)
-        died = [(i,) for i, o in enumerate(outcomes) if o and o.failure and o.failure.kind in PROCESS_DEATH_KINDS]
-        self._call(died, samples, step_info, outcomes, fresh=True)
         return [outcome for outcome in outcomes if outcome is not None]
 
     def _batches(self, samples: Sequence[Sample]) -> Iterator[tuple[int, ...]]:
@@ -133,34 +125,30 @@ class PlugIn:
         samples: Sequence[Sample],
         step_info: StepInfo,
         outcomes: list[RewardOutcome | None],
-        *,
-        fresh: bool = False,
     ) -> list[tuple[int, ...]]:
         """Calls the function on each batch and stores the outcomes; returns the parts of failed batches to retry."""
         requests = [self._request([samples[i] for i in batch], step_info) for batch in batches]
         try:
-            answers = self._pool.run(requests, fresh=fresh)
-        except LoadError as problem:
-            raise PlugInUnavailableError(f"reward {self.name}: no worker can be restarted: {problem}") from None
+            answers = self._pool.run(requests)
+        except WorkersLostError as error:
+            raise PlugInUnavailableError(str(error)) from None
         parts: list[tuple[int, ...]] = []
         for batch, answer in zip(batches, answers, strict=True):
-            if isinstance(answer, list) and len(answer) != len(batch):
-                answer = INVALID_ANSWER
-            if isinstance(answer, RewardFailure) and answer.kind == "length":
+            if isinstance(answer, Failure) and answer.kind == "length":
                 # A mistake of the function, which no smaller batch would mend.
                 raise PlugInUnavailableError(f"reward {self.name}: {self._pool.function} {answer.text}")
-            if isinstance(answer, RewardFailure) and len(batch) > 1:
+            if isinstance(answer, Failure) and len(batch) > 1:
                 groups = list(group_indices(batch, samples))
                 parts += groups if len(groups) > 1 else [(index,) for index in batch]
                 continue
-            results = [RewardOutcome(failure=answer)] if isinstance(answer, RewardFailure) else answer
+            results = [RewardOutcome(failure=answer)] if isinstance(answer, Failure) else answer
             for index, outcome in zip(batch, results, strict=True):
                 outcomes[index] = outcome
         return parts
 
     def _request(self, samples: Sequence[Sample], step_info: StepInfo) -> dict[str, Any]:
         signature = self._signature
-        arguments = build_arguments(signature, samples, self._columns, max_characters=self._max_characters)
+        arguments = build_arguments(signature, samples, self._columns)
         request = {"arguments": arguments, "is_batch": signature.is_batch, "num_samples": len(samples)}
         requested = [name for name in TRAINER_ARGUMENTS if name in signature.arguments and name not in arguments]
         if "trainer_state" in requested:

@@ -30,6 +30,9 @@ SAMPLE_ARGUMENTS: Mapping[StyleName, tuple[str, ...]] = {
 }
 """Names of the arguments filled from a sample, in each style."""
 
+MAX_CHARACTERS = 100_000
+"""Functions get only this many last characters of longer completions, about 25,000 tokens."""
+
 TRAINER_ARGUMENTS = ("trainer_state", "log_metric")
 """Additional arguments of a batch-style function: the training progress, and a function that logs a number."""
 
@@ -159,20 +162,18 @@ def _quote_names(names: Sequence[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
-def build_arguments(
-    signature: PlugInSignature, samples: Sequence[Sample], columns: DataColumns, *, max_characters: int
-) -> dict[str, Any]:
+def build_arguments(signature: PlugInSignature, samples: Sequence[Sample], columns: DataColumns) -> dict[str, Any]:
     """Returns the arguments of a call by name: lists in batch style, else the values of the single sample.
 
-    Completions are shortened to their last `max_characters`. `TRAINER_ARGUMENTS` are not included.
+    Completions are shortened to their last `MAX_CHARACTERS`. `TRAINER_ARGUMENTS` are not included.
     """
     getters: dict[str, Callable[[Sample], Any]] = {
         "completion_ids": lambda s: s.last_turn_ids.tolist(),
         "prompt": lambda s: s.prompt.source,
         "prompts": lambda s: s.prompt.source,
-        "completion": lambda s: s.completion[-max_characters:],
-        "completions": lambda s: _match_prompt_format(s, s.completion[-max_characters:]),
-        "solution_str": lambda s: s.completion[-max_characters:],
+        "completion": lambda s: s.completion[-MAX_CHARACTERS:],
+        "completions": lambda s: _match_prompt_format(s, s.completion[-MAX_CHARACTERS:]),
+        "solution_str": lambda s: s.completion[-MAX_CHARACTERS:],
     }
     if signature.style == "verl":
         getters |= {

@@ -5,30 +5,31 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType, TracebackType
 from typing import Protocol
 
 import numpy as np
 
+from app.plugins.pool import Limits
+from app.plugins.values import Failure
 from app.plugins.worker_process import lend_variables
 from app.records.sample import Episode, Sample
 from app.reward.aggregate import (
     ALL_ABSTAINED,
     OnError,
     RewardedSamples,
+    RewardOutcome,
     aggregate_rewards,
     restore_dropped,
     was_dropped_in_rollout,
 )
 from app.reward.builtin_tasks import FORMAT_SUFFIX, MATH_VERIFY, grade, is_task_reward
-from app.reward.in_process_pool import InProcessPool
-from app.reward.overlong import OverlongPenalty
+from app.reward.function_pool import FunctionPool, InProcessPool
 from app.reward.plugin import PlugIn, PlugInUnavailableError, StepInfo
 from app.reward.plugin_signature import DataColumns
-from app.reward.process_pool import ProcessPool, ResourceLimits
-from app.reward.reward_outcome import RewardFailure, RewardOutcome
 from settings.errors import InputError
+from settings.schema.plugins import PluginSettings
 from settings.schema.reward import (
     CALLABLE_PREFIX,
     ENVIRONMENT_REWARD,
@@ -40,6 +41,10 @@ from settings.schema.reward import (
 
 BUILT_IN_PLUG_INS = {MATH_VERIFY: "app.reward.math_answers:math_verify"}
 """Built-in rewards that run as plug-ins: name -> function."""
+
+
+CALL_CPU_S = 30
+"""Processor time of a call. One that lets no other thread run, and whose trainer is gone, ends then."""
 
 
 class ComputeRewards(Protocol):
@@ -105,6 +110,33 @@ def _episode(sample: Sample) -> Episode:
     return sample.episode
 
 
+@dataclass(frozen=True, slots=True)
+class OverlongPenalty:
+    """A reward of 0 up to `max_length - buffer` tokens, falling linearly to `-max_penalty` at `max_length`.
+
+    Source: Yu et al. 2025 (DAPO), eq. 13, with max_penalty = 1.
+    """
+
+    max_length: int
+    """Value of `rollout.max_new_tokens`."""
+    buffer: int
+    """Number of tokens over which the reward falls."""
+    max_penalty: float
+
+    def penalty_for(self, num_tokens: int) -> float:
+        beyond = min(max(num_tokens - (self.max_length - self.buffer), 0), self.buffer)
+        return 0.0 - self.max_penalty * beyond / self.buffer
+
+    def apply(self, sample: Sample) -> Sample:
+        """Returns the sample with the penalty added to its rewards; unchanged if it has no reward."""
+        if sample.reward is None:
+            return sample
+        penalty = self.penalty_for(len(sample.completion_ids))
+        return replace(
+            sample, rewards={**(sample.rewards or {}), OVERLONG_REWARD: penalty}, reward=sample.reward + penalty
+        )
+
+
 class RewardFunctions:
     """Context manager for the functions in `reward.functions`, with their worker processes, and other rewards.
 
@@ -121,12 +153,14 @@ class RewardFunctions:
     def __init__(
         self,
         settings: RewardSettings,
+        plugins: PluginSettings,
         columns: DataColumns,
         held_out_columns: DataColumns | None = None,
         overlong: OverlongPenalty | None = None,
         environment: EnvironmentReward | None = None,
     ) -> None:
         self._settings = settings
+        self._plugins = plugins
         self._overlong = overlong
         self._environment = environment
         self._columns = columns
@@ -138,7 +172,7 @@ class RewardFunctions:
         """One line per plug-in that describes how it is called."""
 
     def __enter__(self) -> RewardFunctions:
-        lend_variables(self._settings.environment, setting="reward.environment")
+        lend_variables(self._plugins.env_vars)
         with self._exit_stack:
             self._functions = [self._make_function(item) for item in self._settings.functions]
             if self._held_out_columns is not None:
@@ -235,20 +269,17 @@ class RewardFunctions:
             return TaskReward(item.name)
         if item.name == MATH_VERIFY and importlib.util.find_spec("math_verify") is None:
             raise InputError(f"reward.functions: {item.name} needs an optional package; pip install -e '.[math]'")
-        settings, function = self._settings, item.function or BUILT_IN_PLUG_INS[item.name]
+        function = item.function or BUILT_IN_PLUG_INS[item.name]
         if function.startswith(CALLABLE_PREFIX):
             pool = InProcessPool(item.name, function)
         else:
-            pool = ProcessPool(
-                function,
-                num_workers=settings.workers,
-                limits=ResourceLimits(settings.timeout_s, settings.cpu_s, settings.memory_mib, settings.load_timeout_s),
-                environment=settings.environment,
+            plugins = self._plugins
+            limits = Limits(
+                workers=plugins.workers, timeout_s=plugins.timeout_s, cpu_s=CALL_CPU_S, memory_mib=plugins.memory_mib
             )
+            pool = FunctionPool(function, limits=limits, env_vars=plugins.env_vars)
             self._exit_stack.callback(pool.close)
-        return PlugIn(
-            item.name, pool, self._columns, batch_size=settings.batch_size, max_characters=settings.max_characters
-        )
+        return PlugIn(item.name, pool, self._columns, batch_size=self._settings.batch_size)
 
 
 def _compute_rewards(
@@ -259,7 +290,7 @@ def _compute_rewards(
     on_error: OnError,
     *,
     extra_outcomes: Mapping[str, Sequence[RewardOutcome]] = MappingProxyType({}),
-    when_all_abstain: RewardFailure | None = ALL_ABSTAINED,
+    when_all_abstain: Failure | None = ALL_ABSTAINED,
     unusable_fate: str = "left out",
 ) -> RewardedSamples:
     usable = [sample for sample in samples if not was_dropped_in_rollout(sample)]

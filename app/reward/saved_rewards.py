@@ -11,10 +11,10 @@ from app.reward.aggregate import (
     NO_REWARD_FINISH_REASON,
     RewardedSamples,
     RewardFunctionCounts,
+    RewardOutcome,
     was_dropped_in_rollout,
 )
 from app.reward.plugin import StepInfo
-from app.reward.reward_outcome import RewardOutcome
 
 
 def has_saved_reward(sample: Sample) -> bool:

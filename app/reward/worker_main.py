@@ -1,27 +1,32 @@
 """The program of a killable worker, which runs one reward function.
 
-It is started by `app.plugins.start_worker` and exchanges JSON Lines with `app.reward.process_pool`, one answer per
-request:
+It is started by `app.plugins.start_worker` and exchanges messages with `app.reward.function_pool`, one answer per
+request, beside what `app.plugins.worker_program` says:
 
-    {"function": "rewards.py:brevity", "memory_mib": 4096, ...}  ->  {"parameters": [...]} or {"refused": "why"}
-    {"call": 7, "arguments": {...}, "num_samples": 4, ...}       ->  {"outcomes": [...]} or {"failure": [kind, text]},
-                                                                     and the same "call"
+    {"function": "rewards.py:brevity", ...}                 ->  {"parameters": [...], ...}
+    {"arguments": {...}, "num_samples": 4, ...}             ->  {"outcomes": [...]}
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-import os
-import sys
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from app.plugins.loading import LoadError, describe_error, load_object
-from app.plugins.supervisor import limit_cpu, limit_memory, supervise
-from app.plugins.trainer_channel import TrainerChannel
-from app.plugins.values import PlugInValueError, awaited, collect_extras, describe_value, to_number
+from app.plugins.loading import LoadError, load_object
+from app.plugins.supervisor import limit_cpu
+from app.plugins.values import (
+    Failure,
+    PlugInValueError,
+    awaited,
+    collect_extras,
+    describe_value,
+    failure_of,
+    to_number,
+)
+from app.plugins.worker_program import start
 
 PROGRAM_MODULES = {"app.reward.math_answers"}
 """Modules of this program that contain reward functions."""
@@ -35,28 +40,19 @@ class RewardLengthError(PlugInValueError):
 
 def main() -> None:
     """Loads the function, reports its parameters, and serves calls until the trainer exits."""
-    supervise()
-    process_id = os.getpid()
-    sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
-    channel = TrainerChannel()
-    order = channel.receive()
-    unlimited = limit_memory(order["memory_mib"] * 2**20)
-    limit_cpu(order["load_cpu_s"])
-    try:
-        function = load_function(order["function"])
-        parameters = describe_parameters(function)
-    except LoadError as refusal:
-        channel.send({"refused": str(refusal)})
-        return
-    channel.send({"parameters": parameters, "unlimited": unlimited})
+    channel, order, function = start(load)
     with asyncio.Runner() as runner:
         while True:
             request = channel.receive()
             limit_cpu(order["cpu_s"])
             answer = call_function(function, request, runner)
-            if os.getpid() != process_id:
-                os._exit(0)  # a child that the function forked also returned from it
-            channel.send(answer | {"call": request["call"]})
+            channel.end_forked_child()
+            channel.send(answer | {"key": request["key"]})
+
+
+def load(order: Mapping[str, Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
+    function = load_function(order["function"])
+    return function, {"parameters": describe_parameters(function)}
 
 
 def load_function(path: str) -> Callable[..., Any]:
@@ -96,14 +92,8 @@ def call_function(function: Callable[..., Any], request: Mapping[str, Any], runn
         if request["is_batch"]:
             return {"outcomes": batch_outcomes(result, request["num_samples"], collect_extras(logged))}
         return {"outcomes": [sample_outcome(result)]}
-    except PlugInValueError as error:
-        return {"failure": [error.kind, str(error)]}
-    except MemoryError as error:
-        return {"failure": ["memory", describe_error(error)]}
-    except SystemExit as error:
-        return {"failure": ["exit", describe_error(error)]}
     except BaseException as error:  # no error may affect another call
-        return {"failure": ["raised", describe_error(error)]}
+        return failure_of(error)
 
 
 def batch_outcomes(result: Any, num_samples: int, extras: dict[str, float]) -> list[dict[str, Any]]:
@@ -124,7 +114,7 @@ def _value_outcome(value: Any, extras: dict[str, float]) -> dict[str, Any]:
     try:
         return {"value": to_number(value), "extras": extras}
     except PlugInValueError as error:
-        return {"failure": [error.kind, str(error)]}
+        return {"failure": Failure(error.kind, str(error))}
 
 
 def sample_outcome(result: Any) -> dict[str, Any]:

@@ -17,9 +17,10 @@ import numpy as np
 from jaxtyping import Int32
 
 from app.distributed.stop_check import StopCheck, StoppedError, never_stop
-from app.environments.episode import EpisodeFailure, EpisodeReply, EpisodeStart
+from app.environments.episode import EpisodeReply, EpisodeStart
 from app.environments.episode_pool import EpisodePool
 from app.environments.interface import ToolCall
+from app.plugins.values import Failure
 from app.prompts.chat import to_messages
 from app.prompts.observation_encoder import ObservationEncoder
 from app.records.sample import DROPPED_PREFIX, Episode, Messages, Prompt, Turn
@@ -98,8 +99,8 @@ class Conversations:
         self._opened = {key: one for key, one in opened.items() if one.failure is None}
         return [opened[key] for key in keys]
 
-    def _opening(self, prompt: Prompt, start: EpisodeStart, result: Messages | EpisodeFailure | None) -> Opening:
-        if result is None or isinstance(result, EpisodeFailure):
+    def _opening(self, prompt: Prompt, start: EpisodeStart, result: Messages | Failure | None) -> Opening:
+        if result is None or isinstance(result, Failure):
             return Opening(prompt, start, None, result)
         ids = self.encode_opening(to_messages(result, self.system_prompt))
         if len(ids) > self.limits.max_prompt_tokens:
@@ -107,7 +108,7 @@ class Conversations:
                 f"its opening has {len(ids)} tokens, more than data.max_prompt_length = "
                 f"{self.limits.max_prompt_tokens}; raise that setting, or shorten what `reset` returns"
             )
-            return Opening(prompt, start, None, EpisodeFailure("opening", detail))
+            return Opening(prompt, start, None, Failure("opening", detail))
         return Opening(replace(prompt, source=result, token_ids=np.array(ids, np.int32)), start, result)
 
     def _start(self, key: str, prompt: Prompt) -> EpisodeStart:
@@ -141,7 +142,7 @@ class Conversations:
         self._acting[row.key] = row
         _, start, messages, failure = row.opening
         if failure is not None:
-            self._failed.append(EpisodeReply(row.key, failure=failure.kind, detail=failure.detail))
+            self._failed.append(EpisodeReply(row.key, failure=failure))
             self.pool.on_reply()
             return
         if row.turn_end == "length":
@@ -175,7 +176,7 @@ class Conversations:
             metrics=reply.metrics,
         )
         if reply.failure is not None:
-            self._drop(row, turn, reply.failure, reply.detail)
+            self._drop(row, turn, *reply.failure)
         elif cut is not None:
             self._end(row, turn, "observation", "length", reply)
         elif row.turn_end == "length":

@@ -11,10 +11,11 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float32, Int32, UInt8
 
-from app.environments.episode import EpisodeFailure, EpisodeStart
+from app.environments.episode import EpisodeStart
 from app.model.architecture import RouteShape
 from app.model.experts import UNRECORDED, unpack_routes
 from app.model.kv_cache import KVCache
+from app.plugins.values import Failure
 from app.records.sample import Episode, Messages, Prompt, Sample, Turn
 from app.rollout.request import GenerationRequest
 from app.rollout.stop_strings import DecodeText, stop_length
@@ -28,7 +29,7 @@ class Opening(NamedTuple):
     start: EpisodeStart
     messages: Messages | None
     """What the environment says first; None = the prompt of the data set."""
-    failure: EpisodeFailure | None = None
+    failure: Failure | None = None
     """Why the environment does not open it."""
 
 

@@ -7,8 +7,8 @@ from contextlib import closing
 from functools import partial
 from typing import Any
 
-from app.environments.episode_pool import EpisodePool, EpisodeSetup
-from app.plugins.printable import one_line
+from app.environments.episode_pool import EpisodePool
+from app.plugins.values import one_line
 from app.plugins.worker_process import lend_variables
 from app.prompts.observation_encoder import ObservationEncoder
 from app.prompts.tokenizer import Tokenizer
@@ -21,10 +21,10 @@ from settings.errors import InputError
 from settings.schema.environment import DECISIVE_FIELDS, EnvironmentSettings
 
 
-def open_pool(env: EnvironmentSettings) -> EpisodePool:
-    """Opens a pool, without a process yet; raises InputError if a variable of `env.environment` is not set."""
-    lend_variables(env.environment, setting="env.environment")
-    return EpisodePool(EpisodeSetup(**env.model_dump(include=set(EpisodeSetup.__annotations__))))
+def open_pool(settings: Settings) -> EpisodePool:
+    """Opens a pool, without a process yet; raises InputError if a variable of `plugins.env_vars` is not set."""
+    lend_variables(settings.plugins.env_vars)
+    return EpisodePool(settings.env, settings.plugins)
 
 
 def prepare_turns(settings: Settings, tokenizer: Tokenizer) -> None:
@@ -36,8 +36,8 @@ def prepare_turns(settings: Settings, tokenizer: Tokenizer) -> None:
     env = settings.env
     if not env.is_used:
         return
-    with closing(open_pool(env)) as pool:
-        tokenizer.tools = pool.load()
+    with closing(open_pool(settings)) as pool:
+        tokenizer.tools = pool.load()["tools"]
     ObservationEncoder(tokenizer, tokenizer.tools)
     resolve_format(env.parser, tokenizer, has_tools=bool(tokenizer.tools))
 
@@ -67,7 +67,7 @@ def open_conversations(settings: Settings, tokenizer: Tokenizer) -> Conversation
         max_suspended=env.max_suspended,
     )
     return Conversations(
-        pool=open_pool(env),
+        pool=open_pool(settings),
         observations=ObservationEncoder(of_thread, of_thread.tools),
         limits=limits,
         seed=settings.run.seed,
@@ -90,11 +90,11 @@ def try_episode(settings: Settings, tokenizer: Tokenizer, prompt: Prompt) -> str
     with closing(conversations.pool) as pool:
         [opening] = conversations.open([prompt])
         if opening.failure is not None:
-            raise InputError(f"env: tried before the run, {prompt.uid}: {opening.failure.detail}")
+            raise InputError(f"env: tried before the run, {prompt.uid}: {opening.failure.text}")
         pool.step("trial", opening.start, opening.messages, turn, [], is_last=True)
         [reply] = pool.take(None)
     if reply.failure is not None:
-        raise InputError(f"env: tried before the run, with the turn {turn!r:.60}: {reply.detail}")
+        raise InputError(f"env: tried before the run, with the turn {turn!r:.60}: {reply.failure.text}")
     names = ", ".join(schema["function"]["name"] for schema in tokenizer.tools)
     opened = f"{len(opening.prompt.token_ids)} tokens of prompt" + (f" with the tools {names}" if names else "")
     reward = reply.reward + sum(reply.scores.values())

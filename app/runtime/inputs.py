@@ -15,9 +15,8 @@ from app.prompts.tokenizer import Tokenizer
 from app.records.sample import Prompt
 from app.records.text_format import format_percent
 from app.reward.builtin_tasks import check_answers
-from app.reward.overlong import OverlongPenalty
 from app.reward.plugin_signature import DataColumns
-from app.reward.reward_functions import EnvironmentReward, RewardFunctions, accuracy_function_name
+from app.reward.reward_functions import EnvironmentReward, OverlongPenalty, RewardFunctions, accuracy_function_name
 from app.runtime.model_spec import CriticSpec, ModelSpec, check_context_length, read_critic_spec, read_model_spec
 from app.runtime.reward_model import RewardModelSpec, check_reward_context_length, read_reward_model_spec
 from settings import Settings
@@ -37,7 +36,12 @@ def make_rewards(settings: Settings, train_rows: PromptsOrRows, eval_rows: Promp
     columns = data_columns(settings, train_rows)
     of_held_out = eval_columns(settings, eval_rows) if eval_rows else None
     return RewardFunctions(
-        settings.reward, columns, of_held_out, make_overlong_penalty(settings), make_environment_reward(settings)
+        settings.reward,
+        settings.plugins,
+        columns,
+        of_held_out,
+        make_overlong_penalty(settings),
+        make_environment_reward(settings),
     )
 
 

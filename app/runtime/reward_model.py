@@ -19,10 +19,10 @@ from app.model.decoder import DecoderDefinition, Params, ValueDecoder
 from app.model.io.families import SEQUENCE_CLASSIFICATION, architecture_from_config
 from app.model.io.hf_weights import VALUE_HEAD, check_tensors, expected_tensors, load_weights
 from app.model.io.model_files import ModelFiles, open_model
-from app.plugins.printable import one_line
+from app.plugins.values import Failure, one_line
 from app.prompts.reward_model_encoder import ConversationEncoder
 from app.records.sample import Prompt, Sample
-from app.reward.reward_outcome import RewardFailure, RewardOutcome
+from app.reward.aggregate import RewardOutcome
 from app.runtime.mesh_checks import check_experts
 from app.runtime.micro_batching import MaxLengths, make_score_batcher
 from app.runtime.model_spec import CriticSpec, ModelSpec, model_setting_in_errors
@@ -144,22 +144,22 @@ class RewardModel:
     def score(self, samples: Sequence[Sample]) -> tuple[list[RewardOutcome], GlobalPlan]:
         """Returns the outcomes of this host's samples and the micro-batch plan. All hosts must call it together."""
         texts = [self._conversation_ids(sample) for sample in samples]
-        readable = [(s, text) for s, text in zip(samples, texts, strict=True) if not isinstance(text, RewardFailure)]
+        readable = [(s, text) for s, text in zip(samples, texts, strict=True) if not isinstance(text, Failure)]
         conversations = reward_model_inputs([s for s, _ in readable], [text for _, text in readable])
         pieces = self.batcher(conversations, self.mesh)
         run = self.valuer.run_scanned if self.uses_scan else self.valuer.run_looped
         rows = fetch_rows(conversations, pieces, READ_BY_SCORING)
         values = iter(rows.send_home(self.valuer.values(self.params, rows.samples, rows.plan, runner=run)))
         return [
-            RewardOutcome(failure=text) if isinstance(text, RewardFailure) else _outcome(float(next(values)[-1]))
+            RewardOutcome(failure=text) if isinstance(text, Failure) else _outcome(float(next(values)[-1]))
             for text in texts
         ], pieces
 
-    def _conversation_ids(self, sample: Sample) -> Int32[np.ndarray, "T"] | RewardFailure:
+    def _conversation_ids(self, sample: Sample) -> Int32[np.ndarray, "T"] | Failure:
         try:
             text = self.spec.conversations.encode(sample.prompt, sample.completion)
         except InputError as error:
-            return RewardFailure("template", one_line(str(error)))
+            return Failure("template", one_line(str(error)))
         if len(text) > self.max_conversation_length:
             context = self.spec.architecture.max_positions
             limit = (
@@ -167,16 +167,14 @@ class RewardModel:
                 if self.max_conversation_length == context
                 else "a row under score.reward.max_tokens_per_device"
             )
-            return RewardFailure(
-                "too long", f"{len(text)} tokens, but {limit} holds only {self.max_conversation_length}"
-            )
+            return Failure("too long", f"{len(text)} tokens, but {limit} holds only {self.max_conversation_length}")
         return text
 
 
 def _outcome(score: float) -> RewardOutcome:
     if math.isfinite(score):
         return RewardOutcome(score)
-    return RewardOutcome(failure=RewardFailure("value", f"the reward model's score is {score}"))
+    return RewardOutcome(failure=Failure("value", f"the reward model's score is {score}"))
 
 
 class RewardPass(NamedTuple):

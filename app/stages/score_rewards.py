@@ -64,7 +64,9 @@ def score_rewards(resolved: Resolved, *, input: Path, out: Path) -> dict[str, An
     penalty = make_overlong_penalty(settings)
     with ExitStack() as stack:
         environment = make_environment_reward(settings)
-        rewards = stack.enter_context(RewardFunctions(settings.reward, columns, None, penalty, environment))
+        rewards = stack.enter_context(
+            RewardFunctions(settings.reward, settings.plugins, columns, None, penalty, environment)
+        )
         hosts, entered = [range(len(samples))], ignore_phase
         if model is not None or jax_startup.expects_other_hosts(settings.mesh):
             entered = stack.enter_context(join_hosts(settings, out=out))

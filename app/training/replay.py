@@ -45,10 +45,8 @@ from app.training.replay_files import (
 from settings import Settings, load
 from settings.errors import InputError
 
-REWARD_NEUTRAL_FIELDS = frozenset({"workers", "load_timeout_s"})
-"""Fields of `reward` that no sample's reward depends on."""
-PLUGIN_LIMIT_FIELDS = frozenset({"timeout_s", "cpu_s", "memory_mib"})
-"""Fields of `reward` that decide which calls of plug-ins fail."""
+PLUGIN_LIMIT_FIELDS = frozenset({"timeout_s", "memory_mib"})
+"""Fields of `plugins` that decide which calls of plug-ins fail."""
 
 
 class ReplayRequest(NamedTuple):
@@ -228,7 +226,7 @@ def _same_rewards(settings: Settings, source: Settings) -> bool:
         limits = PLUGIN_LIMIT_FIELDS if reward.on_error == "raise" else frozenset[str]()
         # A plug-in may compare the samples of one call.
         batches = frozenset({"batch_size"} if all(one.function is None for one in reward.functions) else ())
-        fields = reward.model_dump(exclude={*REWARD_NEUTRAL_FIELDS, *limits, *batches})
+        fields = reward.model_dump(exclude={*batches}) | settings.plugins.model_dump(exclude={"workers", *limits})
         if reward.overlong_buffer:
             fields["max_new_tokens"] = settings.rollout.max_new_tokens
         env = settings.env

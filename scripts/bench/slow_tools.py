@@ -55,7 +55,7 @@ def timed_rollout(options: Any, latency_s: float, overrides: Mapping[str, Any]) 
         "rollout.segment.min": 4,
         "mesh.shape": "1,1,1",
         "env.source": f"{os.path.abspath(__file__)}:Waiting",
-        "env.environment": f"[{LATENCY}]",
+        "plugins.env_vars": f"[{LATENCY}]",
         "env.concurrency": options.samples,
         **overrides,
     }

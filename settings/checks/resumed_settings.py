@@ -28,10 +28,8 @@ FREE_SETTINGS = (
     *("rollout.placement", "rollout.devices"),
     *("rollout.mesh", "rollout.pool", "rollout.segment", "rollout.pdsr", "rollout.workers", "rollout.ray"),
     *("rollout.prefill_length_min", "rollout.max_length_total"),
-    *("reward.timeout_s", "reward.cpu_s", "reward.memory_mib", "reward.workers", "reward.batch_size"),
-    *("reward.load_timeout_s", "reward.environment", "optimizer.offload"),
-    *("env.step_timeout_s", "env.episode_timeout_s", "env.load_timeout_s", "env.replayable", "env.memory_mib"),
-    *("env.workers", "env.concurrency", "env.max_suspended", "env.environment"),
+    *("reward.batch_size", "optimizer.offload"),
+    *("plugins", "env.step_timeout_s", "env.replayable", "env.concurrency", "env.max_suspended"),
     # Checkpoints contain fingerprints of the models and data that these select.
     *("model.path", "model.revision", "model.lora", "critic.path", "critic.revision"),
     *("reward.model", "reward.model_revision"),

@@ -7,7 +7,6 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from settings.schema.reward import validate_variable_names
 from settings.schema.rollout import MAX_SLOTS, MAX_TOKENS
 from settings.schema.section import Section
 
@@ -68,14 +67,9 @@ class EnvironmentSettings(Section):
     Hermes), as one JSON object (json: Llama 3), or not at all (none). auto = as the chat template says."""
     step_timeout_s: float = Field(default=30.0, gt=0, le=86_400)
     """Seconds after which one step of an environment counts as hung; its process is then ended."""
-    episode_timeout_s: float = Field(default=3600.0, gt=0, le=864_000)
-    """Seconds that all steps of a sample may take together."""
     replayable: bool = True
     """Whether `reset` and the same turns lead to the same state again. After the loss of a process, its other samples
     are then played again from the start; otherwise they are dropped."""
-    workers: int = Field(default=4, ge=1, le=1024)
-    """Processes on each host in which environments and tools run. With `rollout.scheduler`, those of the first host
-    run the steps of all samples, and those of another host only open its own samples."""
     concurrency: int = Field(default=32, ge=1, le=4096)
     """Samples that each process serves at once, in threads, which share modules and memory: for environments that wait
     rather than compute."""
@@ -83,12 +77,6 @@ class EnvironmentSettings(Section):
     """Most samples of a worker, or of `rollout.slots`, that leave their slots while they wait for the environment; they
     keep their part of the KV cache while there is room. Slots are busy with slots * (1 + latency / time of a turn)
     samples. Null = four for each slot; 0 = they wait in their slots."""
-    memory_mib: int = Field(default=4096, ge=256, le=1_048_576)
-    """Address space limit in MiB of each process, including its libraries."""
-    load_timeout_s: float = Field(default=60.0, gt=0, le=3600)
-    """Seconds for importing environments and tools."""
-    environment: Annotated[tuple[str, ...], Field(strict=False), AfterValidator(validate_variable_names)] = ()
-    """Names of additional environment variables to pass to environments and tools, which get only a few by default."""
 
     @property
     def is_used(self) -> bool:

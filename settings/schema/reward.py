@@ -1,4 +1,4 @@
-"""Settings of the reward: functions, reward model, and resource limits for plug-ins."""
+"""Settings of the reward: functions, reward model and length penalty."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from pydantic import (
     model_validator,
 )
 
-from settings.loading.secrets import SECRETS
 from settings.schema.section import Section
 
 BUILT_IN_REWARDS = ("gsm8k", "arithmetic", "gsm8k_format", "arithmetic_format", "math_verify")
@@ -55,16 +54,6 @@ def _validate_function_path(value: str) -> str:
     is_place = place.endswith(".py") or all(part.isidentifier() for part in place.split("."))
     if not is_place or not all(part.isidentifier() for part in attribute.split(".")):
         raise ValueError("expected `module:function` or `path/to/file.py:function`")
-    return value
-
-
-def validate_variable_names(value: tuple[str, ...]) -> tuple[str, ...]:
-    """Accepts names of environment variables that hold no secrets of this program."""
-    for name in value:
-        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-            raise ValueError(f"expected names of environment variables, but `{name}` is not one")
-        if name in SECRETS:
-            raise ValueError(f"expected no secrets, but {name} is one, which plug-ins never get")
     return value
 
 
@@ -139,19 +128,5 @@ class RewardSettings(Section):
     on_error: Literal["raise", "zero", "drop"] = "raise"
     """What to do if a function or the reward model fails on a sample: stop the run, count its value as 0, or drop the
     sample."""
-    timeout_s: float = Field(default=10.0, gt=0, le=3600)
-    """Wall-clock limit in seconds for one call of a plug-in, with one sample or one batch."""
-    cpu_s: int = Field(default=30, ge=1, le=36_000)
-    """Processor time limit in seconds for one call of a plug-in."""
-    memory_mib: int = Field(default=4096, ge=256, le=1_048_576)
-    """Address space limit in MiB of a plug-in's process, including its libraries."""
-    workers: int = Field(default=4, ge=1, le=256)
-    """Maximum number of processes of each plug-in, on each host."""
     batch_size: int = Field(default=64, ge=1, le=65_536)
     """Maximum number of samples per call of a batch-style plug-in. The samples of a prompt stay together."""
-    max_characters: int = Field(default=100_000, ge=1, le=10_000_000)
-    """Plug-ins get only this many last characters of longer completions."""
-    load_timeout_s: float = Field(default=60.0, gt=0, le=3600)
-    """Wall-clock limit in seconds for importing a plug-in."""
-    environment: Annotated[tuple[str, ...], Field(strict=False), AfterValidator(validate_variable_names)] = ()
-    """Names of additional environment variables to pass to plug-ins, which get only a few by default."""

@@ -15,6 +15,7 @@ from settings.schema.environment import EnvironmentSettings
 from settings.schema.mesh import MeshSettings
 from settings.schema.model import ModelSettings
 from settings.schema.optimizer import OptimizerSettings
+from settings.schema.plugins import PluginSettings
 from settings.schema.reward import RewardSettings
 from settings.schema.rollout import RolloutSettings
 from settings.schema.run import CheckpointSettings, EvalSettings, LoggingSettings, RunSettings, WatchdogSettings
@@ -35,6 +36,7 @@ class Settings(BaseSettings):
     rollout: RolloutSettings = RolloutSettings()
     env: EnvironmentSettings = EnvironmentSettings()
     reward: RewardSettings = RewardSettings()
+    plugins: PluginSettings = PluginSettings()
     score: ScoreSettings = ScoreSettings()
     algorithm: AlgorithmSettings = AlgorithmSettings()
     critic: CriticSettings = CriticSettings()

@@ -113,7 +113,7 @@ def test_a_dead_host_ends_the_other_and_the_run_goes_on(config: Path) -> None:
 
 def test_a_host_that_hangs_ends_both_and_says_where(config: Path) -> None:
     run = config.parent / "runs" / "tiny"
-    hosts = with_reward(config, STUCK, "watchdog.phase_s=30", "reward.timeout_s=3600")
+    hosts = with_reward(config, STUCK, "watchdog.phase_s=30", "plugins.timeout_s=3600")
     assert [host.exit_code for host in hosts] == [70, 70], hosts
     for i, host in enumerate(hosts):
         written = (run / "crash" / f"host_{i}.txt").read_text()
@@ -151,5 +151,5 @@ def with_reward(config: Path, source: str, *overrides: str) -> tuple[Ended, Ende
     """Runs two hosts with a reward function `stuck`, and returns how they end."""
     file = config.parent / "reward.py"
     file.write_text(source)
-    reward = (f"reward.functions=['{file}:stuck']", "reward.environment=[THIS_HOST]")
+    reward = (f"reward.functions=['{file}:stuck']", "plugins.env_vars=[THIS_HOST]")
     return run_on_two_hosts(*command(config, *SMALL, *reward, *overrides), num_devices=2)

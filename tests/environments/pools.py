@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from app.environments.episode import EpisodeReply, EpisodeStart
-from app.environments.episode_pool import EpisodePool, EpisodeSetup
+from app.environments.episode_pool import EPISODE_TIMEOUT_S, EpisodePool
 from app.environments.interface import ToolCall
 from settings.schema.environment import EnvironmentSettings
+from settings.schema.plugins import PluginSettings
 
 WAIT_S = 120
 """Longer than anything takes on a busy machine."""
@@ -24,11 +25,15 @@ def write(folder: Path, source: str) -> str:
 
 
 @contextmanager
-def opened(**settings: Any) -> Iterator[EpisodePool]:
-    """Opens a pool of one worker; any setting of `env` can be changed."""
-    defaults = {"workers": 1, "concurrency": 8, "step_timeout_s": 60}
-    env = EnvironmentSettings.model_validate(defaults | settings)
-    pool = EpisodePool(EpisodeSetup(**env.model_dump(include=set(EpisodeSetup.__annotations__))))
+def opened(*, episode_timeout_s: float = EPISODE_TIMEOUT_S, **settings: Any) -> Iterator[EpisodePool]:
+    """Opens a pool of one worker; any setting of `env` and `plugins` can be changed."""
+    given = {"workers": 1, "concurrency": 8, "step_timeout_s": 60, **settings}
+    plugins = {name: given.pop(name) for name in PluginSettings.model_fields if name in given}
+    pool = EpisodePool(
+        EnvironmentSettings.model_validate(given),
+        PluginSettings.model_validate(plugins),
+        episode_timeout_s=episode_timeout_s,
+    )
     try:
         yield pool
     finally:

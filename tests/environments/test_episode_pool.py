@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from app.environments.episode import EpisodeFailure, EpisodeStart
+from app.environments.episode import EpisodeReply, EpisodeStart
+from app.plugins.values import Failure
 from app.plugins.worker_process import MAX_PRINTED_BYTES
 from settings.errors import InputError
 from tests.environments.pools import WAIT_S, Game, contents, opened, take, write
@@ -100,6 +101,10 @@ def story(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return f"{write(tmp_path, STORY)}:Story"
 
 
+def kind_of(reply: EpisodeReply) -> str | None:
+    return reply.failure and reply.failure.kind
+
+
 def noted(what: str) -> list[list[object]]:
     lines = map(json.loads, Path("log").read_text().splitlines())
     return [rest for word, *rest in lines if word == what]
@@ -107,7 +112,7 @@ def noted(what: str) -> list[list[object]]:
 
 def test_an_episode_is_scored_and_closed_once(story: str) -> None:
     with opened(source=story, concurrency=1) as pool:
-        assert pool.load() == []
+        assert pool.load()["tools"] == []
         game = Game(pool, "q/s0", seed=7)
         first, last = game.play("once"), game.play("end")
     assert (contents(first), first.reward, first.terminated, first.metrics) == (["once"], 0.5, False, {"told": 1})
@@ -205,8 +210,9 @@ def test_a_fault_costs_only_its_own_episode(story: str, text: str, kind: str, de
         sibling, guilty = Game(pool, "a", seed=1), Game(pool, "b", seed=2)
         assert contents(sibling.play("one")) == ["one"]
         failed = guilty.play(text, is_last="close" in text)
-        assert (failed.failure, failed.detail[: len(detail)]) == (kind, detail)
-        assert "\n" not in failed.detail
+        assert failed.failure is not None
+        assert (failed.failure.kind, failed.failure.text[: len(detail)]) == (kind, detail)
+        assert "\n" not in failed.failure.text
         reply = sibling.play("two", is_last=True)
         assert (contents(reply), reply.reward, reply.scores) == (["one two"], 0.5, {"length": 2})
 
@@ -259,7 +265,7 @@ def test_a_suspect_runs_alone_and_only_the_guilty_fail(story: str, text: str, ki
         for game, sent in zip(reversed(games), ["bystander", "bystander", text], strict=True):
             game.send(sent)
         replies = take(pool, 3)
-    assert [reply.failure for reply in replies] == [kind, None, None]
+    assert [kind_of(reply) for reply in replies] == [kind, None, None]
     assert [contents(reply) for reply in replies] == [[], ["one bystander"], ["one bystander"]]
     assert noted("step").count([0, text]) == 2
 
@@ -273,7 +279,7 @@ def test_an_episode_whose_process_always_dies_later_is_lost_in_the_end(story: st
             time.sleep(0.05)
         while not (reply := game.play("on")).failure:
             time.sleep(0.05)
-        assert reply.failure == "exit"
+        assert reply.failure.kind == "exit"
         assert contents(Game(pool, "b").play("on")) == ["on"]
 
 
@@ -282,9 +288,9 @@ def test_an_episode_that_cannot_be_played_again_is_lost_when_it_is_next_asked_fo
         pool.load()
         idle, guilty = Game(pool, "a"), Game(pool, "b")
         idle.play("one")
-        assert guilty.play("exit").failure == "exit"
+        assert kind_of(guilty.play("exit")) == "exit"
         assert pool.take(0) == []
-        assert idle.play("two").failure == "exit"
+        assert kind_of(idle.play("two")) == "exit"
         assert contents(idle.play("new")) == ["new"]
 
 
@@ -294,7 +300,7 @@ def test_a_replay_that_differs_is_a_failure(story: str) -> None:
         game = Game(pool, "a")
         game.play("random")
         died = game.play("die once")
-    assert died.failure == "replay"
+    assert kind_of(died) == "replay"
 
 
 def test_all_steps_together_may_take_only_so_long(story: str) -> None:
@@ -304,7 +310,7 @@ def test_all_steps_together_may_take_only_so_long(story: str) -> None:
         replies = [game.play("x")]
         while replies[-1].failure is None:
             replies.append(game.play("x"))
-    assert (replies[-1].failure, replies[-1].detail) == ("timeout", "its steps took more than 0.001 s together")
+    assert replies[-1].failure == Failure("timeout", "step: its steps took more than 0.001 s together")
 
 
 def test_openings_come_in_order_and_a_fault_costs_its_own(story: str) -> None:
@@ -313,9 +319,7 @@ def test_openings_come_in_order_and_a_fault_costs_its_own(story: str) -> None:
         good = EpisodeStart(1, {"prompt": "p", "opening": "hello"})
         openings = pool.openings([good, EpisodeStart(2, {}), EpisodeStart(3, {"prompt": "p"}), good])
     hello = [{"role": "user", "content": "hello"}]
-    missing = EpisodeFailure(
-        "raised", "reset: TypeError: Story.reset() missing 1 required keyword-only argument: 'prompt'"
-    )
+    missing = Failure("raised", "reset: TypeError: Story.reset() missing 1 required keyword-only argument: 'prompt'")
     assert openings == [hello, missing, None, hello]
     assert sorted(noted("reset")) == [[1], [1], [3]]
 
@@ -329,7 +333,7 @@ def test_siblings_must_get_the_same_opening(story: str) -> None:
         same.start = other.start = start
         assert same.play("x").failure is None
         other = other.play("x")
-    assert (other.failure, other.detail) == ("opening", "reset: gave another answer for the same seed, row and turns")
+    assert other.failure == Failure("opening", "reset: gave another answer for the same seed, row and turns")
 
 
 def test_what_the_environment_started_ends_with_the_pool(tmp_path: Path) -> None:
@@ -355,7 +359,7 @@ def test_what_the_environment_started_ends_with_the_pool(tmp_path: Path) -> None
         ("1 / 0", "importing .*plug.py failed: ZeroDivisionError"),
         ("import os\nos._exit(4)", "during the import, it ended with exit code 4"),
         ("import time\ntime.sleep(100)", "during the import, it took more than 2 s"),
-        ("raise MemoryError", "MemoryError.*; it may need more than env.memory_mib = 512"),
+        ("raise MemoryError", "MemoryError.*; it may need more than plugins.memory_mib = 512"),
     ],
 )
 def test_what_is_no_environment_is_refused(tmp_path: Path, source: str, message: str) -> None:
@@ -470,7 +474,7 @@ def test_closing_ends_the_wait_for_a_reply(story: str) -> None:
     with opened(source=story) as pool:
         pool.load()
         threading.Thread(target=wait, daemon=True).start()
-    assert told.get(timeout=WAIT_S) == "the environments have been closed"
+    assert told.get(timeout=WAIT_S).endswith("its processes have been closed")
 
 
 ASYNC = """
@@ -496,7 +500,7 @@ def test_coroutines_share_a_loop_which_outlives_an_exit(tmp_path: Path) -> None:
         games = [Game(pool, name) for name in "abcd"]
         for game, text in zip(games, ["leave", "x", "y", "z"], strict=True):
             game.send(text)
-        assert [reply.failure for reply in take(pool, 4)] == ["exit", None, None, None]
+        assert [kind_of(reply) for reply in take(pool, 4)] == ["exit", None, None, None]
         assert contents(games[1].play("again")) == ["False"]
 
 

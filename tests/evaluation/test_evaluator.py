@@ -21,8 +21,7 @@ from app.evaluation.metrics import (
 from app.records.jsonl import read_jsonl
 from app.records.sample import DROPPED_PREFIX, Prompt, Sample
 from app.report.confidence_intervals import wilson_interval
-from app.reward.aggregate import RewardedSamples, aggregate_rewards
-from app.reward.reward_outcome import RewardOutcome
+from app.reward.aggregate import RewardedSamples, RewardOutcome, aggregate_rewards
 from app.tracking.console import evaluation_line
 from settings import InputError, load
 from tests.program import metrics_of

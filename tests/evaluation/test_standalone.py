@@ -217,8 +217,8 @@ def test_samples_that_a_judge_failed_on_are_judged_anew_by_one_that_was_mended(c
     mended = evaluated(*arguments)["metrics"]
     assert (mended["eval/error_count"], mended["eval/accuracy"]) == (0, 1)
     assert [record["elapsed_s"] for record in records_of(out)] == [123.0] * 8
-    message = refused(*arguments, *settings("reward.max_characters=9"))
-    assert "reward.max_characters was '100000' there, and is '9' now" in message
+    message = refused(*arguments, *settings("reward.batch_size=9"))
+    assert "reward.batch_size was '64' there, and is '9' now" in message
 
 
 def test_null_asks_the_whole_data_set(config: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from app.preflight.model_checks import check_chat_template, check_reward_functio
 from app.prompts.tokenizer import Tokenizer, load_tokenizer
 from app.records.sample import Prompt
 from app.runtime.reward_trial import make_trial_samples
-from settings import InputError, Settings, load
+from settings import Settings, load
 from tests.tiny_directory import TEMPLATE, write_model, write_tokenizer
 
 MESSAGES = [{"role": "user", "content": "1+1=?"}]
@@ -74,10 +74,7 @@ def check_plugin(directory: Path, plugin: Path, *overrides: str) -> CheckResult:
 
 
 def test_a_reward_function_that_exceeds_its_timeout_fails(directory: Path, tmp_path: Path) -> None:
-    slow_call, slow_import = tmp_path / "slow_call.py", tmp_path / "slow_import.py"
+    slow_call = tmp_path / "slow_call.py"
     slow_call.write_text("import time\ndef judge(completion): time.sleep(600)\n")
-    slow_import.write_text("import time\ntime.sleep(600)\ndef judge(completion): return 1.0\n")
-    result = check_plugin(directory, slow_call, "reward.timeout_s=0.5")
+    result = check_plugin(directory, slow_call, "plugins.timeout_s=0.5")
     assert (result.verdict, result.exit_code) == ("fail", 1)
-    with pytest.raises(InputError, match=r"during the import, it took more than 0\.5 s"):
-        check_plugin(directory, slow_import, "reward.load_timeout_s=0.5")

@@ -18,7 +18,7 @@ def test_a_failure_of_one_host_is_reported_by_the_first(tiny_model: Path, tmp_pa
         "import os\ndef judge(completion):\n"
         "    if os.environ['THIS_HOST'] == '1': raise ValueError('not here')\n    return 1.0\n"
     )
-    plug = settings(f"reward.functions=['{tmp_path}/plug.py:judge']", "reward.environment=[THIS_HOST]")
+    plug = settings(f"reward.functions=['{tmp_path}/plug.py:judge']", "plugins.env_vars=[THIS_HOST]")
     overrides = settings("eval.every_steps=0", f"run.dir={tmp_path / 'runs'}")
     hosts = run_on_two_hosts("doctor", "--json", *of_tiny(tiny_model), *plug, *overrides)
     assert [host.exit_code for host in hosts] == [1, 1], hosts

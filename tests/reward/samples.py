@@ -14,6 +14,7 @@ from app.reward.aggregate import RewardedSamples
 from app.reward.plugin import StepInfo
 from app.reward.plugin_signature import DataColumns
 from app.reward.reward_functions import RewardFunctions
+from settings.schema.plugins import PluginSettings
 from settings.schema.reward import RewardSettings
 
 
@@ -49,7 +50,10 @@ def opened(
 ) -> Iterator[RewardFunctions]:
     """Opens reward functions with `on_error: zero`, two workers and a time-out of 1 s, unless `settings` differ."""
     given = {"on_error": "zero", "timeout_s": 1.0, "workers": 2, "functions": functions, **settings}
-    with RewardFunctions(RewardSettings.model_validate(given), columns_of(samples)) as rewards:
+    plugins = {name: given.pop(name) for name in PluginSettings.model_fields if name in given}
+    with RewardFunctions(
+        RewardSettings.model_validate(given), PluginSettings.model_validate(plugins), columns_of(samples)
+    ) as rewards:
         yield rewards
 
 

@@ -7,12 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from app.plugins.printable import MAX_TEXT_CHARACTERS, one_line
-from app.reward.aggregate import OnError, RewardedSamples, aggregate_rewards
-from app.reward.reward_outcome import RewardFailure, RewardOutcome
+from app.plugins.values import MAX_TEXT_CHARACTERS, Failure, one_line
+from app.reward.aggregate import OnError, RewardedSamples, RewardOutcome, aggregate_rewards
 from tests.reward.samples import make_group
 
-BROKEN = RewardOutcome(failure=RewardFailure("raised", "ValueError: no"))
+BROKEN = RewardOutcome(failure=Failure("raised", "ValueError: no"))
 SILENT = RewardOutcome()
 WEIGHTS = {"a": 1.0, "b": -0.5, "c": 0.0}
 
@@ -90,7 +89,7 @@ def test_failing_where_others_abstain_is_not_abstaining() -> None:
 
 
 def test_failures_of_one_function_are_told_in_one_line_by_kind() -> None:
-    late = RewardOutcome(failure=RewardFailure("timeout", "took more than 1 s"))
+    late = RewardOutcome(failure=Failure("timeout", "took more than 1 s"))
     (notice,) = weighed("zero", a=[late, BROKEN, late]).notices
     assert notice.startswith(
         "reward a failed on 3 of 3 samples (2 timeout, 1 raised), counted as 0; first q/0/s0: took"

@@ -9,9 +9,9 @@ import pytest
 
 from app.evaluation.metrics import estimate_metrics, prompt_columns
 from app.reward.aggregate import NO_REWARD_FINISH_REASON
-from app.reward.overlong import OverlongPenalty
 from app.reward.plugin import StepInfo
-from app.reward.reward_functions import EnvironmentReward, RewardFunctions, accuracy_function_name
+from app.reward.reward_functions import EnvironmentReward, OverlongPenalty, RewardFunctions, accuracy_function_name
+from settings.schema.plugins import PluginSettings
 from settings.schema.reward import RewardSettings
 from tests.episodes import with_turns
 from tests.reward.samples import columns_of, write_plug_in
@@ -30,7 +30,7 @@ def rewarded(
 ) -> Any:
     settings = RewardSettings.model_validate({"functions": functions})
     environment = EnvironmentReward(weight=weight, rewards_turns=rewards_turns)
-    with RewardFunctions(settings, columns_of(samples), environment=environment, **others) as rewards:
+    with RewardFunctions(settings, PluginSettings(), columns_of(samples), environment=environment, **others) as rewards:
         return rewards.compute_rewards(samples, StepInfo())
 
 
@@ -101,7 +101,7 @@ def test_accuracy_without_functions_is_the_reward_of_the_environment(win: float,
     settings, columns = RewardSettings.model_validate({"functions": []}), columns_of(samples)
     judge = accuracy_function_name(settings)
     environment = EnvironmentReward(weight=0.0, rewards_turns=True)
-    with RewardFunctions(settings, columns, columns, environment=environment) as rewards:
+    with RewardFunctions(settings, PluginSettings(), columns, columns, environment=environment) as rewards:
         judged = rewards.grade_held_out(samples, StepInfo()).samples
     table = {name: np.array(column) for name, column in prompt_columns(judged, judge=judge, num_samples=2).items()}
     metrics = estimate_metrics(table, num_samples=2)

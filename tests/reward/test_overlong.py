@@ -5,9 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from app.reward.overlong import OverlongPenalty
 from app.reward.plugin import StepInfo
-from app.reward.reward_functions import RewardFunctions
+from app.reward.reward_functions import OverlongPenalty, RewardFunctions
+from settings.schema.plugins import PluginSettings
 from settings.schema.reward import RewardSettings
 from tests.reward.samples import columns_of, make_prompt, make_sample
 
@@ -30,7 +30,7 @@ def of_length(num_tokens: int):
 def test_it_is_a_reward_of_its_own_name_and_part_of_their_sum() -> None:
     samples = [of_length(6), of_length(9)]
     settings = RewardSettings.model_validate({"functions": [{"name": "gsm8k", "weight": 3.0}]})
-    with RewardFunctions(settings, columns_of(samples), overlong=PENALTY) as rewards:
+    with RewardFunctions(settings, PluginSettings(), columns_of(samples), overlong=PENALTY) as rewards:
         assert rewards.reward_names == ("gsm8k", "overlong")
         short, long = rewards.compute_rewards(samples, StepInfo(step=1, num_steps=2)).samples
     assert (short.rewards, short.reward) == ({"gsm8k": 1.0, "overlong": 0.0}, 3.0)

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from settings.errors import InputError
 from tests.reward.processes import WORKERS
 from tests.reward.samples import kinds_of, make_group, opened, score, values_of, write_plug_in
 
@@ -69,24 +68,6 @@ def test_every_failure_costs_its_own_sample_and_no_other(tmp_path: Path, style: 
     assert "first q/0/s0: ValueError: no\ufffd[31mxxx" in notice and notice.isprintable() and len(notice) < 500
 
 
-def test_a_forged_answer_costs_the_sample_it_was_forged_for(tmp_path: Path) -> None:
-    source = (
-        "import contextlib, os, time\ndef f(completion):\n    if completion == 'ok': return 1\n"
-        "    for fd in range(3, 9):\n"
-        "        with contextlib.suppress(OSError): os.write(fd, completion.encode() + b'\\n')\n"
-        "    time.sleep(60)"
-    )
-    values = ['"x"', "NaN", "1e999", "true", "[1]", "1" * 400]
-    outcomes = [f'[{{"value": {value}}}]' for value in values]
-    extras = ['{"a": "x"}', '{"a": -Infinity}', '{"not a name": 1}', "[1]", '"no"']
-    outcomes += [f'[{{"value": 1, "extras": {extra}}}]' for extra in extras]
-    outcomes += ['[{"failure": 3}]', '{"value": 1}', '"ab"', "[null]", "[[1]]"]
-    forged = [f'{{"outcomes": {outcome}, "call": 1}}' for outcome in outcomes] + ["[" * 50_000]
-    scored = score([f"{write_plug_in(tmp_path, source)}:f"], make_group("ok", *forged, "ok"), timeout_s=30)
-    assert kinds_of(scored) == [None, *["exit"] * len(forged), None]
-    assert values_of(scored) == [1.0, *[0.0] * len(forged), 1.0]
-
-
 @pytest.mark.parametrize(
     ("source", "kind", "text"),
     [
@@ -130,32 +111,6 @@ def test_a_failing_batch_is_tried_again_group_by_group_and_then_one_by_one(tmp_p
     scored = score([f"{path}:f"], samples)
     assert values_of(scored) == [3.0, 3.0, 3.0, 1.0, 0.0, 1.0, 2.0, 2.0]
     assert scored.num_errors == 1
-
-
-def test_a_sample_is_not_blamed_for_what_an_earlier_one_did_to_the_process(tmp_path: Path) -> None:
-    source = (
-        "import os\npoisoned = False\ndef f(completion):\n    global poisoned\n    if poisoned: os._exit(1)\n"
-        "    poisoned = completion == 'poison'\n    return 1"
-    )
-    scored = score([f"{write_plug_in(tmp_path, source)}:f"], make_group("poison", "good", "good"), workers=1)
-    assert (values_of(scored), scored.num_errors) == ([1.0, 1.0, 1.0], 0)
-
-
-def test_processor_time_is_limited_too(tmp_path: Path) -> None:
-    source = "def f(completion):\n    while completion == 'spin': pass\n    return 1"
-    scored = score([f"{write_plug_in(tmp_path, source)}:f"], make_group("spin", "ok"), timeout_s=30, cpu_s=1)
-    assert (kinds_of(scored), values_of(scored)) == (["cpu", None], [0.0, 1.0])
-    assert "used more than 1 s of processor time" in scored.notices[0]
-
-
-def test_memory_is_limited_before_the_import_and_honest_use_is_not(tmp_path: Path) -> None:
-    source = "import numpy\ndef f(completion): return numpy.zeros(int(completion) * 2**20, numpy.uint8).nbytes / 2**20"
-    path = write_plug_in(tmp_path, source)
-    scored = score([f"{path}:f"], make_group("10", "2000", "20"), memory_mib=1024)
-    assert (kinds_of(scored), values_of(scored)) == ([None, "memory", None], [10.0, 0.0, 20.0])
-    hog = write_plug_in(tmp_path, "x = bytearray(2 * 2**30)\ndef f(completion): return 1", "hog.py")
-    with pytest.raises(InputError, match=r"hog\.py failed: MemoryError .*may need more than reward\.memory_mib = 1024"):
-        score([f"{hog}:f"], make_group("a"), memory_mib=1024)
 
 
 def test_functions_are_tried_on_two_copies_of_a_sample(tmp_path: Path) -> None:

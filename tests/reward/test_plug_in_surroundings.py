@@ -28,7 +28,7 @@ def test_a_worker_sees_few_variables_and_none_of_our_files(tmp_path: Path, monke
     monkeypatch.chdir(tmp_path)
     with open(path) as ours:
         os.set_inheritable(ours.fileno(), True)
-        score([f"{path}:f"], make_group("a"), environment=["JUDGE_KEY"])
+        score([f"{path}:f"], make_group("a"), env_vars=["JUDGE_KEY"])
     seen, files = json.loads((tmp_path / "seen.json").read_text())
     assert [name for name, value in seen.items() if "CANARY" in value] == ["JUDGE_KEY"]
     assert seen["PATH"] == os.environ["PATH"] and seen["PYTHONHASHSEED"] == "0"
@@ -41,13 +41,13 @@ def test_gpus_are_the_trainers_unless_they_are_asked_for(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     path = write_plug_in(tmp_path, "import os\ndef f(completion): return len(os.getenv('CUDA_VISIBLE_DEVICES', '-'))")
-    assert values_of(score([f"{path}:f"], make_group("a"), environment=asked_for)) == [seen]
+    assert values_of(score([f"{path}:f"], make_group("a"), env_vars=asked_for)) == [seen]
 
 
 def test_an_asked_for_variable_must_be_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("JUDGE_KEY", raising=False)
     with pytest.raises(InputError, match="environment variable JUDGE_KEY is not set"):
-        score(["gsm8k"], make_group("a"), environment=["JUDGE_KEY"])
+        score(["gsm8k"], make_group("a"), env_vars=["JUDGE_KEY"])
 
 
 def test_what_a_plug_in_prints_goes_to_stderr(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -84,7 +84,7 @@ def test_a_key_lent_to_a_plug_in_is_never_printed(
         "import os\nkey = os.environ['JUDGE_KEY']\nprint(key)\n"
         "def f(completion):\n    print(key)\n    raise ValueError(key)"
     )
-    scored = score([f"{write_plug_in(tmp_path, source)}:f"], make_group("a"), environment=["JUDGE_KEY"])
+    scored = score([f"{write_plug_in(tmp_path, source)}:f"], make_group("a"), env_vars=["JUDGE_KEY"])
     assert "ValueError: <JUDGE_KEY>" in scored.notices[0]
     assert "CANARY" not in f"{scored}{capfd.readouterr()}"
 
@@ -95,7 +95,7 @@ def test_no_part_of_a_key_is_printed_where_a_long_line_is_cut(
 ) -> None:
     monkeypatch.setenv("JUDGE_KEY", "CANARY-0123456789")
     source = f"import os\ndef f(completion):\n    print('x' * {num_before} + os.environ['JUDGE_KEY'] * 9)\n    return 1"
-    score([f"{write_plug_in(tmp_path, source)}:f"], make_group("a"), environment=["JUDGE_KEY"])
+    score([f"{write_plug_in(tmp_path, source)}:f"], make_group("a"), env_vars=["JUDGE_KEY"])
     printed = capfd.readouterr().err
     assert printed.count("x") >= num_before - 100 and "CANARY" not in printed and "0123456789" not in printed
 

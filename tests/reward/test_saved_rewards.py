@@ -7,15 +7,15 @@ from dataclasses import replace
 
 import pytest
 
+from app.plugins.values import Failure
 from app.records.sample import Sample
 from app.records.sample_json import sample_from_record, sample_to_record
-from app.reward.aggregate import OnError, RewardedSamples, aggregate_rewards, restore_dropped
+from app.reward.aggregate import OnError, RewardedSamples, RewardOutcome, aggregate_rewards, restore_dropped
 from app.reward.plugin import StepInfo
-from app.reward.reward_outcome import RewardFailure, RewardOutcome
 from app.reward.saved_rewards import has_saved_reward, reuse_saved_rewards
 from tests.reward.samples import make_group
 
-BROKEN = RewardOutcome(failure=RewardFailure("raised", "ValueError: no"))
+BROKEN = RewardOutcome(failure=Failure("raised", "ValueError: no"))
 SILENT = RewardOutcome()
 OUTCOMES = {
     "a": [RewardOutcome(1.0), BROKEN, SILENT, SILENT, RewardOutcome(0.5)],

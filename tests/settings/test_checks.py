@@ -158,12 +158,12 @@ def test_settings_of_an_environment_without_one_are_refused_or_told_of(tmp_path:
     check_for_train(load(None, ["env.source=guess_number", "env.max_turns=3", "env.weight=0.5"], {}))
     for choice in ("source: guess_number", "tools: [calculator]"):
         path = tmp_path / "c.yaml"
-        path.write_text(f"env: {{{choice}, workers: 2}}")
+        path.write_text(f"env: {{{choice}, concurrency: 2}}")
         name = choice.partition(":")[0]
         resolved = load(str(path), [f"env.{name}={'null' if name == 'source' else '[]'}"], {})
         check_for_train(resolved)
         (notice,) = launch_notices(resolved)
-        assert notice.startswith(f"no effect with env.{name} = ") and "env.workers = 2 (from yaml:" in notice
+        assert notice.startswith(f"no effect with env.{name} = ") and "env.concurrency = 2 (from yaml:" in notice
 
 
 @pytest.mark.parametrize(

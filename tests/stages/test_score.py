@@ -19,8 +19,7 @@ from app.mesh import jax_startup
 from app.mesh.program_cache import CompilationCounter
 from app.records.jsonl import write_jsonl
 from app.records.sample_json import LocatedSample, sample_from_record
-from app.reward.aggregate import aggregate_rewards
-from app.reward.reward_outcome import RewardOutcome
+from app.reward.aggregate import RewardOutcome, aggregate_rewards
 from app.runtime.micro_batching import MaxLengths, make_score_batcher
 from app.runtime.model_spec import read_model_spec
 from app.runtime.scoring import ScoringSession

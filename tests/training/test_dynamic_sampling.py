@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from app.records.sample import Sample
-from app.reward.overlong import OverlongPenalty
+from app.reward.reward_functions import OverlongPenalty
 from app.training.dynamic_sampling import (
     GroupLocation,
     StepGroups,

@@ -58,14 +58,14 @@ def test_a_reward_model_of_the_hub_is_what_the_run_had(source: Path) -> None:
 
 
 def test_what_only_decides_how_rewards_are_asked_for_leaves_them_as_they_are(source: Path) -> None:
-    pace = ("reward.workers=2", "reward.batch_size=8", "reward.load_timeout_s=90")
-    limits = ("reward.timeout_s=20", "reward.cpu_s=9", "reward.memory_mib=512")
+    pace = ("plugins.workers=2", "reward.batch_size=8")
+    limits = ("plugins.timeout_s=20", "plugins.memory_mib=512")
     assert looked(source, *pace, *limits).uses_saved_rewards
-    assert not looked(source, "reward.max_characters=9").uses_saved_rewards
+    assert not looked(source, "plugins.env_vars=[HOME]").uses_saved_rewards
     # A plug-in may rank the samples that it is given at once.
     judge = "reward.functions=['module:judge']"
     had(source, judge)
-    assert looked(source, judge, *pace[::2], *limits).uses_saved_rewards
+    assert looked(source, judge, pace[0], *limits).uses_saved_rewards
     assert not looked(source, judge, "reward.batch_size=8").uses_saved_rewards
     had(source, "reward.functions=[arithmetic]")
     # What exceeded a limit was worth 0.

@@ -61,7 +61,7 @@ def run_of(config: Path) -> Path:
 def test_a_plug_in_is_learnt_from_beside_a_built_in(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     functions = "[{function: plug.py:length, weight: 0.5}, arithmetic_format]"
     monkeypatch.setenv("JUDGE_KEY", "CANARY")
-    chosen = (f"reward.functions={functions}", "reward.environment=[JUDGE_KEY]")
+    chosen = (f"reward.functions={functions}", "plugins.env_vars=[JUDGE_KEY]")
     result = train_here(config, *chosen, "run.steps=2", "eval.num_prompts=8")
     assert result.exit_code == 0, result.stderr
     assert not [path for path in run_of(config).rglob("*") if path.is_file() and b"CANARY" in path.read_bytes()]
@@ -347,7 +347,7 @@ def test_what_fails_on_one_host_is_counted_on_both_and_stops_both(
     chosen = settings(
         f"reward.functions=[{{function: plug.py:on_first_host, weight: 0}}, plug.py:{fails}, arithmetic]",
         *(f"reward.on_error={on_error}", "eval.num_prompts=8"),
-        *("reward.environment=[THIS_HOST]", "rollout.prompts_per_step=2", f"run.steps={steps}"),
+        *("plugins.env_vars=[THIS_HOST]", "rollout.prompts_per_step=2", f"run.steps={steps}"),
     )
     hosts = run_on_two_hosts("train", "--config", config, *chosen, cwd=tmp_path)
     assert [host.exit_code for host in hosts] == [exit_code] * 2, hosts

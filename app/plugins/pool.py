@@ -1,0 +1,422 @@
+"""Worker processes that run plug-ins: one thread starts, feeds, supervises, kills and replaces them.
+
+A worker serves jobs: calls of a reward function, one at a time, or many episodes of an environment at once. If it dies,
+or one of its requests hangs, it is killed, and its jobs are served again elsewhere, from their first requests on. Those
+whose request was running are suspects, or all if none was, because one request can stop all others of its process. A
+suspect runs while no other request of its process does, and the next death or hang is its own. A request that hangs
+alone is not tried again.
+
+A worker leads its own process group, so that its child processes are killed with it. It inherits few environment
+variables and no open files, and exits when this process does.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import signal
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+from app.plugins.values import Failure, one_line
+from app.plugins.worker_process import WorkerProcess, describe_exit, wait_for_answers
+from settings.errors import InputError
+from settings.loading.secrets import redact
+
+LOAD_TIMEOUT_S = 60.0
+"""For importing a plug-in: libraries may take long from a cold disk."""
+INVALID_ANSWER = Failure("exit", "its process sent an invalid answer")
+OUT_OF_MEMORY_SIGNS = ("MemoryError", "allocate memory", "failed to map segment")
+
+
+class WorkersLostError(RuntimeError):
+    """A worker had to be replaced, and two attempts to start another one have failed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What the workers of a pool may use."""
+
+    workers: int
+    concurrency: int = 1
+    """Requests that a worker answers at once."""
+    timeout_s: float
+    """Wall-clock time of a request."""
+    cpu_s: int | None = None
+    """Processor time of a request."""
+    memory_mib: int
+    load_timeout_s: float = LOAD_TIMEOUT_S
+
+    @property
+    def load_cpu_s(self) -> float | None:
+        """Processor time for the import."""
+        return None if self.cpu_s is None else max(self.load_timeout_s, self.cpu_s)
+
+
+@dataclass(eq=False)
+class Request:
+    """A request of a job, and its reply once it is known."""
+
+    fields: Mapping[str, Any]
+    is_last: bool = False
+    """Whether the job is over with the reply, whatever it is."""
+    reply: Any = None
+
+
+class Job(ABC):
+    """Requests that one worker answers one after another. After the loss of the worker, all are sent again."""
+
+    shares_worker: ClassVar[bool]
+    """Whether it may be in a worker with other jobs, for as long as it lasts. Otherwise a worker takes one when it is
+    idle, and a suspect gets a new worker, in which no earlier job left anything behind."""
+    is_replayable = True
+    """Whether requests may be sent again."""
+    numbers = itertools.count()
+
+    def __init__(self, *requests: Request) -> None:
+        self.number = next(self.numbers)
+        """Its name towards the worker."""
+        self.requests = [*requests]
+        """From its start on, the first `num_sent` of which its worker has got."""
+        self.num_sent = 0
+        self.current: Request | None = None
+        """The one that its worker is answering."""
+        self.sent_at = 0.0
+        self.is_wanted = True
+        """Whether anybody waits for its replies; otherwise it only closes."""
+        self.is_suspect = False
+        """Whether it may have ended its process."""
+
+    @abstractmethod
+    def read(self, answer: Mapping[str, Any]) -> Any:
+        """Returns an answer as a reply. All of it is checked, because a plug-in could write to the same pipe.
+
+        Raises:
+            ValueError, KeyError, TypeError, AttributeError, OverflowError: it is no valid answer.
+        """
+
+    @abstractmethod
+    def accept(self, request: Request, reply: Any, *, seconds: float) -> Failure | None:
+        """Keeps the reply to a request, or compares it with the one before the loss of a worker.
+
+        Args:
+            seconds: how long the worker took for it.
+
+        Returns:
+            Why the job has failed all the same, or None.
+        """
+
+    @abstractmethod
+    def fail(self, failure: Failure, request: Request | None) -> None:
+        """Takes note that the job has failed, at the request, if any."""
+
+    def leave(self) -> None:
+        """Lets nothing but a `close` follow what was sent."""
+        self.is_wanted = False
+        self.requests[self.num_sent :] = [Request({"do": "close"}, is_last=True)]
+
+
+class Worker(WorkerProcess):
+    """A worker with its jobs."""
+
+    def __init__(self, program: str, environment: Mapping[str, str], *, is_trial: bool, is_retry: bool) -> None:
+        super().__init__(program, environment)
+        self.is_trial = is_trial
+        """Whether `load` started it, before the run does any work."""
+        self.is_retry = is_retry
+        """Whether it was started because the start of another worker failed."""
+        self.is_loaded = False
+        self.load_deadline = math.inf
+        self.num_answers = 0
+        self.jobs: dict[int, Job] = {}
+        self.running: dict[int, Job] = {}
+        """Those with a request that is not answered yet."""
+
+
+class Pool:
+    """Runs jobs of one plug-in. Its creator must close it.
+
+    Methods can be called from any thread. If a worker cannot be started, they raise InputError if `load` started it,
+    else, after a second attempt, WorkersLostError.
+
+    Args:
+        program: module whose `main` a worker runs.
+        order: what a worker loads.
+        name: of the plug-in, for messages: settings and their values.
+        environment: all environment variables of the workers.
+    """
+
+    def __init__(
+        self, program: str, order: Mapping[str, Any], *, name: str, limits: Limits, environment: Mapping[str, str]
+    ) -> None:
+        self.limits = limits
+        self._program = program
+        self._order = {**order, "memory_mib": limits.memory_mib, "cpu_s": limits.cpu_s, "load_cpu_s": limits.load_cpu_s}
+        self._name = name
+        self._environment = environment
+        self._workers: list[Worker] = []
+        self._start_failed = False
+        """Whether the last start of a worker failed."""
+        self._suspects: deque[Job] = deque()
+        self._waiting: deque[Job] = deque()
+        """Jobs without a worker."""
+        self._is_closing = False
+        self._commands: deque[Callable[[], object]] = deque()
+        self.changed = threading.Condition()
+        """Notified after each change that a caller may wait for."""
+        self._loaded: dict[str, Any] | None = None
+        self._error: BaseException | None = None
+        """Why the thread has ended."""
+        self._alarm, self._ring = os.pipe()
+        os.set_blocking(self._ring, False)
+        self._thread = threading.Thread(target=self._run, name="plug-ins", daemon=True)
+        self._thread.start()
+
+    def load(self) -> dict[str, Any]:
+        """Starts the first worker, and returns what it tells about the plug-in.
+
+        Raises:
+            InputError: the plug-in cannot be loaded.
+        """
+        self.post(partial(self._start, is_trial=True))
+        self.wait(lambda: self._loaded is not None)
+        return self._loaded or {}
+
+    def post(self, command: Callable[[], object]) -> None:
+        """Runs a command in the pool's thread, without waiting for it."""
+        if self._error is not None:
+            raise self._error
+        self._commands.append(command)
+        self._alert()
+
+    def wait(self, is_ready: Callable[[], bool], timeout_s: float | None = None) -> None:
+        """Waits until something is so, at most `timeout_s` (None = without limit)."""
+        with self.changed:
+            self.changed.wait_for(lambda: self._error or is_ready(), timeout_s)
+            if self._error is not None and not is_ready():
+                raise self._error
+
+    @property
+    def is_open(self) -> bool:
+        return self._error is None
+
+    def close(self) -> None:
+        """Kills all workers and waits until they have exited."""
+        self._is_closing = True
+        self._alert()
+        self._thread.join()
+        os.close(self._alarm)
+        os.close(self._ring)
+
+    def _alert(self) -> None:
+        with suppress(BlockingIOError):  # it is full, so the thread wakes anyway
+            os.write(self._ring, b"x")
+
+    # What follows runs in the pool's thread.
+
+    def _run(self) -> None:
+        try:
+            while not self._is_closing:
+                timeout_s = self._next_deadline() - time.monotonic()
+                for worker, answers in wait_for_answers(self._workers, timeout_s=timeout_s, alarm=self._alarm):
+                    self._receive(worker, answers)
+                while self._commands:
+                    self._commands.popleft()()
+                for worker in tuple(self._workers):
+                    self._end_if_overdue(worker)
+                self._place_jobs()
+                for worker in self._workers:
+                    self._dispatch(worker)
+            self._error = WorkersLostError(f"{self._name}: its processes have been closed")
+        except BaseException as error:  # whoever waits must hear of it
+            self._error = error
+        finally:
+            self.notify()
+            for worker in self._workers:
+                worker.kill()
+
+    def notify(self) -> None:
+        """Tells those who wait that something has changed."""
+        with self.changed:
+            self.changed.notify_all()
+
+    def add(self, job: Job) -> None:
+        """Gives a job to a worker, as soon as there is one."""
+        (self._suspects if job.is_suspect else self._waiting).append(job)
+
+    def _next_deadline(self) -> float:
+        requests = (job.sent_at + self.limits.timeout_s for worker in self._workers for job in worker.running.values())
+        return min([math.inf, *requests, *(worker.load_deadline for worker in self._workers)])
+
+    def _start(self, *, is_trial: bool = False) -> None:
+        worker = Worker(self._program, self._environment, is_trial=is_trial, is_retry=self._start_failed)
+        self._workers.append(worker)
+        worker.send(self._order)
+        worker.load_deadline = time.monotonic() + self.limits.load_timeout_s
+
+    def _place_jobs(self) -> None:
+        for jobs in (self._suspects, self._waiting):
+            while jobs and (worker := self._worker_for(jobs[0])):
+                job = jobs.popleft()
+                worker.jobs[job.number] = job
+
+    def _worker_for(self, job: Job) -> Worker | None:
+        """Returns the worker with the fewest jobs, a new one if all have some; None if none can take the job now."""
+        takers = [worker for worker in self._workers if _can_take(worker, job)]
+        num_unused = sum(not worker.jobs and not worker.is_loaded for worker in self._workers)
+        if (
+            all(worker.jobs for worker in takers)
+            and len(self._workers) < self.limits.workers
+            and num_unused < len(self._suspects) + len(self._waiting)
+        ):
+            self._start()
+            return self._worker_for(job)
+        return min(takers, key=lambda worker: len(worker.jobs), default=None)
+
+    def _dispatch(self, worker: Worker) -> None:
+        """Sends requests to a worker, as many as it may run at once; a suspect runs alone."""
+        running, limit = worker.running, self.limits.concurrency
+        if not worker.is_loaded or len(running) == limit:
+            return
+        ready = [job for job in worker.jobs.values() if job.num_sent < len(job.requests) and job.current is None]
+        for job in sorted(ready, key=lambda job: not job.is_suspect):
+            is_alone = any(one.is_suspect for one in (job, *running.values()))
+            if len(running) >= (1 if is_alone else limit):
+                return
+            request = job.current = job.requests[job.num_sent]
+            job.num_sent += 1
+            job.sent_at = time.monotonic()
+            running[job.number] = job
+            worker.send({"key": job.number, "is_last": request.is_last, **request.fields})
+
+    def _receive(self, worker: Worker, answers: list[dict[str, Any]] | None) -> None:
+        if answers is None:
+            self._lose(worker, None)
+        for answer in answers or ():
+            if worker not in self._workers:  # lost at an earlier answer
+                return
+            finish = self._finish if worker.is_loaded else self._finish_load
+            finish(worker, answer)
+
+    def _finish_load(self, worker: Worker, answer: Mapping[str, Any]) -> None:
+        if "refused" in answer:
+            text = one_line(redact(str(answer["refused"])))
+            if any(sign in text for sign in OUT_OF_MEMORY_SIGNS):
+                text += f"; it may need more than plugins.memory_mib = {self.limits.memory_mib}"
+            self._lose(worker, Failure("refused", text))
+            return
+        if not isinstance(answer.get("loaded"), dict):
+            self._lose(worker, INVALID_ANSWER)
+            return
+        worker.is_loaded = True
+        worker.load_deadline = math.inf
+        self._start_failed = False
+        if self._loaded is None:
+            self._loaded = answer["loaded"]
+            self.notify()
+
+    def _finish(self, worker: Worker, answer: Mapping[str, Any]) -> None:
+        """Handles the answer to a request."""
+        try:
+            job = worker.running[answer["key"]]
+            failure = read_failure(answer["failure"]) if "failure" in answer else None
+            reply = job.read(answer) if failure is None else None
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
+            self._lose(worker, INVALID_ANSWER)
+            return
+        if failure is not None and failure.kind == "memory":  # it may stay allocated
+            self._lose(worker, failure)
+            return
+        worker.num_answers += 1
+        del worker.running[job.number]
+        request, job.current = job.current, None
+        assert request is not None
+        is_over = request.is_last or failure is not None or answer.get("is_over") is True
+        if is_over:
+            del worker.jobs[job.number]
+        if not job.is_wanted:
+            return
+        is_new = request.reply is None
+        seconds = time.monotonic() - job.sent_at
+        failure = failure or job.accept(request, reply, seconds=seconds)
+        if failure is not None:
+            self._fail(job, failure, request)
+            return
+        job.is_suspect &= not is_new
+        self.notify()
+
+    def _fail(self, job: Job, failure: Failure, request: Request | None) -> None:
+        job.fail(failure, request)
+        job.leave()
+        self.notify()
+
+    def _end_if_overdue(self, worker: Worker) -> None:
+        now, limits = time.monotonic(), self.limits
+        if any(job.sent_at + limits.timeout_s <= now for job in worker.running.values()):
+            self._lose(worker, Failure("timeout", f"took more than {limits.timeout_s:g} s"))
+        elif worker.load_deadline <= now:
+            self._lose(worker, Failure("timeout", f"took more than {limits.load_timeout_s:g} s"))
+
+    def _lose(self, worker: Worker, failure: Failure | None) -> None:
+        """Kills a worker and recovers its jobs.
+
+        Args:
+            failure: why it is killed; None if it has ended by itself.
+
+        Raises:
+            InputError: it was started by `load`, and cannot start.
+            WorkersLostError: it cannot start, and neither could one before.
+        """
+        status = worker.kill()
+        self._workers.remove(worker)
+        failure = failure or self._describe_end(worker, status)
+        if not worker.is_loaded:
+            is_told = failure.kind == "refused"
+            why = failure.text if is_told else f"during the import, it {failure.text.removeprefix('its process ')}"
+            if worker.is_trial:
+                raise InputError(f"{self._name}: {why}")
+            if worker.is_retry:
+                raise WorkersLostError(
+                    f"{self._name}: two attempts to start a process have failed: {why}; mend that and start the "
+                    "command again, grpo train with --resume auto"
+                )
+            self._start_failed = True
+        is_certain = failure.kind in ("timeout", "cpu") and len(worker.running) == 1
+        for job in worker.jobs.values():
+            if not job.is_wanted:  # it was about to close
+                continue
+            request = job.current
+            may_be_guilty = worker.is_loaded and (request is not None or not worker.running)
+            is_guilty = may_be_guilty and (is_certain or job.is_suspect)
+            is_lost = job.num_sent > 0 and not job.is_replayable
+            job.is_suspect |= may_be_guilty
+            job.num_sent, job.current = 0, None
+            if is_guilty or is_lost:
+                self._fail(job, failure, request)
+            else:
+                self.add(job)
+
+    def _describe_end(self, worker: Worker, status: int) -> Failure:
+        if status == -signal.SIGXCPU:
+            seconds = self.limits.cpu_s if worker.is_loaded else self.limits.load_cpu_s
+            return Failure("cpu", f"used more than {seconds:g} s of processor time")
+        return Failure("exit", describe_exit(status))
+
+
+def _can_take(worker: Worker, job: Job) -> bool:
+    is_used = bool(worker.jobs) or (job.is_suspect and worker.num_answers > 0)
+    return job.shares_worker or (worker.is_loaded and not is_used)
+
+
+def read_failure(pair: Sequence[Any]) -> Failure:
+    """Returns the kind and text of a failure as a worker sends them; raises ValueError or TypeError if it is none."""
+    kind, text = pair
+    return Failure(one_line(str(kind)), one_line(redact(str(text))))

@@ -1,0 +1,160 @@
+"""Calls one function, in worker processes, or in this process if only that has it, such as a notebook's."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from functools import partial
+from typing import Any
+
+from app.plugins.pool import Job, Limits, Pool, Request, read_failure
+from app.plugins.values import EXTRA_NAME_PATTERN, MAX_EXTRAS, Failure
+from app.plugins.worker_process import worker_environment
+from app.reward.aggregate import RewardOutcome
+from app.reward.worker_main import call_function, describe_parameters
+from settings.errors import InputError
+
+Result = list[RewardOutcome] | Failure
+"""Outcomes of a call, or the failure of the whole call."""
+
+_callables: dict[str, Callable[..., Any]] = {}
+"""The functions behind `callable:...` in `reward.functions`, by the names of the rewards."""
+
+
+class FunctionCall(Job):
+    """A call of the function, with one sample or a batch."""
+
+    shares_worker = False
+
+    def __init__(self, fields: Mapping[str, Any]) -> None:
+        super().__init__(Request(fields, is_last=True))
+        self.result: Result | None = None
+
+    def read(self, answer: Mapping[str, Any]) -> list[RewardOutcome]:
+        outcomes = read_outcomes(answer)
+        if len(outcomes) != self.requests[0].fields["num_samples"]:
+            raise ValueError
+        return outcomes
+
+    def accept(self, request: Request, reply: Result, *, seconds: float) -> None:
+        self.result = request.reply = reply
+
+    def fail(self, failure: Failure, request: Request | None) -> None:
+        self.result = failure
+
+
+class FunctionPool(Pool):
+    """The worker processes of one function; they are kept between training steps.
+
+    Args:
+        function: `module:name` or `file.py:name`.
+        env_vars: names of environment variables that they get in addition to `ALLOWED_ENVIRONMENT`.
+    """
+
+    def __init__(self, function: str, *, limits: Limits, env_vars: Sequence[str] = ()) -> None:
+        self.function = function
+        super().__init__(
+            "app.reward.worker_main",
+            {"function": function},
+            name=f"reward.functions: {function}",
+            limits=limits,
+            environment=worker_environment(env_vars),
+        )
+
+    def run(self, requests: Sequence[Mapping[str, Any]]) -> list[Result]:
+        """Returns the result of each request, in the order of the requests.
+
+        Raises:
+            WorkersLostError: a worker had to be replaced, and its replacement failed twice to start.
+        """
+        calls = [FunctionCall(request) for request in requests]
+        for call in calls:
+            self.post(partial(self.add, call))
+        for call in calls:
+            self.wait(lambda call=call: call.result is not None)
+        return [call.result for call in calls if call.result is not None]
+
+
+@contextmanager
+def callables_at_hand(functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """Makes functions available inside the block, by the names of their rewards."""
+    _callables.update(functions)
+    try:
+        yield
+    finally:
+        _callables.clear()
+
+
+class InProcessPool:
+    """Calls one function like `FunctionPool`, but in this process: nothing limits its time and memory or contains it.
+
+    Args:
+        reward: name of the reward.
+        function: how settings and messages call the function, such as `callable:brevity`.
+
+    Raises:
+        InputError: this process does not have the function.
+    """
+
+    def __init__(self, reward: str, function: str) -> None:
+        if reward not in _callables:
+            raise InputError(
+                f"reward.functions: {reward} is a Python function that was passed to grpo.train ({function}), and this "
+                "process does not have it; pass it again in `rewards`, or write it to a file and set reward.functions "
+                "to file.py:function"
+            )
+        self.function = function
+        self._callable = _callables[reward]
+
+    def load(self) -> dict[str, Any]:
+        """Returns the description of the function. Raises LoadError if its signature cannot be read."""
+        return {"parameters": describe_parameters(self._callable), "unlimited": ()}
+
+    def run(self, requests: Sequence[Mapping[str, Any]]) -> list[Result]:
+        """Returns the result of each request, in order."""
+        if not inspect.iscoroutinefunction(self._callable):
+            return self._run(requests)
+        # In another thread, because that of a notebook already has a running event loop.
+        with ThreadPoolExecutor(max_workers=1) as executor:
+            return executor.submit(self._run, requests).result()
+
+    def _run(self, requests: Sequence[Mapping[str, Any]]) -> list[Result]:
+        results: list[Result] = []
+        # Not entered, which would start an event loop for nothing.
+        with closing(asyncio.Runner()) as runner:
+            for request in requests:
+                # A copy as a worker gets it, which the function may change.
+                answer = call_function(self._callable, json.loads(json.dumps(request)), runner)
+                if "failure" in answer and answer["failure"].text.startswith("KeyboardInterrupt"):
+                    raise KeyboardInterrupt
+                results.append(read_failure(answer["failure"]) if "failure" in answer else read_outcomes(answer))
+        return results
+
+
+def read_outcomes(answer: Mapping[str, Any]) -> list[RewardOutcome]:
+    """Returns the outcomes in a worker's answer, all of which are checked; raises ValueError and others otherwise."""
+    return [_read_outcome(outcome) for outcome in answer["outcomes"]]
+
+
+def _read_outcome(payload: Mapping[str, Any]) -> RewardOutcome:
+    if "failure" in payload:
+        return RewardOutcome(failure=read_failure(payload["failure"]))
+    extras = payload.get("extras", {})
+    if len(extras) > MAX_EXTRAS or not all(map(EXTRA_NAME_PATTERN.fullmatch, extras)):
+        raise ValueError
+    value = payload.get("value")
+    return RewardOutcome(
+        value=None if value is None else _read_finite(value),
+        extras={name: _read_finite(x) for name, x in extras.items()},
+    )
+
+
+def _read_finite(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError
+    return float(value)
