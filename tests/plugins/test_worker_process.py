@@ -16,7 +16,7 @@ pytestmark = WORKERS
 
 PROGRAM = """
 import os, sys, time
-from app.plugins.trainer_channel import TrainerChannel
+from app.plugins.worker_program import TrainerChannel
 
 def main():
     import app  # that of the user, because those of the program are forgotten
