@@ -120,7 +120,7 @@ def test_a_host_that_hangs_ends_both_and_says_where(config: Path) -> None:
         for text in (written, host.stderr):
             assert f"watchdog: host {i} has been in phase reward of step 2 for " in text
             assert "watchdog.phase_s = 30" in text
-            assert "in gather_lines_to_first_host" in text or "in _wait" in text
+            assert "in gather_lines_to_first_host" in text or "function_pool.py" in text
 
 
 def test_a_host_that_fails_alone_ends_the_other(config: Path) -> None:
