@@ -14,12 +14,12 @@ from typing import Any
 
 from app.records.jsonl import read_jsonl_tolerant
 from app.records.run_directory import RunDirectory
-from app.records.text_format import format_bytes, format_percent, format_table
-from settings import InputError, Settings, load
+from app.records.text_format import format_bytes, format_table
+from settings import InputError, load
 
 COMMANDS = ("dry-run", "doctor", "inspect-mesh", "train")
-PHASES = {"rollout": ("rollout",), "score": ("score",), "update": ("critic", "update")}
-"""Phase with a time of its own in `metrics.jsonl` -> phases of the compiled programs."""
+PHASES = ("rollout", "score", "update", "step")
+"""Phases with a time of their own in `metrics.jsonl`."""
 NUM_WARM_UP_STEPS = 2
 """Steps that may compile, which the median leaves out."""
 SHOWN_CHECKS = ("devices", "versions", "mesh", "memory", "attention", "forward")
@@ -35,7 +35,6 @@ def report(folder: Path) -> str:
     run = RunDirectory.from_settings(settings.run)
     read = read_jsonl_tolerant(run.metrics_path) if run.metrics_path.is_file() else ()
     steps = [record for _, record in read if not isinstance(record, InputError) and record["step"] > 0]
-    programs = inspection.get("programs", [])
     ended = {name: _read(folder / f"{name}.status").strip() or "?" for name in COMMANDS}
     lines = [
         LINE,
@@ -43,9 +42,9 @@ def report(folder: Path) -> str:
         f"{settings.model.attention}; {len(steps)} of {settings.run.steps} steps",
         "exit codes: " + ", ".join(f"{name} {status}" for name, status in ended.items()),
         *_checks(doctor.get("checks", [])),
-        *_programs(programs),
+        *_programs(inspection.get("programs", [])),
         *_memory(inspection, steps),
-        *_phases(settings, programs, steps),
+        *_phases(steps),
         *_steps(steps),
     ]
     for name in (name for name, status in ended.items() if status != "0"):
@@ -77,14 +76,12 @@ def _checks(checks: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 def _programs(programs: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     if not programs:
         return
-    header = ("program", "arguments", "temporaries", "compiled in", "a call, estimated", "MFU")
+    header = ("program", "arguments", "temporaries", "compiled in")
     rows = [
         (
             f"{one['phase']}: {one['name']}",
             *(format_bytes(one[name]) for name in ("argument_bytes", "temporary_bytes")),
             f"{one['compile_s']:.1f} s",
-            _seconds(one["estimated_s"]),
-            "-" if one["mfu"] is None else format_percent(one["mfu"]),
         )
         for one in programs
     ]
@@ -97,53 +94,15 @@ def _memory(inspection: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]) -
         yield from ("", f"peak memory of a device (on a CPU, of the process): {format_bytes(measured)}{foreseen}")
 
 
-def _phases(
-    settings: Settings, programs: Sequence[Mapping[str, Any]], steps: Sequence[Mapping[str, Any]]
-) -> Iterator[str]:
-    """Yields a table of measured and estimated seconds, over the steps after those that compile."""
+def _phases(steps: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yields a table of measured seconds, over the steps after those that compile."""
     warm = steps[NUM_WARM_UP_STEPS:]
     if not warm:
         return
-    rows = []
-    for phase, parts in PHASES.items():
-        of_phase = [one for one in programs if one["phase"] in parts]
-        estimates = [_estimated_s(settings, of_phase, line) for line in warm]
-        known = [seconds for seconds in estimates if seconds is not None]
-        measured = median(line[f"time/{phase}_s"] for line in warm)
-        rows.append((phase, _seconds(measured), _seconds(median(known) if known else None)))
-    rows.append(("step", _seconds(median(line["time/step_s"] for line in warm)), "-"))
-    first, last = warm[0]["step"], warm[-1]["step"]
-    header = ("phase", f"measured, median of steps {first} to {last}", "estimated by the compiler for full rows")
+    rows = [(phase, _seconds(median(line[f"time/{phase}_s"] for line in warm))) for phase in PHASES]
+    header = ("phase", f"measured, median of steps {warm[0]['step']} to {warm[-1]['step']}")
     yield from ("", format_table(rows, header=header))
     yield f"the first step, which compiles, took {_seconds(steps[0]['time/step_s'])}"
-
-
-def _estimated_s(settings: Settings, programs: Sequence[Mapping[str, Any]], line: Mapping[str, Any]) -> float | None:
-    """Returns the sum over all calls of these programs in a step; None if that is unknown."""
-    total = 0.0
-    for one in programs:
-        calls = _num_calls(settings, one["phase"], one["name"], line)
-        if calls is None or one["estimated_s"] is None:
-            return None
-        total += calls * one["estimated_s"]
-    return total or None
-
-
-def _num_calls(settings: Settings, phase: str, name: str, line: Mapping[str, Any]) -> float | None:
-    """Returns how often a step has called a program; None if that depends on the slots."""
-    epochs, rollout = settings.algorithm.epochs, settings.rollout
-    if phase == "rollout":
-        if isinstance(rollout.slots, int) or rollout.scheduler:
-            return None
-        # As if there were a slot for every sample, and one prefill took all prompts.
-        calls = {"prefill": 1, "recompute": 0, "decode": line["completions/max_length"]}[name]
-        return calls * line["rollout/num_rounds"]
-    if phase == "score":
-        return line.get(f"score/{name}/num_micro_batches", 0)
-    if name == "optimizer":
-        return epochs * settings.num_mini_batches
-    # Each epoch has the same micro-batches, which the metric counts once.
-    return epochs * line["value/batching/num_micro_batches" if phase == "critic" else "batching/num_micro_batches"]
 
 
 def _steps(steps: Sequence[Mapping[str, Any]]) -> Iterator[str]:

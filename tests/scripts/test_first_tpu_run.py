@@ -41,10 +41,10 @@ def test_the_quickstart_runs_to_the_end_on_a_cpu(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "exit codes: dry-run 0, doctor 0, inspect-mesh 0, train 0" in done.stdout
     assert "builtin:tiny, model.dtype float32, model.attention auto; 10 of 10 steps" in done.stdout
-    assert "attention: ok: attention on cpu without a kernel equals dense attention within " in done.stdout
+    assert "attention: ok: attention on cpu without a kernel equals dense attention of single rows" in done.stdout
     for name in ("rollout: prefill", "rollout: decode", "update: gradients", "update: optimizer"):
-        assert re.search(rf"^{name} .* [MK]iB .* [MK]iB .* s +- +-$", done.stdout, re.M), name
-    assert re.search(r"^update +[\d.]+ m?s +-$", done.stdout, re.M)
+        assert re.search(rf"^{name} .* [MK]iB .* [MK]iB .* s$", done.stdout, re.M), name
+    assert re.search(r"^update +[\d.]+ m?s$", done.stdout, re.M)
     steps = re.findall(r"^(\d+) +-?\d.*$", done.stdout, re.M)
     assert steps == [str(step) for step in range(1, 11)]
     assert "failed" not in done.stdout
@@ -75,30 +75,22 @@ def test_settings_that_cannot_be_used_end_it_before_anything_is_written(tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
-def program(phase: str, name: str, estimated_s: float | None) -> dict[str, Any]:
-    sizes = {"argument_bytes": 2**30, "temporary_bytes": 2**20, "compile_s": 1.5, "mfu": 0.25}
-    return {"phase": phase, "name": name, "backend": "tpu", "estimated_s": estimated_s, **sizes}
-
-
-PROGRAMS = [
-    *(program("rollout", "prefill", 0.5), program("rollout", "decode", 0.01), program("score", "reference", 0.02)),
-    *(program("critic", "gradients", 0.3), program("critic", "optimizer", 0.1)),
-    *(program("update", "gradients", 0.2), program("update", "optimizer", 0.4)),
-]
+def program(phase: str, name: str) -> dict[str, Any]:
+    sizes = {"argument_bytes": 2**30, "temporary_bytes": 2**20, "compile_s": 1.5}
+    return {"phase": phase, "name": name, "backend": "tpu", **sizes}
 
 
 def step(number: int, seconds: float) -> dict[str, Any]:
     times = {f"time/{phase}_s": seconds for phase in ("rollout", "score", "update", "step")}
-    counts = {"completions/max_length": 20, "rollout/num_rounds": 2, "score/reference/num_micro_batches": 5}
-    batches = {"batching/num_micro_batches": 6, "value/batching/num_micro_batches": 3}
-    return {"step": number, "loss": 0.5, "perf/peak_memory_bytes": 3 * 2**20, **times, **counts, **batches}
+    return {"step": number, "loss": 0.5, "perf/peak_memory_bytes": 3 * 2**20, **times}
 
 
-def write_outputs(folder: Path, *overrides: str, programs: list[dict[str, Any]] | None = None) -> Path:
+def write_outputs(folder: Path) -> Path:
     """Writes what the script would have left of a run of four steps, of which the last two are compared."""
-    run = settings(f"run.dir={folder}", "run.name=run", "run.steps=4", *overrides)
+    run = settings(f"run.dir={folder}", "run.name=run", "run.steps=4")
     (folder / "settings.yaml").write_text(here("train", *run, "--print-config").stdout)
-    (folder / "inspect-mesh.out").write_text(json.dumps({"peak_bytes": 2**21, "programs": programs or PROGRAMS}))
+    inspection = {"peak_bytes": 2**21, "programs": [program("update", "gradients")]}
+    (folder / "inspect-mesh.out").write_text(json.dumps(inspection))
     for name in ("dry-run", "doctor", "inspect-mesh", "train"):
         (folder / f"{name}.status").write_text("0\n")
     (folder / "run").mkdir()
@@ -107,31 +99,14 @@ def write_outputs(folder: Path, *overrides: str, programs: list[dict[str, Any]] 
     return folder
 
 
-TWO_EPOCHS = (
-    "algorithm.name=ppo",
-    "algorithm.epochs=2",
-    "rollout.prompts_per_step=8",
-    "algorithm.mini_batch_prompts=4",
-)
-
-
-def test_estimates_count_every_call_of_a_step(tmp_path: Path) -> None:
-    text = report(write_outputs(tmp_path, *TWO_EPOCHS))
+def test_a_report_shows_programs_and_the_median_of_warm_steps(tmp_path: Path) -> None:
+    text = report(write_outputs(tmp_path))
     rows = {row.split()[0]: re.split(" {2,}", row) for row in text.splitlines() if row}
     assert rows["phase"][1] == "measured, median of steps 3 to 4"
-    # Two rounds of a prefill and 20 tokens; 5 micro-batches; 2 epochs of 3 and 6 micro-batches and 2 updates each.
-    assert rows["rollout"] == ["rollout", "3.00 s", "1.40 s"]
-    assert rows["score"] == ["score", "3.00 s", "100.00 ms"]
-    assert rows["update"] == ["update", "3.00 s", f"{2 * (3 * 0.3 + 2 * 0.1 + 6 * 0.2 + 2 * 0.4):.2f} s"]
-    assert re.search(r"^update: gradients +1\.00 GiB +1\.0 MiB +1\.5 s +200\.00 ms +25\.0 %$", text, re.M)
+    assert [rows[phase][1] for phase in ("rollout", "score", "update")] == ["3.00 s"] * 3
+    assert re.search(r"^update: gradients +1\.00 GiB +1\.0 MiB +1\.5 s$", text, re.M)
     assert "the first step, which compiles, took 60.00 s" in text
     assert "3.0 MiB; 2.0 MiB foreseen" in text
-
-
-def test_what_is_unknown_is_not_estimated(tmp_path: Path) -> None:
-    programs = [program("rollout", "decode", 0.01), program("update", "gradients", None)]
-    rows = report(write_outputs(tmp_path, "rollout.slots=8", programs=programs)).splitlines()
-    assert [re.split(" {2,}", row)[2] for row in rows if row.startswith(("rollout ", "score ", "update "))] == ["-"] * 3
 
 
 def test_a_report_without_results_shows_the_errors(tmp_path: Path) -> None:

@@ -153,7 +153,7 @@ def test_the_other_processes_write_nothing(tmp_path: Path) -> None:
 
 
 def test_only_named_sections_are_uploaded() -> None:
-    assert set(Settings.model_fields) - set(WANDB_SECTIONS) == {"logging", "mesh", "watchdog"}
+    assert set(Settings.model_fields) - set(WANDB_SECTIONS) == {"logging", "mesh", "plugins", "watchdog"}
 
 
 def events_of(run: Path) -> list[Any]:
