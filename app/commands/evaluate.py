@@ -22,7 +22,7 @@ def evaluate(
         Path | None,
         typer.Option(
             metavar="FILE.jsonl",
-            help="File for the samples. An interrupted evaluation continues from it; a finished one is not repeated.",
+            help="File for the samples, which --compare reads.",
         ),
     ] = None,
     compare: Annotated[
@@ -60,9 +60,8 @@ def evaluate(
     else:
         if picture is not None:
             raise InputError("--picture needs --compare BEFORE.jsonl AFTER.jsonl")
-        if overwrite:
-            raise InputError("--overwrite needs --picture; to repeat a finished evaluation, delete its --out")
         resolved = resolve_policy(config, overrides, checkpoint, check=check_for_evaluation, print_config=print_config)
+        refuse_existing({"--out": out}, overwrite=overwrite)
         show_progress(f"grpo evaluate: model {resolved.settings.model.path}; loading JAX")
         from app.evaluation.standalone import evaluate_model
 

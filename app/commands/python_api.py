@@ -84,6 +84,7 @@ def evaluate(*, checkpoint, data, out, **given: Any) -> EvaluationSummary | None
     with _call(**given) as (config, options, folder):
         options += _data_options("data.eval_source", data, folder / "eval.jsonl")
         resolved = resolve_policy(config, options, _path(checkpoint), check=check_for_evaluation)
+        refuse_existing({"out": _path(out)}, overwrite=False)
         from app.evaluation.standalone import evaluate_model
 
         return evaluate_model(resolved, checkpoint=_path(checkpoint), out=_path(out))

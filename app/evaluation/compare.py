@@ -130,8 +130,8 @@ def read_evaluation_results(path: Path) -> EvaluationResults:
         if indices != [*range(num_samples)]:
             shown = ", ".join(map(str, indices[:MAX_SHOWN])) + ", ..." * (len(indices) > MAX_SHOWN)
             raise InputError(
-                f"--compare: {path} is incomplete: {uid} has samples {shown}, others have 0 to {num_samples - 1}; run "
-                "the same grpo evaluate command again to complete it"
+                f"--compare: {path} is incomplete: {uid} has samples {shown}, others have 0 to {num_samples - 1}; "
+                "write it again with grpo evaluate --out"
             )
     if num_samples > 1 and is_task_reward(judge):
         unanswered = [uid for uid, group in groups.items() if reference_answer(judge, group[0].prompt) is None]

@@ -15,8 +15,6 @@ JUDGE_FILE, JUDGE_FUNCTION = "the judge's file", "the judge's function"
 """Facts about a plug-in. A file is identified by its content, wherever it is; imported modules are not inspected."""
 JUDGE_SETTINGS = ("reward.batch_size", "plugins.env_vars")
 """Settings that determine the input of a judge that runs in another process."""
-CHANGEABLE_JUDGE_FACTS = (JUDGE_FILE, *JUDGE_SETTINGS)
-"""Facts that may change although the judge keeps its name."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import jax
-import numpy as np
 
 from app.checkpoint.policy_weights import PolicySource, read_policy_source
 from app.checkpoint.saved_policy import PolicyCheckpoint
@@ -20,7 +19,6 @@ from app.distributed.collective_files import (
     sample_json_lines,
     write_collectively,
 )
-from app.distributed.collectives import max_over_hosts
 from app.distributed.error_barrier import error_barrier
 from app.distributed.host_consistency import check_hosts_agree
 from app.distributed.watchdog import WAIT_PHASE
@@ -37,18 +35,9 @@ from app.evaluation.metadata import (
     write_metadata,
 )
 from app.evaluation.printed_summary import EvaluationSummary
-from app.evaluation.results_file import (
-    EvaluationPrompts,
-    SamplesByPrompt,
-    check_results_file,
-    drawn_samples,
-    open_part_file,
-    read_results,
-)
 from app.prompts.encode import EncodeReport
 from app.records.identity import plugin_file_digests, prompts_digest
 from app.records.jsonl import check_output_path
-from app.records.partial_samples import PartFile, remove_parts
 from app.records.sample import Prompt, Sample
 from app.reward.builtin_tasks import is_task_reward
 from app.reward.plugin import StepInfo
@@ -77,16 +66,11 @@ class EvaluationInput:
     def settings(self) -> Settings:
         return self.source.settings
 
-    @property
-    def evaluation_prompts(self) -> EvaluationPrompts:
-        return EvaluationPrompts(self.prompts, self.settings.eval.num_samples)
-
 
 def evaluate_model(resolved: Resolved, *, checkpoint: Path | None, out: Path | None) -> EvaluationSummary | None:
     """Generates answers to the held-out prompts, judges them and writes them to `out`.
 
-    Several hosts share the prompts; the first one writes the file and is the only one to return a summary. A killed
-    evaluation continues from the files next to `out`; the results of a finished one are only read.
+    Several hosts share the prompts; the first one writes the file and is the only one to return a summary.
 
     Raises:
         InputError: settings, model, checkpoint, prompts or output file cannot be used.
@@ -95,16 +79,13 @@ def evaluate_model(resolved: Resolved, *, checkpoint: Path | None, out: Path | N
     if out is not None:
         check_output_path(out)
     inputs = read_evaluation_input(resolved.settings, checkpoint)
-    if out is not None:
-        check_results_file(out, inputs.metadata)
-    with ExitStack() as stack:
-        enter_phase = stack.enter_context(join_hosts(inputs.settings, out=out or Path("evaluation")))
+    with join_hosts(inputs.settings, out=out or Path("evaluation")) as enter_phase:
         # If only some hosts wrote, they and the others would wait for each other.
         check_hosts_agree(resolved, {**inputs.metadata.facts, "--out": "not given" if out is None else "given"})
         start = time.perf_counter()
-        samples = _load_finished_samples(inputs, out)
-        if samples is None:
-            samples = _generate_and_judge(inputs, out, stack, enter_phase)
+        samples = _generate_and_judge(inputs, enter_phase)
+        if out is not None:
+            _write_results(out, inputs.metadata, samples, enter_phase)
         metrics = evaluation_estimates(samples, inputs.settings)
     if jax.process_index() > 0:
         return None
@@ -159,93 +140,50 @@ def _build_metadata(
     return EvaluationMetadata(settings.model.path, None if saved_policy is None else saved_policy.step, dataset, facts)
 
 
-def _load_finished_samples(inputs: EvaluationInput, out: Path | None) -> Sequence[Sample] | None:
-    """Returns the stored samples on the first host and none on other hosts; None without a complete file."""
-    samples: Sequence[Sample] = ()
-    is_complete = False
-    with error_barrier():
-        if out is not None and jax.process_index() == 0:
-            stored, is_complete = read_results(out, inputs.metadata, inputs.evaluation_prompts)
-            samples = [sample for place in sorted(stored) for sample in stored[place]]
-    if not max_over_hosts(np.asarray(is_complete)):
-        return None
-    if out is not None:
-        # The program may have been killed after it wrote the results and before it removed the parts.
+def _generate_and_judge(inputs: EvaluationInput, enter_phase: PhaseCallback) -> Sequence[Sample]:
+    """Returns the samples of this host's prompts, with their rewards by the first reward function."""
+    settings = inputs.settings
+    with ExitStack() as stack:
         with error_barrier():
-            remove_parts(out)
-    return samples
-
-
-def _generate_and_judge(
-    inputs: EvaluationInput, out: Path | None, stack: ExitStack, enter_phase: PhaseCallback
-) -> Sequence[Sample]:
-    """Returns the judged samples of this host's prompts, after writing those of all hosts to the results file.
-
-    `stack` closes whatever is opened here.
-    """
-    shard, settings = host_slice(len(inputs.prompts)), inputs.settings
-    with error_barrier():
-        previous: SamplesByPrompt = {}
-        if out is not None:
-            drawn = drawn_samples(out, inputs.metadata).read(inputs.prompts, num_samples=settings.eval.num_samples)
-            # Samples of a killed evaluation, and those of a results file that is incomplete or to be judged again.
-            previous = {
-                **inputs.evaluation_prompts.complete_samples(drawn.values()),
-                **read_results(out, inputs.metadata, inputs.evaluation_prompts).samples,
-            }
-        columns = eval_columns(settings, inputs.prompts)
-        # Training adds up all reward functions; only the first one judges.
-        judge = settings.reward.model_copy(update={"functions": settings.reward.functions[:1]})
-        environment = make_environment_reward(settings)
-        rewards = stack.enter_context(
-            RewardFunctions(judge, settings.plugins, columns, columns, environment=environment)
-        )
-        part = None if out is None else stack.enter_context(open_part_file(out, inputs.metadata))
-    missing = [place for place in shard if place not in previous]
-    generated = _generate_missing_samples(inputs, missing, part, stack, enter_phase)
-    samples = [sample for place in shard for sample in (previous.get(place) or generated[place])]
-    # This phase has no time limit: a host judges its whole shard in it, and each call of a function has its own limit.
-    enter_phase(WAIT_PHASE)
-    judged = rewards.grade_held_out(samples, StepInfo(inputs.metadata.step or 0, settings.run.steps))
-    for line in gather_lines_to_first_host((*rewards.plug_in_summaries, *judged.notices)):
-        print(line, file=sys.stderr)
+            columns = eval_columns(settings, inputs.prompts)
+            # Training adds up all reward functions; only the first one judges.
+            judge = settings.reward.model_copy(update={"functions": settings.reward.functions[:1]})
+            environment = make_environment_reward(settings)
+            rewards = stack.enter_context(
+                RewardFunctions(judge, settings.plugins, columns, columns, environment=environment)
+            )
+        samples = _generate(inputs, enter_phase)
+        # This phase has no time limit: a host judges its whole shard in it, and each call has a limit of its own.
+        enter_phase(WAIT_PHASE)
+        judged = rewards.grade_held_out(samples, StepInfo(inputs.metadata.step or 0, settings.run.steps))
+        for line in gather_lines_to_first_host((*rewards.plug_in_summaries, *judged.notices)):
+            print(line, file=sys.stderr)
     check_rewards(judged)
-    if out is not None:
-        wait_for_other_hosts(enter_phase)
-        enter_phase("save")
-        with error_barrier():
-            if jax.process_index() == 0:
-                # Written before the results: a results file without metadata would be refused as another evaluation's.
-                write_metadata(out, inputs.metadata)
-        write_collectively(out, [sample_json_lines(judged.samples, path=out)])
-        with error_barrier():
-            remove_parts(out)
     return judged.samples
 
 
-def _generate_missing_samples(
-    inputs: EvaluationInput,
-    missing_prompts: Sequence[int],
-    part_file: PartFile | None,
-    stack: ExitStack,
-    enter_phase: PhaseCallback,
-) -> SamplesByPrompt:
-    """Generates the samples that this host lacks; loads no model if no host lacks any."""
-    settings, num_prompts = inputs.settings, len(host_slice(len(inputs.prompts)))
-    if not max_over_hosts(np.asarray(len(missing_prompts))):
-        return {}
-    session = stack.enter_context(closing(Session.open(settings, inputs.source.model, generates="evaluations")))
-    session.open_generators()
-    weights = inputs.source.load_decode_weights(session)
-    session.compile_evaluation()
-    generated: dict[int, list[Sample]] = {}
-    num_samples = len(missing_prompts) * settings.eval.num_samples
-    with RolloutProgress(num_samples=num_samples, enabled=jax.process_index() == 0) as progress:
-        for note in session.generation_notes:
-            progress.print_line(note)
-        if len(missing_prompts) < num_prompts:
-            progress.print_line(f"continuing: {num_prompts - len(missing_prompts)} of {num_prompts} prompts are done")
-        fresh = progress.track(generate_samples(session, weights, inputs.prompts, prompt_indices=missing_prompts))
-        for sample in iterate_in_phase(part_file.write_through(fresh) if part_file else fresh, "evaluate", enter_phase):
-            generated.setdefault(sample.group_id, []).append(sample)
-    return generated
+def _generate(inputs: EvaluationInput, enter_phase: PhaseCallback) -> list[Sample]:
+    """Returns the samples of this host's prompts."""
+    settings, shard = inputs.settings, host_slice(len(inputs.prompts))
+    with closing(Session.open(settings, inputs.source.model, generates="evaluations")) as session:
+        session.open_generators()
+        weights = inputs.source.load_decode_weights(session)
+        session.compile_evaluation()
+        num_samples = len(shard) * settings.eval.num_samples
+        with RolloutProgress(num_samples=num_samples, enabled=jax.process_index() == 0) as progress:
+            for note in session.generation_notes:
+                progress.print_line(note)
+            samples = progress.track(generate_samples(session, weights, inputs.prompts, prompt_indices=shard))
+            return [*iterate_in_phase(samples, "evaluate", enter_phase)]
+
+
+def _write_results(
+    out: Path, metadata: EvaluationMetadata, samples: Sequence[Sample], enter_phase: PhaseCallback
+) -> None:
+    """Writes the samples of all hosts, and before them the metadata, without which they could not be told apart."""
+    wait_for_other_hosts(enter_phase)
+    enter_phase("save")
+    with error_barrier():
+        if jax.process_index() == 0:
+            write_metadata(out, metadata)
+    write_collectively(out, [sample_json_lines(samples, path=out)])

@@ -184,7 +184,7 @@ def test_files_of_a_run_s_own_evaluations_are_compared_too(finished: Path) -> No
         ({"rewards": {"a": 1, "b": 0}}, "a.jsonl has the values of a, b"),
         (
             {"answers": [*AFTER[:11], ("2", "2")]},
-            "is incomplete: q/0 has samples 0, others have 0 to 1; run the same grpo",
+            "is incomplete: q/0 has samples 0, others have 0 to 1; write it again",
         ),
         (
             {"answers": [(answer, answer) for (answer,) in AFTER]},
