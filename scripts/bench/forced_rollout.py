@@ -46,9 +46,6 @@ from app.rollout.slots.slot_programs import ProgramName, ProgramSpec, SlotProgra
 from app.rollout.workers.worker import RolloutWorker
 from app.rollout.workers.worker_pool import RolloutWorkerPool, ScheduleConfig
 from scripts.bench.shapes import QWEN2_5
-from scripts.simulate import length_traces
-from scripts.simulate.simulated_slots import ProgramSizes
-from scripts.simulate.simulator import SimulatedWorkerSpec
 from settings.schema.mesh import MeshSettings
 from settings.schema.rollout import PdsrSettings, SegmentSettings
 
@@ -202,10 +199,6 @@ class ForcedRollout:
         schedule = ScheduleConfig(policy, self.pdsr, rule or self.rule, in_order=True)
         return RolloutWorkerPool(workers[:num_workers], schedule, decode_text=lambda _: "")
 
-    def specs(self, num_workers: int | None = None) -> list[SimulatedWorkerSpec]:
-        """Returns the same workers for the virtual clock."""
-        return [spec_of(worker) for worker in self.workers("sync").workers][:num_workers]
-
     def generate(self, made: SampleGenerator, *, seed: int = 0) -> float:
         """Generates all samples and returns the seconds, with opening and closing the slots and making records."""
         start = time.perf_counter()
@@ -225,29 +218,13 @@ class ForcedRollout:
         return seconds
 
 
-def spec_of(worker: RolloutWorker) -> SimulatedWorkerSpec:
-    """Returns the worker for the virtual clock."""
-    shapes = worker.engine.shapes
-    return SimulatedWorkerSpec(
-        *(worker.name, worker.kind, shapes.num_slots, shapes.batch_buckets[:-1], worker.device),
-        program_sizes=ProgramSizes.of(shapes),
-        capacity=worker.engine.programs.capacity,
-        max_length=shapes.row_limit,
-    )
-
-
-def log_normal_lengths(num_samples: int, *, group: int, mean: int, sigma: float) -> list[int]:
-    """Returns lengths up to `LONGEST_OVER_MEAN` times the mean, those of a group correlated by one half."""
-    drawn = length_traces.log_normal(
-        np.random.default_rng(0),
-        prompts=num_samples // group,
-        group=group,
-        mean=mean,
-        sigma=sigma,
-        correlation=0.5,
-        max_new=LONGEST_OVER_MEAN * mean,
-    )
-    return [one.length for one in drawn]
+def log_normal_lengths(num_samples: int, *, group: int, mean: int, sigma: float, longest: int) -> list[int]:
+    """Returns lengths of at most `longest` tokens, those of a group correlated by one half."""
+    rng = np.random.default_rng(0)
+    shared, own = rng.standard_normal((num_samples // group, 1)), rng.standard_normal((num_samples // group, group))
+    logs = np.sqrt(0.5) * shared + np.sqrt(0.5) * own
+    lengths = np.rint(mean * np.exp(sigma * logs - sigma**2 / 2))
+    return np.clip(lengths, 1, longest).astype(int).ravel().tolist()
 
 
 def open_rollout(

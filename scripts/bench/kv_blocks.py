@@ -41,12 +41,13 @@ def main() -> None:
     parser.add_argument("--sigma", type=float, default=0.8)
     parser.add_argument("--shares", type=float, nargs="+", default=[0.5, 0.33], help="of the blocks of all slots")
     options = parser.parse_args()
-    drawn = log_normal_lengths(options.samples, group=options.group, mean=options.tokens, sigma=options.sigma)
+    group, mean, longest = options.group, options.tokens, LONGEST_OVER_MEAN * options.tokens
+    drawn = log_normal_lengths(options.samples, group=group, mean=mean, sigma=options.sigma, longest=longest)
     rollout = open_rollout(
         options.model,
-        num_prompts=options.samples // options.group,
+        num_prompts=options.samples // group,
         lengths=[drawn],
-        longest=LONGEST_OVER_MEAN * options.tokens,
+        longest=longest,
         slots=[options.slots],
         rule=SegmentSettings(min=1),
     )

@@ -177,12 +177,13 @@ def main() -> None:
         parser.error(f"--rows: {options.rows} cannot be halved for two workers; use --no-workers")
     if options.samples % options.group:
         parser.error(f"--samples: {options.samples} are no whole groups of --group {options.group}")
-    drawn = log_normal_lengths(options.samples, group=options.group, mean=options.tokens, sigma=options.sigma)
+    group, mean, longest = options.group, options.tokens, LONGEST_OVER_MEAN * options.tokens
+    drawn = log_normal_lengths(options.samples, group=group, mean=mean, sigma=options.sigma, longest=longest)
     rollout = open_rollout(
         options.model,
-        num_prompts=options.samples // options.group,
-        lengths=[[options.tokens] * len(drawn), drawn],
-        longest=LONGEST_OVER_MEAN * options.tokens,
+        num_prompts=options.samples // group,
+        lengths=[[mean] * len(drawn), drawn],
+        longest=longest,
         slots=[options.rows // 2] * 2,
         rule=SegmentSettings(min=1),
         dtype=options.dtype,

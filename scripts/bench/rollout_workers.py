@@ -1,4 +1,4 @@
-"""Real workers under every schedule, with unequal slots, and what the simulator says of them.
+"""Real workers under every schedule, with unequal slots.
 
     python scripts/bench/rollout_workers.py [--model builtin:tiny] [--slots 12 4] [--processes 3]
     python scripts/bench/rollout_workers.py --model FILE.gguf --mean-length 28 --longest 128
@@ -8,8 +8,8 @@ one device. Nobody can foresee how long a sample becomes: each ends by an end-of
 where the benchmark says. Lengths are log-normal and correlated in groups, or all equal. Limits of P-DSR are to the
 longest completion as the defaults are to 4,096 tokens; rollouts know nothing of those before them.
 
-Each process compiles, measures the costs of this machine (`calibrate_rollout.py`), and runs all schedules in turn. Its
-ratios are over its own `sync`; the record has the medians of the processes.
+Each process compiles and runs all schedules in turn. Its ratios are over its own `sync`; the record has the medians of
+the processes.
 """
 
 from __future__ import annotations
@@ -22,21 +22,22 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from app.rollout.scheduling.metrics import schedule_metrics
-from app.rollout.scheduling.scheduler import POLICIES, Scheduler
-from scripts.bench.forced_rollout import PROMPT_LENGTHS, ForcedRollout, machine, open_rollout, positive, several
-from scripts.simulate import length_traces
-from scripts.simulate.calibrate_rollout import calibrate
-from scripts.simulate.cost_model import CostModel
-from scripts.simulate.length_traces import trace_from_records
-from scripts.simulate.simulator import SchedulerSimulator
+from app.rollout.scheduling.scheduler import POLICIES
+from scripts.bench.forced_rollout import (
+    PROMPT_LENGTHS,
+    ForcedRollout,
+    log_normal_lengths,
+    machine,
+    open_rollout,
+    positive,
+    several,
+)
 from settings.schema.rollout import PdsrSettings, SegmentSettings
 
 RESULTS = Path(__file__).parent / "results" / "rollout_workers.json"
-SIGMA, CORRELATION = 0.8, 0.5
-LENGTHS = (f"log-normal, sigma {SIGMA}, correlation {CORRELATION}", "equal")
+SIGMA = 0.8
+LENGTHS = (f"log-normal, sigma {SIGMA}, correlation 0.5", "equal")
 DEFAULT_LONGEST = 4096
 """Tokens of the longest completion for which the defaults of `rollout.pdsr` are made."""
 
@@ -48,20 +49,12 @@ def pdsr_rules(longest: int) -> PdsrSettings:
 
 
 def open_workers(options: argparse.Namespace) -> ForcedRollout:
-    shape = {"prompts": options.prompts, "group": options.group}
-    drawn = length_traces.log_normal(
-        np.random.default_rng(0),
-        **shape,
-        mean=options.mean_length,
-        sigma=SIGMA,
-        correlation=CORRELATION,
-        max_new=options.longest,
-    )
-    traces = drawn, length_traces.equal(**shape, length=options.mean_length)
+    num_samples, mean = options.prompts * options.group, options.mean_length
+    drawn = log_normal_lengths(num_samples, group=options.group, mean=mean, sigma=SIGMA, longest=options.longest)
     rollout = open_rollout(
         options.model,
         num_prompts=options.prompts,
-        lengths=[[one.length for one in trace] for trace in traces],
+        lengths=[drawn, [mean] * num_samples],
         longest=options.longest,
         slots=options.slots,
         rule=SegmentSettings(min=1),
@@ -71,18 +64,13 @@ def open_workers(options: argparse.Namespace) -> ForcedRollout:
     return rollout
 
 
-def measure(rollout: ForcedRollout, policy: str, seed: int, cost: CostModel, *, repeats: int) -> dict[str, float]:
+def measure(rollout: ForcedRollout, policy: str, seed: int, *, repeats: int) -> dict[str, float]:
     """Returns the tokens per second of a schedule, the median of some rollouts, and the figures of the last."""
     made = [rollout.workers(policy) for _ in range(repeats)]
     seconds = statistics.median(rollout.generate(workers, seed=seed) for workers in made)
-    records = made[-1].records
-    found = schedule_metrics(records)
-    scheduler = Scheduler(policy, pdsr=rollout.pdsr, segment=rollout.rule)
-    trace = trace_from_records(records)
-    clock = SchedulerSimulator(scheduler, trace, rollout.specs(), cost, max_new=rollout.longest)
+    found = schedule_metrics(made[-1].records)
     return {
         "tokens_per_s": found.useful_tokens / seconds,
-        "simulated_over_measured": schedule_metrics(clock.run()).makespan_s / found.makespan_s,
         "bubble": found.bubble,
         "segments": found.segments,
         "suspensions": found.suspensions,
@@ -93,11 +81,10 @@ def measure_all(options: argparse.Namespace) -> dict[str, dict[str, dict[str, fl
     """Returns lengths -> policy -> figures of this process."""
     rollout = open_workers(options)
     rollout.compile()
-    cost, _ = calibrate(rollout, repeats=options.repeats)
     found: dict[str, dict[str, dict[str, float]]] = {}
     for seed, lengths in enumerate(LENGTHS):
         rollout.generate(rollout.workers("sync"), seed=seed)
-        found[lengths] = {policy: measure(rollout, policy, seed, cost, repeats=options.repeats) for policy in POLICIES}
+        found[lengths] = {policy: measure(rollout, policy, seed, repeats=options.repeats) for policy in POLICIES}
         for figures in found[lengths].values():
             figures["x_sync"] = figures["tokens_per_s"] / found[lengths]["sync"]["tokens_per_s"]
     return found

@@ -42,11 +42,9 @@ from app.rollout.slots.slot_engine import SegmentResult as RanSegment
 from app.rollout.slots.slot_engine import SlotEngine
 from app.rollout.workers.worker import Admission, RolloutWorker, WorkerDiedError
 from app.rollout.workers.worker_pool import RolloutWorkerPool, ScheduleConfig
-from scripts.bench.forced_rollout import spec_of
-from scripts.simulate.cost_fit import FREE
-from scripts.simulate.length_traces import trace_from_records
-from scripts.simulate.simulator import SchedulerSimulator
 from settings.schema.rollout import PdsrSettings, SegmentSettings
+from tests.rollout.scheduling.length_traces import trace_from_records
+from tests.rollout.scheduling.simulator import Costs, SchedulerSimulator, SimulatedWorkerSpec
 from tests.rollout.test_slot_engine import (
     DEFINITION,
     FLOAT32,
@@ -448,13 +446,23 @@ def test_the_simulator_gives_the_events_and_commands_of_real_workers(pools: str,
         trace_from_records(made.records),
         [spec_of(worker) for worker in workers],
         # Segments of equal duration end in the order in which they started, as those of one thread do.
-        replace(FREE, segment_s=1.0),
+        Costs(segment_s=1.0),
         max_new=LONGEST,
     )
     assert list(map(without_times, clock.run())) == list(map(without_times, made.records))
     if "unequal" in pools:
         longest = max(len(s.prompt.token_ids) + len(s.completion_ids) for s in samples)
         assert longest > LIMIT and any(isinstance(command, Suspend) for command in commands_of(made))
+
+
+def spec_of(worker: RolloutWorker) -> SimulatedWorkerSpec:
+    """Returns the worker for the virtual clock."""
+    shapes = worker.engine.shapes
+    return SimulatedWorkerSpec(
+        *(worker.name, worker.kind, shapes.num_slots, shapes.batch_buckets[:-1], worker.device),
+        capacity=worker.engine.programs.capacity,
+        max_length=shapes.row_limit,
+    )
 
 
 def without_times(record: EventRecord) -> tuple[Event, Sequence[Command]]:

@@ -10,14 +10,13 @@ import numpy as np
 from app.rollout.scheduling.length_estimator import FinishedLength, LearnedLengths
 from app.rollout.scheduling.scheduler import POLICIES, Scheduler
 from app.rollout.scheduling.scheduling_policy import PdsrConstants
-from scripts.simulate import length_traces
-from scripts.simulate.cost_model import CostModel
-from scripts.simulate.length_traces import Trace, TraceSample, TraceTurn
-from scripts.simulate.simulator import Faults, SchedulerSimulator, SimulatedWorkerSpec
 from settings.schema.rollout import PdsrSettings, SegmentSettings
+from tests.rollout.scheduling import length_traces
+from tests.rollout.scheduling.length_traces import Trace, TraceSample, TraceTurn
+from tests.rollout.scheduling.simulator import Costs, Faults, SchedulerSimulator, SimulatedWorkerSpec
 
 MAX_NEW = 200
-SECOND_COSTS = CostModel(step_s=0.01, segment_s=0.02, move_s=0.01)
+SECOND_COSTS = Costs(step_s=0.01, segment_s=0.02, move_s=0.01)
 
 
 def storm(seed: int, *, has_turns: bool = False) -> SchedulerSimulator:

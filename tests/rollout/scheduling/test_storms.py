@@ -1,5 +1,6 @@
+"""Whole rollouts on a virtual clock: invariants under random faults, and makespans of the policies."""
+
 from collections import Counter
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -7,19 +8,18 @@ import pytest
 from app.rollout.scheduling.metrics import schedule_metrics
 from app.rollout.scheduling.protocol import Finished, RunSegment
 from app.rollout.scheduling.scheduler import POLICIES
-from scripts.simulate import length_traces
-from scripts.simulate.cost_fit import FREE
-from scripts.simulate.cost_model import CostModel, SampleLengths, lower_bound_s
-from scripts.simulate.length_traces import Trace, TraceSample
-from scripts.simulate.simulator import SchedulerSimulator, SimulatedWorkerSpec
+from tests.rollout.scheduling import length_traces
 from tests.rollout.scheduling.driving import make_scheduler
+from tests.rollout.scheduling.length_traces import Trace, TraceSample
+from tests.rollout.scheduling.simulator import Costs, SchedulerSimulator, SimulatedWorkerSpec
 from tests.rollout.scheduling.storms import storm
 
-STEPS_ONLY = replace(FREE, step_s=1.0)
+STEPS_ONLY = Costs(step_s=1.0)
+REALISTIC = Costs(step_s=3e-3, segment_s=1.5e-3, move_s=1e-3)
 PAIR = [SimulatedWorkerSpec("fast-0", "fast", 8, (2, 4)), SimulatedWorkerSpec("heavy-0", "heavy", 8, (2, 4))]
 
 
-def simulated(policy: str, trace: Trace, workers: list[SimulatedWorkerSpec], cost: CostModel = STEPS_ONLY, **more):
+def simulated(policy: str, trace: Trace, workers: list[SimulatedWorkerSpec], cost: Costs = STEPS_ONLY, **more):
     return schedule_metrics(
         SchedulerSimulator(make_scheduler(policy, **more), trace, workers, cost, max_new=4096).run()
     )
@@ -86,7 +86,7 @@ def test_without_faults_every_sample_becomes_what_the_trace_says(policy: str) ->
     trace = length_traces.log_normal(
         np.random.default_rng(0), prompts=8, group=4, mean=300, sigma=1.0, correlation=0.5, max_new=4096
     )
-    clock = SchedulerSimulator(make_scheduler(policy), trace, PAIR, CostModel(), max_new=4096, check=True)
+    clock = SchedulerSimulator(make_scheduler(policy), trace, PAIR, REALISTIC, max_new=4096, check=True)
     clock.run()
     assert {entry.uid: entry.num_tokens for entry in clock.scheduler.samples} == {one.uid: one.length for one in trace}
 
@@ -107,70 +107,25 @@ def test_workers_on_one_device_take_turns() -> None:
     assert simulated("sync", trace, together).makespan_s == 10
 
 
-def test_a_smaller_program_is_used_for_fewer_rows() -> None:
-    cost = replace(STEPS_ONLY, step_s=0.0, step_row_s=1.0)
-    with_rungs = simulated("adaptive", lone(10, 10, 10, 100), [SimulatedWorkerSpec("w", "fast", 4, (2,))], cost)
-    without = simulated("adaptive", lone(10, 10, 10, 100), [SimulatedWorkerSpec("w", "fast", 4)], cost)
-    assert with_rungs.makespan_s == 10 * 4 + 90 * 2
-    assert without.makespan_s == 100 * 4
-
-
-def test_a_prompt_is_prefilled_once_for_its_siblings() -> None:
-    cost = replace(STEPS_ONLY, step_s=0.0, step_row_s=1e-9, prefill_token_s=1.0)
-    trace = [TraceSample(f"p/s{i}", "p", i, 1, prompt_length=7) for i in range(4)]
-    found = simulated("adaptive", trace, [SimulatedWorkerSpec("w", "fast", 1)], cost)
-    assert found.makespan_s == pytest.approx(7)
-
-
-def test_the_lower_bound_by_hand() -> None:
-    cost = CostModel(step_s=2.0, step_row_s=1.0, step_cached_token_s=0, prefill_token_s=0)
-    work = [SampleLengths("p", 1, 10), SampleLengths("q", 1, 2)]
-    # One slot: 3 s a token. Two slots of one worker: 2 s for each of at least 10 steps, 1 s for each of 12 tokens.
-    assert lower_bound_s(work, [1], cost) == 36
-    assert lower_bound_s(work, [2], cost) == 32
-    assert lower_bound_s(work, [1, 1], cost) == 30
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_no_schedule_beats_the_lower_bound(policy: str) -> None:
-    rng = np.random.default_rng(1)
-    for case in range(25):
-        trace = length_traces.log_normal(
-            rng, prompts=int(rng.integers(1, 8)), group=4, mean=100, sigma=1.0, correlation=0.5, max_new=4096
-        )
-        cost = CostModel(step_row_s=1e-3 * (case % 3))
-        workers = [
-            SimulatedWorkerSpec(f"{i}", "heavy" if i % 2 else "fast", int(rng.integers(1, 9)))
-            for i in range(case % 4 + 1)
-        ]
-        bound = lower_bound_s(length_traces.to_sample_lengths(trace), [spec.slots for spec in workers], cost)
-        makespan = simulated(
-            policy, trace, workers, cost, known_lengths={one.uid: one.length for one in trace}
-        ).makespan_s
-        assert makespan >= bound * (1 - 1e-9)
-
-
-def test_adaptive_is_near_the_bound_and_well_ahead_of_sync_on_the_virtual_clock() -> None:
-    """The benchmark measures the same with more seeds."""
-    over, ahead = [], []
+def test_adaptive_is_well_ahead_of_sync() -> None:
+    ahead = []
     for seed in range(3):
         trace = length_traces.log_normal(
             np.random.default_rng(seed), prompts=16, group=8, mean=512, sigma=0.8, correlation=0.5, max_new=4096
         )
-        found = simulated("adaptive", trace, PAIR, CostModel())
-        over.append(found.makespan_s / lower_bound_s(length_traces.to_sample_lengths(trace), [8, 8], CostModel()))
-        ahead.append(simulated("sync", trace, PAIR, CostModel()).makespan_s / found.makespan_s)
-    assert np.mean(over) < 1.35 and np.mean(ahead) > 1.6
+        found = simulated("adaptive", trace, PAIR, REALISTIC)
+        ahead.append(simulated("sync", trace, PAIR, REALISTIC).makespan_s / found.makespan_s)
+    assert np.mean(ahead) > 1.6
 
 
 def test_adaptive_loses_nothing_on_equal_lengths() -> None:
     trace = length_traces.equal(prompts=16, group=8, length=512)
-    adaptive, sync = (simulated(policy, trace, PAIR, CostModel()).makespan_s for policy in ("adaptive", "sync"))
+    adaptive, sync = (simulated(policy, trace, PAIR, REALISTIC).makespan_s for policy in ("adaptive", "sync"))
     assert adaptive <= 1.03 * sync
 
 
 def test_the_host_makes_a_segment_ready_while_another_worker_has_the_device() -> None:
-    cost = replace(STEPS_ONLY, segment_s=3.0)
+    cost = Costs(step_s=1.0, segment_s=3.0)
     alone = [SimulatedWorkerSpec("a", "fast", 1)]
     together = [SimulatedWorkerSpec("a", "fast", 1, device="cpu"), SimulatedWorkerSpec("b", "fast", 1, device="cpu")]
     assert simulated("sync", lone(5, 5, 5, 5), alone, cost).makespan_s == 4 * (3 + 5)

@@ -1,4 +1,4 @@
-"""Simulates the workers of a scheduler, with times of a cost model and random faults."""
+"""Workers of a scheduler on a virtual clock, with random faults: no model and no device."""
 
 from __future__ import annotations
 
@@ -30,11 +30,21 @@ from app.rollout.scheduling.protocol import (
     WorkerLost,
 )
 from app.rollout.scheduling.scheduler import Scheduler
-from scripts.simulate.cost_model import CostModel
-from scripts.simulate.length_traces import Trace, TraceSample, TraceTurn, new_samples
-from scripts.simulate.simulated_slots import ProgramSizes, SimulatedSlots
+from tests.rollout.scheduling.length_traces import Trace, TraceSample, TraceTurn, new_samples
 
 SUBMIT_INTERVAL_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Seconds of what workers do."""
+
+    step_s: float = 0.0
+    """Seconds of a decode step, with any number of rows."""
+    segment_s: float = 0.0
+    """Seconds on the host between two segments; another worker may use the device meanwhile."""
+    move_s: float = 0.0
+    """Seconds to insert a row that comes with its cache from a worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +56,6 @@ class SimulatedWorkerSpec:
     """Numbers of rows of smaller programs."""
     device: str | None = None
     """Device that workers share in turns; None for a separate device."""
-    program_sizes: ProgramSizes | None = None
-    """Program sizes of its engine; None for unpadded prompts."""
     capacity: int = DEFAULT_CAPACITY
     """Number of tokens that its KV cache holds."""
     max_length: int | None = None
@@ -88,7 +96,6 @@ class _SimulatedRow:
 @dataclass(slots=True)
 class _SimulatedWorker:
     spec: SimulatedWorkerSpec
-    slots: SimulatedSlots
     rows: dict[str, _SimulatedRow] = field(default_factory=dict)
     cached_uids: set[str] = field(default_factory=set)
     """Uids of suspended rows whose caches it keeps."""
@@ -113,7 +120,7 @@ class SchedulerSimulator:
         scheduler: Scheduler,
         trace: Trace,
         workers: Sequence[SimulatedWorkerSpec],
-        cost: CostModel,
+        cost: Costs,
         *,
         max_new: int,
         faults: Faults | None = None,
@@ -185,8 +192,7 @@ class SchedulerSimulator:
         return True
 
     def add_worker(self, spec: SimulatedWorkerSpec, *, at: float = 0.0) -> None:
-        sizes = spec.program_sizes or ProgramSizes((*spec.batch_sizes, spec.slots))
-        self._workers[spec.name] = _SimulatedWorker(spec, SimulatedSlots(sizes, self.cost))
+        self._workers[spec.name] = _SimulatedWorker(spec)
         sizes = spec.slots, spec.batch_sizes, spec.device, spec.capacity, spec.max_length, spec.keeps_caches
         self._post(WorkerJoined(at, spec.name, spec.kind, *sizes))
 
@@ -232,7 +238,7 @@ class SchedulerSimulator:
         lengths = [row.sample.prompt_length + row.num_tokens for row in rows]
         limit = worker.spec.max_length
         assert limit is None or max(lengths) + steps <= limit, f"{command.worker}: rows beyond {limit} tokens"
-        seconds += worker.slots.decode(steps + replayed, lengths=lengths)
+        seconds += (steps + replayed) * self.cost.step_s
         device = worker.spec.device or worker.spec.name.partition("#")[0]
         free_at = self._device_free_at.get(device, 0.0)
         starts = max(now, free_at)
@@ -266,18 +272,14 @@ class SchedulerSimulator:
 
     def _admit(self, worker: _SimulatedWorker, admitted: Sequence[Admit]) -> float:
         """Admits rows and returns the seconds."""
-        prompts: dict[str, int] = {}
-        reread: list[int] = []
-        copied: list[int] = []
-        num_fresh = 0
+        num_moved = 0
         for one in admitted:
             traced = self.trace_samples[one.uid]
             traced = traced._replace(length=min(traced.length, self.max_new))
             assert one.uid not in worker.rows, f"{one.uid} is admitted a second time"
             worker.rows[one.uid] = _SimulatedRow(traced, one.num_tokens)
             if one.how == "resume":
-                observation = one.num_tokens - worker.acting.pop(one.uid)
-                reread += [observation] * (observation > 0)
+                del worker.acting[one.uid]
                 continue
             for holder in self._workers.values():
                 holder.acting.pop(one.uid, None)
@@ -286,15 +288,8 @@ class SchedulerSimulator:
                     f"{one.uid}: nobody kept its cache"
                 )
                 self._workers[one.source].cached_uids.remove(one.uid)
-                copied.append(traced.prompt_length + one.num_tokens)
-            elif one.how == "prefill" and one.num_tokens:
-                reread.append(traced.prompt_length + one.num_tokens)
-            else:
-                prompts[traced.prompt] = traced.prompt_length
-                num_fresh += 1
-        if not admitted:
-            return 0.0
-        return worker.slots.admit(prompts, num_fresh=num_fresh, recomputed=reread, copied=copied)
+                num_moved += 1
+        return num_moved * self.cost.move_s
 
     @staticmethod
     def _steps(command: RunSegment, left: list[int]) -> int:

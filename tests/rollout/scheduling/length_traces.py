@@ -1,20 +1,16 @@
-"""Lengths of samples: drawn from distributions, or read from the samples of a run."""
+"""Lengths of samples: drawn from distributions, or read from the events of a rollout."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from app.records.jsonl import read_jsonl
 from app.records.sample import DROPPED_PREFIX
 from app.rollout.scheduling.protocol import Commit, CommittedRow, EventRecord, NewSample, Submitted
-from scripts.simulate.cost_model import SampleLengths
-from settings.errors import InputError
 
 
 class TraceTurn(NamedTuple):
@@ -47,10 +43,6 @@ Trace = Sequence[TraceSample]
 
 def new_samples(trace: Trace, *, max_new: int) -> tuple[NewSample, ...]:
     return tuple(NewSample(one.uid, one.prompt, one.index, one.prompt_length, max_new) for one in trace)
-
-
-def to_sample_lengths(trace: Trace) -> list[SampleLengths]:
-    return [SampleLengths(one.prompt, one.prompt_length, one.length) for one in trace]
 
 
 def log_normal(
@@ -135,29 +127,3 @@ def trace_from_records(records: Iterable[EventRecord]) -> Trace:
         for uid, one in samples.items()
         if not str(ended[uid].finish).startswith(DROPPED_PREFIX)
     ]
-
-
-def read_trace(path: str | Path) -> Trace:
-    """Returns the lengths of a file, without dropped samples.
-
-    Lines have `uid`, `length` and optionally `prompt`, `index` and `prompt_length`, or are samples of `grpo rollout`.
-
-    Raises:
-        InputError: the file cannot be read, or has no sample.
-    """
-    trace = []
-    for _, record in read_jsonl(path):
-        if str(record.get("finish_reason")).startswith(DROPPED_PREFIX):
-            continue
-        uid = record["uid"]
-        prompt, _, number = uid.rpartition("/s")
-        index = int(number) if number.isdecimal() else 0
-        if "completion_token_ids" in record:
-            length, prompt_length = (len(record[name]) for name in ("completion_token_ids", "prompt_token_ids"))
-            trace.append(TraceSample(uid, prompt or uid, index, length, prompt_length))
-        else:
-            sample = TraceSample(uid, record.get("prompt", prompt or uid), record.get("index", index), record["length"])
-            trace.append(sample._replace(prompt_length=record.get("prompt_length", sample.prompt_length)))
-    if not trace:
-        raise InputError(f"{path}: expected a sample on every line, got none that was not dropped")
-    return trace
