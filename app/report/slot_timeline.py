@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from app.records.atomic_write import write_atomic
 from app.report.html_pages import timeline_page
 from app.report.matplotlib_figures import POINTS_PER_INCH, inline_svg, new_figure, save_figure
-from app.report.plots import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, escape_label
+from app.report.plots import BLUE, GREY, ORANGE, PURPLE, RED, escape_label
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -53,7 +53,6 @@ class TimelinePanel:
     """Each worker's name and number of slots."""
     bars: tuple[TimelineBar, ...]
     makespan_s: float
-    lower_bound_s: float | None = None
 
     @property
     def drawn_slots(self) -> tuple[tuple[str, int], ...]:
@@ -131,8 +130,6 @@ def _draw(axes: Axes, panel: TimelinePanel) -> None:
     suspended = [(bar.start_s, bar.end_s - bar.start_s) for bar in panel.bars if bar.activity == "suspended"]
     axes.broken_barh(suspended, (top, 1), facecolors=COLORS["suspended"], linewidth=0)
     axes.set_yticks([*ticks, top + 0.5], [*labels, "suspended"])
-    if panel.lower_bound_s is not None:
-        axes.axvline(panel.lower_bound_s, color=GREEN, linestyle="--", linewidth=1.2)
     axes.axvline(panel.makespan_s, color=GREY, linewidth=1.0)
     axes.tick_params(axis="y", length=0)
     axes.grid(visible=False)
@@ -161,10 +158,7 @@ def _add_legend(figure: Figure, title: str) -> None:
     from matplotlib.patches import Patch
 
     handles = [Patch(facecolor=color, label=label) for label, color in {**COLORS, "idle": IDLE_COLOR}.items()]
-    lines = [
-        Line2D([], [], color=GREEN, linestyle="--", linewidth=1.2, label="lower bound"),
-        Line2D([], [], color=GREY, linewidth=1.0, label="end"),
-    ]
+    end = Line2D([], [], color=GREY, linewidth=1.0, label="end")
     if title:
         figure.suptitle(escape_label(title), x=0.01, ha="left", fontsize=10, fontweight="bold")
-    figure.legend(handles=[*handles, *lines], loc="outside lower right", ncols=7, frameon=False)
+    figure.legend(handles=[*handles, end], loc="outside lower right", ncols=7, frameon=False)

@@ -38,9 +38,7 @@ def metric_cells(metrics: ScheduleMetrics) -> tuple[str, ...]:
     )
 
 
-def timeline_panel(
-    name: str, records: Sequence[EventRecord], metrics: ScheduleMetrics, lower_bound_s: float | None = None
-) -> TimelinePanel:
+def timeline_panel(name: str, records: Sequence[EventRecord], metrics: ScheduleMetrics) -> TimelinePanel:
     """Returns a panel of the plot with the events of a rollout, starting at its first submission."""
     start = next((event.at for event, _ in records if isinstance(event, Submitted)), 0.0)
     bars = tuple(
@@ -49,7 +47,6 @@ def timeline_panel(
         )
         for span in slot_spans(records)
     )
-    over = "" if lower_bound_s is None else f", {metrics.makespan_s / lower_bound_s:.2f} x the bound"
     bubble, tail = map(format_percent, (metrics.bubble, metrics.tail_fraction))
-    title = f"{name}: {metrics.makespan_s:.3g} s{over}, bubble {bubble}, tail {tail}"
-    return TimelinePanel(title, tuple(slots_per_worker(records).items()), bars, metrics.makespan_s, lower_bound_s)
+    title = f"{name}: {metrics.makespan_s:.3g} s, bubble {bubble}, tail {tail}"
+    return TimelinePanel(title, tuple(slots_per_worker(records).items()), bars, metrics.makespan_s)

@@ -23,7 +23,6 @@ def panel(**changes) -> TimelinePanel:
             TimelineBar("heavy-0", 0, 2.5, 4.0, "heavy", "a"),
         ),
         "makespan_s": 4.0,
-        "lower_bound_s": 3.0,
     }
     return TimelinePanel(**(values | changes))
 
@@ -54,10 +53,6 @@ def test_slots_beyond_what_fits_are_left_out() -> None:
     wide = panel(slots=(("fast-0", 100), ("heavy-0", 100)), bars=(TimelineBar("heavy-0", 99, 0.0, 1.0, "heavy", "a"),))
     assert wide.drawn_slots == (("fast-0", 100), ("heavy-0", 28))
     assert render_timeline([wide], title="t", kind="png").startswith(b"\x89PNG")
-
-
-def test_a_schedule_without_a_bound_is_drawn() -> None:
-    assert drawn(panel(lower_bound_s=None)) != drawn(panel())
 
 
 def test_titles_are_not_typeset() -> None:

@@ -49,7 +49,7 @@ class AdaptivePolicy(SchedulingPolicy):
     def _set_priority(self, entry: SampleEntry) -> None:
         lengths, longest = self.context.lengths, entry.sample.max_new
         # Started samples continue first: they may be the longest, and their lengths predict those of their siblings.
-        knows = (lengths.has_estimate(entry.prompt) and not entry.num_tokens) or entry.uid in lengths.known_lengths
+        knows = lengths.has_estimate(entry.prompt) and not entry.num_tokens
         expected = lengths.estimate(entry) if knows else longest
         age = self._finished_at_submit[entry.uid] * longest / AGING_FINISHES
         self._queue.put(entry.uid, age - expected, entry.number)

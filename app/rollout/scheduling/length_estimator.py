@@ -72,7 +72,6 @@ class LengthEstimator:
     Args:
         window: number of recently finished samples that determine the threshold and the mean.
         unit: unit of measures and of the threshold.
-        known_lengths: uid -> final length, which makes the estimator an oracle.
     """
 
     def __init__(
@@ -81,11 +80,9 @@ class LengthEstimator:
         window: int,
         unit: Literal["tokens", "seconds"] = "tokens",
         learned: LearnedLengths = NOTHING_LEARNED,
-        known_lengths: Mapping[str, int] | None = None,
     ):
         self.unit = unit
         self.history = dict(learned.prompts)
-        self.known_lengths = dict(known_lengths or {})
         self.group_max: dict[str, int] = {}
         """Prompt -> tokens of its longest sample so far, including running ones."""
         self.group_measure: dict[str, float] = {}
@@ -140,8 +137,6 @@ class LengthEstimator:
 
     def estimate(self, entry: SampleEntry) -> float:
         """Returns max(history of the prompt, running maximum of its group, length of the sample so far), in tokens."""
-        if entry.uid in self.known_lengths:
-            return self.known_lengths[entry.uid]
         return max(self.history.get(entry.prompt, 0), self.group_max.get(entry.prompt, 0), entry.num_tokens)
 
     def mean_length(self, *, default: float) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 from app.rollout.scheduling.adaptive import AdaptivePolicy
@@ -55,7 +55,6 @@ class Scheduler:
         policy: name in `POLICIES`.
         rebuild: how to rebuild the cache of a row whose cache is lost.
         learned: what earlier schedules have found out about lengths.
-        known_lengths: uid -> final length, which makes `adaptive` an oracle.
         has_turns: whether environments answer the turns of samples. It is found out at the end of the first turn, too.
         max_suspended: most samples of a worker that leave their slots to others while they act or wait to come back;
             None = `SUSPENDED_PER_SLOT` for each slot, 0 = they wait in their slots.
@@ -69,7 +68,6 @@ class Scheduler:
         segment: SegmentSettings,
         rebuild: Literal["prefill", "replay"] = "prefill",
         learned: LearnedLengths = NOTHING_LEARNED,
-        known_lengths: Mapping[str, int] | None = None,
         has_turns: bool = False,
         max_suspended: int | None = None,
         constants: PdsrConstants = PDSR_CONSTANTS,
@@ -77,7 +75,7 @@ class Scheduler:
         self.has_turns, self.max_suspended = has_turns, max_suspended
         self.rebuild: AdmitMethod = rebuild
         self.segment = segment
-        lengths = LengthEstimator(window=pdsr.window, unit=pdsr.unit, learned=learned, known_lengths=known_lengths)
+        lengths = LengthEstimator(window=pdsr.window, unit=pdsr.unit, learned=learned)
         self.context = SchedulingContext(SampleTable(), {}, lengths, pdsr, constants)
         self.policy = POLICIES[policy](self.context)
         self.context.update_threshold(self.policy.percentile)
