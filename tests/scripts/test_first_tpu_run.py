@@ -55,19 +55,6 @@ def test_the_quickstart_runs_to_the_end_on_a_cpu(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["launches", "runs"]
 
 
-@pytest.mark.slow
-def test_every_command_runs_although_each_fails(tmp_path: Path) -> None:
-    done = run_script(tmp_path, *SMALL, *settings("model.attention=kernel", "run.name=mine"))
-    assert done.returncode == 2, done.stderr
-    assert "exit codes: dry-run 2, doctor 2, inspect-mesh 2, train 2" in done.stdout
-    assert "mesh: fail: model.attention: kernel, but there is no attention kernel for cpu" in done.stdout
-    for name in ("dry-run", "inspect-mesh", "train"):
-        _, _, end = done.stdout.partition(f"{name} failed; the end of {name}.err:\n")
-        assert "error: model.attention: kernel, but there is no" in end.split("\n\n")[0]
-    (logs,) = (tmp_path / "launches").iterdir()
-    assert "name: mine" in (logs / "settings.yaml").read_text()
-
-
 def test_settings_that_cannot_be_used_end_it_before_anything_is_written(tmp_path: Path) -> None:
     done = run_script(tmp_path, "quickstrat")
     assert (done.returncode, done.stdout) == (2, "")

@@ -79,14 +79,6 @@ def test_the_next_commit_replaces_the_files_of_the_last_and_no_others(tpu: Tpu, 
         assert (there / kept).is_file()
 
 
-def test_changes_that_are_not_committed_stay_here_and_are_told(tpu: Tpu, checkout: Path) -> None:
-    (checkout / "old name.txt").write_text("changed\n")
-    done = set_up(tpu, checkout)
-    assert done.returncode == 0, done.stderr
-    assert "not sent: 1 files with changes that are not committed" in done.stdout
-    assert (tpu.home(1) / "grpo" / "old name.txt").read_text() == "first\n"
-
-
 def test_python_is_installed_where_there_is_none_that_will_do(tpu: Tpu, checkout: Path) -> None:
     for python in ("python3.11", "python3.12"):
         tpu.program(python, "#!/bin/sh\nexit 1\n")
@@ -120,20 +112,6 @@ def test_a_running_launch_is_not_pulled_from_under(tpu: Tpu, checkout: Path) -> 
     assert "a launch still runs on this worker" in done.stderr
     assert (tpu.home(0) / "grpo").exists()
     assert not (tpu.home(1) / "grpo").exists()
-
-
-def test_a_dry_run_sends_nothing(tpu: Tpu, checkout: Path) -> None:
-    done = set_up(tpu, checkout, "--dry-run")
-    assert done.returncode == 0, done.stderr
-    assert "would send commit " in done.stdout
-    assert tpu.subcommands() == ["describe"]
-
-
-def test_what_is_no_checkout_is_refused(tpu: Tpu, checkout: Path) -> None:
-    shutil.rmtree(checkout / ".git")
-    done = set_up(tpu, checkout)
-    assert (done.returncode, tpu.calls()) == (2, [])
-    assert "is not a git checkout" in done.stderr
 
 
 def test_another_python_is_refused(tpu: Tpu, checkout: Path) -> None:

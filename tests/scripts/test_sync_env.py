@@ -68,16 +68,6 @@ def test_names_that_the_program_does_not_take_stay_here(tpu: Tpu) -> None:
     assert (tpu.home(1) / "grpo" / ".env").read_text() == "HF_TOKEN=abc\n"
 
 
-def test_an_older_file_is_replaced_whole_and_its_mode_with_it(tpu: Tpu) -> None:
-    older = tpu.home(0) / "grpo" / ".env"
-    older.parent.mkdir()
-    older.write_text("HF_TOKEN=older\n")
-    older.chmod(0o644)
-    write_env(tpu)
-    assert tpu.run(SCRIPT).returncode == 0
-    assert (older.read_text(), older.stat().st_mode & 0o777) == (f"WANDB_API_KEY={CANARY}\n", 0o600)
-
-
 @pytest.mark.parametrize("subcommand", ["scp", "ssh"])
 def test_a_worker_that_fails_is_named_and_the_others_are_done(tpu: Tpu, subcommand: str) -> None:
     write_env(tpu)
@@ -90,15 +80,6 @@ def test_a_worker_that_fails_is_named_and_the_others_are_done(tpu: Tpu, subcomma
     assert (tpu.home(0) / "grpo" / ".env").is_file()
 
 
-def test_a_folder_in_the_place_of_the_file_is_left_alone(tpu: Tpu) -> None:
-    write_env(tpu)
-    (tpu.home(1) / "grpo" / ".env").mkdir(parents=True)
-    done = tpu.run(SCRIPT)
-    assert done.returncode == 1
-    assert ".env is a folder" in done.stderr
-    assert not list(tpu.home(1).rglob("*incoming*"))
-
-
 def test_a_single_worker_can_be_chosen(tpu: Tpu) -> None:
     write_env(tpu)
     assert tpu.run(SCRIPT, "--worker=1", "--project", "my-project-1", tpu="root@tpu-1").returncode == 0
@@ -106,15 +87,6 @@ def test_a_single_worker_can_be_chosen(tpu: Tpu) -> None:
     assert all("--project=my-project-1" in call for call in tpu.calls())
     assert "root@tpu-1" in next(call for call in tpu.calls() if call[3] == "ssh")
     assert "tpu-1" in next(call for call in tpu.calls() if call[3] == "describe")
-
-
-def test_a_dry_run_names_all_and_copies_nothing(tpu: Tpu) -> None:
-    write_env(tpu)
-    done = tpu.run(SCRIPT, "--dry-run")
-    assert done.returncode == 0, done.stderr
-    assert "would copy WANDB_API_KEY from .env to ~/grpo/.env on worker 0 1 of tpu-1" in done.stdout
-    assert tpu.subcommands() == ["describe"]
-    assert CANARY not in done.stdout + done.stderr
 
 
 def test_names_are_those_that_the_program_takes() -> None:
@@ -141,7 +113,7 @@ def test_a_file_with_unusable_lines_is_refused_unquoted(tpu: Tpu, text: str, com
     assert CANARY not in done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o602, 0o644])
+@pytest.mark.parametrize("mode", [0o640, 0o602])
 def test_a_file_that_others_may_use_is_refused(tpu: Tpu, mode: int) -> None:
     write_env(tpu, mode=mode)
     done = tpu.run(SCRIPT)
