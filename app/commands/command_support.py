@@ -17,7 +17,7 @@ from typing import Any, NoReturn, TextIO
 import typer
 
 from app.records.run_directory import RunDirectory, step_of_samples
-from app.records.settings_history import SettingsHistory, period_of
+from app.records.settings_history import SettingsHistory
 from app.records.text_format import to_printable_lines
 from settings import InputError, Resolved, load
 from settings.checks.unused_settings import unused_adapter_notices
@@ -169,7 +169,7 @@ def find_run_settings(run_paths: Mapping[str, Path | None]) -> ConfigFile | None
             is_checkpoint = path.name.isdigit() and path.parent == run.checkpoints_dir
             step = int(path.name) if is_checkpoint else step_of_samples(path)
             history = SettingsHistory.read(run)
-            file = (history.periods[-1] if step is None else period_of(history.periods, step)).file
+            file = (history.periods[-1] if step is None else history.period_of(step)).file
             print_notices([f"{option}: using the settings in {file.name}", *history.gaps])
             return file
     for option, path in given.items():

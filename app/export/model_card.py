@@ -18,7 +18,6 @@ from app.checkpoint.saved_policy import PolicyCheckpoint
 from app.model.io.model_files import BUILTIN_PREFIX
 from app.model.quantization import QUANTIZE_BASE_SETTING
 from app.records.run_directory import RunDirectory
-from app.records.settings_history import period_of
 from app.records.text_format import format_count
 from app.report.before_after import before_and_after, best_evaluation
 from app.report.run_files import RunFiles
@@ -105,7 +104,7 @@ def model_card(
     step = saved_policy.step
     settings = {name: value for name, (value, _) in from_yaml(resolved.to_yaml().encode(), name="settings").items()}
     if run is not None:
-        settings |= {name: value for name, (value, _) in period_of(run.settings_history.periods, step).settings.items()}
+        settings |= {name: value for name, (value, _) in run.settings_history.period_of(step).settings.items()}
     earlier = [
         change.before
         for first_step, change in (run.setting_changes if run else [])

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -17,8 +14,6 @@ from settings.errors import InputError
 from settings.loading.config_file import ConfigFile
 from settings.loading.fields import FIELDS
 from settings.loading.printing import from_yaml
-
-log = logging.getLogger(__name__)
 
 
 class SettingsPeriod(NamedTuple):
@@ -43,53 +38,51 @@ class SettingsHistory:
 
     @classmethod
     def read(cls, run: RunDirectory) -> SettingsHistory:
-        """Reads `settings.yaml` and, where that is damaged and for earlier sessions, `sessions.jsonl`.
+        """Reads `settings.yaml`, and `sessions.jsonl` for earlier sessions and where the former is lost.
 
         Raises:
-            InputError: both are damaged, or another version of this program wrote them.
+            InputError: neither has settings, they are damaged, or another version of this program wrote them.
         """
-        lines = [*read_jsonl_tolerant(run.sessions_path)] if run.sessions_path.is_file() else []
-        sessions = [(number, record) for number, record in lines if not isinstance(record, InputError)]
-        intact = {number: record for number, record in sessions if _is_intact(record)}
+        sessions, damaged = list[Mapping[str, Any]](), list[str]()
         periods: list[SettingsPeriod] = []
-        for session in intact.values():
-            first_step, content = session["after_step"] + 1, session["settings"].encode()
+        for number, record in read_jsonl_tolerant(run.sessions_path) if run.sessions_path.is_file() else ():
+            if not isinstance(record, InputError):
+                sessions.append(record)
+            match record:
+                case {"after_step": int(after_step), "settings": str(text)}:
+                    first_step, content = after_step + 1, text.encode()
+                case _:
+                    damaged.append(str(number))
+                    continue
             # Steps after the checkpoint that this session continued from were trained again.
             periods = [period for period in periods if period.first_step < first_step]
             if not periods or periods[-1].file.content != content:
                 period = _period(first_step, f"{run.settings_path} of step {first_step}", run, content)
                 if not periods or changed_settings(periods[-1].settings, period.settings):
                     periods.append(period)
-        last = _read_last(run, intact.get(lines[-1][0]) if lines else None)
-        periods[-1:] = [last._replace(first_step=periods[-1].first_step if periods else 1)]
-        damaged, gaps = [str(number) for number, _ in lines if number not in intact], list[str]()
-        if damaged:
-            gaps.append(f"sessions.jsonl has no valid settings in line {', '.join(damaged)}; others are taken instead")
-        first = next(iter(intact.values()), None)
-        # The first session of a replay may start from a checkpoint of another run.
-        if first is not None and first["after_step"] and "checkpoint" not in first:
-            gaps.append(f"sessions.jsonl has no settings before step {first['after_step'] + 1}; later ones are taken")
-            periods[0] = periods[0]._replace(first_step=1)
-        return cls(periods, [record for _, record in sessions], gaps)
-
-
-def _read_last(run: RunDirectory, session: Mapping[str, Any] | None) -> SettingsPeriod:
-    """Returns the settings of the last session, whose line is None if it is damaged."""
-    path, saved = run.settings_path, None if session is None else session["settings"].encode()
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        content = b""
-        if saved is None:
+        if run.settings_path.is_file():
+            first_step = periods.pop().first_step if periods else 1
+            periods.append(_period(first_step, str(run.settings_path), run, run.settings_path.read_bytes()))
+        if not periods:
             raise InputError(
-                f"{path} cannot be read ({error.strerror}), and sessions.jsonl beside it holds no settings either; "
-                "restore one of them from a copy, or start another run.name"
-            ) from error
-    if saved not in (None, content):
-        log.warning(
-            "%s is lost or changed since the run's last start; its settings are taken from sessions.jsonl", path
-        )
-    return _period(1, str(path), run, saved or content)
+                f"{run.settings_path} is lost, and sessions.jsonl beside it holds no settings either; restore one of "
+                "them from a copy, or start another run.name"
+            )
+        gap = f"sessions.jsonl has no valid settings in line {', '.join(damaged)}; others are taken instead"
+        return cls(periods, sessions, [gap] if damaged else [])
+
+    def period_of(self, step: int) -> SettingsPeriod:
+        """Returns the settings under which a step was trained; those of the first step also for step 0."""
+        return next((period for period in reversed(self.periods) if period.first_step <= step), self.periods[0])
+
+    @property
+    def changes(self) -> list[tuple[int, SettingChange]]:
+        """Each change of a setting with the first step after it."""
+        return [
+            (after.first_step, change)
+            for before, after in pairwise(self.periods)
+            for change in changed_settings(before.settings, after.settings)
+        ]
 
 
 def _period(first_step: int, name: str, run: RunDirectory, content: bytes) -> SettingsPeriod:
@@ -101,27 +94,3 @@ def _period(first_step: int, name: str, run: RunDirectory, content: bytes) -> Se
             "version, or start another run.name"
         )
     return SettingsPeriod(first_step, ConfigFile(name, run.path.name, content), settings)
-
-
-def period_of(periods: Sequence[SettingsPeriod], step: int) -> SettingsPeriod:
-    """Returns the settings under which a step was trained; those of the first step also for step 0."""
-    return next((period for period in reversed(periods) if period.first_step <= step), periods[0])
-
-
-def changes_by_step(periods: Sequence[SettingsPeriod]) -> list[tuple[int, SettingChange]]:
-    """Returns each change of a setting with the first step after it."""
-    return [
-        (after.first_step, change)
-        for before, after in pairwise(periods)
-        for change in changed_settings(before.settings, after.settings)
-    ]
-
-
-def sign_session(session: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the line of a session with its digest."""
-    return {**session, "sha256": hashlib.sha256(json.dumps(session).encode()).hexdigest()}
-
-
-def _is_intact(session: Mapping[str, Any]) -> bool:
-    """Returns whether a line of `sessions.jsonl` is as it was written."""
-    return sign_session({k: v for k, v in session.items() if k != "sha256"}) == session

@@ -10,7 +10,7 @@ from typing import Any
 
 from app.records.jsonl import read_jsonl_tolerant
 from app.records.run_directory import RunDirectory, step_of_samples
-from app.records.settings_history import SettingsHistory, changes_by_step, period_of
+from app.records.settings_history import SettingsHistory
 from app.records.text_format import format_ranges
 from app.report.metrics_history import History, MetricsRecord, training_steps
 from settings.checks.resumed_settings import SettingChange
@@ -69,7 +69,7 @@ class RunFiles:
 
     def setting_at(self, name: str, step: int) -> Any:
         """Returns the value of a setting at a step; None if its file lacks it."""
-        return period_of(self.settings_history.periods, step).settings.get(name, (None, ""))[0]
+        return self.settings_history.period_of(step).settings.get(name, (None, ""))[0]
 
     def setting_history(self, name: str) -> str:
         """Returns all values of a setting as text, such as `grpo, from step 7 dapo`."""
@@ -80,7 +80,7 @@ class RunFiles:
     @property
     def setting_changes(self) -> list[tuple[int, SettingChange]]:
         """The changes of settings by a resume, each with the first step after it."""
-        return changes_by_step(self.settings_history.periods)
+        return self.settings_history.changes
 
     @property
     def gaps(self) -> list[str]:

@@ -22,7 +22,6 @@ from app.records.jsonl import parse_object, replace_floats, to_json_line
 from app.records.run_directory import RunDirectory
 from app.records.sample import Sample
 from app.records.sample_json import sample_to_record
-from app.records.settings_history import sign_session
 from app.records.versions import version_of
 from app.report.alerts import Alert
 from app.tracking.completions_table import CompletionsTable, truncate_middle
@@ -123,7 +122,7 @@ class RunLog:
         lines = kept.content if kept else b""
         self.history: list[dict[str, Any]] = [*kept.records] if kept else []
         # First, because it marks the folder as a run's, in which a killed start may be repeated.
-        session = sign_session({**session_record(), **session_fields})
+        session = {**session_record(), **session_fields}
         _append_session(run.sessions_path, session, to_earlier=kept is not None)
         if kept and not kept.is_complete and run.metrics_path.exists():
             os.replace(run.metrics_path, run.damaged_metrics_path)
