@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import time
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from jaxtyping import Bool, Float32
 
 from app.advantage.gae.estimate import choose_backend
 from app.mesh import jax_startup
@@ -13,15 +17,45 @@ from app.mesh.device_memory import peak_memory_bytes
 from app.mesh.devices import global_devices
 from app.mesh.program_cache import CompilationCounter
 from app.records.jsonl import check_output_path
-from app.records.moments import Moments, whiten
+from app.records.moments import EMPTY_MOMENTS, Moments, compute_moments, merge_moments, whiten
 from app.stages.gae_jsonl import GaeSampleFile
 from app.stages.gae_npz import GaeMatrixFile
-from app.stages.gae_summary import AdvantageTransform
 from settings import Settings
 from settings.errors import InputError
 from settings.schema.mesh import MeshSettings
 
 NPZ_SUFFIX = ".npz"
+
+
+@dataclass
+class WrittenAdvantages:
+    """Whitens advantages on their way to a file, and counts what is written."""
+
+    whitening: Moments | None
+    """The moments of all advantages in the file; None if they stay as they are."""
+    num_rows: int = 0
+    num_tokens: int = 0
+    num_trainable: int = 0
+    advantages: Moments = EMPTY_MOMENTS
+    returns: Moments = EMPTY_MOMENTS
+
+    def __call__(
+        self,
+        advantages: Float32[np.ndarray, "*any"],
+        returns: Float32[np.ndarray, "*any"],
+        mask: Bool[np.ndarray, "*any"],
+        *,
+        num_rows: int,
+    ) -> Float32[np.ndarray, "*any"]:
+        """Returns the advantages of some rows as they are written."""
+        if self.whitening is not None:
+            advantages = whiten(advantages, mask, self.whitening)
+        self.num_rows += num_rows
+        self.num_tokens += mask.size
+        self.num_trainable += int(mask.sum())
+        self.advantages = merge_moments([self.advantages, compute_moments(advantages, mask)])
+        self.returns = merge_moments([self.returns, compute_moments(returns, mask)])
+        return advantages
 
 
 def estimate_advantages(settings: Settings, *, input: Path, out: Path, backend: str, mask_mode: str) -> dict[str, Any]:
@@ -43,16 +77,19 @@ def estimate_advantages(settings: Settings, *, input: Path, out: Path, backend: 
         raise InputError(f"--input: {input} is not a file")
     start = time.perf_counter()
     file = kind(input, settings, backend=backend, mask_mode=mask_mode)
-    file.check()
+    num_tokens, num_trainable = file.check()
+    if num_tokens and not num_trainable:
+        raise InputError(f"{input}: the mask of all {kind.ROW_NAME} is False throughout; no token gets an advantage")
     start_local_devices(settings.mesh)
     with closing(CompilationCounter()) as compilations:
         # Whitening needs the moments of all advantages first.
         moments = file.advantage_moments() if settings.algorithm.whiten_advantages else None
-        file.write(out, make_whitener(moments))
+        written = WrittenAdvantages(moments)
+        file.write(out, written)
     seconds = time.perf_counter() - start
-    algorithm, written = settings.algorithm, file.summary
+    algorithm = settings.algorithm
     summary: dict[str, Any] = {
-        written.row_name: written.num_rows,
+        kind.ROW_NAME: written.num_rows,
         "tokens": written.num_tokens,
         "trainable tokens": written.num_trainable,
         "gamma": algorithm.gamma,
@@ -86,10 +123,3 @@ def start_local_devices(mesh: MeshSettings) -> None:
     """Starts only the devices of this host, even if `mesh` is configured for several hosts."""
     jax_startup.initialize_local(mesh)
     global_devices(mesh)
-
-
-def make_whitener(moments: Moments | None) -> AdvantageTransform:
-    """Returns a function that normalizes advantages to mean 0 and variance 1 over the file; the identity for None."""
-    if moments is None:
-        return lambda advantages, mask: advantages
-    return lambda advantages, mask: whiten(advantages, mask, moments)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ from app.records.moments import Moments, joint_moments, merge_moments
 from app.records.sample import Sample
 from app.records.sample_json import LocatedSample, sample_for_advantages
 from app.runtime.advantages import make_gae_advantages
-from app.stages.gae_summary import AdvantageTransform, GaeSummary
 from settings import Settings
 from settings.errors import InputError
 
@@ -30,6 +29,8 @@ PROGRESS_INTERVAL_S = 2.0
 class GaeSampleFile:
     """Samples in a JSON Lines file, which is read once for checking and once for each pass over the advantages."""
 
+    ROW_NAME = "samples"
+
     def __init__(
         self,
         path: Path,
@@ -39,7 +40,6 @@ class GaeSampleFile:
         mask_mode: str = "skip",
         window_tokens: int = WINDOW_TOKENS,
     ) -> None:
-        self.summary = GaeSummary("samples")
         self._path = path
         self._algorithm = settings.algorithm
         self._discounts_turns = settings.env.turn_discount < 1
@@ -51,11 +51,11 @@ class GaeSampleFile:
         self._num_samples = 0
         self._last_progress_s = time.monotonic()
 
-    def check(self) -> None:
-        """Reads and checks every line.
+    def check(self) -> tuple[int, int]:
+        """Reads and checks every line; returns the number of tokens, and of those that no mask excludes.
 
         Raises:
-            InputError: a line cannot be used, the file has no samples, or the masks exclude every token.
+            InputError: a line cannot be used, or the file has no samples.
         """
         num_tokens = num_trainable = 0
         for number, one in enumerate(self._samples(), start=1):
@@ -65,9 +65,7 @@ class GaeSampleFile:
             self._print_progress(f"checked {number:,} samples")
         if not self._num_samples:
             raise InputError(f"--input: {self._path} holds no samples")
-        self.summary.check_trainable(
-            self._path, num_rows=self._num_samples, num_tokens=num_tokens, num_trainable=num_trainable
-        )
+        return num_tokens, num_trainable
 
     def advantage_moments(self) -> Moments:
         """Returns the moments of the advantages of all unmasked tokens in the file."""
@@ -76,24 +74,28 @@ class GaeSampleFile:
             for samples, _ in self._advantage_windows()
         )
 
-    def write(self, out: Path, transform: AdvantageTransform) -> None:
+    def write(self, out: Path, finish: Callable[..., np.ndarray]) -> None:
         """Writes every record unchanged, with `advantages` and `returns` added.
+
+        Args:
+            finish: (advantages, returns, mask, num_rows=) -> the advantages to write; see `WrittenAdvantages`.
 
         Raises:
             InputError: numbers are too large for float32; nothing is written.
         """
-        write_jsonl(out, self._records_with_advantages(transform))
+        write_jsonl(out, self._records_with_advantages(finish))
 
-    def _records_with_advantages(self, transform: AdvantageTransform) -> Iterator[dict[str, Any]]:
+    def _records_with_advantages(self, finish: Callable[..., np.ndarray]) -> Iterator[dict[str, Any]]:
+        done = 0
         for samples, window in self._advantage_windows():
-            masks = [s.mask for s in samples]
-            advantages = [transform(_not_none(s.advantages), mask) for s, mask in zip(samples, masks, strict=True)]
-            returns = [_not_none(s.returns) for s in samples]
-            self.summary.add(*map(np.concatenate, (advantages, returns, masks)), num_rows=len(samples))
-            if self.summary.num_rows < self._num_samples:
-                self._print_progress(f"estimated {self.summary.num_rows:,} of {self._num_samples:,} samples")
-            for one, its_advantages, its_returns in zip(window, advantages, returns, strict=True):
-                yield {**one.record, "advantages": its_advantages.tolist(), "returns": its_returns.tolist()}
+            parts = [(_not_none(s.advantages), _not_none(s.returns), s.mask) for s in samples]
+            finished = finish(*map(np.concatenate, zip(*parts, strict=True)), num_rows=len(samples))
+            done += len(samples)
+            if done < self._num_samples:
+                self._print_progress(f"estimated {done:,} of {self._num_samples:,} samples")
+            ends = np.cumsum([len(mask) for *_, mask in parts])
+            for one, advantages, (_, returns, _) in zip(window, np.split(finished, ends[:-1]), parts, strict=True):
+                yield {**one.record, "advantages": advantages.tolist(), "returns": returns.tolist()}
 
     def _advantage_windows(self) -> Iterator[tuple[list[Sample], list[LocatedSample]]]:
         beta = self._algorithm.beta

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +16,6 @@ from app.advantage.token_advantages import TokenAdvantages, TokenRows
 from app.records.atomic_write import open_atomic
 from app.records.moments import Moments, compute_moments
 from app.runtime.advantages import make_gae
-from app.stages.gae_summary import AdvantageTransform, GaeSummary
 from settings import Settings
 from settings.errors import InputError
 
@@ -27,36 +26,36 @@ UNREADABLE = (ValueError, EOFError, OSError, KeyError, TypeError, RuntimeError, 
 class GaeMatrixFile:
     """NPZ file with `rewards` [B, T], `values` [B, T] or [B, T+1] and optionally `mask` [B, T]."""
 
+    ROW_NAME = "rows"
+
     def __init__(self, path: Path, settings: Settings, *, backend: str = "auto", mask_mode: str = "skip") -> None:
-        self.summary = GaeSummary("rows")
         self._path = path
         self._mask_mode = mask_mode
         self._gae = make_gae(settings, backend=backend, mask_mode=mask_mode)
 
-    def check(self) -> None:
-        """Reads and checks the matrices.
+    def check(self) -> tuple[int, int]:
+        """Reads and checks the matrices; returns the number of tokens, and of those that the mask does not exclude.
 
         Raises:
-            InputError: the matrices are damaged, inconsistent in shape or not finite, or the mask excludes every token.
+            InputError: the matrices are damaged, inconsistent in shape or not finite.
         """
-        rewards, mask = self._rows.rewards, self._mask
-        self.summary.check_trainable(
-            self._path, num_rows=len(rewards), num_tokens=rewards.size, num_trainable=int(mask.sum())
-        )
+        return self._rows.rewards.size, int(self._mask.sum())
 
     def advantage_moments(self) -> Moments:
         """Returns the moments of the advantages of all unmasked tokens."""
         return compute_moments(self._estimates.advantages, self._mask)
 
-    def write(self, out: Path, transform: AdvantageTransform) -> None:
+    def write(self, out: Path, finish: Callable[..., np.ndarray]) -> None:
         """Writes `advantages` and `returns`, [B, T] float32.
+
+        Args:
+            finish: (advantages, returns, mask, num_rows=) -> the advantages to write; see `WrittenAdvantages`.
 
         Raises:
             InputError: the inputs are too large for float32; nothing is written.
         """
-        mask = self._mask
-        advantages, returns = transform(self._estimates.advantages, mask), self._estimates.returns
-        self.summary.add(advantages, returns, mask, num_rows=len(mask))
+        returns = self._estimates.returns
+        advantages = finish(self._estimates.advantages, returns, self._mask, num_rows=len(returns))
         with open_atomic(out) as file:
             np.savez(file, advantages=advantages, returns=returns)
 

@@ -15,7 +15,7 @@ from app.records.jsonl import write_jsonl
 from app.records.sample import Sample
 from app.records.sample_json import sample_for_advantages, sample_to_record
 from app.runtime.advantages import make_gae_advantages
-from app.stages.gae import make_whitener
+from app.stages.gae import WrittenAdvantages
 from app.stages.gae_jsonl import GaeSampleFile, LocatedSample, sample_windows
 from settings import load
 from tests.episodes import with_turns
@@ -59,8 +59,9 @@ def test_reading_goes_no_further_than_the_window_that_is_worked_on() -> None:
 def test_a_file_goes_through_in_windows(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "in.jsonl", [{"values": [0.5] * 10, "reward": 1.0}] * 7)
     file = GaeSampleFile(tmp_path / "in.jsonl", load(None, [], {}).settings, window_tokens=20)
-    file.write(tmp_path / "out.jsonl", make_whitener(None))
-    assert (file.summary.num_rows, file.summary.num_tokens) == (7, 70)
+    written = WrittenAdvantages(None)
+    file.write(tmp_path / "out.jsonl", written)
+    assert (written.num_rows, written.num_tokens) == (7, 70)
     first, *others = (record["advantages"] for record in records_of(tmp_path / "out.jsonl"))
     # A chunk scan adds up in another order at each place of a row.
     np.testing.assert_allclose(others, [first] * 6, rtol=1e-6)
@@ -135,13 +136,6 @@ def test_a_sample_without_finish_reason_goes_on_where_it_has_one_value_more() ->
     assert read(values=[0.0, 0.0, 0.0]) == "length"
     assert read(values=[0.0, 0.0]) == "stop"
     assert read(values=[0.0, 0.0, 0.0], finish_reason="length") == "stop"
-
-
-def test_masks_may_be_numbers_and_rewards_booleans() -> None:
-    record = {"values": [1.0, 2.0], "loss_mask": [1, 0], "reward": True}
-    sample = sample_for_advantages(record, where="", bootstrap_truncated=False, needs_logprobs=False, needs_turns=False)
-    assert sample.mask.tolist() == [True, False]
-    assert sample.reward == 1.0
 
 
 def test_turns_are_discounted_as_in_training(tmp_path: Path) -> None:
