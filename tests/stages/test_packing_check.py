@@ -59,20 +59,6 @@ def test_attention_that_leaks_is_refused(
             check_packing(session, session.load_params(), related)
 
 
-def test_short_samples_are_looked_at_in_rows_of_several_blocks(
-    session: Session, samples: list[Sample], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    attention, lengths = decoder.packed_attention, []
-
-    def watched(query: Any, keys: Any, values: Any, layout: Any, **rest: Any) -> Any:
-        lengths.append(layout.segment_ids.shape[1])
-        return attention(query, keys, values, layout, **rest)
-
-    monkeypatch.setattr(decoder, "packed_attention", watched)
-    assert check_packing(session, session.load_params(), samples) <= 1e-4
-    assert set(lengths) == {384}
-
-
 def test_weights_that_give_no_number_are_not_taken_for_a_leak(session: Session, samples: list[Sample]) -> None:
     broken = jax.tree.map(lambda x: x * np.nan, session.load_params())
     assert check_packing(session, broken, samples) == 0.0

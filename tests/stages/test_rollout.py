@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tests.program import DEADLINE_S, here, of_tiny, records_of, settings, started, wait_until
+from tests.program import here, of_tiny, records_of, settings
 
 
 def test_a_limit_counts_prompts(sampled: Path) -> None:
@@ -40,23 +38,6 @@ def test_the_same_rollout_is_the_same_samples(sampled: Path, tiny_model: Path, t
     assert here("rollout", *arguments).exit_code == 0
     for record, other in zip(records_of(sampled), records_of(again), strict=True):
         assert record["completion_token_ids"] == other["completion_token_ids"]
-
-
-def test_a_killed_rollout_leaves_no_file_under_the_name(tiny_model: Path, tmp_path: Path) -> None:
-    out = tmp_path / "samples.jsonl"
-    many = settings("data.num_problems=2000", "rollout.prompts_per_step=1")
-    with started("rollout", *of_tiny(tiny_model)[:4], *many, "--out", out) as process:
-        wait_until(process, lambda: any(tmp_path.iterdir()))  # the file that it writes to
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait(timeout=DEADLINE_S)
-    assert not out.exists()
-
-
-def test_the_folder_of_the_output_must_exist(tiny_model: Path, tmp_path: Path) -> None:
-    result = here("rollout", *of_tiny(tiny_model), "--out", tmp_path / "no" / "samples.jsonl")
-    assert result.exit_code == 2
-    assert "the folder" in result.stderr and "does not exist; create it first" in result.stderr
-    assert list(tmp_path.iterdir()) == []
 
 
 def by_uid(path: Path) -> dict[str, dict[str, Any]]:

@@ -70,14 +70,14 @@ def test_fewer_samples_than_asked_for_are_all_drawn(path: Path) -> None:
     assert len(reader(path).check(num_picked=30)[1]) == 10
 
 
-@pytest.mark.parametrize("new", [None, "", "{nonsense\n", "longer"])
+@pytest.mark.parametrize("new", [None, "longer"])
 def test_a_file_that_changes_between_the_passes_is_named(path: Path, new: str | None) -> None:
     file = reader(path)
     file.check()
     content = path.read_text()
     path.unlink()
     if new is not None:
-        path.write_text(content + content if new == "longer" else new)
+        path.write_text(content + content)
     with pytest.raises(InputError, match="has changed while it was being scored; nothing was written"):
         list(file.windows(4))
 

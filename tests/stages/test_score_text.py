@@ -88,13 +88,6 @@ def test_scored_text_chains_and_its_values_make_advantages(tiny_model: Path, tmp
     assert records_of(tmp_path / "gae.jsonl")[0].keys() == {"values", "reward", "advantages", "returns"}
 
 
-def test_a_summary_does_not_compare_with_a_sampler_that_nobody_knows(tiny_model: Path, tmp_path: Path) -> None:
-    source = lines(tmp_path, {"prompt": CHAT, "completion": "3"})
-    arguments = ("--input", source, "--out", tmp_path / "out.jsonl", "--json")
-    result = here("score", *settings(f"model.path={tiny_model}"), *arguments)
-    assert not [name for name in json.loads(result.stdout) if "behavior" in name]
-
-
 @pytest.mark.parametrize(
     ("record", "message"),
     [

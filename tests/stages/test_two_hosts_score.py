@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -48,33 +47,6 @@ def test_two_hosts_score_packed_rows_of_several_windows(sampled: Path, tiny_mode
     assert_close(*scored_by_one_and_two(tmp_path, *arguments), field="policy_logprobs")
 
 
-def test_two_hosts_encode_texts_and_chats(sampled: Path, tiny_model: Path, tmp_path: Path) -> None:
-    texts = [{"prompt": one["prompt"], "completion": one["completion"]} for one in records_of(sampled)[:5]]
-    chats = [{**one, "prompt": [{"role": "user", "content": one["prompt"]}]} for one in texts]
-    write_jsonl(tmp_path / "texts.jsonl", texts + chats)
-    arguments = (*of_tiny(tiny_model), "--input", tmp_path / "texts.jsonl")
-    assert_close(*scored_by_one_and_two(tmp_path, *arguments), field="policy_logprobs")
-
-
-def test_another_tokenizer_on_one_host_stops_both(sampled: Path, tiny_model: Path, tmp_path: Path) -> None:
-    write_jsonl(tmp_path / "texts.jsonl", [{"prompt": "1+2=?", "completion": "3"}])
-    shutil.copytree(tiny_model, tmp_path / "other")
-    (tmp_path / "other" / "chat_template.jinja").write_text("{{ messages[0].content }}")
-    each = [settings(f"model.path={model}") for model in (tiny_model, tmp_path / "other")]
-    arguments = ("--input", tmp_path / "texts.jsonl", "--out", tmp_path / "out.jsonl")
-    for host in run_on_two_hosts("score", *arguments, of_each=(each[0], each[1])):
-        assert host.exit_code == 2 and "the tokenizer" in host.stderr and "the hosts differ" in host.stderr, host
-    assert not (tmp_path / "out.jsonl").exists()
-
-
-def test_two_hosts_ask_a_critic_in_fixed_rows(sampled: Path, tiny_model: Path, tmp_path: Path) -> None:
-    # Of a single sample the second host has none.
-    write_jsonl(tmp_path / "one_sample.jsonl", records_of(sampled)[:1])
-    fixed = settings("score.rows_per_device=2", "algorithm.name=ppo")
-    arguments = (*of_tiny(tiny_model), *fixed, "--role", "critic", "--input", tmp_path / "one_sample.jsonl")
-    assert_close(*scored_by_one_and_two(tmp_path, *arguments), field="values")
-
-
 def test_two_hosts_share_out_groups_among_reward_functions_and_a_reward_model(
     sampled: Path, tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -89,18 +61,3 @@ def test_two_hosts_share_out_groups_among_reward_functions_and_a_reward_model(
     for record, other in zip(found, expected, strict=True):
         assert record.pop("rewards") == pytest.approx(other.pop("rewards"), abs=1e-5)
     assert_close(found, expected, field="reward")
-
-
-def test_another_file_on_one_host_stops_both_before_anything_is_scored(
-    sampled: Path, tiny_model: Path, tmp_path: Path
-) -> None:
-    records = records_of(sampled)
-    for host, folder in enumerate(("a", "b")):
-        (tmp_path / folder).mkdir()
-        write_jsonl(tmp_path / folder / "samples.jsonl", records[host:])
-    first, second = (("--input", tmp_path / folder / "samples.jsonl") for folder in ("a", "b"))
-    hosts = run_on_two_hosts("score", *of_tiny(tiny_model), "--out", tmp_path / "out.jsonl", of_each=(first, second))
-    for host in hosts:
-        assert host.exit_code == 2, host
-        assert "error: --input: the hosts differ" in host.stderr and "Traceback" not in host.stderr
-    assert not (tmp_path / "out.jsonl").exists()
