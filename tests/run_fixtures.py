@@ -12,7 +12,6 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from app.mesh.program_cache import CompilationCounter
-from app.records.checksum_file import CHECKSUM_FILE
 from tests.program import here, of_tiny, train_here
 from tests.tiny_directory import write_model
 
@@ -119,9 +118,9 @@ def loose(finished: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def source(finished: Path, tmp_path: Path) -> Path:
-    """Settings and samples of a run that tests may change, without their digests."""
+    """Settings and samples of a run that tests may change."""
     folder = tmp_path / "source"
-    shutil.copytree(finished / "rollouts", folder / "rollouts", ignore=shutil.ignore_patterns(CHECKSUM_FILE))
+    shutil.copytree(finished / "rollouts", folder / "rollouts")
     shutil.copy(finished / "settings.yaml", folder)
     return folder
 

@@ -12,7 +12,7 @@ import jax
 
 from app.distributed.collective_files import gather_samples_to_first_host
 from app.distributed.collectives import gather_bytes_to_first_host
-from app.records.checksum_file import write_with_checksum
+from app.records.atomic_write import write_atomic
 from app.records.run_directory import RunDirectory
 from app.records.sample import Sample
 from app.report.alerts import Alert, AlertMonitor
@@ -72,7 +72,7 @@ class RunReporter:
         lines = gather_bytes_to_first_host(samples_to_jsonl(samples))
         if jax.process_index() == 0:
             path.parent.mkdir(exist_ok=True)
-            write_with_checksum(path, b"".join(lines))
+            write_atomic(path, b"".join(lines))
 
     def write_final_report(self) -> None:
         """Writes the report, regardless of how the run ended."""

@@ -12,41 +12,41 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
+
 from app.checkpoint.saved_policy import PolicyCheckpoint
-from app.records.checksum_file import read_checksums
 from app.records.run_directory import RunDirectory, step_of_samples
 from app.records.sample import DROPPED_PREFIX, Prompt, Sample
 from app.records.sample_json import read_samples
-from app.records.settings_history import SettingsHistory, changes_by_step, period_of
+from app.records.settings_history import SettingsHistory
+from app.report.run_files import sample_files
+from app.reward.aggregate import was_dropped_in_rollout
 from app.reward.builtin_tasks import check_answers
 from app.reward.reward_functions import ComputeRewards, RewardFunctions
-from app.reward.saved_rewards import reuse_saved_rewards
+from app.reward.saved_rewards import has_saved_reward, reuse_saved_rewards
 from app.runtime.model_spec import CriticSpec, ModelSpec
 from app.runtime.pinned_revisions import pin_revisions
+from app.stages.sample_reader import check_routes, check_token_ids, file_digest
 from app.training.dynamic_sampling import Group, group_samples
-from app.training.replay_files import (
-    OPTION,
-    RESCORED_FIELDS,
-    ROLLOUTS_DIR,
-    ROUTES_FIELD,
-    SAVED_ADVANTAGE_FIELDS,
-    SAVED_REWARD_FIELDS,
-    StepFile,
-    choose_files,
-    option_in_errors,
-    read_step_file,
-)
 from settings import Settings, load
 from settings.errors import InputError
 
-PLUGIN_LIMIT_FIELDS = frozenset({"timeout_s", "memory_mib"})
-"""Fields of `plugins` that decide which calls of plug-ins fail."""
+OPTION = "--from-rollouts"
+ROLLOUTS_DIR = "rollouts"
+"""Folder of a run that holds its samples."""
+RESCORED_FIELDS = frozenset({"policy_logprobs", "reference_logprobs", "values"})
+"""Fields that the step computes again with its own networks."""
+SAVED_REWARD_FIELDS = frozenset({"reward", "rewards"})
+SAVED_ADVANTAGE_FIELDS = frozenset({"advantages", "returns"})
+ROUTES_FIELD = frozenset({"routes"})
 
 
 class ReplayRequest(NamedTuple):
@@ -55,6 +55,16 @@ class ReplayRequest(NamedTuple):
     rollouts: Path
     checkpoint: Path | None = None
     """The checkpoint to start from, instead of the models' own weights."""
+
+
+@dataclass(frozen=True)
+class StepFile:
+    """The checked samples of one step."""
+
+    path: Path
+    digest: str
+    available_fields: frozenset[str]
+    """Those of `reward`, `episode`, `advantages`, `returns` and `routes` that every sample has."""
 
 
 @dataclass(frozen=True)
@@ -113,10 +123,9 @@ class Replay:
         ignored = RESCORED_FIELDS | (frozenset() if self.uses_saved_rewards else SAVED_REWARD_FIELDS)
         ignored |= frozenset() if self.uses_saved_advantages else SAVED_ADVANTAGE_FIELDS
         ignored |= frozenset() if self.uses_saved_routes else ROUTES_FIELD
-        try:
-            samples = [sample for _, sample in read_samples(file.path, ignored_fields=ignored)]
-        finally:
-            file.check_unchanged()
+        if not file.path.is_file() or file_digest(file.path) != file.digest:
+            raise InputError(f"{OPTION}: {file.path} has changed since the run began")
+        samples = [sample for _, sample in read_samples(file.path, ignored_fields=ignored)]
         if not self.uses_saved_rewards:
             # Those of turns belong to the saved rewards.
             samples = [replace(s, token_rewards=None) if s.episode is not None else s for s in samples]
@@ -163,16 +172,13 @@ def read_replay(
         start.check_compatible(model)
         if critic is not None:
             start.check_critic(critic)
-    paths = choose_files(request.rollouts, after_step=start.step if start else 0, steps=settings.run.steps)
+    paths = _choose_files(request.rollouts, after_step=start.step if start else 0, steps=settings.run.steps)
     source = None if run is None else _source_settings(run, paths, settings)
-    checksums = read_checksums(next(iter(paths.values())).parent)
     files: dict[int, StepFile] = {}
     prompts: dict[tuple[str, bytes], Prompt] = {}
-    with option_in_errors():
+    with _option_in_errors():
         for step, path in paths.items():
-            files[step], prompts_of_file = read_step_file(
-                path, settings, model, source=source, checksum=checksums.get(path.name)
-            )
+            files[step], prompts_of_file = _read_step_file(path, settings, model, source=source)
             prompts |= prompts_of_file
     available = frozenset.intersection(*(file.available_fields for file in files.values()))
     # A hub model that both settings name alike is at the commit that the source run used.
@@ -181,7 +187,7 @@ def read_replay(
     needed = {"advantages", "returns"} if settings.has_critic else {"advantages"}
     uses_advantages = source is None and needed <= available
     if not uses_rewards:
-        with option_in_errors():
+        with _option_in_errors():
             check_answers(list(prompts.values()), [function.name for function in settings.reward.functions])
         if settings.env.source is not None and "episode" not in available:
             raise InputError(
@@ -203,10 +209,10 @@ def _source_settings(run: RunDirectory, paths: Mapping[int, Path], settings: Set
         InputError: they were changed from one of these steps to the next, or to the end of the run, whose settings a
             replay of several files has.
     """
-    periods = SettingsHistory.read(run).periods
+    history = SettingsHistory.read(run)
     drawn = [step_of_samples(path) or step for step, path in paths.items()]
     last = drawn[0] if len(drawn) == 1 else math.inf
-    for step, change in changes_by_step(periods):
+    for step, change in history.changes:
         changes_rates = change.name == "run.steps" and settings.optimizer.schedule != "constant"
         if drawn[0] < step <= last and (change.is_decisive or changes_rates):
             raise InputError(
@@ -214,25 +220,19 @@ def _source_settings(run: RunDirectory, paths: Mapping[int, Path], settings: Set
                 f"replay has the same settings for all steps; start with --checkpoint "
                 f"{run.checkpoints_dir / str(step - 1)}, or give the file of one step"
             )
-    return pin_revisions(load(period_of(periods, drawn[0]).file, [], {}).settings, run)
+    return pin_revisions(load(history.period_of(drawn[0]).file, [], {}).settings, run)
 
 
 def _same_rewards(settings: Settings, source: Settings) -> bool:
-    """Returns whether both settings give a sample the same reward."""
+    """Returns whether both settings give a sample the same reward; limits of plug-ins are left aside."""
 
-    def relevant_fields(settings: Settings) -> dict[str, Any]:
-        reward = settings.reward
-        # If a call that exceeds a limit ends the run, the limits did not change any saved reward.
-        limits = PLUGIN_LIMIT_FIELDS if reward.on_error == "raise" else frozenset[str]()
-        # A plug-in may compare the samples of one call.
-        batches = frozenset({"batch_size"} if all(one.function is None for one in reward.functions) else ())
-        fields = reward.model_dump(exclude={*batches}) | settings.plugins.model_dump(exclude={"workers", *limits})
-        if reward.overlong_buffer:
-            fields["max_new_tokens"] = settings.rollout.max_new_tokens
+    def decisive(settings: Settings) -> tuple[Any, ...]:
+        max_tokens = settings.rollout.max_new_tokens if settings.reward.overlong_buffer else None
         env = settings.env
-        return fields | ({} if env.source is None else {"env": (env.source, env.weight, env.credit)})
+        of_env = None if env.source is None else (env.source, env.weight, env.credit)
+        return settings.reward, settings.plugins.env_vars, max_tokens, of_env
 
-    return relevant_fields(settings) == relevant_fields(source)
+    return decisive(settings) == decisive(source)
 
 
 def _report_lines(replay: Replay, available: frozenset[str]) -> list[str]:
@@ -240,12 +240,134 @@ def _report_lines(replay: Replay, available: frozenset[str]) -> list[str]:
     first, last = min(replay.files), max(replay.files)
     steps = f"step {first}" if first == last else f"steps {first} to {last}"
     start = f", from the state of {replay.initial_checkpoint.path}" if replay.initial_checkpoint else ""
-    lines = [f"{OPTION}: {steps} on the samples of {replay.request.rollouts}{start}; nothing is generated for them"]
     differs = "reward.* differs from that of the samples' run" if "reward" in available else "not every sample has one"
-    lines.append(f"rewards: {'those of the samples' if replay.uses_saved_rewards else f'computed again, {differs}'}")
-    if replay.uses_saved_advantages:
-        lines.append("advantages and returns: those of the samples; without these fields algorithm.* would decide")
+    rewards = "those of the samples" if replay.uses_saved_rewards else f"computed again, {differs}"
+    advantages = "advantages and returns: those of the samples; without these fields algorithm.* would decide"
+    return [
+        f"{OPTION}: {steps} on the samples of {replay.request.rollouts}{start}; nothing is generated for them",
+        f"rewards: {rewards}",
+        advantages if replay.uses_saved_advantages else "advantages: computed again",
+    ]
+
+
+def _choose_files(path: Path, *, after_step: int, steps: int) -> dict[int, Path]:
+    """Returns the files by step, from the step after `after_step` to `steps`. A single file is the next step."""
+    path = path.expanduser()
+    if path.is_file():
+        files = {after_step + 1: path}
+    elif path.is_dir():
+        files = sample_files(path / ROLLOUTS_DIR if (path / ROLLOUTS_DIR).is_dir() else path)
     else:
-        reason = ", not every sample has them" if replay.source_run is None else ""
-        lines.append(f"advantages: computed again{reason}")
-    return lines
+        problem = "is neither a file nor a folder" if path.exists() else "does not exist"
+        raise InputError(f"{OPTION}: {path} {problem}; give a file of samples, or a run's folder")
+    if not files:
+        raise InputError(
+            f"{OPTION}: {path} holds no step_<number>.jsonl (a run under logging.save_rollouts: false writes none); "
+            "give the folder of a run that has them, or a file of samples"
+        )
+    wanted = range(after_step + 1, min(max(files), steps) + 1)
+    if not wanted:
+        raise InputError(
+            f"{OPTION}: --checkpoint is after step {after_step}, and no step follows: {path} ends with step "
+            f"{max(files)}, and run.steps is {steps}"
+        )
+    missing = next((step for step in wanted if step not in files), None)
+    if missing is not None:
+        following = min(step for step in files if step > missing)
+        raise InputError(
+            f"{OPTION}: {path} has no samples of step {missing}; lower run.steps to end before it, or start behind it "
+            f"with --checkpoint after step {following - 1}"
+        )
+    return {step: files[step] for step in wanted}
+
+
+@contextmanager
+def _option_in_errors() -> Iterator[None]:
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"{OPTION}: {error}") from error
+
+
+def _read_step_file(
+    path: Path, settings: Settings, model: ModelSpec, *, source: Settings | None
+) -> tuple[StepFile, dict[tuple[str, bytes], Prompt]]:
+    """Reads and checks a file; returns it with its prompts.
+
+    Args:
+        source: the settings of the run that wrote the file, in which a prompt may have several groups; the step then
+            learns from the first one only, as the run did. In any other file that is an error.
+    """
+    digest = file_digest(path)
+    prompts: dict[tuple[str, bytes], Prompt] = {}
+    group_sizes = Counter[int]()
+    prompt_of_group: dict[int, str] = {}
+    group_of_prompt: dict[str, int] = {}
+    ignored = RESCORED_FIELDS | (frozenset() if settings.rollout.routing_replay else ROUTES_FIELD)
+    missing = set[str]()
+    for where, sample in read_samples(path, ignored_fields=ignored):
+        _check_sample(sample, settings, model, where)
+        group, uid = sample.group_id, sample.prompt.uid
+        group_sizes[group] += 1
+        if prompt_of_group.setdefault(group, uid) != uid:
+            raise InputError(
+                f"{where}: group_id {group} has samples of prompts {prompt_of_group[group]} and {uid}; give their "
+                "groups different numbers"
+            )
+        if group_of_prompt.setdefault(uid, group) != group and source is None:
+            raise InputError(
+                f"{where}: group_id {group_of_prompt[uid]} and group_id {group} both have samples of prompt {uid}, and "
+                "a step learns from one group of a prompt; join them under one group_id, or give the prompt of one "
+                "another uid"
+            )
+        prompts.setdefault((uid, sample.prompt.token_ids.tobytes()), sample.prompt)
+        missing |= {name for name in SAVED_ADVANTAGE_FIELDS | ROUTES_FIELD if getattr(sample, name) is None}
+        missing |= set() if has_saved_reward(sample) else {"reward"}
+        missing |= {"episode"} if sample.episode is None and not was_dropped_in_rollout(sample) else set()
+    if not group_sizes:
+        raise InputError(f"{path} holds no samples")
+    smallest = min(group_sizes.values())
+    if source is not None and smallest < source.rollout.group_size:
+        raise InputError(
+            f"{path} is incomplete: it holds a group of {smallest} samples, and its run drew "
+            f"{source.rollout.group_size} for each prompt; restore it from a copy"
+        )
+    _check_groups(path, group_sizes, settings)
+    available = frozenset({"reward", "episode", *SAVED_ADVANTAGE_FIELDS, *ROUTES_FIELD} - missing)
+    return StepFile(path, digest, available), prompts
+
+
+def _check_sample(sample: Sample, settings: Settings, model: ModelSpec, where: str) -> None:
+    check_token_ids(sample.prompt.token_ids, sample.completion_ids, model.architecture, where=where)
+    check_routes(sample.routes, model.architecture, where=where)
+    ids, turns = sample.completion_ids, sample.episode.turns if sample.episode is not None else ()
+    written = [(ids[turn.start : turn.end], turn.text) for turn in turns] or [(ids, sample.completion)]
+    for part, expected in written:
+        if (text := model.tokenizer.decode(part)) != expected:
+            raise InputError(
+                f"{where}: completion_token_ids read {text!r:.40} with the tokenizer of model.path, and completion is "
+                f"{expected!r:.40}: were they sampled with another tokenizer? Set model.path to that model"
+            )
+    for name, ids, field, longest in (
+        ("prompt_token_ids", sample.prompt.token_ids, "data.max_prompt_length", settings.data.max_prompt_length),
+        ("completion_token_ids", sample.completion_ids, "rollout.max_new_tokens", settings.rollout.max_new_tokens),
+    ):
+        if len(ids) > longest:
+            raise InputError(f"{where}: {name} has {len(ids)} tokens, more than {field} = {longest}; raise that")
+
+
+def _check_groups(path: Path, group_sizes: Mapping[int, int], settings: Settings) -> None:
+    """Raises InputError if a step under these settings cannot take the file's groups."""
+    per_host, hosts = settings.rollout.prompts_per_step, jax.process_count()
+    if len(group_sizes) != per_host * hosts:
+        each, rest = divmod(len(group_sizes), hosts)
+        way_out = f"{hosts} hosts cannot share them evenly" if rest else f"set rollout.prompts_per_step to {each}"
+        raise InputError(
+            f"{path} holds {len(group_sizes)} groups, and a step has rollout.prompts_per_step = {per_host}"
+            f"{f' on each of {hosts} hosts' if hosts > 1 else ''}; {way_out}"
+        )
+    if max(group_sizes.values()) > settings.rollout.group_size:
+        raise InputError(
+            f"{path} has a group of {max(group_sizes.values())} samples, more than rollout.group_size = "
+            f"{settings.rollout.group_size}; set it to {max(group_sizes.values())}"
+        )

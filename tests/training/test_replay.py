@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from app.preflight.dry_run import DryRunReport, make_dry_run_report
-from app.records.checksum_file import CHECKSUM_FILE
 from app.training.replay import ReplayRequest
 from settings import load
 from tests.program import (
@@ -29,7 +28,6 @@ from tests.replays import assert_refused, replay, replayed, rewrite, step_file, 
 from tests.run_fixtures import NO_REPORT, write_config
 from tests.training.test_async_training import SCHEDULED, UNJUDGED
 from tests.training.test_ppo import PPO
-from tests.two_hosts import run_on_two_hosts
 
 DAPO = ("algorithm.name=dapo", "algorithm.max_rounds=3", "reward.overlong_buffer=2", "run.steps=2", *UNJUDGED)
 OF_THE_LEFT_OUT = {
@@ -86,11 +84,8 @@ def test_a_run_is_reproduced_bit_for_bit_under_its_own_settings_and_a_name_of_it
     assert "checkpoint" not in session
 
 
-@pytest.mark.parametrize("engine", [(), ("rollout.slots=8", "rollout.mode=exact", "rollout.segment.min=1")])
-def test_a_run_ends_completions_at_stop_strings_and_is_reproduced(
-    config: Path, tmp_path: Path, engine: tuple[str, ...]
-) -> None:
-    stop = ("1", "+3")
+def test_a_run_ends_completions_at_stop_strings_and_is_reproduced(config: Path, tmp_path: Path) -> None:
+    stop, engine = ("1", "+3"), ("rollout.slots=8", "rollout.mode=exact", "rollout.segment.min=1")
     result = train_here(config, 'rollout.stop=["1", "+3"]', "run.steps=2", "eval.every_steps=2", *engine)
     assert result.exit_code == 0, result.stderr
     run = config.parent / "runs" / "tiny"
@@ -104,13 +99,6 @@ def test_a_run_ends_completions_at_stop_strings_and_is_reproduced(
             assert not any(string in one["completion"][:-1] for string in stop)
     cut = [one["finish_reason"] == "length" for one in records_of(step_file(run, 1))]
     assert steps_of(run)[1]["completions/truncated_fraction"] == pytest.approx(np.mean(cut))
-    # Where no answer ends with an end-of-sequence token, the stop strings tell why.
-    ends = ("1", "3")
-    reasons = {True: "stop", False: "length"}
-    (run / "rollouts" / CHECKSUM_FILE).unlink()
-    rewrite(step_file(run, 1), lambda one: one.update(finish_reason=reasons[one["completion"].endswith(ends)]))
-    result = replay(run, tmp_path / "unstopped", "rollout.stop=[]", "run.steps=1")
-    assert_refused(result, "another tokenizer, or with rollout.stop", tmp_path / "unstopped")
 
 
 def test_a_run_whose_settings_changed_midway_is_replayed_in_parts_only(config: Path, tmp_path: Path) -> None:
@@ -154,18 +142,6 @@ def test_a_step_is_learned_again_under_another_algorithm(uninterrupted: Path, tm
     siblings = [r for r in records_of(step_file(run, 7)) if r["group_id"] == 0]
     rewards = np.array([r["reward"] for r in siblings])
     np.testing.assert_allclose([r["advantages"][0] for r in siblings], rewards - rewards.mean(), atol=1e-6)
-
-
-@pytest.mark.slow
-def test_a_critic_values_behind_cut_samples_and_an_adapted_penalty_are_reproduced(
-    tmp_path: Path, tiny_model: Path
-) -> None:
-    config = write_config(tmp_path, PPO + NO_REPORT, tiny_model)
-    assert train_here(config).exit_code == 0
-    ppo = tmp_path / "runs" / "ppo"
-    # Up to there only the critic learns.
-    start = ["--checkpoint", ppo / "checkpoints" / "2"]
-    assert_same_steps(replayed(ppo, tmp_path / "again", options=start), ppo, steps=range(3, 5))
 
 
 @pytest.mark.slow
@@ -218,7 +194,7 @@ def test_what_a_sample_lacks_is_found_as_training_does(loose: Path, config: Path
 
     result = train_on(rewrite(loose, drawn_only), config, "run.steps=1")
     assert result.exit_code == 0, result.stderr
-    assert "rewards: computed again, not every sample has one\nadvantages: computed again, not every" in result.stderr
+    assert "rewards: computed again, not every sample has one\nadvantages: computed again\n" in result.stderr
     run = config.parent / "runs" / "tiny"
     line, expected = (
         {name: value for name, value in steps_of(one)[1].items() if not name.startswith("eval/")}
@@ -226,14 +202,6 @@ def test_what_a_sample_lacks_is_found_as_training_does(loose: Path, config: Path
     )
     assert line == expected
     assert step_file(run, 1).read_bytes() == step_file(finished, 1).read_bytes()
-
-
-def test_groups_may_have_lost_members(loose: Path, config: Path) -> None:
-    lines = loose.read_text().splitlines(keepends=True)
-    loose.write_text("".join(lines[:-3]))
-    result = train_on(loose, config)
-    assert result.exit_code == 0, result.stderr
-    assert len(records_of(step_file(config.parent / "runs" / "tiny", 1))) == 13
 
 
 CHAINED = ("data.shuffle=false", "critic.warmup_steps=0", "run.steps=1")
@@ -313,21 +281,3 @@ def test_a_dry_run_tells_of_the_same_steps_and_of_no_rollout(
     one = foreseen(step_file(uninterrupted, 10), tmp_path, checkpoint=start)
     assert (one.steps, one.optimizer_steps) == (1, 4)
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.two_hosts
-def test_two_hosts_replay_a_run_as_one_does(full_config: Path, uninterrupted: Path) -> None:
-    chosen = ("run.steps=2", "run.name=two", "algorithm.max_tokens_per_device=512", *UNJUDGED)
-    half = ("rollout.prompts_per_step=2", "algorithm.mini_batch_prompts=1")
-    hosts = run_on_two_hosts(
-        *("train", "--config", full_config, "--from-rollouts", uninterrupted), *settings(*chosen, *half)
-    )
-    assert [host.exit_code for host in hosts] == [0, 0], hosts
-    two = full_config.parent / "runs" / "two"
-    for step in (1, 2):
-        line, expected = steps_of(two)[step], steps_of(uninterrupted)[step]
-        assert line.keys() == expected.keys()
-        for name in (name for name in line if not name.startswith(("batching/", "global_seqlen/", "score/"))):
-            assert line[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-5), (step, name)
-        ids = [[r["uid"] for r in records_of(step_file(run, step))] for run in (two, uninterrupted)]
-        assert ids[0] == ids[1] and len(ids[0]) == 16
