@@ -92,7 +92,6 @@ def of_this_run(saved: TrainProgress) -> None:
 def restored(checkpoints: Checkpoints) -> tuple[NetworkStates, TrainProgress]:
     found = checkpoints.restore(of_this_run)
     assert found is not None
-    checkpoints.move_damaged_aside()
     return found
 
 

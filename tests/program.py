@@ -173,10 +173,7 @@ def newest_checkpoint(run: Path) -> int:
 
 def progress_of(run: Path, step: int) -> dict[str, Any]:
     record = ProgressRecord.read(run / "checkpoints" / str(step))
-    progress = asdict(record.progress)
-    # Times are among the metrics.
-    del progress["metrics_sha256"]
-    return {**progress, "checksums": record.checksums}
+    return {**asdict(record.progress), "checksums": record.checksums}
 
 
 def digest_of(folder: Path) -> dict[str, str]:

@@ -91,8 +91,6 @@ class Checkpoints:
         disable_slicing_of_small_arrays()
         self._reader = open_reader(ocp.CompositeCheckpointHandler())
         self._target = abstract_arrays(shapes, shardings)
-        self._damaged: list[int] = []
-        """Steps of the damaged checkpoints that `restore` has found."""
         # Compiled here: a compilation during a step would be reported as an anomaly.
         compile_checksums(self._target)
 
@@ -139,7 +137,7 @@ class Checkpoints:
     def restore(self, check: Callable[[TrainProgress], None]) -> tuple[NetworkStates, TrainProgress] | None:
         """Restores the newest readable checkpoint; returns None if there is no checkpoint.
 
-        Damaged checkpoints are reported in a warning; `move_damaged_aside` must be called before the first save.
+        Damaged checkpoints are reported in a warning, and renamed once another one is restored.
 
         Args:
             check: raises InputError if the run cannot be continued after this progress.
@@ -158,14 +156,16 @@ class Checkpoints:
             if record is not None:
                 records[step] = record
                 self.record_evaluations(record.progress)
-        self._damaged = [step for step in steps if step not in records]
+        damaged = [step for step in steps if step not in records]
         for step, record in records.items():
             self.record_evaluations(record.progress)
             check(record.progress)
             state = self._restore_verified(step, record)
             if state is not None:
+                self._move_aside(damaged)
+                self.update_best_link()
                 return state, record.progress
-            self._damaged.append(step)
+            damaged.append(step)
         if steps:
             raise InputError(
                 f"--resume: none of the checkpoints of steps {steps} in {self._directory} can be read. "
@@ -209,16 +209,15 @@ class Checkpoints:
             _warn_damaged(step, reason)
         return content
 
-    def move_damaged_aside(self) -> None:
-        """Renames the damaged checkpoints, because Orbax saves only steps later than the newest one it finds."""
-        if self._damaged:
-            for step in self._damaged if jax.process_index() == 0 else ():
+    def _move_aside(self, damaged: Sequence[int]) -> None:
+        """Renames damaged checkpoints, because Orbax saves only steps later than the newest one it finds."""
+        if damaged:
+            for step in damaged if jax.process_index() == 0 else ():
                 aside = self._directory / f"damaged-{step}"
                 shutil.rmtree(aside, ignore_errors=True)
                 (self._directory / str(step)).rename(aside)
             multihost_utils.sync_global_devices("damaged checkpoints are renamed")
             self._manager.reload()
-        self.update_best_link()
 
     def update_best_link(self) -> None:
         """Points the link to the best checkpoint on disk; cheap if it is up to date."""
@@ -310,18 +309,9 @@ def _warn_of_link_once(reason: str) -> None:
 
 @functools.cache
 def _silence_abandoned_reads() -> None:
-    """Suppresses the tracebacks of the other reads after a failed restore.
-
-    Orbax reads all arrays concurrently and stops at the first failure. Each of the other reads then prints a
-    traceback, about the same damage or about a closed event loop.
-    """
-    before = sys.unraisablehook
-
-    def report(unraisable: sys.UnraisableHookArgs) -> None:
-        if not str(unraisable.exc_value).startswith(("Event loop is closed", "Encountered error while reading")):
-            before(unraisable)
-
-    sys.unraisablehook = report
+    """Suppresses the tracebacks of the concurrent reads that Orbax abandons when one fails: they tell nothing new."""
+    before, noise = sys.unraisablehook, ("Event loop is closed", "Encountered error while reading")
+    sys.unraisablehook = lambda raised: None if str(raised.exc_value).startswith(noise) else before(raised)
 
 
 def check_fingerprints(

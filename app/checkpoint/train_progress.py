@@ -41,8 +41,6 @@ class TrainProgress:
     initial_evaluation: Mapping[str, float | None] | None = None
     """Metrics under `eval/` before the first step; None if the run started without an evaluation."""
     wandb_id: str | None = None
-    metrics_sha256: str | None = None
-    """Digest of the lines of `metrics.jsonl` up to this step."""
     kl_coef: float | None = None
     """Weight of the KL penalty in the next step's rewards, if the penalty is adaptive."""
     lengths: Mapping[str, float] | None = None

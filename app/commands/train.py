@@ -52,8 +52,7 @@ def train(
         typer.Option(
             metavar="NAME",
             help="With --resume: a setting or section, such as optimizer.learning_rate or algorithm, that may differ "
-            "from the run so far although it changes what the run learns; or metrics.jsonl, to continue although this "
-            "file is damaged. Repeatable.",
+            "from the run so far although it changes what the run learns. Repeatable.",
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report of --dry-run as JSON.")] = False,

@@ -46,11 +46,6 @@ class RunDirectory:
         return self.path / "metrics.jsonl"
 
     @property
-    def damaged_metrics_path(self) -> Path:
-        """The metrics of a run that was resumed without some of their lines."""
-        return self.path / "metrics.damaged.jsonl"
-
-    @property
     def model_path(self) -> Path:
         """The commits of the run's hub models."""
         return self.path / "model.json"
@@ -162,8 +157,6 @@ def _check_content(run: RunDirectory, resume: Resume) -> None:
                 f"run.dir / run.name: {path} is a symbolic link, and a run writes only into its own directory; replace "
                 "the link by what it points to, or choose another run.name"
             )
-        if path.is_dir() and path.suffix in (".yaml", ".jsonl", ".json"):
-            raise InputError(f"run.dir / run.name: {path} is a folder instead of a file; choose another run.name")
     if run.has_foreign_files:
         raise InputError(f"run.name: {run.path} exists and is not a run directory; choose another run.name")
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import math
 import os
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from types import MappingProxyType
@@ -45,29 +43,11 @@ MAX_WANDB_CELL_CHARS = 2000
 """Maximum number of characters in an uploaded cell; the full text is in rollouts/."""
 
 
-@dataclass(frozen=True)
-class MetricsLines:
-    """The lines of `metrics.jsonl` that a resumed run continues."""
-
-    content: bytes
-    """The readable lines up to the checkpoint's step."""
-    records: Sequence[dict[str, Any]]
-    """The same lines, parsed."""
-    is_complete: bool
-    """Whether they are those that the checkpoint was saved after."""
-
-    @classmethod
-    def read(cls, path: Path, *, last_step: int, sha256: str | None) -> MetricsLines:
-        """Reads the lines up to a step.
-
-        Args:
-            sha256: the digest of these lines; None if it is unknown, as before the first step.
-        """
-        content = path.read_bytes() if path.exists() else b""
-        parsed = [(line, _parse_metrics_line(line)) for line in content.splitlines(keepends=True)]
-        kept = [(line, record) for line, record in parsed if record is not None and record["step"] <= last_step]
-        lines, records = b"".join(line for line, _ in kept), [record for _, record in kept]
-        return cls(lines, records, is_complete=sha256 in (None, hashlib.sha256(lines).hexdigest()))
+def _read_metrics_lines(path: Path, *, last_step: int) -> list[tuple[bytes, dict[str, Any]]]:
+    """Returns the readable lines of `metrics.jsonl` up to a step, and the same lines, parsed."""
+    content = path.read_bytes() if path.exists() else b""
+    parsed = [(line, _parse_metrics_line(line)) for line in content.splitlines(keepends=True)]
+    return [(line, record) for line, record in parsed if record is not None and record["step"] <= last_step]
 
 
 def _parse_metrics_line(line: bytes) -> dict[str, Any] | None:
@@ -105,7 +85,7 @@ class RunLog:
     """Run log that appends one line of metrics per step.
 
     Args:
-        kept: the lines that a resumed run continues; None for a new run.
+        last_step: the last step of which a resumed run keeps the metrics; None for a new run.
         session_fields: additional fields of this session's line in `sessions.jsonl`.
     """
 
@@ -114,29 +94,21 @@ class RunLog:
         run: RunDirectory,
         resolved: Resolved,
         *,
-        kept: MetricsLines | None,
+        last_step: int | None,
         wandb_id: str | None,
         session_fields: Mapping[str, Any] = MappingProxyType({}),
     ):
         self.run = run
-        lines = kept.content if kept else b""
-        self.history: list[dict[str, Any]] = [*kept.records] if kept else []
+        kept = [] if last_step is None else _read_metrics_lines(run.metrics_path, last_step=last_step)
+        self.history: list[dict[str, Any]] = [record for _, record in kept]
         # First, because it marks the folder as a run's, in which a killed start may be repeated.
         session = {**session_record(), **session_fields}
-        _append_session(run.sessions_path, session, to_earlier=kept is not None)
-        if kept and not kept.is_complete and run.metrics_path.exists():
-            os.replace(run.metrics_path, run.damaged_metrics_path)
-        write_atomic(run.metrics_path, lines)
-        self._digest = hashlib.sha256(lines)
+        _append_session(run.sessions_path, session, to_earlier=last_step is not None)
+        write_atomic(run.metrics_path, b"".join(line for line, _ in kept))
         self._file = run.metrics_path.open("a", encoding="utf-8", buffering=1)
         self._wandb = open_wandb(run, resolved, wandb_id)
         next_step = self.history[-1]["step"] + 1 if self.history else 0
         self._tensorboard = open_tensorboard(run, resolved, next_step=next_step)
-
-    @property
-    def metrics_sha256(self) -> str:
-        """Digest of all lines so far."""
-        return self._digest.hexdigest()
 
     @property
     def wandb_id(self) -> str | None:
@@ -148,7 +120,6 @@ class RunLog:
         self.history.append(record)
         line = json.dumps(record, allow_nan=False) + "\n"
         self._file.write(line)
-        self._digest.update(line.encode())
         known = {name: value for name, value in record.items() if value is not None}
         if self._wandb is not None:
             self._wandb.log(known, step=step)
@@ -249,7 +220,6 @@ class NullRunLog:
     """A run log that writes nothing, for all processes except the first."""
 
     history: Sequence[dict[str, Any]] = ()
-    metrics_sha256: str | None = None
     wandb_id: str | None = None
 
     def _ignore(self, *_: object, **__: object) -> None:

@@ -18,13 +18,11 @@ from app.records.atomic_write import write_atomic
 from app.rollout.scheduling.length_estimator import LearnedLengths
 from app.runtime.pinned_revisions import record_commits
 from app.runtime.session import Session
-from app.tracking.run_log import MetricsLines, NullRunLog, RunLog
+from app.tracking.run_log import NullRunLog, RunLog
 from app.training.inputs import CHANGEABLE_FINGERPRINTS, MINI_BATCH_PROMPTS, PROMPTS_PER_STEP
 from app.training.learner import LearnerGroup
 from app.training.setup import RunSetup
 from app.update.optimizer import TrainState
-from settings.checks.resumed_settings import METRICS, OPTION
-from settings.errors import InputError
 
 
 def open_checkpoints(setup: RunSetup, learner_group: LearnerGroup) -> Checkpoints:
@@ -90,29 +88,16 @@ def restore_or_initialize(
 
 
 def open_run_log(setup: RunSetup, progress: TrainProgress, *, resumed: bool) -> RunLog | NullRunLog:
-    """Writes the settings into the run directory and opens its log, or continues the existing one.
-
-    Raises:
-        InputError: the metrics are not those that the checkpoint was saved after, and this is not allowed.
-    """
+    """Writes the settings into the run directory and opens its log, or continues the existing one."""
     if jax.process_index() != 0:
         return NullRunLog()
     # The line of a step is written after its evaluation, and the line of step 0 is always the evaluation.
     is_to_come = progress.step == 0 or progress.unevaluated is not None
-    kept = None
-    if resumed:
-        path, digest = setup.run.metrics_path, progress.metrics_sha256 if progress.step else None
-        kept = MetricsLines.read(path, last_step=progress.step - is_to_come, sha256=digest)
-        if not kept.is_complete and METRICS not in setup.allow_changed:
-            raise InputError(
-                f"--resume: {path} lacks lines up to step {progress.step}, or they were changed after the checkpoint "
-                f"was saved. Restore the file from a copy, or continue with the readable lines by {OPTION} {METRICS}; "
-                f"the file is then kept as {setup.run.damaged_metrics_path.name}"
-            )
+    last_step = progress.step - is_to_come if resumed else None
     replayed = setup.inputs.replay.session_fields if setup.inputs.replay else {}
     session = {"after_step": progress.step, **replayed, "settings": setup.resolved.to_yaml()}
-    run_log = RunLog(setup.run, setup.resolved, kept=kept, wandb_id=progress.wandb_id, session_fields=session)
-    # After the session's line: settings.yaml is compared with the last one.
+    run_log = RunLog(setup.run, setup.resolved, last_step=last_step, wandb_id=progress.wandb_id, session_fields=session)
+    # After the session's line, which marks the folder as a run's.
     setup.run.write_settings(setup.resolved)
     record_commits(setup.run, setup.resolved.settings, setup.inputs.model_commits)
     # A resumed run has the same tokenizer; one that starts over may have another.

@@ -102,7 +102,7 @@ class StepLoop:
         if self.interrupts.sync_stop_decision().exit_code:
             raise StoppedError
         if self.progress.step:
-            display.print_line(_resume_message(self.progress, self.last_step, self.settings.logging.profile_steps))
+            display.print_line(f"continuing after step {self.progress.step} of {self.last_step}")
             # The evaluation of the last step may be missing; the steps of a replay are those of its files.
             is_complete = self.progress.step >= self.last_step and self.progress.unevaluated is None
             if is_complete and self.trainer.source.num_prompts is not None:
@@ -110,7 +110,7 @@ class StepLoop:
         if self.progress.unevaluated is not None:
             record = self._add_evaluation(self.progress.unevaluated)
             self.reporter.report_step(self.progress.step, record)
-            self.checkpoints.update_progress(self._progress_with_digest())
+            self.checkpoints.update_progress(self.progress)
         elif self.eval_prompts and not self.progress.step:
             initial = self._evaluate(0)
             evaluation = self.progress.with_evaluation(initial).evaluation
@@ -208,11 +208,8 @@ class StepLoop:
     def _save(self) -> None:
         self.reporter.display.set_phase("save")
         if not self.checkpoints.has_step(self.progress.step):
-            self.checkpoints.save(self.state.networks, self._progress_with_digest())
+            self.checkpoints.save(self.state.networks, self.progress)
             self.save_clock.reset()
-
-    def _progress_with_digest(self) -> TrainProgress:
-        return replace(self.progress, metrics_sha256=self.reporter.run_log.metrics_sha256)
 
 
 def _step_metrics(metrics: dict[str, float | None], samples: Sequence[Sample], timer: StepTimer) -> dict[str, Any]:
@@ -222,13 +219,6 @@ def _step_metrics(metrics: dict[str, float | None], samples: Sequence[Sample], t
     performance = step_performance(samples, flops=flops, seconds=timer.seconds["time/step_s"])
     # Null unless a penalty measures it.
     return {"policy/kl": None, **metrics, **timer.seconds, **performance, "time/unix_s": time.time()}
-
-
-def _resume_message(progress: TrainProgress, steps: int, profiled: Sequence[int]) -> str:
-    """Returns the first line of a resumed run."""
-    text = f"continuing after step {progress.step} of {steps}"
-    done = [step for step in profiled if step <= progress.step]
-    return f"{text}\nlogging.profile_steps: done before, so not profiled: {', '.join(map(str, done))}" if done else text
 
 
 def _stop_message(progress: TrainProgress, steps: int, requesting_hosts: Sequence[int]) -> str:

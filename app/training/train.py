@@ -123,8 +123,6 @@ def _train(setup: RunSetup, stack: ExitStack, clock: Callable[[], float], on_ste
     resumed = checkpoints.has_step(progress.step)
     with error_barrier():
         run_log = stack.enter_context(closing(open_run_log(setup, progress, resumed=resumed)))
-    # After the last check that may refuse the resume.
-    checkpoints.move_damaged_aside()
     reporter = RunReporter(setup.run, settings.logging, display, run_log)
     stack.callback(reporter.write_final_report)
     profiler = StepProfiler(settings.logging.profile_steps if is_first else (), setup.run.profile_dir)

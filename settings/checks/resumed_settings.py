@@ -9,8 +9,6 @@ from settings.errors import InputError
 from settings.loading.fields import FIELDS, SECTIONS, suggest_fields
 
 OPTION = "--allow-changed"
-METRICS = "metrics.jsonl"
-"""Value of the option that allows continuing with damaged metrics."""
 
 PLACE_OF_RUN = ("run.name", "run.dir")
 """Location of the run directory, which does not affect the run."""
@@ -76,7 +74,7 @@ def changed_settings(
 def check_allowed(changes: Sequence[SettingChange], allowed: Collection[str]) -> None:
     """Raises InputError if a change affects what the run learns and neither its name nor its section is `allowed`."""
     for name in allowed:
-        if name not in FIELDS and name not in SECTIONS and name != METRICS:
+        if name not in FIELDS and name not in SECTIONS:
             raise InputError(f"{OPTION}: there is no setting or section {name}{suggest_fields(name)[1]}")
     decisive = [change for change in changes if change.is_decisive]
     # Allowing a setting also allows the settings derived from it.

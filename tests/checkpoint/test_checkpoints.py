@@ -18,20 +18,10 @@ from tests.checkpoints import (
     opened,
     progress,
     restored,
-    said_by_hosts,
     steps_in,
     write,
     write_evaluated,
 )
-
-SAVE = """
-checkpoints = opened(Path(folder), keep=1, num_devices=2, best="eval/accuracy")
-for step, accuracy in ((1, 0.5), (2, 0.2), (3, 0.7)):
-    checkpoints.save(make_state(step, num_devices=2), progress(step, accuracy))
-checkpoints.finish()
-print("\\nbest", checkpoints.best.step)
-checkpoints.close()
-"""
 
 
 def test_the_newest_comes_back_bit_for_bit(tmp_path: Path) -> None:
@@ -153,10 +143,3 @@ def test_checksums_see_every_array_and_no_mesh() -> None:
         changed = jax.tree.unflatten(tree, [*leaves[:i], leaf.at[(0,) * leaf.ndim].add(1), *leaves[i + 1 :]])
         found = checksums(changed)
         assert {path for path, value in found.items() if value != expected[path]} == {name}
-
-
-@pytest.mark.two_hosts
-def test_two_hosts_keep_the_same_best(tmp_path: Path) -> None:
-    assert said_by_hosts(tmp_path, tmp_path, program=SAVE) == ["best 3", "best 3"]
-    assert steps_in(tmp_path) == {"3", "best"}
-    assert os.readlink(tmp_path / "best") == "3"

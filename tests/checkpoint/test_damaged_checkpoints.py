@@ -6,7 +6,6 @@ import hashlib
 import json
 import logging
 import os
-import random
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -82,18 +81,8 @@ def flip_a_bit(folder: Path) -> None:
     path.write_bytes(content)
 
 
-def empty_manifest(folder: Path) -> None:
-    os.truncate(folder / "state" / "manifest.ocdbt", 0)
-
-
 def remove_arrays(folder: Path) -> None:
     shutil.rmtree(folder / "state" / "ocdbt.process_0")
-
-
-def flip_a_bit_of_the_step(folder: Path) -> None:
-    """Step 4 becomes step 5, in a record that is still valid JSON."""
-    path = progress_path(folder)
-    path.write_text(path.read_text().replace(r"\"step\": 4", r"\"step\": 5"))
 
 
 def copy_the_step_before(folder: Path) -> None:
@@ -110,13 +99,9 @@ def remove_progress(folder: Path) -> None:
     shutil.rmtree(folder / "progress")
 
 
-def halve_progress(folder: Path) -> None:
-    os.truncate(folder / "progress" / "metadata", 20)
-
-
 DAMAGES = [
-    *(truncate_arrays, flip_a_bit, empty_manifest, remove_arrays, remove_progress, halve_progress),
-    *(flip_a_bit_of_the_step, copy_the_step_before, copy_the_arrays_of_the_step_before),
+    *(truncate_arrays, flip_a_bit, remove_arrays, remove_progress, copy_the_step_before),
+    copy_the_arrays_of_the_step_before,
 ]
 
 
@@ -148,23 +133,6 @@ def test_every_flipped_bit_of_the_progress_record_is_found(folder: Path) -> None
         path.write_bytes(flipped)
         with pytest.raises(ValueError):
             ProgressRecord.read(folder / "4")
-
-
-@pytest.mark.slow
-def test_a_flipped_bit_of_any_file_gives_the_state_as_saved_or_the_one_before(saved: Path, tmp_path: Path) -> None:
-    rng, steps = random.Random(0), []
-    for number in range(60):
-        folder = Path(shutil.copytree(saved, tmp_path / str(number)))
-        path = rng.choice(sorted(path for path in (folder / "4").rglob("*") if path.is_file()))
-        content = bytearray(path.read_bytes())
-        content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
-        path.write_bytes(content)
-        checkpoints = opened(folder)
-        state, where = restored(checkpoints)
-        assert_same(state, make_state(where.step))
-        steps.append(where.step)
-        checkpoints.close()
-    assert {*steps} == {2, 4}
 
 
 def test_the_step_of_a_damaged_one_can_be_saved_again(folder: Path, checkpoints: Checkpoints) -> None:
@@ -237,10 +205,9 @@ def test_what_is_wrong_with_the_machine_or_the_program_is_no_damage(error: Excep
 
 
 @pytest.mark.two_hosts
-@pytest.mark.parametrize("damage", [truncate_arrays, remove_progress], ids=lambda damage: damage.__name__)
-def test_what_one_host_cannot_read_all_pass_over(folder: Path, tmp_path: Path, damage: Callable[[Path], None]) -> None:
+def test_what_one_host_cannot_read_all_pass_over(folder: Path, tmp_path: Path) -> None:
     other = shutil.copytree(folder, tmp_path / "other")
-    damage(other / "4")
+    truncate_arrays(other / "4")
     assert said_by_hosts(folder, other, program=RESTORE) == ["found 2", "found 2"]
 
 

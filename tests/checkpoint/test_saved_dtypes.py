@@ -77,7 +77,6 @@ def test_moments_in_another_type_or_memory_are_converted_and_nothing_counts_as_d
     found = reading.restore(of_this_run)
     assert found is not None
     assert_converted(found[0], layouts)
-    reading.move_damaged_aside()
     # The run goes on in its own types.
     reading.save(state_of(3, layouts[1]), progress(3))
     reading.finish()

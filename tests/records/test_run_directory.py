@@ -40,15 +40,12 @@ def test_never_refuses_a_directory_that_holds_a_run(occupied: RunDirectory) -> N
     assert ("start it over" in str(refusal.value)) is not occupied.has_checkpoint
 
 
-@pytest.mark.parametrize("resume", ["never", "auto"])
-@pytest.mark.parametrize(
-    "name", ["thesis.tex", ".thesis.tex.77.partial", "metrics.jsonl", "checkpoints/model.safetensors"]
-)
-def test_a_folder_with_something_else_in_it_is_refused(run: RunDirectory, resume: Resume, name: str) -> None:
+@pytest.mark.parametrize("name", ["thesis.tex", ".thesis.tex.77.partial", "checkpoints/model.safetensors"])
+def test_a_folder_with_something_else_in_it_is_refused(run: RunDirectory, name: str) -> None:
     (run.path / name).parent.mkdir(parents=True)
     (run.path / name).touch()
     with pytest.raises(InputError, match="exists and is not a run directory"):
-        check_run_directory(run, resume)
+        check_run_directory(run, "auto")
 
 
 @pytest.mark.parametrize("resume", ["never", "auto"])
@@ -93,7 +90,7 @@ def test_a_file_in_the_place_of_the_directory_is_refused(run: RunDirectory) -> N
         check_run_directory(run, "auto")
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "rollouts", "checkpoints", "checkpoints/6"])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "checkpoints"])
 def test_links_in_a_run_directory_are_refused(occupied: RunDirectory, tmp_path: Path, name: str) -> None:
     (occupied.checkpoints_dir / "3").mkdir(parents=True)
     elsewhere = tmp_path / "elsewhere"
@@ -102,14 +99,6 @@ def test_links_in_a_run_directory_are_refused(occupied: RunDirectory, tmp_path: 
         occupied.checkpoints_dir.rename(elsewhere / "moved")
     (occupied.path / name).symlink_to(elsewhere)
     with pytest.raises(InputError, match=rf"{occupied.path / name} is a symbolic link"):
-        check_run_directory(occupied, "auto")
-
-
-@pytest.mark.parametrize("name", ["settings.yaml", "metrics.jsonl", "sessions.jsonl"])
-def test_a_folder_in_the_place_of_a_file_is_refused(occupied: RunDirectory, name: str) -> None:
-    (occupied.path / name).unlink(missing_ok=True)
-    (occupied.path / name).mkdir()
-    with pytest.raises(InputError, match=rf"{occupied.path / name} is a folder instead of a file"):
         check_run_directory(occupied, "auto")
 
 

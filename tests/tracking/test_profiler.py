@@ -43,15 +43,6 @@ def test_the_chosen_steps_leave_a_trace_and_the_metrics_are_the_same(config: Pat
     assert events["step"]["args"]["step_num"] == "4"
 
 
-@pytest.mark.slow
-def test_steps_that_a_resumed_run_has_behind_it_are_named_and_left_out(config: Path) -> None:
-    assert train_here(config, "run.steps=2", "eval.every_steps=0").exit_code == 0
-    result = train_here(config, "logging.profile_steps=[1, 3]", "eval.every_steps=0", resume="must")
-    assert result.exit_code == 0, result.stderr
-    assert "logging.profile_steps: done before, so not profiled: 1\n" in result.stderr
-    assert [path.name for path in (config.parent / "runs" / "tiny" / "profile").iterdir()] == ["step_000003"]
-
-
 def test_a_trace_that_cannot_be_written_costs_a_warning(tmp_path: Path) -> None:
     (tmp_path / "profile").touch()
     answer = subprocess.run(

@@ -19,13 +19,11 @@ from tests.program import (
     digest_of,
     here,
     metrics_of,
-    progress_of,
-    records_of,
     started,
     train_here,
     wait_for_step,
 )
-from tests.tiny_directory import TEMPLATE, write_model, write_tokenizer
+from tests.tiny_directory import write_model, write_tokenizer
 
 
 @pytest.fixture
@@ -55,14 +53,6 @@ def test_killed_in_the_middle_of_a_step_it_ends_as_if_it_had_not_been(full_confi
     best = os.readlink(run / "checkpoints" / "best")
     assert best == os.readlink(uninterrupted / "checkpoints" / "best")
     assert (run / "checkpoints" / best).is_dir()
-
-
-def test_lines_after_the_checkpoint_and_half_a_line_are_written_anew(
-    stopped: Path, full_config: Path, uninterrupted: Path
-) -> None:
-    assert train_here(full_config, resume="auto").exit_code == 0
-    assert [line["step"] for line in metrics_of(stopped)] == list(range(13))
-    assert_same_run(stopped, uninterrupted, step=12)
 
 
 def test_a_finished_run_has_nothing_left_to_do(finished: Path, config: Path) -> None:
@@ -104,30 +94,6 @@ def test_a_report_that_fails_costs_a_warning_and_not_the_run(
     assert "the report could not be written (InputError" in caplog.text
     assert f"try again with `grpo report {run}`" in caplog.text
     assert result.stdout.splitlines()[-1] == f"everything is in {run}"
-
-
-def test_without_a_checkpoint_auto_starts_over(finished: Path, config: Path) -> None:
-    run = config.parent / "runs" / "tiny"
-    shutil.copytree(finished, run)
-    shutil.rmtree(run / "checkpoints")
-    result = train_here(config, resume="auto")
-    assert result.exit_code == 0
-    assert "continuing" not in result.stderr
-    assert_same_run(run, finished, step=4)
-
-
-@pytest.mark.slow
-def test_a_damaged_checkpoint_is_passed_over_loudly(
-    stopped: Path, full_config: Path, uninterrupted: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    arrays = max((stopped / "checkpoints" / "6").rglob("ocdbt.process_0/d/*"), key=lambda path: path.stat().st_size)
-    os.truncate(arrays, 100)
-    result = train_here(full_config, resume="auto")
-    assert result.exit_code == 0, result.stderr
-    assert "checkpoint of step 6 is damaged" in caplog.text
-    assert "continuing after step 3 of 12" in result.stderr
-    assert_same_run(stopped, uninterrupted, step=12)
-    assert (stopped / "checkpoints" / "damaged-6").is_dir()
 
 
 def test_changed_data_is_refused(stopped: Path, full_config: Path, tmp_path: Path) -> None:
@@ -174,42 +140,18 @@ def test_what_changes_the_meaning_of_a_run_is_refused_unless_it_is_allowed(stopp
     assert "after 6 steps of grpo\n" in card
 
 
-@pytest.mark.parametrize("damage", ["deleted", "truncated", "without a line", "changed"])
-def test_a_run_is_not_continued_without_a_word_if_its_metrics_are_damaged(
-    stopped: Path, full_config: Path, damage: str
-) -> None:
-    path = stopped / "metrics.jsonl"
-    content = path.read_bytes()
-    lines = content.splitlines(keepends=True)
-    if damage == "deleted":
-        path.unlink()
-    elif damage == "truncated":
-        path.write_bytes(content[: len(content) // 2])
-    else:
-        lines[3:4] = [lines[3].replace(b"1", b"2", 5)] if damage == "changed" else []
-        path.write_bytes(b"".join(lines))
-    before = digest_of(stopped)
-    result = train_here(full_config, "run.steps=7", resume="auto")
-    assert result.exit_code == 2
-    assert "metrics.jsonl lacks lines up to step 6, or they were changed" in result.stderr
-    assert digest_of(stopped) == before
-
-    allowed = ["metrics.jsonl"]
-    result = train_here(full_config, "run.steps=7", "logging.report=true", resume="auto", allow_changed=allowed)
+def test_a_run_whose_metrics_are_lost_goes_on_and_the_report_names_the_steps(stopped: Path, full_config: Path) -> None:
+    (stopped / "metrics.jsonl").unlink()
+    result = train_here(full_config, "run.steps=7", "logging.report=true", resume="auto")
     assert result.exit_code == 0, result.stderr
-    missing = {"deleted": "steps 1-6", "without a line": "step 3"}.get(damage)
-    assert missing is None or f"metrics.jsonl has no line for {missing}." in (stopped / "report.html").read_text()
-    assert (stopped / "metrics.damaged.jsonl").exists() == (damage != "deleted")
-    assert train_here(full_config, "run.steps=8", resume="auto").exit_code == 0
+    assert "metrics.jsonl has no line for steps 1-6." in (stopped / "report.html").read_text()
 
 
 def test_a_damaged_checkpoint_stays_where_it_is_if_the_resume_is_refused(stopped: Path, full_config: Path) -> None:
     (stopped / "checkpoints" / "6" / "progress" / "metadata").write_text("{}")
-    lines = (stopped / "metrics.jsonl").read_bytes().splitlines(keepends=True)
-    (stopped / "metrics.jsonl").write_bytes(b"".join(lines[:2] + lines[3:]))
     before = digest_of(stopped)
-    result = train_here(full_config, resume="auto")
-    assert result.exit_code == 2 and "metrics.jsonl lacks lines up to step 3" in result.stderr
+    result = train_here(full_config, "run.seed=5", resume="auto")
+    assert result.exit_code == 2 and "run.seed was 0" in result.stderr
     assert digest_of(stopped) == before
 
 
@@ -222,36 +164,14 @@ def test_lost_settings_of_an_earlier_session_are_told(stopped: Path, full_config
     assert result.stderr.count("warning: sessions.jsonl has no valid settings in line 1; others are taken") == 1
 
 
-@pytest.mark.parametrize("part", ["model", "tokenizer"])
-def test_a_changed_model_is_refused(stopped: Path, full_config: Path, tmp_path: Path, part: str) -> None:
-    changed = write_model(tmp_path / "changed", seed=int(part == "model"))
-    if part == "tokenizer":
-        write_tokenizer(changed, chat_template="{{ messages[-1].content }}<|assistant|>")
+def test_a_changed_tokenizer_is_refused(stopped: Path, full_config: Path, tmp_path: Path) -> None:
+    changed = write_model(tmp_path / "changed")
+    write_tokenizer(changed, chat_template="{{ messages[-1].content }}<|assistant|>")
     before = digest_of(stopped)
     result = train_here(full_config, f"model.path={changed}", resume="auto")
     assert result.exit_code == 2
-    assert f"error: --resume: {part} changed since this run was started" in result.stderr
+    assert "error: --resume: tokenizer changed since this run was started" in result.stderr
     assert digest_of(stopped) == before
-
-
-def test_other_variables_of_the_chat_template_are_another_run_unless_allowed(config: Path, tmp_path: Path) -> None:
-    model = write_model(tmp_path / "model")
-    write_tokenizer(model, chat_template=TEMPLATE + "{% if doubled %}={% endif %}")
-    setting = f"model.path={model}"
-    run = config.parent / "runs" / "tiny"
-    assert train_here(config, setting, "run.steps=2").exit_code == 0
-    lengths = [len(one["prompt_token_ids"]) for one in records_of(run / "rollouts" / "step_000002.jsonl")]
-    before = digest_of(run)
-    changed = (setting, "data.chat_template_kwargs={doubled: true}")
-    result = train_here(config, *changed, resume="must")
-    assert result.exit_code == 2
-    assert "data.chat_template_kwargs was {} and is now {'doubled': True}" in result.stderr
-    assert digest_of(run) == before
-    result = train_here(config, *changed, resume="must", allow_changed=["data.chat_template_kwargs"])
-    assert result.exit_code == 0, result.stderr
-    longer = [len(one["prompt_token_ids"]) for one in records_of(run / "rollouts" / "step_000003.jsonl")]
-    assert max(longer) == max(lengths) + 1
-    assert progress_of(run, 4)["fingerprints"]["data.chat_template_kwargs"] == '{"doubled": true}'
 
 
 def test_the_texts_of_the_tokens_are_written_once(config: Path) -> None:
