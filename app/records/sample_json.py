@@ -200,12 +200,6 @@ def sample_from_record(record: Mapping[str, Any], *, where: str) -> Sample:
     optional = _per_token_arrays(fields, ("behavior_logprobs", *PER_TOKEN_FIELDS), num_tokens, where=where)
     if fields.policy_versions is not None:
         _check_length("policy_versions", fields.policy_versions, num_tokens, where=where)
-        oldest = min(fields.policy_versions, default=fields.policy_version)
-        if oldest != fields.policy_version:
-            raise InputError(
-                f"{where}: policy_versions: the oldest is {oldest}, and policy_version is {fields.policy_version}; "
-                "they must be equal"
-            )
         optional["policy_versions"] = np.array(fields.policy_versions, np.int32)
     if fields.routes is not None:
         optional["routes"] = _decode_routes(fields.routes, len(fields.prompt_token_ids) + num_tokens, where=where)
@@ -213,13 +207,7 @@ def sample_from_record(record: Mapping[str, Any], *, where: str) -> Sample:
         raise InputError(f"{where}: prompt_token_ids is empty; a completion needs a token before it")
     if fields.episode is not None:
         mask = optional.get("loss_mask", np.ones(num_tokens, bool))
-        episode = optional["episode"] = episode_from_record(fields.episode, mask, where=where)
-        last_text = episode.turns[-1].text if episode.turns else ""
-        if fields.completion != last_text:
-            raise InputError(
-                f"{where}: completion is {fields.completion!r:.40}, and the text of the last turn (episode.turns) is "
-                f"{last_text!r:.40}; they must be equal"
-            )
+        optional["episode"] = episode_from_record(fields.episode, mask, where=where)
     suffix = f"/s{fields.sample_index}"
     if not fields.uid.endswith(suffix) or fields.uid == suffix:
         raise InputError(f"{where}: uid: expected `<prompt uid>{suffix}`, got {fields.uid!r}")

@@ -8,9 +8,8 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -60,10 +59,8 @@ class StepGroups:
     def __init__(self, *, group_filter: GroupFilter, num_groups: int, max_rounds: int) -> None:
         self._filter, self._num_groups, self._max_rounds = group_filter, num_groups, max_rounds
         self._num_wanted = num_groups * jax.process_count()
-        self._sampled: list[Sample] = []
-        """This host's samples of all rounds."""
-        self._groups: list[Group] = []
-        """The same samples in groups."""
+        self._groups: dict[int, Group] = {}
+        """This host's groups of all rounds by their numbers in the step."""
         self._kept: list[bool] = []
         """Whether each group of all hosts is kept."""
         self._seen_prompts: set[int] = set()
@@ -78,6 +75,8 @@ class StepGroups:
         """Adds this host's rewarded samples of a round. All hosts must call it together."""
         new = group_samples(samples)
         assert len(new) == self._num_groups
+        first = (self._num_rounds * jax.process_count() + jax.process_index()) * self._num_groups
+        self._groups |= dict(enumerate(new, first))
         # Rows are ordered by host, like the prompts of a round, so a row is a group's number in the step.
         gathered = gather_over_hosts(
             np.asarray([(self._filter(group), _uid_hash(group[0].prompt.uid)) for group in new])
@@ -85,8 +84,6 @@ class StepGroups:
         for is_kept, prompt in gathered.reshape(-1, 2).tolist():
             self._kept.append(bool(is_kept) and prompt not in self._seen_prompts)
             self._seen_prompts.add(prompt)
-        self._sampled += samples
-        self._groups += new
         self._num_rounds += 1
 
     def fill(self) -> tuple[list[Sample], dict[str, float]]:
@@ -96,65 +93,40 @@ class StepGroups:
         must call it together.
         """
         num_kept = sum(self._kept)
-        chosen = choose_groups(self._kept, self._num_wanted)
-        groups = _exchange_groups(self._groups, chosen.numbers, self._num_groups)
-        samples = [_mask_out_of_loss(s) if number in chosen.fillers else s for number, group in groups for s in group]
-        rewards = [s.reward for s in self._sampled if s.reward is not None]
+        taken = [number for number, is_kept in enumerate(self._kept) if is_kept][: self._num_wanted]
+        others = (number for number, is_kept in enumerate(self._kept) if not is_kept)
+        fillers = {*itertools.islice(others, self._num_wanted - len(taken))}
+        # Fillers keep their places, or a mini-batch could consist of fillers only.
+        groups = _exchange_groups(self._groups, sorted({*taken, *fillers}), self._num_groups)
+        samples = [_mask_out_of_loss(s) if number in fillers else s for number, group in groups for s in group]
+        rewards = [s.reward for group in self._groups.values() for s in group if s.reward is not None]
         total, count = sum_over_hosts(np.asarray([sum(rewards), len(rewards)], np.float64)).tolist()
         return samples, {
             "rollout/num_rounds": self._num_rounds,
             "rollout/surplus_group_count": max(num_kept - self._num_wanted, 0),
-            "rollout/filler_group_count": len(chosen.fillers),
+            "rollout/filler_group_count": len(fillers),
             "reward/filtered_group_fraction": (len(self._kept) - num_kept) / len(self._kept),
             "reward/sampled_mean": total / count if count else float("nan"),
         }
 
 
-class ChosenGroups(NamedTuple):
-    """The numbers of a step's groups: the first kept ones, filled up with the first others."""
-
-    numbers: list[int]
-    """Ascending numbers: fillers keep their places, or a mini-batch could consist of fillers only."""
-    fillers: frozenset[int]
-
-
-def choose_groups(kept: Sequence[bool], num_wanted: int) -> ChosenGroups:
-    """Chooses `num_wanted` groups, given in order of sampling which of them passed the filter."""
-    taken = [number for number, is_kept in enumerate(kept) if is_kept][:num_wanted]
-    others = (number for number, is_kept in enumerate(kept) if not is_kept)
-    fillers = list(itertools.islice(others, num_wanted - len(taken)))
-    return ChosenGroups(sorted(taken + fillers), frozenset(fillers))
-
-
-class GroupLocation(NamedTuple):
-    host: int
-    index: int
-    """Index among the groups that the host has sampled in the step."""
-
-
-def locate_group(number: int, *, num_groups: int, num_hosts: int) -> GroupLocation:
-    """Returns where a group was sampled. In each round every host has `num_groups` consecutive numbers."""
-    round_number, in_round = divmod(number, num_groups * num_hosts)
-    host, slot = divmod(in_round, num_groups)
-    return GroupLocation(host, round_number * num_groups + slot)
-
-
-def _exchange_groups(local_groups: Sequence[Group], numbers: Sequence[int], num_groups: int) -> list[tuple[int, Group]]:
+def _exchange_groups(
+    local_groups: Mapping[int, Group], numbers: Sequence[int], num_groups: int
+) -> list[tuple[int, Group]]:
     """Returns this host's equal part of the chosen groups with their numbers. All hosts must call it together.
 
     Args:
-        local_groups: all groups that this host has sampled.
+        local_groups: all groups that this host has sampled, by number.
+        num_groups: number of groups of each part. In each round every host has as many consecutive numbers.
     """
-    this_host, num_hosts = jax.process_index(), jax.process_count()
-    places = {number: locate_group(number, num_groups=num_groups, num_hosts=num_hosts) for number in numbers}
     goes_to = {number: position // num_groups for position, number in enumerate(numbers)}
-    moving = [number for number in numbers if places[number].host != goes_to[number]]
-    at_hand = {number: local_groups[place.index] for number, place in places.items() if place.host == this_host}
+    moving = [number for number in numbers if number // num_groups % jax.process_count() != goes_to[number]]
+    groups = dict(local_groups)
     if moving:
-        leaving = {number: list(map(sample_to_record, at_hand[number])) for number in moving if number in at_hand}
+        leaving = {number: list(map(sample_to_record, groups[number])) for number in moving if number in groups}
         for sent in map(json.loads, gather_bytes_over_hosts(json.dumps(leaving).encode())):
-            at_hand |= {int(number): list(map(decode_gathered_sample, records)) for number, records in sent.items()}
-    return [(number, at_hand[number]) for number in numbers if goes_to[number] == this_host]
+            groups |= {int(number): list(map(decode_gathered_sample, records)) for number, records in sent.items()}
+    return [(number, groups[number]) for number in numbers if goes_to[number] == jax.process_index()]
 
 
 def _uid_hash(uid: str) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from app.evaluation.metrics import check_is_measured
 from app.prompts.dataset import Dataset
@@ -84,11 +83,15 @@ class TrainingInputs:
 
 def check_chosen_metrics(settings: Settings, eval_rows: PromptsOrRows) -> None:
     """Raises InputError if evaluations of these rows do not measure a metric that a setting of the run names."""
-    judge, num_samples = accuracy_function_name(settings.reward), settings.eval.num_samples
-    check = partial(check_is_measured, prompts=eval_rows, judge=judge, num_samples=num_samples)
     if settings.checkpoint.best_metric is not None:
-        way_out = ", or null to keep no best checkpoint"
-        check(settings.checkpoint.best_metric, setting="checkpoint.best_metric", way_out=way_out)
+        check_is_measured(
+            settings.checkpoint.best_metric,
+            setting="checkpoint.best_metric",
+            way_out=", or null to keep no best checkpoint",
+            prompts=eval_rows,
+            judge=accuracy_function_name(settings.reward),
+            num_samples=settings.eval.num_samples,
+        )
 
 
 def read_training_inputs(settings: Settings, replay_request: ReplayRequest | None = None) -> TrainingInputs:

@@ -89,15 +89,6 @@ def test_a_folder_that_is_not_finished_leaves_nothing(tmp_path: Path, fails: boo
     assert list(tmp_path.iterdir()) == left and not any(path for one in left for path in one.iterdir())
 
 
-def test_what_a_killed_program_of_the_same_number_left_is_no_obstacle(tmp_path: Path) -> None:
-    left = tmp_path / f".new.{os.getpid()}.partial"
-    left.mkdir()
-    (left / "half").write_text("of another")
-    with create_folder_atomic(tmp_path / "new") as folder:
-        (folder / "a").write_text("a")
-    assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")] == ["new", "new/a"]
-
-
 def test_two_hosts_may_write_the_same_file_at_once(tmp_path: Path) -> None:
     with open_atomic(tmp_path / "new") as first, open_atomic(tmp_path / "new") as second:
         first.write(b"same")

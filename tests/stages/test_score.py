@@ -221,7 +221,7 @@ def as_nan(line: str) -> str:
         ),
         (
             with_fields(completion="not it"),
-            "completion: 'not it' from character 0 is not what completion_token_ids decode",
+            "completion: 'not it' is not what completion_token_ids decode",
         ),
         (
             with_fields(behavior_logprobs=[0.5] * 4, completion_token_ids=[5] * 4, completion=None),

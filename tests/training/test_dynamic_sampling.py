@@ -12,11 +12,8 @@ import pytest
 from app.records.sample import Sample
 from app.reward.reward_functions import OverlongPenalty
 from app.training.dynamic_sampling import (
-    GroupLocation,
     StepGroups,
-    choose_groups,
     keeps_all,
-    locate_group,
     rewards_differ,
 )
 from tests.tiny import make_sample
@@ -123,24 +120,6 @@ def test_what_length_costs_is_no_difference():
     right = penalised(0.3, 0.3 + 0.1 / 3, 0.3)
     assert right[0].reward == pytest.approx(right[1].reward)
     assert rewards_differ(right)
-
-
-def test_groups_are_chosen_in_the_order_of_their_numbers_and_the_first_others_fill_up():
-    assert choose_groups([True, False, True, True], 2) == ([0, 2], frozenset())
-    assert choose_groups([False, False, True, False], 3) == ([0, 1, 2], frozenset({0, 1}))
-
-
-@pytest.mark.parametrize("num_hosts", [1, 2, 4])
-def test_a_round_is_numbered_host_after_host_so_that_numbers_do_not_depend_on_the_hosts(num_hosts: int):
-    places = [locate_group(number, num_groups=8 // num_hosts, num_hosts=num_hosts) for number in range(16)]
-    per_host = 8 // num_hosts
-    expected = [
-        GroupLocation(host, round_number * per_host + slot)
-        for round_number in range(2)
-        for host in range(num_hosts)
-        for slot in range(per_host)
-    ]
-    assert places == expected
 
 
 def test_a_prompt_that_an_earlier_round_has_asked_is_no_new_group():
