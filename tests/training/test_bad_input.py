@@ -38,18 +38,13 @@ def refused(config: Path, *overrides: str, resume: str = "never") -> str:
     ("override", "message"),
     [
         ("run.stepz=3", "did you mean run.steps?"),
-        ("rollout.group_size=1", "rollout.group_size = 1 (from --set): grpo compares the samples"),
         ("data.max_prompt_length=200", "200 + 4 = 204 tokens, but the context of"),
-        ("rollout.max_new_tokens=120", "data.max_prompt_length + rollout.max_new_tokens = 16 + 120 = 136 tokens"),
-        ("logging.profile_steps=[2, 9]", "step 9 is not part of the run, because run.steps = 4 (from yaml:"),
         ("checkpoint.best_metric=eval/acuracy", "or null to keep no best checkpoint; did you mean eval/accuracy?"),
         (
             "model.attention=kernel",
             "there is no attention kernel for cpu devices (cpu)",
         ),
         ("mesh.shape='3,1,1'", "mesh.shape: '3,1,1' needs 3 devices, but there are 8"),
-        ("model.path=builtin:huge", "model.path: there is no built-in model 'builtin:huge'"),
-        ("data.source=builtin:algebra", "data.source: there is no 'builtin:algebra'"),
     ],
 )
 def test_a_setting_that_cannot_be(config: Path, override: str, message: str) -> None:
@@ -121,12 +116,6 @@ def test_data_of_which_every_row_is_too_long(config: Path, rows: Path) -> None:
     assert "no prompt is left: 5 of 5 are longer than data.max_prompt_length = 3" in message
 
 
-def test_data_of_which_one_row_is_too_long_where_that_is_an_error(config: Path, rows: Path) -> None:
-    rows.write_text(rows.read_text() + '{"question": "111111 + 222222 = ?", "answer": "333333"}\n')
-    message = refused_data(config, rows, "data.overlong_prompts=error")
-    assert "1 of 6 prompts are longer than data.max_prompt_length = 16 tokens; the first is rows/5" in message
-
-
 def remove_config(model: Path) -> None:
     (model / "config.json").unlink()
 
@@ -137,10 +126,6 @@ def use_another_family(model: Path) -> None:
 
 def keep_only_a_pickle(model: Path) -> None:
     (model / "model.safetensors").rename(model / "pytorch_model.bin")
-
-
-def keep_no_weights(model: Path) -> None:
-    (model / "model.safetensors").unlink()
 
 
 def truncate_weights(model: Path) -> None:
@@ -167,7 +152,6 @@ def take_a_smaller_embedding(model: Path) -> None:
         (remove_config, "has no config.json, so it is not a Hugging Face model"),
         (use_another_family, "config.json: model_type='mamba' is not supported; supported: llama, mistral, qwen2"),
         (keep_only_a_pickle, "has weights only as pickles (pytorch_model.bin)"),
-        (keep_no_weights, "has neither model.safetensors nor model.safetensors.index.json"),
         (truncate_weights, "model.safetensors is truncated or not a safetensors file"),
         (forget_the_template, "the tokenizer has no chat template"),
         (remove_the_tokenizer, "there is no tokenizer.json"),

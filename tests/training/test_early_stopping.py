@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
-from tests.program import assert_same_run, digest_of, here, metrics_of, newest_checkpoint, settings, train_here
-from tests.two_hosts import run_on_two_hosts
+from tests.program import assert_same_run, digest_of, here, metrics_of, newest_checkpoint, train_here
 
 NEVER_BETTER = ("run.early_stopping.patience=1", "run.early_stopping.min_delta=10")
 REASON = "eval/accuracy has not improved in 1 evaluations (run.early_stopping.patience); its best value is "
@@ -34,16 +31,6 @@ def test_a_run_that_has_ended_early_is_complete_and_goes_on_only_under_other_set
     assert_same_run(run, finished, step=4)
 
 
-def test_evaluations_before_a_resume_count(config: Path) -> None:
-    run = config.parent / "runs" / "tiny"
-    chosen = ("run.early_stopping.patience=3", "run.early_stopping.min_delta=10", "eval.every_steps=1")
-    assert train_here(config, *chosen, "run.steps=2").exit_code == 0
-    result = train_here(config, *chosen, "run.steps=9", resume="must")
-    assert result.exit_code == 0, result.stderr
-    assert "ended early, after step 3 of 9" in result.stderr
-    assert [line["step"] for line in metrics_of(run)] == [0, 1, 2, 3]
-
-
 def test_the_last_step_is_not_early(config: Path) -> None:
     result = train_here(config, *NEVER_BETTER, "run.steps=2", "logging.report=true")
     assert result.exit_code == 0 and "ended early" not in result.stdout + result.stderr
@@ -57,15 +44,3 @@ def test_a_run_compares_the_metric_of_its_best_checkpoint(config: Path) -> None:
     result = train_here(config, *NEVER_BETTER, *lengths)
     assert result.exit_code == 0, result.stderr
     assert "ended early, after step 2 of 4: eval/mean_length has not improved in 1 evaluations" in result.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.two_hosts
-def test_all_hosts_end_together(full_config: Path) -> None:
-    half = ("rollout.prompts_per_step=2", "algorithm.mini_batch_prompts=1")
-    chosen = settings(*NEVER_BETTER, *half, "eval.every_steps=2")
-    hosts = run_on_two_hosts("train", "--config", full_config, *chosen)
-    assert [host.exit_code for host in hosts] == [0, 0], hosts
-    assert f"ended early, after step 2 of 12: {REASON}" in hosts[0].stderr
-    run = full_config.parent / "runs" / "full"
-    assert [line["step"] for line in metrics_of(run)] == [0, 1, 2] and newest_checkpoint(run) == 2

@@ -116,21 +116,3 @@ def test_hosts_generate_ahead_and_train_as_one_does_that_waits(config: Path) -> 
     assert len(lengths) == progress_of(two, 3)["position"] == 12
     finished = [tokens for tokens, _ in progress_of(two, 3)["finished_lengths"]]
     assert {length for one in lengths.values() for length in one} <= set(finished), "of both hosts"
-
-
-@pytest.mark.slow
-def test_hosts_with_a_scheduler_each_train_as_one_does(config: Path) -> None:
-    overrides = (*SCHEDULED, *UNJUDGED, "run.steps=3")
-    with two_hosts("train", "--config", config, *settings(*overrides, *HALF)) as hosts:
-        ends = ended(hosts, deadline_s=2 * DEADLINE_S)
-    assert [end.exit_code for end in ends] == [0, 0], ends
-    assert train_here(config, *overrides, "run.name=one").exit_code == 0
-    two, one = (config.parent / "runs" / name for name in ("two", "one"))
-    for ours, expected in zip(metrics_of(two), reproducible(metrics_of(one)), strict=True):
-        for name in (name for name in expected if not name.startswith(("batching/", "global_seqlen/"))):
-            assert (ours[name] or 0.0) == pytest.approx(expected[name] or 0.0, rel=1e-5, abs=1e-5), name
-    assert all(line["perf/rollout/makespan_s"] > 0 for line in metrics_of(two)[1:])
-    records = [record for step in (1, 2, 3) for record in records_of(two / "rollouts" / f"step_{step:06d}.jsonl")]
-    assert {record["worker"] for record in records} == {
-        f"host{i}/{kind}-{j}" for i in (0, 1) for kind in ("fast", "heavy") for j in (0, 1)
-    }

@@ -10,8 +10,7 @@ import pytest
 
 from tests.program import assert_same_run, here, records_of, settings, train_here
 from tests.replays import step_file
-from tests.run_fixtures import FULL, NO_REPORT, TINY, write_config
-from tests.two_hosts import run_on_two_hosts
+from tests.run_fixtures import NO_REPORT, TINY, write_config
 
 REWARDS = """
 def by_source(data_source, solution_str, ground_truth, extra_info=None):
@@ -68,18 +67,3 @@ def test_the_other_commands_read_a_mixture(tmp_path: Path, tiny_model: Path) -> 
     judged = here("evaluate", "--config", config, *settings("eval.num_prompts=4"), "--out", tmp_path / "judged.jsonl")
     assert judged.exit_code == 0, judged.stderr
     assert {one["columns"]["data_source"] for one in records_of(tmp_path / "judged.jsonl")} == {"builtin:arithmetic"}
-
-
-@pytest.mark.slow
-@pytest.mark.two_hosts
-def test_two_hosts_take_the_prompts_of_one(tmp_path: Path, tiny_model: Path) -> None:
-    config = mixed(tmp_path, FULL, tiny_model)
-    half = settings("rollout.prompts_per_step=2", "algorithm.mini_batch_prompts=1", "run.name=two", "run.steps=2")
-    hosts = run_on_two_hosts("train", "--config", config, *half)
-    assert [host.exit_code for host in hosts] == [0, 0], hosts
-    assert train_here(config, "run.name=one", "run.steps=2").exit_code == 0
-    for step in (1, 2):
-        one, two = (records_of(step_file(tmp_path / "runs" / name, step)) for name in ("one", "two"))
-        assert [(s["uid"], s["completion"], s["rewards"]) for s in two] == [
-            (s["uid"], s["completion"], s["rewards"]) for s in one
-        ]

@@ -5,10 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-import pytest
-
-from tests.program import assert_same_run, digest_of, metrics_of, saved_state, settings, train_here
-from tests.two_hosts import run_on_two_hosts
+from tests.program import assert_same_run, digest_of, saved_state, train_here
 
 AWAY, HERE = "optimizer.offload=true", "optimizer.offload=false"
 ROUNDED = "optimizer.first_moment=bfloat16"
@@ -39,14 +36,3 @@ def test_moments_change_their_type_if_allowed_and_nothing_is_touched_if_not(fini
         assert "damaged" not in resumed.stderr
         dtypes = {array.dtype.name for name, array in saved_state(run, steps).items() if "mu" in name}
         assert dtypes == {"bfloat16" if chosen else "float32"}
-
-
-@pytest.mark.slow
-@pytest.mark.two_hosts
-def test_two_hosts_save_and_resume_moments_in_host_memory(config: Path) -> None:
-    half = ("rollout.prompts_per_step=2", AWAY)
-    for steps, resume in ((2, "never"), (3, "must")):
-        chosen = settings(*half, f"run.steps={steps}")
-        hosts = run_on_two_hosts("train", "--config", config, "--resume", resume, *chosen)
-        assert [host.exit_code for host in hosts] == [0, 0], hosts
-    assert metrics_of(config.parent / "runs" / "tiny")[-1]["step"] == 3

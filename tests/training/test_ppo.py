@@ -18,7 +18,6 @@ from app.batching.micro_batch_plan import MicroBatchPlan, SequenceLengths
 from app.batching.micro_batcher import GlobalPlan, MicroBatcher
 from app.checkpoint.network_states import RunState
 from app.records.sample import Sample
-from app.report.metric_registry import find_metric
 from app.tracking.console import ProgressDisplay
 from app.tracking.timer import StepTimer
 from app.training.learner import make_learner_group
@@ -182,12 +181,6 @@ def test_a_run_with_a_critic_is_not_continued_without_one(config: Path, whole: P
     assert result.exit_code == 2
     assert "the critic changed since this run was started" in result.stderr
     assert digest_of(run) == before
-
-
-def test_every_metric_of_ppo_is_in_the_glossary(whole: Path) -> None:
-    names = sorted({name for line in metrics_of(whole) for name in line})
-    assert "value/explained_variance" in names
-    assert [name for name in names if find_metric(name) is None] == []
 
 
 def test_a_critic_with_another_tokenizer_is_refused(config: Path, tiny_model: Path) -> None:

@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -18,11 +17,9 @@ from app.checkpoint.saved_policy import PolicyCheckpoint
 from app.checkpoint.train_progress import TrainProgress
 from app.evaluation.standalone import read_evaluation_input
 from app.model import quantization
-from app.model.decoder import DecoderDefinition
 from app.model.flops import forward_flops
 from app.model.io.hf_weights import load_weights
 from app.model.lora import LORA_A, LORA_B, combine_params, merge_adapters
-from app.model.quantization import CODES, SCALES
 from app.records.sample_json import sample_from_record
 from app.records.versions import NOT_INSTALLED
 from app.runtime import model_spec
@@ -34,7 +31,6 @@ from tests.program import (
     digest_of,
     here,
     metrics_of,
-    of_tiny,
     records_of,
     saved_state,
     settings,
@@ -44,10 +40,7 @@ from tests.quantized import dequantized_params
 from tests.run_fixtures import NO_REPORT, TINY, write_config
 from tests.tiny import make_mesh
 from tests.tiny_directory import write_model
-from tests.training.test_lora import NUM_ADAPTERS, NUM_WEIGHTS, PENALISED, UNJUDGED, field_of, launched
-from tests.training.test_slot_engine import SCHEDULED, SLOTS
-from tests.training.test_two_hosts import assert_same_steps
-from tests.two_hosts import run_on_two_hosts
+from tests.training.test_lora import NUM_ADAPTERS, NUM_WEIGHTS, PENALISED, field_of, launched
 
 pytest.importorskip("qwix", reason="Qwix is not installed: pip install -e '.[qlora]'")
 
@@ -129,11 +122,8 @@ def test_a_width_that_no_tile_divides_is_refused(tmp_path: Path, config: Path) -
     assert f"{BASE}: nf4 needs a model width" in result.stderr
 
 
-@pytest.mark.parametrize("base", [INT8, NF4])
-def test_the_reference_is_the_quantized_base_without_its_adapters_and_no_copy(
-    run: Path, config: Path, base: str
-) -> None:
-    launch, learning = launched(config, *PENALISED, base)
+def test_the_reference_is_the_quantized_base_without_its_adapters_and_no_copy(run: Path, config: Path) -> None:
+    launch, learning = launched(config, *PENALISED, NF4)
     session = launch.session
     state = RunState(learning.policy.initial_state(session.initial_trained_params()))
     reference = load_reference_params(state, TrainProgress(step=0, position=0, fingerprints={}), session)
@@ -153,9 +143,8 @@ def test_the_reference_is_the_quantized_base_without_its_adapters_and_no_copy(
     assert np.abs(field_of(exact, "reference_logprobs") - field_of(scored, "reference_logprobs")).max() > 1e-3
 
 
-@pytest.mark.parametrize("base", [INT8, NF4])
-def test_adapters_beside_quantized_kernels_count_as_work(config: Path, base: str) -> None:
-    launch, _ = launched(config, *PENALISED, base)
+def test_adapters_beside_quantized_kernels_count_as_work(config: Path) -> None:
+    launch, _ = launched(config, *PENALISED, INT8)
     session, one = launch.session, np.ones(1, np.int64)
     assert session.engine.definition is session.model_spec.policy_definition
     # Their scales and codes do not count.
@@ -197,70 +186,7 @@ def test_a_saved_policy_is_evaluated_as_its_run_did(run: Path, tmp_path: Path) -
     assert logged and {name: found[name] for name in logged} == logged
 
 
-@pytest.mark.slow
-def test_nf4_learns_in_bfloat16_through_slots_on_a_split_mesh(config: Path) -> None:
-    chosen = (*PENALISED, NF4, "model.dtype=bfloat16", SLOTS, "mesh.shape=2,2,2", *UNJUDGED)
-    result = train_here(config, *chosen, "run.steps=2", "rollout.prompts_per_step=4")
-    assert result.exit_code == 0, result.stderr
-    lines = metrics_of(config.parent / "runs" / "tiny")
-    assert all(0 < line["rollout/sampler_scorer_logprob_diff_max"] < 0.3 for line in lines)
-
-
-@pytest.mark.slow
-def test_what_is_looked_at_before_a_run_knows_the_quantized_base(tiny_model: Path) -> None:
-    chosen = [*of_tiny(tiny_model), *settings("model.lora.rank=2", NF4)]
-    doctor = here("doctor", *chosen, *settings("optimizer.learning_rate=1e-2"))
-    assert doctor.exit_code == 0, doctor.stdout + doctor.stderr
-    result = here("inspect-mesh", *chosen, *settings("mesh.shape=2,2,2"), "--compile", "--json")
-    assert result.exit_code == 0, result.stderr
-    report = json.loads(result.stdout)
-    weights = {one["name"]: one for one in report["weights"]}
-    definition = DecoderDefinition.create(
-        read_model_spec(load(None, [f"model.path={tiny_model}"], {}).settings).architecture
-    )
-    codes, scales = (weights[f"blocks.up.{leaf}"] for leaf in (CODES, SCALES))
-    assert (codes["shape"], codes["bytes_per_device"]) == ([2, 16, 48], 2 * 16 * 48 // 4)
-    # Tiles of 32, one in all.
-    assert (scales["shape"], scales["bytes_per_device"]) == ([2, 1, 48], 4 * 2 * 48 // 2)
-    assert report["weight_bytes_per_device"] == report["memory"]["update"]["weights"]
-    assert report["num_parameters"] == definition.num_parameters + NUM_WEIGHTS
-
-
 def test_an_evaluation_of_the_model_alone_has_floats(tiny_model: Path) -> None:
     chosen = load(None, [f"model.path={tiny_model}", "model.lora.rank=2", INT8], {}).settings
     assert read_model_spec(chosen).without_adapters.reference_definition.quantization is None
     assert read_evaluation_input(chosen, None).source.model.policy_definition.quantization is None
-
-
-def test_workers_far_away_are_told_how_kernels_are_held(config: Path) -> None:
-    pytest.importorskip("ray", reason="Ray is not installed: pip install -e '.[ray]'")
-    launch, _ = launched(config, *QLORA, *SCHEDULED, "rollout.mode=fast", "rollout.pool=ray")
-    session = launch.session
-    assert session.workers is not None
-    sent = session.engine.to_decode_weights(session.full_params(session.initial_trained_params()))
-    workers: Any = session.workers.workers
-    for worker in workers:
-        plan = worker.spec
-        there = DecoderDefinition.create(plan.architecture, lora=plan.lora, quantization=plan.quantization)
-        assert there.shapes == session.model_spec.policy_definition.shapes
-        assert jax.tree.structure(worker.engine.programs.abstract_weights) == jax.tree.structure(sent)
-
-
-@pytest.mark.two_hosts
-def test_two_hosts_hold_the_codes_that_one_would(config: Path) -> None:
-    two, one = (config.parent / "runs" / name for name in ("two", "one"))
-    chosen = (*PENALISED, NF4, "run.steps=2")
-    assert train_here(config, *chosen, "run.name=one").exit_code == 0
-    half = settings(*chosen, "rollout.prompts_per_step=2", "run.name=two")
-    hosts = run_on_two_hosts("train", "--config", config, *half)
-    assert [host.exit_code for host in hosts] == [0, 0], hosts
-    assert_same_steps(two, one, steps=range(3))
-
-
-@pytest.mark.slow
-def test_the_built_in_model_learns_to_add_beside_4_bits(tmp_path: Path) -> None:
-    chosen = ("model.lora.rank=8", NF4, "optimizer.learning_rate=1e-2", "run.steps=15", "eval.every_steps=15")
-    result = here("train", *settings(*chosen, f"run.dir={tmp_path}", "run.name=learns", "logging.report=false"))
-    assert result.exit_code == 0, result.stderr
-    before, after = (line["eval/accuracy"] for line in metrics_of(tmp_path / "learns") if "eval/accuracy" in line)
-    assert after > before + 0.2

@@ -30,9 +30,6 @@ def broken(completion): raise ValueError("always")
 def picky(completion, answer):
     if completion != answer: raise ValueError("wrong")
     return 1
-def of_host(completion):
-    if os.environ["THIS_HOST"] == "1": raise ValueError("not on this host")
-    return {"score": len(completion), "only_here": 1}
 def wrong_on_second(completions, trainer_state):
     if os.environ["THIS_HOST"] == "1" and trainer_state.global_step == 2: raise ValueError("not on this host")
     return [1.0 for _ in completions]
@@ -42,8 +39,6 @@ def until_third(completions, trainer_state):
 def silent(completions): return [None] * len(completions)
 def even(completions, prompts): return [1.0 if len(p) % 2 == 0 else None for p in prompts]
 def odd(completions, prompts): return [3.0 if len(p) % 2 else None for p in prompts]
-def on_first_host(completions):
-    return [float(len(c)) if os.environ["THIS_HOST"] == "0" else None for c in completions]
 """
 QUIET = ("eval.every_steps=0", "run.steps=2")
 
@@ -114,29 +109,6 @@ def test_dropped_samples_leave_their_groups_and_nothing_else_changes(config: Pat
     assert "reward fussy failed on" in result.stderr and "left out; first" in result.stderr
 
 
-@pytest.mark.slow
-def test_a_mini_batch_and_a_group_may_lose_all_their_samples(config: Path) -> None:
-    (prompt,) = {record["prompt"] for record in first_group(config)}
-    (config.parent / "plug.py").write_text(
-        f"def only(prompt, completion):\n    assert prompt == {prompt!r}\n    return sum(map(ord, completion))"
-    )
-    result = train_here(
-        config,
-        *("reward.functions=[plug.py:only]", "reward.on_error=drop", "run.name=other", "run.steps=1", QUIET[0]),
-        *("algorithm.mini_batch_prompts=2", "algorithm.epochs=2", "algorithm.beta=0.1"),
-    )
-    assert result.exit_code == 0, result.stderr
-    (line,) = metrics_of(config.parent / "runs" / "other")
-    assert line["reward/dropped_count"] == 12 and line["policy/nonfinite_updates"] == 0
-    assert np.isfinite(line["loss"]) and line["policy/grad_norm"] > 0
-
-
-def first_group(config: Path) -> list[dict]:
-    """Returns the records of the first prompt in the first step."""
-    assert train_here(config, "run.steps=1", QUIET[0]).exit_code == 0
-    return [record for _, record in read_jsonl(run_of(config) / "rollouts" / "step_000001.jsonl")][:4]
-
-
 def test_samples_that_broke_while_they_were_generated_leave_their_groups(
     config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -205,25 +177,21 @@ def test_a_run_that_cannot_go_on_stops_with_the_way_out(
     assert metrics_of(run_of(config)) == [] and children() == []
 
 
-@pytest.mark.parametrize("evaluates", [False, True])
-def test_a_run_whose_reward_function_fails_is_saved_and_goes_on_once_it_is_mended(
-    config: Path, evaluates: bool
-) -> None:
+def test_a_run_whose_reward_function_fails_is_saved_and_goes_on_once_it_is_mended(config: Path) -> None:
     chosen = (
         *("reward.functions=[plug.py:until_third]", "reward.on_error=raise", "checkpoint.every_steps=100"),
-        *(f"eval.every_steps={3 if evaluates else 0}", "eval.num_prompts=8", "checkpoint.best_metric=null"),
+        *("eval.every_steps=3", "eval.num_prompts=8", "checkpoint.best_metric=null"),
     )
     plug = Path("plug.py")
-    if evaluates:  # not in the step, but in the evaluation after it
-        plug.write_text(PLUG.replace("runs/tiny", "runs/tiny/rollouts/step_000003.jsonl"))
+    # Not in the step, but in the evaluation after it.
+    plug.write_text(PLUG.replace("runs/tiny", "runs/tiny/rollouts/step_000003.jsonl"))
     result = train_here(config, *chosen)
     assert result.exit_code == 1 and "until_third: raised: ValueError: third" in result.stderr
-    last = 3 if evaluates else 2
-    assert f"stopped after step {last} of 4, which is saved" in result.stderr
-    assert {path.name for path in (run_of(config) / "checkpoints").iterdir()} == {str(last)}
+    assert "stopped after step 3 of 4, which is saved" in result.stderr
+    assert {path.name for path in (run_of(config) / "checkpoints").iterdir()} == {"3"}
     plug.write_text(PLUG.replace("runs/tiny", "nowhere"))
     result = train_here(config, *chosen, resume="must")
-    assert result.exit_code == 0 and f"continuing after step {last} of 4" in result.stderr, result.stderr
+    assert result.exit_code == 0 and "continuing after step 3 of 4" in result.stderr, result.stderr
     assert train_here(config, *chosen, "run.name=whole").exit_code == 0
     whole = config.parent / "runs" / "whole"
     assert reproducible(metrics_of(run_of(config))) == reproducible(metrics_of(whole))
@@ -269,9 +237,7 @@ def test_functions_may_share_the_prompts_between_them(config: Path) -> None:
 @pytest.mark.parametrize(
     ("functions", "message"),
     [
-        ("no.py:f", "error: reward.functions: no.py:f: no such file: "),
         ("wants.py:f", "cannot be filled: `mood`"),
-        ("{name: gsm9, weight: 2}", "unknown reward `gsm9`"),
     ],
 )
 def test_a_broken_plug_in_is_found_before_anything_is_made(config: Path, functions: str, message: str) -> None:
@@ -295,20 +261,6 @@ def test_a_judge_must_fit_the_held_out_data_too(config: Path) -> None:
         "plug.py:fussy also grades held-out samples, but it has parameters that cannot be filled: `difficulty`"
         in result.stderr
     )
-
-
-def test_data_source_is_the_file_that_a_sample_comes_from(config: Path) -> None:
-    (config.parent / "plug.py").write_text("def f(solution_str, data_source): return len(data_source)")
-    for name in ("train.jsonl", "test.jsonl"):
-        (config.parent / name).write_text('{"question": "1+1=", "answer": "2"}\n' * 8)
-    result = train_here(
-        config,
-        *("reward.functions=[plug.py:f]", "data.source=train.jsonl", "data.eval_source=test.jsonl"),
-        *("run.steps=1", "eval.num_prompts=4"),
-    )
-    assert result.exit_code == 0, result.stderr
-    before, line = metrics_of(run_of(config))
-    assert (line["reward/mean"], before["eval/accuracy"]) == (len("train.jsonl"), len("test.jsonl"))
 
 
 def test_scoring_a_file_uses_the_same_functions(config: Path, tmp_path: Path) -> None:
@@ -339,35 +291,13 @@ def test_scoring_a_file_uses_the_same_functions(config: Path, tmp_path: Path) ->
 
 
 @pytest.mark.two_hosts
-@pytest.mark.parametrize(("on_error", "exit_code"), [("drop", 0), ("raise", 1)])
-def test_what_fails_on_one_host_is_counted_on_both_and_stops_both(
-    config: Path, tmp_path: Path, on_error: str, exit_code: int
-) -> None:
-    fails, steps = ("of_host", 1) if on_error == "drop" else ("wrong_on_second", 2)
+def test_what_fails_on_one_host_stops_both(config: Path, tmp_path: Path) -> None:
     chosen = settings(
-        f"reward.functions=[{{function: plug.py:on_first_host, weight: 0}}, plug.py:{fails}, arithmetic]",
-        *(f"reward.on_error={on_error}", "eval.num_prompts=8"),
-        *("plugins.env_vars=[THIS_HOST]", "rollout.prompts_per_step=2", f"run.steps={steps}"),
+        "reward.functions=[plug.py:wrong_on_second]",
+        *("plugins.env_vars=[THIS_HOST]", "rollout.prompts_per_step=2", "run.steps=2", "eval.num_prompts=8"),
     )
     hosts = run_on_two_hosts("train", "--config", config, *chosen, cwd=tmp_path)
-    assert [host.exit_code for host in hosts] == [exit_code] * 2, hosts
-    if on_error == "raise":
-        assert "a reward function failed on another host; see its log" in hosts[0].stderr
-        assert "wrong_on_second: raised: ValueError: not on this host" in hosts[1].stderr
-        assert (run_of(config) / "checkpoints" / "1" / "state").is_dir()
-        return
-    assert "host 1: " in hosts[0].stderr and "not on this host" in hosts[0].stderr
-    before, line = metrics_of(run_of(config))
-    for evaluated in (before, line):
-        file = run_of(config) / "eval" / f"step_{evaluated['step']:06d}.jsonl"
-        # What the other host's judge had no opinion of is not counted as wrong.
-        lengths = [len(record["completion"]) for _, record in read_jsonl(file)]
-        assert len(lengths) == 8 and evaluated["eval/accuracy"] == np.mean(lengths[:4]) > 0
-    # Of the first host, and of the second.
-    samples, dropped = (samples_of(run_of(config), line["step"])[part] for part in (slice(8), slice(8, 16)))
-    assert len(samples) == 8 == len([s for s in dropped if s.reward is None])
-    assert line["reward/dropped_count"] == line["reward/of_host/error_count"] == 8
-    assert line["reward/of_host/mean"] == np.mean([len(s.completion) for s in samples])
-    assert line["reward/of_host/only_here/mean"] == 1
-    assert line["completions/mean_length"] == np.mean([len(s.completion_ids) for s in samples])
-    assert line["policy/grad_norm"] > 0
+    assert [host.exit_code for host in hosts] == [1, 1], hosts
+    assert "a reward function failed on another host; see its log" in hosts[0].stderr
+    assert "wrong_on_second: raised: ValueError: not on this host" in hosts[1].stderr
+    assert (run_of(config) / "checkpoints" / "1" / "state").is_dir()

@@ -17,7 +17,6 @@ from tests.run_fixtures import NO_REPORT, TINY, write_config
 from tests.tiny_directory import write_model
 from tests.training.test_experts import MIXTURE
 from tests.training.test_replay import assert_same_steps
-from tests.two_hosts import run_on_two_hosts
 
 REPLAYED = "rollout.routing_replay=true"
 # Small quotas, shared prompts and several updates, whose first one compares with scored logprobs.
@@ -106,18 +105,9 @@ def with_routes(record: dict[str, Any], routes: np.ndarray) -> None:
             lambda x: x[:, :1],
             r"samples.jsonl:1: routes has 2 experts in each of 1 layers, and model.path has 2 in each",
         ),
-        (
-            lambda x: x[:, :, :1],
-            r"routes has 1 experts in each of 2 layers, and model.path has 2 in each of 2 layers; ",
-        ),
-        (
-            lambda x: np.where(x == 255, x, x + 6),
-            r"routes sends token 0 through experts \[.*\] of layer 0; model.path has 6",
-        ),
         (lambda x: 0 * x, r"routes sends token 0 through experts \[0, 0\] of layer 0; .* each at most once"),
-        (lambda x: np.where([True, False], x, 255), r"through experts \[\d, 255\] of layer 0"),
     ],
-    ids=["layers", "experts-of-a-token", "too-high", "twice", "half"],
+    ids=["layers", "twice"],
 )
 def test_routes_of_another_model_are_refused_where_they_would_be_replayed(
     loose: Path, config: Path, tmp_path: Path, mixture: Path, changed: Callable[[np.ndarray], np.ndarray], message: str
@@ -157,9 +147,8 @@ def test_a_file_is_scored_on_its_routes(loose: Path, mixture: Path, tmp_path: Pa
     assert np.abs(logprobs["own"] - behavior).mean() < 0.02 < np.abs(logprobs["foreign"] - behavior).mean()
 
 
-@pytest.mark.parametrize("command", [("train",), ("inspect-mesh",)])
-def test_a_dense_model_has_no_routes_to_replay(tiny_model: Path, tmp_path: Path, command: tuple[str, ...]) -> None:
-    result = here(*command, *of_tiny(tiny_model), *settings(REPLAYED, f"run.dir={tmp_path / 'runs'}"))
+def test_a_dense_model_has_no_routes_to_replay(tiny_model: Path, tmp_path: Path) -> None:
+    result = here("train", *of_tiny(tiny_model), *settings(REPLAYED, f"run.dir={tmp_path / 'runs'}"))
     message = "rollout.routing_replay: true records the experts of each token, but .* is a dense model; set it to false"
     assert_refused(result, message, tmp_path / "runs")
 
@@ -169,21 +158,3 @@ def test_more_experts_than_a_byte_can_name_are_refused(tmp_path: Path) -> None:
     result = here("train", *of_tiny(model), *settings(REPLAYED, f"run.dir={tmp_path / 'runs'}"))
     message = "is a mixture of 256 experts, of which a byte names 255; set it to false"
     assert_refused(result, f"rollout.routing_replay: .* {message}", tmp_path / "runs")
-
-
-@pytest.mark.slow
-@pytest.mark.two_hosts
-@pytest.mark.parametrize("how", ["rollout.placement=global", "rollout.scheduler=adaptive"], ids=["global", "workers"])
-def test_two_hosts_replay_the_routes_that_either_has_recorded(config: Path, how: str) -> None:
-    two, one = (config.parent / "runs" / f"{name}-{how[-6:]}" for name in ("two", "one"))
-    shared = (REPLAYED, "run.steps=1", "algorithm.max_tokens_per_device=40", "algorithm.beta=0.05")
-    result = train_here(config, *shared, "mesh.cpu_devices=8", f"run.name={one.name}")
-    assert result.exit_code == 0, result.stderr
-    chosen = settings(*shared, how, f"run.name={two.name}", "rollout.prompts_per_step=2")
-    hosts = run_on_two_hosts("train", "--config", config, *chosen)
-    assert [host.exit_code for host in hosts] == [0, 0], hosts
-    line, expected = metrics_of(two)[1], metrics_of(one)[1]
-    for name in ("reward/mean", "policy/grad_norm", "policy/kl", "rollout/fullest_expert", "rollout/route_difference"):
-        assert line[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
-    routes = [{record["uid"]: record["routes"] for record in records_of(step_file(run, 1))} for run in (two, one)]
-    assert routes[0] == routes[1] and len(routes[0]) == 16

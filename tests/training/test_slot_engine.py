@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from app.mesh.placement import bytes_per_device
-from app.records.sample import Prompt, Sample
-from app.rollout.batch_engine import BatchEngine
-from tests.preflight.test_dry_run import foreseen, launched
 from tests.program import (
     assert_same_run,
     here,
@@ -51,20 +45,6 @@ def test_scheduled_workers_write_the_same_samples_and_a_picture(
     assert "makespan" in result.stdout and picture.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.slow
-def test_a_run_trains_on_the_samples_of_scheduled_workers(config: Path, finished: Path) -> None:
-    result = train_here(config, *SCHEDULED, "run.steps=2")
-    assert result.exit_code == 0, result.stderr
-    lines = metrics_of(config.parent / "runs" / "tiny")
-    for ours, theirs in zip(lines, metrics_of(finished), strict=False):
-        assert ours.get("eval/mean_length") == theirs.get("eval/mean_length")
-        assert ours.get("completions/mean_length") == theirs.get("completions/mean_length")
-    step = lines[-1]
-    assert step["perf/compilations"] == 0
-    assert 0 < step["perf/rollout/makespan_s"] < step["time/rollout_s"]
-    assert step["perf/rollout/repacked_tokens"] == 0 and 0 <= step["perf/rollout/bubble"] < 1
-
-
 def test_a_run_trains_and_is_evaluated_on_the_same_samples(config: Path, finished: Path) -> None:
     result = train_here(config, SLOTS, "rollout.mode=exact", "run.steps=2", "logging.save_rollouts=true")
     assert result.exit_code == 0, result.stderr
@@ -78,19 +58,6 @@ def test_a_run_trains_and_is_evaluated_on_the_same_samples(config: Path, finishe
     # Every device prefills the prompts of its own samples, of which it has one at a time.
     assert metrics_of(finished)[2]["perf/rollout/prefill_tokens_saved"] > step["perf/rollout/prefill_tokens_saved"] == 0
     assert 0 <= step["perf/rollout/bubble"] < 1
-
-
-def test_a_dry_run_foresees_the_caches_of_the_slots(config: Path) -> None:
-    memory = foreseen(config, SLOTS).memory
-    launch, _ = launched(config, SLOTS)
-    session = launch.session
-    assert session.continuous_batching is not None
-    engine = session.continuous_batching.engine
-    weights = session.engine.to_decode_weights(session.load_params())
-    engine.open(weights, session.rollout_request())
-    assert memory["rollout"]["kv_cache"] == memory["evaluation"]["kv_cache"] == bytes_per_device(engine._cache.arrays)
-    assert memory["rollout"]["prompt_cache"] == 0
-    engine.close()
 
 
 @pytest.mark.parametrize(
@@ -134,21 +101,3 @@ def test_a_resumed_run_schedules_by_the_lengths_that_it_knew(config: Path) -> No
     ]
     lengths = sorted(len(record["completion_token_ids"]) for record in samples)
     assert sorted(tokens for tokens, _ in saved["finished_lengths"]) == lengths
-
-
-@pytest.mark.slow
-def test_evaluations_beside_generation_have_the_batches_that_a_dry_run_foresees(
-    config: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given = (*SCHEDULED, "rollout.workers.fast.count=4", "rollout.workers.heavy.count=4", "run.steps=1")
-    small = ("rollout.max_staleness=1", "rollout.prompts_per_step=2", "rollout.group_size=2")
-    batches, generate = [], BatchEngine.generate
-
-    def counted(engine: BatchEngine, weights: Any, prompts: Sequence[Prompt], request: Any) -> list[Sample]:
-        batches.append(len(prompts))
-        return generate(engine, weights, prompts, request)
-
-    monkeypatch.setattr(BatchEngine, "generate", counted)
-    result = train_here(config, *given, *small)
-    assert result.exit_code == 0, result.stderr
-    assert set(batches) == {4} and len(batches) == 2 * 20 / 4
