@@ -20,9 +20,9 @@ from app.distributed.collectives import gather_bytes_over_hosts
 from app.distributed.stop_check import StoppedError
 from app.mesh import jax_startup
 from app.mesh.program_cache import CompilationCounter
+from app.mesh.submesh import to_host_submesh
 from app.prompts.prompt_order import host_slice
 from app.records.sample import Prompt, Sample
-from app.rollout import batch_engine as engine_room
 from app.runtime.model_spec import read_model_spec
 from app.runtime.session import Session
 from app.training.inputs import read_training_inputs
@@ -40,6 +40,7 @@ WAYS = {
     "global with tp": ("rollout.placement=global", "rollout.mesh=tp=2"),
     "island with tp": ("rollout.mesh=dp=4,tp=2",),
     "slots": ("rollout.slots=4", "rollout.mode=exact"),
+    "slots of all hosts": ("rollout.slots=4", "rollout.mode=exact", "rollout.placement=global"),
     "adaptive": ("rollout.scheduler=adaptive", "rollout.mode=exact", *WORKER),
 }
 """Ways to generate; `sync` is added for the worker of `adaptive`."""
@@ -70,7 +71,7 @@ class Found:
 
     def samples(self, way: str) -> list[Sample]:
         session = self.session(way)
-        weights = session.engine.to_decode_weights(session.load_params())
+        weights = session.to_decode_weights(session.load_params())
         return session.sample(weights, self.prompts, policy_version=1)
 
     def samples_under_sync(self) -> list[Sample]:
@@ -95,7 +96,7 @@ def counted(most: int) -> Callable[[], bool]:
 def stopped(found: Found, way: str, stop_requested: Callable[[], bool]) -> str:
     """Returns how a rollout that is stopped ends."""
     session = found.session(way)
-    weights = session.engine.to_decode_weights(session.load_params())
+    weights = session.to_decode_weights(session.load_params())
     session.stop_when(stop_requested)
     try:
         session.sample(weights, found.prompts, policy_version=1)
@@ -116,12 +117,10 @@ def buffers(tree: Any) -> list[dict[int, int]]:
 def taken(found: Found) -> dict[str, Any]:
     """Returns whether an island uses the buffers of the training mesh, and the arrays on each device."""
     session = found.session("island")
-    engine, params = session.engine, session.load_params()
-    laid_out: list[Any] = []
-    lay_out = engine._to_decode_weights
-    engine._to_decode_weights = lambda params: laid_out.append(lay_out(params)) or laid_out[-1]  # pyright: ignore[reportAttributeAccessIssue]
-    weights = engine.to_decode_weights(params)
-    (whole,) = laid_out
+    params = session.load_params()
+    with jax.set_mesh(session.mesh):
+        whole = session.to_decode_weights.lay_out(params)
+    weights = to_host_submesh(whole, session.to_decode_weights.mesh)
     return {
         "same buffers": buffers(whole) == buffers(weights),
         "num arrays": len(buffers(weights)),
@@ -142,15 +141,13 @@ def main(model: str, out: str, *options: str) -> None:
     results["sync"] = describe(found.samples_under_sync())
     # An island waits for nobody: the first host generates a second time, and the other does not.
     session = found.session("island")
-    weights = session.engine.to_decode_weights(session.load_params())
+    weights = session.to_decode_weights(session.load_params())
     if is_second:
         results["alone"] = describe(session.sample(weights, found.prompts[:1], policy_version=1))
     # Weights that another version makes cost one run of the program that is there.
     with closing(CompilationCounter()) as compilations:
-        session.engine.to_decode_weights(session.load_params())
+        session.to_decode_weights(session.load_params())
         results["compilations of a second version"] = compilations.take_count()
-    engine_room.SEGMENT_STEPS = 5
-    results["in segments"] = describe(found.samples("global"))
     # One host is asked; in one batch all of them end.
     results["stopped"] = {
         way: stopped(found, way, counted(2) if is_second else counted(1000)) for way in ("global", "island", "adaptive")

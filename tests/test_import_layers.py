@@ -311,7 +311,7 @@ def test_the_checker_sees_an_import_against_the_order(module: str, source: str) 
     [
         ("cli", "from app.commands import train\nimport settings"),
         ("app.commands.train", "from app.training import train\nfrom app.commands.options import Config"),
-        ("app.training.trainer", "from app.rollout.batch_engine import BatchEngine\nimport app.records.sample"),
+        ("app.training.trainer", "from app.rollout.slots.slot_engine import SlotEngine\nimport app.records.sample"),
         ("app.score.scorer", "import app.batching.token_batch, app.score.reward_model_inputs, numpy"),
     ],
 )

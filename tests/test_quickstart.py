@@ -84,7 +84,7 @@ def test_the_starting_model_has_the_format_but_not_the_skill() -> None:
     settings = load(None, ["data.num_problems=64"], {}).settings
     training_input = read_training_inputs(settings)
     session = Session.open(settings, training_input.model)
-    weights = session.engine.to_decode_weights(session.load_params())
+    weights = session.to_decode_weights(session.load_params())
     with training_input.make_rewards(settings) as rewards:
         judged = evaluate(session, weights, training_input.eval_prompts, rewards, StepInfo())
     metrics = {name: value or 0.0 for name, value in evaluation_metrics(judged.samples, settings).items()}

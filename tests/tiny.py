@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh
+from jax.typing import DTypeLike
 from numpy.typing import ArrayLike
 
 from app.batching.micro_batch_plan import MicroBatch, MicroBatchPlan, RowShape, TokenBudget, plan_token_budget
@@ -18,14 +19,20 @@ from app.batching.micro_batcher import sequence_lengths
 from app.batching.token_batch import pack_per_token, pack_tokens
 from app.mesh.axis_rules import AXES
 from app.model.architecture import Architecture
+from app.model.decode_weights import DecodeConversion, DecodeWeights
 from app.model.decoder import DecoderDefinition, Params
+from app.model.kv_cache import num_cache_shards
 from app.model.rope import RopeConfig
 from app.records.sample import Prompt, Sample
-from app.rollout.batch_engine import BatchEngine
+from app.rollout.request import GenerationRequest
+from app.rollout.slots.continuous_batching import ContinuousBatchGenerator
+from app.rollout.slots.shape_buckets import make_slot_shapes
+from app.rollout.slots.slot_engine import SlotEngine
 from app.update.loss_aggregation import AggregationFn, StepTotals, token_mean
 from app.update.policy_loss import PolicyBatch, PolicyLoss, scored_logprobs
 from app.update.surrogate import clipped_surrogate
 from app.update.updater import pack_sample_reducer
+from settings.schema.rollout import SegmentSettings
 
 ODD = Architecture(
     family="llama",
@@ -108,10 +115,59 @@ def make_mesh(shape: tuple[int, int, int] = (1, 1, 1)) -> Mesh:
     return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * 3, devices=jax.devices()[:num_devices])
 
 
-def make_engine(definition: DecoderDefinition, mesh: Mesh | None = None, **changes: Any) -> BatchEngine:
-    """Returns an engine; completions end only by length unless `eos_ids` are given."""
-    settings = {"eos_ids": (), "decode_text": spell, "dtype": jnp.dtype("float32"), "prefill_length_min": 4}
-    return BatchEngine(definition, mesh or make_mesh(), **(settings | changes))
+class TinyEngine:
+    """Generates samples of any shape, each in a slot of its own.
+
+    Completions end only by length unless `eos_ids` are given.
+    """
+
+    def __init__(
+        self,
+        definition: DecoderDefinition,
+        mesh: Mesh | None = None,
+        *,
+        eos_ids: Sequence[int] = (),
+        dtype: DTypeLike = jnp.float32,
+        records_routes: bool = False,
+        **of_conversion: Any,
+    ):
+        self.mesh, self.dtype = mesh or make_mesh(), jnp.dtype(dtype)
+        self.definition = definition
+        self.to_decode_weights = DecodeConversion(definition, self.mesh, self.dtype, **of_conversion)
+        self._eos_ids, self._records_routes = eos_ids, records_routes
+        self._generators: dict[tuple[int, ...], ContinuousBatchGenerator] = {}
+
+    def generate(self, weights: DecodeWeights, prompts: Sequence[Prompt], request: GenerationRequest) -> list[Sample]:
+        return self.of(prompts, request).generate(weights, prompts, request)
+
+    def of(self, prompts: Sequence[Prompt], request: GenerationRequest) -> ContinuousBatchGenerator:
+        """Returns the generator for such prompts and samples."""
+        shards = num_cache_shards(self.mesh, self.definition.architecture.num_kv_heads)
+        num_rows = -(-len(prompts) * request.group_size // shards) * shards
+        longest = max(len(prompt.token_ids) for prompt in prompts)
+        sizes = num_rows, longest, int(np.max(request.max_new_tokens))
+        if sizes not in self._generators:
+            shapes = make_slot_shapes(
+                num_rows,
+                max_prompt_length=longest,
+                max_new_tokens=sizes[-1],
+                prefill_length_min=4,
+                segment_max=64,
+                exact=False,
+                is_tiny=True,
+                row_shards=shards,
+                records_routes=self._records_routes,
+            )
+            engine = SlotEngine(
+                self.definition, self.mesh, shapes, eos_ids=self._eos_ids, dtype=self.dtype, exact=False
+            )
+            rule = SegmentSettings.model_validate({"min": 1})
+            self._generators[sizes] = ContinuousBatchGenerator(engine, decode_text=spell, segment_rule=rule)
+        return self._generators[sizes]
+
+
+def make_engine(definition: DecoderDefinition, mesh: Mesh | None = None, **changes: Any) -> TinyEngine:
+    return TinyEngine(definition, mesh, **changes)
 
 
 def spell(token_ids: Sequence[int]) -> str:

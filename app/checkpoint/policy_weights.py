@@ -27,7 +27,7 @@ class PolicySource(NamedTuple):
     def load_decode_weights(self, session: Session) -> DecodeWeights:
         """Loads the decode weights; nothing else of the model stays on the devices. All hosts must call it together."""
         params = session.load_params() if self.saved_policy is None else load_policy_params(self.saved_policy, session)
-        weights = session.engine.to_decode_weights(params)
+        weights = session.to_decode_weights(params)
         session.free_frozen_params()
         return weights
 

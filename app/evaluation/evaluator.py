@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from app.distributed.collective_files import host_slice, max_slice_size
+from app.distributed.collective_files import host_slice
 from app.distributed.collectives import max_over_hosts
 from app.distributed.preemption import cancellation_barrier
 from app.distributed.tables import gather_table
@@ -20,12 +20,6 @@ from app.reward.plugin import StepInfo
 from app.reward.reward_functions import RewardFunctions, accuracy_function_name
 from app.runtime.session import Session
 from settings import Settings
-
-
-def evaluation_batch_size(settings: Settings, num_prompts: int) -> int:
-    """Returns the number of prompts per batch on a host: at most the rows of a rollout, but at least one prompt."""
-    rows = settings.rollout.prompts_per_step * settings.rollout.group_size
-    return min(num_prompts, max(rows // settings.eval.num_samples, 1))
 
 
 def evaluate(
@@ -48,56 +42,25 @@ def generate_samples(
     A sample's `group_id` is the index of its prompt. All hosts must call this together, but may request different
     numbers of prompts.
 
+    Hosts that request fewer prompts than others fill up with prompts whose samples they drop.
+
     Raises:
         StoppedError: generation was stopped, on this host or another.
     """
-    generate = _generate_in_batches if session.evaluation_generator is None else _generate_from_queue
-    return generate(session, weights, prompts, [i for i in host_slice(len(prompts)) if i in prompt_indices])
-
-
-def _generate_in_batches(
-    session: Session, weights: DecodeWeights, prompts: Sequence[Prompt], prompt_indices: Sequence[int]
-) -> Iterator[Sample]:
-    """Generates in fixed batches, and skips those without a requested prompt.
-
-    A sample therefore shares its batch with the same prompts, whichever are requested, and is bit-identical.
-    """
-    shard, longest = host_slice(len(prompts)), max_slice_size(len(prompts))
-    batch, requested = evaluation_batch_size(session.settings, longest), set(prompt_indices)
-    # The last batch is filled up with other prompts, whose samples are dropped: every batch has the same shape.
-    batches = [range(first, first + batch) for first in range(shard.start, shard.start + longest, batch)]
-    needed = [indices for indices in batches if not requested.isdisjoint(indices)]
-    num_batches = int(max_over_hosts(np.asarray(len(needed))))
-    for indices in [*needed, *batches][:num_batches]:
-        with cancellation_barrier():
-            samples = session.generate(
-                weights,
-                [prompts[i % len(prompts)] for i in indices],
-                session.evaluation_request(first_group_id=indices.start),
-            )
-        # Indices beyond this host's shard are never requested.
-        yield from (sample for sample in samples if sample.group_id in requested)
-        requested -= {*indices}
-
-
-def _generate_from_queue(
-    session: Session, weights: DecodeWeights, prompts: Sequence[Prompt], prompt_indices: Sequence[int]
-) -> Iterator[Sample]:
-    """Generates from a queue, padded with other prompts to the largest number that any host requests."""
-    num_queued = int(max_over_hosts(np.asarray(len(prompt_indices))))
+    requested = [i for i in host_slice(len(prompts)) if i in prompt_indices]
+    num_queued = int(max_over_hosts(np.asarray(len(requested))))
     if not num_queued:
         return
-    start, requested = host_slice(len(prompts)).start, set(prompt_indices)
-    others = [i for i in ((start + i) % len(prompts) for i in range(len(prompts))) if i not in requested]
-    indices = [*prompt_indices, *others][:num_queued]
+    start, wanted = host_slice(len(prompts)).start, set(requested)
+    others = [i for i in ((start + i) % len(prompts) for i in range(len(prompts))) if i not in wanted]
+    indices = [*requested, *others][:num_queued]
     num_samples = session.settings.eval.num_samples
     with cancellation_barrier():
-        assert session.evaluation_generator is not None
         request = session.evaluation_request()
         samples = session.evaluation_generator.stream(weights, [prompts[i] for i in indices], request)
         for number, sample in enumerate(samples):
             index = indices[number // num_samples]
-            if index in requested:
+            if index in wanted:
                 yield replace(sample, group_id=index)
 
 

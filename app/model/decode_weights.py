@@ -15,6 +15,7 @@ from jaxtyping import Array
 
 from app.mesh.axis_rules import constrain, sharding_tree
 from app.mesh.placement import abstract_arrays, bytes_received, tree_shardings
+from app.mesh.submesh import to_host_submesh
 from app.model.decoder import DecoderDefinition, Params, flatten_by_path
 from app.model.quantization import CODES, SCALES
 
@@ -36,11 +37,18 @@ class DecodeWeights:
 class DecodeConversion:
     """Unstacks, casts and lays out a policy's weights on a mesh, with adapters merged into the kernels.
 
-    The mesh has the devices of the one that trains, in the same order. Float kernels are quantized if those of the
-    definition are.
+    Float kernels are quantized if those of the definition are.
 
     One small program serves every layer: a program of all layers takes seconds to compile, and merging adapters in it
     would hold all layers both in float32 and in the compute type.
+
+    Args:
+        mesh: devices used for generation, of this host or of all hosts.
+        mesh_of_all_hosts: mesh over the devices of the one that trains, in their order, of which `mesh` is this host's
+            part; `mesh` if None.
+        training_mesh: mesh of the policy; `mesh_of_all_hosts` if None.
+        merge: converts the weights of a policy with adapters to those of `definition`; None if the policy's own weights
+            are used.
     """
 
     def __init__(
@@ -49,12 +57,17 @@ class DecodeConversion:
         mesh: Mesh,
         dtype: jnp.dtype,
         *,
+        mesh_of_all_hosts: Mesh | None = None,
+        training_mesh: Mesh | None = None,
         merge: Callable[[Params], Params] | None = None,
     ):
-        self._num_layers = definition.architecture.num_layers
+        self.definition, self.mesh = definition, mesh
+        self.mesh_of_all_hosts = mesh_of_all_hosts or mesh
+        self._training_mesh = training_mesh or self.mesh_of_all_hosts
+        self._dtype = dtype
         merge = merge or (lambda params: params)
-        # Explicit, because a host's submesh receives the weights in them, and slot programs are compiled for them.
-        shardings = tree_shardings(abstract_decode_weights(definition, mesh, dtype))
+        # Explicit, because a host's submesh receives the weights in them, and programs are compiled for them.
+        shardings = tree_shardings(abstract_decode_weights(definition, self.mesh_of_all_hosts, dtype))
 
         def merged(params: Params) -> Params:
             return _quantize_kernels(definition, merge(params))
@@ -77,9 +90,26 @@ class DecodeConversion:
         self._others = jax.jit(others, out_shardings=shardings.params)
 
     def __call__(self, params: Params) -> DecodeWeights:
-        """Returns the decode weights. All hosts must call it together, with the training mesh as the current one."""
-        blocks = tuple(self._block(params["blocks"], np.int32(i)) for i in range(self._num_layers))
+        """Returns the decode weights, once per policy version. The caller drops them before the update.
+
+        Programs on the training mesh give every host the whole weights. All hosts must call it from their training
+        threads; while one waits for the others, no host may run another program.
+        """
+        with jax.set_mesh(self._training_mesh):
+            weights = self.lay_out(params)
+        return weights if self.mesh == self.mesh_of_all_hosts else to_host_submesh(weights, self.mesh)
+
+    def lay_out(self, params: Params) -> DecodeWeights:
+        """Returns the weights on the mesh of all hosts, with the training mesh as the current one."""
+        blocks = tuple(
+            self._block(params["blocks"], np.int32(i)) for i in range(self.definition.architecture.num_layers)
+        )
         return DecodeWeights(self._others(params), blocks)
+
+    @property
+    def abstract_weights(self) -> DecodeWeights:
+        """Shapes of the decode weights, with shardings."""
+        return abstract_decode_weights(self.definition, self.mesh, self._dtype)
 
 
 def _quantize_kernels(definition: DecoderDefinition, params: Params) -> Params:

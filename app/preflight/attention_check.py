@@ -13,7 +13,6 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Float64
 
 from app.batching.micro_batch_plan import MicroBatch, RowShape
-from app.batching.micro_batch_shapes import bucket_length
 from app.batching.token_batch import pack_tokens
 from app.mesh.placement import num_local_row_shards, row_sharding, to_global, to_local
 from app.model.architecture import Architecture
@@ -31,7 +30,6 @@ from app.runtime.model_spec import ModelSpec
 from app.runtime.reward_model import RewardModelSpec
 from app.runtime.scoring import set_compute_dtype
 from app.runtime.session import Session
-from app.runtime.slot_choice import generates_in_slots
 from app.runtime.slot_shapes import slot_shapes_from_settings
 from settings import Settings
 
@@ -102,8 +100,6 @@ def _decode_blocks(
 ) -> tuple[int | None, int | None]:
     """Returns the tokens of a block of the cache, None without blocks, and those that a kernel reads at once."""
     rollout = settings.rollout
-    if not rollout.has_workers and not generates_in_slots(settings, model.definition):
-        return None, decode_block_size(model.architecture, bucket_length(length), dtype)
     shapes = slot_shapes_from_settings(
         rollout, 1, max_prompt_length=length - rollout.max_new_tokens, setting="rollout.slots"
     )

@@ -106,16 +106,13 @@ def step_memory(
     """
     arrays = memory_by_phase(session, learning, shapes, reward_model)
     fullest, programs, available = dict(arrays), [], device_memory_bytes()
-    # Slots have one cache. A batch has none of its rows during the prefill, and none of its prompts during decoding.
-    absent = {"prefill": "kv_cache", "decode": "prompt_cache"} if session.continuous_generator is None else {}
     for one, text in compile_programs(session, learning, shapes, reward_model) if compiles else ():
         programs.append(one)
         if on_program is not None:
             on_program(one, text)
         shared = one.phase == "rollout" and "evaluation" in arrays and _evaluates_with_rollout_programs(session)
         for phase in (one.phase, "evaluation") if shared else (one.phase,):
-            buffers = {name: size for name, size in arrays[phase].items() if name != absent.get(one.name)}
-            buffers |= {"temporaries": one.temporary_bytes, "padding": one.padding_bytes}
+            buffers = {**arrays[phase], "temporaries": one.temporary_bytes, "padding": one.padding_bytes}
             check_fits(phase, one.name, buffers, available_bytes=available)
             fullest[phase] = max(fullest[phase], buffers, key=lambda held: sum(held.values()))
     return StepMemory(fullest, tuple(programs))
@@ -246,21 +243,20 @@ def _lm_head_turns(session: Session, plan: MicroBatchPlan) -> dict[str, int]:
 
 
 def _evaluates_with_rollout_programs(session: Session) -> bool:
-    return session.evaluation_generator is not None and session.evaluation_generator is session.continuous_generator
+    return session.evaluation_generator is session.generator
 
 
 def _lower_generation(session: Session, shapes: StepShapes) -> Iterator[LoweredProgram]:
     """Yields the programs of prefill and decode on this host's devices."""
     done = False
-    for phase, generator, shape, rules in (
-        ("rollout", session.continuous_generator, shapes.rollout, session.sampling_params),
-        ("evaluation", session.evaluation_generator, shapes.evaluation, session.eval_sampling_params),
+    for phase, shape, rules in (
+        ("rollout", shapes.rollout, session.sampling_params),
+        ("evaluation", shapes.evaluation, session.eval_sampling_params),
     ):
         if shape is None or (done and _evaluates_with_rollout_programs(session)):
             continue
-        if generator is None:
-            programs = session.engine.lower_programs(shape, truncates=rules.truncates)
-        elif generator is not session.workers or session.settings.rollout.pool != "ray":
+        generator = session.generator if phase == "rollout" else session.evaluation_generator
+        if generator is not session.workers or session.settings.rollout.pool != "ray":
             slots = generator.engine
             programs = slots.programs.lower_programs(truncates=rules.truncates, recomputes=slots.recomputes)
         else:

@@ -212,16 +212,17 @@ def _describe_generation(session: Session, shapes: StepShapes) -> str:
     rows = f"{shapes.rollout.num_rows:,} rows with a cache of {shapes.rollout.cache_length:,} tokens"
     if session.workers is not None:
         return f"{len(session.workers.workers)} workers on each host, the largest with {rows}"
-    if session.continuous_batching is not None:
-        return f"{rows.replace('rows', 'slots', 1)} on each host"
-    hosts = device_mesh.num_hosts(session.engine.mesh)
-    return f"one batch of {rows} on each host" if hosts == 1 else f"one batch of all {hosts} hosts, {rows} on each"
+    return f"{rows.replace('rows', 'slots', 1)} on each host"
 
 
 def _weight_transfer(session: Session) -> WeightTransfer:
-    settings, engine, chip = session.settings, session.engine, find_chip(device_kind(session.mesh.devices.flat[0]))
+    settings, conversion, chip = (
+        session.settings,
+        session.to_decode_weights,
+        find_chip(device_kind(session.mesh.devices.flat[0])),
+    )
     dtype = jnp.dtype(settings.model.dtype)
-    received = transferred_bytes(engine.definition, session.mesh, engine.mesh_of_all_hosts, dtype)
+    received = transferred_bytes(conversion.definition, session.mesh, conversion.mesh_of_all_hosts, dtype)
     copied = 0
     if session.generation_devices:
         assert session.workers is not None

@@ -14,13 +14,12 @@ import numpy as np
 
 from app.batching.micro_batch_plan import MicroBatch, MicroBatchPlan, SequenceLengths
 from app.batching.micro_batcher import MicroBatcher
-from app.evaluation.evaluator import evaluation_batch_size
 from app.mesh.device_mesh import num_hosts
 from app.mesh.devices import device_platform
 from app.mesh.placement import abstract_arrays, bytes_per_device, num_row_shards
 from app.records.sample import Prompt
 from app.records.text_format import format_bytes, format_table
-from app.rollout.batch_engine import BatchShape, Footprint
+from app.rollout.slots.shape_buckets import BatchShape, Footprint
 from app.runtime.reward_model import NetworkSpec, make_reward_batcher
 from app.runtime.session import Session
 from app.training.learner import LearnerGroup
@@ -35,7 +34,6 @@ MEMORY_LABELS = {
     "reference": "reference weights",
     "reward_model": "weights of the reward model",
     "decode_weights": "decoding copy of the weights",
-    "prompt_cache": "KV cache of the prompts",
     "kv_cache": "KV cache of the samples",
     "gradients": "gradients, summed",
     "checkpoint": "checkpoint being written",
@@ -87,9 +85,7 @@ def compute_step_shapes(
 ) -> StepShapes:
     """Returns the shapes of a run over these prompts, the same on every host."""
     settings, rollout = session.settings, session.settings.rollout
-    longest_prompt, longest_held_out = (
-        max((len(prompt.token_ids) for prompt in group), default=0) for group in (prompts, held_out)
-    )
+    longest_prompt = max((len(prompt.token_ids) for prompt in prompts), default=0)
 
     def plan(batcher: MicroBatcher, num_prompts: int, completion: int = rollout.max_new_tokens) -> MicroBatchPlan:
         """Returns one host's rows, assuming that all hosts have only groups of the longest samples."""
@@ -104,12 +100,9 @@ def compute_step_shapes(
     mini_batch = rollout.prompts_per_step // settings.num_mini_batches
     shape = evaluation = reward = critic_update = None
     if session.generates == "rollouts":
-        shape = session.rollout_shape(
-            num_prompts=rollout.prompts_per_step, group_size=rollout.group_size, longest_prompt=longest_prompt
-        )
+        shape = session.generator.engine.batch_shape
     if held_out:
-        num_prompts = evaluation_batch_size(settings, -(-len(held_out) // num_hosts(session.mesh)))
-        evaluation = session.evaluation_shape(num_prompts=num_prompts, longest_prompt=longest_held_out)
+        evaluation = session.evaluation_generator.engine.batch_shape
     if learning.critic:
         critic_update = plan(learning.critic.updater.micro_batcher, mini_batch)
     if reward_model is not None:
@@ -142,7 +135,7 @@ def memory_by_phase(
     rollout: MemoryBreakdown = {}
     phases: dict[str, MemoryBreakdown] = {}
     if shapes.rollout is not None:
-        rollout = _generation_bytes(session.footprint(session.continuous_generator, shapes.rollout))
+        rollout = _generation_bytes(session.footprint(session.generator))
         if session.generation_devices:
             phases["rollout"], rollout = rollout, {}
         elif session.generates_async:
@@ -150,7 +143,7 @@ def memory_by_phase(
             always, rollout = _sum_breakdowns(always, rollout), {}
         phases.setdefault("rollout", {**always, **rollout})
     if shapes.evaluation is not None:
-        footprint = session.footprint(session.evaluation_generator, shapes.evaluation)
+        footprint = session.footprint(session.evaluation_generator)
         phases["evaluation"] = _sum_breakdowns(always, _generation_bytes(footprint))
     if shapes.reward is not None:
         # The sampler's weights stay between the rounds of a group filter.
@@ -163,15 +156,14 @@ def memory_by_phase(
             gradients = bytes_per_device(abstract_arrays(learner.shapes, learner.shardings).params)
             phases[phase] = {**always, "gradients": gradients}
     if session.generation_devices:
-        weights = bytes_per_device(session.engine.abstract_weights)
+        weights = bytes_per_device(session.to_decode_weights.abstract_weights)
         phases["publish"] = _sum_breakdowns(always, {"decode_weights": weights})
     return phases
 
 
 def _generation_bytes(footprint: Footprint) -> MemoryBreakdown:
     """Returns the arrays of a rollout or an evaluation; Ray workers, on other machines, leave only their weights."""
-    caches = {"prompt_cache": bytes_per_device(footprint.prompts), "kv_cache": bytes_per_device(footprint.slots)}
-    return {"decode_weights": bytes_per_device(footprint.weights), **caches}
+    return {"decode_weights": bytes_per_device(footprint.weights), "kv_cache": bytes_per_device(footprint.slots)}
 
 
 def largest_micro_batch(plan: MicroBatchPlan) -> MicroBatch:

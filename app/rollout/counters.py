@@ -1,4 +1,4 @@
-"""Token counts of a rollout, for slot engines and batch engines alike."""
+"""Token counts of a rollout."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class SampleGenerator(ABC):
         self.stop_requested: StopCheck = never_stop
 
     def generate(self, weights: DecodeWeights, prompts: Sequence[Prompt], request: GenerationRequest) -> list[Sample]:
-        """Returns `group_size` samples for each prompt, in order, as ragged records; see `BatchEngine.generate`."""
+        """Returns `group_size` samples for each prompt, in order, as ragged records."""
         return list(self.stream(weights, prompts, request))
 
     def stream(

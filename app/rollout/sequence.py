@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain, zip_longest
 from typing import NamedTuple
 
+import jax
 import numpy as np
 from jaxtyping import Float32, Int32, UInt8
 
+from app.distributed.collectives import gather_bytes_over_hosts
 from app.environments.episode import EpisodeStart
 from app.model.architecture import RouteShape
 from app.model.experts import UNRECORDED, unpack_routes
@@ -223,3 +227,25 @@ def make_sequences(prompts: Sequence[Prompt], request: GenerationRequest, *, noi
         RolloutSequence(prompts[i // group_size], i % group_size, max_new_tokens=limit, noise_step=noise_step)
         for i, limit in enumerate(limits)
     ]
+
+
+def gather_sequences(own: Sequence[RolloutSequence]) -> list[RolloutSequence]:
+    """Returns the new rows of all hosts, which must call it together, in the same order on each: by turns.
+
+    The rows of other hosts have only what their tokens depend on.
+    """
+    prompts = {id(row.prompt): row.prompt for row in own}
+    numbers = {key: number for number, key in enumerate(prompts)}
+    sent = {
+        "prompts": [[prompt.uid, prompt.token_ids.tolist()] for prompt in prompts.values()],
+        "rows": [[numbers[id(row.prompt)], row.sample_index, row.max_new_tokens, row.noise_step] for row in own],
+    }
+    by_host: list[Sequence[RolloutSequence]] = []
+    for host, received in enumerate(gather_bytes_over_hosts(json.dumps(sent).encode())):
+        if host == jax.process_index():
+            by_host.append(own)
+            continue
+        there = json.loads(received)
+        theirs = [Prompt(uid, np.asarray(ids, np.int32), "", None) for uid, ids in there["prompts"]]
+        by_host.append([RolloutSequence(theirs[number], *others) for number, *others in there["rows"]])
+    return [row for row in chain(*zip_longest(*by_host)) if row is not None]

@@ -7,8 +7,11 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
+from app.distributed.collectives import gather_over_hosts
+from app.mesh.device_mesh import num_hosts
 from app.mesh.submesh import assign_worker_devices, make_submesh
 from app.model.decoder import DecoderDefinition
 from app.model.kv_cache import num_cache_shards
@@ -21,11 +24,11 @@ from app.rollout.slots.slot_programs import SlotPrograms
 from app.rollout.workers.worker import RolloutWorker
 from app.rollout.workers.worker_pool import RolloutWorkerPool, ScheduleConfig
 from app.runtime.ray_workers import open_ray_workers
-from app.runtime.slot_choice import blocks_in_memory, generates_in_slots, slots_in_blocks
+from app.runtime.slot_choice import TINY_PARAMETERS, blocks_in_memory, slots_in_blocks
 from app.runtime.slot_shapes import slot_shapes_from_settings
 from settings import Settings
 from settings.errors import InputError
-from settings.schema.rollout import WorkerPoolSettings
+from settings.schema.rollout import MAX_BLOCKS, WorkerPoolSettings
 
 
 def open_continuous_batching(
@@ -37,8 +40,8 @@ def open_continuous_batching(
     dtype: jnp.dtype,
     held_bytes: int,
     truncates: bool,
-) -> ContinuousBatchGenerator | None:
-    """Opens the decode slots of `rollout.slots` on this host; returns None without slots.
+) -> ContinuousBatchGenerator:
+    """Opens the decode slots of `rollout.slots` on a mesh of this host, or of all hosts, which must call it together.
 
     Compiles nothing unless memory is scarce.
 
@@ -50,29 +53,37 @@ def open_continuous_batching(
         InputError: the slots cannot be split over the devices.
     """
     rollout, num_shards = settings.rollout, num_cache_shards(mesh, definition.architecture.num_kv_heads)
-    if not generates_in_slots(settings, definition):
-        return None
+    hosts = num_hosts(mesh)
 
     def make_engine(num_slots: int, num_blocks: int | None = None) -> SlotEngine:
         return _make_slot_engine(
             *(settings, definition, tokenizer, mesh),
             num_slots=num_slots,
             num_blocks=num_blocks,
+            is_tiny=definition.num_parameters < TINY_PARAMETERS,
             setting="rollout.slots",
             dtype=dtype,
             compiled={},
         )
 
-    is_auto, num_slots, num_blocks = rollout.slots == "auto", rollout.num_rows, None
+    is_auto, num_slots, num_blocks = rollout.slots == "auto", rollout.num_rows * hosts, None
     if is_auto:
         num_slots = math.ceil(num_slots / num_shards) * num_shards
     engine = make_engine(num_slots)
     if rollout.kv_blocks == "auto":
         num_blocks = blocks_in_memory(engine, held_bytes=held_bytes, truncates=truncates)
+        if hosts > 1:
+            num_blocks = _least_over_hosts(num_blocks)
         engine = engine if num_blocks is None else make_engine(num_slots, num_blocks)
     if is_auto and engine.programs.preempts:
         engine = make_engine(slots_in_blocks(engine.programs), num_blocks)
     return ContinuousBatchGenerator(engine, decode_text=tokenizer.decode, segment_rule=settings.rollout.segment)
+
+
+def _least_over_hosts(number: int | None) -> int | None:
+    """Returns the least number of any host, of which None means no limit."""
+    least = int(gather_over_hosts(np.asarray(MAX_BLOCKS if number is None else number)).min())
+    return None if least == MAX_BLOCKS else least
 
 
 def open_workers(
@@ -169,6 +180,7 @@ def _make_slot_engine(
     compiled: dict[SlotShapes, SlotPrograms],
     num_blocks: int | None = None,
     row_limit: int | None = None,
+    is_tiny: bool = False,
 ) -> SlotEngine:
     """Creates a slot engine, which reuses the programs in `compiled` for the same shapes, if there are any."""
     shapes = slot_shapes_from_settings(
@@ -180,6 +192,7 @@ def _make_slot_engine(
         num_blocks=num_blocks,
         row_limit=row_limit,
         has_turns=settings.env.is_used,
+        is_tiny=is_tiny,
     )
     engine = SlotEngine(
         definition,

@@ -17,17 +17,17 @@ from app.mesh.device_mesh import generation_devices
 from app.mesh.devices import first_devices, global_devices, local_devices
 from app.mesh.placement import bytes_per_device
 from app.mesh.submesh import host_submesh
-from app.model.decode_weights import DecodeWeights
+from app.model.decode_weights import DecodeConversion, DecodeWeights
 from app.model.lora import merge_adapters
 from app.records.sample import Prompt, Sample
 from app.records.text_format import format_ranges
-from app.rollout.batch_engine import BatchEngine, BatchShape, Footprint
 from app.rollout.counters import RolloutCounters
 from app.rollout.request import GenerationRequest
 from app.rollout.sampling.token_sampling import SamplingRules
 from app.rollout.scheduling.length_estimator import LearnedLengths
 from app.rollout.scheduling.metrics import ScheduleMetrics
 from app.rollout.slots.continuous_batching import ContinuousBatchGenerator
+from app.rollout.slots.shape_buckets import Footprint
 from app.rollout.workers.async_generation import AsyncRollout
 from app.rollout.workers.worker_pool import RolloutWorkerPool
 from app.runtime.environments import open_conversations
@@ -41,21 +41,15 @@ from settings import Settings
 
 @dataclass(kw_only=True)
 class Session(ScoringSession):
-    """A model on a mesh, with its batch engine and scorers, and its critic if there is one."""
+    """A model on a mesh, with its generators and scorers, and its critic if there is one."""
 
-    engine: BatchEngine
-    """Generates in batches, and converts the weights for every generator. It uses this host's part of the mesh or the
-    whole mesh (`rollout.placement`)."""
+    to_decode_weights: DecodeConversion
+    """Converts the policy's weights for generation, on this host's part of the mesh or, with `rollout.placement:
+    global`, on the whole mesh."""
     continuous_batching: ContinuousBatchGenerator | None = None
-    """Generates in place of the engine; see `generates_in_slots`."""
+    """Generates in the slots of one engine."""
     workers: RolloutWorkerPool | None = None
-    """Generate in place of both if `rollout.scheduler` is set."""
-    evaluation_generator: ContinuousBatchGenerator | RolloutWorkerPool | None = None
-    """Generates evaluations, and rollouts between steps, in one queue; None = the engine does, in batches.
-
-    It is that of rollouts, unless workers are for generation during training and so always busy: then batches, or slots
-    if samples wait for an environment. The last bits of an evaluation may differ between batches and slots.
-    """
+    """Generate in place of it if `rollout.scheduler` is set."""
     generates: Literal["rollouts", "evaluations"] | None = "rollouts"
     """Rollouts and evaluations, or evaluations alone; None = nothing, since samples are only read."""
     generation_devices: tuple[int, ...] = ()
@@ -75,7 +69,7 @@ class Session(ScoringSession):
     ) -> Session:
         """Opens a session: the first use of the devices. `jax_startup.initialize_distributed` must have run.
 
-        It generates in batches until `open_generators` is called.
+        It generates nothing until `open_generators` is called.
 
         Args:
             generates: see `Session`; with None, the settings of generation are not used.
@@ -91,23 +85,20 @@ class Session(ScoringSession):
         mesh: Mesh = scoring["mesh"]
         of_all_hosts = rollout_mesh(settings, mesh, decoder) if generates else mesh
         of_host = of_all_hosts if settings.rollout.placement == "global" else host_submesh(of_all_hosts)
-        engine = BatchEngine(
+        conversion = DecodeConversion(
             decoder,
             of_host,
-            training_mesh=mesh,
+            dtype,
             mesh_of_all_hosts=of_all_hosts,
-            eos_ids=model.tokenizer.eos_ids,
-            decode_text=model.tokenizer.decode,
-            dtype=dtype,
-            prefill_length_min=settings.rollout.prefill_length_min,
-            max_length_total=settings.rollout.max_length_total,
-            merge_adapters=None if decoder.lora == lora else partial(merge_adapters, lora=lora),
-            records_routes=generates is not None and settings.rollout.routing_replay,
+            training_mesh=mesh,
+            merge=None if decoder.lora == lora else partial(merge_adapters, lora=lora),
         )
-        return cls(**scoring, engine=engine, generates=generates, generation_devices=set_aside)
+        return cls(**scoring, to_decode_weights=conversion, generates=generates, generation_devices=set_aside)
 
     def open_generators(self, *, held_bytes: int = 0) -> None:
-        """Opens slots or workers in place of the engine, if the settings ask for them.
+        """Opens the slots or workers that the settings ask for. All hosts must call it together.
+
+        Workers for generation during training are always busy: then slots are opened for evaluations, too.
 
         Args:
             held_bytes: bytes on each device of arrays that stay there during generation, besides those that it needs.
@@ -115,35 +106,33 @@ class Session(ScoringSession):
         Raises:
             InputError: they do not fit the devices.
         """
-        settings, engine, tokenizer = self.settings, self.engine, self.model_spec.tokenizer
+        settings, conversion, tokenizer = self.settings, self.to_decode_weights, self.model_spec.tokenizer
         dtype, is_async = jnp.dtype(settings.model.dtype), settings.rollout.max_staleness > 0
         if self.generates == "rollouts" or not is_async:
             workers = self.workers = open_workers(
-                *(settings, engine.definition, tokenizer, engine.mesh_of_all_hosts),
+                *(settings, conversion.definition, tokenizer, conversion.mesh_of_all_hosts),
                 devices=self.generation_devices or range(len(local_devices())),
                 dtype=dtype,
             )
             if is_async and workers and not self.generation_devices:
-                held_bytes += bytes_per_device(self.footprint(workers, workers.engine.batch_shape))
-        of_slots = settings
-        if is_async and settings.env.is_used:
-            # An evaluation in batches cannot wait for the environments of some samples.
-            without_workers = settings.rollout.model_copy(update={"scheduler": None, "slots": "auto"})
-            of_slots = settings.model_copy(update={"rollout": without_workers})
-        slots = self.continuous_batching = open_continuous_batching(
-            *(of_slots, engine.definition, tokenizer, engine.mesh),
-            dtype=dtype,
-            held_bytes=held_bytes,
-            truncates=(self.eval_sampling_params if is_async else self.sampling_params).truncates,
-        )
-        self.evaluation_generator = slots if is_async else self.continuous_generator
+                held_bytes += bytes_per_device(self.footprint(workers))
+        if self.workers is None or is_async:
+            without_workers = settings.rollout.model_copy(update={"scheduler": None})
+            self.continuous_batching = open_continuous_batching(
+                settings.model_copy(update={"rollout": without_workers}),
+                *(conversion.definition, tokenizer, conversion.mesh),
+                dtype=dtype,
+                held_bytes=held_bytes,
+                truncates=(self.eval_sampling_params if is_async else self.sampling_params).truncates,
+            )
+        slots = self.continuous_batching
         for generator in (slots, self.workers):
             if generator is not None:
                 generator.conversations = open_conversations(settings, tokenizer)
         self.generation_notes = (
             *self._devices_note(),
-            *rollout_mesh_notes(settings, self.mesh, engine.mesh_of_all_hosts, engine.definition),
-            *slots_note(settings, engine.definition, slots and slots.engine.programs),
+            *rollout_mesh_notes(settings, self.mesh, conversion.mesh_of_all_hosts, conversion.definition),
+            *(slots_note(settings, slots.engine.programs) if slots else ()),
         )
 
     def _devices_note(self) -> Iterator[str]:
@@ -180,29 +169,33 @@ class Session(ScoringSession):
         skipped_uids: Container[str] = (),
     ) -> Iterator[Sample]:
         """Yields the samples of any number of prompts from slots or workers, in order, except `skipped_uids`."""
-        assert self.continuous_generator is not None
-        return self.continuous_generator.stream(weights, prompts, request, skipped_uids=skipped_uids)
+        return self.generator.stream(weights, prompts, request, skipped_uids=skipped_uids)
 
     def stop_when(self, should_stop: StopCheck) -> None:
         """Makes generation raise `StoppedError` after the segment in which `should_stop` becomes true."""
-        for generator in (self.engine, self.continuous_batching, self.workers):
+        for generator in (self.continuous_batching, self.workers):
             if generator is not None:
                 generator.stop_requested = should_stop
 
     @property
-    def continuous_generator(self) -> ContinuousBatchGenerator | RolloutWorkerPool | None:
-        """The generator for any number of samples, if there is one."""
-        return self.workers or self.continuous_batching
+    def generator(self) -> ContinuousBatchGenerator | RolloutWorkerPool:
+        """The generator of rollouts."""
+        generator = self.workers or self.continuous_batching
+        assert generator is not None, "`open_generators` has not been called"
+        return generator
+
+    @property
+    def evaluation_generator(self) -> ContinuousBatchGenerator | RolloutWorkerPool:
+        """The generator of evaluations: that of rollouts, unless workers are always busy."""
+        return self.continuous_batching or self.generator
 
     def compile_rollout(self) -> None:
-        """Compiles all programs of slots or workers, if there are any."""
-        if self.continuous_generator is not None:
-            self.continuous_generator.compile(self.sampling_params)
+        """Compiles all programs of rollouts."""
+        self.generator.compile(self.sampling_params)
 
     def compile_evaluation(self) -> None:
-        """Compiles all programs of slots or workers for an evaluation, if it uses them."""
-        if self.evaluation_generator is not None:
-            self.evaluation_generator.compile(self.eval_sampling_params)
+        """Compiles all programs of evaluations."""
+        self.evaluation_generator.compile(self.eval_sampling_params)
 
     @property
     def generates_async(self) -> bool:
@@ -245,12 +238,12 @@ class Session(ScoringSession):
         return replace(request, rules=rules, group_size=group_size, route_shape=None, is_evaluation=True)
 
     def generate(self, weights: DecodeWeights, prompts: Sequence[Prompt], request: GenerationRequest) -> list[Sample]:
-        """Generates evaluations, or rollouts between steps: in one batch without a generator for them."""
-        return (self.evaluation_generator or self.engine).generate(weights, prompts, request)
+        """Generates evaluations, or rollouts between steps."""
+        return self.evaluation_generator.generate(weights, prompts, request)
 
     def take_counters(self) -> RolloutCounters:
         """Returns the counts of generation since the last call."""
-        return self.continuous_generator.take_counters() if self.continuous_generator else self.engine.counters.take()
+        return self.generator.take_counters() if self.generates else RolloutCounters()
 
     def share_lengths(self) -> LearnedLengths | None:
         """Shares what all hosts have found out about lengths, and returns it. None without a scheduler.
@@ -269,39 +262,17 @@ class Session(ScoringSession):
         """Returns the metrics of the schedules since the last call; empty without a scheduler."""
         return self.workers.take_schedule_metrics() if self.workers else []
 
-    def rollout_shape(self, *, num_prompts: int, group_size: int, longest_prompt: int) -> BatchShape:
-        """Returns the shape of a rollout of `num_prompts` prompts on this host."""
-        if self.continuous_generator:
-            return self.continuous_generator.engine.batch_shape
-        return self._batch_shape(num_prompts, group_size=group_size, longest_prompt=longest_prompt)
-
-    def evaluation_shape(self, *, num_prompts: int, longest_prompt: int) -> BatchShape:
-        """Returns the shape of an evaluation of `num_prompts` prompts on this host."""
-        if self.evaluation_generator:
-            return self.evaluation_generator.engine.batch_shape
-        return self._batch_shape(num_prompts, group_size=self.settings.eval.num_samples, longest_prompt=longest_prompt)
-
-    def _batch_shape(self, num_prompts: int, *, group_size: int, longest_prompt: int) -> BatchShape:
-        return self.engine.batch_shape(
-            num_prompts=num_prompts,
-            group_size=group_size,
-            longest_prompt=longest_prompt,
-            max_new_tokens=self.settings.rollout.max_new_tokens,
-        )
-
-    def footprint(self, generator: ContinuousBatchGenerator | RolloutWorkerPool | None, shape: BatchShape) -> Footprint:
-        """Returns the arrays that a generator, None = the engine with this shape, keeps on the devices."""
-        if generator is None:
-            return self.engine.footprint(shape)
+    def footprint(self, generator: ContinuousBatchGenerator | RolloutWorkerPool) -> Footprint:
+        """Returns the arrays that a generator keeps on the devices."""
         if generator is not self.workers:
             return generator.footprint()
         if self.settings.rollout.pool == "ray":
             # The caches are on the devices of the actors.
-            footprint = Footprint(self.engine.abstract_weights, (), ())
+            footprint = Footprint(self.to_decode_weights.abstract_weights, ())
         else:
             footprint = generator.footprint()
             if self.mesh.size > 1 and not self.generation_devices:
                 # Workers hold copies of weights that are also on the whole mesh.
-                footprint = footprint._replace(weights=(self.engine.abstract_weights, footprint.weights))
+                footprint = footprint._replace(weights=(self.to_decode_weights.abstract_weights, footprint.weights))
         # Asynchronous workers receive new weights before dropping the old ones.
         return footprint._replace(weights=(footprint.weights,) * 2) if self.generates_async else footprint

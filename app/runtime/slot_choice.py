@@ -1,4 +1,4 @@
-"""Whether samples are generated in slots, in how many, and how many blocks of KV cache the memory holds for them."""
+"""In how many slots samples are generated, and how many blocks of KV cache the memory holds for them."""
 
 from __future__ import annotations
 
@@ -9,21 +9,18 @@ from collections.abc import Iterator
 import jax
 
 from app.mesh.device_memory import device_memory_bytes, program_memory_bytes
+from app.mesh.device_mesh import num_hosts
 from app.mesh.devices import device_platform
 from app.mesh.placement import bytes_per_device
-from app.model.decoder import DecoderDefinition
-from app.records.text_format import format_bytes, format_count
+from app.records.text_format import format_bytes
 from app.rollout.slots.slot_engine import SlotEngine
 from app.rollout.slots.slot_programs import SlotPrograms, compile_together
 from settings import Settings
 
 log = logging.getLogger(__name__)
 
-MIN_PARAMETERS = 2**25
-"""Number of parameters from which `rollout.slots: auto` means slots.
-
-The up to 16 programs of slots take longer to compile than a smaller model takes for its samples.
-"""
+TINY_PARAMETERS = 2**25
+"""Number of parameters below which the programs of slots take longer to compile than to generate the samples."""
 SURE_SHARE = 0.7
 """Share of a device's memory up to which arrays surely leave room for temporaries of programs."""
 POOL_COPIES = 3
@@ -32,26 +29,6 @@ SPARE_SHARE = 0.05
 """Share of a device's memory that is left free, for fragments and for what nobody counts."""
 MEAN_FILL = 0.5
 """Assumed mean length of the rows in the slots, as a share of the longest."""
-
-
-def batch_reason(settings: Settings, definition: DecoderDefinition) -> str | None:
-    """Returns why `rollout.slots: auto` stands for one batch, as text; None if it stands for slots."""
-    rollout = settings.rollout
-    if settings.env.is_used:
-        return None
-    if rollout.placement == "global":
-        return "all hosts generate it together"
-    asks_for_blocks = isinstance(rollout.kv_blocks, int) or bool(rollout.kv_block_size or rollout.kv_cache)
-    if asks_for_blocks or definition.num_parameters >= MIN_PARAMETERS:
-        return None
-    return f"the model has only {format_count(definition.num_parameters, 'parameter')}"
-
-
-def generates_in_slots(settings: Settings, definition: DecoderDefinition) -> bool:
-    """Returns whether `rollout.slots` stands for slots, and not for one batch or for workers."""
-    if settings.rollout.slots == "auto":
-        return not settings.rollout.has_workers and batch_reason(settings, definition) is None
-    return settings.rollout.slots is not None
 
 
 def blocks_in_memory(engine: SlotEngine, *, held_bytes: int, truncates: bool) -> int | None:
@@ -126,18 +103,10 @@ def slots_in_blocks(programs: SlotPrograms) -> int:
     return (fitting if fitting < 8 else fitting // 4 * 4) * programs.num_shards
 
 
-def slots_note(settings: Settings, definition: DecoderDefinition, programs: SlotPrograms | None) -> Iterator[str]:
-    """Yields what `auto` stands for in `rollout.slots` and `rollout.kv_blocks`, as text.
-
-    Args:
-        programs: those of the slots; None for one batch or workers.
-    """
-    rollout = settings.rollout
-    if programs is None:
-        if rollout.slots == "auto" and not rollout.has_workers:
-            yield f"rollout.slots: auto: one batch, because {batch_reason(settings, definition)}"
-        return
-    num_slots = programs.shapes.num_slots
+def slots_note(settings: Settings, programs: SlotPrograms) -> Iterator[str]:
+    """Yields what `auto` stands for in `rollout.slots` and `rollout.kv_blocks`, as text."""
+    rollout, hosts = settings.rollout, num_hosts(programs.mesh)
+    num_slots = programs.shapes.num_slots // hosts
     cache = f"{programs.capacity:,} tokens, {format_bytes(bytes_per_device(programs.abstract_pool))} on each device"
     if rollout.slots == "auto" or rollout.has_workers:
         fit = "all samples of a step" if num_slots >= rollout.num_rows else "as many samples as fit"

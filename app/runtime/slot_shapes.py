@@ -16,13 +16,14 @@ def slot_shapes_from_settings(
     num_blocks: int | None = None,
     row_limit: int | None = None,
     has_turns: bool = False,
+    is_tiny: bool = False,
 ) -> SlotShapes:
     """Returns the sizes for the settings; see `make_slot_shapes`.
 
     Args:
         num_blocks: what `rollout.kv_blocks: auto` stands for.
         row_limit: see `SlotShapes`.
-        has_turns: see `make_slot_shapes`.
+        has_turns, is_tiny: see `make_slot_shapes`.
     """
     return make_slot_shapes(
         num_slots,
@@ -38,6 +39,7 @@ def slot_shapes_from_settings(
         rows_together=rollout.rows_together,
         records_routes=rollout.routing_replay,
         has_turns=has_turns,
+        is_tiny=is_tiny,
         row_shards=row_shards,
         setting=setting,
     )

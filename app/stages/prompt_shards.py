@@ -8,19 +8,9 @@ from itertools import islice
 
 import jax
 
-from app.distributed.collective_files import host_slice, max_slice_size
+from app.distributed.collective_files import host_slice
 from app.records.sample import Prompt
 from settings import Settings
-
-
-@dataclass(frozen=True)
-class RolloutRound:
-    """A round: `rollout.prompts_per_step` prompts for each host, as in a training step; the last may be smaller."""
-
-    prompt_indices: range
-    """Indices of this host's prompts in the file."""
-    max_num_prompts: int
-    """Largest number of prompts on any host."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +18,9 @@ class PromptShard:
     """The prompts assigned to this host: a contiguous part of every round."""
 
     prompts: Sequence[Prompt]
-    rounds: Sequence[RolloutRound]
+    rounds: Sequence[range]
+    """Indices of this host's prompts in each round: `rollout.prompts_per_step` prompts for each host, as in a training
+    step; the last may be smaller."""
     group_size: int
 
     @classmethod
@@ -38,13 +30,13 @@ class PromptShard:
         for first in range(0, len(prompts), size):
             count = min(size, len(prompts) - first)
             run = host_slice(count)
-            rounds.append(RolloutRound(range(first + run.start, first + run.stop), max_slice_size(count)))
+            rounds.append(range(first + run.start, first + run.stop))
         return cls(prompts, rounds, settings.rollout.group_size)
 
     @property
     def prompt_indices(self) -> list[int]:
         """Indices of this host's prompts in the file."""
-        return [place for one in self.rounds for place in one.prompt_indices]
+        return [place for one in self.rounds for place in one]
 
     @property
     def host_prompts(self) -> list[Prompt]:
@@ -55,16 +47,9 @@ class PromptShard:
         """Number of samples of this host."""
         return len(self.prompt_indices) * self.group_size
 
-    def padded_prompts(self, rollout_round: RolloutRound) -> list[Prompt]:
-        """Returns this host's prompts, padded to the same number on all hosts by prompts whose samples are dropped."""
-        first = rollout_round.prompt_indices.start
-        return [
-            self.prompts[place % len(self.prompts)] for place in range(first, first + rollout_round.max_num_prompts)
-        ]
-
     def split_by_round(self, lines: Iterator[bytes]) -> Iterator[Iterator[bytes]]:
         """Yields the lines of this host's samples, round by round. Consume each round before the next."""
         for one in self.rounds:
-            yield islice(lines, len(one.prompt_indices) * self.group_size)
+            yield islice(lines, len(one) * self.group_size)
         # Resumes the generator of the lines once more, because it finishes its work after the last line.
         assert next(lines, None) is None

@@ -15,7 +15,7 @@ import numpy as np
 
 from app.checkpoint.policy_weights import read_policy_source
 from app.distributed.collective_files import per_host_path, sample_json_lines, write_collectively
-from app.distributed.collectives import gather_over_hosts, max_over_hosts, sum_over_hosts
+from app.distributed.collectives import gather_over_hosts, sum_over_hosts
 from app.distributed.error_barrier import error_barrier
 from app.distributed.host_consistency import check_hosts_agree
 from app.model.decode_weights import DecodeWeights
@@ -34,7 +34,7 @@ from app.runtime.host_supervision import PhaseCallback, iterate_in_phase, join_h
 from app.runtime.inputs import encode_rows
 from app.runtime.model_spec import ModelSpec
 from app.runtime.session import Session
-from app.stages.prompt_shards import PromptShard, RolloutRound
+from app.stages.prompt_shards import PromptShard
 from app.stages.rollout_identity import rollout_identity
 from app.stages.timeline_panel import METRIC_HEADINGS, metric_cells, timeline_panel
 from app.tracking.rollout_progress import RolloutProgress
@@ -194,9 +194,7 @@ class Generation:
 
             self.session.workers.on_progress, self.session.workers.on_sample_done = report, self._append
             return self._from_queue(self._stream())
-        if self.session.continuous_batching is not None:
-            return progress.track(self._from_queue(self.part_file.write_through(self._stream())))
-        return progress.track(self._in_rounds())
+        return progress.track(self._from_queue(self.part_file.write_through(self._stream())))
 
     def _append(self, sequence: RolloutSequence) -> None:
         assert self.session.workers is not None
@@ -219,34 +217,6 @@ class Generation:
                 yield replace(next(fresh) if stored is None else stored, group_id=place)
         for _ in fresh:
             assert not self.shard.host_prompts
-
-    def _in_rounds(self) -> Iterator[Sample]:
-        """Yields all samples. If a sample is missing on any host, all hosts generate its whole round again."""
-        stored = [self._stored_round(one) for one in self.shard.rounds]
-        is_missing = max_over_hosts(np.asarray([samples is None for samples in stored]))
-        for one, samples, draws in zip(self.shard.rounds, stored, is_missing, strict=True):
-            if not draws:
-                assert samples is not None
-                yield from samples
-                continue
-            drawn = self.session.sample(
-                self.weights,
-                self.shard.padded_prompts(one),
-                policy_version=self.policy_version,
-                first_group_id=one.prompt_indices.start,
-            )
-            yield from self.part_file.write_through(drawn[: len(one.prompt_indices) * self.shard.group_size])
-
-    def _stored_round(self, one: RolloutRound) -> list[Sample] | None:
-        """Returns this host's samples of a round; None if any of them is unfinished."""
-        samples = []
-        for place in one.prompt_indices:
-            for index in range(self.shard.group_size):
-                stored = self.finished.get(f"{self.shard.prompts[place].uid}/s{index}")
-                if stored is None:
-                    return None
-                samples.append(replace(stored, group_id=place))
-        return samples
 
 
 class SampleCounter:

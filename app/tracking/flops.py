@@ -102,7 +102,7 @@ def make_step_flops(
     updates = [updating(policy, settings.algorithm)] if trains_policy else []
     updates += [updating(critic, settings.critic)] if critic else []
     return StepFlops(
-        rollout=forward_pass(session.engine.definition, shares_prompts=True),
+        rollout=forward_pass(session.to_decode_weights.definition, shares_prompts=True),
         passes=(*map(scoring, settings.scored_roles), *updates),
         reward_model=scoring("reward") if reward_model else None,
     )

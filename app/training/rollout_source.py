@@ -98,7 +98,7 @@ class SyncRolloutSource(RolloutSource):
     def take(self, params: Params, *, step: int, position: int, number: int) -> list[Sample]:
         weights, self._weights = self._weights, None
         if weights is None:
-            weights = self._session.engine.to_decode_weights(params)
+            weights = self._session.to_decode_weights(params)
         samples = self._session.sample(
             weights,
             self._prompts.prompts_at(position + number * self._prompts.global_prompts_per_round),
@@ -157,7 +157,7 @@ class AsyncRolloutSource(RolloutSource):
 
     def _start_generation(self, params: Params, *, step: int, position: int) -> AsyncRollout:
         generation = self._generation = self._session.open_async_generation(
-            self._session.engine.to_decode_weights(params), policy_version=step - 1
+            self._session.to_decode_weights(params), policy_version=step - 1
         )
         self._position = position
         self._submit_rounds(generation, self._max_staleness + 1, needed=self._needed_after(step - 1))
@@ -165,7 +165,7 @@ class AsyncRolloutSource(RolloutSource):
 
     def publish(self, params: Params, *, step: int) -> None:
         assert self._generation is not None
-        self._generation.publish(self._session.engine.to_decode_weights(params), policy_version=step)
+        self._generation.publish(self._session.to_decode_weights(params), policy_version=step)
         self._submit_rounds(self._generation, self._max_staleness + 1, needed=self._needed_after(step))
 
     def _needed_after(self, step: int) -> int:

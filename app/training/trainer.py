@@ -136,7 +136,7 @@ class Trainer:
     ) -> RewardedSamples:
         """Samples and rewards this host's part of the evaluation prompts."""
         display.set_phase("evaluate")
-        weights = self.session.engine.to_decode_weights(params)
+        weights = self.session.to_decode_weights(params)
         rewarded = evaluate(
             self.session, weights, prompts, self.reward_functions, StepInfo(step, self.settings.run.steps)
         )

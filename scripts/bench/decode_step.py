@@ -60,23 +60,9 @@ def estimated(settings: Settings, shares: Sequence[float]) -> list[tuple[str, ..
     jax_startup.initialize_distributed(settings.mesh, compiles=True)
     session = Session.open(settings, read_config_only_spec(settings).model)
     session.open_generators()
-    rollout, slots = settings.rollout, session.continuous_batching
-    if slots is not None:
-        engine, shape = slots.engine, slots.engine.batch_shape
-        mesh, footprint = engine.programs.mesh, engine.footprint()
-        programs = engine.programs.lower_programs(truncates=session.sampling_params.truncates, recomputes=False)
-    else:
-        mesh, shape = (
-            session.engine.mesh,
-            session.engine.batch_shape(
-                num_prompts=rollout.prompts_per_step,
-                group_size=rollout.group_size,
-                longest_prompt=settings.data.max_prompt_length,
-                max_new_tokens=rollout.max_new_tokens,
-            ),
-        )
-        footprint = session.engine.footprint(shape)
-        programs = session.engine.lower_programs(shape, truncates=session.sampling_params.truncates)
+    engine = session.evaluation_generator.engine
+    mesh, shape, footprint = engine.programs.mesh, engine.batch_shape, engine.footprint()
+    programs = engine.programs.lower_programs(truncates=session.sampling_params.truncates, recomputes=False)
     text = programs["decode"].compile().as_text()
     bundles, chip = take_scheduled_bundles(kernel_schedules()), find_chip(mesh.devices.flat[0].device_kind)
     assert chip is not None
@@ -84,7 +70,7 @@ def estimated(settings: Settings, shares: Sequence[float]) -> list[tuple[str, ..
     weights, cache = bytes_per_device(footprint.weights), bytes_per_device(footprint.slots)
     work = generation_work(architecture, mesh, dtype, shape)["decode"]
     with jax.set_mesh(mesh):
-        block_size = decode_block_size(architecture, shape.block_size or shape.cache_length, dtype)
+        block_size = decode_block_size(architecture, shape.block_size, dtype)
     lines = []
     for share in shares:
         turns: dict[str, Any] = dict(work.turns)

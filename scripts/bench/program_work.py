@@ -30,7 +30,7 @@ from app.preflight.attention_check import longest_samples
 from app.preflight.inspect_mesh import RunOutline
 from app.preflight.memory import largest_micro_batch
 from app.records.sample import Sample
-from app.rollout.batch_engine import BatchShape
+from app.rollout.slots.shape_buckets import BatchShape
 from app.runtime.scoring import set_compute_dtype
 from scripts.bench.kernel_time import ROUTED_ROWS
 
@@ -57,8 +57,8 @@ def work_of_program(outline: RunOutline, phase: str, name: str) -> ProgramWork:
         evaluates = phase == "evaluation"
         shape = shapes.evaluation if evaluates else shapes.rollout
         assert shape is not None
-        generator = session.evaluation_generator if evaluates else session.continuous_generator
-        generates_on = session.engine.mesh if generator is None else generator.engine.programs.mesh
+        generator = session.evaluation_generator if evaluates else session.generator
+        generates_on = generator.engine.programs.mesh
         if name == "recompute":
             shape = shape._replace(num_prompts=1, prompt_length=shape.cache_length)
         works = generation_work(session.model_spec.architecture, generates_on, settings.model.dtype, shape)

@@ -14,7 +14,8 @@ import workload
 
 import settings
 from app.checkpoint.network_states import RunState
-from app.rollout.batch_engine import BatchEngine
+from app.rollout.slots.continuous_batching import ContinuousBatchGenerator
+from app.rollout.slots.slot_engine import SlotEngine
 from app.runtime.session import Session
 from app.tracking.console import ProgressDisplay
 from app.tracking.timer import StepTimer
@@ -62,7 +63,7 @@ def measured(options: argparse.Namespace, folder: str) -> tuple[list[dict[str, f
 def opened(launch: RunSetup) -> tuple[Trainer, RunState]:
     """Returns the trainer, whose completions all have the maximum length, and initial weights."""
     chosen, session = launch.resolved.settings, launch.session
-    session.engine = endless(session)
+    session.continuous_batching = endless(session)
     learning = launch.learning
     state = RunState(learning.policy.initial_state(session.load_params()))
     reference = session.load_params() if "reference" in chosen.scored_roles else None
@@ -81,7 +82,6 @@ def resolved(options: argparse.Namespace, folder: str) -> settings.Resolved:
         "data.shuffle": "false",
         "data.max_prompt_length": workload.MAX_PROMPT_LENGTH,
         "eval.every_steps": 0,
-        "rollout.slots": "null",  # the batch engine, which is replaced
         "rollout.prompts_per_step": workload.NUM_PROMPTS,
         "rollout.group_size": workload.GROUP_SIZE,
         "rollout.max_new_tokens": workload.NEW_TOKENS,
@@ -94,18 +94,14 @@ def resolved(options: argparse.Namespace, folder: str) -> settings.Resolved:
     return settings.load("quickstart", [f"{k}={v}" for k, v in (lines | overridden).items()], os.environ)
 
 
-def endless(session: Session) -> BatchEngine:
-    """Returns the session's engine without end-of-sequence tokens, so that completions have the maximum length."""
-    chosen, model = session.settings, session.model_spec
-    return BatchEngine(
-        model.definition,
-        session.mesh,
-        eos_ids=(),
-        decode_text=model.tokenizer.decode,
-        dtype=jax.numpy.dtype(chosen.model.dtype),
-        prefill_length_min=chosen.rollout.prefill_length_min,
-        max_length_total=chosen.rollout.max_length_total,
+def endless(session: Session) -> ContinuousBatchGenerator:
+    """Returns the session's slots without end-of-sequence tokens, so that completions have the maximum length."""
+    programs, chosen = session.evaluation_generator.engine.programs, session.settings
+    engine = SlotEngine(
+        programs.definition, programs.mesh, programs.shapes, eos_ids=(), dtype=programs.dtype, exact=False
     )
+    decode_text = session.model_spec.tokenizer.decode
+    return ContinuousBatchGenerator(engine, decode_text=decode_text, segment_rule=chosen.rollout.segment)
 
 
 if __name__ == "__main__":

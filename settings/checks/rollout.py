@@ -31,19 +31,6 @@ def _check_row_limits(resolved: Resolved) -> Iterator[str]:
         )
 
 
-KV_BLOCK_CHECKS = tuple(
-    Rule(
-        lambda s, name=name: (
-            getattr(s.rollout, name) not in (None, "auto")
-            and (s.rollout.slots is None or s.rollout.placement == "global")
-            and not s.rollout.has_workers
-        ),
-        f"<rollout.{name}> is for slots and workers on each host, and one batch has whole caches in model.dtype; set "
-        "rollout.slots: auto and rollout.placement: island, or remove it",
-    )
-    for name in ("kv_blocks", "kv_block_size", "kv_cache")
-)
-
 EXACT_MODE_CHECKS = (
     Rule(
         lambda s: s.rollout.mode == "exact" and not isinstance(s.rollout.slots, int) and not s.rollout.has_workers,
@@ -60,11 +47,9 @@ EXACT_MODE_CHECKS = (
 
 ENVIRONMENT_CHECKS = (
     Rule(
-        lambda s: (
-            s.env.is_used and (s.rollout.slots is None or s.rollout.placement == "global") and not s.rollout.has_workers
-        ),
-        "<rollout.slots> and <rollout.placement>: one batch cannot wait for the environment of some samples; set "
-        "rollout.slots: auto and rollout.placement: island, or remove env.source and env.tools",
+        lambda s: s.env.is_used and s.rollout.placement == "global",
+        "<rollout.placement>: environments answer the samples of their own host, at times that others do not know; set "
+        "rollout.placement: island, or remove env.source and env.tools",
     ),
     Rule(
         lambda s: s.env.is_used and bool(s.rollout.stop),
@@ -120,7 +105,7 @@ SCHEDULE_CHECKS = (
 WORKER_CHECKS = (
     Rule(
         lambda s: s.rollout.placement == "global" and s.rollout.scheduler not in (None, "sync"),
-        "<rollout.placement>: one batch over all devices can only be scheduled by sync, but <rollout.scheduler>; set "
+        "<rollout.placement>: one queue over all devices can only be scheduled by sync, but <rollout.scheduler>; set "
         "rollout.placement: island",
     ),
     Rule(
@@ -128,14 +113,8 @@ WORKER_CHECKS = (
         "<rollout.slots>: with <rollout.scheduler> each worker has its own slots; remove it, and set "
         "rollout.workers.fast.slots and rollout.workers.heavy.slots",
     ),
-    Rule(
-        lambda s: isinstance(s.rollout.slots, int) and s.rollout.placement == "global",
-        "<rollout.slots>: slots are filled on each host separately, but <rollout.placement> means one batch over all "
-        "hosts; remove it, or set rollout.placement: island",
-    ),
     _check_ray_pool,
     *EXACT_MODE_CHECKS,
-    *KV_BLOCK_CHECKS,
 )
 
 STALENESS_CHECKS = (

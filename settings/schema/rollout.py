@@ -171,28 +171,27 @@ class RolloutSettings(Section):
     """Samples from the most likely tokens with this total probability; 1 = all."""
     min_p: float = Field(default=0.0, ge=0, lt=1)
     """Samples from the tokens with at least this probability relative to the most likely one; 0 = all."""
-    slots: Annotated[int | Literal["auto"] | None, _auto_or_count(MAX_SLOTS)] = "auto"
-    """Samples that a host decodes at once (continuous batching): when one finishes, the next one starts. When null,
-    all samples of a rollout are decoded in one batch. `auto` is a slot for every sample of a step, or as many as
-    `rollout.kv_blocks` hold at half their full length; but one batch for models so small that programs take longer to
-    compile than samples to generate, and with `rollout.placement: global`. A launch says which."""
+    slots: Annotated[int | Literal["auto"], _auto_or_count(MAX_SLOTS)] = "auto"
+    """Samples that a host decodes at once (continuous batching): when one finishes, the next one starts. `auto` is a
+    slot for every sample of a step, or as many as `rollout.kv_blocks` hold at half their full length. A launch says
+    how many."""
     kv_block_size: Annotated[int, AfterValidator(_validate_block_size)] | None = None
-    """With slots or workers: tokens in a block of their KV cache: 16, 32, 64, 128, 256 or 512. When null, by the
+    """Tokens in a block of the KV cache: 16, 32, 64, 128, 256 or 512. When null, by the
     kind of device, the longest sample and whether blocks are scarce."""
     kv_blocks: Annotated[int | Literal["auto"] | None, _auto_or_count(MAX_BLOCKS)] = "auto"
-    """With slots or workers: blocks of their KV cache on each device. A sample has as many as its tokens fill, and
+    """Blocks of the KV cache on each device. A sample has as many as its tokens fill, and
     samples of a prompt share the full ones of the prompt. Where they run out, the newest sample waits, and its cache is
     computed again later. When null, enough for all slots at full length, of which no more are used. `auto` is the same,
     but for slots at most what the memory of a device holds beside weights, optimizer and compiled programs."""
     mode: Literal["exact", "fast"] = "fast"
-    """With slots or workers: shapes that adapt to the samples (fast), or fixed shapes in float32 (exact), so that each
+    """Shapes that adapt to the samples (fast), or fixed shapes in float32 (exact), so that each
     sample is bitwise independent of the schedule and of the other samples."""
     scheduler: Literal["sync", "pdsr_v1", "pdsr_v2", "adaptive"] | None = None
     """Schedule of the workers of `rollout.workers`: whole batches (sync), P-DSR version 1 or 2, or longest expected
-    sample first (adaptive). When null there are no workers, but slots or one batch; see `rollout.slots`."""
+    sample first (adaptive). When null there are no workers, but the slots of `rollout.slots`."""
     placement: Literal["island", "global"] = "island"
-    """Each host generates on its own devices independently (island), or all hosts generate one batch on all devices,
-    without slots or workers (global). On one host this matters only for the sync scheduler: workers, or one batch."""
+    """Each host generates on its own devices independently (island), or all hosts generate from one queue in slots on
+    all devices, without workers (global). On one host this matters only for the sync scheduler: workers, or slots."""
     mesh: Annotated[str, AfterValidator(_validate_rollout_mesh)] = "auto"
     """Split of the devices of `mesh.shape` during generation: dp, over which rows are split, and tp, over which weights
     are, as in `dp=2,tp=4` or `tp=4`. `training` keeps the tp of `mesh.shape`. `auto` does, too, except on TPUs without
@@ -202,7 +201,7 @@ class RolloutSettings(Section):
     for each token as in bfloat16. The sampler is then another policy than the one that learns, for which
     `algorithm.correction` corrects. `model.dtype` when null."""
     kv_cache: KVCacheType | None = None
-    """Precision of the KV cache of slots and workers, evaluations included: 8 bits (int8), about half as much to
+    """Precision of the KV cache, evaluations included: 8 bits (int8), about half as much to
     hold as in bfloat16; otherwise as `rollout.weights`. `model.dtype` when null."""
     routing_replay: bool = False
     """With a mixture of experts: records which experts each token passes through during generation, and sends it

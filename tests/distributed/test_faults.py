@@ -21,10 +21,10 @@ ON_ONE_HOST = ("eval.every_steps=0", "checkpoint.best_metric=null")
 STOPPED = """\
 import os, signal, time
 import cli
-from app.rollout.batch_engine import BatchEngine
+from app.rollout.sample_generator import SampleGenerator
 from app.distributed.stop_check import StoppedError
 
-generate, calls = BatchEngine.generate, []
+generate, calls = SampleGenerator.generate, []
 def generate_or_stop(engine, *arguments, **named):
     samples = generate(engine, *arguments, **named)
     calls.append(samples)
@@ -34,7 +34,7 @@ def generate_or_stop(engine, *arguments, **named):
             os.sched_yield()
         raise StoppedError
     return samples
-BatchEngine.generate = generate_or_stop
+SampleGenerator.generate = generate_or_stop
 cli.main()
 """
 """The command, with the third rollout stopped on this host as at the end of a segment."""
@@ -44,7 +44,7 @@ FAILING = (
     + """\
         raise RuntimeError("no idea")
     return samples
-BatchEngine.generate = generate_or_stop
+SampleGenerator.generate = generate_or_stop
 cli.main()
 """
 )

@@ -19,7 +19,7 @@ import pytest
 from app.distributed.preemption import FINISHING_MESSAGE, PreemptionHandler
 from app.distributed.status_board import StatusBoard
 from app.distributed.stop_check import StoppedError
-from app.rollout.batch_engine import BatchEngine
+from app.rollout.sample_generator import SampleGenerator
 from app.tracking.run_reporter import RunReporter
 from tests.program import (
     DEADLINE_S,
@@ -208,7 +208,7 @@ def test_what_is_stopped_while_it_generates_goes_on_as_if_it_had_not_been(
         ("must", 4, "stopped after step 5 of 12, which is saved; --resume auto goes on\n"),  # no step's turn to save
     ):
         with monkeypatch.context() as patch:
-            patch.setattr(BatchEngine, "generate", stopping_at(generation))
+            patch.setattr(SampleGenerator, "stream", stopping_at(generation))
             result = train_here(full_config, resume=resume)
         assert result.exit_code == 75, result.stderr
         assert stands in result.stderr
@@ -225,10 +225,10 @@ def test_what_is_stopped_while_it_generates_goes_on_as_if_it_had_not_been(
 
 
 def stopping_at(generation: int) -> Any:
-    """Returns a version of `Engine.generate` in which one call is stopped as at the end of a segment."""
-    generate, calls = BatchEngine.generate, itertools.count(1)
+    """Returns a version of `SampleGenerator.stream` in which one call is stopped as at the end of a segment."""
+    generate, calls = SampleGenerator.stream, itertools.count(1)
 
-    def generate_or_stop(engine: BatchEngine, *arguments: Any, **named: Any) -> Any:
+    def generate_or_stop(engine: SampleGenerator, *arguments: Any, **named: Any) -> Any:
         if next(calls) != generation:
             return generate(engine, *arguments, **named)
         os.kill(os.getpid(), signal.SIGTERM)
@@ -238,7 +238,7 @@ def stopping_at(generation: int) -> Any:
     return generate_or_stop
 
 
-def wait_for(listener: PreemptionHandler | BatchEngine) -> None:
+def wait_for(listener: PreemptionHandler | SampleGenerator) -> None:
     """Waits until the handler has recorded the signal."""
     end = time.monotonic() + DEADLINE_S
     is_asked = listener.stop_requested

@@ -3,71 +3,28 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 
 import pytest
 
 from app.distributed.stop_check import StoppedError, never_stop
-from app.mesh.program_cache import CompilationCounter
-from app.rollout import batch_engine as engine_room
 from app.rollout.sequence import RolloutSequence
 from tests.rollout.test_async_generation import HALF, KEY, generation_of
 from tests.rollout.test_scheduled_workers import bits, engine_on, expected, samples_of, scheduled, workers_on
 from tests.rollout.test_slot_engine import (
-    DEFINITION,
     LENGTHS,
     PROMPTS,
     REQUEST,
     batching,
-    in_one_batch,
     weights_on,
-    without_slots,
 )
-from tests.tiny import make_engine, make_mesh
 
 
 def after(num_looks: int) -> Callable[[], bool]:
     """Returns a stop check that becomes true after this many calls."""
     left = iter(range(num_looks))
     return lambda: next(left, None) is None
-
-
-@pytest.fixture
-def short_segments(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    in_one_batch()
-    monkeypatch.setattr(engine_room, "SEGMENT_STEPS", 5)
-    yield
-    without_slots().stop_requested = never_stop
-
-
-@pytest.mark.parametrize("shape", [(1, 1, 1), (1, 8, 1), (2, 2, 2)])
-def test_segments_of_a_batch_change_no_bit_and_compile_nothing(
-    shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine, weights = make_engine(DEFINITION, make_mesh(shape)), weights_on(shape)
-    whole = engine.generate(weights, PROMPTS, REQUEST)
-    monkeypatch.setattr(engine_room, "SEGMENT_STEPS", 5)
-    looks = []
-    monkeypatch.setattr(engine, "stop_requested", lambda: bool(looks.append(1)))
-    with closing(CompilationCounter()) as compilations:
-        samples = engine.generate(weights, PROMPTS, REQUEST)
-        assert compilations.take_count() == 0
-    assert bits(samples) == bits(whole)
-    # Before the first segment, and behind each but the last.
-    assert len(looks) == -(-max(LENGTHS) // 5) == 5
-
-
-@pytest.mark.usefixtures("short_segments")
-def test_a_batch_ends_where_a_segment_does() -> None:
-    engine = without_slots()
-    for looks in (0, 1, 4):
-        engine.stop_requested = after(looks)
-        with pytest.raises(StoppedError):
-            engine.generate(weights_on(), PROMPTS, REQUEST)
-    # Nobody looks once all are done.
-    engine.stop_requested = after(5)
-    assert len(engine.generate(weights_on(), PROMPTS, REQUEST)) == len(LENGTHS)
 
 
 def test_slots_are_free_when_they_were_asked_to_stop() -> None:

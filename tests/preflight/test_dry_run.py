@@ -97,7 +97,7 @@ def test_the_bytes_equal_those_of_the_real_arrays(config: Path, overrides: tuple
             assert phase[f"{name}_optimizer".removeprefix("_")] == held(state) - held(state.params)
     assert ("reference" in report.memory["update"]) == ("algorithm.beta=0.1" in overrides and not has_adapters)
     assert report.memory["update"]["gradients"] == held(states[""].params)
-    assert report.memory["rollout"]["decode_weights"] == held(session.engine.to_decode_weights(policy))
+    assert report.memory["rollout"]["decode_weights"] == held(session.to_decode_weights(policy))
     assert report.checkpoint_bytes == sum(array.nbytes for array in jax.tree.leaves(states))
     assert report.num_trained_parameters == sum(x.size for x in jax.tree.leaves(states[""].params))
 
@@ -106,14 +106,12 @@ def test_the_bytes_of_caches_equal_those_of_the_real_arrays(config: Path, monkey
     memory = foreseen(config, *SHARDED).memory
     launch, _ = launched(config, *SHARDED)
     session = launch.session
-    weights = session.engine.to_decode_weights(session.load_params())
-    caches, slots = [], []
-    engine = session.engine
-    monkeypatch.setattr(engine, "_prefill", record_cache_size(engine._prefill, caches, lambda result: result[1]))
-    monkeypatch.setattr(engine, "_open", record_cache_size(engine._open, slots, lambda result: result[1].cache))
-    session.sample(weights, longest_first(list(launch.inputs.prompts))[:4], policy_version=0)
-    assert [memory["rollout"]["prompt_cache"]] == caches
-    assert [memory["rollout"]["kv_cache"]] == slots
+    weights = session.to_decode_weights(session.load_params())
+    assert session.continuous_batching is not None
+    engine = session.continuous_batching.engine
+    engine.open(weights, session.rollout_request())
+    assert memory["rollout"]["kv_cache"] == held(engine._cache.arrays)
+    engine.close()
 
 
 @pytest.mark.parametrize(

@@ -120,7 +120,7 @@ def test_the_notes_are_those_of_a_launch(tiny_model: Path) -> None:
 
 def test_the_report_has_the_bytes_and_the_time_of_weights_for_the_rollout(tiny_model: Path) -> None:
     session, report = inspect(load_settings(tiny_model, "mesh.pretend=v4-16", "mesh.shape=1,8,1"))
-    whole = bytes_per_device(session.engine.abstract_weights)
+    whole = bytes_per_device(session.to_decode_weights.abstract_weights)
     moved = report.weight_transfer
     # Each host holds all of them, of which a device had an eighth.
     assert moved.received_bytes == pytest.approx(whole * 7 / 8, rel=0.01)
@@ -161,7 +161,7 @@ def test_the_report_lists_the_workers_of_a_host(tiny_model: Path) -> None:
     assert session.workers is not None
     footprints = [worker.engine.footprint() for worker in session.workers.workers]
     assert [one.cache_bytes for one in report.workers] == [
-        bytes_per_device((footprint.slots, footprint.prompts)) for footprint in footprints
+        bytes_per_device(footprint.slots) for footprint in footprints
     ]
     assert "fast-1   1 " in report.to_text()
 
@@ -171,7 +171,7 @@ def test_slots_of_evaluations_lie_beside_those_of_busy_workers(tiny_model: Path)
     session, report = inspect(load_settings(tiny_model, *busy))
     assert session.continuous_batching is not None
     slots, rollout, evaluation = session.continuous_batching.footprint(), *map(report.memory.get, PHASES)
-    assert rollout is not None and evaluation is not None and "prompt_cache" not in evaluation
+    assert rollout is not None and evaluation is not None
     # The slots are freed after each evaluation, and those of the workers stay.
     assert report.memory["update"]["kv_cache"] == rollout["kv_cache"] == report.workers[0].cache_bytes > 0
     assert evaluation["kv_cache"] == rollout["kv_cache"] + bytes_per_device(slots.slots)

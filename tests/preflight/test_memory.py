@@ -35,14 +35,9 @@ def test_the_compiled_memory_of_a_phase_is_that_of_its_arrays_and_of_its_fullest
     memory = report["memory"]
     temporaries = {(one["phase"], one["name"]): one["temporary_bytes"] for one in report["programs"]}
     assert {phase for phase, _ in temporaries} == set(arrays) == {"rollout", "evaluation", "score", "update"}
-    for phase in ("score", "update"):
+    for phase in arrays:
         largest = max(size for (other, _), size in temporaries.items() if other == phase)
         assert memory[phase] == arrays[phase] | {"temporaries": largest, "padding": 0}
-    for phase in ("rollout", "evaluation"):
-        # While a batch is prefilled it has no rows, and while it decodes none of its prompts.
-        prefill = total(arrays[phase], without="kv_cache") + temporaries[phase, "prefill"]
-        decode = total(arrays[phase], without="prompt_cache") + temporaries[phase, "decode"]
-        assert total(memory[phase]) == max(prefill, decode, total(arrays[phase])) < total(arrays[phase]) + prefill
     assert report["peak_bytes"] == max(map(total, memory.values()))
 
 

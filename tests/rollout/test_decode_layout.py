@@ -143,7 +143,7 @@ def test_the_report_foresees_what_a_new_version_of_the_weights_moves(shape: tupl
     generating = with_tp(training, tp)
     trained = abstract_arrays(DEFINITION.shapes, DEFINITION.shardings(training))
     with jax.set_mesh(training):
-        conversion = jax.jit(DecodeConversion(DEFINITION, generating, FLOAT32)).lower(trained).compile()
+        conversion = jax.jit(DecodeConversion(DEFINITION, generating, FLOAT32).lay_out).lower(trained).compile()
     moved = sum(one.bytes_per_device for one in program_collectives(conversion))
     assert moved == transferred_bytes(DEFINITION, training, generating, FLOAT32) > 0
 

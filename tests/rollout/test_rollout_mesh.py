@@ -104,11 +104,14 @@ def test_no_device_holds_what_another_one_does() -> None:
     """Weights are split over tp; so are caches, by rows where the heads cannot be."""
     definition, mesh = DecoderDefinition.create(FEW_HEADS), with_tp(make_mesh(TRAINING), 4)
     engine = make_engine(definition, mesh, training_mesh=make_mesh(TRAINING), mesh_of_all_hosts=mesh)
-    shape = engine.batch_shape(num_prompts=3, group_size=4, longest_prompt=8, max_new_tokens=8)
-    assert shape.num_rows == 16
-    alone = make_engine(definition).footprint(shape)
-    footprint = engine.footprint(shape)
-    assert 8 * bytes_per_device(footprint.slots) == bytes_per_device(alone.slots)
+    sixteen = PROMPTS[:1], replace(request(), group_size=16)
+    programs = engine.of(*sixteen).engine.programs
+    assert programs.num_shards == 8 and programs.shapes.num_slots == 16
+    alone, footprint = (one.of(*sixteen).footprint() for one in (make_engine(definition), engine))
+    # Beside the two blocks that belong to no row.
+    rows, blocks = 16 * programs.blocks_per_row, programs.num_blocks
+    assert bytes_per_device(footprint.slots) * (rows + 2) == bytes_per_device(alone.slots) * blocks
+    assert blocks == rows // 8 + 2
     assert bytes_per_device(footprint.weights) < 0.4 * bytes_per_device(alone.weights)
     params = jax.device_put(random_params(definition), definition.shardings(make_mesh(TRAINING)))
     weights, foreseen = engine.to_decode_weights(params), abstract_decode_weights(definition, mesh, FLOAT32)
@@ -123,10 +126,10 @@ def test_no_device_holds_what_another_one_does() -> None:
 def test_no_weights_and_no_caches_move_while_tokens_are_decoded(architecture: Architecture) -> None:
     definition, mesh = DecoderDefinition.create(architecture), with_tp(make_mesh(TRAINING), 4)
     engine = make_engine(definition, mesh)
-    shape = engine.batch_shape(num_prompts=8, group_size=2, longest_prompt=8, max_new_tokens=56)
-    program = engine.lower_programs(shape, truncates=False)["decode"].compile()
+    generator = engine.of(PROMPTS[:1], replace(request(), group_size=16, max_new_tokens=56))
+    program = generator.engine.programs.lower_programs(truncates=False, recomputes=False)["decode"].compile()
     moved = [one for one in program_collectives(program) if one.is_in_dynamic_loop and one.dtype == "f32"]
-    cache = bytes_per_device(engine.footprint(shape).slots[0].keys)
+    cache = bytes_per_device(generator.footprint().slots[0].keys)
     # Of the smallest matrix that tp splits, a device would send its quarter to three others.
     matrix = 3 * architecture.model_dim * architecture.num_query_heads * architecture.head_dim
     assert moved and max(one.bytes_per_device for one in moved) < min(matrix, cache)

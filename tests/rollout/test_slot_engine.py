@@ -17,7 +17,6 @@ from app.mesh.program_cache import CompilationCounter
 from app.model.decode_weights import DecodeWeights
 from app.model.decoder import DecoderDefinition
 from app.records.sample import Prompt, Sample
-from app.rollout.batch_engine import BatchEngine
 from app.rollout.request import GenerationRequest
 from app.rollout.sampling.token_sampling import SamplingRules
 from app.rollout.sequence import RolloutSequence, SuspendedSequence
@@ -30,7 +29,7 @@ from app.rollout.stop_strings import DecodeText
 from app.score.scorer import Scorer
 from settings.errors import InputError
 from settings.schema.rollout import KVCacheType, SegmentSettings
-from tests.tiny import ODD, make_engine, make_mesh, packed_plan, random_params, random_prompts, spell
+from tests.tiny import ODD, TinyEngine, make_engine, make_mesh, packed_plan, random_params, random_prompts, spell
 
 FLOAT32 = np.dtype("float32")
 DEFINITION = DecoderDefinition.create(ODD)
@@ -104,14 +103,14 @@ def generate(
 
 
 @functools.cache
-def without_slots() -> BatchEngine:
+def unlimited_slots() -> TinyEngine:
     return make_engine(DEFINITION)
 
 
 @functools.cache
-def in_one_batch() -> list[Sample]:
-    """Returns the samples of the engine without slots for the same requests."""
-    return without_slots().generate(weights_on(), PROMPTS, REQUEST)
+def at_once() -> list[Sample]:
+    """Returns the samples of a slot for each of them."""
+    return unlimited_slots().generate(weights_on(), PROMPTS, REQUEST)
 
 
 def by_uid(rows: Sequence[RolloutSequence]) -> dict[str, tuple[list[int], bytes]]:
@@ -152,9 +151,9 @@ def run_at_random(engine: SlotEngine, seed: int, *, suspends: bool = True) -> li
     return rows
 
 
-def test_slots_make_the_same_samples_as_one_batch_to_the_end():
+def test_refilled_slots_make_the_samples_of_a_slot_for_each():
     samples = generate(slots_of(False))
-    for ours, theirs, length in zip(samples, in_one_batch(), LENGTHS, strict=True):
+    for ours, theirs, length in zip(samples, at_once(), LENGTHS, strict=True):
         assert (ours.uid, ours.group_id, ours.finish_reason) == (theirs.uid, theirs.group_id, "length")
         assert len(ours.completion_ids) == length and ours.kept_mass_logs is None
         assert ours.worker == theirs.worker == "0" and ours.elapsed_s > 0
@@ -217,7 +216,7 @@ def test_in_fast_mode_any_schedule_agrees_with_the_scorer(seed):
     groups = {prompt.uid: i for i, prompt in enumerate(PROMPTS)}
     samples = [
         replace(
-            in_one_batch()[i],
+            at_once()[i],
             completion_ids=row.token_ids,
             behavior_logprobs=row.logprobs,
             group_id=groups[row.prompt.uid],
@@ -315,16 +314,6 @@ def test_few_samples_in_many_slots_decode_in_the_small_program_at_once():
     assert counts.row_steps == counts.generated_tokens == 4 * 8
 
 
-def test_one_batch_to_the_end_is_counted_alike():
-    without_slots().counters.take()
-    without_slots().generate(weights_on(), PROMPTS, REQUEST)
-    counts = without_slots().counters.take()
-    distinct = sum(len(prompt.token_ids) for prompt in PROMPTS)
-    assert (counts.prefilled_tokens, counts.prompt_tokens) == (distinct, GROUP_SIZE * distinct)
-    assert (counts.segments, counts.generated_tokens) == (1, sum(LENGTHS))
-    assert counts.row_steps == len(LENGTHS) * max(LENGTHS)
-
-
 def test_a_segment_leaves_when_enough_rows_are_done_or_few_are_left():
     engine, rows = slots_of(True), rows_of(lengths=[3, 7, 11, 14] * len(PROMPTS))[:4]
     engine.open(weights_on(), REQUEST)
@@ -378,7 +367,7 @@ def test_a_row_whose_logits_are_not_finite_ends_before_them_and_no_neighbour_cha
 def test_slots_split_over_devices_make_the_same_samples():
     engine = new_slots(4, exact=True, mesh_shape=(2, 1, 2))
     samples = batching(engine).generate(weights_on((2, 1, 2)), PROMPTS, REQUEST)
-    for ours, theirs in zip(samples, in_one_batch(), strict=True):
+    for ours, theirs in zip(samples, at_once(), strict=True):
         np.testing.assert_array_equal(ours.completion_ids, theirs.completion_ids)
         np.testing.assert_allclose(ours.behavior_logprobs, theirs.behavior_logprobs, atol=1e-5)
 
@@ -444,7 +433,7 @@ def test_where_blocks_run_out_rows_give_theirs_up_and_no_bit_of_a_sample_changes
     assert counts.generated_tokens == sum(LENGTHS)
     assert counts.prompt_tokens == GROUP_SIZE * sum(len(prompt.token_ids) for prompt in PROMPTS)
     assert by_uid(run_at_random(engine, seed)) == expected
-    for sample in in_one_batch():
+    for sample in at_once():
         assert expected[sample.uid][0] == sample.completion_ids.tolist()
 
 
@@ -455,7 +444,7 @@ def test_in_fast_mode_rows_that_gave_their_blocks_up_are_computed_again() -> Non
     counts = engine.counters.take()
     assert counts.preempted_rows > 0 and counts.recomputed_tokens > 0
     assert counts.generated_tokens == sum(LENGTHS)
-    for ours, theirs in zip(samples, in_one_batch(), strict=True):
+    for ours, theirs in zip(samples, at_once(), strict=True):
         np.testing.assert_array_equal(ours.completion_ids, theirs.completion_ids)
         np.testing.assert_allclose(ours.behavior_logprobs, theirs.behavior_logprobs, atol=1e-5)
 
@@ -576,7 +565,7 @@ def test_blocks_are_copied_alike_at_once_and_one_after_another(
 def test_a_prompt_whose_last_block_is_full_needs_no_copy() -> None:
     for length in (1, 4, 5, 8):
         prompt = replace(PROMPTS[0], token_ids=np.arange(1, 1 + length, dtype=np.int32))
-        theirs = without_slots().generate(weights_on(), [prompt], replace(REQUEST, max_new_tokens=9))
+        theirs = unlimited_slots().generate(weights_on(), [prompt], replace(REQUEST, max_new_tokens=9))
         ours = generate(few_blocks(True), [prompt], 9)
         for sample, other in zip(ours, theirs, strict=True):
             np.testing.assert_array_equal(sample.completion_ids, other.completion_ids)
@@ -593,6 +582,6 @@ def test_blocks_on_several_devices_make_the_same_samples() -> None:
     request = replace(REQUEST, max_new_tokens=LONGEST)
     samples = batching(engine).generate(weights_on((2, 1, 2)), PROMPTS[:3], request)
     assert engine.counters.take().preempted_rows > 0
-    for ours, theirs in zip(samples, without_slots().generate(weights_on(), PROMPTS[:3], request), strict=True):
+    for ours, theirs in zip(samples, unlimited_slots().generate(weights_on(), PROMPTS[:3], request), strict=True):
         np.testing.assert_array_equal(ours.completion_ids, theirs.completion_ids)
         np.testing.assert_allclose(ours.behavior_logprobs, theirs.behavior_logprobs, atol=1e-5)

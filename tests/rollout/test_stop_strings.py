@@ -25,8 +25,8 @@ from tests.rollout.test_slot_engine import (
     REQUEST,
     batching,
     new_slots,
+    unlimited_slots,
     weights_on,
-    without_slots,
 )
 from tests.tiny import spell
 
@@ -79,7 +79,7 @@ def test_a_completion_ends_with_whichever_stop_string_is_complete_first(text: st
 @functools.cache
 def cut_by_hand() -> list[Sample]:
     """Samples of one batch without stop strings, cut afterwards."""
-    samples = without_slots().generate(weights_on(), PROMPTS, UNSTOPPED)
+    samples = unlimited_slots().generate(weights_on(), PROMPTS, UNSTOPPED)
     cut = []
     for sample in samples:
         length = first_stop(sample.completion_ids.tolist(), STOP, spell)
@@ -109,7 +109,7 @@ def tokens_of(samples: Sequence[Sample]) -> list[tuple[str, str, list[int]]]:
 
 
 def test_a_batch_ends_each_sample_at_its_stop_string_and_changes_nothing_before() -> None:
-    samples = without_slots().generate(weights_on(), PROMPTS, STOPPED)
+    samples = unlimited_slots().generate(weights_on(), PROMPTS, STOPPED)
     assert bits(samples) == bits(cut_by_hand())
     num_stopped = sum(sample.finish_reason == "stop" for sample in samples)
     assert 3 <= num_stopped < len(samples)
@@ -121,7 +121,7 @@ def test_a_batch_ends_each_sample_at_its_stop_string_and_changes_nothing_before(
 def test_slots_end_samples_alike_and_are_free_earlier(exact: bool) -> None:
     made = batching(slots(exact=exact), max=2)
     assert tokens_of(made.generate(weights_on(), PROMPTS, UNSTOPPED)) == tokens_of(
-        without_slots().generate(weights_on(), PROMPTS, UNSTOPPED)
+        unlimited_slots().generate(weights_on(), PROMPTS, UNSTOPPED)
     )
     num_unstopped = made.take_counters().generated_tokens
     assert tokens_of(made.generate(weights_on(), PROMPTS, STOPPED)) == tokens_of(cut_by_hand())

@@ -12,45 +12,21 @@ import pytest
 from app.mesh import jax_startup
 from app.mesh.device_memory import program_memory_bytes
 from app.mesh.placement import bytes_per_device
-from app.model.decoder import DecoderDefinition
 from app.records.sample import Sample
 from app.runtime import slot_choice
 from app.runtime.model_spec import read_model_spec
 from app.runtime.session import Session
-from app.runtime.slot_choice import blocks_in_memory, generates_in_slots
+from app.runtime.slot_choice import blocks_in_memory
 from app.training.inputs import read_training_inputs
 from app.training.setup import configure_session
 from settings import load
-from tests.tiny import ODD
 
-LARGE = DecoderDefinition.create(replace(ODD, vocab_size=2**22))
-SMALL = DecoderDefinition.create(ODD)
 TINY = {
     **{"data.max_prompt_length": 16, "data.num_problems": 8, "model.dtype": "float32", "mesh.shape": "'8,1,1'"},
     **{"rollout.prompts_per_step": 4, "rollout.group_size": 4, "rollout.max_new_tokens": 48},
     "rollout.kv_block_size": 16,
 }
 GIB = 2**30
-
-
-@pytest.mark.parametrize(
-    ("overrides", "definition", "in_slots"),
-    [
-        ((), LARGE, True),
-        ((), SMALL, False),
-        (("rollout.kv_blocks=100",), SMALL, True),
-        (("rollout.kv_block_size=32",), SMALL, True),
-        (("rollout.slots=4",), SMALL, True),
-        (("rollout.slots=null",), LARGE, False),
-        (("rollout.placement=global",), LARGE, False),
-        (("rollout.scheduler=adaptive",), LARGE, False),
-        (("rollout.scheduler=sync", "rollout.placement=global"), LARGE, False),
-    ],
-)
-def test_slots_generate_for_models_that_are_not_tiny_unless_told_otherwise(
-    overrides: tuple[str, ...], definition: DecoderDefinition, in_slots: bool
-) -> None:
-    assert generates_in_slots(load(None, overrides, {}).settings, definition) == in_slots
 
 
 def opened(
@@ -97,19 +73,15 @@ WORKERS: dict[str, Any] = {"scheduler": "adaptive", "workers.heavy.slots": 4}
 ASYNC: dict[str, Any] = WORKERS | {"max_staleness": 1}
 
 
-@pytest.mark.parametrize("slots", ["auto", "null"])
-def test_evaluations_beside_busy_workers_have_slots_if_environments_answer(
-    slots: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_evaluations_beside_busy_workers_have_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     set_memory(monkeypatch, None)
-    chosen: dict[str, Any] = ASYNC | {"slots": slots, "mode": "exact", "prompts_per_step": 3, "group_size": 5}
+    chosen: dict[str, Any] = ASYNC | {"mode": "exact", "prompts_per_step": 3, "group_size": 5}
     with closing(opened(environment="guess_number", **chosen)) as session:
         assert session.workers is not None and session.evaluation_generator is session.continuous_batching
         assert size_of(session)[0] == 16
         assert session.generation_notes[-1].startswith("rollout.slots: auto: 16 on each host for evaluations, with")
         # They do not round as those of the workers must among themselves.
         assert {worker.engine.shapes.rows_together for worker in session.workers.workers} == {4}
-        assert session.evaluation_generator is not None
         assert session.evaluation_generator.engine.shapes.rows_together is None
 
 
@@ -119,16 +91,15 @@ def test_evaluations_run_where_rollouts_do_unless_workers_are_busy() -> None:
             assert session.workers is not None and session.evaluation_generator is session.workers
         with closing(opened(environment=environment, slots=8)) as session:
             assert session.evaluation_generator is session.continuous_batching is not None
-    for chosen in (ASYNC, dict[str, Any](slots="null", kv_block_size="null")):
-        with closing(opened(**chosen)) as session:
-            assert session.evaluation_generator is session.continuous_batching is None
+    with closing(opened(**ASYNC)) as session:
+        assert session.evaluation_generator is session.continuous_batching is not None
 
 
 def test_busy_workers_are_not_opened_for_evaluations_alone() -> None:
     for environment in ("null", "guess_number"):
         with closing(opened(environment=environment, generates="evaluations", **ASYNC)) as session:
             assert session.workers is None and not session.generates_async
-            assert (session.evaluation_generator is not None) == (environment != "null")
+            assert session.evaluation_generator is session.continuous_batching is not None
     with closing(opened(generates="evaluations", **WORKERS)) as session:
         assert session.evaluation_generator is session.workers is not None
 
@@ -207,7 +178,7 @@ def test_what_busy_workers_hold_counts_for_the_slots_of_evaluations(
         programs = session.continuous_batching.engine.programs
         alone = bytes_per_device(programs.abstract_weights)
         alone += slot_choice.POOL_COPIES * bytes_per_device(programs.abstract_pool)
-        of_workers = bytes_per_device(session.footprint(session.workers, session.workers.engine.batch_shape))
+        of_workers = bytes_per_device(session.footprint(session.workers))
         caplog.set_level(logging.INFO)
         for held, scarce in ((of_workers, False), (of_workers - 1024, True)):
             set_memory(monkeypatch, int((alone + held) / slot_choice.SURE_SHARE) + 1)
@@ -238,19 +209,19 @@ def test_slots_are_as_many_as_the_blocks_hold_at_half_their_length(monkeypatch: 
     assert size_of(opened(slots=64, kv_blocks="null")) == (64, 34)
 
 
-def test_samples_in_scarce_memory_are_those_of_one_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_in_scarce_memory_are_those_of_slots_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     def samples(session: Session) -> list[Sample]:
         with closing(session):
             prompts = read_training_inputs(session.settings).prompts[:4]
-            weights = session.engine.to_decode_weights(session.load_params())
+            weights = session.to_decode_weights(session.load_params())
             return session.sample(weights, prompts, policy_version=1)
 
-    batch = samples(opened(slots="null", kv_block_size="null"))
+    plenty = samples(opened(kv_block_size="null"))
     monkeypatch.setattr("app.runtime.generators.blocks_in_memory", lambda *_, **__: 6)
     scarce = opened(slots=16)
     found = samples(scarce)
     assert size_of(scarce) == (16, 6)  # one of a device's two rows waits for the other
-    assert [(x.uid, x.completion_ids.tolist()) for x in found] == [(x.uid, x.completion_ids.tolist()) for x in batch]
+    assert [(x.uid, x.completion_ids.tolist()) for x in found] == [(x.uid, x.completion_ids.tolist()) for x in plenty]
 
 
 def test_memory_for_no_sample_is_a_warning_that_names_the_way_out(

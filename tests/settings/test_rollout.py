@@ -45,18 +45,6 @@ from settings.checks.commands import check_for_rollout, check_for_train
             "rollout.workers.fast.max_length = 20 (from --set): no worker is left for the longest sample",
         ),
         (
-            ["rollout.slots=null", "rollout.kv_blocks=100"],
-            "rollout.kv_blocks = 100 (from --set) is for slots and workers on each host",
-        ),
-        (
-            ["rollout.placement=global", "rollout.kv_block_size=32"],
-            "rollout.kv_block_size = 32 (from --set) is for slots and workers on each host",
-        ),
-        (
-            ["rollout.slots=null", "rollout.kv_cache=int8"],
-            "rollout.kv_cache = 'int8' (from --set) is for slots and workers on each host",
-        ),
-        (
             ["rollout.pool=ray"],
             "rollout.pool = 'ray' (from --set): Ray runs only workers with a scheduler; set rollout.scheduler",
         ),

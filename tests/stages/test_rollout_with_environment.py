@@ -178,7 +178,7 @@ def test_a_stop_is_noticed_while_environments_open(file: Path) -> None:
     with closing(Session.open(chosen, read.model)) as session:
         session.open_generators()
         session.stop_when(lambda: True)
-        weights = session.engine.to_decode_weights(session.load_params())
+        weights = session.to_decode_weights(session.load_params())
         with pytest.raises(StoppedError):
             session.sample(weights, read.prompts[:1], policy_version=0)
 
@@ -190,7 +190,7 @@ def test_a_stop_is_noticed_while_all_samples_wait(overrides: tuple[str, ...], fi
     waiting: list[int] = []
     with closing(Session.open(chosen, read.model)) as session:
         session.open_generators()
-        made = session.continuous_generator
+        made = session.generator
         assert made is not None and made.conversations is not None
         acting = made.conversations
         engines = [made.engine] if session.workers is None else [one.engine for one in session.workers.workers]
@@ -201,7 +201,7 @@ def test_a_stop_is_noticed_while_all_samples_wait(overrides: tuple[str, ...], fi
             return len(waiting) == 2
 
         session.stop_when(stop_requested)
-        weights = session.engine.to_decode_weights(session.load_params())
+        weights = session.to_decode_weights(session.load_params())
         with pytest.raises(StoppedError):
             session.sample(weights, read.prompts[:1], policy_version=0)
     assert waiting[0] == waiting[1], "nothing was answered in between"
@@ -211,7 +211,7 @@ def test_a_stop_is_noticed_while_all_samples_wait(overrides: tuple[str, ...], fi
     ("overrides", "message"),
     [
         (("env.source={file}:Nobody",), "env.source: "),
-        (("env.source={file}:Echo", "rollout.slots=null"), "one batch cannot wait for the environment"),
+        (("env.source={file}:Echo", "rollout.placement=global"), "environments answer the samples of their own host"),
         (("env.source={file}:Echo", "rollout.stop=['=']"), "remove the stop strings"),
         (("env.source=chess",), "expected one of calculator"),
         (("env.tools=[calculator]",), "does not list tools"),

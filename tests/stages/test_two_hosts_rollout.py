@@ -116,7 +116,7 @@ cli.main()
 """
 HANGS, FAILS = "threading.Event().wait()", "raise RuntimeError('broken')"
 SECOND_ROUND, FIRST_WINDOW = (
-    ("app.rollout.batch_engine.BatchEngine.generate", 2),
+    ("app.rollout.slots.slot_engine.SlotEngine.finish_segment", 2),
     ("app.score.scorer.Scorer.logprobs", 1),
 )
 

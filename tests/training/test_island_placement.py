@@ -1,4 +1,4 @@
-"""Tests that hosts that generate on their own devices draw the samples of a joint batch."""
+"""Tests that hosts that generate on their own devices draw the samples of a joint queue."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def found(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[di
 
 @pytest.fixture(scope="module")
 def one_host(tiny_model: Path) -> list[list[Any]]:
-    """The samples of one host with eight devices, in one batch."""
+    """The samples of one host with eight devices."""
     samples = describe(Found(tiny_model).samples("island"))
     assert {reason for _, _, reason in samples} == {"stop", "length"}
     return [list(sample) for sample in samples]
@@ -76,11 +76,6 @@ def test_an_island_takes_the_weights_over_without_a_copy(found: list[dict[str, A
 
 def test_a_host_generates_on_its_island_while_another_does_not(found: list[dict[str, Any]]) -> None:
     assert found[1]["alone"] == found[1]["island"][:2]
-
-
-def test_segments_of_a_batch_change_no_sample(found: list[dict[str, Any]]) -> None:
-    for host in found:
-        assert host["in segments"] == host["island"]
 
 
 def test_one_host_that_is_asked_ends_a_batch_of_all_hosts_and_of_islands_its_own(

@@ -40,9 +40,9 @@ def rounded_once(params: Params) -> Params:
 
 def logprobs_by_the_sampler(session: Session, params: Params) -> np.ndarray:
     """Returns logprobs under the weights that the sampler decodes with, computed in float32."""
-    exact = jax.tree.map(lambda x: x.astype(jnp.float32), session.engine.to_decode_weights(params))
+    exact = jax.tree.map(lambda x: x.astype(jnp.float32), session.to_decode_weights(params))
     ids = jnp.arange(24, dtype=jnp.int32).reshape(4, 6)
-    definition = session.engine.definition
+    definition = session.to_decode_weights.definition
     hidden, *_ = prefill(definition, exact, ids, jnp.full(4, 6, jnp.int32))
     return np.asarray(jax.nn.log_softmax(definition.bind(exact.params).head.logits(hidden)))
 
@@ -68,8 +68,8 @@ def test_the_sampler_moves_as_far_as_the_policy_from_the_first_step_on(config: P
 def test_in_float32_adapters_are_merged_into_what_decodes(config: Path) -> None:
     session = opened(config)
     whole = combine_params(after_a_few_steps(session), session.frozen_params)
-    assert session.engine.definition is session.model_spec.definition
-    found = session.engine.to_decode_weights(whole)
+    assert session.to_decode_weights.definition is session.model_spec.definition
+    found = session.to_decode_weights(whole)
     plain = merge_adapters(whole, session.model_spec.policy_definition.lora)["blocks"]
     assert flatten_by_path(found.blocks[1]).keys() == flatten_by_path(plain).keys()
     for path, stacked in flatten_by_path(plain).items():
@@ -85,7 +85,7 @@ def test_slots_in_bfloat16_draw_from_adapters_beside_the_kernels(config: Path) -
         lambda x: jnp.asarray(draw.normal(0, 0.2, x.shape), x.dtype), session.initial_trained_params()
     )
     params = session.full_params(adapters)
-    samples = session.sample(session.engine.to_decode_weights(params), prompts, policy_version=0)
+    samples = session.sample(session.to_decode_weights(params), prompts, policy_version=0)
     scored, _ = session.score(params, samples, "policy", batcher=learning.policy.updater.micro_batcher)
     for sample in scored:
         assert sample.policy_logprobs is not None

@@ -146,7 +146,7 @@ def test_the_reference_is_the_quantized_base_without_its_adapters_and_no_copy(ru
 def test_adapters_beside_quantized_kernels_count_as_work(config: Path) -> None:
     launch, _ = launched(config, *PENALISED, INT8)
     session, one = launch.session, np.ones(1, np.int64)
-    assert session.engine.definition is session.model_spec.policy_definition
+    assert session.to_decode_weights.definition is session.model_spec.policy_definition
     # Their scales and codes do not count.
     work = make_step_flops(launch.resolved.settings, session, None).rollout
     blocks, adapters = forward_flops(session.model_spec.architecture)(one), 2 * NUM_WEIGHTS

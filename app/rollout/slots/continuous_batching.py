@@ -6,18 +6,21 @@ from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 
 import jax
+import numpy as np
 
+from app.distributed.collectives import max_over_hosts
 from app.distributed.stop_check import STOP_CHECK_INTERVAL_S, StoppedError
+from app.mesh.device_mesh import num_hosts
 from app.model.decode_weights import DecodeWeights
 from app.records.sample import Prompt
-from app.rollout.batch_engine import Footprint
 from app.rollout.counters import RolloutCounters
 from app.rollout.request import GenerationRequest
 from app.rollout.sample_generator import SampleGenerator
 from app.rollout.sampling.token_sampling import SamplingRules
 from app.rollout.scheduling.scheduling_policy import SUSPENDED_PER_SLOT
 from app.rollout.scheduling.segment_limits import SegmentLimits, prior_mean_length, segment_limits
-from app.rollout.sequence import RolloutSequence
+from app.rollout.sequence import RolloutSequence, gather_sequences
+from app.rollout.slots.shape_buckets import Footprint
 from app.rollout.slots.slot_engine import SegmentResult, SlotEngine
 from app.rollout.stop_strings import DecodeText
 from settings.schema.rollout import SegmentSettings
@@ -25,6 +28,9 @@ from settings.schema.rollout import SegmentSettings
 
 class ContinuousBatchGenerator(SampleGenerator):
     """Generates one queue of samples in the slots of one engine.
+
+    Where the engine has the devices of all hosts, so has the queue their samples: all hosts take the same decisions,
+    which depend on token counts alone, and each yields its own samples.
 
     Args:
         segment_rule: rule for the length of segments. It depends only on token counts, so runs are exactly repeatable.
@@ -34,6 +40,7 @@ class ContinuousBatchGenerator(SampleGenerator):
         super().__init__(decode_text=decode_text)
         self.engine = engine
         self._segment_rule = segment_rule
+        self._spans_hosts = num_hosts(engine.programs.mesh) > 1
 
     def compile(self, rules: SamplingRules) -> None:
         """Compiles the engine's programs; see `SampleGenerator.compile`."""
@@ -45,9 +52,10 @@ class ContinuousBatchGenerator(SampleGenerator):
         for row in rows:
             self.engine.check_fits(row)
             row.worker = str(jax.process_index())
+        queue = gather_sequences(rows) if self._spans_hosts else rows
         self.engine.open(weights, request)
         try:
-            for _ in self._decode_segments(rows):
+            for _ in self._decode_segments(queue):
                 while rows and rows[0].finish_reason and rows[0].is_collected:
                     yield rows.popleft()
         finally:
@@ -57,8 +65,9 @@ class ContinuousBatchGenerator(SampleGenerator):
         assert not rows
 
     def take_counters(self) -> RolloutCounters:
-        """Returns the counts since the last call."""
-        return self.engine.counters.take()
+        """Returns the counts since the last call; of a queue of all hosts, the first of them has the counts."""
+        counters = self.engine.counters.take()
+        return RolloutCounters() if self._spans_hosts and jax.process_index() > 0 else counters
 
     def footprint(self) -> Footprint:
         """Returns the arrays on the devices when all slots are full."""
@@ -74,8 +83,7 @@ class ContinuousBatchGenerator(SampleGenerator):
         answered: deque[RolloutSequence] = deque()
         segment: SegmentResult | None = None
         while waiting or answered or engine.active_rows or segment is not None or self._num_acting:
-            if self.stop_requested():
-                raise StoppedError
+            self._raise_if_stopped()
             self._admit(answered, waiting, num_unsent=0 if segment is None else len(segment.acting))
             if engine.active_rows:
                 engine.start_segment(**self._limits(has_waiting=bool(answered or waiting), lengths=lengths)._asdict())
@@ -102,6 +110,14 @@ class ContinuousBatchGenerator(SampleGenerator):
                         engine.forget(row.key)
                         lengths.append(row.num_tokens)
                 yield
+
+    def _raise_if_stopped(self) -> None:
+        """Raises StoppedError if a stop was requested; if hosts share the queue, of any of them."""
+        stops = self.stop_requested()
+        if self._spans_hosts:
+            stops = bool(max_over_hosts(np.asarray(int(stops))))
+        if stops:
+            raise StoppedError
 
     @property
     def _max_suspended(self) -> int:

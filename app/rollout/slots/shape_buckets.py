@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from app.model.decode_weights import DecodeWeights
+from app.model.kv_cache import KVCache
 from settings.errors import InputError
 from settings.schema.rollout import KVCacheType
 
@@ -12,10 +14,31 @@ NUM_BUCKETS = 3
 MIN_ROWS = 8
 """Minimum batch size: fewer rows are hardly cheaper, and products with one row round differently."""
 PREFILL_ROWS = (1, 4)
+PREFILL_ROWS_OF_TINY = 64
+"""Prompts that a device prefills together with a tiny model, if it has as many slots."""
 LENGTH_MULTIPLE = 8
 MAX_FORCED = 256
 """Most tokens of a row that a segment feeds in place of drawn ones. For more of them, a prefill computes the whole
 cache again where it may: a row that takes so many steps keeps its slot from others."""
+
+
+class BatchShape(NamedTuple):
+    """Sizes of the largest programs of an engine, on this host's part of the mesh."""
+
+    num_prompts: int
+    """Number of prompts that are prefilled together."""
+    num_rows: int
+    prompt_length: int
+    cache_length: int
+    num_new: int
+    block_size: int
+
+
+class Footprint(NamedTuple):
+    """Arrays that occupy the devices during decoding, as shapes with shardings."""
+
+    weights: DecodeWeights | tuple[DecodeWeights, ...]
+    slots: KVCache
 
 
 class SlotShapes(NamedTuple):
@@ -101,6 +124,7 @@ def make_slot_shapes(
     rows_together: int | None = None,
     records_routes: bool = False,
     has_turns: bool = False,
+    is_tiny: bool = False,
     row_shards: int = 1,
     setting: str = "rollout.slots",
 ) -> SlotShapes:
@@ -111,6 +135,7 @@ def make_slot_shapes(
             each prompt.
         row_limit, rows_together, records_routes: see `SlotShapes`.
         has_turns: whether an environment answers, so that observations follow.
+        is_tiny: whether programs take longer to compile than to run, so that there is only one size of each kind.
         row_shards: number of devices over which the slots are split.
         setting: name of the setting that gives `num_slots`, for error messages.
 
@@ -125,12 +150,18 @@ def make_slot_shapes(
     prompts = _length_buckets(max_prompt_length, min_bucket=prefill_length_min)
     rows = _length_buckets(max_prompt_length + max_new_tokens, min_bucket=prompts[-1] + 1)
     halves = [num_slots // 2**i for i in range(NUM_BUCKETS)]
-    batches = [rows for rows in halves if rows == num_slots or (rows >= MIN_ROWS and rows % row_shards == 0)]
+    batches = sorted({size for size in halves if size == num_slots or (size >= MIN_ROWS and size % row_shards == 0)})
+    prefill_rows = PREFILL_ROWS
+    if exact:
+        batches, prefill_rows = [num_slots], (1,)
+    elif is_tiny:
+        prompts, rows, batches = prompts[-1:], rows[-1:], [num_slots]
+        prefill_rows = (min(num_slots // row_shards, PREFILL_ROWS_OF_TINY),)
     return SlotShapes(
-        batch_buckets=(num_slots,) if exact else tuple(sorted(set(batches))),
+        batch_buckets=tuple(batches),
         prompt_buckets=prompts,
         recompute_buckets=rows,
-        prefill_rows=(1,) if exact else PREFILL_ROWS,
+        prefill_rows=prefill_rows,
         segment_max=min(segment_max, max_new_tokens),
         block_size=block_size,
         num_blocks=num_blocks,

@@ -20,17 +20,17 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Int32
 
+from app.mesh.device_mesh import num_hosts
 from app.model.decode_weights import DecodeWeights
 from app.model.decoder import DecoderDefinition
 from app.records.sample import DROPPED_PREFIX, Prompt
-from app.rollout.batch_engine import BatchShape, Footprint
 from app.rollout.counters import RolloutCounters
 from app.rollout.request import GenerationRequest
 from app.rollout.sampling.token_sampling import SamplingRules, finish_reason, hash_uids
 from app.rollout.sequence import RolloutSequence, SuspendedSequence
 from app.rollout.slots.block_cache import BlockCache, CacheWork, Prefill
 from app.rollout.slots.segment_decoding import NOT_FORCED, DecodeLimits, RowStatus, RowTable
-from app.rollout.slots.shape_buckets import SlotShapes
+from app.rollout.slots.shape_buckets import BatchShape, Footprint, SlotShapes
 from app.rollout.slots.slot_device import NoiseKey, Slot, SlotDevice
 from app.rollout.slots.slot_programs import SlotPrograms, rules_to_arrays
 from app.rollout.stop_strings import DecodeText
@@ -546,14 +546,16 @@ class SlotEngine:
 
     @property
     def batch_shape(self) -> BatchShape:
-        """Largest batch shape of the engine."""
+        """Largest batch shape of the engine on this host."""
         shapes = self.shapes
         lengths = shapes.max_prompt_length, shapes.max_row_length, shapes.segment_max, self.programs.block_size
-        return BatchShape(shapes.prefill_rows[-1] * self.programs.num_shards, shapes.num_slots, *lengths)
+        hosts = num_hosts(self.programs.mesh)
+        num_prompts = shapes.prefill_rows[-1] * self.programs.num_shards // hosts
+        return BatchShape(num_prompts, shapes.num_slots // hosts, *lengths)
 
     def footprint(self) -> Footprint:
         """Returns the arrays on the devices. Compiles nothing."""
-        return Footprint(self.programs.abstract_weights, (), self.programs.abstract_pool)
+        return Footprint(self.programs.abstract_weights, self.programs.abstract_pool)
 
 
 def _row_of(one: RolloutSequence | SuspendedSequence) -> RolloutSequence:

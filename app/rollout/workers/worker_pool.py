@@ -12,7 +12,6 @@ import numpy as np
 
 from app.mesh.placement import bytes_per_device
 from app.model.decode_weights import DecodeWeights
-from app.rollout.batch_engine import Footprint
 from app.rollout.counters import RolloutCounters
 from app.rollout.request import GenerationRequest
 from app.rollout.sample_generator import SampleGenerator
@@ -24,6 +23,7 @@ from app.rollout.scheduling.sample_states import SampleState
 from app.rollout.scheduling.scheduler import Scheduler
 from app.rollout.scheduling.scheduling_policy import PDSR_CONSTANTS, PdsrConstants
 from app.rollout.sequence import RolloutSequence
+from app.rollout.slots.shape_buckets import Footprint
 from app.rollout.slots.slot_engine import SlotEngine
 from app.rollout.stop_strings import DecodeText
 from app.rollout.workers.scheduler_loop import ProgressCallback, RolloutExecutor, SampleDoneCallback, name_rows
@@ -224,8 +224,8 @@ class RolloutWorkerPool(SampleGenerator):
         footprints = [worker.engine.footprint() for worker in self.workers]
         if self.workers[0].device is None:
             return max(footprints, key=bytes_per_device)
-        weights, prompts, slots = zip(*footprints, strict=True)
-        return Footprint(weights[0], sum(prompts, ()), sum(slots, ()))
+        weights, slots = zip(*footprints, strict=True)
+        return Footprint(weights[0], sum(slots, ()))
 
     def shut_down(self) -> None:
         """Ends everything started outside this process. No rollout may follow."""
