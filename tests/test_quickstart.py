@@ -84,6 +84,7 @@ def test_the_starting_model_has_the_format_but_not_the_skill() -> None:
     settings = load(None, ["data.num_problems=64"], {}).settings
     training_input = read_training_inputs(settings)
     session = Session.open(settings, training_input.model)
+    session.open_generators()
     weights = session.to_decode_weights(session.load_params())
     with training_input.make_rewards(settings) as rewards:
         judged = evaluate(session, weights, training_input.eval_prompts, rewards, StepInfo())

@@ -95,10 +95,8 @@ def longest_samples(num_samples: int, *, prompt: int, completion: int) -> list[S
     return [sample] * num_samples
 
 
-def _decode_blocks(
-    settings: Settings, model: ModelSpec, length: int, dtype: jnp.dtype
-) -> tuple[int | None, int | None]:
-    """Returns the tokens of a block of the cache, None without blocks, and those that a kernel reads at once."""
+def _decode_blocks(settings: Settings, model: ModelSpec, length: int, dtype: jnp.dtype) -> tuple[int, int | None]:
+    """Returns the tokens of a block of the cache, and those that a kernel reads at once."""
     rollout = settings.rollout
     shapes = slot_shapes_from_settings(
         rollout, 1, max_prompt_length=length - rollout.max_new_tokens, setting="rollout.slots"
@@ -165,13 +163,13 @@ def decode_differences(
     dtype: jnp.dtype,
     *,
     window: int | None,
-    block: int | None,
+    block: int,
     block_size: int | None,
 ) -> Float64[np.ndarray, "3"]:
     """Returns what `attention_differences` does for a new token in caches, of which each device has the same rows.
 
     Args:
-        block: tokens of a block of the cache; None if each row is in one piece.
+        block: tokens of a block of the cache. The exact results are those of rows in one piece.
         block_size: the result of `decode_block_size`.
     """
     a, score_mod = architecture, ScoreMod.of(architecture)
@@ -191,18 +189,15 @@ def decode_differences(
         mixed, cache = extend_cache(*inputs, **rules, block_size=block_size)
         return [mixed, cache.keys, cache.values]
 
-    given = positions, *new, keys, values
-    if block is not None:
-        blocks = [_to_blocks(x, block) for x in (keys, values)]
-        # The first row has the last blocks.
-        tables = np.arange(len(blocks[0]), dtype=np.int32)[::-1].reshape(len(positions), -1)
-        given = positions, *new, *blocks, tables
+    blocks = [_to_blocks(x, block) for x in (keys, values)]
+    # The first row has the last blocks.
+    tables = np.arange(len(blocks[0]), dtype=np.int32)[::-1].reshape(len(positions), -1)
+    given = positions, *new, *blocks, tables
     rows = [np.tile(x, (num_local_row_shards(mesh), *[1] * (x.ndim - 1))) for x in given]
     with jax.set_mesh(mesh):
         compute = jax.jit(partial(results, block_size), out_shardings=row_sharding(mesh))
         ours = [to_local(x) for x in compute(*to_global(mesh, rows))]
-    if block is not None:
-        ours[1:] = [_to_rows(x, len(positions)) for x in ours[1:]]
+    ours[1:] = [_to_rows(x, len(positions)) for x in ours[1:]]
     with jax.default_matmul_precision("highest"):
         exact = jax.jit(partial(results, None))(positions, *(x.astype(np.float32) for x in (*new, keys, values)))
     # Entries behind the new one have no meaning.

@@ -28,7 +28,7 @@ from settings.errors import InputError
 from settings.schema.lora import PROJECTIONS, Quantization
 from tests.model.io.test_hf_weights import Held, random_file
 from tests.quantized import dequantized, dequantized_params
-from tests.tiny import BIASED, EVEN, make_engine, make_mesh, random_params, random_prompts
+from tests.tiny import BIASED, EVEN, make_engine, make_mesh, make_prompt, random_params, random_prompts
 
 qwix = pytest.importorskip("qwix", reason="Qwix is not installed: pip install -e '.[qlora]'")
 
@@ -183,14 +183,18 @@ def test_the_backward_pass_keeps_no_kernel_in_floats(quantization: Quantization,
     assert kept and not [x.shape for x in kept if x.shape in kernels]
 
 
+PAIR = GenerationRequest(rules=SamplingRules(1.0), seed=0, policy_version=0, group_size=2, max_new_tokens=4)
+
+
 @functools.cache
 def compiled(program: str, quantization: Quantization | None, mesh_shape: tuple[int, int, int]) -> tuple[int, int]:
     """Returns the temporary bytes of a rollout program on each device, and the bytes of its share of float kernels."""
     architecture = replace(EVEN, num_layers=6, model_dim=256, mlp_dim=512)
     definition = DecoderDefinition.create(architecture, quantization=quantization)
     engine = make_engine(definition, mesh=make_mesh(mesh_shape))
-    shape = engine.batch_shape(num_prompts=1, group_size=2, longest_prompt=4, max_new_tokens=4)
-    found: Any = engine.lower_programs(shape, truncates=False)[program].compile().memory_analysis()
+    slots = engine.of([make_prompt("row", range(4))], PAIR)
+    lowered = slots.engine.programs.lower_programs(truncates=False, recomputes=False)
+    found: Any = lowered[program].compile().memory_analysis()
     blocks = flatten_by_path(definition.unquantized.shapes["blocks"])
     in_floats = sum(4 * x.size for path, x in blocks.items() if path[-1] == "kernel")
     return found.temp_size_in_bytes, in_floats // mesh_shape[2]

@@ -87,10 +87,9 @@ def test_every_fault_is_more_than_rounding(faulty, dtype, monkeypatch: pytest.Mo
         assert differences.argmax() == 2 and differences[2] == 1
 
 
-@pytest.fixture(params=["rollout.slots=null", "rollout.slots=8"])
-def session(tiny_model: Path, request: pytest.FixtureRequest) -> Session:
-    """Opens a session whose caches are in one piece, and one whose caches are blocks."""
-    overrides = (*of_tiny(tiny_model)[1::2], "mesh.shape=2,2,2", request.param)
+@pytest.fixture
+def session(tiny_model: Path) -> Session:
+    overrides = (*of_tiny(tiny_model)[1::2], "mesh.shape=2,2,2")
     settings = load(None, overrides, {}).settings
     return Session.open(settings, read_config_only_spec(settings).model)
 

@@ -49,7 +49,7 @@ def test_the_report_is_text_or_json(tiny_model: Path) -> None:
     text = here("inspect-mesh", *of_tiny(tiny_model), *settings("mesh.shape=2,2,2"))
     assert text.exit_code == 0, text.stderr
     assert text.stdout.startswith("8 x cpu (cpu), ")
-    for part in ("mesh dp 2 x fsdp 2 x tp 2", "MiB", "rollout: one batch of 16 rows", "which --compile adds"):
+    for part in ("mesh dp 2 x fsdp 2 x tp 2", "MiB", "rollout: 16 slots with", "which --compile adds"):
         assert part in text.stdout
     report = inspect_json(tiny_model)
     assert report["programs"] == []
@@ -113,9 +113,9 @@ def test_the_notes_are_those_of_a_launch(tiny_model: Path) -> None:
     _, report = inspect(load_settings(tiny_model, *overrides))
     arithmetic, slots = report.to_dict()["notes"]
     assert arithmetic.startswith("2 hosts, 8 devices (dp 1, fsdp 8, tp 1): 4 prompts x 4 samples x 2 hosts = 32")
-    assert slots == "rollout.slots: auto: one batch, because all hosts generate it together"
+    assert slots.startswith("rollout.slots: auto: 16 on each host for all samples of a step")
     assert f"{arithmetic}\n" in report.to_text()
-    assert report.generation.startswith("one batch of all 2 hosts, 16 rows with a cache of ")
+    assert report.generation.startswith("16 slots with a cache of ")
 
 
 def test_the_report_has_the_bytes_and_the_time_of_weights_for_the_rollout(tiny_model: Path) -> None:

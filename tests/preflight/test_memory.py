@@ -34,21 +34,14 @@ def test_the_compiled_memory_of_a_phase_is_that_of_its_arrays_and_of_its_fullest
     arrays, report = report_of(*arguments)["memory"], report_of(*arguments, "--compile")
     memory = report["memory"]
     temporaries = {(one["phase"], one["name"]): one["temporary_bytes"] for one in report["programs"]}
-    assert {phase for phase, _ in temporaries} == set(arrays) == {"rollout", "evaluation", "score", "update"}
-    for phase in arrays:
-        largest = max(size for (other, _), size in temporaries.items() if other == phase)
+    assert set(arrays) == {"rollout", "evaluation", "score", "update"}
+    # An evaluation runs the programs of the rollout.
+    of_phases = {name: "rollout" if name == "evaluation" else name for name in arrays}
+    assert {phase for phase, _ in temporaries} == {*of_phases.values()}
+    for phase, runs in of_phases.items():
+        largest = max(size for (other, _), size in temporaries.items() if other == runs)
         assert memory[phase] == arrays[phase] | {"temporaries": largest, "padding": 0}
     assert report["peak_bytes"] == max(map(total, memory.values()))
-
-
-def test_an_evaluation_in_slots_runs_the_programs_of_the_rollout(tiny_model: Path) -> None:
-    arguments = ("inspect-mesh", *of_tiny(tiny_model), *settings("rollout.slots=8"))
-    arrays, report = report_of(*arguments)["memory"], report_of(*arguments, "--compile")
-    assert {one["phase"] for one in report["programs"]} == {"rollout", "update"}
-    largest = max(one["temporary_bytes"] for one in report["programs"] if one["phase"] == "rollout")
-    for phase in ("rollout", "evaluation"):
-        # Slots keep both caches.
-        assert report["memory"][phase] == arrays[phase] | {"temporaries": largest, "padding": 0}
 
 
 def test_an_evaluation_in_slots_of_its_own_has_programs_of_its_own(tiny_model: Path) -> None:
@@ -76,7 +69,7 @@ def test_critic_and_reward_model_have_programs_of_their_own(tiny_model: Path, tm
 def test_a_dry_run_and_doctor_count_the_same_programs(config: Path) -> None:
     arguments = ("train", "--config", config, "--dry-run")
     arrays, report = report_of(*arguments)["memory"], report_of(*arguments, "--compile")
-    assert set(report["memory"]) == set(arrays) == {one["phase"] for one in report["programs"]}
+    assert set(report["memory"]) == set(arrays) == {"evaluation", *(one["phase"] for one in report["programs"])}
     assert all(phase["temporaries"] > 0 for phase in report["memory"].values())
     assert report["peak_bytes"] == max(map(total, report["memory"].values())) > max(map(total, arrays.values()))
     checks = {one["check"]: one for one in report_of("doctor", "--config", config, "--compile")["checks"]}
@@ -116,10 +109,10 @@ def test_a_run_that_does_not_fit_ends_before_it_starts(config: Path, monkeypatch
     assert here(*arguments).exit_code == 0
     result = here(*arguments, "--compile")
     assert result.exit_code == 2 and result.stdout == ""
-    assert result.stderr.startswith("error: evaluation: prefill does not fit: it needs ")
+    assert result.stderr.startswith("error: rollout: prefill does not fit: it needs ")
     [failed] = [
         one
         for one in json.loads(here("doctor", "--config", config, "--compile", "--json").stdout)["checks"]
         if one["verdict"] == "fail"
     ]
-    assert failed["check"] == "memory" and failed["found"].startswith("evaluation: prefill does not fit")
+    assert failed["check"] == "memory" and failed["found"].startswith("rollout: prefill does not fit")

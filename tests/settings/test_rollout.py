@@ -22,11 +22,7 @@ from settings.checks.commands import check_for_rollout, check_for_train
         ),
         (
             ["rollout.scheduler=pdsr_v2", "rollout.placement=global"],
-            "rollout.placement = 'global' (from --set): one batch over all devices can only be scheduled by sync",
-        ),
-        (
-            ["rollout.slots=8", "rollout.placement=global"],
-            "rollout.slots = 8 (from --set): slots are filled on each host separately, but rollout.placement",
+            "rollout.placement = 'global' (from --set): one queue over all devices can only be scheduled by sync",
         ),
         (
             ["rollout.scheduler=adaptive", "rollout.slots=8"],
