@@ -24,7 +24,7 @@ SCHEDULED = (
     *("rollout.scheduler=adaptive", "rollout.mode=exact", "rollout.segment.min=1", "rollout.segment.max=2"),
     *("rollout.workers.fast.slots=4", "rollout.workers.heavy.slots=4", f"mesh.cpu_devices={NUM_DEVICES}"),
 )
-MODES = {"workers": SCHEDULED, "slots": ("rollout.slots=8", "rollout.mode=exact"), "rounds": ()}
+MODES = {"workers": SCHEDULED, "slots": ("rollout.slots=8", "rollout.mode=exact"), "defaults": ()}
 SCHEDULE_FIELDS = ("worker", "segments", "elapsed_s")
 """Fields that depend on the schedule."""
 
@@ -100,8 +100,7 @@ def test_what_is_finished_is_not_drawn_again_in_any_mode(mode: str, tiny_model: 
     assert result.exit_code == 0, result.stderr
     assert content(out) == content(whole)
     kept = [record["elapsed_s"] == 123.0 for record in records_of(out)]
-    # A round is drawn as a whole.
-    assert kept == [8 <= i < 16 if mode == "rounds" else i not in (7, 16, 17, 18, 19) for i in range(20)]
+    assert kept == [i not in (7, 16, 17, 18, 19) for i in range(20)]
     assert not part.exists()
     # Killed before the part file was removed.
     part.write_text("".join(f"{line}\n" for line in (header, *map(json.dumps, records))))
