@@ -23,9 +23,7 @@ def _validate_variable_names(value: tuple[str, ...]) -> tuple[str, ...]:
 
 class PluginSettings(Section):
     workers: int = Field(default=4, ge=1, le=1024)
-    """Most processes of each reward function, and of the environments with their tools, on each host. With
-    `rollout.scheduler`, the environments of the first host run the steps of all samples, and those of another host only
-    open its own samples."""
+    """Most processes of each reward function, and of the environments with their tools, on each host."""
     timeout_s: float = Field(default=10.0, gt=0, le=3600)
     """Seconds for one call of a reward function, with one sample or one batch; a step of an environment has
     `env.step_timeout_s`."""
