@@ -141,15 +141,6 @@ class Tokenizer:
         """Returns the text of the ids, with the names of control tokens."""
         return str(self._hf_tokenizer.decode([int(token_id) for token_id in ids], clean_up_tokenization_spaces=False))
 
-    def token_texts(self) -> list[str]:
-        """Returns the text of each id within a longer text; a part of a character becomes the replacement character."""
-        backend = self._hf_tokenizer.backend_tokenizer
-        # Many decoders strip the space before the first token.
-        first = self.encode("a")
-        pairs = [[*first, token_id] for token_id in range(self.vocab_size)]
-        start = backend.decode(first, skip_special_tokens=False)
-        return [text.removeprefix(start) for text in backend.decode_batch(pairs, skip_special_tokens=False)]
-
 
 def encoding_fingerprint(hf_tokenizer: PreTrainedTokenizerFast) -> str:
     """Returns the hexadecimal SHA-256 of vocabulary, merges and splitting rules, which determine the ids of a text."""

@@ -51,11 +51,6 @@ class RunDirectory:
         return self.path / "model.json"
 
     @property
-    def tokens_path(self) -> Path:
-        """The text of every token of the model, which the report shows."""
-        return self.path / "tokens.json"
-
-    @property
     def sessions_path(self) -> Path:
         return self.path / "sessions.jsonl"
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,8 +37,6 @@ class RunFiles:
     rollouts: Mapping[int, Path]
     evaluations: Mapping[int, Path]
     """Sample files by step."""
-    token_texts: Sequence[str]
-    """Text by token id; empty if it cannot be read."""
 
     @classmethod
     def read(cls, path: Path) -> RunFiles:
@@ -60,7 +57,6 @@ class RunFiles:
             settings_history,
             sample_files(path / "rollouts"),
             sample_files(path / "eval"),
-            _read_token_texts(run.tokens_path),
         )
 
     def setting(self, name: str) -> Any:
@@ -123,14 +119,6 @@ def _read_metrics(path: Path) -> list[MetricsRecord]:
             raise InputError(f"{path}:{line}: expected an integer `step`, got {record.get('step')!r:.40}")
         history.append(record)
     return history
-
-
-def _read_token_texts(path: Path) -> list[str]:
-    try:
-        texts = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return []
-    return texts if isinstance(texts, list) and all(isinstance(text, str) for text in texts) else []
 
 
 def sample_files(folder: Path) -> dict[int, Path]:

@@ -24,7 +24,6 @@ EVAL_SHARE = 0.25
 MIN_FILES = 8
 """Minimum number of sample files to read, spread over the run; more are read only if needed to fill the page."""
 MAX_CHARACTERS = 20_000
-MAX_LOGPROBS = 512
 
 
 @dataclass
@@ -39,8 +38,6 @@ class ViewerContent:
     num_unopened: int = 0
     damaged: list[str] = field(default_factory=list)
     """Error messages for skipped lines."""
-    token_texts: Sequence[str] = ()
-    """Text by token id; empty if it is unknown."""
 
     def add(self, key: str, kind: str, samples: Sequence[SavedSample]) -> None:
         first = samples[0]
@@ -73,15 +70,13 @@ class SavedSample:
         return self.uid.rpartition("/s")[0] or self.uid
 
 
-def build_viewer(
-    rollouts: Mapping[int, Path], evaluations: Mapping[int, Path], *, num_samples: int, token_texts: Sequence[str] = ()
-) -> ViewerContent:
+def build_viewer(rollouts: Mapping[int, Path], evaluations: Mapping[int, Path], *, num_samples: int) -> ViewerContent:
     """Selects at most `num_samples` of the saved samples, in whole groups as far as possible.
 
     Rollouts: the groups whose rewards differ most, from steps spread evenly over the run, newest first.
     Evaluations: the same prompts in every evaluation, starting with those whose reward changed most from first to last.
     """
-    viewer = ViewerContent(num_files=len(rollouts) + len(evaluations), token_texts=token_texts)
+    viewer = ViewerContent(num_files=len(rollouts) + len(evaluations))
     kept_for_evaluations = int(num_samples * (EVAL_SHARE if rollouts else 1)) if evaluations else 0
     if rollouts:
         _add_rollouts(viewer, rollouts, num_samples - kept_for_evaluations)
@@ -160,7 +155,7 @@ def _read_samples(viewer: ViewerContent, step: int, path: Path) -> list[SavedSam
             try:
                 if isinstance(record, InputError):
                     raise record
-                samples.append(_sample(record, viewer.token_texts, step=step, where=f"{path}:{line}"))
+                samples.append(_sample(record, step=step, where=f"{path}:{line}"))
             except InputError as error:
                 viewer.damaged.append(str(error))
     except InputError as error:  # the file itself
@@ -169,18 +164,16 @@ def _read_samples(viewer: ViewerContent, step: int, path: Path) -> list[SavedSam
     return samples
 
 
-def _sample(record: Mapping[str, Any], token_texts: Sequence[str], *, step: int, where: str) -> SavedSample:
+def _sample(record: Mapping[str, Any], *, step: int, where: str) -> SavedSample:
     """Parses a record, tolerating nulls among its numbers: samples of a diverged model matter most."""
     for name in ("uid", "completion"):
         if not isinstance(record.get(name), str):
             raise InputError(f"{where}: {name}: expected text, got {record.get(name)!r:.40}")
     ids, rewards, answer = (record.get(name) for name in ("completion_token_ids", "rewards", "answer"))
     ids, rewards = ids if isinstance(ids, list) else None, rewards if isinstance(rewards, dict) else {}
-    are_known = all(type(token_id) is int and 0 <= token_id < len(token_texts) for token_id in ids or ())
-    advantages, logprobs = _numbers(record.get("advantages")), _numbers(record.get("behavior_logprobs"))
+    advantages, finish = record.get("advantages"), str(record.get("finish_reason", ""))
+    advantages = [v if is_number(v) else None for v in advantages] if isinstance(advantages, list) else []
     turns = _turns(record, advantages)
-    written = np.concatenate([logprobs[turn["start"] : turn["end"]] for turn in turns]) if turns else logprobs
-    finite, finish = written[np.isfinite(written)], str(record.get("finish_reason", ""))
     is_dropped, is_truncated = finish.startswith(DROPPED_PREFIX), finish == "length"
     reward = finite_metric(record, "reward")
     fields = {
@@ -191,19 +184,15 @@ def _sample(record: Mapping[str, Any], token_texts: Sequence[str], *, step: int,
         "finish": finish,
         "end": "dropped" if is_dropped else "truncated" if is_truncated else "complete",
         "tokens": None if ids is None else len(ids),
-        "texts": [token_texts[token_id] for token_id in (ids or ())[:MAX_LOGPROBS]] if are_known else [],
         "reward": _rounded(reward),
         "rewards": {name: _rounded(finite_metric(rewards, name)) for name in rewards},
         "advantage": _rounded(advantages[0]) if len(advantages) else None,
-        "mean_logprob": _rounded(finite.mean()) if len(finite) else None,
-        "min_logprob": _rounded(finite.min()) if len(finite) else None,
-        "logprobs": [_rounded(value, 2) for value in logprobs[:MAX_LOGPROBS].tolist()],
     }
     group, prompt = str(record.get("group_id")), _prompt_text(record.get("prompt"))
     return SavedSample(step, record["uid"], group, prompt, None if answer is None else str(answer), reward, fields)
 
 
-def _turns(record: Mapping[str, Any], advantages: np.ndarray) -> list[dict[str, Any]]:
+def _turns(record: Mapping[str, Any], advantages: Sequence[float | None]) -> list[dict[str, Any]]:
     """Returns the turns of a sample; none if it has no episode that can be read."""
     try:
         episode = EPISODE.validate_python(record.get("episode"))
@@ -222,10 +211,6 @@ def _turns(record: Mapping[str, Any], advantages: np.ndarray) -> list[dict[str, 
     ]
 
 
-def _numbers(values: Any) -> np.ndarray:
-    return np.array([v if is_number(v) else np.nan for v in values] if isinstance(values, list) else [], np.float64)
-
-
 def _prompt_text(source: Any) -> str:
     """Returns the prompt as text, without the chat template."""
     if isinstance(source, list):
@@ -238,5 +223,5 @@ def _truncate(text: str) -> str:
     return text if beyond <= 0 else f"{text[:MAX_CHARACTERS]} … ({beyond:,} more characters)"
 
 
-def _rounded(value: float | None, digits: int = 4) -> float | None:
-    return round(float(value), digits) if value is not None and np.isfinite(value) else None
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(float(value), 4)

@@ -31,7 +31,7 @@ def write_report(path: Path, *, num_samples: int = DEFAULT_NUM_SAMPLES) -> dict[
     run = RunFiles.read(path)
     for gap in run.gaps:
         log.warning("%s: %s", path, gap)
-    viewer = build_viewer(run.rollouts, run.evaluations, num_samples=num_samples, token_texts=run.token_texts)
+    viewer = build_viewer(run.rollouts, run.evaluations, num_samples=num_samples)
     alerts = find_alerts(run.history)
     data = PlotData(run.history)
     drawn = {panel.name: render_panel(panel, data) for panel in PANELS}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import jax
@@ -14,7 +13,6 @@ from app.checkpoint.retention import LatestAndBestPolicy
 from app.checkpoint.train_progress import TrainProgress
 from app.mesh.placement import to_host_memory
 from app.model.decoder import Params
-from app.records.atomic_write import write_atomic
 from app.rollout.scheduling.length_estimator import LearnedLengths
 from app.runtime.pinned_revisions import record_commits
 from app.runtime.session import Session
@@ -100,11 +98,6 @@ def open_run_log(setup: RunSetup, progress: TrainProgress, *, resumed: bool) -> 
     # After the session's line, which marks the folder as a run's.
     setup.run.write_settings(setup.resolved)
     record_commits(setup.run, setup.resolved.settings, setup.inputs.model_commits)
-    # A resumed run has the same tokenizer; one that starts over may have another.
-    if setup.resolved.settings.logging.report and not (resumed and setup.run.tokens_path.exists()):
-        write_atomic(
-            setup.run.tokens_path, json.dumps(setup.inputs.model.tokenizer.token_texts(), ensure_ascii=False).encode()
-        )
     return run_log
 
 

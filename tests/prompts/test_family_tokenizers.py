@@ -167,13 +167,6 @@ def test_plain_text_gets_no_start_token_and_comes_back(name, tmp_path):
 
 
 @EVERY_KIND
-def test_the_texts_of_single_tokens_keep_their_spaces(name, tmp_path):
-    tokenizer = tokenizer_of(name, tmp_path)
-    texts = tokenizer.token_texts()
-    assert "".join(texts[i] for i in tokenizer.encode("he 12 a , b")).strip() == "he 12 a , b"
-
-
-@EVERY_KIND
 def test_control_tokens_spelled_in_a_message_stay_text(name, tmp_path):
     tokenizer, kind = tokenizer_of(name, tmp_path), KINDS[name]
     content = f"he {kind.eos}{kind.bos}12"

@@ -125,14 +125,6 @@ def test_decoding_skips_control_tokens_and_ids_that_no_token_has(tiny):
     assert tiny.decode(ids) == "12 a"
 
 
-def test_each_token_has_the_text_that_it_has_within_a_text(tiny):
-    texts = tiny.token_texts()
-    assert len(texts) == tiny.vocab_size
-    ids = tiny.encode("12 + 7 = 19")
-    assert "".join(texts[i] for i in ids) == tiny.decode(ids)
-    assert [texts[i] for i in tiny.eos_ids] == [tiny.decode_with_special_tokens([i]) for i in tiny.eos_ids]
-
-
 def test_any_text_comes_back_from_its_ids(tiny):
     for text in ("", "  a  ", "\n\n12", "naïve 数 🙂", "a , b . c 's", "<|im_start|>"):
         assert tiny.decode(tiny.encode(text)) == text

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 
 from app.records.sample_json import sample_to_record
 from app.report.run_files import RunFiles
-from app.report.viewer_content import MAX_CHARACTERS, MAX_LOGPROBS, ViewerContent, build_viewer
+from app.report.viewer_content import MAX_CHARACTERS, ViewerContent, build_viewer
 from tests.episodes import with_turns
 from tests.report.run_directories import sample_record, step_record, write_run
 
@@ -97,14 +96,13 @@ def test_damaged_lines_are_named_and_passed_over(run: Path) -> None:
 
 
 def test_samples_of_a_diverged_model_and_with_missing_fields_are_shown(run: Path) -> None:
-    broken = sample_record("p/s0", behavior_logprobs=[None, -1.0], reward=None, rewards={"a": None}, advantages=None)
-    bare = {"uid": "odd", "completion": "x", "reward": 10**400, "behavior_logprobs": "?", "rewards": []}
+    broken = sample_record("p/s0", reward=None, rewards={"a": None}, advantages=[None, 1.0])
+    bare = {"uid": "odd", "completion": "x", "reward": 10**400, "advantages": "?", "rewards": []}
     path = run / "rollouts" / "step_000003.jsonl"
     path.write_text(json.dumps(broken) + "\n" + json.dumps(bare) + "\n")
     by_uid = {sample["uid"]: sample for group in viewer(run, 100).groups for sample in group["samples"]}
-    assert by_uid["p/s0"]["logprobs"] == [None, -1.0] and by_uid["p/s0"]["mean_logprob"] == -1.0
-    assert by_uid["p/s0"]["reward"] is None and by_uid["p/s0"]["rewards"] == {"a": None}
-    assert by_uid["odd"]["tokens"] is None and by_uid["odd"]["reward"] is None and by_uid["odd"]["logprobs"] == []
+    assert by_uid["p/s0"]["reward"] is by_uid["p/s0"]["advantage"] is None and by_uid["p/s0"]["rewards"] == {"a": None}
+    assert by_uid["odd"]["tokens"] is None and by_uid["odd"]["reward"] is by_uid["odd"]["advantage"] is None
 
 
 @pytest.mark.parametrize(
@@ -117,15 +115,14 @@ def test_only_what_met_the_limit_of_tokens_is_cut(run: Path, finish_reason: str,
     assert (sample["finish"], sample["end"]) == (finish_reason, end)
 
 
-def test_long_texts_and_long_rows_of_logprobs_are_bounded(run: Path) -> None:
-    long = sample_record("p/s0", "x" * 50_000, behavior_logprobs=[-0.123456] * 2000, prompt="y" * 50_000)
+def test_long_texts_are_bounded(run: Path) -> None:
+    long = sample_record("p/s0", "x" * 50_000, prompt="y" * 50_000)
     path = run / "rollouts" / "step_000003.jsonl"
     path.write_text(json.dumps(long) + "\n")
     (first, *_) = viewer(run, 1).groups
     (sample,) = first["samples"]
     assert sample["completion"] == "x" * MAX_CHARACTERS + " … (30,000 more characters)"
     assert len(first["prompt"]) < MAX_CHARACTERS + 50
-    assert sample["logprobs"] == [-0.12] * MAX_LOGPROBS
 
 
 def test_a_chat_is_shown_with_its_roles(run: Path) -> None:
@@ -135,42 +132,12 @@ def test_a_chat_is_shown_with_its_roles(run: Path) -> None:
     assert viewer(run, 1).groups[0]["prompt"] == "system: Add.\n\nuser: 5 + 7 = ?"
 
 
-@pytest.mark.parametrize(
-    ("ids", "texts"),
-    [
-        ([3, 0], [" cat", "<|end|>"]),
-        ([3, 4], []),  # the model has no token 4
-        ([3, -1], []),
-        ([3, "x"], []),
-        ([3, True], []),
-        (None, []),
-    ],
-)
-def test_tokens_have_their_text_if_it_is_known(tmp_path: Path, ids: Any, texts: list[str]) -> None:
-    written = write_run(
-        tmp_path / "run", [step_record(1)], rollouts={1: [sample_record("p/s0", completion_token_ids=ids)]}
-    )
-    (written / "tokens.json").write_text('["<|end|>", "a", "b", " cat"]')
-    found = RunFiles.read(written)
-    (group,) = build_viewer(found.rollouts, {}, num_samples=1, token_texts=found.token_texts).groups
-    assert group["samples"][0]["texts"] == texts
-
-
-@pytest.mark.parametrize("content", ["", "{}", "[1]", "[", None])
-def test_without_a_sound_list_of_tokens_no_text_is_shown(tmp_path: Path, content: str | None) -> None:
-    written = write_run(tmp_path / "run", [step_record(1)])
-    if content is not None:
-        (written / "tokens.json").write_text(content)
-    assert RunFiles.read(written).token_texts == []
-
-
-def test_turns_are_shown_with_what_answered_them_and_only_written_tokens_count(run: Path) -> None:
+def test_turns_are_shown_with_what_answered_them(run: Path) -> None:
     played = with_turns([(1, 2), (2, 0)], [0.5, 1.0], reward=1.5, advantages=np.array([2, 0, 0, 1, 1], np.float32))
-    logprobs = np.array([-2.0, 0.0, 0.0, -1.0, -3.0], np.float32)
     path = run / "rollouts" / "step_000003.jsonl"
-    path.write_text(json.dumps(sample_to_record(replace(played, behavior_logprobs=logprobs))) + "\n")
+    path.write_text(json.dumps(sample_to_record(played)) + "\n")
     (sample,) = viewer(run, 1).groups[0]["samples"]
-    assert (sample["mean_logprob"], sample["min_logprob"], sample["episode_end"]) == (-2.0, -3.0, "terminated")
+    assert sample["episode_end"] == "terminated"
     first, last = sample["turns"]
     assert first == {
         "start": 0,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -172,17 +171,3 @@ def test_a_changed_tokenizer_is_refused(stopped: Path, full_config: Path, tmp_pa
     assert result.exit_code == 2
     assert "error: --resume: tokenizer changed since this run was started" in result.stderr
     assert digest_of(stopped) == before
-
-
-def test_the_texts_of_the_tokens_are_written_once(config: Path) -> None:
-    texts = config.parent / "runs" / "tiny" / "tokens.json"
-    assert train_here(config, "logging.report=true", "run.steps=1").exit_code == 0
-    written = texts.stat().st_ino
-    assert train_here(config, "logging.report=true", "run.steps=2", resume="must").exit_code == 0
-    # A file that is written again is another one under the same name.
-    assert texts.stat().st_ino == written
-    # A run without a checkpoint starts over, perhaps with another model.
-    shutil.rmtree(texts.parent / "checkpoints")
-    texts.write_text("[]")
-    assert train_here(config, "logging.report=true", "run.steps=1", resume="auto").exit_code == 0
-    assert "<|end|>" in json.loads(texts.read_text())

@@ -134,7 +134,7 @@ def test_a_run_directory_holds_what_the_contract_names_and_nothing_else(finished
 
     assert names("") == {
         *(".lock", "settings.yaml", "metrics.jsonl", "sessions.jsonl", "rollouts", "checkpoints", "eval"),
-        *("report.html", "rollouts.html", "plots", "tokens.json"),
+        *("report.html", "rollouts.html", "plots"),
     }
     assert names("rollouts") == {f"step_00000{step}.jsonl" for step in (1, 2, 3, 4)}
     assert names("eval") == {f"step_00000{step}.jsonl" for step in (0, 2, 4)}

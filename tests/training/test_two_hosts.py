@@ -78,7 +78,7 @@ def assert_complete(run: Path) -> None:
     last = metrics_of(run)[-1]["step"]
     assert {path.name for path in run.iterdir()} == {
         *(".lock", "settings.yaml", "metrics.jsonl", "sessions.jsonl", "rollouts", "checkpoints", "eval"),
-        *("report.html", "rollouts.html", "plots", "tokens.json"),
+        *("report.html", "rollouts.html", "plots"),
     }
     assert "95 % interval (15 prompts)" in (run / "report.html").read_text()
     saved = {path.name for path in (run / "checkpoints").iterdir()}

@@ -67,25 +67,6 @@ const ORDERS = {
   long: (group) => -Math.max(...group.samples.map((s) => s.tokens ?? 0)),
 };
 
-function drawStrip(details, logprobs, texts, turns) {
-  const strip = element("div", "strip");
-  logprobs.forEach((value, i) => {
-    // Line breaks and spaces, which would not be seen, as symbols.
-    const cell = element("i", "", (texts[i] ?? "").replaceAll("\n", "↵").replaceAll(" ", "·"));
-    strip.append(cell);
-    if (turns && !turns.some((turn) => turn.start <= i && i < turn.end)) {
-      cell.className = "observed";
-      cell.title = `token ${i}: written by the environment or the chat template`;
-      return;
-    }
-    cell.title = `token ${i}: ${value === null ? "not a number" : `logprob ${value}, p = ${Math.exp(value).toFixed(3)}`}`;
-    // Likely tokens are pale blue, unlikely ones orange, which color-blind readers can distinguish, too.
-    const surprise = value === null ? 1 : Math.min(-value / 4, 1);
-    cell.style.backgroundColor = `color-mix(in srgb, #e69f00 ${Math.round(surprise * 100)}%, #7fb8e0)`;
-  });
-  details.append(strip);
-}
-
 function drawMessage(className, role, text) {
   const made = element("div", `message ${className}`);
   const facts = element("div", "facts", role);
@@ -117,16 +98,7 @@ function drawSample(sample) {
     fact(facts, "turns", sample.turns.length);
     fact(facts, "ended by", sample.episode_end);
   }
-  fact(facts, "logprob mean", sample.mean_logprob);
-  fact(facts, "min", sample.min_logprob);
   made.append(facts, ...(sample.turns ? drawTurns(sample) : [element("pre", "", sample.completion)]));
-  if (sample.logprobs.length) {
-    const details = element("details");
-    const part = sample.tokens > sample.logprobs.length ? `, first ${sample.logprobs.length} tokens` : "";
-    details.append(element("summary", "", `probability of each token under the sampler${part}`));
-    details.addEventListener("toggle", () => drawStrip(details, sample.logprobs, sample.texts, sample.turns), { once: true });
-    made.append(details);
-  }
   return made;
 }
 
