@@ -85,7 +85,7 @@ def train(
         raise typer.Exit
     import jax
 
-    from app.tracking.summary import summary_text
+    from app.report.before_after import summary_text
     from app.training.train import train
 
     run = train(resolved, resume=resume, replay_request=request, allow_changed=allow_changed or ())

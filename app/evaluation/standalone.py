@@ -48,7 +48,7 @@ from app.runtime.host_supervision import PhaseCallback, iterate_in_phase, join_h
 from app.runtime.inputs import eval_columns, make_environment_reward, read_eval_prompts
 from app.runtime.model_spec import ModelSpec
 from app.runtime.session import Session
-from app.tracking.rollout_progress import RolloutProgress
+from app.tracking.console import RolloutProgress
 from settings import Resolved, Settings
 from settings.loading.fields import value_of
 

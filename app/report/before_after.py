@@ -64,15 +64,40 @@ def before_and_after(history: History) -> BeforeAfter:
     return BeforeAfter(header, rows, pace)
 
 
+def summary_text(
+    history: History, *, path: str, best: tuple[int, str, float] | None = None, early_end: str = ""
+) -> str:
+    """Returns what `before_and_after` does, and the best checkpoint, as text for the end of a run.
+
+    Args:
+        best: step, metric and value of the best evaluation, which is `checkpoints/best` unless its step is 0.
+        early_end: why the run ended before its last step; empty if it did not.
+    """
+    result = before_and_after(history)
+    table = [row for row in (result.header, *result.rows) if row is not None]
+    lines = [f"{name:<28}{before:>12}{after:>12}" for name, before, after in table]
+    lines += filter(None, [result.pace, early_end and f"ended early: {early_end}"])
+    if best is not None and (best[0] or result.header):
+        lines.append(
+            _best_text(history, *best) + (": checkpoints/best" if best[0] else "; there is no checkpoints/best")
+        )
+    return "\n".join([*lines, f"everything is in {path}"])
+
+
 def best_evaluation(history: History, metric: str | None, mode: str) -> str:
     """Returns a sentence on the best value of `checkpoint.best_metric`; empty with fewer than two evaluations."""
     evaluated = {r["step"]: value for r in history if (value := finite_metric(r, metric or "")) is not None}
     step = best_step(evaluated, mode)
     if step is None or len(evaluated) < 2:
         return ""
-    text = format_metric(str(metric), evaluated[step], by_plug_in=accuracy_is_plug_in_mean(history))
-    start = f"Training has not improved {metric} on the start (step 0): {text}."
-    return f"Best {metric} {text} after step {step}." if step else start
+    text = _best_text(history, step, str(metric), evaluated[step])
+    return f"{text[0].upper()}{text[1:]}."
+
+
+def _best_text(history: History, step: int, metric: str, value: float) -> str:
+    text = format_metric(metric, value, by_plug_in=accuracy_is_plug_in_mean(history))
+    start = f"training has not improved {metric} on the start (step 0): {text}"
+    return f"best {metric} {text} after step {step}" if step else start
 
 
 def _displayed_metrics(before: MetricsRecord, after: MetricsRecord) -> list[str]:

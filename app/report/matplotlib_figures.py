@@ -89,11 +89,11 @@ def check_picture_path(path: Path, option: str, suffixes: Sequence[str]) -> None
 
 def render_panel(panel: Panel, data: PlotData) -> RenderedPlot | None:
     """Draws a panel; returns None if there is nothing to plot."""
-    if not panel.is_present(data):
+    if not panel.plot.has_data(data):
         return None
     with new_figure(FIGURE_WIDTH, TITLE_HEIGHT + panel.height, salt=panel.name) as figure:
         above, plot = figure.subfigures(2, 1, squeeze=False, height_ratios=[TITLE_HEIGHT, panel.height])[:, 0]
-        panel.draw(plot, data)
+        panel.plot.draw(plot, data)
         svg = save_figure(figure, "svg", transparent=True).decode()
         figure.set_layout_engine("none")  # keeps the layout computed for the SVG
         above.text(0.015, 0.5, panel.title, fontsize=11, fontweight="bold", va="center")

@@ -74,18 +74,13 @@ class Series:
     def __len__(self) -> int:
         return len(self.steps)
 
-    def binned(self, size: int) -> Bins:
+    def binned(self, size: int) -> Series:
         """Averages every `size` consecutive points into one; the last bin may have fewer."""
         starts = np.arange(0, len(self), size)
         if size == 1 or not len(self):
-            return Bins(self.steps, self.values, self.values, self.values)
+            return self
         counts = np.diff(np.append(starts, len(self)))
-        return Bins(
-            np.add.reduceat(self.steps, starts) / counts,
-            np.add.reduceat(self.values, starts) / counts,
-            np.minimum.reduceat(self.values, starts),
-            np.maximum.reduceat(self.values, starts),
-        )
+        return Series(*(np.add.reduceat(numbers, starts) / counts for numbers in (self.steps, self.values)))
 
     def trailing_mean(self, width: int) -> np.ndarray:
         """Returns the mean of each value and up to `width - 1` preceding values."""
@@ -93,13 +88,3 @@ class Series:
         ends = np.arange(1, len(self) + 1)
         starts = np.maximum(ends - width, 0)
         return (totals[ends] - totals[starts]) / (ends - starts)
-
-
-@dataclass(frozen=True)
-class Bins:
-    """Means and extremes of bins of consecutive points."""
-
-    steps: np.ndarray
-    means: np.ndarray
-    lows: np.ndarray
-    highs: np.ndarray

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from app.records.text_format import format_percent
+from app.records.text_format import format_count, format_percent
 from app.report.confidence_intervals import wilson_interval
 from app.report.metrics_history import (
     EVAL_PROMPTS,
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MAX_POINTS = 500
-"""Maximum number of points per line. Longer runs are binned, with the extremes of each bin shaded."""
+"""Maximum number of points per line; the steps of longer runs are averaged."""
 MIN_POINTS_TO_SMOOTH = 20
 """Minimum number of points for drawing the trailing mean of a noisy line as well."""
 BLUE, ORANGE, GREEN, RED, PURPLE, SKY, GREY = (
@@ -47,13 +47,29 @@ class PlotData:
     def series(self, name: str) -> Series:
         return Series.from_history(self.history, name)
 
+    def points(self, name: str) -> Series:
+        """Returns the points that are drawn of a metric."""
+        return self.series(name).binned(self.bin_size)
+
     @property
     def bin_size(self) -> int:
         """Number of steps averaged into one point."""
         return -(-len(training_steps(self.history)) // MAX_POINTS)
 
 
-DrawFunction = Callable[["Figure", PlotData], None]
+@dataclass(frozen=True)
+class Plot:
+    """What a panel draws."""
+
+    metrics: tuple[str, ...]
+    """It is drawn if one of them has a value."""
+    draw: Callable[[Figure, PlotData], None]
+    needs_nonzero: bool = False
+    """Whether values that are all 0 count as none."""
+
+    def has_data(self, data: PlotData) -> bool:
+        found = [data.series(name).values for name in self.metrics]
+        return any(values.any() if self.needs_nonzero else len(values) for values in found)
 
 
 def _axes(figure: Figure, data: PlotData, unit: str) -> Axes:
@@ -66,7 +82,7 @@ def _label(axes: Axes, data: PlotData, unit: str) -> None:
     from matplotlib.ticker import MaxNLocator
 
     size = data.bin_size
-    axes.set_xlabel("step" if size == 1 else f"step (a point is the mean of {size}, extremes shaded)")
+    axes.set_xlabel("step" if size == 1 else f"step (a point is the mean of {size})")
     axes.set_ylabel(unit)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     axes.margins(x=0.02)
@@ -78,24 +94,27 @@ def _format_as_percent(axes: Axes) -> None:
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, symbol=" %"))
 
 
-def _line(axes: Axes, data: PlotData, series: Series, label: str, **style: Any) -> None:
+def _line(axes: Axes, points: Series, label: str, *, marker: str = "", **style: Any) -> None:
     """Draws one metric; a single point becomes a dot."""
-    bins = series.binned(data.bin_size)
-    marker = "o" if len(bins.steps) == 1 else style.pop("marker", "")
-    axes.plot(bins.steps, bins.means, label=label, marker=marker, markersize=4, **style)
-    if data.bin_size > 1:
-        axes.fill_between(bins.steps, bins.lows, bins.highs, color=style.get("color"), alpha=0.2, linewidth=0)
+    marker = "o" if len(points) == 1 else marker
+    axes.plot(points.steps, points.values, label=label, marker=marker, markersize=4, **style)
 
 
-def _noisy_line(axes: Axes, data: PlotData, series: Series, label: str, *, color: str) -> None:
+def _noisy_line(axes: Axes, data: PlotData, series: Series, label: str) -> None:
     """Draws one metric as a thin line, and its trailing mean as a thick one."""
     if len(series) < MIN_POINTS_TO_SMOOTH:
-        _line(axes, data, series, label, color=color)
-        return
+        return _line(axes, series, label, color=BLUE)
     width = max(5, len(series) // 20)
-    _line(axes, data, series, f"{label}, each step", color=color, linewidth=0.8, alpha=0.55)
-    smooth = Series(series.steps, series.trailing_mean(width)).binned(data.bin_size)
-    axes.plot(smooth.steps, smooth.means, color=color, linewidth=2, label=f"mean of the last {width} steps")
+    smooth = Series(series.steps, series.trailing_mean(width))
+    _line(axes, series.binned(data.bin_size), f"{label}, each step", color=BLUE, linewidth=0.8, alpha=0.55)
+    return _line(axes, smooth.binned(data.bin_size), f"mean of the last {width} steps", color=BLUE, linewidth=2)
+
+
+def _lines_of_parts(axes: Axes, parts: Mapping[str, Series]) -> None:
+    """Draws the parts of a metric under their labels."""
+    for i, (label, points) in enumerate(parts.items()):
+        color, style = (ORANGE, GREEN, PURPLE, SKY, RED)[i % 5], ("--", ":", "-.")[i % 3]
+        _line(axes, points, escape_label(label), color=color, linestyle=style)
 
 
 def _legend(figure: Figure) -> None:
@@ -116,16 +135,14 @@ def escape_label(name: str) -> str:
 
 def draw_reward(figure: Figure, data: PlotData) -> None:
     axes = _axes(figure, data, "reward")
-    means, deviations = (data.series(f"reward/{part}").binned(data.bin_size) for part in ("mean", "std"))
-    if len(means.steps) == len(deviations.steps):
-        low, high = means.means - deviations.means, means.means + deviations.means
+    means, deviations = data.points("reward/mean"), data.points("reward/std")
+    if len(means) == len(deviations):
+        low, high = means.values - deviations.values, means.values + deviations.values
         axes.fill_between(means.steps, low, high, color=BLUE, alpha=0.13, linewidth=0, label="± std of the samples")
-    _noisy_line(axes, data, data.series("reward/mean"), "mean", color=BLUE)
+    _noisy_line(axes, data, data.series("reward/mean"), "mean")
     functions = matching_metric_names(data.history, "reward/", "/mean")
-    for i, name in enumerate(functions if len(functions) > 1 else []):
-        color, style = (ORANGE, GREEN, PURPLE, SKY, RED)[i % 5], ("--", ":", "-.")[i % 3]
-        label = escape_label(name.removeprefix("reward/").removesuffix("/mean"))
-        _line(axes, data, data.series(name), label, color=color, linestyle=style)
+    parts = {name.removeprefix("reward/").removesuffix("/mean"): data.points(name) for name in functions}
+    _lines_of_parts(axes, parts if len(parts) > 1 else {})
     _legend(figure)
 
 
@@ -138,12 +155,9 @@ def draw_accuracy(figure: Figure, data: PlotData) -> None:
         _draw_intervals(axes, series, dict(zip(counts.steps, counts.values, strict=True)))
         axes.set_ylim(-0.03, 1.03)
         _format_as_percent(axes)
-    axes.plot(series.steps, series.values, color=BLUE, marker="o", markersize=4, label="accuracy", linewidth=2)
-    for i, name in enumerate(matching_metric_names(data.history, "eval/accuracy/", "")):
-        part = data.series(name)
-        color, style = (ORANGE, GREEN, PURPLE, SKY, RED)[i % 5], ("--", ":", "-.")[i % 3]
-        label = escape_label(name.removeprefix("eval/accuracy/"))
-        axes.plot(part.steps, part.values, color=color, linestyle=style, label=label)
+    _line(axes, series, "accuracy", color=BLUE, marker="o", linewidth=2)
+    levels = matching_metric_names(data.history, "eval/accuracy/", "")
+    _lines_of_parts(axes, {name.removeprefix("eval/accuracy/"): data.series(name) for name in levels})
     _legend(figure)
 
 
@@ -164,56 +178,41 @@ def draw_lengths(figure: Figure, data: PlotData) -> None:
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[2, 1])
     _label(lower, data, "truncated")
     upper.set_ylabel("tokens")
-    low, high = (data.series(f"completions/{end}_length").binned(data.bin_size) for end in ("min", "max"))
-    if len(low.steps) == len(high.steps):
-        upper.fill_between(low.steps, low.lows, high.highs, color=BLUE, alpha=0.13, linewidth=0)
     for end, style in (("max", "--"), ("mean", "-"), ("min", ":")):
-        _line(upper, data, data.series(f"completions/{end}_length"), end, color=BLUE, linestyle=style)
+        _line(upper, data.points(f"completions/{end}_length"), end, color=BLUE, linestyle=style)
     upper.set_ylim(bottom=0)
-    _line(lower, data, data.series("completions/truncated_fraction"), "_", color=RED)
+    _line(lower, data.points("completions/truncated_fraction"), "_", color=RED)
     lower.set_ylim(-0.03, 1.03)
     _format_as_percent(lower)
-    _legend(figure)
-
-
-def draw_clipping(figure: Figure, data: PlotData) -> None:
-    axes = _axes(figure, data, "tokens")
-    low, high = (data.series(f"policy/clip_fraction_{side}") for side in ("low", "high"))
-    _line(axes, data, low, "below 1 − clip_low", color=BLUE)
-    _line(axes, data, high, "above 1 + clip_high", color=ORANGE, linestyle="--")
-    dual = data.series("policy/clip_fraction_dual")
-    if dual.values.any():  # off by default
-        _line(axes, data, dual, "above dual_clip", color=GREEN, linestyle=":")
-    axes.set_ylim(bottom=0)
-    _format_as_percent(axes)
     _legend(figure)
 
 
 def draw_times(figure: Figure, data: PlotData) -> None:
     """Draws the seconds of each phase, stacked; the legend shows each phase's share of the whole run."""
     axes = _axes(figure, data, "seconds per step")
-    steps, parts = _seconds_by_phase(data)
-    totals = np.sum(list(parts.values()), axis=0)
-    whole = totals.sum() or 1.0
-    starts = np.arange(0, len(steps), data.bin_size)
-    counts = np.diff(np.append(starts, len(steps)))
-    edges = np.repeat(np.append(steps[starts] - 0.5, steps[-1] + 0.5), 2)[1:-1]
-    below = np.zeros(len(edges))
-    for name, values in parts.items():
-        above = below + np.repeat(np.add.reduceat(values, starts) / counts, 2)
-        if share := values.sum() / whole:
+    parts = _seconds_by_phase(data)
+    whole = sum(part.values.sum() for part in parts.values()) or 1.0
+    below: np.ndarray | float = 0.0
+    for name, part in parts.items():
+        points = part.binned(data.bin_size)
+        edges = np.append(points.steps - data.bin_size / 2, points.steps[-1] + data.bin_size / 2)
+        above = below + np.repeat(points.values, 2)
+        if share := part.values.sum() / whole:
             # Two digits also of phases that are nearly free, as advantages should be.
             label = f"{name} {format_percent(share)}" if share >= 0.01 else f"{name} {100 * share:.2g} %"
-            axes.fill_between(edges, below, above, color=PHASE_COLORS[name], linewidth=0, label=label)
+            axes.fill_between(
+                np.repeat(edges, 2)[1:-1], below, above, color=PHASE_COLORS[name], linewidth=0, label=label
+            )
         below = above
     axes.set_ylim(bottom=0)
-    _clip_peaks(axes, steps, totals)
+    _clip_peaks(axes, np.sum([part.values for part in parts.values()], axis=0))
     _legend(figure)
 
 
-def _seconds_by_phase(data: PlotData) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Returns the steps and the seconds of each phase. `rest` is the step's time outside its phases."""
+def _seconds_by_phase(data: PlotData) -> dict[str, Series]:
+    """Returns the seconds of each phase in every step. `rest` is the step's time outside its phases."""
     records = training_steps(data.history)
+    steps = np.array([float(record["step"]) for record in records])
 
     def column(name: str) -> np.ndarray:
         return np.array([finite_metric(record, f"time/{name}_s") or 0.0 for record in records])
@@ -221,36 +220,33 @@ def _seconds_by_phase(data: PlotData) -> tuple[np.ndarray, dict[str, np.ndarray]
     parts = {name: column(name) for name in PHASE_COLORS if name != "rest"}
     inside = sum(values for name, values in parts.items() if name != "eval")
     parts["rest"] = np.maximum(column("step") - inside, 0.0)
-    return np.array([float(record["step"]) for record in records]), parts
+    return {name: Series(steps, values) for name, values in parts.items()}
 
 
-def _clip_peaks(axes: Axes, steps: np.ndarray, totals: np.ndarray) -> None:
+def _clip_peaks(axes: Axes, totals: np.ndarray) -> None:
     """Limits the axis if a few steps, usually those that compile, take much longer than all others."""
     usual = np.percentile(totals, 90)
     if not totals.max() > 3 * usual > 0:
         return
-    top = 1.5 * usual
-    axes.set_ylim(0, top)
-    beyond = np.flatnonzero(totals > top)
-    text = f"step {steps[beyond[0]]:.0f}: {totals[beyond[0]]:.1f} s"
-    if len(beyond) > 1:
-        text = f"{len(beyond)} steps up to {totals.max():.1f} s"
-    axes.text(0.99, 0.97, f"beyond the axis: {text}", transform=axes.transAxes, ha="right", va="top", fontsize=8)
+    axes.set_ylim(0, 1.5 * usual)
+    text = f"beyond the axis: {format_count(int((totals > 1.5 * usual).sum()), 'step')} up to {totals.max():.1f} s"
+    axes.text(0.99, 0.97, text, transform=axes.transAxes, ha="right", va="top", fontsize=8)
 
 
-def draw_lines(
+def lines(
     names: Mapping[str, str],
     unit: str,
     *,
     axis: Literal["numbers", "shares", "counts"] = "numbers",
     noisy: bool = False,
     scale: float = 1.0,
-) -> DrawFunction:
-    """Returns a function that draws metrics, divided by `scale`, on one axis.
+    needs_nonzero: bool = False,
+) -> Plot:
+    """Returns a plot of metrics, divided by `scale`, on one axis.
 
     Args:
         names: maps each metric to its label.
-        axis: whether the metrics are any numbers, between 0 and 1 and shown in percent, or integers.
+        axis: whether the metrics are any numbers, shares shown in percent, or integers.
         noisy: also draw the trailing mean.
     """
 
@@ -262,18 +258,17 @@ def draw_lines(
         for i, (series, label) in enumerate(zip(drawn, names.values(), strict=True)):
             scaled = Series(series.steps, series.values / scale)
             if noisy:
-                _noisy_line(axes, data, scaled, label, color=BLUE)
+                _noisy_line(axes, data, scaled, label)
             else:
                 color, style = (BLUE, RED, ORANGE)[i % 3], ("-", "--", ":")[i % 3]
-                _line(axes, data, scaled, label, color=color, linestyle=style)
+                _line(axes, scaled.binned(data.bin_size), label, color=color, linestyle=style)
         if axis == "counts":
             axes.yaxis.set_major_locator(MaxNLocator(integer=True))
         if axis == "shares":
-            axes.set_ylim(-0.03, 1.03)
             _format_as_percent(axes)
-        elif min(series.values.min(initial=0) for series in drawn) >= 0:
+        if min(series.values.min(initial=0) for series in drawn) >= 0:
             axes.set_ylim(bottom=0)
         if noisy or len(names) > 1:
             _legend(figure)
 
-    return draw
+    return Plot(tuple(names), draw, needs_nonzero)

@@ -23,12 +23,8 @@ COLORS: dict[str, str] = {"probe": ORANGE, "fast": BLUE, "heavy": RED, "suspende
 SLOT_HEIGHT, LANE_GAP = 0.11, 0.8
 """Height of a slot, in inches, and gap between workers, in slots."""
 MERGE_GAP_S = 1e-6
-MAX_SLOTS = 128
-"""Maximum number of slots that a panel shows."""
-WIDTH = 10.0
-"""Width of the plot in inches."""
-MIN_HEIGHT = 6.0
-"""Minimum height of a panel, in slots."""
+WIDTH, MIN_HEIGHT, MAX_HEIGHT = 10.0, 0.66, 15.0
+"""Width of the plot, and limits of the height of a panel, in inches; the slots of a higher one are thinner."""
 SUPPORTED_SUFFIXES = (".png", ".html")
 
 
@@ -55,24 +51,10 @@ class TimelinePanel:
     makespan_s: float
 
     @property
-    def drawn_slots(self) -> tuple[tuple[str, int], ...]:
-        """The slots that the panel shows, at most `MAX_SLOTS`."""
-        left, drawn = MAX_SLOTS, []
-        for worker, slots in self.slots:
-            drawn.append((worker, min(slots, left)))
-            left -= drawn[-1][1]
-        return tuple((worker, slots) for worker, slots in drawn if slots)
-
-    @property
     def height(self) -> float:
-        """Height in slots, including a lane for suspended samples."""
-        return sum(slots + LANE_GAP for _, slots in self.drawn_slots) + 1 + LANE_GAP
-
-    @property
-    def heading(self) -> str:
-        """The title, with the number of slots if some are not shown."""
-        drawn, slots = (sum(count for _, count in pools) for pools in (self.drawn_slots, self.slots))
-        return self.title if drawn == slots else f"{self.title} (the first {drawn} of {slots} slots)"
+        """Height in inches, including a lane for suspended samples."""
+        lanes = sum(slots + LANE_GAP for _, slots in self.slots) + 1 + LANE_GAP
+        return min(max(SLOT_HEIGHT * lanes, MIN_HEIGHT), MAX_HEIGHT)
 
 
 def write_timeline(path: Path, panels: Sequence[TimelinePanel], *, title: str, table: Sequence[Sequence[str]]) -> None:
@@ -94,9 +76,10 @@ def render_timeline(panels: Sequence[TimelinePanel], *, title: str, kind: Litera
 
     An SVG is for a page, whose background and fonts it uses.
     """
-    heights = [max(panel.height, MIN_HEIGHT) for panel in panels]
     with new_figure(*_size(panels), salt="timeline") as figure:
-        grid = figure.subplots(len(panels), 1, squeeze=False, sharex=True, height_ratios=heights)
+        grid = figure.subplots(
+            len(panels), 1, squeeze=False, sharex=True, height_ratios=[panel.height for panel in panels]
+        )
         for axes, panel in zip(grid[:, 0], panels, strict=True):
             _draw(axes, panel)
         grid[-1, 0].set_xlabel("seconds")
@@ -107,19 +90,18 @@ def render_timeline(panels: Sequence[TimelinePanel], *, title: str, kind: Litera
 
 def _size(panels: Sequence[TimelinePanel]) -> tuple[float, float]:
     """Returns width and height in inches."""
-    return WIDTH, 1.0 + sum(SLOT_HEIGHT * max(panel.height, MIN_HEIGHT) + 0.45 for panel in panels)
+    return WIDTH, 1.0 + sum(panel.height + 0.45 for panel in panels)
 
 
 def _draw(axes: Axes, panel: TimelinePanel) -> None:
     top, tops, ticks, labels = 0.0, {}, [], []
-    for worker, slots in panel.drawn_slots:
+    for worker, slots in panel.slots:
         tops[worker] = top
         axes.broken_barh([(0, panel.makespan_s)], (top, slots), facecolors=IDLE_COLOR, linewidth=0)
         ticks.append(top + slots / 2)
         labels.append(escape_label(worker))
         top += slots + LANE_GAP
-    slots = dict(panel.drawn_slots)
-    rows = [bar for bar in panel.bars if bar.activity != "suspended" and bar.slot < slots.get(bar.worker, 0)]
+    rows = [bar for bar in panel.bars if bar.activity != "suspended"]
     rows.sort(key=lambda bar: (bar.worker, bar.slot, bar.start_s))
     for (worker, slot), bars in groupby(rows, key=lambda bar: (bar.worker, bar.slot)):
         merged = list(_merge_adjacent(bars))
@@ -135,7 +117,7 @@ def _draw(axes: Axes, panel: TimelinePanel) -> None:
     axes.grid(visible=False)
     axes.spines["left"].set_visible(False)
     axes.set_ylim(top + 1.2, -0.3)
-    axes.set_title(escape_label(panel.heading), fontsize=9, loc="left")
+    axes.set_title(escape_label(panel.title), fontsize=9, loc="left")
 
 
 def _merge_adjacent(bars: Iterable[TimelineBar]) -> Iterable[TimelineBar]:

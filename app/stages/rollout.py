@@ -37,7 +37,7 @@ from app.runtime.session import Session
 from app.stages.prompt_shards import PromptShard
 from app.stages.rollout_identity import rollout_identity
 from app.stages.timeline_panel import METRIC_HEADINGS, metric_cells, timeline_panel
-from app.tracking.rollout_progress import RolloutProgress
+from app.tracking.console import RolloutProgress
 from settings import Resolved, Settings
 from settings.errors import InputError
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
+from app.records.sample import Sample
 from app.records.text_format import to_printable_lines
 from app.report.alerts import Alert
 from app.report.before_after import format_metric
@@ -26,6 +28,8 @@ PROMPT_CELL, COMPLETION_CELL, ANSWER_CELL = 120, 240, 40
 """Maximum number of characters in a cell of the table."""
 ANNOUNCED_PHASES = {"compile": "compiling the programs of the first phases", "evaluate": "evaluating"}
 """Long phases, logged when they begin if there is no terminal."""
+REDRAW_INTERVAL_S, LOG_INTERVAL_S = 0.1, 10.0
+"""Intervals between states of a rollout on a terminal, and between its lines elsewhere."""
 LOG_WIDTH = 120
 """Line width if there is no terminal and COLUMNS is not set."""
 
@@ -89,18 +93,12 @@ def rollout_status(samples: SampleTable) -> str:
         counts[state] for state in (SampleState.RUNNING, SampleState.NEW, SampleState.SUSPENDED, SampleState.ACTING)
     )
     outside = f"{suspended} suspended" + (f"  {acting} acting" if acting else "")
-    return f"{active} active  {waiting} waiting  {outside}  {num_done(samples)} of {len(samples.entries)} done"
+    return f"{active} active  {waiting} waiting  {outside}  {_num_done(samples)} of {len(samples.entries)} done"
 
 
-def num_done(samples: SampleTable) -> int:
+def _num_done(samples: SampleTable) -> int:
     """Returns the number of samples that have ended."""
     return sum(samples.counts[state] for state in ENDED)
-
-
-def stderr_console(*, enabled: bool) -> Console:
-    """Returns a console on stderr, which is live on a terminal only: a notebook would keep every state of a bar."""
-    is_terminal = sys.stderr.isatty()
-    return Console(stderr=True, quiet=not enabled, highlight=False, force_terminal=is_terminal, force_jupyter=False)
 
 
 class ProgressDisplay:
@@ -114,10 +112,13 @@ class ProgressDisplay:
         self, *, num_steps: int, first_step: int, enabled: bool, on_phase: Callable[[str], None] = lambda phase: None
     ):
         self._entered = on_phase
-        self._console = stderr_console(enabled=enabled)
-        if not self._console.is_terminal and "COLUMNS" not in os.environ:
+        # Live on a terminal only: a notebook would keep every state of a bar.
+        self._live = sys.stderr.isatty()
+        self._console = Console(
+            stderr=True, quiet=not enabled, highlight=False, force_terminal=self._live, force_jupyter=False
+        )
+        if not self._live and "COLUMNS" not in os.environ:
             self._console.width = LOG_WIDTH
-        self._live = self._console.is_terminal
         self._progress = Progress(
             TextColumn("{task.description:<10}"),
             BarColumn(),
@@ -131,7 +132,7 @@ class ProgressDisplay:
         self._figures = ""
         """Metrics of the last step."""
 
-    def __enter__(self) -> ProgressDisplay:
+    def __enter__(self) -> Self:
         self._progress.start()
         return self
 
@@ -176,3 +177,46 @@ class ProgressDisplay:
             self._progress.update(self._task, completed=step, figures=self._figures)
         else:
             self.print_line(step_line(step, metrics))
+
+
+class RolloutProgress(ProgressDisplay):
+    """Shows the progress of one rollout: a bar of its samples on a terminal, otherwise a line every ten seconds.
+
+    Args:
+        clock: returns a monotonic time in seconds.
+    """
+
+    def __init__(self, *, num_samples: int, enabled: bool = True, clock: Callable[[], float] = time.monotonic):
+        super().__init__(num_steps=num_samples, first_step=0, enabled=enabled)
+        self.set_phase("rollout")
+        self._num_samples, self._clock = num_samples, clock
+        self._next = clock() + (0.0 if self._live else LOG_INTERVAL_S)
+        self._first: tuple[float, int] | None = None
+        """Time and number of tokens at the first count."""
+
+    def update_rollout(self, samples: SampleTable) -> None:
+        if self._is_due():
+            self._show(_num_done(samples), sum(entry.num_tokens for entry in samples), rollout_status(samples))
+
+    def track(self, samples: Iterator[Sample]) -> Iterator[Sample]:
+        """Yields the samples of a rollout without a scheduler, and shows how many are done."""
+        num_tokens = 0
+        for number, sample in enumerate(samples, start=1):
+            num_tokens += len(sample.completion_ids)
+            if self._is_due():
+                self._show(number, num_tokens, f"{number} of {self._num_samples} done")
+            yield sample
+
+    def _is_due(self) -> bool:
+        return self._first is None or self._clock() >= self._next
+
+    def _show(self, num_done: int, num_tokens: int, status: str) -> None:
+        now = self._clock()
+        start, before = self._first = self._first or (now, num_tokens)
+        rate = f"  {(num_tokens - before) / (now - start):,.0f} tokens/s" if now > start else ""
+        if self._live:
+            self._progress.update(self._task, completed=num_done, figures=status + rate)
+            self._next = now + REDRAW_INTERVAL_S
+        elif now >= self._next:
+            self.print_line(f"rollout: {status}{rate}")
+            self._next = now + LOG_INTERVAL_S

@@ -13,11 +13,10 @@ def test_a_series_leaves_out_what_is_no_number() -> None:
     assert finite_metric({"a": -1}, "a") == -1 and finite_metric({}, "a") is None
 
 
-def test_bins_keep_means_and_extremes_and_the_last_may_be_smaller() -> None:
+def test_bins_are_means_and_the_last_may_be_smaller() -> None:
     bins = Series(np.arange(1.0, 6.0), np.array([1.0, 3.0, 5.0, 9.0, 4.0])).binned(2)
     assert bins.steps.tolist() == [1.5, 3.5, 5.0]
-    assert bins.means.tolist() == [2.0, 7.0, 4.0]
-    assert bins.lows.tolist() == [1.0, 5.0, 4.0] and bins.highs.tolist() == [3.0, 9.0, 4.0]
+    assert bins.values.tolist() == [2.0, 7.0, 4.0]
 
 
 def test_a_trailing_mean_looks_back_only() -> None:

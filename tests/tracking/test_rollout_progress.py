@@ -8,8 +8,7 @@ import pytest
 
 from app.rollout.scheduling.protocol import NewSample, RowReport
 from app.rollout.scheduling.sample_states import SampleTable
-from app.tracking.console import ProgressDisplay, rollout_status
-from app.tracking.rollout_progress import RolloutProgress
+from app.tracking.console import ProgressDisplay, RolloutProgress, rollout_status
 from tests.reward.samples import make_sample
 
 

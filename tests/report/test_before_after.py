@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from app.checkpoint.retention import BestCheckpoint
-from app.tracking.summary import summary_text
+from app.report.before_after import summary_text
 
 
 def step(number: int, reward: float, **evaluation: float) -> dict[str, float]:
@@ -36,8 +36,7 @@ def test_a_run_that_is_never_better_than_its_start_says_so() -> None:
     start, best = {"step": 0, "eval/accuracy": 0.5}, BestCheckpoint(0, "eval/accuracy", 0.5)
     lines = summary_text([start, step(1, 0.25, accuracy=0.25)], path="runs/a", best=best).splitlines()
     assert lines[-2] == (
-        "training has not improved eval/accuracy on the start (step 0): 50.0 %, by the weights of model.path; "
-        "there is no checkpoints/best"
+        "training has not improved eval/accuracy on the start (step 0): 50.0 %; there is no checkpoints/best"
     )
     # Nothing was evaluated since the start.
     assert "not improved" not in summary_text([start, step(1, 0.25)], path="runs/a", best=best)
