@@ -12,10 +12,9 @@ from app.evaluation.comparison_report import EvaluationComparison, PairedMetric,
 from app.evaluation.metadata import (
     CHECKPOINT,
     JUDGE,
-    JUDGE_FILE,
-    JUDGE_FUNCTION,
     MODEL,
     PROMPTS,
+    TOKENIZER,
     EvaluationMetadata,
     metadata_path,
     read_metadata,
@@ -37,15 +36,15 @@ from app.records.sample import Prompt, Sample
 from app.records.sample_json import sample_from_record
 from app.report.confidence_intervals import MetricEstimate, mean_interval, sign_test
 from app.report.matplotlib_figures import check_picture_path
-from app.reward.builtin_tasks import is_task_reward, reference_answer
+from app.reward.builtin_tasks import is_task_reward
 from settings.errors import InputError
 
-EXPECTED_DIFFERENCES = {MODEL, CHECKPOINT, PROMPTS}
-"""Facts that may differ without a note: labels show model and checkpoint, and the prompts are compared."""
+EXPECTED_DIFFERENCES = {MODEL, CHECKPOINT}
+"""Facts that may differ without a note: the labels show them."""
+HASHED_FACTS = {PROMPTS: "the prompts differ in their tokens or in other columns", TOKENIZER: f"{TOKENIZER} differs"}
+"""Notes on facts that are digests."""
 CHANGE_DECIMALS = 9
 """Decimals kept of a difference; later ones may be rounding errors of the order of summation."""
-MAX_SHOWN = 8
-"""Maximum number of sample numbers shown in an error."""
 
 
 @dataclass(frozen=True)
@@ -126,20 +125,10 @@ def read_evaluation_results(path: Path) -> EvaluationResults:
     num_samples = max(len({sample.sample_index for sample in group}) for group in groups.values())
     for uid, group in groups.items():
         group.sort(key=lambda sample: sample.sample_index)
-        indices = [sample.sample_index for sample in group]
-        if indices != [*range(num_samples)]:
-            shown = ", ".join(map(str, indices[:MAX_SHOWN])) + ", ..." * (len(indices) > MAX_SHOWN)
+        if [sample.sample_index for sample in group] != [*range(num_samples)]:
             raise InputError(
-                f"--compare: {path} is incomplete: {uid} has samples {shown}, others have 0 to {num_samples - 1}; "
-                "write it again with grpo evaluate --out"
-            )
-    if num_samples > 1 and is_task_reward(judge):
-        unanswered = [uid for uid, group in groups.items() if reference_answer(judge, group[0].prompt) is None]
-        if unanswered:
-            others = f" (and {len(unanswered) - 1:,} more prompts)" if len(unanswered) > 1 else ""
-            raise InputError(
-                f"--compare: {path}: maj@k needs a number in `answer`, but {unanswered[0]} has none{others}; use a "
-                "file from grpo evaluate --out, which writes the answers of the data set there"
+                f"--compare: {path} is incomplete: {uid} does not have each of the samples 0 to {num_samples - 1} "
+                "once; write it again with grpo evaluate --out"
             )
     return EvaluationResults(path, metadata, judge, num_samples, groups)
 
@@ -163,14 +152,6 @@ def _check_comparable(first: EvaluationResults, second: EvaluationResults) -> No
     both = f"{first.path} and {second.path}"
     if first.judge != second.judge:
         raise InputError(f"--compare: {both} were judged by different functions: {first.judge} and {second.judge}")
-    if first.metadata and second.metadata:
-        for name in (JUDGE_FUNCTION, JUDGE_FILE):
-            was, now = (one.facts.get(name) for one in (first.metadata, second.metadata))
-            if was != now:
-                raise InputError(
-                    f"--compare: {both} were judged by different functions named {first.judge}: {name} is "
-                    f"{was} in the first and {now} in the second"
-                )
     if first.num_samples != second.num_samples:
         raise InputError(
             f"--compare: {both} have different numbers of samples per prompt: eval.num_samples is {first.num_samples} "
@@ -188,11 +169,6 @@ def _check_comparable(first: EvaluationResults, second: EvaluationResults) -> No
         one, other = first.prompt(uid), second.prompt(uid)
         if (one.source, one.answer) != (other.source, other.answer):
             raise InputError(f"--compare: {both} come from different data: the question or answer of {uid} differs")
-        if one.extra != other.extra and not is_task_reward(first.judge):
-            raise InputError(
-                f"--compare: {both} come from different data: other columns of {uid} differ, and {first.judge} may "
-                "use them"
-            )
 
 
 def _prompt_differences(before: PromptTable, after: PromptTable, column: str) -> np.ndarray:
@@ -234,6 +210,4 @@ def _notes(first: EvaluationResults, second: EvaluationResults, *, num_unjudged:
         for name in dict.fromkeys([*old, *new]):
             was, now = old.get(name), new.get(name)
             if was != now and name not in EXPECTED_DIFFERENCES:
-                yield f"{name} differs" if name == "the tokenizer" else f"{name} was {was} and is now {now}"
-    if any(not np.array_equal(first.prompt(uid).token_ids, second.prompt(uid).token_ids) for uid in first.groups):
-        yield "the prompts have different tokens: the tokenizer, the chat template, or a data.* setting differs"
+                yield HASHED_FACTS.get(name, f"{name} was {was} and is now {now}")

@@ -11,6 +11,7 @@ from app.records.identity import Identity
 from settings.errors import InputError
 
 JUDGE, PROMPTS, MODEL, CHECKPOINT = "the judge", "the prompts", "the model's files", "the checkpoint"
+TOKENIZER = "the tokenizer"
 JUDGE_FILE, JUDGE_FUNCTION = "the judge's file", "the judge's function"
 """Facts about a plug-in. A file is identified by its content, wherever it is; imported modules are not inspected."""
 JUDGE_SETTINGS = ("reward.batch_size", "plugins.env_vars")

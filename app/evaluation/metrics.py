@@ -109,8 +109,11 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _majority_correct(group: Sequence[Sample], judge: str) -> float:
+    reference = reference_answer(judge, group[0].prompt)
+    if reference is None:
+        return math.nan
     votes = [None if was_dropped_in_rollout(s) else extract_answer(judge, s.completion) for s in group]
-    return majority_vote_accuracy(votes, reference_answer(judge, group[0].prompt))
+    return majority_vote_accuracy(votes, reference)
 
 
 def prompt_difficulty(prompt: Prompt | DatasetRow) -> float:

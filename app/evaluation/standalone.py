@@ -31,6 +31,7 @@ from app.evaluation.metadata import (
     JUDGE_SETTINGS,
     MODEL,
     PROMPTS,
+    TOKENIZER,
     EvaluationMetadata,
     write_metadata,
 )
@@ -118,7 +119,7 @@ def _build_metadata(
     judge_settings = () if judge is None or is_task_reward(judge.name) else JUDGE_SETTINGS
     facts = {
         MODEL: model.files.fingerprint,
-        "the tokenizer": model.tokenizer.fingerprint,
+        TOKENIZER: model.tokenizer.fingerprint,
         CHECKPOINT: "none" if saved_policy is None else saved_policy.describe(),
         PROMPTS: prompts_digest(prompts),
         JUDGE: accuracy_function_name(settings.reward),
