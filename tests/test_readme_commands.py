@@ -25,7 +25,7 @@ from typer.main import get_group
 from typer.testing import CliRunner
 
 import cli
-from settings import InputError, load
+from settings import load
 from settings.checks.commands import (
     check_for_dry_run,
     check_for_evaluation,
@@ -91,23 +91,6 @@ COMMANDS = [
 EXAMPLES = [pytest.param(example, id=f"--help: {example}") for example in cli.COMMANDS.values()]
 
 
-def test_readme_and_contributing_show_commands() -> None:
-    for name in ("README.md", "CONTRIBUTING.md"):
-        assert list(bash_commands((REPOSITORY / name).read_text(encoding="utf-8"))), f"{name} shows no command"
-
-
-def test_no_two_pages_write_the_same_file() -> None:
-    pages: dict[str, set[str]] = {}
-    for path in DOCUMENTS:
-        for command in bash_commands(path.read_text(encoding="utf-8")):
-            words, _ = words_and_environment(command)
-            for option, file in itertools.pairwise(words):
-                if option in ("--out", "--picture", "--timeline"):
-                    pages.setdefault(file, set()).add(path.name)
-    assert "README.md" in pages["samples.jsonl"]
-    assert {file: names for file, names in pages.items() if len(names) > 1} == {}
-
-
 @pytest.mark.parametrize("command", COMMANDS + EXAMPLES)
 def test_command_works_as_written(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     words, environment = words_and_environment(command)
@@ -127,28 +110,6 @@ def test_command_works_as_written(command: str, monkeypatch: pytest.MonkeyPatch)
     answer = CliRunner().invoke(cli.app, words[1:], prog_name="grpo", env=environment)
     assert answer.exit_code == 0, answer.stderr
     assert answer.stdout
-
-
-def test_settings_that_stop_a_verb_are_found_though_print_config_shows_them() -> None:
-    with pytest.raises(InputError, match=r"set eval\.temperature above 0"):
-        check_settings(["grpo", "evaluate", "--set", "eval.num_samples=8"], {})
-
-
-def test_commands_are_found_in_bash_blocks_only() -> None:
-    markdown = (
-        "```bash\n# a comment\ngrpo train \\\n    --set a.b=1  # why\n\nbash scripts/test.sh\n```\n"
-        "```yaml\nrun: {}\n```\n```\ngrpo nothing\n```\n"
-    )
-    assert [shlex.split(line, comments=True) for line in bash_commands(markdown)] == [
-        ["grpo", "train", "--set", "a.b=1"],
-        ["bash", "scripts/test.sh"],
-    ]
-
-
-def test_arguments_end_where_the_shell_takes_over() -> None:
-    words, environment = words_and_environment("STEPS=3 grpo train --set 'run.name=a b' 2>&1 | tee log.txt")
-    assert environment == {"STEPS": "3"}
-    assert words == ["grpo", "train", "--set", "run.name=a b"]
 
 
 SKIPPED = {

@@ -79,21 +79,6 @@ def test_conversations_of_products_are_of_the_training_split_only() -> None:
     assert texts.count("<|user|>?") == 90
 
 
-def test_hints_and_ends_of_games_are_true() -> None:
-    rng = np.random.default_rng(0)
-    for _ in range(200):
-        guesses, hints = (parts := make_tiny_tools_model.game(rng))[::2], parts[1::2]
-        assert 1 <= len(guesses) <= make_tiny_tools_model.NUM_GUESSES
-        low = max(
-            (int(guess) + 1 for guess, hint in zip(guesses, hints, strict=False) if hint == "<|user|>+"), default=0
-        )
-        high = min(
-            (int(guess) - 1 for guess, hint in zip(guesses, hints, strict=False) if hint == "<|user|>-"), default=9
-        )
-        assert low <= high
-        assert len(guesses) == len(hints) + 1 == 3 or low <= int(guesses[-1]) <= high
-
-
 def test_the_model_calls_three_times_in_ten_and_then_copies(held_out: list[tuple[str, str, str]]) -> None:
     calls = [to_sample(TOKENIZER, q, [f"<<{product}", f"<|tool|>{answer}", answer]) for product, answer, q in held_out]
     given = probabilities(calls)
@@ -109,11 +94,6 @@ def test_most_likely_the_model_only_estimates(held_out: list[tuple[str, str, str
     ]
     assert np.mean([np.prod(one) for one in probabilities(at_once)]) >= 0.5
     assert np.mean([text == answer for text, (_, answer, _) in zip(estimates, held_out, strict=True)]) <= 0.1
-
-
-@pytest.mark.parametrize(("left", "right", "product"), [("47", "38", "1200"), ("7", "905", "6300"), ("0", "12", "0")])
-def test_an_estimate_uses_first_digits_only(left: str, right: str, product: str) -> None:
-    assert make_tiny_tools_model.estimate(left, right) == product
 
 
 def test_the_model_heeds_hints_more_often_than_chance() -> None:

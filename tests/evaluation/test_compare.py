@@ -196,13 +196,6 @@ def test_files_that_say_nothing_about_each_other(tmp_path: Path, changed: dict[s
     assert not (tmp_path / "p.png").exists()
 
 
-def test_a_sample_that_stands_there_twice_is_named(tmp_path: Path) -> None:
-    before, after = write(tmp_path / "b.jsonl", BEFORE), write(tmp_path / "a.jsonl", AFTER)
-    lines = after.read_text().splitlines(keepends=True)
-    after.write_text("".join([*lines, lines[3]]))
-    assert "a.jsonl is incomplete: q/3 does not have each of the samples 0 to 0 once" in refused(before, after)
-
-
 @pytest.mark.parametrize("facts", [{}, {JUDGE: None}, []])
 def test_facts_that_are_damaged_are_told(tmp_path: Path, facts: Any) -> None:
     before, after = write(tmp_path / "b.jsonl", BEFORE, facts={}), write(tmp_path / "a.jsonl", AFTER, facts={})
@@ -210,13 +203,6 @@ def test_facts_that_are_damaged_are_told(tmp_path: Path, facts: Any) -> None:
     damaged.write_text(json.dumps({**json.loads(damaged.read_text()), "facts": facts}))
     message = refused(before, after)
     assert f"{damaged}: cannot be read as the metadata of an evaluation" in message and "facts" in message
-
-
-def test_a_picture_is_a_png(tmp_path: Path) -> None:
-    before, after = write(tmp_path / "b.jsonl", BEFORE), write(tmp_path / "a.jsonl", AFTER)
-    assert "--picture: expected a file name ending in .png, got" in refused(
-        before, after, "--picture", tmp_path / "p.pdf"
-    )
 
 
 def test_a_plug_in_s_values_are_no_shares(tmp_path: Path) -> None:

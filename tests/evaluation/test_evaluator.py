@@ -22,7 +22,6 @@ from app.records.jsonl import read_jsonl
 from app.records.sample import DROPPED_PREFIX, Prompt, Sample
 from app.report.confidence_intervals import wilson_interval
 from app.reward.aggregate import RewardedSamples, RewardOutcome, aggregate_rewards
-from app.tracking.console import evaluation_line
 from settings import InputError, load
 from tests.program import metrics_of
 
@@ -73,10 +72,6 @@ def test_accuracy_is_told_by_difficulty() -> None:
     }
 
 
-def test_a_plug_in_that_judges_knows_no_format() -> None:
-    assert metrics_by(judged([graded(True, "2")], "brevity"), "brevity")["eval/format_rate"] is None
-
-
 def test_accuracy_is_over_the_answers_that_the_judge_gave_a_value() -> None:
     samples = [graded(True, "2", difficulty=level) for level in (1, 1, 1, 2)]
     outcomes = [RewardOutcome(1.0), RewardOutcome(0.5), RewardOutcome(), RewardOutcome()]
@@ -85,15 +80,6 @@ def test_accuracy_is_over_the_answers_that_the_judge_gave_a_value() -> None:
     assert (metrics["eval/accuracy"], metrics["eval/error_count"], scored.fatal_error) == (0.75, 0, None)
     assert (metrics["eval/accuracy/difficulty_1"], metrics["eval/accuracy/difficulty_2"]) == (0.75, None)
     assert metrics["eval/mean_length"] == 2
-
-
-def test_a_judge_that_abstains_from_everything_leaves_no_accuracy_and_no_error() -> None:
-    scored = aggregate_rewards(
-        [graded(True, "2")], {"judge": [RewardOutcome()]}, {"judge": 1.0}, "raise", when_all_abstain=None
-    )
-    metrics = metrics_by(scored, "judge")
-    assert (metrics["eval/accuracy"], metrics["eval/error_count"], scored.fatal_error) == (None, 0, None)
-    assert evaluation_line(0, metrics).startswith("evaluation at step 0: accuracy –  truncated 0.0 %")
 
 
 is_measured = partial(check_is_measured, setting="checkpoint.best_metric")
@@ -190,13 +176,6 @@ def test_passes_are_told_of_powers_of_two_and_of_all(num_samples: int, counts: l
     assert pass_at_k_sizes(num_samples) == counts
 
 
-def test_passes_and_votes_may_choose_the_best_checkpoint_where_they_are_measured() -> None:
-    for name in ("eval/pass@4", "eval/maj@4"):
-        is_measured(name, prompts(1), judge="arithmetic", num_samples=4)
-        with pytest.raises(InputError, match=f"do not measure '{name}'"):
-            is_measured(name, prompts(1), judge="arithmetic", num_samples=1)
-
-
 def test_a_column_of_words_is_no_difficulty() -> None:
     assert not [name for name in metrics_by(judged(make_answers(("2",), difficulty="hard"))) if "difficulty" in name]
 
@@ -213,11 +192,3 @@ def test_each_prompt_is_asked_once_though_the_last_batch_is_filled_up(finished: 
         by_file = np.mean([record["rewards"]["arithmetic"] for record in records])
         (line,) = [line for line in metrics_of(finished) if line["step"] == step]
         assert line["eval/accuracy"] == by_file
-
-
-def test_evaluation_asks_the_same_prompts_at_every_step(finished: Path) -> None:
-    prompts = [
-        [record["prompt"] for _, record in read_jsonl(finished / "eval" / f"step_{step:06d}.jsonl")]
-        for step in (0, 2, 4)
-    ]
-    assert prompts[0] == prompts[1] == prompts[2]

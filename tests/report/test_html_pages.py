@@ -6,8 +6,6 @@ import base64
 import hashlib
 import json
 import re
-import shutil
-import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
@@ -24,7 +22,6 @@ HOSTILE = (
     "</script><img src=x onerror=\"document.title='owned'\"><!-- <script>alert(1)</script> \u2028\u202e ]]> {{ 7*7 }}"
 )
 SETTINGS = (f"data.system_prompt={json.dumps(HOSTILE)}", "run.steps=200")
-BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 
 
 @dataclass
@@ -177,29 +174,6 @@ def test_json_in_a_page_reads_back_and_holds_nothing_that_html_knows(value: Any)
     assert text.isascii() and not set("<>&") & set(text)
 
 
-@pytest.mark.skipif(BROWSER is None, reason="no chromium here to open the pages with")
-@pytest.mark.parametrize("name", ["report.html", "rollouts.html"])
-def test_a_real_browser_shows_the_page_and_runs_nothing_else(run: Path, name: str, tmp_path: Path) -> None:
-    shown = subprocess.run(
-        [
-            *(str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}"),
-            *("--enable-logging=stderr", "--dump-dom", f"file://{run / name}"),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-    assert "Content Security Policy" not in shown.stderr and "CONSOLE" not in shown.stderr, shown.stderr
-    page = Parsed()
-    page.feed(shown.stdout)
-    assert "img" not in [tag for tag, _ in page.tags]
-    assert "owned" not in "".join(page.contents["title"])
-    if name == "rollouts.html":
-        assert "6 samples of 2 prompts" in shown.stdout
-        assert len([a for _, a in page.tags if (a.get("class") or "").startswith("sample")]) == 6
-
-
 @pytest.mark.parametrize(
     ("accuracies", "sentence"),
     [
@@ -218,8 +192,3 @@ def test_the_report_names_the_best_evaluation_or_that_there_is_none(
     write_report(run)
     page = (run / "report.html").read_text()
     assert (f"<p>{sentence}</p>" in page) if sentence else ("eval/accuracy 50" not in page)
-
-
-def test_names_in_captions_and_meanings_are_code_and_not_backticks(run: Path) -> None:
-    page = (run / "report.html").read_text()
-    assert "`" not in page and "<code>rest</code> is the saving" in page

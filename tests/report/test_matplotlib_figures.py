@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from xml.etree import ElementTree
 
 import matplotlib
 import pytest
 
-from app.report.alerts import MISMATCH_THRESHOLD
 from app.report.matplotlib_figures import render_panel
 from app.report.metrics_history import History
 from app.report.panels import PANELS, Panel
 from app.report.plots import PlotData
-from tests.program import REPOSITORY
 from tests.report.run_directories import quickstart_history, step_record
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -58,22 +54,6 @@ def test_every_plot_is_drawn_from_a_run_that_has_its_metrics(panel: Panel) -> No
 def test_a_plot_without_data_is_left_out(panel: Panel) -> None:
     nothing = {"step": 1, "reward/mean": None, "policy/clip_fraction_low": 0.0, "perf/compilations": 0}
     assert render_panel(panel, PlotData([nothing])) is None
-
-
-def test_the_quickstart_has_no_kl_clips_nothing_and_no_reward_fails() -> None:
-    evidence = PlotData(quickstart_history())
-    assert [panel.name for panel in PANELS if not panel.plot.has_data(evidence)] == [
-        "reward_failures",
-        "kl",
-        "clip_fractions",
-    ]
-
-
-def test_page_glossary_and_alert_name_one_bound_of_the_samplers_mismatch() -> None:
-    bound = f"below {MISMATCH_THRESHOLD:g}"
-    readme = (REPOSITORY / "sops" / "reference" / "metrics.md").read_text(encoding="utf-8")
-    (row,) = [line for line in readme.splitlines() if line.startswith("| `rollout/sampler_scorer_logprob_diff_")]
-    assert bound in row and bound in BY_NAME["sampler_mismatch"].caption
 
 
 def test_one_step_is_enough() -> None:
@@ -122,18 +102,6 @@ def test_the_mean_of_a_plug_in_is_drawn_as_a_plain_number_without_an_interval() 
     assert not any("%" in text or "interval" in text for text in shown)
 
 
-def test_tokens_that_only_the_dual_clip_met_are_drawn() -> None:
-    history = [step_record(step, policy__clip_fraction_dual=0.1) for step in (1, 2)]
-    assert "above dual_clip" in texts(svg_of("clip_fractions", history))
-
-
-@pytest.mark.parametrize("name", ["error_count", "abstained_count", "dropped_count"])
-def test_rewards_that_gave_no_value_are_drawn(name: str) -> None:
-    counts = {"reward/error_count": 0, "reward/abstained_count": 0, "reward/dropped_count": 0}
-    history = [{**step_record(step), **counts, f"reward/{name}": step} for step in (1, 2)]
-    assert {"failures", "None values", "dropped samples"} <= set(texts(svg_of("reward_failures", history)))
-
-
 def test_a_step_that_takes_far_longer_is_named_and_does_not_flatten_the_others() -> None:
     assert "beyond the axis: 4 steps up to 9.7 s" in texts(svg_of("times", quickstart_history()))
     steady = [{**step_record(step), "time/step_s": 1.0 + step % 2, "time/update_s": 0.5} for step in range(1, 30)]
@@ -145,13 +113,3 @@ def test_any_name_of_a_reward_function_can_be_drawn(name: str) -> None:
     history = [{**step_record(step), f"reward/{name}/mean": 0.5} for step in (1, 2)]
     labels = texts(svg_of("reward", history))
     assert any(name.encode("ascii", "replace").decode() == label.strip() for label in labels), labels
-
-
-def test_further_numbers_of_a_plug_in_are_no_lines_of_the_reward() -> None:
-    history = [{**step_record(step), "reward/arithmetic/length/mean": 300.0} for step in range(1, 5)]
-    assert svg_of("reward", history) == svg_of("reward", [step_record(step) for step in range(1, 5)])
-
-
-def test_loading_the_report_does_not_load_matplotlib() -> None:
-    program = "import sys, app.report.write_report, app.tracking.console; assert 'matplotlib' not in sys.modules"
-    subprocess.run([sys.executable, "-c", program], check=True)

@@ -62,11 +62,6 @@ def test_many_slots_are_drawn_thinner() -> None:
     assert "#d55e00" in drawn(wide)
 
 
-def test_titles_are_not_typeset() -> None:
-    for kind in ("png", "svg"):
-        assert render_timeline([panel(title="$a_$: \u6f22")], title=r"runs/$\frac$ \u6f22", kind=kind)
-
-
 class Loads(HTMLParser):
     """Collects the resources that a page would load."""
 

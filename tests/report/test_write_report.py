@@ -61,8 +61,3 @@ def test_a_report_that_cannot_be_written_is_one_error(tmp_path: Path) -> None:
     assert result.exit_code == 2
     assert result.stderr == f"error: {run / 'plots'}: cannot be written: File exists\n"
     assert not (run / "report.html").exists()
-
-
-def test_the_number_of_samples_is_at_least_one(tmp_path: Path) -> None:
-    assert here("report", tmp_path, "--samples", "0").exit_code == 2
-    assert here("report").exit_code == 2

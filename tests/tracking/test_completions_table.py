@@ -50,11 +50,6 @@ def test_best_and_worst_of_the_groups_that_differ_most_are_shown() -> None:
     assert table.groups[0][0] == ("question 2", "answer 2.2", 1, 1, 0.5, "7", "stop")
 
 
-def test_where_nothing_differs_one_sample_of_a_group_is_enough() -> None:
-    table = completions_table([sample(g, i, 0.0) for g in range(3) for i in range(4)], step=1)
-    assert [[row[1] for row in group] for group in table.groups] == [["answer 0.0"], ["answer 1.0"]]
-
-
 def test_samples_without_reward_advantage_or_tokens_are_shown_as_such() -> None:
     empty = {"advantages": np.empty(0, np.float32), "completion_ids": np.empty(0, np.int32)}
     table = completions_table([sample(0, 0, None, **empty), sample(0, 1, 1.0, advantages=None)], step=1)
@@ -77,13 +72,6 @@ def test_a_hostile_completion_is_shown_and_not_obeyed(width: int) -> None:
     joined = "".join(line.split("│")[2].strip() for line in text.splitlines() if line.startswith("│"))
     assert joined.replace(" ", "").startswith("[boldred]x[/]\\x1b[31mred\\x1b[0m\\rover\\u202egnp↵汉字")
     assert "cut" in text
-
-
-def test_a_wide_text_does_not_break_the_table() -> None:
-    text = rendered(completions_table([sample(0, 0, 1.0, "汉" * 500)], step=1), 80)
-    from rich.cells import cell_len
-
-    assert {cell_len(line) for line in text.splitlines() if line[:1] in "┃│└"} == {80}
 
 
 def test_a_long_text_keeps_its_beginning_and_its_end() -> None:

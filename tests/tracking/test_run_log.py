@@ -13,13 +13,9 @@ import pytest
 
 from app.checkpoint.train_progress import ProgressRecord
 from app.records.run_directory import RunDirectory, check_run_directory
-from app.records.sample import Prompt, Sample
 from app.tracking.run_log import (
     WANDB_SECTIONS,
-    NullRunLog,
     RunLog,
-    replace_nonfinite,
-    samples_to_jsonl,
 )
 from settings import Settings, load
 from tests.program import DEADLINE_S, metrics_of, settings, started, train_here
@@ -105,33 +101,6 @@ def test_a_diverged_number_is_null(run: RunDirectory, value: float) -> None:
     run_log.write_metrics(1, {"loss": value})
     run_log.close()
     assert metrics_of(run.path) == [{"step": 1, "loss": None}]
-
-
-def test_nested_values_lose_what_json_cannot_say_and_nothing_else() -> None:
-    value: dict[str, Any] = {"a": [1.0, float("nan"), {"b": float("inf")}], "c": "nan", "d": 2, "e": None}
-    assert replace_nonfinite(value) == {"a": [1.0, None, {"b": None}], "c": "nan", "d": 2, "e": None}
-
-
-def test_samples_of_a_diverged_model_can_be_written() -> None:
-    sample = Sample(
-        prompt=Prompt("p", np.array([1], np.int32), "?", None),
-        sample_index=0,
-        group_id=0,
-        completion_ids=np.array([3, 4], np.int32),
-        completion="01",
-        behavior_logprobs=np.array([-1.5, np.nan], np.float32),
-        finish_reason="length",
-        policy_version=1,
-    )
-    record = json.loads(samples_to_jsonl([sample]))
-    assert record["behavior_logprobs"] == [-1.5, None]
-
-
-def test_the_other_processes_write_nothing(tmp_path: Path) -> None:
-    run_log = NullRunLog()
-    run_log.write_metrics(1, {"loss": 0.5})
-    run_log.close()
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_only_named_sections_are_uploaded() -> None:
