@@ -68,9 +68,9 @@ def rollouts_page(run: RunFiles, viewer: ViewerContent) -> str:
     )
 
 
-def timeline_page(svg: str, table: Sequence[Sequence[str]], *, title: str) -> str:
-    """Renders the page of a timeline: its plot, an SVG element, and a table, whose first row is the header."""
-    return _render("timeline.html", picture=svg, table=table, title=title)
+def timeline_page(svg: str, *, title: str) -> str:
+    """Renders the page of a timeline, whose plot is an SVG element."""
+    return _render("timeline.html", picture=svg, title=title)
 
 
 def json_for_html(value: Any) -> str:

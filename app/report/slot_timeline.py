@@ -1,8 +1,8 @@
-"""The timeline plot: what every slot of every worker did over time, with one panel per schedule."""
+"""The timeline plot: what every slot of every worker did over time."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -23,8 +23,10 @@ COLORS: dict[str, str] = {"probe": ORANGE, "fast": BLUE, "heavy": RED, "suspende
 SLOT_HEIGHT, LANE_GAP = 0.11, 0.8
 """Height of a slot, in inches, and gap between workers, in slots."""
 MERGE_GAP_S = 1e-6
-WIDTH, MIN_HEIGHT, MAX_HEIGHT = 10.0, 0.66, 15.0
-"""Width of the plot, and limits of the height of a panel, in inches; the slots of a higher one are thinner."""
+WIDTH, MIN_HEIGHT, MAX_HEIGHT = 10.0, 2.1, 16.5
+"""Width of the plot, and limits of its height, in inches; the slots of a higher one are thinner."""
+MARGIN = 1.45
+"""Height in inches of titles, axis and legend."""
 SUPPORTED_SUFFIXES = (".png", ".html")
 
 
@@ -41,67 +43,59 @@ class TimelineBar(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class TimelinePanel:
-    """The plot of one schedule."""
+class Timeline:
+    """The schedule of a rollout."""
 
-    title: str
+    heading: str
+    figures: str
+    """The metrics of the schedule, in a line."""
     slots: tuple[tuple[str, int], ...]
     """Each worker's name and number of slots."""
     bars: tuple[TimelineBar, ...]
     makespan_s: float
 
     @property
-    def height(self) -> float:
-        """Height in inches, including a lane for suspended samples."""
+    def size(self) -> tuple[float, float]:
+        """Width and height in inches, including a lane for suspended samples."""
         lanes = sum(slots + LANE_GAP for _, slots in self.slots) + 1 + LANE_GAP
-        return min(max(SLOT_HEIGHT * lanes, MIN_HEIGHT), MAX_HEIGHT)
+        return WIDTH, min(max(SLOT_HEIGHT * lanes + MARGIN, MIN_HEIGHT), MAX_HEIGHT)
 
 
-def write_timeline(path: Path, panels: Sequence[TimelinePanel], *, title: str, table: Sequence[Sequence[str]]) -> None:
-    """Writes the plot as an image or, if `path` ends in .html, as a page with the table below the plot.
-
-    Args:
-        table: the metrics of each panel, headings first.
-    """
+def write_timeline(path: Path, timeline: Timeline) -> None:
+    """Writes the plot as an image or, if `path` ends in .html, as a page."""
     if path.suffix.lower() != ".html":
-        return write_atomic(path, render_timeline(panels, title=title, kind="png"))
-    width, height = (inches * POINTS_PER_INCH for inches in _size(panels))
-    svg = render_timeline(panels, title="", kind="svg").decode("utf-8")
-    element = inline_svg(svg, label=title, box=f"0 0 {width:g} {height:g}")
-    return write_atomic(path, timeline_page(element, table, title=title).encode("utf-8"))
+        return write_atomic(path, render_timeline(timeline, kind="png"))
+    width, height = (inches * POINTS_PER_INCH for inches in timeline.size)
+    svg = render_timeline(timeline, kind="svg").decode("utf-8")
+    element = inline_svg(svg, label=timeline.heading, box=f"0 0 {width:g} {height:g}")
+    return write_atomic(path, timeline_page(element, title=timeline.heading).encode("utf-8"))
 
 
-def render_timeline(panels: Sequence[TimelinePanel], *, title: str, kind: Literal["png", "svg"]) -> bytes:
-    """Returns an image of all panels over one time axis; equal panels give equal bytes.
+def render_timeline(timeline: Timeline, *, kind: Literal["png", "svg"]) -> bytes:
+    """Returns an image; equal timelines give equal bytes.
 
-    An SVG is for a page, whose background and fonts it uses.
+    An SVG is for a page, which has the heading and whose background and fonts it uses.
     """
-    with new_figure(*_size(panels), salt="timeline") as figure:
-        grid = figure.subplots(
-            len(panels), 1, squeeze=False, sharex=True, height_ratios=[panel.height for panel in panels]
-        )
-        for axes, panel in zip(grid[:, 0], panels, strict=True):
-            _draw(axes, panel)
-        grid[-1, 0].set_xlabel("seconds")
-        grid[-1, 0].set_xlim(0, 1.01 * max(panel.makespan_s for panel in panels))
-        _add_legend(figure, title)
+    with new_figure(*timeline.size, salt="timeline") as figure:
+        axes = figure.add_subplot()
+        _draw(axes, timeline)
+        axes.set_xlabel("seconds")
+        axes.set_xlim(0, 1.01 * timeline.makespan_s)
+        if kind == "png":
+            figure.suptitle(escape_label(timeline.heading), x=0.01, ha="left", fontsize=10, fontweight="bold")
+        _add_legend(figure)
         return save_figure(figure, kind, transparent=kind == "svg")
 
 
-def _size(panels: Sequence[TimelinePanel]) -> tuple[float, float]:
-    """Returns width and height in inches."""
-    return WIDTH, 1.0 + sum(panel.height + 0.45 for panel in panels)
-
-
-def _draw(axes: Axes, panel: TimelinePanel) -> None:
+def _draw(axes: Axes, timeline: Timeline) -> None:
     top, tops, ticks, labels = 0.0, {}, [], []
-    for worker, slots in panel.slots:
+    for worker, slots in timeline.slots:
         tops[worker] = top
-        axes.broken_barh([(0, panel.makespan_s)], (top, slots), facecolors=IDLE_COLOR, linewidth=0)
+        axes.broken_barh([(0, timeline.makespan_s)], (top, slots), facecolors=IDLE_COLOR, linewidth=0)
         ticks.append(top + slots / 2)
         labels.append(escape_label(worker))
         top += slots + LANE_GAP
-    rows = [bar for bar in panel.bars if bar.activity != "suspended"]
+    rows = [bar for bar in timeline.bars if bar.activity != "suspended"]
     rows.sort(key=lambda bar: (bar.worker, bar.slot, bar.start_s))
     for (worker, slot), bars in groupby(rows, key=lambda bar: (bar.worker, bar.slot)):
         merged = list(_merge_adjacent(bars))
@@ -109,15 +103,15 @@ def _draw(axes: Axes, panel: TimelinePanel) -> None:
             [(bar.start_s, bar.end_s - bar.start_s) for bar in merged], (tops[worker] + slot, 0.92),
             facecolors=[COLORS[bar.activity] for bar in merged], edgecolor="white", linewidth=0.3,
         )  # fmt: skip
-    suspended = [(bar.start_s, bar.end_s - bar.start_s) for bar in panel.bars if bar.activity == "suspended"]
+    suspended = [(bar.start_s, bar.end_s - bar.start_s) for bar in timeline.bars if bar.activity == "suspended"]
     axes.broken_barh(suspended, (top, 1), facecolors=COLORS["suspended"], linewidth=0)
     axes.set_yticks([*ticks, top + 0.5], [*labels, "suspended"])
-    axes.axvline(panel.makespan_s, color=GREY, linewidth=1.0)
+    axes.axvline(timeline.makespan_s, color=GREY, linewidth=1.0)
     axes.tick_params(axis="y", length=0)
     axes.grid(visible=False)
     axes.spines["left"].set_visible(False)
     axes.set_ylim(top + 1.2, -0.3)
-    axes.set_title(escape_label(panel.title), fontsize=9, loc="left")
+    axes.set_title(escape_label(timeline.figures), fontsize=9, loc="left")
 
 
 def _merge_adjacent(bars: Iterable[TimelineBar]) -> Iterable[TimelineBar]:
@@ -135,12 +129,10 @@ def _merge_adjacent(bars: Iterable[TimelineBar]) -> Iterable[TimelineBar]:
         yield last
 
 
-def _add_legend(figure: Figure, title: str) -> None:
+def _add_legend(figure: Figure) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
     handles = [Patch(facecolor=color, label=label) for label, color in {**COLORS, "idle": IDLE_COLOR}.items()]
     end = Line2D([], [], color=GREY, linewidth=1.0, label="end")
-    if title:
-        figure.suptitle(escape_label(title), x=0.01, ha="left", fontsize=10, fontweight="bold")
     figure.legend(handles=[*handles, end], loc="outside lower right", ncols=7, frameon=False)

@@ -36,7 +36,7 @@ from app.runtime.model_spec import ModelSpec
 from app.runtime.session import Session
 from app.stages.prompt_shards import PromptShard
 from app.stages.rollout_identity import rollout_identity
-from app.stages.timeline_panel import METRIC_HEADINGS, metric_cells, timeline_panel
+from app.stages.rollout_timeline import rollout_timeline
 from app.tracking.console import RolloutProgress
 from settings import Resolved, Settings
 from settings.errors import InputError
@@ -153,11 +153,8 @@ def _schedule_metrics(session: Session, timeline: Path | None) -> dict[str, Any]
     (metrics,) = session.take_schedule_metrics()
     policy = session.workers.schedule.policy
     if timeline is not None:
-        panel = timeline_panel(policy, session.workers.records, metrics)
-        slots = [slots for _, slots in panel.slots]
-        title = f"{session.settings.model.path}: {len(slots)} workers, {sum(slots)} slots"
-        row = (policy, f"{metrics.makespan_s:.4g}", *metric_cells(metrics))
-        write_timeline(timeline, [panel], title=title, table=[("policy", "makespan s", *METRIC_HEADINGS), row])
+        model = session.settings.model.path
+        write_timeline(timeline, rollout_timeline(session.workers.records, metrics, model=model, policy=policy))
     local = (metrics.makespan_s, metrics.bubble, metrics.tail_fraction, metrics.suspensions, metrics.repacked_tokens)
     makespans, bubbles, tails, suspensions, recomputed = gather_over_hosts(np.asarray(local, np.float64)).T
     bubble, tail = (format_percent(np.average(shares, weights=makespans)) for shares in (bubbles, tails))

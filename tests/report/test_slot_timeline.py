@@ -8,19 +8,18 @@ from app.report.matplotlib_figures import check_picture_path
 from app.report.slot_timeline import (
     MAX_HEIGHT,
     SUPPORTED_SUFFIXES,
+    Timeline,
     TimelineBar,
-    TimelinePanel,
     render_timeline,
     write_timeline,
 )
 from settings.errors import InputError
 
-TABLE = [("policy", "makespan s"), ("<adaptive>", "4")]
 
-
-def panel(**changes) -> TimelinePanel:
+def timeline(**changes) -> Timeline:
     values = {
-        "title": "adaptive: 4 s",
+        "heading": "tiny: 2 workers",
+        "figures": "adaptive: 4 s",
         "slots": (("fast-0", 2), ("heavy-0", 1)),
         "bars": (
             TimelineBar("fast-0", 0, 0.0, 1.0, "probe", "a"),
@@ -31,34 +30,36 @@ def panel(**changes) -> TimelinePanel:
         ),
         "makespan_s": 4.0,
     }
-    return TimelinePanel(**(values | changes))
+    return Timeline(**(values | changes))
 
 
-def drawn(*panels: TimelinePanel) -> str:
-    return render_timeline(panels, title="t", kind="svg").decode()
+def drawn(one: Timeline) -> str:
+    return render_timeline(one, kind="svg").decode()
 
 
 def test_a_png_is_the_same_for_the_same_schedule() -> None:
-    first, second = (render_timeline([panel(), panel()], title="t", kind="png") for _ in range(2))
+    first, second = (render_timeline(timeline(), kind="png") for _ in range(2))
     assert first.startswith(b"\x89PNG") and first == second
 
 
 def test_every_activity_has_its_color() -> None:
-    svg = drawn(panel())
+    svg = drawn(timeline())
     for color in ("#e69f00", "#1f7fc4", "#d55e00", "#cc79a7"):
-        assert svg.count(color) > drawn(panel(bars=())).count(color)
+        assert svg.count(color) > drawn(timeline(bars=())).count(color)
 
 
 def test_segments_of_a_sample_are_one_bar() -> None:
-    twice = panel(bars=panel().bars[:2])
-    once = panel(bars=(TimelineBar("fast-0", 0, 0.0, 2.0, "probe", "a"),))
-    other = panel(bars=(panel().bars[0], panel().bars[1]._replace(sample="b")))
+    twice = timeline(bars=timeline().bars[:2])
+    once = timeline(bars=(TimelineBar("fast-0", 0, 0.0, 2.0, "probe", "a"),))
+    other = timeline(bars=(timeline().bars[0], timeline().bars[1]._replace(sample="b")))
     assert drawn(twice) == drawn(once) != drawn(other)
 
 
 def test_many_slots_are_drawn_thinner() -> None:
-    wide = panel(slots=(("fast-0", 100), ("heavy-0", 1000)), bars=(TimelineBar("heavy-0", 99, 0.0, 1.0, "heavy", "a"),))
-    assert wide.height == MAX_HEIGHT > panel().height
+    wide = timeline(
+        slots=(("fast-0", 100), ("heavy-0", 1000)), bars=(TimelineBar("heavy-0", 99, 0.0, 1.0, "heavy", "a"),)
+    )
+    assert wide.size[1] == MAX_HEIGHT > timeline().size[1]
     assert "#d55e00" in drawn(wide)
 
 
@@ -75,10 +76,10 @@ class Loads(HTMLParser):
 
 
 def test_a_page_holds_picture_and_figures_and_needs_nothing_else(tmp_path: Path) -> None:
-    write_timeline(tmp_path / "a.html", [panel(), panel()], title='one <b> & "two"', table=TABLE)
+    write_timeline(tmp_path / "a.html", timeline(heading='one <b> & "two"'))
     page = (tmp_path / "a.html").read_text()
-    assert "<h1>one &lt;b&gt; &amp; &#34;two&#34;</h1>" in page and '<td class="text">&lt;adaptive&gt;</td>' in page
-    assert page.count("<svg") == 1 and page.count("adaptive: 4 s") == 2 and "#d55e00" in page
+    assert "<h1>one &lt;b&gt; &amp; &#34;two&#34;</h1>" in page
+    assert page.count("<svg") == 1 and page.count("adaptive: 4 s") == 1 and "#d55e00" in page
     assert "currentColor" in page and "#010203" not in page
     loads = Loads()
     loads.feed(page)
@@ -88,7 +89,7 @@ def test_a_page_holds_picture_and_figures_and_needs_nothing_else(tmp_path: Path)
 
 def test_the_name_says_what_is_written(tmp_path: Path) -> None:
     for name, head in (("a.PNG", b"\x89PNG"), ("a.html", b"<!doctype html>")):
-        write_timeline(tmp_path / name, [panel()], title="t", table=TABLE)
+        write_timeline(tmp_path / name, timeline())
         assert (tmp_path / name).read_bytes().startswith(head)
     with pytest.raises(InputError, match=r"--timeline: .* ending in \.png or \.html, got a\.pdf"):
         check_picture_path(Path("a.pdf"), "--timeline", SUPPORTED_SUFFIXES)
