@@ -63,16 +63,6 @@ class RunFiles:
         """Returns the last value of a setting; None if its file lacks it."""
         return self.settings_history.periods[-1].settings.get(name, (None, ""))[0]
 
-    def setting_at(self, name: str, step: int) -> Any:
-        """Returns the value of a setting at a step; None if its file lacks it."""
-        return self.settings_history.period_of(step).settings.get(name, (None, ""))[0]
-
-    def setting_history(self, name: str) -> str:
-        """Returns all values of a setting as text, such as `grpo, from step 7 dapo`."""
-        first = self.settings_history.periods[0].settings.get(name, (None, ""))[0]
-        later = (f", from step {step} {change.after}" for step, change in self.setting_changes if change.name == name)
-        return "".join((str(first), *later))
-
     @property
     def setting_changes(self) -> list[tuple[int, SettingChange]]:
         """The changes of settings by a resume, each with the first step after it."""
@@ -81,13 +71,10 @@ class RunFiles:
     @property
     def gaps(self) -> list[str]:
         """What is missing in the files of the run, in words."""
-        first = self.settings_history.periods[0].first_step
         recorded = {record["step"] for record in training_steps(self.history)}
-        unrecorded = {*range(first, max(recorded) + 1)} - recorded
-        unsaved = {step for step in recorded if self.setting_at("logging.save_rollouts", step)} - self.rollouts.keys()
-        found = (("metrics.jsonl has no line for", unrecorded), ("rollouts/ has no samples of", unsaved))
-        gaps = (f"{text} step{'s' * (len(steps) > 1)} {format_ranges(steps)}" for text, steps in found if steps)
-        return [*gaps, *self.settings_history.gaps]
+        missing = {*range(self.settings_history.periods[0].first_step, max(recorded) + 1)} - recorded
+        steps = f"step{'s' * (len(missing) > 1)} {format_ranges(missing)}"
+        return [*([f"metrics.jsonl has no line for {steps}"] if missing else []), *self.settings_history.gaps]
 
     def non_default_settings(self) -> list[NonDefaultSetting]:
         """Returns the settings that were set or derived to another value than the default."""

@@ -127,7 +127,7 @@ def test_what_changes_the_meaning_of_a_run_is_refused_unless_it_is_allowed(stopp
     assert train_here(full_config, *other, "run.steps=8", resume="auto").exit_code == 0
     assert here("report", stopped).exit_code == 0
     page = (stopped / "report.html").read_text()
-    assert "grpo, from step 7 dapo" in page and "Changed by a resume" in page
+    assert "Changed by a resume" in page
     assert "rollouts/ has no samples" not in page
     exported = stopped.parent / "exported"
     assert here("export", "--checkpoint", stopped, "--out", exported).exit_code == 0
