@@ -19,7 +19,7 @@ from app.evaluation.metadata import (
     metadata_path,
     read_metadata,
 )
-from app.evaluation.metrics import (
+from app.evaluation.prompt_metrics import (
     ACCURACY,
     DIFFICULTY,
     ERROR_COUNT,

@@ -9,7 +9,7 @@ from typing import Any
 
 from app.evaluation.comparison_report import format_estimate, is_shown
 from app.evaluation.metadata import JUDGE, EvaluationMetadata
-from app.evaluation.metrics import PASS_AT_PREFIX, pass_at_k_sizes
+from app.evaluation.prompt_metrics import PASS_AT_PREFIX, pass_at_k_sizes
 from app.records.text_format import format_table
 from app.report.confidence_intervals import MetricEstimate
 from app.reward.builtin_tasks import is_task_reward

@@ -25,7 +25,7 @@ from app.model.decoder import DecoderDefinition
 from app.model.prefill_and_decode import DECODE_SCOPE
 from app.model.token_logprobs import LM_HEAD_SCOPE
 from app.preflight.hlo_text import HloProgram
-from app.preflight.memory import (
+from app.preflight.phase_memory import (
     MEMORY_ADVICE,
     MEMORY_LABELS,
     StepShapes,

@@ -29,7 +29,6 @@ from app.preflight.environment_checks import (
     hub_offline,
     hub_sources,
 )
-from app.preflight.memory import compute_step_shapes, peak_phase, state_bytes
 from app.preflight.model_checks import (
     check_chat_template,
     check_forward_pass,
@@ -37,6 +36,7 @@ from app.preflight.model_checks import (
     check_reward_model,
     too_large_reason,
 )
+from app.preflight.phase_memory import compute_step_shapes, peak_phase, state_bytes
 from app.prompts.dataset import Dataset
 from app.records.identity import prompts_digest
 from app.records.run_directory import RunDirectory, check_run_directory

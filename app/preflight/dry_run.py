@@ -16,7 +16,7 @@ from app.mesh.device_mesh import num_hosts
 from app.mesh.devices import device_kind, simulated_slice
 from app.mesh.placement import num_local_row_shards
 from app.preflight.compiled_programs import CompiledProgram, format_step_memory, step_memory
-from app.preflight.memory import (
+from app.preflight.phase_memory import (
     StepShapes,
     compute_step_shapes,
     largest_micro_batch,

@@ -23,12 +23,12 @@ from app.model.decode_weights import transferred_bytes
 from app.model.decoder import flatten_by_path
 from app.preflight.compiled_programs import CompiledProgram, ProgramCallback, format_step_memory, step_memory
 from app.preflight.config_only_spec import read_config_only_spec
-from app.preflight.memory import (
+from app.preflight.mesh_layout import MeshReport, mesh_report
+from app.preflight.phase_memory import (
     StepShapes,
     compute_step_shapes,
     peak_phase,
 )
-from app.preflight.mesh_layout import MeshReport, mesh_report
 from app.records.atomic_write import write_atomic
 from app.records.sample import Prompt
 from app.records.text_format import format_bytes, format_ranges, format_table

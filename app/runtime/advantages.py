@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from app.advantage.adaptive_kl import update_kl_coef
+from app.advantage.advantage_metrics import AdvantageMoments, advantage_metrics, moments_over_hosts
 from app.advantage.gae.estimate import generalized_advantages
 from app.advantage.group import (
     GROUP_ADVANTAGES,
@@ -20,7 +21,6 @@ from app.advantage.group import (
     kl_penalized_rewards,
     task_rewards,
 )
-from app.advantage.metrics import AdvantageMoments, advantage_metrics, moments_over_hosts
 from app.advantage.token_advantages import (
     BootstrapFn,
     DiscountFn,

@@ -11,8 +11,8 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Int32
 
-from app.batching.metrics import scoring_batching_metrics
 from app.batching.micro_batcher import FixedRowBatcher, GlobalPlan, PackedRowBatcher
+from app.batching.packing_metrics import scoring_batching_metrics
 from app.batching.sample_exchange import READ_BY_SCORING, fetch_rows
 from app.model.architecture import Architecture
 from app.model.decoder import DecoderDefinition, Params, ValueDecoder

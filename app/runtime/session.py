@@ -25,7 +25,7 @@ from app.rollout.counters import RolloutCounters
 from app.rollout.request import GenerationRequest
 from app.rollout.sampling.token_sampling import SamplingRules
 from app.rollout.scheduling.length_estimator import LearnedLengths
-from app.rollout.scheduling.metrics import ScheduleMetrics
+from app.rollout.scheduling.schedule_metrics import ScheduleMetrics
 from app.rollout.slots.continuous_batching import ContinuousBatchGenerator
 from app.rollout.slots.shape_buckets import Footprint
 from app.rollout.workers.async_generation import AsyncRollout

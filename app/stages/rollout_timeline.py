@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from app.records.text_format import format_percent
 from app.report.slot_timeline import Activity, Timeline, TimelineBar
-from app.rollout.scheduling.metrics import ScheduleMetrics, slot_spans, slots_per_worker
 from app.rollout.scheduling.protocol import EventRecord, SampleRole, Submitted
+from app.rollout.scheduling.schedule_metrics import ScheduleMetrics, slot_spans, slots_per_worker
 
 ROLE_ACTIVITIES: dict[SampleRole | None, Activity] = {
     **{"probe": "probe", "fast": "fast", "heavy": "heavy"},

@@ -33,7 +33,7 @@ from app.runtime.reward_model import RewardModel, read_reward_model_spec
 from app.runtime.scoring import open_mesh
 from app.stages.sample_reader import file_digest, read_records
 from app.stages.sample_text import VERL_NAMES, read_text
-from app.tracking.metrics import local_reward_counts
+from app.tracking.sample_metrics import local_reward_counts
 from settings import Resolved, Settings
 from settings.errors import InputError
 

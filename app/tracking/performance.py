@@ -14,7 +14,7 @@ from app.distributed.collectives import gather_bytes_over_hosts, max_over_hosts,
 from app.mesh.device_memory import peak_memory_bytes
 from app.records.sample import Sample
 from app.rollout.counters import RolloutCounters
-from app.rollout.scheduling.metrics import ScheduleMetrics
+from app.rollout.scheduling.schedule_metrics import ScheduleMetrics
 from app.tracking.flops import PEAK_FLOPS
 
 

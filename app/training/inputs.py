@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from app.evaluation.metrics import check_is_measured
+from app.evaluation.prompt_metrics import check_is_measured
 from app.prompts.dataset import Dataset
 from app.records.run_directory import RunDirectory
 from app.records.sample import Prompt

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from app.batching.metrics import critic_batching_metrics, policy_batching_metrics
 from app.batching.micro_batcher import MicroBatcher
+from app.batching.packing_metrics import critic_batching_metrics, policy_batching_metrics
 from app.checkpoint.network_states import NetworkStates, RunState
 from app.mesh.placement import abstract_arrays
 from app.model.decoder import DecoderDefinition, Params

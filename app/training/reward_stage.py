@@ -15,7 +15,7 @@ from app.reward.plugin import StepInfo
 from app.reward.reward_functions import ComputeRewards
 from app.runtime.health_checks import check_rewards
 from app.runtime.reward_model import RewardModel, RewardPass, reward_model_metrics
-from app.tracking.metrics import reward_counts
+from app.tracking.sample_metrics import reward_counts
 from app.tracking.timer import StepTimer
 
 

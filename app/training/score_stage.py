@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from app.batching.metrics import scoring_batching_metrics
 from app.batching.micro_batcher import MicroBatcher
+from app.batching.packing_metrics import scoring_batching_metrics
 from app.checkpoint.network_states import RunState
 from app.mesh.placement import to_device_memory
 from app.mesh.program_cache import CompilationCounter

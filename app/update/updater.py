@@ -12,9 +12,9 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array
 
-from app.batching.metrics import policy_batching_metrics
 from app.batching.micro_batch_plan import MicroBatch
 from app.batching.micro_batcher import GlobalPlan, MicroBatcher
+from app.batching.packing_metrics import policy_batching_metrics
 from app.batching.sample_exchange import HostRows, fetch_rows
 from app.batching.token_batch import pack_last_target_indices, pack_per_token, pack_tokens
 from app.distributed.collectives import sum_over_hosts

@@ -17,7 +17,7 @@ from pathlib import Path
 from app.mesh.chips import parse_slice
 from app.preflight.compiled_programs import compile_programs
 from app.preflight.inspect_mesh import open_run_outline
-from app.preflight.memory import largest_micro_batch
+from app.preflight.phase_memory import largest_micro_batch
 from scripts.bench.kernel_time import kernel_schedules
 from scripts.bench.tpu_time import TimedPrograms
 from settings import load

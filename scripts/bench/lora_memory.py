@@ -28,7 +28,7 @@ from app.model.quantization import QUANTIZE_BASE_SETTING
 from app.preflight.compiled_programs import lower_update
 from app.preflight.config_only_spec import read_config_only_spec
 from app.preflight.inspect_mesh import make_longest_prompt
-from app.preflight.memory import compute_step_shapes, memory_by_phase, state_bytes
+from app.preflight.phase_memory import compute_step_shapes, memory_by_phase, state_bytes
 from app.runtime.session import Session
 from app.training.learner import make_learner_group
 from settings import load

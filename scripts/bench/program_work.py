@@ -28,7 +28,7 @@ from app.model.segment_layout import SegmentLayout
 from app.model.token_logprobs import LM_HEAD_SCOPE
 from app.preflight.attention_check import longest_samples
 from app.preflight.inspect_mesh import RunOutline
-from app.preflight.memory import largest_micro_batch
+from app.preflight.phase_memory import largest_micro_batch
 from app.records.sample import Sample
 from app.rollout.slots.shape_buckets import BatchShape
 from app.runtime.scoring import set_compute_dtype

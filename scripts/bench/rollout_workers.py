@@ -22,7 +22,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from app.rollout.scheduling.metrics import schedule_metrics
+from app.rollout.scheduling.schedule_metrics import schedule_metrics
 from app.rollout.scheduling.scheduler import POLICIES
 from scripts.bench.forced_rollout import (
     PROMPT_LENGTHS,

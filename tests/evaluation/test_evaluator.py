@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from app.evaluation.evaluator import evaluation_metrics
-from app.evaluation.metrics import (
+from app.evaluation.prompt_metrics import (
     DIFFICULTY,
     NON_BINARY_COUNT,
     check_is_measured,

@@ -11,9 +11,9 @@ import numpy as np
 import optax
 import pytest
 
-from app.batching.metrics import critic_batching_metrics
 from app.batching.micro_batch_plan import TokenBudget
 from app.batching.micro_batcher import FixedRowBatcher, MicroBatcher, PackedRowBatcher
+from app.batching.packing_metrics import critic_batching_metrics
 from app.model.architecture import Architecture
 from app.model.decoder import DecoderDefinition, Params, ValueDecoder
 from app.model.flops import forward_flops

@@ -7,7 +7,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 
-from app.evaluation.metrics import estimate_metrics
+from app.evaluation.prompt_metrics import estimate_metrics
 from app.report.metric_registry import METRICS, find_metric, matches, metrics_page
 from app.rollout.counters import RolloutCounters
 from app.tracking.episode_metrics import episode_metrics

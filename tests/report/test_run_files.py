@@ -80,9 +80,7 @@ def test_a_damaged_session_is_passed_over_and_none_is_no_error(run: Path) -> Non
     assert RunFiles.read(run).settings_history.sessions == []
     (run / "sessions.jsonl").write_text('{"processes": 4}\nhalf\n{"processes": 2}\n')
     assert RunFiles.read(run).settings_history.sessions == [{"processes": 4}, {"processes": 2}]
-    assert RunFiles.read(run).gaps == [
-        "sessions.jsonl has no valid settings in line 1, 2, 3; others are taken instead"
-    ]
+    assert RunFiles.read(run).gaps == ["sessions.jsonl has no valid settings in line 1, 2, 3; others are taken instead"]
 
 
 def test_sample_files_are_found_by_step_and_others_are_left_alone(tmp_path: Path) -> None:

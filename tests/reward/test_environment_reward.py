@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from app.evaluation.metrics import estimate_metrics, prompt_columns
+from app.evaluation.prompt_metrics import estimate_metrics, prompt_columns
 from app.reward.aggregate import NO_REWARD_FINISH_REASON
 from app.reward.plugin import StepInfo
 from app.reward.reward_functions import EnvironmentReward, OverlongPenalty, RewardFunctions, accuracy_function_name

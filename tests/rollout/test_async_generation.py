@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from app.model.decode_weights import DecodeWeights
-from app.rollout.scheduling.metrics import ScheduleMetricsTracker
 from app.rollout.scheduling.protocol import Event as SchedulerEvent
 from app.rollout.scheduling.protocol import Submitted
+from app.rollout.scheduling.schedule_metrics import ScheduleMetricsTracker
 from app.rollout.scheduling.scheduler import POLICIES
 from app.rollout.sequence import RolloutSequence, make_sequences
 from app.rollout.workers.async_generation import AsyncRollout, CompletedRound, RoundExecutor

@@ -19,9 +19,9 @@ from ray.cluster_utils import Cluster
 from app.distributed.stop_check import StoppedError
 from app.model.io.model_files import open_model
 from app.prompts.tokenizer import load_tokenizer
-from app.rollout.scheduling.metrics import schedule_metrics
 from app.rollout.scheduling.protocol import SegmentEnded, Suspend, WorkerJoined, WorkerLost
 from app.rollout.scheduling.sample_states import SampleTable
+from app.rollout.scheduling.schedule_metrics import schedule_metrics
 from app.rollout.scheduling.scheduler import POLICIES
 from app.rollout.workers import ray_worker
 from app.rollout.workers.async_generation import AsyncRollout

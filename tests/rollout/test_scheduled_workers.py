@@ -21,7 +21,6 @@ from jax.sharding import Mesh
 from app.mesh.program_cache import CompilationCounter
 from app.mesh.submesh import make_submesh
 from app.records.sample import Sample
-from app.rollout.scheduling.metrics import schedule_metrics, slot_spans
 from app.rollout.scheduling.protocol import (
     Admit,
     Command,
@@ -35,6 +34,7 @@ from app.rollout.scheduling.protocol import (
     WorkerKind,
     WorkerLost,
 )
+from app.rollout.scheduling.schedule_metrics import schedule_metrics, slot_spans
 from app.rollout.scheduling.scheduler import POLICIES, Scheduler
 from app.rollout.scheduling.scheduling_policy import PdsrConstants
 from app.rollout.sequence import RolloutSequence, SuspendedSequence

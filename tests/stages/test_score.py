@@ -21,7 +21,7 @@ from app.runtime.micro_batching import MaxLengths, make_score_batcher
 from app.runtime.model_spec import read_model_spec
 from app.runtime.session import Session
 from app.stages.score import WindowScorer
-from app.tracking.metrics import reward_counts
+from app.tracking.sample_metrics import reward_counts
 from settings import load
 from tests.program import DEADLINE_S, digest_of, here, of_tiny, records_of, settings, started
 

@@ -19,7 +19,7 @@ from app.model.decode_weights import DecodeWeights
 from app.records.sample import Prompt, Sample
 from app.rollout.request import GenerationRequest
 from app.rollout.scheduling.length_estimator import LearnedLengths
-from app.rollout.scheduling.metrics import ScheduleMetrics, ScheduleMetricsTracker
+from app.rollout.scheduling.schedule_metrics import ScheduleMetrics, ScheduleMetricsTracker
 from app.rollout.sequence import RolloutSequence
 from app.rollout.workers.scheduler_loop import RolloutExecutor, name_rows
 from app.rollout.workers.worker_pool import RolloutWorkerPool

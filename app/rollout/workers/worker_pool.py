@@ -17,9 +17,9 @@ from app.rollout.request import GenerationRequest
 from app.rollout.sample_generator import SampleGenerator
 from app.rollout.sampling.token_sampling import SamplingRules
 from app.rollout.scheduling.length_estimator import NOTHING_LEARNED, LearnedLengths
-from app.rollout.scheduling.metrics import ScheduleMetrics, schedule_metrics
 from app.rollout.scheduling.protocol import EventRecord
 from app.rollout.scheduling.sample_states import SampleState
+from app.rollout.scheduling.schedule_metrics import ScheduleMetrics, schedule_metrics
 from app.rollout.scheduling.scheduler import Scheduler
 from app.rollout.scheduling.scheduling_policy import PDSR_CONSTANTS, PdsrConstants
 from app.rollout.sequence import RolloutSequence

@@ -2,7 +2,6 @@ import math
 
 import pytest
 
-from app.rollout.scheduling.metrics import ScheduleMetricsTracker, Span, schedule_metrics, slot_spans, slots_per_worker
 from app.rollout.scheduling.protocol import (
     Answered,
     AnsweredRow,
@@ -13,6 +12,13 @@ from app.rollout.scheduling.protocol import (
     Submitted,
     WorkerJoined,
     WorkerLost,
+)
+from app.rollout.scheduling.schedule_metrics import (
+    ScheduleMetricsTracker,
+    Span,
+    schedule_metrics,
+    slot_spans,
+    slots_per_worker,
 )
 from tests.rollout.scheduling.driving import Driven, make_scheduler, samples
 from tests.rollout.scheduling.storms import storm

@@ -5,8 +5,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from app.rollout.scheduling.metrics import schedule_metrics
 from app.rollout.scheduling.protocol import Finished, RunSegment
+from app.rollout.scheduling.schedule_metrics import schedule_metrics
 from app.rollout.scheduling.scheduler import POLICIES
 from tests.rollout.scheduling import length_traces
 from tests.rollout.scheduling.driving import make_scheduler

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from app.advantage.advantage_metrics import moments_over_hosts
 from app.advantage.group import zero_variance_fraction
-from app.advantage.metrics import moments_over_hosts
 from app.distributed.collectives import gather_bytes_over_hosts, sum_over_hosts
 from app.distributed.tables import gather_table
 from app.records.moments import compute_moments

@@ -7,7 +7,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from app.evaluation.metrics import majority_vote_accuracy, pass_at_k
+from app.evaluation.prompt_metrics import majority_vote_accuracy, pass_at_k
 
 
 @pytest.mark.parametrize("num_samples", [1, 2, 5, 8])

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from app.advantage.metrics import AdvantageMoments, advantage_metrics
+from app.advantage.advantage_metrics import AdvantageMoments, advantage_metrics
 from app.batching.micro_batch_plan import SequenceLengths
 from app.mesh.device_memory import host_memory_bytes
 from app.mesh.program_cache import CompilationCounter
@@ -18,8 +18,8 @@ from app.model.decoder import Decoder, DecoderDefinition, ValueDecoder
 from app.records.sample import Prompt, Sample
 from app.rollout.counters import RolloutCounters
 from app.tracking.flops import StepFlops, forward_pass, update_passes
-from app.tracking.metrics import mismatch_metrics, sample_metrics
 from app.tracking.performance import rollout_performance, step_performance
+from app.tracking.sample_metrics import mismatch_metrics, sample_metrics
 from tests.tiny import ODD
 
 FUNCTIONS = ("arithmetic", "arithmetic_format")
