@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +17,14 @@ MAX_SHOWN_CHARS = 60
 """Maximum length of a value as shown."""
 
 
-def different_names(before: Identity, now: Identity, *, ignored: Collection[str] = ()) -> list[str]:
+def different_names(before: Identity, now: Identity) -> list[str]:
     """Returns the names of the values that differ, in the order of `before`."""
-    names = dict.fromkeys([*before, *now])
-    return [name for name in names if name not in ignored and before.get(name) != now.get(name)]
+    return [name for name in dict.fromkeys([*before, *now]) if before.get(name) != now.get(name)]
 
 
-def first_difference(before: Identity, now: Identity, *, ignored: Collection[str] = ()) -> str | None:
+def first_difference(before: Identity, now: Identity) -> str | None:
     """Returns the first difference as text, such as `run.seed was 0 there, and is 1 now`; None if there is none."""
-    names = different_names(before, now, ignored=ignored)
+    names = different_names(before, now)
     if not names:
         return None
     was, is_now = (_shorten(repr(one.get(names[0]))) for one in (before, now))

@@ -1,13 +1,13 @@
-"""Samples that a killed rollout or evaluation has drawn, in part files next to its output, from which it continues.
+"""Samples that a killed rollout has drawn, in part files next to its output, from which it continues.
 
-The first line of a part file is a header: JSON with the identity of the work. Each other line is a sample.
+The first line of a part file is a header: JSON with the identity of the rollout. Each other line is a sample.
 """
 
 from __future__ import annotations
 
 import glob
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ from app.records.sample_json import sample_from_record, sample_to_record
 from settings.errors import InputError
 
 PART_SUFFIX = ".part"
-FORMAT = "grpo-part/2"
+FORMAT = "grpo-part/3"
 
 NumberedRecord = tuple[int, Mapping[str, Any] | InputError]
 """A line number and the record of that line, or the error that explains why the line has none."""
@@ -32,19 +32,15 @@ class PartialSamples:
     """The samples that are drawn for an output, but not yet in it."""
 
     out: Path
-    work: str
-    """What the work is called in errors: `rollout` or `evaluation`."""
     identity: Identity
-    ignored: Collection[str] = ()
-    """Names in the identity that may differ."""
 
     @property
     def header(self) -> str:
-        return json.dumps({"format": FORMAT, "work": self.work, "identity": dict(self.identity)})
+        return json.dumps({"format": FORMAT, "identity": dict(self.identity)})
 
     def open_part(self, path: Path) -> PartFile:
         """Returns the file to which this host appends samples once drawn. Raises InputError as `PartFile` does."""
-        return PartFile(path, header=self.header, work=self.work)
+        return PartFile(path, header=self.header)
 
     def read(self, prompts: Sequence[Prompt], *, num_samples: int) -> dict[str, Sample]:
         """Returns the samples in the part files that this host sees, by uid; damaged and other lines are skipped.
@@ -54,7 +50,7 @@ class PartialSamples:
             num_samples: samples per prompt.
 
         Raises:
-            InputError: a part file belongs to other work, is not a part file, or cannot be read.
+            InputError: a part file belongs to another rollout, is not a part file, or cannot be read.
         """
         found: dict[str, Sample] = {}
         for path in self.check():
@@ -82,18 +78,17 @@ class PartialSamples:
             return False
         try:
             stored = json.loads(header)
-            identity = dict(stored["identity"]) if (stored["format"], stored["work"]) == (FORMAT, self.work) else None
+            identity = dict(stored["identity"]) if stored["format"] == FORMAT else None
         except (ValueError, LookupError, TypeError, RecursionError):
             identity = None
         if identity is None:
             raise InputError(
-                f"--out: {path} is not a part file of this kind of work ({self.work}, {FORMAT}); move it, or give "
-                "another --out"
+                f"--out: {path} is not a part file of a rollout ({FORMAT}); move it, or give another --out"
             )
-        difference = first_difference(identity, self.identity, ignored=self.ignored)
+        difference = first_difference(identity, self.identity)
         if difference is not None:
             raise InputError(
-                f"--out: {path} has samples of another, unfinished {self.work}: {difference}. Use the same settings to "
+                f"--out: {path} has samples of another, unfinished rollout: {difference}. Use the same settings to "
                 "finish it, delete the file to start over, or give another --out"
             )
         return True
@@ -112,13 +107,13 @@ class PartFile:
         InputError: another process has opened the file, or it cannot be written or locked.
     """
 
-    def __init__(self, path: Path, *, header: str, work: str) -> None:
+    def __init__(self, path: Path, *, header: str) -> None:
         self.path, self._header = path, header
         try:
             self._file = lock_file(path)
         except FileLockedError:
             raise InputError(
-                f"--out: another process is running this {work} ({path}); wait for it, or give another --out"
+                f"--out: another process is running this rollout ({path}); wait for it, or give another --out"
             ) from None
         except OSError as error:
             raise InputError(

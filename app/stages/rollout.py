@@ -78,7 +78,7 @@ def rollout(
         check_hosts_agree(resolved, identity)
         shard = PromptShard.from_prompts(questions, settings)
         with error_barrier():
-            partial = PartialSamples(out, "rollout", identity)
+            partial = PartialSamples(out, identity)
             finished = partial.read(shard.host_prompts, num_samples=shard.group_size)
             part_file = stack.enter_context(partial.open_part(per_host_path(part_path(out))))
             remove_partial_files(out)

@@ -114,7 +114,7 @@ def header_of(model: Path, *overrides: str, limit: int) -> str:
     chosen = load(None, [f"model.path={model}", *SMALL, *overrides], {}).settings
     spec = read_model_spec(chosen).without_adapters
     prompts, _ = _read_prompts(chosen, spec, None, limit=limit)
-    return PartialSamples(Path(), "rollout", rollout_identity(chosen, spec, prompts)).header
+    return PartialSamples(Path(), rollout_identity(chosen, spec, prompts)).header
 
 
 UNREAD = (
@@ -160,7 +160,7 @@ def test_a_part_file_of_another_checkpoint_is_left_as_it_is(finished: Path, tmp_
     prompts, _ = _read_prompts(source.settings, source.model, None, limit=4)
     part = tmp_path / "samples.jsonl.part"
     identity = rollout_identity(source.settings, source.model, prompts, source.saved_policy)
-    part.write_text(PartialSamples(part, "rollout", identity).header + "\n")
+    part.write_text(PartialSamples(part, identity).header + "\n")
     result = here("rollout", "--checkpoint", later, "--limit", "4", "--out", tmp_path / "samples.jsonl")
     assert result.exit_code == 2 and "the checkpoint was 'step 2, " in result.stderr
     assert list(tmp_path.iterdir()) == [part]
@@ -170,14 +170,12 @@ def test_a_part_file_of_another_checkpoint_is_left_as_it_is(finished: Path, tmp_
 def test_a_file_that_is_no_part_of_a_rollout_is_left_as_it_is(line: bytes, tiny_model: Path, tmp_path: Path) -> None:
     (tmp_path / "samples.jsonl.part").write_bytes(line)
     result = here(*command(tiny_model, tmp_path / "samples.jsonl"))
-    assert (
-        result.exit_code == 2 and "samples.jsonl.part is not a part file of this kind of work (rollout" in result.stderr
-    )
+    assert result.exit_code == 2 and "samples.jsonl.part is not a part file of a rollout (" in result.stderr
     assert (tmp_path / "samples.jsonl.part").read_bytes() == line
 
 
 def test_two_processes_do_not_share_a_part_file(tiny_model: Path, tmp_path: Path) -> None:
-    with PartFile(tmp_path / "samples.jsonl.part", header="{}", work="rollout"):
+    with PartFile(tmp_path / "samples.jsonl.part", header="{}"):
         result = here(*command(tiny_model, tmp_path / "samples.jsonl"))
         assert result.exit_code == 2 and "another process is running this rollout" in result.stderr
     assert list(tmp_path.iterdir()) == []
