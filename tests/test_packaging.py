@@ -126,17 +126,16 @@ class UserFolder:
         return self.run(f"import sys\nfrom {module} import {function}\nsys.exit({function}())", *arguments)
 
 
-@pytest.fixture(params=["wheel", "checkout"])
-def user_folder(request: pytest.FixtureRequest, tmp_path: Path) -> UserFolder:
-    installed = request.getfixturevalue("unpacked_wheel") if request.param == "wheel" else REPOSITORY
+@pytest.fixture
+def user_folder(unpacked_wheel: Path, tmp_path: Path) -> UserFolder:
     (tmp_path / "app.py").write_text("REWARD = 2.0")
     (tmp_path / "settings.py").write_text("FACTOR = 3.0")
-    return UserFolder(tmp_path, installed)
+    return UserFolder(tmp_path, unpacked_wheel)
 
 
 def test_modules_of_the_user_do_not_replace_those_of_the_program(user_folder: UserFolder) -> None:
     version = user_folder.run_program("--version")
-    assert version == f"grpo {PROJECT['version']}\n" or user_folder.installed == REPOSITORY
+    assert version == f"grpo {PROJECT['version']}\n"
     printed = user_folder.run_program("train", "--config", "quickstart", "--print-config")
     assert "group_size" in printed and "presets/quickstart.yaml" in printed
     facts = user_folder.run(
@@ -211,8 +210,7 @@ print(scored.records[0]["reward"], sys.modules["app"].__file__)
 
 def test_the_python_api_works_where_the_user_has_modules_of_these_names(user_folder: UserFolder) -> None:
     reward, file = user_folder.run(API_SCRIPT).split()
-    program = user_folder.installed / "grpo" if (user_folder.installed / "grpo").is_dir() else user_folder.installed
-    assert (float(reward), Path(file)) == (3.0, program / "app" / "__init__.py")
+    assert (float(reward), Path(file)) == (3.0, user_folder.installed / "grpo" / "app" / "__init__.py")
 
 
 def test_the_python_api_names_the_users_modules_that_are_in_its_way(user_folder: UserFolder) -> None:

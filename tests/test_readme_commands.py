@@ -173,8 +173,10 @@ def test_the_commands_of_the_readme_run_in_order_in_a_fresh_clone(tmp_path: Path
     assert answer.stdout.count("README at ") == len(commands)
     runs = {re.sub(r"-\d{8}-\d{6}$", "-<time>", path.name) for path in (clone / "runs").iterdir()}
     assert runs == {"quickstart-<time>", "quickstart-seed0", "quickstart_ppo-seed0", "mixed", "lora"}
-    lines = (clone / "runs/quickstart-seed0/metrics.jsonl").read_text().splitlines()
-    assert max(json.loads(line)["step"] for line in lines) == 100
+    lines = [*map(json.loads, (clone / "runs/quickstart-seed0/metrics.jsonl").read_text().splitlines())]
+    assert max(line["step"] for line in lines) == 100
+    before, *_, after = (line for line in lines if "eval/accuracy" in line)
+    assert before["eval/accuracy"] <= 0.4 and after["eval/accuracy"] >= 0.9 and after["eval/format_rate"] >= 0.99
     for file in ("runs/quickstart-seed0/report.html", "before_after.png", "quickstart-model/model.safetensors"):
         assert (clone / file).stat().st_size > 1000, file
 

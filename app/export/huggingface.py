@@ -21,12 +21,11 @@ from jax.sharding import Mesh
 
 from app.checkpoint.policy_weights import load_trained_params
 from app.checkpoint.saved_policy import PolicyCheckpoint
-from app.export.hf_config import GENERATION_CONFIG_FILE, export_config, export_generation_config
+from app.export.hf_files import GENERATION_CONFIG_FILE, export_config, export_generation_config, write_tokenizer
 from app.export.hf_tensors import HfTensors
 from app.export.model_card import ADAPTER, CARD_FILE, FULL_MODEL, MERGED_MODEL, ExportFormat, export_notes, model_card
 from app.export.peft import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, PeftTensors, adapter_config
 from app.export.safetensors_writer import write_safetensors, write_sharded_safetensors
-from app.export.tokenizer import write_tokenizer
 from app.mesh import device_mesh, jax_startup
 from app.model.decoder import Params
 from app.model.io.gguf import GgufFile

@@ -133,30 +133,24 @@ def scalars_of(run: Path) -> dict[tuple[str, int], float]:
     return shown
 
 
-def test_tensorboard_shows_the_metrics_of_a_resumed_run_once(config: Path) -> None:
-    run, tensorboard = config.parent / "runs" / "tiny", "logging.tensorboard=true"
+def test_tensorboard_shows_the_metrics_of_a_resumed_run_once(run: RunDirectory) -> None:
     pytest.importorskip("tensorboardX", reason="pip install -e '.[tensorboard]'")
-    assert train_here(config, tensorboard, "run.steps=3").exit_code == 0
-    shutil.rmtree(run / "checkpoints" / "3")
-    assert len({step for _, step in scalars_of(run)}) == 4
-    time.sleep(1.1)  # The names of the files hold the second.
-    assert train_here(config, tensorboard, resume="must").exit_code == 0
-    lines = metrics_of(run)
-    expected = {
-        (name, line["step"]): np.float32(value)
-        for line in lines
-        for name, value in line.items()
-        if name != "step" and value is not None
-    }
-    assert len(lines) == 5 and len(expected) > 100
-    assert scalars_of(run) == expected
+    resolved = load(None, ["logging.tensorboard=true"], {})
+    for steps, last_step in ((range(4), None), (range(2, 5), 1)):
+        kept = last_step and MetricsLines.read(run.metrics_path, last_step=last_step, sha256=None)
+        log = RunLog(run, resolved, kept=kept, wandb_id=None)
+        for step in steps:
+            log.write_metrics(step, {"loss": step / 2, "perf/mfu": None})
+        log.close()
+        time.sleep(1.1)  # The names of the files hold the second.
+    assert scalars_of(run.path) == {("loss", step): step / 2 for step in range(5)}
     texts = [
         one.tensor.string_val[0]
-        for event in events_of(run)
+        for event in events_of(run.path)
         for one in event.summary.value
         if one.tag == "settings/text_summary"
     ]
-    assert len(texts) == 2 and b"    run:\n      name: tiny" in texts[0]
+    assert len(texts) == 2 and b"    run:\n      name: " in texts[0]
 
 
 def test_tensorboard_that_is_not_installed_is_named(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,17 +1,39 @@
-"""`config.json` and `generation_config.json` of an exported model."""
+"""The files of an exported model beside its weights: configurations and tokenizer."""
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from app.model.io.config_fields import HfConfig
 from app.model.io.families import FAMILIES
+from app.model.io.gguf import GgufFile
+from app.model.io.model_files import ModelFiles
+from app.prompts.tokenizer import TOKENIZER_FILE, load_fast_tokenizer
 
 GENERATION_CONFIG_FILE = "generation_config.json"
 
 OMITTED_BASE_FIELDS = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
 """Fields of the base model that do not apply to the export: its origin, its writer, and the type of its weights."""
+TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
+PORTABLE_TOKENIZER_CLASS = "PreTrainedTokenizerFast"
+"""A class known to both transformers 4 and 5; by default, version 5 writes a name unknown to version 4."""
+
+TOKENIZER_FILES = (
+    TOKENIZER_FILE,
+    TOKENIZER_CONFIG_FILE,
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+)
+"""Files to copy; none of them contains code."""
 
 
 def export_config(config: HfConfig, *, dtype: str, eos_ids: Sequence[int]) -> dict[str, Any]:
@@ -35,3 +57,19 @@ def export_generation_config(base: Mapping[str, Any], *, eos_ids: Sequence[int],
 def unwrap_single_id(ids: Sequence[int]) -> int | list[int]:
     """Returns a list of ids, or a single id as an integer, which every reader accepts."""
     return ids[0] if len(ids) == 1 else list(ids)
+
+
+def write_tokenizer(files: ModelFiles, directory: Path) -> None:
+    """Copies the tokenizer files of a model's directory, or writes equivalent ones for a GGUF file."""
+    if isinstance(files.weights, GgufFile):
+        load_fast_tokenizer(files).save_pretrained(directory)
+        config = json.loads((directory / TOKENIZER_CONFIG_FILE).read_text(encoding="utf-8"))
+        config["tokenizer_class"] = PORTABLE_TOKENIZER_CLASS
+        (directory / TOKENIZER_CONFIG_FILE).write_text(
+            json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+        )
+        return
+    for name in TOKENIZER_FILES:
+        # Copies the content: files from the hub are links into its cache.
+        if (files.path / name).is_file():
+            shutil.copyfile(files.path / name, directory / name)
