@@ -13,10 +13,7 @@ import pytest
 
 from app.checkpoint.train_progress import ProgressRecord
 from app.records.run_directory import RunDirectory, check_run_directory
-from app.tracking.run_log import (
-    WANDB_SECTIONS,
-    RunLog,
-)
+from app.tracking.run_log import WANDB_SECTIONS, RunLog
 from settings import Settings, load
 from tests.program import DEADLINE_S, metrics_of, settings, started, train_here
 
@@ -137,8 +134,7 @@ def test_tensorboard_shows_the_metrics_of_a_resumed_run_once(run: RunDirectory) 
     pytest.importorskip("tensorboardX", reason="pip install -e '.[tensorboard]'")
     resolved = load(None, ["logging.tensorboard=true"], {})
     for steps, last_step in ((range(4), None), (range(2, 5), 1)):
-        kept = last_step and MetricsLines.read(run.metrics_path, last_step=last_step, sha256=None)
-        log = RunLog(run, resolved, kept=kept, wandb_id=None)
+        log = RunLog(run, resolved, last_step=last_step, wandb_id=None)
         for step in steps:
             log.write_metrics(step, {"loss": step / 2, "perf/mfu": None})
         log.close()
